@@ -15,9 +15,9 @@ from distlab.check.deadlock import Standing, Still, Waiting, apart_finding, stan
 from distlab.check.failures import aborted, failures, last_call
 from distlab.check.matching import Matching, every_call
 from distlab.check.rank_state import HANG, Finding, RankState
-from distlab.check.recorder import now
 from distlab.check.script_process import how_it_ended
 from distlab.check.silent_faults import Quiet
+from distlab.check.telling import now
 from distlab.report.reading import from_line
 from distlab.report.records import Record, Said
 
@@ -99,7 +99,7 @@ class Doctor:
                 self.findings.append(stands)
                 self._suspect(now)
         if self.over:
-            self.findings += [*self.matching.mismatches(), *self.quiet.handles()]
+            self.findings += [*self.matching.mismatches(self.cases), *self.quiet.handles()]
             known = bool(self.lost) or any(finding.ends for finding in self.findings)
             self.findings += failures(self.cases, self.matching, self.lost, explained=known)
 

@@ -8,7 +8,7 @@ none of those and none that is over; whoever is left never goes on (the circular
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from distlab.check.matching import Matching, all_or_none
+from distlab.check.matching import Matching, all_or_none, called_from, parted_in_framework
 from distlab.check.rank_state import (
     HANG,
     IDLE_SHARE,
@@ -119,7 +119,13 @@ def diagnosis(
     others = [elsewhere(cases[rank], matching, first.wait, waits, len(cases)) for rank in chain[:MOST_NAMED]]
     sentence += f": {'; '.join(dict.fromkeys(others))}"
     sentence += matching.parted(first.wait.call.group) if first.wait.call is not None else ""
-    sentence += circle(first, stuck) or f"; {way_out(first, waits, cases)}"
+    if first.wait.call is not None:
+        own = {rank: each.wait.call for rank, each in waits.items() if each.wait.call is not None}
+        sentence += called_from(own[rank] for rank in (together[0], whom[0]) if rank in own)
+    at = {rank: each.wait.place for rank, each in waits.items()}
+    parted = parted_in_framework(cases, together[0], whom[0], at)
+    sentence += parted.text
+    sentence += circle(first, stuck) or f"; {parted.remedy or way_out(first, waits, cases)}"
     return Finding(HANG, sentence, tuple(whom), table(cases, waits), ends=True)
 
 
@@ -172,9 +178,10 @@ def circle(first: Standing, stuck: dict[int, Standing]) -> str:
     """What kind of circle it is, where that has a name."""
     calls = [each.wait.call for each in stuck.values() if each.wait.call is not None]
     ops = {call.kind.op for call in calls}
-    if ops == {"send"}:
+    closed = len(calls) > 1 and all(each.needs <= set(stuck) for each in stuck.values())  # nobody in it has ended
+    if ops == {"send"} and closed:
         return ". Each sends first, and none receives: let one of two receive before it sends, or use isend"
-    if ops == {"recv"} and len(calls) > 1:
+    if ops == {"recv"} and closed:
         return ". Each receives first, and none sends: let one of two send before it receives"
     groups = {call.group for call in calls if call.kind.op not in ("send", "recv") and call.group.instance >= 0}
     others = [each for rank, each in stuck.items() if rank in first.needs and each.wait.call is not None]

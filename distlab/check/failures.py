@@ -6,11 +6,12 @@ a consequence where another rank has failed, ended or been killed; alone it is t
 in.
 """
 
+import re
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from distlab.check.deadlock import Standing, diagnosis, standings, table
+from distlab.check.deadlock import Standing, diagnosis, standing_at, standings, table
 from distlab.check.exceptions import describe_exception, folded
 from distlab.check.matching import Matching
 from distlab.check.rank_state import END, Finding, Raised, RankState, Wait, call_text, ranks_do
@@ -61,10 +62,36 @@ def blamed(cases: Sequence[RankState], matching: Matching, waits: dict[int, Stan
             waits[rank] = Standing(Wait(call, call_text(call), call.place, call.began_s), needs, any_of=False)
     how = f"rank {first} {describe_exception(failed[first], failed[first].place)}"
     stuck = {rank: each for rank, each in waits.items() if not each.any_of}
+    if (late := limit_passed(cases, waits, failed)) is not None:
+        return late
     if not stuck:
         return Finding(END, how, (first,), table(cases, waits), traceback=failed[first].traceback)
     found = diagnosis(cases, matching, waits, stuck)
     return replace(found, sentence=f"{found.sentence} ({how})")
+
+
+def limit_passed(
+    cases: Sequence[RankState], waits: dict[int, Standing], failed: Mapping[int, Raised]
+) -> Finding | None:
+    """Of ranks whose limit passed while they waited for one that was still at work: that, and no hang."""
+    for rank, raised in failed.items():
+        own = waits.get(rank)
+        working = [cases[each] for each in sorted(own.needs)] if own is not None and not own.any_of else []
+        working = [case for case in working if not case.over and case.rank not in waits]
+        limit = re.search(r"[Tt]imed out (?:after )?waiting (?:for )?(\d+) ?ms|[Tt]imed? ?out", raised.text)
+        if own is None or limit is None or not working:
+            continue
+        within = f" of {int(limit[1]) / 1000:g} s" if limit[1] else ""
+        who = "; ".join(
+            f"rank {case.rank} was still at {standing_at(case)} ({case.cpu_share:.0%} of a core)" for case in working
+        )
+        sentence = (
+            f"the limit{within} of the script's process group passed while a rank was at work: rank {rank} waited in"
+            f" {own.wait.what} at {own.wait.place} for {name_ranks(case.rank for case in working)}, and {who}; give"
+            " init_process_group a longer timeout, or let the others do their part of that work"
+        )
+        return Finding(END, sentence, tuple(case.rank for case in working), table(cases, waits))
+    return None
 
 
 def consequences(cases: Sequence[RankState], waits: Mapping[int, Standing], ranks: Sequence[int]) -> str:

@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 
 from distlab.check.memory import Contents
-from distlab.check.recorder import Call, Recorder, now, preceded
+from distlab.check.recorder import Call, Recorder, preceded
+from distlab.check.telling import now
 from distlab.measure import traffic
 from distlab.measure.traffic import Endpoint, NoDiagnostics
 

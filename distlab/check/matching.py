@@ -7,8 +7,9 @@ is told, as all that follows in it is shifted by it.
 
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from distlab.check.parameter_calls import ParameterCalls
 from distlab.check.rank_state import (
@@ -27,6 +28,7 @@ from distlab.check.rank_state import (
 )
 from distlab.check.source_lines import branch_of, source_line
 from distlab.cluster import name_ranks
+from distlab.report.units import counted
 
 # Who comes last to the collectives of a line, and how long the others wait there.
 
@@ -116,7 +118,8 @@ class Matching:
             self._broken[call.group] = met
             return True
         if whole:
-            if len({each.place for each in met.values()}) > 1 and call.kind.op in SYMMETRIC:
+            by_library = all(each.place.below for each in met.values())
+            if len({each.place for each in met.values()}) > 1 and (call.kind.op in SYMMETRIC or by_library):
                 self._parted.setdefault(call.group, met)
             self.lateness.take(met)
             self._parameter_calls.take(met)
@@ -139,9 +142,10 @@ class Matching:
             return True
         return False
 
-    def mismatches(self) -> Iterator[Finding]:
+    def mismatches(self, cases: Sequence[RankState]) -> Iterator[Finding]:
         for met in self._broken.values():
-            yield self._mismatch(met, fault_of(met, whole=len(met) == len(next(iter(met.values())).group.ranks)))
+            whole = len(met) == len(next(iter(met.values())).group.ranks)
+            yield self._mismatch(met, fault_of(met, whole=whole), cases)
         for sent, received in self._unfit:
             sentence = (
                 f"message #{sent.turn} from rank {sent.rank} to rank {received.rank}: rank {sent.rank} sends"
@@ -208,7 +212,7 @@ class Matching:
         sides = ", ".join(f"{name_ranks(ranks)} at {place}" for place, ranks in by_place.items())
         return f"; their lines part at {call_text(met[min(met)])}: {sides}"
 
-    def _mismatch(self, met: dict[int, Call], fault: str) -> Finding:
+    def _mismatch(self, met: dict[int, Call], fault: str, cases: Sequence[RankState]) -> Finding:
         """Those that are fewer are called wrong, in a tie those that are not with the lowest rank."""
         call = met[min(met)]
         sides: dict[Kind, list[Call]] = {}
@@ -218,11 +222,17 @@ class Matching:
         right = max(sides, key=lambda kind: (count[kind], -sides[kind][0].rank))
         others = [calls for kind, calls in sides.items() if kind != right]
         wrong = "; ".join(self._side(calls, fault) for calls in others)
+        at = {rank: each.place for rank, each in met.items()}
+        two = sides[right][0], others[0][0]
+        parted = Parting()
+        if two[0].place != two[1].place:  # two calls, whatever they differ in
+            parted = parted_in_framework(cases, two[0].rank, two[1].rank, at)
         op = sides[right][0].kind.op if call.group.instance >= 0 else sides[right][0].kind.op.replace("_", " ")
         sentence = (
             f"{op} #{call.turn} of {group_words(call.group, self.world_size)}: {wrong}, where"
             f" {self._side(sides[right], fault)}: {'dtype' if fault == 'type' else fault} mismatch"
-            f"{self._hint(others[0], sides[right])}{self.parted(call.group)}; {remedy(list(sides.values()), fault)}"
+            f"{self._hint(others[0], sides[right])}{self.parted(call.group)}{called_from(met.values())}{parted.text}"
+            f"; {parted.remedy or remedy(list(sides.values()), fault)}"
         )
         culprits = tuple(sorted(each.rank for calls in others for each in calls))
         return Finding(MATCH, sentence, culprits, call_rows(met.values()), ends=call.group.instance >= MADE)
@@ -230,7 +240,8 @@ class Matching:
     @staticmethod
     def _side(calls: list[Call], fault: str) -> str:
         who = ranks_do((call.rank for call in calls), "call")
-        return f"{who} {detailed(calls[0].kind, fault)} at {places(calls)}"
+        called = calls[0].place.object_call or detailed(calls[0].kind, fault)
+        return f"{who} {called} at {places(calls)}"
 
     def _hint(self, odd: list[Call], others: list[Call]) -> str:
         """Whether the odd one seems to have made one call more; where two sides are even nobody is."""
@@ -242,6 +253,8 @@ class Matching:
             return f"; rank {wrong.rank} repeated the previous call"
         return ""
 
+
+BUFFERS = "torch/nn/parallel/distributed.py"  # DDP, which broadcasts buffers before a forward pass
 
 # What to do about calls that do not match, by what they differ in.
 REMEDIES = {
@@ -266,7 +279,15 @@ def all_or_none(call: Call) -> str:
     """What to do about a call that some ranks alone make."""
     branch = branch_of(call.place)
     under = f"; it stands under {branch}" if branch else ""
-    return f"let all ranks make the {call.kind.op} of {call.place.line or call.place}, or none{under}"
+    line, below = call.place.line or call.place, call.place.below
+    if call.place.typed and not call.place.called_by:
+        return f"let all ranks call {call.place.typed} at {line}, or none{under}"
+    if BUFFERS in below and call.kind.op == "broadcast":
+        return (
+            f"DDP sends rank 0's buffers to all ranks at each forward pass: let all ranks make that of {line}, or call"
+            f" model.module on one rank{under}"
+        )
+    return f"let all ranks make the {call.place.object_call or call.kind.op} of {line}, or none{under}"
 
 
 def fault_of(met: dict[int, Call], *, whole: bool) -> str:
@@ -327,6 +348,49 @@ def detailed(kind: Kind, fault: str) -> str:
 def content(kind: Kind) -> str:
     shown = ", ".join(str(each) for each in kind.dims[:3]) + (", ..." if len(kind.dims) > 3 else "")
     return f"{shown} {', '.join(kind.dtypes)}"
+
+
+def called_from(calls: Iterable[Call]) -> str:
+    """Who called the one line that ranks call from, where that is not the same on all."""
+    by_callers: dict[str, list[int]] = {}
+    found = sorted(calls, key=lambda call: call.rank)
+    for call in found:
+        by_callers.setdefault(call.place.callers, []).append(call.rank)
+    if len({call.place.line for call in found}) > 1 or len(by_callers) == 1:
+        return ""
+    sides = ", ".join(f"{name_ranks(ranks)} from {callers or 'the top'}" for callers, ranks in by_callers.items())
+    return f"; that line is called on {sides}"
+
+
+AS_MANY = "give all ranks as many batches, and let them stop, evaluate and save at the same steps"
+
+
+class Parting(NamedTuple):
+    """By what two ranks parted inside of one framework's call, and what to change where that is known."""
+
+    text: str = ""
+    remedy: str = ""
+
+
+def parted_in_framework(cases: Sequence[RankState], waiting: int, other: int, at: Mapping[int, CallPlace]) -> Parting:
+    """The steps so far, and whether the loop of a rank has ended: one line of the user's says nothing of it."""
+    here, there = (at.get(rank, CallPlace()).framework for rank in (waiting, other))
+    if not here:
+        waiting, other, here, there = other, waiting, there, here
+    if not here or cases[other].raised is not None or here not in cases[other].frameworks:
+        return Parting()
+    steps = [counted(cases[rank].steps, "optimizer steps") for rank in (other, waiting)]
+    if here == there:
+        return Parting(
+            f"; in {here} rank {other} is after {steps[0]} and rank {waiting} after {steps[1]}: a batch, a stop, an"
+            " evaluation, a metric or a save that one of them alone has",
+            AS_MANY,
+        )
+    return Parting(
+        f"; rank {other}'s loop in {here} ended after {steps[0]}, rank {waiting} is at {steps[1]}: uneven data, or a"
+        " stop decided on one rank",
+        AS_MANY,
+    )
 
 
 def places(calls: Iterable[Call]) -> str:

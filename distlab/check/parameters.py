@@ -13,7 +13,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from distlab.check.recorder import Named, Telling
+from distlab.check.recorder import Named
+from distlab.check.telling import Telling
 
 MOST_NAMES = 500  # that are told
 MOST_LOOKS = 10

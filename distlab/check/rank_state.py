@@ -15,21 +15,40 @@ from distlab.measure.traffic import sent_bytes
 IDLE_SHARE = 0.05  # of a core, over the last look: who has less computes nothing
 LIBRARY_WAITS = ("threading.py", "queue.py", "selectors.py", "concurrent/futures/")  # for another thread of the script
 ENGINE = "_engine_run_backward"
+OBJECTS = ("_object", "_object_list")
 LOADERS = "torch/utils/data/"
 MADE, INITIALISED = -1, -2  # instances of what is no collective of the group, and met by all its ranks
 KNOWN = 50_000  # calls whose handles may still be spoken of
 
 
 class CallPlace(NamedTuple):
-    """A line of the script, and below it the library's that made the call; either may be empty."""
+    """A line of the script, and what lies between it and the call; any part may be empty."""
 
     line: str = ""
-    below: str = ""
+    below: str = ""  # the library's line that made the call, or torch's function for Python objects
     file: str = ""
+    typed: str = ""  # the framework's function that the line calls
+    called_by: str = ""  # the framework's function that called the line, and where the user called that
+    callers: str = ""  # the user's own lines that called it, the nearest first
+
+    @property
+    def object_call(self) -> str:
+        """torch.distributed's function for Python objects that the script called, which makes calls of tensors; or
+        empty."""
+        return self.below if self.below.endswith(OBJECTS) else ""
+
+    @property
+    def framework(self) -> str:
+        """The framework's function that the user called, above the line or in it."""
+        return self.called_by.partition(" at ")[0] or self.typed
 
     def __str__(self) -> str:
         below = "the backward pass" if ENGINE in self.below else self.below
-        return f"{self.line} in {below}" if self.line and below else self.line or below or "?"
+        below = "" if self.object_call else below
+        if self.typed:
+            below = f"{self.typed} in {below}" if ENGINE in self.below else self.typed
+        text = f"{self.line} in {below}" if self.line and below else self.line or below or "?"
+        return f"{text}, called by {self.called_by}" if self.called_by else text
 
 
 class GroupKey(NamedTuple):
@@ -122,6 +141,7 @@ class RankState:
     sockets: dict[tuple[Any, ...], int] = field(default_factory=dict)
     counting: bool = True  # whether what is called counts: in a proof the steps alone
     grouped: bool = False  # it has made the group of all ranks
+    frameworks: set[str] = field(default_factory=set)  # whose functions have made calls
     starts: CallPlace | None = None  # where it starts processes of its own, the first of them
     counted_steps: int = 0  # of a proof; then `sockets` has what they sent, and nothing else
 
@@ -145,8 +165,10 @@ class RankState:
         else:
             self.facts.append(told)
 
-    def _take_place(self, number: int, line: str, below: str, file: str) -> None:
-        self._places[number] = CallPlace(line, below, file)
+    def _take_place(
+        self, number: int, line: str, below: str, file: str, typed: str = "", called_by: str = "", callers: str = ""
+    ) -> None:
+        self._places[number] = CallPlace(line, below, file, typed, called_by, callers)
 
     def _take_group(self, number: int, ranks: list[int], name: str, instance: int) -> None:
         self._groups[number] = GroupKey(tuple(ranks), name, instance)
@@ -167,6 +189,7 @@ class RankState:
         if len(self._known) > KNOWN:
             del self._known[next(iter(self._known))]
         self.calls.append(call)
+        self.frameworks.add(call.place.framework)
         self.num_calls += 1
         if self.counting:
             self.called_bytes += called_bytes(found, len(call.group.ranks), self.rank)
@@ -340,7 +363,8 @@ def call_text(call: Call) -> str:
         return f"send #{call.turn} to rank {call.kind.peer}"
     if call.kind.op == "recv":
         return f"recv #{call.turn} from {f'rank {call.kind.peer}' if call.kind.peer >= 0 else 'any rank'}"
-    return f"{call.kind.op} #{call.turn}"
+    counted = f"{call.kind.op} #{call.turn}"
+    return f"{call.place.object_call} ({counted})" if call.place.object_call else counted
 
 
 def called_bytes(kind: Kind, size: int, rank: int) -> float:

@@ -21,10 +21,10 @@ import torch.distributed as dist
 from distlab.check.coordinator import Doctor
 from distlab.check.failures import nothing_distributed
 from distlab.check.fork_servers import ForkServer
-from distlab.check.recorder import now
 from distlab.check.report import log_lines, spans_of, written
 from distlab.check.script import STORE_KEY, Job
 from distlab.check.script_process import Hearing, started
+from distlab.check.telling import now
 from distlab.cluster.address import interface_of
 from distlab.cluster.control_plane import Exchange
 from distlab.cluster.heartbeat import Verdict

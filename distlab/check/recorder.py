@@ -10,160 +10,20 @@ fully_shard on 4 ranks took 1.3 times as long. Calls that have ended are looked 
 """
 
 import functools
-import itertools
-import json
-import os
-import sys
-import sysconfig
 import threading
-import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
-from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from distlab.check.places import Places
+from distlab.check.telling import Telling, now
 from distlab.measure.traffic import BELOW, HERE, OPERATIONS, RESULT, SHAPES, Shape, nbytes_of
-
-# What the script's process tells its doctor: one JSON list a line, in a pipe, before the call that it tells of.
-#
-# What stands in a pipe is read even if the writer has died meanwhile: gloo aborts a process whose tensors do not fit,
-# and os._exit asks nobody. A line is 40 to 100 bytes: what comes again and again (a place in the source, a group, a
-# kind of call) is told once and has a number from then on. A process that the script forks has the pipe too and says
-# nothing.
-
-
-class Telling:
-    """The writing end; safe to use from every thread of the script."""
-
-    def __init__(self, pipe: int) -> None:
-        self._pipe = pipe
-        self._lock = threading.RLock()
-        self._numbers: dict[tuple[str, Hashable], int] = {}
-        self.calls = itertools.count(1)  # numbers for calls
-        self._later: list[str] = []
-        os.register_at_fork(after_in_child=self._fall_silent)
-
-    def _fall_silent(self) -> None:
-        self._pipe, self._lock = -1, threading.RLock()
-
-    def say(self, kind: str, *values: Any) -> None:
-        self.write(json.dumps([kind, *values], default=repr))
-
-    def write(self, line: str) -> None:
-        """Tell what is JSON already."""
-        if self._pipe < 0:
-            return
-        with self._lock, suppress(OSError):  # nobody listens any more: the script goes on
-            data = f"{''.join(self._later)}{line}\n".encode()
-            self._later.clear()
-            while data:
-                data = data[os.write(self._pipe, data) :]
-
-    def write_later(self, line: str) -> None:
-        """The same with the next thing that is told: of what is over, nobody waits for the news."""
-        if self._pipe >= 0:
-            with self._lock:
-                self._later.append(f"{line}\n")
-
-    def number(self, kind: str, key: Hashable, values: Callable[[], Sequence[Any]]) -> int:
-        """The number of what is called `key` among its kind; the `values` of a new one are told, before any thread has
-        the number."""
-        found = self._numbers.get((kind, key))
-        if found is None:
-            with self._lock:
-                found = self._numbers.get((kind, key), len(self._numbers))
-                self.say(kind, found, *values())
-                self._numbers[kind, key] = found
-        return found
-
-    def anew(self) -> None:
-        """Number all things from the beginning, for who has heard nothing yet."""
-        with self._lock:
-            self._numbers.clear()
-            self._later.clear()
-            self.calls = itertools.count(1)
-
-
-def now() -> float:
-    """The clock of all that is told: one for all processes of a machine."""
-    return time.monotonic()
-
-
-# Where in the source a call is made: the script's own line, and below it the hook or the library that made it.
-#
-# A frame belongs to the user unless its file is Python's, a package's or the lab's. Below the user's line stands the
-# innermost frame of a library that says more than torch.distributed's own functions do: `loss.backward()` made the
-# call, and autograd's engine in it, or fully_shard's all_gather.
-
-LAB = str(Path(__file__).parents[1]) + "/"
-PACKAGES = ("site-packages/", "dist-packages/")
-PASSED_ON = ("torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py", "torch/_ops.py")
-
-
-class Places:
-    """Of one process; `folder` is the script's."""
-
-    def __init__(self, telling: Telling, folder: Path) -> None:
-        self._telling, self._folder = telling, folder
-        paths = sysconfig.get_paths()
-        self._libraries = tuple({f"{Path(paths[name])}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-        self._kinds: dict[str, str] = {}
-
-    def here(self, depth: int = 1) -> tuple[int, bool]:
-        """The number of the place that the caller's `depth`-th frame stands in, and whether the script itself called:
-        no library but torch.distributed's own functions lies between."""
-        frame: FrameType | None = sys._getframe(depth)
-        below: tuple[CodeType, int] | None = None
-        while frame is not None:
-            kind = self.kind(frame.f_code.co_filename)
-            if kind == "user":
-                break
-            if kind == "library" and below is None:
-                below = frame.f_code, frame.f_lineno
-            frame = frame.f_back
-        user = (frame.f_code, frame.f_lineno) if frame is not None else None
-        file = user[0].co_filename if user else ""
-        told = self._telling.number("place", (user, below), lambda: (self._shown(user), self._shown(below), file))
-        return told, below is None
-
-    def line_of(self, depth: int = 1) -> str:
-        """The script's own line below the caller's `depth`-th frame, in words."""
-        frame: FrameType | None = sys._getframe(depth)
-        while frame is not None and self.kind(frame.f_code.co_filename) != "user":
-            frame = frame.f_back
-        return self._shown((frame.f_code, frame.f_lineno) if frame is not None else None)
-
-    def kind(self, file: str) -> str:
-        """Whose file it is: "user", "library", or "passed on" by those whose frames say nothing."""
-        found = self._kinds.get(file)
-        if found is None:
-            if file.startswith(LAB) or file.endswith(PASSED_ON):
-                found = "passed on"
-            elif file.startswith(("<", *self._libraries)) or any(each in file for each in PACKAGES):
-                found = "library"
-            else:
-                found = "user"
-            self._kinds[file] = found
-        return found
-
-    def _shown(self, at: tuple[CodeType, int] | None) -> str:
-        if at is None:
-            return ""
-        path, line = Path(at[0].co_filename), at[1]
-        if path.is_relative_to(self._folder):
-            return f"{path.relative_to(self._folder)}:{line}"
-        for each in PACKAGES:
-            if each in str(path):
-                return f"{str(path).rpartition(each)[2]}:{line} ({at[0].co_name})"
-        return f"{path.name}:{line} ({at[0].co_name})" if str(path).startswith(self._libraries) else f"{path}:{line}"
-
 
 # Functional collectives: where their reduce operation stands.
 FUNCTIONAL = {"all_reduce": 1, "all_reduce_": 1, "reduce_scatter_tensor": 1}

@@ -31,8 +31,10 @@ from distlab.check.fork_servers import be_main_process, leave_to_others
 from distlab.check.handles import Handles, Waits
 from distlab.check.memory import Memory
 from distlab.check.own_ranks import OwnRanks
-from distlab.check.recorder import Places, Recorder, Telling, now
+from distlab.check.places import Places
+from distlab.check.recorder import Recorder
 from distlab.check.script_error import described, place_of
+from distlab.check.telling import Telling, now
 from distlab.check.training import Training
 from distlab.cluster.address import listening_socket, resolve
 from distlab.transport.store import HostedStore, KeyedStore, Prefixed

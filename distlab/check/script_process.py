@@ -23,8 +23,8 @@ from typing import NamedTuple
 from distlab.check import script
 from distlab.check.fork_servers import ForkServer, TravellingFiles
 from distlab.check.rank_state import Frame
-from distlab.check.recorder import now
 from distlab.check.script import Ends, Job
+from distlab.check.telling import now
 from distlab.cluster.launch import CONTEXT
 
 TICKS = os.sysconf("SC_CLK_TCK")

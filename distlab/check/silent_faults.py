@@ -5,6 +5,7 @@ A finding is certain; what only looks wrong is asked as a question, and decides 
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple, get_type_hints
 
 from distlab.check.axes import Copies, Draws, Dropouts, Norms, Shares
@@ -24,6 +25,7 @@ from distlab.check.rank_state import (
     typed,
 )
 from distlab.check.replicas import Replicas
+from distlab.check.source_lines import divided_before
 from distlab.cluster import name_ranks
 
 Group = tuple[str, tuple[int, ...]]  # what holds the parameters, and on which ranks
@@ -46,6 +48,7 @@ class Samples:
         self._forwards: dict[str, str] = {}
         self._batches: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)  # by pass over a loader, and number
         self._counts: dict[int, dict[int, int]] = defaultdict(dict)  # by pass, and rank
+        self._shuffled: dict[int, int] = {}  # by pass that trains, the sampler that may shuffle it
 
     def take_input(self, case: RankState, key: str, group: int, index: int, found: int, place: int) -> None:
         self._inputs[key, case.group(group).ranks][index][case.rank] = found
@@ -53,6 +56,10 @@ class Samples:
 
     def take_batch(self, case: RankState, turn: int, index: int, found: int) -> None:
         self._batches[turn, index][case.rank] = found
+
+    def take_shuffled(self, case: RankState, turn: int, sampler: int) -> None:
+        if case.rank == 0:
+            self._shuffled[turn] = sampler
 
     def take_count(self, case: RankState, turn: int, count: int, place: int) -> None:  # noqa: ARG002
         self._counts[turn][case.rank] = count
@@ -74,12 +81,20 @@ class Samples:
             if len(set(counts.values())) > 1 and len(counts) == size:
                 listed = ", ".join(f"rank {rank} {count}" for rank, count in sorted(counts.items()))
                 yield f"are unequal numbers of batches meant (pass {turn} over a DataLoader: {listed})?"
-        for (turn, index), seen in sorted(self._batches.items()):
-            again = self._batches.get((turn + 1, index), {})
-            if index == 0 and seen == again and len(seen) == len(set(seen.values())) == size > 1:
-                again_at = f"pass {turn + 1} over a DataLoader begins with the same batches as pass {turn}"
+        for turn, then in self._shuffled_passes():
+            seen = self._batches[turn, 0]
+            if seen == self._batches[then, 0] and len(seen) == len(set(seen.values())) == size > 1:
+                again_at = f"pass {then} over a DataLoader begins with the same batches as pass {turn}"
                 yield f"is it meant that {again_at}? A DistributedSampler shuffles anew only after set_epoch(epoch)"
                 return
+
+    def _shuffled_passes(self) -> Iterator[tuple[int, int]]:
+        """Passes that one shuffling sampler of rank 0's gave the batches to train on, each with the next."""
+        by_sampler: dict[int, list[int]] = defaultdict(list)
+        for turn, sampler in sorted(self._shuffled.items()):
+            by_sampler[sampler].append(turn)
+        for turns in by_sampler.values():
+            yield from pairwise(turns)
 
 
 # Whether gradients were divided by the number of ranks once: asked, as no run can prove it.
@@ -99,8 +114,8 @@ class Step(NamedTuple):
     by_script: bool  # the all_reduce is the script's own, else DDP's
     untouched: bool  # since the all_reduce
     size: int  # of the group
-    reduced_at: str  # a line of the script
-    stepped_at: str
+    reduced_at: CallPlace
+    stepped_at: CallPlace
 
 
 class Gradients:
@@ -117,8 +132,8 @@ class Gradients:
         """One step of one rank, whose places come as numbers."""
         if not 1 <= size <= self._world_size:
             raise ValueError(f"a group of {size} ranks: expected 1 to {self._world_size}")
-        places = case.place(reduced_at).line, case.place(stepped_at).line
-        self._steps[case.rank].append(Step(float(ratio), by_script, untouched, size, *places))
+        step = Step(float(ratio), by_script, untouched, size, case.place(reduced_at), case.place(stepped_at))
+        self._steps[case.rank].append(step)
 
     def questions(self) -> Iterator[str]:
         steps = [step for of_rank in self._steps.values() for step in of_rank]
@@ -126,13 +141,15 @@ class Gradients:
             return
         size, first = steps[0].size, steps[0]
         if all(step.by_script and step.untouched and abs(step.ratio - 1) < NEAR for step in steps):
+            if divided_before(first.reduced_at):
+                return
             yield (
                 f"possible bug: gradients are summed over {size} ranks and never averaged. Nothing divides them between"
-                f" their all_reduce at {first.reduced_at} and the step at {first.stepped_at}; where the loss is a mean"
-                f" over a rank's own samples, a step is {size} times too long"
+                f" their all_reduce at {first.reduced_at.line} and the step at {first.stepped_at.line}; where the loss"
+                f" is a mean over a rank's own samples, a step is {size} times too long"
             )
         elif all(not step.by_script and abs(step.ratio * size - 1) < NEAR for step in steps):
-            then = f"at the step at {first.stepped_at} they are 1/{size} of that"
+            then = f"at the step at {first.stepped_at.line} they are 1/{size} of that"
             yield f"are the gradients divided by {size} twice? DDP has divided them, and {then}"
 
 
@@ -162,6 +179,7 @@ class Quiet:
             "input": self._samples.take_input,
             "batch": self._samples.take_batch,
             "batches": self._samples.take_count,
+            "shuffled": self._samples.take_shuffled,
             "gradient": self._gradients.take,
             "mesh": self._dropouts.take_mesh,
             "dropout": self._dropouts.take,

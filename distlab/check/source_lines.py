@@ -12,6 +12,7 @@ from distlab.check.rank_state import CallPlace
 
 MOST_BYTES = 4_000_000
 SHOWN = 160  # characters of a line
+SIZES = ("world", "size", "ranks", "num_p", "gpus", "replicas", "workers")  # in a divisor that is a number of ranks
 OF_A_RANK = ("rank", "is_main", "is_master", "leader")  # in the condition of a branch that not all ranks take
 
 
@@ -32,6 +33,31 @@ def branch_of(place: CallPlace) -> str:
                     side = "" if number <= (node.body[-1].end_lineno or 0) else "the other side of "
                     found = f"{side}`if {condition[:SHOWN]}` ({place.line.rpartition(':')[0]}:{node.lineno})"
     return found
+
+
+def divided_before(place: CallPlace) -> bool:
+    """Whether the function of the line divides something by a number of ranks before it: a gradient, or the loss."""
+    number, found = number_of(place), False
+    with suppress(SyntaxError, ValueError, RecursionError):
+        tree = ast.parse(text_of(place))
+        scopes = [each for each in ast.walk(tree) if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef))]
+        around = [each for each in scopes if each.lineno <= number <= (each.end_lineno or 0)]
+        scope = max(around, key=lambda each: each.lineno) if around else tree
+        for node in ast.walk(scope):
+            if getattr(node, "lineno", number + 1) <= number:
+                found = found or any(
+                    word in ast.unparse(divisor).lower() for divisor in divisors(node) for word in SIZES
+                )
+    return found
+
+
+def divisors(node: ast.AST) -> list[ast.expr]:
+    """What is divided by in this node: an operator, or div, div_, true_divide."""
+    if isinstance(node, (ast.BinOp, ast.AugAssign)) and isinstance(node.op, ast.Div):
+        return [node.right if isinstance(node, ast.BinOp) else node.value]
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and "div" in node.func.attr:
+        return node.args
+    return []
 
 
 def number_of(place: CallPlace) -> int:

@@ -143,9 +143,14 @@ class Training:
         @functools.wraps(method)
         def following(loading: Any) -> Any:
             if "_distlab" not in loading.__dict__:
-                loading.__dict__["_distlab"] = [self._loaders, 0]
+                loading.__dict__["_distlab"] = [self._loaders, 0, self._steps]
                 self._loaders += 1
             turn = loading.__dict__["_distlab"]
+            if self._steps > turn[2]:  # a pass that trains
+                turn[2] = math.inf
+                sampler = getattr(loading._index_sampler, "sampler", loading._index_sampler)
+                if hasattr(sampler, "set_epoch") and getattr(sampler, "shuffle", True):
+                    self._telling.say("shuffled", turn[0], id(sampler))
             try:
                 batch = method(loading)
             except StopIteration:

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distlab.check.handles import Waits
-from distlab.check.recorder import Recorder, Telling
+from distlab.check.recorder import Recorder
 from distlab.check.script import Job, enter
 from distlab.check.start import ProofOptions
+from distlab.check.telling import Telling
 from distlab.config import Config
 from distlab.mesh.grid import Mesh
 from distlab.prove import reference, user_file

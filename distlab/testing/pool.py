@@ -20,8 +20,8 @@ from typing import IO, Any
 from distlab.check.coordinator import Doctor
 from distlab.check.fork_servers import ForkServer, TravellingFiles, is_one_for_all
 from distlab.check.rank_state import END, HANG, MATCH, Finding
-from distlab.check.recorder import now
 from distlab.check.script_process import Bedside, Hearing, pipes
+from distlab.check.telling import now
 from distlab.cluster import name_ranks
 from distlab.testing.rank import Ended, Start, Task, serve
 from distlab.transport.handshake import listen

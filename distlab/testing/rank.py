@@ -27,9 +27,11 @@ from _pytest.assertion import AssertionState, pytest_assertrepr_compare, util
 from _pytest.assertion.rewrite import AssertionRewritingHook, assertstate_key
 
 from distlab.check.fork_servers import be_main_process, draw_random_states, leave_to_others
-from distlab.check.recorder import Places, Recorder, Telling, now
+from distlab.check.places import Places
+from distlab.check.recorder import Recorder
 from distlab.check.script import PR_SET_PDEATHSIG, answer, recorded
 from distlab.check.script_error import described
+from distlab.check.telling import Telling, now
 from distlab.transport.process_group import TcpBackend
 from distlab.transport.store import KeyedStore
 

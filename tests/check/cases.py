@@ -75,7 +75,7 @@ def line_of(script: Path, marker: str) -> str:
 # it needs a launcher that starts it again (test_faults.py).
 RIGHT = dict.fromkeys([
     "buckets_async", "by_hand", "coalescing", "ddp", "ddp_accumulation", "ddp_buffers", "ddp_hook", "ddp_join",
-    "ddp_power_sgd", "ddp_sampler", "ddp_static_graph", "ddp_two", "ddp_unfrozen", "ddp_unused", "exits_0", "fsdp",
+    "ddp_power_sgd", "ddp_sampler", "ddp_static_graph", "ddp_two", "ddp_unfrozen", "ddp_unused", "evaluated_twice", "exits_0", "fsdp",
     "fsdp1", "fsdp_save", "functional", "local_sgd", "no_destroy", "own_init", "pipe_1f1b", "pipe_gpipe",
     "pipe_interleaved", "process_ranks", "rank_0_saves", "restart", "scheduler", "spawned_ranks", "spawned_workers",
     "tensor_parallel", "threads", "tied_stages", "zero_redundancy",
@@ -158,6 +158,9 @@ PLANTED = (
     Planted("dropout_seed", 2, 1, ("dropout",), ("a",), (0, 1)),
     Planted("sys_exit", 3, 1, ("3", "all_reduce"), ("a",), (1,), 1),
     Planted("src_in_pair", 4, 1, ("ranks 2 and 3", "ranks of the world"), ("a", "b"), (2, 3)),
+    Planted("objects_apart", 2, 1, ("all_gather_object", "broadcast_object_list"), ("a", "b"), (1,), 2),
+    Planted("buffers_on_one", 2, 1, ("rank 0's buffers", "model.module"), ("a", "b"), (0,)),
+    Planted("limit_passed", 2, 1, ("the limit of 3 s", "at work"), ("a",), (0, 1), 1),
     Planted("alone", 2, 1, ("no process group was made",), (), ()),
     Planted("ranks_by_name", 2, 1, ("no process group was made", "processes of its own"), ("a",), ()),
     Planted("thread", 2, 1, ("all_reduce", "barrier"), ("a", "b"), (1,), 1),

@@ -1,0 +1,136 @@
+"""The user's line and the framework's call: with a stand-in for a library whose loop the user does not see."""
+
+from pathlib import Path
+
+import pytest
+
+from distlab.check.deadlock import Standing, circle
+from distlab.check.rank_state import Call, CallPlace, GroupKey, Kind, RankState, Wait
+from distlab.check.source_lines import divided_before
+from tests.check.cases import Checked, check
+
+LIBRARY = """
+import torch
+import torch.distributed as dist
+
+
+class Trainer:
+    def __init__(self, batches, patience):
+        dist.init_process_group("gloo")
+        torch.manual_seed(0)
+        self.model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.batches, self.patience = batches, patience
+        torch.manual_seed(1 + dist.get_rank())
+
+    def train(self):
+        for number in range(self.batches):
+            if number == self.patience:
+                break
+            self._step()
+        self.after()
+
+    def _step(self):
+        self.optimizer.zero_grad()
+        self.model(torch.randn(8, 4)).mean().backward()
+        self.optimizer.step()
+
+    def after(self):
+        pass
+
+    def log(self, value):
+        dist.all_reduce(value)
+"""
+SCRIPT = """
+import os
+import sys
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "site-packages"))
+import torch
+import torch.distributed as dist
+from trainlib import Trainer
+
+
+class Mine(Trainer):
+    def after(self):
+        self.log(torch.ones(1))
+
+
+def main():
+    rank = int(os.environ["RANK"])
+    {body}
+
+
+main()
+"""
+
+
+def of_library(folder: Path, body: str) -> Checked:
+    package = folder / "site-packages" / "trainlib"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(LIBRARY)
+    script = folder / "train.py"
+    script.write_text(SCRIPT.format(body=body.replace("\n", "\n    ")))
+    return check(script, 2, folder, LAB_HANG_AFTER_S="2")
+
+
+def sentence(checked: Checked) -> str:
+    return " ".join(checked.sentences)
+
+
+def test_a_loop_that_ended_earlier_is_told_by_steps(tmp_path: Path) -> None:
+    checked = of_library(tmp_path, "Trainer(5 - rank, 99).train()\ndist.barrier()")
+    assert checked.code == 1, checked.said
+    assert "rank 1's loop in Trainer.train ended after 4 optimizer steps, rank 0 is at 4" in sentence(checked)
+    assert "give all ranks as many batches" in sentence(checked)
+
+
+def test_ranks_that_part_inside_of_one_call_are_told_by_steps(tmp_path: Path) -> None:
+    checked = of_library(tmp_path, "Mine(5, 2 if rank == 1 else 99).train()")
+    assert checked.code == 1, checked.said
+    assert "in Trainer.train rank 1 is after 2 optimizer steps and rank 0 after 2" in sentence(checked)
+    assert "train.py:13 in Trainer.log, called by Trainer.train at train.py:18" in sentence(checked)
+    assert "one shape" not in sentence(checked)
+
+
+def test_the_call_that_was_typed_is_in_the_remedy(tmp_path: Path) -> None:
+    checked = of_library(
+        tmp_path, "trainer = Trainer(3, 99)\ntrainer.train()\nif rank == 0:\n    trainer.log(torch.ones(1))"
+    )
+    assert checked.code == 1, checked.said
+    assert "rank 0 waits in all_reduce" in sentence(checked)
+    assert "let all ranks call Trainer.log at train.py:21, or none; it stands under `if rank == 0`" in sentence(checked)
+
+
+def test_a_right_one_passes(tmp_path: Path) -> None:
+    checked = of_library(tmp_path, "trainer = Mine(3, 99)\ntrainer.train()\ntrainer.log(torch.ones(1))")
+    assert checked.code == 0, checked.said
+
+
+@pytest.mark.parametrize(("needs", "told"), [([1, 0], True), ([2, 2], False)], ids=["each other", "one that ended"])
+def test_each_sends_first_where_nobody_has_ended(needs: list[int], told: bool) -> None:
+    stuck = {}
+    for rank, peer in enumerate(needs):
+        call = Call(rank, CallPlace("ring.py:3"), GroupKey((0, 1, 2)), Kind("send", peer=peer), 0, 1, 0.0)
+        stuck[rank] = Standing(Wait(call, "send", call.place, 0.0), frozenset({peer}), any_of=False)
+    assert ("Each sends first" in circle(stuck[0], stuck)) == told
+
+
+def test_a_helper_is_told_with_its_callers() -> None:
+    state = RankState(0, 2)
+    state.take(["place", 0, "utils.py:5", "", "utils.py", "", "", "train.py:30 from train.py:44"], 0.0)
+    assert str(state.place(0)) == "utils.py:5"
+    assert state.place(0).callers == "train.py:30 from train.py:44"
+
+
+@pytest.mark.parametrize(
+    ("before", "divided"),
+    [
+        ("grad /= world_size", True), ("grad.div_(dist.get_world_size())", True), ("loss = loss / world", True),
+        ("grad /= 2", False), ("mean = total / len(batches)", False), ("grad.add_(1)", False),
+    ],
+)  # fmt: skip
+def test_a_division_before_the_sum_is_seen(before: str, divided: bool, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f"def step(grad):\n    {before}\n    dist.all_reduce(grad)\n    show(grad / world_size)\n")
+    assert divided_before(CallPlace("train.py:3", "", str(script))) == divided
