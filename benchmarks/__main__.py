@@ -1,6 +1,7 @@
 """`make bench`: every ratio against PyTorch's own beside its target, and what the lab itself costs."""
 
 from benchmarks import (
+    beside_torchrun,
     causes,
     checkpoint,
     cluster,
@@ -35,6 +36,7 @@ if __name__ == "__main__":
         compress,
         cluster,
         recording,
+        beside_torchrun,
     ):
         print(f"\n{(benchmark.__doc__ or '').splitlines()[0]}\n", flush=True)
         benchmark.main()
