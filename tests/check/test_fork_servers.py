@@ -15,12 +15,21 @@ from tests.launched import ended
 SCRIPT = Path(__file__).with_name("facts.py")
 OF_THE_AGENT = {"TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE"}  # variables for torchrun's own process
 ON_RANKS = f"""
+import random
 import sys
 from pathlib import Path
 
 import distlab
+import numpy
+import torch
 
 sys.path.insert(0, {str(SCRIPT.parent)!r})
+
+
+@distlab.ranks(2)
+def test_that_seeds_alike(rank):
+    for seed in (torch.manual_seed, numpy.random.seed, random.seed):
+        seed(3)
 
 
 @distlab.ranks(2)
