@@ -40,7 +40,7 @@ def harmless(before: Callable[..., None]) -> Callable[..., None]:
     """The same, whose exceptions are told: a defect of ours, or a class of another torch, may not end the script."""
 
     @functools.wraps(before)
-    def tried(watch: "Axes", *args: Any, **named: Any) -> None:
+    def tried(watch: Any, *args: Any, **named: Any) -> None:
         try:
             before(watch, *args, **named)
         except Exception as error:

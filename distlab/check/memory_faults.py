@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from distlab.check.rank_state import AT_REST, MATCH, Call, CallPlace, Finding, GroupKey, call_text, ranks_do
+from distlab.check.rank_state import AT_REST, MATCH, Call, CallPlace, Finding, GroupKey, RankState, call_text, ranks_do
 from distlab.cluster import name_ranks
 
 # Tensors that are not contiguous, in the calls for which gloo takes the bytes as they lie.
@@ -99,3 +99,35 @@ class Contents:
                     f" {seen[odd[0]].after:g} then, and what went in to {total:g}; write after wait()"
                 )
                 yield Finding(AT_REST, sentence, odd)
+
+
+# What a call gives and nobody can use: asked, as a script may want the wait alone, or the values without a gradient.
+
+
+class Lost:
+    """Results in temporaries, and gathered tensors without a gradient, by line."""
+
+    def __init__(self) -> None:
+        self._unread: dict[tuple[str, tuple[int, ...]], set[int]] = defaultdict(set)
+        self._cut: dict[str, None] = {}
+
+    def take_unread(self, case: RankState, op: str, group: int, place: int) -> None:  # noqa: ARG002
+        self._unread[case.place(place).line, case.group(group).ranks].add(case.rank)
+
+    def take_cut(self, case: RankState, op: str, group: int, place: int) -> None:  # noqa: ARG002
+        if len(case.group(group).ranks) > 1:
+            self._cut[case.place(place).line] = None
+
+    def questions(self) -> Iterator[str]:
+        for (line, ranks), told in self._unread.items():
+            if len(ranks) > 1 and told == set(ranks):
+                yield (
+                    f"is it meant that nobody reads the result of the all_reduce at {line}? Its tensor is a temporary,"
+                    " gone as the call returns: give it a name before, and read it after"
+                )
+        for line in self._cut:
+            yield (
+                f"is it meant that no gradient comes back through the all_gather at {line}? The loss is made of what it"
+                " copied: put this rank's own tensor into its place in the list, or call"
+                " torch.distributed.nn.functional.all_gather"
+            )

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from distlab.check.axes_watch import Axes
 from distlab.check.fork_servers import be_main_process, leave_to_others
 from distlab.check.handles import Handles, Waits
+from distlab.check.lost_results import LostResults
 from distlab.check.memory import Memory
 from distlab.check.own_ranks import OwnRanks
 from distlab.check.places import Places
@@ -190,6 +191,7 @@ def run(job: Job, ends: Ends, parent: int) -> None:
     training = Training(recorder, job.every)
     training.install()
     Axes(recorder).install()
+    LostResults(recorder).install()
     OwnRanks(recorder).install()
     answer(ends.asked, ends.stacks)
     telling.say("main", threading.get_ident())

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple, get_type_hints
 
 from distlab.check.axes import Copies, Draws, Dropouts, Norms, Shares
-from distlab.check.memory_faults import Contents, Layouts
+from distlab.check.memory_faults import Contents, Layouts, Lost
 from distlab.check.parameter_calls import ParameterCalls
 from distlab.check.rank_state import (
     AT_REST,
@@ -162,7 +162,7 @@ class Quiet:
         self._gradients, self._dropouts = Gradients(world_size), Dropouts(world_size, mesh)
         self._copies, self._shares, self._draws = Copies(), Shares(), Draws(world_size)
         self._norms = Norms()
-        self._layouts, self._contents = Layouts(), Contents()
+        self._layouts, self._contents, self._lost = Layouts(), Contents(), Lost()
         self._handles: dict[tuple[CallPlace, CallPlace | None], tuple[str, list[int]]] = {}  # by call and its wait
         self._devices: dict[tuple[int, str], list[int]] = defaultdict(list)
         self._takers = {
@@ -191,6 +191,8 @@ class Quiet:
             "drawn": self._draws.take,
             "split": self._draws.take_split,
             "clipped": self._norms.take,
+            "unread": self._lost.take_unread,
+            "cut": self._lost.take_cut,
             "strided": self._layouts.take,
             "summed": self._contents.take,
             "unwaited": self._take_handle,
@@ -255,3 +257,4 @@ class Quiet:
         yield from self._gradients.questions()
         yield from self._samples.questions()
         yield from self._draws.questions()
+        yield from self._lost.questions()

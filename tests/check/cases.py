@@ -80,7 +80,7 @@ RIGHT = dict.fromkeys([
     "pipe_interleaved", "process_ranks", "rank_0_saves", "restart", "scheduler", "spawned_ranks", "spawned_workers",
     "tensor_parallel", "threads", "tied_stages", "zero_redundancy",
 ], 2) | {
-    "gossip": 4, "hsdp": 4, "layouts": 2, "local_sync_group": 3, "mesh_2d": 4, "objects": 3, "post_local_sgd": 4,
+    "gossip": 4, "hsdp": 4, "layouts": 2, "lost_results": 2, "local_sync_group": 3, "mesh_2d": 4, "objects": 3, "post_local_sgd": 4,
     "ring": 3, "samplers": 2, "send_recv": 4,
     "sub_groups": 3, "uneven_all_to_all": 3, "uneven_work": 3,
 }  # fmt: skip
@@ -135,6 +135,8 @@ PLANTED = (
     Planted("fsdp1_own_norm", 2, 1, ("clip_grad_norm_", "own shard"), ("a",), (0, 1)),
     Planted("epoch_of_rank_0", 2, 1, ("epoch", "permutation"), ("a",), (1,)),
     Planted("split_by_rank", 2, 1, ("subset", "permutation"), ("a",), (1,)),
+    Planted("temporary", 2, 0, ("nobody reads",), ("a",), ()),
+    Planted("gathered_no_gradient", 2, 0, ("no gradient",), ("a",), ()),
     Planted("columns_scattered", 2, 1, ("scatter", "not contiguous"), ("a",), (0,), 0),
     Planted("transposed_on_one", 2, 1, ("reduce", "not contiguous"), ("a",), (1,), 0),
     Planted("numpy_in_flight", 2, 1, ("all_reduce", "wait"), ("a", "b"), (), 0),

@@ -175,6 +175,8 @@ FOREIGN: list[list[Any]] = [
     ["drawn", 0, 1, 2, 3, 4, [2], 1],
     ["split", 0, [4, "1"], 5, 1],
     ["clipped", 0, 10**400, [0, 1], 1],
+    ["unread", "all_reduce", 1, [4]],
+    ["cut", "all_gather", 7, 1],
     ["strided", 1, [4], ["3"], False],
     ["strided", 1, [4], [3, 1], True],
     ["summed", 1, 10**400, 1.0, 1.0, 1],
