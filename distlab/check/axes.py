@@ -79,11 +79,11 @@ def ranks_along(case: RankState, ranks: list[Any]) -> tuple[int, ...]:
 # Copies that a DTensor declares: along an axis on which it is replicated, ranks hold the same bits.
 #
 # The last step that all told decides, and those before it say since when: a script may bring ranks together again.
-# Rounding is let pass, which other machines do in another way: norms that differ by less than a millionth.
+# Rounding is let pass, which other machines do in another way: norms that differ by less than one part in 100,000.
 
 Along = tuple[str, tuple[int, ...]]  # the name of an axis, and the ranks along it
 Held = tuple[int, float]  # the bits of a tensor as a checksum, and its norm
-ROUNDING = 1e-6
+ROUNDING = 1e-5
 END = -1  # in the place of a step
 
 

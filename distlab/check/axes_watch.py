@@ -8,6 +8,7 @@ steps and calls alone; whether ranks agree is for rank 0 to say (axes.py).
 import functools
 import math
 import sys
+import weakref
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -36,6 +37,16 @@ class Copy(NamedTuple):
     tensor: torch.Tensor
 
 
+class Summand(NamedTuple):
+    """What the script has summed over a group, as it was before."""
+
+    tensor: "weakref.ref[torch.Tensor]"
+    group: Group
+    numel: int
+    bits: int
+    place: int
+
+
 def harmless(before: Callable[..., None]) -> Callable[..., None]:
     """The same, whose exceptions are told: a defect of ours, or a class of another torch, may not end the script."""
 
@@ -57,7 +68,7 @@ class Axes:
         self._steps = 0
         self._copies: dict[int, list[Copy]] = {}  # by id of the optimizer that steps them
         self._names: dict[int, str] = {}  # of parameters, by id
-        self._summed: list[tuple[int, int, int, int]] = []  # group, elements, checksum and line since the last step
+        self._summed: list[Summand] = []  # since the last step
         self._given_at = -1  # the step in which the first inputs were told
         self._times: Counter[str] = Counter()
         self._sharded: dict[
@@ -145,7 +156,7 @@ class Axes:
             return
         for tensor in args[0]:
             if tensor.is_floating_point() and 1 < tensor.numel() * tensor.element_size() <= MOST_BYTES:
-                self._summed.append((group.number, tensor.numel(), hash_of(tensor), call.place))
+                self._summed.append(Summand(weakref.ref(tensor), group, tensor.numel(), hash_of(tensor), call.place))
 
     # Steps
 
@@ -156,12 +167,12 @@ class Axes:
         summed, self._summed = self._summed, []
         if not summed:
             return
-        numel = sum(each.grad.numel() for each in parameters(optimizer) if each.grad is not None)
-        if sum(each for _, each, *_ in summed) != numel:
-            summed = [each for each in summed if each[1] > 1]  # a loss is summed too
-        if sum(each for _, each, *_ in summed) == numel and len({group for group, *_ in summed}) == 1:
-            found = zlib.crc32(repr([each for _, _, each, _ in summed]).encode())
-            self.telling.say("summands", self._steps, summed[0][0], found, summed[0][3])
+        gradients = [each.grad for each in parameters(optimizer) if each.grad is not None]
+        for these in (summed, [each for each in summed if each.numel > 1]):  # a loss is summed too
+            if these and len({each.group.number for each in these}) == 1 and are_summed(these, gradients):
+                found = zlib.crc32(repr([each.bits for each in these]).encode())
+                self.telling.say("summands", self._steps, these[0].group.number, found, these[0].place)
+                break
 
     @harmless
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -240,6 +251,19 @@ class Axes:
         turn = self._times[what]
         self._times[what] += 1
         return turn
+
+
+def are_summed(summed: list[Summand], gradients: list[torch.Tensor]) -> bool:
+    """Whether these calls summed all of these gradients: themselves, or copies of the same norm, or of that before a
+    division by the number of ranks."""
+    if sum(each.numel for each in summed) != sum(each.numel() for each in gradients):
+        return False
+    tensors = [tensor for each in summed if (tensor := each.tensor()) is not None]
+    if {each.data_ptr() for each in tensors} == {each.data_ptr() for each in gradients}:
+        return True
+    of_sum, of_gradients = (math.hypot(*(bits_and_norm(each)[1] for each in these)) for these in (tensors, gradients))
+    size = len(summed[0].group.ranks)
+    return any(math.isclose(of_sum, factor * of_gradients, rel_tol=1e-3) for factor in (1, size)) and of_sum > 0
 
 
 def followed(function: Callable[..., Any], after: Callable[..., None]) -> Callable[..., Any]:

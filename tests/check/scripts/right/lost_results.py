@@ -20,7 +20,7 @@ def mean(values: torch.Tensor) -> torch.Tensor:
     return values / world_size
 
 
-for _ in range(2):
+for _ in range(4):
     mine = model(torch.randn(3, 6))
     parts = [torch.empty_like(mine) for _ in range(world_size)]
     dist.all_gather(parts, mine)
@@ -37,6 +37,8 @@ for _ in range(2):
     dist.all_reduce(held["sum"].view(2, 1))
     dist.all_reduce(tensor=model.module.weight.data)
     model.module.weight.data /= world_size
+    dist.all_reduce(model.module.bias.data)
+    model.module.bias.data /= world_size
 print(f"rank {rank}: {shown}, {counts}, {held}")
 
 dist.destroy_process_group()
