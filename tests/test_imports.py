@@ -293,6 +293,7 @@ def test_only_config_reads_the_environment() -> None:
         "distlab.check.script",  # what torchrun sets, and the script's own
         "distlab.check.fork_servers",  # whether PYTHONHASHSEED is one for all
         "distlab.check.own_ranks",  # what a script that starts its own ranks sets anew
+        "distlab.check.cuda_stand_in",  # what frameworks read, and the ranks of this machine
         "distlab.engines.ray.job",  # which starts ranks with an environment of its own
     }  # fmt: skip
 

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from distlab.check import cuda_stand_in
 from distlab.check.axes_watch import Axes
 from distlab.check.fork_servers import be_main_process, leave_to_others
 from distlab.check.handles import Handles, Waits
@@ -193,6 +194,7 @@ def run(job: Job, ends: Ends, parent: int) -> None:
     Axes(recorder).install()
     LostResults(recorder).install()
     OwnRanks(recorder).install()
+    cuda_stand_in.install(recorder, job.script)
     answer(ends.asked, ends.stacks)
     telling.say("main", threading.get_ident())
     code = ended(job, telling, recorder, training, waits)

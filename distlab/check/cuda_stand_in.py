@@ -1,0 +1,272 @@
+"""A script for GPUs on a machine without one: what is honest is done on the CPU and said once, the rest is refused.
+
+Which rank calls what with which shapes is the same on a CPU. So devices that name CUDA become the CPU, a rank's device
+is its number and nothing else, and autocast computes in bfloat16, as gloo has no GPU to reduce on. `is_available` stays
+False: who asks has a way of his own. Streams, graphs and kernels have no counterpart, and end in a sentence. A torch
+function costs 2 us more in a script that names CUDA; any other script is left alone.
+"""
+
+import contextlib
+import functools
+import importlib.abc
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+
+from distlab.check.recorder import Recorder
+
+DONE_HERE = "device='cuda', .cuda(), set_device, autocast (in bfloat16), events and synchronize"
+NOTHING = ("synchronize", "empty_cache", "ipc_collect", "reset_peak_memory_stats", "reset_max_memory_allocated")
+ZERO = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
+HALF = (None, torch.float16, torch.bfloat16)
+MOST_BYTES = 1_000_000  # of a file that is looked into
+FOR_CPU = {"ACCELERATE_USE_CPU": "true"}  # what a framework needs to start ranks without a GPU, by the variable
+
+
+def on_cpu(device: Any) -> Any:
+    """The CPU in the place of a device that names CUDA, by its number too; all else as it is."""
+    if isinstance(device, int) and not isinstance(device, bool):
+        return "cpu"
+    names_cuda = isinstance(device, (str, torch.device)) and str(device).startswith("cuda")
+    return "cpu" if names_cuda else device
+
+
+class OnCpu(TorchFunctionMode):
+    """Maps the devices of all functions of torch that this thread calls."""
+
+    def __init__(self, used: Callable[[], None]) -> None:
+        super().__init__()
+        self._used = used
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
+            self._used()
+            return args[0]
+        if kwargs and (device := kwargs.get("device")) is not None and (mapped := on_cpu(device)) is not device:
+            self._used()
+            kwargs = {**kwargs, "device": mapped}
+        if func is torch.Tensor.to and len(args) > 1 and (mapped := on_cpu(args[1])) is not args[1]:
+            self._used()
+            args = args[0], mapped, *args[2:]
+        return func(*args, **(kwargs or {}))
+
+
+class Event:
+    """In the place of torch.cuda.Event: the CPU has done all that came before."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self._at_s = 0.0
+
+    def record(self, stream: Any = None) -> None:  # noqa: ARG002
+        self._at_s = time.perf_counter()
+
+    def elapsed_time(self, end: "Event") -> float:
+        return 1000 * (end._at_s - self._at_s)
+
+    def synchronize(self, *_: Any) -> None:
+        pass
+
+    wait = synchronize
+
+    def query(self) -> bool:
+        return True
+
+
+class CudaStandIn:
+    """Of this process; `install` once, before the script begins."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder, self._telling = recorder, recorder.telling
+        self._device, self._said = 0, False
+
+    def install(self) -> None:
+        self._map_cuda()
+        self._map_modules()
+        mode: Any = OnCpu(self._used)
+        mode.__enter__()
+
+    def _used(self) -> None:
+        if not self._said:
+            self._said = True
+            self._telling.say(
+                "changed", f"there is no GPU here: the CPU does what the script asks of CUDA ({DONE_HERE})"
+            )
+
+    def _map_cuda(self) -> None:
+        cuda: Any = torch.cuda
+        refuse = cuda._lazy_init
+        for name in NOTHING:
+            setattr(cuda, name, self._noted(lambda *_, **__: None))
+        for name in ZERO:
+            setattr(cuda, name, self._noted(lambda *_, **__: 0))
+        cuda.set_device = self._noted(self._set_device)
+        cuda.current_device = self._noted(lambda: self._device)
+        cuda.device = self._noted(lambda device: contextlib.nullcontext(device))
+        cuda.is_bf16_supported = self._noted(lambda *_, **__: True)
+        cuda.get_device_name = self._noted(lambda *_, **__: "the CPU, in the place of a GPU")
+        cuda.Event = self._noted(Event)
+        cuda.device_count = self._count(cuda.device_count)
+        cuda._lazy_init = self._refusing(refuse)
+
+    def _map_modules(self) -> None:
+        module: Any = torch.nn.Module
+        module.cuda = self._noted(lambda model, device=None: model)  # noqa: ARG005
+        module.to = self._first_mapped(module.to)
+        parallel: Any = torch.nn.parallel.DistributedDataParallel
+        parallel.__init__ = self._without(parallel.__init__, ("device_ids", "output_device"), 2)
+        fsdp: Any = importlib.import_module("torch.distributed.fsdp").FullyShardedDataParallel
+        fsdp.__init__ = self._without(fsdp.__init__, ("device_id",))
+        autocast: Any = torch.amp.autocast_mode.autocast
+        autocast.__init__ = self._in_bfloat16(autocast.__init__)
+        loading: Any = torch
+        loading.load = self._map_location(loading.load)
+        for place in (dist, dist.device_mesh):
+            mesh: Any = place
+            mesh.init_device_mesh = self._mesh(mesh.init_device_mesh)
+        for place in (dist, dist.distributed_c10d):
+            made: Any = place
+            made.init_process_group = self._without(made.init_process_group, ("device_id",))
+
+    def _noted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **named: Any) -> Any:
+            self._used()
+            return function(*args, **named)
+
+        return noted
+
+    def _set_device(self, device: Any) -> None:
+        index = device if isinstance(device, int) else torch.device(device).index
+        self._device = index if index is not None else self._device
+
+    def _by_user(self) -> bool:
+        """Whether the script itself called a function of torch.cuda."""
+        frame: Any = sys._getframe(2)
+        while frame is not None and (
+            self._recorder.places.kind(frame.f_code.co_filename) == "passed on" or "/torch/" in frame.f_code.co_filename
+        ):
+            frame = frame.f_back
+        return frame is not None and self._recorder.places.kind(frame.f_code.co_filename) == "user"
+
+    def _count(self, right: Callable[[], int]) -> Callable[[], int]:
+        """A GPU a rank of this machine, for the script's own lines: torch asks too, for other reasons."""
+
+        @functools.wraps(right)
+        def count() -> int:
+            caller = sys._getframe(1).f_code.co_filename
+            if self._recorder.places.kind(caller) != "user":
+                return right()
+            self._used()
+            return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+
+        return count
+
+    def _refusing(self, right: Callable[[], None]) -> Callable[[], None]:
+        @functools.wraps(right)
+        def refusing() -> None:
+            if not self._by_user():
+                right()  # raises: a library asks whether there is a GPU
+                return
+            asked = sys._getframe(1).f_code.co_name
+            self._telling.say(
+                "refused",
+                f"torch.cuda's {asked} at {self._recorder.places.line_of(2)} needs a GPU, of which there is none here:"
+                f" check does {DONE_HERE} on the CPU, and nothing else of CUDA",
+            )
+            raise SystemExit(2)
+
+        return refusing
+
+    def _first_mapped(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def to(module: Any, *args: Any, **named: Any) -> Any:
+            if "device" in named:
+                named["device"] = on_cpu(named["device"])
+            if args and (mapped := on_cpu(args[0])) is not args[0]:
+                self._used()
+                args = mapped, *args[1:]
+            return method(module, *args, **named)
+
+        return to
+
+    def _without(self, method: Callable[..., Any], names: Sequence[str], position: int = 99) -> Callable[..., Any]:
+        """Without arguments that name a GPU, from the position on that they have."""
+
+        @functools.wraps(method)
+        def without(*args: Any, **named: Any) -> Any:
+            if len(args) > position or any(named.get(name) is not None for name in names):
+                self._used()
+            kept = {name: value for name, value in named.items() if name not in names}
+            given = tuple(None if position <= at < position + len(names) else each for at, each in enumerate(args))
+            return method(*given, **kept)
+
+        return without
+
+    def _in_bfloat16(self, method: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(method)
+        def autocast(own: Any, device_type: str, dtype: Any = None, *args: Any, **named: Any) -> None:
+            if str(device_type).startswith("cuda"):
+                self._used()
+                device_type, dtype = "cpu", torch.bfloat16 if dtype in HALF else dtype
+            method(own, device_type, dtype, *args, **named)
+
+        return autocast
+
+    def _map_location(self, load: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(load)
+        def loaded(f: Any, map_location: Any = None, *args: Any, **named: Any) -> Any:
+            where = "cpu" if isinstance(map_location, dict) else on_cpu(map_location)
+            return load(f, where, *args, **named)
+
+        return loaded
+
+    def _mesh(self, make: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(make)
+        def made(device_type: str, *args: Any, **named: Any) -> Any:
+            return make(on_cpu(device_type), *args, **named)
+
+        return made
+
+
+def names_cuda(script: Path) -> bool:
+    """Whether the script, or a module beside it that it imports, names CUDA."""
+    text = text_of(script)
+    near = [script.parent / f"{name}.py" for name in re.findall(r"^\s*(?:from|import) +(\w+)", text, re.MULTILINE)]
+    return any("cuda" in each for each in (text, *map(text_of, near)))
+
+
+def text_of(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        if path.is_file() and path.stat().st_size < MOST_BYTES:
+            return path.read_text(errors="replace")
+    return ""
+
+
+class Frameworks(importlib.abc.MetaPathFinder):
+    """Says which variable was set for a framework, when that is imported: it finds nothing itself."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._set = [name for name in FOR_CPU if name not in os.environ]
+        os.environ.update({name: FOR_CPU[name] for name in self._set})
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:  # noqa: ARG002
+        for name in self._set:
+            if fullname == name.partition("_")[0].lower():
+                self._say(f"{name}={FOR_CPU[name]} is set: without a GPU {fullname} trains each rank alone otherwise")
+
+
+def install(recorder: Recorder, script: Path) -> None:
+    """What stands in for GPUs on a machine without one."""
+    if torch.cuda.is_available():
+        return
+    sys.meta_path.insert(0, Frameworks(lambda sentence: recorder.telling.say("changed", sentence)))
+    if names_cuda(script):
+        CudaStandIn(recorder).install()

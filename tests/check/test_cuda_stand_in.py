@@ -1,0 +1,72 @@
+"""Scripts for GPUs on a machine without one: the CPU does what it honestly can, the rest is refused in a sentence."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from distlab.check.cuda_stand_in import Frameworks, names_cuda, on_cpu
+from tests.check.cases import SCRIPTS, check
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+
+def test_what_is_mapped_is_said_once(tmp_path: Path) -> None:
+    checked = check(SCRIPTS / "right" / "cuda_ddp.py", 2, tmp_path)
+    assert checked.code == 0, checked.said
+    assert checked.said.count("there is no GPU here: the CPU does what the script asks of CUDA") == 1
+
+
+def test_what_has_no_counterpart_is_refused(tmp_path: Path) -> None:
+    script = tmp_path / "streams.py"
+    script.write_text("import torch\n\ntorch.cuda.set_device(0)\nstream = torch.cuda.current_stream()\n")
+    checked = check(script, 2, tmp_path)
+    assert checked.code == 2, checked.said
+    said = " ".join(checked.said.split())
+    assert "torch.cuda's current_stream at streams.py:4 needs a GPU, of which there is none here" in said
+
+
+def test_a_script_that_asks_first_has_its_own_way(tmp_path: Path) -> None:
+    script = tmp_path / "asks.py"
+    script.write_text(
+        "import torch\nimport torch.distributed as dist\n\ndist.init_process_group('gloo')\n"
+        "device = 'cuda' if torch.cuda.is_available() else 'cpu'\nassert device == 'cpu'\n"
+        "dist.all_reduce(torch.ones(2, device=device))\n"
+    )
+    checked = check(script, 2, tmp_path)
+    assert checked.code == 0, checked.said
+    assert "no GPU here" not in checked.said
+
+
+def test_a_framework_is_told_that_ranks_have_no_gpu(tmp_path: Path) -> None:
+    (tmp_path / "accelerate.py").write_text("import os\n\nassert os.environ['ACCELERATE_USE_CPU'] == 'true'\n")
+    script = tmp_path / "train.py"
+    script.write_text("import accelerate\nimport torch.distributed as dist\n\ndist.init_process_group('gloo')\n")
+    checked = check(script, 2, tmp_path)
+    assert checked.code == 0, checked.said
+    assert "ACCELERATE_USE_CPU=true is set: without a GPU accelerate trains each rank alone" in checked.said
+
+
+def test_what_is_set_already_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "false")
+    said: list[str] = []
+    Frameworks(said.append).find_spec("accelerate")
+    assert not said
+    assert os.environ["ACCELERATE_USE_CPU"] == "false"
+    assert not any(isinstance(each, Frameworks) for each in sys.meta_path)
+
+
+def test_devices_that_name_cuda_are_the_cpu() -> None:
+    assert [on_cpu(each) for each in ("cuda", "cuda:1", torch.device("cuda", 0), 1)] == ["cpu"] * 4
+    kept = ("cpu", torch.device("meta"), None, True, torch.float32)
+    assert all(on_cpu(each) is each for each in kept)
+
+
+def test_a_module_beside_the_script_is_looked_into(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import model\n")
+    assert not names_cuda(script)
+    (tmp_path / "model.py").write_text("DEVICE = 'cuda'\n")
+    assert names_cuda(script)
