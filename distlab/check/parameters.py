@@ -8,9 +8,11 @@ taken where a tensor is met that has no name, after 1, 2, 4, 8, ... of them.
 import gc
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from distlab.check.recorder import Named
@@ -18,6 +20,7 @@ from distlab.check.telling import Telling
 
 MOST_NAMES = 500  # that are told
 MOST_LOOKS = 10
+FSDP = {"FSDPModule", "FullyShardedDataParallel"}  # classes of torch.distributed.fsdp, which is slow to import
 WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
 
@@ -81,6 +84,34 @@ def all_named() -> Iterator[tuple[str, torch.Tensor]]:
         if id(module) not in inner and "_parameters" in module.__dict__:
             for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
                 yield plain_name(name), tensor
+
+
+def outside_of_shards(
+    stepped: Sequence[torch.Tensor],
+) -> tuple[dist.ProcessGroup | None, list[tuple[str, torch.Tensor]]]:
+    """Parameters of FSDP modules that are stepped whole, since FSDP does not shard them, and the group it shards over;
+    none where there are several."""
+    modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
+    sharding = [each for each in modules if FSDP & {kind.__name__ for kind in type(each).__mro__}]
+    wanted = {id(each): each for each in stepped if each.grad is not None}
+    groups: dict[int, dist.ProcessGroup] = {}
+    for module in sharding:
+        for inner in module.modules():
+            handle: Any = inner.__dict__.get("_handle")
+            if handle is not None:  # of the older FullyShardedDataParallel
+                groups[id(handle.process_group)] = handle.process_group
+                for each in (handle.flat_param, *(getattr(handle.flat_param, "_params", None) or ())):
+                    wanted.pop(id(each), None)
+        for tensor in module.parameters():
+            mesh: Any = getattr(tensor, "device_mesh", None)
+            if mesh is not None:
+                wanted.pop(id(tensor), None)
+                if mesh.ndim > 1:
+                    return None, []
+                groups[id(mesh.get_group())] = mesh.get_group()
+    found = {id(each): (plain_name(name), each) for module in sharding for name, each in module.named_parameters()}
+    group = next(iter(groups.values())) if len(groups) == 1 else None
+    return group, [found[number] for number in wanted if number in found] if group is not None else []
 
 
 def plain_name(name: str) -> str:

@@ -6,6 +6,7 @@ optimizer state are told as checksums; at every step a few elements of them, whi
 the optimizer when they change. Whether ranks agree, and why not, rank 0 says (replicas.py).
 """
 
+import sys
 import weakref
 import zlib
 from collections import Counter
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from distlab.check.parameters import MOST_NAMES, Parameters
+from distlab.check.parameters import MOST_NAMES, Parameters, outside_of_shards
 from distlab.check.recorder import Call, Group, Recorder
 from distlab.measure.tensors import raw
 
@@ -65,6 +66,11 @@ class Replica:
     @property
     def named(self) -> Named:
         return [(name, tensor) for name, each in self.references if (tensor := each()) is not None]
+
+    @property
+    def wrapped(self) -> bool:
+        """Whether it is a DDP's or FSDP's to average the gradients."""
+        return self.key.startswith(("DDP", "FSDP"))
 
     @property
     def numbers(self) -> set[int]:
@@ -259,7 +265,9 @@ class ReplicaSteps:
         if known.numbers != numbers:
             known.numbers = numbers
             self._add_late(optimizer)
-            known.replicas = [each for each in self._replicas if each.module and each.numbers & set(numbers)]
+            if "torch.distributed.fsdp" in sys.modules:
+                self._watch_outside(optimizer)
+            known.replicas = [each for each in self._replicas if each.wrapped and each.numbers & set(numbers)]
             known.searched = 0
         if not known.replicas and known.searched < SEARCHED_STEPS and not self._over:
             known.searched += 1
@@ -279,15 +287,22 @@ class ReplicaSteps:
                 replica.add(added)
                 self._tell_fault(replica, "added", [name for name, _ in added], NO_PLACE)
 
+    def _watch_outside(self, optimizer: torch.optim.Optimizer) -> None:
+        """Parameters of an FSDP module that it does not shard: its gradients of them are each rank's own."""
+        taken = {number for each in self._replicas for number in each.numbers}
+        group, named = outside_of_shards([each for each in parameters(optimizer) if id(each) not in taken])
+        if group is not None and named:
+            self._watch(f"FSDP {self._known[optimizer].number}", self._recorder.group_of(group), named)
+
     def _add_averaged(self, replica: Replica, optimizer: torch.optim.Optimizer) -> None:
         """Parameters whose gradients are averaged by hand at this step for the first time; or in another group."""
         others = [each for each in self._reduced.values() if each.group is not replica.group]
-        if replica.module is None and any(each.numbers & replica.numbers for each in others):
+        if not replica.wrapped and any(each.numbers & replica.numbers for each in others):
             replica.told["elsewhere"] = replica.told.get("elsewhere", 0) + 1
             if replica.told["elsewhere"] == 1:
                 self._telling.say("elsewhere", replica.key, replica.group.number)
         found = self._reduced.get(replica.group.number)
-        new = found.numbers - replica.numbers if found is not None and replica.module is None else ()
+        new = found.numbers - replica.numbers if found is not None and not replica.wrapped else ()
         if new:
             mine = [each for each in parameters(optimizer) if id(each) in new]
             replica.add(self._named(mine))

@@ -150,7 +150,7 @@ class Replicas:
     def drifted(self, explained: set[tuple[int, ...]]) -> Iterator[Finding]:
         """Of groups of ranks whose calls by hand mix parameters up, no more than that is said."""
         for (key, ranks), known in self._known.items():
-            if known.elsewhere or (ranks in explained and not key.startswith("DDP")):
+            if known.elsewhere or (ranks in explained and not key.startswith(("DDP", "FSDP"))):
                 continue
             if key != BROADCAST and are_apart(known.weights.get(END, {}), ranks):
                 odd, _ = smaller_side(known.weights[END])
@@ -224,6 +224,8 @@ def others(odd: list[int], ranks: tuple[int, ...]) -> str:
 def why_apart(key: str, ranks: tuple[int, ...], known: Known) -> str:
     """The whole sentence."""
     odd, names = smaller_side(known.weights[END])
+    if key.startswith("FSDP"):
+        return outside_of_shards(ranks, known)
     hand = not key.startswith("DDP")
     if are_apart(known.weights.get(BEGINNING, {}), ranks):
         return from_beginning(key, ranks, known)
@@ -240,6 +242,16 @@ def why_apart(key: str, ranks: tuple[int, ...], known: Known) -> str:
         " the steps of some ranks: let all ranks do it"
     )
     return f"{head}: {cause}; the optimizer steps at {known.stepped_at}"
+
+
+def outside_of_shards(ranks: tuple[int, ...], known: Known) -> str:
+    """Parameters in an FSDP module that it does not shard."""
+    odd, names = smaller_side(known.weights[END])
+    return (
+        f"FSDP does not shard {listed(names)}, which the optimizer steps at {known.stepped_at}, so its gradient is"
+        f" never averaged: {name_ranks(odd)} ended with another one than {others(odd, ranks)}; put it into the module"
+        " before FSDP wraps it, and wrap the whole model too (fully_shard(model)), not its layers alone"
+    )
 
 
 def since(known: Known, ranks: tuple[int, ...]) -> tuple[int, int]:

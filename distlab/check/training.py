@@ -182,4 +182,6 @@ class Training:
 def square(tensor: torch.Tensor) -> float:
     """The sum of squares; of a tensor that is cut over ranks, of this rank's part."""
     local = getattr(tensor, "_local_tensor", tensor)
+    if local.layout != torch.strided:
+        local = local.to_dense()
     return float(torch.linalg.vector_norm(local.detach().float()) ** 2)

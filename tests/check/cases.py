@@ -146,6 +146,7 @@ PLANTED = (
     Planted("ddp_past", 2, 1, ("past", ".module", "since step 1"), ("a", "b"), (1,)),
     Planted("ddp_late_layer", 2, 1, ("0.down.weight", "added after ddp"), ("a",), (1,)),
     Planted("ddp_unfrozen", 2, 1, ("0.weight", "frozen when ddp", "since step 3"), ("a",), (1,)),
+    Planted("fsdp_late_head", 2, 1, ("3.weight", "fsdp does not shard"), ("a",), (1,)),
     Planted("scheduler_on_0", 2, 1, ("0.05 on rank 0, 0.1 on rank 1", "group 0 since step 3"), ("a",), (1,)),
     Planted("no_sync_last", 2, 1, ("no_sync", "step 1"), ("a", "b"), (1,)),
     Planted("state_on_0", 2, 1, ("state of the optimizer", "step 1"), ("a",), (1,)),
