@@ -91,7 +91,7 @@ class Reduced:
     """What was reduced in a group by hand since the last step."""
 
     group: Group
-    num_elements: int = 0
+    num_elements: int = 0  # of what is no parameter's gradient or weight by its place, such as a flat copy
     numbers: set[int] = field(default_factory=set)  # ids of parameters whose gradients they were
     place: int = NO_PLACE
 
@@ -168,7 +168,7 @@ class ReplicaSteps:
             self._over = False
         found = self._reduced.setdefault(group.number, Reduced(group))
         sizes = [each.numel() for each in call.tensors if each.is_floating_point()]
-        found.num_elements += sum(size for size in sizes if size > 1 or call.parameter)
+        found.num_elements += 0 if call.parameter is not None else sum(size for size in sizes if size > 1)
         if call.parameter is not None and call.parameter.gradient:
             found.numbers.add(call.parameter.number)
             found.place = call.place
@@ -272,6 +272,8 @@ class ReplicaSteps:
         if not known.replicas and known.searched < SEARCHED_STEPS and not self._over:
             known.searched += 1
             known.replicas = self._averaged_by_hand(optimizer, known.number)
+            for each in known.replicas:
+                each.step = known.searched - 1  # were it not the first one, ranks may have parted before
         return known
 
     def _add_late(self, optimizer: torch.optim.Optimizer) -> None:
@@ -324,7 +326,7 @@ class ReplicaSteps:
                 for each in self._replicas:
                     if each.key == BROADCAST:
                         each.drop(set(chosen))
-                self._telling.say("averaged", replica.key, found.group.number, found.place)
+                self._telling.say("averaged", replica.key, found.group.number, not whole, found.place)
                 made.append(replica)
         return made
 

@@ -47,6 +47,7 @@ class Known:
     apart: dict[str, int] = field(default_factory=dict)  # since which step gradients, options, weights differ
     agreed: int = 0  # the last step after which the weights were seen equal
     options: dict[tuple[int, int], dict[int, list[dict[str, str]]]] = field(default_factory=lambda: defaultdict(dict))
+    by_name: bool = True  # else a copy of all its elements was reduced, which may be the weights' (local SGD)
     elsewhere: bool = False  # its gradients were averaged in other groups too (gossip)
     faults: list[Fault] = field(default_factory=list)
     made_at: str = ""  # where the DDP was made, or where gradients are averaged by hand
@@ -74,8 +75,9 @@ class Replicas:
                 self._told.add(which)
                 yield Finding(MATCH, other_order(f"{key} at {made_at}", what, seen, odd), (odd,), ends=True)
 
-    def take_averaged(self, case: RankState, key: str, group: int, place: int) -> None:
-        self._known[key, case.group(group).ranks].made_at = line_of(case, place)
+    def take_averaged(self, case: RankState, key: str, group: int, by_name: bool, place: int) -> None:
+        known = self._known[key, case.group(group).ranks]
+        known.made_at, known.by_name = line_of(case, place), by_name
 
     def take_elsewhere(self, case: RankState, key: str, group: int) -> None:
         self._known[key, case.group(group).ranks].elsewhere = True
@@ -150,7 +152,11 @@ class Replicas:
     def drifted(self, explained: set[tuple[int, ...]]) -> Iterator[Finding]:
         """Of groups of ranks whose calls by hand mix parameters up, no more than that is said."""
         for (key, ranks), known in self._known.items():
-            if known.elsewhere or (ranks in explained and not key.startswith(("DDP", "FSDP"))):
+            if (
+                known.elsewhere
+                or not (known.by_name or was_averaged(known, ranks))
+                or (ranks in explained and not key.startswith(("DDP", "FSDP")))
+            ):
                 continue
             if key != BROADCAST and are_apart(known.weights.get(END, {}), ranks):
                 odd, _ = smaller_side(known.weights[END])
@@ -166,6 +172,11 @@ class Replicas:
                     " They were broadcast at the start, and their gradients are never averaged over these ranks; the"
                     f" optimizer steps at {known.stepped_at}"
                 )
+
+
+def was_averaged(known: Known, ranks: tuple[int, ...]) -> bool:
+    """Whether the gradients of all ranks were equal at a step that was looked at."""
+    return any(set(sums) == set(ranks) and not are_apart(sums, ranks) for sums in known.gradients.values())
 
 
 def line_of(case: RankState, place: int) -> str:
