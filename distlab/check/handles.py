@@ -14,12 +14,14 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from types import CodeType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from distlab.check.memory import Contents
+from distlab.check.places import PASSED_ON
 from distlab.check.recorder import Call, Recorder, preceded
 from distlab.check.telling import now
 from distlab.measure import traffic
@@ -38,11 +40,11 @@ IN_PLACE = ("all_reduce", "broadcast", "reduce", "send", "recv")  # whose result
 class Handle:
     """What is known of one handle that the script may hold."""
 
-    def __init__(self, call: Call, place: int, contents: Contents | None) -> None:
+    def __init__(self, call: Call, place: int, contents: Contents | None, watched: bool) -> None:
         self.call, self.place, self.waited, self.contents = call.number, place, False, contents
         # Of several tensors gloo copies its result into each, which counts as a write.
-        watched = call.tensors if call.op in IN_PLACE and len(call.tensors) == 1 else ()
-        self._tensors = [(weakref.ref(tensor), tensor._version) for tensor in watched if owns_storage(tensor)]
+        tensors = call.tensors if watched and call.op in IN_PLACE and len(call.tensors) == 1 else ()
+        self._tensors = [(weakref.ref(tensor), tensor._version) for tensor in tensors if owns_storage(tensor)]
 
     def written(self) -> bool:
         if any((tensor := ref()) is not None and tensor._version != version for ref, version in self._tensors):
@@ -72,7 +74,8 @@ class Handles:
         def made(group: dist.ProcessGroup, *args: Any, **named: Any) -> Any:
             thread = self._recorder.thread
             thread.made, thread.contents, thread.reduce = None, None, reduce_of(args, named)
-            thread.asynchronous = is_asynchronous(args, sys._getframe(1).f_code.co_name)
+            thread.asynchronous = asynchronous = is_asynchronous(args, sys._getframe(1).f_code)
+            watched = asynchronous and thread.reduce != "avg"  # gloo divides in a thread of its own, which counts
             try:
                 work = method(group, *args, **named)
             finally:
@@ -80,7 +83,7 @@ class Handles:
             call: Call | None = thread.made
             thread.made = None
             if work is not None and call is not None:
-                handle = Handle(call, self._recorder.places.here(2)[0], thread.contents)
+                handle = Handle(call, self._recorder.places.here(2)[0], thread.contents, watched)
                 self._of[id(work)] = handle
                 weakref.finalize(work, self._gone, id(work), handle, call.by_script)
             return work
@@ -129,9 +132,10 @@ def owns_storage(tensor: torch.Tensor) -> bool:
     return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 
-def is_asynchronous(args: tuple[Any, ...], caller: str) -> bool:
-    """Whether a method of ProcessGroup was asked for a handle, by a function of torch.distributed's of this name."""
-    return caller == "isend" or any(getattr(each, "asyncOp", False) for each in args)
+def is_asynchronous(args: tuple[Any, ...], caller: CodeType) -> bool:
+    """Whether a method of ProcessGroup was asked for a handle; otherwise torch.distributed waits itself, at once."""
+    by_function = caller.co_filename.endswith(PASSED_ON) and caller.co_name not in ("isend", "irecv")
+    return not by_function or any(getattr(each, "asyncOp", False) for each in args)
 
 
 def reduce_of(args: tuple[Any, ...], named: dict[str, Any]) -> str:

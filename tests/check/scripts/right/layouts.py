@@ -27,6 +27,11 @@ counts = np.full(1000, 1.0 / (rank + 3), dtype=np.float32)
 handle = dist.all_reduce(torch.from_numpy(counts), async_op=True)
 handle.wait()
 counts /= world_size
+for _ in range(20):  # gloo divides in a thread of its own, before the wait or after
+    average = torch.full((1000,), float(rank))
+    handle = dist.all_reduce(average, op=dist.ReduceOp.AVG, async_op=True)
+    assert handle is not None
+    handle.wait()
 peer = 1 - rank
 sent, received = dist.isend(buffer[0], peer), dist.irecv(buffer[1], peer)
 assert sent is not None and received is not None
