@@ -87,9 +87,7 @@ class Memory:
 
     def _look_at_layouts(self, name: str, args: tuple[Any, ...], call: Call) -> None:
         written, read = (flat(args[position]) if position >= 0 else () for position in AS_THEY_LIE[name])
-        if all(each.is_contiguous() for each in (*written, *read)) or not all(
-            each.device.type == "cpu" for each in written
-        ):
+        if not all(map(is_plain, (*written, *read))) or all(each.is_contiguous() for each in (*written, *read)):
             return
         out = layout(written[0])
         # Of a reduce_scatter gloo copies the inputs, gaps and all; of a scatter it does not.

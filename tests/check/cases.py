@@ -75,7 +75,7 @@ def line_of(script: Path, marker: str) -> str:
 # it needs a launcher that starts it again (test_faults.py).
 RIGHT = dict.fromkeys([
     "buckets_async", "by_hand", "coalescing", "cuda_ddp", "ddp", "ddp_accumulation", "ddp_buffers", "ddp_hook", "ddp_join",
-    "ddp_power_sgd", "ddp_sampler", "ddp_static_graph", "ddp_two", "ddp_unfrozen", "ddp_unused", "evaluated_twice", "exits_0", "fsdp",
+    "ddp_power_sgd", "ddp_sampler", "ddp_sparse", "ddp_static_graph", "ddp_two", "ddp_unfrozen", "ddp_unused", "evaluated_twice", "exits_0", "fsdp",
     "fsdp1", "fsdp_save", "functional", "local_sgd", "no_destroy", "own_init", "pipe_1f1b", "pipe_gpipe",
     "pipe_interleaved", "process_ranks", "rank_0_saves", "restart", "scheduler", "spawned_ranks", "spawned_workers",
     "tensor_parallel", "threads", "tied_stages", "zero_redundancy",
