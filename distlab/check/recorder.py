@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -37,8 +37,17 @@ Kernel = Callable[..., Any]
 class Group:
     """One process group: its ranks, and how many of its collectives this rank has begun."""
 
-    def __init__(self, number: int, ranks: list[int]) -> None:
+    def __init__(self, number: int, ranks: list[int], group: dist.ProcessGroup) -> None:
         self.number, self.ranks, self.begun = number, ranks, 0
+        self._group = weakref.ref(group)
+
+    @property
+    def is_on_gloo(self) -> bool:
+        """Whether gloo makes its calls for tensors of the CPU."""
+        group: Any = self._group()
+        with suppress(Exception):  # it has no backend for them
+            return bool(group._get_backend(torch.device("cpu")).name() == "gloo")
+        return False
 
 
 class Named(NamedTuple):
@@ -247,7 +256,7 @@ class Recorder:
             instance = self._instances.get((name, tuple(ranks)), 0)
             self._instances[name, tuple(ranks)] = instance + 1
         key = name, tuple(ranks), instance
-        found = Group(self.telling.number("group", key, lambda: (ranks, name, instance)), ranks)
+        found = Group(self.telling.number("group", key, lambda: (ranks, name, instance)), ranks, group)
         self._groups[id(group)] = weakref.ref(group), found
         return found
 
