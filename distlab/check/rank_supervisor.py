@@ -48,7 +48,7 @@ SAME_CLOCK_S = 60.0  # apart at most: of two machines clocks are further apart, 
 # What torchrun tells each rank of a job on one node beside its place; its store is not opened here.
 OF_TORCHRUN = {
     "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "ROLE_NAME": "default", "TORCHELASTIC_RESTART_COUNT": 0,
-    "TORCHELASTIC_MAX_RESTARTS": 0, "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "False",
+    "TORCHELASTIC_MAX_RESTARTS": 0, "TORCHELASTIC_USE_AGENT_STORE": "False",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": 1,
 }  # fmt: skip
 LET_GO_S = 5.0  # for an ended script's process
@@ -119,7 +119,8 @@ class Rank:
                 "ROLE_RANK": cluster.rank,
                 "ROLE_WORLD_SIZE": cluster.world_size,
             }
-            variables |= OF_TORCHRUN
+            # A job's own, by which scripts name files: torchrun's "none" had a run resume what another had left.
+            variables |= OF_TORCHRUN | {"TORCHELASTIC_RUN_ID": cluster.run_id}
         interface = interface_of(cluster.members[cluster.rank].ip)
         if interface is not None and "GLOO_SOCKET_IFNAME" not in os.environ:  # as a run of the lab's own sets it
             variables["GLOO_SOCKET_IFNAME"] = interface
