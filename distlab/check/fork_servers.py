@@ -93,10 +93,7 @@ def leave_to_others() -> None:
 
 
 def be_main_process() -> None:
-    """Be as a process that nobody has forked is: by multiprocessing's word, and by its random states.
-
-    Of torch and numpy a forked process has its parent's; Python's own are drawn anew by the fork itself.
-    """
+    """Be as a process that nobody has forked is: by multiprocessing's word, and by its random states."""
     ours: Any = process
     ours._parent_process = None
     me: Any = process.current_process()

@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from multiprocessing import context, process
+from multiprocessing import process
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NoReturn
 
@@ -72,8 +72,6 @@ class OwnRanks:
         self._taken_at = ""  # the line that starts them
 
     def install(self) -> None:
-        contexts: Any = context
-        contexts._default_context._actual_context = None  # set_start_method is the script's to call, once
         spawning: Any = sys.modules["torch.multiprocessing.spawn"]
         spawning.start_processes = torch.multiprocessing.start_processes = self._spawned(spawning.start_processes)
         base: Any = process.BaseProcess
