@@ -39,11 +39,18 @@ class RankFailed(AssertionError):
 class Ranks(WarmRanks):
     """`ranks(world_size, function, *args)` returns the results of `function(group, *args)`, by rank."""
 
+    _sizes: frozenset[int] = frozenset()  # for which the ranks have groups
+
     def __call__(self, world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
         """Run `function` on ranks 0 to world_size - 1 at once; raises RankFailed after at most `timeout_s`."""
         if not self._ranks:
             self.fork(MAX, serve)
             self._collect(MAX, START_S)
+            self._sizes = frozenset()
+        if world_size not in self._sizes:  # all 16 groups at the start take a pool 3 s more, on two cores
+            self._sizes |= {world_size}
+            for rank in self._ranks:
+                rank.control.send(world_size)
         for rank in self._ranks[:world_size]:
             rank.control.send((world_size, function, args))
         return self._collect(world_size, timeout_s)
@@ -93,9 +100,8 @@ class Ranks(WarmRanks):
         self.close_servers()
 
 
-@contextmanager
-def own_groups(group: dist.ProcessGroup) -> Iterator[None]:
-    """Groups that a call makes are named alike on all its ranks, and end with it.
+def name_alike(group: dist.ProcessGroup) -> int:
+    """From here on the ranks of `group` name the groups that they make alike; returns how many were made before.
 
     torch names a group by how many it has made in this process, and ranks that were in no call before have made fewer:
     under two names ranks wait for each other for ever.
@@ -104,8 +110,15 @@ def own_groups(group: dist.ProcessGroup) -> Iterator[None]:
     made = torch.tensor(world.group_count)
     dist.all_reduce(made, dist.ReduceOp.MAX, group=group)
     world.group_count = most = int(made)
+    return most
+
+
+@contextmanager
+def own_groups(group: dist.ProcessGroup) -> Iterator[None]:
+    """Groups that a call makes are named alike on all its ranks, and end with it."""
+    world = dist.distributed_c10d._world
+    most = name_alike(group)
     before = set(world.pg_map)
-    del made  # or who counts the tensors of a call would count it
     yield
     if world.group_count > most:
         dist.barrier(group)  # nobody closes what another still reads
@@ -124,13 +137,15 @@ def serve(start: Start, files: Sequence[Any], control: Connection) -> None:
     options._timeout = bound
     store = KeyedStore("127.0.0.1", start.port, start.key, COLLECTIVE_S)
     dist.init_process_group("gloo", store=store, rank=start.rank, world_size=MAX, timeout=bound, pg_options=options)
-    groups, side = (
-        {size: dist.new_group(list(range(size)), timeout=bound, pg_options=options) for size in range(1, MAX + 1)}
-        for _ in range(2)
-    )
-    side_groups.update(side)
+    groups: dict[int, Any] = {}
     control.send((True, None))
     while (job := control.recv()) is not None:
+        if isinstance(job, int):
+            name_alike(dist.distributed_c10d._get_default_group())
+            groups[job], side_groups[job] = (
+                dist.new_group(list(range(job)), timeout=bound, pg_options=options) for _ in range(2)
+            )
+            continue
         world_size, function, args = job
         gc.collect()
         gc.freeze()  # as a rank does: a meter that looks at all objects need not look at 350,000 of modules

@@ -31,6 +31,17 @@ def test_every_world_size_has_its_group(ranks: Ranks, world_size: int) -> None:
     assert ranks(world_size, summed, 10) == [expected] * world_size
 
 
+def grouped(group: dist.ProcessGroup) -> int:
+    return dist.get_world_size(dist.new_group([0, 1]))
+
+
+def test_a_size_of_later_has_its_groups_where_some_ranks_made_others_before(ranks: Ranks) -> None:
+    """torch names a group by how many its process has made."""
+    ranks.stop()
+    assert [ranks(2, grouped), ranks(2, grouped)] == [[2, 2]] * 2
+    assert ranks(5, summed, 0) == [10.0] * 5
+
+
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     ("how", "words"), [("raises", "rank 1.*on purpose"), ("dies", "rank 1: its process ended"), ("hangs", "ranks .1.")]
