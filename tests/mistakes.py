@@ -49,11 +49,27 @@ SMALL = {
     "server": {"LAB_MODEL": "mlp", "LAB_DEPTH": "1"},
 }
 
+WORLD_SIZE_SHOWN = 3
+SHOWN = {
+    "comm": {"LAB_SWEEP_MIB": "0.25", "LAB_VARIANT": "gloo,ring"},
+    "cp": {"LAB_DEPTH": "2"},
+    "fsdp": {"LAB_DEPTH": "2"},
+    "pp": {"LAB_DEPTH": "4"},
+    "elastic": {"LAB_STEPS": "10"},
+    "largebatch": {"LAB_STEPS": "32"},
+}
+
 
 def whole(run_mode: str) -> dict[str, str]:
     """The run of a mode with all of its variants and nothing wrong, at the sizes at which its mistakes are made: else a
     check might fail without one."""
     return {"RUN_MODE": run_mode} | SMALL.get(run_mode, {})
+
+
+def shown(run_mode: str) -> dict[str, str]:
+    """The run of a mode on WORLD_SIZE_SHOWN ranks whose logs docs/modes.md has; comm and train have no model."""
+    sizes = {} if run_mode in ("comm", "train") else {"LAB_STEPS": "5", "LAB_DEPTH": "1"}
+    return {"RUN_MODE": run_mode} | sizes | SHOWN.get(run_mode, {})
 
 
 def mistaken(run_mode: str, bug: str) -> dict[str, str]:

@@ -62,6 +62,10 @@ SLOW = {
     "tests/compose/test_runs.py::test_the_other_modes_hold_with_three_ranks": (
         "tests/compose/test_runs.py::test_the_other_modes_hold_with_three_ranks[train-settings1]"
     ),
+    # The rest of a matrix.
+    "tests/experiments/test_bugs.py::test_at_the_sizes_of_its_bugs_a_mode_makes_every_check_and_all_hold": (
+        "tests/experiments/test_bugs.py::test_without_a_bug_every_check_holds[cp]"
+    ),
     # Every documented command.
     "tests/docs/test_outputs.py::test_a_block_is_what_its_command_prints": (
         "tests/docs/test_outputs.py::test_a_block_is_what_its_command_prints["

@@ -7,13 +7,20 @@ from distlab.rank.mode_loader import load
 from distlab.report.records import End
 from tests.interface import claims_of
 from tests.labs import Runs, failed, shows_in_all
-from tests.mistakes import WORLD_SIZE, mistaken, whole
+from tests.mistakes import WORLD_SIZE, WORLD_SIZE_SHOWN, mistaken, shown, whole
 
 BUGS = [(mode, bug) for mode in modes() for bug in load(mode).mistakes]
 
 
 @pytest.mark.parametrize("run_mode", modes())
 def test_without_a_bug_every_check_holds(runs: Runs, run_mode: str) -> None:
+    run = runs(WORLD_SIZE_SHOWN, **shown(run_mode)).judged
+    assert failed(run) == set()
+    assert run["verdict"] == "pass"
+
+
+@pytest.mark.parametrize("run_mode", modes())
+def test_at_the_sizes_of_its_bugs_a_mode_makes_every_check_and_all_hold(runs: Runs, run_mode: str) -> None:
     run = runs(WORLD_SIZE, **whole(run_mode)).judged
     assert failed(run) == set()
     assert run["verdict"] == "pass"

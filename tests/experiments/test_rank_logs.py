@@ -23,22 +23,16 @@ from distlab.report.table import INDENT
 from distlab.report.units import BYTE_UNITS, human_bytes, three_digits
 from tests.docs.pages import TOP
 from tests.labs import Ran, Runs
+from tests.mistakes import WORLD_SIZE_SHOWN as WORLD_SIZE
+from tests.mistakes import shown
 
 pytestmark = pytest.mark.timeout(110)
-WORLD_SIZE, RANK = 3, 1
+RANK = 1
 TRAINS = ("dp", "tp", "pp", "fsdp", "mesh", "cp", "moe", "compress", "precision", "server")
-SIZES = {"LAB_STEPS": "5", "LAB_DEPTH": "1", "LAB_PROOF": "0"}
-OWN_SIZES = {
-    "comm": {"LAB_SWEEP_MIB": "0.25", "LAB_VARIANT": "gloo,ring"},
-    "cp": {"LAB_DEPTH": "2"}, "fsdp": {"LAB_DEPTH": "2"}, "pp": {"LAB_DEPTH": "4"},
-    "elastic": {"LAB_STEPS": "10"}, "largebatch": {"LAB_STEPS": "32"},
-}  # fmt: skip
 
 
 def run_of(runs: Runs, mode: str) -> Ran:
-    """A small run; comm and train have no sizes of a model."""
-    sizes = {} if mode in ("comm", "train") else SIZES
-    return runs(WORLD_SIZE, RUN_MODE=mode, **(sizes | OWN_SIZES.get(mode, {})))
+    return runs(WORLD_SIZE, **shown(mode))
 
 
 def log_of(ran: Ran) -> str:
@@ -131,7 +125,7 @@ def test_the_log_of_rank_1_says_what_its_records_have(mode: str, runs: Runs) -> 
 
 def test_a_log_of_many_axes_and_more_steps_keeps_to_its_lines(runs: Runs) -> None:
     """moe has most to say: five variants of four layouts, on four ranks."""
-    ran = runs(4, RUN_MODE="moe", **SIZES | {"LAB_STEPS": "20"})
+    ran = runs(4, **shown("moe") | {"LAB_STEPS": "20", "LAB_PROOF": "0"})
     for rank in range(1, 4):  # rank 0's has the verdict of all, too
         own = (ran.folder / f"rank{rank}.log").read_text().splitlines()
         assert len(own) + 1 <= MOST_LINES, "\n".join(own)

@@ -31,7 +31,7 @@ def test_every_world_size_has_its_group(ranks: Ranks, world_size: int) -> None:
     assert ranks(world_size, summed, 10) == [expected] * world_size
 
 
-def grouped(group: dist.ProcessGroup) -> int:
+def grouped(_group: dist.ProcessGroup) -> int:
     return dist.get_world_size(dist.new_group([0, 1]))
 
 
