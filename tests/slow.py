@@ -62,9 +62,70 @@ SLOW = {
     "tests/compose/test_runs.py::test_the_other_modes_hold_with_three_ranks": (
         "tests/compose/test_runs.py::test_the_other_modes_hold_with_three_ranks[train-settings1]"
     ),
-    # The rest of a matrix.
+    # The rest of a matrix: other sizes, worlds, modes, screens and scripts of one kind.
+    "tests/checkpoint/test_resume.py::test_a_resumed_run_ends_in_the_same_weights_to_the_bit": (
+        "tests/checkpoint/test_resume.py::test_a_resumed_run_ends_in_the_same_weights_to_the_bit[fsdp]"
+    ),
     "tests/experiments/test_bugs.py::test_at_the_sizes_of_its_bugs_a_mode_makes_every_check_and_all_hold": (
         "tests/experiments/test_bugs.py::test_without_a_bug_every_check_holds[cp]"
+    ),
+    "tests/experiments/test_compress.py::test_a_run_holds": "tests/experiments/test_compress.py::test_a_run_holds[line]",
+    "tests/experiments/test_fsdp.py::test_a_run_holds": "tests/experiments/test_fsdp.py::test_a_run_holds[line]",
+    "tests/experiments/test_moe.py::test_a_run_holds": "tests/experiments/test_moe.py::test_a_run_holds[drops]",
+    "tests/experiments/test_mesh.py::test_a_mesh_does_what_one_process_does[4-": (
+        "tests/experiments/test_mesh.py::test_a_mesh_does_what_one_process_does[4-pp2,tp2-names0-settings0]"
+    ),
+    "tests/experiments/test_mesh.py::test_a_mesh_does_what_one_process_does[8-": (
+        "tests/experiments/test_mesh.py::test_a_mesh_does_what_one_process_does[8-dp2,cp2,tp2-names10-settings10]"
+    ),
+    "tests/experiments/test_mesh.py::test_of_few_numbers_too_a_peak_is_known": (
+        "tests/experiments/test_mesh.py::test_of_few_numbers_too_a_peak_is_known[pp2]"
+    ),
+    "tests/experiments/test_pp.py::test_each_mistake_is_seen_where_it_is_made_and_only_there": (
+        "tests/experiments/test_pp.py::test_each_mistake_is_seen_where_it_is_made_and_only_there[stale_activation]"
+    ),
+    "tests/experiments/test_pp.py::test_n_ranks_do_what_one_process_does": (
+        "tests/experiments/test_pp.py::test_n_ranks_do_what_one_process_does[3-gpt]"
+    ),
+    "tests/experiments/test_pp.py::test_odd_sizes_tied_weights_and_clipping": (
+        "tests/experiments/test_pp.py::test_odd_sizes_tied_weights_and_clipping[3-settings8]"
+    ),
+    "tests/experiments/test_server.py::test_every_world_comes_to_a_verdict": (
+        "tests/experiments/test_server.py::test_every_world_comes_to_a_verdict[3-settings3]"
+    ),
+    "tests/experiments/test_tp.py::test_n_ranks_do_what_one_process_does[4-": (
+        "tests/experiments/test_tp.py::test_n_ranks_do_what_one_process_does[3-settings7]"
+    ),
+    "tests/experiments/test_tp.py::test_n_ranks_do_what_one_process_does[8-": (
+        "tests/experiments/test_tp.py::test_n_ranks_do_what_one_process_does[3-settings7]"
+    ),
+    "tests/experiments/test_tp_plans.py::test_whole_heads_and_a_layer_that_is_called_twice_are_one_process": (
+        "tests/experiments/test_tp_plans.py::"
+        "test_whole_heads_and_a_layer_that_is_called_twice_are_one_process[5-variants1]"
+    ),
+    "tests/live/test_page.py::test_the_page_can_be_read": (
+        "tests/live/test_page.py::test_the_page_can_be_read[desk-light]"
+    ),
+    "tests/prove/test_bugs.py::test_a_right_file_is_left_alone": (
+        "tests/prove/test_bugs.py::test_a_right_file_is_left_alone[by_hand-3]"
+    ),
+    "tests/rank/test_fault_injection.py::test_bits_flip_in_every_mode_that_trains[mesh": (
+        "tests/rank/test_fault_injection.py::test_bits_flip_in_every_mode_that_trains[cp-ring-gradient-3-named]"
+    ),
+    "tests/rank/test_transport_self_test.py::test_all_operations_are_as_they_should_be": (
+        "tests/rank/test_transport_self_test.py::test_all_operations_are_as_they_should_be[2 ranks]"
+    ),
+    "tests/test_worlds.py::test_local_ranks_prove_their_gradients": (
+        "tests/test_worlds.py::test_local_ranks_prove_their_gradients[dp-5-variants0]"
+    ),
+    "tests/workload/test_user_model.py::test_an_own_model_runs_in_the_modes": (
+        "tests/workload/test_user_model.py::test_an_own_model_runs_in_the_modes[fsdp-settings1]"
+    ),
+    "tests/test_distlab.py::test_packages_of_the_users_own_do_not_disturb_a_run": (
+        "tests/test_distlab.py::test_packages_of_the_users_own_do_not_disturb_a_check"
+    ),
+    "tests/test_distlab.py::test_packages_of_the_users_own_do_not_disturb_a_proof": (
+        "tests/test_distlab.py::test_packages_of_the_users_own_do_not_disturb_a_check"
     ),
     # Every documented command.
     "tests/docs/test_outputs.py::test_a_block_is_what_its_command_prints": (
@@ -123,6 +184,29 @@ SLOW = {
         "tests/checkpoint/test_resume.py::test_another_world_size_reads_it_and_the_losses_go_on[dp-bucketed,ddp-sizes5]"
     ),
 }
+
+# Scripts under check: the first of a kind, and others whose fault is of that kind.
+FAULTS = {
+    "missing": ("barrier_all_reduce", "extra", "in_except", "objects_apart", "swapped", "thread"),
+    "shape": ("dims", "dtype", "reduce_op", "root"),
+    "group_order": ("other_group",),
+    "if_rank_0": ("fewer_batches",),
+    "os_exit": ("sys_exit",),
+    "save_rank_0": ("fsdp_some",),
+    "send_send": ("wrong_peer",),
+    "same_data": ("by_hand_same_data", "fsdp_same_data"),
+    "epoch_of_rank_0": ("split_by_rank",),
+    "in_flight": ("unwaited",),
+    "transposed_on_one": ("columns_scattered",),
+}
+RIGHT = {"ddp-2": ("ddp_",), "pipe_gpipe-2": ("pipe_",), "gossip-4": ("local_sgd", "post_local_sgd")}
+for table, test in ((FAULTS, "test_it_is_named"), (RIGHT, "test_nothing_is_said_of_a_right_one")):
+    begin = f"tests/check/test_faults.py::{test}["
+    SLOW |= {
+        begin + other + ("]" if table is FAULTS else ""): f"{begin}{first}]"
+        for first, others in table.items()
+        for other in others
+    }
 
 
 def slow_of(names: Iterable[str]) -> set[str]:

@@ -305,15 +305,15 @@ def test_the_report_imports_neither_torch_nor_what_draws(module: str) -> None:
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("module", ["pygal", "jinja2", "torch.distributed.checkpoint", "starlette", "uvicorn", "anyio"])
-def test_a_rank_imports_nothing_that_it_may_not_need(module: str) -> None:
+def test_a_rank_imports_nothing_that_it_may_not_need() -> None:
     """The launcher's part of the live page is there too: local ranks are forked from it."""
+    others = ["pygal", "jinja2", "torch.distributed.checkpoint", "starlette", "uvicorn", "anyio"]
     program = (
         "import sys, distlab.cli.live, distlab.rank.main, distlab.verify.timed, distlab.experiments.dp;"
-        f" print({module!r} in sys.modules)"
+        f" print([name for name in {others} if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.strip() == "False"
+    assert done.stdout.strip() == "[]"
 
 
 def test_the_heartbeat_helper_needs_no_package() -> None:
