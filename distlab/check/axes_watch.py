@@ -282,7 +282,7 @@ def axis_of(mesh: Any, index: int) -> Axis:
     """The axis of a mesh with this number, and the ranks along it that this rank is among."""
     coordinates = mesh.get_coordinate()
     along = mesh.mesh.movedim(index, -1)[tuple(each for at, each in enumerate(coordinates) if at != index)]
-    return ((mesh.mesh_dim_names or {}) and mesh.mesh_dim_names[index]) or f"axis {index}", along.tolist()
+    return ((mesh.mesh_dim_names or {}) and mesh.mesh_dim_names[index]) or str(index), along.tolist()
 
 
 def bits_and_norm(tensor: torch.Tensor) -> tuple[int, float]:

@@ -1,9 +1,10 @@
 """A script for GPUs on a machine without one: what is honest is done on the CPU and said once, the rest is refused.
 
 Which rank calls what with which shapes is the same on a CPU. So devices that name CUDA become the CPU, a rank's device
-is its number and nothing else, and autocast computes in bfloat16, as gloo has no GPU to reduce on. `is_available` stays
-False: who asks has a way of his own. Streams, graphs and kernels have no counterpart, and end in a sentence. A torch
-function costs 2 us more in a script that names CUDA; any other script is left alone.
+is its number and nothing else, and autocast computes in bfloat16, as gloo has no GPU to reduce on. `is_available` is
+False at first, as who asks mostly has a way of his own; a script that has none, and leaves before it makes a group, is
+run once more and told True. Streams, graphs and kernels have no counterpart, and end in a sentence. A torch function
+costs 2 us more in a script that names CUDA; any other script is left alone.
 """
 
 import contextlib
@@ -21,11 +22,17 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from distlab.check.recorder import Recorder
+from distlab.check.recorder import Recorder, preceded
 
 DONE_HERE = "device='cuda', .cuda(), set_device, autocast (in bfloat16), events and synchronize"
-NOTHING = ("synchronize", "empty_cache", "ipc_collect", "reset_peak_memory_stats", "reset_max_memory_allocated")
+NOTHING = (
+    "synchronize", "empty_cache", "empty_host_cache", "ipc_collect", "reset_peak_memory_stats",
+    "reset_max_memory_allocated", "reset_accumulated_memory_stats",
+)  # fmt: skip
 ZERO = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
+IN_CUDA = "/torch/cuda/"
+NAMES = re.compile(r"cuda|torch\.accelerator|import accelerator")
+NO_GPU = re.compile("cuda|gpu|accelerator|NoneType", re.IGNORECASE)  # in the words of an exception that there is none
 HALF = (None, torch.float16, torch.bfloat16)
 MOST_BYTES = 1_000_000  # of a file that is looked into
 FOR_CPU = {"ACCELERATE_USE_CPU": "true"}  # what a framework needs to start ranks without a GPU, by the variable
@@ -86,9 +93,31 @@ class CudaStandIn:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder, self._telling = recorder, recorder.telling
         self._device, self._said = 0, False
+        self._asked_at = ""  # the script's line that was told that there is no GPU
+        self._has_a_way = False  # whether it has made a group all the same
+        self._shown = False  # whether the script is told that there are GPUs
+
+    def turns_away(self, left: BaseException | None) -> bool:
+        """Whether the script has ended, by this or well, since it was told that there is no GPU; from then on it is
+        told that there is one a rank, to be run once more."""
+        said = isinstance(left, Exception) and NO_GPU.search(str(left)) is None
+        if not self._asked_at or self._has_a_way or self._shown or said or isinstance(left, KeyboardInterrupt):
+            return False
+        self._shown = True
+        self._telling.say(
+            "changed",
+            f"the script asks for a GPU at {self._asked_at} and ends without one: it is run once more, with the CPU in"
+            " the place of a GPU a rank",
+        )
+        for name, module in list(sys.modules.items()):
+            file = getattr(module, "__file__", None)
+            if name != "__main__" and file and self._recorder.places.kind(file) == "user":
+                del sys.modules[name]
+        return True
 
     def install(self) -> None:
         self._map_cuda()
+        self._map_accelerator()
         self._map_modules()
         mode: Any = OnCpu(self._used)
         mode.__enter__()
@@ -103,18 +132,36 @@ class CudaStandIn:
     def _map_cuda(self) -> None:
         cuda: Any = torch.cuda
         refuse = cuda._lazy_init
-        for name in NOTHING:
-            setattr(cuda, name, self._noted(lambda *_, **__: None))
-        for name in ZERO:
-            setattr(cuda, name, self._noted(lambda *_, **__: 0))
+        self._map_counts(cuda)
+        cuda.is_available = self._availability(cuda.is_available, lambda: True)
         cuda.set_device = self._noted(self._set_device)
         cuda.current_device = self._noted(lambda: self._device)
         cuda.device = self._noted(lambda device: contextlib.nullcontext(device))
         cuda.is_bf16_supported = self._noted(lambda *_, **__: True)
         cuda.get_device_name = self._noted(lambda *_, **__: "the CPU, in the place of a GPU")
         cuda.Event = self._noted(Event)
-        cuda.device_count = self._count(cuda.device_count)
         cuda._lazy_init = self._refusing(refuse)
+
+    def _map_accelerator(self) -> None:
+        accelerator: Any = torch.accelerator
+        self._map_counts(accelerator)
+        accelerator.is_available = self._availability(accelerator.is_available, lambda: True)
+        there = lambda *_, **__: torch.device("cuda")  # noqa: E731
+        accelerator.current_accelerator = self._availability(accelerator.current_accelerator, there)
+        for name in ("set_device_index", "set_device_idx"):
+            setattr(accelerator, name, self._noted(self._set_device))
+        for name in ("current_device_index", "current_device_idx"):
+            setattr(accelerator, name, self._noted(lambda: self._device))
+        accelerator.device_index = self._noted(lambda device: contextlib.nullcontext(device))
+
+    def _map_counts(self, module: Any) -> None:
+        """What torch.cuda and torch.accelerator have alike."""
+        for name in NOTHING:
+            if hasattr(module, name):
+                setattr(module, name, self._noted(lambda *_, **__: None))
+        for name in ZERO:
+            setattr(module, name, self._noted(lambda *_, **__: 0))
+        module.device_count = self._count(module.device_count)
 
     def _map_modules(self) -> None:
         module: Any = torch.nn.Module
@@ -123,17 +170,20 @@ class CudaStandIn:
         parallel: Any = torch.nn.parallel.DistributedDataParallel
         parallel.__init__ = self._without(parallel.__init__, ("device_ids", "output_device"), 2)
         fsdp: Any = importlib.import_module("torch.distributed.fsdp").FullyShardedDataParallel
-        fsdp.__init__ = self._without(fsdp.__init__, ("device_id",))
+        fsdp.__init__ = self._on_cpu(fsdp.__init__)
         autocast: Any = torch.amp.autocast_mode.autocast
         autocast.__init__ = self._in_bfloat16(autocast.__init__)
         loading: Any = torch
         loading.load = self._map_location(loading.load)
+        loading.set_default_device = self._device_first(loading.set_default_device)
         for place in (dist, dist.device_mesh):
             mesh: Any = place
-            mesh.init_device_mesh = self._mesh(mesh.init_device_mesh)
+            mesh.init_device_mesh = self._device_first(mesh.init_device_mesh, "device_type")
+        meshes: Any = dist.device_mesh.DeviceMesh
+        meshes.__init__ = self._first_mapped(meshes.__init__, "device_type")
         for place in (dist, dist.distributed_c10d):
             made: Any = place
-            made.init_process_group = self._without(made.init_process_group, ("device_id",))
+            made.init_process_group = preceded(self._without(made.init_process_group, ("device_id",)), self._group_made)
 
     def _noted(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def noted(*args: Any, **named: Any) -> Any:
@@ -141,6 +191,9 @@ class CudaStandIn:
             return function(*args, **named)
 
         return noted
+
+    def _group_made(self, *_: Any, **__: Any) -> None:
+        self._has_a_way = True
 
     def _set_device(self, device: Any) -> None:
         index = device if isinstance(device, int) else torch.device(device).index
@@ -150,20 +203,36 @@ class CudaStandIn:
         """Whether the script itself called a function of torch.cuda."""
         frame: Any = sys._getframe(2)
         while frame is not None and (
-            self._recorder.places.kind(frame.f_code.co_filename) == "passed on" or "/torch/" in frame.f_code.co_filename
+            self._recorder.places.kind(frame.f_code.co_filename) == "passed on" or IN_CUDA in frame.f_code.co_filename
         ):
             frame = frame.f_back
         return frame is not None and self._recorder.places.kind(frame.f_code.co_filename) == "user"
 
+    def _availability(self, right: Callable[..., Any], shown: Callable[..., Any]) -> Callable[..., Any]:
+        """Whether there is a GPU, or which: none for torch, and none for the script until it was shown one."""
+
+        @functools.wraps(right)
+        def available(*args: Any, **named: Any) -> Any:
+            if not self._asked_by_user():
+                return right(*args, **named)
+            self._asked_at = self._asked_at or self._recorder.places.line_of(2)
+            return shown(*args, **named) if self._shown else right(*args, **named)
+
+        return available
+
+    def _asked_by_user(self) -> bool:
+        """Whether the script's own line calls what calls this: torch asks too, for other reasons."""
+        return self._recorder.places.kind(sys._getframe(2).f_code.co_filename) == "user"
+
     def _count(self, right: Callable[[], int]) -> Callable[[], int]:
-        """A GPU a rank of this machine, for the script's own lines: torch asks too, for other reasons."""
+        """A GPU a rank of this machine, for the script's own lines."""
 
         @functools.wraps(right)
         def count() -> int:
-            caller = sys._getframe(1).f_code.co_filename
-            if self._recorder.places.kind(caller) != "user":
+            if not self._asked_by_user():
                 return right()
             self._used()
+            self._telling.say("counts", self._recorder.places.here(2)[0])
             return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
 
         return count
@@ -184,17 +253,27 @@ class CudaStandIn:
 
         return refusing
 
-    def _first_mapped(self, method: Callable[..., Any]) -> Callable[..., Any]:
+    def _first_mapped(self, method: Callable[..., Any], name: str = "device") -> Callable[..., Any]:
+        """A method whose first argument is a device."""
+
         @functools.wraps(method)
-        def to(module: Any, *args: Any, **named: Any) -> Any:
-            if "device" in named:
-                named["device"] = on_cpu(named["device"])
-            if args and (mapped := on_cpu(args[0])) is not args[0]:
-                self._used()
-                args = mapped, *args[1:]
-            return method(module, *args, **named)
+        def to(own: Any, *args: Any, **named: Any) -> Any:
+            return self._device_first(functools.partial(method, own), name)(*args, **named)
 
         return to
+
+    def _device_first(self, function: Callable[..., Any], name: str = "device") -> Callable[..., Any]:
+        """A function whose first argument is a device."""
+
+        def mapped(*args: Any, **named: Any) -> Any:
+            given = args[0] if args else named.get(name)
+            found = on_cpu(given)
+            if found is not given:
+                self._used()
+                args, named = ((found, *args[1:]), named) if args else (args, named | {name: found})
+            return function(*args, **named)
+
+        return mapped
 
     def _without(self, method: Callable[..., Any], names: Sequence[str], position: int = 99) -> Callable[..., Any]:
         """Without arguments that name a GPU, from the position on that they have."""
@@ -208,6 +287,15 @@ class CudaStandIn:
             return method(*given, **kept)
 
         return without
+
+    def _on_cpu(self, method: Callable[..., None]) -> Callable[..., None]:
+        """Of FSDP, which asks for a device_id where there is no GPU."""
+
+        @functools.wraps(method)
+        def made(own: Any, *args: Any, **named: Any) -> None:
+            method(own, *args, **named | {"device_id": torch.device("cpu")})
+
+        return made
 
     def _in_bfloat16(self, method: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(method)
@@ -227,19 +315,12 @@ class CudaStandIn:
 
         return loaded
 
-    def _mesh(self, make: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(make)
-        def made(device_type: str, *args: Any, **named: Any) -> Any:
-            return make(on_cpu(device_type), *args, **named)
-
-        return made
-
 
 def names_cuda(script: Path) -> bool:
-    """Whether the script, or a module beside it that it imports, names CUDA."""
+    """Whether the script, or a module beside it that it imports, names CUDA or the accelerator."""
     text = text_of(script)
     near = [script.parent / f"{name}.py" for name in re.findall(r"^\s*(?:from|import) +(\w+)", text, re.MULTILINE)]
-    return any("cuda" in each for each in (text, *map(text_of, near)))
+    return any(NAMES.search(each) for each in (text, *map(text_of, near)))
 
 
 def text_of(path: Path) -> str:
@@ -263,10 +344,13 @@ class Frameworks(importlib.abc.MetaPathFinder):
                 self._say(f"{name}={FOR_CPU[name]} is set: without a GPU {fullname} trains each rank alone otherwise")
 
 
-def install(recorder: Recorder, script: Path) -> None:
-    """What stands in for GPUs on a machine without one."""
+def install(recorder: Recorder, script: Path) -> CudaStandIn | None:
+    """What stands in for GPUs on a machine without one, for a script that names them."""
     if torch.cuda.is_available():
-        return
+        return None
     sys.meta_path.insert(0, Frameworks(lambda sentence: recorder.telling.say("changed", sentence)))
-    if names_cuda(script):
-        CudaStandIn(recorder).install()
+    if not names_cuda(script):
+        return None
+    stand_in = CudaStandIn(recorder)
+    stand_in.install()
+    return stand_in

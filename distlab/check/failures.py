@@ -141,6 +141,11 @@ def nothing_distributed(cases: Sequence[RankState]) -> Iterator[Finding]:
             " rank of check is a process with RANK and WORLD_SIZE already: call the function with"
             ' int(os.environ["RANK"]) instead'
         )
+    elif (counts := next((case.counts for case in cases if case.counts is not None), None)) is not None:
+        why = (
+            f"the script asks at {counts.line or counts} how many GPUs there are, and ends; check shows it one a rank,"
+            f" {len(cases)} here: run it with WORLD_SIZE as large as the number that it wants"
+        )
     else:
         why = (
             f"each of the {len(cases)} ranks ran the whole script alone; call torch.distributed.init_process_group()"

@@ -69,6 +69,7 @@ class OwnRanks:
         self._rank, self._world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self._address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         self._started = 0  # ranks that the script would have started by now
+        self._all_started = False  # whether it has once started as many as there are: then it may start fewer
         self._taken_at = ""  # the line that starts them
 
     def install(self) -> None:
@@ -93,8 +94,9 @@ class OwnRanks:
             self._take("torch.multiprocessing.spawn", arguments)
             self._started = nprocs
             self._refuse_other_size(nprocs)
-            with self._as_its_own_process():
-                fn(self._rank, *arguments)
+            if self._rank < nprocs:
+                with self._as_its_own_process():
+                    fn(self._rank, *arguments)
             return None if join else Joined()
 
         return spawned
@@ -146,7 +148,8 @@ class OwnRanks:
         )
 
     def _refuse_other_size(self, size: int) -> None:
-        if size != self._world_size:
+        self._all_started = self._all_started or size == self._world_size
+        if size != self._world_size and not (self._all_started and 0 < size < self._world_size):
             also = (
                 ": a number of GPUs, of which there is none here?" if size == 0 else f": run it with WORLD_SIZE={size}"
             )

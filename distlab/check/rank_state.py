@@ -143,6 +143,7 @@ class RankState:
     grouped: bool = False  # it has made the group of all ranks
     frameworks: set[str] = field(default_factory=set)  # whose functions have made calls
     starts: CallPlace | None = None  # where it starts processes of its own, the first of them
+    counts: CallPlace | None = None  # where it asks how many GPUs there are, and is told of one a rank
     counted_steps: int = 0  # of a proof; then `sockets` has what they sent, and nothing else
 
     def __post_init__(self) -> None:
@@ -238,7 +239,8 @@ class RankState:
             kind = Kind("new_group", (ranks,))
         elif name == "init_process_group":
             self.grouped = True
-            key, kind = GroupKey(world, instance=INITIALISED), Kind(name)
+            size = what[0] if what and 0 < what[0] < self.world_size else self.world_size
+            key, kind = GroupKey(world[:size], instance=INITIALISED), Kind(name)
         else:
             self.waits[thread] = Wait(None, f"{name}({', '.join(map(repr, what))})", self._places[place], at_s)
             return
@@ -248,6 +250,9 @@ class RankState:
 
     def _take_starts(self, place: int) -> None:
         self.starts = self.starts or self._places[place]
+
+    def _take_counts(self, place: int) -> None:
+        self.counts = self.counts or self._places[place]
 
     def _take_leave(self, thread: int, at_s: float) -> None:
         wait = self.waits.pop(thread, None)

@@ -17,9 +17,11 @@ import sys
 import threading
 import time
 import types
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from multiprocessing import util
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -78,7 +80,7 @@ class Meeting:
     def __init__(self, key: bytes) -> None:
         self._key = key
         self._store: KeyedStore | None = None
-        self._times = 0
+        self._times = Counter[int]()  # by number of ranks
 
     def install(self) -> None:
         """Have `init_process_group` meet there."""
@@ -90,16 +92,17 @@ class Meeting:
             if by_agent or port != int(os.environ["MASTER_PORT"]):
                 store: dist.Store = right(host, port, rank, world_size, timeout, *more)
                 return store
-            return self._met(host, port, rank, timeout.total_seconds())
+            return self._met(host, port, rank, world_size, timeout.total_seconds())
 
         rendezvous._create_c10d_store = meet
 
-    def _met(self, host: str, port: int, rank: int, timeout_s: float) -> dist.Store:
-        """A store without keys: what a group before this one has left in it is under another prefix."""
-        self._times += 1
+    def _met(self, host: str, port: int, rank: int, world_size: int, timeout_s: float) -> dist.Store:
+        """A store without keys: what a group before this one has left in it is under another prefix, and what one of
+        fewer ranks has, which the others did not meet for."""
+        self._times[world_size] += 1
         if self._store is None:
             self._store = self._opened(host, port, rank, timeout_s)
-        return Prefixed(f"meeting {self._times}", self._store)
+        return Prefixed(f"meeting {self._times[world_size]} of {world_size}", self._store)
 
     def _opened(self, host: str, port: int, rank: int, timeout_s: float) -> KeyedStore:
         """Rank 0 hosts it; the others wait until it listens. Raises DistNetworkError, as torch does."""
@@ -194,10 +197,11 @@ def run(job: Job, ends: Ends, parent: int) -> None:
     Axes(recorder).install()
     LostResults(recorder).install()
     OwnRanks(recorder).install()
-    cuda_stand_in.install(recorder, job.script)
+    stand_in = cuda_stand_in.install(recorder, job.script)
+    play = job.play or partial(run_as_main, stand_in=stand_in)
     answer(ends.asked, ends.stacks)
     telling.say("main", threading.get_ident())
-    code = ended(job, telling, recorder, training, waits)
+    code = ended(partial(play, job, telling, recorder, waits), telling, recorder, training)
     waits.tell_sockets()
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
@@ -218,10 +222,10 @@ def recorded(telling: Telling, folder: Path, store_port: int) -> tuple[Recorder,
     return recorder, waits
 
 
-def ended(job: Job, telling: Telling, recorder: Recorder, training: Training, waits: Waits) -> int:
+def ended(play: Callable[[], None], telling: Telling, recorder: Recorder, training: Training) -> int:
     """Run the script to its end, its threads and what it left for its exit too; its exit code."""
     try:
-        (job.play or run_as_main)(job, telling, recorder, waits)
+        play()
         code = 0
     except SystemExit as error:
         code = exit_code(error, telling)
@@ -251,9 +255,11 @@ def enter(job: Job) -> None:
     sys.argv = [str(job.script), *job.words]
 
 
-def run_as_main(job: Job, telling: Telling, recorder: Recorder, waits: Waits) -> None:  # noqa: ARG001
-    """What `python SCRIPT WORDS` does, in the script's folder."""
-    source = job.script.read_bytes()
+def run_as_main(
+    job: Job, telling: Telling, recorder: Recorder, waits: Waits, stand_in: cuda_stand_in.CudaStandIn | None  # noqa: ARG001
+) -> None:  # fmt: skip
+    """What `python SCRIPT WORDS` does, in the script's folder; twice where it wants a GPU that it is shown then."""
+    program = compile(job.script.read_bytes(), str(job.script), "exec")
     for name in [name for name in sys.modules if name.partition(".")[0] in OURS]:
         del sys.modules[name]
     enter(job)
@@ -262,10 +268,24 @@ def run_as_main(job: Job, telling: Telling, recorder: Recorder, waits: Waits) ->
     # in site-packages, which the script needs.
     hidden = ("", str(top)) if (top / "pyproject.toml").is_file() else ("",)
     sys.path[1:] = [each for each in sys.path[1:] if each not in hidden]
+    left = None
+    try:
+        execute(program, job)
+    except BaseException as error:
+        left = error
+    if stand_in is not None and stand_in.turns_away(left):
+        execute(program, job)
+    elif left is not None:
+        raise left
+
+
+def execute(program: types.CodeType, job: Job) -> None:
+    """The script as a new main module."""
+    sys.argv = [str(job.script), *job.words]
     main = types.ModuleType("__main__")
     main.__dict__.update(__file__=str(job.script), __builtins__=__builtins__, __cached__=None)
     sys.modules["__main__"] = main
-    exec(compile(source, str(job.script), "exec"), main.__dict__)
+    exec(program, main.__dict__)
 
 
 def exit_code(error: SystemExit, telling: Telling) -> int:

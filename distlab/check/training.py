@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
 
 from distlab.check.recorder import Call, Group, Recorder, preceded
 from distlab.check.replica_steps import ReplicaSteps, checksum, parameters
@@ -164,6 +165,8 @@ class Training:
         return following
 
     def _dropout(self, given: torch.Tensor, p: float = 0.5, training: bool = True, *_: Any, **__: Any) -> None:
+        if torch.compiler.is_compiling() or isinstance(given, FakeTensor):
+            return
         if training and p > 0 and self._dropouts < FIRST and isinstance(given, torch.Tensor):
             state = zlib.crc32(torch.get_rng_state().numpy().tobytes())
             self._telling.say("dropout", self._dropouts, state, checksum([given]), self._recorder.places.here(3)[0])

@@ -40,6 +40,31 @@ def test_a_script_that_asks_first_has_its_own_way(tmp_path: Path) -> None:
     assert "no GPU here" not in checked.said
 
 
+def test_a_script_that_ends_without_a_gpu_is_run_once_more(tmp_path: Path) -> None:
+    """Whatever it ends with, and by whatever it asks."""
+    checked = check(SCRIPTS / "right" / "cuda_asked.py", 2, tmp_path, "3")
+    assert checked.code == 0, checked.said
+    said = " ".join(checked.said.replace("rank 0 |", "").split())
+    assert "asks for a GPU at cuda_asked.py:17 and ends without one: it is run once more" in said
+    assert checked.said.count("There are not enough GPUs") == 2
+
+
+def test_a_script_that_wants_more_gpus_than_ranks_is_told_so(tmp_path: Path) -> None:
+    checked = check(SCRIPTS / "right" / "spawned_halves.py", 2, tmp_path)
+    assert checked.code == 1, checked.said
+    assert "asks at spawned_halves.py:24 how many GPUs there are, and ends" in " ".join(checked.sentences)
+    assert "one a rank, 2 here: run it with WORLD_SIZE as large as" in " ".join(checked.sentences)
+
+
+def test_a_failure_of_its_own_is_not_run_twice(tmp_path: Path) -> None:
+    script = tmp_path / "fails.py"
+    script.write_text("import torch\n\ntorch.cuda.is_available()\nprint('once')\nraise ValueError('no such file')\n")
+    checked = check(script, 2, tmp_path)
+    assert checked.code == 1, checked.said
+    assert checked.said.count("once") == 2, checked.said
+    assert "ValueError: no such file" in " ".join(checked.sentences)
+
+
 def test_a_framework_is_told_that_ranks_have_no_gpu(tmp_path: Path) -> None:
     (tmp_path / "accelerate.py").write_text("import os\n\nassert os.environ['ACCELERATE_USE_CPU'] == 'true'\n")
     script = tmp_path / "train.py"
@@ -69,4 +94,8 @@ def test_a_module_beside_the_script_is_looked_into(tmp_path: Path) -> None:
     script.write_text("import model\n")
     assert not names_cuda(script)
     (tmp_path / "model.py").write_text("DEVICE = 'cuda'\n")
+    assert names_cuda(script)
+    script.write_text("from accelerate import Accelerator\n")
+    assert not names_cuda(script)
+    script.write_text("import torch\n\nprint(torch.accelerator.is_available())\n")
     assert names_cuda(script)
