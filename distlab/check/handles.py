@@ -9,7 +9,6 @@ here: then a rank stands in a library's frame with a call that has not ended (ra
 """
 
 import functools
-import os
 import sys
 import threading
 import weakref
@@ -231,14 +230,12 @@ class Waits:
 
     def _described(self, name: str, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """What is waited for: keys of a store, the ranks of a new group and whether its members alone make it, or how
-        many ranks make the first one, where the script says that."""
+        many ranks make the first one and which this is, where the script says that."""
         if name.startswith("store"):
             keys = args[1] if len(args) > 1 else named.get("keys", named.get("key", ""))
             return [str(each) for each in keys] if isinstance(keys, (list, tuple)) else [str(keys)]
         if name == "new_group":
             ranks = args[0] if args else named.get("ranks")
             return [None if ranks is None else sorted(ranks), bool(named.get("use_local_synchronization", False))]
-        size, rank = (
-            named.get(each, args[at] if len(args) > at else -1) for at, each in ((3, "world_size"), (4, "rank"))
-        )
-        return [size] if str(rank) == os.environ["RANK"] and isinstance(size, int) else []
+        first = [named.get(each, args[at] if len(args) > at else -1) for at, each in ((3, "world_size"), (4, "rank"))]
+        return first if all(isinstance(each, int) for each in first) else []

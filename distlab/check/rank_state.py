@@ -239,7 +239,8 @@ class RankState:
             kind = Kind("new_group", (ranks,))
         elif name == "init_process_group":
             self.grouped = True
-            size = what[0] if what and 0 < what[0] < self.world_size else self.world_size
+            size, rank = what or (-1, -1)
+            size = size if rank == self.rank < size < self.world_size else self.world_size
             key, kind = GroupKey(world[:size], instance=INITIALISED), Kind(name)
         else:
             self.waits[thread] = Wait(None, f"{name}({', '.join(map(repr, what))})", self._places[place], at_s)

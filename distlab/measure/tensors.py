@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -132,6 +133,7 @@ def digest_of(tensors: Iterable[Tensor]) -> str:
 
 
 def raw(tensor: Tensor) -> memoryview:
-    """The bytes, in the order of its elements."""
-    data: memoryview = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    """The bytes, in the order of its elements. By DLPack, as memory that `numpy()` has seen cannot be resized any more,
+    which FullyShardedDataParallel does."""
+    data: memoryview = np.from_dlpack(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)).data
     return data

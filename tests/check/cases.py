@@ -80,7 +80,7 @@ RIGHT = dict.fromkeys([
     "pipe_interleaved", "process_ranks", "rank_0_saves", "restart", "scheduler", "spawned_ranks", "spawned_workers",
     "tensor_parallel", "threads", "tied_stages", "zero_redundancy",
 ], 2) | {
-    "gossip": 4, "local_sgd_unfinished": 2, "hsdp": 4, "layouts": 2, "lost_results": 2, "local_sync_group": 3, "mesh_2d": 4, "objects": 3, "post_local_sgd": 4,
+    "fsdp1_tensor_parallel": 4, "gossip": 4, "local_sgd_unfinished": 2, "hsdp": 4, "layouts": 2, "lost_results": 2, "local_sync_group": 3, "mesh_2d": 4, "objects": 3, "post_local_sgd": 4,
     "ring": 3, "samplers": 2, "send_recv": 4, "spawned_halves": 4,
     "sub_groups": 3, "uneven_all_to_all": 3, "uneven_work": 3,
 }  # fmt: skip

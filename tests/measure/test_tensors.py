@@ -161,3 +161,9 @@ def test_a_swap_and_another_length_show() -> None:
     assert hash_of(swapped) != hash_of(tensor)
     assert hash_of(torch.zeros(8)) != hash_of(torch.zeros(9)) != hash_of(torch.zeros(10))
     assert hash_of(torch.zeros(0)) == hash_of(torch.zeros(0, dtype=torch.float64))
+
+
+def test_a_tensor_can_be_resized_after_a_look_at_its_bytes() -> None:
+    tensor = torch.ones(3, requires_grad=True)
+    assert hash_of(tensor) == hash_of(tensor.detach().clone())
+    assert tensor.untyped_storage().resizable()
