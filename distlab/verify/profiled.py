@@ -75,7 +75,7 @@ def profile_step(lab: Lab, strategy: Strategy, batches: Batches) -> Profiled:
 
     cuda = [ProfilerActivity.CUDA] if lab.device.type == "cuda" else []
     microbatches = lab.dealt(batches, WARMUP_STEPS)
-    with profile(activities=[ProfilerActivity.CPU, *cuda], acc_events=True) as profiler, recorded() as phases:
+    with profile(activities=[ProfilerActivity.CPU, *cuda], acc_events=True) as profiler, recorded(lab.device) as phases:
         ahead_ns = unix_ahead_ns()
         lab.exchange.barrier("profiled step")
         started = time.perf_counter()

@@ -159,7 +159,7 @@ def one(lab: Lab, name: str, prepare: Prepare, number: int) -> Recorded:
     make, messages = prepare(number), Messages()
     lab.exchange.barrier(f"recorded step {number} of {name}")
     lab.at(lab.config.steps, f"recorded step {number} of {name}")
-    with messages.recorded(), heard(messages.hear), recorded() as spans, slowed(lab.config.slowed_to):
+    with messages.recorded(), heard(messages.hear), recorded(lab.device) as spans, slowed(lab.config.slowed_to):
         make()
     lab.work.advance()
     return lab.config.steps + number, spans, messages.found

@@ -50,7 +50,7 @@ class Stopwatch:
         """One step, from its first forward to its update; all ranks begin together."""
         first = step == course.first
         with (
-            Lap() as around, watched_calls(lab, first=first) as calls, recorded() as spans,
+            Lap() as around, watched_calls(lab, first=first) as calls, recorded(lab.device) as spans,
             slowed(lab.config.slowed_to),
         ):  # fmt: skip
             microbatches = lab.dealt(course.batches, course.data_step(step))

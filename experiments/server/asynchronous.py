@@ -129,7 +129,7 @@ def run_freely(
     with (
         lab.work.of(lab.world_size * config.steps, "steps of all workers"),
         lab.count(calls=False) as traffic,
-        recorded() as spans,
+        recorded(lab.device) as spans,
         slowed(config.slowed_to),
     ):
         seconds = lab.seconds(lambda: worker.train(client, scheme.most))
@@ -291,7 +291,7 @@ def rate_in_step(lab: Lab, name: str, build: Build) -> Rate:
         strategy.backward(next(shards))
         strategy.update()
 
-    with recorded() as spans, slowed(lab.config.slowed_to):
+    with recorded(lab.device) as spans, slowed(lab.config.slowed_to):
         seconds = lab.seconds(step, repeats=steps)
     everyone = lab.exchange.everyone(f"pace of {name}", [compute_s(spans) / steps, seconds])
     computed, walls = ([of_rank[index] for of_rank in everyone] for index in (0, 1))

@@ -4,8 +4,9 @@ import threading
 import time
 
 import pytest
+import torch
 
-from distlab.collectives.phases import phase, recorded, slowed
+from distlab.collectives.phases import heard, phase, recorded, slowed
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -51,6 +52,66 @@ def test_another_thread_is_another_record() -> None:
         thread.start()
         thread.join()
     assert spans == []
+
+
+def test_a_backward_pass_on_another_thread_belongs_to_who_called_it() -> None:
+    """On CUDA autograd has a thread for each device, with a context of its own."""
+    told: list[str] = []
+    number = torch.ones((), requires_grad=True)
+
+    def summed(gradient: torch.Tensor) -> torch.Tensor:
+        with phase("all_reduce", "3"):
+            return gradient
+
+    number.register_hook(summed)
+    with recorded() as spans, heard(lambda what, kind, label: told.append(f"{what} {kind} {label}")):
+        engine = threading.Thread(target=(number * 2).backward)
+        engine.start()
+        engine.join()
+    assert [(span.kind, span.label) for span in spans] == [("all_reduce", "3")]
+    assert told == ["begin all_reduce 3", "end all_reduce 3"]
+    (number * 2).backward()
+    assert len(spans) == 1  # the block has ended
+
+
+class Device:
+    """A device whose kernels run one after the other, each for 10 s, and its events."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.done_s = 0.0
+        device = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(self) -> None:
+                self.at_s = max(device.done_s, time.perf_counter())
+
+            def elapsed_time(self, other: "Event") -> float:
+                return 1000 * (other.at_s - self.at_s)
+
+        monkeypatch.setattr("torch.cuda.Event", Event)
+        monkeypatch.setattr("torch.cuda.synchronize", lambda device: None)
+
+    def launch(self) -> None:
+        self.done_s = max(self.done_s, time.perf_counter()) + 10
+
+
+def test_on_a_gpu_a_phase_lasts_as_long_as_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch)
+    with recorded(torch.device("cuda", 0)) as spans:
+        with phase("forward", "0"):
+            device.launch()
+        with phase("backward", "0"):
+            device.launch()
+            with phase("all_reduce"):
+                device.launch()
+    assert [span.kind for span in spans] == ["forward", "all_reduce", "backward"]
+    lasted = {span.kind: span.end_s - span.start_s for span in spans}
+    assert lasted == pytest.approx({"forward": 10, "backward": 20, "all_reduce": 10}, abs=0.5)
+    by_kind = {span.kind: span for span in spans}
+    assert by_kind["backward"].start_s == pytest.approx(by_kind["forward"].end_s, abs=0.5)
 
 
 def sleeps_of(monkeypatch: pytest.MonkeyPatch, share: float, kinds: list[str]) -> list[float]:
