@@ -39,9 +39,23 @@ class SaveForBackward(torch.autograd.Function):
         return anchor.new_empty(0)
 
 
-def save_for_backward(*tensors: Tensor) -> Any:
+class SavedForBackward:
+    """The end of a graph node, which keeps what the node has saved: torch 2.11 lets go of it with the last tensor."""
+
+    __slots__ = ("_end",)
+
+    def __init__(self, end: Tensor) -> None:
+        self._end = end
+
+    @property
+    def saved_tensors(self) -> tuple[Tensor, ...]:
+        saved: tuple[Tensor, ...] = self._end.grad_fn.saved_tensors  # type: ignore[union-attr]
+        return saved
+
+
+def save_for_backward(*tensors: Tensor) -> SavedForBackward:
     """A graph node whose `saved_tensors` are `tensors`; gradients must be enabled."""
-    return SaveForBackward.apply(ANCHOR, *tensors).grad_fn  # type: ignore[no-untyped-call]
+    return SavedForBackward(SaveForBackward.apply(ANCHOR, *tensors))  # type: ignore[no-untyped-call]
 
 
 def fast_backward(outputs: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> None:

@@ -74,7 +74,7 @@ class Reference:
         """Codes between two integers, the upper one with the probability of the remainder; N of them within 127."""
         scale = max(value.abs().max().item() for value in values) / (127 // len(values))
         draws = [
-            torch.rand(value.shape, generator=g, dtype=value.dtype)
+            torch.rand(value.shape, generator=g, dtype=value.dtype).to(value.device)
             for value, g in zip(values, self.rounding, strict=True)
         ]
         if scale == 0:
@@ -169,7 +169,7 @@ def check_limits(lab: Lab, name: str, method: str, build: Build) -> None:
     """Each gradient through a strategy of its own."""
     low_rank = lab.config.own(Options).low_rank
     shape = Size((4 * low_rank + 8, 3 * low_rank + 6))  # two factors of it are smaller
-    gradient = exact_gradient(method, lab.rank, lab.world_size, shape, low_rank)
+    gradient = exact_gradient(method, lab.rank, lab.world_size, shape, low_rank).to(lab.device)
     control = CONTROLS.format("test_a_limit_that_is_missed_fails_the_run")
     off = max(passed(lab, build, shape, each) for each in (gradient, torch.zeros_like(gradient)))
     lab.check("limit", off, TOLERANCE, name, control=control)
@@ -188,7 +188,7 @@ def check_limits(lab: Lab, name: str, method: str, build: Build) -> None:
 def passed(lab: Lab, build: Build, shape: Size, gradient: Tensor) -> float:
     """The largest difference to the dense sum or number left over, over the largest number of the sum."""
     witness = sender(lab, build, shape, ratio=1.0)(gradient)
-    dense, rest = gradient.to(lab.device), witness.rest.clone()
+    dense, rest = gradient.clone(), witness.rest.clone()
     for tensor in (dense, rest):
         dist.all_reduce(tensor, group=lab.group)
     return larger(largest_difference(witness.total, dense), largest(rest)) / (largest(dense) or 1.0)
@@ -204,7 +204,7 @@ def sender(lab: Lab, build: Build, shape: Size, **options: Any) -> Callable[[Ten
     def send(gradient: Tensor) -> Witness:
         gradients.zero()
         with gradients.accumulate(last=True):
-            (layer.weight.flatten() @ gradient.to(lab.device)).backward()  # of which it is the gradient
+            (layer.weight.flatten() @ gradient).backward()  # of which it is the gradient
         gradients.finish()
         return witness
 
@@ -263,7 +263,7 @@ def check_draws(lab: Lab, name: str, method: str, build: Build) -> None:
 def rounded_up(lab: Lab, build: Build) -> float:
     """Codes of the whole range and a share above, the same on all ranks; the largest is a whole code."""
     worst, levels, numel = 0.0, 127 // lab.world_size, SHAPE.numel()
-    codes = torch.arange(numel, dtype=torch.float64) % (2 * levels - 1) - levels + 1  # from -(L - 1) to L - 1
+    codes = torch.arange(numel, dtype=torch.float64, device=lab.device) % (2 * levels - 1) - levels + 1  # to L - 1
     for share in SHARES:
         values = codes + share
         values[codes == levels - 1] = levels  # which makes the scale one
@@ -276,7 +276,10 @@ def rounded_up(lab: Lab, build: Build) -> float:
 
 def places(lab: Lab, build: Build, ratio: float) -> float:
     """Where there is a sum, step after step, of gradients without a zero."""
-    numel, gradient = SHAPE.numel(), torch.full((SHAPE.numel(),), lab.rank + 1.0, dtype=torch.float64)
+    numel, gradient = (
+        SHAPE.numel(),
+        torch.full((SHAPE.numel(),), lab.rank + 1.0, dtype=torch.float64, device=lab.device),
+    )
     send = sender(lab, build, SHAPE, ratio=ratio, error_feedback=False)
     drawn = [send(gradient).total.nonzero().flatten() for _ in range(DRAWN_STEPS)]
     k = round(ratio * numel)
@@ -341,7 +344,7 @@ class Projection:
         rank = min(self.low_rank, *s.shape)
         draw = torch.Generator().manual_seed(self.seed)
         drawn = torch.randn(s.shape[1], rank, generator=draw, dtype=torch.float64)
-        q = self.starts.get(index, drawn)
+        q = self.starts.get(index, drawn.to(s.device))
         self.starts[index] = r.T.clone()
         return max(over((s - r) @ q, size * q.norm()), over(r.T @ (s - r), size * size))
 

@@ -114,7 +114,7 @@ def by_stage(config: Config, name: str, gathers: int) -> Prediction:
         times = 1 if index == 0 and tied(config) else gathers  # a shared unit stays from its first use to its last
         total += zero_bytes(stage, ranks, ranks * chunk * config.itemsize, parts, times)
         moves = {1: 2, 2: parts + 1, 3: parts * (times + 1)}[stage]
-        calls += moves * (1 if config.backend == "nccl" else ranks - 1)
+        calls += moves * min(ranks - 1, 1 if config.backend == "nccl" else ranks)
         messages += moves * (ranks - 1)
     times = {1: 2, 2: parts + 1, 3: parts * (gathers + 1)}[stage]
     formula = f"{times}(N-1)/N x S"

@@ -218,17 +218,17 @@ def check_rate(lab: Lab, name: str, trainee: Trainee, before: State, right: floa
 # --- LARS and LAMB on layers that no model begins with ---
 
 
-def drawn_layers(seed: int) -> list[Tensor]:
+def drawn_layers(seed: int, device: torch.device) -> list[Tensor]:
     """Five matrices and a bias of normal numbers, float64."""
     draw = torch.Generator().manual_seed(seed)
     shapes = [(6, 5), (4, 3), (3, 7), (5, 4), (7, 2), (5,)]  # [rows, columns]
-    return [torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes]
+    return [torch.randn(shape, generator=draw, dtype=torch.float64).to(device) for shape in shapes]
 
 
 def check_layers(lab: Lab, name: str, recipe: Recipe) -> None:
     """A few steps of LARS or LAMB on layers at the corners of their formulas: whole on every rank, and with some rows
     on each, where the norm of a weight is that of all parts."""
-    weights = drawn_layers(lab.config.seed)
+    weights = drawn_layers(lab.config.seed, lab.device)
     weights[1] = torch.zeros_like(weights[1])
     weights[3] *= 40 / weights[3].norm()
     rate = rate_of(name, 1.0, 1, 0, 1)
@@ -236,7 +236,7 @@ def check_layers(lab: Lab, name: str, recipe: Recipe) -> None:
     whole, parts = (nn.ParameterList(each.clone() for each in of) for of in (weights, own_rows(weights, lab)))
     optimizers = (recipe.optimizer(whole, lab.config), recipe.optimizer(parts, lab.config, sharded_over=lab.group))
     for step in range(LAYER_STEPS):
-        drawn = [0.1 * each for each in drawn_layers(1000 + step)]
+        drawn = [0.1 * each for each in drawn_layers(1000 + step, lab.device)]
         drawn[2] = torch.zeros_like(drawn[2])
         drawn[4] = -1e-3 * weights[4]  # where ‖g + βw‖ is far from ‖g‖ + β‖w‖
         for parameter, gradient in zip((*whole, *parts), (*drawn, *own_rows(drawn, lab)), strict=True):
