@@ -170,8 +170,10 @@ class Config(BaseSettings):
         return cls._with_own_sizes(config.model_copy(update={"options": found[kind.__name__]}))
 
     def _with_own_sizes(self) -> Self:
-        """The same with the sizes of its mode and model where none are set; they do not count as set."""
-        sizes = {"batch": LINE_POINTS} if self.model == "line" else {}
+        """The same with the sizes of its mode and model where none are set, and NCCL's device; they do not count as
+        set."""
+        sizes: dict[str, Any] = {"batch": LINE_POINTS} if self.model == "line" else {}
+        sizes |= {"device": "cuda"} if self.backend == "nccl" else {}
         own = {
             name: value
             for name, value in (sizes | dict(self.options.sizes)).items()
@@ -203,6 +205,12 @@ class Config(BaseSettings):
     def itemsize(self) -> int:
         """Bytes of a number of LAB_DTYPE."""
         return {"float64": 8, "float32": 4, "bfloat16": 2}[self.dtype]
+
+    @property
+    def gloo_on_gpus(self) -> bool:
+        """Whether the ranks' tensors are on GPUs and gloo is between them, which sums and gathers those, but cannot
+        send one to a single rank: it ends the process ("Bad address"), as fully_shard over it does."""
+        return self.device == "cuda" and self.backend == "gloo" and self.world_size > 1
 
     @property
     def num_microbatches(self) -> int:
@@ -264,6 +272,11 @@ def _contradictions(config: Config) -> list[str]:
         refusals.append("LAB_BACKEND=nccl works on LAB_DEVICE=cuda alone")
     if config.backend == "tcp" and config.device == "cuda":
         refusals.append("LAB_BACKEND=tcp works on LAB_DEVICE=cpu alone: it sends from the memory of tensors")
+    if config.slow_rank is not None and (config.device == "cuda" or config.backend == "nccl"):
+        refusals.append(
+            f"LAB_SLOW_RANK={config.slow_rank!r} slows by the processor's seconds of compute, and a GPU computes without"
+            " it: it works on LAB_DEVICE=cpu alone"
+        )
     return refusals
 
 

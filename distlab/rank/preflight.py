@@ -70,6 +70,10 @@ def idle(config: Config, mode: Mode) -> Iterator[str]:
             what = "LAB_TRACE=1 profiles a step of the timed training of each variant"
             yield f"{what}, and {config.mode_name} has none, allowed: {modes_that(lambda other: other.timed)}"
     yield from undrilled(config, mode)
+    sleep_ms: float = getattr(config.options, "sleep_ms", 0.0)
+    if sleep_ms and config.device == "cuda":
+        what = f"LAB_SLEEP_MS={sleep_ms:g} pretends compute by a sleep of the processor"
+        yield f"{what}, and a GPU does not wait for it: it works on LAB_DEVICE=cpu alone"
     if config.recompute and not mode.recomputes:
         allowed = modes_that(lambda other: other.recomputes)
         yield f"LAB_RECOMPUTE=1 is not possible in {config.mode_name}, allowed: {allowed}, whose ranks run whole layers"

@@ -148,6 +148,10 @@ def shown_on(device: str) -> str:
     return "on a GPU AdamW steps all tensors at once" if device == "cuda" else ""
 
 
+FULLY_SHARD_DIES = "fully_shard over gloo ends a process whose tensors are on a GPU (SIGSEGV): set LAB_BACKEND=nccl"
+KEPT_ON_GPU = "a GPU's attention keeps other tensors than the CPU's"
+
+
 # What a rank of ZeRO holds beside its passes, while they go on: the rules of its stages, moment by moment.
 #
 # What is whole when, in numbers of a flat vector [N·c] or of a chunk [c]:

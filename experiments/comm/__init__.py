@@ -247,6 +247,12 @@ def draw_all(lab: Lab, collectives: Mapping[str, Collective]) -> None:
             hold_drawn(lab, name, predicted, drawn[name].nbytes, prediction.formula)
 
 
+def refuse(config: Config) -> list[str]:
+    """A model of one's own, and messages that gloo cannot send; whatever the sizes are."""
+    why = "LAB_BACKEND=gloo sends no tensor that lives on a GPU, and comm is made of sends"
+    return untrained(config) + [f"{why}: set LAB_BACKEND=nccl, or leave LAB_DEVICE=cpu"] * config.gloo_on_gpus
+
+
 MODE = Mode(
     options=Options,
     variants=(
@@ -261,7 +267,7 @@ MODE = Mode(
     claims=lambda mode, config: claims(mode, config.own(Options).sweep_mib),
     title=title,
     predict=predict,
-    refuse=untrained,  # whatever the sizes are
+    refuse=refuse,
     mistakes=mistake,
     unsaved="trains nothing that could be saved",
     reading=(

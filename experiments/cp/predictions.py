@@ -37,7 +37,7 @@ def refuse(config: Config) -> list[str]:
                 " in a strategy of your own, and prove it by `distlab prove`"
             ]
         return [f"LAB_MODEL={config.model} has no sequence to share out, allowed: gpt"]
-    if config.device == "cuda" and config.backend == "gloo" and config.world_size > 1:
+    if config.gloo_on_gpus:
         return ["LAB_BACKEND=gloo sends no keys that live on a GPU: set LAB_BACKEND=nccl, or leave LAB_DEVICE=cpu"]
     return untrainable(config, 1)
 

@@ -63,6 +63,10 @@ def gradient_sizes(config: Config) -> dict[str, int]:
     return dict(found.values())
 
 
+FEW_NUMBERS = "of a bucket with fewer numbers than ranks some ranks send nothing at first"
+BY_HOST = "over gloo what a GPU sends goes by way of the host's memory, where no gradient lies"
+
+
 def check_overlap(lab: Lab, measured: Mapping[str, Measured]) -> None:
     """Hold when the sums of each variant began: from hooks at once, or after the backward pass."""
     sizes, bucket_bytes = bucket_sizes(lab.config), lab.config.bucket_mib * 2**20
@@ -77,11 +81,12 @@ def check_overlap(lab: Lab, measured: Mapping[str, Measured]) -> None:
             continue
         silent = name == "ring" and lab.world_size == 1  # it has nobody to send to
         predicted = len(sizes) if name in EARLY and not silent else 0
-        shows = name != "ring" or min(sizes) >= lab.world_size
+        few, host = name == "ring" and min(sizes) < lab.world_size, name == "ring" and lab.config.gloo_on_gpus
+        shows = not (few or host)
         lab.compare(
             "launched early", predicted, early(seen.order), "buckets", variant=name,
             formula="all buckets" if name in EARLY else "none",
-            shown="" if shows else "of a bucket with fewer numbers than ranks some ranks send nothing at first",
+            shown=(BY_HOST if host else FEW_NUMBERS) * (not shows),
         )  # fmt: skip
         if name in EARLY and shows:
             launches = seen.order.launches(*SENDS)

@@ -44,6 +44,7 @@ from distlab.lab import Lab
 from distlab.measure.event_order import Order
 from distlab.measure.prediction import Prediction
 from distlab.mesh.grid import Mesh
+from distlab.sharded.costs import FULLY_SHARD_DIES
 from distlab.sharded.flat_parameter import FlatParameter, FlatUnits, FullySharded, Sharded
 from distlab.sharded.zero import Zero
 from distlab.verify.run_all import measure
@@ -184,9 +185,10 @@ def refuse(config: Config) -> list[str]:
 
 
 def cannot(config: Config) -> dict[str, str]:
-    """Nothing to compare with where nothing is computed again."""
+    """Nothing to compare with where nothing is computed again; and what PyTorch's own dies of."""
     reason = "it is zero3 without recomputation, to compare with: set LAB_RECOMPUTE=1"
-    return {} if config.recompute else {"zero3_kept": reason}
+    found = {} if config.recompute else {"zero3_kept": reason}
+    return found | ({"fsdp2": FULLY_SHARD_DIES} if config.gloo_on_gpus else {})
 
 
 def run(lab: Lab) -> None:

@@ -10,6 +10,7 @@ from distlab.measure.prediction import Prediction, of_a_step
 from distlab.pipeline_parallel.costs import idle_share
 from distlab.pipeline_parallel.schedules import Action
 from distlab.sharded.costs import (
+    FULLY_SHARD_DIES,
     Happening,
     Holding,
     Sharding,
@@ -42,6 +43,9 @@ def refuse(config: Config, mesh: str) -> list[str]:
     if wrong:
         return wrong
     sizes = sizes_of(mesh, config.world_size)
+    if config.gloo_on_gpus and sizes["cp"] > 1:
+        why = "LAB_BACKEND=gloo sends no keys that live on a GPU"
+        return [f"{why}: set cp1 in LAB_MESH, or LAB_BACKEND=nccl, or leave LAB_DEVICE=cpu"]
     if config.model != "gpt" and sizes["cp"] > 1:
         return [f"LAB_MODEL={config.model} has no positions to share out over cp {sizes['cp']}: set LAB_MODEL=gpt"]
     return too_small(config, sizes) + untrainable(config, sizes["dp"])
@@ -92,7 +96,8 @@ def torchs_cannot(config: Config, sizes: dict[str, int]) -> dict[str, str]:
     """PyTorch's own: of each the first reason that applies."""
     found = {"dtensor_fsdp2": slices_over_shards(config, sizes), "pipelining_fsdp2": stages_over_shards(config, sizes)}
     first = {name: next((why for applies, why in reasons if applies), "") for name, reasons in found.items()}
-    return {name: why for name, why in first.items() if why}
+    dies = dict.fromkeys(found, FULLY_SHARD_DIES) if config.gloo_on_gpus else {}
+    return dies | {name: why for name, why in first.items() if why}
 
 
 def slices_over_shards(config: Config, sizes: dict[str, int]) -> list[tuple[bool, str]]:

@@ -294,7 +294,7 @@ def refuse(config: Config, experts: int, top_k: int) -> list[str]:
 def cannot(config: Config) -> dict[str, str]:
     """The variants that these ranks, or their backend, rule out."""
     reasons = off_grid(config)
-    if config.device == "cuda" and config.backend == "gloo" and config.world_size > 1:
+    if config.gloo_on_gpus:
         why = "gloo sends no rows that live on a GPU: set LAB_BACKEND=nccl"
         reasons |= dict.fromkeys(("ep", "ep_dp", "ep_tp", "ep_dp_tp", "ep_torch"), why)
     return reasons

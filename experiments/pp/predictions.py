@@ -62,7 +62,7 @@ def cannot(config: Config, chunks: int) -> dict[str, str]:
                 f"torch wants equal microbatches, and LAB_BATCH={batch} is no multiple of "
                 f"LAB_MICROBATCHES={microbatches}"
             )
-        elif config.device == "cuda" and config.backend == "gloo":
+        elif config.gloo_on_gpus:
             reasons[name] = "it hands gloo tensors that live on a GPU, which gloo does not send"
     for names, held, why in (
         (("interleaved", "torch_interleaved_zb"), chunks, f"LAB_CHUNKS={chunks}"),

@@ -28,6 +28,9 @@ MOST_PROVEN = 12  # local steps of a proven round: two rounds of them are run, w
 
 def refuse(config: Config) -> list[str]:
     refusals = untrainable(config)
+    if config.gloo_on_gpus:
+        why = "LAB_BACKEND=gloo sends no weights that live on a GPU, and a server is sent them"
+        refusals.append(f"{why}: set LAB_BACKEND=nccl, or leave LAB_DEVICE=cpu")
     if config.trace and config.variant and set(config.variant) <= set(ASYNCHRONOUS):
         refusals.append(
             "LAB_TRACE=1 profiles a step that all ranks take, which LAB_VARIANT leaves out, "

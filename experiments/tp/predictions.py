@@ -14,7 +14,7 @@ from distlab.collectives.costs import (
 from distlab.config import Config
 from distlab.contract import untrainable
 from distlab.measure.prediction import PYTORCHS, Prediction, of_a_step
-from distlab.sharded.costs import whole_rest_bytes
+from distlab.sharded.costs import KEPT_ON_GPU, whole_rest_bytes
 from distlab.tensor_parallel.costs import (
     column_split_bytes,
     parallel_loss_bytes,
@@ -303,6 +303,7 @@ def saved(sizes: Sizes) -> Prediction:
     )
     formula = "(1-1/t)(b·s·h + 2·b·s) a norm less than megatron"
     shown = "mlp holds 16-bit outputs in float32 for its loss" if sizes.config.dtype == "bfloat16" else ""
+    shown = KEPT_ON_GPU if sizes.config.device == "cuda" else shown
     return Prediction("sequence", SAVED, "B", formula, values, 0, shown)
 
 
