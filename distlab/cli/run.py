@@ -29,6 +29,14 @@ from distlab.report.progress import telling
 # torchrun; its profiler greets at level 5.
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR", "KINETO_LOG_LEVEL": "6"}
 
+# On a GPU: the same sums in the same order (cuBLAS takes what fits its workspace), and float32 in float32. NCCL ends a
+# process by SIGABRT where a peer is lost or a collective takes too long: here it gives the call up, whose next one
+# raises, and the watch names who is lost.
+ON_CUDA = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVIDIA_TF32_OVERRIDE": "0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
+    "TORCH_NCCL_ENABLE_MONITORING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}  # fmt: skip
+
 
 def main(words: Sequence[str] = ()) -> int:
     """Run the command that was typed, by default `run`; returns the exit code."""
@@ -94,7 +102,7 @@ def run(config: Config, started_at: float, engine: str = "") -> int:
     # torch.set_num_threads would bind this thread alone, and gloo's, in which PyTorch's hooks compute, would take all
     # cores: a QR of 32 columns has other bits there, so replicas differed with the thread that each rank's hook ran in.
     os.environ["OMP_NUM_THREADS"] = str(config.threads)
-    for name, value in QUIET.items():
+    for name, value in (QUIET | (ON_CUDA if config.device == "cuda" else {})).items():
         os.environ.setdefault(name, value)
     if config.rank is None:
         return start_all(config)

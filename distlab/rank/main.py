@@ -32,8 +32,16 @@ from distlab.mesh.grid import Mesh
 from distlab.rank import preflight
 from distlab.rank.finish import Sections, finish_run, let_leave, move, publish_for, write_failure_report
 from distlab.rank.machine_load import read_load
-from distlab.rank.meter_self_test import check_ledger, check_meters, measure_link
-from distlab.rank.mode_loader import import_and_freeze, lesson, load, load_for, pick_device, with_names_of_today
+from distlab.rank.meter_self_test import UNSEEN, check_ledger, check_meters, measure_link
+from distlab.rank.mode_loader import (
+    check_cards,
+    import_and_freeze,
+    lesson,
+    load,
+    load_for,
+    pick_device,
+    with_names_of_today,
+)
 from distlab.rank.preflight import refuse, warnings
 from distlab.rank.rejoin import Addresses, find_cluster, find_left_run, identity, init_group_alone, readmit
 from distlab.rank.status_writer import begin_status
@@ -64,7 +72,7 @@ def be_rank(config: Config, started_at: float, parent: LauncherPipe, engine: str
         return rejoin(addresses, config, mode, started_at, parent, engine)
     # 1. Refuse what cannot run.
     refuse(config, mode, link.refusals(config))
-    mode, device = mode.mistaken(config.bug), pick_device(config)
+    mode, device = mode.mistaken(config.bug), pick_device(config, engine)
     journal, told = begin_log(config, mode, parent, engine)
     # 2. Find the other ranks; from then on each watches all others.
     parent.begin_to_wait()
@@ -85,6 +93,7 @@ def be_rank(config: Config, started_at: float, parent: LauncherPipe, engine: str
             journal.write(records.Unshared(apart.hosts))
         # 4. Open the process group of all ranks, and what an experiment needs on it.
         run.register_transport()
+        check_cards(config, device, run.exchange)
         init_process_group(cluster, config)
         drills = drills_of(run)
         lab = run.open_lab(run.addresses(), drills)
@@ -196,7 +205,8 @@ class RankRun:
         assert world is not None
         self.watch.main.follow(world)
         exchange, config, cluster = self.exchange, self.config, self.cluster
-        ledger = Ledger(cluster.rank, cluster.world_size, exchange.everyone, store_port=cluster.store_port)
+        unseen = UNSEEN if config.backend == "nccl" and cluster.world_size > 1 else ""
+        ledger = Ledger(cluster.rank, cluster.world_size, exchange.everyone, cluster.store_port, unseen=unseen)
         lab = Lab(config, self.mode, self.device, world, exchange, ledger, self.journal, self._hooks(addresses, drills))
         greet(lab, cluster)
         if lab.rank == 0:

@@ -14,6 +14,8 @@ from types import ModuleType
 
 import torch
 
+from distlab.cluster import name_ranks
+from distlab.cluster.control_plane import Exchange
 from distlab.config import Config, ConfigError
 from distlab.config.settings import LESSONS, ModeOptions, is_path, lesson_file, mode_name, modes
 from distlab.contract import Mode, Variant
@@ -153,13 +155,14 @@ def needed(config: Config, mode: Mode) -> list[str]:
     return [COMPILER] * compiler + [CHECKPOINTS] * checkpoints
 
 
-def pick_device(config: Config) -> torch.device:
-    """The device of this rank; raises ConfigError if the card that it needs is not there.
+def pick_device(config: Config, engine: str = "") -> torch.device:
+    """The device of this rank, which `engine` started; raises ConfigError if the card that it needs is not there.
 
-    NCCL wants a card of its own for each rank: LOCAL_RANK, or RANK where no launcher numbered the ranks of a machine.
-    Ranks over gloo may share cards: RANK modulo their number.
+    NCCL wants a card of its own for each rank: the one of LOCAL_RANK. An engine (Slurm's --gpus-per-task, Kubernetes)
+    may show each rank its card alone; where nobody has numbered the ranks of a machine it is RANK modulo the cards, and
+    `check_cards` sees two ranks on one. Ranks over gloo may share cards.
     """
-    if config.backend in ("gloo", "tcp") and config.device == "cpu":
+    if config.device == "cpu":
         return torch.device("cpu")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     wanted = "LAB_BACKEND=nccl" if config.backend == "nccl" else "LAB_DEVICE=cuda"
@@ -168,11 +171,34 @@ def pick_device(config: Config) -> torch.device:
             [f"{wanted} needs a GPU and rank {config.rank} sees none: use LAB_BACKEND=gloo LAB_DEVICE=cpu"]
         )
     card = config.local_rank if config.local_rank is not None else config.rank or 0
-    if config.backend == "gloo":
+    if config.backend == "gloo" or config.local_rank is None or (engine and count == 1):
         card %= count
     if card >= count:
         raise ConfigError(
-            [f"rank {config.rank} needs GPU {card} and sees {count} (GPU 0 to {count - 1}): start fewer ranks"]
+            [
+                f"rank {config.rank} is number {card} on its machine, counted from 0, which has {count}"
+                f" GPU{'s' * (count > 1)}, and NCCL takes one rank a GPU: start at most {count}"
+                f" rank{'s' * (count > 1)} there, or set"
+                " LAB_BACKEND=gloo, whose ranks may share one"
+            ]
         )
     torch.cuda.set_device(card)
+    torch.set_float32_matmul_precision("highest")  # no TF32, which has 10 of float32's 23 bits
     return torch.device("cuda", card)
+
+
+def check_cards(config: Config, device: torch.device, exchange: Exchange) -> None:
+    """Raise ConfigError where two ranks have one card, which NCCL would refuse without a name."""
+    if config.backend != "nccl":
+        return
+    mine = str(torch.cuda.get_device_properties(device).uuid)
+    cards = exchange.everyone("cards", mine)
+    for card in dict.fromkeys(cards):
+        sharing = [rank for rank, other in enumerate(cards) if other == card]
+        if len(sharing) > 1:
+            raise ConfigError(
+                [
+                    f"{name_ranks(sharing)} are on one GPU ({card}), and {len(set(cards))} of them serve"
+                    f" {len(cards)} ranks: NCCL takes one rank a GPU, so start fewer ranks, or set LAB_BACKEND=gloo"
+                ]
+            )

@@ -7,13 +7,15 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from distlab.config import Config, ConfigError
 from distlab.contract import Instead, Mistake, Mode, Variant
 from distlab.rank.main import lock_folder, source_version, start_record
-from distlab.rank.mode_loader import load, pick_device
+from distlab.rank.mode_loader import check_cards, load, pick_device
 from distlab.rank.preflight import refuse, unwritable
 
 LOST = Mistake("a shard is lost", "gradients", Instead(run={"shards": 0}))
@@ -184,8 +186,43 @@ def test_ranks_take_the_cards_that_are_theirs(monkeypatch: pytest.MonkeyPatch) -
     assert pick_device(shared).index == 1  # gloo ranks share: 3 modulo 2
     assert pick_device(config_of(RANK="3", LOCAL_RANK="0", LAB_BACKEND="nccl")).index == 0
     assert taken == [1, 0]
-    with pytest.raises(ConfigError, match="rank 3 needs GPU 3 and sees 2"):
-        pick_device(config_of(RANK="3", LAB_BACKEND="nccl"))
+    assert pick_device(config_of(RANK="3", LAB_BACKEND="nccl")).index == 1  # nobody has numbered them: 3 modulo 2
+    with pytest.raises(
+        ConfigError, match=r"rank 3 is number 2 on its machine, .* which has 2 GPUs, and NCCL takes one"
+    ):
+        pick_device(config_of(RANK="3", LOCAL_RANK="2", LAB_BACKEND="nccl"))
+
+
+def test_a_rank_takes_the_one_card_that_its_engine_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.set_device", lambda card: None)
+    third = config_of(RANK="3", LOCAL_RANK="3", LAB_BACKEND="nccl")
+    assert pick_device(third, "Slurm: rank 3 by SLURM_PROCID").index == 0
+    with pytest.raises(ConfigError, match="which has 1 GPU, and NCCL takes one rank a GPU: start at most 1 rank"):
+        pick_device(third)  # all that the launcher started see the same one
+
+
+def test_two_ranks_on_one_card_are_named_before_nccl_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(uuid="GPU-a")
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: properties)
+    device, config = torch.device("cuda", 0), config_of(RANK="0", LAB_BACKEND="nccl", WORLD_SIZE="3")
+    apart: Any = SimpleNamespace(everyone=lambda what, mine: [mine, "GPU-b", "GPU-c"])
+    check_cards(config, device, apart)
+    shared: Any = SimpleNamespace(everyone=lambda what, mine: [mine, "GPU-b", mine])
+    with pytest.raises(ConfigError, match=r"ranks 0 and 2 are on one GPU \(GPU-a\), and 2 of them serve 3 ranks"):
+        check_cards(config, device, shared)
+    check_cards(config_of(RANK="0", WORLD_SIZE="3", LAB_DEVICE="cuda"), device, shared)  # gloo's may
+
+
+@pytest.mark.parametrize("variables", [{"LAB_BACKEND": "nccl"}, {"LAB_DEVICE": "cuda"}])
+def test_what_slows_the_processor_is_refused_on_a_gpu(tmp_path: Path, variables: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"LAB_SLOW_RANK='0:0.5' slows by the processor's seconds of compute"):
+        config_of(LAB_SLOW_RANK="0:0.5", **variables)
+    asleep = config_of(RUN_MODE="pp", LAB_SLEEP_MS="30", LAB_RUNS_DIR=str(tmp_path), **variables)
+    assert asleep.device == "cuda"
+    with pytest.raises(ConfigError, match="LAB_SLEEP_MS=30 pretends compute by a sleep of the processor"):
+        refuse(asleep, MODE)
 
 
 NAPS = '''"""Twelve naps of a second."""
