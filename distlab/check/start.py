@@ -106,7 +106,9 @@ def start(errand: Errand, words: Sequence[str]) -> int:
         from distlab.check.rank_supervisor import Rank
 
         told = engine.told if config.rank is not None else ""
-        return Rank(mine, job, started_at, told, keep_server(servers, mine.rank or 0)).live()
+        return Rank(
+            mine, job, started_at, told, keep_server(servers, mine.rank or 0, forked=config.rank is None)
+        ).live()
 
     if config.rank is not None:
         return be_rank()
@@ -130,12 +132,12 @@ def start_servers(config: Config) -> dict[int, ForkServer]:
     return servers
 
 
-def keep_server(servers: Mapping[int, ForkServer], rank: int) -> ForkServer | None:
-    """In a rank's process: its own alone."""
+def keep_server(servers: Mapping[int, ForkServer], rank: int, *, forked: bool) -> ForkServer | None:
+    """In a rank's process, which the launcher has `forked` or an engine has started: its own alone."""
     for other, server in servers.items():
         if other != rank:
             server.close()
-        elif len(servers) > 1:
+        elif forked:
             server.adopt()
     return servers.get(rank)
 
