@@ -1,6 +1,6 @@
 # Settings are variables: make run RUN_MODE=dp WORLD_SIZE=3 LAB_STEPS=50
 .DEFAULT_GOAL := help
-.PHONY: help run quick fit explain plan test test-all coverage lint lock bench engines build down clean
+.PHONY: help run quick fit explain plan test test-all coverage lint lock bench gpu engines build down clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | awk -F '\t' '{printf "make %-10s %s\n", $$1, $$2}'
@@ -64,6 +64,9 @@ lock: ## compose/requirements.lock anew: what the image installs but torch, each
 bench: ## ratios against PyTorch's own, beside their targets
 	./install dev
 	.venv/bin/python -m benchmarks
+
+gpu: ## on one GPU: every mode, peaks of memory, steps and what they cost, scripts, failures; in 7 minutes, into runs/gpu
+	python3 -m benchmarks.gpu
 
 engines: ## ranks under torchrun's agents and Slurm, on machines made of this one; ranks and nodes are killed; needs root
 	./install dev
