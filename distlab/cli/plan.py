@@ -106,7 +106,8 @@ def parser() -> Parser:
     )
     made.add_argument(
         "--calibrate", nargs="+", type=Path, default=[], metavar="RUN",
-        help="finished runs of this lab in place of data sheets: a comm run gives link and latency, a dp or fsdp run FLOP/s",
+        help="what was measured, in place of data sheets: a comm run gives link and latency, a dp or fsdp run FLOP/s; so does"
+        " the gpu.json of benchmarks.gpu, for this model's own products",
     )  # fmt: skip
     return made
 
@@ -203,7 +204,7 @@ def _job(
     flops, flops_from = job.count(precision.flops), f"assumed: {precision.flops_from}"
     if "flops" in values:
         flops, flops_from = values["flops"], "given"
-    for run in measured:
+    for run in (each.of_shape(shape, values["seq"], values["batch"]) for each in measured):
         told.append(run.told)
         far, near = (run.link, run.link) if run.link else (far, near)
         flops, flops_from, utilisation = (run.flops, "measured", 1.0) if run.flops else (flops, flops_from, utilisation)

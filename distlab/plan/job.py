@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from distlab.collectives.costs import FITTED, LATENCY, RATE, training_flops
+from distlab.plan.card import Card, read_card
 from distlab.report.reading import BrokenRecord, read_run
 from distlab.report.records import Profile, Ranks, Start, Table, select
 
@@ -200,15 +201,31 @@ PREFERRED = ("gloo", "ring")  # what dp's variants call
 
 @dataclass(frozen=True)
 class Measured:
-    """What one run says: a link or a rank's FLOP/s, and the words that say where it is from."""
+    """What one run says: a link or a rank's FLOP/s, and the words that say where it is from; or what a card does."""
 
     link: Link | None
     flops: float | None
     told: str
+    card: Card | None = None
+
+    def of_shape(self, shape: Shape, seq: int, samples: int) -> "Measured":
+        """The same with the FLOP/s that a card reaches on this model's products, where it was one that was measured."""
+        if self.card is None:
+            return self
+        step_s = self.card.step_s(shape.layers, shape.width, seq, samples, VOCABULARY)
+        flops = training_flops(shape.num_parameters, seq * samples, "none") / step_s
+        told = f"{self.told}: {flops / 1e12:.3g} TFLOP/s by the sum of this model's parts, with {VOCABULARY} tokens to"
+        return replace(self, flops=flops, told=f"{told} choose from")
+
+
+VOCABULARY = 50304  # GPT-2's, filled up to a multiple of 64
 
 
 def calibrate(folder: Path) -> Measured:
-    """Read one run; raises BrokenRecord if there is nothing in it to calibrate with."""
+    """Read one run, or the file of a card; raises BrokenRecord if there is nothing in it to calibrate with."""
+    if folder.is_file():
+        card = read_card(folder)
+        return Measured(None, None, f"compute from {folder} ({card.name})", card)
     records = read_run(folder)
     start = next((start for _, start in select(records, Start)), None)
     if start is None:
