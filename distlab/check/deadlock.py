@@ -8,10 +8,10 @@ none of those and none that is over; whoever is left never goes on (the circular
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from distlab.check.matching import Matching, all_or_none, called_from, parted_in_framework
+from distlab.check.matching import Matching, all_or_none, made_by_some
+from distlab.check.parting import Parting, called_from, parted_in_framework
 from distlab.check.rank_state import (
     HANG,
-    IDLE_SHARE,
     LOADERS,
     MADE,
     CallPlace,
@@ -122,11 +122,25 @@ def diagnosis(
     if first.wait.call is not None:
         own = {rank: each.wait.call for rank, each in waits.items() if each.wait.call is not None}
         sentence += called_from(own[rank] for rank in (together[0], whom[0]) if rank in own)
-    at = {rank: each.wait.place for rank, each in waits.items()}
-    parted = parted_in_framework(cases, together[0], whom[0], at)
+    parted = parting(cases, matching, waits, together[0], whom[0])
     sentence += parted.text
     sentence += circle(first, stuck) or f"; {parted.remedy or way_out(first, waits, cases)}"
     return Finding(HANG, sentence, tuple(whom), table(cases, waits), ends=True)
+
+
+def parting(
+    cases: Sequence[RankState], matching: Matching, waits: Mapping[int, Standing], waiting: int, other: int
+) -> Parting:
+    """By what two ranks parted, the first of these that is known: two threads, a branch, the steps and batches."""
+    calls = [waits[rank].wait.call if rank in waits else None for rank in (waiting, other)]
+    call = calls[0]
+    if call is None:
+        return Parting()
+    found = matching.shared_by_threads(call.group)
+    if not found.remedy and cases[other].raised is None:
+        found = made_by_some(call, calls[1])
+    at = {rank: each.wait.place for rank, each in waits.items()}
+    return found if found.remedy else parted_in_framework(cases, waiting, other, at)
 
 
 def met_in(wait: Wait) -> object:
@@ -202,11 +216,11 @@ def way_out(first: Standing, waits: Mapping[int, Standing], cases: Sequence[Rank
         return f"let a rank set the key of {first.wait.what} before it waits itself"
     if other.raised is not None or (other.exit_code is None and other.gone):
         return f"mend first what ended rank {other.rank}"
-    if call.kind.op in ("send", "recv"):
+    if call.kind.op in ("send", "recv") and not call.place.named_call:
         return "let each send meet a recv, in the same order on both ranks"
     own = waits.get(other.rank)
     theirs = own.wait.call if own is not None else None
-    if theirs is not None and theirs.place.line and call.place.below:
+    if theirs is not None and theirs.place.line and call.place.below and not call.place.named_call:
         call = theirs  # a call in a backward pass, say, is made by who gets there
     return all_or_none(call)
 
@@ -262,7 +276,7 @@ def standing_apart(cases: Sequence[RankState], matching: Matching) -> dict[int, 
     apart = {}
     for case in cases:
         wait = case.waiting(matching.is_apart)
-        if wait is not None and wait.call is not None and case.cpu_share < IDLE_SHARE and stands_in_torch(case):
+        if wait is not None and wait.call is not None and case.is_idle and stands_in_torch(case):
             others = frozenset(wait.call.group.ranks) - {case.rank}
             apart[case.rank] = Standing(wait, others, any_of=True)  # whoever goes on may end it yet
     stuck = hung(standings(cases, matching) | apart, {case.rank for case in cases if case.over})
@@ -303,7 +317,7 @@ class Still:
     def _all_asleep(self, cases: Sequence[RankState], now: float) -> Finding | None:
         """Ranks that neither call nor compute, with nobody left who does."""
         left = [case for case in cases if not case.over]
-        if not left or any(case.cpu_share > IDLE_SHARE or now - case.moved_at < self._bound_s for case in left):
+        if not left or any(not case.is_idle or now - case.moved_at < self._bound_s for case in left):
             return None
         ranks = tuple(case.rank for case in left)
         where = f"at {standing_at(left[0])} for {self._bound_s:g} s"
@@ -317,7 +331,7 @@ class Still:
             return asleep
         needed = {rank for each in waits.values() for rank in each.needs if not each.any_of}
         alone = [case for case in cases if case.rank in needed and case.rank not in waits and not case.over]
-        idle = {case.rank for case in alone if case.cpu_share < IDLE_SHARE}
+        idle = {case.rank for case in alone if case.is_idle}
         self._idle_since = {rank: self._idle_since.get(rank, now) for rank in idle}
         if not alone or hung(waits, {case.rank for case in cases if case.over}):
             self._said_at = None

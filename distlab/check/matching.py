@@ -7,11 +7,11 @@ is told, as all that follows in it is shifted by it.
 
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from distlab.check.parameter_calls import ParameterCalls
+from distlab.check.parting import Parting, called_from, parted_in_framework
 from distlab.check.rank_state import (
     MADE,
     MATCH,
@@ -28,7 +28,6 @@ from distlab.check.rank_state import (
 )
 from distlab.check.source_lines import branch_of, source_line
 from distlab.cluster import name_ranks
-from distlab.report.units import counted
 
 # Who comes last to the collectives of a line, and how long the others wait there.
 
@@ -103,6 +102,9 @@ class Matching:
         self._messages: dict[tuple[int, int, GroupKey, int], Messages] = {}
         self._from_any: set[tuple[int, GroupKey, int]] = set()
         self._before: dict[tuple[GroupKey, int], Call] = {}  # by group and rank, the last call that was taken
+        self._threads: dict[tuple[GroupKey, int], dict[bool, Call]] = defaultdict(
+            dict
+        )  # the first outside, the first in
 
     def take(self, call: Call) -> bool:
         """Compare a call with what the others made of it; whether they do not match."""
@@ -111,6 +113,7 @@ class Matching:
         met = self._met.setdefault((call.group, call.turn), {})
         met[call.rank] = call
         self._before[call.group, call.rank] = call
+        self._threads[call.group, call.rank][call.place.in_thread] = call
         if call.group in self._broken:
             return False
         whole = len(met) == len(call.group.ranks)
@@ -212,6 +215,19 @@ class Matching:
         sides = ", ".join(f"{name_ranks(ranks)} at {place}" for place, ranks in by_place.items())
         return f"; their lines part at {call_text(met[min(met)])}: {sides}"
 
+    def shared_by_threads(self, group: GroupKey) -> Parting:
+        """That two threads of a rank call one group, the order of whose calls nobody knows."""
+        for rank in group.ranks:
+            if len(found := self._threads.get((group, rank), {})) > 1:
+                one, other = found[False].place, found[True].place
+                return Parting(
+                    f"; on rank {rank} the main thread ({one}) and another ({other}) share one"
+                    f" process group ({group_words(group, self.world_size)}), and their calls come in any order",
+                    "give the thread a group of its own: group = torch.distributed.new_group(backend='gloo')"
+                    + (f", and {other.named_call}(..., process_group=group)" if other.named_call else ""),
+                )
+        return Parting()
+
     def _mismatch(self, met: dict[int, Call], fault: str, cases: Sequence[RankState]) -> Finding:
         """Those that are fewer are called wrong, in a tie those that are not with the lowest rank."""
         call = met[min(met)]
@@ -224,9 +240,10 @@ class Matching:
         wrong = "; ".join(self._side(calls, fault) for calls in others)
         at = {rank: each.place for rank, each in met.items()}
         two = sides[right][0], others[0][0]
-        parted = Parting()
-        if two[0].place != two[1].place:  # two calls, whatever they differ in
-            parted = parted_in_framework(cases, two[0].rank, two[1].rank, at)
+        parted = self.shared_by_threads(call.group)
+        if not parted.remedy and two[0].place != two[1].place:  # two calls, whatever they differ in
+            parted = made_by_some(*two) if fault in ("operation", "shape", "type") else Parting()
+            parted = parted if parted.remedy else parted_in_framework(cases, two[0].rank, two[1].rank, at)
         op = sides[right][0].kind.op if call.group.instance >= 0 else sides[right][0].kind.op.replace("_", " ")
         sentence = (
             f"{op} #{call.turn} of {group_words(call.group, self.world_size)}: {wrong}, where"
@@ -275,13 +292,23 @@ def remedy(sides: Sequence[list[Call]], fault: str) -> str:
     return all_or_none(first)
 
 
+def made_by_some(one: Call, other: Call | None) -> Parting:
+    """What to do where of two calls in which ranks part one stands in a branch that not all ranks take."""
+    calls = [each for each in (one, other) if each is not None and each.kind.op not in ("send", "recv")]
+    found = [each for each in calls if branch_of(each.place)]
+    return Parting("", all_or_none(found[0])) if len(found) == 1 else Parting()
+
+
 def all_or_none(call: Call) -> str:
     """What to do about a call that some ranks alone make."""
     branch = branch_of(call.place)
     under = f"; it stands under {branch}" if branch else ""
     line, below = call.place.line or call.place, call.place.below
-    if call.place.typed and not call.place.called_by:
-        return f"let all ranks call {call.place.typed} at {line}, or none{under}"
+    named = call.place.typed if not call.place.called_by else ""
+    if named := named or call.place.named_call:
+        if call.kind.op in ("send", "recv"):  # each rank has its part of it
+            under = f" (called at {call.place.callers})" if call.place.callers else ""
+        return f"let all ranks call {named} at {line}, or none{under}"
     if BUFFERS in below and call.kind.op == "broadcast":
         return (
             f"DDP sends rank 0's buffers to all ranks at each forward pass: let all ranks make that of {line}, or call"
@@ -348,49 +375,6 @@ def detailed(kind: Kind, fault: str) -> str:
 def content(kind: Kind) -> str:
     shown = ", ".join(str(each) for each in kind.dims[:3]) + (", ..." if len(kind.dims) > 3 else "")
     return f"{shown} {', '.join(kind.dtypes)}"
-
-
-def called_from(calls: Iterable[Call]) -> str:
-    """Who called the one line that ranks call from, where that is not the same on all."""
-    by_callers: dict[str, list[int]] = {}
-    found = sorted(calls, key=lambda call: call.rank)
-    for call in found:
-        by_callers.setdefault(call.place.callers, []).append(call.rank)
-    if len({call.place.line for call in found}) > 1 or len(by_callers) == 1:
-        return ""
-    sides = ", ".join(f"{name_ranks(ranks)} from {callers or 'the top'}" for callers, ranks in by_callers.items())
-    return f"; that line is called on {sides}"
-
-
-AS_MANY = "give all ranks as many batches, and let them stop, evaluate and save at the same steps"
-
-
-class Parting(NamedTuple):
-    """By what two ranks parted inside of one framework's call, and what to change where that is known."""
-
-    text: str = ""
-    remedy: str = ""
-
-
-def parted_in_framework(cases: Sequence[RankState], waiting: int, other: int, at: Mapping[int, CallPlace]) -> Parting:
-    """The steps so far, and whether the loop of a rank has ended: one line of the user's says nothing of it."""
-    here, there = (at.get(rank, CallPlace()).framework for rank in (waiting, other))
-    if not here:
-        waiting, other, here, there = other, waiting, there, here
-    if not here or cases[other].raised is not None or here not in cases[other].frameworks:
-        return Parting()
-    steps = [counted(cases[rank].steps, "optimizer steps") for rank in (other, waiting)]
-    if here == there:
-        return Parting(
-            f"; in {here} rank {other} is after {steps[0]} and rank {waiting} after {steps[1]}: a batch, a stop, an"
-            " evaluation, a metric or a save that one of them alone has",
-            AS_MANY,
-        )
-    return Parting(
-        f"; rank {other}'s loop in {here} ended after {steps[0]}, rank {waiting} is at {steps[1]}: uneven data, or a"
-        " stop decided on one rank",
-        AS_MANY,
-    )
 
 
 def places(calls: Iterable[Call]) -> str:

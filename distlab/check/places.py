@@ -3,12 +3,17 @@
 A frame belongs to the user unless its file is Python's, a package's or the lab's. Below the user's line stands the
 innermost frame of a library that says more than torch.distributed's own functions do: `loss.backward()` made the
 call, and autograd's engine in it, or fully_shard's all_gather. Of a framework (a package that is not torch) the
-function that the user called says more than its innards: Trainer.train, Accelerator.gather_for_metrics. Above the line
-stand the user's own callers, and a framework that called it.
+function that the user called says more than its innards: Trainer.train, Accelerator.gather_for_metrics; so does one of
+torch.distributed's checkpoint, pipelining and tensor. Above the line stand the user's own callers, and a framework that
+called it. A thread in which no line is the user's has the line that started it, or gave a pool's thread its task.
 """
 
+import functools
 import sys
 import sysconfig
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -20,6 +25,9 @@ PACKAGES = ("site-packages/", "dist-packages/")
 TORCH = tuple(f"{each}torch/" for each in PACKAGES)
 PASSED_ON = ("torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py", "torch/_ops.py")
 OBJECTS = ("_object", "_object_list")  # the ends of torch.distributed's functions for Python objects
+PARTS = tuple(f"torch/distributed/{each}/" for each in ("checkpoint", "pipelining", "tensor"))
+ENGINE = "_engine_run_backward"
+IN_A_THREAD = ", in a thread of its own"
 MOST_CALLERS = 12  # frames of the user's
 
 At = tuple[CodeType, int]
@@ -33,6 +41,15 @@ class Own(NamedTuple):
     typed: CodeType | None
 
 
+class Stack(NamedTuple):
+    """What is told of a stack."""
+
+    own: list[Own]
+    below: At | None  # the innermost frame of a library
+    named: CodeType | None  # torch.distributed's function that the user called, where that says more
+    passed_on: str  # its function for Python objects
+
+
 class Places:
     """Of one process; `folder` is the script's."""
 
@@ -42,12 +59,59 @@ class Places:
         self._libraries = tuple({f"{Path(paths[name])}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")})
         self._kinds: dict[str, str] = {}
 
+    def install(self) -> None:
+        """Know where threads are started."""
+
+        def started(start: Callable[..., None]) -> Callable[..., None]:
+            @functools.wraps(start)
+            def both(thread: threading.Thread, *args: Any, **named: Any) -> None:
+                thread.__dict__["_distlab"] = self._starter(2)
+                start(thread, *args, **named)
+
+            return both
+
+        def submitted(submit: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(submit)
+            def both(pool: Any, task: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
+                starter = self._starter(2)
+
+                def run(*args: Any, **named: Any) -> Any:
+                    threading.current_thread().__dict__["_distlab"] = starter
+                    return task(*args, **named)
+
+                return submit(pool, run, *args, **named)
+
+            return both
+
+        thread: Any = threading.Thread
+        thread.start = started(thread.start)
+        pool: Any = ThreadPoolExecutor
+        pool.submit = submitted(pool.submit)
+
+    def _starter(self, depth: int) -> Stack:
+        stack = self._stack(sys._getframe(depth))
+        before: Stack | None = threading.current_thread().__dict__.get("_distlab")
+        return stack if stack.own or before is None else before
+
     def here(self, depth: int = 1) -> tuple[int, bool]:
         """The number of the place that the caller's `depth`-th frame stands in, and whether the script itself called:
         no library but torch.distributed's own functions lies between."""
-        frame: FrameType | None = sys._getframe(depth)
+        stack = self._stack(sys._getframe(depth))
+        starter: Stack | None = threading.current_thread().__dict__.get("_distlab")
+        by_script = stack.below is None
+        by_starter = starter is not None and not stack.own
+        if starter is not None and by_starter:
+            stack = starter._replace(below=starter.below or stack.below, named=starter.named or stack.named)
+        at = tuple((each.code.co_filename, each.line, each.typed and name_of(each.typed)) for each in stack.own)
+        below = (stack.below[0].co_filename, stack.below[1]) if stack.below else stack.passed_on
+        key = at, below, stack.named, starter is not None, by_starter
+        told = functools.partial(self._told, stack, starter is not None, by_starter)
+        return self._telling.number("place", key, told), by_script
+
+    def _stack(self, frame: FrameType | None) -> Stack:
         below: At | None = None
         typed: CodeType | None = None
+        named: CodeType | None = None
         passed_on = ""
         own: list[Own] = []
         while frame is not None and len(own) < MOST_CALLERS:
@@ -59,6 +123,11 @@ class Places:
             elif kind != "passed on":
                 if not own and below is None:
                     below = code, frame.f_lineno
+                if not own and kind == "library":
+                    if named is not None and code.co_name == ENGINE:
+                        named, below = None, (code, frame.f_lineno)
+                    elif is_named(code):
+                        named = code
                 if kind == "framework" and (typed is None or "<locals>" not in name_of(code)):
                     typed = code
             elif own:
@@ -67,21 +136,26 @@ class Places:
             elif below is None and code.co_name.endswith(OBJECTS):
                 passed_on = code.co_name
             frame = frame.f_back
-        at = tuple((each.code.co_filename, each.line, each.typed and name_of(each.typed)) for each in own)
-        key = at, (below[0].co_filename, below[1]) if below else passed_on
-        return self._telling.number("place", key, lambda: self._told(own, below, passed_on)), below is None
+        return Stack(own, below, named, passed_on)
 
-    def _told(self, own: list[Own], below: At | None, passed_on: str) -> list[str]:
-        """Line, what lies below, file, the framework's call typed there, the framework that called it, callers."""
-        if not own:
-            return ["", self._shown(below), "", "", "", ""]
-        first, *callers = own
+    def _told(self, stack: Stack, in_thread: bool, by_starter: bool) -> list[Any]:
+        """Line, what lies below, file, the framework's call typed there, the framework that called it, callers, and
+        whether it is in a thread that Python started."""
+        shown = self._shown(stack.below) or stack.passed_on
+        if stack.named is not None:
+            part = stack.named.co_filename.rpartition("torch/distributed/")[2].partition("/")[0]
+            shown = f"torch.distributed.{part}.{name_of(stack.named)}"
+        if by_starter:
+            shown += IN_A_THREAD
+        if not stack.own:
+            return ["", shown, "", "", "", "", in_thread]
+        first, *callers = stack.own
         outer = next((each for each in callers if each.typed is not None), None)
         called_by = f"{name_of(outer.typed)} at {self._shown(outer[:2])}" if outer and outer.typed else ""
         lines = [self._shown(each[:2]) for each in callers if each.code.co_name != "<module>"]
         typed = name_of(first.typed) if first.typed is not None else ""
-        shown = self._shown(below) or passed_on
-        return [self._shown(first[:2]), shown, first.code.co_filename, typed, called_by, " from ".join(lines)]
+        called = " from ".join(lines)
+        return [self._shown(first[:2]), shown, first.code.co_filename, typed, called_by, called, in_thread]
 
     def line_of(self, depth: int = 1) -> str:
         """The script's own line below the caller's `depth`-th frame, in words."""
@@ -122,3 +196,10 @@ def name_of(code: CodeType) -> str:
     """Of a function, with its class."""
     named: Any = code
     return str(getattr(named, "co_qualname", code.co_name))
+
+
+def is_named(code: CodeType) -> bool:
+    """Whether it is a function of torch.distributed's that users know by its name."""
+    if not any(each in code.co_filename for each in PARTS):
+        return False
+    return not any(each.startswith(("_", "<")) for each in name_of(code).split("."))

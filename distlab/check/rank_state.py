@@ -15,6 +15,7 @@ from distlab.measure.traffic import sent_bytes
 IDLE_SHARE = 0.05  # of a core, over the last look: who has less computes nothing
 LIBRARY_WAITS = ("threading.py", "queue.py", "selectors.py", "concurrent/futures/")  # for another thread of the script
 ENGINE = "_engine_run_backward"
+IN_A_THREAD = ", in a thread of its own"
 OBJECTS = ("_object", "_object_list")
 LOADERS = "torch/utils/data/"
 MADE, INITIALISED = -1, -2  # instances of what is no collective of the group, and met by all its ranks
@@ -30,6 +31,12 @@ class CallPlace(NamedTuple):
     typed: str = ""  # the framework's function that the line calls
     called_by: str = ""  # the framework's function that called the line, and where the user called that
     callers: str = ""  # the user's own lines that called it, the nearest first
+    in_thread: bool = False  # that Python started
+
+    @property
+    def named_call(self) -> str:
+        """torch.distributed's function that the script called by its name, which makes calls; or empty."""
+        return self.below.removesuffix(IN_A_THREAD) if self.below.startswith("torch.distributed.") else ""
 
     @property
     def object_call(self) -> str:
@@ -106,6 +113,14 @@ class Wait(NamedTuple):
     since_s: float
 
 
+class Batches(NamedTuple):
+    """The newest pass over a DataLoader: which one it is, how many it gave, and whether it is over."""
+
+    turn: int
+    taken: int
+    ended: bool
+
+
 class Raised(NamedTuple):
     """The exception that ended a script."""
 
@@ -133,8 +148,10 @@ class RankState:
     num_calls: int = 0
     called_bytes: float = 0.0  # what the best algorithm sends for them
     steps: int = 0
+    batches: "Batches | None" = None
     state: str = "R"
-    cpu_share: float = 1.0
+    cpu_share: float = 1.0  # of a core, since the look before
+    starved_share: float = 0.0  # of the same time, in which it could have run and had no core
     peak_bytes: int = 0
     stacks: dict[int, list[Frame]] = field(default_factory=dict)
     moved_at: float = 0.0  # the last time that it told anything, on the clock of rank 0's doctor
@@ -153,7 +170,7 @@ class RankState:
         self._known: dict[int, Call] = {}
         self._main = 0
         self._turns: dict[Any, int] = {}
-        self._looked: tuple[float, float] | None = None
+        self._looked: tuple[float, float, float] | None = None
 
     def take(self, told: list[Any], now: float) -> None:
         """One line that the rank told, at `now`; raises an exception of any kind where it is not as it is written."""
@@ -167,9 +184,10 @@ class RankState:
             self.facts.append(told)
 
     def _take_place(
-        self, number: int, line: str, below: str, file: str, typed: str = "", called_by: str = "", callers: str = ""
-    ) -> None:
-        self._places[number] = CallPlace(line, below, file, typed, called_by, callers)
+        self, number: int, line: str, below: str, file: str, typed: str = "", called_by: str = "", callers: str = "",
+        in_thread: bool = False,
+    ) -> None:  # fmt: skip
+        self._places[number] = CallPlace(line, below, file, typed, called_by, callers, in_thread)
 
     def _take_group(self, number: int, ranks: list[int], name: str, instance: int) -> None:
         self._groups[number] = GroupKey(tuple(ranks), name, instance)
@@ -266,6 +284,9 @@ class RankState:
     def _take_step(self, steps: int) -> None:
         self.steps = steps
 
+    def _take_fetched(self, turn: int, count: int, ended: bool) -> None:
+        self.batches = Batches(turn, count, ended)
+
     def _take_raised(self, *values: Any) -> None:
         self.raised = Raised(*values)
 
@@ -275,11 +296,14 @@ class RankState:
     def _take_gone(self, code: int) -> None:
         self.gone = code
 
-    def _take_look(self, state: str, cpu_s: float, peak_bytes: int, at_s: float) -> None:
+    def _take_look(self, state: str, cpu_s: float, peak_bytes: int, starved_s: float, at_s: float) -> None:
         self.state, self.peak_bytes = state, peak_bytes
-        if self._looked is not None and at_s > self._looked[1]:
-            self.cpu_share = (cpu_s - self._looked[0]) / (at_s - self._looked[1])
-        self._looked = cpu_s, at_s
+        if self._looked is not None and (for_s := at_s - self._looked[2]) > 0:
+            self.cpu_share, self.starved_share = (
+                (cpu_s - self._looked[0]) / for_s,
+                (starved_s - self._looked[1]) / for_s,
+            )
+        self._looked = cpu_s, starved_s, at_s
 
     def _take_stacks(self, stacks: dict[str, list[list[Any]]]) -> None:
         self.stacks = {int(thread): [Frame(*each) for each in frames] for thread, frames in stacks.items()}
@@ -329,11 +353,16 @@ class RankState:
         if others and any(each in file for each in LIBRARY_WAITS):
             return others[0]
         in_torch = "/torch/" in file and LOADERS not in file
-        if in_torch and self.cpu_share < IDLE_SHARE:
+        if in_torch and self.is_idle:
             for call in sorted(self.open.values(), key=lambda each: each.began_s):
                 if absent(call):
                     return Wait(call, call_text(call), call.place, call.began_s)
         return None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it neither computes nor waits for a core."""
+        return self.cpu_share + self.starved_share < IDLE_SHARE
 
     def frames(self) -> list[Frame]:
         """The stack of the main thread, innermost frame first."""

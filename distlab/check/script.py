@@ -213,7 +213,9 @@ def run(job: Job, ends: Ends, parent: int) -> None:
 
 def recorded(telling: Telling, folder: Path, store_port: int) -> tuple[Recorder, Waits]:
     """Put what watches calls, handles and waits in its place."""
-    recorder = Recorder(telling, Places(telling, folder))
+    places = Places(telling, folder)
+    places.install()
+    recorder = Recorder(telling, places)
     recorder.install()
     Memory(recorder).install()
     Handles(recorder).install()

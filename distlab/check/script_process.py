@@ -47,11 +47,13 @@ FRAME = r'File "([^"]*)", line (\d+) in (.*)'
 
 
 class Look(NamedTuple):
-    """How the script's process is, by the kernel: its state, and seconds of processor time that its threads had."""
+    """How the script's process is, by the kernel: its state, seconds of processor time that its threads had, and those
+    in which its main thread could have run and had no core."""
 
     state: str
     cpu_s: float
     peak_bytes: int
+    starved_s: float = 0.0
 
 
 class Stacks:
@@ -160,7 +162,8 @@ class Bedside:
             return None
         peak = re.search(r"VmHWM:\s*(\d+) kB", status)
         self.peak_bytes = max(self.peak_bytes, int(peak[1]) * 1024 if peak else 0)
-        return Look(fields[0], (int(fields[11]) + int(fields[12])) / TICKS, self.peak_bytes)
+        cpu_s = (int(fields[11]) + int(fields[12])) / TICKS
+        return Look(fields[0], cpu_s, self.peak_bytes, self.starved_s())
 
     def starved_s(self) -> float:
         """Seconds so far in which its main thread could have run and had no core (proc(5), schedstat); 0 where the

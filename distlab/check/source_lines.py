@@ -23,10 +23,18 @@ def source_line(place: CallPlace) -> str:
 
 
 def branch_of(place: CallPlace) -> str:
-    """The innermost condition around the line that names a rank, and where it stands, as the words of a sentence."""
+    """The innermost condition around the line that names a rank, and where it stands, as the words of a sentence; of a
+    helper's line that around the nearest of its callers in the same file."""
+    file, text = place.line.rpartition(":")[0], text_of(place)
+    lines = [each for each in (place.line, *place.callers.split(" from ")) if each.rpartition(":")[0] == file]
+    return next((found for each in lines if (found := branch_around(place._replace(line=each), text))), "")
+
+
+def branch_around(place: CallPlace, text: str) -> str:
+    """The same of this line alone."""
     number, found = number_of(place), ""
     with suppress(SyntaxError, ValueError, RecursionError):
-        for node in ast.walk(ast.parse(text_of(place))):  # from the outside to the inside
+        for node in ast.walk(ast.parse(text)):  # from the outside to the inside
             if isinstance(node, ast.If) and node.lineno < number <= (node.end_lineno or 0):
                 condition = ast.unparse(node.test)
                 if any(word in condition.lower() for word in OF_A_RANK):

@@ -155,11 +155,13 @@ class Training:
             try:
                 batch = method(loading)
             except StopIteration:
+                self._telling.write_later(f'["fetched",{turn[0]},{turn[1]},true]')
                 self._telling.say("batches", turn[0], turn[1], self._recorder.places.here(2)[0])
                 raise
             if turn[1] < 2:
                 self._telling.say("batch", turn[0], turn[1], checksum([batch]))
             turn[1] += 1
+            self._telling.write_later(f'["fetched",{turn[0]},{turn[1]},false]')
             return batch
 
         return following

@@ -74,10 +74,10 @@ def line_of(script: Path, marker: str) -> str:
 # Correct scripts, scripts/right/NAME.py, and the number of ranks that each is written for; elastic.py is not among them:
 # it needs a launcher that starts it again (test_faults.py).
 RIGHT = dict.fromkeys([
-    "buckets_async", "by_hand", "coalescing", "compiled", "cuda_asked", "cuda_ddp", "ddp", "ddp_accumulation", "ddp_buffers", "ddp_hook", "ddp_join",
+    "buckets_async", "by_hand", "coalescing", "compiled", "cuda_asked", "cuda_ddp", "dcp", "dcp_job", "dtensor_job", "ddp", "ddp_accumulation", "ddp_buffers", "ddp_hook", "ddp_join",
     "ddp_power_sgd", "ddp_sampler", "ddp_sparse", "ddp_static_graph", "ddp_two", "ddp_unfrozen", "ddp_unused", "evaluated_twice", "exits_0", "fsdp",
     "fsdp1", "fsdp_save", "functional", "local_sgd", "no_destroy", "own_init", "pipe_1f1b", "pipe_gpipe",
-    "pipe_interleaved", "process_ranks", "rank_0_saves", "restart", "scheduler", "spawned_ranks", "spawned_workers",
+    "pipe_interleaved", "pipeline_job", "process_ranks", "rank_0_saves", "restart", "scheduler", "spawned_ranks", "spawned_workers",
     "tensor_parallel", "threads", "tied_stages", "zero_redundancy",
 ], 2) | {
     "fsdp1_tensor_parallel": 4, "gossip": 4, "local_sgd_unfinished": 2, "hsdp": 4, "layouts": 2, "lost_results": 2, "local_sync_group": 3, "mesh_2d": 4, "objects": 3, "post_local_sgd": 4,
@@ -166,6 +166,9 @@ PLANTED = (
     Planted("limit_passed", 2, 1, ("the limit of 3 s", "at work"), ("a",), (0, 1), 1),
     Planted("alone", 2, 1, ("no process group was made",), (), ()),
     Planted("ranks_by_name", 2, 1, ("no process group was made", "processes of its own"), ("a",), ()),
+    Planted(
+        "dcp_thread", 2, 1, ("torch.distributed.checkpoint.async_save", "share one process group"), ("a", "b"), (0, 1)
+    ),
     Planted("thread", 2, 1, ("all_reduce", "barrier"), ("a", "b"), (1,), 1),
 )
 

@@ -12,6 +12,7 @@ from tests.check.cases import Checked, check
 LIBRARY = """
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 
 class Trainer:
@@ -24,7 +25,7 @@ class Trainer:
         torch.manual_seed(1 + dist.get_rank())
 
     def train(self):
-        for number in range(self.batches):
+        for number in DataLoader(range(self.batches)):
             if number == self.patience:
                 break
             self._step()
@@ -81,14 +82,20 @@ def sentence(checked: Checked) -> str:
 def test_a_loop_that_ended_earlier_is_told_by_steps(tmp_path: Path) -> None:
     checked = of_library(tmp_path, "Trainer(5 - rank, 99).train()\ndist.barrier()")
     assert checked.code == 1, checked.said
-    assert "rank 1's loop in Trainer.train ended after 4 optimizer steps, rank 0 is at 4" in sentence(checked)
+    assert "rank 1's loop in Trainer.train ended after 4 optimizer steps / 4 batches of its DataLoader" in sentence(
+        checked
+    )
+    assert "rank 0 is at 4 optimizer steps / 5 batches of its DataLoader: uneven data" in sentence(checked)
     assert "give all ranks as many batches" in sentence(checked)
 
 
 def test_ranks_that_part_inside_of_one_call_are_told_by_steps(tmp_path: Path) -> None:
     checked = of_library(tmp_path, "Mine(5, 2 if rank == 1 else 99).train()")
     assert checked.code == 1, checked.said
-    assert "in Trainer.train rank 1 is after 2 optimizer steps and rank 0 after 2" in sentence(checked)
+    assert (
+        "in Trainer.train rank 1 is after 2 optimizer steps / 3 batches of its DataLoader and rank 0 after 2"
+        in sentence(checked)
+    )
     assert "train.py:13 in Trainer.log, called by Trainer.train at train.py:18" in sentence(checked)
     assert "one shape" not in sentence(checked)
 

@@ -70,16 +70,16 @@ def test_a_run_that_ends_by_itself_passes_without_a_reserve(tmp_path: Path) -> N
     assert "until" not in checked.said
 
 
-def stood(frames: list[list[list[Any]]], cpu_s: list[float], look_at: float) -> Doctor:
+def stood(frames: list[list[list[Any]]], cpu_s: list[float], look_at: float, starved_s: float = 0.0) -> Doctor:
     """A doctor of ranks that called a barrier, but the last an all_reduce, each now in a frame, with processor time in
-    the last half second."""
+    the last half second, and time in which there was no core for it."""
     doctor = Doctor(len(frames), 2.0, 60.0, lambda _: None)
     for rank, (stack, used_s) in enumerate(zip(frames, cpu_s, strict=True)):
         op = "all_reduce" if rank == len(frames) - 1 else "barrier"
         lines: list[list[Any]] = [
             ["main", 7], ["place", 1, f"train.py:{rank + 1}", "", ""], ["group", 1, list(range(len(frames))), "", 0],
             ["kind", 1, op, [], [], "", -1, -1, 0, 4, []], ["call", 1, 1, 1, 1, 0, 7, 0.0], ["wait", 1, 7, 0.0],
-            ["look", "S", 0.0, 0, 1.0], ["look", "S", used_s, 0, 1.5], ["stacks", {"7": stack}],
+            ["look", "S", 0.0, 0, 0.0, 1.0], ["look", "S", used_s, 0, starved_s, 1.5], ["stacks", {"7": stack}],
         ]  # fmt: skip
         doctor.take(rank, [json.dumps(line).encode() for line in lines], 0.0)
     doctor.look(0.0)
@@ -115,10 +115,15 @@ def test_where_a_rank_may_go_on_nothing_hangs(frames: list[list[list[Any]]], cpu
     assert {finding.check for finding in doctor.findings} == {MATCH}
 
 
+def test_who_has_no_core_does_not_hang() -> None:
+    doctor = stood(STANDS, [0.0, 0.0, 0.0], SURE_S, starved_s=0.45)
+    assert {finding.check for finding in doctor.findings} == {MATCH}
+
+
 def test_who_is_asked_again_just_then_still_hangs() -> None:
     """Where a rank is comes after it was asked: a look between the two takes nothing back, and decides nothing."""
     doctor = stood(STANDS, [0.0, 0.0, 0.0], SURE_S - 0.5)
-    asked = [json.dumps(["look", "S", 0.0, 0, 2.0]).encode(), json.dumps(["stacks", {}]).encode()]
+    asked = [json.dumps(["look", "S", 0.0, 0, 0.0, 2.0]).encode(), json.dumps(["stacks", {}]).encode()]
     doctor.take(2, asked, SURE_S - 0.4)
     doctor.look(SURE_S)
     assert doctor.over

@@ -243,3 +243,5 @@ def test_ranks_that_all_stand_still_are_a_finding_and_one_that_computes_is_none(
     assert (found.check, found.ranks) == (HANG, (0,))
     cases[0].cpu_share = 0.9
     assert still.look(cases, matching, 99.0) is None
+    cases[0].cpu_share, cases[0].starved_share = 0.03, 0.9
+    assert still.look(cases, matching, 99.0) is None, "30 others have the cores"
