@@ -65,6 +65,11 @@ def started_by() -> str:
     return os.environ.get(STARTED_BY, "")
 
 
+def on_one_machine() -> bool:
+    """Whether this is a rank of the Compose file, all of which are on one machine."""
+    return "RANKS_ON_HOST" in os.environ
+
+
 def starting_command(environ: Mapping[str, str], program: str) -> str:
     """What started this process, where nobody has said so: torchrun, an engine, or a person who typed `program`."""
     if environ.get(STARTED_BY):

@@ -151,7 +151,10 @@ def out_of_bounds(what: str, least: float, found: float, most: float) -> Iterato
 # --- the ledger ---
 
 LEAST_BYTES, STEP_BYTES = 2048, 512
-UNSEEN = "wire bytes are not visible: NCCL sends past the sockets, over NVLink, PCIe or InfiniBand; called bytes decide"
+UNSEEN = (
+    "wire bytes are not visible: NCCL sends past the sockets where it can (NCCL_DEBUG=INFO says which way), so called"
+    " bytes decide"
+)
 AMOUNT_CONTROL = "tests/rank/test_meter_self_test.py::test_a_ledger_that_counts_wrong_is_seen"
 
 

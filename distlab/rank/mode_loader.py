@@ -17,6 +17,7 @@ import torch
 from distlab.cluster import name_ranks
 from distlab.cluster.control_plane import Exchange
 from distlab.config import Config, ConfigError
+from distlab.config.launchers import on_one_machine
 from distlab.config.settings import LESSONS, ModeOptions, is_path, lesson_file, mode_name, modes
 from distlab.contract import Mode, Variant
 from distlab.data_parallel.strategy import maker
@@ -170,8 +171,9 @@ def pick_device(config: Config, engine: str = "") -> torch.device:
         raise ConfigError(
             [f"{wanted} needs a GPU and rank {config.rank} sees none: use LAB_BACKEND=gloo LAB_DEVICE=cpu"]
         )
+    numbered = config.local_rank is not None or on_one_machine()
     card = config.local_rank if config.local_rank is not None else config.rank or 0
-    if config.backend == "gloo" or config.local_rank is None or (engine and count == 1):
+    if config.backend == "gloo" or not numbered or (engine and count == 1):
         card %= count
     if card >= count:
         raise ConfigError(

@@ -162,7 +162,8 @@ def test_the_gpu_overlay_is_nccl_on_all_gpus() -> None:
         assert service["environment"]["LAB_DEVICE"] == "cuda"
         (device,) = service["deploy"]["resources"]["reservations"]["devices"]
         assert (device["driver"], device["count"], device["capabilities"]) == ("nvidia", -1, ["gpu"])
-        assert int(service["shm_size"]) >= 2**30
+        assert service["ipc"] == "host"  # one /dev/shm, and one machine to NCCL
+        assert service["environment"]["NCCL_HOSTID"] == "distlab"
         assert service["ulimits"]["memlock"] == -1
         assert service["cap_drop"] == ["ALL"]  # what the first file says still stands
     shared = resolved(*FILES, LAB_BACKEND="gloo")["services"]["worker0"]

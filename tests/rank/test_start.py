@@ -187,6 +187,10 @@ def test_ranks_take_the_cards_that_are_theirs(monkeypatch: pytest.MonkeyPatch) -
     assert pick_device(config_of(RANK="3", LOCAL_RANK="0", LAB_BACKEND="nccl")).index == 0
     assert taken == [1, 0]
     assert pick_device(config_of(RANK="3", LAB_BACKEND="nccl")).index == 1  # nobody has numbered them: 3 modulo 2
+    with monkeypatch.context() as composed:
+        composed.setenv("RANKS_ON_HOST", "4")
+        with pytest.raises(ConfigError, match=r"rank 3 is number 3 on its machine, .* which has 2 GPUs"):
+            pick_device(config_of(RANK="3", LAB_BACKEND="nccl"))
     with pytest.raises(
         ConfigError, match=r"rank 3 is number 2 on its machine, .* which has 2 GPUs, and NCCL takes one"
     ):
