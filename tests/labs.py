@@ -23,6 +23,7 @@ from distlab.lab import Lab, RunHooks
 from distlab.measure.traffic import Ledger
 from distlab.mesh.grid import Mesh
 from distlab.rank.main import places_of
+from distlab.rank.meter_self_test import unseen_on
 from distlab.rank.mode_loader import load_for
 from distlab.rank.preflight import refuse
 from distlab.report import records
@@ -157,7 +158,8 @@ def lab_of(
     journal.write(replace(start, by_torch=list(mode.by_torch)))
     store = dist.PrefixStore(folder, dist.distributed_c10d._get_default_store())
     exchange = Exchange(store, group.rank(), group.size(), timeout_s=30)
-    ledger = Ledger(group.rank(), group.size(), exchange.everyone, store_port())
+    unseen = unseen_on(config.backend, group.size())
+    ledger = Ledger(group.rank(), group.size(), exchange.everyone, store_port(), unseen=unseen)
 
     def finished(_section: str, _rows: Sequence[str] = ()) -> None:
         if until:

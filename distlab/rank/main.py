@@ -32,7 +32,7 @@ from distlab.mesh.grid import Mesh
 from distlab.rank import preflight
 from distlab.rank.finish import Sections, finish_run, let_leave, move, publish_for, write_failure_report
 from distlab.rank.machine_load import read_load
-from distlab.rank.meter_self_test import UNSEEN, check_ledger, check_meters, measure_link
+from distlab.rank.meter_self_test import check_ledger, check_meters, measure_link, unseen_on
 from distlab.rank.mode_loader import (
     check_cards,
     import_and_freeze,
@@ -205,7 +205,7 @@ class RankRun:
         assert world is not None
         self.watch.main.follow(world)
         exchange, config, cluster = self.exchange, self.config, self.cluster
-        unseen = UNSEEN if config.backend == "nccl" and cluster.world_size > 1 else ""
+        unseen = unseen_on(config.backend, cluster.world_size)
         ledger = Ledger(cluster.rank, cluster.world_size, exchange.everyone, cluster.store_port, unseen=unseen)
         lab = Lab(config, self.mode, self.device, world, exchange, ledger, self.journal, self._hooks(addresses, drills))
         greet(lab, cluster)
