@@ -270,24 +270,96 @@ NEAR = 1e-4  # relative
 
 
 class Norms:
-    """What clip_grad_norm_ has returned for parameters of a FullyShardedDataParallel."""
+    """What clip_grad_norm_ has returned for gradients that are cut over ranks, and the norm that it cuts to."""
 
     def __init__(self) -> None:
-        self._norms: dict[tuple[tuple[int, ...], int], dict[int, tuple[float, str]]] = defaultdict(dict)
+        self._norms: dict[tuple[tuple[int, ...], int], dict[int, tuple[float, float, str, str]]] = defaultdict(dict)
 
-    def take(self, case: RankState, turn: int, norm: float, ranks: list[int], place: int) -> None:
+    def take(self, case: RankState, turn: int, norm: float, most: float, ranks: list[int], by: str, place: int) -> None:
         if ranks:
-            self._norms[ranks_along(case, ranks), turn][case.rank] = float(norm), case.place(place).line
+            found = float(norm), float(most), by, case.place(place).line
+            self._norms[ranks_along(case, ranks), turn][case.rank] = found
 
     def apart(self) -> Iterator[Finding]:
         told: set[str] = set()
         for (ranks, _), seen in sorted(self._norms.items()):
-            norms, line = [norm for norm, _ in seen.values()], next(line for _, line in seen.values())
-            if line not in told and set(seen) == set(ranks) and max(norms) - min(norms) > NEAR * max(norms):
+            norms, line = [each[0] for each in seen.values()], next(iter(seen.values()))[3]
+            scaled = any(norm > most for norm, most, _, _ in seen.values())
+            differ = max(norms) - min(norms) > NEAR * max(norms)
+            if line not in told and set(seen) == set(ranks) and differ and scaled:
                 told.add(line)
-                listed = ", ".join(f"{norm:.4g} on rank {rank}" for rank, (norm, _) in sorted(seen.items()))
+                listed = ", ".join(f"{each[0]:.4g} on rank {rank}" for rank, each in sorted(seen.items()))
+                part, remedy = CUT.get(seen[ranks[0]][2], CUT[""])
                 sentence = (
-                    f"clip_grad_norm_ at {line} gives {listed}: each rank has the norm of its own shard, so shards are"
-                    " scaled by other factors; call clip_grad_norm_ of the FullyShardedDataParallel module"
+                    f"clip_grad_norm_ at {line} gives {listed}: each rank has the norm of its own {part}, so {part}s"
+                    f" are scaled by other factors; {remedy}"
                 )
                 yield Finding(REPLICAS, sentence, ranks)
+
+
+BY_HAND = (
+    "all_reduce the squares of these norms over the group, and scale by the root of their sum"
+    " (torch.nn.utils.clip_grads_with_norm_)"
+)
+CUT = {  # what a rank has, and what to do, by what cuts the gradients
+    "FSDP": ("shard", "call clip_grad_norm_ of the FullyShardedDataParallel module"),
+    "reduce_scatter": ("shard", BY_HAND),
+    "": ("part", BY_HAND),
+}
+
+
+# Tensor parallelism by hand: ranks sum their parts of an activation, which are of one batch, or mean nothing.
+
+
+class Parts:
+    """The first inputs of ranks that sum activations over a group in which nobody averages gradients."""
+
+    def __init__(self) -> None:
+        self._inputs: dict[tuple[int, ...], dict[int, dict[int, int]]] = defaultdict(lambda: defaultdict(dict))
+        self._lines: dict[tuple[int, ...], str] = {}
+
+    def take(self, case: RankState, step: int, group: int, found: int, place: int) -> None:
+        ranks = case.group(group).ranks
+        self._inputs[ranks][step][case.rank] = found
+        self._lines[ranks] = case.place(place).line
+
+    def apart(self) -> Iterator[Finding]:
+        for ranks, by_step in self._inputs.items():
+            whole = [set(seen.values()) for seen in by_step.values() if set(seen) == set(ranks)]
+            if len(whole) >= ENOUGH_STEPS and all(len(each) > 1 for each in whole):
+                sentence = (
+                    f"{name_ranks(ranks)} sum their parts of an activation at {self._lines[ranks]} (tensor"
+                    f" parallelism), and have other samples: the inputs of their first {len(whole)} steps differ; give"
+                    " all ranks of that group the same samples, or broadcast those of one"
+                )
+                yield Finding(REPLICAS, sentence, ranks)
+
+
+# Weights that FSDP cuts: it takes each rank's part of that rank's own model.
+
+
+class Begun:
+    """The weights of each rank where FSDP took them, and nothing was loaded until the first forward pass."""
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[int, tuple[int, ...]], dict[int, dict[str, int]]] = defaultdict(dict)
+        self._lines: dict[tuple[int, tuple[int, ...]], str] = {}
+
+    def take(self, case: RankState, turn: int, ranks: list[int], sums: list[list[Any]], place: int) -> None:
+        key = turn, ranks_along(case, ranks)
+        self._sums[key][case.rank] = {str(name): int(found) for name, found in sums}
+        self._lines[key] = case.place(place).line
+
+    def questions(self) -> Iterator[str]:
+        for (turn, ranks), seen in sorted(self._sums.items()):
+            first = seen.get(ranks[0], {})
+            names = [name for name in first if len({each.get(name) for each in seen.values()}) > 1]
+            if names and set(seen) == set(ranks):
+                more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+                yield (
+                    f"is it meant that {name_ranks(ranks)} have other weights ({names[0]}{more}) where FSDP takes them"
+                    f" at {self._lines[turn, ranks]}? Each keeps its own rank's part: seed or load them on all ranks"
+                    " alike, or send rank 0's to all (sync_module_states=True; set_model_state_dict with"
+                    " broadcast_from_rank0)"
+                )
+                return

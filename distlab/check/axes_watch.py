@@ -11,13 +11,13 @@ import sys
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from distlab.check.recorder import Call, Group, Recorder, preceded
+from distlab.check.recorder import Call, Group, Recorder, flat, harmless, preceded
 from distlab.check.replica_steps import checksum, parameters
 from distlab.check.training import FIRST
 from distlab.measure.tensors import hash_of
@@ -47,33 +47,34 @@ class Summand(NamedTuple):
     place: int
 
 
-def harmless(before: Callable[..., None]) -> Callable[..., None]:
-    """The same, whose exceptions are told: a defect of ours, or a class of another torch, may not end the script."""
+class Taken(NamedTuple):
+    """What FSDP has taken of this rank's weights: their checksums before, and that of its part then."""
 
-    @functools.wraps(before)
-    def tried(watch: Any, *args: Any, **named: Any) -> None:
-        try:
-            before(watch, *args, **named)
-        except Exception as error:
-            watch.telling.say("unrecorded", before.__name__, repr(error))
-
-    return tried
+    sums: list[list[Any]]
+    ranks: list[int]
+    place: int
+    part: list[torch.Tensor]
+    bits: int
 
 
 class Axes:
     """Watches this process; `install` once."""
 
     def __init__(self, recorder: Recorder) -> None:
-        self._recorder, self.telling = recorder, recorder.telling
+        self.recorder, self._telling = recorder, recorder.telling
         self._steps = 0
         self._copies: dict[int, list[Copy]] = {}  # by id of the optimizer that steps them
         self._names: dict[int, str] = {}  # of parameters, by id
         self._summed: list[Summand] = []  # since the last step
         self._given_at = -1  # the step in which the first inputs were told
         self._times: Counter[str] = Counter()
-        self._sharded: dict[
-            int, list[int]
-        ] = {}  # ranks that a parameter is cut over by FullyShardedDataParallel, by id
+        self._sharded: dict[int, list[int]] = {}  # ranks that FullyShardedDataParallel cuts a parameter over, by its id
+        self._scattered: dict[int, list[int]] = {}  # ranks of the script's reduce_scatter since the last step, by size
+        self._entered = -1, 0  # a step, and the checksum of the samples whose activations were summed in it
+        self._parts: dict[int, tuple[Group, int]] = {}  # groups that sum activations, by number, and where
+        self._averages: set[int] = set()  # numbers of groups that average gradients
+        self._taken: list[Taken] = []
+        self._wrapping = False
 
     def install(self) -> None:
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -82,8 +83,8 @@ class Axes:
 
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
-        self._recorder.on_call.append(self._note_sum)
-        self._recorder.at_end.append(lambda: self._tell_copies(-1))
+        self.recorder.on_call.append(self._note_sum)
+        self.recorder.at_end.append(lambda: self._tell_copies(-1))
         sampler: Any = distributed.DistributedSampler
         sampler.__iter__ = preceded(sampler.__iter__, self._drawn)
         split = followed(dataset.random_split, self._split)
@@ -110,6 +111,9 @@ class Axes:
         if sharded is not None and not self._turn("fsdp"):
             one: Any = sharded.FullyShardedDataParallel
             one.forward = preceded(one.forward, self._forward_1)
+            one.__init__ = self._wraps(one.__init__)
+            part: Any = sys.modules["torch.distributed.fsdp._fully_shard._fsdp_param_group"].FSDPParamGroup
+            part.__init__ = self._shards(part.__init__)
             two: Any = sys.modules["torch.distributed.fsdp._fully_shard._fsdp_state"].FSDPState
             two._pre_forward = preceded(two._pre_forward, self._forward_2)
 
@@ -117,6 +121,7 @@ class Axes:
 
     @harmless
     def _forward_1(self, module: Any, *inputs: Any, **named: Any) -> None:
+        self._tell_taken()
         if self._is_first():
             axes: list[Axis] = [("shard", dist.get_process_group_ranks(module.process_group))]
             between = getattr(module, "_inter_node_pg", None)
@@ -130,6 +135,7 @@ class Axes:
 
     @harmless
     def _forward_2(self, state: Any, module: torch.nn.Module, args: Any, named: Any) -> None:
+        self._tell_taken()
         if self._is_first():
             self._names |= {id(each): name for name, each in module.named_parameters()}
             of_module = state._fsdp_param_group
@@ -146,12 +152,89 @@ class Axes:
 
     def _tell_given(self, axes: list[Axis], inputs: list[Any]) -> None:
         for name, ranks in axes:
-            self.telling.say("given", self._steps, name, ranks, checksum(inputs), self._recorder.places.here(3)[0])
+            self._telling.say("given", self._steps, name, ranks, checksum(inputs), self.recorder.places.here(3)[0])
+
+    # What FSDP takes
+
+    def _wraps(self, make: Callable[..., None]) -> Callable[..., None]:
+        """FullyShardedDataParallel's, the outermost of those that one wrapping makes."""
+
+        @functools.wraps(make)
+        def made(own: Any, module: torch.nn.Module, *args: Any, **named: Any) -> None:
+            if self._wrapping or named.get("sync_module_states"):
+                make(own, module, *args, **named)
+                return
+            inner = {id(one) for each in module.modules() if isinstance(each, type(own)) for one in each.parameters()}
+            taken = [(name, each) for name, each in module.named_parameters() if id(each) not in inner]
+            sums = self._sums_of(taken)
+            self._wrapping = True
+            try:
+                make(own, module, *args, **named)
+            finally:
+                self._wrapping = False
+            self._take(sums, lambda: dist.get_process_group_ranks(own.process_group), lambda: list(own.parameters()))
+
+        return made
+
+    def _shards(self, make: Callable[..., None]) -> Callable[..., None]:
+        """fully_shard's."""
+
+        @functools.wraps(make)
+        def made(own: Any, params: Any, modules: Any, mesh_info: Any, *args: Any, **named: Any) -> None:
+            names = {id(each): name for module in modules for name, each in module.named_parameters()}
+            sums = self._sums_of([(names.get(id(each), "a parameter"), each) for each in params])
+            make(own, params, modules, mesh_info, *args, **named)
+            last = mesh_info.mesh.ndim - 1
+            self._take(
+                sums, lambda: axis_of(mesh_info.mesh, last)[1], lambda: [e.sharded_param for e in own.fsdp_params]
+            )
+
+        return made
+
+    def _sums_of(self, named: Sequence[tuple[str, torch.Tensor]]) -> list[list[Any]]:
+        if self._steps or any(each.is_meta for _, each in named):
+            return []
+        return [[name, checksum([each.detach()])] for name, each in named[:MOST_NAMED]]
+
+    @harmless
+    def _take(
+        self, sums: list[list[Any]], ranks: Callable[[], list[int]], part: Callable[[], list[torch.Tensor]]
+    ) -> None:
+        if sums:
+            now = part()
+            self._taken.append(Taken(sums, ranks(), self.recorder.places.here(4)[0], now, checksum(now)))
+
+    def _tell_taken(self) -> None:
+        """At the first forward pass: of what was not loaded since."""
+        taken, self._taken = self._taken, []
+        for turn, each in enumerate(taken):
+            if checksum(each.part) == each.bits:
+                self._telling.say("taken", turn, each.ranks, each.sums, each.place)
+
+    # Tensor parallelism by hand
+
+    def _note_part(self, name: str, args: tuple[Any, ...], call: Call, group: Group) -> None:
+        """A call that cuts gradients over a group, averages them, or sums parts of an activation."""
+        if call.op == "reduce_scatter" and call.by_script:
+            self._scattered[sum(each.numel() for each in flat(args[0]))] = group.ranks
+        if call.op == "reduce_scatter" or (call.op == "all_reduce" and not call.by_script):
+            self._averages.add(group.number)
+        if name == "allreduce_" and call.by_script and len(group.ranks) > 1:
+            (tensor, *_) = flat(args[0])
+            if call.parameter is not None and call.parameter.gradient:
+                self._averages.add(group.number)
+            elif self._entered[0] != self._steps and tensor.dim() > 1 and call.parameter is None:
+                given = outermost_inputs()
+                if given and len(given[0]) == len(tensor):
+                    self._entered = self._steps, checksum(given)
+                    self._parts.setdefault(group.number, (group, call.place))
 
     @harmless
     def _note_sum(self, name: str, args: tuple[Any, ...], call: Call, group: Group) -> None:
         """Before an all_reduce of the script's own: it may be of gradients."""
         self._look_at_classes()
+        if self._steps < FIRST:
+            self._note_part(name, args, call, group)
         if self._steps >= FIRST or name != "allreduce_" or not call.by_script:
             return
         for tensor in args[0]:
@@ -165,13 +248,27 @@ class Axes:
         """Gradients that were all summed by the script are told, by one checksum of what went in."""
         self._look_at_classes()
         summed, self._summed = self._summed, []
-        if not summed:
-            return
+        self._scattered.clear()
+        try:
+            if summed:
+                self._tell_summands(optimizer, summed)
+        finally:
+            self._tell_entered()
+
+    def _tell_entered(self) -> None:
+        """The samples of a rank that sums activations over a group, and averages no gradients there."""
+        if self._entered[0] == self._steps:
+            for number, (_, place) in self._parts.items():
+                if number not in self._averages:
+                    self._telling.say("entered", self._steps, number, self._entered[1], place)
+
+    def _tell_summands(self, optimizer: torch.optim.Optimizer, summed: list[Summand]) -> None:
         gradients = [each.grad for each in parameters(optimizer) if each.grad is not None]
         for these in (summed, [each for each in summed if each.numel > 1]):  # a loss is summed too
             if these and len({each.group.number for each in these}) == 1 and are_summed(these, gradients):
                 found = zlib.crc32(repr([each.bits for each in these]).encode())
-                self.telling.say("summands", self._steps, these[0].group.number, found, these[0].place)
+                self._telling.say("summands", self._steps, these[0].group.number, found, these[0].place)
+                self._averages.add(these[0].group.number)
                 break
 
     @harmless
@@ -196,7 +293,7 @@ class Axes:
             for name, (axis, ranks), tensor in copies:
                 by_axis.setdefault((axis, tuple(ranks)), []).append([name, *bits_and_norm(tensor)])
         for (axis, along), held in by_axis.items():
-            self.telling.say("copies", step, axis, list(along), held[:MOST_NAMED])
+            self._telling.say("copies", step, axis, list(along), held[:MOST_NAMED])
 
     # What else is alike or meant to be
 
@@ -210,24 +307,36 @@ class Axes:
                 turn = self._turn(f"declared {axis} {ranks}")
                 if turn < MOST_DECLARED:
                     found = bits_and_norm(made)
-                    self.telling.say("declared", turn, axis, ranks, *found, self._recorder.places.here(3)[0])
+                    self._telling.say("declared", turn, axis, ranks, *found, self.recorder.places.here(3)[0])
 
     def _clips(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
-        def clipped(parameters: Any, *args: Any, **named: Any) -> Any:
-            given = parameters if isinstance(parameters, torch.Tensor) else list(parameters)
-            norm = function(given, *args, **named)
-            self._clipped(norm, given)
+        def clipped(parameters: Any, max_norm: float, *args: Any, **named: Any) -> Any:
+            given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+            norm = function(given, max_norm, *args, **named)
+            self._clipped(norm, max_norm, given)
             return norm
 
         return clipped
 
     @harmless
-    def _clipped(self, norm: Any, given: Any) -> None:
+    def _clipped(self, norm: Any, max_norm: Any, given: list[torch.Tensor]) -> None:
         turn = self._turn("clipped")
-        if turn < FIRST and not hasattr(norm, "placements") and math.isfinite(float(norm)):
-            ranks = next((self._sharded[id(each)] for each in given if id(each) in self._sharded), [])
-            self.telling.say("clipped", turn, float(norm), ranks, self._recorder.places.here(3)[0])
+        if turn < FIRST and not hasattr(norm, "placements") and math.isfinite(float(norm)) and math.isfinite(max_norm):
+            ranks, by = self._cut_over(given)
+            place = self.recorder.places.here(3)[0]
+            self._telling.say("clipped", turn, float(norm), float(max_norm), ranks, by, place)
+
+    def _cut_over(self, given: list[torch.Tensor]) -> tuple[list[int], str]:
+        """The ranks that these gradients are cut over, and by what."""
+        by_fsdp = next((self._sharded[id(each)] for each in given if id(each) in self._sharded), None)
+        if by_fsdp is not None:
+            return by_fsdp, "FSDP"
+        size = sum(each.grad.numel() for each in given if each.grad is not None)
+        if size in self._scattered:
+            return self._scattered[size], "reduce_scatter"
+        parts = [group for number, (group, _) in self._parts.items() if number not in self._averages]
+        return (parts[0].ranks, "parts") if parts else ([], "")
 
     @harmless
     def _drawn(self, sampler: Any) -> None:
@@ -237,20 +346,32 @@ class Axes:
             indices = getattr(sampler.dataset, "indices", None)
             order = [int(sampler.seed), int(sampler.epoch)] if sampler.shuffle else [0, 0]
             subset = zlib.crc32(repr(list(indices)).encode()) if isinstance(indices, (list, tuple)) else 0
-            place = self._recorder.places.here(3)[0]
-            self.telling.say("drawn", turn, *order, subset, len(sampler.dataset), sampler.num_replicas, place)
+            place = self.recorder.places.here(3)[0]
+            self._telling.say("drawn", turn, *order, subset, len(sampler.dataset), sampler.num_replicas, place)
 
     @harmless
     def _split(self, parts: Any, *_: Any, **__: Any) -> None:
         found = zlib.crc32(repr([list(each.indices) for each in parts]).encode())
         sizes = [len(each) for each in parts]
-        self.telling.say("split", self._turn("split"), sizes, found, self._recorder.places.here(3)[0])
+        self._telling.say("split", self._turn("split"), sizes, found, self.recorder.places.here(3)[0])
 
     def _turn(self, what: str) -> int:
         """How often this came before."""
         turn = self._times[what]
         self._times[what] += 1
         return turn
+
+
+def outermost_inputs() -> list[torch.Tensor]:
+    """The tensors that the outermost of the modules was called with in which this call is made."""
+    frame: Any = sys._getframe(1)
+    inputs: tuple[Any, ...] = ()
+    called: Any = torch.nn.Module._call_impl.__code__
+    while frame is not None:
+        if frame.f_code is called:
+            inputs = frame.f_locals["args"]
+        frame = frame.f_back
+    return [each for each in inputs if isinstance(each, torch.Tensor) and each.dim()]
 
 
 def are_summed(summed: list[Summand], gradients: list[torch.Tensor]) -> bool:

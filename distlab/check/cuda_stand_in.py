@@ -171,6 +171,8 @@ class CudaStandIn:
         parallel.__init__ = self._without(parallel.__init__, ("device_ids", "output_device"), 2)
         fsdp: Any = importlib.import_module("torch.distributed.fsdp").FullyShardedDataParallel
         fsdp.__init__ = self._on_cpu(fsdp.__init__)
+        initial: Any = importlib.import_module("torch.distributed.fsdp._init_utils")
+        initial._check_module_states_for_sync_module_states = lambda module: None  # noqa: ARG005  gloo sends them, too
         autocast: Any = torch.amp.autocast_mode.autocast
         autocast.__init__ = self._in_bfloat16(autocast.__init__)
         loading: Any = torch

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distlab.check.axes_watch import harmless
-from distlab.check.recorder import Recorder, preceded
+from distlab.check.recorder import Recorder, harmless, preceded
 
 MOST_NODES = 2000  # of a graph that are looked at
 MOST_LOOKED_AT = 8  # backward passes after such an all_gather
@@ -28,7 +27,7 @@ class LostResults:
     """Watches this process; `install` once."""
 
     def __init__(self, recorder: Recorder) -> None:
-        self._recorder, self.telling = recorder, recorder.telling
+        self.recorder, self._telling = recorder, recorder.telling
         self._alone: dict[bool, References] = {}  # by whether the tensor is given by its place
         self._gathered: list[tuple[int, int, list[torch.Tensor]]] = []  # a line, a group, what comes out
         self._looked_at = 0
@@ -66,15 +65,15 @@ class LostResults:
         # Of memory that NumPy has, and of ones and zeros, which are summed to wait for each other.
         if waits and tensor.untyped_storage().resizable() and not bool(((tensor == 0) | (tensor == 1)).all()):
             group: Any = named.get("group", args[2] if len(args) > 2 else None) or dist.group.WORLD
-            number = self._recorder.group_of(group).number
-            self.telling.say("unread", "all_reduce", number, self._recorder.places.here(3)[0])
+            number = self.recorder.group_of(group).number
+            self._telling.say("unread", "all_reduce", number, self.recorder.places.here(3)[0])
 
     @harmless
     def _gathers(self, outputs: Any, tensor: torch.Tensor, group: Any = None, *_: Any, **__: Any) -> None:
         if torch.is_grad_enabled() and tensor.grad_fn is not None and tensor.numel() > 1:
             world: Any = dist.group.WORLD
-            number = self._recorder.group_of(group or world).number
-            place, by_script = self._recorder.places.here(3)
+            number = self.recorder.group_of(group or world).number
+            place, by_script = self.recorder.places.here(3)
             if by_script and self._looked_at < MOST_LOOKED_AT:
                 self._gathered.append((place, number, outputs if isinstance(outputs, list) else [outputs]))
                 del self._gathered[:-GATHERED]
@@ -88,7 +87,7 @@ class LostResults:
         saved = list(saved_tensors([tensors] if isinstance(tensors, torch.Tensor) else tensors))
         for place, group, outputs in gathered:
             if not any(each.requires_grad for each in outputs) and any(holds(each, outputs) for each in saved):
-                self.telling.say("cut", "all_gather", group, place)
+                self._telling.say("cut", "all_gather", group, place)
 
 
 def references(args: tuple[Any, ...], named: dict[str, Any]) -> References:

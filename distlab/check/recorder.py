@@ -157,6 +157,14 @@ class Recorder:
         finally:
             self.thread.unseen -= 1
 
+    @contextmanager
+    def telling_what_fails(self, what: str) -> Iterator[None]:
+        """A defect of ours, a class of another torch, or a tensor that nobody can read, may not end the script."""
+        try:
+            yield
+        except Exception as error:
+            self.telling.say("unrecorded", what, repr(error))
+
     def hidden(self) -> bool:
         """Whether this thread is in `unseen`."""
         return bool(getattr(self.thread, "unseen", 0))
@@ -270,6 +278,17 @@ def preceded(function: Callable[..., Any], before: Callable[..., None]) -> Calla
         return function(*args, **named)
 
     return both
+
+
+def harmless(before: Callable[..., None]) -> Callable[..., None]:
+    """The same method of what has a recorder; its exceptions are told."""
+
+    @functools.wraps(before)
+    def tried(watch: Any, *args: Any, **named: Any) -> None:
+        with watch.recorder.telling_what_fails(before.__name__):
+            before(watch, *args, **named)
+
+    return tried
 
 
 def flat(tensors: Any) -> tuple[torch.Tensor, ...]:

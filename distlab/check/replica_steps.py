@@ -201,6 +201,7 @@ class ReplicaSteps:
                 self._tell("weights", replica, step, named)
                 states = [(name, optimizer.state[each]) for name, each in named if each in optimizer.state]
                 self._tell("states", replica, step, [(name, heads(state)) for name, state in states])
+                self._tell("buffers", replica, step, buffers_of(replica))
             replica.forwards.stepped = True
         if not self._begun:
             self._watch_broadcast(optimizer, place)
@@ -362,6 +363,15 @@ class Known:
 def replica_of(parallel: Any) -> Replica | None:
     found: Replica | None = parallel.__dict__.get("_distlab", (None,) * 4)[3]
     return found
+
+
+def buffers_of(replica: Replica) -> Named:
+    """Those of a DDP's module; a rank's own statistics of its batches are no cause of anything in training."""
+    parallel = replica.module() if replica.module is not None else None
+    module: Any = parallel._modules["module"] if parallel is not None else torch.nn.Identity()
+    norms = [each for each in module.modules() if isinstance(each, torch.nn.modules.batchnorm._NormBase)]
+    statistics = {id(buffer) for each in norms for buffer in each.buffers()}
+    return [(name, buffer) for name, buffer in module.named_buffers() if id(buffer) not in statistics]
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -43,6 +43,7 @@ class Known:
     weights: Sums = field(default_factory=lambda: defaultdict(dict))
     gradients: Sums = field(default_factory=lambda: defaultdict(dict))
     states: Sums = field(default_factory=lambda: defaultdict(dict))
+    buffers: Sums = field(default_factory=lambda: defaultdict(dict))
     traces: dict[int, dict[int, tuple[int, int, int]]] = field(default_factory=lambda: defaultdict(dict))
     apart: dict[str, int] = field(default_factory=dict)  # since which step gradients, options, weights differ
     agreed: int = 0  # the last step after which the weights were seen equal
@@ -94,6 +95,10 @@ class Replicas:
 
     def take_states(self, case: RankState, key: str, group: int, step: int, sums: list[list[Any]], place: int) -> None:
         known = self._take_sums(case, key, group, "states", step, sums)
+        known.stepped_at = line_of(case, place) or known.stepped_at
+
+    def take_buffers(self, case: RankState, key: str, group: int, step: int, sums: list[list[Any]], place: int) -> None:
+        known = self._take_sums(case, key, group, "buffers", step, sums)
         known.stepped_at = line_of(case, place) or known.stepped_at
 
     def _take_sums(self, case: RankState, key: str, group: int, kind: str, step: int, sums: list[list[Any]]) -> Known:
@@ -249,6 +254,7 @@ def why_apart(key: str, ranks: tuple[int, ...], known: Known) -> str:
         or without_average(key, known, ranks)
         or other_gradients(known, ranks)
         or other_state(known, ranks)
+        or other_buffers(known, ranks)
         or "gradients, options and state of the optimizer were seen equal, so something else writes the weights between"
         " the steps of some ranks: let all ranks do it"
     )
@@ -406,4 +412,17 @@ def other_state(known: Known, ranks: tuple[int, ...]) -> str:
     return (
         f"another state of the optimizer ({listed(names)}) at step {full[0]}, with the same gradients: load or make it"
         " on all ranks alike"
+    )
+
+
+def other_buffers(known: Known, ranks: tuple[int, ...]) -> str:
+    _, apart = since(known, ranks)
+    full = [step for step, sums in sorted(known.buffers.items()) if are_apart(sums, ranks)]
+    if not full or (apart and full[0] > apart):
+        return ""
+    _, names = smaller_side(known.buffers[full[0]])
+    which = listed(names).replace("parameter", "buffer")
+    return (
+        f"other buffers ({which}) at step {full[0]}, with the same gradients: what is written into the weights from"
+        " them is each rank's own; all_reduce them on all ranks, or let DDP send rank 0's (broadcast_buffers=True)"
     )

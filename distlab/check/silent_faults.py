@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple, get_type_hints
 
-from distlab.check.axes import Copies, Draws, Dropouts, Norms, Shares
+from distlab.check.axes import Begun, Copies, Draws, Dropouts, Norms, Parts, Shares
 from distlab.check.memory_faults import Contents, Layouts, Lost
 from distlab.check.parameter_calls import ParameterCalls
 from distlab.check.rank_state import (
@@ -161,7 +161,7 @@ class Quiet:
         self.parameter_calls = ParameterCalls()
         self._gradients, self._dropouts = Gradients(world_size), Dropouts(world_size, mesh)
         self._copies, self._shares, self._draws = Copies(), Shares(), Draws(world_size)
-        self._norms = Norms()
+        self._norms, self._parts, self._begun = Norms(), Parts(), Begun()
         self._layouts, self._contents, self._lost = Layouts(), Contents(), Lost()
         self._handles: dict[tuple[CallPlace, CallPlace | None], tuple[str, list[int]]] = {}  # by call and its wait
         self._devices: dict[tuple[int, str], list[int]] = defaultdict(list)
@@ -173,6 +173,7 @@ class Quiet:
             "weights": self._replicas.take_weights,
             "gradients": self._replicas.take_gradients,
             "states": self._replicas.take_states,
+            "buffers": self._replicas.take_buffers,
             "trace": self._replicas.take_trace,
             "options": self._replicas.take_options,
             "fault": self._replicas.take_fault,
@@ -191,6 +192,8 @@ class Quiet:
             "drawn": self._draws.take,
             "split": self._draws.take_split,
             "clipped": self._norms.take,
+            "entered": self._parts.take,
+            "taken": self._begun.take,
             "unread": self._lost.take_unread,
             "cut": self._lost.take_cut,
             "strided": self._layouts.take,
@@ -243,6 +246,7 @@ class Quiet:
         yield from self._shares.alike()
         yield from self._draws.apart()
         yield from self._norms.apart()
+        yield from self._parts.apart()
         yield from self._layouts.apart()
         yield from self._contents.written()
         for (device, host), ranks in self._devices.items():
@@ -257,4 +261,5 @@ class Quiet:
         yield from self._gradients.questions()
         yield from self._samples.questions()
         yield from self._draws.questions()
+        yield from self._begun.questions()
         yield from self._lost.questions()

@@ -10,8 +10,7 @@ import socket
 import sys
 import weakref
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -116,23 +115,15 @@ class Training:
                 first = found[0][0]
                 self._telling.say("gradient", ratio, by_script, untouched, first.size, first.place, self._stepped_at)
         self._reduced.clear()
-        with self._telling_what_fails():
+        with self._recorder.telling_what_fails("a step of the optimizer"):
             self._replicas.before_step(optimizer, self._stepped_at)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._steps += 1
         self._recorder.sweep()
         self._telling.write(f'["step",{self._steps}]')
-        with self._telling_what_fails():
+        with self._recorder.telling_what_fails("a step of the optimizer"):
             self._replicas.after_step(optimizer, self._stepped_at)
-
-    @contextmanager
-    def _telling_what_fails(self) -> Iterator[None]:
-        """A defect of ours, or a tensor that nobody can read, may not end the script."""
-        try:
-            yield
-        except Exception as error:
-            self._telling.say("unrecorded", "a step of the optimizer", repr(error))
 
     def tell_end(self) -> None:
         """What the script leaves."""

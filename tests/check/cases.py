@@ -74,11 +74,11 @@ def line_of(script: Path, marker: str) -> str:
 # Correct scripts, scripts/right/NAME.py, and the number of ranks that each is written for; elastic.py is not among them:
 # it needs a launcher that starts it again (test_faults.py).
 RIGHT = dict.fromkeys([
-    "buckets_async", "by_hand", "coalescing", "compiled", "cuda_asked", "cuda_ddp", "dcp", "dcp_job", "dtensor_job", "ddp", "ddp_accumulation", "ddp_buffers", "ddp_hook", "ddp_join",
+    "buckets_async", "buffers_written", "by_hand", "coalescing", "compiled", "cuda_asked", "cuda_ddp", "dcp", "dcp_job", "dtensor_job", "ddp", "ddp_accumulation", "ddp_buffers", "ddp_hook", "ddp_join",
     "ddp_power_sgd", "ddp_sampler", "ddp_sparse", "ddp_static_graph", "ddp_two", "ddp_unfrozen", "ddp_unused", "evaluated_twice", "exits_0", "fsdp",
-    "fsdp1", "fsdp_save", "functional", "local_sgd", "no_destroy", "own_init", "pipe_1f1b", "pipe_gpipe",
+    "fsdp1", "fsdp1_synced", "fsdp_save", "functional", "local_sgd", "no_destroy", "own_init", "pipe_1f1b", "pipe_gpipe",
     "pipe_interleaved", "pipeline_job", "process_ranks", "rank_0_saves", "restart", "scheduler", "spawned_ranks", "spawned_workers",
-    "tensor_parallel", "threads", "tied_stages", "zero_redundancy",
+    "tensor_parallel", "threads", "tied_stages", "tp_by_hand", "zero_one_norm", "zero_redundancy",
 ], 2) | {
     "fsdp1_tensor_parallel": 4, "gossip": 4, "local_sgd_unfinished": 2, "hsdp": 4, "layouts": 2, "lost_results": 2, "local_sync_group": 3, "mesh_2d": 4, "objects": 3, "post_local_sgd": 4,
     "ring": 3, "samplers": 2, "send_recv": 4, "spawned_halves": 4,
@@ -133,6 +133,16 @@ PLANTED = (
     Planted("fsdp_same_data", 2, 1, ("same data",), ("a",), (0, 1)),
     Planted("by_hand_same_data", 2, 1, ("same data", "gradients"), ("a",), (0, 1)),
     Planted("fsdp1_own_norm", 2, 1, ("clip_grad_norm_", "own shard"), ("a",), (0, 1)),
+    Planted("zero_own_norm", 2, 1, ("clip_grad_norm_", "own shard", "all_reduce the squares"), ("a",), (0, 1)),
+    Planted("tp_own_norm", 2, 1, ("clip_grad_norm_", "own part", "all_reduce the squares"), ("a",), (0, 1)),
+    Planted("tp_by_hand", 2, 1, ("tensor parallelism", "other samples"), ("b",), (0, 1)),
+    Planted(
+        "fsdp1_seeds", 2, 0, ("is it meant", "other weights (0.weight and 3 more)", "sync_module_states"), ("a",), ()
+    ),
+    Planted("fully_shard_seeds", 2, 0, ("is it meant", "other weights (0.weight and 3 more)"), ("a",), ()),
+    Planted(
+        "buffers_written", 2, 1, ("other buffers (buffer scale)", "broadcast_buffers", "since step 2"), ("a",), (1,)
+    ),
     Planted("epoch_of_rank_0", 2, 1, ("epoch", "permutation"), ("a",), (1,)),
     Planted("split_by_rank", 2, 1, ("subset", "permutation"), ("a",), (1,)),
     Planted("temporary", 2, 0, ("nobody reads",), ("a",), ()),
