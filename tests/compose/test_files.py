@@ -157,13 +157,13 @@ def test_an_empty_index_of_torch_counts(variables: dict[str, str], index: str) -
 
 @needs_compose
 def test_the_gpu_overlay_is_nccl_on_all_gpus() -> None:
-    for service in resolved(*FILES, WORLD_SIZE="8")["services"].values():
+    for service in resolved(*FILES, WORLD_SIZE="8", COMPOSE_PROJECT_NAME="clone")["services"].values():
         assert service["environment"]["LAB_BACKEND"] == "nccl"
         assert service["environment"]["LAB_DEVICE"] == "cuda"
         (device,) = service["deploy"]["resources"]["reservations"]["devices"]
         assert (device["driver"], device["count"], device["capabilities"]) == ("nvidia", -1, ["gpu"])
         assert service["ipc"] == "host"  # one /dev/shm, and one machine to NCCL
-        assert service["environment"]["NCCL_HOSTID"] == "distlab"
+        assert service["environment"]["NCCL_HOSTID"] == "clone"  # one id for a cluster, however Compose names it
         assert service["ulimits"]["memlock"] == -1
         assert service["cap_drop"] == ["ALL"]  # what the first file says still stands
     shared = resolved(*FILES, LAB_BACKEND="gloo")["services"]["worker0"]
