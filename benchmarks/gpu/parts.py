@@ -216,7 +216,7 @@ def faults() -> Iterator[Part]:
         start=1,
     ):
         asked = {"LAB_SEED": str(number), "LAB_COLLECTIVE_TIMEOUT_S": "10"}
-        sentence = f"failed at step {number} {place}"
+        sentence = f"at step {number} {place}"  # of the rank itself, or of who waited for it
         yield mode(lesson, ranks, ALONE, asked, code=1, sentence=sentence)._replace(name=name)
     if ON_CARD:
         crowded = r"refused .*1 GPU, and NCCL takes one rank a GPU"

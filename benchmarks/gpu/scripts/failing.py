@@ -14,7 +14,8 @@ def run(lab: Lab) -> None:
     number = torch.ones(1, device=lab.device)
     if lab.config.seed == 1:
         lab.at(1, "a sum of the CPU's")
-        dist.all_reduce(torch.ones(1) if lab.device.type == "cuda" else torch.ones(1, device="meta"), group=lab.group)
+        wrong = torch.ones(1) if lab.device.type == "cuda" else torch.ones(1, dtype=torch.int16)  # gloo adds none
+        dist.all_reduce(wrong, group=lab.group)
     elif lab.config.seed == 2:
         lab.at(2, "a sum that does not end")
         if lab.device.type == "cuda":
