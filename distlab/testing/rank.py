@@ -221,6 +221,9 @@ def begin(here: Here, task: Task) -> None:
     if task.backend == "tcp":
         TcpBackend("127.0.0.1", here.start.key).register()
     dist.init_process_group(task.backend, store=keys, rank=rank, world_size=task.world_size, timeout=bound)
+    # A test without a collective would else end here, and close the connections, while others still make theirs.
+    keys.set(f"joined/{rank}", "")
+    keys.wait([f"joined/{other}" for other in range(task.world_size)], bound)
 
 
 def arguments(rank: int, task: Task) -> dict[str, Any]:

@@ -121,6 +121,39 @@ def test_ranks_and_what_forked_them_end_with_a_pytest_that_is_killed(tmp_path: P
     until(lambda: not any(is_alive(each) for each in processes), 10)
 
 
+LATE = """
+import os
+import time
+
+import pytest
+
+import distlab
+from distlab.transport.store import KeyedStore
+
+wait = KeyedStore.wait
+
+
+def wait_late(self, keys, timeout=None):
+    time.sleep(0.3 * (os.environ.get("RANK") == "0"))
+    wait(self, keys, timeout)
+
+
+KeyedStore.wait = wait_late
+
+
+@pytest.mark.parametrize("number", range(5))  # the order of ports decides who is done first
+@distlab.ranks(3)
+def test_without_a_call(number):
+    pass
+"""
+
+
+def test_who_is_done_at_once_waits_for_those_that_still_connect(tmp_path: Path) -> None:
+    (tmp_path / "test_late.py").write_text(LATE)
+    done = pytest_on("-q", "-o", "addopts=", str(tmp_path / "test_late.py"))
+    assert "5 passed" in done.stdout, done.stdout
+
+
 STARVED = """
 import itertools
 
