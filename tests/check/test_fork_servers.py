@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.check.cases import NONE_OF_OURS
+from tests.check.cases import NONE_OF_OURS, check
 from tests.launched import ended
 
 SCRIPT = Path(__file__).with_name("facts.py")
@@ -89,3 +89,8 @@ def test_with_a_hash_seed_for_all_only_hashes_are_alike(tmp_path: Path) -> None:
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     alike = {name for name, differs in apart(found).items() if not differs}
     assert alike == {"the hash of a text", "the order of a set"}
+
+
+def test_a_single_rank_is_forked_from_a_server_of_its_own_too(tmp_path: Path) -> None:
+    script = SCRIPT.parent / "scripts" / "right" / "ddp.py"
+    assert check(script, 1, tmp_path, PYTHONHASHSEED="random").code == 0
