@@ -1,6 +1,6 @@
 # Settings are variables: make run RUN_MODE=dp WORLD_SIZE=3 LAB_STEPS=50
 .DEFAULT_GOAL := help
-.PHONY: help run quick fit explain plan test test-all coverage lint lock bench gpu engines build down clean
+.PHONY: help run quick fit explain plan test test-all frameworks coverage lint lock bench gpu engines build down clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | awk -F '\t' '{printf "make %-10s %s\n", $$1, $$2}'
@@ -36,6 +36,10 @@ test: ## every claim once; container tests where an engine answers
 test-all: ## the same, and what is slow: faults in containers and in real time, every documented command
 	code=0; $(MAKE) --no-print-directory test || code=$$?; $(TESTS) -m "slow and not compose" || code=$$?; \
 	$(TESTS) -n 2 -m "slow and compose" || code=$$?; exit $$code
+
+frameworks: ## accelerate, transformers and Lightning under `distlab check`, in an environment of their own
+	./install frameworks
+	.venv-frameworks/bin/python -m pytest -n 2 --dist loadgroup tests/frameworks
 
 coverage: ## the same with the lines that no test runs, in every process; a third longer
 	./install dev

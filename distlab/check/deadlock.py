@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from distlab.check.matching import Matching, all_or_none, made_by_some
-from distlab.check.parting import Parting, called_from, parted_in_framework
+from distlab.check.parting import Parting, called_from, parted
 from distlab.check.rank_state import (
     HANG,
     LOADERS,
@@ -122,9 +122,9 @@ def diagnosis(
     if first.wait.call is not None:
         own = {rank: each.wait.call for rank, each in waits.items() if each.wait.call is not None}
         sentence += called_from(own[rank] for rank in (together[0], whom[0]) if rank in own)
-    parted = parting(cases, matching, waits, together[0], whom[0])
-    sentence += parted.text
-    sentence += circle(first, stuck) or f"; {parted.remedy or way_out(first, waits, cases)}"
+    way = parting(cases, matching, waits, together[0], whom[0])
+    sentence += way.text
+    sentence += circle(first, stuck) or f"; {way.remedy or way_out(first, waits, cases)}"
     return Finding(HANG, sentence, tuple(whom), table(cases, waits), ends=True)
 
 
@@ -132,15 +132,14 @@ def parting(
     cases: Sequence[RankState], matching: Matching, waits: Mapping[int, Standing], waiting: int, other: int
 ) -> Parting:
     """By what two ranks parted, the first of these that is known: two threads, a branch, the steps and batches."""
-    calls = [waits[rank].wait.call if rank in waits else None for rank in (waiting, other)]
-    call = calls[0]
+    calls = {rank: each.wait.call for rank, each in waits.items() if each.wait.call is not None}
+    call = calls.get(waiting)
     if call is None:
         return Parting()
     found = matching.shared_by_threads(call.group)
     if not found.remedy and cases[other].raised is None:
-        found = made_by_some(call, calls[1])
-    at = {rank: each.wait.place for rank, each in waits.items()}
-    return found if found.remedy else parted_in_framework(cases, waiting, other, at)
+        found = made_by_some(call, calls.get(other))
+    return found if found.remedy else parted(cases, waiting, other, calls)
 
 
 def met_in(wait: Wait) -> object:

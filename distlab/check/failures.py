@@ -13,11 +13,13 @@ from dataclasses import replace
 
 from distlab.check.deadlock import Standing, diagnosis, standing_at, standings, table
 from distlab.check.exceptions import describe_exception, folded
+from distlab.check.framework_words import ALONE, words_of_cause
 from distlab.check.matching import Matching
 from distlab.check.rank_state import END, Finding, Raised, RankState, Wait, call_text, ranks_do
 from distlab.check.script_process import how_it_ended
 from distlab.cluster import name_ranks
 from distlab.cluster.shutdown import BLAMELESS
+from distlab.report.units import counted
 
 ABORTS = tuple(-number for number in (signal.SIGABRT, signal.SIGSEGV, signal.SIGFPE, signal.SIGILL, signal.SIGBUS))
 OWN_KINDS = ("SystemExit", "ValueError", "TypeError", "AssertionError", "KeyError")  # which no connection raises
@@ -130,25 +132,40 @@ def blameless(raised: Raised) -> bool:
 
 
 def nothing_distributed(cases: Sequence[RankState]) -> Iterator[Finding]:
-    """Of scripts that have all ended well: that none made a group or called another rank, and why."""
-    if len(cases) == 1 or any(case.grouped or case.num_calls for case in cases):
+    """Of scripts that have all ended well: that none made a group or called another rank, or that each trained alone,
+    and why."""
+    words, called = words_of_cause(cases[0].course.package, ALONE), any(case.num_calls for case in cases)
+    if len(cases) == 1:
         return
-    ranks = tuple(range(len(cases)))
+    if not called and not any(case.grouped for case in cases):
+        sentence = f"no process group was made, and no rank called another: {why_no_group(cases, words)}"
+    elif all(case.trained > case.exchanged for case in cases) and (words or not called):
+        what = words or "wrap the model in DistributedDataParallel, or average the gradients before each step"
+        sentence = (
+            f"each of the {len(cases)} ranks trains alone: in its {counted(cases[0].steps, 'steps')} neither gradients"
+            f" nor weights went to another rank; {what}"
+        )
+    else:
+        return
+    yield Finding(END, sentence, tuple(range(len(cases))))
+
+
+def why_no_group(cases: Sequence[RankState], words: str) -> str:
+    """The reason, with what to do; `words` are the framework's."""
     starts = next((case.starts for case in cases if case.starts is not None), None)
     if starts is not None:
-        why = (
+        return (
             f"the script starts processes of its own at {starts.line or starts}, which check does not see into; each"
             " rank of check is a process with RANK and WORLD_SIZE already: call the function with"
             ' int(os.environ["RANK"]) instead'
         )
-    elif (counts := next((case.counts for case in cases if case.counts is not None), None)) is not None:
-        why = (
+    if (counts := next((case.counts for case in cases if case.counts is not None), None)) is not None:
+        return (
             f"the script asks at {counts.line or counts} how many GPUs there are, and ends; check shows it one a rank,"
             f" {len(cases)} here: run it with WORLD_SIZE as large as the number that it wants"
         )
-    else:
-        why = (
-            f"each of the {len(cases)} ranks ran the whole script alone; call torch.distributed.init_process_group()"
-            " where RANK and WORLD_SIZE are in the environment, as torchrun and check set them"
-        )
-    yield Finding(END, f"no process group was made, and no rank called another: {why}", ranks)
+    what = words or (
+        "call torch.distributed.init_process_group() where RANK and WORLD_SIZE are in the environment, as torchrun and"
+        " check set them"
+    )
+    return f"each of the {len(cases)} ranks ran the whole script alone; {what}"

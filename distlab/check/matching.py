@@ -10,8 +10,9 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from distlab.check.framework_words import words_of_call
 from distlab.check.parameter_calls import ParameterCalls
-from distlab.check.parting import Parting, called_from, parted_in_framework
+from distlab.check.parting import Parting, called_from, parted
 from distlab.check.rank_state import (
     MADE,
     MATCH,
@@ -238,18 +239,18 @@ class Matching:
         right = max(sides, key=lambda kind: (count[kind], -sides[kind][0].rank))
         others = [calls for kind, calls in sides.items() if kind != right]
         wrong = "; ".join(self._side(calls, fault) for calls in others)
-        at = {rank: each.place for rank, each in met.items()}
         two = sides[right][0], others[0][0]
-        parted = self.shared_by_threads(call.group)
-        if not parted.remedy and two[0].place != two[1].place:  # two calls, whatever they differ in
-            parted = made_by_some(*two) if fault in ("operation", "shape", "type") else Parting()
-            parted = parted if parted.remedy else parted_in_framework(cases, two[0].rank, two[1].rank, at)
+        way = self.shared_by_threads(call.group)
+        if not way.remedy and two[0].place != two[1].place:  # two calls, whatever they differ in
+            way = parted(cases, two[0].rank, two[1].rank, met)
+            by_some = made_by_some(*two) if fault in ("operation", "shape", "type") else Parting()
+            way = Parting(way.text if two[0].place.framework else "", by_some.remedy) if by_some.remedy else way
         op = sides[right][0].kind.op if call.group.instance >= 0 else sides[right][0].kind.op.replace("_", " ")
         sentence = (
             f"{op} #{call.turn} of {group_words(call.group, self.world_size)}: {wrong}, where"
             f" {self._side(sides[right], fault)}: {'dtype' if fault == 'type' else fault} mismatch"
-            f"{self._hint(others[0], sides[right])}{self.parted(call.group)}{called_from(met.values())}{parted.text}"
-            f"; {parted.remedy or remedy(list(sides.values()), fault)}"
+            f"{self._hint(others[0], sides[right])}{self.parted(call.group)}{called_from(met.values())}{way.text}"
+            f"; {way.remedy or remedy(list(sides.values()), fault)}"
         )
         culprits = tuple(sorted(each.rank for calls in others for each in calls))
         return Finding(MATCH, sentence, culprits, call_rows(met.values()), ends=call.group.instance >= MADE)
@@ -302,13 +303,14 @@ def made_by_some(one: Call, other: Call | None) -> Parting:
 def all_or_none(call: Call) -> str:
     """What to do about a call that some ranks alone make."""
     branch = branch_of(call.place)
-    under = f"; it stands under {branch}" if branch else ""
+    under = f"; it {branch}" if branch else ""
     line, below = call.place.line or call.place, call.place.below
-    named = call.place.typed if not call.place.called_by else ""
+    named = call.place.typed if branch or not call.place.called_by else ""
     if named := named or call.place.named_call:
         if call.kind.op in ("send", "recv"):  # each rank has its part of it
             under = f" (called at {call.place.callers})" if call.place.callers else ""
-        return f"let all ranks call {named} at {line}, or none{under}"
+        words = words_of_call(named)
+        return f"let all ranks call {named} at {line}, or none{under}{words and f': {words}'}"
     if BUFFERS in below and call.kind.op == "broadcast":
         return (
             f"DDP sends rank 0's buffers to all ranks at each forward pass: let all ranks make that of {line}, or call"

@@ -1,15 +1,22 @@
-"""By what two ranks parted, where one line of the script is on both: who called it, the steps and batches so far.
+"""By what two ranks parted before they stood in different calls: uneven data, a batch skipped, a loop left, callers.
 
-In a framework's loop, or a helper of the script's own, ranks that part stand in the same line. What says more is how
-far each has come: a rank that has left its loop over a DataLoader has fewer batches, or has stopped by itself.
+In a framework's loop, or a helper of the script's own, ranks that part stand in one line; and a rank that has fewer
+batches, stops or skips one is apart before any call differs. A pass over a DataLoader is known by its number and its
+line, alike on all ranks until they part: at one batch of one pass ranks have made as many backward passes, unless one
+skipped a batch.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from distlab.check.framework_words import AS_MANY, SKIPPED, STOPPED, UNEVEN, words_of_cause
+from distlab.check.progress import Course, Pass, Progress
 from distlab.check.rank_state import Call, CallPlace, RankState
+from distlab.check.source_lines import is_within, loop_at
 from distlab.cluster import name_ranks
 from distlab.report.units import counted
+
+FEW = 4  # batches that come to one that is skipped, for it to be asked after
 
 
 def called_from(calls: Iterable[Call]) -> str:
@@ -24,55 +31,144 @@ def called_from(calls: Iterable[Call]) -> str:
     return f"; that line is called on {sides}"
 
 
-AS_MANY = "give all ranks as many batches, and let them stop, evaluate and save at the same steps"
+class Side(NamedTuple):
+    """A rank where it parted from another, and how far it was."""
+
+    rank: int
+    course: Course
+    place: CallPlace
+    reached: Progress
 
 
 class Parting(NamedTuple):
-    """By what two ranks parted inside of one framework's call, and what to change where that is known."""
+    """By what two ranks parted, and what to change where that is known."""
 
     text: str = ""
     remedy: str = ""
 
 
-def parted_in_framework(cases: Sequence[RankState], waiting: int, other: int, at: Mapping[int, CallPlace]) -> Parting:
-    """The steps and batches so far, and whether the loop of a rank has ended: one line of the user's says nothing of
-    it."""
-    here, there = (at.get(rank, CallPlace()).framework for rank in (waiting, other))
-    if not here:
-        waiting, other, here, there = other, waiting, there, here
-    if not here or cases[other].raised is not None or here not in cases[other].frameworks:
-        return parted_in_loader(cases, waiting, other) or parted_in_loader(cases, other, waiting) or Parting()
-    steps = [steps_words(cases[rank]) for rank in (other, waiting)]
-    if here == there:
+def parted(cases: Sequence[RankState], waiting: int, other: int, calls: Mapping[int, Call]) -> Parting:
+    """What is known of the ways of two ranks, where each stands in one of these calls, or in none of them any more."""
+    one, two = (side_of(cases[rank], calls.get(rank)) for rank in (waiting, other))
+    if not one.place.framework:
+        one, two = two, one
+    cause, why = cause_of(one, two)
+    remedy = words_of_cause(one.course.package or one.place.package, cause) or AS_MANY
+    loop = one.place.framework
+    if not loop or loop not in (one.course.loop, two.course.loop) or cases[two.rank].raised is not None:
+        so_far = parted_in_loader(one, two) or parted_in_loader(two, one)
+        return Parting(so_far + (f"; {why}" if why else ""), remedy) if so_far or why else Parting()
+    if two.place.framework == loop:
         return Parting(
-            f"; in {here} rank {other} is after {steps[0]} and rank {waiting} after {steps[1]}: a batch, a stop, an"
-            " evaluation, a metric or a save that one of them alone has",
-            AS_MANY,
+            f"; in {loop} rank {two.rank} is after {two.reached.text} and rank {one.rank} after {one.reached.text}: "
+            + (why or "a batch, a stop, an evaluation, a metric or a save that one of them alone has"),
+            remedy,
         )
     return Parting(
-        f"; rank {other}'s loop in {here} ended after {steps[0]}, rank {waiting} is at {steps[1]}: uneven data, or a"
-        " stop decided on one rank",
-        AS_MANY,
+        f"; rank {two.rank}'s loop in {loop} ended after {two.reached.text}, rank {one.rank} is at {one.reached.text}: "
+        + (why or "uneven data, or a stop decided on one rank"),
+        remedy,
     )
 
 
-def parted_in_loader(cases: Sequence[RankState], waiting: int, other: int) -> Parting | None:
+def side_of(case: RankState, call: Call | None) -> Side:
+    place, reached = (call.place, call.reached) if call is not None else (CallPlace(), case.course.now)
+    return Side(case.rank, case.course, place, reached)
+
+
+def parted_in_loader(one: Side, two: Side) -> str:
     """Of a script's own loops: that a rank has taken fewer batches of one pass over its DataLoader, or is through with
     it before another."""
-    theirs, mine = cases[other].batches, cases[waiting].batches
-    if theirs is None or mine is None or theirs.turn != mine.turn or theirs.taken > mine.taken:
-        return None
+    if not one.course.passes or not two.course.passes:
+        return ""
+    (mine_number, mine), (their_number, theirs) = (max(side.course.passes.items()) for side in (one, two))
+    if mine_number != their_number or theirs.drawn > mine.drawn:
+        return ""
     how = "'s loop ended" if theirs.ended else " went on"
-    so_far = f"; rank {other}{how} after {steps_words(cases[other])}"
-    if theirs.taken < mine.taken:
-        return Parting(f"{so_far}, and rank {waiting} has taken {counted(mine.taken, 'batches')}", AS_MANY)
+    so_far = f"; rank {two.rank}{how} after {two.reached.text}"
+    if theirs.drawn < mine.drawn:
+        return f"{so_far}, and rank {one.rank} has taken {counted(mine.drawn, 'batches')}"
     if theirs.ended and not mine.ended:
-        what = f"a batch that rank {other} skips, or a call that rank {waiting} alone makes"
-        return Parting(f"{so_far}, and rank {waiting} is still in its own: {what}", AS_MANY)
+        what = f"a batch that rank {two.rank} skips, or a call that rank {one.rank} alone makes"
+        return f"{so_far}, and rank {one.rank} is still in its own: {what}"
+    return ""
+
+
+def cause_of(one: Side, other: Side) -> tuple[str, str]:
+    """What set the two apart before their calls differed, and the words for it; empty where that is not known."""
+    for a, b in ((one, other), (other, one)):
+        for number, here, there in common(a.course, b.course):
+            if there.has_all and max(here.drawn, here.length) > there.drawn:
+                of_pass = f"pass {number} over the DataLoader at {there.line}"
+                had = f"{of_pass} has {counted(there.drawn, 'batches')} on rank {b.rank} and more on rank {a.rank}"
+                return UNEVEN, f"{had}: uneven data"
+    if (skipped := skipped_batch(one, other)) is not None:
+        return SKIPPED, skipped
+    for a, b in ((one, other), (other, one)):
+        for number, here, there in common(a.course, b.course):
+            if not there.has_all and here.drawn >= there.drawn and has_left(number, a, b):
+                left = f"rank {b.rank} took {counted(there.drawn, 'batches')} of pass {number} over the DataLoader at"
+                return STOPPED, f"{left} {there.line}, which has more: a stop decided on one rank"
+    return "", ""
+
+
+def common(one: Course, other: Course) -> Iterator[tuple[int, Pass, Pass]]:
+    """Passes with one number and line, the newest first."""
+    for number in sorted(one.passes.keys() & other.passes.keys(), reverse=True):
+        here, there = one.passes[number], other.passes[number]
+        if here.line == there.line:
+            yield number, here, there
+
+
+def skipped_batch(one: Side, other: Side) -> str | None:
+    """The first batch before which one of two ranks had made fewer backward passes."""
+    for number, here, there in reversed(list(common(one.course, other.course))):
+        for index, (made, theirs) in enumerate(zip(since_begin(here), since_begin(there), strict=False)):
+            if made != theirs:
+                less, more = (one, other) if made < theirs else (other, one)
+                return (
+                    f"rank {less.rank} skipped a batch: when it came to batch {index} of pass {number} over the"
+                    f" DataLoader at {here.line} it had called backward"
+                    f" {counted(min(made, theirs), 'times')} in it, and rank {more.rank} {max(made, theirs)}"
+                )
+    if one.course.idle != other.course.idle:
+        less = max(one, other, key=lambda side: side.course.idle)
+        return (
+            f"rank {less.rank} skipped a batch: it made {counted(less.course.idle, 'steps')} without calling backward"
+        )
     return None
 
 
-def steps_words(case: RankState) -> str:
-    """ "9 optimizer steps / 9 batches of its DataLoader"."""
-    batches = f" / {counted(case.batches.taken, 'batches')} of its DataLoader" if case.batches is not None else ""
-    return counted(case.steps, "optimizer steps") + batches
+def since_begin(found: Pass) -> list[int]:
+    """Backward passes from its begin to each of its batches."""
+    return [each - found.backwards[0] for each in found.backwards]
+
+
+def has_left(number: int, a: Side, b: Side) -> bool:
+    """Whether rank b is out of the pass that rank a is in."""
+    if b.place.called_by or a.place.called_by or max(a.course.passes) > number:
+        return False  # in a function of the user's that a framework's loop calls; or in an evaluation
+    here, there = a.course.passes[number], b.course.passes[number]
+    loop = b.course.loop
+    if loop and loop == a.place.framework:
+        return b.place.framework != loop or here.drawn > there.drawn or max(b.course.passes) > number
+    around = loop_at(CallPlace(there.line, "", there.file))
+    return around is not None and is_within(a.place, around) and not is_within(b.place, around)
+
+
+def questions(courses: Sequence[Course]) -> Iterator[str]:
+    """Of a run without a finding: whether a rank was meant to skip a batch."""
+    sides = [Side(rank, course, CallPlace(), course.now) for rank, course in enumerate(courses)]
+    for other in sides[1:]:
+        skipped = skipped_batch(sides[0], other)
+        if skipped is not None and is_exception(sides[0].course, other.course):
+            remedy = words_of_cause(other.course.package, SKIPPED)
+            yield f"is it meant that {skipped}? Its gradients then count for less; {remedy or AS_MANY}"
+            return
+
+
+def is_exception(one: Course, other: Course) -> bool:
+    """Whether ranks that have made other numbers of backward passes have made nearly as many."""
+    drawn = min(sum(each.drawn for each in course.passes.values()) for course in (one, other))
+    apart = abs(one.now.backwards - other.now.backwards)
+    return 0 < apart * FEW <= min(drawn, one.now.backwards, other.now.backwards)

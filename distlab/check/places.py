@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from distlab.check.telling import Telling
 
 LAB = str(Path(__file__).parents[1]) + "/"
+WRAPPERS, RUNNER = f"{LAB}check/", f"{LAB}check/script.py"  # what lies between a script's frames, and below them all
 PACKAGES = ("site-packages/", "dist-packages/")
 TORCH = tuple(f"{each}torch/" for each in PACKAGES)
 PASSED_ON = (
@@ -134,7 +135,9 @@ class Places:
                 if kind == "framework" and (typed is None or "<locals>" not in name_of(code)):
                     typed = code
             elif own:
-                if code.co_filename.startswith(LAB):
+                if code.co_filename == RUNNER or (
+                    code.co_filename.startswith(LAB) and not code.co_filename.startswith(WRAPPERS)
+                ):
                     break  # who runs the script
             elif below is None and code.co_name.endswith(OBJECTS):
                 passed_on = code.co_name
@@ -142,8 +145,8 @@ class Places:
         return Stack(own, below, named, passed_on)
 
     def _told(self, stack: Stack, in_thread: bool, by_starter: bool) -> list[Any]:
-        """Line, what lies below, file, the framework's call typed there, the framework that called it, callers, and
-        whether it is in a thread that Python started."""
+        """Line, what lies below, file, the framework's call typed there, the framework that called it, callers,
+        whether it is in a thread that Python started, and the framework's package."""
         shown = self._shown(stack.below) or stack.passed_on
         if stack.named is not None:
             part = stack.named.co_filename.rpartition("torch/distributed/")[2].partition("/")[0]
@@ -151,14 +154,15 @@ class Places:
         if by_starter:
             shown += IN_A_THREAD
         if not stack.own:
-            return ["", shown, "", "", "", "", in_thread]
+            return ["", shown, "", "", "", "", in_thread, ""]
         first, *callers = stack.own
         outer = next((each for each in callers if each.typed is not None), None)
         called_by = f"{name_of(outer.typed)} at {self._shown(outer[:2])}" if outer and outer.typed else ""
         lines = [self._shown(each[:2]) for each in callers if each.code.co_name != "<module>"]
         typed = name_of(first.typed) if first.typed is not None else ""
         called = " from ".join(lines)
-        return [self._shown(first[:2]), shown, first.code.co_filename, typed, called_by, called, in_thread]
+        package = package_of(outer.typed if outer and outer.typed else first.typed)
+        return [self._shown(first[:2]), shown, first.code.co_filename, typed, called_by, called, in_thread, package]
 
     def line_of(self, depth: int = 1) -> str:
         """The script's own line below the caller's `depth`-th frame, in words."""
@@ -193,6 +197,14 @@ class Places:
             if each in str(path):
                 return f"{str(path).rpartition(each)[2]}:{line} ({at[0].co_name})"
         return f"{path.name}:{line} ({at[0].co_name})" if str(path).startswith(self._libraries) else f"{path}:{line}"
+
+
+def package_of(code: CodeType | None) -> str:
+    """The package that a function stands in; empty where it is none of a framework's."""
+    for each in PACKAGES if code is not None else ():
+        if code is not None and each in code.co_filename:
+            return code.co_filename.rpartition(each)[2].partition("/")[0].removesuffix(".py")
+    return ""
 
 
 def name_of(code: CodeType) -> str:

@@ -5,10 +5,12 @@ backward pass): then a call is open, the process has no processor time, and its 
 torch's. Whoever stands in a line of the script itself, asleep or at work, waits for nobody.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, get_origin, get_type_hints
 
+from distlab.check.progress import NOWHERE, Course, Progress
 from distlab.cluster import name_ranks
 from distlab.measure.traffic import sent_bytes
 
@@ -32,6 +34,7 @@ class CallPlace(NamedTuple):
     called_by: str = ""  # the framework's function that called the line, and where the user called that
     callers: str = ""  # the user's own lines that called it, the nearest first
     in_thread: bool = False  # that Python started
+    package: str = ""  # the framework's
 
     @property
     def named_call(self) -> str:
@@ -94,6 +97,7 @@ class Call:
     thread: int
     began_s: float
     ended_s: float | None = None
+    reached: Progress = NOWHERE  # before it
 
 
 class Frame(NamedTuple):
@@ -111,14 +115,6 @@ class Wait(NamedTuple):
     what: str
     place: CallPlace
     since_s: float
-
-
-class Batches(NamedTuple):
-    """The newest pass over a DataLoader: which one it is, how many it gave, and whether it is over."""
-
-    turn: int
-    taken: int
-    ended: bool
 
 
 class Raised(NamedTuple):
@@ -147,8 +143,6 @@ class RankState:
     gone: int | None = None  # its process is gone, with this exit code
     num_calls: int = 0
     called_bytes: float = 0.0  # what the best algorithm sends for them
-    steps: int = 0
-    batches: "Batches | None" = None
     state: str = "R"
     cpu_share: float = 1.0  # of a core, since the look before
     starved_share: float = 0.0  # of the same time, in which it could have run and had no core
@@ -158,7 +152,9 @@ class RankState:
     sockets: dict[tuple[Any, ...], int] = field(default_factory=dict)
     counting: bool = True  # whether what is called counts: in a proof the steps alone
     grouped: bool = False  # it has made the group of all ranks
-    frameworks: set[str] = field(default_factory=set)  # whose functions have made calls
+    course: Course = field(default_factory=Course)
+    trained: int = 0  # elements of what its optimizers step
+    exchanged: int = 0  # elements of numbers with fractions that it has given to collectives
     starts: CallPlace | None = None  # where it starts processes of its own, the first of them
     counts: CallPlace | None = None  # where it asks how many GPUs there are, and is told of one a rank
     counted_steps: int = 0  # of a proof; then `sockets` has what they sent, and nothing else
@@ -185,9 +181,9 @@ class RankState:
 
     def _take_place(
         self, number: int, line: str, below: str, file: str, typed: str = "", called_by: str = "", callers: str = "",
-        in_thread: bool = False,
+        in_thread: bool = False, package: str = "",
     ) -> None:  # fmt: skip
-        self._places[number] = CallPlace(line, below, file, typed, called_by, callers, in_thread)
+        self._places[number] = CallPlace(line, below, file, typed, called_by, callers, in_thread, package)
 
     def _take_group(self, number: int, ranks: list[int], name: str, instance: int) -> None:
         self._groups[number] = GroupKey(tuple(ranks), name, instance)
@@ -203,13 +199,15 @@ class RankState:
         found = self._kinds[kind]
         if turn < 0:
             turn = self._turn((self._groups[group], found.op, found.peer, found.tag))
-        call = Call(self.rank, self._places[place], self._groups[group], found, turn, thread, at_s)
+        reached = self.course.now
+        call = Call(self.rank, self._places[place], self._groups[group], found, turn, thread, at_s, reached=reached)
         self.open[number] = self._known[number] = self.last = call
         if len(self._known) > KNOWN:
             del self._known[next(iter(self._known))]
         self.calls.append(call)
-        self.frameworks.add(call.place.framework)
         self.num_calls += 1
+        if len(call.group.ranks) > 1 and any("float" in each for each in found.dtypes):
+            self.exchanged += sum(map(math.prod, found.dims))
         if self.counting:
             self.called_bytes += called_bytes(found, len(call.group.ranks), self.rank)
 
@@ -281,11 +279,24 @@ class RankState:
     def _take_main(self, thread: int) -> None:
         self._main = thread
 
-    def _take_step(self, steps: int) -> None:
-        self.steps = steps
+    def _take_step(self, steps: int, place: int = -1) -> None:
+        found = self._places.get(place, CallPlace())
+        self.course.step(steps, found.framework, found.package)
+
+    def _take_trains(self, elements: int) -> None:
+        self.trained += elements
+
+    def _take_backward(self, backwards: int) -> None:
+        self.course.make_backward(backwards)
+
+    def _take_pass(self, turn: int, place: int, length: int) -> None:
+        self.course.begin_pass(turn, self._places[place].line, self._places[place].file, length)
 
     def _take_fetched(self, turn: int, count: int, ended: bool) -> None:
-        self.batches = Batches(turn, count, ended)
+        if ended:
+            self.course.end_pass(turn)
+        else:
+            self.course.draw(turn, count)
 
     def _take_raised(self, *values: Any) -> None:
         self.raised = Raised(*values)
@@ -332,6 +343,11 @@ class RankState:
         turn = self._turns.get(key, 0)
         self._turns[key] = turn + 1
         return turn
+
+    @property
+    def steps(self) -> int:
+        """Of its optimizers."""
+        return self.course.now.steps
 
     @property
     def over(self) -> bool:

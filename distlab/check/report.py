@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
+from distlab.check import parting
 from distlab.check.coordinator import Doctor
 from distlab.check.matching import Line
 from distlab.check.rank_state import CHECKS, DEVICES, RankState
@@ -92,7 +93,10 @@ def where_lines(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 def questions(doctor: Doctor) -> Iterator[str]:
     """What may be meant so; of what is proven, or not, there is none."""
-    return iter(()) if doctor.records else doctor.quiet.questions()
+    if not doctor.records:
+        yield from doctor.quiet.questions()
+        if not doctor.findings:
+            yield from parting.questions([case.course for case in doctor.cases])
 
 
 def slowest_lines(doctor: Doctor) -> list[Line]:

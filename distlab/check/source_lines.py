@@ -5,6 +5,7 @@ no text.
 """
 
 import ast
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from distlab.check.rank_state import CallPlace
 MOST_BYTES = 4_000_000
 SHOWN = 160  # characters of a line
 SIZES = ("world", "size", "ranks", "num_p", "gpus", "replicas", "workers")  # in a divisor that is a number of ranks
-OF_A_RANK = ("rank", "is_main", "is_master", "leader")  # in the condition of a branch that not all ranks take
+# In the condition of a branch, or the name of a decorator, that not all ranks take.
+OF_A_RANK = ("rank", "is_main", "is_master", "leader", "process_zero", "global_zero", "process_index", "main_process")
 
 
 def source_line(place: CallPlace) -> str:
@@ -23,24 +25,75 @@ def source_line(place: CallPlace) -> str:
 
 
 def branch_of(place: CallPlace) -> str:
-    """The innermost condition around the line that names a rank, and where it stands, as the words of a sentence; of a
-    helper's line that around the nearest of its callers in the same file."""
-    file, text = place.line.rpartition(":")[0], text_of(place)
-    lines = [each for each in (place.line, *place.callers.split(" from ")) if each.rpartition(":")[0] == file]
-    return next((found for each in lines if (found := branch_around(place._replace(line=each), text))), "")
+    """The condition that names a rank and decides whether the line is reached, and where it stands, as the words behind
+    "it": of the line itself, else of the nearest of its callers."""
+    return next((found for each in (place, *callers_of(place)) if (found := branch_at(each))), "")
 
 
-def branch_around(place: CallPlace, text: str) -> str:
-    """The same of this line alone."""
-    number, found = number_of(place), ""
+def branch_at(place: CallPlace) -> str:
+    """The innermost such condition: around the line, before it in its block, or of a decorator of its function."""
+    number, found, file = number_of(place), "", place.line.rpartition(":")[0]
     with suppress(SyntaxError, ValueError, RecursionError):
-        for node in ast.walk(ast.parse(text)):  # from the outside to the inside
-            if isinstance(node, ast.If) and node.lineno < number <= (node.end_lineno or 0):
-                condition = ast.unparse(node.test)
-                if any(word in condition.lower() for word in OF_A_RANK):
-                    side = "" if number <= (node.body[-1].end_lineno or 0) else "the other side of "
-                    found = f"{side}`if {condition[:SHOWN]}` ({place.line.rpartition(':')[0]}:{node.lineno})"
+        for node in ast.walk(ast.parse(text_of(place))):  # from the outside to the inside
+            if not is_around(node, number):
+                continue
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                words = [ast.unparse(each) for each in node.decorator_list]
+                found = next(
+                    (f"stands under `@{each}` ({file}:{node.lineno})" for each in words if names_rank(each)), ""
+                )
+            if isinstance(node, ast.If) and names_rank(condition := ast.unparse(node.test)):
+                side = "" if number <= (node.body[-1].end_lineno or 0) else "the other side of "
+                found = f"stands under {side}`if {condition[:SHOWN]}` ({file}:{node.lineno})"
+            for left in left_before(node, number):
+                words_of = f"{ast.unparse(left.test)[:SHOWN]}: {ast.unparse(left.body[-1])[:SHOWN]}"
+                found = f"comes after `if {words_of}` ({file}:{left.lineno})"
     return found
+
+
+def is_around(node: ast.AST, number: int) -> bool:
+    """Whether the line is inside of the node, and not its first."""
+    return isinstance(node, ast.Module) or getattr(node, "lineno", number) < number <= (
+        getattr(node, "end_lineno", 0) or 0
+    )
+
+
+def left_before(node: ast.AST, number: int) -> Iterator[ast.If]:
+    """Branches by which some ranks leave a block of this node before the part of it that the line is in."""
+    for block in (getattr(node, name, None) for name in ("body", "orelse", "finalbody")):
+        if isinstance(block, list) and block and block[0].lineno <= number <= (block[-1].end_lineno or 0):
+            for each in block:
+                leaves = isinstance(each, ast.If) and isinstance(each.body[-1], ast.Return) and not each.orelse
+                if leaves and (each.end_lineno or 0) < number and names_rank(ast.unparse(each.test)):
+                    yield each
+
+
+def names_rank(words: str) -> bool:
+    return any(each in words.lower() for each in OF_A_RANK)
+
+
+def callers_of(place: CallPlace) -> list[CallPlace]:
+    """The user's lines above, the nearest first: files of the same folder as the line's own."""
+    named = place.line.rpartition(":")[0]
+    folder = place.file.removesuffix(named) if named and place.file.endswith(named) else ""
+    lines = place.callers.split(" from ") if folder and place.callers else []
+    return [CallPlace(line, "", f"{folder}{line.rpartition(':')[0]}") for line in lines]
+
+
+def loop_at(place: CallPlace) -> tuple[str, int, int] | None:
+    """The file and the first and last line of the loop whose head the line is."""
+    number = number_of(place)
+    with suppress(SyntaxError, ValueError, RecursionError):
+        for node in ast.walk(ast.parse(text_of(place))):
+            if isinstance(node, (ast.For, ast.AsyncFor, ast.While)) and node.lineno == number:
+                return place.file, number, node.end_lineno or number
+    return None
+
+
+def is_within(place: CallPlace, lines: tuple[str, int, int]) -> bool:
+    """Whether the line, or one of its callers, is among the lines of a file."""
+    file, first, last = lines
+    return any(each.file == file and first <= number_of(each) <= last for each in (place, *callers_of(place)))
 
 
 def divided_before(place: CallPlace) -> bool:

@@ -11,6 +11,7 @@ import sys
 import weakref
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +43,8 @@ class Training:
         self._replicas = ReplicaSteps(recorder, every)
         self._reduced: list[Reduced] = []  # since the last step
         self._stepped_at = -1  # the place of the last step
+        self._backwards = 0
+        self._trained: set[int] = set()  # ids of the optimizers that have stepped
         recorder.on_reduce = self._note_reduced
         recorder.on_broadcast = self._replicas.note_broadcast
 
@@ -55,6 +58,8 @@ class Training:
         parallel.module = property(self._module)
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
+        engine: Any = torch.autograd
+        engine.backward = preceded(engine.backward, self._backward)
         functional: Any = torch.nn.functional
         functional.dropout = preceded(functional.dropout, self._dropout)
         loading: Any = dataloader._BaseDataLoaderIter
@@ -121,9 +126,18 @@ class Training:
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._steps += 1
         self._recorder.sweep()
-        self._telling.write(f'["step",{self._steps}]')
+        if id(optimizer) not in self._trained:
+            self._trained.add(id(optimizer))
+            self._telling.say("trains", sum(each.numel() for each in parameters(optimizer)))
+        self._telling.write(f'["step",{self._steps},{self._stepped_at}]')
         with self._recorder.telling_what_fails("a step of the optimizer"):
             self._replicas.after_step(optimizer, self._stepped_at)
+
+    def _backward(self, *_: Any, **__: Any) -> None:
+        """A backward pass that is none inside of another (checkpointing)."""
+        if torch._C._current_graph_task_id() < 0:
+            self._backwards += 1
+            self._telling.write_later(f'["backward",{self._backwards}]')
 
     def tell_end(self) -> None:
         """What the script leaves."""
@@ -136,6 +150,7 @@ class Training:
         def following(loading: Any) -> Any:
             if "_distlab" not in loading.__dict__:
                 loading.__dict__["_distlab"] = [self._loaders, 0, self._steps]
+                self._telling.say("pass", self._loaders, self._recorder.places.here(2)[0], length_of(loading))
                 self._loaders += 1
             turn = loading.__dict__["_distlab"]
             if self._steps > turn[2]:  # a pass that trains
@@ -148,6 +163,8 @@ class Training:
             except StopIteration:
                 self._telling.write_later(f'["fetched",{turn[0]},{turn[1]},true]')
                 self._telling.say("batches", turn[0], turn[1], self._recorder.places.here(2)[0])
+                if loading._persistent_workers:
+                    del loading.__dict__["_distlab"]  # the next pass has the same object
                 raise
             if turn[1] < 2:
                 self._telling.say("batch", turn[0], turn[1], checksum([batch]))
@@ -173,6 +190,13 @@ class Training:
             return mesh
 
         return made
+
+
+def length_of(loading: Any) -> int:
+    """How many batches a pass over a loader is to have; -1 where nobody knows."""
+    with suppress(Exception):  # a sampler of the script's own may raise anything
+        return len(loading._index_sampler)
+    return -1
 
 
 def square(tensor: torch.Tensor) -> float:

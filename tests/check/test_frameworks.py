@@ -8,6 +8,7 @@ from distlab.check.deadlock import Standing, circle
 from distlab.check.rank_state import Call, CallPlace, GroupKey, Kind, RankState, Wait
 from distlab.check.source_lines import divided_before
 from tests.check.cases import Checked, check
+from tests.frameworks.faults import table
 
 LIBRARY = """
 import torch
@@ -16,10 +17,10 @@ from torch.utils.data import DataLoader
 
 
 class Trainer:
-    def __init__(self, batches, patience):
+    def __init__(self, batches, patience, module=None):
         dist.init_process_group("gloo")
         torch.manual_seed(0)
-        self.model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+        self.model = torch.nn.parallel.DistributedDataParallel(module or torch.nn.Linear(4, 1))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.batches, self.patience = batches, patience
         torch.manual_seed(1 + dist.get_rank())
@@ -57,6 +58,13 @@ class Mine(Trainer):
         self.log(torch.ones(1))
 
 
+class Net(torch.nn.Linear):
+    def forward(self, given):
+        if dist.get_rank() == 0:
+            dist.all_reduce(given)
+        return super().forward(given)
+
+
 def main():
     rank = int(os.environ["RANK"])
     {body}
@@ -64,6 +72,24 @@ def main():
 
 main()
 """
+
+
+ALONE = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(2):
+    model(torch.randn(4, 2)).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_the_page_has_the_table_of_what_make_frameworks_runs() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "check.md").read_text()
+    assert "\n".join(["<!-- table of: tests/frameworks/faults.py -->", *table(), "<!-- end -->"]) in page
 
 
 def of_library(folder: Path, body: str) -> Checked:
@@ -85,7 +111,8 @@ def test_a_loop_that_ended_earlier_is_told_by_steps(tmp_path: Path) -> None:
     assert "rank 1's loop in Trainer.train ended after 4 optimizer steps / 4 batches of its DataLoader" in sentence(
         checked
     )
-    assert "rank 0 is at 4 optimizer steps / 5 batches of its DataLoader: uneven data" in sentence(checked)
+    assert "rank 0 is at 4 optimizer steps / 5 batches of its DataLoader" in sentence(checked)
+    assert "has 4 batches on rank 1 and more on rank 0: uneven data" in sentence(checked)
     assert "give all ranks as many batches" in sentence(checked)
 
 
@@ -96,7 +123,7 @@ def test_ranks_that_part_inside_of_one_call_are_told_by_steps(tmp_path: Path) ->
         "in Trainer.train rank 1 is after 2 optimizer steps / 3 batches of its DataLoader and rank 0 after 2"
         in sentence(checked)
     )
-    assert "train.py:13 in Trainer.log, called by Trainer.train at train.py:18" in sentence(checked)
+    assert "train.py:13 in Trainer.log, called by Trainer.train at train.py:25" in sentence(checked)
     assert "one shape" not in sentence(checked)
 
 
@@ -106,7 +133,27 @@ def test_the_call_that_was_typed_is_in_the_remedy(tmp_path: Path) -> None:
     )
     assert checked.code == 1, checked.said
     assert "rank 0 waits in all_reduce" in sentence(checked)
-    assert "let all ranks call Trainer.log at train.py:21, or none; it stands under `if rank == 0`" in sentence(checked)
+    assert "let all ranks call Trainer.log at train.py:28, or none; it stands under `if rank == 0`" in sentence(checked)
+
+
+def test_the_users_line_in_a_forward_pass_is_told_with_the_call_above_it(tmp_path: Path) -> None:
+    """DDP's forward, which is watched, lies between."""
+    checked = of_library(tmp_path, "Trainer(3, 99, Net(4, 1)).train()")
+    assert checked.code == 1, checked.said
+    assert "train.py:19, called by Trainer.train at train.py:25" in sentence(checked)
+    assert (
+        "let all ranks make the all_reduce of train.py:19, or none; it stands under `if dist.get_rank() == 0`"
+        in sentence(checked)
+    )
+
+
+def test_ranks_that_train_alone_are_no_pass(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(ALONE)
+    checked = check(script, 2, tmp_path)
+    assert checked.code == 1, checked.said
+    assert "each of the 2 ranks trains alone: in its 2 steps neither gradients nor weights went to" in sentence(checked)
+    assert "DistributedDataParallel" in sentence(checked)
 
 
 def test_a_right_one_passes(tmp_path: Path) -> None:

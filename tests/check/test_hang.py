@@ -172,8 +172,11 @@ def test_the_text_and_the_branch_of_a_line(tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     inside, outside = (CallPlace(f"train.py:{number}", "", str(script)) for number in (5, 8))
     assert source_line(inside) == "barrier()"
-    assert branch_of(inside) == "`if rank == 0` (train.py:2)"
-    assert branch_of(CallPlace("train.py:7", "", str(script))) == "the other side of `if rank == 0` (train.py:2)"
+    assert branch_of(inside) == "stands under `if rank == 0` (train.py:2)"
+    assert (
+        branch_of(CallPlace("train.py:7", "", str(script)))
+        == "stands under the other side of `if rank == 0` (train.py:2)"
+    )
     assert branch_of(outside) == ""
 
 

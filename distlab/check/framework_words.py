@@ -1,0 +1,75 @@
+"""What to change, in the words of the framework that a script trains by: accelerate, transformers, Lightning.
+
+`CALLS` are calls of all ranks that scripts make on one: what the framework has for what was meant. `CAUSES` is by what
+ranks part in a loop.
+"""
+
+UNEVEN, STOPPED, SKIPPED, ALONE = "uneven", "stopped", "skipped", "alone"
+AS_MANY = "give all ranks as many batches, and let them stop, evaluate and save at the same steps"
+ON_MAIN = "keep only the print or the write under accelerator.is_main_process"
+
+CALLS = {
+    "Accelerator.gather_for_metrics": f"accelerator.gather_for_metrics takes the part of each rank; {ON_MAIN}",
+    "Accelerator.gather": f"accelerator.gather takes the part of each rank; {ON_MAIN}",
+    "Accelerator.reduce": f"accelerator.reduce takes the part of each rank; {ON_MAIN}",
+    "Accelerator.wait_for_everyone": "call accelerator.wait_for_everyone() before `if accelerator.is_main_process`",
+    "Accelerator.save_state": "accelerator.save_state() writes on each rank what it has to write",
+    "Accelerator.get_state_dict": f"accelerator.get_state_dict(model) may gather the parts of all ranks; {ON_MAIN}",
+    "Trainer.evaluate": "trainer.evaluate() gives each rank its part of the data; keep only the print under"
+    " trainer.is_world_process_zero()",
+    "Trainer.predict": "trainer.predict() gives each rank its part of the data; keep only the write on one",
+    "Trainer.training_step": "a batch that does not count is computed too: compute_loss returns 0 * loss for it",
+    "Trainer.save_model": "trainer.save_model() writes on one rank by itself",
+    "Trainer.save_checkpoint": "trainer.save_checkpoint() writes on rank 0 alone by itself",
+    "Trainer.test": "trainer.test() gives each rank its part of the data; keep only the print under"
+    " trainer.is_global_zero",
+    "Trainer.validate": "trainer.validate() gives each rank its part of the data; keep only the print under"
+    " trainer.is_global_zero",
+    "LightningModule.log": "a value of one rank goes by self.log(..., rank_zero_only=True) without sync_dist=True",
+    "LightningModule.log_dict": "values of one rank go by self.log_dict(..., rank_zero_only=True) without"
+    " sync_dist=True",
+    "LightningModule.all_gather": "self.all_gather takes the part of each rank; keep only what follows under"
+    " self.trainer.is_global_zero",
+    "Metric.compute": "compute() of a torchmetrics Metric gathers from all ranks, unless it is made with"
+    " sync_on_compute=False",
+}  # by the function that the user called
+
+CAUSES = {
+    "accelerate": {
+        UNEVEN: "give the loader to accelerator.prepare, which shares the data out in as many batches a rank, or train"
+        " under accelerator.join_uneven_inputs([model])",
+        STOPPED: "decide it on all ranks: accelerator.set_trigger() on the one that wants to stop, and `if"
+        " accelerator.check_trigger(): break` on all at each step",
+        SKIPPED: "call accelerator.backward on all ranks for each batch: accelerator.backward(0 * loss) for one that"
+        " does not count",
+        ALONE: "give the model to accelerator.prepare, which makes it a DistributedDataParallel",
+    },
+    "transformers": {
+        UNEVEN: "give Trainer the data (train_dataset=...), or return self.accelerator.prepare(loader) from"
+        " get_train_dataloader",
+        STOPPED: "set control.should_training_stop by what all ranks have alike: metrics in on_evaluate"
+        " (EarlyStoppingCallback), or a value that accelerator.gather gave",
+        SKIPPED: "let training_step compute on all ranks for each batch: compute_loss returns 0 * loss for one that"
+        " does not count",
+    },
+    "lightning": {
+        UNEVEN: "leave the samplers to Trainer (use_distributed_sampler=True), or give all ranks as many batches"
+        " (limit_train_batches=N)",
+        STOPPED: "stop by EarlyStopping on a metric of self.log(..., sync_dist=True), or by"
+        " self.trainer.strategy.reduce_boolean_decision(stop, all=False)",
+        SKIPPED: "return 0 * loss for a batch that does not count",
+        ALONE: 'make Trainer with accelerator="cpu", devices=the number of ranks and strategy="ddp": left to'
+        " themselves these take one process on a machine without a GPU",
+    },
+}  # by package
+CAUSES["pytorch_lightning"] = CAUSES["lightning"]
+
+
+def words_of_call(function: str) -> str:
+    """Behind a call that one rank alone makes; empty where there is nothing to say."""
+    return CALLS.get(function, "")
+
+
+def words_of_cause(package: str, cause: str) -> str:
+    """What to change where ranks part by this."""
+    return CAUSES.get(package, {}).get(cause, "")

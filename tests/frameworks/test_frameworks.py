@@ -1,0 +1,53 @@
+"""accelerate, transformers' Trainer and Lightning under `distlab check`: `make frameworks`, which installs them.
+
+A right script of each ends without a finding and without a question; six classic faults each are told by the user's
+line, the framework's call and the remedy in its words. docs/check.md has the table.
+"""
+
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from tests.check.cases import Checked, check, line_of
+from tests.frameworks.faults import ALONE, FAULTS, PACKAGES, SCRIPTS, Fault, versions
+
+
+def checked(script: Path, world_size: int, folder: Path, **environ: str) -> Checked:
+    """Under check as a user runs it: with no hash seed, an interpreter for each rank."""
+    output = folder / "output"
+    output.mkdir()
+    return check(script, world_size, folder, str(output), LAB_HANG_AFTER_S="2", **environ)
+
+
+@pytest.mark.parametrize("script", PACKAGES)
+def test_the_versions_are_those_of_the_table(script: str) -> None:
+    assert f"{PACKAGES[script]} {version(PACKAGES[script])}" == versions()[script]
+
+
+@pytest.mark.parametrize("script", PACKAGES)
+def test_nothing_is_said_of_a_right_one(script: str, tmp_path: Path) -> None:
+    found = checked(SCRIPTS / f"{script}_right.py", 2, tmp_path, PYTHONHASHSEED="random")
+    assert found.code == 0, found.said
+    assert not found.sentences
+    assert not found.questions
+    assert "dropped" not in found.said and "is not recorded" not in found.said
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda each: f"{each.script}, {each.fault}")
+def test_a_fault_is_told_by_line_call_and_remedy(fault: Fault, tmp_path: Path) -> None:
+    script = fault.write(tmp_path)
+    found = checked(script, 2, tmp_path)
+    said = " ".join(found.questions if fault.asked else found.sentences)
+    assert found.code == (0 if fault.asked else 1), found.said
+    assert line_of(script, "a") in said, found.said
+    for each in fault.told:
+        assert each in said, found.said
+
+
+@pytest.mark.parametrize("fault", ALONE, ids=lambda each: f"{each.script}, {each.fault}")
+def test_ranks_that_train_alone_are_no_pass(fault: Fault, tmp_path: Path) -> None:
+    found = checked(fault.write(tmp_path), 2, tmp_path)
+    assert found.code == 1, found.said
+    for each in fault.told:
+        assert each in " ".join(found.sentences), found.said
