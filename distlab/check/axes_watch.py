@@ -164,9 +164,8 @@ class Axes:
             if self._wrapping or named.get("sync_module_states"):
                 make(own, module, *args, **named)
                 return
-            inner = {id(one) for each in module.modules() if isinstance(each, type(own)) for one in each.parameters()}
-            taken = [(name, each) for name, each in module.named_parameters() if id(each) not in inner]
-            sums = self._sums_of(taken)
+            sums: list[list[Any]] = []
+            self._note_sums(sums, lambda: not_yet_taken(module, type(own)))
             self._wrapping = True
             try:
                 make(own, module, *args, **named)
@@ -181,20 +180,21 @@ class Axes:
 
         @functools.wraps(make)
         def made(own: Any, params: Any, modules: Any, mesh_info: Any, *args: Any, **named: Any) -> None:
-            names = {id(each): name for module in modules for name, each in module.named_parameters()}
-            sums = self._sums_of([(names.get(id(each), "a parameter"), each) for each in params])
+            sums: list[list[Any]] = []
+            self._note_sums(sums, lambda: with_names(params, modules))
             make(own, params, modules, mesh_info, *args, **named)
-            last = mesh_info.mesh.ndim - 1
             self._take(
-                sums, lambda: axis_of(mesh_info.mesh, last)[1], lambda: [e.sharded_param for e in own.fsdp_params]
-            )
+                sums, lambda: axis_of(mesh_info.mesh, mesh_info.mesh.ndim - 1)[1],
+                lambda: [each.sharded_param for each in own.fsdp_params],
+            )  # fmt: skip
 
         return made
 
-    def _sums_of(self, named: Sequence[tuple[str, torch.Tensor]]) -> list[list[Any]]:
-        if self._steps or any(each.is_meta for _, each in named):
-            return []
-        return [[name, checksum([each.detach()])] for name, each in named[:MOST_NAMED]]
+    @harmless
+    def _note_sums(self, sums: list[list[Any]], taken: Callable[[], Sequence[tuple[str, torch.Tensor]]]) -> None:
+        named = [] if self._steps else taken()
+        if not any(each.is_meta for _, each in named):
+            sums += [[name, checksum([each.detach()])] for name, each in named[:MOST_NAMED]]
 
     @harmless
     def _take(
@@ -360,6 +360,17 @@ class Axes:
         turn = self._times[what]
         self._times[what] += 1
         return turn
+
+
+def not_yet_taken(module: torch.nn.Module, kind: type) -> list[tuple[str, torch.Tensor]]:
+    """The parameters of a module that no module of this kind in it has taken."""
+    inner = {id(one) for each in module.modules() if isinstance(each, kind) for one in each.parameters()}
+    return [(name, each) for name, each in module.named_parameters() if id(each) not in inner]
+
+
+def with_names(taken: Sequence[torch.Tensor], modules: Sequence[torch.nn.Module]) -> list[tuple[str, torch.Tensor]]:
+    names = {id(each): name for module in modules for name, each in module.named_parameters()}
+    return [(names.get(id(each), "a parameter"), each) for each in taken]
 
 
 def outermost_inputs() -> list[torch.Tensor]:

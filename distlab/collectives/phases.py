@@ -35,11 +35,10 @@ class Span(NamedTuple):
     end_s: float
 
 
-# Ambient, as torch's own profiler is: a mechanism should not have to hand a recorder down to where the time goes.
-
 T = TypeVar("T")
 
 
+# As torch's own profiler is: a mechanism should not have to hand a recorder down to where the time goes.
 class Ambient(Generic[T]):
     """A value of this thread, and of the backward passes that it runs: on CUDA autograd has a thread for each device,
     which knows nothing of the context of who called it, and the caller waits meanwhile."""

@@ -2,16 +2,19 @@
 
 import json
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distlab.check.axes import groups_of
+from distlab.check.axes_watch import Axes
 from distlab.check.coordinator import Doctor
 from distlab.check.deadlock import Standing, Still, hung
 from distlab.check.matching import Matching
 from distlab.check.rank_state import DEVICES, HANG, CallPlace, Frame, RankState, Wait
+from distlab.check.recorder import Recorder
 from distlab.check.report import MOST, spans_of
 from distlab.check.script_process import how_it_ended, parsed
 from distlab.check.silent_faults import Quiet
@@ -245,3 +248,12 @@ def test_ranks_that_all_stand_still_are_a_finding_and_one_that_computes_is_none(
     assert still.look(cases, matching, 99.0) is None
     cases[0].cpu_share, cases[0].starved_share = 0.03, 0.9
     assert still.look(cases, matching, 99.0) is None, "30 others have the cores"
+
+
+def test_weights_that_cannot_be_read_do_not_end_a_script_that_gives_them_to_fsdp() -> None:
+    telling = Mock()
+    axes = Axes(Recorder(telling, Mock()))
+    sums: list[list[Any]] = []
+    axes._note_sums(sums, lambda: [("weight", Mock(is_meta=False, detach=Mock(side_effect=RuntimeError("no data"))))])
+    assert sums == []
+    telling.say.assert_called_once_with("unrecorded", "_note_sums", "RuntimeError('no data')")
