@@ -156,7 +156,9 @@ class Draws:
         name = next((each for each in reversed(self._inside) if each), "the model")
         turn = Counter(each.module for each in self.drawn)[name]
         local = getattr(given, "_local_tensor", given)
-        self.drawn.append(Draw(name, turn, hash_of(torch.get_rng_state()), hash_of(local)))
+        on_card = local.device.type == "cuda"
+        state = torch.cuda.get_rng_state(local.device) if on_card else torch.get_rng_state()
+        self.drawn.append(Draw(name, turn, hash_of(state), hash_of(local)))
 
     def _instead(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         function = getattr(function, "__wrapped__", function)  # without who else watches
@@ -176,7 +178,7 @@ class Draws:
         ) -> Tensor:  # fmt: skip
             if dropout_p > 0:
                 self._note(query)
-                torch.rand(1)  # the generator goes on
+                torch.rand(1, device=query.device)  # the generator goes on
             return function(query, key, value, attn_mask, 0.0, *args, **named)
 
         return attention

@@ -153,7 +153,7 @@ class Stepped:
 
     def _located(self, tensors: Mapping[str, Tensor | None]) -> dict[str, LocatedTensor]:
         with self._unseen():
-            copies = {name: None if each is None else reference.local(each).clone() for name, each in tensors.items()}
+            copies = {name: None if each is None else reference.local(each) for name, each in tensors.items()}
         return {name: LocatedTensor(self._rows[name], each) for name, each in copies.items()}
 
 
@@ -181,7 +181,7 @@ class OfStrategy:
     def _full(self, kind: str) -> dict[str, LocatedTensor]:
         with self._unseen():
             full = self.strategy.full(kind)
-            return {name: LocatedTensor(reference.WHOLE, each.detach().clone()) for name, each in full if each.numel()}
+            return {name: LocatedTensor(reference.WHOLE, reference.local(each)) for name, each in full if each.numel()}
 
 
 def train_step(
@@ -236,13 +236,14 @@ class Proof:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.seed = theirs.config.seed
         self.grid = Grid(theirs.axes(self.world_size))
-        self.dealing = reference.Dealing(theirs, self.grid.axes.get("dp", 1))
         with unseen():
             self.ours = dist.new_group()  # for what the proof itself sends
 
     def run(self) -> None:
         model = self.theirs.model(self.seed)
         user_file.refuse(model)
+        self.device = next((each.device for each in model.parameters()), reference.CPU)
+        self.dealing = reference.Dealing(self.theirs, self.grid.axes.get("dp", 1), self.device)
         canonical = names_of(model)
         digests = self.everyone(user_file.digest(model, *self.dealing.whole(0)[:2]))
         user_file.refuse_other_beginnings(digests, self.seed)
@@ -298,8 +299,8 @@ class Proof:
             raise Refused(f"mesh has the axes {', '.join(self.grid.axes)}: write train_step or strategy beside it")
         group: Any = dist.group.WORLD
         if many:
-            axes = self.grid.axes
-            group = dist.device_mesh.init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+            names, sizes = zip(*self.grid.axes.items(), strict=True)
+            group = dist.device_mesh.init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
         return Stepped(self.theirs, model, group, dense.start, self.unseen)
 
     def _train(self, trainee: Stepped | OfStrategy, draws: Draws) -> tuple[list[Step], list[Draw]]:

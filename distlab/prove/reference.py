@@ -12,6 +12,8 @@ from distlab.prove.user_file import Refused, UserFile
 from distlab.workload.data import Batches, Microbatch, shard_sizes
 from distlab.workload.reference import Reference, Snapshot, backward, fill
 
+CPU = torch.device("cpu")  # where all is compared that ranks and one process keep, whatever device they compute on
+
 # The whole batch of a step, and each rank's microbatches of it, uneven wherever the batch allows it.
 #
 # Equal parts hide a mean of means: a loss that is averaged over a rank's own samples, or a microbatch's own tokens,
@@ -19,12 +21,12 @@ from distlab.workload.reference import Reference, Snapshot, backward, fill
 
 
 class Dealing:
-    """The batches of a proof, dealt along the axis dp."""
+    """The batches of a proof, dealt along the axis dp, on the model's `device`."""
 
-    def __init__(self, theirs: UserFile, num_shards: int) -> None:
-        self.theirs, self.num_shards = theirs, num_shards
+    def __init__(self, theirs: UserFile, num_shards: int, device: torch.device = CPU) -> None:
+        self.theirs, self.num_shards, self.device = theirs, num_shards, device
         config = theirs.config
-        self._batches = Batches(config, proof=True, device=torch.device("cpu"), dtype=torch.float64)
+        self._batches = Batches(config, proof=True, device=device, dtype=torch.float64)
         self.even = bool(theirs.found.get("even", False))
 
     def whole(self, step: int) -> Microbatch:
@@ -72,7 +74,7 @@ class Dealing:
                 " samples"
             )
         inputs, targets = (each.double() if each.is_floating_point() else each for each in found)
-        return inputs, targets
+        return inputs.to(self.device), targets.to(self.device)
 
 
 # Where in the dense model lies what a rank holds: found by its numbers, whatever cut it.
@@ -121,9 +123,9 @@ def named(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What is compared of a tensor; of a DTensor all of it, which is a collective."""
+    """What is compared of a tensor, a copy; of a DTensor all of it, which is a collective."""
     whole = getattr(tensor, "full_tensor", None)
-    return (whole() if whole is not None else tensor).detach()
+    return (whole() if whole is not None else tensor).detach().to(CPU, copy=True)
 
 
 def locate_in_dense(found: Tensor, dense: Tensor) -> Rows:
@@ -174,7 +176,7 @@ class Buffers(NamedTuple):
 
 def copy_buffers(model: nn.Module) -> dict[str, Tensor]:
     """As they are now, wrappers left out of their names."""
-    return {plain_name(name): local(each).clone() for name, each in model.named_buffers(remove_duplicate=False)}
+    return {plain_name(name): local(each) for name, each in model.named_buffers(remove_duplicate=False)}
 
 
 def wrong(ranks: Sequence[Buffers], dense: Buffers) -> Iterator[tuple[str, list[int]]]:
@@ -273,7 +275,7 @@ def one_process(theirs: UserFile, dealing: Dealing) -> Dense:
     """Train alone; raises Refused where nothing is trained."""
     model = theirs.model(theirs.config.seed)
     named = dict(model.named_parameters())
-    start = {name: each.detach().clone() for name, each in named.items()}
+    start = {name: local(each) for name, each in named.items()}
     carried = copy_buffers(model)
     order: list[str] = []
     hooks = [
@@ -289,7 +291,7 @@ def one_process(theirs: UserFile, dealing: Dealing) -> Dense:
         for hook in hooks if step == 0 else ():
             hook.remove()
         theirs.after_step(model)
-        steps.append(reference.snapshot(loss))
+        steps.append(reference.snapshot(loss, CPU))
         if not steps[-1].gradients:
             raise Refused("the loss depends on no parameter of the model: nothing is trained")
     in_order = [*order, *(name for name in named if name not in order)]
@@ -328,7 +330,7 @@ def contributions(
             backward(model, [part], None, theirs.loss)
             for alias in aliases:
                 gradient = model.get_parameter(alias).grad
-                found[alias, shard, index] = torch.zeros_like(weights[name]) if gradient is None else gradient.clone()
+                found[alias, shard, index] = torch.zeros_like(weights[name]) if gradient is None else local(gradient)
     return found
 
 

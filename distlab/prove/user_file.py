@@ -167,7 +167,8 @@ def jittered(model: nn.Module, seed: int) -> nn.Module:
     """Move every weight a little, the same in every process."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
-        parameter.add_(0.01 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
+        moved = 0.01 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+        parameter.add_(moved.to(parameter.device))
     return model
 
 

@@ -20,7 +20,7 @@ Loss: TypeAlias = Callable[[Any, Tensor, Tensor], Tensor]  # (model, inputs, tar
 
 
 class Snapshot(NamedTuple):
-    """What is left after a step: copies, on the model's device, under dense names."""
+    """What is left after a step: copies under dense names."""
 
     loss: float  # mean over the terms of the global batch, before the update
     gradients: dict[str, Tensor]  # as the optimizer saw them: after clipping
@@ -55,13 +55,16 @@ class Reference:
                 weight.copy_(master)
         return loss
 
-    def copies(self, kind: str) -> dict[str, Tensor]:
-        """The "gradients" of the last step, the "weights" or the "optimizer" state."""
-        return {name: each.clone() for name, each in named_tensors(self.model, self.optimizer, kind)}
+    def copies(self, kind: str, device: torch.device | None = None) -> dict[str, Tensor]:
+        """The "gradients" of the last step, the "weights" or the "optimizer" state; on `device`, by default the
+        model's."""
+        found = named_tensors(self.model, self.optimizer, kind)
+        return {name: each.to(device or each.device, copy=True) for name, each in found}
 
-    def snapshot(self, loss: float) -> Snapshot:
+    def snapshot(self, loss: float, device: torch.device | None = None) -> Snapshot:
         """What the last step, which had this `loss`, has left."""
-        return Snapshot(loss, self.copies("gradients"), self.copies("weights"), self.copies("optimizer"), self.norm)
+        gradients, weights, state = (self.copies(kind, device) for kind in ("gradients", "weights", "optimizer"))
+        return Snapshot(loss, gradients, weights, state, self.norm)
 
 
 def backward(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 from distlab.check.start import ProofOptions
 from distlab.config import Config
@@ -156,6 +157,17 @@ def test_shards_and_microbatches_are_uneven_unless_the_file_wants_them_even() ->
         Dealing(theirs(even=True), 2).sizes(10)
     with pytest.raises(Refused, match="smaller than its 3 shards"):
         Dealing(theirs(), 3).sizes(2)
+
+
+def test_a_model_on_a_gpu_is_proven_there() -> None:
+    """On tensors that have devices and no numbers: those of two devices do not mix."""
+    with FakeTensorMode():
+        model = nn.Linear(2, 3)
+        model.weight, model.bias = (nn.Parameter(torch.empty(each.shape, device="cuda")) for each in model.parameters())
+        user_file.jittered(model, 1)
+        own = theirs(batch=lambda seed, step: (torch.zeros(4, 2), torch.zeros(4, 3)))
+        inputs, targets, _ = Dealing(own, 2, torch.device("cuda:0")).whole(0)
+        assert {each.device.type for each in (*model.parameters(), inputs, targets)} == {"cuda"}
 
 
 def test_padding_is_no_term_and_a_batch_of_it_alone_is_refused() -> None:
