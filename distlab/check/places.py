@@ -100,7 +100,7 @@ class Places:
     def here(self, depth: int = 1) -> tuple[int, bool]:
         """The number of the place that the caller's `depth`-th frame stands in, and whether the script itself called:
         no library but torch.distributed's own functions lies between."""
-        stack = self._stack(sys._getframe(depth))
+        stack = self._stack(frame_at(depth))
         starter: Stack | None = threading.current_thread().__dict__.get("_distlab")
         by_script = stack.below is None
         by_starter = starter is not None and not stack.own
@@ -166,7 +166,7 @@ class Places:
 
     def line_of(self, depth: int = 1) -> str:
         """The script's own line below the caller's `depth`-th frame, in words."""
-        frame: FrameType | None = sys._getframe(depth)
+        frame = frame_at(depth)
         while frame is not None and self.kind(frame.f_code.co_filename) != "user":
             frame = frame.f_back
         return self._shown((frame.f_code, frame.f_lineno) if frame is not None else None)
@@ -197,6 +197,15 @@ class Places:
             if each in str(path):
                 return f"{str(path).rpartition(each)[2]}:{line} ({at[0].co_name})"
         return f"{path.name}:{line} ({at[0].co_name})" if str(path).startswith(self._libraries) else f"{path}:{line}"
+
+
+def frame_at(depth: int) -> FrameType | None:
+    """The caller's `depth`-th frame. On a thread of C++'s own there may be none: a GPU has its backward passes on one,
+    and whoever asked for the pass waits in autograd's engine meanwhile."""
+    try:
+        return sys._getframe(depth + 1)
+    except ValueError:
+        return next((frame for frame in sys._current_frames().values() if frame.f_code.co_name == ENGINE), None)
 
 
 def package_of(code: CodeType | None) -> str:

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ LEAST_HELD, MOST_HELD, MOST_HELD_BYTES = 2, 16, 1 << 24  # works of calls that a
 MOST_OPEN = 64  # calls that are looked after: what nobody waits for is not kept for ever
 
 Kernel = Callable[..., Any]
+Ending: TypeAlias = dist.Work | torch.cuda.Event  # what tells that a call has ended
 
 
 class Group:
@@ -85,8 +86,8 @@ class Recorder:
         self._instances: dict[tuple[str, tuple[int, ...]], int] = {}
         self._lock = threading.Lock()
         self._libraries: list[torch.library.Library] = []
-        self._open: dict[int, tuple[dist.Work, int]] = {}  # with the bytes of their tensors
-        self._held: deque[tuple[dist.Work, int]] = deque(maxlen=MOST_HELD)
+        self._open: dict[int, tuple[Ending, int]] = {}  # with the bytes of their tensors
+        self._held: deque[tuple[Ending, int]] = deque(maxlen=MOST_HELD)
         self._is_completed: Callable[[dist.Work], bool] = dist.Work.is_completed
 
     def install(self) -> None:
@@ -115,11 +116,13 @@ class Recorder:
                 self.telling.say("unrecorded", name, repr(error))
                 return pass_on(keys & BELOW, *args)
             result = pass_on(keys & BELOW, *args)
-            if name == "monitored_barrier_":
+            if shape.op in ("send", "recv"):  # which end with their wait alone
+                return result
+            ending = ending_of(name, result)
+            if ending is None:
                 self.telling.write(f'["end",{call.number},{now():.6f}]')
-            elif shape.op not in ("send", "recv"):  # which end with their wait alone
-                work = dist.Work.unbox(result[-1] if isinstance(result, tuple) else result)
-                self._open[call.number] = work, nbytes_of(call.tensors)
+            else:
+                self._open[call.number] = ending, nbytes_of(call.tensors)
             return result
 
         return recorded
@@ -217,8 +220,8 @@ class Recorder:
 
     def sweep(self) -> None:
         """Tell which calls have ended since the last look; without waiting."""
-        for number, (work, _) in list(self._open.items()):
-            if self._is_completed(work):
+        for number, (ending, _) in list(self._open.items()):
+            if self._is_completed(ending) if isinstance(ending, dist.Work) else ending.query():
                 self.ended(number)
                 self.telling.write_later(f'["end",{number},{now():.6f}]')
 
@@ -289,6 +292,21 @@ def harmless(before: Callable[..., None]) -> Callable[..., None]:
             before(watch, *args, **named)
 
     return tried
+
+
+def ending_of(name: str, result: Any) -> Ending | None:
+    """What tells when a call has ended that returned this; None where it has, or nothing does.
+
+    NCCL makes a handle only where somebody asks for one: else the call is over when the GPU's stream comes to its end.
+    """
+    if name == "monitored_barrier_":
+        return None
+    work: dist.Work | None = dist.Work.unbox(result[-1] if isinstance(result, tuple) else result)
+    if work is not None or not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
+        return work
+    event = torch.cuda.Event()
+    event.record()
+    return event
 
 
 def flat(tensors: Any) -> tuple[torch.Tensor, ...]:

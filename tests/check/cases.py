@@ -78,7 +78,7 @@ RIGHT = dict.fromkeys([
     "ddp_power_sgd", "ddp_sampler", "ddp_sparse", "ddp_static_graph", "ddp_two", "ddp_unfrozen", "ddp_unused", "evaluated_twice", "exits_0", "fsdp",
     "fsdp1", "fsdp1_synced", "fsdp_save", "functional", "local_sgd", "no_destroy", "own_init", "pipe_1f1b", "pipe_gpipe",
     "pipe_interleaved", "pipeline_job", "process_ranks", "rank_0_saves", "restart", "scheduler", "spawned_ranks", "spawned_workers",
-    "tensor_parallel", "threads", "tied_stages", "tp_by_hand", "zero_one_norm", "zero_redundancy",
+    "tensor_parallel", "thread_without_frames", "threads", "tied_stages", "tp_by_hand", "zero_one_norm", "zero_redundancy",
 ], 2) | {
     "fsdp1_tensor_parallel": 4, "gossip": 4, "local_sgd_unfinished": 2, "hsdp": 4, "layouts": 2, "lost_results": 2, "local_sync_group": 3, "mesh_2d": 4, "objects": 3, "post_local_sgd": 4,
     "ring": 3, "samplers": 2, "send_recv": 4, "spawned_halves": 4,

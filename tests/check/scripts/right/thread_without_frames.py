@@ -1,0 +1,15 @@
+"""A collective from a thread on which no Python runs, as a GPU's backward pass is one, and one that has no handle."""
+
+import _thread
+import time
+
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+group = dist.distributed_c10d._get_default_group().boxed()
+barrier = torch.ops.c10d.barrier.default._op
+_thread.start_new_thread(barrier, (torch.zeros(1), group, [], True, 60_000))
+time.sleep(0.5)
+dist.barrier()
+dist.destroy_process_group()
