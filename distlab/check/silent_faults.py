@@ -4,7 +4,7 @@ A finding is certain; what only looks wrong is asked as a question, and decides 
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple, get_type_hints
 
@@ -164,7 +164,7 @@ class Quiet:
         self._norms, self._parts, self._begun = Norms(), Parts(), Begun()
         self._layouts, self._contents, self._lost = Layouts(), Contents(), Lost()
         self._handles: dict[tuple[CallPlace, CallPlace | None], tuple[str, list[int]]] = {}  # by call and its wait
-        self._devices: dict[tuple[int, str], list[int]] = defaultdict(list)
+        self._devices: dict[str, dict[int, tuple[int, str, int]]] = defaultdict(dict)  # number, id, cards: of each rank
         self._takers = {
             "module": self._replicas.take_module,
             "parameters": self.parameter_calls.take_names,
@@ -213,8 +213,8 @@ class Quiet:
         typed(values, [hints[name] for name in hints if name not in ("case", "return")])
         return taker(case, *values) or ()
 
-    def _take_device(self, case: RankState, device: int, host: str) -> None:
-        self._devices[device, host].append(case.rank)
+    def _take_device(self, case: RankState, device: int, uuid: str, host: str, visible: int) -> None:
+        self._devices[host][case.rank] = device, uuid, visible
 
     def _take_handle(self, case: RankState, call: Call, waited_at: Any = None) -> None:
         """A call, and the place of its wait if it had one."""
@@ -249,11 +249,8 @@ class Quiet:
         yield from self._parts.apart()
         yield from self._layouts.apart()
         yield from self._contents.written()
-        for (device, host), ranks in self._devices.items():
-            if len(ranks) > 1:
-                what = f"{name_ranks(ranks)} compute on one device, cuda:{device} of {host}"
-                first = "call torch.cuda.set_device(LOCAL_RANK) before anything else"
-                yield Finding(DEVICES, f"{what}: {first}", tuple(ranks))
+        for host, devices in self._devices.items():
+            yield from shared_devices(host, devices)
 
     def questions(self) -> Iterator[str]:
         yield from self.parameter_calls.questions()
@@ -263,3 +260,15 @@ class Quiet:
         yield from self._draws.questions()
         yield from self._begun.questions()
         yield from self._lost.questions()
+
+
+def shared_devices(host: str, devices: Mapping[int, tuple[int, str, int]]) -> Iterator[Finding]:
+    """Each card on which several ranks compute, where their host shows them a card a rank; on fewer they have to."""
+    on = defaultdict[tuple[int, str], list[int]](list)
+    for rank, (number, uuid, visible) in devices.items():
+        if visible >= len(devices):
+            on[number, uuid].append(rank)
+    for (number, _), ranks in on.items():
+        if len(ranks) > 1:
+            what = f"{name_ranks(ranks)} compute on one device, cuda:{number} of {host}"
+            yield Finding(DEVICES, f"{what}: call torch.cuda.set_device(LOCAL_RANK) before anything else", tuple(ranks))

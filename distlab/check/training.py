@@ -143,7 +143,9 @@ class Training:
         """What the script leaves."""
         self._replicas.tell_end()
         if torch.cuda.is_available() and torch.cuda.is_initialized():
-            self._telling.say("device", torch.cuda.current_device(), socket.gethostname())
+            number = torch.cuda.current_device()
+            uuid = str(torch.cuda.get_device_properties(number).uuid)  # two ranks that see a card each call it 0
+            self._telling.say("device", number, uuid, socket.gethostname(), torch.cuda.device_count())
 
     def _next(self, method: Callable[[Any], Any]) -> Callable[[Any], Any]:
         @functools.wraps(method)

@@ -5,6 +5,8 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,7 +16,7 @@ from distlab.check.coordinator import Doctor
 from distlab.check.deadlock import Standing, Still, hung
 from distlab.check.matching import Matching
 from distlab.check.rank_state import DEVICES, HANG, CallPlace, Frame, RankState, Wait
-from distlab.check.recorder import Recorder
+from distlab.check.recorder import Recorder, ending_of
 from distlab.check.report import MOST, spans_of
 from distlab.check.script_process import how_it_ended, parsed
 from distlab.check.silent_faults import Quiet
@@ -139,10 +141,30 @@ def test_what_a_rank_hangs_in_is_drawn_to_the_right_edge() -> None:
 
 def test_two_ranks_on_one_gpu_of_a_host_are_found() -> None:
     quiet = Quiet(3)
-    for rank, device, host in ((0, 0, "a"), (1, 0, "a"), (2, 0, "b")):
-        list(quiet.take(RankState(rank, 3), ["device", device, host]))
+    for rank, host in ((0, "a"), (1, "a"), (2, "b")):
+        list(quiet.take(RankState(rank, 3), ["device", 0, "one", host, 2]))
     (found,) = quiet.at_end()
     assert (found.check, found.ranks) == (DEVICES, (0, 1))
+
+
+@pytest.mark.parametrize(("uuids", "visible"), [(("one", "one"), 1), (("one", "two"), 2)])
+def test_ranks_that_have_one_gpu_for_all_or_see_one_each_are_left_alone(uuids: tuple[str, str], visible: int) -> None:
+    quiet = Quiet(2)
+    for rank, uuid in enumerate(uuids):
+        list(quiet.take(RankState(rank, 2), ["device", 0, uuid, "a", visible]))
+    assert not list(quiet.at_end())
+
+
+def test_a_call_without_a_handle_ends_with_the_stream_of_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist.Work, "unbox", lambda _: None)  # NCCL's, of a call that nobody asked a handle of
+    assert ending_of("allreduce_", ([], object())) is None, "without a GPU nothing tells"
+    event = Mock()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    ending: Any = ending_of("allreduce_", ([], object()))
+    assert ending is event.return_value
+    assert event.return_value.record.called
 
 
 def test_unequal_numbers_of_batches_are_asked_about() -> None:
