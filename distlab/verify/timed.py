@@ -56,6 +56,8 @@ class Stopwatch:
             microbatches = lab.dealt(course.batches, course.data_step(step))
             self._meet(lab, course, f"step {step} of {name}")
             lab.begin_step(step, name)
+            if lab.device.type == "cuda":  # on a card that ranks share, what was fetched may arrive after the launch
+                torch.cuda.synchronize(lab.device)
             with Lap() as lap:
                 share = strategy.backward(microbatches)
                 lab.on_tensors("gradients", name, strategy, step, corruption.shared(name))
