@@ -38,6 +38,7 @@ from distlab.report.records import Lost
 
 FROZEN_S = 1.0  # the longest gap between two beats under four times as many busy threads as cores was 0.33 s
 START_GRACE_S = 1.0  # the others' watches start up to this much later; so much a hop of news
+RAISES_S = 5.0  # how long a main thread may take to raise what NCCL has given up; its calls raise at once as a rule
 OWN_SIGTERM_S = 1.0  # `docker compose stop` reaches all ranks within this: each then ends by its own SIGTERM
 
 
@@ -60,6 +61,7 @@ class Watchdog(threading.Thread):
         # Hears of it, on this thread.
         self.on_period: Callable[[int, str], None] = lambda step, phase: None  # noqa: ARG005
         self.tells_waits = True  # for whom this rank waits, where that takes long
+        self.gave_up: Callable[[], bool] = lambda: False  # whether NCCL has given up a collective
         self.cpu_seconds, self.woken = 0.0, 0
         self.post = Post(cluster)
         words = self.post.last_words(cluster.rank)
@@ -74,6 +76,7 @@ class Watchdog(threading.Thread):
         self._come_back: queue.SimpleQueue[Member] = queue.SimpleQueue()
         self._refused_at: float | None = None
         self._failed_at: float | None = None
+        self._gave_up_at: float | None = None
         self._end_by = self._hurry_until = self._forgiven_at = 0.0
         self._ending, self._ended = threading.Event(), threading.Event()
         self._signals = Signals()
@@ -137,6 +140,7 @@ class Watchdog(threading.Thread):
         its connections closed, and may not take that for a failure of its own.
         """
         suspects = may_be_a_loss(error)
+        self.gave_up = lambda: False  # the main thread says it itself
         if self.hearing.peers and suspects:
             self._wait_for_a_verdict()
         place = self.main.here()
@@ -183,6 +187,7 @@ class Watchdog(threading.Thread):
                     self._ended.set()
             elif not self._agreement.committed:
                 self._judge()
+                self._judge_device()
                 if self.tells_waits and (
                     slow := self._slowness.sentence(self.hearing, self.main.here(), time.monotonic())
                 ):
@@ -292,6 +297,19 @@ class Watchdog(threading.Thread):
             self._part(verdict)
         else:
             self._leave(verdict, verdict)
+
+    def _judge_device(self) -> None:
+        """End this rank where NCCL has given up a collective, and the main thread waits for its GPU all the same: a
+        kernel that does not end keeps the calls behind it from raising."""
+        now = time.monotonic()
+        if not self.gave_up():
+            return
+        self._gave_up_at = self._gave_up_at or now
+        if now - self._gave_up_at > RAISES_S:
+            bound = f"LAB_COLLECTIVE_TIMEOUT_S={self.config.collective_timeout_s:g}"
+            error = TimeoutError(f"a collective took longer than {bound}: NCCL gave it up, and this rank's GPU hangs")
+            place = self.main.here()
+            self._end(*failed(self.cluster.rank, place, error, self.hearing.behind(place, now)))
 
     def _part(self, verdict: Verdict) -> None:
         if self._parting.part(verdict):

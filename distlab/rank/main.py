@@ -39,6 +39,7 @@ from distlab.rank.mode_loader import (
     lesson,
     load,
     load_for,
+    nccl_gave_up,
     pick_device,
     with_names_of_today,
 )
@@ -204,6 +205,8 @@ class RankRun:
         world = dist.group.WORLD
         assert world is not None
         self.watch.main.follow(world)
+        if self.config.backend == "nccl":
+            self.watch.gave_up = nccl_gave_up
         exchange, config, cluster = self.exchange, self.config, self.cluster
         unseen = unseen_on(config.backend, cluster.world_size)
         ledger = Ledger(cluster.rank, cluster.world_size, exchange.everyone, cluster.store_port, unseen=unseen)

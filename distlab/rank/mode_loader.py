@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
+import torch.distributed as dist
 
 from distlab.cluster import name_ranks
 from distlab.cluster.control_plane import Exchange
@@ -204,3 +205,10 @@ def check_cards(config: Config, device: torch.device, exchange: Exchange) -> Non
                     f" {len(cards)} ranks: NCCL takes one rank a GPU, so start fewer ranks, or set LAB_BACKEND=gloo"
                 ]
             )
+
+
+def nccl_gave_up() -> bool:
+    """Whether NCCL has given up a collective of any group: a peer was lost, or it took longer than its bound."""
+    fine = torch._C._distributed_c10d.ErrorType.SUCCESS
+    backends = [group._get_backend(torch.device("cuda")) for group in dist.distributed_c10d._world.pg_map]
+    return any(each.get_error() != fine for each in backends if each.name() == "nccl" and hasattr(each, "get_error"))

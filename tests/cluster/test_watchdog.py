@@ -274,6 +274,17 @@ def test_rank_0_waits_for_no_member_for_ever(monkeypatch: pytest.MonkeyPatch, re
     assert refused.ended.wait(8 * PERIOD_S)
 
 
+def test_a_rank_whose_gpu_hangs_ends_though_nothing_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watches, "RAISES_S", 2 * PERIOD_S)
+    one = Started()
+    one.watch.gave_up = lambda: True
+    one.watch.start()
+    assert one.ended.wait(8 * PERIOD_S)
+    one.close()
+    assert one.verdict.exit_code == 1
+    assert "LAB_COLLECTIVE_TIMEOUT_S=300: NCCL gave it up, and this rank's GPU hangs" in one.verdict.sentence
+
+
 SERVER = TINY | {"RUN_MODE": "server", "LAB_STEPS": "100", "LAB_MODEL": "mlp"}
 DIES_AT_STEP = 20
 
