@@ -88,7 +88,7 @@ def check_overlap(lab: Lab, measured: Mapping[str, Measured]) -> None:
             formula="all buckets" if name in EARLY else "none",
             shown=(BY_HOST if host else FEW_NUMBERS) * (not shows),
         )  # fmt: skip
-        if name in EARLY and shows:
+        if name in EARLY and shows and not silent:
             launches = seen.order.launches(*SENDS)
             wrong = seen.order.untimely(launches)
             detail = f"{len(wrong)} of {len(launches)} buckets launched too soon, or later than at once"

@@ -376,3 +376,8 @@ def test_layers_that_keep_what_they_compute_again_are_seen(ranks: Ranks, tmp_pat
     lines = ranks(2, keeping, settings, str(tmp_path))
     run = judge({rank: [from_line(line) for line in of_rank] for rank, of_rank in enumerate(lines)})
     assert failed(run) == {"recomputed peak", "computed again"}
+
+
+def test_dp_alone_sends_nothing_and_lets_nothing_wait(ranks: Ranks, tmp_path: Path) -> None:
+    run, _ = run_experiment(ranks, 1, tmp_path, RUN_MODE="dp", LAB_VARIANT="bucketed,ring", LAB_BUCKET_MIB="0.001")
+    assert not failed(run)
