@@ -1,6 +1,6 @@
 """One card, one call: what of the lab holds on it and how fast it is, in at most 7 minutes.
 
-    python3 -m benchmarks.gpu [--out FOLDER] [--limit SECONDS] [--only WORD]
+    python3 -m benchmarks.gpu [--out FOLDER] [--limit SECONDS] [--only WORD,...]
 
 from the top of the repository. It needs python3 with torch, and what the lab itself imports (pydantic,
 pydantic-settings, msgspec, jinja2, pygal); what is missing it says in one sentence. It writes FOLDER/gpu.json, gpu.md
@@ -155,7 +155,7 @@ def main(words: list[str]) -> int:
     asked = argparse.ArgumentParser(prog="python3 -m benchmarks.gpu", description=(__doc__ or "").splitlines()[0])
     asked.add_argument("--out", type=Path, default=Path("runs/gpu"), help="where gpu.json, gpu.md and gpu.log go")
     asked.add_argument("--limit", type=float, default=420.0 * SLOWER, help="seconds in all")
-    asked.add_argument("--only", default="", help="parts whose name has this word alone")
+    asked.add_argument("--only", default="", help="parts whose names have one of these words, with commas between them")
     given = asked.parse_args(words)
     if reason := missing():
         print(f"refused    {reason}")
@@ -166,7 +166,7 @@ def main(words: list[str]) -> int:
     command = " ".join(["python3 -m benchmarks.gpu", *words])
     about = {"card": name, "date": time.strftime("%Y-%m-%d"), "torch": torch.__version__, "command": command}
     report, until = Report(given.out, {"device": about["card"]} | about), time.monotonic() + given.limit
-    chosen = [part for part in all_parts(report) if given.only in part.name]
+    chosen = [part for part in all_parts(report) if any(word in part.name for word in given.only.split(","))]
     with tempfile.TemporaryDirectory(prefix="distlab-gpu-") as scratch:
         for part in chosen:
             if part.alone:
