@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from distlab.check.deadlock import Standing, Still, Waiting, apart_finding, standing_apart
-from distlab.check.failures import aborted, failures, last_call
+from distlab.check.deadlock import Standing, Still, Waiting, apart_finding, standing_apart, unsettled
+from distlab.check.failures import aborted, failures, has_failed, last_call, limit_passed
 from distlab.check.matching import Matching, every_call
 from distlab.check.rank_state import HANG, Finding, RankState
 from distlab.check.script_process import how_it_ended
@@ -23,6 +23,8 @@ from distlab.report.records import Record, Said
 
 GATHER_S = 1.5  # from the first sign of a fault until it is told: what others have told meanwhile is on its way
 SURE_S = 3.0  # how long at least ranks have to stand in calls that do not match, to be called hung
+LATE_S = 10.0  # at most from a failure until it is told
+SILENT_S = 1.0  # a rank that told nothing for so long is where its stack says
 STOPPED_S = 2.5  # how long a process may be stopped before its rank counts as lost
 
 
@@ -48,6 +50,7 @@ class Doctor:
         self._say = say
         self._gather_s, self._hang_after_s = gather_s, hang_after_s
         self._first_sign: float | None = None
+        self._at_limit: Finding | None = None  # who was at work while the others' limit passed, as it was seen last
         self._stuck: dict[int, Standing] = {}  # in calls that do not match, as it was seen last
         self._stopped: dict[int, float] = {}
 
@@ -83,13 +86,14 @@ class Doctor:
             if self.matching.take(call):
                 self._suspect(now)
         self._look_for_ends(now)
+        self._at_limit = limit_passed(self.cases, self.matching) or self._at_limit
         if any(finding.ends for finding in self.findings):
             self._suspect(now)
         if self._first_sign is None and (found := self._waiting.look(self.cases, self.matching, now)) is not None:
             self.findings.append(found)
             self._suspect(now - self._gather_s)  # it has stood for long enough
         if self._first_sign is not None:
-            self.over = self._gathered(now - self._first_sign)
+            self.over = self._gathered(now - self._first_sign, now)
         elif all(case.over for case in self.cases):
             self.over = self.whole = True
             self.findings += [*self.matching.unmatched(), *self.quiet.at_end()]
@@ -101,11 +105,11 @@ class Doctor:
         if self.over:
             self.findings += [*self.matching.mismatches(self.cases), *self.quiet.handles()]
             known = bool(self.lost) or any(finding.ends for finding in self.findings)
-            self.findings += failures(self.cases, self.matching, self.lost, explained=known)
+            self.findings += failures(self.cases, self.matching, self.lost, self._at_limit, explained=known)
 
-    def _gathered(self, since_s: float) -> bool:
-        """Whether all is known that comes of the first sign; ranks that stand in calls which do not match are looked at
-        for as long as a hang takes."""
+    def _gathered(self, since_s: float, now: float) -> bool:
+        """Whether all is known that comes of the first sign: ranks that stand in calls which do not match are looked at
+        for as long as a hang takes, and after a failure the others have as long to come to where they stand still."""
         if since_s < self._gather_s:
             return False
         if self.lost or any(finding.check == HANG for finding in self.findings):
@@ -114,11 +118,22 @@ class Doctor:
         stuck = standing_apart(self.cases, self.matching)
         if stuck or all(case.frames() for case in apart):  # else one was asked where it is, and has not answered yet
             self._stuck = stuck
-        if apart and since_s < max(SURE_S, self._hang_after_s):
+        bound_s = max(SURE_S, self._hang_after_s)
+        if (apart and since_s < bound_s) or (since_s < LATE_S and self._late(now, within=since_s < bound_s)):
             return False
         if self._stuck:
             self.findings.append(apart_finding(self._stuck, len(self.cases)))
         return True
+
+    def _late(self, now: float, *, within: bool) -> bool:
+        """Whether one that has not failed is to be waited for: `within` the time that a hang takes until it stands
+        still or has ended, and after that until it is known where it is."""
+        failed = [case for case in self.cases if has_failed(case)]
+        late = unsettled(self.cases, self.matching) if failed else []
+        if any(not case.frames() and now - case.moved_at > SILENT_S for case in late):
+            return True  # it was asked, and has not answered yet
+        at_limit = limit_passed(self.cases, self.matching)  # who is at work is the fault, and told as that
+        return within and any(at_limit is None or case.rank not in at_limit.ranks for case in late)
 
     def _take_proof(self, fact: list[Any]) -> None:
         """What `distlab prove` has found, in words and records of its own."""
@@ -149,8 +164,7 @@ class Doctor:
     def _look_for_ends(self, now: float) -> None:
         """Ranks that failed, that are gone, or that somebody has stopped."""
         for case in self.cases:
-            failed = case.exit_code is None and case.gone not in (None, 0)
-            if case.raised is not None or failed:
+            if has_failed(case):
                 self._suspect(now)
             if case.state == "T" and not case.over:
                 since = self._stopped.setdefault(case.rank, now)
@@ -158,7 +172,7 @@ class Doctor:
                     self.lost[case.rank] = f"its process was stopped (SIGSTOP){last_call(case)}"
             else:
                 self._stopped.pop(case.rank, None)
-            if failed and case.gone is not None and case.gone < 0 and not aborted(case):
+            if case.exit_code is None and case.gone is not None and case.gone < 0 and not aborted(case):
                 self.lost[case.rank] = f"{how_it_ended(case.gone)}{last_call(case)}"
         if self.lost:
             self._suspect(now)

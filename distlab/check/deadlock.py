@@ -71,6 +71,13 @@ def hung(waits: dict[int, Standing], over: set[int]) -> dict[int, Standing]:
         left = stuck
 
 
+def unsettled(cases: Sequence[RankState], matching: Matching) -> list[RankState]:
+    """The ranks that may still go on: they have not ended, and stand in no call that never ends."""
+    stuck = hung(standings(cases, matching), {case.rank for case in cases if case.over})
+    left = [case for case in cases if not case.over and case.rank not in stuck]
+    return [case for case in left if case.waiting(matching.is_apart) is None]
+
+
 class Waiting:
     """Looks at the waits again and again; `hang_after_s` is for how long nothing may move."""
 
@@ -259,8 +266,10 @@ def table(cases: Sequence[RankState], waits: dict[int, Standing]) -> list[list[s
             text = source_line(case.last.place) if case.last is not None and case.raised is None else ""
             rows.append([f"rank {case.rank}", place, last, how, text])
         else:
-            at, share = main_place(case), f"{case.cpu_share:.0%} of a core"
-            rows.append([f"rank {case.rank}", str(at), "no call", share, source_line(at)])
+            at, called, share = main_place(case), "no call", f"{case.cpu_share:.0%} of a core"
+            if not case.frames() and case.last is not None:
+                at, called = case.last.place, f"{call_text(case.last)}, its last call"
+            rows.append([f"rank {case.rank}", str(at), called, share, source_line(at)])
     return rows
 
 

@@ -11,7 +11,7 @@ import signal
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from distlab.check.deadlock import Standing, diagnosis, standing_at, standings, table
+from distlab.check.deadlock import MOST_NAMED, Standing, diagnosis, standing_at, standings, table, unsettled
 from distlab.check.exceptions import describe_exception, folded
 from distlab.check.framework_words import ALONE, words_of_cause
 from distlab.check.matching import Matching
@@ -26,16 +26,19 @@ OWN_KINDS = ("SystemExit", "ValueError", "TypeError", "AssertionError", "KeyErro
 
 
 def failures(
-    cases: Sequence[RankState], matching: Matching, lost: Mapping[int, str], *, explained: bool
-) -> Iterator[Finding]:
-    """How the scripts failed, where `lost` ranks do not tell it; `explained` is whether something else may."""
+    cases: Sequence[RankState], matching: Matching, lost: Mapping[int, str], at_limit: Finding | None = None, *,
+    explained: bool,
+) -> Iterator[Finding]:  # fmt: skip
+    """How the scripts failed, where `lost` ranks do not tell it; `explained` is whether something else may, and
+    `at_limit` what `limit_passed` said last."""
     waits = standings(cases, matching)
+    late = still_at([case for case in unsettled(cases, matching) if case.rank not in waits])
     left = [case for case in cases if case.exit_code is None and case.gone is not None and case.rank not in lost]
     for case in left:
         fine = case.gone == 0 and all(case.rank not in each.needs for each in waits.values())
         if not fine and not (aborted(case) and explained):
             what = f"rank {case.rank} {how_it_ended(case.gone or 0)}{last_call(case)}"
-            sentence = f"{what}{consequences(cases, waits, [case.rank])}"
+            sentence = f"{what}{consequences(cases, waits, [case.rank])}{late}"
             yield Finding(END, sentence, (case.rank,), table(cases, waits))
     raised = {case.rank: case.raised for case in cases if case.raised is not None}
     own = {rank: each for rank, each in raised.items() if not blameless(each)}
@@ -46,36 +49,49 @@ def failures(
         ranks = sorted(of_fault)
         first = own[of_fault[0]]
         what = " and ".join(dict.fromkeys(own[rank].place for rank in ranks if own[rank].place))
-        sentence = f"{name_ranks(ranks)} {describe_exception(first, what)}{consequences(cases, waits, ranks)}"
+        how = f"{describe_exception(first, what)}{consequences(cases, waits, ranks)}{late}"
+        sentence = f"{name_ranks(ranks)} {how}"
         yield Finding(END, sentence, tuple(ranks), table(cases, waits), traceback=first.traceback)
     if raised and not own and not explained and not left:
-        yield blamed(cases, matching, waits)
+        yield blamed(cases, matching, at_limit)
 
 
-def blamed(cases: Sequence[RankState], matching: Matching, waits: dict[int, Standing]) -> Finding:
+def blamed(cases: Sequence[RankState], matching: Matching, at_limit: Finding | None) -> Finding:
     """Of scripts that failed for a lost connection or a bound alone: the calls that they failed in, and who was not
     there."""
     failed = {case.rank: case.raised for case in cases if case.raised is not None}
     first = min(failed, key=lambda rank: failed[rank].at_s)
-    for rank in failed:
-        call = next(iter(cases[rank].open.values()), cases[rank].last)
-        needs = frozenset(matching.absent(call)) if call is not None else frozenset()
-        if call is not None and needs:
-            waits[rank] = Standing(Wait(call, call_text(call), call.place, call.began_s), needs, any_of=False)
+    waits = failed_in(cases, matching)
     how = f"rank {first} {describe_exception(failed[first], failed[first].place)}"
     stuck = {rank: each for rank, each in waits.items() if not each.any_of}
-    if (late := limit_passed(cases, waits, failed)) is not None:
+    if (late := limit_passed(cases, matching)) is not None:
         return late
+    if not stuck and at_limit is not None:
+        return at_limit  # who was late has come to the call meanwhile
     if not stuck:
         return Finding(END, how, (first,), table(cases, waits), traceback=failed[first].traceback)
     found = diagnosis(cases, matching, waits, stuck)
     return replace(found, sentence=f"{found.sentence} ({how})")
 
 
-def limit_passed(
-    cases: Sequence[RankState], waits: dict[int, Standing], failed: Mapping[int, Raised]
-) -> Finding | None:
-    """Of ranks whose limit passed while they waited for one that was still at work: that, and no hang."""
+def failed_in(cases: Sequence[RankState], matching: Matching) -> dict[int, Standing]:
+    """Of the ranks that wait, and of those that raised the calls that they did it in, if not all had come to those."""
+    waits = standings(cases, matching)
+    for case in cases:
+        call = next(iter(case.open.values()), case.last)
+        if case.raised is not None and call is not None and (needs := matching.absent(call)):
+            wait = Wait(call, call_text(call), call.place, call.began_s)
+            waits[case.rank] = Standing(wait, frozenset(needs), any_of=False)
+    return waits
+
+
+def limit_passed(cases: Sequence[RankState], matching: Matching) -> Finding | None:
+    """Of ranks whose limit passed while they waited for one that is still at work: that, and no hang; None where a rank
+    failed by itself."""
+    if any(has_failed(case) and (case.raised is None or not blameless(case.raised)) for case in cases):
+        return None
+    failed = {case.rank: case.raised for case in cases if case.raised is not None}
+    waits = failed_in(cases, matching)
     for rank, raised in failed.items():
         own = waits.get(rank)
         working = [cases[each] for each in sorted(own.needs)] if own is not None and not own.any_of else []
@@ -111,11 +127,26 @@ def consequences(cases: Sequence[RankState], waits: Mapping[int, Standing], rank
     return "".join(parts)
 
 
+def still_at(late: Sequence[RankState]) -> str:
+    """Where those stood that had not ended when the failure was told, and that wait for nobody."""
+    by_place: dict[tuple[str, str], list[int]] = {}
+    for case in late:
+        where = f" at {standing_at(case)}" if case.frames() else last_call(case)
+        by_place.setdefault(("still stand" if case.is_idle else "still compute", where), []).append(case.rank)
+    told = [f"; {ranks_do(ranks, verb)}{where}" for (verb, where), ranks in by_place.items()]
+    return "".join(told[:MOST_NAMED])
+
+
 def last_call(case: RankState) -> str:
     """The last that is known of a rank, behind how it ended."""
     if case.last is None:
         return " before its first call"
     return f", its last call was {call_text(case.last)} at {case.last.place}"
+
+
+def has_failed(case: RankState) -> bool:
+    """Whether the script has raised, or its process is gone before the script had ended."""
+    return case.raised is not None or (case.exit_code is None and case.gone not in (None, 0))
 
 
 def aborted(case: RankState) -> bool:

@@ -23,7 +23,6 @@ from distlab.check.rank_state import (
     Kind,
     RankState,
     call_text,
-    ends,
     group_words,
     ranks_do,
 )
@@ -394,6 +393,12 @@ def call_rows(calls: Iterable[Call]) -> list[list[str]]:
         ]
         for call in sorted(calls, key=lambda call: call.rank)
     ]
+
+
+def ends(call: Call) -> tuple[int, int, GroupKey, int]:
+    """Of a message: sender, receiver, group and tag."""
+    two = (call.rank, call.kind.peer) if call.kind.op == "send" else (call.kind.peer, call.rank)
+    return *two, call.group, call.kind.tag
 
 
 def every_call(cases: Iterable[RankState]) -> Iterator[Call]:

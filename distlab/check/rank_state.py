@@ -352,7 +352,7 @@ class RankState:
     @property
     def over(self) -> bool:
         """Whether its script calls nothing any more."""
-        return self.exit_code is not None or self.gone is not None
+        return self.exit_code is not None or self.gone is not None or self.raised is not None
 
     def waiting(self, absent: Callable[[Call], object]) -> Wait | None:
         """What it waits in; None where it is over, or at work, or asleep. Of open calls it is one that somebody is
@@ -425,12 +425,6 @@ def called_bytes(kind: Kind, size: int, rank: int) -> float:
     if kind.op == "gather":
         return float(kind.nbytes if kind.root != rank else 0)
     return sent_bytes(kind.op, kind.nbytes, size)
-
-
-def ends(call: Call) -> tuple[int, int, GroupKey, int]:
-    """Of a message: sender, receiver, group and tag."""
-    two = (call.rank, call.kind.peer) if call.kind.op == "send" else (call.kind.peer, call.rank)
-    return *two, call.group, call.kind.tag
 
 
 # What the doctor has found: a sentence that can be acted on, whose it is, and both sides as a table.
