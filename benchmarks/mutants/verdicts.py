@@ -69,8 +69,8 @@ VANISHED = [
     Mutant("distlab/rank/main.py", "        check_verdicts(lab)\n", "", FLAT),
     Mutant(
         "experiments/dp/checks.py",
-        "        if name in EARLY and shows:",
-        "        if name in EARLY and not shows:",
+        "        if name in EARLY and shows and not silent:",
+        "        if name in EARLY and not (shows or silent):",
         "RUN_MODE=dp LAB_MODEL=mlp LAB_VARIANT=bucketed",
     ),
     Mutant(
