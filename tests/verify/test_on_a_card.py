@@ -1,15 +1,19 @@
 """What would be wrong on a GPU, seen without one: steps that wait for the processor, and runs whose wire is not visible."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_leaves
 
 from distlab.config import Config
-from distlab.measure.traffic import DispatchMode, Ledger
+from distlab.measure.traffic import OPERATIONS, DispatchMode, Ledger
 from distlab.rank.mode_loader import load
+from distlab.tensor_parallel.layers import SCATTERING
 from distlab.testing.warm_ranks import Ranks
 from tests.labs import TINY, built, run_experiment
 
@@ -72,6 +76,58 @@ def test_a_step_that_waits_is_seen() -> None:
         torch.ones(3).sum().item()
         torch.ones(3).nonzero()
     assert seen.found == ["aten::_local_scalar_dense", "aten::nonzero"]
+
+
+# On a device that has no numbers no step can wait for one, and a tensor of the CPU mixes with none of the model's.
+
+
+class OnDevice(DispatchMode):
+    """Refuses collectives of the CPU's tensors, as NCCL does."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name in OPERATIONS and (given := [each for each in tree_leaves(args) if is_of_cpu(each)]):
+            raise RuntimeError(f"{func._schema.name} is given {len(given)} tensors of the CPU")
+        return func(*args, **(kwargs or {}))
+
+
+def is_of_cpu(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type == "cpu"
+
+
+@pytest.fixture
+def alone_of_two(monkeypatch: pytest.MonkeyPatch) -> Iterator[dist.ProcessGroup]:
+    """Rank 0's group of two ranks whose collectives do nothing."""
+    monkeypatch.setitem(SCATTERING, "fake", SCATTERING["nccl"])
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    world = dist.group.WORLD
+    assert world is not None
+    yield world
+    dist.destroy_process_group()
+
+
+LOOKS_AT_NUMBERS = {"int8", "topk", "topk_plain", *OWN_TOKENS}  # for a scale, for what is largest; as above
+
+
+@pytest.mark.parametrize("name", [*MODES, "compress"])
+def test_a_step_takes_nothing_of_the_cpu(alone_of_two: dist.ProcessGroup, name: str) -> None:
+    config, mode = config_of(name, alone_of_two), load(name)
+    device, trained = torch.device("meta"), [each for each in mode.by_hand if each not in LOOKS_AT_NUMBERS]
+    assert trained
+    batches = mode.batches(config, proof=False, device=device, dtype=torch.float32)
+    for variant in trained:
+        strategy = built(mode, variant, mode.model(config, 1).to(device), alone_of_two, config)
+        microbatches = batches.dealt(0, 0, mode.axes(config).get("dp", 1))
+        with OnDevice():  # type: ignore[no-untyped-call]
+            strategy.backward(microbatches)
+            strategy.update()
+
+
+def test_a_step_that_takes_something_of_the_cpu_is_seen(alone_of_two: dist.ProcessGroup) -> None:
+    refuses = pytest.raises(RuntimeError, match="allreduce_ is given 1 tensors of the CPU")
+    with OnDevice(), refuses:  # type: ignore[no-untyped-call]
+        dist.all_reduce(torch.ones(3), group=alone_of_two)
+    with pytest.raises(RuntimeError, match="device"):
+        torch.ones(3) + torch.ones(3, device="meta")
 
 
 def test_where_the_wire_is_not_visible_called_bytes_decide(ranks: Ranks, tmp_path: Path) -> None:
