@@ -65,7 +65,7 @@ def main(rounds: int = 3) -> None:
 
 def torchrun(world_size: int) -> list[str]:
     """Its command, without the script."""
-    return ["torch.distributed.run", "--nproc-per-node", str(world_size)]
+    return ["torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
 
 
 def check(world_size: int) -> list[str]:
@@ -86,7 +86,7 @@ def run(command: Sequence[str], folder: Path, steps: int, world_size: int) -> tu
     ended = time.time()
     if done.returncode:
         raise RuntimeError(
-            f"{' '.join(words)} on {world_size} ranks ended with {done.returncode}: {done.stdout[-2000:]}"
+            f"{' '.join(words)} on {world_size} ranks ended with {done.returncode}: {(done.stdout + done.stderr)[-2000:]}"
         )
     begun, trained = map(float, times.read_text().split())
     return begun - started, trained - begun, ended - started
