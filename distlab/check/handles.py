@@ -40,8 +40,8 @@ IN_PLACE = ("all_reduce", "broadcast", "reduce", "send", "recv")  # whose result
 class Handle:
     """What is known of one handle that the script may hold."""
 
-    def __init__(self, call: Call, place: int, contents: Contents | None, watched: bool) -> None:
-        self.call, self.place, self.waited, self.contents = call.number, place, False, contents
+    def __init__(self, call: Call, contents: Contents | None, watched: bool) -> None:
+        self.call, self.waited, self.contents = call.number, False, contents
         # Of several tensors gloo copies its result into each, which counts as a write.
         tensors = call.tensors if watched and call.op in IN_PLACE and len(call.tensors) == 1 else ()
         self._tensors = [(weakref.ref(tensor), tensor._version) for tensor in tensors if owns_storage(tensor)]
@@ -83,7 +83,7 @@ class Handles:
             call: Call | None = thread.made
             thread.made = None
             if work is not None and call is not None:
-                handle = Handle(call, self._recorder.places.here(2)[0], thread.contents, watched)
+                handle = Handle(call, thread.contents, watched)
                 self._of[id(work)] = handle
                 weakref.finalize(work, self._gone, id(work), handle, call.by_script)
             return work

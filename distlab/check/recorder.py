@@ -87,7 +87,8 @@ class Recorder:
         self._lock = threading.Lock()
         self._libraries: list[torch.library.Library] = []
         self._open: dict[int, tuple[Ending, int]] = {}  # with the bytes of their tensors
-        self._held: deque[tuple[Ending, int]] = deque(maxlen=MOST_HELD)
+        self._held: deque[tuple[Ending, int]] = deque()
+        self._held_bytes = 0
         self._is_completed: Callable[[dist.Work], bool] = dist.Work.is_completed
 
     def install(self) -> None:
@@ -230,6 +231,7 @@ class Recorder:
         self.sweep()
         self._open.clear()
         self._held.clear()
+        self._held_bytes = 0
         self.thread.made = None
 
     def anew(self) -> None:
@@ -249,8 +251,9 @@ class Recorder:
         over = self._open.pop(number, None)
         if over is not None:
             self._held.append(over)
-            while len(self._held) > LEAST_HELD and sum(nbytes for _, nbytes in self._held) > MOST_HELD_BYTES:
-                self._held.popleft()
+            self._held_bytes += over[1]
+            while len(self._held) > LEAST_HELD and (len(self._held) > MOST_HELD or self._held_bytes > MOST_HELD_BYTES):
+                self._held_bytes -= self._held.popleft()[1]
 
     def group_of(self, group: dist.ProcessGroup) -> Group:
         """What is known of a process group; told the first time, by its ranks and torch's name for it, which all ranks
