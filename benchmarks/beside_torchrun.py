@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks.rounds import table
 
-TRAINED_S, CALIBRATING_STEPS, TIMEOUT_S = 30.0, 200, 300.0
+TRAINED_S, CALIBRATING_STEPS, TIMEOUT_S = 30.0, 800, 300.0
 WORLD_SIZES = (2, 4)
 TRAINING = """
 import os, sys, time
