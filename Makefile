@@ -23,19 +23,24 @@ plan: ## every strategy on paper, and which to take: make plan PLAN="--params 7B
 
 # Containers come after all else: the kernel gives all of them together the share of one process, so beside a pool of
 # ranks a run of 9 s took 95, and bounds were missed that hold for users. The image is built meanwhile: pip waits for
-# the network. Two workers, each with its own pool of ranks: with three, 12 of 6329 tests
-# saw a rank declared dead, after 3.4 s without a heartbeat, and the whole took as long.
-TESTS = .venv/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+# the network. Two workers, each with its own pool of ranks, fill two cores; with three, 12 of 6329 tests saw a rank
+# declared dead, after 3.4 s without a heartbeat. In the folders WAITING tests wait for ranks that wait, with two workers
+# 10 to 60 % of the cores were busy: four of them run there.
+TESTS = .venv/bin/python -m pytest --dist loadgroup --no-loadscope-reorder
+WAITING = tests/check tests/cluster tests/testing
 
 test: ## every claim once; container tests where an engine answers
 	./install dev
 	{ ! docker info || docker compose build --quiet; } >/dev/null 2>&1 & \
-	code=0; $(TESTS) -m "not compose and not slow" || code=$$?; wait; $(TESTS) -m "compose and not slow" || code=$$?; \
-	exit $$code
+	code=0; $(TESTS) -n 4 -m "not compose and not slow" $(WAITING) || code=$$?; \
+	$(TESTS) -n 2 -m "not compose and not slow" $(WAITING:%=--ignore=%) || code=$$?; wait; \
+	$(TESTS) -n 2 -m "compose and not slow" || code=$$?; exit $$code
 
 test-all: ## the same, and what is slow: faults in containers and in real time, every documented command
-	code=0; $(MAKE) --no-print-directory test || code=$$?; $(TESTS) -m "slow and not compose" || code=$$?; \
-	$(TESTS) -m "slow and compose" || code=$$?; exit $$code
+	code=0; $(MAKE) --no-print-directory test || code=$$?; \
+	$(TESTS) -n 4 -m "slow and not compose" $(WAITING) || code=$$?; \
+	$(TESTS) -n 2 -m "slow and not compose" $(WAITING:%=--ignore=%) || code=$$?; \
+	$(TESTS) -n 2 -m "slow and compose" || code=$$?; exit $$code
 
 frameworks: ## accelerate, transformers and Lightning under `distlab check`, in an environment of their own
 	./install frameworks
