@@ -43,6 +43,7 @@ COMMANDS = {
     "prove": Command("distlab.cli.prove", "your own model or strategy: whether N ranks compute what one process does"),
     "plan": Command("distlab.cli.plan", "every strategy for a model on paper, and which to take"),
     "report": Command("distlab.cli.report", "judge a finished run again, or draw several together"),
+    "reveal": Command("distlab.cli.reveal", "which bug a run with LAB_BUG=mystery:7 had, and which check caught it"),
     "checkpoint": Command("distlab.cli.checkpoint", "a checkpoint as one file that torch.load opens"),
     "engine": Command("distlab.cli.engine", "the manifest of an engine for so many ranks: Kubernetes, Swarm"),
     "config": Command("distlab.cli.config", "all variables, or whether those that are set can be run"),

@@ -31,6 +31,7 @@ from distlab.measure.traffic import Ledger
 from distlab.mesh.grid import Mesh
 from distlab.rank import preflight
 from distlab.rank.finish import Sections, finish_run, let_leave, move, publish_for, write_failure_report
+from distlab.rank.injected_bug import bug_of, mistake_of
 from distlab.rank.machine_load import read_load
 from distlab.rank.meter_self_test import check_ledger, check_meters, measure_link, unseen_on
 from distlab.rank.mode_loader import (
@@ -73,7 +74,7 @@ def be_rank(config: Config, started_at: float, parent: LauncherPipe, engine: str
         return rejoin(addresses, config, mode, started_at, parent, engine)
     # 1. Refuse what cannot run.
     refuse(config, mode, link.refusals(config))
-    mode, device = mode.mistaken(config.bug), pick_device(config, engine)
+    mode, device = mode.mistaken(bug_of(config, mode)), pick_device(config, engine)
     journal, told = begin_log(config, mode, parent, engine)
     # 2. Find the other ranks; from then on each watches all others.
     parent.begin_to_wait()
@@ -132,7 +133,7 @@ def rejoin(
     """
     config = config.model_copy(update={"run_id": None})  # the folder is there already, and its own
     refuse(config, mode, link.refusals(config))
-    mode, device = mode.mistaken(config.bug), pick_device(config)
+    mode, device = mode.mistaken(bug_of(config, mode)), pick_device(config)
     journal, told = begin_log(config, mode, parent, engine)
     parent.begin_to_wait()
     cluster = find_cluster(config, addresses, partial(journal.say, at="normal"))
@@ -366,11 +367,6 @@ def start_record(config: Config, cluster: Cluster, mode: Mode) -> records.Start:
         says_claims=True,
         started_by=started_by(),
     )
-
-
-def mistake_of(config: Config, mode: Mode) -> dict[str, str]:
-    made = mode.mistakes.get(config.bug or "")
-    return {"name": config.bug or "", "what": made.what, "check": made.check} if made else {}
 
 
 def greet(lab: Lab, cluster: Cluster) -> None:

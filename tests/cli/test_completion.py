@@ -28,7 +28,7 @@ def completed(*words: str) -> set[str]:
 @pytest.mark.parametrize(
     ("words", "offers"),
     [
-        ("distlab re", {"report"}),
+        ("distlab re", {"report", "reveal"}),
         ("distlab fi", set()),  # not among the commands for users
         ("distlab run f", {"fsdp"}),
         ("distlab run --", {"--quiet", "--json"}),
