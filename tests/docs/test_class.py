@@ -1,0 +1,104 @@
+"""The class and the page of the lessons: each command does what the page says of it, and the minutes add up.
+
+A time is not measured again, since it would be this machine's load that is tested: a command that names 20 s has a
+bound on the layers that all of its timed steps run through.
+"""
+
+import json
+import os
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from distlab.cli.reveal import main as reveal
+from distlab.config import Config
+from distlab.config.settings import modes
+from distlab.rank.injected_bug import bug_of, showable
+from distlab.rank.mode_loader import load
+from tests.docs.pages import fenced, page
+from tests.documents import spans, tables
+from tests.launched import ended_warm
+from tests.test_coverage_runs import HOLDS
+
+QUICK = {"LAB_WIDTH": "32", "LAB_DEPTH": "4", "LAB_STEPS": "5"}  # as the Makefile has it
+LAYERS_A_SECOND = 100  # on two cores, all ranks together; they do 30 to 60
+STEP = re.compile(r"^## Step (\d): .*?(?=^## )", re.DOTALL | re.MULTILINE)
+# What step by step the page tells one to look at, as the report or the log has it.
+LOOKED_AT = {
+    "1": r"A ring all_reduce",
+    "2": r"The same line in one process and on all ranks",
+    "3": r"per_parameter",
+    "4": r"zero3",
+    "5": r"1f1b",
+    "6": r"LAB_BUG=mystery:7",
+}
+STEPS = {step[1]: step[0] for step in STEP.finditer(page("class"))}
+
+
+def settings(line: str) -> dict[str, str]:
+    """The variables of a line that ends in `make run` or `make quick`."""
+    words = shlex.split(line, comments=True)
+    own = dict(word.split("=", 1) for word in words if "=" in word)
+    return (QUICK if words[-1] == "quick" else {}) | own
+
+
+def run_line(step: str) -> str:
+    (line,) = [line for line in fenced(STEPS[step], "sh") if " make " in f" {line}"]
+    return line
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_the_command_of_a_step_shows_what_one_is_to_look_at(
+    step: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = run_line(step)
+    asked = settings(line) | {"LAB_RUNS_DIR": str(tmp_path), "LAB_RUN_ID": "shown", "LAB_LOG": "full"}
+    clean = {name: value for name, value in os.environ.items() if not re.match(r"LAB_|RUN_MODE|WORLD_SIZE|RANK", name)}
+    done = ended_warm("workers", environ=clean | asked, timeout_s=200)
+    assert done.returncode == ("exit code 1" in line), done.stdout
+    report = (tmp_path / "shown" / "report.html").read_text()
+    assert re.search(LOOKED_AT[step], done.stdout + report)
+    run = json.loads((tmp_path / "shown" / "run.json").read_text())
+    timed = sum(len(next(iter(each["step_seconds"]), [])) for each in run["variants"])
+    layers = timed * int(run["config"]["LAB_DEPTH"]) * int(run["world_size"])
+    (named_s,) = re.findall(r"# (\d+) s", line)
+    assert layers <= LAYERS_A_SECOND * int(named_s), "it takes more steps than it can in the time that it names"
+    if "mystery" in line:
+        assert reveal([str(tmp_path / "shown")]) == 0
+        assert "not caught" not in capsys.readouterr().out
+
+
+def test_it_has_six_steps_of_90_minutes_with_two_questions_each() -> None:
+    assert list(STEPS) == list(LOOKED_AT)
+    rows = [row for heading, row in tables(page("class")) if heading == "A class of 90 minutes"]
+    assert sum(int(row[1]) for row in rows) == 90
+    for step in STEPS.values():
+        asked, _, answers = step.partition("<details><summary>Answers</summary>")
+        assert re.findall(r"^(\d)\. ", asked, re.MULTILINE) == ["1", "2"]
+        assert re.findall(r"^(\d)\. ", answers.partition("</details>")[0], re.MULTILINE) == ["1", "2"]
+
+
+def test_the_path_goes_through_every_mode_once() -> None:
+    rows = [row for heading, row in tables(page("class")) if heading == "The path through all modes"]
+    assert sorted(row[0].strip("`") for row in rows) == sorted(modes())
+    hours, minutes = divmod(sum(int(row[1]) for row in rows), 60)
+    assert (hours, minutes) == (5, 10)
+    assert "five hours and ten minutes" in page("class")
+
+
+def test_the_mystery_of_the_class_is_one_of_many() -> None:
+    config = Config.read({"RUN_MODE": "dp"} | settings(run_line("6")))
+    assert len(showable(config, load("dp"))) >= 5
+    assert bug_of(config, load("dp")) in showable(config, load("dp"))
+
+
+def test_each_command_of_the_lessons_page_is_one_that_is_run() -> None:
+    """By tests/test_coverage_runs.py; with other numbers of ranks it is the same lesson."""
+    named = {
+        span for _, row in tables(page("lessons")) for span in spans(" ".join(row)) if span.startswith("RUN_MODE=")
+    }
+    runs = {re.sub(r" WORLD_SIZE=\d| make run| docker compose up", "", span) for span in named}
+    known = {re.sub(r" WORLD_SIZE=\d", "", command) for command in HOLDS}
+    assert sorted(runs - known) == []
