@@ -86,7 +86,8 @@ def run(command: Sequence[str], folder: Path, steps: int, world_size: int) -> tu
     ended = time.time()
     if done.returncode:
         raise RuntimeError(
-            f"{' '.join(words)} on {world_size} ranks ended with {done.returncode}: {(done.stdout + done.stderr)[-2000:]}"
+            f"{' '.join(words)} on {world_size} ranks ended with {done.returncode}:"
+            f" {(done.stdout + done.stderr)[-2000:]}"
         )
     begun, trained = map(float, times.read_text().split())
     return begun - started, trained - begun, ended - started
