@@ -86,9 +86,10 @@ FLOORS: dict[str, list[str]] = {
     f"{D}.check": [CONFIG, REPORT, MEASURE, CLUSTER, *MESSAGES, RANK],
     f"{D}.prove": [CONFIG, REPORT, MEASURE, CLUSTER, TRANSPORT, WORKLOAD, GRID, f"{D}.check"],
     f"{D}.testing": [f"{D}.check", f"{D}.prove", CLUSTER, TRANSPORT],
+    f"{D}.lessons": [f"{D}.testing", f"{D}.check"],
     f"{D}.cli": [
         CONFIG, CONTRACT, REPORT, CLUSTER, MEASURE, WORKLOAD, RANK, CHECKPOINT, *COSTS,
-        *(f"{D}.{name}" for name in ("live", "plan", "check", "prove")),
+        *(f"{D}.{name}" for name in ("live", "plan", "check", "prove", "lessons", "testing")),
     ],
     f"{D}.experiments": [*COMMON, MEASURE, CONTRACT, LAB, VERIFY, TRANSPORT, *TECHNIQUES, f"{CHECKPOINT}.bugs"],
     f"{D}.experiments.__main__": [CONFIG, RANK],
@@ -288,6 +289,7 @@ def test_only_config_reads_the_environment() -> None:
         "distlab.rank.preflight",  # how many ranks a launcher put on this machine
         "distlab.report.terminal",  # NO_COLOR and TERM
         "distlab.testing.preloaded", "distlab.testing.rank",  # what torch and pytest read
+        "distlab.lessons.preloaded",
         "distlab.check.start",  # sets what torch reads as it comes in
         "distlab.check.rank_supervisor",  # what torchrun sets
         "distlab.check.script",  # what torchrun sets, and the script's own

@@ -23,7 +23,7 @@ from tests.launched import ended_warm
 from tests.test_coverage_runs import HOLDS
 
 QUICK = {"LAB_WIDTH": "32", "LAB_DEPTH": "4", "LAB_STEPS": "5"}  # as the Makefile has it
-LAYERS_A_SECOND = 100  # on two cores, all ranks together; they do 30 to 60
+LAYERS_A_SECOND = 40  # of all ranks on two cores, with the start of a run and its proof; the steps here take 10 to 16
 STEP = re.compile(r"^## Step (\d): .*?(?=^## )", re.DOTALL | re.MULTILINE)
 # What step by step the page tells one to look at, as the report or the log has it.
 LOOKED_AT = {
@@ -49,6 +49,7 @@ def run_line(step: str) -> str:
     return line
 
 
+@pytest.mark.timeout(260)
 @pytest.mark.parametrize("step", STEPS)
 def test_the_command_of_a_step_shows_what_one_is_to_look_at(
     step: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -61,7 +62,7 @@ def test_the_command_of_a_step_shows_what_one_is_to_look_at(
     report = (tmp_path / "shown" / "report.html").read_text()
     assert re.search(LOOKED_AT[step], done.stdout + report)
     run = json.loads((tmp_path / "shown" / "run.json").read_text())
-    timed = sum(len(next(iter(each["step_seconds"]), [])) for each in run["variants"])
+    timed = sum(len(each["step_seconds"]) for each in run["variants"])
     layers = timed * int(run["config"]["LAB_DEPTH"]) * int(run["world_size"])
     (named_s,) = re.findall(r"# (\d+) s", line)
     assert layers <= LAYERS_A_SECOND * int(named_s), "it takes more steps than it can in the time that it names"
