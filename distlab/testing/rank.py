@@ -3,12 +3,10 @@
 All calls of the test are recorded for the doctor in pytest's process, as those of a script under `distlab check`.
 """
 
-import ctypes
 import datetime
 import importlib
 import importlib.util
 import os
-import signal
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -20,18 +18,18 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 import torch.distributed as dist
 from _pytest._code import ExceptionInfo
 from _pytest.assertion import AssertionState, pytest_assertrepr_compare, util
 from _pytest.assertion.rewrite import AssertionRewritingHook, assertstate_key
 
-from distlab.check.fork_servers import be_main_process, draw_random_states, leave_to_others
+from distlab.check.fork_servers import draw_random_states
 from distlab.check.places import Places
 from distlab.check.recorder import Recorder
-from distlab.check.script import PR_SET_PDEATHSIG, answer, recorded
+from distlab.check.script import recorded
 from distlab.check.script_error import described
 from distlab.check.telling import Telling, now
+from distlab.testing.processes import Ended, Start, at_home
 from distlab.transport.process_group import TcpBackend
 from distlab.transport.store import KeyedStore
 
@@ -103,14 +101,6 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How it ended on a rank: "passed", "failed" or "skipped", and the text."""
-
-    outcome: str
-    text: str = ""
-
-
-@dataclass(frozen=True)
 class OnRank:
     """In the place of an argument that a rank makes by itself: its group, its mesh, its number."""
 
@@ -121,17 +111,6 @@ STORE_S = 60.0
 GRACE_S = 30.0  # of a collective beyond the test's own bound: the pool ends it before
 
 
-class Start(NamedTuple):
-    """What a rank is told as it is forked."""
-
-    rank: int
-    port: int  # of the pool's store
-    key: bytes  # that opens it
-    root: str  # pytest's root folder
-    path: Sequence[str]  # sys.path
-    files: Sequence[str]  # patterns of test files
-
-
 class Here(NamedTuple):
     """What a rank keeps from test to test."""
 
@@ -139,25 +118,6 @@ class Here(NamedTuple):
     store: dist.Store  # one for all tests: a store made anew for each took 5 s of every tenth
     telling: Telling
     recorder: Recorder
-
-
-def at_home(start: Start, files: Sequence[Any]) -> int:
-    """Settle down in a new process that tells its stacks; where its lines go.
-
-    `files` are the process's ends of its four pipes, and what it prints into.
-    """
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    leave_to_others()
-    be_main_process()
-    os.setpgid(0, 0)  # so that what a test starts ends with it
-    told, stacks, asked, _, output = (each.detach() for each in files)
-    answer(asked, stacks)
-    os.dup2(output, 1)
-    os.dup2(1, 2)
-    os.chdir(start.root)
-    sys.path[:] = list(start.path)
-    torch.set_num_threads(1)
-    return int(told)
 
 
 def serve(start: Start, files: Sequence[Any], control: Connection) -> None:

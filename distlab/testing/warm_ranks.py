@@ -21,8 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distlab.testing.pool import WarmRanks, where
-from distlab.testing.rank import Start, at_home
+from distlab.testing.processes import Start, WarmRanks, at_home, where
 from distlab.transport.store import KeyedStore
 
 MAX = 8  # ranks
