@@ -6,4 +6,11 @@ torch is not imported here, so that the command `distlab` can answer before it h
 
 from distlab.testing import ranks, same_as_one_process
 
-__all__ = ["ranks", "same_as_one_process"]
+__all__ = ["load_ipython_extension", "ranks", "same_as_one_process"]
+
+
+def load_ipython_extension(shell: object) -> None:
+    """`%load_ext distlab` in a notebook: the magics `%%ranks` and `%ranks`."""
+    from distlab.notebook.magics import load
+
+    load(shell)

@@ -9,6 +9,13 @@ from collections.abc import Iterable
 
 # The beginning of the names of slow tests: the test in which the claim is held in `make test`.
 SLOW = {
+    # The other notebooks.
+    **{
+        f"tests/notebook/test_notebooks.py::test_a_notebook_runs_from_top_to_bottom[{each}": (
+            "tests/notebook/test_notebooks.py::test_a_notebook_runs_from_top_to_bottom[1_talk]"
+        )
+        for each in ("2_data_parallel", "3_tensor_parallel", "4_pipeline", "5_zero")
+    },
     # The same in containers.
     "tests/compose/test_bad_input.py::test_a_doubled_rank_is_named_with_both_hosts": (
         "tests/cluster/test_rendezvous.py::test_a_doubled_rank_is_said_on_every_rank"

@@ -290,6 +290,7 @@ def test_only_config_reads_the_environment() -> None:
         "distlab.report.terminal",  # NO_COLOR and TERM
         "distlab.testing.preloaded", "distlab.testing.rank",  # what torch and pytest read
         "distlab.lessons.preloaded",
+        "distlab.notebook.preloaded", "distlab.notebook.rank",  # what torch reads
         "distlab.check.start",  # sets what torch reads as it comes in
         "distlab.check.rank_supervisor",  # what torchrun sets
         "distlab.check.script",  # what torchrun sets, and the script's own

@@ -119,8 +119,12 @@ class Untimed(Exception):
     """A run that nothing can be drawn of: the sentence to end with."""
 
 
-def picture(run: Run, records: Ranks) -> str:
-    """The whole SVG; raises Untimed where no rank marked its steps."""
+STEP = "One recorded step of each variant, of three the one of median length, on rank 0's clock"
+
+
+def picture(run: Run, records: Ranks, title: str = "", told: str = STEP) -> str:
+    """The whole SVG, with a title that says what is drawn and a line below it; raises Untimed where no rank marked its
+    steps."""
     rows = Rows(21, 7)
     drawn = timeline(run, records, rows)
     if drawn is None:
@@ -133,7 +137,8 @@ def picture(run: Run, records: Ranks) -> str:
     start = first(records)
     return render(
         "picture.svg",
-        title=f"What {drawn.num_ranks} rank{'s' if drawn.num_ranks > 1 else ''} do in one training step:"
+        title=title
+        or f"What {drawn.num_ranks} rank{'s' if drawn.num_ranks > 1 else ''} do in one training step:"
         f" {', '.join(panel.scene.variant for panel in drawn.panels)}",
         style=resolved(asset("marks.css") + asset("picture.css")),
         width=WIDTH, height=tops[-1] + BELOW, left=left, right=WIDTH - RIGHT, top=TOP, bottom=tops[-1],
@@ -142,7 +147,7 @@ def picture(run: Run, records: Ranks) -> str:
         names=drawn.names, microbatches=HUES[: drawn.microbatches],
         ticks=[(left + width * float(place.rstrip("%")) / 100, name) for place, name in drawn.ticks],
         panels=[*zip(tops, drawn.panels, strict=False)], rows=rows, axis=drawn.axis,
-        what=start.title, settings=" ".join(f"{name}={value}" for name, value in start.repeat.items()),
+        told=f"{told} · {start.title}", settings=" ".join(f"{name}={value}" for name, value in start.repeat.items()),
     )  # fmt: skip
 
 

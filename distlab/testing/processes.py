@@ -226,7 +226,7 @@ class Watching:
             if isinstance(each, Connection) and each in controls:
                 try:
                     self._ended[controls[each]] = each.recv()
-                except EOFError:
+                except (EOFError, OSError):
                     time.sleep(for_s)  # its process is gone, which is heard
 
     def _listen(self) -> None:
