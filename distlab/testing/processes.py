@@ -31,6 +31,7 @@ from distlab.transport.store_server import StoreHost
 LISTEN_S = 0.25
 HANG_AFTER_S = 3.0  # without progress, until ranks that wait for each other are called hung
 AT_ONCE_S = 0.02
+LAST_S = 1.0
 KEY_BYTES = 32
 GATHER_S = 0.5  # what ranks have told is in a pipe of this process, and on no store
 
@@ -212,6 +213,9 @@ class Watching:
             if time.monotonic() > deadline + starved_s:
                 self._listen()
                 return self._outcome(f"not done after {self._timeout_s:g} s")
+        until = time.monotonic() + LAST_S
+        while self._doctor.whole and len(self._ended) < len(self._ranks) and time.monotonic() < until:
+            self._receive(AT_ONCE_S)  # a rank tells the doctor of its end, and then sends how it was
         failed = any(each.outcome == "failed" for each in self._ended.values())
         while not self._doctor.over:
             self._listen()
