@@ -87,9 +87,10 @@ FLOORS: dict[str, list[str]] = {
     f"{D}.prove": [CONFIG, REPORT, MEASURE, CLUSTER, TRANSPORT, WORKLOAD, GRID, f"{D}.check"],
     f"{D}.testing": [f"{D}.check", f"{D}.prove", CLUSTER, TRANSPORT],
     f"{D}.lessons": [f"{D}.testing", f"{D}.check"],
+    f"{D}.puzzle": [REPORT, MEASURE, CLUSTER, f"{TRANSPORT}.store", f"{D}.check", f"{D}.testing"],
     f"{D}.cli": [
         CONFIG, CONTRACT, REPORT, CLUSTER, MEASURE, WORKLOAD, RANK, CHECKPOINT, *COSTS,
-        *(f"{D}.{name}" for name in ("live", "plan", "check", "prove", "lessons", "testing")),
+        *(f"{D}.{name}" for name in ("live", "plan", "check", "prove", "lessons", "puzzle", "testing")),
     ],
     f"{D}.experiments": [*COMMON, MEASURE, CONTRACT, LAB, VERIFY, TRANSPORT, *TECHNIQUES, f"{CHECKPOINT}.bugs"],
     f"{D}.experiments.__main__": [CONFIG, RANK],
@@ -291,6 +292,7 @@ def test_only_config_reads_the_environment() -> None:
         "distlab.testing.preloaded", "distlab.testing.rank",  # what torch and pytest read
         "distlab.lessons.preloaded",
         "distlab.notebook.preloaded", "distlab.notebook.rank",  # what torch reads
+        "distlab.puzzle.preloaded", "distlab.puzzle.rank",  # what torch reads
         "distlab.check.start",  # sets what torch reads as it comes in
         "distlab.check.rank_supervisor",  # what torchrun sets
         "distlab.check.script",  # what torchrun sets, and the script's own

@@ -41,6 +41,7 @@ COMMANDS = {
     "explain": Command("distlab.cli.explain", "the description of a mode without a run; with LAB_BUG what that bug breaks", takes_settings=True),
     "check": Command("distlab.cli.check", "your own script on WORLD_SIZE ranks: why it hangs, or computes garbage"),
     "prove": Command("distlab.cli.prove", "your own model or strategy: whether N ranks compute what one process does"),
+    "puzzle": Command("distlab.cli.puzzle", "strategies to write yourself, each judged on real ranks"),
     "plan": Command("distlab.cli.plan", "every strategy for a model on paper, and which to take"),
     "report": Command("distlab.cli.report", "judge a finished run again, or draw several together"),
     "reveal": Command("distlab.cli.reveal", "which bug a run with LAB_BUG=mystery:7 had, and which check caught it"),

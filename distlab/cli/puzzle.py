@@ -1,0 +1,185 @@
+"""`distlab puzzle`: tasks of distributed training to fill in, judged on real ranks.
+
+Exit codes: 0 passed, or nothing was judged; 1 wrong, or not filled in; 2 a word that says nothing.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from xml.etree import ElementTree
+
+from distlab.puzzle import verify
+from distlab.puzzle.folder import Folder, Result, digest_of, unfilled
+from distlab.puzzle.runner import Answer, Figures, Runner, Verdict
+from distlab.puzzle.task import Task, functions_of
+from distlab.puzzle.tasks import TASKS
+from distlab.report.reading import write_bytes_atomically
+from distlab.report.units import human_bytes
+
+FOLDER = Path("puzzles")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of the words of this command."""
+    made = argparse.ArgumentParser(
+        "distlab puzzle",
+        description=f"Without a word: the list of the {len(TASKS)} tasks. With a NUMBER: writes "
+        "puzzles/NUMBER_name.py, and once it is filled in runs it with 1, 2, 3 and 4 ranks.",
+        epilog="exit codes: 0 passed, 1 wrong, 2 a word that says nothing",
+    )
+    made.add_argument("number", nargs="?", type=int, metavar="NUMBER", help=f"a task, 1 to {len(TASKS)}")
+    made.add_argument("--hint", action="store_true", help="the next hint of the task")
+    made.add_argument("--all", action="store_true", help="run all files in puzzles/ that are filled in")
+    made.add_argument("--junit", type=Path, metavar="FILE", help="write what was judged as JUnit XML, too")
+    made.add_argument(
+        "--verify", action="store_true", help="judge the lab's own references and wrong answers, of NUMBER or of all"
+    )
+    return made
+
+
+def main(words: Sequence[str]) -> int:
+    """Do what is asked for; returns the exit code."""
+    typed = parser().parse_args(words)
+    fault = refused(typed)
+    if fault:
+        print(f"refused    {fault}", file=sys.stderr)
+        return 2
+    folder = Folder(FOLDER)
+    chosen = [TASKS[typed.number]] if typed.number else list(TASKS.values())
+    if typed.verify:
+        return 0 if verify.verify(chosen, lambda line: print(line, flush=True)) else 1
+    if typed.all:
+        return judge_all(folder, [task for task in chosen if folder.state(task) != "-"], typed.junit)
+    if typed.number is None:
+        print("\n".join(listed(folder)))
+        return 0
+    return hint(folder, chosen[0]) if typed.hint else work_on(folder, chosen[0], typed.junit)
+
+
+def refused(typed: argparse.Namespace) -> str:
+    """Why the words cannot be followed; empty if they can."""
+    if typed.number is not None and typed.number not in TASKS:
+        return f"there is no puzzle {typed.number}, allowed: 1 to {max(TASKS)}"
+    if typed.number is None and typed.hint:
+        return "--hint is of one puzzle: distlab puzzle 7 --hint"
+    if typed.number is not None and typed.all:
+        return f"--all is of all puzzles, and {typed.number} of one: give one of them"
+    if sum([typed.hint, typed.all, typed.verify]) > 1:
+        return "--hint, --all and --verify are three commands: give one of them"
+    if typed.junit is not None and (typed.hint or typed.verify or (typed.number is None and not typed.all)):
+        return "--junit is of answers that are judged: distlab puzzle --all --junit FILE, or 7 in place of --all"
+    return ""
+
+
+def listed(folder: Folder) -> list[str]:
+    """The tasks, and how far each is."""
+    states = {number: folder.state(task) for number, task in TASKS.items()}
+    passed = sum(state == "passed" for state in states.values())
+    rows = [f"{number:2}  {states[number]:<10}  {task.title}" for number, task in TASKS.items()]
+    return [*rows, "", f"{passed} of {len(TASKS)} passed; `distlab puzzle 1` writes {FOLDER / TASKS[1].file}"]
+
+
+def hint(folder: Folder, task: Task) -> int:
+    """The next hint, and after the last the last again."""
+    result = folder.result(task)
+    given = min(result.num_hints, len(task.hints) - 1)
+    print(f"hint {given + 1} of {len(task.hints)}: {task.hints[given]}")
+    result.num_hints = given + 1
+    folder.keep(task, result)
+    return 0
+
+
+def work_on(folder: Folder, task: Task, junit: Path | None) -> int:
+    """Write the file of a task, or judge it."""
+    file = folder.file(task)
+    if folder.write(task):
+        print(f"wrote {file}: {task.title}")
+        print(f"fill in {' and '.join(task.functions)}, then: distlab puzzle {task.number}")
+        return 0
+    return judge_all(folder, [task], junit)
+
+
+def judge_all(folder: Folder, tasks: Sequence[Task], junit: Path | None) -> int:
+    """Judge the files of these tasks; a word for all where they are several."""
+    runner, verdicts = Runner(folder.path), {}
+    try:
+        for task in tasks:
+            verdicts[task] = verdict = judge_one(folder, task, runner)
+            print("\n".join(told(task, verdict)), flush=True)
+    finally:
+        runner.close()
+    passed = sum(verdict is not None and verdict.passed for verdict in verdicts.values())
+    if len(tasks) != 1:
+        print(f"{passed} of {len(tasks)} files in {folder.path}/ passed, of {len(TASKS)} puzzles")
+    if junit is not None:
+        write_junit(junit, verdicts)
+    judged = [verdict for verdict in verdicts.values() if verdict is not None]
+    return 0 if all(verdict.passed for verdict in judged) and (judged or len(tasks) != 1) else 1
+
+
+def judge_one(folder: Folder, task: Task, runner: Runner) -> Verdict | None:
+    """What became of a file; None where it is not filled in."""
+    source = folder.file(task).read_text()
+    if unfilled(source):
+        return None
+    verdict = unusable(folder.file(task), source, task) or runner.judge(task, Answer(folder.file(task)))
+    num_hints = folder.result(task).num_hints
+    folder.keep(task, Result(verdict.passed, digest_of(folder.file(task)), verdict.reason, num_hints))
+    return verdict
+
+
+def unusable(file: Path, source: str, task: Task) -> Verdict | None:
+    """What is wrong with a file that cannot be run; None if it can be."""
+    try:
+        missing = [name for name in task.functions if name not in functions_of(source)]
+    except SyntaxError as error:
+        return Verdict(False, 0, 0.0, [f"{file}:{error.lineno}: {error.msg}"])
+    if missing:
+        return Verdict(False, 0, 0.0, [f"{file} has no function {missing[0]}, which puzzle {task.number} asks for"])
+    return None
+
+
+def told(task: Task, verdict: Verdict | None) -> list[str]:
+    """The verdict as it is printed."""
+    head = f"puzzle {task.number}, {task.title}"
+    if verdict is None:
+        return [f"{head}: to fill in, there is still `...` in {FOLDER / task.file}"]
+    if not verdict.passed:
+        ranks = f" with {ranks_text(verdict.world_size)}" if verdict.world_size else ""
+        return [f"{head}: WRONG{ranks}", *(f"    {line}" for line in verdict.lines)]
+    return [f"{head}: passed in {verdict.duration_s:.1f} s", *map(costs_text, verdict.figures)]
+
+
+def costs_text(found: Figures) -> str:
+    sent = f"{human_bytes(found.sent_bytes):>7} in {found.num_messages} messages and {found.num_calls} collectives"
+    kept = f", keeps {human_bytes(found.peak_bytes)} of tensors" if found.peak_bytes else ""
+    return f"    {ranks_text(found.world_size):<7}  the busiest sends {sent}{kept}"
+
+
+def ranks_text(count: int) -> str:
+    return f"{count} rank{'s' * (count > 1)}"
+
+
+def write_junit(file: Path, verdicts: dict[Task, Verdict | None]) -> None:
+    """A test case a task; what is not filled in is skipped."""
+    failed = sum(verdict is not None and not verdict.passed for verdict in verdicts.values())
+    skipped = sum(verdict is None for verdict in verdicts.values())
+    counts = {"tests": len(verdicts), "failures": failed, "errors": 0, "skipped": skipped}
+    suite = ElementTree.Element(
+        "testsuite", {"name": "distlab puzzle"} | {name: str(count) for name, count in counts.items()}
+    )
+    for task, verdict in verdicts.items():
+        seconds = f"{verdict.duration_s:.3f}" if verdict else "0"
+        name = task.file.removesuffix(".py")
+        case = ElementTree.SubElement(suite, "testcase", classname="distlab.puzzle", name=name, time=seconds)
+        if verdict is None:
+            ElementTree.SubElement(case, "skipped", message="not filled in")
+        elif not verdict.passed:
+            ElementTree.SubElement(case, "failure", message=verdict.reason).text = "\n".join(verdict.lines)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_bytes_atomically(file, ElementTree.tostring(suite, encoding="utf-8", xml_declaration=True))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
