@@ -121,10 +121,10 @@ SLOW = {
         "tests/prove/test_bugs.py::test_a_right_file_is_left_alone[by_hand-3]"
     ),
     "tests/puzzle/test_verify.py::test_a_reference_passes_with_each_number_of_ranks": (
-        "tests/puzzle/test_verify.py::test_a_reference_passes_with_each_number_of_ranks[3]"
+        "tests/puzzle/test_verify.py::test_a_reference_passes_with_each_number_of_ranks[15]"
     ),
     "tests/puzzle/test_verify.py::test_a_wrong_answer_is_refused_for_its_reason": (
-        "tests/puzzle/test_verify.py::test_a_wrong_answer_is_refused_for_its_reason[2-3]"
+        "tests/puzzle/test_verify.py::test_a_wrong_answer_is_refused_for_its_reason[13-3]"
     ),
     "tests/rank/test_fault_injection.py::test_bits_flip_in_every_mode_that_trains[mesh": (
         "tests/rank/test_fault_injection.py::test_bits_flip_in_every_mode_that_trains[cp-ring-gradient-3-named]"
