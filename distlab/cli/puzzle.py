@@ -10,12 +10,12 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from distlab.puzzle import verify
-from distlab.puzzle.folder import Folder, Result, digest_of, unfilled
-from distlab.puzzle.runner import Answer, Figures, Runner, Verdict
-from distlab.puzzle.task import Task, functions_of
+from distlab.puzzle.folder import Folder
+from distlab.puzzle.learner import judge_file, listed, next_hint, told
+from distlab.puzzle.runner import Runner, Verdict
+from distlab.puzzle.task import Task
 from distlab.puzzle.tasks import TASKS
 from distlab.report.reading import write_bytes_atomically
-from distlab.report.units import human_bytes
 
 FOLDER = Path("puzzles")
 
@@ -52,9 +52,13 @@ def main(words: Sequence[str]) -> int:
     if typed.all:
         return judge_all(folder, [task for task in chosen if folder.state(task) != "-"], typed.junit)
     if typed.number is None:
-        print("\n".join(listed(folder)))
+        *rows, passed = listed(folder)
+        print("\n".join([*rows, f"{passed}; `distlab puzzle 1` writes {FOLDER / TASKS[1].file}"]))
         return 0
-    return hint(folder, chosen[0]) if typed.hint else work_on(folder, chosen[0], typed.junit)
+    if typed.hint:
+        print(next_hint(folder, chosen[0]))
+        return 0
+    return work_on(folder, chosen[0], typed.junit)
 
 
 def refused(typed: argparse.Namespace) -> str:
@@ -72,24 +76,6 @@ def refused(typed: argparse.Namespace) -> str:
     return ""
 
 
-def listed(folder: Folder) -> list[str]:
-    """The tasks, and how far each is."""
-    states = {number: folder.state(task) for number, task in TASKS.items()}
-    passed = sum(state == "passed" for state in states.values())
-    rows = [f"{number:2}  {states[number]:<10}  {task.title}" for number, task in TASKS.items()]
-    return [*rows, "", f"{passed} of {len(TASKS)} passed; `distlab puzzle 1` writes {FOLDER / TASKS[1].file}"]
-
-
-def hint(folder: Folder, task: Task) -> int:
-    """The next hint, and after the last the last again."""
-    result = folder.result(task)
-    given = min(result.num_hints, len(task.hints) - 1)
-    print(f"hint {given + 1} of {len(task.hints)}: {task.hints[given]}")
-    result.num_hints = given + 1
-    folder.keep(task, result)
-    return 0
-
-
 def work_on(folder: Folder, task: Task, junit: Path | None) -> int:
     """Write the file of a task, or judge it."""
     file = folder.file(task)
@@ -105,8 +91,8 @@ def judge_all(folder: Folder, tasks: Sequence[Task], junit: Path | None) -> int:
     runner, verdicts = Runner(folder.path), {}
     try:
         for task in tasks:
-            verdicts[task] = verdict = judge_one(folder, task, runner)
-            print("\n".join(told(task, verdict)), flush=True)
+            verdicts[task] = verdict = judge_file(folder, task, runner)
+            print("\n".join(told(task, verdict, folder.file(task))), flush=True)
     finally:
         runner.close()
     passed = sum(verdict is not None and verdict.passed for verdict in verdicts.values())
@@ -116,49 +102,6 @@ def judge_all(folder: Folder, tasks: Sequence[Task], junit: Path | None) -> int:
         write_junit(junit, verdicts)
     judged = [verdict for verdict in verdicts.values() if verdict is not None]
     return 0 if all(verdict.passed for verdict in judged) and (judged or len(tasks) != 1) else 1
-
-
-def judge_one(folder: Folder, task: Task, runner: Runner) -> Verdict | None:
-    """What became of a file; None where it is not filled in."""
-    source = folder.file(task).read_text()
-    if unfilled(source):
-        return None
-    verdict = unusable(folder.file(task), source, task) or runner.judge(task, Answer(folder.file(task)))
-    num_hints = folder.result(task).num_hints
-    folder.keep(task, Result(verdict.passed, digest_of(folder.file(task)), verdict.reason, num_hints))
-    return verdict
-
-
-def unusable(file: Path, source: str, task: Task) -> Verdict | None:
-    """What is wrong with a file that cannot be run; None if it can be."""
-    try:
-        missing = [name for name in task.functions if name not in functions_of(source)]
-    except SyntaxError as error:
-        return Verdict(False, 0, 0.0, [f"{file}:{error.lineno}: {error.msg}"])
-    if missing:
-        return Verdict(False, 0, 0.0, [f"{file} has no function {missing[0]}, which puzzle {task.number} asks for"])
-    return None
-
-
-def told(task: Task, verdict: Verdict | None) -> list[str]:
-    """The verdict as it is printed."""
-    head = f"puzzle {task.number}, {task.title}"
-    if verdict is None:
-        return [f"{head}: to fill in, there is still `...` in {FOLDER / task.file}"]
-    if not verdict.passed:
-        ranks = f" with {ranks_text(verdict.world_size)}" if verdict.world_size else ""
-        return [f"{head}: WRONG{ranks}", *(f"    {line}" for line in verdict.lines)]
-    return [f"{head}: passed in {verdict.duration_s:.1f} s", *map(costs_text, verdict.figures)]
-
-
-def costs_text(found: Figures) -> str:
-    sent = f"{human_bytes(found.sent_bytes):>7} in {found.num_messages} messages and {found.num_calls} collectives"
-    kept = f", keeps {human_bytes(found.peak_bytes)} of tensors" if found.peak_bytes else ""
-    return f"    {ranks_text(found.world_size):<7}  the busiest sends {sent}{kept}"
-
-
-def ranks_text(count: int) -> str:
-    return f"{count} rank{'s' * (count > 1)}"
 
 
 def write_junit(file: Path, verdicts: dict[Task, Verdict | None]) -> None:
