@@ -122,6 +122,13 @@ def test_a_misspelt_variable_of_a_check_is_refused_before_anything_is_built(chec
     assert "compose build" not in (checkout / "asked").read_text()
 
 
+def test_a_puzzle_is_written_here_beside_an_engine_too(checkout: Path) -> None:
+    done = run_under_an_engine(checkout, "puzzle", "3")
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "fill in ring_all_reduce, then: distlab puzzle 3")
+    assert (checkout / "puzzles" / "03_ring_all_reduce.py").is_file()
+    assert "compose run" not in (checkout / "asked").read_text()
+
+
 @pytest.mark.parametrize("words", [["--help"], ["help"], ["explain", "-h"], ["dp", "--help"]], ids=" ".join)
 def test_help_names_every_command_and_mode(words: list[str]) -> None:
     done = run(TOP, *words)
