@@ -1,6 +1,6 @@
 # Settings are variables: make run RUN_MODE=dp WORLD_SIZE=3 LAB_STEPS=50
 .DEFAULT_GOAL := help
-.PHONY: help run quick fit explain plan test test-all frameworks coverage lint lock bench gpu engines build down clean
+.PHONY: help run quick fit explain plan test test-all frameworks coverage lint docs lock bench gpu engines build down clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | awk -F '\t' '{printf "make %-10s %s\n", $$1, $$2}'
@@ -37,6 +37,7 @@ test: ## every claim once; container tests where an engine answers
 	$(TESTS) -n 2 -m "compose and not slow" || code=$$?; exit $$code
 
 test-all: ## the same, and what is slow: faults in containers and in real time, every documented command
+	./install docs
 	code=0; $(MAKE) --no-print-directory test || code=$$?; \
 	$(TESTS) -n 4 -m "slow and not compose" $(WAITING) || code=$$?; \
 	$(TESTS) -n 2 -m "slow and not compose" $(WAITING:%=--ignore=%) || code=$$?; \
@@ -62,6 +63,10 @@ lint: ## every linter; changes nothing
 	.venv/bin/shellcheck run install compose/*.sh workers/*.sh engines/*/*.sh .ci/run .ci/engines
 	.venv/bin/yamllint --strict .
 	@if command -v actionlint; then actionlint; else echo "actionlint is not installed: .github/workflows is checked in the public CI alone"; fi
+
+docs: ## the site, without a network once it is installed: build/site/html
+	./install docs
+	.venv-docs/bin/python docs/site/build.py
 
 lock: ## compose/requirements.lock anew: what the image installs but torch, each file by its hash
 	./install dev

@@ -69,6 +69,9 @@ SLOW = {
     "tests/compose/test_runs.py::test_the_other_modes_hold_with_three_ranks": (
         "tests/compose/test_runs.py::test_the_other_modes_hold_with_three_ranks[train-settings1]"
     ),
+    "tests/docs/test_site.py::test_the_site_is_built": (
+        "tests/docs/test_site.py::test_a_techniques_page_has_all_that_the_code_says_of_it[dp]"
+    ),
     "tests/docs/test_class.py::test_the_command_of_a_step": (
         "tests/docs/test_class.py::test_each_command_of_the_lessons_page_is_one_that_is_run"
     ),

@@ -1,0 +1,85 @@
+"""The site: what its pages are made of, and, where `./install docs` was run, that it is built without a warning."""
+
+import importlib.util
+import re
+import subprocess
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from distlab.config.settings import modes
+from distlab.rank.mode_loader import load
+from tests.docs.pages import TOP
+
+SITE = TOP / "docs" / "site"
+PYTHON = TOP / ".venv-docs" / "bin" / "python"
+
+
+def module(name: str) -> ModuleType:
+    """A file of docs/site, which is no package."""
+    spec = importlib.util.spec_from_file_location(name, SITE / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def techniques() -> dict[str, str]:
+    return dict(module("technique_pages").technique_pages())
+
+
+@pytest.mark.parametrize("name", modes())
+def test_a_techniques_page_has_all_that_the_code_says_of_it(techniques: dict[str, str], name: str) -> None:
+    mode, page = load(name), techniques[name]
+    assert page.lower().startswith(f"# {name}: {mode.idea.lower()[:7]}")
+    assert [each.name for each in mode.variants if f"| `{each.name}` |" not in page] == []
+    assert [bug for bug in mode.mistakes if f"| `{bug}` |" not in page] == []
+    config = {each.formula for each in mode.predict(module("technique_pages").Config.read({"RUN_MODE": name}))}
+    assert [formula for formula in config if formula.replace("|", r"\|") not in page] == []
+    shown = re.findall(r"```\{literalinclude\} \.\./code/(\S+)\n:pyobject: (\w+)", page)
+    assert bool(shown) == any(each.build for each in mode.variants)
+    for place, defined in shown:
+        assert re.search(rf"^(?:def|class) {defined}\b", (TOP / place).read_text(), re.MULTILINE), defined
+
+
+def test_the_naive_code_of_dp_is_whole(techniques: dict[str, str]) -> None:
+    shown = re.findall(r":pyobject: (\w+)", techniques["dp"])
+    assert shown == ["per_parameter", "OneByOne"], "the builder and the class that it uses, in their order"
+
+
+def test_papers_are_found_and_years_alone_are_not(techniques: dict[str, str]) -> None:
+    assert "| Patarasuk and Yuan 2009, theorem 1 |" in techniques["dp"]
+    paper = module("technique_pages").PAPER
+    assert paper.findall("as Goyal et al. 2017, section 2 has it, and (You et al. 2017)") == [
+        "Goyal et al. 2017, section 2",
+        "You et al. 2017",
+    ]
+    assert paper.findall("in 2017, of 4 ranks, 2048 samples") == []
+
+
+def test_a_link_that_leads_nowhere_is_found(tmp_path: Path) -> None:
+    (tmp_path / "there.html").write_text('<h1 id="a">A</h1><script src="https://elsewhere.test/x.js"></script>')
+    links = ["there.html", "there.html#a", "https://elsewhere.test/", "absent.html", "there.html#b", "#own"]
+    (tmp_path / "index.html").write_text("".join(f'<a href="{link}">x</a>' for link in links))
+    found = module("links").dead_links(tmp_path)
+    assert found == [
+        "index.html links to absent.html, which is not there",
+        "index.html links to there.html#b, which is not there",
+        "index.html links to #own, which is not there",
+        "there.html loads https://elsewhere.test/x.js, which needs a network",
+    ]
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(not PYTHON.exists(), reason="./install docs was not run")
+def test_the_site_is_built_without_a_warning_and_its_links_lead_somewhere() -> None:
+    done = subprocess.run(
+        [PYTHON, SITE / "build.py"], cwd=TOP, capture_output=True, text=True, timeout=380, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    html = TOP / "build" / "site" / "html"
+    assert all((html / "techniques" / f"{name}.html").is_file() for name in modes())
+    assert (html / "searchindex.js").is_file()
