@@ -12,9 +12,9 @@ pytestmark = pytest.mark.compose
 
 
 @pytest.fixture
-def mode() -> Iterator[str]:
-    """Its path as containers and the host see it; gone after the test."""
-    path = TOP / "mine" / "tried_by_a_test.py"
+def mode(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Its path as containers and the host see it, one for each test that runs beside others; gone after the test."""
+    path = TOP / "mine" / f"tried_by_{request.node.name.partition('[')[0]}.py"
     path.write_text(shown())
     yield str(path.relative_to(TOP))
     path.unlink()
@@ -25,7 +25,7 @@ def test_it_is_proven(cluster: Containers, mode: str) -> None:
     assert set(codes.values()) == {0}, cluster.logs()
     run = cluster.verdict()
     assert (run["verdict"], run["proven"], run["run_mode"]) == ("pass", True, mode)
-    assert "tried_by_a_test" in cluster.log(0)
+    assert mode in cluster.log(0)
 
 
 def test_run_and_make_explain_take_its_path(mode: str, image: str) -> None:  # noqa: ARG001  built before
