@@ -119,6 +119,10 @@ class Runner(WarmRanks):
         for rank in ranks:
             rank.begin(job)
         outcome = Watching(ranks, left_s).until_the_end()
+        silent = {*range(job.world_size)} - {*outcome.ended} - {*outcome.lost}
+        gone = sorted(rank for rank in silent if not outcome.is_bad or ranks[rank].bedside.process.exitcode is not None)
+        if gone and not outcome.late:
+            outcome.late = f"{name_ranks(gone)} ended the process before the answer returned"
         if outcome.is_bad:
             self.kill()
         return outcome
@@ -149,11 +153,13 @@ def told(outcome: Outcome) -> list[str]:
         lines += ["  ".join(row).rstrip() for row in finding.rows]
     blamed = {rank for each in outcome.findings if each.check == END for rank in each.ranks}
     own = {text: ranks for text, ranks in raised.items() if blamed & set(ranks)} or raised
-    if not found:
-        lines += [f"{name_ranks(ranks)} raised {text}" for text, ranks in own.items()]
     if outcome.late:
         lines.append(outcome.late)
         lines += ["  ".join(row) for row in outcome.rows]
+    if not found:
+        lines += [f"{name_ranks(ranks)} raised {text}" for text, ranks in own.items()]
+    if not lines:
+        lines = [each.sentence for each in outcome.findings]
     printed = [f"rank {rank} printed: {text.strip()[-300:]}" for rank, text in outcome.printed.items() if text.strip()]
     return lines + printed if lines else []
 

@@ -135,6 +135,22 @@ def test_a_file_that_hangs_is_told_by_the_doctor_and_the_exit_code_is_1(typed: T
 
 
 @pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("import os; os._exit(9)", "ranks 0 and 1 ended the process before the answer returned"),
+        ("exec('while True: pass')", "not done after 10 s"),
+    ],
+)
+def test_an_answer_that_does_not_return_is_wrong(typed: Typed, body: str, words: str) -> None:
+    Path("puzzles").mkdir()
+    Path("puzzles/06_one_bucket.py").write_text(f"def average_in_one_call(gradients, group):\n    {body}\n")
+    code, said = typed("6")
+    assert code == 1
+    assert words in said
+
+
+@pytest.mark.timeout(180)
 def test_what_an_answer_prints_is_shown_where_it_is_wrong(typed: Typed) -> None:
     Path("puzzles").mkdir()
     Path("puzzles/06_one_bucket.py").write_text(
