@@ -22,7 +22,8 @@ from tests.check.cases import PLANTED, RIGHT, SCRIPTS, Checked, Planted, check, 
 
 KINDS = ("faults", "right")
 SHOWN = 110  # letters of what was said
-OF_ONE_SIZE: frozenset[str] = frozenset()  # scripts whose mesh, shapes or peers are those of one number of ranks
+# Scripts whose shapes or lists are those of one number of ranks, or of which the sentence names all ranks.
+OF_ONE_SIZE = frozenset({"dropout_seed", "mixed_up", "scheduler_on_0", "tp_samples", "zero_own_norm"})
 
 
 class Row(NamedTuple):
