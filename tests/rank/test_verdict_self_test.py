@@ -18,6 +18,7 @@ def lab_of(*, says_claims: bool = True) -> Any:
     journal = SimpleNamespace(records=[Start(0, "r", "dp", 1, "h", {}, {}, {}, says_claims=says_claims)])
     journal.write = journal.records.append
     lab: Any = SimpleNamespace(rank=0, journal=journal, mistake_for=lambda _: "")
+    lab.control_of = lambda _, otherwise: otherwise
     lab.check = partial(Lab.check, lab)
     return lab
 

@@ -179,7 +179,7 @@ def test_the_picture_plays_by_keys_and_shows_messages_on_their_way(
     shown_ms = (
         (after - before) / 100 * float(browser.execute_script("return document.querySelector('.picture').dataset.ms"))
     )
-    assert frames["moved"] >= 0.5 * frames["number"] > 0  # however many frames this machine draws in a second
+    assert frames["moved"] >= 0.3 * frames["number"] > 0  # however many frames this machine draws in a second
     assert shown_ms == pytest.approx(1000 * frames["s"] / 100, rel=0.5)  # at a hundredth of its speed
     flown = browser.execute_script(FLOWN)
     assert flown["most"] > 0 and flown["after"] == 0
