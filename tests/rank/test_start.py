@@ -39,7 +39,9 @@ def test_what_the_mode_knows_is_taken(tmp_path: Path) -> None:
 def test_an_unknown_variant_and_an_unknown_bug_are_told_together(tmp_path: Path) -> None:
     variant, bug = refused(tmp_path, LAB_VARIANT="rign", LAB_BUG="lost_shards")
     assert variant == "LAB_VARIANT='rign' is not a variant of dp (did you mean 'ring'?), allowed: naive, ring"
-    assert bug == "LAB_BUG='lost_shards' is not a bug of dp (did you mean 'lost_shard'?), allowed: lost_shard, mystery:7"
+    assert (
+        bug == "LAB_BUG='lost_shards' is not a bug of dp (did you mean 'lost_shard'?), allowed: lost_shard, mystery:7"
+    )
 
 
 def test_a_mode_without_variants_says_so(tmp_path: Path) -> None:
