@@ -105,6 +105,7 @@ def main(rounds: int = ROUNDS) -> int:
         print(f"{THEIRS.module} is not installed: ours is measured alone")
     try:
         starts = [seconds(shell.run("", START_S)) for shell in shells]
+        refuse_idle(shells)
         empty, summed = (medians(shells, source, rounds) for source in (EMPTY, SUM))
         hung = [deadlock(shell) for shell in shells]
     finally:
@@ -120,6 +121,15 @@ def main(rounds: int = ROUNDS) -> int:
     for name, what in zip(names, hung, strict=True):
         print(f"{name}, a cell that deadlocks: {what}")
     return int(1000 * empty[0] > TARGET_MS)
+
+
+def refuse_idle(shells: Sequence[Shell]) -> None:
+    """Raises RuntimeError where ranks were asked for and none runs a cell: its times would be those of a refusal."""
+    for shell in shells:
+        answer = shell.run("print('it runs')", START_S)
+        if answer is None or "it runs" not in answer.said:
+            said = first_line(answer.said) if answer else "no answer"
+            raise RuntimeError(f"{shell.product.module} has started no ranks that run a cell: {said}")
 
 
 def seconds(answer: Answer | None) -> float:
