@@ -73,12 +73,11 @@ class Ended(processes.Ended):
     value: str = ""
     html: str = ""
     frames: list[Frame] = field(default_factory=list)
-    names: int = 0  # that the rank has now
     before_bytes: int = 0  # of the process, before the cell and at the most
     peak_bytes: int = 0
 
 
-class Place:
+class NotebookRank:
     """A rank: its names, what tells of its calls, and its group."""
 
     def __init__(self, start: Start, telling: Telling) -> None:
@@ -123,8 +122,7 @@ class Place:
             stream.flush()
         self.telling.say("ended", int(ended.outcome == "failed"), now())
         peak = status_bytes("VmHWM") if cell.measured else 0
-        names = sum(not name.startswith("_") for name in self.main.__dict__)
-        return replace(ended, names=names, before_bytes=before, peak_bytes=peak)
+        return replace(ended, before_bytes=before, peak_bytes=peak)
 
     def _ended(self, cell: Cell) -> Ended:
         try:
@@ -208,11 +206,11 @@ def shut_down(store_port: int) -> None:
 
 def serve(start: Start, files: Sequence[Any], control: Connection) -> None:
     """Run what comes until the kernel is gone."""
-    place = Place(start, Telling(at_home(start, files)))
+    one = NotebookRank(start, Telling(at_home(start, files)))
     jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
     main = threading.main_thread().ident
     assert main is not None
-    signal.signal(signal.SIGINT, place.on_interrupt)
+    signal.signal(signal.SIGINT, one.on_interrupt)
 
     def listen() -> None:
         try:
@@ -230,8 +228,8 @@ def serve(start: Start, files: Sequence[Any], control: Connection) -> None:
     control.send(None)
     while (job := jobs.get()) is not None:
         if isinstance(job, Join):
-            place.join(job)
+            one.join(job)
             control.send(None)
         else:
-            control.send(place.run(job))
+            control.send(one.run(job))
     os._exit(0)

@@ -78,7 +78,7 @@ class Session(WarmRanks):
         self.kill()
         self._root = str(Path.cwd())
         for new in self.fork(world_size, serve, [str(self._cells)]):
-            self._hear(new, "start")
+            self.hear(new, "start", START_S)
         self._meet()
 
     def _meet(self) -> None:
@@ -87,15 +87,7 @@ class Session(WarmRanks):
         for rank in self._ranks:
             rank.control.send(Join(self._groups, self.world_size))
         for rank in self._ranks:
-            self._hear(rank, "meet the others")
-
-    def _hear(self, rank: WarmRank, what: str) -> None:
-        if not rank.control.poll(START_S):
-            raise RuntimeError(f"a rank did not {what} in {START_S:g} s: %ranks {max(1, self.world_size)} starts anew")
-        try:
-            rank.control.recv()
-        except EOFError:
-            raise RuntimeError(f"a rank's process ended before it could {what}") from None
+            self.hear(rank, "meet the others", START_S)
 
     def run(self, number: int, source: str, only: Sequence[int] = (), *, measured: bool = False) -> Result:
         """The cell `number` on the ranks `only`, or on all; returns once all have ended, or something is wrong."""
@@ -141,7 +133,7 @@ class Session(WarmRanks):
 
     def _mend(self, anew: Sequence[int]) -> None:
         for rank in anew:
-            self._hear(self.replace(rank, serve, [str(self._cells)]), "start")
+            self.hear(self.replace(rank, serve, [str(self._cells)]), "start", START_S)
         self._meet()
 
     def memory_bytes(self) -> list[tuple[int, int]]:

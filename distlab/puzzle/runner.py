@@ -81,12 +81,7 @@ class Runner(WarmRanks):
     def _prepare(self, count: int) -> None:
         """Fork who is missing; raises RuntimeError."""
         for new in self.fork(count, serve, [self._folder]):
-            if not new.control.poll(START_S):
-                raise RuntimeError(f"a rank did not start in {START_S:g} s")
-            try:
-                new.control.recv()
-            except EOFError:
-                raise RuntimeError(f"a rank ended before it could start: {new.printed().strip()[-300:]}") from None
+            self.hear(new, "start", START_S)
 
     def _tried(self, task: Task, answer: Answer, world_size: int, left_s: float) -> tuple[list[Report], list[str]]:
         """The reports of the ranks, or what is wrong, the sentence first."""

@@ -31,9 +31,7 @@ class Pool(WarmRanks):
     def run(self, tasks: Sequence[Task]) -> Outcome:
         """One task a rank; ends after the longest bound of them."""
         for new in self.fork(len(tasks), serve, self._files):
-            if not new.control.poll(START_S):
-                raise RuntimeError(f"a rank did not start in {START_S:g} s")
-            new.control.recv()
+            self.hear(new, "start", START_S)
         for rank, task in zip(self._ranks, tasks, strict=False):
             rank.begin(task)
         outcome = Watching(self._ranks[: len(tasks)], tasks[0].timeout_s).until_the_end()

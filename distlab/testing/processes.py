@@ -152,6 +152,19 @@ class WarmRanks:
         self._ranks += new
         return new
 
+    @staticmethod
+    def hear(rank: WarmRank, what: str, at_most_s: float) -> None:
+        """Wait for a rank's word that it did `what`; raises RuntimeError where it does not come."""
+        if not rank.control.poll(at_most_s):
+            raise RuntimeError(f"a rank did not {what} in {at_most_s:g} s")
+        try:
+            rank.control.recv()
+        except (EOFError, OSError):
+            last = rank.printed().strip()[-300:]
+            raise RuntimeError(
+                f"a rank's process ended before it could {what}: {last or 'it printed nothing'}"
+            ) from None
+
     def replace(self, rank: int, serve: Callable[..., None], files: Sequence[str] = ()) -> WarmRank:
         """A new process in the place of this rank's, not yet ready."""
         self._ranks[rank].kill()

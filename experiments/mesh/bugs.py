@@ -123,7 +123,7 @@ class ArmedAround(ReducingPipeline):
     microbatch (picotron pull request 5).
 
     They are waited for at once: else the next pass adds to what is being summed, and where that is slow the sum is
-    right by chance (1 of some 50 runs of the tests).
+    right by chance, as it was in one run of the tests.
     """
 
     def is_last(self, action: Action) -> bool:  # noqa: ARG002
