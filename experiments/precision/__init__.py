@@ -16,6 +16,7 @@ up in.
   bf16_master      computes in bf16, steps float32 master weights
   fp16_master      computes in fp16 with a scaled loss, steps float32 master weights: mixed precision as published
   bf16_stochastic  bf16, and updates are rounded up or down at random: right in the mean, with no master weights
+  autocast         PyTorch's own torch.autocast with GradScaler: float32 weights and gradients, passes in fp16
 
 fp32 is proven in float64 against one process. The others cannot be exact: their gradients are compared to one process
 of the same arithmetic and, where nothing underflows, against float64 too, within some units of the format's precision;
@@ -51,6 +52,7 @@ from .checks import check_draws, claims, prove, rehearse
 from .display import observe, show_formats, show_gradients, show_seen
 from .options import Options
 from .predictions import SCALED, compare_peak, converted, format_of, predict, refuse
+from .pytorch import autocast
 
 Deliver: TypeAlias = Callable[[Masters, float, float | None], None]  # a part that a mistake replaces
 mistake = Mistakes()
@@ -169,7 +171,7 @@ def run(lab: Lab) -> None:
     sizes = "line" if config.model == "line" else f"width {config.width}, depth {config.depth}"
     lab.say(f"{sizes}: 2 + 2 bytes a parameter, and 4 for a master weight", "predict")
     show_formats(lab)
-    in_16_bits = [name for name in lab.mode.names if name != "fp32" and not is_own(name)]
+    in_16_bits = [name for name in lab.mode.by_hand if name != "fp32"]
     measured = measure(
         lab, also=partial(check_replicas, lab), proofs=dict.fromkeys(in_16_bits, partial(prove_16_bit, lab))
     )
@@ -195,6 +197,7 @@ MODE = Mode(
         Variant("bf16_master", partial(mixed, dtype=torch.bfloat16, kept=True)),
         Variant("fp16_master", partial(mixed, dtype=torch.float16, scaled=True, kept=True)),
         Variant("bf16_stochastic", partial(mixed, dtype=torch.bfloat16, stochastic=True)),
+        Variant("autocast", autocast, by_torch=True),
     ),
     run=run,
     claims=claims,

@@ -1,6 +1,7 @@
 """What 16 bits predict before they run: bytes sent and held; and the settings that they cannot take."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -10,13 +11,13 @@ from distlab.config import Config
 from distlab.contract import Measured, untrainable
 from distlab.data_parallel.buckets import layout
 from distlab.lab import Lab
-from distlab.measure.prediction import Prediction
+from distlab.measure.prediction import PYTORCHS, Prediction
 from distlab.sharded.costs import Happening, Replicated, adamw_scratch_bytes, pass_peak, rest_bytes, shown_on
 from distlab.verify.counted import outlined
 from distlab.workload.data import Microbatch
 from distlab.workload.model import outline
 
-NAMES = ("bf16", "fp16", "fp32", "fp16_scaled", "bf16_master", "fp16_master", "bf16_stochastic")
+NAMES = ("bf16", "fp16", "fp32", "fp16_scaled", "bf16_master", "fp16_master", "bf16_stochastic", "autocast")
 SCALED = ("fp16_scaled", "fp16_master")
 COPIED = ("fp16_scaled", "bf16_stochastic")  # stepped in float32, which is not kept
 
@@ -39,7 +40,8 @@ def predict(config: Config) -> list[Prediction]:
         value = (all_reduce_bytes("gloo", ranks, sum(sizes)),) * ranks
         messages = (sum(gloo_all_reduce_messages(ranks, size) for size in buckets),) * ranks
         formula = f"2(N-1)/N x {itemsize}P"
-        predictions.append(Prediction(name, "wire bytes", "B", formula, value, len(buckets), messages=messages))
+        calls = Prediction(name, "wire bytes", "B", formula, value, len(buckets), messages=messages)
+        predictions.append(replace(calls, shown=PYTORCHS) if name == "autocast" else calls)
     return predictions + [at_rest(config, name, numels) for name in NAMES]
 
 
@@ -57,7 +59,8 @@ def at_rest(config: Config, name: str, numels: list[int]) -> Prediction:
     total, adam = sum(numels), config.optimizer == "adamw"
     held = sum(held_bytes(config, name, numels).values()) - (4 * total if name in COPIED else 0)
     formula = f"{round((held - 4 * adam * len(numels)) / total)} x P"
-    return Prediction(name, "rest bytes", "B", formula, (float(held),) * config.world_size, 0)
+    found = Prediction(name, "rest bytes", "B", formula, (float(held),) * config.world_size, 0)
+    return replace(found, shown=PYTORCHS) if name == "autocast" else found
 
 
 def converted(microbatch: Microbatch, dtype: torch.dtype) -> Microbatch:
@@ -76,7 +79,10 @@ ROUNDED_AT_RANDOM = 4 + 4 + 1 + 4 + 1
 
 
 def format_of(name: str) -> torch.dtype:
-    return torch.float32 if name == "fp32" else torch.float16 if name.startswith("fp16") else torch.bfloat16
+    """The type of its weights; autocast keeps those in float32."""
+    if name in ("fp32", "autocast"):
+        return torch.float32
+    return torch.float16 if name.startswith("fp16") else torch.bfloat16
 
 
 def in_float32(name: str) -> bool:
@@ -121,6 +127,6 @@ def compare_peak(lab: Lab, measured: Mapping[str, Measured]) -> None:
         lab.compare(
             "peak bytes", predicted, sum(measured[name].peak.values()), tolerance=0.05 * predicted, variant=name,
             formula="weights + masters + optimizer + gradients + one process's passes, or the update in float32",
-            shown=shown_on(lab.config.device),
+            shown=PYTORCHS if name == "autocast" else shown_on(lab.config.device),
             control="tests/experiments/test_precision.py::test_copies_that_are_not_let_go_show_in_the_peak",
         )  # fmt: skip

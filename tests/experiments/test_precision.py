@@ -45,9 +45,9 @@ def test_a_run_holds(ranks: Ranks, tmp_path: Path, world_size: int, settings: di
     chosen = settings.get("LAB_VARIANT", ",".join(MODE.names)).split(",")
     for name in chosen:
         assert {(name, "wire bytes"), (name, "rest bytes"), (name, "gradients"), (name, "replicas")} <= names
-        assert name == "fp32" or (name, "update") in names
+        assert name in ("fp32", "autocast") or (name, "update") in names
         assert ((name, "unscaled") in names) == (name in SCALED)
-        assert ((name, "float64 gradients") in names) == (name not in ("fp32", "fp16"))
+        assert ((name, "float64 gradients") in names) == (name not in ("fp32", "fp16", "autocast"))
         assert ((name, "clipped gradients") in names) == ("LAB_CLIP" in settings or name in SCALED)
         assert ((name, "loss scale") in names) == ((name, "skipped") in names) == (name in SCALED)
         assert ((name, "copied back") in names) == name.endswith("_master")
@@ -79,6 +79,7 @@ def test_bytes_at_rest() -> None:
         "bf16_master": 8,
         "fp16_master": 8,
         "bf16_stochastic": 4,
+        "autocast": 8,
     }
     assert {name: at_rest(config_of(), name, sizes).value[0] / total for name in MODE.names} == wanted
     adam = config_of(LAB_OPTIMIZER="adamw")
@@ -90,6 +91,7 @@ def test_bytes_at_rest() -> None:
         "bf16_master": 16,
         "fp16_master": 16,
         "bf16_stochastic": 12,
+        "autocast": 16,
     }
     assert {name: (at_rest(adam, name, sizes).value[0] - counters) / total for name in MODE.names} == wanted
 
