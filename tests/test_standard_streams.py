@@ -46,6 +46,15 @@ def test_a_run_without_an_output_goes_on_and_says_so_in_its_log(tmp_path: Path, 
         assert "rank 0 | PASS" in done.stdout
 
 
+@pytest.mark.parametrize("redirected", [">&-", "<&- >&- 2>&-"])
+def test_a_check_whose_ranks_are_interpreters_of_their_own_goes_on_too(tmp_path: Path, redirected: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import torch.distributed as dist\ndist.init_process_group('gloo')\ndist.barrier()\n")
+    words = f'"$PYTHON" -m workers check WORLD_SIZE=2 {script} {redirected}'
+    done = shell(words, tmp_path, LAB_RUN_ID="run", PYTHONHASHSEED="random")
+    assert done.returncode == 0 and verdict(tmp_path) == "pass", done.stderr
+
+
 @pytest.mark.parametrize("redirected", [">&-", ">/dev/full", "| true"])
 def test_a_rank_that_an_engine_starts_goes_on_without_its_output(tmp_path: Path, redirected: str) -> None:
     alone = SMALL | {"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29719"}
@@ -95,6 +104,7 @@ open_standard_streams()
 first = os.open(os.devnull, os.O_RDONLY)
 assert first > 2, first
 assert [os.readlink(f"/proc/self/fd/{number}") for number in map(int, sys.argv[1])] == [os.devnull] * len(sys.argv[1])
+assert all(map(os.get_inheritable, range(3)))
 assert sys.stdin is not None and sys.stdout is not None and sys.stderr is not None
 os._exit(7)
 """

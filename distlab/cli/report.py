@@ -15,6 +15,7 @@ from distlab.report.log import verdict_lines
 from distlab.report.rank_log import Log, RankLog, verdict_of_all
 from distlab.report.reading import MISFITS, BrokenRecord, read_run
 from distlab.report.records import Ranks, Run
+from distlab.report.standard_streams import of_a_stream
 from distlab.report.verdict import exit_code, judge, write_run
 
 
@@ -39,6 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"refused    {error}", file=sys.stderr)
         return 2
     except OSError as error:
+        if of_a_stream(error):
+            raise
         print(f"broken     the report cannot be written: {error.strerror}: {error.filename}", file=sys.stderr)
         return 1 if error.errno == errno.ENOSPC else 2
     except MISFITS as error:

@@ -168,5 +168,8 @@ def write_bytes_atomically(path: Path, content: bytes) -> None:
     try:
         draft.write_bytes(content)
         os.replace(draft, path)
+    except OSError as error:
+        error.filename = str(path)  # a write to a full disk names none
+        raise
     finally:
         draft.unlink(missing_ok=True)

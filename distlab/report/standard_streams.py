@@ -28,6 +28,7 @@ def open_standard_streams() -> None:
         if taken != number:
             os.dup2(taken, number)
             os.close(taken)
+        os.set_inheritable(number, True)  # else a file of a process that this one starts has the number
         mode = "r" if number == 0 else "w"
         setattr(sys, name, open(number, mode, buffering=1, encoding="utf-8", closefd=False))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):

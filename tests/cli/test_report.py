@@ -1,6 +1,8 @@
 """The command: rebuilds from the records alone, judges the same, refuses what it cannot read by file and line."""
 
+import errno
 import json
+import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -11,6 +13,7 @@ from msgspec.structs import replace
 
 from distlab.cli.report import main
 from distlab.report.records import End, Failed, Lost, Ranks, Start, Steps
+from distlab.report.standard_streams import of_a_stream
 from distlab.report.verdict import judge, write_run
 from tests.report.made_up import bent, good_run, plus, with_check, with_measured, without, written
 
@@ -113,6 +116,24 @@ def test_a_junit_file_that_cannot_be_written_is_one_sentence(
 ) -> None:
     assert main([str(written(tmp_path / "run", good_run())), "--junit", str(tmp_path / "absent" / "j.xml")]) == 2
     assert "cannot be written" in capsys.readouterr().err
+
+
+def full_disk(*_: object) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_is_told_by_the_file_and_a_full_output_is_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = written(tmp_path / "run", good_run())
+    with monkeypatch.context() as patched:
+        patched.setattr(sys.stdout, "write", full_disk)
+        with pytest.raises(OSError, match="No space left") as error:
+            main([str(run)])
+        assert of_a_stream(error.value)
+    monkeypatch.setattr(Path, "write_bytes", full_disk)
+    assert main([str(run)]) == 1
+    assert f"cannot be written: No space left on device: {run}/report.html" in capsys.readouterr().err
 
 
 def test_the_page_alone_leaves_the_verdict_to_others(tmp_path: Path) -> None:
