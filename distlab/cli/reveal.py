@@ -27,13 +27,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = made.parse_args(arguments).run
     try:
         run, _ = read_and_judge(folder)
-    except (BrokenRecord, OSError) as error:
+        told = reveal(run) if run["mistake"] else []
+    except (BrokenRecord, OSError, ValueError) as error:
         print(f"refused    {error}", file=sys.stderr)
         return 2
-    if not run["mistake"]:
+    if not told:
         print(f"refused    {folder} had no injected bug: LAB_BUG was not set", file=sys.stderr)
         return 2
-    print("\n".join(reveal(run)))
+    print("\n".join(told))
     return 0
 
 

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from distlab.puzzle.task import Task
-from distlab.report.reading import write_atomically
+from distlab.report.reading import from_json, read_regular, write_atomically
 
 WIDTH = 116
 RESULTS = ".results.json"
+MOST_BYTES = 1 << 20  # of the results
 HEAD = '''\
 """Puzzle {number}: {title}.
 
@@ -84,7 +85,7 @@ class Folder:
 
     def _results(self) -> dict[str, dict[str, Any]]:
         try:
-            found = json.loads((self.path / RESULTS).read_text())
+            found = from_json(read_regular(self.path / RESULTS, MOST_BYTES))
         except (OSError, ValueError):  # none yet, or edited by hand
             return {}
         return found if isinstance(found, dict) else {}

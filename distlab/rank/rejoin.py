@@ -34,11 +34,12 @@ from distlab.cluster.rendezvous_server import Claim, Member
 from distlab.cluster.watchdog import Watchdog
 from distlab.config import Config
 from distlab.contract import Mode
-from distlab.report.reading import write_atomically
+from distlab.report.reading import from_json, read_regular, write_atomically
 from distlab.report.records import Left
 from distlab.report.run_folder import Journal, is_held
 
 FILE = "ranks.json"
+MOST_BYTES = 1 << 22  # of it: 1024 members have 200 kB
 ALONE_S = 60.0
 UNNOTICED = "it was restarted before its loss was noticed; the remaining ranks continued"
 
@@ -89,7 +90,7 @@ def find_left_run(config: Config) -> Addresses | None:
         if file.parent.is_symlink() or not is_held(file.parent):
             continue
         with suppress(OSError, ValueError, KeyError, TypeError):
-            content = json.loads(file.read_text())
+            content = from_json(read_regular(file, MOST_BYTES))
             run = content["run"]
             alike = identity(config, run["run_id"], run["token"]) == run
             if alike and lock_rank(file.parent, config.rank):

@@ -11,8 +11,11 @@ import re
 import zlib
 from collections.abc import Mapping
 
+from distlab.report.reading import from_json
+
 MYSTERY = re.compile(r"mystery:([0-9]{1,9})")
 UNTOLD = "one of the bugs that {mode} can show with these settings; `distlab reveal` tells which"
+MOST_BYTES = 1 << 16  # of a mistake in clear
 NAMED = re.compile(r"\s*\(?LAB_BUG=[a-z0-9_, ]+\)?")
 
 
@@ -34,11 +37,14 @@ def is_sealed(mistake: Mapping[str, str] | None) -> bool:
 
 
 def open_mistake(mistake: Mapping[str, str]) -> dict[str, str]:
-    """The mistake of a run in clear: its `name`, `what` and `check`."""
+    """The mistake of a run in clear: its `name`, `what` and `check`; raises ValueError where it was damaged."""
     if not is_sealed(mistake):
         return dict(mistake)
-    opened = json.loads(zlib.decompress(base64.b64decode(mistake["sealed"])))
-    return {name: str(opened[name]) for name in ("name", "what", "check")}
+    try:
+        opened = from_json(zlib.decompressobj().decompress(base64.b64decode(mistake["sealed"]), MOST_BYTES))
+        return {name: str(opened[name]) for name in ("name", "what", "check")}
+    except (ValueError, LookupError, TypeError, zlib.error) as error:
+        raise ValueError(f"the injected bug {mistake['name']} was written otherwise: {error}") from None
 
 
 def without_bugs(text: str) -> str:

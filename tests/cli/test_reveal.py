@@ -1,12 +1,15 @@
 """`distlab reveal RUN`: which bug a run had, what it breaks, which check caught it; and what its files did not say."""
 
+import base64
 import os
 import re
+import zlib
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
+from distlab.cli.report import main as report
 from distlab.cli.reveal import main
 from distlab.config import Config
 from distlab.rank.injected_bug import bug_of
@@ -61,6 +64,15 @@ def test_a_run_without_a_bug_and_what_is_no_run_are_refused(tmp_path: Path, caps
     assert "had no injected bug: LAB_BUG was not set" in capsys.readouterr().err
     assert main([str(tmp_path / "absent")]) == 2
     assert capsys.readouterr().err.startswith("refused    ")
+
+
+@pytest.mark.parametrize("sealed", ["?", "eJx", base64.b64encode(zlib.compress(b"[" * 100_000)).decode()])
+def test_a_bug_that_was_damaged_is_refused(sealed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mistake = seal_mistake("mystery:7", "dp", MISTAKE) | {"sealed": sealed}
+    records = bent(good_run(), lambda record: replace(record, mistake=mistake) if isinstance(record, Start) else record)
+    folder = str(written(tmp_path / "run", plus(records, CAUGHT)))
+    assert main([folder]) == report([folder]) == 2
+    assert capsys.readouterr().err.count("the injected bug mystery:7 was written otherwise") == 2
 
 
 def test_a_whole_run_names_its_bug_nowhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ from distlab.cluster.rendezvous_server import Member
 from distlab.config import Config
 from distlab.rank.rejoin import Addresses, find_left_run, identity
 from distlab.report.run_folder import claim
+from tests.report.test_bad_files import spoil
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -74,6 +75,13 @@ def test_a_run_that_is_over_takes_nobody_back(tmp_path: Path) -> None:
     process.join()
     assert (tmp_path / "run" / "ranks.json").exists()
     assert find_left_run(config(tmp_path, 2)) is None
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", ["a pipe", "an endless device", "deep JSON"])
+def test_a_list_of_ranks_that_is_none_is_passed_over(alive: Path, kind: str) -> None:
+    spoil(alive / "run" / "ranks.json", kind)
+    assert find_left_run(config(alive, 2)) is None
 
 
 def test_what_is_written_has_no_key_and_follows_a_rank_that_moved(tmp_path: Path) -> None:
