@@ -8,8 +8,10 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -64,6 +66,34 @@ def test_pip_is_heard_only_if_it_fails(checkout: Path, *, fails: bool) -> None:
     assert done.returncode == 3 * fails and done.stdout == ""
     assert ("--require-hashes --no-deps -r compose/requirements.lock and the words of pip" in done.stderr) == fails
     assert (len(lines) == 1) != fails and (checkout / ".venv" / "installed-run").exists() != fails
+
+
+class Empty(BaseHTTPRequestHandler):
+    """An index of packages that has none."""
+
+    def do_GET(self) -> None:
+        self.send_error(404)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_no_other_index_is_asked_for_torch(checkout: Path) -> None:
+    """Nor one that a pip.conf names."""
+    (checkout / ".venv" / "installed-run").unlink()
+    settings = checkout / "pip.conf"
+    settings.write_text("[global]\nextra-index-url = http://127.0.0.1:9/other\nfind-links = /other\n")
+    asks = f'shift 3; exec {sys.executable} -m pip install --dry-run --retries 0 --target {checkout}/none "$@"'
+    python = checkout / ".venv" / "bin" / "python"
+    python.write_text(f'#!/bin/sh\ncase "$*" in *--index-url*) {asks} ;; *" - "*) exec {sys.executable} "$@" ;; esac\n')
+    with ThreadingHTTPServer(("127.0.0.1", 0), Empty) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        index = f"http://127.0.0.1:{server.server_port}/cpu"
+        environ = os.environ | {"TORCH_INDEX_URL": index, "PIP_CONFIG_FILE": str(settings)}
+        done = ended(["./install"], cwd=checkout, environ=environ, timeout_s=60)
+        server.shutdown()
+    assert f"Looking in indexes: {index}" in done.stderr and "Looking in links: http://127.0.0.1:" in done.stderr
+    assert "other" not in done.stderr, done.stderr
 
 
 def run(checkout: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
