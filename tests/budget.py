@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from distlab.collectives.by_hand import ALGORITHMS, OVER_TCP
 from distlab.config.settings import modes
-from distlab.elastic.strategy import ShardedSurvivor, Survivor
+from distlab.elastic.strategy import RescaledSurvivor, ShardedSurvivor, Survivor
 from distlab.experiments.dp import line_lesson
 from distlab.experiments.elastic import POLICIES
 from distlab.experiments.elastic.recovery import Course
@@ -41,7 +41,10 @@ TECHNIQUES = {
 BUILT_BY_RUN: dict[str, dict[str, object]] = {
     "comm": {"gloo": None, **ALGORITHMS, "tcp": (OVER_TCP["server"], OVER_TCP["pairs"])},
     "dp": {"means": line_lesson.means, "coordinator": line_lesson.coordinator},
-    "elastic": {policy.name: (Course, ShardedSurvivor if policy.sharded else Survivor) for policy in POLICIES},
+    "elastic": {
+        policy.name: (Course, ShardedSurvivor if policy.sharded else RescaledSurvivor if policy.rescaled else Survivor)
+        for policy in POLICIES
+    },
     "largebatch": {name: (recipe, Trainee) for name, recipe in RECIPES.items()},
     "server": dict.fromkeys(("ssp", "downpour"), (Worker, ParameterServer)),
 }

@@ -75,6 +75,8 @@ HOLDS = {
     "RUN_MODE=cp LAB_VARIANT=ring,ulysses": Shown((r"ring calls", r"ulysses calls", r"ring +1\.500 +1\.4")),
     "RUN_MODE=moe": Shown((PROVEN, r"ep +.*passed", r"ep capacity")),
     "RUN_MODE=elastic": Shown((r"shrink samples +.*passed", r"join updates kept +.*passed")),
+    "RUN_MODE=elastic LAB_VARIANT=rescaled": Shown((r"rescaled: learning rate from step 0: \d+ samples at 0.0001, from",)),
+    "RUN_MODE=elastic LAB_VARIANT=rescaled LAB_BUG=rate_kept": Shown((), "learning rate"),
     "RUN_MODE=mesh": Shown((r"1f1b +.*passed", r"zero3 called bytes over dp", r"per_parameter overlap")),
     "RUN_MODE=fsdp": Shown((r"zero3_blocking +.*passed", r"zero3 calls", r"16 bytes a parameter")),
     "RUN_MODE=fsdp LAB_RECOMPUTE=1": Shown((r"zero3_kept",), more="LAB_VARIANT=zero3,zero3_kept"),

@@ -39,7 +39,7 @@ from distlab.elastic.shards import (
     wards,
 )
 from distlab.sharded.flat_parameter import Piece, fresh, stepped
-from distlab.workload.data import Batches
+from distlab.workload.data import Batches, Microbatch
 from distlab.workload.model import Model
 
 OWNERS = 1024  # one over it times rank + 1 tells whose a sample was
@@ -94,13 +94,19 @@ class Survivor:
         """Forward and backward of this member's part of the batch; returns who saw what, and its part of the loss."""
         self.vectors.zero()
         row = self.vectors.weights.new_zeros(self.epoch + 1)
-        for inputs, targets, share in self.batches.dealt(self.applied, place, size):
+        ids, parts = self.deal(place, size)
+        for inputs, targets, share in parts:
             loss = self.model(inputs, targets) * share
             loss.backward()
             row[-1] += loss.item()
-        for sample in self.batches.sample_ids(self.applied, place, size):
+        for sample in ids:
             row[sample] += 1 + (self.rank + 1) / OWNERS
         return row
+
+    def deal(self, place: int, size: int) -> tuple[list[int], list[Microbatch]]:
+        """The numbers of this member's samples at this step, and what it computes with."""
+        dealt = self.batches.dealt(self.applied, place, size)
+        return self.batches.sample_ids(self.applied, place, size), dealt
 
     def clipped(self, gradient: Tensor, norm: float) -> Tensor:
         """A gradient, or a part of it, by the global `norm`, which is that of the sum."""
@@ -110,8 +116,12 @@ class Survivor:
 
     def apply(self, gradient: Tensor) -> None:
         """The update of this replica, all of it at once."""
-        after = stepped(self.piece, gradient, self.config.learning_rate, self.applied + 1)
+        after = stepped(self.piece, gradient, self.rate(), self.applied + 1)
         self.put(after.weights, after.moments)
+
+    def rate(self) -> float:
+        """The learning rate of this step."""
+        return self.config.learning_rate
 
     def put(self, weights: Tensor, moments: Tensor) -> None:
         """From here on the model computes with these."""
@@ -169,6 +179,36 @@ class Survivor:
     def moments(self, group: Regroup) -> Tensor:  # noqa: ARG002  every replica has them all
         """AdamW's moments of all weights, [2, P]; a collective."""
         return self.piece.moments
+
+
+class RescaledSurvivor(Survivor):
+    """A replica that keeps its number of samples: batch and learning rate follow the members.
+
+    Of LAB_BATCH samples n of N members take k times as many, at k times LAB_LR (linear scaling rule; Goyal et al. 2017,
+    section 2.1), the next ones of the same permutations. `rates` are those of the steps that it has applied itself.
+    """
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.size, self.rates = self.config.world_size, dict[int, float]()
+
+    def enter(self, group: Regroup, ranks: Sequence[int], plan: Report) -> None:
+        super().enter(group, ranks, plan)
+        self.size = len(ranks)
+
+    def deal(self, place: int, size: int) -> tuple[list[int], list[Microbatch]]:
+        sizes = self.batches.kept_sizes(size)
+        seen = int(self.history[: self.applied, :-1].floor().sum())
+        ids = self.batches.ids_from(seen + sum(sizes[:place]), sizes[place])
+        return ids, self.batches.parts(ids, 1 / (sum(sizes) * self.batches.samples.terms))
+
+    def rate(self) -> float:
+        self.rates[self.applied] = super().rate() * self.factor()
+        return self.rates[self.applied]
+
+    def factor(self) -> float:
+        """This step's samples over LAB_BATCH."""
+        return sum(self.batches.kept_sizes(self.size)) / self.batches.batch
 
 
 def write_whole(path: Path, saved: dict[str, Any]) -> None:

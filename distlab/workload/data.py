@@ -207,11 +207,15 @@ class Batches:
 
     def dealt(self, step: int, shard: int, num_shards: int) -> list[Microbatch]:
         """What `shard` works on at `step`, in LAB_MICROBATCHES parts (fewer where it has fewer samples)."""
-        ids = torch.tensor(self.sample_ids(step, shard, num_shards))
-        share = self.share(len(ids), num_shards)
-        parts = min(self.config.num_microbatches, len(ids))
-        sizes = shard_sizes(len(ids), parts, uneven=self.uneven)
-        return [self._microbatch(part, share) for part in ids.split(sizes)]
+        ids = self.sample_ids(step, shard, num_shards)
+        return self.parts(ids, self.share(len(ids), num_shards))
+
+    def parts(self, ids: list[int], share: float) -> list[Microbatch]:
+        """The samples `ids` in LAB_MICROBATCHES parts (fewer where there are fewer), each of whose terms counts
+        `share`."""
+        num_parts = min(self.config.num_microbatches, len(ids))
+        sizes = shard_sizes(len(ids), num_parts, uneven=self.uneven)
+        return [self._microbatch(part, share) for part in torch.tensor(ids).split(sizes)]
 
     def share(self, num_samples: int, num_shards: int) -> float:  # noqa: ARG002  the same however the batch is dealt
         """What each loss term of a shard of `num_samples` counts: one over the terms of the whole batch."""
@@ -226,6 +230,15 @@ class Batches:
     def full_ids(self, step: int) -> list[int]:
         ids: list[int] = self._order(step).tolist()
         return ids
+
+    def ids_from(self, first: int, count: int) -> list[int]:
+        """The numbers of `count` samples, at most LAB_BATCH, that follow the `first` ones of all epochs in a row."""
+        step, begin = divmod(first, self.batch)
+        return [*self.full_ids(step), *self.full_ids(step + 1)][begin : begin + count]
+
+    def kept_sizes(self, num_shards: int) -> list[int]:
+        """Samples of `num_shards` shards that keep what they have of LAB_BATCH among WORLD_SIZE."""
+        return shard_sizes(self.batch, self.config.world_size, uneven=self.uneven)[:num_shards]
 
     def _order(self, step: int) -> Tensor:
         if self.config.model == "line":

@@ -5,8 +5,9 @@ the last checkpoint. But a group is no more than its connections. A process that
 at once; they leave the group, agree on who is there and on the last step that stands, and make a new group in the same
 processes (Horovod Elastic; torchft). No rank is a special case: each keeps a store, and the first that lives calls.
 
-  rule        the global batch stays the same, and whoever is in at a step divides it. So whatever happens, the run
-              equals one process: weights, moments and losses to 1e-12, and each sample of each epoch is seen once
+  rule        the global batch stays the same, and whoever is in at a step divides it (in `rescaled` each keeps its
+              part). So whatever happens, the run equals one process: weights, moments and losses to 1e-12, and each
+              sample of each epoch is seen once
   kept        a step that any survivor has applied stands, and whoever lacks it takes it over
   redone      a step that none has applied is computed again, by those who are left
   predicted   a loss costs at most one step again (`restart`, `zero1`: those since the checkpoint, up to
@@ -23,6 +24,8 @@ processes (Horovod Elastic; torchft). No rank is a special case: each keeps a st
               a loss takes a shard along, so all go back to the last checkpoint
   peer_memory the same, and a copy of each shard lies in the memory of another member (Gemini; Wang et al. 2023): the
               remaining ranks continue from it, without a disk
+  rescaled    as join, but a rank keeps its number of samples: with fewer members the batch is smaller, and the
+              learning rate by as much (the linear scaling rule; Goyal et al. 2017)
 
 Fault injection kills LAB_LOSSES ranks of each variant, at moments that LAB_SEED draws: they close their sockets as the
 kernel does for a killed process, and forget all. With LAB_LOSSES=0 nothing dies unless you do it: `docker kill`.
@@ -39,7 +42,7 @@ import torch
 from distlab.config import Config
 from distlab.contract import Mode, Variant, untrainable
 from distlab.elastic.membership import BEGIN, View
-from distlab.elastic.strategy import ShardedSurvivor, Survivor
+from distlab.elastic.strategy import RescaledSurvivor, ShardedSurvivor, Survivor
 from distlab.lab import Lab
 
 from .bugs import mistake
@@ -55,6 +58,7 @@ POLICIES = (
     Policy("join", returns=True),
     Policy("zero1", returns=True, sharded=True),
     Policy("peer_memory", returns=True, sharded=True, copies=True),
+    Policy("rescaled", returns=True, rescaled=True),
 )
 
 
@@ -63,7 +67,8 @@ def cannot(config: Config) -> dict[str, str]:
     few = f"WORLD_SIZE={config.world_size}: "
     reasons: dict[str, str] = {}
     if config.world_size < 2:
-        reasons |= dict.fromkeys(("shrink", "join", "zero1", "peer_memory"), f"{few}no rank is left to continue")
+        alone = ("shrink", "join", "zero1", "peer_memory", "rescaled")
+        reasons |= dict.fromkeys(alone, f"{few}no rank is left to continue")
     if config.world_size < 3:
         reasons["spare"] = f"{few}it takes two that train and one that waits"
     return reasons
@@ -79,7 +84,12 @@ def refuse(config: Config) -> list[str]:
     return refusals
 
 
-def run(lab: Lab, survivor: type[Survivor] = Survivor, sharded: type[ShardedSurvivor] = ShardedSurvivor) -> None:
+def run(
+    lab: Lab,
+    survivor: type[Survivor] = Survivor,
+    sharded: type[ShardedSurvivor] = ShardedSurvivor,
+    rescaled: type[RescaledSurvivor] = RescaledSurvivor,
+) -> None:
     """Every variant with its losses; then whoever is left holds each against one process."""
     back = lab.hooks.addresses is not None and lab.hooks.addresses.rejoined
     unable = lab.mode.cannot(lab.config)
@@ -88,7 +98,8 @@ def run(lab: Lab, survivor: type[Survivor] = Survivor, sharded: type[ShardedSurv
         if policy.name in unable:
             lab.skip(policy.name, unable[policy.name])
     chosen = [policy for policy in wanted if policy.name not in unable]
-    kinds = {policy: partial(sharded, copies=policy.copies) if policy.sharded else survivor for policy in chosen}
+    whole = {policy: rescaled if policy.rescaled else survivor for policy in chosen}
+    kinds = {policy: partial(sharded, copies=policy.copies) if policy.sharded else whole[policy] for policy in chosen}
     net = open_net(lab)
     for policy in [] if back else chosen:
         count(lab, net, policy, maker(lab, kinds[policy])())
@@ -178,13 +189,17 @@ MODE = Mode(
     cannot=cannot,
     mistakes=mistake,
     stepped=True,
-    watched=("audited replicas", "replicas", "copies", "samples", "record", "weights", "optimizer", "losses"),
+    watched=(
+        *("audited replicas", "replicas", "copies", "samples", "record", "learning rate"),
+        *("weights", "optimizer", "losses"),
+    ),
     takes_back=True,
     unsaved="keeps checkpoints of its own, every LAB_SAVED_EVERY steps of restart, zero1 and peer_memory",
     reading=(
         "experiments/elastic/__init__.py: the variants, and what a run claims",
         "experiments/elastic/recovery.py: what one rank does until all steps are done, and hashes that name a flip",
-        "distlab/elastic/strategy.py: a replica whose steps are kept or repeated, and one with shards and their copies",
+        "distlab/elastic/strategy.py: a replica whose steps are kept or repeated, one whose learning rate follows the"
+        " members, and one with shards and their copies",
         "distlab/elastic/shards.py: which rank has which part, who keeps whose copy, and what moves",
         "distlab/elastic/membership.py: how the remaining ranks agree on the members",
         "distlab/elastic/process_group.py: gloo groups that are left and made again in the same process",

@@ -10,7 +10,7 @@ from distlab.config import Config
 from distlab.contract import Mistakes, Needs
 from distlab.elastic.process_group import Regroup
 from distlab.elastic.shards import Range, part, wards
-from distlab.elastic.strategy import Report, ShardedSurvivor, Survivor
+from distlab.elastic.strategy import Report, RescaledSurvivor, ShardedSurvivor, Survivor
 from distlab.sharded.flat_parameter import Piece
 
 from .options import Options
@@ -107,6 +107,14 @@ class Twice(Survivor):
         super().enter(group, ranks, plan)
         if self.applied:
             self.apply(self.vectors.gradients)
+
+
+@mistake("rate_kept", check="learning rate", part="rescaled", needs=needs_loss("rescaled"))
+class RateKept(RescaledSurvivor):
+    """The batch shrinks with the members, and the learning rate stays: fewer samples move the weights as far."""
+
+    def factor(self) -> float:
+        return 1.0
 
 
 @mistake("stale_copies", check="copies", part="sharded", needs=Needs(proof=False, variants=("peer_memory",)))

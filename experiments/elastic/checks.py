@@ -18,6 +18,7 @@ from distlab.elastic.shards import Recut, keeper, part, wards
 from distlab.elastic.strategy import (
     OWNERS,
     STEP,
+    RescaledSurvivor,
     ShardedSurvivor,
     Survivor,
     copy_bytes,
@@ -28,6 +29,7 @@ from distlab.elastic.strategy import (
 )
 from distlab.lab import Lab
 from distlab.measure.tensors import Worst
+from distlab.workload.data import Batches
 from distlab.workload.reference import Reference, Snapshot
 
 from .network import Net
@@ -38,7 +40,7 @@ SHARDS_CONTROL = "tests/experiments/test_elastic.py::test_a_shard_that_came_anot
 TOLERANCE = 1e-12  # float64
 RULE = (
     "an epoch is a permutation by (seed, epoch), a step takes its next LAB_BATCH samples, and whoever is in at the step"
-    " divides them; a lost rank's samples are dealt anew"
+    " divides them; a lost rank's samples are dealt anew (rescaled: it takes as many as its members have kept)"
 )
 
 
@@ -52,13 +54,38 @@ def is_first(lab: Lab, course: Course) -> bool:
     return course.finished and lab.rank == members_at(course.record, course.training.steps)[0]
 
 
-def replay(lab: Lab, record: list[list[Any]], steps: int) -> tuple[Snapshot, list[float]]:
-    """One process: what is left after all steps, and the losses."""
+def batch_at(batches: Batches, course: Course, step: int) -> int:
+    """Samples of a step: LAB_BATCH, or what its members have kept of it."""
+    if course.policy.rescaled:
+        return sum(batches.kept_sizes(len(members_at(course.record, step))))
+    return batches.batch
+
+
+def deals(batches: Batches, course: Course) -> Iterator[list[list[int]]]:
+    """Of each step which samples its members should have, in their order."""
+    seen = 0
+    for step in range(course.training.steps):
+        size = len(members_at(course.record, step))
+        if not course.policy.rescaled:
+            yield [batches.sample_ids(step, place, size) for place in range(size)]
+            continue
+        deal = []
+        for count in batches.kept_sizes(size):
+            deal.append(batches.ids_from(seen, count))
+            seen += count
+        yield deal
+
+
+def replay(lab: Lab, course: Course) -> tuple[Snapshot, list[float]]:
+    """One process: what is left after all steps, and the losses; of a smaller batch with a smaller learning rate."""
     batches = lab.batches(torch.float64, proof=True)
     reference, losses = Reference(lab.model(torch.float64), lab.config), list[float]()
-    for step in range(steps):
-        size = len(members_at(record, step))
-        losses.append(reference.step([part for place in range(size) for part in batches.dealt(step, place, size)]))
+    for deal in deals(batches, course):
+        samples = sum(map(len, deal))
+        for group in reference.optimizer.param_groups:
+            group["lr"] = lab.config.learning_rate * (samples / batches.batch)
+        share = 1 / (samples * batches.samples.terms)
+        losses.append(reference.step([part for ids in deal for part in batches.parts(ids, share)]))
     return reference.snapshot(losses[-1]), losses
 
 
@@ -67,14 +94,13 @@ def named(vector: Tensor, like: Mapping[str, Tensor]) -> list[tuple[str, Tensor]
     return [(name, part.view_as(each)) for part, (name, each) in zip(parts, like.items(), strict=True)]
 
 
-def owners(lab: Lab, record: list[list[Any]], steps: int) -> Tensor:
+def owners(lab: Lab, course: Course) -> Tensor:
     """Who should have seen what: [steps, E], 1 + (rank + 1)/1024 where one rank sees a sample once."""
     batches = lab.batches(torch.float64, proof=True)
-    rows = torch.zeros(steps, batches.num_batches * batches.batch, dtype=torch.float64)
-    for step in range(steps):
-        members = members_at(record, step)
-        for place, rank in enumerate(members):
-            rows[step, batches.sample_ids(step, place, len(members))] += 1 + (rank + 1) / OWNERS
+    rows = torch.zeros(course.training.steps, batches.num_batches * batches.batch, dtype=torch.float64)
+    for step, deal in enumerate(deals(batches, course)):
+        for rank, ids in zip(members_at(course.record, step), deal, strict=True):
+            rows[step].index_add_(0, torch.tensor(ids), rows.new_full((len(ids),), 1 + (rank + 1) / OWNERS))
     return rows
 
 
@@ -90,9 +116,10 @@ def check_claims(lab: Lab, course: Course) -> None:
     hold_redone(lab, course)
     hold_interval(lab, course)
     hold_shards(lab, course)
+    hold_rates(lab, course)
     if not is_first(lab, course):
         return
-    alone, losses = replay(lab, course.record, training.steps)
+    alone, losses = replay(lab, course)
     assert course.moments is not None
     found = Worst()
     found.compare("weights", named(training.piece.weights, alone.weights), alone.weights, TOLERANCE, "after all steps")
@@ -168,20 +195,32 @@ def died_with_its_copies(recut: Recut, *, copies: bool) -> bool:
     return False
 
 
+def hold_rates(lab: Lab, course: Course) -> None:
+    """Each step that this rank has applied itself had the learning rate of as many samples as its members kept."""
+    training = course.training
+    if not isinstance(training, RescaledSurvivor):
+        return
+    found = Worst()
+    for step, rate in training.rates.items():
+        samples = batch_at(training.batches, course, step)
+        wanted = lab.config.learning_rate * samples / lab.config.batch
+        where = f"step {step} with {samples} samples: {rate:.3g}, wanted {wanted:.3g}"
+        found.note("learning rate", abs(rate / wanted - 1), TOLERANCE, where)
+    for check, off in found.found.items():
+        lab.check(check, *off[:2], course.policy.name, off.where)
+
+
 def hold_samples(lab: Lab, course: Course) -> None:
     """Each sample of each epoch exactly once, and by whom the record says."""
     name, steps = course.policy.name, course.training.steps
     batches, seen = lab.batches(torch.float64, proof=True), course.training.history[:, :-1]
-    wanted = torch.zeros_like(seen)
-    for step in range(steps):
-        wanted[step, batches.full_ids(step)] = 1
-    per_epoch = -(-steps // batches.num_batches)
-    wrong = 0.0
-    for epoch in range(per_epoch):
-        rows = slice(epoch * batches.num_batches, (epoch + 1) * batches.num_batches)
-        wrong += float((seen[rows].floor().sum(0) - wanted[rows].sum(0)).abs().sum())
-    lab.check("samples", wrong, 0, name, f"of {per_epoch} epochs, left out or seen again; {RULE}")
-    apart = int((seen != owners(lab, course.record, steps)).sum())
+    stream = torch.tensor([sample for step in range(steps) for sample in batches.full_ids(step)])
+    sizes, wrong = [batch_at(batches, course, step) for step in range(steps)], 0
+    for row, ids in zip(seen.floor(), stream[: sum(sizes)].split(sizes), strict=True):
+        wrong += int((row - ids.bincount(minlength=len(row))).abs().sum())
+    epochs = -(-sum(sizes) // seen.shape[1])
+    lab.check("samples", wrong, 0, name, f"of {epochs} epochs, left out or seen again; {RULE}")
+    apart = int((seen != owners(lab, course)).sum())
     detail = "samples that others computed with than the membership record says"
     lab.check("record", apart, 0, name, detail, control=CONTROL)
 
@@ -257,6 +296,7 @@ def claims(mode: Mode, config: Config, losses: int) -> Iterator[Claims]:
     yield Claims(("weights", "losses", "samples", "record", "replicas"), chosen, one=True)
     yield Claims(("from memory",), SHARDED, one=True)
     yield Claims(("copies",), ("peer_memory",), one=True)
+    yield Claims(("learning rate",), ("rescaled",), one=True)
     if config.optimizer == "adamw":
         yield Claims(("optimizer",), chosen, one=True)
     if losses < config.world_size - 1:  # else nobody may be there from begin to end
@@ -301,6 +341,8 @@ def show(lab: Lab, courses: list[Course]) -> None:
             lab.say(f"{name}: {record}", "members")
             if course.policy.copies:
                 lab.say(f"{name}: {PLACEMENT}; {placed(in_when)}", "copies")
+            if course.policy.rescaled:
+                lab.say(f"{name}: {rescaled(course, in_when)}", "rate", at="normal")
     if rows:
         title = "What each change of members cost, as the first member saw it; times are from the run's first step on"
         lab.table(title, COLUMNS, rows)
@@ -357,6 +399,16 @@ def placed(record: list[list[Any]]) -> str:
         pairs = ", ".join(f"{rank}'s with {ranks[place]}" for rank, place in keepers if place is not None)
         found.append(f"from step {first}: {pairs or 'none'}")
     return "; ".join(found)
+
+
+def rescaled(course: Course, record: list[list[Any]]) -> str:
+    """Which batch and learning rate the members made, from which step on."""
+    batches, found = course.training.batches, []
+    for first, ranks in record:
+        samples = sum(batches.kept_sizes(len(ranks)))
+        rate = course.training.config.learning_rate * samples / batches.batch
+        found.append(f"from step {first}: {samples} samples at {rate:.3g}")
+    return f"learning rate {', '.join(found)}"
 
 
 def event_row(event: Event, first_at: float) -> list[Any]:

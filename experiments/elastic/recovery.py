@@ -35,6 +35,7 @@ class Policy(NamedTuple):
     returns: bool = False  # whoever died comes back and asks to be let in
     sharded: bool = False  # no member has another's part of the optimizer's state
     copies: bool = False  # save one, that keeps its copy
+    rescaled: bool = False  # each keeps its number of samples, and the learning rate follows the batch
 
     @property
     def wishes(self) -> set[str]:

@@ -189,7 +189,7 @@ def test_a_rank_meets_its_own_losses_once() -> None:
 @pytest.mark.parametrize(
     ("settings", "impossible"),
     [
-        ({"WORLD_SIZE": "1"}, {"shrink", "join", "spare", "zero1", "peer_memory"}),
+        ({"WORLD_SIZE": "1"}, {"shrink", "join", "spare", "zero1", "peer_memory", "rescaled"}),
         ({"WORLD_SIZE": "2"}, {"spare"}),
         ({"WORLD_SIZE": "3"}, set()),
     ],

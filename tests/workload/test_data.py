@@ -290,3 +290,15 @@ def test_ranks_compare_a_checksum_of_what_they_read(tmp_path: Path) -> None:
     before = data.digest(config_of(tmp_path / "text"))
     (tmp_path / "text").write_bytes(b"two")
     assert before != data.digest(config_of(tmp_path / "text"))
+
+
+@given(st.integers(0, 40), st.integers(1, 12), st.integers(1, 5))
+def test_samples_in_a_row_are_those_of_the_steps_wherever_they_are_cut(first: int, count: int, seed: int) -> None:
+    batches = batches_of(LAB_MODEL="mlp", LAB_BATCH="12", LAB_SEED=str(seed))
+    stream = [sample for step in range(6) for sample in batches.full_ids(step)]
+    assert batches.ids_from(first, count) == stream[first : first + count]
+
+
+def test_shards_that_are_kept_are_the_first_of_those_among_all() -> None:
+    batches = batches_of(LAB_MODEL="line", WORLD_SIZE="4", MASTER_ADDR="127.0.0.1", RANK="0")
+    assert [batches.kept_sizes(size) for size in (4, 3, 1)] == [[8, 6, 9, 9], [8, 6, 9], [8]]
