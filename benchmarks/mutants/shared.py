@@ -92,13 +92,13 @@ MUTANTS = [
     Mutant(DATA, "for given in range(min(2, sizes[1] - 1)):", "for given in range(0):", FLAT + " WORLD_SIZE=2"),
     Mutant(
         DATA,
-        "sizes = shard_sizes(len(ids), parts, uneven=self.uneven)",
-        "sizes = shard_sizes(len(ids), parts)",
+        "sizes = shard_sizes(len(ids), num_parts, uneven=self.uneven)",
+        "sizes = shard_sizes(len(ids), num_parts)",
         FLAT + " LAB_MICROBATCHES=2",
     ),
     Mutant(DATA, "self.terms = config.seq\n", "self.terms = config.seq // 2\n", FLAT),
     # how much of it is proven
-    Mutant(DATA, 'LINE_STEPS if config.model == "line" else 3', 'LINE_STEPS if config.model == "line" else 1', FLAT),
+    Mutant(DATA, "PROOF_STEPS = 3", "PROOF_STEPS = 1", FLAT),
     Mutant(
         "distlab/verify/proof.py",
         "wanted = dense[step] if lab.rank == 0 else None\n        share",

@@ -99,8 +99,7 @@ def prove(
 ) -> None:  # fmt: skip
     """Check each variant against one process, or by what stands in `apart`; `also(name, strategy)` adds checks."""
     config = lab.config.untimed()
-    lr = config.learning_rate if config.model == "line" else LEARNING_RATE  # the line lesson's own: all of it is proven
-    plain = config.model_copy(update={"optimizer": "sgd", "clip": None, "lr": lr})
+    plain = config.model_copy(update={"optimizer": "sgd", "clip": None, "lr": LEARNING_RATE})
     configs = [plain, config] if config.optimizer == "adamw" or config.clip is not None else [plain]
     batches = lab.batches(torch.float64, proof=True)
     steps = batches.proof_steps + TUNED_STEPS * (len(configs) - 1)
@@ -137,8 +136,7 @@ def compare(
     lab.at(0, f"the making of {name}")  # where PyTorch's own import themselves, seconds on busy cores
     model = lab.model(torch.float64)
     strategy = build(model, lab.mesh, configs[0])
-    # Of which the third begins another epoch; of a line all steps of the lesson's table.
-    planned = dict.fromkeys(PLAIN, 201 if lab.config.model == "line" else 3)
+    planned = dict.fromkeys(PLAIN, 3)  # of which the third begins another epoch
     planned |= dict.fromkeys(TUNED, TUNED_STEPS) if configs[1:] else {}
     found = Worst(planned)
     against(lab, strategy, name, batches, dense[0], found)
@@ -213,7 +211,7 @@ def tuned_against(
 def summed_losses(lab: Lab, shares: list[float | None]) -> list[float]:
     """The mean loss of the global batch at each step, from every rank's shares, on rank 0; nothing elsewhere.
 
-    One exchange for all steps: one a step took a fifth of the proof of a line's 200.
+    One exchange for all steps: one a step took a fifth of the 201 steps of a line's table.
     """
     everyone = lab.exchange.gather("losses", shares) or []
     here = [of_rank for of_rank in everyone if of_rank is not None]  # a rank may have left a run that goes on

@@ -113,7 +113,7 @@ def _regular_bytes(path: Path, most: int) -> bytes:
 
 
 OWN_BATCHES = 8  # of an epoch
-LINE_STEPS = 201  # steps 0 to 200 of the lesson's table
+PROOF_STEPS = 3  # the third begins another epoch
 
 
 class Microbatch(NamedTuple):
@@ -195,7 +195,7 @@ class Batches:
         self.batch = config.batch
         self.uneven = proof or config.model == "line"
         self.samples, self.num_batches = _data_set(config, self.batch, proof)
-        self.proof_steps = LINE_STEPS if config.model == "line" else 3
+        self.proof_steps = PROOF_STEPS
 
     def full(self, step: int) -> Microbatch:
         """The whole global batch, as one process takes it."""

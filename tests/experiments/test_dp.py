@@ -6,6 +6,7 @@ from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ from distlab.testing.warm_ranks import Ranks
 from distlab.workload.data import Batches
 from distlab.workload.model import build_model, outline
 from distlab.workload.reference import train
-from tests.labs import TINY, built, failed, one_rank, run_experiment
+from tests.labs import TINY, built, failed, failed_with, one_rank, run_experiment
 
 VARIANTS = ("per_parameter", "flat", "bucketed", "ring", "ddp")
 SMALL = {
@@ -304,7 +305,7 @@ def coordinated(group: dist.ProcessGroup, config: Config) -> list[float]:
     if group.rank() > 0:
         line_lesson.work(peers, shard)
         return []
-    return line_lesson.coordinate(peers, shard, batches.proof_steps, config.learning_rate)
+    return line_lesson.coordinate(peers, shard, line_lesson.STEPS, config.learning_rate)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -329,8 +330,25 @@ def drift(group: dist.ProcessGroup, config: Config) -> float:
     return (sums - means).abs().max().item()
 
 
+def averaging_means(right: Any) -> Any:
+    """Ships means where the sums are asked for."""
+
+    def wrong(lab: Any, build: Any, *given: Any) -> Any:  # noqa: ARG001
+        return right(lab, line_lesson.means, *given)
+
+    return wrong
+
+
 def test_means_of_uneven_shards_drift(ranks: Ranks) -> None:
     assert ranks(4, drift, Config.read({"LAB_MODEL": "line"}))[0] > 1e-4
+
+
+FAULTS: dict[str, tuple[Any, str, Any]] = {"means": (line_lesson, "losses", averaging_means)}
+
+
+def test_a_table_of_means_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    settings = {"LAB_MODEL": "line", "LAB_VARIANT": "flat"}
+    assert failed_with(ranks, tmp_path, __name__, "means", **settings) == {"losses to step 200"}
 
 
 def left_alive(group: dist.ProcessGroup, config: Config, name: str) -> int:

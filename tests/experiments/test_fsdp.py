@@ -47,7 +47,7 @@ MIXES: list[tuple[int, dict[str, str]]] = [
         },
     ),
     (1, {"LAB_OPTIMIZER": "adamw", "LAB_CLIP": "0.05"}),
-    # Two parameters: two ranks own none. 201 steps each.
+    # Two parameters: two ranks own none.
     (4, {"LAB_MODEL": "line", "LAB_OPTIMIZER": "adamw", "LAB_VARIANT": "zero3"}),
     (
         3,
