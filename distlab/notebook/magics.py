@@ -97,7 +97,9 @@ class RanksMagics(Magics):
 
     def _status(self) -> str:
         rows = [
-            f"rank {rank}   process {pid}   {human_bytes(nbytes) if nbytes else 'is gone: the next cell makes it anew'}"
+            f"rank {rank}   process {pid}   {human_bytes(nbytes)}   {shown.names(self.session.names.get(rank, []))}"
+            if nbytes
+            else f"rank {rank}   process {pid}   is gone: the next cell makes it anew"
             for rank, (pid, nbytes) in enumerate(self.session.memory_bytes())
         ]
         return "\n".join(rows) or "no ranks: %ranks 4 starts four"

@@ -55,6 +55,7 @@ class Join(NamedTuple):
     world_size: int
 
 
+GIVEN = {"rank", "world_size", "group", "dist", "torch", "distlab"}  # what each rank has without a cell
 BREAK = "break"  # come back from what the cell does
 
 
@@ -75,6 +76,7 @@ class Ended(processes.Ended):
     frames: list[Frame] = field(default_factory=list)
     before_bytes: int = 0  # of the process, before the cell and at the most
     peak_bytes: int = 0
+    names: list[str] = field(default_factory=list)  # that cells have made there, the oldest first
 
 
 class NotebookRank:
@@ -109,6 +111,10 @@ class NotebookRank:
             distlab=sys.modules["distlab"],
         )  # fmt: skip
 
+    def names(self) -> list[str]:
+        """What cells have defined and imported here, the oldest first."""
+        return [name for name in self.main.__dict__ if name not in GIVEN and not name.startswith("_")]
+
     def run(self, cell: Cell) -> Ended:
         """The cell's code in this rank's names."""
         self.recorder.anew()
@@ -122,7 +128,7 @@ class NotebookRank:
             stream.flush()
         self.telling.say("ended", int(ended.outcome == "failed"), now())
         peak = status_bytes("VmHWM") if cell.measured else 0
-        return replace(ended, before_bytes=before, peak_bytes=peak)
+        return replace(ended, before_bytes=before, peak_bytes=peak, names=self.names())
 
     def _ended(self, cell: Cell) -> Ended:
         try:

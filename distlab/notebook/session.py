@@ -67,6 +67,7 @@ class Session(WarmRanks):
         self._cells = Path(tempfile.mkdtemp(prefix="distlab-cells-"))
         super().__init__(str(Path.cwd()), PRELOAD, apart=not is_one_for_all())
         self._groups = 0
+        self.names: dict[int, list[str]] = {}  # by rank, after its last cell; of a rank made anew none
         atexit.register(self.close)
 
     @property
@@ -76,6 +77,7 @@ class Session(WarmRanks):
     def start(self, world_size: int) -> None:
         """New ranks, in the place of those that are there; raises RuntimeError if one does not start."""
         self.kill()
+        self.names.clear()
         self._root = str(Path.cwd())
         for new in self.fork(world_size, serve, [str(self._cells)]):
             self.hear(new, "start", START_S)
@@ -106,6 +108,7 @@ class Session(WarmRanks):
             interrupted = True
             outcome = watching._outcome("interrupted")
         result = Result(str(file), outcome, interrupted, lost, watching._doctor, watching.told)
+        self.names.update({rank: each.names for rank, each in result.ended.items()})
         if outcome.is_bad or interrupted:
             result.made_anew = sorted({*lost, *self._recover(outcome)})
         return result
@@ -123,9 +126,9 @@ class Session(WarmRanks):
             controls = {self._ranks[rank].control: rank for rank in away}
             for each in wait(list(controls), left_s):
                 assert isinstance(each, Connection)
-                away.discard(controls[each])
+                away.discard(rank := controls[each])
                 with suppress(EOFError, OSError):  # its process is gone, which is seen below
-                    each.recv()
+                    self.names[rank] = each.recv().names
         gone = {rank for rank, (_, nbytes) in enumerate(self.memory_bytes()) if not nbytes}
         anew = sorted(away | gone)
         self._mend(anew)
@@ -133,6 +136,7 @@ class Session(WarmRanks):
 
     def _mend(self, anew: Sequence[int]) -> None:
         for rank in anew:
+            self.names.pop(rank, None)
             self.hear(self.replace(rank, serve, [str(self._cells)]), "start", START_S)
         self._meet()
 

@@ -15,6 +15,7 @@ from distlab.report.records import Ranks, Start, Timeline
 from distlab.report.units import counted, human_bytes
 from distlab.report.verdict import SCRIPT
 
+NEWEST = 8  # names of a rank that are listed
 AROUND = 2  # lines of the cell before and behind one that is marked
 RED, BOLD, PLAIN = "\x1b[31m", "\x1b[1m", "\x1b[0m"
 
@@ -158,6 +159,12 @@ def wire_table(result: Result) -> str:
     """Who sent how much to whom in this cell, and what was called."""
     cases = result.doctor.cases if result.doctor is not None else []
     return "\n".join(format_tables(wire(list(cases)))) or "nothing was sent: no rank called another"
+
+
+def names(made: Sequence[str]) -> str:
+    """The names that live on a rank, how many and the newest of them."""
+    listed = ", ".join([*["..."] * (len(made) > NEWEST), *made[-NEWEST:]])
+    return f"{counted(len(made), 'names')}: {listed}" if made else "no names yet"
 
 
 def memory_table(result: Result) -> str:

@@ -56,7 +56,7 @@ def test_ranks_are_started_shown_and_stopped(typed: RanksMagics, capsys: pytest.
     typed.ranks("--show wire", "dist.barrier()")
     assert "bytes sent by" in capsys.readouterr().out
     typed.ranks("")
-    assert re.fullmatch(r"(rank \d   process \d+   [\d.]+ MB\n){2}", capsys.readouterr().out)
+    assert re.fullmatch(r"(rank \d   process \d+   [\d.]+ MB   1 name: x\n){2}", capsys.readouterr().out)
     with pytest.raises(CellFailed, match="ValueError on rank 1"):
         typed.ranks("2", "if rank:\n    raise ValueError(1)")
     capsys.readouterr()

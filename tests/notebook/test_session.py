@@ -144,7 +144,17 @@ def test_a_rank_that_dies_is_named_and_made_anew(notebook: Notebook) -> None:
     said = notebook.failure(result)
     assert said.splitlines()[0].startswith("rank 1 was killed by SIGKILL")
     assert "rank 1 began anew: what the cells before have made is gone there, and kept on all others" in said
+    assert [notebook.session.names.get(rank, []).count("kept") for rank in range(3)] == [1, 0, 1]
     assert notebook.lines("'kept' in dir()") == ["ranks 0 and 2 | = True", "rank 1 | = False"]
+
+
+def test_names_are_those_that_cells_have_made_on_each_rank(notebook: Notebook) -> None:
+    notebook.lines("import math\n_hidden = own = 1\nif rank:\n    later = 2\ndist.barrier()")
+    notebook.cell("stuck = 3\nif rank == 1:\n    dist.barrier()")  # called back, it tells its names too
+    made = [notebook.session.names[rank][-4:] for rank in range(3)]
+    assert [names[-3:] for names in made] == [["math", "own", "stuck"], *[["own", "later", "stuck"]] * 2]
+    assert shown.names([]) == "no names yet"
+    assert shown.names([*"abcdefghij"]) == "10 names: ..., c, d, e, f, g, h, i, j"
 
 
 def test_a_rank_that_dies_between_two_cells_is_made_anew(notebook: Notebook) -> None:
