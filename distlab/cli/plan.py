@@ -1,51 +1,50 @@
-"""Pick and predict: `distlab plan --params 7B --gpus 64 --gpu-memory 80GB [--link 400Gbit]`.
+"""Pick and predict: `distlab plan --model llama3-70b --gpus 64 --gpu h100`, or `--params 7B --gpus 64 --gpu-memory 80GB`.
 
-Prints what is assumed, a table of strategies, and the one to take with its reason. Of 16 kinds those are shown that say
-something (Plan.shown). Exit codes: 0 an answer, also if the answer is that nothing fits (a calculator has not failed
-then), 2 refused, a sentence for each fault.
+Prints what is assumed, a table of strategies, and the one to take with its reason; with --layout what one given layout
+holds and takes. Of 16 kinds those are shown that say something (Plan.shown). Exit codes: 0 an answer, also if the answer
+is that nothing fits (a calculator has not failed then), 2 refused, a sentence for each fault.
 """
 
 import argparse
+import json
 import math
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from distlab.collectives.costs import training_flops
 from distlab.config import ConfigError
 from distlab.config.settings import suggest
-from distlab.plan import job
-from distlab.plan.advice import Plan, framework, plan, reason, remedies
-from distlab.plan.costs import Cost, Layout
-from distlab.plan.job import Job, Link, Measured, calibrate, guessed, shown_count
+from distlab.plan import job, score
+from distlab.plan.advice import NF4_BYTES, plan
+from distlab.plan.answer import answer_lines, as_json, layout_lines
+from distlab.plan.calibration import Measured, calibrate
+from distlab.plan.costs import cost
+from distlab.plan.gpu import LINK_SHARE, NODE_LINK_SHARE, Gpu, Shares, gpu_named, gpu_names
+from distlab.plan.job import Job, Link, Savings, Weights
+from distlab.plan.layout import Layout, given_layout, sharing
+from distlab.plan.model import Shape, from_config, guessed, named, table
 from distlab.report.reading import BrokenRecord
-from distlab.report.table import aligned
-from distlab.report.units import human_bytes, three_digits
-from distlab.sharded.costs import rest_bytes
-from distlab.tensor_parallel.costs import RECOMPUTE
 
 # The command line of the calculator: what can be said, what is taken if it is not, and every fault at once.
 
 
 class Precision(NamedTuple):
-    """Bytes of a weight or gradient, whether there are masters in float32, and the peak that is assumed of a GPU, in
-    FLOP/s."""
+    """Bytes of a weight or gradient, and whether there are masters in float32."""
 
     itemsize: int
     masters: bool
-    flops: str
-    flops_from: str
 
 
-# NVIDIA's data sheet of the A100: bf16 and fp16 312 TFLOP/s, TF32 156, and float32 without tensor cores 19.5, which is
-# what PyTorch multiplies in unless it is told that TF32 will do.
-PRECISIONS = {
-    "mixed": Precision(2, True, "312T", "an A100's in bf16 or fp16"),
-    "fp32": Precision(4, False, "156T", "an A100's in TF32, where PyTorch is allowed it"),
-}
-PEAKS = "; ".join(f"with {name} {each.flops}, {each.flops_from}" for name, each in PRECISIONS.items())
-OPTIMIZERS = {"adam": 2, "sgd": 0}  # numbers that are remembered of each parameter
+PRECISIONS = {"mixed": Precision(2, True), "bf16": Precision(2, False), "fp32": Precision(4, False)}
+# Numbers that are remembered of each parameter, and the bytes of one: those of the weights that are stepped, or 1.
+OPTIMIZERS = {"adam": (2, None), "adamw": (2, None), "adamw8bit": (2, 1), "sgd": (0, None)}
+DTYPES = ("bf16", "fp8")
+RECOMPUTE = ("none", "selective", "half", "full")
+BASES = {"bf16": 2.0, "nf4": NF4_BYTES}
+STAGES = ("0", "1", "2", "3")
+ASSUMED_GPU = "a100-80gb"
 
 
 class Parser(argparse.ArgumentParser):
@@ -58,24 +57,39 @@ class Parser(argparse.ArgumentParser):
 # Name, how it is read, default, help. A default is text too, so that it can be printed as it would be typed; "" is one
 # that other options decide, as its help says.
 SIZES: tuple[tuple[str, Callable[[str], Any], str | None, str], ...] = (
-    ("params", job.count, None, "parameters of the model, such as 7B, 350M or 1.3B (needed)"),
+    ("params", job.count, "", "parameters of the model, such as 7B, 350M or 1.3B (or --model, or --config)"),
     ("gpus", job.whole_number, None, "number of GPUs, or of ranks (needed)"),
-    ("gpu-memory", job.nbytes, None, "memory of one, such as 80GB or 900MB (needed)"),
-    ("link", job.rate, "400Gbit", "rate of one GPU's link to other nodes, one way"),
+    ("gpu-memory", job.nbytes, "", "memory of one, such as 80GB or 900MB [that of --gpu]"),
+    ("link", job.rate, "", "rate of one GPU's link to other nodes, one way [that of --gpu; 400Gbit]"),
     ("latency", job.seconds, "10us", "latency of a message between nodes"),
-    ("gpus-per-node", job.whole_number, "8", "GPUs that share a node"),
-    ("node-link", job.rate, "300GB/s", "rate of one GPU's link inside its node, one way: NVLink of an A100"),
+    ("gpus-per-node", job.whole_number, "", "GPUs that share a node [as --gpu is sold; 8]"),
+    ("node-link", job.rate, "", "rate of one GPU's link inside its node, one way [that of --gpu]"),
     ("node-latency", job.seconds, "5us", "latency of a message inside a node"),
-    ("flops", job.count, "", f"peak of one GPU in FLOP/s [{PEAKS}]"),
-    ("utilisation", job.share, "40%", "share of the peak that the compute reaches"),
+    ("flops", job.count, "", "peak of one GPU in FLOP/s, dense, in 16 bits [that of --gpu]"),
+    ("utilisation", job.share, "", "share of the peak that large products reach [fitted to published runs]"),
     ("layers", job.whole_number, "", "layers of the model [guessed from --params]"),
     ("width", job.whole_number, "", "width of the model [guessed from --params]"),
     ("heads", job.whole_number, "", "attention heads [guessed from --params]"),
+    ("vocabulary", job.whole_number, "", "tokens that the model chooses from [GPT-2's 50304, in small models fewer]"),
     ("seq", job.whole_number, "2048", "tokens in a sample"),
-    ("batch", job.whole_number, "1", "samples in one microbatch of a GPU"),
+    ("batch", job.whole_number, "1", "samples in one microbatch of a GPU; --microbatch is the same"),
     ("microbatches", job.whole_number, "", "microbatches of a GPU in a step of dp [4]; the global batch is the same for all"),
     ("global-batch", job.whole_number, "", "samples in a step, over all GPUs [batch x microbatches x gpus]"),
     ("reserve", job.share, "10%", "share of the memory left to CUDA, NCCL and fragmentation"),
+    ("interleave", job.whole_number, "1", "stages of each rank of a pipeline"),
+    ("lora", job.whole_number, "", "rank of LoRA's adapters, which are trained in place of the weights"),
+    ("tokens", job.count, "", "tokens of the whole training, for days and GPU-hours, such as 1T or 1e12"),
+)  # fmt: skip
+# Name, what is allowed, default, help.
+WORDS: tuple[tuple[str, Sequence[str], str, str], ...] = (
+    ("precision", list(PRECISIONS), "mixed", "of weights and gradients; mixed keeps masters in float32, bf16 does not"),
+    ("dtype", DTYPES, "bf16", "of layers' products: bf16 or fp8"),
+    ("optimizer", list(OPTIMIZERS), "adam", "adam (adamw) remembers two numbers a parameter, adamw8bit two bytes, sgd none"),
+    ("recompute", RECOMPUTE, "none", "full (or nothing said): keep a layer's input alone; half: every second product is done"
+     " again; selective: no attention scores"),
+    ("attention", ("flash", "scores"), "flash", "flash keeps no scores of s x s, scores does"),
+    ("base", list(BASES), "bf16", "how --lora stores the weights that it does not train"),
+    ("zero", STAGES, "", "stage of ZeRO: of --layout [0], or the only one that is weighed"),
 )  # fmt: skip
 
 
@@ -84,26 +98,23 @@ def parser() -> Parser:
     made = Parser(
         prog="distlab plan", allow_abbrev=False,
         description="Memory, bytes and time of every strategy for a model on paper, by the formulas that the lab's modes are "
-        "checked against, and which one to take. Prints what it assumed. Exit codes: 0 an answer, also if it is that nothing "
-        "fits; 2 refused.",
+        "checked against, and which one to take; with --layout of one layout. Prints what it assumed. --score holds it to "
+        "published runs. Exit codes: 0 an answer, also if it is that nothing fits; 2 refused.",
     )  # fmt: skip
+    made.add_argument("--model", metavar="NAME", help=f"a published shape: {', '.join(table())}")
+    made.add_argument("--config", type=Path, metavar="FILE", help="a transformers config.json of any other model")
+    made.add_argument("--gpu", metavar="NAME", help=f"one of {', '.join(gpu_names())} [{ASSUMED_GPU}]")
     for name, _, default, words in SIZES:
         shown = f" [{default}]" if default else ""
-        made.add_argument(f"--{name}", metavar="SIZE", help=words.replace("%", "%%") + shown.replace("%", "%%"))
-    made.add_argument(
-        "--precision", metavar="|".join(PRECISIONS), help="of weights and gradients; mixed keeps masters [mixed]"
-    )
-    made.add_argument("--optimizer", metavar="|".join(OPTIMIZERS), help="adam remembers two numbers a parameter [adam]")
-    made.add_argument(
-        "--recompute", nargs="?", const="full", metavar="|".join(RECOMPUTE),
-        help="full (or nothing said): keep a layer's input alone; selective: no attention scores, as flash attention [none]",
-    )  # fmt: skip
-    made.add_argument(
-        "--no-sequence-parallel", action="store_true", help="keep norms and dropouts whole on each tensor-parallel rank"
-    )
-    made.add_argument(
-        "--see", action="store_true", help="end with a run of this lab that shows the layout that is taken"
-    )
+        other = ["--microbatch"] if name == "batch" else []
+        made.add_argument(f"--{name}", *other, metavar="SIZE", help=words.replace("%", "%%") + shown.replace("%", "%%"))
+    for name, allowed, default, words in WORDS:
+        optional: dict[str, Any] = {"nargs": "?", "const": "full"} if name == "recompute" else {}
+        shown = f" [{default}]" if default else ""
+        made.add_argument(f"--{name}", metavar="|".join(allowed), help=words + shown, **optional)
+    made.add_argument("--layout", metavar="tp8,pp16,dp64,cp1,ep1", help="what this one layout holds and takes")
+    for name, words in SWITCHES:
+        made.add_argument(f"--{name}", action="store_true", help=words)
     made.add_argument(
         "--calibrate", nargs="+", type=Path, default=[], metavar="RUN",
         help="what was measured, in place of data sheets: a comm run gives link and latency, a dp or fsdp run FLOP/s; so does"
@@ -112,37 +123,61 @@ def parser() -> Parser:
     return made
 
 
+SWITCHES = (
+    ("no-sequence-parallel", "keep norms and dropouts whole on each tensor-parallel rank"),
+    ("overlap-tp", "tensor parallelism's sums go on beside products, as Megatron-LM's tp_comm_overlap"),
+    ("offload", "the optimizer's state in the host's memory"),
+    ("step-in-backward", "the optimizer steps a layer as soon as its gradients are there, which are then dropped"),
+    ("see", "end with a run of this lab that shows the layout that is taken"),
+    ("json", "print all of it as JSON"),
+    ("score", "hold the planner to published runs: predicted, published, error, worst first; takes no other option"),
+    ("fit", "fit the shares of GPUs' peaks to published runs, and write them to the package's gpus.json"),
+)
+
+
+class Asked(NamedTuple):
+    """What was asked: the job, where its numbers are from in words, a given layout, stages of ZeRO, and tokens."""
+
+    job: Job
+    told: list[str]
+    layout: Layout | None
+    stages: Sequence[int]
+    tokens: float | None
+
+
 def read_job(arguments: Sequence[str] | None) -> tuple[Job, list[str]]:
     """The job, and in words where its guessed and measured numbers are from; raises ConfigError with all faults at
     once."""
+    return read_asked(arguments)[:2]
+
+
+def read_asked(arguments: Sequence[str] | None) -> Asked:
+    """All that was asked; raises ConfigError with all faults at once."""
     made = parser()
     asked, unknown = made.parse_known_args(arguments)
     known = [name for action in made._actions for name in action.option_strings if name.startswith("--")]
     faults = [f"{word} is not an option{suggest(word.split('=')[0], known)}" for word in unknown]
-    values, words = _sizes(asked, faults), {}
-    for name, allowed, default in (
-        ("precision", PRECISIONS, "mixed"),
-        ("optimizer", OPTIMIZERS, "adam"),
-        ("recompute", RECOMPUTE, "none"),
-    ):
-        words[name] = getattr(asked, name) or default
-        if words[name] not in allowed:
-            faults.append(
-                f"--{name}={words[name]!r} is not known{suggest(words[name], list(allowed))}, allowed:"
-                f" {', '.join(allowed)}"
-            )
+    values, words = _sizes(asked, faults), _words(asked, faults)
+    model = _model(asked, values, faults)
+    gpu = _gpu(asked, faults)
     measured = _measured(asked.calibrate, faults)
     if not faults:
-        faults += _contradictions(values)
+        faults += _contradictions(asked, values, words)
     if faults:
         raise ConfigError(faults)
-    return _job(values, words, sequence_parallel=not asked.no_sequence_parallel, measured=measured)
-
-
-def asks_to_see(arguments: Sequence[str] | None) -> bool:
-    """Whether the answer ends with a run that shows what is taken."""
-    seen: bool = parser().parse_known_args(arguments)[0].see
-    return seen
+    assert model is not None
+    made_job, told = _job(asked, values, words, model, gpu, measured)
+    if words["dtype"] == "fp8" and not made_job.gpu.fp8_flops:
+        raise ConfigError(
+            [f"--dtype='fp8' needs a GPU with products in 8 bits, which --gpu={gpu.name!r} has not: bf16"]
+        )
+    layout = None
+    if asked.layout is not None:
+        layout, faults = given_layout(asked.layout, made_job, int(words["zero"] or 0))
+        if faults:
+            raise ConfigError(faults)
+    stages = [int(words["zero"])] if words["zero"] and layout is None else range(4)
+    return Asked(made_job, told, layout, stages, values.get("tokens"))
 
 
 def _sizes(asked: argparse.Namespace, faults: list[str]) -> dict[str, Any]:
@@ -159,6 +194,50 @@ def _sizes(asked: argparse.Namespace, faults: list[str]) -> dict[str, Any]:
     return values
 
 
+def _words(asked: argparse.Namespace, faults: list[str]) -> dict[str, str]:
+    words = {}
+    for name, allowed, default, _ in WORDS:
+        words[name] = getattr(asked, name) or default
+        if words[name] and words[name] not in allowed:
+            faults.append(
+                f"--{name}={words[name]!r} is not known{suggest(words[name], list(allowed))}, allowed: {', '.join(allowed)}"
+            )
+    return words
+
+
+def _model(
+    asked: argparse.Namespace, values: dict[str, Any], faults: list[str]
+) -> tuple[Shape, float, list[str]] | None:
+    """Shape, parameters, and in words where they are from."""
+    given = [name for name in ("model", "config", "params") if getattr(asked, name) is not None]
+    if len(given) != 1:
+        named_ = " and ".join(f"--{name}" for name in given)
+        faults.append(f"{named_} each say which model it is: name one" if given else "--model, --config or --params is missing: the model")  # fmt: skip
+        return None
+    if given == ["params"]:
+        if "params" not in values:
+            return None
+        sizes = [values.get(name) for name in ("layers", "width", "heads", "vocabulary")]
+        return guessed(values["params"], *sizes), values["params"], []
+    for name in ("layers", "width", "heads", "vocabulary"):
+        if name in values:
+            faults.append(f"--{name} is said by --{given[0]} too: leave it out, or name the model by --params")
+    try:
+        shape, num_parameters, source = named(asked.model) if asked.model is not None else from_config(asked.config)
+    except ConfigError as error:
+        faults += error.faults
+        return None
+    return shape, num_parameters, [f"model from {source}"]
+
+
+def _gpu(asked: argparse.Namespace, faults: list[str]) -> Gpu:
+    try:
+        return gpu_named(asked.gpu or ASSUMED_GPU)
+    except ConfigError as error:
+        faults += error.faults
+        return gpu_named(ASSUMED_GPU)
+
+
 def _measured(folders: Sequence[Path], faults: list[str]) -> list[Measured]:
     found = []
     for folder in folders:
@@ -169,17 +248,18 @@ def _measured(folders: Sequence[Path], faults: list[str]) -> list[Measured]:
     return found
 
 
-def _contradictions(values: dict[str, Any]) -> list[str]:
+def _contradictions(asked: argparse.Namespace, values: dict[str, Any], words: dict[str, str]) -> list[str]:
     """What does not go together."""
     faults = []
+    if "gpu-memory" not in values and asked.gpu is None:
+        faults.append("--gpu or --gpu-memory is missing: the memory of one GPU, such as 80GB or 900MB")
     if "width" in values and "heads" in values and values["width"] % values["heads"]:
         faults.append(
             f"--width={values['width']} is not a multiple of --heads={values['heads']}: heads share the width equally"
         )
-    if values["gpus"] > values["gpus-per-node"] and values["gpus"] % values["gpus-per-node"]:
-        faults.append(
-            f"--gpus={values['gpus']} does not fill nodes of --gpus-per-node={values['gpus-per-node']}: name a multiple"
-        )
+    in_node = values.get("gpus-per-node") or _gpu(asked, []).gpus_per_node
+    if values["gpus"] > in_node and values["gpus"] % in_node:
+        faults.append(f"--gpus={values['gpus']} does not fill nodes of --gpus-per-node={in_node}: name a multiple")
     if "global-batch" in values and "microbatches" in values:
         faults.append(
             f"--global-batch={values['global-batch']} and --microbatches={values['microbatches']} both say how much is"
@@ -192,29 +272,62 @@ def _contradictions(values: dict[str, Any]) -> list[str]:
         )
     if values["reserve"] == 1:
         faults.append("--reserve=100% leaves no memory to the model, allowed: less than 1 (100%)")
+    if words["base"] != "bf16" and "lora" not in values:
+        faults.append(f"--base={words['base']!r} is how weights are stored beside adapters: --lora RANK is missing")
+    if words["dtype"] == "fp8" and words["precision"] == "fp32":
+        faults.append("--dtype='fp8' is of training in mixed precision, and --precision is 'fp32': mixed or bf16")
     return faults
 
 
 def _job(
-    values: dict[str, Any], words: dict[str, str], *, sequence_parallel: bool, measured: list[Measured]
-) -> tuple[Job, list[str]]:
-    shape = guessed(values["params"], values.get("layers"), values.get("width"), values.get("heads"))
-    far, near = Link(values["latency"], values["link"]), Link(values["node-latency"], values["node-link"])
-    precision, utilisation, told = PRECISIONS[words["precision"]], values["utilisation"], []
-    flops, flops_from = job.count(precision.flops), f"assumed: {precision.flops_from}"
-    if "flops" in values:
-        flops, flops_from = values["flops"], "given"
+    asked: argparse.Namespace, values: dict[str, Any], words: dict[str, str], model: tuple[Shape, float, list[str]],
+    gpu: Gpu, measured: list[Measured],
+) -> tuple[Job, list[str]]:  # fmt: skip
+    shape, num_parameters, told = model[0], model[1], list(model[2])
+    precision = PRECISIONS[words["precision"]]
+    numbers, itemsize = OPTIMIZERS[words["optimizer"]]
+    moment_bytes = numbers * (itemsize or (4 if precision.masters else precision.itemsize))
+    gpu = _card(asked, values, gpu, precision)
+    far = Link(values["latency"], values.get("link", gpu.link_bytes_per_s), LINK_SHARE)
+    near = Link(values["node-latency"], values.get("node-link", gpu.node_link_bytes_per_s), NODE_LINK_SHARE)
     for run in (each.of_shape(shape, values["seq"], values["batch"]) for each in measured):
         told.append(run.told)
         far, near = (run.link, run.link) if run.link else (far, near)
-        flops, flops_from, utilisation = (run.flops, "measured", 1.0) if run.flops else (flops, flops_from, utilisation)
+        gpu = measured_card(gpu, run.flops) if run.flops else gpu
     trained = values["batch"] * values.get("microbatches", 4) * values["gpus"]
+    savings = Savings(asked.offload, asked.step_in_backward, values.get("lora", 0), BASES[words["base"]])
     made = Job(
-        values["params"], values["gpus"], values["gpu-memory"], shape, values["seq"], values["batch"],
-        values.get("global-batch", trained), "global-batch" not in values, far, near, values["gpus-per-node"], flops, flops_from, utilisation, precision.itemsize, precision.masters,
-        OPTIMIZERS[words["optimizer"]], words["recompute"], sequence_parallel, values["reserve"],
+        num_parameters, values["gpus"], values.get("gpu-memory", gpu.memory_bytes), shape, values["seq"],
+        values["batch"], values.get("global-batch", trained), "global-batch" not in values, gpu, far, near,
+        values.get("gpus-per-node", gpu.gpus_per_node), Weights(precision.itemsize, precision.masters, moment_bytes),
+        words["recompute"], words["attention"] == "flash", not asked.no_sequence_parallel, values["reserve"],
+        words["dtype"] == "fp8", asked.overlap_tp, values["interleave"], savings,
     )  # fmt: skip
     return made, told
+
+
+def _card(asked: argparse.Namespace, values: dict[str, Any], gpu: Gpu, precision: Precision) -> Gpu:
+    """The card that was named or assumed, with what was said of it; products of float32 are TF32's, half as fast."""
+    if precision.itemsize == 4:
+        gpu = replace(
+            gpu, flops=gpu.flops / 2, told=f"{gpu.told}; in TF32 half of its peak, where PyTorch is allowed it"
+        )
+    if asked.gpu is None:
+        gpu = replace(gpu, link_bytes_per_s=job.rate("400Gbit"), told=f"assumed ({gpu.told}): name yours with --gpu")
+    if "flops" in values:
+        # Another card's memory is not known: as fast, beside its products, as that of the card that it is likened to.
+        rate = gpu.memory_bytes_per_s * values["flops"] / gpu.flops
+        gpu = replace(gpu, flops=values["flops"], memory_bytes_per_s=rate, told=f"peak given; else {gpu.told}")
+    if "utilisation" in values:
+        gpu = replace(gpu, shares=replace(gpu.shares, matrix=values["utilisation"]))
+    return gpu
+
+
+def measured_card(gpu: Gpu, flops: float) -> Gpu:
+    """A card of which is known how fast all of a step computes: nothing else of it counts."""
+    return replace(
+        gpu, name="measured", flops=flops, memory_bytes_per_s=math.inf, shares=Shares(1.0, 1.0, 1.0), told="measured"
+    )
 
 
 # The layout that was taken, as a run of this lab: the same axes on at most 8 ranks, with `--see`.
@@ -248,101 +361,40 @@ def command(layout: Layout, job: Job) -> str:
     return f"RUN_MODE=mesh WORLD_SIZE={ranks} LAB_MESH={mesh} LAB_VARIANT={variant}{again} make run"
 
 
-COLUMNS = [
-    "strategy", "weights", "gradients", "optimizer", "gathered", "activations", "total", "fits", "sends a step", "bubble",
-    "compute s", "exposed s", "step s",
-]  # fmt: skip
-
-
-def answer_lines(job: Job, told: Sequence[str], chosen: Plan) -> list[str]:
-    """The whole answer."""
-    said = [f"{heading:<11}{text}" for heading, text in assumed(job, told)]
-    said += ["", *aligned(COLUMNS, [strategy_line(each) for each in chosen.shown]), ""]
-    reasons = dict.fromkeys(chosen.left_out.values())
-    said += [
-        f"left out   {', '.join(name for name in chosen.left_out if chosen.left_out[name] == why)}: {why}"
-        for why in reasons
-    ]
-    if chosen.pick is None:
-        least = min(chosen.costs.values(), key=lambda each: each.held_bytes)
-        nothing = (
-            f"nothing: {least.layout.name} holds least, {human_bytes(least.held_bytes)} of"
-            f" {human_bytes(job.usable_bytes)} usable"
-        )
-        return [*said, f"take       {nothing}", *(f"would fit  {remedy}" for remedy in remedies(job))]
-    tool, shown = framework(chosen.pick.layout)
-    said += [f"take       {chosen.pick.layout.name}: {reason(chosen, job)}", f"with       {tool}"]
-    return [*said, *(f"see it     {command}" for command in shown)]
-
-
-def assumed(job: Job, told: Sequence[str]) -> list[tuple[str, str]]:
-    """Every number that was given, guessed or measured, by heading."""
-    shape, tokens = job.shape, job.global_samples * job.seq
-    held = sum(rest_bytes(0, 1, 1, itemsize=job.itemsize, moments=job.moments, masters=job.masters).values())
-    model = (
-        f"{shown_count(job.num_parameters)} parameters: {shape.layers} layers, width {shape.width}, {shape.heads}"
-        f" heads, {job.seq} tokens a sample (12·L·h² = {shown_count(shape.num_parameters)})"
-    )
-    rest = f"{held:g} bytes a parameter, {human_bytes(held * job.num_parameters)} in all before the first activation"
-    if job.masters:
-        rest += f"; {held + 4 - job.itemsize:g} in tp, where Megatron-LM sums gradients in float32"
-    machine = (
-        f"{job.gpus} GPUs of {human_bytes(job.gpu_memory_bytes)}, {job.reserve:.0%} of it kept free,"
-        f" {job.gpus_per_node} in a node; link {link(job.link)}, in a node {link(job.node_link)}"
-    )
-    step = (
-        f"{job.global_samples} samples, {shown_count(tokens)} tokens: microbatches of {job.samples},"
-        f" {job.global_samples / job.samples:g}/d a replica of d"
-    )
-    headings = [("model", model), ("at rest", rest), ("machine", machine), *(("measured", text) for text in told)]
-    return [*headings, ("step", step), ("compute", compute(job)), ("messages", MESSAGES)]
-
-
-MESSAGES = (
-    "T = rounds·α + bytes/B, rings, one collective a layer; sums hide under the backward pass, ZeRO-3's gathers but a"
-    " pass's first under compute; all else is exposed"
-)
-
-
-def compute(job: Job) -> str:
-    """How operations and activations are counted."""
-    kept = "kept" if job.recompute == "none" else f"recomputed: {job.recompute}"
-    norms = ", norms cut too in tp (sequence parallel)" if job.sequence_parallel else ""
-    flops, peak = training_flops(1, 1, job.recompute), f"{job.flops / 1e12:.3g} TFLOP/s ({job.flops_from})"
-    return f"{flops:g}·P FLOP a token at {job.utilisation:.0%} of {peak}; activations {kept}{norms}"
-
-
-def link(of: Link) -> str:
-    """A rate and a latency."""
-    return f"{human_bytes(of.bytes_per_s)}/s and {of.latency_s * 1e6:.3g} us"
-
-
-def strategy_line(each: Cost) -> list[object]:
-    """One strategy's line."""
-    memory = [human_bytes(each.memory[name]) if each.memory[name] else "-" for name in each.memory]
-    return [
-        each.layout.name, *memory, human_bytes(each.held_bytes), "yes" if each.fits else "no", human_bytes(each.sent_bytes),
-        f"{each.bubble:.0%}" if each.bubble else "-", three_digits(each.compute_s), three_digits(each.exposed_s),
-        three_digits(each.step_s),
-    ]  # fmt: skip
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the answer; returns the exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given in (["--score"], ["--fit"]):
+        print("\n".join(score.score_lines() if given == ["--score"] else score.fit()))
+        return 0
     try:
-        job, told = read_job(arguments)
+        asked = read_asked(given)
+        switches = parser().parse_known_args(given)[0]
+        chosen = plan(asked.job, asked.stages)
+        if not chosen.costs:
+            raise ConfigError([_no_layout(asked)])
     except ConfigError as error:
         print("\n".join(f"refused    {fault}" for fault in error.faults))
         return 2
-    chosen = plan(job)
-    if not chosen.costs:
-        batch = f"--global-batch={job.global_samples} in microbatches of {job.samples}"
-        print(f"refused    {batch} cannot be dealt equally to any number of replicas that {job.gpus} GPUs make")
-        return 2
-    print("\n".join(answer_lines(job, told, chosen)))
-    if chosen.pick is not None and asks_to_see(arguments):
-        print(f"together   {command(chosen.pick.layout, job)}")
+    priced = None if asked.layout is None else cost(asked.job, asked.layout)
+    if switches.json:
+        print(json.dumps(as_json(asked.job, asked.told, chosen, priced, asked.tokens), indent=1, allow_nan=False))
+        return 0
+    if priced is not None:
+        print("\n".join(layout_lines(asked.job, asked.told, priced, chosen, asked.tokens)))
+    else:
+        print("\n".join(answer_lines(asked.job, asked.told, chosen, asked.tokens)))
+    shown = asked.layout or (chosen.pick.layout if chosen.pick else None)
+    if shown is not None and switches.see:
+        print(f"together   {command(shown, asked.job)}")
     return 0
+
+
+def _no_layout(asked: Asked) -> str:
+    made = asked.job
+    of_stage = f" with {sharing(asked.stages[0])}" if len(asked.stages) == 1 else ""
+    batch = f"--global-batch={made.global_samples} in microbatches of {made.samples}"
+    return f"{batch} cannot be dealt equally to any number of replicas that {made.gpus} GPUs make{of_stage}"
 
 
 if __name__ == "__main__":

@@ -275,11 +275,6 @@ def exposed_seconds(communication_s: float, hidden_under_s: float) -> float:
     return max(0.0, communication_s - hidden_under_s)
 
 
-def step_seconds(compute_s: float, bubble: float, exposed_s: float) -> float:
-    """A rank's compute stretched by its pipeline's bubble (a share of the whole), then what no compute hides."""
-    return compute_s / (1 - bubble) + exposed_s
-
-
 # The seconds of the slowest rank, which all others wait for.
 
 

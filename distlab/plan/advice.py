@@ -1,13 +1,14 @@
 """From prices to a choice: the cheapest way of each kind, the one to take with its reason, and what would fit if
 nothing does."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from distlab.plan.costs import KINDS, Cost, Layout, cost, impossible, layouts
-from distlab.plan.job import Job
-from distlab.report.units import human_bytes
+from distlab.plan.costs import EXPOSED, Cost, cost
+from distlab.plan.job import Job, Savings, Weights
+from distlab.plan.layout import KINDS, Layout, impossible, layouts
+from distlab.report.units import human_bytes, three_digits
 
 # What is simpler may take so much longer: the estimate is no better than that, and people's time counts too.
 SLACK = 1.10
@@ -56,22 +57,22 @@ def family_of(layout: Layout) -> tuple[bool, bool, bool]:
     return (True, False, False) if layout.context > 1 else (False, *layout.axes)
 
 
-def plan(job: Job) -> Plan:
-    """Weigh every kind, and only if none fits those that cut samples, too."""
-    costs, left_out = weighed(job)
+def plan(job: Job, stages: Sequence[int] = range(4)) -> Plan:
+    """Weigh every kind of these stages of ZeRO, and only if none fits those that cut samples, too."""
+    costs, left_out = weighed(job, stages)
     if not any(each.fits for each in costs.values()):
-        costs |= weighed(job, context=True)[0]
+        costs |= weighed(job, stages, context=True)[0]
     fitting = [each for each in costs.values() if each.fits]
     fastest = min((each.step_s for each in fitting), default=0.0)
     near = [each for each in fitting if each.step_s <= SLACK * fastest]
     return Plan(costs, left_out, min(near, key=lambda each: each.layout.effort, default=None))
 
 
-def weighed(job: Job, *, context: bool = False) -> tuple[dict[str, Cost], dict[str, str]]:
+def weighed(job: Job, stages: Sequence[int], *, context: bool = False) -> tuple[dict[str, Cost], dict[str, str]]:
     """Of each kind the fastest that fits, or else the one that holds least; and why there is none. With `context` of
     those that cut samples."""
     costs, left_out = {}, {}
-    for kind, tensor, pipeline, stage in KINDS:
+    for kind, tensor, pipeline, stage in (each for each in KINDS if each[3] in stages):
         name = f"cp x {kind}" if context else kind
         priced = [cost(job, layout) for layout in layouts(job, tensor, pipeline, stage, context)]
         if priced:
@@ -106,8 +107,43 @@ def reason(chosen: Plan, job: Job) -> str:
     return "; ".join(told)
 
 
+def loses(each: Cost, pick: Cost | None, job: Job) -> str:
+    """Why a layout is not the one to take, by what it has more of."""
+    if not each.fits:
+        largest = human_bytes(each.memory[each.largest])
+        return (
+            f"{human_bytes(each.held_bytes)} are more than {human_bytes(job.usable_bytes)}: {largest} of {each.largest}"
+        )
+    if pick is None or each is pick:
+        return ""
+    more = {name: each.parts[name] - pick.parts[name] for name in each.parts}
+    worst = max(more, key=lambda name: more[name])
+    waits = f"{'waits for ' if worst in EXPOSED else ''}{worst}"
+    ratio = each.step_s / pick.step_s - 1
+    if ratio < TOLD_FROM:
+        return (
+            f"{-ratio:.0%} faster, for more change to the model" if ratio <= -TOLD_FROM else "as fast, and less simple"
+        )
+    return f"{ratio:.0%} slower: {three_digits(more[worst])} s more of {waits}"
+
+
+# What would make something fit: less to keep, more GPUs, the host's memory, larger GPUs, another training.
+
+BF16 = Weights(2, masters=False, moment_bytes=2)
+LEANER: tuple[tuple[str, Callable[[Job], Job]], ...] = (
+    ("--precision bf16 --optimizer adamw8bit", lambda job: replace(job, weights=BF16)),
+    ("--precision bf16 --optimizer adamw8bit --step-in-backward", lambda job: replace(job, weights=BF16, savings=Savings(step_in_backward=True))),
+    ("--precision bf16 --optimizer adamw8bit --step-in-backward --offload", lambda job: replace(job, weights=BF16, savings=Savings(True, True))),
+    ("--lora 16", lambda job: replace(job, savings=Savings(lora=16))),
+    ("--lora 16 --base nf4", lambda job: replace(job, savings=Savings(lora=16, base_itemsize=NF4_BYTES))),
+)  # fmt: skip
+NF4_BYTES = (
+    0.5 + 0.127 / 8
+)  # 4 bits and, with the constants of its blocks quantized too, 0.127 more (Dettmers et al. 2023)
+
+
 def remedies(job: Job) -> Iterator[str]:
-    """What would make something fit: less to keep, more GPUs, the host's memory, larger GPUs."""
+    """What would make something fit."""
     changes: list[tuple[str, Callable[[Job], Job]]] = [
         ("--recompute", lambda given: replace(given, recompute="full")),
         ("--batch 1", lambda given: replace(given, samples=1)),
@@ -121,10 +157,23 @@ def remedies(job: Job) -> Iterator[str]:
     if plan(leanest).pick is not None:  # nothing else is needed beside it: the other remedies are for the step as it is
         leanest, all_changes = job, ""
     yield from more_gpus(job, leanest, all_changes)
-    weighed, beside = plan(leanest).costs, f", with{all_changes}" if all_changes else ""
-    least = min(weighed.values(), key=lambda each: each.held_bytes)
-    yield from offload(job, weighed.get("zero3", least), beside)
+    costs, beside = plan(leanest).costs, f", with{all_changes}" if all_changes else ""
+    least = min(costs.values(), key=lambda each: each.held_bytes)
+    yield from offload(job, costs.get("zero3", least), all_changes)
     yield f"GPUs of {human_bytes(least.held_bytes / (1 - job.reserve))}{beside}: {least.layout.name} holds least"
+    yield from other_trainings(job, leanest, all_changes)
+
+
+def other_trainings(job: Job, leanest: Job, all_changes: str) -> Iterator[str]:
+    """Trainings of these parameters that are not what was asked for and fit: all weights in 16 bits, or adapters beside
+    weights that stay. Each with the first of --recompute and --batch 1 that it needs."""
+    if job.gpus > job.gpus_per_node:
+        return
+    for name, change in LEANER:
+        for given, words in ((job, ""), (leanest, all_changes)):
+            if (pick := plan(change(given)).pick) is not None:
+                yield f"{name}{words}: another training, then {fitted(pick)}"
+                break
 
 
 def fitted(pick: Cost) -> str:
@@ -147,15 +196,15 @@ def full_nodes(job: Job, gpus: int) -> int:
     return gpus if gpus <= job.gpus_per_node else -(-gpus // job.gpus_per_node) * job.gpus_per_node
 
 
-def offload(job: Job, sharded: Cost, beside: str) -> Iterator[str]:
+def offload(job: Job, sharded: Cost, all_changes: str) -> Iterator[str]:
     """The optimizer's state in the host's memory, where the rest fits."""
     left = sharded.held_bytes - sharded.memory["optimizer"]
     if left <= job.usable_bytes and sharded.memory["optimizer"]:
         host = sharded.memory["optimizer"] * job.node_gpus
         yield (
-            f"offload (DeepSpeed ZeRO-Offload, FSDP's CPU offload){beside}: the optimizer's state in"
-            f" {human_bytes(host)} of each node's host memory leaves {human_bytes(left)} a GPU with"
-            f" {sharded.layout.name}, for slower steps"
+            f"--offload{all_changes}: then the optimizer's state is in {human_bytes(host)} of each node's host memory and"
+            f" {sharded.layout.name} leaves {human_bytes(left)} a GPU, for slower steps (DeepSpeed ZeRO-Offload, FSDP's"
+            " CPU offload)"
         )
 
 

@@ -42,7 +42,7 @@ def mixed_precision_bytes(num_parameters: float) -> float:
 
 
 def rest_bytes(
-    stage: int, num_parameters: float, held: float, *, itemsize: int = 4, moments: int = 2, masters: bool = False,
+    stage: int, num_parameters: float, held: float, *, itemsize: int = 4, moments: float = 2, masters: bool = False,
     num_tensors: int = 0, gradient_itemsize: int | None = None,
 ) -> dict[str, float]:  # fmt: skip
     """Bytes of weights, gradients and optimizer state on one rank, by class; `held` parameters are its own, P/N if

@@ -21,7 +21,7 @@ from distlab.experiments.comm import benchmark, checks
 from distlab.experiments.comm import primitives as gradients
 from distlab.experiments.comm.bugs import Like
 from distlab.lab import RunHooks
-from distlab.plan.job import calibrate
+from distlab.plan.calibration import calibrate
 from distlab.rank.preflight import refuse
 from distlab.report.progress import Work
 from distlab.report.records import Check

@@ -1,6 +1,7 @@
 """A card that was measured: guessed sizes lie between those that were, and a file that is no card is refused."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 from distlab.cli.plan import read_job
 from distlab.config import ConfigError
 from distlab.plan.card import Attention, Card, Product, as_json, read_card
+from distlab.plan.layout import Layout
+from distlab.plan.step_time import compute_parts
 from distlab.report.reading import BrokenRecord
 
 NUMBERS = {"norm": 4e-12, "gelu": 3e-12, "add": 2e-12, "copy": 1e-12, "loss": 8e-12, "update": 1e-11}
@@ -44,8 +47,10 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     path.write_text(json.dumps({"card": as_json(CARD)}))
     assert read_card(path) == CARD
     job, told = read_job(f"--params 125M --gpus 1 --gpu-memory 80GB --batch 8 --calibrate {path}".split())
-    step_s = CARD.step_s(job.shape.layers, job.shape.width, job.seq, 8, 50304)
-    assert 6 * job.shape.num_parameters * 8 * job.seq / (job.flops * job.utilisation) == pytest.approx(step_s)
+    step_s = CARD.step_s(job.shape.layers, job.shape.width, job.seq, 8, job.shape.vocabulary)
+    of_shape = replace(job, num_parameters=job.shape.body + job.shape.ends)
+    computed_s = sum(compute_parts(of_shape, Layout(1, 1, 1, 0)).values())
+    assert computed_s == pytest.approx(job.global_samples / 8 * step_s)
     assert "(a card)" in told[0]
 
 
