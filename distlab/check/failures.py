@@ -15,6 +15,7 @@ from distlab.check.deadlock import MOST_NAMED, Standing, diagnosis, standing_at,
 from distlab.check.exceptions import describe_exception, folded
 from distlab.check.framework_words import ALONE, words_of_cause
 from distlab.check.matching import Matching
+from distlab.check.own_ranks import INSTEAD
 from distlab.check.rank_state import END, Finding, Raised, RankState, Wait, call_text, ranks_do
 from distlab.check.script_process import how_it_ended
 from distlab.cluster import name_ranks
@@ -186,9 +187,8 @@ def why_no_group(cases: Sequence[RankState], words: str) -> str:
     starts = next((case.starts for case in cases if case.starts is not None), None)
     if starts is not None:
         return (
-            f"the script starts processes of its own at {starts.line or starts}, which check does not see into; each"
-            " rank of check is a process with RANK and WORLD_SIZE already: call the function with"
-            ' int(os.environ["RANK"]) instead'
+            f"the script starts processes of its own at {starts.line or starts}, which check does not see into;"
+            f" {INSTEAD}"
         )
     if (counts := next((case.counts for case in cases if case.counts is not None), None)) is not None:
         return (

@@ -1,8 +1,9 @@
-"""Scripts that start their own ranks, by torch.multiprocessing.spawn or multiprocessing.Process.
+"""Scripts that start their own ranks, by torch.multiprocessing.spawn, multiprocessing.Process, a pool or a launcher.
 
 Here each rank is a process already. So a function that makes a process group is not given to another process: it is
 called in this one, with the arguments of this rank, and meets the others at their store wherever the script wanted to
-meet. What cannot be taken over so is refused in a sentence. A process that makes no group (a loader, a helper) starts
+meet. What cannot be taken over so is refused in a sentence: a pool's worker takes whatever comes next, and the ranks of
+a launcher are another's. A process that makes no group (a loader, a helper) starts
 as ever.
 """
 
@@ -10,10 +11,14 @@ import functools
 import importlib
 import inspect
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures.process import ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import process
+from multiprocessing.pool import Pool, ThreadPool
+from pathlib import PurePath
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NoReturn
 
@@ -24,6 +29,14 @@ from distlab.check.recorder import Recorder
 
 MAKERS = {"init_process_group", "init_device_mesh", "Accelerator", "PartialState"}  # what makes the group of all ranks
 MOST_FUNCTIONS = 300  # that are looked through
+LAUNCHERS = {"torchrun", "deepspeed", "torch.distributed.run", "torch.distributed.launch"}
+TAKES_WORK: dict[type, tuple[str, ...]] = {  # methods whose first argument is a function for a process of the pool
+    Pool: ("apply_async", "_map_async", "imap", "imap_unordered"), ProcessPoolExecutor: ("submit", "map"),
+}  # fmt: skip
+INSTEAD = (
+    "each rank of check is a process with RANK and WORLD_SIZE already: call the function with"
+    ' int(os.environ["RANK"]) instead'
+)
 SHARED = ("queues", "connection", "synchronize", "sharedctypes", "managers")  # of multiprocessing: what needs a parent
 
 
@@ -77,6 +90,11 @@ class OwnRanks:
         spawning.start_processes = torch.multiprocessing.start_processes = self._spawned(spawning.start_processes)
         base: Any = process.BaseProcess
         base.start = self._begun(base.start)
+        for pool, methods in TAKES_WORK.items():
+            for name in methods:
+                setattr(pool, name, self._handed(getattr(pool, name), pool.__name__))
+        started: Any = subprocess.Popen
+        started.__init__ = self._launched(started.__init__)
         rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
         rendezvous._create_c10d_store = self._met(rendezvous._create_c10d_store)
 
@@ -121,6 +139,34 @@ class OwnRanks:
                     started.run()
 
         return begun
+
+    def _handed(self, method: Callable[..., Any], pool: str) -> Callable[..., Any]:
+        """A method that gives a function to a process of a pool."""
+
+        @functools.wraps(method)
+        def handed(own: Any, *args: Any, **named: Any) -> Any:
+            work = args[0] if args else named.get("func", named.get("fn"))
+            if not isinstance(own, ThreadPool) and not self._group_is_there() and makes_group(work, self._is_own):
+                place = self._recorder.places.line_of(2)
+                self._refuse(f"the script starts its own ranks in a {pool} at {place}; {INSTEAD}")
+            return method(own, *args, **named)
+
+        return handed
+
+    def _launched(self, method: Callable[..., None]) -> Callable[..., None]:
+        """`subprocess.Popen`, where the command is that of a launcher."""
+
+        @functools.wraps(method)
+        def launched(own: Any, args: Any, *more: Any, **named: Any) -> None:
+            if (launcher := launcher_in(args)) and not self._group_is_there():
+                place = self._recorder.places.line_of(2)
+                self._refuse(
+                    f"the script starts its own ranks at {place} by {launcher}, which check does not see into: give"
+                    f" check the script that {launcher} starts"
+                )
+            method(own, args, *more, **named)
+
+        return launched
 
     def _group_is_there(self) -> bool:
         return dist.is_available() and dist.is_initialized()
@@ -183,6 +229,14 @@ class OwnRanks:
             return make(host, port, rank, world_size, *more)
 
         return met
+
+
+def launcher_in(command: Any) -> str:
+    """The launcher of ranks that is the program of a command, or python's module; empty where none is."""
+    words = command.split() if isinstance(command, str) else [command] if isinstance(command, PurePath) else command
+    names = [PurePath(os.fsdecode(each)).name for each in [*words][:6]]
+    module = names[names.index("-m") + 1 :][:1] if "-m" in names else []
+    return next((each for each in [*names[:1], *module] if each in LAUNCHERS), "")
 
 
 def plain(function: Any) -> tuple[FunctionType | None, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from distlab.check.own_ranks import makes_group
+from distlab.check.own_ranks import launcher_in, makes_group
 from tests.check.cases import SCRIPTS, check
 
 SHARES_A_QUEUE = """
@@ -45,6 +45,65 @@ def test_a_queue_of_the_parent_is_refused(tmp_path: Path) -> None:
     checked = check(script, 2, tmp_path)
     assert checked.code == 2, checked.said
     assert "share a multiprocessing SimpleQueue" in " ".join(checked.said.split())
+
+
+IN_A_POOL = """
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing.pool import ThreadPool
+
+import torch.distributed as dist
+
+def run(rank):
+    dist.init_process_group("gloo", init_method="tcp://127.0.0.1:29871", rank=rank, world_size=2)
+    dist.barrier()
+
+def square(number):
+    return number**2
+
+if __name__ == "__main__":
+    print(ThreadPool(2).map(square, range(2)))
+    with {pool} as pool:
+        print(list(pool.map(square, range(3))))
+        print(list(pool.map(run, range(2))))
+"""
+
+
+@pytest.mark.parametrize("pool", ["multiprocessing.Pool(2)", "ProcessPoolExecutor(2)"])
+def test_ranks_of_a_pool_are_refused(pool: str, tmp_path: Path) -> None:
+    script = tmp_path / "pooled.py"
+    script.write_text(IN_A_POOL.format(pool=pool))
+    checked = check(script, 2, tmp_path)
+    assert checked.code == 2, checked.said
+    said = " ".join(checked.said.replace("rank 0 |", "").split())
+    assert "the script starts its own ranks in a P" in said and "at pooled.py:19" in said
+    assert 'call the function with int(os.environ["RANK"]) instead' in said
+    assert checked.said.count("[0, 1, 4]") == 2
+
+
+def test_ranks_of_a_launcher_are_refused(tmp_path: Path) -> None:
+    script = tmp_path / "launches.py"
+    script.write_text(
+        "import subprocess, sys\n\nsubprocess.run([sys.executable, '--version'], check=True)\n"
+        "subprocess.run([sys.executable, '-m', 'torch.distributed.run', '--nproc-per-node', '2', 'train.py'])\n"
+    )
+    checked = check(script, 2, tmp_path)
+    assert checked.code == 2, checked.said
+    said = " ".join(checked.said.replace("rank 0 |", "").split())
+    assert "starts its own ranks at launches.py:4 by torch.distributed.run, which check does not see into" in said
+
+
+@pytest.mark.parametrize(
+    ("command", "launcher"),
+    [
+        (["/usr/bin/torchrun", "a.py"], "torchrun"), ("torchrun --nproc-per-node 2 a.py", "torchrun"),
+        (["python3", "-u", "-m", "torch.distributed.launch", "a.py"], "torch.distributed.launch"),
+        (["echo", "torchrun"], ""), ("ls", ""), ([b"ls"], ""), (Path("/bin/ls"), ""), ([], ""),
+        (["python3", "-m"], ""),
+    ],
+)  # fmt: skip
+def test_a_launcher_is_known_by_its_command(command: Any, launcher: str) -> None:
+    assert launcher_in(command) == launcher
 
 
 def made() -> None:
