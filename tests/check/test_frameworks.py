@@ -156,6 +156,15 @@ def test_ranks_that_train_alone_are_no_pass(tmp_path: Path) -> None:
     assert "DistributedDataParallel" in sentence(checked)
 
 
+def test_a_pass_of_ranks_that_called_nobody_is_asked_about(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import torch.distributed as dist\n\ndist.init_process_group('gloo')\nprint(dist.get_rank())\n")
+    checked = check(script, 2, tmp_path)
+    assert checked.code == 0, checked.said
+    (asked,) = checked.questions
+    assert asked.startswith("ranks made a process group and no call in it, so that nothing was compared")
+
+
 def test_a_right_one_passes(tmp_path: Path) -> None:
     checked = of_library(tmp_path, "trainer = Mine(3, 99)\ntrainer.train()\ntrainer.log(torch.ones(1))")
     assert checked.code == 0, checked.said
