@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.check.torch_jobs import rows
+
 SCRIPTS = Path(__file__).parent / "scripts"
 TOP = Path(__file__).parents[2]
 PACKAGES = {"accelerate": "accelerate", "trainer": "transformers", "lightning": "lightning"}  # by script
@@ -273,3 +275,4 @@ def table() -> Iterator[str]:
         for each in (*FAULTS, *ALONE):
             if each.script == script:
                 yield f"| | {each.fault} | {'asked: ' if each.asked else ''}{' … '.join(each.told)} |"
+    yield from rows()
