@@ -45,6 +45,7 @@ from distlab.transport.store import HostedStore, KeyedStore, Prefixed
 
 # The process tells its Python stacks to who asks (script_process.py).
 
+ANSWERING = "answers"  # the name of the thread that does, at most 15 letters for the kernel
 STACKS = signal.SIGRTMAX - 1 if sys.platform == "linux" else signal.SIGUSR2  # the last way to ask for them
 END = "\n\n"
 
@@ -57,6 +58,8 @@ def answer(asked: int, stacks: int) -> None:
     faulthandler.register(STACKS, file=stacks, all_threads=True, chain=False)
 
     def answering() -> None:
+        with suppress(OSError):
+            Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(ANSWERING)
         while os.read(asked, 1):
             faulthandler.dump_traceback(file=stacks, all_threads=True)
             os.write(stacks, END.encode())

@@ -39,9 +39,11 @@ NANOSECONDS = 1e9
 # no lock, and reads whatever a frame is at that moment: of a process of Python 3.11 that called functions it killed
 # one in some thousand signals (python/cpython#116008), and once a script's rank in our own tests. So the signal is
 # for an interpreter whose lock is held in C, where no frame changes: the question was read, and for STACK_S nobody
-# got the lock though its holder slept or had a core.
+# got the lock though its holder slept or had a core. On a busy machine the one who answers may have the lock and no
+# core, or the lock's holder be a thread that waits for one while the main thread sleeps: neither gets the signal.
 
 STACK_S = 0.5  # from a question until its answer is there; nothing else is done meanwhile
+WAITS = 3  # for the lock, of 5 ms each, after which who answers was not for want of a core without it
 HELD_CPU_S = 0.05  # of a process that nobody else in it gets the lock from: ten times the interval of a switch
 FRAME = r'File "([^"]*)", line (\d+) in (.*)'
 
@@ -61,14 +63,16 @@ class Stacks:
 
     def __init__(self, process: int, asked: int, stacks: int, look: Callable[[], Look | None]) -> None:
         self._process, self._asked, self._stacks, self._look = process, asked, stacks, look
+        self._unanswered = False
         os.set_blocking(stacks, False)
 
     def taken(self) -> dict[int, list[Frame]]:
         """The stack of each thread by its number, innermost frame first; empty where none came."""
         self._read()  # what came too late for an earlier question
-        if not self._unread():
+        if not self._unanswered:
             with suppress(OSError):  # it is gone
                 os.write(self._asked, b"?")
+                self._unanswered = True
         text = self._come()
         if not text and not self._unread() and self._lock_is_held():
             with suppress(ProcessLookupError):
@@ -82,12 +86,12 @@ class Stacks:
 
     def _lock_is_held(self) -> bool:
         """Whether the one who was asked gets no lock though its holder sleeps, or has had a core."""
-        before = self._look()
+        before, threads = self._look(), threads_of(self._process)
         ready, _, _ = select.select([self._stacks], [], [], STACK_S)
-        after = self._look()
-        if ready or before is None or after is None:
+        after, now_threads = self._look(), threads_of(self._process)
+        if ready or before is None or after is None or now_threads.waits - threads.waits < WAITS:
             return False
-        return after.state in "SD" or after.cpu_s - before.cpu_s > HELD_CPU_S
+        return not threads.runnable | now_threads.runnable or after.cpu_s - before.cpu_s > HELD_CPU_S
 
     def _come(self) -> str:
         deadline, text = time.monotonic() + STACK_S, ""
@@ -99,9 +103,32 @@ class Stacks:
 
     def _read(self) -> str:
         try:
-            return os.read(self._stacks, READ_BYTES).decode(errors="replace")
+            text = os.read(self._stacks, READ_BYTES).decode(errors="replace")
         except BlockingIOError:
             return ""
+        self._unanswered = self._unanswered and not text.endswith(script.END)
+        return text
+
+
+class Threads(NamedTuple):
+    """Those of a process: how often the one who answers waited for something, and who else has a core or needs one."""
+
+    waits: int
+    runnable: frozenset[str]
+
+
+def threads_of(process: int) -> Threads:
+    """By the kernel's words (proc(5)); of a process that is gone none."""
+    waits, runnable = 0, set()
+    with suppress(OSError):
+        for thread in Path(f"/proc/{process}/task").iterdir():
+            status = dict(line.split(":", 1) for line in (thread / "status").read_text().splitlines())
+            name = status["Name"].strip()
+            if name == script.ANSWERING:
+                waits = int(status["voluntary_ctxt_switches"])
+            elif status["State"].split()[0] == "R":
+                runnable.add(name)
+    return Threads(waits, frozenset(runnable))
 
 
 def parsed(text: str) -> dict[int, list[Frame]]:

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from distlab.check import script_process
 from distlab.check.script import STACKS, answer
-from distlab.check.script_process import Look, Stacks, parsed
+from distlab.check.script_process import Look, Stacks, Threads, parsed, threads_of
 
 CALLING = """
 def called(n):
@@ -88,6 +89,33 @@ def test_one_that_waits_or_holds_the_lock_in_c_is_heard(source: str) -> None:
     with process(source) as (child, stacks):
         assert is_heard(stacks)
         assert child.poll() is None
+
+
+NOBODY: frozenset[str] = frozenset()
+
+
+@pytest.mark.parametrize(
+    ("waits", "runnable"), [([7, 8], NOBODY), ([7, 99], {"python"})], ids=["the one who answers", "another"]
+)
+def test_while_a_thread_waits_for_a_core_no_signal_is_sent(
+    waits: list[int], runnable: frozenset[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with process(HELD_ASLEEP) as (_, stacks):
+        with monkeypatch.context() as patched:
+            seen = iter(waits)
+            patched.setattr(script_process, "threads_of", lambda _: Threads(next(seen), frozenset(runnable)))
+            assert stacks.taken() == {}
+        assert is_heard(stacks)
+
+
+def test_threads_that_compute_are_told_from_those_that_wait() -> None:
+    idle = "import threading, time\nthreading.Thread(target=time.sleep, args=(100,), daemon=True).start()\n"
+    with process(idle + CALLING) as (child, stacks):
+        first = threads_of(child.pid)
+        assert first.runnable == {"python"}
+        assert is_heard(stacks)
+        assert threads_of(child.pid).waits > first.waits > 0
+    assert threads_of(child.pid) == (0, NOBODY)
 
 
 def test_one_that_is_stopped_is_asked_once_and_gets_no_signal() -> None:
