@@ -91,7 +91,8 @@ def adapters_at_rest(job: Job, layout: Layout) -> dict[str, float]:
     trained = adapter_parameters(job) * layers(job, layout) / job.shape.layers / layout.tensor
     of_each = trained / (layout.holding if layout.stage else 1)
     return {
-        "parameters": ((own - ends) * job.savings.base_itemsize + ends * job.itemsize) / shared + trained * job.itemsize,
+        "parameters": ((own - ends) * job.savings.base_itemsize + ends * job.itemsize) / shared
+        + trained * job.itemsize,
         "gradients": trained * job.itemsize,
         "optimizer": 0.0 if job.savings.offload else of_each * (ADAPTER_BYTES - 2 * 2),
     }
