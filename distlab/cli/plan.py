@@ -25,7 +25,8 @@ from distlab.plan.gpu import LINK_SHARE, NODE_LINK_SHARE, Gpu, Shares, gpu_named
 from distlab.plan.job import Job, Link, Savings, Weights
 from distlab.plan.layout import Layout, given_layout, sharing
 from distlab.plan.model import Shape, from_config, guessed, named, table
-from distlab.report.reading import BrokenRecord
+from distlab.plan.page import plan_page
+from distlab.report.reading import BrokenRecord, write_atomically
 
 # The command line of the calculator: what can be said, what is taken if it is not, and every fault at once.
 
@@ -112,6 +113,9 @@ def parser() -> Parser:
         optional: dict[str, Any] = {"nargs": "?", "const": "full"} if name == "recompute" else {}
         shown = f" [{default}]" if default else ""
         made.add_argument(f"--{name}", metavar="|".join(allowed), help=words + shown, **optional)
+    made.add_argument(
+        "--page", type=Path, metavar="FILE", help="write the answer as a page: memory, the step, the ranking"
+    )
     made.add_argument("--layout", metavar="tp8,pp16,dp64,cp1,ep1", help="what this one layout holds and takes")
     for name, words in SWITCHES:
         made.add_argument(f"--{name}", action="store_true", help=words)
@@ -377,6 +381,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(f"refused    {fault}" for fault in error.faults))
         return 2
     priced = None if asked.layout is None else cost(asked.job, asked.layout)
+    if switches.page is not None:
+        try:
+            write_atomically(switches.page, [plan_page(asked.job, asked.told, chosen, priced, asked.tokens)])
+        except OSError as error:
+            print(f"refused    --page={str(switches.page)!r} cannot be written: {error.strerror}: another folder")
+            return 2
     if switches.json:
         print(json.dumps(as_json(asked.job, asked.told, chosen, priced, asked.tokens), indent=1, allow_nan=False))
         return 0

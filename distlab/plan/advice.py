@@ -8,6 +8,7 @@ from itertools import groupby
 from distlab.plan.costs import EXPOSED, Cost, cost
 from distlab.plan.job import Job, Savings, Weights
 from distlab.plan.layout import KINDS, Layout, impossible, layouts
+from distlab.plan.memory import held_bytes
 from distlab.report.units import human_bytes, three_digits
 
 # What is simpler may take so much longer: the estimate is no better than that, and people's time counts too.
@@ -74,9 +75,11 @@ def weighed(job: Job, stages: Sequence[int], *, context: bool = False) -> tuple[
     costs, left_out = {}, {}
     for kind, tensor, pipeline, stage in (each for each in KINDS if each[3] in stages):
         name = f"cp x {kind}" if context else kind
-        priced = [cost(job, layout) for layout in layouts(job, tensor, pipeline, stage, context)]
-        if priced:
-            costs[name] = min(priced, key=lambda each: (not each.fits, each.step_s if each.fits else each.held_bytes))
+        held = [(held_bytes(job, each), each) for each in layouts(job, tensor, pipeline, stage, context)]
+        if fitting := [layout for nbytes, layout in held if nbytes <= job.usable_bytes]:
+            costs[name] = min((cost(job, layout) for layout in fitting), key=lambda each: each.step_s)
+        elif held:  # of what does not fit no time is asked
+            costs[name] = cost(job, min(held, key=lambda each: each[0])[1])
         else:
             left_out[name] = impossible(job, tensor, pipeline, stage)
     return costs, left_out

@@ -60,14 +60,21 @@ def memory_by_class(job: Job, layout: Layout) -> dict[str, float]:
     return at_rest(job, layout) | {"gathered": gathered_bytes(job, layout), "activations": kept, "logits": logits}
 
 
+def held_bytes(job: Job, layout: Layout) -> float:
+    """Of a rank, all classes together."""
+    return sum(memory_by_class(job, layout).values())
+
+
 def at_rest(job: Job, layout: Layout) -> dict[str, float]:
     """What stands between two steps. In a pipeline ZeRO-2's gradients are added up whole, in float32, until the last
     microbatch (Llama 3, section 3.3.2, and PyTorch's pipelines over fully_shard)."""
     if job.savings.lora:
         return adapters_at_rest(job, layout)
     weights, total = job.weights, {"parameters": 0.0, "gradients": 0.0, "optimizer": 0.0}
-    experts_over = layout.holding / layout.expert
-    for own, ranks in ((dense_parameters(job, layout), layout.holding), (expert_parameters(job, layout), experts_over)):
+    parts = [(dense_parameters(job, layout), float(layout.holding))]
+    if job.shape.experts:
+        parts.append((expert_parameters(job, layout), layout.holding / layout.expert))
+    for own, ranks in parts:
         part = rest_bytes(
             layout.stage, own, own / ranks, itemsize=weights.itemsize, masters=weights.masters,
             moments=weights.moment_bytes / (4 if weights.masters else weights.itemsize),
@@ -134,6 +141,26 @@ def flying(job: Job, layout: Layout) -> float:
     if v == 1:
         return in_flight("1f1b", p, parts, 0)
     return min(float(parts), p + (p - 1) / v)
+
+
+def stage_memory(job: Job, layout: Layout, stage: int) -> dict[str, float]:
+    """The same of a rank of one stage, of which the first L mod p have a layer more."""
+    p, shape, parts = layout.pipeline, job.shape, microbatches(job, layout)
+    if p == 1:
+        return memory_by_class(job, layout)
+    depth = shape.layers // p + (stage < shape.layers % p)
+    ends = min(job.num_parameters, shape.vocabulary * shape.width) / layout.tensor
+    fullest, in_layers = own_parameters(job, layout), (own_parameters(job, layout) - ends) / layers(job, layout)
+    own = in_layers * depth + (ends if stage in (0, p - 1) else 0.0)
+    found = {name: nbytes * own / fullest for name, nbytes in at_rest(job, layout).items()}
+    again = layer_bytes(job, layout) if job.recompute in ("half", "full") else 0.0
+    name = "1f1b" if layout.chunks == 1 else "interleaved"
+    ahead = in_flight(name, p, parts, stage, layout.chunks) / layout.chunks
+    return found | {
+        "gathered": gathered_bytes(job, layout) * depth / layers(job, layout),
+        "activations": kept_bytes(job, layout) * depth * ahead + again,
+        "logits": logits_bytes(job, layout) if stage == p - 1 else 0.0,
+    }
 
 
 def kept_bytes(job: Job, layout: Layout) -> float:

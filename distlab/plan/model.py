@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -39,28 +39,28 @@ class Shape:
     experts_a_token: int = 0
     moe_layers: int = 0
 
-    @property
+    @cached_property
     def products(self) -> list[tuple[int, int]]:
         """[inner, outer] of the matrices that a token meets in a layer without experts."""
         keys = self.width * self.kv_heads // self.heads
         return [(self.width, self.width + 2 * keys), (self.width, self.width), *self.mlp]
 
-    @property
+    @cached_property
     def mlp(self) -> list[tuple[int, int]]:
         """[inner, outer] of one feed-forward part, or of one expert's."""
         return [(self.width, self.mlp_width * (2 if self.gated else 1)), (self.mlp_width, self.width)]
 
-    @property
+    @cached_property
     def body(self) -> float:
         """Parameters of all matrices between embedding and output layer, as far as the shape says; a GPT's are 12·L·h²."""
         whole = self.layers * numel(self.products)
         return whole - self.moe_layers * numel(self.mlp) + self.expert_parameters
 
-    @property
+    @cached_property
     def expert_parameters(self) -> float:
         return float(self.moe_layers * self.experts * numel(self.mlp))
 
-    @property
+    @cached_property
     def ends(self) -> float:
         """Of the embedding and the output layer."""
         return float(self.vocabulary * self.width * (1 if self.tied else 2))
