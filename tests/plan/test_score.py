@@ -116,3 +116,15 @@ def test_the_score_is_printed_worst_first(capsys: pytest.CaptureFixture[str]) ->
     assert len(errors) == len(steps()) and sizes[0] > 40 > sizes[len(sizes) // 2]
     assert "step, all rows" in printed and "memory, SimuMax" in printed
     assert main(["--score", "--params", "7B"]) == 2
+
+
+def test_the_page_compares_estimators_with_what_the_planner_says() -> None:
+    """docs/choosing.md: published and predicted are those of the score."""
+    peaks = {each.row.name: each for each in compared() if each.what == "peak"}
+    page = (Path(__file__).parents[2] / "docs" / "choosing.md").read_text()
+    rows = re.findall(r"^\| ((?:titan|SimuMax|Kempner) [^|]+) \| ([\d.]+) \| ([\d.]+) \|", page, re.MULTILINE)
+    assert len(rows) == 5
+    for name, published_gb, predicted_gb in rows:
+        told = peaks[name.strip()]
+        assert float(published_gb) == pytest.approx(told.measured / 1e9, rel=0.005)
+        assert float(predicted_gb) == pytest.approx(told.predicted / 1e9, rel=0.005)
