@@ -175,7 +175,7 @@ for file in $(echo "${COMPOSE_FILE:-}" | tr : ' '); do case $file in ./.own*) ca
 case "$*" in *--check*) exit "$REFUSES" ;; esac
 case "$*" in "compose config --services") printf 'live\nworker0\nworker1\n' ;; esac
 case "$*" in "compose ps -aq"*) printf '%s\n' ${CONTAINERS:-one other} ;; esac
-case "$*" in "compose config") echo "name: distlab" ;; esac
+case "$*" in "compose config") echo "name: ${COMPOSE_PROJECT_NAME:-distlab}" ;; esac
 case "$*" in ps*working_dir*) echo "${ELSEWHERE:-}" ;; esac
 case "$*" in inspect*Status*ExitCode*working_dir*) echo "${STATUS:-exited} 0 ${FOLDER:-$PWD}" ;; esac
 case "$*" in "compose up"*) env >given && mkdir -p runs/latest && echo '{"verdict": "pass"}' >runs/latest/run.json ;; esac
@@ -275,7 +275,7 @@ def held(lock: Path, words: str) -> Iterator[None]:
 def test_a_second_run_in_a_clone_is_refused_and_touches_nothing(
     checkout: Path,
 ) -> None:
-    with held(checkout / ".running", "17 2026-11-26 22:02:48\n"):
+    with held(checkout / ".running-distlab", "17 2026-11-26 22:02:48\n"):
         done = run_under_an_engine(checkout)
         assert done.returncode == 2
         assert done.stderr.endswith(
@@ -284,6 +284,7 @@ def test_a_second_run_in_a_clone_is_refused_and_touches_nothing(
         )
         asked = (checkout / "asked").read_text()
         assert "compose down" not in asked and "compose up" not in asked
+        assert run_under_an_engine(checkout, COMPOSE_PROJECT_NAME="distlab").returncode == 2, "the same by its name"
         assert run_under_an_engine(checkout, COMPOSE_PROJECT_NAME="other").returncode == 0
     assert run_under_an_engine(checkout).returncode == 0, "one that was killed leaves its file behind, and no lock"
     assert list(checkout.glob(".running*")) == []

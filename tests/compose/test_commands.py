@@ -142,11 +142,13 @@ def test_a_second_run_is_refused_and_the_first_goes_on(clone: Path, tmp_path: Pa
         second = run(clone, **SMALL)
         assert second.returncode == 2, second.stdout
         assert "refused    a run of this folder is going on since 20" in second.stdout
+        named = run(clone, **SMALL, COMPOSE_PROJECT_NAME=clone.name)
+        assert named.returncode == 2, named.stdout
         assert (left_over(clone), len(before), process.poll()) == (before, 2, None)
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=60) == 143, log.read_text()
     assert left_over(clone) == []
-    assert not (clone / ".running").exists()
+    assert list(clone.glob(".running*")) == []
 
 
 def test_containers_that_are_removed_while_they_run_are_no_success(clone: Path, tmp_path: Path) -> None:
