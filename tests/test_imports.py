@@ -85,7 +85,7 @@ FLOORS: dict[str, list[str]] = {
     f"{D}.plan": [CONFIG, MEASURE, REPORT, WORKLOAD, *COSTS],
     f"{D}.check": [CONFIG, REPORT, MEASURE, CLUSTER, *MESSAGES, RANK],
     f"{D}.prove": [CONFIG, REPORT, MEASURE, CLUSTER, TRANSPORT, WORKLOAD, GRID, f"{D}.check"],
-    f"{D}.testing": [f"{D}.check", f"{D}.prove", CLUSTER, TRANSPORT],
+    f"{D}.testing": [CONFIG, f"{D}.check", f"{D}.prove", CLUSTER, TRANSPORT],
     f"{D}.lessons": [f"{D}.testing", f"{D}.check"],
     f"{D}.puzzle": [REPORT, MEASURE, CLUSTER, f"{TRANSPORT}.store", f"{D}.check", f"{D}.testing"],
     f"{D}.cli": [

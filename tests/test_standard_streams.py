@@ -80,7 +80,7 @@ def test_a_command_whose_answer_cannot_be_written_says_so(tmp_path: Path, redire
 
 def test_too_few_descriptors_are_refused_before_a_rank_is_started(tmp_path: Path) -> None:
     done = shell('ulimit -n 24; "$PYTHON" -m workers', tmp_path, **SMALL)
-    sentence = f"a process may open 24 files here, and WORLD_SIZE=2 local ranks need {needed(2)} each: set"
+    sentence = f"a process may open 24 files here, and 2 local ranks need {needed(2)} each: set"
     assert done.returncode == 2 and done.stdout == f"refused    {sentence} `ulimit -n {needed(2)}` or more\n"
     assert done.stderr == "" and list(tmp_path.iterdir()) == []
     script = tmp_path / "script.py"

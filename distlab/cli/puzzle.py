@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
+from distlab.config import ConfigError
 from distlab.puzzle import verify
 from distlab.puzzle.folder import Folder
 from distlab.puzzle.learner import judge_file, listed, next_hint, told
@@ -42,9 +43,17 @@ def main(words: Sequence[str]) -> int:
     """Do what is asked for; returns the exit code."""
     typed = parser().parse_args(words)
     fault = refused(typed)
-    if fault:
-        print(f"refused    {fault}", file=sys.stderr)
-        return 2
+    if not fault:
+        try:
+            return done(typed)
+        except ConfigError as error:
+            fault = str(error)
+    print(f"refused    {fault}", file=sys.stderr)
+    return 2
+
+
+def done(typed: argparse.Namespace) -> int:
+    """What the words ask for; raises ConfigError where no ranks can be started."""
     folder = Folder(FOLDER)
     chosen = [TASKS[typed.number]] if typed.number else list(TASKS.values())
     if typed.verify:

@@ -306,7 +306,7 @@ def refuse_too_few(world_size: int) -> None:
     if allowed != resource.RLIM_INFINITY and allowed < needed(world_size):
         raise ConfigError(
             [
-                f"a process may open {allowed} files here, and WORLD_SIZE={world_size} local ranks need"
+                f"a process may open {allowed} files here, and {world_size} local ranks need"
                 f" {needed(world_size)} each: set `ulimit -n {needed(world_size)}` or more"
             ]
         )

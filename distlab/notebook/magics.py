@@ -12,6 +12,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, line_cell_magic, magics_class
 from IPython.display import HTML, SVG, display
 
+from distlab.config import ConfigError
 from distlab.notebook import shown
 from distlab.notebook.session import MOST, Result, Session
 from distlab.report.units import counted, human_bytes
@@ -92,7 +93,10 @@ class RanksMagics(Magics):
 
     def _start(self, count: int) -> None:
         began = time.monotonic()
-        self.session.start(count)
+        try:
+            self.session.start(count)
+        except ConfigError as error:
+            raise UsageError(str(error)) from None
         print(f"{counted(count, 'ranks')} in {time.monotonic() - began:.1f} s")
 
     def _status(self) -> str:

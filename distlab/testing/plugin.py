@@ -125,6 +125,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     mark = pyfuncitem.get_closest_marker("ranks")
     if mark is None:
         return None
+    from distlab.config import ConfigError
     from distlab.testing.pool import failure_text
 
     pool = pool_of(pyfuncitem.config)
@@ -135,7 +136,10 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         arguments=arguments_of(pyfuncitem), world_size=world_size, number=pool.next_number(),
         timeout_s=timeout_s, backend=backend, mesh=mark.kwargs["mesh"],
     )  # fmt: skip
-    outcome = pool.run([task] * world_size)
+    try:
+        outcome = pool.run([task] * world_size)
+    except ConfigError as error:
+        pytest.fail(str(error), pytrace=False)
     for number, text in outcome.printed.items():
         if text:
             pyfuncitem.add_report_section("call", f"output of rank {number}", text)

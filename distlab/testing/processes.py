@@ -25,6 +25,7 @@ from distlab.check.rank_state import END, HANG, MATCH, Finding
 from distlab.check.script import PR_SET_PDEATHSIG, answer
 from distlab.check.script_process import Bedside, Hearing, pipes
 from distlab.check.telling import now
+from distlab.cluster.launch import refuse_too_few
 from distlab.transport.handshake import listen
 from distlab.transport.store_server import StoreHost
 
@@ -144,7 +145,8 @@ class WarmRanks:
         return self._store.port
 
     def fork(self, count: int, serve: Callable[..., None], files: Sequence[str] = ()) -> list[WarmRank]:
-        """The ranks that are missing from `count`, not yet ready."""
+        """The ranks that are missing from `count`, not yet ready; raises ConfigError where too few files may open."""
+        refuse_too_few(count)
         for _ in range(len(self._servers), count if self._apart else 1):
             self._servers.append(ForkServer(self._preload))
             self._servers[-1].start()

@@ -37,6 +37,14 @@ def test_without_a_word_it_lists_the_tasks(typed: Typed) -> None:
     assert not Path("puzzles").exists()
 
 
+def test_too_few_files_are_refused_in_a_sentence(typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
+    typed("1")
+    shutil.copy(ANSWERS / TASKS[1].file, "puzzles")
+    monkeypatch.setattr("resource.getrlimit", lambda _: (30, 4096))
+    code, said = typed("1")
+    assert code == 2 and said.startswith("refused    a process may open 30 files here, and 4 local ranks need 88 each")
+
+
 def test_a_file_is_written_once_and_never_again(typed: Typed) -> None:
     code, said = typed("5")
     assert code == 0

@@ -76,6 +76,15 @@ def test_what_comes_after_a_failure_runs_on_new_ranks_and_nothing_is_left(said: 
     assert "12 failed, 1 passed, 1 skipped" in said
 
 
+def test_too_few_files_are_told_in_a_sentence() -> None:
+    words = f'ulimit -n 60; "$0" -m pytest -p no:cacheprovider -q -o addopts= -o {LIGHT} -k after_it {FAILING}'
+    done = subprocess.run(
+        ["bash", "-c", words, sys.executable], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 1 and "Traceback" not in done.stdout + done.stderr
+    assert "a process may open 60 files here, and 2 local ranks need 72 each: set `ulimit -n 72` or more" in done.stdout
+
+
 def test_it_runs_under_xdist_and_by_name() -> None:
     done = pytest_on("-n", "1", "-q", "-o", LIGHT, "-k", "after_it or slow", str(FAILING))  # `make test` is two workers
     assert "1 failed, 1 passed" in done.stdout, done.stdout
