@@ -79,7 +79,7 @@ bench: ## ratios against PyTorch's own, beside their targets
 	./install dev
 	.venv/bin/python -m benchmarks
 
-gpu: ## on one GPU: every mode, peaks of memory, steps and what they cost, scripts, failures; in 7 minutes, into runs/gpu
+gpu: ## on one GPU: every mode, peaks of memory, steps and what they cost, scripts, failures; in 5 minutes, into runs/gpu
 	python3 -m benchmarks.gpu
 
 engines: ## ranks under torchrun's agents and Slurm, on machines made of this one; ranks and nodes are killed; needs root

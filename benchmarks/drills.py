@@ -2,9 +2,9 @@
 
     python -m benchmarks.drills [MODES] [--kinds KINDS] [--at-once RUNS]
 
-Each cell is a run of local processes with one variant, a small model and one text of LAB_FAULTS. "held": the run says
-that it ended as it should. "FAILED": it did not, and why stands below the table. "-": the mode refuses the fault, or
-nothing in it could see it, and why stands below. Exit code 1 if one did not hold.
+Each cell is a run of local processes with one variant, a small model and one text of LAB_FAULTS. "passed": the run
+says that it ended as expected. "FAILED": it did not, and why stands below the table. "-": the mode refuses the fault,
+or nothing in it could see it, and why stands below. Exit code 1 if one failed.
 """
 
 import argparse
@@ -54,7 +54,7 @@ FAULTS = {
     "message": "flip:message:rank1@step2",
 }
 FLIPS = ("gradient", "weight", "message")  # are seen by the steps that are held against one process
-HELD, FAILED, REFUSED = "held", "FAILED", "-"
+PASSED, FAILED, REFUSED = "passed", "FAILED", "-"
 REFUSAL = "refused"  # how its sentence begins
 
 
@@ -87,15 +87,15 @@ def drilled(mode: str, kind: str) -> Cell:
             return Cell(FAILED, f"no run.json, exit code {done.returncode}: {(done.stdout + done.stderr)[-300:]}")
         drills = json.loads(path.read_text())["drills"]
     if drills and all(drill["held"] for drill in drills):
-        return Cell(HELD, drills[0]["did"])
+        return Cell(PASSED, drills[0]["did"])
     if drills and all(drill["held"] is None for drill in drills):
         return Cell(REFUSED, f"{drills[0]['event']}: {drills[0]['did']}, {drills[0]['should']}")
-    told = "; ".join(f"{drill['event']}: {drill['did']}, should be: {drill['should']}" for drill in drills)
+    told = "; ".join(f"{drill['event']}: {drill['did']}, expected: {drill['should']}" for drill in drills)
     return Cell(FAILED, told or (done.stdout + done.stderr)[-300:])
 
 
 def main(words: Sequence[str]) -> int:
-    """Print the matrix, and a line for each cell that is not "held"."""
+    """Print the matrix, and a line for each cell that is not "passed"."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.drills", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("modes", nargs="*", default=list(MODES), help=f"of {', '.join(MODES)} (all)")
     parser.add_argument("--kinds", nargs="*", default=list(FAULTS), help=f"of {', '.join(FAULTS)} (all)")
@@ -117,7 +117,7 @@ def main(words: Sequence[str]) -> int:
     rows = [[mode, *(cells[mode, kind].word for kind in given.kinds)] for mode in given.modes]
     print(table(["", *given.kinds], rows))
     for (mode, kind), cell in cells.items():
-        if cell.word != HELD:
+        if cell.word != PASSED:
             print(f"{mode}, {kind}: {cell.told}")
     return int(any(cell.word == FAILED for cell in cells.values()))
 

@@ -12,6 +12,7 @@ pytestmark = pytest.mark.compose
 
 WORLD_SIZE = 3
 NAMED_WITHIN_S = 5.0
+ENDED_WITHIN_S = 10.0  # all survivors, with what was lost written down and mostly drawn
 STOPPED_WITHIN_S = 1.0
 COMPOSE_S = 1.0  # what Compose itself needs to start
 # Trains for 10 s and more: long enough to be hit in the middle, short enough to end by itself if nothing hits it.
@@ -72,6 +73,7 @@ def test_every_survivor_names_the_rank(cluster: Containers, fault: str, victim: 
     assert len({text for text, _ in sentences}) == 1, "survivors disagree"
     assert max(at for _, at in sentences) - acted_at < NAMED_WITHIN_S
     assert set(cluster.wait(*survivors).values()) == {3}
+    assert max(parse_time(cluster.state(rank)["FinishedAt"]) for rank in survivors) - acted_at < ENDED_WITHIN_S
     run = cluster.verdict()
     assert run["verdict"] == "lost"
     assert [lost["rank"] for lost in run["lost"]] == [victim]
