@@ -55,9 +55,16 @@ def gradient_itemsize(job: Job, layout: Layout) -> int:
 
 
 def memory_by_class(job: Job, layout: Layout) -> dict[str, float]:
-    """Bytes of a rank: parameters, gradients, optimizer, gathered, activations, logits."""
+    """Bytes of a rank at its peak: parameters, gradients, optimizer, gathered, activations, logits.
+
+    One process with one microbatch has no gradients yet when it has all activations, nor these when it has all
+    gradients: what counts is the larger.
+    """
     kept, logits = passing_bytes(job, layout)
-    return at_rest(job, layout) | {"gathered": gathered_bytes(job, layout), "activations": kept, "logits": logits}
+    rest = at_rest(job, layout)
+    if layout.gpus == 1 and microbatches(job, layout) == 1:
+        rest["gradients"] = max(0.0, rest["gradients"] - kept - logits)
+    return rest | {"gathered": gathered_bytes(job, layout), "activations": kept, "logits": logits}
 
 
 def held_bytes(job: Job, layout: Layout) -> float:

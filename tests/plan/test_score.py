@@ -30,7 +30,7 @@ def test_steps_are_within_ten_percent_in_the_median_and_mostly_within_a_quarter(
     """On rows that no constant was fitted on, and on those that the rule keeps out of any fit."""
     for found in ([each for each in steps() if not each.fitted], [each for each in steps() if each.held_out]):
         errors = [abs(each.error) for each in found]
-        assert median(errors) <= 0.105
+        assert median(errors) <= 0.10
         assert sum(error <= NEAR for error in errors) / len(errors) >= 0.85
     errors = [abs(each.error) for each in steps()]
     assert len(errors) >= 60 and median(errors) <= 0.085
@@ -40,8 +40,8 @@ def test_steps_are_within_ten_percent_in_the_median_and_mostly_within_a_quarter(
 
 def test_memory_is_within_ten_percent_but_for_sources_that_are_told_in_the_docs() -> None:
     memory = [each for each in compared() if each.what != "step"]
-    known = [each for each in memory if not each.row.name.startswith(("Kempner", "titan 405B"))]
-    assert len(known) >= 28
+    known = [each for each in memory if not each.row.name.startswith(("Kempner", "titan 405B", "distlab GPT 4x8192"))]
+    assert len(known) >= 32
     assert {each.row.name: round(each.error, 2) for each in known if abs(each.error) > MEMORY_NEAR + 0.005} == {}
 
 
