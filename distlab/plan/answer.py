@@ -11,6 +11,7 @@ from distlab.plan.job import Job, Link, shown_count
 from distlab.plan.layout import Layout
 from distlab.plan.memory import ADAPTER_BYTES, adapter_parameters, microbatches
 from distlab.plan.model import active
+from distlab.plan.step_time import whole_messages
 from distlab.report.table import aligned
 from distlab.report.units import human_bytes, three_digits
 
@@ -43,7 +44,11 @@ def answer_lines(job: Job, told: Sequence[str], chosen: Plan, tokens: float | No
     tool, shown = framework(chosen.pick.layout)
     said += [f"take       {chosen.pick.layout.name}: {reason(chosen, job)}"]
     said += [f"why not    {each.layout.name}: {why}" for each in chosen.shown if (why := loses(each, chosen.pick, job))]
-    said += [f"step       {step_line(chosen.pick)}", f"rate       {rate_line(job, chosen.pick)}"]
+    said += [
+        f"step       {step_line(chosen.pick)}",
+        *hidden_lines(job, chosen.pick),
+        f"rate       {rate_line(job, chosen.pick)}",
+    ]
     said += [f"training   {training_line(job, chosen.pick, tokens)}"] if tokens else []
     return [*said, f"with       {tool}", *(f"see it     {command}" for command in shown)]
 
@@ -58,6 +63,7 @@ def layout_lines(job: Job, told: Sequence[str], given: Cost, chosen: Plan, token
         f"memory     {held} of {usable} usable: {classes}; the largest is {given.largest}",
         f"fits       {'yes' if given.fits else f'no, by {human_bytes(given.held_bytes - job.usable_bytes)}'}",
         f"step       {step_line(given)}",
+        *hidden_lines(job, given),
         f"rate       {rate_line(job, given)}",
     ]
     said += [f"training   {training_line(job, given, tokens)}"] if tokens else []
@@ -86,6 +92,17 @@ def step_line(each: Cost) -> str:
     waits = [name for name in EXPOSED if each.parts[name] >= 5e-4 * each.step_s]
     exposed = f" ({', '.join(waits)} {'are' if len(waits) > 1 else 'is'} messages that nothing hides)" if waits else ""
     return f"{three_digits(each.step_s)} s: {parts}{exposed}"
+
+
+def hidden_lines(job: Job, each: Cost) -> list[str]:
+    """How much of each axis' messages goes on under compute; no line where there are none."""
+    whole = whole_messages(job, each.layout)
+    told = [
+        f"{name} {three_digits(seconds)} s, {1 - each.parts[name] / seconds:.0%} of it under compute"
+        for name, seconds in whole.items()
+        if seconds
+    ]
+    return [f"hidden     {'; '.join(told)}"] if told else []
 
 
 def rate_line(job: Job, each: Cost) -> str:
@@ -232,6 +249,7 @@ def of_layout(each: Cost, pick: Cost | None, job: Job) -> dict[str, Any]:
         "fits": each.fits,
         "sent_bytes": each.sent,
         "parts_s": each.parts,
+        "messages_s": whole_messages(job, each.layout),
         "compute_s": sum(each.parts[name] for name in COMPUTE),
         "exposed_s": each.exposed_s,
         "bubble": each.bubble,

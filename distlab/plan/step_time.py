@@ -222,6 +222,11 @@ def exposed_parts(job: Job, layout: Layout, compute: dict[str, float]) -> dict[s
     }
 
 
+def whole_messages(job: Job, layout: Layout) -> dict[str, float]:
+    """Seconds of each axis' messages if nothing hid them: beside them nothing is computed."""
+    return exposed_parts(job, layout, dict.fromkeys(("products", "attention"), 0.0))
+
+
 def tensor_s(job: Job, layout: Layout, products: float) -> float:
     """All sums of a layer's parts; cut into pieces that go on beside the products (--overlap-tp, as Megatron-LM's
     tp_comm_overlap does) they hide but for one piece in four."""

@@ -188,6 +188,15 @@ def test_all_that_overlap_hides_is_told_from_what_waits() -> None:
     assert hidden.parts["tensor"] == pytest.approx(waits.parts["tensor"] / 4)
 
 
+def test_what_is_hidden_is_told_beside_what_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    """ZeRO-3's gathers go on under compute but for a layer of each pass; with nothing computed all would be waited for."""
+    found = decoded(f"{LINE} --layout dp64 --zero 3", capsys)["layout"]
+    assert found["messages_s"]["data"] > 20 * found["parts_s"]["data"] > 0
+    assert main([*LINE.split(), "--layout", "tp8,dp8", "--zero", "3"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("hidden ")]
+    assert "tensor" in line and ", 0% of it under compute; data" in line
+
+
 def test_no_part_is_less_than_nothing() -> None:
     for layout in (Layout(8, 2, 2, 1, 2), Layout(1, 1, 64, 3), Layout(2, 4, 8, 2), Layout(1, 64, 1, 0)):
         asked = read_asked(LINE.split()).job
