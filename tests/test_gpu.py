@@ -9,11 +9,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import measured_card, parts
+from benchmarks.gpu import llama_steps, measured_card, parts
 from benchmarks.gpu.parts import Ended, Part, Row
+from distlab.plan import score
+from distlab.plan.costs import cost
 
 ABOUT = {"card": "a card", "date": "2026-11-27", "torch": "2.11.0", "command": "python3 -m benchmarks.gpu"}
 
@@ -132,3 +135,17 @@ def test_a_run_of_a_mode_that_fails_as_a_card_does_is_held_on_the_cpu(tmp_path: 
     assert done.returncode == 0, done.stdout + done.stderr
     (row,) = json.loads((tmp_path / "gpu.json").read_text())["rows"]
     assert "failed at step 3 in too large a tensor" in row["told"]
+
+
+@pytest.mark.parametrize("case", llama_steps.TINY)
+def test_llamas_steps_are_rows_that_the_planner_can_price(
+    case: llama_steps.Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the code of a card; its parameters are those of the shape and the norms."""
+    for name, value in (("ON_CARD", False), ("DEVICE", "cpu"), ("VOCABULARY", 64), ("STEPS", 1)):
+        monkeypatch.setattr(llama_steps, name, value)
+    monkeypatch.setattr(llama_steps, "card_name", lambda: "NVIDIA H200")
+    row = msgspec.convert(llama_steps.row_of(case), score.Row)
+    job, layout = score.asked(row)
+    assert row.gpu == "h200" and row.step_s is not None and cost(job, layout).step_s > 0
+    assert row.parameters == job.shape.body + job.shape.ends + (2 * case.layers + 1) * case.width
