@@ -144,6 +144,7 @@ def test_llamas_steps_are_rows_that_the_planner_can_price(
     """By the code of a card; its parameters are those of the shape and the norms."""
     for name, value in (("ON_CARD", False), ("DEVICE", "cpu"), ("VOCABULARY", 64), ("STEPS", 1)):
         monkeypatch.setattr(llama_steps, name, value)
+    monkeypatch.setattr(measured_card, "ON_CARD", False)
     monkeypatch.setattr(llama_steps, "card_name", lambda: "NVIDIA H200")
     row = msgspec.convert(llama_steps.row_of(case), score.Row)
     job, layout = score.asked(row)

@@ -3,8 +3,9 @@
     python3 -m benchmarks.gpu.llama_steps [FILE]
 
 Few layers, each as wide as the 8B's or the 70B's, with grouped queries, a gated feed-forward part and 128256 tokens to
-choose from; in bf16 with float32 masters, nothing or all of a layer's forward pass done again. It prints a row for each,
-and writes them to FILE in the form of distlab/plan/published.json. With LAB_DEVICE=cpu tiny ones, to see that it runs.
+choose from; in bf16 with float32 masters, nothing or all of a layer's forward pass done again. It prints a row for
+each, and writes them to FILE in the form of distlab/plan/published.json. With LAB_DEVICE=cpu tiny ones, to see that it
+runs.
 """
 
 import gc
@@ -119,8 +120,9 @@ def row_of(case: Case) -> dict[str, Any]:
     """What was measured, in the form of published.json."""
     step_s, peak, count = measured(case)
     card = next((name for name in gpu_names() if name in card_name().lower()), "h100")
+    shape = f"{case.layers}x{case.width} s{case.positions} b{case.samples} {case.recompute}"
     row = {
-        "name": f"distlab Llama {case.layers}x{case.width} s{case.positions} b{case.samples} {case.recompute} 1 {card.upper()}",
+        "name": f"distlab Llama {shape} 1 {card.upper()}",
         "source": "this repository: python3 -m benchmarks.gpu.llama_steps", "gpu": card, "gpus": 1,
         "parameters": count, "layers": case.layers, "width": case.width, "heads": case.heads,
         "kv_heads": case.kv_heads, "mlp_width": case.mlp_width, "gated": True, "vocabulary": VOCABULARY, "tied": False,
@@ -140,9 +142,8 @@ def main(words: list[str]) -> int:
         priced = cost(*asked(msgspec.convert(row, Row)))
         peak = f", peak {priced.held_bytes / 1e9:.1f} for {row['peak_bytes'] / 1e9:.1f} GB" if ON_CARD else ""
         off = priced.step_s / row["step_s"] - 1
-        print(
-            f"{row['name']}: step {1e3 * priced.step_s:.0f} ms predicted, {1e3 * row['step_s']:.0f} measured, {off:+.0%}{peak}"
-        )
+        step = f"step {1e3 * priced.step_s:.0f} ms predicted, {1e3 * row['step_s']:.0f} measured, {off:+.0%}"
+        print(f"{row['name']}: {step}{peak}")
         if words:
             Path(words[0]).write_text(json.dumps(rows, indent=1))
         gc.collect()
