@@ -3,8 +3,9 @@
 Which rank calls what with which shapes is the same on a CPU. So devices that name CUDA become the CPU, a rank's device
 is its number and nothing else, and autocast computes in bfloat16, as gloo has no GPU to reduce on. `is_available` is
 False at first, as who asks mostly has a way of his own; a script that has none, and leaves before it makes a group, is
-run once more and told True. Streams, graphs and kernels have no counterpart, and end in a sentence. A torch function
-costs 2 us more in a script that names CUDA; any other script is left alone.
+run once more and told True. Streams, graphs and kernels have no counterpart, and end in a sentence, as does whatever
+else torch raises for want of a GPU. A torch function costs 2 us more in a script that names CUDA; any other script is
+left alone.
 """
 
 import contextlib
@@ -14,25 +15,32 @@ import os
 import re
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from distlab.check.recorder import Recorder, preceded
+from distlab.check.script_error import place_of
 
 DONE_HERE = "device='cuda', .cuda(), set_device, autocast (in bfloat16), events and synchronize"
 NOTHING = (
     "synchronize", "empty_cache", "empty_host_cache", "ipc_collect", "reset_peak_memory_stats",
     "reset_max_memory_allocated", "reset_accumulated_memory_stats",
 )  # fmt: skip
+RANDOM = ("set_rng_state", "set_rng_state_all")  # what is drawn is the CPU's, whose state a script sets as well
+MARKS = ("range_push", "range_pop", "mark")  # of a profiler's
 ZERO = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
 IN_CUDA = "/torch/cuda/"
 NAMES = re.compile(r"cuda|torch\.accelerator|import accelerator")
 NO_GPU = re.compile("cuda|gpu|accelerator|NoneType", re.IGNORECASE)  # in the words of an exception that there is none
+NEEDS_GPU = re.compile(
+    r"not compiled with CUDA|requires CUDA|dummy base class|NVIDIA driver|no attribute '_cuda|CUDA is not available"
+)
 HALF = (None, torch.float16, torch.bfloat16)
 MOST_BYTES = 1_000_000  # of a file that is looked into
 FOR_CPU = {"ACCELERATE_USE_CPU": "true"}  # what a framework needs to start ranks without a GPU, by the variable
@@ -115,6 +123,21 @@ class CudaStandIn:
                 del sys.modules[name]
         return True
 
+    def refuse(self, error: Exception) -> None:
+        """Raise SystemExit(2), which is said, where it is torch that has raised this for want of a GPU."""
+        raised = traceback.extract_tb(error.__traceback__)[-1]
+        by_script = self._recorder.places.kind(raised.filename) == "user" and str(raised.line).startswith("raise")
+        if NEEDS_GPU.search(str(error)) and not by_script:
+            self._refuse(f"{type(error).__name__} at {place_of(error)}, '{str(error).partition(chr(10))[0]}',")
+
+    def _refuse(self, what: str) -> NoReturn:
+        self._telling.say(
+            "refused",
+            f"{what} needs a GPU, of which there is none here: check does {DONE_HERE} on the CPU, and nothing else of"
+            " CUDA",
+        )
+        raise SystemExit(2)
+
     def install(self) -> None:
         self._map_cuda()
         self._map_accelerator()
@@ -141,6 +164,14 @@ class CudaStandIn:
         cuda.get_device_name = self._noted(lambda *_, **__: "the CPU, in the place of a GPU")
         cuda.Event = self._noted(Event)
         cuda._lazy_init = self._refusing(refuse)
+        for place in (cuda, cuda.random):
+            for name in RANDOM:
+                setattr(place, name, self._noted(lambda *_, **__: None))
+            place.get_rng_state = self._noted(lambda *_, **__: torch.get_rng_state())
+            place.get_rng_state_all = self._noted(lambda: [torch.get_rng_state()])
+            place.initial_seed = self._noted(torch.initial_seed)
+        for name in MARKS:
+            setattr(cuda.nvtx, name, self._noted(lambda *_, **__: None))
 
     def _map_accelerator(self) -> None:
         accelerator: Any = torch.accelerator
@@ -246,12 +277,7 @@ class CudaStandIn:
                 right()  # raises: a library asks whether there is a GPU
                 return
             asked = sys._getframe(1).f_code.co_name
-            self._telling.say(
-                "refused",
-                f"torch.cuda's {asked} at {self._recorder.places.line_of(2)} needs a GPU, of which there is none here:"
-                f" check does {DONE_HERE} on the CPU, and nothing else of CUDA",
-            )
-            raise SystemExit(2)
+            self._refuse(f"torch.cuda's {asked} at {self._recorder.places.line_of(2)}")
 
         return refusing
 

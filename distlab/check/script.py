@@ -278,10 +278,15 @@ def run_as_main(
         execute(program, job)
     except BaseException as error:
         left = error
-    if stand_in is not None and stand_in.turns_away(left):
-        execute(program, job)
-    elif left is not None:
-        raise left
+    try:
+        if stand_in is not None and stand_in.turns_away(left):
+            execute(program, job)
+        elif left is not None:
+            raise left
+    except Exception as error:
+        if stand_in is not None:
+            stand_in.refuse(error)
+        raise
 
 
 def execute(program: types.CodeType, job: Job) -> None:

@@ -28,6 +28,44 @@ def test_what_has_no_counterpart_is_refused(tmp_path: Path) -> None:
     assert "torch.cuda's current_stream at streams.py:4 needs a GPU, of which there is none here" in said
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torch.cuda.Stream()",
+        "torch.cuda.CUDAGraph()",
+        "torch.cuda.FloatTensor(3)",
+        "torch.cuda.get_device_capability()",
+    ],
+)
+def test_what_torch_raises_for_want_of_a_gpu_is_refused(line: str, tmp_path: Path) -> None:
+    script = tmp_path / "needs.py"
+    script.write_text(f"import torch\n\ntorch.cuda.set_device(0)\n{line}\n")
+    checked = check(script, 2, tmp_path)
+    assert checked.code == 2, checked.said
+    said = " ".join(checked.said.replace("rank 0 |", "").split())
+    assert "at needs.py:4" in said and "needs a GPU, of which there is none here" in said
+
+
+def test_what_a_checkpoint_and_a_profiler_ask_for_is_there(tmp_path: Path) -> None:
+    script = tmp_path / "saves.py"
+    script.write_text(
+        "import torch\nimport torch.distributed as dist\n\ndist.init_process_group('nccl')\n"
+        "state = torch.cuda.get_rng_state(), torch.cuda.get_rng_state_all()\n"
+        "drawn = torch.rand(2)\ntorch.cuda.set_rng_state(state[0])\ntorch.cuda.random.set_rng_state_all(state[1])\n"
+        "assert not torch.equal(torch.rand(2), drawn)\n"
+        "with torch.cuda.nvtx.range('sum'):\n    dist.all_reduce(drawn.cuda())\ntorch.cuda.nvtx.mark('end')\n"
+    )
+    checked = check(script, 2, tmp_path)
+    assert checked.code == 0, checked.said
+
+
+def test_a_script_that_raises_itself_for_want_of_a_gpu_has_failed(tmp_path: Path) -> None:
+    script = tmp_path / "raises.py"
+    script.write_text("import torch\n\ntorch.cuda.set_device(0)\nraise RuntimeError('CUDA is not available')\n")
+    checked = check(script, 2, tmp_path)
+    assert checked.code == 1, checked.said
+
+
 def test_a_script_that_asks_first_has_its_own_way(tmp_path: Path) -> None:
     script = tmp_path / "asks.py"
     script.write_text(
