@@ -152,7 +152,10 @@ def test_a_stack_is_a_service_a_rank(capsys: pytest.CaptureFixture[str]) -> None
         assert service["image"] == "here:5000/distlab:7"
         # A name that is the task's own address, no slots, no restart of one rank alone: what facts of Swarm asked for.
         assert service["deploy"] == {"endpoint_mode": "dnsrr", "restart_policy": {"condition": "none"}}
-        assert "tmpfs" not in service and {"type": "tmpfs", "target": "/tmp"} in service["volumes"]
+        assert (
+            "tmpfs" not in service
+            and {"type": "tmpfs", "target": "/tmp", "tmpfs": {"size": 512 << 20}} in service["volumes"]
+        )
         assert (service["read_only"], service["init"], service["cap_drop"]) == (True, True, ["ALL"])
     assert manifest((ENGINES / "swarm" / "stack.yaml").read_text(), 4, "distlab:latest", {}) == stack(capsys)[0]
 

@@ -213,6 +213,7 @@ def test_the_page_of_a_run_sees_its_files_and_nothing_else() -> None:
     assert not {"cap_add", "privileged", "devices", "network_mode", "pid", "ipc", "build"} & set(page)
     assert page["user"] != "0:0"
     assert page["image"] == config["services"]["worker0"]["image"]
+    assert page["pids_limit"] == 256
     assert list(page["networks"]) == ["live"]  # that of the ranks is internal, and reaches no port of the host
     assert all(list(config["services"][f"worker{rank}"]["networks"]) == ["default"] for rank in range(2))
 
