@@ -52,10 +52,11 @@ def branch_at(place: CallPlace) -> str:
 
 
 def is_around(node: ast.AST, number: int) -> bool:
-    """Whether the line is inside of the node, and not its first."""
-    return isinstance(node, ast.Module) or getattr(node, "lineno", number) < number <= (
-        getattr(node, "end_lineno", 0) or 0
-    )
+    """Whether the line is inside of the node, and not its first; of a branch, in what it decides on."""
+    if isinstance(node, ast.Module):
+        return True
+    first = node.body[0].lineno if isinstance(node, ast.If) else getattr(node, "lineno", number) + 1
+    return first <= number <= (getattr(node, "end_lineno", 0) or 0)
 
 
 def left_before(node: ast.AST, number: int) -> Iterator[ast.If]:

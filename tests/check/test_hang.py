@@ -180,6 +180,16 @@ def test_the_text_and_the_branch_of_a_line(tmp_path: Path) -> None:
     assert branch_of(outside) == ""
 
 
+def test_a_branch_may_stand_on_one_line_and_its_condition_on_several(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "if rank == 0: barrier()\nif (\n    rank == 0\n    and agreed(all_reduce(loss))\n):\n    barrier()\n"
+    )
+    found = [branch_of(CallPlace(f"train.py:{number}", "", str(script))) for number in (1, 4, 6)]
+    condition = "stands under `if rank == 0 and agreed(all_reduce(loss))` (train.py:2)"
+    assert found == ["stands under `if rank == 0` (train.py:1)", "", condition]
+
+
 def test_what_has_no_text_is_left_out(tmp_path: Path) -> None:
     """A script may tell of any file; a device or a directory must not be read."""
     (tmp_path / "large.py").write_bytes(b"#" * (MOST_BYTES + 1))
