@@ -95,6 +95,7 @@ SAYS = {
     "5_zero": ["all 4 ranks | = 8.4", "7 billion parameters on 8 ranks, stage 3:   14.0 GB each"],
     "6_break_it": [
         "rank 0 waits in all_reduce #0 of all ranks at cell 3, line 2",
+        "Each sends first, and none receives",
         "rank 3 was killed by SIGKILL",
         "rank 3 began anew",
         "model(1) gives other numbers on ranks 1, 2 and 3 than on rank 0",

@@ -32,10 +32,10 @@ class Notebook:
         return self.session.run(self.number, source, only, measured=measured)
 
     def interrupted(self, source: str) -> Result:
-        """A cell that is interrupted once it runs."""
+        """A cell that is interrupted once it runs on all ranks."""
 
         def interrupt() -> None:
-            while "it runs" not in self.session._ranks[0].printed():
+            while not all("it runs" in each.printed() for each in self.session._ranks):
                 time.sleep(0.05)
             _thread.interrupt_main()
 
@@ -98,6 +98,14 @@ def test_a_deadlock_is_told_with_both_lines_and_names_stay(notebook: Notebook) -
     assert "all ranks have kept what the cells before have made" in said
     assert notebook.lines("kept") == ["rank 0 | = 0", "rank 1 | = 1", "rank 2 | = 2"]
     assert notebook.lines("t = torch.ones(1)\ndist.all_reduce(t)\nt.item()") == ["all 3 ranks | = 3.0"]
+
+
+def test_deadlocks_one_right_after_the_other_are_each_told(notebook: Notebook) -> None:
+    """What ranks tell as they are called back is of the cell before."""
+    for _ in range(3):
+        said = notebook.failure(notebook.cell("large = torch.zeros(10_000_000)\ndist.send(large, (rank + 1) % 3)"))
+        assert f"at cell {notebook.number}, line 2" in said.splitlines()[0]
+        assert "Each sends first, and none receives" in said
 
 
 def test_a_rank_outside_of_the_cell_is_waited_for_by_name(notebook: Notebook) -> None:
