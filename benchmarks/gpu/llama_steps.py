@@ -137,7 +137,12 @@ def main(words: list[str]) -> int:
     warm_up()
     rows: list[dict[str, Any]] = []
     for case in CASES if ON_CARD else TINY:
-        row = row_of(case)
+        try:
+            row = row_of(case)
+        except torch.OutOfMemoryError as error:
+            print(f"{case}: does not fit: {str(error).splitlines()[0]}")
+            gc.collect()
+            continue
         rows.append(row)
         priced = cost(*asked(msgspec.convert(row, Row)))
         peak = f", peak {priced.held_bytes / 1e9:.1f} for {row['peak_bytes'] / 1e9:.1f} GB" if ON_CARD else ""
