@@ -141,12 +141,12 @@ def test_the_wheel_holds_one_package_with_all_of_its_files(installed: Installed)
         f"{prefix}{path.relative_to(TOP).as_posix()}"
         for prefix, top in (("", "distlab"), ("distlab/", "experiments"), ("distlab/", "engines"))
         for path in (TOP / top).rglob("*")
-        if path.suffix in (".py", ".typed", ".yaml", ".html", ".css", ".js", ".svg")
+        if path.suffix in (".py", ".typed", ".yaml", ".json", ".html", ".css", ".js", ".svg")
     ]
     assert sorted(names) == sorted(wanted)
     assert {
         "distlab/report/templates/report.html", "distlab/engines/kubernetes/jobset.yaml", "distlab/experiments/dp/__init__.py",
-        "distlab/experiments/dp/checks.py", "distlab/py.typed",
+        "distlab/experiments/dp/checks.py", "distlab/py.typed", "distlab/plan/published.json",
     } <= set(names)  # fmt: skip
 
 
