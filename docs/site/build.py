@@ -2,7 +2,7 @@
 
 1. The pages of README and docs/, a page a technique and pages of the interface are laid out in build/site/source as
    they lie in the repository, so that their links hold.
-2. Sphinx makes HTML of them; a warning is an error.
+2. Sphinx runs the notebooks and makes HTML of all; a warning is an error.
 3. Each link inside of the site has to lead to a file, and to an anchor in it.
 """
 

@@ -19,7 +19,11 @@ html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sphinx = False
 
-nb_execution_mode = "off"  # notebooks are shown with the outputs that `make test-all` has checked
+nb_execution_mode = "force"  # notebooks are kept without outputs: the site shows those of the code that it is made of
+nb_execution_timeout = 150  # s a cell
+nb_execution_raise_on_error = True  # but of cells that are tagged as raising
+nb_execution_show_tb = True
+nb_merge_streams = True
 myst_enable_extensions = ["html_image"]  # and no dollarmath: in a shell's lines $OUT is no formula
 myst_heading_anchors = 4  # the links to headings that GitHub makes, too
 
