@@ -19,9 +19,9 @@ from distlab.config.settings import suggest
 from distlab.plan import job, score
 from distlab.plan.advice import NF4_BYTES, plan
 from distlab.plan.answer import answer_lines, as_json, layout_lines
-from distlab.plan.calibration import Measured, calibrate
+from distlab.plan.calibration import Measured, calibrate, measured_card
 from distlab.plan.costs import cost
-from distlab.plan.gpu import LINK_SHARE, NODE_LINK_SHARE, Gpu, Shares, gpu_named, gpu_names
+from distlab.plan.gpu import LINK_SHARE, NODE_LINK_SHARE, Gpu, gpu_named, gpu_names
 from distlab.plan.job import Job, Link, Savings, Weights
 from distlab.plan.layout import Layout, given_layout, sharing
 from distlab.plan.model import Shape, from_config, guessed, named, table
@@ -306,6 +306,7 @@ def _job(
         values.get("gpus-per-node", gpu.gpus_per_node), Weights(precision.itemsize, precision.masters, moment_bytes),
         words["recompute"], words["attention"] == "flash", not asked.no_sequence_parallel, values["reserve"],
         words["dtype"] == "fp8", asked.overlap_tp, values["interleave"], savings,
+        hides=not any(run.crowded for run in measured),
     )  # fmt: skip
     return made, told
 
@@ -325,13 +326,6 @@ def _card(asked: argparse.Namespace, values: dict[str, Any], gpu: Gpu, precision
     if "utilisation" in values:
         gpu = replace(gpu, shares=replace(gpu.shares, matrix=values["utilisation"]))
     return gpu
-
-
-def measured_card(gpu: Gpu, flops: float) -> Gpu:
-    """A card of which is known how fast all of a step computes: nothing else of it counts."""
-    return replace(
-        gpu, name="measured", flops=flops, memory_bytes_per_s=math.inf, shares=Shares(1.0, 1.0, 1.0), told="measured"
-    )
 
 
 # The layout that was taken, as a run of this lab: the same axes on at most 8 ranks, with `--see`.

@@ -23,6 +23,9 @@ MESSAGES = (
     "T = rounds·α + bytes/B, rings, one collective a layer; sums hide under the backward pass, ZeRO-3's gathers but a"
     " pass's first under compute; all else is exposed"
 )
+SHARED_CORES = (
+    "T = rounds·α + bytes/B, rings, one collective a layer; the cores that compute move the bytes too, so nothing hides"
+)
 DAY_S = 86400.0
 
 
@@ -154,7 +157,7 @@ def assumed(job: Job, told: Sequence[str]) -> list[tuple[str, str]]:
     )
     headings = [("model", model), ("at rest", rest(job)), ("machine", machine), ("GPU", job.gpu.told)]
     headings += [("source", text) for text in told]
-    return [*headings, ("step", step), ("compute", compute(job)), ("messages", MESSAGES)]
+    return [*headings, ("step", step), ("compute", compute(job)), ("messages", MESSAGES if job.hides else SHARED_CORES)]
 
 
 def rest(job: Job) -> str:

@@ -3,31 +3,40 @@ so that a step of the lab's own ranks is predicted with numbers of their machine
 card's.
 """
 
+import math
 import re
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from distlab.collectives.costs import FITTED, LATENCY, RATE
 from distlab.plan.card import Card, read_card
+from distlab.plan.gpu import Gpu, Shares
 from distlab.plan.job import Link, NotASize, count
 from distlab.plan.model import Shape
 from distlab.plan.step_time import executed_flops
 from distlab.report.reading import BrokenRecord, read_run
-from distlab.report.records import Profile, Ranks, Start, Table, select
+from distlab.report.records import Load, Profile, Ranks, Start, Table, select
 
 PREFERRED = ("gloo", "ring")  # what dp's variants call
+BY_HAND = "direct"  # what sharded strategies call for their halves
 VOCABULARY = 256  # of the lab's models, whose tokens are bytes (distlab/workload/model.py, which imports torch)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What one run says: a link or a rank's FLOP/s, and the words that say where it is from; or what a card does."""
+    """What one run says: a link or a rank's FLOP/s, and the words that say where it is from; or what a card does.
+
+    `crowded`: its ranks filled all cores of their machine, which then move the bytes too and hide no message.
+    """
 
     link: Link | None
     flops: float | None
     told: str
     card: Card | None = None
+    crowded: bool = False
 
     def of_shape(self, shape: Shape, seq: int, samples: int) -> "Measured":
         """The same with the FLOP/s that a card reaches on this model's products, where it was one that was measured."""
@@ -66,8 +75,30 @@ def link_of(folder: Path, records: Ranks) -> Measured:
             f"{folder} was fitted with a rate of {rate:g} GB/s: its times did not grow with size, run it again"
         )
     # A least-squares fit of a link with next to no latency may end a little below zero.
-    link = Link(max(0.0, latency) * 1e-6, rate * 1e9)
-    return Measured(link, None, f"the link from {folder} ({name}): α = {latency:.3g} us, B = {rate:.3g} GB/s")
+    link = Link(max(0.0, latency) * 1e-6, rate * 1e9, halves=halves_of(records, name))
+    told = f"the link from {folder} ({name}): α = {latency:.3g} us, B = {rate:.3g} GB/s"
+    apart = (
+        f"; a reduce_scatter and an all_gather take {link.halves:.2f} times an all_reduce" if link.halves != 1 else ""
+    )
+    return Measured(link, None, told + apart)
+
+
+HALVES = ("reduce_scatter", "all_gather")
+LEAST_BYTES = ("MiB", "GiB")  # sizes at which bytes count more than latency
+
+
+def halves_of(records: Ranks, name: str) -> float:
+    """The time of both halves by hand over that of an all_reduce, the median of the large sizes that `comm` swept; 1
+    where it did not."""
+    taken: dict[str, dict[str, float]] = {}
+    for _, table in select(records, Table):
+        if table.title in (*HALVES, "all_reduce") and {"size", "variant", "us"} <= set(table.columns):
+            variant = name if table.title == "all_reduce" else BY_HAND
+            rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+            taken[table.title] = {row["size"]: float(row["us"]) for row in rows if row["variant"] == variant}
+    sums, *halves = (taken.get(title, {}) for title in ("all_reduce", *HALVES))
+    sizes = [size for size in sums if size.endswith(LEAST_BYTES) and all(size in half for half in halves)]
+    return median(sum(half[size] for half in halves) / sums[size] for size in sizes) if sizes else 1.0
 
 
 def _number(folder: Path, value: Any) -> float:
@@ -78,39 +109,77 @@ def _number(folder: Path, value: Any) -> float:
 
 
 def flops_of(folder: Path, records: Ranks, start: Start) -> Measured:
-    """FLOP/s of a rank: 6·P·tokens of a step over the seconds of its forward and backward pass.
-
-    The variant whose slowest rank computes fastest counts: in the others communication takes the same cores meanwhile.
-    """
-    found = re.search(r"([0-9.]+[kKMB]?) parameters", start.title)
-    compute: dict[str, list[float]] = {}
-    for _, profile in select(records, Profile):
-        compute.setdefault(profile.variant, []).append(
-            sum(profile.seconds.get(kind, 0) for kind in ("forward", "backward"))
-        )
-    usable = {name: max(seconds) for name, seconds in compute.items() if min(seconds) > 0}
-    if found is None or not usable or start.run_mode not in ("dp", "fsdp"):
+    """FLOP/s of a rank of a dp or fsdp run; raises BrokenRecord if it is no such run, or timed no step."""
+    found = reached(folder, records, start) if start.run_mode in ("dp", "fsdp") else None
+    if found is None:
         raise BrokenRecord(
             f"{folder} is a run of {start.run_mode}: it takes a comm run for the link, or a dp or fsdp run for FLOP/s,"
             " come to its end"
         )
-    try:
-        num_parameters = count(found[1])
-    except NotASize as error:
-        raise BrokenRecord(f"{folder} calls its model {start.title!r}, which {error}") from None
-    config = start.config
+    return found
+
+
+def reached(folder: Path, records: Ranks, start: Start) -> Measured | None:
+    """FLOP/s of a rank: 1/N of what a step computes over the seconds of its forward and backward pass; None of a run
+    that timed no step.
+
+    The variant by hand whose slowest rank computes fastest counts: in the others communication takes the same cores
+    meanwhile, and PyTorch's own communicate inside of their passes.
+    """
+    compute: dict[str, list[float]] = {}
+    for _, profile in select(records, Profile):
+        if profile.variant not in start.by_torch:
+            seconds = [profile.seconds.get(kind, 0.0) for kind in ("forward", "backward")]
+            compute.setdefault(profile.variant, []).append(sum(seconds))
+    usable = {name: max(seconds) for name, seconds in compute.items() if min(seconds) > 0}
+    if not usable:
+        return None
+    config, shape = start.config, shape_of(start.config)
     gpt = config["LAB_MODEL"] == "gpt"
     positions = int(config["LAB_SEQ"]) if gpt else 1
     tokens = int(config["LAB_BATCH"]) * positions / start.world_size
     recompute = "full" if config.get("LAB_RECOMPUTE") else "none"
     name = min(usable, key=lambda each: usable[each])
-    flops = executed_flops(shape_of(config), num_parameters, positions, tokens, recompute) / usable[name]
-    return Measured(None, flops, f"compute from {folder} ({name}): {flops / 1e9:.3g} GFLOP/s a rank")
+    num_parameters = lab_parameters(shape, positions) if gpt else titled(folder, start)
+    flops = executed_flops(shape, num_parameters, positions, tokens, recompute) / usable[name]
+    told = f"compute from {folder} ({name}): {flops / 1e9:.3g} GFLOP/s a rank"
+    crowded = fills_cores(records, int(config.get("LAB_THREADS") or 1))
+    told += "; ranks fill all cores, so that no message is hidden" if crowded else ""
+    return Measured(None, flops, told, crowded=crowded)
 
 
 def shape_of(config: dict[str, Any]) -> Shape:
     """The lab's own model, as its settings say."""
     layers, width, heads = (int(config[name]) for name in ("LAB_DEPTH", "LAB_WIDTH", "LAB_HEADS"))
     if config["LAB_MODEL"] == "gpt":
-        return Shape(layers, width, heads, heads, 4 * width, False, VOCABULARY, bool(config.get("LAB_TIED")))
+        return Shape(layers, width, heads, heads, 4 * width, False, VOCABULARY, bool(config.get("LAB_TIE")))
     return Shape(1, 1, 1, 1, 1, False, 0, True)  # rows through matrices: no attention, no vocabulary
+
+
+def lab_parameters(shape: Shape, positions: int) -> float:
+    """Of the lab's GPT all: matrices, and biases and norms of its layers, 13·h each, and behind them, 2·h, and a vector
+    for each position (distlab/workload/model.py)."""
+    return shape.body + shape.ends + shape.width * (13 * shape.layers + 2 + positions)
+
+
+def titled(folder: Path, start: Start) -> float:
+    """Parameters of any other model, as a run's heading says them; raises BrokenRecord if it does not."""
+    found = re.search(r"([0-9.]+[kKMB]?) parameters", start.title)
+    try:
+        return count(found[1] if found else "")
+    except NotASize as error:
+        raise BrokenRecord(f"{folder} calls its model {start.title!r}, which {error}") from None
+
+
+def fills_cores(records: Ranks, threads: int) -> bool:
+    """Whether the ranks of some machine compute with as many threads as it has cores."""
+    loads = dict(select(records, Load))
+    ranks = Counter(load.machine for load in loads.values())
+    return any(ranks[load.machine] * threads >= load.cores for load in loads.values())
+
+
+def measured_card(gpu: Gpu, flops: float) -> Gpu:
+    """A card of which is known how fast all of a step computes: nothing else of it counts."""
+    return replace(
+        gpu, name="measured", flops=flops, memory_bytes_per_s=math.inf, shares=Shares(1.0, 1.0, 1.0), told="measured"
+    )

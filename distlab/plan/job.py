@@ -13,11 +13,15 @@ from distlab.plan.model import Shape
 
 @dataclass(frozen=True)
 class Link:
-    """What a message costs: a latency, and its bytes at a rate that is one rank's, one way; a ring gets `share` of it."""
+    """What a message costs: a latency, and its bytes at a rate that is one rank's, one way; a ring gets `share` of it.
+
+    `halves`: the time of a reduce_scatter and an all_gather over that of an all_reduce, which sends the same.
+    """
 
     latency_s: float
     bytes_per_s: float
     share: float = 1.0
+    halves: float = 1.0
 
     @property
     def effective(self) -> float:
@@ -71,6 +75,7 @@ class Job:
     overlap_tp: bool = False  # sums of tensor parallelism go on beside the products that they belong to
     chunks: int = 1  # stages of a pipeline's rank
     savings: Savings = Savings()
+    hides: bool = True  # compute goes on beside messages, as on a GPU; not where ranks fill the cores that move them
 
     @property
     def node_gpus(self) -> int:

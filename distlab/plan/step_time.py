@@ -172,6 +172,11 @@ def sent(job: Job, layout: Layout) -> dict[str, float]:
     }
 
 
+def left_s(job: Job, messages_s: float, compute_s: float) -> float:
+    """What is left of messages beside so much compute: all, where both take the same cores."""
+    return exposed_seconds(messages_s, compute_s if job.hides else 0.0)
+
+
 def waited_for(job: Job, layout: Layout) -> float:
     """Bytes of a step that slices wait for: what g and f sum."""
     slices = SLICES * layers(job, layout) * microbatches(job, layout)
@@ -207,7 +212,7 @@ def link_of(job: Job, ranks_apart: int, cards: int = 1) -> Link:
     if job.node_gpus % ranks_apart == 0:
         return job.node_link
     together = min(job.node_link.effective, max(1, cards) * job.link.effective)
-    return Link(job.link.latency_s, together)
+    return Link(job.link.latency_s, together, halves=job.link.halves)
 
 
 def exposed_parts(job: Job, layout: Layout, compute: dict[str, float]) -> dict[str, float]:
@@ -233,7 +238,8 @@ def tensor_s(job: Job, layout: Layout, products: float) -> float:
     sums = SLICES * layers(job, layout) * microbatches(job, layout) * slice_sums("full" if job.recompute == "full" else "none")  # fmt: skip
     rounds = sums * all_reduce_rounds("ring", layout.tensor)
     all_s = message_seconds(rounds, waited_for(job, layout), job.node_link.latency_s, job.node_link.effective)
-    return all_s / PIECES + exposed_seconds(all_s * (1 - 1 / PIECES), products) if job.overlap_tp else all_s
+    all_s *= job.node_link.halves if job.sequence_parallel else 1.0
+    return all_s / PIECES + left_s(job, all_s * (1 - 1 / PIECES), products) if job.overlap_tp else all_s
 
 
 def ring_s(job: Job, layout: Layout, attention: float) -> float:
@@ -246,7 +252,7 @@ def ring_s(job: Job, layout: Layout, attention: float) -> float:
     rounds = turns * layers(job, layout) * microbatches(job, layout)
     all_s = message_seconds(rounds, turned(job, layout), link.latency_s, link.effective)
     last_s = all_s / turns
-    return last_s + exposed_seconds(all_s - last_s, attention)
+    return last_s + left_s(job, all_s - last_s, attention)
 
 
 def expert_s(job: Job, layout: Layout) -> float:
@@ -259,12 +265,14 @@ def expert_s(job: Job, layout: Layout) -> float:
 
 
 def pipeline_s(job: Job, layout: Layout) -> float:
-    """An activation to the next stage and a gradient back; between the two ends of a step sends hide under compute."""
+    """An activation to the next stage and a gradient back; between the two ends of a step sends hide under compute, or
+    none does: then each of the v·M + p - 1 turns of a step has one each way."""
     if layout.pipeline == 1:
         return 0.0
     link = link_of(job, layout.gpus)
     once = boundary_bytes(job, layout) / sliced(job, layout)
-    return message_seconds(2 * layout.pipeline, 2 * layout.pipeline * once, link.latency_s, link.effective)
+    turns = layout.pipeline if job.hides else layout.chunks * microbatches(job, layout) + layout.pipeline - 1
+    return message_seconds(2 * turns, 2 * turns * once, link.latency_s, link.effective)
 
 
 def data_s(job: Job, layout: Layout, compute_s: float) -> float:
@@ -278,15 +286,15 @@ def data_s(job: Job, layout: Layout, compute_s: float) -> float:
     backward_s = compute_s * 2 / 3 / parts
     if layout.stage == 0:
         all_s = message_seconds(2 * half, nbytes, link.latency_s, link.effective)
-        return exposed_seconds(all_s, backward_s)
+        return left_s(job, all_s, backward_s)
     stage = 1 if layout.stage == 2 and layout.pipeline > 1 else layout.stage
     moves = {1: 2, 2: parts + 1, 3: 3 * parts}[stage]
-    move_s = message_seconds(half, nbytes / moves, link.latency_s, link.effective)
+    move_s = message_seconds(half, nbytes / moves, link.latency_s, link.effective) * link.halves
     if stage == 3:
         # Forward and backward: nothing computes yet beside the gather of the layer that a pass begins with.
         first_s = 2 * parts * move_s / depth
-        return first_s + exposed_seconds(moves * move_s - first_s, compute_s)
-    return exposed_seconds(move_s, backward_s) * (parts if stage == 2 else 1) + move_s
+        return first_s + left_s(job, moves * move_s - first_s, compute_s)
+    return left_s(job, move_s, backward_s) * (parts if stage == 2 else 1) + move_s
 
 
 def update_s(job: Job, layout: Layout) -> float:

@@ -313,7 +313,8 @@ def test_runs_take_the_place_of_data_sheets(tmp_path: Path) -> None:
     assert asked.link == asked.node_link
     assert (asked.link.latency_s, asked.link.bytes_per_s) == (250e-6, 12.5e6)
     # Of a token 6 FLOP a parameter but for the embedding's, and 7·s·h a layer of attention.
-    flops = 6 * (1.5e6 - 256 * 128) + 7 * 64 * 128 * 6
+    body = 12 * 128**2 * 6 + 128 * (13 * 6 + 2 + 64)
+    flops = 6 * (body + 256 * 128) + 7 * 64 * 128 * 6
     assert asked.gpu.flops == pytest.approx(flops * 8 * 64 / 0.06)
     assert (asked.gpu.shares.matrix, asked.gpu.told) == (1.0, "measured")
     assert len(told) == 2
