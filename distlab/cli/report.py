@@ -16,6 +16,7 @@ from distlab.report.rank_log import Log, RankLog, verdict_of_all
 from distlab.report.reading import MISFITS, BrokenRecord, read_run
 from distlab.report.records import Ranks, Run
 from distlab.report.standard_streams import of_a_stream
+from distlab.report.tables import Plan
 from distlab.report.verdict import exit_code, judge, write_run
 
 
@@ -137,7 +138,7 @@ def rebuild(folder: Path, run: Run, records: Ranks, junit: Path | None, page_onl
     """Write what was asked for, and print the verdict as rank 0 did."""
     from distlab.report.page import write_page
 
-    page = write_page(folder, run, records, path)
+    page = write_page(folder, run, records, path, plan_of(folder, records))
     if page_only:
         return 0
     write_run(folder, run)
@@ -147,6 +148,16 @@ def rebuild(folder: Path, run: Run, records: Ranks, junit: Path | None, page_onl
         write_junit(junit, run)
     print("\n".join(verdict_lines(run, records, page)))
     return exit_code(run)
+
+
+def plan_of(folder: Path, records: Ranks) -> Plan | None:
+    """What the planner says of the variants of this run; None of a mode that it has no word for."""
+    from distlab.plan.own_runs import planned
+
+    found = planned(folder, records)
+    if found is None:
+        return None
+    return Plan({name: (cost.step_s, cost.held_bytes) for name, cost in found.costs.items()}, found.told)
 
 
 if __name__ == "__main__":

@@ -25,16 +25,19 @@ LEAST_SAMPLES = 4  # steps of each variant: of fewer the quartiles say nothing
 MOST_ROWS = 400  # of all tables of the lesson together, about 60 kB
 
 
-def write_page(folder: Path, run: Run, records: Ranks, path: Path | None = None) -> Path:
+def write_page(
+    folder: Path, run: Run, records: Ranks, path: Path | None = None, plan: tables.Plan | None = None
+) -> Path:
     """Write `report.html` into the folder of the run, or to another path; returns it."""
     path = path or folder / "report.html"
-    write_atomically(path, [page(run, records)])
+    write_atomically(path, [page(run, records, plan)])
     return path
 
 
-def page(run: Run, records: Ranks) -> str:
-    """The whole page as HTML."""
-    return render("report.html", **contents(run, records))
+def page(run: Run, records: Ranks, plan: tables.Plan | None = None) -> str:
+    """The whole page as HTML; `plan` is what the planner says of the run, if it has a word for it."""
+    planned = tables.planned(run, plan) if plan else None
+    return render("report.html", **contents(run, records), plan=plan, planned=planned)
 
 
 def contents(run: Run, records: Ranks) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Log and page are both made of them; the log leaves out some columns.
 
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from distlab.report.records import Comparison, Overlap, Profile, Ranks, Run, select
 from distlab.report.sentences import UNSEEN, claim_name
@@ -170,6 +171,39 @@ def measured(run: Run, records: Ranks) -> Table:
         Column(""),
     ]
     return Table(columns, rows)
+
+
+class Plan(NamedTuple):
+    """What the planner says of a run: of the variants that it knows seconds of a step and bytes at the peak, and in
+    words where its numbers are from, or why there are none."""
+
+    variants: dict[str, tuple[float, float]]
+    told: list[str]
+
+
+def planned(run: Run, plan: Plan) -> Table:
+    """A row for each variant that the planner knows: predicted beside the slowest rank's step and the fullest's
+    peak."""
+    rows = []
+    for variant in run["variants"]:
+        step_s, held = slowest(variant["step_seconds"]), variant["peak_by_class"]
+        rank = fullest(held)
+        if variant["name"] not in plan.variants or not step_s or rank is None:
+            continue
+        planned_s, planned_bytes = plan.variants[variant["name"]]
+        peak = sum(held[rank].values())
+        rows.append(
+            [
+                variant["name"], milliseconds(planned_s), milliseconds(step_s), _error(planned_s, step_s),
+                human_bytes(planned_bytes), human_bytes(peak), _error(planned_bytes, peak),
+            ]
+        )  # fmt: skip
+    columns = ("ms planned", "ms a step", "error", "peak planned", "peak", "error")
+    return Table([Column("variant"), *(Column(title, "number") for title in columns)], rows)
+
+
+def _error(predicted: float, measured: float) -> str:
+    return f"{predicted / measured - 1:+.0%}" if measured else "-"
 
 
 def _traffic(variant: Run, records: Ranks) -> list[float | None]:

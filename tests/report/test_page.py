@@ -36,6 +36,7 @@ from distlab.report.records import (
     Timeline,
     Wire,
 )
+from distlab.report.tables import Plan, planned
 from distlab.report.verdict import judge
 from tests.report.made_up import bent, good_run, mistaken, pipeline_run, plus, with_check, without
 
@@ -64,6 +65,19 @@ def test_the_page_answers_every_question() -> None:
 
 
 UNIT = "epsilons of bfloat16"
+
+
+def test_the_planners_numbers_stand_beside_measured_ones() -> None:
+    records = good_run()
+    run = judge(records)
+    shown = page(run, records, Plan({"naive": (100e-3, 2e6), "unseen": (1.0, 1.0)}, ["compute from here"]))
+    (row,) = planned(run, Plan({"naive": (100e-3, 2e6), "unseen": (1.0, 1.0)}, [])).rows
+    step_s = max(run["variants"][0]["step_seconds"])
+    assert row[:4] == ["naive", "100", f"{step_s * 1e3:.1f}", f"{0.1 / step_s - 1:+.0%}"]
+    assert "What the planner predicts" in shown and "<p>compute from here</p>" in shown
+    assert "What the planner predicts" not in drawn(records)
+    without_any = page(run, records, Plan({}, ["not planned: no link"]))
+    assert "not planned: no link" in without_any and "Predicted by distlab plan" not in without_any
 
 
 def test_a_difference_that_has_a_unit_is_shown_with_it_and_heads_no_page_of_plain_ones() -> None:
