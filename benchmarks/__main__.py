@@ -10,6 +10,7 @@ from benchmarks import (
     cp,
     ledgers,
     link,
+    planned,
     pp,
     proof,
     recording,
@@ -36,6 +37,7 @@ if __name__ == "__main__":
         compress,
         cluster,
         recording,
+        planned,
         beside_torchrun,
     ):
         print(f"\n{(benchmark.__doc__ or '').splitlines()[0]}\n", flush=True)
