@@ -6,6 +6,7 @@ Variables of the cluster keep the names that torchrun and Kubernetes use; all ot
 knows stand in its lesson (its options.py). A name that is in neither is refused, with the nearest one suggested.
 """
 
+import difflib
 import json
 import os
 import re
@@ -145,7 +146,7 @@ class Config(BaseSettings):
         faults = [*found_before] + [
             _stranger(name, environ[name], mode, [*common, *own])
             for name in sorted(environ)
-            if name.startswith("LAB_") and name not in common and name not in own and environ[name].strip()
+            if name not in common and name not in own and environ[name].strip() and _is_meant(name)
         ]
         unprintable = [name for name in given if not given[name].isprintable()]
         faults += [f"{named_value(name, given[name])} is not printable text in UTF-8" for name in unprintable]
@@ -292,8 +293,14 @@ def _too_many(world_size: str, on_one_machine: bool) -> list[str]:
     ]
 
 
+def _is_meant(name: str) -> bool:
+    """Whether a variable is meant for the lab: by its first letters, or since it is a letter away from one of these."""
+    near = bool(difflib.get_close_matches(name, ("RUN_MODE", "WORLD_SIZE"), n=1, cutoff=0.93))
+    return name.startswith("LAB_") or near
+
+
 def _stranger(name: str, value: str, mode: str, known: list[str]) -> str:
-    """A sentence for a LAB_ variable that neither the lab nor this mode has."""
+    """A sentence for a variable that neither the lab nor this mode has."""
     owners = [other for other in settings.modes() if name in aliases(declared(other))]
     if owners:
         return f"{name}={quoted(value.strip())} belongs to RUN_MODE={' or '.join(owners)}: {mode} has no such setting"

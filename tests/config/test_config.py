@@ -106,6 +106,8 @@ def test_what_was_set_repeats_the_run() -> None:
         ({"RANK": "4", "WORLD_SIZE": "4", "MASTER_ADDR": "x"}, "RANK=4 is outside of WORLD_SIZE=4, allowed: 0 to 3"),
         ({"MASTER_ADDR": "worker0"}, "MASTER_ADDR='worker0' is set and RANK is not"),
         ({"RANK": "0"}, "RANK=0 is set and MASTER_ADDR is not"),
+        ({"WORLD_SIZ": "3"}, "WORLD_SIZ is not a variable of the lab (did you mean 'WORLD_SIZE'?)"),
+        ({"RUNMODE": "tp"}, "RUNMODE is not a variable of the lab (did you mean 'RUN_MODE'?)"),
         ({"LAB_STEP": "5"}, "LAB_STEP is not a variable of the lab (did you mean 'LAB_STEPS'?)"),
         ({"LAB_MODEL": "gtp"}, "LAB_MODEL='gtp' is not one of line, mlp, gpt (did you mean 'gpt'?)"),
         ({"LAB_PROOF": "maybe"}, "LAB_PROOF='maybe' is neither 0 nor 1"),
@@ -379,3 +381,9 @@ def test_two_runs_of_one_second_have_two_names(tmp_path: Path, monkeypatch: pyte
         names.append(settings.new_run_id(tmp_path, "dp"))
         (tmp_path / names[-1]).mkdir()
     assert names == ["dp-20261126-221257", "dp-20261126-221257-2", "dp-20261126-221257-3"]
+
+
+def test_all_misspelt_variables_are_told_at_once_and_those_of_engines_are_none() -> None:
+    told = faults(WORLD_SIZ="3", LAB_STEPZ="4")
+    assert [sentence.split(" ", 1)[0] for sentence in told] == ["LAB_STEPZ", "WORLD_SIZ"]
+    Config.read({"LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2", "OMPI_COMM_WORLD_SIZE": "2", "RUN_ID": "x"})
