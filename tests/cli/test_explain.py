@@ -9,6 +9,7 @@ import distlab.cli.run
 from distlab.cli.explain import explain, main
 from distlab.cluster import link
 from distlab.config import Config
+from distlab.config.launchers import STARTED_BY
 from distlab.config.settings import modes
 from distlab.rank.mode_loader import load
 
@@ -68,6 +69,8 @@ def test_a_link_to_be_shaped_is_asked_of_a_rank_and_not_of_its_lesson(
     assert "LAB_NET_RATE=100mbit" in capsys.readouterr().out
     for name, value in {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "LAB_VARIANT": "rign"}.items():
         monkeypatch.setenv(name, value)
+    for name in (STARTED_BY, *distlab.cli.run.QUIET):  # which a rank sets for those that it starts, and no other test
+        monkeypatch.setenv(name, "")
     assert distlab.cli.run.main() == 2
     variant, unshaped = capsys.readouterr().out.splitlines()
     assert "LAB_VARIANT='rign' is not a variant" in variant

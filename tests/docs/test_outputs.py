@@ -37,7 +37,9 @@ def output_of(command: str) -> str:
     settings = dict(word.split("=", 1) for word in words if re.match(r"[A-Z_]+=", word))
     program = [sys.executable if word == "python" else word for word in words if not re.match(r"[A-Z_]+=", word)]
     clean = {
-        name: value for name, value in os.environ.items() if not re.match(r"LAB_|RUN_MODE|WORLD_SIZE|RANK|CI$", name)
+        name: value
+        for name, value in os.environ.items()
+        if not re.match(r"LAB_|DISTLAB_|RUN_MODE|WORLD_SIZE|RANK|CI$", name)
     }
     done = subprocess.run(
         program, cwd=TOP, env=clean | settings, capture_output=True, text=True, timeout=110, check=False
