@@ -17,6 +17,7 @@ from distlab.report.table import Column, Table, Verdict
 from distlab.report.units import human_bytes, three_digits
 
 MOST_ROWS = 16  # of stages: of more every so many are drawn
+FITS = {True: "fits", False: "too large"}
 BACKWARD = 2 / 3  # of a microbatch's time
 CLASSES = ("parameters", "gradients", "optimizer", "gathered", "activations", "logits")
 STEP = (*COMPUTE, *EXPOSED, "bubble", "update")
@@ -46,7 +47,7 @@ def plan_page(job: Job, told: Sequence[str], chosen: Plan, given: Cost | None, t
     limit = 100 * job.usable_bytes / axis_bytes(job, shown.layout)
     gantt = list(step_bars(shown))
     return render(
-        "plan.html", name=shown.layout.name, fits=Verdict("PASS" if shown.fits else "FAIL"), taken=shown is chosen.pick,
+        "plan.html", name=shown.layout.name, fits=FITS[shown.fits], taken=shown is chosen.pick,
         tiles=tiles(job, shown, tokens), memory=bars, limit=limit, usable=human_bytes(job.usable_bytes), step=gantt,
         step_s=three_digits(shown.step_s), classes=in_use(CLASSES, bars), parts=in_use(STEP, gantt),
         ranking=ranking(job, chosen), assumed=Table([Column("of"), Column("taken")], assumed(job, told)),
@@ -138,7 +139,7 @@ def ranking(job: Job, chosen: Plan) -> Table:
     rows = [
         [
             each.layout.name,
-            Verdict("PASS" if each.fits else "FAIL", " take" if each is chosen.pick else ""),
+            Verdict(FITS[each.fits], " take" if each is chosen.pick else ""),
             three_digits(each.step_s),
             f"{each.mfu:.0%}",
             human_bytes(each.held_bytes),

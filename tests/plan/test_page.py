@@ -82,6 +82,8 @@ def test_a_page_is_written_whole(line: str, tmp_path: Path, capsys: pytest.Captu
     assert [each.name for each in tmp_path.iterdir()] == ["plan.html"]
     assert page.startswith("<!doctype html>") and page.rstrip().endswith("</html>")
     assert all(f"<h2>{title}</h2>" in page for title in ("Memory by rank", "The step", "Ranking", "What is assumed"))
+    fitting = plan(read_asked(line.split()).job).fitting
+    assert ('<span class="chip good">fits</span>' in page) == bool(fitting)
     assert not re.search(r"(?:src|href)=[\"']?https?:", page)
     assert "refused" not in capsys.readouterr().out
 
