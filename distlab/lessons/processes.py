@@ -10,11 +10,13 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 LIMIT_S = 60.0
+KILLED_S = 10.0  # until all that was killed has ended
 MOST = 15  # processes: 1 + 2 + 4 + 8
 WORKERS = 2
 
@@ -129,7 +131,23 @@ def ended(program: str, folder: Path) -> tuple[str, str]:
 
 
 def end_group(process: "subprocess.Popen[str]") -> None:
-    """Kill whatever is left of a program's process group, and collect the program."""
+    """Kill whatever is left of a program's process group, and wait until all of it has ended: a process that is killed
+    ends when the kernel comes to it."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait(timeout=LIMIT_S)
+    process.wait(timeout=KILLED_S)
+    until_s = time.monotonic() + KILLED_S
+    while runs(process.pid):
+        if time.monotonic() > until_s:
+            raise TimeoutError(f"processes of group {process.pid} run {KILLED_S:g} s after they were killed")
+        time.sleep(0.01)
+
+
+def runs(group: int) -> bool:
+    """Whether a process of this group has not ended; a zombie has."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, _, its_group = stat.read_text().rpartition(") ")[2].split()[:3]
+            if int(its_group) == group and state not in "ZX":
+                return True
+    return False

@@ -140,7 +140,8 @@ assert len(gc.get_objects()) < 20_000, len(gc.get_objects())
         ("dp", {"LAB_VARIANT": "flat", "LAB_CHECKPOINT_EVERY": "5"}, [CHECKPOINTS]),
         ("fsdp", {"LAB_VARIANT": "fsdp2", "LAB_RESUME": "somewhere"}, [COMPILER, CHECKPOINTS]),
         ("comm", {}, []),  # gloo's own needs no compiler
-        ("precision", {}, []),
+        ("precision", {}, [COMPILER]),  # autocast goes below DDP
+        ("precision", {"LAB_VARIANT": "fp16,bf16"}, []),
     ],
 )
 def test_no_more_than_the_run_uses(run_mode: str, settings: dict[str, str], modules: list[str]) -> None:
