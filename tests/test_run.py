@@ -38,7 +38,7 @@ NO_ENGINE = {"DOCKER_HOST": "tcp://127.0.0.1:1"}
 def checkout(tmp_path: Path) -> Path:
     """A copy of the sources with a finished .venv in it: this test's own Python, under the stamp that ./install
     leaves."""
-    ignored = shutil.ignore_patterns(".git", ".venv", "runs", ".*cache", "__pycache__", ".hypothesis", ".coverage*")
+    ignored = shutil.ignore_patterns(".git", ".venv*", "runs", ".*cache", "__pycache__", ".hypothesis", ".coverage*")
     copy = Path(shutil.copytree(TOP, tmp_path / "distlab", ignore=ignored))
     python = copy / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
