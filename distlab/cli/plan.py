@@ -26,6 +26,7 @@ from distlab.plan.job import Job, Link, Savings, Weights
 from distlab.plan.layout import Layout, given_layout, sharing
 from distlab.plan.model import Shape, from_config, guessed, named, table
 from distlab.plan.page import plan_page
+from distlab.plan.step_time import AGAIN
 from distlab.report.reading import BrokenRecord, write_atomically
 
 # The command line of the calculator: what can be said, what is taken if it is not, and every fault at once.
@@ -42,7 +43,6 @@ PRECISIONS = {"mixed": Precision(2, True), "bf16": Precision(2, False), "fp32": 
 # Numbers that are remembered of each parameter, and the bytes of one: those of the weights that are stepped, or 1.
 OPTIMIZERS = {"adam": (2, None), "adamw": (2, None), "adamw8bit": (2, 1), "sgd": (0, None)}
 DTYPES = ("bf16", "fp8")
-RECOMPUTE = ("none", "selective", "half", "full")
 BASES = {"bf16": 2.0, "nf4": NF4_BYTES}
 STAGES = ("0", "1", "2", "3")
 ASSUMED_GPU = "a100-80gb"
@@ -86,7 +86,7 @@ WORDS: tuple[tuple[str, Sequence[str], str, str], ...] = (
     ("precision", list(PRECISIONS), "mixed", "of weights and gradients; mixed keeps masters in float32, bf16 does not"),
     ("dtype", DTYPES, "bf16", "of layers' products: bf16 or fp8"),
     ("optimizer", list(OPTIMIZERS), "adam", "adam (adamw) remembers two numbers a parameter, adamw8bit two bytes, sgd none"),
-    ("recompute", RECOMPUTE, "none", "full (or nothing said): keep a layer's input alone; half: every second product is done"
+    ("recompute", list(AGAIN), "none", "full (or nothing said): keep a layer's input alone; half: every second product is done"
      " again; selective: no attention scores"),
     ("attention", ("flash", "scores"), "flash", "flash keeps no scores of s x s, scores does"),
     ("base", list(BASES), "bf16", "how --lora stores the weights that it does not train"),
@@ -159,6 +159,8 @@ def read_asked(arguments: Sequence[str] | None) -> Asked:
     """All that was asked; raises ConfigError with all faults at once."""
     made = parser()
     asked, unknown = made.parse_known_args(arguments)
+    if asked.score or asked.fit:
+        raise ConfigError(["--score and --fit each take no other option: they are of published runs, not of a model"])
     known = [name for action in made._actions for name in action.option_strings if name.startswith("--")]
     faults = [f"{word} is not an option{suggest(word.split('=')[0], known)}" for word in unknown]
     values, words = _sizes(asked, faults), _words(asked, faults)
@@ -362,10 +364,10 @@ def command(layout: Layout, job: Job) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the answer; returns the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if given in (["--score"], ["--fit"]):
-        print("\n".join(score.score_lines() if given == ["--score"] else score.fit()))
-        return 0
     try:
+        if given in (["--score"], ["--fit"]):
+            print("\n".join(score.score_lines() if given == ["--score"] else score.fit()))
+            return 0
         asked = read_asked(given)
         switches = parser().parse_known_args(given)[0]
         chosen = plan(asked.job, asked.stages)

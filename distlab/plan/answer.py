@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from distlab.plan.advice import Plan, framework, loses, reason, remedies
-from distlab.plan.costs import COMPUTE, EXPOSED, Cost
+from distlab.plan.costs import EXPOSED, Cost
 from distlab.plan.job import Job, Link, shown_count
 from distlab.plan.layout import Layout
 from distlab.plan.memory import ADAPTER_BYTES, adapter_parameters, microbatches
@@ -222,7 +222,7 @@ def as_json(
     taken = given or chosen.pick
     return {
         "assumed": dict(assumed(job, told)),
-        "job": asdict(job),
+        "job": job_as_json(job),
         "usable_bytes": job.usable_bytes,
         "layout": None if given is None else of_layout(given, given, job),
         "take": None if chosen.pick is None else chosen.pick.layout.name,
@@ -232,6 +232,14 @@ def as_json(
         "would_fit": list(remedies(job)) if chosen.pick is None else [],
         "training": training(job, taken, tokens) if taken and tokens else None,
     }
+
+
+def job_as_json(job: Job) -> dict[str, Any]:
+    """All that was asked; JSON has no infinity, and the memory of a card that was measured whole has no rate of its own."""
+    found = asdict(job)
+    if math.isinf(job.gpu.memory_bytes_per_s):
+        found["gpu"]["memory_bytes_per_s"] = None
+    return found
 
 
 def ranked(chosen: Plan) -> list[Cost]:
@@ -253,7 +261,7 @@ def of_layout(each: Cost, pick: Cost | None, job: Job) -> dict[str, Any]:
         "sent_bytes": each.sent,
         "parts_s": each.parts,
         "messages_s": whole_messages(job, each.layout),
-        "compute_s": sum(each.parts[name] for name in COMPUTE),
+        "compute_s": each.compute_s,
         "exposed_s": each.exposed_s,
         "bubble": each.bubble,
         "step_s": each.step_s,

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from distlab.plan.advice import Plan, loses
-from distlab.plan.answer import assumed, ranked, rate_line, training_line
+from distlab.plan.answer import assumed, ranked, training
 from distlab.plan.costs import COMPUTE, EXPOSED, Cost
-from distlab.plan.job import Job
+from distlab.plan.job import Job, shown_count
 from distlab.plan.layout import Layout
 from distlab.plan.memory import stage_memory
 from distlab.report.html import render
@@ -66,10 +66,10 @@ def tiles(job: Job, shown: Cost, tokens: float | None) -> list[tuple[str, str]]:
         (f"{three_digits(shown.step_s)} s", "a step"),
         (f"{shown.mfu:.1%}", "MFU"),
     ]
-    found.append((rate_line(job, shown).split(";")[0].split(",")[0], "of all GPUs"))
+    found.append((f"{shown_count(shown.tokens_per_s)} tokens/s", "of all GPUs"))
     if tokens:
-        days, hours = training_line(job, shown, tokens).split(", ")[1:3]
-        found.append((days, hours))
+        whole = training(job, shown, tokens)
+        found.append((f"{three_digits(whole['days'])} days", f"{shown_count(whole['gpu_hours'])} GPU-hours"))
     return found
 
 

@@ -7,7 +7,6 @@ that published.json names, at most five a kind of GPU, never on those that its r
 import itertools
 import json
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -16,12 +15,14 @@ from statistics import mean, median
 
 import msgspec
 
+from distlab.config import ConfigError
 from distlab.plan import gpu as gpus
 from distlab.plan.costs import cost
 from distlab.plan.gpu import Shares, gpu_named, tables
 from distlab.plan.job import Job, Link, Weights
 from distlab.plan.layout import Layout
 from distlab.plan.model import Shape
+from distlab.report.reading import write_atomically
 from distlab.report.table import aligned
 from distlab.report.units import human_bytes, three_digits
 
@@ -216,7 +217,8 @@ def fitted_shares(rows: Sequence[Row]) -> Shares:
 
 
 def fit(path: Path = gpus.TABLE) -> list[str]:
-    """Fit every kind that published.json names rows for, write gpus.json, and say what was found."""
+    """Fit every kind that published.json names rows for, write gpus.json, and say what was found; raises ConfigError
+    where it can't be written."""
     found = json.loads(path.read_text())
     rows = {row.name: row for row in published().rows}
     said = []
@@ -233,7 +235,8 @@ def fit(path: Path = gpus.TABLE) -> list[str]:
         f' "{part}": {{\n' + ",\n".join(f'  "{name}": {json.dumps(row)}' for name, row in found[part].items()) + "\n }"
         for part in ("gpus", "fitted")
     ]
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("{\n" + ",\n".join(parts) + "\n}\n")
-    os.replace(temporary, path)
+    try:
+        write_atomically(path, ["{\n" + ",\n".join(parts) + "\n}\n"])
+    except OSError as error:
+        raise ConfigError([f"--fit cannot write {path}: {error.strerror}: run it in a checkout"]) from None
     return said

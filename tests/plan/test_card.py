@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from distlab.cli.plan import read_job
+from distlab.cli.plan import main, read_job
 from distlab.config import ConfigError
 from distlab.plan.card import Attention, Card, Product, as_json, read_card
 from distlab.plan.layout import Layout
@@ -42,7 +42,7 @@ def test_a_step_is_the_sum_of_its_parts() -> None:
     assert twice["scores"] == parts["scores"]
 
 
-def test_what_was_written_is_read(tmp_path: Path) -> None:
+def test_what_was_written_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "gpu.json"
     path.write_text(json.dumps({"card": as_json(CARD)}))
     assert read_card(path) == CARD
@@ -52,6 +52,9 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     computed_s = sum(compute_parts(of_shape, Layout(1, 1, 1, 0)).values())
     assert computed_s == pytest.approx(job.global_samples / 8 * step_s)
     assert "(a card)" in told[0]
+    assert main(f"--params 125M --gpus 1 --gpu-memory 80GB --json --calibrate {path}".split()) == 0
+    found = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(name))
+    assert found["job"]["gpu"]["memory_bytes_per_s"] is None
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from distlab.cli.plan import main
+from distlab.config import ConfigError
 from distlab.plan import gpu, score
 from distlab.plan.costs import cost
 from distlab.plan.gpu import Shares, tables
@@ -115,7 +116,21 @@ def test_the_score_is_printed_worst_first(capsys: pytest.CaptureFixture[str]) ->
     sizes = [abs(error) if error < 0 else error for error in errors]
     assert len(errors) == len(steps()) and sizes[0] > 40 > sizes[len(sizes) // 2]
     assert "step, all rows" in printed and "memory, SimuMax" in printed
-    assert main(["--score", "--params", "7B"]) == 2
+    assert main(["--params", "7B", "--gpus", "64", "--gpu", "h100", "--score"]) == 2
+    assert "take no other option" in capsys.readouterr().out
+
+
+def test_a_table_that_cannot_be_written_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(score, "GRID", ([0.6], [0.2], [0.8]))
+    path = tmp_path / "gpus.json"
+    copyfile(gpu.TABLE, path)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(score, "write_atomically", full)
+    with pytest.raises(ConfigError, match="No space left on device: run it in a checkout"):
+        score.fit(path)
 
 
 def test_the_page_compares_estimators_with_what_the_planner_says() -> None:
