@@ -12,6 +12,7 @@ import gc
 import json
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.gpu.measured_card import DEVICE, ON_CARD, STEPS, card_name, synchronize, warm_up
 from distlab.plan.costs import cost
 from distlab.plan.gpu import gpu_names
+from distlab.plan.model import Shape
 from distlab.plan.score import Row, asked
 
 VOCABULARY = 128256 if ON_CARD else 64
@@ -124,8 +126,8 @@ def row_of(case: Case) -> dict[str, Any]:
     row = {
         "name": f"distlab Llama {shape} 1 {card.upper()}",
         "source": "this repository: python3 -m benchmarks.gpu.llama_steps", "gpu": card, "gpus": 1,
-        "parameters": count, "layers": case.layers, "width": case.width, "heads": case.heads,
-        "kv_heads": case.kv_heads, "mlp_width": case.mlp_width, "gated": True, "vocabulary": VOCABULARY, "tied": False,
+        "parameters": count,
+        "shape": asdict(Shape(*case[:5], gated=True, vocabulary=VOCABULARY, tied=False)),
         "sequence": case.positions, "tp": 1, "pp": 1, "cp": 1, "dp": 1, "zero": 0, "chunks": 1,
         "microbatch": case.samples, "global_batch": case.samples, "recompute": case.recompute,
         "step_s": float(f"{step_s:.4g}"),

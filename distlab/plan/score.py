@@ -46,17 +46,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     gpus: int
     gpus_per_node: int = 8
     parameters: float
-    layers: int
-    width: int
-    heads: int
-    kv_heads: int
-    mlp_width: int
-    gated: bool
-    vocabulary: int
-    tied: bool
-    experts: int = 0
-    experts_a_token: int = 0
-    moe_layers: int = 0
+    shape: Shape
     sequence: int
     tp: int
     pp: int
@@ -94,12 +84,8 @@ def published() -> Published:
 def asked(row: Row) -> tuple[Job, Layout]:
     """The row as a job on paper."""
     card = gpu_named(row.gpu)
-    shape = Shape(
-        row.layers, row.width, row.heads, row.kv_heads, row.mlp_width, row.gated, row.vocabulary, row.tied, row.experts,
-        row.experts_a_token, row.moe_layers,
-    )  # fmt: skip
     job = Job(
-        row.parameters, row.gpus, card.memory_bytes, shape, row.sequence, row.microbatch, row.global_batch, False, card,
+        row.parameters, row.gpus, card.memory_bytes, row.shape, row.sequence, row.microbatch, row.global_batch, False, card,
         Link(LATENCY_S, card.link_bytes_per_s, gpus.LINK_SHARE),
         Link(NODE_LATENCY_S, card.node_link_bytes_per_s, gpus.NODE_LINK_SHARE), row.gpus_per_node,
         WEIGHTS[row.precision], row.recompute, row.flash, row.sequence_parallel, 0.0, row.fp8, row.overlap_tp, row.chunks,
