@@ -96,8 +96,11 @@ def run_in(folder: Path, number: int, kills: bool) -> dict[str, Any]:
     ears, processes = [], []
     for rank in range(WORLD_SIZE):
         config = Config.read(
-            {"RANK": str(rank), "WORLD_SIZE": str(WORLD_SIZE), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        )
+            {
+                "RANK": str(rank), "WORLD_SIZE": str(WORLD_SIZE), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                "LAB_RUN_ID": "loaded",
+            }
+        )  # fmt: skip
         ear, told = context.Pipe(duplex=False)
         arguments = (config, folder, "hold" if rank == holder else "", told)
         processes.append(context.Process(target=rank_of_run, args=arguments, daemon=True))

@@ -260,6 +260,8 @@ def test_a_refused_run_has_no_json_not_even_that_of_before(checkout: Path) -> No
     for done in (run(checkout, "dp", "--json", "LAB_STEPS=x"), run_under_an_engine(checkout, "--json", "LAB_STEPZ=1")):
         assert (done.returncode, done.stdout) == (2, "")
         assert "refused    LAB_STEP" in done.stderr
+    assert run(checkout, "dp", "--json", "LAB_VARIANT=rign").returncode == 2
+    assert [path.name for path in (checkout / "runs").iterdir()] == ["latest"]
 
 
 @contextmanager

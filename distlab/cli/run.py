@@ -15,13 +15,13 @@ import sys
 import time
 import tomllib
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from importlib import metadata
 from pathlib import Path
 
 from distlab.cluster.launch import LauncherPipe, refuse_too_few
 from distlab.config import Config, ConfigError, commands, launchers
-from distlab.config.settings import new_run_id
+from distlab.config.settings import claim_run_id
 from distlab.report import standard_streams
 from distlab.report.progress import telling
 
@@ -88,9 +88,13 @@ def print_json(started_at: float) -> int:
             config = Config.read()
             if config.rank is not None or launchers.read_launcher(os.environ).variables:
                 raise ConfigError(["--json is of a whole run, and an engine started this process as one rank of it"])
-            os.environ["LAB_RUN_ID"] = config.run_id or new_run_id(config.runs_dir, config.mode_name)
+            os.environ["LAB_RUN_ID"] = config.run_id or claim_run_id(config.runs_dir, config.mode_name)
             verdict = config.runs_dir / os.environ["LAB_RUN_ID"] / "run.json"
-            code = start(started_at)
+            try:
+                code = start(started_at)
+            finally:
+                with suppress(OSError):  # a run that was refused leaves no folder
+                    verdict.parent.rmdir()
         except ConfigError as error:
             return refuse(error)
     written = verdict.is_file() and verdict.stat().st_mtime >= started_at  # not by a run of before

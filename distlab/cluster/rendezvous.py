@@ -40,7 +40,7 @@ from distlab.cluster.message_signer import MessageSigner, derive_name
 from distlab.cluster.rendezvous_client import FOREIGN_S, Board, RendezvousClient
 from distlab.cluster.rendezvous_server import OTHER_KEY, Claim, Member, RendezvousServer, RendezvousSocket
 from distlab.config import Config
-from distlab.config.settings import new_run_id
+from distlab.config.settings import claim_run_id
 
 # Rank 0 as the host: it opens the ports, keeps the board until every rank is there, and tells all what is refused.
 
@@ -53,9 +53,10 @@ def open_desk(
 ) -> RendezvousSocket:
     """The board of a new run, asked at `udp`; `guard` holds the TCP port beside it."""
     config = arrival.config
-    run_id = config.run_id or new_run_id(config.runs_dir, config.mode_name)
     ip = address.ip if is_local(address) else source_ip(address.family, address.ip) or address.ip
-    board = RendezvousServer(arrival.claim, ip, arrival.udp.getsockname()[1], run_id, config.join_timeout_s)
+    board = RendezvousServer(
+        arrival.claim, ip, arrival.udp.getsockname()[1], config.run_id or "", config.join_timeout_s
+    )
     return RendezvousSocket(board, udp, arrival.key, arrival.dropped, guard)
 
 
@@ -257,6 +258,8 @@ def _host(arrival: RendezvousClient, address: Address, desk: RendezvousSocket) -
             turned_away=arrival.dropped.turned_away,
         )
     gather(arrival, desk)  # this rank may have been paused meanwhile, and given up
+    # Not earlier: a start that fails leaves no folder.
+    desk.board.run_id = desk.board.run_id or claim_run_id(arrival.config.runs_dir, arrival.config.mode_name)
     desk.board.seal(token, store.port, time.monotonic())  # only who has the key hears where the store is
     desk.serve()
     assert desk.board.sealed is not None

@@ -106,11 +106,23 @@ def run_name(value: str) -> str:
     return value
 
 
-def new_run_id(runs: Path, mode: str) -> str:
-    """Mode and time, with a number behind it where a run of this second has that folder."""
+def claim_run_id(runs: Path, mode: str) -> str:
+    """Mode and time, with a number behind it where a run of this second has that folder.
+
+    The folder is made here, which the file system does for one process alone: of two runs that begin in one second each
+    gets a name of its own. Where none can be made, the run says why when it opens its folder.
+    """
     name = f"{mode}-{time.strftime('%Y%m%d-%H%M%S')}"
     numbered = (f"{name}-{number}" for number in count(2))
-    return next(each for each in chain([name], numbered) if not os.path.lexists(runs / each))
+    return next(each for each in chain([name], numbered) if _is_made(runs / each) or not os.path.lexists(runs / each))
+
+
+def _is_made(folder: Path) -> bool:
+    try:
+        folder.mkdir(parents=True)
+    except OSError:
+        return False
+    return True
 
 
 def host_name(value: str) -> str:

@@ -153,10 +153,20 @@ def unwritable(config: Config) -> list[str]:
         ]
     if (latest := runs / LATEST).exists() and not latest.is_symlink():
         return [f"{quoted(latest)} is no link to the newest run: rename it or remove it"]
-    goes_on = config.resume == "auto" and config.run_id is not None and (runs / config.run_id).is_dir()
-    if config.run_id is not None and os.path.lexists(runs / config.run_id) and not goes_on:
+    if config.run_id is None or not os.path.lexists(runs / config.run_id):
+        return []
+    goes_on = config.resume == "auto" and (runs / config.run_id).is_dir()
+    if not (goes_on or _is_empty(runs / config.run_id)):
         return [f"LAB_RUN_ID={config.run_id!r} exists already in {runs}: choose another or remove it"]
     return []
+
+
+def _is_empty(folder: Path) -> bool:
+    """Whether it is a folder in which no run has written: a launcher that chose the name has made it."""
+    try:
+        return not folder.is_symlink() and not any(folder.iterdir())
+    except OSError:
+        return False
 
 
 def _no_folder_in(nearest: Path) -> str:

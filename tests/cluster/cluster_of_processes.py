@@ -98,9 +98,10 @@ class Rank:
 class Processes:
     """All processes of one test; none is left behind."""
 
-    def __init__(self) -> None:
+    def __init__(self, runs: Path) -> None:
         self.all: list[Rank] = []
         self.port = free_port()
+        self.runs = runs
 
     def rank(
         self, rank: int, world_size: int, *, version: str = "v1", steps: int = 400, deed: str = "", **variables: str
@@ -108,7 +109,7 @@ class Processes:
         """Start `one_rank.py` as a rank."""
         environ = {
             "RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port),
-            "LAB_JOIN_TIMEOUT_S": "30",
+            "LAB_JOIN_TIMEOUT_S": "30", "LAB_RUNS_DIR": str(self.runs),
         }  # fmt: skip
         return self.run(
             [sys.executable, "-m", "tests.cluster.one_rank", version, str(steps), deed], environ | variables

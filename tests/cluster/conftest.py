@@ -1,6 +1,7 @@
 """A fixture for real processes, none of which outlives its test."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -8,7 +9,7 @@ from tests.cluster.cluster_of_processes import Processes
 
 
 @pytest.fixture
-def processes() -> Iterator[Processes]:
-    started = Processes()
+def processes(tmp_path: Path) -> Iterator[Processes]:
+    started = Processes(tmp_path / "runs")
     yield started
     started.close()

@@ -44,7 +44,9 @@ def test_three_ranks_join_and_agree(processes: Processes) -> None:
     assert [rank.end() for rank in ranks] == [0, 0, 0]
     joined = {line for rank in ranks for _, line in rank.lines if line.startswith("joined")}
     assert len(joined) == 1
-    assert re.fullmatch(r"joined dp-\d{8}-\d{6} 0@127.0.0.1 1@127.0.0.1 2@127.0.0.1", joined.pop())
+    found = re.fullmatch(r"joined (dp-\d{8}-\d{6}) 0@127.0.0.1 1@127.0.0.1 2@127.0.0.1", joined.pop())
+    assert found
+    assert [path.name for path in processes.runs.iterdir()] == [found[1]]  # no other run is given that name
 
 
 def test_the_run_id_is_taken_from_the_environment(processes: Processes) -> None:

@@ -4,6 +4,8 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -378,9 +380,23 @@ def test_two_runs_of_one_second_have_two_names(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("distlab.config.settings.time.strftime", lambda _: "20261126-221257")
     names = []
     for _ in range(3):
-        names.append(settings.new_run_id(tmp_path, "dp"))
-        (tmp_path / names[-1]).mkdir()
+        names.append(settings.claim_run_id(tmp_path / "runs", "dp"))
     assert names == ["dp-20261126-221257", "dp-20261126-221257-2", "dp-20261126-221257-3"]
+    (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
+    assert settings.claim_run_id(tmp_path / "nowhere", "dp") == names[0]  # whose folder nobody can make
+
+
+def test_runs_that_begin_at_once_have_names_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distlab.config.settings.time.strftime", lambda _: "20261126-221257")
+    for attempt in range(20):
+        begin = threading.Barrier(8)
+
+        def claimed(_: int, runs: Path = tmp_path / str(attempt), begin: threading.Barrier = begin) -> str:
+            begin.wait(10)
+            return settings.claim_run_id(runs, "dp")
+
+        with ThreadPoolExecutor(8) as pool:
+            assert len(set(pool.map(claimed, range(8)))) == 8
 
 
 def test_all_misspelt_variables_are_told_at_once_and_those_of_engines_are_none() -> None:

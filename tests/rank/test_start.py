@@ -78,6 +78,8 @@ def test_every_thread_of_a_rank_computes_with_as_many_and_the_same_bits(threads:
 
 def test_a_run_that_exists_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
+    refuse(config_of(LAB_RUNS_DIR=str(tmp_path), LAB_RUN_ID="mine"), MODE)  # made by a launcher that chose the name
+    (tmp_path / "mine" / ".run").touch()
     assert refused(tmp_path, LAB_RUN_ID="mine") == [
         f"LAB_RUN_ID='mine' exists already in {tmp_path}: choose another or remove it"
     ]
