@@ -17,9 +17,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from distlab.config import ON_ONE_MACHINE
+from distlab.config import ON_ONE_MACHINE, Config
 from distlab.config.commands import COMMANDS, offered
-from distlab.config.settings import modes
+from distlab.config.settings import aliases, modes, slips
+from tests.config.test_config import OF_OTHERS
 from tests.launched import ended
 
 TOP = Path(__file__).parent.parent
@@ -233,6 +234,19 @@ def test_fewer_codes_than_ranks_are_a_broken_cluster(checkout: Path) -> None:
     code, asked = under_an_engine(checkout, CONTAINERS="one")
     assert code == 3
     assert "compose up" in asked
+
+
+def test_every_slip_of_a_name_is_refused_before_a_container_starts_and_no_variable_of_others(checkout: Path) -> None:
+    """As distlab/config does, which sees no variable that the Compose file lacks."""
+    named = ["RUN_MODE", "RANK", "MASTER_PORT", "LAB_KEY_FILE"]  # each slip is a process that looks for what was meant
+    slipped = {slip for name in named for slip in slips(name)} - aliases(Config).keys()
+    others = set(OF_OTHERS) - os.environ.keys()
+    done = run_under_an_engine(checkout, WORLD_SIZE="9", **dict.fromkeys([*slipped, *others], "2"))
+    assert done.returncode == 2
+    refused = [line.split()[1] for line in done.stderr.splitlines()]
+    assert refused.pop(0) == "WORLD_SIZE='9'"
+    assert sorted(refused) == sorted(slipped)
+    assert not (checkout / "asked").exists() or "up" not in (checkout / "asked").read_text()
 
 
 @pytest.mark.parametrize("words", [["LAB_STEPS=7", "WORLD_SIZE=2"], ["RUN_MODE=tp", "WORLD_SIZE=2"]], ids=" ".join)

@@ -6,7 +6,6 @@ Variables of the cluster keep the names that torchrun and Kubernetes use; all ot
 knows stand in its lesson (its options.py). A name that is in neither is refused, with the nearest one suggested.
 """
 
-import difflib
 import json
 import os
 import re
@@ -143,10 +142,11 @@ class Config(BaseSettings):
         kind = options or _own_of(mode)
         common, own = aliases(cls), aliases(kind)
         given = {name: environ[name].strip() for name in common | own if environ.get(name, "").strip()}
+        slips = {slip for name in common | own for slip in settings.slips(name)}
         faults = [*found_before] + [
             _stranger(name, environ[name], mode, [*common, *own])
             for name in sorted(environ)
-            if name not in common and name not in own and environ[name].strip() and _is_meant(name)
+            if name not in common | own and environ[name].strip() and (name.startswith("LAB_") or name in slips)
         ]
         unprintable = [name for name in given if not given[name].isprintable()]
         faults += [f"{named_value(name, given[name])} is not printable text in UTF-8" for name in unprintable]
@@ -291,12 +291,6 @@ def _too_many(world_size: str, on_one_machine: bool) -> list[str]:
         f"{named_value('WORLD_SIZE', world_size)} is out of range: expected 1 to {ON_ONE_MACHINE} on one machine, and up"
         f" to {MAX_WORLD_SIZE} under an engine such as Slurm or torchrun"
     ]
-
-
-def _is_meant(name: str) -> bool:
-    """Whether a variable is meant for the lab: by its first letters, or since it is a letter away from one of these."""
-    near = bool(difflib.get_close_matches(name, ("RUN_MODE", "WORLD_SIZE"), n=1, cutoff=0.93))
-    return name.startswith("LAB_") or near
 
 
 def _stranger(name: str, value: str, mode: str, known: list[str]) -> str:

@@ -191,6 +191,27 @@ def suggest(value: str, allowed: Sequence[str]) -> str:
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
+# Letters that are next to each other on a keyboard stand next to each other here.
+KEYS = (
+    "QWERTYUIOP ASDFGHJKL ZXCVBNM QAZ WSX EDC RFV TGB YHN UJM IK OL"
+    " AW SE DR FT GY HU JI KO LP ZS XD CF VG BH NJ MK 0_ P_"
+)
+
+
+def slips(name: str) -> set[str]:
+    """`name` with one slip of the fingers: two letters in the wrong order, one left out, doubled, or the key beside it.
+
+    Another letter in front, behind or in between makes the name of something else, as RUN_MODEL is.
+    """
+    made = set()
+    for at, letter in enumerate(name):
+        before, after = name[:at], name[at + 1 :]
+        beside = (key for key in set(KEYS) - {" "} if letter + key in KEYS or key + letter in KEYS)
+        made |= {before + after[:1] + letter + after[1:], before + after, before + 2 * letter + after}
+        made |= {before + key + after for key in beside}
+    return made - {name}
+
+
 # What is wrong with the text of a variable, as a sentence: its name, its value, and what is allowed.
 
 SECRET = ("LAB_KEY",)

@@ -399,6 +399,50 @@ def test_runs_that_begin_at_once_have_names_of_their_own(tmp_path: Path, monkeyp
             assert len(set(pool.map(claimed, range(8)))) == 8
 
 
+# What real machines have in their environments, near the names of the lab and far from them.
+OF_OTHERS = """
+    PATH HOME HOSTNAME SHELL LANG TERM USER PWD TZ EDITOR HOST PORT ADDR SIZE MODE MODEL TEXT STEPS SEED BATCH DEVICE RUN
+    RANK_ID RANKS RANKING NRANKS NODE_RANK NODERANK GROUP_RANK ROLE_RANK LOCAL_RANKS GLOBAL_RANK PMI_RANK PMIX_RANK
+    OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_LOCAL_RANK OMPI_COMM_WORLD_SIZE MPI_LOCALRANKID MV2_COMM_WORLD_RANK JSM_NAMESPACE_RANK
+    WORLD WORLD_SIZES LOCAL_WORLD_SIZE GROUP_WORLD_SIZE ROLE_WORLD_SIZE LOCAL_SIZE SLURM_PROCID SLURM_LOCALID SLURM_NTASKS
+    MASTER MASTER_IP MASTER_HOST MASTER_ADDRESS MASTER_PORTS MASTER_SERVICE_HOST MASTER_SERVICE_PORT MASTER_PORT_29500_TCP
+    MASTER_PORT_29500_TCP_ADDR WORKER0_PORT KUBERNETES_PORT KUBERNETES_SERVICE_HOST NODE_NAME POD_IP CI CI_JOB_ID RUNNER_OS
+    RUNNER_NAME RUN_ID RUN_MODEL RUN_MODES RUN_CODE RUN_NAME RUN_NUMBER RUN_ATTEMPT GITHUB_RUN_ID GITHUB_RUN_NUMBER
+    BUILD_ID TEST_MODE DEBUG_MODE DEV_MODE OMP_NUM_THREADS CUDA_VISIBLE_DEVICES NCCL_DEBUG GLOO_SOCKET_IFNAME
+    TORCHELASTIC_RUN_ID PET_MASTER_PORT RAY_ADDRESS LABEL LABELS LABEL_SIZE LAB LABS COLLAB_TEXT COLAB_GPU JUPYTERLAB_DIR
+    GITLAB_CI GITLAB_USER_ID GITLAB_LOG MATLAB_LOG SLAB_SIZE
+""".split()  # noqa: SIM905  a line of 120 columns holds a dozen
+
+
+@pytest.mark.parametrize(
+    ("name", "slip"),
+    [
+        ("RUN_MODE", "RUN_MDOE"), ("RUN_MODE", "URN_MODE"), ("RUN_MODE", "RUNMODE"), ("RUN_MODE", "RUN_MOD"),
+        ("RUN_MODE", "RUN_MMODE"), ("RUN_MODE", "RUN_MODDE"), ("RUN_MODE", "RUN_MODEE"), ("RUN_MODE", "RUN_NODE"),
+        ("RUN_MODE", "TUN_MODE"), ("WORLD_SIZE", "WORLD_SZIE"), ("WORLD_SIZE", "WORDL_SIZE"), ("RANK", "RNAK"),
+        ("MASTER_PORT", "MASTER_PROT"), ("MASTER_ADDR", "MASTER_ADR"), ("LOCAL_RANK", "LOCAL_RANKK"),
+        ("LAB_WIDTH", "LBA_WIDTH"), ("LAB_WIDTH", "LAV_WIDTH"), ("LAB_WIDTH", "LABWIDTH"),
+    ],
+)  # fmt: skip
+def test_one_slip_of_the_fingers_is_refused_with_all_else(name: str, slip: str) -> None:
+    told = faults(LAB_STEPS="x", **{slip: "2"})
+    assert told == [
+        f"{slip} is not a variable of the lab (did you mean {name!r}?)",
+        "LAB_STEPS='x' is not a whole number",
+    ]
+
+
+def test_every_slip_in_every_name_is_refused_and_no_variable_of_others() -> None:
+    known = {**aliases(Config), **aliases(declared("dp"))}
+    for name in known:
+        swapped = {name[:at] + name[at + 1] + name[at] + name[at + 2 :] for at in range(len(name) - 1)} - {name}
+        left_out = {name[:at] + name[at + 1 :] for at in range(len(name))}
+        doubled = {name[:at] + name[at] + name[at:] for at in range(len(name))}
+        slipped = (swapped | left_out | doubled) - known.keys()
+        assert len(faults(**dict.fromkeys(slipped, "2"))) == len(slipped)
+    Config.read(dict.fromkeys(OF_OTHERS, "2"))
+
+
 def test_all_misspelt_variables_are_told_at_once_and_those_of_engines_are_none() -> None:
     told = faults(WORLD_SIZ="3", LAB_STEPZ="4")
     assert [sentence.split(" ", 1)[0] for sentence in told] == ["LAB_STEPZ", "WORLD_SIZ"]
