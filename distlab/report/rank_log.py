@@ -396,13 +396,13 @@ def waits_lines(log: RankLog) -> list[str]:
 
 
 def checks_lines(log: RankLog) -> list[str]:
-    """How many of the claims of this rank that decide passed, and which did not."""
+    """Whether the claims of this rank that decide passed, and which did not. Their number is not that of the run, which
+    counts a claim of several ranks once."""
     deciding = [each for each in log.all(records.Comparison) if each.decides]
     made: list[records.Check | records.Comparison] = [*log.all(records.Check), *deciding]
-    claims = [(each, passes(each)) for each in made]
-    failed = [f"{each.variant} {each.name}".strip() for each, passed in claims if not passed]
-    told = f"{len(claims) - len(failed)} of {len(claims)} passed on this rank"
-    return wrapped("checks", told + (f"; FAILED: {', '.join(failed)}" if failed else ""))
+    failed = dict.fromkeys(f"{each.variant} {each.name}".strip() for each in made if not passes(each))
+    told = "all passed on this rank" if made else "none was made on this rank"
+    return wrapped("checks", f"FAILED on this rank: {', '.join(failed)}" if failed else told)
 
 
 def verdict_of_all(verdict: str, folder: Path) -> str:

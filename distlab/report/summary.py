@@ -12,7 +12,7 @@ from distlab.report import sentences, tables
 from distlab.report.records import Ranks, Run
 from distlab.report.table import in_columns, log_line, wrapped
 from distlab.report.units import byte_unit, difference, milliseconds, three_digits
-from distlab.report.verdict import pytorch_own, slowest
+from distlab.report.verdict import proof_on, pytorch_own, slowest
 
 WIDTH = 67  # columns: 80 without "worker0-1  | "
 MOST_TITLE = 9  # columns
@@ -75,14 +75,23 @@ def variants(run: Run) -> list[str]:
     return [name for name in named if name and name not in skipped] or [""]
 
 
+def times_steps(run: Run) -> bool:
+    """Whether the steps of any variant were timed."""
+    return any(slowest(variant["step_seconds"]) for variant in run["variants"])
+
+
 def claims_of(run: Run, variant: str) -> list[Run]:
     return [claim for claim in run["checks"] + run["comparisons"] if claim["variant"] == variant]
 
 
 def exact(run: Run, variant: str) -> str:
-    """The largest difference of a variant's proof; of what is not trained that of all its checks."""
+    """The largest difference of a variant's proof, "-" where it was left out; of what is not trained that of all its
+    checks."""
     found = [check for check in run["checks"] if check["variant"] == variant and variant]
-    proof = [check for check in found if check["name"] in tables.PROOF] or [c for c in found if not c["unit"]]
+    proof = [check for check in found if check["name"] in tables.PROOF]
+    if not proof and (not proof_on(run["config"]) or times_steps(run)):
+        return "-" if found else ""
+    proof = proof or [check for check in found if not check["unit"]]
     if not proof:
         return ""
     worst = max(proof, key=lambda check: (not check["passed"], check["max_abs_diff"]))
@@ -143,7 +152,7 @@ def alone_lines(run: Run) -> list[str]:
 
 def decided_lines(run: Run) -> list[str]:
     """Of a mode that times no steps the checks that decided, by name: what its table leaves unsaid."""
-    if any(slowest(variant["step_seconds"]) for variant in run["variants"]) or not run["checks"]:
+    if times_steps(run) or not run["checks"]:
         return []
     names = list(dict.fromkeys(check["name"] for check in run["checks"]))
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
@@ -152,8 +161,8 @@ def decided_lines(run: Run) -> list[str]:
 
 def times_lines(run: Run) -> list[str]:
     """How far the times above can be trusted; nothing where none were measured."""
-    timed = any(slowest(variant["step_seconds"]) for variant in run["variants"])
-    return [line for each in sentences.load_sentences(run) for line in wrapped("times", each)] if timed else []
+    told = sentences.load_sentences(run) if times_steps(run) else []
+    return [line for each in told for line in wrapped("times", each)]
 
 
 def lost_lines(run: Run, records: Ranks, report: Path | None, folder: Path) -> list[str]:

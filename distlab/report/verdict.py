@@ -173,14 +173,13 @@ def judge(records: Ranks) -> Run:
     if start.says_claims and not errors and not lost:
         checks += as_entries(missing(records))
     verdict = _verdict(errors, lost, all(claim["passed"] for claim in checks + comparisons))
-    proof_on = str(start.config.get("LAB_PROOF", 1)).lower() not in ("0", "false")
     return {
         "schema": 1,
         "run_id": start.run_id,
         "run_mode": start.run_mode,
         "world_size": start.world_size,
         "verdict": verdict,
-        "proven": verdict == "pass" and proof_on and bool(checks) and start.run_mode != SCRIPT,
+        "proven": verdict == "pass" and proof_on(start.config) and bool(checks) and start.run_mode != SCRIPT,
         "timed_held": any(check["name"] == "timed losses" for check in checks),
         "config": start.config,
         "versions": start.versions,
@@ -203,6 +202,11 @@ def judge(records: Ranks) -> Run:
         "dropped": _dropped(records),
         "machines": machines(records),
     }
+
+
+def proof_on(config: Run) -> bool:
+    """Whether the settings of a run leave the proof in."""
+    return str(config.get("LAB_PROOF", 1)).lower() not in ("0", "false")
 
 
 def exit_code(run: Run) -> int:

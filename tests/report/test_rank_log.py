@@ -1,6 +1,7 @@
 """How a rank's log keeps to its lines; tests/experiments/test_rank_logs.py has whole logs."""
 
-from distlab.report.rank_log import fitted
+from distlab.report.rank_log import RankLog, checks_lines, fitted
+from distlab.report.records import Check, Comparison
 from distlab.report.table import WIDTH
 
 
@@ -21,3 +22,14 @@ def test_one_line_of_each_stays_however_little_room_there_is() -> None:
     assert fitted(blocks(), 0) == ["sent 1 ...", "waited", "memory 1 ..."]
     assert fitted([], 0) == []
     assert fitted([["m" * WIDTH, "n"]], 1) == ["m" * (WIDTH - 3) + "..."]
+
+
+def test_the_checks_of_a_rank_have_no_number_beside_that_of_the_run() -> None:
+    log = RankLog("normal")
+    assert checks_lines(log) == ["checks     none was made on this rank"]
+    log.lines(Comparison("", "shown", "s", 1, 9, 0, decides=False))
+    log.lines(Check("", "shards", 0, 0))
+    assert checks_lines(log) == ["checks     all passed on this rank"]
+    for _ in range(2):
+        log.lines(Check("flat", "weights", 1, 0))
+    assert checks_lines(log) == ["checks     FAILED on this rank: flat weights"]

@@ -103,6 +103,20 @@ def test_no_column_is_empty_and_a_value_that_is_not_there_is_an_empty_cell() -> 
     assert "-" not in row and "None" not in row
 
 
+@pytest.mark.parametrize("config", [{"LAB_PROOF": False}, {"LAB_PROOF": "0"}, {}], ids=str)
+def test_what_was_not_proven_is_exact_to_nothing(config: dict[str, object]) -> None:
+    """Its other checks may be of differences too, such as those between replicas."""
+
+    def change(record: Record) -> Record | None:
+        if isinstance(record, Start):
+            return replace(record, config=record.config | config)
+        return replace(record, name="replicas", max_abs_diff=0) if isinstance(record, Check) else record
+
+    unproven = bent(good_run(), change)
+    assert judge(unproven)["proven"] == (not config)
+    assert [line.split()[1] for line in end(unproven)[2:5]] == ["-"] * 3
+
+
 def is_of(record: Record, variant: str, *kinds: type[Record]) -> bool:
     return isinstance(record, kinds) and getattr(record, "variant", "") == variant
 
