@@ -25,11 +25,14 @@ from msgspec.structs import replace
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
 from distlab.checkpoint import manifest
 from distlab.checkpoint.manifest import Manifest
+from distlab.checkpoint.metadata import FILE, read, to_json
 from distlab.collectives.sharded_tensor import LocalShard
 from distlab.contract import ShardsWritten, all_there
 from distlab.report.units import human_bytes
@@ -50,8 +53,25 @@ class Damaged(Exception):
     """Files that DCP cannot read, or that lack what is asked of them."""
 
 
+class Reader(dcp.FileSystemReader):
+    """Reads the lab's own metadata, and of torch's pickles data alone."""
+
+    def read_metadata(self, *arguments: Any, **named: Any) -> Metadata:  # noqa: ARG002
+        """As torch's."""
+        return read(Path(self.path))
+
+
 class Writer(dcp.FileSystemWriter):
-    """Says of a disk that refuses what the disk says: torch's archive hides it behind a complaint of its own."""
+    """Says of a disk that refuses what the disk says: torch's archive hides it behind a complaint of its own. Writes
+    metadata that are no pickle."""
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """As torch's, on the rank that gathers what all have written."""
+        metadata.storage_data = {each.index: each.storage_data for of_rank in results for each in of_rank}
+        with (Path(self.path) / FILE).open("wb") as file:
+            file.write(to_json(metadata))
+            file.flush()
+            os.fsync(file.fileno())
 
     def write_data(self, *arguments: Any) -> Any:
         """As torch's; raises OSError."""
@@ -75,12 +95,12 @@ def save_state(state: State, folder: Path, group: dist.ProcessGroup | None) -> l
         except CheckpointException as error:
             raise _first_failure(error) from None
     rank = group.rank() if group is not None else 0
-    return sorted([*folder.glob(f"__{rank}_*"), *(folder.glob(".metadata") if rank == 0 else [])])
+    return sorted([*folder.glob(f"__{rank}_*"), *(folder.glob(FILE) if rank == 0 else [])])
 
 
 def load_state(state: State, folder: Path, group: dist.ProcessGroup | None) -> None:
     """Fill `state` in place with what `folder` holds; every rank of `group` reads for itself. Raises Damaged."""
-    planner, reader = DefaultLoadPlanner(**AS_IT_IS), dcp.FileSystemReader(folder)
+    planner, reader = DefaultLoadPlanner(**AS_IT_IS), Reader(folder)
     with _quiet():
         try:
             dcp.load(to_dcp(state, group), storage_reader=reader, planner=planner, no_dist=True)
@@ -103,9 +123,9 @@ def files_named(folder: Path) -> set[str]:
 
 def _metadata(folder: Path) -> Any:
     try:
-        return dcp.FileSystemReader(folder).read_metadata()
+        return read(folder)
     except Exception as error:  # a pickle can fail in any way
-        raise Damaged(f"{folder / '.metadata'} cannot be read ({error})") from None
+        raise Damaged(f"{folder / FILE} cannot be read ({error})") from None
 
 
 def to_dcp(state: State, group: dist.ProcessGroup | None) -> dict[str, Any]:

@@ -173,7 +173,7 @@ class Survivor:
         write_whole(path, {"applied": self.applied, "state": self.state()})
 
     def load(self, path: Path) -> None:
-        saved = torch.load(path)
+        saved = torch.load(path, weights_only=True)
         self.take(saved["state"], saved["applied"])
 
     def moments(self, group: Regroup) -> Tensor:  # noqa: ARG002  every replica has them all
@@ -394,7 +394,7 @@ class ShardedSurvivor(Survivor):
         """What the last checkpoint of the member number `root` has: the state, and all moments."""
         state, moments = self.state(), self.piece.moments.new_empty(len(self.piece.moments), self.total)
         if group.place == root:
-            saved = torch.load(self._file)
+            saved = torch.load(self._file, weights_only=True)
             state, moments = saved["state"], saved["moments"]
         return group.broadcast(state, root), group.broadcast(moments, root)
 

@@ -5,15 +5,20 @@ import math
 import os
 import pickle
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
-from distlab.checkpoint import locate, manifest
+from distlab.checkpoint import locate, manifest, metadata, storage
 from distlab.checkpoint.manifest import Unreadable
 from distlab.checkpoint.save import keep_last
+from distlab.cli.checkpoint import main
 from distlab.config import Config, ConfigError
 from tests.checkpoint.made_up import checkpoint, config_of
 
@@ -169,6 +174,63 @@ def test_metadata_that_is_no_metadata_is_damage(runs: Path) -> None:
     assert ".metadata cannot be read" in fault
 
 
+class Evil:
+    """A pickle that makes a file where it is read."""
+
+    def __init__(self, made: Path) -> None:
+        self.made = made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.made,)
+
+
+def evil(name: str, made: Path) -> bytes:
+    """The bytes of metadata that run something, or that would have torch run it."""
+    if name == "a call":
+        return pickle.dumps(Evil(made))
+    held: Any = BytesStorageMetadata() if name == "bytes, which torch unpickles" else Evil(made)
+    return pickle.dumps(Metadata({"flat/weights.w": held}, storage_data={}))
+
+
+@pytest.mark.parametrize("name", ["a call", "a call inside", "bytes, which torch unpickles"])
+def test_metadata_that_would_run_code_are_refused_before_they_do(
+    runs: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder,) = [path for path in (runs / "a" / "checkpoints").iterdir() if path.name == "step-00000030"]
+    (folder / metadata.FILE).write_bytes(evil(name, tmp_path / "made"))
+    change(folder, files=storage.described([path for path in folder.iterdir() if path.name != manifest.FILE], folder))
+    with pytest.raises(
+        ConfigError, match=r"\.metadata cannot be read \(it names .*which no checkpoint of the lab holds"
+    ):
+        locate.choose(resuming(str(folder), runs), pytest.fail)
+    assert main(["export", str(folder), str(tmp_path / "out.pt")]) == 2
+    assert "which no checkpoint of the lab holds" in capsys.readouterr().err
+    with pytest.raises(storage.Damaged):  # as each rank reads it for itself
+        storage.load_state({"flat/weights.w": torch.zeros(3)}, folder, None)
+    assert not (tmp_path / "made").exists()
+
+
+def test_metadata_as_torch_pickles_them_are_read_as_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor(7, dtype=torch.int64), "c": torch.ones(2).bfloat16()}
+    storage.save_state(state, tmp_path / "json", None)
+    monkeypatch.setattr(storage.Writer, "finish", FileSystemWriter.finish)
+    storage.save_state(state, tmp_path / "pickle", None)
+    assert not (tmp_path / "pickle" / metadata.FILE).read_bytes().startswith(b"{")
+    assert (tmp_path / "json" / metadata.FILE).read_bytes().startswith(b"{")
+    old, new = (metadata.read(tmp_path / name).state_dict_metadata for name in ("pickle", "json"))
+    assert old == new
+    for name in ("json", "pickle"):
+        assert all(
+            torch.equal(tensor, state[label]) for label, tensor in storage.load_dense(tmp_path / name, "").items()
+        )
+
+
+def test_metadata_of_a_type_that_torch_has_not_are_damage(tmp_path: Path) -> None:
+    (tmp_path / metadata.FILE).write_text('{"a": {"dtype": "save", "size": [], "boxes": []}}')
+    with pytest.raises(storage.Damaged, match="'save' is no type of a tensor"):
+        storage.files_named(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("source", "environ", "sentences"),
     [
@@ -220,3 +282,13 @@ def test_a_manifest_reads_as_it_was_written(runs: Path) -> None:
     assert manifest.read(folder).step == 30
     with pytest.raises(Unreadable, match="has no manifest"):
         manifest.read(runs)
+
+
+def test_no_file_is_unpickled_anywhere_else() -> None:
+    """But what processes of one command give each other by a pipe, and the files of a puzzle, whose code runs anyway."""
+    package = Path(locate.__file__).parents[1]
+    sources = {
+        path: path.read_text() for path in package.rglob("*.py") if "puzzle" not in path.relative_to(package).parts
+    }
+    calls = [line for text in sources.values() for line in re.findall(r"(?:torch|np|numpy|pickle)\.loads?\(.*", text)]
+    assert len(calls) == 2 and all("weights_only=True" in call for call in calls)
