@@ -179,6 +179,8 @@ case "$*" in "compose ps -aq"*) printf '%s\n' ${CONTAINERS:-one other} ;; esac
 case "$*" in "compose config") echo "name: ${COMPOSE_PROJECT_NAME:-distlab}" ;; esac
 case "$*" in ps*working_dir*) echo "${ELSEWHERE:-}" ;; esac
 case "$*" in inspect*Status*ExitCode*working_dir*) echo "${STATUS:-exited} 0 ${FOLDER:-$PWD}" ;; esac
+STOPS=${STOPS:-none}
+case "$STOPS $*" in none*) ;; *"compose up"*) mkdir -p runs/x && echo >runs/x/rank0.jsonl && kill -"$STOPS" $PPID && sleep 0.3; exit ;; esac
 case "$*" in "compose up"*) env >given && mkdir -p runs/latest && echo '{"verdict": "pass"}' >runs/latest/run.json ;; esac
 case "$*" in *"up --no-build --detach live") exit "${TAKEN:-0}" ;; esac
 """
@@ -276,6 +278,14 @@ def test_a_refused_run_has_no_json_not_even_that_of_before(checkout: Path) -> No
         assert "refused    LAB_STEP" in done.stderr
     assert run(checkout, "dp", "--json", "LAB_VARIANT=rign").returncode == 2
     assert [path.name for path in (checkout / "runs").iterdir()] == ["latest"]
+
+
+@pytest.mark.parametrize(("signal", "code"), [("TERM", 143), ("HUP", 143), ("INT", 130)])
+def test_a_run_that_is_stopped_is_judged_from_the_records_of_its_ranks(checkout: Path, signal: str, code: int) -> None:
+    stopped, asked = under_an_engine(checkout, STOPS=signal)
+    assert stopped == code
+    assert re.search(r"compose run .*worker0 python -m distlab report runs/x$", asked, re.MULTILINE)
+    assert (checkout / "runs" / "latest").resolve() == checkout / "runs" / "x"
 
 
 @contextmanager

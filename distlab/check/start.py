@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from distlab.check.fork_servers import ForkServer, is_one_for_all
-from distlab.cluster.launch import refuse_too_few
+from distlab.cluster.launch import heed_stops, launch, named_run, refuse_too_few
 from distlab.config import Config, ConfigError, commands, launchers
 from distlab.config.settings import Field, ModeOptions, suggest
 
@@ -84,6 +84,7 @@ def start(errand: Errand, words: Sequence[str]) -> int:
         config = configured(errand, os.environ, engine.faults, script)
         if config.rank is None:
             refuse_too_few(config.world_size)
+            heed_stops()
     except ConfigError as error:
         for fault in error.faults:
             print(f"refused    {fault}", flush=True)
@@ -93,7 +94,6 @@ def start(errand: Errand, words: Sequence[str]) -> int:
         os.environ.setdefault(name, value)
     servers = start_servers(config)
     from distlab.check.script import Job
-    from distlab.cluster.launch import launch
 
     shown = os.environ.get("DISTLAB_TYPED", str(script))
     own: FileOptions = config.own(errand.options)
@@ -113,10 +113,11 @@ def start(errand: Errand, words: Sequence[str]) -> int:
     if config.rank is not None:
         return be_rank()
     import distlab.check.rank_supervisor  # noqa: F401  (torch, once for all ranks)
-    from distlab.rank.finish import draw_missing
+    from distlab.rank.finish import complete
 
-    code = launch(config, be_rank)
-    draw_missing(code, config.runs_dir)
+    with named_run(config) as folder:
+        code = launch(config, be_rank)
+        complete(code, folder)
     return code
 
 

@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from importlib import metadata
 from pathlib import Path
 
-from distlab.cluster.launch import LauncherPipe, refuse_too_few
+from distlab.cluster.launch import LauncherPipe, heed_stops, launch, named_run, refuse_too_few
 from distlab.config import Config, ConfigError, commands, launchers
 from distlab.config.settings import claim_run_id
 from distlab.report import standard_streams
@@ -121,10 +121,9 @@ def start_all(config: Config) -> int:
     """All ranks as local processes, with what each of them imports already there; raises ConfigError where they cannot
     be started."""
     refuse_too_few(config.world_size)
-    from distlab.cluster.launch import launch
-
+    heed_stops()
     with telling("importing PyTorch", told=config.log != "quiet"):
-        from distlab.rank.finish import draw_missing
+        from distlab.rank.finish import complete
         from distlab.rank.main import import_for_ranks
 
     page: AbstractContextManager[None] = nullcontext()
@@ -136,8 +135,9 @@ def start_all(config: Config) -> int:
         if sys.platform == "linux":  # where ranks are forked from this process
             with telling("importing what the ranks need", told=config.log != "quiet"):
                 import_for_ranks(config)
-        code = launch(config, main)
-    draw_missing(code, config.runs_dir)
+        with named_run(config) as folder:
+            code = launch(config, main)
+            complete(code, folder)
     return code
 
 

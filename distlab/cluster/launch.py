@@ -21,20 +21,22 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing import util
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkContext, SpawnContext
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 import msgspec
 
 from distlab.cluster.heartbeat_helper import die_with
 from distlab.cluster.message_signer import MAX_TEXT, cut
-from distlab.cluster.shutdown import heeded
+from distlab.cluster.shutdown import EXIT_CODES, heeded
 from distlab.config import Config, ConfigError
+from distlab.config.settings import claim_run_id
 from distlab.report.standard_streams import passed_on, printed
 from distlab.report.terminal import REWRITES, Screen
 
@@ -58,6 +60,7 @@ def launch(config: Config, be_rank: Callable[[], int]) -> int:
     port, key = free_port(), config.key.get_secret_value() if config.key else drawn
     ranks: list[LocalRank] = []
     stopped_at: list[float] = []
+    stopped_by: list[int] = []
 
     screen = Screen(sys.stdout)
     talking = threading.Lock()
@@ -69,6 +72,7 @@ def launch(config: Config, be_rank: Callable[[], int]) -> int:
             ranks[0].line.tell(Unheard(why))
 
     def forward(number: int, _: FrameType | None) -> None:
+        stopped_by.append(number)
         stopped_at.append(time.monotonic())
         for each in ranks:
             each.send_signal(number)
@@ -86,6 +90,8 @@ def launch(config: Config, be_rank: Callable[[], int]) -> int:
         _wait(ranks, stopped_at, FAILED_GRACE_S + config.join_timeout_s, say)
         for each in ranks:
             each.printer.join(timeout=2.0)  # a process that a rank has left behind may hold its pipe
+        if stopped_by and not any(each.line.joined() for each in ranks):  # after that each says it itself
+            say(f"stopped    by {signal.Signals(stopped_by[0]).name} {UNMET}".encode())
         if standing := screen.cleared():
             passed_on(standing.encode())
     finally:
@@ -96,6 +102,33 @@ def launch(config: Config, be_rank: Callable[[], int]) -> int:
     for each in ranks:
         each.process.join()
     return worst([each.process.exitcode or 0 for each in ranks])
+
+
+@contextmanager
+def named_run(config: Config) -> Iterator[Path]:
+    """The folder of the run that is started here, whose ranks find its name in the environment; gone after, if nothing
+    was written to it."""
+    if config.run_id is not None or config.resume == "auto":  # which is refused without a name
+        yield config.runs_dir / str(config.run_id)
+        return
+    os.environ["LAB_RUN_ID"] = claim_run_id(config.runs_dir, config.mode_name)
+    folder = config.runs_dir / os.environ["LAB_RUN_ID"]
+    try:
+        yield folder
+    finally:
+        with suppress(OSError):
+            folder.rmdir()
+
+
+def heed_stops() -> None:
+    """From now on a stop signal ends this process with a word and its exit code, where `launch` does not pass it on."""
+
+    def stop(number: int, _: FrameType | None) -> NoReturn:
+        printed(f"stopped    by {signal.Signals(number).name}")
+        sys.exit(EXIT_CODES[signal.Signals(number)])
+
+    for number in heeded():
+        signal.signal(number, stop)
 
 
 class Died(msgspec.Struct, tag=True, forbid_unknown_fields=True):
@@ -283,7 +316,7 @@ def _bury(ranks: list[LocalRank], say: Callable[[bytes], None]) -> None:
 
 def worst(return_codes: list[int]) -> int:
     """The worst of the ranks' codes: 2, 1, 3, a signal's 128+n, 143, 0."""
-    codes = {128 - code if code < 0 else code for code in return_codes}
+    codes = {143 if code == -signal.SIGHUP else 128 - code if code < 0 else code for code in return_codes}
     for code in (2, 1, 3):
         if code in codes:
             return code

@@ -29,7 +29,8 @@ from distlab.report.mystery import is_sealed
 from distlab.report.rank_log import verdict_of_all
 from distlab.report.reading import BrokenRecord, from_line, read_records, read_run, to_line, write_atomically
 from distlab.report.records import Ranks, Run
-from distlab.report.run_folder import LATEST, Journal, Outcome, Unpublished, Unwritable
+from distlab.report.run_folder import FILE as CLAIM
+from distlab.report.run_folder import Journal, Outcome, Unpublished, Unwritable
 from distlab.report.sentences import missed, unseen_sentence
 from distlab.report.summary import lost_lines
 from distlab.report.verdict import EXIT_CODES, exit_code, judge
@@ -201,12 +202,16 @@ def draw(folder: Path, page: Path, timeout_s: float) -> bool:
     return True
 
 
-def draw_missing(code: int, runs_dir: Path) -> None:
-    """By the launcher, once its ranks have ended with `code`: the report of a broken run, where the rank that wrote
-    run.json had no time to draw it."""
-    folder = runs_dir / LATEST
+def complete(code: int, folder: Path) -> None:
+    """By the launcher, once its ranks have ended with `code`: run.json of a run whose ranks were all stopped, and left
+    it to each other, and the report that a rank which wrote run.json had no time to draw."""
+    try:
+        outcome = Outcome(folder, (folder / CLAIM).read_text())
+        written = not outcome.claimed() and outcome.write(judge(read_run(folder)))
+    except (OSError, BrokenRecord):  # no rank came so far, or the disk takes nothing
+        return
     page = folder / "report.html"
-    is_missing = code == EXIT_CODES["lost"] and (folder / "run.json").is_file() and not page.exists()
+    is_missing = written or (code == EXIT_CODES["lost"] and not page.exists())
     if is_missing and draw(folder.resolve(), page.resolve(), REPORT_TIMEOUT_S):
         print(f"report     {page}", flush=True)
 

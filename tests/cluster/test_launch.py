@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distlab.cluster.launch import VARIABLE, WORD, Child, Died, LauncherPipe, free_port, variables, worst
+from distlab.cluster.launch import VARIABLE, WORD, Child, Died, LauncherPipe, free_port, named_run, variables, worst
 from distlab.config import Config
 from tests.cluster.cluster_of_processes import Processes, Rank
 
@@ -141,7 +141,9 @@ def alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, 137)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 143), (signal.SIGKILL, 137)]
+)
 def test_no_rank_outlives_the_launcher(processes: Processes, number: signal.Signals, code: int) -> None:
     launched(processes, "stay")
     launcher = processes.all[0]
@@ -151,6 +153,8 @@ def test_no_rank_outlives_the_launcher(processes: Processes, number: signal.Sign
     # A rank that has no handler of its own dies of the signal, or for Ctrl-C of KeyboardInterrupt, which Python makes a
     # signal's death too.
     assert launcher.end(10) == code
+    said = f"stopped    by {number.name} before all ranks had joined"
+    assert (said in launcher.text) == (number != signal.SIGKILL)
     deadline = time.monotonic() + 3
     while any(alive(pid) for pid in pids):
         assert time.monotonic() < deadline, pids
@@ -208,3 +212,25 @@ def test_the_port_of_a_run_is_none_that_the_system_gives_to_others() -> None:
     first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     chosen = {free_port() for _ in range(200)}
     assert not any(first <= port <= last for port in chosen) and len(chosen) > 190
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 143)])
+def test_a_launcher_that_is_stopped_before_it_starts_ranks_says_so(
+    processes: Processes, number: signal.Signals, code: int
+) -> None:
+    """As while it imports torch."""
+    program = "import time; from distlab.cluster.launch import heed_stops; heed_stops(); print('up', flush=True); time.sleep(60)"
+    launcher = processes.run([sys.executable, "-c", program], {})
+    launcher.until("up")
+    launcher.process.send_signal(number)
+    assert launcher.end(10) == code
+    assert f"stopped    by {number.name}" in launcher.text
+
+
+def test_a_launcher_names_the_run_and_leaves_no_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAB_RUN_ID", "")
+    with named_run(Config.read({"LAB_RUNS_DIR": str(tmp_path)})) as folder:
+        assert folder.is_dir() and folder == tmp_path / os.environ["LAB_RUN_ID"]
+    assert list(tmp_path.iterdir()) == []
+    with named_run(Config.read({"LAB_RUNS_DIR": str(tmp_path), "LAB_RUN_ID": "mine"})) as folder:
+        assert folder == tmp_path / "mine" and not folder.exists()

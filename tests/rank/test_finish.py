@@ -24,7 +24,7 @@ from distlab.lab import Lab
 from distlab.rank.finish import (
     DRAWN_BY_S,
     Sections,
-    draw_missing,
+    complete,
     everything_written,
     finish_run,
     last_words,
@@ -34,7 +34,7 @@ from distlab.rank.rejoin import UNNOTICED, readmit
 from distlab.report.reading import read_records, read_run
 from distlab.report.records import Check, End, Failed, Left, Lost, Ranks, Skipped, Start, Steps, Unshared, select
 from distlab.report.run_folder import Journal, Outcome
-from distlab.report.verdict import judge
+from distlab.report.verdict import exit_code, judge
 from tests.labs import failed
 from tests.report.made_up import good_run
 
@@ -42,6 +42,7 @@ from tests.report.made_up import good_run
 def broken_rank(folder: Path, rank: int) -> Journal:
     journal = Journal()
     journal.open(folder, rank)
+    (folder / ".run").write_text("token")
     journal.write(Start(rank, "run", "dp", 3, "host", {}, {}, {}))
     return journal
 
@@ -63,7 +64,7 @@ def test_the_lowest_survivor_writes_what_all_survivors_said(tmp_path: Path) -> N
     assert not (folder / "run.json").exists(), "rank 2 is not the lowest"
     write_failure_report(verdict, survivor(1, writes=True), journals[1], outcome)
     assert (folder / "run.json").exists()
-    draw_missing(3, tmp_path)  # on a machine that was too busy to draw it in time
+    complete(3, tmp_path / "run")  # on a machine that was too busy to draw it in time
     assert (folder / "report.html").exists()
     words = last_words(folder, [1, 2])
     assert {rank for rank, _ in select(words, Failed)} == {1, 2}
@@ -84,7 +85,7 @@ def test_a_verdict_says_whose_records_it_could_not_see(tmp_path: Path) -> None:
         " measured and checked there is not part of this verdict"
     )
     assert (tmp_path / "run" / "rank1.log").read_text().splitlines()[0] == f"unseen     {sentence}"
-    draw_missing(3, tmp_path)
+    complete(3, tmp_path / "run")
     assert sentence in (tmp_path / "run" / "report.html").read_text()
 
 
@@ -114,11 +115,32 @@ def test_a_report_that_takes_too_long_is_left_to_the_launcher(
     assert not list(folder.glob("*report*")), "what was begun is gone"
     assert "report     not drawn within 4.5 s of the loss: ./run report" in (folder / "rank1.log").read_text()
     capsys.readouterr()
-    draw_missing(1, tmp_path)
+    complete(1, tmp_path / "run")
     assert not (folder / "report.html").exists(), "another end than a loss has its report, or none"
-    draw_missing(3, tmp_path)
+    complete(3, tmp_path / "run")
     assert (folder / "report.html").exists()
-    assert capsys.readouterr().out == f"report     {tmp_path}/latest/report.html\n"
+    assert capsys.readouterr().out == f"report     {folder}/report.html\n"
+
+
+def test_the_launcher_writes_what_became_of_ranks_that_were_all_stopped(tmp_path: Path) -> None:
+    """Each leaves it to those that live on; of an attempt before there may be files."""
+    folder = tmp_path / "run"
+    complete(143, folder)
+    assert not folder.exists(), "no rank came so far"
+    Outcome(folder, "before").folder.mkdir()
+    (folder / "run.json").write_text("of before")
+    (folder / "report.html").write_text("of before")
+    for rank in range(3):
+        own = Verdict(143, f"rank {rank} was stopped by SIGTERM at step 2 in flat")
+        write_failure_report(own, survivor(rank, writes=False), broken_rank(folder, rank), Outcome(folder, "token"))
+    complete(143, folder)
+    run = json.loads((folder / "run.json").read_text())
+    assert (run["verdict"], exit_code(run)) == ("lost", 143)
+    assert [error["error"] for error in run["errors"]] == [
+        f"rank {r} was stopped by SIGTERM at step 2 in flat" for r in range(3)
+    ]
+    assert "stopped by SIGTERM" in (folder / "report.html").read_text()
+    assert (tmp_path / "latest").resolve() == folder.resolve()
 
 
 DRAWS = """
