@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from signal import SIGHUP, SIGINT
 
 import pytest
 import yaml
@@ -286,6 +287,37 @@ def test_a_run_that_is_stopped_is_judged_from_the_records_of_its_ranks(checkout:
     assert stopped == code
     assert re.search(r"compose run .*worker0 python -m distlab report runs/x$", asked, re.MULTILINE)
     assert (checkout / "runs" / "latest").resolve() == checkout / "runs" / "x"
+
+
+SLEEPS = """
+import time, torch.distributed as dist
+dist.init_process_group("gloo")
+while True: dist.barrier(); time.sleep(0.1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "number", "code"),
+    [(["dp", "LAB_STEPS=100000"], SIGHUP, 143), (["check", "sleeps.py"], SIGINT, 130)],
+    ids=["run", "check"],
+)
+def test_a_run_without_an_engine_that_is_stopped_leaves_its_verdict(
+    checkout: Path, words: list[str], number: int, code: int
+) -> None:
+    (checkout / "sleeps.py").write_text(SLEEPS)
+    clean = {name: value for name, value in os.environ.items() if not re.match(r"LAB_|RUN_MODE|WORLD_SIZE|RANK", name)}
+    environ = clean | NO_ENGINE | {"WORLD_SIZE": "2"} | ({} if words[0] == "check" else SMALL)
+    with subprocess.Popen(["./run", *words], cwd=checkout, env=environ, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if re.search(r"^rank 0 \| (mesh|check)  ", line):
+                break
+        process.send_signal(number)
+        said = process.communicate(timeout=60)[0]
+    assert process.returncode == code, said
+    run = json.loads((checkout / "runs" / "latest" / "run.json").read_text())
+    assert run["verdict"] == "lost" and {error["exit_code"] for error in run["errors"]} == {code}
+    assert (checkout / "runs" / "latest" / "report.html").stat().st_uid == os.getuid()
 
 
 @contextmanager

@@ -214,17 +214,42 @@ def test_the_port_of_a_run_is_none_that_the_system_gives_to_others() -> None:
     assert not any(first <= port <= last for port in chosen) and len(chosen) > 190
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 143)])
-def test_a_launcher_that_is_stopped_before_it_starts_ranks_says_so(
-    processes: Processes, number: signal.Signals, code: int
+# A launcher that does not come back from the import of what its ranks need.
+IMPORTS = """
+import sys, time
+
+class Slow:
+    def find_spec(self, name, *_):
+        if name == "distlab.rank.finish":
+            print("importing", flush=True)
+            time.sleep(60)
+
+for name in [name for name in sys.modules if name.startswith("distlab")]:
+    del sys.modules[name]
+sys.meta_path.insert(0, Slow())
+from distlab.cli.run import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "number", "code"),
+    [
+        (["dp"], signal.SIGTERM, 143),
+        (["check", __file__], signal.SIGINT, 130),
+        (["prove", __file__], signal.SIGHUP, 143),
+    ],
+    ids=["run", "check", "prove"],
+)
+def test_a_launcher_that_is_stopped_while_it_imports_says_so_and_leaves_nothing(
+    processes: Processes, words: list[str], number: signal.Signals, code: int
 ) -> None:
-    """As while it imports torch."""
-    program = "import time; from distlab.cluster.launch import heed_stops; heed_stops(); print('up', flush=True); time.sleep(60)"
-    launcher = processes.run([sys.executable, "-c", program], {})
-    launcher.until("up")
+    launcher = processes.run([sys.executable, "-c", IMPORTS, *words], {"LAB_RUNS_DIR": str(processes.runs)})
+    launcher.until("importing")
     launcher.process.send_signal(number)
     assert launcher.end(10) == code
     assert f"stopped    by {number.name}" in launcher.text
+    assert not processes.runs.exists()
 
 
 def test_a_launcher_names_the_run_and_leaves_no_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
