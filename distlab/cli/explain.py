@@ -47,12 +47,12 @@ def mistake_lines(mode: Mode, names: Sequence[str] | None = None) -> list[str]:
 
 def main(_: Sequence[str] = ()) -> int:
     """Print the lesson of RUN_MODE; exit code 2 if the settings are refused."""
-    from distlab.rank.mode_loader import load, with_names_of_today
+    from distlab.rank.mode_loader import load_for, with_names_of_today
     from distlab.rank.preflight import refuse
 
     try:
         config = Config.read()
-        mode = load(config.run_mode)
+        mode = load_for(config)
         config = with_names_of_today(config, mode)
         refuse(config, mode)
     except ConfigError as error:

@@ -20,7 +20,7 @@ from importlib import metadata
 from pathlib import Path
 
 from distlab.cluster.launch import LauncherPipe, heed_stops, launch, named_run, refuse_too_few
-from distlab.config import Config, ConfigError, commands, launchers
+from distlab.config import Config, ConfigError, commands, launchers, user_code
 from distlab.config.settings import claim_run_id
 from distlab.report import standard_streams
 from distlab.report.progress import telling
@@ -114,7 +114,8 @@ def run(config: Config, started_at: float, engine: str = "") -> int:
     with telling("importing PyTorch", told=config.rank == 0 and config.log != "quiet"):
         from distlab.rank.main import be_rank  # faults above are said without waiting for it
 
-    return be_rank(config, started_at, parent, engine)
+    with user_code.exits_raised():
+        return be_rank(config, started_at, parent, engine)
 
 
 def start_all(config: Config) -> int:

@@ -10,6 +10,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -17,7 +18,7 @@ from pydantic import AfterValidator, BaseModel, Field, SecretStr, ValidationErro
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from distlab.config import fault_spec as planned
-from distlab.config import settings
+from distlab.config import settings, user_code
 from distlab.config.settings import ModeOptions, aliases, declared, fault_sentence, named_value, quoted
 
 MAX_WORLD_SIZE = 1024  # of ranks that an engine starts
@@ -139,7 +140,7 @@ class Config(BaseSettings):
         """
         named = environ.get("RUN_MODE", "").strip() or "dp"
         mode = named if settings.fault_of(settings.known_mode, named) == "" else "dp"  # of another no file is touched
-        kind = options or _own_of(mode)
+        kind = options or _own_of(mode, environ.get("LAB_JOIN_TIMEOUT_S", ""))
         common, own = aliases(cls), aliases(kind)
         given = {name: environ[name].strip() for name in common | own if environ.get(name, "").strip()}
         slips = {slip for name in common | own for slip in settings.slips(name)}
@@ -302,10 +303,16 @@ def _stranger(name: str, value: str, mode: str, known: list[str]) -> str:
     return f"{name} is not a variable of the lab{settings.suggest(name, known)}"
 
 
-def _own_of(mode: str) -> type[ModeOptions]:
+def _own_of(mode: str, join_timeout_s: str) -> type[ModeOptions]:
     """The class Options of the mode; raises ConfigError where its options.py is none."""
+    bound_s = Config.model_fields["join_timeout_s"].default
+    with suppress(ValueError):  # which is told with all other faults
+        bound_s = min(max(float(join_timeout_s), 0.1), MOST_SECONDS)
     try:
-        return declared(mode)
+        with user_code.refused_where_it_ends(bound_s, ConfigError):
+            return declared(mode)
+    except ConfigError:
+        raise
     except Exception as error:  # whatever a user's file raises
         why = f"{type(error).__name__}: {error}"
         raise ConfigError([f"RUN_MODE={mode!r} has an options.py that cannot be imported: {why}"]) from error

@@ -22,7 +22,7 @@ from distlab.cluster.message_signer import derive_name
 from distlab.cluster.rendezvous import Cluster, ClusterError, init_process_group, join
 from distlab.cluster.shutdown import Succession
 from distlab.cluster.watchdog import Watchdog
-from distlab.config import Config, ConfigError
+from distlab.config import Config, ConfigError, user_code
 from distlab.config.launchers import started_by
 from distlab.config.settings import is_path, lesson_file
 from distlab.contract import Mode
@@ -117,7 +117,7 @@ def be_rank(config: Config, started_at: float, parent: LauncherPipe, engine: str
         # 6. Run the experiment, judge what all ranks wrote, and agree on the verdict.
         code = run.run_experiment(lab)
     except BaseException as error:
-        return run.watch.fail(error)
+        return run.watch.fail(user_code.exited(error))
     # 7. Leave once all others have heard that this rank is done.
     run.leave()
     return code
@@ -149,7 +149,7 @@ def rejoin(
         check_meters(lab)
         code = run.run_experiment(lab)
     except BaseException as error:
-        return run.watch.fail(error)
+        return run.watch.fail(user_code.exited(error))
     run.leave()
     return code
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from distlab.cluster import name_ranks
 from distlab.cluster.control_plane import Exchange
-from distlab.config import Config, ConfigError
+from distlab.config import Config, ConfigError, user_code
 from distlab.config.launchers import on_one_machine
 from distlab.config.settings import LESSONS, ModeOptions, is_path, lesson_file, mode_name, modes
 from distlab.contract import Mode, Variant
@@ -49,15 +49,16 @@ def load(run_mode: str) -> Mode:
 
 def load_for(config: Config) -> Mode:
     """The mode, with the strategies of one's own that LAB_VARIANT names as FILE:name; raises ConfigError."""
-    mode = load(config.run_mode)
     faults, variants = [], []
-    for spec in config.variant:
-        if is_own(spec):
-            try:
-                variants.append(Variant(spec, maker(spec)))
-            except Exception as error:  # whatever a user's file raises
-                how = "" if isinstance(error, TypeError) else f"cannot be used: {type(error).__name__}: "
-                faults.append(f"LAB_VARIANT={spec!r} {how}{error}")
+    with user_code.refused_where_it_ends(config.join_timeout_s, ConfigError):
+        mode = load(config.run_mode)
+        for spec in config.variant:
+            if is_own(spec):
+                try:
+                    variants.append(Variant(spec, maker(spec)))
+                except Exception as error:  # whatever a user's file raises
+                    how = "" if isinstance(error, TypeError) else f"cannot be used: {type(error).__name__}: "
+                    faults.append(f"LAB_VARIANT={spec!r} {how}{error}")
     if faults:
         raise ConfigError(faults)
     return replace(mode, variants=(*mode.variants, *variants))

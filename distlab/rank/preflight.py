@@ -14,7 +14,7 @@ import torch
 
 from distlab.cluster.control_plane import Exchange
 from distlab.collectives.costs import training_flops
-from distlab.config import Config, ConfigError
+from distlab.config import Config, ConfigError, user_code
 from distlab.config.settings import quoted, suggest
 from distlab.contract import Mode
 from distlab.data_parallel.strategy import is_step
@@ -35,9 +35,10 @@ DEEPEST = Path("x" * 200, "checkpoints", ".step-000000000000.partial", "x" * 40)
 
 def refuse(config: Config, mode: Mode, of_this_rank: Sequence[str] = ()) -> None:
     """Raise ConfigError with all that the mode cannot run; `of_this_rank` are sentences that others have found."""
-    refusals = [*unknown(config, mode), *idle(config, mode), *mode.refuse(config)]
-    # Of sizes that the mode can take.
-    refusals = refusals or [*excluded(config, mode), *out_of_place(config, mode), *hidden(config, mode)]
+    with user_code.refused_where_it_ends(config.join_timeout_s, ConfigError):
+        refusals = [*unknown(config, mode), *idle(config, mode), *mode.refuse(config)]
+        # Of sizes that the mode can take.
+        refusals = refusals or [*excluded(config, mode), *out_of_place(config, mode), *hidden(config, mode)]
     refusals += [*unwritable(config), *of_this_rank]
     if config.resume is not None or config.checkpoint_every is not None:
         from distlab.checkpoint import locate  # a run without checkpoints need not wait for it
