@@ -29,13 +29,14 @@ STOPPED_S = 2.5  # how long a process may be stopped before its rank counts as l
 
 
 class Doctor:
-    """All cases of a run. `say` prints on rank 0; `bound_s` is for how long one may stand still while others wait."""
+    """All cases of a run. `say` prints on rank 0; `bound_s` is for how long one may stand still while others wait.
+    With `promises` a rank that leaves before it has told of its end has failed."""
 
     def __init__(
         self, world_size: int, hang_after_s: float, bound_s: float, say: Callable[[str], None],
-        mesh: Sequence[tuple[str, int]] = (), gather_s: float = GATHER_S,
+        mesh: Sequence[tuple[str, int]] = (), gather_s: float = GATHER_S, *, promises: bool = False,
     ) -> None:  # fmt: skip
-        self.cases = [RankState(rank, world_size, moved_at=now()) for rank in range(world_size)]
+        self.cases = [RankState(rank, world_size, moved_at=now(), promises=promises) for rank in range(world_size)]
         self.quiet = Quiet(world_size, mesh)
         self.matching = Matching(world_size, self.quiet.parameter_calls)
         self.findings: list[Finding] = []

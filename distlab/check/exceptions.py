@@ -16,6 +16,8 @@ def describe_exception(raised: Raised, at: str) -> str:
     """What the script did, behind "rank 2 "; `at` is where, one line or several."""
     if raised.kind == "SystemExit":
         what = f"called sys.exit with {raised.text}"
+    elif raised.kind == "Exited":  # which says where by itself
+        return raised.text
     else:
         said, remedy = first_words(raised.text), remedy_of(raised.text)
         said = said.partition(". ")[0] if remedy else said

@@ -23,7 +23,8 @@ from distlab.cluster.shutdown import BLAMELESS
 from distlab.report.units import counted
 
 ABORTS = tuple(-number for number in (signal.SIGABRT, signal.SIGSEGV, signal.SIGFPE, signal.SIGILL, signal.SIGBUS))
-OWN_KINDS = ("SystemExit", "ValueError", "TypeError", "AssertionError", "KeyError")  # which no connection raises
+# Which no connection raises.
+OWN_KINDS = ("SystemExit", "Exited", "ValueError", "TypeError", "AssertionError", "KeyError")
 
 
 def failures(
@@ -36,7 +37,7 @@ def failures(
     late = still_at([case for case in unsettled(cases, matching) if case.rank not in waits])
     left = [case for case in cases if case.exit_code is None and case.gone is not None and case.rank not in lost]
     for case in left:
-        fine = case.gone == 0 and all(case.rank not in each.needs for each in waits.values())
+        fine = not case.left_early and all(case.rank not in each.needs for each in waits.values())
         if not fine and not (aborted(case) and explained):
             what = f"rank {case.rank} {how_it_ended(case.gone or 0)}{last_call(case)}"
             sentence = f"{what}{consequences(cases, waits, [case.rank])}{late}"
@@ -147,7 +148,7 @@ def last_call(case: RankState) -> str:
 
 def has_failed(case: RankState) -> bool:
     """Whether the script has raised, or its process is gone before the script had ended."""
-    return case.raised is not None or (case.exit_code is None and case.gone not in (None, 0))
+    return case.raised is not None or case.left_early
 
 
 def aborted(case: RankState) -> bool:

@@ -158,6 +158,7 @@ class RankState:
     starts: CallPlace | None = None  # where it starts processes of its own, the first of them
     counts: CallPlace | None = None  # where it asks how many GPUs there are, and is told of one a rank
     counted_steps: int = 0  # of a proof; then `sockets` has what they sent, and nothing else
+    promises: bool = False  # to tell how it has ended: of a script that leaves with 0 nothing more is asked
 
     def __post_init__(self) -> None:
         self._places: dict[int, CallPlace] = {}
@@ -374,6 +375,11 @@ class RankState:
                 if absent(call):
                     return Wait(call, call_text(call), call.place, call.began_s)
         return None
+
+    @property
+    def left_early(self) -> bool:
+        """Whether its process is gone before it had ended, as it has to."""
+        return self.exit_code is None and self.gone is not None and (self.gone != 0 or self.promises)
 
     @property
     def is_idle(self) -> bool:

@@ -139,7 +139,7 @@ class Rank:
         if cluster.rank == 0:
             doctor = Doctor(
                 cluster.world_size, self.job.hang_after_s, self.config.collective_timeout_s, self.journal.say,
-                self.job.mesh,
+                self.job.mesh, promises=self.job.play is not None,
             )  # fmt: skip
         taken = dict.fromkeys(range(cluster.world_size), 0)
         with (folder / f"rank{cluster.rank}.calls").open("wb") as kept:

@@ -93,7 +93,7 @@ def where_lines(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 def questions(doctor: Doctor) -> Iterator[str]:
     """What may be meant so; of what is proven, or not, there is none."""
-    if not doctor.records:
+    if not doctor.records and not doctor.refused:
         yield from doctor.quiet.questions()
         if not doctor.findings:
             yield from parting.questions([case.course for case in doctor.cases])

@@ -41,6 +41,7 @@ from distlab.check.script_error import described, place_of
 from distlab.check.telling import Telling, now
 from distlab.check.training import Training
 from distlab.cluster.address import listening_socket, resolve
+from distlab.config.user_code import heed_endings
 from distlab.transport.store import HostedStore, KeyedStore, Prefixed
 
 # The process tells its Python stacks to who asks (script_process.py).
@@ -202,16 +203,25 @@ def run(job: Job, ends: Ends, parent: int) -> None:
     OwnRanks(recorder).install()
     stand_in = cuda_stand_in.install(recorder, job.script)
     play = job.play or partial(run_as_main, stand_in=stand_in)
+    if job.play is None:  # a proof heeds by itself
+        heed_endings(partial(tell_before, telling, recorder, training))
     answer(ends.asked, ends.stacks)
     telling.say("main", threading.get_ident())
     code = ended(partial(play, job, telling, recorder, waits), telling, recorder, training)
     waits.tell_sockets()
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):
-            stream.flush()
+    flush_streams()
     telling.say("ended", code, now())
     os.read(ends.gate, 1)
     os._exit(code)
+
+
+def flush_streams() -> None:
+    """What was printed is there; a stream that the user's code has closed is opened anew, for whoever comes next."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        try:
+            getattr(sys, name).flush()
+        except Exception:
+            setattr(sys, name, open(number, "w", buffering=1, closefd=False))  # noqa: SIM115
 
 
 def recorded(telling: Telling, folder: Path, store_port: int) -> tuple[Recorder, Waits]:
@@ -234,22 +244,32 @@ def ended(play: Callable[[], None], telling: Telling, recorder: Recorder, traini
         code = 0
     except SystemExit as error:
         code = exit_code(error, telling)
-    except KeyboardInterrupt:
-        code = 130
     except BaseException as error:
         code = 1
         telling.say("raised", *described(error, recorder.places.kind), now())
     if code == 0:
-        with suppress(Exception):  # a module whose memory is gone
-            training.tell_end()
-        for tell in recorder.at_end:
-            with suppress(Exception):
-                tell()
+        tell_end(recorder, training)
     recorder.forget()
     threading._shutdown()  # type: ignore[attr-defined]  # waits for its threads, as the interpreter's end does
     atexit._run_exitfuncs()
     util._exit_function()  # type: ignore[attr-defined]  # ends what it started by multiprocessing
     return code
+
+
+def tell_end(recorder: Recorder, training: Training) -> None:
+    """What is compared of scripts that end well."""
+    for tell in (training.tell_end, *recorder.at_end):
+        with suppress(Exception):  # a module whose memory is gone
+            tell()
+
+
+def tell_before(telling: Telling, recorder: Recorder, training: Training, call: str, place: str) -> None:
+    """The script is about to end its process: what is compared at the end is told first; of a program that takes its
+    place nothing is seen."""
+    if call == "os._exit(0)":
+        tell_end(recorder, training)
+    elif call.startswith("os.exec"):
+        telling.say("changed", f"the script becomes another program by {call} at {place}, which check does not see")
 
 
 def enter(job: Job) -> None:
@@ -303,7 +323,8 @@ def exit_code(error: SystemExit, telling: Telling) -> int:
     if error.code is None or isinstance(error.code, int):
         code = error.code or 0
     else:
-        print(error.code, file=sys.stderr)
+        with suppress(Exception):  # the script may have closed it
+            print(error.code, file=sys.stderr)
         code = 1
     if code:
         telling.say("raised", "SystemExit", str(error.code), "", place_of(error), now())

@@ -55,7 +55,7 @@ def lines_of(frames: Iterable[FrameType]) -> list[tuple[str, int]]:
 
 
 def ended_by(call: str, place: str) -> Exited:
-    return Exited(f"the file ended the process by {call} at {place}, before its checks were made")
+    return Exited(f"ended the process by {call} at {place}, before its checks were made")
 
 
 def raise_exited(call: str, place: str) -> NoReturn:
@@ -149,7 +149,7 @@ def refused_where_it_ends(bound_s: float, refusal: Callable[[list[str]], Excepti
         with bounded(bound_s, refuse_late), exits_raised():
             yield
     except Exited as error:
-        raise refusal([str(error)]) from error
+        raise refusal([f"the file {error}"]) from error
     except KeyboardInterrupt as error:
         if stopped or not (place := place_of(error)):
             raise

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from distlab.check.handles import Waits
 from distlab.check.recorder import Recorder
-from distlab.check.script import recorded
+from distlab.check.script import flush_streams, recorded
 from distlab.check.script_error import described
 from distlab.check.telling import Telling, now
 from distlab.testing import processes
@@ -124,8 +124,7 @@ class NotebookRank:
         if cell.measured:
             now_sent = {ends: nbytes - sent.get(ends, 0) for ends, nbytes in self.waits.sent().items()}
             self.telling.say("sockets", [(*ends, nbytes) for ends, nbytes in now_sent.items() if nbytes])
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+        flush_streams()
         self.telling.say("ended", int(ended.outcome == "failed"), now())
         peak = status_bytes("VmHWM") if cell.measured else 0
         return replace(ended, before_bytes=before, peak_bytes=peak, names=self.names())

@@ -7,6 +7,7 @@ times is the file's alone.
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -20,6 +21,7 @@ from distlab.check.script import Job, enter
 from distlab.check.start import ProofOptions
 from distlab.check.telling import Telling
 from distlab.config import Config
+from distlab.config.user_code import bounded, exits_raised, heed_endings, raise_exited
 from distlab.mesh.grid import Mesh
 from distlab.prove import reference, user_file
 from distlab.prove.compare import Deviation, Draw, Draws, Passes, Step, compared, parted
@@ -216,12 +218,15 @@ SENT = (Dense, Snapshot, reference.Buffers, Mine, Deviation, Rows, LocatedTensor
 def play(job: Job, telling: Telling, recorder: Recorder, waits: Waits, config: Config) -> None:
     """In the place of a script: prove the file, tell what was found."""
     enter(job)
+    heed_endings(raise_exited)
     try:
-        theirs = load(job.script, config)
-        dist.init_process_group("gloo")
-        wire = Wire(telling, recorder, waits)
-        Proof(theirs, telling.say, wire.unseen, wire.step).run()
-        wire.tell()
+        with exits_raised():
+            with bounded(config.join_timeout_s, partial(telling.say, "refused")):
+                theirs = load(job.script, config)
+            dist.init_process_group("gloo")
+            wire = Wire(telling, recorder, waits)
+            Proof(theirs, telling.say, wire.unseen, wire.step).run()
+            wire.tell()
     except Refused as refused:
         telling.say("refused", str(refused))
         raise SystemExit(2) from None

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from distlab.check.recorder import Call, Group, Recorder
-from distlab.check.script import recorded
+from distlab.check.script import flush_streams, recorded
 from distlab.check.script_error import described
 from distlab.check.telling import Telling, now
 from distlab.measure.storages import Storages
@@ -138,8 +138,7 @@ def serve(start: Start, files: Sequence[Any], control: Connection) -> None:
         recorder.anew()
         telling.say("main", threading.get_ident())
         ended = run(start, job, store, telling, recorder)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_streams()
         telling.say("ended", int(ended.outcome == "failed"), now())
         control.send(ended)
     os._exit(0)

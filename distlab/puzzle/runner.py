@@ -114,10 +114,6 @@ class Runner(WarmRanks):
         for rank in ranks:
             rank.begin(job)
         outcome = Watching(ranks, left_s).until_the_end()
-        silent = {*range(job.world_size)} - {*outcome.ended} - {*outcome.lost}
-        gone = sorted(rank for rank in silent if not outcome.is_bad or ranks[rank].bedside.process.exitcode is not None)
-        if gone and not outcome.late:
-            outcome.late = f"{name_ranks(gone)} ended the process before the answer returned"
         if outcome.is_bad:
             self.kill()
         return outcome

@@ -26,6 +26,7 @@ from distlab.check.script import PR_SET_PDEATHSIG, answer
 from distlab.check.script_process import Bedside, Hearing, pipes
 from distlab.check.telling import now
 from distlab.cluster.launch import refuse_too_few
+from distlab.config.user_code import heed_endings, raise_exited
 from distlab.transport.handshake import listen
 from distlab.transport.store_server import StoreHost
 
@@ -72,6 +73,7 @@ def at_home(start: Start, files: Sequence[Any]) -> int:
     os.chdir(start.root)
     sys.path[:] = list(start.path)
     torch.set_num_threads(1)
+    heed_endings(raise_exited)
     return int(told)
 
 
@@ -213,6 +215,7 @@ class Watching:
             timeout_s,
             lambda text: None,  # noqa: ARG005
             gather_s=GATHER_S,
+            promises=True,
         )
         self._ended: dict[int, Ended] = {}
 

@@ -26,7 +26,7 @@ from _pytest.assertion.rewrite import AssertionRewritingHook, assertstate_key
 from distlab.check.fork_servers import draw_random_states
 from distlab.check.places import Places
 from distlab.check.recorder import Recorder
-from distlab.check.script import recorded
+from distlab.check.script import flush_streams, recorded
 from distlab.check.script_error import described
 from distlab.check.telling import Telling, now
 from distlab.testing.processes import Ended, Start, at_home
@@ -132,8 +132,7 @@ def serve(start: Start, files: Sequence[Any], control: Connection) -> None:
         recorder.anew()
         telling.say("main", threading.get_ident())
         ended = run(here, task)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_streams()
         telling.say("ended", 0 if ended.outcome != "failed" else 1, now())
         control.send(ended)
     os._exit(0)

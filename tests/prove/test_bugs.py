@@ -188,6 +188,44 @@ def test_a_deadlock_ends_with_the_doctors_sentence(tmp_path: Path) -> None:
     assert not proven.run["proven"]
 
 
+ENDS = """
+def train_step(model, optimizer, microbatches, group):
+    {inside}
+    optimizer.step()
+
+{last}
+"""
+
+
+@pytest.mark.parametrize(
+    ("inside", "last", "words"),
+    [
+        (
+            "",
+            "import sys; sys.exit(0)",
+            "ranks 0 and 1 ended the process by sys.exit(0) at ends.py:6, before its checks",
+        ),
+        (
+            "import os; os._exit(0)",
+            "",
+            "ranks 0 and 1 ended the process by os._exit(0) at ends.py:3, before its checks",
+        ),
+        ("if group.rank() == 1: quit()", "", "rank 1 ended the process by sys.exit() at ends.py:3, before its checks"),
+        ("raise KeyboardInterrupt", "", "ranks 0 and 1 raised KeyboardInterrupt at ends.py:3"),
+        ("if group.rank() == 1: import posix; posix._exit(0)", "", "rank 1 left by os._exit(0)"),
+    ],
+)
+def test_a_file_that_ends_before_its_checks_has_failed(inside: str, last: str, words: str, tmp_path: Path) -> None:
+    done = prove_text(tmp_path, "ends", ENDS.format(inside=inside, last=last))
+    assert done.code == 1 and words in " ".join(done.said.split()), done.said
+
+
+def test_a_file_that_stands_as_it_is_imported_is_refused_with_its_line(tmp_path: Path) -> None:
+    source = "import time\ntime.sleep(600)\n"
+    done = prove_text(tmp_path, "stands", source, LAB_JOIN_TIMEOUT_S="5")
+    assert done.code == 2 and "the file still stands at stands.py:2 after 5 s" in " ".join(done.said.split()), done.said
+
+
 def test_what_cannot_be_proven_is_refused_in_a_sentence_on_all_ranks(tmp_path: Path) -> None:
     proven = prove_text(tmp_path, "refused", REFUSED)
     assert proven.code == 2, proven.said

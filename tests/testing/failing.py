@@ -1,7 +1,9 @@
 """Tests that fail on purpose, each in another way, and some beside them; test_plugin.py runs this file by pytest."""
 
 import os
+import posix
 import signal
+import sys
 import time
 
 import pytest
@@ -50,8 +52,35 @@ def test_never_comes_after_uneven_parts(rank):
 @distlab.ranks(3)
 def test_leaves(rank):
     if rank == 2:
-        os._exit(7)
+        os._exit(7)  # (c)
     dist.barrier()
+
+
+@distlab.ranks(2)
+def test_leaves_well():
+    os._exit(0)
+
+
+@distlab.ranks(2)
+def test_leaves_unseen():
+    posix._exit(0)
+
+
+@distlab.ranks(2)
+def test_interrupts():
+    raise KeyboardInterrupt
+
+
+@distlab.ranks(2)
+def test_closes_its_output():
+    sys.stdout.close()
+    sys.stderr = None
+
+
+@distlab.ranks(2)
+def test_prints_after_it():
+    print("heard", file=sys.stderr)
+    print("still")
 
 
 @distlab.ranks(2)
