@@ -28,6 +28,27 @@ def test_nothing_is_said_of_a_right_one(name: str, world_size: int, tmp_path: Pa
     assert "is not recorded" not in checked.said
 
 
+def test_what_is_compared_at_the_end_is_compared_before_an_exit_too(tmp_path: Path) -> None:
+    source = (SCRIPTS / "faults" / "drifted.py").read_text()
+    (tmp_path / "exits.py").write_text(f"{source}\nimport os\nos._exit(0)\n")
+    checked = check(tmp_path / "exits.py", 3, tmp_path)
+    assert checked.code == 1 and "drifted apart" in checked.sentences[0], checked.said
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("raise KeyboardInterrupt", "ranks 0 and 1 raised KeyboardInterrupt at ends.py:2"),
+        ("sys.stderr.close(); sys.exit('no text')", "ranks 0 and 1 called sys.exit with no text at ends.py:2"),
+        ("os.execv('/bin/true', ['true'])", "the script becomes another program by os.execv() at ends.py:2"),
+    ],
+)
+def test_a_script_that_ends_before_it_has_begun_does_not_pass(line: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "ends.py").write_text(f"import os, sys\n{line}\n")
+    checked = check(tmp_path / "ends.py", 2, tmp_path)
+    assert checked.code == 1 and words in " ".join(checked.said.split()), checked.said
+
+
 # torchrun's agent, but for the start of its ranks: forked from the agent, they import nothing again.
 AGENT = """
 import sys

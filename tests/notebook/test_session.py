@@ -156,6 +156,18 @@ def test_a_rank_that_dies_is_named_and_made_anew(notebook: Notebook) -> None:
     assert notebook.lines("'kept' in dir()") == ["ranks 0 and 2 | = True", "rank 1 | = False"]
 
 
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [
+        ("os._exit(0)", "rank 1 ended the process by os._exit(0) at cell_"),
+        ("posix._exit(0)", "rank 1 left by os._exit(0)"),
+    ],
+)
+def test_a_cell_that_ends_its_rank_has_failed(notebook: Notebook, end: str, words: str) -> None:
+    result = notebook.cell(f"import os, posix\nif rank == 1:\n    {end}")
+    assert notebook.failure(result).splitlines()[0].startswith(words)
+
+
 def test_names_are_those_that_cells_have_made_on_each_rank(notebook: Notebook) -> None:
     notebook.lines("import math\n_hidden = own = 1\nif rank:\n    later = 2\ndist.barrier()")
     notebook.cell("stuck = 3\nif rank == 1:\n    dist.barrier()")  # called back, it tells its names too

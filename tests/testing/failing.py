@@ -1,7 +1,6 @@
 """Tests that fail on purpose, each in another way, and some beside them; test_plugin.py runs this file by pytest."""
 
 import os
-import posix
 import signal
 import sys
 import time
@@ -59,16 +58,6 @@ def test_leaves(rank):
 @distlab.ranks(2)
 def test_leaves_well():
     os._exit(0)
-
-
-@distlab.ranks(2)
-def test_leaves_unseen():
-    posix._exit(0)
-
-
-@distlab.ranks(2)
-def test_interrupts():
-    raise KeyboardInterrupt
 
 
 @distlab.ranks(2)
