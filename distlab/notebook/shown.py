@@ -70,7 +70,10 @@ def failure(result: Result, source: str) -> CellFailed:
     """All that is to be said of a cell that went wrong, the sentence first."""
     outcome, world_size = result.outcome, len(result.outcome.printed)
     said = [f"rank {rank} {how}" for rank, how in outcome.lost.items()]
-    found = [each for each in outcome.findings if each.check in (HANG, MATCH)]
+    # A rank whose process ended has raised nothing that could be shown below.
+    found = [
+        each for each in outcome.findings if each.check in (HANG, MATCH) or result.ended.keys().isdisjoint(each.ranks)
+    ]
     said += [each.sentence for each in found]
     if result.interrupted:
         said.append("interrupted")
