@@ -299,8 +299,8 @@ class RankState:
         else:
             self.course.draw(turn, count)
 
-    def _take_raised(self, *values: Any) -> None:
-        self.raised = Raised(*values)
+    def _take_raised(self, kind: str, text: str, traceback: str, place: str, at_s: float) -> None:
+        self.raised = Raised(kind, text, traceback, place, at_s)
 
     def _take_ended(self, code: int, at_s: float) -> None:  # noqa: ARG002
         self.exit_code = code
