@@ -99,9 +99,10 @@ class Samples:
 
 # Whether gradients were divided by the number of ranks once: asked, as no run can prove it.
 #
-# A loss may be a mean over a rank's samples or over all of them, so a sum that nobody divides may be right. What can
-# be seen is whether anything touched the tensors between their all_reduce and the step, and by how much they were
-# scaled there: over three steps, to a part in a thousand.
+# A loss may be a mean over a rank's samples, or a rank's share of the mean over all of them, whose gradients are to be
+# summed. The graph of a loss shows which, mostly, and where it does not, nothing is asked. Between the all_reduce and
+# the step it is seen whether anything touched the tensors, and by how much they were scaled there: over three steps, to
+# a part in a thousand.
 
 NEAR = 1e-3
 ENOUGH_STEPS = 2  # steps of each rank
@@ -116,6 +117,7 @@ class Step(NamedTuple):
     size: int  # of the group
     reduced_at: CallPlace
     stepped_at: CallPlace
+    of_mean: bool  # the loss is known to be a mean over a rank's own samples
 
 
 class Gradients:
@@ -127,17 +129,19 @@ class Gradients:
 
     def take(
         self, case: RankState, ratio: float, by_script: bool, untouched: bool, size: int, reduced_at: int,
-        stepped_at: int,
+        stepped_at: int, of_mean: bool,
     ) -> None:  # fmt: skip
         """One step of one rank, whose places come as numbers."""
         if not 1 <= size <= self._world_size:
             raise ValueError(f"a group of {size} ranks: expected 1 to {self._world_size}")
-        step = Step(float(ratio), by_script, untouched, size, case.place(reduced_at), case.place(stepped_at))
+        step = Step(float(ratio), by_script, untouched, size, case.place(reduced_at), case.place(stepped_at), of_mean)
         self._steps[case.rank].append(step)
 
     def questions(self) -> Iterator[str]:
         steps = [step for of_rank in self._steps.values() for step in of_rank]
         if len(self._steps) < self._world_size or len(steps) < ENOUGH_STEPS * self._world_size or steps[0].size < 2:
+            return
+        if not all(step.of_mean for step in steps):
             return
         size, first = steps[0].size, steps[0]
         if all(step.by_script and step.untouched and abs(step.ratio - 1) < NEAR for step in steps):
@@ -145,8 +149,8 @@ class Gradients:
                 return
             yield (
                 f"possible bug: gradients are summed over {size} ranks and never averaged. Nothing divides them between"
-                f" their all_reduce at {first.reduced_at.line} and the step at {first.stepped_at.line}; where the loss"
-                f" is a mean over a rank's own samples, a step is {size} times too long"
+                f" their all_reduce at {first.reduced_at.line} and the step at {first.stepped_at.line}, and the loss is"
+                f" a mean over a rank's own samples, so they are {size} times those of the mean over all samples"
             )
         elif all(not step.by_script and abs(step.ratio * size - 1) < NEAR for step in steps):
             then = f"at the step at {first.stepped_at.line} they are 1/{size} of that"

@@ -98,7 +98,11 @@ def is_within(place: CallPlace, lines: tuple[str, int, int]) -> bool:
 
 
 def divided_before(place: CallPlace) -> bool:
-    """Whether the function of the line divides something by a number of ranks before it: a gradient, or the loss."""
+    """Whether the function of the line, or one that called it, divides by a number of ranks before it."""
+    return any(divided_at(each) for each in (place, *callers_of(place)))
+
+
+def divided_at(place: CallPlace) -> bool:
     number, found = number_of(place), False
     with suppress(SyntaxError, ValueError, RecursionError):
         tree = ast.parse(text_of(place))

@@ -10,7 +10,7 @@ import socket
 import sys
 import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -22,6 +22,13 @@ from distlab.check.recorder import Call, Group, Recorder, preceded
 from distlab.check.replica_steps import ReplicaSteps, checksum, parameters
 
 FIRST = 3  # steps, inputs and dropouts that are looked into
+MOST_NODES = 100  # of a loss's graph that are looked through
+MEAN, SUM = 1, 2  # what torch writes into the node of a loss function, by its `reduction`
+NEAR = 1e-3
+SAME_SCALE = (
+    "AddBackward", "SubBackward", "NegBackward", "ViewBackward", "UnsafeViewBackward", "ReshapeAliasBackward",
+    "SqueezeBackward", "UnsqueezeBackward", "ToCopyBackward", "AliasBackward", "CloneBackward",
+)  # fmt: skip
 
 
 class Reduced(NamedTuple):
@@ -44,6 +51,7 @@ class Training:
         self._reduced: list[Reduced] = []  # since the last step
         self._stepped_at = -1  # the place of the last step
         self._backwards = 0
+        self._scales: list[list[float]] = []  # of the means in the loss of each backward pass since the last step
         self._trained: set[int] = set()  # ids of the optimizers that have stepped
         recorder.on_reduce = self._note_reduced
         recorder.on_broadcast = self._replicas.note_broadcast
@@ -118,8 +126,11 @@ class Training:
                 untouched = all(tensor._version == each.version for each, tensor in found)
                 by_script = all(each.by_script for each, _ in found)
                 first = found[0][0]
-                self._telling.say("gradient", ratio, by_script, untouched, first.size, first.place, self._stepped_at)
+                of_mean = any(abs(scale * len(self._scales) - 1) < NEAR for each in self._scales for scale in each)
+                values = first.size, first.place, self._stepped_at, of_mean
+                self._telling.say("gradient", ratio, by_script, untouched, *values)
         self._reduced.clear()
+        self._scales.clear()
         with self._recorder.telling_what_fails("a step of the optimizer"):
             self._replicas.before_step(optimizer, self._stepped_at)
 
@@ -133,10 +144,13 @@ class Training:
         with self._recorder.telling_what_fails("a step of the optimizer"):
             self._replicas.after_step(optimizer, self._stepped_at)
 
-    def _backward(self, *_: Any, **__: Any) -> None:
+    def _backward(self, tensors: Any, grad_tensors: Any = None, *_: Any, **__: Any) -> None:
         """A backward pass that is none inside of another (checkpointing)."""
         if torch._C._current_graph_task_id() < 0:
             self._backwards += 1
+            if self._steps < FIRST:
+                loss = tensors if isinstance(tensors, torch.Tensor) and grad_tensors is None else None
+                self._scales.append(list(scales_of_means(loss)) if loss is not None else [])
             self._telling.write_later(f'["backward",{self._backwards}]')
 
     def tell_end(self) -> None:
@@ -199,6 +213,48 @@ def length_of(loading: Any) -> int:
     with suppress(Exception):  # a sampler of the script's own may raise anything
         return len(loading._index_sampler)
     return -1
+
+
+def scales_of_means(loss: torch.Tensor) -> Iterator[float]:
+    """By what each mean over this rank's own samples is multiplied in a loss; a sum of n samples is n times a mean.
+
+    Nothing comes of what its graph does not show: samples with weights of their own, compiled code.
+    """
+    left: list[tuple[Any, float, bool]] = [(loss.grad_fn, 1.0, False)]  # a node, its scale, whether it is in a mean
+    for _ in range(MOST_NODES):
+        if not left:
+            return
+        node, scale, in_mean = left.pop()
+        if node is None:
+            continue
+        kind, reduction = node.name(), getattr(node, "_saved_reduction", 0)
+        if kind.startswith(("DivBackward", "MulBackward")):
+            scale *= factor_of(node)
+        elif kind.startswith("SumBackward") and not in_mean:
+            scale, in_mean = scale * length(getattr(node, "_saved_self_sym_sizes", ())), True
+        elif kind.startswith(("MeanBackward", "SumBackward")):
+            in_mean = True
+        elif not kind.startswith(SAME_SCALE):
+            if reduction == SUM and not in_mean:
+                yield scale * length(node._saved_self.shape)
+            elif in_mean or reduction == MEAN:
+                yield scale
+            continue
+        left += [(each, scale, in_mean) for each, _ in node.next_functions]
+
+
+def length(sizes: tuple[int, ...]) -> float:
+    """How many samples a tensor of this shape has; of a single one nobody knows a sum from a mean."""
+    return sizes[0] if sizes and sizes[0] > 1 else math.nan
+
+
+def factor_of(node: Any) -> float:
+    """The number that a node multiplies or divides by; not a number where it has more elements than one."""
+    with suppress(RuntimeError):  # written since, or freed
+        saved = [each for name in ("_saved_other", "_saved_self") if (each := getattr(node, name, None)) is not None]
+        if saved and saved[0].numel() == 1 and node.next_functions[1][0] is None:
+            return float(saved[0]) if node.name().startswith("Mul") else 1 / float(saved[0])
+    return math.nan
 
 
 def square(tensor: torch.Tensor) -> float:

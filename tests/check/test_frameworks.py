@@ -197,3 +197,9 @@ def test_a_division_before_the_sum_is_seen(before: str, divided: bool, tmp_path:
     script = tmp_path / "train.py"
     script.write_text(f"def step(grad):\n    {before}\n    dist.all_reduce(grad)\n    show(grad / world_size)\n")
     assert divided_before(CallPlace("train.py:3", "", str(script))) == divided
+
+
+def test_a_division_in_the_function_that_calls_is_seen(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("def total(grad):\n    dist.all_reduce(grad)\ndef step(grad):\n    total(grad / world_size)\n")
+    assert divided_before(CallPlace("train.py:2", "", str(script), callers="train.py:4"))

@@ -1,6 +1,8 @@
 """The parts of the doctor that need no script: circles of waits, axes of a mesh, stacks, spans, facts of ranks."""
 
 import json
+import math
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import Mock
 
@@ -9,6 +11,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn import functional
 
 from distlab.check.axes import groups_of
 from distlab.check.axes_watch import Axes
@@ -20,6 +23,7 @@ from distlab.check.recorder import Recorder, ending_of
 from distlab.check.report import MOST, spans_of
 from distlab.check.script_process import how_it_ended, parsed
 from distlab.check.silent_faults import Quiet
+from distlab.check.training import scales_of_means
 
 KINDS = sorted(name.removeprefix("_take_") for name in vars(RankState) if name.startswith("_take_"))
 anything = st.recursive(
@@ -246,16 +250,42 @@ def test_a_sum_that_is_not_of_what_went_in_was_written(after: float, found: list
     assert [finding.ranks for finding in doctor.quiet.at_end()] == found
 
 
-def test_gradients_that_nobody_divides_are_asked_about() -> None:
-    """The control of the test above: a whole fact is taken."""
-    doctor = Doctor(2, 3.0, 60.0, lambda _: None)
-    for rank in range(2):
-        facts = [["gradient", 1.0, True, True, 2, 1, 1]] * 2
-        doctor.take(rank, told(["place", 1, "train.py:4", "", ""], *facts), 0.0)
-    doctor.look(0.5)
-    (question,) = doctor.quiet.questions()
-    assert "summed over 2 ranks and never averaged" in question
-    assert not doctor.unread
+@pytest.mark.parametrize(("ratio", "by_script", "asks"), [(1.0, True, "never averaged"), (0.5, False, "twice")])
+def test_gradients_of_means_alone_are_asked_about(ratio: float, by_script: bool, asks: str) -> None:
+    for of_mean in (True, False):
+        doctor = Doctor(2, 3.0, 60.0, lambda _: None)
+        for rank in range(2):
+            facts = [["gradient", ratio, by_script, True, 2, 1, 1, of_mean]] * 2
+            doctor.take(rank, told(["place", 1, "train.py:4", "", ""], *facts), 0.0)
+        doctor.look(0.5)
+        assert [asks in question for question in doctor.quiet.questions()] == [True] * of_mean
+        assert not doctor.unread
+
+
+SAMPLES, WEIGHTS = torch.arange(8.0).reshape(4, 2), torch.ones(4)
+COUNT = torch.tensor(8.0)
+LOSSES: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], list[float]]] = {
+    "a mean": (lambda each, _: each.mean(), [1]),
+    "a mean of torch's": (lambda each, aim: functional.mse_loss(each, aim), [1]),
+    "half of it": (lambda each, aim: functional.mse_loss(each, aim) / 2, [0.5]),
+    "by a factor": (lambda each, aim: 0.25 * functional.mse_loss(each, aim), [0.25]),
+    "of halves": (lambda each, _: (each / 2).mean(), [0.5]),
+    "of sums": (lambda each, aim: (each - aim).pow(2).sum(dim=1).mean(), [1]),
+    "two of them": (lambda each, aim: each.mean() + functional.l1_loss(each, aim) / 2, [0.5, 1]),
+    "a sum over the samples here": (lambda each, aim: functional.mse_loss(each, aim, reduction="sum") / 4, [1]),
+    "a sum over those of all ranks": (lambda each, aim: functional.mse_loss(each, aim, reduction="sum") / COUNT, [0.5]),
+    "a sum": (lambda each, _: each.sum(), [4]),
+    "a sum of one sample": (lambda each, _: each[:1].sum(), []),
+    "with weights": (lambda each, _: (each.sum(dim=1) * WEIGHTS / 8).sum(), []),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_scale_of_a_loss_is_read_from_its_graph(name: str) -> None:
+    loss, scales = LOSSES[name]
+    outputs = torch.nn.Linear(2, 2)(SAMPLES)
+    found = sorted(each for each in scales_of_means(loss(outputs, SAMPLES)) if not math.isnan(each))
+    assert found == pytest.approx(scales)
 
 
 def test_ranks_that_all_stand_still_are_a_finding_and_one_that_computes_is_none() -> None:
