@@ -5,7 +5,6 @@ told to be Replicate. Copies are told at the optimizer's steps 1, 2, 4, 8, ... a
 steps and calls alone; whether ranks agree is for rank 0 to say (axes.py).
 """
 
-import functools
 import math
 import sys
 import weakref
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from distlab.check.recorder import Call, Group, Recorder, flat, harmless, preceded
+from distlab.check.recorder import Call, Group, Recorder, flat, harmless, nothing, preceded, stands_for
 from distlab.check.replica_steps import checksum, parameters
 from distlab.check.training import FIRST
 from distlab.measure.tensors import hash_of
@@ -81,8 +80,8 @@ class Axes:
         from torch.utils import data
         from torch.utils.data import dataset, distributed
 
-        register_optimizer_step_pre_hook(self._before_step)
-        register_optimizer_step_post_hook(self._after_step)
+        register_optimizer_step_pre_hook(stands_for(nothing)(self._before_step))
+        register_optimizer_step_post_hook(stands_for(nothing)(self._after_step))
         self.recorder.on_call.append(self._note_sum)
         self.recorder.at_end.append(lambda: self._tell_copies(-1))
         sampler: Any = distributed.DistributedSampler
@@ -159,7 +158,7 @@ class Axes:
     def _wraps(self, make: Callable[..., None]) -> Callable[..., None]:
         """FullyShardedDataParallel's, the outermost of those that one wrapping makes."""
 
-        @functools.wraps(make)
+        @stands_for(make)
         def made(own: Any, module: torch.nn.Module, *args: Any, **named: Any) -> None:
             if self._wrapping or named.get("sync_module_states"):
                 make(own, module, *args, **named)
@@ -178,7 +177,7 @@ class Axes:
     def _shards(self, make: Callable[..., None]) -> Callable[..., None]:
         """fully_shard's."""
 
-        @functools.wraps(make)
+        @stands_for(make)
         def made(own: Any, params: Any, modules: Any, mesh_info: Any, *args: Any, **named: Any) -> None:
             sums: list[list[Any]] = []
             self._note_sums(sums, lambda: with_names(params, modules))
@@ -310,7 +309,7 @@ class Axes:
                     self._telling.say("declared", turn, axis, ranks, *found, self.recorder.places.here(3)[0])
 
     def _clips(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
+        @stands_for(function)
         def clipped(parameters: Any, max_norm: float, *args: Any, **named: Any) -> Any:
             given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
             norm = function(given, max_norm, *args, **named)
@@ -401,7 +400,7 @@ def are_summed(summed: list[Summand], gradients: list[torch.Tensor]) -> bool:
 def followed(function: Callable[..., Any], after: Callable[..., None]) -> Callable[..., Any]:
     """The same function, whose result and arguments `after` is told."""
 
-    @functools.wraps(function)
+    @stands_for(function)
     def both(*args: Any, **named: Any) -> Any:
         result = function(*args, **named)
         after(result, *args, **named)

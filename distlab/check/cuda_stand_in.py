@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from distlab.check.recorder import Recorder, preceded
+from distlab.check.recorder import Recorder, preceded, stands_for
 from distlab.check.script_error import place_of
 
 DONE_HERE = "device='cuda', .cuda(), set_device, autocast (in bfloat16), events and synchronize"
@@ -146,7 +146,7 @@ class CudaStandIn:
         mode.__enter__()
 
     def _used(self) -> None:
-        if not self._said:
+        if not self._said and not torch.compiler.is_compiling():
             self._said = True
             self._telling.say(
                 "changed", f"there is no GPU here: the CPU does what the script asks of CUDA ({DONE_HERE})"
@@ -244,7 +244,7 @@ class CudaStandIn:
     def _availability(self, right: Callable[..., Any], shown: Callable[..., Any]) -> Callable[..., Any]:
         """Whether there is a GPU, or which: none for torch, and none for the script until it was shown one."""
 
-        @functools.wraps(right)
+        @stands_for(right)
         def available(*args: Any, **named: Any) -> Any:
             if not self._asked_by_user():
                 return right(*args, **named)
@@ -255,12 +255,12 @@ class CudaStandIn:
 
     def _asked_by_user(self) -> bool:
         """Whether the script's own line calls what calls this: torch asks too, for other reasons."""
-        return self._recorder.places.kind(sys._getframe(2).f_code.co_filename) == "user"
+        return self._recorder.places.kind(sys._getframe(3).f_code.co_filename) == "user"
 
     def _count(self, right: Callable[[], int]) -> Callable[[], int]:
         """A GPU a rank of this machine, for the script's own lines."""
 
-        @functools.wraps(right)
+        @stands_for(right)
         def count() -> int:
             if not self._asked_by_user():
                 return right()

@@ -8,7 +8,6 @@ version counter shows where it has its storage for itself, and its contents othe
 here: then a rank stands in a library's frame with a call that has not ended (rank_state.py).
 """
 
-import functools
 import sys
 import threading
 import weakref
@@ -22,7 +21,7 @@ import torch.distributed as dist
 
 from distlab.check.memory import Contents
 from distlab.check.places import PASSED_ON
-from distlab.check.recorder import Call, Recorder, preceded
+from distlab.check.recorder import Call, Recorder, preceded, stands_for
 from distlab.check.telling import now
 from distlab.measure import traffic
 from distlab.measure.traffic import Endpoint, NoDiagnostics
@@ -70,11 +69,11 @@ class Handles:
             setattr(work, name, preceded(getattr(work, name), self._looked_at))
 
     def _made(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method)
+        @stands_for(method)
         def made(group: dist.ProcessGroup, *args: Any, **named: Any) -> Any:
             thread = self._recorder.thread
             thread.made, thread.contents, thread.reduce = None, None, reduce_of(args, named)
-            thread.asynchronous = asynchronous = is_asynchronous(args, sys._getframe(1).f_code)
+            thread.asynchronous = asynchronous = is_asynchronous(args, sys._getframe(2).f_code)
             watched = asynchronous and thread.reduce != "avg"  # gloo divides in a thread of its own, which counts
             try:
                 work = method(group, *args, **named)
@@ -91,7 +90,7 @@ class Handles:
         return made
 
     def _wait(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method)
+        @stands_for(method)
         def wait(work: dist.Work, *args: Any, **named: Any) -> Any:
             handle = self._of.get(id(work))
             if handle is None:
@@ -181,7 +180,7 @@ class Waits:
             place.destroy_process_group = preceded(place.destroy_process_group, self.tell_sockets)
 
     def _watched(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
-        @functools.wraps(function)
+        @stands_for(function)
         def watched(*args: Any, **named: Any) -> Any:
             depth = getattr(self._inside, "depth", 0)
             if depth:

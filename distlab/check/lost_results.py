@@ -6,7 +6,6 @@ so a loss that is made of gathered tensors sends no gradient back through them. 
 saved what was gathered, and the script has not put its own part, which has a gradient, into the list.
 """
 
-import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distlab.check.recorder import Recorder, harmless, preceded
+from distlab.check.recorder import Recorder, harmless, nothing, preceded, stands_for
 
 MOST_NODES = 2000  # of a graph that are looked at
 MOST_LOOKED_AT = 8  # backward passes after such an all_gather
@@ -33,6 +32,7 @@ class LostResults:
         self._looked_at = 0
 
     def install(self) -> None:
+        @stands_for(nothing)
         def count(*args: Any, **named: Any) -> None:
             self._alone[bool(args)] = references(args, named)
 
@@ -46,7 +46,7 @@ class LostResults:
         autograd.backward = preceded(autograd.backward, self._backward)
 
     def _read(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
+        @stands_for(function)
         def read(*args: Any, **named: Any) -> Any:
             try:
                 alone = references(args, named) == self._alone[bool(args)]

@@ -36,7 +36,7 @@ from distlab.check.lost_results import LostResults
 from distlab.check.memory import Memory
 from distlab.check.own_ranks import OwnRanks
 from distlab.check.places import Places
-from distlab.check.recorder import Recorder
+from distlab.check.recorder import Recorder, leave_uncompiled
 from distlab.check.script_error import described, place_of
 from distlab.check.telling import Telling, now
 from distlab.check.training import Training
@@ -234,6 +234,7 @@ def recorded(telling: Telling, folder: Path, store_port: int) -> tuple[Recorder,
     Handles(recorder).install()
     waits = Waits(recorder, lambda sentence: telling.say("changed", sentence), store_port)
     waits.install()
+    leave_uncompiled()
     return recorder, waits
 
 

@@ -4,7 +4,6 @@ Whether ranks agree is the doctor's to say: a process knows itself alone. Of gra
 first are looked into.
 """
 
-import functools
 import math
 import socket
 import sys
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
-from distlab.check.recorder import Call, Group, Recorder, preceded
+from distlab.check.recorder import Call, Group, Recorder, nothing, preceded, stands_for
 from distlab.check.replica_steps import ReplicaSteps, checksum, parameters
 
 FIRST = 3  # steps, inputs and dropouts that are looked into
@@ -64,8 +63,8 @@ class Training:
         parallel.__init__ = preceded(parallel.__init__, self._module_made)
         parallel.forward = preceded(parallel.forward, self._forward)
         parallel.module = property(self._module)
-        register_optimizer_step_pre_hook(self._before_step)
-        register_optimizer_step_post_hook(self._after_step)
+        register_optimizer_step_pre_hook(stands_for(nothing)(self._before_step))
+        register_optimizer_step_post_hook(stands_for(nothing)(self._after_step))
         engine: Any = torch.autograd
         engine.backward = preceded(engine.backward, self._backward)
         functional: Any = torch.nn.functional
@@ -162,7 +161,7 @@ class Training:
             self._telling.say("device", number, uuid, socket.gethostname(), torch.cuda.device_count())
 
     def _next(self, method: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        @functools.wraps(method)
+        @stands_for(method)
         def following(loading: Any) -> Any:
             if "_distlab" not in loading.__dict__:
                 loading.__dict__["_distlab"] = [self._loaders, 0, self._steps]
@@ -191,7 +190,7 @@ class Training:
         return following
 
     def _dropout(self, given: torch.Tensor, p: float = 0.5, training: bool = True, *_: Any, **__: Any) -> None:
-        if torch.compiler.is_compiling() or isinstance(given, FakeTensor):
+        if isinstance(given, FakeTensor):
             return
         if training and p > 0 and self._dropouts < FIRST and isinstance(given, torch.Tensor):
             state = zlib.crc32(torch.get_rng_state().numpy().tobytes())
@@ -199,7 +198,7 @@ class Training:
             self._dropouts += 1
 
     def _mesh(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
+        @stands_for(function)
         def made(*args: Any, **named: Any) -> Any:
             mesh = function(*args, **named)
             self._telling.say("mesh", list(mesh.mesh_dim_names or ()), mesh.mesh.tolist())

@@ -19,7 +19,7 @@ from distlab.check.coordinator import Doctor
 from distlab.check.deadlock import Standing, Still, hung
 from distlab.check.matching import Matching
 from distlab.check.rank_state import DEVICES, HANG, CallPlace, Frame, RankState, Wait
-from distlab.check.recorder import Recorder, ending_of
+from distlab.check.recorder import Recorder, ending_of, leave_uncompiled, preceded
 from distlab.check.report import MOST, spans_of
 from distlab.check.script_process import how_it_ended, parsed
 from distlab.check.silent_faults import Quiet
@@ -309,3 +309,21 @@ def test_weights_that_cannot_be_read_do_not_end_a_script_that_gives_them_to_fsdp
     axes._note_sums(sums, lambda: [("weight", Mock(is_meta=False, detach=Mock(side_effect=RuntimeError("no data"))))])
     assert sums == []
     telling.say.assert_called_once_with("unrecorded", "_note_sums", "RuntimeError('no data')")
+
+
+def test_torch_compile_traces_what_a_function_of_check_stands_for() -> None:
+    said: list[torch.Tensor] = []
+    twice = preceded(lambda values: values * 2, said.append)
+    compiled = torch.compile(lambda values: twice(values) + 1, backend="eager", fullgraph=True)
+    assert compiled(torch.ones(2)).tolist() == [3, 3]
+    assert said == []
+
+
+def test_what_torch_keeps_out_of_its_graph_is_seen() -> None:
+    leave_uncompiled()
+    said: list[torch.Tensor] = []
+    apart: Any = torch.compiler.disable(lambda values: values * 2)
+    watched = preceded(apart, said.append)
+    compiled = torch.compile(lambda values: watched(values) + 1, backend="eager")
+    assert compiled(torch.ones(2)).tolist() == [3, 3]
+    assert len(said) == 1
