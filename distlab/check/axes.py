@@ -76,6 +76,16 @@ def ranks_along(case: RankState, ranks: list[Any]) -> tuple[int, ...]:
     return tuple(ranks)
 
 
+# What comes again and again is known by its line and its number there: a rank may do more of it alone at other lines.
+
+At = tuple[str, str, int]  # a line, the lines that called it, and how often it was reached before
+
+
+def at(case: RankState, place: int, turn: int) -> At:
+    found = case.place(place)
+    return found.line, found.callers, turn
+
+
 # Copies that a DTensor declares: along an axis on which it is replicated, ranks hold the same bits.
 #
 # The last step that all told decides, and those before it say since when: a script may bring ranks together again.
@@ -92,7 +102,7 @@ class Copies:
 
     def __init__(self) -> None:
         self._held: dict[Along, dict[int, dict[int, dict[str, Held]]]] = defaultdict(lambda: defaultdict(dict))
-        self._declared: dict[Along, dict[int, dict[int, tuple[Held, str]]]] = defaultdict(lambda: defaultdict(dict))
+        self._declared: dict[Along, dict[At, dict[int, Held]]] = defaultdict(lambda: defaultdict(dict))
 
     def take(self, case: RankState, step: int, axis: str, ranks: list[int], held: list[list[Any]]) -> None:
         for each in held:
@@ -103,16 +113,14 @@ class Copies:
     def take_declared(
         self, case: RankState, turn: int, axis: str, ranks: list[int], bits: int, norm: float, place: int
     ) -> None:
-        found = (bits, float(norm)), case.place(place).line
-        self._declared[axis, ranks_along(case, ranks)][turn][case.rank] = found
+        self._declared[axis, ranks_along(case, ranks)][at(case, place, turn)][case.rank] = bits, float(norm)
 
     def apart(self) -> Iterator[Finding]:
         yield from self._parameters_apart()
         told: set[str] = set()
         for (axis, ranks), turns in sorted(self._declared.items()):
-            for turn, seen in sorted(turns.items()):
-                line = next(line for _, line in seen.values())
-                if line not in told and set(seen) == set(ranks) and differ([held for held, _ in seen.values()]):
+            for (line, _, turn), seen in turns.items():
+                if line not in told and set(seen) == set(ranks) and differ(list(seen.values())):
                     told.add(line)
                     sentence = (
                         f"{name_ranks(ranks)}, one group along the axis {axis}, have other values at {line} (call"
@@ -212,23 +220,21 @@ class Draws:
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
-        self._drawn: dict[int, dict[int, tuple[int, int, int, int, int]]] = defaultdict(dict)
-        self._lines: dict[int, str] = {}
-        self._splits: dict[int, dict[int, tuple[tuple[int, ...], int, str]]] = defaultdict(dict)
+        self._drawn: dict[At, dict[int, tuple[int, int, int, int, int]]] = defaultdict(dict)
+        self._splits: dict[At, dict[int, tuple[tuple[int, ...], int]]] = defaultdict(dict)
 
     def take(
         self, case: RankState, turn: int, seed: int, epoch: int, subset: int, size: int, replicas: int, place: int
     ) -> None:
-        self._lines[turn] = case.place(place).line
-        self._drawn[turn][case.rank] = seed, epoch, subset, size, replicas
+        self._drawn[at(case, place, turn)][case.rank] = seed, epoch, subset, size, replicas
 
     def take_split(self, case: RankState, turn: int, sizes: list[int], found: int, place: int) -> None:
         typed(sizes, [int] * len(sizes))
-        self._splits[turn][case.rank] = tuple(sizes), found, case.place(place).line
+        self._splits[at(case, place, turn)][case.rank] = tuple(sizes), found
 
     def apart(self) -> Iterator[Finding]:
         """The first pass in which ranks draw from other permutations."""
-        for turn, seen in sorted(self._drawn.items()):
+        for (line, _, turn), seen in self._drawn.items():
             if len(seen) < self._world_size or len({each[3:] for each in seen.values()}) > 1:
                 continue  # other data sets, or other passes
             first = min(seen)
@@ -238,17 +244,17 @@ class Draws:
                     values = f" ({seen[odd[0]][index]}, and {seen[first][index]} on rank {first})" if index < 2 else ""
                     sentence = (
                         f"{ranks_do(odd, 'draw')} from another permutation in pass {turn} over a DistributedSampler at"
-                        f" {self._lines[turn]}: {what}{values}; some samples come twice and some never; {remedy}"
+                        f" {line}: {what}{values}; some samples come twice and some never; {remedy}"
                     )
                     yield Finding(DATA, sentence, tuple(odd))
                     return
 
     def questions(self) -> Iterator[str]:
-        for seen in self._splits.values():
-            sizes, found, lines = zip(*seen.values(), strict=True)
+        for (line, _, _), seen in self._splits.items():
+            sizes, found = zip(*seen.values(), strict=True)
             if len(seen) == self._world_size and len(set(sizes)) == 1 and len(set(found)) > 1:
                 yield (
-                    f"is it meant that random_split at {lines[0]} gives each rank another permutation? What one rank"
+                    f"is it meant that random_split at {line} gives each rank another permutation? What one rank"
                     " validates with, others train on: give it generator=torch.Generator().manual_seed(n)"
                 )
                 return
@@ -273,18 +279,17 @@ class Norms:
     """What clip_grad_norm_ has returned for gradients that are cut over ranks, and the norm that it cuts to."""
 
     def __init__(self) -> None:
-        self._norms: dict[tuple[tuple[int, ...], int], dict[int, tuple[float, float, str, str]]] = defaultdict(dict)
+        self._norms: dict[tuple[tuple[int, ...], At], dict[int, tuple[float, float, str]]] = defaultdict(dict)
 
     def take(self, case: RankState, turn: int, norm: float, most: float, ranks: list[int], by: str, place: int) -> None:
         if ranks:
-            found = float(norm), float(most), by, case.place(place).line
-            self._norms[ranks_along(case, ranks), turn][case.rank] = found
+            self._norms[ranks_along(case, ranks), at(case, place, turn)][case.rank] = float(norm), float(most), by
 
     def apart(self) -> Iterator[Finding]:
         told: set[str] = set()
-        for (ranks, _), seen in sorted(self._norms.items()):
-            norms, line = [each[0] for each in seen.values()], next(iter(seen.values()))[3]
-            scaled = any(norm > most for norm, most, _, _ in seen.values())
+        for (ranks, (line, _, _)), seen in sorted(self._norms.items()):
+            norms = [each[0] for each in seen.values()]
+            scaled = any(norm > most for norm, most, _ in seen.values())
             differ = max(norms) - min(norms) > NEAR * max(norms)
             if line not in told and set(seen) == set(ranks) and differ and scaled:
                 told.add(line)

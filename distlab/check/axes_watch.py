@@ -206,7 +206,8 @@ class Axes:
     def _tell_taken(self) -> None:
         """At the first forward pass: of what was not loaded since."""
         taken, self._taken = self._taken, []
-        for turn, each in enumerate(taken):
+        for each in taken:
+            turn = self._turn(f"taken {each.ranks}")
             if checksum(each.part) == each.bits:
                 self._telling.say("taken", turn, each.ranks, each.sums, each.place)
 
@@ -303,10 +304,11 @@ class Axes:
         for index, placement in enumerate(made.placements):
             if placement.is_replicate() and made.device_mesh.size(index) > 1:
                 axis, ranks = axis_of(made.device_mesh, index)
-                turn = self._turn(f"declared {axis} {ranks}")
+                place = self.recorder.places.here(3)[0]
+                turn = self._turn(f"declared {axis} {ranks} {place}")
                 if turn < MOST_DECLARED:
                     found = bits_and_norm(made)
-                    self._telling.say("declared", turn, axis, ranks, *found, self.recorder.places.here(3)[0])
+                    self._telling.say("declared", turn, axis, ranks, *found, place)
 
     def _clips(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @stands_for(function)
@@ -320,10 +322,10 @@ class Axes:
 
     @harmless
     def _clipped(self, norm: Any, max_norm: Any, given: list[torch.Tensor]) -> None:
-        turn = self._turn("clipped")
+        place = self.recorder.places.here(3)[0]
+        turn = self._turn(f"clipped {place}")
         if turn < FIRST and not hasattr(norm, "placements") and math.isfinite(float(norm)) and math.isfinite(max_norm):
             ranks, by = self._cut_over(given)
-            place = self.recorder.places.here(3)[0]
             self._telling.say("clipped", turn, float(norm), float(max_norm), ranks, by, place)
 
     def _cut_over(self, given: list[torch.Tensor]) -> tuple[list[int], str]:
@@ -340,19 +342,20 @@ class Axes:
     @harmless
     def _drawn(self, sampler: Any) -> None:
         """A pass over a DistributedSampler begins."""
-        turn = self._turn("drawn")
+        place = self.recorder.places.here(3)[0]
+        turn = self._turn(f"drawn {place}")
         if sampler.num_replicas > 1 and turn < MOST_NAMED:
             indices = getattr(sampler.dataset, "indices", None)
             order = [int(sampler.seed), int(sampler.epoch)] if sampler.shuffle else [0, 0]
             subset = zlib.crc32(repr(list(indices)).encode()) if isinstance(indices, (list, tuple)) else 0
-            place = self.recorder.places.here(3)[0]
             self._telling.say("drawn", turn, *order, subset, len(sampler.dataset), sampler.num_replicas, place)
 
     @harmless
     def _split(self, parts: Any, *_: Any, **__: Any) -> None:
         found = zlib.crc32(repr([list(each.indices) for each in parts]).encode())
         sizes = [len(each) for each in parts]
-        self._telling.say("split", self._turn("split"), sizes, found, self.recorder.places.here(3)[0])
+        place = self.recorder.places.here(3)[0]
+        self._telling.say("split", self._turn(f"split {place}"), sizes, found, place)
 
     def _turn(self, what: str) -> int:
         """How often this came before."""

@@ -1,9 +1,9 @@
 """By what two ranks parted before they stood in different calls: uneven data, a batch skipped, a loop left, callers.
 
 In a framework's loop, or a helper of the script's own, ranks that part stand in one line; and a rank that has fewer
-batches, stops or skips one is apart before any call differs. A pass over a DataLoader is known by its number and its
-line, alike on all ranks until they part: at one batch of one pass ranks have made as many backward passes, unless one
-skipped a batch.
+batches, stops or skips one is apart before any call differs. A pass over a DataLoader is known by its line and its
+number there, alike on all ranks until they part: at one batch of one pass ranks have made as many backward passes,
+unless one skipped a batch.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -81,8 +81,8 @@ def parted_in_loader(one: Side, two: Side) -> str:
     it before another."""
     if not one.course.passes or not two.course.passes:
         return ""
-    (mine_number, mine), (their_number, theirs) = (max(side.course.passes.items()) for side in (one, two))
-    if mine_number != their_number or theirs.drawn > mine.drawn:
+    mine, theirs = (side.course.passes[max(side.course.passes)] for side in (one, two))
+    if mine.key != theirs.key or theirs.drawn > mine.drawn:
         return ""
     how = "'s loop ended" if theirs.ended else " went on"
     so_far = f"; rank {two.rank}{how} after {two.reached.text}"
@@ -97,39 +97,37 @@ def parted_in_loader(one: Side, two: Side) -> str:
 def cause_of(one: Side, other: Side) -> tuple[str, str]:
     """What set the two apart before their calls differed, and the words for it; empty where that is not known."""
     for a, b in ((one, other), (other, one)):
-        for number, here, there in common(a.course, b.course):
+        for here, there in common(a.course, b.course):
             if there.has_all and max(here.drawn, here.length) > there.drawn:
-                of_pass = f"pass {number} over the DataLoader at {there.line}"
-                had = f"{of_pass} has {counted(there.drawn, 'batches')} on rank {b.rank} and more on rank {a.rank}"
+                had = f"{there.words} has {counted(there.drawn, 'batches')} on rank {b.rank} and more on rank {a.rank}"
                 return UNEVEN, f"{had}: uneven data"
     if (skipped := skipped_batch(one, other)) is not None:
         return SKIPPED, skipped
     for a, b in ((one, other), (other, one)):
-        for number, here, there in common(a.course, b.course):
-            if not there.has_all and here.drawn >= there.drawn and has_left(number, a, b):
-                left = f"rank {b.rank} took {counted(there.drawn, 'batches')} of pass {number} over the DataLoader at"
-                return STOPPED, f"{left} {there.line}, which has more: a stop decided on one rank"
+        for here, there in common(a.course, b.course):
+            if not there.has_all and here.drawn >= there.drawn and has_left(here, there, a, b):
+                left = f"rank {b.rank} took {counted(there.drawn, 'batches')} of {there.words}"
+                return STOPPED, f"{left}, which has more: a stop decided on one rank"
     return "", ""
 
 
-def common(one: Course, other: Course) -> Iterator[tuple[int, Pass, Pass]]:
+def common(one: Course, other: Course) -> Iterator[tuple[Pass, Pass]]:
     """Passes with one number and line, the newest first."""
-    for number in sorted(one.passes.keys() & other.passes.keys(), reverse=True):
-        here, there = one.passes[number], other.passes[number]
-        if here.line == there.line:
-            yield number, here, there
+    others = {each.key: each for each in other.passes.values()}
+    for here in reversed(one.passes.values()):
+        if here.key in others:
+            yield here, others[here.key]
 
 
 def skipped_batch(one: Side, other: Side) -> str | None:
     """The first batch before which one of two ranks had made fewer backward passes."""
-    for number, here, there in reversed(list(common(one.course, other.course))):
+    for here, there in reversed(list(common(one.course, other.course))):
         for index, (made, theirs) in enumerate(zip(since_begin(here), since_begin(there), strict=False)):
             if made != theirs:
                 less, more = (one, other) if made < theirs else (other, one)
                 return (
-                    f"rank {less.rank} skipped a batch: when it came to batch {index} of pass {number} over the"
-                    f" DataLoader at {here.line} it had called backward"
-                    f" {counted(min(made, theirs), 'times')} in it, and rank {more.rank} {max(made, theirs)}"
+                    f"rank {less.rank} skipped a batch: when it came to batch {index} of {here.words} it had called"
+                    f" backward {counted(min(made, theirs), 'times')} in it, and rank {more.rank} {max(made, theirs)}"
                 )
     if one.course.idle != other.course.idle:
         less = max(one, other, key=lambda side: side.course.idle)
@@ -144,14 +142,14 @@ def since_begin(found: Pass) -> list[int]:
     return [each - found.backwards[0] for each in found.backwards]
 
 
-def has_left(number: int, a: Side, b: Side) -> bool:
+def has_left(here: Pass, there: Pass, a: Side, b: Side) -> bool:
     """Whether rank b is out of the pass that rank a is in."""
-    if b.place.called_by or a.place.called_by or max(a.course.passes) > number:
+    newest, theirs = (side.course.passes[max(side.course.passes)] for side in (a, b))
+    if b.place.called_by or a.place.called_by or newest is not here:
         return False  # in a function of the user's that a framework's loop calls; or in an evaluation
-    here, there = a.course.passes[number], b.course.passes[number]
     loop = b.course.loop
     if loop and loop == a.place.framework:
-        return b.place.framework != loop or here.drawn > there.drawn or max(b.course.passes) > number
+        return b.place.framework != loop or here.drawn > there.drawn or theirs is not there
     around = loop_at(CallPlace(there.line, "", there.file))
     return around is not None and is_within(a.place, around) and not is_within(b.place, around)
 

@@ -1,5 +1,6 @@
 """How far a rank's training has come: its optimizer's steps, its backward passes, its passes over DataLoaders."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -14,12 +15,20 @@ NO_LOOPS = ("step", "backward")  # endings of a framework's functions that are c
 class Pass:
     """One pass over a DataLoader."""
 
-    line: str
+    key: tuple[str, str, int]  # its line, the lines that called it, and how many passes were made there before
     file: str
     length: int = -1  # batches that it is to have; below 0 where that is not known
     drawn: int = 0
     ended: bool = False
     backwards: list[int] = field(default_factory=list)  # that were made before each of its batches, and at its end
+
+    @property
+    def line(self) -> str:
+        return self.key[0]
+
+    @property
+    def words(self) -> str:
+        return f"pass {self.key[2]} over the DataLoader at {self.line}"
 
     @property
     def has_all(self) -> bool:
@@ -54,11 +63,17 @@ class Course:
     idle: int = 0  # steps without a backward pass since the one before
     stepped_after: int = -1  # backward passes, at the last step
     passes: dict[int, Pass] = field(default_factory=dict)
+    begun: Counter[tuple[str, str]] = field(default_factory=Counter)  # passes at each line, by its callers
 
-    def begin_pass(self, number: int, line: str, file: str, length: int = -1) -> None:
-        self.passes[number] = Pass(line, file, length)
+    def begin_pass(self, number: int, line: str, file: str, length: int = -1, callers: str = "") -> None:
+        self.passes[number] = Pass((line, callers, self.begun[line, callers]), file, length)
+        self.begun[line, callers] += 1
         if len(self.passes) > MOST_PASSES:
             del self.passes[next(iter(self.passes))]
+
+    def key(self, number: int) -> tuple[str, str, int]:
+        """What a pass is known by on all ranks; of one that is long over its number on this rank."""
+        return self.passes[number].key if number in self.passes else ("", "", number)
 
     def draw(self, number: int, drawn: int) -> None:
         self.now = self.now._replace(batches=drawn)

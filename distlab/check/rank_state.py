@@ -291,7 +291,8 @@ class RankState:
         self.course.make_backward(backwards)
 
     def _take_pass(self, turn: int, place: int, length: int) -> None:
-        self.course.begin_pass(turn, self._places[place].line, self._places[place].file, length)
+        at = self._places[place]
+        self.course.begin_pass(turn, at.line, at.file, length, at.callers)
 
     def _take_fetched(self, turn: int, count: int, ended: bool) -> None:
         if ended:

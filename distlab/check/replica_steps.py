@@ -49,6 +49,7 @@ class Forwards:
 class Replica:
     """Parameters that a group of ranks should hold alike."""
 
+    kind: str
     key: str
     group: Group
     references: list[tuple[str, "weakref.ref[torch.Tensor]"]]
@@ -70,7 +71,7 @@ class Replica:
     @property
     def wrapped(self) -> bool:
         """Whether it is a DDP's or FSDP's to average the gradients."""
-        return self.key.startswith(("DDP", "FSDP"))
+        return self.kind in ("DDP", "FSDP")
 
     @property
     def numbers(self) -> set[int]:
@@ -104,27 +105,28 @@ class ReplicaSteps:
         self._parameters = Parameters(recorder.telling)
         self._replicas: list[Replica] = []
         self._known: weakref.WeakKeyDictionary[Any, Known] = weakref.WeakKeyDictionary()  # by optimizer
-        self._wrapped = self._optimizers = 0
         self._broadcast: dict[int, Group] = {}  # by address of what the script has broadcast, before its first step
         self._reduced: dict[int, Reduced] = {}  # by group, since the last step
         self._begun = self._over = False  # whether there was a step, and whether `_reduced` was before the last one
         recorder.named = self._parameters.named
 
-    def wrap(self, parallel: Any, module: torch.nn.Module, group: Group, place: int) -> None:
-        """A DDP is made; it lets ranks compare the shapes of parameters and buffers, and not their names."""
+    def wrap(self, parallel: Any, module: torch.nn.Module, group: Group, sent: bool, place: int) -> None:
+        """A DDP is made; it lets ranks compare the shapes of parameters, not their names, and of buffers neither, which
+        may be `sent` to all ranks."""
         ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         found: Named = [(name, each) for name, each in module.named_parameters() if name not in ignored]
-        buffers = [name for name, _ in module.named_buffers() if name not in ignored]
+        buffers = [f"{name} {tuple(each.shape)}" for name, each in module.named_buffers() if name not in ignored]
         frozen = frozenset(id(each) for _, each in found if not each.requires_grad)
-        replica = self._watch(f"DDP {self._wrapped}", group, found)
-        self._wrapped += 1
+        replica = self._watch("DDP", group, found)
         replica.module, replica.frozen = weakref.ref(parallel), frozen
         parallel.__dict__["_distlab"] = [replica.key, group, 0, replica]
         shown = [f"{name} {tuple(each.shape)}" for name, each in found][:MOST_NAMES]
-        self._telling.say("module", replica.key, group.number, place, shown, buffers[:MOST_NAMES])
+        self._telling.say("module", replica.key, group.number, place, shown, buffers[:MOST_NAMES] if sent else [])
 
-    def _watch(self, key: str, group: Group, named: Named) -> Replica:
-        replica = Replica(key, group, [], [])
+    def _watch(self, kind: str, group: Group, named: Named) -> Replica:
+        """The how-manieth of its kind on these ranks: one rank alone may have others on fewer ranks."""
+        before = sum(each.kind == kind and each.group.ranks == group.ranks for each in self._replicas)
+        replica = Replica(kind, kind if kind == BROADCAST else f"{kind} {before}", group, [], [])
         replica.add(named)
         for each in [each for each in self._replicas if each.held][: -MOST_HELD + 1]:
             if each.step:  # of a training before this one
@@ -183,7 +185,7 @@ class ReplicaSteps:
             self._add_averaged(replica, optimizer)
             if replica.step == 1:
                 self._tell("weights", replica, 0, [(name, each) for name, each in replica.named])
-            self._tell_options(replica, optimizer, known.number)
+            self._tell_options(replica, optimizer)
             self._tell_faults(replica, optimizer)
             mine = [(name, each.grad) for name, each in replica.named if each.grad is not None]
             replica.sampled = sample([each for _, each in mine])
@@ -222,9 +224,12 @@ class ReplicaSteps:
         shown = sums[:MOST_NAMES] + rest
         self._telling.say(kind, replica.key, replica.group.number, step, shown, replica.stepped_at)
 
-    def _tell_options(self, replica: Replica, optimizer: torch.optim.Optimizer, number: int) -> None:
-        """Those of its parameter groups, where they are others than at the step before."""
+    def _tell_options(self, replica: Replica, optimizer: torch.optim.Optimizer) -> None:
+        """Those of its parameter groups, where they are others than at the step before. Its number is that of the first
+        parameter which it steps: a rank may have made other optimizers before."""
         found = [options_of(group) for group in optimizer.param_groups]
+        stepped = {id(each) for each in parameters(optimizer)}
+        number = next((index for index, (_, each) in enumerate(replica.named) if id(each) in stepped), 0)
         if replica.options.get(number) != found:
             replica.options[number] = found
             values = number, replica.step, found, replica.stepped_at
@@ -258,11 +263,11 @@ class ReplicaSteps:
 
     def _known_of(self, optimizer: torch.optim.Optimizer) -> "Known":
         """Looked for anew where it has got other parameters, and for its first steps."""
-        numbers = self._wrapped, *(id(each) for each in parameters(optimizer))
+        made = sum(each.kind == "DDP" for each in self._replicas)
+        numbers = made, *(id(each) for each in parameters(optimizer))
         known = self._known.get(optimizer)
         if known is None:
-            known = self._known[optimizer] = Known(self._optimizers)
-            self._optimizers += 1
+            known = self._known[optimizer] = Known()
         if known.numbers != numbers:
             known.numbers = numbers
             self._add_late(optimizer)
@@ -272,7 +277,7 @@ class ReplicaSteps:
             known.searched = 0
         if not known.replicas and known.searched < SEARCHED_STEPS and not self._over:
             known.searched += 1
-            known.replicas = self._averaged_by_hand(optimizer, known.number)
+            known.replicas = self._averaged_by_hand(optimizer)
             for each in known.replicas:
                 each.step = known.searched - 1  # were it not the first one, ranks may have parted before
         return known
@@ -295,7 +300,7 @@ class ReplicaSteps:
         taken = {number for each in self._replicas for number in each.numbers}
         group, named = outside_of_shards([each for each in parameters(optimizer) if id(each) not in taken])
         if group is not None and named:
-            self._watch(f"FSDP {self._known[optimizer].number}", self._recorder.group_of(group), named)
+            self._watch("FSDP", self._recorder.group_of(group), named)
 
     def _add_averaged(self, replica: Replica, optimizer: torch.optim.Optimizer) -> None:
         """Parameters whose gradients are averaged by hand at this step for the first time; or in another group."""
@@ -310,7 +315,7 @@ class ReplicaSteps:
             mine = [each for each in parameters(optimizer) if id(each) in new]
             replica.add(self._named(mine))
 
-    def _averaged_by_hand(self, optimizer: torch.optim.Optimizer, number: int) -> list[Replica]:
+    def _averaged_by_hand(self, optimizer: torch.optim.Optimizer) -> list[Replica]:
         """Those of its parameters whose gradients were reduced in one group alone, by name or as a copy of all."""
         taken = {each for replica in self._replicas if replica.key != BROADCAST for each in replica.numbers}
         mine = {id(each): each for each in parameters(optimizer) if is_plain(each) and id(each) not in taken}
@@ -323,7 +328,7 @@ class ReplicaSteps:
             chosen = list(mine) if whole else [each for each in mine if each in found.numbers - others]
             if chosen:
                 named = self._named([mine[each] for each in chosen])
-                replica = self._watch(f"optimizer {number}", found.group, named)
+                replica = self._watch("optimizer", found.group, named)
                 for each in self._replicas:
                     if each.key == BROADCAST:
                         each.drop(set(chosen))
@@ -352,9 +357,8 @@ class ReplicaSteps:
 
 @dataclass
 class Known:
-    """Of an optimizer: which one it is, its parameters when they were last looked at, and the replicas it steps."""
+    """Of an optimizer: its parameters when they were last looked at, and the replicas it steps."""
 
-    number: int
     numbers: tuple[int, ...] = ()
     replicas: list[Replica] = field(default_factory=list)
     searched: int = 0

@@ -194,10 +194,18 @@ def other_order(what: str, kind: str, seen: dict[int, list[str]], odd: int) -> s
     theirs, order = seen[first], seen[odd]
     length = min(len(theirs), len(order))
     index = next((each for each in range(length) if theirs[each] != order[each]), length)
+    rule = "DDP sends rank 0's buffers to all by their order, whatever they are called"
+    if kind == "buffer":  # each with its shape
+        (name, _, shape), (another, _, other_shape) = (
+            each[index].partition(" (") if index < len(each) else ("", "", "") for each in (theirs, order)
+        )
+        if name == another:
+            differ = f"buffer {name} has shape ({shape} on rank {first} and ({other_shape} on rank {odd}"
+            return f"{what}: {differ}: {rule}; give it one shape on all ranks, or set broadcast_buffers=False"
+        theirs, order = ([each.partition(" (")[0] for each in names] for names in (theirs, order))
     one, other = (repr(each[index]) if index < len(each) else f"no {kind}" for each in (theirs, order))
     differ = f"{kind} {index} is {one} on rank {first} and {other} on rank {odd}"
     if kind == "buffer":
-        rule = "DDP sends rank 0's buffers to all by their order, whatever they are called"
         return f"{what}: {differ}: {rule}; register them in one order on all ranks (sorted(...), not a set)"
     return f"{what}: {differ}: DDP sums gradients by their order, whatever they are called"
 

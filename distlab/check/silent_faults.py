@@ -29,6 +29,7 @@ from distlab.check.source_lines import divided_before
 from distlab.cluster import name_ranks
 
 Group = tuple[str, tuple[int, ...]]  # what holds the parameters, and on which ranks
+PassKey = tuple[str, str, int]  # line, callers, and number there of a pass over a DataLoader
 
 # What the ranks train on: whether it is the same on all, and whether all have as much of it.
 #
@@ -46,23 +47,25 @@ class Samples:
         self._world_size = world_size
         self._inputs: dict[Group, dict[int, dict[int, int]]] = defaultdict(lambda: defaultdict(dict))
         self._forwards: dict[str, str] = {}
-        self._batches: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)  # by pass over a loader, and number
-        self._counts: dict[int, dict[int, int]] = defaultdict(dict)  # by pass, and rank
-        self._shuffled: dict[int, int] = {}  # by pass that trains, the sampler that may shuffle it
+        self._batches: dict[tuple[PassKey, int], dict[int, int]] = defaultdict(
+            dict
+        )  # by pass over a loader, and number
+        self._counts: dict[PassKey, dict[int, int]] = defaultdict(dict)  # by pass, and rank
+        self._shuffled: dict[PassKey, int] = {}  # by pass that trains, the sampler that may shuffle it
 
     def take_input(self, case: RankState, key: str, group: int, index: int, found: int, place: int) -> None:
         self._inputs[key, case.group(group).ranks][index][case.rank] = found
         self._forwards[key] = case.place(place).line
 
     def take_batch(self, case: RankState, turn: int, index: int, found: int) -> None:
-        self._batches[turn, index][case.rank] = found
+        self._batches[case.course.key(turn), index][case.rank] = found
 
     def take_shuffled(self, case: RankState, turn: int, sampler: int) -> None:
         if case.rank == 0:
-            self._shuffled[turn] = sampler
+            self._shuffled[case.course.key(turn)] = sampler
 
     def take_count(self, case: RankState, turn: int, count: int, place: int) -> None:  # noqa: ARG002
-        self._counts[turn][case.rank] = count
+        self._counts[case.course.key(turn)][case.rank] = count
 
     def shared(self) -> Iterator[Finding]:
         for (key, ranks), by_index in self._inputs.items():
@@ -77,21 +80,23 @@ class Samples:
 
     def questions(self) -> Iterator[str]:
         size = self._world_size
-        for turn, counts in self._counts.items():
+        for (line, _, turn), counts in self._counts.items():
             if len(set(counts.values())) > 1 and len(counts) == size:
                 listed = ", ".join(f"rank {rank} {count}" for rank, count in sorted(counts.items()))
-                yield f"are unequal numbers of batches meant (pass {turn} over a DataLoader: {listed})?"
-        for turn, then in self._shuffled_passes():
-            seen = self._batches[turn, 0]
+                yield f"are unequal numbers of batches meant (pass {turn} over the DataLoader at {line}: {listed})?"
+        for first, then in self._shuffled_passes():
+            seen = self._batches[first, 0]
             if seen == self._batches[then, 0] and len(seen) == len(set(seen.values())) == size > 1:
-                again_at = f"pass {then} over a DataLoader begins with the same batches as pass {turn}"
+                again_at = (
+                    f"pass {then[2]} over the DataLoader at {then[0]} begins with the same batches as the pass before"
+                )
                 yield f"is it meant that {again_at}? A DistributedSampler shuffles anew only after set_epoch(epoch)"
                 return
 
-    def _shuffled_passes(self) -> Iterator[tuple[int, int]]:
+    def _shuffled_passes(self) -> Iterator[tuple[PassKey, PassKey]]:
         """Passes that one shuffling sampler of rank 0's gave the batches to train on, each with the next."""
-        by_sampler: dict[int, list[int]] = defaultdict(list)
-        for turn, sampler in sorted(self._shuffled.items()):
+        by_sampler: dict[int, list[PassKey]] = defaultdict(list)
+        for turn, sampler in self._shuffled.items():
             by_sampler[sampler].append(turn)
         for turns in by_sampler.values():
             yield from pairwise(turns)

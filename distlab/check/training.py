@@ -80,7 +80,9 @@ class Training:
         given = named.get("process_group") or next((each for each in args if isinstance(each, dist.ProcessGroup)), None)
         default: Any = dist.group.WORLD
         group = self._recorder.group_of(given or default)
-        self._replicas.wrap(parallel, module, group, self._recorder.places.here(3)[0])
+        broadcast = named.get("broadcast_buffers", args[3] if len(args) > 3 else None)
+        sent = broadcast is not False or named.get("forward_sync_buffers") is not None
+        self._replicas.wrap(parallel, module, group, sent, self._recorder.places.here(3)[0])
 
     def _module(self, parallel: Any) -> torch.nn.Module:
         """DDP's attribute `module`, of which it is known that the script takes it: it may call it past DDP."""

@@ -74,9 +74,9 @@ def line_of(script: Path, marker: str) -> str:
 # Correct scripts, scripts/right/NAME.py, and the number of ranks that each is written for; elastic.py is not among them:
 # it needs a launcher that starts it again (test_faults.py).
 RIGHT = dict.fromkeys([
-    "buckets_async", "buffers_written", "by_hand", "coalescing", "compiled", "cuda_asked", "cuda_ddp", "dcp", "dcp_job", "dtensor_job", "ddp", "ddp_accumulation", "ddp_buffers", "ddp_hook", "ddp_join",
+    "alone_first", "buckets_async", "buffers_written", "by_hand", "coalescing", "compiled", "cuda_asked", "cuda_ddp", "dcp", "dcp_job", "dtensor_job", "ddp", "ddp_accumulation", "ddp_buffers", "ddp_hook", "ddp_join",
     "ddp_power_sgd", "ddp_sampler", "ddp_sparse", "ddp_static_graph", "ddp_two", "ddp_unfrozen", "ddp_unused", "evaluated_twice", "exits_0", "fsdp",
-    "fsdp1", "fsdp1_synced", "fsdp_save", "functional", "local_sgd", "no_destroy", "own_init", "pipe_1f1b", "pipe_gpipe",
+    "fsdp1", "fsdp1_synced", "fsdp_save", "functional", "local_sgd", "no_destroy", "own_buffers", "own_init", "pipe_1f1b", "pipe_gpipe",
     "pipe_interleaved", "pipeline_job", "process_ranks", "rank_0_saves", "restart", "scheduler", "spawned_ranks", "spawned_workers", "summed_shares",
     "tensor_parallel", "thread_without_frames", "threads", "tied_stages", "tp_by_hand", "zero_one_norm", "zero_redundancy",
 ], 2) | {
@@ -172,6 +172,8 @@ PLANTED = (
     Planted("sys_exit", 3, 1, ("3", "all_reduce"), ("a",), (1,), 1),
     Planted("src_in_pair", 4, 1, ("ranks 2 and 3", "ranks of the world"), ("a", "b"), (2, 3)),
     Planted("objects_apart", 2, 1, ("all_gather_object", "broadcast_object_list"), ("a", "b"), (1,), 2),
+    Planted("buffer_shape", 2, 1, ("buffer seen has shape (10,) on rank 0 and (11,) on rank 1",), ("a",), (1,)),
+    Planted("same_data_later", 2, 1, ("same data",), ("a",), (0, 1)),
     Planted("buffers_on_one", 2, 1, ("rank 0's buffers", "model.module"), ("a", "b"), (0,)),
     Planted("limit_passed", 2, 1, ("the limit of 3 s", "at work"), ("a",), (0, 1), 1),
     Planted("alone", 2, 1, ("no process group was made",), (), ()),

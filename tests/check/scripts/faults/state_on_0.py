@@ -1,4 +1,4 @@
-"""Training goes on from a checkpoint: all ranks load the weights, and rank 0 alone the moments of Adam."""
+"""Rank 0 alone has trained before; DDP sends its weights to all ranks, and the moments of Adam it keeps for itself."""
 
 import io
 
@@ -11,14 +11,15 @@ dist.init_process_group("gloo")
 rank = dist.get_rank()
 torch.manual_seed(0)
 inner = nn.Linear(4, 2)
-before = torch.optim.Adam(inner.parameters(), lr=0.1)
-for _ in range(3):
-    before.zero_grad()
-    inner(torch.randn(8, 4)).square().mean().backward()
-    before.step()
 file = io.BytesIO()
-torch.save(before.state_dict(), file)
-file.seek(0)
+if rank == 0:
+    before = torch.optim.Adam(inner.parameters(), lr=0.1)
+    for _ in range(3):
+        before.zero_grad()
+        inner(torch.randn(8, 4)).square().mean().backward()
+        before.step()
+    torch.save(before.state_dict(), file)
+    file.seek(0)
 
 model = DistributedDataParallel(inner)
 optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
