@@ -1,7 +1,9 @@
 """The comparison with one process can fail in every way that a wrong result can be wrong."""
 
+import hashlib
 import math
 import random
+import struct
 
 import pytest
 import torch
@@ -11,7 +13,9 @@ from distlab.measure.tensors import (
     Worst,
     difference,
     differences,
+    digest_of,
     distance,
+    factor,
     hash_of,
     larger,
     largest,
@@ -37,10 +41,16 @@ def test_the_largest_difference_counts() -> None:
         DENSE | {"extra": torch.zeros(1)},
         DENSE | {"w": torch.tensor([1.0, 2.0])},
         DENSE | {"b": torch.tensor([math.nan])},
+        DENSE | {"extra": torch.zeros(0)},
+        DENSE | {"w": torch.zeros(0)},
+        DENSE | {"w": torch.tensor([[1.0], [2.0]])},
         {},
     ],
-    ids=["missing", "unknown", "another shape", "not a number", "nothing at all"],
-)
+    ids=[
+        "missing", "unknown", "another shape", "not a number", "unknown and empty", "empty", "another order of axes",
+        "nothing at all",
+    ],
+)  # fmt: skip
 def test_what_cannot_be_compared_differs_without_end(found: dict[str, torch.Tensor]) -> None:
     assert difference(found.items(), DENSE) == math.inf
 
@@ -105,6 +115,43 @@ def test_a_difference_of_two_tensors_its_largest_and_its_norm() -> None:
     assert distance(one, other) == 5.0
 
 
+W = [6.0, 8.0]  # of norm 10; [-0.8, 0.6] stands upright on it and has norm 1
+
+
+def beside(times: float, off: float) -> list[float]:
+    """A multiple of W, and something else of norm `off`."""
+    return [6.0 * times - 0.8 * off, 8.0 * times + 0.6 * off]
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted", "times"),
+    [
+        (beside(3.0, 0.0), W, 3.0), (beside(-0.25, 0.0), W, -0.25), ([0.0, 0.0], W, 0.0), (W, [0.0, 0.0], None),
+        ([0.6, 0.8], [0.6, 0.8], 1.0), ([3.0, 3.0], [0.0, 0.0], None),
+        # The rest may be 1e-6 of the longer of the two.
+        (beside(1.0, 0.9e-5), W, 1.0), (beside(1.0, 1.1e-5), W, None),
+        (beside(100.0, 0.9e-3), W, 100.0), (beside(100.0, 1.1e-3), W, None),
+        (beside(0.0, 0.9e-5), W, 0.0), (beside(0.0, 1.1e-5), W, None),
+        ([math.inf, 8.0], W, None), ([math.nan, 8.0], W, None), ([math.inf, math.inf], W, None),
+    ],
+)  # fmt: skip
+def test_what_is_a_multiple_but_for_rounding(found: list[float], wanted: list[float], times: float | None) -> None:
+    seen = factor(torch.tensor(found, dtype=torch.float64), torch.tensor(wanted, dtype=torch.float64))
+    assert seen == (None if times is None else pytest.approx(times, abs=1e-9))
+
+
+def test_no_tensor_and_none_wanted_is_a_comparison_that_holds() -> None:
+    worst = Worst()
+    worst.compare("optimizer", [], {}, 0.5, "step 4")
+    assert (worst.found, worst.times) == ({"optimizer": Off(0.0, 0.5, "step 4")}, {"optimizer": 1})
+
+
+def test_a_norm_is_taken_in_float64() -> None:
+    one, other = torch.tensor([1.0, 1.0]), torch.tensor([1.0, 1.0 + 1e-9], dtype=torch.float64)
+    assert distance(one, other) == pytest.approx(1e-9, rel=1e-6)
+    assert distance(torch.tensor([3e30, 4e30]), torch.zeros(2)) == pytest.approx(5e30)
+
+
 # The hash of a tensor's bytes: one bit more or less always shows, wherever it is.
 
 pytestmark = pytest.mark.timeout(60)
@@ -132,6 +179,12 @@ def test_two_flips_of_the_highest_bit_show() -> None:
     tensor = torch.ones(4, dtype=torch.float64)
     assert hash_of(flipped(flipped(tensor, 1, 63), 2, 63)) != hash_of(tensor)
     assert hash_of(-tensor) != hash_of(tensor)
+
+
+def test_a_digest_is_sha256_of_the_bytes_of_all_one_behind_the_other() -> None:
+    tensors = [torch.tensor([1.0, 2.0]), torch.tensor([7], dtype=torch.int64), torch.ones(2, 3).t()]
+    stored = struct.pack("<2f", 1.0, 2.0) + struct.pack("<q", 7) + struct.pack("<6f", *[1.0] * 6)
+    assert digest_of(tensors) == hashlib.sha256(stored).hexdigest()
 
 
 def test_it_shows_anywhere_in_a_large_tensor() -> None:
