@@ -14,10 +14,9 @@ from torch._subclasses import FakeTensorMode
 from distlab.check.start import ProofOptions
 from distlab.config import Config
 from distlab.prove import reference, user_file
-from distlab.prove.compare import Draw, difference_and_factor, fault_of, not_held
 from distlab.prove.explain import Scene, counted, in_parts, why
 from distlab.prove.proof import Wire
-from distlab.prove.reference import WHOLE, Dealing, Dense, LocatedTensor, Misfit, Rows, locate_in_dense, one_process
+from distlab.prove.reference import WHOLE, Dealing, LocatedTensor, Misfit, Rows, locate_in_dense, one_process
 from distlab.prove.user_file import Refused, UserFile, load
 from distlab.prove.verdict import Grid
 
@@ -48,23 +47,6 @@ def test_what_is_whole_cut_or_interleaved_is_found_by_its_numbers() -> None:
 def test_what_is_no_part_is_said(found: torch.Tensor, words: str) -> None:
     with pytest.raises(Misfit, match=words):
         locate_in_dense(found.double(), torch.arange(24.0, dtype=torch.float64).view(6, 4))
-
-
-def test_rows_that_no_rank_has_are_missing() -> None:
-    dense = Dense({"a": torch.zeros(4, 2), "b": torch.zeros(3)}, [], ["a", "b"])
-    names = {"a": "a", "b": "b"}
-    assert not_held([{"a": Rows(0, [0, 1]), "b": WHOLE}, {"a": Rows(0, [3, 2])}], names, dense) == []
-    assert not_held([{"a": Rows(0, [0, 1])}, {"a": Rows(0, [3])}], names, dense) == [("b", []), ("a", [2])]
-
-
-def test_a_gradient_that_is_not_there_is_infinitely_off_unless_it_is_zero() -> None:
-    wanted = torch.tensor([1.0, 2.0], dtype=torch.float64)
-    assert difference_and_factor(LocatedTensor(WHOLE, wanted * 2), wanted) == (2.0, 2.0)
-    assert difference_and_factor(LocatedTensor(WHOLE, None), wanted)[0] == math.inf
-    assert difference_and_factor(LocatedTensor(WHOLE, None), wanted * 0)[0] == 0.0
-    assert difference_and_factor(LocatedTensor(WHOLE, wanted * 0), None)[0] == 0.0
-    assert difference_and_factor(LocatedTensor(WHOLE, wanted), None)[0] == math.inf
-    assert difference_and_factor(LocatedTensor(WHOLE, wanted * math.nan), wanted)[0] == math.inf
 
 
 PARTS = {
@@ -137,15 +119,6 @@ def test_what_is_no_sum_of_samples_is_looked_for_beside_and_by_rows() -> None:
     assert why(two, [LocatedTensor(WHOLE, whole * 0)], whole, PARTS) == "zero"
     assert "missing" in why(two, [LocatedTensor(WHOLE, None)], whole, PARTS)
     assert "no numbers" in why(two, [LocatedTensor(WHOLE, whole / 0)], whole, PARTS)
-
-
-def test_who_may_draw_alike_depends_on_the_axis() -> None:
-    one, same, other_draw, other_given = Draw("d", 0, 1, 2), Draw("d", 0, 1, 2), Draw("d", 0, 9, 2), Draw("d", 0, 1, 9)
-    assert "other samples" in fault_of("dp", one, other_given) and not fault_of("dp", one, other_draw)
-    assert not fault_of("tp", one, same)
-    assert "seed the ranks of tp alike" in fault_of("tp", one, other_draw)
-    assert "seed each rank of tp by its own" in fault_of("tp", one, other_given)
-    assert not fault_of("tp", one, Draw("d", 0, 9, 9))
 
 
 def test_shards_and_microbatches_are_uneven_unless_the_file_wants_them_even() -> None:
