@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from distlab.report import sentences, summary
 from distlab.report.log import end_lines
 from distlab.report.records import (
     Check,
@@ -16,6 +17,7 @@ from distlab.report.records import (
     Memory,
     Ranks,
     Record,
+    Run,
     Skipped,
     Start,
     Steps,
@@ -184,6 +186,195 @@ def test_variants_that_were_left_out_take_two_lines_at_most() -> None:
 
 def test_five_variants_are_told_in_twelve_lines() -> None:
     assert len(end(without(Skipped, good_run(variants=dict.fromkeys(("a", "b", "c", "d", "ddp"), 0.05))))) <= 12
+
+
+# Each decision of a sentence, by made-up entries of run.json.
+
+
+def claim(name: str, passed: bool, variant: str = "flat", **given: object) -> Run:
+    made = {"variant": variant, "name": name, "max_abs_diff": 0.25, "tolerance": 0.125, "unit": "", "detail": "",
+            "control": ""}  # fmt: skip
+    return made | {"passed": passed} | given
+
+
+def comparison(name: str, passed: bool, predicted: float = 3.0, measured: float = 5.0, **given: object) -> Run:
+    made = {"variant": "flat", "name": name, "predicted": predicted, "measured": measured, "tolerance": 1.0,
+            "unit": "calls", "rank": 2, "decides": True, "control": ""}  # fmt: skip
+    return made | {"passed": passed} | given
+
+
+def made_run(**given: object) -> Run:
+    return {
+        "verdict": "pass", "run_mode": "dp", "proven": True, "checks": [], "comparisons": [], "lost": [], "errors": [],
+        "variants": [], "skipped": [], "mistake": None, "world_size": 2, "by_torch": [],
+    } | given  # fmt: skip
+
+
+LOST = [{"rank": 3, "step": 7, "reason": "silent"}, {"rank": 1, "step": None, "reason": "gone"}]
+ERRORS = [{"rank": 2, "exit_code": 1, "error": "no"}, {"rank": 0, "exit_code": 2, "error": "bad"}]
+FIVE = [claim(name, False) for name in "abcde"]
+
+
+@pytest.mark.parametrize(
+    ("run", "told"),
+    [
+        (made_run(verdict="lost", lost=LOST), "rank 3 lost at step 7: silent; rank 1 lost: gone"),
+        (made_run(verdict="refused", errors=[*ERRORS, ERRORS[0]]), "no; bad"),
+        (made_run(verdict="fail", errors=ERRORS), "no"),
+        (made_run(checks=FIVE[:4], comparisons=[comparison("calls", True)]),
+         "4 of 5 checks failed: flat a, flat b, flat c, flat d"),
+        (made_run(checks=FIVE, comparisons=[comparison("time", True, decides=False)]),
+         "5 of 5 checks failed: flat a, flat b, flat c, flat d, ..."),
+        (made_run(comparisons=[comparison("calls", False)], checks=[claim("a", True)]),
+         "1 of 2 checks failed: flat calls"),
+        (made_run(checks=[claim("a", True)], lost=LOST[:1]), "1 check passed · without rank 3"),
+        (made_run(checks=[claim("a", True)], proven=False), "not proven · 1 check passed"),
+        (made_run(checks=[claim("a", True)] * 2, proven=False, run_mode="check"), "2 checks passed"),
+    ],
+)  # fmt: skip
+def test_the_verdict_in_one_phrase(run: Run, told: str) -> None:
+    assert sentences.headline(run) == told
+
+
+def moment(runnable: int | None) -> Run:
+    return {"runnable": runnable}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cores", "start", "end", "others", "crowded"),
+    [
+        ([0, 1], 4, moment(3), moment(1), 2, False), ([0, 1], 4, moment(1), moment(3), 2, False),
+        ([0, 1], 4, moment(1), moment(4), 3, True), ([0, 1], 4, moment(None), moment(3), 2, False),
+        ([0, 1, 2], 2, None, moment(1), 0, True), ([0, 1], 2, None, None, None, False),
+    ],
+)  # fmt: skip
+def test_threads_beside_the_ranks(
+    ranks: list[int], cores: int, start: Run | None, end: Run | None, others: int | None, crowded: bool
+) -> None:
+    """One rank is not counted among those that run; the larger of both moments counts."""
+    machine = {"ranks": ranks, "cores": cores, "start": start, "end": end}
+    assert (sentences.others_runnable(machine), sentences.is_crowded(machine)) == (others, crowded)
+
+
+@pytest.mark.parametrize(
+    ("failed", "told"),
+    [
+        (claim("gradients", False), "flat gradients: differs by 2.5e-01 where 0.125 is allowed"),
+        (claim("a", False, "", detail="rank 1"), "a: differs by 2.5e-01 where 0.125 is allowed (rank 1)"),
+        (claim("replicas agree", False, "", unit="findings", detail="w differs"), "replicas differ: w differs"),
+        (comparison("calls", False), "flat calls: predicted 3 calls ± 1 call, rank 2 measured 5 calls"),
+    ],
+)
+def test_what_was_expected_and_what_was_seen(failed: Run, told: str) -> None:
+    assert sentences.failure_sentence(failed) == told
+    assert sentences.claim_name(claim("replicas agree", True, "", unit="findings")) == "replicas agree"
+
+
+BUG = {"name": "twice", "what": "sends twice", "check": "calls"}
+
+
+@pytest.mark.parametrize(
+    ("checks", "comparisons", "seen"),
+    [
+        ([claim("a", False)], [comparison("calls", False)],
+         "caught by flat calls: predicted 3 calls ± 1 call, rank 2 measured 5 calls"),
+        ([claim("calls", False), claim("calls", False, "ring", max_abs_diff=0.5)], [],
+         "caught by flat calls, ring calls: the first differs by 2.5e-01 where 0.125 is allowed"),
+        ([claim("a", False)], [comparison("calls", True)],
+         "not caught: the calls check passed: nothing in this run detects it"),
+        ([claim("a", False)], [], "not caught: the calls check did not run: nothing in this run could detect it"),
+    ],
+)  # fmt: skip
+def test_whether_a_mistake_was_caught(checks: list[Run], comparisons: list[Run], seen: str) -> None:
+    run = made_run(mistake=BUG, checks=checks, comparisons=comparisons)
+    assert sentences.seen_sentence(run) == seen
+    assert sentences.mistake_sentence(run) == "LAB_BUG=twice: sends twice; the check that catches it: calls"
+    assert sentences.explanation(run).startswith("LAB_BUG=twice: sends twice; ")
+    assert ("as expected" in sentences.explanation(run)) == seen.startswith("caught")
+
+
+def test_who_ended_alike_who_is_unseen_and_what_was_dropped() -> None:
+    errors = [*ERRORS, ERRORS[0] | {"rank": 5}, ERRORS[1] | {"rank": 4, "error": "no"}]
+    assert sentences.error_sentences(made_run(errors=errors)) == [
+        "ranks 2 and 5 ended with code 1: no", "rank 0 ended with code 2: bad", "rank 4 ended with code 2: no",
+    ]  # fmt: skip
+    unseen = [{"rank": 1, "host": "far"}, {"rank": 3, "host": None}]
+    assert sentences.unseen_sentence({"unseen": unseen}).startswith(
+        "no records of rank 1 (on far), rank 3: their records are on that host, not here;"
+    )
+    assert "rank 3: they ended before they wrote any;" in sentences.unseen_sentence({"unseen": unseen[1:]})
+    dropped = {"messages": 7, "by_fault": {"bad tags": 4, "replays": 3}, "by_source": {"10.0.0.9": 5, "10.0.0.8": 2}}
+    assert sentences.dropped_sentence({"dropped": dropped}) == (
+        "rejected 7 unauthenticated messages: 4 bad tags, 3 replays; from 10.0.0.9 (5), 10.0.0.8 (2)"
+    )
+
+
+def test_parts_of_a_step_in_words() -> None:
+    shares = sentences.Shares(0.5, 0.3, 0.2)
+    assert shares.told(seen=True) == "compute 50%, communication and waiting 30%, idle 20%"
+    assert shares.told(seen=False) == (
+        "compute with communication and waiting inside 80% (apart: not visible), idle 20%"
+    )
+
+
+@pytest.mark.parametrize(
+    ("run", "note"),
+    [
+        (made_run(), ""), (made_run(proven=False, verdict="fail"), ""), (made_run(proven=False, run_mode="check"), ""),
+        (made_run(proven=False), "not proven: no check was made"),
+        (made_run(proven=False, checks=FIVE), "not proven: LAB_PROOF=0 left the proof out"),
+    ],
+)  # fmt: skip
+def test_why_a_run_that_did_not_fail_is_not_proven(run: Run, note: str) -> None:
+    assert sentences.proof_note(run) == note
+
+
+@pytest.mark.parametrize(
+    ("checks", "shown"),
+    [
+        ([claim("gradients", True, max_abs_diff=1e-9), claim("weights", True, max_abs_diff=3e-9),
+          claim("calls", True, max_abs_diff=7.0)], "3.0e-09"),
+        ([claim("gradients", False, max_abs_diff=1e-9), claim("weights", True, max_abs_diff=3e-9)], "1.0e-09"),
+        ([claim("sum", True, max_abs_diff=2.0, unit="findings"), claim("mean", True, max_abs_diff=0.5)], "5.0e-01"),
+        ([claim("losses", True, max_abs_diff=2.5, unit="epsilons of bfloat16")], "2.5 eps"),
+        ([claim("losses", True, "ring")], ""),
+    ],
+)  # fmt: skip
+def test_a_variant_is_as_exact_as_its_worst_proof(checks: list[Run], shown: str) -> None:
+    assert summary.exact(made_run(checks=checks), "flat") == shown
+    assert summary.exact(made_run(checks=[claim("losses", True, "")]), "") == ""
+
+
+def test_of_more_claims_than_have_room_the_rest_is_counted() -> None:
+    said = summary.failed_lines(made_run(checks=FIVE))
+    assert [line.split()[:3] for line in said] == [
+        *(["FAILED", "flat", f"{name}:"] for name in "abcd"), ["and", "1", "more:"], ["read", "experiments/dp/;", "LAB_VARIANT=flat"],
+    ]  # fmt: skip
+    assert len(summary.failed_lines(made_run(checks=FIVE[:4]))) == 5
+    first, second = claim("a", False, "m.py:f", control="LAB_BUG=x"), claim("b", False, "", control="tests/x")
+    assert summary.failed_lines(made_run(checks=[first, second]))[2:] == [
+        "read       m.py; LAB_VARIANT=m.py:f runs it alone; LAB_BUG=x makes this check fail on purpose"
+    ]
+    assert summary.failed_lines(made_run(checks=[second], run_mode="mine/m.py"))[1:] == ["read       mine/m.py"]
+    names = [claim(name, True) for name in "abcdefghi"]
+    assert summary.decided_lines(made_run(checks=names)) == ["decided by a, b, c, d, e, f, g, h and 1 more"]
+    assert summary.decided_lines(made_run(checks=names[:8])) == ["decided by a, b, c, d, e, f, g, h"]
+
+
+def test_names_and_claims_are_those_of_a_variant() -> None:
+    run = made_run(
+        checks=[claim("a", True, ""), claim("a", False, "ring"), claim("a", True)], skipped=[{"variant": "ring"}],
+        comparisons=[comparison("wire bytes", True, 4.0, 9.0), comparison("calls", True, 8.0, 8.0),
+                     comparison("wire bytes", True, 6.0, 7.0, variant="ring")],
+    )  # fmt: skip
+    assert summary.variants(run) == ["flat"]
+    assert (summary.judged(run, "flat"), summary.judged(run, "ring")) == ("passed", "FAILED")
+    assert summary.traffic(run, {}) == ({"flat": 4.0}, {"flat": 9.0})
+
+
+def test_a_table_of_one_number_beside_the_verdicts_is_shown() -> None:
+    run = made_run(checks=[claim("losses", True, max_abs_diff=0.0)])
+    assert summary.table_lines(run, {}) == ["variant  exact to", "flat            0  passed"]
 
 
 EXPECTED = """\
