@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from distlab.report import records
 from distlab.report.reading import from_line, to_line
 from distlab.report.verdict import judge
 from distlab.testing.warm_ranks import Ranks
-from distlab.verify.proof import check_replicas, check_samples
+from distlab.verify.proof import changed, check_replicas, check_same, check_samples, summed_losses, write_checks
 from distlab.verify.run_all import everything
 from distlab.workload.data import Batches, Microbatch
 from distlab.workload.model import Model
@@ -161,3 +162,99 @@ def replicated(group: dist.ProcessGroup, folder: str, drift: float) -> list[str]
 @pytest.mark.parametrize("drift", [0.0, 1e-6, float("nan")])
 def test_a_replica_of_its_own_is_seen(ranks: Ranks, tmp_path: Path, drift: float) -> None:
     assert failed(run_of(ranks(2, replicated, str(tmp_path), drift))) == ({"replicas"} if drift else set())
+
+
+# What is written of them, of made-up differences: each bound and each sum by hand.
+
+
+def lab_that_notes(**given: Any) -> tuple[Any, list[Any]]:
+    said: list[Any] = []
+    note: Any = lambda *claim, **_: said.append(claim)  # noqa: E731
+    return SimpleNamespace(check=note, rank=1, world_size=2, group=None, **given), said
+
+
+@pytest.mark.parametrize(
+    ("rate", "times", "claims"),
+    [
+        (0.01, {"gradients": 3, "weights": 3}, [1e-11, 0]), (0.0001, {"gradients": 3, "weights": 2}, [1e-12, 1]),
+        (0.001, {"gradients": 4, "weights": 1}, [1e-12, 3]),
+    ],
+)  # fmt: skip
+def test_a_proof_allows_rounding_and_counts_its_comparisons(
+    rate: float, times: dict[str, int], claims: list[float]
+) -> None:
+    """1e-12, of weights under adamw as much more as the rate is above 0.001; each comparison three times."""
+    lab, said = lab_that_notes(config=SimpleNamespace(learning_rate=rate))
+    found = Worst(["gradients", "weights after two steps"])
+    found.note("gradients", 2e-12, where="step 1")
+    found.note("weights after two steps", 3e-12, where="step 2")
+    found.times.clear()
+    found.times.update(times)
+    write_checks(lab, "flat", found, {"gradients": 3, "weights": 3})
+    assert said == [
+        ("gradients", 2e-12, 1e-12, "flat", "step 1"),
+        ("weights after two steps", 3e-12, pytest.approx(claims[0]), "flat", "step 2"),
+        ("proof steps", claims[1], 0),
+    ]
+
+
+def test_losses_are_the_sum_of_what_all_ranks_saw_of_a_step() -> None:
+    shares = [[0.25, None, 1.5], None, [1.0, 0.0, -0.25]]
+    lab: Any = SimpleNamespace(exchange=SimpleNamespace(gather=lambda *_: shares))
+    assert summed_losses(lab, []) == [1.25, 0.0, 1.25]
+    nothing: Any = SimpleNamespace(exchange=SimpleNamespace(gather=lambda *_: None))
+    assert summed_losses(nothing, []) == []
+
+
+def test_what_a_step_wrote_has_another_hash() -> None:
+    assert changed({"a": 1, "b": 2}, {"a": 1, "b": 3, "c": 4}) == {"b", "c"}
+
+
+class Shards:
+    """Five steps of the samples 10 s to 10 s + 3, as two ranks are given them; `odd` are those of rank 1."""
+
+    proof_steps = 5
+
+    def __init__(self, odd: dict[int, list[int]]) -> None:
+        self.odd = odd
+
+    def sample_ids(self, step: int, shard: int, _shards: int) -> list[int]:
+        right = [10 * step + 2 * shard, 10 * step + 2 * shard + 1]
+        return self.odd.get(step, right) if shard else right
+
+    def full_ids(self, step: int) -> list[int]:
+        return [10 * step + index for index in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("odd", "off"),
+    [
+        ({}, 0), ({0: [2, 2, 3]}, 1), ({2: [22]}, 1), ({1: [12, 13, 12, 12]}, 2), ({0: [2, 3, 99, 99]}, 2),
+        ({0: [2, 2, 2, 3], 1: [12]}, 2), ({3: []}, 0),  # of a long proof the first three steps are looked at
+    ],
+)  # fmt: skip
+def test_each_sample_is_to_be_dealt_once(odd: dict[int, list[int]], off: int) -> None:
+    batches = Shards(odd)
+
+    def gather(_name: str, mine: list[list[int]]) -> list[list[list[int]]]:
+        return [[batches.sample_ids(step, 0, 2) for step in range(len(mine))], mine]
+
+    lab, said = lab_that_notes(batches=lambda *_, **__: batches, exchange=SimpleNamespace(gather=gather))
+    check_samples(lab)
+    assert said == [("samples", off, 0)]
+
+
+@pytest.mark.parametrize(
+    ("mine", "differs"), [([1.0, -2.0, 3.0], 0.0), ([1.0, -2.0, 2.5], 0.5), ([1.0, 2.0, 3.25], 4.0), ([-0.0, -2.0, 3.0], 1.0)]
+)  # fmt: skip
+def test_replicas_are_compared_with_rank_0s(mine: list[float], differs: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources: list[int] = []
+
+    def broadcast(tensor: torch.Tensor, group: object, group_src: int) -> None:  # noqa: ARG001
+        sources.append(group_src)
+        tensor.copy_(torch.tensor([1.0, -2.0, 3.0]))
+
+    monkeypatch.setattr(dist, "broadcast", broadcast)
+    lab, said = lab_that_notes()
+    check_same(lab, "flat", [torch.tensor(mine[:1]), torch.tensor([mine[1:]])])
+    assert (said, sources) == ([("replicas", differs, 0.0)], [0])
