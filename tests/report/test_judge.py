@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -26,7 +27,16 @@ from distlab.report.records import (
     Unshared,
     Wire,
 )
-from distlab.report.verdict import exit_code, first, judge, pytorch_own, write_run
+from distlab.report.verdict import (
+    exit_code,
+    first,
+    judge,
+    merge_checks,
+    merge_comparisons,
+    passes,
+    pytorch_own,
+    write_run,
+)  # fmt: skip
 from tests.report.made_up import (
     MISTAKE,
     bent,
@@ -261,3 +271,57 @@ def test_saves_a_resume_and_final_weights_are_rank_zeros_words() -> None:
     digests = {variant["name"]: variant["weights_sha256"] for variant in run["variants"]}
     assert digests == {"naive": "ab" * 32, "bucketed": None, "ddp": None}
     assert (run["verdict"], judge(good_run())["resumed"], judge(good_run())["checkpoints"]) == ("pass", None, [])
+
+
+# Which of several claims of one name is told.
+
+
+@pytest.mark.parametrize(
+    ("of_ranks", "told"),
+    [
+        ([[Check("v", "a", 0.25, 1.0)], [Check("v", "a", 0.5, 1.0)]], [("v", "a", 0.5, True)]),
+        ([[Check("v", "a", 0.5, 1.0)], [Check("v", "a", 0.25, 1.0)]], [("v", "a", 0.5, True)]),
+        ([[Check("v", "a", 0.5, 1.0)], [Check("v", "a", 0.25, 0.125)]], [("v", "a", 0.25, False)]),
+        ([[Check("v", "a", 0.25, 0.125)], [Check("v", "a", 0.5, 1.0)]], [("v", "a", 0.25, False)]),
+        ([[Check("v", "a", 2.0, 1.0)], [Check("v", "a", 3.0, 1.0)]], [("v", "a", 3.0, False)]),
+        ([[Check("v", "a", 2.0, 1.0), Check("w", "a", 3.0, 9.0), Check("v", "b", 0.0, 0.0)]],
+         [("v", "a", 2.0, False), ("w", "a", 3.0, True), ("v", "b", 0.0, True)]),
+    ],
+)  # fmt: skip
+def test_of_checks_of_one_name_the_worst(of_ranks: list[list[Record]], told: list[tuple[Any, ...]]) -> None:
+    found = merge_checks(dict(enumerate(of_ranks)))
+    assert [(each["variant"], each["name"], each["max_abs_diff"], each["passed"]) for each in found] == told
+
+
+def compared(measured: float, tolerance: float = 4.0, variant: str = "v", *, decides: bool = True) -> Comparison:
+    return Comparison(variant, "a", "B", 10.0, measured, tolerance, decides=decides)
+
+
+@pytest.mark.parametrize(
+    ("of_ranks", "told"),
+    [
+        ([compared(11.0), compared(7.0)], [("v", 1, 7.0, True)]), ([compared(13.0), compared(8.0)], [("v", 0, 13.0, True)]),
+        ([compared(11.0, 0.5), compared(7.0)], [("v", 0, 11.0, False)]),
+        ([compared(19.0, decides=False), compared(5.0)], [("v", 1, 5.0, False)]),
+        ([compared(19.0, decides=False), compared(7.0, decides=False)], [("v", 0, 19.0, True)]),
+        ([compared(3.0), compared(math.nan)], [("v", 1, math.nan, False)]),
+        ([compared(14.0), compared(6.0, variant="w")], [("v", 0, 14.0, True), ("w", 1, 6.0, True)]),
+    ],
+)  # fmt: skip
+def test_of_comparisons_of_one_name_that_of_the_rank_farthest_off(
+    of_ranks: list[Comparison], told: list[tuple[Any, ...]]
+) -> None:
+    found = merge_comparisons({rank: [each] for rank, each in enumerate(of_ranks)})
+    assert repr([(each["variant"], each["rank"], each["measured"], each["passed"]) for each in found]) == repr(told)
+
+
+@pytest.mark.parametrize(
+    ("claim", "holds"),
+    [
+        (Check("v", "a", 1.0, 1.0), True), (Check("v", "a", 1.0001, 1.0), False), (Check("v", "a", -2.0, 1.0), False),
+        (Check("v", "a", math.inf, math.inf), False), (Check("v", "a", math.nan, 1.0), False),
+        (compared(6.0), True), (compared(14.5), False), (compared(5.5), False), (compared(99.0, decides=False), True),
+    ],
+)  # fmt: skip
+def test_a_claim_holds_up_to_its_tolerance(claim: Check | Comparison, holds: bool) -> None:
+    assert passes(claim) is holds

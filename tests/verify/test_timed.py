@@ -1,15 +1,19 @@
 """Seconds are held to identities: whatever is left out, begun elsewhere, added up or averaged wrong, is told."""
 
+import hashlib
 import math
+import struct
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
 from distlab.collectives.phases import Span
 from distlab.measure.timeline import Lap
-from distlab.report.records import Steps
-from distlab.verify.timed import Timed, check_seconds
+from distlab.report.records import Digest, Losses, Steps
+from distlab.verify.timed import Stopwatch, Timed, check_seconds, rotated, write_digests, write_losses
 
 LENGTHS_S = (9.0, 5.0, 1.0, 3.0, 2.0)  # of five steps, which begin 10 s after each other
 
@@ -60,6 +64,32 @@ def test_seconds_that_are_right_hold() -> None:
     ("changes", "told"),
     [
         ({"steps": Steps("flat", [*LENGTHS_S], [*LENGTHS_S])}, "5 and 5 seconds of 5 steps, of which 2 are left out"),
+        (
+            {"steps": Steps("flat", [1.0, 3.0, 2.0], [0.25, 0.75])},
+            "3 and 2 seconds of 5 steps, of which 2 are left out",
+        ),
+        (
+            {"steps": Steps("flat", [1.0, 3.0], [0.25, 0.75, 0.5])},
+            "2 and 3 seconds of 5 steps, of which 2 are left out",
+        ),
+        (
+            {"steps": Steps("flat", [1.0, 3.0, 0.0], [0.25, 0.75, 0.5]), "marked": []},
+            "a step of 0 s and 0.5 CPU s, in 3",
+        ),
+        ({"steps": Steps("flat", [1.0, 4.5, 2.0], [0.25, 0.75, 0.5])}, "a step of 4.5 s and 0.75 CPU s, in 4 and 1.5"),
+        ({"steps": Steps("flat", [1.0, 3.0, 2.0], [0.25, 1.75, 0.5])}, "a step of 3 s and 1.75 CPU s, in 4 and 1.5"),
+        ({"steps": Steps("flat", [1.0, 3.0, 2.0], [0.25, -0.5, 0.5])}, "a step of 3 s and -0.5 CPU s, in 4 and 1.5"),
+        (
+            {"steps": Steps("flat", [0.999999, 3.0, 2.0], [0.25, 0.75, 0.5])},
+            "a step of 0.999999 s in which 1 s are marked",
+        ),
+        ({"marked": [(2, [*marks(2), Span("wait", "", 19.999, 20.0)])]}, "marks that are not in their step of 1 s"),
+        ({"marked": [(2, [*marks(2), Span("wait", "", 21.0, 21.001)])]}, "marks that are not in their step of 1 s"),
+        ({"marked": [(2, [*marks(2), Span("data", "", 20.25, 20.5)])]}, "data is fetched while the step is timed"),
+        (
+            {"profile": {**right().profile, "backward": 0.5}, "marked": [(step, marks(step)) for step in (3, 4)]},
+            "0.5 s of backward are no median of 2 steps",
+        ),
         ({"steps": Steps("flat", [*LENGTHS_S[:3]], [each / 4 for each in LENGTHS_S[:3]])}, "a step of 9 s"),
         ({"steps": Steps("flat", [*LENGTHS_S[2:]], [100.0, 101.0, 102.0])}, "100 CPU s"),
         ({"steps": Steps("flat", [math.nan] * 3, [each / 4 for each in LENGTHS_S[2:]])}, "a step of nan s"),
@@ -74,6 +104,63 @@ def test_seconds_that_are_wrong_fail(changes: dict[str, Any], told: str) -> None
     faults, detail = checked(right()._replace(**changes))
     assert faults > 0
     assert told in detail
+
+
+def test_a_step_may_be_as_long_as_the_second_watch_and_take_nothing_of_the_processor() -> None:
+    around = [lap(10.0 * step, length, 0.0) for step, length in enumerate(LENGTHS_S)]
+    assert checked(right()._replace(around=around, steps=Steps("flat", [1.0, 3.0, 2.0], [0.0] * 3))) == (0, "3 steps")
+
+
+def test_every_fault_of_every_variant_counts_and_the_first_is_told() -> None:
+    late = Steps("flat", [1.0, 4.5, 5.5], [0.25, 0.75, 0.5])
+    faults, detail = checked(right()._replace(steps=late))
+    assert (faults, detail) == (2, "flat: a step of 4.5 s and 0.75 CPU s, in 4 and 1.5")
+
+
+@pytest.mark.parametrize(("step", "order"), [(0, "abc"), (1, "bca"), (2, "cab"), (3, "abc")])
+def test_every_variant_is_first_in_turn(step: int, order: str) -> None:
+    assert rotated(["a", "b", "c"], step) == list(order)
+    assert rotated([], step) == []
+
+
+def written_by(rank: int, write: Callable[[Any], object], **lab: Any) -> list[Any]:
+    """The records that a rank writes."""
+    found: list[Any] = []
+    write(SimpleNamespace(rank=rank, journal=SimpleNamespace(write=found.append), at=lambda *_: None,
+                          say=lambda *_: None, config=SimpleNamespace(steps=1), **lab))  # fmt: skip
+    return found
+
+
+def test_a_curve_is_what_a_checkpoint_held_and_the_sum_of_all_shares() -> None:
+    shares: Any = [{"flat": [0.5, None]}, {"flat": [0.25, 2.0, None]}]
+    course: Any = SimpleNamespace(losses={"flat": [9.0]})
+    curves: list[Any] = []
+
+    def write(lab: Any) -> None:
+        curves.append(write_losses(lab, {"one process": [8.0]}, course, {"flat": []}))
+
+    found = written_by(0, write, exchange=SimpleNamespace(gather=lambda *_: shares))
+    assert found == [Losses("one process", [8.0]), Losses("flat", [9.0, 0.75, 2.0, 0.0])]
+    assert curves == [{"flat": [9.0, 0.75, 2.0, 0.0]}]
+
+
+def test_a_digest_is_of_names_and_bytes_on_rank_0() -> None:
+    weights = [("w", torch.tensor([1.5, -2.0])), ("b", torch.tensor([3], dtype=torch.int64))]
+    strategies: Any = {"flat": SimpleNamespace(full=lambda _kind: iter(weights))}
+    told = hashlib.sha256(b"w" + struct.pack("<2f", 1.5, -2.0) + b"b" + struct.pack("<q", 3)).hexdigest()
+    assert written_by(0, lambda lab: write_digests(lab, strategies)) == [Digest("flat", told)]
+    assert written_by(1, lambda lab: write_digests(lab, strategies)) == []
+
+
+@pytest.mark.parametrize(("done", "kept"), [(1, [9.0]), (2, [9.0, 5.0]), (3, [1.0]), (5, [1.0, 3.0, 2.0])])
+def test_where_there_are_more_steps_the_two_that_warm_up_are_left_out(done: int, kept: list[float]) -> None:
+    watch = Stopwatch(["flat"], cast(Any, None))
+    for step, length in enumerate(LENGTHS_S[:done]):
+        watch.laps["flat"].append(lap(10.0 * step, length, length / 4))
+        watch.around["flat"].append(lap(10.0 * step, length, length / 4))
+        watch.chronicle.add("flat", step, marks(step))
+    steps, _ = written_by(0, watch.write, check=lambda *_, **__: None)
+    assert steps == Steps("flat", kept, [each / 4 for each in kept])
 
 
 def test_marks_that_count_twice_fail(monkeypatch: pytest.MonkeyPatch) -> None:
