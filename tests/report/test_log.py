@@ -5,9 +5,18 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from distlab.report.log import SECTIONS, end_lines, rows_not_yet_printed, verdict_lines, words_of_row
+from distlab.report.log import (
+    SECTIONS,
+    compared,
+    end_lines,
+    more_checks,
+    rows_not_yet_printed,
+    verdict_lines,
+    words_of_row,
+)
 from distlab.report.records import Check, Comparison, End, Failed, Lost, Overlap, Ranks, Wire
-from distlab.report.sentences import repeat_command
+from distlab.report.run_folder import Level
+from distlab.report.sentences import UNTIL_ENDED, repeat_command
 from distlab.report.tables import LEGEND
 from distlab.report.verdict import first, judge
 from tests.report.made_up import good_run, mistaken, pipeline_run, plus, with_check, with_measured, without
@@ -275,3 +284,69 @@ def test_bytes_that_headers_outweigh_are_shown_with_what_is_allowed() -> None:
     small = Comparison("line", "wire bytes", "B", 12.0, 592.0, 1024.0)
     said = lines(plus(plus(good_run(), small), Wire("line", 1, 592, 0)))
     assert any(line.split()[-4:] == ["passed,", "±", "1.02", "kB"] for line in said if line.split()[:1] == ["line"])
+
+
+def of_mode(run_mode: str) -> Ranks:
+    """The same run, of a script or of one's own model."""
+    records = good_run()
+    return records | {0: [replace(first(records), run_mode=run_mode), *records[0][1:]]}
+
+
+@pytest.mark.parametrize(
+    ("run_mode", "level", "words"),
+    [
+        ("dp", "normal", {"variant", "PASS", "report", "rerun"}), ("check", "normal", {"proof", "checks", "PASS"}),
+        ("prove", "normal", {"proof", "checks", "PASS"}), ("dp", "full", {"proof", "checks", "PASS"}),
+        ("check", "quiet", {"PASS"}), ("dp", "quiet", {"PASS"}),
+    ],
+)  # fmt: skip
+def test_how_much_is_said_depends_on_the_level_and_of_a_script_is_all(
+    run_mode: str, level: Level, words: set[str]
+) -> None:
+    records = of_mode(run_mode)
+    said = {line.split()[0] for line in end_lines(judge(records), records, REPORT, level)}
+    assert words <= said
+    assert ("measured" in said) == ("proof" in said)
+    assert len(said) == 1 or level != "quiet"
+
+
+@pytest.mark.parametrize("level", ["quiet", "normal", "full"])
+def test_what_else_happened_is_said_at_every_level(level: Level) -> None:
+    records = plus(with_check(good_run(), "weights", 3.1e-2), Failed(1, "ValueError: no"), rank=2)
+    records = {rank: of_rank for rank, of_rank in records.items() if rank != 3}
+    lost = [Lost(3, 17, "silent"), Lost(1, 18, "gone")]
+    said = end_lines(judge(plus(records, *lost)), plus(records, *lost), None, level)
+    assert [line for line in said if line.startswith(("error", "lost"))] == [
+        "error      rank 2 ended with code 1: ValueError: no", "lost       rank 1 lost at step 18: gone",
+        "lost       rank 3 lost at step 17: silent",
+    ]  # fmt: skip
+    assert sum(line.startswith("unseen     no records of rank 3") for line in said) == 1
+    assert sum(line.startswith("FAILED") for line in said) == 3
+
+
+def test_findings_that_were_looked_for_are_told_by_name() -> None:
+    checks = [
+        Check("", "replicas agree", 0, 0, unit="findings"), Check("", "calls match", 0, 0, UNTIL_ENDED, unit="findings"),
+        Check("", "a device a rank", 1, 0, "two share", unit="findings"), Check("ring", "timed steps", 0.0, 0.0),
+        Check("", "sum", 0.0, 0.5),
+    ]  # fmt: skip
+    assert more_checks(judge(plus(without(Check, good_run()), *checks))) == [
+        "checks     sum   0   tolerance 0.5   passed", "checks     passed: replicas agree",
+        "checks     passed until the run was ended: calls match",
+    ]  # fmt: skip
+
+
+def test_comparisons_that_a_table_has_are_left_out_of_variants_that_are_timed() -> None:
+    more = [
+        Comparison(variant, name, "calls", 3.0, measured, 1.0)
+        for variant, name, measured in (
+            ("naive", "drawn bytes", 3.0),
+            ("idle", "drawn bytes", 3.0),
+            ("naive", "calls", 3.0),
+            ("naive", "odd", 9.0),
+        )
+    ]
+    assert compared(judge(plus(without(Comparison, good_run()), *more))) == [
+        "compared   idle drawn bytes   predicted 3 calls   measured 3 calls   passed",
+        "           naive calls        predicted 3 calls   measured 3 calls   passed",
+    ]
