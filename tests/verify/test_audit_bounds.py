@@ -21,6 +21,7 @@ from distlab.verify.audit import (
     adamw,
     allowed,
     check_alike,
+    one_process,
     sgd,
     stored_difference,
     trained,
@@ -71,6 +72,34 @@ def test_the_one_process_counts_the_batches_that_went_through_it() -> None:
     lab: Any = SimpleNamespace(model=lambda _dtype: torch.nn.Linear(1, 1), work=work, config=SimpleNamespace(steps=2))
     trained(lab, torch.float32, None, train)  # type: ignore[arg-type]
     assert told == [f" ({done} of 2 steps while the others wait)" for done in (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "eps", "world_size", "parts"),
+    [(torch.float64, 2.0**-52, 2, 6), (torch.float32, 2.0**-23, 2, 6), (torch.bfloat16, 2.0**-23, 1, 3)],
+)
+def test_what_ranks_may_be_off_is_8_times_what_a_twin_is_and_a_unit_of_the_root_of_all_terms(
+    dtype: torch.dtype, eps: float, world_size: int, parts: int
+) -> None:
+    """Batches of 5 samples of 20 terms, a root of 10; the twin adds up in as many parts as ranks and microbatches."""
+    asked: list[tuple[int, int]] = []
+
+    def train(_model: object, _batches: object, _config: object, steps: int, parts: int = 1) -> Losses:
+        asked.append((steps, parts))
+        return Losses([-4.0, 3.0], {"w": torch.tensor([3.0, 4.0 if parts == 1 else 4.5])})
+
+    lab: Any = SimpleNamespace(
+        model=lambda _dtype: torch.nn.Linear(1, 1), work=Work(), rank=0, world_size=world_size, at=lambda *_: None,
+        config=SimpleNamespace(steps=2, proof=True, num_microbatches=3, seed=1),
+        exchange=SimpleNamespace(everyone=lambda *_: [[], [-4.0, 3.5], []]),
+    )  # fmt: skip
+    batches: Any = SimpleNamespace(batch=5, samples=SimpleNamespace(terms=20))
+    alone = one_process(lab, batches, dtype, train)
+    assert alone is not None
+    assert asked[:2] == [(2, 1), (1, parts)]
+    assert (alone.losses, alone.gradients) == ([-4.0, 3.0], {"w": 5.0})
+    assert alone.rounding["w"] - 4.0 == pytest.approx(10 * eps * 5.0, rel=1e-3 if eps > 1e-9 else 0.1)
+    assert alone.allowed == pytest.approx([10 * eps * 4.0, 4.0 + 10 * eps * 4.0], rel=1e-12)
 
 
 # An update by its formula, held against torch's optimizers, and what each wrong line of one is off by.
