@@ -118,7 +118,7 @@ def missing(records: Ranks) -> list[Check]:
     ranks = [rank for rank, _ in select(records, End) if rank not in left]
     made, waived = claims_of(records)
     faults: dict[str, list[str]] = {}
-    for variant, name, times, one in found if ranks else ():
+    for variant, name, times, one in found:
         if variant in skipped:
             continue
         who = [rank for rank in ranks if not name.startswith(tuple(waived.get(rank, ())))]

@@ -71,6 +71,7 @@ def test_a_run_that_does_not_say_what_it_needs_fails() -> None:
         rank: [replace(of[0], says_claims=True), *of[1:]] for rank, of in records.items() if isinstance(of[0], Start)
     }
     assert said(judge(records)) == [("", "no rank says which claims these settings need")]
+    assert judge(records)["verdict"] == "fail"
 
 
 def test_a_run_of_a_lab_that_wrote_no_claims_is_judged_as_it_was() -> None:
