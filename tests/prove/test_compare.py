@@ -57,7 +57,7 @@ def test_each_tensor_of_each_step_beside_that_of_one_process(clip: float | None)
     rate = 0.01 if clip else 1.0
 
     def bound(largest: float, norm: float, rate: float) -> Any:
-        return pytest.approx((1e-11 * largest + (1e-6 / norm * largest if clip else 0.0)) * rate, rel=1e-9)
+        return pytest.approx((1e-11 * largest + (1e-6 / norm * largest if clip else 0.0)) * rate, rel=1e-9, abs=0.0)
 
     assert compared(3, MINE, Dense({}, STEPS, []), NAMES, clip) == [
         (0, GRADIENTS, "mine.w", 3, 1.0, bound(8.0, 2.0, 1.0), 0.875),
@@ -82,7 +82,7 @@ def test_each_tensor_of_each_step_beside_that_of_one_process(clip: float | None)
 def test_what_rounding_and_a_clips_epsilon_may_change(
     wanted: list[Tensor], norm: float, clip: float | None, allowed: float
 ) -> None:
-    assert tolerance(wanted, Snapshot(0.0, {}, {}, {}, norm), clip) == pytest.approx(allowed, rel=1e-9)
+    assert tolerance(wanted, Snapshot(0.0, {}, {}, {}, norm), clip) == pytest.approx(allowed, rel=1e-9, abs=0.0)
 
 
 @pytest.mark.parametrize(("off", "wrong"), [(0.0, False), (2.0, False), (2.0000001, True), (math.inf, True)])

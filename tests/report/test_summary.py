@@ -372,6 +372,14 @@ def test_names_and_claims_are_those_of_a_variant() -> None:
     assert summary.traffic(run, {}) == ({"flat": 4.0}, {"flat": 9.0})
 
 
+def test_bytes_of_a_table_have_one_unit_by_the_most() -> None:
+    flat = {"name": "flat", "step_seconds": [0.02], "wire_bytes": [9600.0], "called_bytes": [1.0], "peak_bytes": [2e6],
+            "peak_by_class": [None]}  # fmt: skip
+    assert [line.split() for line in summary.table_lines(made_run(variants=[flat]), {})] == [
+        ["ms", "a", "a", "step", "peak"], ["variant", "step", "measured", "MB"], ["flat", "20.0", "0.010", "2.00"],
+    ]  # fmt: skip
+
+
 def test_a_table_of_one_number_beside_the_verdicts_is_shown() -> None:
     run = made_run(checks=[claim("losses", True, max_abs_diff=0.0)])
     assert summary.table_lines(run, {}) == ["variant  exact to", "flat            0  passed"]
