@@ -17,10 +17,13 @@ from distlab.verify.audit import (
     ONE,
     Audit,
     ReferenceRun,
+    State,
     TimedPassChecks,
     adamw,
     allowed,
     check_alike,
+    gathered,
+    of_parameter,
     one_process,
     sgd,
     stored_difference,
@@ -282,6 +285,50 @@ def test_what_of_a_step_has_no_number_or_is_missing() -> None:
         assert audited(1, 9.0, 9.0, 3.0, 4.0, lacking).found["flat"].found["weights"] == (math.inf, 0.0, "step 1, b")
 
 
+def test_steps_with_a_flipped_bit_are_audited_too() -> None:
+    faults = [SimpleNamespace(flipped=flipped, step=step) for flipped, step in ((True, 9), (False, 6), (True, None))]
+    lab: Any = SimpleNamespace(config=SimpleNamespace(planned_faults=faults, seed=1))
+    batches: Any = None
+    assert Audit(lab, batches, {"flat": None}, {"flat": range(2, 5)}).steps == {"flat": [2, 3, 4, 9]}
+
+
+def test_a_gradient_is_computed_anew_for_other_weights_or_another_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is clipped as the run is."""
+    asked: list[tuple[float, str, float]] = []
+
+    def backward(model: nn.Linear, batch: str, clip: float) -> tuple[float, None]:
+        asked.append((model.weight.item(), batch, clip))
+        model.weight.grad = torch.ones(1, 1)
+        return float(len(asked)), None
+
+    monkeypatch.setattr("distlab.workload.reference.backward", backward)
+    monkeypatch.setattr("distlab.workload.reference.fill", lambda model, weights: model.weight.data.copy_(weights["w"]))
+    audit: Audit = object.__new__(Audit)
+    lab: Any = SimpleNamespace(
+        model=lambda _: nn.Linear(1, 1, bias=False), config=SimpleNamespace(dtype="float32", clip=0.5)
+    )
+    audit.lab, audit._known, audit.batches = lab, None, SimpleNamespace(alone=str)  # type: ignore[assignment]
+    losses = [audit._gradient({"weights": {"w": one(w)}, "optimizer": {}}, step)[0] for w, step in
+              ((3.0, 7), (3.0, 7), (4.0, 7), (4.0, 8), (3.0, 8))]  # fmt: skip
+    assert losses == [1.0, 1.0, 2.0, 3.0, 4.0]
+    assert asked == [(3.0, "7", 0.5), (4.0, "7", 0.5), (4.0, "8", 0.5), (3.0, "8", 0.5)]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_is_gathered_is_on_rank_0_and_by_parameter(rank: int) -> None:
+    state = {"weights": {"w": one(1.0), "b": one(2.0)}, "optimizer": {"step.w": one(3.0), "exp_avg.w": one(4.0)}}
+    lab: Any = SimpleNamespace(rank=rank)
+    strategy: Any = SimpleNamespace(full=lambda kind: iter(state[kind].items()))
+    found = gathered(lab, strategy)
+    if rank:
+        assert found == {"weights": {}, "optimizer": {}}
+        return
+    mine = {"weights": one(1.0), "step": one(3.0), "exp_avg": one(4.0)}
+    assert of_parameter(found, found, "w") == (mine, mine)
+    other: State = {"weights": {"w": torch.zeros(2)}, "optimizer": {}}
+    assert of_parameter(found, other, "w") is of_parameter(found, other, "b") is of_parameter(other, found, "b") is None
+
+
 # What decides, of made-up curves and numbers of steps.
 
 
@@ -321,6 +368,12 @@ def test_a_curve_is_held_step_by_step(name: str, curve: list[float | None], said
     checks, found = decided()
     checks._losses(name, curve)
     assert found == ([said] if said else [])
+
+
+def test_a_run_that_ends_before_the_one_process_is_held_up_to_its_end() -> None:
+    checks, found = decided(ends={"flat": 2})
+    checks._losses("flat", [9.0, 8.25])
+    assert found == [("timed losses", 0.25, 0.5, "flat")]
 
 
 @pytest.mark.parametrize(
