@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from distlab.config import Config
 from distlab.contract import Mode, Strategy, Variant
@@ -17,13 +18,26 @@ from distlab.measure.tensors import Worst
 from distlab.mesh.grid import Mesh
 from distlab.rank.mode_loader import load
 from distlab.report import records
+from distlab.report.progress import Work
 from distlab.report.reading import from_line, to_line
 from distlab.report.verdict import judge
 from distlab.testing.warm_ranks import Ranks
-from distlab.verify.proof import changed, check_replicas, check_same, check_samples, summed_losses, write_checks
+from distlab.verify.proof import (
+    Carried,
+    against,
+    carried,
+    changed,
+    check_replicas,
+    check_same,
+    check_samples,
+    summed_losses,
+    tuned_against,
+    write_checks,
+)
 from distlab.verify.run_all import everything
 from distlab.workload.data import Batches, Microbatch
 from distlab.workload.model import Model
+from distlab.workload.reference import Snapshot
 from tests.labs import TINY, failed, failed_with, lab_of, one_rank
 from tests.verify.test_audit import ADAMW, SIZES
 
@@ -198,6 +212,67 @@ def test_a_proof_allows_rounding_and_counts_its_comparisons(
     ]
 
 
+class Told:
+    """A strategy of one parameter, which an update takes from its gradient's step to the next; loses 3 and 2."""
+
+    step, updates = -1, 0
+
+    def backward(self, _microbatches: object) -> torch.Tensor:
+        self.step += 1
+        return torch.tensor((3.0, 2.0)[self.step])
+
+    def update(self) -> None:
+        self.updates += 1
+
+    def full(self, kind: str) -> Any:
+        base = {"gradients": 10.0, "weights": 20.0, "optimizer": 30.0}[kind]
+        yield "w", torch.tensor([base + (self.step if kind == "gradients" else self.updates)])
+
+
+def alone(loss: float, gradient: float, weight: float, state: float = 0.0) -> Snapshot:
+    first, second, third = ({"w": torch.tensor([each])} for each in (gradient, weight, state))
+    return Snapshot(loss, first, second, third, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("dense", "worst"),
+    [
+        ([alone(3.0, 10.0, 21.0), alone(2.0, 11.0, 22.0)], (0.0, 0.0, 0.0)),
+        ([alone(3.5, 10.0, 21.0), alone(2.25, 11.0, 22.0)], (0.5, 0.0, 0.0)),  # ours are lower
+        ([alone(2.875, 10.0, 21.0), alone(1.75, 11.0, 22.0)], (0.25, 0.0, 0.0)),
+        ([alone(3.0, 10.5, 21.0), alone(2.0, 11.25, 21.0)], (0.0, 0.5, 1.0)),
+    ],
+)  # fmt: skip
+def test_each_step_is_compared_with_that_of_one_process(
+    dense: list[Snapshot], worst: tuple[float, float, float]
+) -> None:
+    lab: Any = SimpleNamespace(
+        rank=0, at=lambda *_: None, dealt=lambda *_: [], stepped=lambda: None, work=Work(),
+        exchange=SimpleNamespace(gather=lambda _, shares: [shares]),
+    )  # fmt: skip
+    batches: Any = SimpleNamespace(proof_steps=2)
+    found, strategy = Worst(), Told()
+    against(lab, strategy, "flat", batches, dense, found)  # type: ignore[arg-type]
+    assert tuple(found.found[kind].value for kind in ("losses", "gradients", "weights")) == worst
+    assert found.times == {"losses": 2, "gradients": 2, "weights": 2}
+    lab.rank = 1  # which has nothing to compare with, and takes part
+    others = Worst()
+    lab.exchange = SimpleNamespace(gather=lambda *_: None)
+    against(lab, Told(), "flat", batches, [], others)  # type: ignore[arg-type]
+    assert others.times == {}
+
+
+def test_two_tuned_steps_are_compared_in_gradients_state_and_weights() -> None:
+    lab: Any = SimpleNamespace(rank=0, at=lambda *_: None, dealt=lambda *_: [], work=Work())
+    batches: Any = SimpleNamespace(proof_steps=3)
+    dense = [alone(0.0, 10.0, 21.0, 31.0), alone(0.0, 11.5, 22.25, 32.125)]
+    found = Worst()
+    tuned_against(lab, Told(), "flat", batches, dense, found)  # type: ignore[arg-type]
+    assert {kind: (off.value, found.times[kind]) for kind, off in found.found.items()} == {
+        "clipped gradients": (0.5, 2), "optimizer state": (0.125, 2), "weights after two steps": (0.25, 2),
+    }  # fmt: skip
+
+
 def test_losses_are_the_sum_of_what_all_ranks_saw_of_a_step() -> None:
     shares = [[0.25, None, 1.5], None, [1.0, 0.0, -0.25]]
     lab: Any = SimpleNamespace(exchange=SimpleNamespace(gather=lambda *_: shares))
@@ -208,6 +283,26 @@ def test_losses_are_the_sum_of_what_all_ranks_saw_of_a_step() -> None:
 
 def test_what_a_step_wrote_has_another_hash() -> None:
     assert changed({"a": 1, "b": 2}, {"a": 1, "b": 3, "c": 4}) == {"b", "c"}
+
+
+@pytest.mark.parametrize(
+    ("mask", "seen", "moved", "detail"),
+    [(1.0, 1.0, 0, "1 of 2 that one process leaves as they were"), (1.0, 5.0, 0, "1 of 2 that"), (2.0, 5.0, 1, "mask")],
+)
+def test_a_buffer_that_one_process_leaves_alone_may_not_move(mask: float, seen: float, moved: int, detail: str) -> None:
+    """Of the two one process writes `seen`."""
+    model = nn.Module()
+    for name in ("mask", "seen"):
+        model.register_buffer(name, torch.tensor(1.0))
+    buffers: Carried = object.__new__(Carried)
+    said: list[Any] = []
+    note: Any = lambda *claim, **words: said.append((*claim, words["variant"], words["detail"]))  # noqa: E731
+    buffers.lab, buffers.start, buffers.written = SimpleNamespace(check=note), carried(model), {"seen"}  # type: ignore[assignment]
+    model.mask, model.seen = torch.tensor(mask), torch.tensor(seen)
+    buffers.hold("flat", model)
+    ((name, off, tolerance, variant, told),) = said
+    assert (name, off, tolerance, variant) == ("buffers", moved, 0, "flat")
+    assert told.startswith(detail)
 
 
 class Shards:
