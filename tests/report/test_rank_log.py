@@ -306,7 +306,7 @@ CASES = {
             "sent       kB a step to rank 2: flat 2.90; ring 3100",
             "predicted  / measured kB on the wire: flat 2.85 / 2.90; ring 3050 / 3100",
             "memory     MB at rest / peak: flat 0.001 / 0.004; ring 1.70 / 2.30",
-            "checks     2 of 2 passed on this rank",
+            "checks     all passed on this rank",
         ],
         before=(
             THREE, Wire("flat", 2, 2900.0, 0.0), Wire("ring", 2, 3.1e6, 0.0),
@@ -321,7 +321,7 @@ CASES = {
         [
             "sent       kB a step to rank 2: 2.90",
             "predicted  / measured B on the wire: 310 / 323",
-            "checks     1 of 1 passed on this rank",
+            "checks     all passed on this rank",
         ],
         before=(
             NINE, Wire("a", 2, 2900.0, 0.0), Wire("a", 0, 0.0, 0.0), Wire("ddp", 0, 3700.0, 0.0),
@@ -331,7 +331,7 @@ CASES = {
     ),
     "the end of a rank that sent just headers' share": Case(
         END,
-        ["sent       kB a step to ranks 0 / 2: 0.101 / 10.0", "checks     0 of 0 passed on this rank"],
+        ["sent       kB a step to ranks 0 / 2: 0.101 / 10.0", "checks     none was made on this rank"],
         before=(THREE, Wire("flat", 0, 101.0, 0.0), Wire("flat", 2, 10_000.0, 0.0)),
     ),
 }  # fmt: skip
