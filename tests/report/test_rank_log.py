@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 from msgspec.structs import replace
 
-from distlab.report.rank_log import Log, RankLog, checks_lines, fitted, verdict_of_all
+from distlab.report.rank_log import Log, RankLog, fitted, verdict_of_all
 from distlab.report.records import (
     Check,
     Classes,

@@ -26,7 +26,7 @@ if __name__ == "__main__":
     if dist.get_rank() == 0:
         train_alone(alone)
     part, _ = random_split(data, [32, 16], generator=torch.Generator().manual_seed(0))
-    sampler = DistributedSampler(part)
+    sampler: DistributedSampler[tuple[torch.Tensor, ...]] = DistributedSampler(part)
     model = DistributedDataParallel(nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for epoch in range(2):

@@ -2,6 +2,7 @@
 compiled code: what torch.compile traces is what it traces without check, or fullgraph=True raises."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,13 +17,14 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 1))
 
 
-def models() -> Iterator[nn.Module]:
+def models() -> Iterator[Any]:
     yield DistributedDataParallel(torch.compile(net(), backend=BACKEND, fullgraph=True))
     yield torch.compile(DistributedDataParallel(net()), backend=BACKEND)
     compiled = DistributedDataParallel(net())
     compiled.compile(backend=BACKEND)
     yield compiled
-    yield torch.compile(fully_shard(net()), backend=BACKEND)
+    sharded: Any = fully_shard(net())
+    yield torch.compile(sharded, backend=BACKEND)
 
 
 @torch.compile(backend=BACKEND, fullgraph=True)
