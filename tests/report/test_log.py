@@ -19,7 +19,7 @@ from distlab.report.run_folder import Level
 from distlab.report.sentences import UNTIL_ENDED, repeat_command
 from distlab.report.tables import LEGEND
 from distlab.report.verdict import first, judge
-from tests.report.made_up import good_run, mistaken, pipeline_run, plus, with_check, with_measured, without
+from tests.report.made_up import drilled_run, good_run, mistaken, pipeline_run, plus, with_check, with_measured, without
 
 REPORT = Path("runs/dp-20261120-171500/report.html")
 
@@ -322,6 +322,11 @@ def test_what_else_happened_is_said_at_every_level(level: Level) -> None:
     ]  # fmt: skip
     assert sum(line.startswith("unseen     no records of rank 3") for line in said) == 1
     assert sum(line.startswith("FAILED") for line in said) == 3
+
+
+def test_a_fault_that_was_planned_is_said() -> None:
+    said = verdict_lines(judge(drilled_run()), drilled_run(), REPORT)
+    assert sum(line.startswith("fault      ") and "pause rank 1 for 2 s at step 30" in line for line in said) == 1
 
 
 def test_findings_that_were_looked_for_are_told_by_name() -> None:

@@ -147,6 +147,9 @@ def test_one_rank_is_told_that_there_is_nothing_to_communicate() -> None:
     assert "alone      WORLD_SIZE=1: there is nothing to communicate" in said
     assert not any("sent" in line for line in said[:3])
     assert any(line.startswith("alone") for line in end_lines(judge(alone), alone, REPORT, "full"))
+    for mode in ("check", "prove"):  # which say it in their own words
+        theirs = {0: [replace(alone[0][0], run_mode=mode), *alone[0][1:]]}
+        assert not any(line.startswith("alone") for line in end_lines(judge(theirs), theirs, REPORT, "full"))
     assert not any(line.startswith("alone") for line in end(good_run()))
 
 

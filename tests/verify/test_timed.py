@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from distlab.collectives.phases import Span
-from distlab.measure.timeline import Lap
+from distlab.measure.timeline import Lap, profile
 from distlab.report.records import Digest, Losses, Steps
 from distlab.verify.timed import Stopwatch, Timed, check_seconds, rotated, write_digests, write_losses
 
@@ -163,13 +163,26 @@ def test_where_there_are_more_steps_the_two_that_warm_up_are_left_out(done: int,
     assert steps == Steps("flat", kept, [each / 4 for each in kept])
 
 
-def test_marks_that_count_twice_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The inner one is not taken from the outer one."""
+def test_how_far_a_rank_is_are_its_last_step_and_the_loss_that_all_heard_of_it() -> None:
+    """Steps 4 to 6 were done; the last loss of `ring` is not heard yet."""
+    watch, told = Stopwatch(["flat", "ring", "none"], cast(Any, None)), list[Any]()
+    for name in ("flat", "ring"):
+        for step, length in enumerate(LENGTHS_S[:3]):
+            watch.laps[name].append(lap(0.0, length if name == "flat" else 2 * length, 0.0))
+            watch.chronicle.add(name, step, marks(step))
+    course: Any = SimpleNamespace(first=4, heard={"flat": [0.5, 0.25, 0.125], "ring": [3.0, 2.0], "none": []})
+    watch.tell(cast(Any, SimpleNamespace(after=lambda *given: told.append(given))), course, 6)
+    assert told == [(6, {"flat": 1.0, "ring": 2.0}, {"flat": marks(2), "ring": marks(2)}, {"flat": 0.125})]
+
+
+@pytest.mark.parametrize("times", [0.5, 2.0])
+def test_marks_that_count_too_little_or_twice_fail(times: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    right_s = profile
     monkeypatch.setattr(
-        "distlab.verify.timed.profile",
-        lambda spans: {"forward": sum(span.end_s - span.start_s for span in spans)},
+        "distlab.verify.timed.profile", lambda spans: {kind: times * of for kind, of in right_s(spans).items()}
     )
-    assert "classes that add up to 0.125 s more" in checked(right()._replace(profile={}))[1]
+    off = {0.5: 0.625, 2.0: 1.25}[times]  # half of, or as much as, the 1.25 s that are marked
+    assert f"classes that add up to {off} s more or less" in checked(right()._replace(profile={}))[1]
 
 
 def test_of_two_steps_none_is_left_out() -> None:
