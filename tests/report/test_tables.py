@@ -162,11 +162,13 @@ def test_a_proof_shows_what_failed_and_which_tolerance_is_a_rows_own() -> None:
         entry("flat", "gradients", 1e-13, 1e-12), entry("flat", "weights", 2e-12, 1e-12, passed=False),
         entry("16", "gradients", 2.5, 8.0, unit="epsilons of bfloat16"), entry("16", "losses", 0.0, 1e-9),
         entry("16", "other", 7.0, 1.0),
+        entry("same", "losses", 0.5, 1e-12, unit="parts of a loss"),
     ]  # fmt: skip
     table = tables.proof(MADE_RUN | {"checks": checks})
     assert cells(table) == [
         ["flat", "1.0e-13", "2.0e-12", "-", "FAILED"],
         ["16", "2.5e+00", "-", "0", "passed (tolerance 8 epsilons of bfloat16) (tolerance 1e-09 in float64)"],
+        ["same", "-", "-", "5.0e-01", "passed (tolerance 1e-12 parts of a loss)"],
     ]
     assert [isinstance(cell, Wrong) for cell in table.rows[0][1:3]] == [False, True]
     assert table.columns[-1].title == "(tolerance 1e-12)"
@@ -232,6 +234,15 @@ def test_memory_is_of_the_fullest_rank_at_rest_and_at_the_peak() -> None:
     assert [column.title for column in table.columns] == [
         "kB at rest / at the peak", "parameters", "gradients", "total", "rest by formula", "process", "",
     ]  # fmt: skip
+    big = {"rest_by_class": [{"parameters": 2_000_000, "optimizer": 0}, {"parameters": 1}],
+           "peak_by_class": [{"parameters": 2_000_000, "optimizer": 700_000}, {"parameters": 1}]}  # fmt: skip
+    records[0].append(predicted("rest bytes", 2_100_000.0, variant="big"))
+    records[1].append(predicted("rest bytes", 9.0, variant="big"))
+    table = tables.memory(run | {"variants": [variant("flat"), variant("big", **big)]}, records)
+    assert [column.title for column in table.columns][:4] == [
+        "MB at rest / at the peak", "parameters", "gradients", "total",
+    ]  # fmt: skip
+    assert cells(table)[1] == ["big", "2.00", "-", "2.00 / 2.70", "2.10", "-", "0 / 0.700", ""]
     assert tables.fullest([None, {"a": 3}, {"a": 1, "b": 3}, {}]) == 2
     assert tables.fullest([None, {}]) is None
 
