@@ -1,6 +1,7 @@
 """Each decision on what all ranks have brought: which tensor is first, by how much losses are off, and what is said."""
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from distlab.prove.compare import GRADIENTS, LOSSES, WEIGHTS, Deviation
+from distlab.prove.compare import GRADIENTS, LOSSES, WEIGHTS, Deviation, Draw
 from distlab.prove.explain import UNEXPLAINED
 from distlab.prove.reference import WHOLE, Buffers, Dense, LocatedTensor, Rows
 from distlab.prove.verdict import Everything, Grid, Mine, loss_sentence, modules, norm, own_norm, tell, update, written
@@ -137,7 +138,8 @@ def told(all_: Everything, tensors: Sequence[LocatedTensor | None] = (), parted:
     return [each[1:] if each[0] == "finding" else each for each in said if each[0] != "record"]
 
 
-HALF, SLOW = LocatedTensor(WHOLE, t(0.7, 1.4)), LocatedTensor(WHOLE, t(0.75, 1.5))
+ALONE_OFF = LOSS_OFF.replace("3, none", "2")
+SLOW = LocatedTensor(WHOLE, t(0.75, 1.5))
 MOVED = off(0, WEIGHTS, "a.w", 1)
 
 
@@ -148,12 +150,13 @@ MOVED = off(0, WEIGHTS, "a.w", 1)
         (brought(mine(rows={"a.w": Rows(0, [1])}), mine(rows={})), (), (),
          [("all is trained", "no rank trains b.w", [0, 1]),
           ("all is trained", "no rank trains rows 0 to 0 of a.w", [0, 1])]),
+        (brought(mine(rows={"a.w": Rows(0, []), "b.w": WHOLE})), (), (),
+         [("losses", ALONE_OFF, [0]), ("all is trained", "no rank trains rows 0 to 1 of a.w", [0])][::-1]),
         (brought(mine()._replace(offs=RIGHT[:1] + RIGHT[2:4] + RIGHT[4:5]), mine()._replace(offs=[])), (), (),
          [("all is trained", "no rank gave the gradient of b.w", [0, 1])]),
         (brought(mine()._replace(offs=[])), (), (),
          [("all is trained", "no rank gave the gradient of a.w, nor of 1 more", [0]),
-          ("losses", "the loss of step 0 is 4 in one process, and the ranks returned 2: these are to add up to it over"
-           " dp (loss * share of each microbatch)", [0])]),
+          ("losses", ALONE_OFF, [0])]),
         (brought(mine(), mine(misfits={"a.w": "is odd", "b.w": "is even", "c.w": "is"})), (), (),
          [("ranks begin with the model", "a.w on rank 1 is odd, and 2 more", [1])]),
         (brought(mine(), mine(misfits={"a.w": "is odd"})), (), (),
@@ -173,6 +176,27 @@ MOVED = off(0, WEIGHTS, "a.w", 1)
 )  # fmt: skip
 def test_what_is_found(all_: Everything, tensors: Any, parted: tuple[str, ...], sentences: list[Any]) -> None:
     assert told(all_, tensors, parted) == sentences
+
+
+@pytest.mark.parametrize(
+    ("why", "where"), [(UNEXPLAINED, "; the forward pass parts first on rank 1: it does"), ("2 x", "")]
+)
+def test_a_gradient_without_a_reason_is_followed_back_and_the_loss_of_its_step_told(
+    why: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distlab.prove.verdict.reason", lambda *_: why)
+    all_ = brought(mine(off(0, GRADIENTS, "a.w", 0), shares=(3.0, -8.0)), mine(shares=(None, None)))
+    assert told(all_, [SLOW, None], ["", "it does"]) == [
+        ("gradients", f"gradients of a.w on rank 0 are {why} (step 0, alone, on rank 0){where}", [0]),
+        ("losses", f"{LOSS_OFF}; the forward pass parts first on rank 1: it does", [1]),
+    ]
+
+
+def test_that_nothing_is_dropped_is_said_where_any_rank_draws() -> None:
+    drawing = mine(drawn=[Draw("drop", 0, 1, 1)])
+    assert [each[:2] for each in told(brought(mine(), drawing))] == [("said", "dropout")]
+    names = [each.name for each in written(brought(mine(), drawing), defaultdict(list), [], 1.0)]
+    assert names[2:] == ["ranks begin with the model", "all is trained", "dropout by axis"]
 
 
 @pytest.mark.parametrize(
