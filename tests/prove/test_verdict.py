@@ -13,7 +13,20 @@ from torch import Tensor
 from distlab.prove.compare import GRADIENTS, LOSSES, WEIGHTS, Deviation, Draw
 from distlab.prove.explain import UNEXPLAINED
 from distlab.prove.reference import WHOLE, Buffers, Dense, LocatedTensor, Rows
-from distlab.prove.verdict import Everything, Grid, Mine, loss_sentence, modules, norm, own_norm, tell, update, written
+from distlab.prove.verdict import (
+    Everything,
+    Grid,
+    Mine,
+    loss_sentence,
+    modules,
+    norm,
+    norm_by_shard,
+    own_norm,
+    reason,
+    tell,
+    update,
+    written,
+)
 from distlab.report.reading import from_line
 from distlab.report.records import Check
 from distlab.workload.reference import Snapshot
@@ -252,6 +265,43 @@ def test_a_norm_of_a_ranks_own_part_and_another_on_each_rank() -> None:
         " that have the other parts"
     )
 
+    far = clipped(("b.w", 1.01 * 13 / 12), ("c.w", 1.01 * 13 / 12))
+    assert "own part" not in norm(all_, far[0], far)
+    assert own_norm(all_._replace(ranks=[mine()]), zero[0]) == 6.5
+
+
+BY_SHARD = (
+    "rows 0 to 0 2.6 x, rows 1 to 1 1.083 x one process's: each rank's shard is clipped by its own norm (5, 12 where that"
+    " of all is 13); sum the squares of the shards' norms over the ranks before the root"
+)
+
+
+@pytest.mark.parametrize(
+    ("clip", "rows", "told"),
+    [
+        (6.5, (3 * 13 / 5, 4 * 13 / 12), BY_SHARD),  # 5 and 12 are sides of 13
+        (None, (3 * 13 / 5, 4 * 13 / 12), ""), (6.5, (6.0, 8.0), ""), (6.5, (-6.0, 8.0), ""),
+        (6.5, (6.0, 4.0), ""),  # 6.5 and 13 are sides of more
+    ],
+)  # fmt: skip
+def test_shards_that_are_clipped_by_norms_of_their_own(clip: float | None, rows: tuple[float, ...], told: str) -> None:
+    found = LocatedTensor(WHOLE, t(*rows))
+    assert norm_by_shard(brought(mine(), mine(), clip=clip), off(0, GRADIENTS, "a.w", 1), found) == told
+
+
+@pytest.mark.parametrize(("clip", "share"), [(None, 1.0), (26.0, 1.0), (6.5, 0.5)])
+def test_what_samples_give_is_clipped_as_one_process_clips_it(
+    clip: float | None, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr("distlab.prove.verdict.contributions", lambda *_: {("a.w", 0, 0): t(3.0, 4.0)})
+    monkeypatch.setattr("distlab.prove.verdict.why", lambda _scene, _found, wanted, parts: seen.append((wanted, parts)))
+    dealing: Any = SimpleNamespace(num_shards=0)
+    reason(brought(mine(), clip=clip)._replace(dealing=dealing), off(0, GRADIENTS, "a.w", 0), [])
+    ((wanted, parts),) = seen
+    assert wanted.tolist() == [3.0, 4.0]
+    assert parts[("a.w", 0, 0)].tolist() == [3.0 * share, 4.0 * share]
+
 
 def test_checks_have_the_worst_for_what_is_allowed() -> None:
     worst = off(1, GRADIENTS, "a.w", 0, by=6.0, allowed=2.0)
@@ -286,6 +336,8 @@ def test_by_module_what_is_off_in_the_first_step_that_is() -> None:
         ["c", "right", "", "", "", "0.5"],
         ["a", "wrong", "w", "ranks 0 and 1", "0.25, 2", "7"],
     ]
+    deep = brought(mine()._replace(offs=[off(1, GRADIENTS, "deep.er.w", 0)]))._replace(canonical={"deep.er.w": "a.w"})
+    assert modules(deep, offs[0]).rows[0][:3] == ["deep.er", "wrong", "w"]
     unlike = modules(brought(mine()._replace(offs=[offs[1], off(1, GRADIENTS, "a.w", 1)])), offs[0])
     assert unlike.rows == [["a", "wrong", "w", "ranks 0 and 1", "", "7"]]
 
