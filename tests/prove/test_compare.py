@@ -166,11 +166,11 @@ class Dropping(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.drop = nn.Dropout(0.25)
+        self.outer = nn.Sequential(nn.Dropout(0.25))
 
     def forward(self, x: Tensor) -> Tensor:
         query = x.view(1, 1, 2, 2)
-        twice = self.drop(self.drop(x) + 1)
+        twice = self.outer(self.outer(x) + 1)
         F.dropout(x, 0.25, training=False)
         F.dropout(x, 0.0)
         F.scaled_dot_product_attention(query, query, query)
@@ -192,7 +192,7 @@ def test_nothing_is_dropped_and_each_draw_is_noted() -> None:
         model(x)
     assert (F.dropout, F.scaled_dot_product_attention) == functions
     assert [(each.module, each.turn) for each in first[:4]] == [
-        ("drop", 0), ("drop", 1), ("the model", 0), ("the model", 1),
+        ("outer.0", 0), ("outer.0", 1), ("the model", 0), ("the model", 1),
     ]  # fmt: skip
     assert len({each.state for each in first}) == 8, "the generator goes on behind each"
     assert [each.given for each in first[:4]] == [each.given for each in first[4:]]
