@@ -15,10 +15,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.rounds import on_ranks
-from distlab.elastic.peer_connections import Address
 from distlab.elastic.process_group import Regroup, sockets
 from distlab.transport.handshake import listen
-from distlab.transport.store_server import StoreHost
+from distlab.transport.store_server import StoreServer
 
 KEY = b"a benchmark"
 RANKS, NUMEL, PATIENCE_S, BOUND_S = 3, 12_600, 2.0, 300.0
@@ -42,13 +41,13 @@ class Counting(Regroup):
 
 def measure(world: dist.ProcessGroup, rounds: int) -> int:
     """The forgotten sums of this member."""
-    store = StoreHost(listen("127.0.0.1"), KEY) if world.rank() == 0 else None
+    store = StoreServer(listen("127.0.0.1"), KEY) if world.rank() == 0 else None
     port = [store.port if store is not None else 0]
     dist.broadcast_object_list(port, 0, group=world)
     own = {each.descriptor for each in sockets()}
     group = Counting("127.0.0.1", KEY, BOUND_S, lambda: own)
     for number in range(rounds):
-        group.form(str(number), world.rank(), RANKS, Address("127.0.0.1", 0, port[0]), lambda: True)
+        group.form(str(number), world.rank(), RANKS, ("127.0.0.1", port[0]), lambda: True)
         dist.barrier(world)
         draw = random.Random(number)
         delays_s = [draw.uniform(0.01, 0.03)] + [draw.uniform(0.03, 0.033)] * (RANKS - 1)

@@ -1,21 +1,20 @@
 """Runs beside twenty busy loops, two at a time: nobody is given up who computes, and who is killed is named within 5 s.
 
-    python -m benchmarks.loaded [RUNS] [--kills]
+    python -m benchmarks.loaded [RUNS] [--kills|--stops] [--quiet]
 
-A run is WORLD_SIZE real processes on the real path: the rendezvous with the board and the store, gloo, heartbeats with
-the process that repeats them, steps of all_reduce, the agreement on a verdict and the goodbyes. What it leaves out is a
-lesson and its report. Importing torch takes a core for a second, so ranks are forked from this process, which has
-imported it and has used no thread of its own. In every fourth run a rank keeps the interpreter's lock for 4 s in a call
-of C. With --kills one rank is killed in the middle of each run: the time is from the kill to the sentence on each
-survivor.
+A run is WORLD_SIZE real processes on the real path: the start, the store, gloo, heartbeats to and from
+rank 0's server, steps of all_reduce, the agreement on a verdict. What it leaves out is a lesson and its report.
+Importing torch takes a core for a second, so ranks are forked from this process, which has imported it and has used no
+thread of its own. With --kills one rank is killed in the middle of each run, with --stops it is stopped: the time is
+from then to the sentence on each survivor.
 """
 
-import ctypes
 import json
 import multiprocessing
 import os
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -31,23 +30,22 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.rounds import table
-from distlab.cluster.heartbeat import Verdict
+from distlab.cluster.departure import Succession
+from distlab.cluster.join import init_process_group, join
 from distlab.cluster.launch import free_port
-from distlab.cluster.rendezvous import init_process_group, join
-from distlab.cluster.shutdown import Succession
+from distlab.cluster.messages import Verdict
 from distlab.cluster.watchdog import Watchdog
 from distlab.config import Config
 from distlab.report.run_folder import Outcome
 
 RUNS, AT_ONCE, BUSY, WORLD_SIZE = 200, 2, 20, 4
 STEPS, STEP_S = 40, 0.05
-HELD_S = 4.0
-NAMED_WITHIN_S = 5.0
+NAMED_WITHIN_S = {"SIGKILL": 5.0, "SIGSTOP": 7.5}
 RUN_TIMEOUT_S = 120.0
 BUSY_LOOP = [sys.executable, "-S", "-c", "while True: pass"]
 
 
-def rank_of_run(config: Config, folder: Path, deed: str, told: Connection) -> None:
+def rank_of_run(config: Config, folder: Path, told: Connection) -> None:
     """One rank, from the rendezvous to its end; tells (what, when) as it goes."""
 
     def tell(what: str, value: Any = None) -> None:
@@ -58,7 +56,6 @@ def rank_of_run(config: Config, folder: Path, deed: str, told: Connection) -> No
         outcome = Outcome(folder, "loaded")
         if not succession.given_up and succession.turn(outcome.claimed):
             outcome.write({"verdict": "lost"})
-            succession.tell()
 
     cluster = join(config, "loaded", lambda _text: None)
     watch = Watchdog(cluster, config, lambda _text: None, on_verdict)
@@ -68,30 +65,27 @@ def rank_of_run(config: Config, folder: Path, deed: str, told: Connection) -> No
         for step in range(STEPS):
             watch.main.at(step, "compute")
             time.sleep(STEP_S)
-            if deed == "hold" and step == STEPS // 2:
-                ctypes.PyDLL(None).usleep(int(HELD_S * 1e6))
             watch.main.at(step, "all_reduce")
             total = torch.ones(4)
             dist.all_reduce(total)
             tell("step", step)
-        watch.agree()
+        watch.agree(lambda: None)
     except Exception as error:
         watch.fail(error)
     watch.finish()
-    tell("passed")
+    tell("passed", watch.longest_gap_s)
     os._exit(0)
 
 
-def one_run(number: int, *, kills: bool) -> dict[str, Any]:
-    """What became of one run: the exit codes, whom survivors named, and how long after the kill each of them did."""
+def one_run(number: int, *, by: str) -> dict[str, Any]:
+    """What became of one run: the exit codes, whom survivors named, and how long after the signal each of them did."""
     with tempfile.TemporaryDirectory() as folder:
-        return run_in(Path(folder), number, kills)
+        return run_in(Path(folder), number, by)
 
 
-def run_in(folder: Path, number: int, kills: bool) -> dict[str, Any]:
+def run_in(folder: Path, number: int, by: str) -> dict[str, Any]:
     draw = random.Random(number)
     victim, kill_at = draw.randrange(WORLD_SIZE), draw.randrange(2, STEPS - 5)
-    holder = draw.randrange(WORLD_SIZE) if number % 4 == 0 and not kills else None
     port, context = free_port(), multiprocessing.get_context("fork")
     ears, processes = [], []
     for rank in range(WORLD_SIZE):
@@ -102,13 +96,14 @@ def run_in(folder: Path, number: int, kills: bool) -> dict[str, Any]:
             }
         )  # fmt: skip
         ear, told = context.Pipe(duplex=False)
-        arguments = (config, folder, "hold" if rank == holder else "", told)
+        arguments = (config, folder, told)
         processes.append(context.Process(target=rank_of_run, args=arguments, daemon=True))
         processes[-1].start()
         told.close()
         ears.append(ear)
     killed_at: float | None = None
     named: dict[int, tuple[list[int], float]] = {}
+    gaps_s: list[float] = []
     open_ears, deadline = set(ears), time.monotonic() + RUN_TIMEOUT_S
     while open_ears and time.monotonic() < deadline:
         ready = wait(list(open_ears), timeout=1.0)
@@ -122,9 +117,13 @@ def run_in(folder: Path, number: int, kills: bool) -> dict[str, Any]:
                 continue
             if what == "verdict":
                 named[rank] = value, at
-            if kills and killed_at is None and what == "step" and rank == victim and value >= kill_at:
-                os.kill(processes[victim].pid or 0, signal.SIGKILL)
+            if what == "passed":
+                gaps_s.append(value)
+            if by and killed_at is None and what == "step" and rank == victim and value >= kill_at:
+                os.kill(processes[victim].pid or 0, signal.Signals[by])
                 killed_at = time.monotonic()
+            if by == "SIGSTOP" and len(named) == WORLD_SIZE - 1:
+                os.kill(processes[victim].pid or 0, signal.SIGCONT)
     for process in processes:
         process.join(5)
         process.kill()
@@ -133,8 +132,9 @@ def run_in(folder: Path, number: int, kills: bool) -> dict[str, Any]:
     return {
         "codes": [process.exitcode for process in processes],
         "named": {rank: lost for rank, (lost, _) in named.items()},
-        "victim": victim if kills else None,
+        "victim": victim if by else None,
         "named_after_s": delays,
+        "gaps_s": gaps_s,
         "run": json.loads((folder / "run.json").read_text())["verdict"] if (folder / "run.json").exists() else "",
     }
 
@@ -150,27 +150,31 @@ def is_right(run: dict[str, Any]) -> bool:
 
 
 def main(words: list[str]) -> int:
-    """Print the table; 0 if nobody was given up falsely, and every kill was named in time."""
-    kills, numbers = "--kills" in words, [int(word) for word in words if word.isdigit()]
+    """Print the table; 0 if nobody was given up falsely, and every loss was named in time."""
+    by = "SIGKILL" if "--kills" in words else "SIGSTOP" if "--stops" in words else ""
+    numbers, busy = [int(word) for word in words if word.isdigit()], 0 if "--quiet" in words else BUSY
     runs, results = numbers[0] if numbers else RUNS, []
     os.environ["OMP_NUM_THREADS"] = "1"
     with ExitStack() as stack:
-        for _ in range(BUSY):
+        for _ in range(busy):
             loop = subprocess.Popen(BUSY_LOOP)
             stack.callback(loop.wait)
             stack.callback(loop.kill)
         sides = stack.enter_context(ProcessPoolExecutor(AT_ONCE, multiprocessing.get_context("fork")))
-        for number, result in enumerate(sides.map(partial(one_run, kills=kills), range(runs))):
+        for number, result in enumerate(sides.map(partial(one_run, by=by), range(runs))):
             results.append(result)
             if not is_right(result):
                 print(f"run {number}: {result}", flush=True)
     wrong = sum(not is_right(result) for result in results)
     delays = [delay for result in results for delay in result["named_after_s"]]
     rows = [["runs", str(runs), ""], ["ranks given up falsely, or runs that ended otherwise", str(wrong), "0"]]
-    if kills and delays:
-        rows.append(["from a kill to its sentence, the longest", f"{max(delays):.1f} s", f"{NAMED_WITHIN_S:g} s"])
-    print(table([f"{BUSY} busy loops on {os.cpu_count()} cores", "measured", "at most"], rows))
-    return int(wrong > 0 or any(delay > NAMED_WITHIN_S for delay in delays))
+    if delays:
+        rows.append([f"from {by} to its sentence, the median", f"{statistics.median(delays):.2f} s", ""])
+        rows.append([f"from {by} to its sentence, the longest", f"{max(delays):.2f} s", f"{NAMED_WITHIN_S[by]:g} s"])
+    gaps_s = [gap for result in results for gap in result["gaps_s"]]
+    rows.append(["longest gap between two heartbeats of a rank", f"{max(gaps_s, default=0.0):.2f} s", ""])
+    print(table([f"{busy} busy loops on {os.cpu_count()} cores", "measured", "at most"], rows))
+    return int(wrong > 0 or any(delay > NAMED_WITHIN_S[by] for delay in delays))
 
 
 if __name__ == "__main__":

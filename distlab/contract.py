@@ -318,7 +318,7 @@ class Mode:
     stepped: bool = False  # whether it trains by itself, and says when a step begins (Lab.begin_step)
     # The checks that see a bit which flips in a training of its own; those of a timed training are the passes'.
     watched: tuple[str, ...] = ()
-    takes_back: bool = False  # whether a rank that is started again rejoins the run (distlab/rank/rejoin.py)
+    takes_back: bool = False  # whether a rank that is started again rejoins the run (distlab/cluster/rejoin.py)
     recomputes: bool = False  # whether its ranks run whole layers, so that LAB_RECOMPUTE can run them again
     reading: tuple[str, ...] = ()  # the files of the lesson in the order in which they are read, each with what it has
     # What a mistake may replace in the passes.

@@ -10,13 +10,13 @@ import time
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from distlab.cluster.control_plane import Exchange
-from distlab.cluster.rendezvous_server import Member
+from distlab.cluster.membership import Membership
 from distlab.collectives.costs import wire_tolerance
 from distlab.collectives.phases import phase
 from distlab.config import Config
@@ -33,17 +33,6 @@ from distlab.transport.handshake import TurnedAway, unheeded
 from distlab.workload.data import Batches, Microbatch
 from distlab.workload.model import Model, buffer_bytes
 from distlab.workload.user_model import is_own
-
-
-class RunAddresses(Protocol):
-    """Where the ranks of a run are, for one that is started again (distlab/rank/rejoin.py)."""
-
-    members: dict[int, Member]
-    opened: dict[int, list[Any]]  # by rank where it listens for its mode
-    rejoined: bool  # whether this process is a rank that was started again
-
-    def publish(self, opened: Mapping[int, list[Any]]) -> None:
-        """From now on ranks that were lost may rejoin."""
 
 
 @dataclass(frozen=True)
@@ -67,12 +56,11 @@ class RunHooks:
     on_step: Callable[[int, str], None] = lambda _step, _variant: None
     on_tensors: Callable[[str, str, object, int, Container[str]], None] = lambda *_: None
 
-    # Where ranks may be lost and the run goes on: from when on, and what to do then; the store of all moves to a rank
-    # that is left; a rank that was started again is watched like any other, by its addresses.
-    let_leave: Callable[..., None] = lambda *_: None
-    move: Callable[[dist.Store, int], None] | None = None
-    addresses: RunAddresses | None = None  # None in a mode whose ranks cannot rejoin
-    readmit: Callable[[dict[str, Any], list[Any]], None] = lambda _member, _opened: None
+    # Where ranks may be lost and the run goes on: from when on, and what to do then; the rank that serves collects for
+    # all who are left; in a mode whose ranks come and go, who is in.
+    let_leave: Callable[[Callable[[int], None]], None] = lambda _then: None
+    move: Callable[[], None] = lambda: None
+    membership: Membership | None = None
 
 
 class Lab:

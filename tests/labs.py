@@ -1,5 +1,6 @@
 """A whole experiment inside the pool of ranks: everything of a run but its containers and its heartbeats."""
 
+import dataclasses
 import fcntl
 import hashlib
 import importlib
@@ -7,7 +8,7 @@ import tempfile
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import pytest
 import torch
@@ -15,6 +16,11 @@ import torch.distributed as dist
 from msgspec.structs import replace
 
 from distlab.cluster.control_plane import Exchange
+from distlab.cluster.join import join
+from distlab.cluster.launch import free_port
+from distlab.cluster.membership import Membership
+from distlab.cluster.messages import Verdict
+from distlab.cluster.watchdog import Watchdog
 from distlab.collectives.sharded_tensor import LocalShard
 from distlab.config import Config
 from distlab.contract import Mode
@@ -170,10 +176,42 @@ def lab_of(
             end_once_failed(until, config, exchange, journal)
 
     hooks = RunHooks(side_group=side_groups[group.size()], finished=finished)
+    if mode.takes_back:
+        hooks = dataclasses.replace(hooks, membership=membership_of(config, exchange))
     lab = Lab(config, mode, torch.device("cpu"), group, exchange, ledger, journal, hooks)
     journal.write(expected(config, mode))
     journal.write(records.Placed("127.0.0.1", "cpu", *places_of(lab.mesh)))
     return lab
+
+
+class PooledWatch(Watchdog):
+    """A watch whose end is not that of its process: a rank of the pool outlives the run."""
+
+    def _leave(self, own: Verdict, lost: set[int], *, given_up: bool = False) -> NoReturn:  # noqa: ARG002
+        self._ending.set()
+        raise SystemExit  # of its thread
+
+
+served: list[Watchdog] = []  # of the last Lab of this process whose ranks come and go
+
+
+def membership_of(config: Config, exchange: Exchange) -> Membership:
+    """What a mode has whose ranks come and go: a server of rank 0, to which all ranks of the pool connect."""
+    while served:
+        watch = served.pop()
+        watch._ending.set()
+        watch.join()
+        watch._signals.close()
+        watch.line.close()
+        if watch.cluster.server is not None:
+            watch.cluster.server.close()
+    port = exchange.share("port", free_port() if exchange.rank == 0 else None)
+    config = config.model_copy(update={"master_port": port, "lost_after_s": 30.0, "run_id": "pool"})
+    cluster = join(config, "pool", lambda _line: None, goes_on=True)
+    watch = PooledWatch(cluster, config, print, lambda verdict, succession: None)
+    served.append(watch)
+    watch.start()
+    return Membership(cluster, watch, config.collective_timeout_s, lambda: None, rejoined=False)
 
 
 def store_port() -> int:

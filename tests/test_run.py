@@ -20,7 +20,7 @@ import yaml
 
 from distlab.config import ON_ONE_MACHINE, Config
 from distlab.config.commands import COMMANDS, offered
-from distlab.config.settings import aliases, modes, slips
+from distlab.config.settings import GONE, aliases, modes, slips
 from tests.config.test_config import OF_OTHERS
 from tests.launched import ended
 
@@ -147,6 +147,12 @@ def test_a_word_that_says_nothing_is_refused_before_anything_is_built(word: str,
     assert done.stderr.startswith(f"refused    {sentence}")
 
 
+@pytest.mark.parametrize("name", GONE)
+def test_what_is_gone_is_refused_with_what_to_use_in_its_place(name: str) -> None:
+    done = run(TOP, name if name.islower() else f"{name}=1", PATH="/usr/bin:/bin")
+    assert (done.returncode, done.stderr) == (2, f"refused    {name}: {GONE[name]}\n")
+
+
 def test_a_misspelt_variable_of_a_check_is_refused_before_anything_is_built(checkout: Path) -> None:
     done = run_under_an_engine(checkout, "check", "mine/ddp.py", LAB_HANG_AFTER="3")
     assert done.returncode == 2
@@ -175,7 +181,6 @@ DOCKER = """#!/bin/sh
 echo "$*" >>asked
 for file in $(echo "${COMPOSE_FILE:-}" | tr : ' '); do case $file in ./.own*) cat "$file" >made ;; esac; done
 case "$*" in *--check*) exit "$REFUSES" ;; esac
-case "$*" in "compose config --services") printf 'live\nworker0\nworker1\n' ;; esac
 case "$*" in "compose ps -aq"*) printf '%s\n' ${CONTAINERS:-one other} ;; esac
 case "$*" in "compose config") echo "name: ${COMPOSE_PROJECT_NAME:-distlab}" ;; esac
 case "$*" in ps*working_dir*) echo "${ELSEWHERE:-}" ;; esac
@@ -183,7 +188,6 @@ case "$*" in inspect*Status*ExitCode*working_dir*) echo "${STATUS:-exited} 0 ${F
 STOPS=${STOPS:-none}
 case "$STOPS $*" in none*) ;; *"compose up"*) mkdir -p runs/x && echo >runs/x/rank0.jsonl && kill -"$STOPS" $PPID && sleep 0.3; exit ;; esac
 case "$*" in "compose up"*) env >given && mkdir -p runs/latest && echo '{"verdict": "pass"}' >runs/latest/run.json ;; esac
-case "$*" in *"up --no-build --detach live") exit "${TAKEN:-0}" ;; esac
 """
 
 
@@ -372,30 +376,3 @@ def test_a_mode_that_no_container_sees_is_refused(checkout: Path, mode: str) -> 
     done = under_an_engine(checkout, RUN_MODE=mode)
     assert done[0] == 2
     assert "compose" not in done[1].replace("compose version", "")
-
-
-@pytest.mark.parametrize("words", [["live"], ["live", "tp", "LAB_STEPS=2"], ["LAB_LIVE=1"]], ids=" ".join)
-def test_a_page_is_served_by_one_container_more_before_the_ranks(checkout: Path, words: list[str]) -> None:
-    code, asked = under_an_engine(checkout, words=words, LAB_LIVE_PORT="8799")
-    lines = asked.splitlines()
-    assert code == 0
-    assert lines.index("compose up --no-build --detach live") < lines.index("compose up worker0 worker1")
-    assert "compose ps -aq worker0 worker1" in lines  # how the page ends is no rank's end
-
-
-@pytest.mark.parametrize("words", [["dp"], ["dp", "LAB_LIVE=0"], ["explain", "dp", "LAB_LIVE=1"]], ids=" ".join)
-def test_no_page_is_served_where_none_is_wanted(checkout: Path, words: list[str]) -> None:
-    assert " live" not in under_an_engine(checkout, words=words)[1]
-
-
-def test_a_port_of_the_page_that_is_taken_starts_no_rank(checkout: Path) -> None:
-    code, asked = under_an_engine(checkout, words=["live"], TAKEN="1")
-    assert code == 2
-    assert "compose up worker0" not in asked
-
-
-def test_the_page_of_a_run_is_served_by_a_container_with_its_port(checkout: Path) -> None:
-    (checkout / "runs").mkdir(exist_ok=True)
-    code, asked = under_an_engine(checkout, words=["live", "runs"])
-    assert code == 0
-    assert "compose run --rm --no-deps --service-ports live --in-container runs" in asked.splitlines()

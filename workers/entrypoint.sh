@@ -39,6 +39,6 @@ code=0
 # A signal ends `wait` before what it waits for.
 while kill -0 "$rank" 2>/dev/null; do wait "$rank" && code=0 || code=$?; done
 if [ "$code" = 137 ] && killed_for_memory; then
-    python -m distlab.cluster.heartbeat_helper
+    python -m distlab.cluster.last_words
 fi
 exit "$code"

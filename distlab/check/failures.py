@@ -19,7 +19,7 @@ from distlab.check.own_ranks import INSTEAD
 from distlab.check.rank_state import END, Finding, Raised, RankState, Wait, call_text, ranks_do
 from distlab.check.script_process import how_it_ended
 from distlab.cluster import name_ranks
-from distlab.cluster.shutdown import BLAMELESS
+from distlab.cluster.departure import BLAMELESS
 from distlab.report.units import counted
 
 ABORTS = tuple(-number for number in (signal.SIGABRT, signal.SIGSEGV, signal.SIGFPE, signal.SIGILL, signal.SIGBUS))

@@ -25,17 +25,17 @@ from distlab.check.report import log_lines, spans_of, written
 from distlab.check.script import STORE_KEY, Job
 from distlab.check.script_process import Hearing, started
 from distlab.check.telling import now
+from distlab.cluster import ClusterError
 from distlab.cluster.address import interface_of
 from distlab.cluster.control_plane import Exchange
-from distlab.cluster.heartbeat import Verdict
+from distlab.cluster.departure import Succession
+from distlab.cluster.join import Cluster, derive_name, join
 from distlab.cluster.launch import LauncherPipe, free_port
-from distlab.cluster.message_signer import derive_name
-from distlab.cluster.rendezvous import Cluster, ClusterError, join
-from distlab.cluster.shutdown import Succession
+from distlab.cluster.messages import Verdict
 from distlab.cluster.watchdog import Watchdog
 from distlab.config import Config
 from distlab.config.launchers import started_by
-from distlab.rank.finish import Sections, everything_written, publish_for, settle, write_failure_report
+from distlab.rank.finish import Sections, everything_written, settle, write_failure_report
 from distlab.rank.main import lock_folder, source_version
 from distlab.report import records
 from distlab.report.run_folder import Journal, Outcome
@@ -77,9 +77,9 @@ class Rank:
             self.bedside.kill()
             self.journal.say(f"broken     {error}")
             return 3
-        self.parent.joined()
+        self.parent.joined(cluster.tell_death)
         folder = self.config.runs_dir / cluster.run_id
-        outcome = Outcome(folder, cluster.token.hex())
+        outcome = Outcome(folder, cluster.token)
         watch = Watchdog(cluster, self.config, self.journal.say, partial(self._bury, outcome=outcome))
         watch.tells_waits = False  # a doctor waits for rank 0's, which says what the scripts wait for
         watch.start()
@@ -97,8 +97,6 @@ class Rank:
             self.bedside.kill()
             watch.fail(error)
         watch.finish()
-        if 0 in watch.goodbye.outlived:
-            publish_for(0, outcome, self.journal)
         return code
 
     def _begin(self, exchange: Exchange, cluster: Cluster, folder: Path) -> None:
@@ -111,7 +109,7 @@ class Rank:
         variables = {
             "RANK": cluster.rank, "WORLD_SIZE": cluster.world_size, "LOCAL_RANK": local, "MASTER_PORT": port,
             "MASTER_ADDR": self.config.master_addr, "OMP_NUM_THREADS": self.config.threads,
-            STORE_KEY: derive_name(cluster.seal.key, f"script of {cluster.token.hex()}"),
+            STORE_KEY: derive_name(cluster.key, f"script of {cluster.token}"),
         }  # fmt: skip
         if not agent:
             variables |= {
@@ -196,7 +194,7 @@ class Rank:
         self.journal.write(records.End(exchange.rank, self.started_at, None, time.time(), watch.cpu_seconds))
         if not sections.bring("records"):
             code = int(exchange.share("verdict"))
-            watch.agree()
+            watch.agree(lambda: None)
             return code
         by_rank = everything_written(sections, outcome.folder)
         return settle(judge(by_rank), by_rank, sections, outcome, watch.agree)

@@ -33,10 +33,10 @@ from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from distlab.checkpoint import manifest
 from distlab.checkpoint.manifest import Manifest
 from distlab.checkpoint.metadata import FILE, read, to_json
+from distlab.collectives.plain_values import all_gather_plain
 from distlab.collectives.sharded_tensor import LocalShard
 from distlab.contract import ShardsWritten, all_there
 from distlab.report.units import human_bytes
-from distlab.transport import store
 
 # A strategy's state to torch.distributed.checkpoint and back, whatever the strategy has cut and however.
 #
@@ -231,7 +231,7 @@ class Plan(NamedTuple):
 def plan(state: State, group: dist.ProcessGroup) -> Plan:
     """Share the writing out, a collective."""
     held = {name: (is_whole(part), num_bytes(part)) for name, part in state.items()}
-    everyone = store.all_gather_plain(held, group)
+    everyone = all_gather_plain(held, group)
     written = [dealt(everyone, rank) for rank in range(group.size())]
     total_bytes = sum(everyone[rank][name][1] + ENTRY_BYTES for rank, names in enumerate(written) for name in names)
     return Plan(written[group.rank()], total_bytes)
@@ -283,7 +283,7 @@ def together(group: dist.ProcessGroup, call: Callable[[], Result]) -> list[Resul
         outcome: tuple[Any, str | None] = call(), None
     except OSError as error:
         outcome = None, _in_words(error)
-    outcomes = store.all_gather_plain(outcome, group)
+    outcomes = all_gather_plain(outcome, group)
     for _, fault in outcomes:
         if fault is not None:
             raise Unsaved(fault)

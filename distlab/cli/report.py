@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from distlab.cluster.launch import die_with
 from distlab.report.compare import incomparable, write_comparison, write_together
 from distlab.report.log import verdict_lines
 from distlab.report.rank_log import Log, RankLog, verdict_of_all
@@ -27,6 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser().error(f"--junit, --page-only, --figures and --rank go with one run, and {len(asked.runs)} were named")
     if asked.page and not asked.page_only:
         parser().error("--page says where --page-only writes, and --page-only is not there")
+    if asked.parent is not None:
+        die_with(asked.parent)
     try:
         if len(asked.runs) > 1:
             return draw_together(asked.runs)
@@ -75,6 +78,7 @@ def parser() -> argparse.ArgumentParser:
         "--rank", type=int, metavar="R", help="print the log of this rank again from its records, and nothing else"
     )
     made.add_argument("--log", choices=("normal", "full"), default="normal", help="how much of it: full has every call")
+    made.add_argument("--parent", type=int, help=argparse.SUPPRESS)  # the process with which this one ends
     made.add_argument("--page", type=Path, metavar="FILE", help="where to write it instead; only with --page-only")
     return made
 

@@ -15,7 +15,7 @@ import sys
 import time
 import tomllib
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -127,18 +127,12 @@ def start_all(config: Config) -> int:
         from distlab.rank.finish import complete
         from distlab.rank.main import import_for_ranks
 
-    page: AbstractContextManager[None] = nullcontext()
-    if config.live:
-        from distlab.cli.live import served
-
-        page = served(config)
-    with page:
-        if sys.platform == "linux":  # where ranks are forked from this process
-            with telling("importing what the ranks need", told=config.log != "quiet"):
-                import_for_ranks(config)
-        with named_run(config) as folder:
-            code = launch(config, main)
-            complete(code, folder)
+    if sys.platform == "linux":  # where ranks are forked from this process
+        with telling("importing what the ranks need", told=config.log != "quiet"):
+            import_for_ranks(config)
+    with named_run(config) as folder:
+        code = launch(config, main)
+        complete(code, folder)
     return code
 
 

@@ -4,25 +4,22 @@ Everything here is bounded: a resolver that has no answer can keep a thread for 
 own.
 """
 
-import errno
 import ipaddress
 import queue
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 from distlab.cluster import ClusterError
-from distlab.cluster.message_signer import MAX_BYTES
 
 Result = TypeVar("Result")
 SAID_AFTER_S = 3.0  # Compose registers a container's name when it starts it, all within about 2 s; a pod's comes later
 RETRY_S = 0.25
 SIOCGIFADDR = 0x8915
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
-AT_ONCE = 1024  # datagrams or connections that are taken in one go: no flood keeps anybody from its work
 
 
 class Address(NamedTuple):
@@ -129,44 +126,6 @@ def interface_of(ip: str) -> str | None:
     return "lo" if is_loopback(ip) else None  # 127.0.1.1 is no interface's first address
 
 
-def something_listens(address: Address, port: int, timeout_s: float = 0.5) -> bool:
-    """Whether a TCP connection to `address` is accepted."""
-    try:
-        socket.create_connection((address.ip, port), timeout_s).close()
-    except OSError:
-        return False
-    return True
-
-
-def send(udp: socket.socket, datagram: bytes, address: tuple[str, int]) -> int:
-    """Send one datagram; what the network loses is sent again by whoever needs it. Returns the bytes that left."""
-    try:
-        return udp.sendto(datagram, address)
-    except OSError:  # no route, a full buffer: as good as lost on the way
-        return 0
-
-
-def receive(udp: socket.socket) -> Iterator[tuple[bytes, tuple[str, int]]]:
-    """The datagrams that have come, AT_ONCE at most, with their senders."""
-    for _ in range(AT_ONCE):
-        try:
-            datagram, address = udp.recvfrom(MAX_BYTES + 1, socket.MSG_DONTWAIT)
-        except OSError:
-            return
-        yield datagram, (str(address[0]), int(address[1]))
-
-
-def udp_socket(family: int, ip: str = "", port: int = 0) -> socket.socket:
-    """A bound UDP socket; raises OSError where the port is taken."""
-    udp = socket.socket(family, socket.SOCK_DGRAM)
-    try:
-        udp.bind((ip, port))
-    except OSError:
-        udp.close()
-        raise
-    return udp
-
-
 def listening_socket(address: Address, port: int = 0) -> socket.socket:
     """A TCP socket that listens; raises OSError where the port is taken.
 
@@ -189,24 +148,3 @@ def own_ip(address: Address) -> str:
     At all where that is a loopback's under another name, as Debian gives a host's own: others know it by another.
     """
     return address.ip if address.name in LOOPBACK_NAMES or not is_loopback(address.ip) else ""
-
-
-def hearing_ip(address: Address) -> str:
-    """Where a rank hears the others: at the address by which it reaches rank 0 at `address`."""
-    ip = own_ip(address)
-    return source_ip(address.family, ip) or "" if ip else ""
-
-
-def open_ports(address: Address, port: int) -> tuple[socket.socket, socket.socket] | None:
-    """Rank 0's sockets on `port`: TCP, which is only held, and UDP, for the board; None while one is taken."""
-    try:
-        tcp = listening_socket(address, port)
-        try:
-            return tcp, udp_socket(address.family, own_ip(address), port)
-        except OSError:
-            tcp.close()
-            raise
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            return None
-        raise

@@ -11,7 +11,7 @@ settings or said why it broke has spoken for itself, and the others come to the 
 can: they heed the launcher only when they begin to wait for the one that is gone.
 """
 
-import json
+import ctypes
 import multiprocessing
 import os
 import resource
@@ -32,9 +32,8 @@ from typing import NoReturn
 
 import msgspec
 
-from distlab.cluster.heartbeat_helper import die_with
-from distlab.cluster.message_signer import MAX_TEXT, cut
-from distlab.cluster.shutdown import EXIT_CODES, heeded
+from distlab.cluster.departure import EXIT_CODES, heeded
+from distlab.cluster.messages import MAX_TEXT
 from distlab.config import Config, ConfigError
 from distlab.config.settings import claim_run_id
 from distlab.report.standard_streams import passed_on, printed
@@ -132,8 +131,10 @@ def heed_stops() -> None:
 
 
 class Died(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """A launcher's word: who died, and whether that rank has said why itself."""
+    """A launcher's word: who died, how, and whether that rank has said why itself."""
 
+    rank: int
+    how: str
     sentence: str
     spoke: bool
 
@@ -172,7 +173,9 @@ class Child:
     def tell(self, word: Died | Unheard) -> None:
         """Say it to the rank, unless that has ended too."""
         with suppress(OSError):
-            self._socket.send(json.dumps(cut(msgspec.to_builtins(word), MAX_TEXT)).encode())
+            texts = {name: each for name in word.__struct_fields__ if isinstance(each := getattr(word, name), str)}
+            plain = {name: text.encode(errors="replace").decode() for name, text in texts.items()}
+            self._socket.send(msgspec.json.encode(msgspec.structs.replace(word, **plain)))
 
     def close(self) -> None:
         self._socket.close()
@@ -225,8 +228,8 @@ class LocalRank:
             how, spoke = f"ended with exit code {code}", code in SPOKE
         when = "" if joined else f" {UNMET}"
         self.printer.join(timeout=0.5)
-        why = f": {self.last_words}" if spoke and self.last_words else ""
-        return Died(f"rank {self.rank} {how}{when}{why}", spoke)
+        why = f": {self.last_words[:MAX_TEXT]}" if spoke and self.last_words else ""
+        return Died(self.rank, how.removeprefix("was "), f"rank {self.rank} {how}{when}{why}", spoke)
 
 
 def free_port() -> int:
@@ -269,6 +272,19 @@ def be_child(
     streams(said)
     os.environ.update(given | {VARIABLE: str(line.detach())})
     sys.exit(be_rank())
+
+
+PR_SET_PDEATHSIG = 1
+
+
+def die_with(parent: int) -> None:
+    """Ask the kernel for SIGKILL at the death of process `parent`, which started this one; nothing elsewhere than on
+    Linux."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the call
+        os._exit(137)
 
 
 def streams(said: Connection) -> None:
@@ -351,6 +367,7 @@ class LauncherPipe:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._waits = self._joined = False
+        self._tell_death: Callable[[int, str], None] = lambda rank, how: None  # noqa: ARG005
         self._word: Died | None = None
         self._unheard = ""
         self._on_unheard: Callable[[str], None] | None = None
@@ -375,10 +392,10 @@ class LauncherPipe:
             self._waits = True
             self._heed()
 
-    def joined(self) -> None:
-        """All ranks have met: whoever dies from now on is missed by the watch."""
+    def joined(self, tell_death: Callable[[int, str], None] = lambda rank, how: None) -> None:  # noqa: ARG005
+        """All ranks have met: from now on rank 0's server names those that die, and `tell_death` hears how."""
         with self._lock:
-            self._joined = True
+            self._joined, self._tell_death = True, tell_death
         self._tell(JOINED)
 
     def may_leave(self) -> None:
@@ -397,6 +414,8 @@ class LauncherPipe:
                     word = WORD.decode(data)
                     if isinstance(word, Unheard):
                         self._hear_unheard(word.why)
+                    elif self._joined:
+                        self._tell_death(word.rank, word.how)
                     else:
                         self._word = self._word or word  # what comes later comes of it
                         self._heed()

@@ -104,8 +104,6 @@ class Config(BaseSettings):
 
     # What is seen of it while it goes on.
     log: Literal["quiet", "normal", "full"] = Field("normal", alias="LAB_LOG", description="what ranks print; quiet: the verdict alone, full: every table and check on rank 0 too")
-    live: bool = Field(False, alias="LAB_LIVE", description="1: every rank leaves its live state in the run's folder, and a page shows it during the run")
-    live_port: int = Field(8765, alias="LAB_LIVE_PORT", ge=1, le=65535, description="port of this page, on 127.0.0.1 alone")
 
     # Bounds.
     join_timeout_s: float = Field(60, alias="LAB_JOIN_TIMEOUT_S", ge=0.1, le=MOST_SECONDS, allow_inf_nan=False, description="seconds to wait for all ranks to arrive")
@@ -299,6 +297,8 @@ def _stranger(name: str, value: str, mode: str, known: list[str]) -> str:
     owners = [other for other in settings.modes() if name in aliases(declared(other))]
     if owners:
         return f"{name}={quoted(value.strip())} belongs to RUN_MODE={' or '.join(owners)}: {mode} has no such setting"
+    if name in settings.GONE:
+        return f"{name}: {settings.GONE[name]}"
     name = name if name.isprintable() and len(name) < 80 else quoted(name)
     return f"{name} is not a variable of the lab{settings.suggest(name, known)}"
 

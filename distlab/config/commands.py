@@ -6,12 +6,11 @@ words themselves.
 """
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
 from distlab.config import Config, ConfigError
-from distlab.config.settings import modes, suggest
+from distlab.config.settings import GONE, modes, suggest
 
 HELP = ("-h", "--help", "help")
 RUN_OPTIONS = ("--quiet", "--json")
@@ -37,7 +36,6 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "run": Command("distlab.cli.run", "start WORLD_SIZE ranks of a mode, prove and measure its variants", takes_settings=True),
-    "live": Command("distlab.cli.live", "start a run with a page that shows it live, or serve that of a RUN", takes_settings=True),
     "explain": Command("distlab.cli.explain", "the description of a mode without a run; with LAB_BUG what that bug breaks", takes_settings=True),
     "check": Command("distlab.cli.check", "your own script on WORLD_SIZE ranks: why it hangs, or computes garbage"),
     "prove": Command("distlab.cli.prove", "your own model or strategy: whether N ranks compute what one process does"),
@@ -71,14 +69,14 @@ def parse_words(words: Sequence[str]) -> Typed:
         return Typed("help")
     if list(words) == ["--version"]:
         return Typed("version")
+    if words and words[0] in GONE:
+        raise ConfigError([f"{words[0]}: {GONE[words[0]]}"])
     named = bool(words) and words[0] in COMMANDS
     command, rest = (words[0], words[1:]) if named else ("run", words)
     if not COMMANDS[command].takes_settings:
         return Typed(command, rest)
     if any(word in HELP for word in rest):
         return Typed("help", [command])
-    if command == "live":
-        return Typed("live", rest) if names_run(rest) else Typed("run", (), settings(rest) | {"LAB_LIVE": "1"})
     options = [word for word in rest if word in RUN_OPTIONS and command == "run"]
     found = settings([word for word in rest if word not in options], [] if named else offered())
     quiet = {"LAB_LOG": "quiet"} if "--quiet" in options else {}
@@ -88,12 +86,6 @@ def parse_words(words: Sequence[str]) -> Typed:
 def offered() -> list[str]:
     """The names of the commands for users."""
     return [name for name, command in COMMANDS.items() if command.for_users]
-
-
-def names_run(words: Sequence[str]) -> bool:
-    """Whether the first word is the folder of a run, or of all runs, and neither a setting nor a mode."""
-    place = Path(words[0]) if words and words[0] not in modes() else None
-    return place is not None and place.is_dir() and not (place / "__init__.py").exists()
 
 
 def settings(words: Sequence[str], commands: Sequence[str] = ()) -> dict[str, str]:
@@ -134,7 +126,6 @@ def help_lines(command: str | None = None) -> list[str]:
         ]
     else:
         lines = [f"usage: distlab {command} [MODE] [NAME=VALUE ...]", "", f"  {COMMANDS[command].what}", ""]
-        lines[1:1] = ["       distlab live RUN"] if command == "live" else []
         lines += RUN_HELP if command == "run" else []
     return [
         *lines,

@@ -18,6 +18,12 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr
 MOST_NAME_BYTES = 200  # of 255 that a file system allows: drafts put a prefix and an ending to it
 MOST_HOST_LETTERS = 253  # RFC 1035, section 2.3.4
 MODELS = ("line", "mlp", "gpt")
+# Variables and commands of before, and what to use in their place; `./run` reads these lines too.
+GONE = {
+    "LAB_LIVE": "the live page is gone: read each rank's log in the run's folder, and its report.html at the end",
+    "LAB_LIVE_PORT": "the live page is gone: read each rank's log in the run's folder, and its report.html at the end",
+    "live": "the live page is gone: read each rank's log in the run's folder, and its report.html at the end",
+}
 MIN_KEY = 16  # characters: a word that can be guessed is no key
 MOST_KEY_BYTES = 2**16
 LESSONS = "distlab.experiments"  # the package, a module or a package in which is a mode

@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distlab.elastic.peer_connections import Address
 from distlab.transport.store import KeyedStore
 
 # To hang up: the sockets that a process has open, and the end of those that nobody else told it of.
@@ -64,8 +63,10 @@ Addressed = tuple[int, Tensor]  # goes to the member of this number, or is fille
 class Regroup:
     """Groups of one process, one at a time. `others` are the sockets that are no group's, whenever they were opened."""
 
-    def __init__(self, ip: str, key: bytes, timeout_s: float, others: Callable[[], set[int]]) -> None:
-        self.ip, self.timeout_s, self._key, self._others = ip, timeout_s, key, others
+    def __init__(
+        self, ip: str, key: bytes, timeout_s: float, others: Callable[[], set[int]], purpose: str = "store"
+    ) -> None:
+        self.ip, self.timeout_s, self._key, self._others, self._purpose = ip, timeout_s, key, others, purpose
         self.called_bytes = 0.0  # of all collectives so far: what the best algorithm sends of them a member
         self.place = self._size = 0
         self._is_cut = False  # since the group began to be made
@@ -74,8 +75,8 @@ class Regroup:
         self._gloo: Any = None  # a ProcessGroup, whose methods torch declares in part
         self._before: set[Open] | None = None  # the sockets that were open before the group; None where there is none
 
-    def form(self, name: str, place: int, size: int, host: Address, stands: Callable[[], bool]) -> None:
-        """Be number `place` of `size` in a new group, over the store of `host`.
+    def form(self, name: str, place: int, size: int, host: tuple[str, int], stands: Callable[[], bool]) -> None:
+        """Be number `place` of `size` in a new group, over the store at `host`, an address and a port.
 
         Raises RuntimeError where it fails, soon after it no longer `stands` or was cut: a member that dies meanwhile
         would be waited for, and sockets are opened after one cut that only another ends.
@@ -99,11 +100,11 @@ class Regroup:
             if self._is_cut or not stands():
                 self.cut()
 
-    def _formed(self, name: str, place: int, size: int, host: Address) -> Any:
+    def _formed(self, name: str, place: int, size: int, host: tuple[str, int]) -> Any:
         try:
-            socket.create_connection((host.ip, host.store_port), ASK_S).close()
+            socket.create_connection(host, ASK_S).close()
         except OSError:
-            raise RuntimeError(f"nobody listens at the store of {host.ip}:{host.store_port}") from None
+            raise RuntimeError(f"nobody listens at the store of {host[0]}:{host[1]}") from None
         self._members = store = self._store(host)
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=self.ip)]
@@ -115,15 +116,15 @@ class Regroup:
         group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
         return group
 
-    def _store(self, host: Address) -> KeyedStore:
+    def _store(self, host: tuple[str, int]) -> KeyedStore:
         """Connect to it.
 
         A host that dies after it was asked leaves no connection for a cut to end. A short bound would fail where this
         process has no core: 0.3 s did, in tests.
         """
-        went = f"the store of {host.ip}:{host.store_port} went while it was connected to"
+        went = f"the store of {host[0]}:{host[1]} went while it was connected to"
         try:
-            return self._unless_cut(lambda: KeyedStore(host.ip, host.store_port, self._key, FORM_S), went)
+            return self._unless_cut(lambda: KeyedStore(*host, self._key, FORM_S, self._purpose), went)
         except OSError as error:
             raise RuntimeError(f"{went}: {error}") from None
 

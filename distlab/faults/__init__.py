@@ -6,14 +6,13 @@ full, or a byte of a checkpoint changes; one bit of a tensor, or of one on its w
 """
 
 import ctypes
-import ipaddress
 import os
 import random
 import signal
 import socket
 import struct
 import subprocess
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,19 +128,16 @@ def damage(checkpoint: Path, files: list[str], draw: random.Random) -> str:
 # whole container, are compose/net.yaml's.
 #
 #     in     this rank hears nobody: all its sockets drop what comes
-#     out    nobody hears it: the others drop its heartbeats, and its connections send next to nothing
-#     both   it hears nobody, and the others drop its heartbeats; of its tensors leaves what needs no acknowledgement
+#     out    nobody hears it: it sends no heartbeats, and its connections send next to nothing
+#     both   it hears nobody, and sends no heartbeats; of its tensors leaves what needs no acknowledgement
 
 SO_ATTACH_FILTER, SO_DETACH_FILTER, SO_MAX_PACING_RATE = 26, 27, 47
 NOTHING_S, UNBOUND = 1, 0xFFFFFFFF  # bytes a second
 # Instructions of a packet filter (linux/bpf_common.h): operation, steps if true, steps if false, number.
-LOAD_HALF, LOAD_WORD, IF_EQUAL, RETURN = 0x28, 0x20, 0x15, 0x06
-NETWORK_HEADER, SOURCE_IP = 0xFFF00000, 12  # SKF_NET_OFF, and where an IPv4 header has its source
-KEEP, DROP = 0xFFFFFFFF, 0
+RETURN, DROP = 0x06, 0
 ALL = [(RETURN, 0, 0, DROP)]
 
 Instructions = list[tuple[int, int, int, int]]
-Address = tuple[str, int]
 
 
 def hear_nobody() -> bool:
@@ -164,15 +160,6 @@ def hear_again() -> None:
     _each(_detach)
 
 
-def deafen_to(post: socket.socket, sources: Collection[Address]) -> None:
-    """Drop the heartbeats that come from any of `sources`, and from nobody else."""
-    if sources:
-        steps = (step for source in sources for step in from_address(*source))
-        attach(post, [*steps, (RETURN, 0, 0, KEEP)])
-    else:
-        _detach(post)
-
-
 def send_nothing() -> None:
     """Let this process's connections send a byte a second; for good, since a packet that waits so long waits on."""
     set_pace(NOTHING_S)
@@ -181,15 +168,6 @@ def send_nothing() -> None:
 def set_pace(bytes_s: int) -> None:
     """The most that each connection of this process sends in a second."""
     _each(lambda each: each.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, struct.pack("=I", min(bytes_s, UNBOUND))))
-
-
-def from_address(ip: str, port: int) -> Instructions:
-    """Drop what one address sent, by its port, and where that is IPv4 by its IP too; else go on behind it."""
-    address = ipaddress.ip_address(ip)
-    if address.version == 6:
-        return [(LOAD_HALF, 0, 0, 0), (IF_EQUAL, 0, 1, port), (RETURN, 0, 0, DROP)]
-    same_ip = [(LOAD_WORD, 0, 0, NETWORK_HEADER + SOURCE_IP), (IF_EQUAL, 0, 1, int(address))]
-    return [(LOAD_HALF, 0, 0, 0), (IF_EQUAL, 0, 3, port), *same_ip, (RETURN, 0, 0, DROP)]
 
 
 def attach(each: socket.socket, instructions: Instructions) -> None:

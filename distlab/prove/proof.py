@@ -20,6 +20,7 @@ from distlab.check.recorder import Recorder
 from distlab.check.script import Job, enter
 from distlab.check.start import ProofOptions
 from distlab.check.telling import Telling
+from distlab.collectives.plain_values import all_gather_plain
 from distlab.config import Config
 from distlab.config.user_code import bounded, exits_raised, heed_endings, raise_exited
 from distlab.mesh.grid import Mesh
@@ -28,7 +29,6 @@ from distlab.prove.compare import Deviation, Draw, Draws, Passes, Step, compared
 from distlab.prove.reference import STEPS, Dense, LocatedTensor, Rows, named, names_of
 from distlab.prove.user_file import NAMES, Refused, UserFile, from_names, load
 from distlab.prove.verdict import Everything, Grid, Mine, Say, tell
-from distlab.transport import store
 from distlab.workload.data import Microbatch
 from distlab.workload.reference import Snapshot
 
@@ -331,7 +331,7 @@ class Proof:
     def everyone(self, mine: Any) -> list[Any]:
         """What each rank has, on all."""
         with self.unseen():
-            return store.all_gather_plain(mine, self.ours, SENT)
+            return all_gather_plain(mine, self.ours, SENT)
 
 
 def refuse_strangers(step: Step, canonical: Mapping[str, str]) -> None:

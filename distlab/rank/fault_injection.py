@@ -16,8 +16,8 @@ from torch import Tensor
 from distlab import faults
 from distlab.checkpoint import locate
 from distlab.checkpoint.manifest import Unreadable, read
+from distlab.cluster.join import Cluster
 from distlab.cluster.link import bits_s
-from distlab.cluster.rendezvous import Cluster
 from distlab.config import Config
 from distlab.config.fault_spec import BITS, FaultSpec, arrivals, planned
 from distlab.contract import Mode
@@ -130,7 +130,7 @@ def tensors_to_flip(strategy: object, kind: str) -> list[tuple[str, Tensor]]:
 
 NAMED_S = 2.5  # beside LAB_LOST_AFTER_S: until all tables agree, the words go round, and a busy machine
 UNSURE_S = 1.5  # so much after LAB_LOST_AFTER_S a silence may be forgiven still
-DATAGRAMS = "of what comes the heartbeats alone, since this kernel wants NET_ADMIN to drop what comes by TCP"
+HEARTBEATS = "heartbeats alone, since this kernel wants NET_ADMIN to drop what comes by TCP"
 
 
 class Drills:
@@ -144,7 +144,6 @@ class Drills:
         self._step = 0  # of the training itself, that began last
         self._timed_alike = {each.name for each in mode.variants if each.build is not None}  # in step on all ranks
         self._made: set[int] = set()
-        self._hears_nobody, self._deaf_to = False, set[int]()
         mine = [each for each in self.events if each.flipped and each.rank == config.rank]
         self.flips = Flips(config, mode, mine, self._note)
 
@@ -223,33 +222,27 @@ class Drills:
                 self.journal.say("fault      disk-full fault injected", "normal")
 
     def _cut(self, event: FaultSpec, step: int, *, mine: bool) -> None:
-        """The rank stops hearing, the others stop hearing it, or both."""
-        if mine:
-            self._hears_nobody = self._hears_nobody or event.way != "out"
-            whole = event.way == "out" or faults.hear_nobody()
-            self._note(event, step, detail="" if whole else DATAGRAMS)
-            if event.way == "out" or not (whole or event.duration_s):
-                faults.send_nothing()
-        elif event.way != "in" and event.rank is not None:
-            self._deaf_to.add(event.rank)
-            self._deafen()
+        """The rank stops hearing the others, or being heard by them, or both."""
+        if not mine:
+            return
+        self._mute(deaf=event.way != "out", mute=event.way != "in")
+        whole = event.way == "out" or faults.hear_nobody()
+        self._note(event, step, detail="" if whole else HEARTBEATS)
+        if event.way == "out" or not (whole or event.duration_s):
+            faults.send_nothing()
         if event.duration_s is not None:
-            threading.Timer(event.duration_s, self._mend, [event]).start()
+            threading.Timer(event.duration_s, self._mend).start()
 
-    def _mend(self, event: FaultSpec) -> None:
-        """A cut is over; others may not be."""
-        if event.rank == self.rank:
-            self._hears_nobody = False
-            faults.hear_again()
-        if event.rank is not None:
-            self._deaf_to.discard(event.rank)
-        self._deafen()
+    def _mend(self) -> None:
+        """A cut is over."""
+        self._mute(deaf=False, mute=False)
+        faults.hear_again()
 
-    def _deafen(self) -> None:
-        """Of all who are cut off nothing is heard: a socket has one filter, which who hears nobody needs for that."""
-        if not self._hears_nobody:
-            members = [self.cluster.members[rank] for rank in sorted(self._deaf_to)]
-            faults.deafen_to(self.cluster.socket, [(each.ip, each.udp_port) for each in members])
+    def _mute(self, *, deaf: bool, mute: bool) -> None:
+        """Whether this rank hears and is heard over its connection to the server; the server of rank 0 hears nobody."""
+        self.cluster.line.deaf, self.cluster.line.mute = deaf, mute
+        if self.cluster.server is not None:
+            self.cluster.server.deaf = deaf or mute
 
     def _damage(self, event: FaultSpec, step: int) -> None:
         """Flip a bit of the newest checkpoint, then look for one to go on from, as a resumed run does."""

@@ -1,26 +1,27 @@
 """How a run ends: the last of its records brought together, judged and drawn, or its last words when the cluster broke
 underneath.
 
-Rank 0 judges a run that came through and lays verdict and report ready; only when all ranks have agreed on the verdict
-(distlab/cluster/shutdown.py) are they put in place, and every rank returns it. Of a broken cluster the lowest rank that
-survives writes `run.json`: records reach rank 0 over the store, since nodes need not share a disk, but a store may be
-gone.
+Rank 0 judges a run that came through and lays verdict and report ready; only when all ranks have acknowledged the
+verdict (distlab/cluster/rank_server.py) are they put in place, and every rank returns it. Of a broken cluster the
+lowest rank that survives writes `run.json`: records reach rank 0 over the store, since nodes need not share a disk, but
+a store may be gone.
 """
 
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import torch.distributed as dist
+import msgspec
 
 from distlab.cluster.control_plane import Exchange
-from distlab.cluster.heartbeat import Verdict
+from distlab.cluster.departure import Succession
+from distlab.cluster.join import store_at
 from distlab.cluster.launch import LauncherPipe
-from distlab.cluster.shutdown import Succession
+from distlab.cluster.messages import Member, Verdict
 from distlab.cluster.watchdog import Watchdog
 from distlab.lab import Lab
 from distlab.report import fault_checks, records
@@ -30,10 +31,11 @@ from distlab.report.rank_log import verdict_of_all
 from distlab.report.reading import BrokenRecord, from_line, read_records, read_run, to_line, write_atomically
 from distlab.report.records import Ranks, Run
 from distlab.report.run_folder import FILE as CLAIM
-from distlab.report.run_folder import Journal, Outcome, Unpublished, Unwritable
+from distlab.report.run_folder import Journal, Outcome, Unwritable
 from distlab.report.sentences import missed, unseen_sentence
 from distlab.report.summary import lost_lines
 from distlab.report.verdict import EXIT_CODES, exit_code, judge
+from distlab.transport.store import Prefixed
 
 # Each section of rank 0's log is told as soon as it is finished: each rank gives the records since the last one, some
 # kilobytes over the store, outside of all timed steps. What was told then is not told again at the end.
@@ -90,7 +92,7 @@ LAST_WORDS_S = 1.0  # survivors write theirs within a heartbeat of each other
 DRAWN_BY_S = 4.5  # after the loss was named: then the report of a broken run is left to whoever wants it
 
 
-def finish_run(lab: Lab, outcome: Outcome, sections: Sections, agree: Callable[[], None]) -> int:
+def finish_run(lab: Lab, outcome: Outcome, sections: Sections, agree: Callable[[Callable[[], None]], None]) -> int:
     """Bring the rest of the records together, judge all on rank 0, and return the same exit code on every rank, once
     all ranks `agree` on it.
 
@@ -99,7 +101,7 @@ def finish_run(lab: Lab, outcome: Outcome, sections: Sections, agree: Callable[[
     """
     if not sections.bring("records"):
         code = int(lab.exchange.share("verdict"))
-        agree()
+        agree(lambda: None)
         verdict = next((name for name, of in EXIT_CODES.items() if of == code), "fail")
         lab.journal.say(verdict_of_all(verdict, outcome.folder))
         return code
@@ -124,7 +126,9 @@ def judged(by_rank: records.Ranks, rank: int) -> tuple[Run, list[records.Check]]
     return (judge(by_rank) if added else run), added
 
 
-def settle(run: Run, by_rank: records.Ranks, sections: Sections, outcome: Outcome, agree: Callable[[], None]) -> int:
+def settle(
+    run: Run, by_rank: records.Ranks, sections: Sections, outcome: Outcome, agree: Callable[[Callable[[], None]], None]
+) -> int:
     """On rank 0: write and draw the judged run, and put it in place once all ranks `agree`; the exit code of all.
 
     Raises Unpublished where it cannot be put in place.
@@ -136,21 +140,12 @@ def settle(run: Run, by_rank: records.Ranks, sections: Sections, outcome: Outcom
     # it.
     code = exit_code(run) if written else exit_code(run) or 1
     sections.exchange.share("verdict", code)
-    agree()
-    outcome.publish(rank)
+    agree(lambda: outcome.publish(rank))
     with suppress(Unwritable):  # all have agreed: a log that is full from here on changes nothing
         journal = sections.journal
         for line in end_lines(run, by_rank, written, journal.level, sections.told):
             journal.say(line)
     return code
-
-
-def publish_for(writer: int, outcome: Outcome, journal: Journal) -> None:
-    """Put in place what rank `writer` laid ready, which was lost after all had agreed, perhaps before it could."""
-    try:
-        outcome.publish(writer)
-    except Unpublished as error:  # machines need not share a disk
-        journal.say(f"unwritten  {error}")
 
 
 def everything_written(sections: Sections, folder: Path) -> records.Ranks:
@@ -166,35 +161,39 @@ def everything_written(sections: Sections, folder: Path) -> records.Ranks:
 
 
 def let_leave(
-    watch: Watchdog, exchange: Exchange, journal: Journal, parent: LauncherPipe, then: Callable[[int], None],
-    hung_up: Callable[[], Set[int]] | None = None,
-) -> None:  # fmt: skip
+    watch: Watchdog, exchange: Exchange, journal: Journal, parent: LauncherPipe, then: Callable[[int], None]
+) -> None:
     """From now on a rank that is lost leaves a run that goes on: nobody waits for it, it is written down, and `then`
-    hears of it. With `hung_up` (Watch.let_leave) rank 0 may leave, too."""
+    hears of it."""
 
     def left(lost: records.Lost) -> None:
         journal.write(records.Left(lost.rank, lost.step, f"{lost.reason}; the remaining ranks continued"))
         exchange.gone.add(lost.rank)
         then(lost.rank)
 
-    watch.let_leave(left, hung_up)
-    if not watch.is_alive():  # of a rank that has come back, which nobody was to hear before
-        watch.hearing.forgive(time.monotonic())
-        watch.start()
+    def back(member: Member) -> None:
+        lives = [each for each in journal.records if isinstance(each, records.Left) and each.rank == member.rank]
+        if lives and not lives[-1].back:
+            journal.write(msgspec.structs.replace(lives[-1], back=True))
+        exchange.gone.discard(member.rank)
+
+    watch.on_back = back
+    watch.let_leave(left)
     parent.may_leave()
 
 
-def move(watch: Watchdog, exchange: Exchange, sections: Sections, store: dist.Store, host: int) -> None:
-    """From now on `host` keeps the `store` of all who are left, and speaks and writes for them."""
-    exchange.move(store, host)
+def move(watch: Watchdog, exchange: Exchange, sections: Sections) -> None:
+    """From now on the rank whose process serves speaks and writes for all who are left, who call this together."""
+    cluster = watch.cluster
+    cluster.store = store_at(*cluster.server_at, cluster.key)
+    exchange.move(Prefixed("the rest", cluster.store), watch.host)
     sections.again()
-    watch.need(host)
 
 
 def draw(folder: Path, page: Path, timeout_s: float) -> bool:
     """Draw the report in a child, which ends with this process, so that no rank imports the charts' library."""
     module = ["distlab.cli.report", "--page-only", "--page", str(page), str(folder)]
-    command = [sys.executable, "-m", "distlab.cluster.heartbeat_helper", str(os.getpid()), *module]
+    command = [sys.executable, "-m", *module, "--parent", str(os.getpid())]
     try:
         subprocess.run(command, check=True, timeout=timeout_s, stdout=subprocess.DEVNULL)
     except (subprocess.SubprocessError, OSError):
@@ -232,9 +231,7 @@ def write_failure_report(verdict: Verdict, succession: Succession, journal: Jour
         return
     by_rank = last_words(outcome.folder, succession.survivors) | {succession.rank: journal.records}
     run = judge(by_rank)
-    mine = outcome.write(run)
-    succession.tell()
-    if not mine:
+    if not outcome.write(run):
         return
     outcome.discard()
     for drill in run["drills"]:

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from distlab.cluster import link
+from distlab.cluster import ClusterError, link
 from distlab.cluster.control_plane import Exchange
-from distlab.cluster.heartbeat import Verdict
+from distlab.cluster.departure import Succession
+from distlab.cluster.join import Cluster, derive_name, init_process_group, join
 from distlab.cluster.launch import LauncherPipe
-from distlab.cluster.message_signer import derive_name
-from distlab.cluster.rendezvous import Cluster, ClusterError, init_process_group, join
-from distlab.cluster.shutdown import Succession
+from distlab.cluster.membership import Membership
+from distlab.cluster.messages import Verdict
+from distlab.cluster.rejoin import LeftRun, find_left_run, publish, rejoin
 from distlab.cluster.watchdog import Watchdog
 from distlab.config import Config, ConfigError, user_code
 from distlab.config.launchers import started_by
@@ -30,7 +31,7 @@ from distlab.lab import Lab, RunHooks
 from distlab.measure.traffic import Ledger
 from distlab.mesh.grid import Mesh
 from distlab.rank import preflight
-from distlab.rank.finish import Sections, finish_run, let_leave, move, publish_for, write_failure_report
+from distlab.rank.finish import Sections, finish_run, let_leave, move, write_failure_report
 from distlab.rank.injected_bug import bug_of, mistake_of
 from distlab.rank.machine_load import read_load
 from distlab.rank.meter_self_test import check_ledger, check_meters, measure_link, unseen_on
@@ -45,8 +46,6 @@ from distlab.rank.mode_loader import (
     with_names_of_today,
 )
 from distlab.rank.preflight import refuse, warnings
-from distlab.rank.rejoin import Addresses, find_cluster, find_left_run, identity, init_group_alone, readmit
-from distlab.rank.status_writer import begin_status
 from distlab.rank.transport_self_test import check_stranger, check_sums, check_transport
 from distlab.rank.verdict_self_test import check_verdicts
 from distlab.report import records
@@ -61,6 +60,8 @@ from distlab.verify.statements import hold_what_is_shared
 from distlab.workload import data
 from distlab.workload.user_model import is_own, reads_text
 
+ALONE_S = 60.0  # a bound of collectives that nobody else is in
+
 if TYPE_CHECKING:
     from distlab.rank.fault_injection import Drills
 
@@ -70,8 +71,8 @@ def be_rank(config: Config, started_at: float, parent: LauncherPipe, engine: str
     `engine` a line that tells who says which rank this is."""
     mode = load_for(config)
     config = with_names_of_today(config, mode)
-    if mode.takes_back and (addresses := find_left_run(config)) is not None:
-        return rejoin(addresses, config, mode, started_at, parent, engine)
+    if mode.takes_back and (left := find_left_run(config)) is not None:
+        return rejoin_run(left, config, mode, started_at, parent, engine)
     # 1. Refuse what cannot run.
     refuse(config, mode, link.refusals(config))
     mode, device = mode.mistaken(bug_of(config, mode)), pick_device(config, engine)
@@ -79,17 +80,19 @@ def be_rank(config: Config, started_at: float, parent: LauncherPipe, engine: str
     # 2. Find the other ranks; from then on each watches all others.
     parent.begin_to_wait()
     try:
-        cluster = join(config, source_version(config), partial(journal.say, at="normal"), contents(config))
+        cluster = join(
+            config, source_version(config), partial(journal.say, at="normal"), contents(config), goes_on=mode.takes_back
+        )
     except ClusterError as error:
         journal.say(f"broken     {error}")
         return 3
-    parent.joined()
+    parent.joined(cluster.tell_death)
     run = RankRun(config, mode, device, cluster, journal, parent, started_at, told)
     run.watch.start()
     try:
         # 3. Keep the run's folder to this run, and begin its records.
         lock_folder(run.folder, cluster, config)
-        apart = preflight.find_separate_disks(run.exchange, run.folder, cluster.token.hex(), config)
+        apart = preflight.find_separate_disks(run.exchange, run.folder, cluster.token, config)
         run.begin_records()
         if apart is not None:
             journal.write(records.Unshared(apart.hosts))
@@ -98,7 +101,7 @@ def be_rank(config: Config, started_at: float, parent: LauncherPipe, engine: str
         check_cards(config, device, run.exchange)
         init_process_group(cluster, config)
         drills = drills_of(run)
-        lab = run.open_lab(run.addresses(), drills)
+        lab = run.open_lab(drills)
         if apart is not None:
             lab.say(apart.told, "folder", at="normal")
         # 5. Test what will be measured and judged with, before there is anything to measure.
@@ -123,28 +126,33 @@ def be_rank(config: Config, started_at: float, parent: LauncherPipe, engine: str
     return code
 
 
-def rejoin(
-    addresses: Addresses, config: Config, mode: Mode, started_at: float, parent: LauncherPipe, engine: str
+def rejoin_run(
+    left: LeftRun, config: Config, mode: Mode, started_at: float, parent: LauncherPipe, engine: str
 ) -> int:  # fmt: skip
     """The same for a rank that is started again in a run which went on without it.
 
-    It meets nobody until its mode lets it in, and takes no part in what all ranks did together at the start, nor in
-    fault injection, which the process before it had. Its watch starts once it has a way to the others (`let_leave`).
+    It takes no part in what all ranks did together at the start, nor in fault injection, which the process before it
+    had; until its mode lets it in it has a process group of its own.
     """
     config = config.model_copy(update={"run_id": None})  # the folder is there already, and its own
     refuse(config, mode, link.refusals(config))
     mode, device = mode.mistaken(bug_of(config, mode)), pick_device(config)
     journal, told = begin_log(config, mode, parent, engine)
     parent.begin_to_wait()
-    cluster = find_cluster(config, addresses, partial(journal.say, at="normal"))
+    try:
+        cluster = rejoin(left, config, source_version(config), partial(journal.say, at="normal"))
+    except ClusterError as error:
+        journal.say(f"broken     {error}")
+        return 3
     parent.joined()
-    run = RankRun(config, mode, device, cluster, journal, parent, started_at, told)
+    run = RankRun(config, mode, device, cluster, journal, parent, started_at, told, rejoined=True)
+    run.watch.start()
     try:
         lock_folder(run.folder, cluster, config)
         run.begin_records()
         run.register_transport()
         run.mode = init_group_alone(run.mode)
-        lab = run.open_lab(addresses)
+        lab = run.open_lab()
         import_and_freeze(config, mode)
         check_meters(lab)
         code = run.run_experiment(lab)
@@ -159,31 +167,29 @@ class RankRun:
 
     def __init__(
         self, config: Config, mode: Mode, device: torch.device, cluster: Cluster, journal: Journal,
-        parent: LauncherPipe, started_at: float, told: Sequence[str],
+        parent: LauncherPipe, started_at: float, told: Sequence[str], *, rejoined: bool = False,
     ) -> None:  # fmt: skip
         self.config, self.mode, self.device, self.cluster = config, mode, device, cluster
         self.journal, self.parent, self.started_at = journal, parent, started_at
         self.folder = config.runs_dir / cluster.run_id
-        self.outcome = Outcome(self.folder, cluster.token.hex())
+        self.outcome = Outcome(self.folder, cluster.token)
         self.watch = Watchdog(cluster, config, journal.say, self._write_failure)
         self.exchange = Exchange(
             Prefixed("lab", cluster.store), cluster.rank, cluster.world_size, config.collective_timeout_s,
             self.watch.main.waiting,
         )  # fmt: skip
         self.sections = Sections(self.exchange, journal, told)
-        self.key = bytes.fromhex(derive_name(cluster.seal.key, f"run {cluster.token.hex()}"))  # of this run alone
+        self.key = bytes.fromhex(derive_name(cluster.key, f"run {cluster.token}"))  # of this run alone
+        self.membership: Membership | None = None
+        if mode.takes_back:
+            publishes = partial(publish, cluster, config, self.folder)
+            bound_s = config.collective_timeout_s
+            self.membership = Membership(cluster, self.watch, bound_s, publishes, rejoined=rejoined)
         self.own_ip = cluster.members[cluster.rank].ip
         self.work = Work()
 
-    def addresses(self) -> Addresses | None:
-        """Where the ranks of this run are, for one that rejoins; None in a mode whose ranks cannot."""
-        if not self.mode.takes_back:
-            return None
-        run = identity(self.config, self.cluster.run_id, self.cluster.token.hex())
-        return Addresses(self.folder, self.cluster.rank, run, self.cluster.members)
-
     def begin_records(self) -> None:
-        """Write who this rank is and which claims are expected of it; with LAB_LIVE=1 show it from now on."""
+        """Write who this rank is and which claims are expected of it."""
         self._write_start()
         if self.cluster.rank == 0:
             put_aside(self.folder, ranks_beyond(self.folder, self.cluster.world_size))  # of an attempt with more ranks
@@ -191,17 +197,13 @@ class RankRun:
             self.watch.on_period = beating.beat
         self.journal.write(expected(self.config, self.mode))
         self.journal.write(read_load("start"))
-        if self.config.live:
-            self.mode = begin_status(
-                self.config, self.mode, self.cluster, self.watch, self.journal, self.started_at, self.work
-            )
 
     def register_transport(self) -> None:
         """With LAB_BACKEND=tcp: make the lab's own transport the backend of all groups of this process."""
         if self.config.backend == "tcp":
-            TcpBackend(self.own_ip, self.key, self.cluster.dropped.turned_away).register()
+            TcpBackend(self.own_ip, self.key, self.cluster.strangers.turned_away).register()
 
-    def open_lab(self, addresses: Addresses | None, drills: "Drills | None" = None) -> Lab:
+    def open_lab(self, drills: "Drills | None" = None) -> Lab:
         """The Lab on the default group, with a word of who is in it."""
         world = dist.group.WORLD
         assert world is not None
@@ -210,25 +212,24 @@ class RankRun:
             self.watch.gave_up = nccl_gave_up
         exchange, config, cluster = self.exchange, self.config, self.cluster
         unseen = unseen_on(config.backend, cluster.world_size)
-        ledger = Ledger(cluster.rank, cluster.world_size, exchange.everyone, cluster.store_port, unseen=unseen)
-        lab = Lab(config, self.mode, self.device, world, exchange, ledger, self.journal, self._hooks(addresses, drills))
+        ledger = Ledger(cluster.rank, cluster.world_size, exchange.everyone, cluster.server_at[1], unseen=unseen)
+        lab = Lab(config, self.mode, self.device, world, exchange, ledger, self.journal, self._hooks(drills))
         greet(lab, cluster)
         if lab.rank == 0:
             self.journal.write(lesson(config, self.mode))
         return lab
 
-    def _hooks(self, addresses: Addresses | None, drills: "Drills | None") -> RunHooks:
+    def _hooks(self, drills: "Drills | None") -> RunHooks:
         watch, exchange, journal, timeout_s = self.watch, self.exchange, self.journal, self.config.collective_timeout_s
         hooks = RunHooks(
             at=watch.main.at, work=self.work, finished=self.sections.finished,
-            own_ip=self.own_ip, secret=self.key, turned_away=self.cluster.dropped.turned_away,
+            own_ip=self.own_ip, secret=self.key, turned_away=self.cluster.strangers.turned_away,
+            membership=self.membership,
             let_leave=partial(let_leave, watch, exchange, journal, self.parent),
             move=partial(move, watch, exchange, self.sections),
         )  # fmt: skip
         if self.config.checkpoint_every is not None:  # a save meets none of the training's calls
             hooks = replace(hooks, side_group=dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)))
-        if addresses is not None:
-            hooks = replace(hooks, addresses=addresses, readmit=partial(readmit, watch, exchange, journal, addresses))
         if drills is not None:
             hooks = replace(hooks, on_step=drills.step, on_tensors=drills.flips.tensors)
         return hooks
@@ -245,8 +246,6 @@ class RankRun:
 
     def leave(self) -> None:
         self.watch.finish()
-        if self.exchange.host in self.watch.goodbye.outlived:
-            publish_for(self.exchange.host, self.outcome, self.journal)
         dist.destroy_process_group()
 
     def _write_start(self) -> None:
@@ -259,15 +258,15 @@ class RankRun:
         refused there leaves none.
         """
         if not succession.given_up:
-            if verdict.exit_code != 2 and has_claimed(self.folder, self.cluster.token.hex()):
+            if verdict.exit_code != 2 and has_claimed(self.folder, self.cluster.token):
                 self._write_start()
             self._write_dropped()
         write_failure_report(verdict, succession, self.journal, self.outcome)
 
     def _write_dropped(self) -> None:
-        dropped = self.cluster.dropped
-        if dropped.total:
-            self.journal.write(records.Dropped(dict(dropped.by_fault), dict(dropped.by_source)))
+        strangers = self.cluster.strangers
+        if strangers.total:
+            self.journal.write(records.Dropped(dict(strangers.by_fault), dict(strangers.by_source)))
 
 
 def begin_log(config: Config, mode: Mode, parent: LauncherPipe, engine: str) -> tuple[Journal, list[str]]:
@@ -292,6 +291,15 @@ def import_for_ranks(config: Config) -> None:
         import_and_freeze(with_names_of_today(config, mode), mode)
 
 
+def init_group_alone(mode: Mode) -> Mode:
+    """Open a default group of this process alone, until the mode hands it that of all who are left; returns the mode on
+    a mesh of one rank."""
+    dist.init_process_group(
+        "gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=ALONE_S)
+    )  # fmt: skip
+    return replace(mode, axes=lambda config: {"dp": 1})  # noqa: ARG005
+
+
 def drills_of(run: RankRun) -> "Drills | None":
     """The faults of LAB_FAULTS, if there are any."""
     if run.config.faults is None:
@@ -312,7 +320,7 @@ def contents(config: Config) -> dict[str, str]:
 def lock_folder(folder: Path, cluster: Cluster, config: Config) -> None:
     """Keep the folder to this run as long as this process lives; raises ConfigError where another run has it."""
     try:
-        claim(folder, cluster.token.hex(), goes_on=config.resume == "auto")
+        claim(folder, cluster.token, goes_on=config.resume == "auto")
     except FolderInUse:
         raise ConfigError(
             [f"LAB_RUN_ID={cluster.run_id!r} is that of another run in {config.runs_dir}: choose another"]
@@ -342,8 +350,7 @@ def start_record(config: Config, cluster: Cluster, mode: Mode) -> records.Start:
         "torch": torch.__version__,
         "system": platform.platform(),
     }
-    here = {"RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "LAB_RUNS_DIR", "LAB_RUN_ID"}
-    here |= {"LAB_LIVE", "LAB_LIVE_PORT", "LAB_LOG"}  # who looks changes nothing
+    here = {"RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "LAB_RUNS_DIR", "LAB_RUN_ID", "LAB_LOG"}
     repeat = {
         "RUN_MODE": config.run_mode,
         "WORLD_SIZE": str(config.world_size),

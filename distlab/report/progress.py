@@ -1,25 +1,16 @@
 """How far the work under way has come: a heartbeat in rank 0's log, every ten seconds at most, a line that is rewritten
-on a terminal; and what each rank shows of itself, `live.rank<r>.json` in the run's folder.
+on a terminal.
 
 A pass says of how many units it is, and counts those that are done; the watch's thread tells it. There is one estimate:
 what is left takes as long a unit as what was done, from the first unit's end on, since the first one holds imports and
 buffers. While less than a tenth is done, or where nobody knows how many units there are, it is said to be unknown.
 """
 
-import math
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
-import msgspec
-from msgspec import field
-from msgspec.structs import asdict
-
-from distlab.report.reading import BrokenRecord, from_json, read_regular, to_json, write_atomically
-from distlab.report.records import WorldSize
 from distlab.report.run_folder import Journal
 from distlab.report.standard_streams import printed
 from distlab.report.units import duration
@@ -89,11 +80,6 @@ class Work:
         known = [task for task in self._tasks if task.total]
         return known[-1].told(time.monotonic()) if known else ""
 
-    def share(self) -> float | None:
-        """How much of it is done, from 0 to 1; None where it is not known."""
-        known = [task for task in self._tasks if task.total]
-        return min(1.0, known[-1].done / known[-1].total) if known else None
-
 
 class Heartbeat:
     """What rank 0 says of itself while it works, so that whoever waits learns that it goes on, and for how long."""
@@ -135,74 +121,3 @@ def telling(what: str, *, told: bool = True) -> Iterator[None]:
         over.set()
         if told:
             thread.join()  # no rank is forked beside it
-
-
-# What a rank shows of itself while it runs, put in place anew each time.
-#
-# The file is the rank's word on itself alone: what is known of several ranks together (who is lost, a loss of the
-# whole batch, whose connection leads where) is found out by whoever reads all of them (distlab/live). So ranks need
-# nothing of each other for it.
-
-PERIOD_S = 0.25  # from one writing to the next
-MOST_BYTES = 16 << 20  # some kB a variant and a connection
-
-Point = tuple[int, float | None]  # [step, this rank's share]
-Address = tuple[str, int]  # an address and a port
-Sent = tuple[Address, Address, int]  # [here, there, bytes]
-
-
-class LiveState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where one rank is now, and what it has seen until now."""
-
-    rank: int
-    world_size: WorldSize
-    run_mode: str
-    host: str
-    pid: int
-    began_at: float  # Unix time: the rank's program began
-    beat: int  # counts the writings
-    step: int = 0
-    steps: int = 0  # of the timed pass
-    work: str = "start"  # what it is at: the name of a variant in the timed pass, else such as "proof of ring"
-    variant: str = ""
-    phase: str = ""  # within it, where it is known: "all_reduce", "the wait at step 3 of ring"
-    phase_s: float = 0.0  # how long it has been in this phase, or in this work
-    waits_for: list[int] = field(default_factory=list)  # the ranks that are behind, once it has stood still for long
-    losses: dict[str, list[list[Any]]] = field(default_factory=dict)  # of each variant, each a Point
-    # Each Sent, by each connection since it was opened, closed ones too.
-    sent: list[list[Any]] = field(default_factory=list)
-    progress: str = ""  # how much of the work is done, since when, and how long the rest may take
-    share: float | None = None  # of it that is done
-    unmeasured: str = ""  # why `sent` is empty, where the system gives no counters
-
-    def __post_init__(self) -> None:
-        msgspec.convert(self.losses, dict[str, list[Point]])
-        msgspec.convert(self.sent, list[Sent])
-        if not (math.isfinite(self.began_at) and math.isfinite(self.phase_s)):
-            raise ValueError("a time that is not finite")
-
-
-def status_path(folder: Path, rank: int) -> Path:
-    """The file of one rank."""
-    return folder / f"live.rank{rank}.json"
-
-
-def places(folder: Path) -> dict[int, Path]:
-    """The files that are there, by rank."""
-    named = ((path.name.removeprefix("live.rank").removesuffix(".json"), path) for path in folder.glob("live.rank*"))
-    return {int(rank): path for rank, path in named if rank.isdecimal()}
-
-
-def write_status(folder: Path, state: LiveState) -> None:
-    """Put the state in place; raises OSError where the folder takes no more."""
-    write_atomically(status_path(folder, state.rank), [to_json(asdict(state))])
-
-
-def read_status(path: Path) -> LiveState:
-    """What `write` left; raises BrokenRecord naming the file."""
-    try:
-        return msgspec.convert(from_json(read_regular(path, MOST_BYTES)), LiveState)
-    except OSError as error:
-        raise BrokenRecord(f"{path.name} cannot be read: {error.strerror}") from None
-    except (ValueError, msgspec.ValidationError) as error:
-        raise BrokenRecord(f"{path.name} is not the live state of a rank ({error})") from None

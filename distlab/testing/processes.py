@@ -28,7 +28,7 @@ from distlab.check.telling import now
 from distlab.cluster.launch import refuse_too_few
 from distlab.config.user_code import heed_endings, raise_exited
 from distlab.transport.handshake import listen
-from distlab.transport.store_server import StoreHost
+from distlab.transport.store_server import StoreServer
 
 LISTEN_S = 0.25
 HANG_AFTER_S = 3.0  # without progress, until ranks that wait for each other are called hung
@@ -139,13 +139,13 @@ class WarmRanks:
         self._ranks: list[WarmRank] = []
         self._servers: list[ForkServer] = []
         self._key = secrets.token_bytes(KEY_BYTES)
-        self._store: StoreHost | None = None
+        self._store: StoreServer | None = None
 
     @property
     def port(self) -> int:
         """Of the store, which is opened with the first use."""
         if self._store is None:
-            self._store = StoreHost(listen("127.0.0.1"), self._key)
+            self._store = StoreServer(listen("127.0.0.1"), self._key)
         return self._store.port
 
     def fork(self, count: int, serve: Callable[..., None], files: Sequence[str] = ()) -> list[WarmRank]:

@@ -1,7 +1,7 @@
 """Both ends of a new connection prove that they have the key, before either believes a byte that the other has sent.
 
     dialler   MAGIC, its nonce
-    listener  its nonce, who it is, the proof of it
+    listener  MAGIC, its nonce, who it is, the proof of it
     dialler   who it is, the proof of it
     listener  LET_IN
 
@@ -57,6 +57,10 @@ class Closed(Unproven):
     """The other end hung up before anything was proven: it may have had too much to do."""
 
 
+class Foreign(Unproven):
+    """Another program listens there."""
+
+
 def proof(key: bytes, end: bytes, purpose: str, nonces: bytes, who: Who) -> bytes:
     """Who this end is, and the proof of it."""
     said = WHO.pack(*who)
@@ -77,6 +81,8 @@ def prove(connection: socket.socket, key: bytes, purpose: str, me: Who, timeout_
     nonce = os.urandom(NONCE_BYTES)
     connection.settimeout(max(0.01, timeout_s))
     connection.sendall(MAGIC + nonce)
+    if _read(connection, len(MAGIC), deadline) != MAGIC:
+        raise Foreign("it does not speak this protocol")
     answer = _read(connection, NONCE_BYTES + PROOF_BYTES, deadline)
     nonces = nonce + answer[:NONCE_BYTES]
     listener = proven(key, b"listener", purpose, nonces, answer[NONCE_BYTES:])
@@ -176,8 +182,10 @@ class Door:
                 return None
             who = proven(self._key, b"dialler", self._purpose, guest.nonces, guest.received)
             guest.connection.send(LET_IN)
-        except OSError as error:
-            self._send_away(guest, "whose ends do not both have the key" if guest.received else "", error)
+        except OSError:
+            # One that hangs up at this end's proof has another key; one without a word only looked who listens.
+            said = guest.received or guest.nonces
+            self._send_away(guest, "whose ends do not both have the key" if said else "")
             return None
         self._forget(guest)
         return who, guest.connection
@@ -188,14 +196,10 @@ class Door:
         for guest in [guest for guest in self._guests.values() if now > guest.deadline]:
             self._send_away(guest, "that proves nothing")
 
-    def send_all_away(self) -> None:
-        """Whoever has proven nothing until now has to dial again."""
+    def close(self) -> None:
+        """Listen no more; whoever has proven nothing until now is sent away."""
         for guest in list(self._guests.values()):
             self._send_away(guest, "")
-
-    def close(self) -> None:
-        """Listen no more."""
-        self.send_all_away()
         with suppress(KeyError, ValueError):
             self._selector.unregister(self._listening)
         self._listening.close()
@@ -220,14 +224,13 @@ class Door:
             raise Unproven("it does not speak this protocol")
         nonce = os.urandom(NONCE_BYTES)
         guest.nonces, guest.received = guest.received[len(MAGIC) :] + nonce, b""
-        answer = nonce + proof(self._key, b"listener", self._purpose, guest.nonces, self._me())
+        answer = MAGIC + nonce + proof(self._key, b"listener", self._purpose, guest.nonces, self._me())
         if guest.connection.send(answer) < len(answer):
             raise Unproven("it does not read")
 
-    def _send_away(self, guest: Guest, fault: str, error: OSError | None = None) -> None:
-        """Who hung up by itself without a word only looked whether somebody listens."""
+    def _send_away(self, guest: Guest, fault: str) -> None:
         self._forget(guest)
-        if fault and not (isinstance(error, Closed) and not guest.received):
+        if fault:
             self._turned_away(fault, guest.source)  # before it sees that it was: whoever reads the count next finds it
         guest.connection.close()
 

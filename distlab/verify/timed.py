@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from distlab.checkpoint.manifest import TrainingPosition
-from distlab.cluster.rendezvous import ClusterError
+from distlab.cluster import ClusterError
 from distlab.collectives.phases import Span, phase, recorded, slowed
 from distlab.config import ConfigError
 from distlab.contract import Build, Held, Strategy

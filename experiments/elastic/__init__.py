@@ -39,15 +39,16 @@ from functools import partial
 
 import torch
 
+from distlab.cluster.membership import View
+from distlab.cluster.views import BEGIN
 from distlab.config import Config
 from distlab.contract import Mode, Variant, untrainable
-from distlab.elastic.membership import BEGIN, View
 from distlab.elastic.strategy import RescaledSurvivor, ShardedSurvivor, Survivor
 from distlab.lab import Lab
 
 from .bugs import mistake
 from .checks import check_claims, claims, count, show, what_changed
-from .network import Net, let_leave, open_net, settle, wish_back
+from .network import BACK, Net, let_leave, open_net, settle
 from .options import Options
 from .recovery import Audit, Course, Drill, Event, Policy, draw_losses
 
@@ -91,7 +92,7 @@ def run(
     rescaled: type[RescaledSurvivor] = RescaledSurvivor,
 ) -> None:
     """Every variant with its losses; then whoever is left holds each against one process."""
-    back = lab.hooks.addresses is not None and lab.hooks.addresses.rejoined
+    back = lab.hooks.membership is not None and lab.hooks.membership.rejoined
     unable = lab.mode.cannot(lab.config)
     wanted = [policy for policy in POLICIES if lab.wants(policy.name)]
     for policy in [] if back else wanted:
@@ -106,7 +107,7 @@ def run(
     courses = [prepare(lab, net, policy, maker(lab, kinds[policy]), dies=not back) for policy in chosen]
     called_at = time.time()
     let_leave(lab, net)
-    view, courses = way_in(lab, net, courses) if back else (None, courses)
+    view, courses = way_in(net, courses) if back else (None, courses)
     for course in courses:
         deaths = ", ".join(f"rank {loss.rank} at step {loss.step}" for loss in course.drill.losses)
         lab.say(f"{course.policy.name}: {deaths or 'nobody'} is killed by fault injection", "drill")
@@ -121,7 +122,7 @@ def run(
     for course in courses:
         check_claims(lab, course)
     show(lab, courses)
-    net.close()
+    net.group.leave()
 
 
 def note_course(lab: Lab, course: Course) -> None:
@@ -154,12 +155,12 @@ def maker(lab: Lab, kind: Callable[..., Survivor]) -> Callable[..., Survivor]:
     return make
 
 
-def way_in(lab: Lab, net: Net, courses: list[Course]) -> tuple[View | None, list[Course]]:
+def way_in(net: Net, courses: list[Course]) -> tuple[View | None, list[Course]]:
     """In a rank that has come back: be let in to the variant that is under way, or wait for the next one to begin.
 
     Returns the view that it is in, if any, and the variants that it takes part in.
     """
-    view = net.membership.ask(wish_back(lab, net), {})
+    view = net.membership.ask({"as": BACK})
     name = net.membership.begun().removeprefix(f"{BEGIN} ") if view is None else view.plan["variant"]
     places = [place for place, course in enumerate(courses) if course.policy.name == name]
     return view, courses[places[0] :] if places else []
@@ -201,10 +202,10 @@ MODE = Mode(
         "distlab/elastic/strategy.py: a replica whose steps are kept or repeated, one whose learning rate follows the"
         " members, and one with shards and their copies",
         "distlab/elastic/shards.py: which rank has which part, who keeps whose copy, and what moves",
-        "distlab/elastic/membership.py: how the remaining ranks agree on the members",
+        "distlab/cluster/membership.py: how the remaining ranks agree on the members",
         "distlab/elastic/process_group.py: gloo groups that are left and made again in the same process",
-        "distlab/elastic/peer_connections.py: the connections whose end shows the death of a rank",
-        "distlab/rank/rejoin.py: how a restarted rank finds the others",
+        "distlab/cluster/rank_server.py: the connections whose end shows the death of a rank",
+        "distlab/cluster/rejoin.py: how a restarted rank finds the others",
         "experiments/elastic/checks.py: the single-process reference, which follows the membership record",
     ),
 )

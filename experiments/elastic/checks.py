@@ -237,7 +237,7 @@ HELD_CONTROL = "tests/experiments/test_elastic.py::test_what_is_hoarded_fails_by
 def count(lab: Lab, net: Net, policy: Policy, training: Survivor) -> None:
     """Hold a step of one variant against its formulas; a collective of all ranks, none of which may be lost yet."""
     size, ranks, group = lab.world_size, list(range(lab.world_size)), net.group
-    group.form(f"count {policy.name}", lab.rank, size, net.lines.book[0], lambda: True)
+    net.form_of(f"count {policy.name}", lab.rank, size)
     lab.exchange.barrier("all have the group")
     training.enter(group, ranks, training.decide({rank: training.report() for rank in ranks}, []))
     training.step(group, lab.rank, size, wish=False)

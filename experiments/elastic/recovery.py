@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from distlab.elastic.membership import BEGIN, Member, View
+from distlab.cluster.membership import Member, View
+from distlab.cluster.views import BEGIN
 from distlab.elastic.process_group import Regroup
 from distlab.elastic.strategy import Report, ShardedSurvivor, Survivor
 from distlab.lab import Lab
@@ -238,7 +239,7 @@ class Course:
     def within(self, view: View) -> View | None:
         """Be in `view`, or outside of it, until the next one; None at the end."""
         if self.net.membership.me not in view.members:
-            return self.net.membership.ask({"as": SPARE if self.lives == 1 else self.policy.wish}, {})
+            return self.net.membership.ask({"as": SPARE if self.lives == 1 else self.policy.wish})
         try:
             self.enter(view)
             return self.train(view)
@@ -246,7 +247,6 @@ class Course:
             return self.die()
         except RuntimeError as error:
             why = str(error)
-        self.net.leave()
         return self.regroup(f"lost: {why}", view)
 
     def enter(self, view: View) -> None:
@@ -260,7 +260,6 @@ class Course:
         membership, group = self.net.membership, self.net.group
         place, size = view.members.index(membership.me), len(view.members)
         while self.training.applied < self.training.steps:
-            membership.news()
             if place == 0:
                 self.wait_for_returns()
             self.computing = self.training.applied
@@ -319,21 +318,19 @@ class Course:
 
     def die(self) -> View | None:
         """Hang up as a killed process does, and come back as another one that has nothing."""
-        self.net.hang_up()
+        self.net.die()
         self.lives += 1
         self.training, self.events, self.commits, self.computed = self.fresh(), [], [], 0
         time.sleep(AWAY_S)
-        self.net.come_back()
         if self.policy.restarts:
             return self.restart()
-        return self.net.membership.ask({"as": self.policy.wish}, {})
+        return self.net.membership.ask({"as": self.policy.wish})
 
     def wait_for_returns(self) -> None:
         """In a drill: the first member waits until whoever comes back has asked."""
         deadline = time.monotonic() + WAIT_S
         if self.policy.returns and self.drill.waits_for(self.training.applied):
             while not self.newcomers(self.wanted) and len(self.net.membership.view.members) < self.wanted:
-                self.net.membership.news()
                 if time.monotonic() > deadline:
                     return
                 time.sleep(0.01)

@@ -4,7 +4,6 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -13,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from distlab.cluster.address import udp_socket
 from distlab.cluster.launch import free_port
 from tests.warm import Warm
 
@@ -117,21 +115,6 @@ class Processes:
 
     def world(self, world_size: int, **how: Any) -> list[Rank]:
         return [self.rank(rank, world_size, **how) for rank in range(world_size)]
-
-    def watches(self, world_size: int, folder: Path, **variables: str) -> list[Rank]:
-        """Start `one_watch.py` as all ranks: they meet at once, without torch."""
-        sockets = [udp_socket(socket.AF_INET, "127.0.0.1") for _ in range(world_size)]
-        ports = [str(each.getsockname()[1]) for each in sockets]
-        for rank, each in enumerate(sockets):
-            environ = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1"} | variables
-            command = [sys.executable, "-m", "tests.cluster.one_watch", str(folder), str(each.fileno()), *ports]
-            self.all.append(Rank(command, environ, [each.fileno()]))
-            each.close()
-        for started in self.all:
-            started.until("up")
-        for started in self.all:
-            started.tell("start")
-        return self.all
 
     def run(self, command: list[str], variables: dict[str, str]) -> Rank:
         started = Rank(command, variables)

@@ -11,7 +11,7 @@ import time
 
 from distlab.cli.run import main
 from distlab.cluster.failure_detector import MainThreadProgress
-from distlab.cluster.heartbeat_helper import PERIOD_S
+from distlab.cluster.rank_server import PERIOD_S
 
 
 def die_at(phase: str, step: int, number: signal.Signals) -> None:

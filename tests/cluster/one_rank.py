@@ -1,8 +1,9 @@
 """A rank that joins, watches and all-reduces: what the tests of the cluster start, signal and kill.
 
 Its environment is that of a rank; its arguments are a version, the number of steps, and what this rank does at step 2:
-nothing, `raise`, `sleep` (for 6 s, before the collective), `leave_late`, or `cut<r>`: its heartbeats to rank r are
-lost. It prints a line a step.
+nothing, `raise`, `sleep` (for 6 s, before the collective), `leave_late`, or `deaf`: nothing comes from the server any
+more; with `agree` all wait for a line of their input, acknowledge a verdict, and rank 0 publishes it. It prints a line
+a step.
 """
 
 import sys
@@ -11,9 +12,10 @@ import time
 import torch
 import torch.distributed as dist
 
-from distlab.cluster.heartbeat import Verdict
-from distlab.cluster.rendezvous import Cluster, ClusterError, init_process_group, join
-from distlab.cluster.shutdown import Succession
+from distlab.cluster import ClusterError
+from distlab.cluster.departure import Succession
+from distlab.cluster.join import Cluster, init_process_group, join
+from distlab.cluster.messages import Verdict
 from distlab.cluster.watchdog import Watchdog
 from distlab.config import Config
 
@@ -46,12 +48,19 @@ def main(version: str, steps: int, deed: str) -> int:
         train(watch, cluster, config, steps, deed)
     except Exception as error:
         watch.fail(error)
+    if deed == "agree":
+        say("ready")
+        sys.stdin.readline()
+        try:
+            watch.agree(lambda: say("published"))
+        except TimeoutError as error:
+            watch.fail(error)
+        say("agreed")
+        sys.stdin.readline()
     watch.finish()
     assert not watch.is_alive(), "a thread that is left behind takes the process group with it"
     say(f"heard of {', '.join(sorted(heard))}")
-    say(
-        f"finished, the watch woke {watch.woken} times in {time.monotonic() - started:.3f} s and sent {watch.post.sent_bytes} B"
-    )
+    say(f"finished, the watch woke {watch.woken} times in {time.monotonic() - started:.3f} s")
     return 0
 
 
@@ -62,8 +71,8 @@ def train(watch: Watchdog, cluster: Cluster, config: Config, steps: int, deed: s
         time.sleep(STEP_S)
         if step == 2 and deed == "raise":
             raise ValueError("a made-up failure")
-        if step == 2 and deed.startswith("cut"):
-            del watch.post.addresses[int(deed[-1])]
+        if step == 2 and deed == "deaf":
+            watch.line.deaf = True
         if step == 2 and deed == "sleep":
             time.sleep(6.0)
         watch.main.at(step, "all_reduce")

@@ -122,10 +122,12 @@ def test_a_rank_that_has_joined_leaves_the_word_to_the_watch() -> None:
     os.environ[VARIABLE] = str(child.theirs.detach())
     rank = LauncherPipe()
     assert VARIABLE not in os.environ, "no process of the rank's own takes the line for its own"
-    rank.joined()
+    deaths: list[tuple[int, str]] = []
+    rank.joined(lambda dead, how: deaths.append((dead, how)))
     rank.begin_to_wait()
-    child.tell(Died("rank 1 was killed by SIGKILL", spoke=False))
+    child.tell(Died(1, "killed by SIGKILL", "rank 1 was killed by SIGKILL", spoke=False))
     time.sleep(0.2)  # this process is still here
+    assert deaths == [(1, "killed by SIGKILL")]
     assert child.joined()
     assert not child.may_leave()
     rank.may_leave()
@@ -164,7 +166,7 @@ def test_no_rank_outlives_the_launcher(processes: Processes, number: signal.Sign
 IGNORES = """
 import signal
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
-from distlab.cluster.shutdown import Signals
+from distlab.cluster.departure import Signals
 signals = Signals()
 signal.raise_signal(signal.SIGHUP)
 print(signals.wait(0.2), flush=True)
@@ -202,8 +204,8 @@ def test_what_is_no_word_of_a_launcher_is_refused(data: bytes) -> None:
 
 def test_a_word_of_a_launcher_is_one() -> None:
     ours = Child()
-    ours.tell(Died("rank 1 died: \udcff", spoke=False))
-    assert WORD.decode(ours.theirs.recv(65536)) == Died("rank 1 died: ?", spoke=False)
+    ours.tell(Died(1, "killed", "rank 1 died: \udcff", spoke=False))
+    assert WORD.decode(ours.theirs.recv(65536)) == Died(1, "killed", "rank 1 died: ?", spoke=False)
     ours.close()
     ours.theirs.close()
 

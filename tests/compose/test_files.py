@@ -199,25 +199,6 @@ def test_the_restart_overlay_starts_every_rank_again_where_it_was() -> None:
     assert "restart" not in resolved()["services"]["worker0"]
 
 
-@needs_compose
-def test_the_page_of_a_run_sees_its_files_and_nothing_else() -> None:
-    config = resolved(FILES[0], "compose/live.yaml", WORLD_SIZE="2", LAB_LIVE_PORT="8799")
-    assert sorted(config["services"]) == ["live", "worker0", "worker1"]
-    assert all(config["services"][f"worker{rank}"]["environment"]["LAB_LIVE"] == "1" for rank in range(2))
-    page = config["services"]["live"]
-    assert [(port["host_ip"], port["published"], port["target"]) for port in page["ports"]] == [
-        ("127.0.0.1", "8799", 8799)
-    ]
-    assert [(mount["target"], mount["read_only"]) for mount in page["volumes"]] == [("/lab/runs", True)]
-    assert (page["cap_drop"], page["read_only"], page["security_opt"]) == (["ALL"], True, ["no-new-privileges:true"])
-    assert not {"cap_add", "privileged", "devices", "network_mode", "pid", "ipc", "build"} & set(page)
-    assert page["user"] != "0:0"
-    assert page["image"] == config["services"]["worker0"]["image"]
-    assert page["pids_limit"] == 256
-    assert list(page["networks"]) == ["live"]  # that of the ranks is internal, and reaches no port of the host
-    assert all(list(config["services"][f"worker{rank}"]["networks"]) == ["default"] for rank in range(2))
-
-
 @pytest.mark.parametrize("file", [*FILES, "compose/restart.yaml"])
 def test_nothing_that_compose_v1_does_not_know(file: str) -> None:
     assert unknown_to_v1((TOP / file).read_text()) == set()

@@ -11,6 +11,7 @@ import pytest
 from distlab.cli.run import main
 from distlab.config import ConfigError
 from distlab.config.commands import COMMANDS, Typed, parse_words
+from distlab.config.settings import GONE
 
 
 @pytest.mark.parametrize(
@@ -23,11 +24,6 @@ from distlab.config.commands import COMMANDS, Typed, parse_words
         ("LAB_STEPS= RUN_MODE=pp", Typed("run", (), {"RUN_MODE": "pp", "LAB_STEPS": ""})),
         ("explain mine/mode.py", Typed("explain", (), {"RUN_MODE": "mine/mode.py"})),
         ("run LAB_OF_A_MODE=1", Typed("run", (), {"LAB_OF_A_MODE": "1"})),  # it is judged with all other settings
-        ("live", Typed("run", (), {"LAB_LIVE": "1"})),
-        ("live dp WORLD_SIZE=3", Typed("run", (), {"RUN_MODE": "dp", "WORLD_SIZE": "3", "LAB_LIVE": "1"})),
-        ("live runs", Typed("live", ["runs"])),  # a folder that is no mode: whose page is served
-        ("live experiments/dp", Typed("run", (), {"RUN_MODE": "experiments/dp", "LAB_LIVE": "1"})),
-        ("live --help", Typed("help", ["live"])),
         ("report runs/a --junit b.xml", Typed("report", ["runs/a", "--junit", "b.xml"])),
         ("plan --help", Typed("plan", ["--help"])),
         ("--help", Typed("help")),
@@ -45,13 +41,14 @@ def test_words_are_a_command_and_its_settings(words: str, typed: Typed) -> None:
 @pytest.mark.parametrize(
     ("words", "sentences"),
     [
-        ("train.py", ["'train.py' is not a command or a mode (did you mean 'train'?), allowed: run, live, explain, "]),
+        ("train.py", ["'train.py' is not a command or a mode (did you mean 'train'?), allowed: run, explain, "]),
         ("reprot runs/latest", ["'reprot' is not a command or a mode (did you mean 'report'?)"]),
-        ("live runs/absent.py STEPS=5", ["STEPS is not a variable"]),
+        ("explain runs/absent.py STEPS=5", ["STEPS is not a variable"]),
         ("run explain", ["'explain' is not a mode, allowed: comm, "]),
         ("explain dp --json", ["'--json' is not a mode"]),
-        ("ddp", ["'ddp' is not a command or a mode (did you mean 'dp'?), allowed: run, live, "]),
+        ("ddp", ["'ddp' is not a command or a mode (did you mean 'dp'?), allowed: run, explain, "]),
         ("run STEPS=5 --fast", ["STEPS is not a variable of the lab (did you mean 'LAB_STEPS'?)", "'--fast' is not a mode"]),
+        *((f"{name} dp STEPS=5 --help", [f"{name}: {GONE[name]}"]) for name in GONE if name.islower()),
         ("run dp tp", ["'tp' and RUN_MODE='dp' are two modes: a run has one"]),
     ],
 )  # fmt: skip

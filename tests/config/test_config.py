@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from distlab.cli.config import BEGIN, END, NOT_PASSED_ON, compose_lines, main, names, table, write_block
-from distlab.cluster.rendezvous_server import Claim
+from distlab.cluster.admission import claim_of
 from distlab.config import Config, ConfigError, settings
-from distlab.config.settings import Field, ModeOptions, aliases, declared, modes
+from distlab.config.settings import GONE, Field, ModeOptions, aliases, declared, modes
 from distlab.rank.mode_loader import load
 from distlab.rank.preflight import refuse
 
@@ -73,7 +73,7 @@ def test_a_key_is_shown_nowhere() -> None:
     config = Config.read(RANK_OF_FOUR | {"LAB_KEY": key, "LAB_STEPS": "7"})
     assert config.key is not None
     assert config.key.get_secret_value() == key
-    told = [config.environ(), config.written(), config, Claim.of(config, "v1", "")]
+    told = [config.environ(), config.written(), config, claim_of(config, "v1", "")]
     assert not any("secret" in str(each) or "LAB_KEY" in str(each) for each in told)
     assert faults(LAB_KEY="short secret") == [
         "LAB_KEY=(not shown) is too short for a key: expected 16 characters and more"
@@ -111,6 +111,7 @@ def test_what_was_set_repeats_the_run() -> None:
         ({"WORLD_SIZ": "3"}, "WORLD_SIZ is not a variable of the lab (did you mean 'WORLD_SIZE'?)"),
         ({"RUNMODE": "tp"}, "RUNMODE is not a variable of the lab (did you mean 'RUN_MODE'?)"),
         ({"LAB_STEP": "5"}, "LAB_STEP is not a variable of the lab (did you mean 'LAB_STEPS'?)"),
+        *(({name: "0"}, f"{name}: {GONE[name]}") for name in GONE if name.isupper()),
         ({"LAB_MODEL": "gtp"}, "LAB_MODEL='gtp' is not one of line, mlp, gpt (did you mean 'gpt'?)"),
         ({"LAB_PROOF": "maybe"}, "LAB_PROOF='maybe' is neither 0 nor 1"),
         ({"LAB_LR": "nan"}, "LAB_LR='nan' is not a number"),

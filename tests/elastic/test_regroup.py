@@ -9,15 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distlab.elastic.peer_connections import Address
 from distlab.elastic.process_group import Regroup, sockets
 from distlab.testing.warm_ranks import Ranks
 from distlab.transport.handshake import listen
-from distlab.transport.store_server import StoreHost
+from distlab.transport.store_server import StoreServer
 
 pytestmark = pytest.mark.timeout(30)
 KEY = b"the key"
-HOST = Address("127.0.0.1", 1, 2)
+HOST = ("127.0.0.1", 2)
 
 
 def made(monkeypatch: pytest.MonkeyPatch, *, cut: bool) -> Regroup:
@@ -79,9 +78,9 @@ def test_a_store_that_dies_after_it_was_asked_is_not_waited_for(monkeypatch: pyt
 
 
 def test_a_store_that_is_there_forms_a_group() -> None:
-    host = StoreHost(listen("127.0.0.1"), KEY)
+    host = StoreServer(listen("127.0.0.1"), KEY)
     group = Regroup("127.0.0.1", KEY, 5.0, set)
-    group.form("a name", 0, 1, Address("127.0.0.1", 1, host.port), lambda: True)
+    group.form("a name", 0, 1, ("127.0.0.1", host.port), lambda: True)
     assert group.sum(torch.ones(3)).tolist() == [1.0, 1.0, 1.0]
     group.leave()
 
@@ -138,12 +137,12 @@ def test_what_gloo_has_met_is_raised_as_it_is(ranks: Ranks) -> None:
 
 def left_alone(group: dist.ProcessGroup) -> str:
     """A sum with one that hangs up: what the other one is told is not that it was cut."""
-    host = StoreHost(listen("127.0.0.1"), KEY) if group.rank() == 0 else None
+    host = StoreServer(listen("127.0.0.1"), KEY) if group.rank() == 0 else None
     port = [host.port if host is not None else 0]
     dist.broadcast_object_list(port, 0, group=group)
     own = {each.descriptor for each in sockets()}
     pair = Regroup("127.0.0.1", KEY, 20.0, lambda: own)
-    pair.form("a pair", group.rank(), 2, Address("127.0.0.1", 1, port[0]), lambda: True)
+    pair.form("a pair", group.rank(), 2, ("127.0.0.1", port[0]), lambda: True)
     dist.barrier(group)
     said = ""
     if group.rank() == 0:

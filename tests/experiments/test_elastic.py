@@ -1,45 +1,23 @@
 """The mode `elastic`: losses whose outcome is known, and wrong lines that its checks have to name."""
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 
 from distlab.config import Config
 from distlab.elastic import shards, strategy
-from distlab.elastic.membership import Member, View
-from distlab.elastic.peer_connections import Lines
 from distlab.elastic.process_group import Regroup
 from distlab.elastic.shards import HeldVersion
 from distlab.elastic.strategy import ShardedSurvivor, Survivor
 from distlab.experiments.elastic.checks import AGREED, COLUMNS, NEXT, event_row, result, wrong
-from distlab.experiments.elastic.network import Net
 from distlab.experiments.elastic.recovery import COMPUTED, TORN, Course, Drill, Event, Killed, Loss, Torn, draw_losses
 from distlab.rank.mode_loader import load
 from distlab.testing.warm_ranks import Ranks
-from distlab.transport.store import HostedStore
 from tests.labs import Runs, failed_with
 
 pytestmark = pytest.mark.timeout(120)
-
-
-@pytest.mark.parametrize(
-    ("message", "cuts"),
-    [
-        ({"kind": "left", "number": 3}, True),
-        ({"kind": "left", "number": 2}, False),  # that group is left already
-        ({"kind": "call", "call": 1, "why": "meet"}, True),
-        ({"kind": "here", "call": 1}, False),
-    ],
-)
-def test_what_ends_a_group_wakes_whoever_waits_in_it(message: dict[str, Any], cuts: bool) -> None:
-    cut: list[bool] = []
-    group: Any = SimpleNamespace(cut=lambda: cut.append(True))
-    membership: Any = SimpleNamespace(view=View(3, (Member(0, 1), Member(1, 1)), {}))
-    Net(cast(Lines, None), membership, group, cast(HostedStore, None)).heed(1, 1, message)
-    assert cut == [True] * cuts
 
 
 def computing_twice(right: Any) -> Any:

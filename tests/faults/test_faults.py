@@ -163,36 +163,6 @@ def test_where_tcp_takes_a_privilege_datagrams_are_dropped_alone(
         assert connected[1].recv(4) == b"word"
 
 
-def test_of_two_that_send_datagrams_one_is_dropped() -> None:
-    with udp() as post, udp() as cut, udp() as other:
-        faults.deafen_to(post, [cut.getsockname()])
-        cut.sendto(b"cut", post.getsockname())
-        other.sendto(b"other", post.getsockname())
-        assert post.recv(10) == b"other"
-        with pytest.raises(TimeoutError):
-            post.recv(10)
-        faults.deafen_to(post, [])
-        cut.sendto(b"again", post.getsockname())
-        assert post.recv(10) == b"again"
-
-
-def test_of_three_that_send_datagrams_two_are_dropped() -> None:
-    with udp() as post, udp() as one, udp() as two, udp() as other:
-        faults.deafen_to(post, [("::1", one.getsockname()[1]), two.getsockname()])
-        for each, words in ((one, b"one"), (two, b"two"), (other, b"other")):
-            each.sendto(words, post.getsockname())
-        assert post.recv(10) == b"other"
-        with pytest.raises(TimeoutError):
-            post.recv(10)
-
-
-def test_the_same_port_of_another_host_is_heard() -> None:
-    with udp() as post, udp() as other:
-        faults.deafen_to(post, [("10.9.8.7", other.getsockname()[1])])
-        other.sendto(b"other", post.getsockname())
-        assert post.recv(10) == b"other"
-
-
 def test_a_slow_link_takes_its_time(connected: Pair, own: list[socket.socket]) -> None:
     near, far = connected
     own.append(near)

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +17,7 @@ import torch.distributed as dist
 from msgspec.structs import replace
 
 from distlab.cluster.control_plane import Exchange
-from distlab.cluster.heartbeat import Hearing, RunPosition, Verdict
-from distlab.cluster.rendezvous_server import Member
+from distlab.cluster.messages import Member, Verdict
 from distlab.lab import Lab
 from distlab.rank.finish import (
     DRAWN_BY_S,
@@ -28,9 +26,9 @@ from distlab.rank.finish import (
     everything_written,
     finish_run,
     last_words,
+    let_leave,
     write_failure_report,
 )
-from distlab.rank.rejoin import UNNOTICED, readmit
 from distlab.report.reading import read_records, read_run
 from distlab.report.records import Check, End, Failed, Left, Lost, Ranks, Skipped, Start, Steps, Unshared, select
 from distlab.report.run_folder import Journal, Outcome
@@ -51,7 +49,6 @@ def survivor(rank: int, writes: bool, given_up: bool = False) -> Any:
     """In place of a Succession: whether it is this rank's turn."""
     return SimpleNamespace(
         rank=rank, survivors=[1, 2], given_up=given_up, named_at=time.monotonic(), turn=lambda _written: writes,
-        tell=lambda: None,
     )  # fmt: skip
 
 
@@ -160,7 +157,7 @@ def test_a_drawing_ends_with_the_rank_that_began_it(tmp_path: Path) -> None:
         for process in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
                 command = (process / "cmdline").read_bytes().split(b"\0")
-                if b"distlab.cluster.heartbeat_helper" in command and os.fsencode(tmp_path) in command:
+                if b"distlab.cli.report" in command and os.fsencode(tmp_path) in command:
                     found.append(int(process.name))
         return found
 
@@ -197,7 +194,7 @@ def concluded(folder: Path, gradients: float, check: str = "gradients") -> dict[
     )
     lab: Any = SimpleNamespace(rank=0, exchange=exchange, journal=journal, say=lambda _line: None)
     lab.check, lab.mistake_for = partial(Lab.check, lab), lambda _check: ""
-    assert finish_run(lab, Outcome(folder, "token"), Sections(exchange, journal), lambda: None) == 1
+    assert finish_run(lab, Outcome(folder, "token"), Sections(exchange, journal), lambda publish: publish()) == 1
     run = json.loads((folder / "run.json").read_text())
     assert run == judge(read_run(folder)), "the records alone give the same verdict later"
     return run  # type: ignore[no-any-return]
@@ -221,33 +218,17 @@ def test_a_mistake_whose_check_did_not_run_is_not_said_to_have_been_looked_for(t
     assert check["detail"] == "staleness, which catches lost_shard, did not run: nothing in this run could detect it"
 
 
-def taken_in(tmp_path: Path, *lives: Left) -> list[Any]:
-    """What a survivor writes of rank 2, which is back and of whose lives it has noted these losses."""
-    hearing = Hearing(0, range(3), lost_after_s=2.0, now=0.0)
-    hearing.take(Hearing(2, range(3), 2.0, 0.0).beat(RunPosition(3, 7, "join"), None, 0.5), now=0.5)
-    journal = broken_rank(tmp_path, 0)
-    for life in lives:
-        hearing.peers.pop(2, None)
-        journal.write(life)
-    if lives and lives[-1].back:
-        hearing.take_in(2, 1.0)
-    watch: Any = SimpleNamespace(hearing=hearing, take_in=lambda member: None)
-    addresses: Any = SimpleNamespace(readmit=lambda member, opened: None)
-    exchange: Any = SimpleNamespace(gone={2})
-    readmit(watch, exchange, journal, addresses, asdict(Member(2, "host", "127.0.0.2", 17, 2)), ["127.0.0.2", 18, 19])
+def test_who_left_and_who_is_back_is_written_down_and_waited_for_accordingly(tmp_path: Path) -> None:
+    journal, told = broken_rank(tmp_path, 0), list[int]()
+    watch: Any = SimpleNamespace(let_leave=lambda left: setattr(watch, "left", left))
+    exchange: Any = SimpleNamespace(gone=set())
+    let_leave(watch, exchange, journal, SimpleNamespace(may_leave=lambda: None), told.append)  # type: ignore[arg-type]
+    watch.left(Lost(2, 4, "its connection ended"))
+    assert (exchange.gone, told) == ({2}, [2])
+    watch.on_back(Member(2, "host", "127.0.0.2", 17))
     assert exchange.gone == set()
-    return journal.records[1 + len(lives) :]
-
-
-def test_who_is_back_after_its_loss_is_told_of_with_the_words_of_that(tmp_path: Path) -> None:
-    life = Left(2, 4, "no heartbeat for 2.6 s; the remaining ranks continued")
-    assert taken_in(tmp_path, life) == [replace(life, back=True)]
-
-
-def test_who_is_back_before_anybody_noticed_has_left_all_the_same(tmp_path: Path) -> None:
-    before = Left(2, 4, "no heartbeat for 2.6 s; the remaining ranks continued", back=True)
-    assert taken_in(tmp_path / "first") == [Left(2, 7, UNNOTICED, back=True)]
-    assert taken_in(tmp_path / "second", before) == [Left(2, 0, UNNOTICED, back=True)]
+    life = Left(2, 4, "its connection ended; the remaining ranks continued")
+    assert journal.records[1:] == [life, replace(life, back=True)]
 
 
 # Sections of rank 0's log are told when they are finished, from what all ranks have written until then, and once.

@@ -161,7 +161,7 @@ def test_what_is_looked_at_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_another_run_has_is_refused_by_name(tmp_path: Path) -> None:
-    first, second = (SimpleNamespace(token=token, run_id="mine") for token in (b"a", b"b"))
+    first, second = (SimpleNamespace(token=token, run_id="mine") for token in ("a", "b"))
     config = config_of(LAB_RUNS_DIR=str(tmp_path))
     lock_folder(tmp_path / "mine", first, config)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="LAB_RUN_ID='mine' is that of another run"):

@@ -12,16 +12,12 @@ import pytest
 
 from distlab.cli import clean
 from distlab.cli.report import main as report
-from distlab.live.server import Runs
-from distlab.live.state import Reader
-from distlab.report import progress
 from distlab.report.run_folder import point_latest
 from distlab.report.verdict import judge, write_run
-from tests.live.states import state
 from tests.report.made_up import good_run, written
 
 DEEP = "[" * 100_000
-FILES = {"records": "rank1.jsonl", "verdict": "run.json", "live": "live.rank1.json", "claim": ".run"}
+FILES = {"records": "rank1.jsonl", "verdict": "run.json", "claim": ".run"}
 
 
 def put(path: Path, content: str) -> None:
@@ -71,11 +67,9 @@ KINDS = {**MAKE, **ALTER}
 
 
 def run_in(runs: Path, name: str) -> Path:
-    """A run with records, a verdict, live states and a claim."""
+    """A run with records, a verdict and a claim."""
     folder = written(runs / name, good_run(3))
     write_run(folder, judge(good_run(3)))
-    for rank in range(3):
-        progress.write_status(folder, state(rank))
     (folder / ".run").write_text("token")
     return folder
 
@@ -111,13 +105,6 @@ def test_every_reader_ends_and_shows_the_other_run(
     assert clean.main([]) == 0
     listed = capsys.readouterr().out
     assert "good" in listed and "bad" in listed
-
-    shown = Reader(runs / "bad").snapshot(1.0)
-    assert [each.rank for each in shown.ranks] == [0, 1, 2]
-    json.dumps(shown.verdict + shown.sentence + "".join(shown.faults)).encode()
-    if file == "live" and kind != "half a pair":
-        assert any(fault.startswith(FILES["live"]) for fault in shown.faults)
-    Runs(runs, new=False).snapshot()
 
     if file == "records":  # of which alone a report is made
         codes = [report([str(runs / "bad")]), report([str(runs / "good"), str(runs / "bad")])]

@@ -10,11 +10,11 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from distlab.transport.handshake import MAGIC, NONCE_BYTES, PROOF_BYTES, Who, proof
-from distlab.transport.store_server import FRAME, GET, SET, packed
+from distlab.transport.store_server import Get, Set, framed
 
 HERE = "127.0.0.1"
 NONCE = bytes(NONCE_BYTES)
-REQUEST = packed(SET, 1000, [b"lab/exchange/1/verdict/all", b"0"])
+REQUEST = framed(Set(1, b"lab/exchange/1/verdict/all", b"0"))
 FORGED: dict[str, bytes] = {
     "nothing": b"",
     "garbage": os.urandom(600),
@@ -22,8 +22,8 @@ FORGED: dict[str, bytes] = {
     "half a greeting": MAGIC,
     "a greeting and a proof with another key": MAGIC + NONCE + proof(b"another", b"dialler", "store", NONCE, Who(1)),
     "a greeting and zeros": MAGIC + NONCE + bytes(PROOF_BYTES),
-    "a request for a value": FRAME.pack(1, len(packed(GET, 9, [b"a"]))) + packed(GET, 9, [b"a"]),
-    "a request to set one": FRAME.pack(1, len(REQUEST)) + REQUEST,
+    "a request for a value": framed(Get(1, b"a", 9.0)),
+    "a request to set one": REQUEST,
     "words of a line": json.dumps({"rank": 1, "life": 1, "proof": "é"}, ensure_ascii=False).encode() + b"\n",
     "a lone surrogate": rb'{"rank": 1, "life": 1, "proof": "\ud800"}' + b"\n",
     "a number without end": b'{"rank": ' + b"9" * 5000 + b"}\n",

@@ -31,6 +31,7 @@ from distlab.transport.handshake import (
 from tests.transport.strangers import FORGED, HERE, silent, told, told_all
 
 pytestmark = pytest.mark.timeout(60)
+ANSWER_BYTES = len(MAGIC) + NONCE_BYTES + PROOF_BYTES
 KEY, PURPOSE, RANK = b"the key", "a test", Who(1, 2)
 
 
@@ -100,7 +101,7 @@ def test_what_is_forged_lets_nobody_in_and_is_counted() -> None:
     with kept() as doorkeeper:
         answers = told_all(doorkeeper.port)
         assert doorkeeper.come == []
-        assert all(LET_IN not in answer[NONCE_BYTES + PROOF_BYTES :] for answer in answers.values())
+        assert all(LET_IN not in answer[ANSWER_BYTES:] for answer in answers.values())
         assert len(doorkeeper.faults) == len(FORGED) - 1, "all but who said nothing, who may only have looked"
         assert dial(doorkeeper.port) == Who(7, 3)
 
@@ -111,12 +112,12 @@ def test_what_was_heard_on_another_connection_proves_nothing() -> None:
         nonce = bytes(NONCE_BYTES)
         with socket.create_connection((HERE, doorkeeper.port)) as first:
             first.sendall(MAGIC + nonce)
-            answer = first.recv(NONCE_BYTES + PROOF_BYTES, socket.MSG_WAITALL)
+            answer = first.recv(ANSWER_BYTES, socket.MSG_WAITALL)[len(MAGIC) :]
             right = proof(KEY, b"dialler", PURPOSE, nonce + answer[:NONCE_BYTES], Who(1))
             first.sendall(right)
             assert first.recv(1) == LET_IN
         for said in (right, answer[NONCE_BYTES:]):
-            assert told(doorkeeper.port, MAGIC + nonce + said)[NONCE_BYTES + PROOF_BYTES :] == b""
+            assert told(doorkeeper.port, MAGIC + nonce + said)[ANSWER_BYTES:] == b""
         assert doorkeeper.come == [Who(1)]
 
 

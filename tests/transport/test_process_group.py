@@ -108,7 +108,7 @@ def test_a_stranger_that_listens_in_a_rank_s_place_is_not_believed() -> None:
                 connection.sendall(b"x" * 200)
 
         threading.Thread(target=answer, daemon=True).start()
-        with pytest.raises(LinkError, match="no connection to rank 0: it does not have the key of this run"):
+        with pytest.raises(LinkError, match="no connection to rank 0: it does not speak this protocol"):
             connected(store, 1, [0], 2.0)
 
 

@@ -3,28 +3,23 @@
 
 import contextlib
 import http.server
-import os
 import re
 import signal
 import socket
 import sys
 import threading
 import time
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from distlab.cluster import ClusterError
 from distlab.cluster.address import resolve
-from distlab.cluster.authenticated_messages import key_of
-from distlab.cluster.message_signer import ANYONE, MessageSigner
-from distlab.cluster.rendezvous import in_an_agents_store
-from distlab.cluster.rendezvous_client import RendezvousClient
+from distlab.cluster.join import in_an_agents_store, key_of
+from distlab.cluster.launch import free_port
 from distlab.config import Config
 from tests.cluster.cluster_of_processes import Processes, Rank
+from tests.transport.strangers import silent, told_all
 
 
 def refusals(ranks: list[Rank]) -> set[str]:
@@ -102,14 +97,11 @@ class Silent(http.server.BaseHTTPRequestHandler):
     pass
 
 
-@pytest.mark.parametrize("kind", ["silent", "http", "bound", "udp too"])
+@pytest.mark.parametrize("kind", ["silent", "http"])
 def test_a_taken_port_is_said_on_all_ranks(processes: Processes, kind: str) -> None:
-    with socket.socket() as taken, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams:
+    with socket.socket() as taken:
         taken.bind(("127.0.0.1", processes.port))
-        if kind != "bound":
-            taken.listen()
-        if kind == "udp too":
-            datagrams.bind(("127.0.0.1", processes.port))
+        taken.listen()
         if kind == "http":
             server = http.server.HTTPServer(("127.0.0.1", processes.port), Silent, bind_and_activate=False)
             server.socket.close()
@@ -121,7 +113,6 @@ def test_a_taken_port_is_said_on_all_ranks(processes: Processes, kind: str) -> N
     assert said == {
         f"MASTER_PORT={processes.port} on 127.0.0.1 is taken by another program, not by rank 0: choose another port"
     }
-    # What counts is when it is said: rank 0 stays some seconds for ranks that are still importing torch.
     assert all(rank.said_after_s("is taken by another program") < 12 for rank in processes.all)
 
 
@@ -129,41 +120,23 @@ def test_a_rank_with_another_key_is_said_so_on_both_ends(processes: Processes) -
     keys = [f"the key of {name} ......" for name in ("ours", "theirs")]
     ranks = [processes.rank(rank, 2, LAB_KEY=key, LAB_JOIN_TIMEOUT_S="12") for rank, key in enumerate(keys)]
     assert [rank.end() for rank in ranks] == [3, 3]
-    assert re.search(r"rank 1 of 2 did not come in 12 s .*; \d+ questions came that were sealed with another key, the last"
-                     r" one from 127.0.0.1: set the same LAB_KEY on all ranks", ranks[0].text)  # fmt: skip
+    assert re.search(r"rank 1 of 2 did not come in 12 s .*; \d+ connections came that have another key, the last one from"
+                     r" 127.0.0.1: set the same LAB_KEY on all ranks", ranks[0].text)  # fmt: skip
     assert "is held by a rank 0 with another key: set the same LAB_KEY on all ranks of a run" in ranks[1].text
     assert "theirs" not in ranks[0].text + ranks[1].text
 
 
-def test_garbage_while_ranks_join_run_and_end_changes_nothing(processes: Processes) -> None:
-    """To the board's port and to both heartbeat ports; rank 0 counts what came to it."""
+def test_what_strangers_say_while_ranks_join_run_and_end_changes_nothing(processes: Processes) -> None:
     ranks = [processes.rank(0, 2, steps=20)]
     ranks[0].until("waiting for rank 1")
     ranks.append(processes.rank(1, 2, steps=20))
-    wrong = [
-        b"",
-        b"[" * 9000,
-        b'{"claim": {"rank": [1]}}',
-        MessageSigner(bytes(32)).seal({"kind": "killed", "rank": 1}, ANYONE),
-    ]
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
+    told = 0
+    with silent(processes.port, 20):
         while any(rank.process.poll() is None for rank in ranks):
-            ports = {processes.port, *(port for rank in ranks for port in udp_ports(rank.process.pid))}
-            for datagram in wrong:
-                for port in ports:
-                    udp.sendto(datagram, ("127.0.0.1", port))
-            time.sleep(0.2)
+            with contextlib.suppress(ConnectionError):
+                told += len(told_all(processes.port))
     assert [rank.end() for rank in ranks] == [0, 0], ranks[0].text
-    assert "dropped    a message not sealed, from 127.0.0.1" in ranks[0].text
-
-
-def udp_ports(pid: int) -> list[int]:
-    """The UDP ports of a process, from the kernel's table."""
-    inodes = set()
-    with contextlib.suppress(OSError):
-        inodes = {os.readlink(f"/proc/{pid}/fd/{fd}").strip("socket:[]") for fd in os.listdir(f"/proc/{pid}/fd")}
-    rows = [line.split() for line in Path("/proc/net/udp").read_text().splitlines()[1:]]
-    return [int(row[1].partition(":")[2], 16) for row in rows if row[9] in inodes]
+    assert told and "dropped    a connection whose ends do not both have the key, from 127.0.0.1" in ranks[0].text
 
 
 def test_an_address_of_nobody_fails_in_time(processes: Processes) -> None:
@@ -226,53 +199,36 @@ def test_torchrun_gives_its_store(processes: Processes) -> None:
     assert agent.text.count("step 2") == 2
 
 
-def test_ranks_whose_agents_count_restarts_apart_meet_where_the_board_is_now(processes: Processes) -> None:
-    """An agent's store outlives the ranks: there stands where the board of the attempt before was. And it is open to
-    all: what has no seal of the key is no board."""
+def test_ranks_whose_agents_count_restarts_apart_meet_where_the_server_is_now(processes: Processes) -> None:
+    """An agent's store outlives the ranks: there stands where the server of the attempt before was. And it is open to
+    all: what is not made with the key is no server."""
     store = dist.TCPStore("127.0.0.1", processes.port, None, True, wait_for_workers=False)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as gone:
-        gone.bind(("127.0.0.1", 0))
-        before = gone.getsockname()[1]
+    before = free_port()
     open_to_all = dist.PrefixStore("distlab/job", store)
-    open_to_all.set("board", f"{processes.port} ")
+    open_to_all.set("server", f"{processes.port} ")
     agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "job"}
     late = processes.rank(1, 2, steps=2, **agent, TORCHELASTIC_RESTART_COUNT="0")
     late.until("waiting for rank 0$")
     key = key_of(Config.read({"MASTER_PORT": str(processes.port)}), "job").secret
-    open_to_all.set("board", in_an_agents_store(key, f"{before} "))
+    open_to_all.set("server", in_an_agents_store(key, f"{before} "))
     late.until(f"waiting for rank 0: nothing listens at 127.0.0.1 .*:{before}")
     first = processes.rank(0, 2, steps=2, **agent, TORCHELASTIC_RESTART_COUNT="1")
     assert [first.end(), late.end()] == [0, 0], late.text
 
 
-def looked(answer: dict[str, Any] | None, let_in_ago_s: float | None, asked_ago_s: float = 0.2) -> float | None:
-    """What a rank knows after `answer`, whom rank 0 last answered so long ago."""
-    now = time.monotonic()
-    arrival: Any = SimpleNamespace(config=SimpleNamespace(lost_after_s=2.5))
-    let_in_at = None if let_in_ago_s is None else now - let_in_ago_s
-    return RendezvousClient._look_at_rank_0(arrival, answer, let_in_at, now - asked_ago_s)
+def test_a_rank_0_that_had_let_a_rank_in_and_is_gone_is_lost(processes: Processes) -> None:
+    ranks = [processes.rank(rank, 3, LAB_LOST_AFTER_S="1") for rank in (0, 1)]
+    for rank in ranks:
+        rank.until("waiting for rank 2")
+    ranks[0].process.kill()
+    assert ranks[1].end() == 3
+    assert "rank 0 lost before all ranks had joined: its connection ended" in ranks[1].text
 
 
-def test_a_rank_0_that_had_let_this_rank_in_and_answers_no_more_is_lost() -> None:
-    assert looked(None, 2.0) is not None
-    with pytest.raises(ClusterError, match="rank 0 lost before all ranks had joined: no answer for"):
-        looked(None, 2.6)
-
-
-def test_a_rank_that_was_frozen_itself_gives_it_time() -> None:
-    known = looked(None, 9.0, asked_ago_s=8.0)
-    assert known is not None and time.monotonic() - known < 1.0
-
-
-@pytest.mark.parametrize("wait", ["waiting for ranks 1 and 3", "waiting for rank 2", ""])
-def test_who_waits_with_the_board_is_let_in(wait: str) -> None:
-    assert looked({"wait": wait}, None) is not None
-
-
-@pytest.mark.parametrize(
-    "wait", ["waiting for the end of an earlier run, which", "waiting for the earlier rank 1 to respond"]
-)
-def test_who_waits_for_an_earlier_run_to_end_is_not(wait: str) -> None:
-    known = looked({"wait": wait}, 1.0)
-    assert known is None, "that run may end, and this rank is to wait for the next rank 0"
-    assert looked(None, None) is None
+def test_a_rank_that_had_come_and_is_gone_ends_the_start_for_all(processes: Processes) -> None:
+    ranks = [processes.rank(rank, 3, LAB_LOST_AFTER_S="1") for rank in (0, 1)]
+    for rank in ranks:
+        rank.until("waiting for rank 2")
+    ranks[1].process.kill()
+    assert ranks[0].end() == 3
+    assert "rank 1 lost before all ranks had joined: its connection ended" in ranks[0].text

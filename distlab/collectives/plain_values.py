@@ -1,0 +1,121 @@
+"""Values of plain kinds to every rank of a group, as bytes in which nothing can be called.
+
+c10d's `all_gather_object` sends pickles, and whoever reads a pickle runs what is in it: a connection of gloo's
+proves nothing of who is at its other end. Here a value is JSON and the memory of its tensors. What is read is a
+number, a text, a list, a tuple, a set, a dict, a tensor, or a record of a class that the reader names.
+
+    length of the JSON, 8 | JSON | tensor, tensor ...
+"""
+
+import json
+import struct
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+HEAD = struct.Struct("!Q")
+DTYPES = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
+MAX_BYTES = 1 << 34
+
+
+def all_gather_plain(mine: Any, group: dist.ProcessGroup, classes: Sequence[type] = ()) -> list[Any]:
+    """What each rank of `group` has, on all; a collective. Raises ValueError where it cannot be read."""
+    device = "cuda" if "nccl" in str(dist.get_backend(group)) else "cpu"
+    data = torch.frombuffer(bytearray(to_bytes(mine, classes)), dtype=torch.uint8).to(device)
+    lengths = torch.zeros(group.size(), dtype=torch.int64, device=device)
+    dist.all_gather(list(lengths.split(1)), torch.tensor([len(data)], device=device), group=group)
+    counts = lengths.tolist()
+    if not all(0 < count <= MAX_BYTES for count in counts):
+        raise ValueError(f"ranks send {counts} B: allowed are up to {MAX_BYTES} B each")
+    padded = torch.zeros(max(counts), dtype=torch.uint8, device=device)
+    padded[: len(data)] = data
+    rows = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(rows, padded, group=group)
+    return [from_bytes(bytes(row[:count].cpu().numpy()), classes) for row, count in zip(rows, counts, strict=True)]
+
+
+def to_bytes(value: Any, classes: Sequence[type] = ()) -> bytes:
+    """The bytes of a value; raises TypeError where it is of another kind."""
+    memories: list[bytes] = []
+    text = json.dumps(_plain(value, {each: each.__name__ for each in classes}, memories)).encode()
+    return HEAD.pack(len(text)) + text + b"".join(memories)
+
+
+def _plain(value: Any, names: dict[type, str], memories: list[bytes]) -> Any:
+    """As JSON has it: what JSON does not know is a dict of one entry."""
+
+    def each_of(values: Any) -> list[Any]:
+        return [_plain(each, names, memories) for each in values]
+
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, Tensor):
+        held = value.detach().cpu().contiguous()
+        memories.append(bytes(held.reshape(-1).view(torch.uint8).numpy()))
+        return {"tensor": [str(held.dtype), list(held.shape)]}
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value)}
+    if type(value) in names:
+        inner = [getattr(value, each.name) for each in fields(value)] if is_dataclass(value) else list(value)
+        return {"record": [names[type(value)], each_of(inner)]}
+    if isinstance(value, dict):
+        return {"dict": [each_of(pair) for pair in value.items()]}
+    for kind, name in ((list, ""), (torch.Size, "size"), (tuple, "tuple"), (set, "set"), (frozenset, "set")):
+        if type(value) is kind:
+            return {name: each_of(value)} if name else each_of(value)
+    raise TypeError(f"a {type(value).__name__} is of no plain kind")
+
+
+def from_bytes(data: bytes, classes: Sequence[type] = ()) -> Any:
+    """The value of these bytes; raises ValueError where they are none."""
+    try:
+        (length,) = HEAD.unpack_from(data)
+        if length > len(data):
+            raise ValueError("it is cut")
+        text = json.loads(data[HEAD.size : HEAD.size + length])
+        reader = _Reader(memoryview(data)[HEAD.size + length :], {each.__name__: each for each in classes})
+        value = reader.read(text)
+    except Exception as error:
+        raise ValueError(f"what a rank has sent cannot be read: {error}") from None
+    if len(reader.memory):
+        raise ValueError("what a rank has sent is longer than it says")
+    return value
+
+
+class _Reader:
+    """Makes values of JSON; `memory` is that of the tensors that are still to come."""
+
+    def __init__(self, memory: memoryview, classes: dict[str, type]) -> None:
+        self.memory, self._classes = memory, classes
+
+    def read(self, plain: Any) -> Any:
+        if isinstance(plain, list):
+            return [self.read(each) for each in plain]
+        if not isinstance(plain, dict):
+            return plain
+        ((kind, inner),) = plain.items()
+        if kind == "tensor":
+            return self._tensor(*inner)
+        if kind == "dtype":
+            return DTYPES[inner]
+        if kind == "record":
+            return self._classes[inner[0]](*self.read(inner[1]))
+        if kind == "dict":
+            return dict(self.read(pair) for pair in inner)
+        return {"size": torch.Size, "tuple": tuple, "set": set}[kind](self.read(inner))
+
+    def _tensor(self, dtype: str, shape: list[int]) -> Tensor:
+        if any(type(each) is not int or each < 0 for each in shape):
+            raise ValueError(f"a tensor of shape {shape}")
+        made = DTYPES[dtype]
+        count = torch.Size(shape).numel() * made.itemsize
+        if count > len(self.memory):
+            raise ValueError("a tensor that is cut")
+        taken, self.memory = bytearray(self.memory[:count]), self.memory[count:]
+        if not count:
+            return torch.empty(shape, dtype=made)
+        return torch.frombuffer(taken, dtype=made).reshape(shape)
