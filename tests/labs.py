@@ -127,10 +127,13 @@ def one_rank(
 ) -> list[str]:
     """What each rank does: a Lab on the pool's group, the experiment, and its records as lines."""
     lab = lab_of(group, settings, folder, mode, until)
-    with suppress(Decided), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(benchmark, "REPEATED_BYTES", 0)  # a call a round: tests have no use for how long 16 take
-        hold_what_is_shared(lab)
-        (lab.mode.run or everything)(lab)
+    try:
+        with suppress(Decided), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(benchmark, "REPEATED_BYTES", 0)  # a call a round: tests have no use for how long 16 take
+            hold_what_is_shared(lab)
+            (lab.mode.run or everything)(lab)
+    finally:
+        disconnect()
     lab.journal.write(records.End(group.rank(), 0.0, lab.first_step_at, 0.0, 0.0))
     return [to_line(record) for record in lab.journal.records]
 
@@ -195,8 +198,8 @@ class PooledWatch(Watchdog):
 served: list[Watchdog] = []  # of the last Lab of this process whose ranks come and go
 
 
-def membership_of(config: Config, exchange: Exchange) -> Membership:
-    """What a mode has whose ranks come and go: a server of rank 0, to which all ranks of the pool connect."""
+def disconnect() -> None:
+    """End what `membership_of` began: heartbeats would count as the traffic of the next test."""
     while served:
         watch = served.pop()
         watch._ending.set()
@@ -205,6 +208,10 @@ def membership_of(config: Config, exchange: Exchange) -> Membership:
         watch.line.close()
         if watch.cluster.server is not None:
             watch.cluster.server.close()
+
+
+def membership_of(config: Config, exchange: Exchange) -> Membership:
+    """What a mode has whose ranks come and go: a server of rank 0, to which all ranks of the pool connect."""
     port = exchange.share("port", free_port() if exchange.rank == 0 else None)
     config = config.model_copy(update={"master_port": port, "lost_after_s": 30.0, "run_id": "pool"})
     cluster = join(config, "pool", lambda _line: None, goes_on=True)

@@ -22,7 +22,7 @@ from distlab.testing.warm_ranks import Ranks
 from distlab.verify import silent_corruption
 from distlab.verify.run_all import everything
 from tests.compose.containers import clean_environ
-from tests.labs import TINY, failed, lab_of
+from tests.labs import TINY, disconnect, failed, lab_of
 from tests.launched import ended_warm
 
 pytestmark = pytest.mark.timeout(180)
@@ -69,6 +69,7 @@ def drilled(group: dist.ProcessGroup, settings: dict[str, str], folder: str, bli
         else:  # what a lesson checks of its own takes longer than its drill
             lab.mode = replace(lab.mode, run=None, predict=lambda config: [])
             everything(lab)
+    disconnect()
     lab.journal.write(records.End(group.rank(), 0.0, None, 0.0, 0.0))
     return [to_line(record) for record in lab.journal.records]
 
