@@ -39,6 +39,7 @@ from distlab.rank.finish import Sections, everything_written, settle, write_fail
 from distlab.rank.main import lock_folder, source_version
 from distlab.report import records
 from distlab.report.run_folder import Journal, Outcome
+from distlab.report.table import wrapped
 from distlab.report.units import counted
 from distlab.report.verdict import judge
 from distlab.transport.store import Prefixed
@@ -126,9 +127,8 @@ class Rank:
             variables["DISTLAB_FOLDER"] = scratch(exchange, folder, self.job)
         words = shlex.join([self.job.shown, *self.job.words])
         if cluster.rank == 0:
-            self.journal.say(
-                f"{self.job.command:<11}{words} · {counted(cluster.world_size, 'ranks')} · {folder}", "normal"
-            )
+            what = f"{words} · {counted(cluster.world_size, 'ranks')} · {folder}"
+            self.journal.say("\n".join(wrapped(self.job.command, what)), "normal")
         self.bedside.begin({name: str(value) for name, value in variables.items()})
 
     def _attend(self, watch: Watchdog, exchange: Exchange, cluster: Cluster, folder: Path, outcome: Outcome) -> int:

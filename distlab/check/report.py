@@ -13,7 +13,7 @@ from distlab.check.matching import Line
 from distlab.check.rank_state import CHECKS, DEVICES, RankState
 from distlab.report import records
 from distlab.report.sentences import FINDINGS, UNTIL_ENDED, WHEN_FAILED
-from distlab.report.table import aligned, wrapped
+from distlab.report.table import INDENT, WIDTH, aligned, shortened, wrapped
 from distlab.report.units import counted, human_bytes
 
 CONTROL = "tests/check/test_faults.py::test_it_is_named"
@@ -62,7 +62,6 @@ def written(doctor: Doctor) -> Iterator[records.Record]:
 def log_lines(doctor: Doctor) -> Iterator[str]:
     """What the log says beside the checks: tracebacks, where each rank was, and questions."""
     for finding in doctor.findings:
-        yield from wrapped("found", finding.sentence)
         yield from finding.traceback.rstrip().splitlines()
         yield from where_lines(finding.rows)
     yield from format_tables(doctor.records)
@@ -85,10 +84,10 @@ def where_lines(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(3)] if rows else []
     for row in rows:
         *cells, code = row
-        columns = [cell.ljust(width) for cell, width in zip(cells, [*widths, 0], strict=True)]
-        yield f"{'where':<11}{'  '.join(columns)}".rstrip()
+        columns = "  ".join(cell.ljust(width) for cell, width in zip(cells, [*widths, 0], strict=True)).rstrip()
+        yield from wrapped("where", columns if len(columns) <= WIDTH - INDENT else "  ".join(cells))
         if code:
-            yield f"{'code':<11}{' ' * widths[0]}  {code}"
+            yield shortened(f"{'code':<{INDENT}}{' ' * widths[0]}  {code}", WIDTH)
 
 
 def questions(doctor: Doctor) -> Iterator[str]:

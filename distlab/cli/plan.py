@@ -28,6 +28,7 @@ from distlab.plan.model import Shape, from_config, guessed, named, table
 from distlab.plan.page import plan_page
 from distlab.plan.step_time import AGAIN
 from distlab.report.reading import BrokenRecord, write_atomically
+from distlab.report.table import on_terminal
 
 # The command line of the calculator: what can be said, what is taken if it is not, and every fault at once.
 
@@ -366,7 +367,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         if given in (["--score"], ["--fit"]):
-            print("\n".join(score.score_lines() if given == ["--score"] else score.fit()))
+            print("\n".join(on_terminal(score.score_lines() if given == ["--score"] else score.fit())))
             return 0
         asked = read_asked(given)
         switches = parser().parse_known_args(given)[0]
@@ -387,9 +388,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps(as_json(asked.job, asked.told, chosen, priced, asked.tokens), indent=1, allow_nan=False))
         return 0
     if priced is not None:
-        print("\n".join(layout_lines(asked.job, asked.told, priced, chosen, asked.tokens)))
+        print("\n".join(on_terminal(layout_lines(asked.job, asked.told, priced, chosen, asked.tokens))))
     else:
-        print("\n".join(answer_lines(asked.job, asked.told, chosen, asked.tokens)))
+        print("\n".join(on_terminal(answer_lines(asked.job, asked.told, chosen, asked.tokens))))
     shown = asked.layout or (chosen.pick.layout if chosen.pick else None)
     if shown is not None and switches.see:
         print(f"together   {command(shown, asked.job)}")

@@ -17,6 +17,7 @@ from distlab.puzzle.runner import Runner, Verdict
 from distlab.puzzle.task import Task
 from distlab.puzzle.tasks import TASKS
 from distlab.report.reading import write_bytes_atomically
+from distlab.report.table import on_terminal
 
 FOLDER = Path("puzzles")
 
@@ -57,15 +58,15 @@ def done(typed: argparse.Namespace) -> int:
     folder = Folder(FOLDER)
     chosen = [TASKS[typed.number]] if typed.number else list(TASKS.values())
     if typed.verify:
-        return 0 if verify.verify(chosen, lambda line: print(line, flush=True)) else 1
+        return 0 if verify.verify(chosen, lambda line: print("\n".join(on_terminal([line])), flush=True)) else 1
     if typed.all:
         return judge_all(folder, [task for task in chosen if folder.state(task) != "-"], typed.junit)
     if typed.number is None:
         *rows, passed = listed(folder)
-        print("\n".join([*rows, f"{passed}; `distlab puzzle 1` writes {FOLDER / TASKS[1].file}"]))
+        print("\n".join([*on_terminal(rows), f"{passed}; `distlab puzzle 1` writes {FOLDER / TASKS[1].file}"]))
         return 0
     if typed.hint:
-        print(next_hint(folder, chosen[0]))
+        print("\n".join(on_terminal(next_hint(folder, chosen[0]).splitlines())))
         return 0
     return work_on(folder, chosen[0], typed.junit)
 
@@ -101,7 +102,7 @@ def judge_all(folder: Folder, tasks: Sequence[Task], junit: Path | None) -> int:
     try:
         for task in tasks:
             verdicts[task] = verdict = judge_file(folder, task, runner)
-            print("\n".join(told(task, verdict, folder.file(task))), flush=True)
+            print("\n".join(on_terminal(told(task, verdict, folder.file(task)))), flush=True)
     finally:
         runner.close()
     passed = sum(verdict is not None and verdict.passed for verdict in verdicts.values())

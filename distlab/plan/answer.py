@@ -15,10 +15,7 @@ from distlab.plan.step_time import whole_messages
 from distlab.report.table import aligned
 from distlab.report.units import human_bytes, three_digits
 
-COLUMNS = [
-    "strategy", "weights", "gradients", "optimizer", "gathered", "activations", "logits", "total", "fits",
-    "sends a step", "bubble", "compute s", "exposed s", "step s", "MFU",
-]  # fmt: skip
+COLUMNS = ["strategy", "holds", "fits", "sends", "waits s", "step s", "MFU"]  # the page and --json have all
 MESSAGES = (
     "T = rounds·α + bytes/B, rings, one collective a layer; sums hide under the backward pass, ZeRO-3's gathers but a"
     " pass's first under compute; all else is exposed"
@@ -204,10 +201,8 @@ def link(of: Link) -> str:
 
 def strategy_line(each: Cost) -> list[object]:
     """One strategy's line."""
-    memory = [human_bytes(nbytes) if nbytes else "-" for nbytes in each.memory.values()]
     return [
-        each.layout.name, *memory, human_bytes(each.held_bytes), "yes" if each.fits else "no",
-        human_bytes(each.sent_bytes), f"{each.bubble:.0%}" if each.bubble else "-", three_digits(each.compute_s),
+        each.layout.name, human_bytes(each.held_bytes), "yes" if each.fits else "no", human_bytes(each.sent_bytes),
         three_digits(each.exposed_s), three_digits(each.step_s), f"{each.mfu:.0%}",
     ]  # fmt: skip
 

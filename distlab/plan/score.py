@@ -139,7 +139,7 @@ def score_lines() -> list[str]:
     return [
         *table_of(steps, three_digits), "", *table_of(memory, human_bytes), "",
         summary("step, all rows", steps, NEAR),
-        summary("step, in no fit by the rule", [each for each in steps if each.held_out], NEAR),
+        summary("step, in no fit", [each for each in steps if each.held_out], NEAR),
         summary("step, not fitted", [each for each in steps if not each.fitted], NEAR),
         *(summary(f"step, {kind}", of_kind(steps, kind), NEAR) for kind in published().fit),
         summary("memory, all rows", memory, MEMORY_NEAR),
@@ -162,18 +162,18 @@ def table_of(found: Sequence[Compared], shown: Callable[[float], str]) -> list[s
         [each.row.name, each.what, shown(each.predicted), shown(each.measured), f"{each.error:+.0%}", use_of(each)]
         for each in sorted(found, key=lambda each: -abs(math.log1p(each.error)))
     ]
-    return aligned(["row", "of", "predicted", "published", "error", "use"], rows)
+    return aligned(["row", "of", "planned", "measured", "error", "fit"], rows)
 
 
 def use_of(each: Compared) -> str:
-    return "fitted" if each.fitted else "kept out" if each.held_out else "-"
+    return "in" if each.fitted else "out" if each.held_out else "-"
 
 
 def summary(name: str, found: Sequence[Compared], near: float) -> str:
     errors = [abs(each.error) for each in found]
     within = sum(error <= near for error in errors)
     return (
-        f"{name:<29}{len(errors)} rows: median error {median(errors):.1%}, {within} ({within / len(errors):.0%}) within"
+        f"{name:<21}{len(errors)} rows: median error {median(errors):.1%}, {within} ({within / len(errors):.0%}) within"
         f" {near:.0%}, worst {max((each.error for each in found), key=abs):+.0%}"
     )
 

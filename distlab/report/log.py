@@ -28,7 +28,7 @@ def proof(run: Run, names: Sequence[str] = ()) -> list[str]:
 # What is told as soon as it is known, while the run goes on, in the order in which one learns it; the proof row by row.
 SECTIONS: dict[str, Callable[[Run, Ranks, Sequence[str]], list[str]]] = {
     "skipped": lambda run, _records, _rows: [
-        log_line("skipped", f"{skip['variant']}: {skip['reason']}") for skip in run["skipped"]
+        line for skip in run["skipped"] for line in wrapped("skipped", f"{skip['variant']}: {skip['reason']}")
     ],
     "proof": lambda run, _records, rows: proof(run, rows),
     "timed": lambda run, _records, _rows: table_lines("timed", tables.timed(run)),
@@ -41,7 +41,7 @@ SECTIONS: dict[str, Callable[[Run, Ranks, Sequence[str]], list[str]]] = {
 
 def mistake(run: Run) -> list[str]:
     """The first line of a run with an injected bug: which one, by name."""
-    return [log_line("bug", sentences.mistake_sentence(run))] if run["mistake"] else []
+    return wrapped("bug", sentences.mistake_sentence(run)) if run["mistake"] else []
 
 
 def end_lines(
@@ -51,7 +51,7 @@ def end_lines(
     if level == "full" or (level == "normal" and run["run_mode"] in (SCRIPT, PROOF)):
         return verdict_lines(run, records, report, told)
     if level == "quiet":
-        return [*failed_lines(run), *trouble_lines(run), last_line(run, records, report)]
+        return [*failed_lines(run), *trouble_lines(run), *summary.last_lines(run, records, report)]
     return [
         *summary.table_lines(run, records),
         *summary.alone_lines(run),
@@ -79,7 +79,7 @@ def verdict_lines(run: Run, records: Ranks, report: Path | None, told: Collectio
         *trouble_lines(run),
         *([] if run["run_mode"] in (SCRIPT, PROOF) else summary.alone_lines(run)),
     ]
-    return [*lines, *summary.times_lines(run), last_line(run, records, report)]
+    return [*lines, *summary.times_lines(run), *summary.last_lines(run, records, report)]
 
 
 def failed_lines(run: Run) -> list[str]:
@@ -98,14 +98,6 @@ def trouble_lines(run: Run) -> list[str]:
         *([("unseen", sentences.unseen_sentence(run))] if run["unseen"] else []),
     ]
     return [line for word, sentence in told for line in wrapped(word, sentence)]
-
-
-def last_line(run: Run, records: Ranks, report: Path | None) -> str:
-    """The verdict, where the report is, and how to repeat the run."""
-    where = f"report {report}" if report else "no report written"
-    why = [sentences.explanation(run)] if run["mistake"] else []
-    last = [sentences.headline(run), *why, where, f"rerun: {sentences.repeat_command(records)}"]
-    return log_line(run["verdict"].upper(), " · ".join(last))
 
 
 def more_checks(run: Run) -> list[str]:

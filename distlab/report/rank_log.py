@@ -11,14 +11,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from distlab.report import records
+from distlab.report import records, table
 from distlab.report.records import Record
-from distlab.report.table import INDENT, WIDTH, wrapped
+from distlab.report.table import INDENT
 from distlab.report.tables import row as chart_row
 from distlab.report.timeline import Span, step_seconds, union_s
 from distlab.report.units import byte_unit, human_bytes, milliseconds, name_ranks, three_digits
 from distlab.report.verdict import passes
 
+WIDTH = 100  # columns of its file
 MOST_LINES = 25  # of a normal log, with its verdict
 AT_THE_END = 6  # of them for one each of the five blocks at the end, and the verdict
 AFTER_HOLDINGS = AT_THE_END + 4  # of them for what follows: two of its pace, two of its mode, the end
@@ -31,6 +32,14 @@ ANY = -1  # a receive takes from whoever sends
 SENDS = {"send": "sent to", "recv": "received from"}
 HEADERS_SHARE = 0.01  # of what goes to the peer that gets most: less than that are only acknowledgements and headers
 Log = Literal["quiet", "normal", "full"]
+
+
+def wrapped(word: str, text: str) -> list[str]:
+    return table.wrapped(word, text, WIDTH)
+
+
+def shortened(text: str) -> str:
+    return table.shortened(text, WIDTH)
 
 
 class RankLog:
@@ -273,11 +282,6 @@ def calls_lines(
     kept = largest if len(groups) <= room else largest[: max(1, room)]
     told = [shortened(f"{'':<{indent}}{group.told(me, waited=len(groups) > 1)}") for group in groups if group in kept]
     return told[:room]
-
-
-def shortened(text: str) -> str:
-    """At most WIDTH columns."""
-    return text if len(text) <= WIDTH else f"{text[: WIDTH - 3].rstrip()}..."
 
 
 def pace_lines(_log: RankLog, record: records.Reached) -> list[str]:

@@ -10,11 +10,10 @@ from pathlib import Path
 from distlab.config.settings import is_path
 from distlab.report import sentences, tables
 from distlab.report.records import Ranks, Run
-from distlab.report.table import in_columns, log_line, wrapped
+from distlab.report.table import WIDTH, in_columns, log_line, wrapped
 from distlab.report.units import byte_unit, difference, milliseconds, three_digits
 from distlab.report.verdict import proof_on, pytorch_own, slowest
 
-WIDTH = 67  # columns: 80 without "worker0-1  | "
 MOST_TITLE = 9  # columns
 MOST_NAMED = 8  # checks
 MOST_FAILED = 4  # failed claims that have a sentence here; the report has all

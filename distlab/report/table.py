@@ -97,15 +97,40 @@ def table_lines(word: str, table: Table, least: Sequence[int] = ()) -> list[str]
     return [log_line("" if place else word, text) for place, text in enumerate(lines)]
 
 
-WIDTH, INDENT = 100, 11  # of a log's line, and of what stands under its word
+TERMINAL = 80  # columns of whoever reads
+COMMANDS = ("see it", "together", "rerun")  # words before a command
+WIDTH = TERMINAL - len("worker0-1  | ")  # of a log's line: behind what Compose puts before it, or "rank 0 | "
+INDENT = 11  # of what stands under its word
 
 
-def wrapped(word: str, text: str) -> list[str]:
-    """The same on as many lines as it takes, none longer than WIDTH but for a path or a name, which are not broken."""
+def wrapped(word: str, text: str, width: int = WIDTH) -> list[str]:
+    """The same on as many lines as it takes, none longer than that but for a path or a name, which are not broken."""
     return textwrap.wrap(
-        f"{word:<{INDENT}}{text}", WIDTH, subsequent_indent=" " * INDENT, break_long_words=False,
+        f"{word:<{INDENT}}{text}", width, subsequent_indent=" " * INDENT, break_long_words=False,
         break_on_hyphens=False,
     )  # fmt: skip
+
+
+def on_terminal(lines: Iterable[str]) -> list[str]:
+    """Lines without a rank before them, those that are too long wrapped under their word; a command stays whole."""
+    found: list[str] = []
+    for line in lines:
+        text = line.lstrip()
+        indent = INDENT if "  " in text[:INDENT] else len(line) - len(text)
+        whole = len(line) <= TERMINAL or line.startswith(COMMANDS)
+        found += (
+            [line]
+            if whole
+            else textwrap.wrap(
+                line, TERMINAL, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+            )
+        )
+    return found
+
+
+def shortened(text: str, width: int) -> str:
+    """At most so many columns."""
+    return text if len(text) <= width else f"{text[: width - 3].rstrip()}..."
 
 
 def log_line(word: str, text: str) -> str:

@@ -33,6 +33,11 @@ class Checked(NamedTuple):
         return [finding["sentence"] for finding in self.run.get("findings", [])]
 
     @property
+    def told(self) -> str:
+        """All of it as one line, however it was wrapped."""
+        return " ".join(self.said.replace("rank 0 |", "").split())
+
+    @property
     def questions(self) -> list[str]:
         """What was asked, however it was wrapped."""
         log = "\n".join(line.removeprefix("rank 0 | ") for line in self.said.splitlines())
@@ -62,6 +67,14 @@ def check(script: Path, world_size: int, folder: Path, *words: str, command: str
     seconds = time.monotonic() - began
     written = folder / run_id / "run.json"
     return Checked(code, said, json.loads(written.read_text()) if written.exists() else {}, seconds)
+
+
+def too_wide(said: str) -> list[str]:
+    """The lines that a terminal of 80 columns breaks, but for a command to repeat and a path that is longer itself."""
+    texts = [line.removeprefix("rank 0 | ") for line in said.splitlines()]
+    own = [text for text in texts if re.match(r"(?:[a-zA-Z]+ +|[ ]{11})(?=\S)", text) and text[10:11] == " "]
+    cut = [text for text in own if len(f"rank 0 | {text}") > 80 and not text.startswith(("rerun ", "report "))]
+    return [text for text in cut if max(map(len, text.split())) < 40]
 
 
 def line_of(script: Path, marker: str) -> str:

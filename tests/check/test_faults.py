@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.check.cases import NONE_OF_OURS, PLANTED, RIGHT, SCRIPTS, Planted, check, line_of, missed
+from tests.check.cases import NONE_OF_OURS, PLANTED, RIGHT, SCRIPTS, Planted, check, line_of, missed, too_wide
 from tests.launched import ended_warm
 
 
@@ -17,6 +17,9 @@ def test_it_is_named(planted: Planted, tmp_path: Path) -> None:
     checked = check(script, planted.world_size, tmp_path, LAB_HANG_AFTER_S="2")
     assert checked.code == planted.exit_code, checked.said
     assert not missed(planted, checked), checked.said
+    assert not too_wide(checked.said)
+    texts = [line.removeprefix("rank 0 | ") for line in checked.said.splitlines()]
+    assert any(text.startswith(("FAIL  ", "PASS  ")) and len(text) < 80 for text in texts)
 
 
 @pytest.mark.parametrize(("name", "world_size"), RIGHT.items())
@@ -73,7 +76,8 @@ def test_a_restart_under_torchrun_is_a_run_of_its_own(tmp_path: Path) -> None:
     words = [AGENT, str(SCRIPTS / "right" / "elastic.py")]
     done = ended_warm("-c", words, environ=clean | own, timeout_s=110)
     assert done.returncode == 0, done.stdout
-    assert "rank 1 raised RuntimeError: a fault of this machine at elastic.py:" in done.stdout
+    said = " ".join(done.stdout.split())
+    assert "rank 1 raised RuntimeError: a fault of this machine at elastic.py:" in said
     assert "rank 0: resumes at step 3" in done.stdout
     first, second = (line for line in done.stdout.splitlines() if line.startswith(("FAIL ", "PASS ")))
     assert (first.split()[0], second.split()[0]) == ("FAIL", "PASS")

@@ -59,7 +59,7 @@ def test_it_is_named(deed: Callable[[int], None], said: str, tmp_path: Path) -> 
     checked = check(SCRIPTS / "long.py", 2, tmp_path, str(tmp_path))
     took_s = time.monotonic() - done.done_at
     assert checked.code in (3, 137), checked.said  # 137: the launcher's word for a rank that was killed itself
-    assert said in checked.said
+    assert said in checked.told
     assert "rank 1" in checked.said
     assert checked.run["verdict"] == "lost"
     assert [lost["rank"] for lost in checked.run["lost"]] == [1]

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 import shlex
 import subprocess
 import sys
@@ -212,7 +213,7 @@ def test_a_peak_is_that_of_the_precision_and_said_to_be_assumed(capsys: pytest.C
         ("--gpu mi300x", "shares of the peak are an A100's"),
     ):
         assert main(f"{SEVEN} {more}".split()) == 0
-        assert words in capsys.readouterr().out
+        assert words in re.sub(r"\n {11}", " ", capsys.readouterr().out)
 
 
 def test_a_slow_link_turns_the_choice_and_a_fast_one_hides() -> None:
@@ -391,3 +392,17 @@ def test_long_samples_are_shown_on_a_mesh_that_cuts_them(capsys: pytest.CaptureF
     assert main([*SEVEN.split(), *long.split()]) == 0
     last = capsys.readouterr().out.strip().splitlines()[-1]
     assert settings(last)["LAB_MESH"] == "dp2,cp2,tp2"
+
+
+@pytest.mark.parametrize("more", ["", "--tokens 1e12 --see", "--layout tp8,pp4,dp2 --zero 1"])
+def test_the_answer_is_no_wider_than_a_terminal(more: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(f"--model llama3-70b --gpus 64 --gpu h100 {more}".split()) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert [line for line in said if len(line) > 80 and not line.startswith(("see it", "together"))] == []
+    assert any(line.startswith(" " * 11) for line in said)
+
+
+def test_the_score_is_no_wider_than_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--score"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert max(map(len, said)) <= 80

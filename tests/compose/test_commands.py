@@ -79,7 +79,7 @@ def test_a_run_leaves_files_of_the_clones_owner_and_no_containers_and_is_removed
     done = run(clone, "./run", "dp", *(f"{name}={value}" for name, value in SMALL.items()))
     assert done.returncode == 0, done.stdout
     assert "PASS" in done.stdout
-    assert re.search(r"rerun: RUN_MODE=dp WORLD_SIZE=2 .* \./run$", done.stdout, re.MULTILINE)
+    assert re.search(r"rerun +RUN_MODE=dp WORLD_SIZE=2 .* \./run$", done.stdout, re.MULTILINE)
     assert len(list(clone.glob("runs/*/run.json"))) >= 1
     strangers = {str(path) for path in clone.rglob("*") if (path.lstat().st_uid, path.lstat().st_gid) != (1234, 1234)}
     assert strangers == set()

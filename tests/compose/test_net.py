@@ -34,7 +34,7 @@ def test_a_run_on_a_slow_link_says_what_it_asked_for_and_what_it_got(cluster: Co
     assert run["verdict"] == "pass"
     assert "LAB_NET_RATE=100mbit and LAB_NET_DELAY=5ms asked for; measured" in " ".join(log.split())
     assert re.search(
-        r"rerun: .* COMPOSE_FILE=docker-compose.yaml:compose/net.yaml docker compose up$", log, re.MULTILINE
+        r"rerun +.* COMPOSE_FILE=docker-compose.yaml:compose/net.yaml docker compose up$", log, re.MULTILINE
     )
     compared = {entry["name"]: entry for entry in run["comparisons"]}
     assert compared["link rate"]["predicted"] == 1e8

@@ -28,7 +28,7 @@ REFUSED = {
     r"\bonly shown\b|\bshown$": "informational",
     r"\bnothing to hold\b": "nothing to check",
     r"\boff, of what\b": "difference / tolerance",
-    r"\brepeat [A-Z_]+=": "rerun:",
+    r"\brepeat [A-Z_]+=": "rerun",
     r"\bmistakes?\b": "injected bug",
     r"\bon purpose\b": "injected",
     r"\bmeant to see\b|\bseen by\b|\bcheck that sees\b": "caught by, catches",

@@ -2,7 +2,8 @@
 
 import itertools
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -286,3 +287,8 @@ def _of_rank_0(steps: int, variants: dict[str, float]) -> list[Record]:
             log_x=True,
         ),
     ]
+
+
+def unwrapped(lines: Iterable[str]) -> list[str]:
+    """The lines of a log, its sentences whole as they were before they were wrapped."""
+    return re.sub(r"\n {11}(?=\S)", " ", "\n".join(lines)).splitlines()

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 from msgspec.structs import replace
 
-from distlab.report.rank_log import Log, RankLog, fitted, verdict_of_all
+from distlab.report.rank_log import WIDTH, Log, RankLog, fitted, verdict_of_all
 from distlab.report.records import (
     Check,
     Classes,
@@ -29,7 +29,6 @@ from distlab.report.records import (
     Start,
     Wire,
 )
-from distlab.report.table import WIDTH
 
 pytestmark = pytest.mark.timeout(60)
 START = Start(1, "dp-1", "dp", 3, "worker1", {"LAB_BACKEND": "gloo"}, {}, {}, "mlp, 12 parameters", by_torch=["ddp"])

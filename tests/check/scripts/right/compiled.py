@@ -20,7 +20,7 @@ def net() -> nn.Module:
 def models() -> Iterator[Any]:
     yield DistributedDataParallel(torch.compile(net(), backend=BACKEND, fullgraph=True))
     yield torch.compile(DistributedDataParallel(net()), backend=BACKEND)
-    compiled = DistributedDataParallel(net())
+    compiled: Any = DistributedDataParallel(net())
     compiled.compile(backend=BACKEND)
     yield compiled
     sharded: Any = fully_shard(net())
