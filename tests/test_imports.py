@@ -111,8 +111,7 @@ BY_NAME = {
     "distlab.testing.rank": "a user's tests",
     "distlab.cli.run": "the module of a command, as does the next one",
     "distlab.cli.completion": "",
-    "benchmarks.engines.__main__": "one of its siblings, as does the next one",
-    "benchmarks.mutants.__main__": "",
+    "benchmarks.engines.__main__": "one of its siblings",
 }
 PLACES = ("distlab", "workers", "benchmarks")
 LINKED = ("distlab/experiments", "distlab/engines")  # which `**` does not follow
