@@ -10,7 +10,6 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from distlab.config import ConfigError
-from distlab.puzzle import verify
 from distlab.puzzle.folder import Folder
 from distlab.puzzle.learner import judge_file, listed, next_hint, told
 from distlab.puzzle.runner import Runner, Verdict
@@ -34,9 +33,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--hint", action="store_true", help="the next hint of the task")
     made.add_argument("--all", action="store_true", help="run all files in puzzles/ that are filled in")
     made.add_argument("--junit", type=Path, metavar="FILE", help="write what was judged as JUnit XML, too")
-    made.add_argument(
-        "--verify", action="store_true", help="judge the lab's own references and wrong answers, of NUMBER or of all"
-    )
     return made
 
 
@@ -57,8 +53,6 @@ def done(typed: argparse.Namespace) -> int:
     """What the words ask for; raises ConfigError where no ranks can be started."""
     folder = Folder(FOLDER)
     chosen = [TASKS[typed.number]] if typed.number else list(TASKS.values())
-    if typed.verify:
-        return 0 if verify.verify(chosen, lambda line: print("\n".join(on_terminal([line])), flush=True)) else 1
     if typed.all:
         return judge_all(folder, [task for task in chosen if folder.state(task) != "-"], typed.junit)
     if typed.number is None:
@@ -79,9 +73,7 @@ def refused(typed: argparse.Namespace) -> str:
         return "--hint is of one puzzle: distlab puzzle 7 --hint"
     if typed.number is not None and typed.all:
         return f"--all is of all puzzles, and {typed.number} of one: give one of them"
-    if sum([typed.hint, typed.all, typed.verify]) > 1:
-        return "--hint, --all and --verify are three commands: give one of them"
-    if typed.junit is not None and (typed.hint or typed.verify or (typed.number is None and not typed.all)):
+    if typed.junit is not None and (typed.hint or (typed.number is None and not typed.all)):
         return "--junit is of answers that are judged: distlab puzzle --all --junit FILE, or 7 in place of --all"
     return ""
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from distlab.puzzle.folder import Folder, Result, digest_of, unfilled
-from distlab.puzzle.runner import Answer, Figures, Runner, Verdict
+from distlab.puzzle.runner import Figures, Runner, Verdict
 from distlab.puzzle.task import Task, functions_of
 from distlab.puzzle.tasks import TASKS
 from distlab.report.units import human_bytes
@@ -31,7 +31,7 @@ def judge_file(folder: Folder, task: Task, runner: Runner) -> Verdict | None:
     source = folder.file(task).read_text()
     if unfilled(source):
         return None
-    verdict = unusable(folder.file(task), source, task) or runner.judge(task, Answer(folder.file(task)))
+    verdict = unusable(folder.file(task), source, task) or runner.judge(task, folder.file(task))
     num_hints = folder.result(task).num_hints
     folder.keep(task, Result(verdict.passed, digest_of(folder.file(task)), verdict.reason, num_hints))
     return verdict

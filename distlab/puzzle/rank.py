@@ -32,12 +32,10 @@ GROUP_S = 60.0  # longer than any try
 
 
 class Job(NamedTuple):
-    """An answer for one rank; `suffix` is of the functions that it takes in place of those without (see wrong/)."""
+    """An answer for one rank."""
 
     task: int
     file: str
-    fallback: str  # the file that has what `file` lacks, or ""
-    suffix: str
     world_size: int
     folder: str  # for files
     number: int = 0  # of the job in this pool: its process group's keys begin with it
@@ -110,16 +108,8 @@ class OnRank:
         self._made.append(Made(call.op, sent_bytes, self._recorder.places.line_of(2), waits))
 
 
-def answer_of(job: Job) -> types.SimpleNamespace:
-    """The functions of an answer; raises what its file raises."""
-    found = names_in(job.file)
-    if job.suffix:
-        own = {name.removesuffix(job.suffix): each for name, each in found.items() if name.endswith(job.suffix)}
-        found = names_in(job.fallback) | own
-    return types.SimpleNamespace(**found)
-
-
 def names_in(file: str) -> dict[str, Any]:
+    """What a file of functions defines, by name; raises what the file raises."""
     module = types.ModuleType("answer")
     module.__file__ = file
     exec(compile(Path(file).read_text(), file, "exec"), module.__dict__)
@@ -152,7 +142,7 @@ def run(start: Start, job: Job, store: dist.Store, telling: Telling, recorder: R
             begin(start, job, store)
         bench = OnRank(start.rank, job, recorder, start.port)
         play = task.resume if job.resumes and task.resume is not None else task.play
-        report = bench.report(play(answer_of(job), bench))
+        report = bench.report(play(types.SimpleNamespace(**names_in(job.file)), bench))
         recorder.forget()
         with recorder.unseen():
             dist.destroy_process_group()

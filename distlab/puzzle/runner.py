@@ -21,15 +21,6 @@ START_S = 60.0  # for a rank to be there, on a machine that does much else; no p
 TRY_S = 10.0
 
 
-@dataclass(frozen=True)
-class Answer:
-    """The file of an answer; with a suffix the functions that end in it, and what lacks from `fallback`."""
-
-    file: Path
-    suffix: str = ""
-    fallback: str = ""
-
-
 class Figures(NamedTuple):
     """With so many ranks, of the rank that has the most."""
 
@@ -63,14 +54,14 @@ class Runner(WarmRanks):
         super().__init__(self._folder, PRELOAD)
         self._jobs = 0
 
-    def judge(self, task: Task, answer: Answer, world_sizes: Sequence[int] = WORLD_SIZES) -> Verdict:
+    def judge(self, task: Task, file: Path, world_sizes: Sequence[int] = WORLD_SIZES) -> Verdict:
         """Run it with each number of ranks; the first that is wrong ends it."""
         self._prepare(max(world_sizes))
         begun = time.monotonic()
         figures: list[Figures] = []
         for world_size in world_sizes:
             left_s = max(1.0, TRY_S - (time.monotonic() - begun))
-            reports, lines = self._tried(task, answer, world_size, left_s)
+            reports, lines = self._tried(task, file, world_size, left_s)
             if not lines and (fault := judge(task, world_size, reports)):
                 lines = [fault]
             if lines:
@@ -83,10 +74,10 @@ class Runner(WarmRanks):
         for new in self.fork(count, serve, [self._folder]):
             self.hear(new, "start", START_S)
 
-    def _tried(self, task: Task, answer: Answer, world_size: int, left_s: float) -> tuple[list[Report], list[str]]:
+    def _tried(self, task: Task, file: Path, world_size: int, left_s: float) -> tuple[list[Report], list[str]]:
         """The reports of the ranks, or what is wrong, the sentence first."""
         files = tempfile.mkdtemp(prefix="distlab-puzzle-")
-        job = Job(task.number, str(answer.file.resolve()), answer.fallback, answer.suffix, world_size, files)
+        job = Job(task.number, str(file.resolve()), world_size, files)
         try:
             outcome = self._run(job, left_s)
             if task.resume is not None:

@@ -8,7 +8,7 @@ import pytest
 from distlab import puzzle
 from distlab.puzzle.cell import Cells
 from distlab.puzzle.tasks import TASKS
-from distlab.puzzle.verify import ANSWERS
+from tests.puzzle.cases import ANSWERS
 
 Typed = Callable[..., str]
 

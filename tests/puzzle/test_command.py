@@ -9,7 +9,7 @@ import pytest
 
 from distlab.cli.puzzle import main
 from distlab.puzzle.tasks import TASKS
-from distlab.puzzle.verify import ANSWERS
+from tests.puzzle.cases import ANSWERS
 
 ALL = len(TASKS)
 Typed = Callable[..., tuple[int, str]]
@@ -78,7 +78,7 @@ def test_hints_come_one_by_one_and_stay_at_the_last(typed: Typed) -> None:
         (["21"], f"there is no puzzle 21, allowed: 1 to {ALL}"),
         (["--hint"], "--hint is of one puzzle: distlab puzzle 7 --hint"),
         (["3", "--all"], "--all is of all puzzles, and 3 of one: give one of them"),
-        (["--all", "--verify"], "--hint, --all and --verify are three commands: give one of them"),
+        (["--hint", "--all"], "--hint is of one puzzle: distlab puzzle 7 --hint"),
         (["--junit", "x.xml"], "--junit is of answers that are judged"),
     ],
 )

@@ -11,7 +11,7 @@ from distlab.puzzle.folder import stub_of, unfilled
 from distlab.puzzle.rank import names_in
 from distlab.puzzle.task import WORLD_SIZES, Task, functions_of, sizes_of
 from distlab.puzzle.tasks import TASKS
-from distlab.puzzle.verify import ANSWERS, WRONG
+from tests.puzzle.cases import ANSWERS, WRONG
 
 EACH = pytest.mark.parametrize("task", TASKS.values(), ids=lambda task: task.file)
 

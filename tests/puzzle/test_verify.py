@@ -7,7 +7,7 @@ import pytest
 from distlab.puzzle.runner import TRY_S, Verdict
 from distlab.puzzle.task import WORLD_SIZES
 from distlab.puzzle.tasks import TASKS
-from distlab.puzzle.verify import Case, Verifier, cases, is_as_expected
+from tests.puzzle.cases import Case, Verifier, cases, is_as_expected
 
 CASES = cases(list(TASKS.values()))
 REFERENCES = [case for case in CASES if not case.number]
