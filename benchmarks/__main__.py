@@ -2,7 +2,6 @@
 
 from benchmarks import (
     beside_torchrun,
-    causes,
     checkpoint,
     cluster,
     collectives,
@@ -10,34 +9,23 @@ from benchmarks import (
     cp,
     ledgers,
     link,
-    planned,
     pp,
     proof,
-    recording,
     steps,
-    timeline,
-    transport,
-    wire,
 )
 
 if __name__ == "__main__":
     for benchmark in (
         collectives,
-        transport,
-        wire,
         steps,
         ledgers,
         checkpoint,
         cp,
         pp,
-        causes,
-        timeline,
         proof,
         link,
         compress,
         cluster,
-        recording,
-        planned,
         beside_torchrun,
     ):
         print(f"\n{(benchmark.__doc__ or '').splitlines()[0]}\n", flush=True)

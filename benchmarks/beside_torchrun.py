@@ -1,4 +1,4 @@
-"""A whole run of a training under `distlab check` beside one under torchrun: when it begins, and when all has ended.
+"""Seconds of a training under `distlab check` beside torchrun: until it begins, of its steps, until all has ended.
 
     python -m benchmarks.beside_torchrun [ROUNDS]
 
@@ -18,6 +18,7 @@ from benchmarks.rounds import table
 
 TRAINED_S, CALIBRATING_STEPS, TIMEOUT_S = 30.0, 800, 300.0
 WORLD_SIZES = (2, 4)
+PHASES = ("begins after", "trains for", "ends after")
 TRAINING = """
 import os, sys, time
 
@@ -57,10 +58,10 @@ def main(rounds: int = 3) -> None:
             theirs, ours = (
                 [statistics.median(each) for each in zip(*runs, strict=True)] for runs in zip(*pairs, strict=True)
             )
-            cells = [f"{theirs[0]:.1f}", f"{ours[0]:.1f}", f"{theirs[1]:.1f}", f"{theirs[2]:.1f}", f"{ours[2]:.1f}"]
-            rows.append([world_size, *cells, f"{ours[2] / theirs[2]:.2f}"])
-    begins = ["torchrun begins after s", "check begins after s", "it trains for s"]
-    print(table(["ranks", *begins, "torchrun ends after s", "check ends after s", "check over torchrun"], rows))
+            phases = [f"{each[phase]:.1f}" for phase in range(len(PHASES)) for each in (theirs, ours)]
+            rows.append([world_size, *phases, f"{ours[1] / theirs[1]:.2f}", f"{ours[2] / theirs[2]:.2f}"])
+    columns = [f"{who} {phase}, s" for phase in PHASES for who in ("torchrun", "check")]
+    print(table(["ranks", *columns, "steps over torchrun's", "all over torchrun's"], rows))
 
 
 def torchrun(world_size: int) -> list[str]:

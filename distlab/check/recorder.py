@@ -2,7 +2,7 @@
 
 PyTorch hands each c10d call through its dispatcher, DDP's reducer in C++, fully_shard, DTensor and pipelining too. So a
 kernel of ours stands at BackendSelect, which every call passes just before its device's own kernel, tells, and passes
-it on. What that costs a step is measured by `python -m benchmarks.recording`. It is passed on by
+it on. What that costs a run is measured by `python -m benchmarks.beside_torchrun`. It is passed on by
 `redispatch`, which lets go of the interpreter's lock: to call the device's kernel as one of Python's keeps it, and
 gloo's thread, which needs it to free what Python has seen, holds a mutex that the kernel waits for. Nor is gloo's
 thread asked to tell when a call has ended: it would wait for that lock too, up to 5 ms a call, and a step of

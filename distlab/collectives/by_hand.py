@@ -231,8 +231,8 @@ def _flat(tensor: Tensor) -> Tensor:
 # gloo posts and awaits all parts of an all_to_all in one work of its own thread, where direct.py has a work for each
 # send and each receive, which are handed over one by one and waited for one by one. The bytes are the same,
 # (N-1)/N·S, and the order of the sum too, so the result is direct's to the bit. Of 512 KiB between two ranks, two
-# others at it too, it takes 1.7 ms where direct takes 3.5 (`python -m benchmarks.causes`). The price is scratch
-# memory for this rank's own part, S in place of (N-1)/N·S.
+# others at it too, it takes 1.7 ms where direct takes 3.5. The price is scratch memory for this
+# rank's own part, S in place of (N-1)/N·S.
 
 __all__ = ["all_gather", "all_reduce", "reduce_scatter"]
 

@@ -5,10 +5,9 @@
     with slowed(0.5): step()                # around a step: as on a processor of half the speed
     with heard(listener): step()            # around a step: each begin and end, when it comes
 
-A mark costs under a microsecond, whether somebody records or not, so it may stay in for the timed steps (`python -m
-benchmarks.timeline` shows no difference to a bare step). On CUDA, where a call returns before its kernels have run,
-`recorded(device)` takes the times of the device: an event at both ends of each phase, read when the block is over.
-What hears (`heard`) is told when the processor launches.
+A mark costs under a microsecond, whether somebody records or not, so it may stay in for the timed steps. On CUDA,
+where a call returns before its kernels have run, `recorded(device)` takes the times of the device: an event at both
+ends of each phase, read when the block is over. What hears (`heard`) is told when the processor launches.
 """
 
 import time

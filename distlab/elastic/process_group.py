@@ -5,8 +5,8 @@ is to shut them down: the waiting thread raises, and so do the peers that wait f
 ProcessGroupGloo does not (torch 2.13: the thread waits on).
 
 Nor does the end of a socket always: a send of gloo's that is under way then may never be told, and `waitSend` waits out
-its own bound (100 KB among 3 members: in 6 of 60 ends, `python -m benchmarks.forgotten`). So a thread of its own waits,
-and whoever wants the result looks whether the group was cut.
+its own bound (100 KB among 3 members: in 6 of 60 ends). So a thread of its own waits, and whoever wants the result
+looks whether the group was cut.
 """
 
 import os

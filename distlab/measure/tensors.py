@@ -115,8 +115,8 @@ def larger(one: float, other: float) -> float:
 
 # Replicas are compared every few steps by CRC-32 (Peterson and Brown 1961, "Cyclic Codes for Error Detection"), made
 # for bits that change by themselves: a flip of one bit always shows, so do two, and any number within 32 in a row; of
-# all else one change in four billion does not. It reads 2.7 GB/s on one busy core where SHA-256 reads 1.4 (`python -m
-# benchmarks.audit`). Against who means harm a checkpoint has SHA-256, and so have final weights.
+# all else one change in four billion does not. It reads 2.7 GB/s on one busy core where SHA-256 reads 1.4. Against who
+# means harm a checkpoint has SHA-256, and so have final weights.
 
 
 def hash_of(tensor: Tensor) -> int:

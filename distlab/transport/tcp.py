@@ -92,7 +92,7 @@ BUFFER_BYTES = 4096  # of what is read before it is known whose it is: this much
 # How often who waits looks for a small message, and lets others have the core, before it sleeps: 0.12 ms where nobody
 # else wants the core. One on which all sleep halts, and to wake it costs more than the message: without looks two ranks
 # sum 64 B in 50 us, with them in 25 for half of the processors' time, four in 0.16 ms and in 0.10 to 0.13 for up to a
-# third more (`python -m benchmarks.transport 2`, and 4).
+# third more.
 LOOKS = 60
 LOOKED_FOR_BYTES = 64 << 10  # of a larger one a part would be seen, and the rest would have to be waited for again
 

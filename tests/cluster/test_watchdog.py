@@ -19,7 +19,7 @@ from distlab.config import Config
 from tests.cluster.cluster_of_processes import Processes, Rank
 from tests.labs import TINY
 
-NAMED_WITHIN_S = 2.0  # of a death; the median is under 1 s (`python -m benchmarks.losses`)
+NAMED_WITHIN_S = 2.0  # of a death; the median is under 1 s
 LOST_AFTER_S = 2.5
 
 

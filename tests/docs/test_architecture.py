@@ -47,15 +47,18 @@ def test_the_layers_agree_with_what_each_folder_may_import() -> None:
 
 
 NAMED = re.compile(r"(?<![\w*{}/.<-])((?:[a-z_]+/)*[a-z_]\w*\.py)\b")
+BENCHMARK = re.compile(r"\bbenchmarks\.([a-z_]+)")
 SOURCES = [*TOP.glob("distlab/**/*.py"), *TOP.glob("experiments/**/*.py")]
 # The last three are the standard library's, by which a wait in it is known.
 THERE = {path.name for path in (*SOURCES, *TOP.glob("tests/**/*.py"))} | {"threading.py", "queue.py", "selectors.py"}
 
 
 def absent(source: str) -> list[str]:
-    """The files that a source names and that are not there: by the path from the top, or by the name alone."""
+    """The files and benchmarks that a source names and that are not there: by the path from the top, or by name."""
     named = [name for name in NAMED.findall(source) if not name.startswith(("mine/", "torch/"))]
-    return [name for name in named if not ((TOP / name).exists() if "/" in name else name in THERE)]
+    files = [name for name in named if not ((TOP / name).exists() if "/" in name else name in THERE)]
+    benchmarks = {path.stem for path in (TOP / "benchmarks").iterdir()}
+    return files + [f"benchmarks.{name}" for name in BENCHMARK.findall(source) if name not in benchmarks]
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(TOP)))
@@ -66,3 +69,4 @@ def test_a_file_that_a_source_names_is_there(path: Path) -> None:
 def test_a_file_that_is_not_there_is_found() -> None:
     named = "as buckets.py does, and distlab/data_parallel/strategy.py; see ring_buckets.py, data_parallel/buckets.py"
     assert absent(named) == ["ring_buckets.py", "data_parallel/buckets.py"]
+    assert absent("`python -m\n# benchmarks.never`, and benchmarks.gpu or benchmarks.steps") == ["benchmarks.never"]

@@ -3,7 +3,7 @@ code."""
 
 import re
 
-from benchmarks import causes, collectives, compress, cp, ledgers, link, pp, steps
+from benchmarks import collectives, compress, cp, ledgers, link, pp, steps
 from benchmarks.rounds import judge
 from distlab.collectives.by_hand import pick
 from tests.docs.pages import page
@@ -99,7 +99,6 @@ COMPRESSED = re.compile(
     r"(?P<wire>yes|NO|-)$",
     re.MULTILINE,
 )
-SUMS = ("all_reduce", "reduce_scatter by messages", "reduce_scatter by all_to_all")
 BUCKETS = re.compile(
     r"^bucketed with its best bucket, .*: (?P<ratio>[\d.]+)x, target (?P<limit>[\d.]+)x, held (?P<held>yes|NO);",
     re.MULTILINE,
@@ -119,15 +118,3 @@ def test_the_targets_of_slow_links_are_judged_as_they_stand() -> None:
         assert [row["limit"], row["held"]] == judge([float(row["ratio"])], compress.TARGETS.get(name, ()))
         if row["off"] != "-":
             assert (row["wire"] == "yes") == (abs(float(row["off"][:-1])) <= 100 * compress.WIRE_TARGET)
-
-
-def test_the_causes_are_those_that_the_command_prints() -> None:
-    block = PAGE.partition("`python -m benchmarks.causes` shows:")[2].split("```")[1]
-    assert f"behind a sleep of {causes.SLEEP_S * 1e3:.0f} ms" in block
-    assert f"a sum of {causes.SUM_BYTES >> 10} KiB by two ranks" in block
-    assert tuple(re.findall(r"^(\w+ over \w+) ", block, re.MULTILINE)) == causes.PIPES
-    halves = dict(re.findall(r"^(all_\w+|reduce_scatter[\w ]*?) +([\d.]+)$", block, re.MULTILINE))
-    whole, messages, exchanged = (float(halves[name]) for name in SUMS)
-    assert exchanged < messages / 2
-    gather = float(halves["all_gather"])
-    assert (exchanged + gather) / whole < 2.5 < (messages + gather) / whole
