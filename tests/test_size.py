@@ -1,5 +1,10 @@
-"""Count what a reader has to open: `python -m tests.budget` prints lines and files by folder beside their budgets, the
-largest files, and how many files a variant takes; `python -m tests.budget variants` prints the table of the variants.
+"""How much there is to read: statements and files of each folder, and the files that one opens to follow a variant.
+
+Statements are those of Python's own grammar, so several on a line count as several. Whoever makes a folder larger than
+its row in SIZES raises the row in the same commit, and says in the commit why.
+
+    python -m tests.test_size             prints the rows of SIZES as the folders stand
+    python -m tests.test_size variants    prints the table of docs/architecture.md
 
 What one opens for a variant is counted from the function that builds it: the files of all functions and classes that it
 reaches by name, as far as they are defined in the mode's own folder or in the folder of its technique. Not counted is
@@ -7,17 +12,21 @@ what it calls of another folder (the optimizer, a collective, another technique)
 variables docs/variables.md explains.
 """
 
+import ast
 import dis
 import sys
 from collections.abc import Iterable, Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from statistics import median
 from types import CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import NamedTuple
 
+import pytest
+
 from distlab.collectives.by_hand import ALGORITHMS, OVER_TCP
 from distlab.config.settings import modes
+from distlab.data_parallel.buckets import GradientBuckets
 from distlab.elastic.strategy import RescaledSurvivor, ShardedSurvivor, Survivor
 from distlab.experiments.dp import line_lesson
 from distlab.experiments.elastic import POLICIES
@@ -28,9 +37,55 @@ from distlab.parameter_server.server import ParameterServer, Worker
 from distlab.rank.mode_loader import load
 
 TOP = Path(__file__).parent.parent
-BUDGETS = {  # folders: lines, files
-    "distlab + workers": (30_000, 190), "experiments": (12_000, 85), "benchmarks": (4_000, 40), "tests": (31_000, None),
-}  # fmt: skip
+WHOLE = ("experiments", "workers", "engines", "tests", "benchmarks")  # of distlab each folder has a row
+SIZES = {  # statements and files, at most
+    "distlab": (409, 4),
+    "distlab/check": (5_705, 35),
+    "distlab/checkpoint": (1_097, 8),
+    "distlab/cli": (1_278, 16),
+    "distlab/cluster": (2_339, 16),
+    "distlab/collectives": (1_148, 13),
+    "distlab/compression": (301, 4),
+    "distlab/config": (882, 6),
+    "distlab/context_parallel": (350, 5),
+    "distlab/data_parallel": (239, 3),
+    "distlab/elastic": (538, 4),
+    "distlab/expert_parallel": (290, 3),
+    "distlab/faults": (186, 1),
+    "distlab/large_batch": (107, 1),
+    "distlab/lessons": (247, 5),
+    "distlab/measure": (1_134, 8),
+    "distlab/mesh": (267, 3),
+    "distlab/notebook": (564, 6),
+    "distlab/parameter_server": (356, 4),
+    "distlab/pipeline_parallel": (674, 5),
+    "distlab/plan": (1_599, 15),
+    "distlab/precision": (55, 1),
+    "distlab/prove": (1_252, 7),
+    "distlab/puzzle": (1_605, 41),
+    "distlab/rank": (1_703, 11),
+    "distlab/report": (3_496, 26),
+    "distlab/sharded": (554, 4),
+    "distlab/tensor_parallel": (371, 4),
+    "distlab/testing": (676, 7),
+    "distlab/transport": (1_157, 7),
+    "distlab/verify": (2_132, 13),
+    "distlab/workload": (1_002, 7),
+    "experiments": (9_094, 80),
+    "workers": (6, 2),
+    "engines": (57, 1),
+    "tests": (30_395, 522),
+    "benchmarks": (2_493, 38),
+}
+MOST_FILES, MEDIAN_FILES, BUCKETED_LINES = 4, 3, 650
+READ = {  # by a person, from each `def` on: the lesson's own folder and distlab/, without the lesson itself
+    ("dp", "bucketed"): "data_parallel/buckets.py data_parallel/strategy.py",
+    ("tp", "megatron"): "tp/user_plans.py tensor_parallel/layers.py tensor_parallel/strategy.py",
+    ("pp", "1f1b"): ("pipeline_parallel/pipeline.py pipeline_parallel/schedules.py pipeline_parallel/strategy.py"),
+    ("fsdp", "zero3"): "sharded/flat_parameter.py sharded/zero.py",
+    ("comm", "ring"): "collectives/point_to_point.py collectives/ring.py",
+    ("moe", "ep"): "moe/predictions.py expert_parallel/layer.py expert_parallel/strategy.py",
+}
 LESSONS = "distlab.experiments"
 TECHNIQUES = {
     "comm": "collectives", "dp": "data_parallel", "tp": "tensor_parallel", "pp": "pipeline_parallel", "fsdp": "sharded",
@@ -62,9 +117,25 @@ class Opened(NamedTuple):
         return sum(map(num_lines, self.files))
 
 
-def python_files(folder: str) -> list[Path]:
-    """The Python files below a folder; `rglob` follows no link."""
-    return sorted((TOP / folder).rglob("*.py"))
+def folders() -> dict[str, list[Path]]:
+    """The Python files of each folder that has a row; those of distlab/ itself are no folder's. No link is followed."""
+    found = {"distlab": sorted((TOP / "distlab").glob("*.py"))}
+    for path in [*sorted((TOP / "distlab").iterdir()), *(TOP / name for name in WHOLE)]:
+        if not path.is_symlink() and (files := sorted(path.rglob("*.py"))):
+            found[path.relative_to(TOP).as_posix()] = files
+    return found
+
+
+def num_statements(source: str) -> int:
+    """Statements of a source, those inside of others and docstrings too, however many stand on a line."""
+    return sum(isinstance(node, ast.stmt) for node in ast.walk(ast.parse(source)))
+
+
+def sizes() -> dict[str, tuple[int, int]]:
+    """Statements and files of each folder."""
+    return {
+        name: (sum(num_statements(path.read_text()) for path in files), len(files)) for name, files in folders().items()
+    }
 
 
 def num_lines(path: Path) -> int:
@@ -183,22 +254,71 @@ def variants_table() -> str:
     return "\n".join(rows)
 
 
-def summary() -> str:
-    """Lines and files beside their budgets, the largest files, and the files that a variant takes."""
-    rows = []
-    for folders, (lines, files) in BUDGETS.items():
-        paths = [path for folder in folders.split(" + ") for path in python_files(folder)]
-        total = sum(map(num_lines, paths))
-        rows.append(f"{folders:18} {total:6} lines, budget {lines:6}; {len(paths):3} files, budget {files or '-'}")
-    product = [path for folder in ("distlab", "workers", "experiments") for path in python_files(folder)]
-    rows.append(f"{'these without tests':18} {sum(map(num_lines, product)):6} lines in {len(product)} files")
-    rows += [f"{num_lines(path):6} {path.relative_to(TOP)}" for path in sorted(product, key=num_lines)[:-6:-1]]
-    num_files = [len(opened.files) for opened in variants()]
-    rows.append(
-        f"files opened for a variant: {max(num_files)} at most, {median(num_files):g} in the median of {len(num_files)}"
-    )
-    return "\n".join(rows)
+def test_no_folder_is_larger_than_its_row() -> None:
+    """Raise the row in the commit that adds, and say there why."""
+    found = sizes()
+    assert set(found) == set(SIZES)
+    larger = {
+        name: f"{size}, the row has {SIZES[name]}" for name, size in found.items() if larger_than(size, SIZES[name])
+    }
+    assert larger == {}
+
+
+def larger_than(size: tuple[int, int], row: tuple[int, int]) -> bool:
+    return size[0] > row[0] or size[1] > row[1]
+
+
+@pytest.mark.parametrize(("size", "expected"), [((5, 2), False), ((4, 1), False), ((6, 1), True), ((4, 3), True)])
+def test_a_statement_or_a_file_more_is_larger(size: tuple[int, int], expected: bool) -> None:
+    assert larger_than(size, (5, 2)) == expected
+
+
+@pytest.mark.parametrize(
+    "source", ["if a:\n    b = 1\n    c = 2\n", "if a: b = 1; c = 2", "if a:  # why\n\n  b = 1; c = 2\n"]
+)
+def test_denser_lines_win_nothing(source: str) -> None:
+    assert num_statements(source) == 3
+
+
+@cache
+def by_variant() -> dict[tuple[str, str], Opened]:
+    return {(opened.mode, opened.variant): opened for opened in variants()}
+
+
+def test_the_count_is_what_a_reader_opens() -> None:
+    for (mode, variant), expected in READ.items():
+        lesson, *others = by_variant()[mode, variant].files
+        assert lesson == TOP / "experiments" / mode / "__init__.py"
+        assert " ".join("/".join(path.parts[-2:]) for path in others) == expected
+
+
+def test_a_variant_takes_no_more_files_than_today() -> None:
+    num_files = {key: len(opened.files) for key, opened in by_variant().items()}
+    assert max(num_files.values()) <= MOST_FILES
+    assert median(num_files.values()) <= MEDIAN_FILES
+    assert by_variant()["dp", "bucketed"].num_lines <= BUCKETED_LINES
+
+
+def test_closures_partials_and_classes_are_followed() -> None:
+    buckets = TOP / "distlab/data_parallel/buckets.py"
+    folders = ("distlab.data_parallel", __name__)
+
+    def made(kind: type[GradientBuckets] = GradientBuckets) -> object:
+        return kind
+
+    def closing() -> object:
+        return made
+
+    class Derived(GradientBuckets):
+        """A class of another file, by its base alone."""
+
+    for start in (made, closing, partial(made), partial(print, kind=GradientBuckets), [{"a": Derived}]):
+        assert buckets in reached([start], folders)
+    assert reached([GradientBuckets], ("distlab.elsewhere",)) == set()
 
 
 if __name__ == "__main__":
-    print(variants_table() if "variants" in sys.argv else summary())
+    if "variants" in sys.argv:
+        print(variants_table())
+    else:
+        print("\n".join(f'    "{name}": ({statements:_}, {files}),' for name, (statements, files) in sizes().items()))
