@@ -1,10 +1,10 @@
 """Ranks under real engines, on machines made of this one: what is killed, and what has to come of it.
 
-    python -m benchmarks.engines [torchrun] [slurm] [swarm] [openmpi] [ray]    the first two by default
+    python -m benchmarks.engines [torchrun] [slurm] [ray]    the first two by default
 
-The exit code is 1 where something does not hold. Slurm and Open MPI are installed from Debian's packages where they are
-not there, and Ray from PyPI for the drill alone; for Swarm this machine's own Docker engine builds the image. What
-ranks and engines said is in the folder that is named after a drill that failed; of others it is removed.
+The exit code is 1 where something does not hold. Slurm is installed from Debian's packages where it is not
+there, and Ray from PyPI for the drill alone. What ranks and engines said is in the folder that is named after a drill
+that failed; of others it is removed.
 """
 
 import importlib
@@ -17,15 +17,13 @@ from benchmarks.engines import nodes
 from benchmarks.rounds import table
 
 DEFAULT = ("torchrun", "slurm")
-ENGINES = (*DEFAULT, "swarm", "openmpi", "ray")
-OWN = {"swarm": ("docker", "dockerd")}  # what an engine needs that is not installed for its drill
+ENGINES = (*DEFAULT, "ray")
 
 
 def main(words: list[str]) -> int:
     """Run the drills of the engines that are named; returns the exit code."""
     unknown = sorted(set(words) - set(ENGINES))
-    own = [program for engine in words for program in OWN.get(engine, ())]
-    reason = f"{unknown[0]} is no engine here, allowed: {', '.join(ENGINES)}" if unknown else nodes.missing(*own)
+    reason = f"{unknown[0]} is no engine here, allowed: {', '.join(ENGINES)}" if unknown else nodes.missing()
     if reason:
         print(f"refused    {reason}")
         return 2

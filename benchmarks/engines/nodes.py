@@ -140,12 +140,12 @@ def ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True)
 
 
-def missing(*own: str) -> str:
-    """Why there can be no nodes here, or none with an engine's `own` programs, in a sentence; empty where there can."""
+def missing() -> str:
+    """Why there can be no nodes here, in a sentence; empty where there can."""
     if os.geteuid() != 0:
         return "machines of namespaces need root: run it as root, or in a virtual machine"
-    absent = [name for name in (*NEEDED, *own) if shutil.which(name) is None]
-    return f"not installed: {', '.join(absent)} (Debian: iproute2, util-linux, docker.io)" if absent else ""
+    absent = [name for name in NEEDED if shutil.which(name) is None]
+    return f"not installed: {', '.join(absent)} (Debian: iproute2, util-linux)" if absent else ""
 
 
 def install(program: str, *packages: str) -> None:

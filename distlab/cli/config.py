@@ -4,7 +4,7 @@ made of them.
 --check      whether the variables that are set can be run: a sentence for each fault, and exit code 2
 
 For who adds a variable, and not among the options that help offers: --compose prints the lines by which the Compose
-files pass variables on to a rank, --write puts them into docker-compose.yaml and into Swarm's stack.
+files pass variables on to a rank, --write puts them into docker-compose.yaml.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from distlab.report.reading import write_atomically
 HEAD = ["| variable | default | what it is |", "|---|---|---|"]
 WIDEST = 120  # columns of a line that is no table
 
-COMPOSE_FILES = [Path(__file__).parents[2] / name for name in ("docker-compose.yaml", "engines/swarm/stack.yaml")]
+COMPOSE_FILE = Path(__file__).parents[2] / "docker-compose.yaml"
 BEGIN = (
     "  # Written by `python -m distlab config --write`; a variable without a value is passed on if, and only if, the"
     " shell has it."
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if asked.check:
         return check()
     if asked.write:
-        return max(write_block(path) for path in COMPOSE_FILES)
+        return write_block(COMPOSE_FILE)
     print(compose_lines() if asked.compose else table())
     return 0
 

@@ -1,9 +1,8 @@
 """The manifest of an engine for so many ranks: `distlab engine kubernetes --ranks 16 fsdp LAB_STEPS=100`.
 
 A manifest is a file of engines/<engine>/ that stands for itself, for 4 ranks. Marks at ends of lines say what depends
-on a run: the number before `# ranks`, three times as many before `# restarts`, the name before `# image`; the line of
-`# rank 0` is made for each. Variables come in the place of `# settings`, or behind the name where one of the shell is
-passed on. So a new engine is a new file, and nothing is made that could not be read there.
+on a run: the number before `# ranks`, three times as many before `# restarts`, the name before `# image`. Variables
+come in the place of `# settings`. So a new engine is a new file, and nothing is made that could not be read there.
 """
 
 import argparse
@@ -61,9 +60,9 @@ def manifest(text: str, ranks: int, image: str, settings: Mapping[str, str]) -> 
     """The manifest `text` for these ranks and this image, with these variables in the place of its own."""
     lines: list[str] = []
     for line in text.splitlines():
-        mark = re.search(r"# (ranks|restarts|image|settings|rank \d+)$", line)
+        mark = re.search(r"# (ranks|restarts|image|settings)$", line)
         kind = mark[1] if mark else ""
-        listed, passed_on = re.match(r"\s*- \{name: (\w+), value: ", line), re.match(r"\s*(\w+):$", line)
+        listed = re.match(r"\s*- \{name: (\w+), value: ", line)
         if kind in NUMBERS:
             lines.append(re.sub(r'\b\d+(?="?\}? # \w+$)', str(ranks * NUMBERS[kind]), line))
         elif kind == "image":
@@ -71,11 +70,6 @@ def manifest(text: str, ranks: int, image: str, settings: Mapping[str, str]) -> 
         elif kind == "settings":
             indent = line[: line.index("#")]
             lines += [f"{indent}- {{name: {name}, value: {json.dumps(value)}}}" for name, value in settings.items()]
-        elif kind.startswith("rank "):
-            lines += [line.replace("0", str(rank)) for rank in range(ranks) if kind == "rank 0"]
-        elif passed_on and passed_on[1] in settings:
-            value = settings[passed_on[1]].replace("$", "$$")  # Compose would take what follows for a variable
-            lines.append(f"{line} {json.dumps(value)}")
         elif not (listed and listed[1] in settings):
             lines.append(line)
     return "\n".join(lines) + "\n"

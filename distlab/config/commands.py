@@ -45,7 +45,7 @@ COMMANDS = {
     "reveal": Command("distlab.cli.reveal", "which bug a run with LAB_BUG=mystery:7 had, and which check caught it"),
     "lesson": Command("distlab.cli.lesson", "exercises to fill in and demonstrations: a fork bomb, a zombie, 8 GPUs that are 3"),
     "checkpoint": Command("distlab.cli.checkpoint", "a checkpoint as one file that torch.load opens"),
-    "engine": Command("distlab.cli.engine", "the manifest of an engine for so many ranks: Kubernetes, Swarm"),
+    "engine": Command("distlab.cli.engine", "the manifest of an engine for so many ranks: Kubernetes"),
     "config": Command("distlab.cli.config", "all variables, or whether those that are set can be run"),
     "clean": Command("distlab.cli.clean", "list the runs with their sizes, and remove old ones after asking"),
     "completion": Command("distlab.cli.completion", "a script that completes commands, modes and variables in bash or zsh"),

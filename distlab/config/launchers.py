@@ -1,14 +1,14 @@
 """Who a rank is, by the engine that started it: its names become RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
-    torchrun, Compose, Swarm, Ray   RANK, WORLD_SIZE, MASTER_ADDR: as they stand
-    Slurm                           SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID; rank 0 is on the first node of the step
-    Open MPI                        OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK; across nodes MASTER_ADDR has to be given
-    Kubernetes                      JOB_COMPLETION_INDEX, pod 0 by the name of this pod; WORLD_SIZE is the manifest's
-    SkyPilot, dstack                SKYPILOT_NODE_RANK, DSTACK_NODE_RANK and their siblings, a rank a node
+    torchrun, Compose, Ray   RANK, WORLD_SIZE, MASTER_ADDR: as they stand
+    Slurm                    SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID; rank 0 is on the first node of the step
+    Kubernetes               JOB_COMPLETION_INDEX, pod 0 by the name of this pod; WORLD_SIZE is the manifest's
+    SkyPilot, dstack         SKYPILOT_NODE_RANK, DSTACK_NODE_RANK and their siblings, a rank a node
 
 A rank that its engine's variables do not reach would start a world of its own, and three such worlds pass side by side:
-`srun -n 3` and `mpirun -np 2` did. So the first engine of this table that has started several ranks is taken and said;
-what contradicts it, or is not a rank although the engine starts several, is refused.
+`srun -n 3` did. So the first engine of this table that has started several ranks is taken and said; what contradicts
+it, or is not a rank although the engine starts several, is refused, and so is a rank that Open MPI's variables alone
+name.
 """
 
 import os
@@ -21,6 +21,10 @@ from typing import NamedTuple
 
 STARTED_BY = "DISTLAB_STARTED_BY"  # the command to repeat a run by: ./run, make and the Compose file set it
 EACH_RANK = "python -m workers, as each rank of an engine"
+NO_MPI = (
+    "OMPI_COMM_WORLD_RANK={OMPI_COMM_WORLD_RANK} is set and RANK is not, and Open MPI's variables are not read: start"
+    " the ranks by torchrun or Slurm's srun, or set RANK, WORLD_SIZE and MASTER_ADDR in each yourself"
+)
 FIRST_PORT, PORTS = 20_000, 10_000  # below the ports that kernels give away, which begin at 32768
 
 
@@ -50,6 +54,9 @@ def read_launcher(environ: Mapping[str, str]) -> LaunchedRank:
     given = {name: value.strip() for name, value in environ.items() if value.strip()}
     if "TORCHELASTIC_RUN_ID" in given:  # its own names are right, whatever runs its agents
         return LaunchedRank({})
+    # Inside of a Slurm job mpirun's daemons are tasks of srun, so these come before Slurm's.
+    if "OMPI_COMM_WORLD_RANK" in given and given.get("OMPI_COMM_WORLD_SIZE") != "1":
+        return LaunchedRank({}, faults=() if "RANK" in given else (NO_MPI.format(**given),))
     if "SLURM_STEP_ID" not in given:  # a batch script, or a shell within an allocation: not a task of a step
         given.pop("SLURM_PROCID", None)
         given.setdefault("SLURM_NTASKS", given.get("SLURM_NNODES", ""))
@@ -145,12 +152,6 @@ def slurms(given: Mapping[str, str]) -> tuple[str, str]:
     return first_host(hosts), port_of(f"{given.get('SLURM_JOB_ID', '')}.{given.get('SLURM_STEP_ID', '')}")
 
 
-def open_mpis(given: Mapping[str, str]) -> tuple[str, str]:
-    """Nobody tells a rank where rank 0 is, unless all are on one machine."""
-    alone = given.get("OMPI_COMM_WORLD_LOCAL_SIZE") == given.get("OMPI_COMM_WORLD_SIZE")
-    return "127.0.0.1" if alone else "", port_of(given.get("PMIX_NAMESPACE", ""))
-
-
 def kubernetes(given: Mapping[str, str]) -> tuple[str, str]:
     """Pods of an Indexed Job are called <job>-<index>; a headless Service names each <job>-<index>.<service>."""
     pod, _, domain = socket.getfqdn().partition(".")
@@ -158,12 +159,7 @@ def kubernetes(given: Mapping[str, str]) -> tuple[str, str]:
     return f"{job}-0.{domain}" if domain and index == given.get("JOB_COMPLETION_INDEX") else "", ""
 
 
-# mpirun starts its daemons by srun inside of a Slurm job, so its own variables come first.
 ENGINES = (
-    Engine(
-        "Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE", open_mpis, "mpirun -np 4 python -m workers",
-    ),
     Engine(
         "Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE", slurms,
         "srun python -m workers",

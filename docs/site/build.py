@@ -27,7 +27,7 @@ API = {  # the title of a page, and its modules below distlab
 }
 PAGES = (
     ("Learn", ("lessons", "class", "modes", "choosing", "glossary")),
-    ("Use", ("running", "variables", "check", "your-own", "ci", "engines", "open-mpi", "ray")),
+    ("Use", ("running", "variables", "check", "your-own", "ci", "engines", "ray")),
     ("How it does", ("performance", "transport", "reliability", "checkpoints", "elastic")),
     ("How it is built", ("architecture", "coverage")),
 )

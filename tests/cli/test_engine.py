@@ -1,11 +1,7 @@
-"""The manifests as an engine reads them: valid by Kubernetes' newest schema and by Docker's own reading of a stack, each
-number and each variable in place."""
+"""The manifests as an engine reads them: valid by Kubernetes' newest schema, each number and each variable in place."""
 
-import os
 import re
-import shutil
 import socket
-import subprocess
 from typing import Any
 
 import kubernetes_validate
@@ -131,45 +127,3 @@ def test_all_faults_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_the_plain_manifest_is_the_first() -> None:
     assert tuple(kinds("kubernetes")) == KINDS
-
-
-def stack(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[str, dict[str, Any]]:
-    assert main(["swarm", *words]) == 0
-    text = capsys.readouterr().out
-    return text, yaml.safe_load(text)
-
-
-def test_a_stack_is_a_service_a_rank(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--ranks", "11", "--image", "here:5000/distlab:7", "tp", "LAB_CLIP=0.5", "LAB_KEY=as long as $a key is"]
-    _, found = stack(capsys, *words)
-    assert list(found["services"]) == [f"rank{rank}" for rank in range(11)]
-    for rank, service in enumerate(found["services"].values()):
-        environ = {name: str(value) for name, value in service["environment"].items() if value is not None}
-        assert environ == {
-            "RANK": str(rank), "WORLD_SIZE": "11", "MASTER_ADDR": "rank0", "RUN_MODE": "tp", "LAB_CLIP": "0.5",
-            "LAB_KEY": "as long as $$a key is",
-        }  # fmt: skip
-        assert service["image"] == "here:5000/distlab:7"
-        # A name that is the task's own address, no slots, no restart of one rank alone: what facts of Swarm asked for.
-        assert service["deploy"] == {"endpoint_mode": "dnsrr", "restart_policy": {"condition": "none"}}
-        assert (
-            "tmpfs" not in service
-            and {"type": "tmpfs", "target": "/tmp", "tmpfs": {"size": 512 << 20}} in service["volumes"]
-        )
-        assert (service["read_only"], service["init"], service["cap_drop"]) == (True, True, ["ALL"])
-    assert manifest((ENGINES / "swarm" / "stack.yaml").read_text(), 4, "distlab:latest", {}) == stack(capsys)[0]
-
-
-@pytest.mark.skipif(shutil.which("docker") is None, reason="docker is not installed")
-def test_docker_reads_the_stack_with_what_the_shell_says(capsys: pytest.CaptureFixture[str]) -> None:
-    text, _ = stack(capsys, "--ranks", "3", "dp", "LAB_KEY=as long as $a key is")
-    environ = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
-    done = subprocess.run(
-        ["docker", "stack", "config", "-c", "-"], input=text, env=environ | {"LAB_STEPS": "7"},
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, "")
-    services = yaml.safe_load(done.stdout)["services"]
-    assert [services[f"rank{rank}"]["environment"]["RANK"] for rank in range(3)] == ["0", "1", "2"]
-    environ = services["rank1"]["environment"]
-    assert (environ["RUN_MODE"], environ["LAB_STEPS"], environ["LAB_SEED"]) == ("dp", "7", None)
