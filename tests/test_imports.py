@@ -109,8 +109,7 @@ FLOORS: dict[str, list[str]] = {
 BY_NAME = {
     "distlab.rank.mode_loader": "a lesson, by RUN_MODE; torch's compiler and checkpoints",
     "distlab.testing.rank": "a user's tests",
-    "distlab.cli.run": "the module of a command, as does the next one",
-    "distlab.cli.completion": "",
+    "distlab.cli.run": "the module of a command",
     "benchmarks.engines.__main__": "one of its siblings",
 }
 PLACES = ("distlab", "workers", "benchmarks")

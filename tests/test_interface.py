@@ -88,7 +88,7 @@ def test_every_file_and_folder_of_the_top_is_there() -> None:
 def test_every_variable_has_its_default() -> None:
     defaults: dict[str, dict[str, str]] = {"": {}}
     mode = ""
-    shown = printed(sys.executable, "-m", package.__name__, "config")
+    shown = printed(sys.executable, "-m", f"{package.__name__}.config.variables")
     for line in re.sub(r"(?m)^(`RUN_MODE=.*)\n(?=\S)", r"\1 ", shown).splitlines():  # a heading may have two lines
         if heading := re.match(r"`RUN_MODE=(\w+)`", line):
             mode = heading[1]

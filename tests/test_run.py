@@ -226,7 +226,7 @@ def test_the_own_variables_of_a_mode_reach_every_rank(checkout: Path) -> None:
 def test_an_own_variable_that_the_mode_refuses_starts_no_rank(checkout: Path) -> None:
     code, asked = under_an_engine(checkout, refuses=2, RUN_MODE="mine/mode.py", LAB_STEP="5")
     assert code == 2
-    assert re.search(r"compose run .* -e LAB_STEP .*worker0 python -m distlab config --check\n", asked)
+    assert re.search(r"compose run .* -e LAB_STEP .*worker0 python -m distlab\.config\.variables --check\n", asked)
     assert "compose up" not in asked
 
 

@@ -46,9 +46,7 @@ COMMANDS = {
     "lesson": Command("distlab.cli.lesson", "exercises to fill in and demonstrations: a fork bomb, a zombie, 8 GPUs that are 3"),
     "checkpoint": Command("distlab.cli.checkpoint", "a checkpoint as one file that torch.load opens"),
     "engine": Command("distlab.cli.engine", "the manifest of an engine for so many ranks: Kubernetes"),
-    "config": Command("distlab.cli.config", "all variables, or whether those that are set can be run"),
     "clean": Command("distlab.cli.clean", "list the runs with their sizes, and remove old ones after asking"),
-    "completion": Command("distlab.cli.completion", "a script that completes commands, modes and variables in bash or zsh"),
     "fit": Command("distlab.cli.fit", "the sizes of `make fit`, and its verdict", for_users=False),
 }  # fmt: skip
 
@@ -131,7 +129,7 @@ def help_lines(command: str | None = None) -> list[str]:
         *lines,
         f"modes       {', '.join(modes())}, or the path of one such as mine/mode.py",
         (
-            "settings    are variables, as words or in the environment: dp WORLD_SIZE=3 LAB_STEPS=5; `distlab config`"
+            "settings    are variables, as words or in the environment: dp WORLD_SIZE=3 LAB_STEPS=5; docs/variables.md"
             " lists them"
         ),
         f"exit codes  {EXIT_CODES}",

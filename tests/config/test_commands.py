@@ -79,9 +79,6 @@ def test_help_is_printed_and_starts_nothing(command: str | None, capsys: pytest.
 def test_what_only_the_lab_itself_calls_is_not_offered(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     assert "\n  fit " not in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        main(["config", "--help"])
-    assert "--write" not in capsys.readouterr().out
 
 
 def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,7 +91,7 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_a_command_imported_before_runs_without_a_warning() -> None:
     """Tests import it, and runpy would warn in the output of a CI."""
-    program = "import sys, distlab.cli.config, distlab.cli.run as run; sys.exit(run.main(['config', '--check']))"
+    program = "import sys, distlab.cli.engine, distlab.cli.run as run; sys.exit(run.main(['engine', 'kubernetes']))"
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=60, check=False
     )

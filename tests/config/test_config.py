@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from distlab.cli.config import BEGIN, END, NOT_PASSED_ON, compose_lines, main, names, table, write_block
 from distlab.cluster.admission import claim_of
 from distlab.config import Config, ConfigError, settings
 from distlab.config.settings import GONE, Field, ModeOptions, aliases, declared, modes
+from distlab.config.variables import BEGIN, END, NOT_PASSED_ON, compose_lines, main, names, table
 from distlab.rank.mode_loader import load
 from distlab.rank.preflight import refuse
 
@@ -303,7 +303,7 @@ def test_a_lessons_own_variables_are_checked_like_all_others(
 
 
 def test_options_wait_for_no_torch() -> None:
-    program = "import sys, distlab.cli.config as config; config.table(); sys.exit('torch' in sys.modules)"
+    program = "import sys, distlab.config.variables as variables; variables.table(); sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], timeout=60, check=True)
 
 
@@ -336,17 +336,16 @@ def test_the_compose_file_passes_on_what_the_table_names() -> None:
     ]
 
 
-def test_a_compose_file_is_written_between_its_two_comments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_compose_file_is_written_between_its_two_comments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "docker-compose.yaml"
+    monkeypatch.setattr("distlab.config.variables.COMPOSE_FILE", file)
     file.write_text(f"before\n{BEGIN}\n  LAB_GONE:\n{END}\nafter\n")
-    assert write_block(file) == 0
+    assert main(["--write"]) == 0
     assert file.read_text() == f"before\n{compose_lines()}\nafter\n"
     file.write_text("services: {}\n")
-    assert write_block(file) == 2
-    assert "has no line '# Written by `python -m distlab config --write`" in capsys.readouterr().out
-    assert write_block(tmp_path / "absent.yaml") == 2
-    assert "No such file or directory" in capsys.readouterr().out
-    assert [path.name for path in tmp_path.iterdir()] == [file.name]
+    with pytest.raises(ValueError, match=r"has no line '# Written by `python -m distlab\.config\.variables --write`"):
+        main(["--write"])
+    assert file.read_text() == "services: {}\n"
 
 
 @pytest.mark.parametrize(

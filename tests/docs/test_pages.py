@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from distlab.cli.config import names
 from distlab.config.commands import COMMANDS
+from distlab.config.variables import names
 from tests.docs.pages import PAGES, TOP, anchors, fenced, prose
 from tests.documents import faults, spans
 from tests.prove.planted import PLANTED

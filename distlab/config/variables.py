@@ -1,10 +1,8 @@
-"""`distlab config`: all variables as the Markdown table of docs/variables.md, and the other things that are
-made of them.
+"""All variables as the Markdown table of docs/variables.md, and the other things that are made of them.
 
---check      whether the variables that are set can be run: a sentence for each fault, and exit code 2
-
-For who adds a variable, and not among the options that help offers: --compose prints the lines by which the Compose
-files pass variables on to a rank, --write puts them into docker-compose.yaml.
+python -m distlab.config.variables              the table
+python -m distlab.config.variables --check      whether the variables that are set can be run, for `./run`
+python -m distlab.config.variables --write      the lines of docker-compose.yaml that pass them on to a rank
 """
 
 import argparse
@@ -18,15 +16,14 @@ from pydantic import BaseModel
 
 from distlab.config import Config, ConfigError
 from distlab.config.settings import aliases, declared, modes
-from distlab.report.reading import write_atomically
 
 HEAD = ["| variable | default | what it is |", "|---|---|---|"]
 WIDEST = 120  # columns of a line that is no table
 
 COMPOSE_FILE = Path(__file__).parents[2] / "docker-compose.yaml"
 BEGIN = (
-    "  # Written by `python -m distlab config --write`; a variable without a value is passed on if, and only if, the"
-    " shell has it."
+    "  # Written by `python -m distlab.config.variables --write`; a variable without a value is passed on if, and only"
+    " if, the shell has it."
 )
 END = "  # End of what is written."
 # A service has values of its own for these, LOCAL_RANK is torchrun's, what LAB_RUNS_DIR names is
@@ -36,27 +33,22 @@ NOT_PASSED_ON = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "LOCAL_RANK", "LAB_RUNS_DI
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print, check or write what was asked for; returns the exit code."""
-    asked = parser().parse_args(arguments)
-    if asked.check:
-        return check()
-    if asked.write:
-        return write_block(COMPOSE_FILE)
-    print(compose_lines() if asked.compose else table())
-    return 0
-
-
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
     made = argparse.ArgumentParser(
-        prog="distlab config", description="All variables, with defaults, as a Markdown table."
+        prog="python -m distlab.config.variables", description="All variables, with defaults, as a Markdown table."
     )
     one = made.add_mutually_exclusive_group()
     one.add_argument(
         "--check", action="store_true", help="say what is wrong with the variables that are set; 2 if anything"
     )
-    one.add_argument("--compose", action="store_true", help=argparse.SUPPRESS)
-    one.add_argument("--write", action="store_true", help=argparse.SUPPRESS)
-    return made
+    one.add_argument("--write", action="store_true", help="write docker-compose.yaml anew")
+    asked = made.parse_args(arguments)
+    if asked.check:
+        return check()
+    if asked.write:
+        COMPOSE_FILE.write_text(written(COMPOSE_FILE.read_text()))
+    else:
+        print(table())
+    return 0
 
 
 def table() -> str:
@@ -105,16 +97,6 @@ def written(text: str) -> str:
     if not (begin and end):
         raise ValueError(f"has no line {(END if begin else BEGIN).strip()!r}")
     return before + compose_lines() + after
-
-
-def write_block(path: Path) -> int:
-    """Put the block into the file at `path`, all of it or nothing; returns the exit code."""
-    try:
-        write_atomically(path, [written(path.read_text())])
-    except (OSError, ValueError) as error:
-        print(f"refused    {path}: {getattr(error, 'strerror', None) or error}; a checkout has one that can be written")
-        return 2
-    return 0
 
 
 def check() -> int:
