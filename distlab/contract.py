@@ -356,6 +356,11 @@ class Mode:
         """Whether its ranks compare what they hold alike, so that a bit that flips is seen."""
         return self.timed or bool(self.watched)
 
+    def told(self, bug: str | None) -> dict[str, str]:
+        """What the records say of the mistake `bug`; empty if it is none."""
+        made = self.mistakes.get(bug or "")
+        return {"name": bug or "", "what": made.what, "check": made.check} if made else {}
+
     def mistaken(self, bug: str | None) -> "Mode":
         """The same with the mistake `bug` made, if it is one."""
         if bug is None or bug not in self.mistakes:

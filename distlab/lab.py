@@ -25,7 +25,6 @@ from distlab.measure.prediction import Prediction
 from distlab.measure.traffic import Ledger, Traffic
 from distlab.mesh.grid import Mesh
 from distlab.report import records
-from distlab.report.mystery import mystery_number
 from distlab.report.progress import Work
 from distlab.report.run_folder import Journal, Level
 from distlab.report.table import aligned, wrapped
@@ -159,14 +158,8 @@ class Lab:
         `unit` names what both count where they are no plain numbers, such as "epsilons of bfloat16". `control` is the
         test that makes it fail, as `tests/<file>::<test>`, where no mistake of the mode is meant to.
         """
-        control = self.control_of(name, control)
+        control = self.mistake_for(name) or control
         self.journal.write(records.Check(variant, name, float(max_abs_diff), float(tolerance), detail, control, unit))
-
-    def control_of(self, check: str, otherwise: str) -> str:
-        """What makes this check fail: the mistake that it is meant to see, or the test `otherwise`; empty where the
-        injected bug is not told, which this would name."""
-        untold = mystery_number(self.config.bug) is not None
-        return "" if untold else self.mistake_for(check) or otherwise
 
     def mistake_for(self, check: str) -> str:
         """The first mistake of the mode that this check is meant to see, as LAB_BUG names it; empty if there is
@@ -184,7 +177,7 @@ class Lab:
         """
         if name == "peak bytes" and is_own(self.config.model):
             shown = shown or "what a layer of one's own holds in its midst is in no formula"
-        control = "" if shown else self.control_of(name, control)
+        control = "" if shown else self.mistake_for(name) or control
         self.journal.write(
             records.Comparison(
                 variant, name, unit, predicted, measured, tolerance, formula, not shown, control, shown

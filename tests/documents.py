@@ -8,7 +8,6 @@ from pathlib import Path
 from distlab.config import Config
 from distlab.config.settings import aliases, modes
 from distlab.rank.mode_loader import load
-from distlab.report.mystery import mystery_number
 
 TOP = Path(__file__).parent.parent
 FILE = re.compile(r"[\w.-]+(?:/[\w.-]+)*/?(?:::\w+)?")
@@ -63,7 +62,7 @@ def settings_faults(span: str) -> list[str]:
         f"{given['RUN_MODE']} has no variant {name}" for name in named.split(",") if name and name not in mode.names
     ]
     bug = given.get("LAB_BUG", next(iter(mode.mistakes)))
-    if bug not in mode.mistakes and mystery_number(bug) is None:
+    if bug not in mode.mistakes:
         wrong.append(f"{given['RUN_MODE']} has no LAB_BUG={given['LAB_BUG']}")
     return wrong
 

@@ -28,13 +28,11 @@ from distlab.experiments.comm import benchmark
 from distlab.lab import Lab, RunHooks
 from distlab.measure.traffic import Ledger
 from distlab.mesh.grid import Mesh
-from distlab.rank.injected_bug import bug_of, mistake_of
 from distlab.rank.main import places_of
 from distlab.rank.meter_self_test import unseen_on
 from distlab.rank.mode_loader import load_for
 from distlab.rank.preflight import refuse
 from distlab.report import records
-from distlab.report.mystery import mystery_number
 from distlab.report.rank_log import RankLog
 from distlab.report.reading import from_line, read_run, to_line
 from distlab.report.run_folder import Journal
@@ -61,8 +59,7 @@ def run_experiment(
     lines = ranks(world_size, one_rank, settings, str(folder), None, until, timeout_s=100)
     by_rank = {rank: [from_line(line) for line in of_rank] for rank, of_rank in enumerate(lines)}
     run = judge(by_rank)
-    if mystery_number(config.bug) is None:  # whose records name no mistake
-        assert not (found := uncontrolled(run, mode)), f"no mistake and no test makes fail: {found}"
+    assert not (found := uncontrolled(run, mode)), f"no mistake and no test makes fail: {found}"
     return run, by_rank
 
 
@@ -166,9 +163,9 @@ def lab_of(
     journal.open(Path(folder), group.rank())
     journal.lines_of = RankLog(config.log).lines
     given = mode or load_for(config)
-    mode = mode or given.mistaken(bug_of(config, given))
+    mode = mode or given.mistaken(config.bug)
     start = records.Start(group.rank(), "test", config.run_mode, group.size(), "host", config.written(), {}, {})
-    journal.write(replace(start, by_torch=list(mode.by_torch), mistake=mistake_of(config, given)))
+    journal.write(replace(start, by_torch=list(mode.by_torch), mistake=given.told(config.bug)))
     store = dist.PrefixStore(folder, dist.distributed_c10d._get_default_store())
     exchange = Exchange(store, group.rank(), group.size(), timeout_s=30)
     unseen = unseen_on(config.backend, group.size())

@@ -72,7 +72,6 @@ SLOW = {
     "tests/docs/test_class.py::test_the_command_of_a_step": (
         "tests/docs/test_class.py::test_each_command_of_the_lessons_page_is_one_that_is_run"
     ),
-    "tests/experiments/test_mystery.py": "tests/experiments/test_mystery.py::test_no_file_of_a_mystery_names_a_bug_and_reveal_does[tp]",
     # The rest of a matrix: other sizes, worlds, modes, screens and scripts of one kind.
     "tests/checkpoint/test_resume.py::test_a_resumed_run_ends_in_the_same_weights_to_the_bit": (
         "tests/checkpoint/test_resume.py::test_a_resumed_run_ends_in_the_same_weights_to_the_bit[fsdp]"

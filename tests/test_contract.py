@@ -97,6 +97,12 @@ def test_a_mistake_replaces_one_thing_and_leaves_the_rest(bug: str | None, place
     assert where_it_was(5) == 5
 
 
+def test_the_records_have_what_a_mistake_breaks_and_the_check_that_catches_it() -> None:
+    made = MODE.mistakes["part"]
+    assert MODE.told("part") == {"name": "part", "what": made.what, "check": "gradients"}
+    assert MODE.told(None) == MODE.told("absent") == {}
+
+
 def test_a_mistake_is_stated_where_the_wrong_thing_is_made() -> None:
     """Its docstring's first paragraph is the sentence; without one its name has to do."""
     sentences = {name: each.what for name, each in mistake.items()}

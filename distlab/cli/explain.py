@@ -9,9 +9,7 @@ from collections.abc import Sequence
 
 from distlab.config import Config, ConfigError
 from distlab.contract import Mode
-from distlab.rank.injected_bug import showable
 from distlab.rank.mode_loader import PREDICTED, prediction_rows
-from distlab.report.mystery import mystery_number
 from distlab.report.table import aligned
 
 
@@ -20,13 +18,6 @@ def explain(config: Config, mode: Mode) -> list[str]:
     settings = {"RUN_MODE": config.run_mode, "WORLD_SIZE": str(config.world_size)} | config.environ()
     lines = [mode.idea, "", f"With {', '.join(f'{name}={value}' for name, value in settings.items())}:", ""]
     lines += aligned(PREDICTED, prediction_rows(mode.predict(config)))
-    if mystery_number(config.bug) is not None:
-        return [
-            *lines,
-            "",
-            f"LAB_BUG={config.bug} injects one of these, and no run tells which:",
-            *mistake_lines(mode, showable(config, mode)),
-        ]
     if config.bug is not None:
         mistake = mode.mistakes[config.bug]
         return [*lines, "", f"LAB_BUG={config.bug}: {mistake.what}. The check that catches it: {mistake.check}."]
@@ -38,10 +29,9 @@ def explain(config: Config, mode: Mode) -> list[str]:
     return lines
 
 
-def mistake_lines(mode: Mode, names: Sequence[str] | None = None) -> list[str]:
-    """A row for each mistake of the mode, or for those that are named."""
-    chosen = mode.mistakes if names is None else {name: mode.mistakes[name] for name in names}
-    rows = [[name, mistake.what, mistake.check] for name, mistake in chosen.items()]
+def mistake_lines(mode: Mode) -> list[str]:
+    """A row for each mistake of the mode."""
+    rows = [[name, mistake.what, mistake.check] for name, mistake in mode.mistakes.items()]
     return aligned(["bug", "what breaks", "check"], rows)
 
 

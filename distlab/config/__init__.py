@@ -74,7 +74,7 @@ class Config(BaseSettings):
     clip: float | None = Field(None, alias="LAB_CLIP", gt=0, le=MOST, allow_inf_nan=False, description="bound on the global norm of the gradients; unset: off")
     seed: int = Field(1, alias="LAB_SEED", ge=0, le=MOST_SEED, description="seed of weights and data")
     proof: bool = Field(True, alias="LAB_PROOF", description="0: leave the proof out")
-    bug: str | None = Field(None, alias="LAB_BUG", description="a bug to inject; `make explain` lists those of a mode; mystery:7: one of them, which `distlab reveal` tells")
+    bug: str | None = Field(None, alias="LAB_BUG", description="a bug to inject; `make explain` lists those of a mode")
 
     # How it is run.
     backend: Literal["gloo", "nccl", "tcp"] = Field("gloo", alias="LAB_BACKEND", description="what moves the bytes: a library, or the lab's own transport over plain TCP")

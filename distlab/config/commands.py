@@ -42,7 +42,6 @@ COMMANDS = {
     "puzzle": Command("distlab.cli.puzzle", "strategies to write yourself, each judged on real ranks"),
     "plan": Command("distlab.cli.plan", "every strategy for a model on paper, and which to take"),
     "report": Command("distlab.cli.report", "judge a finished run again, or draw several together"),
-    "reveal": Command("distlab.cli.reveal", "which bug a run with LAB_BUG=mystery:7 had, and which check caught it"),
     "lesson": Command("distlab.cli.lesson", "exercises to fill in and demonstrations: a fork bomb, a zombie, 8 GPUs that are 3"),
     "checkpoint": Command("distlab.cli.checkpoint", "a checkpoint as one file that torch.load opens"),
     "engine": Command("distlab.cli.engine", "the manifest of an engine for so many ranks: Kubernetes"),

@@ -25,6 +25,7 @@ GONE = {
     "live": "the live page is gone: read each rank's log in the run's folder, and its report.html at the end",
     "completion": "no shell is taught them: distlab --help lists commands and modes, docs/variables.md all variables",
     "config": "docs/variables.md has all variables, and a run refuses those that cannot be run before it starts",
+    "reveal": "no bug is hidden any more: the log and the report name it, and distlab report RUN prints it again",
 }
 MIN_KEY = 16  # characters: a word that can be guessed is no key
 MOST_KEY_BYTES = 2**16

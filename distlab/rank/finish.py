@@ -26,7 +26,6 @@ from distlab.cluster.watchdog import Watchdog
 from distlab.lab import Lab
 from distlab.report import fault_checks, records
 from distlab.report.log import SECTIONS, end_lines, rows_not_yet_printed, words_of_row
-from distlab.report.mystery import is_sealed
 from distlab.report.rank_log import verdict_of_all
 from distlab.report.reading import BrokenRecord, from_line, read_records, read_run, to_line, write_atomically
 from distlab.report.records import Ranks, Run
@@ -116,8 +115,7 @@ def judged(by_rank: records.Ranks, rank: int) -> tuple[Run, list[records.Check]]
     run, added = judge(by_rank), list[records.Check]()
     if run["mistake"] and run["verdict"] != "lost" and (how := missed(run)):
         made = run["mistake"]
-        meant = "the check that is meant for it" if is_sealed(made) else made["check"]
-        detail = f"{meant}, which catches {made['name']}, {how}"
+        detail = f"{made['check']}, which catches {made['name']}, {how}"
         added.append(records.Check("", "LAB_BUG", 1, 0, detail, CONTROL))
     for drill in run["drills"]:
         if drill["held"] is False:

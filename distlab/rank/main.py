@@ -32,7 +32,6 @@ from distlab.measure.traffic import Ledger
 from distlab.mesh.grid import Mesh
 from distlab.rank import preflight
 from distlab.rank.finish import Sections, finish_run, let_leave, move, write_failure_report
-from distlab.rank.injected_bug import bug_of, mistake_of
 from distlab.rank.machine_load import read_load
 from distlab.rank.meter_self_test import check_ledger, check_meters, measure_link, unseen_on
 from distlab.rank.mode_loader import (
@@ -75,7 +74,7 @@ def be_rank(config: Config, started_at: float, parent: LauncherPipe, engine: str
         return rejoin_run(left, config, mode, started_at, parent, engine)
     # 1. Refuse what cannot run.
     refuse(config, mode, link.refusals(config))
-    mode, device = mode.mistaken(bug_of(config, mode)), pick_device(config, engine)
+    mode, device = mode.mistaken(config.bug), pick_device(config, engine)
     journal, told = begin_log(config, mode, parent, engine)
     # 2. Find the other ranks; from then on each watches all others.
     parent.begin_to_wait()
@@ -136,7 +135,7 @@ def rejoin_run(
     """
     config = config.model_copy(update={"run_id": None})  # the folder is there already, and its own
     refuse(config, mode, link.refusals(config))
-    mode, device = mode.mistaken(bug_of(config, mode)), pick_device(config)
+    mode, device = mode.mistaken(config.bug), pick_device(config)
     journal, told = begin_log(config, mode, parent, engine)
     parent.begin_to_wait()
     try:
@@ -274,7 +273,7 @@ def begin_log(config: Config, mode: Mode, parent: LauncherPipe, engine: str) -> 
     journal = Journal(config.log)
     journal.lines_of = RankLog(config.log).lines
     parent.tell_unheard(journal.unheard)
-    told = mistake({"mistake": mistake_of(config, mode)}) if config.rank == 0 else []
+    told = mistake({"mistake": mode.told(config.bug)}) if config.rank == 0 else []
     for line in told:
         journal.say(line, "normal")
     if engine:
@@ -370,7 +369,7 @@ def start_record(config: Config, cluster: Cluster, mode: Mode) -> records.Start:
         versions,
         mode.title(config),
         list(mode.by_torch),
-        mistake_of(config, mode),
+        mode.told(config.bug),
         says_claims=True,
         started_by=started_by(),
     )

@@ -24,7 +24,6 @@ from distlab.contract import Mode, Variant
 from distlab.data_parallel.strategy import maker
 from distlab.measure.prediction import Prediction
 from distlab.report import records
-from distlab.report.mystery import mystery_number, without_bugs
 from distlab.report.units import human_bytes
 from distlab.workload.user_model import is_own
 
@@ -114,10 +113,7 @@ PREDICTED = ["variant", "predicted a rank and step", "formula", "value", "calls"
 def lesson(config: Config, mode: Mode) -> records.Lesson:
     """What a reader of the report should know before its numbers."""
     variants = {each.name: each.told for each in mode.variants if each.told}
-    idea = paragraphs(mode.idea)
-    if mystery_number(config.bug) is not None:  # nor does the idea name a bug that is not told
-        idea = [without_bugs(each) for each in idea]
-    return records.Lesson(idea, variants, prediction_rows(mode.predict(config)))
+    return records.Lesson(paragraphs(mode.idea), variants, prediction_rows(mode.predict(config)))
 
 
 def paragraphs(idea: str) -> list[str]:

@@ -19,10 +19,8 @@ from distlab.config.settings import quoted, suggest
 from distlab.contract import Mode
 from distlab.data_parallel.strategy import is_step
 from distlab.measure.memory import ContainerMemory
-from distlab.rank.injected_bug import showable
 from distlab.rank.mode_loader import modes_that
 from distlab.report import run_folder
-from distlab.report.mystery import mystery_number
 from distlab.report.run_folder import LATEST
 from distlab.report.units import human_bytes
 from distlab.tensor_parallel.costs import layer_activation_bytes
@@ -57,10 +55,10 @@ def unknown(config: Config, mode: Mode) -> Iterator[str]:
                 f"LAB_VARIANT={quoted(name)} is not a variant of {config.mode_name}{suggest(name, mode.names)},"
                 f" allowed: {allowed}"
             )
-    is_mystery = mystery_number(config.bug) is not None and bool(mode.mistakes)
-    if config.bug is not None and config.bug not in mode.mistakes and not is_mystery:
-        allowed = ", ".join([*mode.mistakes, "mystery:7"]) if mode.mistakes else "none, leave it unset"
-        nearest = suggest(config.bug, list(mode.mistakes))
+    if config.bug is not None and config.bug not in mode.mistakes:
+        allowed = ", ".join(mode.mistakes) or "none, leave it unset"
+        drawn = ": none is drawn by a number any more, name one" if config.bug.startswith("mystery:") else ""
+        nearest = drawn or suggest(config.bug, list(mode.mistakes))
         yield f"LAB_BUG={quoted(config.bug)} is not a bug of {config.mode_name}{nearest}, allowed: {allowed}"
 
 
@@ -128,9 +126,6 @@ def out_of_place(config: Config, mode: Mode) -> Iterator[str]:
 
 def hidden(config: Config, mode: Mode) -> Iterator[str]:
     """A mistake that could not show: a check that cannot fail would only look like one that held."""
-    if mystery_number(config.bug) is not None and not showable(config, mode):
-        reasons = "; ".join(f"{name} with {made.hidden(mode, config)}" for name, made in mode.mistakes.items())
-        yield f"LAB_BUG={config.bug}: no bug of {config.mode_name} can be detected with these settings: {reasons}"
     mistake = mode.mistakes.get(config.bug or "")
     if mistake is not None and (reason := mistake.hidden(mode, config)):
         yield f"LAB_BUG={config.bug} cannot be detected with {reason}"

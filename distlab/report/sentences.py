@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 from distlab.config import ON_ONE_MACHINE
 from distlab.config.launchers import EACH_RANK
-from distlab.report.mystery import is_sealed, open_mistake
 from distlab.report.records import Ranks, Run
 from distlab.report.units import allowed, counted, difference, name_ranks, quantity
 from distlab.report.verdict import PROOF, SCRIPT, first
@@ -151,15 +150,11 @@ def error_sentences(run: Run) -> list[str]:
 def mistake_sentence(run: Run) -> str:
     """The injected bug, and which check is meant to catch it."""
     mistake = run["mistake"]
-    told = f"LAB_BUG={mistake['name']}: {mistake['what']}"
-    return told if is_sealed(mistake) else f"{told}; the check that catches it: {mistake['check']}"
+    return f"LAB_BUG={mistake['name']}: {mistake['what']}; the check that catches it: {mistake['check']}"
 
 
 def seen_sentence(run: Run) -> str:
-    """Whether that check caught it: which claims failed and by how much, or how it missed it; of a bug that is not told
-    only whether."""
-    if is_sealed(run["mistake"]):
-        return f"not caught: the check that is meant for it {missed(run)}" if missed(run) else "caught, as expected"
+    """Whether that check caught it: which claims failed and by how much, or how it missed it."""
     check = run["mistake"]["check"]
     found = [claim for claim in failures(run) if claim["name"] == check]
     if found:
@@ -171,15 +166,14 @@ def seen_sentence(run: Run) -> str:
 def explanation(run: Run) -> str:
     """For the last line: the injected bug, and whether the check that is meant to catch it did, by its first claim."""
     mistake = run["mistake"]
-    told = not is_sealed(mistake)
-    found = next((claim for claim in failures(run) if told and claim["name"] == mistake["check"]), None)
+    found = next((claim for claim in failures(run) if claim["name"] == mistake["check"]), None)
     seen = f"caught by {claim_name(found)}, as expected: {_off(found)}" if found else seen_sentence(run)
     return f"LAB_BUG={mistake['name']}: {mistake['what']}; {seen}"
 
 
 def missed(run: Run) -> str:
     """How the check that is meant for the injected bug missed it; empty if it failed, as expected."""
-    check = open_mistake(run["mistake"])["check"]
+    check = run["mistake"]["check"]
     held = [claim["passed"] for claim in run["checks"] + run["comparisons"] if claim["name"] == check]
     if not held:
         return "did not run: nothing in this run could detect it"

@@ -12,11 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from distlab.cli.reveal import main as reveal
-from distlab.config import Config
 from distlab.config.settings import modes
-from distlab.rank.injected_bug import bug_of, showable
-from distlab.rank.mode_loader import load
 from tests.docs.pages import fenced, page
 from tests.documents import spans, tables
 from tests.launched import ended_warm
@@ -32,7 +28,7 @@ LOOKED_AT = {
     "3": r"per_parameter",
     "4": r"zero3",
     "5": r"1f1b",
-    "6": r"LAB_BUG=mystery:7",
+    "6": r"FAILED +bucketed losses: differs by",
 }
 STEPS = {step[1]: step[0] for step in STEP.finditer(page("class"))}
 
@@ -51,9 +47,7 @@ def run_line(step: str) -> str:
 
 @pytest.mark.timeout(260)
 @pytest.mark.parametrize("step", STEPS)
-def test_the_command_of_a_step_shows_what_one_is_to_look_at(
-    step: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_of_a_step_shows_what_one_is_to_look_at(step: str, tmp_path: Path) -> None:
     line = run_line(step)
     asked = settings(line) | {"LAB_RUNS_DIR": str(tmp_path), "LAB_RUN_ID": "shown", "LAB_LOG": "full"}
     clean = {name: value for name, value in os.environ.items() if not re.match(r"LAB_|RUN_MODE|WORLD_SIZE|RANK", name)}
@@ -66,9 +60,6 @@ def test_the_command_of_a_step_shows_what_one_is_to_look_at(
     layers = timed * int(run["config"]["LAB_DEPTH"]) * int(run["world_size"])
     (named_s,) = re.findall(r"# (\d+) s", line)
     assert layers <= LAYERS_A_SECOND * int(named_s), "it takes more steps than it can in the time that it names"
-    if "mystery" in line:
-        assert reveal([str(tmp_path / "shown")]) == 0
-        assert "not caught" not in capsys.readouterr().out
 
 
 def test_it_has_six_steps_of_90_minutes_with_two_questions_each() -> None:
@@ -87,12 +78,6 @@ def test_the_path_goes_through_every_mode_once() -> None:
     hours, minutes = divmod(sum(int(row[1]) for row in rows), 60)
     assert (hours, minutes) == (5, 10)
     assert "five hours and ten minutes" in page("class")
-
-
-def test_the_mystery_of_the_class_is_one_of_many() -> None:
-    config = Config.read({"RUN_MODE": "dp"} | settings(run_line("6")))
-    assert len(showable(config, load("dp"))) >= 5
-    assert bug_of(config, load("dp")) in showable(config, load("dp"))
 
 
 def test_each_command_of_the_lessons_page_is_one_that_is_run() -> None:

@@ -39,9 +39,13 @@ def test_what_the_mode_knows_is_taken(tmp_path: Path) -> None:
 def test_an_unknown_variant_and_an_unknown_bug_are_told_together(tmp_path: Path) -> None:
     variant, bug = refused(tmp_path, LAB_VARIANT="rign", LAB_BUG="lost_shards")
     assert variant == "LAB_VARIANT='rign' is not a variant of dp (did you mean 'ring'?), allowed: naive, ring"
-    assert (
-        bug == "LAB_BUG='lost_shards' is not a bug of dp (did you mean 'lost_shard'?), allowed: lost_shard, mystery:7"
-    )
+    assert bug == "LAB_BUG='lost_shards' is not a bug of dp (did you mean 'lost_shard'?), allowed: lost_shard"
+
+
+def test_a_bug_that_was_drawn_is_named_now(tmp_path: Path) -> None:
+    assert refused(tmp_path, LAB_BUG="mystery:7") == [
+        "LAB_BUG='mystery:7' is not a bug of dp: none is drawn by a number any more, name one, allowed: lost_shard"
+    ]
 
 
 def test_a_mode_without_variants_says_so(tmp_path: Path) -> None:
