@@ -92,5 +92,5 @@ build: ## the image
 down: ## remove the containers of a run
 	WORLD_SIZE=8 docker compose down --remove-orphans
 
-clean: ## ask, and remove all runs in runs/ but the newest five; ./run clean lists them
-	@./run clean --keep 5
+clean: ## ask, and remove the runs in runs/ that are older than 7 days
+	@./run report --clean 7

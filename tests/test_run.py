@@ -123,7 +123,7 @@ def test_other_commands_run_there_too(checkout: Path) -> None:
     assert run(checkout, "dp", "LAB_STEPS=2").returncode == 0
     assert "PASS" in run(checkout, "report", "runs/latest").stdout
     assert "The gradient of a mean" in run(checkout, "explain", "dp", RUN_MODE="tp").stdout
-    assert "1 run in runs/" in run(checkout, "clean").stdout
+    assert "no run     in runs/ that may be removed" in run(checkout, "report", "--clean", "7").stdout
 
 
 @pytest.mark.parametrize(

@@ -1,29 +1,42 @@
 """Judge a finished run again from its records alone, with no cluster: `distlab report runs/<run_id>`.
 
 Exit codes are the run's own (0 all passed, 1 a check failed, 2 refused, 3 lost); 2 also if the records
-cannot be read or the report cannot be written. Several runs are drawn together and judged by nobody: 0.
+cannot be read or the report cannot be written. Several runs are drawn together and judged by nobody: 0. `--clean DAYS`
+lists old runs and removes them after asking.
 """
 
 import argparse
 import errno
+import os
+import shutil
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from distlab.cluster.launch import die_with
+from distlab.config import Config, ConfigError
 from distlab.report.compare import incomparable, write_comparison, write_together
 from distlab.report.log import verdict_lines
 from distlab.report.rank_log import Log, RankLog, verdict_of_all
-from distlab.report.reading import MISFITS, BrokenRecord, read_run
+from distlab.report.reading import MISFITS, BrokenRecord, read_run, record_files
 from distlab.report.records import Ranks, Run
+from distlab.report.run_folder import FILE, LATEST, is_held
 from distlab.report.standard_streams import of_a_stream
+from distlab.report.table import printable
 from distlab.report.tables import Plan
 from distlab.report.verdict import exit_code, judge, write_run
+
+DAY_S = 86_400
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Read, judge, write; returns the exit code."""
     asked = parser().parse_args(arguments)
+    if bool(asked.runs) == (asked.clean is not None) or (asked.yes and asked.clean is None):
+        parser().error("name the folders of runs, or --clean DAYS with or without --yes")
+    if asked.clean is not None:
+        return clean(asked.clean, unasked=asked.yes)
     if len(asked.runs) > 1 and (asked.junit or asked.page_only or asked.figures or asked.rank is not None):
         parser().error(f"--junit, --page-only, --figures and --rank go with one run, and {len(asked.runs)} were named")
     if asked.page and not asked.page_only:
@@ -63,7 +76,7 @@ def parser() -> argparse.ArgumentParser:
         "of the second; more of one mode, as curves over WORLD_SIZE, into together.html in that of the last.",
     )
     made.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, such as runs/latest; several to compare"
+        "runs", nargs="*", type=Path, metavar="RUN", help="folder of a run, such as runs/latest; several to compare"
     )
     made.add_argument(
         "--junit", type=Path, metavar="FILE", help="also write a test case a check, as JUnit XML for a CI"
@@ -78,6 +91,10 @@ def parser() -> argparse.ArgumentParser:
         "--rank", type=int, metavar="R", help="print the log of this rank again from its records, and nothing else"
     )
     made.add_argument("--log", choices=("normal", "full"), default="normal", help="how much of it: full has every call")
+    made.add_argument(
+        "--clean", type=days, metavar="DAYS", help="remove the runs of LAB_RUNS_DIR older than this, after asking"
+    )
+    made.add_argument("--yes", action="store_true", help="with --clean: remove without asking")
     made.add_argument("--parent", type=int, help=argparse.SUPPRESS)  # the process with which this one ends
     made.add_argument("--page", type=Path, metavar="FILE", help="where to write it instead; only with --page-only")
     return made
@@ -162,6 +179,65 @@ def plan_of(folder: Path, records: Ranks) -> Plan | None:
     if found is None:
         return None
     return Plan({name: (cost.step_s, cost.held_bytes) for name, cost in found.costs.items()}, found.told)
+
+
+def days(text: str) -> int:
+    """How old a run may be."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of days such as 7, 1 at least")
+    return int(text)
+
+
+def clean(days: int, *, unasked: bool) -> int:
+    """List the runs older than so many days, and remove them once the person at the terminal agrees."""
+    try:
+        runs = Config.read().runs_dir
+        found = old_runs(runs, days)
+        print("".join(f"old        {printable(str(folder))}\n" for folder in found), end="")
+        if not found:
+            print(f"no run     in {runs}/ that may be removed is older than {days} days")
+        elif not unasked and not sys.stdin.isatty():
+            print("refused    there is no terminal to ask in: --yes removes them without asking", file=sys.stderr)
+            return 2
+        elif not unasked and not agreed(f"remove {len(found)} {'run' if len(found) == 1 else 'runs'}? [y/N] "):
+            print("nothing is removed")
+        else:
+            still_old = old_runs(runs, days)  # one may go on again since it was listed
+            for folder in filter(still_old.__contains__, found):
+                shutil.rmtree(folder)
+                print(f"removed    {printable(str(folder))}")
+    except ConfigError as error:
+        print("\n".join(f"refused    {fault}" for fault in error.faults), file=sys.stderr)
+        return 2
+    except OSError as error:
+        if of_a_stream(error):
+            raise
+        where = printable(str(error.filename))
+        print(f"broken     old runs cannot be removed: {error.strerror}: {where}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def agreed(question: str) -> bool:
+    """Whether the person at the terminal says yes; whatever else is said, and Ctrl-D, is a no."""
+    print(question, end="", flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def old_runs(runs: Path, days: int) -> list[Path]:
+    """The runs in this folder that have written nothing for so many days, the oldest first; not the newest one, nor
+    that of runs/latest, nor one with a rank that is alive. A link to a run is none."""
+    written_at = {}
+    for folder in runs.iterdir() if runs.is_dir() else ():
+        marks = [*record_files(folder).values(), *(folder / name for name in ("run.json", FILE))]
+        there = [mark.lstat().st_mtime for mark in marks if mark.is_file()]
+        if there and not folder.is_symlink():
+            written_at[folder] = max(there)
+    by_age = sorted(written_at, key=lambda folder: written_at[folder])
+    latest = os.path.realpath(runs / LATEST)
+    bound = time.time() - days * DAY_S
+    old = [folder for folder in by_age[:-1] if written_at[folder] < bound and os.path.realpath(folder) != latest]
+    return [folder for folder in old if not is_held(folder)]
 
 
 if __name__ == "__main__":

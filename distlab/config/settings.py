@@ -23,6 +23,7 @@ GONE = {
     "LAB_LIVE": "the live page is gone: read each rank's log in the run's folder, and its report.html at the end",
     "LAB_LIVE_PORT": "the live page is gone: read each rank's log in the run's folder, and its report.html at the end",
     "live": "the live page is gone: read each rank's log in the run's folder, and its report.html at the end",
+    "clean": "distlab report --clean DAYS lists the runs older than DAYS days, and asks before it removes them",
     "completion": "no shell is taught them: distlab --help lists commands and modes, docs/variables.md all variables",
     "config": "docs/variables.md has all variables, and a run refuses those that cannot be run before it starts",
     "reveal": "no bug is hidden any more: the log and the report name it, and distlab report RUN prints it again",

@@ -1,17 +1,21 @@
 """The command: rebuilds from the records alone, judges the same, refuses what it cannot read by file and line."""
 
 import errno
+import fcntl
+import io
 import json
 import os
 import subprocess
 import sys
+import time
 import xml.etree.ElementTree as ET
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
-from distlab.cli.report import main
+from distlab.cli.report import DAY_S, main
 from distlab.report.records import End, Failed, Lost, Ranks, Start, Steps
 from distlab.report.standard_streams import of_a_stream
 from distlab.report.verdict import judge, write_run
@@ -207,3 +211,114 @@ def test_a_report_says_what_the_planner_says_or_why_it_says_nothing(tmp_path: Pa
     alien = bent(good_run(2), lambda each: replace(each, run_mode="moe") if isinstance(each, Start) else each)
     assert main([str(written(tmp_path / "alien", alien)), "--page-only"]) == 0
     assert "What the planner predicts" not in (tmp_path / "alien" / "report.html").read_text()
+
+
+# Old runs: which are listed, who is asked, and that nothing else is touched.
+
+
+class Terminal(io.StringIO):
+    """What a person types."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Runs that ended so many days ago, the newest of them old too, a link to one elsewhere, and what is none."""
+    folder = tmp_path / "runs"
+    ages = {"runs/newest": 8, "runs/latest_of": 9, "runs/held": 10, "runs/old": 11, "elsewhere": 20}
+    for name, age in ages.items():
+        run = tmp_path / name
+        run.mkdir(parents=True)
+        for file in ("rank0.jsonl", "run.json", ".run"):
+            (run / file).touch()
+            os.utime(run / file, (time.time() - age * DAY_S,) * 2)
+    (folder / "latest").symlink_to("latest_of")
+    (folder / "linked").symlink_to(tmp_path / "elsewhere")
+    (folder / "notes").mkdir()
+    (folder / "notes" / "mine.txt").touch()
+    (folder / "old" / "link").symlink_to(tmp_path / "elsewhere")
+    monkeypatch.setenv("LAB_RUNS_DIR", str(folder))
+    return folder
+
+
+@pytest.fixture
+def held(runs: Path) -> Iterator[None]:
+    """A rank of one is alive."""
+    with (runs / "held" / ".run").open() as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        yield
+
+
+@pytest.mark.usefixtures("held")
+@pytest.mark.parametrize(
+    ("words", "answer", "code", "said"),
+    [
+        (["7"], Terminal("y\n"), 0, "remove 1 run? [y/N] removed    {runs}/old"),
+        (["7"], Terminal("Yes\n"), 0, "remove 1 run? [y/N] removed    {runs}/old"),
+        (["7", "--yes"], io.StringIO(), 0, "removed    {runs}/old"),
+        (["7"], Terminal("\n"), 0, "nothing is removed"),
+        (["7"], Terminal(""), 0, "nothing is removed"),
+        (["7"], io.StringIO("y\n"), 2, "refused    there is no terminal to ask in: --yes removes them without asking"),
+        (["12", "--yes"], io.StringIO(), 0, "no run     in {runs}/ that may be removed is older than 12 days"),
+    ],
+)
+def test_an_old_run_is_removed_after_asking_and_no_other(
+    words: list[str], answer: io.StringIO, code: int, said: str, runs: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr("sys.stdin", answer)
+    before = {path for path in runs.parent.rglob("*") if "old" not in path.parts}
+    assert main(["--clean", *words]) == code
+    told = "".join(capsys.readouterr())
+    assert said.format(runs=runs) in told
+    assert (f"old        {runs}/old\n" in told) == (words[0] == "7")
+    assert (runs / "old").exists() == ("removed  " not in said)
+    assert {path for path in runs.parent.rglob("*") if "old" not in path.parts} == before
+
+
+def test_a_run_that_goes_on_while_the_question_stands_is_kept(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (runs / "old" / ".run").open() as file:
+
+        def agree(_: str) -> bool:
+            fcntl.flock(file, fcntl.LOCK_SH)
+            return True
+
+        monkeypatch.setattr("distlab.cli.report.agreed", agree)
+        monkeypatch.setattr("sys.stdin", Terminal())
+        assert main(["--clean", "7"]) == 0
+    assert (runs / "old").exists() and not (runs / "held").exists()
+
+
+@pytest.mark.usefixtures("held")
+def test_what_cannot_be_removed_is_named(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(folder: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(folder / "rank0.jsonl"))
+
+    monkeypatch.setattr("distlab.cli.report.shutil.rmtree", full)
+    assert main(["--clean", "7", "--yes"]) == 2
+    assert (
+        capsys.readouterr().err == f"broken     old runs cannot be removed: Permission denied: {runs}/old/rank0.jsonl\n"
+    )
+    monkeypatch.setenv("LAB_STEP", "5")
+    assert main(["--clean", "7"]) == 2
+    assert "LAB_STEP is not a variable of the lab" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--clean", "0"], "'0' is not a number of days such as 7, 1 at least"),
+        (["--clean", "7d"], "'7d' is not a number of days"),
+        (["--clean", "7", "runs/latest"], "name the folders of runs, or --clean DAYS"),
+        (["runs/latest", "--yes"], "name the folders of runs, or --clean DAYS"),
+        ([], "name the folders of runs, or --clean DAYS"),
+    ],
+)
+def test_what_names_no_run_is_refused(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(words)
+    assert sentence in capsys.readouterr().err

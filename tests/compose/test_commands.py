@@ -5,6 +5,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import signal
 import subprocess
 import time
@@ -84,15 +85,17 @@ def test_a_run_leaves_files_of_the_clones_owner_and_no_containers_and_is_removed
     strangers = {str(path) for path in clone.rglob("*") if (path.lstat().st_uid, path.lstat().st_gid) != (1234, 1234)}
     assert strangers == set()
     assert left_over(clone) == []
-    listed = run(clone, "./run", "clean")
-    assert "1 run in runs/" in listed.stdout, listed.stdout
-    refused = run(clone, "./run", "clean", "--all")
-    assert refused.returncode == 2 and "--yes removes 1 run, " in refused.stdout, refused.stdout
-    kept = at_terminal(clone, "n", "./run", "clean", "--all")
-    assert "nothing is removed" in kept, kept
-    removed = at_terminal(clone, "y", "./run", "clean", "--all")
-    assert "removed from runs/, 0 left" in removed, removed
-    assert [path.name for path in (clone / "runs").iterdir()] == [".gitkeep"]
+    old = shutil.copytree(clone / "runs" / "latest", clone / "runs" / "old")
+    for path in [old, *old.rglob("*")]:
+        os.chown(path, 1234, 1234)
+        os.utime(path, (0, 0))
+    refused = run(clone, "make", "clean")
+    assert "old        runs/old" in refused.stdout and "no terminal to ask in" in refused.stdout, refused.stdout
+    kept = at_terminal(clone, "n", "make", "clean")
+    assert "nothing is removed" in kept and old.exists(), kept
+    removed = at_terminal(clone, "y", "make", "clean")
+    assert "removed    runs/old" in removed and not old.exists(), removed
+    assert (clone / "runs" / "latest" / "run.json").exists()
 
 
 def test_make_run_prints_the_code_that_make_cannot_return(clone: Path) -> None:
