@@ -28,8 +28,7 @@ from distlab.experiments.comm import benchmark
 from distlab.lab import Lab, RunHooks
 from distlab.measure.traffic import Ledger
 from distlab.mesh.grid import Mesh
-from distlab.rank.main import places_of
-from distlab.rank.meter_self_test import unseen_on
+from distlab.rank.main import places_of, unseen_on
 from distlab.rank.mode_loader import load_for
 from distlab.rank.preflight import refuse
 from distlab.report import records
@@ -40,7 +39,6 @@ from distlab.report.verdict import judge, passes
 from distlab.testing.warm_ranks import Ranks, side_groups
 from distlab.transport.store import KeyedStore
 from distlab.verify.run_all import everything, expected
-from distlab.verify.statements import hold_what_is_shared
 from distlab.workload.model import Model
 from tests.controls import uncontrolled
 
@@ -127,7 +125,6 @@ def one_rank(
     try:
         with suppress(Decided), pytest.MonkeyPatch.context() as patch:
             patch.setattr(benchmark, "REPEATED_BYTES", 0)  # a call a round: tests have no use for how long 16 take
-            hold_what_is_shared(lab)
             (lab.mode.run or everything)(lab)
     finally:
         disconnect()

@@ -125,9 +125,6 @@ SLOW = {
     "tests/rank/test_fault_injection.py::test_bits_flip_in_every_mode_that_trains[mesh": (
         "tests/rank/test_fault_injection.py::test_bits_flip_in_every_mode_that_trains[cp-ring-gradient-3-named]"
     ),
-    "tests/rank/test_transport_self_test.py::test_all_operations_are_as_they_should_be": (
-        "tests/rank/test_transport_self_test.py::test_all_operations_are_as_they_should_be[2 ranks]"
-    ),
     "tests/test_worlds.py::test_local_ranks_prove_their_gradients": (
         "tests/test_worlds.py::test_local_ranks_prove_their_gradients[dp-5-variants0]"
     ),

@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from distlab.config import Config
-from distlab.config.settings import is_path
 from distlab.contract import WHOLE_RUN, Build, Claims, Held, Measured, Mode, Strategy
 from distlab.lab import Lab
 from distlab.report.records import Expected
@@ -152,38 +151,12 @@ def expected(config: Config, mode: Mode) -> Expected:
     impossible = mode.cannot(config)
     wanted = [
         [variant, name, each.times, each.one]
-        for each in (*every_run(mode, config), *(own(mode, config) if own is not None else ()))
+        for each in (own(mode, config) if own is not None else ())
         for variant in each.of
         for name in each.names
         if variant not in impossible and (variant not in mode.names or not config.variant or variant in config.variant)
     ]
     return Expected(wanted)
-
-
-def every_run(mode: Mode, config: Config) -> Iterator[Claims]:
-    """What holds of any lesson: meters and the judge are tried before anything is counted or judged."""
-    yield Claims(("meters",))
-    if not mode.takes_back:  # else rank 0 may be lost, with its records
-        yield Claims(("verdicts",), one=True)
-        if config.proof and mode.audits:
-            yield Claims(tuple(stated(config)), one=True)
-    if config.world_size > 1:  # as called, and on the wire but for what sends past the sockets
-        yield Claims(("ledger",), times=1 if config.backend == "nccl" else 2)
-        if config.backend == "tcp":
-            yield Claims(("transport", "transport order"))
-            yield Claims(("stranger",), one=True)
-
-
-def stated(config: Config) -> Iterator[str]:
-    """What ranks and the one process share, whatever the lesson: rank 0 holds it to statements of its own."""
-    yield from ("shares", "shards", "epochs", "optimizer")
-    if is_own(config.model) or is_path(config.run_mode):  # whose layers nobody here can state
-        return
-    yield from ("targets", "first weights", "model", "loss")
-    if config.model == "gpt" and config.seq > 1:
-        yield "positions"
-    if config.recompute:
-        yield "recomputation"
 
 
 def measured(

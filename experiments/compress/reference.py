@@ -21,8 +21,7 @@ from distlab.contract import Build, Strategy
 from distlab.data_parallel.buckets import GradientBuckets
 from distlab.data_parallel.strategy import Replica
 from distlab.lab import Lab
-from distlab.measure.tensors import larger, largest, largest_difference
-from distlab.verify.model_statements import sampling_errors
+from distlab.measure.tensors import larger, largest, largest_difference, sampling_errors
 from distlab.workload.model import Model
 
 from .options import Options

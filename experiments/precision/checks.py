@@ -30,9 +30,8 @@ from distlab.contract import Build, Claims, Mode
 from distlab.data_parallel.buckets import GradientBuckets
 from distlab.data_parallel.strategy import Replica
 from distlab.lab import Lab
-from distlab.measure.tensors import Worst, largest, largest_difference
+from distlab.measure.tensors import Worst, largest, largest_difference, sampling_errors
 from distlab.precision import ulp
-from distlab.verify.model_statements import sampling_errors
 from distlab.verify.proof import check_replicas
 from distlab.verify.run_all import measured
 from distlab.workload.data import Batches, Microbatch

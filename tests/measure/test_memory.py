@@ -200,6 +200,42 @@ def test_a_bucket_is_a_gradient_a_message_is_not_and_what_autograd_saved_is_an_a
         assert saved == nothing | {"activations": 40}
 
 
+WEIGHTS, INPUTS, BUCKET, MASTERS, MOMENTS, MESSAGE = 512, 512, 896, 640, 768, 1152  # numbers, the first 3 of 2 bytes
+
+
+def of_every_class(group: dist.ProcessGroup) -> tuple[dict[str, int], dict[str, int], tuple[int, int]]:
+    """A step that holds so much of each class: bytes at rest, at the peak, and saved for the backward pass."""
+    with MemoryLedger() as memory:
+        weight, master = nn.Parameter(torch.zeros(WEIGHTS, dtype=torch.bfloat16)), nn.Parameter(torch.zeros(MASTERS))
+        optimizer = torch.optim.SGD([master])
+        optimizer.state[master] = {"moment": torch.zeros(MOMENTS)}
+        inputs, bucket = (torch.zeros(length, dtype=torch.bfloat16) for length in (INPUTS, BUCKET))
+        message = torch.zeros(MESSAGE)
+        with SavedActivations(memory.saves) as saved, memory.step():
+            dist.all_reduce(message, group=group)
+            (weight * inputs * inputs).sum().backward()  # one tensor that is saved twice
+            weight.grad = bucket[:WEIGHTS]  # autograd's own goes
+            message.untyped_storage().resize_(0)  # or the meter would wait for it to be let go
+            cycle: list[object] = [torch.zeros(64)]
+            cycle.append(cycle)  # gone at rest, and not when the step is over
+            del cycle
+    del weight, master, optimizer, inputs, bucket, message
+    return memory.rest, memory.peak, (saved.peak_bytes, saved.live_bytes)
+
+
+def test_a_step_that_holds_some_of_every_class(ranks: Ranks) -> None:
+    held = {"parameters": 2 * WEIGHTS, "gradients": 2 * BUCKET, "optimizer": 4 * (MASTERS + MOMENTS)}
+    for rest, peak, saved in ranks(2, of_every_class):
+        assert saved == (2 * INPUTS, 0)
+        assert rest == held | {"activations": 2 * INPUTS, "communication": 0}
+        # When the gradient comes, that of its product is there, too; the loss and its gradient are two numbers.
+        beside = peak["activations"] - 2 * INPUTS - 2 * WEIGHTS
+        assert 0 <= beside <= 16
+        assert peak == held | {
+            "gradients": 2 * (BUCKET + WEIGHTS), "activations": peak["activations"], "communication": 4 * MESSAGE,
+        }  # fmt: skip
+
+
 def of_fully_shard(group: dist.ProcessGroup) -> tuple[dict[str, int], dict[str, int]]:
     mesh = DeviceMesh.from_group(group, "cpu")
     with MemoryLedger() as memory:

@@ -14,6 +14,7 @@ from distlab.measure.timeline import (
     LANES,
     Clock,
     Event,
+    Lap,
     Process,
     Span,
     align,
@@ -67,6 +68,22 @@ def test_each_moment_counts_for_the_innermost_span() -> None:
         "data": 0.0, "forward": 3.0, "backward": 2.0, "communication": 1.75, "optimizer": 0.5, "waiting": 0.75,
     }  # fmt: skip
     assert sum(profile(spans).values()) == pytest.approx(length(union(spans)))
+
+
+def test_a_lap_knows_computing_from_a_sleep_by_other_clocks_around_it() -> None:
+    length_s = 0.002  # of the thread's own computing, and of its sleep
+    with Lap() as around, Lap() as computing:
+        until = time.thread_time() + length_s
+        while time.thread_time() < until:
+            pass
+    assert 0.9 * length_s <= computing.cpu_s <= around.cpu_s
+    assert 0.9 * length_s <= computing.wall_s <= around.wall_s
+    outside, busy = time.perf_counter(), time.process_time()
+    with Lap() as asleep:
+        time.sleep(length_s)
+    busy, outside = time.process_time() - busy, time.perf_counter() - outside
+    assert 0 <= asleep.cpu_s <= busy
+    assert 0.9 * length_s <= asleep.wall_s <= outside
 
 
 def test_a_step_of_nothing_has_every_class() -> None:

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from distlab.collectives.by_hand import Collective
-from distlab.collectives.costs import all_reduce_bytes, all_reduce_messages, wire_tolerance
+from distlab.collectives.costs import TOLERATED_BYTES, all_reduce_bytes, all_reduce_messages, wire_tolerance
+from distlab.collectives.point_to_point import Peers
 from distlab.measure import traffic as module
 from distlab.measure.traffic import Connection, Ledger, NoDiagnostics, Traffic, connections
 from distlab.testing.warm_ranks import Ranks
@@ -44,6 +45,30 @@ def counted(group: dist.ProcessGroup, algorithm: str, repeats: int = 1) -> Traff
         for _ in range(repeats):
             run()
     return traffic
+
+
+def amount(sender: int, receiver: int) -> int:
+    """Bytes that tell who sent them to whom: of three ranks each sends and gets two different amounts."""
+    return 2048 + 512 * ((sender + 3 * receiver) % 8)
+
+
+def from_each_to_each(group: dist.ProcessGroup) -> Traffic:
+    peers, rank = Peers(group), group.rank()
+    others = [peer for peer in range(group.size()) if peer != rank]
+    receives = [(peer, torch.empty(amount(peer, rank), dtype=torch.uint8)) for peer in others]
+    sends = [(peer, torch.zeros(amount(rank, peer), dtype=torch.uint8)) for peer in others]
+    with ledger_of(group).count() as traffic:
+        for posted in peers.post(peers.new_tag(), receives, sends):
+            for each in posted:
+                each.wait()
+    return traffic
+
+
+def test_one_message_from_each_rank_to_each_is_known_by_its_size(ranks: Ranks) -> None:
+    for rank, traffic in enumerate(ranks(3, from_each_to_each)):
+        sent = {peer: amount(rank, peer) for peer in range(3) if peer != rank}
+        assert traffic.called_bytes == sum(sent.values())
+        assert {peer: traffic.wire[peer].sent for peer in sent} == pytest.approx(sent, abs=TOLERATED_BYTES)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

@@ -122,6 +122,7 @@ def test_a_run_that_goes_on_is_repeated_from_the_start(tmp_path: Path) -> None:
 def test_a_start_names_the_mistake_that_is_made() -> None:
     cluster = SimpleNamespace(rank=0, run_id="mine", world_size=1)
     made = start_record(config_of(LAB_BUG="lost_shard"), cluster, MODE)  # type: ignore[arg-type]
+    assert made.says_claims  # or a check that vanishes would not be missed
     assert made.mistake == {"name": "lost_shard", "what": "a shard is lost", "check": "gradients"}
     assert start_record(config_of(), cluster, MODE).mistake == {}  # type: ignore[arg-type]
 

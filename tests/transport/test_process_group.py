@@ -151,6 +151,31 @@ def test_sums_are_those_of_one_process(rank: int, world_size: int) -> None:
         torch.testing.assert_close(chunk, folds[0], rtol=1e-12, atol=1e-12)
 
 
+TYPES = (
+    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int8, torch.uint8,
+)  # fmt: skip
+
+
+@distlab.ranks(2, 3, backend="tcp", timeout_s=60)
+def test_sums_of_small_integers_are_exact_in_all_types(rank: int, world_size: int) -> None:
+    for dtype in TYPES:
+        everyone = torch.stack([(torch.arange(5) + 2 * each) % 3 + 1 for each in range(world_size)]).to(dtype)
+        wanted, last = everyone.sum(0).to(dtype), world_size - 1
+        summed, to_last, chunk = everyone[rank].clone(), everyone[rank].clone(), torch.zeros(5, dtype=dtype)
+        dist.all_reduce(summed)
+        dist.reduce(to_last, last)
+        dist.reduce_scatter(chunk, list(everyone))
+        passed = torch.zeros(5, dtype=dtype)
+        sent = dist.isend(everyone[rank], (rank + 1) % world_size)
+        dist.recv(passed, (rank - 1) % world_size)
+        assert sent is not None
+        sent.wait()
+        assert torch.equal(summed, wanted), dtype
+        assert torch.equal(to_last, wanted if rank == last else everyone[rank]), dtype
+        assert torch.equal(chunk, world_size * everyone[rank]), dtype
+        assert torch.equal(passed, everyone[rank - 1]), dtype
+
+
 @distlab.ranks(2, 3, backend="tcp", timeout_s=20)
 def test_some_ranks_wait_at_once_and_others_later(rank: int, world_size: int) -> None:
     for length in LENGTHS:

@@ -10,10 +10,10 @@ from distlab.config import Config
 from distlab.mesh.strategy import Stacked
 from distlab.pipeline_parallel.strategy import Pipelined
 from distlab.verify.counted import Passes, check_in_flight, check_passes, most_kept, outlined, saved, saved_bytes
-from distlab.verify.model_statements import Alive
 from distlab.workload.data import Batches, Microbatch
 from distlab.workload.model import Model, build_model
 from tests.labs import TINY
+from tests.verify.model_statements import Alive
 
 DEPTH = 3
 

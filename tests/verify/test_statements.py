@@ -11,13 +11,13 @@ from torch.nn import functional as F
 
 from distlab.config import Config
 from distlab.rank.mode_loader import load_for
-from distlab.verify import model_statements
-from distlab.verify.statements import hold_what_is_shared
 from distlab.workload import data, experts, model
 from distlab.workload.model import Dropouts
 from distlab.workload.optimizer import PlainSGD
 from distlab.workload.user_model import SummedLoss
 from tests.labs import TINY
+from tests.verify import model_statements
+from tests.verify.statements import hold_what_is_shared
 
 Said = dict[str, tuple[float, float]]  # the worst of each check, and its tolerance
 MESH = {"RUN_MODE": "mesh", "LAB_MESH": "dp2", "LAB_DROPOUT": "0.1"}

@@ -1,8 +1,8 @@
 """What ranks and the one process share, held to statements of a few lines each that share nothing with it.
 
 The proof compares N ranks with one process. Both run the same model on the same samples with the same optimizer, so
-what is wrong there is wrong on both sides alike. Rank 0 therefore holds these to what was published or is true by
-definition, once a run and before its variants:
+what is wrong there is wrong on both sides alike. Tests therefore hold these to what was published or is true by
+definition:
 
     model, causal, positions   scores, loss and routers by their definition; a position sees none behind it, and
                                knows its place
@@ -14,8 +14,8 @@ definition, once a run and before its variants:
     optimizer                  three steps of it against its formula
     dropout, recomputation     where they are asked for (model_statements.py)
 
-Sizes are those of the run, with two samples of at most POSITIONS positions: 0.15 s of the default model. Of a model of
-one's own only its data and the optimizer can be stated.
+Sizes are those of the settings, with two samples of at most POSITIONS positions. Of a model of one's own only its data
+and the optimizer can be stated.
 """
 
 import copy
@@ -27,8 +27,12 @@ import torch
 from torch import Tensor, nn
 
 from distlab.lab import Lab
-from distlab.verify.model_statements import (
-    CONTROL,
+from distlab.workload import data
+from distlab.workload.data import Batches, Microbatch, PartedBatches
+from distlab.workload.model import VOCABULARY
+from distlab.workload.optimizer import make_optimizer
+from distlab.workload.user_model import is_own, reads_text
+from tests.verify.model_statements import (
     ERRORS,
     STATED,
     TOLERANCE,
@@ -39,11 +43,6 @@ from distlab.verify.model_statements import (
     hold_recomputation,
     summed_loss,
 )  # fmt: skip
-from distlab.workload import data
-from distlab.workload.data import Batches, Microbatch, PartedBatches
-from distlab.workload.model import VOCABULARY
-from distlab.workload.optimizer import make_optimizer
-from distlab.workload.user_model import is_own, reads_text
 
 EPOCH = 2  # global batches of the proof, so that its third step begins another epoch
 MOST_EPOCHS = 40  # of two samples, whose order is alike by chance in one of two
@@ -83,7 +82,7 @@ def hold_loss(lab: Lab, parts: list[Microbatch]) -> None:
         unit = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
         rounding = TOLERANCE if dtype == torch.float64 else unit * math.sqrt(targets.numel())
         detail = f"{wanted:.6g} in the mean over {targets.numel()} terms, in {dtype}"
-        lab.check("loss", abs(total - wanted), rounding * max(1.0, wanted), detail=detail, control=CONTROL)
+        lab.check("loss", abs(total - wanted), rounding * max(1.0, wanted), detail=detail)
 
 
 # --- the data ---
@@ -92,12 +91,12 @@ def hold_loss(lab: Lab, parts: list[Microbatch]) -> None:
 def hold_data(lab: Lab, batches: Batches) -> None:
     parts = everyones(lab, batches)
     terms = sum(each.targets.numel() * each.share for each in parts)
-    lab.check("shares", abs(terms - 1), TOLERANCE, detail="a batch's, added up over all terms", control=CONTROL)
+    lab.check("shares", abs(terms - 1), TOLERANCE, detail="a batch's, added up over all terms")
     hold_shards(lab, batches, parts)
     hold_epochs(lab, batches)
     if reads_text(lab.config.model):
         off = misread(lab, batches)
-        lab.check("targets", off, 0, detail="bytes of samples that are not the text's next ones", control=CONTROL)
+        lab.check("targets", off, 0, detail="bytes of samples that are not the text's next ones")
     elif not is_own(lab.config.model):
         hold_points(lab, batches)
 
@@ -120,7 +119,7 @@ def hold_shards(lab: Lab, batches: Batches, parts: list[Microbatch]) -> None:
         even = even or any(len(set(each)) == 1 for each in divided)
     told = ", ".join(" + ".join(map(str, each)) for each in sizes)
     detail = f"samples missing or twice, of shards of {told}{', even where they need not be' * even}"
-    lab.check("shards", missing.total() + surplus.total() + even, 0, detail=detail, control=CONTROL)
+    lab.check("shards", missing.total() + surplus.total() + even, 0, detail=detail)
 
 
 def rows_of(parts: Iterable[Microbatch]) -> Counter[bytes]:
@@ -151,7 +150,7 @@ def hold_epochs(lab: Lab, batches: Batches) -> None:
         if timed.num_batches > 1:
             wrong += not set(timed.full_ids(0)).isdisjoint(timed.full_ids(timed.num_batches - 1))
     detail = "epochs that lack a sample or have one twice, or all in one order"
-    lab.check("epochs", wrong, 0, detail=detail, control=CONTROL)
+    lab.check("epochs", wrong, 0, detail=detail)
 
 
 def misread(lab: Lab, batches: Batches) -> int:
@@ -179,7 +178,7 @@ def hold_points(lab: Lab, batches: Batches) -> None:
         abs(noise.square().mean().item() / 0.01 - 1) * math.sqrt(count / 2),
         math.inf if x.abs().max() >= 1 else 0.0,
     )
-    lab.check("targets", off, ERRORS, detail="sampling errors off y = 2x + 1 and noise of 0.1", control=CONTROL)
+    lab.check("targets", off, ERRORS, detail="sampling errors off y = 2x + 1 and noise of 0.1")
 
 
 # --- the optimizer ---
@@ -203,4 +202,4 @@ def hold_optimizer(lab: Lab) -> None:
             wanted = wanted - lr * gradient
         off = max(off, difference(weight.detach(), wanted))
     detail = f"of three steps of {lab.config.optimizer} against its formula"
-    lab.check("optimizer", off, TOLERANCE, detail=detail, control=CONTROL)
+    lab.check("optimizer", off, TOLERANCE, detail=detail)

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from distlab.config import Config
 from distlab.lab import Lab
 from distlab.measure.storages import Storages, label_before
-from distlab.measure.tensors import largest_difference
+from distlab.measure.tensors import largest_difference, sampling_errors
 from distlab.verify.counted import in_backward
 from distlab.workload.data import Batches
 from distlab.workload.model import VOCABULARY, Block, Embedding, Head, Model, Residual
@@ -34,7 +34,6 @@ from distlab.workload.reference import fill
 TOLERANCE = 1e-12  # of float64, in which a few hundred roundings of two ways to the same sum leave 1e-14
 POSITIONS, SAMPLES = 16, 2
 STATED = {Embedding, Block, Residual, Head, nn.Linear}  # layers of the lab's; a mode may train others
-CONTROL = "tests/verify/test_statements.py::test_what_both_sides_share_is_seen_by_name"
 
 BALANCE = 0.01  # Fedus et al. 2021, "Switch Transformers", section 2.2
 BIAS_RATE = 0.001  # DeepSeek-AI 2024, "DeepSeek-V3", section 4.2
@@ -173,7 +172,7 @@ def hold_model(lab: Lab, batches: Batches) -> None:
     try:
         wanted = computed(weights, inputs, config, mixing)
     except KeyError as error:
-        lab.check("model", math.inf, 0, detail=f"it lacks {error.args[0]}", control=CONTROL)
+        lab.check("model", math.inf, 0, detail=f"it lacks {error.args[0]}")
         return
     terms = targets.shape[1] if config.model == "mlp" else 1
     loss = summed_loss(wanted.scores, targets) + terms * wanted.extra
@@ -185,7 +184,7 @@ def hold_model(lab: Lab, batches: Batches) -> None:
     off.append(0.0 if numbers == right and not weights.unused else math.inf)
     unused = "".join(f"; {name} is none of it" for name in sorted(weights.unused))
     detail = f"scores and loss by definition, {numbers} of {right} numbers{unused}"
-    lab.check("model", max(off), TOLERANCE, detail=detail, control=CONTROL)
+    lab.check("model", max(off), TOLERANCE, detail=detail)
     if config.model == "gpt" and inputs.shape[1] > 1:
         hold_positions(lab, model, inputs, mixing is None)
 
@@ -211,10 +210,10 @@ def hold_positions(lab: Lab, model: Model, inputs: Tensor, alone: bool) -> None:
         others[:, half:] = (others[:, half:] + 1) % VOCABULARY
         off = difference(scores_of(model, others)[:, :half], scores_of(model, inputs)[:, :half])
         detail = f"change of the scores of {half} positions as all behind them change"
-        lab.check("causal", off, TOLERANCE, detail=detail, control=CONTROL)
+        lab.check("causal", off, TOLERANCE, detail=detail)
     same = model.layers[0](torch.full_like(inputs[:1], 65))[0]
     alike = sum(map(torch.equal, same[:-1], same[1:]))
-    lab.check("positions", alike, 0, detail="neighbours that are alike in a text of one byte", control=CONTROL)
+    lab.check("positions", alike, 0, detail="neighbours that are alike in a text of one byte")
 
 
 def hold_first_weights(lab: Lab) -> None:
@@ -239,7 +238,7 @@ def hold_first_weights(lab: Lab) -> None:
             drawn.add(first)
         worst, where = max((worst, where), (off, name))
     detail = f"sampling errors off the published mean and deviation, or infinite: {where or 'none'}"
-    lab.check("first weights", worst, ERRORS, detail=detail, control=CONTROL)
+    lab.check("first weights", worst, ERRORS, detail=detail)
 
 
 def summed_loss(scores: Tensor, targets: Tensor) -> Tensor:
@@ -283,7 +282,7 @@ def hold_dropout(lab: Lab, batches: Batches) -> None:
     }
     where = max(worst, key=lambda each: worst[each])
     detail = f"sampling errors off what chance allows, or infinite: {where}"
-    lab.check("dropout", worst[where], ERRORS, detail=detail, control=CONTROL)
+    lab.check("dropout", worst[where], ERRORS, detail=detail)
 
 
 def masks_of(lab: Lab, inputs: Tensor, seed: int) -> tuple[list[Tensor], bool]:
@@ -316,11 +315,6 @@ def turn(model: Model, inputs: Tensor) -> None:
         model.dropouts.samples = model.dropouts.checksums(inputs)
 
 
-def sampling_errors(count: float, draws: int, share: float) -> float:
-    """How far a count is from its expectation, in deviations of as many fair draws of that share."""
-    return abs(count - draws * share) / math.sqrt(draws * share * (1 - share))
-
-
 def common(one: Tensor, other: Tensor) -> float:
     """How many sampling errors what both drop is off what two that do not know of each other do; a few are nothing."""
     wanted = one.double().mean().item() * other.double().mean().item() * one.numel()
@@ -344,7 +338,7 @@ def hold_recomputation(lab: Lab) -> None:
         seen.begin(inputs, targets)
         model(inputs, targets).backward()
     detail = f"times a layer's input is alive besides, as layer {seen.where} is computed again"
-    lab.check("recomputation", seen.worst, MOST_BESIDE, detail=detail, control=CONTROL)
+    lab.check("recomputation", seen.worst, MOST_BESIDE, detail=detail)
 
 
 class Alive:
