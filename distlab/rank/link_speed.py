@@ -9,6 +9,7 @@ bytes; so each rank is told what its right neighbour saw. The round trip is that
 import itertools
 import statistics
 import time
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -60,6 +61,13 @@ def neighbours(rank: int, world_size: int) -> tuple[int, int]:
     return (rank - 1) % world_size, (rank + 1) % world_size
 
 
+def finish(works: Iterable[dist.Work | None]) -> None:
+    """Wait for messages of this rank, in this order."""
+    for work in works:
+        assert work is not None  # only a rank outside of the group has none
+        work.wait()
+
+
 def message_bytes(bits_s: float | None) -> int:
     """The size of the message that is timed; the largest where no rate was asked for."""
     return MOST_BYTES if bits_s is None else int(min(max(bits_s / 8 * MESSAGE_S, LEAST_MESSAGE_BYTES), MOST_BYTES))
@@ -75,10 +83,9 @@ def measured_bits_s(lab: Lab, message: int) -> float:
     sent = [dist.isend(piece, right, lab.group, tag) for tag in range(PIECES)]
     arrived_s = []
     for arrival in arrivals:
-        arrival.wait()
+        finish([arrival])
         arrived_s.append(time.perf_counter())
-    for each in sent:
-        each.wait()
+    finish(sent)
     rates = lab.exchange.everyone("the link's rate", median_bits_s(len(piece), arrived_s))
     return float(rates[right])
 
@@ -104,10 +111,9 @@ def round_trip_s(lab: Lab) -> float:
     for turn in range(PINGS):
         started = time.perf_counter()
         sent = [dist.isend(word, right, lab.group, turn)]
-        asked[turn].wait()
+        finish([asked[turn]])
         sent.append(dist.isend(word, left, lab.group, PINGS + turn))
-        answered[turn].wait()
+        finish([answered[turn]])
         trips_s.append(time.perf_counter() - started)
-        for each in sent:
-            each.wait()
+        finish(sent)
     return statistics.median(trips_s)

@@ -1,8 +1,6 @@
 """What is done to every variant of a mode, a pass a file; `run_all.py` runs them in their order, and lists the checks
 and comparisons that such a run has to have made.
 
-statements.py           what ranks and the reference share, checked against definitions that share no line with it:
-model_statements.py     of data and optimizer, and of the models
 proof.py                a few steps in float64 against the reference
 timed.py                LAB_STEPS steps of all variants side by side: the training that a checkpoint saves
 audit.py                steps of the timed pass, drawn by the seed, against the reference

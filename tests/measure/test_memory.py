@@ -236,6 +236,13 @@ def test_a_step_that_holds_some_of_every_class(ranks: Ranks) -> None:
         }  # fmt: skip
 
 
+def test_the_most_bytes_saved_may_come_first() -> None:
+    with SavedActivations() as saved:
+        for length in (INPUTS, INPUTS // 2):
+            (nn.Parameter(torch.zeros(length)) * torch.zeros(length)).sum().backward()
+    assert (saved.peak_bytes, saved.live_bytes) == (4 * INPUTS, 0)
+
+
 def of_fully_shard(group: dist.ProcessGroup) -> tuple[dict[str, int], dict[str, int]]:
     mesh = DeviceMesh.from_group(group, "cpu")
     with MemoryLedger() as memory:

@@ -63,9 +63,11 @@ def test_each_moment_counts_for_the_innermost_span() -> None:
         ("backward", "0", 6.0, 8.0),
         ("receive", "1", 9.0, 9.5),
         ("optimizer", "", 10.0, 10.5),
+        ("input", "0", 11.0, 11.25),  # a backward pass in two parts
+        ("weight", "0", 11.5, 12.0),
     ]
     assert profile(spans) == {
-        "data": 0.0, "forward": 3.0, "backward": 2.0, "communication": 1.75, "optimizer": 0.5, "waiting": 0.75,
+        "data": 0.0, "forward": 3.0, "backward": 2.75, "communication": 1.75, "optimizer": 0.5, "waiting": 0.75,
     }  # fmt: skip
     assert sum(profile(spans).values()) == pytest.approx(length(union(spans)))
 
