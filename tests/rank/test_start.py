@@ -265,7 +265,7 @@ def test_a_log_begins_with_its_mistake_says_how_far_it_is_and_ends_with_what_saw
     assert done.returncode == 1, done.stdout + done.stderr
     said = (tmp_path / "runs" / "latest" / "rank0.log").read_text().splitlines()
     assert said[0] == "bug        LAB_BUG=overslept: nobody wakes up; the check that catches it: awake"
-    verdict = "FAIL       1 of 4 checks failed: awake · LAB_BUG=overslept: nobody wakes up; caught by awake"
+    verdict = "FAIL       1 of 1 checks failed: awake · LAB_BUG=overslept: nobody wakes up; caught by awake"
     assert any(line.startswith(verdict) for line in said[-4:])
     beats = [line for line in said if line.startswith("working ")]
     assert any(re.fullmatch(r"working    a nap \(\d+ of 12 naps\), \d+ s, about \d+ s left", line) for line in beats)

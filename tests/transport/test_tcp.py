@@ -2,6 +2,7 @@
 the bound."""
 
 import socket
+import threading
 import struct
 import time
 from collections.abc import Callable, Iterator
@@ -250,6 +251,28 @@ def test_two_channels_share_a_connection_and_not_their_messages() -> None:
         return place.item()
 
     assert on_threads(2, run) == [2.0, 2.0]
+
+
+def test_what_is_taken_of_a_key_comes_after_what_was_posted_or_came_before() -> None:
+    both = threading.Barrier(2)
+
+    def run(channel: Channel) -> list[float]:
+        other = 1 - channel.rank
+        places = [torch.zeros(1) for _ in range(6)]
+        posted = channel.recv([places[0]], other, 1)
+        for number, tag in ((0, 1), (1, 1), (2, 2), (3, 2), (5, 3)):
+            channel.send([torch.tensor([float(number)])], other, tag)
+        both.wait(10)  # or what is wrongly taken would not have come yet
+        channel.recv_when_awaited([places[1]], other, 1).wait()
+        posted.wait()
+        channel.recv([places[5]], other, 3).wait()  # so that both before it came early
+        channel.send([torch.tensor([4.0])], other, 2)
+        both.wait(10)
+        for place in places[2:5]:
+            channel.recv_when_awaited([place], other, 2).wait()
+        return [float(place) for place in places]
+
+    assert on_threads(2, run) == [[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]] * 2
 
 
 def test_what_is_taken_waits_for_no_order() -> None:
