@@ -1,8 +1,8 @@
 """What is proven here, and one process that computes it: asynchronous pushes in a drawn order, and rounds.
 
-The process shares nothing with the workers but the model, the data and the rule by which samples are dealt, which every
-run holds against its definition (distlab/verify/statements.py); so a worker that takes another's shard, weighs a loss
-twice or pushes N times differs from it:
+The process shares nothing with the workers but the model, the data and the rule by which samples are dealt, which the
+tests compare with their definition; so a worker that takes another's shard, weighs a loss twice or pushes N times
+differs from it:
 
     gradient  sum over a shard's loss terms / terms of the whole batch
     push      of n steps: sum of n gradients, each at weights that the ones before have moved (Dean et al. 2012,

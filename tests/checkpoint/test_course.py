@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from benchmarks.checkpoint import young_s
 from distlab.checkpoint.bugs import mistake as MISTAKES
 from distlab.checkpoint.manifest import TrainingPosition
 from distlab.contract import where_it_was
@@ -69,3 +70,8 @@ def test_an_update_that_raises_leaves_its_variant_torn() -> None:
     with pytest.raises(RuntimeError), course.updating("flat"):
         raise RuntimeError
     assert course.torn == "flat" and course.done["flat"] == 6
+
+
+def test_youngs_interval_is_that_of_the_lessons() -> None:
+    """A checkpoint of 30 s and a loss every three hours."""
+    assert young_s(30.0, 3 * 3600.0) == pytest.approx(805, abs=1)

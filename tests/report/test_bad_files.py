@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from distlab.cli import clean
 from distlab.cli.report import main as report
 from distlab.report.run_folder import point_latest
 from distlab.report.verdict import judge, write_run
@@ -102,9 +100,8 @@ def test_every_reader_ends_and_shows_the_other_run(
     path = runs / "bad" / FILES[file]
     spoil(path, kind)
 
-    assert clean.main([]) == 0
-    listed = capsys.readouterr().out
-    assert "good" in listed and "bad" in listed
+    assert report(["--clean", "1"]) == 0
+    assert "that may be removed is older than 1 days" in capsys.readouterr().out
 
     if file == "records":  # of which alone a report is made
         codes = [report([str(runs / "bad")]), report([str(runs / "good"), str(runs / "bad")])]
@@ -122,33 +119,32 @@ def test_clean_removes_a_run_with_whatever_is_in_it(runs: Path, kind: str) -> No
     for path in [*(runs / "bad").iterdir(), *(runs / "good").iterdir()]:
         if not path.is_symlink():
             os.utime(path, (1e9, 1e9))
-    assert clean.main(["--all", "--yes"]) == 0
+    run_in(runs, "next")  # the newest run stays
+    assert report(["--clean", "1", "--yes"]) == 0
     assert not (runs / "good").exists()
-    point_latest(run_in(runs, "next"))
+    point_latest(runs / "next")
     assert (runs / "latest").resolve() == runs / "next"
 
 
-def test_one_that_cannot_be_removed_does_not_keep_the_others(
+def test_one_that_cannot_be_removed_is_named(
     runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    remove = shutil.rmtree
-
     def refuses(folder: Path) -> None:
-        if folder.name == "bad":
-            raise PermissionError(1, "Operation not permitted", str(folder))
-        remove(folder)
+        raise PermissionError(1, "Operation not permitted", str(folder))
 
+    run_in(runs, "next")
     monkeypatch.setattr("shutil.rmtree", refuses)
-    for path in [*(runs / "bad").iterdir(), *(runs / "good").iterdir()]:
+    for path in (runs / "bad").iterdir():
         os.utime(path, (1e9, 1e9))
-    assert clean.main(["--all", "--yes"]) == 2
-    assert capsys.readouterr().err == f"broken     {runs}/bad cannot be removed: Operation not permitted\n"
-    assert [path.name for path in runs.iterdir()] == ["bad"]
+    assert report(["--clean", "1", "--yes"]) == 2
+    assert capsys.readouterr().err == f"broken     old runs cannot be removed: Operation not permitted: {runs}/bad\n"
 
 
 def test_a_folder_whose_name_is_no_text_is_listed(runs: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for path in (runs / "good").iterdir():
+        os.utime(path, (1e9, 1e9))
     (runs / "good").rename(os.fsdecode(bytes(runs) + b"/\xff\n"))
-    assert clean.main([]) == 0
+    assert report(["--clean", "1", "--yes"]) == 0
     assert "\\udcff\\n" in capfd.readouterr().out
 
 

@@ -2,8 +2,8 @@
 the bound."""
 
 import socket
-import threading
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator
 
