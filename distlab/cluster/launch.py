@@ -123,7 +123,8 @@ def heed_stops() -> None:
     """From now on a stop signal ends this process with a word and its exit code, where `launch` does not pass it on."""
 
     def stop(number: int, _: FrameType | None) -> NoReturn:
-        printed(f"stopped    by {signal.Signals(number).name}")
+        with suppress(OSError):  # by the kernel alone: the signal may have come in the midst of a print
+            os.write(1, f"stopped    by {signal.Signals(number).name}\n".encode())
         sys.exit(EXIT_CODES[signal.Signals(number)])
 
     for number in heeded():

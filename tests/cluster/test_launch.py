@@ -154,7 +154,7 @@ def test_no_rank_outlives_the_launcher(processes: Processes, number: signal.Sign
     launcher.process.send_signal(number)
     # A rank that has no handler of its own dies of the signal, or for Ctrl-C of KeyboardInterrupt, which Python makes a
     # signal's death too.
-    assert launcher.end(10) == code
+    assert launcher.end(10) == code, launcher.text
     said = f"stopped    by {number.name} before all ranks had joined"
     assert (said in launcher.text) == (number != signal.SIGKILL)
     deadline = time.monotonic() + 3
@@ -249,7 +249,7 @@ def test_a_launcher_that_is_stopped_while_it_imports_says_so_and_leaves_nothing(
     launcher = processes.run([sys.executable, "-c", IMPORTS, *words], {"LAB_RUNS_DIR": str(processes.runs)})
     launcher.until("importing")
     launcher.process.send_signal(number)
-    assert launcher.end(10) == code
+    assert launcher.end(10) == code, launcher.text
     assert f"stopped    by {number.name}" in launcher.text
     assert not processes.runs.exists()
 
