@@ -172,7 +172,7 @@ def test_a_gradient_that_a_strategy_never_gives_is_no_gradient_that_holds(tmp_pa
 def test_a_strategy_that_gives_names_of_nobody_is_refused_in_a_sentence(tmp_path: Path) -> None:
     proven = prove_text(tmp_path, "strange", STRANGE)
     assert proven.code == 2, proven.said
-    assert "the strategy's full() gives 'layers.1.mlp.top.bias', which is no parameter of the model" in proven.said
+    assert "the strategy's full() gives 'layers.1.mlp.top.bias', which is no parameter of the model" in proven.told
 
 
 def test_a_rank_with_another_loss_than_its_neighbours_is_seen(tmp_path: Path) -> None:
@@ -217,27 +217,27 @@ def train_step(model, optimizer, microbatches, group):
 )
 def test_a_file_that_ends_before_its_checks_has_failed(inside: str, last: str, words: str, tmp_path: Path) -> None:
     done = prove_text(tmp_path, "ends", ENDS.format(inside=inside, last=last))
-    assert done.code == 1 and words in " ".join(done.said.split()), done.said
+    assert done.code == 1 and words in done.told, done.said
 
 
 def test_a_file_that_stands_as_it_is_imported_is_refused_with_its_line(tmp_path: Path) -> None:
     source = "import time\ntime.sleep(600)\n"
     done = prove_text(tmp_path, "stands", source, LAB_JOIN_TIMEOUT_S="5")
-    assert done.code == 2 and "the file still stands at stands.py:2 after 5 s" in " ".join(done.said.split()), done.said
+    assert done.code == 2 and "the file still stands at stands.py:2 after 5 s" in done.told, done.said
 
 
 def test_what_cannot_be_proven_is_refused_in_a_sentence_on_all_ranks(tmp_path: Path) -> None:
     proven = prove_text(tmp_path, "refused", REFUSED)
     assert proven.code == 2, proven.said
-    assert "batch(1, 0) returned str: allowed are inputs and targets" in proven.said
+    assert "batch(1, 0) returned str: allowed are inputs and targets" in proven.told
     assert proven.run["verdict"] == "refused"
 
 
 def test_rows_that_nobody_trains_and_other_beginnings_are_named(tmp_path: Path) -> None:
     proven = prove_text(tmp_path, "half", HALF)
     assert proven.code == 1, proven.said
-    assert "no rank trains rows 100 to 127 of layers.1.mlp.up.weight" in proven.said
-    assert "layers.2.mlp.up.bias on rank 1 begins with other weights than the model's" in proven.said
+    assert "no rank trains rows 100 to 127 of layers.1.mlp.up.weight" in proven.told
+    assert "layers.2.mlp.up.bias on rank 1 begins with other weights than the model's" in proven.told
 
 
 def test_all_files_are_in_the_tables() -> None:
