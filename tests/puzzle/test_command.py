@@ -161,7 +161,7 @@ def test_an_answer_that_does_not_return_is_wrong(typed: Typed, body: str, words:
     Path("puzzles/06_one_bucket.py").write_text(f"def average_in_one_call(gradients, group):\n    {body}\n")
     code, said = typed("6")
     assert code == 1
-    assert words in said
+    assert words in " ".join(said.split())
 
 
 @pytest.mark.timeout(180)
