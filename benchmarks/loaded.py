@@ -145,7 +145,8 @@ def is_right(run: dict[str, Any]) -> bool:
     if victim is None:
         return run["codes"] == [0] * WORLD_SIZE and not run["named"]
     others = [code for rank, code in enumerate(run["codes"]) if rank != victim]
-    told = len(run["named"]) == WORLD_SIZE - 1 and all(lost == [victim] for lost in run["named"].values())
+    named = [lost for rank, lost in run["named"].items() if rank != victim]  # one that wakes learns it as well
+    told = len(named) == WORLD_SIZE - 1 and all(lost == [victim] for lost in named)
     return told and others == [3] * (WORLD_SIZE - 1) and run["run"] == "lost"
 
 
