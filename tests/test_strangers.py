@@ -80,12 +80,15 @@ class Stranger:
         while not self._over.is_set():
             self.found |= ports_of(self._pid)
             for port in self.found - begun:
-                threading.Thread(target=self._at, args=(port,), daemon=True).start()
+                for act in (self._tell, self._be_torch):  # a run may be over before torch's client has given up
+                    threading.Thread(target=act, args=(port,), daemon=True).start()
             begun |= self.found
             time.sleep(0.05)
 
-    def _at(self, port: Port) -> None:
+    def _be_torch(self, port: Port) -> None:
         self.written += [done for done in [as_torch(port.number)] if done]
+
+    def _tell(self, port: Port) -> None:
         while not self._over.is_set():
             for words in FORGED.values():
                 told(port.number, words)
