@@ -105,6 +105,17 @@ class Line:
         self.connection.close()
 
 
+def refuses(member: Member) -> bool:
+    """Whether nothing listens any more where this rank would serve, as its process does to its end."""
+    try:
+        socket.create_connection((member.ip, member.next_port), DIAL_S).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
 def dial(ip: str, port: int, key: bytes, who: Who, timeout_s: float = DIAL_S) -> Line:
     """A connection to the server there, both of whose ends have proven the key; raises OSError."""
     connection = socket.create_connection((ip, port), timeout_s)
@@ -128,12 +139,15 @@ class Cluster:
     token: str  # the same on all ranks of this run, another in every other run
     key: bytes
     strangers: Strangers  # what came to this rank and was not believed
+    # The server, and this rank's connection to it: another one's where rank 0 is lost and the run goes on.
     line: Line
-    server_at: tuple[str, int]  # address and port of the server, which moves where rank 0 is lost and the run goes on
+    server_at: tuple[str, int]
     claim: Claim
     life: int
-    server: RankServer | None = None  # on rank 0
+    server: RankServer | None = None  # in the process of rank `host`
     next_listening: socket.socket | None = None  # where this rank serves if the run goes on without rank 0
+    host: int = 0
+    gone: frozenset[int] = frozenset()  # of a run that this rank has come back to
 
     def tell_death(self, rank: int, how: str) -> None:
         """Whoever started rank `rank` knows how its process ended."""
@@ -342,7 +356,8 @@ class Joining:
         where = address.ip, port
         return Cluster(
             self.claim.rank, len(members), store, members, sealed.run_id, sealed.token, self.key, self.strangers, line,
-            where, self.claim, self.life, server, self.next_listening,
+            where, self.claim, self.life, server, self.next_listening, sealed.host,
+            frozenset(sealed.gone),
         )  # fmt: skip
 
     def by_the_agents_store(self, address: Address) -> Cluster:

@@ -12,10 +12,8 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from msgspec.structs import replace
-
 from distlab.cluster.admission import Admission
-from distlab.cluster.join import Cluster, Line, dial
+from distlab.cluster.join import Cluster, dial, refuses
 from distlab.cluster.messages import Ask, Decide, Done, Join, Living, Meet, Plan, Reborn
 from distlab.cluster.messages import View as Decided
 from distlab.cluster.rank_server import RankServer
@@ -100,7 +98,7 @@ class Membership:
         """The sockets by which this process is in the run, whatever group it is in."""
         with self._dialling:
             server = self.cluster.server
-            return {self.watch.line.connection.fileno()} | (server.filenos() if server is not None else set())
+            return {self.cluster.line.connection.fileno()} | (server.filenos() if server is not None else set())
 
     # To meet.
 
@@ -138,13 +136,13 @@ class Membership:
 
     def finish(self) -> None:
         """All members have come to the end: whoever still meets about this view need not."""
-        self.watch.line.send(Done(self.view.number))
+        self.cluster.line.send(Done(self.view.number))
 
     def be_reborn(self) -> None:
         """This process forgets all that it had, and is another one to all others."""
         self.me = Member(self.me.rank, time.time_ns())
         self._waits = None
-        self.watch.line.send(Reborn(self.me.life))
+        self.cluster.line.send(Reborn(self.me.life))
 
     def _agree(self, why: str, report: Report, decide: Decision) -> View | None:
         self._say(Meet(self.view.number, list(self.view.members), why, json.dumps(report).encode()))
@@ -163,7 +161,7 @@ class Membership:
 
     def _say(self, message: Meet | Ask) -> None:
         self._waits = message
-        self.watch.line.send(message)
+        self.cluster.line.send(message)
 
     def _next(self, decide: Decision) -> View | None:
         """The next view, if it has come; decides on it where this process is the first."""
@@ -175,7 +173,7 @@ class Membership:
             reports = {Member(rank, life): json.loads(report) for rank, life, report in message.reports}
             plan = decide(list(reports), reports)
             members = plan.pop("members")
-            self.watch.line.send(Plan(message.number, list(members), json.dumps(plan).encode()))
+            self.cluster.line.send(Plan(message.number, list(members), json.dumps(plan).encode()))
             return None
         if message.number <= self.view.number:
             return None
@@ -185,31 +183,33 @@ class Membership:
 
     # Where rank 0's server is gone, on the thread of the watch.
 
-    def _succeed(self) -> Line:
-        """A connection to the next server, which the lowest survivor opens; raises ConnectionError if there is none."""
+    def _succeed(self) -> None:
+        """Go to the next server, which the lowest survivor opens; raises ConnectionError if there is none."""
         with self._dialling:
-            return self._next_line()
+            self._go_on()
 
-    def _next_line(self) -> Line:
-        cluster, gone = self.cluster, self.watch.host
+    def _go_on(self) -> None:
+        cluster, cut_off = self.cluster, self.cluster.line.deaf or self.cluster.line.mute
         living = self._living.lives | {self.me.rank: self.me.life}
-        living.pop(gone, None)
+        living.pop(cluster.host, None)
         for rank in sorted(living):
             member = cluster.members[rank]
             if rank == self.me.rank:
                 cluster.server = self._serve(living)
+                cluster.server.cut_off = cut_off
+            elif cut_off:
+                continue
             try:
                 who = Who(self.me.rank, self.me.life)
                 line = dial(member.ip, member.next_port, cluster.key, who, self.watch.config.lost_after_s)
             except OSError:
                 continue  # it is gone, too
-            self.watch.host, cluster.server_at = rank, (member.ip, member.next_port)
+            cluster.host, cluster.server_at, cluster.line = rank, (member.ip, member.next_port), line
             self.publish()
             line.send(Join(cluster.claim, cluster.token))
             if self._waits is not None:
                 line.send(self._waits)
-            self.watch.line = line
-            return line
+            return
         raise ConnectionError("no rank serves in place of the one that is gone")
 
     def _serve(self, living: dict[int, int]) -> RankServer:
@@ -217,8 +217,11 @@ class Membership:
         cluster, config = self.cluster, self.watch.config
         assert cluster.next_listening is not None, "a run that goes on has opened it"
         admission = Admission(cluster.claim, cluster.run_id, 0.0, config.lost_after_s)
-        members = {rank: replace(cluster.members[rank], life=life) for rank, life in living.items()}
-        return RankServer(
+        server = RankServer(
             cluster.next_listening, cluster.key, cluster.rank, cluster.members[cluster.rank].ip, admission,
-            cluster.token, 0.0, "", cluster.strangers, living=members,
+            cluster.token, 0.0, "", cluster.strangers, members=cluster.members, living=living,
         )  # fmt: skip
+        for rank in living.keys() - {self.me.rank}:
+            if refuses(cluster.members[rank]):  # it died before the server that is gone could tell
+                server.tell_gone(rank)
+        return server

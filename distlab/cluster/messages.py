@@ -168,11 +168,13 @@ class Refused(Message):
 
 
 class Sealed(Message):
-    """All ranks are there."""
+    """All ranks are there; or, of a run that goes on: all that it has had, each as the process that it was last."""
 
     token: Text
     run_id: Text
     members: list[Member]
+    gone: tuple[int, ...] = ()
+    host: int = 0  # whose process serves
 
 
 class Places(Message):

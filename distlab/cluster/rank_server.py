@@ -87,31 +87,31 @@ class RankServer(StoreServer):
     """The server of one run, in the process of rank `host`, whose address is `ip`. `deadline` bounds the joining, and
     `name` claims one for a run that has none.
 
-    With `living` it takes over a run that goes on, of those members.
+    With `living`, the life of each rank that lives, it takes over a run that goes on, of these `members`.
     """
 
     def __init__(
         self, listening: socket.socket, key: bytes, host: int, ip: str, admission: Admission, token: str,
         deadline: float, bound: str, strangers: Strangers,
-        name: Callable[[], str] = lambda: "run", living: Mapping[int, Member] | None = None,
+        name: Callable[[], str] = lambda: "run", members: Mapping[int, Member] | None = None,
+        living: Mapping[int, int] | None = None,
     ) -> None:  # fmt: skip
         self.host, self.ip, self.token, self.strangers = host, ip, token, strangers
         self.admission, self._deadline, self._bound, self._name = admission, deadline, bound, name
         self.ranks: dict[int, Peer] = {}  # the connection of each rank that is let in
-        self.members: dict[int, Member] = {}
+        self.members = dict(members or {})
         self.over: Over | None = None
         self.judged = False  # the host has the verdict, and waits for all others to acknowledge it
         self.bound = False  # they have: losses change it no more
-        self.deaf = False  # by fault injection: it hears its own rank alone
+        self.cut_off = False  # by fault injection: it hears and tells its own rank alone
         self._detector = FailureDetector(host, (), admission.lost_after_s, 0.0)
         self._acknowledged: set[int] = set()
         self._may_leave = living is not None
         self.views = Views(self._tell)
         if living is not None:  # it takes over a run that goes on
             now = admission.sealed_at = time.monotonic()
-            self.members = dict(living)
             self._detector = FailureDetector(host, living, admission.lost_after_s, now)
-            self.views.lives = {rank: member.life for rank, member in living.items()}
+            self.views.lives = dict(living)
         self._told: dict[Peer, tuple[str, float]] = {}
         self._looked_at, self._beat_at, self._frozen_until = time.monotonic(), 0.0, 0.0
         super().__init__(listening, key, strangers.turned_away, PURPOSE, FromRank)
@@ -137,12 +137,16 @@ class RankServer(StoreServer):
         if (state := self._detector.ranks.get(rank)) is not None:
             state.how = how
 
+    def tell_gone(self, rank: int) -> None:
+        """The process of `rank` ended before this server took over."""
+        self._detector.ranks[rank].ended_at = time.monotonic()
+
     # On the server's thread.
 
     def came(self, peer: Peer, message: Any) -> None:
         now = time.monotonic()
         rank = next((rank for rank, each in self.ranks.items() if each is peer), None)
-        if self.deaf and rank not in (None, self.host):
+        if self._is_cut_off(peer):
             return
         match message:
             case Join(claim, token):
@@ -168,8 +172,17 @@ class RankServer(StoreServer):
             case _:
                 super().came(peer, message)
 
+    def send_bytes(self, peer: Peer, message: bytes) -> None:
+        if not self._is_cut_off(peer):
+            super().send_bytes(peer, message)
+
+    def _is_cut_off(self, peer: Peer) -> bool:
+        return self.cut_off and peer.who.rank != self.host
+
     def ended(self, peer: Peer) -> None:
         super().ended(peer)
+        if self._is_cut_off(peer):
+            return
         now = time.monotonic()
         self._told.pop(peer, None)
         self.admission.end(peer, now)
@@ -217,7 +230,8 @@ class RankServer(StoreServer):
         is_back = claim.rank not in self._detector.ranks
         self.ranks[claim.rank], self.members[claim.rank] = peer, member
         self._detector.add(claim.rank, now)
-        self.send(peer, Sealed(self.token, self.admission.run_id, list(self.members.values())))
+        gone = tuple(sorted(set(self.members) - set(self._detector.ranks)))
+        self.send(peer, Sealed(self.token, self.admission.run_id, list(self.members.values()), gone, self.host))
         if is_back:
             self._tell([rank for rank in self.ranks if rank != claim.rank], Back(member))
         self.views.joined(claim.rank, peer.who.life)

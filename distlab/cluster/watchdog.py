@@ -40,6 +40,7 @@ from distlab.cluster.messages import (
     Over,
     Place,
     Places,
+    Sealed,
     Verdict,
 )
 from distlab.cluster.rank_server import FROZEN_S, PERIOD_S
@@ -73,12 +74,11 @@ class Watchdog(threading.Thread):
         self.on_message: Callable[[Any], None] = lambda message: None  # noqa: ARG005  of views
         self.on_left: Callable[[Lost], None] | None = None
         self.on_back: Callable[[Member], None] = lambda member: None  # noqa: ARG005
-        self.succeed: Callable[[], Line] | None = None  # another server, where rank 0's is gone
+        self.succeed: Callable[[], None] | None = None  # goes to another server, where rank 0's is gone
         self.tells_waits = True  # for whom this rank waits, where that takes long
         self.gave_up: Callable[[], bool] = lambda: False  # whether NCCL has given up a collective
         self.cpu_seconds, self.woken, self.longest_gap_s = 0.0, 0, 0.0
-        self.line, self.host = cluster.line, 0
-        self.others = {rank: Place() for rank in cluster.members if rank != cluster.rank}
+        self.others = {rank: Place() for rank in cluster.members if rank not in {cluster.rank, *cluster.gone}}
         self._server_state = RankState(heard_at=time.monotonic())
         self._failure: tuple[Verdict, Verdict] | None = None  # of the main thread: own, and to the others
         self._slowness, self._pressure = Slowness(time.monotonic()), ContainerMemory()
@@ -89,6 +89,10 @@ class Watchdog(threading.Thread):
         self._departure = Departure(self._signals, say, on_verdict)
         killed = framed(Killed(cluster.rank, last_words.HOW))
         last_words.leave(cluster.rank, cluster.server_at, cluster.key, PURPOSE, killed)
+
+    @property
+    def line(self) -> Line:
+        return self.cluster.line
 
     # On the main thread.
 
@@ -117,7 +121,7 @@ class Watchdog(threading.Thread):
         self._acknowledged = True
         self.line.send(Acknowledge())
         if server is None and not self._committed.wait(bound_s):
-            raise TimeoutError(f"timed out waiting for rank {self.host} at the verdict after {bound_s:g} s")
+            raise TimeoutError(f"timed out waiting for rank {self.cluster.host} at the verdict after {bound_s:g} s")
 
     def finish(self) -> None:
         """A normal end. The host leaves last, though after LAB_COLLECTIVE_TIMEOUT_S it waits for nobody any more."""
@@ -208,19 +212,27 @@ class Watchdog(threading.Thread):
             case Places(places):
                 self.others |= {rank: place for rank, place in places if rank in self.others}
                 for rank, place in places:
-                    if rank == self.host:
+                    if rank == self.cluster.host:
                         self._server_state.place = place
             case Over(verdict, stopped):
                 self._adopt(verdict, stopped)
             case Gone(lost, sentence):
                 self._part(lost, sentence)
             case Back(member):
-                self.others[member.rank] = Place()
-                self.on_back(member)
+                self._take_back(member)
+            case Sealed(members=members):  # of the next server, to which some may have come back before this rank
+                for member in members:
+                    self._take_back(member)
             case Committed():
                 self._committed.set()
             case _:
                 self.on_message(message)
+
+    def _take_back(self, member: Member) -> None:
+        known, self.cluster.members[member.rank] = self.cluster.members[member.rank], member
+        if member.rank not in {self.cluster.rank, *self.others} and member.life != known.life:
+            self.others[member.rank] = Place()
+            self.on_back(member)
 
     def _part(self, lost: list[Lost], sentence: str) -> None:
         """The run goes on without those; once the verdict stands nothing else comes of it."""
@@ -232,7 +244,7 @@ class Watchdog(threading.Thread):
 
     def _judge_server(self, now: float) -> None:
         """Whether the rank that serves is lost, which no server tells."""
-        state, host = self._server_state, self.host
+        state, host = self._server_state, self.cluster.host
         if self._ending.is_set() or (self._committed.is_set() and self.cluster.server is None):
             return
         if self.line.ended and state.ended_at is None:
@@ -246,8 +258,9 @@ class Watchdog(threading.Thread):
             self._leave(Verdict(3, f"{verdict.sentence}, {since}", verdict.lost), {host})
         if self.succeed is not None and self.on_left is not None:
             self._part(list(verdict.lost), verdict.sentence)
+            self.line.send(Ending(verdict, False))  # a server that was stopped reads it once it wakes
             self.line.close()
-            self.line = self.succeed()
+            self.succeed()
             self._server_state = RankState(heard_at=time.monotonic())
             return
         self.line.send(Ending(verdict, False))

@@ -141,8 +141,8 @@ Instructions = list[tuple[int, int, int, int]]
 
 
 def hear_nobody() -> bool:
-    """Drop all that comes to this process from other ranks, until `hear_again`; False where this kernel lets it drop
-    datagrams alone."""
+    """Drop all that comes to this process from other ranks, until `hear_again`; False where this kernel does not
+    let it."""
     refused = []
 
     def drop(each: socket.socket) -> None:
@@ -183,15 +183,22 @@ def _detach(each: socket.socket) -> None:
 
 
 def _each(act: Callable[[socket.socket], None]) -> None:
-    """Do it to all sockets of this process by which it reaches another rank."""
+    """Do it to all connections of this process to another one."""
     for each in _own():
         act(each)
 
 
 def _own() -> Iterator[socket.socket]:
+    near = {each.getsockname()[:2] for each in _connections()}
+    for each in _connections():
+        if each.getpeername()[:2] not in near:  # else both ends are here: rank 0's line to its own server
+            yield each
+
+
+def _connections() -> Iterator[socket.socket]:
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError), _again(int(name)) as found:  # a file, or the listing itself, closed by now
-            if found.family in (socket.AF_INET, socket.AF_INET6):
+            if found.family in (socket.AF_INET, socket.AF_INET6) and found.getpeername():
                 yield found
 
 

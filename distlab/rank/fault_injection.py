@@ -239,10 +239,11 @@ class Drills:
         faults.hear_again()
 
     def _mute(self, *, deaf: bool, mute: bool) -> None:
-        """Whether this rank hears and is heard over its connection to the server; the server of rank 0 hears nobody."""
-        self.cluster.line.deaf, self.cluster.line.mute = deaf, mute
+        """Whether this rank hears and is heard over its connection to the server; the one that serves hears itself."""
         if self.cluster.server is not None:
-            self.cluster.server.deaf = deaf or mute
+            self.cluster.server.cut_off = deaf or mute
+        else:
+            self.cluster.line.deaf, self.cluster.line.mute = deaf, mute
 
     def _damage(self, event: FaultSpec, step: int) -> None:
         """Flip a bit of the newest checkpoint, then look for one to go on from, as a resumed run does."""

@@ -184,7 +184,7 @@ def move(watch: Watchdog, exchange: Exchange, sections: Sections) -> None:
     """From now on the rank whose process serves speaks and writes for all who are left, who call this together."""
     cluster = watch.cluster
     cluster.store = store_at(*cluster.server_at, cluster.key)
-    exchange.move(Prefixed("the rest", cluster.store), watch.host)
+    exchange.move(Prefixed("the rest", cluster.store), cluster.host)
     sections.again()
 
 

@@ -115,9 +115,32 @@ def test_who_is_killed_and_started_again_finds_its_way_back(
         ranks.started[WORLD_SIZE].until("finds its way back", 120)
     others = [0 if each != rank else 128 + signal.SIGKILL for each in range(WORLD_SIZE)]
     assert ranks.codes() == [*others, 0], ranks.said(3)
-    found = re.search(rf"in again with step (\d+) of {variant}, ([\d.]+) s after its first packet", ranks.said(3))
+    told = " ".join(ranks.said(3).split())
+    found = re.search(rf"in again with step (\d+) of {variant}, ([\d.]+) s after its first packet", told)
     assert found is not None, ranks.said(3)
     run = ranks.judged()
     assert (run["verdict"], [entry["rank"] for entry in run["lost"]]) == ("pass", [rank])
     # Whether the others had noticed before is a matter of who is faster.
     assert run["lost"][0]["reason"].endswith("until it came back")
+
+
+def test_who_came_back_while_another_was_gone_outlives_the_server_that_took_it_in(
+    world: Callable[..., Processes],
+) -> None:
+    ranks = world(WORLD_SIZE="4", LAB_STEPS="900", LAB_LOST_AFTER_S="60", LAB_VARIANT="join")
+    first = ranks.started
+    first[0].until("is killed by fault injection", 120)
+    time.sleep(0.5)
+    for rank in (3, 0):
+        first[rank].process.kill()
+    first[0].process.wait()
+    ranks.start(0)
+    with stopped(first[1:3]):
+        first[4].until("finds its way back", 120)
+    first[4].until("rank 3 lost", 120)  # it is in the run again
+    time.sleep(1.5)
+    first[1].process.kill()  # it served: rank 0 does again, at the port of its new process
+    killed = 128 + signal.SIGKILL
+    assert ranks.codes() == [killed, killed, 0, killed, 0], ranks.said(4)
+    lost = {entry["rank"]: entry["reason"] for entry in ranks.judged()["lost"]}
+    assert lost.keys() == {0, 1, 3} and lost[0].endswith("until it came back")

@@ -5,6 +5,8 @@ import os
 import random
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -118,15 +120,17 @@ def own(monkeypatch: pytest.MonkeyPatch) -> list[socket.socket]:
     return found
 
 
-def udp() -> socket.socket:
-    found = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-    found.bind(("127.0.0.1", 0))
-    found.settimeout(WAIT_S)
-    return found
-
-
-def test_all_sockets_of_the_process_are_found(connected: Pair) -> None:
-    assert {each.getsockname() for each in connected} <= {each.getsockname() for each in faults._own()}
+def test_the_connections_to_other_processes_are_found(connected: Pair) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        other = subprocess.Popen(
+            [sys.executable, "-c", f"import socket; socket.create_connection({server.getsockname()}).recv(1)"]
+        )
+        link, _ = server.accept()
+        with link:
+            found = {each.getsockname() for each in faults._own() if each.getpeername() == link.getpeername()}
+            own = {each.getsockname() for each in faults._own()} & {each.getsockname() for each in connected}
+            assert (found, own) == ({link.getsockname()}, set()), "both ends of the other one are here"
+        assert other.wait(30) == 0
 
 
 def test_what_comes_is_dropped_and_comes_again_once_the_cut_ends(connected: Pair, own: list[socket.socket]) -> None:
@@ -142,25 +146,17 @@ def test_what_comes_is_dropped_and_comes_again_once_the_cut_ends(connected: Pair
     assert far.recv(4) == b"word"
 
 
-def test_where_tcp_takes_a_privilege_datagrams_are_dropped_alone(
+def test_where_a_filter_takes_a_privilege_nothing_is_dropped_and_that_is_told(
     connected: Pair, own: list[socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    attach = faults.attach
-
-    def refused(each: socket.socket, instructions: faults.Instructions) -> None:
-        if each.type == socket.SOCK_STREAM:
-            raise PermissionError
-        attach(each, instructions)
+    def refused(each: socket.socket, instructions: faults.Instructions) -> None:  # noqa: ARG001
+        raise PermissionError
 
     monkeypatch.setattr(faults, "attach", refused)
-    with udp() as post, udp() as other:
-        own += [connected[1], post]
-        assert faults.hear_nobody() is False
-        other.sendto(b"word", post.getsockname())
-        with pytest.raises(TimeoutError):
-            post.recv(4)
-        connected[0].sendall(b"word")
-        assert connected[1].recv(4) == b"word"
+    own.append(connected[1])
+    assert faults.hear_nobody() is False
+    connected[0].sendall(b"word")
+    assert connected[1].recv(4) == b"word"
 
 
 def test_a_slow_link_takes_its_time(connected: Pair, own: list[socket.socket]) -> None:
