@@ -44,7 +44,7 @@ def lost_ranks(ranks: Mapping[int, RankState], lost_after_s: float, now: float) 
         if state.ended_at is not None:
             found[rank] = state.how or f"its connection ended{killed_for_memory(state.place)}"
         elif now - state.heard_at > lost_after_s:
-            found[rank] = f"no heartbeat for {now - state.heard_at:.1f} s{killed_for_memory(state.place)}"
+            found[rank] = f"no heartbeat for {lost_after_s:g} s{killed_for_memory(state.place)}"
     return found
 
 

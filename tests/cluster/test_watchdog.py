@@ -68,7 +68,7 @@ def test_a_paused_rank_is_given_up_and_learns_it_when_it_wakes(processes: Proces
     paused_at = time.monotonic()
     survivors = [rank for number, rank in enumerate(ranks) if number != victim]
     assert [rank.end() for rank in survivors] == [3, 3]
-    words = rf"^rank {victim} lost at step \d+ in \w+: no heartbeat for \d\.\d s"
+    words = rf"^rank {victim} lost at step \d+ in \w+: no heartbeat for [\d.]+ s"
     for rank in survivors:
         sentence(rank, words, paused_at, LOST_AFTER_S + NAMED_WITHIN_S)
     ranks[victim].process.send_signal(signal.SIGCONT)

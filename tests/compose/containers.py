@@ -10,6 +10,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from distlab.report.table import INDENT
+
 TOP = Path(__file__).parent.parent.parent
 
 # The smallest model that still has everything.
@@ -115,13 +117,17 @@ class Containers:
         return state
 
     def until(self, rank: int, pattern: str, timeout_s: float = 60) -> tuple[str, float]:
-        """The first line of a rank's log in which `pattern` is found, and when it was written, in epoch seconds."""
+        """The first line of a rank's log in which `pattern` is found, however it was wrapped, and when it was written, in
+        epoch seconds."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
+            stamp, whole = "", ""
             for line in self.log(rank, "--timestamps").splitlines():
-                stamp, _, text = line.partition(" ")
-                if re.search(pattern, text):
-                    return text, parse_time(stamp)
+                at, _, text = line.partition(" ")
+                goes_on = re.match(rf" {{{INDENT}}}\S", text)
+                stamp, whole = (stamp, f"{whole} {text.strip()}") if goes_on else (at, text)
+                if re.search(pattern, whole):
+                    return whole, parse_time(stamp)
             time.sleep(0.1)
         raise AssertionError(f"rank {rank} did not say {pattern!r} in {timeout_s} s:\n{self.logs()}")
 

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.compose, pytest.mark.timeout(240)]
 def check(clone: Path, *words: str) -> tuple[int, str]:
     """Exit code and output of `./run check WORDS`, its sentences however they were wrapped."""
     done = call("./run", "check", *words, folder=clone, timeout_s=200, check=False)
-    return done.returncode, re.sub(r"\s*\n(worker\d+-\d+ +\|)? {5,}", " ", done.stdout)
+    return done.returncode, re.sub(r"\s*\n(\x1b\[2K)?(worker\d+-\d+ +\|)? {5,}", " ", done.stdout)
 
 
 def test_a_hang_a_mismatch_and_a_right_script(clone: Path) -> None:
