@@ -312,6 +312,7 @@ class Mode:
     # What a run has to claim, beside what every run does; None: what the passes do where it has no `run` of its own.
     claims: Callable[["Mode", Config], Iterable[Claims]] | None = None
     mistakes: Mapping[str, Mistake] = field(default_factory=dict)
+    gone: Mapping[str, str] = field(default_factory=dict)  # variants and bugs of before: what to use in their place
     unsaved: str = ""  # why it makes no checkpoints, as `trains nothing`; empty where it does
     shards: bool = False  # whether all ranks of a variant together hold one copy of what is trained
     at_once: int = 0  # trainings beside each other, each of a stream of samples, where they are not its variants

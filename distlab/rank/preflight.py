@@ -51,15 +51,18 @@ def unknown(config: Config, mode: Mode) -> Iterator[str]:
     for name in config.variant:
         if name not in mode.names:
             allowed = ", ".join(mode.names) or "none, leave it unset"
-            yield (
-                f"LAB_VARIANT={quoted(name)} is not a variant of {config.mode_name}{suggest(name, mode.names)},"
-                f" allowed: {allowed}"
-            )
+            nearest = instead(name, mode) or suggest(name, mode.names)
+            yield f"LAB_VARIANT={quoted(name)} is not a variant of {config.mode_name}{nearest}, allowed: {allowed}"
     if config.bug is not None and config.bug not in mode.mistakes:
         allowed = ", ".join(mode.mistakes) or "none, leave it unset"
         drawn = ": none is drawn by a number any more, name one" if config.bug.startswith("mystery:") else ""
-        nearest = drawn or suggest(config.bug, list(mode.mistakes))
+        nearest = drawn or instead(config.bug, mode) or suggest(config.bug, list(mode.mistakes))
         yield f"LAB_BUG={quoted(config.bug)} is not a bug of {config.mode_name}{nearest}, allowed: {allowed}"
+
+
+def instead(name: str, mode: Mode) -> str:
+    """What to use in the place of a variant or a bug that is gone."""
+    return f" any more: {mode.gone[name]}" if name in mode.gone else ""
 
 
 def idle(config: Config, mode: Mode) -> Iterator[str]:

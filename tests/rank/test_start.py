@@ -42,6 +42,18 @@ def test_an_unknown_variant_and_an_unknown_bug_are_told_together(tmp_path: Path)
     assert bug == "LAB_BUG='lost_shards' is not a bug of dp (did you mean 'lost_shard'?), allowed: lost_shard"
 
 
+def test_what_takes_the_place_of_a_variant_or_a_bug_that_is_gone_is_said(tmp_path: Path) -> None:
+    mode = replace(
+        MODE, gone={"tree": "LAB_VARIANT=ring sums the same", "lost_leaf": "LAB_BUG=lost_shard loses as much"}
+    )
+    with pytest.raises(ConfigError) as error:
+        refuse(config_of(LAB_RUNS_DIR=str(tmp_path), LAB_VARIANT="tree", LAB_BUG="lost_leaf"), mode)
+    assert error.value.faults == [
+        "LAB_VARIANT='tree' is not a variant of dp any more: LAB_VARIANT=ring sums the same, allowed: naive, ring",
+        "LAB_BUG='lost_leaf' is not a bug of dp any more: LAB_BUG=lost_shard loses as much, allowed: lost_shard",
+    ]
+
+
 def test_a_bug_that_was_drawn_is_named_now(tmp_path: Path) -> None:
     assert refused(tmp_path, LAB_BUG="mystery:7") == [
         "LAB_BUG='mystery:7' is not a bug of dp: none is drawn by a number any more, name one, allowed: lost_shard"
