@@ -4,10 +4,15 @@ out."""
 import os
 
 import pytest
+from hypothesis import settings
 
 from distlab.testing.warm_ranks import Ranks
 from tests.labs import Runs
 from tests.slow import slow_of
+
+# An example of hypothesis is no measurement: beside other work one took 379 ms where its default allows 200.
+settings.register_profile("distlab", deadline=None)
+settings.load_profile("distlab")
 
 # What takes longest, so that none of it is left alone at the end.
 MINUTES = (

@@ -187,7 +187,7 @@ def test_a_run_and_its_report_in_an_empty_folder(installed: Installed, tmp_path:
     page.unlink()
     assert "PASS" in ended_well([installed.command, "report", "runs/latest"], tmp_path)
     assert page.is_file()
-    assert "1 run in runs/" in ended_well([installed.command, "clean"], tmp_path)
+    assert "no run     in runs/" in ended_well([installed.command, "report", "--clean", "30"], tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 
 
@@ -197,18 +197,11 @@ def test_a_run_and_its_report_in_an_empty_folder(installed: Installed, tmp_path:
         ("explain dp", "RUN_MODE=dp"),
         ("plan --params 7B --gpus 64 --gpu-memory 80GB", "7"),
         ("engine kubernetes --ranks 3 dp", "completions: 3"),
-        ("config", "| `LAB_STEPS` |"),
     ],
 )
 def test_a_command_that_starts_no_rank(installed: Installed, tmp_path: Path, words: str, said: str) -> None:
     assert said in ended_well([installed.command, *words.split()], tmp_path)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_what_only_a_checkout_has_is_refused(installed: Installed, tmp_path: Path) -> None:
-    done = call([installed.command, "config", "--write"], tmp_path)
-    assert (done.returncode, done.stdout[:10]) == (2, "refused   ")
-    assert "a checkout has one" in done.stdout
 
 
 # --- a user's folder: packages of the user's own, a script, a model ---

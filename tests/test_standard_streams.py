@@ -74,7 +74,7 @@ def test_a_refusal_that_nobody_reads_has_its_exit_code(tmp_path: Path, redirecte
     ("redirected", "why"), [(">&-", "Bad file descriptor"), (">/dev/full", "No space left on device")]
 )
 def test_a_command_whose_answer_cannot_be_written_says_so(tmp_path: Path, redirected: str, why: str) -> None:
-    done = shell(f'"$PYTHON" -m workers config {redirected}', tmp_path)
+    done = shell(f'"$PYTHON" -m workers explain dp {redirected}', tmp_path)
     assert (done.returncode, done.stderr) == (1, f"broken     the output cannot be written: {why}\n")
 
 

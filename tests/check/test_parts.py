@@ -45,7 +45,7 @@ told_lines = (
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(told_lines, max_size=6))
 def test_no_line_ends_the_doctor(lines: list[bytes]) -> None:
     """Of a script that has found the pipe, or a rank that is defective."""

@@ -50,7 +50,7 @@ def run(algorithm: str, op: str, world_size: int, length: int, late: bool) -> tu
     return fabric, tensors, outputs
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.sampled_from(sorted(MODULES)), st.sampled_from(sorted(BYTES)), st.integers(2, 8), st.integers(0, 40), st.booleans()
 )  # fmt: skip

@@ -65,7 +65,7 @@ def run_all(group: dist.ProcessGroup, name: str, length: int, dtype: str, in_pla
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_length_dtype_and_world_size(ranks: Ranks, name: str, data: st.DataObject) -> None:
     world_size = data.draw(st.integers(1, 4))

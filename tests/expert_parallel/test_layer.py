@@ -22,7 +22,7 @@ WIDTH, HIDDEN = 4, 6
 # Who holds which experts: all of them once a copy, as even as it goes, and each piece where it belongs.
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 3), st.integers(1, 4), st.integers(1, 3))
 def test_a_copy_holds_everything_once(experts: int, hidden: int, copies: int, ep: int, tp: int) -> None:
     placement = Placement.spread(experts, hidden, copies=copies, ep=ep, tp=tp)
@@ -148,7 +148,7 @@ def queues(experts: Tensor, num_experts: int, places: int) -> dict[int, list[tup
     return taken
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     st.integers(0, 99), st.lists(st.integers(0, 9), min_size=1, max_size=5), st.integers(1, 6), st.integers(1, 3),
     st.integers(0, 9),

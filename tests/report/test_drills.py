@@ -195,8 +195,8 @@ def test_a_drill_is_in_run_json_with_what_should_and_what_did() -> None:
 
 def test_the_line_of_the_page_is_that_of_the_report() -> None:
     """Of a killed rank no two runs print the same: which step each heartbeat told is a matter of moments."""
-    said = "rank 1 lost at step 2 in per_parameter: no heartbeat for 3.3 s"
-    records = run(plan("lost"), made(), said={rank: ended(said=said) for rank in (0, 2)})
+    said = "rank 1 lost at step 2 in the wait at step 2 of flat: killed by SIGKILL"
+    records = run(plan("lost"), made(), said={rank: ended(said=said, after_s=0.6) for rank in (0, 2)})
     (drill,) = judge({rank: of_rank for rank, of_rank in records.items() if rank < 3})["drills"]
     shown = (TOP / "docs" / "reliability.md").read_text()
     assert f"\nrank 0 | fault      {fault_sentence(drill)}\n" in shown

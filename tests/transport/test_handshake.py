@@ -175,7 +175,7 @@ def test_a_listener_that_says_anything_is_not_believed() -> None:
                 prove(connection, KEY, PURPOSE, Who(1), 2.0)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.binary(max_size=200) | st.sampled_from(sorted(FORGED.values(), key=len)[:-1]), max_size=4))
 def test_no_bytes_end_a_door(parts: list[bytes]) -> None:
     """Without a thread: what ended it would be raised here."""

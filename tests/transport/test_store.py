@@ -133,7 +133,7 @@ def test_silent_connections_hold_up_no_rank(store: HostedStore) -> None:
         assert time.monotonic() - began < 5
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.binary(max_size=300))
 def test_no_bytes_of_who_has_the_key_end_the_host(said: bytes) -> None:
     hosted = HostedStore(HERE, KEY, 5.0)
