@@ -227,9 +227,9 @@ def test_no_other_module_imports_by_a_name_that_does_not_stand_there() -> None:
         ("distlab.report.verdict", "import distlab.measure.traffic"),
         ("distlab.data_parallel.strategy", "from distlab.experiments.dp import mistakes"),
         ("distlab.lab", "if TYPE_CHECKING:\n    from distlab.checkpoint.save import Saver"),
-        ("distlab.experiments.dp.line_lesson", "from distlab.experiments.comm import ring"),
+        ("distlab.experiments.dp.checks", "from distlab.experiments.comm import ring"),
         ("distlab.config", "def f():\n    import distlab.lab"),
-        ("distlab.experiments.dp.line_lesson", "from ..comm import ring"),
+        ("distlab.experiments.dp.checks", "from ..comm import ring"),
         ("distlab.config", "importlib.import_module('distlab.lab')"),
         ("elsewhere.unknown", "from distlab.config import Config"),
         ("elsewhere.unknown", "import json"),  # a file on no floor fails, whatever it imports

@@ -14,13 +14,15 @@ from torch import Tensor, nn
 import distlab.large_batch as optimizers
 from distlab.collectives.by_hand import ALGORITHMS, Collective
 from distlab.collectives.costs import all_reduce_rounds
+from distlab.config import Config
 from distlab.data_parallel.buckets import GradientBuckets
-from distlab.experiments.dp import OneByOne, line_lesson
+from distlab.experiments.dp import OneByOne
 from distlab.rank.mode_loader import load
 from distlab.report.compare import scaling
 from distlab.sharded.costs import MIXED_PRECISION, mixed_precision_bytes
 from distlab.testing.warm_ranks import Ranks
-from distlab.workload.data import Microbatch, shard_sizes
+from distlab.workload.data import shard_sizes
+from distlab.workload.model import build_model
 from distlab.workload.optimizer import PlainSGD
 from tests.report.test_compare import run as timed_run
 
@@ -139,16 +141,18 @@ def test_all_reduce_by_hand_over_three_parameters(ranks: Ranks) -> None:
 
 
 def test_first_lesson_gradients_of_a_point() -> None:
-    """2·error·x, 2·error, error²: sums, never means, and the count beside them."""
-    point = Microbatch(torch.tensor([[0.5], [1.0]]), torch.tensor([[2.0], [1.0]]), 1.0)
-    found = line_lesson.sums(torch.tensor(0.0), torch.tensor(0.0), [point])
-    assert found.tolist() == [2 * -2 * 0.5 + 2 * -1 * 1.0, 2 * -2 + 2 * -1, 4.0 + 1.0, 2.0]
+    """2·error·x, 2·error, error²: sums, never means."""
+    line = build_model(Config.read({"LAB_MODEL": "line"}), 1)  # begins at zero
+    loss = line(torch.tensor([[0.5], [1.0]]), torch.tensor([[2.0], [1.0]]))
+    loss.backward()
+    assert loss.item() == 4.0 + 1.0
+    assert [numbers(weight.grad) for weight in line.parameters()] == [[2 * -2 * 0.5 + 2 * -1 * 1.0], [2 * -2 + 2 * -1]]
 
 
 def test_first_lesson_a_mean_of_means_weighs_a_shard_of_6_by_a_third_more_than_one_of_8() -> None:
     sizes = shard_sizes(32, 4, uneven=True)
     assert sizes[:2] == [8, 6]
-    of_means = [1 / (size * len(sizes)) for size in sizes]  # as MeanOfMeans shares it out
+    of_means = [1 / (size * len(sizes)) for size in sizes]  # as LAB_BUG=means_of_shards shares it out
     assert round(of_means[1] / of_means[0], 2) == 1.33
     assert sum(share * size for share, size in zip(of_means, sizes, strict=True)) == 1
 

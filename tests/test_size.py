@@ -28,7 +28,6 @@ from distlab.collectives.by_hand import ALGORITHMS, OVER_TCP
 from distlab.config.settings import modes
 from distlab.data_parallel.buckets import GradientBuckets
 from distlab.elastic.strategy import RescaledSurvivor, ShardedSurvivor, Survivor
-from distlab.experiments.dp import line_lesson
 from distlab.experiments.elastic import POLICIES
 from distlab.experiments.elastic.recovery import Course
 from distlab.experiments.largebatch import RECIPES
@@ -71,10 +70,10 @@ SIZES = {  # statements and files, at most
     "distlab/transport": (1_157, 7),
     "distlab/verify": (1_712, 11),
     "distlab/workload": (1_002, 7),
-    "experiments": (9_092, 80),
+    "experiments": (8_873, 78),
     "workers": (6, 2),
     "engines": (57, 1),
-    "tests": (30_669, 519),
+    "tests": (30_606, 519),
     "benchmarks": (2_276, 35),
 }
 MOST_FILES, MEDIAN_FILES, BUCKETED_LINES = 4, 3, 650
@@ -95,7 +94,6 @@ TECHNIQUES = {
 # Where one begins with a variant that its mode's own `run` makes.
 BUILT_BY_RUN: dict[str, dict[str, object]] = {
     "comm": {"gloo": None, **ALGORITHMS, "tcp": (OVER_TCP["server"], OVER_TCP["pairs"])},
-    "dp": {"means": line_lesson.means, "coordinator": line_lesson.coordinator},
     "elastic": {
         policy.name: (Course, ShardedSurvivor if policy.sharded else RescaledSurvivor if policy.rescaled else Survivor)
         for policy in POLICIES

@@ -19,11 +19,7 @@ The variants differ in how many calls they make, and when:
   ring           the same buckets over the ring all_reduce by hand (distlab/collectives/ring.py)
   ddp            PyTorch's DistributedDataParallel, which does what `bucketed` does, in C++
 
-On a slow link (LAB_NET_RATE, LAB_NET_DELAY) one more measurement follows, whatever LAB_VARIANT names: bucket sizes from
-0 to 64 MiB with and without overlap (slow_link.py).
-
-With LAB_MODEL=line it is the first lesson's y = wx + b, and `means` and `coordinator` come beside it (see
-line_lesson.py).
+With LAB_MODEL=line it is the first lesson's y = wx + b.
 """
 
 from collections.abc import Callable
@@ -41,7 +37,7 @@ from distlab.collectives.by_hand import Collective
 from distlab.collectives.phases import phase
 from distlab.config import Config
 from distlab.contract import Mode, Strategy, Variant
-from distlab.data_parallel.buckets import GradientBuckets, all_reduce_of_buckets
+from distlab.data_parallel.buckets import GradientBuckets, all_reduce_of_buckets, swaps_buckets
 from distlab.data_parallel.strategy import Replica, Wrapped, begin_alike
 from distlab.lab import Lab
 from distlab.mesh.grid import Mesh
@@ -49,10 +45,8 @@ from distlab.verify.proof import check_replicas, check_samples
 from distlab.verify.run_all import measure
 from distlab.workload.model import Model
 
-from . import line_lesson
 from .checks import COUNTED, check_overlap, claims, mistake
-from .predictions import cannot, compare_peak, gradient_bytes, in_unit, predict
-from .slow_link import sweep, tell
+from .predictions import compare_peak, gradient_bytes, in_unit, predict
 
 # Parts that a mistake replaces: how the ranks begin, and what holds their gradients.
 Begin: TypeAlias = Callable[[Model, dist.ProcessGroup, Config], None]
@@ -135,7 +129,7 @@ def ddp(
 
 
 def run(lab: Lab) -> None:
-    """Predict, prove, measure; then what the first lesson's model and a slow link teach."""
+    """Predict, prove, measure."""
     predictions = predict(lab.config)
     size, unit = in_unit(gradient_bytes(lab.config))
     sent = size * 2 * (lab.world_size - 1) / lab.world_size
@@ -146,7 +140,12 @@ def run(lab: Lab) -> None:
         lab.say(
             f"{buckets}, each launched from the backward pass once it holds {lab.config.bucket_mib:g} MiB", "buckets"
         )
-    tell(lab)
+        if swaps_buckets(lab.group, lab.config):
+            lab.say(
+                "bucketed swaps each bucket with the other rank in one round; ddp's all_reduce takes two for as many"
+                " bytes",
+                "sum",
+            )
     if lab.config.proof:
         check_samples(lab)
     measured = measure(lab, also=partial(check_replicas, lab))
@@ -157,10 +156,6 @@ def run(lab: Lab) -> None:
         if prediction.calls and prediction.variant in measured and prediction.variant in COUNTED:
             lab.compare_calls(prediction.variant, prediction.calls, measured[prediction.variant].traffic)
     check_overlap(lab, measured)
-    if lab.config.model == "line":
-        line_lesson.lesson(lab, flat)
-    if lab.world_size > 1 and (lab.config.net_rate is not None or lab.config.net_delay is not None):
-        sweep(lab)
 
 
 MODE = Mode(
@@ -171,14 +166,15 @@ MODE = Mode(
         Variant("bucketed", bucketed),
         Variant("ring", ring),
         Variant("ddp", ddp, by_torch=True),
-        Variant("means"),
-        Variant("coordinator"),
     ),
     run=run,
     claims=claims,
     predict=predict,
-    cannot=cannot,
     mistakes=mistake | checkpoints.mistake,
+    gone={
+        "means": "LAB_BUG=means_of_shards averages the means of uneven shards",
+        "coordinator": "RUN_MODE=server LAB_VARIANT=sync collects sums and counts on a rank of its own",
+    },
     recomputes=True,
     reading=(
         "experiments/dp/__init__.py: the variants, the simplest first, and what a run of them claims",

@@ -107,9 +107,6 @@ def claims(mode: Mode, config: Config) -> Iterator[Claims]:
     if config.proof:
         yield Claims(("samples",), WHOLE_RUN, one=True)
         yield Claims(("replicas",), (*mode.by_hand, *mode.by_torch))
-        if config.model == "line":
-            yield Claims(("losses to step 200",), WHOLE_RUN, one=True)
-            yield Claims(("losses",), ("coordinator",), one=True)
     yield Claims(("called bytes", "wire bytes", "rest bytes", "peak bytes", "launched early"), mode.by_hand)
     yield Claims(("calls",), COUNTED)
     yield Claims(("launch order",), ("bucketed",))  # ring's too, but of buckets of fewer numbers than ranks

@@ -12,15 +12,6 @@ from distlab.sharded.costs import Happening, Replicated, adamw_scratch_bytes, pa
 from distlab.verify.counted import check_recomputed, checks_recomputed, most_of_a_layer, outlined
 from distlab.workload.model import outline
 
-LINE_ONLY = ("means", "coordinator")
-
-
-def cannot(config: Config) -> dict[str, str]:
-    """The first lesson's own variants, with any other model than its line."""
-    return (
-        {} if config.model == "line" else dict.fromkeys(LINE_ONLY, "it belongs to the first lesson: set LAB_MODEL=line")
-    )
-
 
 def gradient_bytes(config: Config) -> int:
     """S: the bytes of all gradients."""

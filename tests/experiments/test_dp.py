@@ -6,33 +6,28 @@ from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from distlab.collectives.point_to_point import Peers
 from distlab.config import Config, ConfigError
 from distlab.contract import Instead, Mistake
 from distlab.data_parallel.buckets import GradientBuckets
 from distlab.experiments import dp
-from distlab.experiments.dp import line_lesson
 from distlab.experiments.dp.checks import MeansOfShards, NoSampler, NoSetEpoch
 from distlab.experiments.dp.predictions import gradient_bytes, predict
-from distlab.experiments.dp.slow_link import send_nothing, verdict
 from distlab.measure.memory import MemoryLedger
 from distlab.measure.traffic import Calls
-from distlab.mesh.grid import Mesh
 from distlab.rank.preflight import refuse
 from distlab.report.reading import from_line
-from distlab.report.records import Profile, Said, Table
+from distlab.report.records import Profile, Said
 from distlab.report.verdict import judge
 from distlab.testing.warm_ranks import Ranks
 from distlab.workload.data import Batches
 from distlab.workload.model import build_model, outline
 from distlab.workload.reference import train
-from tests.labs import TINY, built, failed, failed_with, one_rank, run_experiment
+from tests.labs import TINY, built, failed, one_rank, run_experiment
 
 VARIANTS = ("per_parameter", "flat", "bucketed", "ring", "ddp")
 SMALL = {
@@ -274,7 +269,8 @@ def test_bytes_that_stay_and_should_not_fail_the_run(ranks: Ranks, tmp_path: Pat
         ({"LAB_HEADS": "3"}, "LAB_WIDTH=8 is not a multiple of LAB_HEADS=3"),
         ({"LAB_MICROBATCHES": "3"}, "LAB_MICROBATCHES=3 is more than the 2 samples"),
         ({"LAB_TEXT": "/nowhere"}, "LAB_TEXT='/nowhere' does not exist"),
-        ({"LAB_VARIANT": "means"}, "set LAB_MODEL=line"),
+        ({"LAB_VARIANT": "means"}, "LAB_BUG=means_of_shards averages the means of uneven shards"),
+        ({"LAB_VARIANT": "coordinator"}, "RUN_MODE=server LAB_VARIANT=sync collects sums and counts"),
         ({"LAB_BUG": "hook_race", "LAB_VARIANT": "per_parameter,ddp"}, "it takes bucketed or ring"),
         ({"LAB_BUG": "means_of_shards", "LAB_BATCH": "4"}, "shards must differ in size"),
         ({"LAB_BUG": "no_sampler", "WORLD_SIZE": "1"}, "it takes 2 ranks"),
@@ -296,61 +292,6 @@ def test_defaults_are_refused_nowhere() -> None:
             refuse(Config.read({"WORLD_SIZE": str(world_size), "LAB_MODEL": model}), dp.MODE)
 
 
-# --- the first lesson ---
-
-
-def coordinated(group: dist.ProcessGroup, config: Config) -> list[float]:
-    peers, batches = Peers(group), batches_of(config)
-    shard = batches.dealt(0, group.rank(), group.size())
-    if group.rank() > 0:
-        line_lesson.work(peers, shard)
-        return []
-    return line_lesson.coordinate(peers, shard, line_lesson.STEPS, config.learning_rate)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_the_coordinator_does_what_one_process_does(ranks: Ranks, world_size: int) -> None:
-    config = Config.read({"WORLD_SIZE": str(world_size), "LAB_MODEL": "line"})
-    dense = [snapshot.loss for snapshot in train(build_model(config, 1).double(), batches_of(config), config, 201)]
-    history = ranks(world_size, coordinated, config)[0]
-    assert len(history) == 201
-    assert max(abs(one - other) for one, other in zip(history, dense, strict=True)) <= TOLERANCE
-    assert dense[200] < 0.02 < 1 < dense[0]
-
-
-def drift(group: dist.ProcessGroup, config: Config) -> float:
-    batches = batches_of(config)
-    mesh = Mesh({"dp": group})
-    strategies = [build(build_model(config, 1).double(), mesh, config) for build in (dp.flat, line_lesson.means)]
-    for step in range(20):
-        for strategy in strategies:
-            strategy.backward(batches.dealt(step, group.rank(), group.size()))
-            strategy.update()
-    sums, means = (torch.cat([tensor.flatten() for _, tensor in strategy.full("weights")]) for strategy in strategies)
-    return (sums - means).abs().max().item()
-
-
-def averaging_means(right: Any) -> Any:
-    """Ships means where the sums are asked for."""
-
-    def wrong(lab: Any, build: Any, *given: Any) -> Any:  # noqa: ARG001
-        return right(lab, line_lesson.means, *given)
-
-    return wrong
-
-
-def test_means_of_uneven_shards_drift(ranks: Ranks) -> None:
-    assert ranks(4, drift, Config.read({"LAB_MODEL": "line"}))[0] > 1e-4
-
-
-FAULTS: dict[str, tuple[Any, str, Any]] = {"means": (line_lesson, "losses", averaging_means)}
-
-
-def test_a_table_of_means_is_refused(ranks: Ranks, tmp_path: Path) -> None:
-    settings = {"LAB_MODEL": "line", "LAB_VARIANT": "flat"}
-    assert failed_with(ranks, tmp_path, __name__, "means", **settings) == {"losses to step 200"}
-
-
 def left_alive(group: dist.ProcessGroup, config: Config, name: str) -> int:
     """Parameters that are still there after a variant has trained and is gone."""
     model = build_model(config, config.seed).double()
@@ -369,23 +310,6 @@ def test_a_variant_that_is_gone_leaves_no_memory(ranks: Ranks, name: str) -> Non
 
 
 # --- on a slow link ---
-
-
-def test_a_slow_link_brings_the_sweep_of_buckets(ranks: Ranks, tmp_path: Path) -> None:
-    """In the pool nothing is slow, so times are judged by what holds at any speed."""
-    settings = {"RUN_MODE": "dp", "LAB_VARIANT": "flat", "LAB_PROOF": "0", "LAB_NET_RATE": "1gbit"}
-    run, by_rank = run_experiment(ranks, 3, tmp_path, **settings)
-    assert (run["verdict"], failed(run)) == ("pass", set())
-    (buckets,) = (record for record in by_rank[0] if isinstance(record, Table))
-    parameters = len(list(outline(Config.read(TINY)).parameters()))
-    assert [row[:2] for row in buckets.rows] == [
-        ["0", parameters],
-        ["0.25 to 64", 1],
-    ]  # 0.1 MB is one bucket in all others
-    for row in buckets.rows:
-        hidden = 100 * (row[3] - row[2]) / row[4]
-        assert row[6] == pytest.approx(hidden, abs=100 * 0.3 / row[4])  # of times that were rounded to 0.1 ms
-    assert "buckets" in {record.heading for record in by_rank[0] if isinstance(record, Said)}
 
 
 def swapped(group: dist.ProcessGroup, rate: str | None) -> list[tuple[str, float]]:
@@ -411,31 +335,6 @@ def test_what_is_swapped_is_proven_and_as_many_calls_and_bytes(ranks: Ranks, tmp
     assert (run["verdict"], failed(run)) == ("pass", set())
     held = {claim["name"] for claim in run["checks"] + run["comparisons"] if claim["variant"] == "bucketed"}
     assert {"gradients", "weights", "replicas", "wire bytes", "calls"} <= held
-
-
-def left_alone(group: dist.ProcessGroup) -> bool:
-    """Whether a bucket that is not sent keeps this rank's own numbers."""
-    bucket = torch.linspace(1, 2, 1000) * (group.rank() + 1)
-    send_nothing(bucket)
-    return torch.equal(bucket, torch.linspace(1, 2, 1000) * (group.rank() + 1))
-
-
-def test_over_a_link_without_end_nothing_is_summed(ranks: Ranks) -> None:
-    assert ranks(2, left_alone) == [True, True]
-
-
-def test_the_sweep_says_what_its_table_shows() -> None:
-    rows: list[list[float]] = [
-        [0, 100, 90.0, 95.0, 60.0, 40.0, 8.0],
-        [1, 7, 60.0, 80.0, 50.0, 40.0, 40.0],
-        [16, 1, 75.0, 76.0, 50.0, 40.0, 2.0],
-    ]
-    said = verdict(rows)
-    assert "best with 7 of 1 MiB: 60 ms a step, 40 % of sending hidden" in said
-    assert "a bucket a parameter (100 calls) costs 50 % more" in said
-    assert "one bucket for all costs 25 % more" in said
-    assert "costs" not in verdict(rows[1:2])
-    assert ", 0 % of sending hidden" in verdict([[*rows[1][:-1], -0.3]])
 
 
 def test_a_slow_rank_takes_longer_in_the_timed_pass_and_is_named(ranks: Ranks, tmp_path: Path) -> None:
