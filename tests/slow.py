@@ -88,9 +88,6 @@ SLOW = {
     "tests/experiments/test_mesh.py::test_a_mesh_does_what_one_process_does[8-": (
         "tests/experiments/test_mesh.py::test_a_mesh_does_what_one_process_does[8-dp2,cp2,tp2-names10-settings10]"
     ),
-    "tests/experiments/test_mesh.py::test_of_few_numbers_too_a_peak_is_known": (
-        "tests/experiments/test_mesh.py::test_of_few_numbers_too_a_peak_is_known[pp2]"
-    ),
     "tests/experiments/test_pp.py::test_each_mistake_is_seen_where_it_is_made_and_only_there": (
         "tests/experiments/test_pp.py::test_each_mistake_is_seen_where_it_is_made_and_only_there[stale_activation]"
     ),

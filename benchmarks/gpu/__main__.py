@@ -131,7 +131,7 @@ def all_parts(report: Report) -> list[Part]:
     """The longest first, so that none is left at the end."""
     gloo = [each for each in parts.modes() if each.limit_s > 100]
     rest = [each for each in parts.modes() if each.limit_s <= 100]
-    peaks = [parts.peaks(name) for name in ("dp", "fsdp", "mesh")]
+    peaks = [parts.peaks(name) for name in ("dp", "fsdp")]
     return [measured_card(report), *rest, *peaks, *parts.faults(), *parts.commands(), *gloo]
 
 

@@ -159,8 +159,6 @@ KEPT_ON_GPU = "a GPU's attention keeps other tensors than the CPU's"
 #     weights     stage 1 and 2 all; stage 3 the chunks, and the layer that computes and the next one whole
 #     gradients   stage 1 all; stage 2 and 3 the shards of what is summed, and the unit that is gathered or summed
 #     scratch     (N-1)·c of what the other ranks send for the sum that is under way, until the next unit's begins
-#
-# The layers may be a whole model's or those of one stage of a pipeline, whose passes come in the order of a schedule.
 
 
 class Units(NamedTuple):

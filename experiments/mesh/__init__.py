@@ -53,7 +53,7 @@ from .bugs import mistake
 from .checks import check_gradients_first, check_order, check_overlap, claims, compare_axes, tell
 from .options import Options
 from .placement import HOW, Rank, at, axes
-from .predictions import cannot, compare_peaks, predict, refuse
+from .predictions import cannot, predict, refuse
 from .pytorch import dtensor_fsdp2, pipelining_fsdp2
 from .stack import scheduled, stack
 
@@ -85,8 +85,6 @@ def run(lab: Lab) -> None:
         check_order(lab, name, rank, measured[name])
         check_overlap(lab, name, measured[name])
         check_gradients_first(lab, name, rank, measured[name])
-    actions = {name: scheduled(rank.how, rank.p, config)[rank.at["pp"]] for name, rank in ranks.items()}
-    compare_peaks(lab, ranks, actions, measured)
     for each in predictions:
         seen = measured[each.variant]
         if each.name == "calls":

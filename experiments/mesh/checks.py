@@ -128,7 +128,7 @@ def claims(mode: Mode, config: Config) -> Iterator[Claims]:
     yield from measured(mode, config, copied=copied)
     if config.proof:
         yield Claims(("in flight",), mode.by_hand)
-    yield Claims(("called bytes", "wire bytes", "rest bytes", "peak bytes", "calls"), mode.by_hand)
+    yield Claims(("called bytes", "wire bytes", "rest bytes", "calls"), mode.by_hand)
     yield Claims(("schedule", "bubble on paper", "gradients first"), mode.by_hand)
     along = [axis for axis, ranks in sizes.items() if axis != "cp" and ranks > 1]
     if sizes["cp"] == 1:  # else gradients go over two axes at once

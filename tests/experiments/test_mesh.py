@@ -10,18 +10,17 @@ import torch.distributed as dist
 
 from distlab.checkpoint import storage
 from distlab.config import Config
-from distlab.experiments.mesh import MODE, predictions
+from distlab.experiments.mesh import MODE
 from distlab.experiments.mesh.checks import check_gradients_first, compare_axes, differing_axes, sent_between
 from distlab.experiments.mesh.placement import HOW, Rank, at, default, misfit, sizes_of
 from distlab.experiments.mesh.traffic import by_axis, owned
 from distlab.measure.event_order import Event, Order
 from distlab.measure.traffic import CalledOp, Traffic, WireBytes
 from distlab.mesh.grid import Mesh
-from distlab.sharded.costs import Happening
 from distlab.testing.warm_ranks import Ranks
 from distlab.workload.model import build_model, outline
 from distlab.workload.reference import train
-from tests.labs import built, failed, run_experiment
+from tests.labs import built
 from tests.meshes import batches_of, differences, farthest
 
 ODD = {
@@ -230,47 +229,6 @@ def test_a_gradient_that_is_sent_behind_the_weights_is_seen(behind: bool, found:
     rank = Rank(config, sizes_of("pp2", 2), 1, HOW["1f1b_split"], 2)
     check_gradients_first(lab, "1f1b_split", rank, SimpleNamespace(order=order))  # type: ignore[arg-type]
     assert lab.claims == {"gradients first": not behind}
-
-
-@pytest.mark.parametrize("stay", [False, True])
-def test_gradients_that_stay_whole_show_in_the_peak(monkeypatch: pytest.MonkeyPatch, stay: bool) -> None:
-    """As if zero2 had room for all gradients, as zero1 has."""
-    lab, config = lab_of_rank_0(), config_of(2, "dp2")
-    rank = Rank(config, sizes_of("dp2", 2), 0, HOW["zero2"], 2)
-    passes = [
-        Happening(what, int(name.split(".")[0]), name, live=1000, highest=1000)
-        for name in reversed(predictions.units_of(rank)[0].of_name)
-        for what in ("gradient", "taken")
-    ]
-    monkeypatch.setattr(predictions, "passes_of", lambda *_: passes)
-    lab.config, lab.at = config, lambda *_: None
-    numel = sum(local.numel for stage in rank.stages for unit in rank.units(stage) for local in unit)
-    seen = {"gradients": predictions.peak_bytes(rank, passes) + stay * numel * rank.itemsize}
-    predictions.compare_peaks(lab, {"zero2": rank}, {"zero2": []}, {"zero2": SimpleNamespace(peak=seen)})  # type: ignore[dict-item]
-    assert lab.claims == {"peak bytes": not stay}
-
-
-def test_a_peak_of_scores_is_that_of_the_loss_that_is_cut(ranks: Ranks, tmp_path: Path) -> None:
-    """One block of few numbers in one microbatch: what a step holds most of is scores."""
-    settings = {"LAB_MESH": "tp2", "LAB_VARIANT": "1f1b", "LAB_MICROBATCHES": "1", "LAB_DEPTH": "1", "LAB_PROOF": "0"}
-    run, _ = run_experiment(ranks, 2, tmp_path, RUN_MODE="mesh", LAB_STEPS="1", **settings)
-    assert failed(run) == set()
-    assert "peak bytes" in {claim["name"] for claim in run["comparisons"]}
-
-
-@pytest.mark.parametrize("mesh", ["dp2", "pp2"])
-def test_of_few_numbers_too_a_peak_is_known(ranks: Ranks, tmp_path: Path, mesh: str) -> None:
-    """ZeRO's vectors and a pipeline's messages are small beside a large model's activations, and here they are not."""
-    settings = {
-        "LAB_MESH": mesh, "LAB_WIDTH": "16", "LAB_HEADS": "2", "LAB_DEPTH": "2", "LAB_BATCH": "8",
-        "LAB_MICROBATCHES": "4", "LAB_PROOF": "0",
-    }  # fmt: skip
-    run, _ = run_experiment(ranks, 2, tmp_path, RUN_MODE="mesh", LAB_STEPS="1", **settings)
-    assert failed(run) == set()
-    peaks = [claim for claim in run["comparisons"] if claim["name"] == "peak bytes"]
-    assert len(peaks) > 4
-    for claim in peaks:
-        assert claim["measured"] == pytest.approx(claim["predicted"], rel=0.005), claim["variant"]
 
 
 # --- LAB_MESH ---
