@@ -85,7 +85,7 @@ def parser() -> argparse.ArgumentParser:
         "--page-only", action="store_true", help="write report.html and nothing else; returns 0 if it was written"
     )
     made.add_argument(
-        "--figures", type=Path, metavar="DIR", help="write each figure of the report as SVG and PNG, and nothing else"
+        "--figures", type=Path, metavar="DIR", help="write each figure of the report as SVG, and nothing else"
     )
     made.add_argument(
         "--rank", type=int, metavar="R", help="print the log of this rank again from its records, and nothing else"
@@ -151,7 +151,7 @@ def draw_figures(folder: Path, run: Run, records: Ranks, into: Path) -> int:
     except Untimed as error:
         print(f"refused    {folder} {error}", file=sys.stderr)
         return 2
-    print(f"figures    {len(drawn)} in {into}, as SVG and PNG: {', '.join(path.stem for path in drawn)}")
+    print(f"figures    {len(drawn)} in {into}, as SVG: {', '.join(path.stem for path in drawn)}")
     return 0
 
 

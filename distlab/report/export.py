@@ -1,8 +1,8 @@
-"""A run as files for other programs: each figure of its report as SVG, and as PNG for what takes no SVG
-(`./run report RUN --figures DIR`); its checks as JUnit XML, which every CI can show (`--junit FILE`).
+"""A run as files for other programs: each figure of its report as SVG (`./run report RUN --figures DIR`); its checks
+as JUnit XML, which every CI can show (`--junit FILE`).
 
 A figure is what stands on the page, on a white ground and with the light page's colours put in, since a file has no
-style sheet of its own. PNGs are drawn with a font that comes with the lab, so that all machines draw the same.
+style sheet of its own.
 """
 
 import re
@@ -19,20 +19,19 @@ from distlab.report import charts
 from distlab.report.charts import Drawing
 from distlab.report.html import asset, render
 from distlab.report.page import contents
-from distlab.report.reading import write_atomically, write_bytes_atomically
+from distlab.report.reading import write_atomically
 from distlab.report.records import Ranks, Run
 from distlab.report.sentences import claim_name, failure_sentence, lost_sentence
 from distlab.report.timeline_panels import HUES, Rows, timeline
 from distlab.report.units import allowed, difference, quantity
 from distlab.report.verdict import first
 
-PNG_ZOOM = 2  # pixels of a PNG for each of the SVG: sharp on a slide
 LEGEND = 24  # pixels above a chart for its legend
 SERIES = re.compile(r'data-n="([^"]*)" style="--hue:(#\w+);')
 
 
 def write_figures(folder: Path, run: Run, records: Ranks) -> list[Path]:
-    """Write all figures of a run into `folder`, each as NAME.svg and NAME.png; returns the SVGs.
+    """Write all figures of a run into `folder`, each as NAME.svg; returns them.
 
     Raises Untimed where there is nothing to draw, OSError where it cannot be written.
     """
@@ -42,7 +41,6 @@ def write_figures(folder: Path, run: Run, records: Ranks) -> list[Path]:
         raise Untimed("has no figure: it ended before anything was measured")
     for name, drawing in found.items():
         write_atomically(folder / f"{name}.svg", [drawing])
-        write_bytes_atomically(folder / f"{name}.png", png(drawing))
     return [folder / f"{name}.svg" for name in found]
 
 
@@ -88,20 +86,6 @@ def style_of(marks: str) -> Markup:
         rules += f".chart .series{series} .box rect {{ stroke: {hue}; }}"
         rules += f".chart .stackedline-graph .series{series} .line {{ fill: {hue}; stroke: none; }}"
     return Markup(rules)
-
-
-def png(drawing: str) -> bytes:
-    """The SVG as pixels."""
-    import resvg_py
-    import ttf_opensans
-
-    fonts = str(Path(ttf_opensans.__file__).parent / "ttf")
-    return bytes(
-        resvg_py.svg_to_bytes(
-            svg_string=drawing, zoom=PNG_ZOOM, skip_system_fonts=True, font_dirs=[fonts], font_family="Open Sans",
-            sans_serif_family="Open Sans",
-        )
-    )  # fmt: skip
 
 
 # The timeline of a run as a file of its own, on a ground of its own, so that it reads in a light page and in a dark
