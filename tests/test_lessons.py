@@ -18,13 +18,11 @@ from distlab.config import Config
 from distlab.data_parallel.buckets import GradientBuckets
 from distlab.experiments.dp import OneByOne
 from distlab.rank.mode_loader import load
-from distlab.report.compare import scaling
 from distlab.sharded.costs import MIXED_PRECISION, mixed_precision_bytes
 from distlab.testing.warm_ranks import Ranks
 from distlab.workload.data import shard_sizes
 from distlab.workload.model import build_model
 from distlab.workload.optimizer import PlainSGD
-from tests.report.test_compare import run as timed_run
 
 # --- the exercises: each rank is one of the lesson's workers ---
 
@@ -203,14 +201,6 @@ CLASSIC_BUGS = [
 def test_classic_bug(mode: str, bug: str, check: str) -> None:
     """Its mode knows it, and names the check that sees it."""
     assert load(mode).mistakes[bug].check == check
-
-
-def test_classic_bug_4_eight_ranks_that_compute_40_percent_of_the_time_are_three() -> None:
-    """Bound by communication: each rank has the batch of one alone, which takes that one 0.4 s, and waits 0.6 s more."""
-    of_one, of_eight = timed_run(1, [0.4]), timed_run(8, [1.0], LAB_BATCH=8 * 16)
-    one, eight = scaling([of_one, of_eight])["flat"]
-    assert eight.efficiency == pytest.approx(0.4)
-    assert eight.seen.samples_per_s / one.seen.samples_per_s == pytest.approx(3.2)
 
 
 def test_classic_bug_fork_bomb_a_rank_that_imports_the_program_starts_none() -> None:

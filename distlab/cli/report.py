@@ -1,7 +1,7 @@
 """Judge a finished run again from its records alone, with no cluster: `distlab report runs/<run_id>`.
 
 Exit codes are the run's own (0 all passed, 1 a check failed, 2 refused, 3 lost); 2 also if the records
-cannot be read or the report cannot be written. Several runs are drawn together and judged by nobody: 0. `--clean DAYS`
+cannot be read or the report cannot be written. Two runs are compared and judged by nobody: 0. `--clean DAYS`
 lists old runs and removes them after asking.
 """
 
@@ -16,14 +16,14 @@ from pathlib import Path
 
 from distlab.cluster.launch import die_with
 from distlab.config import Config, ConfigError
-from distlab.report.compare import incomparable, write_comparison, write_together
+from distlab.report.compare import write_comparison
 from distlab.report.log import verdict_lines
 from distlab.report.rank_log import Log, RankLog, verdict_of_all
 from distlab.report.reading import MISFITS, BrokenRecord, read_run, record_files
 from distlab.report.records import Ranks, Run
 from distlab.report.run_folder import FILE, LATEST, is_held
 from distlab.report.standard_streams import of_a_stream
-from distlab.report.table import printable
+from distlab.report.table import printable, table_lines
 from distlab.report.tables import Plan
 from distlab.report.verdict import exit_code, judge, write_run
 
@@ -37,15 +37,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser().error("name the folders of runs, or --clean DAYS with or without --yes")
     if asked.clean is not None:
         return clean(asked.clean, unasked=asked.yes)
+    if len(asked.runs) > 2:
+        parser().error(f"one run is judged and two are compared, and {len(asked.runs)} were named")
     if len(asked.runs) > 1 and (asked.junit or asked.page_only or asked.figures or asked.rank is not None):
-        parser().error(f"--junit, --page-only, --figures and --rank go with one run, and {len(asked.runs)} were named")
+        parser().error("--junit, --page-only, --figures and --rank go with one run, and two were named")
     if asked.page and not asked.page_only:
         parser().error("--page says where --page-only writes, and --page-only is not there")
     if asked.parent is not None:
         die_with(asked.parent)
     try:
         if len(asked.runs) > 1:
-            return draw_together(asked.runs)
+            return compare(*asked.runs)
         folder = asked.runs[0]
         run, records = read_and_judge(folder)
         if asked.rank is not None:
@@ -72,11 +74,11 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="distlab report",
         description="Judge a finished run again from its records alone: rewrites run.json and report.html, prints the "
-        "verdict and returns its exit code. Two runs are drawn together instead, into compare-<OLD>.html in the folder "
-        "of the second; more of one mode, as curves over WORLD_SIZE, into together.html in that of the last.",
+        "verdict and returns its exit code. Two runs are compared in one table instead, printed and in "
+        "compare-<OLD>.html in the folder of the second.",
     )
     made.add_argument(
-        "runs", nargs="*", type=Path, metavar="RUN", help="folder of a run, such as runs/latest; several to compare"
+        "runs", nargs="*", type=Path, metavar="RUN", help="folder of a run, such as runs/latest; two to compare"
     )
     made.add_argument(
         "--junit", type=Path, metavar="FILE", help="also write a test case a check, as JUnit XML for a CI"
@@ -111,20 +113,10 @@ def read_and_judge(folder: Path) -> tuple[Run, Ranks]:
         raise BrokenRecord(f"{folder}: its records do not fit each other ({error!r})") from None
 
 
-def draw_together(folders: Sequence[Path]) -> int:
-    """One page of two runs or more, or a sentence for each that cannot stand beside the others."""
-    judged, faults = [], []
-    for folder in folders:
-        try:
-            judged.append((folder, *read_and_judge(folder)))
-        except BrokenRecord as error:
-            faults.append(str(error))
-    if len(folders) > 2 and judged:
-        faults += incomparable(judged)
-    if faults:
-        print("\n".join(f"refused    {fault}" for fault in faults), file=sys.stderr)
-        return 2
-    print(f"report     {write_comparison(*judged) if len(judged) == 2 else write_together(judged)}")
+def compare(old: Path, new: Path) -> int:
+    """One table of two runs, printed and as a page."""
+    page, table = write_comparison((old, *read_and_judge(old)), (new, *read_and_judge(new)))
+    print("\n".join([*table_lines("compare", table), f"report     {page}"]))
     return 0
 
 

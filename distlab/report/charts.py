@@ -53,7 +53,7 @@ def colours(names: Iterable[str]) -> dict[str, str]:
 
 def line_chart(
     curves: dict[str, Curve], x_label: str, y_label: str, colour: dict[str, str], *, points: int, layered: bool = False,
-    dashed: Iterable[str] = (), log_x: bool = False, log_y: bool = False,
+    log_x: bool = False, log_y: bool = False,
 ) -> Figure:  # fmt: skip
     """Curves by name, each of at most `points` points; `layered` curves lie on top of each other, lower ones wider.
 
@@ -73,7 +73,7 @@ def line_chart(
         again = hue in [pen.hue for pen in pens]  # more names than colours
         dots = (len(x) <= LEAST_DOTTED and not layered) or len(x) == 1
         graph.add(name, _pairs(across.placed(x), up.placed(y)), show_dots=dots)
-        pens.append(Pen(hue, width, "2 4" if name in dashed else "7 5" if again else ""))
+        pens.append(Pen(hue, width, "7 5" if again else ""))
     return Figure(graph, pens, legend=len(curves) > 1)
 
 
@@ -132,16 +132,6 @@ def stacked(held: dict[str, list[float]], duration_ms: float, colour: dict[str, 
     for kind, values in held.items():
         graph.add(kind, [float(f"{value:.4g}") for value in values])
     return Figure(graph, [Pen(colour[kind]) for kind in held])
-
-
-def pairs(names: list[str], values: dict[str, list[float | None]]) -> Figure:
-    """Bars of several runs side by side, a group a name."""
-    graph = pygal.HorizontalBar(value_formatter=si, **PLAIN)
-    graph.x_labels = list(reversed(names))
-    for run, row in reversed(values.items()):
-        graph.add(run, rounded(reversed(row)))
-    pens = [Pen(PALETTE[index % len(PALETTE)]) for index in range(len(values))]
-    return Figure(graph, pens[::-1], legend=True)
 
 
 # --- how they look ---

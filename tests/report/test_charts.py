@@ -83,7 +83,8 @@ def test_layers_and_areas_are_stacked_by_class() -> None:
 
 
 def test_nothing_of_a_script_or_of_a_style_is_in_a_chart_and_its_title_is_escaped() -> None:
-    svg = shown(charts.pairs(["a", "b"], {"<old>": [1.0, 2.0], "new": [None, 3.0]}))
+    curve: charts.Curve = ([0.0, 1.0], [1.0, 2.0])
+    svg = shown(charts.line_chart({"<old>": curve, "new": curve}, "step", "loss", {}, points=9))
     assert "<script" not in svg and "<style" not in svg and "<!--" not in svg
     assert 'aria-label="a &lt;title&gt;"' in svg and "&lt;old&gt;" in svg
     assert len(svg) < 4000
