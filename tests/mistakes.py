@@ -25,6 +25,7 @@ SIZES = {
     "nothing_put_off": {"LAB_MESH": "pp2"},
     "norm_by_all": {"LAB_MESH": "tp2"},
     "tied_too_early": {"LAB_MESH": "pp2", "LAB_TIE": "1"},
+    "stale_unbounded": {"LAB_LOCAL_STEPS": "1"},  # of few steps
     "wrong_group": {"LAB_MESH": "tp2"},
     "rows_not_summed": {"LAB_MESH": "tp2"},
     "scaled_by_cp": {"LAB_MESH": "cp2"},
@@ -46,7 +47,7 @@ SMALL = {
     "tp": {"LAB_DEPTH": "1"},
     "cp": {"LAB_DEPTH": "1", "LAB_SEQ": "24"},
     "pp": {"LAB_MODEL": "mlp", "LAB_DEPTH": "6"},
-    "server": {"LAB_MODEL": "mlp", "LAB_DEPTH": "1"},
+    "server": {"LAB_MODEL": "mlp", "LAB_DEPTH": "1", "LAB_STALENESS": "2"},
 }
 
 WORLD_SIZE_SHOWN = 3

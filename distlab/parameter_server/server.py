@@ -360,12 +360,6 @@ class Threads:
 # their gradients.
 
 
-class Scheme(NamedTuple):
-    name: str
-    most: int  # steps between a fetch and its push
-    staleness: int | None  # the bound, None where there is none
-
-
 class Worker:
     """One worker's model and data, and what it did; `noted(step)` is called before each step."""
 

@@ -7,9 +7,7 @@ gradients of weights that others have moved meanwhile. Or workers train apart fo
 their weights one again: a hundredth of the bytes.
 
   predicted   bytes sent a step: a worker S, rank 0 (N-1)·S, and as much comes in there; an all_reduce 2(N-1)/N·S a
-              rank; every H-th step alone: /H. Samples a second: in step sum n_i / max T_i, apart the sum of n_i / T_i
-              in the long run, and less where the last steps of a straggler are waited for
-              a gradient tau updates late is stable up to lr·curvature = 2 sin(pi / (2(2·tau + 1))) (Levin and May 1976)
+              rank; every H-th step alone: /H
   shapes      weights and gradients as one flat vector [P] each (`Vectors`), S = P x bytes; inputs [B/N, S] a worker
 
   dp          one all_reduce of gradients a step: what the others are compared with
@@ -17,9 +15,8 @@ their weights one again: a hundredth of the bytes.
               two lessons)
   local_sgd   LAB_LOCAL_STEPS steps apart, then the mean of all weights, weighted by samples (Stich 2019)
   diloco      the same, and the server's step on their mean difference has Nesterov momentum (Douillard et al. 2023)
-  ssp         asynchronous, bounded: nobody starts a step more than LAB_STALENESS ahead of the slowest (Ho et al. 2013)
-  downpour    asynchronous: LAB_LOCAL_STEPS steps on the way, their sum pushed, weights fetched, no bound (Dean et al.
-              2012)
+  downpour    asynchronous: LAB_LOCAL_STEPS steps on the way, their sum pushed, weights fetched (Dean et al. 2012). With
+              LAB_STALENESS nobody starts more than that many steps ahead of the slowest (Ho et al. 2013)
 
 `dp` and `sync` are proven against one process, `local_sgd` and `diloco` against one process at H = 1 and against their
 formula for all workers in one process at the H given, the timed pass too. What is asynchronous repeats only in an order
@@ -44,18 +41,17 @@ from distlab.data_parallel.strategy import Replica, begin_alike
 from distlab.lab import Lab
 from distlab.mesh.grid import Mesh
 from distlab.parameter_server.local_sgd import OuterStep
-from distlab.parameter_server.server import ParameterServer, Scheme, Worker
+from distlab.parameter_server.server import ParameterServer, Worker
 from distlab.verify.proof import check_replicas, check_samples
 from distlab.verify.run_all import measure
 from distlab.workload.data import Microbatch
 from distlab.workload.model import Model
 
 from . import asynchronous
-from .asynchronous import in_step
 from .bugs import mistake
 from .checks import Rounds, hold_timed, prove_rounds
 from .options import Options
-from .predictions import cannot, claims, predict, refuse, show_bytes, show_staleness
+from .predictions import DOWNPOUR, cannot, claims, predict, refuse, show_bytes
 
 SERVER = 0
 AVERAGE, DILOCO = (1.0, 0.0), (0.7, 0.9)  # learning rate and momentum of the outer step; DiLoCo's own (section 3.1)
@@ -191,20 +187,11 @@ class RoundsWorker(Replica):
         return iter(())
 
 
-# --- out of step ---
-
-
-def schemes(config: Config) -> list[Scheme]:
-    """`ssp` fetches and pushes every step, bounded; `downpour` every H steps, and nobody waits."""
-    own = config.own(Options)
-    return [Scheme("ssp", 1, own.staleness), Scheme("downpour", own.local_steps, None)]
-
-
 # --- the run ---
 
 
 def run(lab: Lab, rules: type[ParameterServer] = ParameterServer, worker: type[Worker] = Worker) -> None:
-    """What waits is proven and measured; then what does not, with which ranks may leave; last what staleness does."""
+    """What waits is proven and measured; then what does not, with which ranks may leave."""
     local_steps = lab.config.own(Options).local_steps
     predictions = lab.mode.predict(lab.config)
     show_bytes(lab)
@@ -222,9 +209,7 @@ def run(lab: Lab, rules: type[ParameterServer] = ParameterServer, worker: type[W
         timed=partial(hold_timed, lab, rounds),
     )
     lab.compare_traffic(predictions, measured)
-    rates = in_step(lab, [name for name in ("dp", "sync") if name in measured])
-    asynchronous.run(lab, schemes(lab.config), rules, worker, rates)
-    show_staleness(lab)
+    asynchronous.run(lab, rules, worker)
 
 
 MODE = Mode(
@@ -233,9 +218,9 @@ MODE = Mode(
         Variant("sync", sync),
         Variant("local_sgd", local_sgd),
         Variant("diloco", diloco),
-        Variant("ssp"),
-        Variant("downpour"),
+        Variant(DOWNPOUR),
     ),
+    gone={"ssp": "LAB_VARIANT=downpour LAB_STALENESS=2 LAB_LOCAL_STEPS=1 is the same"},
     run=run,
     claims=claims,
     options=Options,
@@ -248,7 +233,7 @@ MODE = Mode(
         "experiments/server/__init__.py: in step by all_reduce and by a server, in rounds, and what a run claims",
         "distlab/data_parallel/strategy.py: the loop that the variants in step and in rounds share",
         "distlab/parameter_server/local_sgd.py: the outer step of a round, local_sgd's and diloco's",
-        "distlab/parameter_server/server.py: the rules of who may go on, and a worker of ssp and downpour, which does",
+        "distlab/parameter_server/server.py: the rules of who may go on, and a worker of downpour, which does",
         "experiments/server/checks.py: one process that computes what a worker should",
     ),
 )

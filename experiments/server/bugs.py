@@ -12,10 +12,10 @@ from distlab.parameter_server.local_sgd import OuterStep
 from distlab.parameter_server.server import Client, ParameterServer, Worker
 
 from .options import Options
-from .predictions import ASYNCHRONOUS, ROUNDS
+from .predictions import DOWNPOUR, ROUNDS
 
 mistake = Mistakes()
-of_a_worker = partial(mistake, part="worker", needs=Needs(variants=ASYNCHRONOUS))
+of_a_worker = partial(mistake, part="worker", needs=Needs(variants=(DOWNPOUR,)))
 of_diloco = partial(mistake, check="weights at H = 1", part="outer", of=("diloco",), needs=Needs(ranks=1))
 
 
@@ -23,13 +23,13 @@ of_diloco = partial(mistake, check="weights at H = 1", part="outer", of=("diloco
 
 
 def too_few_steps(config: Config) -> str:
-    """Nobody gets too far ahead in fewer steps than the bound and two."""
-    least = config.own(Options).staleness + 2
-    return (
-        ""
-        if config.steps >= least
-        else (f"LAB_STEPS={config.steps}: to be too far ahead takes LAB_STALENESS + 2 = {least}")
-    )
+    """Nobody gets too far ahead without a bound, nor in fewer steps than the bound, one more and those of a start."""
+    own = config.own(Options)
+    if own.staleness is None:
+        return "LAB_STALENESS unset: nobody is bound"
+    least = own.staleness + 1 + own.local_steps
+    too_far = f"LAB_STEPS={config.steps}: to be too far ahead takes LAB_STALENESS + 1 + LAB_LOCAL_STEPS = {least}"
+    return too_far if config.steps < least else ""
 
 
 def all_alike(config: Config) -> str:
@@ -45,7 +45,7 @@ def all_alike(config: Config) -> str:
     "stale_unbounded",
     check="staleness",
     part="rules",
-    needs=Needs(proof=False, variants=("ssp",), unless=too_few_steps),
+    needs=Needs(proof=False, variants=(DOWNPOUR,), unless=too_few_steps),
 )
 class Unbounded(ParameterServer):
     """The server forgets to let the fast wait: gradients of a slow worker get as old as they like.
@@ -59,7 +59,7 @@ class Unbounded(ParameterServer):
         return self.spent or worker != straggler or max(self.clocks.values()) > bound
 
 
-@mistake("update_lost", check="weights", part="rules", needs=Needs(ranks=1, variants=ASYNCHRONOUS))
+@mistake("update_lost", check="weights", part="rules", needs=Needs(ranks=1, variants=(DOWNPOUR,)))
 class Forgetful(ParameterServer):
     """The server counts every second push of a worker and does not apply it."""
 

@@ -8,7 +8,7 @@ differs from it:
     push      of n steps: sum of n gradients, each at weights that the ones before have moved (Dean et al. 2012,
               algorithm 7.1)
 
-`ssp` and `downpour`: which weights a gradient was computed at, and which updates came between, is all that asynchrony
+`downpour`: which weights a gradient was computed at, and which updates came between, is all that asynchrony
 adds to SGD, and both follow from the order in which workers start and push. So the order is drawn by LAB_SEED: workers
 compute where they are, the server takes their messages in that order, and the process goes along, event by event, with
 weights of its own that only its own gradients move. Every push and the weights at the end must be its own.
@@ -42,7 +42,6 @@ from distlab.parameter_server.server import (
     ParameterServer,
     Recorder,
     Remote,
-    Scheme,
     Server,
     Threads,
     Worker,
@@ -53,7 +52,8 @@ from distlab.workload.data import Batches, Microbatch
 from distlab.workload.model import Model, build_model
 from distlab.workload.reference import Reference, backward
 
-from .predictions import MOST_PROVEN
+from .options import Options
+from .predictions import DOWNPOUR, MOST_PROVEN
 
 # Learning rate and momentum of the outer step: the mean (Stich 2019, algorithm 1), and Nesterov's with the paper's own
 # (Douillard et al. 2023, section 3.1). Written down once more, since what is proven takes the variants' own numbers.
@@ -166,14 +166,14 @@ class Replay(Recorder):
 
 
 def prove_asynchronous(
-    lab: Lab, links: dict[int, Link], scheme: Scheme, kind: type[ParameterServer], make_worker: type[Worker]
+    lab: Lab, links: dict[int, Link], kind: type[ParameterServer], make_worker: type[Worker]
 ) -> None:
-    """Run a scheme in a drawn order under rules of `kind`, with one process that goes along on rank 0."""
-    name = scheme.name
+    """Run in a drawn order under rules of `kind`, with one process that goes along on rank 0."""
+    name, own = DOWNPOUR, lab.config.own(Options)
     lab.at(0, f"proof of {name}")
-    most = min(scheme.most, MOST_AT_ONCE)
+    most = min(own.local_steps, MOST_AT_ONCE)
     budget, ranks = PUSHES * most * lab.world_size, range(lab.world_size)
-    rules = ParameterServer(torch.zeros(1), ranks, lr=0.0, budget=budget, staleness=scheme.staleness)
+    rules = ParameterServer(torch.zeros(1), ranks, lr=0.0, budget=budget, staleness=own.staleness)
     order = draw_order(lab.config.seed, rules, most)
     config, batches = shallow(lab.config), lab.batches(torch.float64, proof=True)
     worker = make_worker(model_of(lab, config), config, batches, lab.rank, LEARNING_RATE)
@@ -196,7 +196,7 @@ def prove_asynchronous(
         control = ASYNCHRONOUS.format("test_a_wrong_worker_fails_by_name")
         for check, off in differences(replay, ordered.weights, samples).items():
             lab.check(check, off, 0 if check == "samples" else TOLERANCE, name, control=control)
-        wrong = misordered(replay.seen, order, lab.world_size, scheme.staleness)
+        wrong = misordered(replay.seen, order, lab.world_size, own.staleness)
         control = ASYNCHRONOUS.format("test_another_order_than_the_drawn_one_fails_by_name")
         detail = f"{len(order)} events; difference: those that came elsewhere than drawn, or before the bound allows"
         lab.check("order of events", wrong, 0, name, detail, control=control)

@@ -6,12 +6,12 @@ from distlab.config.settings import Field, ModeOptions
 class Options(ModeOptions):
     """How far apart workers may be."""
 
-    staleness: int = Field(
-        2,
+    staleness: int | None = Field(
+        None,
         alias="LAB_STALENESS",
         ge=0,
         le=10_000,
-        description="steps that the fastest worker may be ahead of the slowest",
+        description="steps that the fastest worker of `downpour` may be ahead of the slowest; unset: no bound",
     )
     local_steps: int = Field(
         4,

@@ -273,7 +273,7 @@ def test_the_others_go_on_without_a_worker_that_is_killed(processes: Processes, 
 
 
 def test_the_loss_of_the_server_ends_all(processes: Processes, tmp_path: Path) -> None:
-    ranks = started(processes, tmp_path, "ssp", dies=0)
+    ranks = started(processes, tmp_path, "downpour", dies=0)
     assert [rank.end() for rank in ranks] == [137, 3, 3]
     assert json.loads((tmp_path / "run" / "run.json").read_text())["verdict"] == "lost"
     for survivor in ranks[1:]:

@@ -97,7 +97,7 @@ PARTICULAR = {
     "tp": ["rows 86-170 of 256", "with ranks 0 and 2"], "pp": ["previous stage: rank 0, next stage: rank 2", "1f1b: |"],
     "fsdp": ["zero3: unshard +, reshard -: +0", "rows"], "mesh": ["at tp 0, cp 0, dp 1, pp 0"],
     "cp": ["in layer 0 of rank 0, 2 after ms: ring"], "moe": ["its own took: replicated 0-7:", "ep, ep_torch 3-5:"],
-    "server": ["ssp: ", "staleness"],
+    "server": ["downpour: ", "staleness"],
 }  # fmt: skip
 
 

@@ -14,8 +14,6 @@ from distlab.experiments import server
 from distlab.experiments.server import MODE
 from distlab.experiments.server import run as run_server
 from distlab.experiments.server.checks import OneProcess, Rounds, in_one_process
-from distlab.experiments.server.predictions import curvature, drawn_line, largest_rate, late_losses
-from distlab.parameter_server.costs import largest_stable_rate
 from distlab.parameter_server.server import (
     Client,
     Link,
@@ -29,7 +27,7 @@ from distlab.parameter_server.server import (
 )
 from distlab.rank.preflight import refuse
 from distlab.report.reading import from_line
-from distlab.report.records import Chart, Said, Table, select
+from distlab.report.records import Said, Table, select
 from distlab.report.verdict import judge
 from distlab.testing.warm_ranks import Ranks
 from distlab.workload.data import Batches
@@ -63,19 +61,35 @@ def test_every_world_comes_to_a_verdict(
     assert {(name, "weights") for name in ("dp", "sync")} < proven
     assert {(name, "weights at H = 1") for name in ("local_sgd", "diloco")} < proven
     if "LAB_CLIP" in settings:
-        assert {skip["variant"] for skip in run["skipped"]} == {"ssp", "downpour"}
+        assert {skip["variant"] for skip in run["skipped"]} == {"downpour"}
         assert {("sync", "optimizer state"), ("diloco", "weights at H = 4 as trained")} < proven
         return
-    in_order = {"losses", "gradients", "weights", "samples", "order of events"}
-    in_any_order = {"who may start", "budget", "updates", "final weights"}
-    for name in ("ssp", "downpour"):
-        assert {(name, what) for what in in_order | in_any_order} < proven
-    steps = int(settings.get("LAB_STEPS", 4)) * world_size
-    seen = next(table for _, table in select(by_rank, Table) if table.title.startswith("What the server saw"))
-    assert [sum(map(int, row[1].split(", "))) for row in seen.rows] == [steps, steps]
-    assert {"Samples a second with one straggler"} < {chart.title for _, chart in select(by_rank, Chart)}
+    held = {"losses", "gradients", "weights", "samples", "order of events"}  # in the drawn order
+    held |= {"who may start", "budget", "updates", "final weights"}  # in any
+    held |= {"staleness"} if "LAB_STALENESS" in settings else set()
+    assert {("downpour", what) for what in held} < proven
+    (seen,) = seen_by_the_server(by_rank)
+    assert sum(map(int, seen[1].split(", "))) == int(settings.get("LAB_STEPS", 4)) * world_size
     wire = [entry for entry in run["comparisons"] if entry["name"] == "wire bytes of the run"]
-    assert {entry["variant"] for entry in wire if entry["decides"]} == {"ssp", "downpour"}
+    assert {entry["variant"] for entry in wire if entry["decides"]} == {"downpour"}
+
+
+def seen_by_the_server(by_rank: Any) -> list[list[str]]:
+    """The rows of its table: the variant, and the steps by worker first."""
+    return next(table.rows for _, table in select(by_rank, Table) if table.title.startswith("What the server saw"))
+
+
+def test_who_does_not_wait_takes_the_steps_of_a_straggler(ranks: Ranks, tmp_path: Path) -> None:
+    """At a fiftieth of its speed rank 1 is left few steps; a bound of none makes it take half of them."""
+    settings = {"RUN_MODE": "server", "LAB_VARIANT": "downpour", "LAB_PROOF": "0", "LAB_SLOW_RANK": "1:0.02"}
+    settings |= {"LAB_STEPS": "12", "LAB_LOCAL_STEPS": "1"}
+    for bound, most in (({}, 6), ({"LAB_STALENESS": "0"}, 12)):
+        run, by_rank = run_experiment(ranks, 2, tmp_path / str(most), **settings | bound)
+        assert run["verdict"] == "pass", failed(run)
+        (seen,) = seen_by_the_server(by_rank)
+        fast, slow = map(int, seen[1].split(", "))
+        assert fast + slow == 24
+        assert slow == most if bound else slow < most
 
 
 @pytest.mark.parametrize(
@@ -84,20 +98,22 @@ def test_every_world_comes_to_a_verdict(
         ({"LAB_CHECKPOINT_EVERY": "5"}, "server makes none"),
         ({"LAB_RESUME": "auto", "LAB_RUN_ID": "x"}, "server makes none"),
         (
-            {"LAB_VARIANT": "ssp", "LAB_OPTIMIZER": "adamw"},
-            "LAB_VARIANT='ssp' cannot run: LAB_OPTIMIZER=adamw",
+            {"LAB_VARIANT": "downpour", "LAB_OPTIMIZER": "adamw"},
+            "LAB_VARIANT='downpour' cannot run: LAB_OPTIMIZER=adamw",
         ),
         ({"LAB_VARIANT": "downpour", "LAB_CLIP": "1"}, "LAB_CLIP bounds the norm"),
         ({"LAB_BATCH": "3"}, "every rank needs a sample"),
-        ({"LAB_TRACE": "1", "LAB_VARIANT": "ssp,downpour"}, "allowed beside it: dp, sync, local_sgd, diloco"),
+        ({"LAB_TRACE": "1", "LAB_VARIANT": "downpour"}, "allowed beside it: dp, sync, local_sgd, diloco"),
         ({"LAB_BUG": "stale_unbounded", "WORLD_SIZE": "1"}, "it takes 2 ranks"),
-        ({"LAB_BUG": "stale_unbounded", "LAB_VARIANT": "sync,downpour"}, "it takes ssp"),
-        ({"LAB_BUG": "stale_unbounded", "LAB_STALENESS": "3"}, "takes LAB_STALENESS + 2 = 5"),
-        ({"LAB_BUG": "stale_unbounded", "LAB_CLIP": "1"}, "ssp cannot run: LAB_CLIP bounds the norm"),
+        ({"LAB_BUG": "stale_unbounded", "LAB_VARIANT": "sync,dp"}, "it takes downpour"),
+        ({"LAB_BUG": "stale_unbounded"}, "LAB_STALENESS unset"),
+        ({"LAB_BUG": "stale_unbounded", "LAB_STALENESS": "0"}, "takes LAB_STALENESS + 1 + LAB_LOCAL_STEPS = 5"),
+        ({"LAB_BUG": "stale_unbounded", "LAB_CLIP": "1"}, "downpour cannot run: LAB_CLIP bounds the norm"),
         (
             {"LAB_BUG": "stale_unbounded", "LAB_OPTIMIZER": "adamw"},
-            "ssp cannot run: LAB_OPTIMIZER=adamw would divide",
+            "downpour cannot run: LAB_OPTIMIZER=adamw would divide",
         ),
+        ({"LAB_VARIANT": "ssp"}, "LAB_VARIANT=downpour LAB_STALENESS=2 LAB_LOCAL_STEPS=1 is the same"),
     ],
 )
 def test_what_cannot_run_is_refused_in_one_sentence(settings: dict[str, str], words: str) -> None:
@@ -114,7 +130,7 @@ def test_defaults_are_refused_nowhere() -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"LAB_CLIP": "1"}, {"LAB_OPTIMIZER": "adamw"}])
 def test_what_would_be_skipped_is_not_predicted(settings: dict[str, str]) -> None:
-    skipped = {"ssp", "downpour"} if settings else set()
+    skipped = {"downpour"} if settings else set()
     assert {each.variant for each in MODE.predict(config_of(**settings))} == set(MODE.names) - skipped
 
 
@@ -154,11 +170,11 @@ def test_an_outer_step_by_other_numbers_fails_the_run(ranks: Ranks, tmp_path: Pa
 
 
 def test_a_trace_says_what_is_not_in_it(ranks: Ranks, tmp_path: Path) -> None:
-    settings = {"LAB_VARIANT": "dp,ssp", "LAB_TRACE": "1", "LAB_PROOF": "0", "LAB_STEPS": "2"}
+    settings = {"LAB_VARIANT": "dp,downpour", "LAB_TRACE": "1", "LAB_PROOF": "0", "LAB_STEPS": "2"}
     run, by_rank = run_experiment(ranks, 2, tmp_path, RUN_MODE="server", **settings)
     assert run["verdict"] == "pass"
     said = [record.text for record in by_rank[0] if isinstance(record, Said) and record.heading == "trace"]
-    assert "ssp not profiled: there is no step that all ranks take" in said
+    assert "downpour not profiled: there is no step that all ranks take" in said
 
 
 def served(group: dist.ProcessGroup, name: str, deed: str) -> list[float] | str:
@@ -199,21 +215,6 @@ def test_an_update_that_comes_twice_fails_the_run(ranks: Ranks, tmp_path: Path) 
     assert found[0] == "rank 2 pushes update 7 after 0" and found[2] == "no answer"
 
 
-def test_late_gradients_are_as_stable_as_the_formula_says_and_the_check_can_fail() -> None:
-    line = drawn_line(seed=1)
-    assert late_losses(line, 0.1, 0, 200)[-1] < 1e-12
-    for late in (0, 3, 16):
-        bound = largest_stable_rate(late, curvature(line))
-        assert largest_rate(line, late) == pytest.approx(bound, rel=0.02)
-        assert largest_rate(line, late) != pytest.approx(largest_stable_rate(late + 1, 2.0), rel=0.02)
-    fresh, weights, lr = 0.0, [-2.0, -1.0], 0.05
-    for _ in range(5):  # no delay, by hand
-        w, b = weights
-        weights = [w - lr * 2 * (line[0] * w + line[1] * b), b - lr * 2 * (line[1] * w + b)]
-        fresh = line[0] * weights[0] ** 2 + 2 * line[1] * weights[0] * weights[1] + weights[1] ** 2
-    assert late_losses(line, lr, 0, 5)[-1] == pytest.approx(fresh, rel=1e-12)
-
-
 def chatted(group: dist.ProcessGroup, settings: dict[str, str], folder: str) -> list[str]:
     class Chatty(Worker):
         """Sends what nobody asked for."""
@@ -227,7 +228,7 @@ def chatted(group: dist.ProcessGroup, settings: dict[str, str], folder: str) -> 
 
 
 def test_bytes_that_nobody_asked_for_fail_by_name(ranks: Ranks, tmp_path: Path) -> None:
-    settings = TINY | TINY_MLP | {"RUN_MODE": "server", "LAB_VARIANT": "ssp", "LAB_PROOF": "0", "WORLD_SIZE": "2"}
+    settings = TINY | TINY_MLP | {"RUN_MODE": "server", "LAB_VARIANT": "downpour", "LAB_PROOF": "0", "WORLD_SIZE": "2"}
     lines = ranks(2, chatted, settings | {"MASTER_ADDR": "127.0.0.1"}, str(tmp_path), timeout_s=100)
     run = judge({rank: [from_line(line) for line in of_rank] for rank, of_rank in enumerate(lines)})
     assert failed(run) == {"wire bytes of the run"}

@@ -17,7 +17,7 @@ from torch import Tensor
 from distlab.config import Config
 from distlab.experiments.server import MODE
 from distlab.experiments.server import run as run_server
-from distlab.experiments.server.asynchronous import Rate, Report, miscounted, misjudged, result
+from distlab.experiments.server.asynchronous import Report, miscounted, misjudged
 from distlab.experiments.server.bugs import Forgetful, OneShard, Repeating, Unheard
 from distlab.experiments.server.checks import OneProcess, Replay, audit, differences, misordered
 from distlab.parameter_server.server import PUSH, START, Client, Event, ParameterServer, Recorder, Worker, draw_order
@@ -222,7 +222,7 @@ def test_an_update_that_does_not_count_once_fails_by_name() -> None:
         recorder.pushed(0, number, torch.zeros(1), 0.0)
 
     def wrong(pushes: int, steps: int) -> int:
-        return miscounted(audit(recorder.seen, range(2)), {0: Report(pushes, steps, 1.0, 1.0, "")})
+        return miscounted(audit(recorder.seen, range(2)), {0: Report(pushes, steps, "")})
 
     assert wrong(2, 2) == 0
     assert wrong(3, 2) == 1, "one did not arrive"
@@ -242,7 +242,7 @@ def kept(group: dist.ProcessGroup, settings: dict[str, str], folder: str) -> lis
 
 
 def test_a_worker_that_keeps_its_own_weights_fails_by_name(ranks: Ranks, tmp_path: Path) -> None:
-    settings = TINY | {"RUN_MODE": "server", "LAB_MODEL": "mlp", "LAB_VARIANT": "ssp", "LAB_PROOF": "0"}
+    settings = TINY | {"RUN_MODE": "server", "LAB_MODEL": "mlp", "LAB_VARIANT": "downpour", "LAB_PROOF": "0"}
     lines = ranks(2, kept, settings | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}, str(tmp_path), timeout_s=100)
     run = judge({rank: [from_line(line) for line in of_rank] for rank, of_rank in enumerate(lines)})
     assert failed(run) == {"final weights"}
@@ -308,8 +308,3 @@ def test_staleness_and_lead_are_read_from_what_was_seen() -> None:
     assert (found.lead, found.wrong_numbers, found.steps[0], found.granted) == (1, 0, [1, 1], 5)
     assert audit([*seen, Event(PUSH, 0, 1, 2)], range(3)).wrong_numbers == 1, "applied twice"
     assert audit([*seen, Event(PUSH, 0, 1, 4)], range(3)).wrong_numbers == 1, "one is missing"
-
-
-def test_the_result_is_told_in_a_line() -> None:
-    rates = [Rate("dp", [0.1], 300.0, 310.2), Rate("ssp", [0.1], 300.0, 1528.4)]
-    assert result(rates, []) == "samples/s: dp 310.2, ssp 1528"
