@@ -288,7 +288,7 @@ def untrained(config: Config) -> list[str]:
     """A sentence for a model of one's own where a mode trains none."""
     if not is_own(config.model):
         return []
-    return [f"LAB_MODEL={config.model!r}: {config.mode_name} trains nothing, so run it in dp, fsdp, tp or pp"]
+    return [f"LAB_MODEL={config.model!r}: {config.mode_name} trains nothing, so run it in dp, fsdp or pp"]
 
 
 @dataclass(frozen=True)

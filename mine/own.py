@@ -11,7 +11,6 @@ from torch import nn
 from torch.nn import functional as F
 
 WIDTH = 24
-plan = {"layers.*.up": "column", "layers.*.down": "row"}  # how RUN_MODE=tp cuts it
 
 
 class Block(nn.Module):

@@ -106,10 +106,6 @@ SLOW = {
     "tests/experiments/test_tp.py::test_n_ranks_do_what_one_process_does[8-": (
         "tests/experiments/test_tp.py::test_n_ranks_do_what_one_process_does[3-settings7]"
     ),
-    "tests/experiments/test_tp_plans.py::test_whole_heads_and_a_layer_that_is_called_twice_are_one_process": (
-        "tests/experiments/test_tp_plans.py::"
-        "test_whole_heads_and_a_layer_that_is_called_twice_are_one_process[5-variants1]"
-    ),
     "tests/prove/test_bugs.py::test_a_right_file_is_left_alone": (
         "tests/prove/test_bugs.py::test_a_right_file_is_left_alone[by_hand-3]"
     ),

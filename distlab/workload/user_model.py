@@ -76,16 +76,11 @@ def layers_of(module: nn.Module) -> list[nn.Module]:
     return [each[0] if len(each) == 1 else nn.Sequential(*each) for each in layers]
 
 
-def first_inputs(spec: str, seed: int, seq: int, samples: int) -> Tensor:
-    """What the model takes, of the first samples of its own batch, or as many of `seq` bytes of text."""
-    batch = find_in_file(spec, "batch")
-    inputs: Tensor = torch.zeros(samples, seq).long() if batch is None else batch(seed, 0)[0][:samples]
-    return inputs.float() if inputs.is_floating_point() else inputs
-
-
 def passed_on(spec: str, seed: int, seq: int) -> list[tuple[int, ...]]:
     """The shapes that its layers give each other, of one sample, without the first dim."""
-    hidden = first_inputs(spec, seed, seq, 1)
+    batch = find_in_file(spec, "batch")
+    hidden: Tensor = torch.zeros(1, seq).long() if batch is None else batch(seed, 0)[0][:1]
+    hidden = hidden.float() if hidden.is_floating_point() else hidden
     shapes = []
     with torch.no_grad():
         for layer in layers_of(make_user_model(spec, seed))[:-1]:

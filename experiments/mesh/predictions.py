@@ -23,7 +23,7 @@ NO_POSITIONS = "PyTorch's context_parallel has no path on a CPU (RUN_MODE=cp say
 def refuse(config: Config, mesh: str) -> list[str]:
     """No grid of these ranks, a model that cannot be cut, too little of it for an axis; and what makes no batch."""
     if config.model not in ("gpt", "mlp"):
-        more = "; a plan beside it cuts it in tp, its layers in pp, and dp and fsdp take it whole"
+        more = "; pp takes its layers, dp and fsdp take it whole, and `distlab prove` proves how you cut it"
         where = more if is_own(config.model) else ""
         return [f"LAB_MODEL={config.model!r} cannot be cut along three axes, allowed: gpt, mlp{where}"]
     wrong = misfit(mesh, config.world_size)

@@ -16,14 +16,11 @@ from distlab.config import Config
 from distlab.contract import Claims, Mistakes, Mode, Needs
 from distlab.lab import Lab
 from distlab.measure.event_order import Event, Order
-from distlab.tensor_parallel.layers import ColumnParallelLinear, LocalRegion, RowParallelLinear, Whole
+from distlab.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, Whole
 from distlab.verify.run_all import measured
-from distlab.workload import user_model
-from distlab.workload.model import Attention, Model, build_model, outline
-from distlab.workload.user_model import is_own
+from distlab.workload.model import Attention, outline
 
-from .predictions import sent
-from .user_plans import cut, cuts_of, untied_linears
+from .predictions import untied_linears
 
 SUM, GATHER, SCATTER = "all_reduce", "all_gather", "reduce_scatter"
 COLLECTIVES = (SUM, GATHER, SCATTER)
@@ -44,8 +41,6 @@ LOSS = (SUM, SUM)  # the maxima of split scores, then sums and the targets' scor
 
 def expected_calls(name: str, config: Config) -> tuple[list[Ops], list[Ops]]:
     """What each layer calls, forward in their order and backward in theirs; the loss as one layer more."""
-    if is_own(config.model):
-        return planned(name, config)
     if name == "gathered":
         counts = [0] * len(outline(config).layers)
         for linear in untied_linears(outline(config)):
@@ -58,17 +53,6 @@ def expected_calls(name: str, config: Config) -> tuple[list[Ops], list[Ops]]:
     layers = [(forward * 2, backward * 2)] * config.depth
     ordered = [first, *layers, last]
     return [*(ops for ops, _ in ordered), LOSS], [ops for _, ops in reversed(ordered)]
-
-
-def planned(name: str, config: Config) -> tuple[list[Ops], list[Ops]]:
-    """The same of one's own model: what its plan makes each of its layers send."""
-    layers = range(len(outline(config).layers))
-    calls = sent(name, config, 1)
-    forward, backward = (
-        [tuple(each.op for each in calls if each.layer == layer and each.backward == back) for layer in layers]
-        for back in (False, True)
-    )
-    return [*forward, ()], backward[::-1]
 
 
 def collectives(events: list[Event]) -> list[str]:
@@ -137,70 +121,6 @@ def check_order(lab: Lab, name: str, order: Order) -> None:
     lab.check("order of calls", len(faults), 0, name, detail, control=control)
 
 
-# What stands between the columns and the rows of a plan: it may work on each feature by itself, or on whole heads.
-#
-# An activation may, and attention does. A softmax or a norm over the features needs all of them, and what a rank
-# makes of its own has the same shape and other numbers. So what a row takes on this rank is held against its part of
-# what it takes in one process, with every row before it replaced by one process's outputs: nothing else can be off.
-
-TOLERANCE = 1e-12
-CONTROL = "tests/experiments/test_tp_plans.py::test_what_works_on_all_features_is_named_beside_the_proof_that_fails"
-
-
-class Watched(nn.Module):
-    """Stands in for a row: one process's `calls` of it, inputs and outputs, and how far this rank's inputs are off."""
-
-    def __init__(self, calls: list[tuple[Tensor, Tensor]], first: int, size: int) -> None:
-        super().__init__()
-        self.calls, self.first, self.size = calls, first, size
-        self.off = 0.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        taken, given = self.calls.pop(0)
-        difference = x - taken.narrow(-1, self.first, self.size)
-        self.off = max(self.off, difference.abs().max().item())
-        return given
-
-
-def in_one_process(model: Model, name: str) -> list[tuple[Tensor, Tensor]]:
-    """Filled in as the model runs: what the layer takes and gives."""
-    calls = list[tuple[Tensor, Tensor]]()
-    model.get_submodule(name).register_forward_hook(lambda _, args, given: calls.append((args[0], given)))
-    return calls
-
-
-@torch.no_grad()
-def differences_by_row(config: Config, rank: int) -> dict[str, float]:
-    """By name of a row how far what it takes on `rank` is from one process's, in float64."""
-    inputs = user_model.first_inputs(config.model, config.seed, config.seq, 2)
-    inputs = inputs.double() if inputs.is_floating_point() else inputs
-    dense, sliced = (build_model(config, config.seed).double() for _ in range(2))
-    planned = cuts_of(config, config.world_size).items()
-    cuts = {name: each for name, each in planned if not each.embeds}  # whose sum is made before anything takes it
-    rows = {name: each for name, each in cuts.items() if not each.by_outputs}
-    calls = {name: in_one_process(dense, name) for name in rows}
-    dense(inputs)
-    cut(sliced, cuts, rank, LocalRegion())
-    watched = {name: Watched(calls[name], sum(each.sizes[:rank]), each.sizes[rank]) for name, each in rows.items()}
-    for name, row in watched.items():
-        sliced.set_submodule(name, row)
-    sliced(inputs)
-    return {name: row.off for name, row in watched.items()}
-
-
-def check_between(lab: Lab) -> None:
-    """What each row takes on this rank is its part of what it takes in one process."""
-    found = differences_by_row(lab.config, lab.rank)
-    wrong = next((name for name, each in found.items() if not each <= TOLERANCE), None)
-    said = f"what {len(found)} rows take is a part of one process's"
-    if wrong is not None:
-        said = (
-            f"what {wrong} takes on rank {lab.rank} is no part of one process's: between it and its columns stands what"
-            " works on more than a feature, as a softmax or a norm does, or heads are torn apart"
-        )
-    lab.check("between the slices", max(found.values(), default=0.0), TOLERANCE, "megatron", said, control=CONTROL)
-
-
 # What a run of tensor parallelism has to claim, so that a check that vanishes is missed.
 
 
@@ -210,11 +130,7 @@ def claims(mode: Mode, config: Config) -> Iterator[Claims]:
     if config.proof:
         yield Claims(("replicas",), (*mode.by_hand, *mode.by_torch))
     yield Claims(("called bytes", "wire bytes", "calls", "order of calls"), mode.by_hand)
-    if is_own(config.model):
-        yield Claims(("rest bytes",), mode.by_hand)
-        if config.proof:
-            yield Claims(("between the slices",), ("megatron",), one=True)
-    elif not config.variant:
+    if not config.variant:
         yield Claims(("activation bytes",), ("sequence",))
 
 

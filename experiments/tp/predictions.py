@@ -1,11 +1,11 @@
 """What each variant sends in a step and in how many calls, and what `sequence` need not hold: formulas to numbers."""
 
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Callable
+
+from torch import nn
 
 from distlab.collectives.costs import (
     Cost,
-    all_gather_bytes,
     all_reduce_cost,
     gloo_all_reduce_messages,
     norm_cost,
@@ -14,7 +14,7 @@ from distlab.collectives.costs import (
 from distlab.config import Config
 from distlab.contract import untrainable
 from distlab.measure.prediction import PYTORCHS, Prediction, of_a_step
-from distlab.sharded.costs import KEPT_ON_GPU, whole_rest_bytes
+from distlab.sharded.costs import KEPT_ON_GPU
 from distlab.tensor_parallel.costs import (
     column_split_bytes,
     parallel_loss_bytes,
@@ -28,8 +28,6 @@ from distlab.tensor_parallel.layers import shares
 from distlab.workload.data import shard_sizes
 from distlab.workload.model import VOCABULARY, outline
 from distlab.workload.user_model import is_own
-
-from .user_plans import Cut, as_words, called, cuts_of, faults, linears, plan_of, planned, untied_linears, uses
 
 # What tensor parallelism cannot run: sizes that it cannot slice, and those that PyTorch's own cannot.
 
@@ -47,7 +45,10 @@ def refuse(config: Config) -> list[str]:
     if config.model == "line":
         return ["LAB_MODEL=line has nothing that could be split, allowed: mlp, gpt"]
     if is_own(config.model):
-        return untrainable(config, 1) or faults(config)
+        return [
+            f"LAB_MODEL={config.model!r} is cut by no rule that the lab knows, allowed: mlp, gpt; cut its layers in a"
+            " file of your own, and prove it by `distlab prove FILE`"
+        ]
     ranks = config.world_size
     small = [
         f"{name} cannot be split over WORLD_SIZE={ranks}: every rank needs a part, allowed: up to {count} ranks"
@@ -58,138 +59,12 @@ def refuse(config: Config) -> list[str]:
 
 
 def cannot(config: Config) -> dict[str, str]:
-    """`dtensor`, where the ranks' slices are not alike; of one's own model what knows the lab's blocks alone."""
-    if is_own(config.model):
-        rows = "it slices rows between the lab's own blocks, and a plan names layers alone, not which dim has the rows"
-        return {"sequence": rows} | cannot_plan(config)
-    return uneven(parts(config), config.world_size)
-
-
-def cannot_plan(config: Config) -> dict[str, str]:
-    """`gathered`, where a layer has fewer outputs than ranks; `dtensor`, where the plan's parts are not alike."""
+    """`dtensor`, where the ranks' slices are not alike."""
     ranks = config.world_size
-    small = [(name, each.outputs) for name, each in linears(config).items() if each.outputs < ranks]
-    few = {"gathered": f"{small[0][0]} has {small[0][1]} outputs for {ranks} ranks"} if small else {}
-    units = {f"{each.units}, the {each.what} of {name},": each.units for name, each in planned(config).items()}
-    return few | uneven(units, ranks)
-
-
-def uneven(counts: dict[str, int], ranks: int) -> dict[str, str]:
-    """Why `dtensor` cannot share these out."""
-    named = [name for name, count in counts.items() if count % ranks]
+    named = [name for name, count in parts(config).items() if count % ranks]
     return (
         {"dtensor": f"{named[0]} is not a multiple of WORLD_SIZE={ranks}, and its plan splits evenly"} if named else {}
     )
-
-
-# What a model of one's own sends, cut by its plan: counted where its linear layers are called, priced by the
-# formulas.
-#
-# A "row" is an all_reduce of its outputs forward, what a "column" takes one of its gradient backward, once for all in
-# a row that take the same tensor; a layer that is cut by itself is an all_gather and an all_reduce (Shoeybi et al.
-# 2019, section 3). How often each is called, and on how many rows, comes from a watched pass (layers.py).
-
-FORMULAS = {
-    "gathered": ("(t-1)/t x rows x (out + 2·in) a linear layer", "2 a linear layer"),
-    "megatron": ("2(t-1)/t x (out of each row + in of each column)", "1 a row, 1 what columns take"),
-    "dtensor": ("2(t-1)/t x (out of each row + in of each column)", ""),
-}
-
-
-class Sent(NamedTuple):
-    """One collective of a step: its numbers, forward or backward."""
-
-    op: str
-    numel: int
-    backward: bool
-    layer: int
-
-
-# --- counted ---
-
-
-def sent(variant: str, config: Config, samples: int) -> list[Sent]:
-    """The collectives of one microbatch: those of the forward pass in its order, then the backward pass's."""
-    cuts, cuttable = cuts_of(config, 1), called(config)
-    forward, backward, entered = list[Sent](), list[Sent](), -1
-    for use in uses(config, samples):
-        if use.name not in (cuttable if variant == "gathered" else cuts):
-            continue
-        layer = int(use.name.split(".")[1])
-        given, taken = use.rows * use.outputs, use.rows * use.inputs
-        if variant == "gathered":
-            padded = -(-use.outputs // config.world_size) * config.world_size  # parts of one size are gathered
-            forward.append(Sent("all_gather", use.rows * padded, False, layer))
-        elif not cuts[use.name].by_outputs:
-            forward.append(Sent("all_reduce", given, False, layer))
-            continue
-        if use.learns and not (variant == "megatron" and use.taken == entered):
-            backward.append(Sent("all_reduce", taken, True, layer))
-        entered = use.taken
-    return forward + backward[::-1]
-
-
-# --- priced ---
-
-
-def predict_user_plan(config: Config, cannot: Iterable[str]) -> list[Prediction]:
-    """Bytes and calls of one step of each variant that can run; every rank sends the same."""
-    found: list[Prediction] = []
-    for variant, (formula, of_calls) in FORMULAS.items():
-        if variant in cannot:
-            continue
-        ranks, shown = config.world_size, PYTORCHS if variant == "dtensor" else ""
-        found += of_a_step(variant, formula, [priced(variant, config)] * ranks, shown, of_calls)
-        kept = tuple(rest(variant, config, rank) for rank in range(ranks))
-        found.append(
-            Prediction(variant, "rest bytes", "B", "weights, gradients and moments of its parts", kept, 0, shown)
-        )
-    return found
-
-
-def rest(variant: str, config: Config, rank: int) -> float:
-    """Bytes that a rank keeps between two steps: its parts, and the rest whole."""
-    ranks = config.world_size
-    layers = {layer.ours: layer for layer in linears(config).values()}
-    cuts = {name: Cut(True, shares(layer.outputs, ranks)) for name, layer in layers.items()}
-    cuts = cuts if variant == "gathered" else cuts_of(config, ranks)
-    sizes = []
-    for name, parameter in outline(config).named_parameters():
-        holder, _, own = name.rpartition(".")
-        each, numel = cuts.get(holder), parameter.numel()
-        if each is not None and (each.by_outputs or own == "weight"):  # all ranks have the whole bias of a row
-            numel = numel // sum(each.sizes) * each.sizes[rank]
-        sizes.append(numel)
-    return float(sum(whole_rest_bytes(sizes, config).values()))
-
-
-def priced(variant: str, config: Config) -> Cost:
-    """Bytes, calls and messages of a rank in one step."""
-    ranks, costs = config.world_size, [norm_cost(config.world_size, config.clip)]
-    for samples in shard_sizes(config.batch, config.num_microbatches):
-        for each in sent(variant, config, samples):
-            nbytes = each.numel * config.itemsize
-            gathered = Cost(all_gather_bytes("gloo", ranks, nbytes), 1, 2 * (ranks - 1))
-            costs.append(all_reduce_cost(ranks, nbytes) if each.op == "all_reduce" else gathered)
-    return total_cost(*costs)
-
-
-# --- in words ---
-
-
-def summarise_user_plan(config: Config) -> str:
-    nbytes, calls, _ = priced("megatron", config)
-    return f"{calls} all_reduces a step, 2(t-1)/t of their bytes: {nbytes / 1e6:.3g} MB a rank"
-
-
-def user_plan_bytes_at_rest(config: Config, rank: int) -> str:
-    """What a rank has of each line of the plan, for its own log."""
-    parts = []
-    for pattern, value in plan_of(config).items():
-        parts.append(f"{pattern} by {as_words(value)[0]}")
-    kept = sum(each.sizes[rank] for each in cuts_of(config, config.world_size).values())
-    whole = sum(sum(each.sizes) for each in cuts_of(config, config.world_size).values())
-    return f"{kept} of {whole} features of {', '.join(parts)}"
 
 
 SAVED = "activation bytes"
@@ -237,6 +112,15 @@ class Sizes:
         return norm_cost(self.ranks, self.config.clip)
 
 
+def untied_linears(model: nn.Module) -> dict[str, nn.Linear]:
+    """All linear layers by name, but one whose weight is the embedding's: `gathered` splits them, and not that one."""
+    names = {name for name, _ in model.named_parameters()}  # a tied weight has its first name alone
+    modules = dict(model.named_modules())
+    return {
+        name: module for name, module in modules.items() if isinstance(module, nn.Linear) and f"{name}.weight" in names
+    }
+
+
 def gathered(sizes: Sizes, rank: int) -> Cost:  # noqa: ARG001  every rank sends the same
     """An all_gather and an all_reduce for every linear layer."""
     linears = untied_linears(outline(sizes.config)).values()
@@ -273,8 +157,6 @@ def dtensor(sizes: Sizes, rank: int) -> Cost:  # noqa: ARG001
 
 def predict(config: Config) -> list[Prediction]:
     """Bytes and calls of one step of each variant that can run and what `sequence` saves, a value a rank."""
-    if is_own(config.model):
-        return predict_user_plan(config, cannot(config))
     sizes, predictions = Sizes(config), list[Prediction]()
     layers = "8(t-1)/t x b·s·h x (L+1/2) + loss" if sizes.is_gpt else "4(t-1)/t x b·h x L"
     formulas: list[tuple[str, Callable[[Sizes, int], Cost], str, str]] = [
@@ -311,8 +193,6 @@ def saved(sizes: Sizes) -> Prediction:
 
 
 def summary(config: Config) -> str:
-    if is_own(config.model):
-        return summarise_user_plan(config)
     sizes = Sizes(config)
     whole, slices = sizes.tokens * config.width * sizes.itemsize, sizes.slices(sizes.num_slices)
     return (
@@ -323,8 +203,6 @@ def summary(config: Config) -> str:
 
 def holds(config: Config, rank: int) -> str:
     """A rank's share of what megatron slices, for its own log."""
-    if is_own(config.model):
-        return user_plan_bytes_at_rest(config, rank)
     names = {"heads": config.heads, "hidden units": 4 * config.width, "vocabulary rows": VOCABULARY}
     if config.model == "mlp":
         names = {"hidden units": 4 * config.width}

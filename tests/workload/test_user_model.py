@@ -108,7 +108,7 @@ def config(**environ: str) -> Config:
 @pytest.mark.parametrize(("mode", "settings"), [
     ("dp", {"LAB_VARIANT": f"flat,ddp,{STEP}"}), ("fsdp", {"LAB_VARIANT": "zero1,zero3,fsdp2"}),
     ("compress", {"LAB_VARIANT": "per_parameter,topk"}), ("server", {"LAB_VARIANT": "sync"}), ("precision", {"LAB_VARIANT": f"bf16,{STEP}"}),
-    ("pp", {"LAB_VARIANT": "gpipe,torch_gpipe", "LAB_WIDTH": "24"}), ("tp", {"LAB_VARIANT": "gathered,megatron"}),
+    ("pp", {"LAB_VARIANT": "gpipe,torch_gpipe", "LAB_WIDTH": "24"}),
 ])  # fmt: skip
 def test_an_own_model_runs_in_the_modes(runs: Runs, mode: str, settings: dict[str, str]) -> None:
     ran = runs(3, RUN_MODE=mode, LAB_MODEL=MODEL, **settings)
@@ -199,10 +199,11 @@ def test_a_step_is_refused_where_it_has_no_place(mode: str, settings: dict[str, 
 
 
 @pytest.mark.parametrize(("mode", "words"), [
-    ("mesh", "; a plan beside it cuts it in tp, its layers in pp, and dp and fsdp take it whole"),
+    ("mesh", "; pp takes its layers, dp and fsdp take it whole, and `distlab prove` proves how you cut it"),
+    ("tp", "allowed: mlp, gpt; cut its layers in a file of your own, and prove it by `distlab prove FILE`"),
     ("cp", "share out its positions in a strategy of your own, and prove it by `distlab prove`"),
     ("moe", "; one with experts of its own runs in dp and fsdp, and `distlab prove` proves how you share them out"),
-    ("comm", "comm trains nothing, so run it in dp, fsdp, tp or pp"), ("train", "train trains nothing"),
+    ("comm", "comm trains nothing, so run it in dp, fsdp or pp"), ("train", "train trains nothing"),
 ])  # fmt: skip
 def test_a_mode_that_cannot_train_it_says_which_can(mode: str, words: str) -> None:
     (said,) = load_for(config(RUN_MODE=mode)).refuse(config(RUN_MODE=mode, LAB_MODEL=MODEL))
