@@ -3,8 +3,8 @@
 A compressor C turns a gradient into a message of fewer bytes. It saves nothing unless the message itself is what
 travels, and the sum of messages is what all ranks can read (a compressed gradient that is turned back into a dense
 tensor before it is sent saves no byte). So each method says how its messages are summed: casts, codes on one scale,
-values at shared places and factors of low rank by an all_reduce, whose bytes do not grow with N; top-k and signs, which
-no all_reduce could add, by an all_gather, whose do.
+values at shared places and factors of low rank by an all_reduce, whose bytes do not grow with N; top-k, which no
+all_reduce could add, by an all_gather, whose do.
 
 What C leaves out is not lost but late (error feedback; Seide et al. 2014; Stich et al. 2018, "Sparsified SGD with
 memory"):
@@ -17,7 +17,7 @@ Summed over the ranks, sent + residuals after = gradients + residuals before, at
 Gradients here are already weighed by each rank's share of the batch, so the sum over ranks of what is sent is the mean,
 and none is divided.
 
-The compressors below send 16 bits, 8 bits, a few numbers or signs; powersgd.py sends two thin factors.
+The compressors below send 16 bits, 8 bits or a few numbers; powersgd.py sends two thin factors.
 """
 
 from abc import ABC, abstractmethod
@@ -68,8 +68,6 @@ class OneMessage(Compressor):
     """A compressor whose ranks send once: it encodes, and while the message is on its way it finds what was left
     out."""
 
-    adds = True  # whether an all_reduce can add its messages
-
     def __call__(self, bucket: Tensor) -> Handle:
         values = self.with_residual(bucket)
         message = self.encode(values)
@@ -96,37 +94,25 @@ class OneMessage(Compressor):
         """Write the sum of all ranks' messages into `bucket`."""
 
     def exchange(self, message: Tensor) -> tuple[Any, Tensor]:
-        """Send it: a handle to wait for, and the tensor that then holds what `decode` reads: the sum of messages, or of
-        those that cannot be added [N, message], in rank order, so that all ranks add alike."""
-        if self.adds:
-            total = message.clone()
-            return dist.all_reduce(total, group=self.group, async_op=True), total
-        received = message.new_empty(self.group.size(), len(message))
-        return dist.all_gather(list(received), message, group=self.group, async_op=True), received
+        """Send it: a handle to wait for, and the tensor that then holds what `decode` reads: the sum of messages."""
+        total = message.clone()
+        return dist.all_reduce(total, group=self.group, async_op=True), total
 
 
 # 16 bits on the wire: half of float32's bytes, whatever the number of ranks.
 #
-# bf16 has float32's range and 8 bits of precision; fp16 has 11 bits, and ends at 65504. A sum must not leave that
-# range on any hop, so each rank sends at most 1/(N+1) of the largest number (an N-th each could still be rounded up
-# to infinity): what is above stays in the residual, where there is one. Sums are added in 16 bits too, hop by hop,
-# and that rounding is nobody's residual: it is why this is exact up to (N-1) roundings and not to the bit.
+# fp16 has 11 bits of precision, and ends at 65504. A sum must not leave that range on any hop, so each rank sends at
+# most 1/(N+1) of the largest number (an N-th each could still be rounded up to infinity): what is above stays in the
+# residual, where there is one. Sums are added in 16 bits too, hop by hop, and that rounding is nobody's residual: it is
+# why this is exact up to (N-1) roundings and not to the bit.
 
 
 class Cast(OneMessage):
-    """Sums in `wire_dtype` (torch.bfloat16 or torch.float16) whatever the bucket is in; 2(N-1)/N·2n bytes for n
-    numbers."""
-
-    def __init__(self, group: dist.ProcessGroup, wire_dtype: torch.dtype, *, feedback: bool) -> None:
-        super().__init__(group, feedback=feedback)
-        self.wire_dtype = wire_dtype
-        self.limit = torch.finfo(wire_dtype).max / (group.size() + 1)
+    """Sums in fp16 whatever the bucket is in; 2(N-1)/N·2n bytes for n numbers."""
 
     def encode(self, values: Tensor) -> Tensor:
-        message = values.to(self.wire_dtype, copy=True)
-        if 2 * self.limit < torch.finfo(values.dtype).max / self.group.size():  # else a dense sum would end there too
-            message.clamp_(-self.limit, self.limit)
-        return message
+        limit = torch.finfo(torch.float16).max / (self.group.size() + 1)
+        return values.half().clamp_(-limit, limit)
 
     def take_out(self, message: Tensor, values: Tensor) -> None:
         values.sub_(message.to(values.dtype))
@@ -220,8 +206,6 @@ class TopK(OneMessage):
     """The k = ratio·n numbers of largest magnitude, of equal ones the first. The message is k int32 and k values, as
     bytes."""
 
-    adds = False
-
     def __init__(self, group: dist.ProcessGroup, ratio: float, *, feedback: bool) -> None:
         super().__init__(group, feedback=feedback)
         self.ratio = ratio
@@ -229,6 +213,11 @@ class TopK(OneMessage):
     def encode(self, values: Tensor) -> Tensor:
         places = largest(values, num_kept(len(values), self.ratio))
         return torch.cat([places.int().view(torch.uint8), values[places].view(torch.uint8)])
+
+    def exchange(self, message: Tensor) -> tuple[Any, Tensor]:
+        """The messages of all [N, message], in rank order, so that all ranks add alike."""
+        received = message.new_empty(self.group.size(), len(message))
+        return dist.all_gather(list(received), message, group=self.group, async_op=True), received
 
     def take_out(self, message: Tensor, values: Tensor) -> None:
         places, _ = read_sparse(message, values.dtype)
@@ -303,63 +292,3 @@ def draw_places(numel: int, k: int, generator: torch.Generator) -> Tensor:
         more = torch.randint(numel, (k + k // 4 + 1,), generator=generator)
         places = torch.cat([places, more]).unique()
     return places[torch.randperm(len(places), generator=generator)[:k]]
-
-
-# One bit a number: its sign, and for the whole bucket the mean magnitude (EF-SignSGD; Karimireddy et al. 2019,
-# algorithm 1).
-#
-#     C(v) = mean|v| · sign(v)
-#
-# Signs alone lose the size of a gradient, and where a majority of ranks decides (signSGD; Bernstein et al. 2018) the
-# size of its parts too: neither need converge. With the scale and error feedback C is a contraction, and converges as
-# SGD does. So ranks do not vote: each sends its own scale, and scaled signs are added. Bits of several ranks cannot
-# be added in place, so they are gathered: (N-1)·(n/8 + scale) bytes, less than dense sums while N < 64.
-
-
-class Sign(OneMessage):
-    """Eight signs a byte, the first number's in the lowest bit; zero counts as positive. The message ends with the
-    scale."""
-
-    adds = False
-
-    def encode(self, values: Tensor) -> Tensor:
-        return torch.cat([packed(values >= 0), mean_magnitude(values).view(1).view(torch.uint8)])
-
-    def take_out(self, message: Tensor, values: Tensor) -> None:
-        _, scale = read_signs(message, values.dtype)
-        values.sub_(torch.copysign(scale, values + 0.0))  # its own signs, a negative zero's made positive
-
-    def decode(self, received: Tensor, bucket: Tensor) -> None:
-        bucket.zero_()
-        for message in received:
-            bits, scale = read_signs(message, bucket.dtype)
-            bucket.add_(signs(bits, len(bucket), scale))
-
-
-def read_signs(message: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The packed signs and the scale [1] of a message of bytes."""
-    wide = torch.promote_types(dtype, torch.float32)
-    return message[: -wide.itemsize], message[-wide.itemsize :].clone().view(wide).to(dtype)
-
-
-def mean_magnitude(values: Tensor) -> Tensor:
-    """In float32 or wider, piece by piece: a norm over 10M float32 in one go adds them in a row, and came out 0.6 %
-    short."""
-    wide = torch.promote_types(values.dtype, torch.float32)
-    return torch.stack([piece.abs().sum(dtype=wide) for piece in values.split(PIECE)]).sum() / len(values)
-
-
-def packed(positive: Tensor) -> Tensor:
-    """[n] bools as [ceil(n/8)] bytes."""
-    bits = torch.nn.functional.pad(positive.view(torch.uint8), (0, -len(positive) % 8)).view(-1, 8)
-    out = bits[:, 0].clone()
-    for place in range(1, 8):
-        out |= bits[:, place] << place
-    return out
-
-
-def signs(packed_bits: Tensor, numel: int, scale: Tensor) -> Tensor:
-    """The first `numel` signs, times `scale`: each byte looks its eight up in a table."""
-    bits = torch.arange(256, device=packed_bits.device)[:, None] >> torch.arange(8, device=packed_bits.device) & 1
-    table = (2 * bits - 1) * scale  # [256, 8]
-    return table.index_select(0, packed_bits.int()).flatten()[:numel]

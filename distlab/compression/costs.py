@@ -4,7 +4,6 @@ n is the numbers of a bucket, s their bytes each, f = 2(N-1)/N what an all_reduc
 message however many ranks there are. An all_gather's bytes grow with N - 1. Sources, by method:
 
   topk, randomk  Stich, Cordonnier, Jaggi: Sparsified SGD with Memory (NeurIPS 2018)
-  sign           Karimireddy et al.: Error Feedback Fixes SignSGD (ICML 2019)
   powersgd       Vogels, Karimireddy, Jaggi: PowerSGD (NeurIPS 2019), table 3: r(m + n) in place of m·n
 """
 
@@ -19,12 +18,10 @@ Shapes = Sequence[Sequence[int]]  # of the gradients of one bucket
 
 FORMULAS = {
     "dense": "f·s·n",
-    "bf16": "f·2n",
     "fp16": "f·2n",
     "int8": "f·(n + 4)",
     "topk": "(N-1)·(4 + s)k",
     "randomk": "f·s·k",
-    "sign": "(N-1)·(n/8 + 4)",
     "powersgd": "f·s·(sum of r(m+n) + rest)",
 }
 
@@ -35,11 +32,8 @@ def bucket_bytes(method: str, world_size: int, shapes: Shapes, itemsize: int, *,
     k, factor, scale = num_kept(numel, ratio), algorithmic_factor("all_reduce", world_size), max(4, itemsize)
     if method == "topk":
         return float((world_size - 1) * (4 + itemsize) * k)
-    if method == "sign":
-        return float((world_size - 1) * (math.ceil(numel / 8) + scale))
     message = {
         "dense": itemsize * numel,
-        "bf16": 2 * numel,
         "fp16": 2 * numel,
         "int8": numel + scale,
         "randomk": itemsize * k,
@@ -58,8 +52,3 @@ def bucket_calls(method: str, shapes: Shapes, low_rank: int) -> int:
 def topk_pays_below(ratio: float, itemsize: int = 4) -> float:
     """The N at which top-k sends as much as a dense sum: (N-1)(4+s)·ratio·n = 2(N-1)/N·s·n."""
     return 2 * itemsize / ((4 + itemsize) * ratio)
-
-
-def sign_pays_below(itemsize: int = 4) -> int:
-    """The N at which signs send as much as a dense sum: (N-1)·n/8 = 2(N-1)/N·s·n."""
-    return 16 * itemsize

@@ -6,39 +6,37 @@ next step's gradients (error feedback, LAB_ERROR_FEEDBACK): late, not lost.
 
   predicted   bytes a rank and step, for n numbers of s bytes on N ranks, f = 2(N-1)/N, k = LAB_RATIO·n,
               r = LAB_LOW_RANK:
-              dense f·s·n; bf16, fp16 f·2n; int8 f·(n + 4); topk (N-1)·(4 + s)k; randomk f·s·k; sign (N-1)·(n/8 + 4);
-              powersgd f·s·r(m + n) a matrix [m, n]. All but topk and sign stay bounded as N grows: their messages can
-              be added on the way. topk sends more than dense from N = 1/LAB_RATIO on (in float32), sign from N = 64
-              one call a bucket, int8 and powersgd two; per_parameter sends topk's bytes in two calls a gradient
+              dense f·s·n; fp16 f·2n; int8 f·(n + 4); topk (N-1)·(4 + s)k; randomk f·s·k; powersgd f·s·r(m + n) a
+              matrix [m, n]. All but topk stay bounded as N grows: their messages can be added on the way. topk sends
+              more than dense from N = 1/LAB_RATIO on (in float32)
+              one call a bucket, int8 and powersgd two
               at rest a gradient more on every rank, the residual (among the activations, which are all that is in no
               other class)
-  the model   width 64, depth 4 unless set: a dozen variants and more are proven and trained beside each other
+  the model   width 64, depth 4 unless set: all variants are proven and trained beside each other
   shapes      a bucket [n] flat, of whole gradients; P [m, r], Q [n, r]
 
-The variants; from bf16 on each bucket goes through an all_reduce that sends less (distlab/compression/compressors.py):
+The variants; from fp16 on each bucket goes through an all_reduce that sends less (distlab/compression/compressors.py):
 
-  per_parameter  each gradient alone: its largest numbers and their places to all ranks, and the rest is lost
-  dense          our buckets, nothing compressed
-  bf16, fp16     16 bits a number
-  int8           8 bits, one scale a bucket for all ranks, stochastic rounding, sums that cannot overflow
-  topk           the largest numbers of a bucket and their places
-  randomk        numbers at places that all ranks draw alike
-  sign           one bit a number
-  powersgd       two thin factors a matrix
-  *_plain        topk, sign and powersgd without error feedback: what is left out is lost
-  ddp            PyTorch's DistributedDataParallel, nothing compressed: what the others are to beat
-  ddp_fp16, ddp_powersgd  PyTorch's own hooks
+  dense     our buckets, nothing compressed
+  fp16      16 bits a number
+  int8      8 bits, one scale a bucket for all ranks, stochastic rounding, sums that cannot overflow
+  topk      the largest numbers of a bucket and their places
+  randomk   numbers at places that all ranks draw alike
+  powersgd  two thin factors a matrix
+  ddp_fp16, ddp_powersgd  PyTorch's DistributedDataParallel with its own hooks
+
+LAB_ERROR_FEEDBACK=0 is each without error feedback: what is left out is lost, and what is never among the largest never
+moves.
 """
 
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any, TypeAlias
 
-import torch
 import torch.distributed as dist
-from torch import Size, Tensor
+from torch import Size
 
-from distlab.compression.compressors import Cast, Compressor, Quantised, RandomK, Sign, TopK, rank_seed
+from distlab.compression.compressors import Cast, Compressor, Quantised, RandomK, TopK, rank_seed
 from distlab.compression.powersgd import LowRank
 from distlab.config import Config
 from distlab.contract import Build, Mode, Strategy, Variant
@@ -54,33 +52,14 @@ from . import pytorch
 from .bugs import mistake
 from .checks import by_the_formula, claims
 from .options import Options
-from .predictions import OURS, cannot, compare_peak, predict, refuse, show, summary
+from .predictions import METHODS, cannot, predict, refuse, show, summary
 
 Group: TypeAlias = dist.ProcessGroup
+Proof: TypeAlias = Callable[[str, Build], None]
 Shapes: TypeAlias = list[Size]  # of the gradients of a bucket
 
 
 # --- the variants ---
-
-
-def per_parameter(model: Model, mesh: Mesh, config: Config) -> Strategy:
-    """After the backward pass, each gradient alone: its largest numbers and places to all ranks; the rest is lost."""
-    begin_alike(model, mesh.group, config)
-    ratio, group = config.own(Options).ratio, mesh.group
-
-    def sum_largest(gradient: Tensor) -> None:  # [n], flat
-        k = max(1, round(ratio * len(gradient)))
-        places = gradient.abs().argsort(descending=True, stable=True)[:k].int()
-        values = gradient[places]
-        all_places, all_values = ([torch.empty_like(mine) for _ in range(group.size())] for mine in (places, values))
-        dist.all_gather(all_places, places, group=group)  # other places on each rank: no all_reduce could add them
-        dist.all_gather(all_values, values, group=group)
-        gradient.zero_()
-        for at, added in zip(all_places, all_values, strict=True):  # in rank order, so that all replicas stay alike
-            gradient[at] += added
-
-    one_by_one = GradientBuckets(model.parameters(), group, 0, all_reduce=sum_largest, overlap=False)
-    return Replica(model, config, one_by_one)
 
 
 def dense(model: Model, mesh: Mesh, config: Config) -> Strategy:
@@ -108,15 +87,9 @@ def compressed(compressor_of: Callable[..., Compressor]) -> Build:
 
 
 @compressed
-def bf16(group: Group, _: Config, own: Options, __: Shapes) -> Compressor:
-    """8 bits of precision and float32's range."""
-    return Cast(group, torch.bfloat16, feedback=own.error_feedback)
-
-
-@compressed
 def fp16(group: Group, _: Config, own: Options, __: Shapes) -> Compressor:
     """11 bits of precision and a small range."""
-    return Cast(group, torch.float16, feedback=own.error_feedback)
+    return Cast(group, feedback=own.error_feedback)
 
 
 @compressed
@@ -138,26 +111,11 @@ def randomk(group: Group, config: Config, own: Options, _: Shapes, compressor: t
 
 
 @compressed
-def sign(group: Group, _: Config, own: Options, __: Shapes) -> Compressor:
-    """One bit."""
-    return Sign(group, feedback=own.error_feedback)
-
-
-@compressed
 def powersgd(
     group: Group, config: Config, own: Options, shapes: Shapes, compressor: type[LowRank] = LowRank
 ) -> Compressor:
     """Two thin factors."""
     return compressor(group, shapes, own.low_rank, config.seed, feedback=own.error_feedback)
-
-
-def plain(build: Build) -> Build:
-    """The same without error feedback: what is left out is lost, and what is never among the largest never moves."""
-
-    def forgetting(model: Model, mesh: Mesh, config: Config, **parts: Any) -> Strategy:
-        return build(model, mesh, config.with_own(error_feedback=False), **parts)
-
-    return forgetting
 
 
 # --- the run ---
@@ -167,13 +125,10 @@ def run(lab: Lab) -> None:
     """Predict, prove, measure; then what was sent and what it cost in loss."""
     predictions = predict(lab.config)
     lab.say(summary(lab.config), "predict")
-    proofs = {name: partial(by_the_formula, lab) for name in OURS if name != "dense"}
-    measured = measure(
-        lab, also=partial(check_replicas, lab), proofs={**proofs, **pytorch.proofs(lab, plain(fp16), powersgd)}
-    )
+    proofs: dict[str, Proof] = dict.fromkeys(METHODS, partial(by_the_formula, lab))
+    measured = measure(lab, also=partial(check_replicas, lab), proofs={**proofs, **pytorch.proofs(lab, fp16, powersgd)})
     lab.compare_traffic(predictions, measured)
     lab.compare_rest(predictions, measured)
-    compare_peak(lab, measured)
     for prediction in predictions:
         if prediction.calls and prediction.decides and prediction.variant in measured:
             lab.compare_calls(prediction.variant, prediction.calls, measured[prediction.variant].traffic)
@@ -182,12 +137,7 @@ def run(lab: Lab) -> None:
 
 MODE = Mode(
     variants=(
-        Variant("per_parameter", per_parameter, formerly="naive"),
-        *(Variant(each.__name__, each) for each in (dense, bf16, fp16, int8, topk, randomk, sign, powersgd)),
-        Variant("topk_plain", plain(topk)),
-        Variant("sign_plain", plain(sign)),
-        Variant("powersgd_plain", plain(powersgd)),
-        Variant("ddp", pytorch.ddp, by_torch=True),
+        *(Variant(each.__name__, each) for each in (dense, fp16, int8, topk, randomk, powersgd)),
         Variant("ddp_fp16", pytorch.ddp_fp16, by_torch=True),
         Variant("ddp_powersgd", pytorch.ddp_powersgd, by_torch=True),
     ),
@@ -198,6 +148,15 @@ MODE = Mode(
     refuse=refuse,
     cannot=cannot,
     mistakes=mistake,
+    gone={
+        "per_parameter": "topk sends the largest of each bucket",
+        "bf16": "fp16 sends 16 bits a number",
+        "sign": "int8 sends the fewest bits a number",
+        "topk_plain": "LAB_VARIANT=topk LAB_ERROR_FEEDBACK=0",
+        "sign_plain": "LAB_VARIANT=int8 LAB_ERROR_FEEDBACK=0",
+        "powersgd_plain": "LAB_VARIANT=powersgd LAB_ERROR_FEEDBACK=0",
+        "ddp": "dense sends as much; RUN_MODE=dp has ddp",
+    },
     unsaved="keeps a residual of its own on each rank, as large as the gradients, without which a resumed run would "
     "lose what was not sent",
     reading=(

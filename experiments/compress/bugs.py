@@ -98,13 +98,7 @@ class Overflowing(Quantised):
         self.levels = 127
 
 
-@mistake(
-    "per_rank_powersgd",
-    check="rank",
-    part="compressor",
-    of=("powersgd", "powersgd_plain"),
-    needs=Needs(unless=few_rows),
-)
+@mistake("per_rank_powersgd", check="rank", part="compressor", of=("powersgd",), needs=Needs(unless=few_rows))
 class PerRank(LowRank):
     """Each rank factors its gradient alone and products are added: rank N·r, and a dense tensor is sent."""
 

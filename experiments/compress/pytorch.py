@@ -1,4 +1,4 @@
-"""PyTorch's own: DistributedDataParallel, bare and with its communication hooks for fp16 and for PowerSGD.
+"""PyTorch's own: DistributedDataParallel with its communication hooks for fp16 and for PowerSGD.
 
 It averages where ours sums, so the loss that it differentiates is N times ours, and its hooks see N times our
 gradients:
@@ -39,11 +39,6 @@ STEPS = 3
 POWERSGD_TOLERANCE = 1e-12
 
 
-def ddp(model: Model, mesh: Mesh, config: Config) -> Strategy:
-    """All gradients, whole."""
-    return wrapped(model, mesh, config)
-
-
 def ddp_fp16(model: Model, mesh: Mesh, config: Config) -> Strategy:
     """Its fp16_compress_hook."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
@@ -82,12 +77,11 @@ def begin_with_ours(state: Any, bucket: dist.GradBucket, config: Config) -> None
     state.q_memory_dict[bucket.index()] = torch.cat([like.new_empty(0), *(q.to(like) for q in qs)])
 
 
-def wrapped(model: Model, mesh: Mesh, config: Config, state: Any = None, hook: Any = None) -> Strategy:
-    """DistributedDataParallel around `model`, with or without a hook; its constructor broadcasts."""
+def wrapped(model: Model, mesh: Mesh, config: Config, state: Any, hook: Any) -> Strategy:
+    """DistributedDataParallel around `model`, with a hook; its constructor broadcasts."""
     begin_apart(model, mesh.group, config)
     parallel = DistributedDataParallel(model, process_group=mesh.group, bucket_cap_mb=config.bucket_mib)
-    if hook is not None:
-        parallel.register_comm_hook(state, hook)
+    parallel.register_comm_hook(state, hook)
     return Replica(model, config, Wrapped(parallel), forward=parallel, scale=mesh.group.size())
 
 

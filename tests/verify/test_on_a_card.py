@@ -105,7 +105,7 @@ def alone_of_two(monkeypatch: pytest.MonkeyPatch) -> Iterator[dist.ProcessGroup]
     dist.destroy_process_group()
 
 
-LOOKS_AT_NUMBERS = {"int8", "topk", "topk_plain", *OWN_TOKENS}  # for a scale, for what is largest; as above
+LOOKS_AT_NUMBERS = {"int8", "topk", *OWN_TOKENS}  # for a scale, for what is largest; as above
 
 
 @pytest.mark.parametrize("name", [*MODES, "compress"])
