@@ -2,7 +2,7 @@
 
     python -m benchmarks.elastic [KILLS] [--seed SEED] [--each RUNS]
 
-Each run is `python -m workers` with WORLD_SIZE real processes, `shrink` and `peer_memory` by turns. Once they train,
+Each run is `python -m workers` with WORLD_SIZE real processes, `shrink` and `zero1` by turns. Once they train,
 ranks are killed by SIGKILL one after another until one is left; any rank may be the next, rank 0 too. Every third time
 it is two at once, every third time a second one while the others agree. Beside these come RUNS runs each with
 
@@ -97,7 +97,7 @@ class Run:
         own = {"LAB_RUNS_DIR": str(folder), "LAB_RUN_ID": "run"}
         self.environ = os.environ | SETTINGS | own | settings
         self.launcher = self.started({})
-        while "dies on purpose" not in self.log.read_text() and self.launcher.poll() is None:
+        while "is killed by fault injection" not in self.log.read_text() and self.launcher.poll() is None:
             time.sleep(0.02)
         self.pids = ranks_of(self.launcher.pid)
         self.blows: list[Blow] = []
@@ -122,7 +122,7 @@ class Run:
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         self.again = self.started({"RANK": str(rank), "LOCAL_RANK": str(rank), **where})
         deadline = time.monotonic() + COMING_S
-        while f"rank {rank} has come back" not in self.log.read_text() and time.monotonic() < deadline:
+        while "finds its way back" not in self.log.read_text() and time.monotonic() < deadline:
             time.sleep(0.005)
 
     def outcome(self) -> Outcome:
@@ -141,9 +141,9 @@ def one_run(kind: str, number: int, seed: int) -> Outcome:
     """A run of one kind with its blows at moments drawn from `seed` and `number`."""
     draw = random.Random(f"{seed} {number} {kind}")
     ranks = draw.sample(range(WORLD_SIZE), 2)
-    settings = {"LAB_VARIANT": ("shrink", "peer_memory")[number % 2]}
+    settings = {"LAB_VARIANT": ("shrink", "zero1")[number % 2]}
     if kind == "came back":
-        settings = LONG | {"LAB_VARIANT": ("join", "peer_memory")[number % 2]}
+        settings = LONG | {"LAB_VARIANT": ("join", "zero1")[number % 2]}
     if kind == "cut":
         settings["LAB_FAULTS"] = f"cut:rank{ranks[0]}@step{draw.randrange(40, 160)}"
     with tempfile.TemporaryDirectory() as folder:

@@ -16,7 +16,7 @@ SIZES = {
     "hoarded_buckets": {"LAB_BUCKET_MIB": "0.01"},
     "oldest_state": {"WORLD_SIZE": "3"},  # one survivor has the sum, one has not
     "old_cut": {"WORLD_SIZE": "3"},  # of two one is left, which has all
-    "wrong_keeper": {"WORLD_SIZE": "3"},  # two keep each other's
+    "rate_kept": {"LAB_RESCALE": "1"},
     "lost_fold": {"WORLD_SIZE": "3"},  # no power of two
     "lost_residual": {"LAB_CAPACITY": "0.4"},  # some tokens find no place at all
     "lost_shard_tail": {"LAB_WIDTH": "20", "WORLD_SIZE": "3"},

@@ -1,11 +1,8 @@
-"""Who of the members holds which part of a flat vector, whose copy lies with whom, and what moves when members change.
+"""Who of the members holds which part of a flat vector, and what moves when the members change.
 
     cut      P numbers over N members: member i has those from i·c to (i+1)·c, with c = P/N rounded up
-    copies   members lie in pairs and keep each other's part; of an odd number the last three do so in a ring. So two
-             that die at once take a part with them in N/2 of N(N-1)/2 cases, where one large ring has N of them
-             (placement in groups, and mixed: Gemini, Wang et al., SOSP 2023, section 4)
-    moves    each member wants its parts of the new cut. What it has stays where it is, the rest comes from one who has
-             it, of several from who has sent least
+    moves    each member wants its part of the new cut. What it has stays where it is, the rest comes from one who
+             has it
 
 What nobody has any more is lost (`gaps`). Ranges are [begin, end); ranks stand in the order of their members.
 """
@@ -40,64 +37,30 @@ def part(total: int, place: int, size: int) -> Range:
     return min(place * length, total), min((place + 1) * length, total)
 
 
-def keeper(place: int, size: int) -> int | None:
-    """The number of the member that keeps the copy of `place`'s part; None where there is no other."""
-    if size == 1:
-        return None
-    ring = size - 3 if size % 2 else size
-    return place ^ 1 if place < ring else ring + (place - ring + 1) % 3
-
-
-def wards(place: int, size: int) -> list[int]:
-    return [each for each in range(size) if keeper(each, size) == place]
-
-
-def owned_ranges(total: int, ranks: Sequence[int], *, copies: bool) -> dict[int, list[Range]]:
-    """What each of `ranks` holds once `total` numbers are cut over them: its own part first, then those it keeps."""
-    size = len(ranks)
-    return {
-        rank: [part(total, each, size) for each in (place, *(wards(place, size) if copies else ()))]
-        for place, rank in enumerate(ranks)
-    }
-
-
-def lacking(wanted: Range, has: Iterable[Range]) -> list[Range]:
+def gaps(wanted: Range, has: Iterable[Range]) -> list[Range]:
     """What of `wanted` is in none of `has`."""
-    gaps = [wanted]
+    found = [wanted]
     for begin, end in has:
-        gaps = [
+        found = [
             piece
-            for gap in gaps
+            for gap in found
             for piece in ((gap[0], min(gap[1], begin)), (max(gap[0], end), gap[1]))
             if piece[0] < piece[1]
         ]
-    return gaps
-
-
-def gaps(has: Mapping[int, Sequence[Range]], total: int) -> list[Range]:
-    return lacking((0, total), [each for ranges in has.values() for each in ranges])
-
-
-def moves(has: Mapping[int, Sequence[Range]], wants: Mapping[int, Sequence[Range]]) -> list[Move]:
-    """All that has to be sent, in an order that is the same on all ranks; everything is had by somebody."""
-    sent = dict.fromkeys(has, 0)
-    found: list[Move] = []
-    for target, ranges in wants.items():
-        for begin, end in [gap for wanted in ranges for gap in lacking(wanted, has.get(target, ()))]:
-            while begin < end:
-                offers = {rank: upto(begin, ranges) for rank, ranges in has.items() if upto(begin, ranges) > begin}
-                assert offers, f"nobody has the numbers from {begin} on"
-                source = min(offers, key=lambda rank: sent[rank])
-                stop = min(end, offers[source])
-                found.append(Move(source, target, begin, stop))
-                sent[source] += stop - begin
-                begin = stop
     return found
 
 
-def upto(begin: int, has: Sequence[Range]) -> int:
-    """How far one of `has` reaches from `begin` on; `begin` itself where none has it."""
-    return max((end for first, end in has if first <= begin < end), default=begin)
+def moves(has: Mapping[int, Range], wants: Mapping[int, Range]) -> list[Move]:
+    """All that has to be sent, in an order that is the same on all ranks; everything is had by somebody."""
+    found: list[Move] = []
+    for target, wanted in wants.items():
+        for begin, end in gaps(wanted, [has[target]] if target in has else []):
+            while begin < end:
+                source = next(rank for rank, (first, last) in has.items() if first <= begin < last)
+                stop = min(end, has[source][1])
+                found.append(Move(source, target, begin, stop))
+                begin = stop
+    return found
 
 
 # The parts of a sharded state that a rank has, by version: which steps are in them, and how they were cut.
@@ -118,58 +81,59 @@ class Version(NamedTuple):
     def told(cls, words: Sequence[Any]) -> "Version":
         return cls(int(words[0]), int(words[1]), tuple(words[2]))
 
+    def range_of(self, rank: int, total: int) -> Range:
+        """Which of `total` numbers a rank has."""
+        return part(total, self.ranks.index(rank), len(self.ranks)) if self.ranks else (0, total)
+
 
 class HeldVersion(NamedTuple):
-    """What one rank has of a version: [rows, n] of each range, its own part first, then the copies that it keeps."""
+    """What one rank has of a version: [rows, n] of the n numbers from `begin` on."""
 
     version: Version
-    parts: dict[Range, Tensor]
+    begin: int
+    part: Tensor
 
     def of(self, wanted: Range) -> Tensor:
-        """That of a range which lies in one of the parts."""
+        """That of a range which lies in the part."""
         begin, end = wanted
-        for (first, last), tensor in self.parts.items():
-            if first <= begin and end <= last:
-                return tensor[:, begin - first : end - first]
-        raise AssertionError(f"{wanted} is not held")
+        assert self.begin <= begin <= end <= self.begin + self.part.shape[1], f"{wanted} is not held"
+        return self.part[:, begin - self.begin : end - self.begin]
 
     @property
     def nbytes(self) -> int:
-        storages = [tensor.untyped_storage() for tensor in self.parts.values()]
-        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+        return self.part.untyped_storage().nbytes()
 
 
 class Recut(NamedTuple):
-    """Shards that were cut anew: from which version, who had what of it, for whom, and what this rank was sent."""
+    """Shards that were cut anew: who had what, for whom, and what this rank was sent."""
 
-    version: Version
-    has: dict[int, list[Range]]
+    has: dict[int, Range]
     ranks: tuple[int, ...]
     restored: bool  # from a checkpoint, since something was lost
     received_bytes: int
 
 
 def move_shards(
-    group: Regroup, ranks: Sequence[int], rank: int, held: HeldVersion | None, has: Mapping[int, Sequence[Range]],
-    wants: Mapping[int, Sequence[Range]], like: Tensor,
-) -> tuple[dict[Range, Tensor], int]:  # fmt: skip
-    """A collective of `ranks`: this rank's parts of the new cut, new tensors like `like` [rows, ...], and the bytes
-    that it was sent for them."""
-    parts = {wanted: like.new_empty(len(like), wanted[1] - wanted[0]) for wanted in wants[rank]}
-    sent, received, pieces = list[Addressed](), list[Addressed](), list[tuple[Range, Tensor]]()
+    group: Regroup, ranks: Sequence[int], rank: int, held: HeldVersion | None, has: Mapping[int, Range],
+    wants: Mapping[int, Range], like: Tensor,
+) -> tuple[Tensor, int]:  # fmt: skip
+    """A collective of `ranks`: this rank's part of the new cut, a new tensor like `like` [rows, ...], and the bytes
+    that it was sent for it."""
+    first, last = wants[rank]
+    mine = like.new_empty(len(like), last - first)
+    sent, received, pieces = list[Addressed](), list[Addressed](), list[tuple[int, Tensor]]()
     for move in moves(has, wants):
-        place = (move.begin, move.end)
         if move.source == rank:
             assert held is not None, "who has something holds the version"
-            sent.append((ranks.index(move.target), held.of(place).contiguous()))
+            sent.append((ranks.index(move.target), held.of((move.begin, move.end)).contiguous()))
         if move.target == rank:
-            pieces.append((place, like.new_empty(len(like), move.end - move.begin)))
+            pieces.append((move.begin, like.new_empty(len(like), move.end - move.begin)))
             received.append((ranks.index(move.source), pieces[-1][1]))
     group.exchange(sent, received)
-    own = {} if held is None else held.parts
-    for wanted, tensor in parts.items():
-        for (begin, end), piece in [*own.items(), *pieces]:
-            first, last = max(begin, wanted[0]), min(end, wanted[1])
-            if first < last:
-                tensor[:, first - wanted[0] : last - wanted[0]] = piece[:, first - begin : last - begin]
-    return parts, sum(tensor.nbytes for _, tensor in received)
+    if held is not None:
+        pieces.append((held.begin, held.part))
+    for at, piece in pieces:
+        begin, end = max(at, first), min(at + piece.shape[1], last)
+        if begin < end:
+            mine[:, begin - first : end - first] = piece[:, begin - at : end - at]
+    return mine, sum(tensor.nbytes for _, tensor in received)

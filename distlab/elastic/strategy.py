@@ -25,19 +25,7 @@ from distlab.collectives.costs import gloo_all_reduce_messages
 from distlab.config import Config
 from distlab.data_parallel.buckets import Vectors
 from distlab.elastic.process_group import Regroup
-from distlab.elastic.shards import (
-    HeldVersion,
-    Range,
-    Recut,
-    Version,
-    chunk,
-    gaps,
-    keeper,
-    move_shards,
-    owned_ranges,
-    part,
-    wards,
-)
+from distlab.elastic.shards import HeldVersion, Recut, Version, chunk, gaps, move_shards, part
 from distlab.sharded.flat_parameter import Piece, fresh, stepped
 from distlab.workload.data import Batches, Microbatch
 from distlab.workload.model import Model
@@ -49,11 +37,16 @@ Report = dict[str, Any]
 
 
 class Survivor:
-    """One rank's replica, in float64. `at(moment)` is called between the parts of a step: a drill may raise there."""
+    """One rank's replica, in float64. `at(moment)` is called between the parts of a step: a drill may raise there.
+
+    With `rescale` a rank keeps its number of samples: of LAB_BATCH samples n of N members take k times as many, at k
+    times LAB_LR (linear scaling rule; Goyal et al. 2017, section 2.1), the next ones of the same permutations.
+    """
 
     def __init__(
         self, model: Model, batches: Batches, config: Config, rank: int, steps: int,
         at: Callable[[str], None] = lambda moment: None,  # noqa: ARG005
+        *, rescale: bool = False,
     ) -> None:  # fmt: skip
         self.model, self.batches, self.config, self.rank, self.steps, self.at = model, batches, config, rank, steps, at
         self.vectors = Vectors(model.parameters())
@@ -64,6 +57,8 @@ class Survivor:
         self.epoch = batches.num_batches * batches.batch
         self.history = self.vectors.weights.new_zeros(steps, self.epoch + 1)  # a row a step: who saw what, the loss
         self.applied = 0  # steps
+        self.rescale, self.samples = rescale, batches.batch  # of all members in the step that is under way
+        self.rates = dict[int, float]()  # of the steps that this rank has applied itself
 
     # --- a step ---
 
@@ -105,8 +100,13 @@ class Survivor:
 
     def deal(self, place: int, size: int) -> tuple[list[int], list[Microbatch]]:
         """The numbers of this member's samples at this step, and what it computes with."""
-        dealt = self.batches.dealt(self.applied, place, size)
-        return self.batches.sample_ids(self.applied, place, size), dealt
+        if not self.rescale:
+            dealt = self.batches.dealt(self.applied, place, size)
+            return self.batches.sample_ids(self.applied, place, size), dealt
+        sizes = self.batches.kept_sizes(size)
+        self.samples, seen = sum(sizes), int(self.history[: self.applied, :-1].floor().sum())
+        ids = self.batches.ids_from(seen + sum(sizes[:place]), sizes[place])
+        return ids, self.batches.parts(ids, 1 / (self.samples * self.batches.samples.terms))
 
     def clipped(self, gradient: Tensor, norm: float) -> Tensor:
         """A gradient, or a part of it, by the global `norm`, which is that of the sum."""
@@ -121,7 +121,12 @@ class Survivor:
 
     def rate(self) -> float:
         """The learning rate of this step."""
-        return self.config.learning_rate
+        self.rates[self.applied] = self.config.learning_rate * self.factor()
+        return self.rates[self.applied]
+
+    def factor(self) -> float:
+        """This step's samples over LAB_BATCH."""
+        return self.samples / self.batches.batch
 
     def put(self, weights: Tensor, moments: Tensor) -> None:
         """From here on the model computes with these."""
@@ -181,36 +186,6 @@ class Survivor:
         return self.piece.moments
 
 
-class RescaledSurvivor(Survivor):
-    """A replica that keeps its number of samples: batch and learning rate follow the members.
-
-    Of LAB_BATCH samples n of N members take k times as many, at k times LAB_LR (linear scaling rule; Goyal et al. 2017,
-    section 2.1), the next ones of the same permutations. `rates` are those of the steps that it has applied itself.
-    """
-
-    def __init__(self, *given: Any, **named: Any) -> None:
-        super().__init__(*given, **named)
-        self.size, self.rates = self.config.world_size, dict[int, float]()
-
-    def enter(self, group: Regroup, ranks: Sequence[int], plan: Report) -> None:
-        super().enter(group, ranks, plan)
-        self.size = len(ranks)
-
-    def deal(self, place: int, size: int) -> tuple[list[int], list[Microbatch]]:
-        sizes = self.batches.kept_sizes(size)
-        seen = int(self.history[: self.applied, :-1].floor().sum())
-        ids = self.batches.ids_from(seen + sum(sizes[:place]), sizes[place])
-        return ids, self.batches.parts(ids, 1 / (sum(sizes) * self.batches.samples.terms))
-
-    def rate(self) -> float:
-        self.rates[self.applied] = super().rate() * self.factor()
-        return self.rates[self.applied]
-
-    def factor(self) -> float:
-        """This step's samples over LAB_BATCH."""
-        return sum(self.batches.kept_sizes(self.size)) / self.batches.batch
-
-
 def write_whole(path: Path, saved: dict[str, Any]) -> None:
     """Write a file that is whole whenever it is read."""
     draft = path.with_suffix(".draft")
@@ -223,27 +198,25 @@ def write_whole(path: Path, saved: dict[str, Any]) -> None:
 #     each step   gradients   reduce-scatter: each member has the sum of its own part
 #                 who saw what | loss | a wish | the part's squares: summed in one small all_reduce
 #                 the update of the own part: its weights, its moments
-#                 copies      with `copies` each member sends its new moments to the one that keeps them (shards.py)
 #                 weights     all-gather; then the step counts
 #
-# A shard that only a dead member had is gone, and the others with it: part of an optimizer is none. So without copies a
-# loss sends all back to the last checkpoint. With them the others go on from memory, unless a member and the keeper of
-# its copy died together (Gemini: Wang et al., SOSP 2023).
+# A shard that only a dead member had is gone, and the others with it: part of an optimizer is none. So a loss sends all
+# back to the last checkpoint.
 #
-# Nobody can have all new weights before every member has given its own, and it gives them once it has the copies that
-# it keeps. So where one survivor has the step, all have the shards and the copies of it: *kept*. Where none has, all
-# still have those of the step before: *redone*. A member keeps both until it knows. It is the same where shards are
-# moved: old and new lie side by side until all have theirs.
+# A group ends without a loss too: where one asks to be let in, and where a rank that is let in dies before it has its
+# shard. Nobody can have all new weights before every member has given its own. So where one member has the step, all
+# have its shards: *kept*. Where none has, all still have those of the step before: *redone*. A member keeps both until
+# it knows. It is the same where shards are moved: old and new lie side by side until all have theirs.
 
 
 class ShardedSurvivor(Survivor):
-    """One rank's weights, its shard of AdamW's moments, and with `copies` those that it keeps for others."""
+    """One rank's weights, and its shard of AdamW's moments."""
 
-    def __init__(self, *given: Any, copies: bool, **named: Any) -> None:
+    def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
-        self.copies, self.total = copies, len(self.vectors.weights)
+        self.total = len(self.vectors.weights)
         # The first one stands; what may come to stand follows.
-        self.held = [HeldVersion(Version(0, 0, ()), {(0, self.total): self.piece.moments})]
+        self.held = [HeldVersion(Version(0, 0, ()), 0, self.piece.moments)]
         self.recuts: list[Recut] = []
         self.saved, self._file = 0, Path()  # steps in this rank's last checkpoint, and where it is
 
@@ -260,9 +233,8 @@ class ShardedSurvivor(Survivor):
         summed = group.sum(torch.cat([row, row.new_tensor([float(wish), float(gradient.square().sum())])]))
         before = Piece(self.piece.weights[slice(*mine)], stands.of(mine))
         gradient = self.clipped(gradient, summed[-1].item() ** 0.5)
-        after = stepped(before, gradient, self.config.learning_rate, self.applied + 1)
-        copied = self.copied(group, place, size, self.to_copy(before, after)) if self.copies else {}
-        ready = HeldVersion(stands.version._replace(applied=self.applied + 1), {mine: after.moments} | copied)
+        after = stepped(before, gradient, self.rate(), self.applied + 1)
+        ready = HeldVersion(stands.version._replace(applied=self.applied + 1), mine[0], after.moments)
         self.held = [stands, ready]
         weights = group.all_gather(self.padded(after.weights, size))[: self.total]
         self.at("summed")
@@ -282,18 +254,6 @@ class ShardedSurvivor(Survivor):
         for each in range(size):
             total += theirs.get(each, gradients[begin:end])
         return total
-
-    def to_copy(self, before: Piece, after: Piece) -> Tensor:  # noqa: ARG002  a mistake takes the other
-        """What the keeper is sent."""
-        return after.moments
-
-    def copied(self, group: Regroup, place: int, size: int, moments: Tensor) -> dict[Range, Tensor]:
-        """Send this member's `moments` to the one that keeps them; returns the copies that come to this one."""
-        ranges = {ward: part(self.total, ward, size) for ward in wards(place, size)}
-        come = {ward: moments.new_empty(len(moments), end - begin) for ward, (begin, end) in ranges.items()}
-        to = keeper(place, size)
-        group.exchange([] if to is None else [(to, moments)], come.items())
-        return {ranges[ward]: copy for ward, copy in come.items()}
 
     def commit(self, held: HeldVersion, weights: Tensor) -> None:
         """From here on it stands."""
@@ -324,10 +284,10 @@ class ShardedSurvivor(Survivor):
         """The newest version that stands anywhere; where nobody is left who has some part of it, a checkpoint."""
         versions = {rank: [Version.told(each) for each in report["held"]] for rank, report in reports.items()}
         newest = max((of_rank[0] for of_rank in versions.values()), key=lambda version: version[:2])
-        has = {rank: self.ranges(newest, rank) for rank, of_rank in versions.items() if newest in of_rank}
+        has = {rank: newest.range_of(rank, self.total) for rank, of_rank in versions.items() if newest in of_rank}
         applied, restored = {rank: of_rank[0].applied for rank, of_rank in versions.items()}, False
         current = [rank for rank, of_rank in versions.items() if of_rank[0] == newest]
-        if gaps(has, self.total):
+        if gaps((0, self.total), has.values()):
             applied, restored = {rank: int(report["saved"]) for rank, report in reports.items()}, True
             current = sorted(applied, key=lambda rank: -applied[rank])[:1]
         return {
@@ -337,32 +297,27 @@ class ShardedSurvivor(Survivor):
             "version": newest, "has": list(has.items()),
         }  # fmt: skip
 
-    def ranges(self, version: Version, rank: int) -> list[Range]:
-        if not version.ranks:
-            return [(0, self.total)]
-        return owned_ranges(self.total, version.ranks, copies=self.copies)[rank]
-
     def enter(self, group: Regroup, ranks: Sequence[int], plan: Report) -> None:
         """Go on in a new group: take over the weights if they are behind, and the moments of the new parts."""
-        has = {int(rank): [(int(begin), int(end)) for begin, end in ranges] for rank, ranges in plan["has"]}
+        has = {int(rank): (int(begin), int(end)) for rank, (begin, end) in plan["has"]}
         version = Version(int(plan["number"]), int(plan["applied"]), tuple(ranks))
-        wants = {rank: self.ranges(version, rank) for rank in ranks}
+        wants = {rank: version.range_of(rank, self.total) for rank in ranks}
         base, state, received_bytes = None, self.state(), 0
         if plan["restored"]:
             state, moments = self.restored(group, ranks.index(plan["source"]))
-            parts = {(begin, end): moments[:, begin:end].clone() for begin, end in wants[self.rank]}
+            mine = moments[:, slice(*wants[self.rank])].clone()
         else:
             if plan["behind"]:
                 state = group.broadcast(state, ranks.index(plan["source"]))
             base = next((each for each in self.held if each.version == Version.told(plan["version"])), None)
-            parts, received_bytes = move_shards(group, ranks, self.rank, base, has, wants, self.piece.moments)
+            mine, received_bytes = move_shards(group, ranks, self.rank, base, has, wants, self.piece.moments)
         kept = [self.held[0]] if base is None or base is self.held[0] else [self.held[0], base]
-        self.held = [*kept, HeldVersion(version, parts)]
+        self.held = [*kept, HeldVersion(version, wants[self.rank][0], mine)]
         group.sum(torch.zeros(1))  # all have theirs
         weights, history = state.split([self.total, self.history.numel()])
         self.history = history.view_as(self.history).clone()
         self.commit(self.held[-1], weights)
-        self.recuts.append(Recut(Version.told(plan["version"]), has, tuple(ranks), plan["restored"], received_bytes))
+        self.recuts.append(Recut(has, tuple(ranks), plan["restored"], received_bytes))
 
     def state(self) -> Tensor:
         return torch.cat([self.piece.weights, self.history.flatten()])
@@ -371,17 +326,9 @@ class ShardedSurvivor(Survivor):
         """AdamW's moments of all weights, [2, P]; a collective where they are shared out."""
         held = self.held[0]
         if not held.version.ranks:
-            return held.of((0, self.total))
-        size = len(held.version.ranks)
-        mine = held.of(part(self.total, held.version.ranks.index(self.rank), size))
-        rows = [group.all_gather(self.padded(row, size))[: self.total] for row in mine]
-        return torch.stack(rows) if rows else mine.new_zeros(0, self.total)
-
-    def copies_apart(self, moments: Tensor) -> float:
-        """How far the copies that this member keeps are from the `moments` [2, P] of all."""
-        copies = list(self.held[0].parts.items())[1:]
-        apart = [float((copy - moments[:, begin:end]).abs().max()) for (begin, end), copy in copies if copy.numel()]
-        return max(apart, default=0.0)
+            return held.part
+        rows = [group.all_gather(self.padded(row, len(held.version.ranks)))[: self.total] for row in held.part]
+        return torch.stack(rows) if rows else held.part.new_zeros(0, self.total)
 
     # --- what the disk has ---
 
@@ -401,14 +348,13 @@ class ShardedSurvivor(Survivor):
 
 # What a step of one member sends, and what it holds, in bytes of float64.
 #
-# P is `parameters`, E the samples of an epoch, N the members; `own` of the P numbers are the member's own part, `kept`
-# those of which it has copies. Beside the gradients go E + 2 numbers: who saw which sample, the loss, and a wish.
+# P is `parameters`, E the samples of an epoch, N the members; `own` of the P numbers are the member's own part. Beside
+# the gradients go E + 2 numbers: who saw which sample, the loss, and a wish.
 
 BYTES = 8  # of a float64
 STEP = {
     "replica": "2(N-1)/N x 8 B x (P + E + 2)",
     "sharded": "8 B x (P - own) + 2(N-1)/N x 8 B x (E + 3) + (N-1) x 8 B x c",
-    "copied": "8 B x (P - own) + 2(N-1)/N x 8 B x (E + 3) + (N-1) x 8 B x c + 16 B x own",
 }
 
 
@@ -424,18 +370,13 @@ def sharded_step_bytes(size: int, parameters: int, samples: int, own: int) -> fl
     return BYTES * (parameters - own) + beside + (size - 1) * BYTES * -(-parameters // size)
 
 
-def copy_bytes(own: int, rows: int) -> int:
-    """What copies add to a step: a member's moments, of `rows` numbers each, go to the one that keeps them."""
+def held_bytes(own: int, rows: int) -> int:
+    """The moments that a member has between two steps, of `rows` numbers each."""
     return BYTES * rows * own
 
 
-def held_bytes(own: int, kept: int, rows: int) -> int:
-    """The moments that a member has between two steps."""
-    return BYTES * rows * (own + kept)
-
-
-def step_messages(size: int, parameters: int, samples: int, *, sharded: bool, copies: bool) -> int:
+def step_messages(size: int, parameters: int, samples: int, *, sharded: bool) -> int:
     """What a member sends in a step, or receives where that is more."""
     if not sharded:
         return gloo_all_reduce_messages(size, BYTES * (parameters + samples + 2))
-    return 3 * (size - 1) + gloo_all_reduce_messages(size, BYTES * (samples + 3)) + 2 * copies
+    return 3 * (size - 1) + gloo_all_reduce_messages(size, BYTES * (samples + 3))

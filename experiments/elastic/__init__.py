@@ -5,27 +5,23 @@ the last checkpoint. But a group is no more than its connections. A process that
 at once; they leave the group, agree on who is there and on the last step that stands, and make a new group in the same
 processes (Horovod Elastic; torchft). No rank is a special case: each keeps a store, and the first that lives calls.
 
-  rule        the global batch stays the same, and whoever is in at a step divides it (in `rescaled` each keeps its
-              part). So whatever happens, the run equals one process: weights, moments and losses to 1e-12, and each
-              sample of each epoch is seen once
+  rule        the global batch stays the same, and whoever is in at a step divides it; with LAB_RESCALE=1 each keeps
+              its part: with fewer members the batch is smaller, and the learning rate by as much (the linear scaling
+              rule; Goyal et al. 2017). So whatever happens, the run equals one process: weights, moments and losses to
+              1e-12, and each sample of each epoch is seen once
   kept        a step that any survivor has applied stands, and whoever lacks it takes it over
   redone      a step that none has applied is computed again, by those who are left
   predicted   a loss costs at most one step again (`restart`, `zero1`: those since the checkpoint, up to
-              LAB_SAVED_EVERY); a step sends 2(N-1)/N x 8 B x (P + E + 2) a rank, where state is sharded E + 3 of them
-              and with copies 16 B x P/N more; a newcomer is sent 8 B x (3P + LAB_STEPS x (E + 1)), or P/N of moments;
-              moments take 16 B x P, in shards 16 B x P/N, and as much again with copies
+              LAB_SAVED_EVERY); a step sends 2(N-1)/N x 8 B x (P + E + 2) a rank, where state is sharded E + 3 of them;
+              a newcomer is sent 8 B x (3P + LAB_STEPS x (E + 1)), or P/N of moments; moments take 16 B x P, in shards
+              16 B x P/N
   shapes      weights [P] and AdamW's moments [2, P] as flat vectors in float64, E samples an epoch
 
   restart     what torchrun does: all begin again from the last checkpoint
   shrink      the survivors continue with N-1
-  spare       the last rank waits outside, and takes the place of the first one lost
   join        whoever died comes back as a process that has nothing, and joins at the next step
   zero1       as join, with the optimizer's state in shards (ZeRO-1), which are cut anew whenever the members change;
               a loss takes a shard along, so all go back to the last checkpoint
-  peer_memory the same, and a copy of each shard lies in the memory of another member (Gemini; Wang et al. 2023): the
-              remaining ranks continue from it, without a disk
-  rescaled    as join, but a rank keeps its number of samples: with fewer members the batch is smaller, and the
-              learning rate by as much (the linear scaling rule; Goyal et al. 2017)
 
 Fault injection kills LAB_LOSSES ranks of each variant, at moments that LAB_SEED draws: they close their sockets as the
 kernel does for a killed process, and forget all. With LAB_LOSSES=0 nothing dies unless you do it: `docker kill`.
@@ -35,7 +31,6 @@ minority ends and says so.
 
 import time
 from collections.abc import Callable
-from functools import partial
 
 import torch
 
@@ -43,7 +38,7 @@ from distlab.cluster.membership import View
 from distlab.cluster.views import BEGIN
 from distlab.config import Config
 from distlab.contract import Mode, Variant, untrainable
-from distlab.elastic.strategy import RescaledSurvivor, ShardedSurvivor, Survivor
+from distlab.elastic.strategy import ShardedSurvivor, Survivor
 from distlab.lab import Lab
 
 from .bugs import mistake
@@ -55,24 +50,24 @@ from .recovery import Audit, Course, Drill, Event, Policy, draw_losses
 POLICIES = (
     Policy("restart", restarts=True),
     Policy("shrink"),
-    Policy("spare", spares=1),
     Policy("join", returns=True),
     Policy("zero1", returns=True, sharded=True),
-    Policy("peer_memory", returns=True, sharded=True, copies=True),
-    Policy("rescaled", returns=True, rescaled=True),
 )
+# Variants and bugs of before.
+GONE = {
+    "spare": "LAB_VARIANT=join takes in a rank as well, the one that died",
+    "peer_memory": "LAB_VARIANT=zero1 has the same shards, which come back from a checkpoint",
+    "rescaled": "LAB_VARIANT=join LAB_RESCALE=1 does the same",
+    "stale_copies": "no copies are kept, and LAB_BUG=old_cut has wrong shards",
+    "wrong_keeper": "no copies are kept, and LAB_BUG=old_cut has wrong shards",
+}
 
 
 def cannot(config: Config) -> dict[str, str]:
     """Who is alone has no survivors."""
-    few = f"WORLD_SIZE={config.world_size}: "
-    reasons: dict[str, str] = {}
-    if config.world_size < 2:
-        alone = ("shrink", "join", "zero1", "peer_memory", "rescaled")
-        reasons |= dict.fromkeys(alone, f"{few}no rank is left to continue")
-    if config.world_size < 3:
-        reasons["spare"] = f"{few}it takes two that train and one that waits"
-    return reasons
+    if config.world_size > 1:
+        return {}
+    return dict.fromkeys(("shrink", "join", "zero1"), f"WORLD_SIZE={config.world_size}: no rank is left to continue")
 
 
 def refuse(config: Config) -> list[str]:
@@ -85,12 +80,7 @@ def refuse(config: Config) -> list[str]:
     return refusals
 
 
-def run(
-    lab: Lab,
-    survivor: type[Survivor] = Survivor,
-    sharded: type[ShardedSurvivor] = ShardedSurvivor,
-    rescaled: type[RescaledSurvivor] = RescaledSurvivor,
-) -> None:
+def run(lab: Lab, survivor: type[Survivor] = Survivor, sharded: type[ShardedSurvivor] = ShardedSurvivor) -> None:
     """Every variant with its losses; then whoever is left holds each against one process."""
     back = lab.hooks.membership is not None and lab.hooks.membership.rejoined
     unable = lab.mode.cannot(lab.config)
@@ -99,12 +89,11 @@ def run(
         if policy.name in unable:
             lab.skip(policy.name, unable[policy.name])
     chosen = [policy for policy in wanted if policy.name not in unable]
-    whole = {policy: rescaled if policy.rescaled else survivor for policy in chosen}
-    kinds = {policy: partial(sharded, copies=policy.copies) if policy.sharded else whole[policy] for policy in chosen}
+    makers = {policy: maker(lab, sharded if policy.sharded else survivor) for policy in chosen}
     net = open_net(lab)
     for policy in [] if back else chosen:
-        count(lab, net, policy, maker(lab, kinds[policy])())
-    courses = [prepare(lab, net, policy, maker(lab, kinds[policy]), dies=not back) for policy in chosen]
+        count(lab, net, policy, makers[policy]())
+    courses = [prepare(lab, net, policy, makers[policy], dies=not back) for policy in chosen]
     called_at = time.time()
     let_leave(lab, net)
     view, courses = way_in(net, courses) if back else (None, courses)
@@ -145,12 +134,12 @@ def view_origin(event: Event) -> str:
     return what_changed(event) + took
 
 
-def maker(lab: Lab, kind: Callable[..., Survivor]) -> Callable[..., Survivor]:
+def maker(lab: Lab, kind: type[Survivor]) -> Callable[..., Survivor]:
     """What gives a fresh training of this rank, of one kind; its argument is called between the parts of a step."""
 
     def make(at: Callable[[str], None] = lambda moment: None) -> Survivor:  # noqa: ARG005
-        batches = lab.batches(torch.float64, proof=True)
-        return kind(lab.model(torch.float64), batches, lab.config, lab.rank, lab.config.steps, at)
+        batches, rescale = lab.batches(torch.float64, proof=True), lab.config.own(Options).rescale
+        return kind(lab.model(torch.float64), batches, lab.config, lab.rank, lab.config.steps, at, rescale=rescale)
 
     return make
 
@@ -169,7 +158,7 @@ def way_in(net: Net, courses: list[Course]) -> tuple[View | None, list[Course]]:
 def prepare(lab: Lab, net: Net, policy: Policy, make: Callable[..., Survivor], *, dies: bool) -> Course:
     """This rank's way through one variant, to be run; whether it `dies` on purpose where LAB_SEED draws it."""
     config, own = lab.config, lab.config.own(Options)
-    members = list(range(lab.world_size - policy.spares))
+    members = list(range(lab.world_size))
     seed = 1000 * config.seed + POLICIES.index(policy)
     losses = draw_losses(seed, members, config.steps, own.losses, comes_back=policy.restarts or policy.returns)
     folder = lab.journal.folder
@@ -184,24 +173,23 @@ def prepare(lab: Lab, net: Net, policy: Policy, make: Callable[..., Survivor], *
 MODE = Mode(
     variants=tuple(Variant(policy.name) for policy in POLICIES),
     run=run,
-    claims=lambda mode, config: claims(mode, config, config.own(Options).losses),
+    claims=lambda mode, config: claims(mode, config, config.own(Options)),
     options=Options,
     refuse=refuse,
     cannot=cannot,
     mistakes=mistake,
+    gone=GONE,
     stepped=True,
     watched=(
-        *("audited replicas", "replicas", "copies", "samples", "record", "learning rate"),
-        *("weights", "optimizer", "losses"),
+        *("audited replicas", "replicas", "samples", "record", "learning rate", "weights", "optimizer", "losses"),
     ),
     takes_back=True,
-    unsaved="keeps checkpoints of its own, every LAB_SAVED_EVERY steps of restart, zero1 and peer_memory",
+    unsaved="keeps checkpoints of its own, every LAB_SAVED_EVERY steps of restart and zero1",
     reading=(
         "experiments/elastic/__init__.py: the variants, and what a run claims",
         "experiments/elastic/recovery.py: what one rank does until all steps are done, and hashes that name a flip",
-        "distlab/elastic/strategy.py: a replica whose steps are kept or repeated, one whose learning rate follows the"
-        " members, and one with shards and their copies",
-        "distlab/elastic/shards.py: which rank has which part, who keeps whose copy, and what moves",
+        "distlab/elastic/strategy.py: a replica whose steps are kept or repeated, and one with shards",
+        "distlab/elastic/shards.py: which rank has which part, and what moves",
         "distlab/cluster/membership.py: how the remaining ranks agree on the members",
         "distlab/elastic/process_group.py: gloo groups that are left and made again in the same process",
         "distlab/cluster/rank_server.py: the connections whose end shows the death of a rank",

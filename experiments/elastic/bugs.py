@@ -9,9 +9,7 @@ from torch import Tensor
 from distlab.config import Config
 from distlab.contract import Mistakes, Needs
 from distlab.elastic.process_group import Regroup
-from distlab.elastic.shards import Range, part, wards
-from distlab.elastic.strategy import Report, RescaledSurvivor, ShardedSurvivor, Survivor
-from distlab.sharded.flat_parameter import Piece
+from distlab.elastic.strategy import Report, ShardedSurvivor, Survivor
 
 from .options import Options
 
@@ -33,6 +31,11 @@ def unsaved(config: Config) -> str:
     if config.own(Options).saved_every * 3 > config.steps:
         return "LAB_SAVED_EVERY above a third of LAB_STEPS: nothing is saved before the last loss"
     return unlost(config)
+
+
+def unscaled(config: Config) -> str:
+    """Why no rate could have to follow the members."""
+    return unlost(config) if config.own(Options).rescale else "LAB_RESCALE=0: the batch stays, and the rate with it"
 
 
 def needs_loss(variant: str, ranks: int = 2, unless: Callable[[Config], str] = unlost) -> Needs:
@@ -109,43 +112,15 @@ class Twice(Survivor):
             self.apply(self.vectors.gradients)
 
 
-@mistake("rate_kept", check="learning rate", part="rescaled", needs=needs_loss("rescaled"))
-class RateKept(RescaledSurvivor):
+@mistake("rate_kept", check="learning rate", part="survivor", needs=needs_loss("join", unless=unscaled))
+class RateKept(Survivor):
     """The batch shrinks with the members, and the learning rate stays: fewer samples move the weights as far."""
 
     def factor(self) -> float:
         return 1.0
 
 
-@mistake("stale_copies", check="copies", part="sharded", needs=Needs(proof=False, variants=("peer_memory",)))
-class StaleCopies(ShardedSurvivor):
-    """The copy of a shard is sent before the update: it is one step behind."""
-
-    def to_copy(self, before: Piece, after: Piece) -> Tensor:  # noqa: ARG002
-        return before.moments.contiguous()
-
-
-@mistake("wrong_keeper", check="optimizer", part="sharded", needs=needs_loss("peer_memory", ranks=3))
-class Upstream(ShardedSurvivor):
-    """Copies go the other way round than the rule by which they are looked for: a rank's is taken for another's.
-
-    Sends its copies up the ring, and takes what comes for those of the members that the rule names.
-    """
-
-    def copied(self, group: Regroup, place: int, size: int, moments: Tensor) -> dict[Range, Tensor]:
-        ranges = [part(self.total, each, size) for each in range(size)]
-        after = (place + 1) % size
-        come = moments.new_empty(len(moments), ranges[after][1] - ranges[after][0])
-        group.exchange([((place - 1) % size, moments)], [(after, come)])
-        copies = {}
-        for ward in wards(place, size):
-            begin, end = ranges[ward]
-            copies[begin, end] = moments.new_zeros(len(moments), end - begin)
-            copies[begin, end][:, : come.shape[1]] = come[:, : end - begin]
-        return copies
-
-
-@mistake("old_cut", check="optimizer", part="sharded", needs=needs_loss("peer_memory", ranks=3))
+@mistake("old_cut", check="optimizer", part="sharded", needs=needs_loss("zero1", ranks=3))
 class OldCut(ShardedSurvivor):
     """When the members change each keeps the shard of the old cut: moments lie at other weights' places.
 
@@ -156,6 +131,6 @@ class OldCut(ShardedSurvivor):
         before = self.held[0]
         super().enter(group, ranks, plan)
         if before.version.ranks and self.held[0].version.ranks != before.version.ranks:
-            old, own = next(iter(before.parts.values())), next(iter(self.held[0].parts.values()))
+            old, own = before.part, self.held[0].part
             length = min(own.shape[1], old.shape[1])
             own[:, :length] = old[:, :length]

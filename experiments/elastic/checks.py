@@ -14,14 +14,12 @@ from torch import Tensor
 from distlab.collectives.costs import wire_tolerance
 from distlab.config import Config
 from distlab.contract import Claims, Mode
-from distlab.elastic.shards import Recut, keeper, part, wards
+from distlab.elastic.shards import Recut, part
 from distlab.elastic.strategy import (
     OWNERS,
     STEP,
-    RescaledSurvivor,
     ShardedSurvivor,
     Survivor,
-    copy_bytes,
     held_bytes,
     replica_step_bytes,
     sharded_step_bytes,
@@ -33,14 +31,15 @@ from distlab.workload.data import Batches
 from distlab.workload.reference import Reference, Snapshot
 
 from .network import Net
+from .options import Options
 from .recovery import Course, Event, Policy
 
 CONTROL = "tests/experiments/test_elastic.py::test_a_wrong_line_fails_by_name"
-SHARDS_CONTROL = "tests/experiments/test_elastic.py::test_a_shard_that_came_another_way_fails_by_name"
+SHARDS_CONTROL = "tests/experiments/test_elastic.py::test_a_shard_that_is_sent_twice_fails_by_name"
 TOLERANCE = 1e-12  # float64
 RULE = (
     "an epoch is a permutation by (seed, epoch), a step takes its next LAB_BATCH samples, and whoever is in at the step"
-    " divides them; a lost rank's samples are dealt anew (rescaled: it takes as many as its members have kept)"
+    " divides them; a lost rank's samples are dealt anew (LAB_RESCALE=1: it takes as many as its members have kept)"
 )
 
 
@@ -56,7 +55,7 @@ def is_first(lab: Lab, course: Course) -> bool:
 
 def batch_at(batches: Batches, course: Course, step: int) -> int:
     """Samples of a step: LAB_BATCH, or what its members have kept of it."""
-    if course.policy.rescaled:
+    if course.training.rescale:
         return sum(batches.kept_sizes(len(members_at(course.record, step))))
     return batches.batch
 
@@ -66,7 +65,7 @@ def deals(batches: Batches, course: Course) -> Iterator[list[list[int]]]:
     seen = 0
     for step in range(course.training.steps):
         size = len(members_at(course.record, step))
-        if not course.policy.rescaled:
+        if not course.training.rescale:
             yield [batches.sample_ids(step, place, size) for place in range(size)]
             continue
         deal = []
@@ -155,21 +154,16 @@ def hold_interval(lab: Lab, course: Course) -> None:
 
 
 def hold_shards(lab: Lab, course: Course) -> None:
-    """Shards came from memory wherever somebody still had them, no more was sent than was lacking, copies are right."""
-    training, name = course.training, course.policy.name
+    """No more of the shards was sent than was lacking."""
+    training = course.training
     if not isinstance(training, ShardedSurvivor):
         return
     for recut in training.recuts:
         lacked = lacking_bytes(training, recut, lab.rank)
         lab.compare(
-            "moved bytes", lacked, recut.received_bytes, "B", 0.0, name,
-            f"16 B x what rank {lab.rank} lacked of its parts over ranks {recut.ranks}", control=SHARDS_CONTROL,
+            "moved bytes", lacked, recut.received_bytes, "B", 0.0, course.policy.name,
+            f"16 B x what rank {lab.rank} lacked of its part over ranks {recut.ranks}", control=SHARDS_CONTROL,
         )  # fmt: skip
-    wrong = sum(recut.restored != died_with_its_copies(recut, copies=training.copies) for recut in training.recuts)
-    detail = "checkpoints read where memory had all, or the reverse"
-    lab.check("from memory", wrong, 0, name, detail, control=SHARDS_CONTROL)
-    if training.copies:
-        lab.check("copies", course.copies_apart, 0, name, "that this rank keeps, beside what they are of, at the end")
 
 
 def lacking_bytes(training: ShardedSurvivor, recut: Recut, rank: int) -> int:
@@ -177,28 +171,15 @@ def lacking_bytes(training: ShardedSurvivor, recut: Recut, rank: int) -> int:
     if recut.restored:
         return 0  # all came from the disk of one
     wanted, had = torch.zeros(2, training.total, dtype=torch.bool)
-    size, place = len(recut.ranks), recut.ranks.index(rank)
-    for each in (place, *(wards(place, size) if training.copies else ())):
-        wanted[slice(*part(training.total, each, size))] = True
-    for begin, end in recut.has.get(rank, ()):
-        had[begin:end] = True
+    wanted[slice(*part(training.total, recut.ranks.index(rank), len(recut.ranks)))] = True
+    had[slice(*recut.has.get(rank, (0, 0)))] = True
     return 8 * len(training.piece.moments) * int((wanted & ~had).sum())
-
-
-def died_with_its_copies(recut: Recut, *, copies: bool) -> bool:
-    """Whether a rank was gone, and whoever kept its copy too, by the rule of placement."""
-    ranks = recut.version.ranks
-    for place, rank in enumerate(ranks):
-        keeping = keeper(place, len(ranks)) if copies else None
-        if rank not in recut.has and (keeping is None or ranks[keeping] not in recut.has):
-            return True
-    return False
 
 
 def hold_rates(lab: Lab, course: Course) -> None:
     """Each step that this rank has applied itself had the learning rate of as many samples as its members kept."""
     training = course.training
-    if not isinstance(training, RescaledSurvivor):
+    if not training.rescale:
         return
     found = Worst()
     for step, rate in training.rates.items():
@@ -247,59 +228,53 @@ def count(lab: Lab, net: Net, policy: Policy, training: Survivor) -> None:
     called = group.called_bytes - before
     lab.exchange.barrier("all have counted")
     group.leave()
-    predicted, formula = step_bytes(lab, policy, training)
+    predicted, formula = step_bytes(lab, training)
     hold = partial(lab.compare, variant=policy.name)
     hold("called bytes", round(predicted, 3), round(called, 3), formula=formula, control=COUNTED_CONTROL)
     if traffic.wire_error is None and size > 1:
         total = len(training.vectors.weights)
-        messages = step_messages(size, total, training.epoch, sharded=policy.sharded, copies=policy.copies)
+        messages = step_messages(size, total, training.epoch, sharded=policy.sharded)
         hold(
             "wire bytes", predicted, traffic.wire_bytes, tolerance=wire_tolerance(predicted, messages), formula=formula,
             control=COUNTED_CONTROL,
         )  # fmt: skip
     if isinstance(training, ShardedSurvivor):
-        own, kept = parts(training, lab.rank, size)
-        wanted, held = held_bytes(own, kept, len(training.piece.moments)), sum(each.nbytes for each in training.held)
-        formula = "16 B x (own + kept)" if training.copies else "16 B x own"
-        hold("moments held", wanted, held, formula=formula, control=HELD_CONTROL)
+        own, held = own_numbers(training, lab.rank, size), sum(each.nbytes for each in training.held)
+        wanted = held_bytes(own, len(training.piece.moments))
+        hold("moments held", wanted, held, formula="16 B x own", control=HELD_CONTROL)
 
 
-def step_bytes(lab: Lab, policy: Policy, training: Survivor) -> tuple[float, str]:
+def step_bytes(lab: Lab, training: Survivor) -> tuple[float, str]:
     """What this rank should send in a step, and the formula."""
     size, total, samples = lab.world_size, len(training.vectors.weights), training.epoch
     if not isinstance(training, ShardedSurvivor):
         return replica_step_bytes(size, total, samples), STEP["replica"]
-    own, _ = parts(training, lab.rank, size)
-    predicted = sharded_step_bytes(size, total, samples, own)
-    copied = copy_bytes(own, len(training.piece.moments)) if policy.copies and size > 1 else 0
-    return predicted + copied, STEP["copied" if policy.copies else "sharded"]
+    return sharded_step_bytes(size, total, samples, own_numbers(training, lab.rank, size)), STEP["sharded"]
 
 
-def parts(training: ShardedSurvivor, place: int, size: int) -> tuple[int, int]:
-    lengths = [end - begin for begin, end in (part(training.total, each, size) for each in range(size))]
-    return lengths[place], sum(lengths[each] for each in wards(place, size)) if training.copies else 0
+def own_numbers(training: ShardedSurvivor, place: int, size: int) -> int:
+    """How many numbers the part of a member has."""
+    begin, end = part(training.total, place, size)
+    return end - begin
 
 
 # What a run whose ranks come and go has to claim, so that a check that vanishes is missed.
 
-SHARDED = ("zero1", "peer_memory")
 
-
-def claims(mode: Mode, config: Config, losses: int) -> Iterator[Claims]:
-    """Of all variants bytes before the first of `losses`, and by whoever is left that each is as one process."""
+def claims(mode: Mode, config: Config, options: Options) -> Iterator[Claims]:
+    """Of all variants bytes before the first loss, and by whoever is left that each is as one process."""
     chosen = mode.names
     yield Claims(("called bytes",), chosen)
     if config.world_size > 1:
         yield Claims(("wire bytes",), chosen)
-    yield Claims(("moments held",), SHARDED)
+    yield Claims(("moments held",), ("zero1",))
     yield Claims(("updates kept",), [name for name in chosen if name != "restart"])
     yield Claims(("weights", "losses", "samples", "record", "replicas"), chosen, one=True)
-    yield Claims(("from memory",), SHARDED, one=True)
-    yield Claims(("copies",), ("peer_memory",), one=True)
-    yield Claims(("learning rate",), ("rescaled",), one=True)
+    if options.rescale:
+        yield Claims(("learning rate",), chosen, one=True)
     if config.optimizer == "adamw":
         yield Claims(("optimizer",), chosen, one=True)
-    if losses < config.world_size - 1:  # else nobody may be there from begin to end
+    if options.losses < config.world_size - 1:  # else nobody may be there from begin to end
         yield Claims(("redone",), chosen, one=True)
         if config.audit_every == 1:
             yield Claims(("audited replicas",), chosen, one=True)
@@ -308,7 +283,6 @@ def claims(mode: Mode, config: Config, losses: int) -> Iterator[Claims]:
 # What the losses of a run did, in words and pictures: who was in when, what each change cost, and when steps stood, of
 # which the report draws samples a second.
 
-PLACEMENT = "members lie in pairs and keep each other's copy, of an odd number the last three do in a ring"
 AGREED, NEXT = "agreed after (ms)", "next step after (ms)"
 COLUMNS = [
     "", "what", "step", "in before", "in after", "steps redone", "state from", AGREED, NEXT, "next step at (s)",
@@ -339,9 +313,7 @@ def show(lab: Lab, courses: list[Course]) -> None:
             rows += [[name, *event_row(Event(*event), first_at)] for event in events]
             record = ", ".join(f"from step {first}: {' '.join(map(str, ranks))}" for first, ranks in in_when)
             lab.say(f"{name}: {record}", "members")
-            if course.policy.copies:
-                lab.say(f"{name}: {PLACEMENT}; {placed(in_when)}", "copies")
-            if course.policy.rescaled:
+            if course.training.rescale:
                 lab.say(f"{name}: {rescaled(course, in_when)}", "rate", at="normal")
     if rows:
         title = "What each change of members cost, as the first member saw it; times are from the run's first step on"
@@ -389,16 +361,6 @@ def wrong(event: Event, stood_at: Sequence[float]) -> Iterator[str]:
 def what_changed(event: Event) -> str:
     """In a word: a rank was lost, one asked to be let in, or all began again from a checkpoint."""
     return "asked" if event.why == "asked" else "restart" if event.restored else "lost"
-
-
-def placed(record: list[list[Any]]) -> str:
-    """Which rank held whose copy, from which step on."""
-    found = []
-    for first, ranks in record:
-        keepers = [(rank, keeper(place, len(ranks))) for place, rank in enumerate(ranks)]
-        pairs = ", ".join(f"{rank}'s with {ranks[place]}" for rank, place in keepers if place is not None)
-        found.append(f"from step {first}: {pairs or 'none'}")
-    return "; ".join(found)
 
 
 def rescaled(course: Course, record: list[list[Any]]) -> str:

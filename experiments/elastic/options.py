@@ -4,7 +4,7 @@ from distlab.config.settings import Field, ModeOptions
 
 
 class Options(ModeOptions):
-    """How often ranks are lost on purpose, and how often `restart` saves."""
+    """How often ranks are lost on purpose, how often they save, and whether the batch follows the members."""
 
     # Larger steps grow roundings past 1e-12 in some hundreds of them.
     sizes = {"width": 32, "depth": 2, "optimizer": "adamw", "lr": 1e-4}  # noqa: RUF012
@@ -16,5 +16,10 @@ class Options(ModeOptions):
         alias="LAB_SAVED_EVERY",
         ge=1,
         le=10_000,
-        description="steps between two checkpoints of restart, zero1 and peer_memory",
+        description="steps between two checkpoints of restart and zero1",
+    )
+    rescale: bool = Field(
+        False,
+        alias="LAB_RESCALE",
+        description="1: each rank keeps its number of samples, and the learning rate follows the batch",
     )

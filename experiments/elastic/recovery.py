@@ -26,17 +26,14 @@ from .network import BACK, Net
 
 # What a variant does about a loss, as data: `Course` goes by it.
 
-MEMBER, SPARE, NOBODY = "member", "spare", "nobody"  # what a rank outside asks to be let in as
+MEMBER, NOBODY = "member", "nobody"  # what a rank outside asks to be let in as
 
 
 class Policy(NamedTuple):
     name: str
     restarts: bool = False  # all begin again from the last checkpoint
-    spares: int = 0  # ranks that wait outside from the start
     returns: bool = False  # whoever died comes back and asks to be let in
     sharded: bool = False  # no member has another's part of the optimizer's state
-    copies: bool = False  # save one, that keeps its copy
-    rescaled: bool = False  # each keeps its number of samples, and the learning rate follows the batch
 
     @property
     def wishes(self) -> set[str]:
@@ -205,13 +202,11 @@ class Course:
         self.record: list[list[Any]] = []  # [first step, members by rank], as the views have it
         self.events: list[Event] = []
         self.commits: list[tuple[float, int]] = []  # Unix time, steps applied
-        self.wanted = len(net.membership.world) - policy.spares
         self.lives = 1
         self.taken_back = 0  # updates that this rank had applied and that do not stand, in all of its lives
         self.computed = 0  # steps, those that were computed again included
         self.finished = False
         self.apart = 0.0  # how far this rank's state is from the first member's at the end
-        self.copies_apart = 0.0  # and the copies that it keeps from what they are of
         self.moments: torch.Tensor | None = None
 
     def fresh(self) -> Survivor:
@@ -239,7 +234,7 @@ class Course:
     def within(self, view: View) -> View | None:
         """Be in `view`, or outside of it, until the next one; None at the end."""
         if self.net.membership.me not in view.members:
-            return self.net.membership.ask({"as": SPARE if self.lives == 1 else self.policy.wish})
+            return self.net.membership.ask({"as": self.policy.wish})
         try:
             self.enter(view)
             return self.train(view)
@@ -264,14 +259,12 @@ class Course:
                 self.wait_for_returns()
             self.computing = self.training.applied
             self.noted(self.computing)
-            asked = self.training.step(group, place, size, wish=place == 0 and bool(self.newcomers(size)))
+            asked = self.training.step(group, place, size, wish=place == 0 and bool(self.newcomers()))
             self.committed()
             self.audit.compare(self.policy.name, self.computing)
             if asked:
                 return self.regroup("asked", view)
         self.moments = self.training.moments(group)
-        if isinstance(self.training, ShardedSurvivor):
-            self.copies_apart = self.training.copies_apart(self.moments)
         mine = self.training.state()
         self.apart = float((group.broadcast(mine.clone(), 0) - mine).abs().max())
         group.sum(torch.zeros(1))  # whoever has come here knows that all have every step
@@ -328,33 +321,28 @@ class Course:
 
     def wait_for_returns(self) -> None:
         """In a drill: the first member waits until whoever comes back has asked."""
-        deadline = time.monotonic() + WAIT_S
+        membership, deadline = self.net.membership, time.monotonic() + WAIT_S
         if self.policy.returns and self.drill.waits_for(self.training.applied):
-            while not self.newcomers(self.wanted) and len(self.net.membership.view.members) < self.wanted:
+            while not self.newcomers() and len(membership.view.members) < len(membership.world):
                 if time.monotonic() > deadline:
                     return
                 time.sleep(0.01)
 
-    def newcomers(self, size: int) -> list[Member]:
-        """Who is to be let in beside `size` members: whoever asks, and spares where members are missing."""
-        asking = self.net.membership.asking
-        joining = [member for member, wish in asking.items() if wish["as"] in self.policy.wishes]
-        spares = [member for member, wish in asking.items() if wish["as"] == SPARE]
-        return joining + spares[: max(0, self.wanted - size - len(joining))]
+    def newcomers(self) -> list[Member]:
+        """Who asks, and is to be let in."""
+        return [member for member, wish in self.net.membership.asking.items() if wish["as"] in self.policy.wishes]
 
     # --- what the first member decides ---
 
     def first(self, there: list[Member], reports: dict[Member, Report]) -> Report:
         """The view in which all begin, or begin again with whoever asks."""
-        if not self.record:
-            return self.planned(there[: len(there) - self.policy.spares], [], reports)
-        return self.planned(there, self.newcomers(len(there)), reports)
+        return self.planned(there, self.newcomers() if self.record else [], reports)
 
     def next(self, there: list[Member], reports: dict[Member, Report]) -> Report:
         """The view of those who are left, and of whom they let in."""
         members = [member for member in there if reports[member]]
         others = [member for member in there if member not in members]  # asked, and were let in by a view that fell
-        return self.planned(members, [*others, *self.newcomers(len(there))], reports)
+        return self.planned(members, [*others, *self.newcomers()], reports)
 
     def planned(self, members: list[Member], newcomers: list[Member], reports: dict[Member, Report]) -> Report:
         by_rank = {member.rank: reports[member] for member in members}

@@ -119,11 +119,11 @@ def test_members_of_a_newer_view_are_met_by_those_that_have_not_heard_of_it() ->
 
 def test_who_waits_outside_is_not_met_but_at_a_beginning() -> None:
     world = World(3)
-    world.views.came(2, Ask(b"spare"))
+    world.views.came(2, Ask(b"member"))
     world.meet(0, 1, why="restart it")
     assert world.decided(0) == [0, 1]
     world = World(3)
-    world.views.came(2, Ask(b"spare"))
+    world.views.came(2, Ask(b"member"))
     world.meet(0, 1, why=f"{BEGIN} more")
     assert world.decided(0) == []
 

@@ -7,7 +7,7 @@ from tests.compose.containers import Containers
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(300)]
 WORLD_SIZE = 3
 SETTINGS = {
-    "RUN_MODE": "elastic", "LAB_VARIANT": "peer_memory", "LAB_LOSSES": "0", "LAB_MODEL": "mlp", "LAB_WIDTH": "16",
+    "RUN_MODE": "elastic", "LAB_VARIANT": "join", "LAB_LOSSES": "0", "LAB_MODEL": "mlp", "LAB_WIDTH": "16",
     "LAB_DEPTH": "1", "LAB_STEPS": "3000", "LAB_SAVED_EVERY": "1000",
 }  # fmt: skip
 
@@ -18,7 +18,7 @@ def test_a_container_that_is_started_again_finds_its_way_back(cluster: Container
     cluster.docker("kill", 2)
     cluster.docker("start", 2)
     assert cluster.wait(timeout_s=200) == {0: 0, 1: 0, 2: 0}, cluster.logs()
-    cluster.until(2, r"in again with step \d+ of peer_memory, [\d.]+ s after its first packet")
+    cluster.until(2, r"in again with step \d+ of join, [\d.]+ s after its first packet")
     run = cluster.verdict()
     assert (run["verdict"], [entry["rank"] for entry in run["lost"]]) == ("pass", [2])
     assert run["lost"][0]["reason"].endswith("until it came back")

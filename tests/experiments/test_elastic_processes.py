@@ -18,7 +18,7 @@ from tests.cluster.cluster_of_processes import Rank
 pytestmark = pytest.mark.timeout(300)
 WORLD_SIZE = 3
 SETTINGS = {
-    "RUN_MODE": "elastic", "LAB_VARIANT": "peer_memory", "LAB_LOSSES": "0", "LAB_MODEL": "mlp", "LAB_WIDTH": "16",
+    "RUN_MODE": "elastic", "LAB_VARIANT": "join", "LAB_LOSSES": "0", "LAB_MODEL": "mlp", "LAB_WIDTH": "16",
     "LAB_DEPTH": "1", "WORLD_SIZE": str(WORLD_SIZE), "MASTER_ADDR": "127.0.0.1", "LAB_KEY": "a key for this test alone",
     "LAB_JOIN_TIMEOUT_S": "120", "LAB_SAVED_EVERY": "1000",
 }  # fmt: skip
@@ -82,16 +82,16 @@ def test_of_a_partition_the_majority_goes_on_and_the_minority_stops(world: Calla
     assert cut.codes() == [3, 0, 0], cut.said(0)
     assert "rank 0 is partitioned from the cluster at step" in cut.said(0), "the minority says so"
     for rank in (1, 2):
-        assert re.search(r"rank 0 lost at step \d+ in peer_memory: .*; the remaining ranks continue", cut.said(rank))
+        assert re.search(r"rank 0 lost at step \d+ in join: .*; the remaining ranks continue", cut.said(rank))
     run = cut.judged()
     assert (run["verdict"], [entry["rank"] for entry in run["lost"]]) == ("pass", [0])
     assert [drill["held"] for drill in run["drills"]] == [True]
-    assert {check["name"] for check in run["checks"]} >= {"weights", "optimizer", "samples", "from memory"}
+    assert {check["name"] for check in run["checks"]} >= {"weights", "optimizer", "samples", "updates kept"}
 
 
 def test_two_of_five_that_are_cut_off_stop_and_three_go_on(world: Callable[..., Processes]) -> None:
     faults = "cut:rank0@step40,cut:rank3@step40"
-    cut = world(WORLD_SIZE="5", LAB_VARIANT="join", LAB_STEPS="400", LAB_FAULTS=faults, LAB_LOST_AFTER_S="2")
+    cut = world(WORLD_SIZE="5", LAB_STEPS="400", LAB_FAULTS=faults, LAB_LOST_AFTER_S="2")
     assert cut.codes() == [3, 0, 0, 3, 0], cut.said(1)
     for rank in (0, 3):
         assert f"rank {rank} is partitioned from the cluster at step" in cut.said(rank), "the minority says so"
@@ -100,7 +100,7 @@ def test_two_of_five_that_are_cut_off_stop_and_three_go_on(world: Callable[..., 
     assert [drill["held"] for drill in run["drills"]] == [True, True]
 
 
-@pytest.mark.parametrize(("rank", "variant"), [(0, "peer_memory"), (2, "peer_memory"), (2, "restart")])
+@pytest.mark.parametrize(("rank", "variant"), [(0, "join"), (2, "zero1"), (2, "restart")])
 def test_who_is_killed_and_started_again_finds_its_way_back(
     world: Callable[..., Processes], rank: int, variant: str
 ) -> None:
@@ -127,7 +127,7 @@ def test_who_is_killed_and_started_again_finds_its_way_back(
 def test_who_came_back_while_another_was_gone_outlives_the_server_that_took_it_in(
     world: Callable[..., Processes],
 ) -> None:
-    ranks = world(WORLD_SIZE="4", LAB_STEPS="900", LAB_LOST_AFTER_S="60", LAB_VARIANT="join")
+    ranks = world(WORLD_SIZE="4", LAB_STEPS="900", LAB_LOST_AFTER_S="60")
     first = ranks.started
     first[0].until("is killed by fault injection", 120)
     time.sleep(0.5)

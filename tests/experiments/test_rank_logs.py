@@ -78,7 +78,7 @@ def numbers_of_comm(ran: Ran) -> Iterator[str]:
 def members_of_elastic(ran: Ran) -> Iterator[str]:
     for view in of(ran, records.Changed):
         yield f"from step {view.step}: ranks {', '.join(map(str, view.members))} ({view.what}"
-    yield "join: killed at step"
+    yield "zero1: killed at step"
     yield "checks all passed on this rank"
 
 

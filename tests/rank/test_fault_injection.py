@@ -134,7 +134,7 @@ TRAININGS = [
     ("elastic", "shrink", "gradient", "named"),
     ("elastic", "shrink", "message", "a check of the training"),
     ("elastic", "zero1", "gradient", "a check of the training"),
-    ("elastic", "peer_memory", "weight", "named"),
+    ("elastic", "zero1", "weight", "named"),
     ("largebatch", "linear", "gradient", "named"),
     ("largebatch", "linear", "weight", "named"),
     ("largebatch", "linear", "message", "a check of the training"),
