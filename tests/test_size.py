@@ -27,7 +27,7 @@ import pytest
 from distlab.collectives.by_hand import ALGORITHMS, OVER_TCP
 from distlab.config.settings import modes
 from distlab.data_parallel.buckets import GradientBuckets
-from distlab.elastic.strategy import RescaledSurvivor, ShardedSurvivor, Survivor
+from distlab.elastic.strategy import ShardedSurvivor, Survivor
 from distlab.experiments.elastic import POLICIES
 from distlab.experiments.elastic.recovery import Course
 from distlab.experiments.largebatch import RECIPES
@@ -41,14 +41,14 @@ SIZES = {  # statements and files, at most
     "distlab": (409, 4),
     "distlab/check": (5_706, 35),
     "distlab/checkpoint": (1_097, 8),
-    "distlab/cli": (1_007, 12),
+    "distlab/cli": (1_000, 12),
     "distlab/cluster": (2_371, 16),
     "distlab/collectives": (1_148, 13),
-    "distlab/compression": (301, 4),
+    "distlab/compression": (256, 4),
     "distlab/config": (955, 7),
     "distlab/context_parallel": (350, 5),
     "distlab/data_parallel": (239, 3),
-    "distlab/elastic": (538, 4),
+    "distlab/elastic": (484, 4),
     "distlab/expert_parallel": (290, 3),
     "distlab/faults": (191, 1),
     "distlab/large_batch": (107, 1),
@@ -56,30 +56,30 @@ SIZES = {  # statements and files, at most
     "distlab/measure": (1_137, 8),
     "distlab/mesh": (267, 3),
     "distlab/notebook": (564, 6),
-    "distlab/parameter_server": (356, 4),
+    "distlab/parameter_server": (321, 4),
     "distlab/pipeline_parallel": (674, 5),
     "distlab/plan": (1_598, 15),
     "distlab/precision": (55, 1),
     "distlab/prove": (1_252, 7),
     "distlab/puzzle": (1_605, 41),
     "distlab/rank": (1_187, 8),
-    "distlab/report": (3_468, 25),
+    "distlab/report": (3_329, 25),
     "distlab/sharded": (554, 4),
     "distlab/tensor_parallel": (371, 4),
     "distlab/testing": (676, 7),
     "distlab/transport": (1_157, 7),
     "distlab/verify": (1_712, 11),
-    "distlab/workload": (1_002, 7),
-    "experiments": (8_645, 77),
+    "distlab/workload": (999, 7),
+    "experiments": (7_797, 76),
     "workers": (6, 2),
     "engines": (57, 1),
-    "tests": (30_548, 518),
-    "benchmarks": (2_276, 35),
+    "tests": (30_278, 516),
+    "benchmarks": (2_273, 35),
 }
 MOST_FILES, MEDIAN_FILES, BUCKETED_LINES = 4, 3, 650
 READ = {  # by a person, from each `def` on: the lesson's own folder and distlab/, without the lesson itself
     ("dp", "bucketed"): "data_parallel/buckets.py data_parallel/strategy.py",
-    ("tp", "megatron"): "tp/user_plans.py tensor_parallel/layers.py tensor_parallel/strategy.py",
+    ("tp", "megatron"): "tensor_parallel/layers.py tensor_parallel/strategy.py",
     ("pp", "1f1b"): ("pipeline_parallel/pipeline.py pipeline_parallel/schedules.py pipeline_parallel/strategy.py"),
     ("fsdp", "zero3"): "sharded/flat_parameter.py sharded/zero.py",
     ("comm", "ring"): "collectives/point_to_point.py collectives/ring.py",
@@ -94,12 +94,9 @@ TECHNIQUES = {
 # Where one begins with a variant that its mode's own `run` makes.
 BUILT_BY_RUN: dict[str, dict[str, object]] = {
     "comm": {"gloo": None, **ALGORITHMS, "tcp": (OVER_TCP["server"], OVER_TCP["pairs"])},
-    "elastic": {
-        policy.name: (Course, ShardedSurvivor if policy.sharded else RescaledSurvivor if policy.rescaled else Survivor)
-        for policy in POLICIES
-    },
+    "elastic": {policy.name: (Course, ShardedSurvivor if policy.sharded else Survivor) for policy in POLICIES},
     "largebatch": {name: (recipe, Trainee) for name, recipe in RECIPES.items()},
-    "server": dict.fromkeys(("ssp", "downpour"), (Worker, ParameterServer)),
+    "server": {"downpour": (Worker, ParameterServer)},
 }
 
 
