@@ -102,8 +102,8 @@ HOLDS = {
     "RUN_MODE=server LAB_VARIANT=downpour LAB_STALENESS=2": Shown((r"downpour staleness",)),
     "RUN_MODE=server LAB_VARIANT=local_sgd,diloco": Shown((r"local_sgd losses at H = 1", r"diloco weights at H = 4")),
     "RUN_MODE=largebatch": Shown((r"linear learning rate", r"lamb")),
-    "RUN_MODE=largebatch LAB_VARIANT=unscaled,sqrt,linear,warmup": Shown(
-        (r"sqrt learning rate", r"warmup learning rate")
+    "RUN_MODE=largebatch LAB_VARIANT=unscaled,linear,warmup": Shown(
+        (r"unscaled learning rate", r"warmup learning rate")
     ),
     "RUN_MODE=largebatch LAB_VARIANT=linear,warmup": Shown((r"warmup learning rate",)),
     "RUN_MODE=largebatch LAB_VARIANT=lars,lamb": Shown((r"lars +.*passed", r"lamb +.*passed")),

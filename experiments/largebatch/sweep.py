@@ -1,18 +1,14 @@
-"""The sweep: every recipe, with every seed, on batches of every multiple of the base, over the same samples; what it
-refuses, sends and claims, and the k at which each recipe breaks down.
+"""The sweep: every recipe on batches of every multiple of the base, over the same samples; what it refuses, sends and
+claims, and the k at which each recipe breaks down.
 
-Its losses decide nothing, so what they are made of is checked. Of every k the first step, the last and one drawn by the
-seed are held against one process, two recipes or more at each, so that each recipe is checked once at every k. No
-sample to judge by is trained on, no two seeds draw alike, and the ranks take each sample of a step once and end with
-the same weights.
+Its losses decide nothing, so what they are made of is checked. Of every training the first step and the last are held
+against one process. No sample to judge by is trained on, and the ranks take each sample of a step once and end with the
+same weights.
 """
 
 import math
-import random
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import combinations
-from statistics import fmean
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -30,15 +26,13 @@ from distlab.workload.model import build_model, outline
 from distlab.workload.user_model import is_own
 
 from .checks import LAYERWISE, STEPS, check_step, state_of
-from .training import LAMB_RATE, LARS_RATE, Lockstep, Recipe, Stream, Trainee, base_rate, sgd
+from .training import LAMB_RATE, LARS_RATE, Recipe, Stream, Trainee, base_rate, sgd
 
 MULTIPLES = (1, 2, 4, 8, 16, 32)
-SEEDS = 3
-SPREADS = 3
-FEW = 8  # samples, whose order two seeds share by chance in one of 40 000
+WORSE = 2.0  # times the loss at k = 1, and a recipe has broken down
 CONTROLS = "tests/experiments/test_largebatch.py::{}"
 
-Runs = dict[tuple[str, int], Trainee]  # the trainings of one k, by recipe and seed
+Losses = dict[int, float]  # held-out, by k
 
 
 def multiples(config: Config) -> list[int]:
@@ -76,22 +70,20 @@ def refuse(config: Config, recipes: Mapping[str, Recipe]) -> list[str]:
     return refusals + untrainable(config)
 
 
-def predict(config: Config, recipes: Mapping[str, Recipe]) -> list[Prediction]:
-    """Bytes of one step of all runs together, a value a rank."""
-    runs, ranks = SEEDS * len(recipes), config.world_size
-    nbytes = runs * outline(config).num_parameters() * getattr(torch, config.dtype).itemsize
+def predict(config: Config) -> list[Prediction]:
+    """Bytes of one step of any training, a value a rank."""
+    ranks, nbytes = config.world_size, outline(config).num_parameters() * getattr(torch, config.dtype).itemsize
     value = (all_reduce_bytes("gloo", ranks, nbytes),) * ranks
     messages = (gloo_all_reduce_messages(ranks, nbytes),) * ranks
-    formula = f"2(N-1)/N x S x {runs} runs"
-    return [Prediction(config.model, "wire bytes", "B", formula, value, 1, messages=messages)]
+    return [Prediction(config.model, "wire bytes", "B", "2(N-1)/N x S", value, 1, messages=messages)]
 
 
 def claims(mode: Mode, config: Config) -> Iterator[Claims]:
-    """The proof of each recipe, at every k of the sweep its samples, sampled steps and replicas, and bytes."""
+    """The proof of each recipe, at every k of the sweep its samples, two steps and replicas, and bytes."""
     batches = len(multiples(config))
-    yield Claims(("effective batch", "seeds"), WHOLE_RUN, one=True, times=batches)
+    yield Claims(("effective batch",), WHOLE_RUN, one=True, times=batches)
     yield Claims(("held out",), WHOLE_RUN, one=True)
-    yield Claims(("replicas",), WHOLE_RUN, times=batches)
+    yield Claims(("replicas",), mode.names, times=batches)
     yield Claims(("called bytes", "wire bytes"), (config.model,))
     if config.proof:
         yield Claims(("layers", "global norms"), LAYERWISE)
@@ -106,113 +98,74 @@ def claims(mode: Mode, config: Config) -> Iterator[Claims]:
 
 
 class SweepResults(NamedTuple):
-    losses: dict[str, dict[int, list[float]]]  # held-out, by recipe and k, a value a seed
-    untrained: float  # the mean held-out loss before the first step
+    losses: dict[str, Losses]  # by recipe
+    untrained: float  # the held-out loss before the first step
     counted: Counted  # of one step at the largest k
 
 
-def note_losses(lab: Lab, k: int, stream: Stream, losses: Mapping[str, list[float]]) -> None:
+def note_losses(lab: Lab, k: int, stream: Stream, losses: Mapping[str, Losses]) -> None:
     """In each rank's own log: its part of the batch at this `k`, and where each recipe came with it."""
     ids = stream.sample_ids(0, lab.rank, lab.world_size)
-    ended = ", ".join(f"{name} {sum(of) / len(of):.3g}" for name, of in losses.items())
+    ended = ", ".join(f"{name} {of[k]:.3g}" for name, of in losses.items())
     number = lab.config.steps // k
     steps = f"{number} step{'s' if number > 1 else ''}"
     lab.note("trains", f"k={k}: {steps}, {len(ids)} of {k * lab.config.batch} samples here; loss {ended}")
 
 
 def sweep(lab: Lab, recipes: Mapping[str, Recipe]) -> SweepResults:
-    """Train by all `recipes`; k after k, and all that share a k in lockstep."""
-    config, dtype = lab.config, getattr(torch, lab.config.dtype)
-    seeds = range(config.seed, config.seed + SEEDS)
-    streams = {seed: Stream(config, seed, config.steps, lab.device, dtype) for seed in seeds}
-    losses: dict[str, dict[int, list[float]]] = {name: {} for name in recipes}
+    """Train by all `recipes`, k after k."""
+    config, dtype, ks = lab.config, getattr(torch, lab.config.dtype), multiples(lab.config)
+    stream = Stream(config, config.seed, config.steps, lab.device, dtype)
+
+    def trainee(recipe: Recipe, k: int) -> Trainee:
+        model = build_model(config, config.seed).to(lab.device, dtype)
+        return Trainee(model, stream, recipe, k, config.steps // k, config, lab.group)
+
+    losses: dict[str, Losses] = {name: {} for name in recipes}
     if lab.rank == 0:
-        check_held_out(lab, streams.values())
-    with lab.work.of(sum(config.steps // k for k in multiples(config)), "steps of all recipes"):
-        for k in multiples(config):
-            check_samples(lab, streams[config.seed].times(k))
-            runs = trainees(lab, recipes, streams, k)
-            if lab.rank == 0:
-                check_seeds(lab, runs)
-            train(lab, runs, k)
-            for name in recipes:
-                losses[name][k] = [runs[name, seed].held_out_loss() for seed in seeds]
-            note_losses(lab, k, streams[config.seed].times(k), {name: losses[name][k] for name in recipes})
-    lockstep = in_lockstep(lab, trainees(lab, recipes, streams, multiples(config)[-1]))
+        check_held_out(lab, stream)
+    with lab.work.of(len(recipes) * sum(config.steps // k for k in ks), "steps of all recipes"):
+        for k in ks:
+            check_samples(lab, stream.times(k))
+            for name, recipe in recipes.items():
+                training = trainee(recipe, k)
+                train(lab, name, training)
+                losses[name][k] = training.held_out_loss()
+            note_losses(lab, k, stream.times(k), losses)
+    first = next(iter(recipes.values()))
+    training, untrained = trainee(first, ks[-1]), trainee(first, 1).held_out_loss()
     with lab.count() as traffic:
-        lockstep.backward(0)
-        lockstep.update(0)
-    fresh = trainees(lab, dict(list(recipes.items())[:1]), streams, 1)
-    untrained = fmean(each.held_out_loss() for each in fresh.values())
+        training.backward(0)
+        training.update(0)
     return SweepResults(losses, untrained, Counted(traffic, 0, {}, {}, Order({})))
 
 
-def trainees(lab: Lab, recipes: Mapping[str, Recipe], streams: Mapping[int, Stream], k: int) -> Runs:
-    config, dtype = lab.config, getattr(torch, lab.config.dtype)
-    return {
-        (name, seed): Trainee(
-            build_model(config, seed).to(lab.device, dtype), stream, recipe, k, config.steps // k, config
-        )
-        for name, recipe in recipes.items()
-        for seed, stream in streams.items()
-    }
-
-
-def in_lockstep(lab: Lab, runs: Runs) -> Lockstep:
-    return Lockstep({f"{name} {seed}": trainee for (name, seed), trainee in runs.items()}, lab.group)
-
-
-def train(lab: Lab, runs: Runs, k: int) -> None:
-    """Take all steps of one k, each forward, backward and update of all its trainings, and check them."""
-    config, steps, name = lab.config, lab.config.steps // k, f"batches of {k} times the base"
-    lockstep, of_seed = in_lockstep(lab, runs), {each: run for (each, seed), run in runs.items() if seed == config.seed}
-    corruption = Corruption(lab, {name: lockstep}, config.audited_every)
-    shared = corruption.shared(name)
-    due = sampled(config.seed, k, steps, list(of_seed)) if config.proof and lab.rank == 0 else {}
+def train(lab: Lab, name: str, trainee: Trainee) -> None:
+    """Take all steps of one training, and check the first and the last."""
+    steps, label = trainee.steps, f"{name} at k = {trainee.k}"
+    corruption = Corruption(lab, {label: trainee}, lab.config.audited_every)
+    shared = corruption.shared(label)
+    checked = {0, steps - 1} if lab.config.proof and lab.rank == 0 else set()
     for step in range(steps):
-        before = {recipe: state_of(of_seed[recipe]) for recipe in due.get(step, [])}
-        lab.begin_step(step, name)
-        for kind, part in (("gradients", lockstep.backward), ("weights", lockstep.update)):
+        before = state_of(trainee) if step in checked else []
+        lab.begin_step(step, label)
+        for kind, part in (("gradients", trainee.backward), ("weights", trainee.update)):
             part(step)
-            lab.on_tensors(kind, name, lockstep, step, shared)
-            corruption.hash(kind, name, lockstep, step)
+            lab.on_tensors(kind, label, trainee, step, shared)
+            corruption.hash(kind, label, trainee, step)
         lab.stepped()
-        corruption.compare(name, step)
-        for recipe, state in before.items():
-            check_step(lab, recipe, of_seed[recipe], state, step, proof=False)
+        corruption.compare(label, step)
+        if step in checked:
+            check_step(lab, name, trainee, before, step, proof=False)
     corruption.decide()
-    check_replicas(lab, lockstep)
+    check_replicas(lab, name, trainee)
 
 
-def sampled(seed: int, k: int, steps: int, names: list[str]) -> dict[int, list[str]]:
-    """The recipes that are checked at each of three steps: the first, the last and a drawn one."""
-    draw = random.Random(f"{seed} {k}")
-    due = list(dict.fromkeys((0, steps - 1, draw.randrange(steps))))
-    order, each = draw.sample(names, len(names)), max(2, -(-len(names) // len(due)))
-    return {
-        step: list(dict.fromkeys(order[(each * place + index) % len(order)] for index in range(each)))
-        for place, step in enumerate(due)
-    }
-
-
-def check_held_out(lab: Lab, streams: Iterable[Stream]) -> None:
+def check_held_out(lab: Lab, stream: Stream) -> None:
     """No sample to judge by is among those that are dealt."""
-    control = CONTROLS.format("test_a_sweep_that_draws_wrong_fails_the_run")
-    seen = sum(len({*stream.held_out.tolist()} & {*stream.trained.tolist()}) for stream in streams)
+    control = CONTROLS.format("test_a_sweep_that_judges_by_what_it_trained_fails_the_run")
+    seen = len({*stream.held_out.tolist()} & {*stream.trained.tolist()})
     lab.check("held out", seen, 0, detail="samples to judge by that are trained on", control=control)
-
-
-def check_seeds(lab: Lab, runs: Runs) -> None:
-    """Of one recipe no two trainings that begin now have the same weights, or see the same samples."""
-    first = [trainee for (name, _), trainee in runs.items() if name == next(iter(runs))[0]]
-    inputs = [trainee.stream.samples.take(trainee.stream.trained)[0] for trainee in first]
-    alike = sum(
-        all(map(torch.equal, one.model.parameters(), other.model.parameters())) or torch.equal(mine, theirs)
-        for (one, mine), (other, theirs) in combinations(zip(first, inputs, strict=True), 2)
-        if len(mine) >= FEW
-    )
-    control = CONTROLS.format("test_a_sweep_that_draws_wrong_fails_the_run")
-    lab.check("seeds", alike, 0, detail="pairs of seeds that draw alike", control=control)
 
 
 def check_samples(lab: Lab, stream: Stream) -> None:
@@ -226,31 +179,30 @@ def check_samples(lab: Lab, stream: Stream) -> None:
         lab.check("effective batch", wrong, 0, detail=detail, control=control)
 
 
-def check_replicas(lab: Lab, lockstep: Lockstep) -> None:
+def check_replicas(lab: Lab, name: str, trainee: Trainee) -> None:
     """All ranks hold the same weights, to the bit; a training that left the range of numbers is not a number on all."""
-    mine = torch.cat([weight.flatten() for _, weight in lockstep.alike("weights")])
+    mine = torch.cat([weight.flatten() for _, weight in trainee.alike("weights")])
     first = mine.clone()
     dist.broadcast(first, group=lab.group, group_src=0)
     same = torch.equal(mine.isnan(), first.isnan())
     differs = (mine.nan_to_num() - first.nan_to_num()).abs().max().item() if same else math.inf
-    lab.check("replicas", differs, 0.0, control=CONTROLS.format("test_a_sweep_that_parts_fails_the_run"))
+    lab.check("replicas", differs, 0.0, name, control=CONTROLS.format("test_a_sweep_that_parts_fails_the_run"))
 
 
 # --- what is shown of it ---
 
 
-def show_settings(lab: Lab, recipes: Sequence[str]) -> None:
+def show_settings(lab: Lab) -> None:
     config, ks = lab.config, multiples(lab.config)
     total = config.steps * config.batch
-    lab.say(f"{outline(config).describe()}: {total} samples for every k, {SEEDS} seeds, {config.dtype}", "model")
+    lab.say(f"{outline(config).describe()}: {total} samples for every k, {config.dtype}", "model")
     left_out = [str(k) for k in MULTIPLES if k not in ks]
     if left_out:
         lab.say(
             f"k = {', '.join(left_out)}: LAB_STEPS={config.steps} is no multiple, so the samples would differ",
             "left out",
         )
-    names = ", ".join(recipes)
-    lab.say(f"base rates: SGD {base_rate(config):g}, LARS {LARS_RATE:g}, LAMB {LAMB_RATE:g}; recipes {names}", "rates")
+    lab.say(f"base rates: SGD {base_rate(config):g}, LARS {LARS_RATE:g}, LAMB {LAMB_RATE:g}", "rates")
     for k in ks:
         batch = data.effective_batch(config.model_copy(update={"batch": k * config.batch}), lab.world_size)
         lab.say(f"k = {k}: {batch}, {config.steps // k} steps", "batch")
@@ -258,23 +210,22 @@ def show_settings(lab: Lab, recipes: Sequence[str]) -> None:
 
 def show_found(lab: Lab, found: SweepResults) -> None:
     """A table and a chart of the losses, and the k at which each recipe breaks down."""
-    ks, untrained, spread = multiples(lab.config), found.untrained, widest_spread(found)
-    rows = [
-        [name, *(cell(losses[k], untrained) for k in ks), broken(losses, spread, untrained)]
-        for name, losses in found.losses.items()
-    ]
+    ks, untrained, ends = multiples(lab.config), found.untrained, {}
+    rows: list[list[object]] = []
+    for name, losses in found.losses.items():
+        ends[name] = broken(losses, untrained)
+        cells = (f"{losses[k]:.3g}" if learned(losses[k], untrained) else "diverged" for k in ks)
+        rows.append([name, *cells, ends[name]])
     title = f"loss on held-out samples after {lab.config.steps * lab.config.batch} samples"
-    columns = ["recipe", *(f"k = {k}" for k in ks), "breaks down at"]
-    lab.table(f"{lab.config.model}: {title}, mean of {SEEDS} seeds (least to most)", columns, rows)
+    lab.table(f"{lab.config.model}: {title}", ["recipe", *(f"k = {k}" for k in ks), "breaks down at"], rows)
     lab.say(
-        f"{untrained:.4g} before the first step. A recipe breaks down at the smallest k whose mean loss is above that, "
-        f"or more than {SPREADS} x {100 * spread:.2g} % above its own at k = 1, where seeds lie {100 * spread:.2g} % "
-        "apart at the widest",
+        f"{untrained:.4g} before the first step. A recipe breaks down at the smallest k whose loss is above that, or "
+        f"more than {WORSE:g} times its own at k = 1",
         "found",
     )
-    lab.say(result({row[0]: row[-1] for row in rows}), "result", at="normal")
+    lab.say("breaks down at: " + ", ".join(f"{name} {end}" for name, end in ends.items()), "result", at="normal")
     drawn = {
-        name: [[float(k), fmean(values)] for k, values in losses.items() if learned(values, untrained)]
+        name: [(float(k), loss) for k, loss in losses.items() if learned(loss, untrained)]
         for name, losses in found.losses.items()
     }
     series = {name: [list(axis) for axis in zip(*points, strict=True)] for name, points in drawn.items() if points}
@@ -284,33 +235,12 @@ def show_found(lab: Lab, found: SweepResults) -> None:
     )  # fmt: skip
 
 
-def result(ends: Mapping[str, str]) -> str:
-    """At which k each recipe breaks down, in a line, and which do not."""
-    breaks = ", ".join(f"{name} {end.removeprefix('k = ')}" for name, end in ends.items() if end.startswith("k"))
-    rest = {end: [name for name, other in ends.items() if other == end] for end in ends.values() if end[0] != "k"}
-    told = [f"breaks at k: {breaks}"] if breaks else []
-    return "; ".join([*told, *(f"{end}: {', '.join(names)}" for end, names in rest.items())])
+def learned(loss: float, untrained: float) -> bool:
+    """Whether it is no worse than that of a model that never trained, and a number at all."""
+    return loss <= untrained
 
 
-def learned(losses: list[float], untrained: float) -> bool:
-    """Whether the mean over the seeds is no worse than that of a model that never trained, and a number at all."""
-    return fmean(losses) <= untrained
-
-
-def cell(losses: list[float], untrained: float) -> str:
-    if not learned(losses, untrained):
-        return "diverged"
-    return f"{fmean(losses):.3g} ({min(losses):.3g} to {max(losses):.3g})"
-
-
-def widest_spread(found: SweepResults) -> float:
-    """How far apart the seeds are at k = 1, (most - least) / mean: of all recipes that did not diverge there, as three
-    may be close by chance."""
-    bases = [by_k[1] for by_k in found.losses.values() if learned(by_k[1], found.untrained)]
-    return max(((max(base) - min(base)) / fmean(base) for base in bases), default=0.0)
-
-
-def broken(losses: dict[int, list[float]], spread: float, untrained: float) -> str:
-    bound = fmean(losses[1]) * (1 + SPREADS * spread)
-    worse = [k for k, values in sorted(losses.items()) if not (learned(values, untrained) and fmean(values) <= bound)]
+def broken(losses: Losses, untrained: float) -> str:
+    bound = min(untrained, WORSE * losses[1])
+    worse = [k for k, loss in sorted(losses.items()) if not learned(loss, bound)]
     return f"k = {worse[0]}" if worse else f"none up to {max(losses)}"

@@ -1,15 +1,12 @@
-"""What trains: a recipe for the learning rate, fresh samples for every step, and many trainings in lockstep.
+"""What trains: a recipe for the learning rate, and fresh samples for every step.
 
-Each training is data parallel in itself: every rank has a replica, and takes its part of the batch. A collective costs
-its latency whatever it carries, which for a model of some thousand parameters is most of a step. So the gradients of
-all trainings lie in one flat bucket, and are summed together: the same sums, one call in place of many.
-
-A batch of k times the base at step s is what k steps of the base batch take one after the other, from k·s on. So every
-k sees the same samples, each once, and differs in nothing but how many it takes at a time.
+Each training is data parallel: every rank has a replica, and takes its part of the batch. A batch of k times the base
+at step s is what k steps of the base batch take one after the other, from k·s on. So every k sees the same samples,
+each once, and differs in nothing but how many it takes at a time.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -109,24 +106,38 @@ def draw(config: Config, seed: int, num_samples: int) -> tuple[Samples, Tensor, 
 
 
 class Trainee:
-    """One training: a model, the samples of its seed, and a recipe for `steps` batches of k times the base."""
+    """One training on the ranks of `group`: a model, its samples, and a recipe for `steps` batches of k times the
+    base."""
 
-    def __init__(self, model: Model, stream: Stream, recipe: Recipe, k: int, steps: int, config: Config) -> None:
+    def __init__(
+        self, model: Model, stream: Stream, recipe: Recipe, k: int, steps: int, config: Config,
+        group: dist.ProcessGroup,
+    ) -> None:  # fmt: skip
         self.model, self.stream, self.recipe, self.k, self.steps = model, stream.times(k), recipe, k, steps
-        self.optimizer = recipe.optimizer(model, config)
+        self.optimizer, self.group = recipe.optimizer(model, config), group
+        self.buckets = GradientBuckets(model.parameters(), group, float("inf"), overlap=False)
 
-    def backward(self, step: int, shard: int, num_shards: int) -> None:
-        """Add the gradients of this shard's samples up.
+    def backward(self, step: int) -> None:
+        """The gradients of this rank's samples, summed over the ranks.
 
         A term counts by its share, one over those of all k times LAB_BATCH samples: a gradient is a mean, as long as
         that of the base. So with the base rate a step is no longer than before, and there are k times fewer.
         """
-        for inputs, targets, share in self.stream.dealt(step, shard, num_shards):
+        self.buckets.zero()
+        for inputs, targets, share in self.stream.dealt(step, self.group.rank(), self.group.size()):
             (self.model(inputs, targets) * share).backward()
+        self.buckets.finish()
 
     def update(self, step: int) -> None:
         set_rates(self.optimizer.param_groups, self.recipe.factor(self.k, step, self.steps))
         self.optimizer.step()
+
+    def alike(self, kind: str) -> Iterator[tuple[str, Tensor]]:
+        """The summed "gradients" or the "weights", which all ranks hold whole."""
+        for name, weight in self.model.named_parameters():
+            tensor = weight.detach() if kind == "weights" else weight.grad
+            if tensor is not None:
+                yield name, tensor
 
     @torch.no_grad()
     def held_out_loss(self) -> float:
@@ -134,31 +145,3 @@ class Trainee:
         inputs, targets, share = self.stream.judged()
         loss: float = (self.model.float()(inputs, targets) * share).item()
         return loss
-
-
-class Lockstep:
-    """Trainees, by name, that step together over the ranks of `group`; all take batches of k times the base."""
-
-    def __init__(self, trainees: Mapping[str, Trainee], group: dist.ProcessGroup) -> None:
-        self.trainees, self.group = dict(trainees), group
-        parameters = [parameter for trainee in trainees.values() for parameter in trainee.model.parameters()]
-        self.buckets = GradientBuckets(parameters, group, float("inf"), overlap=False)
-
-    def backward(self, step: int) -> None:
-        """Gradients of all trainees, summed over the ranks."""
-        self.buckets.zero()
-        for trainee in self.trainees.values():
-            trainee.backward(step, self.group.rank(), self.group.size())
-        self.buckets.finish()
-
-    def update(self, step: int) -> None:
-        for trainee in self.trainees.values():
-            trainee.update(step)
-
-    def alike(self, kind: str) -> Iterator[tuple[str, Tensor]]:
-        """The summed "gradients" or the "weights" of all trainees, which all ranks hold whole."""
-        for name, trainee in self.trainees.items():
-            for parameter, weight in trainee.model.named_parameters():
-                tensor = weight.detach() if kind == "weights" else weight.grad
-                if tensor is not None:
-                    yield f"{name}.{parameter}", tensor
