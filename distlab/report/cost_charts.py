@@ -230,64 +230,6 @@ def changes(records: Ranks, variants: Sequence[str]) -> Iterator[Event]:
             yield Event(each.at, WORDS[each.what], f"{WORDS[each.what]}: from step {each.step} on ranks {members}")
 
 
-# Who is in, of a run whose ranks come and go: a row a rank, from when to when it was a member.
-
-
-class Members(NamedTuple):
-    """One variant: of each rank the stretches in which it was a member, [from, to] in per cent of `whole_s`."""
-
-    name: str
-    whole_s: float
-    stretches: list[list[tuple[float, float]]]
-
-
-def members(run: Run, records: Ranks) -> list[Members]:
-    """A figure a course; none of a run whose members stay the same."""
-    found = []
-    for course in courses(records):
-        changed = sorted(
-            {(each.at, tuple(each.members)) for _, each in select(records, Changed) if each.variant in course.variants}
-        )
-        if not changed:
-            continue
-        began, ended = course.times[0], max(course.times[-1], changed[-1][0])
-        edges = [(began, first_members(run, records, course, changed)), *changed]
-        ends = [*(at for at, _ in edges[1:]), ended]
-        whole_s = (ended - began) or 1.0
-        stretches: list[list[tuple[float, float]]] = [[] for _ in range(run["world_size"])]
-        for (at, inside), until in zip(edges, ends, strict=True):
-            for rank in inside:
-                if until > at:
-                    stretches[rank].append((100 * (at - began) / whole_s, 100 * (until - began) / whole_s))
-        found.append(Members(", ".join(course.variants), whole_s, [joined(each) for each in stretches]))
-    return found
-
-
-def first_members(
-    run: Run, records: Ranks, course: Course, changed: Sequence[tuple[float, tuple[int, ...]]]
-) -> list[int]:
-    """The members before the first change: all but those that it let in, whose steps begin after it though no change
-    left them out."""
-    begins = {rank: each.at[0] for rank, each in select(records, Stood) if each.variant in course.variants and each.at}
-
-    def let_in(rank: int) -> bool:
-        begun_at = begins.get(rank, 0.0)
-        return begun_at >= changed[0][0] and all(rank in inside for at, inside in changed if at <= begun_at)
-
-    return [rank for rank in range(run["world_size"]) if not let_in(rank)]
-
-
-def joined(stretches: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Stretches of which one begins where another ends as one."""
-    found: list[tuple[float, float]] = []
-    for start, end in stretches:
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], end)
-        else:
-            found.append((start, end))
-    return found
-
-
 # Memory, by class at rest, at the peak and over a step, and rank by rank.
 
 COLOUR_OF_CLASS = {"parameters": 0, "gradients": 2, "optimizer": 3, "activations": 1, "communication": 5}

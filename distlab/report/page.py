@@ -63,8 +63,6 @@ def contents(run: Run, records: Ranks) -> dict[str, Any]:
         "own": list(mode_tables_and_charts(records, colour)),
         "pace": pace,
         "changing": any(True for _ in select(records, Changed)),
-        "members": cost_charts.members(run, records),
-        "drills": drills(run),
         "columns": COLUMNS,
         **claims(run),
         **costs_of(run, records, colour),
@@ -218,21 +216,6 @@ def own_chart(record: Chart, colour: dict[str, str], points: int) -> Drawing:
         found, record.x_label, record.y_label, hues, points=points, log_x=record.log_x, log_y=record.log_y
     )
     return charts.render_chart(figure, record.title, 240)
-
-
-def drills(run: Run) -> Table:
-    """Every fault that was planned: the expected outcome, and the observed one."""
-    words = {True: "passed", False: "FAILED", None: "nothing to check"}
-    rows = [
-        [
-            Verdict(words[each["held"]]),
-            ": ".join(filter(None, (each["event"], each["detail"]))),
-            each["should"],
-            each["did"],
-        ]
-        for each in run.get("drills", [])
-    ]
-    return Table([Column(""), Column("fault"), Column("expected"), Column("observed")], rows)
 
 
 def curves(records: Ranks) -> dict[str, charts.Curve]:
