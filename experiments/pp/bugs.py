@@ -24,11 +24,11 @@ from distlab.pipeline_parallel.schedules import (
 )
 from distlab.workload.data import shard_sizes
 
-SPLIT = ("1f1b_split", "zb_h1", "zbv", "dualpipev")  # ours, whose backward passes are in two
-BOUNDED = ("1f1b", "1f1b_split", "interleaved", "zb_h1", "zbv")  # ours, which hold fewer than all microbatches
-TORCHS = ("torch_gpipe", "torch_1f1b", "torch_interleaved_zb", "torch_zbv", "torch_dualpipev")
+SPLIT = ("zb_h1", "zbv", "dualpipev")  # ours, whose backward passes are in two
+BOUNDED = ("1f1b", "interleaved", "zb_h1", "zbv")  # ours, which hold fewer than all microbatches
+TORCHS = ("torch_1f1b", "torch_interleaved_zb", "torch_zbv", "torch_dualpipev")
 PIPELINED = ("gpipe", "1f1b", "interleaved", *SPLIT, *TORCHS)
-ONE_STAGE = ("gpipe", "1f1b", "1f1b_split", "zb_h1")  # ours, with a stage a rank
+ONE_STAGE = ("gpipe", "1f1b", "zb_h1")  # ours, with a stage a rank
 mistake = Mistakes()
 
 
@@ -50,7 +50,7 @@ def none_to_swap(config: Config) -> str:
 def one_in_flight(config: Config) -> str:
     """A rank that holds one activation at a time needs no more than one buffer."""
     chosen = set(config.variant or ONE_STAGE) & set(ONE_STAGE)
-    alone = chosen <= {"1f1b", "1f1b_split"} and config.world_size == 2
+    alone = chosen <= {"1f1b"} and config.world_size == 2
     return "1f1b on 2 ranks: its second rank holds one microbatch at a time" if alone else ""
 
 
@@ -117,16 +117,9 @@ class Clinging(Pipeline):
             super()._backward(action)
 
 
-@mistake("weights_first", check="schedule", part="schedule", of=("1f1b_split",), needs=Needs(ranks=1, proof=False))
-def whole(ranks: int, microbatches: int) -> Schedule:
-    """1f1b_split sends its input's gradient when those of the weights are done too: the stage before waits for both,
-    as in 1f1b."""
-    return one_forward_one_backward(ranks, microbatches)
-
-
 @mistake("never_late", check="schedule", part="schedule", of=("zb_h1",), needs=Needs(proof=False))
 def none_put_off(ranks: int, microbatches: int) -> Schedule:
-    """zb_h1 puts no gradients of weights off: the bubble of 1f1b_split."""
+    """zb_h1 puts no gradients of weights off: 2(p-1)/(3m+2(p-1)) of a step idles."""
     return one_forward_one_backward_split(ranks, microbatches)
 
 

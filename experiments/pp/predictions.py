@@ -56,7 +56,7 @@ def cannot(config: Config, chunks: int) -> dict[str, str]:
     """The variants that cannot take these sizes, each with the reason; `chunks` is LAB_CHUNKS."""
     ranks, microbatches, batch = config.world_size, config.num_microbatches, config.batch
     reasons: dict[str, str] = {}
-    for name in ("torch_gpipe", "torch_1f1b", "torch_interleaved_zb", "torch_zbv", "torch_dualpipev"):
+    for name in TORCHS:
         if batch % microbatches:
             reasons[name] = (
                 f"torch wants equal microbatches, and LAB_BATCH={batch} is no multiple of "
@@ -98,8 +98,8 @@ def passed_bytes(config: Config) -> int:
     return config.batch * seq * config.width * config.itemsize
 
 
-OURS = ("one_microbatch", "gpipe", "1f1b", "1f1b_split", "interleaved", "zb_h1", "zbv", "dualpipev")
-TORCHS = ("torch_gpipe", "torch_1f1b", "torch_interleaved_zb", "torch_zbv", "torch_dualpipev")
+OURS = ("one_microbatch", "gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipev")
+TORCHS = ("torch_1f1b", "torch_interleaved_zb", "torch_zbv", "torch_dualpipev")
 
 
 def bubble_formula(name: str, ranks: int, microbatches: int) -> str:
@@ -114,7 +114,6 @@ def bubble_formula(name: str, ranks: int, microbatches: int) -> str:
         "one_microbatch": "(p-1)/p",
         "gpipe": "(p-1)/(m+p-1)",
         "1f1b": "(p-1)/(m+p-1)",
-        "1f1b_split": "2(p-1)/(3m+2(p-1))",
         "interleaved": "(p-1)/(vm+p-1)",
         "zb_h1": "(p-1)/(3m+p-1)",
         "zbv": "(p-1)/(6m+p-1)",

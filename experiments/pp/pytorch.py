@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.pipelining.schedules import (
     ScheduleDualPipeV,
     ScheduleInterleavedZeroBubble,
@@ -21,8 +21,8 @@ from distlab.config import Config
 from distlab.pipeline_parallel.strategy import Parts, Weigh, joined
 from distlab.workload.data import Microbatch
 
-ONE_STAGE = {"torch_gpipe": ScheduleGPipe, "torch_1f1b": Schedule1F1B}
-SEVERAL = {
+SCHEDULES = {
+    "torch_1f1b": Schedule1F1B,
     "torch_interleaved_zb": ScheduleInterleavedZeroBubble,
     "torch_zbv": ScheduleZBVZeroBubble,
     "torch_dualpipev": ScheduleDualPipeV,
@@ -61,8 +61,8 @@ class ByTorch:
         stages = [
             MarkedStage(module, number, num_stages, device, group=group) for number, module in parts.stages.items()
         ]
-        make: Any = ONE_STAGE[name] if name in ONE_STAGE else SEVERAL[name]
-        held = stages[0] if name in ONE_STAGE else stages
+        make: Any = SCHEDULES[name]
+        held = stages[0] if name == "torch_1f1b" else stages
         self.schedule: Any = make(held, self.num_microbatches, loss_fn=self._loss, scale_grads=False)
 
     def step(self, microbatches: list[Microbatch]) -> Tensor | None:

@@ -32,8 +32,8 @@ from distlab.workload.model import build_model
 from distlab.workload.reference import Snapshot, train
 from tests.labs import built, copy_state, failed_with
 
-TORCHS = ("torch_gpipe", "torch_1f1b", "torch_interleaved_zb", "torch_zbv", "torch_dualpipev")
-OURS = ("one_microbatch", "gpipe", "1f1b", "1f1b_split", "interleaved", "zb_h1", "zbv", "dualpipev")
+TORCHS = ("torch_1f1b", "torch_interleaved_zb", "torch_zbv", "torch_dualpipev")
+OURS = ("one_microbatch", "gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipev")
 SMALL = {"RUN_MODE": "pp", "LAB_WIDTH": "6", "LAB_DEPTH": "8", "LAB_HEADS": "2", "LAB_SEQ": "5"}
 TOLERANCE = 1e-12
 KINDS = ("losses", "gradients", "weights", "optimizer")
@@ -103,7 +103,7 @@ def farthest(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
 def test_n_ranks_do_what_one_process_does(ranks: Ranks, world_size: int, model: str) -> None:
     config = config_of(world_size, LAB_MODEL=model)
     found, *_ = ranks(world_size, differences, config)
-    fits = {1: OURS, 2: OURS, 3: OURS[:7], 4: OURS[:7]}.get(world_size, (*OURS[:4], "zb_h1"))
+    fits = {1: OURS, 2: OURS, 3: OURS[:6], 4: OURS[:6]}.get(world_size, (*OURS[:3], "zb_h1"))
     assert list(found) == list(fits)
     for name, worst in found.items():
         assert max(worst.values()) <= TOLERANCE, (name, worst)
@@ -152,7 +152,7 @@ def tied(group: dist.ProcessGroup, config: Config) -> list[Tensor | None]:
 
 def test_tied_weights_stay_equal_to_the_bit(ranks: Ranks) -> None:
     first, middle, last = ranks(3, tied, config_of(3, LAB_TIE="1", LAB_CLIP="0.05", LAB_OPTIMIZER="adamw"))
-    assert middle == [None] * 7
+    assert middle == [None] * 6
     assert last[-1] is None  # folded stages have both ends of the model on the first rank, and one copy
     assert all(torch.equal(one, other) for one, other in zip(first[:-1], last[:-1], strict=True))
 
@@ -245,8 +245,8 @@ def test_bytes_and_calls_are_as_predicted(ranks: Ranks, world_size: int, setting
 def test_torch_sends_what_is_predicted_for_it(ranks: Ranks) -> None:
     config = config_of(3, LAB_DTYPE="float64")
     predicted = {claim.variant: claim for claim in MODE.predict(config) if claim.name == "wire bytes"}
-    for rank, found in enumerate(ranks(3, counted, config, ("torch_gpipe", "torch_1f1b"))):
-        assert len(found) == 2
+    for rank, found in enumerate(ranks(3, counted, config, ("torch_1f1b",))):
+        assert len(found) == 1
         for name, (nbytes, _, _) in found.items():
             assert nbytes == predicted[name].value[rank]
             assert not predicted[name].decides
@@ -255,7 +255,6 @@ def test_torch_sends_what_is_predicted_for_it(ranks: Ranks) -> None:
 def test_1f1b_holds_as_many_microbatches_as_the_pipe_is_long(ranks: Ranks) -> None:
     found = ranks(4, counted, config_of(4, LAB_MICROBATCHES="9"), OURS)
     assert [of_rank["1f1b"][2] for of_rank in found] == [4, 3, 2, 1]
-    assert [of_rank["1f1b_split"][2] for of_rank in found] == [4, 3, 2, 1]
     assert [of_rank["gpipe"][2] for of_rank in found] == [9] * 4
     assert [of_rank["one_microbatch"][2] for of_rank in found] == [1] * 4
     assert [of_rank["zb_h1"][2] for of_rank in found] == [4] * 4
@@ -326,8 +325,6 @@ def test_predictions_are_those_of_the_papers() -> None:
     assert predicted["torch_1f1b", "bubble"].value == (bubble(4, 8),) * 4
     assert predicted["1f1b", "bubble"].value == (bubble(4, 8),) * 4
     assert predicted["1f1b", "bubble"].formula == "(p-1)/(m+p-1)"
-    assert predicted["1f1b_split", "bubble"].value == (6 / 30,) * 4
-    assert predicted["1f1b_split", "bubble"].formula == "2(p-1)/(3m+2(p-1))"
     assert predicted["interleaved", "bubble"].value == pytest.approx((3 / 19,) * 4)
     assert predicted["zb_h1", "bubble"].value == pytest.approx((3 / 27,) * 4)
     assert predicted["dualpipev", "bubble"].value == pytest.approx((3 / 51,) * 4)
@@ -339,13 +336,7 @@ def test_predictions_are_those_of_the_papers() -> None:
 
 def test_a_variant_that_cannot_run_is_not_predicted() -> None:
     config = config_of(8, LAB_BATCH="13")
-    assert {claim.variant for claim in MODE.predict(config)} == {
-        "one_microbatch",
-        "gpipe",
-        "1f1b",
-        "1f1b_split",
-        "zb_h1",
-    }
+    assert {claim.variant for claim in MODE.predict(config)} == {"one_microbatch", "gpipe", "1f1b", "zb_h1"}
     assert set(MODE.cannot(config)) == {"interleaved", "zbv", "dualpipev", *TORCHS}
 
 
@@ -358,19 +349,20 @@ def test_a_variant_that_cannot_run_is_not_predicted() -> None:
         ({"LAB_HEADS": "4"}, "LAB_WIDTH=6 is not a multiple of LAB_HEADS=4"),
         ({"LAB_TEXT": "/nowhere"}, "LAB_TEXT='/nowhere' does not exist"),
         ({"LAB_VARIANT": "interleaved", "LAB_CHUNKS": "3"}, "makes 12 stages, more than the 8 layers"),
-        ({"LAB_VARIANT": "torch_gpipe", "LAB_BATCH": "13"}, "LAB_BATCH=13 is no multiple of LAB_MICROBATCHES=4"),
+        ({"LAB_VARIANT": "torch_1f1b", "LAB_BATCH": "13"}, "LAB_BATCH=13 is no multiple of LAB_MICROBATCHES=4"),
+        ({"LAB_VARIANT": "1f1b_split"}, "zb_h1 has its backward passes in two as well"),
         ({"LAB_VARIANT": "torch_1f1b", "LAB_MICROBATCHES": "2"}, "LAB_MICROBATCHES=2 is fewer than its 4 stages"),
         ({"LAB_VARIANT": "torch_1f1b", "LAB_DEVICE": "cuda"}, "which gloo does not send"),
         ({"LAB_VARIANT": "interleaved", "LAB_BACKEND": "nccl", "LAB_DEVICE": "cuda"}, "NCCL runs messages in the order"),
         ({"LAB_BUG": "undivided_loss", "LAB_PROOF": "0"}, "nothing is compared"),
         ({"LAB_BUG": "undivided_loss", "LAB_MICROBATCHES": "1"}, "it takes 2 microbatches"),
-        ({"LAB_BUG": "undivided_loss", "LAB_VARIANT": "one_microbatch"}, "it takes gpipe or 1f1b or interleaved or 1f1b_split"),
+        ({"LAB_BUG": "undivided_loss", "LAB_VARIANT": "one_microbatch"}, "it takes gpipe or 1f1b or interleaved or zb_h1"),
         ({"LAB_BUG": "swapped_microbatches", "WORLD_SIZE": "1"}, "it takes 2 ranks"),
         ({"LAB_BUG": "swapped_microbatches", "LAB_MICROBATCHES": "3", "LAB_BATCH": "15"}, "no two microbatches in a row"),
         ({"LAB_VARIANT": "dualpipev", "LAB_DEPTH": "8"}, "LAB_MICROBATCHES=4 is fewer than 2p = 8"),
         ({"LAB_VARIANT": "zbv", "LAB_DEPTH": "7"}, "two stages a rank on 4 ranks makes 8 stages, more than the 7"),
         ({"LAB_VARIANT": "torch_interleaved_zb", "LAB_MICROBATCHES": "11", "LAB_BATCH": "11"}, "no multiple of its 2 rounds"),
-        ({"LAB_BUG": "stale_activation", "LAB_VARIANT": "torch_gpipe"}, "it takes gpipe or 1f1b"),
+        ({"LAB_BUG": "stale_activation", "LAB_VARIANT": "torch_1f1b"}, "it takes gpipe or 1f1b"),
         ({"LAB_BUG": "stale_activation", "LAB_VARIANT": "one_microbatch,1f1b", "WORLD_SIZE": "2"}, "holds one microbatch at a time"),
     ],
 )  # fmt: skip
@@ -386,7 +378,7 @@ def test_defaults_are_refused_nowhere() -> None:
         for model in ("gpt", "mlp"):
             config = Config.read({"RUN_MODE": "pp", "WORLD_SIZE": str(world_size), "LAB_MODEL": model})
             refuse(config, MODE)
-            assert MODE.cannot(config).keys() <= set(MODE.names) - {*OURS[:4], "zb_h1", "torch_gpipe"}
+            assert MODE.cannot(config).keys() <= set(MODE.names) - {*OURS[:3], "zb_h1"}
     refuse(Config.read({"RUN_MODE": "pp", "WORLD_SIZE": "1", "LAB_MODEL": "line"}), MODE)
 
 
