@@ -40,7 +40,7 @@ WHOLE = ("experiments", "workers", "engines", "tests", "benchmarks")  # of distl
 SIZES = {  # statements and files, at most
     "distlab": (409, 4),
     "distlab/check": (5_706, 35),
-    "distlab/checkpoint": (1_097, 8),
+    "distlab/checkpoint": (1_032, 8),
     "distlab/cli": (1_000, 12),
     "distlab/cluster": (2_371, 16),
     "distlab/collectives": (1_148, 13),
@@ -68,7 +68,7 @@ SIZES = {  # statements and files, at most
     "distlab/tensor_parallel": (371, 4),
     "distlab/testing": (676, 7),
     "distlab/transport": (1_157, 7),
-    "distlab/verify": (1_712, 11),
+    "distlab/verify": (1_707, 11),
     "distlab/workload": (999, 7),
     "experiments": (7_797, 76),
     "workers": (6, 2),

@@ -3,7 +3,7 @@
     manifest.py   where a run stands in its data, and what a checkpoint says of itself: settings, losses, checksums
     storage.py    one checkpoint, written by all ranks with torch.distributed.checkpoint: everything of it or nothing
     save.py       every LAB_CHECKPOINT_EVERY steps, beside the training or before it continues; what a save claims is
-                  checked by another way than it was made; emergency saves
+                  checked by another way than it was made
     locate.py     the one to resume from: the newest that is whole and of the same model and data
     resume.py     all variants, random states and positions as they were, and the proof: stopped and resumed is the
                   same as never stopped

@@ -11,8 +11,7 @@ read as good where there was none.
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -181,7 +180,6 @@ class TrainingPosition:
             name: resumed.losses[name] if resumed else [] for name in self.done
         }
         self.heard: dict[str, list[float | None]] = {name: [] for name in self.done}  # since, see `hear`
-        self.torn: str | None = None  # the variant whose update has begun and not ended
         self.seen: list[int] = list(resumed.seen) if resumed else []
         self.miscounted = 0  # samples of finished epochs that were not seen exactly once
         self._ahead = 0  # of the step: how far the data are; 0 in a run that resumes rightly
@@ -200,14 +198,6 @@ class TrainingPosition:
     def position(self, step: int) -> tuple[int, int]:
         """The epoch, and the batch within it, that `step` works on."""
         return divmod(self.data_step(step), self.batches.num_batches)
-
-    @contextmanager
-    def updating(self, variant: str) -> Iterator[None]:
-        """Around an update: what an error leaves behind here is neither the old step nor the new one."""
-        self.torn = variant
-        yield
-        self.torn = None
-        self.done[variant] += 1
 
     def hear(self, variant: str, shares: Iterable[list[float | None] | None]) -> None:
         """The next loss of a variant, from what each rank tells of its own share; None from one that has left."""

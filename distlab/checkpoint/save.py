@@ -6,17 +6,15 @@ A save that fails does not end the run, which goes on with the last good one.
 """
 
 import math
-import shutil
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
-from msgspec.structs import replace
 
 from distlab.checkpoint import locate, manifest, storage
 from distlab.checkpoint.manifest import Manifest, TrainingPosition
@@ -275,81 +273,3 @@ def unaccounted_s(stood_s: float, held_s: float) -> float:
     """Seconds that the loop stood in the saves beyond what these say, or the other way; infinite if more was said than
     there was."""
     return math.inf if held_s > stood_s * (1 + 1e-9) else stood_s - held_s
-
-
-# What a failing rank saves by itself: no collective, no wait for the dead, and a bound on it all.
-#
-# A rank whose variants are all replicated holds everything, so it can write a whole checkpoint alone; one that holds
-# shards cannot, and says so. Several ranks may try at once, as when all survivors meet the same broken connection:
-# each writes a folder of its own, and the first to give its folder the common name has saved for all.
-
-BOUND_S = 10.0
-
-
-def rescue(saver: Saver) -> None:
-    """Save what is safe, and say what came of it; returns after BOUND_S at the latest, and raises nothing."""
-    said: list[str] = []
-    thread = threading.Thread(target=lambda: said.append(_attempt(saver)), name="rescue", daemon=True)
-    thread.start()
-    thread.join(BOUND_S)
-    with suppress(Exception):  # a full disk takes no line either
-        saver.lab.journal.say(f"emergency  {said[0] if said else f'nothing was saved in {BOUND_S:g} s'}")
-
-
-def _attempt(saver: Saver) -> str:
-    try:
-        return save_alone(saver)
-    except Exception as error:
-        return f"nothing could be saved ({type(error).__name__}: {error}), {last_good(saver)}"
-
-
-def save_alone(saver: Saver) -> str:
-    """Write a whole checkpoint, if this rank has one; returns the sentence that says so, or why not. Raises OSError."""
-    lab, course = saver.lab, saver.course
-    step = min(course.done.values(), default=0)
-    if course.torn is not None:
-        return f"rank {lab.rank} was in the middle of an update of {course.torn} and saves nothing, {last_good(saver)}"
-    state = state_of(saver.strategies)
-    names = [name for name, _ in lab.mode.model(lab.config, lab.config.seed).named_parameters()]
-    parts = [variant for variant in saver.strategies if not is_all_of(variant, names, state)]
-    if parts:
-        return f"rank {lab.rank} holds a part only of {', '.join(parts)} and saves nothing, {last_good(saver)}"
-    final = saver.folder / manifest.folder_name(step)
-    if final.exists() or step == course.first:
-        return f"rank {lab.rank} has no further step to save, {last_good(saver)}"
-    losses = {name: padded([*before, *course.heard[name]], course.done[name]) for name, before in course.losses.items()}
-    write_alone(final, lab.rank, replace(manifest_of(lab, course, step), losses=losses), state)
-    return f"rank {lab.rank} has saved an emergency checkpoint of step {step} ({final})"
-
-
-def write_alone(final: Path, rank: int, draft: Manifest, state: storage.State) -> None:
-    """As `storage.write_checkpoint`, without the others; does nothing where another rank was first."""
-    unfinished = final.with_name(f".{final.name}.rank{rank}.partial")
-    unfinished.mkdir(parents=True, exist_ok=True)
-    try:
-        own = storage.save_state(state, unfinished, None)
-        storage.complete(unfinished, replace(draft, files=storage.described(own, unfinished)))
-        unfinished.rename(final)
-    except OSError:
-        if not final.exists():  # another rank was first, and its files are as good
-            raise
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def is_all_of(variant: str, names: Iterable[str], state: storage.State) -> bool:
-    """Whether this rank holds a whole model of `variant`: every weight is there, and nothing in parts."""
-    whole = {name for name, held in state.items() if name.startswith(f"{variant}/") and storage.is_whole(held)}
-    parts = {name for name in state if name.startswith(f"{variant}/")} - whole
-    return not parts and {f"{variant}/weights.{name}" for name in names} <= whole
-
-
-def padded(losses: list[float | None], steps: int) -> list[float | None]:
-    """The curve as far as this rank knows it, and None for what no rank has told yet: the losses of a step are told at
-    the next one's barrier, so of the last step it has its own share alone."""
-    return losses[:steps] + [None] * (steps - len(losses))
-
-
-def last_good(saver: Saver) -> str:
-    good = locate.candidates(saver.folder)
-    return f"the last good checkpoint is step {locate.step_of(good[0])}" if good else "and there is no checkpoint yet"

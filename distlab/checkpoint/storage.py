@@ -316,20 +316,15 @@ def sum_losses(of_ranks: list[list[float | None]]) -> list[float | None]:
 
 
 def publish(partial: Path, published: Manifest) -> None:
-    """Complete the folder and give it its name; raises OSError."""
-    complete(partial, published)
+    """Write the manifest, have the disk hold all of the folder, and give it its name; raises OSError."""
+    for path in (manifest.write(partial, published), partial):
+        _sync(path)
     final = partial.with_name(published.name)
     if final.exists():  # of an earlier attempt that this one does not go on from
         final.rename(partial.with_name(f".{published.name}.replaced"))
     partial.rename(final)
     _sync(final.parent)
     shutil.rmtree(partial.with_name(f".{published.name}.replaced"), ignore_errors=True)
-
-
-def complete(partial: Path, described: Manifest) -> None:
-    """Write the manifest, and have the disk hold all of the folder."""
-    for path in (manifest.write(partial, described), partial):
-        _sync(path)
 
 
 def _sync(path: Path) -> None:

@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from distlab.checkpoint.manifest import TrainingPosition
-from distlab.cluster import ClusterError
 from distlab.collectives.phases import Span, phase, recorded, slowed
-from distlab.config import ConfigError
 from distlab.contract import Build, Held, Strategy
 from distlab.lab import Lab
 from distlab.measure.tensors import raw
@@ -62,8 +60,9 @@ class Stopwatch:
                 share = strategy.backward(microbatches)
                 lab.on_tensors("gradients", name, strategy, step, corruption.shared(name))
                 corruption.hash("gradients", name, strategy, step)
-                with phase("optimizer"), course.updating(name):
+                with phase("optimizer"):
                     strategy.update()
+                course.done[name] += 1
                 lab.on_tensors("weights", name, strategy, step, corruption.shared(name))
                 corruption.hash("weights", name, strategy, step)
                 if lab.device.type == "cuda":
@@ -78,7 +77,7 @@ class Stopwatch:
         lab.stepped()
 
     def _meet(self, lab: Lab, course: TrainingPosition, name: str) -> None:
-        """A barrier at which each rank tells its share of the loss before: who is left alone knows the whole curve."""
+        """A barrier at which each rank tells its share of the loss before, which each rank's log has."""
         told = self._untold
         everyone = lab.exchange.everyone(name, None if told is None else [self.shares[told][-1]])
         if told is not None:
@@ -176,11 +175,11 @@ def saving(
     lab: Lab, strategies: dict[str, Strategy], course: TrainingPosition, shares: dict[str, list[float | None]],
     checkpoints: "Checkpoints | None",
 ) -> Iterator[Callable[[int], None]]:  # fmt: skip
-    """Around the steps: what to call after each, which saves as LAB_CHECKPOINT_EVERY says, and where one fails."""
+    """Around the steps: what to call after each, which saves as LAB_CHECKPOINT_EVERY says."""
     if checkpoints is None:
         yield lambda step: None  # noqa: ARG005
         return
-    from distlab.checkpoint.save import Saver, rescue
+    from distlab.checkpoint.save import Saver
 
     saver = Saver(lab, checkpoints.group, strategies, course, shares) if checkpoints.group is not None else None
     stood_s = 0.0
@@ -193,16 +192,11 @@ def saving(
                 saver.after(step)
             stood_s += lap.wall_s
 
-    try:
-        yield passed
-        if saver is not None:
-            with Lap() as lap:
-                saver.finish()
-            saver.check_standing(stood_s + lap.wall_s)
-    except BaseException as error:
-        if saver is not None and not isinstance(error, ConfigError | ClusterError):
-            rescue(saver)
-        raise
+    yield passed
+    if saver is not None:
+        with Lap() as lap:
+            saver.finish()
+        saver.check_standing(stood_s + lap.wall_s)
     if course.first > 0 and lab.rank == 0:
         detail = "samples that were not seen exactly once an epoch, before and after the resume"
         lab.check(

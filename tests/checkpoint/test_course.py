@@ -62,16 +62,6 @@ def test_a_sample_that_is_left_out_is_seen_when_the_epoch_is_over() -> None:
     assert course.wrongly_seen() == 2  # one twice, one never
 
 
-def test_an_update_that_raises_leaves_its_variant_torn() -> None:
-    course = course_of(5)
-    with course.updating("flat"):
-        pass
-    assert course.torn is None and course.done["flat"] == 6
-    with pytest.raises(RuntimeError), course.updating("flat"):
-        raise RuntimeError
-    assert course.torn == "flat" and course.done["flat"] == 6
-
-
 def test_youngs_interval_is_that_of_the_lessons() -> None:
     """A checkpoint of 30 s and a loss every three hours."""
     assert young_s(30.0, 3 * 3600.0) == pytest.approx(805, abs=1)

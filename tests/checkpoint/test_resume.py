@@ -1,28 +1,20 @@
 """Stopped and resumed: the weights of a run that was never stopped, to the bit, in every mode, and on any number of
 ranks."""
 
-import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from msgspec.structs import replace as replace_fields
 
-from distlab.checkpoint import locate, manifest, storage
-from distlab.checkpoint import save as saving
-from distlab.checkpoint.manifest import TrainingPosition
-from distlab.checkpoint.save import Saver
+from distlab.checkpoint import manifest, storage
 from distlab.cli import checkpoint
 from distlab.rank.mode_loader import load
 from distlab.report import records
-from distlab.report.reading import to_line
 from distlab.testing.warm_ranks import Ranks
-from distlab.verify.run_all import everything
-from tests.labs import TINY, failed, lab_of, run_experiment
+from tests.labs import failed, run_experiment
 
 SMALL = {
     "LAB_STEPS": "6", "LAB_CHECKPOINT_EVERY": "2", "LAB_CHECKPOINT_KEEP": "9", "LAB_OPTIMIZER": "adamw", "LAB_CLIP": "0.5",
@@ -141,77 +133,3 @@ def test_a_checkpoint_of_a_variant_by_its_name_of_before_is_resumed(ranks: Ranks
     assert failed(resumed) == set() and resumed["resumed"]["step"] == 2
     assert digests(resumed) == digests(whole)
     assert farthest(curves(of_whole), curves(of_resumed)) <= 1e-12
-
-
-def break_down(group: dist.ProcessGroup, settings: dict[str, str], folder: str, torn: bool, late: bool = False) -> str:
-    """A run whose rank 1 raises after three steps, in the middle of an update if `torn`, and if `late` when the fourth
-    has begun; what it saves without the others."""
-    lab = lab_of(group, settings, folder)
-    if late:
-        lab.hooks = replace(lab.hooks, on_step=begins_no_fourth)
-    passed, saved = TrainingPosition.passed, list[str]()
-
-    def fail(course: TrainingPosition, step: int) -> None:
-        passed(course, step)
-        if step == 2 and not late:
-            course.torn = "flat" if torn else None
-            raise RuntimeError("Connection closed by peer")
-
-    def save(saver: Saver) -> None:
-        saved.append(saving.save_alone(saver) if group.rank() == 1 else "")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TrainingPosition, "passed", fail)
-        patch.setattr(saving, "rescue", save)
-        with pytest.raises(RuntimeError, match="Connection closed by peer"):
-            (lab.mode.run or everything)(lab)
-    return saved[0]
-
-
-def begins_no_fourth(step: int, _variant: str) -> None:
-    if step == 3:
-        raise RuntimeError("Connection closed by peer")
-
-
-@pytest.mark.parametrize(
-    ("mode", "variant", "torn", "sentence"),
-    [
-        ("dp", "flat", False, "rank 1 has saved an emergency checkpoint of step 3"),
-        ("dp", "flat", True, "was in the middle of an update of flat and saves nothing, the last good checkpoint is step 2"),
-        ("fsdp", "zero3", False, "holds a part only of zero3 and saves nothing, the last good checkpoint is step 2"),
-        ("pp", "gpipe", False, "holds a part only of gpipe and saves nothing, the last good checkpoint is step 2"),
-    ],
-)  # fmt: skip
-def test_a_failing_rank_saves_what_it_safely_can(
-    ranks: Ranks, tmp_path: Path, mode: str, variant: str, torn: bool, sentence: str
-) -> None:
-    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "RUN_MODE": mode, "LAB_VARIANT": variant}
-    settings = TINY | SMALL | MODELS.get(mode, {}) | world
-    said = ranks(2, break_down, settings, str(tmp_path / "a"), torn)
-    assert sentence in said[1]
-    if "emergency checkpoint" not in sentence:
-        return
-    found = locate.newest_good(tmp_path / "a", pytest.fail)
-    assert found is not None and found.manifest.step == 3
-    losses = found.manifest.losses["flat"]
-    assert None not in losses[:2] and losses[2] is None  # of the last step it knows its own share alone
-    again = SMALL | MODELS[mode] | {"RUN_MODE": mode, "LAB_VARIANT": variant}
-    whole, _ = run_experiment(ranks, 2, tmp_path / "whole", **again)
-    resumed, of_resumed = run_experiment(ranks, 2, tmp_path / "b", **again, LAB_RESUME=str(tmp_path / "a"))
-    assert failed(resumed) == set() and digests(resumed) == digests(whole)
-    assert resumed["resumed"]["step"] == 3
-    (curve,) = (each.values for _, each in records.select(of_resumed, records.Losses) if each.variant == "flat")
-    assert list(curve[:3]) == losses
-    assert all(json.loads(to_line(each), parse_constant=pytest.fail) for of in of_resumed.values() for each in of)
-
-
-def test_the_losses_of_all_steps_since_the_last_checkpoint_are_kept(ranks: Ranks, tmp_path: Path) -> None:
-    """They were NaN, although every rank had told its share of them."""
-    settings = SMALL | MODELS["dp"] | {"LAB_VARIANT": "flat", "LAB_CHECKPOINT_EVERY": "5"}
-    whole, of_whole = run_experiment(ranks, 2, tmp_path / "whole", **settings)
-    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "RUN_MODE": "dp"}
-    said = ranks(2, break_down, world | TINY | settings, str(tmp_path / "a"), False, True)
-    assert "rank 1 has saved an emergency checkpoint of step 3" in said[1]
-    resumed, of_resumed = run_experiment(ranks, 2, tmp_path / "b", **settings, LAB_RESUME=str(tmp_path / "a"))
-    assert digests(resumed) == digests(whole) and resumed["resumed"]["step"] == 3
-    assert curves(of_resumed)["flat"] == curves(of_whole)["flat"]

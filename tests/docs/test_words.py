@@ -45,7 +45,6 @@ REFUSED = {
     r"\bfrom outside changed nothing\b": "rejected unauthenticated messages",
     r"\bbreaks? off\b": "ends early, truncated",
     r"\bst(ands?|ood) still\b": "paused",
-    r"\brescue\b": "emergency checkpoint",
     r"\bwhat was said\b": "notes",
     r"\bthe house\b|\brooms?\b|\bfloors?\b": "code layout, modules, layers",
     r"\bgoodbye\b": "shutdown handshake",
