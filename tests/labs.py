@@ -4,6 +4,7 @@ import dataclasses
 import fcntl
 import hashlib
 import importlib
+import math
 import tempfile
 from collections.abc import Collection, Sequence
 from contextlib import suppress
@@ -246,3 +247,8 @@ def copy_state(source: dict[str, Any], target: dict[str, Any]) -> None:
                 other.copy_(box)
         else:
             target[label].copy_(held)
+
+
+def sampling_errors(count: float, draws: int, share: float) -> float:
+    """How far a count is from its expectation, in deviations of as many fair draws of that share."""
+    return abs(count - draws * share) / math.sqrt(draws * share * (1 - share))

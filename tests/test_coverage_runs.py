@@ -110,10 +110,10 @@ HOLDS = {
     "RUN_MODE=largebatch LAB_VARIANT=lars": Shown((r"lars +.*passed",)),
     "RUN_MODE=largebatch LAB_VARIANT=lamb": Shown((r"lamb +.*passed",)),
     "RUN_MODE=largebatch LAB_BUG=lr_unscaled": Shown((), "learning rate"),
-    "RUN_MODE=precision": Shown((r"The formats", r"A gradient of 1e-08", r"fp16_master update")),
-    "RUN_MODE=precision LAB_VARIANT=fp16,fp16_scaled": Shown((r"The formats", r"fp16_scaled unscaled")),
-    "RUN_MODE=precision LAB_VARIANT=fp16,fp16_scaled,fp16_master,bf16,bf16_master,bf16_stochastic": Shown(
-        (r"fp16_master update", r"bf16_stochastic update", r"fp16_scaled unscaled")
+    "RUN_MODE=precision": Shown((r"steps lost", r"bf16_master update")),
+    "RUN_MODE=precision LAB_VARIANT=fp16,fp16_scaled": Shown((r"steps lost", r"fp16_scaled unscaled")),
+    "RUN_MODE=precision LAB_VARIANT=fp16,fp16_scaled,bf16,bf16_master": Shown(
+        (r"bf16_master update", r"fp16_scaled unscaled")
     ),
     "RUN_MODE=precision LAB_BUG=unscaled_clip": Shown((), "clipped gradients"),
 }  # fmt: skip

@@ -137,8 +137,3 @@ def raw(tensor: Tensor) -> memoryview:
     which FullyShardedDataParallel does."""
     data: memoryview = np.from_dlpack(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)).data
     return data
-
-
-def sampling_errors(count: float, draws: int, share: float) -> float:
-    """How far a count is from its expectation, in deviations of as many fair draws of that share."""
-    return abs(count - draws * share) / math.sqrt(draws * share * (1 - share))

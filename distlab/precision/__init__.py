@@ -8,12 +8,10 @@ but its result is rounded to 16 bits every time.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
-
-Round = Callable[[Tensor], Tensor]  # float32 to 16 bits
 
 
 class Masters:
@@ -23,14 +21,10 @@ class Masters:
         computing: the model's parameters, with their summed gradients.
         exact: the weights before they were rounded, float32.
         kept: whether the float32 weights outlive a step.
-        rounded: how they become 16-bit ones; by default to the nearest.
     """
 
-    def __init__(
-        self, computing: Sequence[nn.Parameter], exact: Sequence[Tensor], *, kept: bool, rounded: Round | None = None
-    ) -> None:
+    def __init__(self, computing: Sequence[nn.Parameter], exact: Sequence[Tensor], *, kept: bool) -> None:
         self.computing, self.kept = list(computing), kept
-        self.rounded = rounded or (lambda master: master)  # a copy into 16 bits rounds to the nearest by itself
         self.parameters = [nn.Parameter(each if kept else each.new_empty(0)) for each in exact]
 
     @torch.no_grad()
@@ -47,7 +41,7 @@ class Masters:
     def refresh(self) -> None:
         """Round the stepped masters into the weights, and let go of what is not kept."""
         for weight, master in zip(self.computing, self.parameters, strict=True):
-            weight.copy_(self.rounded(master))
+            weight.copy_(master)  # to the nearest
             master.grad = None
             if not self.kept:
                 master.data = master.new_empty(0)
@@ -90,21 +84,6 @@ class LossScale:
 
 def all_finite(gradients: Iterable[Tensor]) -> bool:
     return all(bool(gradient.isfinite().all()) for gradient in gradients)
-
-
-# From float32 to 16 bits: to the nearest number, or to one of the two neighbours at random.
-#
-# To the nearest, an update that is less than half a unit in the last place of its weight is lost, and lost again at
-# every step. Stochastic rounding goes up with a probability that is the share of the way: the expected value is
-# exact, so that small updates arrive, one in so many (Gupta et al. 2015, section 3.1). bf16 is the upper half of a
-# float32: a random number is added to the lower half, whose carry is the step up, and the lower half is cut off.
-
-
-def stochastic_bf16(values: Tensor, generator: torch.Generator) -> Tensor:
-    """`values` (float32) as bfloat16, up or down at random; what is not finite stays as it is."""
-    noise = torch.randint(0, 1 << 16, values.shape, dtype=torch.int32, generator=generator, device=values.device)
-    bits = (values.view(torch.int32) + noise).bitwise_and_(-(1 << 16))
-    return torch.where(values.isfinite(), bits.view(torch.float32), values).to(torch.bfloat16)
 
 
 def ulp(values: Tensor, dtype: torch.dtype) -> Tensor:

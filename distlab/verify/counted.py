@@ -180,16 +180,15 @@ def outlined(
     *,
     again: bool = False,
     recompute: bool | None = None,
-    dtype: torch.dtype | None = None,
     dealt: Callable[[list[Microbatch]], list[Microbatch]] = list,
 ) -> list[Happening]:
     """A step's passes over this rank's microbatches in one process, which drops each gradient when it has it.
 
     again: every layer is computed again as a whole for its backward pass. recompute: LAB_RECOMPUTE's way, by default as
-    it is set. dtype: of the weights, by default LAB_DTYPE. dealt: what a strategy makes of its microbatches.
+    it is set. dealt: what a strategy makes of its microbatches.
     """
-    given = getattr(torch, lab.config.dtype)
-    model, batches = lab.model(dtype or given), lab.batches(given)
+    dtype = getattr(torch, lab.config.dtype)
+    model, batches = lab.model(dtype), lab.batches(dtype)
     model.recompute = model.recompute if recompute is None else recompute
     watch = Watch(lab.device)
     watch.over(enumerate(model.layers), again=again)

@@ -9,18 +9,16 @@ up in.
               at rest 2 + 2 bytes a parameter, and 4 more for float32 master weights (with adamw 2 + 2 + 4 + 4 + 4 = 16)
   shapes      inputs [B/N, S] a rank; weights and gradients whole on each, P numbers of 16 bits; masters P of 32
 
-  bf16             all of it in bf16, naively: small updates vanish
-  fp16             all of it in fp16: small gradients vanish before that
-  fp32             weights, gradients and optimizer in float32: what the others are compared with
-  fp16_scaled      the loss is scaled, dynamically; unscaled and stepped in float32, rounded back to fp16
-  bf16_master      computes in bf16, steps float32 master weights
-  fp16_master      computes in fp16 with a scaled loss, steps float32 master weights: mixed precision as published
-  bf16_stochastic  bf16, and updates are rounded up or down at random: right in the mean, with no master weights
-  autocast         PyTorch's own torch.autocast with GradScaler: float32 weights and gradients, passes in fp16
+  bf16         all of it in bf16, naively: small updates vanish
+  fp16         all of it in fp16: small gradients vanish before that
+  fp32         weights, gradients and optimizer in float32: what the others are compared with
+  fp16_scaled  the loss is scaled, dynamically; unscaled and stepped in float32, rounded back to fp16
+  bf16_master  computes in bf16, steps float32 master weights
+  autocast     PyTorch's own torch.autocast with GradScaler: float32 weights and gradients, passes in fp16
 
 fp32 is proven in float64 against one process. The others cannot be exact: their gradients are compared to one process
 of the same arithmetic and, where nothing underflows, against float64 too, within some units of the format's precision;
-their updates to half a unit in the last place, or one at random; unscaling to the bit. Overflows are injected:
+their updates to half a unit in the last place; unscaling to the bit. Overflows are injected:
 the scale, the step that is skipped and the weights have to follow the rule. Neither the losses nor what was lost
 decide. The model is small unless sizes are set, since 16-bit arithmetic is slow on most CPUs; on a GPU
 (LAB_DEVICE=cuda) the times are the point.
@@ -40,7 +38,7 @@ from distlab.data_parallel.buckets import GradientBuckets
 from distlab.data_parallel.strategy import Replica, begin_alike
 from distlab.lab import Lab
 from distlab.mesh.grid import Mesh
-from distlab.precision import LossScale, Masters, all_finite, stochastic_bf16
+from distlab.precision import LossScale, Masters, all_finite
 from distlab.verify.proof import check_replicas
 from distlab.verify.run_all import measure
 from distlab.workload.data import Microbatch
@@ -48,10 +46,10 @@ from distlab.workload.model import Model
 from distlab.workload.optimizer import make_optimizer
 from distlab.workload.user_model import is_own
 
-from .checks import check_draws, claims, prove, rehearse
-from .display import observe, show_formats, show_gradients, show_seen
+from .checks import claims, prove, rehearse
+from .display import observe, show_seen
 from .options import Options
-from .predictions import SCALED, compare_peak, converted, format_of, predict, refuse
+from .predictions import SCALED, converted, format_of, predict, refuse
 from .pytorch import autocast
 
 Deliver: TypeAlias = Callable[[Masters, float, float | None], None]  # a part that a mistake replaces
@@ -118,20 +116,18 @@ class MixedPrecision(HalfPrecision):
     Args:
         scaled: whether the loss is scaled, so that small gradients do not vanish.
         kept: whether what is stepped stays: masters add up what 16 bits cannot see.
-        stochastic: whether it is rounded back at random; all ranks draw the same numbers, or replicas would part.
         deliver: how gradients come to what is stepped.
     """
 
     def __init__(
         self, model: Model, group: dist.ProcessGroup, config: Config, dtype: torch.dtype, *, scaled: bool = False,
-        kept: bool = False, stochastic: bool = False, deliver: Deliver = unscale_then_clip,
+        kept: bool = False, deliver: Deliver = unscale_then_clip,
     ) -> None:  # fmt: skip
         exact = [parameter.detach().float().clone() for parameter in model.parameters()]
         super().__init__(model, group, config, dtype)
         self.loss_scale = LossScale() if scaled else None
         self.scale = self.loss_scale.value if self.loss_scale else 1.0  # by which Replica multiplies the loss
-        drawn = partial(stochastic_bf16, generator=torch.Generator(exact[0].device).manual_seed(config.seed))
-        self.masters = Masters(list(model.parameters()), exact, kept=kept, rounded=drawn if stochastic else None)
+        self.masters = Masters(list(model.parameters()), exact, kept=kept)
         self.optimizer = make_optimizer(self.masters.parameters, config)
         self.deliver = deliver
 
@@ -162,23 +158,18 @@ def prove_16_bit(lab: Lab, name: str, build: Build) -> None:
     prove(lab, name, build)
     if name in SCALED:
         rehearse(lab, name, build)
-    if name == "bf16_stochastic":
-        check_draws(lab, name, build)
 
 
 def run(lab: Lab) -> None:
     config, predictions = lab.config, predict(lab.config)
     sizes = "line" if config.model == "line" else f"width {config.width}, depth {config.depth}"
     lab.say(f"{sizes}: 2 + 2 bytes a parameter, and 4 for a master weight", "predict")
-    show_formats(lab)
     in_16_bits = [name for name in lab.mode.by_hand if name != "fp32"]
     measured = measure(
         lab, also=partial(check_replicas, lab), proofs=dict.fromkeys(in_16_bits, partial(prove_16_bit, lab))
     )
     lab.compare_traffic(predictions, measured)
     lab.compare_rest(predictions, measured, format_of)
-    compare_peak(lab, measured)
-    show_gradients(lab)
     with lab.work.of(config.steps * sum(map(lab.wants, lab.mode.names)), "steps observed"):
         seen = {
             each.name: observe(lab, each.name, each.build)
@@ -195,8 +186,6 @@ MODE = Mode(
         Variant("fp32", fp32),
         Variant("fp16_scaled", partial(mixed, dtype=torch.float16, scaled=True)),
         Variant("bf16_master", partial(mixed, dtype=torch.bfloat16, kept=True)),
-        Variant("fp16_master", partial(mixed, dtype=torch.float16, scaled=True, kept=True)),
-        Variant("bf16_stochastic", partial(mixed, dtype=torch.bfloat16, stochastic=True)),
         Variant("autocast", autocast, by_torch=True),
     ),
     run=run,
@@ -205,10 +194,14 @@ MODE = Mode(
     predict=predict,
     refuse=refuse,
     mistakes=mistake,
-    unsaved="saves neither the scale of the loss nor the state of its random rounding",
+    gone={
+        "fp16_master": "fp16_scaled scales the loss, bf16_master keeps float32 masters",
+        "bf16_stochastic": "bf16_master keeps what bf16 rounds away",
+    },
+    unsaved="does not save the scale of the loss",
     reading=(
         "experiments/precision/__init__.py: the variants, all of it in 16 bits first",
-        "distlab/precision/__init__.py: float32 master weights, loss scaling, and stochastic rounding",
+        "distlab/precision/__init__.py: float32 master weights, and loss scaling",
         "experiments/precision/checks.py: what of it can be exact, and how far off the rest may be",
     ),
 )

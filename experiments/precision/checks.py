@@ -5,7 +5,7 @@
   given              what the optimizer is given is what was summed, without the scale, to the bit
   clipped gradients  with LAB_CLIP: what the optimizer is given, unscaled and clipped, against what was summed, clipped
   update             weights against w - lr·g of the gradient that was given, from the weights that the last step left,
-                     in units in the last place: half a unit to the nearest, up to one at random (below)
+                     in units in the last place: half a unit to the nearest
   first masters      masters begin as the float32 weights, to the bit
   copied back        the weights that compute are the masters, rounded
   unscaled           in float32, where nothing under- or overflows: scaled and unscaled again are the same to the bit
@@ -18,7 +18,6 @@ in those units. Plain SGD, as in every proof: Adam would divide an error of scal
 """
 
 import copy
-import itertools
 import math
 from collections.abc import Iterator
 
@@ -30,7 +29,7 @@ from distlab.contract import Build, Claims, Mode
 from distlab.data_parallel.buckets import GradientBuckets
 from distlab.data_parallel.strategy import Replica
 from distlab.lab import Lab
-from distlab.measure.tensors import Worst, largest, largest_difference, sampling_errors
+from distlab.measure.tensors import Worst, largest, largest_difference
 from distlab.precision import ulp
 from distlab.verify.proof import check_replicas
 from distlab.verify.run_all import measured
@@ -45,7 +44,7 @@ from .predictions import SCALED, converted
 SAME_ARITHMETIC, EXACT = 8.0, 16.0  # epsilons: sums in another order; all roundings of a forward and a backward pass
 # To the nearest: half a unit of the 16 bits, and half a unit of the float32 that is rounded, 2^-13 of them in fp16.
 NEAREST = 0.5 + 2.0**-14
-# Rounded at random, or twice: fp16 rounds lr·g as well, where it ends, by half a unit of a weight that is as small.
+# Rounded twice: fp16 rounds lr·g as well, where it ends, by half a unit of a weight that is as small.
 WHOLE = 1.0
 CONTROLS = "tests/experiments/test_precision.py::{}"
 LAST_PLACE = "units in the last place"
@@ -129,7 +128,7 @@ def check_update(lab: Lab, name: str, strategy: Replica, witness: Witness, start
         else:
             apart_by = epsilons(given, clipped(wanted, strategy.config.clip), dtype)  # LAB_BUG=unscaled_clip
             lab.check("clipped gradients", apart_by, SAME_ARITHMETIC, name, unit=of_type("epsilons", dtype))
-    tolerance = WHOLE if name in ("bf16_stochastic", "fp16") else NEAREST
+    tolerance = WHOLE if name == "fp16" else NEAREST
     lab.check("update", off, tolerance, name, taken, unit=of_type(LAST_PLACE, stored), control=WRONG_MASTERS)
     if stored != dtype:
         rounded = flat(weight.detach().to(dtype) for weight in after)
@@ -312,54 +311,6 @@ def overflow(strategy: Replica, kind: str, parts: list[Microbatch], *, mine: boo
         last.view(-1)[-1] = float(kind.removeprefix("one "))
 
 
-# Rounding at random, held to what it claims: up with the probability of the way that is left, each time anew.
-#
-# All weights of a variant are set to 1 and are given a gradient whose update is a known share f of the way to bf16's
-# next number, through the variant's own update. Of n weights n·f have to arrive there, give or take the deviation of
-# n draws, √(nf(1 - f)), and two rounds have to agree on f² + (1 - f)² of them: who rounds always down, always to the
-# nearest or draws the same again is off by more than SIGMAS of these. Numbers come from the seed, so a run that holds
-# holds again; among all seeds, one in 10^9 would fail for each share.
-
-SHARES = (0.125, 0.5, 0.75)
-SIGMAS = 6.0
-DRAWS = 2000  # at least, of each share: rounding down is off by √(nf/(1 - f)) deviations, 17 for the smallest share
-STEP = 2.0**-7  # from 1 to bf16's next number
-CONTROL = "tests/experiments/test_precision.py::test_rounding_that_is_biased_fails_the_run"
-
-
-def check_draws(lab: Lab, name: str, build: Build) -> None:
-    """The largest deviation of any share, in sigmas; on every rank, and nothing is sent."""
-    config = lab.config.model_copy(update={"optimizer": "sgd", "lr": LEARNING_RATE, "clip": None})
-    strategy = build(lab.model(torch.float32), lab.mesh, config)
-    assert isinstance(strategy, Replica)
-    worst = 0.0
-    for share in SHARES:
-        rounds = max(2, -(-DRAWS // strategy.model.num_parameters()))
-        ups = [ups_of(strategy, share) for _ in range(rounds)]
-        agreed = torch.cat([one == other for one, other in itertools.pairwise(ups)])
-        worst = max(worst, deviation(torch.cat(ups), share), deviation(agreed, share**2 + (1 - share) ** 2))
-    detail = "the worst of three shares of a unit, of as many draws"
-    lab.check("rounded at random", worst, SIGMAS, name, detail, unit="deviations", control=CONTROL)
-
-
-@torch.no_grad()
-def ups_of(strategy: Replica, share: float) -> Tensor:
-    """Which weights went up, of all that were a share of the way; NaN where one went anywhere else."""
-    for parameter in strategy.model.parameters():
-        parameter.fill_(1.0)
-        parameter.grad = torch.full_like(parameter, -share * STEP / LEARNING_RATE)
-    strategy.update()
-    return (flat(strategy.model.parameters()) - 1.0) / STEP
-
-
-def deviation(happened: Tensor, probability: float) -> float:
-    """How far from its expectation, in standard deviations; infinite where there is something else than 0 and 1."""
-    outcomes = happened.double()
-    if not bool(((outcomes == 0) | (outcomes == 1)).all()):
-        return math.inf
-    return sampling_errors(outcomes.sum().item(), len(outcomes), probability)
-
-
 # What a run of precision has to claim, so that a check that vanishes is missed.
 
 
@@ -367,7 +318,7 @@ def claims(mode: Mode, config: Config) -> Iterator[Claims]:
     """Of all variants bytes; of those in 16 bits what a format allows, and of scaled ones what an overflow does."""
     in_16_bits = [name for name in mode.by_hand if name != "fp32"]
     yield from measured(mode, config, apart=in_16_bits)
-    yield Claims(("called bytes", "wire bytes", "rest bytes", "peak bytes"), mode.by_hand)
+    yield Claims(("called bytes", "wire bytes", "rest bytes"), mode.by_hand)
     if not config.proof:
         return
     given = "given" if config.clip is None else "clipped gradients"
@@ -376,6 +327,5 @@ def claims(mode: Mode, config: Config) -> Iterator[Claims]:
     yield Claims(("float64 gradients",), [name for name in in_16_bits if name != "fp16"], one=True, times=STEPS)
     yield Claims((given, "update"), in_16_bits, times=STEPS)
     yield Claims(("unscaled", "loss scale", "skipped", "clipped gradients", "weights"), SCALED)
-    yield Claims(("first masters",), ("bf16_master", "fp16_master"))
-    yield Claims(("copied back",), ("bf16_master", "fp16_master"), times=STEPS)
-    yield Claims(("rounded at random",), ("bf16_stochastic",))
+    yield Claims(("first masters",), ("bf16_master",))
+    yield Claims(("copied back",), ("bf16_master",), times=STEPS)

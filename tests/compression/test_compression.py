@@ -23,9 +23,9 @@ from distlab.compression.compressors import (
 from distlab.compression.costs import bucket_bytes, bucket_calls
 from distlab.compression.powersgd import LowRank, orthonormal
 from distlab.data_parallel.buckets import GradientBuckets
-from distlab.measure.tensors import sampling_errors
 from distlab.measure.traffic import Calls
 from distlab.testing.warm_ranks import Ranks
+from tests.labs import sampling_errors
 
 RATIO, RANK = 0.1, 2
 MAKE: dict[str, Callable[[dist.ProcessGroup, list[Size], bool], Compressor]] = {

@@ -25,11 +25,12 @@ from torch.nn import functional as F
 from distlab.config import Config
 from distlab.lab import Lab
 from distlab.measure.storages import Storages, label_before
-from distlab.measure.tensors import largest_difference, sampling_errors
+from distlab.measure.tensors import largest_difference
 from distlab.verify.counted import in_backward
 from distlab.workload.data import Batches
 from distlab.workload.model import VOCABULARY, Block, Embedding, Head, Model, Residual
 from distlab.workload.reference import fill
+from tests.labs import sampling_errors
 
 TOLERANCE = 1e-12  # of float64, in which a few hundred roundings of two ways to the same sum leave 1e-14
 POSITIONS, SAMPLES = 16, 2
