@@ -107,9 +107,8 @@ def config(**environ: str) -> Config:
 
 @pytest.mark.parametrize(("mode", "settings"), [
     ("dp", {"LAB_VARIANT": f"flat,ddp,{STEP}"}), ("fsdp", {"LAB_VARIANT": "zero1,zero3,fsdp2"}),
-    ("pp", {"LAB_VARIANT": "gpipe,torch_gpipe", "LAB_WIDTH": "24"}),
     ("compress", {"LAB_VARIANT": "dense,topk"}), ("server", {"LAB_VARIANT": "sync"}), ("precision", {"LAB_VARIANT": f"bf16,{STEP}"}),
-    ("pp", {"LAB_VARIANT": "gpipe,torch_1f1b", "LAB_WIDTH": "24"}), ("tp", {"LAB_VARIANT": "gathered,megatron"}),
+    ("pp", {"LAB_VARIANT": "gpipe,torch_1f1b", "LAB_WIDTH": "24"}),
 ])  # fmt: skip
 def test_an_own_model_runs_in_the_modes(runs: Runs, mode: str, settings: dict[str, str]) -> None:
     ran = runs(3, RUN_MODE=mode, LAB_MODEL=MODEL, **settings)
