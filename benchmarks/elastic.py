@@ -43,7 +43,7 @@ BOUNDS_S = dict.fromkeys(KILLED, 1.0) | {"paused": 4.0, "cut": 4.0, "came back":
 LONG = {"LAB_MODEL": "mlp", "LAB_STEPS": "3000"}
 KEY = "of the ranks of one benchmark"
 SETTINGS = {
-    "RUN_MODE": "elastic", "LAB_LOSSES": "0", "LAB_SEQ": "16", "LAB_STEPS": "300",
+    "RUN_MODE": "elastic", "LAB_LOSSES": "0", "LAB_SEQ": "16", "LAB_STEPS": "300", "LAB_LOG": "full",
     "WORLD_SIZE": str(WORLD_SIZE), "LAB_KEY": KEY, "LAB_LOST_AFTER_S": str(LOST_AFTER_S),
 }  # fmt: skip
 
@@ -187,7 +187,10 @@ def judged(folder: Path, blows: list[Blow], log: Path) -> Outcome:
     lost = {entry["rank"] for entry in run["lost"]}
     hit = {rank for blow in after for rank in blow.ranks}
     recovered = list(after.items())
-    for words in re.findall(r"([\d.]+) s after its first packet", log.read_text()):
+    # Lines are wrapped, each behind its rank.
+    for words in re.findall(
+        r"([\d.]+) s after its first packet", " ".join(re.sub(r"\nrank \d+ \|", " ", log.read_text()).split())
+    ):
         recovered.append((Blow("came back", (), 0.0), float(words)))
     fault = "" if run["verdict"] == "pass" and lost == hit else f"{run['verdict']}, lost {lost} where {hit} were hit"
     return Outcome(recovered, fault and f"{fault}: {log.read_text()[-600:]}")
