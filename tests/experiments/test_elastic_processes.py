@@ -137,8 +137,8 @@ def test_who_came_back_while_another_was_gone_outlives_the_server_that_took_it_i
     ranks.start(0)
     with stopped(first[1:3]):
         first[4].until("finds its way back", 120)
-    first[4].until("rank 3 lost", 120)  # it is in the run again
-    time.sleep(1.5)
+    first[2].until("rank 3 lost", 120)
+    first[4].until("is killed by fault injection", 120)  # it is in a view again
     first[1].process.kill()  # it served: rank 0 does again, at the port of its new process
     killed = 128 + signal.SIGKILL
     assert ranks.codes() == [killed, killed, 0, killed, 0], ranks.said(4)
