@@ -82,7 +82,9 @@ def test_of_a_partition_the_majority_goes_on_and_the_minority_stops(world: Calla
     assert cut.codes() == [3, 0, 0], cut.said(0)
     assert "rank 0 is partitioned from the cluster at step" in cut.said(0), "the minority says so"
     for rank in (1, 2):
-        assert re.search(r"rank 0 lost at step \d+ in [^:]*: no heartbeat for 2 s; the remaining ranks continue", cut.said(rank))
+        assert re.search(
+            r"rank 0 lost at step \d+ in [^:]*: no heartbeat for 2 s; the remaining ranks continue", cut.said(rank)
+        )
     run = cut.judged()
     assert (run["verdict"], [entry["rank"] for entry in run["lost"]]) == ("pass", [0])
     assert [drill["held"] for drill in run["drills"]] == [True]
