@@ -319,8 +319,9 @@ class RankServer(StoreServer):
     def _finish(self, verdict: Verdict, stopped: bool = False, but: int | None = None) -> None:
         """The run ends with this verdict for all ranks; `but` is the one that has ended by it already."""
         if self.over is None:
-            self.over = Over(verdict, stopped)
-            self._tell([rank for rank in self.ranks if rank != but], self.over)
+            over = Over(verdict, stopped)
+            self._tell([rank for rank in self.ranks if rank != but], over)
+            self.over = over  # once all have been sent it: see all_told
 
     def _acknowledge(self, rank: int) -> None:
         """Once all others have acknowledged the verdict its host may write it; once that has, all are told."""
@@ -330,6 +331,6 @@ class RankServer(StoreServer):
 
     def _tell(self, ranks: Iterable[int], message: Message) -> None:
         sent = framed(message)
-        for rank in list(ranks):
+        for rank in sorted(ranks, key=lambda rank: rank == self.host):  # the host may end as soon as it knows
             if (peer := self.ranks.get(rank)) is not None:
                 self.send_bytes(peer, sent)

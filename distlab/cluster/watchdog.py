@@ -295,11 +295,11 @@ class Watchdog(threading.Thread):
             self.line.send(Leave())
             self._departure.leave(own, None)
         self.line.send(Ending(to_others, stopped))
-        server, deadline = self.cluster.server, time.monotonic() + TOLD_S
-        while server is not None and self.others and not server.all_told() and time.monotonic() < deadline:
-            time.sleep(LOOK_S)
         self._leave(own, {entry.rank for entry in to_others.lost})
 
     def _leave(self, own: Verdict, lost: set[int], *, given_up: bool = False) -> NoReturn:
+        server, deadline = self.cluster.server, time.monotonic() + TOLD_S
+        while server is not None and self.others and not server.all_told() and time.monotonic() < deadline:
+            time.sleep(LOOK_S)
         survivors = {self.cluster.rank, *self.others} - lost
         self._departure.leave(own, Succession(self.cluster.rank, survivors, given_up=given_up))

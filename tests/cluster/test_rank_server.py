@@ -38,7 +38,7 @@ from distlab.cluster.messages import (
 from distlab.cluster.rank_server import RankServer, Strangers
 from distlab.report.records import Lost
 from distlab.transport.handshake import Unproven, Who, listen
-from distlab.transport.store_server import framed
+from distlab.transport.store_server import Peer, framed
 
 pytestmark = pytest.mark.timeout(60)
 HERE, KEY, TOKEN = "127.0.0.1", b"the key", "abcd"
@@ -229,6 +229,21 @@ def test_once_ranks_may_leave_the_others_go_on_and_one_comes_back(world: World) 
     while not (living := world.until(1, Living)).asking:
         pass
     assert living.asking == [(2, 2, b"me")]
+
+
+def test_the_host_which_may_end_at_once_is_told_after_all_others(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[tuple[int, bytes]] = []
+    send_bytes = world.server.send_bytes
+
+    def noted(peer: Peer, message: bytes) -> None:
+        sent.append((peer.who.rank, message))
+        send_bytes(peer, message)
+
+    world.seal()
+    monkeypatch.setattr(world.server, "send_bytes", noted)
+    world.lines.pop(1).close()
+    over = world.until(0, Over)
+    assert [rank for rank, message in sent if message == framed(over)] == [2, 0]
 
 
 def test_a_rank_that_has_a_double_in_the_run_is_not_taken_back(world: World) -> None:
