@@ -39,6 +39,7 @@ from distlab.cluster.messages import (
 )
 from distlab.cluster.views import Views
 from distlab.report.records import Lost
+from distlab.transport.handshake import NOBODY
 from distlab.transport.store_server import Message, Peer, StoreServer, framed
 
 PERIOD_S = 0.25  # between two heartbeats, both ways
@@ -177,7 +178,8 @@ class RankServer(StoreServer):
             super().send_bytes(peer, message)
 
     def _is_cut_off(self, peer: Peer) -> bool:
-        return self.cut_off and peer.who.rank != self.host
+        """Not the store's, which come from nobody by name: of a cut that ends, what it was told would be lost."""
+        return self.cut_off and peer.who.rank not in (NOBODY.rank, self.host)
 
     def ended(self, peer: Peer) -> None:
         super().ended(peer)
