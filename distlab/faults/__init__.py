@@ -140,12 +140,14 @@ ALL = [(RETURN, 0, 0, DROP)]
 Instructions = list[tuple[int, int, int, int]]
 
 
-def hear_nobody() -> bool:
-    """Drop all that comes to this process from other ranks, until `hear_again`; False where this kernel does not
-    let it."""
+def hear_nobody(but: socket.socket | None = None) -> bool:
+    """Drop all that comes to this process from other ranks, `but` on one connection, until `hear_again`; False where
+    this kernel does not let it."""
     refused = []
 
     def drop(each: socket.socket) -> None:
+        if but is not None and each.getsockname() == but.getsockname():
+            return
         try:
             attach(each, ALL)
         except PermissionError:
