@@ -27,7 +27,7 @@ plan: ## every strategy on paper, and which to take: make plan PLAN="--params 7B
 # declared dead, after 3.4 s without a heartbeat. In the folders WAITING tests wait for ranks that wait, with two workers
 # 10 to 60 % of the cores were busy: four of them run there.
 TESTS = .venv/bin/python -m pytest --dist loadgroup --no-loadscope-reorder
-WAITING = tests/check tests/cluster tests/testing
+WAITING = tests/tools/check tests/lab/cluster tests/tools/testing
 
 test: ## every claim once; container tests where an engine answers
 	./install dev

@@ -16,8 +16,8 @@ from pathlib import Path
 from benchmarks.rounds import table
 from benchmarks.runs import run_lab
 from benchmarks.steps import FSDP_SIZES, settings
-from distlab.report.reading import read_run
-from distlab.report.records import Saved, select
+from distlab.lab.report.reading import read_run
+from distlab.lab.report.records import Saved, select
 
 TARGET = 0.10  # of what a synchronous save holds the step up
 BETWEEN_S = 3 * 3600.0  # two losses

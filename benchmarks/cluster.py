@@ -20,7 +20,7 @@ TOP = Path(__file__).parent.parent
 IMPORTS = """
 import time, torch, torch.distributed
 started = time.perf_counter()
-import distlab.cli.run, distlab.rank.main, distlab.experiments.dp
+import distlab.cli.run, distlab.lab.rank.main, distlab.experiments.dp
 print(time.perf_counter() - started)
 """
 COMPOSE = ["docker", "compose"]

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.rounds import Ratio, Timing, interleave, on_ranks, table
-from distlab.collectives.by_hand import Collective, pick
-from distlab.collectives.point_to_point import split
+from distlab.techniques.collectives.by_hand import Collective, pick
+from distlab.techniques.collectives.point_to_point import split
 
 KIB, MIB = 1 << 10, 1 << 20
 PLANS = {

@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.rounds import Timing, interleave, judge, on_ranks, ratios, table
-from distlab.config import Config
-from distlab.context_parallel.ring import RingAttention
-from distlab.context_parallel.ulysses import UlyssesAttention
 from distlab.experiments.cp import GatheredAttention, TorchRing
 from distlab.experiments.cp.predictions import BY_HAND, layer_cost, positions_of
-from distlab.measure.storages import SavedActivations
-from distlab.workload.model import Attend
+from distlab.lab.config import Config
+from distlab.lab.measure.storages import SavedActivations
+from distlab.lab.workload.model import Attend
+from distlab.techniques.context_parallel.ring import RingAttention
+from distlab.techniques.context_parallel.ulysses import UlyssesAttention
 
 HEADS, HEAD_DIM = 8, 32
 LENGTHS = (512, 2048)

@@ -30,13 +30,13 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.rounds import table
-from distlab.cluster.departure import Succession
-from distlab.cluster.join import init_process_group, join
-from distlab.cluster.launch import free_port
-from distlab.cluster.messages import Verdict
-from distlab.cluster.watchdog import Watchdog
-from distlab.config import Config
-from distlab.report.run_folder import Outcome
+from distlab.lab.cluster.departure import Succession
+from distlab.lab.cluster.join import init_process_group, join
+from distlab.lab.cluster.launch import free_port
+from distlab.lab.cluster.messages import Verdict
+from distlab.lab.cluster.watchdog import Watchdog
+from distlab.lab.config import Config
+from distlab.lab.report.run_folder import Outcome
 
 RUNS, AT_ONCE, BUSY, WORLD_SIZE = 200, 2, 20, 4
 STEPS, STEP_S = 40, 0.02

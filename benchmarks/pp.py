@@ -18,18 +18,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.rounds import Ratio, Timing, interleave, on_ranks, ratios, table
-from distlab.collectives.phases import COMPUTE, Span, recorded
-from distlab.config import Config
 from distlab.contract import Strategy
 from distlab.experiments import pp
-from distlab.measure.storages import SavedActivations
-from distlab.mesh.grid import Mesh
-from distlab.pipeline_parallel.costs import idle_share
-from distlab.pipeline_parallel.pipeline import Boundaries
-from distlab.pipeline_parallel.schedules import Action, one_forward_one_backward_split
-from distlab.workload.data import Batches
-from distlab.workload.model import Model, build_model
-from distlab.workload.user_model import SummedLoss
+from distlab.lab.config import Config
+from distlab.lab.measure.storages import SavedActivations
+from distlab.lab.workload.data import Batches
+from distlab.lab.workload.model import Model, build_model
+from distlab.lab.workload.user_model import SummedLoss
+from distlab.techniques.collectives.phases import COMPUTE, Span, recorded
+from distlab.techniques.mesh.grid import Mesh
+from distlab.techniques.pipeline_parallel.costs import idle_share
+from distlab.techniques.pipeline_parallel.pipeline import Boundaries
+from distlab.techniques.pipeline_parallel.schedules import Action, one_forward_one_backward_split
 
 RANKS, MICROBATCHES, CHUNKS = 4, 8, 2
 BUBBLE_TARGET, ACTIVATIONS_TARGET = 0.03, 0.55

@@ -19,8 +19,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from benchmarks.rounds import on_ranks, table
-from distlab.config import Config
 from distlab.experiments.mesh import MODE
+from distlab.lab.config import Config
 from tests.meshes import differences as of_variants
 
 TOP = Path(__file__).parent.parent

@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.rounds import Timing, interleave, judge, on_ranks, ratios, table
-from distlab.config import Config
-from distlab.mesh.grid import Mesh
-from distlab.rank.mode_loader import load
-from distlab.transport.process_group import TcpBackend
-from distlab.workload.data import Batches
-from distlab.workload.model import build_model
+from distlab.lab.config import Config
+from distlab.lab.rank.mode_loader import load
+from distlab.lab.workload.data import Batches
+from distlab.lab.workload.model import build_model
+from distlab.techniques.mesh.grid import Mesh
+from distlab.techniques.transport.process_group import TcpBackend
 
 WARMUP_STEPS = 2  # DDP lays its buckets out anew after the first
 

@@ -4,13 +4,13 @@
 torch is not imported here, so that the command `distlab` can answer before it has come in.
 """
 
-from distlab.testing import ranks, same_as_one_process
+from distlab.tools.testing import ranks, same_as_one_process
 
 __all__ = ["load_ipython_extension", "ranks", "same_as_one_process"]
 
 
 def load_ipython_extension(shell: object) -> None:
     """`%load_ext distlab` in a notebook: the magics `%%ranks` and `%ranks`."""
-    from distlab.notebook.magics import load
+    from distlab.tools.notebook.magics import load
 
     load(shell)

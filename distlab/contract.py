@@ -16,17 +16,17 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 from torch import Tensor
 
-from distlab.config import Config
-from distlab.config.settings import ModeOptions
-from distlab.measure.event_order import Order
-from distlab.measure.prediction import Prediction
-from distlab.measure.traffic import Traffic
-from distlab.workload import data
-from distlab.workload import model as models
-from distlab.workload.data import Batches, Microbatch
-from distlab.workload.model import Model, build_model, outline
-from distlab.workload.reference import Losses
-from distlab.workload.user_model import is_own
+from distlab.lab.config import Config
+from distlab.lab.config.settings import ModeOptions
+from distlab.lab.measure.event_order import Order
+from distlab.lab.measure.prediction import Prediction
+from distlab.lab.measure.traffic import Traffic
+from distlab.lab.workload import data
+from distlab.lab.workload import model as models
+from distlab.lab.workload.data import Batches, Microbatch
+from distlab.lab.workload.model import Model, build_model, outline
+from distlab.lab.workload.reference import Losses
+from distlab.lab.workload.user_model import is_own
 
 
 class Strategy(Protocol):
@@ -34,9 +34,9 @@ class Strategy(Protocol):
 
     Its steps make the same calls, or it has an attribute `repeats_after`: the number of steps after which they repeat,
     0 where they never do. With an attribute `layers`, this rank's by their number in the model, its passes and
-    gradients are seen in the order of a step (distlab/measure/event_order.py). With a method `alike(kind)`, the names
-    and tensors of the "gradients" or "weights" that this rank holds whole and that are the same, to the bit, wherever
-    the name is held, these are compared between ranks (distlab/verify/silent_corruption.py).
+    gradients are seen in the order of a step (distlab/lab/measure/event_order.py). With a method `alike(kind)`, the
+    names and tensors of the "gradients" or "weights" that this rank holds whole and that are the same, to the bit,
+    wherever the name is held, these are compared between ranks (distlab/lab/verify/silent_corruption.py).
     """
 
     def backward(self, microbatches: list[Microbatch]) -> Tensor | None:
@@ -76,7 +76,7 @@ class Variant:
     build: Build | None = None
     by_torch: bool = False  # PyTorch's own, which the others are held against
     recomputes: bool = True  # whether LAB_RECOMPUTE is for it, and not a way of its own to what its layers drop
-    timed_part: int = 1  # beside others over gloo it takes one of so many timed steps (distlab/verify/run_all.py)
+    timed_part: int = 1  # beside others over gloo it takes one of so many timed steps (distlab/lab/verify/run_all.py)
     sentence: str = ""  # on it, for the report; empty: the docstring of what makes it
     formerly: str = ""  # a name that it had before, which LAB_VARIANT takes too
 
@@ -96,7 +96,7 @@ WHOLE_RUN = ("",)
 @dataclass(frozen=True)
 class Claims:
     """Checks and comparisons by name that a run has to have made, so that one that vanishes is missed
-    (distlab/report/verdict.py): of each variant in `of`, so many `times`, by each rank or by `one`."""
+    (distlab/lab/report/verdict.py): of each variant in `of`, so many `times`, by each rank or by `one`."""
 
     names: Sequence[str]
     of: Sequence[str] = WHOLE_RUN
@@ -127,7 +127,7 @@ class Counted:
 
     traffic: Traffic
     activation_bytes: int
-    rest: dict[str, int]  # bytes by class (distlab/measure/memory.py) between two steps
+    rest: dict[str, int]  # bytes by class (distlab/lab/measure/memory.py) between two steps
     peak: dict[str, int]  # and when the step held most
     most: dict[str, int] = field(default_factory=dict, kw_only=True)  # and of each class when the step held most of it
     order: Order  # what happened in it
@@ -319,7 +319,7 @@ class Mode:
     stepped: bool = False  # whether it trains by itself, and says when a step begins (Lab.begin_step)
     # The checks that see a bit which flips in a training of its own; those of a timed training are the passes'.
     watched: tuple[str, ...] = ()
-    takes_back: bool = False  # whether a rank that is started again rejoins the run (distlab/cluster/rejoin.py)
+    takes_back: bool = False  # whether a rank that is started again rejoins the run (distlab/lab/cluster/rejoin.py)
     recomputes: bool = False  # whether its ranks run whole layers, so that LAB_RECOMPUTE can run them again
     reading: tuple[str, ...] = ()  # the files of the lesson in the order in which they are read, each with what it has
     # What a mistake may replace in the passes.

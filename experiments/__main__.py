@@ -1,7 +1,7 @@
 """`python -m distlab.experiments`: the table of modes in the README, each with the first line of its lesson."""
 
-from distlab.config.settings import modes
-from distlab.rank.mode_loader import load
+from distlab.lab.config.settings import modes
+from distlab.lab.rank.mode_loader import load
 
 
 def table() -> str:

@@ -6,7 +6,7 @@ import os
 import pytest
 from hypothesis import settings
 
-from distlab.testing.warm_ranks import Ranks
+from distlab.tools.testing.warm_ranks import Ranks
 from tests.labs import Runs
 from tests.slow import slow_of
 
@@ -19,9 +19,9 @@ MINUTES = (
     "tests/compose/test_fit.py", "tests/compose/test_restart.py", "tests/compose/test_own.py",
     "tests/compose/test_elastic.py", "tests/experiments/test_bugs.py", "tests/experiments/test_rank_logs.py",
     "tests/experiments/test_mesh.py", "tests/test_strangers.py", "tests/experiments/test_elastic_processes.py",
-    "tests/testing/test_plugin.py", "tests/check/test_faults.py", "tests/docs/test_outputs.py",
+    "tests/tools/testing/test_plugin.py", "tests/tools/check/test_faults.py", "tests/docs/test_outputs.py",
 )  # fmt: skip
-APART = ("tests/check/test_faults.py", "tests/docs/test_outputs.py", "tests/compose/")  # tests that share nothing
+APART = ("tests/tools/check/test_faults.py", "tests/docs/test_outputs.py", "tests/compose/")  # tests that share nothing
 
 
 @pytest.fixture(scope="session")

@@ -5,9 +5,9 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from distlab.config import Config
-from distlab.config.settings import aliases, modes
-from distlab.rank.mode_loader import load
+from distlab.lab.config import Config
+from distlab.lab.config.settings import aliases, modes
+from distlab.lab.rank.mode_loader import load
 
 TOP = Path(__file__).parent.parent
 FILE = re.compile(r"[\w.-]+(?:/[\w.-]+)*/?(?:::\w+)?")

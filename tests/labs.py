@@ -16,31 +16,31 @@ import torch
 import torch.distributed as dist
 from msgspec.structs import replace
 
-from distlab.cluster.control_plane import Exchange
-from distlab.cluster.join import join
-from distlab.cluster.launch import free_port
-from distlab.cluster.membership import Membership
-from distlab.cluster.messages import Verdict
-from distlab.cluster.watchdog import Watchdog
-from distlab.collectives.sharded_tensor import LocalShard
-from distlab.config import Config
 from distlab.contract import Mode
 from distlab.experiments.comm import benchmark
-from distlab.lab import Lab, RunHooks
-from distlab.measure.traffic import Ledger
-from distlab.mesh.grid import Mesh
-from distlab.rank.main import places_of, unseen_on
-from distlab.rank.mode_loader import load_for
-from distlab.rank.preflight import refuse
-from distlab.report import records
-from distlab.report.rank_log import RankLog
-from distlab.report.reading import from_line, read_run, to_line
-from distlab.report.run_folder import Journal
-from distlab.report.verdict import judge, passes
-from distlab.testing.warm_ranks import Ranks, side_groups
-from distlab.transport.store import KeyedStore
-from distlab.verify.run_all import everything, expected
-from distlab.workload.model import Model
+from distlab.lab.cluster.control_plane import Exchange
+from distlab.lab.cluster.join import join
+from distlab.lab.cluster.launch import free_port
+from distlab.lab.cluster.membership import Membership
+from distlab.lab.cluster.messages import Verdict
+from distlab.lab.cluster.watchdog import Watchdog
+from distlab.lab.config import Config
+from distlab.lab.lab import Lab, RunHooks
+from distlab.lab.measure.traffic import Ledger
+from distlab.lab.rank.main import places_of, unseen_on
+from distlab.lab.rank.mode_loader import load_for
+from distlab.lab.rank.preflight import refuse
+from distlab.lab.report import records
+from distlab.lab.report.rank_log import RankLog
+from distlab.lab.report.reading import from_line, read_run, to_line
+from distlab.lab.report.run_folder import Journal
+from distlab.lab.report.verdict import judge, passes
+from distlab.lab.verify.run_all import everything, expected
+from distlab.lab.workload.model import Model
+from distlab.techniques.collectives.sharded_tensor import LocalShard
+from distlab.techniques.mesh.grid import Mesh
+from distlab.techniques.transport.store import KeyedStore
+from distlab.tools.testing.warm_ranks import Ranks, side_groups
 from tests.controls import uncontrolled
 
 TINY = {"LAB_WIDTH": "16", "LAB_DEPTH": "2", "LAB_HEADS": "4", "LAB_SEQ": "8", "LAB_STEPS": "4"}

@@ -6,10 +6,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distlab.config import Config
 from distlab.experiments.mesh import MODE
-from distlab.workload.data import Batches
-from distlab.workload.reference import Snapshot, train
+from distlab.lab.config import Config
+from distlab.lab.workload.data import Batches
+from distlab.lab.workload.reference import Snapshot, train
 from tests.labs import built
 
 

@@ -1,8 +1,8 @@
 """The runs that a mode is tried by: whole, and with one of its mistakes where that mistake has to show."""
 
-from distlab.config import Config
 from distlab.contract import Mode
-from distlab.rank.mode_loader import load
+from distlab.lab.config import Config
+from distlab.lab.rank.mode_loader import load
 from tests.labs import TINY
 
 WORLD_SIZE = 2  # odd and larger worlds are in each mode's own tests; three ranks take half as long again

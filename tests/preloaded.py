@@ -17,10 +17,10 @@ import torch.distributed.fsdp
 import torch.distributed.pipelining
 import torch.distributed.tensor.parallel
 
-from distlab.check import rank_supervisor
-from distlab.prove import proof
-from distlab.rank import fault_injection
-from distlab.verify import run_all
+from distlab.lab.rank import fault_injection
+from distlab.lab.verify import run_all
+from distlab.tools.check import rank_supervisor
+from distlab.tools.prove import proof
 
 gc.collect()
 gc.freeze()  # what is there now stays shared, and no collection walks it again

@@ -11,21 +11,21 @@ from collections.abc import Iterable
 SLOW = {
     # The other notebooks.
     **{
-        f"tests/notebook/test_notebooks.py::test_a_notebook_runs_from_top_to_bottom[{each}": (
-            "tests/notebook/test_notebooks.py::test_a_notebook_runs_from_top_to_bottom[1_talk]"
+        f"tests/tools/notebook/test_notebooks.py::test_a_notebook_runs_from_top_to_bottom[{each}": (
+            "tests/tools/notebook/test_notebooks.py::test_a_notebook_runs_from_top_to_bottom[1_talk]"
         )
         for each in ("2_data_parallel", "3_tensor_parallel", "4_pipeline", "5_zero")
     },
     # The same in containers.
     "tests/compose/test_bad_input.py::test_a_doubled_rank_is_named_with_both_hosts": (
-        "tests/cluster/test_join.py::test_a_doubled_rank_is_said_on_every_rank"
+        "tests/lab/cluster/test_join.py::test_a_doubled_rank_is_said_on_every_rank"
     ),
     "tests/compose/test_bad_input.py::test_a_master_that_nobody_is": (
-        "tests/cluster/test_join.py::test_an_address_of_nobody_fails_in_time"
+        "tests/lab/cluster/test_join.py::test_an_address_of_nobody_fails_in_time"
     ),
-    "tests/compose/test_check.py": "tests/check/test_hang.py::test_a_barrier_under_rank_0_is_a_hang[2]",
+    "tests/compose/test_check.py": "tests/tools/check/test_hang.py::test_a_barrier_under_rank_0_is_a_hang[2]",
     "tests/compose/test_ci.py": "tests/docs/test_ci.py::test_the_steps_of_local_processes[hangs]",
-    "tests/compose/test_drills.py": "tests/rank/test_fault_injection.py::test_each_fault_ends_as_it_should[kill@300ms-3]",
+    "tests/compose/test_drills.py": "tests/lab/rank/test_fault_injection.py::test_each_fault_ends_as_it_should[kill@300ms-3]",
     "tests/compose/test_elastic.py": (
         "tests/experiments/test_elastic_processes.py::test_who_is_killed_and_started_again_finds_its_way_back[2-restart]"
     ),
@@ -36,9 +36,9 @@ SLOW = {
     "tests/compose/test_net.py::test_a_run": (
         "tests/compose/test_net.py::test_a_slow_link_without_the_overlay_is_refused_with_the_command"
     ),
-    "tests/compose/test_own.py": "tests/prove/test_bugs.py::test_a_right_file_is_left_alone[by_hand-3]",
+    "tests/compose/test_own.py": "tests/tools/prove/test_bugs.py::test_a_right_file_is_left_alone[by_hand-3]",
     "tests/compose/test_restart.py": (
-        "tests/checkpoint/test_resume.py::test_another_world_size_reads_it_and_the_losses_go_on[dp-bucketed,ddp-sizes5]"
+        "tests/lab/checkpoint/test_resume.py::test_another_world_size_reads_it_and_the_losses_go_on[dp-bucketed,ddp-sizes5]"
     ),
     # The other entries of a matrix in containers.
     "tests/compose/test_commands.py::test_a_larger_world_of_before_is_taken_down_first": (
@@ -73,8 +73,8 @@ SLOW = {
         "tests/docs/test_class.py::test_each_command_of_the_lessons_page_is_one_that_is_run"
     ),
     # The rest of a matrix: other sizes, worlds, modes, screens and scripts of one kind.
-    "tests/checkpoint/test_resume.py::test_a_resumed_run_ends_in_the_same_weights_to_the_bit": (
-        "tests/checkpoint/test_resume.py::test_a_resumed_run_ends_in_the_same_weights_to_the_bit[fsdp]"
+    "tests/lab/checkpoint/test_resume.py::test_a_resumed_run_ends_in_the_same_weights_to_the_bit": (
+        "tests/lab/checkpoint/test_resume.py::test_a_resumed_run_ends_in_the_same_weights_to_the_bit[fsdp]"
     ),
     "tests/experiments/test_bugs.py::test_at_the_sizes_of_its_bugs_a_mode_makes_every_check_and_all_hold": (
         "tests/experiments/test_bugs.py::test_without_a_bug_every_check_holds[cp]"
@@ -106,23 +106,23 @@ SLOW = {
     "tests/experiments/test_tp.py::test_n_ranks_do_what_one_process_does[8-": (
         "tests/experiments/test_tp.py::test_n_ranks_do_what_one_process_does[3-settings7]"
     ),
-    "tests/prove/test_bugs.py::test_a_right_file_is_left_alone": (
-        "tests/prove/test_bugs.py::test_a_right_file_is_left_alone[by_hand-3]"
+    "tests/tools/prove/test_bugs.py::test_a_right_file_is_left_alone": (
+        "tests/tools/prove/test_bugs.py::test_a_right_file_is_left_alone[by_hand-3]"
     ),
-    "tests/puzzle/test_verify.py::test_a_reference_passes_with_each_number_of_ranks": (
-        "tests/puzzle/test_verify.py::test_a_reference_passes_with_each_number_of_ranks[15]"
+    "tests/tools/puzzle/test_verify.py::test_a_reference_passes_with_each_number_of_ranks": (
+        "tests/tools/puzzle/test_verify.py::test_a_reference_passes_with_each_number_of_ranks[15]"
     ),
-    "tests/puzzle/test_verify.py::test_a_wrong_answer_is_refused_for_its_reason": (
-        "tests/puzzle/test_verify.py::test_a_wrong_answer_is_refused_for_its_reason[13-3]"
+    "tests/tools/puzzle/test_verify.py::test_a_wrong_answer_is_refused_for_its_reason": (
+        "tests/tools/puzzle/test_verify.py::test_a_wrong_answer_is_refused_for_its_reason[13-3]"
     ),
-    "tests/rank/test_fault_injection.py::test_bits_flip_in_every_mode_that_trains[mesh": (
-        "tests/rank/test_fault_injection.py::test_bits_flip_in_every_mode_that_trains[cp-ring-gradient-3-named]"
+    "tests/lab/rank/test_fault_injection.py::test_bits_flip_in_every_mode_that_trains[mesh": (
+        "tests/lab/rank/test_fault_injection.py::test_bits_flip_in_every_mode_that_trains[cp-ring-gradient-3-named]"
     ),
     "tests/test_worlds.py::test_local_ranks_prove_their_gradients": (
         "tests/test_worlds.py::test_local_ranks_prove_their_gradients[dp-5-variants0]"
     ),
-    "tests/workload/test_user_model.py::test_an_own_model_runs_in_the_modes": (
-        "tests/workload/test_user_model.py::test_an_own_model_runs_in_the_modes[fsdp-settings1]"
+    "tests/lab/workload/test_user_model.py::test_an_own_model_runs_in_the_modes": (
+        "tests/lab/workload/test_user_model.py::test_an_own_model_runs_in_the_modes[fsdp-settings1]"
     ),
     "tests/test_distlab.py::test_packages_of_the_users_own_do_not_disturb_a_run": (
         "tests/test_distlab.py::test_packages_of_the_users_own_do_not_disturb_a_check"
@@ -148,14 +148,14 @@ SLOW = {
     "tests/experiments/test_elastic_processes.py": (
         "tests/experiments/test_elastic_processes.py::test_who_is_killed_and_started_again_finds_its_way_back[2-restart]"
     ),
-    "tests/rank/test_fault_injection.py::test_a_killed_rank_is_named_in_time": (
-        "tests/rank/test_fault_injection.py::test_a_killed_rank_is_named_in_time[dp]"
+    "tests/lab/rank/test_fault_injection.py::test_a_killed_rank_is_named_in_time": (
+        "tests/lab/rank/test_fault_injection.py::test_a_killed_rank_is_named_in_time[dp]"
     ),
-    "tests/rank/test_fault_injection.py::test_each_fault_ends_as_it_should": (
-        "tests/rank/test_fault_injection.py::test_each_fault_ends_as_it_should[kill@300ms-3]"
+    "tests/lab/rank/test_fault_injection.py::test_each_fault_ends_as_it_should": (
+        "tests/lab/rank/test_fault_injection.py::test_each_fault_ends_as_it_should[kill@300ms-3]"
     ),
-    "tests/cluster/test_watchdog.py::test_who_was_declared_dead_and_wakes_while_the_report_is_drawn_changes_nothing": (
-        "tests/cluster/test_watchdog.py::"
+    "tests/lab/cluster/test_watchdog.py::test_who_was_declared_dead_and_wakes_while_the_report_is_drawn_changes_nothing": (
+        "tests/lab/cluster/test_watchdog.py::"
         "test_who_was_declared_dead_and_wakes_while_the_report_is_drawn_changes_nothing[server]"
     ),
     # Other ways to start the same.
@@ -170,8 +170,8 @@ SLOW = {
     "tests/test_standard_streams.py::test_as_many_as_are_said_to_be_needed_are_enough": (
         "tests/test_standard_streams.py::test_as_many_as_are_said_to_be_needed_are_enough[dp]"
     ),
-    "tests/checkpoint/test_resume.py::test_another_world_size_reads_it_and_the_losses_go_on": (
-        "tests/checkpoint/test_resume.py::test_another_world_size_reads_it_and_the_losses_go_on[dp-bucketed,ddp-sizes5]"
+    "tests/lab/checkpoint/test_resume.py::test_another_world_size_reads_it_and_the_losses_go_on": (
+        "tests/lab/checkpoint/test_resume.py::test_another_world_size_reads_it_and_the_losses_go_on[dp-bucketed,ddp-sizes5]"
     ),
 }
 
@@ -191,7 +191,7 @@ FAULTS = {
 }
 RIGHT = {"ddp-2": ("ddp_",), "pipe_gpipe-2": ("pipe_",), "gossip-4": ("local_sgd", "post_local_sgd")}
 for table, test in ((FAULTS, "test_it_is_named"), (RIGHT, "test_nothing_is_said_of_a_right_one")):
-    begin = f"tests/check/test_faults.py::{test}["
+    begin = f"tests/tools/check/test_faults.py::{test}["
     SLOW |= {
         begin + other + ("]" if table is FAULTS else ""): f"{begin}{first}]"
         for first, others in table.items()

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from distlab.cli.plan import read_job
-from distlab.config.settings import modes
+from distlab.lab.config.settings import modes
 from tests.documents import TOP, faults, spans, tables
 
 PAGE = (TOP / "docs" / "choosing.md").read_text()
 ROWS = list(tables(PAGE))
 FORMULAS = (
-    "measure.storages",
-    *(f"{technique}.costs" for technique in (
+    "lab.measure.storages",
+    *(f"techniques.{technique}.costs" for technique in (
         "collectives", "compression", "context_parallel", "pipeline_parallel", "sharded", "tensor_parallel"
     )),
 )  # fmt: skip

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from distlab.config import Config
 from distlab.contract import Instead, Mistake, Mistakes, Mode, Needs, Variant, all_there, where_it_was
-from distlab.workload.data import Batches
+from distlab.lab.config import Config
+from distlab.lab.workload.data import Batches
 
 
 def naive(*arguments: Any, summed: str = "right") -> Any:

@@ -1,6 +1,6 @@
 """A claim that nothing makes fail is found."""
 
-from distlab.rank.mode_loader import load
+from distlab.lab.rank.mode_loader import load
 from tests.controls import there, uncontrolled
 
 

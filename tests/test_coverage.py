@@ -2,7 +2,7 @@
 
 import pytest
 
-from distlab.config.settings import modes
+from distlab.lab.config.settings import modes
 from tests.documents import TOP, faults, names_a_file, points_somewhere, spans, tables
 
 ROWS = list(tables((TOP / "docs" / "coverage.md").read_text()))

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import pytest
 
-from distlab.report.log import verdict_lines
-from distlab.report.table import INDENT
+from distlab.lab.report.log import verdict_lines
+from distlab.lab.report.table import INDENT
 from tests.documents import TOP, spans, tables
 from tests.labs import Runs, failed
 from tests.mistakes import WORLD_SIZE, mistaken, whole

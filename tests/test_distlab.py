@@ -145,8 +145,8 @@ def test_the_wheel_holds_one_package_with_all_of_its_files(installed: Installed)
     ]
     assert sorted(names) == sorted(wanted)
     assert {
-        "distlab/report/templates/report.html", "distlab/engines/kubernetes/jobset.yaml", "distlab/experiments/dp/__init__.py",
-        "distlab/experiments/dp/checks.py", "distlab/py.typed", "distlab/plan/published.json",
+        "distlab/lab/report/templates/report.html", "distlab/engines/kubernetes/jobset.yaml", "distlab/experiments/dp/__init__.py",
+        "distlab/experiments/dp/checks.py", "distlab/py.typed", "distlab/tools/plan/published.json",
     } <= set(names)  # fmt: skip
 
 
@@ -161,7 +161,7 @@ def test_the_wheel_says_what_it_is(installed: Installed) -> None:
     assert "Programming Language :: Python :: 3.11" in metadata.get_all("Classifier", [])
     assert by_name["top_level.txt"].decode().split() == ["distlab"]
     assert "distlab = distlab.__main__:main" in by_name["entry_points.txt"].decode()
-    assert "distlab = distlab.testing.plugin" in by_name["entry_points.txt"].decode()
+    assert "distlab = distlab.tools.testing.plugin" in by_name["entry_points.txt"].decode()
 
 
 # --- the command of the wheel, in an empty folder ---

@@ -15,8 +15,8 @@ import pytest
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import llama_steps, measured_card, parts
 from benchmarks.gpu.parts import Ended, Part, Row
-from distlab.plan import score
-from distlab.plan.costs import cost
+from distlab.tools.plan import score
+from distlab.tools.plan.costs import cost
 
 ABOUT = {"card": "a card", "date": "2026-11-27", "torch": "2.11.0", "command": "python3 -m benchmarks.gpu"}
 

@@ -20,17 +20,18 @@ TOP = Path(__file__).parent.parent
 # A place, and the places that it may import beside itself. What a technique shares with others is a file of its folder.
 D = "distlab"
 CONFIG, REPORT, MEASURE, CLUSTER, WORKLOAD = (
-    f"{D}.{name}" for name in ("config", "report", "measure", "cluster", "workload")
+    f"{D}.lab.{name}" for name in ("config", "report", "measure", "cluster", "workload")
 )
-CONTRACT, LAB, CHECKPOINT, VERIFY, RANK = (
-    f"{D}.{name}" for name in ("contract", "lab", "checkpoint", "verify", "rank")
+CONTRACT = f"{D}.contract"
+LAB, CHECKPOINT, FAULTS, VERIFY, RANK = (
+    f"{D}.lab.{name}" for name in ("lab", "checkpoint", "faults", "verify", "rank")
 )
-COLLECTIVES, TRANSPORT = f"{D}.collectives", f"{D}.transport"
+COLLECTIVES, TRANSPORT = f"{D}.techniques.collectives", f"{D}.techniques.transport"
 MESSAGES = [f"{TRANSPORT}.{name}" for name in ("tcp", "handshake", "store", "store_server")]
-GRID, PREDICTION = f"{D}.mesh.grid", f"{MEASURE}.prediction"
+GRID, PREDICTION = f"{D}.techniques.mesh.grid", f"{MEASURE}.prediction"
 COMMON = [CONFIG, COLLECTIVES, WORKLOAD, PREDICTION, GRID]  # of all techniques
 TECHNIQUES = [
-    f"{D}.{name}"
+    f"{D}.techniques.{name}"
     for name in (
         "data_parallel", "sharded", "tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel", "mesh",
         "compression", "precision", "large_batch", "parameter_server", "elastic",
@@ -47,8 +48,8 @@ BELOW_LAB = [
     WORKLOAD,
     CLUSTER,
     GRID,
-    f"{D}.sharded",
-    f"{D}.pipeline_parallel",
+    f"{D}.techniques.sharded",
+    f"{D}.techniques.pipeline_parallel",
 ]
 FLOORS: dict[str, list[str]] = {
     CONFIG: [],
@@ -66,40 +67,40 @@ FLOORS: dict[str, list[str]] = {
     ],
     WORKLOAD: [CONFIG, COLLECTIVES],
     GRID: [],
-    f"{D}.data_parallel": COMMON,
-    f"{D}.pipeline_parallel": COMMON,
-    f"{D}.sharded": COMMON,
-    f"{D}.tensor_parallel": [*COMMON, f"{D}.pipeline_parallel", f"{D}.sharded"],
-    f"{D}.context_parallel": [*COMMON, *(f"{D}.{name}" for name in ("data_parallel", "pipeline_parallel", "tensor_parallel"))],
-    f"{D}.expert_parallel": [*COMMON, f"{D}.data_parallel", f"{D}.sharded", f"{D}.tensor_parallel"],
-    f"{D}.mesh": [*COMMON, *(f"{D}.{name}" for name in ("data_parallel", "pipeline_parallel", "precision", "sharded", "tensor_parallel"))],
-    f"{D}.compression": COMMON,
-    f"{D}.precision": COMMON,
-    f"{D}.large_batch": COMMON,
-    f"{D}.parameter_server": [*COMMON, f"{MEASURE}.tensors", f"{D}.data_parallel"],
-    f"{D}.elastic": [*COMMON, TRANSPORT, f"{D}.data_parallel", f"{D}.sharded"],
+    f"{D}.techniques.data_parallel": COMMON,
+    f"{D}.techniques.pipeline_parallel": COMMON,
+    f"{D}.techniques.sharded": COMMON,
+    f"{D}.techniques.tensor_parallel": [*COMMON, f"{D}.techniques.pipeline_parallel", f"{D}.techniques.sharded"],
+    f"{D}.techniques.context_parallel": [*COMMON, *(f"{D}.techniques.{name}" for name in ("data_parallel", "pipeline_parallel", "tensor_parallel"))],
+    f"{D}.techniques.expert_parallel": [*COMMON, f"{D}.techniques.data_parallel", f"{D}.techniques.sharded", f"{D}.techniques.tensor_parallel"],
+    f"{D}.techniques.mesh": [*COMMON, *(f"{D}.techniques.{name}" for name in ("data_parallel", "pipeline_parallel", "precision", "sharded", "tensor_parallel"))],
+    f"{D}.techniques.compression": COMMON,
+    f"{D}.techniques.precision": COMMON,
+    f"{D}.techniques.large_batch": COMMON,
+    f"{D}.techniques.parameter_server": [*COMMON, f"{MEASURE}.tensors", f"{D}.techniques.data_parallel"],
+    f"{D}.techniques.elastic": [*COMMON, TRANSPORT, f"{D}.techniques.data_parallel", f"{D}.techniques.sharded"],
     CONTRACT: [CONFIG, MEASURE, WORKLOAD],
     LAB: BELOW_LAB,
     CHECKPOINT: [*BELOW_LAB, LAB],
-    f"{D}.faults": [MEASURE],
+    FAULTS: [MEASURE],
     VERIFY: [*BELOW_LAB, LAB, CHECKPOINT],
-    RANK: [*BELOW_LAB, LAB, CHECKPOINT, f"{D}.faults", VERIFY, f"{D}.data_parallel.strategy", f"{D}.tensor_parallel.costs"],
-    f"{D}.plan": [CONFIG, MEASURE, REPORT, WORKLOAD, *COSTS],
-    f"{D}.check": [CONFIG, REPORT, MEASURE, CLUSTER, *MESSAGES, RANK],
-    f"{D}.prove": [CONFIG, REPORT, MEASURE, CLUSTER, TRANSPORT, f"{COLLECTIVES}.plain_values", WORKLOAD, GRID, f"{D}.check"],
-    f"{D}.testing": [CONFIG, f"{D}.check", f"{D}.prove", CLUSTER, TRANSPORT],
-    f"{D}.lessons": [f"{D}.testing", f"{D}.check"],
-    f"{D}.puzzle": [REPORT, MEASURE, CLUSTER, f"{TRANSPORT}.store", f"{D}.check", f"{D}.testing"],
+    RANK: [*BELOW_LAB, LAB, CHECKPOINT, FAULTS, VERIFY, f"{D}.techniques.data_parallel.strategy", f"{D}.techniques.tensor_parallel.costs"],
+    f"{D}.tools.plan": [CONFIG, MEASURE, REPORT, WORKLOAD, *COSTS],
+    f"{D}.tools.check": [CONFIG, REPORT, MEASURE, CLUSTER, *MESSAGES, RANK],
+    f"{D}.tools.prove": [CONFIG, REPORT, MEASURE, CLUSTER, TRANSPORT, f"{COLLECTIVES}.plain_values", WORKLOAD, GRID, f"{D}.tools.check"],
+    f"{D}.tools.testing": [CONFIG, f"{D}.tools.check", f"{D}.tools.prove", CLUSTER, TRANSPORT],
+    f"{D}.tools.lessons": [f"{D}.tools.testing", f"{D}.tools.check"],
+    f"{D}.tools.puzzle": [REPORT, MEASURE, CLUSTER, f"{TRANSPORT}.store", f"{D}.tools.check", f"{D}.tools.testing"],
     f"{D}.cli": [
         CONFIG, CONTRACT, REPORT, CLUSTER, MEASURE, WORKLOAD, RANK, CHECKPOINT, *COSTS,
-        *(f"{D}.{name}" for name in ("plan", "check", "prove", "lessons", "puzzle", "testing")),
+        *(f"{D}.tools.{name}" for name in ("plan", "check", "prove", "lessons", "puzzle", "testing")),
     ],
     f"{D}.experiments": [
         *COMMON, MEASURE, CONTRACT, LAB, VERIFY, TRANSPORT, *TECHNIQUES, f"{CHECKPOINT}.bugs",
         *(f"{CLUSTER}.{name}" for name in ("membership", "messages", "views")),  # elastic's members
     ],
     f"{D}.experiments.__main__": [CONFIG, RANK],
-    D: [CONTRACT, f"{D}.cli", f"{D}.testing"],
+    D: [CONTRACT, f"{D}.cli", f"{D}.tools.testing"],
     "workers": [f"{D}.cli"],
     "benchmarks": [D, "tests"],
     f"{D}.engines": [CONFIG, f"{CLUSTER}.launch"],
@@ -107,8 +108,8 @@ FLOORS: dict[str, list[str]] = {
 
 # The modules that call importlib.import_module with a name that does not stand there, and what they reach by it.
 BY_NAME = {
-    "distlab.rank.mode_loader": "a lesson, by RUN_MODE; torch's compiler and checkpoints",
-    "distlab.testing.rank": "a user's tests",
+    "distlab.lab.rank.mode_loader": "a lesson, by RUN_MODE; torch's compiler and checkpoints",
+    "distlab.tools.testing.rank": "a user's tests",
     "distlab.cli.run": "the module of a command",
     "benchmarks.engines.__main__": "one of its siblings",
 }
@@ -210,6 +211,18 @@ def test_the_floors_have_no_circle() -> None:
     assert circles(places) == []
 
 
+def test_a_technique_knows_what_is_trained_and_only_tools_and_commands_know_tools() -> None:
+    """Of the lab a technique imports the settings, the model with its data and optimizer, and what meters hand out."""
+    known = (CONFIG, WORKLOAD, MEASURE, CONTRACT, f"{D}.techniques")
+    for place, allowed in FLOORS.items():
+        if within(place, f"{D}.techniques"):
+            assert all(any(within(to, floor) for floor in known) for to in allowed), place
+        if within(place, f"{D}.lab") or within(place, f"{D}.techniques"):
+            assert not any(within(to, f"{D}.tools") or within(to, f"{D}.cli") for to in allowed), place
+        if within(place, f"{D}.tools"):
+            assert not any(within(to, f"{D}.cli") or within(to, f"{D}.experiments") for to in allowed), place
+
+
 def test_no_other_module_imports_by_a_name_that_does_not_stand_there() -> None:
     callers = {
         module
@@ -223,15 +236,15 @@ def test_no_other_module_imports_by_a_name_that_does_not_stand_there() -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("distlab.data_parallel.buckets", "from distlab.lab import Lab"),
-        ("distlab.report.verdict", "import distlab.measure.traffic"),
-        ("distlab.data_parallel.strategy", "from distlab.experiments.dp import mistakes"),
-        ("distlab.lab", "if TYPE_CHECKING:\n    from distlab.checkpoint.save import Saver"),
+        ("distlab.techniques.data_parallel.buckets", "from distlab.lab.lab import Lab"),
+        ("distlab.lab.report.verdict", "import distlab.lab.measure.traffic"),
+        ("distlab.techniques.data_parallel.strategy", "from distlab.experiments.dp import mistakes"),
+        ("distlab.lab.lab", "if TYPE_CHECKING:\n    from distlab.lab.checkpoint.save import Saver"),
         ("distlab.experiments.dp.checks", "from distlab.experiments.comm import ring"),
-        ("distlab.config", "def f():\n    import distlab.lab"),
+        ("distlab.lab.config", "def f():\n    import distlab.lab.lab"),
         ("distlab.experiments.dp.checks", "from ..comm import ring"),
-        ("distlab.config", "importlib.import_module('distlab.lab')"),
-        ("elsewhere.unknown", "from distlab.config import Config"),
+        ("distlab.lab.config", "importlib.import_module('distlab.lab.lab')"),
+        ("elsewhere.unknown", "from distlab.lab.config import Config"),
         ("elsewhere.unknown", "import json"),  # a file on no floor fails, whatever it imports
     ],
 )
@@ -286,27 +299,27 @@ def test_only_config_reads_the_environment() -> None:
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv")
     }
-    assert "distlab.config" in readers
+    assert "distlab.lab.config" in readers
     readers = {reader for reader in readers if not within(reader, "benchmarks")}
     assert readers <= {
-        "distlab.cli.run", "distlab.config", "distlab.config.launchers", "distlab.cluster.launch", "distlab.cluster.join",
-        "distlab.rank.preflight",  # how many ranks a launcher put on this machine
-        "distlab.report.terminal",  # NO_COLOR and TERM
-        "distlab.testing.preloaded", "distlab.testing.rank",  # what torch and pytest read
-        "distlab.lessons.preloaded",
-        "distlab.notebook.preloaded", "distlab.notebook.rank",  # what torch reads
-        "distlab.puzzle.preloaded", "distlab.puzzle.rank",  # what torch reads
-        "distlab.check.start",  # sets what torch reads as it comes in
-        "distlab.check.rank_supervisor",  # what torchrun sets
-        "distlab.check.script",  # what torchrun sets, and the script's own
-        "distlab.check.fork_servers",  # whether PYTHONHASHSEED is one for all
-        "distlab.check.own_ranks",  # what a script that starts its own ranks sets anew
-        "distlab.check.cuda_stand_in",  # what frameworks read, and the ranks of this machine
+        "distlab.cli.run", "distlab.lab.config", "distlab.lab.config.launchers", "distlab.lab.cluster.launch", "distlab.lab.cluster.join",
+        "distlab.lab.rank.preflight",  # how many ranks a launcher put on this machine
+        "distlab.lab.report.terminal",  # NO_COLOR and TERM
+        "distlab.tools.testing.preloaded", "distlab.tools.testing.rank",  # what torch and pytest read
+        "distlab.tools.lessons.preloaded",
+        "distlab.tools.notebook.preloaded", "distlab.tools.notebook.rank",  # what torch reads
+        "distlab.tools.puzzle.preloaded", "distlab.tools.puzzle.rank",  # what torch reads
+        "distlab.tools.check.start",  # sets what torch reads as it comes in
+        "distlab.tools.check.rank_supervisor",  # what torchrun sets
+        "distlab.tools.check.script",  # what torchrun sets, and the script's own
+        "distlab.tools.check.fork_servers",  # whether PYTHONHASHSEED is one for all
+        "distlab.tools.check.own_ranks",  # what a script that starts its own ranks sets anew
+        "distlab.tools.check.cuda_stand_in",  # what frameworks read, and the ranks of this machine
         "distlab.engines.ray.job",  # which starts ranks with an environment of its own
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("module", ["distlab.report.verdict", "distlab.report.log"])
+@pytest.mark.parametrize("module", ["distlab.lab.report.verdict", "distlab.lab.report.log"])
 def test_the_report_imports_neither_torch_nor_what_draws(module: str) -> None:
     program = f"import sys, {module}; print([name for name in ('torch', 'pygal', 'jinja2') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
@@ -316,7 +329,7 @@ def test_the_report_imports_neither_torch_nor_what_draws(module: str) -> None:
 def test_a_rank_imports_nothing_that_it_may_not_need() -> None:
     others = ["pygal", "jinja2", "torch.distributed.checkpoint"]
     program = (
-        "import sys, distlab.rank.main, distlab.verify.timed, distlab.experiments.dp;"
+        "import sys, distlab.lab.rank.main, distlab.lab.verify.timed, distlab.experiments.dp;"
         f" print([name for name in {others} if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
@@ -326,7 +339,7 @@ def test_a_rank_imports_nothing_that_it_may_not_need() -> None:
 def test_settings_are_read_without_torch() -> None:
     """A mode's own variables too, which stand in a lesson that imports torch."""
     program = (
-        "import sys; from distlab.config import Config; from distlab.config.settings import modes\n"
+        "import sys; from distlab.lab.config import Config; from distlab.lab.config.settings import modes\n"
         "print([Config.read({'RUN_MODE': mode}).run_mode for mode in modes()] and 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)

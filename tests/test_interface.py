@@ -18,21 +18,21 @@ import pytest
 
 import distlab as package
 from distlab import contract
-from distlab.check import rank_state
-from distlab.check.start import CheckOptions, ProofOptions
-from distlab.checkpoint import manifest
 from distlab.cli.report import main as report
-from distlab.cluster.launch import worst
-from distlab.config import Config
-from distlab.config.commands import COMMANDS
-from distlab.config.settings import modes
-from distlab.prove import compare, reference, verdict
-from distlab.rank.mode_loader import load, load_for
-from distlab.report import records
-from distlab.report import verdict as judge
-from distlab.report.reading import from_line, read_run, to_line
-from distlab.testing import plugin
-from distlab.verify.run_all import expected
+from distlab.lab.checkpoint import manifest
+from distlab.lab.cluster.launch import worst
+from distlab.lab.config import Config
+from distlab.lab.config.commands import COMMANDS
+from distlab.lab.config.settings import modes
+from distlab.lab.rank.mode_loader import load, load_for
+from distlab.lab.report import records
+from distlab.lab.report import verdict as judge
+from distlab.lab.report.reading import from_line, read_run, to_line
+from distlab.lab.verify.run_all import expected
+from distlab.tools.check import rank_state
+from distlab.tools.check.start import CheckOptions, ProofOptions
+from distlab.tools.prove import compare, reference, verdict
+from distlab.tools.testing import plugin
 from tests.controls import TOP
 from tests.interface import DATA, FROZEN, claims_of, missing
 from tests.labs import TINY
@@ -88,7 +88,7 @@ def test_every_file_and_folder_of_the_top_is_there() -> None:
 def test_every_variable_has_its_default() -> None:
     defaults: dict[str, dict[str, str]] = {"": {}}
     mode = ""
-    shown = printed(sys.executable, "-m", f"{package.__name__}.config.variables")
+    shown = printed(sys.executable, "-m", f"{package.__name__}.lab.config.variables")
     for line in re.sub(r"(?m)^(`RUN_MODE=.*)\n(?=\S)", r"\1 ", shown).splitlines():  # a heading may have two lines
         if heading := re.match(r"`RUN_MODE=(\w+)`", line):
             mode = heading[1]

@@ -11,18 +11,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import distlab.large_batch as optimizers
-from distlab.collectives.by_hand import ALGORITHMS, Collective
-from distlab.collectives.costs import all_reduce_rounds
-from distlab.config import Config
-from distlab.data_parallel.buckets import GradientBuckets
+import distlab.techniques.large_batch as optimizers
 from distlab.experiments.dp import OneByOne
-from distlab.rank.mode_loader import load
-from distlab.sharded.costs import MIXED_PRECISION, mixed_precision_bytes
-from distlab.testing.warm_ranks import Ranks
-from distlab.workload.data import shard_sizes
-from distlab.workload.model import build_model
-from distlab.workload.optimizer import PlainSGD
+from distlab.lab.config import Config
+from distlab.lab.rank.mode_loader import load
+from distlab.lab.workload.data import shard_sizes
+from distlab.lab.workload.model import build_model
+from distlab.lab.workload.optimizer import PlainSGD
+from distlab.techniques.collectives.by_hand import ALGORITHMS, Collective
+from distlab.techniques.collectives.costs import all_reduce_rounds
+from distlab.techniques.data_parallel.buckets import GradientBuckets
+from distlab.techniques.sharded.costs import MIXED_PRECISION, mixed_precision_bytes
+from distlab.tools.testing.warm_ranks import Ranks
 
 # --- the exercises: each rank is one of the lesson's workers ---
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from distlab.rank.mode_loader import load
+from distlab.lab.rank.mode_loader import load
 
 README = Path(__file__).parent.parent / "mine" / "README.md"
 SMALL = {

@@ -18,10 +18,10 @@ from signal import SIGHUP, SIGINT
 import pytest
 import yaml
 
-from distlab.config import ON_ONE_MACHINE, Config
-from distlab.config.commands import COMMANDS, offered
-from distlab.config.settings import GONE, aliases, modes, slips
-from tests.config.test_config import OF_OTHERS
+from distlab.lab.config import ON_ONE_MACHINE, Config
+from distlab.lab.config.commands import COMMANDS, offered
+from distlab.lab.config.settings import GONE, aliases, modes, slips
+from tests.lab.config.test_config import OF_OTHERS
 from tests.launched import ended
 
 TOP = Path(__file__).parent.parent
@@ -226,7 +226,7 @@ def test_the_own_variables_of_a_mode_reach_every_rank(checkout: Path) -> None:
 def test_an_own_variable_that_the_mode_refuses_starts_no_rank(checkout: Path) -> None:
     code, asked = under_an_engine(checkout, refuses=2, RUN_MODE="mine/mode.py", LAB_STEP="5")
     assert code == 2
-    assert re.search(r"compose run .* -e LAB_STEP .*worker0 python -m distlab\.config\.variables --check\n", asked)
+    assert re.search(r"compose run .* -e LAB_STEP .*worker0 python -m distlab\.lab\.config\.variables --check\n", asked)
     assert "compose up" not in asked
 
 
@@ -244,7 +244,7 @@ def test_fewer_codes_than_ranks_are_a_broken_cluster(checkout: Path) -> None:
 
 
 def test_every_slip_of_a_name_is_refused_before_a_container_starts_and_no_variable_of_others(checkout: Path) -> None:
-    """As distlab/config does, which sees no variable that the Compose file lacks."""
+    """As distlab/lab/config does, which sees no variable that the Compose file lacks."""
     named = ["RUN_MODE", "RANK", "MASTER_PORT", "LAB_KEY_FILE"]  # each slip is a process that looks for what was meant
     slipped = {slip for name in named for slip in slips(name)} - aliases(Config).keys()
     others = set(OF_OTHERS) - os.environ.keys()

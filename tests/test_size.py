@@ -24,56 +24,60 @@ from typing import NamedTuple
 
 import pytest
 
-from distlab.collectives.by_hand import ALGORITHMS, OVER_TCP
-from distlab.config.settings import modes
-from distlab.data_parallel.buckets import GradientBuckets
-from distlab.elastic.strategy import ShardedSurvivor, Survivor
 from distlab.experiments.elastic import POLICIES
 from distlab.experiments.elastic.recovery import Course
 from distlab.experiments.largebatch import RECIPES
 from distlab.experiments.largebatch.training import Trainee
-from distlab.parameter_server.server import ParameterServer, Worker
-from distlab.rank.mode_loader import load
+from distlab.lab.config.settings import modes
+from distlab.lab.rank.mode_loader import load
+from distlab.techniques.collectives.by_hand import ALGORITHMS, OVER_TCP
+from distlab.techniques.data_parallel.buckets import GradientBuckets
+from distlab.techniques.elastic.strategy import ShardedSurvivor, Survivor
+from distlab.techniques.parameter_server.server import ParameterServer, Worker
 
 TOP = Path(__file__).parent.parent
-WHOLE = ("experiments", "workers", "engines", "tests", "benchmarks")  # of distlab each folder has a row
+GROUPS = ("distlab/techniques", "distlab/lab", "distlab/tools")
+WHOLE = ("distlab/cli", "experiments", "workers", "engines", "tests", "benchmarks")  # of a group each folder has a row
 SIZES = {  # statements and files, at most
-    "distlab": (409, 4),
-    "distlab/check": (5_706, 35),
-    "distlab/checkpoint": (1_032, 8),
+    "distlab": (219, 3),
+    "distlab/techniques": (1, 1),
+    "distlab/lab": (191, 2),
+    "distlab/tools": (1, 1),
+    "distlab/techniques/collectives": (1_148, 13),
+    "distlab/techniques/compression": (256, 4),
+    "distlab/techniques/context_parallel": (350, 5),
+    "distlab/techniques/data_parallel": (239, 3),
+    "distlab/techniques/elastic": (484, 4),
+    "distlab/techniques/expert_parallel": (290, 3),
+    "distlab/techniques/large_batch": (107, 1),
+    "distlab/techniques/mesh": (267, 3),
+    "distlab/techniques/parameter_server": (321, 4),
+    "distlab/techniques/pipeline_parallel": (674, 5),
+    "distlab/techniques/precision": (48, 1),
+    "distlab/techniques/sharded": (554, 4),
+    "distlab/techniques/tensor_parallel": (371, 4),
+    "distlab/techniques/transport": (1_157, 7),
+    "distlab/lab/checkpoint": (1_032, 8),
+    "distlab/lab/cluster": (2_374, 16),
+    "distlab/lab/config": (955, 7),
+    "distlab/lab/faults": (193, 1),
+    "distlab/lab/measure": (1_134, 8),
+    "distlab/lab/rank": (1_188, 8),
+    "distlab/lab/report": (3_286, 25),
+    "distlab/lab/verify": (1_707, 11),
+    "distlab/lab/workload": (999, 7),
+    "distlab/tools/check": (5_706, 35),
+    "distlab/tools/lessons": (247, 5),
+    "distlab/tools/notebook": (564, 6),
+    "distlab/tools/plan": (1_598, 15),
+    "distlab/tools/prove": (1_252, 7),
+    "distlab/tools/puzzle": (1_605, 41),
+    "distlab/tools/testing": (676, 7),
     "distlab/cli": (1_000, 12),
-    "distlab/cluster": (2_374, 16),
-    "distlab/collectives": (1_148, 13),
-    "distlab/compression": (256, 4),
-    "distlab/config": (955, 7),
-    "distlab/context_parallel": (350, 5),
-    "distlab/data_parallel": (239, 3),
-    "distlab/elastic": (484, 4),
-    "distlab/expert_parallel": (290, 3),
-    "distlab/faults": (193, 1),
-    "distlab/large_batch": (107, 1),
-    "distlab/lessons": (247, 5),
-    "distlab/measure": (1_134, 8),
-    "distlab/mesh": (267, 3),
-    "distlab/notebook": (564, 6),
-    "distlab/parameter_server": (321, 4),
-    "distlab/pipeline_parallel": (674, 5),
-    "distlab/plan": (1_598, 15),
-    "distlab/precision": (48, 1),
-    "distlab/prove": (1_252, 7),
-    "distlab/puzzle": (1_605, 41),
-    "distlab/rank": (1_188, 8),
-    "distlab/report": (3_286, 25),
-    "distlab/sharded": (554, 4),
-    "distlab/tensor_parallel": (371, 4),
-    "distlab/testing": (676, 7),
-    "distlab/transport": (1_157, 7),
-    "distlab/verify": (1_707, 11),
-    "distlab/workload": (999, 7),
     "experiments": (7_607, 76),
     "workers": (6, 2),
     "engines": (57, 1),
-    "tests": (30_113, 516),
+    "tests": (30_129, 519),
     "benchmarks": (2_277, 35),
 }
 MOST_FILES, MEDIAN_FILES, BUCKETED_LINES = 4, 3, 650
@@ -113,9 +117,10 @@ class Opened(NamedTuple):
 
 
 def folders() -> dict[str, list[Path]]:
-    """The Python files of each folder that has a row; those of distlab/ itself are no folder's. No link is followed."""
-    found = {"distlab": sorted((TOP / "distlab").glob("*.py"))}
-    for path in [*sorted((TOP / "distlab").iterdir()), *(TOP / name for name in WHOLE)]:
+    """The Python files of each folder that has a row; those of a group itself are no folder's. No link is followed."""
+    found = {f"{group}": sorted((TOP / group).glob("*.py")) for group in ("distlab", *GROUPS)}
+    inside = [path for group in GROUPS for path in sorted((TOP / group).iterdir()) if path.is_dir()]
+    for path in [*inside, *(TOP / name for name in WHOLE)]:
         if not path.is_symlink() and (files := sorted(path.rglob("*.py"))):
             found[path.relative_to(TOP).as_posix()] = files
     return found
@@ -227,7 +232,7 @@ def reached(start: Iterable[object], folders: tuple[str, ...]) -> set[Path]:
 def variants() -> Iterator[Opened]:
     """What one opens for each variant of each mode, the lesson first, then its folder, then the technique's."""
     for mode in modes():
-        folders = (f"{LESSONS}.{mode}", f"distlab.{TECHNIQUES.get(mode, mode)}")
+        folders = (f"{LESSONS}.{mode}", f"distlab.techniques.{TECHNIQUES.get(mode, mode)}")
         lesson = TOP / "experiments" / mode / "__init__.py"
         for variant in load(mode).variants:
             start = variant.build or BUILT_BY_RUN[mode][variant.name]
@@ -295,8 +300,8 @@ def test_a_variant_takes_no_more_files_than_today() -> None:
 
 
 def test_closures_partials_and_classes_are_followed() -> None:
-    buckets = TOP / "distlab/data_parallel/buckets.py"
-    folders = ("distlab.data_parallel", __name__)
+    buckets = TOP / "distlab/techniques/data_parallel/buckets.py"
+    folders = ("distlab.techniques.data_parallel", __name__)
 
     def made(kind: type[GradientBuckets] = GradientBuckets) -> object:
         return kind

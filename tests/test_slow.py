@@ -34,9 +34,9 @@ def test_a_quick_test_is_not_slow_although_its_matrix_is() -> None:
 
 
 def test_a_folder_is_tested_without_its_slow_tests(names: list[str]) -> None:
-    words = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "tests/puzzle"]
+    words = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "tests/tools/puzzle"]
     found = subprocess.run(words, cwd=TOP, capture_output=True, text=True, timeout=90, check=True).stdout.splitlines()
     slow = slow_of(names)
-    assert "tests/puzzle/test_verify.py::test_a_reference_passes_with_each_number_of_ranks[15]" in found
+    assert "tests/tools/puzzle/test_verify.py::test_a_reference_passes_with_each_number_of_ranks[15]" in found
     assert not slow & set(found)
-    assert any(name.startswith("tests/puzzle/") for name in slow), "a file that is named is tested whole"
+    assert any(name.startswith("tests/tools/puzzle/") for name in slow), "a file that is named is tested whole"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from distlab.cluster.launch import needed
+from distlab.lab.cluster.launch import needed
 
 SMALL = {
     "RUN_MODE": "dp", "WORLD_SIZE": "2", "LAB_MODEL": "mlp", "LAB_STEPS": "2", "LAB_WIDTH": "8", "LAB_DEPTH": "1", "LAB_SEQ": "8",
@@ -97,7 +97,7 @@ def test_as_many_as_are_said_to_be_needed_are_enough(tmp_path: Path, mode: str) 
 
 CLOSED = """
 import os, sys
-from distlab.report.standard_streams import open_standard_streams
+from distlab.lab.report.standard_streams import open_standard_streams
 for number in map(int, sys.argv[1]):
     os.close(number)
 open_standard_streams()
@@ -117,7 +117,7 @@ def test_no_file_of_ours_has_the_number_of_a_closed_stream(numbers: str) -> None
 
 
 PARTS = """
-from distlab.report.standard_streams import open_standard_streams, printed
+from distlab.lab.report.standard_streams import open_standard_streams, printed
 open_standard_streams()
 print("sum", 2.0)
 printed("rank 0 | PASS")

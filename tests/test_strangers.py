@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 import pytest
 
-from distlab.cluster.launch import free_port
-from distlab.testing.warm_ranks import Ranks
-from tests.cluster.cluster_of_processes import Rank
-from tests.transport.strangers import FORGED, as_torch, told
+from distlab.lab.cluster.launch import free_port
+from distlab.tools.testing.warm_ranks import Ranks
+from tests.lab.cluster.cluster_of_processes import Rank
+from tests.techniques.transport.strangers import FORGED, as_torch, told
 
 TOP = Path(__file__).parents[1]
 BOUND_S = 110.0
@@ -117,7 +117,7 @@ def attacked(command: list[str], folder: Path, **settings: str) -> tuple[int, st
 LISTENS_LONGER = """
 import sys, time
 from distlab.cli.run import main
-from distlab.transport import process_group
+from distlab.techniques.transport import process_group
 whole = process_group.accepted
 def accepted(*words):
     time.sleep(1)
@@ -159,7 +159,7 @@ dist.destroy_process_group()
 
 @pytest.mark.parametrize("errand", ["check", "prove"])
 def test_a_doctor_under_attack_finds_what_it_finds(errand: str, tmp_path: Path) -> None:
-    script = TOP / "tests" / "prove" / "files" / "right_ddp.py"
+    script = TOP / "tests" / "tools" / "prove" / "files" / "right_ddp.py"
     if errand == "check":
         script = tmp_path / "script.py"
         script.write_text(SCRIPT)

@@ -18,7 +18,7 @@ from typing import Any
 
 
 class Warm:
-    """`Warm("tests.cluster.one_rank", arguments, environ)`: its pid, its standard input and its output, both streams in
+    """`Warm("tests.lab.cluster.one_rank", arguments, environ)`: its pid, its standard input and its output, both streams in
     one; `Warm("-c", [program, *arguments], environ)` as Python takes it."""
 
     def __init__(self, module: str, arguments: Sequence[str], environ: Mapping[str, str]) -> None:

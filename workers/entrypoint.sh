@@ -6,7 +6,7 @@ set -eu
 
 # With compose/net.yaml it may shape the container's link (capability 12, NET_ADMIN): link.py does so, gives that up, and returns here.
 if [ "$((0x$(sed -n 's/^CapEff:[[:space:]]*//p' /proc/self/status) >> 12 & 1))" = 1 ]; then
-    exec python -m distlab.cluster.link "$0" "$@"
+    exec python -m distlab.lab.cluster.link "$0" "$@"
 fi
 
 owner=$(stat -c %u runs)
@@ -39,6 +39,6 @@ code=0
 # A signal ends `wait` before what it waits for.
 while kill -0 "$rank" 2>/dev/null; do wait "$rank" && code=0 || code=$?; done
 if [ "$code" = 137 ] && killed_for_memory; then
-    python -m distlab.cluster.last_words
+    python -m distlab.lab.cluster.last_words
 fi
 exit "$code"

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from benchmarks.engines.drill import Drill, judged, saved, timed, unlike
 from benchmarks.engines.nodes import Nodes
-from distlab.report.reading import read_run
-from distlab.report.records import Losses
+from distlab.lab.report.reading import read_run
+from distlab.lab.report.records import Losses
 
 NODES, ENDS_S = 3, 240.0
 LOSSES_APART = 1e-12  # in float64: sums in another order

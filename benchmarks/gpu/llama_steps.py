@@ -4,8 +4,8 @@
 
 Few layers, each as wide as the 8B's or the 70B's, with grouped queries, a gated feed-forward part and 128256 tokens to
 choose from; in bf16 with float32 masters, nothing or all of a layer's forward pass done again. It prints a row for
-each, and writes them to FILE in the form of distlab/plan/published.json. With LAB_DEVICE=cpu tiny ones, to see that it
-runs.
+each, and writes them to FILE in the form of distlab/tools/plan/published.json. With LAB_DEVICE=cpu tiny ones, to see
+that it runs.
 """
 
 import gc
@@ -23,10 +23,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.gpu.measured_card import DEVICE, ON_CARD, STEPS, card_name, synchronize, warm_up
-from distlab.plan.costs import cost
-from distlab.plan.gpu import gpu_names
-from distlab.plan.model import Shape
-from distlab.plan.score import Row, asked
+from distlab.tools.plan.costs import cost
+from distlab.tools.plan.gpu import gpu_names
+from distlab.tools.plan.model import Shape
+from distlab.tools.plan.score import Row, asked
 
 VOCABULARY = 128256 if ON_CARD else 64
 

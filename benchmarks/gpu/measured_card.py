@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from distlab.plan.card import BACKWARD_ATTENTION, Attention, Card, Product, as_json
+from distlab.tools.plan.card import BACKWARD_ATTENTION, Attention, Card, Product, as_json
 
 ON_CARD = os.environ.get("LAB_DEVICE", "cuda") == "cuda"
 DEVICE = torch.device("cuda" if ON_CARD else "cpu")

@@ -192,7 +192,7 @@ def commands() -> Iterator[Part]:
     yield command("check skipped_sum.py, which waits", ["check", str(SCRIPTS / "skipped_sum.py")], two, 1, "rank 1")
     yield command("prove proven.py", ["prove", str(SCRIPTS / "proven.py")], two, 0)
     yield command("prove proven.py, wrong", ["prove", str(SCRIPTS / "proven.py")], two | {"WRONG": "1"}, 1)
-    yield command("prove right_ddp.py", ["prove", "tests/prove/files/right_ddp.py"], two, 0)
+    yield command("prove right_ddp.py", ["prove", "tests/tools/prove/files/right_ddp.py"], two, 0)
 
 
 # --- what goes wrong ---

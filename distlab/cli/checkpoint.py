@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from distlab.checkpoint import locate
-from distlab.checkpoint.locate import FoundCheckpoint
-from distlab.checkpoint.manifest import Unreadable
+from distlab.lab.checkpoint import locate
+from distlab.lab.checkpoint.locate import FoundCheckpoint
+from distlab.lab.checkpoint.manifest import Unreadable
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,7 +62,7 @@ def export(found: FoundCheckpoint, variant: str, out: Path) -> None:
     """Write one variant's dense tensors to `out`, all of the file or nothing; raises OSError."""
     import torch
 
-    from distlab.checkpoint import storage
+    from distlab.lab.checkpoint import storage
 
     dense = storage.load_dense(found.folder, f"{variant}/")
     content: dict[str, Any] = {"variant": variant, "step": found.manifest.step, "settings": found.manifest.settings}

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from distlab.config import MAX_WORLD_SIZE, Config, ConfigError, commands
+from distlab.lab.config import MAX_WORLD_SIZE, Config, ConfigError, commands
 
 NUMBERS = {"ranks": 1, "restarts": 3}  # marks before which a number stands, and how many times the ranks it is
 OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "LAB_RUNS_DIR")  # what a manifest says itself

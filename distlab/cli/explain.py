@@ -7,10 +7,10 @@ make explain RUN_MODE=dp LAB_BUG=no_sampler      and what that injected bug brea
 import sys
 from collections.abc import Sequence
 
-from distlab.config import Config, ConfigError
 from distlab.contract import Mode
-from distlab.rank.mode_loader import PREDICTED, prediction_rows
-from distlab.report.table import aligned
+from distlab.lab.config import Config, ConfigError
+from distlab.lab.rank.mode_loader import PREDICTED, prediction_rows
+from distlab.lab.report.table import aligned
 
 
 def explain(config: Config, mode: Mode) -> list[str]:
@@ -37,8 +37,8 @@ def mistake_lines(mode: Mode) -> list[str]:
 
 def main(_: Sequence[str] = ()) -> int:
     """Print the lesson of RUN_MODE; exit code 2 if the settings are refused."""
-    from distlab.rank.mode_loader import load_for, with_names_of_today
-    from distlab.rank.preflight import refuse
+    from distlab.lab.rank.mode_loader import load_for, with_names_of_today
+    from distlab.lab.rank.preflight import refuse
 
     try:
         config = Config.read()

@@ -19,14 +19,14 @@ from typing import NamedTuple
 
 import torch
 
-from distlab.config import Config
-from distlab.measure.storages import SavedActivations
-from distlab.report.reading import BrokenRecord, read_run
-from distlab.report.records import Losses, select
-from distlab.report.verdict import judge
-from distlab.sharded.costs import WHOLE_LAYERS, rest_bytes
-from distlab.workload.data import Batches
-from distlab.workload.model import outline
+from distlab.lab.config import Config
+from distlab.lab.measure.storages import SavedActivations
+from distlab.lab.report.reading import BrokenRecord, read_run
+from distlab.lab.report.records import Losses, select
+from distlab.lab.report.verdict import judge
+from distlab.lab.workload.data import Batches
+from distlab.lab.workload.model import outline
+from distlab.techniques.sharded.costs import WHOLE_LAYERS, rest_bytes
 
 MIB = 2**20
 FLOAT32_BYTES = 4

@@ -9,10 +9,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from distlab.config.settings import suggest
-from distlab.report.table import aligned
+from distlab.lab.config.settings import suggest
+from distlab.lab.report.table import aligned
 
-PRELOADED = ["distlab.lessons.preloaded"]  # what each rank would import itself
+PRELOADED = ["distlab.tools.lessons.preloaded"]  # what each rank would import itself
 LESSONS = {
     "exercise-1": "fill in: the mean gradient of two workers",
     "exercise-2": "fill in: accumulation, and the learning rate of a larger batch",
@@ -44,14 +44,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def demonstrated(name: str) -> Iterator[str]:
     """The lines of a demonstration."""
-    from distlab.lessons import eight_ranks, processes
+    from distlab.tools.lessons import eight_ranks, processes
 
     if name == "fork-bomb":
         yield from processes.fork_bomb()
     elif name == "zombie":
         yield from processes.zombie()
     else:
-        from distlab.testing.warm_ranks import Ranks
+        from distlab.tools.testing.warm_ranks import Ranks
 
         ranks = Ranks(str(Path.cwd()), PRELOADED)
         try:
@@ -62,7 +62,7 @@ def demonstrated(name: str) -> Iterator[str]:
 
 def exercise(name: str) -> int:
     """Write the file of an exercise where there is none; else try what it holds."""
-    from distlab.lessons.exercises import EXERCISES, place_of, tried
+    from distlab.tools.lessons.exercises import EXERCISES, place_of, tried
 
     file = place_of(name)
     if not file.exists():
@@ -70,7 +70,7 @@ def exercise(name: str) -> int:
         file.write_text(EXERCISES[name].text)
         print(f"written    {file}: fill in the gaps `...`, then run `distlab lesson {name}` again")
         return 1
-    from distlab.testing.warm_ranks import RankFailed, Ranks
+    from distlab.tools.testing.warm_ranks import RankFailed, Ranks
 
     ranks = Ranks(str(Path.cwd()), PRELOADED)
     try:

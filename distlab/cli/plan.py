@@ -14,21 +14,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from distlab.config import ConfigError
-from distlab.config.settings import suggest
-from distlab.plan import job, score
-from distlab.plan.advice import NF4_BYTES, plan
-from distlab.plan.answer import answer_lines, as_json, layout_lines
-from distlab.plan.calibration import Measured, calibrate, measured_card
-from distlab.plan.costs import cost
-from distlab.plan.gpu import LINK_SHARE, NODE_LINK_SHARE, Gpu, gpu_named, gpu_names
-from distlab.plan.job import Job, Link, Savings, Weights
-from distlab.plan.layout import Layout, given_layout, sharing
-from distlab.plan.model import Shape, from_config, guessed, named, table
-from distlab.plan.page import plan_page
-from distlab.plan.step_time import AGAIN
-from distlab.report.reading import BrokenRecord, write_atomically
-from distlab.report.table import on_terminal
+from distlab.lab.config import ConfigError
+from distlab.lab.config.settings import suggest
+from distlab.lab.report.reading import BrokenRecord, write_atomically
+from distlab.lab.report.table import on_terminal
+from distlab.tools.plan import job, score
+from distlab.tools.plan.advice import NF4_BYTES, plan
+from distlab.tools.plan.answer import answer_lines, as_json, layout_lines
+from distlab.tools.plan.calibration import Measured, calibrate, measured_card
+from distlab.tools.plan.costs import cost
+from distlab.tools.plan.gpu import LINK_SHARE, NODE_LINK_SHARE, Gpu, gpu_named, gpu_names
+from distlab.tools.plan.job import Job, Link, Savings, Weights
+from distlab.tools.plan.layout import Layout, given_layout, sharing
+from distlab.tools.plan.model import Shape, from_config, guessed, named, table
+from distlab.tools.plan.page import plan_page
+from distlab.tools.plan.step_time import AGAIN
 
 # The command line of the calculator: what can be said, what is taken if it is not, and every fault at once.
 

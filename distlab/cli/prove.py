@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from distlab.check.start import SHARED, Errand, ProofOptions, start
-from distlab.config import Config
+from distlab.lab.config import Config
+from distlab.tools.check.start import SHARED, Errand, ProofOptions, start
 
 HELP = """usage: distlab prove [NAME=VALUE ...] FILE
 
@@ -38,7 +38,7 @@ def main(words: Sequence[str]) -> int:
 
 def playing(config: Config) -> Any:
     """What a rank's process does with the file."""
-    from distlab.prove.proof import play  # torch comes in here
+    from distlab.tools.prove.proof import play  # torch comes in here
 
     return partial(play, config=config)
 

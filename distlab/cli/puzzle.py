@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
-from distlab.config import ConfigError
-from distlab.puzzle.folder import Folder
-from distlab.puzzle.learner import judge_file, listed, next_hint, told
-from distlab.puzzle.runner import Runner, Verdict
-from distlab.puzzle.task import Task
-from distlab.puzzle.tasks import TASKS
-from distlab.report.reading import write_bytes_atomically
-from distlab.report.table import on_terminal
+from distlab.lab.config import ConfigError
+from distlab.lab.report.reading import write_bytes_atomically
+from distlab.lab.report.table import on_terminal
+from distlab.tools.puzzle.folder import Folder
+from distlab.tools.puzzle.learner import judge_file, listed, next_hint, told
+from distlab.tools.puzzle.runner import Runner, Verdict
+from distlab.tools.puzzle.task import Task
+from distlab.tools.puzzle.tasks import TASKS
 
 FOLDER = Path("puzzles")
 
@@ -117,7 +117,7 @@ def write_junit(file: Path, verdicts: dict[Task, Verdict | None]) -> None:
     for task, verdict in verdicts.items():
         seconds = f"{verdict.duration_s:.3f}" if verdict else "0"
         name = task.file.removesuffix(".py")
-        case = ElementTree.SubElement(suite, "testcase", classname="distlab.puzzle", name=name, time=seconds)
+        case = ElementTree.SubElement(suite, "testcase", classname="distlab.tools.puzzle", name=name, time=seconds)
         if verdict is None:
             ElementTree.SubElement(case, "skipped", message="not filled in")
         elif not verdict.passed:

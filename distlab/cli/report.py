@@ -14,18 +14,18 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from distlab.cluster.launch import die_with
-from distlab.config import Config, ConfigError
-from distlab.report.compare import write_comparison
-from distlab.report.log import verdict_lines
-from distlab.report.rank_log import Log, RankLog, verdict_of_all
-from distlab.report.reading import MISFITS, BrokenRecord, read_run, record_files
-from distlab.report.records import Ranks, Run
-from distlab.report.run_folder import FILE, LATEST, is_held
-from distlab.report.standard_streams import of_a_stream
-from distlab.report.table import printable, table_lines
-from distlab.report.tables import Plan
-from distlab.report.verdict import exit_code, judge, write_run
+from distlab.lab.cluster.launch import die_with
+from distlab.lab.config import Config, ConfigError
+from distlab.lab.report.compare import write_comparison
+from distlab.lab.report.log import verdict_lines
+from distlab.lab.report.rank_log import Log, RankLog, verdict_of_all
+from distlab.lab.report.reading import MISFITS, BrokenRecord, read_run, record_files
+from distlab.lab.report.records import Ranks, Run
+from distlab.lab.report.run_folder import FILE, LATEST, is_held
+from distlab.lab.report.standard_streams import of_a_stream
+from distlab.lab.report.table import printable, table_lines
+from distlab.lab.report.tables import Plan
+from distlab.lab.report.verdict import exit_code, judge, write_run
 
 DAY_S = 86_400
 
@@ -136,7 +136,7 @@ def print_rank(folder: Path, run: Run, records: Ranks, rank: int, log: Log) -> i
 
 def draw_figures(folder: Path, run: Run, records: Ranks, into: Path) -> int:
     """Write the figures and say where; 2 where there is none."""
-    from distlab.report.export import Untimed, write_figures
+    from distlab.lab.report.export import Untimed, write_figures
 
     try:
         drawn = write_figures(into, run, records)
@@ -149,14 +149,14 @@ def draw_figures(folder: Path, run: Run, records: Ranks, into: Path) -> int:
 
 def rebuild(folder: Path, run: Run, records: Ranks, junit: Path | None, page_only: bool, path: Path | None) -> int:
     """Write what was asked for, and print the verdict as rank 0 did."""
-    from distlab.report.page import write_page
+    from distlab.lab.report.page import write_page
 
     page = write_page(folder, run, records, path, plan_of(folder, records))
     if page_only:
         return 0
     write_run(folder, run)
     if junit is not None:
-        from distlab.report.export import write_junit
+        from distlab.lab.report.export import write_junit
 
         write_junit(junit, run)
     print("\n".join(verdict_lines(run, records, page)))
@@ -165,7 +165,7 @@ def rebuild(folder: Path, run: Run, records: Ranks, junit: Path | None, page_onl
 
 def plan_of(folder: Path, records: Ranks) -> Plan | None:
     """What the planner says of the variants of this run; None of a mode that it has no word for."""
-    from distlab.plan.own_runs import planned
+    from distlab.tools.plan.own_runs import planned
 
     found = planned(folder, records)
     if found is None:

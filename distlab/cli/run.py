@@ -4,9 +4,9 @@
         -> runs/<run_id>/ -> report -> exit code
 
 `run` with RANK in the environment is that rank; with neither RANK nor MASTER_ADDR it starts all ranks as local
-processes. Any other command (`distlab report runs/latest`) is the module that distlab/config/commands.py names. Exit
-codes: 0 every check passed; 1 a check failed, an error was raised or the disk filled; 2 the settings were refused; 3
-the cluster broke; 143 stopped by SIGTERM, 130 by Ctrl-C.
+processes. Any other command (`distlab report runs/latest`) is the module that distlab/lab/config/commands.py names.
+Exit codes: 0 every check passed; 1 a check failed, an error was raised or the disk filled; 2 the settings were refused;
+3 the cluster broke; 143 stopped by SIGTERM, 130 by Ctrl-C.
 """
 
 import importlib
@@ -19,11 +19,11 @@ from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
-from distlab.cluster.launch import LauncherPipe, heed_stops, launch, named_run, refuse_too_few
-from distlab.config import Config, ConfigError, commands, launchers, user_code
-from distlab.config.settings import claim_run_id
-from distlab.report import standard_streams
-from distlab.report.progress import telling
+from distlab.lab.cluster.launch import LauncherPipe, heed_stops, launch, named_run, refuse_too_few
+from distlab.lab.config import Config, ConfigError, commands, launchers, user_code
+from distlab.lab.config.settings import claim_run_id
+from distlab.lab.report import standard_streams
+from distlab.lab.report.progress import telling
 
 # torch's C++ parts print a backtrace with each warning, as when a peer closes its end, 7 to 11 lines a node under
 # torchrun; its profiler greets at level 5.
@@ -112,7 +112,7 @@ def run(config: Config, started_at: float, engine: str = "") -> int:
         return start_all(config)
     parent = LauncherPipe()  # hears of a rank that dies while this one still imports torch
     with telling("importing PyTorch", told=config.rank == 0 and config.log != "quiet"):
-        from distlab.rank.main import be_rank  # faults above are said without waiting for it
+        from distlab.lab.rank.main import be_rank  # faults above are said without waiting for it
 
     with user_code.exits_raised():
         return be_rank(config, started_at, parent, engine)
@@ -124,8 +124,8 @@ def start_all(config: Config) -> int:
     refuse_too_few(config.world_size)
     heed_stops()
     with telling("importing PyTorch", told=config.log != "quiet"):
-        from distlab.rank.finish import complete
-        from distlab.rank.main import import_for_ranks
+        from distlab.lab.rank.finish import complete
+        from distlab.lab.rank.main import import_for_ranks
 
     if sys.platform == "linux":  # where ranks are forked from this process
         with telling("importing what the ranks need", told=config.log != "quiet"):

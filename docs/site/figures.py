@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from distlab.config.settings import modes
+from distlab.lab.config.settings import modes
 
 TOP = Path(__file__).parents[2]
 SMALL = {"LAB_WIDTH": "32", "LAB_DEPTH": "2", "LAB_STEPS": "3", "WORLD_SIZE": "4"}

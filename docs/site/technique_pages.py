@@ -10,10 +10,10 @@ from textwrap import dedent
 from types import FunctionType, ModuleType
 from typing import Any
 
-from distlab.config import Config
-from distlab.config.settings import modes
 from distlab.contract import Mode, Variant
-from distlab.rank.mode_loader import load, prediction_rows
+from distlab.lab.config import Config
+from distlab.lab.config.settings import modes
+from distlab.lab.rank.mode_loader import load, prediction_rows
 
 TOP = Path(__file__).parents[2]
 PLACE = r"(?:, (?:section|theorem|algorithm|equation|figure|table) [\w.]*\w)?"

@@ -17,8 +17,8 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from distlab.cluster.launch import worst
-from distlab.config import ConfigError, commands
+from distlab.lab.cluster.launch import worst
+from distlab.lab.config import ConfigError, commands
 
 ROOM_S = 300.0  # until the cluster has room for all ranks
 

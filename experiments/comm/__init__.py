@@ -2,7 +2,8 @@
 
 A collective moves tensors between ranks as a function moves them within one; so it has a backward pass too, and which
 one is right depends on whose the loss is. And it has a price: a latency for each round, and the bytes that pass the
-busiest link. The algorithms of distlab/collectives give the same sum to every rank and differ only in this price.
+busiest link. The algorithms of distlab/techniques/collectives give the same sum to every rank and differ only in this
+price.
 
   predicted   S = bytes of the tensor, N = ranks; bytes sent by a rank in an all_reduce
               ring, direct   2(N-1)/N·S  under 2·S for every N, in 2(N-1) rounds (ring) or 2 (direct; 1 for N = 2)
@@ -23,17 +24,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distlab.collectives import ring as ring_by_hand
-from distlab.collectives.by_hand import ALGORITHMS, Algorithm, Collective
-from distlab.collectives.costs import all_reduce_bytes
-from distlab.collectives.phases import phase
-from distlab.collectives.point_to_point import Addressed, Message, Peers, Pending, split
-from distlab.config import Config
 from distlab.contract import Mode, Variant, untrained
-from distlab.lab import Lab
-from distlab.measure.prediction import PYTORCHS, Prediction
-from distlab.transport.process_group import TcpBackend
-from distlab.verify.records import draw, hold_drawn
+from distlab.lab.config import Config
+from distlab.lab.lab import Lab
+from distlab.lab.measure.prediction import PYTORCHS, Prediction
+from distlab.lab.verify.records import draw, hold_drawn
+from distlab.techniques.collectives import ring as ring_by_hand
+from distlab.techniques.collectives.by_hand import ALGORITHMS, Algorithm, Collective
+from distlab.techniques.collectives.costs import all_reduce_bytes
+from distlab.techniques.collectives.phases import phase
+from distlab.techniques.collectives.point_to_point import Addressed, Message, Peers, Pending, split
+from distlab.techniques.transport.process_group import TcpBackend
 
 from . import benchmark, primitives
 from .bugs import mistake
@@ -83,8 +84,8 @@ def everyones_sum(lab: Lab, collectives: Mapping[str, Collective]) -> None:
 # Two small programs to follow number by number: the lesson's broadcast, slice and gather, and a ring all_reduce.
 #
 # The demo slices with `tensor_split`: the lesson's `len // N` loses the remainder where N does not divide 4, and gives
-# ranks beyond 4 nothing to say. The ring is the variant's own (distlab/collectives/ring.py): its messages tell by their
-# digits which chunk they are and whose parts they hold.
+# ranks beyond 4 nothing to say. The ring is the variant's own (distlab/techniques/collectives/ring.py): its messages
+# tell by their digits which chunk they are and whose parts they hold.
 
 
 def broadcast_slice_gather(lab: Lab) -> None:
@@ -257,7 +258,7 @@ MODE = Mode(
     options=Options,
     variants=(
         Variant("gloo", by_torch=True),
-        Variant("ring"),  # round the ring, a chunk at a time: distlab/collectives/ring.py
+        Variant("ring"),  # round the ring, a chunk at a time: distlab/techniques/collectives/ring.py
         Variant("direct"),  # all to all at once: direct.py beside it
         Variant("tree"),  # Rabenseifner's: halves, quarters, ... and back, no tree of NCCL's: tree.py
         Variant("server"),  # through rank 0: rooted.py
@@ -274,8 +275,9 @@ MODE = Mode(
         "experiments/comm/__init__.py: an all_reduce made of sends and receives one by one, a ring message by"
         " message, and what a run does",
         "experiments/comm/primitives.py: who has what before and after each primitive, and what its backward returns",
-        "distlab/collectives/point_to_point.py, then ring.py, direct.py, tree.py or rooted.py: a variant is the two",
-        "distlab/transport/tcp.py: what a small sum costs over plain TCP",
+        "distlab/techniques/collectives/point_to_point.py, then ring.py, direct.py, tree.py or rooted.py: a variant"
+        " is the two",
+        "distlab/techniques/transport/tcp.py: what a small sum costs over plain TCP",
         "experiments/comm/checks.py: what goes in and has to come out, by rank, place and repeat",
         "experiments/comm/benchmark.py: latency, bandwidth and bytes from 1 KiB to 64 MiB",
     ),

@@ -14,9 +14,11 @@ from typing import NamedTuple
 
 import torch
 
-from distlab.collectives import costs as formulas
-from distlab.collectives.by_hand import Collective, pick
-from distlab.collectives.costs import (
+from distlab.lab.lab import Lab
+from distlab.lab.measure.prediction import PYTORCHS
+from distlab.techniques.collectives import costs as formulas
+from distlab.techniques.collectives.by_hand import Collective, pick
+from distlab.techniques.collectives.costs import (
     FITTED,
     LATENCY,
     RATE,
@@ -26,8 +28,6 @@ from distlab.collectives.costs import (
     slowest_of,
     wire_tolerance,
 )
-from distlab.lab import Lab
-from distlab.measure.prediction import PYTORCHS
 
 from .checks import Trial, uneven
 

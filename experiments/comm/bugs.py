@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from distlab.collectives import direct, ring, tree
-from distlab.collectives.autograd import Loss
-from distlab.collectives.by_hand import ALGORITHMS, Algorithm
-from distlab.collectives.point_to_point import Peers, Steps, split
-from distlab.config import Config
 from distlab.contract import Mistakes, Needs
+from distlab.lab.config import Config
+from distlab.techniques.collectives import direct, ring, tree
+from distlab.techniques.collectives.autograd import Loss
+from distlab.techniques.collectives.by_hand import ALGORITHMS, Algorithm
+from distlab.techniques.collectives.point_to_point import Peers, Steps, split
 
 from .primitives import Primitive, loss_of_lesson
 

@@ -15,10 +15,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from distlab.collectives.by_hand import Collective
-from distlab.collectives.point_to_point import split
 from distlab.contract import Claims, Mode
-from distlab.measure.tensors import largest
+from distlab.lab.measure.tensors import largest
+from distlab.techniques.collectives.by_hand import Collective
+from distlab.techniques.collectives.point_to_point import split
 
 # Numbers repeat after a prime of places, which no chunk of the sweep has a multiple of: what is one chunk off is wrong.
 PERIOD = 65_521

@@ -1,6 +1,6 @@
 """The variables of RUN_MODE=comm, and its own sizes. torch is not imported here: they are read before it."""
 
-from distlab.config.settings import Field, ModeOptions
+from distlab.lab.config.settings import Field, ModeOptions
 
 
 class Options(ModeOptions):

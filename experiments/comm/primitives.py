@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distlab.collectives import autograd as ours
-from distlab.collectives.autograd import Loss
-from distlab.lab import Lab
-from distlab.measure.tensors import larger, largest_difference
+from distlab.lab.lab import Lab
+from distlab.lab.measure.tensors import larger, largest_difference
+from distlab.techniques.collectives import autograd as ours
+from distlab.techniques.collectives.autograd import Loss
 
 from .checks import poisoned
 
@@ -223,4 +223,4 @@ def nothing_recorded(lab: Lab) -> None:
     detail = "outputs of torch.distributed.all_gather that autograd knows of"
     control = "tests/experiments/test_comm.py::test_a_gather_that_autograd_knows_is_seen"
     lab.check("no autograd", recorded, 0, detail=detail, control=control)
-    lab.say("torch.distributed.all_gather gives autograd nothing back; distlab/collectives/autograd.py does")
+    lab.say("torch.distributed.all_gather gives autograd nothing back; distlab/techniques/collectives/autograd.py does")

@@ -15,7 +15,8 @@ next step's gradients (error feedback, LAB_ERROR_FEEDBACK): late, not lost.
   the model   width 64, depth 4 unless set: all variants are proven and trained beside each other
   shapes      a bucket [n] flat, of whole gradients; P [m, r], Q [n, r]
 
-The variants; from fp16 on each bucket goes through an all_reduce that sends less (distlab/compression/compressors.py):
+The variants; from fp16 on each bucket goes through an all_reduce that sends less
+(distlab/techniques/compression/compressors.py):
 
   dense     our buckets, nothing compressed
   fp16      16 bits a number
@@ -36,17 +37,17 @@ from typing import Any, TypeAlias
 import torch.distributed as dist
 from torch import Size
 
-from distlab.compression.compressors import Cast, Compressor, Quantised, RandomK, TopK, rank_seed
-from distlab.compression.powersgd import LowRank
-from distlab.config import Config
 from distlab.contract import Build, Mode, Strategy, Variant
-from distlab.data_parallel.buckets import GradientBuckets
-from distlab.data_parallel.strategy import Replica, begin_alike
-from distlab.lab import Lab
-from distlab.mesh.grid import Mesh
-from distlab.verify.proof import check_replicas
-from distlab.verify.run_all import measure
-from distlab.workload.model import Model
+from distlab.lab.config import Config
+from distlab.lab.lab import Lab
+from distlab.lab.verify.proof import check_replicas
+from distlab.lab.verify.run_all import measure
+from distlab.lab.workload.model import Model
+from distlab.techniques.compression.compressors import Cast, Compressor, Quantised, RandomK, TopK, rank_seed
+from distlab.techniques.compression.powersgd import LowRank
+from distlab.techniques.data_parallel.buckets import GradientBuckets
+from distlab.techniques.data_parallel.strategy import Replica, begin_alike
+from distlab.techniques.mesh.grid import Mesh
 
 from . import pytorch
 from .bugs import mistake
@@ -161,8 +162,8 @@ MODE = Mode(
     "lose what was not sent",
     reading=(
         "experiments/compress/__init__.py: the variants, the simplest first, each with its compressor",
-        "distlab/compression/compressors.py: what every compressor does, and what each variant sends",
-        "distlab/compression/powersgd.py: two thin factors in place of a matrix",
+        "distlab/techniques/compression/compressors.py: what every compressor does, and what each variant sends",
+        "distlab/techniques/compression/powersgd.py: two thin factors in place of a matrix",
         "experiments/compress/checks.py: how each is compared with its paper's formula",
     ),
 )

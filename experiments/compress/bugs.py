@@ -6,11 +6,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distlab.compression.compressors import Compressor, Handle, Quantised, RandomK, rank_seed
-from distlab.compression.powersgd import LowRank, first_factor, orthonormal
-from distlab.config import Config
 from distlab.contract import Mistakes, Needs
-from distlab.data_parallel.buckets import AllReduceOf, GradientBuckets
+from distlab.lab.config import Config
+from distlab.techniques.compression.compressors import Compressor, Handle, Quantised, RandomK, rank_seed
+from distlab.techniques.compression.powersgd import LowRank, first_factor, orthonormal
+from distlab.techniques.data_parallel.buckets import AllReduceOf, GradientBuckets
 
 from .options import Options
 from .predictions import METHODS

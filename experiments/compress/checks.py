@@ -18,15 +18,15 @@ import torch
 import torch.distributed as dist
 from torch import Size, Tensor
 
-from distlab.config import Config
 from distlab.contract import Build, Claims, Mode
-from distlab.lab import Lab
-from distlab.measure.tensors import Worst, largest
-from distlab.verify.proof import check_replicas
-from distlab.verify.run_all import measured
-from distlab.workload.model import Model
-from distlab.workload.optimizer import make_optimizer
-from distlab.workload.reference import backward
+from distlab.lab.config import Config
+from distlab.lab.lab import Lab
+from distlab.lab.measure.tensors import Worst, largest
+from distlab.lab.verify.proof import check_replicas
+from distlab.lab.verify.run_all import measured
+from distlab.lab.workload.model import Model
+from distlab.lab.workload.optimizer import make_optimizer
+from distlab.lab.workload.reference import backward
 
 from .options import Options
 from .predictions import METHODS, bucket_members, bucket_shapes

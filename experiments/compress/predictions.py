@@ -8,16 +8,16 @@ from collections.abc import Mapping
 import torch
 from torch import Size
 
-from distlab.collectives.costs import gloo_all_reduce_messages
-from distlab.compression.costs import FORMULAS, bucket_bytes, bucket_calls, topk_pays_below
-from distlab.compression.powersgd import pays
-from distlab.config import Config
 from distlab.contract import Counted, untrainable
-from distlab.data_parallel.buckets import layout
-from distlab.lab import Lab
-from distlab.measure.prediction import PYTORCHS, Prediction
-from distlab.sharded.costs import whole_rest_bytes
-from distlab.workload.model import outline
+from distlab.lab.config import Config
+from distlab.lab.lab import Lab
+from distlab.lab.measure.prediction import PYTORCHS, Prediction
+from distlab.lab.workload.model import outline
+from distlab.techniques.collectives.costs import gloo_all_reduce_messages
+from distlab.techniques.compression.costs import FORMULAS, bucket_bytes, bucket_calls, topk_pays_below
+from distlab.techniques.compression.powersgd import pays
+from distlab.techniques.data_parallel.buckets import layout
+from distlab.techniques.sharded.costs import whole_rest_bytes
 
 from .options import Options
 

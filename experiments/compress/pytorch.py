@@ -22,15 +22,15 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from distlab.compression.powersgd import first_factor, pays
-from distlab.config import Config
 from distlab.contract import Build, Strategy
-from distlab.data_parallel.strategy import Replica, Wrapped, begin_apart
-from distlab.lab import Lab
-from distlab.measure.tensors import Worst, difference, largest
-from distlab.mesh.grid import Mesh
-from distlab.verify.proof import check_replicas
-from distlab.workload.model import Model
+from distlab.lab.config import Config
+from distlab.lab.lab import Lab
+from distlab.lab.measure.tensors import Worst, difference, largest
+from distlab.lab.verify.proof import check_replicas
+from distlab.lab.workload.model import Model
+from distlab.techniques.compression.powersgd import first_factor, pays
+from distlab.techniques.data_parallel.strategy import Replica, Wrapped, begin_apart
+from distlab.techniques.mesh.grid import Mesh
 
 from .options import Options
 

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Size, Tensor
 
-from distlab.compression.compressors import Handle, rank_seed
-from distlab.config import Config
 from distlab.contract import Strategy
-from distlab.data_parallel.buckets import GradientBuckets
-from distlab.data_parallel.strategy import Replica
-from distlab.measure.tensors import larger, largest, largest_difference
+from distlab.lab.config import Config
+from distlab.lab.measure.tensors import larger, largest, largest_difference
+from distlab.techniques.compression.compressors import Handle, rank_seed
+from distlab.techniques.data_parallel.buckets import GradientBuckets
+from distlab.techniques.data_parallel.strategy import Replica
 
 from .options import Options
 

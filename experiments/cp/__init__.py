@@ -33,17 +33,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from distlab.checkpoint import bugs as checkpoints
-from distlab.config import Config
-from distlab.context_parallel.ring import FLASH, FLASH_BACKWARD, RingAttention, ShiftAttention
-from distlab.context_parallel.strategy import ContextParallel, OwnRows, Positions, contiguous, zigzag
-from distlab.context_parallel.ulysses import UlyssesAttention
 from distlab.contract import Mode, Strategy, Variant
-from distlab.lab import Lab
-from distlab.mesh.grid import Mesh
-from distlab.tensor_parallel.layers import Sequence
-from distlab.verify.run_all import measure
-from distlab.workload.model import Attend, Model, causal
+from distlab.lab.checkpoint import bugs as checkpoints
+from distlab.lab.config import Config
+from distlab.lab.lab import Lab
+from distlab.lab.verify.run_all import measure
+from distlab.lab.workload.model import Attend, Model, causal
+from distlab.techniques.context_parallel.ring import FLASH, FLASH_BACKWARD, RingAttention, ShiftAttention
+from distlab.techniques.context_parallel.strategy import ContextParallel, OwnRows, Positions, contiguous, zigzag
+from distlab.techniques.context_parallel.ulysses import UlyssesAttention
+from distlab.techniques.mesh.grid import Mesh
+from distlab.techniques.tensor_parallel.layers import Sequence
 
 from .bugs import mistake
 from .checks import check_sums, claims, compare_balance, compare_kept, kept_by_length
@@ -237,8 +237,9 @@ MODE = Mode(
     mistakes=mistake | checkpoints.mistake,
     reading=(
         "experiments/cp/__init__.py: the variants, the simplest first, and what a run of them claims",
-        "distlab/context_parallel/ring.py: attention to some of the keys, and how two such results become one",
-        "distlab/context_parallel/ulysses.py: the all-to-all from positions to heads, and back",
-        "distlab/context_parallel/strategy.py: who has which positions, which keys they see, and the step",
+        "distlab/techniques/context_parallel/ring.py: attention to some of the keys, and how two such results become"
+        " one",
+        "distlab/techniques/context_parallel/ulysses.py: the all-to-all from positions to heads, and back",
+        "distlab/techniques/context_parallel/strategy.py: who has which positions, which keys they see, and the step",
     ),
 )

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distlab.config import Config
-from distlab.context_parallel.ring import Part, RingAttention, arrived
-from distlab.context_parallel.strategy import ContextParallel, OwnRows, Positions, contiguous, set_positions
-from distlab.context_parallel.ulysses import Swap, UlyssesAttention
 from distlab.contract import Mistakes, Needs
-from distlab.workload.model import Attend, Model
+from distlab.lab.config import Config
+from distlab.lab.workload.model import Attend, Model
+from distlab.techniques.context_parallel.ring import Part, RingAttention, arrived
+from distlab.techniques.context_parallel.strategy import ContextParallel, OwnRows, Positions, contiguous, set_positions
+from distlab.techniques.context_parallel.ulysses import Swap, UlyssesAttention
 
 from .predictions import BY_HAND
 

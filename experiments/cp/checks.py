@@ -12,20 +12,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from distlab.config import Config
-from distlab.context_parallel.costs import causal_share
-from distlab.context_parallel.ring import RingAttention
-from distlab.context_parallel.strategy import Positions
 from distlab.contract import Claims, Mode, Strategy
-from distlab.lab import Lab
-from distlab.measure.prediction import PYTORCHS
-from distlab.measure.traffic import DispatchMode
-from distlab.sharded.costs import KEPT_ON_GPU
-from distlab.tensor_parallel.layers import shares
-from distlab.verify.counted import most_kept, saved_bytes
-from distlab.verify.run_all import measured
-from distlab.workload.data import Microbatch
-from distlab.workload.model import outline
+from distlab.lab.config import Config
+from distlab.lab.lab import Lab
+from distlab.lab.measure.prediction import PYTORCHS
+from distlab.lab.measure.traffic import DispatchMode
+from distlab.lab.verify.counted import most_kept, saved_bytes
+from distlab.lab.verify.run_all import measured
+from distlab.lab.workload.data import Microbatch
+from distlab.lab.workload.model import outline
+from distlab.techniques.context_parallel.costs import causal_share
+from distlab.techniques.context_parallel.ring import RingAttention
+from distlab.techniques.context_parallel.strategy import Positions
+from distlab.techniques.sharded.costs import KEPT_ON_GPU
+from distlab.techniques.tensor_parallel.layers import shares
 
 from .predictions import BY_HAND, positions_of
 

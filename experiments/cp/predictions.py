@@ -1,8 +1,13 @@
 """What each variant sends in a step, in how many calls, and what it holds between two: formulas to numbers."""
 
-from distlab.collectives.costs import Cost, all_reduce_cost, total_cost
-from distlab.config import Config
-from distlab.context_parallel.costs import (
+from distlab.contract import untrainable
+from distlab.lab.config import Config
+from distlab.lab.measure.prediction import PYTORCHS, Prediction, of_a_step
+from distlab.lab.workload.data import shard_sizes
+from distlab.lab.workload.model import outline
+from distlab.lab.workload.user_model import is_own
+from distlab.techniques.collectives.costs import Cost, all_reduce_cost, total_cost
+from distlab.techniques.context_parallel.costs import (
     gathered_bytes,
     gathered_calls,
     ring_rows,
@@ -10,15 +15,10 @@ from distlab.context_parallel.costs import (
     ulysses_bytes,
     ulysses_messages,
 )
-from distlab.context_parallel.strategy import Positions, contiguous, zigzag
-from distlab.contract import untrainable
-from distlab.data_parallel.buckets import layout
-from distlab.measure.prediction import PYTORCHS, Prediction, of_a_step
-from distlab.sharded.costs import whole_rest_bytes
-from distlab.tensor_parallel.layers import shares
-from distlab.workload.data import shard_sizes
-from distlab.workload.model import outline
-from distlab.workload.user_model import is_own
+from distlab.techniques.context_parallel.strategy import Positions, contiguous, zigzag
+from distlab.techniques.data_parallel.buckets import layout
+from distlab.techniques.sharded.costs import whole_rest_bytes
+from distlab.techniques.tensor_parallel.layers import shares
 
 # What context parallelism cannot run: models without a sequence, and what PyTorch's own leaves out.
 

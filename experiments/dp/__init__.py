@@ -16,7 +16,7 @@ The variants differ in how many calls they make, and when:
   flat           one for all gradients in one flat bucket: fewest calls, and the link idles during the backward pass
   bucketed       one a bucket of LAB_BUCKET_MIB, from hooks while the backward pass still runs; two ranks on a slow link
                  swap theirs
-  ring           the same buckets over the ring all_reduce by hand (distlab/collectives/ring.py)
+  ring           the same buckets over the ring all_reduce by hand (distlab/techniques/collectives/ring.py)
   ddp            PyTorch's DistributedDataParallel, which does what `bucketed` does, in C++
 
 With LAB_MODEL=line it is the first lesson's y = wx + b.
@@ -32,18 +32,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from distlab.checkpoint import bugs as checkpoints
-from distlab.collectives.by_hand import Collective
-from distlab.collectives.phases import phase
-from distlab.config import Config
 from distlab.contract import Mode, Strategy, Variant
-from distlab.data_parallel.buckets import GradientBuckets, all_reduce_of_buckets, swaps_buckets
-from distlab.data_parallel.strategy import Replica, Wrapped, begin_alike
-from distlab.lab import Lab
-from distlab.mesh.grid import Mesh
-from distlab.verify.proof import check_replicas, check_samples
-from distlab.verify.run_all import measure
-from distlab.workload.model import Model
+from distlab.lab.checkpoint import bugs as checkpoints
+from distlab.lab.config import Config
+from distlab.lab.lab import Lab
+from distlab.lab.verify.proof import check_replicas, check_samples
+from distlab.lab.verify.run_all import measure
+from distlab.lab.workload.model import Model
+from distlab.techniques.collectives.by_hand import Collective
+from distlab.techniques.collectives.phases import phase
+from distlab.techniques.data_parallel.buckets import GradientBuckets, all_reduce_of_buckets, swaps_buckets
+from distlab.techniques.data_parallel.strategy import Replica, Wrapped, begin_alike
+from distlab.techniques.mesh.grid import Mesh
 
 from .checks import COUNTED, check_overlap, claims, mistake
 from .predictions import compare_peak, gradient_bytes, in_unit, predict
@@ -178,8 +178,8 @@ MODE = Mode(
     recomputes=True,
     reading=(
         "experiments/dp/__init__.py: the variants, the simplest first, and what a run of them claims",
-        "distlab/data_parallel/buckets.py: gradients in flat buckets, launched from hooks",
-        "distlab/collectives/ring.py: the all_reduce of `ring`",
-        "distlab/data_parallel/strategy.py: the loop that all variants share",
+        "distlab/techniques/data_parallel/buckets.py: gradients in flat buckets, launched from hooks",
+        "distlab/techniques/collectives/ring.py: the all_reduce of `ring`",
+        "distlab/techniques/data_parallel/strategy.py: the loop that all variants share",
     ),
 )

@@ -14,15 +14,15 @@ from itertools import takewhile
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distlab.config import Config
 from distlab.contract import WHOLE_RUN, Claims, Measured, Mistakes, Mode, Needs
-from distlab.data_parallel.buckets import GradientBuckets, layout, set_gradient_view
-from distlab.data_parallel.strategy import begin_apart
-from distlab.lab import Lab
-from distlab.measure.event_order import Order
-from distlab.verify.run_all import measured
-from distlab.workload.data import Batches, permutation, shard_sizes
-from distlab.workload.model import Model, outline
+from distlab.lab.config import Config
+from distlab.lab.lab import Lab
+from distlab.lab.measure.event_order import Order
+from distlab.lab.verify.run_all import measured
+from distlab.lab.workload.data import Batches, permutation, shard_sizes
+from distlab.lab.workload.model import Model, outline
+from distlab.techniques.data_parallel.buckets import GradientBuckets, layout, set_gradient_view
+from distlab.techniques.data_parallel.strategy import begin_apart
 
 from .predictions import bucket_sizes
 

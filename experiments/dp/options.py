@@ -1,6 +1,6 @@
 """The sizes of RUN_MODE=dp, of which a first run is. torch is not imported here: they are read before it."""
 
-from distlab.config.settings import ModeOptions
+from distlab.lab.config.settings import ModeOptions
 
 
 class Options(ModeOptions):

@@ -2,15 +2,28 @@
 
 from collections.abc import Mapping
 
-from distlab.collectives.costs import Cost, all_reduce_bytes, all_reduce_cost, all_reduce_messages, total_cost
-from distlab.config import Config
 from distlab.contract import Measured
-from distlab.data_parallel.buckets import layout, swaps_buckets
-from distlab.lab import Lab
-from distlab.measure.prediction import PYTORCHS, Prediction, of_a_step
-from distlab.sharded.costs import Happening, Replicated, adamw_scratch_bytes, pass_peak, shown_on, whole_rest_bytes
-from distlab.verify.counted import check_recomputed, checks_recomputed, most_of_a_layer, outlined
-from distlab.workload.model import outline
+from distlab.lab.config import Config
+from distlab.lab.lab import Lab
+from distlab.lab.measure.prediction import PYTORCHS, Prediction, of_a_step
+from distlab.lab.verify.counted import check_recomputed, checks_recomputed, most_of_a_layer, outlined
+from distlab.lab.workload.model import outline
+from distlab.techniques.collectives.costs import (
+    Cost,
+    all_reduce_bytes,
+    all_reduce_cost,
+    all_reduce_messages,
+    total_cost,
+)
+from distlab.techniques.data_parallel.buckets import layout, swaps_buckets
+from distlab.techniques.sharded.costs import (
+    Happening,
+    Replicated,
+    adamw_scratch_bytes,
+    pass_peak,
+    shown_on,
+    whole_rest_bytes,
+)
 
 
 def gradient_bytes(config: Config) -> int:

@@ -34,12 +34,12 @@ from collections.abc import Callable
 
 import torch
 
-from distlab.cluster.membership import View
-from distlab.cluster.views import BEGIN
-from distlab.config import Config
 from distlab.contract import Mode, Variant, untrainable
-from distlab.elastic.strategy import ShardedSurvivor, Survivor
-from distlab.lab import Lab
+from distlab.lab.cluster.membership import View
+from distlab.lab.cluster.views import BEGIN
+from distlab.lab.config import Config
+from distlab.lab.lab import Lab
+from distlab.techniques.elastic.strategy import ShardedSurvivor, Survivor
 
 from .bugs import mistake
 from .checks import check_claims, claims, count, show, what_changed
@@ -188,12 +188,12 @@ MODE = Mode(
     reading=(
         "experiments/elastic/__init__.py: the variants, and what a run claims",
         "experiments/elastic/recovery.py: what one rank does until all steps are done, and hashes that name a flip",
-        "distlab/elastic/strategy.py: a replica whose steps are kept or repeated, and one with shards",
-        "distlab/elastic/shards.py: which rank has which part, and what moves",
-        "distlab/cluster/membership.py: how the remaining ranks agree on the members",
-        "distlab/elastic/process_group.py: gloo groups that are left and made again in the same process",
-        "distlab/cluster/rank_server.py: the connections whose end shows the death of a rank",
-        "distlab/cluster/rejoin.py: how a restarted rank finds the others",
+        "distlab/techniques/elastic/strategy.py: a replica whose steps are kept or repeated, and one with shards",
+        "distlab/techniques/elastic/shards.py: which rank has which part, and what moves",
+        "distlab/lab/cluster/membership.py: how the remaining ranks agree on the members",
+        "distlab/techniques/elastic/process_group.py: gloo groups that are left and made again in the same process",
+        "distlab/lab/cluster/rank_server.py: the connections whose end shows the death of a rank",
+        "distlab/lab/cluster/rejoin.py: how a restarted rank finds the others",
         "experiments/elastic/checks.py: the single-process reference, which follows the membership record",
     ),
 )

@@ -6,10 +6,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from distlab.config import Config
 from distlab.contract import Mistakes, Needs
-from distlab.elastic.process_group import Regroup
-from distlab.elastic.strategy import Report, ShardedSurvivor, Survivor
+from distlab.lab.config import Config
+from distlab.techniques.elastic.process_group import Regroup
+from distlab.techniques.elastic.strategy import Report, ShardedSurvivor, Survivor
 
 from .options import Options
 

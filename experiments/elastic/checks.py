@@ -11,11 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distlab.collectives.costs import wire_tolerance
-from distlab.config import Config
 from distlab.contract import Claims, Mode
-from distlab.elastic.shards import Recut, part
-from distlab.elastic.strategy import (
+from distlab.lab.config import Config
+from distlab.lab.lab import Lab
+from distlab.lab.measure.tensors import Worst
+from distlab.lab.workload.data import Batches
+from distlab.lab.workload.reference import Reference, Snapshot
+from distlab.techniques.collectives.costs import wire_tolerance
+from distlab.techniques.elastic.shards import Recut, part
+from distlab.techniques.elastic.strategy import (
     OWNERS,
     STEP,
     ShardedSurvivor,
@@ -25,10 +29,6 @@ from distlab.elastic.strategy import (
     sharded_step_bytes,
     step_messages,
 )
-from distlab.lab import Lab
-from distlab.measure.tensors import Worst
-from distlab.workload.data import Batches
-from distlab.workload.reference import Reference, Snapshot
 
 from .network import Net
 from .options import Options

@@ -4,11 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from distlab.cluster.membership import Membership, View
-from distlab.cluster.messages import PURPOSE
-from distlab.cluster.views import BEGIN
-from distlab.elastic.process_group import Regroup
-from distlab.lab import Lab
+from distlab.lab.cluster.membership import Membership, View
+from distlab.lab.cluster.messages import PURPOSE
+from distlab.lab.cluster.views import BEGIN
+from distlab.lab.lab import Lab
+from distlab.techniques.elastic.process_group import Regroup
 
 BACK = "back"  # what a rank that was started again asks as
 

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from distlab.cluster.membership import Member, View
-from distlab.cluster.views import BEGIN
-from distlab.elastic.process_group import Regroup
-from distlab.elastic.strategy import Report, ShardedSurvivor, Survivor
-from distlab.lab import Lab
-from distlab.verify.silent_corruption import KINDS, LEAST, Corruption, Hashes, Odd
+from distlab.lab.cluster.membership import Member, View
+from distlab.lab.cluster.views import BEGIN
+from distlab.lab.lab import Lab
+from distlab.lab.verify.silent_corruption import KINDS, LEAST, Corruption, Hashes, Odd
+from distlab.techniques.elastic.process_group import Regroup
+from distlab.techniques.elastic.strategy import Report, ShardedSurvivor, Survivor
 
 from .network import BACK, Net
 

@@ -34,21 +34,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distlab.checkpoint import bugs as checkpoints
-from distlab.collectives.phases import phase
-from distlab.config import Config
 from distlab.contract import Mode, Strategy, Variant, untrainable
-from distlab.data_parallel.buckets import GradientBuckets, all_reduce_of_buckets
-from distlab.data_parallel.strategy import Replica
-from distlab.lab import Lab
-from distlab.measure.event_order import Order
-from distlab.measure.prediction import Prediction
-from distlab.mesh.grid import Mesh
-from distlab.sharded.costs import FULLY_SHARD_DIES
-from distlab.sharded.flat_parameter import FlatParameter, FlatUnits, FullySharded, Sharded
-from distlab.sharded.zero import Zero
-from distlab.verify.run_all import measure
-from distlab.workload.model import Model
+from distlab.lab.checkpoint import bugs as checkpoints
+from distlab.lab.config import Config
+from distlab.lab.lab import Lab
+from distlab.lab.measure.event_order import Order
+from distlab.lab.measure.prediction import Prediction
+from distlab.lab.verify.run_all import measure
+from distlab.lab.workload.model import Model
+from distlab.techniques.collectives.phases import phase
+from distlab.techniques.data_parallel.buckets import GradientBuckets, all_reduce_of_buckets
+from distlab.techniques.data_parallel.strategy import Replica
+from distlab.techniques.mesh.grid import Mesh
+from distlab.techniques.sharded.costs import FULLY_SHARD_DIES
+from distlab.techniques.sharded.flat_parameter import FlatParameter, FlatUnits, FullySharded, Sharded
+from distlab.techniques.sharded.zero import Zero
 
 from .bugs import mistake
 from .checks import check_order, claims
@@ -249,7 +249,8 @@ MODE = Mode(
     recomputes=True,
     reading=(
         "experiments/fsdp/__init__.py: the variants, the simplest first, and what a run of them claims",
-        "distlab/sharded/flat_parameter.py: a layer as one vector, of which each rank owns a part, and the step around",
-        "distlab/sharded/zero.py: the three stages, and when weights are gathered and gradients summed",
+        "distlab/techniques/sharded/flat_parameter.py: a layer as one vector, of which each rank owns a part, and"
+        " the step around",
+        "distlab/techniques/sharded/zero.py: the three stages, and when weights are gathered and gradients summed",
     ),
 )

@@ -6,13 +6,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distlab.collectives.by_hand import Collective
-from distlab.config import Config
 from distlab.contract import Mistakes, Needs
-from distlab.sharded.flat_parameter import FlatParameter, Sharded
-from distlab.sharded.zero import ReduceScatterScheduler, Unshard, Zero
-from distlab.workload.model import Model, outline
-from distlab.workload.optimizer import CLIP_EPSILON
+from distlab.lab.config import Config
+from distlab.lab.workload.model import Model, outline
+from distlab.lab.workload.optimizer import CLIP_EPSILON
+from distlab.techniques.collectives.by_hand import Collective
+from distlab.techniques.sharded.flat_parameter import FlatParameter, Sharded
+from distlab.techniques.sharded.zero import ReduceScatterScheduler, Unshard, Zero
 
 from .predictions import units
 

@@ -1,17 +1,17 @@
 """A layer at a time, decided from the order of a step: whose weights are whole when, and when gradients are summed.
 
 Whole weights are seen in the memory behind them, which comes and goes (`held`); that a layer computes, in torch's own
-hooks; that its gradients are there, when autograd hands them over. None of it asks distlab/sharded/zero.py.
+hooks; that its gradients are there, when autograd hands them over. None of it asks distlab/techniques/sharded/zero.py.
 """
 
 from collections.abc import Iterator, Mapping
 
-from distlab.config import Config
 from distlab.contract import Claims, Measured, Mode
-from distlab.lab import Lab
-from distlab.measure.event_order import Event, Order
-from distlab.verify.run_all import measured
-from distlab.workload.model import outline
+from distlab.lab.config import Config
+from distlab.lab.lab import Lab
+from distlab.lab.measure.event_order import Event, Order
+from distlab.lab.verify.run_all import measured
+from distlab.lab.workload.model import outline
 
 from .predictions import BY_HAND, tied
 

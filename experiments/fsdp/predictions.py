@@ -6,19 +6,21 @@ from typing import Any
 
 from torch import nn
 
-from distlab.collectives.costs import (
+from distlab.contract import Measured
+from distlab.lab.config import Config
+from distlab.lab.lab import Lab
+from distlab.lab.measure.prediction import PYTORCHS, Prediction
+from distlab.lab.verify.counted import check_recomputed, checks_recomputed, most_of_a_layer, outlined
+from distlab.lab.workload.model import outline
+from distlab.techniques.collectives.costs import (
     algorithmic_factor,
     all_reduce_cost,
     gloo_all_reduce_messages,
     norm_cost,
     total_cost,
 )
-from distlab.config import Config
-from distlab.contract import Measured
-from distlab.data_parallel.buckets import layout
-from distlab.lab import Lab
-from distlab.measure.prediction import PYTORCHS, Prediction
-from distlab.sharded.costs import (
+from distlab.techniques.data_parallel.buckets import layout
+from distlab.techniques.sharded.costs import (
     Happening,
     Replicated,
     Sharding,
@@ -31,9 +33,7 @@ from distlab.sharded.costs import (
     whole_rest_bytes,
     zero_bytes,
 )
-from distlab.sharded.flat_parameter import as_many_as_all
-from distlab.verify.counted import check_recomputed, checks_recomputed, most_of_a_layer, outlined
-from distlab.workload.model import outline
+from distlab.techniques.sharded.flat_parameter import as_many_as_all
 
 BY_HAND = {"dp": 0, "zero3_blocking": 3, "zero1": 1, "zero2": 2, "zero3": 3, "zero3_kept": 3}  # by stage
 
@@ -187,7 +187,7 @@ def published() -> tuple[str, list[str], list[list[str]]]:
 
 # The most that a rank holds in a step of each stage, predicted: the rules of ZeRO, applied to one process's passes.
 #
-# zero1 to 3  what distlab/sharded/costs.py says
+# zero1 to 3  what distlab/techniques/sharded/costs.py says
 # zero3_blocking  as stage 3, with nothing ahead: a layer computes again, and its gradients stand there twice for the
 #             sum
 # optimizer   of the rank's shards; in 16 bits with float32 masters, whose gradients in float32 stand there in the

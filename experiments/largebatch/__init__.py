@@ -31,12 +31,12 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils import parameters_to_vector
 
-import distlab.large_batch as optimizers
-from distlab.config import Config
+import distlab.techniques.large_batch as optimizers
 from distlab.contract import Mistakes, Mode, Needs, Variant
-from distlab.lab import Lab
-from distlab.measure.tensors import distance
-from distlab.workload.model import Model, build_model
+from distlab.lab.config import Config
+from distlab.lab.lab import Lab
+from distlab.lab.measure.tensors import distance
+from distlab.lab.workload.model import Model, build_model
 
 from .checks import LAYERWISE, K, check_layers, prove
 from .options import Options
@@ -134,7 +134,8 @@ MODE = Mode(
     reading=(
         "experiments/largebatch/__init__.py: the recipes, and what a run of them claims",
         "experiments/largebatch/training.py: the samples of each k, and a step of a recipe",
-        "distlab/large_batch/__init__.py: the learning rate by k, and LARS and LAMB with a rate for each layer",
+        "distlab/techniques/large_batch/__init__.py: the learning rate by k, and LARS and LAMB with a rate for each"
+        " layer",
         "experiments/largebatch/checks.py: the formulas once more, and each step compared with them",
     ),
 )

@@ -23,11 +23,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
-from distlab.lab import Lab
-from distlab.measure.tensors import larger, largest_difference
-from distlab.verify.proof import LEARNING_RATE, TOLERANCE
-from distlab.workload.model import build_model
-from distlab.workload.reference import backward, divided
+from distlab.lab.lab import Lab
+from distlab.lab.measure.tensors import larger, largest_difference
+from distlab.lab.verify.proof import LEARNING_RATE, TOLERANCE
+from distlab.lab.workload.model import build_model
+from distlab.lab.workload.reference import backward, divided
 
 from .training import (
     LAMB_DECAY,

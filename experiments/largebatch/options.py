@@ -1,6 +1,6 @@
 """The variables of RUN_MODE=largebatch, and its own sizes. torch is not imported here: they are read before it."""
 
-from distlab.config.settings import ModeOptions
+from distlab.lab.config.settings import ModeOptions
 
 
 class Options(ModeOptions):

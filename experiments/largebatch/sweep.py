@@ -14,16 +14,16 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from distlab.collectives.costs import all_reduce_bytes, gloo_all_reduce_messages
-from distlab.config import Config
 from distlab.contract import WHOLE_RUN, Claims, Counted, Mode, untrainable
-from distlab.lab import Lab
-from distlab.measure.event_order import Order
-from distlab.measure.prediction import Prediction
-from distlab.verify.silent_corruption import Corruption
-from distlab.workload import data
-from distlab.workload.model import build_model, outline
-from distlab.workload.user_model import is_own
+from distlab.lab.config import Config
+from distlab.lab.lab import Lab
+from distlab.lab.measure.event_order import Order
+from distlab.lab.measure.prediction import Prediction
+from distlab.lab.verify.silent_corruption import Corruption
+from distlab.lab.workload import data
+from distlab.lab.workload.model import build_model, outline
+from distlab.lab.workload.user_model import is_own
+from distlab.techniques.collectives.costs import all_reduce_bytes, gloo_all_reduce_messages
 
 from .checks import LAYERWISE, STEPS, check_step, state_of
 from .training import LAMB_RATE, LARS_RATE, Recipe, Stream, Trainee, base_rate, sgd

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import distlab.large_batch as optimizers
-from distlab.config import Config
-from distlab.data_parallel.buckets import GradientBuckets
-from distlab.large_batch import Lamb, Lars, Layerwise, decayed_apart, set_rates
-from distlab.workload.data import Batches, Microbatch, Points, Samples, Text, permutation
-from distlab.workload.model import Model
-from distlab.workload.optimizer import PlainSGD
+import distlab.techniques.large_batch as optimizers
+from distlab.lab.config import Config
+from distlab.lab.workload.data import Batches, Microbatch, Points, Samples, Text, permutation
+from distlab.lab.workload.model import Model
+from distlab.lab.workload.optimizer import PlainSGD
+from distlab.techniques.data_parallel.buckets import GradientBuckets
+from distlab.techniques.large_batch import Lamb, Lars, Layerwise, decayed_apart, set_rates
 
 # Base rates are those of k = 1, found by trying on the tiny models of this mode; LAB_LR sets SGD's for others.
 SGD_RATE, LARS_RATE, LAMB_RATE = 0.05, 0.2, 0.02

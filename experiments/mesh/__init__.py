@@ -32,22 +32,22 @@ With a cp samples are folded over its ranks, and keys and values go round (zigza
   pipelining_fsdp2 PyTorch's own on the other two: torch.distributed.pipelining over fully_shard
 
 With LAB_DROPOUT masks belong to samples and positions: alike along tp where activations are, others along dp, along cp
-and where rows are cut (distlab/workload/model.py). 16-bit weights have float32 masters.
+and where rows are cut (distlab/lab/workload/model.py). 16-bit weights have float32 masters.
 """
 
 from functools import partial
 
-from distlab.checkpoint import bugs as checkpoints
-from distlab.config import Config
 from distlab.contract import Mode, Strategy, Variant
-from distlab.lab import Lab
-from distlab.measure.prediction import Prediction
-from distlab.mesh.strategy import Stacked
-from distlab.pipeline_parallel import schedules
-from distlab.verify.counted import check_in_flight
-from distlab.verify.pipeline_checks import draw_on_paper
-from distlab.verify.run_all import measure
-from distlab.workload.model import Model, build_model, dropping
+from distlab.lab.checkpoint import bugs as checkpoints
+from distlab.lab.config import Config
+from distlab.lab.lab import Lab
+from distlab.lab.measure.prediction import Prediction
+from distlab.lab.verify.counted import check_in_flight
+from distlab.lab.verify.pipeline_checks import draw_on_paper
+from distlab.lab.verify.run_all import measure
+from distlab.lab.workload.model import Model, build_model, dropping
+from distlab.techniques.mesh.strategy import Stacked
+from distlab.techniques.pipeline_parallel import schedules
 
 from .bugs import mistake
 from .checks import check_gradients_first, check_order, check_overlap, claims, compare_axes, tell
@@ -132,8 +132,9 @@ MODE = Mode(
     reading=(
         "experiments/mesh/__init__.py: the variants, and what a run of them claims",
         "experiments/mesh/stack.py: the whole order of composition",
-        "distlab/mesh/grid.py: one group for each axis",
-        "distlab/mesh/strategy.py: the training step, what of a stage is replicated or sharded, and the one norm",
-        "distlab/pipeline_parallel/pipeline.py: gradients summed in the last backward pass of each stage",
+        "distlab/techniques/mesh/grid.py: one group for each axis",
+        "distlab/techniques/mesh/strategy.py: the training step, what of a stage is replicated or sharded, and the"
+        " one norm",
+        "distlab/techniques/pipeline_parallel/pipeline.py: gradients summed in the last backward pass of each stage",
     ),
 )

@@ -8,16 +8,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distlab.config import Config
 from distlab.contract import Instead, Mistake, Mistakes, Needs
-from distlab.data_parallel.buckets import GradientBuckets
-from distlab.mesh.grid import Mesh
-from distlab.mesh.strategy import Stacked, StageShard
-from distlab.pipeline_parallel.pipeline import ReducingPipeline
-from distlab.pipeline_parallel.schedules import Action
-from distlab.pipeline_parallel.strategy import Weigh, sum_shared
-from distlab.workload.model import Dropouts
-from distlab.workload.optimizer import clip_gradients
+from distlab.lab.config import Config
+from distlab.lab.workload.model import Dropouts
+from distlab.lab.workload.optimizer import clip_gradients
+from distlab.techniques.data_parallel.buckets import GradientBuckets
+from distlab.techniques.mesh.grid import Mesh
+from distlab.techniques.mesh.strategy import Stacked, StageShard
+from distlab.techniques.pipeline_parallel.pipeline import ReducingPipeline
+from distlab.techniques.pipeline_parallel.schedules import Action
+from distlab.techniques.pipeline_parallel.strategy import Weigh, sum_shared
 
 from .placement import axes
 

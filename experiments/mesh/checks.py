@@ -8,13 +8,13 @@ its calls are its own, and on the wire both axes are held as one.
 
 from collections.abc import Iterator, Mapping
 
-from distlab.collectives.costs import Cost, total_cost, wire_tolerance
-from distlab.config import Config
 from distlab.contract import Claims, Measured, Mode
-from distlab.lab import Lab
-from distlab.measure.event_order import Order
-from distlab.verify.pipeline_checks import Piped, check_schedule
-from distlab.verify.run_all import measured
+from distlab.lab.config import Config
+from distlab.lab.lab import Lab
+from distlab.lab.measure.event_order import Order
+from distlab.lab.verify.pipeline_checks import Piped, check_schedule
+from distlab.lab.verify.run_all import measured
+from distlab.techniques.collectives.costs import Cost, total_cost, wire_tolerance
 
 from .placement import HOW, Rank, at
 from .traffic import FORMULAS, by_axis

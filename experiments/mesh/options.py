@@ -1,6 +1,6 @@
 """The variables of RUN_MODE=mesh, and its own sizes. torch is not imported here: they are read before it."""
 
-from distlab.config.settings import Field, PipelineOptions
+from distlab.lab.config.settings import Field, PipelineOptions
 
 
 class Options(PipelineOptions):

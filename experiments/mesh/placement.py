@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 from torch import nn
 
-from distlab.config import Config
-from distlab.context_parallel.strategy import Positions, contiguous, zigzag
-from distlab.pipeline_parallel.strategy import runs_of
-from distlab.tensor_parallel.layers import shares
-from distlab.workload.data import shard_sizes
-from distlab.workload.model import VOCABULARY, outline
+from distlab.lab.config import Config
+from distlab.lab.workload.data import shard_sizes
+from distlab.lab.workload.model import VOCABULARY, outline
+from distlab.techniques.context_parallel.strategy import Positions, contiguous, zigzag
+from distlab.techniques.pipeline_parallel.strategy import runs_of
+from distlab.techniques.tensor_parallel.layers import shares
 
 BY_HEADS = ("attention.q.weight", "attention.q.bias", "attention.k.weight", "attention.k.bias", "attention.v.weight",
             "attention.v.bias", "attention.o.weight")  # fmt: skip

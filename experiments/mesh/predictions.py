@@ -2,15 +2,15 @@
 
 from collections.abc import Mapping
 
-from distlab.collectives.costs import total_cost
-from distlab.config import Config
 from distlab.contract import untrainable
-from distlab.measure.prediction import Prediction, of_a_step
-from distlab.pipeline_parallel.costs import idle_share
-from distlab.sharded.costs import FULLY_SHARD_DIES, rest_bytes
-from distlab.workload.data import shard_sizes
-from distlab.workload.model import VOCABULARY
-from distlab.workload.user_model import is_own
+from distlab.lab.config import Config
+from distlab.lab.measure.prediction import Prediction, of_a_step
+from distlab.lab.workload.data import shard_sizes
+from distlab.lab.workload.model import VOCABULARY
+from distlab.lab.workload.user_model import is_own
+from distlab.techniques.collectives.costs import total_cost
+from distlab.techniques.pipeline_parallel.costs import idle_share
+from distlab.techniques.sharded.costs import FULLY_SHARD_DIES, rest_bytes
 
 from .placement import HOW, Rank, misfit, sizes_of
 from .traffic import by_axis, owned, stage_of

@@ -10,18 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distlab.collectives.phases import phase
-from distlab.collectives.point_to_point import Peers
-from distlab.collectives.sharded_tensor import assembled, whole_piece
-from distlab.config import Config
 from distlab.contract import Strategy
-from distlab.mesh.grid import Mesh
-from distlab.pipeline_parallel.strategy import Parts, joined, parts_of
-from distlab.sharded.flat_parameter import FullySharded
-from distlab.tensor_parallel.strategy import plan, tie
-from distlab.workload.data import Microbatch
-from distlab.workload.model import Model
-from distlab.workload.optimizer import live_state, make_optimizer, named_tensors
+from distlab.lab.config import Config
+from distlab.lab.workload.data import Microbatch
+from distlab.lab.workload.model import Model
+from distlab.lab.workload.optimizer import live_state, make_optimizer, named_tensors
+from distlab.techniques.collectives.phases import phase
+from distlab.techniques.collectives.point_to_point import Peers
+from distlab.techniques.collectives.sharded_tensor import assembled, whole_piece
+from distlab.techniques.mesh.grid import Mesh
+from distlab.techniques.pipeline_parallel.strategy import Parts, joined, parts_of
+from distlab.techniques.sharded.flat_parameter import FullySharded
+from distlab.techniques.tensor_parallel.strategy import plan, tie
 
 
 def dtensor_fsdp2(model: Model, mesh: Mesh, config: Config) -> Strategy:

@@ -13,17 +13,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distlab.config import Config
-from distlab.context_parallel.ring import RingAttention
-from distlab.context_parallel.strategy import Positions, own_positions, share_out
-from distlab.context_parallel.ulysses import UlyssesAttention
 from distlab.contract import Strategy
-from distlab.mesh.grid import Mesh
-from distlab.mesh.strategy import Clip, ParameterStore, Replicas, Stacked, clip_over_all, shards_of
-from distlab.pipeline_parallel import schedules
-from distlab.pipeline_parallel.pipeline import ReducingPipeline
-from distlab.pipeline_parallel.schedules import Schedule
-from distlab.pipeline_parallel.strategy import (
+from distlab.lab.config import Config
+from distlab.lab.workload.data import Microbatch
+from distlab.lab.workload.model import Dropouts, Model, recomputed
+from distlab.techniques.context_parallel.ring import RingAttention
+from distlab.techniques.context_parallel.strategy import Positions, own_positions, share_out
+from distlab.techniques.context_parallel.ulysses import UlyssesAttention
+from distlab.techniques.mesh.grid import Mesh
+from distlab.techniques.mesh.strategy import Clip, ParameterStore, Replicas, Stacked, clip_over_all, shards_of
+from distlab.techniques.pipeline_parallel import schedules
+from distlab.techniques.pipeline_parallel.pipeline import ReducingPipeline
+from distlab.techniques.pipeline_parallel.schedules import Schedule
+from distlab.techniques.pipeline_parallel.strategy import (
     ByHand,
     Parts,
     Weigh,
@@ -31,10 +33,8 @@ from distlab.pipeline_parallel.strategy import (
     parts_of,
     pretend_compute,
 )
-from distlab.tensor_parallel.layers import Sequence, Slice, Whole, rows_inside, slices_of
-from distlab.tensor_parallel.strategy import slice_layers
-from distlab.workload.data import Microbatch
-from distlab.workload.model import Dropouts, Model, recomputed
+from distlab.techniques.tensor_parallel.layers import Sequence, Slice, Whole, rows_inside, slices_of
+from distlab.techniques.tensor_parallel.strategy import slice_layers
 
 from .options import Options
 from .placement import HOW, How

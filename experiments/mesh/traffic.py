@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
-from distlab.collectives.costs import (
+from distlab.techniques.collectives.costs import (
     Cost,
     all_gather_bytes,
     all_reduce_cost,
@@ -11,12 +11,12 @@ from distlab.collectives.costs import (
     reduce_scatter_bytes,
     total_cost,
 )
-from distlab.context_parallel.costs import ring_rows, ulysses_messages
-from distlab.data_parallel.buckets import layout
-from distlab.pipeline_parallel.costs import pipeline_ends
-from distlab.sharded.costs import zero_bytes
-from distlab.tensor_parallel.costs import scatter_calls
-from distlab.tensor_parallel.layers import shares
+from distlab.techniques.context_parallel.costs import ring_rows, ulysses_messages
+from distlab.techniques.data_parallel.buckets import layout
+from distlab.techniques.pipeline_parallel.costs import pipeline_ends
+from distlab.techniques.sharded.costs import zero_bytes
+from distlab.techniques.tensor_parallel.costs import scatter_calls
+from distlab.techniques.tensor_parallel.layers import shares
 
 from .placement import Local, Rank
 

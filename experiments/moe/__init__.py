@@ -38,12 +38,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distlab.checkpoint import bugs as checkpoints
-from distlab.config import Config
 from distlab.contract import Mode, Strategy, Variant
-from distlab.data_parallel.buckets import GradientBuckets
-from distlab.data_parallel.strategy import Replica
-from distlab.expert_parallel.layer import (
+from distlab.lab.checkpoint import bugs as checkpoints
+from distlab.lab.config import Config
+from distlab.lab.lab import Lab
+from distlab.lab.measure.event_order import Order
+from distlab.lab.measure.tensors import digest_of
+from distlab.lab.verify.run_all import measure
+from distlab.lab.workload.data import PartedBatches
+from distlab.lab.workload.experts import Mixing, MixtureModel, build_mixture, outline_mixture
+from distlab.techniques.data_parallel.buckets import GradientBuckets
+from distlab.techniques.data_parallel.strategy import Replica
+from distlab.techniques.expert_parallel.layer import (
     AllToAll,
     AllToAllSingle,
     Compute,
@@ -52,15 +58,9 @@ from distlab.expert_parallel.layer import (
     Placement,
     Swap,
 )
-from distlab.expert_parallel.strategy import ExpertParallel, distribute
-from distlab.lab import Lab
-from distlab.measure.event_order import Order
-from distlab.measure.tensors import digest_of
-from distlab.mesh.grid import Mesh
-from distlab.pipeline_parallel.strategy import Sleep
-from distlab.verify.run_all import measure
-from distlab.workload.data import PartedBatches
-from distlab.workload.experts import Mixing, MixtureModel, build_mixture, outline_mixture
+from distlab.techniques.expert_parallel.strategy import ExpertParallel, distribute
+from distlab.techniques.mesh.grid import Mesh
+from distlab.techniques.pipeline_parallel.strategy import Sleep
 
 from .bugs import mistake
 from .checks import PASSES, Routes, by_step, check_capacity, claims, compare_pace, draw, tokens_of
@@ -281,7 +281,7 @@ MODE = Mode(
     mistakes=mistake | checkpoints.mistake,
     reading=(
         "experiments/moe/__init__.py: the variants, the simplest first, and what a run of them claims",
-        "distlab/expert_parallel/layer.py: routing, rows to their experts and back, the layer around it",
-        "distlab/expert_parallel/strategy.py: the training step, and whose gradients are summed over whom",
+        "distlab/techniques/expert_parallel/layer.py: routing, rows to their experts and back, the layer around it",
+        "distlab/techniques/expert_parallel/strategy.py: the training step, and whose gradients are summed over whom",
     ),
 )

@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import Tensor
 
-from distlab.config import Config
 from distlab.contract import Mistakes, Needs
-from distlab.expert_parallel import layer as routing
-from distlab.expert_parallel.layer import Dispatch, MixtureOfExperts
-from distlab.expert_parallel.strategy import ExpertParallel
-from distlab.workload.data import Microbatch
+from distlab.lab.config import Config
+from distlab.lab.workload.data import Microbatch
+from distlab.techniques.expert_parallel import layer as routing
+from distlab.techniques.expert_parallel.layer import Dispatch, MixtureOfExperts
+from distlab.techniques.expert_parallel.strategy import ExpertParallel
 
 from .options import Options
 

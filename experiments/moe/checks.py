@@ -1,7 +1,7 @@
 """What was routed: noted by every strategy of a run as it trains, held against the rule of capacity, and drawn.
 
-A rank knows the table of all ranks (distlab/expert_parallel/layer.py), so any of them can say who computed how many
-rows.
+A rank knows the table of all ranks (distlab/techniques/expert_parallel/layer.py), so any of them can say who computed
+how many rows.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,13 +10,13 @@ from itertools import chain, cycle
 from statistics import mean, median
 from typing import Any, TypeAlias
 
-from distlab.config import Config
 from distlab.contract import Build, Claims, Mode, Strategy
-from distlab.expert_parallel.layer import Placement, Routed
-from distlab.lab import Lab
-from distlab.verify.run_all import measured
-from distlab.workload.data import shard_sizes
-from distlab.workload.experts import Mixing
+from distlab.lab.config import Config
+from distlab.lab.lab import Lab
+from distlab.lab.verify.run_all import measured
+from distlab.lab.workload.data import shard_sizes
+from distlab.lab.workload.experts import Mixing
+from distlab.techniques.expert_parallel.layer import Placement, Routed
 
 from .predictions import expert_places
 

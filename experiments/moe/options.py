@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from distlab.config.settings import Field, ModeOptions
+from distlab.lab.config.settings import Field, ModeOptions
 
 
 class Options(ModeOptions):

@@ -8,16 +8,21 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-from distlab.collectives.costs import all_gather_bytes, all_reduce_bytes, gloo_all_reduce_messages, half_messages
-from distlab.config import Config
 from distlab.contract import untrainable
-from distlab.data_parallel.buckets import layout
-from distlab.data_parallel.strategy import is_step
-from distlab.expert_parallel.layer import Placement
-from distlab.measure.prediction import PYTORCHS, Prediction
-from distlab.sharded.costs import whole_rest_bytes
-from distlab.workload.experts import Mixing, MixtureModel, outline_mixture
-from distlab.workload.user_model import is_own
+from distlab.lab.config import Config
+from distlab.lab.measure.prediction import PYTORCHS, Prediction
+from distlab.lab.workload.experts import Mixing, MixtureModel, outline_mixture
+from distlab.lab.workload.user_model import is_own
+from distlab.techniques.collectives.costs import (
+    all_gather_bytes,
+    all_reduce_bytes,
+    gloo_all_reduce_messages,
+    half_messages,
+)
+from distlab.techniques.data_parallel.buckets import layout
+from distlab.techniques.data_parallel.strategy import is_step
+from distlab.techniques.expert_parallel.layer import Placement
+from distlab.techniques.sharded.costs import whole_rest_bytes
 
 # LAB_MESH of experts: how many copies of them there are (dp), over how many ranks a copy's experts lie (ep), and over
 # how many each expert is cut (tp).
@@ -284,7 +289,7 @@ def refuse(config: Config, experts: int, top_k: int) -> list[str]:
     faults += [
         f"LAB_VARIANT={name!r} is the step of a replica, which would route its own tokens as if there were no others:"
         " write a strategy of (model, mesh, config), which begins with distribute() of"
-        " distlab/expert_parallel/strategy.py"
+        " distlab/techniques/expert_parallel/strategy.py"
         for name in filter(is_own, config.variant)
         if is_step(name)
     ]

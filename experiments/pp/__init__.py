@@ -34,17 +34,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distlab.checkpoint import bugs as checkpoints
-from distlab.collectives.phases import phase
-from distlab.collectives.point_to_point import Peers, sendable
-from distlab.config import Config
 from distlab.contract import Mode, Strategy, Variant
-from distlab.lab import Lab
-from distlab.mesh.grid import Mesh
-from distlab.pipeline_parallel import schedules
-from distlab.pipeline_parallel.costs import bubble
-from distlab.pipeline_parallel.pipeline import Boundaries, Pipeline
-from distlab.pipeline_parallel.strategy import (
+from distlab.lab.checkpoint import bugs as checkpoints
+from distlab.lab.config import Config
+from distlab.lab.lab import Lab
+from distlab.lab.verify.counted import check_in_flight
+from distlab.lab.verify.pipeline_checks import draw_on_paper
+from distlab.lab.verify.run_all import measure
+from distlab.lab.workload.data import Microbatch
+from distlab.lab.workload.model import Model, outline
+from distlab.lab.workload.user_model import is_own
+from distlab.techniques.collectives.phases import phase
+from distlab.techniques.collectives.point_to_point import Peers, sendable
+from distlab.techniques.mesh.grid import Mesh
+from distlab.techniques.pipeline_parallel import schedules
+from distlab.techniques.pipeline_parallel.costs import bubble
+from distlab.techniques.pipeline_parallel.pipeline import Boundaries, Pipeline
+from distlab.techniques.pipeline_parallel.strategy import (
     ByHand,
     Parts,
     Pipelined,
@@ -55,12 +61,6 @@ from distlab.pipeline_parallel.strategy import (
     pretend_compute,
     runs_of,
 )
-from distlab.verify.counted import check_in_flight
-from distlab.verify.pipeline_checks import draw_on_paper
-from distlab.verify.run_all import measure
-from distlab.workload.data import Microbatch
-from distlab.workload.model import Model, outline
-from distlab.workload.user_model import is_own
 
 from .bugs import mistake
 from .checks import check_order, claims
@@ -262,8 +262,10 @@ MODE = Mode(
     },
     reading=(
         "experiments/pp/__init__.py: the variants, the simplest first, and what a run of them claims",
-        "distlab/pipeline_parallel/schedules.py: which rank works on which microbatch when",
-        "distlab/pipeline_parallel/pipeline.py: does a schedule's actions with real layers, and backward passes in two",
-        "distlab/pipeline_parallel/strategy.py: a model cut into stages, and the training step that all variants share",
+        "distlab/techniques/pipeline_parallel/schedules.py: which rank works on which microbatch when",
+        "distlab/techniques/pipeline_parallel/pipeline.py: does a schedule's actions with real layers, and backward"
+        " passes in two",
+        "distlab/techniques/pipeline_parallel/strategy.py: a model cut into stages, and the training step that all"
+        " variants share",
     ),
 )

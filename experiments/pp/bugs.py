@@ -9,11 +9,12 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from distlab.config import Config
 from distlab.contract import Mistakes, Needs
-from distlab.pipeline_parallel import pipeline
-from distlab.pipeline_parallel.pipeline import Boundaries, Loss, Pipeline
-from distlab.pipeline_parallel.schedules import (
+from distlab.lab.config import Config
+from distlab.lab.workload.data import shard_sizes
+from distlab.techniques.pipeline_parallel import pipeline
+from distlab.techniques.pipeline_parallel.pipeline import Boundaries, Loss, Pipeline
+from distlab.techniques.pipeline_parallel.schedules import (
     Action,
     Schedule,
     gpipe,
@@ -22,7 +23,6 @@ from distlab.pipeline_parallel.schedules import (
     one_forward_one_backward_split,
     zbv,
 )
-from distlab.workload.data import shard_sizes
 
 SPLIT = ("zb_h1", "zbv", "dualpipev")  # ours, whose backward passes are in two
 BOUNDED = ("1f1b", "interleaved", "zb_h1", "zbv")  # ours, which hold fewer than all microbatches

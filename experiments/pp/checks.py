@@ -8,23 +8,23 @@ from typing import NamedTuple
 
 import torch
 
-from distlab.collectives.point_to_point import Peers
-from distlab.config import Config
 from distlab.contract import Claims, Measured, Mode
-from distlab.lab import Lab
-from distlab.measure.event_order import Order
-from distlab.pipeline_parallel.schedules import stages_of
-from distlab.pipeline_parallel.strategy import joined, runs_of
-from distlab.verify.counted import Saved, saved
-from distlab.verify.pipeline_checks import Pass, Piped, check_schedule
-from distlab.verify.run_all import measured
-from distlab.workload.data import shard_sizes
-from distlab.workload.model import outline
-from distlab.workload.user_model import is_own
+from distlab.lab.config import Config
+from distlab.lab.lab import Lab
+from distlab.lab.measure.event_order import Order
+from distlab.lab.verify.counted import Saved, saved
+from distlab.lab.verify.pipeline_checks import Pass, Piped, check_schedule
+from distlab.lab.verify.run_all import measured
+from distlab.lab.workload.data import shard_sizes
+from distlab.lab.workload.model import outline
+from distlab.lab.workload.user_model import is_own
+from distlab.techniques.collectives.point_to_point import Peers
+from distlab.techniques.pipeline_parallel.schedules import stages_of
+from distlab.techniques.pipeline_parallel.strategy import joined, runs_of
 
 from .predictions import passed_bytes, tied_weight_traffic
 
-AHEAD = 2  # receives beside the one that is waited for, as distlab/pipeline_parallel/pipeline.py says
+AHEAD = 2  # receives beside the one that is waited for, as distlab/techniques/pipeline_parallel/pipeline.py says
 CONTROL = "tests/experiments/test_pp.py::test_what_a_step_posts_late_holds_or_leaves_fails_by_name"
 
 

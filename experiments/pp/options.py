@@ -1,6 +1,6 @@
 """The variables of RUN_MODE=pp, and its own sizes. torch is not imported here: they are read before it."""
 
-from distlab.config.settings import PipelineOptions
+from distlab.lab.config.settings import PipelineOptions
 
 
 class Options(PipelineOptions):

@@ -2,17 +2,17 @@
 
 import torch
 
-from distlab.collectives.costs import Cost, norm_cost, total_cost
-from distlab.config import Config
 from distlab.contract import untrainable
-from distlab.measure.prediction import PYTORCHS, Prediction, of_a_step
-from distlab.pipeline_parallel import schedules
-from distlab.pipeline_parallel.costs import FOLDED, idle_share, pipeline_ends
-from distlab.pipeline_parallel.strategy import runs_of
-from distlab.sharded.costs import whole_rest_bytes
-from distlab.workload import model, user_model
-from distlab.workload.model import outline
-from distlab.workload.user_model import is_own
+from distlab.lab.config import Config
+from distlab.lab.measure.prediction import PYTORCHS, Prediction, of_a_step
+from distlab.lab.workload import model, user_model
+from distlab.lab.workload.model import outline
+from distlab.lab.workload.user_model import is_own
+from distlab.techniques.collectives.costs import Cost, norm_cost, total_cost
+from distlab.techniques.pipeline_parallel import schedules
+from distlab.techniques.pipeline_parallel.costs import FOLDED, idle_share, pipeline_ends
+from distlab.techniques.pipeline_parallel.strategy import runs_of
+from distlab.techniques.sharded.costs import whole_rest_bytes
 
 # What a pipeline cannot run: models of too few layers, and sizes that some of its schedules cannot take.
 

@@ -16,10 +16,10 @@ from torch.distributed.pipelining.schedules import (
     ScheduleZBVZeroBubble,
 )
 
-from distlab.collectives.phases import phase
-from distlab.config import Config
-from distlab.pipeline_parallel.strategy import Parts, Weigh, joined
-from distlab.workload.data import Microbatch
+from distlab.lab.config import Config
+from distlab.lab.workload.data import Microbatch
+from distlab.techniques.collectives.phases import phase
+from distlab.techniques.pipeline_parallel.strategy import Parts, Weigh, joined
 
 SCHEDULES = {
     "torch_1f1b": Schedule1F1B,

@@ -32,19 +32,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distlab.config import Config
 from distlab.contract import Build, Mistakes, Mode, Needs, Strategy, Variant
-from distlab.data_parallel.buckets import GradientBuckets
-from distlab.data_parallel.strategy import Replica, begin_alike
-from distlab.lab import Lab
-from distlab.mesh.grid import Mesh
-from distlab.precision import LossScale, Masters, all_finite
-from distlab.verify.proof import check_replicas
-from distlab.verify.run_all import measure
-from distlab.workload.data import Microbatch
-from distlab.workload.model import Model
-from distlab.workload.optimizer import make_optimizer
-from distlab.workload.user_model import is_own
+from distlab.lab.config import Config
+from distlab.lab.lab import Lab
+from distlab.lab.verify.proof import check_replicas
+from distlab.lab.verify.run_all import measure
+from distlab.lab.workload.data import Microbatch
+from distlab.lab.workload.model import Model
+from distlab.lab.workload.optimizer import make_optimizer
+from distlab.lab.workload.user_model import is_own
+from distlab.techniques.data_parallel.buckets import GradientBuckets
+from distlab.techniques.data_parallel.strategy import Replica, begin_alike
+from distlab.techniques.mesh.grid import Mesh
+from distlab.techniques.precision import LossScale, Masters, all_finite
 
 from .checks import claims, prove, rehearse
 from .display import observe, show_seen
@@ -201,7 +201,7 @@ MODE = Mode(
     unsaved="does not save the scale of the loss",
     reading=(
         "experiments/precision/__init__.py: the variants, all of it in 16 bits first",
-        "distlab/precision/__init__.py: float32 master weights, and loss scaling",
+        "distlab/techniques/precision/__init__.py: float32 master weights, and loss scaling",
         "experiments/precision/checks.py: what of it can be exact, and how far off the rest may be",
     ),
 )

@@ -24,19 +24,19 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from distlab.config import Config
 from distlab.contract import Build, Claims, Mode
-from distlab.data_parallel.buckets import GradientBuckets
-from distlab.data_parallel.strategy import Replica
-from distlab.lab import Lab
-from distlab.measure.tensors import Worst, largest, largest_difference
-from distlab.precision import ulp
-from distlab.verify.proof import check_replicas
-from distlab.verify.run_all import measured
-from distlab.workload.data import Batches, Microbatch
-from distlab.workload.model import Model
-from distlab.workload.optimizer import PlainSGD
-from distlab.workload.reference import backward as backward_alone
+from distlab.lab.config import Config
+from distlab.lab.lab import Lab
+from distlab.lab.measure.tensors import Worst, largest, largest_difference
+from distlab.lab.verify.proof import check_replicas
+from distlab.lab.verify.run_all import measured
+from distlab.lab.workload.data import Batches, Microbatch
+from distlab.lab.workload.model import Model
+from distlab.lab.workload.optimizer import PlainSGD
+from distlab.lab.workload.reference import backward as backward_alone
+from distlab.techniques.data_parallel.buckets import GradientBuckets
+from distlab.techniques.data_parallel.strategy import Replica
+from distlab.techniques.precision import ulp
 
 from .display import flat, gradient_of, remembered
 from .predictions import SCALED, converted

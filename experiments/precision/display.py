@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from distlab.contract import Build
-from distlab.data_parallel.buckets import GradientBuckets
-from distlab.data_parallel.strategy import Replica
-from distlab.lab import Lab
-from distlab.precision import Masters
-from distlab.verify.proof import summed_losses
-from distlab.workload.data import Microbatch
+from distlab.lab.lab import Lab
+from distlab.lab.verify.proof import summed_losses
+from distlab.lab.workload.data import Microbatch
+from distlab.techniques.data_parallel.buckets import GradientBuckets
+from distlab.techniques.data_parallel.strategy import Replica
+from distlab.techniques.precision import Masters
 
 # What 16 bits lost on the way: gradients that became zero, that left the range, and updates that left no trace.
 #

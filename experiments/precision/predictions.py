@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import torch
 
-from distlab.collectives.costs import all_reduce_bytes, gloo_all_reduce_messages
-from distlab.config import Config
 from distlab.contract import untrainable
-from distlab.data_parallel.buckets import layout
-from distlab.measure.prediction import PYTORCHS, Prediction
-from distlab.sharded.costs import rest_bytes
-from distlab.workload.data import Microbatch
-from distlab.workload.model import outline
+from distlab.lab.config import Config
+from distlab.lab.measure.prediction import PYTORCHS, Prediction
+from distlab.lab.workload.data import Microbatch
+from distlab.lab.workload.model import outline
+from distlab.techniques.collectives.costs import all_reduce_bytes, gloo_all_reduce_messages
+from distlab.techniques.data_parallel.buckets import layout
+from distlab.techniques.sharded.costs import rest_bytes
 
 NAMES = ("bf16", "fp16", "fp32", "fp16_scaled", "bf16_master", "autocast")
 SCALED = ("fp16_scaled",)

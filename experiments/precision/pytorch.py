@@ -6,12 +6,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from distlab.config import Config
 from distlab.contract import Strategy
-from distlab.data_parallel.strategy import Replica, Wrapped, begin_alike
-from distlab.mesh.grid import Mesh
-from distlab.workload.data import Microbatch
-from distlab.workload.model import Model
+from distlab.lab.config import Config
+from distlab.lab.workload.data import Microbatch
+from distlab.lab.workload.model import Model
+from distlab.techniques.data_parallel.strategy import Replica, Wrapped, begin_alike
+from distlab.techniques.mesh.grid import Mesh
 
 
 class Autocast(Replica):

@@ -32,20 +32,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distlab.collectives.phases import phase
-from distlab.collectives.point_to_point import Peers
-from distlab.config import Config
 from distlab.contract import Held, Mode, Strategy, Variant
-from distlab.data_parallel.buckets import GradientBuckets, Vectors
-from distlab.data_parallel.strategy import Replica, begin_alike
-from distlab.lab import Lab
-from distlab.mesh.grid import Mesh
-from distlab.parameter_server.local_sgd import OuterStep
-from distlab.parameter_server.server import ParameterServer, Worker
-from distlab.verify.proof import check_replicas, check_samples
-from distlab.verify.run_all import measure
-from distlab.workload.data import Microbatch
-from distlab.workload.model import Model
+from distlab.lab.config import Config
+from distlab.lab.lab import Lab
+from distlab.lab.verify.proof import check_replicas, check_samples
+from distlab.lab.verify.run_all import measure
+from distlab.lab.workload.data import Microbatch
+from distlab.lab.workload.model import Model
+from distlab.techniques.collectives.phases import phase
+from distlab.techniques.collectives.point_to_point import Peers
+from distlab.techniques.data_parallel.buckets import GradientBuckets, Vectors
+from distlab.techniques.data_parallel.strategy import Replica, begin_alike
+from distlab.techniques.mesh.grid import Mesh
+from distlab.techniques.parameter_server.local_sgd import OuterStep
+from distlab.techniques.parameter_server.server import ParameterServer, Worker
 
 from . import asynchronous
 from .bugs import mistake
@@ -231,9 +231,10 @@ MODE = Mode(
     unsaved="makes none, since out of step there is no step at which all workers hold the same state",
     reading=(
         "experiments/server/__init__.py: in step by all_reduce and by a server, in rounds, and what a run claims",
-        "distlab/data_parallel/strategy.py: the loop that the variants in step and in rounds share",
-        "distlab/parameter_server/local_sgd.py: the outer step of a round, local_sgd's and diloco's",
-        "distlab/parameter_server/server.py: the rules of who may go on, and a worker of downpour, which does",
+        "distlab/techniques/data_parallel/strategy.py: the loop that the variants in step and in rounds share",
+        "distlab/techniques/parameter_server/local_sgd.py: the outer step of a round, local_sgd's and diloco's",
+        "distlab/techniques/parameter_server/server.py: the rules of who may go on, and a worker of downpour, which"
+        " does",
         "experiments/server/checks.py: one process that computes what a worker should",
     ),
 )

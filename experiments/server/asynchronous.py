@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distlab.collectives.costs import wire_tolerance
-from distlab.collectives.phases import slowed
-from distlab.lab import Lab
-from distlab.measure.tensors import digest_of
-from distlab.parameter_server.server import (
+from distlab.lab.lab import Lab
+from distlab.lab.measure.tensors import digest_of
+from distlab.techniques.collectives.costs import wire_tolerance
+from distlab.techniques.collectives.phases import slowed
+from distlab.techniques.parameter_server.server import (
     PUSH,
     Client,
     Event,

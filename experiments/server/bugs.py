@@ -6,10 +6,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distlab.config import Config
 from distlab.contract import Mistakes, Needs
-from distlab.parameter_server.local_sgd import OuterStep
-from distlab.parameter_server.server import Client, ParameterServer, Worker
+from distlab.lab.config import Config
+from distlab.techniques.parameter_server.local_sgd import OuterStep
+from distlab.techniques.parameter_server.server import Client, ParameterServer, Worker
 
 from .options import Options
 from .predictions import DOWNPOUR, ROUNDS

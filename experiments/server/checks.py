@@ -27,11 +27,15 @@ import torch
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from distlab.config import Config
 from distlab.contract import Build
-from distlab.lab import Lab
-from distlab.measure.tensors import digest_of, larger, largest_difference
-from distlab.parameter_server.server import (
+from distlab.lab.config import Config
+from distlab.lab.lab import Lab
+from distlab.lab.measure.tensors import digest_of, larger, largest_difference
+from distlab.lab.verify.proof import LEARNING_RATE, TOLERANCE, check_replicas, summed_losses
+from distlab.lab.workload.data import Batches, Microbatch
+from distlab.lab.workload.model import Model, build_model
+from distlab.lab.workload.reference import Reference, backward
+from distlab.techniques.parameter_server.server import (
     PUSH,
     START,
     Client,
@@ -47,10 +51,6 @@ from distlab.parameter_server.server import (
     Worker,
     draw_order,
 )
-from distlab.verify.proof import LEARNING_RATE, TOLERANCE, check_replicas, summed_losses
-from distlab.workload.data import Batches, Microbatch
-from distlab.workload.model import Model, build_model
-from distlab.workload.reference import Reference, backward
 
 from .options import Options
 from .predictions import DOWNPOUR, MOST_PROVEN

@@ -4,15 +4,15 @@ from collections.abc import Iterator
 
 import torch
 
-from distlab.collectives.costs import all_reduce_bytes, gloo_all_reduce_messages
-from distlab.config import Config
 from distlab.contract import WHOLE_RUN, Claims, Mode, untrainable
-from distlab.data_parallel.buckets import layout
-from distlab.lab import Lab
-from distlab.measure.prediction import Prediction
-from distlab.parameter_server.costs import averaging_bytes, server_bytes
-from distlab.verify.run_all import measured
-from distlab.workload.model import outline
+from distlab.lab.config import Config
+from distlab.lab.lab import Lab
+from distlab.lab.measure.prediction import Prediction
+from distlab.lab.verify.run_all import measured
+from distlab.lab.workload.model import outline
+from distlab.techniques.collectives.costs import all_reduce_bytes, gloo_all_reduce_messages
+from distlab.techniques.data_parallel.buckets import layout
+from distlab.techniques.parameter_server.costs import averaging_bytes, server_bytes
 
 from .options import Options
 

@@ -35,15 +35,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from distlab.checkpoint import bugs as checkpoints
-from distlab.collectives.autograd import linear
-from distlab.collectives.phases import phase
-from distlab.config import Config
 from distlab.contract import Measured, Mode, Strategy, Variant
-from distlab.lab import Lab
-from distlab.measure.prediction import Prediction
-from distlab.mesh.grid import Mesh
-from distlab.tensor_parallel.layers import (
+from distlab.lab.checkpoint import bugs as checkpoints
+from distlab.lab.config import Config
+from distlab.lab.lab import Lab
+from distlab.lab.measure.prediction import Prediction
+from distlab.lab.verify.proof import check_same
+from distlab.lab.verify.run_all import measure
+from distlab.lab.workload.data import Microbatch
+from distlab.lab.workload.model import Model
+from distlab.lab.workload.optimizer import local
+from distlab.techniques.collectives.autograd import linear
+from distlab.techniques.collectives.phases import phase
+from distlab.techniques.mesh.grid import Mesh
+from distlab.techniques.tensor_parallel.layers import (
     ColumnParallelLinear,
     Region,
     RowParallelLinear,
@@ -53,7 +58,7 @@ from distlab.tensor_parallel.layers import (
     rows_first,
     shares,
 )
-from distlab.tensor_parallel.strategy import (
+from distlab.techniques.tensor_parallel.strategy import (
     QKV,
     Row,
     TensorParallel,
@@ -62,11 +67,6 @@ from distlab.tensor_parallel.strategy import (
     slice_layers,
     tie,
 )
-from distlab.verify.proof import check_same
-from distlab.verify.run_all import measure
-from distlab.workload.data import Microbatch
-from distlab.workload.model import Model
-from distlab.workload.optimizer import local
 
 from .checks import check_order, claims, mistake
 from .predictions import SAVED, cannot, holds, predict, refuse, summary, untied_linears
@@ -238,8 +238,10 @@ MODE = Mode(
     mistakes=mistake | checkpoints.mistake,
     reading=(
         "experiments/tp/__init__.py: the variants, the simplest first, and what a run of them claims",
-        "distlab/tensor_parallel/layers.py: f and g, the two linear layers of a slice, gpt's two ends, and what is in"
+        "distlab/techniques/tensor_parallel/layers.py: f and g, the two linear layers of a slice, gpt's two ends,"
+        " and what is in"
         " place of f and g in `sequence`",
-        "distlab/tensor_parallel/strategy.py: the training step, and where the slices are in the model's layers",
+        "distlab/techniques/tensor_parallel/strategy.py: the training step, and where the slices are in the model's"
+        " layers",
     ),
 )

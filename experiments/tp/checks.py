@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from distlab.collectives import autograd
-from distlab.config import Config
 from distlab.contract import Claims, Mistakes, Mode, Needs
-from distlab.lab import Lab
-from distlab.measure.event_order import Event, Order
-from distlab.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, Whole
-from distlab.verify.run_all import measured
-from distlab.workload.model import Attention, outline
+from distlab.lab.config import Config
+from distlab.lab.lab import Lab
+from distlab.lab.measure.event_order import Event, Order
+from distlab.lab.verify.run_all import measured
+from distlab.lab.workload.model import Attention, outline
+from distlab.techniques.collectives import autograd
+from distlab.techniques.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, Whole
 
 from .predictions import untied_linears
 

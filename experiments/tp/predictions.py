@@ -4,18 +4,21 @@ from collections.abc import Callable
 
 from torch import nn
 
-from distlab.collectives.costs import (
+from distlab.contract import untrainable
+from distlab.lab.config import Config
+from distlab.lab.measure.prediction import PYTORCHS, Prediction, of_a_step
+from distlab.lab.workload.data import shard_sizes
+from distlab.lab.workload.model import VOCABULARY, outline
+from distlab.lab.workload.user_model import is_own
+from distlab.techniques.collectives.costs import (
     Cost,
     all_reduce_cost,
     gloo_all_reduce_messages,
     norm_cost,
     total_cost,
 )
-from distlab.config import Config
-from distlab.contract import untrainable
-from distlab.measure.prediction import PYTORCHS, Prediction, of_a_step
-from distlab.sharded.costs import KEPT_ON_GPU
-from distlab.tensor_parallel.costs import (
+from distlab.techniques.sharded.costs import KEPT_ON_GPU
+from distlab.techniques.tensor_parallel.costs import (
     column_split_bytes,
     parallel_loss_bytes,
     sequence_parallel_bytes,
@@ -24,10 +27,7 @@ from distlab.tensor_parallel.costs import (
     sequence_saves_bytes,
     tensor_parallel_bytes,
 )
-from distlab.tensor_parallel.layers import shares
-from distlab.workload.data import shard_sizes
-from distlab.workload.model import VOCABULARY, outline
-from distlab.workload.user_model import is_own
+from distlab.techniques.tensor_parallel.layers import shares
 
 # What tensor parallelism cannot run: sizes that it cannot slice, and those that PyTorch's own cannot.
 

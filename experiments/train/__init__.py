@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, Sampler
 
-from distlab.config import Config
 from distlab.contract import Claims, Mistakes, Mode, Needs, untrained
-from distlab.lab import Lab
-from distlab.measure.prediction import Prediction
+from distlab.lab.config import Config
+from distlab.lab.lab import Lab
+from distlab.lab.measure.prediction import Prediction
 
 LENGTH, BATCH, SEED, EPOCHS = 1000, 4, 42, 2  # the lesson's
 GATHER = "tests/experiments/test_train.py::test_a_wrong_gather_fails_by_name"

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from distlab.cli.engine import ENGINES, kinds, main, manifest
-from distlab.config import Config, launchers
+from distlab.lab.config import Config, launchers
 
 KINDS = ("indexed-job", "jobset", "trainjob")
 

@@ -7,11 +7,11 @@ import pytest
 
 import distlab.cli.run
 from distlab.cli.explain import explain, main
-from distlab.cluster import link
-from distlab.config import Config
-from distlab.config.launchers import STARTED_BY
-from distlab.config.settings import modes
-from distlab.rank.mode_loader import load
+from distlab.lab.cluster import link
+from distlab.lab.config import Config
+from distlab.lab.config.launchers import STARTED_BY
+from distlab.lab.config.settings import modes
+from distlab.lab.rank.mode_loader import load
 
 TOP = Path(__file__).parents[2]
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from distlab.cli import fit
-from distlab.config import Config
-from distlab.report.records import Losses, Lost, Ranks, Record
-from distlab.sharded.costs import WHOLE_LAYERS
-from tests.report.made_up import bent, good_run, plus, written
+from distlab.lab.config import Config
+from distlab.lab.report.records import Losses, Lost, Ranks, Record
+from distlab.techniques.sharded.costs import WHOLE_LAYERS
+from tests.lab.report.made_up import bent, good_run, plus, written
 
 SMALL = {"LAB_WIDTH": "16", "LAB_HEADS": "2", "LAB_DEPTH": "3", "LAB_SEQ": "5", "LAB_BATCH": "4", "WORLD_SIZE": "2"}
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from distlab.cli.lesson import LESSONS, main
-from distlab.lessons.exercises import EXERCISES
+from distlab.tools.lessons.exercises import EXERCISES
 
 
 def test_without_a_name_all_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

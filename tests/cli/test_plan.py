@@ -13,23 +13,23 @@ from typing import Any
 import pytest
 
 from distlab.cli.plan import MOST_RANKS, command, main, read_job, shrunk
-from distlab.collectives.costs import FITTED, LATENCY, RATE
-from distlab.config import Config, ConfigError
 from distlab.experiments import cp, dp, fsdp, tp
 from distlab.experiments.mesh import MODE
-from distlab.pipeline_parallel.costs import bubble
-from distlab.plan import costs
-from distlab.plan.advice import framework, plan, remedies
-from distlab.plan.job import Job, Weights
-from distlab.plan.layout import KINDS, Layout, layouts
-from distlab.plan.memory import memory_by_class, microbatches
-from distlab.plan.model import GPT2_VOCABULARY, Shape, guessed
-from distlab.plan.step_time import ring_s, sent, tensor_s, turned
-from distlab.report.reading import to_line
-from distlab.report.records import End, Profile, Record, Start, Table
-from distlab.sharded.costs import mixed_precision_bytes
-from distlab.tensor_parallel.costs import tensor_parallel_bytes
-from distlab.workload.model import outline
+from distlab.lab.config import Config, ConfigError
+from distlab.lab.report.reading import to_line
+from distlab.lab.report.records import End, Profile, Record, Start, Table
+from distlab.lab.workload.model import outline
+from distlab.techniques.collectives.costs import FITTED, LATENCY, RATE
+from distlab.techniques.pipeline_parallel.costs import bubble
+from distlab.techniques.sharded.costs import mixed_precision_bytes
+from distlab.techniques.tensor_parallel.costs import tensor_parallel_bytes
+from distlab.tools.plan import costs
+from distlab.tools.plan.advice import framework, plan, remedies
+from distlab.tools.plan.job import Job, Weights
+from distlab.tools.plan.layout import KINDS, Layout, layouts
+from distlab.tools.plan.memory import memory_by_class, microbatches
+from distlab.tools.plan.model import GPT2_VOCABULARY, Shape, guessed
+from distlab.tools.plan.step_time import ring_s, sent, tensor_s, turned
 
 
 def job(line: str) -> Job:

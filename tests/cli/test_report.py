@@ -16,10 +16,10 @@ import pytest
 from msgspec.structs import replace
 
 from distlab.cli.report import DAY_S, main
-from distlab.report.records import End, Failed, Lost, Ranks, Start
-from distlab.report.standard_streams import of_a_stream
-from distlab.report.verdict import judge, write_run
-from tests.report.made_up import bent, good_run, plus, with_check, with_measured, without, written
+from distlab.lab.report.records import End, Failed, Lost, Ranks, Start
+from distlab.lab.report.standard_streams import of_a_stream
+from distlab.lab.report.verdict import judge, write_run
+from tests.lab.report.made_up import bent, good_run, plus, with_check, with_measured, without, written
 
 FAILING = {
     "a check": (with_check(good_run(), "weights", 1.0), 1),

@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from distlab.report.table import INDENT
+from distlab.lab.report.table import INDENT
 
 TOP = Path(__file__).parent.parent.parent
 

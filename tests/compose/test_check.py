@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.check.cases import SCRIPTS, line_of
 from tests.compose.containers import TOP, call
+from tests.tools.check.cases import SCRIPTS, line_of
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(240)]
 

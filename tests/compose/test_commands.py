@@ -200,7 +200,7 @@ def test_a_larger_world_of_before_is_taken_down_first(clone: Path) -> None:
 
 def test_a_severity_is_the_launchers() -> None:
     """./run and the launcher of local ranks agree on which code is the worst."""
-    from distlab.cluster.launch import worst
+    from distlab.lab.cluster.launch import worst
 
     source = Path("run").read_text()
     functions = source[source.index("severity()") : source.index("# Ends the ranks")]

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from distlab.config import ON_ONE_MACHINE, Config
-from distlab.config.variables import COMPOSE_FILE, compose_lines, names
+from distlab.lab.config import ON_ONE_MACHINE, Config
+from distlab.lab.config.variables import COMPOSE_FILE, compose_lines, names
 
 TOP = Path(__file__).parent.parent.parent
 FILES = ["docker-compose.yaml", "docker-compose.gpu.yaml"]
@@ -70,7 +70,7 @@ def test_four_ranks_by_default(variables: dict[str, str]) -> None:
 
 
 def test_every_variable_is_passed_on_if_it_is_set_and_no_other() -> None:
-    assert compose_lines() in COMPOSE_FILE.read_text(), "python -m distlab.config.variables --write mends it"
+    assert compose_lines() in COMPOSE_FILE.read_text(), "python -m distlab.lab.config.variables --write mends it"
     passed_on = raw("docker-compose.yaml")["x-environment"]
     assert set(passed_on) == {*names(), "MASTER_ADDR", "RANKS_ON_HOST", "DISTLAB_STARTED_BY"} - {
         "RANK",

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from distlab.checkpoint.locate import candidates, step_of
+from distlab.lab.checkpoint.locate import candidates, step_of
 from tests.compose.conftest import give_back
 from tests.compose.containers import TINY, TOP, Containers, call
 

@@ -11,6 +11,11 @@ from tests.test_imports import FLOORS
 
 PAGE = page("architecture")
 PACKAGE = TOP / "distlab"
+GROUPS = ("techniques", "lab", "tools")
+PARTS = [
+    path.parent for name in ("*", *(f"{group}/*" for group in GROUPS)) for path in PACKAGE.glob(f"{name}/__init__.py")
+]
+FOLDERS = [path for path in PARTS if not path.is_symlink()]
 
 
 def layers() -> dict[str, int]:
@@ -21,8 +26,8 @@ def layers() -> dict[str, int]:
 
 def test_the_layout_names_each_folder_and_file_of_the_package_and_nothing_else() -> None:
     drawn = [line.split()[0] for line in fenced(PAGE, "text") if line.startswith("  ")]
-    folders = [f"{path.parent.name}/" for path in PACKAGE.glob("*/__init__.py") if not path.parent.is_symlink()]
-    files = [path.name for path in PACKAGE.glob("*.py") if path.name != "__init__.py"]
+    folders = [f"{path.name}/" for path in FOLDERS]
+    files = [path.name for folder in ("", "lab") for path in (PACKAGE / folder).glob("*.py") if path.stem != "__init__"]
     assert sorted(drawn) == sorted(folders + files)
 
 
@@ -33,13 +38,13 @@ def test_the_top_folders_are_there() -> None:
 
 
 def test_every_folder_has_its_layer() -> None:
-    folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
-    assert set(layers()) == folders | {"benchmarks", "workers", "lab", "contract", "experiments", "engines"}
+    folders = {path.name for path in PARTS} - {"techniques", "tools"}
+    assert set(layers()) == folders | {"benchmarks", "workers", "lab", "contract", "engines"}
 
 
 def test_the_layers_agree_with_what_each_folder_may_import() -> None:
     number = layers()
-    named = {place: place.removeprefix("distlab.") for place in FLOORS}
+    named = {place: re.sub(r"^distlab\.((lab|techniques|tools)\.)?", "", place) for place in FLOORS}
     arrows = [(named[place], named.get(to, "")) for place, allowed in FLOORS.items() for to in allowed]
     compared = [(upper, lower) for upper, lower in arrows if upper in number and lower in number]
     assert len(compared) > 50
@@ -67,6 +72,6 @@ def test_a_file_that_a_source_names_is_there(path: Path) -> None:
 
 
 def test_a_file_that_is_not_there_is_found() -> None:
-    named = "as buckets.py does, and distlab/data_parallel/strategy.py; see ring_buckets.py, data_parallel/buckets.py"
+    named = "as buckets.py does, and distlab/techniques/data_parallel/strategy.py; see ring_buckets.py, data_parallel/buckets.py"
     assert absent(named) == ["ring_buckets.py", "data_parallel/buckets.py"]
     assert absent("`python -m\n# benchmarks.never`, and benchmarks.gpu or benchmarks.steps") == ["benchmarks.never"]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from distlab.config.settings import modes
+from distlab.lab.config.settings import modes
 from tests.docs.pages import fenced, page
 from tests.documents import spans, tables
 from tests.launched import ended_warm

@@ -4,11 +4,11 @@ import re
 from statistics import fmean
 
 from distlab.cli import fit
-from distlab.config import Config
-from distlab.config.settings import modes
 from distlab.experiments.cp.checks import busiest, predicted_share
 from distlab.experiments.cp.predictions import BY_HAND, layer_cost
-from distlab.workload.model import outline
+from distlab.lab.config import Config
+from distlab.lab.config.settings import modes
+from distlab.lab.workload.model import outline
 from tests.docs.pages import README, anchors, page
 from tests.documents import spans, tables
 

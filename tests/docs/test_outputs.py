@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from distlab.report.table import INDENT, WIDTH
+from distlab.lab.report.table import INDENT, WIDTH
 from tests.docs.pages import PAGES, TOP
 
 BLOCK = re.compile(r"<!-- output of: (?P<command>.*?) -->\n(?P<output>.*?)<!-- end -->\n", re.DOTALL)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from distlab.config.commands import COMMANDS
-from distlab.config.variables import names
+from distlab.lab.config.commands import COMMANDS
+from distlab.lab.config.variables import names
 from tests.docs.pages import PAGES, TOP, anchors, fenced, prose
 from tests.documents import faults, spans
-from tests.prove.planted import PLANTED
+from tests.tools.prove.planted import PLANTED
 
 LINK = re.compile(r"\]\((?P<path>[^)#\s]*)(?:#(?P<anchor>[^)\s]+))?\)")
 WIDEST = 120

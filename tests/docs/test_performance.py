@@ -5,7 +5,7 @@ import re
 
 from benchmarks import collectives, compress, cp, ledgers, link, pp, steps
 from benchmarks.rounds import judge
-from distlab.collectives.by_hand import pick
+from distlab.techniques.collectives.by_hand import pick
 from tests.docs.pages import page
 
 PAGE = page("performance")

@@ -8,8 +8,8 @@ from types import ModuleType
 
 import pytest
 
-from distlab.config.settings import modes
-from distlab.rank.mode_loader import load
+from distlab.lab.config.settings import modes
+from distlab.lab.rank.mode_loader import load
 from tests.docs.pages import TOP
 
 SITE = TOP / "docs" / "site"

@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 
 from distlab.cli.explain import mistake_lines
-from distlab.config import Config
-from distlab.config.commands import COMMANDS, help_lines
-from distlab.config.settings import modes
-from distlab.rank.mode_loader import load
-from distlab.report.log import verdict_lines
-from distlab.report.page import page
-from distlab.report.reading import read_run
-from distlab.report.records import Ranks
-from distlab.report.verdict import judge
+from distlab.lab.config import Config
+from distlab.lab.config.commands import COMMANDS, help_lines
+from distlab.lab.config.settings import modes
+from distlab.lab.rank.mode_loader import load
+from distlab.lab.report.log import verdict_lines
+from distlab.lab.report.page import page
+from distlab.lab.report.reading import read_run
+from distlab.lab.report.records import Ranks
+from distlab.lab.report.verdict import judge
 from tests.docs.pages import PAGES, TOP
-from tests.report.made_up import drilled_run, good_run, mistaken, pipeline_run
+from tests.lab.report.made_up import drilled_run, good_run, mistaken, pipeline_run
 
 REFUSED = {
     r"\bheld\b": "passed, kept or compared with",

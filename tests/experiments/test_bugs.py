@@ -2,9 +2,9 @@
 
 import pytest
 
-from distlab.config.settings import modes
-from distlab.rank.mode_loader import load
-from distlab.report.records import End
+from distlab.lab.config.settings import modes
+from distlab.lab.rank.mode_loader import load
+from distlab.lab.report.records import End
 from tests.interface import claims_of
 from tests.labs import Runs, failed, shows_in_all
 from tests.mistakes import WORLD_SIZE, WORLD_SIZE_SHOWN, mistaken, shown, whole

@@ -12,24 +12,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distlab.collectives.by_hand import ALGORITHMS, Collective
-from distlab.collectives.costs import all_reduce_bytes, all_reduce_seconds
-from distlab.collectives.point_to_point import Peers, Steps
-from distlab.config import Config, ConfigError
 from distlab.experiments import comm
 from distlab.experiments.comm import benchmark, checks
 from distlab.experiments.comm import primitives as gradients
 from distlab.experiments.comm.bugs import Like
-from distlab.lab import RunHooks
-from distlab.plan.calibration import calibrate
-from distlab.rank.preflight import refuse
-from distlab.report.progress import Work
-from distlab.report.records import Check
-from distlab.testing.warm_ranks import Ranks
-from distlab.verify.records import Drawn
+from distlab.lab.config import Config, ConfigError
+from distlab.lab.lab import RunHooks
+from distlab.lab.rank.preflight import refuse
+from distlab.lab.report.progress import Work
+from distlab.lab.report.records import Check
+from distlab.lab.verify.records import Drawn
+from distlab.techniques.collectives.by_hand import ALGORITHMS, Collective
+from distlab.techniques.collectives.costs import all_reduce_bytes, all_reduce_seconds
+from distlab.techniques.collectives.point_to_point import Peers, Steps
+from distlab.tools.plan.calibration import calibrate
+from distlab.tools.testing.warm_ranks import Ranks
+from tests.lab.test_lab import held as holding
+from tests.lab.test_lab import lab_alone
 from tests.launched import ended
-from tests.test_lab import held as holding
-from tests.test_lab import lab_alone
 
 
 class Notes:

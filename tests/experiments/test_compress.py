@@ -9,12 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Size, Tensor
 
-from distlab.compression import compressors
-from distlab.compression.compressors import Compressor, TopK
-from distlab.compression.powersgd import LowRank
-from distlab.config import Config, ConfigError
-from distlab.data_parallel.buckets import GradientBuckets
-from distlab.data_parallel.strategy import Replica
 from distlab.experiments import compress
 from distlab.experiments.compress.bugs import PerRank
 from distlab.experiments.compress.options import Options
@@ -27,9 +21,15 @@ from distlab.experiments.compress.predictions import (
     summary,
 )
 from distlab.experiments.compress.reference import Projection
-from distlab.rank.preflight import refuse
-from distlab.report import records
-from distlab.testing.warm_ranks import Ranks
+from distlab.lab.config import Config, ConfigError
+from distlab.lab.rank.preflight import refuse
+from distlab.lab.report import records
+from distlab.techniques.compression import compressors
+from distlab.techniques.compression.compressors import Compressor, TopK
+from distlab.techniques.compression.powersgd import LowRank
+from distlab.techniques.data_parallel.buckets import GradientBuckets
+from distlab.techniques.data_parallel.strategy import Replica
+from distlab.tools.testing.warm_ranks import Ranks
 from tests.labs import TINY, failed, failed_with, run_experiment
 
 OURS = ("dense", *METHODS)

@@ -9,22 +9,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distlab.config import Config, ConfigError
-from distlab.context_parallel import ring
-from distlab.context_parallel.ring import RingAttention
-from distlab.context_parallel.strategy import ContextParallel, contiguous, zigzag
-from distlab.context_parallel.ulysses import UlyssesAttention
 from distlab.experiments.cp import MODE
 from distlab.experiments.cp.bugs import mistake as MISTAKES
 from distlab.experiments.cp.checks import COMPUTE, RECEIVE, Kernels, busiest, expected_order, predicted_share, tolerance
 from distlab.experiments.cp.predictions import BY_HAND, NO_PATH
-from distlab.measure.traffic import Calls
-from distlab.mesh.grid import Mesh
-from distlab.rank.preflight import refuse
-from distlab.testing.warm_ranks import Ranks
-from distlab.workload.data import Batches
-from distlab.workload.model import build_model
-from distlab.workload.reference import train
+from distlab.lab.config import Config, ConfigError
+from distlab.lab.measure.traffic import Calls
+from distlab.lab.rank.preflight import refuse
+from distlab.lab.workload.data import Batches
+from distlab.lab.workload.model import build_model
+from distlab.lab.workload.reference import train
+from distlab.techniques.context_parallel import ring
+from distlab.techniques.context_parallel.ring import RingAttention
+from distlab.techniques.context_parallel.strategy import ContextParallel, contiguous, zigzag
+from distlab.techniques.context_parallel.ulysses import UlyssesAttention
+from distlab.techniques.mesh.grid import Mesh
+from distlab.tools.testing.warm_ranks import Ranks
 from tests.labs import Runs, built, failed, failed_with
 
 SMALL = {

@@ -11,22 +11,22 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distlab.config import Config, ConfigError
 from distlab.contract import Instead, Mistake
-from distlab.data_parallel.buckets import GradientBuckets
 from distlab.experiments import dp
 from distlab.experiments.dp.checks import MeansOfShards, NoSampler, NoSetEpoch
 from distlab.experiments.dp.predictions import gradient_bytes, predict
-from distlab.measure.memory import MemoryLedger
-from distlab.measure.traffic import Calls
-from distlab.rank.preflight import refuse
-from distlab.report.reading import from_line
-from distlab.report.records import Profile, Said
-from distlab.report.verdict import judge
-from distlab.testing.warm_ranks import Ranks
-from distlab.workload.data import Batches
-from distlab.workload.model import build_model, outline
-from distlab.workload.reference import train
+from distlab.lab.config import Config, ConfigError
+from distlab.lab.measure.memory import MemoryLedger
+from distlab.lab.measure.traffic import Calls
+from distlab.lab.rank.preflight import refuse
+from distlab.lab.report.reading import from_line
+from distlab.lab.report.records import Profile, Said
+from distlab.lab.report.verdict import judge
+from distlab.lab.workload.data import Batches
+from distlab.lab.workload.model import build_model, outline
+from distlab.lab.workload.reference import train
+from distlab.techniques.data_parallel.buckets import GradientBuckets
+from distlab.tools.testing.warm_ranks import Ranks
 from tests.labs import TINY, built, failed, one_rank, run_experiment
 
 VARIANTS = ("per_parameter", "flat", "bucketed", "ring", "ddp")

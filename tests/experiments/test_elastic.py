@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 import torch
 
-from distlab.config import Config
-from distlab.elastic import shards
-from distlab.elastic.process_group import Regroup
-from distlab.elastic.shards import HeldVersion
-from distlab.elastic.strategy import ShardedSurvivor, Survivor
 from distlab.experiments.elastic.checks import AGREED, COLUMNS, NEXT, event_row, result, wrong
 from distlab.experiments.elastic.recovery import COMPUTED, TORN, Course, Drill, Event, Killed, Loss, Torn, draw_losses
-from distlab.rank.mode_loader import load
-from distlab.testing.warm_ranks import Ranks
+from distlab.lab.config import Config
+from distlab.lab.rank.mode_loader import load
+from distlab.techniques.elastic import shards
+from distlab.techniques.elastic.process_group import Regroup
+from distlab.techniques.elastic.shards import HeldVersion
+from distlab.techniques.elastic.strategy import ShardedSurvivor, Survivor
+from distlab.tools.testing.warm_ranks import Ranks
 from tests.labs import Runs, failed_with
 
 pytestmark = pytest.mark.timeout(120)

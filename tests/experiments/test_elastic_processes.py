@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from distlab.cluster.launch import free_port
-from tests.cluster.cluster_of_processes import Rank
+from distlab.lab.cluster.launch import free_port
+from tests.lab.cluster.cluster_of_processes import Rank
 
 pytestmark = pytest.mark.timeout(300)
 WORLD_SIZE = 3

@@ -6,13 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distlab.config import Config, ConfigError
 from distlab.experiments.fsdp import MODE
 from distlab.experiments.fsdp.predictions import at_rest, published, units
-from distlab.rank.preflight import refuse
-from distlab.testing.warm_ranks import Ranks
-from distlab.workload.data import Batches
-from distlab.workload.model import build_model, outline
+from distlab.lab.config import Config, ConfigError
+from distlab.lab.rank.preflight import refuse
+from distlab.lab.workload.data import Batches
+from distlab.lab.workload.model import build_model, outline
+from distlab.tools.testing.warm_ranks import Ranks
 from tests.labs import TINY, built, copy_state, failed, run_experiment
 
 OURS = ("dp", "zero3_blocking", "zero1", "zero2", "zero3")

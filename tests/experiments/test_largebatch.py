@@ -10,18 +10,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import distlab.large_batch as optimizers
-from distlab.config import Config, ConfigError
+import distlab.techniques.large_batch as optimizers
 from distlab.experiments.largebatch import MODE, SMALL, distance_of_k_steps, training
 from distlab.experiments.largebatch.checks import K
 from distlab.experiments.largebatch.sweep import broken, multiples
 from distlab.experiments.largebatch.training import Stream, Trainee, base_rate
-from distlab.large_batch import Lamb, Lars, Layerwise
-from distlab.rank.mode_loader import load
-from distlab.rank.preflight import refuse
-from distlab.report import records
-from distlab.testing.warm_ranks import Ranks
-from distlab.workload.model import build_model
+from distlab.lab.config import Config, ConfigError
+from distlab.lab.rank.mode_loader import load
+from distlab.lab.rank.preflight import refuse
+from distlab.lab.report import records
+from distlab.lab.workload.model import build_model
+from distlab.techniques.large_batch import Lamb, Lars, Layerwise
+from distlab.tools.testing.warm_ranks import Ranks
 from tests.labs import TINY, failed, failed_with, run_experiment
 
 pytestmark = pytest.mark.timeout(120)

@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from distlab.checkpoint import storage
-from distlab.config import Config
 from distlab.experiments.mesh import MODE
 from distlab.experiments.mesh.checks import check_gradients_first, compare_axes, differing_axes, sent_between
 from distlab.experiments.mesh.placement import HOW, Rank, at, default, misfit, sizes_of
 from distlab.experiments.mesh.traffic import by_axis, owned
-from distlab.measure.event_order import Event, Order
-from distlab.measure.traffic import CalledOp, Traffic, WireBytes
-from distlab.mesh.grid import Mesh
-from distlab.testing.warm_ranks import Ranks
-from distlab.workload.model import build_model, outline
-from distlab.workload.reference import train
+from distlab.lab.checkpoint import storage
+from distlab.lab.config import Config
+from distlab.lab.measure.event_order import Event, Order
+from distlab.lab.measure.traffic import CalledOp, Traffic, WireBytes
+from distlab.lab.workload.model import build_model, outline
+from distlab.lab.workload.reference import train
+from distlab.techniques.mesh.grid import Mesh
+from distlab.tools.testing.warm_ranks import Ranks
 from tests.labs import built
 from tests.meshes import batches_of, differences, farthest
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distlab.config import Config, ConfigError
 from distlab.experiments.moe import MODE, Stays, mixing, slept
 from distlab.experiments.moe.checks import (
     Routes,
@@ -39,12 +38,13 @@ from distlab.experiments.moe.predictions import (
     row_bytes,
     travels,
 )
-from distlab.expert_parallel.layer import Placement, Routed
-from distlab.rank.preflight import refuse
-from distlab.report.records import Chart, Check, Table, select
-from distlab.testing.warm_ranks import Ranks
-from distlab.workload.data import Batches
-from distlab.workload.model import outline
+from distlab.lab.config import Config, ConfigError
+from distlab.lab.rank.preflight import refuse
+from distlab.lab.report.records import Chart, Check, Table, select
+from distlab.lab.workload.data import Batches
+from distlab.lab.workload.model import outline
+from distlab.techniques.expert_parallel.layer import Placement, Routed
+from distlab.tools.testing.warm_ranks import Ranks
 from tests.labs import TINY, built, copy_state, failed, run_experiment
 
 pytestmark = pytest.mark.timeout(120)

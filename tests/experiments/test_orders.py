@@ -10,30 +10,30 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distlab.config import Config
 from distlab.contract import Strategy, Variant
-from distlab.data_parallel.strategy import Replica
 from distlab.experiments import dp
 from distlab.experiments.dp import checks
 from distlab.experiments.fsdp import checks as sharded
 from distlab.experiments.pp.bugs import all_ahead, one_more_ahead
 from distlab.experiments.pp.checks import most_held
 from distlab.experiments.tp import checks as sliced
-from distlab.measure.event_order import Event, Order
-from distlab.mesh.grid import Mesh
-from distlab.pipeline_parallel import schedules
-from distlab.pipeline_parallel.costs import in_flight
-from distlab.rank.mode_loader import load
-from distlab.report.reading import from_line
-from distlab.report.verdict import judge
-from distlab.testing.warm_ranks import Ranks
-from distlab.verify.counted import Saved
-from distlab.verify.pipeline_checks import Pass, broken, passes, told_apart
-from distlab.workload import model as models
-from distlab.workload.data import Microbatch
-from distlab.workload.model import Model
+from distlab.lab.config import Config
+from distlab.lab.measure.event_order import Event, Order
+from distlab.lab.rank.mode_loader import load
+from distlab.lab.report.reading import from_line
+from distlab.lab.report.verdict import judge
+from distlab.lab.verify.counted import Saved
+from distlab.lab.verify.pipeline_checks import Pass, broken, passes, told_apart
+from distlab.lab.workload import model as models
+from distlab.lab.workload.data import Microbatch
+from distlab.lab.workload.model import Model
+from distlab.techniques.data_parallel.strategy import Replica
+from distlab.techniques.mesh.grid import Mesh
+from distlab.techniques.pipeline_parallel import schedules
+from distlab.techniques.pipeline_parallel.costs import in_flight
+from distlab.tools.testing.warm_ranks import Ranks
 from tests.labs import TINY, failed, one_rank, run_experiment
-from tests.pipeline_parallel.held import most_in_flight
+from tests.techniques.pipeline_parallel.held import most_in_flight
 
 SUM, GATHER, SCATTER = sliced.SUM, sliced.GATHER, sliced.SCATTER
 

@@ -12,24 +12,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distlab.config import Config, ConfigError
 from distlab.experiments.pp import MODE
 from distlab.experiments.pp.bugs import mistake as MISTAKES
 from distlab.experiments.pp.checks import Ends, most_under_way
 from distlab.experiments.pp.options import Options
 from distlab.experiments.pp.predictions import rest
-from distlab.measure.traffic import Calls
-from distlab.pipeline_parallel import pipeline as boundaries
-from distlab.pipeline_parallel.costs import FOLDED, bubble
-from distlab.pipeline_parallel.pipeline import Boundaries, Pipeline
-from distlab.pipeline_parallel.schedules import Action
-from distlab.pipeline_parallel.strategy import pretend_compute
-from distlab.rank.preflight import refuse
-from distlab.testing.warm_ranks import Ranks
-from distlab.verify.pipeline_checks import Pass
-from distlab.workload.data import Batches, shard_sizes
-from distlab.workload.model import build_model
-from distlab.workload.reference import Snapshot, train
+from distlab.lab.config import Config, ConfigError
+from distlab.lab.measure.traffic import Calls
+from distlab.lab.rank.preflight import refuse
+from distlab.lab.verify.pipeline_checks import Pass
+from distlab.lab.workload.data import Batches, shard_sizes
+from distlab.lab.workload.model import build_model
+from distlab.lab.workload.reference import Snapshot, train
+from distlab.techniques.pipeline_parallel import pipeline as boundaries
+from distlab.techniques.pipeline_parallel.costs import FOLDED, bubble
+from distlab.techniques.pipeline_parallel.pipeline import Boundaries, Pipeline
+from distlab.techniques.pipeline_parallel.schedules import Action
+from distlab.techniques.pipeline_parallel.strategy import pretend_compute
+from distlab.tools.testing.warm_ranks import Ranks
 from tests.labs import built, copy_state, failed_with
 
 TORCHS = ("torch_1f1b", "torch_interleaved_zb", "torch_zbv", "torch_dualpipev")

@@ -7,18 +7,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distlab.config import Config, ConfigError
-from distlab.data_parallel.strategy import Replica
 from distlab.experiments import precision
 from distlab.experiments.precision import MODE, MixedPrecision
 from distlab.experiments.precision.checks import EXACT, MOST_HALVINGS, backward, epsilons, summed_gradient
 from distlab.experiments.precision.predictions import SCALED, at_rest
-from distlab.precision import LossScale, Masters
-from distlab.rank.preflight import refuse
-from distlab.report import records
-from distlab.testing.warm_ranks import Ranks
-from distlab.workload.data import Batches
-from distlab.workload.model import build_model, outline
+from distlab.lab.config import Config, ConfigError
+from distlab.lab.rank.preflight import refuse
+from distlab.lab.report import records
+from distlab.lab.workload.data import Batches
+from distlab.lab.workload.model import build_model, outline
+from distlab.techniques.data_parallel.strategy import Replica
+from distlab.techniques.precision import LossScale, Masters
+from distlab.tools.testing.warm_ranks import Ranks
 from tests.labs import TINY, built, failed, failed_with, run_experiment
 
 pytestmark = pytest.mark.timeout(120)

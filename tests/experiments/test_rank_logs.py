@@ -14,13 +14,13 @@ from contextlib import redirect_stdout
 import pytest
 
 from distlab.cli import report
-from distlab.config.settings import modes
 from distlab.experiments.train import by_hand
-from distlab.report import records
-from distlab.report.rank_log import MOST_LINES
-from distlab.report.reading import write_atomically
-from distlab.report.table import INDENT
-from distlab.report.units import BYTE_UNITS, human_bytes, three_digits
+from distlab.lab.config.settings import modes
+from distlab.lab.report import records
+from distlab.lab.report.rank_log import MOST_LINES
+from distlab.lab.report.reading import write_atomically
+from distlab.lab.report.table import INDENT
+from distlab.lab.report.units import BYTE_UNITS, human_bytes, three_digits
 from tests.docs.pages import TOP
 from tests.labs import Ran, Runs
 from tests.mistakes import WORLD_SIZE_SHOWN as WORLD_SIZE

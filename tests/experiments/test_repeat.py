@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from distlab.report.records import Losses, select
-from distlab.testing.warm_ranks import Ranks
+from distlab.lab.report.records import Losses, select
+from distlab.tools.testing.warm_ranks import Ranks
 from tests.labs import run_experiment
 
 

@@ -9,12 +9,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distlab.config import Config, ConfigError
 from distlab.experiments import server
 from distlab.experiments.server import MODE
 from distlab.experiments.server import run as run_server
 from distlab.experiments.server.checks import OneProcess, Rounds, in_one_process
-from distlab.parameter_server.server import (
+from distlab.lab.config import Config, ConfigError
+from distlab.lab.rank.preflight import refuse
+from distlab.lab.report.reading import from_line
+from distlab.lab.report.records import Said, Table, select
+from distlab.lab.report.verdict import judge
+from distlab.lab.workload.data import Batches
+from distlab.lab.workload.model import build_model
+from distlab.lab.workload.reference import train
+from distlab.techniques.parameter_server.server import (
     Client,
     Link,
     Local,
@@ -25,14 +32,7 @@ from distlab.parameter_server.server import (
     Threads,
     Worker,
 )
-from distlab.rank.preflight import refuse
-from distlab.report.reading import from_line
-from distlab.report.records import Said, Table, select
-from distlab.report.verdict import judge
-from distlab.testing.warm_ranks import Ranks
-from distlab.workload.data import Batches
-from distlab.workload.model import build_model
-from distlab.workload.reference import train
+from distlab.tools.testing.warm_ranks import Ranks
 from tests.labs import TINY, failed, failed_with, one_rank, run_experiment
 
 CPU = torch.device("cpu")

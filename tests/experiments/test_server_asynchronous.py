@@ -14,18 +14,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distlab.config import Config
 from distlab.experiments.server import MODE
 from distlab.experiments.server import run as run_server
 from distlab.experiments.server.asynchronous import Report, miscounted, misjudged
 from distlab.experiments.server.bugs import Forgetful, OneShard, Repeating, Unheard
 from distlab.experiments.server.checks import OneProcess, Replay, audit, differences, misordered
-from distlab.parameter_server.server import PUSH, START, Client, Event, ParameterServer, Recorder, Worker, draw_order
-from distlab.report.reading import from_line
-from distlab.report.verdict import judge
-from distlab.testing.warm_ranks import Ranks
-from distlab.workload.data import Batches
-from distlab.workload.model import build_model
+from distlab.lab.config import Config
+from distlab.lab.report.reading import from_line
+from distlab.lab.report.verdict import judge
+from distlab.lab.workload.data import Batches
+from distlab.lab.workload.model import build_model
+from distlab.techniques.parameter_server.server import (
+    PUSH,
+    START,
+    Client,
+    Event,
+    ParameterServer,
+    Recorder,
+    Worker,
+    draw_order,
+)
+from distlab.tools.testing.warm_ranks import Ranks
 from tests.labs import TINY, failed, one_rank
 
 WORKERS, MOST, LR, BUDGET = 3, 2, 0.01, 24

@@ -10,22 +10,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distlab.config import Config, ConfigError
 from distlab.experiments.tp import MODE, compare
 from distlab.experiments.tp.checks import mistake as MISTAKES
 from distlab.experiments.tp.predictions import SAVED
-from distlab.measure.prediction import Prediction
-from distlab.measure.storages import SavedActivations
-from distlab.measure.traffic import Calls
-from distlab.rank.preflight import refuse
-from distlab.tensor_parallel.strategy import TensorParallel
-from distlab.testing.warm_ranks import Ranks
-from distlab.workload.data import Batches
-from distlab.workload.model import build_model, outline
-from distlab.workload.optimizer import local
-from distlab.workload.reference import Snapshot, train
+from distlab.lab.config import Config, ConfigError
+from distlab.lab.measure.prediction import Prediction
+from distlab.lab.measure.storages import SavedActivations
+from distlab.lab.measure.traffic import Calls
+from distlab.lab.rank.preflight import refuse
+from distlab.lab.workload.data import Batches
+from distlab.lab.workload.model import build_model, outline
+from distlab.lab.workload.optimizer import local
+from distlab.lab.workload.reference import Snapshot, train
+from distlab.techniques.tensor_parallel.strategy import TensorParallel
+from distlab.tools.testing.warm_ranks import Ranks
+from tests.lab.test_lab import held, lab_alone
 from tests.labs import built, copy_state
-from tests.test_lab import held, lab_alone
 
 SMALL = {
     "RUN_MODE": "tp",

@@ -10,14 +10,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
-from distlab.config import Config, ConfigError
 from distlab.experiments import train
-from distlab.lab import Lab
-from distlab.rank.preflight import refuse
-from distlab.report import records
-from distlab.report.reading import from_line, to_line
-from distlab.report.verdict import judge
-from distlab.testing.warm_ranks import Ranks
+from distlab.lab.config import Config, ConfigError
+from distlab.lab.lab import Lab
+from distlab.lab.rank.preflight import refuse
+from distlab.lab.report import records
+from distlab.lab.report.reading import from_line, to_line
+from distlab.lab.report.verdict import judge
+from distlab.tools.testing.warm_ranks import Ranks
 from tests.labs import failed, lab_of
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.check.torch_jobs import rows
+from tests.tools.check.torch_jobs import rows
 
 SCRIPTS = Path(__file__).parent / "scripts"
 TOP = Path(__file__).parents[2]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.check.cases import Checked, check, line_of
 from tests.frameworks.faults import ALONE, FAULTS, PACKAGES, SCRIPTS, Fault, versions
+from tests.tools.check.cases import Checked, check, line_of
 
 
 def checked(script: Path, world_size: int, folder: Path, **environ: str) -> Checked:

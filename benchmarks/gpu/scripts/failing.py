@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from distlab.contract import Mode
-from distlab.lab import Lab
+from distlab.lab.lab import Lab
 
 FOREVER = 10**12  # cycles of a card's clock
 

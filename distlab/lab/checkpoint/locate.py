@@ -1,0 +1,250 @@
+"""The checkpoint to resume from: what LAB_RESUME names, the newest that is whole, and of the same model and data.
+
+Whatever a person can get wrong is refused before the ranks join, by every rank for itself, from the manifests alone. A
+checkpoint that one run loads is not removed by another that keeps only its last ones: who reads one holds a shared lock
+(flock) on its manifest, who removes one an exclusive lock.
+"""
+
+import fcntl
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from distlab.lab.checkpoint import manifest
+from distlab.lab.checkpoint.manifest import Manifest, Unreadable
+from distlab.lab.config import Config, ConfigError
+from distlab.lab.config.settings import quoted
+from distlab.lab.report.run_folder import locked
+
+
+def lock_for_reading(folder: Path) -> int | None:
+    """Keep the checkpoint in `folder` until `release`; None where it is none, or one that is just being removed."""
+    if (file := _opened(folder)) is None:
+        return None
+    try:
+        if locked(file, fcntl.LOCK_SH) and os.path.samestat(os.fstat(file), (folder / manifest.FILE).stat()):
+            return file
+    except FileNotFoundError:  # removed between the two calls
+        pass
+    os.close(file)
+    return None
+
+
+def release(held: int | None) -> None:
+    if held is not None:
+        os.close(held)
+
+
+def is_held(folder: Path) -> bool:
+    if (file := _opened(folder)) is None:
+        return False
+    try:
+        return not locked(file, fcntl.LOCK_EX)
+    finally:
+        os.close(file)
+
+
+def remove(folder: Path) -> bool:
+    """Remove the checkpoint, all of it at once for whoever looks for one; False where somebody holds it."""
+    if (file := _opened(folder)) is None:  # nobody can hold what has no manifest
+        shutil.rmtree(folder, ignore_errors=True)
+        return True
+    try:
+        if not locked(file, fcntl.LOCK_EX):
+            return False
+        gone = folder.with_name(f".{folder.name}.gone")
+        shutil.rmtree(gone, ignore_errors=True)
+        folder.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
+        return True
+    finally:
+        os.close(file)
+
+
+def _opened(folder: Path) -> int | None:
+    with suppress(OSError):
+        return os.open(folder / manifest.FILE, os.O_RDONLY | os.O_NONBLOCK)
+    return None
+
+
+# Refusals come from the manifests alone. After that rank 0 reads every byte of the newest checkpoint; if a checksum
+# differs, it says so and takes the one before, and all others follow.
+
+FOLDER = "checkpoints"
+NAME = re.compile(r"step-(\d{8,})")
+NO_NAMES: Mapping[str, str] = {}  # of a mode whose variants have always been called as they are
+
+
+@dataclass(frozen=True)
+class FoundCheckpoint:
+    """A checkpoint on the disk."""
+
+    folder: Path
+    manifest: Manifest
+    held: int | None = None  # the lease that keeps it there, while it is being read
+    saved_as: Mapping[str, str] = field(default_factory=dict)  # by variant the name of before that its tensors have
+
+    def with_names_of_today(self, formerly: Mapping[str, str]) -> "FoundCheckpoint":
+        """The same, whose manifest names variants as they are named today; see `Mode.formerly`."""
+        saved_as = {formerly[name]: name for name in self.manifest.steps if name in formerly}
+        return replace(self, manifest=manifest.with_names_of_today(self.manifest, formerly), saved_as=saved_as)
+
+
+def refusals(config: Config, formerly: Mapping[str, str] = NO_NAMES) -> list[str]:
+    """Sentences if LAB_RESUME or LAB_CHECKPOINT_EVERY cannot be what this run does; `formerly` is the mode's."""
+    if config.resume == "auto" and config.run_id is None:
+        return ["LAB_RESUME=auto continues the run that LAB_RUN_ID names: set LAB_RUN_ID"]
+    try:
+        wrong = _unfit(config, formerly) if config.resume is not None else []
+    except OSError as error:  # a path that is too long, or a folder that may not be read
+        wrong = [f"LAB_RESUME={quoted(config.resume)} cannot be read: {error.strerror}"]
+    if config.checkpoint_every is not None and config.resume == "auto":
+        wrong += _unwritable(config)
+    return wrong
+
+
+def _unfit(config: Config, formerly: Mapping[str, str]) -> list[str]:
+    source, named = resume_path(config), f"LAB_RESUME={quoted(config.resume)}"
+    found = candidates(source)
+    if config.resume != "auto" and not source.exists():
+        where = f"name a run in {config.runs_dir}, or the path of a run or of a checkpoint"
+        return [f"{named}: {source} does not exist: {where}"]
+    if not found and config.resume != "auto":
+        return [f"{named}: {source} holds no checkpoint (a folder such as step-00000020)"]
+    unreadable = []
+    for folder in found:
+        try:
+            wrong = misfit(manifest.read(folder), config, formerly)
+        except Unreadable as error:
+            unreadable.append(f"{folder} {error}")
+            continue
+        return [f"{named}: {folder} {wrong}"] if wrong else []
+    return [f"{named}: {'; '.join(unreadable)}"] if unreadable else []
+
+
+def misfit(saved: Manifest, config: Config, formerly: Mapping[str, str] = NO_NAMES) -> str:
+    """Why a run of `config` cannot go on from this checkpoint; the sentence goes on after its path. Empty if it can."""
+    different = manifest.differences(saved, config)
+    if different:
+        return f"{different}: set the same, or leave LAB_RESUME out"
+    today = manifest.with_names_of_today(saved, formerly).steps
+    missing = [name for name in config.variant if name not in today]
+    if missing:
+        return f"holds {', '.join(saved.steps)} and not {', '.join(missing)}: leave LAB_VARIANT={','.join(missing)} out"
+    return ""
+
+
+def _unwritable(config: Config) -> list[str]:
+    """Why nothing can be saved in the folder of the run that goes on."""
+    folder = config.runs_dir / str(config.run_id) / FOLDER
+    nearest = next(path for path in [folder, *folder.absolute().parents] if path.exists())
+    if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK):
+        return []
+    why = f"{nearest} cannot be written by user {os.getuid()}: change its owner"
+    return [f"LAB_CHECKPOINT_EVERY={config.checkpoint_every}: {why}"]
+
+
+def resume_path(config: Config) -> Path:
+    """What LAB_RESUME names: a run by its id, or any path."""
+    if config.resume == "auto":
+        return config.runs_dir / str(config.run_id)
+    run = config.runs_dir / str(config.resume)
+    return run if run.is_dir() else Path(str(config.resume))
+
+
+def candidates(source: Path) -> list[Path]:
+    """The checkpoints of a run, of its folder of checkpoints, or the one itself, the newest first."""
+    if NAME.fullmatch(source.name) or (source / manifest.FILE).exists():
+        return [source] if source.is_dir() else []
+    folder = source / FOLDER if (source / FOLDER).is_dir() else source
+    named = [path for path in folder.glob("step-*") if NAME.fullmatch(path.name)]
+    return sorted(named, key=step_of, reverse=True)
+
+
+def step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
+
+
+def choose(
+    config: Config, say: Callable[[str], None], formerly: Mapping[str, str] = NO_NAMES
+) -> FoundCheckpoint | None:
+    """The newest good checkpoint, every byte of it read; what is passed over is said aloud.
+
+    None where there is none at all and LAB_RESUME=auto; raises ConfigError where there are some and none is good.
+    """
+    try:
+        found = newest_good(resume_path(config), say, lambda saved: misfit(saved, config, formerly))
+    except Unreadable as error:
+        raise ConfigError([f"LAB_RESUME={config.resume!r}: {error}"]) from None
+    if found is None and config.resume != "auto":
+        raise ConfigError([f"LAB_RESUME={config.resume!r}: {resume_path(config)} holds no checkpoint any more"])
+    return found
+
+
+def newest_good(
+    source: Path, say: Callable[[str], None], unfit: Callable[[Manifest], str] = lambda _: ""
+) -> FoundCheckpoint | None:
+    """The newest checkpoint of `source` that is whole and not `unfit`; `say` takes a sentence for each that is passed
+    over.
+
+    None where there is none at all; raises Unreadable, with all reasons, where none is good.
+    """
+    passed: list[str] = []
+    for folder in candidates(source):
+        held = lock_for_reading(folder)
+        try:
+            saved = manifest.read(folder)
+            wrong = unfit(saved) or "; ".join(damage(folder, saved)[:1])
+        except Unreadable as error:
+            wrong = str(error)
+        if not wrong:
+            for sentence in passed:
+                say(f"{sentence}: taking step {saved.step}")
+            return FoundCheckpoint(folder, saved, held)
+        release(held)
+        passed.append(f"{folder} {wrong}")
+    if passed:
+        raise Unreadable("; ".join(passed))
+    return None
+
+
+def listed_steps(folder: Path) -> set[int]:
+    """The steps of all checkpoints in a folder, by their names."""
+    names = [path.name.removeprefix("step-") for path in folder.glob("step-*")]
+    return {int(name) for name in names if name.isdecimal()}
+
+
+def passed_over(source: Path, taken: int, good: Callable[[Path], bool]) -> list[int]:
+    """The steps of checkpoints of a run that are newer than the one that was taken, and good."""
+    folders = {step: folder for folder in (source, source / "checkpoints") for step in listed_steps(folder)}
+    return [
+        step for step, folder in sorted(folders.items()) if step > taken and good(folder / manifest.folder_name(step))
+    ]
+
+
+def damage(folder: Path, saved: Manifest) -> list[str]:
+    """What is not as the manifest says, a sentence a file that goes on after the checkpoint's path."""
+    from distlab.lab.checkpoint import (
+        storage,
+    )  # 690 modules of torch, for which a run without checkpoints need not wait
+
+    wrong = []
+    for name, (size, checksum) in saved.files.items():
+        path = folder / name
+        if not path.is_file():
+            wrong.append(f"is damaged ({name} is missing)")
+        elif path.stat().st_size != size:
+            wrong.append(f"is damaged ({name} holds {path.stat().st_size} of {size} bytes)")
+        elif manifest.sha256(path) != checksum:
+            wrong.append(f"is damaged ({name}: its checksum differs)")
+    if wrong:
+        return wrong
+    try:
+        named = storage.files_named(folder)
+    except storage.Damaged as error:
+        return [f"is damaged ({error})"]
+    return [f"is not whole ({name} is not there)" for name in sorted(named - set(saved.files))]

@@ -1,0 +1,144 @@
+"""Which part of which tensor stands where in the files of a checkpoint: `.metadata`, as JSON.
+
+torch.distributed.checkpoint pickles it, and whoever reads a pickle runs what is in it. So JSON is written, and of the
+pickles that earlier versions wrote data alone are read: each of torch's classes is a record of its fields there, and
+any other name ends the reading.
+"""
+
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from distlab.lab.report.reading import read_regular
+
+FILE = ".metadata"
+MOST_BYTES = 1 << 30  # some 200 a box
+
+
+class Box(msgspec.Struct, forbid_unknown_fields=True):
+    """A part of a tensor: its place in the tensor, and that of its bytes in a file."""
+
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    file: str
+    begin: int
+    length: int
+
+
+class StoredTensor(msgspec.Struct, forbid_unknown_fields=True):
+    """A whole tensor, and the boxes in which it is stored."""
+
+    dtype: str
+    size: tuple[int, ...]
+    boxes: list[Box]
+
+
+Stored = dict[str, StoredTensor]  # by dense name
+
+
+def to_json(metadata: Metadata) -> bytes:
+    """What a writer of torch.distributed.checkpoint knows once all ranks have written."""
+    stored: Stored = {}
+    for name, held in metadata.state_dict_metadata.items():
+        assert isinstance(held, TensorStorageMetadata), "a state holds tensors alone"
+        places = [metadata.storage_data[MetadataIndex(name, chunk.offsets)] for chunk in held.chunks]
+        boxes = [
+            Box(tuple(chunk.offsets), tuple(chunk.sizes), place.relative_path, place.offset, place.length)
+            for chunk, place in zip(held.chunks, places, strict=True)
+        ]
+        stored[name] = StoredTensor(_name_of(held.properties.dtype), tuple(held.size), boxes)
+    return msgspec.json.encode(stored)
+
+
+def read(folder: Path) -> Metadata:
+    """As torch has it; raises OSError, or whatever a file raises that is none."""
+    content = read_regular(folder / FILE, MOST_BYTES)
+    is_json = content.startswith(b"{")
+    return as_metadata(msgspec.json.decode(content, type=Stored) if is_json else from_pickle(content))
+
+
+def as_metadata(stored: Stored) -> Metadata:
+    """Raises ValueError for a type of numbers that torch has not."""
+    tensors: dict[str, Any] = {}
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    for name, held in stored.items():
+        dtype = getattr(torch, held.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"{held.dtype!r} is no type of a tensor")
+        chunks = [ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.size)) for box in held.boxes]
+        tensors[name] = TensorStorageMetadata(TensorProperties(dtype), torch.Size(held.size), chunks)
+        places |= {MetadataIndex(name, box.offset): _StorageInfo(box.file, box.begin, box.length) for box in held.boxes}
+    return Metadata(tensors, storage_data=places)
+
+
+# What earlier versions wrote.
+
+
+class _Plain:
+    """In the place of every class of torch's in a pickle: what it was made of, and nothing that could run."""
+
+    def __init__(self, *made_of: Any) -> None:
+        self.made_of = made_of
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+# BytesStorageMetadata is not among them: no state of the lab has bytes, and torch unpickles them.
+KNOWN = {
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "MetadataIndex", "StorageMeta",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "pathlib": {"PosixPath"},
+    "pathlib._local": {"PosixPath"},
+}  # fmt: skip
+
+
+class DataOnly(pickle.Unpickler):
+    """Reads a pickle whose names are all known, without a call of anything that they name."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name in KNOWN.get(module, ()):
+            return _Plain
+        found = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(found, torch.dtype):
+            return found
+        if found is torch.Size:
+            return tuple
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint of the lab holds")
+
+
+def from_pickle(content: bytes) -> Stored:
+    """What torch.distributed.checkpoint had pickled; raises whatever other bytes raise."""
+    metadata = DataOnly(io.BytesIO(content)).load().state
+    places = {
+        (index.state["fqn"], index.state["offset"]): place.state for index, place in metadata["storage_data"].items()
+    }
+    stored: Stored = {}
+    for name, held in metadata["state_dict_metadata"].items():
+        found = [(chunk.state, places[name, chunk.state["offsets"]]) for chunk in held.state["chunks"]]
+        boxes = [
+            Box(chunk["offsets"], chunk["sizes"], place["relative_path"], place["offset"], place["length"])
+            for chunk, place in found
+        ]
+        stored[name] = StoredTensor(_name_of(held.state["properties"].state[0]), held.state["size"], boxes)
+    return msgspec.convert(msgspec.to_builtins(stored), Stored)  # of the types that its fields say
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,252 @@
+"""Going on: rank 0 chooses a checkpoint, every rank loads its part of it, and the run says from where.
+
+Every wait for the others goes over the store, and each rank reads the files by itself: it takes what it needs from
+whatever ranks wrote them, so another WORLD_SIZE is no special case.
+"""
+
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from distlab.contract import Build, Strategy
+from distlab.lab.checkpoint import locate, manifest, storage
+from distlab.lab.checkpoint.locate import FoundCheckpoint
+from distlab.lab.checkpoint.manifest import Manifest, TrainingPosition, Unreadable
+from distlab.lab.checkpoint.save import manifest_of, state_of
+from distlab.lab.config import Config, ConfigError
+from distlab.lab.lab import Lab
+from distlab.lab.measure.tensors import difference, largest_difference
+from distlab.lab.report import records
+
+CONTROL = "tests/lab/checkpoint/test_drill.py::test_generators_that_are_not_given_back_are_seen"
+NEWEST_CONTROL = "tests/lab/checkpoint/test_proofs.py::test_a_newer_one_that_is_good_is_not_passed_over"
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """What a run has of checkpoints: the one to go on from, and the process group over which it saves, if it does."""
+
+    resumed: FoundCheckpoint | None
+    group: dist.ProcessGroup | None
+
+    def missing(self, variants: Iterable[str]) -> dict[str, str]:
+        """Which of `variants` the checkpoint that is resumed does not hold, and a sentence for each."""
+        held = self.resumed.manifest.steps if self.resumed is not None else None
+        return {
+            name: f"the checkpoint that is resumed does not hold {name}"
+            for name in variants
+            if held is not None and name not in held
+        }
+
+
+def prepare(lab: Lab) -> Checkpoints:
+    """Choose, and tidy up."""
+    found = agree(lab) if lab.config.resume is not None else None
+    if found is None and lab.config.resume is not None:
+        for claim in ("resumed generators", "resumed samples", "newest checkpoint"):
+            lab.waive(claim, "there is no checkpoint yet")
+    if found is not None and lab.config.checkpoint_every is not None:
+        done = found.manifest.step // lab.config.checkpoint_every
+        for claim in ("checkpoint", "kept checkpoints"):
+            lab.waive(claim, f"{done} of them were due before step {found.manifest.step}", times=done)
+    if lab.rank == 0:
+        tidy(lab, found)
+    return Checkpoints(found, lab.hooks.side_group if lab.config.checkpoint_every is not None else None)
+
+
+def agree(lab: Lab) -> FoundCheckpoint | None:
+    """Rank 0's choice, on every rank; raises ConfigError on all where no checkpoint is good."""
+    lab.at(0, "the choice of a checkpoint")
+    choice: dict[str, str] = {}
+    found: FoundCheckpoint | None = None
+    if lab.rank == 0:
+        try:
+            found = locate.choose(lab.config, lambda text: lab.say(text, "checkpoint", at="normal"), lab.mode.formerly)
+            choice = {"folder": str(found.folder)} if found else {}
+            if found is not None:
+                hold_newest(lab, found)
+        except ConfigError as error:
+            choice = {"fault": error.faults[0]}
+    choice = lab.exchange.share("checkpoint", choice)
+    if "fault" in choice:
+        raise ConfigError([choice["fault"]])
+    if not choice:
+        return None
+    folder = Path(choice["folder"])
+    held = locate.lock_for_reading(folder) if found is None else found.held
+    lab.exchange.barrier("leases")  # until here rank 0's keeps it for all
+    try:
+        return FoundCheckpoint(folder, manifest.read(folder), held).with_names_of_today(lab.mode.formerly)
+    except Unreadable as error:
+        raise ConfigError([f"{folder} {error} on rank {lab.rank}: all ranks need the same folder of runs"]) from None
+
+
+def hold_newest(lab: Lab, found: FoundCheckpoint) -> None:
+    """No newer checkpoint than the one that was taken is whole and of these settings; on rank 0."""
+
+    def good(folder: Path) -> bool:
+        try:
+            saved = manifest.read(folder)
+        except Unreadable:
+            return False
+        return not locate.misfit(saved, lab.config, lab.mode.formerly) and not locate.damage(folder, saved)
+
+    newer = locate.passed_over(locate.resume_path(lab.config), found.manifest.step, good)
+    detail = f"step {found.manifest.step} was taken; newer and good: {', '.join(map(str, newer)) or 'none'}"
+    lab.check("newest checkpoint", len(newer), 0, detail=detail, control=NEWEST_CONTROL)
+
+
+def tidy(lab: Lab, found: FoundCheckpoint | None) -> None:
+    """In the run's own folder: half-written checkpoints go, and what was passed over is put aside, for the steps come
+    again."""
+    assert lab.journal.folder is not None
+    own = lab.journal.folder / locate.FOLDER
+    for path in own.glob(".step-*"):
+        shutil.rmtree(path, ignore_errors=True)
+    if found is None or found.folder.parent.resolve() != own.resolve():
+        return
+    for path in locate.candidates(own):
+        if locate.step_of(path) > found.manifest.step:
+            aside = path.with_name(f"damaged-{path.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+
+
+def resume(lab: Lab, strategies: Mapping[str, Strategy], course: TrainingPosition, found: FoundCheckpoint) -> None:
+    """Fill all variants, and the generators of a rank that was there before; say where the run goes on."""
+    saved = found.manifest
+    for name, strategy in strategies.items():
+        lab.at(course.first, f"the loading of {name}")
+        load(strategy, found.saved_as.get(name, name), found.folder, lab.group)
+    locate.release(found.held)
+    give_back_generators(lab, saved)
+    if str(lab.rank) in saved.draws:
+        detail = "the next random numbers, beside those that the checkpoint foretold"
+        lab.check("resumed generators", wrongly_drawn(lab, saved), 0.0, detail=detail, control=CONTROL)
+    epoch, _ = course.position(course.first)
+    lab.say(f"resumed from epoch {epoch}, step {course.first} ({found.folder})", "resume", at="normal")
+    start = lab.journal.records[0]
+    assert isinstance(start, records.Start)
+    then, now = saved.versions.get("lab"), start.versions.get("lab")
+    if then != now:
+        also = "weights may end otherwise than in a run that was never stopped"
+        lab.say(f"the code has changed since, from version {then} to {now}: {also}", "resume", at="normal")
+    if lab.rank == 0:
+        lab.journal.write(records.Resumed(epoch, course.first, str(found.folder)))
+
+
+def load(strategy: Strategy, variant: str, folder: Path, group: dist.ProcessGroup) -> None:
+    """Fill one strategy from what the checkpoint in `folder` has under `variant`; raises storage.Damaged."""
+    state = strategy.state_dict()
+    storage.load_state({f"{variant}/{name}": held for name, held in state.items()}, folder, group)
+    strategy.load_state_dict(state)
+
+
+def give_back_generators(lab: Lab, saved: Manifest) -> None:
+    """Go on with the random numbers of this rank, if there was such a rank."""
+    manifest.set_generators(saved.generators.get(str(lab.rank), []), lab.device)
+
+
+def wrongly_drawn(lab: Lab, saved: Manifest) -> float:
+    """How far this rank's next random numbers are from those that were foretold; they are given back after."""
+    worst = 0.0
+    for generator, foretold in zip(manifest.generators(lab.device), saved.draws[str(lab.rank)], strict=False):
+        before = generator.get_state()
+        drawn = torch.rand(len(foretold), device=generator.device, dtype=torch.float64).cpu()
+        generator.set_state(before)
+        worst = max(worst, largest_difference(drawn, torch.tensor(foretold, dtype=torch.float64)))
+    return worst
+
+
+# The proof of a resume: stopped after step 0 and resumed, steps 1 and 2 end in the weights of a run that was never
+# stopped.
+#
+# In float64 and on the proof's data, whose epoch has two batches, so that the stop is in the middle of one and the
+# second epoch begins behind it. The strategy that resumes is a new one that began from other weights: what the
+# checkpoint does not give back stays wrong. It goes the way of a real resume, file by file: DCP, manifest, position.
+# All that is ours has to be equal to the bit; PyTorch's DDP lays its buckets out anew after its first step, and so
+# sums in another order.
+
+STEPS = 3
+TOLERANCE = 1e-12  # for PyTorch's own
+DRILL_CONTROL = "tests/lab/checkpoint/test_drill.py::test_what_is_not_given_back_is_seen"
+
+
+def drill(lab: Lab, name: str, build: Build, settings: Iterable[Config], group: dist.ProcessGroup) -> None:
+    """Check one variant under each of `settings`, saved over `group`."""
+    worst, seen, drawn = 0.0, 0, 0.0
+    for config in settings:
+        lab.at(0, f"drill of {name}")
+        try:
+            found = stop_and_go(lab, name, build, config, group)
+        except storage.Unsaved as error:
+            lab.say(f"whether {name} resumes rightly is not proven: nothing can be written ({error})", "checkpoint")
+            for claim in ("resumed generators", "resume", "resumed samples"):
+                lab.waive(claim, str(error), name)
+            return
+        worst, seen, drawn = max(worst, found[0]), max(seen, found[1]), max(drawn, found[2])
+    detail = "the next random numbers after a resume, beside those that the checkpoint foretold"
+    lab.check("resumed generators", drawn, 0.0, variant=name, detail=detail, control=CONTROL)
+    if lab.rank == 0:
+        lab.check("resume", worst, TOLERANCE if name in lab.mode.by_torch else 0.0, variant=name, control=DRILL_CONTROL)
+        detail = f"{STEPS} steps, resumed after the first; samples that were not seen exactly once an epoch"
+        lab.check("resumed samples", seen, 0, variant=name, detail=detail, control=DRILL_CONTROL)
+
+
+def stop_and_go(
+    lab: Lab, name: str, build: Build, config: Config, group: dist.ProcessGroup
+) -> tuple[float, int, float]:
+    """The largest difference of a weight, on rank 0, the samples that were wrongly seen, and how far the random numbers
+    are."""
+    assert lab.journal.folder is not None
+    # The next start tidies it away, should this one be killed.
+    folder = lab.journal.folder / locate.FOLDER / ".step-drill"
+    batches = lab.batches(torch.float64, proof=True)
+    strategy = build(lab.mode.model(config, config.seed).to(lab.device, torch.float64), lab.mesh, config)
+    course = TrainingPosition(batches, [name])
+    try:
+        train(lab, name, strategy, course, range(1))
+        state = state_of({name: strategy})
+        total_bytes = storage.plan(state, group).total_bytes
+        saved = storage.write_checkpoint(
+            folder, manifest_of(lab, course, 1), state, group, {name: []}, needed_bytes=total_bytes
+        )
+        train(lab, name, strategy, course, range(1, STEPS))
+        wanted = {label: tensor.clone() for label, tensor in strategy.full("weights") if lab.rank == 0}
+        del strategy, state
+        drawn = drawn_after(lab, saved)
+        other = build(lab.mode.model(config, config.seed + 1).to(lab.device, torch.float64), lab.mesh, config)
+        resumed = TrainingPosition(batches, [name], saved, lab.mode.resumed_batch)
+        load(other, name, folder / saved.name, lab.group)
+    finally:
+        lab.exchange.barrier(f"drill of {name}")
+        if lab.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+    train(lab, name, other, resumed, range(resumed.first, STEPS))
+    off = difference(other.full("weights"), wanted if lab.rank == 0 else None)
+    return off, resumed.wrongly_seen(), drawn
+
+
+def drawn_after(lab: Lab, saved: Manifest) -> float:
+    """How far a resumed rank's random numbers are from the foretold ones; the run's own stream goes on as it was."""
+    kept = manifest.generator_states(lab.device)
+    try:
+        torch.rand(1, device=lab.device)  # what a run that goes on draws, and one that resumes must not see
+        torch.rand(1)
+        give_back_generators(lab, saved)
+        return wrongly_drawn(lab, saved)
+    finally:
+        manifest.set_generators(kept, lab.device)
+
+
+def train(lab: Lab, name: str, strategy: Strategy, course: TrainingPosition, steps: range) -> None:
+    """Steps as the timed pass makes them, noted in `course`."""
+    for step in steps:
+        strategy.backward(lab.dealt(course.batches, course.data_step(step)))
+        strategy.update()
+        course.done[name] += 1
+        course.passed(step)

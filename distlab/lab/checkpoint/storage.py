@@ -1,0 +1,335 @@
+"""One checkpoint, written by all ranks into one folder: everything of it or nothing.
+
+    .step-00000020.partial/   made by rank 0; every rank writes its shards of all variants, and syncs them to the disk
+    manifest.json             written last, by rank 0, when all ranks have said that their files are there
+    step-00000020/            the same folder under its own name: a rename, which happens or does not
+
+So a process killed at any moment leaves the checkpoint before this one as it was, and a partial folder that the next
+start removes. An error of any rank reaches all, so nobody waits for files that never come; then the partial folder goes
+at once, since the disk may be full of it.
+"""
+
+import errno
+import math
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from msgspec.structs import replace
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DeviceMesh, DTensor, Shard
+from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
+
+from distlab.contract import ShardsWritten, all_there
+from distlab.lab.checkpoint import manifest
+from distlab.lab.checkpoint.manifest import Manifest
+from distlab.lab.checkpoint.metadata import FILE, read, to_json
+from distlab.lab.report.units import human_bytes
+from distlab.techniques.collectives.plain_values import all_gather_plain
+from distlab.techniques.collectives.sharded_tensor import LocalShard
+
+# A strategy's state to torch.distributed.checkpoint and back, whatever the strategy has cut and however.
+#
+# A Piece becomes a DTensor whose local part is a list of boxes with their offsets (torch's LocalShardsWrapper):
+# DTensor passes DCP's questions on to it. DCP files every box under the dense tensor's name and offset, so it can fill
+# the boxes of any other cut from them, by any number of ranks. A tensor that several ranks hold whole is written by
+# one of them (`dealt`).
+
+State = Mapping[str, Any]  # under dense names: Tensor, Piece or DTensor
+AS_IT_IS = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
+
+
+class Damaged(Exception):
+    """Files that DCP cannot read, or that lack what is asked of them."""
+
+
+class Reader(dcp.FileSystemReader):
+    """Reads the lab's own metadata, and of torch's pickles data alone."""
+
+    def read_metadata(self, *arguments: Any, **named: Any) -> Metadata:  # noqa: ARG002
+        """As torch's."""
+        return read(Path(self.path))
+
+
+class Writer(dcp.FileSystemWriter):
+    """Says of a disk that refuses what the disk says: torch's archive hides it behind a complaint of its own. Writes
+    metadata that are no pickle."""
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """As torch's, on the rank that gathers what all have written."""
+        metadata.storage_data = {each.index: each.storage_data for of_rank in results for each in of_rank}
+        with (Path(self.path) / FILE).open("wb") as file:
+            file.write(to_json(metadata))
+            file.flush()
+            os.fsync(file.fileno())
+
+    def write_data(self, *arguments: Any) -> Any:
+        """As torch's; raises OSError."""
+        try:
+            return super().write_data(*arguments)
+        except Exception as error:
+            raise of_the_disk(error) or error from None
+
+
+def save_state(state: State, folder: Path, group: dist.ProcessGroup | None) -> list[Path]:
+    """Write `state` into `folder`, a collective over `group` (None: this rank alone); this rank's files.
+
+    Raises OSError on every rank if one of them cannot write.
+    """
+    with _quiet():
+        try:
+            dcp.save(
+                to_dcp(state, group), storage_writer=Writer(folder), planner=DefaultSavePlanner(**AS_IT_IS),
+                process_group=group, no_dist=group is None,
+            )  # fmt: skip
+        except CheckpointException as error:
+            raise _first_failure(error) from None
+    rank = group.rank() if group is not None else 0
+    return sorted([*folder.glob(f"__{rank}_*"), *(folder.glob(FILE) if rank == 0 else [])])
+
+
+def load_state(state: State, folder: Path, group: dist.ProcessGroup | None) -> None:
+    """Fill `state` in place with what `folder` holds; every rank of `group` reads for itself. Raises Damaged."""
+    planner, reader = DefaultLoadPlanner(**AS_IT_IS), Reader(folder)
+    with _quiet():
+        try:
+            dcp.load(to_dcp(state, group), storage_reader=reader, planner=planner, no_dist=True)
+        except CheckpointException as error:
+            raise Damaged(f"{folder} cannot be loaded: {_first_failure(error)}") from None
+
+
+def load_dense(folder: Path, prefix: str) -> dict[str, Tensor]:
+    """All tensors whose name begins so, whole, on the CPU, under the rest of their name; raises Damaged."""
+    stored = {name: held for name, held in _metadata(folder).state_dict_metadata.items() if name.startswith(prefix)}
+    state = {name: torch.empty(held.size, dtype=held.properties.dtype) for name, held in stored.items()}
+    load_state(state, folder, None)
+    return {name.removeprefix(prefix): tensor for name, tensor in state.items()}
+
+
+def files_named(folder: Path) -> set[str]:
+    """The files that the metadata in `folder` speaks of: those of all ranks. Raises Damaged."""
+    return {str(info.relative_path) for info in _metadata(folder).storage_data.values()}
+
+
+def _metadata(folder: Path) -> Any:
+    try:
+        return read(folder)
+    except Exception as error:  # a pickle can fail in any way
+        raise Damaged(f"{folder / FILE} cannot be read ({error})") from None
+
+
+def to_dcp(state: State, group: dist.ProcessGroup | None) -> dict[str, Any]:
+    return {name: as_dtensor(held, group) if isinstance(held, LocalShard) else held for name, held in state.items()}
+
+
+def as_dtensor(piece: LocalShard, group: dist.ProcessGroup | None) -> Tensor:
+    """The boxes as the local part of a DTensor of the dense shape; a number is itself."""
+    if not piece.shape:
+        return piece.boxes[0][1]
+    assert group is not None, "a piece is one of several ranks'"
+    boxes = LocalShardsWrapper([box for _, box in piece.boxes], [offset for offset, _ in piece.boxes])
+    mesh = DeviceMesh.from_group(group, boxes.device.type)
+    strides = tuple(math.prod(piece.shape[dim + 1 :]) for dim in range(len(piece.shape)))
+    return DTensor.from_local(boxes, mesh, [Shard(0)], run_check=False, shape=piece.shape, stride=strides)
+
+
+def parts(held: Any) -> list[Tensor]:
+    """What this rank holds of one entry of a state: a piece's boxes, a DTensor's own part, or the tensor itself."""
+    if isinstance(held, LocalShard):
+        return [box for _, box in held.boxes]
+    return [held.to_local() if hasattr(held, "to_local") else held]
+
+
+def num_bytes(held: Any) -> int:
+    return sum(part.nbytes for part in parts(held))
+
+
+def is_whole(held: Any) -> bool:
+    return isinstance(held, Tensor) and not hasattr(held, "placements")
+
+
+def dealt(everyone: list[dict[str, tuple[bool, int]]], rank: int) -> set[str]:
+    """What `rank` writes of {name: (whole, bytes)} of all ranks: its parts, and its share of what several hold whole.
+
+    Each goes to the rank that has least to write so far. DCP would deal so too, but after every rank has copied
+    everything.
+    """
+    load = [sum(size for whole, size in of_rank.values() if not whole) for of_rank in everyone]
+    mine = {name for name, (whole, _) in everyone[rank].items() if not whole}
+    for name in dict.fromkeys(name for of_rank in everyone for name, (whole, _) in of_rank.items() if whole):
+        holders = [other for other, of_rank in enumerate(everyone) if name in of_rank and of_rank[name][0]]
+        writer = min(holders, key=lambda other: load[other])
+        load[writer] += everyone[writer][name][1]
+        if writer == rank:
+            mine.add(name)
+    return mine
+
+
+def cloned(held: Any) -> Any:
+    """A copy that the training does not touch, in the host's memory where that is possible."""
+    if isinstance(held, LocalShard):
+        return LocalShard(held.shape, [(offset, cloned(box)) for offset, box in held.boxes])
+    return held.detach().to("cpu", copy=True) if is_whole(held) else held.detach().clone()
+
+
+def blank(held: Any) -> Any:
+    """Memory of the same shape, in which nothing has been written."""
+    if isinstance(held, LocalShard):
+        return LocalShard(held.shape, [(offset, blank(box)) for offset, box in held.boxes])
+    return torch.empty_like(held, device="cpu") if is_whole(held) else torch.empty_like(held)
+
+
+def of_the_disk(error: BaseException | None) -> OSError | None:
+    """The OSError behind `error`, itself or what it was raised in the handling of."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def _first_failure(error: Any) -> BaseException:
+    failure: BaseException = next(iter(error.failures.values()))[0]
+    return failure
+
+
+class _quiet(warnings.catch_warnings):  # noqa: N801  it is used like a function
+    """DCP warns wherever one rank works by itself, which is what we ask of it."""
+
+    def __enter__(self) -> Any:
+        log = super().__enter__()
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        return log
+
+
+# One checkpoint, of all ranks.
+
+Result = TypeVar("Result")
+ENTRY_BYTES = 2048  # torch's archive around a tensor, and its line in the metadata
+SPARE_BYTES = 1 << 20  # a checkpoint leaves so much of the disk to the logs and records of the run
+
+
+class Unsaved(Exception):
+    """A checkpoint that could not be written, on every rank; the disk's own words."""
+
+
+class Plan(NamedTuple):
+    """The names that this rank writes, and the bytes of all ranks together; the same for every save of a run."""
+
+    mine: set[str]
+    total_bytes: int
+
+
+def plan(state: State, group: dist.ProcessGroup) -> Plan:
+    """Share the writing out, a collective."""
+    held = {name: (is_whole(part), num_bytes(part)) for name, part in state.items()}
+    everyone = all_gather_plain(held, group)
+    written = [dealt(everyone, rank) for rank in range(group.size())]
+    total_bytes = sum(everyone[rank][name][1] + ENTRY_BYTES for rank, names in enumerate(written) for name in names)
+    return Plan(written[group.rank()], total_bytes)
+
+
+def write_checkpoint(
+    folder: Path, draft: Manifest, state: State, group: dist.ProcessGroup, shares: Mapping[str, list[float | None]],
+    *, needed_bytes: int, shards_written: ShardsWritten = all_there,
+) -> Manifest:  # fmt: skip
+    """Write `state` as `folder/step-<step>`, a collective; returns the manifest as it was published, or raises Unsaved
+    on every rank.
+
+    Args:
+        state: what this rank writes, of all variants, under '<variant>/<name>'.
+        draft: the manifest as far as this rank knows it.
+        shares: this rank's shares of the losses since those that `draft` holds.
+        needed_bytes: what all ranks are going to write.
+        shards_written: what of this rank's files is there when it says that they are.
+    """
+    partial, rank = folder / f".{draft.name}.partial", group.rank()
+    try:
+        together(group, lambda: _prepare(partial, needed_bytes) if rank == 0 else None)
+        own = save_state(state, partial, group)
+        done, arrive = shards_written(own, partial, rank)
+        parts = together(group, lambda: (described(done, partial), dict(shares), draft.generators, draft.draws))
+        published = replace(
+            draft,
+            files={name: file for files, *_ in parts for name, file in files.items()},
+            losses={
+                name: [*before, *sum_losses([of_rank[name] for _, of_rank, *_ in parts])]
+                for name, before in draft.losses.items()
+            },
+            generators={name: state for _, _, generators, _ in parts for name, state in generators.items()},
+            draws={name: values for *_, draws in parts for name, values in draws.items()},
+        )  # fmt: skip
+        together(group, lambda: publish(partial, published) if rank == 0 else None)
+        arrive(folder / draft.name)
+        return published
+    except (OSError, Unsaved) as error:
+        if rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        dist.barrier(group=group)  # the room that the partial folder took is there again when anybody writes a line
+        raise Unsaved(str(error) if isinstance(error, Unsaved) else _in_words(error)) from None
+
+
+def together(group: dist.ProcessGroup, call: Callable[[], Result]) -> list[Result]:
+    """What `call` returns on each rank, on every rank; raises Unsaved on all if it raises OSError on one."""
+    try:
+        outcome: tuple[Any, str | None] = call(), None
+    except OSError as error:
+        outcome = None, _in_words(error)
+    outcomes = all_gather_plain(outcome, group)
+    for _, fault in outcomes:
+        if fault is not None:
+            raise Unsaved(fault)
+    return [value for value, _ in outcomes]
+
+
+def _in_words(error: OSError) -> str:
+    return error.strerror or str(error)
+
+
+def _prepare(partial: Path, needed_bytes: int) -> None:
+    """An empty folder, if there is room for what is going to be written."""
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    disk = os.statvfs(partial)
+    if disk.f_bavail * disk.f_frsize < needed_bytes + SPARE_BYTES:
+        needed, free = human_bytes(needed_bytes + SPARE_BYTES), human_bytes(disk.f_bavail * disk.f_frsize)
+        missing = f"{needed} are needed, {human_bytes(SPARE_BYTES)} of them for the logs, and {free} are free"
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {missing}")
+
+
+def described(files: list[Path], partial: Path) -> dict[str, list[Any]]:
+    """Size and checksum of each, by its path within the checkpoint."""
+    return {str(path.relative_to(partial)): [path.stat().st_size, manifest.sha256(path)] for path in files}
+
+
+def sum_losses(of_ranks: list[list[float | None]]) -> list[float | None]:
+    """The loss of each step from the shares of all ranks."""
+    return [math.fsum(share for share in step if share is not None) for step in zip(*of_ranks, strict=True)]
+
+
+def publish(partial: Path, published: Manifest) -> None:
+    """Write the manifest, have the disk hold all of the folder, and give it its name; raises OSError."""
+    for path in (manifest.write(partial, published), partial):
+        _sync(path)
+    final = partial.with_name(published.name)
+    if final.exists():  # of an earlier attempt that this one does not go on from
+        final.rename(partial.with_name(f".{published.name}.replaced"))
+    partial.rename(final)
+    _sync(final.parent)
+    shutil.rmtree(partial.with_name(f".{published.name}.replaced"), ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,150 @@
+"""Which host is MASTER_ADDR, by which of its own addresses and interfaces a rank reaches it, and the sockets there.
+
+Everything here is bounded: a resolver that has no answer can keep a thread for half a minute, so it gets one of its
+own.
+"""
+
+import ipaddress
+import queue
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+from distlab.lab.cluster import ClusterError
+
+Result = TypeVar("Result")
+SAID_AFTER_S = 3.0  # Compose registers a container's name when it starts it, all within about 2 s; a pod's comes later
+RETRY_S = 0.25
+SIOCGIFADDR = 0x8915
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
+
+
+class Address(NamedTuple):
+    """A host as the socket calls want it: its name for people, its family and its numeric address."""
+
+    name: str
+    family: socket.AddressFamily
+    ip: str
+
+
+def bounded(call: Callable[[], Result], timeout_s: float, refusal: str) -> Result:
+    """`call()`, or ClusterError(refusal) after `timeout_s`; errors of `call` are raised here."""
+    answers: queue.SimpleQueue[tuple[bool, Result | BaseException]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            answers.put((True, call()))
+        except BaseException as error:
+            answers.put((False, error))
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        succeeded, value = answers.get(timeout=max(timeout_s, 0.01))
+    except queue.Empty:
+        raise ClusterError(refusal) from None
+    if not succeeded:
+        raise value  # type: ignore[misc]
+    return value  # type: ignore[return-value]
+
+
+def resolve(name: str, timeout_s: float, say: Callable[[str], None]) -> Address:
+    """The address of `name`, IPv4 first; says every SAID_AFTER_S that it has none yet.
+
+    Raises ClusterError if it is unknown for `timeout_s` seconds, at once where no host can have this name.
+    """
+    deadline = time.monotonic() + timeout_s
+    refusal = (
+        f"MASTER_ADDR={name!r} does not resolve to an address ({timeout_s:g} s tried): set it to the host of rank 0"
+    )
+    say_at = time.monotonic() + SAID_AFTER_S
+    while (now := time.monotonic()) < deadline:
+        try:
+            found = bounded(
+                lambda: socket.getaddrinfo(name, None, type=socket.SOCK_DGRAM), min(SAID_AFTER_S, deadline - now), ""
+            )
+        except UnicodeError:  # a label that no host name can hold
+            break
+        except (OSError, ClusterError):
+            if time.monotonic() >= say_at:
+                say(f"waiting for MASTER_ADDR={name!r}, which does not resolve to an address yet")
+                say_at += SAID_AFTER_S
+            time.sleep(RETRY_S)
+            continue
+        family, _, _, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
+        return Address(name, family, str(address[0]))
+    raise ClusterError(refusal)
+
+
+def is_local(address: Address) -> bool:
+    """Whether `address` belongs to this machine: only then can a socket be bound to it."""
+    with socket.socket(address.family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((address.ip, 0))
+        except OSError:
+            return False
+    return True
+
+
+def source_ip(family: int, target_ip: str) -> str | None:
+    """This machine's address on the way to `target_ip`, or None without a route; sends nothing."""
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((target_ip, 9))
+        except OSError:
+            return None
+        return str(probe.getsockname()[0])
+
+
+def outward_ip(family: int) -> str:
+    """This machine's address on its default route, or "" if it has none (addresses of RFC 5737 and 3849 are
+    nobody's)."""
+    return source_ip(family, "192.0.2.1" if family == socket.AF_INET else "2001:db8::1") or ""
+
+
+def is_loopback(ip: str) -> bool:
+    """Whether `ip` reaches its own machine alone, as the 127.0.1.1 that Debian gives a host's own name."""
+    return ipaddress.ip_address(ip.partition("%")[0]).is_loopback
+
+
+def interface_of(ip: str) -> str | None:
+    """The network interface that holds an IPv4 address, such as `eth0`; None where the system does not tell."""
+    try:
+        import fcntl
+    except ImportError:
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:  # an interface without an IPv4 address
+                continue
+            if socket.inet_ntoa(answer[20:24]) == ip:
+                return name
+    return "lo" if is_loopback(ip) else None  # 127.0.1.1 is no interface's first address
+
+
+def listening_socket(address: Address, port: int = 0) -> socket.socket:
+    """A TCP socket that listens; raises OSError where the port is taken.
+
+    It listens where `own_ip` says.
+    """
+    tcp = socket.socket(address.family, socket.SOCK_STREAM)
+    try:
+        tcp.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # past the TIME_WAIT of an earlier run
+        tcp.bind((own_ip(address), port))
+        tcp.listen(128)
+    except OSError:
+        tcp.close()
+        raise
+    return tcp
+
+
+def own_ip(address: Address) -> str:
+    """Where rank 0 opens its ports: at its own address alone.
+
+    At all where that is a loopback's under another name, as Debian gives a host's own: others know it by another.
+    """
+    return address.ip if address.name in LOOPBACK_NAMES or not is_loopback(address.ip) else ""

@@ -1,0 +1,200 @@
+"""How a rank ends when it has failed, was stopped, or the cluster broke: its sentence, its records, its exit code.
+
+The main thread may hang in C++ and a disk may hang under the records, so the end has a bound of its own, and
+`os._exit` asks nobody.
+"""
+
+import errno
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import NoReturn
+
+from distlab.lab.cluster import ClusterError
+from distlab.lab.cluster.messages import Place, Verdict
+from distlab.lab.config import ConfigError
+from distlab.lab.report.records import Lost
+
+# A rank whose main thread raised: what it ends with, what others say of it, and whether a loss may be the cause.
+
+# Words of errors behind which a lost rank may stand: gloo, NCCL and the store name an address at best.
+BLAMELESS = ("gloo", "nccl", "store", "connection", "socket", "pipe", "timed out", "peer")
+
+
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+
+
+def failed(rank: int, place: Place, error: BaseException, waited_for: Iterable[str]) -> tuple[Verdict, Verdict]:
+    """The verdict that `rank` ends with, and the one that it tells the others.
+
+    A refusal is the run's and no rank's own: all say the same sentence, and nobody is lost.
+    """
+    if isinstance(error, ConfigError):
+        refused = Verdict(2, f"refused    {'; '.join(error.faults)}")
+        return refused, refused
+    text = f"{type(error).__name__}: {error}".splitlines()[0][:500]
+    if waits := ", ".join(waited_for):
+        text += f"; it waited for {waits}"
+    code = 3 if isinstance(error, ClusterError) else 1
+    sentence = f"rank {rank} failed {place}: {text}"
+    lost = Lost(rank, place.step, f"failed: {text}")
+    told = code if disk_refuses(error) else 3
+    return Verdict(code, sentence), Verdict(told, sentence, (lost,))
+
+
+def disk_refuses(error: BaseException | None) -> bool:
+    """Whether a disk that is full, or that cannot be written any more, stands behind `error`.
+
+    It is the run's disk and no rank's own: all end alike, those too that were only waiting.
+    """
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in DISK:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def may_be_a_loss(error: BaseException | None) -> bool:
+    """Whether a lost rank can be the cause of `error`, itself or in what it was raised from."""
+    while error is not None:
+        if isinstance(error, ConnectionError):
+            return True
+        if isinstance(error, (RuntimeError, OSError)) and any(word in str(error).lower() for word in BLAMELESS):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+# Which rank writes down what became of a broken run: the lowest survivor, and if it goes too while it writes, the next.
+#
+# It is seen by its file on the disk. Ranks that share no disk write one on each. A rank that was declared dead writes
+# nothing: it cannot know what happened since.
+
+LOOK_S = 0.05
+WRITING_S = 2.5  # how long a rank that is alive may take to write run.json, 0.1 to 1.2 s as a rule: its disk may hang
+NEXT_S = 0.75  # and so much longer for each other survivor in between: they take it up one after another
+
+
+class Succession:
+    """The survivors as one of them knows them, on the thread that ends it; made as soon as the loss is named."""
+
+    def __init__(self, rank: int, survivors: Iterable[int], *, given_up: bool = False) -> None:
+        self.rank, self.survivors, self.given_up = rank, sorted(survivors), given_up
+        self.named_at = time.monotonic()
+
+    def turn(self, written: Callable[[], bool]) -> bool:
+        """Wait until it is this rank's turn to write; False if another has written, which `written` sees."""
+        if self.given_up or self.rank not in self.survivors:
+            return False
+        before = self.survivors.index(self.rank)
+        patience_s = WRITING_S + NEXT_S * (before - 1) if before else 0.0
+        while not written():
+            if time.monotonic() - self.named_at >= patience_s:
+                return True
+            time.sleep(LOOK_S)
+        return False
+
+
+# SIGTERM, SIGHUP and Ctrl-C as bytes on a socket: seen at once by a thread, though the main thread is blocked in C++.
+#
+# Python runs a signal's handler on the main thread, which does not come back from a collective while it waits for a
+# rank; the wake-up descriptor is written by the handler in C. Must be made and closed on the main thread.
+
+EXIT_CODES = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGHUP: 143}  # a terminal that is gone stops a run, too
+
+
+def heeded() -> list[signal.Signals]:
+    """The stop signals but those that whoever started this process had it ignore, as nohup does."""
+    return [number for number in EXIT_CODES if signal.getsignal(number) is not signal.SIG_IGN]
+
+
+class Signals:
+    """The stop signals of this process, taken over from Python until `close`."""
+
+    def __init__(self) -> None:
+        self.receiver, self._sender = socket.socketpair()
+        self.receiver.setblocking(False)
+        self._sender.setblocking(False)
+        self._previous = {number: signal.signal(number, lambda *_: None) for number in heeded()}
+        self._previous_fd = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
+
+    def close(self) -> None:
+        """Give them back."""
+        signal.set_wakeup_fd(self._previous_fd)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def wake(self) -> None:
+        """End a `wait` that is under way, on another thread, with None."""
+        with suppress(OSError):  # it is full: whoever waits wakes anyway
+            self._sender.send(b"\0")
+
+    def wait(self, timeout_s: float) -> signal.Signals | None:
+        """The first stop signal within `timeout_s`; None earlier after `wake`."""
+        ready, _, _ = select.select([self.receiver], [], [], max(0.0, timeout_s))
+        if self.receiver not in ready:
+            return None
+        return next((signal.Signals(number) for number in self.receiver.recv(64) if number in EXIT_CODES), None)
+
+
+# The end itself, once, by whichever thread comes first. SIGTERM outranks a loss in a rank's own code, even while the
+# records of the loss are being written.
+
+LAST_WORDS_S = 7.0  # for run.json and report of a broken run (finish.py), in 5 s as a rule; a signal cuts it short
+STOP_S = 0.6  # after a signal: `docker stop` ends a rank in under a second
+
+
+class Departure:
+    """Ends this process once, whichever thread comes first."""
+
+    def __init__(
+        self, signals: Signals, say: Callable[[str], None], on_verdict: Callable[[Verdict, Succession], None]
+    ) -> None:
+        self._signals, self._say, self._on_verdict = signals, say, on_verdict
+        self._leaving = threading.Lock()
+
+    def leave(self, verdict: Verdict, succession: Succession | None) -> NoReturn:
+        """Say the verdict, let the entry point write it down if there is anything to write, and exit with its code."""
+        if not self._leaving.acquire(blocking=False):
+            if verdict.exit_code in EXIT_CODES.values():
+                exit_now(verdict.exit_code)
+            while True:  # the other thread is ending the process, within LAST_WORDS_S
+                time.sleep(LAST_WORDS_S)
+        threading.Thread(target=self._cut_short, args=(verdict.exit_code,), daemon=True).start()
+        with suppress(Exception):  # nobody reads what is printed
+            self._say(verdict.sentence)
+        with suppress(Exception):  # a full disk must not keep a rank of a broken cluster alive
+            if succession is not None:
+                self._on_verdict(verdict, succession)
+        exit_now(verdict.exit_code)
+
+    def _cut_short(self, exit_code: int) -> None:
+        if exit_code in EXIT_CODES.values():
+            time.sleep(STOP_S)
+        else:
+            number, end_by = None, time.monotonic() + LAST_WORDS_S
+            # `Signals.wake` ends a wait early: then the rest is waited for.
+            while number is None and (left_s := end_by - time.monotonic()) > 0:
+                number = self._signals.wait(left_s)
+            exit_code = EXIT_CODES[number] if number is not None else exit_code
+        exit_now(exit_code)
+
+
+def exit_now(exit_code: int) -> NoReturn:
+    """Flush what was printed, if that does not hang for long, and end the process."""
+    flushing = threading.Thread(target=_flush, daemon=True)
+    flushing.start()
+    flushing.join(timeout=0.2)
+    os._exit(exit_code)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()

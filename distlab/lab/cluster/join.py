@@ -1,0 +1,493 @@
+"""Ranks find each other: rank 0 serves at MASTER_ADDR:MASTER_PORT, all others connect to it until every rank is there.
+
+What cannot run together is refused by the server with one sentence, which every rank says: a doubled RANK, another
+WORLD_SIZE, RUN_MODE, version or setting, ranks that never came. A process without the key of the run gets nothing from
+it. Under torchrun the agent owns MASTER_PORT: rank 0 writes into its store, which is open to all, where it serves.
+Nothing waits longer than LAB_JOIN_TIMEOUT_S.
+"""
+
+import errno
+import hashlib
+import hmac
+import os
+import secrets
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from distlab.lab.cluster import ClusterError
+from distlab.lab.cluster.address import (
+    Address,
+    bounded,
+    interface_of,
+    is_local,
+    listening_socket,
+    outward_ip,
+    own_ip,
+    resolve,
+    source_ip,
+)
+from distlab.lab.cluster.admission import Admission, claim_of, too_long
+from distlab.lab.cluster.messages import PURPOSE, Beat, Claim, FromServer, Join, Member, Place, Refused, Sealed, Waiting
+from distlab.lab.cluster.rank_server import FROZEN_S, PERIOD_S, RankServer, Strangers
+from distlab.lab.config import Config, ConfigError
+from distlab.lab.config.settings import MIN_KEY, claim_run_id, read_key
+from distlab.techniques.transport.handshake import Closed, Foreign, Unproven, Who, prove
+from distlab.techniques.transport.store_server import READ_BYTES, Message, framed, take_frames
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from distlab.techniques.transport.store import KeyedStore
+
+ASK_EVERY_S = 0.1  # a port at which nothing listens
+DIAL_S = 1.0
+SAY_AFTER_S = 3.0  # what is waited for: most ranks come sooner
+SAY_EVERY_S = 9.5
+# A port that accepts connections, while nobody answers as rank 0 for so long, is another program's. A dying earlier run
+# frees it sooner.
+FOREIGN_S = 4.0
+LINGER_S = 6.0  # how long rank 0 stays for ranks that are still importing torch, to tell them why there is no run
+STORE_TIMEOUT_S = 20.0
+Where = Callable[[], tuple[Address, int] | None]  # where rank 0 serves, if that is known
+ANSWERS = msgspec.msgpack.Decoder(FromServer)
+
+
+class Line:
+    """This rank's connection to the server. Used by one thread, but for `send`."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.settimeout(STORE_TIMEOUT_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.connection = connection
+        self.ended = False
+        self.deaf = self.mute = False  # by fault injection
+        self.unread: list[FromServer] = []  # what has come and was not for whoever read before
+        self._received = bytearray()
+        self._lock = threading.Lock()
+
+    def send(self, message: Message) -> None:
+        """Send it, unless the connection has ended."""
+        try:
+            with self._lock:
+                if not self.mute:
+                    self.connection.sendall(framed(message))
+        except OSError:
+            self.ended = True
+
+    def messages(self, timeout_s: float = 0.0) -> list[FromServer]:
+        """All that has come; waits for the first one."""
+        unread, self.unread = self.unread, []
+        if unread or self.ended or not select.select([self.connection], [], [], max(0.0, timeout_s))[0]:
+            return unread
+        try:
+            new = self.connection.recv(READ_BYTES)
+            self._received += new
+            self.ended = not new
+            if self.deaf:
+                self._received.clear()
+            return [ANSWERS.decode(frame) for frame in take_frames(self._received)]
+        except (OSError, ValueError, msgspec.MsgspecError):
+            self.ended = True
+            return []
+
+    def close(self) -> None:
+        self.ended = True
+        self.connection.close()
+
+
+def refuses(member: Member) -> bool:
+    """Whether nothing listens any more where this rank would serve, as its process does to its end."""
+    try:
+        socket.create_connection((member.ip, member.next_port), DIAL_S).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
+def dial(ip: str, port: int, key: bytes, who: Who, timeout_s: float = DIAL_S) -> Line:
+    """A connection to the server there, both of whose ends have proven the key; raises OSError."""
+    connection = socket.create_connection((ip, port), timeout_s)
+    try:
+        prove(connection, key, PURPOSE, who, timeout_s)
+    except OSError:
+        connection.close()
+        raise
+    return Line(connection)
+
+
+@dataclass
+class Cluster:
+    """All ranks, agreed: what each needs to speak with the others."""
+
+    rank: int
+    world_size: int
+    store: "dist.Store"
+    members: dict[int, Member]
+    run_id: str
+    token: str  # the same on all ranks of this run, another in every other run
+    key: bytes
+    strangers: Strangers  # what came to this rank and was not believed
+    # The server, and this rank's connection to it: another one's where rank 0 is lost and the run goes on.
+    line: Line
+    server_at: tuple[str, int]
+    claim: Claim
+    life: int
+    server: RankServer | None = None  # in the process of rank `host`
+    next_listening: socket.socket | None = None  # where this rank serves if the run goes on without rank 0
+    host: int = 0
+    gone: frozenset[int] = frozenset()  # of a run that this rank has come back to
+
+    def tell_death(self, rank: int, how: str) -> None:
+        """Whoever started rank `rank` knows how its process ended."""
+        if self.server is not None:
+            self.server.tell_death(rank, how)
+
+
+def join(
+    config: Config, version: str, say: Callable[[str], None], contents: Mapping[str, str] | None = None,
+    *, goes_on: bool = False,
+) -> Cluster:  # fmt: skip
+    """Wait for all ranks and agree with them, on the checksums `contents` too; raises ClusterError with the sentence
+    that every rank concerned says. The run `goes_on` without a rank that is lost, rank 0 among them."""
+    assert config.rank is not None and config.master_addr is not None, "a rank has RANK and MASTER_ADDR"  # noqa: PT018
+    address = resolve(config.master_addr, config.join_timeout_s, say)
+    import torch.distributed  # noqa: F401 (takes seconds: before the bound begins, and others count on an answer)
+
+    started = time.monotonic()
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    key = key_of(config, os.environ.get("TORCHELASTIC_RUN_ID", "") if agent else "")
+    if key.derived and config.rank == 0 and config.world_size > 1:
+        say(DERIVED)
+    own = address._replace(ip=source_ip(address.family, address.ip) or address.ip)
+    listening = listening_socket(own) if goes_on else None
+    claim = claim_of(config, version, outward_ip(address.family), contents, listening)
+    if too_long(claim):
+        raise ClusterError("a setting of this rank is too long to be told to the others: 1024 characters at most")
+    joining = Joining(config, claim, key.secret, say, started, listening)
+    if agent:
+        return joining.by_the_agents_store(address)
+    if config.rank == 0 and is_local(address):
+        return joining.serve(address, joining.own_port(address))
+    return joining.until_sealed(lambda: (address, config.master_port))
+
+
+@dataclass
+class Joining:
+    """What one rank carries while it joins."""
+
+    config: Config
+    claim: Claim
+    key: bytes
+    say: Callable[[str], None]
+    started: float
+    next_listening: socket.socket | None
+    strangers: Strangers = field(init=False)
+    life: int = field(default_factory=time.time_ns)
+    _pause_s: float = SAY_AFTER_S
+    _said_at: float = field(init=False)
+    _foreign_since: float | None = None
+    _other_key: bool = False
+    _ended_at: float | None = None  # when the connection to a rank 0 ended that gathered ranks, this one among them
+
+    def __post_init__(self) -> None:
+        self.strangers, self._said_at = Strangers(self.say), self.started
+
+    @property
+    def deadline(self) -> float:
+        return self.started + self.config.join_timeout_s
+
+    @property
+    def bound(self) -> str:
+        return f"in {self.config.join_timeout_s:g} s (LAB_JOIN_TIMEOUT_S)"
+
+    def progress(self, sentence: str) -> None:
+        """Say what is being waited for, after `SAY_AFTER_S` and then every `SAY_EVERY_S`."""
+        if sentence and time.monotonic() - self._said_at >= self._pause_s:
+            self._said_at, self._pause_s = time.monotonic(), SAY_EVERY_S
+            self.say(sentence)
+
+    # As rank 0.
+
+    def own_port(self, address: Address) -> socket.socket:
+        """MASTER_PORT, to serve at; raises ClusterError where another program or run keeps it."""
+        port = self.config.master_port
+        while True:
+            try:
+                return listening_socket(address, port)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    said = f"MASTER_PORT={port} cannot be opened on {address.name}: {error.strerror}"
+                    raise ClusterError(said) from None
+            # Another run's rank 0 answers here too: it knows whether this one is its double or its successor.
+            waiting = self.ask_once(address, port)
+            if time.monotonic() > self.deadline:
+                held = f"MASTER_PORT={port} on {address.name} was still held by an earlier run {self.bound}"
+                raise ClusterError(held)
+            self.progress(waiting)
+            time.sleep(ASK_EVERY_S)
+
+    def serve(self, address: Address, listening: socket.socket) -> Cluster:
+        """Open the server, and join by it like any other rank."""
+        config = self.config
+        ip = address.ip if is_local(address) else source_ip(address.family, address.ip) or address.ip
+        admission = Admission(self.claim, config.run_id or "", config.join_timeout_s, config.lost_after_s)
+        name = partial(claim_run_id, config.runs_dir, config.mode_name)
+        server = RankServer(
+            listening, self.key, 0, ip, admission, secrets.token_hex(8), self.deadline, self.bound, self.strangers, name
+        )  # fmt: skip
+        here = address._replace(ip=own_ip(address) or "127.0.0.1")
+        try:
+            return self.until_sealed(lambda: (here, server.port), server)
+        except ClusterError:
+            deadline = time.monotonic() + (LINGER_S if time.monotonic() < self.deadline else 1.0)
+            while not server.all_told() and time.monotonic() < deadline:
+                time.sleep(0.02)
+            server.close()
+            raise
+
+    # As any rank.
+
+    def until_sealed(self, where: Where, server: RankServer | None = None) -> Cluster:
+        """Ask the server that is where `where` says, anew each time that it does not answer, until all are there."""
+        while True:
+            asked_at = time.monotonic()
+            board = where()
+            if board is None:
+                waiting = "waiting for rank 0"
+            else:
+                found = self.ask_once(*board, server)
+                if isinstance(found, Cluster):
+                    return found
+                waiting = found
+            now = time.monotonic()
+            if self._ended_at is not None and now - asked_at > FROZEN_S + DIAL_S:
+                self._ended_at = now  # this rank did not run itself
+            if self._ended_at is not None and now - self._ended_at > self.config.lost_after_s:
+                raise ClusterError("rank 0 lost before all ranks had joined: its connection ended")
+            if now > self.deadline:
+                raise ClusterError(f"rank {self.claim.rank} could not join {self.bound}: {waiting}")
+            self.progress(waiting)
+            time.sleep(max(0.0, asked_at + ASK_EVERY_S - time.monotonic()))
+
+    def ask_once(self, address: Address, port: int, server: RankServer | None = None) -> Any:
+        """Ask to be let in by one connection: the cluster, or in words what is waited for once that has ended.
+
+        Raises ClusterError with the server's refusal, or where another program has the port.
+        """
+        where = f"{address.name} ({address.ip}):{port}"
+        nobody = f"waiting for rank 0: nothing listens at {where}"
+        if self.claim.rank == 0:
+            nobody = f"waiting for {where}: MASTER_ADDR is not this host, where rank 0 runs, and no other one answers"
+        try:
+            line = dial(address.ip, port, self.key, Who(self.claim.rank, self.life))
+        except (Foreign, TimeoutError):
+            found = "accepts connections and does not answer"
+        except (Closed, ConnectionResetError, BrokenPipeError):  # it may have had too much to do
+            found = "closes connections"
+        except Unproven:
+            self._other_key = True
+            found = "answers with another key: set the same LAB_KEY on all ranks"
+        except OSError:
+            self._foreign_since = None
+            return nobody
+        else:
+            self._foreign_since = None
+            line.send(Join(self.claim))
+            return self._wait_in(line, address, port, server)
+        return self._is_foreign(address, port, f"waiting for rank 0: {where} {found}")
+
+    def _wait_in(self, line: Line, address: Address, port: int, server: RankServer | None) -> Any:
+        """Beat until all are there, the server refuses, or the connection ends."""
+        waiting, let_in, heard_at = "", False, time.monotonic()
+        while not line.ended:
+            line.send(Beat(Place(phase="join")))
+            messages = line.messages(PERIOD_S)
+            while messages:
+                message, heard_at = messages.pop(0), time.monotonic()
+                match message:
+                    case Refused(sentence):
+                        raise ClusterError(sentence)
+                    case Sealed():
+                        line.unread = messages
+                        return self.cluster(line, message, address, port, server)
+                    case Waiting(sentence):
+                        waiting, self._ended_at = sentence, None
+                        let_in = not sentence or sentence.startswith(("waiting for rank ", "waiting for ranks "))
+            now = time.monotonic()
+            if let_in and now - heard_at > (bound_s := self.config.lost_after_s):
+                line.close()
+                raise ClusterError(f"rank 0 lost before all ranks had joined: no heartbeat for {bound_s:g} s")
+            # A server that answers has the word: its own bound is near, and every rank says its sentence.
+            if now > max(self.deadline, heard_at) + SAY_AFTER_S:
+                line.close()
+                raise ClusterError(f"rank {self.claim.rank} could not join {self.bound}: {waiting}")
+            self.progress(waiting)
+        self._ended_at = time.monotonic() if let_in else None
+        return waiting
+
+    def _is_foreign(self, address: Address, port: int, waiting: str) -> str:
+        """What is waited for; raises ClusterError once another program has had the port for FOREIGN_S."""
+        self._foreign_since = self._foreign_since or time.monotonic()
+        if time.monotonic() - self._foreign_since > FOREIGN_S and port == self.config.master_port:
+            at = f"MASTER_PORT={port} on {address.name}"
+            if self._other_key:
+                raise ClusterError(
+                    f"{at} is held by a rank 0 with another key: set the same LAB_KEY on all ranks of a run, or choose"
+                    " another port for another run"
+                )
+            raise ClusterError(f"{at} is taken by another program, not by rank 0: choose another port")
+        return waiting
+
+    def cluster(self, line: Line, sealed: Sealed, address: Address, port: int, server: RankServer | None) -> Cluster:
+        members = {member.rank: member for member in sealed.members}
+        store = store_at(address.ip, port, self.key)
+        where = address.ip, port
+        return Cluster(
+            self.claim.rank, len(members), store, members, sealed.run_id, sealed.token, self.key, self.strangers, line,
+            where, self.claim, self.life, server, self.next_listening, sealed.host,
+            frozenset(sealed.gone),
+        )  # fmt: skip
+
+    def by_the_agents_store(self, address: Address) -> Cluster:
+        """Under torchrun: the agent's store is there before the ranks are; rank 0 writes into it where it serves.
+
+        The store outlives its ranks, and agents count restarts apart (a change of members counts for none of them):
+        nothing that a rank is given names an attempt that all ranks share. So where rank 0 serves is read again until
+        that one lets this rank in: the server of an attempt before answers no more.
+        """
+        import torch.distributed as dist
+
+        store = agents_store(address.ip, self.config.master_port)
+        store = dist.PrefixStore(f"distlab/{os.environ.get('TORCHELASTIC_RUN_ID', '')}", store)
+        if self.claim.rank == 0:
+            # Ranks of other nodes know this host as MASTER_ADDR or, if the agent's store is elsewhere, by its address.
+            ip = "" if is_local(address) else source_ip(address.family, address.ip) or ""
+            here = address._replace(ip=ip or address.ip)
+            listening = listening_socket(here)
+            store.set("server", in_an_agents_store(self.key, f"{listening.getsockname()[1]} {ip}"))
+            return self.serve(here, listening)
+
+        def server_now() -> tuple[Address, int] | None:
+            if not store.check(["server"]):
+                return None
+            said = store.get("server")
+            place = said.decode(errors="replace").partition(" ")[2]
+            if not hmac.compare_digest(said, in_an_agents_store(self.key, place).encode()):
+                return None  # somebody else's word, or a server with another key
+            port, _, ip = place.partition(" ")
+            return address._replace(ip=ip or address.ip), int(port)
+
+        return self.until_sealed(server_now)
+
+
+def store_at(ip: str, port: int, key: bytes) -> "KeyedStore":
+    """The store of the server there; raises ClusterError."""
+    from distlab.techniques.transport.store import KeyedStore  # torch comes with it
+
+    try:
+        return KeyedStore(ip, port, key, STORE_TIMEOUT_S, PURPOSE)
+    except OSError as error:
+        raise ClusterError(f"the store of rank 0 at {ip}:{port} did not answer: {error}") from None
+
+
+def in_an_agents_store(key: bytes, place: str) -> str:
+    """Where rank 0 serves, port and address, behind what only ranks with the key can write, in a store open to all."""
+    return f"{derive_name(key, f'server at {place}')} {place}"
+
+
+def agents_store(ip: str, port: int) -> "dist.Store":
+    import torch.distributed as dist
+
+    timeout = timedelta(seconds=STORE_TIMEOUT_S)
+    # The constructor's own timeout does not hold against a port that accepts and stays silent; where it does, it comes
+    # first, or the process would end under a thread that is in C++ and abort.
+    refusal = f"the agent's store at {ip}:{port} did not answer in {STORE_TIMEOUT_S:g} s"
+    try:
+        return bounded(
+            lambda: dist.TCPStore(ip, port, None, False, timeout, wait_for_workers=False),
+            STORE_TIMEOUT_S + 2.0, refusal,
+        )  # fmt: skip
+    except RuntimeError:
+        raise ClusterError(refusal) from None
+
+
+def init_process_group(cluster: Cluster, config: Config) -> None:
+    """The default process group over the cluster's store, with LAB_COLLECTIVE_TIMEOUT_S a collective.
+
+    gloo is bound to the interface that holds this rank's own address. Left alone it takes the address of the host's
+    name, which many machines give as 127.0.1.1. It reads the choice from the environment, where subgroups find it too.
+    """
+    import torch.distributed as dist
+
+    from distlab.techniques.transport.store import Prefixed
+
+    interface = interface_of(cluster.members[cluster.rank].ip)
+    if config.backend != "nccl" and interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    dist.init_process_group(
+        config.backend,
+        store=Prefixed("group", cluster.store),
+        rank=cluster.rank,
+        world_size=cluster.world_size,
+        timeout=timedelta(seconds=config.collective_timeout_s),
+    )
+
+
+# The key of a run, which both ends of every connection between ranks prove, and where it comes from.
+#
+# LAB_KEY, or what is in the file that LAB_KEY_FILE names; if neither is set, one that the launcher draws for local
+# ranks and `./run` for containers. Else the secret that Compose or an orchestrator mounts. Else it is derived from
+# what all ranks of a run share, which keeps strangers apart by accident alone: rank 0 says so.
+
+SECRET = Path("/run/secrets/lab_key")  # where Compose and Kubernetes put a secret of this name by custom
+DERIVED = (
+    "key        derived from MASTER_PORT and no secret: whoever reaches this network can speak as a rank. Set LAB_KEY"
+    " alike on all ranks"
+)
+
+
+class Key(NamedTuple):
+    """32 bytes, and whether anybody could have derived them."""
+
+    secret: bytes
+    derived: bool
+
+
+def key_of(config: Config, agent_run: str = "", secret: Path = SECRET) -> Key:
+    """The key of the run that these settings are of; `agent_run` tells runs of one torchrun port apart.
+
+    Raises ConfigError where there is a secret that cannot be read.
+    """
+    words = config.key.get_secret_value() if config.key is not None else _read(config.key_file or secret)
+    what = f"given\0{words}" if words else f"derived\0{config.master_port}\0{agent_run}"
+    return Key(hashlib.sha256(b"distlab key of a run\0" + what.encode("utf-8", "surrogateescape")).digest(), not words)
+
+
+def _read(secret: Path) -> str:
+    """Its words; empty where there is no such file, or an empty one."""
+    try:
+        words = read_key(secret) if secret.is_file() else ""
+    except OSError as error:
+        raise ConfigError([f"{secret}, the key of this run, cannot be read: {error.strerror}"]) from None
+    if words and len(words) < MIN_KEY:
+        raise ConfigError(
+            [f"{secret}, the key of this run, holds {len(words)} characters: expected {MIN_KEY} and more, or none"]
+        )
+    return words
+
+
+def derive_name(key: bytes, what: str) -> str:
+    """A name that only who has the key can know, such as the prefix of a run's keys in a store."""
+    return hmac.digest(key, what.encode(), "sha256")[:16].hex()

@@ -1,0 +1,186 @@
+"""The link: this container's way out, as slow as LAB_NET_RATE and LAB_NET_DELAY ask for.
+
+    exec python -m distlab.lab.cluster.link COMMAND   shape the link, give the capability up, and go on as COMMAND
+
+The entry point runs this where compose/net.yaml gave NET_ADMIN, as root, before the rank drops its uid. Before every
+interface that leads to other ranks stand netem, which holds each packet back for the delay, and behind it a token
+bucket (tbf), which lets bytes through at the rate. So a packet that waits for its turn has been delayed already, and
+both are paid once. What was done is written to a file, which the rank reads: to refuse a link that nobody shaped, and
+to say what the kernel lacks.
+
+The rate is that of what ranks send: packets carry 1448 bytes of theirs in 1514, so a bucket lets through 4.6 % more. It
+holds a millisecond's worth. With less the link would idle while the kernel wakes up to open it; with more, messages of
+that size would pass as if there were no limit. Packets that TCP hands over in one piece (up to 64 KiB) are cut where
+they are larger than that.
+"""
+
+import ctypes
+import errno
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from distlab.lab.config import Config, ConfigError
+
+SHAPED = Path("/tmp/distlab-link")  # of this container alone
+COMMAND = "docker compose -f docker-compose.yaml -f compose/net.yaml up"
+
+
+@dataclass(frozen=True)
+class Shaped:
+    """What the rank is told of its link: what was asked for, and a sentence for what the kernel could not do."""
+
+    rate: str | None
+    delay: str | None
+    lacks: str = ""
+
+
+def bits_s(rate: str) -> float:
+    """LAB_NET_RATE in bits a second: 100mbit is 1e8."""
+    return float(rate[:-4]) * {"k": 1e3, "m": 1e6, "g": 1e9}[rate[-4]]
+
+
+def seconds(delay: str) -> float:
+    """LAB_NET_DELAY in seconds: 5ms is 0.005."""
+    number = delay.rstrip("ums")
+    return float(number) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[delay.removeprefix(number)]
+
+
+def asked(config: Config) -> str:
+    """The variables as they were set, for sentences; empty if neither was."""
+    values = {"LAB_NET_RATE": config.net_rate, "LAB_NET_DELAY": config.net_delay}
+    return " and ".join(f"{name}={value}" for name, value in values.items() if value is not None)
+
+
+def refusals(config: Config) -> list[str]:
+    """A sentence if a slow link was asked for and this rank has none."""
+    if not asked(config) or config.world_size == 1:  # one rank sends nothing, over no link
+        return []
+    if config.local_rank is not None:
+        return [f"{asked(config)}: local ranks have no link to shape, run them in containers: {COMMAND}"]
+    if shaped(config) is None:
+        return [f"{asked(config)} and this rank's link was not shaped, which takes a capability more: {COMMAND}"]
+    return []
+
+
+def shaped(config: Config) -> Shaped | None:
+    """What was done to this container's link for these settings; None if nothing was."""
+    if not SHAPED.exists():
+        return None
+    found = Shaped(**json.loads(SHAPED.read_text(encoding="utf-8")))
+    return found if (found.rate, found.delay) == (config.net_rate, config.net_delay) else None
+
+
+def tell_rank(done: Shaped) -> None:
+    """Tell the rank what was done."""
+    SHAPED.write_text(json.dumps(asdict(done)), encoding="utf-8")
+
+
+BURST_S = 1e-3  # of the rate: what the bucket holds
+# Of the rate, and at least: what may wait before it. TCP itself keeps it short; losses do not.
+QUEUE_S, QUEUE_BYTES = 0.1, 1 << 20
+DELAYED_PACKETS = 100_000  # that may be on their way through the delay
+MAX_BITS_S, MAX_DELAY_S = 34e9, 100.0  # tbf counts bytes a second in 32 bits, netem 64 ns in as many
+HEADER_BYTES, TCP_BYTES = 14, 52  # of Ethernet, before a packet's MTU; of IP and TCP with timestamps, inside of it
+
+IFF_UP, IFF_LOOPBACK = 1, 8  # net/if.h
+CAP_NET_ADMIN = 12  # linux/capability.h
+CAPABILITY_VERSION_3 = 0x20080522
+PR_SET_NO_NEW_PRIVS = 38
+
+
+class LinkError(Exception):
+    """The link cannot be what was asked for; the message says why, in one sentence."""
+
+
+def shape(route: Any, config: Config) -> Shaped:
+    """Put the queues before all interfaces that lead out, through pyroute2's IPRoute `route`; raises LinkError."""
+    rate = bits_s(config.net_rate) if config.net_rate is not None else None
+    delay = seconds(config.net_delay) if config.net_delay is not None else 0.0
+    if rate is not None and rate > MAX_BITS_S:
+        raise LinkError(f"LAB_NET_RATE={config.net_rate} is more than the kernel's token bucket counts: 34gbit at most")
+    if delay > MAX_DELAY_S:
+        raise LinkError(f"LAB_NET_DELAY={config.net_delay} is out of range, allowed: {MAX_DELAY_S:g}s at most")
+    lacks = ""
+    for index, mtu in ways_out(route):
+        place: dict[str, Any] = {"root": True}
+        if delay:
+            if put(
+                route, "replace", "netem", index, **place, handle="1:", delay=round(delay * 1e6), limit=DELAYED_PACKETS
+            ):
+                place = {"parent": "1:1"}  # the rate comes behind the delay
+            else:
+                lacks = f"this kernel has no netem, so LAB_NET_DELAY={config.net_delay} delays nothing here"
+        if rate is not None and not put(route, "replace", "tbf", index, **place, handle="2:", **bucket(rate, mtu)):
+            raise LinkError(
+                f"LAB_NET_RATE={config.net_rate}: this kernel has no token bucket (CONFIG_NET_SCH_TBF), leave it unset"
+            )
+    return Shaped(config.net_rate, config.net_delay, lacks)
+
+
+def ways_out(route: Any) -> list[tuple[int, int]]:
+    """Index and MTU of each interface that is up and no loopback; raises LinkError if there is none."""
+    up = [link for link in route.get_links() if link["flags"] & (IFF_UP | IFF_LOOPBACK) == IFF_UP]
+    if not up:
+        raise LinkError("this container has no network interface that is up, so there is no link to shape")
+    return [(link["index"], link.get_attr("IFLA_MTU")) for link in up]
+
+
+def bucket(rate: float, mtu: int) -> dict[str, int]:
+    """tbf's parameters, in bytes and bytes a second, for `rate` bits a second of what ranks send."""
+    packet = mtu + HEADER_BYTES
+    bytes_s = rate / 8 * packet / (mtu - TCP_BYTES)
+    burst = max(round(bytes_s * BURST_S), 2 * packet)
+    return {"rate": round(bytes_s), "burst": burst, "limit": burst + max(round(bytes_s * QUEUE_S), QUEUE_BYTES)}
+
+
+def put(route: Any, command: str, kind: str, index: int, **parameters: Any) -> bool:
+    """Put a queue there; False if the kernel does not know its kind. Raises LinkError."""
+    from pyroute2.netlink.exceptions import NetlinkError
+
+    try:
+        route.tc(command, kind, index, **parameters)
+    except NetlinkError as error:
+        if error.code == errno.ENOENT:
+            return False
+        raise LinkError(f"the link cannot be shaped: the kernel refused {kind} ({os.strerror(error.code)})") from error
+    return True
+
+
+def give_up() -> None:
+    """Lose NET_ADMIN for good: root too gets no capability back from a new program that no_new_privs denies it
+    (capabilities(7))."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0)  # of this process
+    sets = (ctypes.c_uint32 * 6)()  # effective, permitted and inheritable, of capabilities 0 to 31, then of the others
+    failed = libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or libc.capget(header, sets)
+    for place in range(3):
+        sets[place] &= ~(1 << CAP_NET_ADMIN)
+    if failed or libc.capset(header, sets):
+        raise OSError(ctypes.get_errno(), "NET_ADMIN cannot be given up")
+
+
+def main() -> int:
+    """Shape the link and become the command that the arguments are; returns 2 if that failed, with a sentence."""
+    try:
+        config = Config.read()
+        if asked(config):
+            from pyroute2 import IPRoute  # 0.3 s that a rank need not wait for
+
+            with IPRoute() as route:
+                done = shape(route, config)
+            tell_rank(done)
+    except ConfigError:
+        pass  # the rank says all that is wrong with its settings
+    except (LinkError, OSError) as error:
+        print(f"refused    {error}", flush=True)
+        return 2
+    give_up()
+    return os.execvp(sys.argv[1], sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,338 @@
+"""Rank 0's server: ranks join, beat, use the store and end through it, each by one connection (and one for the store).
+
+It runs on a thread of rank 0, on MASTER_PORT; under torchrun, whose agent has that port, on one that rank 0 publishes.
+It decides who is let in (admission.py), which ranks are lost (failure_detector.py), and when the verdict of a run that
+came through stands: once all others have acknowledged it, rank 0 writes it, and then all are told. What it decides it
+tells all ranks in the same words, rank 0 itself among them.
+"""
+
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from distlab.lab.cluster import name_ranks
+from distlab.lab.cluster.admission import Admission, differences
+from distlab.lab.cluster.failure_detector import FailureDetector, verdict_on
+from distlab.lab.cluster.messages import (
+    PURPOSE,
+    AboutViews,
+    Acknowledge,
+    Back,
+    Beat,
+    Committed,
+    Ending,
+    FromRank,
+    Gone,
+    Join,
+    Killed,
+    Leave,
+    MayLeave,
+    Member,
+    Over,
+    Places,
+    Refused,
+    Sealed,
+    Verdict,
+    Waiting,
+)
+from distlab.lab.cluster.views import Views
+from distlab.lab.report.records import Lost
+from distlab.techniques.transport.handshake import NOBODY
+from distlab.techniques.transport.store_server import Message, Peer, StoreServer, framed
+
+PERIOD_S = 0.25  # between two heartbeats, both ways
+FROZEN_S = 1.0  # between two looks, which come ten times a second: this process did not run
+SAY_AGAIN_S = PERIOD_S  # to a process that waits: a heartbeat for it
+
+
+class Strangers:
+    """Connections of who has not the key, or does not speak as a rank: counted, and said once for each fault."""
+
+    MOST = 16  # sources that are counted one by one
+    OTHER_KEY = "whose ends do not both have the key"
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.by_fault: Counter[str] = Counter()
+        self.by_source: Counter[str] = Counter()
+        self.last_source: dict[str, str] = {}
+        self._say = say
+
+    def turned_away(self, fault: str, source: tuple[str, int]) -> None:
+        """Count a connection from `source`, an address and a port, and say so if its fault is a new one."""
+        self.by_fault[fault] += 1
+        self.last_source[fault] = source[0]
+        known = source[0] in self.by_source or len(self.by_source) < self.MOST
+        self.by_source[source[0] if known else "others"] += 1
+        if self.by_fault[fault] == 1:
+            advice = ": is LAB_KEY the same on all ranks?" if fault == self.OTHER_KEY else ""
+            self._say(f"dropped    a connection {fault}, from {source[0]} port {source[1]}{advice}; more are counted")
+
+    @property
+    def total(self) -> int:
+        return self.by_fault.total()
+
+    def said_beside_the_missing(self) -> str:
+        """Who is not let in for want of the key, if anybody was there: the missing may be among them."""
+        count = self.by_fault[self.OTHER_KEY]
+        if not count:
+            return ""
+        return (
+            f"; {count} connections came that have another key, the last one from {self.last_source[self.OTHER_KEY]}:"
+            " set the same LAB_KEY on all ranks"
+        )
+
+
+class RankServer(StoreServer):
+    """The server of one run, in the process of rank `host`, whose address is `ip`. `deadline` bounds the joining, and
+    `name` claims one for a run that has none.
+
+    With `living`, the life of each rank that lives, it takes over a run that goes on, of these `members`.
+    """
+
+    def __init__(
+        self, listening: socket.socket, key: bytes, host: int, ip: str, admission: Admission, token: str,
+        deadline: float, bound: str, strangers: Strangers,
+        name: Callable[[], str] = lambda: "run", members: Mapping[int, Member] | None = None,
+        living: Mapping[int, int] | None = None,
+    ) -> None:  # fmt: skip
+        self.host, self.ip, self.token, self.strangers = host, ip, token, strangers
+        self.admission, self._deadline, self._bound, self._name = admission, deadline, bound, name
+        self.ranks: dict[int, Peer] = {}  # the connection of each rank that is let in
+        self.members = dict(members or {})
+        self.over: Over | None = None
+        self.judged = False  # the host has the verdict, and waits for all others to acknowledge it
+        self.bound = False  # they have: losses change it no more
+        self.cut_off = False  # by fault injection: it hears and tells its own rank alone
+        self._detector = FailureDetector(host, (), admission.lost_after_s, 0.0)
+        self._acknowledged: set[int] = set()
+        self._may_leave = living is not None
+        self.views = Views(self._tell)
+        if living is not None:  # it takes over a run that goes on
+            now = admission.sealed_at = time.monotonic()
+            self._detector = FailureDetector(host, living, admission.lost_after_s, now)
+            self.views.lives = dict(living)
+        self._told: dict[Peer, tuple[str, float]] = {}
+        self._looked_at, self._beat_at, self._frozen_until = time.monotonic(), 0.0, 0.0
+        super().__init__(listening, key, strangers.turned_away, PURPOSE, FromRank)
+
+    # What other threads of this process ask.
+
+    def unacknowledged(self) -> list[int]:
+        """The ranks that have not acknowledged the verdict."""
+        return sorted(set(self._detector.ranks) - self._acknowledged - {self.host})
+
+    def staying(self) -> list[int]:
+        """The other ranks that have not left and are not lost."""
+        states = list(self._detector.ranks.items())
+        return [rank for rank, each in states if not (each.left or each.ended_at) and rank != self.host]
+
+    def all_told(self) -> bool:
+        """Whether all have been sent why the run, or its start, ends."""
+        sent = not any(peer.unsent for peer in list(self.peers))
+        return sent and (self.over is not None or self.admission.all_told())
+
+    def tell_death(self, rank: int, how: str) -> None:
+        """The launcher knows how the process of `rank` ended."""
+        if (state := self._detector.ranks.get(rank)) is not None:
+            state.how = how
+
+    def tell_gone(self, rank: int) -> None:
+        """The process of `rank` ended before this server took over."""
+        self._detector.ranks[rank].ended_at = time.monotonic()
+
+    # On the server's thread.
+
+    def came(self, peer: Peer, message: Any) -> None:
+        now = time.monotonic()
+        rank = next((rank for rank, each in self.ranks.items() if each is peer), None)
+        if self._is_cut_off(peer):
+            return
+        match message:
+            case Join(claim, token):
+                self._join(peer, claim, token, now)
+            case Beat(place):
+                self.admission.hear(peer, now)
+                if rank is not None and (state := self._detector.ranks.get(rank)) is not None:
+                    state.heard_at, state.place = now, place
+            case Ending(verdict, stopped) if rank is not None:
+                frozen = now - self._looked_at > FROZEN_S or now < self._frozen_until
+                self._end_by(rank, verdict, stopped, frozen=frozen)
+            case Killed(dead, how):
+                self.tell_death(dead, how)
+            case Acknowledge() if rank is not None:
+                self._acknowledge(rank)
+            case Leave() if rank in self._detector.ranks:
+                self._detector.ranks[rank].left = True
+            case MayLeave():
+                self._may_leave = True
+            case _ if isinstance(message, AboutViews):
+                if rank is not None:
+                    self.views.came(rank, message)
+            case _:
+                super().came(peer, message)
+
+    def send_bytes(self, peer: Peer, message: bytes) -> None:
+        if not self._is_cut_off(peer):
+            super().send_bytes(peer, message)
+
+    def _is_cut_off(self, peer: Peer) -> bool:
+        """Not the store's, which come from nobody by name: of a cut that ends, what it was told would be lost."""
+        return self.cut_off and peer.who.rank not in (NOBODY.rank, self.host)
+
+    def ended(self, peer: Peer) -> None:
+        super().ended(peer)
+        if self._is_cut_off(peer):
+            return
+        now = time.monotonic()
+        self._told.pop(peer, None)
+        self.admission.end(peer, now)
+        for rank, each in list(self.ranks.items()):
+            if each is peer:
+                self._detector.ranks[rank].ended_at = now
+                del self.ranks[rank]
+
+    def tick(self, now: float) -> None:
+        super().tick(now)
+        if now - self._looked_at > FROZEN_S:
+            self._frozen_until = now + FROZEN_S  # what came meanwhile is read by then
+            self.admission.forgive(now)
+            self._detector.forgive(now)
+        self._looked_at = now
+        self._answer_askers(now)
+        if self.admission.sealed_at is None:
+            self._gather(now)
+        else:
+            self._watch(now)
+
+    # Who is let in.
+
+    def _join(self, peer: Peer, claim: Any, token: str, now: float) -> None:
+        if token:
+            self._rejoin(peer, claim, token, now)
+        else:
+            ip = self.ip if claim.uid == self.admission.own.uid else peer.source[0]
+            self.admission.ask(peer, claim, ip, now, peer.who.life)
+
+    def _rejoin(self, peer: Peer, claim: Any, token: str, now: float) -> None:
+        """A rank that had left comes back as another process, or one that goes on comes from a server that is gone."""
+        fault = differences(claim, self.admission.own)
+        if token != self.token or self.bound or not self._may_leave:
+            fault = "the run that this rank had left is over"
+        elif claim.rank in self.ranks:
+            fault = f"rank {claim.rank} is still in the run"
+        if fault:
+            self.send(peer, Refused(fault))
+            return
+        state = self._detector.ranks.get(claim.rank)
+        if state is not None and state.ended_at is not None:  # it is back before its loss was named
+            self._lose(verdict_on({claim.rank: "its connection ended"}, self._detector.ranks))
+        member = Member(claim.rank, claim.host, peer.source[0], claim.pid, peer.who.life, claim.next_port)
+        is_back = claim.rank not in self._detector.ranks
+        self.ranks[claim.rank], self.members[claim.rank] = peer, member
+        self._detector.add(claim.rank, now)
+        gone = tuple(sorted(set(self.members) - set(self._detector.ranks)))
+        self.send(peer, Sealed(self.token, self.admission.run_id, list(self.members.values()), gone, self.host))
+        if is_back:
+            self._tell([rank for rank in self.ranks if rank != claim.rank], Back(member))
+        self.views.joined(claim.rank, peer.who.life)
+
+    def _answer_askers(self, now: float) -> None:
+        """Tell each process that waits what it waits for, when that changes and once a second."""
+        for reply in self.admission.look(now):
+            if not isinstance(reply.peer, Peer):
+                continue
+            said, at = self._told.get(reply.peer, ("", 0.0))
+            if said != reply.sentence or (not reply.refused and now - at > SAY_AGAIN_S):
+                self._told[reply.peer] = reply.sentence, now
+                sent = Refused(reply.sentence) if reply.refused else Waiting(reply.sentence)
+                self.send(reply.peer, sent)
+
+    def _gather(self, now: float) -> None:
+        admission = self.admission
+        if admission.refusal:
+            return
+        missing = admission.missing()
+        if not missing:
+            admission.run_id = admission.run_id or self._name()  # not earlier: a start that fails leaves no folder
+            members = admission.seal(now)
+            self.members = {member.rank: member for member in members}
+            self.ranks = {rank: asker.peer for rank, asker in admission.members.items()}  # type: ignore[misc]
+            self._detector = FailureDetector(self.host, self.ranks, admission.lost_after_s, now)
+            self._tell(self.ranks, Sealed(self.token, admission.run_id, members))
+            for member in members:
+                self.views.joined(member.rank, member.life)
+        elif now > self._deadline:
+            came_not = f"{name_ranks(missing)} of {admission.own.world_size} did not come {self._bound}"
+            admission.refusal = came_not + self.strangers.said_beside_the_missing()
+
+    # While the run goes on.
+
+    def _watch(self, now: float) -> None:
+        if self.over is not None:
+            return
+        self.bound = self.bound or (self.judged and not self.unacknowledged())
+        if self.admission.refusal and not self.bound:
+            self._finish(Verdict(3, self.admission.refusal))
+            return
+        if now - self._beat_at >= PERIOD_S:
+            self._beat_at = now
+            self._tell_places()
+        verdict = self._detector.verdict(now)
+        if verdict is not None:
+            self._lose(verdict)
+
+    def _tell_places(self) -> None:
+        """Where the ranks are, as heartbeats of this server."""
+        self._tell(self.ranks, Places([(rank, state.place) for rank, state in self._detector.ranks.items()]))
+
+    def _lose(self, verdict: Verdict) -> None:
+        lost = {entry.rank for entry in verdict.lost}
+        if not (self.bound or self._may_leave):
+            self._finish(verdict)
+            return
+        self._detector.forget(lost)
+        for rank in lost:
+            if (peer := self.ranks.pop(rank, None)) is not None:  # it may wake: it reads that it was declared dead
+                self.send(peer, Over(verdict, False))
+        self._tell(self.ranks, Gone(list(verdict.lost), verdict.sentence))
+        for rank in lost:
+            self.views.lost(rank)
+
+    def _end_by(self, rank: int, verdict: Verdict, stopped: bool, *, frozen: bool) -> None:
+        """A rank ends the run. One that hears this server no more says that its host is lost: so it is if this process
+        was frozen meanwhile, else the way from here to that rank is broken."""
+        self._detector.ranks[rank].left = True
+        if self.host in {entry.rank for entry in verdict.lost} and rank != self.host and not frozen:
+            state = self._detector.ranks[rank]
+            reason = f"no heartbeat from rank {self.host}, though both are alive: the link between them is broken"
+            verdict = Verdict(
+                3, f"rank {rank} is partitioned from the cluster {state.place}: {reason}",
+                (Lost(rank, state.place.step, reason),),
+            )  # fmt: skip
+        if self.bound:
+            return
+        if self._may_leave and self.host not in {entry.rank for entry in verdict.lost} and verdict.exit_code == 3:
+            self._lose(verdict)
+        else:
+            self._finish(verdict, stopped, but=rank)
+
+    def _finish(self, verdict: Verdict, stopped: bool = False, but: int | None = None) -> None:
+        """The run ends with this verdict for all ranks; `but` is the one that has ended by it already."""
+        if self.over is None:
+            over = Over(verdict, stopped)
+            self._tell([rank for rank in self.ranks if rank != but], over)
+            self.over = over  # once all have been sent it: see all_told
+
+    def _acknowledge(self, rank: int) -> None:
+        """Once all others have acknowledged the verdict its host may write it; once that has, all are told."""
+        self._acknowledged.add(rank)
+        if rank == self.host:
+            self._tell([each for each in self.ranks if each != self.host], Committed())
+
+    def _tell(self, ranks: Iterable[int], message: Message) -> None:
+        sent = framed(message)
+        for rank in sorted(ranks, key=lambda rank: rank == self.host):  # the host may end as soon as it knows
+            if (peer := self.ranks.get(rank)) is not None:
+                self.send_bytes(peer, sent)

@@ -1,0 +1,123 @@
+"""What lets a rank that is started again rejoin a run which went on without it.
+
+Where the ranks of a run serve lies in the run's folder: `ranks.json` names the run and at which ports its ranks serve,
+or would if it went on without rank 0. Whoever finds a run of its own settings that is alive, and in which the process
+that it was before has ended, goes there and does not wait for a new run at rank 0's port. Each process holds a lock of
+its rank, which the kernel takes back when it ends: so a second process of a rank that lives finds no run.
+"""
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from distlab.lab.cluster import ClusterError
+from distlab.lab.cluster.address import listening_socket, outward_ip, resolve, source_ip
+from distlab.lab.cluster.admission import claim_of, shared_settings
+from distlab.lab.cluster.join import ASK_EVERY_S, Cluster, Joining, Line, dial, key_of
+from distlab.lab.cluster.messages import Join, Refused, Sealed
+from distlab.lab.config import Config
+from distlab.lab.report.reading import from_json, read_regular, write_atomically
+from distlab.lab.report.run_folder import is_held
+from distlab.techniques.transport.handshake import Who
+
+FILE = "ranks.json"
+MOST_BYTES = 1 << 22  # of it: 1024 members have 60 kB
+ANSWER_S = 5.0
+
+
+class LeftRun(NamedTuple):
+    """A run that goes on, as its file has it."""
+
+    folder: Path
+    run: dict[str, Any]
+    served_at: list[list[Any]]  # addresses and ports at which it may be served
+
+
+def identity(config: Config, run_id: str, token: str) -> dict[str, Any]:
+    """What a rank that rejoins has to have alike, and which run it rejoins."""
+    where = {"mode": config.mode_name, "world_size": config.world_size, "port": config.master_port}
+    return {
+        "run_id": run_id,
+        "token": token,
+        "settings": shared_settings(config),
+        "address": config.master_addr,
+    } | where
+
+
+def publish(cluster: Cluster, config: Config, folder: Path) -> None:
+    """From now on ranks of this run may rejoin, and this one is alive in it."""
+    lock_rank(folder, cluster.rank)
+    next_ports = [[member.ip, member.next_port] for _, member in sorted(cluster.members.items())]
+    content = {"run": identity(config, cluster.run_id, cluster.token), "at": [list(cluster.server_at), *next_ports]}
+    with suppress(OSError):  # a disk that is full: nobody rejoins
+        write_atomically(folder / FILE, [json.dumps(content)])
+
+
+def find_left_run(config: Config) -> LeftRun | None:
+    """The run that this rank belongs to and has left; None where there is none, and a new one begins."""
+    assert config.rank is not None, "a rank has RANK"
+    for file in sorted(config.runs_dir.glob(f"*/{FILE}"), key=lambda file: -file.stat().st_mtime):
+        if file.parent.is_symlink() or not is_held(file.parent):
+            continue
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            content = from_json(read_regular(file, MOST_BYTES))
+            run = content["run"]
+            alike = identity(config, run["run_id"], run["token"]) == run
+            if alike and lock_rank(file.parent, config.rank):
+                return LeftRun(file.parent, run, content["at"])
+    return None
+
+
+def lock_rank(folder: Path, rank: int) -> bool:
+    """Hold the lock of this rank until the process ends; False where another process has it."""
+    lock = os.open(folder / f".rank{rank}", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        return False
+    except OSError:  # a file system without locks
+        pass
+    return True
+
+
+def rejoin(left: LeftRun, config: Config, version: str, say: Callable[[str], None]) -> Cluster:
+    """The cluster as its server has it, with this process in the place of the one before; raises ClusterError."""
+    assert config.master_addr is not None, "a rank has MASTER_ADDR"
+    address = resolve(config.master_addr, config.join_timeout_s, say)
+    own = address._replace(ip=source_ip(address.family, address.ip) or address.ip)
+    listening = listening_socket(own)
+    claim = claim_of(config, version, outward_ip(address.family), None, listening)
+    joining = Joining(config, claim, key_of(config).secret, say, time.monotonic(), listening)
+    say(f"back       rank {claim.rank} finds its way back into {left.run['run_id']}")
+    while time.monotonic() < joining.deadline:
+        for ip, port in left.served_at:
+            with suppress(OSError):
+                line = dial(ip, int(port), joining.key, Who(claim.rank, joining.life), ANSWER_S)
+                line.send(Join(claim, left.run["token"]))
+                answer = answered(line)
+                if isinstance(answer, Sealed):
+                    return joining.cluster(line, answer, address._replace(ip=ip), int(port), None)
+                if isinstance(answer, Refused):
+                    raise ClusterError(f"rank {claim.rank} cannot rejoin: {answer.sentence}")
+        time.sleep(ASK_EVERY_S)
+    raise ClusterError(f"rank {claim.rank} cannot rejoin: no rank of {left.run['run_id']} answers {joining.bound}")
+
+
+def answered(line: Line) -> Sealed | Refused | None:
+    """What the server says of a rank that comes back, if it answers."""
+    deadline = time.monotonic() + ANSWER_S
+    while not line.ended and time.monotonic() < deadline:
+        messages = line.messages(ANSWER_S)
+        while messages:
+            message = messages.pop(0)
+            if isinstance(message, Sealed):
+                line.unread = messages
+            if isinstance(message, Sealed | Refused):
+                return message
+    return None

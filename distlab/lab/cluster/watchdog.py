@@ -1,0 +1,305 @@
+"""The watch of a rank: a thread that sends heartbeats, hears who is lost, and ends the process when the run is broken.
+
+It has the rank's one connection to rank 0's server (rank_server.py). The server names those that are lost, and its own
+end or silence is the loss of its rank, which each rank names by itself in the same words. The main thread may be stuck
+in C++ for as long as gloo likes, so a verdict ends the process from here, by `os._exit`.
+"""
+
+import select
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from msgspec.structs import replace
+
+from distlab.lab.cluster import last_words, name_ranks
+from distlab.lab.cluster.departure import EXIT_CODES, Departure, Signals, Succession, failed, may_be_a_loss
+from distlab.lab.cluster.failure_detector import (
+    SETTLE_S,
+    MainThreadProgress,
+    RankState,
+    Slowness,
+    behind,
+    lost_ranks,
+    verdict_on,
+)
+from distlab.lab.cluster.join import Cluster, Line
+from distlab.lab.cluster.messages import (
+    PURPOSE,
+    Acknowledge,
+    Back,
+    Beat,
+    Committed,
+    Ending,
+    Gone,
+    Killed,
+    Leave,
+    MayLeave,
+    Member,
+    Over,
+    Place,
+    Places,
+    Sealed,
+    Verdict,
+)
+from distlab.lab.cluster.rank_server import FROZEN_S, PERIOD_S
+from distlab.lab.config import Config
+from distlab.lab.measure.memory import ContainerMemory
+from distlab.lab.report.records import Lost
+from distlab.techniques.transport.store_server import framed
+
+RAISES_S = 5.0  # how long a main thread may take to raise what NCCL has given up; its calls raise at once as a rule
+OWN_SIGTERM_S = 1.0  # `docker compose stop` reaches all ranks within this: each then ends by its own SIGTERM
+TOLD_S = 0.5  # for what this process has decided to leave it, before it ends
+LOOK_S = 0.02
+AFTER = "after the verdict, which stands"
+
+
+class Watchdog(threading.Thread):
+    """The heartbeats of one rank. Made and finished on the main thread; `start` after `join`."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        config: Config,
+        say: Callable[[str], None],
+        on_verdict: Callable[[Verdict, Succession], None],
+    ) -> None:
+        super().__init__(name="watch", daemon=True)
+        self.cluster, self.config, self.say = cluster, config, say
+        self.main = MainThreadProgress()
+        # Hears of it, on this thread.
+        self.on_period: Callable[[int, str], None] = lambda step, phase: None  # noqa: ARG005
+        self.on_message: Callable[[Any], None] = lambda message: None  # noqa: ARG005  of views
+        self.on_left: Callable[[Lost], None] | None = None
+        self.on_back: Callable[[Member], None] = lambda member: None  # noqa: ARG005
+        self.succeed: Callable[[], None] | None = None  # goes to another server, where rank 0's is gone
+        self.tells_waits = True  # for whom this rank waits, where that takes long
+        self.gave_up: Callable[[], bool] = lambda: False  # whether NCCL has given up a collective
+        self.cpu_seconds, self.woken, self.longest_gap_s = 0.0, 0, 0.0
+        self.others = {rank: Place() for rank in cluster.members if rank not in {cluster.rank, *cluster.gone}}
+        self._server_state = RankState(heard_at=time.monotonic())
+        self._failure: tuple[Verdict, Verdict] | None = None  # of the main thread: own, and to the others
+        self._slowness, self._pressure = Slowness(time.monotonic()), ContainerMemory()
+        self._failed_at: float | None = None
+        self._acknowledged = False
+        self._committed, self._ending = threading.Event(), threading.Event()
+        self._signals = Signals()
+        self._departure = Departure(self._signals, say, on_verdict)
+        killed = framed(Killed(cluster.rank, last_words.HOW))
+        last_words.leave(cluster.rank, cluster.server_at, cluster.key, PURPOSE, killed)
+
+    @property
+    def line(self) -> Line:
+        return self.cluster.line
+
+    # On the main thread.
+
+    def let_leave(self, on_left: Callable[[Lost], None]) -> None:
+        """From now on the loss of any rank but the server's does not end the others: each calls `on_left`, on the
+        watch's thread, and goes on. All ranks call this at the same point of the run; a later call puts another
+        `on_left` in the place of the first."""
+        self.on_left = on_left
+        self.main.part()
+        self.line.send(MayLeave())
+
+    def agree(self, publish: Callable[[], None]) -> None:
+        """Acknowledge the verdict that the host gave; returns once it stands. The host calls `publish` before it does.
+
+        Raises TimeoutError naming the ranks that have not acknowledged it in LAB_COLLECTIVE_TIMEOUT_S.
+        """
+        bound_s, server = self.config.collective_timeout_s, self.cluster.server
+        if server is not None:
+            deadline, server.judged = time.monotonic() + bound_s, True
+            while not server.bound and self.others:
+                if time.monotonic() > deadline:
+                    missing = name_ranks(server.unacknowledged() or self.others)
+                    raise TimeoutError(f"timed out waiting for {missing} at the verdict after {bound_s:g} s")
+                time.sleep(LOOK_S)
+            publish()
+        self._acknowledged = True
+        self.line.send(Acknowledge())
+        if server is None and not self._committed.wait(bound_s):
+            raise TimeoutError(f"timed out waiting for rank {self.cluster.host} at the verdict after {bound_s:g} s")
+
+    def finish(self) -> None:
+        """A normal end. The host leaves last, though after LAB_COLLECTIVE_TIMEOUT_S it waits for nobody any more."""
+        server, deadline = self.cluster.server, time.monotonic() + self.config.collective_timeout_s
+        while server is not None and (staying := server.staying()) and time.monotonic() < deadline:
+            if all(rank not in self.others for rank in staying):
+                break
+            time.sleep(LOOK_S)
+        self.line.send(Leave())
+        self._ending.set()
+        self._signals.wake()
+        # Not until its last line: torch's process group may go with the thread, which aborts the process if the
+        # interpreter ends meanwhile (half of all runs did that did not import torch's compiler).
+        if self.is_alive():
+            self.join()
+        self._signals.close()
+        self.line.close()
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """The main thread raised: end with the verdict on the rank that caused it, or as the one that failed.
+
+        The watch's thread does it, after it has heard what the others say: a rank that was paused and declared dead
+        finds its connections closed, and may not take that for a failure of its own.
+        """
+        self.gave_up = lambda: False  # the main thread says it itself
+        suspects = bool(self.others) and may_be_a_loss(error)
+        if suspects and self.is_alive():
+            time.sleep(self.config.lost_after_s + SETTLE_S + 2 * PERIOD_S)
+        place = self.main.here()
+        failure = failed(self.cluster.rank, place, error, behind(place, self.others) if suspects else [])
+        if not self.is_alive():
+            self._end(*failure)
+        self._failure = failure
+        self._signals.wake()
+        while True:  # the thread ends the process
+            time.sleep(PERIOD_S)
+
+    # On the thread of the watch.
+
+    def run(self) -> None:
+        """Beat until the end; a watch that cannot go on ends its rank, which nobody else would."""
+        try:
+            while not self._ending.is_set():
+                self._period()
+        except Exception as error:
+            self._end(*failed(self.cluster.rank, replace(self.main.place, phase="its watch"), error, []))
+        self.cpu_seconds = time.thread_time()
+
+    def _period(self) -> None:
+        """One heartbeat, and all that comes until the next."""
+        began = time.monotonic()
+        self.woken += 1
+        self.line.send(Beat(replace(self.main.here(), memory=self._pressure.share())))
+        self._judge_device()
+        others, place = dict(self.others), self.main.here()
+        if self.tells_waits and not self._acknowledged and (slow := self._slowness.sentence(place, others, began)):
+            self.say(slow)
+        self.on_period(*self.main.work)
+        while (left_s := began + PERIOD_S - time.monotonic()) > 0 and not self._ending.is_set():
+            self._wait(left_s)
+            if self._failure is not None and not self.line.ended:  # else the loss of the server is named first
+                self._end(*self._failure)
+        self.cpu_seconds = time.thread_time()
+        gap_s = time.monotonic() - began - PERIOD_S
+        self.longest_gap_s = max(self.longest_gap_s, gap_s)
+        if gap_s > FROZEN_S:  # what was said meanwhile is read before anybody's silence counts
+            self._server_state.heard_at = time.monotonic()
+        self._judge_server(time.monotonic())
+
+    def _wait(self, timeout_s: float) -> None:
+        """Until something comes from the server or a signal does."""
+        sources = [self._signals.receiver] + ([] if self.line.ended else [self.line.connection])
+        ready, _, _ = select.select(sources, [], [], timeout_s)
+        if self._signals.receiver in ready and (number := self._signals.wait(0.0)) is not None:
+            self._stopped(number)
+        for message in self.line.messages():
+            self._server_state.heard_at = time.monotonic()
+            self._hear(message)
+
+    def _stopped(self, number: Any) -> NoReturn:
+        rank, place = self.cluster.rank, self.main.place
+        sentence = f"rank {rank} was stopped by {number.name} {place}"
+        lost = Lost(rank, place.step, f"stopped by {number.name}")
+        self._end(Verdict(EXIT_CODES[number], sentence), Verdict(3, sentence, (lost,)), stopped=True)
+
+    def _hear(self, message: Any) -> None:
+        match message:
+            case Places(places):
+                self.others |= {rank: place for rank, place in places if rank in self.others}
+                for rank, place in places:
+                    if rank == self.cluster.host:
+                        self._server_state.place = place
+            case Over(verdict, stopped):
+                self._adopt(verdict, stopped)
+            case Gone(lost, sentence):
+                self._part(lost, sentence)
+            case Back(member):
+                self._take_back(member)
+            case Sealed(members=members):  # of the next server, to which some may have come back before this rank
+                for member in members:
+                    self._take_back(member)
+            case Committed():
+                self._committed.set()
+            case _:
+                self.on_message(message)
+
+    def _take_back(self, member: Member) -> None:
+        known, self.cluster.members[member.rank] = self.cluster.members[member.rank], member
+        if member.rank not in {self.cluster.rank, *self.others} and member.life != known.life:
+            self.others[member.rank] = Place()
+            self.on_back(member)
+
+    def _part(self, lost: list[Lost], sentence: str) -> None:
+        """The run goes on without those; once the verdict stands nothing else comes of it."""
+        self.say(f"{sentence}: {AFTER}" if self.on_left is None else f"{sentence}; the remaining ranks continue")
+        for entry in lost:
+            self.others.pop(entry.rank, None)
+            if self.on_left is not None:
+                self.on_left(entry)
+
+    def _judge_server(self, now: float) -> None:
+        """Whether the rank that serves is lost, which no server tells."""
+        state, host = self._server_state, self.cluster.host
+        if self._ending.is_set() or (self._committed.is_set() and self.cluster.server is None):
+            return
+        if self.line.ended and state.ended_at is None:
+            state.ended_at = now
+        lost = lost_ranks({host: state}, self.config.lost_after_s, now)
+        if not lost or (state.ended_at is not None and now - state.ended_at < SETTLE_S - PERIOD_S):
+            return
+        verdict = verdict_on(lost, {host: state})
+        if self._acknowledged:
+            since = "when this rank had acknowledged the verdict: run.json says whether it stands"
+            self._leave(Verdict(3, f"{verdict.sentence}, {since}", verdict.lost), {host})
+        if self.succeed is not None and self.on_left is not None:
+            self._part(list(verdict.lost), verdict.sentence)
+            self.line.send(Ending(verdict, False))  # a server that was stopped reads it once it wakes
+            self.line.close()
+            self.succeed()
+            self._server_state = RankState(heard_at=time.monotonic())
+            return
+        self.line.send(Ending(verdict, False))
+        self._leave(verdict, {host})
+
+    def _adopt(self, verdict: Verdict, stopped: bool) -> None:
+        """End as the server says; a stop of all ranks reaches this one too, and then counts as its own."""
+        if stopped and (number := self._signals.wait(OWN_SIGTERM_S)) is not None:
+            self._stopped(number)
+        lost = {entry.rank for entry in verdict.lost}
+        if self.cluster.rank in lost:
+            sentence = f"rank {self.cluster.rank} was declared dead by the other ranks: {verdict.sentence}"
+            self._leave(replace(verdict, sentence=sentence), lost, given_up=True)
+        self._leave(verdict, lost)
+
+    def _judge_device(self) -> None:
+        """End this rank where NCCL has given up a collective, and the main thread waits for its GPU all the same: a
+        kernel that does not end keeps the calls behind it from raising."""
+        if not self.gave_up():
+            return
+        now = time.monotonic()
+        self._failed_at = self._failed_at or now
+        if now - self._failed_at > RAISES_S:
+            bound = f"LAB_COLLECTIVE_TIMEOUT_S={self.config.collective_timeout_s:g}"
+            error = TimeoutError(f"a collective took longer than {bound}: NCCL gave it up, and this rank's GPU hangs")
+            place = self.main.here()
+            self._end(*failed(self.cluster.rank, place, error, behind(place, self.others)))
+
+    def _end(self, own: Verdict, to_others: Verdict, stopped: bool = False) -> NoReturn:
+        """An end of this rank's own; where the verdict of the run stands already it changes that for nobody else."""
+        if self._acknowledged:
+            self.line.send(Leave())
+            self._departure.leave(own, None)
+        self.line.send(Ending(to_others, stopped))
+        self._leave(own, {entry.rank for entry in to_others.lost})
+
+    def _leave(self, own: Verdict, lost: set[int], *, given_up: bool = False) -> NoReturn:
+        server, deadline = self.cluster.server, time.monotonic() + TOLD_S
+        while server is not None and self.others and not server.all_told() and time.monotonic() < deadline:
+            time.sleep(LOOK_S)
+        survivors = {self.cluster.rank, *self.others} - lost
+        self._departure.leave(own, Succession(self.cluster.rank, survivors, given_up=given_up))

@@ -1,0 +1,332 @@
+"""Every variable of the lab, once: its name, type, default, unit, check and one line of help.
+
+A run is configured by its environment alone, as a container is. `Config.read()` turns the environment into one
+frozen object, or raises `ConfigError` with every fault at once, a line each, before torch is imported.
+Variables of the cluster keep the names that torchrun and Kubernetes use; all others begin with `LAB_`. Those that one mode alone
+knows stand in its lesson (its options.py). A name that is in neither is refused, with the nearest one suggested.
+"""
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import AfterValidator, BaseModel, Field, SecretStr, ValidationError
+from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
+
+from distlab.lab.config import fault_spec as planned
+from distlab.lab.config import settings, user_code
+from distlab.lab.config.settings import ModeOptions, aliases, declared, fault_sentence, named_value, quoted
+
+MAX_WORLD_SIZE = 1024  # of ranks that an engine starts
+ON_ONE_MACHINE = 8  # as containers or local processes: what the Compose file holds
+MOST = 10**9  # of anything that is counted: beyond any machine, and far from where numbers of 64 bits end
+MOST_LAYERS = 1000  # of which an outline is made within seconds
+MOST_SIZE = 10**6  # of a model's width, a sample and a batch: a square of it times 32 is far from that end, too
+MOST_SEED = 2**32 - 1  # an epoch's generator is seeded with a million times as much, in 64 bits
+MOST_SECONDS = 10**6  # twelve days; a thread cannot wait for longer than 292 years, nor gloo for longer than it counts
+Own = TypeVar("Own", bound=ModeOptions)
+LINE_POINTS = 32  # the first lesson's: 8, 6, 9 and 9 for four workers
+
+
+class ConfigError(Exception):
+    """The environment cannot be run; `faults` holds a sentence for each thing that is wrong."""
+
+    def __init__(self, faults: list[str]) -> None:
+        self.faults = [settings.shorten_words(fault) for fault in faults]
+        super().__init__("\n".join(self.faults))
+
+
+class Config(BaseSettings):
+    """The settings of one rank. Each field is read from the variable that is its alias; empty counts as unset."""
+
+    model_config = SettingsConfigDict(frozen=True, env_ignore_empty=True, populate_by_name=True, extra="forbid")
+
+    # fmt: off
+    # The cluster: who this rank is, and where the others are.
+    run_mode: Annotated[str, AfterValidator(settings.known_mode)] = Field("dp", alias="RUN_MODE", description="the experiment: a mode in experiments/, or the path of one such as mine/mode.py")
+    rank: int | None = Field(None, alias="RANK", ge=0, le=MOST, description="this rank, from 0; unset: start all ranks as local processes")
+    world_size: int = Field(4, alias="WORLD_SIZE", ge=1, le=MAX_WORLD_SIZE, description="number of ranks; as containers or local processes of one machine at most 8")
+    master_addr: Annotated[str, AfterValidator(settings.host_name)] | None = Field(None, alias="MASTER_ADDR", description="host of rank 0")
+    master_port: int = Field(29500, alias="MASTER_PORT", ge=1, le=65535, description="port of rank 0")
+    key: Annotated[SecretStr, AfterValidator(settings.key)] | None = Field(None, alias="LAB_KEY", exclude=True, repr=False, description="key of the run, the same words on all ranks, 16 characters at least: what is not sealed with it is not believed; unset: drawn by whoever starts all ranks, else derived")
+    key_file: Annotated[Path, AfterValidator(settings.key_file)] | None = Field(None, alias="LAB_KEY_FILE", exclude=True, description="file with the key of the run in place of LAB_KEY, which whoever may look at a process or a container can read; containers have it as a secret")
+    local_rank: int | None = Field(None, alias="LOCAL_RANK", ge=0, le=MOST, description="index among the ranks of this machine, as torchrun sets it")
+
+    # What is run.
+    variant: Annotated[tuple[str, ...], NoDecode] = Field((), alias="LAB_VARIANT", description="variants to run, separated by commas, a strategy of your own as mine/wave.py:wave; empty: all")
+    model: Annotated[str, AfterValidator(settings.known_model)] = Field("gpt", alias="LAB_MODEL", description="what is trained: line, mlp, gpt, or a function of a file of your own such as mine/model.py:model")
+    width: int = Field(128, alias="LAB_WIDTH", ge=1, le=MOST_SIZE, description="width of the model")
+    depth: int = Field(8, alias="LAB_DEPTH", ge=1, le=MOST_LAYERS, description="number of layers")
+    heads: int = Field(8, alias="LAB_HEADS", ge=1, le=MOST, description="attention heads of gpt")
+    seq: int = Field(64, alias="LAB_SEQ", ge=1, le=MOST_SIZE, description="bytes of text in a sample of gpt")
+    tie: bool = Field(False, alias="LAB_TIE", description="1: gpt's output layer shares the embedding's weights")
+    text: Path | None = Field(None, alias="LAB_TEXT", description="file or folder that gpt reads; unset: Python's own standard library")
+    dtype: Literal["float32", "float64", "bfloat16"] = Field("float32", alias="LAB_DTYPE", description="type of weights and gradients in the timed pass")
+    steps: int = Field(20, alias="LAB_STEPS", ge=1, le=MOST, description="steps of the timed pass")
+    batch: int = Field(16, alias="LAB_BATCH", ge=1, le=MOST_SIZE, description="samples in the global batch (unset with LAB_MODEL=line: 32)")
+    microbatches: int | None = Field(None, alias="LAB_MICROBATCHES", ge=1, le=MOST, description="parts into which a rank splits its samples (in pp the whole batch is split); unset: 1")
+    optimizer: Literal["sgd", "adamw"] = Field("sgd", alias="LAB_OPTIMIZER", description="optimizer of the timed pass")
+    lr: float | None = Field(None, alias="LAB_LR", gt=0, le=1000, allow_inf_nan=False, description="learning rate; unset: 0.1 for sgd, 0.001 for adamw")
+    clip: float | None = Field(None, alias="LAB_CLIP", gt=0, le=MOST, allow_inf_nan=False, description="bound on the global norm of the gradients; unset: off")
+    seed: int = Field(1, alias="LAB_SEED", ge=0, le=MOST_SEED, description="seed of weights and data")
+    proof: bool = Field(True, alias="LAB_PROOF", description="0: leave the proof out")
+    bug: str | None = Field(None, alias="LAB_BUG", description="a bug to inject; `make explain` lists those of a mode")
+
+    # How it is run.
+    backend: Literal["gloo", "nccl", "tcp"] = Field("gloo", alias="LAB_BACKEND", description="what moves the bytes: a library, or the lab's own transport over plain TCP")
+    device: Literal["cpu", "cuda"] = Field("cpu", alias="LAB_DEVICE", description="where tensors live; nccl means cuda")
+    threads: int = Field(1, alias="LAB_THREADS", ge=1, le=1024, description="compute threads of a rank")
+    bucket_mib: float = Field(1, alias="LAB_BUCKET_MIB", gt=0, le=2**20, allow_inf_nan=False, description="size of a gradient bucket in MiB")
+
+    recompute: bool = Field(False, alias="LAB_RECOMPUTE", description="1: keep no activations inside a layer, compute them again in the backward pass")
+    net_rate: Annotated[str, AfterValidator(settings.rate)] | None = Field(None, alias="LAB_NET_RATE", description="rate of each rank's link, such as 100mbit (containers with compose/net.yaml); unset: as fast as it is")
+    net_delay: Annotated[str, AfterValidator(settings.delay)] | None = Field(None, alias="LAB_NET_DELAY", description="delay of each message, such as 5ms (containers with compose/net.yaml, where the kernel has netem)")
+    slow_rank: Annotated[str, AfterValidator(settings.slow_rank)] | None = Field(None, alias="LAB_SLOW_RANK", description="a rank that computes at a share of its speed in the timed pass, such as 2:0.5")
+    trace: bool = Field(False, alias="LAB_TRACE", description="1: a profiled step of each variant more, and trace.json")
+
+    # What survives it.
+    checkpoint_every: int | None = Field(None, alias="LAB_CHECKPOINT_EVERY", ge=1, le=MOST, description="steps from one checkpoint to the next; unset: none")
+    checkpoint_keep: int = Field(2, alias="LAB_CHECKPOINT_KEEP", ge=1, le=MOST, description="checkpoints that are kept, the newest ones")
+    checkpoint_async: bool = Field(False, alias="LAB_CHECKPOINT_ASYNC", description="1: write checkpoints while the training continues")
+    resume: str | None = Field(None, alias="LAB_RESUME", description="continue from a checkpoint: auto (LAB_RUN_ID's own, if there is one), a run id, or a path")
+
+    # What is to go wrong, and what looks for it.
+    faults: str | None = Field(None, alias="LAB_FAULTS", description="what is to go wrong, and when: kill:rank2@step5, pause:rank1:1s@4s, kill:1/30s, flip:gradient@step3, ..., separated by commas; what is left out LAB_SEED draws")
+    audit_every: int | None = Field(None, alias="LAB_AUDIT_EVERY", ge=1, le=MOST, description="steps from one audit of replicated tensors to the next: a weight or gradient that differs is named by rank; unset: none, or every step where LAB_FAULTS flips a bit")
+
+    # Where its files go.
+    runs_dir: Path = Field(Path("runs"), alias="LAB_RUNS_DIR", description="folder of all runs")
+    run_id: Annotated[str, AfterValidator(settings.run_name)] | None = Field(None, alias="LAB_RUN_ID", description="name of this run; unset: mode and time")
+
+    # What is seen of it while it goes on.
+    log: Literal["quiet", "normal", "full"] = Field("normal", alias="LAB_LOG", description="what ranks print; quiet: the verdict alone, full: every table and check on rank 0 too")
+
+    # Bounds.
+    join_timeout_s: float = Field(60, alias="LAB_JOIN_TIMEOUT_S", ge=0.1, le=MOST_SECONDS, allow_inf_nan=False, description="seconds to wait for all ranks to arrive")
+    lost_after_s: float = Field(2.5, alias="LAB_LOST_AFTER_S", ge=1, le=MOST_SECONDS, allow_inf_nan=False, description="seconds of silence after which a rank is lost")
+    collective_timeout_s: float = Field(300, alias="LAB_COLLECTIVE_TIMEOUT_S", ge=0.1, le=MOST_SECONDS, allow_inf_nan=False, description="seconds that one collective may take")
+    cpus: float | None = Field(None, alias="LAB_CPUS", gt=0, le=10_000, allow_inf_nan=False, description="cores of one container; unset: no limit")
+    memory: str | None = Field(None, alias="LAB_MEMORY", pattern=r"(?i)^[0-9]{1,15}(b|[kmg]b?)?$", description="memory of one container, such as 900m; unset: no limit")
+    # fmt: on
+
+    options: ModeOptions = Field(
+        default_factory=ModeOptions, exclude=True
+    )  # the mode's own; `own` gives them with their type
+
+    @classmethod
+    def settings_customise_sources(
+        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, *others: Any, **more: Any
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Take nothing but the mapping that `read` passes: no dotenv file, no secrets folder."""
+        del settings_cls, others, more
+        return (init_settings,)
+
+    @classmethod
+    def read(
+        cls,
+        environ: Mapping[str, str] = os.environ,
+        found_before: Sequence[str] = (),
+        options: type[ModeOptions] | None = None,
+    ) -> Self:
+        """Check `environ` as a whole; raises ConfigError with all faults at once, `found_before` among them.
+
+        `options` are taken in the place of the mode's own.
+        """
+        named = environ.get("RUN_MODE", "").strip() or "dp"
+        mode = named if settings.fault_of(settings.known_mode, named) == "" else "dp"  # of another no file is touched
+        kind = options or _own_of(mode, environ.get("LAB_JOIN_TIMEOUT_S", ""))
+        common, own = aliases(cls), aliases(kind)
+        given = {name: environ[name].strip() for name in common | own if environ.get(name, "").strip()}
+        slips = {slip for name in common | own for slip in settings.slips(name)}
+        faults = [*found_before] + [
+            _stranger(name, environ[name], mode, [*common, *own])
+            for name in sorted(environ)
+            if name not in common | own and environ[name].strip() and (name.startswith("LAB_") or name in slips)
+        ]
+        unprintable = [name for name in given if not given[name].isprintable()]
+        faults += [f"{named_value(name, given[name])} is not printable text in UTF-8" for name in unprintable]
+        typed: dict[str, Any] = {name: given[name] for name in given if name not in unprintable}
+        if "LAB_VARIANT" in typed:
+            typed["LAB_VARIANT"] = tuple(filter(None, (part.strip() for part in typed["LAB_VARIANT"].split(","))))
+        found: dict[str, Any] = {}
+        for model, names in ((cls, common), (kind, own)):
+            try:
+                found[model.__name__] = model(**{name: typed[name] for name in typed if name in names})
+            except ValidationError as error:
+                wrong = [(fault, str(fault["loc"][0])) for fault in error.errors()]
+                faults += [
+                    fault_sentence(fault, given.get(name, ""), model.model_fields[names[name]]) for fault, name in wrong
+                ]
+        config: Self | None = found.get(cls.__name__)
+        faults += planned.parse_faults(given["LAB_FAULTS"])[1] if "LAB_FAULTS" in typed else []
+        faults += _contradictions(config) if config is not None else []
+        faults += _too_many(given.get("WORLD_SIZE", ""), "RANKS_ON_HOST" in environ or "RANK" not in given)
+        if faults or config is None:
+            raise ConfigError(faults)
+        return cls._with_own_sizes(config.model_copy(update={"options": found[kind.__name__]}))
+
+    def _with_own_sizes(self) -> Self:
+        """The same with the sizes of its mode and model where none are set, and NCCL's device; they do not count as
+        set."""
+        sizes: dict[str, Any] = {"batch": LINE_POINTS} if self.model == "line" else {}
+        sizes |= {"device": "cuda"} if self.backend == "nccl" else {}
+        own = {
+            name: value
+            for name, value in (sizes | dict(self.options.sizes)).items()
+            if name not in self.model_fields_set
+        }
+        sized = self.model_copy(update=own)
+        sized.model_fields_set.difference_update(own, {"options"})
+        return sized
+
+    def own(self, kind: type[Own]) -> Own:
+        """The mode's own settings, as the class Options of its lesson."""
+        return kind(**self.options.model_dump(exclude_unset=True))
+
+    def with_own(self, **update: Any) -> Self:
+        """The same with other values of the mode's own settings."""
+        return self.model_copy(update={"options": self.options.model_copy(update=update)})
+
+    @property
+    def mode_name(self) -> str:
+        """RUN_MODE, or of a path its last part: what a run is named by."""
+        return settings.mode_name(self.run_mode)
+
+    @property
+    def learning_rate(self) -> float:
+        """LAB_LR, or the default of the optimizer."""
+        return self.lr or {"sgd": 0.1, "adamw": 0.001}[self.optimizer]
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number of LAB_DTYPE."""
+        return {"float64": 8, "float32": 4, "bfloat16": 2}[self.dtype]
+
+    @property
+    def gloo_on_gpus(self) -> bool:
+        """Whether the ranks' tensors are on GPUs and gloo is between them, which sums and gathers those, but cannot
+        send one to a single rank: it ends the process ("Bad address"), as fully_shard over it does."""
+        return self.device == "cuda" and self.backend == "gloo" and self.world_size > 1
+
+    @property
+    def num_microbatches(self) -> int:
+        """LAB_MICROBATCHES, or one."""
+        return self.microbatches or 1
+
+    @property
+    def slowed_to(self) -> float:
+        """The share of its speed at which this rank computes, by LAB_SLOW_RANK."""
+        rank, _, share = (self.slow_rank or "").partition(":")
+        return float(share) if rank and int(rank) == self.rank else 1.0
+
+    @property
+    def planned_faults(self) -> list[planned.FaultSpec]:
+        """The entries of LAB_FAULTS."""
+        return planned.parse_faults(self.faults or "")[0]
+
+    @property
+    def audited_every(self) -> int | None:
+        """LAB_AUDIT_EVERY, or every step where a bit is to flip."""
+        flips = any(each.kind == "flip" for each in self.planned_faults)
+        return self.audit_every or (1 if flips else None)
+
+    def untimed(self) -> Self:
+        """The same for passes that measure no time."""
+        return self.model_copy(update={"options": self.options.untimed()})
+
+    def environ(self) -> dict[str, str]:
+        """The variables that were set, as text: what repeats this run."""
+        return dict(sorted((_set_in(self) | _set_in(self.options)).items()))
+
+    def written(self) -> dict[str, Any]:
+        """All variables with their values, as JSON has them."""
+        dumped: dict[str, Any] = {}
+        for part in (self, self.options):
+            dumped |= json.loads(part.model_dump_json(by_alias=True))
+        return dumped
+
+
+def _contradictions(config: Config) -> list[str]:
+    """Faults of several variables together; those of one mode are found by distlab/lab/rank/preflight.py."""
+    refusals = []
+    if config.rank is not None and config.rank >= config.world_size:
+        last = config.world_size - 1
+        refusals.append(f"RANK={config.rank} is outside of WORLD_SIZE={config.world_size}, allowed: 0 to {last}")
+    if config.rank is None and config.master_addr is not None:
+        refusals.append(
+            f"MASTER_ADDR={quoted(config.master_addr)} is set and RANK is not: set both to be a rank, neither to start all"
+        )
+    if config.rank is not None and config.master_addr is None:
+        refusals.append(f"RANK={config.rank} is set and MASTER_ADDR is not: set it to the host of rank 0")
+    if config.slow_rank is not None and int(config.slow_rank.partition(":")[0]) >= config.world_size:
+        last = config.world_size - 1
+        refusals.append(
+            f"LAB_SLOW_RANK={config.slow_rank!r} names a rank outside of WORLD_SIZE={config.world_size}, allowed: 0 to {last}"
+        )
+    refusals += planned.misfits(config.planned_faults, config.world_size, config.steps, config.checkpoint_every)
+    if config.backend == "nccl" and config.device == "cpu" and "device" in config.model_fields_set:
+        refusals.append("LAB_BACKEND=nccl works on LAB_DEVICE=cuda alone")
+    if config.backend == "tcp" and config.device == "cuda":
+        refusals.append("LAB_BACKEND=tcp works on LAB_DEVICE=cpu alone: it sends from the memory of tensors")
+    if config.slow_rank is not None and (config.device == "cuda" or config.backend == "nccl"):
+        refusals.append(
+            f"LAB_SLOW_RANK={config.slow_rank!r} slows by the processor's seconds of compute, and a GPU computes without"
+            " it: it works on LAB_DEVICE=cpu alone"
+        )
+    return refusals
+
+
+def _too_many(world_size: str, on_one_machine: bool) -> list[str]:
+    """More ranks than one machine takes, where no engine started this one; what no engine takes is told by its type."""
+    if not (
+        on_one_machine and re.fullmatch("[0-9]{1,9}", world_size) and ON_ONE_MACHINE < int(world_size) <= MAX_WORLD_SIZE
+    ):
+        return []
+    return [
+        f"{named_value('WORLD_SIZE', world_size)} is out of range: expected 1 to {ON_ONE_MACHINE} on one machine, and up"
+        f" to {MAX_WORLD_SIZE} under an engine such as Slurm or torchrun"
+    ]
+
+
+def _stranger(name: str, value: str, mode: str, known: list[str]) -> str:
+    """A sentence for a variable that neither the lab nor this mode has."""
+    owners = [other for other in settings.modes() if name in aliases(declared(other))]
+    if owners:
+        return f"{name}={quoted(value.strip())} belongs to RUN_MODE={' or '.join(owners)}: {mode} has no such setting"
+    if name in settings.GONE:
+        return f"{name}: {settings.GONE[name]}"
+    name = name if name.isprintable() and len(name) < 80 else quoted(name)
+    return f"{name} is not a variable of the lab{settings.suggest(name, known)}"
+
+
+def _own_of(mode: str, join_timeout_s: str) -> type[ModeOptions]:
+    """The class Options of the mode; raises ConfigError where its options.py is none."""
+    bound_s = Config.model_fields["join_timeout_s"].default
+    with suppress(ValueError):  # which is told with all other faults
+        bound_s = min(max(float(join_timeout_s), 0.1), MOST_SECONDS)
+    try:
+        with user_code.refused_where_it_ends(bound_s, ConfigError):
+            return declared(mode)
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever a user's file raises
+        why = f"{type(error).__name__}: {error}"
+        raise ConfigError([f"RUN_MODE={mode!r} has an options.py that cannot be imported: {why}"]) from error
+
+
+def text_of(value: Any) -> str:
+    """The value of a setting as its variable has it."""
+    if isinstance(value, tuple):
+        return ",".join(value)
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+def _set_in(part: BaseModel) -> dict[str, str]:
+    set_fields = {name: type(part).model_fields[name] for name in part.model_fields_set}
+    return {  # without the key: a run is repeated with another
+        entry.alias or name: text_of(getattr(part, name)) for name, entry in set_fields.items() if not entry.exclude
+    }

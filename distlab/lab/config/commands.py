@@ -1,0 +1,134 @@
+"""What is typed: `distlab COMMAND ...`, `./run COMMAND ...` and `python -m workers COMMAND ...` are one and the same.
+
+Each command stands in COMMANDS, once; `./run` reads these lines too. `run` and `explain` take settings as words, a mode
+by its name or path alone: `run dp WORLD_SIZE=3` is RUN_MODE=dp WORLD_SIZE=3 in the environment. All others read their
+words themselves.
+"""
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
+from distlab.lab.config import Config, ConfigError
+from distlab.lab.config.settings import GONE, modes, suggest
+
+HELP = ("-h", "--help", "help")
+RUN_OPTIONS = ("--quiet", "--json")
+EXIT_CODES = (
+    "0 every check passed, 1 a check failed, 2 refused, 3 the cluster broke, 128+n killed by a signal, 143 stopped"
+)
+
+
+RUN_HELP = [
+    "--quiet     the verdict alone: LAB_LOG=quiet",
+    "--json      run.json on the standard output, and what ranks say on the standard error",
+]
+
+
+class Command(NamedTuple):
+    """The module that does it, one line of help, whether its words are settings, and whether help offers it."""
+
+    module: str
+    what: str
+    takes_settings: bool = False
+    for_users: bool = True
+
+
+COMMANDS = {
+    "run": Command("distlab.cli.run", "start WORLD_SIZE ranks of a mode, prove and measure its variants", takes_settings=True),
+    "explain": Command("distlab.cli.explain", "the description of a mode without a run; with LAB_BUG what that bug breaks", takes_settings=True),
+    "check": Command("distlab.cli.check", "your own script on WORLD_SIZE ranks: why it hangs, or computes garbage"),
+    "prove": Command("distlab.cli.prove", "your own model or strategy: whether N ranks compute what one process does"),
+    "puzzle": Command("distlab.cli.puzzle", "strategies to write yourself, each judged on real ranks"),
+    "plan": Command("distlab.cli.plan", "every strategy for a model on paper, and which to take"),
+    "report": Command("distlab.cli.report", "judge a finished run again, compare two, or remove old ones"),
+    "lesson": Command("distlab.cli.lesson", "exercises to fill in and demonstrations: a fork bomb, a zombie, 8 GPUs that are 3"),
+    "checkpoint": Command("distlab.cli.checkpoint", "a checkpoint as one file that torch.load opens"),
+    "engine": Command("distlab.cli.engine", "the manifest of an engine for so many ranks: Kubernetes"),
+    "fit": Command("distlab.cli.fit", "the sizes of `make fit`, and its verdict", for_users=False),
+}  # fmt: skip
+
+
+class Typed(NamedTuple):
+    """One command: the words that are left to it, and the variables that its settings stand for."""
+
+    command: str
+    words: Sequence[str] = ()
+    settings: Mapping[str, str] = MappingProxyType({})
+    as_json: bool = False  # run.json on the standard output, and nothing else
+
+
+def parse_words(words: Sequence[str]) -> Typed:
+    """What `words` ask for, "help" or "version" if that is it and "run" without any; raises ConfigError for a word that
+    says nothing."""
+    if words and words[0] in HELP:
+        return Typed("help")
+    if list(words) == ["--version"]:
+        return Typed("version")
+    if words and words[0] in GONE:
+        raise ConfigError([f"{words[0]}: {GONE[words[0]]}"])
+    named = bool(words) and words[0] in COMMANDS
+    command, rest = (words[0], words[1:]) if named else ("run", words)
+    if not COMMANDS[command].takes_settings:
+        return Typed(command, rest)
+    if any(word in HELP for word in rest):
+        return Typed("help", [command])
+    options = [word for word in rest if word in RUN_OPTIONS and command == "run"]
+    found = settings([word for word in rest if word not in options], [] if named else offered())
+    quiet = {"LAB_LOG": "quiet"} if "--quiet" in options else {}
+    return Typed(command, (), quiet | found, as_json="--json" in options)
+
+
+def offered() -> list[str]:
+    """The names of the commands for users."""
+    return [name for name, command in COMMANDS.items() if command.for_users]
+
+
+def settings(words: Sequence[str], commands: Sequence[str] = ()) -> dict[str, str]:
+    """The variables that the words stand for; raises ConfigError with a sentence for each that is none, nor one of
+    `commands`."""
+    variables = [field.alias for field in Config.model_fields.values() if field.alias]
+    found: dict[str, str] = {}
+    faults = []
+    for word in words:
+        name, equals, value = word.partition("=")
+        if equals and (name in variables or name.startswith("LAB_")):
+            found[name] = value
+        elif equals:
+            faults.append(f"{name} is not a variable of the lab{suggest(name, variables)}")
+        elif "/" not in word and word not in modes():
+            kinds, known = ("a command or a mode" if commands else "a mode"), [*commands, *modes()]
+            allowed = f"allowed: {', '.join(known)}, the path of a mode, or NAME=VALUE"
+            faults.append(f"{word!r} is not {kinds}{suggest(word, known)}, {allowed}")
+        elif "RUN_MODE" in found:
+            faults.append(f"{word!r} and RUN_MODE={found['RUN_MODE']!r} are two modes: a run has one")
+        else:
+            found["RUN_MODE"] = word
+    if faults:
+        raise ConfigError(faults)
+    return found
+
+
+def help_lines(command: str | None = None) -> list[str]:
+    """What there is to type: all commands, or one that takes settings."""
+    if command is None:
+        lines = ["usage: distlab COMMAND ...", "", *(f"  {name:<12}{COMMANDS[name].what}" for name in offered()), ""]
+        lines += [
+            (
+                "`distlab COMMAND --help` says more, `distlab --version` which this is. `./run COMMAND` is the same in"
+                " containers, where a Docker engine answers."
+            ),
+            "",
+        ]
+    else:
+        lines = [f"usage: distlab {command} [MODE] [NAME=VALUE ...]", "", f"  {COMMANDS[command].what}", ""]
+        lines += RUN_HELP if command == "run" else []
+    return [
+        *lines,
+        f"modes       {', '.join(modes())}, or the path of one such as mine/mode.py",
+        (
+            "settings    are variables, as words or in the environment: dp WORLD_SIZE=3 LAB_STEPS=5; docs/variables.md"
+            " lists them"
+        ),
+        f"exit codes  {EXIT_CODES}",
+    ]

@@ -1,0 +1,164 @@
+"""A user's code in a process of the lab's: what would end the process is an exception, and before the ranks watch each
+other it has a bound.
+
+A file that ends by sys.exit(0) or os._exit(0) would else end its rank like one that has made all its checks.
+"""
+
+import os
+import signal
+import sys
+import sysconfig
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import takewhile
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+ENDINGS = ("_exit", "abort", "execv", "execve")  # of os: all that end this program without an exception
+LIBRARIES = ("<frozen", str(Path(__file__).parents[2]), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
+
+
+heeding_in = set[int]()  # processes
+
+
+class Exited(BaseException):
+    """A user's code has ended the process, or would have; the message says by which call, and where."""
+
+
+def is_users(file: str) -> bool:
+    """Whether a file is neither a library's nor the lab's."""
+    return not file.startswith(LIBRARIES)
+
+
+def place_in(frames: Iterable[tuple[str, int]]) -> str:
+    """File and line of the first frame that is a user's; empty where none is."""
+    return next((f"{Path(file).name}:{line}" for file, line in frames if is_users(file)), "")
+
+
+def place_of(error: BaseException) -> str:
+    """The innermost line of a user's that an exception came through."""
+    frames = reversed(traceback.extract_tb(error.__traceback__))
+    return place_in((each.filename, each.lineno or 0) for each in frames)
+
+
+def outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def lines_of(frames: Iterable[FrameType]) -> list[tuple[str, int]]:
+    return [(frame.f_code.co_filename, frame.f_lineno) for frame in frames]
+
+
+def ended_by(call: str, place: str) -> Exited:
+    return Exited(f"ended the process by {call} at {place}, before its checks were made")
+
+
+def raise_exited(call: str, place: str) -> NoReturn:
+    raise ended_by(call, place)
+
+
+def heed_endings(heed: Callable[[str, str], None]) -> None:
+    """From now on `heed` hears of each call by which a user's code ends this process, and of the line, before that
+    happens; where it raises, it does not happen. A child that the code forks may end as it likes. Once a process."""
+    process = os.getpid()
+    if process in heeding_in:
+        return
+    heeding_in.add(process)
+
+    def heeding(name: str, end: Callable[..., Any]) -> Callable[..., Any]:
+        def heeded(*args: Any) -> Any:
+            frames = lines_of(outwards(sys._getframe(1)))
+            while frames[0][0] == os.execlp.__code__.co_filename:  # which calls execv
+                del frames[0]
+            if os.getpid() == process and is_users(frames[0][0]):
+                code = "".join(str(each) for each in args if isinstance(each, int))
+                heed(f"os.{name}({code})", place_in(frames))
+            return end(*args)
+
+        return heeded
+
+    module: Any = os
+    for name in ENDINGS:
+        setattr(module, name, heeding(name, getattr(os, name)))
+
+
+def exited(error: BaseException) -> BaseException:
+    """The same error; of sys.exit's an Exited, with its traceback."""
+    if not isinstance(error, SystemExit):
+        return error
+    call = f"sys.exit({'' if error.code is None else repr(error.code)})"
+    return ended_by(call, place_of(error)).with_traceback(error.__traceback__)
+
+
+@contextmanager
+def exits_raised() -> Iterator[None]:
+    """Inside, what sys.exit raises is an Exited."""
+    try:
+        yield
+    except SystemExit as error:
+        raise exited(error) from None
+
+
+# Before the ranks watch each other: no rank misses one that ends or stands in a user's code.
+
+
+@contextmanager
+def bounded(bound_s: float, late: Callable[[str], None]) -> Iterator[None]:
+    """Tell `late`, on another thread, where a user's code stands that has not ended after `bound_s`."""
+    over, main = threading.Event(), threading.get_ident()
+    callers = list(outwards(sys._getframe()))  # of which one may be a user's, too
+
+    def wait() -> None:
+        while not over.wait(bound_s):
+            inside = takewhile(lambda frame: frame not in callers, outwards(sys._current_frames().get(main)))
+            if place := place_in(lines_of(inside)):
+                bound = f"{bound_s:g} s (LAB_JOIN_TIMEOUT_S)"
+                late(f"the file still stands at {place} after {bound}, before its ranks have begun")
+                return
+
+    thread = threading.Thread(target=wait, name="bound", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@contextmanager
+def refused_where_it_ends(bound_s: float, refusal: Callable[[list[str]], Exception]) -> Iterator[None]:
+    """Inside, a user's code that ends the process, or that raises the KeyboardInterrupt of Ctrl-C itself, raises
+    `refusal` with a sentence; one that stands for longer than `bound_s` ends the process with exit code 2."""
+    heed_endings(raise_exited)
+    stopped: list[int] = []
+
+    def on_interrupt(number: int, frame: FrameType | None) -> None:
+        stopped.append(number)
+        signal.default_int_handler(number, frame)
+
+    before = signal.getsignal(signal.SIGINT)
+    heeds = before is signal.default_int_handler and threading.current_thread() is threading.main_thread()
+    if heeds:
+        signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        with bounded(bound_s, refuse_late), exits_raised():
+            yield
+    except Exited as error:
+        raise refusal([f"the file {error}"]) from error
+    except KeyboardInterrupt as error:
+        if stopped or not (place := place_of(error)):
+            raise
+        raise refusal([f"the file raised KeyboardInterrupt at {place}"]) from error
+    finally:
+        if heeds:
+            signal.signal(signal.SIGINT, before)
+
+
+def refuse_late(sentence: str) -> None:
+    os.write(1, f"refused    {sentence}\n".encode())
+    os._exit(2)

@@ -1,0 +1,314 @@
+"""Lab: all that an experiment may ask for on one rank, but for the passes.
+
+An experiment reads top to bottom like its lesson because what is around the lesson is here: the model and this rank's
+part of the batch, checks and comparisons that decide the verdict, and words and tables that reach both the log and the
+report. It holds no clock, no print, no file and no os.environ; what is done to every variant is in verify/.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distlab.contract import Counted, Mode
+from distlab.lab.cluster.control_plane import Exchange
+from distlab.lab.cluster.membership import Membership
+from distlab.lab.config import Config
+from distlab.lab.measure.prediction import Prediction
+from distlab.lab.measure.traffic import Ledger, Traffic
+from distlab.lab.report import records
+from distlab.lab.report.progress import Work
+from distlab.lab.report.run_folder import Journal, Level
+from distlab.lab.report.table import aligned, wrapped
+from distlab.lab.workload.data import Batches, Microbatch
+from distlab.lab.workload.model import Model, buffer_bytes
+from distlab.lab.workload.user_model import is_own
+from distlab.techniques.collectives.costs import wire_tolerance
+from distlab.techniques.collectives.phases import phase
+from distlab.techniques.mesh.grid import Mesh
+from distlab.techniques.transport.handshake import TurnedAway, unheeded
+
+
+@dataclass(frozen=True)
+class RunHooks:
+    """What a rank's run gives to its Lab, and hears from it; by default there is no run around it, as in a test."""
+
+    at: Callable[[int, str], None] = lambda _step, _phase: None  # where the main thread is, for the other ranks
+    work: Work = field(default_factory=Work)  # of how many units, and how many are done
+    # By all ranks when a section of rank 0's log (log.py) is complete, or one row more of all its `rows`: it is
+    # told then, and not at the end.
+    finished: Callable[..., None] = lambda _section, _rows=(): None
+    side_group: dist.ProcessGroup | None = None  # of gloo and all ranks, for what goes on beside the training
+
+    # How ranks of this run connect: where this one listens, their common key, and what counts a stranger's connection.
+    own_ip: str = "127.0.0.1"
+    secret: bytes = b""
+    turned_away: TurnedAway = unheeded
+
+    # Fault injection (fault_injection.py): as a step of the training begins, and once a variant's "gradients" or
+    # "weights" are there, with the names of those that other ranks hold too.
+    on_step: Callable[[int, str], None] = lambda _step, _variant: None
+    on_tensors: Callable[[str, str, object, int, Container[str]], None] = lambda *_: None
+
+    # Where ranks may be lost and the run goes on: from when on, and what to do then; the rank that serves collects for
+    # all who are left; in a mode whose ranks come and go, who is in.
+    let_leave: Callable[[Callable[[int], None]], None] = lambda _then: None
+    move: Callable[[], None] = lambda: None
+    membership: Membership | None = None
+
+
+class Lab:
+    """One rank's laboratory: the run's settings, the ranks as a group, and the verbs of an experiment."""
+
+    def __init__(
+        self, config: Config, mode: Mode, device: torch.device, group: dist.ProcessGroup, exchange: Exchange,
+        ledger: Ledger, journal: Journal, hooks: RunHooks,
+    ) -> None:  # fmt: skip
+        self.config = config
+        self.mode = mode
+        self.device = device
+        self.group = group  # all ranks
+        self.mesh = Mesh.grid(mode.axes(config), group, config.collective_timeout_s)
+        self.rank, self.world_size = exchange.rank, exchange.world_size
+        self.exchange = exchange
+        self.journal = journal
+        self.hooks = hooks
+        self.at, self.work, self.finished, self.on_tensors = hooks.at, hooks.work, hooks.finished, hooks.on_tensors
+        self.first_step_at: float | None = None
+        self._ledger = ledger
+
+    # --- what is trained ---
+
+    def model(self, dtype: torch.dtype) -> Model:
+        """The dense model by LAB_SEED: the same on every rank."""
+        return self.mode.model(self.config, self.config.seed).to(self.device, dtype)
+
+    def batches(self, dtype: torch.dtype, *, proof: bool = False) -> Batches:
+        """The global batches, and each rank's part of them."""
+        return self.mode.batches(self.config, proof=proof, device=self.device, dtype=dtype)
+
+    def dealt(self, batches: Batches, step: int) -> list[Microbatch]:
+        """This rank's microbatches of the batch of `step`: dealt along the mesh's axis dp, alike to all elsewhere."""
+        with phase("data"):
+            return batches.dealt(step, self.mesh.index("dp"), self.mesh.size("dp"))
+
+    def begin_step(self, step: int, variant: str) -> None:
+        """The main thread begins a step of the training itself, and not of what is beside it."""
+        self.at(step, variant)
+        self.hooks.on_step(step, variant)
+
+    # --- what is said ---
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank speaks for all: rank 0, or who keeps the store where rank 0 has left."""
+        return self.rank == self.exchange.host
+
+    def say(self, text: str, heading: str = "", *, all_ranks: bool = False, at: Level | None = None) -> None:
+        """A line in the log of rank 0, or of every rank; with a heading it stands in the report too.
+
+        It is printed from this level of LAB_LOG on: "normal", or "full" for what rank 0 says under a heading.
+        """
+        if self.speaks or all_ranks:
+            level: Level = at or ("full" if heading and not all_ranks else "normal")
+            self.journal.say("\n".join(wrapped(heading, text)) if heading else text, level)
+        if self.speaks and heading:
+            self.journal.write(records.Said(heading, text))
+
+    def table(self, title: str, columns: list[str], rows: list[list[Any]]) -> None:
+        """A table of the lesson's own, in rank 0's log and in the report."""
+        if self.speaks:
+            self.journal.say("\n".join([title, *aligned(columns, rows)]), "full")
+            self.journal.write(records.Table(title, columns, rows))
+
+    def chart(
+        self, title: str, x_label: str, y_label: str, series: dict[str, list[list[float]]], *,
+        log_x: bool = False, log_y: bool = False,
+    ) -> None:  # fmt: skip
+        """A line chart in the report: `series` maps a name to [x values, y values]."""
+        if self.speaks:
+            self.journal.write(records.Chart(title, x_label, y_label, series, log_x, log_y))
+
+    def stood(self, variant: str, at: list[float]) -> None:
+        """When steps of a variant stood on this rank, in Unix time: the report draws samples a second from it."""
+        self.journal.write(records.Stood(variant, at))
+
+    def changed(self, variant: str, step: int, at: float, what: str, members: list[int]) -> None:
+        """From `step` on others are in, as this rank noticed at Unix time `at`: one was "lost" or "asked" to be let in,
+        or all "restart"."""
+        self.journal.write(records.Changed(variant, step, at, what, members))
+
+    def note(self, heading: str, text: str) -> None:
+        """A line of this rank's own log, under a heading of at most ten letters."""
+        self.journal.write(records.Noted(heading, text))
+
+    # --- what decides ---
+
+    def check(
+        self, name: str, max_abs_diff: float, tolerance: float, variant: str = "", detail: str = "", *,
+        unit: str = "", control: str = "",
+    ) -> None:  # fmt: skip
+        """A claim of this rank: holds if `max_abs_diff <= tolerance`. The run passes if all claims of all ranks hold.
+
+        `unit` names what both count where they are no plain numbers, such as "epsilons of bfloat16". `control` is the
+        test that makes it fail, as `tests/<file>::<test>`, where no mistake of the mode is meant to.
+        """
+        control = self.mistake_for(name) or control
+        self.journal.write(records.Check(variant, name, float(max_abs_diff), float(tolerance), detail, control, unit))
+
+    def mistake_for(self, check: str) -> str:
+        """The first mistake of the mode that this check is meant to see, as LAB_BUG names it; empty if there is
+        none."""
+        meant = (name for name, mistake in self.mode.mistakes.items() if mistake.check == check)
+        return next((f"LAB_BUG={name}" for name in meant), "")
+
+    def compare(
+        self, name: str, predicted: float, measured: float, unit: str = "B", tolerance: float = 0.0, variant: str = "",
+        formula: str = "", *, shown: str = "", control: str = "",
+    ) -> None:  # fmt: skip
+        """Predicted beside measured on this rank; within `tolerance` (in `unit`), or the run fails.
+
+        With `shown`, a phrase why, it decides nothing. `control` is the test that makes it fail, as in `check`.
+        """
+        if name == "peak bytes" and is_own(self.config.model):
+            shown = shown or "what a layer of one's own holds in its midst is in no formula"
+        control = "" if shown else self.mistake_for(name) or control
+        self.journal.write(
+            records.Comparison(
+                variant, name, unit, predicted, measured, tolerance, formula, not shown, control, shown
+            )
+        )  # fmt: skip
+
+    def waive(self, name: str, why: str, variant: str = "", times: int = 1) -> None:
+        """Say that this rank does not make an expected claim since there is nothing to hold; a name that ends in a
+        space stands for all that begin so."""
+        self.journal.write(records.Waived(variant, name, why, times))
+
+    def skip(self, variant: str, reason: str) -> None:
+        """Leave out a variant that cannot take these sizes, and say why; all ranks call it together."""
+        if self.rank == 0:
+            self.journal.write(records.Skipped(variant, reason))
+        self.finished("skipped")
+
+    # --- what is measured ---
+
+    @contextmanager
+    def count(self, *, calls: bool = True) -> Iterator[Traffic]:
+        """Calls and wire bytes of what runs inside the block, or the wire alone; all ranks enter and leave together."""
+        with self._ledger.count(calls=calls) as traffic:
+            yield traffic
+        if traffic.wire_error is not None:
+            self.waive("wire ", traffic.wire_error)
+
+    def sent_bytes(self) -> int | None:
+        """What the sockets of this rank have sent since they were opened; None where the system gives no counters."""
+        return self._ledger.sent_bytes()
+
+    def seconds(self, call: Callable[[], object], repeats: int = 1) -> float:
+        """Seconds of one of `repeats` calls in a row on this rank; all ranks begin together.
+
+        One call alone would time the end of the barrier more than itself.
+        """
+        self.exchange.barrier("seconds")
+        started = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return (time.perf_counter() - started) / repeats
+
+    def losses(self) -> dict[str, list[float]]:
+        """The loss curves of the timed pass by variant, and of one process, on rank 0, NaN where a loss is not known;
+        nothing elsewhere."""
+        return {record.variant: record.numbers for record in self.journal.records if isinstance(record, records.Losses)}
+
+    def first_calls(self) -> dict[str, list[list[Any]]]:
+        """The calls of the first step of each variant on this rank, as a FirstStep has them."""
+        found = (record for record in self.journal.records if isinstance(record, records.FirstStep))
+        return {record.variant: record.calls for record in found}
+
+    def profiles(self) -> dict[str, dict[str, float]]:
+        """Where the time of a median timed step went on this rank: seconds by class, of each variant."""
+        return {
+            record.variant: record.seconds for record in self.journal.records if isinstance(record, records.Profile)
+        }
+
+    def stepped(self, units: float = 1) -> None:
+        """A step of a strategy is done, so many units of the work under way; the first one ends the start-up of the
+        run."""
+        self.first_step_at = self.first_step_at or time.time()
+        self.work.advance(units)
+
+    def wants(self, variant: str) -> bool:
+        """Whether LAB_VARIANT names this variant, or none."""
+        return not self.config.variant or variant in self.config.variant
+
+    def compare_traffic(self, predictions: list[Prediction], measured: Mapping[str, Counted]) -> None:
+        """Hold the bytes of each variant against its prediction: as called exactly, on the wire within 1 % and the
+        frames that gloo adds to each message.
+
+        Called and predicted bytes are multiples of 1/N B that were added up in another order: rounded to 1/1000 B they
+        are equal, or another number of bytes.
+        """
+        for prediction in predictions:
+            if prediction.variant not in measured or prediction.name != "wire bytes":
+                continue
+            traffic, predicted = measured[prediction.variant].traffic, prediction.value[self.rank]
+            seen = {"called bytes": (round(predicted, 3), round(traffic.called_bytes, 3), 0.0)}
+            if traffic.wire_error is None:
+                tolerance = wire_tolerance(predicted, prediction.messages_of(self.rank))
+                label = f"the wire of {prediction.variant}"
+                seen["wire bytes"] = (*self.of_ranks(label, predicted, traffic.wire_bytes), tolerance)
+            for name, (wanted, value, tolerance) in seen.items():
+                self.compare(
+                    name, wanted, value, "B", tolerance, prediction.variant, prediction.formula,
+                    shown=prediction.shown, control="tests/lab/test_lab.py::test_bytes_beside_their_formula_fail",
+                )  # fmt: skip
+        self.finished("measured")
+        if not any(prediction.name == "rest bytes" for prediction in predictions):
+            self.finished("memory")  # nothing is held against it
+
+    def of_ranks(self, label: str, wanted_bytes: float, wire_bytes: float) -> tuple[float, float]:
+        """What is held against each other on the wire: this rank's bytes. Over plain TCP small sums go to rank 0 and
+        back, so ranks differ and the formula is their mean: there both are the mean of all ranks."""
+        if self.config.backend != "tcp":
+            return wanted_bytes, wire_bytes
+        everyone = self.exchange.everyone(label, (wanted_bytes, wire_bytes))
+        return statistics.fmean(wanted for wanted, _ in everyone), statistics.fmean(sent for _, sent in everyone)
+
+    def compare_calls(self, variant: str, predicted: float, traffic: Traffic, formula: str = "") -> None:
+        """Hold the number of calls in a step of a variant against its prediction, exactly."""
+        control = "tests/lab/test_lab.py::test_calls_beside_their_formula_fail"
+        self.compare("calls", predicted, traffic.calls, "calls", variant=variant, formula=formula, control=control)
+
+    def compare_rest(
+        self,
+        predictions: list[Prediction],
+        measured: Mapping[str, Counted],
+        dtype_of: Callable[[str], torch.dtype] | None = None,
+        *,
+        carries: bool = True,
+    ) -> None:
+        """Hold the bytes of each variant between two steps against its prediction, within 1 %; where each rank
+        `carries` all buffers of a model of one's own, they come on top, in LAB_DTYPE or the variant's type.
+
+        Weights, gradients, optimizer state, and what else should be gone by then; buffers of messages that are kept for
+        the next step are no part of the formulas, and only shown.
+        """
+        for prediction in predictions:
+            if prediction.variant in measured and prediction.name == "rest bytes":
+                dtype = dtype_of(prediction.variant) if dtype_of else getattr(torch, self.config.dtype)
+                carried = buffer_bytes(self.config, dtype) if carries else 0
+                rest, predicted = measured[prediction.variant].rest, prediction.value[self.rank] + carried
+                held = sum(rest.values()) - rest["communication"]
+                self.compare(
+                    prediction.name, predicted, held, "B", 0.01 * predicted, prediction.variant,
+                    prediction.formula + (" + buffers" if carried else ""), shown=prediction.shown,
+                    control="tests/lab/test_lab.py::test_bytes_that_stay_fail",
+                )  # fmt: skip
+        self.finished("memory")

@@ -1,0 +1,264 @@
+"""The order: what happened in a step, one thing after another, whatever a clock says.
+
+    begin, end   a phase that a mechanism marks (forward, backward, wait, ...), its microbatch the label; and "layer",
+                 the forward pass of one, its number the label
+    gradient     autograd hands over the gradient of a parameter, which the label names
+    back         autograd comes to the output of a layer, its number the label
+    call         a collective, a send or a receive begins, on these storages
+    held         the storage of weights comes or goes: so many bytes from then on
+
+Overlap, a schedule and "a layer at a time" are claims about order, so they are decided from here: a loaded machine
+changes every duration, and none of these. What is recorded comes from hooks of torch's own and its dispatcher, but for
+the phases, which the mechanisms mark; a claim that needs none of these marks should use none.
+
+`Messages` notes what is sent in a step, with times, for what is drawn.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from distlab.lab.measure.traffic import BELOW, HERE, OPERATIONS, RESULT, SHAPES, Shape, nbytes_of, sent_by_call
+
+RECEIVES = ("c10d::recv_", "c10d::recv_any_source_")
+
+
+class Event(NamedTuple):
+    """One thing that happened."""
+
+    what: str  # begin, end, gradient, back, call or held
+    name: str  # the phase, or the operation; empty of gradients and storages
+    label: str = ""  # the microbatch, the layer's number, or the parameter's name
+    nbytes: int = 0  # of the tensors of a call, or held from now on
+    storages: frozenset[int] = frozenset()  # of a call's tensors, or the one that comes or goes
+
+
+class Order:
+    """`events` of one step in their order; `layers` are this rank's, by their number in the model.
+
+    A parameter's name is "<layer>.<name in it>", that of the first layer which has it.
+    """
+
+    def __init__(self, layers: Mapping[int, nn.Module]) -> None:
+        self.layers = layers
+        self.events: list[Event] = []
+        self.gradients: dict[str, int] = {}  # the storage in which each gradient lies after the step
+        self.weights: dict[str, int] = {}  # and each weight
+        self._parameters: dict[str, nn.Parameter] = {}
+        seen: set[nn.Parameter] = set()
+        for index, layer in layers.items():
+            for name, parameter in layer.named_parameters():
+                if parameter not in seen and parameter.requires_grad:
+                    self._parameters[f"{index}.{name}"] = parameter
+                    self.weights[f"{index}.{name}"] = key_of(parameter)
+                seen.add(parameter)
+
+    def mark(self, what: str, name: str, label: str) -> None:
+        self.events.append(Event(what, name, label))
+
+    def called(self, name: str, args: Any, result: Any, tensors: list[Tensor]) -> None:
+        """The operation `name` of torch's schema is called on `tensors`; barriers and waits are none."""
+        if name not in OPERATIONS and name not in RECEIVES:
+            return
+        op, position = OPERATIONS.get(name, ("receive", 0))
+        nbytes = nbytes_of(result if position == RESULT else args[position])
+        self.events.append(Event("call", op, "", nbytes, frozenset(map(key_of, tensors))))
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata in self.weights.values():
+            self.events.append(Event("held", "", "", storage.nbytes(), frozenset({storage._cdata})))
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Hear of layers and gradients inside the block, and learn at its end where the gradients lie."""
+        hooks: list[Any] = []
+        for index, layer in self.layers.items():
+            begin, end = Event("begin", "layer", str(index)), Event("end", "layer", str(index))
+            hooks.append(layer.register_forward_pre_hook(lambda *_, event=begin: self.events.append(event)))
+            hooks.append(layer.register_forward_hook(lambda *_, event=end: self.events.append(event)))
+            hooks.append(layer.register_forward_hook(partial(self._left, Event("back", "layer", str(index)))))
+        for name, parameter in self._parameters.items():
+            event = Event("gradient", "", name)
+            hooks.append(parameter.register_hook(lambda _, event=event: self.events.append(event)))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        named = self._parameters.items()
+        self.gradients = {name: key_of(p.grad) for name, p in named if p.grad is not None}
+        self.layers, self._parameters = {}, {}  # the strategy goes, its order stays
+
+    def _left(self, event: Event, _layer: nn.Module, _inputs: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(lambda _: self.events.append(event))
+
+    # --- questions ---
+
+    def where(self, what: str, name: str = "", label: str | None = None) -> list[int]:
+        return [
+            place
+            for place, event in enumerate(self.events)
+            if (event.what, event.name) == (what, name) and label in (None, event.label)
+        ]
+
+    def within(self, phase: str) -> list[tuple[str, list[Event]]]:
+        """(label, events inside) of every phase of this name, in their order; they do not nest."""
+        begins, ends = self.where("begin", phase), self.where("end", phase)
+        return [
+            (self.events[begin].label, self.events[begin + 1 : end]) for begin, end in zip(begins, ends, strict=True)
+        ]
+
+    def launches(self, *operations: str) -> dict[int, set[str]]:
+        """The gradients of each sum, by the place of its first call: those that lie in the storage which it sends."""
+        held: dict[int, set[str]] = {}
+        for name, storage in self.gradients.items():
+            held.setdefault(storage, set()).add(name)
+        found: dict[int, set[str]] = {}
+        for place, event in enumerate(self.events):
+            if event.what == "call" and event.name in operations:
+                for storage in event.storages & set(held):
+                    found[place] = held.pop(storage)
+        return found
+
+    def untimely(self, launches: Mapping[int, set[str]]) -> list[int]:
+        """The places of sums that began before their gradients were there, or later than at once.
+
+        At once is before autograd hands over any further gradient, but never before the sums ahead, since all ranks
+        must launch in one order.
+        """
+        written = {event.label: place for place, event in enumerate(self.events) if event.what == "gradient"}
+        found, ready = [], -1
+        for place, names in launches.items():
+            own = max(written.get(name, len(self.events)) for name in names)
+            ready = max(ready, own)
+            if place < own or any(ready < other < place for other in written.values()):
+                found.append(place)
+        return found
+
+
+def storage_of(tensor: Tensor) -> torch.UntypedStorage:
+    """The memory behind a tensor; a DTensor's is that of its local part."""
+    local: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local.untyped_storage()
+
+
+def key_of(tensor: Tensor) -> int:
+    return int(storage_of(tensor)._cdata)
+
+
+# --- messages: every collective, send and receive of a step, and when it began and ended ---
+#
+# A kernel of ours stands at BackendSelect while it is recorded, and only then, since it takes some 10 microseconds a
+# call: it sees what DDP's reducer, fully_shard and DTensor send as well as what is sent by hand. When a call has
+# ended nobody tells: it is looked for with the next call and at each mark of a phase (`look`), so an end is drawn
+# late by up to the time between two of these, and never early. Whether a send or receive of gloo is over is known
+# once it was waited for.
+
+LEAST_RANKS = 2  # a group of one sends nothing
+
+
+class Message(NamedTuple):
+    """One call on this rank, in seconds of `time.perf_counter`."""
+
+    op: str
+    ranks: tuple[int, ...]  # of a send or receive from whom to whom, else all of the group; global ranks
+    sent_bytes: float  # what this rank sends by the best algorithm (`Calls`); of a receive nothing
+    nbytes: int  # of the tensors
+    tag: int  # of a send or receive
+    start_s: float
+    end_s: float
+    phases: tuple[str, ...] = ()  # what this rank is in the midst of, the outermost first: "forward 3"
+    # That it reads or writes, where they are asked for: storage, its bytes, shape; no tensor, which would stay.
+    tensors: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
+
+
+class Messages:
+    """`with Messages().recorded() as messages: step()`, then `messages.found`."""
+
+    def __init__(self, *, name_tensors: bool = False) -> None:
+        """`name_tensors`: each message says in which storages its tensors lie."""
+        self.found: list[Message] = []
+        self._name_tensors = name_tensors
+        self._phases: list[str] = []
+        self._open: list[tuple[int, dist.Work]] = []
+
+    @contextmanager
+    def recorded(self) -> Iterator["Messages"]:
+        """Hear of all calls inside the block; what is still open at its end ends there."""
+        library = torch.library.Library("c10d", "IMPL")
+        for name, shape in SHAPES.items():
+            pass_on = getattr(torch.ops.c10d, name).default.redispatch
+            library.impl(name, self._noted(name, shape, pass_on), HERE.name, with_keyset=True)
+        try:
+            yield self
+        finally:
+            library._destroy()
+            self.look()
+            self._open.clear()
+
+    def look(self) -> None:
+        """Note the end of all calls that are over by now."""
+        now, still = time.perf_counter(), []
+        for index, work in self._open:
+            self.found[index] = self.found[index]._replace(end_s=now)
+            if not work.is_completed():
+                still.append((index, work))
+        self._open = still
+
+    def hear(self, what: str, kind: str, label: str) -> None:
+        """A phase begins or ends: what is over by now is noted, and what is under way."""
+        self.look()
+        if what == "begin":
+            self._phases.append(f"{kind} {label}".rstrip())
+        elif self._phases:
+            self._phases.pop()
+
+    def _noted(self, name: str, shape: Shape, pass_on: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(keys: Any, *args: Any) -> Any:
+            self.look()
+            message = message_of(name, shape, args)
+            if message is not None and self._name_tensors:
+                where = tuple((key_of(each), storage_of(each).nbytes(), tuple(each.shape)) for each in tensors_in(args))
+                message = message._replace(phases=tuple(self._phases), tensors=where)
+            result = pass_on(keys & BELOW, *args)
+            if message is not None:
+                work = result[-1] if isinstance(result, tuple) else result
+                # A group that is written in Python only tells of its calls here, and says which it does now.
+                told = getattr(dist.ProcessGroup.unbox(args[shape.group]), "told", None)
+                self._open.append((len(self.found), told or dist.Work.unbox(work)))
+                self.found.append(message)
+            return result
+
+        return noted
+
+
+def tensors_in(args: Any) -> Iterator[Tensor]:
+    """The tensors of a call, in lists too."""
+    for each in args:
+        if isinstance(each, Tensor):
+            yield each
+        elif isinstance(each, list | tuple):
+            yield from tensors_in(each)
+
+
+def message_of(name: str, shape: Shape, args: tuple[Any, ...]) -> Message | None:
+    """What a call is; None of a barrier, and in a group of one."""
+    group = dist.ProcessGroup.unbox(args[shape.group])
+    if "barrier" in name or group.size() < LEAST_RANKS:
+        return None
+    ranks = tuple(dist.get_process_group_ranks(group))
+    own, nbytes, now = ranks[group.rank()], nbytes_of(args[shape.compared]), time.perf_counter()
+    if shape.op in ("send", "recv"):
+        peer = ranks[args[shape.peer]] if shape.peer >= 0 else -1
+        pair = (own, peer) if shape.op == "send" else (peer, own)
+        return Message(shape.op, pair, float(nbytes if shape.op == "send" else 0), nbytes, args[-1], now, now)
+    whole = nbytes if shape.whole is None else nbytes_of(args[shape.whole])
+    sent = sent_by_call(shape.op, whole, f"c10d::{name}", args, group)
+    return Message(shape.op, ranks, sent, whole, 0, now, now)

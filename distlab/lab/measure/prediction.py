@@ -1,0 +1,49 @@
+"""Every prediction, once: bytes on the wire and in memory, rounds, bubbles and seconds, as the papers give them.
+
+Pure functions of sizes, a file for each part of the lab. N is `world_size`, S is `nbytes`. The modes are checked
+against them, and `distlab plan` adds them up for models that fit into no laptop.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+PYTORCHS = "PyTorch's own, which ours stand beside"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What one variant should measure in a step: a value a rank, in `unit`, by `formula`, in `calls` calls a rank.
+
+    `messages` are those that each rank sends, or receives where these are more
+    (distlab/techniques/collectives/costs.py); left out, each call counts as one of gloo's short all_reduces.
+    """
+
+    variant: str
+    name: str  # as the comparison: "wire bytes", "called bytes", ...
+    unit: str
+    formula: str
+    value: tuple[float, ...]
+    calls: int
+    shown: str = ""  # why it is only shown; empty where it decides
+    messages: tuple[float, ...] = ()
+
+    @property
+    def decides(self) -> bool:
+        """Whether the run fails where it does not hold."""
+        return not self.shown
+
+    def messages_of(self, rank: int) -> float:
+        """What `rank` sends."""
+        return self.messages[rank] if self.messages else 4 * (len(self.value) - 1) * self.calls
+
+
+def of_a_step(
+    variant: str, formula: str, costs: Sequence[tuple[float, int, int]], shown: str = "", formula_of_calls: str = ""
+) -> list[Prediction]:
+    """What each rank sends in a step, its (bytes, calls, messages); the calls decide where they have a formula."""
+    nbytes, calls, messages = zip(*costs, strict=True)
+    most = max(calls)
+    found = [Prediction(variant, "wire bytes", "B", formula, nbytes, most, shown, messages)]
+    if formula_of_calls:
+        found.append(Prediction(variant, "calls", "calls", formula_of_calls, tuple(map(float, calls)), most))
+    return found

@@ -1,0 +1,265 @@
+"""What memory tensors hold: all of it, from when each piece is born until it dies, and what autograd saves.
+
+On the CPU no allocator keeps count, so a dispatch mode does (`Storages`): it meets every storage that an operation
+takes or returns, once for all its views, and a weak reference tells when it dies. Storages grow and shrink too
+(fully_shard frees its parameters with `resize_(0)`), so UntypedStorage.resize_ is wrapped meanwhile. What a kernel
+allocates and frees inside one operation stays unseen. Of each storage a `Life` stays behind: its sizes over time, and
+the labels that somebody gave it. What a storage was for is often known only later (a gradient is one when autograd
+hands it over), so the lives are read when all is done.
+
+Activations are the bytes that autograd holds for the backward pass (`SavedActivations`): every tensor that an operation
+saves passes through a hook, which counts its storage until the last reference of the graph to it is gone. So one that
+several operations save counts once, a view as the storage that it keeps alive, and weights not at all, since they stay
+anyway. It is what a pipeline's schedule bounds and what sequence parallelism divides (Korthikanti et al. 2022, section
+4, counts the same). What torch.utils.checkpoint keeps would not be seen, for it catches these tensors by hooks of its
+own; what distlab/lab/workload/model.py keeps is saved by an operation, and so it is.
+"""
+
+import gc
+import threading
+import time
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from distlab.lab.measure.event_order import Order, key_of, storage_of
+from distlab.lab.measure.traffic import DispatchMode
+
+COMMUNICATION = "communication"  # the label of what a collective, a send or a receive was given
+LET_GO_S = 0.05  # of three ranks on two cores the longest took 4 ms
+
+
+@dataclass(slots=True)
+class Life:
+    """A storage: (time_s, bytes from then on) for every change, the last of 0 bytes if it died, its labels, and when an
+    operation last met it."""
+
+    sizes: list[tuple[float, int]] = field(default_factory=list)
+    labels: set[str] = field(default_factory=set)
+    seen_at: float = 0.0
+
+    @property
+    def nbytes(self) -> int:
+        return self.sizes[-1][1] if self.sizes else 0
+
+
+class Storages(DispatchMode):
+    """The storages on one kind of device: `lives` so far, `live_bytes` now, `peak_bytes` at most; a `listener` hears of
+    calls and of storages that grow or shrink."""
+
+    def __init__(self, device_type: str = "cpu") -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak_bytes = 0
+        self.listener: Order | None = None
+        self._lives: list[Life] = []
+        self.device_type = device_type
+        self._live_bytes = 0
+        self._thread = threading.get_ident()
+        self._dead: deque[tuple[int, float | None]] = deque()  # only noted: gloo's thread may be the one that lets go
+        self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], Life]] = {}  # by address of the storage
+
+    def add(self, tensor: torch.Tensor, *labels: str) -> None:
+        for plain in _plain(tensor):
+            storage = plain.untyped_storage()
+            if storage.device.type == self.device_type:
+                self.measure(storage).labels.update(labels)
+
+    def was(self, tensor: torch.Tensor, label: str) -> bool:
+        """Whether memory of this tensor is counted under a label."""
+        self._bury()
+        keys = [plain.untyped_storage()._cdata for plain in _plain(tensor)]
+        return any(label in self._alive[key][1].labels for key in keys if key in self._alive)
+
+    def measure(self, storage: torch.UntypedStorage) -> Life:
+        self._bury()
+        key, nbytes = storage._cdata, storage.nbytes()
+        if key in self._alive:
+            life = self._alive[key][1]
+        else:
+            life = Life()
+            self._lives.append(life)
+            self._alive[key] = weakref.ref(storage, lambda _: self._dead.append((key, self._died_at()))), life
+        life.seen_at = time.perf_counter()
+        if nbytes != life.nbytes:
+            self._live_bytes += nbytes - life.nbytes
+            self.peak_bytes = max(self.peak_bytes, self._live_bytes)
+            life.sizes.append((life.seen_at, nbytes))
+        return life
+
+    def _died_at(self) -> float | None:
+        """Now; None where another thread let go last, which it does some time after the rank: then the storage ended
+        when it was last met.
+
+        With 10 busy processes beside 5 ranks a message of a sum stood in the peak of the next one in 1 of 8 runs.
+        """
+        return time.perf_counter() if threading.get_ident() == self._thread else None
+
+    def let_go(self, owned: Iterable[torch.Tensor]) -> None:
+        """Wait until all that a call was given is dead, but for what is `owned`; what a strategy keeps takes LET_GO_S.
+
+        A call has returned before gloo's thread lets go of its tensors (one of six in a loop of all_reduces), and that
+        thread must first get the interpreter's lock.
+        """
+        kept = {plain.untyped_storage()._cdata for tensor in owned for plain in _plain(tensor)}
+        until = time.perf_counter() + LET_GO_S
+        while self._messages() - kept and time.perf_counter() < until:
+            time.sleep(0.001)
+
+    def _messages(self) -> set[int]:
+        self._bury()
+        return {key for key, (_, life) in self._alive.items() if COMMUNICATION in life.labels and life.nbytes}
+
+    @property
+    def lives(self) -> list[Life]:
+        self._bury()
+        return self._lives
+
+    @property
+    def live_bytes(self) -> int:
+        self._bury()
+        return self._live_bytes
+
+    def _bury(self) -> None:
+        while self._dead:
+            key, died_at = self._dead.popleft()
+            life = self._alive.pop(key)[1]
+            self._live_bytes -= life.nbytes
+            life.sizes.append((life.seen_at if died_at is None else died_at, 0))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # a DTensor first turns into operations on its local tensor
+        result = func(*args, **(kwargs or {}))
+        tensors = _tensors((args, kwargs, result))
+        calls = "c10d" in func.namespace  # and "_c10d_functional"
+        if calls and self.listener is not None:
+            self.listener.called(func._schema.name, args, result, tensors)
+        for tensor in tensors:
+            self.add(tensor, *[COMMUNICATION] * calls)
+        return result
+
+    def __enter__(self) -> Self:
+        resize: Callable[[Any, int], Any] = torch.UntypedStorage.resize_
+
+        def measured(storage: Any, size: int) -> Any:
+            resized = resize(storage, size)
+            if storage.device.type == self.device_type:
+                self.measure(storage)
+            if self.listener is not None:
+                self.listener.resized(storage)
+            return resized
+
+        torch.UntypedStorage.resize_ = measured  # type: ignore[assignment, method-assign]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._bury()
+        del torch.UntypedStorage.resize_  # the wrapper: the method itself is the base class's
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    found, waiting = [], [values]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            waiting += value
+        elif isinstance(value, dict):
+            waiting += value.values()
+    return found
+
+
+def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors that hold the memory: a DTensor's local one, itself where it is dense."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        for part in (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]):
+            if isinstance(part, torch.Tensor):  # since torch 2.13 the mesh is a part, too
+                yield from _plain(part)
+    elif tensor.layout == torch.strided:
+        yield tensor
+
+
+BEFORE = "before"  # the label of what is no part of a step
+
+
+def label_before(storages: Storages) -> None:
+    """Count all tensors alive, their gradients too, as there before."""
+    gc.collect()  # or garbage would count
+    for tensor in alive(Tensor):
+        storages.add(tensor, BEFORE)
+        if tensor.is_leaf and tensor.grad is not None:
+            storages.add(tensor.grad, BEFORE)
+
+
+def alive(kinds: Any) -> Iterator[Any]:
+    return (thing for thing in gc.get_objects() if issubclass(type(thing), kinds))
+
+
+@dataclass(slots=True, eq=False)
+class SavedTensor:
+    """One saved tensor; counts as long as the graph keeps it."""
+
+    tensor: Tensor
+    key: int
+    meter: "SavedActivations"
+
+    def __del__(self) -> None:
+        self.meter.release(self.key)
+
+
+class SavedActivations:
+    """`with SavedActivations() as saved: ...` then `saved.peak_bytes`; forward passes outside of the block do not
+    count.
+
+    `also` hears of every tensor that is saved and is no weight.
+    """
+
+    def __init__(self, also: Callable[[Tensor], None] = lambda _: None) -> None:
+        self._also = also
+        self.live_bytes = self.peak_bytes = 0
+        self._weights: set[int] = set()  # addresses of storages, as all keys here
+        self._holders: Counter[int] = Counter()
+        self._nbytes: dict[int, int] = {}
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def __enter__(self) -> Self:
+        tensors = (thing for thing in gc.get_objects() if issubclass(type(thing), Tensor))
+        self._weights = {key_of(tensor) for tensor in tensors if isinstance(tensor, nn.Parameter)}
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._hooks.__exit__(*error)
+
+    def release(self, key: int) -> None:
+        self._holders[key] -= 1
+        if not self._holders[key]:
+            del self._holders[key]
+            self.live_bytes -= self._nbytes.pop(key)
+
+    def _pack(self, tensor: Tensor) -> Tensor | SavedTensor:
+        storage = storage_of(tensor)
+        key = storage._cdata
+        if key in self._weights:
+            return tensor
+        self._also(tensor)
+        if not self._holders[key]:
+            self._nbytes[key] = storage.nbytes()
+            self.live_bytes += storage.nbytes()
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self._holders[key] += 1
+        return SavedTensor(tensor, key, self)
+
+    @staticmethod
+    def _unpack(packed: Tensor | SavedTensor) -> Tensor:
+        return packed.tensor if isinstance(packed, SavedTensor) else packed

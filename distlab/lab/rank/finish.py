@@ -1,0 +1,262 @@
+"""How a run ends: the last of its records brought together, judged and drawn, or its last words when the cluster broke
+underneath.
+
+Rank 0 judges a run that came through and lays verdict and report ready; only when all ranks have acknowledged the
+verdict (distlab/lab/cluster/rank_server.py) are they put in place, and every rank returns it. Of a broken cluster the
+lowest rank that survives writes `run.json`: records reach rank 0 over the store, since nodes need not share a disk, but
+a store may be gone.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from distlab.lab.cluster.control_plane import Exchange
+from distlab.lab.cluster.departure import Succession
+from distlab.lab.cluster.join import store_at
+from distlab.lab.cluster.launch import LauncherPipe
+from distlab.lab.cluster.messages import Member, Verdict
+from distlab.lab.cluster.watchdog import Watchdog
+from distlab.lab.lab import Lab
+from distlab.lab.report import fault_checks, records
+from distlab.lab.report.log import SECTIONS, end_lines, rows_not_yet_printed, words_of_row
+from distlab.lab.report.rank_log import verdict_of_all
+from distlab.lab.report.reading import BrokenRecord, from_line, read_records, read_run, to_line, write_atomically
+from distlab.lab.report.records import Ranks, Run
+from distlab.lab.report.run_folder import FILE as CLAIM
+from distlab.lab.report.run_folder import Journal, Outcome, Unwritable
+from distlab.lab.report.sentences import missed, unseen_sentence
+from distlab.lab.report.summary import lost_lines
+from distlab.lab.report.verdict import EXIT_CODES, exit_code, judge
+from distlab.techniques.transport.store import Prefixed
+
+# Each section of rank 0's log is told as soon as it is finished: each rank gives the records since the last one, some
+# kilobytes over the store, outside of all timed steps. What was told then is not told again at the end.
+
+
+class Sections:
+    """What rank 0 knows of all ranks so far, and the rows that it has told; every rank finishes the same sections."""
+
+    def __init__(self, exchange: Exchange, journal: Journal, told: Iterable[str] = ()) -> None:
+        """`told` are the rows that rank 0 has said before there were any sections."""
+        self.exchange, self.journal = exchange, journal
+        self.by_rank: Ranks = {}
+        self.left: set[int] = set()  # the ranks that gave nothing any more
+        self.told = {words_of_row(row) for row in told}
+        self._last = ""  # the section that was told last
+        self._given = 0
+
+    def again(self) -> None:
+        """Another rank collects from now on: it is given all that was ever written."""
+        self.by_rank, self._given = {}, 0
+
+    def finished(self, name: str, rows: Sequence[str] = ()) -> None:
+        """Tell what is new in the section of this name in `log.SECTIONS`; all ranks call it together.
+
+        `rows` are the first cells of all that the section will hold, where it is told row by row: columns stay in line.
+        """
+        if not self.bring(name):
+            return
+        new = rows_not_yet_printed(SECTIONS[name](judge(self.by_rank), self.by_rank, rows), self.told)
+        for row in new:
+            if (
+                name != self._last or words_of_row(row) not in self.told
+            ):  # a heading that stands above the rows before does
+                self.journal.say(row, "full")
+                self.told.add(words_of_row(row))
+        self._last = name if new else self._last
+
+    def bring(self, name: str) -> bool:
+        """Give rank 0 what was written since the last time; whether this is rank 0, which has it in `by_rank` now."""
+        new = self.journal.records[self._given :]
+        self._given += len(new)
+        everyone = self.exchange.gather(name, [to_line(record) for record in new])
+        for rank, lines in enumerate(everyone or []):
+            if lines is None:
+                self.left.add(rank)
+            else:
+                self.by_rank.setdefault(rank, []).extend(from_line(line) for line in lines)
+        return everyone is not None
+
+
+REPORT_TIMEOUT_S = 60.0
+CONTROL = "tests/lab/rank/test_finish.py::test_a_mistake_that_did_not_show_does_not_pass_for_a_check_that_held"
+LAST_WORDS_S = 1.0  # survivors write theirs within a heartbeat of each other
+DRAWN_BY_S = 4.5  # after the loss was named: then the report of a broken run is left to whoever wants it
+
+
+def finish_run(lab: Lab, outcome: Outcome, sections: Sections, agree: Callable[[Callable[[], None]], None]) -> int:
+    """Bring the rest of the records together, judge all on rank 0, and return the same exit code on every rank, once
+    all ranks `agree` on it.
+
+    A mistake that was made (LAB_BUG) has to be caught by the check that is meant for it: what did not show would pass
+    for a check that held, and where that check did not run nothing could show.
+    """
+    if not sections.bring("records"):
+        code = int(lab.exchange.share("verdict"))
+        agree(lambda: None)
+        verdict = next((name for name, of in EXIT_CODES.items() if of == code), "fail")
+        lab.journal.say(verdict_of_all(verdict, outcome.folder))
+        return code
+    by_rank = everything_written(sections, outcome.folder)
+    run, added = judged(by_rank, lab.rank)
+    for check in added:
+        lab.journal.write(check)
+    return settle(run, by_rank, sections, outcome, agree)
+
+
+def judged(by_rank: records.Ranks, rank: int) -> tuple[Run, list[records.Check]]:
+    run, added = judge(by_rank), list[records.Check]()
+    if run["mistake"] and run["verdict"] != "lost" and (how := missed(run)):
+        made = run["mistake"]
+        detail = f"{made['check']}, which catches {made['name']}, {how}"
+        added.append(records.Check("", "LAB_BUG", 1, 0, detail, CONTROL))
+    for drill in run["drills"]:
+        if drill["held"] is False:
+            added.append(records.Check("", "drill", 1, 0, fault_checks.fault_sentence(drill), fault_checks.CONTROL))
+    by_rank[rank] += added
+    return (judge(by_rank) if added else run), added
+
+
+def settle(
+    run: Run, by_rank: records.Ranks, sections: Sections, outcome: Outcome, agree: Callable[[Callable[[], None]], None]
+) -> int:
+    """On rank 0: write and draw the judged run, and put it in place once all ranks `agree`; the exit code of all.
+
+    Raises Unpublished where it cannot be put in place.
+    """
+    rank = sections.exchange.rank
+    outcome.lay_ready(run, rank)
+    written = outcome.folder / "report.html" if draw(outcome.folder, outcome.page(rank), REPORT_TIMEOUT_S) else None
+    # A report that could not be written is a full disk or a defect of the lab: the run does not pass for one that has
+    # it.
+    code = exit_code(run) if written else exit_code(run) or 1
+    sections.exchange.share("verdict", code)
+    agree(lambda: outcome.publish(rank))
+    with suppress(Unwritable):  # all have agreed: a log that is full from here on changes nothing
+        journal = sections.journal
+        for line in end_lines(run, by_rank, written, journal.level, sections.told):
+            journal.say(line)
+    return code
+
+
+def everything_written(sections: Sections, folder: Path) -> records.Ranks:
+    """The records of all ranks on rank 0, each in its file: nodes need not share a disk."""
+    by_rank = dict(sections.by_rank)
+    for rank in range(sections.exchange.world_size):
+        path = folder / f"rank{rank}.jsonl"
+        if rank in sections.left:  # what it wrote until then has to do
+            by_rank |= {rank: read_records(path)} if path.exists() else {}
+        elif not path.exists():
+            write_atomically(path, (to_line(record) + "\n" for record in by_rank[rank]))
+    return by_rank
+
+
+def let_leave(
+    watch: Watchdog, exchange: Exchange, journal: Journal, parent: LauncherPipe, then: Callable[[int], None]
+) -> None:
+    """From now on a rank that is lost leaves a run that goes on: nobody waits for it, it is written down, and `then`
+    hears of it."""
+
+    def left(lost: records.Lost) -> None:
+        journal.write(records.Left(lost.rank, lost.step, f"{lost.reason}; the remaining ranks continued"))
+        exchange.gone.add(lost.rank)
+        then(lost.rank)
+
+    def back(member: Member) -> None:
+        lives = [each for each in journal.records if isinstance(each, records.Left) and each.rank == member.rank]
+        if lives and not lives[-1].back:
+            journal.write(msgspec.structs.replace(lives[-1], back=True))
+        exchange.gone.discard(member.rank)
+
+    watch.on_back = back
+    watch.let_leave(left)
+    parent.may_leave()
+
+
+def move(watch: Watchdog, exchange: Exchange, sections: Sections) -> None:
+    """From now on the rank whose process serves speaks and writes for all who are left, who call this together."""
+    cluster = watch.cluster
+    cluster.store = store_at(*cluster.server_at, cluster.key)
+    exchange.move(Prefixed("the rest", cluster.store), cluster.host)
+    sections.again()
+
+
+def draw(folder: Path, page: Path, timeout_s: float) -> bool:
+    """Draw the report in a child, which ends with this process, so that no rank imports the charts' library."""
+    module = ["distlab.cli.report", "--page-only", "--page", str(page), str(folder)]
+    command = [sys.executable, "-m", *module, "--parent", str(os.getpid())]
+    try:
+        subprocess.run(command, check=True, timeout=timeout_s, stdout=subprocess.DEVNULL)
+    except (subprocess.SubprocessError, OSError):
+        return False
+    return True
+
+
+def complete(code: int, folder: Path) -> None:
+    """By the launcher, once its ranks have ended with `code`: run.json of a run whose ranks were all stopped, and left
+    it to each other, and the report that a rank which wrote run.json had no time to draw."""
+    try:
+        outcome = Outcome(folder, (folder / CLAIM).read_text())
+        written = not outcome.claimed() and outcome.write(judge(read_run(folder)))
+    except (OSError, BrokenRecord):  # no rank came so far, or the disk takes nothing
+        return
+    page = folder / "report.html"
+    is_missing = written or (code == EXIT_CODES["lost"] and not page.exists())
+    if is_missing and draw(folder.resolve(), page.resolve(), REPORT_TIMEOUT_S):
+        print(f"report     {page}", flush=True)
+
+
+def write_failure_report(verdict: Verdict, succession: Succession, journal: Journal, outcome: Outcome) -> None:
+    """On the watch's thread, before this rank ends: who was lost, and run.json by the lowest rank that survives, then
+    its report as far as there is time.
+
+    A rank that was declared dead has no part in the run any more: what it knows is as old as its last heartbeat, and
+    what lies in the folder is the others'.
+    """
+    if succession.given_up:
+        return
+    for lost in verdict.lost:
+        journal.write(lost)
+    journal.write(records.Failed(verdict.exit_code, verdict.sentence, time.time()))
+    if journal.folder is None or not succession.turn(outcome.claimed):
+        return
+    by_rank = last_words(outcome.folder, succession.survivors) | {succession.rank: journal.records}
+    run = judge(by_rank)
+    if not outcome.write(run):
+        return
+    outcome.discard()
+    for drill in run["drills"]:
+        journal.say(f"fault      {fault_checks.fault_sentence(drill)}")
+    if run["unseen"]:
+        journal.say(f"unseen     {unseen_sentence(run)}")
+    left_s = succession.named_at + DRAWN_BY_S - time.monotonic()
+    page = outcome.page(succession.rank)
+    report = None
+    if left_s > 0 and draw(outcome.folder, page, left_s):
+        report = outcome.folder / "report.html"
+        os.replace(page, report)
+    else:
+        journal.say(f"report     not drawn within {DRAWN_BY_S:g} s of the loss: ./run report {outcome.folder} draws it")
+    for line in lost_lines(run, by_rank, report, outcome.folder):
+        journal.say(line, "normal")
+
+
+def last_words(folder: Path, survivors: list[int]) -> records.Ranks:
+    """The records of all ranks that share this disk, once every survivor has written why it ends."""
+    deadline = time.monotonic() + LAST_WORDS_S
+    while True:
+        try:
+            found = read_run(folder)
+        except BrokenRecord:  # a disk that is full: this rank's own records have to do
+            return {}
+        ended = {rank for rank, _ in records.select(found, records.Failed)}
+        if set(survivors) <= ended or time.monotonic() > deadline:
+            return found
+        time.sleep(0.05)

@@ -1,0 +1,119 @@
+"""How slow a link is that was made slow (LAB_NET_RATE, LAB_NET_DELAY), measured outside of every count.
+
+Every rank sends to its right neighbour at once. The rate is the median over windows of a few pieces, in the second
+half of a long message: what TCP needs to find its pace, the bucket that was full at the start, who began when, and a
+stall on the way are then no part of it. The receiver holds the watch, since a sender is done once its kernel took the
+bytes; so each rank is told what its right neighbour saw. The round trip is that of eight bytes, the median of ten.
+"""
+
+import itertools
+import statistics
+import time
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+
+from distlab.lab.cluster import link
+from distlab.lab.lab import Lab
+from distlab.lab.report.units import human_bits, milliseconds
+
+PIECES, SKIPPED_PIECES = 64, 32  # of a message, and of those the first: at 10 Mbit/s TCP finds its pace in a second
+WINDOW_PIECES = 4
+MESSAGE_S, LEAST_MESSAGE_BYTES, MOST_BYTES = 3.2, 1 << 15, 1 << 29  # of a message, at the rate that was asked for
+PINGS = 10
+
+
+def measure_link(lab: Lab) -> None:
+    """Say what was asked for and what was measured, if a slow link was asked for."""
+    wanted = link.asked(lab.config)
+    if not wanted:
+        return
+    if lab.world_size == 1:
+        lab.say(f"{wanted} changes nothing: one rank has nothing to send", "link")
+        return
+    shaped = link.shaped(lab.config)
+    if shaped is not None and shaped.lacks:
+        lab.say(f"{shaped.lacks}; the run continues", "link")
+    if lab.config.backend == "nccl":
+        lab.say(f"{wanted} was set, and is not measured with {lab.config.backend}", "link")
+        return
+    lab.at(0, "the link")
+    rate, delay = lab.config.net_rate, lab.config.net_delay
+    bits_s = link.bits_s(rate) if rate is not None else None
+    trip_s, seen = round_trip_s(lab), measured_bits_s(lab, message_bytes(bits_s))
+    if bits_s is not None:
+        lab.compare("link rate", bits_s, seen, "bit/s", formula="LAB_NET_RATE", shown="a time")
+    if delay is not None:
+        lab.compare(
+            "link round trip", 2 * link.seconds(delay), trip_s, "s", formula="2 x LAB_NET_DELAY", shown="a time"
+        )
+    everyone = lab.exchange.everyone("link", seen)
+    lab.say(
+        f"{wanted} asked for; measured {human_bits(min(everyone))} to {human_bits(max(everyone))} a rank, "
+        f"round trip {milliseconds(trip_s)} ms",
+        "link",
+    )
+
+
+def neighbours(rank: int, world_size: int) -> tuple[int, int]:
+    """Of this rank, in a ring: the left one, which sends to it, and the right one."""
+    return (rank - 1) % world_size, (rank + 1) % world_size
+
+
+def finish(works: Iterable[dist.Work | None]) -> None:
+    """Wait for messages of this rank, in this order."""
+    for work in works:
+        assert work is not None  # only a rank outside of the group has none
+        work.wait()
+
+
+def message_bytes(bits_s: float | None) -> int:
+    """The size of the message that is timed; the largest where no rate was asked for."""
+    return MOST_BYTES if bits_s is None else int(min(max(bits_s / 8 * MESSAGE_S, LEAST_MESSAGE_BYTES), MOST_BYTES))
+
+
+def measured_bits_s(lab: Lab, message: int) -> float:
+    """Bits a second from this rank to its right neighbour, while all ranks send `message` bytes."""
+    left, right = neighbours(lab.rank, lab.world_size)
+    piece = torch.zeros(message // PIECES, dtype=torch.uint8, device=lab.device)
+    arriving = torch.empty_like(piece)  # pieces may overwrite each other: nobody reads them
+    arrivals = [dist.irecv(arriving, left, lab.group, tag) for tag in range(PIECES)]
+    dist.barrier(lab.group)  # not the store's: its answers would queue behind what the first ranks already send
+    sent = [dist.isend(piece, right, lab.group, tag) for tag in range(PIECES)]
+    arrived_s = []
+    for arrival in arrivals:
+        finish([arrival])
+        arrived_s.append(time.perf_counter())
+    finish(sent)
+    rates = lab.exchange.everyone("the link's rate", median_bits_s(len(piece), arrived_s))
+    return float(rates[right])
+
+
+def median_bits_s(piece_bytes: int, arrived_s: list[float]) -> float:
+    """The median window's bits a second, of pieces that arrived at `arrived_s`, the first ones skipped."""
+    ends = arrived_s[SKIPPED_PIECES - 1 :: WINDOW_PIECES]
+    return statistics.median(
+        8 * piece_bytes * WINDOW_PIECES / (after - before) for before, after in itertools.pairwise(ends)
+    )
+
+
+def round_trip_s(lab: Lab) -> float:
+    """Seconds of a word to the right neighbour and back, while all ranks send one."""
+    left, right = neighbours(lab.rank, lab.world_size)
+    word = torch.zeros(1, dtype=torch.float64, device=lab.device)
+    asked, answered = (
+        [dist.irecv(torch.empty_like(word), peer, lab.group, first + turn) for turn in range(PINGS)]
+        for peer, first in ((left, 0), (right, PINGS))
+    )
+    dist.barrier(lab.group)
+    trips_s = []
+    for turn in range(PINGS):
+        started = time.perf_counter()
+        sent = [dist.isend(word, right, lab.group, turn)]
+        finish([asked[turn]])
+        sent.append(dist.isend(word, left, lab.group, PINGS + turn))
+        finish([answered[turn]])
+        trips_s.append(time.perf_counter() - started)
+        finish(sent)
+    return statistics.median(trips_s)

@@ -1,0 +1,215 @@
+"""What a rank loads before its run: the MODE of a lesson, by the name of a mode in experiments/ or by the path of one
+that is not there, what torch would import by itself later, and the device."""
+
+import gc
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+
+from distlab.contract import Mode, Variant
+from distlab.lab.cluster import name_ranks
+from distlab.lab.cluster.control_plane import Exchange
+from distlab.lab.config import Config, ConfigError, user_code
+from distlab.lab.config.launchers import on_one_machine
+from distlab.lab.config.settings import LESSONS, ModeOptions, is_path, lesson_file, mode_name, modes
+from distlab.lab.measure.prediction import Prediction
+from distlab.lab.report import records
+from distlab.lab.report.units import human_bytes
+from distlab.lab.workload.user_model import is_own
+from distlab.techniques.data_parallel.strategy import maker
+
+
+def load(run_mode: str) -> Mode:
+    """The mode with its idea, the docstring of its lesson; raises ConfigError where a lesson from outside is none."""
+    module = _from_outside(run_mode) if is_path(run_mode) else importlib.import_module(f"{LESSONS}.{run_mode}")
+    mode = getattr(module, "MODE", None)
+    if not isinstance(mode, Mode):
+        raise ConfigError(
+            [f"RUN_MODE={run_mode!r} has no MODE: a lesson ends with MODE = Mode(...) of distlab's contract"]
+        )
+    if lesson_file(run_mode).name != "__init__.py" and _states_options(module, mode):
+        place = f"{run_mode.removesuffix('.py')}/options.py"
+        raise ConfigError(
+            [f"RUN_MODE={run_mode!r} has variables of its own, so it has to be a folder, and class Options in {place}"]
+        )
+    return replace(
+        mode, idea=inspect.cleandoc(module.__doc__ or f"{run_mode} has no docstring, which would be its idea.")
+    )
+
+
+def load_for(config: Config) -> Mode:
+    """The mode, with the strategies of one's own that LAB_VARIANT names as FILE:name; raises ConfigError."""
+    faults, variants = [], []
+    with user_code.refused_where_it_ends(config.join_timeout_s, ConfigError):
+        mode = load(config.run_mode)
+        for spec in config.variant:
+            if is_own(spec):
+                try:
+                    variants.append(Variant(spec, maker(spec)))
+                except Exception as error:  # whatever a user's file raises
+                    how = "" if isinstance(error, TypeError) else f"cannot be used: {type(error).__name__}: "
+                    faults.append(f"LAB_VARIANT={spec!r} {how}{error}")
+    if faults:
+        raise ConfigError(faults)
+    return replace(mode, variants=(*mode.variants, *variants))
+
+
+def with_names_of_today(config: Config, mode: Mode) -> Config:
+    """The same settings, where LAB_VARIANT may name a variant by the name that it had before."""
+    names = tuple(dict.fromkeys(mode.formerly.get(name, name) for name in config.variant))
+    return config if names == config.variant else config.model_copy(update={"variant": names})
+
+
+def modes_that(have: Callable[[Mode], bool]) -> str:
+    """The names of all modes in experiments/ of which `have` is true, for a sentence; it imports them all."""
+    return ", ".join(name for name in modes() if have(load(name)))
+
+
+def _from_outside(run_mode: str) -> ModuleType:
+    """Import a lesson from its file, as a module of its own name; its siblings can be imported beside it."""
+    file, name = lesson_file(run_mode), mode_name(run_mode)
+    folder = [str(file.parent)] if file.name == "__init__.py" else None
+    spec = importlib.util.spec_from_file_location(name, file, submodule_search_locations=folder)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    sys.path.insert(0, str(file.parent))
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # whatever a user's lesson raises
+        raise ConfigError([f"RUN_MODE={run_mode!r} cannot be imported: {_where(error, file)}"]) from error
+    return module
+
+
+def _states_options(module: ModuleType, mode: Mode) -> bool:
+    """Whether a lesson states its own variables where they cannot be read before torch is imported."""
+    stated = getattr(module, "Options", mode.options)
+    return isinstance(stated, type) and issubclass(stated, ModeOptions) and stated is not ModeOptions
+
+
+def _where(error: Exception, file: Path) -> str:
+    """The error in a line, with the last line of the lesson that it came through."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == file]
+    line = error.lineno if isinstance(error, SyntaxError) else next(reversed(lines), None)
+    said = error.msg if isinstance(error, SyntaxError) else str(error)
+    return f"{type(error).__name__}: {said}" + (f" (line {line})" if line else "")
+
+
+# The lesson of a mode as the report tells it: its idea, a sentence a variant, the predictions with their numbers.
+
+PREDICTED = ["variant", "predicted a rank and step", "formula", "value", "calls"]
+
+
+def lesson(config: Config, mode: Mode) -> records.Lesson:
+    """What a reader of the report should know before its numbers."""
+    variants = {each.name: each.told for each in mode.variants if each.told}
+    return records.Lesson(paragraphs(mode.idea), variants, prediction_rows(mode.predict(config)))
+
+
+def paragraphs(idea: str) -> list[str]:
+    """The text of a docstring without its tables, which are indented."""
+    found = [" ".join(part.split()) for part in idea.split("\n\n") if not part.startswith("  ")]
+    return [part for part in found if not part.endswith(":")]  # which announces a table
+
+
+def prediction_rows(predictions: list[Prediction]) -> list[list[str]]:
+    """A row a prediction, as PREDICTED names its columns; where ranks differ, the least and the most."""
+    rows = []
+    for prediction in predictions:
+        shown = [
+            human_bytes(value) if prediction.unit == "B" else f"{value:g} {prediction.unit}"
+            for value in sorted(prediction.value)
+        ]
+        value = shown[0] if shown[0] == shown[-1] else f"{shown[0]} to {shown[-1]}"
+        rows.append([prediction.variant, prediction.name, prediction.formula, value, str(prediction.calls or "")])
+    return rows
+
+
+# What torch imports at its first use is imported before the run, so that it can be frozen with the rest: a collection
+# walks every object that is not frozen, and so do the meters that look for tensors (distlab/lab/measure/memory.py).
+# torch's compiler, which DDP, fully_shard and the optimizers of torch.optim bring with them, is 812 modules of 118,000
+# objects, its checkpoints are 690 modules more. In the middle of a run they made each walk 0.1 to 0.2 s.
+
+COMPILER, CHECKPOINTS = "torch._dynamo", "torch.distributed.checkpoint"
+
+
+def import_and_freeze(config: Config, mode: Mode) -> None:
+    """Import what the run of `mode` will use, and leave all that is there now out of every later walk."""
+    for module in needed(config, mode):
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()
+
+
+def needed(config: Config, mode: Mode) -> list[str]:
+    wanted = [variant for variant in mode.variants if not config.variant or variant.name in config.variant]
+    compiler = config.optimizer == "adamw" or any(each.by_torch and each.build is not None for each in wanted)
+    checkpoints = config.checkpoint_every is not None or config.resume is not None
+    return [COMPILER] * compiler + [CHECKPOINTS] * checkpoints
+
+
+def pick_device(config: Config, engine: str = "") -> torch.device:
+    """The device of this rank, which `engine` started; raises ConfigError if the card that it needs is not there.
+
+    NCCL wants a card of its own for each rank: the one of LOCAL_RANK. An engine (Slurm's --gpus-per-task, Kubernetes)
+    may show each rank its card alone; where nobody has numbered the ranks of a machine it is RANK modulo the cards, and
+    `check_cards` sees two ranks on one. Ranks over gloo may share cards.
+    """
+    if config.device == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    wanted = "LAB_BACKEND=nccl" if config.backend == "nccl" else "LAB_DEVICE=cuda"
+    if count == 0:
+        raise ConfigError(
+            [f"{wanted} needs a GPU and rank {config.rank} sees none: use LAB_BACKEND=gloo LAB_DEVICE=cpu"]
+        )
+    numbered = config.local_rank is not None or on_one_machine()
+    card = config.local_rank if config.local_rank is not None else config.rank or 0
+    if config.backend == "gloo" or not numbered or (engine and count == 1):
+        card %= count
+    if card >= count:
+        raise ConfigError(
+            [
+                f"rank {config.rank} is number {card} on its machine, counted from 0, which has {count}"
+                f" GPU{'s' * (count > 1)}, and NCCL takes one rank a GPU: start at most {count}"
+                f" rank{'s' * (count > 1)} there, or set"
+                " LAB_BACKEND=gloo, whose ranks may share one"
+            ]
+        )
+    torch.cuda.set_device(card)
+    torch.set_float32_matmul_precision("highest")  # no TF32, which has 10 of float32's 23 bits
+    return torch.device("cuda", card)
+
+
+def check_cards(config: Config, device: torch.device, exchange: Exchange) -> None:
+    """Raise ConfigError where two ranks have one card, which NCCL would refuse without a name."""
+    if config.backend != "nccl":
+        return
+    mine = str(torch.cuda.get_device_properties(device).uuid)
+    cards = exchange.everyone("cards", mine)
+    for card in dict.fromkeys(cards):
+        sharing = [rank for rank, other in enumerate(cards) if other == card]
+        if len(sharing) > 1:
+            raise ConfigError(
+                [
+                    f"{name_ranks(sharing)} are on one GPU ({card}), and {len(set(cards))} of them serve"
+                    f" {len(cards)} ranks: NCCL takes one rank a GPU, so start fewer ranks, or set LAB_BACKEND=gloo"
+                ]
+            )
+
+
+def nccl_gave_up() -> bool:
+    """Whether NCCL has given up a collective of any group: a peer was lost, or it took longer than its bound."""
+    fine = torch._C._distributed_c10d.ErrorType.SUCCESS
+    backends = [group._get_backend(torch.device("cuda")) for group in dist.distributed_c10d._world.pg_map]
+    return any(each.get_error() != fine for each in backends if each.name() == "nccl" and hasattr(each, "get_error"))

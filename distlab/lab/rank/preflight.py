@@ -1,0 +1,367 @@
+"""What a rank refuses before it joins: every reason why these settings cannot run in this mode, a sentence each, all at
+once."""
+
+import errno
+import os
+import secrets
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from distlab.contract import Mode
+from distlab.lab.cluster.control_plane import Exchange
+from distlab.lab.config import Config, ConfigError, user_code
+from distlab.lab.config.settings import quoted, suggest
+from distlab.lab.measure.memory import ContainerMemory
+from distlab.lab.rank.mode_loader import modes_that
+from distlab.lab.report import run_folder
+from distlab.lab.report.run_folder import LATEST
+from distlab.lab.report.units import human_bytes
+from distlab.lab.workload.model import outline
+from distlab.lab.workload.user_model import is_own
+from distlab.techniques.collectives.costs import training_flops
+from distlab.techniques.data_parallel.strategy import is_step
+from distlab.techniques.tensor_parallel.costs import layer_activation_bytes
+
+# The longest path below LAB_RUNS_DIR that a run writes: a run id, a checkpoint's draft, a file of it.
+DEEPEST = Path("x" * 200, "checkpoints", ".step-000000000000.partial", "x" * 40)
+
+
+def refuse(config: Config, mode: Mode, of_this_rank: Sequence[str] = ()) -> None:
+    """Raise ConfigError with all that the mode cannot run; `of_this_rank` are sentences that others have found."""
+    with user_code.refused_where_it_ends(config.join_timeout_s, ConfigError):
+        refusals = [*unknown(config, mode), *idle(config, mode), *mode.refuse(config)]
+        # Of sizes that the mode can take.
+        refusals = refusals or [*excluded(config, mode), *out_of_place(config, mode), *hidden(config, mode)]
+    refusals += [*unwritable(config), *of_this_rank]
+    if config.resume is not None or config.checkpoint_every is not None:
+        from distlab.lab.checkpoint import locate  # a run without checkpoints need not wait for it
+
+        refusals += locate.refusals(config, mode.formerly)
+    if refusals:
+        raise ConfigError(refusals)
+
+
+def unknown(config: Config, mode: Mode) -> Iterator[str]:
+    """A variant or a mistake that the mode does not have."""
+    for name in config.variant:
+        if name not in mode.names:
+            allowed = ", ".join(mode.names) or "none, leave it unset"
+            nearest = instead(name, mode) or suggest(name, mode.names)
+            yield f"LAB_VARIANT={quoted(name)} is not a variant of {config.mode_name}{nearest}, allowed: {allowed}"
+    if config.bug is not None and config.bug not in mode.mistakes:
+        allowed = ", ".join(mode.mistakes) or "none, leave it unset"
+        drawn = ": none is drawn by a number any more, name one" if config.bug.startswith("mystery:") else ""
+        nearest = drawn or instead(config.bug, mode) or suggest(config.bug, list(mode.mistakes))
+        yield f"LAB_BUG={quoted(config.bug)} is not a bug of {config.mode_name}{nearest}, allowed: {allowed}"
+
+
+def instead(name: str, mode: Mode) -> str:
+    """What to use in the place of a variant or a bug that is gone."""
+    return f" any more: {mode.gone[name]}" if name in mode.gone else ""
+
+
+def idle(config: Config, mode: Mode) -> Iterator[str]:
+    """A variable that asks for something which this mode never does."""
+    if not mode.timed:
+        if config.slow_rank is not None:
+            what = f"LAB_SLOW_RANK={config.slow_rank!r} slows a rank in the timed training of each variant"
+            yield f"{what}, and {config.mode_name} has none, allowed: {modes_that(lambda other: other.timed)}"
+        if config.trace:
+            what = "LAB_TRACE=1 profiles a step of the timed training of each variant"
+            yield f"{what}, and {config.mode_name} has none, allowed: {modes_that(lambda other: other.timed)}"
+    yield from undrilled(config, mode)
+    sleep_ms: float = getattr(config.options, "sleep_ms", 0.0)
+    if sleep_ms and config.device == "cuda":
+        what = f"LAB_SLEEP_MS={sleep_ms:g} pretends compute by a sleep of the processor"
+        yield f"{what}, and a GPU does not wait for it: it works on LAB_DEVICE=cpu alone"
+    if config.recompute and not mode.recomputes:
+        allowed = modes_that(lambda other: other.recomputes)
+        yield f"LAB_RECOMPUTE=1 is not possible in {config.mode_name}, allowed: {allowed}, whose ranks run whole layers"
+    if mode.unsaved:
+        for name, value in {"LAB_CHECKPOINT_EVERY": config.checkpoint_every, "LAB_RESUME": config.resume}.items():
+            if value is not None:
+                allowed = modes_that(lambda other: not other.unsaved)
+                yield f"{name}={value}: {config.mode_name} {mode.unsaved}; checkpoints go with {allowed}"
+
+
+def undrilled(config: Config, mode: Mode) -> Iterator[str]:
+    """A fault whose moment never comes in this mode, or that nothing in it could see."""
+    if mode.audits:
+        return
+    name, allowed = config.mode_name, modes_that(lambda other: other.audits)
+    if config.audit_every is not None:
+        what = f"LAB_AUDIT_EVERY={config.audit_every} compares the tensors that the ranks of a training replicate"
+        yield f"{what}, and {name} has none, allowed: {allowed}"
+    for each in config.planned_faults:
+        if each.flipped:
+            yield f"LAB_FAULTS={each.text!r} changes a training, and {name} has none, allowed: {allowed}"
+        elif each.step is not None and not (mode.at_once or mode.stepped):
+            yield f"LAB_FAULTS={each.text!r} comes at a step of a training, and {name} has none, allowed: @2s"
+
+
+def excluded(config: Config, mode: Mode) -> Iterator[str]:
+    """A variant that was asked for by name and cannot take these settings."""
+    for name, reason in mode.cannot(config).items():
+        if name in config.variant:
+            yield f"LAB_VARIANT={name!r} cannot run: {reason}"
+
+
+def out_of_place(config: Config, mode: Mode) -> Iterator[str]:
+    """A strategy of one's own where no variant is trained by itself, or a replica's step where ranks share samples."""
+    timed = any(each.build is not None for each in mode.variants if not is_own(each.name))
+    shared = [axis for axis, size in mode.axes(config).items() if axis != "dp" and size > 1]
+    for name in filter(is_own, config.variant):
+        what = f"LAB_VARIANT={name!r}"
+        if not timed:
+            allowed = modes_that(lambda other: other.timed)
+            yield f"{what} is timed beside a mode's variants, and {config.mode_name} times none, allowed: {allowed}"
+        elif shared and is_step(name):
+            yield (
+                f"{what} is the step of a replica with samples of its own, and {config.mode_name} deals the ranks of"
+                f" {' and '.join(shared)} the same ones: write a strategy of (model, mesh, config), or run it in dp"
+            )
+
+
+def hidden(config: Config, mode: Mode) -> Iterator[str]:
+    """A mistake that could not show: a check that cannot fail would only look like one that held."""
+    mistake = mode.mistakes.get(config.bug or "")
+    if mistake is not None and (reason := mistake.hidden(mode, config)):
+        yield f"LAB_BUG={config.bug} cannot be detected with {reason}"
+
+
+def unwritable(config: Config) -> list[str]:
+    """Why no run can be written where LAB_RUNS_DIR and LAB_RUN_ID say."""
+    runs = config.runs_dir
+    try:
+        os.lstat(runs.absolute() / DEEPEST)
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            return [f"LAB_RUNS_DIR={quoted(runs)} is too long for the names of files in it: name another folder"]
+    # A link to nowhere or in a circle is there, too, and is no folder.
+    nearest = next(folder for folder in [runs, *runs.absolute().parents] if os.path.lexists(folder))
+    fault = _no_folder_in(nearest)
+    if fault:
+        return [
+            f"LAB_RUNS_DIR={quoted(runs)} cannot be written by user {os.getuid()} ({fault}): change its owner or name"
+            " another folder"
+        ]
+    if (latest := runs / LATEST).exists() and not latest.is_symlink():
+        return [f"{quoted(latest)} is no link to the newest run: rename it or remove it"]
+    if config.run_id is None or not os.path.lexists(runs / config.run_id):
+        return []
+    goes_on = config.resume == "auto" and (runs / config.run_id).is_dir()
+    if not (goes_on or _is_empty(runs / config.run_id)):
+        return [f"LAB_RUN_ID={config.run_id!r} exists already in {runs}: choose another or remove it"]
+    return []
+
+
+def _is_empty(folder: Path) -> bool:
+    """Whether it is a folder in which no run has written: a launcher that chose the name has made it."""
+    try:
+        return not folder.is_symlink() and not any(folder.iterdir())
+    except OSError:
+        return False
+
+
+def _no_folder_in(nearest: Path) -> str:
+    """Why no folder can be made in this one, found out by making one, and removing it; empty if it can.
+
+    Permissions do not say it: /proc and a file system that is mounted to be read have those that allow it.
+    """
+    probe = nearest / f".probe.{secrets.token_hex(8)}"
+    try:
+        probe.mkdir()
+        probe.rmdir()
+    except OSError as error:
+        # A disk that is full is no fault of the settings: the run says so where it meets it, and ends with 1.
+        return "" if error.errno == errno.ENOSPC else error.strerror or str(error)
+    return ""
+
+
+# Whether a run will likely fit into this machine's memory and into an hour, by formula: warnings, and no refusal.
+#
+#     the proof    in float64: on rank 0 model and gradients of one process and copies of both after each of 3 steps, on
+#                  every rank a variant's weights, gradients and what it gathers
+#     training     in LAB_DTYPE, all variants side by side: weights, gradients, moments; beside them the reference on
+#                  rank 0
+#     activations  of a rank's samples, on rank 0 of the whole batch in float64 (Korthikanti et al. 2022, see
+#                  distlab/lab/measure/storages.py)
+#     time         6·P FLOP a token (Kaplan et al. 2020), and what a call costs however small it is
+#
+# A dp run of 14.4 million parameters on 2 ranks (LAB_WIDTH=384, flat and ddp) held 2.91 GB, where this says 2.88 GB.
+# It is a factor of 1.5 from other modes and sizes.
+
+HOUR_S = 3600.0
+VOCABULARY = 256
+BASE_BYTES = 200e6  # Python, torch and its buffers
+PROOF_STEPS = 3
+FLOPS_A_CORE = 1e11  # float32, assumed; half of it in float64, a fifth in 16 bits, which most CPUs convert
+CALL_S = 15e-6  # of one of a layer's operators, forward, backward and update
+CALLS_A_LAYER = 20
+MESSAGE_S = 2e-3  # what the ranks of a step wait for each other
+MEMINFO = Path("/proc/meminfo")
+
+
+def warnings(config: Config, mode: Mode) -> list[str]:
+    """A sentence if the run will likely not fit into memory, and one if it may take more than an hour."""
+    told = []
+    for here, there in rooms(config):
+        needed = needed_bytes(config, mode, here)
+        if needed > there:
+            told.append(
+                f"{here} rank{'s' * (here > 1)} of these settings may need about {human_bytes(needed)} of memory here,"
+                f" and {human_bytes(there)} are free: lower LAB_WIDTH, LAB_DEPTH, LAB_BATCH, LAB_SEQ or the number of"
+                " variants"
+            )
+            break
+    seconds = run_seconds(config, mode, ranks_here(config))
+    if seconds > HOUR_S:
+        hours = f"{seconds / HOUR_S:,.0f}" if seconds >= 10 * HOUR_S else f"{seconds / HOUR_S:.1f}"
+        told.append(f"these settings may take about {hours} h here: lower LAB_STEPS, LAB_BATCH or the model's sizes")
+    return told
+
+
+def num_trained(config: Config, mode: Mode) -> int:
+    """Trainings beside each other: the variants that are run, or what the mode says."""
+    return mode.at_once or sum(
+        each.build is not None and (not config.variant or each.name in config.variant) for each in mode.variants
+    )
+
+
+def num_parameters(config: Config, mode: Mode) -> float:
+    return outline(config).num_parameters() + mode.more_parameters(config)
+
+
+def needed_bytes(config: Config, mode: Mode, here: int) -> float:
+    """Memory of `here` ranks that share it, of which rank 0, which holds most, is one."""
+    num_variants = num_trained(config, mode)
+    if not num_variants:  # a mode that trains nothing
+        return here * BASE_BYTES
+    item: int = getattr(torch, config.dtype).itemsize
+    parts = config.world_size if mode.shards else 1
+    count = num_parameters(config, mode)
+    state = 4 if config.optimizer == "adamw" else 2  # weights, gradients, two moments
+    trained = num_variants * state * item * count / parts + 4 * count
+    proven = (3 / parts + 1) * 8 * count if config.proof else 0.0
+    alone = (state * item * count + 8 * 2 * (1 + PROOF_STEPS) * count) if config.proof else 0.0
+    samples = -(-config.batch // config.world_size)
+    kept = activation_bytes(config, -(-samples // config.num_microbatches), item)
+    whole = activation_bytes(config, config.batch, 8) if config.proof else 0.0
+    return here * (BASE_BYTES + max(trained, proven)) + alone + (here - 1) * kept + max(kept, whole)
+
+
+def activation_bytes(config: Config, samples: int, itemsize: int) -> float:
+    """What the forward pass of so many samples leaves, with gpt's scores for each byte."""
+    if config.model == "line":
+        return 0.0
+    positions = config.seq if config.model == "gpt" else 1
+    layer = layer_activation_bytes(
+        positions, samples, config.width, config.heads, itemsize=itemsize,
+        recompute="full" if config.recompute else "selective",
+    )  # fmt: skip
+    scores = 3 * VOCABULARY * itemsize * positions * samples if config.model == "gpt" else 0.0
+    return layer * config.depth + scores
+
+
+def run_seconds(config: Config, mode: Mode, here: int) -> float:
+    """Seconds of the timed steps of all variants and of one process, on the cores that `here` ranks find."""
+    num_variants = num_trained(config, mode)
+    if not num_variants:
+        return 0.0
+    count = num_parameters(config, mode)
+    cores = min(here, os.cpu_count() or 1)
+    tokens = float(config.batch) * (config.seq if config.model == "gpt" else 1)
+    flops = training_flops(count, tokens, "full" if config.recompute else "none")
+    rate = FLOPS_A_CORE * {"float32": 1.0, "float64": 0.5, "bfloat16": 0.2}[config.dtype]
+    share = here / config.world_size  # of the work, that is done here
+    calls = CALL_S * CALLS_A_LAYER * (1 if config.model == "line" else config.depth) * config.num_microbatches
+    step_s = share * flops / (rate * cores) + calls * here / cores + MESSAGE_S
+    alone_s = (flops / rate + calls) if config.proof else 0.0
+    return config.steps * (num_variants * step_s + alone_s)
+
+
+def rooms(config: Config) -> list[tuple[int, float]]:
+    """Ranks that share a memory, and its bytes: the limit of this container, and what is free of the machine, which
+    ranks in other containers fill too (RANKS_ON_HOST, from the Compose file)."""
+    here, limit, free = ranks_here(config), ContainerMemory().limit_bytes, free_bytes()
+    beside = os.environ.get("RANKS_ON_HOST", "")
+    on_host = min(int(beside), config.world_size) if beside.isdecimal() else 0
+    return [(ranks, there) for ranks, there in ((here, limit), (max(here, on_host), free)) if there is not None]
+
+
+def free_bytes() -> float | None:
+    """Memory of this machine that is free or can be made so; None where nobody says."""
+    try:
+        lines = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines())
+        return 1024.0 * int(lines["MemAvailable"].split()[0])
+    except (OSError, KeyError, ValueError):
+        return None
+
+
+def ranks_here(config: Config) -> int:
+    """Ranks that share this machine: all where the launcher starts them, as many as torchrun's agent has, or one."""
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if config.rank is None or (config.master_addr or "").startswith(("127.", "localhost", "::1")):
+        return config.world_size
+    return min(int(local), config.world_size) if local.isdecimal() and int(local) else 1
+
+
+# Machines need not share a disk; checkpoints need one. Rank 0 leaves a file in the run's folder and each rank looks for
+# it by name, which no rank has asked for before: so a network file system has to ask its server.
+
+
+class SeparateDisks(NamedTuple):
+    """The host of every rank, and what rank 0 says of those whose logs stay elsewhere."""
+
+    hosts: list[str]
+    told: str
+
+
+def find_separate_disks(exchange: Exchange, folder: Path, token: str, config: Config) -> SeparateDisks | None:
+    """What comes of machines that share no disk; None where all ranks see one folder.
+
+    Raises ConfigError on every rank where the run saves or resumes and some rank does not see rank 0's folder.
+    """
+    hosts, unseen = seen_by(exchange, folder, token)
+    if not unseen:
+        return None
+    who = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in unseen)
+    saves = [
+        f"{name}={value}"
+        for name, value in (("LAB_CHECKPOINT_EVERY", config.checkpoint_every), ("LAB_RESUME", config.resume))
+        if value is not None
+    ]
+    if saves:
+        take_back(folder)
+        raise ConfigError(
+            [
+                f"LAB_RUNS_DIR={str(config.runs_dir)!r} is not one folder: {who} cannot see rank 0's, and"
+                f" {' and '.join(saves)} needs one on a disk that all machines share"
+            ]
+        )
+    return SeparateDisks(hosts, f"not shared by {who}: logs of these ranks stay there, their records come to rank 0")
+
+
+def take_back(folder: Path) -> None:
+    """Remove a folder that holds no more than the claim of this run; one that goes on holds the attempts before."""
+    with suppress(OSError):  # another rank of this machine was faster
+        if [path.name for path in folder.iterdir()] == [run_folder.FILE]:
+            (folder / run_folder.FILE).unlink()
+            folder.rmdir()
+
+
+def seen_by(exchange: Exchange, folder: Path, token: str) -> tuple[list[str], list[int]]:
+    """The host of every rank, and the ranks that do not see rank 0's folder."""
+    mark = folder / f".seen-{token[:16]}"
+    if exchange.rank == 0:
+        mark.touch()
+    exchange.barrier("the folder of runs")
+    found = exchange.everyone("who sees it", [socket.gethostname(), mark.exists()])
+    if exchange.rank == 0:
+        mark.unlink(missing_ok=True)
+    return [host for host, _ in found], [rank for rank, (_, sees) in enumerate(found) if not sees]

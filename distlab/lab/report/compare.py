@@ -1,0 +1,94 @@
+"""Two runs in one table: verdicts, the settings that differ, and what each variant took, the new run's over the old
+one's."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from distlab.lab.report.html import render
+from distlab.lab.report.page import curves, setting_text
+from distlab.lab.report.reading import write_atomically
+from distlab.lab.report.records import Ranks, Run
+from distlab.lab.report.sentences import claim_name, repeat_command
+from distlab.lab.report.table import Column, Table
+from distlab.lab.report.tables import verdict
+from distlab.lab.report.units import human_bytes, milliseconds
+from distlab.lab.report.verdict import slowest
+
+Judged = tuple[Path, Run, Ranks]  # the folder, the verdict, the records
+Row = list[Any]
+# Who a rank is and where its files go says nothing of what is run.
+OF_NO_ACCOUNT = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "LAB_RUN_ID", "LAB_RUNS_DIR")
+# What is compared of each variant: its name in the table, and the field of run.json.
+MEASURES = {
+    "ms a step, slowest rank's median": "step_seconds",
+    "sent a step, rank that sends most": "wire_bytes",
+    "peak memory, fullest rank": "peak_bytes",
+    "memory at rest, fullest rank": "rest_bytes",
+}
+
+
+def write_comparison(old: Judged, new: Judged) -> tuple[Path, Table]:
+    """Write `compare-<old>.html` into the folder of the new run; returns its path, and the table on it."""
+    path = new[0] / f"compare-{old[0].resolve().name}.html"
+    table = comparison(old, new)
+    commands = [repeat_command(records) for _, _, records in (old, new)]
+    write_atomically(path, [render("compare.html", names=names(old, new), table=table, commands=commands)])
+    return path, table
+
+
+def names(old: Judged, new: Judged) -> list[str]:
+    """What the runs go by: their ids, else their folders' names, else the whole paths."""
+    both = (old, new)
+    tried = ([run["run_id"] for _, run, _ in both], [folder.resolve().name for folder, _, _ in both])
+    return next((found for found in tried if found[0] != found[1]), [str(folder) for folder, _, _ in both])
+
+
+def comparison(old: Judged, new: Judged) -> Table:
+    """A row for what was set otherwise, what was claimed with another end, and each number of either run."""
+    runs = [old[1], new[1]]
+    rows = [["verdict", *(run["verdict"].upper() for run in runs), ""]]
+    rows += [*settings(runs), *claims(runs), *last_losses([old[2], new[2]]), *measured(runs)]
+    first, second = names(old, new)
+    columns = [Column(""), Column(first, "value"), Column(second, "value"), Column("ratio", "number")]
+    return Table(columns, rows)
+
+
+def settings(runs: Sequence[Run]) -> Iterator[Row]:
+    """The mode, the settings and the versions in which they are not alike."""
+    if runs[0]["run_mode"] != runs[1]["run_mode"]:
+        yield ["RUN_MODE", *(run["run_mode"] for run in runs), ""]
+    for kind, word in (("config", ""), ("versions", "version of ")):
+        for name in dict.fromkeys(name for run in runs for name in run[kind]):
+            values = [run[kind].get(name) for run in runs]
+            if values[0] != values[1] and name not in (*OF_NO_ACCOUNT, "RUN_MODE"):
+                yield [word + name, *map(setting_text, values), ""]
+
+
+def claims(runs: Sequence[Run]) -> Iterator[Row]:
+    """Checks and comparisons that failed in a run, or were made by one alone."""
+    found = [{claim_name(each): verdict([each]) for each in run["checks"] + run["comparisons"]} for run in runs]
+    for name in dict.fromkeys([*found[0], *found[1]]):
+        words = [of_run.get(name, "-") for of_run in found]
+        if words[0] != words[1] or "FAILED" in words:
+            yield [name, *words, ""]
+
+
+def last_losses(of_runs: Sequence[Ranks]) -> Iterator[Row]:
+    """The loss of each curve's last step."""
+    found = [{name: y[-1] for name, (_, y) in curves(records).items() if y} for records in of_runs]
+    for name in dict.fromkeys([*found[0], *found[1]]):
+        values = [of_run.get(name) for of_run in found]
+        yield [f"{name}: last loss", *("-" if value is None else f"{value:.6g}" for value in values), ""]
+
+
+def measured(runs: Sequence[Run]) -> Iterator[Row]:
+    """The numbers of each variant that either run measured."""
+    of_runs = [{variant["name"]: variant for variant in run["variants"]} for run in runs]
+    for variant in dict.fromkeys([*of_runs[0], *of_runs[1]]):
+        for what, field in MEASURES.items():
+            write = milliseconds if field == "step_seconds" else human_bytes
+            old, new = (slowest(found[variant][field]) if variant in found else None for found in of_runs)
+            if old or new:
+                ratio = f"{new / old:.2f}" if old and new else ""
+                yield [f"{variant}: {what}", write(old), write(new), ratio]

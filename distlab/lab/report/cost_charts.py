@@ -1,0 +1,299 @@
+"""What a run cost, as the page draws it: bytes by rank and from rank to rank, the time of a step, samples a second over
+the run with each event on it, and what was held in memory, by class and over a step."""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from distlab.lab.report import charts
+from distlab.lab.report.charts import Drawing, Mark, marked
+from distlab.lab.report.records import (
+    Changed,
+    Comparison,
+    Failed,
+    Injected,
+    MemoryLine,
+    Planned,
+    Ranks,
+    Run,
+    Steps,
+    Stood,
+    Wire,
+    select,
+)  # fmt: skip
+from distlab.lab.report.table import Column, Table
+from distlab.lab.report.tables import fullest, ranks
+from distlab.lab.report.units import byte_unit, human_bytes
+from distlab.lab.report.verdict import first, slowest
+
+MATRIX_RANKS = 16  # rows and columns of who sends to whom: of 64 ranks three figures had 230 kB of cells
+SOURCES = {"predicted": charts.PREDICTED, "called": charts.CALLED, "wire": charts.WIRE}
+
+
+def traffic(run: Run, records: Ranks) -> list[dict[str, Any]]:
+    """By variant predicted, called and wire bytes of each rank, and who sent how much to whom where that was
+    counted."""
+    every = {variant["name"]: _bars(variant, run, records) for variant in run["variants"]}
+    bars = {name: rows for name, rows in every.items() if any(slowest(row) is not None for row in rows.values())}
+    top = max((value or 0 for rows in bars.values() for row in rows.values() for value in row), default=0)
+    sent = _sent(records)
+    most = max((value for cells in sent.values() for value in cells.values()), default=0)
+    shown = min(run["world_size"], MATRIX_RANKS)
+    return [
+        {
+            "variant": name,
+            "chart": charts.render_chart(charts.rank_bars(rows, SOURCES, top), f"bytes a step by rank, {name}", 190),
+            "matrix": _matrix(sent[name], shown, most) if name in sent else None,
+        }
+        for name, rows in bars.items()
+    ]
+
+
+def _bars(variant: Run, run: Run, records: Ranks) -> dict[str, list[float | None]]:
+    """Predicted, called and wire bytes of a variant, by rank."""
+    predicted: dict[int, float] = {}
+    for rank, entry in select(records, Comparison):
+        if entry.variant == variant["name"] and entry.name in ("called bytes", "wire bytes"):
+            predicted[rank] = entry.predicted
+    return {
+        "predicted": [predicted.get(rank) for rank in range(run["world_size"])],
+        "called": variant["called_bytes"],
+        "wire": variant["wire_bytes"],
+    }
+
+
+def _sent(records: Ranks) -> dict[str, dict[tuple[int, int], float]]:
+    """Wire bytes a step from rank to rank, by variant."""
+    found: dict[str, dict[tuple[int, int], float]] = {}
+    for rank, wire in select(records, Wire):
+        cells = found.setdefault(wire.variant, {})
+        cells[rank, wire.peer] = cells.get((rank, wire.peer), 0) + wire.sent_bytes
+    return found
+
+
+def _matrix(cells: dict[tuple[int, int], float], world_size: int, most: float) -> dict[str, Any]:
+    """Rows send, columns receive: (what is written, how strong its ground is in per cent), the more bytes the
+    stronger."""
+    scale, unit = byte_unit(most)
+
+    def cell(sent: float | None) -> tuple[str, int]:
+        if not sent:
+            return "" if sent is None else "·", 0
+        digits = 0 if sent >= 100 * scale or scale == 1 else 1 if sent >= 10 * scale else 2
+        return f"{sent / scale:.{digits}f}", round(35 * sent / most)
+
+    ranks = range(world_size)
+    rows = [[cell(cells.get((sender, to))) for to in ranks] for sender in ranks]
+    return {"unit": unit, "rows": rows, "least_rem": 2.4 + 2.2 * world_size}  # 8 ranks fit into a phone of 390 px
+
+
+def step_times(records: Ranks, colour: dict[str, str]) -> Drawing | None:
+    """How long a step took with each variant, and its spread; None where no step was timed."""
+    found = {name: [1000 * step_s for step_s in values] for name, values in samples(records).items()}
+    if not found:
+        return None
+    return charts.render_chart(charts.spreads(found, colour, "ms a step"), "time of a step by variant", 220)
+
+
+def samples(records: Ranks) -> dict[str, list[float]]:
+    """By variant the seconds of each timed step, those of its slowest rank."""
+    taken: dict[str, list[list[float]]] = {}
+    for _, steps in select(records, Steps):
+        taken.setdefault(steps.variant, []).append(steps.step_seconds)
+    found = {name: [max(step) for step in zip(*of_ranks, strict=False)] for name, of_ranks in taken.items()}
+    return {name: values for name, values in found.items() if values}
+
+
+# Samples a second over a run, with each event on it: faults as they were made, and ranks that went, came or began
+# again.
+#
+# It is drawn of a run with LAB_FAULTS, and of one whose ranks come and go; the records of others have no times of
+# steps. Variants that take turns are one curve; those that come one after another have a chart each. Ranks tell the
+# same steps: where the one that began first falls silent, another's times go on.
+
+MOST_STAIRS = 120  # of a curve
+WORDS = {"lost": "rank lost", "asked": "rank joined", "restart": "began again"}
+END = "end"
+# The same in all charts of a page; faults have the rest in turn.
+HUES = dict(zip((*WORDS.values(), END), (charts.PALETTE[place] for place in (1, 2, 3, 7)), strict=True))
+OTHERS = tuple(charts.PALETTE[place] for place in (4, 6, 5))
+
+
+class Event(NamedTuple):
+    """What happened: when (Unix time), of which kind, and in words."""
+
+    at: float
+    kind: str
+    told: str
+
+
+class Course(NamedTuple):
+    """Variants that were trained in the same time, when their steps stood, and when the next ones began."""
+
+    variants: list[str]
+    times: list[float]  # of all of them
+    until: float = math.inf
+
+
+def pace(run: Run, records: Ranks) -> list[dict[str, Any]]:
+    """Every course; none where no rank wrote when its steps stood."""
+    found = courses(records)
+    samples = int(first(records).config["LAB_BATCH"]) if found else 0
+    return [draw_throughput(each, samples, events(run, records, each)) for each in found]
+
+
+def draw_throughput(course: Course, samples: int, happened: Sequence[Event]) -> dict[str, Any]:
+    """Its variants, its chart, and what happened as a table."""
+    began = course.times[0]
+    ended = max([course.times[-1], *(each.at for each in happened)])
+    x, y = curve(course.times, samples, len(course.variants), ended)
+    name = ", ".join(course.variants) if len(course.variants) < 3 else f"{len(course.variants)} variants in turn"
+    figure = charts.line_chart({name: (x, y)}, "s", "samples/s", {name: charts.PALETTE[0]}, points=len(x))
+    if happened:
+        faults = dict.fromkeys(each.kind for each in happened if each.kind not in HUES)
+        hues = HUES | {kind: OTHERS[place % len(OTHERS)] for place, kind in enumerate(faults)}
+        marks = [Mark(each.at - began, each.kind, hues[each.kind]) for each in happened]
+        figure = marked(figure, marks, ended - began, 1.08 * max(y))
+    title = f"samples a second of {name}, with {len(happened)} events"
+    rows = [[number, f"{each.at - began:.2f}", each.told] for number, each in enumerate(happened, 1)]
+    columns = [Column("", "number"), Column("s", "number"), Column("what happened")]
+    return {"name": name, "chart": charts.render_chart(figure, title, 220), "events": Table(columns, rows)}
+
+
+def curve(times: Sequence[float], samples: int, every: int, ended: float) -> tuple[list[float], list[float]]:
+    """A staircase, [seconds] and [samples a second], and from the last step to the end none. A stair is as wide
+    as MOST_STAIRS allow, and a multiple of `every` steps, so that variants that take turns show no teeth."""
+    least_s = (ended - times[0]) / MOST_STAIRS
+    x, y, left = list[float](), list[float](), 0
+    for place in range(every, len(times), every):
+        took_s = times[place] - times[left]
+        if took_s >= least_s:
+            x += [times[left] - times[0], times[place] - times[0]]
+            y += 2 * [samples * (place - left) / took_s]
+            left = place
+    if ended > times[left]:
+        x += [times[left] - times[0], ended - times[0]]
+        y += 2 * [samples * (len(times) - 1 - left) / (ended - times[left])]
+    return x, y
+
+
+def courses(records: Ranks) -> list[Course]:
+    """The variants in the order in which they began; those whose times overlap are one course."""
+    of_rank: dict[str, dict[int, list[float]]] = {}
+    for rank, stood in select(records, Stood):
+        of_rank.setdefault(stood.variant, {}).setdefault(rank, []).extend(stood.at)
+    found: list[Course] = []
+    merged = {variant: covered(list(ranks.values())) for variant, ranks in of_rank.items()}
+    for variant, times in sorted(merged.items(), key=lambda each: each[1]):
+        if found and times[0] < found[-1].times[-1]:
+            last = found.pop()
+            found.append(Course([*last.variants, variant], sorted([*last.times, *times])))
+        elif len(times) > 1:
+            found.append(Course([variant], times))
+    ends = [*(each.times[0] for each in found), math.inf][1:]
+    return [each._replace(until=end) for each, end in zip(found, ends, strict=True)]
+
+
+def covered(told: list[list[float]]) -> list[float]:
+    """The times of the rank that began first, and behind its last one those of who went on: what came within half a
+    step of that is the same step."""
+    found: list[float] = []
+    for times in sorted(told):
+        after = found[-1] + (found[-1] - found[-2]) / 2 if len(found) > 1 else -math.inf
+        found += [at for at in times if at > after]
+    return found
+
+
+def events(run: Run, records: Ranks, course: Course) -> list[Event]:
+    """What happened while a course was trained, in its order."""
+    plans = {plan.number: plan for _, plan in select(records, Planned)}
+    found = [
+        Event(each.at, plans[each.number].kind, plans[each.number].event)
+        for _, each in select(records, Injected)
+        if each.number in plans
+    ]
+    found += changes(records, course.variants)
+    failed = {error["rank"] for error in run["errors"]}
+    ends = [end for rank, end in select(records, Failed) if rank in failed]
+    found += [Event(end.at, END, end.error) for end in ends[:1]]
+    return sorted(each for each in found if course.times[0] <= each.at < course.until)
+
+
+def changes(records: Ranks, variants: Sequence[str]) -> Iterator[Event]:
+    """Ranks that went or came, each change once, as the first one noticed it."""
+    seen: set[tuple[Any, ...]] = set()
+    for _, each in sorted(select(records, Changed), key=lambda entry: entry[1].at):
+        key = (each.variant, each.step, each.what, *each.members)
+        if each.variant in variants and key not in seen:
+            seen.add(key)
+            members = " ".join(map(str, each.members))
+            yield Event(each.at, WORDS[each.what], f"{WORDS[each.what]}: from step {each.step} on ranks {members}")
+
+
+# Memory, by class at rest, at the peak and over a step, and rank by rank.
+
+COLOUR_OF_CLASS = {"parameters": 0, "gradients": 2, "optimizer": 3, "activations": 1, "communication": 5}
+MEMORY_COLOURS = {name: charts.PALETTE[place] for name, place in COLOUR_OF_CLASS.items()}
+MOST_PARTS = 600  # of all lines over a step together: 14 variants of 200 parts each took a fifth of the page
+HELD = {
+    "rest_bytes": "At rest",
+    "peak_bytes": "At most in the whole pass: its making, and what was there before, included",
+    "activation_bytes": "Activations kept for the backward pass, at most",
+}
+
+
+def memory_by_class(run: Run) -> Drawing | None:
+    """Bars of each variant's fullest rank, at rest and at the peak; None where no rank counted by class."""
+    rows = {}
+    for variant in run["variants"]:
+        rank = fullest(variant["peak_by_class"])
+        if rank is not None:
+            rows[f"{variant['name']} · rest"] = variant["rest_by_class"][rank]
+            rows[f"{variant['name']} · peak"] = variant["peak_by_class"][rank]
+    if not rows:
+        return None
+    return charts.render_chart(
+        charts.layers(rows, MEMORY_COLOURS), "memory by class, at rest and at the peak", 50 + 30 * len(rows)
+    )
+
+
+def memory_over_the_step(records: Ranks) -> dict[str, Drawing]:
+    """A figure a variant, all on one scale of bytes."""
+    lines: dict[str, MemoryLine] = {}
+    for _, line in select(records, MemoryLine):
+        lines[line.variant] = max(line, lines.get(line.variant, line), key=_most)
+    most = max(map(_most, lines.values()), default=0)
+    scale, unit = byte_unit(most)
+    figures = {}
+    for name, line in lines.items():
+        coarse = coarser(line.held_bytes, MOST_PARTS // len(lines))
+        held = {kind: [nbytes / scale for nbytes in values] for kind, values in coarse.items() if any(values)}
+        figure = charts.stacked(held, 1000 * line.step_s, MEMORY_COLOURS, unit, most / scale)
+        figures[name] = charts.render_chart(figure, f"memory over a step of {name}", 220)
+    return figures
+
+
+def coarser(held_bytes: dict[str, list[int]], parts: int) -> dict[str, list[int]]:
+    """The line in at most so many parts: of those that become one the part that held most, so that the peak stays."""
+    columns = list(zip(*held_bytes.values(), strict=True))
+    step = max(1, math.ceil(len(columns) / parts))
+    kept = [max(columns[start : start + step], key=sum) for start in range(0, len(columns), step)]
+    return {kind: [column[index] for column in kept] for index, kind in enumerate(held_bytes)}
+
+
+def _most(line: MemoryLine) -> int:
+    return max((sum(part) for part in zip(*line.held_bytes.values(), strict=True)), default=0)
+
+
+def memory_by_rank(run: Run) -> dict[str, Table]:
+    """By heading a row a variant and a column a rank; none where no rank wrote that kind."""
+    found = {}
+    for kind, heading in HELD.items():
+        rows = [
+            [variant["name"], *("" if nbytes is None else human_bytes(nbytes) for nbytes in variant[kind])]
+            for variant in run["variants"]
+            if slowest(variant[kind]) is not None
+        ]
+        if rows:
+            found[heading] = Table([Column("variant"), *ranks(run, "number")], rows)
+    return found

@@ -1,0 +1,194 @@
+"""A run as files for other programs: each figure of its report as SVG (`./run report RUN --figures DIR`); its checks
+as JUnit XML, which every CI can show (`--junit FILE`).
+
+A figure is what stands on the page, on a white ground and with the light page's colours put in, since a file has no
+style sheet of its own.
+"""
+
+import re
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from distlab.lab.report import charts
+from distlab.lab.report.charts import Drawing
+from distlab.lab.report.html import asset, render
+from distlab.lab.report.page import contents
+from distlab.lab.report.reading import write_atomically
+from distlab.lab.report.records import Ranks, Run
+from distlab.lab.report.sentences import claim_name, failure_sentence, lost_sentence
+from distlab.lab.report.timeline_panels import HUES, Rows, timeline
+from distlab.lab.report.units import allowed, difference, quantity
+from distlab.lab.report.verdict import first
+
+LEGEND = 24  # pixels above a chart for its legend
+SERIES = re.compile(r'data-n="([^"]*)" style="--hue:(#\w+);')
+
+
+def write_figures(folder: Path, run: Run, records: Ranks) -> list[Path]:
+    """Write all figures of a run into `folder`, each as NAME.svg; returns them.
+
+    Raises Untimed where there is nothing to draw, OSError where it cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    found = dict(figures(run, records))
+    if not found:
+        raise Untimed("has no figure: it ended before anything was measured")
+    for name, drawing in found.items():
+        write_atomically(folder / f"{name}.svg", [drawing])
+    return [folder / f"{name}.svg" for name in found]
+
+
+def figures(run: Run, records: Ranks) -> Iterator[tuple[str, str]]:
+    """(name, SVG) of each: the picture where steps were recorded, and every chart of the page."""
+    with suppress(Untimed):
+        yield "picture", picture(run, records)
+    used: dict[str, int] = {}
+    for drawing in drawings(contents(run, records)):
+        name = re.sub(r"[^a-z0-9]+", "-", drawing.title.lower()).strip("-")
+        used[name] = used.get(name, 0) + 1
+        yield name if used[name] == 1 else f"{name}-{used[name]}", chart_alone(drawing)
+
+
+def drawings(part: Any) -> Iterator[Drawing]:
+    """The charts in what a page shows, in its order."""
+    if isinstance(part, Drawing):
+        yield part
+    elif isinstance(part, dict | list | tuple):
+        for each in part.values() if isinstance(part, dict) else part:
+            yield from drawings(each)
+
+
+def chart_alone(drawing: Drawing) -> str:
+    """A chart of the page as a file, its legend above it."""
+    series = {Markup(name).unescape(): hue for name, hue in SERIES.findall(drawing.svg)}
+    places = accumulate((22 + 7 * len(name) + 16 for name in series), initial=8)
+    marks = re.sub(r'style="--hue:(#\w+);([^"]*)"', r'style="\2" data-hue="\1"', str(drawing.svg))
+    return render(
+        "figure.svg", title=drawing.title, width=charts.WIDTH, height=drawing.height, marks=Markup(marks),
+        style=style_of(marks),
+        legend=[*zip(places, series.items(), strict=False)] if len(series) > 1 else [], legend_height=LEGEND,
+    )  # fmt: skip
+
+
+def style_of(marks: str) -> Markup:
+    """The style of the charts with each series' colour in the place of its variable."""
+    rules = str(resolved(asset("charts.css").replace("var(--hue)", "var(--ink)")))
+    for hue in dict.fromkeys(re.findall(r'data-hue="(#\w+)"', marks)):
+        series = f'[data-hue="{hue}"]'
+        rules += f".chart .series{series} .line, .chart .series{series} .box path {{ stroke: {hue}; }}"
+        rules += f".chart .series{series} .rect, .chart .series{series} .dot {{ fill: {hue}; }}"
+        rules += f".chart .series{series} .box rect {{ stroke: {hue}; }}"
+        rules += f".chart .stackedline-graph .series{series} .line {{ fill: {hue}; stroke: none; }}"
+    return Markup(rules)
+
+
+# The timeline of a run as a file of its own, on a ground of its own, so that it reads in a light page and in a dark
+# one: templates/picture.svg. On the page it can be played, zoomed and asked (templates/timeline.js).
+
+WIDTH, LEFT, RIGHT, TOP, BELOW = 960, 82, 28, 98, 88  # pixels, of all and of what is free around the bars
+LETTER = 6  # pixels of one in the name of a row
+HEADING, GAP = 26, 14  # pixels of the line above a variant's rows, and below them
+LIGHT = {
+    "--card": "#ffffff", "--ink": "#18202b", "--soft": "#566274", "--line": "#dfe4eb", "--hatch": "#c3ccd8",
+}  # fmt: skip
+
+
+class Untimed(Exception):
+    """A run that nothing can be drawn of: the sentence to end with."""
+
+
+STEP = "One recorded step of each variant, of three the one of median length, on rank 0's clock"
+
+
+def picture(run: Run, records: Ranks, title: str = "", told: str = STEP) -> str:
+    """The whole SVG, with a title that says what is drawn and a line below it; raises Untimed where no rank marked its
+    steps."""
+    rows = Rows(21, 7)
+    drawn = timeline(run, records, rows)
+    if drawn is None:
+        raise Untimed("holds no timeline: its mode marks none, or the run ended before its timed steps")
+    left = max(LEFT, 34 + LETTER * max(map(len, drawn.names)))
+    width = WIDTH - left - RIGHT
+    whole = rows.whole(drawn.num_ranks)
+    tops = [TOP + index * (HEADING + whole + GAP) for index in range(len(drawn.panels) + 1)]
+    *key_x, _ = accumulate((19 + 7 * len(name) + 18 for _, name in drawn.key), initial=24)
+    start = first(records)
+    return render(
+        "picture.svg",
+        title=title
+        or f"What {drawn.num_ranks} rank{'s' if drawn.num_ranks > 1 else ''} do in one training step:"
+        f" {', '.join(panel.scene.variant for panel in drawn.panels)}",
+        style=resolved(asset("marks.css") + asset("picture.css")),
+        width=WIDTH, height=tops[-1] + BELOW, left=left, right=WIDTH - RIGHT, top=TOP, bottom=tops[-1],
+        panel_width=width, panel_height=whole, heading=HEADING,
+        key=[*zip(key_x, drawn.key, strict=True)],
+        names=drawn.names, microbatches=HUES[: drawn.microbatches],
+        ticks=[(left + width * float(place.rstrip("%")) / 100, name) for place, name in drawn.ticks],
+        panels=[*zip(tops, drawn.panels, strict=False)], rows=rows, axis=drawn.axis,
+        told=f"{told} · {start.title}", settings=" ".join(f"{name}={value}" for name, value in start.repeat.items()),
+    )  # fmt: skip
+
+
+def resolved(style: str) -> Markup:
+    """With the colours of the light page in the place of its variables, which a file has not."""
+    return Markup(re.sub(r"var\((--\w+)\)", lambda name: LIGHT[name[1]], str(style)))
+
+
+# The run as JUnit XML: a test case a check and a comparison, one a rank that is gone.
+
+UNPRINTABLE = re.compile(
+    "[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]"
+)  # XML 1.0, section 2.2: no words for these
+
+
+def write_junit(path: Path, run: Run) -> None:
+    """Write the run to `path`; raises OSError where that cannot be."""
+    tree = junit(run)
+    ET.indent(tree)
+    write_atomically(path, [ET.tostring(tree, encoding="unicode", xml_declaration=False), "\n"])
+
+
+def junit(run: Run) -> ET.Element:
+    """<testsuites> with one suite: failed checks are failures, lost ranks errors, what is informational is skipped."""
+    suite = ET.Element("testsuite", name=_clean(f"{run['run_mode']} {run['run_id']}"))
+    for claim in run["checks"] + run["comparisons"]:
+        case = _case(suite, run, claim["variant"], claim["name"])
+        if not claim["passed"]:
+            ET.SubElement(case, "failure", message=_clean(failure_sentence(claim)), type=claim["name"])
+        elif not claim.get("decides", True):
+            ET.SubElement(case, "skipped", message=_clean(f"informational: {_told(claim)}"))
+        else:
+            ET.SubElement(case, "system-out").text = _clean(_told(claim))
+    for skip in run["skipped"]:
+        ET.SubElement(_case(suite, run, skip["variant"], "variant"), "skipped", message=_clean(skip["reason"]))
+    gone = [(lost["rank"], lost_sentence(lost)) for lost in run["lost"]]
+    for rank, sentence in gone + [(error["rank"], error["error"]) for error in run["errors"]]:
+        ET.SubElement(_case(suite, run, "", f"rank {rank}"), "error", message=_clean(sentence), type=run["verdict"])
+    tags = {"tests": "testcase", "failures": ".//failure", "errors": ".//error", "skipped": ".//skipped"}
+    for kind, tag in tags.items():
+        suite.set(kind, str(len(suite.findall(tag))))
+    suites = ET.Element("testsuites")
+    suites.append(suite)
+    return suites
+
+
+def _case(suite: ET.Element, run: Run, variant: str, name: str) -> ET.Element:
+    place = ".".join(part for part in ("distlab", run["run_mode"], variant) if part)
+    return ET.SubElement(suite, "testcase", classname=_clean(place), name=_clean(name))
+
+
+def _told(claim: Run) -> str:
+    if "max_abs_diff" in claim:
+        return f"{claim_name(claim)} differs by {difference(claim['max_abs_diff'])}, {allowed(claim)} allowed"
+    measured, predicted = (quantity(claim[kind], claim["unit"]) for kind in ("measured", "predicted"))
+    return f"{claim_name(claim)} predicted {predicted}, measured {measured}"
+
+
+def _clean(text: str) -> str:
+    return UNPRINTABLE.sub("?", text)

@@ -1,0 +1,275 @@
+"""The report of one run, from its records: what was claimed, whether it held, what it cost, and how to repeat it.
+
+What it says and in which order stands in templates/report.html; here is what it shows.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import quantiles
+from typing import Any
+
+from distlab.lab.report import charts, cost_charts, sentences, tables
+from distlab.lab.report.charts import Drawing
+from distlab.lab.report.glossary import COLUMNS
+from distlab.lab.report.html import render
+from distlab.lab.report.reading import write_atomically
+from distlab.lab.report.records import Changed, Chart, End, Lesson, Losses, Ranks, Run, Said, Start, select
+from distlab.lab.report.records import Table as OwnTable
+from distlab.lab.report.table import Column, Table, Verdict, numeric
+from distlab.lab.report.timeline_panels import Drawn, coordinates, timeline
+from distlab.lab.report.units import allowed, counted, difference, human_bytes, milliseconds
+from distlab.lab.report.verdict import PROOF as PROVEN
+from distlab.lab.report.verdict import SCRIPT, first, pytorch_own, slowest
+
+LEAST_SAMPLES = 4  # steps of each variant: of fewer the quartiles say nothing
+MOST_ROWS = 400  # of all tables of the lesson together, about 60 kB
+
+
+def write_page(
+    folder: Path, run: Run, records: Ranks, path: Path | None = None, plan: tables.Plan | None = None
+) -> Path:
+    """Write `report.html` into the folder of the run, or to another path; returns it."""
+    path = path or folder / "report.html"
+    write_atomically(path, [page(run, records, plan)])
+    return path
+
+
+def page(run: Run, records: Ranks, plan: tables.Plan | None = None) -> str:
+    """The whole page as HTML; `plan` is what the planner says of the run, if it has a word for it."""
+    planned = tables.planned(run, plan) if plan else None
+    return render("report.html", **contents(run, records), plan=plan, planned=planned)
+
+
+def contents(run: Run, records: Ranks) -> dict[str, Any]:
+    """What the page shows, in its order, by its name in the template."""
+    start = first(records)
+    colour = charts.colours(variant["name"] for variant in run["variants"])
+    drawn = timeline(run, records)
+    pace = cost_charts.pace(run, records)
+    return {
+        "run": run,
+        "start": start,
+        "headline": sentences.headline(run),
+        "proof_note": sentences.proof_note(run),
+        "mistake": [sentences.mistake_sentence(run), sentences.seen_sentence(run)] if run["mistake"] else [],
+        "wrong": list(wrong(run)),
+        "timeline": drawn,
+        "look": drawn.look if drawn else "",
+        "load": sentences.load_sentences(run),
+        "tiles": list(tiles(run, records, drawn)),
+        "of_script": run["run_mode"] in (SCRIPT, PROVEN),
+        "lesson": next((lesson_of(run, lesson) for _, lesson in select(records, Lesson)), None),
+        "said": list(dict.fromkeys(said for _, said in select(records, Said))),
+        "own": list(mode_tables_and_charts(records, colour)),
+        "pace": pace,
+        "changing": any(True for _ in select(records, Changed)),
+        "columns": COLUMNS,
+        **claims(run),
+        **costs_of(run, records, colour),
+        "ranks": ranks(run, records),
+        "skipped": skipped(run),
+        "command_line": sentences.repeat_command(records),
+        "settings": [(name, setting_text(value), name in start.repeat) for name, value in start.config.items()],
+        "versions": [(name, version, False) for name, version in start.versions.items()],
+    }
+
+
+def claims(run: Run) -> dict[str, Any]:
+    """The tables of what was claimed, and whether it passed."""
+    checks = [check for check in run["checks"] if check["name"] not in tables.PROOF]
+    return {
+        "proof": tables.proof(run),
+        "timed": tables.timed(run),
+        "failed_checks": tables.checks(each for each in checks if not each["passed"]),
+        "checks": tables.checks(each for each in checks if each["passed"]),
+        "failed_comparisons": tables.comparisons(each for each in run["comparisons"] if not each["passed"]),
+        "comparisons": tables.comparisons(each for each in run["comparisons"] if each["passed"]),
+    }
+
+
+def costs_of(run: Run, records: Ranks, colour: dict[str, str]) -> dict[str, Any]:
+    """Losses, bytes, time and memory."""
+    losses = curves(records)
+    profile = tables.profile(run, records, slowest_only=False)
+    many = len(profile.rows) > tables.MOST_PROFILES
+    return {
+        "losses": loss_chart(losses, colour),
+        "first_and_last": first_and_last(losses),
+        "sources": cost_charts.SOURCES,
+        "matrix_ranks": cost_charts.MATRIX_RANKS,
+        "traffic": cost_charts.traffic(run, records),
+        "step_times": cost_charts.step_times(records, colour),
+        "measured": tables.measured(run, records),
+        "profile": tables.profile(run, records, slowest_only=True) if many else profile,
+        "many_profiles": many,
+        "hidden": tables.hidden(run, records),
+        "classes": cost_charts.MEMORY_COLOURS,
+        "memory_by_class": cost_charts.memory_by_class(run),
+        "memory_over_the_step": cost_charts.memory_over_the_step(records),
+        "memory": tables.memory(run, records),
+        "memory_by_rank": cost_charts.memory_by_rank(run),
+    }
+
+
+def wrong(run: Run) -> Iterator[str]:
+    """What failed, and what ended a rank."""
+    yield from map(sentences.failure_sentence, sentences.failures(run))
+    yield from map(sentences.lost_sentence, run["lost"])
+    yield from sentences.error_sentences(run)
+    if run["unseen"]:
+        yield sentences.unseen_sentence(run)
+
+
+def tiles(run: Run, records: Ranks, drawn: Drawn | None) -> Iterator[tuple[str, str]]:
+    """The few numbers that a reader should take away, and what each is."""
+    proof = [check for check in run["checks"] if check["name"] in tables.PROOF]
+    if proof:
+        failed, plain = ([c for c in proof if not c["passed"]], [c for c in proof if not c["unit"]])
+        # Numbers of several units have no largest one, but one that is closest to its bound.
+        worst = max(failed or plain or proof, key=lambda check: check["max_abs_diff"] / (check["tolerance"] or 1.0))
+        names = {check["name"] for check in proof}
+        # Where there are no losses nothing was trained: primitives are compared, not a run with one process.
+        what = "from one process" if "losses" in names else f"of {' and '.join(sorted(names))}"
+        what += " in float64" if plain and len(plain) < len(proof) else ""
+        yield difference(worst["max_abs_diff"]), f"largest difference {what}, {allowed(worst)} allowed"
+    own_name = pytorch_own(run)
+    times = {variant["name"]: slowest(variant["step_seconds"]) for variant in run["variants"]}
+    by_hand = {name: seconds for name, seconds in times.items() if seconds and name != own_name}
+    if by_hand:
+        best = fastest(by_hand, records, drawn)
+        if not best:
+            span = " to ".join(dict.fromkeys(milliseconds(pick(by_hand.values())) for pick in (min, max)))
+            yield (
+                f"{span} ms",
+                f"a step, {counted(len(by_hand), 'variants')} by hand, of which none is surely the fastest",
+            )
+        elif len(by_hand) == 1:
+            yield f"{milliseconds(by_hand[best])} ms", f"a step of {best}, written by hand"
+        else:
+            yield f"{milliseconds(by_hand[best])} ms", f"a step of {best}, the fastest written by hand"
+        if best and own_name and (own_s := times[own_name]):
+            yield f"{by_hand[best] / own_s:.2f} ×", f"the time of {own_name}, PyTorch's own"
+    wire = {variant["name"]: slowest(variant["wire_bytes"]) for variant in run["variants"]}
+    sent = {name: amount for name, amount in wire.items() if amount}
+    if sent:
+        least = min(sent, key=lambda name: sent[name])
+        yield human_bytes(sent[least]), f"on the wire a step, from the rank that sends most ({least})"
+
+
+def fastest(seconds: dict[str, float], records: Ranks, drawn: Drawn | None) -> str:
+    """The variant whose steps are the shortest; empty where the quartiles of another one overlap with its own or come
+    of too few steps, and where the picture, of a step that was not timed, shows another one as shorter."""
+    best = min(seconds, key=lambda name: seconds[name])
+    taken = {name: values for name, values in cost_charts.samples(records).items() if name in seconds}
+    spread = {name: quartiles(values) for name, values in taken.items()}
+    if len(seconds) > 1 and min(map(len, taken.values())) < LEAST_SAMPLES:
+        return ""
+    if any(spread[best][1] >= low for name, (low, _) in spread.items() if name != best):
+        return ""
+    shown = {panel.scene.variant: panel.scene.step_s for panel in drawn.panels} if drawn else {}
+    shown = {name: step_s for name, step_s in shown.items() if name in seconds}
+    return best if shown.get(best, 0.0) <= min(shown.values(), default=0.0) else ""
+
+
+def quartiles(values: list[float]) -> tuple[float, float]:
+    """The lower and the upper one."""
+    low, _, high = quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+    return low, high
+
+
+def lesson_of(run: Run, lesson: Lesson) -> dict[str, Any]:
+    """The idea in paragraphs, the variants that ran in a sentence each, the predictions with their numbers."""
+    ran = {variant["name"] for variant in run["variants"]}
+    variants = [[name, sentence] for name, sentence in lesson.variants.items() if name in ran]
+    predicted = [Column(title) for title in ("variant", "predicted", "formula", "a rank and step", "calls")]
+    return {
+        "idea": lesson.idea,
+        "variants": Table([Column("variant"), Column("what it does")], variants),
+        "predictions": Table(predicted, lesson.predictions),
+    }
+
+
+def mode_tables_and_charts(
+    records: Ranks, colour: dict[str, str]
+) -> Iterator[tuple[str, Drawing | None, Table | None, int]]:
+    """The charts and tables that the lesson made itself, in its order: title, which it is, and the rows left out."""
+    found = [record for rank in sorted(records) for record in records[rank] if isinstance(record, Chart | OwnTable)]
+    most = max(8, MOST_ROWS // max(1, sum(isinstance(record, OwnTable) for record in found)))
+    series = sum(len(record.series) for record in found if isinstance(record, Chart))
+    for record in found:
+        if isinstance(record, Chart):
+            yield record.title, own_chart(record, colour, max(8, charts.MOST_POINTS // 2 // max(1, series))), None, 0
+            continue
+        numbers = numeric(len(record.columns), record.rows)
+        columns = [Column(title, "number" if i in numbers else "text") for i, title in enumerate(record.columns)]
+        rows = [[f"{cell:.4g}" if isinstance(cell, float) else cell for cell in row] for row in record.rows[:most]]
+        yield record.title, None, Table(columns, rows), len(record.rows) - len(rows)
+
+
+def own_chart(record: Chart, colour: dict[str, str], points: int) -> Drawing:
+    """A chart of the lesson's own; a variant has its colour, where no two series would share one."""
+    hues = charts.colours(record.series) | {name: colour[name] for name in record.series if name in colour}
+    if len(set(hues.values())) < len(hues):
+        hues = charts.colours(record.series)
+    found: dict[str, charts.Curve] = {name: (xy[0], xy[1]) for name, xy in record.series.items()}
+    figure = charts.line_chart(
+        found, record.x_label, record.y_label, hues, points=points, log_x=record.log_x, log_y=record.log_y
+    )
+    return charts.render_chart(figure, record.title, 240)
+
+
+def curves(records: Ranks) -> dict[str, charts.Curve]:
+    """The loss curves by variant, one process first; where several ranks wrote one, the lowest rank's."""
+    found: dict[str, charts.Curve] = {}
+    for _, losses in select(records, Losses):
+        found.setdefault(losses.variant, (list(range(len(losses.values))), losses.numbers))
+    return dict(sorted(found.items(), key=lambda item: item[0] != "one process"))
+
+
+def loss_chart(found: dict[str, charts.Curve], colour: dict[str, str]) -> Drawing | None:
+    """All curves in one chart, None where no loss was written."""
+    if not found:
+        return None
+    points = charts.MOST_POINTS // 2 // len(found)
+    figure = charts.line_chart(found, "step", "loss", colour, points=points, layered=True)
+    return charts.render_chart(figure, "losses by step", 240)
+
+
+def first_and_last(found: dict[str, charts.Curve]) -> Table:
+    """A row a curve."""
+    rows = [[name, len(y), f"{y[0]:.6g}", f"{y[-1]:.6g}"] for name, (_, y) in found.items() if y]
+    return Table([Column(""), *(Column(title, "number") for title in ("steps", "first loss", "last loss"))], rows)
+
+
+def ranks(run: Run, records: Ranks) -> Table:
+    """Where each rank ran and how it ended."""
+    unseen = {each["rank"]: each["host"] or "" for each in run["unseen"]}
+    hosts = unseen | {rank: start.host for rank, start in select(records, Start)}
+    ends = dict(select(records, End))
+    how: dict[int, str | Verdict] = dict.fromkeys(range(run["world_size"]), "cut short")
+    how |= dict.fromkeys(ends, "to the end") | dict.fromkeys(unseen, "no records here")
+    how |= {error["rank"]: f"code {error['exit_code']}" for error in run["errors"]}
+    how |= {lost["rank"]: Verdict("lost") for lost in run["lost"]}
+    took = {rank: f"{end.ended_at - end.started_at:.1f} s" for rank, end in ends.items()}
+    places = coordinates(records)
+    rows = [
+        [rank, *([places.get(rank, "")] if places else []), hosts.get(rank, ""), took.get(rank, ""), how[rank]]
+        for rank in range(run["world_size"])
+    ]
+    mesh = [Column("place on the mesh")] if places else []
+    columns = [Column("rank", "number"), *mesh, Column("host"), Column("duration", "number"), Column("ended")]
+    return Table(columns, rows)
+
+
+def skipped(run: Run) -> Table:
+    """The variants that could not take part."""
+    return Table([Column("variant"), Column("reason")], [[skip["variant"], skip["reason"]] for skip in run["skipped"]])
+
+
+def setting_text(value: Any) -> str:
+    """A setting as one would write it; "unset" for what has no value."""
+    if value is None or value in ("", [], ()):
+        return "unset"
+    if isinstance(value, bool):
+        return str(int(value))
+    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

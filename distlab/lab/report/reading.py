@@ -1,0 +1,175 @@
+"""Records as lines of a file: a JSON object each, with the record's type name under "record" and its fields beside it.
+
+Files are written whole or not at all, and one that is broken is refused with its name and the line.
+"""
+
+import errno
+import json
+import math
+import os
+import re
+import secrets
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from distlab.lab.report.records import Ranks, Record
+
+# The files in a run's folder as their readers open them: regular ones up to a size, and nothing that waits.
+#
+# Whoever can write to a folder of runs can leave anything there: a pipe, which an open waits for, a link to a device
+# without an end, a folder, a file larger than memory. Each is an OSError at once, whose words say what is there.
+
+KINDS = {
+    stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket",
+    stat.S_IFDIR: "a folder",
+}  # fmt: skip
+
+
+@contextmanager
+def regular(path: Path, most_bytes: int) -> Iterator[BinaryIO]:
+    """The file, open to be read; raises OSError where it is none, or a larger one."""
+    _refuse(path, path.stat(), most_bytes)  # before the open, which means something to a device
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file:
+        _refuse(path, os.fstat(descriptor), most_bytes)
+        yield file
+
+
+def read_regular(path: Path, most_bytes: int) -> bytes:
+    """All of it, and what it has grown by meanwhile up to so many bytes; raises OSError."""
+    with regular(path, most_bytes) as file:
+        return file.read(most_bytes)
+
+
+def _refuse(path: Path, found: os.stat_result, most_bytes: int) -> None:
+    kind = stat.S_IFMT(found.st_mode)
+    if kind != stat.S_IFREG:
+        raise OSError(errno.EINVAL, f"it is {KINDS.get(kind, 'no file')}, and only a regular file is read", str(path))
+    if found.st_size > most_bytes:
+        why = f"it holds {found.st_size} bytes, and at most {most_bytes} are read"
+        raise OSError(errno.EFBIG, why, str(path))
+
+
+# JSON as the files of a run have it: valid for every reader, and read however it was damaged.
+#
+# JSON has no word for a number that is not finite, so one is written as {"float": "nan"}, "inf" or "-inf"; what
+# Python itself writes for them, a bare NaN, is still read: files from before had it.
+
+FLOAT, NOT_FINITE = "float", ("nan", "inf", "-inf")
+LARGEST_BITS = 1023  # of an integer that is a float too
+
+
+def to_json(value: Any) -> str:
+    """`value` as JSON on one line."""
+    try:
+        return json.dumps(value, allow_nan=False)
+    except ValueError:
+        return json.dumps(replace_not_finite(value, lambda number: {FLOAT: str(number)}), allow_nan=False)
+
+
+def from_json(content: str | bytes) -> Any:
+    """What `to_json` was given; half of a surrogate pair is read as "?". Raises ValueError for all that is no JSON."""
+    try:
+        text = content if isinstance(content, str) else content.decode()
+        value = json.loads(text, object_hook=_number, parse_int=_whole)
+        if "\\ud" in text.lower():  # else whoever prints it meets an error of its own
+            value = json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    return value
+
+
+def replace_not_finite(value: Any, instead: Callable[[float], Any]) -> Any:
+    """The value with what `instead` makes of each number in it that is not finite."""
+    if isinstance(value, dict):
+        return {key: replace_not_finite(entry, instead) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [replace_not_finite(entry, instead) for entry in value]
+    return instead(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _whole(digits: str) -> int:
+    number = int(digits)
+    if number.bit_length() > LARGEST_BITS:
+        raise ValueError(f"an integer of {len(digits)} digits, which no float holds")
+    return number
+
+
+def _number(found: dict[str, Any]) -> Any:
+    return float(found[FLOAT]) if found.keys() == {FLOAT} and found[FLOAT] in NOT_FINITE else found
+
+
+MOST_RECORD_BYTES = 256 << 20  # of one rank's records: 1000 steps of 5 variants are some 100 kB
+# What records raise in those who draw them that are each right, and do not fit each other.
+MAKE_ONE = "make one with ./run or `distlab run`"
+MISFITS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
+
+
+class BrokenRecord(Exception):
+    """A record file that cannot be read; the message names the file and the line."""
+
+
+def to_line(record: Record) -> str:
+    """The record as one line of JSON, without the newline."""
+    return to_json({"record": type(record).__name__.lower()} | msgspec.structs.asdict(record))
+
+
+def from_line(line: str | bytes, where: str = "record") -> Record:
+    """The record that `to_line` wrote; raises BrokenRecord that begins with `where`.
+
+    A field with a default may be missing: a run from before there was such a field is still read.
+    """
+    try:
+        record: Record = msgspec.convert(from_json(line), Record)
+    except (ValueError, msgspec.ValidationError) as error:
+        raise BrokenRecord(f"{where} is not a record of the lab ({error})") from None
+    return record
+
+
+def read_records(path: Path) -> list[Record]:
+    """All records of one rank's file; raises BrokenRecord naming file and line."""
+    try:
+        lines = read_regular(path, MOST_RECORD_BYTES).splitlines()
+    except OSError as error:
+        raise BrokenRecord(f"{path} cannot be read: {error.strerror}") from None
+    return [from_line(line, f"{path}, line {number},") for number, line in enumerate(lines, 1)]
+
+
+def read_run(run: Path) -> Ranks:
+    """The records of every rank of a run, by rank; raises BrokenRecord if there are none."""
+    if not run.is_dir():
+        none_yet = "" if any(run.parent.glob("*/rank*.jsonl")) else f": none is there yet, {MAKE_ONE}"
+        raise BrokenRecord(f"{run} is not the folder of a run{none_yet}")
+    files = record_files(run)
+    if not files:
+        raise BrokenRecord(f"{run} holds no rank<r>.jsonl: it is not the folder of a run")
+    return {rank: read_records(path) for rank, path in files.items()}
+
+
+def record_files(run: Path) -> dict[int, Path]:
+    """The records of each rank's last attempt, in the order of ranks."""
+    named = [(re.fullmatch(r"rank(\d+)\.jsonl", path.name), path) for path in run.glob("rank*.jsonl")]
+    return dict(sorted((int(found[1]), path) for found, path in named if found))
+
+
+def write_atomically(path: Path, lines: Iterable[str]) -> None:
+    """Write a file so that a reader sees all of it or nothing, even if the writer dies."""
+    write_bytes_atomically(path, "".join(lines).encode(errors="backslashreplace"))  # a file's name may be no text
+
+
+def write_bytes_atomically(path: Path, content: bytes) -> None:
+    """The same for what is no text. A draft has a name of its own: containers number their processes alike."""
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        draft.write_bytes(content)
+        os.replace(draft, path)
+    except OSError as error:
+        error.filename = str(path)  # a write to a full disk names none
+        raise
+    finally:
+        draft.unlink(missing_ok=True)

@@ -1,0 +1,199 @@
+"""A run in sentences: the verdict, what did not hold, who is gone, which mistake was made, how to repeat it."""
+
+import shlex
+from typing import NamedTuple
+
+from distlab.lab.config import ON_ONE_MACHINE
+from distlab.lab.config.launchers import EACH_RANK
+from distlab.lab.report.records import Ranks, Run
+from distlab.lab.report.units import allowed, counted, difference, name_ranks, quantity
+from distlab.lab.report.verdict import PROOF, SCRIPT, first
+
+COMPOSE = "docker compose up"
+FINDINGS = "findings"  # the unit of a check that counts them
+UNTIL_ENDED = "until the run was ended at its first finding"  # the detail of a check in which nothing was found by then
+# What is told of a check of a script that failed: its name in run.json says what holds where it passed.
+WHEN_FAILED = {
+    "calls match": "calls do not match",
+    "nothing hangs": "ranks hang",
+    "the script ends well": "the script fails",
+    "handles are waited for": "a handle is never waited for",
+    "tensors are at rest in flight": "a tensor is written in flight",
+    "replicas agree": "replicas differ",
+    "ranks train on their own data": "ranks train on the same data",
+    "dropout agrees": "dropout differs",
+    "a device a rank": "ranks share a device",
+    "ranks begin with the model": "ranks begin with other weights",
+    "all is trained": "not all is trained",
+    "dropout by axis": "dropout is wrong along an axis",
+}
+UNSEEN = "not visible"  # of what a library sends and waits for inside of its own passes
+
+
+class Shares(NamedTuple):
+    """Of all ranks' time in a step that is drawn, as parts of 1."""
+
+    compute: float
+    communication: float  # and waiting for other ranks
+    idle: float
+
+    def told(self, *, seen: bool) -> str:
+        """In words; where communication is not `seen`, what a library computes has it inside."""
+        if not seen:
+            whole = self.compute + self.communication
+            return f"compute with communication and waiting inside {whole:.0%} (apart: {UNSEEN}), idle {self.idle:.0%}"
+        return f"compute {self.compute:.0%}, communication and waiting {self.communication:.0%}, idle {self.idle:.0%}"
+
+
+def headline(run: Run) -> str:
+    """The verdict in one phrase: how many checks passed, or the names of those that failed."""
+    if run["verdict"] in ("lost", "refused"):
+        ends = [lost_sentence(lost) for lost in run["lost"]] or [error["error"] for error in run["errors"]]
+        return "; ".join(dict.fromkeys(ends))
+    failed, deciding = failures(run), [c for c in run["checks"] + run["comparisons"] if c.get("decides", True)]
+    if failed:
+        names = ", ".join(claim_name(claim) for claim in failed[:4]) + (", ..." if len(failed) > 4 else "")
+        return f"{len(failed)} of {len(deciding)} checks failed: {names}"
+    if run["errors"]:
+        return str(run["errors"][0]["error"])
+    passed = f"{counted(len(deciding), 'checks')} passed"
+    passed += "".join(f" · without rank {lost['rank']}" for lost in run["lost"])  # the remaining ranks continued
+    return passed if run["proven"] or run["run_mode"] == SCRIPT else f"not proven · {passed}"
+
+
+def load_sentences(run: Run) -> list[str]:
+    """Of each machine how many ranks shared its cores with how much else, and whether times can be compared."""
+    return [load_sentence(machine) for machine in run["machines"]]
+
+
+def load_sentence(machine: Run) -> str:
+    """The ranks, the cores, what else ran, and what follows from it."""
+    num_ranks, cores = len(machine["ranks"]), machine["cores"]
+    others = others_runnable(machine)
+    shares = f"{counted(num_ranks, 'ranks')} on {counted(cores, 'cores')}"
+    told = f"{shares}, {'unknown' if others is None else others} other runnable"
+    return f"{told}: {'compare bytes, not times' if is_crowded(machine) else 'each rank had a core for itself'}"
+
+
+def others_runnable(machine: Run) -> int | None:
+    """The most threads beside the ranks that ran or could, as the run began or ended; None where it is not known."""
+    seen = [machine[moment]["runnable"] for moment in ("start", "end") if machine[moment]]
+    known = [count for count in seen if count is not None]
+    return max(0, max(known) - len(machine["ranks"]) + 1) if known else None
+
+
+def is_crowded(machine: Run) -> bool:
+    """Whether ranks had to wait for a core: their times say as much of the machine as of the variants."""
+    return bool(len(machine["ranks"]) + (others_runnable(machine) or 0) > machine["cores"])
+
+
+def failures(run: Run) -> list[Run]:
+    """The checks and comparisons that failed."""
+    return [claim for claim in run["checks"] + run["comparisons"] if not claim["passed"]]
+
+
+def failure_sentence(claim: Run) -> str:
+    """What was expected and what was seen."""
+    if claim.get("unit") == FINDINGS:
+        return f"{claim_name(claim)}: {claim['detail']}"
+    detail = f" ({claim['detail']})" if claim.get("detail") else ""
+    return f"{claim_name(claim)}: {_off(claim)}{detail}"
+
+
+def _off(claim: Run) -> str:
+    """By how much a claim is off."""
+    if "max_abs_diff" in claim:
+        return f"differs by {difference(claim['max_abs_diff'])} where {allowed(claim)} is allowed"
+    predicted, measured, bound = (quantity(claim[key], claim["unit"]) for key in ("predicted", "measured", "tolerance"))
+    return f"predicted {predicted} ± {bound}, rank {claim['rank']} measured {measured}"
+
+
+def claim_name(claim: Run) -> str:
+    """The variant and the check, such as "bucketed gradients"; of one that counts findings what is wrong, if it
+    failed."""
+    failed = claim.get("unit") == FINDINGS and not claim["passed"]
+    name = WHEN_FAILED.get(claim["name"], claim["name"]) if failed else claim["name"]
+    return f"{claim['variant']} {name}".strip()
+
+
+def lost_sentence(lost: Run) -> str:
+    """Who is gone, since when and why."""
+    step = "" if lost["step"] is None else f" at step {lost['step']}"
+    return f"rank {lost['rank']} lost{step}: {lost['reason']}"
+
+
+def dropped_sentence(run: Run) -> str:
+    """How many messages were not believed, what was wrong with them, and where they came from."""
+    dropped = run["dropped"]
+    faults = ", ".join(f"{count} {fault}" for fault, count in dropped["by_fault"].items())
+    sources = ", ".join(f"{source} ({count})" for source, count in dropped["by_source"].items())
+    return f"rejected {dropped['messages']} unauthenticated messages: {faults}; from {sources}"
+
+
+def unseen_sentence(run: Run) -> str:
+    """Whose records the verdict does not rest on, and where they are."""
+    hosts = {each["rank"]: each["host"] for each in run["unseen"]}
+    who = ", ".join(f"rank {rank} (on {host})" if host else f"rank {rank}" for rank, host in hosts.items())
+    elsewhere = any(hosts.values())
+    why = "their records are on that host, not here" if elsewhere else "they ended before they wrote any"
+    return f"no records of {who}: {why}; what was measured and checked there is not part of this verdict"
+
+
+def error_sentences(run: Run) -> list[str]:
+    """What ended ranks, a line for all that ended alike."""
+    alike: dict[tuple[int, str], list[int]] = {}
+    for error in run["errors"]:
+        alike.setdefault((error["exit_code"], error["error"]), []).append(error["rank"])
+    return [f"{name_ranks(ranks)} ended with code {exit_code}: {error}" for (exit_code, error), ranks in alike.items()]
+
+
+def mistake_sentence(run: Run) -> str:
+    """The injected bug, and which check is meant to catch it."""
+    mistake = run["mistake"]
+    return f"LAB_BUG={mistake['name']}: {mistake['what']}; the check that catches it: {mistake['check']}"
+
+
+def seen_sentence(run: Run) -> str:
+    """Whether that check caught it: which claims failed and by how much, or how it missed it."""
+    check = run["mistake"]["check"]
+    found = [claim for claim in failures(run) if claim["name"] == check]
+    if found:
+        names, which = ", ".join(claim_name(claim) for claim in found), "the first " if len(found) > 1 else ""
+        return f"caught by {names}: {which}{_off(found[0])}"
+    return f"not caught: the {check} check {missed(run)}"
+
+
+def explanation(run: Run) -> str:
+    """For the last line: the injected bug, and whether the check that is meant to catch it did, by its first claim."""
+    mistake = run["mistake"]
+    found = next((claim for claim in failures(run) if claim["name"] == mistake["check"]), None)
+    seen = f"caught by {claim_name(found)}, as expected: {_off(found)}" if found else seen_sentence(run)
+    return f"LAB_BUG={mistake['name']}: {mistake['what']}; {seen}"
+
+
+def missed(run: Run) -> str:
+    """How the check that is meant for the injected bug missed it; empty if it failed, as expected."""
+    check = run["mistake"]["check"]
+    held = [claim["passed"] for claim in run["checks"] + run["comparisons"] if claim["name"] == check]
+    if not held:
+        return "did not run: nothing in this run could detect it"
+    return "passed: nothing in this run detects it" if all(held) else ""
+
+
+def proof_note(run: Run) -> str:
+    """Why a run that did not fail is still not proven; empty where it is."""
+    if run["proven"] or run["verdict"] != "pass" or run["run_mode"] == SCRIPT:
+        return ""
+    return "not proven: no check was made" if not run["checks"] else "not proven: LAB_PROOF=0 left the proof out"
+
+
+def repeat_command(records: Ranks) -> str:
+    """The command that runs the same again, in the way that it was started."""
+    start = first(records)
+    started_by = start.started_by or (COMPOSE if start.world_size <= ON_ONE_MACHINE else EACH_RANK)
+    settings = [f"{name}={shlex.quote(value)}" for name, value in start.repeat.items()]
+    if start.run_mode in (SCRIPT, PROOF):
+        return " ".join([*settings, "./run" if started_by == "./run" else "distlab", start.run_mode, start.title])
+    if started_by in (COMPOSE, "./run", "make run") and start.repeat.keys() & {"LAB_NET_RATE", "LAB_NET_DELAY"}:
+        settings.append("COMPOSE_FILE=docker-compose.yaml:compose/net.yaml")
+    return " ".join([*settings, started_by])

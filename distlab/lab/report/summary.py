@@ -1,0 +1,210 @@
+"""The end of rank 0's log at LAB_LOG=normal: a row a variant with what a person wants to know, what failed and where to
+read on, where the report is, and how to repeat the run.
+
+The table is as wide as a terminal of 80 columns has room for behind the prefix that Compose puts in front of a line.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from distlab.lab.config.settings import is_path
+from distlab.lab.report import sentences, tables
+from distlab.lab.report.records import Ranks, Run
+from distlab.lab.report.table import WIDTH, in_columns, log_line, wrapped
+from distlab.lab.report.units import byte_unit, difference, milliseconds, three_digits
+from distlab.lab.report.verdict import proof_on, pytorch_own, slowest
+
+MOST_TITLE = 9  # columns
+MOST_NAMED = 8  # checks
+MOST_FAILED = 4  # failed claims that have a sentence here; the report has all
+
+Cells = dict[str, str]  # of one column, by variant
+
+
+def table_lines(run: Run, records: Ranks) -> list[str]:
+    """The table under two lines of titles: no column is empty, and a value that is not there is an empty cell."""
+    names = variants(run)
+    columns = [(title, cells) for title, cells in columns_of(run, records) if any(cells.values())]
+    if len(columns) < 2:  # verdicts alone
+        return []
+    heads = [["", *(top for (top, _), _ in columns)], ["variant", *(below for (_, below), _ in columns)]]
+    heads = [row for row in heads if any(row)]
+    rows = [[name or run["run_mode"], *(cells.get(name, "") for _, cells in columns)] for name in names]
+    numbers = range(1, len(columns))  # the verdicts stand to the left
+    for apart in (2, 1):
+        rest = in_columns([row[1:] for row in heads + rows], (), apart)
+        if len(rest[0]) + apart + max(len(row[0]) for row in rows) <= WIDTH:
+            break
+    room = max(1, WIDTH - len(rest[0]) - apart)
+    table = [[shortened(row[0], room), *row[1:]] for row in heads + rows]
+    return [line.rstrip() for line in in_columns(table, numbers, apart)]
+
+
+def columns_of(run: Run, records: Ranks) -> Iterator[tuple[tuple[str, str], Cells]]:
+    """Each column under its two titles."""
+    names, own = variants(run), pytorch_own(run)
+    seconds = {each["name"]: slowest(each["step_seconds"]) for each in run["variants"]}
+    predicted, sent = traffic(run, records)
+    peak = {each["name"]: peak_bytes(each) for each in run["variants"]}
+    scale, unit = byte_unit(max(filter(None, (*predicted.values(), *sent.values(), *peak.values())), default=0))
+    yield ("", "exact to"), {name: exact(run, name) for name in names}
+    yield ("ms a", "step"), written(seconds, milliseconds)
+    if own and (own_s := seconds[own]):
+        theirs, _, name = own.rpartition("_")
+        parts = (f"x {theirs}".rstrip(), name) if len(own) > len("fsdp2") else ("", f"x {own}")
+        title = (shortened(parts[0], MOST_TITLE), shortened(parts[1], MOST_TITLE))
+        yield title, written(seconds, lambda step_s: f"{step_s / own_s:.2f}")
+    a_step = "a step" if any(seconds.values()) else "at most"
+    if run["world_size"] > 1:
+        yield (f"{unit} sent", "predicted"), written(predicted, lambda nbytes: three_digits(nbytes / scale))
+        yield (a_step, "measured"), written(sent, lambda nbytes: three_digits(nbytes / scale))
+    yield ("peak", unit), written(peak, lambda nbytes: three_digits(nbytes / scale))
+    yield ("", ""), {name: judged(run, name) for name in names}
+
+
+def written(values: dict[str, float | None], write: Callable[[float], str]) -> Cells:
+    return {name: "" if value is None else write(value) for name, value in values.items()}
+
+
+def variants(run: Run) -> list[str]:
+    """Those that ran, in the order in which they did; "" alone where the mode has none."""
+    claims = (claim["variant"] for claim in run["checks"] + run["comparisons"])
+    skipped = {skip["variant"] for skip in run["skipped"]}
+    named = dict.fromkeys([*(each["name"] for each in run["variants"]), *claims])
+    return [name for name in named if name and name not in skipped] or [""]
+
+
+def times_steps(run: Run) -> bool:
+    """Whether the steps of any variant were timed."""
+    return any(slowest(variant["step_seconds"]) for variant in run["variants"])
+
+
+def claims_of(run: Run, variant: str) -> list[Run]:
+    return [claim for claim in run["checks"] + run["comparisons"] if claim["variant"] == variant]
+
+
+def exact(run: Run, variant: str) -> str:
+    """The largest difference of a variant's proof, "-" where it was left out; of what is not trained that of all its
+    checks."""
+    found = [check for check in run["checks"] if check["variant"] == variant and variant]
+    proof = [check for check in found if check["name"] in tables.PROOF]
+    if not proof and (not proof_on(run["config"]) or times_steps(run)):
+        return "-" if found else ""
+    proof = proof or [check for check in found if not check["unit"]]
+    if not proof:
+        return ""
+    worst = max(proof, key=lambda check: (not check["passed"], check["max_abs_diff"]))
+    largest = worst["max_abs_diff"]
+    return f"{largest:.2g} eps" if worst["unit"].startswith("epsilons") else difference(largest)
+
+
+def judged(run: Run, variant: str) -> str:
+    """One word for all claims of a variant."""
+    return tables.verdict(claims_of(run, variant)).replace("informational", "shown")
+
+
+def traffic(run: Run, records: Ranks) -> tuple[dict[str, float | None], dict[str, float | None]]:
+    """By variant the bytes that the rank sends that sends most: as predicted, and on the wire or, where that is not
+    measured, as called. In a mode that times calls and no steps that of the largest call."""
+    predicted: dict[str, float | None] = {name: tables.most_predicted(records, name) for name in variants(run)}
+    seen = {each["name"]: [slowest(each[kind]) for kind in ("wire_bytes", "called_bytes")] for each in run["variants"]}
+    sent = {name: next((value for value in values if value is not None), None) for name, values in seen.items()}
+    for name in variants(run):
+        if sent.get(name) is None:
+            claims = [c for c in run["comparisons"] if c["variant"] == name and c["name"].startswith(tables.TRAFFIC)]
+            most = max(claims, key=lambda claim: claim["predicted"], default=None)
+            predicted[name], sent[name] = (most["predicted"], most["measured"]) if most else (predicted[name], None)
+    return predicted, sent
+
+
+def peak_bytes(variant: Run) -> float | None:
+    """What the fullest rank held at its peak."""
+    rank = tables.fullest(variant["peak_by_class"])
+    return slowest(variant["peak_bytes"]) if rank is None else sum(variant["peak_by_class"][rank].values())
+
+
+def shortened(name: str, most: int) -> str:
+    """A name in so many columns, without its middle where it is longer."""
+    if len(name) <= most:
+        return name
+    kept = max(0, most - 2)
+    return f"{name[: kept - kept // 2]}..{name[len(name) - kept // 2 :]}"[:most]
+
+
+def failed_lines(run: Run) -> list[str]:
+    """Which variants were left out, then the first of what did not hold, a sentence each, and where to read on."""
+    failed = sentences.failures(run)
+    lines = skipped_lines(run["skipped"])
+    for claim in failed[:MOST_FAILED]:
+        lines += wrapped("FAILED", sentences.failure_sentence(claim))
+    if len(failed) > MOST_FAILED:
+        lines.append(log_line("", f"and {len(failed) - MOST_FAILED} more: the report has all"))
+    if failed and not run["mistake"]:
+        lines += wrapped("read", where_to_read(run, failed[0]))
+    return lines
+
+
+def alone_lines(run: Run) -> list[str]:
+    """Of one rank, why its table has no bytes."""
+    return [] if run["world_size"] > 1 else [log_line("alone", "WORLD_SIZE=1: there is nothing to communicate")]
+
+
+def decided_lines(run: Run) -> list[str]:
+    """Of a mode that times no steps the checks that decided, by name: what its table leaves unsaid."""
+    if times_steps(run) or not run["checks"]:
+        return []
+    names = list(dict.fromkeys(check["name"] for check in run["checks"]))
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return wrapped("decided by", ", ".join(names[:MOST_NAMED]) + more)
+
+
+def times_lines(run: Run) -> list[str]:
+    """How far the times above can be trusted; nothing where none were measured."""
+    told = sentences.load_sentences(run) if times_steps(run) else []
+    return [line for each in told for line in wrapped("times", each)]
+
+
+def lost_lines(run: Run, records: Ranks, report: Path | None, folder: Path) -> list[str]:
+    """For a cluster that broke, whose ranks have said why: where to read on, the report, and how to repeat the run."""
+    logs = ", ".join(f"rank{lost['rank']}.log" for lost in run["lost"])
+    return [
+        *([log_line("read", f"the last lines of {logs} in {folder}")] if logs else []),
+        *([log_line("report", str(report))] if report else []),
+        log_line("rerun", sentences.repeat_command(records)),
+    ]
+
+
+def skipped_lines(skipped: list[Run]) -> list[str]:
+    """The variants that these settings rule out: why, or of many their names."""
+    if len(skipped) <= 2:
+        return [line for skip in skipped for line in wrapped("skipped", f"{skip['variant']}: {skip['reason']}")]
+    names = ", ".join(skip["variant"] for skip in skipped)
+    return wrapped("skipped", f"{len(skipped)} variants that these settings rule out, the report says why: {names}")
+
+
+def ended_lines(run: Run, report: Path | None) -> list[str]:
+    """The log of each rank that an error ended."""
+    logs = [f"rank{error['rank']}.log" for error in run["errors"]]
+    return [log_line("read", f"{', '.join(logs)} in {report.parent}")] if logs and report else []
+
+
+def where_to_read(run: Run, claim: Run) -> str:
+    """For a claim that failed: the file of what it is about, how to run that alone, and what makes it fail on
+    purpose."""
+    variant = claim["variant"]
+    own = variant.rpartition(":")[0]
+    mode = run["run_mode"]
+    place = own or (mode if is_path(mode) else f"experiments/{mode}/")
+    alone = f"; LAB_VARIANT={variant} runs it alone" if variant else ""
+    bug = f"; {claim['control']} makes this check fail on purpose" if claim["control"].startswith("LAB_BUG=") else ""
+    return f"{place}{alone}{bug}"
+
+
+def last_lines(run: Run, records: Ranks, report: Path | None) -> list[str]:
+    """The verdict, where the report is, and how to repeat the run, a line each."""
+    why = [sentences.explanation(run)] if run["mistake"] else []
+    return [
+        *wrapped(run["verdict"].upper(), " · ".join([sentences.headline(run), *why])),
+        log_line("report", str(report) if report else "none was written"),
+        log_line("rerun", sentences.repeat_command(records)),
+    ]

@@ -1,0 +1,240 @@
+"""The timeline as the page and a file draw it: a row a rank, the bars of each variant on one axis of time, the legend,
+and what is said beside it. What is drawn is found in timeline.py.
+
+Places are per cent of the axis, not pixels, so that bars stretch with the page while their numbers keep their size.
+Light bars are forward, dark ones backward, in the colour of their microbatch, the same on all ranks; a rank's second
+chunk of the model has a prime behind its number and a dashed edge. A collective is a strip below each of its ranks'
+bars, joined by a line where the last one came; a message is an arrow.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from distlab.lab.report.records import Placed, Ranks, Run, select
+from distlab.lab.report.timeline import KINDS, NUMBERED, Scene, Span, bubble_of, chunk_of, scenes
+from distlab.lab.report.units import counted, human_bytes, milliseconds, round_step
+from distlab.lab.report.verdict import PROOF, SCRIPT
+
+HUES = ("blue", "orange", "lime", "crimson")  # of microbatches, in turn: no phase has one like them
+ORDER = list(KINDS)  # outer kinds first: the others lie over them
+PRIME = "\u2032"  # behind a number: of the rank's second chunk
+LEAST_NUMBERED_PX = 9  # a narrower bar has no room for its number
+WIDTHS_PX = (300, 500, 700, 1000, 1500, 2500, 5000, 10000)  # of the axis, from which a number is shown
+
+
+class Rows(NamedTuple):
+    """Where the rows of a panel stand, in pixels."""
+
+    height: float  # of a rank's bars
+    gap: float
+
+    def top(self, rank: int) -> float:
+        """The upper edge of a rank's bars."""
+        return rank * (self.height + self.gap) + 2
+
+    def middle(self, rank: int) -> float:
+        """The middle of them."""
+        return self.top(rank) + self.height / 2
+
+    def whole(self, num_ranks: int) -> float:
+        """All ranks."""
+        return self.top(num_ranks)
+
+
+class Axis(NamedTuple):
+    """The axis of time that all variants share."""
+
+    longest_s: float
+
+    def percent(self, moment_s: float) -> str:
+        """Where a moment lies, to a thousandth of a per cent: 0.1 pixels at the widest zoom."""
+        return f"{100 * moment_s / (self.longest_s or 1):.3f}".rstrip("0").rstrip(".") + "%"
+
+    def least_width_px(self, bar: "Bar") -> int:
+        """Of the axis, from which a bar has room for its number; 0 where it has none at any width, or no number."""
+        share = (bar.end_s - bar.start_s) / self.longest_s
+        least_px = LEAST_NUMBERED_PX * max(1, len(bar.number) * 0.7)
+        return next((width for width in WIDTHS_PX if bar.number and share * width >= least_px), 0)
+
+
+class Bar(NamedTuple):
+    """A span as it is drawn."""
+
+    kind: str
+    look: str  # its classes
+    share: float  # of the height of its row
+    label: str
+    number: str  # of its microbatch, which it bears where there are several
+    start_s: float
+    end_s: float
+
+
+def bars(spans: Sequence[Span]) -> list[Bar]:
+    """The bars of a rank, outer ones first; lighter or darker in the colour of their microbatch."""
+    chunks = chunk_of(spans)
+    several = len({span.label for span in spans if span.kind in NUMBERED}) > 1
+    found = []
+    for index, span in sorted(enumerate(spans), key=lambda each: ORDER.index(each[1].kind)):
+        look, share, chunk = span.kind, KINDS[span.kind][2], chunks.get(index, 0)
+        label = span.label + PRIME * chunk
+        if span.kind in NUMBERED:
+            microbatch = int(span.label) if span.label.isdecimal() else 0
+            look, share = f"{span.kind} {HUES[microbatch % len(HUES)]}{' chunk' if chunk else ''}", 1.0
+        number = label if several and span.kind in NUMBERED else ""
+        found.append(Bar(span.kind, look, share, label, number, span.start_s, span.end_s))
+    return found
+
+
+MOST_TICKS = 8
+MOST_MARKS = 4500  # of all variants of a run of four ranks; more ranks may have more
+
+
+class Panel(NamedTuple):
+    """One variant: what is told beside its name, the bars of each rank, and those of its schedule on paper, if there is
+    one."""
+
+    scene: Scene
+    told: str
+    bars: list[list[Bar]]
+    ideal: list[list[Bar]]
+
+
+class Drawn(NamedTuple):
+    """All that is drawn, and said of it."""
+
+    heading: str
+    num_ranks: int
+    axis: Axis
+    rows: Rows
+    panels: list[Panel]
+    ticks: list[tuple[str, str]]  # where along the axis, and the label
+    key: list[tuple[str, str]]  # class and name of each kind of mark
+    note: str
+    names: list[str]  # of the rows
+    look: str  # one sentence: what to see in it
+    microbatches: int  # colours of microbatches that are used; 0 where there is no more than one microbatch
+
+
+def timeline(run: Run, records: Ranks, rows: Rows | None = None) -> Drawn | None:
+    """What is drawn of a run, None where no step was recorded."""
+    found = scenes(run, records, MOST_MARKS * max(4, min(32, run["world_size"])) // 4)
+    if not found:
+        return None
+    axis = Axis(max(scene.step_s for scene in found))
+    panels = [
+        Panel(
+            scene,
+            " · ".join(filter(None, [f"{milliseconds(scene.step_s)} ms", share_words(run, scene)])),
+            [bars(spans) for spans in scene.of_ranks],
+            [bars(spans) for spans in scene.ideal],
+        )
+        for scene in found
+    ]
+    numbers = {bar.number.rstrip(PRIME) for panel in panels for of_rank in panel.bars for bar in of_rank if bar.number}
+    # All variants are to be seen at once, and each row still to be read.
+    height = max(9.0, min(20.0, 360 / (run["world_size"] * len(found))))
+    return Drawn(
+        heading(run, found),
+        run["world_size"],
+        axis,
+        rows or Rows(round(height, 1), 6 if height > 12 else 3),
+        panels,
+        list(ticks(axis)),
+        key(run, found),
+        " ".join(notes(run, found)),
+        row_names(run, records),
+        what_to_see(run, found),
+        min(len(numbers), len(HUES)),
+    )
+
+
+def row_names(run: Run, records: Ranks) -> list[str]:
+    """Of each rank its number, on a mesh of several axes with its place on it: "rank 5 · dp1 pp0 tp1"."""
+    places = coordinates(records)
+    return [" · ".join(filter(None, [f"rank {rank}", places.get(rank, "")])) for rank in range(run["world_size"])]
+
+
+def coordinates(records: Ranks) -> dict[int, str]:
+    """By rank its index along each axis of several ranks; none of a rank that did not write it, or where there is one
+    axis alone."""
+    return {
+        rank: " ".join(f"{axis}{index}" for axis, (index, size) in placed.axes.items() if size > 1)
+        for rank, placed in select(records, Placed)
+        if len(placed.axes) > 1
+    }
+
+
+def what_to_see(run: Run, found: Sequence[Scene]) -> str:
+    """One sentence on what the picture shows, from its own numbers; empty where they say nothing."""
+    if run["run_mode"] in (SCRIPT, PROOF):
+        return ""
+    bubbles = {scene.variant: claim["measured"] for scene in found if (claim := bubble_of(run, scene.variant))}
+    if bubbles:
+        return f"See the hatched gaps, in which a rank is idle: {extremes(bubbles)}."
+    visible = [scene for scene in found if scene.computes and scene.variant not in run["by_torch"]]
+    shares = {scene.variant: scene.shares.communication for scene in visible}
+    if shares:
+        return f"See how much of a step is communication and waiting: {extremes(shares)}."
+    return ""
+
+
+def extremes(shares: dict[str, float]) -> str:
+    """The smallest and the largest share of the ranks' time, each with its variant."""
+    least, most = (pick(shares, key=lambda name: shares[name]) for pick in (min, max))
+    low, high = f"{shares[least]:.0%}", f"{shares[most]:.0%}"
+    if low == high:
+        return f"{low} of the ranks' time" + (" in each variant" if len(shares) > 1 else "")
+    return f"{low} of the ranks' time in {least}, {high} in {most}"
+
+
+def heading(run: Run, found: Sequence[Scene]) -> str:
+    """What is seen."""
+    ranks = counted(run["world_size"], "ranks")
+    if run["run_mode"] in (SCRIPT, PROOF):
+        return f"What {ranks} call, by the lines of the script"
+    return f"What {ranks} do: {len(found)} variants on one axis of time" if len(found) > 1 else f"What {ranks} do"
+
+
+def share_words(run: Run, scene: Scene) -> str:
+    """How much of the ranks' time is bubble, as run.json has it; else the shares of the step that is drawn; of one that
+    computes nothing there are none."""
+    if claim := bubble_of(run, scene.variant):
+        return f"idle {claim['measured']:.0%}, {claim['predicted']:.0%} by {claim['formula'] or 'the formula'}"
+    return scene.shares.told(seen=scene.variant not in run["by_torch"]) if scene.computes else ""
+
+
+def ticks(axis: Axis) -> Iterator[tuple[str, str]]:
+    """Round milliseconds along the axis: where each is, and its label."""
+    longest_ms = 1000 * axis.longest_s
+    step_ms = round_step(longest_ms or 1.0, MOST_TICKS)
+    for tick in range(int(longest_ms / step_ms) + 1):
+        yield axis.percent(tick * step_ms / 1000), f"{tick * step_ms:g} ms" if tick else "0"
+
+
+def key(run: Run, found: Sequence[Scene]) -> list[tuple[str, str]]:
+    """(class, name) of all that is drawn."""
+    used = {span.kind for scene in found for spans in scene.of_ranks for span in spans}
+    entries = [(f"{kind} blue", KINDS[kind][0]) for kind in NUMBERED if kind in used]
+    others = [kind for kind in KINDS if kind in used and kind not in (*NUMBERED, "receive", "wait")]
+    entries += [(kind, KINDS[kind][0]) for kind in others]
+    entries += [("wait", "waits")] if used & {"receive", "wait"} else []
+    return [*entries, ("idle", "your code" if run["run_mode"] in (SCRIPT, PROOF) else "idle")]
+
+
+def notes(run: Run, found: Sequence[Scene]) -> Iterator[str]:
+    """From what it was drawn, how many bytes it holds beside those of the sockets, and what was cut."""
+    if run["run_mode"] in (SCRIPT, PROOF):
+        yield "From the first call on; the lines stand under the pointer."
+        return
+    sockets = {variant["name"]: variant["wire_bytes"] for variant in run["variants"]}
+    yield (
+        "One recorded step of each variant, of three the one of median length, on rank 0's clock; no timed step is"
+        " recorded."
+    )
+    for scene in found:
+        wire, sent = sockets.get(scene.variant, [None])[0], scene.sent_bytes[0]
+        if sent:
+            counted = f", and its sockets {human_bytes(wire * scene.steps)}" if wire else ""
+            counted += f" in {scene.steps} steps" if scene.steps > 1 else ""
+            yield f"{scene.variant}: rank 0 sends {human_bytes(sent)}{counted}."
+    yield from (f"{scene.variant}: {scene.cut}." for scene in found if scene.cut)

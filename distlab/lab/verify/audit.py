@@ -1,0 +1,416 @@
+"""What the timed pass is held to: one process that trains the same steps in the same type, and audits of sampled steps.
+
+The proof is made in float64 with a small rate, on strategies that are thrown away: what only float32 does, or only the
+strategies that are timed, it does not see. So before the first step, the last one and one in between that LAB_SEED
+draws, rank 0 gathers weights and optimizer state (`Strategy.full`); after it again. From the weights before, one
+process computes loss and gradient of the whole batch in LAB_DTYPE, and the formulas below what becomes of weights and
+state. Variants that hold the same weights to the bit share that computation, as all do before the first step. None
+of it is in the timed interval: ranks wait for each other before a step begins.
+"""
+
+import math
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from distlab.contract import Held, OneProcess, Strategy
+from distlab.lab.checkpoint.manifest import TrainingPosition
+from distlab.lab.config import Config
+from distlab.lab.lab import Lab
+from distlab.lab.measure.tensors import Off, Worst, digest_of, distance
+from distlab.lab.verify.proof import summed_losses
+from distlab.lab.workload import reference
+from distlab.lab.workload.data import Batches
+from distlab.lab.workload.model import Model
+from distlab.lab.workload.reference import Losses
+from distlab.techniques.collectives.sharded_tensor import LocalShard
+
+# --- one process ---
+#
+# Ranks add up in another order than one process does, so their losses part by rounding, and what parts grows from step
+# to step: by how much depends on the type, the number of terms and steps, the learning rate and the loss's curvature.
+# No formula in these alone bounds it tightly enough to see a mistake in 16 bits. So a twin is trained beside it, on
+# rank 1: it begins with every weight moved by one unit in its last place, and adds each batch up in as many parts as
+# the ranks do. By what that changes, MARGIN times, may the ranks be off; and by the rounding of the loss, a sum of n
+# terms, which Higham and Mary (2019, "A New Approach to Probabilistic Rounding Error Analysis", theorem 2.4) bound by
+# sqrt(n) units.
+
+# Ranks were off by up to twice what the twin is, in all modes, models and types; mistakes by 100 times that and more.
+MARGIN = 8.0
+
+
+@dataclass(frozen=True)
+class ReferenceRun:
+    """One process, on rank 0."""
+
+    losses: list[float]  # of every step
+    allowed: list[float]  # by how much a rank's may differ, up to the step at which a loss is no number any more
+    gradients: dict[str, float]  # the norm of each parameter's first gradient
+    rounding: dict[str, float]  # and of what rounding may change of it
+
+
+def one_process(
+    lab: Lab, batches: Batches, dtype: torch.dtype, train: OneProcess = reference.losses
+) -> ReferenceRun | None:
+    """The one process on rank 0; None elsewhere, or without the proof, since a model may not fit into one process."""
+    lab.at(0, "one process")
+    steps = lab.config.steps if lab.config.proof else 0
+    parts = max(2, lab.world_size * lab.config.num_microbatches)
+    own: Losses | None = None
+    twin: list[float] = []
+    if steps and lab.rank == 0:
+        own = trained(lab, dtype, batches, train)
+        other = train(moved_by_one_unit(lab, dtype), batches, lab.config, 1, parts=parts).first
+        away = {name: distance(gradient, other[name]) for name, gradient in own.first.items()}
+    if steps and lab.rank == min(1, lab.world_size - 1):
+        twin = train(moved_by_one_unit(lab, dtype), batches, lab.config, steps, parts=parts).values
+    twins = lab.exchange.everyone("one process", twin)
+    if own is None:
+        return None
+    terms = batches.batch * batches.samples.terms
+    unit = torch.finfo(torch.promote_types(dtype, torch.float32)).eps * math.sqrt(terms)
+    norms = {name: gradient.double().norm().item() for name, gradient in own.first.items()}
+    rounding = {name: MARGIN * value + unit * norms[name] for name, value in away.items()}
+    return ReferenceRun(own.values, allowed(own.values, next(filter(None, twins)), unit), norms, rounding)
+
+
+def trained(lab: Lab, dtype: torch.dtype, batches: Batches, train: OneProcess) -> Losses:
+    """The one process, which all others wait for: each of its batches goes through the model whole, and is counted."""
+    model = lab.model(dtype)
+    model.register_forward_hook(lambda *_: lab.work.advance())
+    with lab.work.of(lab.config.steps, "steps while the others wait"):
+        return train(model, batches, lab.config, lab.config.steps)
+
+
+def moved_by_one_unit(lab: Lab, dtype: torch.dtype) -> Model:
+    model = lab.model(dtype)
+    reference.move_by_a_unit(model, lab.config.seed)
+    return model
+
+
+def allowed(losses: Sequence[float], twin: Sequence[float], unit: float) -> list[float]:
+    """MARGIN times what the twin has been off up to each step, and `unit` of the loss, until one is no number."""
+    bounds: list[float] = []
+    apart = largest = 0.0
+    for ours, theirs in zip(losses, twin, strict=True):
+        if not (math.isfinite(ours) and math.isfinite(theirs)):
+            break
+        apart, largest = max(apart, abs(ours - theirs)), max(largest, abs(ours))
+        bounds.append(MARGIN * apart + unit * largest)
+    return bounds
+
+
+# --- one update of a tensor, by its published formula ---
+#
+# It shares no line with the optimizers that train (distlab/lab/workload/optimizer.py, torch.optim). AdamW divides a
+# gradient by its own size, so that rounding becomes an update where a gradient is nothing but rounding. So what is
+# held against one process are its moments, which are linear and square in the gradient; and the weights against the
+# formula of the moments that are there (Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization",
+# algorithm 2).
+#
+# Norms of differences are held, in float64. A number that is stored in a type whose unit is coarse moves by whole
+# units or not at all: where it is off by d before it is rounded, it differs after that by a unit in d/unit of all
+# cases, so in the norm by sqrt(unit · d).
+
+BETA_1, BETA_2, EPSILON, DECAY = 0.9, 0.999, 1e-8, 0.01  # AdamW's, which the lab does not set
+ROUNDINGS = 4  # of an element in one update, at most: decay, ratio, product, sum
+
+
+def sgd(weight: Tensor, gradient: Tensor, found: Tensor, rounding: float, config: Config) -> dict[str, Off]:
+    """`found` is w - lr·g; `rounding` is the norm of what may be wrong with the gradient."""
+    wanted = weight.clone().add_(gradient, alpha=-config.learning_rate)
+    return {"weights": stored_difference(found, wanted, config.learning_rate * rounding)}
+
+
+def adamw(
+    weight: Tensor, gradient: Tensor, before: dict[str, Tensor], found: Tensor, after: dict[str, Tensor], step: int,
+    rounding: float, config: Config,
+) -> dict[str, Off]:  # fmt: skip
+    """The update after `step` others: moments against the gradient, weights against the moments that are there."""
+    taken = (before.get("step"), after.get("step"))
+    counts = tuple(0.0 if count is None else count.item() for count in taken)
+    if counts != (step, step + 1) or set(after) != {"step", "exp_avg", "exp_avg_sq"}:
+        return {"optimizer": Off(math.inf, 0.0)}  # begun anew, or not begun
+    first = before.get("exp_avg", torch.zeros_like(found)).lerp(gradient, 1 - BETA_1)
+    second = before.get("exp_avg_sq", torch.zeros_like(found)) * BETA_2
+    second.addcmul_(gradient, gradient, value=1 - BETA_2)
+    largest = gradient.double().abs().max().item()
+    squares = 2 * largest * rounding + rounding**2
+    moments = [
+        stored_difference(after["exp_avg"], first, (1 - BETA_1) * rounding),
+        stored_difference(after["exp_avg_sq"], second, (1 - BETA_2) * squares),
+    ]
+    rate, corrected = config.learning_rate / (1 - BETA_1 ** (step + 1)), math.sqrt(1 - BETA_2 ** (step + 1))
+    scale = (after["exp_avg_sq"].sqrt() / corrected).add_(EPSILON)
+    wanted = (weight * (1 - config.learning_rate * DECAY)).addcdiv_(after["exp_avg"], scale, value=-rate)
+    moved = (wanted.double() - weight.double()).norm().item()
+    exact = torch.finfo(torch.promote_types(found.dtype, torch.float32)).eps
+    return {
+        "optimizer": max(moments, key=lambda each: each.share),
+        "weights": stored_difference(found, wanted, ROUNDINGS * exact * moved),
+    }
+
+
+def stored_difference(found: Tensor, wanted: Tensor, uncertain: float) -> Off:
+    """The difference of what is stored, where it may be `uncertain` before it is rounded; both as norms."""
+    unit = torch.finfo(wanted.dtype).eps
+    exact = torch.finfo(torch.promote_types(wanted.dtype, torch.float32)).eps
+    size = wanted.double().norm().item()
+    inexact = uncertain + ROUNDINGS * exact * size
+    if found.shape != wanted.shape or found.dtype != wanted.dtype:
+        return Off(math.inf, 0.0)
+    return Off(distance(found, wanted), inexact + math.sqrt(unit * size * inexact))
+
+
+# --- the audited steps ---
+
+Tensors = dict[str, Tensor]
+State = dict[str, Tensors]  # "weights" by name, and the "optimizer" state under '<key>.<name>'
+Gradient = tuple[float, Tensors]  # the loss of a batch, and its gradient
+MISSING = {"weights": Off(math.inf, 0.0)}
+
+
+def sampled(steps: range, seed: int) -> list[int]:
+    """Those of `steps` that are audited: both ends, and one in between."""
+    drawn = [random.Random(seed).choice(steps[1:-1])] if steps[1:-1] else []
+    return sorted({steps[0], *drawn, steps[-1]}) if steps else []
+
+
+class Audit:
+    """The audited steps of some variants, each held against its one process: all ranks go `around` every step."""
+
+    def __init__(
+        self, lab: Lab, batches: Batches, alone: Mapping[str, ReferenceRun | None], steps: Mapping[str, range]
+    ) -> None:
+        self.lab, self.batches, self.alone = lab, batches, alone
+        drilled = {each.step for each in lab.config.planned_faults if each.flipped and each.step is not None}
+        self.steps = {name: sorted({*sampled(of, lab.config.seed), *drilled}) for name, of in steps.items()}
+        self.done: dict[str, list[int]] = {name: [] for name in alone}
+        self.found = {name: Worst() for name in alone}
+        self.numberless: dict[str, set[str]] = {}  # kinds of which one process had no number in a step
+        self._known: tuple[str, Gradient] | None = None  # the last gradient, by what it was computed from
+
+    @contextmanager
+    def around(self, name: str, strategy: Strategy, step: int, data_step: int) -> Iterator[list[float | None]]:
+        """Around one step of a variant on the batch `data_step`; its share of the loss goes into what is yielded."""
+        shares: list[float | None] = []
+        if step not in self.steps.get(name, ()):
+            yield shares
+            return
+        self.lab.at(step, f"audit of {name}")
+        before = gathered(self.lab, strategy)
+        yield shares
+        self.lab.at(step, f"audit of {name}")
+        losses = summed_losses(self.lab, shares)
+        after = gathered(self.lab, strategy)
+        self.done[name].append(step)
+        self.lab.at(step, f"one process, to audit {name}")
+        if self.lab.rank == 0:
+            (loss,) = losses
+            self._judge(name, step, data_step, loss, before, after)
+
+    def _judge(self, name: str, step: int, data_step: int, loss: float, before: State, after: State) -> None:
+        found, alone = self.found[name], self.alone[name]
+        assert alone is not None
+        wanted, gradients = self._gradient(before, data_step)
+        length = norm(gradients)
+        if not (math.isfinite(wanted) and math.isfinite(length)):
+            self.numberless.setdefault(name, set()).update(("loss", "weights", "optimizer"))
+            return
+        if step >= len(alone.allowed):
+            self.numberless.setdefault(name, set()).add("loss")
+        else:
+            found.note("loss", abs(loss - wanted), alone.allowed[step], f"step {step}")
+        all_grown = length / (math.hypot(*alone.gradients.values()) or length or 1.0)
+        for label, gradient in gradients.items():
+            own_grown = gradient.double().norm().item() / (alone.gradients[label] or math.inf)
+            rounding = max(1.0, all_grown, own_grown) * alone.rounding[label]
+            held = of_parameter(before, after, label)
+            offs = self._parameter(step, gradient, rounding, *held) if held else MISSING
+            for kind, off in offs.items():
+                found.note(kind, off.value, off.allowed, f"step {step}, {label}")
+
+    def _parameter(
+        self, step: int, gradient: Tensor, rounding: float, before: Tensors, after: Tensors
+    ) -> dict[str, Off]:  # fmt: skip
+        config, weight, found = self.lab.config, before.pop("weights"), after.pop("weights")
+        gradient = gradient.to(weight.dtype)  # of float32 masters
+        if config.optimizer == "sgd":
+            return sgd(weight, gradient, found, rounding, config)
+        return adamw(weight, gradient, before, found, after, step, rounding, config)
+
+    def _gradient(self, before: State, data_step: int) -> Gradient:
+        """Loss and gradient of the whole batch at these weights, in one process and LAB_DTYPE."""
+        model = self.lab.model(getattr(torch, self.lab.config.dtype))
+        reference.fill(model, before["weights"])
+        key = f"{data_step} {digest_of(model.parameters())}"
+        if self._known is None or self._known[0] != key:
+            loss, _ = reference.backward(model, self.batches.alone(data_step), self.lab.config.clip)
+            self._known = key, (loss, {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+        return self._known[1]
+
+
+def gathered(lab: Lab, strategy: Strategy) -> State:
+    """A copy of all weights and of the optimizer's state on rank 0; nothing elsewhere."""
+    return {
+        kind: {label: tensor.detach().clone() for label, tensor in strategy.full(kind) if lab.rank == 0}
+        for kind in ("weights", "optimizer")
+    }
+
+
+def of_parameter(before: State, after: State, label: str) -> tuple[Tensors, Tensors] | None:
+    """What belongs to one parameter, by key, where its weight is there before and after, alike in shape."""
+    held = []
+    for state in (before, after):
+        moments = {key: state["optimizer"].get(f"{key}.{label}") for key in ("step", "exp_avg", "exp_avg_sq")}
+        found = {"weights": state["weights"].get(label)} | moments
+        held.append({key: tensor for key, tensor in found.items() if tensor is not None})
+    shapes = [state["weights"].shape for state in held if "weights" in state]
+    return (held[0], held[1]) if len(shapes) == 2 and shapes[0] == shapes[1] else None
+
+
+def norm(tensors: Tensors) -> float:
+    return math.hypot(*(tensor.double().norm().item() for tensor in tensors.values()))
+
+
+# --- what decides ---
+#
+# timed losses       of every step, against the one process that trains the same steps in the same type
+# audited loss, audited weights, audited optimizer
+#                    of sampled steps, against one process from the same weights and state
+# timed replicas     ranks that hold a weight, or the same part of it, hold the same to the bit after the last step
+# timed steps        every rank has done every step, and all that were to be audited were
+#
+# PyTorch's own are shown beside them. So is what on purpose is not what one process computes, unless `Held` names
+# what it is held to. In 16 bits a strategy may step float32 copies of its weights: then the one process does so too.
+
+Curves = dict[str, list[float | None]]  # the loss of the batch at each step, by variant; None where nobody knows it
+
+ONE: OneProcess = reference.losses
+MASTERS: OneProcess = partial(reference.losses, masters=True)
+NAMES: dict[OneProcess, str] = {ONE: "one process", MASTERS: "one process, float32 masters"}
+
+TEST = "tests/lab/verify/test_audit.py::test_a_fault_of_float32_alone_is_seen_by_name"
+CONTROLS = {
+    "losses": f"{TEST}[stays_at_batch_0]",
+    "loss": f"{TEST}[stays_at_batch_0]",
+    "weights": f"{TEST}[never_updates]",
+    "optimizer": f"{TEST}[adamw_anew]",
+    "replicas": f"{TEST}[one_rank_drifts]",
+    "steps": f"{TEST}[leaves_a_step_out]",
+}
+
+
+class TimedPassChecks:
+    """All ranks call every method; without the proof none decides but the number of steps and replicas."""
+
+    def __init__(
+        self, lab: Lab, course: TrainingPosition, strategies: Mapping[str, Strategy], ends: Mapping[str, int],
+        dtype: torch.dtype, held: Mapping[str, Held],
+    ) -> None:  # fmt: skip
+        self.lab, self.held = lab, {name: held.get(name, Held()) for name in strategies}
+        self.starts, self.ends = dict(course.done), ends  # the steps that each had done before, and is to have done
+        kept = in_float32(lab, strategies, dtype)
+        self.against: dict[str, OneProcess] = {
+            name: each.alone or (MASTERS if name in kept else ONE) for name, each in self.held.items() if not each.why
+        }
+        kinds = list(dict.fromkeys([ONE, *self.against.values()]))
+        self.alone: dict[OneProcess, ReferenceRun | None] = {
+            kind: one_process(lab, course.batches, dtype, kind) for kind in kinds
+        }
+        audited = {
+            name: self.alone[kind]
+            for name, kind in self.against.items()
+            if lab.config.proof and kind in NAMES and name not in lab.mode.by_torch
+        }
+        self.audit = Audit(lab, course.batches, audited, {name: range(course.first, ends[name]) for name in audited})
+
+    @property
+    def losses(self) -> dict[str, list[float]]:
+        """The curves of one process, by name, on rank 0: for all charts, and for those whose way is another."""
+        names = NAMES | {kind: f"one process, as {name}" for name, kind in self.against.items() if kind not in NAMES}
+        return {names[kind]: alone.losses for kind, alone in self.alone.items() if alone is not None}
+
+    def decide(self, strategies: Mapping[str, Strategy], curves: Curves, shares: Curves) -> None:
+        """Write the checks; `curves` of the whole batch are known on rank 0, `shares` are this rank's."""
+        for name, strategy in strategies.items():
+            self._count(name, len(shares[name]))
+            if self.lab.rank == 0 and self.lab.config.proof:
+                self._losses(name, curves[name])
+                found = self.audit.found[name].found if name in self.audit.found else {}
+                for kind in self.audit.numberless.get(name, set()) - set(found):
+                    self.lab.waive(f"audited {kind}", "one process has no numbers there either", name)
+                for kind, off in found.items():
+                    self.lab.check(f"audited {kind}", *off[:2], name, off.where, control=CONTROLS[kind])
+            if self.held[name].replicas and name not in self.lab.mode.by_torch:
+                check_alike(self.lab, name, strategy)
+
+    def _count(self, name: str, done: int) -> None:
+        steps, audit = self.ends[name], self.audit
+        planned = [step for step in audit.steps.get(name, []) if step >= self.starts[name]]
+        missing = abs(max(0, steps - self.starts[name]) - done) + len(set(planned) ^ set(audit.done.get(name, [])))
+        told = f", audited: {', '.join(map(str, planned))}" if planned else ""
+        detail = f"steps {self.starts[name]} to {steps - 1}{told}" if self.starts[name] < steps else "none left to do"
+        self.lab.check("timed steps", missing, 0, variant=name, detail=detail, control=CONTROLS["steps"])
+
+    def _losses(self, name: str, curve: list[float | None]) -> None:
+        alone = self.alone[self.against.get(name, ONE)]
+        assert alone is not None
+        if name not in self.against or name in self.lab.mode.by_torch:
+            own, last = alone.losses[-1], curve[-1]
+            why = self.held[name].why or "PyTorch's own"
+            if last is not None:
+                self.lab.compare("last timed loss", own, last, "", variant=name, shown=why)
+            return
+        expected = alone.losses[: self.ends[name]]
+        numbers = f" (no numbers from step {len(alone.allowed)} on)" if len(alone.allowed) < len(curve) else ""
+        worst = Worst()
+        for step, (value, wanted, bound) in enumerate(zip(curve, expected, alone.allowed, strict=False)):
+            if value is not None:
+                worst.note("losses", abs(value - wanted), bound, f"step {step} of {len(curve)}{numbers}")
+        if not worst.found:
+            self.lab.waive("timed losses", "neither has a loss that is a number", name)
+        elif len(curve) == len(expected):  # else the number of steps has a check of its own
+            off = worst.found["losses"]
+            self.lab.check("timed losses", *off[:2], name, off.where, control=CONTROLS["losses"])
+
+
+def in_float32(lab: Lab, strategies: Mapping[str, Strategy], dtype: torch.dtype) -> set[str]:
+    """The strategies that keep their weights in a finer type than `dtype`, which they compute in."""
+    found: set[str] = set()
+    if dtype.itemsize < 4:
+        for name, strategy in strategies.items():
+            dtypes = {weight.dtype for _, weight in strategy.full("weights")}
+            found |= {name} if dtypes - {dtype} else set()
+    return set(lab.exchange.share("types", sorted(found)))
+
+
+def own_weights(lab: Lab, strategy: Strategy) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights that this rank holds, a box of one by where it stands: replicas of a slice hold the same. Of a mode
+    that saves nothing, what its strategy gives as dense."""
+    if lab.mode.unsaved and not hasattr(strategy, "state_dict"):
+        yield from strategy.full("weights")
+        return
+    for label, weight in strategy.state_dict().items():
+        if label.startswith("weights.") and isinstance(weight, torch.Tensor):
+            yield label, weight
+        elif label.startswith("weights.") and isinstance(weight, LocalShard):
+            yield from ((f"{label} at {offset}", box) for offset, box in weight.boxes)
+
+
+def check_alike(lab: Lab, name: str, strategy: Strategy) -> None:
+    """Ranks that hold the same weight, or the same box of it, hold the same to the bit, by the checksum of each."""
+    lab.at(lab.config.steps, f"the weights of {name}")
+    mine = {label: digest_of([weight]) for label, weight in own_weights(lab, strategy)}
+    everyone = lab.exchange.gather("checksums", mine)
+    if everyone is None:
+        return
+    labels = {label for of_rank in everyone for label in of_rank}
+    differing = [label for label in labels if len({of_rank[label] for of_rank in everyone if label in of_rank}) > 1]
+    detail = f"weights that differ between ranks, of {len(labels)} that a rank holds"
+    lab.check("timed replicas", len(differing), 0, variant=name, detail=detail, control=CONTROLS["replicas"])

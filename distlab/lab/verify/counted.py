@@ -1,0 +1,339 @@
+"""The counted pass: what a step of a variant sends and holds.
+
+One step, after two that warm up, with one variant alive at a time, under the ledger and the meters of memory, whose
+cost the timed pass does not see. A strategy whose steps are not alike says after how many they repeat
+(`repeats_after`): so many are counted.
+"""
+
+import gc
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from distlab.contract import Build, Counted, Strategy
+from distlab.lab.lab import Lab
+from distlab.lab.measure.event_order import Order
+from distlab.lab.measure.memory import MemoryLedger
+from distlab.lab.measure.storages import SavedActivations, Storages, label_before
+from distlab.lab.measure.traffic import Traffic
+from distlab.lab.report import records
+from distlab.lab.report.units import counted
+from distlab.lab.workload.data import Batches, Microbatch
+from distlab.lab.workload.model import outline
+from distlab.lab.workload.user_model import is_own
+from distlab.techniques.collectives.phases import heard
+from distlab.techniques.pipeline_parallel.costs import in_flight
+from distlab.techniques.sharded.costs import Happening, shown_on
+
+WARMUP_STEPS = 2  # DDP rebuilds its buckets after the first step
+COUNTED_STEPS = WARMUP_STEPS + 1  # of a variant whose steps are alike
+
+
+def count(lab: Lab, variants: Mapping[str, Build]) -> dict[str, Counted]:
+    """What a step of each variant sends, and the most that it holds, with one variant alive at a time."""
+    dtype = getattr(torch, lab.config.dtype)
+    batches = lab.batches(dtype)
+    counted = {}
+    again = {each.name for each in lab.mode.variants if lab.config.recompute and each.recomputes and not each.by_torch}
+    for number, (name, build) in enumerate(variants.items()):
+        lab.at(0, f"count of {name}")
+        if number == 0 and lab.config.backend == "nccl":
+            # It lets go of what PyTorch's own variants sent with the group's next call: 77 MB of DDP's on an H200.
+            train(lab, build(lab.model(dtype), lab.mesh, lab.config.untimed()), batches, range(1))
+        gc.collect()  # torch's optimizers refer to themselves: what the pass before trained would stand beside this
+        with MemoryLedger(lab.device) as memory:
+            strategy = build(lab.model(dtype), lab.mesh, lab.config.untimed())
+            train(lab, strategy, batches, range(WARMUP_STEPS))
+            steps = repeats_after(strategy)
+            order, passes = Order(getattr(strategy, "layers", {})), Passes(getattr(strategy, "layers", {}))
+            with (
+                lab.count() as traffic,
+                SavedActivations(memory.saves) as activations,
+                memory.step(order),
+                heard(order.mark),
+                passes.watched(),
+            ):
+                train(lab, strategy, batches, range(WARMUP_STEPS, WARMUP_STEPS + steps))
+            del strategy
+        counted[name] = Counted(
+            traffic.per(steps), activations.peak_bytes, memory.rest, memory.peak, order, most=memory.most
+        )  # fmt: skip
+        write_traffic(lab, name, counted[name].traffic)
+        if name in again:
+            check_passes(lab, name, passes)
+        lab.journal.write(records.Activations(name, activations.peak_bytes))
+        write_memory(lab, name, memory)
+        lab.work.advance(COUNTED_STEPS)
+    return counted
+
+
+def repeats_after(strategy: Strategy) -> int:
+    """After how many steps it makes the same calls again; of one that never does, how many are counted."""
+    steps: int = getattr(strategy, "repeats_after", 1)
+    return max(1, steps)
+
+
+def alike(strategy: Strategy) -> bool:
+    """Whether it ever makes the same calls again."""
+    return getattr(strategy, "repeats_after", 1) > 0
+
+
+def write_memory(lab: Lab, name: str, memory: MemoryLedger) -> None:
+    """What tensors held, and beside it what the process and the container count, which see more than tensors."""
+    lab.journal.write(records.Memory(name, memory.peak_bytes))
+    lab.journal.write(records.Classes(name, memory.rest, memory.peak))
+    lab.journal.write(records.MemoryLine(name, memory.step_s, memory.line()))
+    for comparison, (of_tensors, seen) in memory.seen_outside().items():
+        lab.compare(
+            comparison, of_tensors, seen, variant=name, formula="bytes of tensors", shown="it holds more than tensors"
+        )
+
+
+def train(lab: Lab, strategy: Strategy, batches: Batches, steps: range) -> None:
+    for step in steps:
+        strategy.backward(lab.dealt(batches, step))
+        strategy.update()
+
+
+def write_traffic(lab: Lab, name: str, traffic: Traffic) -> None:
+    for call in traffic.called:
+        lab.journal.write(records.Called(name, call.op, call.axis, call.calls, call.raw_bytes, call.called_bytes))
+    for peer, wire in traffic.wire.items():
+        lab.journal.write(records.Wire(name, peer, wire.sent, wire.retransmitted))
+    if traffic.wire_error is not None:
+        lab.say(traffic.wire_error, heading="no wire")
+
+
+# What a model's layers hold by themselves: one process's passes over this rank's samples, with no strategy around.
+#
+# Activations are what a formula knows least about: which tensors an operation saves is torch's affair. So they are
+# counted where nothing is split, gathered or scheduled, and what a strategy adds or saves is predicted on top of them
+# (distlab/techniques/sharded/costs.py).
+
+ACTIVATIONS_CONTROL = "tests/experiments/test_orders.py::test_layers_that_keep_what_they_compute_again_are_seen"
+
+
+class Saved(NamedTuple):
+    """Bytes that a forward pass leaves for its backward pass."""
+
+    all_bytes: int
+    linear_bytes: int  # of these the inputs of linear layers, which the gradients of their weights need
+
+
+def saved_bytes(lab: Lab, run: range, microbatch: Microbatch) -> int:
+    """What one forward pass of `microbatch` through the layers `run` leaves for its backward pass."""
+    return saved(lab, run, microbatch).all_bytes
+
+
+def saved(lab: Lab, run: range, microbatch: Microbatch) -> Saved:
+    """The same by kind; behind the last layer the loss, too. What comes in from the layer before is made up."""
+    dtype = getattr(torch, lab.config.dtype)
+    model = lab.model(dtype)
+    hidden, targets, share = microbatch
+    if run.start:
+        shape = (*hidden.shape, lab.config.width) if model.name == "gpt" or is_own(model.name) else hidden.shape
+        hidden = torch.zeros(shape, dtype=dtype, device=lab.device).requires_grad_()
+    inputs: dict[int, int] = {}  # bytes by storage
+    layers = model.layers[run.start : run.stop]
+    for linear in (module for layer in layers for module in layer.modules() if type(module) is nn.Linear):
+        linear.register_forward_pre_hook(lambda _, given: inputs.update(storage_bytes(given[0])))
+    with SavedActivations() as seen:
+        for layer in layers:
+            hidden = layer(hidden)
+        if run.stop == len(model.layers):
+            hidden = model.loss(hidden, targets) * share
+    return Saved(seen.live_bytes, sum(inputs.values()))
+
+
+def most_of_a_layer(lab: Lab, dealt: Callable[[list[Microbatch]], list[Microbatch]] = list) -> int:
+    """The most that one layer leaves for its backward pass, of this rank's largest microbatch."""
+    microbatches = dealt(lab.dealt(lab.batches(getattr(torch, lab.config.dtype)), WARMUP_STEPS))
+    largest = max(microbatches, key=lambda microbatch: len(microbatch.inputs))
+    return max(saved_bytes(lab, range(at, at + 1), largest) for at in range(len(outline(lab.config).layers)))
+
+
+def checks_recomputed(lab: Lab) -> bool:
+    """Whether layers are run again, and what they save is known: of one's own model it is not."""
+    return lab.config.recompute and not is_own(lab.config.model) and not shown_on(lab.config.device)
+
+
+def check_recomputed(lab: Lab, name: str, peak_bytes: float, again_bytes: float, layer_bytes: int) -> None:
+    """With LAB_RECOMPUTE a step holds at most what one does in which every layer keeps its input alone (`again`), and
+    what one layer saves. What is predicted elsewhere is outlined by the very code that computes again."""
+    bound = again_bytes + layer_bytes
+    detail = f"{peak_bytes:.0f} B held at most, {bound:.0f} where every layer is run again"
+    lab.check("recomputed peak", max(0.0, peak_bytes - bound), 0, name, detail, control=ACTIVATIONS_CONTROL)
+
+
+def storage_bytes(tensor: Tensor) -> dict[int, int]:
+    storage = tensor.untyped_storage()
+    return {storage._cdata: storage.nbytes()}
+
+
+def outlined(
+    lab: Lab,
+    *,
+    again: bool = False,
+    recompute: bool | None = None,
+    dealt: Callable[[list[Microbatch]], list[Microbatch]] = list,
+) -> list[Happening]:
+    """A step's passes over this rank's microbatches in one process, which drops each gradient when it has it.
+
+    again: every layer is computed again as a whole for its backward pass. recompute: LAB_RECOMPUTE's way, by default as
+    it is set. dealt: what a strategy makes of its microbatches.
+    """
+    dtype = getattr(torch, lab.config.dtype)
+    model, batches = lab.model(dtype), lab.batches(dtype)
+    model.recompute = model.recompute if recompute is None else recompute
+    watch = Watch(lab.device)
+    watch.over(enumerate(model.layers), again=again)
+    watch.begin()
+    with watch.storages:
+        microbatches = dealt(lab.dealt(batches, WARMUP_STEPS))
+        watch.note("dealt")
+        for inputs, targets, share in microbatches:
+            (model(inputs, targets) * share).backward()
+            watch.note("passed")
+    del microbatches
+    return watch.happenings
+
+
+class Watch:
+    """Notes what happens in a model's passes, and what is alive then."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.storages = Storages(device.type)
+        self.happenings: list[Happening] = []
+
+    def begin(self) -> None:
+        label_before(self.storages)
+        self.before = self.storages.live_bytes
+        self.storages.peak_bytes = self.before
+
+    def note(self, what: str, layer: int = -1, name: str = "", numel: int = 0) -> None:
+        live, highest = self.storages.live_bytes, self.storages.peak_bytes
+        self.happenings.append(Happening(what, layer, name, numel, highest - self.before, live - self.before))
+        self.storages.peak_bytes = live
+
+    def over(self, layers: Iterable[tuple[int, nn.Module]], *, again: bool = False) -> None:
+        """Hear of these layers, each with its number in the model, and of their gradients."""
+        seen: set[nn.Parameter] = set()
+        for index, layer in layers:
+            if again:
+                anchor = torch.zeros((), requires_grad=True)  # bytes of text have no gradient, and no graph without
+                layer.forward = partial(Again.apply, layer.forward, partial(self.note, "computed", index), anchor)
+            layer.register_forward_pre_hook(lambda *_, index=index: self.note("layer", index))
+            layer.register_forward_hook(partial(self._left, index))
+            for name, parameter in layer.named_parameters():
+                if parameter not in seen:
+                    self._gradient(parameter, index, f"{index}.{name}")
+                seen.add(parameter)
+
+    def _left(self, index: int, _layer: nn.Module, _args: Any, output: Tensor) -> None:
+        self.note("left", index)
+        if output.requires_grad:
+            output.register_hook(lambda _: self.note("output", index))
+
+    def _gradient(self, parameter: nn.Parameter, layer: int, name: str) -> None:
+        numel = parameter.numel()
+
+        def dropped(parameter: Tensor) -> None:
+            parameter.grad = None
+            self.note("taken", layer, name, numel)
+
+        parameter.register_hook(lambda _: self.note("gradient", layer, name, numel))
+        parameter.register_post_accumulate_grad_hook(dropped)
+
+
+class Again(torch.autograd.Function):
+    """A layer that keeps its input alone, and is computed once more, all of it, for its backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, compute: Callable[[Tensor], Tensor], computed: Callable[[], None], _anchor: Tensor, hidden: Tensor
+    ) -> Tensor:
+        ctx.compute, ctx.computed = compute, computed
+        ctx.save_for_backward(hidden)
+        return compute(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, Tensor | None]:
+        hidden = ctx.saved_tensors[0].detach()
+        hidden.requires_grad_(hidden.is_floating_point())
+        with torch.enable_grad():
+            ctx.compute(hidden).backward(gradient)
+        ctx.computed()
+        return None, None, None, hidden.grad
+
+
+# What a strategy keeps for the backward pass of some microbatches: at most, in one step.
+
+
+def most_kept(strategy: Strategy, microbatches: list[Microbatch]) -> int:
+    """The bytes that autograd holds at most; every rank of the strategy calls it together."""
+    with SavedActivations() as saved:
+        strategy.backward(microbatches)
+    return saved.peak_bytes
+
+
+# Microbatches in flight: how many a rank of a pipeline held for what was left of their backward pass, at most.
+
+IN_FLIGHT_CONTROL = "tests/lab/verify/test_counted.py::test_too_many_in_flight_fail"
+
+
+def check_in_flight(lab: Lab, name: str, strategy: Any, schedule: str) -> None:
+    """No rank holds more than `schedule` says; of an engine that does not count them nothing is claimed."""
+    held, mesh, chunks = strategy.engine.most_in_flight, lab.mesh, len(strategy.parts.stages)
+    if held is None:
+        return
+    allowed = in_flight(schedule, mesh.size("pp"), lab.config.num_microbatches, mesh.index("pp"), chunks)
+    detail = f"{counted(held, 'microbatches')} held at most, {allowed} allowed"
+    lab.check("in flight", max(0, held - allowed), 0, name, detail, control=IN_FLIGHT_CONTROL)
+
+
+# With LAB_RECOMPUTE=1 each layer is passed again in the backward pass. What is predicted of that is counted by running
+# the same code alone, so it is counted by the layers' own hooks, and by whether autograd is at work then.
+
+PASSES_CONTROL = "tests/lab/verify/test_counted.py::test_a_layer_that_is_not_computed_again_is_seen"
+
+
+class Passes:
+    """How often each of `layers` is computed, first and again in a backward pass."""
+
+    def __init__(self, layers: Mapping[int, nn.Module]) -> None:
+        self.layers = layers
+        self.first: Counter[int] = Counter()
+        self.again: Counter[int] = Counter()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        hooks = [layer.register_forward_pre_hook(partial(self._passed, index)) for index, layer in self.layers.items()]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self.layers = {}
+
+    def _passed(self, index: int, _layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if inputs and isinstance(inputs[0], Tensor) and not inputs[0].is_floating_point():
+            return  # an embedding, which keeps what it is given, and no more
+        (self.again if in_backward() else self.first)[index] += 1
+
+    def missing(self) -> int:
+        """Passes of a layer that were not made once more, or that were without need."""
+        return sum(abs(self.first[index] - self.again[index]) for index in self.first | self.again)
+
+
+def in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def check_passes(lab: Lab, name: str, passes: Passes) -> None:
+    told = f"of {passes.first.total()} passes through a layer on this rank"
+    lab.check("computed again", passes.missing(), 0, variant=name, detail=told, control=PASSES_CONTROL)

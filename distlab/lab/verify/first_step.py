@@ -1,0 +1,222 @@
+"""What each rank's own log tells of the timed pass: what a rank holds and is given, its first step call by call, and
+how far it is from then on.
+
+The first step is one that no median counts (distlab/lab/verify/timed.py), so it may be watched: each call with the
+tensors that it carries, by the names of the parameters whose memory they are, and how long this rank waited in it for
+whom. A collective ends when the last of its ranks has come, a receive when its sender has sent: all ranks tell each
+other when they began each call, on one clock.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+
+from torch import Tensor
+
+from distlab.contract import Strategy
+from distlab.lab.lab import Lab
+from distlab.lab.measure.event_order import Message, Messages, key_of, storage_of
+from distlab.lab.measure.timeline import CLASSES, Clock, profile, union
+from distlab.lab.report import records
+from distlab.lab.workload.data import Batches
+from distlab.techniques.collectives.phases import Span, heard
+from distlab.techniques.collectives.sharded_tensor import LocalShard, whole_piece
+
+NOBODY = -1
+IN_CALLS = ("communication", "waiting")  # the classes of time in which a rank does nothing of its own
+
+# --- what it holds and what it gets ---
+
+
+def write_holdings(lab: Lab, strategies: Mapping[str, Strategy]) -> None:
+    """The parameters of each variant that this rank has, whole or in part; once they have taken a step, since asking
+    for a state makes that of an optimizer which has none yet."""
+    for name, strategy in strategies.items():
+        rows = [held_parameter(label, tensor) for label, tensor in weights_of(strategy)]
+        lab.journal.write(records.Holds(name, [list(row) for row in rows if row[4]]))
+
+
+def weights_of(strategy: Strategy) -> Iterator[tuple[str, Any]]:
+    """Each parameter of which this rank has anything: a Tensor, a DTensor or a LocalShard."""
+    state = strategy.state_dict() if hasattr(strategy, "state_dict") else {}
+    for label, tensor in state.items():
+        if label.startswith("weights."):
+            yield label.removeprefix("weights."), tensor
+
+
+def held_parameter(name: str, tensor: Any) -> records.HeldParameter:
+    """How a record says it: the first axis along which the boxes are shorter than the whole is the one that is cut."""
+    piece = piece_of(tensor)
+    dense, boxes = list(piece.shape), piece.boxes
+    nbytes = sum(box.numel() * box.element_size() for _, box in boxes)
+    cut = next((axis for axis, size in enumerate(dense) if any(box.shape[axis] < size for _, box in boxes)), None)
+    ends = [] if cut is None else [[offset[cut], offset[cut] + box.shape[cut] - 1] for offset, box in boxes]
+    shape = (
+        [ends[-1][1] - ends[0][0] + 1 if axis == cut else size for axis, size in enumerate(dense)] if ends else dense
+    )
+    if len(boxes) == 1:
+        shape = list(boxes[0][1].shape)
+    return name, shape, dense, ends, nbytes
+
+
+def piece_of(tensor: Any) -> LocalShard:
+    """Where what this rank has of a parameter stands in the dense one."""
+    if isinstance(tensor, LocalShard):
+        return tensor
+    if not hasattr(tensor, "to_local"):
+        return whole_piece(tensor)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # where a DTensor is, it is there
+
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    local: Tensor = tensor.to_local()
+    return LocalShard(tensor.shape, [(tuple(offset), local)] if local.numel() else [])
+
+
+def write_given(lab: Lab, batches: Batches, step: int) -> None:
+    """The samples of `step` that this rank works on."""
+    ids = batches.sample_ids(step, lab.mesh.index("dp"), lab.mesh.size("dp"))
+    sizes = [len(microbatch.inputs) for microbatch in batches.dealt(step, lab.mesh.index("dp"), lab.mesh.size("dp"))]
+    lab.journal.write(records.Given(step, ids, batches.batch, sizes))
+
+
+# --- its first step ---
+
+
+@contextmanager
+def watched_calls(lab: Lab, *, first: bool) -> Iterator[Messages | None]:
+    """Around a step: the calls of the `first` one are noted, unless a drill changes messages in the same place."""
+    if not first or "flip" in (lab.config.faults or ""):
+        yield None
+        return
+    messages = Messages(name_tensors=True)
+    with messages.recorded(), heard(messages.hear):
+        yield messages
+
+
+def write_first_step(
+    lab: Lab, name: str, step: int, strategy: Strategy, spans: Sequence[Span], messages: Messages, clock: Clock
+) -> None:  # fmt: skip
+    """The step as this rank saw it, and for whom it waited; all ranks call it together."""
+    inside = [span for span in spans if span.kind != "data"]
+    began_s = min((span.start_s for span in inside), default=0.0) + clock.offset_s
+    calls = [[each.op, list(each.ranks), each.tag, each.start_s + clock.offset_s] for each in messages.found]
+    everyone = lab.exchange.everyone(f"first step of {name}", [began_s, calls])
+    shift_s = clock.offset_s - min(of_rank[0] for of_rank in everyone if of_rank is not None)
+    last = last_to_come([of_rank[1] if of_rank is not None else [] for of_rank in everyone], lab.rank)
+    names = names_of_storages(strategy)
+    idle = union(span for span in inside if CLASSES[span.kind] in IN_CALLS)  # each moment counts for one call
+    rows: list[list[Any]] = []
+    for message, (rank, came_s) in zip(messages.found, last, strict=True):
+        idle, waited_s = taken(idle, message.start_s, min(came_s - clock.offset_s, message.end_s))
+        start_s, end_s = (round(each + shift_s, 6) for each in (message.start_s, message.end_s))
+        rows.append([
+            message.op, list(message.ranks), float(round(message.sent_bytes)), float(message.nbytes), message.tag,
+            start_s, end_s, carried(message, names), round(waited_s, 6), rank if waited_s > 0 else NOBODY,
+        ])  # fmt: skip
+    marks = [
+        [span.kind, span.label, round(span.start_s + shift_s, 6), round(span.end_s + shift_s, 6)] for span in inside
+    ]
+    lab.journal.write(records.FirstStep(name, step, profile(inside), marks, rows))
+
+
+def last_to_come(calls: Sequence[Sequence[Sequence[Any]]], me: int) -> list[tuple[int, float]]:
+    """For each call of rank `me` the rank that came to it last, and when; `calls` are [op, ranks, tag, start_s] of each
+    rank. The n-th collective of a group is that of each of its ranks, the n-th receive takes the n-th send."""
+    places: list[dict[tuple[Any, ...], tuple[float]]] = []
+    keys: list[tuple[Any, ...]] = []
+    for rank, of_rank in enumerate(calls):
+        turns: dict[tuple[Any, ...], count[int]] = defaultdict(count)
+        places.append({})
+        for op, ranks, tag, start_s in of_rank:
+            kind = (op, *ranks, tag) if op in ("send", "recv") else ("", *ranks)
+            key = (*kind, next(turns[kind]))
+            places[-1][key] = (start_s,)
+            if rank == me:
+                keys.append(key)
+    found: list[tuple[int, float]] = []
+    for key, (op, ranks, _, start_s) in zip(keys, calls[me], strict=True):
+        others = [] if op == "send" else [ranks[0]] if op == "recv" else [rank for rank in ranks if rank != me]
+        theirs = ("send", *key[1:]) if op == "recv" else key
+        came = [(*places[rank][theirs], rank) for rank in others if rank >= 0 and theirs in places[rank]]
+        came_s, rank = max([*came, (start_s, me)])
+        found.append((rank, came_s))
+    return found
+
+
+def taken(
+    moments: Iterable[tuple[float, float]], start_s: float, end_s: float
+) -> tuple[list[tuple[float, float]], float]:
+    """These moments without what lies between the two times, and how many seconds that is."""
+    left, seconds = list[tuple[float, float]](), 0.0
+    for begin, end in moments:
+        first, last = max(begin, start_s), min(end, end_s)
+        if first >= last:
+            left.append((begin, end))
+            continue
+        seconds += last - first
+        left += [part for part in ((begin, first), (last, end)) if part[0] < part[1]]
+    return left, seconds
+
+
+def names_of_storages(strategy: Strategy) -> dict[tuple[int, int], list[str]]:
+    """Which parameters, or whose gradients, lie in a storage, by its key and its bytes: memory that was given back and
+    taken again in the step has another size as a rule."""
+    found: dict[tuple[int, int], list[str]] = defaultdict(list)
+
+    def note(name: str, tensor: Any) -> None:
+        for _, box in piece_of(tensor).boxes:
+            names = found[key_of(box), storage_of(box).nbytes()]
+            if name not in names:
+                names.append(name)
+
+    for name, tensor in weights_of(strategy):
+        note(name, tensor)
+    for held in strategy.held("gradients") if hasattr(strategy, "held") else ():
+        for tensor in (each for each in held if isinstance(each, Tensor | LocalShard)):
+            note(f"gradient of {held[0]}", tensor)
+    return found
+
+
+def carried(message: Message, names: Mapping[tuple[int, int], list[str]]) -> str:
+    """What a call carries in words: parameters by name, or the shape of a tensor and in which phase it is sent."""
+    for key, nbytes, _ in message.tensors:
+        if found := names.get((key, nbytes)):
+            return found[0] if len(found) == 1 else f"{found[0]} and {len(found) - 1} more"
+    shape = list(message.tensors[0][2]) if message.tensors else []
+    passes = ("forward", "backward", "input", "weight")
+    around = next((each for each in message.phases if each.split()[0] in passes), "")
+    return f"{shape} in {around}" if around else f"{shape}"
+
+
+# --- how far it is ---
+
+
+class Pace:
+    """Tells every tenth step, in a run of more than a hundred every tenth part of it."""
+
+    def __init__(self, lab: Lab, steps: range) -> None:
+        self.lab, self.steps = lab, steps
+        self.every = max(10, len(steps) // 10)
+        self._sent_bytes = lab.sent_bytes()
+
+    def after(
+        self, step: int, seconds: Mapping[str, float], marks: Mapping[str, Sequence[Span]],
+        losses: Mapping[str, float | None],
+    ) -> None:  # fmt: skip
+        """Write a record if it is due: of each variant its last step."""
+        done = step + 1
+        if done % self.every and not (done == self.steps.stop < self.every):
+            return
+        before, self._sent_bytes = self._sent_bytes, self.lab.sent_bytes()
+        sent = None if before is None or self._sent_bytes is None else float(max(0, self._sent_bytes - before))
+        called = {name: in_calls_s(spans) for name, spans in marks.items()}
+        self.lab.journal.write(records.Reached(done, dict(seconds), called, dict(losses), sent))
+
+
+def in_calls_s(spans: Sequence[Span]) -> float | None:
+    """Seconds of a step in calls and waiting; None where none is marked, as in PyTorch's own."""
+    spent = profile(spans)
+    found = sum(spent[kind] for kind in IN_CALLS)
+    return found or None

@@ -1,0 +1,261 @@
+"""The proof: a few steps in float64 with plain SGD, against the dense single process, whatever the timed pass uses.
+
+Rank 0 alone computes the single process, the others wait with a bound. Losses, gradients and updated weights are
+compared at every step, since each alone hides something: Adam divides an error of scale away, and a loss is right for
+one step whatever the gradients are. With adamw or LAB_CLIP two more steps compare clipped gradients, the optimizer's
+state and the weights that it makes.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from distlab.contract import Build, Strategy
+from distlab.lab.config import Config
+from distlab.lab.lab import Lab
+from distlab.lab.measure.tensors import Worst, hash_of, largest_difference
+from distlab.lab.workload import reference
+from distlab.lab.workload.data import Batches
+from distlab.lab.workload.model import Model
+from distlab.lab.workload.reference import Snapshot
+from distlab.lab.workload.user_model import is_own
+
+# Buffers of a model of one's own in the proof: what one process leaves as it was stays so on every rank, to the bit.
+#
+# What a forward pass writes, a count or a running mean, comes from the samples that it saw, and ranks see others:
+# that differs by design. It is said, and not compared; `distlab prove` holds it against what one process makes of the
+# rank's own samples.
+
+BUFFERS = "buffers"
+BUFFERS_CONTROL = "tests/lab/workload/test_user_model.py::test_a_buffer_that_a_step_writes_fails_by_name"
+
+Hashes = dict[str, int]
+
+
+def carried(model: nn.Module) -> Hashes:
+    return {name: hash_of(buffer) for name, buffer in model.named_buffers()}
+
+
+def changed(before: Hashes, after: Hashes) -> set[str]:
+    return {name for name, value in after.items() if before.get(name) != value}
+
+
+class Carried:
+    """What one process writes, which all ranks know; `start` is what every model of LAB_SEED begins with."""
+
+    def __init__(self, lab: Lab, dense: nn.Module | None) -> None:
+        """By all ranks, after one process has taken its steps on `dense`, which rank 0 has."""
+        self.lab = lab
+        self.start = carried(lab.model(torch.float64)) if is_own(lab.config.model) else {}
+        self.written = set[str]()
+        if self.start:
+            mine = sorted(changed(self.start, carried(dense))) if dense is not None else []
+            self.written.update(lab.exchange.everyone("buffers that one process writes", mine)[0])
+        for name in sorted(self.written):
+            lab.say(
+                f"{name} is written by the steps, on each rank from the samples that it sees: it differs by design, and"
+                " `distlab prove` compares it",
+                BUFFERS,
+            )
+
+    def hold(self, name: str, model: nn.Module) -> None:
+        """After a variant's steps on `model`: what one process leaves as it was has to be as it was here."""
+        if not self.start:
+            return
+        moved = sorted(changed(self.start, carried(model)) - self.written)
+        kept = len(self.start) - len(self.written)
+        detail = ", ".join(moved) if moved else f"{kept} of {len(self.start)} that one process leaves as they were"
+        self.lab.check(BUFFERS, len(moved), 0, variant=name, detail=detail, control=BUFFERS_CONTROL)
+
+
+if TYPE_CHECKING:
+    from distlab.lab.checkpoint.resume import Checkpoints
+
+TOLERANCE = 1e-12
+TUNED_STEPS, AFTER_TWO = 2, "weights after two steps"
+PLAIN = ("losses", "gradients", "weights")
+TUNED = {"clipped gradients": "gradients", "optimizer state": "optimizer", AFTER_TWO: "weights"}  # kinds of a Snapshot
+# AdamW's updates are as large as the rate, whatever the gradient: what rounding does to them grows with it. At the
+# default five steps are off by 8e-15.
+RATE_OF_ADAMW = 0.001
+PROOF_CONTROLS = {
+    AFTER_TWO: "tests/lab/verify/test_proof.py::test_weights_under_adamw_are_compared",
+    "proof steps": "tests/lab/verify/test_proof.py::test_a_proof_that_leaves_a_step_out_is_seen",
+}
+LEARNING_RATE = 0.01  # small: a step that overshoots would make rounding errors grow from step to step
+
+AlsoCheck = Callable[[str, Strategy], None]
+PROOF_CONTROL = "tests/lab/verify/test_proof.py::test_a_wrong_variant_fails_by_name"
+
+
+def prove(
+    lab: Lab, variants: Mapping[str, Build], also: AlsoCheck | None, apart: Mapping[str, Callable[[str, Build], None]],
+    checkpoints: "Checkpoints | None" = None,
+) -> None:  # fmt: skip
+    """Check each variant against one process, or by what stands in `apart`; `also(name, strategy)` adds checks."""
+    config = lab.config.untimed()
+    plain = config.model_copy(update={"optimizer": "sgd", "clip": None, "lr": LEARNING_RATE})
+    configs = [plain, config] if config.optimizer == "adamw" or config.clip is not None else [plain]
+    batches = lab.batches(torch.float64, proof=True)
+    steps = batches.proof_steps + TUNED_STEPS * (len(configs) - 1)
+    with lab.work.of((1 + len(variants)) * steps, "steps of the proof"):
+        dense, buffers = train_reference(lab, configs, batches)
+        for name, build in variants.items():
+            if name in apart:
+                lab.at(0, f"proof of {name}")
+                with lab.work.of(0):  # steps of its own
+                    apart[name](name, build)
+                lab.work.advance(steps)
+            else:
+                compare(lab, name, build, configs, batches, dense, buffers, also)
+                if checkpoints is not None and checkpoints.group is not None:
+                    from distlab.lab.checkpoint.resume import drill
+
+                    drill(lab, name, build, configs, checkpoints.group)
+            lab.finished("proof", tuple(variants))
+
+
+def train_reference(lab: Lab, configs: list[Config], batches: Batches) -> tuple[list[list[Snapshot]], Carried]:
+    models = [lab.model(torch.float64) if lab.rank == 0 else None for _ in configs]
+    counts = (batches.proof_steps, TUNED_STEPS)
+    runs = zip(models, configs, counts, strict=False)
+    dense = [one_process(lab, model, each, batches, count) for model, each, count in runs]
+    return dense, Carried(lab, models[0])
+
+
+def compare(
+    lab: Lab, name: str, build: Build, configs: list[Config], batches: Batches, dense: list[list[Snapshot]],
+    buffers: Carried, also: AlsoCheck | None,
+) -> None:  # fmt: skip
+    """Check one variant, with plain SGD and with what was asked for, each against its `dense` run."""
+    lab.at(0, f"the making of {name}")  # where PyTorch's own import themselves, seconds on busy cores
+    model = lab.model(torch.float64)
+    strategy = build(model, lab.mesh, configs[0])
+    planned = dict.fromkeys(PLAIN, 3)  # of which the third begins another epoch
+    planned |= dict.fromkeys(TUNED, TUNED_STEPS) if configs[1:] else {}
+    found = Worst(planned)
+    against(lab, strategy, name, batches, dense[0], found)
+    buffers.hold(name, model)
+    for config, wanted in zip(configs[1:], dense[1:], strict=True):
+        strategy_tuned = build(lab.model(torch.float64), lab.mesh, config)
+        tuned_against(lab, strategy_tuned, name, batches, wanted, found)
+    if lab.rank == 0:
+        write_checks(lab, name, found, planned)
+    if also is not None and not is_own(name):  # what a lesson claims of its own
+        also(name, strategy)
+
+
+def write_checks(lab: Lab, name: str, found: Worst, planned: Mapping[str, int]) -> None:
+    """The checks of one variant, and whether each was made as often as is `planned`: at every step of its own."""
+    for check, off in found.found.items():
+        grown = max(1.0, lab.config.learning_rate / RATE_OF_ADAMW) if check == AFTER_TWO else 1.0
+        lab.check(
+            check, off.value, grown * TOLERANCE, name, off.where, control=PROOF_CONTROLS.get(check, PROOF_CONTROL)
+        )
+    made = ", ".join(f"{found.times[kind]} of {kind}" for kind in planned)
+    missing = sum(abs(count - found.times[kind]) for kind, count in planned.items())
+    lab.check(
+        "proof steps", missing, 0, variant=name, detail=f"comparisons: {made}", control=PROOF_CONTROLS["proof steps"]
+    )
+
+
+def one_process(lab: Lab, model: Model | None, config: Config, batches: Batches, steps: int) -> list[Snapshot]:
+    """The dense run's snapshots on rank 0, which has a `model` for it; nothing elsewhere."""
+    lab.at(0, "one process")
+    snapshots: list[Snapshot] = []
+    if model is not None:
+        for snapshot in reference.train(model, batches, config, steps):
+            snapshots.append(snapshot)
+            lab.work.advance()
+    lab.exchange.barrier("one process")
+    return snapshots
+
+
+def against(
+    lab: Lab, strategy: Strategy, name: str, batches: Batches, dense: list[Snapshot], found: Worst
+) -> None:  # fmt: skip
+    """Compare losses, gradients and weights over the proof's steps, on rank 0."""
+    shares: list[float | None] = []
+    for step in range(batches.proof_steps):
+        lab.at(step, f"proof of {name}")
+        wanted = dense[step] if lab.rank == 0 else None
+        share = strategy.backward(lab.dealt(batches, step))
+        shares.append(None if share is None else float(share))
+        found.compare("gradients", strategy.full("gradients"), wanted and wanted.gradients, where=f"step {step}")
+        strategy.update()
+        lab.stepped()
+        found.compare("weights", strategy.full("weights"), wanted and wanted.weights, where=f"step {step}")
+    for step, (loss, snapshot) in enumerate(zip(summed_losses(lab, shares), dense, strict=True)):
+        found.note("losses", abs(loss - snapshot.loss), where=f"step {step}")
+
+
+def tuned_against(
+    lab: Lab, strategy: Strategy, name: str, batches: Batches, dense: list[Snapshot], found: Worst
+) -> None:  # fmt: skip
+    """Two steps with the optimizer that was asked for: the second goes on from the first one's state."""
+    for step in range(TUNED_STEPS):
+        lab.at(batches.proof_steps + step, f"proof of {name}")
+        strategy.backward(lab.dealt(batches, step))
+        strategy.update()
+        wanted = dense[step] if lab.rank == 0 else None
+        for check, kind in TUNED.items():
+            found.compare(check, strategy.full(kind), wanted and getattr(wanted, kind), where=f"step {step}")
+        lab.work.advance()
+
+
+def summed_losses(lab: Lab, shares: list[float | None]) -> list[float]:
+    """The mean loss of the global batch at each step, from every rank's shares, on rank 0; nothing elsewhere.
+
+    One exchange for all steps: one a step took a fifth of the 201 steps of a line's table.
+    """
+    everyone = lab.exchange.gather("losses", shares) or []
+    here = [of_rank for of_rank in everyone if of_rank is not None]  # a rank may have left a run that goes on
+    return [math.fsum(value for value in of_step if value is not None) for of_step in zip(*here, strict=True)]
+
+
+# What data parallelism claims beside the proof: every sample once a step, and replicas that stay equal to the bit.
+
+REPLICA_CONTROLS = "tests/lab/verify/test_proof.py::{}"
+
+
+def check_samples(lab: Lab) -> None:
+    """Each sample of the global batch is worked on exactly once a step."""
+    batches = lab.batches(torch.float64, proof=True)
+    steps = min(3, batches.proof_steps)
+    mine = [batches.sample_ids(step, lab.rank, lab.world_size) for step in range(steps)]
+    everyone = lab.exchange.gather("samples", mine)
+    if everyone is None:
+        return
+    off = 0
+    for step in range(steps):
+        times = Counter(sample for of_rank in everyone for sample in of_rank[step])
+        wanted = Counter(batches.full_ids(step))
+        off = max(off, *(abs(times[sample] - wanted[sample]) for sample in times | wanted))
+    sizes = ", ".join(str(len(of_rank[0])) for of_rank in everyone)
+    lab.check(
+        "samples",
+        off,
+        0,
+        detail=f"shards of {sizes} samples; the difference is the worst sample's count",
+        control=REPLICA_CONTROLS.format("test_a_sample_dealt_twice_is_seen"),
+    )
+
+
+def check_replicas(lab: Lab, name: str, strategy: Strategy) -> None:
+    check_same(lab, name, [weight for _, weight in strategy.full("weights")])
+
+
+def check_same(lab: Lab, name: str, weights: Sequence[Tensor]) -> None:
+    """All ranks hold the same in these, to the bit."""
+    mine = torch.cat([weight.flatten() for weight in weights])
+    first = mine.clone()
+    dist.broadcast(first, group=lab.group, group_src=0)
+    differs = 0.0 if torch.equal(mine, first) else largest_difference(mine, first)
+    lab.check(
+        "replicas", differs, 0.0, variant=name, control=REPLICA_CONTROLS.format("test_a_replica_of_its_own_is_seen")
+    )

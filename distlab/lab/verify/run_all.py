@@ -1,0 +1,212 @@
+"""All passes over all variants, in their order: prove, time, count, and with LAB_TRACE=1 profile.
+
+Each pass makes its strategies anew, so that none inherits what another left. What is measured is held against what the
+mode predicted; a mode that says no more than its variants is run by `everything`.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from distlab.contract import WHOLE_RUN, Build, Claims, Held, Measured, Mode, Strategy
+from distlab.lab.config import Config
+from distlab.lab.lab import Lab
+from distlab.lab.report.records import Expected
+from distlab.lab.report.tables import DRAWN, ON_WIRE
+from distlab.lab.verify.counted import COUNTED_STEPS, count
+from distlab.lab.verify.proof import prove
+from distlab.lab.verify.records import RECORDED_STEPS, compare_drawn
+from distlab.lab.verify.timed import time_steps
+from distlab.lab.workload.data import effective_batch
+from distlab.lab.workload.user_model import is_own
+
+# Some variants are in a run for what they show, not for their speed: the small all_reduces of dp's per_parameter
+# took over gloo half of the default run's timed steps. Beside others such a variant takes one of `timed_part` steps
+# (contract.py), by a rule and not by a clock, so that a run is repeatable to the bit. Whoever asks for a variant
+# alone gets all of its steps, and so does who saves, resumes or drills, where all have to have done the same ones.
+
+LEAST_STEPS = 5  # two that are not timed, and three for a median
+
+
+def timed_ends(lab: Lab, chosen: Collection[str], *, alike: bool) -> dict[str, int]:
+    """The step before which each of these variants ends; LAB_STEPS for all where they are to stay `alike`."""
+    steps = lab.config.steps
+    if alike or len(chosen) < 2 or lab.config.backend != "gloo" or lab.config.world_size < 2:
+        return dict.fromkeys(chosen, steps)
+    parts = {each.name: each.timed_part for each in lab.mode.variants}
+    return {name: min(steps, max(LEAST_STEPS, -(-steps // parts.get(name, 1)))) for name in chosen}
+
+
+def say_shares(lab: Lab, ends: dict[str, int]) -> None:
+    for name, end in ends.items():
+        if end < lab.config.steps:
+            lab.say(
+                f"{name} takes {end} of {lab.config.steps} timed steps, since one takes as long as several of the"
+                f" others'; LAB_VARIANT={name} takes all",
+                "steps",
+            )
+
+
+if TYPE_CHECKING:
+    from distlab.lab.checkpoint.resume import Checkpoints
+
+
+def everything(lab: Lab) -> None:
+    """The run of a mode that has none of its own: measure its variants, and hold them against its predictions."""
+    predictions = lab.mode.predict(lab.config)
+    for prediction in predictions:
+        if lab.wants(prediction.variant):
+            lab.say(
+                f"{prediction.variant}: {prediction.name} {prediction.formula} = {max(prediction.value):g}"
+                f" {prediction.unit}",
+                "predict",
+            )
+    measured = measure(lab)
+    lab.compare_traffic(predictions, measured)
+    lab.compare_rest(predictions, measured)
+
+
+def measure(
+    lab: Lab,
+    *,
+    also: Callable[[str, Strategy], None] | None = None,
+    proofs: Mapping[str, Callable[[str, Build], None]] | None = None,
+    held: Mapping[str, Held] | None = None,
+    timed: Callable[[], None] | None = None,
+) -> dict[str, Measured]:
+    """Prove, time and count every variant that LAB_VARIANT asks for; `also(name, strategy)` adds checks to each proof,
+    `timed()` to the timed steps.
+
+    Variants that these settings rule out are skipped, for the reason that the mode gives. Variants in `proofs` do on
+    purpose not compute what one process does: each is proven by what stands there in its place, and its timed steps
+    are held to what `held` says, or only shown. Returns what was measured on this rank; rank 0 tells what was proven
+    and timed when it is, what was counted once it is held against predictions.
+    """
+    lab.say(effective_batch(lab.config, lab.mesh.size("dp")), "batch")
+    chosen, checkpoints = choose(lab)
+    if lab.config.proof:
+        prove(lab, chosen, also, proofs or {}, checkpoints)
+    otherwise = dict.fromkeys(proofs or {}, Held(why="on purpose not what one process computes: its proof decides"))
+    ends = timed_ends(lab, chosen, alike=checkpoints is not None or bool(lab.config.planned_faults))
+    say_shares(lab, ends)
+    timed_steps = steps_left(ends, checkpoints)
+    recorded = RECORDED_STEPS * len(chosen) if timed_steps else 0
+    with lab.work.of(timed_steps + recorded + COUNTED_STEPS * len(chosen), "steps"):
+        bubbles, drawn = time_steps(lab, chosen, ends, otherwise | dict(held or {}), checkpoints)
+        if timed is not None:
+            timed()
+        lab.finished("timed")
+        lab.finished("profile")
+        counted = count(lab, chosen)
+    compare_drawn(lab, drawn, counted)
+    if lab.config.trace:
+        from distlab.lab.verify.profiled import trace
+
+        with lab.work.of(len(chosen), "variants profiled"):
+            trace(lab, chosen)
+        lab.finished("hidden")
+    return {
+        name: Measured(**vars(each), bubble=bubbles.get(name))
+        for name, each in counted.items()
+        if not is_own(name)  # of whose bytes, calls and memory no lesson predicts anything
+    }
+
+
+def choose(lab: Lab) -> tuple[dict[str, Build], "Checkpoints | None"]:
+    """The variants that LAB_VARIANT asks for and that these settings allow, and the checkpoints that are asked for."""
+    chosen = {each.name: each.build for each in lab.mode.variants if each.build is not None and lab.wants(each.name)}
+    checkpoints = None
+    reasons = dict(lab.mode.cannot(lab.config))
+    if lab.config.checkpoint_every is not None or lab.config.resume is not None:
+        from distlab.lab.checkpoint.resume import prepare  # torch's checkpoints: 0.7 s that other runs need not wait
+
+        checkpoints = prepare(lab)
+        reasons |= checkpoints.missing(chosen)
+    for name in [name for name in chosen if name in reasons]:
+        lab.skip(name, reasons[name])
+        del chosen[name]
+    return chosen, checkpoints
+
+
+def steps_left(ends: Mapping[str, int], checkpoints: "Checkpoints | None") -> int:
+    """The steps of all variants that are to be timed: behind those that a checkpoint holds."""
+    found = checkpoints.resumed if checkpoints is not None else None
+    done = found.manifest.steps if found is not None else {}
+    return sum(max(0, end - done.get(name, 0)) for name, end in ends.items())
+
+
+# What a run has to claim, from its settings alone: what the passes check of all variants, and each lesson's own list.
+#
+# Nothing here asks the code that makes a claim: the report misses what is listed and was not claimed
+# (distlab/lab/report/verdict.py). Where it depends on what a run meets, such as a loss that is no number, that code
+# says why there is nothing to hold (`Lab.waive`), or it is not listed.
+
+SURE_STEPS = 5  # that every variant takes of the timed steps, if LAB_STEPS has them
+PROVEN = ("losses", "gradients", "weights")
+TUNED = ("clipped gradients", "optimizer state", "weights after two steps")
+
+
+def expected(config: Config, mode: Mode) -> Expected:
+    """All claims that a run of these settings needs, of the variants that are asked for and that can run."""
+    own = mode.claims or (measured if mode.run is None else None)
+    impossible = mode.cannot(config)
+    wanted = [
+        [variant, name, each.times, each.one]
+        for each in (own(mode, config) if own is not None else ())
+        for variant in each.of
+        for name in each.names
+        if variant not in impossible and (variant not in mode.names or not config.variant or variant in config.variant)
+    ]
+    return Expected(wanted)
+
+
+def measured(
+    mode: Mode, config: Config, apart: Sequence[str] = (), unlike: Sequence[str] = (),
+    copied: Sequence[str] | None = None,
+) -> Iterator[Claims]:  # fmt: skip
+    """What the passes claim of the variants that they train.
+
+    Args:
+        apart: those that are not held against one process.
+        unlike: those of which ranks need not hold the same weights after the last step.
+        copied: those of which ranks hold something alike; by default all by hand, unless ranks share one copy.
+    """
+    trained = [each.name for each in mode.variants if each.build is not None]
+    by_hand = [name for name in trained if name not in mode.by_torch]
+    alone, own = [name for name in trained if name not in apart], [name for name in by_hand if name not in apart]
+    yield Claims(("timed steps",), trained)
+    yield Claims(("timed seconds",))
+    yield Claims(("timed replicas",), [name for name in by_hand if name not in unlike], one=True)
+    if config.resume is None:  # else there may be no step left
+        yield Claims((DRAWN, ON_WIRE), trained)
+    if config.proof:
+        yield Claims((*PROVEN, "proof steps"), alone, one=True)
+        yield Claims(("timed losses",), own, one=True)
+        yield from tuned(config, alone, own)
+    every = config.audit_every or ("flip" in (config.faults or "") and 1)
+    if every and config.resume is None and every <= min(SURE_STEPS, config.steps) and config.world_size > 1:
+        held = copied if copied is not None else () if mode.shards else mode.by_hand
+        yield Claims(("audited replicas",), held, one=True)
+    yield from saved(config, alone)
+
+
+def tuned(config: Config, alone: Sequence[str], own: Sequence[str]) -> Iterator[Claims]:
+    """What the optimizer adds to the proof, and the audited steps."""
+    adam = config.optimizer == "adamw"
+    if adam or config.clip is not None:
+        yield Claims(TUNED, alone, one=True)
+    if config.resume is None:
+        audited = ("audited loss", "audited weights", *(["audited optimizer"] if adam else []))
+        yield Claims(audited, own, one=True)
+
+
+def saved(config: Config, alone: Sequence[str]) -> Iterator[Claims]:
+    """What checkpoints add: the drill of the proof, each save, and where a run goes on from."""
+    if config.checkpoint_every is not None:
+        if config.proof:
+            yield Claims(("resume", "resumed samples"), alone, one=True)
+            yield Claims(("resumed generators",), alone)
+        saves = config.steps // config.checkpoint_every
+        yield Claims(("checkpoint", "kept checkpoints"), WHOLE_RUN, one=True, times=saves)
+        yield Claims(("standing still",), WHOLE_RUN, one=True)
+    if config.resume is not None:
+        yield Claims(("resumed generators", "resumed samples", "newest checkpoint"), WHOLE_RUN, one=True)

@@ -1,0 +1,170 @@
+"""Silent corruption: which rank holds another gradient or weight than the others that hold the same one.
+
+A bit that flips in a memory or a processor raises no error, and a training goes on with it. But what is replicated has
+to be the same on all its ranks, to the bit. So every LAB_AUDIT_EVERY steps each rank hashes the bytes of what it holds
+alike with others (`Strategy.alike`): the gradients once they are summed, the weights once they are updated. Rank 0
+compares the hashes. Of three ranks and more that hold a tensor the odd one is named by majority; of two it is only
+known that these two differ.
+
+What is not replicated is not compared: slices of tp, layers of one stage of pp, shards of fsdp; nor is a gradient
+before it is summed, since each rank's is another, and once it is summed all have the same wrong sum. Sampled steps,
+held against one process, see those (audit.py).
+"""
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from distlab.lab.cluster import name_ranks
+from distlab.lab.lab import Lab
+from distlab.lab.measure.tensors import hash_of
+from distlab.lab.report import records
+
+KINDS = ("gradients", "weights")  # in the order in which a fault spreads
+CONTROL = "tests/lab/verify/test_silent_corruption.py::test_a_tensor_that_one_rank_never_hashes_is_missed"
+LEAST = 2  # ranks that compare
+
+Hashes = dict[str, int]  # of one rank, by '<kind>.<parameter>'
+
+
+class Odd(NamedTuple):
+    """The ranks that hold another tensor than the others: by `majority`, or all that hold it where none has one."""
+
+    label: str
+    ranks: list[int]
+    majority: bool
+
+    def sentence(self, holders: list[int], step: int) -> str:
+        kind, _, name = self.label.partition(".")
+        what = f"{kind.removesuffix('s')} of {name} at step {step}"
+        if self.majority:
+            others = name_ranks([rank for rank in holders if rank not in self.ranks])
+            return f"{name_ranks(self.ranks)} differs from {others} in the {what}"
+        return f"{name_ranks(self.ranks)} differ in the {what}: no majority says which is right"
+
+
+class Corruption:
+    """The audits of some strategies in training. All ranks call every method, at the same steps.
+
+    A weight that differs stays different: it is named once.
+    """
+
+    def __init__(self, lab: Lab, strategies: Mapping[str, object], every: int | None) -> None:
+        self.lab, self.every = lab, every
+        self.holders: dict[str, dict[str, list[int]]] = {}  # of each variant: the ranks that hold a parameter
+        self.audits: Counter[str] = Counter()
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.wrong: Counter[str] = Counter()  # tensors that differed, or that a rank should have hashed and did not
+        self.found: dict[str, str] = {}  # the first sentence of each variant
+        self._known: dict[str, list[Odd]] = defaultdict(list)  # what has been named of each variant
+        self._hashes: Hashes = {}
+        for name, strategy in strategies.items() if every is not None else ():
+            self.holders[name] = self._held(name, strategy)
+
+    def shared(self, name: str) -> Collection[str]:
+        return self.holders.get(name, {})
+
+    def _held(self, name: str, strategy: object) -> dict[str, list[int]]:
+        mine = [parameter for parameter, _ in alike(strategy, "weights")]
+        everyone = self.lab.exchange.everyone(f"what {name} holds alike", mine)
+        names = dict.fromkeys(parameter for of_rank in everyone for parameter in of_rank)
+        held = {each: [rank for rank, of_rank in enumerate(everyone) if each in of_rank] for each in names}
+        shared = {each: ranks for each, ranks in held.items() if len(ranks) >= LEAST}
+        if not shared:
+            self.lab.say(f"{name}: no rank holds a copy of what another holds, so there is nothing to compare", "audit")
+        return shared
+
+    def due(self, name: str, step: int) -> bool:
+        return self.every is not None and (step + 1) % self.every == 0 and bool(self.holders.get(name))
+
+    def hash(self, kind: str, name: str, strategy: object, step: int) -> None:
+        """Hash this rank's "gradients", after they are summed, or "weights", after the update."""
+        if not self.due(name, step):
+            return
+        started = time.perf_counter()
+        shared = self.holders[name]
+        self._hashes |= {f"{kind}.{each}": hash_of(held) for each, held in alike(strategy, kind) if each in shared}
+        self.seconds[name] += time.perf_counter() - started
+
+    def compare(self, name: str, step: int) -> None:
+        """On rank 0: who differs, of what all ranks have hashed in this step."""
+        if not self.due(name, step):
+            return
+        started = time.perf_counter()
+        mine, self._hashes = self._hashes, {}
+        everyone = self.gathered(name, mine)
+        self.audits[name] += 1
+        if everyone is not None:
+            odd, missing = judged(everyone, self.holders[name])
+            self.wrong[name] += len(odd) + missing
+            new = [each for each in odd if each not in self._known[name]]
+            if new:
+                self._find(name, step, new)
+            self._known[name] = [each for each in odd if each.label.startswith("weights")]
+        self.seconds[name] += time.perf_counter() - started
+
+    def gathered(self, name: str, mine: Hashes) -> Sequence[Hashes] | None:
+        """The hashes of all ranks, by rank, where they are to be judged; None elsewhere."""
+        return self.lab.exchange.gather(f"hashes of {name}", mine)
+
+    def _find(self, name: str, step: int, odd: list[Odd]) -> None:
+        sentence = odd[0].sentence(self.holders[name][odd[0].label.partition(".")[2]], step)
+        sentence += f", and in {len(odd) - 1} more" if len(odd) > 1 else ""
+        self.found.setdefault(name, sentence)
+        self.tell(name, step, odd, sentence)
+
+    def tell(self, name: str, step: int, odd: list[Odd], sentence: str) -> None:
+        """Say it and write it down, as the one rank that does."""
+        first = odd[0]
+        self.lab.say(f"{name}: {sentence}", "corrupt", all_ranks=True, at="quiet")
+        self.lab.journal.write(records.Corrupted(name, step, first.label, first.ranks, first.majority, len(odd) - 1))
+
+    def decide(self) -> None:
+        """On rank 0 a check a variant: nothing differed, and nothing was left out."""
+        for name in self.audits if self.lab.rank == 0 else ():
+            self.decide_one(name)
+
+    def decide_one(self, name: str) -> None:
+        """The check of a variant, as this rank saw it."""
+        audits = self.audits[name]
+        done = f"{audits} audit(s) of {len(self.holders[name])} parameters that ranks hold alike"
+        self.lab.say(f"{name}: {done}, {1000 * self.seconds[name] / audits:.1f} ms each", "audit")
+        detail = self.found.get(name, done)
+        self.lab.check("audited replicas", self.wrong[name], 0, variant=name, detail=detail, control=CONTROL)
+
+
+def alike(strategy: object, kind: str) -> list[tuple[str, Tensor]]:
+    """What this rank holds alike with others; nothing where a strategy does not say."""
+    of_kind = getattr(strategy, "alike", None)
+    return list(of_kind(kind)) if of_kind is not None else []
+
+
+def judged(everyone: Sequence[Hashes], holders: Mapping[str, list[int]]) -> tuple[list[Odd], int]:
+    """The tensors that differ, gradients first, and how many hashes are missing: of a tensor that one rank has hashed
+    all that hold its parameter have to."""
+    odd, missing = [], 0
+    labels = dict.fromkeys(label for of_rank in everyone for label in of_rank)
+    for kind in KINDS:
+        for parameter, ranks in holders.items():
+            label = f"{kind}.{parameter}"
+            if label not in labels and kind == "gradients":
+                continue  # a variant whose gradients differ by design, or a parameter that has none
+            found = {rank: everyone[rank][label] for rank in ranks if label in everyone[rank]}
+            missing += len(ranks) - len(found)
+            named = odd_ones(found)
+            odd += [Odd(label, *named)] if named else []
+    return odd, missing
+
+
+def odd_ones(found: Mapping[int, int]) -> tuple[list[int], bool] | None:
+    """Of ranks and their hashes those that differ from more than half; all, where no hash has more than half; None
+    where they are alike."""
+    ((most, count), *others) = Counter(found.values()).most_common() or [(0, 0)]
+    if not others:
+        return None
+    if 2 * count > len(found):
+        return sorted(rank for rank, value in found.items() if value != most), True
+    return sorted(found), False

@@ -1,0 +1,314 @@
+"""The timed pass: LAB_STEPS steps in LAB_DTYPE, variants interleaved so that a drifting machine touches all alike.
+
+It is the training that a checkpoint saves and a resumed run goes on with. Strategies are built anew, so that none
+inherits what the proof left.
+"""
+
+import hashlib
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from distlab.contract import Build, Held, Strategy
+from distlab.lab.checkpoint.manifest import TrainingPosition
+from distlab.lab.lab import Lab
+from distlab.lab.measure.tensors import raw
+from distlab.lab.measure.timeline import Clock, Lap, align, length, profile, union
+from distlab.lab.report import records
+from distlab.lab.verify.audit import Curves, TimedPassChecks
+from distlab.lab.verify.counted import WARMUP_STEPS
+from distlab.lab.verify.first_step import Pace, watched_calls, write_first_step, write_given, write_holdings
+from distlab.lab.verify.records import Chronicle, Drawn, record
+from distlab.lab.verify.silent_corruption import Corruption
+from distlab.lab.workload.data import Batches
+from distlab.techniques.collectives.phases import Span, phase, recorded, slowed
+
+if TYPE_CHECKING:
+    from distlab.lab.checkpoint.resume import Checkpoints
+
+
+class Stopwatch:
+    """Wall and CPU seconds, loss shares and marks of each variant's steps on this rank."""
+
+    def __init__(self, names: list[str], clock: Clock) -> None:
+        self.clock = clock
+        self.laps: dict[str, list[Lap]] = {name: [] for name in names}
+        self.around: dict[str, list[Lap]] = {name: [] for name in names}  # of the same steps, from their outside
+        self.shares: dict[str, list[float | None]] = {name: [] for name in names}
+        self.chronicle = Chronicle(names)
+        self._untold: str | None = None  # the variant whose last share the other ranks do not know yet
+
+    def step(
+        self, name: str, strategy: Strategy, lab: Lab, course: TrainingPosition, step: int, corruption: Corruption
+    ) -> None:  # fmt: skip
+        """One step, from its first forward to its update; all ranks begin together."""
+        first = step == course.first
+        with (
+            Lap() as around, watched_calls(lab, first=first) as calls, recorded(lab.device) as spans,
+            slowed(lab.config.slowed_to),
+        ):  # fmt: skip
+            microbatches = lab.dealt(course.batches, course.data_step(step))
+            self._meet(lab, course, f"step {step} of {name}")
+            lab.begin_step(step, name)
+            if lab.device.type == "cuda":  # on a card that ranks share, what was fetched may arrive after the launch
+                torch.cuda.synchronize(lab.device)
+            with Lap() as lap:
+                share = strategy.backward(microbatches)
+                lab.on_tensors("gradients", name, strategy, step, corruption.shared(name))
+                corruption.hash("gradients", name, strategy, step)
+                with phase("optimizer"):
+                    strategy.update()
+                course.done[name] += 1
+                lab.on_tensors("weights", name, strategy, step, corruption.shared(name))
+                corruption.hash("weights", name, strategy, step)
+                if lab.device.type == "cuda":
+                    torch.cuda.synchronize(lab.device)
+        self.chronicle.add(name, step, spans)
+        self.laps[name].append(lap)
+        self.around[name].append(around)
+        self.shares[name].append(None if share is None else share.item())
+        self._untold = name
+        if calls is not None:
+            write_first_step(lab, name, step, strategy, spans, calls, self.clock)
+        lab.stepped()
+
+    def _meet(self, lab: Lab, course: TrainingPosition, name: str) -> None:
+        """A barrier at which each rank tells its share of the loss before, which each rank's log has."""
+        told = self._untold
+        everyone = lab.exchange.everyone(name, None if told is None else [self.shares[told][-1]])
+        if told is not None:
+            course.hear(told, everyone)
+
+    def tell(self, pace: Pace, course: TrainingPosition, step: int) -> None:
+        """How far this rank is, where it is time to say so."""
+        heard = {name: course.heard[name][step - course.first :][:1] for name in self.laps}
+        losses = {name: of_step[0] for name, of_step in heard.items() if of_step}
+        seconds = {name: laps[-1].wall_s for name, laps in self.laps.items() if laps}
+        pace.after(step, seconds, {name: self.chronicle.steps[name][-1][1] for name in seconds}, losses)
+
+    def write(self, lab: Lab) -> None:
+        """Write the seconds of all steps but the first ones, where time went, and what both are held to."""
+        timed = {}
+        for name, laps in self.laps.items():
+            kept = laps[WARMUP_STEPS:] if len(laps) > WARMUP_STEPS else laps
+            steps = records.Steps(name, [lap.wall_s for lap in kept], [lap.cpu_s for lap in kept])
+            lab.journal.write(steps)
+            if laps:
+                marked, spent = self.chronicle.numbered(name, len(laps)), self.chronicle.profile(name)
+                lab.journal.write(records.Profile(name, spent))
+                timed[name] = Timed(laps, self.around[name], marked, steps, spent)
+        check_seconds(lab, timed)
+
+
+def time_steps(
+    lab: Lab, variants: Mapping[str, Build], ends: Mapping[str, int], held: Mapping[str, Held],
+    checkpoints: "Checkpoints | None" = None,
+) -> tuple[dict[str, float | None], dict[str, Drawn]]:  # fmt: skip
+    """Train all variants side by side, each up to where it `ends`, held against one process or to what `held` says.
+
+    Returns the bubble of each variant, on rank 0, and what this rank sends in the step of each that is drawn.
+    """
+    dtype = getattr(torch, lab.config.dtype)
+    batches = lab.batches(dtype)
+    if lab.config.slow_rank is not None:
+        slow, share = lab.config.slow_rank.split(":")
+        lab.say(
+            f"rank {slow} computes at {share} of its speed: it sleeps after each pass by the compute it measured",
+            "slowed",
+        )
+    lab.at(0, "the making of all variants")
+    strategies = {name: build(lab.model(dtype), lab.mesh, lab.config) for name, build in variants.items()}
+    course = begun(lab, batches, strategies, checkpoints)
+    holding = TimedPassChecks(lab, course, strategies, ends, dtype, held)
+    corruption = Corruption(lab, strategies, lab.config.audited_every)
+    steps = range(course.first, lab.config.steps)
+    clock = align(lab.group)
+    lab.journal.write(records.Clock(clock.offset_s, clock.uncertainty_s))
+    watch, pace = Stopwatch(list(variants), clock), Pace(lab, steps)
+    if steps:
+        write_given(lab, batches, course.data_step(course.first))
+    with saving(lab, strategies, course, watch.shares, checkpoints) as passed:
+        for step in steps:
+            for name in rotated(list(variants), step):
+                # A rank that saved by itself may have been between two variants.
+                if course.done[name] == step < ends[name]:
+                    with holding.audit.around(name, strategies[name], step, course.data_step(step)) as shares:
+                        watch.step(name, strategies[name], lab, course, step, corruption)
+                        shares.append(watch.shares[name][-1])
+                    corruption.compare(name, step)
+            passed(step)
+            if step == course.first:
+                write_holdings(lab, strategies)
+            watch.tell(pace, course, step)
+    watch.write(lab)
+    holding.decide(strategies, write_losses(lab, holding.losses, course, watch.shares), watch.shares)
+    corruption.decide()
+    if checkpoints is not None:
+        write_digests(lab, strategies)
+    if not steps:
+        return {}, {}
+    return watch.chronicle.bubbles(lab, clock), record(lab, strategies, course)
+
+
+def begun(
+    lab: Lab, batches: Batches, strategies: dict[str, Strategy], checkpoints: "Checkpoints | None"
+) -> TrainingPosition:
+    """The course from step 0, or from where LAB_RESUME leaves it, with the strategies as they were there."""
+    found = checkpoints.resumed if checkpoints is not None else None
+    course = TrainingPosition(batches, strategies, found.manifest if found else None, lab.mode.resumed_batch)
+    if found is not None:
+        from distlab.lab.checkpoint.resume import resume
+
+        resume(lab, strategies, course, found)
+        if course.first >= lab.config.steps:
+            told = f"LAB_STEPS={lab.config.steps} steps are done already: nothing more is trained"
+            lab.say(told, "resume", at="normal")
+    return course
+
+
+@contextmanager
+def saving(
+    lab: Lab, strategies: dict[str, Strategy], course: TrainingPosition, shares: dict[str, list[float | None]],
+    checkpoints: "Checkpoints | None",
+) -> Iterator[Callable[[int], None]]:  # fmt: skip
+    """Around the steps: what to call after each, which saves as LAB_CHECKPOINT_EVERY says."""
+    if checkpoints is None:
+        yield lambda step: None  # noqa: ARG005
+        return
+    from distlab.lab.checkpoint.save import Saver
+
+    saver = Saver(lab, checkpoints.group, strategies, course, shares) if checkpoints.group is not None else None
+    stood_s = 0.0
+
+    def passed(step: int) -> None:
+        nonlocal stood_s
+        course.passed(step)
+        if saver is not None:
+            with Lap() as lap:
+                saver.after(step)
+            stood_s += lap.wall_s
+
+    yield passed
+    if saver is not None:
+        with Lap() as lap:
+            saver.finish()
+        saver.check_standing(stood_s + lap.wall_s)
+    if course.first > 0 and lab.rank == 0:
+        detail = "samples that were not seen exactly once an epoch, before and after the resume"
+        lab.check(
+            "resumed samples",
+            course.wrongly_seen(),
+            0,
+            detail=detail,
+            control="tests/lab/checkpoint/test_course.py::test_an_epoch_that_is_begun_anew_is_seen",
+        )
+
+
+def rotated(names: list[str], step: int) -> list[str]:
+    """Every variant is first as often as it is last: none profits from its place."""
+    first = step % len(names) if names else 0
+    return names[first:] + names[:first]
+
+
+def write_losses(
+    lab: Lab, alone: Mapping[str, list[float]], course: TrainingPosition, shares: dict[str, list[float | None]]
+) -> Curves:
+    """The loss curves: one process, and each variant as the sum over its ranks, behind what a checkpoint held of it;
+    returns those of the variants on rank 0, None where no rank knows a loss."""
+    everyone = lab.exchange.gather("losses", shares)
+    if everyone is None:
+        return {}
+    for name, values in alone.items():
+        lab.journal.write(records.Losses(name, values))
+    curves: Curves = {}
+    for name in shares:
+        columns = itertools.zip_longest(*(of_rank[name] for of_rank in everyone))
+        known = [math.fsum(value for value in column if value is not None) for column in columns]
+        curves[name] = [*course.losses[name], *known]
+        lab.journal.write(records.Losses(name, curves[name]))
+    return curves
+
+
+def write_digests(lab: Lab, strategies: dict[str, Strategy]) -> None:
+    """A checksum of all final weights of each variant: to the bit the same, or not."""
+    for name, strategy in strategies.items():
+        lab.at(lab.config.steps, f"the weights of {name}")
+        digest = hashlib.sha256()
+        for label, weight in strategy.full("weights"):
+            digest.update(label.encode())
+            digest.update(raw(weight))
+        if lab.rank == 0:
+            lab.journal.write(records.Digest(name, digest.hexdigest()))
+            lab.say(f"weights    {name}: sha256 {digest.hexdigest()}")
+
+
+# What the seconds of the timed steps are held to: identities that a loaded machine changes nothing of.
+#
+# number       the first two steps are left out where there are more, and no other one
+# a step       is no longer, and takes no more of the processor, than a second watch around the same step saw; and it is
+#              no shorter than what is marked in it
+# its marks    lie in it one and all, but the fetching of data, which is over before it begins
+# by class     the seconds of a step are those of its marks, each moment once
+# the profile  a median: half of the steps take as long in a class or longer, and half as long or shorter
+
+SECONDS_CONTROL = "tests/lab/verify/test_timed.py::test_seconds_that_are_wrong_fail"
+LEFT_OUT = 2  # steps, whatever the pass takes for its warm-up
+ROUNDING_S = 1e-9  # of sums and differences of seconds since the machine's start
+
+
+class Timed(NamedTuple):
+    """The timed steps of one variant on this rank."""
+
+    laps: Sequence[Lap]  # a step each
+    around: Sequence[Lap]  # of a second watch
+    marked: Sequence[tuple[int, list[Span]]]  # (number in `laps`, marks) of the last ones
+    steps: records.Steps
+    profile: Mapping[str, float]
+
+
+def check_seconds(lab: Lab, timed: Mapping[str, Timed]) -> None:
+    """One check of all variants; the detail tells of the first thing that is wrong."""
+    faults = [f"{name}: {fault}" for name, each in timed.items() for fault in wrong(each)]
+    detail = faults[0] if faults else f"{sum(len(each.steps.step_seconds) for each in timed.values())} steps"
+    lab.check("timed seconds", len(faults), 0, detail=detail, control=SECONDS_CONTROL)
+
+
+def wrong(timed: Timed) -> Iterator[str]:
+    left_out = LEFT_OUT if len(timed.around) > LEFT_OUT else 0
+    around = timed.around[left_out:]
+    kept = [len(timed.steps.step_seconds), len(timed.steps.cpu_seconds)]
+    if kept != [len(around)] * 2:
+        yield f"{kept[0]} and {kept[1]} seconds of {len(timed.around)} steps, of which {left_out} are left out"
+        return
+    for lap, wall_s, cpu_s in zip(around, timed.steps.step_seconds, timed.steps.cpu_seconds, strict=True):
+        if not (0 < wall_s <= lap.wall_s and 0 <= cpu_s <= lap.cpu_s):
+            yield f"a step of {wall_s:g} s and {cpu_s:g} CPU s, in {lap.wall_s:g} and {lap.cpu_s:g}"
+    for number, spans in timed.marked:
+        yield from misplaced(spans, timed.laps[number])
+        marked_s = length(union([span for span in spans if span.kind != "data"]))
+        if number >= left_out and marked_s > timed.steps.step_seconds[number - left_out] + ROUNDING_S:
+            yield f"a step of {timed.steps.step_seconds[number - left_out]:g} s in which {marked_s:g} s are marked"
+    yield from unlike(timed.profile, [profile(spans) for _, spans in timed.marked])
+
+
+def misplaced(spans: Sequence[Span], lap: Lap) -> Iterator[str]:
+    fetched = max((span.end_s for span in spans if span.kind == "data"), default=None)
+    if fetched is None or fetched > lap.began_s:
+        yield "data is fetched while the step is timed, or unmarked"
+    if any(span.start_s < lap.began_s or span.end_s > lap.ended_s for span in spans if span.kind != "data"):
+        yield f"marks that are not in their step of {lap.wall_s:g} s"
+    off = abs(sum(profile(spans).values()) - length(union(spans)))
+    if off > ROUNDING_S * len(spans):
+        yield f"classes that add up to {off:g} s more or less than their marks"
+
+
+def unlike(said: Mapping[str, float], steps: Sequence[Mapping[str, float]]) -> Iterator[str]:
+    """A sentence for each class whose seconds are no median of the steps'."""
+    for kind, seconds in said.items() if steps else ():
+        below, above = (sum(sign * each[kind] <= sign * seconds for each in steps) for sign in (1, -1))
+        if 2 * min(below, above) < len(steps):
+            yield f"{seconds:g} s of {kind} are no median of {len(steps)} steps"

@@ -1,0 +1,159 @@
+"""A model with a mixture of experts in place of each MLP, as one process computes it: what every strategy has to equal.
+
+A router scores E experts for each token, the best k of them compute it, and their outputs are added up by the scores.
+So a model has E times the parameters of its MLPs, and a token takes k of them. Each expert takes as many tokens of a
+batch as its capacity says: first choices before second ones, then in the order of the batch. A token that finds no
+place passes by on the residual around the mixture. Nothing here is fast, and nothing is shared with
+distlab/techniques/expert_parallel/layer.py, so that a mistake there is none here.
+
+Sources: Lepikhin et al. 2020, "GShard", section 2.2 (queues, capacity); Fedus et al. 2021, "Switch Transformers",
+section 2.2 (balance loss); Zoph et al. 2022, "ST-MoE", section 3.1 (z-loss); DeepSeek-AI 2024, "DeepSeek-V3", section
+2.1.2 (a bias in place of the balance loss).
+"""
+
+import copy
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from distlab.lab.config import Config
+from distlab.lab.workload.model import MLP, Model, build_model, outline
+
+BIAS_RATE = 0.001  # DeepSeek-V3, section 4.2
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """How tokens find experts; the terms are weights of auxiliary losses, as means over the tokens of a batch."""
+
+    num_experts: int
+    top_k: int
+    capacity_factor: float  # places of an expert over its even share of a batch's choices; 0: as many as are asked for
+    balance: float  # of the balance loss
+    z: float  # of the router's z-loss
+    by_bias: bool  # balance by a bias on the choice, moved after each batch
+
+
+class Router(nn.Module):
+    """Scores [T, E] of tokens [T, D], in float32 at least: a score that is rounded sends a token elsewhere."""
+
+    def __init__(self, width: int, num_experts: int, *, by_bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_experts, width))
+        # Added to what experts are chosen by, and to nothing else; a step moves it, and no gradient.
+        self.bias = nn.Parameter(torch.zeros(num_experts), requires_grad=False) if by_bias else None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        dtype = torch.promote_types(tokens.dtype, torch.float32)
+        return F.linear(tokens.to(dtype), self.weight.to(dtype))
+
+
+class Experts(nn.Module):
+    """The weights of E MLPs without biases, one behind the other."""
+
+    def __init__(self, num_experts: int, width: int, hidden: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.empty(num_experts, width, hidden))
+        self.down = nn.Parameter(torch.empty(num_experts, hidden, width))
+
+
+class Mixture(nn.Module):
+    """[..., D] to [..., D]; a token that was dropped gets zeros. `extra` is the sum of its auxiliary losses' terms."""
+
+    def __init__(self, width: int, hidden: int, mixing: Mixing) -> None:
+        super().__init__()
+        self.mixing = mixing
+        self.router = Router(width, mixing.num_experts, by_bias=mixing.by_bias)
+        self.experts = Experts(mixing.num_experts, width, hidden)
+        self.extra: Tensor | None = None
+        self.tilt = 0.0  # of every second preference: a twin's, which takes the other one of two that are nearly alike
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        tokens = hidden.flatten(0, -2)  # [T, D]
+        scores = self.router(tokens)  # [T, E]
+        probabilities = scores.softmax(-1)
+        chosen = self._preferred(probabilities)  # [T, k], the best first
+        gates = probabilities.gather(1, chosen)
+        if self.mixing.top_k > 1:  # a single gate over itself would be 1, and the router would learn nothing
+            gates = gates / gates.sum(1, keepdim=True)
+        mixed = torch.zeros_like(tokens)
+        for expert, taken in enumerate(self._queues(chosen)):
+            rows, choices = torch.tensor(taken, dtype=torch.long, device=tokens.device).view(-1, 2).unbind(1)
+            out = F.gelu(tokens[rows] @ self.experts.up[expert]) @ self.experts.down[expert]
+            mixed = mixed.index_add(0, rows, (out * gates[rows, choices, None]).to(tokens.dtype))
+        self._weigh(scores, probabilities, chosen)
+        return mixed.view_as(hidden)
+
+    def _preferred(self, probabilities: Tensor) -> Tensor:
+        bias = torch.zeros_like(probabilities[0]) if self.router.bias is None else self.router.bias
+        number = torch.arange(probabilities.numel(), device=probabilities.device).view_as(probabilities)
+        tilted = 1 + self.tilt * ((number + number // self.mixing.num_experts) % 2)
+        return (probabilities.detach() * tilted + bias).topk(self.mixing.top_k).indices
+
+    def _queues(self, chosen: Tensor) -> list[list[tuple[int, int]]]:
+        """The tokens of each expert, each with which of its choices this is."""
+        number, (tokens, top_k) = self.mixing.num_experts, chosen.shape
+        factor = self.mixing.capacity_factor
+        capacity = math.ceil(factor * top_k * tokens / number) if factor else tokens
+        queues: list[list[tuple[int, int]]] = [[] for _ in range(number)]
+        for choice, of_tokens in enumerate(chosen.T.tolist()):
+            for token, expert in enumerate(of_tokens):
+                if len(queues[expert]) < capacity:
+                    queues[expert].append((token, choice))
+        return queues
+
+    def _weigh(self, scores: Tensor, probabilities: Tensor, chosen: Tensor) -> None:
+        mixing = self.mixing
+        wanted = chosen.flatten().bincount(minlength=mixing.num_experts).to(scores.dtype)
+        balance = mixing.num_experts * (wanted / wanted.sum() * probabilities).sum()
+        self.extra = mixing.balance * balance + mixing.z * scores.logsumexp(-1).square().sum()
+        if self.router.bias is not None:
+            with torch.no_grad():
+                self.router.bias.add_((wanted.mean() - wanted).sign(), alpha=BIAS_RATE)
+
+
+class MixtureModel(Model):
+    """A Model of which some layers have a mixture as `mlp`: its loss is theirs, too."""
+
+    divisible = False  # places and balance are those of a whole batch
+
+    @property
+    def mixtures(self) -> dict[str, Any]:
+        """The mixtures in the order of their layers, by name: each a Mixture, or what a strategy puts there."""
+        return {f"layers.{index}.mlp": layer.mlp for index, layer in enumerate(self.layers) if hasattr(layer, "mlp")}
+
+    def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
+        if targets is None:
+            raise TypeError("the balance of its experts is part of a mixture's loss: call model(inputs, targets)")
+        total = super().forward(inputs, targets)
+        terms = targets.shape[1] if self.name == "mlp" else 1  # of a token: a token of mlp is a sample
+        for mixture in self.mixtures.values():
+            total = total + terms * mixture.extra
+            mixture.extra = None  # or the graph would stay
+        return total
+
+
+def with_experts(model: Model, width: int, mixing: Mixing) -> MixtureModel:
+    """`model` with a mixture in place of each MLP, whose weights are still to be drawn."""
+    layers = list(copy.deepcopy(model).layers)
+    for layer in layers:
+        if isinstance(getattr(layer, "mlp", None), MLP):
+            layer.mlp = Mixture(width, 4 * width, mixing)
+    return MixtureModel(model.name, layers, model.loss)
+
+
+def build_mixture(config: Config, seed: int, mixing: Mixing) -> MixtureModel:
+    """The model of LAB_MODEL with experts in float32 on the CPU, its weights a function of `seed` alone."""
+    model = with_experts(build_model(config, seed), config.width, mixing)
+    model.initialise(seed)
+    return model
+
+
+def outline_mixture(config: Config, mixing: Mixing) -> MixtureModel:
+    """The model without its numbers, on the meta device, to count by."""
+    with torch.device("meta"):
+        return with_experts(outline(config), config.width, mixing)

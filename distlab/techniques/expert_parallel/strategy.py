@@ -1,0 +1,100 @@
+"""What every expert-parallel variant shares: its part of the experts, all else whole, and an optimizer on each rank.
+
+What all ranks hold is summed over all of them, in buckets while the backward pass runs. An expert's gradient is
+complete where the expert is: every token that it computed sent its gradient there, whichever rank it belongs to. It is
+summed over the copies of that expert, where there are any, and over nobody else.
+"""
+
+from contextlib import ExitStack
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from distlab.lab.config import Config
+from distlab.lab.workload.data import Microbatch
+from distlab.lab.workload.experts import Mixture, MixtureModel
+from distlab.lab.workload.optimizer import HoldsParts, forward_backward
+from distlab.techniques.collectives.sharded_tensor import LocalShard, whole_piece
+from distlab.techniques.data_parallel.buckets import GradientBuckets
+from distlab.techniques.expert_parallel.layer import Carries, MixtureOfExperts, Placement
+
+
+def distribute(
+    model: MixtureModel, placement: Placement, world: dist.ProcessGroup, carries: Carries,
+    layer: type[MixtureOfExperts] = MixtureOfExperts,
+) -> None:  # fmt: skip
+    """Replace each mixture of a dense `model` by this rank's part of it, in place; parameters keep their names."""
+    for name, mixture in model.mixtures.items():
+        assert isinstance(mixture, Mixture)
+        for key, dense in list(mixture.experts.named_parameters()):
+            part = dense.detach()[placement.box(key, world.rank())].clone(memory_format=torch.contiguous_format)
+            setattr(mixture.experts, key, nn.Parameter(part))
+        model.set_submodule(name, layer(mixture.router, mixture.experts, mixture.mixing, world, carries))
+
+
+class ExpertParallel(HoldsParts):
+    """A Strategy over `model`, whose mixtures are distributed by `placement` over the ranks of `world`.
+
+    `copies` are the ranks that hold the same experts as this one, where they are more than one.
+    """
+
+    repeats_after = 0  # each batch is routed anew
+
+    def __init__(
+        self, model: MixtureModel, placement: Placement, world: dist.ProcessGroup, config: Config,
+        copies: dist.ProcessGroup | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(dict(model.named_parameters()), dict(enumerate(model.layers)), world, config)
+        self.model, self.placement, self.world = model, placement, world
+        self.parts = {
+            f"{name}.experts.{key}": parameter
+            for name, mixture in model.mixtures.items()
+            for key, parameter in mixture.get_submodule("experts").named_parameters()
+        }
+        whole = [parameter for name, parameter in self.named.items() if self.is_summed(name)]
+        bucket_bytes = config.bucket_mib * 2**20
+        self.sums = [GradientBuckets(whole, world, bucket_bytes)]
+        if copies is not None:
+            held = [parameter for parameter in self.parts.values() if parameter.numel()]
+            self.sums.append(GradientBuckets(held, copies, bucket_bytes))
+
+    def backward(self, microbatches: list[Microbatch]) -> Tensor:
+        """Forward and backward of as many microbatches on all ranks; tokens travel inside of both."""
+        self.model.zero_grad()
+        losses = [
+            self.routed(number, microbatch, last=number == len(microbatches) - 1)
+            for number, microbatch in enumerate(microbatches)
+        ]
+        for sums in self.sums:
+            sums.finish()
+        for parameter in self.parts.values():
+            if parameter.grad is None:  # of no experts; an optimizer steps it like the others
+                parameter.grad = torch.zeros_like(parameter)
+        return torch.stack(losses).sum()
+
+    def routed(self, number: int, microbatch: Microbatch, *, last: bool) -> Tensor:
+        """One microbatch there and back; the last one's gradients are summed over the ranks as they come."""
+        with ExitStack() as armed:
+            for sums in self.sums:
+                armed.enter_context(sums.accumulate(last=last))
+            return forward_backward(self.model, microbatch, number)
+
+    def is_summed(self, name: str) -> bool:
+        """Whether a parameter's gradient is summed over all ranks: each has found a part of it."""
+        return name not in self.parts
+
+    def counts(self, name: str, tensor: Tensor) -> bool:
+        """Of experts the parts of the first copy, AdamW's number of steps once; all else on rank 0."""
+        rank = self.world.rank()
+        return rank < self.placement.ranks_of_a_copy if name in self.parts and tensor.dim() else rank == 0
+
+    def piece(self, name: str, tensor: Tensor) -> LocalShard:
+        """The place of this rank's experts."""
+        if name in self.parts and tensor.dim():
+            return self.placement.piece(name.rpartition(".")[2], tensor, self.world.rank())
+        return whole_piece(tensor)
+
+    def is_alike(self, name: str) -> bool:
+        """All but the experts, whose copies stand along a column of the grid alone."""
+        return self.is_summed(name)

@@ -1,0 +1,350 @@
+"""One model on a grid of axes: slices of its layers, in stages, on replicas; a step, and the way back to dense tensors.
+
+The mechanisms stack because each works on what the one below it left: tensor parallelism replaces layers, a pipeline
+takes runs of what stands there then, data parallelism sums whatever parameters a stage has. What belongs to no single
+axis is here: which gradients are summed over which ranks once the pipeline is through, the norm in which each element
+counts once, and where each part stands in the dense model.
+
+  over dp   every stage's gradients, in its last backward pass (its pipeline.py does it); and over cp with them, since
+            ranks with other positions are replicas like those with other samples
+  over tp   what sequence parallelism keeps whole and uses on its rows (below)
+  over pp   a weight that two stages share, after the sums over dp: its shards lie opposite each other
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from distlab.lab.config import Config
+from distlab.lab.workload.data import Microbatch
+from distlab.lab.workload.optimizer import clip_gradients, in_order, make_optimizer, prime, tensors_of
+from distlab.techniques.collectives.point_to_point import Peers
+from distlab.techniques.collectives.sharded_tensor import LocalShard, whole_piece
+from distlab.techniques.data_parallel.buckets import AllReduce, GradientBuckets
+from distlab.techniques.mesh.grid import Mesh
+from distlab.techniques.pipeline_parallel.pipeline import Reducer
+from distlab.techniques.pipeline_parallel.strategy import Engine, Parts, sum_shared
+from distlab.techniques.precision import Masters
+from distlab.techniques.sharded.flat_parameter import as_many_as_all
+from distlab.techniques.sharded.zero import Zero
+from distlab.techniques.tensor_parallel.layers import Slice, sum_together
+
+# ZeRO over sequence parallelism: what was used on some rows is summed over the ranks that had the others.
+#
+# Between its slices a rank of sequence parallelism has its own rows alone, so a norm's gradient there is a part of
+# the whole one (layers.py). ZeRO lays a layer's gradients end to end and sums that vector over the replicas; of the
+# sum a rank keeps a run, which begins and ends somewhere else on the rank beside it along the tensor axis, since
+# their slices are not of one size. After that sum the parts no longer lie opposite each other. So they are added up
+# before it, in the unit's vector, as soon as its last gradient is there.
+
+
+class ZeroByRows(Zero):
+    """`Zero`, of which the parameters `whole` have a part of their gradient on each rank of `rows`."""
+
+    def __init__(
+        self, model: nn.Module, layers: Sequence[nn.Module], group: dist.ProcessGroup, stage: int, *,
+        whole: Collection[nn.Parameter], rows: dist.ProcessGroup | None,
+    ) -> None:  # fmt: skip
+        self.whole, self.rows = set(whole), rows
+        super().__init__(model, layers, group, stage)
+
+    @torch.no_grad()
+    def _complete(self, index: int) -> None:
+        if self.rows is not None and (self.stage > 1 or self._last):  # of stage 1 the vector is kept, and summed once
+            flat = self._flat_gradient(index)
+            named = zip(self.units[index].named.values(), flat.places, strict=True)
+            parts = [place for parameter, place in named if parameter in self.whole]
+            if parts:
+                sum_together(parts, self.rows)
+        super()._complete(index)
+
+
+# What a rank keeps of a stage's parameters, and how their gradients become one over all replicas.
+#
+# Over a pipeline and its slices data parallelism is what it is over a whole model: `Replicas` keeps everything on
+# every replica and sums gradients in buckets, `Shards` is ZeRO. Both say of each tensor that an optimizer steps which
+# part of which parameter it is, so that whoever clips, saves or gathers need not know how it was laid out.
+
+Named = Mapping[str, nn.Parameter]  # by dense name
+
+
+class Entry(NamedTuple):
+    """A tensor that an optimizer steps."""
+
+    names: tuple[str, ...]  # of the parameters that it is, or that it has a part of
+    stepped: nn.Parameter
+    summed: nn.Parameter  # whose `grad` is the gradient, in the type of what computes: itself, or what it is copied to
+    pieces: Callable[[Tensor], Iterable[tuple[str, LocalShard]]]  # a tensor of its shape, as parts of these parameters
+
+
+class ParameterStore(Reducer, Protocol):
+    """Some parameters of a stage on this rank."""
+
+    everywhere: bool  # whether every replica keeps the same
+
+    def entries(self) -> list[Entry]:
+        """What is stepped."""
+
+    def deliver(self) -> None:
+        """Hand the gradients to what is stepped."""
+
+    def publish(self) -> None:
+        """After the optimizer's step, or a load: what computes has the new weights."""
+
+
+class Replicas(GradientBuckets):
+    """`named` whole on every replica. 16-bit weights have float32 masters.
+
+    Args:
+        rows: of the parameters `whole` each rank of this group has a part of the gradient (sequence parallelism).
+    """
+
+    everywhere = True
+
+    def __init__(
+        self, named: Named, group: dist.ProcessGroup, config: Config, *, whole: Collection[nn.Parameter] = (),
+        rows: dist.ProcessGroup | None = None, overlap: bool = True,
+    ) -> None:  # fmt: skip
+        nothing: AllReduce | None = (lambda _: None) if group.size() == 1 else None
+        super().__init__(named.values(), group, config.bucket_mib * 2**20, all_reduce=nothing, overlap=overlap)
+        self.named, self.rows = named, rows
+        self.whole = [parameter for parameter in named.values() if parameter in set(whole)]
+        computing = list(named.values())
+        lower = computing[0].dtype.itemsize < 4
+        self.masters = Masters(computing, [p.detach().float() for p in computing], kept=True) if lower else None
+
+    def begin(self) -> None:
+        self.zero()
+
+    microbatch = GradientBuckets.accumulate
+
+    def finish(self) -> None:
+        """Wait for all sums, and add up over the rows what every rank has a part of: sums may come in any order."""
+        super().finish()
+        if self.rows is not None and self.whole:
+            sum_together([p.grad for p in self.whole if p.grad is not None], self.rows)
+
+    def entries(self) -> list[Entry]:
+        stepped = self.named.values() if self.masters is None else self.masters.parameters
+        return [
+            Entry((name,), master, parameter, lambda tensor, name=name: [(name, whole_piece(tensor))])  # type: ignore[misc]
+            for (name, parameter), master in zip(self.named.items(), stepped, strict=True)
+        ]
+
+    def deliver(self) -> None:
+        if self.masters is not None:
+            self.masters.deliver(1.0)
+
+    def publish(self) -> None:
+        if self.masters is not None:
+            self.masters.refresh()
+
+
+class Shards(ZeroByRows):
+    """ZeRO over the replicas of a stage: of each of `layers` this rank owns a run.
+
+    Args:
+        names: the dense name of each parameter: a stage may know a tied one by another.
+    """
+
+    everywhere = False
+
+    def __init__(
+        self, stage: nn.Module, layers: Sequence[nn.Module], group: dist.ProcessGroup, zero: int, *,
+        names: Mapping[nn.Parameter, str], whole: Collection[nn.Parameter], rows: dist.ProcessGroup | None,
+    ) -> None:  # fmt: skip
+        super().__init__(stage, layers, group, zero, whole=whole, rows=rows)
+        self.names = [{own: names[p] for own, p in unit.named.items()} for unit in self.units]
+
+    def entries(self) -> list[Entry]:
+        return [
+            Entry(
+                tuple(names.values()), unit.master, unit.shard,
+                lambda shard, unit=unit, names=names: [(names[own], piece) for own, piece in unit.pieces(shard)],  # type: ignore[misc]
+            )
+            for unit, names in zip(self.units, self.names, strict=True)
+        ]  # fmt: skip
+
+    def _watch_layer(self, layer: nn.Module, place: int) -> None:
+        super()._watch_layer(layer.runs[0] if isinstance(layer, Rest) else layer, place)
+
+
+class Rest(nn.Module):
+    """A layer's parameters but those that another stage holds too, in the place of the layer that runs."""
+
+    def __init__(self, layer: nn.Module, shared: Collection[nn.Parameter]) -> None:
+        super().__init__()
+        self.own = nn.ParameterList([p for p in layer.parameters() if p not in set(shared)])
+        self.runs = (layer,)  # in a tuple, or its parameters were this module's
+
+
+def shards_of(
+    stage: nn.Module, layers: Sequence[nn.Module], group: dist.ProcessGroup, zero: int, *,
+    names: Mapping[nn.Parameter, str], shared: Collection[nn.Parameter], whole: Collection[nn.Parameter],
+    rows: dist.ProcessGroup | None,
+) -> list[Shards]:  # fmt: skip
+    """ZeRO over one stage.
+
+    What another stage holds too is a unit of its own on both: alike, so that a rank's shard here lies opposite the same
+    one there, and gradients are summed over the stages after they were summed over the replicas. It stays whole between
+    the steps, since two layers far apart compute with it.
+    """
+    tied = [parameter for parameter in stage.parameters() if parameter in set(shared)]
+    rest = [Rest(layer, tied) for layer in layers] if tied else layers
+    own = Shards(stage, rest, group, zero, names=names, whole=whole, rows=rows)
+    if not tied:
+        return [own]
+    both = Shards(stage, [nn.ParameterList(tied)], group, min(zero, 2), names=names, whole=whole, rows=rows)
+    return [own, both]
+
+
+# (those that count on this rank, all of this rank, bound, mesh): scales all in place
+Clip: TypeAlias = Callable[[list[Tensor], list[Tensor], float, Mesh], Tensor]
+
+
+def clip_over_all(once: list[Tensor], every: list[Tensor], bound: float, mesh: Mesh) -> Tensor:
+    """Clip by the norm of the whole model's gradient, one number summed along each axis in turn."""
+    return clip_gradients(once, every, bound, *(group for group in mesh.groups.values() if group.size() > 1))
+
+
+class StageShard(NamedTuple):
+    """A part of a dense tensor on this rank."""
+
+    label: str
+    name: str  # of the parameter that it belongs to
+    piece: LocalShard
+    everywhere: bool  # whether every replica holds the same
+
+
+class Stacked:
+    """A Strategy on a mesh with the axes dp, cp, tp and pp.
+
+    Args:
+        parts: this rank's stages, of layers that are sliced already.
+        slices: which parameters are slices, by dense name.
+        kept: what keeps the parameters of each of the stages.
+        engine: what sends microbatches through them.
+    """
+
+    def __init__(
+        self, parts: Parts, slices: Mapping[str, Slice], kept: Mapping[int, Sequence[ParameterStore]], engine: Engine,
+        mesh: Mesh, config: Config, clip: Clip = clip_over_all,
+    ) -> None:  # fmt: skip
+        self.parts, self.slices, self.engine, self.mesh, self.config = parts, slices, engine, mesh, config
+        self.clip = clip
+        self.kept = [each for of_stage in kept.values() for each in of_stage]
+        self.stages, self.ranks = Peers(mesh["pp"]), Peers(mesh.world)
+        self.optimizer = make_optimizer([entry.stepped for entry in self.entries()], config)
+        self.norm: Tensor | None = None  # of the last clipped gradient
+
+    def backward(self, microbatches: list[Microbatch]) -> Tensor | None:
+        """All microbatches of this replica through its pipeline, then what is left to sum."""
+        for each in self.kept:
+            each.begin()
+        loss = self.engine.step(as_many_as_all(microbatches, self.config))
+        for each in self.kept:
+            each.finish()
+        self.sum_over_stages()
+        return loss if self.mesh.index("tp") == 0 else None  # the ranks of a slice have the same one
+
+    def sum_over_stages(self) -> None:
+        """The gradient of a tied weight is that of both its copies, or of the shards of both."""
+        shared = set(self.parts.shared)
+        if shared:
+            summed = {name: entry.summed for entry in self.entries() for name in shared.intersection(entry.names)}
+            sum_shared(replace(self.parts, parameters=summed), self.stages)
+
+    @property
+    def layers(self) -> dict[int, nn.Module]:
+        return self.parts.layers
+
+    def update(self) -> None:
+        """Clip by the one norm, step what is kept here, and give the others what is new."""
+        if self.config.clip is not None:
+            once = [box for held in filter(self.in_norm, self.held("gradients")) for _, box in held.piece.boxes]
+            every = [entry.summed.grad for entry in self.entries() if entry.summed.grad is not None]
+            self.norm = self.clip(once, every, self.config.clip, self.mesh)
+        for each in self.kept:
+            each.deliver()
+        self.optimizer.step()
+        for each in self.kept:
+            each.publish()
+
+    # --- where everything stands in the dense model ---
+
+    def entries(self) -> list[Entry]:
+        return [entry for each in self.kept for entry in each.entries()]
+
+    def held(self, kind: str) -> Iterator[StageShard]:
+        """This rank's "gradients", "weights" or "optimizer" state."""
+        for each in self.kept:
+            for entry in each.entries():
+                for key, tensor in tensors_of(kind, self.optimizer, entry.stepped, entry.summed).items():
+                    parts = entry.pieces(tensor) if tensor.dim() else scalars(entry.names, tensor)
+                    for name, part in parts:
+                        yield StageShard(
+                            f"{key}.{name}" if key else name, name, self.placed(name, part), each.everywhere
+                        )
+
+    def placed(self, name: str, part: LocalShard) -> LocalShard:
+        """A part of this rank's slice, as a part of the dense tensor."""
+        cut = self.slices.get(name)
+        return part if cut is None or not part.shape else cut.placed(part, self.mesh.index("tp"))
+
+    def counts(self, held: StageShard) -> bool:
+        """Whether it counts here: of all ranks that hold the same, on the first."""
+        return self.first_slice(held) and self.first_replica(held) and self.first_stage(held)
+
+    def first_slice(self, held: StageShard) -> bool:
+        """Of the ranks of a slice; a number, AdamW's count of steps, all of them have."""
+        return (held.name in self.slices and bool(held.piece.shape)) or self.mesh.index("tp") == 0
+
+    def first_replica(self, held: StageShard) -> bool:
+        sharded = not held.everywhere and bool(held.piece.shape)
+        return sharded or self.mesh.index("dp") == self.mesh.index("cp") == 0
+
+    def first_stage(self, held: StageShard) -> bool:
+        return self.parts.holders[held.name][0] == self.mesh.index("pp")
+
+    def in_norm(self, held: StageShard) -> bool:
+        return self.counts(held)
+
+    def once(self, kind: str) -> Iterator[StageShard]:
+        """What counts on this rank: over all ranks each element of the dense model once."""
+        return filter(self.counts, self.held(kind))
+
+    def full(self, kind: str) -> Iterator[tuple[str, Tensor]]:
+        """Dense tensors on rank 0, in the model's order; nothing elsewhere."""
+        pieces = [(held.label, held.piece) for held in self.once(kind)]
+        return in_order(pieces, self.ranks, self.parts.holders)
+
+    def alike(self, kind: str) -> Iterator[tuple[str, Tensor]]:
+        """What all replicas hold: along dp, and what is no slice along tp too; shards are of one rank each."""
+        for held in self.held(kind):
+            if held.everywhere:
+                own = f" slice {self.mesh.index('tp')}" if held.name in self.slices else ""
+                ((_, whole),) = held.piece.boxes
+                yield f"{held.label}{own}", whole
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of a parameter that this rank holds whole the tensor, of any other its piece."""
+        prime(self.optimizer)
+        state: dict[str, Any] = {}
+        for kind in ("weights", "optimizer"):
+            for held in self.held(kind):
+                whole = held.everywhere and all(box.shape == held.piece.shape for _, box in held.piece.boxes)
+                state[f"{kind}.{held.label}"] = held.piece.boxes[0][1] if whole else held.piece
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: ARG002  it was filled in place
+        """What is kept is loaded: what computes gets it."""
+        for each in self.kept:
+            each.publish()
+
+
+def scalars(names: Sequence[str], value: Tensor) -> list[tuple[str, LocalShard]]:
+    return [(name, LocalShard(value.shape, [((), value)])) for name in names]

@@ -1,0 +1,402 @@
+"""The pipeline: does a schedule's actions with real layers, whatever the schedule is.
+
+Each rank goes down its list. A forward takes its input from the stage before, keeps input and output for the backward
+pass, and gives the output on; a backward takes the gradient of that output, runs autograd through the stage, and gives
+the gradient of the input back. Of a schedule that splits its backward passes the first part gives that gradient back,
+and the second one adds those of the weights. What was kept goes with its backward, so a schedule's order alone decides
+how much a rank holds. Losses are what the caller's function returns for a microbatch: weighed by their share of the
+batch, microbatches of any sizes add up to the gradient of the whole.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from itertools import pairwise
+from typing import Protocol, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from distlab.lab.workload.model import fast_backward, save_for_backward
+from distlab.techniques.collectives.phases import phase
+from distlab.techniques.collectives.point_to_point import Message, Peers, sendable
+from distlab.techniques.pipeline_parallel.schedules import Action, gives, needs
+
+# A backward pass in two: the gradient of a stage's input first, those of its weights whenever there is time.
+#
+# The stage before waits for the one and nobody for the other (Qi et al. 2023, "Zero Bubble Pipeline Parallelism",
+# section 2). What is put off are the two products of a linear layer that make no gradient of an input, dW = dYᵀ·X and
+# the sum of dY for its bias: nearly all of a weight's work in a transformer. Gains, embeddings and whatever else a
+# stage has are small, and get their gradients with the input's.
+#
+# A linear layer is torch's own, or any module that multiplies by its `product`, as slices of one do
+# (distlab/techniques/tensor_parallel/layers.py).
+#
+# A linear layer's output is that of weights without gradients, which makes the first part torch's own; a hook on it
+# keeps dY. Beside it the layer leaves a `Part`, which keeps its input X the way autograd does and whose products are
+# the second one. They go through autograd to the weights, so that hooks of parameters are called when their gradient
+# comes. What waits for the second part is each layer's X, and dY, as many bytes.
+
+
+Product: TypeAlias = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # F.linear
+
+
+class LeftOver(Protocol):
+    """Work of a backward pass that nobody waits for."""
+
+    def finish(self) -> None: ...
+
+
+class Part:
+    """What is left to do for the weights of one layer, once the first part has come to its output."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, inputs: Tensor) -> None:
+        self.weights = weight, bias
+        self.kept = save_for_backward(inputs.detach())
+        self.gradient: Tensor | None = None
+
+    def reach(self, gradients: tuple[Tensor, ...]) -> None:
+        """The first part comes to the layer's output."""
+        (self.gradient,) = gradients
+
+    def finish(self) -> None:
+        """Add dW = dYᵀ·X and the sum of dY to the weights' gradients; without a dY there is nothing to add."""
+        if self.gradient is None:
+            return
+        (weight, bias), (inputs,) = self.weights, self.kept.saved_tensors
+        rows = self.gradient.flatten(0, -2)  # [n, out]
+        product = rows.mT @ inputs.flatten(0, -2)
+        if bias is None or not bias.requires_grad:
+            fast_backward((weight,), (product,))
+        else:
+            fast_backward((weight, bias), (product, rows.sum(0)))
+
+
+class SplitBackward:
+    """Lets the linear layers of `stage` leave their weights for later: `left` has a part of each that was run."""
+
+    def __init__(self, stage: nn.Module) -> None:
+        self.left: list[LeftOver] = []
+        for module in stage.modules():
+            if type(module) is nn.Linear:  # a subclass may compute something else
+                module.forward = partial(linear, self._product, module)  # type: ignore[method-assign]
+            elif hasattr(module, "product"):
+                setattr(module, "product", self._product)  # noqa: B010  mypy takes any attribute for a parameter
+
+    def taken(self) -> list[LeftOver]:
+        """The parts of what ran since they were taken last."""
+        parts, self.left = self.left, []
+        return parts
+
+    def _product(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if not (torch.is_grad_enabled() and weight.requires_grad):
+            return F.linear(inputs, weight, bias)
+        part = Part(weight, bias, inputs)
+        self.left.append(part)
+        given = inputs if inputs.requires_grad else inputs.detach().requires_grad_()  # or the output has no graph
+        output = F.linear(given, weight.detach(), None if bias is None else bias.detach())  # [..., out]
+        node = output.grad_fn
+        assert node is not None
+        node.register_prehook(part.reach)  # behind a sleep 35 us less than a hook of the tensor
+        return output
+
+
+def linear(product: Product, layer: nn.Linear, inputs: Tensor) -> Tensor:
+    return product(inputs, layer.weight, layer.bias)
+
+
+def finish(parts: Sequence[LeftOver]) -> None:
+    """Do what is left of one backward pass, the last layer's first."""
+    for part in reversed(parts):
+        part.finish()
+
+
+# Boundaries: the tensors that pass between stages, activations forward and gradients back.
+#
+# gloo ends a send when its receive was posted and filled, so the rules here are about not waiting. Receives are
+# posted before they are needed, `AHEAD` of them, each under a tag of its own, so that a transfer runs while the rank
+# computes. A send is waited for only when something proves that it is over: the gradient of a microbatch comes back
+# after its activation went out. What nothing proves is waited for at the end of the step.
+#
+# NCCL runs messages in the order of their launch and knows no tags. There a receive is launched together with the
+# send that goes before it, as Megatron does, or two ranks that both send would wait for each other. Tests prove this
+# rule on the schedules, as they do gloo's; on GPUs it was never run. `interleaved` it does not serve: ranks would
+# wait in a circle.
+
+# Posted receives: their memory does not grow with m, and 4, or all 8 of `python -m benchmarks.pp`, were not faster
+# beyond its spread.
+AHEAD = 2
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+class Boundaries:
+    """What one rank exchanges at the ends of its stages; stage s is on rank `owners[s]` of the group."""
+
+    def __init__(self, peers: Peers, owners: Sequence[int]) -> None:
+        self.peers, self.owners, self.num_stages = peers, owners, len(owners)
+        self._sent: dict[Action, Message] = {}  # by the action that takes what is sent
+        self._samples: dict[tuple[str, int], Tensor] = {}  # what a stage takes forward and back: one sample of it
+
+    def agree(self, stages: Mapping[int, nn.Module], sample: Tensor) -> None:
+        """Learn all shapes, once: `sample` [1, ...] goes through the first stage, its shape alone to the next."""
+        self.device = sample.device
+        wire = self.device if self.peers.batched else torch.device("cpu")  # gloo sends no tensor that lives on a GPU
+        outline = torch.empty(16, dtype=torch.long, device=wire)  # dtype, number of dimensions, dimensions
+        sent: list[Message] = []
+        for stage in sorted(stages):
+            before, after = (self._owner(neighbour) for neighbour in (stage - 1, stage + 1))
+            if stage:
+                if before is not None:
+                    self.peers.post(stage, receives=[(before, outline)])[0][0].wait()
+                sample = self._samples["forward", stage] = zeros_like_outline(outline, self.device)
+            with torch.no_grad():
+                output = stages[stage](sample)
+            self._samples["back", stage] = output
+            outline = outlined(output).to(wire)
+            if after is not None:
+                sent += self.peers.post(stage + 1, sends=[(after, outline.clone())])[1]
+        for message in sent:
+            message.wait()
+        # Shapes and types, for all the steps to come: a number each.
+        self._samples = {end: known.new_zeros(()).expand(known.shape) for end, known in self._samples.items()}
+
+    def begin(self, actions: Sequence[Action], sizes: Sequence[int]) -> None:
+        """Begin a step of this rank's `actions`, on microbatches of so many samples: post its first receives."""
+        self.sizes = sizes
+        sources = ((action, self._peer(needs(action, self.num_stages))) for action in actions)
+        self._due = deque((action, source) for action, source in sources if source is not None)  # receives to post
+        self._following = dict(pairwise(action for action in actions if action.kind != "weight"))  # those take nothing
+        self._posted: dict[Action, tuple[Message, Tensor]] = {}
+        self._handed: dict[Action, Tensor] = {}  # from a stage of this rank to the next one, which is here too
+        self._post_ahead()
+
+    def take(self, action: Action) -> Tensor:
+        """What `action` works on: the input of its stage, or the gradient of its output."""
+        if action in self._handed:
+            return self._handed.pop(action)
+        if action not in self._posted:
+            self._receive()
+        message, tensor = self._posted.pop(action)
+        self._post_ahead()
+        with phase("receive", str(action.microbatch)):
+            message.wait()
+        answered = Action("forward", action.stage + 1, action.microbatch)
+        if action.kind != "forward" and answered in self._sent:
+            self._sent.pop(answered).wait()  # its gradient is here, so it has arrived: let go of the activation
+        return tensor.to(self.device)
+
+    def give(self, action: Action, tensor: Tensor) -> None:
+        """Pass the result of `action` on, if a neighbouring stage takes it; nobody may change it afterwards."""
+        taker = gives(action, self.num_stages)
+        if taker is None:
+            return
+        peer = self._peer(taker)
+        if peer is None:
+            self._handed[taker] = tensor
+            return
+        with phase("send", str(action.microbatch)):
+            outgoing = [(peer, sendable(tensor, self.peers))]
+            if self.peers.batched and self._due and self._due[0][0] == self._following.get(action):
+                self._sent[taker] = self._receive(outgoing)[0]
+            else:
+                self._sent[taker] = self.peers.post(self.tag(taker), sends=outgoing)[1][0]
+
+    def finish(self) -> None:
+        """End the step: wait for the sends that nothing has answered."""
+        with phase("wait"):
+            while self._sent:
+                self._sent.popitem()[1].wait()
+
+    def tag(self, action: Action) -> int:
+        """The tag of what `action` takes: another for each direction, stage and microbatch."""
+        return 2 * (action.stage * len(self.sizes) + action.microbatch) + (action.kind != "forward")
+
+    def _peer(self, action: Action | None) -> int | None:
+        """The other rank that does `action`; None if there is no such action, or if it is this rank's own."""
+        return None if action is None else self._owner(action.stage)
+
+    def _owner(self, stage: int) -> int | None:
+        """The other rank that has `stage`; None if there is no such stage, or if it is this rank's own."""
+        rank = self.owners[stage] if 0 <= stage < self.num_stages else self.peers.rank
+        return None if rank == self.peers.rank else rank
+
+    def _post_ahead(self) -> None:
+        """With NCCL a receive holds up all that is launched behind it: none is posted before it is needed."""
+        while self._due and len(self._posted) < AHEAD and not self.peers.batched:
+            self._receive()
+
+    def _receive(self, together_with: Sequence[tuple[int, Tensor]] = ()) -> list[Message]:
+        """Post the next receive that is due, and for NCCL a send in the same launch; returns the sends."""
+        action, source = self._due.popleft()
+        buffer = self._buffer(action)
+        received, sent = self.peers.post(self.tag(action), [(source, buffer)], together_with)
+        self._posted[action] = received[0], buffer
+        return sent
+
+    def _buffer(self, action: Action) -> Tensor:
+        """Memory for what `action` takes [samples, ...], for gloo on the host."""
+        sample = self._samples["forward" if action.kind == "forward" else "back", action.stage]
+        device = self.device if self.peers.batched else "cpu"
+        return sample.new_empty([self.sizes[action.microbatch], *sample.shape[1:]], device=device)
+
+
+def outlined(tensor: Tensor) -> Tensor:
+    """The dtype and the shape of a tensor of up to 14 dimensions, as 16 numbers."""
+    numbers = [DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
+    return torch.tensor(numbers + [0] * (16 - len(numbers)))
+
+
+def zeros_like_outline(outline: Tensor, device: torch.device) -> Tensor:
+    """A tensor of zeros with the dtype and the shape that `outlined` wrote down."""
+    dtype, dim, *shape = outline.tolist()
+    return torch.zeros(shape[:dim], dtype=DTYPES[dtype], device=device)
+
+
+# (microbatch, output of the last stage) -> the scalar that is differentiated
+Loss = Callable[[int, Tensor], Tensor]
+
+
+class Pipeline:
+    """One rank of a pipeline; gradients are added to those that its parameters have.
+
+    Args:
+        stages: this rank's, by their number; every rank has as many. The first dimension of all that passes between
+            them counts samples. Where the schedule splits backward passes their linear layers learn to do so.
+        actions: this rank's part of a schedule.
+        group: the ranks of the pipeline.
+        boundaries: how tensors pass between stages.
+        owners: the rank of each stage; by default stage s is on rank s % p.
+    """
+
+    def __init__(
+        self, stages: Mapping[int, nn.Module], actions: Sequence[Action], group: dist.ProcessGroup,
+        boundaries: type[Boundaries] = Boundaries, owners: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
+        self.stages, self.actions = stages, actions
+        self.last = len(stages) * group.size() - 1
+        self.boundaries = boundaries(Peers(group), owners or [*range(group.size())] * len(stages))
+        halved = any(action.kind == "weight" for action in actions)
+        self.splits = {number: SplitBackward(stage) for number, stage in stages.items()} if halved else {}
+        self.agreed = False
+        self.most_in_flight = 0  # microbatches between forward and backward, each chunk's apart, at most so far
+
+    def step(self, inputs: Sequence[Tensor], loss: Loss) -> Tensor | None:
+        """Forward and backward of all microbatches; returns the sum of losses, detached, where the last stage is.
+
+        `inputs` are all microbatches' on every rank, though only their sizes count beyond the first stage. A message
+        that fails raises RuntimeError naming its rank.
+        """
+        if not self.agreed:
+            self.boundaries.agree(self.stages, inputs[0][:1])
+            self.agreed = True
+        self._inputs, self._loss = inputs, loss
+        self._held: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # (stage, microbatch): input and output
+        self._parts: dict[tuple[int, int], list[LeftOver]] = {}  # what is left to do for the weights
+        self._losses: list[Tensor] = []
+        self.boundaries.begin(self.actions, [len(microbatch) for microbatch in inputs])
+        for action in self.actions:
+            if action.kind == "forward":
+                self._forward(action)
+            elif action.kind == "weight":
+                self._weight(action)
+            else:
+                self._backward(action)
+        self.boundaries.finish()
+        losses = self._losses
+        del self._inputs, self._loss, self._losses  # the batch, which nobody needs between two steps
+        return torch.stack(losses).sum() if losses else None
+
+    def _forward(self, action: Action) -> None:
+        stage, microbatch = action.stage, action.microbatch
+        hidden = self.boundaries.take(action).requires_grad_() if stage else self._inputs[microbatch]
+        with phase("forward", str(microbatch)):
+            output: Tensor = self.stages[stage](hidden)
+            if stage == self.last:
+                output = self._loss(microbatch, output)
+                self._losses.append(output.detach())
+        self._held[stage, microbatch] = hidden, output
+        if self.splits:
+            self._parts[stage, microbatch] = self.splits[stage].taken()
+        # Where there are parts, each outlives what is held of its microbatch.
+        self.most_in_flight = max(self.most_in_flight, len(self._parts if self.splits else self._held))
+        self.boundaries.give(action, output.detach())
+
+    def _backward(self, action: Action) -> None:
+        gradient = self.boundaries.take(action) if action.stage < self.last else None
+        hidden, output = self._held.pop((action.stage, action.microbatch))
+        with phase(action.kind, str(action.microbatch)):
+            fast_backward((output,), (torch.ones_like(output) if gradient is None else gradient,))
+        if hidden.grad is not None:
+            self.boundaries.give(action, hidden.grad)
+
+    def _weight(self, action: Action) -> None:
+        with phase("weight", str(action.microbatch)):
+            finish(self._parts.pop((action.stage, action.microbatch)))
+
+
+# A pipeline over which gradients are summed: each stage's in the last backward pass that goes through it.
+#
+# Data parallelism sums a step's gradients once, and begins while the backward pass still runs. In a pipeline a step
+# has many backward passes, and only a stage's last one leaves its gradients complete: what is summed before is a part
+# of them, on every rank another part, and no error says so. Armed around the whole schedule, buckets are launched by
+# the first microbatch's gradients. So whoever sums is told of each backward pass, and which is the last (Narayanan et
+# al. 2021, "Megatron-LM", section 3, sums after the whole pipeline; its later releases as here). Of a backward pass
+# in two parts he is told of both: gains and biases have their gradients after the first part, matrices after the
+# second.
+#
+# The ranks along the data-parallel axis go down one list of actions, so their sums meet in one order.
+
+
+class Reducer(Protocol):
+    """How some parameters' gradients become one over all replicas, and whatever is kept of them."""
+
+    def begin(self) -> None:
+        """Before the first microbatch."""
+
+    def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
+        """Around the backward pass of a microbatch, or a part of it."""
+
+    def finish(self) -> None:
+        """After the last one: every gradient is the sum over all replicas."""
+
+
+class ReducingPipeline(Pipeline):
+    """`Pipeline`, whose stages' gradients `reducers` sum; `turn_to` hears which microbatch is worked on next."""
+
+    def __init__(
+        self, stages: Mapping[int, nn.Module], actions: Sequence[Action], group: dist.ProcessGroup,
+        reducers: Mapping[int, Sequence[Reducer]], turn_to: Callable[[int], None] = lambda _: None,
+    ) -> None:  # fmt: skip
+        super().__init__(stages, actions, group)
+        self.reducers, self.turn_to = reducers, turn_to
+        # The last one of each stage, in both parts: a later one takes the place of those before.
+        self.last_microbatch = {action.stage: action.microbatch for action in actions if action.kind != "forward"}
+
+    def _forward(self, action: Action) -> None:
+        self.turn_to(action.microbatch)
+        super()._forward(action)
+
+    def _backward(self, action: Action) -> None:
+        with self.told(action):
+            super()._backward(action)
+
+    def _weight(self, action: Action) -> None:
+        with self.told(action):
+            super()._weight(action)
+
+    @contextmanager
+    def told(self, action: Action) -> Iterator[None]:
+        """Around a backward pass, or a part of it."""
+        self.turn_to(action.microbatch)  # a layer may be computed again
+        last = self.is_last(action)
+        with ExitStack() as stack:
+            for reducer in self.reducers[action.stage]:
+                stack.enter_context(reducer.microbatch(last=last))
+            yield
+
+    def is_last(self, action: Action) -> bool:
+        """Whether what this gives of the stage's gradients is complete with it."""
+        return action.microbatch == self.last_microbatch[action.stage]

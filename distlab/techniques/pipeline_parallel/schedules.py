@@ -1,0 +1,323 @@
+"""Schedules: which rank works on which microbatch when, as plain data that can be proven and drawn without a process.
+
+A model is cut into stages, and stage s lives on rank s % p: with one stage a rank stage and rank are the same, with v
+of them (chunks) every rank comes by v times. A rank's part of a schedule is a list of actions, which it does in order.
+Each waits for the one other action whose result it takes (`needs`), and that is all there is to know: no schedule says
+when anything is sent.
+
+A backward pass is two products: the gradient of the stage's input, which the stage before waits for, and the gradients
+of its weights, for which nobody does. gpipe, 1f1b and interleaved do both in one ("backward"), as their papers and
+Megatron do. 1f1b_split does the input's first, sends it on, and then the weights' ("input", "weight"): where a forward
+and both products take as long as each other that alone takes a third of the bubble's time, 0.200 of a step where p=4
+and m=8 had 0.273. Who puts off the weights further is in the second half of this file.
+
+All of them interleave a list of forwards and a list of backwards and differ in how many forwards run ahead:
+
+  one_microbatch  a rank works while all others wait                                         bubble (p-1)/p
+  gpipe        all m ahead (Huang et al. 2019, section 2.3)                                  (p-1)/(m+p-1)
+  1f1b         as few as the pipe is long behind this rank, p-1-r, and only min(m, p-r) microbatches are held for their
+               backward pass (PipeDream-Flush: Narayanan et al. 2021, "Megatron-LM", section 2.2.1)
+                                                                                             (p-1)/(m+p-1)
+  1f1b_split   the same order, the input's gradient sent before the weights' are computed (Qi et al. 2023, "Zero
+               Bubble", section 2)                                                           2(p-1)/(3m+2(p-1))
+  interleaved  v chunks a rank, so that a microbatch reaches the last rank v times as fast   (p-1)/(v·m+p-1)
+               (section 2.2.2)
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+from distlab.techniques.collectives.phases import Span
+
+Kind = Literal["forward", "backward", "input", "weight"]
+
+
+class Action(NamedTuple):
+    """A microbatch goes through a stage, one way or the other; back as a whole, or in two parts."""
+
+    kind: Kind
+    stage: int
+    microbatch: int
+
+
+Schedule = list[list[Action]]  # the actions of each rank, in the order in which it does them
+
+
+def one_microbatch(ranks: int) -> Schedule:
+    """The whole batch as one microbatch: the model is split, the work is not."""
+    return gpipe(ranks, 1)
+
+
+def gpipe(ranks: int, microbatches: int) -> Schedule:
+    """All forwards, then all backwards."""
+    orders = (_orders(rank, ranks, [microbatches], 1) for rank in range(ranks))
+    return [_alternate(forwards, backwards, ahead=microbatches) for forwards, backwards in orders]
+
+
+def one_forward_one_backward(ranks: int, microbatches: int) -> Schedule:
+    """A backward as soon as there can be one: the last rank's first follows its first forward."""
+    orders = (_orders(rank, ranks, [microbatches], 1) for rank in range(ranks))
+    return [
+        _alternate(forwards, backwards, ahead=ranks - 1 - rank) for rank, (forwards, backwards) in enumerate(orders)
+    ]
+
+
+def one_forward_one_backward_split(ranks: int, microbatches: int) -> Schedule:
+    """1f1b, whose rank before gets its gradient earlier: that of the input is sent before those of weights are
+    computed."""
+    return [in_two(actions) for actions in one_forward_one_backward(ranks, microbatches)]
+
+
+def interleaved(ranks: int, microbatches: int, chunks: int) -> Schedule:
+    """1f1b over `chunks` stages a rank, in groups of microbatches that go through all chunks one after the other.
+
+    Megatron's groups are of p, so m must be a multiple of p. Here the groups share m as evenly as it goes, at least p
+    in each where there are as many, the larger ones first: a larger one behind a smaller would need a forward before
+    its turn.
+    """
+    num_groups = max(1, microbatches // ranks)
+    groups = [microbatches // num_groups + (group < microbatches % num_groups) for group in range(num_groups)]
+    schedule = []
+    for rank in range(ranks):
+        forwards, backwards = _orders(rank, ranks, groups, chunks)
+        # What the last rank needs before its first backward, and a forward and its backward for each rank behind this
+        # one.
+        ahead = (chunks - 1) * groups[0] + 2 * (ranks - 1 - rank)
+        schedule.append(_alternate(forwards, backwards, ahead))
+    return schedule
+
+
+def in_two(actions: list[Action]) -> list[Action]:
+    """Each backward as the gradient of its input and, right behind, those of its weights."""
+    found = []
+    for action in actions:
+        split = action.kind == "backward"
+        found += [action._replace(kind="input"), action._replace(kind="weight")] if split else [action]
+    return found
+
+
+def _orders(rank: int, ranks: int, groups: list[int], chunks: int) -> tuple[list[Action], list[Action]]:
+    """This rank's forwards and backwards: a group through all chunks, then the next; backwards from the last."""
+    forwards, backwards, first = [], [], 0
+    for size in groups:
+        numbers = range(first, first + size)
+        stages = [chunk * ranks + rank for chunk in range(chunks)]
+        forwards += [Action("forward", stage, number) for stage in stages for number in numbers]
+        backwards += [Action("backward", stage, number) for stage in reversed(stages) for number in numbers]
+        first += size
+    return forwards, backwards
+
+
+def _alternate(forwards: list[Action], backwards: list[Action], ahead: int) -> list[Action]:
+    """`ahead` forwards, then one forward and one backward in turn, then the backwards that are left."""
+    ahead = min(ahead, len(forwards))
+    turns = [action for pair in zip(forwards[ahead:], backwards, strict=False) for action in pair]
+    return forwards[:ahead] + turns + backwards[len(forwards) - ahead :]
+
+
+def owners(schedule: Schedule) -> list[int]:
+    found = {action.stage: rank for rank, actions in enumerate(schedule) for action in actions}
+    return [found[stage] for stage in sorted(found)]
+
+
+def stages_of(rank: int, owners: Sequence[int]) -> list[int]:
+    return [stage for stage, owner in enumerate(owners) if owner == rank]
+
+
+def needs(action: Action, num_stages: int) -> Action | None:
+    """The action at the neighbouring stage whose result `action` takes; None at the end where there is none, and for
+    gradients of weights, which take what is here."""
+    return _neighbour(action, num_stages, -1)
+
+
+def gives(action: Action, num_stages: int) -> Action | None:
+    """The action that takes the result of `action`; None if its result stays where it is."""
+    return _neighbour(action, num_stages, 1)
+
+
+def _neighbour(action: Action, num_stages: int, way: int) -> Action | None:
+    """The action on the same way at the next stage, or with `way` -1 at the one before."""
+    if action.kind == "weight":
+        return None
+    neighbour = action.stage + (way if action.kind == "forward" else -way)
+    return action._replace(stage=neighbour) if 0 <= neighbour < num_stages else None
+
+
+# Schedules that put off the gradients of weights, to do them where a rank would wait (Qi et al. 2023, "Zero Bubble
+# Pipeline Parallelism").
+#
+# In units of a third of a microbatch's work (F forward, I the gradient of the input, W those of the weights, all
+# alike) a step of m microbatches is 3m of work on each of p ranks, and the last microbatch's way back is what is
+# waited for.
+#
+#   zb_h1      1f1b whose rank r does the weights r microbatches late. As much is held as on the first rank of 1f1b,
+#              min(m, p), now on every rank. Idle: max(p-1, 2(p-1)-(m-1)); (p-1)(F+B-2W) in the paper, whose B is I+W
+#   zbv        two chunks a rank that lie like a V: stage r, and 2p-1-r on the way back. The last rank gets its second
+#              chunk from itself, and the loss is on the first. 2p halves are held. Idle: max(p-1, 4(p-1)-2(m-1)) halves
+#              (Qi et al. 2023, section 6)
+#   dualpipev  the same V; forwards of one chunk and backwards of the other in turn, so that on an accelerator the one's
+#              messages hide behind the other's work (the half of DeepSeek's DualPipe, 2024). From m = 2p on; 2p+1
+#              halves are held. Idle: p-1 halves; (p-1)(F&B+B-3W) in its README, where nothing overlaps F&B is F+B
+#
+# What is predicted holds for F = I = W. The optimizer's step waits for nobody's bubble either: a rank updates when
+# its own last weights are done, and checks afterwards (section 4).
+
+
+def folded(ranks: int) -> list[int]:
+    """The rank of each of 2p stages that lie like a V: down the ranks, and up again."""
+    return [*range(ranks), *reversed(range(ranks))]
+
+
+def zb_h1(ranks: int, microbatches: int) -> Schedule:
+    """1f1b, whose rank r does the gradients of weights r microbatches late."""
+    schedule = []
+    for rank in range(ranks):
+        forwards, inputs, weights = (
+            [Action(kind, rank, number) for number in range(microbatches)] for kind in ("forward", "input", "weight")
+        )
+        ahead = min(microbatches, ranks - rank)
+        actions = forwards[:ahead]
+        for number, given in enumerate(inputs):
+            late = weights[number - rank : number - rank + 1] if number >= rank else []
+            actions += [given, *late, *forwards[ahead + number : ahead + number + 1]]
+        schedule.append(actions + weights[max(0, microbatches - rank) :])
+    return schedule
+
+
+class Chunks:
+    """The actions of one rank's two chunks, each of which takes its microbatches in order."""
+
+    def __init__(self, ranks: int, rank: int) -> None:
+        self.stages = rank, 2 * ranks - 1 - rank
+        self.actions: list[Action] = []
+        self._numbers: dict[tuple[Kind, int], int] = {}
+        self._late: list[int] = []  # chunks whose weights were put off, in their order
+
+    def do(self, kind: Kind, chunk: int) -> None:
+        """The next microbatch of `chunk`."""
+        number = self._numbers.get((kind, chunk), 0)
+        self._numbers[kind, chunk] = number + 1
+        self.actions.append(Action(kind, self.stages[chunk], number))
+
+    def back(self, chunk: int, *, late: bool = False) -> None:
+        """Input and weights; where `late` the weights are put off."""
+        self.do("input", chunk)
+        if late:
+            self._late.append(chunk)
+        else:
+            self.do("weight", chunk)
+
+    def catch_up(self) -> None:
+        """The weights that were put off first."""
+        self.do("weight", self._late.pop(0))
+
+    def count(self, kind: Kind, chunk: int) -> int:
+        """How many microbatches of `chunk` are through."""
+        return self._numbers.get((kind, chunk), 0)
+
+
+def zbv(ranks: int, microbatches: int) -> Schedule:
+    """The V of zero bubble, whose peak is 1f1b's.
+
+    It is made for 2p-1 microbatches and more; of fewer the actions of those that are missing are left out.
+    """
+    made_for = max(microbatches, 2 * ranks - 1)
+    return [
+        [action for action in _v_of(ranks, rank, made_for).actions if action.microbatch < microbatches]
+        for rank in range(ranks)
+    ]
+
+
+def _v_of(ranks: int, rank: int, microbatches: int) -> Chunks:
+    down, up = 0, 1
+    chunks = Chunks(ranks, rank)
+    for _ in range(2 * (ranks - rank) - 1):
+        chunks.do("forward", down)
+    for _ in range(rank):
+        chunks.do("forward", up)
+        chunks.do("forward", down)
+    for _ in range(ranks - rank):
+        chunks.do("forward", up)
+        chunks.back(up)
+    while chunks.count("forward", up) < microbatches:
+        if chunks.count("forward", down) < microbatches:
+            chunks.do("forward", down)
+        chunks.back(down)
+        chunks.do("forward", up)
+        chunks.back(up)
+    for _ in range(rank):
+        chunks.do("input", down)
+        chunks.do("input", up)
+    for _ in range(ranks - rank):
+        chunks.back(down)
+    for chunk in (up, down):
+        while chunks.count("weight", chunk) < microbatches:
+            chunks.do("weight", chunk)
+    return chunks
+
+
+def dualpipev(ranks: int, microbatches: int) -> Schedule:
+    """Both directions in turn, on one V; raises ValueError for fewer than 2p microbatches."""
+    if microbatches < 2 * ranks:
+        raise ValueError(f"dualpipev takes at least 2p = {2 * ranks} microbatches, not {microbatches}")
+    return [list(_dual_of(ranks, rank, microbatches)) for rank in range(ranks)]
+
+
+def _dual_of(ranks: int, rank: int, microbatches: int) -> Iterator[Action]:
+    down, up = 0, 1
+    behind, chunks = ranks - 1 - rank, Chunks(ranks, rank)
+    for _ in range(2 * behind):  # fill the way down
+        chunks.do("forward", down)
+    for _ in range(rank + 1):  # and up
+        chunks.do("forward", down)
+        chunks.do("forward", up)
+    for _ in range(behind):  # the first backwards, each with its weights before the next forward
+        chunks.back(up)
+        chunks.do("forward", up)
+    for _ in range(microbatches - 2 * ranks + rank + 1):  # all four in turn
+        chunks.do("forward", down)
+        chunks.back(up)
+        chunks.do("forward", up)
+        chunks.back(down)
+    for _ in range(behind):  # no forward is left on the way down
+        chunks.back(up)
+        chunks.do("forward", up)
+        chunks.back(down)
+    for turn in range(2 * (rank + 1)):  # nor up: the second half puts its weights off
+        chunks.back(up if turn % 2 == 0 else down, late=turn > rank)
+    for _ in range(behind):
+        chunks.catch_up()
+        chunks.back(down, late=True)
+    for _ in range(rank + 1):
+        chunks.catch_up()
+    yield from chunks.actions
+
+
+# Schedules on paper: when each rank does what, if messages took no time. A formula's bubble is that of such a run.
+
+
+def simulate(schedule: Schedule, durations_s: Mapping[Kind, float]) -> list[list[Span]]:
+    """When each rank does what, if an action of a kind takes so long and a message no time: a span an action, in order.
+
+    Raises ValueError naming a rank and what it waits for, if the schedule can never end.
+    """
+    num_stages = 1 + max(action.stage for actions in schedule for action in actions)
+    ended: dict[Action, float] = {}
+    spans: list[list[Span]] = [[] for _ in schedule]
+    moved = True
+    while moved:
+        moved = False
+        for actions, own in zip(schedule, spans, strict=True):
+            for action in actions[len(own) :]:
+                needed = needs(action, num_stages)
+                if needed is not None and needed not in ended:
+                    break
+                start = max(own[-1].end_s if own else 0, 0 if needed is None else ended[needed])
+                ended[action] = start + durations_s[action.kind]
+                own.append(Span(action.kind, str(action.microbatch), start, ended[action]))
+                moved = True
+    for rank, (actions, own) in enumerate(zip(schedule, spans, strict=True)):
+        if len(own) < len(actions):
+            missing = needs(actions[len(own)], num_stages)
+            raise ValueError(f"rank {rank} waits for ever, in {actions[len(own)]}, for {missing}")
+    return spans

@@ -1,0 +1,263 @@
+"""ZeRO: what N ranks send for S bytes of parameters, and what stands in memory between two steps (Rajbhandari et al.
+2020).
+
+The bytes of a step are of its section 7, those of memory of section 3.1 and figure 1, P being the number of parameters.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+from distlab.lab.config import Config
+from distlab.techniques.collectives.costs import algorithmic_factor
+
+# Adam in mixed precision, bytes a parameter, in float32 but for the first two. "Four times the half-precision weights",
+# 56 GB for 7 billion, forgets what the optimizer keeps.
+MIXED_PRECISION = {"weights": 2, "gradients": 2, "master weights": 4, "first moments": 4, "second moments": 4}
+
+# Layers whose weights or gradients are whole at once in zero3's backward pass: the one that computes and the one that
+# is gathered ahead, the gradients that are summed, and what the other ranks send for that sum.
+WHOLE_LAYERS = 4
+
+
+def zero_bytes(stage: int, world_size: int, nbytes: float, microbatches: int = 1, gathers: int = 2) -> float:
+    """What a rank sends in a step for parameters of `nbytes`: each sum and each gather of them is (N-1)/N·S.
+
+    Stage 1 sums and gathers once. Stage 2 sums after each microbatch, since it keeps no gradients: (M+1)(N-1)/N·S.
+    Stage 3 gathers for each, too, forward and backward, or in one of `gathers` if the weights stay: 3M(N-1)/N·S or
+    2M(N-1)/N·S.
+    """
+    moves = {1: 2, 2: microbatches + 1, 3: microbatches * (gathers + 1)}[stage]
+    return moves * algorithmic_factor("all_gather", world_size) * nbytes
+
+
+def fully_shard_bytes(world_size: int, nbytes: float, microbatches: int, gathers: int, backend: str) -> float:
+    """The same for fully_shard. gloo's reduce_scatter is an all_reduce: 4(N-1)/N·S, where NCCL sends 3(N-1)/N·S."""
+    sums = 2 if backend == "gloo" else 1
+    return microbatches * (gathers + sums) * algorithmic_factor("all_gather", world_size) * nbytes
+
+
+def mixed_precision_bytes(num_parameters: float) -> float:
+    """2 + 2 + 4 + 4 + 4 = 16 bytes a parameter: 112 GB for 7 billion, before the first activation."""
+    return sum(MIXED_PRECISION.values()) * num_parameters
+
+
+def rest_bytes(
+    stage: int, num_parameters: float, held: float, *, itemsize: int = 4, moments: float = 2, masters: bool = False,
+    num_tensors: int = 0, gradient_itemsize: int | None = None,
+) -> dict[str, float]:  # fmt: skip
+    """Bytes of weights, gradients and optimizer state on one rank, by class; `held` parameters are its own, P/N if
+    shards are even.
+
+    stage 0 keeps all, 1 shards the optimizer's state, 2 the gradients too, 3 the weights too. In float32 with Adam's
+    two `moments` 16P, (8+8/N)P, (4+12/N)P, 16P/N. With `masters` weights and gradients are of `itemsize` and the
+    optimizer keeps the weights and its moments in float32: in half precision (4+12)P, (4+12/N)P, (2+14/N)P, 16P/N. SGD
+    has no moments. torch's AdamW counts its steps once a tensor that it steps: 4 bytes for each of `num_tensors`.
+    `gradient_itemsize` is a gradient's where it is no weight's: Megatron-LM sums gradients of bf16 weights in float32,
+    18 bytes a parameter, 6+12/N with its distributed optimizer (NVIDIA's documentation of it, table of memory).
+    """
+    weights, gradients, stepped = (held if stage >= first else num_parameters for first in (3, 2, 1))
+    remembered = moments * (4 if masters else itemsize) + (4 if masters else 0)
+    return {
+        "parameters": itemsize * weights,
+        "gradients": (gradient_itemsize or itemsize) * gradients,
+        "optimizer": remembered * stepped + 4 * num_tensors,
+    }
+
+
+def whole_rest_bytes(sizes: Sequence[int], config: Config) -> dict[str, float]:
+    """The same of parameters of these sizes that a rank holds whole, and steps by LAB_OPTIMIZER."""
+    adam, total = config.optimizer == "adamw", sum(sizes)
+    tensors = adam * len(sizes)
+    return rest_bytes(0, total, total, itemsize=config.itemsize, moments=2 * adam, num_tensors=tensors)
+
+
+# The most that a step holds: what one process's passes hold by themselves, and on top of it what a strategy keeps.
+#
+#     peak = max over the moments of a step ( working + held )
+#
+# `working` is the batch, what autograd saves, what operations leave for the next, and a fresh gradient until it is
+# handed over: outlined by one process that drops each gradient when it has it (distlab/lab/verify/counted.py). `held`
+# are weights, gradients, optimizer state and messages of the strategy at that moment, by the rules of its paper: sums
+# of sizes that change as layers begin and end and as gradients come. After the passes comes the update, with no
+# activations.
+
+
+class Happening(NamedTuple):
+    """Something in a pass of one process at which a strategy takes or frees memory.
+
+    dealt: the samples are there; until then the last step's gradients are, too. layer: a layer's forward pass begins.
+    left: it ends. output: the gradient of its output is there. gradient: a fresh gradient of a parameter is there.
+    taken: it was handed over, and is alive a last time. computed: all of the layer's are. passed: a microbatch is done.
+    """
+
+    what: str
+    layer: int = -1
+    name: str = ""  # of a parameter, "<first layer that has it>.<name in it>"
+    numel: int = 0
+    highest: int = 0  # the most working bytes since the happening before
+    live: int = 0  # working bytes at this moment
+
+
+class Holding(Protocol):
+    """What a strategy holds beside one process's working memory."""
+
+    def held(self) -> float:
+        """Bytes now."""
+
+    def after(self, happening: Happening) -> Iterator[float]:
+        """React, and tell all amounts that it comes by."""
+
+
+def pass_peak(outline: Iterable[Happening], holding: Holding) -> float:
+    """The most bytes of all moments of the passes."""
+    most = 0.0
+    for happening in outline:
+        most = max(most, happening.highest + holding.held())
+        most = max([most, *(happening.live + held for held in holding.after(happening))])
+    return most
+
+
+def adamw_scratch_bytes(sizes: Sequence[int], itemsize: int) -> float:
+    """What torch's AdamW adds on the CPU, where it steps parameters of these sizes one after another: the root of a
+    second moment and that divided by its bias correction, and of the parameter before still the latter."""
+    before = [0, *sizes]
+    return float(max((last + 2 * size for last, size in zip(before, sizes, strict=False)), default=0) * itemsize)
+
+
+class Replicated:
+    """Data parallelism: weights and optimizer state, and gradients either in buckets that stay or as they come."""
+
+    def __init__(self, constant: float, gradients: float, itemsize: int, *, in_buckets: bool) -> None:
+        self.constant, self.gradients, self.itemsize = constant, gradients, itemsize
+        self.in_buckets, self.delivered = in_buckets, gradients
+
+    def held(self) -> float:
+        return self.constant + self.delivered
+
+    def after(self, happening: Happening) -> Iterator[float]:
+        """A gradient that lies in no bucket stays where autograd made it; later microbatches are added to it."""
+        if happening.what == "dealt" and not self.in_buckets:
+            self.delivered = 0.0
+        if happening.what == "taken":
+            self.delivered = min(self.gradients, self.delivered + happening.numel * self.itemsize)
+        yield self.held()
+
+
+def shown_on(device: str) -> str:
+    """Why the peak is only shown, on a GPU; empty where it decides."""
+    return "on a GPU AdamW steps all tensors at once" if device == "cuda" else ""
+
+
+FULLY_SHARD_DIES = "fully_shard over gloo ends a process whose tensors are on a GPU (SIGSEGV): set LAB_BACKEND=nccl"
+KEPT_ON_GPU = "a GPU's attention keeps other tensors than the CPU's"
+
+
+# What a rank of ZeRO holds beside its passes, while they go on: the rules of its stages, moment by moment.
+#
+# What is whole when, in numbers of a flat vector [N·c] or of a chunk [c]:
+#
+#     weights     stage 1 and 2 all; stage 3 the chunks, and the layer that computes and the next one whole
+#     gradients   stage 1 all; stage 2 and 3 the shards of what is summed, and the unit that is gathered or summed
+#     scratch     (N-1)·c of what the other ranks send for the sum that is under way, until the next unit's begins
+
+
+class Units(NamedTuple):
+    """What is moved and kept as one."""
+
+    numels: list[int]  # parameters of each, without padding
+    of_layer: dict[int, int]  # each layer's, in the order in which they run
+    of_name: dict[str, int]  # each parameter's, "<first layer that has it>.<name in it>"
+
+    def chunks(self, ranks: int) -> list[int]:
+        """Numbers of each on every rank, with padding."""
+        return [-(-numel // ranks) for numel in self.numels]
+
+    def own(self, rank: int, ranks: int) -> list[int]:
+        """Parameters of each on one rank."""
+        return [
+            max(0, min(chunk, numel - rank * chunk))
+            for numel, chunk in zip(self.numels, self.chunks(ranks), strict=True)
+        ]
+
+
+class Sharding:
+    """Beside `constant` bytes, which stay, what comes and goes of `units` on rank `rank` of `ranks`; gradients from
+    stage 2 on are no constant."""
+
+    def __init__(
+        self, stage: int, units: Units, rank: int, ranks: int, itemsize: int, constant: float, *, microbatches: int,
+        reshard: bool = True,
+    ) -> None:  # fmt: skip
+        self.stage, self.reshard, self.ranks, self.itemsize = stage, reshard, ranks, itemsize
+        self.chunks, self.own = units.chunks(ranks), units.own(rank, ranks)
+        self.unit_of, self.names, self.constant = units.of_layer, units.of_name, constant
+        spans = list(self.unit_of.values())
+        self.spanning = {unit for unit in spans if spans.count(unit) > 1}  # whole from the first use to the last
+        self.number, self.microbatches = 0, microbatches
+        self.whole: set[int] = set()  # units whose weights are whole, in stage 3
+        self.collected: set[int] = set()  # units whose gradients are, from stage 2 on
+        self.under_way: int | None = None  # the unit that is summed
+        # Units whose shard has its gradient, from stage 2 on: those of the step before until the next one begins.
+        self.summed = set(range(len(self.chunks))) if stage > 1 else set[int]()
+        self.backward = False
+        self.missing = set(self.names)
+
+    def held(self) -> float:
+        flats = [self.chunks[unit] * self.ranks for unit in self.whole]
+        flats += [self.chunks[unit] * self.ranks for unit in self.collected]
+        if self.under_way is not None:
+            whole = self.ranks if self.stage > 1 else 0
+            flats.append(self.chunks[self.under_way] * (whole + self.ranks - 1))
+        numbers: int = sum(flats) + sum(self.own[unit] for unit in self.summed)
+        return self.constant + numbers * self.itemsize
+
+    def after(self, happening: Happening) -> Iterator[float]:
+        """Take and free memory as the rules say."""
+        what, layer, name = happening.what, happening.layer, happening.name
+        if what == "dealt":
+            self.summed = set()
+        elif what == "passed":
+            self.number, self.backward, self.missing = self.number + 1, False, set(self.names)
+        elif what in ("layer", "output"):
+            self.backward |= what == "output"
+            self._gather(layer, ahead=what == "output" or not self.backward)
+        elif what == "left" and not self.backward and self.reshard and self.unit_of.get(layer) not in self.spanning:
+            self.whole.discard(self.unit_of.get(layer, -1))
+        elif what == "gradient" and self.stage > 1 and name in self.names:
+            yield from self._collects(self.names[name])
+        elif what == "taken" and name in self.names:
+            yield from self._taken(happening)
+        yield self.held()
+
+    def _gather(self, layer: int, *, ahead: bool) -> None:
+        if self.stage == 3:
+            following = layer + (-1 if self.backward else 1)
+            self.whole |= {self.unit_of[each] for each in (layer, following)[: 1 + ahead] if each in self.unit_of}
+
+    def _collects(self, unit: int) -> Iterator[float]:
+        """With a unit's first gradient begins its flat one."""
+        if unit not in self.collected:
+            yield from self._finish()
+            self.collected.add(unit)
+
+    def _taken(self, happening: Happening) -> Iterator[float]:
+        """With the last gradient of a unit its sum begins; what was summed before it is done."""
+        unit = self.names[happening.name]
+        if self.stage == 1 and self.number:  # the sum with that of an earlier microbatch, beside both
+            yield self.held() + happening.numel * self.itemsize
+        self.missing.discard(happening.name)
+        complete = not any(self.names[other] == unit for other in self.missing)
+        if complete and (self.stage > 1 or self.number == self.microbatches - 1):
+            yield from self._finish()
+            self.collected.discard(unit)
+            self.under_way = unit
+            yield self.held()
+            self.whole.discard(unit)
+
+    def _finish(self) -> Iterator[float]:
+        """The shard's gradient is copied while the vector that it is cut from is still there."""
+        if self.under_way is not None:
+            if self.stage > 1:
+                self.summed.add(self.under_way)
+            yield self.held()
+            self.under_way = None

@@ -1,0 +1,170 @@
+"""A store that only ranks of the run can read and write: what torch's process groups meet in, and the lab's exchanges.
+
+A `dist.Store` written in Python: gloo and NCCL call it from C++ for every set, get, wait, check and add
+(tests/techniques/transport/test_store.py). store_server.py hosts it; both ends prove the key first (handshake.py), so a
+stranger that finds the port can neither list nor read nor write a key.
+"""
+
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import msgspec
+import torch.distributed as dist
+
+from distlab.techniques.transport.handshake import NOBODY, TurnedAway, dialled, listen, unheeded
+from distlab.techniques.transport.store_server import (
+    READ_BYTES,
+    Add,
+    Answer,
+    Check,
+    CompareSet,
+    Count,
+    Delete,
+    Get,
+    Set,
+    StoreRequest,
+    StoreServer,
+    Wait,
+    framed,
+    take_frames,
+)
+
+LATE_S = 2.0  # beyond a wait's own bound, for a host that is paused to answer
+ANSWERS = msgspec.msgpack.Decoder(Answer)
+
+
+class KeyedStore(dist.Store):
+    """The store hosted at `ip`:`port`; the constructor raises OSError where it cannot be reached in `timeout_s`.
+
+    Every call raises RuntimeError after its bound, by default `timeout_s`, or once the host is gone. `purpose` is that
+    of the server's port.
+    """
+
+    def __init__(self, ip: str, port: int, key: bytes, timeout_s: float, purpose: str = "store") -> None:
+        super().__init__()
+        self.ip, self.port, self._key, self._purpose = ip, port, key, purpose
+        super().set_timeout(timedelta(seconds=timeout_s))
+        self._connection, _ = dialled(ip, port, key, purpose, NOBODY, time.monotonic() + timeout_s)
+        self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._received, self._number = bytearray(), 0
+        self._answers: dict[int, bytes | None] = {}
+        self._lock = threading.Lock()
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._ask(Set(0, key.encode(), in_bytes(value)))
+
+    def get(self, key: str) -> bytes:
+        return self._ask(Get(0, key.encode(), self._timeout_s))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        bound_s = self._timeout_s if timeout is None else max(0.001, timeout.total_seconds())
+        self._ask(Wait(0, [key.encode() for key in keys], bound_s), bound_s)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return bool(self._ask(Check(0, [key.encode() for key in keys])))
+
+    def add(self, key: str, value: int) -> int:
+        return int(self._ask(Add(0, key.encode(), value)))
+
+    def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
+        return self._ask(CompareSet(0, key.encode(), in_bytes(expected_value), in_bytes(desired_value)))
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._ask(Delete(0, key.encode())))
+
+    def num_keys(self) -> int:
+        return int(self._ask(Count(0)))
+
+    def clone(self) -> "KeyedStore":
+        """Another connection to the same store: a wait on one holds up none on the other."""
+        return KeyedStore(self.ip, self.port, self._key, self._timeout_s, self._purpose)
+
+    deleteKey, getNumKeys, compareSet = delete_key, num_keys, compare_set  # noqa: N815  as C++ calls them
+
+    def close(self) -> None:
+        self._connection.close()
+
+    @property
+    def _timeout_s(self) -> float:
+        """What `set_timeout` has set, called on this or, in C++, on a PrefixStore of it."""
+        bound: timedelta = self.timeout  # type: ignore[attr-defined]
+        return max(0.001, bound.total_seconds())
+
+    def _ask(self, request: StoreRequest, bound_s: float | None = None) -> bytes:
+        bound_s = self._timeout_s if bound_s is None else bound_s
+        with self._lock:
+            self._number += 1
+            request.number = self._number
+            try:
+                self._connection.settimeout(bound_s + LATE_S)
+                self._connection.sendall(framed(request))
+                value = self._answer(self._number, time.monotonic() + bound_s + LATE_S)
+            except (OSError, ValueError) as error:
+                self._connection.close()  # half a request may have gone
+                raise dist.DistNetworkError(f"the store of {self.ip}:{self.port} is gone: {error}") from None
+        if value is None:
+            raise dist.DistStoreError(f"wait timeout after {bound_s:g} s{keys_of(request)}")
+        return value
+
+    def _answer(self, number: int, deadline: float) -> bytes | None:
+        """The answer to request `number`; raises OSError.
+
+        A host that is paused says nothing: this request has timed out, and what is said to it later is passed over.
+        """
+        while number not in self._answers:
+            self._connection.settimeout(max(0.001, deadline - time.monotonic()))
+            try:
+                new = self._connection.recv(READ_BYTES)
+            except TimeoutError:
+                return None
+            if not new:
+                raise ConnectionResetError("it was closed")
+            self._received += new
+            found = [ANSWERS.decode(frame) for frame in take_frames(self._received)]
+            self._answers = {answer.number: answer.value for answer in found if answer.number >= number}
+        return self._answers.pop(number)
+
+
+class HostedStore(KeyedStore):
+    """The store in the process that hosts it, at `listening`, a socket or the address to open one at."""
+
+    def __init__(
+        self, listening: socket.socket | str, key: bytes, timeout_s: float, turned_away: TurnedAway = unheeded
+    ) -> None:
+        opened = listen(listening) if isinstance(listening, str) else listening
+        ip = reachable(opened)
+        self.host = StoreServer(opened, key, turned_away)
+        super().__init__(ip, self.host.port, key, timeout_s)
+
+    def close(self) -> None:
+        """End it for all."""
+        super().close()
+        self.host.close()
+
+
+class Prefixed(dist.PrefixStore):
+    """The keys of `store` that begin with `prefix`; torch's own holds the C++ half alone, and calls what is gone."""
+
+    def __init__(self, prefix: str, store: dist.Store) -> None:
+        super().__init__(prefix, store)
+        self.whole = store
+
+
+def reachable(listening: socket.socket) -> str:
+    """An address of this machine at which it is reached."""
+    ip = str(listening.getsockname()[0])
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(ip, ip)
+
+
+def keys_of(request: StoreRequest) -> str:
+    """The keys of a request that has timed out, behind a sentence."""
+    keys = request.keys if isinstance(request, Wait | Check) else [getattr(request, "key", b"")]
+    return f", keys: {', '.join(key.decode(errors='replace') for key in keys)}"
+
+
+def in_bytes(value: str | bytes) -> bytes:
+    """What C++ gives as bytes and Python mostly as text."""
+    return value.encode() if isinstance(value, str) else bytes(value)

@@ -1,0 +1,322 @@
+"""A server that answers messages on a thread of its own, for those who have proven the key; and a store served so.
+
+PyTorch's TCPStore gives anybody who connects all keys (`list_keys`) and all values, to read and to write. This one is
+the same for the ranks of a run, and closed to all others (handshake.py). No message ends the server: one that cannot be
+decoded ends its own connection.
+
+    message   length, 4 B | MessagePack of one struct of a tagged union (msgspec)
+"""
+
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import msgspec
+
+from distlab.techniques.transport.handshake import NOBODY, Door, TurnedAway, Who, unheeded
+
+LENGTH = struct.Struct("!I")
+MAX_MESSAGE_BYTES = 1 << 28  # from a rank of the run: records of a run, lines of a script
+READ_BYTES = 1 << 18
+TICK_S = 0.1
+FLUSH_S = 1.0  # that a closing server spends on what it has not sent yet
+
+
+class Message(msgspec.Struct, tag=True, array_like=True, forbid_unknown_fields=True):
+    """A message; its type is its tag."""
+
+
+ENCODER = msgspec.msgpack.Encoder()
+
+
+def framed(message: Message) -> bytes:
+    """The bytes of a message."""
+    body = ENCODER.encode(message)
+    return LENGTH.pack(len(body)) + body
+
+
+def take_frames(received: bytearray) -> list[bytes]:
+    """Remove the whole messages at the beginning of `received` and return them; raises ValueError for one too long."""
+    found, at = [], 0
+    while len(received) - at >= LENGTH.size:
+        (length,) = LENGTH.unpack_from(received, at)
+        if length > MAX_MESSAGE_BYTES:
+            raise ValueError(f"a message of {length} B: allowed are {MAX_MESSAGE_BYTES}")
+        end = at + LENGTH.size + length
+        if end > len(received):
+            break
+        found.append(bytes(received[at + LENGTH.size : end]))
+        at = end
+    del received[:at]
+    return found
+
+
+class Peer:
+    """One connection of a process that has proven the key. Compared by identity."""
+
+    def __init__(self, connection: socket.socket, who: Who = NOBODY) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.connection, self.who = connection, who
+        self.received, self.unsent = bytearray(), bytearray()
+
+    @property
+    def source(self) -> tuple[str, int]:
+        """The address and the port at its other end; empty once it has gone."""
+        try:
+            name = self.connection.getpeername()
+        except OSError:
+            return "", 0
+        return str(name[0]), int(name[1])
+
+
+class MessageServer:
+    """Serves at `listening` until `close`. A subclass says what it does with a message; all runs on the one thread."""
+
+    def __init__(
+        self, listening: socket.socket, key: bytes, purpose: str, messages: Any, turned_away: TurnedAway = unheeded
+    ) -> None:
+        self.port = int(listening.getsockname()[1])
+        self._decoder = msgspec.msgpack.Decoder(messages)
+        self._turned_away = turned_away
+        self._selector = selectors.DefaultSelector()
+        self._door = Door(listening, self._selector, key, purpose, turned_away=turned_away)
+        self.peers: set[Peer] = set()
+        self._wakes, self._wake = socket.socketpair()
+        self._selector.register(self._wakes, selectors.EVENT_READ)
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name=purpose, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Send what is left to send, then end the thread and all connections."""
+        self._closed = True
+        self._wake.close()
+        self._thread.join()
+
+    def filenos(self) -> set[int]:
+        """The descriptors of its connections; from any thread."""
+        return {each.fileno() for each in (*self._door.sockets(), *(peer.connection for peer in list(self.peers)))}
+
+    # What a subclass does.
+
+    def came(self, peer: Peer, message: Any) -> None:
+        """A message has come; whatever is raised ends the connection."""
+
+    def ended(self, peer: Peer) -> None:
+        """A connection has ended."""
+
+    def tick(self, now: float) -> None:
+        """Called after each look at the connections, TICK_S apart at most."""
+
+    # The thread.
+
+    def _run(self) -> None:
+        while not self._closed:
+            self._look(TICK_S)
+            self.tick(time.monotonic())
+        deadline = time.monotonic() + FLUSH_S
+        while any(peer.unsent for peer in self.peers) and time.monotonic() < deadline:
+            self._look(TICK_S)
+        self._door.close()
+        for peer in list(self.peers):
+            self.drop(peer)
+        self._selector.close()
+        self._wakes.close()
+
+    def _look(self, timeout_s: float) -> None:
+        for key, events in self._selector.select(timeout_s):
+            if key.fileobj is self._wakes:
+                self._selector.unregister(self._wakes)
+            elif isinstance(key.data, Peer):
+                self._serve(key.data, events)
+            elif (come := self._door.step(key)) is not None:
+                peer = Peer(come[1], come[0])
+                self.peers.add(peer)
+                self._selector.register(peer.connection, selectors.EVENT_READ, peer)
+        self._door.expire()
+
+    def _serve(self, peer: Peer, events: int) -> None:
+        try:
+            if events & selectors.EVENT_WRITE:
+                self._flush(peer)
+            if events & selectors.EVENT_READ:
+                with suppress(BlockingIOError):
+                    new = peer.connection.recv(READ_BYTES)
+                    if not new:
+                        raise ConnectionResetError
+                    peer.received += new
+                for frame in take_frames(peer.received):
+                    self.came(peer, self._decoder.decode(frame))
+        except OSError:
+            self._end(peer)
+        except Exception:  # a message that no rank of this version sends
+            self._turned_away("that cannot be read", peer.source)
+            self._end(peer)
+
+    def send(self, peer: Peer, message: Message) -> None:
+        """Send now what the kernel takes, and the rest once it takes it."""
+        self.send_bytes(peer, framed(message))
+
+    def send_bytes(self, peer: Peer, message: bytes) -> None:
+        """The same of a message that `framed` has encoded, once for many."""
+        peer.unsent += message
+        with suppress(OSError):  # its end is seen when it is read from
+            self._flush(peer)
+
+    def _flush(self, peer: Peer) -> None:
+        with suppress(BlockingIOError):
+            del peer.unsent[: peer.connection.send(peer.unsent)]
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0)
+        with suppress(KeyError, ValueError):
+            self._selector.modify(peer.connection, events, peer)
+
+    def drop(self, peer: Peer) -> None:
+        """Close a connection."""
+        self.peers.discard(peer)
+        with suppress(KeyError, ValueError):
+            self._selector.unregister(peer.connection)
+        peer.connection.close()
+
+    def _end(self, peer: Peer) -> None:
+        if peer in self.peers:
+            self.drop(peer)
+            self.ended(peer)
+
+
+# The store: the requests of a `dist.Store`, each with a number that its answer has too.
+
+
+class Request(Message):
+    """A request of a store's client."""
+
+    number: int
+
+
+class Set(Request):
+    key: bytes
+    value: bytes
+
+
+class Get(Request):
+    """The value of `key`, once it is there."""
+
+    key: bytes
+    timeout_s: float
+
+
+class Wait(Request):
+    """Answered once all `keys` are there."""
+
+    keys: list[bytes]
+    timeout_s: float
+
+
+class Check(Request):
+    keys: list[bytes]
+
+
+class Add(Request):
+    key: bytes
+    count: int
+
+
+class CompareSet(Request):
+    key: bytes
+    expected: bytes
+    desired: bytes
+
+
+class Delete(Request):
+    key: bytes
+
+
+class Count(Request):
+    pass
+
+
+class Answer(Message):
+    """The answer to request `number`; without a value the wait has timed out."""
+
+    number: int
+    value: bytes | None
+
+
+StoreRequest = Set | Get | Wait | Check | Add | CompareSet | Delete | Count
+
+
+class Pending(NamedTuple):
+    """A request that is answered once all `keys` are there, or at its deadline."""
+
+    peer: Peer
+    request: Get | Wait
+    keys: Sequence[bytes]
+    deadline: float
+
+
+class StoreServer(MessageServer):
+    """Keys and values in one process; `messages` and `purpose` are others where a server does more than this."""
+
+    def __init__(
+        self, listening: socket.socket, key: bytes, turned_away: TurnedAway = unheeded,
+        purpose: str = "store", messages: Any = StoreRequest,
+    ) -> None:  # fmt: skip
+        self._values: dict[bytes, bytes] = {}
+        self._pending: list[Pending] = []
+        super().__init__(listening, key, purpose, messages, turned_away)
+
+    def came(self, peer: Peer, message: StoreRequest) -> None:
+        if isinstance(message, Get | Wait):
+            keys = [message.key] if isinstance(message, Get) else message.keys
+            pending = Pending(peer, message, keys, time.monotonic() + message.timeout_s)
+            if not self._answered(pending):
+                self._pending.append(pending)
+        else:
+            self.send(peer, Answer(message.number, self._done(message)))
+
+    def _done(self, request: StoreRequest) -> bytes:
+        values = self._values
+        match request:
+            case Set(_, key, value):
+                self._put(key, value)
+            case Check(_, keys):
+                return b"1" if all(key in values for key in keys) else b""
+            case Add(_, key, count):
+                total = str(int(values.get(key, b"0")) + count).encode()
+                self._put(key, total)
+                return total
+            case CompareSet(_, key, expected, desired):  # as torch's
+                if values.get(key, b"") == expected:
+                    self._put(key, desired)
+                return values.get(key, expected)
+            case Delete(_, key):
+                return b"1" if values.pop(key, None) is not None else b""
+            case Count():
+                return str(len(values)).encode()
+        return b""
+
+    def _put(self, key: bytes, value: bytes) -> None:
+        self._values[key] = value
+        answered = [each for each in self._pending if key in each.keys and self._answered(each)]
+        self._pending = [each for each in self._pending if each not in answered]
+
+    def _answered(self, pending: Pending) -> bool:
+        """Whether all that is waited for is there; then it was sent."""
+        if not all(key in self._values for key in pending.keys):
+            return False
+        value = self._values[pending.keys[0]] if isinstance(pending.request, Get) else b""
+        self.send(pending.peer, Answer(pending.request.number, value))
+        return True
+
+    def ended(self, peer: Peer) -> None:
+        self._pending = [each for each in self._pending if each.peer is not peer]
+
+    def tick(self, now: float) -> None:
+        late = [each for each in self._pending if each.deadline <= now]
+        self._pending = [each for each in self._pending if each.deadline > now]
+        for each in late:
+            self.send(each.peer, Answer(each.request.number, None))

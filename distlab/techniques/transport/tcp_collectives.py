@@ -1,0 +1,130 @@
+"""The collectives of a process group over plain TCP, for tensors as torch hands them over: any layout, any operation.
+
+What is sent lies in one piece; a tensor that does not is copied there, and back if it is a result. Small sums go to
+rank 0 and back (rooted.py), larger ones straight from rank to rank (direct.py), the largest pair by pair
+(distlab/techniques/collectives/pairwise.py), all else straight from rank to rank too. One round and the fewest bytes,
+whatever the sizes: parts may differ in length.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from distlab.techniques.collectives import direct, pairwise, rooted
+from distlab.techniques.collectives.by_hand import pick_over_tcp
+from distlab.techniques.collectives.point_to_point import Peers, Steps
+
+SUMS = (ReduceOp.SUM, ReduceOp.AVG)
+FOLDS: Mapping[Any, Callable[..., Tensor]] = {
+    ReduceOp.SUM: torch.add,
+    ReduceOp.AVG: torch.add,
+    ReduceOp.PRODUCT: torch.mul,
+    ReduceOp.MIN: torch.minimum,
+    ReduceOp.MAX: torch.maximum,
+    ReduceOp.BAND: torch.bitwise_and,
+    ReduceOp.BOR: torch.bitwise_or,
+    ReduceOp.BXOR: torch.bitwise_xor,
+}
+
+
+def fold_of(op: Any) -> Callable[..., Tensor]:
+    """The function that folds two tensors into one; raises ValueError for an operation that has none here."""
+    if op not in FOLDS:
+        allowed = ", ".join(each.name for each in FOLDS)
+        raise ValueError(f"{getattr(op, 'name', op)} is no operation over tcp, allowed: {allowed}")
+    return FOLDS[op]
+
+
+def rows_of(tensor: Tensor, parts: int, sizes: Sequence[int] = ()) -> list[Tensor]:
+    """The parts of a tensor along dim 0: `sizes` of it, or equal ones."""
+    return list(tensor.split(list(sizes)) if sizes else tensor.chunk(parts) if tensor.dim() else [tensor])
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy of it, as one piece of one dim."""
+    if tensor.device.type != "cpu":
+        raise ValueError(f"a tensor on {tensor.device} is not sent over tcp, allowed: cpu")
+    return tensor.detach().contiguous().view(-1)
+
+
+@contextmanager
+def contiguous(*places: Tensor) -> Iterator[list[Tensor]]:
+    """The places as flat tensors; what is written there stands in the places at the end."""
+    pieces = [flat(place) for place in places]
+    yield pieces
+    for place, piece in zip(places, pieces, strict=True):
+        if piece.data_ptr() != place.data_ptr():
+            place.copy_(piece.view(place.shape))
+
+
+def all_reduce(peers: Peers, tensor: Tensor, op: Any) -> Steps:
+    """Sum (or another operation) over all ranks, in place."""
+    with contiguous(tensor) as (piece,):
+        name = pick_over_tcp("all_reduce", piece.nbytes, peers.world_size)
+        if op in SUMS and peers.world_size > 1 and name != "server":
+            yield from (pairwise if name == "pairs" else direct).all_reduce(peers, piece)
+        else:
+            yield from rooted.all_reduce(peers, piece, fold_of(op))
+        average(peers, piece, op)
+
+
+def average(peers: Peers, piece: Tensor, op: Any) -> None:
+    """Make a mean of the sum, if that is the operation."""
+    if op == ReduceOp.AVG:
+        piece.div_(peers.world_size)
+
+
+def reduce(peers: Peers, tensor: Tensor, op: Any, root: int) -> Steps:
+    """The same, for the root alone."""
+    with contiguous(tensor) as (piece,):
+        yield from rooted.reduce(peers, piece, root, fold_of(op))
+        if peers.rank == root:
+            average(peers, piece, op)
+
+
+def reduce_scatter(peers: Peers, place: Tensor, parts: Sequence[Tensor], op: Any) -> Steps:
+    """Everyone's part r, summed, in rank r's `place`."""
+    chunks = [flat(part) for part in parts]
+    with contiguous(place) as (piece,):
+        name = pick_over_tcp("reduce_scatter", sum(chunk.nbytes for chunk in chunks), peers.world_size)
+        if peers.world_size == 1:
+            piece.copy_(chunks[0])
+        elif op in SUMS and name == "pairs":
+            yield from pairwise.sum_own(peers, chunks, piece)
+        else:
+            sent = yield from direct.sum_own(peers, chunks, piece, fold_of(op))
+            yield from sent
+        average(peers, piece, op)
+
+
+def broadcast(peers: Peers, tensor: Tensor, root: int) -> Steps:
+    """The root's `tensor`, on every rank."""
+    with contiguous(tensor) as (piece,):
+        yield from rooted.broadcast(peers, piece, root)
+
+
+def all_gather(peers: Peers, places: Sequence[Tensor], tensor: Tensor) -> Steps:
+    """Everyone's `tensor`, in everyone's `places`."""
+    return all_to_all(peers, places, [tensor] * peers.world_size)
+
+
+def gather(peers: Peers, places: Sequence[Tensor], tensor: Tensor, root: int) -> Steps:
+    """Everyone's `tensor`, in the root's `places`; others have none."""
+    with contiguous(*places) as pieces:
+        yield from rooted.gather(peers, pieces, flat(tensor), root)
+
+
+def scatter(peers: Peers, place: Tensor, parts: Sequence[Tensor], root: int) -> Steps:
+    """The root's part r, in rank r's `place`."""
+    with contiguous(place) as (piece,):
+        yield from rooted.scatter(peers, piece, [flat(part) for part in parts], root)
+
+
+def all_to_all(peers: Peers, places: Sequence[Tensor], parts: Sequence[Tensor]) -> Steps:
+    """Rank s's part r, in rank r's s-th place."""
+    with contiguous(*places) as pieces:
+        yield from direct.all_to_all(peers, pieces, [flat(part) for part in parts])

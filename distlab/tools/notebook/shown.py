@@ -1,0 +1,204 @@
+"""What is shown of a cell: outputs by rank, equal ones once; faults with the lines of the cell at which ranks stand."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from distlab.lab.cluster import name_ranks
+from distlab.lab.report.export import picture
+from distlab.lab.report.records import Ranks, Start, Timeline
+from distlab.lab.report.units import counted, human_bytes
+from distlab.lab.report.verdict import SCRIPT
+from distlab.tools.check.places import PACKAGES
+from distlab.tools.check.rank_state import END, HANG, MATCH
+from distlab.tools.check.report import format_tables, spans_of, wire
+from distlab.tools.notebook.rank import Ended, Frame
+from distlab.tools.notebook.session import Result
+
+NEWEST = 8  # names of a rank that are listed
+AROUND = 2  # lines of the cell before and behind one that is marked
+RED, BOLD, PLAIN = "\x1b[31m", "\x1b[1m", "\x1b[0m"
+
+
+def grouped(texts: Mapping[int, str]) -> Iterator[tuple[str, list[int]]]:
+    """Each text once, with the ranks that have it, in the order of the first; empty ones are left out."""
+    ranks: dict[str, list[int]] = {}
+    for rank, text in sorted(texts.items()):
+        if text.strip():
+            ranks.setdefault(text, []).append(rank)
+    yield from ranks.items()
+
+
+def name(ranks: Sequence[int], world_size: int) -> str:
+    return f"all {world_size} ranks" if len(ranks) == world_size > 1 else name_ranks(ranks)
+
+
+def outputs(result: Result) -> Iterator[str]:
+    """What ranks printed, and the value of the last expression, with whose it is in front."""
+    world_size = len(result.outcome.printed)
+    values = {rank: f"= {each.value}" if each.value else "" for rank, each in result.ended.items()}
+    for texts in (result.outcome.printed, values):
+        for text, ranks in by_line(texts):
+            yield from (f"{name(ranks, world_size)} | {line}" for line in text.rstrip("\n").splitlines())
+
+
+def by_line(texts: Mapping[int, str]) -> Iterator[tuple[str, list[int]]]:
+    """Equal texts once; where ranks have as many lines, equal lines once, in their order."""
+    lines = {rank: text.splitlines() for rank, text in texts.items() if text.strip()}
+    if len(lines) > 1 and len({len(each) for each in lines.values()}) == 1:
+        for each in zip(*lines.values(), strict=True):
+            yield from grouped(dict(zip(lines, each, strict=True)))
+    else:
+        yield from grouped(texts)
+
+
+# What went wrong.
+
+
+class CellFailed(Exception):
+    """A cell failed on ranks; a notebook shows the sentences and the marked lines in the place of a traceback."""
+
+    def __init__(self, lines: Sequence[str]) -> None:
+        super().__init__(re.sub(r"\x1b\[\d+m", "", lines[0]) if lines else "the cell failed")
+        self.lines = list(lines)
+
+    def _render_traceback_(self) -> list[str]:
+        return self.lines
+
+
+def failure(result: Result, source: str) -> CellFailed:
+    """All that is to be said of a cell that went wrong, the sentence first."""
+    outcome, world_size = result.outcome, len(result.outcome.printed)
+    said = [f"rank {rank} {how}" for rank, how in outcome.lost.items()]
+    # A rank whose process ended has raised nothing that could be shown below.
+    found = [
+        each for each in outcome.findings if each.check in (HANG, MATCH) or result.ended.keys().isdisjoint(each.ranks)
+    ]
+    said += [each.sentence for each in found]
+    if result.interrupted:
+        said.append("interrupted")
+    marks = {rank: line for each in found for rank, line in places(each.rows, result.file)}
+    if result.interrupted and result.doctor is not None:
+        marks = {case.rank: line for case in result.doctor.cases if (line := line_in(case.frames(), result.file))}
+    lines = [f"{BOLD}{RED}{sentence}{PLAIN}" for sentence in map(without_path, said)]
+    if marks:
+        lines += ["", *marked(source, marks, world_size)]
+    if not (found or outcome.lost):  # what ranks raise then comes of it
+        blamed = {rank for each in outcome.findings if each.check == END for rank in each.ranks}
+        failed = {rank: each for rank, each in result.ended.items() if each.outcome == "failed"}
+        raised = {rank: each for rank, each in failed.items() if rank in blamed} or failed
+        lines += list(tracebacks(raised, result.file, source, world_size))
+    if result.made_anew:
+        lines += ["", began_anew(result.made_anew)]
+    elif found or result.interrupted:
+        lines += ["", "all ranks have kept what the cells before have made"]
+    return CellFailed(lines)
+
+
+def began_anew(ranks: Sequence[int]) -> str:
+    return f"{name_ranks(ranks)} began anew: what the cells before have made is gone there, and kept on all others"
+
+
+def without_path(sentence: str) -> str:
+    """The words that a reader sees beside the cell, in the place of its file and line."""
+    return re.sub(r"(?:\S*/)?cell_(\d+)\.py:(\d+)", r"cell \1, line \2", sentence)
+
+
+def places(rows: Iterable[Sequence[str]], file: str) -> Iterator[tuple[int, int]]:
+    """Rank and line of each row that says where in the cell a rank stands."""
+    for row in rows:
+        text = " ".join(row)
+        rank, line = re.search(r"\brank (\d+)", text), re.search(rf"{re.escape(Path(file).name)}:(\d+)", text)
+        if rank and line:
+            yield int(rank[1]), int(line[1])
+
+
+def line_in(frames: Iterable[object], file: str) -> int:
+    """The line of the cell in which the innermost of its frames stands; 0 where none does."""
+    return next((each.line for each in frames if each.file == file), 0)  # type: ignore[attr-defined]
+
+
+def marked(source: str, marks: Mapping[int, int], world_size: int) -> Iterator[str]:
+    """The lines of the cell around those that are marked, with the ranks that stand there."""
+    lines = source.splitlines()
+    there: dict[int, list[int]] = {}
+    for rank, line in sorted(marks.items()):
+        there.setdefault(line, []).append(rank)
+    width = max(len(name(ranks, world_size)) for ranks in there.values())
+    near = {each for line in there for each in range(line - AROUND, line + AROUND + 1)}
+    drawn = [number for number in range(1, len(lines) + 1) if number in near]
+    for before, number in zip([0, *drawn], drawn, strict=False):
+        if before and number > before + 1:
+            yield f"{'':>{width}}       ..."
+        ranks = name(there[number], world_size) if number in there else ""
+        arrow = "-->" if ranks else "   "
+        text = f"{ranks:>{width}} {arrow} {number:>3} {lines[number - 1]}"
+        yield f"{BOLD}{text}{PLAIN}" if ranks else text
+
+
+def tracebacks(raised: Mapping[int, Ended], file: str, source: str, world_size: int) -> Iterator[str]:
+    """Each exception once, with its ranks, the frames below the cell, and the line of the cell marked."""
+    alike: dict[tuple[str, tuple[Frame, ...]], list[int]] = {}
+    for rank, each in sorted(raised.items()):
+        alike.setdefault((each.text, tuple(Frame(*frame) for frame in each.frames)), []).append(rank)
+    for (text, frames), ranks in alike.items():
+        yield f"{BOLD}{RED}{text.partition(':')[0]}{PLAIN} on {name(ranks, world_size)}"
+        for number, frame in enumerate(frames, 1):
+            if number < len(frames) and any(each in frame.file for each in (*PACKAGES, "/distlab/")):
+                continue  # between the cell and where it was raised
+            if frame.file == file:
+                where = without_path(f"{Path(file).name}:{frame.line}")
+                yield f"{where}, in {frame.function}" if frame.function not in ("", "<module>") else where
+                yield from marked(source, dict.fromkeys(ranks, frame.line), world_size)
+            else:
+                yield f"{without_path(f'{frame.file}:{frame.line}')}, in {frame.function}"
+        yield f"{BOLD}{text}{PLAIN}"
+
+
+# What is measured of a cell, where it is asked for.
+
+
+def wire_table(result: Result) -> str:
+    """Who sent how much to whom in this cell, and what was called."""
+    cases = result.doctor.cases if result.doctor is not None else []
+    return "\n".join(format_tables(wire(list(cases)))) or "nothing was sent: no rank called another"
+
+
+def names(made: Sequence[str]) -> str:
+    """The names that live on a rank, how many and the newest of them."""
+    listed = ", ".join([*["..."] * (len(made) > NEWEST), *made[-NEWEST:]])
+    return f"{counted(len(made), 'names')}: {listed}" if made else "no names yet"
+
+
+def memory_table(result: Result) -> str:
+    rows = [
+        f"rank {rank}   {human_bytes(each.before_bytes)} before the cell, {human_bytes(each.peak_bytes)} at the peak"
+        f" (+{human_bytes(max(0, each.peak_bytes - each.before_bytes))})"
+        for rank, each in sorted(result.ended.items())
+    ]
+    return "\n".join(["Memory of each rank's process", *rows])
+
+
+def spans(result: Result) -> list[list[tuple[str, str, float, float]]]:
+    """The calls of each rank, in seconds since the first of all."""
+    found = [spans_of(lines)[0] for lines in result.told]
+    began_s = min((start_s for of_rank in found for _, _, start_s, _ in of_rank), default=0.0)
+    return [[(kind, label, start - began_s, end - began_s) for kind, label, start, end in of_rank] for of_rank in found]
+
+
+def timeline(result: Result) -> str:
+    """The drawing of a report, SVG; empty where no rank called another."""
+    found = spans(result)
+    if not any(found):
+        return ""
+    run = {"run_mode": SCRIPT, "world_size": len(found), "comparisons": [], "by_torch": []}
+    what = without_path(f"{Path(result.file).name}:0").partition(",")[0]
+    by_rank: Ranks = {
+        rank: [
+            Start(rank, "", SCRIPT, len(found), "", config={}, repeat={}, versions={}, title=what),
+            Timeline(what, 0, [list(span) for span in of_rank]),
+        ]
+        for rank, of_rank in enumerate(found)
+    }
+    title = f"What {counted(len(found), 'ranks')} call{'s' * (len(found) == 1)}, and for how long"
+    return picture(run, by_rank, title, "All calls of the cell, from their begin to their end")

@@ -1,0 +1,185 @@
+"""What a finished run measured in place of a data sheet: a `comm` run gives the link, a run that trained gives FLOP/s,
+so that a step of the lab's own ranks is predicted with numbers of their machine; the file of benchmarks.gpu gives a
+card's.
+"""
+
+import math
+import re
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from distlab.lab.report.reading import BrokenRecord, read_run
+from distlab.lab.report.records import Load, Profile, Ranks, Start, Table, select
+from distlab.techniques.collectives.costs import FITTED, LATENCY, RATE
+from distlab.tools.plan.card import Card, read_card
+from distlab.tools.plan.gpu import Gpu, Shares
+from distlab.tools.plan.job import Link, NotASize, count
+from distlab.tools.plan.model import Shape
+from distlab.tools.plan.step_time import executed_flops
+
+PREFERRED = ("gloo", "ring")  # what dp's variants call
+BY_HAND = "direct"  # what sharded strategies call for their halves
+VOCABULARY = 256  # of the lab's models, whose tokens are bytes (distlab/lab/workload/model.py, which imports torch)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one run says: a link or a rank's FLOP/s, and the words that say where it is from; or what a card does.
+
+    `crowded`: its ranks filled all cores of their machine, which then move the bytes too and hide no message.
+    """
+
+    link: Link | None
+    flops: float | None
+    told: str
+    card: Card | None = None
+    crowded: bool = False
+
+    def of_shape(self, shape: Shape, seq: int, samples: int) -> "Measured":
+        """The same with the FLOP/s that a card reaches on this model's products, where it was one that was measured."""
+        if self.card is None:
+            return self
+        step_s = self.card.step_s(shape.layers, shape.width, seq, samples, shape.vocabulary)
+        flops = executed_flops(shape, shape.body + shape.ends, seq, seq * samples) / step_s
+        told = f"{self.told}: {flops / 1e12:.3g} TFLOP/s by the sum of this model's parts, with {shape.vocabulary}"
+        return replace(self, flops=flops, told=f"{told} tokens to choose from")
+
+
+def calibrate(folder: Path) -> Measured:
+    """Read one run, or the file of a card; raises BrokenRecord if there is nothing in it to calibrate with."""
+    if folder.is_file():
+        card = read_card(folder)
+        return Measured(None, None, f"compute from {folder} ({card.name})", card)
+    records = read_run(folder)
+    start = next((start for _, start in select(records, Start)), None)
+    if start is None:
+        raise BrokenRecord(f"{folder} has no first record")
+    return link_of(folder, records) if start.run_mode == "comm" else flops_of(folder, records, start)
+
+
+def link_of(folder: Path, records: Ranks) -> Measured:
+    """The latency and the rate that `comm` fitted to its all_reduce, gloo's own first."""
+    table = next((table for _, table in select(records, Table) if table.title == FITTED), None)
+    rows = {} if table is None else {row[0]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
+    name = next((name for name in (*PREFERRED, *rows) if name in rows), None)
+    if name is None:
+        raise BrokenRecord(
+            f"{folder} has no fitted all_reduce: it takes a comm run of two ranks or more that came to its end"
+        )
+    latency, rate = (_number(folder, rows[name].get(column)) for column in (LATENCY, RATE))
+    if rate <= 0:
+        raise BrokenRecord(
+            f"{folder} was fitted with a rate of {rate:g} GB/s: its times did not grow with size, run it again"
+        )
+    # A least-squares fit of a link with next to no latency may end a little below zero.
+    link = Link(max(0.0, latency) * 1e-6, rate * 1e9, halves=halves_of(records, name))
+    told = f"the link from {folder} ({name}): α = {latency:.3g} us, B = {rate:.3g} GB/s"
+    apart = (
+        f"; a reduce_scatter and an all_gather take {link.halves:.2f} times an all_reduce" if link.halves != 1 else ""
+    )
+    return Measured(link, None, told + apart)
+
+
+HALVES = ("reduce_scatter", "all_gather")
+LEAST_BYTES = ("MiB", "GiB")  # sizes at which bytes count more than latency
+
+
+def halves_of(records: Ranks, name: str) -> float:
+    """The time of both halves by hand over that of an all_reduce, the median of the large sizes that `comm` swept; 1
+    where it did not."""
+    taken: dict[str, dict[str, float]] = {}
+    for _, table in select(records, Table):
+        if table.title in (*HALVES, "all_reduce") and {"size", "variant", "us"} <= set(table.columns):
+            variant = name if table.title == "all_reduce" else BY_HAND
+            rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+            taken[table.title] = {row["size"]: float(row["us"]) for row in rows if row["variant"] == variant}
+    sums, *halves = (taken.get(title, {}) for title in ("all_reduce", *HALVES))
+    sizes = [size for size in sums if size.endswith(LEAST_BYTES) and all(size in half for half in halves)]
+    return median(sum(half[size] for half in halves) / sums[size] for size in sizes) if sizes else 1.0
+
+
+def _number(folder: Path, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise BrokenRecord(f"{folder} has {value!r} where a fitted number belongs") from None
+
+
+def flops_of(folder: Path, records: Ranks, start: Start) -> Measured:
+    """FLOP/s of a rank of a dp or fsdp run; raises BrokenRecord if it is no such run, or timed no step."""
+    found = reached(folder, records, start) if start.run_mode in ("dp", "fsdp") else None
+    if found is None:
+        raise BrokenRecord(
+            f"{folder} is a run of {start.run_mode}: it takes a comm run for the link, or a dp or fsdp run for FLOP/s,"
+            " come to its end"
+        )
+    return found
+
+
+def reached(folder: Path, records: Ranks, start: Start) -> Measured | None:
+    """FLOP/s of a rank: 1/N of what a step computes over the seconds of its forward and backward pass; None of a run
+    that timed no step.
+
+    The variant by hand whose slowest rank computes fastest counts: in the others communication takes the same cores
+    meanwhile, and PyTorch's own communicate inside of their passes.
+    """
+    compute: dict[str, list[float]] = {}
+    for _, profile in select(records, Profile):
+        if profile.variant not in start.by_torch:
+            seconds = [profile.seconds.get(kind, 0.0) for kind in ("forward", "backward")]
+            compute.setdefault(profile.variant, []).append(sum(seconds))
+    usable = {name: max(seconds) for name, seconds in compute.items() if min(seconds) > 0}
+    if not usable:
+        return None
+    config, shape = start.config, shape_of(start.config)
+    gpt = config["LAB_MODEL"] == "gpt"
+    positions = int(config["LAB_SEQ"]) if gpt else 1
+    tokens = int(config["LAB_BATCH"]) * positions / start.world_size
+    recompute = "full" if config.get("LAB_RECOMPUTE") else "none"
+    name = min(usable, key=lambda each: usable[each])
+    num_parameters = lab_parameters(shape, positions) if gpt else titled(folder, start)
+    flops = executed_flops(shape, num_parameters, positions, tokens, recompute) / usable[name]
+    told = f"compute from {folder} ({name}): {flops / 1e9:.3g} GFLOP/s a rank"
+    crowded = fills_cores(records, int(config.get("LAB_THREADS") or 1))
+    told += "; ranks fill all cores, so that no message is hidden" if crowded else ""
+    return Measured(None, flops, told, crowded=crowded)
+
+
+def shape_of(config: dict[str, Any]) -> Shape:
+    """The lab's own model, as its settings say."""
+    layers, width, heads = (int(config[name]) for name in ("LAB_DEPTH", "LAB_WIDTH", "LAB_HEADS"))
+    if config["LAB_MODEL"] == "gpt":
+        return Shape(layers, width, heads, heads, 4 * width, False, VOCABULARY, bool(config.get("LAB_TIE")))
+    return Shape(1, 1, 1, 1, 1, False, 0, True)  # rows through matrices: no attention, no vocabulary
+
+
+def lab_parameters(shape: Shape, positions: int) -> float:
+    """Of the lab's GPT all: matrices, and biases and norms of its layers, 13·h each, and behind them, 2·h, and a vector
+    for each position (distlab/lab/workload/model.py)."""
+    return shape.body + shape.ends + shape.width * (13 * shape.layers + 2 + positions)
+
+
+def titled(folder: Path, start: Start) -> float:
+    """Parameters of any other model, as a run's heading says them; raises BrokenRecord if it does not."""
+    found = re.search(r"([0-9.]+[kKMB]?) parameters", start.title)
+    try:
+        return count(found[1] if found else "")
+    except NotASize as error:
+        raise BrokenRecord(f"{folder} calls its model {start.title!r}, which {error}") from None
+
+
+def fills_cores(records: Ranks, threads: int) -> bool:
+    """Whether the ranks of some machine compute with as many threads as it has cores."""
+    loads = dict(select(records, Load))
+    ranks = Counter(load.machine for load in loads.values())
+    return any(ranks[load.machine] * threads >= load.cores for load in loads.values())
+
+
+def measured_card(gpu: Gpu, flops: float) -> Gpu:
+    """A card of which is known how fast all of a step computes: nothing else of it counts."""
+    return replace(
+        gpu, name="measured", flops=flops, memory_bytes_per_s=math.inf, shares=Shares(1.0, 1.0, 1.0), told="measured"
+    )

@@ -1,0 +1,65 @@
+"""What one layout costs a rank: memory by class, bytes a step, seconds by part.
+
+Every number is a formula of the techniques' costs.py with this layout's sizes. Each of d replicas runs M = B/(b·d)
+microbatches a step, so that every layout trains the same global batch of B samples.
+"""
+
+from dataclasses import dataclass
+
+from distlab.techniques.pipeline_parallel.costs import bubble
+from distlab.tools.plan.job import Job
+from distlab.tools.plan.layout import Layout
+from distlab.tools.plan.memory import memory_by_class, microbatches
+from distlab.tools.plan.step_time import model_flops, sent, step_parts
+
+COMPUTE = ("products", "attention", "elementwise", "vocabulary")
+EXPOSED = ("tensor", "context", "expert", "pipeline", "data")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One layout's price a rank; of ranks that differ the one that holds or sends most."""
+
+    layout: Layout
+    memory: dict[str, float]  # bytes: parameters, gradients, optimizer, gathered, activations, logits
+    sent: dict[str, float]  # bytes a step: data, tensor, context, expert, pipeline
+    parts: dict[str, float]  # seconds: those of COMPUTE and EXPOSED, bubble and update
+    bubble: float  # share of the pipeline's time
+    tokens_per_s: float
+    mfu: float
+    fits: bool
+
+    @property
+    def held_bytes(self) -> float:
+        return sum(self.memory.values())
+
+    @property
+    def sent_bytes(self) -> float:
+        return sum(self.sent.values())
+
+    @property
+    def compute_s(self) -> float:
+        return sum(self.parts[name] for name in COMPUTE)
+
+    @property
+    def exposed_s(self) -> float:
+        return sum(self.parts[name] for name in EXPOSED)
+
+    @property
+    def step_s(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def largest(self) -> str:
+        """The class that holds most."""
+        return max(self.memory, key=lambda name: self.memory[name])
+
+
+def cost(job: Job, layout: Layout) -> Cost:
+    memory, parts = memory_by_class(job, layout), step_parts(job, layout)
+    step_s = sum(parts.values())
+    return Cost(
+        layout, memory, sent(job, layout), parts, bubble(layout.pipeline, microbatches(job, layout), layout.chunks),
+        job.step_tokens / step_s, model_flops(job) / step_s / (job.gpus * job.gpu.flops),
+        fits=sum(memory.values()) <= job.usable_bytes,
+    )  # fmt: skip

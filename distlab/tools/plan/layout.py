@@ -1,0 +1,205 @@
+"""How N ranks can be cut: t that share each layer, c that share each sample, p that share the layers, d replicas of
+that, sharded by ZeRO or not; and e of the d·c among which a mixture's experts are dealt.
+
+Neighbours are ranks of a tensor-parallel group, inside of one node, then those that have other positions of a sample,
+then the replicas, then the stages of a pipeline, as Megatron-LM lays them out. Stages may have unequal numbers of
+layers, as those of Llama 3 405B do (126 layers in 16 stages): the fullest sets the pace. Every replica gets the same
+number of microbatches, and every rank along a sample two of 2c equal runs of its positions, so that all have as much to
+do (RUN_MODE=cp, zigzag).
+"""
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from distlab.tools.plan.job import Job
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way: t·p·d·c is the number of ranks; `stage` is ZeRO's, over the d·c ranks that keep the same. Each rank of a
+    pipeline has `chunks` stages; `expert` ranks of the d·c share the experts."""
+
+    tensor: int
+    pipeline: int
+    replicas: int
+    stage: int
+    context: int = 1
+    expert: int = 1
+    chunks: int = 1
+
+    @property
+    def name(self) -> str:
+        """tp 8 x cp 2 x pp 2 x zero1 4; a factor of 1 is left out, and ZeRO over cp alone is named without one."""
+        data = sharing(self.stage)
+        axes = {"tp": self.tensor, "cp": self.context, "ep": self.expert, "pp": self.pipeline}
+        parts = [f"{axis} {ranks}" for axis, ranks in axes.items() if ranks > 1]
+        counted = [f"{data} {self.replicas}"] if self.replicas > 1 else [data] * (self.stage > 0)
+        chunked = [f"{self.chunks} chunks"] if self.chunks > 1 else []
+        return " x ".join(parts + counted + chunked) if parts else data
+
+    @property
+    def gpus(self) -> int:
+        return self.tensor * self.pipeline * self.replicas * self.context
+
+    @property
+    def holding(self) -> int:
+        """Ranks that keep the same of the model, of other samples or of other positions: what ZeRO shards over."""
+        return self.replicas * self.context
+
+    @property
+    def effort(self) -> tuple[bool, bool, bool, bool, int]:
+        """What it takes of a model's code, to be compared: sharding alone little, pipelines and cut layers much."""
+        return (self.context > 1, *self.axes, self.expert > 1, self.stage)
+
+    @property
+    def megatron(self) -> bool:
+        """Whether it is Megatron-LM's, plainly or with its distributed optimizer: gradients are summed in float32."""
+        return max(self.tensor, self.pipeline, self.context, self.expert) > 1 and self.stage < 2
+
+    @property
+    def axes(self) -> tuple[bool, bool]:
+        """Whether there are pipelines, and cut layers."""
+        return (self.pipeline > 1, self.tensor > 1)
+
+
+def sharing(stage: int) -> str:
+    """What the replicas do: all keep all of it, dp, or they shard it by a stage of ZeRO."""
+    return f"zero{stage}" if stage else "dp"
+
+
+# What is weighed, with each sample whole or cut by its positions: a name, whether layers are cut inside, whether they are
+# cut between, and ZeRO's stage over the replicas. In a pipeline stages 2 and 3 are weighed too: a rank has a p-th of the
+# layers, but ZeRO-3 gathers them for p times as many microbatches, so that it sends as much as without a pipeline, and
+# the price says so (zero_bytes).
+KINDS = tuple(
+    (axes + sharing(stage), tensor, pipeline, stage)
+    for axes, tensor, pipeline in (
+        ("", False, False),
+        ("tp x ", True, False),
+        ("pp x ", False, True),
+        ("tp x pp x ", True, True),
+    )
+    for stage in range(4)
+)
+
+
+def layouts(job: Job, tensor: bool, pipeline: bool, stage: int, context: bool = False) -> Iterator[Layout]:
+    """All ways of one kind that these sizes allow, with `context` those that cut samples; where one rank alone has a part there is nothing to shard over."""
+    for t in _divisors(math.gcd(job.node_gpus, job.shape.heads)) if tensor else [1]:
+        for c in [c for c in _divisors(job.gpus // t) if job.seq % (2 * c) == 0] if context else [1]:
+            for p in _divisors(job.gpus // (t * c)) if pipeline else [1]:
+                replicas = job.gpus // (t * c * p)
+                for e in experts_dealt(job, replicas * c):
+                    found = Layout(t, p, replicas, stage, c, e, job.chunks if p > 1 else 1)
+                    if (stage == 0 or replicas * c > 1) and not faults_of(job, found):
+                        yield found
+
+
+def experts_dealt(job: Job, holding: int) -> list[int]:
+    """Along how many ranks a mixture's experts are dealt: any number that divides both, and of a dense model 1."""
+    return [1, *_divisors(math.gcd(job.shape.experts, holding))] if job.shape.experts else [1]
+
+
+def impossible(job: Job, tensor: bool, pipeline: bool, stage: int) -> str:
+    """Why there is no way of this kind; its name says which stage of ZeRO it is."""
+    if job.gpus == 1:
+        return "one GPU has nobody to share with"
+    reasons = []
+    if tensor:
+        reasons.append(f"t divides the {job.node_gpus} GPUs of a node and the {job.shape.heads} heads")
+    if pipeline:
+        shared, alone = ("t·p", "p ") if tensor else ("p", "")
+        times = f"{job.chunks} chunks of " if job.chunks > 1 else ""
+        reasons.append(
+            f"{shared} divides the {job.gpus} GPUs, and {alone}is at most the {times}{job.shape.layers} layers"
+        )
+    if not job.grows:
+        batch = f"batch of {job.global_samples} samples in microbatches of {job.samples}"
+        reasons.append(f"the replicas share the {batch} equally")
+    if stage > 0 and any(layouts(job, tensor, pipeline, 0)):
+        reasons.append("ZeRO needs two replicas")
+    return ", ".join(reasons)
+
+
+def faults_of(job: Job, layout: Layout) -> list[str]:
+    """Why a layout can't be, a sentence for each fault with what could."""
+    shape, found = job.shape, []
+    for name, size, whole, of in (
+        ("tp", layout.tensor, shape.heads, "attention heads"),
+        ("tp", layout.tensor, job.node_gpus, "GPUs of a node, since a layer's sums go over its fast links"),
+        ("ep", layout.expert, layout.holding, "ranks of dp x cp, among which experts are dealt"),
+        ("ep", layout.expert, shape.experts or 1, "experts of the model"),
+    ):
+        if whole % size:
+            found.append(f"{name}{size} does not divide the {whole} {of}, allowed: {listed([1, *_divisors(whole)])}")
+    if layout.pipeline * layout.chunks > shape.layers:
+        most = shape.layers // layout.chunks
+        each = f" of {layout.chunks} chunks" if layout.chunks > 1 else ""
+        found.append(f"pp{layout.pipeline}{each} is more stages than the {shape.layers} layers, allowed: up to {most}")
+    if job.seq % (2 * layout.context) and layout.context > 1:
+        found.append(
+            f"cp{layout.context} does not cut --seq={job.seq} into {2 * layout.context} equal runs, allowed: a multiple of"
+            f" {2 * layout.context}"
+        )
+    if job.global_samples % (job.samples * layout.replicas):
+        dealt = [d for d in [1, *_divisors(job.gpus)] if job.global_samples % (job.samples * d) == 0]
+        found.append(
+            f"dp{layout.replicas} does not share --global-batch={job.global_samples} in microbatches of {job.samples}"
+            f" equally, allowed: {listed(dealt) or 'another microbatch'}"
+        )
+    elif layout.chunks > 1 and (parts := job.global_samples // (job.samples * layout.replicas)) % layout.pipeline:
+        found.append(
+            f"--interleave={layout.chunks} wants a multiple of pp{layout.pipeline} microbatches and a replica has {parts}:"
+            " a smaller dp or microbatch, or --interleave 1"
+        )
+    return found
+
+
+def listed(numbers: Sequence[int]) -> str:
+    few = ", ".join(map(str, numbers[:12]))
+    return f"{few}, ..." if len(numbers) > 12 else few
+
+
+AXES = ("tp", "pp", "dp", "cp", "ep")
+
+
+def given_layout(written: str, job: Job, stage: int) -> tuple[Layout | None, list[str]]:
+    """tp8,pp16,dp64,cp1,ep1 as a layout, with the faults it has; dp is what is left of the GPUs where it is not named."""
+    sizes: dict[str, int] = {}
+    faults = []
+    for word in written.lower().split(","):
+        match = re.fullmatch(r"\s*(tp|pp|dp|cp|ep)\s*([1-9][0-9]{0,8})\s*", word)
+        if match is None:
+            faults.append(
+                f"--layout={written!r} has {word.strip()!r}, allowed: {', '.join(f'{axis}N' for axis in AXES)}"
+            )
+        elif match[1] in sizes:
+            faults.append(f"--layout={written!r} names {match[1]} twice")
+        else:
+            sizes[match[1]] = int(match[2])
+    if faults:
+        return None, faults
+    cut = sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("cp", 1)
+    replicas = sizes.get("dp", max(1, job.gpus // cut))
+    pipeline = sizes.get("pp", 1)
+    found = Layout(
+        sizes.get("tp", 1), pipeline, replicas, stage, sizes.get("cp", 1), sizes.get("ep", 1),
+        job.chunks if pipeline > 1 else 1,
+    )  # fmt: skip
+    if found.gpus != job.gpus:
+        rest = f"dp{job.gpus // cut} would make it" if job.gpus % cut == 0 else f"{cut} does not divide {job.gpus}"
+        return None, [f"--layout={written!r} is of {found.gpus} GPUs (tp·pp·dp·cp) and --gpus={job.gpus}: {rest}"]
+    faults += [f"--layout={written!r}: {fault}" for fault in faults_of(job, found)]
+    if stage and found.holding == 1:
+        faults.append(f"--zero={stage} shards over dp x cp, which is one rank in --layout={written!r}: --zero 0")
+    return found, faults
+
+
+@cache
+def _divisors(number: int) -> Sequence[int]:
+    """From 2 on."""
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)} - {1})

@@ -1,0 +1,217 @@
+"""What one rank of a layout holds, by class: of ranks that differ the one that holds most.
+
+At rest stands what ZeRO's stage leaves of weights, gradients and optimizer state (distlab/techniques/sharded/costs.py). Beside it
+are the whole layers that ZeRO-3 has gathered, what the forward pass keeps for the backward pass, and the scores over the
+vocabulary while the loss is computed. The last stage of a pipeline has the scores and one microbatch in flight, the
+first one has p.
+"""
+
+from distlab.techniques.pipeline_parallel.costs import in_flight
+from distlab.techniques.sharded.costs import WHOLE_LAYERS, rest_bytes
+from distlab.techniques.tensor_parallel.costs import layer_activation_bytes
+from distlab.tools.plan.job import Job
+from distlab.tools.plan.layout import Layout
+
+ADAPTER_BYTES = 16  # of a trained number of LoRA: 2 + 2 + 12, as of any weight in mixed precision
+
+
+def microbatches(job: Job, layout: Layout) -> int:
+    """M = B/(b·d)."""
+    return job.global_samples // (job.samples * layout.replicas)
+
+
+def layers(job: Job, layout: Layout) -> int:
+    """Of the fullest stage: ⌈L/p⌉."""
+    return -(-job.shape.layers // layout.pipeline)
+
+
+def rank_tokens(job: Job, layout: Layout) -> float:
+    """b·s/c: rows of a rank's products, of one microbatch."""
+    return job.samples * job.seq / layout.context
+
+
+def dense_parameters(job: Job, layout: Layout) -> float:
+    """Of one rank of the fullest stage, before ZeRO shards them, without experts: its layers, and embedding or output
+    layer, which are on two stages."""
+    shape = job.shape
+    body = max(0.0, job.num_parameters - shape.ends - shape.expert_parameters)
+    ends = min(job.num_parameters, shape.ends) if layout.pipeline == 1 else min(job.num_parameters, shape.vocabulary * shape.width)  # fmt: skip
+    return (body * layers(job, layout) / shape.layers + ends) / layout.tensor
+
+
+def expert_parameters(job: Job, layout: Layout) -> float:
+    """The same of the experts that are dealt to this rank."""
+    return job.shape.expert_parameters * layers(job, layout) / job.shape.layers / (layout.tensor * layout.expert)
+
+
+def own_parameters(job: Job, layout: Layout) -> float:
+    return dense_parameters(job, layout) + expert_parameters(job, layout)
+
+
+def gradient_itemsize(job: Job, layout: Layout) -> int:
+    """Bytes of a gradient: 4 where Megatron-LM sums those of 16-bit weights, and ZeRO-2 in a pipeline; else a weight's."""
+    whole = layout.megatron or (layout.stage == 2 and layout.pipeline > 1)
+    return 4 if whole and job.weights.masters else job.itemsize
+
+
+def memory_by_class(job: Job, layout: Layout) -> dict[str, float]:
+    """Bytes of a rank at its peak: parameters, gradients, optimizer, gathered, activations, logits.
+
+    One process with one microbatch has no gradients yet when it has all activations, nor these when it has all
+    gradients: what counts is the larger.
+    """
+    kept, logits = passing_bytes(job, layout)
+    rest = at_rest(job, layout)
+    if layout.gpus == 1 and microbatches(job, layout) == 1:
+        rest["gradients"] = max(0.0, rest["gradients"] - kept - logits)
+    return rest | {"gathered": gathered_bytes(job, layout), "activations": kept, "logits": logits}
+
+
+def held_bytes(job: Job, layout: Layout) -> float:
+    """Of a rank, all classes together."""
+    return sum(memory_by_class(job, layout).values())
+
+
+def at_rest(job: Job, layout: Layout) -> dict[str, float]:
+    """What stands between two steps. In a pipeline ZeRO-2's gradients are added up whole, in float32, until the last
+    microbatch (Llama 3, section 3.3.2, and PyTorch's pipelines over fully_shard)."""
+    if job.savings.lora:
+        return adapters_at_rest(job, layout)
+    weights, total = job.weights, {"parameters": 0.0, "gradients": 0.0, "optimizer": 0.0}
+    parts = [(dense_parameters(job, layout), float(layout.holding))]
+    if job.shape.experts:
+        parts.append((expert_parameters(job, layout), layout.holding / layout.expert))
+    for own, ranks in parts:
+        part = rest_bytes(
+            layout.stage, own, own / ranks, itemsize=weights.itemsize, masters=weights.masters,
+            moments=weights.moment_bytes / (4 if weights.masters else weights.itemsize),
+            gradient_itemsize=gradient_itemsize(job, layout),
+        )  # fmt: skip
+        if layout.stage == 2 and layout.pipeline > 1:
+            part["gradients"] = own * gradient_itemsize(job, layout)
+        total = {name: total[name] + part[name] for name in total}
+    if job.savings.step_in_backward:
+        total["gradients"] /= layers(job, layout)
+    if job.savings.offload:
+        total["optimizer"] = 0.0
+    return total
+
+
+def adapters_at_rest(job: Job, layout: Layout) -> dict[str, float]:
+    """LoRA (Hu et al. 2021): r·(inner + outer) numbers a matrix are trained, all others are stored as they are; embedding
+    and output layer in 16 bits."""
+    own, shared = own_parameters(job, layout), layout.holding if layout.stage == 3 else 1
+    ends = min(own, job.shape.ends / layout.tensor)
+    trained = adapter_parameters(job) * layers(job, layout) / job.shape.layers / layout.tensor
+    of_each = trained / (layout.holding if layout.stage else 1)
+    return {
+        "parameters": ((own - ends) * job.savings.base_itemsize + ends * job.itemsize) / shared
+        + trained * job.itemsize,
+        "gradients": trained * job.itemsize,
+        "optimizer": 0.0 if job.savings.offload else of_each * (ADAPTER_BYTES - 2 * 2),
+    }
+
+
+def adapter_parameters(job: Job) -> float:
+    shape = job.shape
+    return float(job.savings.lora * shape.layers * sum(inner + outer for inner, outer in shape.products))
+
+
+def gathered_bytes(job: Job, layout: Layout) -> float:
+    """Weights that are whole for a while: ZeRO-3's layers, or at least the embedding or the output layer."""
+    if layout.stage != 3 or layout.holding == 1:
+        return 0.0
+    own, item = own_parameters(job, layout), job.savings.base_itemsize if job.savings.lora else job.itemsize
+    ends = min(job.num_parameters, job.shape.vocabulary * job.shape.width) / layout.tensor
+    in_layers = max(0.0, own - ends) / layers(job, layout)
+    return max(WHOLE_LAYERS * in_layers, 2 * ends) * item
+
+
+def passing_bytes(job: Job, layout: Layout) -> tuple[float, float]:
+    """Activations and logits of the stage that holds more of them: the first, or the last."""
+    whole, kept = layer_bytes(job, layout), kept_bytes(job, layout)
+    again = whole if job.recompute in ("half", "full") else 0.0
+    depth, scores = layers(job, layout), logits_bytes(job, layout)
+    first = kept * depth * flying(job, layout) + again
+    if layout.pipeline == 1:
+        return first, scores
+    last = kept * depth + again
+    return (last, scores) if last + scores > first else (first, 0.0)
+
+
+def flying(job: Job, layout: Layout) -> float:
+    """Microbatches that the first stage keeps: min(p, M); with v chunks 1 + (p-1)/(p·v) times as many (Korthikanti
+    4.2.3)."""
+    p, v, parts = layout.pipeline, layout.chunks, microbatches(job, layout)
+    if p == 1:
+        return 1.0
+    if v == 1:
+        return in_flight("1f1b", p, parts, 0)
+    return min(float(parts), p + (p - 1) / v)
+
+
+def stage_memory(job: Job, layout: Layout, stage: int) -> dict[str, float]:
+    """The same of a rank of one stage, of which the first L mod p have a layer more."""
+    p, shape, parts = layout.pipeline, job.shape, microbatches(job, layout)
+    if p == 1:
+        return memory_by_class(job, layout)
+    depth = shape.layers // p + (stage < shape.layers % p)
+    ends = min(job.num_parameters, shape.vocabulary * shape.width) / layout.tensor
+    fullest, in_layers = own_parameters(job, layout), (own_parameters(job, layout) - ends) / layers(job, layout)
+    own = in_layers * depth + (ends if stage in (0, p - 1) else 0.0)
+    found = {name: nbytes * own / fullest for name, nbytes in at_rest(job, layout).items()}
+    again = layer_bytes(job, layout) if job.recompute in ("half", "full") else 0.0
+    name = "1f1b" if layout.chunks == 1 else "interleaved"
+    ahead = in_flight(name, p, parts, stage, layout.chunks) / layout.chunks
+    return found | {
+        "gathered": gathered_bytes(job, layout) * depth / layers(job, layout),
+        "activations": kept_bytes(job, layout) * depth * ahead + again,
+        "logits": logits_bytes(job, layout) if stage == p - 1 else 0.0,
+    }
+
+
+def kept_bytes(job: Job, layout: Layout) -> float:
+    """What stays of one layer and microbatch until its backward pass."""
+    whole = layer_bytes(job, layout)
+    given = boundary_bytes(job, layout) / sliced(job, layout)
+    return {"none": whole, "selective": whole, "half": (whole + given) / 2, "full": given}[job.recompute]
+
+
+def sliced(job: Job, layout: Layout) -> int:
+    """Over how many ranks sequence parallelism deals what is between the sliced parts."""
+    return layout.tensor if job.sequence_parallel else 1
+
+
+def layer_bytes(job: Job, layout: Layout) -> float:
+    """All that one layer of one microbatch keeps if nothing is done again, but for what attention does not keep.
+
+    A gated layer without dropout keeps the inputs of its norms, of attention and of the feed-forward part, 4·h numbers
+    a token, which sequence parallelism cuts, and queries, keys, values, attention's output and three times the inner
+    width, which tensor parallelism cuts. Any other is Korthikanti's, with dropout (distlab/techniques/tensor_parallel/costs.py).
+    """
+    shape, tokens, t = job.shape, rank_tokens(job, layout), layout.tensor
+    scores = not job.flash and job.recompute != "selective"
+    if not shape.gated:
+        return layer_activation_bytes(
+            job.seq, job.samples, shape.width, shape.heads, itemsize=job.itemsize, tensor_ranks=t,
+            sequence_parallel=job.sequence_parallel, recompute="none" if scores else "selective",
+        ) / layout.context  # fmt: skip
+    mixed = shape.moe_layers / shape.layers
+    inner = 3 * shape.mlp_width * (1 - mixed + mixed * shape.experts_a_token)
+    routed = mixed * shape.experts_a_token * shape.width
+    keys = shape.width * (2 + 2 * shape.kv_heads / shape.heads)
+    numbers = 4 * shape.width / sliced(job, layout) + (keys + inner + routed) / t
+    return tokens * job.itemsize * (numbers + (2 * shape.heads * job.seq / t if scores else 0.0))
+
+
+def boundary_bytes(job: Job, layout: Layout) -> float:
+    """b·s·h/c: one microbatch between two layers."""
+    return rank_tokens(job, layout) * job.shape.width * job.itemsize
+
+
+LOGIT_BYTES = 12  # in 16 bits, in float32, their softmax and gradient in float32, and in 16 bits again; float32: three
+
+
+def logits_bytes(job: Job, layout: Layout) -> float:
+    """Scores of the vocabulary, their softmax and their gradient, b·s·V/t of each."""
+    return rank_tokens(job, layout) * job.shape.vocabulary / layout.tensor * max(LOGIT_BYTES, 3 * job.itemsize)

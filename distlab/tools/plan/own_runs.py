@@ -1,0 +1,176 @@
+"""The lab's own runs as rows of the planner: a variant by hand as a job and a layout, and what that costs.
+
+Sizes are those of the run's first record, its axes those where its ranks said they are. FLOP/s are what its own forward
+and backward passes reached, or another run's (`--calibrate`), the link is a `comm` run's of as many ranks.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from distlab.lab.report.reading import BrokenRecord, from_line, read_run
+from distlab.lab.report.records import Placed, Ranks, Start, select
+from distlab.tools.plan.calibration import Measured, lab_parameters, link_of, measured_card, reached, shape_of
+from distlab.tools.plan.costs import Cost, cost
+from distlab.tools.plan.gpu import gpu_named
+from distlab.tools.plan.job import Job, Link, Weights
+from distlab.tools.plan.layout import Layout, faults_of
+from distlab.tools.plan.memory import boundary_bytes, flying, layers, memory_by_class, microbatches
+from distlab.tools.plan.step_time import SLICES
+
+
+class Way(NamedTuple):
+    """How a variant trains: its stage of ZeRO, whether gradients are whole in buckets that stay from step to step,
+    whether rows between slices are dealt over their ranks, and whether a rank has several stages."""
+
+    stage: int = 0
+    buckets: bool = True
+    sequence: bool = False
+    chunks: bool = False
+
+
+# By mode the variants by hand whose messages and memory are what the planner prices: one sum or gather a layer, 1F1B.
+WAYS = {
+    "dp": {"flat": Way(), "bucketed": Way()},
+    "fsdp": {"dp": Way(), "zero1": Way(1), "zero2": Way(2, False), "zero3": Way(3, False)},
+    "tp": {"megatron": Way(buckets=False), "sequence": Way(buckets=False, sequence=True)},
+    "pp": {"1f1b": Way(buckets=False), "interleaved": Way(buckets=False, chunks=True)},
+    "mesh": {
+        "1f1b": Way(), "interleaved": Way(chunks=True), "sequence": Way(sequence=True), "zero1": Way(1, True, True),
+        "zero2": Way(2, False, True), "zero3": Way(3, False, True),
+    },
+}  # fmt: skip
+ITEMSIZES = {"float32": 4, "float64": 8, "bfloat16": 2}
+# What a link's rate and latency depend on: a `comm` run with others says nothing of this run's messages.
+ALIKE = ("LAB_BACKEND", "LAB_DEVICE", "LAB_NET_RATE", "LAB_NET_DELAY")
+MOST_LINE_BYTES = 1 << 20  # of a first record
+CHANGED = ("LAB_SLOW_RANK", "LAB_SLEEP_MS", "LAB_FAULTS", "LAB_OFFLOAD")  # steps with these are made longer on purpose
+
+
+class Planned(NamedTuple):
+    """Of each variant that the planner knows seconds of a step and bytes at the peak, and in words where they are from
+    or why there are none."""
+
+    costs: dict[str, Cost]
+    told: list[str]
+
+
+def priced(records: Ranks, measured: Sequence[Measured]) -> dict[str, Cost]:
+    """What the planner says of the variants that it knows, with these runs in place of data sheets."""
+    return {
+        name: replace(cost(job, layout), memory=at_one_moment(job, layout, way))
+        for name, (way, job, layout) in known(records, measured).items()
+    }
+
+
+def known(records: Ranks, measured: Sequence[Measured]) -> dict[str, tuple[Way, Job, Layout]]:
+    """The variants that the planner knows, each as a job and a layout that can be."""
+    start = next((start for _, start in select(records, Start)), None)
+    axes = next((placed.axes for _, placed in select(records, Placed)), {})
+    sizes = {name: size for name, (_, size) in axes.items() if size > 1}
+    if start is None or not plannable(start, sizes):
+        return {}
+    found = {
+        name: (way, job_of(start, sizes, way, measured), layout_of(start, sizes, way))
+        for name, way in WAYS[start.run_mode].items()
+    }
+    return {
+        name: (way, job, layout)
+        for name, (way, job, layout) in found.items()
+        if not faults_of(job, layout)
+        and (layout.holding > 1 or not layout.stage)
+        and (layout.pipeline > 1 or not way.chunks)
+    }
+
+
+def at_one_moment(job: Job, layout: Layout, way: Way) -> dict[str, float]:
+    """Bytes by class when a rank's tensors hold most, as the lab's ledger counts them; the planner adds up what each
+    class reaches, which is what an allocator keeps.
+
+    Gradients of a single microbatch that lie in no bucket come as activations go. With dealt rows a slice by hand keeps
+    its gathered input, where the planner gathers it again: Korthikanti's 26/t + 8 in place of 34/t.
+    """
+    memory = memory_by_class(job, layout)
+    if not way.buckets and microbatches(job, layout) == 1:
+        memory["gradients"] = max(0.0, memory["gradients"] - memory["activations"] - memory["logits"])
+    if way.sequence and job.recompute == "none":
+        gathered = SLICES * layers(job, layout) * boundary_bytes(job, layout) * (1 - 1 / layout.tensor)
+        memory["activations"] += gathered * flying(job, layout)
+    return memory
+
+
+def plannable(start: Start, sizes: dict[str, int]) -> bool:
+    """Whether it trains the lab's GPT, at its own pace, on axes that the planner has."""
+    config = start.config
+    return (
+        start.run_mode in WAYS and config.get("LAB_MODEL") == "gpt" and config.get("LAB_DTYPE") in ITEMSIZES
+        and set(sizes) <= {"dp", "tp", "pp"} and not any(config.get(name) for name in CHANGED)
+    )  # fmt: skip
+
+
+def layout_of(start: Start, sizes: dict[str, int], way: Way) -> Layout:
+    pipeline = sizes.get("pp", 1)
+    chunks = int(start.config.get("LAB_CHUNKS") or 1) if way.chunks and pipeline > 1 else 1
+    return Layout(sizes.get("tp", 1), pipeline, sizes.get("dp", 1), way.stage, chunks=chunks)
+
+
+def job_of(start: Start, sizes: dict[str, int], way: Way, measured: Sequence[Measured]) -> Job:
+    """The run's model and batch on ranks of which nothing is known but what was measured."""
+    config, shape = start.config, shape_of(start.config)
+    samples = int(config["LAB_BATCH"])
+    parts = sizes.get("dp", 1) * int(config.get("LAB_MICROBATCHES") or 1)
+    flops = next((each.flops for each in measured if each.flops), math.inf)
+    link = next((each.link for each in measured if each.link), Link(0.0, math.inf))
+    itemsize = ITEMSIZES[config["LAB_DTYPE"]]
+    return Job(
+        lab_parameters(shape, int(config["LAB_SEQ"])), start.world_size, math.inf, shape, int(config["LAB_SEQ"]),
+        max(1, samples // parts), samples, False, measured_card(gpu_named("a100"), flops), link, link, start.world_size,
+        Weights(itemsize, False, 2.0 * itemsize if config.get("LAB_OPTIMIZER") == "adamw" else 0.0),
+        "full" if config.get("LAB_RECOMPUTE") else "none", True, way.sequence, 0.0,
+        hides=not any(each.crowded for each in measured),
+    )  # fmt: skip
+
+
+def planned(folder: Path, records: Ranks) -> Planned | None:
+    """The same for the report of the run in `folder`, with its own FLOP/s and the newest link beside it; None of a run
+    that the planner has no word for."""
+    start = next((start for _, start in select(records, Start)), None)
+    if start is None or start.run_mode not in WAYS:
+        return None
+    if not known(records, []):
+        return Planned({}, ["not planned: it knows the lab's GPT in equal parts on dp, tp and pp, at its own pace"])  # fmt: skip
+    compute = reached(Path(folder.name), records, start)
+    if compute is None:
+        return Planned({}, ["not planned: no step was timed, so nothing says how fast these ranks compute"])
+    link = next(links(folder, start), None)
+    if link is None:
+        return Planned(
+            {}, [f"not planned: no comm run beside this one says what a message costs, as {how(start)} does"]
+        )
+    return Planned(priced(records, [compute, link]), [compute.told, link.told])
+
+
+def links(folder: Path, start: Start) -> Iterator[Measured]:
+    """What the finished `comm` runs beside `folder` fitted whose ranks and transport are the same, the newest first."""
+    beside = [path for path in folder.resolve().parent.glob("*/rank0.jsonl") if not path.parent.is_symlink()]
+    for path in sorted(beside, key=lambda path: path.stat().st_mtime, reverse=True):
+        try:
+            with path.open("rb") as lines:
+                other = from_line(lines.readline(MOST_LINE_BYTES), str(path))
+            if isinstance(other, Start) and same_link(other, start):
+                yield link_of(Path(path.parent.name), read_run(path.parent))
+        except (BrokenRecord, OSError):
+            continue
+
+
+def same_link(other: Start, start: Start) -> bool:
+    alike = all(other.config.get(name) == start.config.get(name) for name in ALIKE)
+    return other.run_mode == "comm" and other.world_size == start.world_size and alike
+
+
+def how(start: Start) -> str:
+    """What a `comm` run of the same ranks and transport is started with."""
+    repeated = "".join(f" {name}={start.repeat[name]}" for name in ALIKE if name in start.repeat)
+    return f"RUN_MODE=comm WORLD_SIZE={start.world_size}{repeated}"

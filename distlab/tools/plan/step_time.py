@@ -1,0 +1,344 @@
+"""Seconds of a step by part: what a rank computes, what of its messages no compute hides, its bubble, its update.
+
+A rank of the fullest stage does, of each of its M microbatches, for each layer
+
+  products    2·m·k·n FLOP at a share of the peak that large products reach, and (m·k + k·n + m·n) numbers read and
+              written: a narrow product is bound by memory (roofline: Williams et al. 2009, with both added up, since a
+              product's first and last tiles do not overlap); forward once, backward twice, and forward again if recomputed
+  attention   2·s·h FLOP a token under a causal mask, backward 2.5 times that, since FlashAttention computes scores
+              again (Dao et al. 2022); at a share of its own
+  elementwise norms, residuals, rotary positions, activation functions and copies at the memory's rate
+  vocabulary  the output layer's product, and its scores in float32
+
+and waits for
+
+  tensor      two all_reduces forward and two backward (Shoeybi et al. 2019), one more a part if recomputed
+  context     keys and values on their way round, less what attention hides
+  expert      tokens to their experts and back, four all_to_alls of a mixture's layer
+  pipeline    activations to the next stage
+  data        sums of gradients, which hide under the last microbatch's backward pass (ZeRO-2's under each); ZeRO-3's
+              gathers, which hide under compute but for the first layer of each pass; the gather of new weights
+  bubble      (p-1)/(v·M) of the time of all microbatches, once (Narayanan et al. 2021, section 2.2)
+  update      the optimizer's numbers read and written once
+
+A group over several nodes runs at the rate of all cards of a node that are in it, since NCCL's rings use each one's link.
+"""
+
+import math
+
+from distlab.techniques.collectives.costs import (
+    all_reduce_bytes,
+    all_reduce_rounds,
+    attention_flops,
+    exposed_seconds,
+    message_seconds,
+    training_flops,
+)
+from distlab.techniques.context_parallel.costs import even_ring_bytes, even_ring_turns
+from distlab.techniques.pipeline_parallel.costs import bubble, pipeline_ends
+from distlab.techniques.sharded.costs import zero_bytes
+from distlab.techniques.tensor_parallel.costs import gathered_again_bytes, slice_sums, tensor_parallel_bytes
+from distlab.tools.plan.job import Job, Link
+from distlab.tools.plan.layout import Layout
+from distlab.tools.plan.memory import (
+    boundary_bytes,
+    gradient_itemsize,
+    layers,
+    microbatches,
+    own_parameters,
+    rank_tokens,
+    sliced,
+)
+from distlab.tools.plan.model import Shape
+
+SLICES = 2  # of a layer: attention and the two matrices behind it
+BACKWARD_ATTENTION = 2.5
+AGAIN = {"none": 0.0, "selective": 0.0, "half": 0.5, "full": 1.0}  # of the forward pass
+# Numbers of h that a layer reads and writes beside its products, forward: two norms (4), two residual sums (6), rotary
+# positions and copies round attention (6); backward twice as many.
+NORM_PASSES, COPY_PASSES = 10, 6
+PIECES = 4  # that a sum is cut into to go on beside a product
+LOGIT_PASSES = 6 * 4  # bytes of a score: six passes in float32
+PCIE_BYTES_PER_S, HOST_BYTES_PER_S = 25e9, 50e9  # of one GPU's link to the host, and its share of the host's memory
+
+
+# Compute.
+
+
+def compute_parts(job: Job, layout: Layout) -> dict[str, float]:
+    """Seconds of all M microbatches on a rank of the fullest stage."""
+    parts, depth = microbatches(job, layout), layers(job, layout)
+    return {
+        "products": parts * depth * products_s(job, layout),
+        "attention": parts * depth * attention_s(job, layout),
+        "elementwise": parts * depth * elementwise_s(job, layout),
+        "vocabulary": parts * vocabulary_s(job, layout),
+    }
+
+
+def passes(job: Job) -> float:
+    """Of a product: forward, for the gradients of its input and its weight, and forward again; LoRA leaves the weight's
+    out."""
+    return (2 if job.savings.lora else 3) + AGAIN[job.recompute]
+
+
+def product_s(job: Job, rows: float, inner: float, outer: float, *, fp8: bool = False) -> float:
+    flops, gpu = 2 * rows * inner * outer, job.gpu
+    numbers = rows * inner + inner * outer + rows * outer
+    peak = gpu.fp8_flops if fp8 else gpu.flops
+    return flops / (peak * gpu.shares.matrix) + numbers * job.itemsize / memory_rate(job)
+
+
+def memory_rate(job: Job) -> float:
+    return job.gpu.memory_bytes_per_s * job.gpu.shares.memory
+
+
+def products_s(job: Job, layout: Layout) -> float:
+    """One microbatch through one layer's matrices, all passes; of a mixture's layer through the experts that it takes."""
+    shape, tokens, t = job.shape, rank_tokens(job, layout), layout.tensor
+    (_, qkv), (_, _), (_, first), (second, _) = shape.products
+    attention = [(shape.width, qkv / t), (shape.width / t, shape.width)]
+    mlp = [(shape.width, first / t), (second / t, shape.width)]
+    once = sum(product_s(job, tokens, *each, fp8=job.fp8) for each in attention)
+    dense = sum(product_s(job, tokens, *each, fp8=job.fp8) for each in mlp)
+    mixed = shape.moe_layers / shape.layers
+    routed = 0.0
+    if mixed:
+        local = shape.experts / layout.expert  # of a rank, which share its tokens
+        rows = tokens * shape.experts_a_token / local
+        routed = local * sum(product_s(job, rows, *each, fp8=job.fp8) for each in mlp)
+    whole = once + (1 - mixed) * dense + mixed * routed
+    return passes(job) * whole * scale(job)
+
+
+def scale(job: Job) -> float:
+    """Parameters as they were given over those of the shape."""
+    body = job.num_parameters - job.shape.ends
+    return body / job.shape.body if body > 0 else 1.0
+
+
+def attention_s(job: Job, layout: Layout) -> float:
+    """Its two products of s x s, half of which a causal mask leaves out."""
+    flops = 2 * job.seq * job.shape.width * rank_tokens(job, layout) / layout.tensor
+    again = 1.0 if job.recompute == "full" else 0.0
+    return flops * (1 + BACKWARD_ATTENTION + again) / (job.gpu.flops * job.gpu.shares.attention)
+
+
+def elementwise_s(job: Job, layout: Layout) -> float:
+    """What reads and writes memory; without FlashAttention the scores too, five times forward."""
+    shape, t = job.shape, layout.tensor
+    mixed = shape.moe_layers / shape.layers
+    activation = (3 if shape.gated else 2) * shape.mlp_width * (1 - mixed + mixed * shape.experts_a_token)
+    forward = NORM_PASSES * shape.width / sliced(job, layout) + (COPY_PASSES * shape.width + activation) / t
+    if not job.flash:
+        forward += 5 * shape.heads * job.seq / t
+    count = forward * (3 + (1.0 if job.recompute == "full" else 0.0))
+    if job.fp8:  # numbers are cast to 8 bits before each product, forward and backward
+        count += 12 * shape.width / t
+    return rank_tokens(job, layout) * count * job.itemsize / memory_rate(job)
+
+
+def vocabulary_s(job: Job, layout: Layout) -> float:
+    """One microbatch's output layer, which is never in 8 bits and never done again, and its loss."""
+    tokens, outer = rank_tokens(job, layout), job.shape.vocabulary / layout.tensor
+    if not job.shape.vocabulary:
+        return 0.0
+    return 3 * product_s(job, tokens, job.shape.width, outer) + tokens * outer * LOGIT_PASSES / memory_rate(job)
+
+
+# Messages: bytes of a step by axis, and what of their time nothing hides.
+
+
+def sent(job: Job, layout: Layout) -> dict[str, float]:
+    """Bytes that a rank of the fullest stage, between two others, sends in a step by axis."""
+    own, parts = own_parameters(job, layout), microbatches(job, layout)
+    weights, gradients = own * job.itemsize, own * gradient_itemsize(job, layout)
+    stage = layout.stage if not (layout.stage == 2 and layout.pipeline > 1) else 1  # summed once, at the end
+    if job.savings.lora:
+        gradients = weights = 0.0
+    if stage == 1:  # a sum of gradients and a gather of weights
+        data = zero_bytes(1, layout.holding, (gradients + weights) / 2, parts)
+    elif stage:
+        data = zero_bytes(stage, layout.holding, gradients, parts)
+    else:
+        data = all_reduce_bytes("gloo", layout.holding, int(gradients))
+    ends = pipeline_ends(layout.pipeline, layout.chunks, 1 if layout.pipeline > 2 else 0)
+    return {
+        "data": data,
+        "tensor": waited_for(job, layout) + gathered_again(job, layout),
+        "context": turned(job, layout),
+        "expert": dispatched(job, layout),
+        "pipeline": ends * parts * boundary_bytes(job, layout) / sliced(job, layout),
+    }
+
+
+def left_s(job: Job, messages_s: float, compute_s: float) -> float:
+    """What is left of messages beside so much compute: all, where both take the same cores."""
+    return exposed_seconds(messages_s, compute_s if job.hides else 0.0)
+
+
+def waited_for(job: Job, layout: Layout) -> float:
+    """Bytes of a step that slices wait for: what g and f sum."""
+    slices = SLICES * layers(job, layout) * microbatches(job, layout)
+    recompute = "full" if job.recompute == "full" else "none"
+    return slices * tensor_parallel_bytes(layout.tensor, 1, int(boundary_bytes(job, layout)), recompute)
+
+
+def gathered_again(job: Job, layout: Layout) -> float:
+    """And with sequence parallelism the inputs that backward passes gather again, under their compute."""
+    slices = SLICES * layers(job, layout) * microbatches(job, layout)
+    again = gathered_again_bytes(layout.tensor, 1, int(boundary_bytes(job, layout)))
+    return slices * again if job.sequence_parallel else 0.0
+
+
+def turned(job: Job, layout: Layout) -> float:
+    """Bytes of a step that go round the ranks of a sample: K and V of this rank's heads, and their gradients."""
+    keys = job.shape.width * job.shape.kv_heads / job.shape.heads
+    both = 2 * job.samples * job.seq * keys / layout.tensor * job.itemsize
+    of_layer = even_ring_bytes(both, layout.context, again=job.recompute == "full")
+    return layers(job, layout) * microbatches(job, layout) * of_layer
+
+
+def dispatched(job: Job, layout: Layout) -> float:
+    """Bytes of a step that go to other ranks' experts and back, forward and backward: 4·k·b·s·h·(e-1)/e a layer."""
+    shape, e = job.shape, layout.expert
+    mixed = layers(job, layout) * shape.moe_layers / shape.layers * microbatches(job, layout)
+    return mixed * 4 * shape.experts_a_token * boundary_bytes(job, layout) / layout.tensor * (e - 1) / e
+
+
+def link_of(job: Job, ranks_apart: int, cards: int = 1) -> Link:
+    """The link of a group that spans so many neighbouring ranks, of which `cards` are in each node: inside a node its
+    own link, between nodes those of its cards together, which are no faster than the node's."""
+    if job.node_gpus % ranks_apart == 0:
+        return job.node_link
+    together = min(job.node_link.effective, max(1, cards) * job.link.effective)
+    return Link(job.link.latency_s, together, halves=job.link.halves)
+
+
+def exposed_parts(job: Job, layout: Layout, compute: dict[str, float]) -> dict[str, float]:
+    """Seconds of a step that each axis waits for beside `compute`, which is by part."""
+    compute_s, attention, products = sum(compute.values()), compute["attention"], compute["products"]
+    return {
+        "tensor": tensor_s(job, layout, products),
+        "context": ring_s(job, layout, attention),
+        "expert": expert_s(job, layout),
+        "pipeline": pipeline_s(job, layout),
+        "data": data_s(job, layout, compute_s),
+    }
+
+
+def whole_messages(job: Job, layout: Layout) -> dict[str, float]:
+    """Seconds of each axis' messages if nothing hid them: beside them nothing is computed."""
+    return exposed_parts(job, layout, dict.fromkeys(("products", "attention"), 0.0))
+
+
+def tensor_s(job: Job, layout: Layout, products: float) -> float:
+    """All sums of a layer's parts; cut into pieces that go on beside the products (--overlap-tp, as Megatron-LM's
+    tp_comm_overlap does) they hide but for one piece in four."""
+    sums = SLICES * layers(job, layout) * microbatches(job, layout) * slice_sums("full" if job.recompute == "full" else "none")  # fmt: skip
+    rounds = sums * all_reduce_rounds("ring", layout.tensor)
+    all_s = message_seconds(rounds, waited_for(job, layout), job.node_link.latency_s, job.node_link.effective)
+    all_s *= job.node_link.halves if job.sequence_parallel else 1.0
+    return all_s / PIECES + left_s(job, all_s * (1 - 1 / PIECES), products) if job.overlap_tp else all_s
+
+
+def ring_s(job: Job, layout: Layout, attention: float) -> float:
+    """What attention does not hide of keys and values on their way round: of each layer the last turn of the gradients,
+    behind which nothing is computed."""
+    if layout.context == 1:
+        return 0.0
+    link = link_of(job, layout.tensor * layout.context)
+    turns = even_ring_turns(layout.context, again=job.recompute == "full")
+    rounds = turns * layers(job, layout) * microbatches(job, layout)
+    all_s = message_seconds(rounds, turned(job, layout), link.latency_s, link.effective)
+    last_s = all_s / turns
+    return last_s + left_s(job, all_s - last_s, attention)
+
+
+def expert_s(job: Job, layout: Layout) -> float:
+    if layout.expert == 1:
+        return 0.0
+    shape = job.shape
+    calls = 4 * layers(job, layout) * shape.moe_layers / shape.layers * microbatches(job, layout)
+    link = link_of(job, layout.tensor * layout.expert)
+    return message_seconds(calls * (layout.expert - 1), dispatched(job, layout), link.latency_s, link.effective)
+
+
+def pipeline_s(job: Job, layout: Layout) -> float:
+    """An activation to the next stage and a gradient back; between the two ends of a step sends hide under compute, or
+    none does: then each of the v·M + p - 1 turns of a step has one each way."""
+    if layout.pipeline == 1:
+        return 0.0
+    link = link_of(job, layout.gpus)
+    once = boundary_bytes(job, layout) / sliced(job, layout)
+    turns = layout.pipeline if job.hides else layout.chunks * microbatches(job, layout) + layout.pipeline - 1
+    return message_seconds(2 * turns, 2 * turns * once, link.latency_s, link.effective)
+
+
+def data_s(job: Job, layout: Layout, compute_s: float) -> float:
+    """What no compute hides of the sums and gathers over all that keep the same."""
+    if layout.holding == 1:
+        return 0.0
+    cards = max(1, job.node_gpus // layout.tensor)
+    link = link_of(job, layout.tensor * layout.holding, min(cards, layout.holding))
+    nbytes, parts, depth = sent(job, layout)["data"], microbatches(job, layout), layers(job, layout)
+    half = all_reduce_rounds("ring", layout.holding) / 2 * depth  # of a sum or of a gather, of all layers
+    backward_s = compute_s * 2 / 3 / parts
+    if layout.stage == 0:
+        all_s = message_seconds(2 * half, nbytes, link.latency_s, link.effective)
+        return left_s(job, all_s, backward_s)
+    stage = 1 if layout.stage == 2 and layout.pipeline > 1 else layout.stage
+    moves = {1: 2, 2: parts + 1, 3: 3 * parts}[stage]
+    move_s = message_seconds(half, nbytes / moves, link.latency_s, link.effective) * link.halves
+    if stage == 3:
+        # Forward and backward: nothing computes yet beside the gather of the layer that a pass begins with.
+        first_s = 2 * parts * move_s / depth
+        return first_s + left_s(job, moves * move_s - first_s, compute_s)
+    return left_s(job, move_s, backward_s) * (parts if stage == 2 else 1) + move_s
+
+
+def update_s(job: Job, layout: Layout) -> float:
+    """Gradients, masters and moments are read, the latter two and the weights written; on the host with --offload."""
+    own = own_parameters(job, layout) / (layout.holding if layout.stage else 1)
+    if job.savings.lora or math.isinf(memory_rate(job)):
+        return 0.0
+    nbytes = float(gradient_itemsize(job, layout) + job.itemsize)
+    nbytes += 2 * (job.weights.moment_bytes + (4 if job.weights.masters else job.itemsize))
+    if job.savings.offload:
+        return own * (2 * job.itemsize / PCIE_BYTES_PER_S + nbytes / HOST_BYTES_PER_S)
+    return own * nbytes / memory_rate(job)
+
+
+def step_parts(job: Job, layout: Layout) -> dict[str, float]:
+    """Seconds of a step by part; their sum is the step."""
+    compute = compute_parts(job, layout)
+    exposed = exposed_parts(job, layout, compute)
+    inside = sum(compute.values()) + exposed["tensor"] + exposed["context"] + exposed["expert"]
+    idle = bubble(layout.pipeline, microbatches(job, layout), layout.chunks)
+    return compute | exposed | {"bubble": inside * idle / (1 - idle), "update": update_s(job, layout)}
+
+
+# Operations as they are counted.
+
+
+def model_flops(job: Job) -> float:
+    """Of a step, as MFU counts them (Chowdhery et al. 2022, appendix B, with a causal mask): 6 a parameter and token that
+    are multiplied, 6·L·s·h a token of attention; what is done again does not count."""
+    shape = job.shape
+    multiplied = max(0.0, job.num_parameters - shape.expert_parameters * unused(job) - shape.ends) + shape.vocabulary * shape.width  # fmt: skip
+    products = training_flops(multiplied, job.step_tokens)
+    return products + attention_flops(shape.layers, shape.width, job.seq, job.step_tokens)
+
+
+def unused(job: Job) -> float:
+    """The share of the experts that a token does not take."""
+    return 1 - job.shape.experts_a_token / job.shape.experts if job.shape.experts else 0.0
+
+
+def executed_flops(shape: Shape, num_parameters: float, seq: int, tokens: float, recompute: str = "none") -> float:
+    """What a step of so many tokens computes, with what is done again: products, attention and vocabulary as above."""
+    again = AGAIN[recompute]
+    experts = shape.expert_parameters * (1 - shape.experts_a_token / shape.experts) if shape.experts else 0.0
+    products = 2 * (3 + again) * max(0.0, num_parameters - shape.ends - experts)
+    attention = 2 * seq * shape.width * shape.layers * (1 + BACKWARD_ATTENTION + (1 if recompute == "full" else 0))
+    return tokens * (products + attention + 6 * shape.vocabulary * shape.width)

@@ -1,0 +1,290 @@
+"""How far each tensor of a rank is from one process's, step by step, and whether the ranks together train all of it."""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from distlab.lab.cluster import name_ranks
+from distlab.lab.measure import tensors
+from distlab.lab.measure.tensors import NEAR, factor, hash_of
+from distlab.lab.workload.data import Microbatch
+from distlab.lab.workload.reference import Snapshot
+from distlab.tools.prove.reference import LEARNING_RATE, Dense, LocatedTensor, Rows, plain_name
+from distlab.tools.prove.user_file import UserFile
+
+TOLERANCE = 1e-11  # of the largest value of all tensors of a kind, or of one where that is more
+CLIP_EPSILON = 1e-6  # torch's clip_grad_norm_ adds it to the norm; whoever clips by hand need not
+GRADIENTS, WEIGHTS, LOSSES = "gradients", "weights", "losses"
+
+
+class Deviation(NamedTuple):
+    """One tensor of one rank after one step."""
+
+    step: int
+    kind: str
+    name: str  # as the rank has it
+    rank: int
+    difference: float  # the largest; infinite where it is missing or no number
+    allowed: float
+    factor: float | None  # of one process's, where it is a multiple of that
+
+    @property
+    def is_wrong(self) -> bool:
+        return self.difference > self.allowed
+
+
+class Step(NamedTuple):
+    """What a rank has kept of one step, by the names that its tensors have there."""
+
+    share: float | None  # the rank's share of the loss, None where it sees none
+    gradients: Mapping[str, LocatedTensor]  # as the optimizer saw them
+    weights: Mapping[str, LocatedTensor]
+
+    def of(self, kind: str) -> Mapping[str, LocatedTensor]:
+        return self.gradients if kind == GRADIENTS else self.weights
+
+
+def compared(
+    rank: int, steps: Sequence[Step], dense: Dense, canonical: Mapping[str, str], clip: float | None
+) -> list[Deviation]:
+    found = []
+    for number, (step, alone) in enumerate(zip(steps, dense.steps, strict=True)):
+        for kind in (GRADIENTS, WEIGHTS):
+            wanted = alone.gradients if kind == GRADIENTS else alone.weights
+            allowed = tolerance(wanted.values(), alone, clip) * (LEARNING_RATE if kind == WEIGHTS and clip else 1.0)
+            for name, each in step.of(kind).items():
+                difference, times = difference_and_factor(each, wanted.get(canonical[name]))
+                found.append(Deviation(number, kind, name, rank, difference, allowed, times))
+    return found
+
+
+def difference_and_factor(found: LocatedTensor, dense: Tensor | None) -> tuple[float, float | None]:
+    """The largest difference, and the factor where there is one."""
+    wanted = None if dense is None else found.rows.of(dense)
+    if found.tensor is None or wanted is None:
+        given = found.tensor if wanted is None else wanted
+        missing = given is not None and bool(given.any())
+        # A gradient that one process has not may be zeros here; one that is zero there may be missing here.
+        return (math.inf if missing else 0.0), None
+    off = tensors.largest_difference(found.tensor.double(), wanted)
+    return off, factor(found.tensor.double(), wanted) if math.isfinite(off) else None
+
+
+def tolerance(wanted: Iterable[Tensor], alone: Snapshot, clip: float | None) -> float:
+    """What rounding may change, and with a clip what its epsilon may."""
+    largest = max((each.abs().max().item() for each in wanted if each.numel()), default=0.0)
+    epsilon = 0.0 if clip is None else CLIP_EPSILON / max(alone.norm, CLIP_EPSILON)
+    return TOLERANCE * max(1.0, largest) + epsilon * largest
+
+
+def not_held(
+    rows_by_rank: Sequence[Mapping[str, Rows]], canonical: Mapping[str, str], dense: Dense
+) -> list[tuple[str, list[int]]]:
+    """Parameters that no rank has, and of those that are cut the rows that none has; an empty list is all of it."""
+    held = defaultdict[str, list[Rows]](list)
+    for rows in rows_by_rank:
+        for name, each in rows.items():
+            held[canonical[name]].append(each)
+    missing = [(name, list[int]()) for name in dense.start if name not in held]
+    for name, parts in held.items():
+        if all(part.dim >= 0 for part in parts):
+            lines = {line for part in parts for line in part.lines}
+            rest = sorted(set(range(dense.start[name].shape[parts[0].dim])) - lines)
+            missing += [(name, rest)] if rest else []
+    return missing
+
+
+# Dropout in a proof: it drops nothing, and which rank would have drawn what is compared along the axes of the mesh.
+#
+# N ranks cannot draw what one process draws, so no tensor could be compared. What can be said is who has to draw
+# alike: ranks that hold the same activations (tensor parallelism's, where they are not cut), and who has to draw
+# anew: ranks with other samples, or other parts of the activations.
+
+FUNCTIONS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+LOADED = "scaled_dot_product_attention"
+
+
+class Draw(NamedTuple):
+    """One dropout of one rank's first step."""
+
+    module: str
+    turn: int  # how often this module had drawn before
+    state: int  # of the random generator
+    given: int  # checksum of what it drops from
+
+
+class Draws:
+    """Stands in for torch's dropouts; `watch` names the modules that draw."""
+
+    def __init__(self) -> None:
+        self.drawn: list[Draw] = []
+        self._inside: list[str] = []
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Drop nothing meanwhile; the generator goes on as it would."""
+        place: Any = F
+        before = {name: getattr(F, name) for name in (*FUNCTIONS, LOADED)}
+        for name in FUNCTIONS:
+            setattr(place, name, self._instead(before[name]))
+        setattr(place, LOADED, self._attention(before[LOADED]))
+        try:
+            yield
+        finally:
+            for name, function in before.items():
+                setattr(place, name, function)
+
+    def watch(self, model: nn.Module) -> None:
+        """Note the draws of this rank's model from here on."""
+        self.drawn = []
+        for name, module in model.named_modules():
+            shown = plain_name(f"{name}.").rstrip(".")
+            module.register_forward_pre_hook(lambda *_, shown=shown: self._inside.append(shown))
+            module.register_forward_hook(lambda *_: self._left(), always_call=True)
+
+    def _left(self) -> None:
+        self._inside.pop()
+
+    def _note(self, given: Tensor) -> None:
+        name = next((each for each in reversed(self._inside) if each), "the model")
+        turn = Counter(each.module for each in self.drawn)[name]
+        local = getattr(given, "_local_tensor", given)
+        on_card = local.device.type == "cuda"
+        state = torch.cuda.get_rng_state(local.device) if on_card else torch.get_rng_state()
+        self.drawn.append(Draw(name, turn, hash_of(state), hash_of(local)))
+
+    def _instead(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        function = getattr(function, "__wrapped__", function)  # without who else watches
+
+        def instead(given: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: ARG001
+            if training and p > 0:
+                self._note(given)
+                function(given.detach(), p, True)  # so that the generator goes on
+            return given
+
+        return instead
+
+    def _attention(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def attention(
+            query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+            *args: Any, **named: Any,
+        ) -> Tensor:  # fmt: skip
+            if dropout_p > 0:
+                self._note(query)
+                torch.rand(1, device=query.device)  # the generator goes on
+            return function(query, key, value, attn_mask, 0.0, *args, **named)
+
+        return attention
+
+
+def wrong_draws(
+    by_rank: Sequence[Sequence[Draw]], neighbours: Callable[[int], Mapping[str, Sequence[int]]]
+) -> Iterator[tuple[str, list[int]]]:
+    """A sentence for each axis along which ranks draw alike where they must not, or not where they must; and which."""
+    faults: dict[str, tuple[str, list[int], list[str]]] = {}
+    by_dropout = [{(each.module, each.turn): each for each in draws} for draws in by_rank]
+    for rank, draws in enumerate(by_dropout):
+        sides = [(axis, other) for axis, ranks in neighbours(rank).items() for other in ranks if other > rank]
+        for axis, other in sides:
+            for dropout in [each for each in draws if each in by_dropout[other]]:
+                if fault := fault_of(axis, draws[dropout], by_dropout[other][dropout]):
+                    faults.setdefault(axis, (fault, [rank, other], []))[2].append(dropout[0])
+    for axis, (fault, odd, modules) in faults.items():
+        others = len(set(modules)) - 1
+        which = f"dropout {modules[0]}" + (f" and {others} more" if others else "")
+        yield f"{which} on {name_ranks(odd)}, side by side on {axis}: {fault}", odd
+
+
+def fault_of(axis: str, one: Draw, two: Draw) -> str:
+    same_draw, same_given = one.state == two.state, one.given == two.given
+    if axis == "dp":
+        return "they draw the same numbers for other samples; seed each rank of dp by its own" if same_draw else ""
+    if same_given and not same_draw:
+        return f"they hold the same activations and draw other numbers, so they part; seed the ranks of {axis} alike"
+    if same_draw and not same_given:
+        parts = "they hold other parts of the activations and draw the same numbers"
+        return f"{parts}; seed each rank of {axis} by its own"
+    return ""
+
+
+# Where the forward pass parts first: the first module whose input is one process's and whose output is not.
+#
+# Looked for only where something is wrong already, on each rank's first microbatch. A module that is cut has inputs
+# or outputs of another shape, and these are not compared; the one that puts the parts together is.
+
+
+class Passed(NamedTuple):
+    """One module's first call."""
+
+    kind: str
+    given: Tensor | None
+    found: Tensor | None
+
+
+class Passes:
+    """The first call of each module of a model, in the order in which they end."""
+
+    def __init__(self) -> None:
+        self.calls: dict[str, Passed] = {}
+
+    @contextmanager
+    def watched(self, model: nn.Module) -> Iterator[None]:
+        names = [(plain_name(f"{name}.").rstrip("."), module) for name, module in model.named_modules()]
+        hooks = [module.register_forward_hook(partial(self._note, name)) for name, module in names]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _note(self, name: str, module: nn.Module, given: Any, found: Any) -> None:
+        if name and name not in self.calls:
+            first = given[0] if isinstance(given, tuple) and given else None
+            self.calls[name] = Passed(type(module).__name__, copied(first), copied(found))
+
+
+def copied(value: Any) -> Tensor | None:
+    """A copy of a plain tensor; None of all else, DTensors too."""
+    plain = isinstance(value, Tensor) and not hasattr(value, "full_tensor")
+    return value.detach().clone() if plain else None
+
+
+def parted(theirs: UserFile, mine: Passes, first: Microbatch) -> str:
+    """A sentence on the first module that parts from one process's, on the rank that calls this; empty if none does."""
+    model = theirs.model(theirs.config.seed)
+    alone = Passes()
+    with alone.watched(model), torch.no_grad():
+        theirs.loss(model, first.inputs, first.targets)
+    for name, call in mine.calls.items():
+        wanted = alone.calls.get(name)
+        if wanted is None or differs(call.given, wanted.given) or not differs(call.found, wanted.found):
+            continue
+        assert call.found is not None
+        assert wanted.found is not None
+        difference = call.found - wanted.found
+        return f"the output of {name} ({call.kind}) is {how(difference, wanted.found, model.get_submodule(name), name)}"
+    return ""
+
+
+def differs(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None or one.shape != other.shape or not one.is_floating_point():
+        return False
+    return not torch.allclose(one, other, rtol=NEAR, atol=NEAR * max(other.abs().max().item(), 1e-12))
+
+
+def how(difference: Tensor, wanted: Tensor, module: nn.Module, name: str) -> str:
+    """What it has too much, or by which factor it is off."""
+    for own, parameter in module.named_parameters(recurse=False):
+        if parameter.dim() == 1 and parameter.shape[0] == difference.shape[-1]:
+            times = factor(difference, parameter.detach().expand_as(difference))
+            if times is not None:
+                return f"one process's and {times:.4g} x {name}.{own} more"
+    times = factor(difference + wanted, wanted)
+    return f"{times:.4g} x one process's" if times is not None else f"off by up to {difference.abs().max():.2g}"

@@ -1,0 +1,235 @@
+"""Why a gradient is not one process's: in which numbers the samples of each rank and microbatch count in it.
+
+A gradient is a sum over samples. So what a rank has instead is looked for as another sum of the same parts, by least
+squares over what each microbatch gives alone (and of a tied weight each of its uses): all by one factor is an error of
+scale, the rank's own alone is a sum that was never made, the last microbatch alone is one that was overwritten, and
+weights of one over a part's number of terms are a mean of means. What is no such sum may be one beside its neighbours'
+along an axis of the mesh.
+"""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from distlab.lab.cluster import name_ranks
+from distlab.lab.measure.tensors import NEAR, factor
+from distlab.tools.prove.reference import LocatedTensor
+
+Part = tuple[str, int, int]  # the use of a tied parameter, the shard, the microbatch
+Key = TypeVar("Key", bound=Hashable)
+SHOWN = 4
+UNEXPLAINED = "no sum of what the samples give"
+
+
+class Scene(NamedTuple):
+    """Where it happened."""
+
+    rank: int
+    shard: int  # of the rank, along dp
+    axes: Mapping[str, int]  # sizes
+    neighbours: Mapping[str, Sequence[int]]  # ranks along each axis, this one among them
+    terms: Mapping[tuple[int, int], int]  # loss terms of each microbatch of each shard
+    world_size: int
+
+
+def why(scene: Scene, found: Sequence[LocatedTensor | None], wanted: Tensor, parts: Mapping[Part, Tensor]) -> str:
+    """A phrase behind "gradients of X on rank r are ..."; `found` is by rank, `wanted` one process's."""
+    mine = found[scene.rank]
+    assert mine is not None
+    if mine.tensor is None:
+        return "missing: its .grad is None as the optimizer steps"
+    if not torch.isfinite(mine.tensor).all():
+        return "no numbers (nan or infinite)"
+    if not mine.tensor.any():
+        return "zero"
+    own = mine.tensor.double()
+    target = mine.rows.of(wanted)
+    counts = counted(own, {part: mine.rows.of(each) for part, each in parts.items()})
+    said = in_parts(scene, counts) if counts is not None else ""
+    times = factor(own, target)
+    if not said and times is not None:
+        said = scaled(scene, times)
+    return said or neighbours_have_rest(scene, found, wanted) or in_rows(own, target) or UNEXPLAINED
+
+
+def counted(found: Tensor, parts: Mapping[Part, Tensor]) -> dict[Part, float] | None:
+    """How often each part is in `found`; None where it is no sum of them, or of several."""
+    columns = torch.stack([each.flatten() for each in parts.values()], dim=1)  # [numel, parts]
+    if columns.shape[0] < columns.shape[1]:
+        return None
+    solved = torch.linalg.lstsq(columns, found.flatten()[:, None], driver="gelsy")
+    if int(solved.rank) < columns.shape[1]:
+        return None
+    rest = (columns @ solved.solution - found.flatten()[:, None]).norm()
+    if rest > NEAR * found.norm():
+        return None
+    return dict(zip(parts, solved.solution.flatten().tolist(), strict=True))
+
+
+def in_parts(scene: Scene, counts: Mapping[Part, float]) -> str:
+    values = list(counts.values())
+    if alike(values):
+        return scaled(scene, sum(values) / len(values))
+    if len({use for use, _, _ in counts}) > 1:
+        return of_uses(counts)
+    shards = by(counts, lambda part: part[1])
+    if all(alike(each) for each in shards.values()):
+        return of_shards(scene, {shard: each[0] for shard, each in shards.items()})
+    return of_microbatches(scene, by(counts, lambda part: (part[1], part[2])))
+
+
+def of_uses(counts: Mapping[Part, float]) -> str:
+    uses = by(counts, lambda part: part[0])
+    if all(alike(each) for each in uses.values()):
+        shown = " and ".join(f"what {use} gives {times(each[0])}" for use, each in uses.items())
+        return f"not the sum over the uses of a tied weight: {shown}"
+    parts = by(counts, lambda part: (part[0], part[1]))
+    said = [f"{use} on shard {shard} {times(sum(each) / len(each))}" for (use, shard), each in parts.items()]
+    return f"not the sum over the uses of a tied weight and the shards of dp: what comes of {', of '.join(said)}"
+
+
+def of_shards(scene: Scene, shards: Mapping[int, float]) -> str:
+    seen = [shard for shard, value in shards.items() if abs(value) > NEAR]
+    terms = {shard: sum(scene.terms[key] for key in scene.terms if key[0] == shard) for shard in shards}
+    if seen == [scene.shard]:
+        value = shards[scene.shard]
+        scale = "" if near(value, 1) else f", {value:.3f} x"
+        return f"those of this rank's own samples alone{scale}: never summed over the {len(shards)} ranks of dp"
+    if len(seen) < len(shards):
+        left = [shard for shard in shards if shard not in seen]
+        return f"without the samples of shard {', '.join(map(str, left))} of dp: its part never came into the sum"
+    if alike([value * terms[shard] for shard, value in shards.items()]):
+        return (
+            f"a mean of the ranks' means: {numbers(shards, 'shard')}, by {joined(terms)} loss terms; divide by the"
+            " terms of all ranks (share), or weigh each rank by its own"
+        )
+    return f"weighted by rank: {numbers(shards, 'shard')}"
+
+
+def of_microbatches(scene: Scene, counts: Mapping[tuple[int, int], list[float]]) -> str:
+    values = {key: each[0] for key, each in counts.items()}
+    last = {key: max(other[1] for other in values if other[0] == key[0]) for key in values}
+    only_last = all((abs(value) > NEAR) == (key[1] == last[key]) for key, value in values.items())
+    if only_last:
+        return "those of the last microbatch alone: what came before was zeroed, or overwritten"
+    own = [key for key in values if key[0] == scene.shard]
+    if all(abs(values[key]) <= NEAR for key in values if key not in own):
+        return "those of some of this rank's own microbatches alone: never summed over the ranks of dp"
+    terms = {key: scene.terms[key[0], key[1]] for key in values}
+    if alike([value * terms[key] for key, value in values.items()]):
+        return (
+            f"a mean of the microbatches' means: {joined({key: values[key] for key in own}, 'x')} for this rank's,"
+            f" which have {joined({key: terms[key] for key in own})} loss terms; divide the sum of all"
+            " by the terms of all"
+        )
+    if not any(abs(values[key]) > NEAR for key in values if key[1] == 0):
+        return "without the first microbatch of each rank"
+    if {round(value, 6) for value in values.values()} <= {0.0, 1.0}:
+        gone = [f"{key[1]} of shard {key[0]}" for key, value in values.items() if abs(value) <= NEAR]
+        return f"without microbatch {', '.join(gone[:SHOWN])} of dp: it came after the sum, or never into it"
+    growing = {key[1]: [value for other, value in values.items() if other[1] == key[1]] for key in values}
+    if all(alike(each) for each in growing.values()):
+        each = ", ".join(f"microbatch {index} {times(found[0])}" for index, found in growing.items())
+        return f"weighted by microbatch: {each}"
+    return "weighted: " + ", ".join(
+        f"microbatch {key[1]} of shard {key[0]} {times(value)}" for key, value in list(values.items())[:SHOWN]
+    ) + (", ..." if len(values) > SHOWN else "")  # fmt: skip
+
+
+def scaled(scene: Scene, value: float) -> str:
+    """One factor for all of it, and what has that size."""
+    known = [(f"the {size} ranks of {axis}", size) for axis, size in scene.axes.items() if size > 1]
+    if len(scene.axes) > 1:
+        known.append((f"all {scene.world_size} ranks", scene.world_size))
+    microbatches = max(index for _, index in scene.terms) + 1
+    if microbatches > 1:
+        known.append((f"the {microbatches} microbatches", microbatches))
+    known.append((f"the {sum(scene.terms.values())} loss terms", sum(scene.terms.values())))
+    more = " or ".join(what for what, size in known if near(value, size))
+    if more:
+        return f"{value:.3f} x one process's: summed over {more} once too often, or never divided by them"
+    less = " or ".join(what for what, size in known if near(value * size, 1))
+    if less:
+        return f"{value:.4g} x one process's: divided by {less} once too often, or never summed over them"
+    twice = " or ".join(what for what, size in known if near(value, size**2) or near(value * size**2, 1))
+    return f"{value:.4g} x one process's" + (f": {twice}, twice" if twice else "")
+
+
+def neighbours_have_rest(scene: Scene, found: Sequence[LocatedTensor | None], wanted: Tensor) -> str:
+    """Whether the neighbours along an axis have the rest of it."""
+    mine = found[scene.rank]
+    assert mine is not None
+    for axis, ranks in scene.neighbours.items():
+        row = [found[rank] for rank in ranks]
+        tensors = [each.tensor.double() for each in row if each is not None and each.tensor is not None]
+        if len(ranks) < 2 or len(tensors) < len(ranks) or any(each.shape != tensors[0].shape for each in tensors):
+            continue
+        times_all = factor(torch.stack(tensors).sum(0), mine.rows.of(wanted))
+        if times_all is not None:
+            scale = "" if near(times_all, 1) else f", {times_all:.3f} x"
+            return (
+                f"a part: those of {name_ranks(list(ranks))} add up to one process's{scale}, and were never summed over"
+                f" {axis}"
+            )
+    return ""
+
+
+def in_rows(found: Tensor, wanted: Tensor) -> str:
+    """Where it is wrong, if some of it is right."""
+    for dim in range(found.dim()):
+        off = (found - wanted).movedim(dim, 0).reshape(found.shape[dim], -1).abs().amax(1) > NEAR * wanted.abs().max()
+        wrong = off.nonzero().flatten().tolist()
+        if 0 < len(wrong) < len(off):
+            return f"wrong in {len(wrong)} of {len(off)} rows along dim {dim} alone, the first is {wrong[0]}"
+    return ""
+
+
+def blocks(found: Tensor, wanted: Tensor) -> list[tuple[range, float]]:
+    """Where each row along dim 0 is a multiple of the wanted one: the multiples, and the rows of each, in order; rows
+    of zeros go with those before. None where a row is no multiple."""
+    seen: list[tuple[range, float]] = []
+    for row, (mine, right) in enumerate(zip(found, wanted, strict=True)):
+        if not mine.any() and not right.any():
+            times_it = seen[-1][1] if seen else None
+        else:
+            times_it = factor(mine, right)
+            if times_it is None:
+                return []
+        if seen and times_it is not None and near(times_it, seen[-1][1]):
+            seen[-1] = range(seen[-1][0].start, row + 1), seen[-1][1]
+        elif times_it is not None:
+            seen.append((range(row, row + 1), times_it))
+    return seen
+
+
+def by(counts: Mapping[Part, float], key: Callable[[Part], Key]) -> dict[Key, list[float]]:
+    found: dict[Key, list[float]] = {}
+    for part, value in counts.items():
+        found.setdefault(key(part), []).append(value)
+    return found
+
+
+def near(one: float, other: float) -> bool:
+    return abs(one - other) <= 1e-5 * max(abs(other), NEAR)
+
+
+def alike(values: Sequence[float]) -> bool:
+    largest = max(map(abs, values))
+    return largest <= NEAR or max(values) - min(values) <= 1e-5 * largest
+
+
+def times(value: float) -> str:
+    """0.889 times, not at all, once."""
+    return "not at all" if abs(value) <= NEAR else "once" if near(value, 1) else f"{value:.3f} times"
+
+
+def numbers(values: Mapping[int, float], what: str) -> str:
+    shown = ", ".join(f"{what} {key} counts {times(value)}" for key, value in list(values.items())[:SHOWN])
+    return shown + (", ..." if len(values) > SHOWN else "")
+
+
+def joined(values: Mapping[Any, float], unit: str = "") -> str:
+    shown = [f"{value:.3f}{unit}" if isinstance(value, float) else str(value) for value in values.values()]
+    return ", ".join(shown[:SHOWN]) + (", ..." if len(shown) > SHOWN else "")

@@ -1,0 +1,343 @@
+"""One process: the whole batch, plain SGD in float64, and in which order its backward pass reaches the parameters."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from distlab.lab.cluster import name_ranks
+from distlab.lab.measure.tensors import factor, raw
+from distlab.lab.workload.data import Batches, Microbatch, shard_sizes
+from distlab.lab.workload.reference import Reference, Snapshot, backward, fill
+from distlab.tools.prove.user_file import Refused, UserFile
+
+CPU = torch.device("cpu")  # where all is compared that ranks and one process keep, whatever device they compute on
+
+# The whole batch of a step, and each rank's microbatches of it, uneven wherever the batch allows it.
+#
+# Equal parts hide a mean of means: a loss that is averaged over a rank's own samples, or a microbatch's own tokens,
+# is right there and wrong everywhere else. A file whose strategy takes equal parts alone says `even = True`.
+
+
+class Dealing:
+    """The batches of a proof, dealt along the axis dp, on the model's `device`."""
+
+    def __init__(self, theirs: UserFile, num_shards: int, device: torch.device = CPU) -> None:
+        self.theirs, self.num_shards, self.device = theirs, num_shards, device
+        config = theirs.config
+        self._batches = Batches(config, proof=True, device=device, dtype=torch.float64)
+        self.even = bool(theirs.found.get("even", False))
+
+    def whole(self, step: int) -> Microbatch:
+        inputs, targets = self._own(step) if "batch" in self.theirs else self._batches.full(step)[:2]
+        terms = self.theirs.terms(targets)
+        if terms < 1:
+            raise Refused(f"batch({self.theirs.config.seed}, {step}) has no loss term: all of its targets are padding")
+        return Microbatch(inputs, targets, 1 / terms)
+
+    def dealt(self, step: int, shard: int) -> list[Microbatch]:
+        """What one shard works on."""
+        inputs, targets, share = self.whole(step)
+        sizes = self.sizes(len(inputs))
+        start = sum(sum(each) for each in sizes[:shard])
+        parts = []
+        for size in sizes[shard]:
+            parts.append(Microbatch(inputs[start : start + size], targets[start : start + size], share))
+            start += size
+        return parts
+
+    def sizes(self, batch: int) -> list[list[int]]:
+        """Samples of each microbatch of each shard; raises Refused where they cannot be dealt."""
+        shards, parts = self.num_shards, self.theirs.config.num_microbatches
+        if self.even and batch % (shards * parts):
+            raise Refused(
+                f"a batch of {batch} samples is no multiple of {shards} shards x {parts} microbatches, and the file"
+                " says even = True"
+            )
+        if batch < shards:
+            raise Refused(f"a batch of {batch} samples is smaller than its {shards} shards: every rank needs a sample")
+        uneven = not self.even
+        of_shards = shard_sizes(batch, shards, uneven=uneven)
+        return [shard_sizes(size, min(parts, size), uneven=uneven) for size in of_shards]
+
+    def _own(self, step: int) -> tuple[Tensor, Tensor]:
+        seed = self.theirs.config.seed
+        found = self.theirs["batch"](seed, step)
+        given = found if isinstance(found, tuple | list) else []
+        two = len(given) == 2 and all(isinstance(each, Tensor) for each in given)
+        if not two or len(given[0]) != len(given[1]):
+            each_shown = [tuple(each.shape) if isinstance(each, Tensor) else type(each).__name__ for each in given]
+            shown = each_shown if given is found else type(found).__name__
+            raise Refused(
+                f"batch({seed}, {step}) returned {shown}: allowed are inputs and targets, two tensors of as many"
+                " samples"
+            )
+        inputs, targets = (each.double() if each.is_floating_point() else each for each in found)
+        return inputs.to(self.device), targets.to(self.device)
+
+
+# Where in the dense model lies what a rank holds: found by its numbers, whatever cut it.
+#
+# Before the first step every weight is the model's own, and none is equal to another (user_file.py). So a tensor of the
+# dense shape is held whole, and one that is shorter in one dim is as many rows of it, each found by its bytes:
+# halves, the interleaved heads of a fused projection, a vocabulary in parts. A DTensor knows it by itself.
+
+PREFIXES = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+
+
+class Rows(NamedTuple):
+    """Which rows along a dim of the dense tensor; `dim` -1 is all of it."""
+
+    dim: int
+    lines: list[int]
+
+    def of(self, dense: Tensor) -> Tensor:
+        return dense if self.dim < 0 else dense.index_select(self.dim, torch.tensor(self.lines))
+
+
+WHOLE = Rows(-1, [])
+
+
+class LocatedTensor(NamedTuple):
+    """One tensor of a rank, and where in the dense model it lies."""
+
+    rows: Rows
+    tensor: Tensor | None  # None: a gradient that is not there
+
+
+class Misfit(Exception):
+    """A rank's tensor is no part of the dense one; the message says how, to stand behind the tensor's name."""
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without what wrappers put into it."""
+    for each in PREFIXES:
+        name = name.replace(each, "")
+    return name
+
+
+def named(model: nn.Module) -> dict[str, nn.Parameter]:
+    """All parameters under all of their names, wrappers left out."""
+    return {plain_name(name): each for name, each in model.named_parameters(remove_duplicate=False)}
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What is compared of a tensor, a copy; of a DTensor all of it, which is a collective."""
+    whole = getattr(tensor, "full_tensor", None)
+    return (whole() if whole is not None else tensor).detach().to(CPU, copy=True)
+
+
+def locate_in_dense(found: Tensor, dense: Tensor) -> Rows:
+    """Where `found` lies in `dense`, both before the first step; raises Misfit."""
+    if found.shape == dense.shape:
+        if not torch.equal(found.to(dense.dtype), dense):
+            raise Misfit("begins with other weights than the model's")
+        return WHOLE
+    shapes = f"has shape {list(found.shape)} where the model's has {list(dense.shape)}"
+    if found.dim() != dense.dim():
+        raise Misfit(shapes)
+    dims = [dim for dim in range(dense.dim()) if found.shape[dim] != dense.shape[dim]]
+    if len(dims) > 1:
+        rule = "what is cut along more than one dim has to be a DTensor, or come from a strategy's full()"
+        raise Misfit(f"{shapes}: {rule}")
+    dim = dims[0]
+    known = {row: index for index, row in enumerate(rows_as_bytes(dense, dim))}
+    index = [known.get(row, -1) for row in rows_as_bytes(found.to(dense.dtype), dim)]
+    if -1 in index:
+        raise Misfit(f"has a row {index.index(-1)} along dim {dim} that is none of the model's")
+    return Rows(dim, index)
+
+
+def rows_as_bytes(tensor: Tensor, dim: int) -> Iterable[bytes]:
+    for row in tensor.movedim(dim, 0):
+        yield row.contiguous().numpy().tobytes()
+
+
+# Buffers: what a model carries beside its weights, a mask, a table of frequencies, a running mean.
+#
+# No gradient reaches them, so no gradient shows by itself that they are wrong. What one process leaves as it was is
+# to be so on every rank, to the bit. What its forward pass writes comes from the samples that it saw, and a rank has
+# seen others: there a rank has to end with what one process has, or with what one process would make of the rank's
+# own microbatches, one after another. All else is named.
+
+BUFFERS = "buffers"
+ROUNDED = 1e-11  # of the largest value of a buffer
+
+
+class Buffers(NamedTuple):
+    """The buffers of a process, by name, before the first step and after the last."""
+
+    start: Mapping[str, Tensor]
+    end: Mapping[str, Tensor]
+    own: Mapping[str, Tensor]  # what one process would make of this rank's samples alone
+    uncompared: str = ""  # why those that are written say nothing about this rank
+
+
+def copy_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """As they are now, wrappers left out of their names."""
+    return {plain_name(name): local(each) for name, each in model.named_buffers(remove_duplicate=False)}
+
+
+def wrong(ranks: Sequence[Buffers], dense: Buffers) -> Iterator[tuple[str, list[int]]]:
+    """Sentences for what one process leaves as it was and ranks do not, each with the ranks."""
+    for name, start in dense.start.items():
+        held = {rank: mine for rank, mine in enumerate(ranks) if name in mine.start and name in mine.end}
+        whole = {rank: mine.start[name] for rank, mine in held.items() if mine.start[name].shape == start.shape}
+        other = [rank for rank, begun in whole.items() if not same(begun.to(start.dtype), start)]
+        if other:  # of the model's shape: one that is cut may be a rank's own
+            numbers = f"{head_of(whole[other[0]].double())}, not {head_of(start)}"
+            yield (
+                f"{name}, a buffer, begins with other numbers on {name_ranks(other)} than the model's ({numbers}): no"
+                " state_dict has it where it is not persistent, and to_empty leaves what was in memory",
+                other,
+            )
+            continue
+        if same(start, dense.end[name]):
+            moved = [rank for rank, mine in held.items() if not same(mine.start[name], mine.end[name])]
+            if moved:
+                yield (
+                    f"{name}, a buffer that one process leaves as it was, changes on {name_ranks(moved)}; what"
+                    " train_step means to write, as an average of weights, after_step(model) beside it says",
+                    moved,
+                )
+            continue
+        odd = [
+            rank for rank, mine in held.items()
+            if not mine.uncompared and not any(near(mine.end[name], end[name]) for end in (dense.end, mine.own))
+        ]  # fmt: skip
+        if odd:
+            mine = held[odd[0]]
+            yield (
+                f"{name}, a buffer that one process writes, ends as {head_of(mine.end[name])} on rank {odd[0]}, which"
+                f" is neither one process's {head_of(dense.end[name])} nor what it makes of this rank's samples,"
+                f" {head_of(mine.own[name])}{times(start, mine.end[name], mine.own[name])} (on {name_ranks(odd)})",
+                odd,
+            )
+
+
+def written(ranks: Sequence[Buffers], dense: Buffers) -> Iterator[str]:
+    """Of each buffer that one process writes a sentence: whether ranks have the same, and why not."""
+    for name, end in dense.end.items():
+        if same(dense.start[name], end):
+            continue
+        held = {rank: mine for rank, mine in enumerate(ranks) if name in mine.end}
+        reasons = {rank: mine.uncompared for rank, mine in held.items() if mine.uncompared}
+        others = [rank for rank, mine in held.items() if rank not in reasons and not near(mine.end[name], end)]
+        said = f"as one process makes them of their own samples on {name_ranks(others)}" if others else ""
+        said = said or ("as in one process on all others" if reasons else "as in one process on all ranks")
+        more = f"; not compared on {name_ranks(list(reasons))}: {next(iter(reasons.values()))}" if reasons else ""
+        yield f"{name} is written by the steps: {said}{more}"
+
+
+def times(start: Tensor, found: Tensor, wanted: Tensor) -> str:
+    """How many times as far it went as it had to, where it is that."""
+    if found.shape != wanted.shape or start.shape != wanted.shape:
+        return ""
+    far = factor(found.double() - start.double(), wanted.double() - start.double())
+    return f": it moved {far:.4g} x as far" if far else ""
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    """To the bit, whatever bits stand for no number."""
+    return one.shape == other.shape and one.dtype == other.dtype and raw(one) == raw(other)
+
+
+def near(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape:
+        return False
+    largest = max(1.0, other.double().abs().max().item() if other.numel() else 0.0)
+    return torch.allclose(one.double(), other.double(), rtol=0.0, atol=ROUNDED * largest, equal_nan=True)
+
+
+def head_of(tensor: Tensor) -> str:
+    return ", ".join(f"{value:.4g}" for value in tensor.flatten()[:3].tolist())
+
+
+STEPS = 3
+LEARNING_RATE = 0.01
+
+
+class Dense(NamedTuple):
+    """The whole training of one process."""
+
+    start: dict[str, Tensor]
+    steps: list[Snapshot]
+    order: list[str]  # of the backward pass
+    carried: Buffers = Buffers({}, {}, {})
+
+    def before(self, step: int) -> dict[str, Tensor]:
+        """The weights that a step begins with."""
+        return self.steps[step - 1].weights if step else self.start
+
+
+def one_process(theirs: UserFile, dealing: Dealing) -> Dense:
+    """Train alone; raises Refused where nothing is trained."""
+    model = theirs.model(theirs.config.seed)
+    named = dict(model.named_parameters())
+    start = {name: local(each) for name, each in named.items()}
+    carried = copy_buffers(model)
+    order: list[str] = []
+    hooks = [
+        each.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
+        for name, each in named.items()
+        if each.requires_grad
+    ]
+    plain = {"optimizer": "sgd", "lr": LEARNING_RATE, "clip": theirs.found.get("clip")}
+    reference = Reference(model, theirs.config.model_copy(update=plain), loss=theirs.loss)
+    steps = []
+    for step in range(STEPS):
+        loss = reference.step([dealing.whole(step)])
+        for hook in hooks if step == 0 else ():
+            hook.remove()
+        theirs.after_step(model)
+        steps.append(reference.snapshot(loss, CPU))
+        if not steps[-1].gradients:
+            raise Refused("the loss depends on no parameter of the model: nothing is trained")
+    in_order = [*order, *(name for name in named if name not in order)]
+    return Dense(start, steps, in_order, Buffers(carried, copy_buffers(model), {}))
+
+
+def by_own_samples(theirs: UserFile, dense: Dense, dealt: Sequence[Sequence[Microbatch]]) -> dict[str, Tensor]:
+    """The buffers that one process would end with on these microbatches of each step alone, at the right weights."""
+    model = theirs.model(theirs.config.seed)
+    for step, parts in enumerate(dealt):
+        fill(model, dense.before(step))
+        for part in parts:
+            theirs.loss(model, part.inputs, part.targets)
+        fill(model, dense.steps[step].weights)
+        theirs.after_step(model)
+    return copy_buffers(model)
+
+
+def contributions(
+    theirs: UserFile, dealing: Dealing, weights: Mapping[str, Tensor], step: int, name: str
+) -> dict[tuple[str, int, int], Tensor]:
+    """What each microbatch of each shard gives to the gradient of one parameter, by use of it, shard and microbatch.
+
+    A parameter that is tied has a use a name: the sum of all is its gradient.
+    """
+    model = theirs.model(theirs.config.seed)
+    aliases = [alias for alias, canonical in names_of(model).items() if canonical == name]
+    fill(model, weights)
+    for alias in aliases[1:]:
+        holder, _, last = alias.rpartition(".")
+        own = nn.Parameter(model.get_parameter(name).detach().clone())
+        setattr(model.get_submodule(holder), last, own)
+    found = {}
+    for shard in range(dealing.num_shards):
+        for index, part in enumerate(dealing.dealt(step, shard)):
+            backward(model, [part], None, theirs.loss)
+            for alias in aliases:
+                gradient = model.get_parameter(alias).grad
+                found[alias, shard, index] = torch.zeros_like(weights[name]) if gradient is None else local(gradient)
+    return found
+
+
+def names_of(model: nn.Module) -> dict[str, str]:
+    """All names of all parameters, with the one that stands for a tied one."""
+    first: dict[int, str] = {}
+    found = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found[name] = first.setdefault(id(parameter), name)
+    return found

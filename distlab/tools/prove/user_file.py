@@ -1,0 +1,206 @@
+"""What a file of someone's own holds for a proof; what it leaves out is the lab's.
+
+    model(seed)                                       an nn.Module; its weights a function of the seed
+    loss(model, inputs, targets)                      the sum over all loss terms, a scalar
+    batch(seed, step)                                 inputs and targets of the whole batch, samples first
+    terms(targets)                                    how many terms that loss has; unset: targets that are not -100
+    train_step(model, optimizer, microbatches, group) one step of a rank; returns its share of the loss, or nothing
+    prepare(model, group)                             the module that is trained: DDP(model), fully_shard(model), ...
+    strategy(model, mesh, config)                     in the place of both: a Strategy, as in distlab.contract
+    mesh                                              axes and sizes as {"dp": -1, "tp": 2}; unset: all ranks are dp
+    after_step(model)                                 what a step ends with beside the update, as an average of weights
+    clip                                              the norm that train_step clips to; unset: none
+    even                                              True: shards and microbatches have to be of one size
+
+A microbatch is (inputs, targets, share): `loss * share`, added up over all microbatches of all ranks, is the mean loss.
+"""
+
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from distlab.lab.cluster import name_ranks
+from distlab.lab.config import Config
+from distlab.lab.measure.tensors import digest_of
+from distlab.lab.workload import user_model
+from distlab.lab.workload.model import build_model
+
+WORDS: Mapping[str, tuple[str, ...]] = {
+    "model": ("seed",),
+    "loss": ("model", "inputs", "targets"),
+    "batch": ("seed", "step"),
+    "terms": ("targets",),
+    "train_step": ("model", "optimizer", "microbatches", "group"),
+    "prepare": ("model", "group"),
+    "strategy": ("model", "mesh", "config"),
+    "after_step": ("model",),
+}
+VALUES = ("mesh", "clip", "even")
+NAMES = (*WORDS, *VALUES)
+
+
+class Refused(Exception):
+    """The file cannot be proven; the message is one sentence that says why."""
+
+
+@dataclass(frozen=True)
+class UserFile:
+    """The file's own, by name, and the lab's where it has none."""
+
+    found: Mapping[str, Any]
+    config: Config
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.found
+
+    def __getitem__(self, name: str) -> Any:
+        return self.found[name]
+
+    def model(self, seed: int) -> nn.Module:
+        """The model in float64, none of its weights zero or equal to another: each is moved by 1 % of a normal draw.
+
+        A weight that is zero hides the gradients of those that it multiplies, and a row that is equal to another where
+        it lies.
+        """
+        if "model" not in self:
+            return jittered(build_model(self.config, seed).double(), seed)
+        made = self["model"](seed)
+        if not isinstance(made, nn.Module):
+            raise Refused(f"model({seed}) returned a {type(made).__name__}: expected an nn.Module")
+        return jittered(made.double(), seed)
+
+    def loss(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+        """The sum over all terms."""
+        if "loss" in self:
+            found: Tensor = self["loss"](model, inputs, targets)
+        elif "model" not in self:
+            found = model(inputs, targets)  # the lab's own model sums by itself
+        else:
+            found = default_loss(model(inputs), targets)
+        if not isinstance(found, Tensor) or found.dim():
+            shape = f"of shape {list(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+            raise Refused(f"loss(model, inputs, targets) returned {shape}: expected a sum, a tensor of no dims")
+        return found
+
+    def after_step(self, model: nn.Module) -> None:
+        if "after_step" in self:
+            with torch.no_grad():
+                self["after_step"](model)
+
+    def terms(self, targets: Tensor) -> int:
+        if "terms" in self:
+            return int(self["terms"](targets))
+        return targets.numel() if targets.is_floating_point() else int((targets != user_model.IGNORED).sum())
+
+    def axes(self, world_size: int) -> dict[str, int]:
+        """The mesh, its sizes multiplied to the number of ranks."""
+        mesh = self.found.get("mesh", {"dp": world_size})
+        sizes = dict(mesh(world_size) if callable(mesh) else mesh)
+        known = math.prod(size for size in sizes.values() if size != -1)
+        if list(sizes.values()).count(-1) == 1 and known and world_size % known == 0:
+            sizes = {axis: world_size // known if size == -1 else size for axis, size in sizes.items()}
+        if -1 in sizes.values() or math.prod(sizes.values()) != world_size:
+            shown = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+            raise Refused(f"mesh is {shown}, which are not WORLD_SIZE={world_size} ranks")
+        return sizes
+
+    @property
+    def described(self) -> str:
+        """Which parts are the file's, and which the lab's."""
+        steps = [name for name in ("strategy", "prepare", "train_step") if name in self]
+        ours = [name for name in ("model", "loss", "batch") if name not in self]
+        ours += [] if {"strategy", "train_step"} & set(steps) else ["train_step"]
+        theirs = ", ".join(name for name in NAMES if name in self)
+        return f"{theirs} of the file" + (f" · {', '.join(ours)} of the lab" if ours else "")
+
+
+def load(file: Path, config: Config) -> UserFile:
+    """Run the file and take what it holds; raises Refused, or what the file raises."""
+    module = user_model.module_of(str(file))
+    return from_names({name: getattr(module, name) for name in NAMES if hasattr(module, name)}, config, file.name)
+
+
+def from_names(found: Mapping[str, Any], config: Config, where: str) -> UserFile:
+    """What is given by name; raises Refused for what cannot be called as a proof does."""
+    if not found:
+        raise Refused(f"{where} holds none of {', '.join(NAMES)}: there is nothing of its own to prove")
+    for name in set(found) & set(WORDS):
+        if fault := why_not_called(found[name], name):
+            raise Refused(fault)
+    for one, other in (("strategy", "train_step"), ("strategy", "prepare")):
+        if one in found and other in found:
+            raise Refused(f"{where} has {one} and {other}: a strategy takes its steps itself, so leave one out")
+    return UserFile(found, config)
+
+
+def why_not_called(function: Any, name: str) -> str:
+    """A sentence if this cannot be called as a proof does."""
+    wanted = f"{name}({', '.join(WORDS[name])})"
+    if not callable(function):
+        return f"{name} is a {type(function).__name__}: expected a function {wanted}"
+    with suppress(ValueError):  # of C: its signature is unknown
+        signature = inspect.signature(function)
+        try:
+            signature.bind(*WORDS[name])
+        except TypeError:
+            return f"{name}{signature} cannot be called as {wanted}"
+    return ""
+
+
+def default_loss(outputs: Any, targets: Tensor) -> Tensor:
+    """The loss of a model that has none of its own: cross entropy where targets are classes, else squares."""
+    if not isinstance(outputs, Tensor):
+        raise Refused(f"the model returned a {type(outputs).__name__}: write loss(model, inputs, targets) beside it")
+    return user_model.default_loss(outputs, targets)
+
+
+@torch.no_grad()
+def jittered(model: nn.Module, seed: int) -> nn.Module:
+    """Move every weight a little, the same in every process."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        moved = 0.01 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+        parameter.add_(moved.to(parameter.device))
+    return model
+
+
+# What no number of ranks can compute as one process does, refused in a sentence before anything is trained.
+
+
+def refuse(model: nn.Module) -> None:
+    """Raises Refused for a model that sees which samples stand beside each other, or draws where nobody can look."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm) and module.training:
+            why = "which torch runs on GPUs alone, and each microbatch would still be normalised by itself"
+            raise Refused(f"{name} is a SyncBatchNorm, {why}: use GroupNorm, or put it into eval()")
+        if isinstance(module, _BatchNorm) and module.training:
+            raise Refused(
+                f"{name} is a {type(module).__name__}, whose output depends on which samples stand beside each other:"
+                " no number of ranks or microbatches is one process; use GroupNorm, or put it into eval()"
+            )
+        if isinstance(module, nn.RNNBase) and module.dropout > 0 and module.training:
+            raise Refused(f"{name} drops inside of C++, which a proof cannot leave out: set its dropout to 0")
+    if not any(each.requires_grad for each in model.parameters()):
+        raise Refused("the model has no parameter that is trained")
+
+
+def digest(model: nn.Module, inputs: Tensor, targets: Tensor) -> list[str]:
+    """Checksums of what every rank has to begin with alike: the model, and the first batch."""
+    return [digest_of(model.parameters()), digest_of([inputs, targets])]
+
+
+def refuse_other_beginnings(digests: Sequence[Sequence[str]], seed: int) -> None:
+    """Raises Refused where a seed gives ranks another model, or another batch."""
+    calls: list[Any] = [f"model({seed})", f"batch({seed}, 0)"]
+    for index, call in enumerate(calls):
+        odd = [rank for rank, each in enumerate(digests) if each[index] != digests[0][index]]
+        if odd:
+            raise Refused(f"{call} gives other numbers on {name_ranks(odd)} than on rank 0: draw them from the seed")

@@ -1,0 +1,69 @@
+"""What a learner does with a task, and what is said of it: the list, the next hint, an answer that is judged."""
+
+from pathlib import Path
+
+from distlab.lab.report.units import human_bytes
+from distlab.tools.puzzle.folder import Folder, Result, digest_of, unfilled
+from distlab.tools.puzzle.runner import Figures, Runner, Verdict
+from distlab.tools.puzzle.task import Task, functions_of
+from distlab.tools.puzzle.tasks import TASKS
+
+
+def listed(folder: Folder) -> list[str]:
+    """The tasks, how far each is, and how many passed."""
+    states = {number: folder.state(task) for number, task in TASKS.items()}
+    passed = sum(state == "passed" for state in states.values())
+    rows = [f"{number:2}  {states[number]:<10}  {task.title}" for number, task in TASKS.items()]
+    return [*rows, "", f"{passed} of {len(TASKS)} passed"]
+
+
+def next_hint(folder: Folder, task: Task) -> str:
+    """The next hint, and after the last the last again."""
+    result = folder.result(task)
+    given = min(result.num_hints, len(task.hints) - 1)
+    result.num_hints = given + 1
+    folder.keep(task, result)
+    return f"hint {given + 1} of {len(task.hints)}: {task.hints[given]}"
+
+
+def judge_file(folder: Folder, task: Task, runner: Runner) -> Verdict | None:
+    """What became of a file; None where it is not filled in."""
+    source = folder.file(task).read_text()
+    if unfilled(source):
+        return None
+    verdict = unusable(folder.file(task), source, task) or runner.judge(task, folder.file(task))
+    num_hints = folder.result(task).num_hints
+    folder.keep(task, Result(verdict.passed, digest_of(folder.file(task)), verdict.reason, num_hints))
+    return verdict
+
+
+def unusable(file: Path, source: str, task: Task) -> Verdict | None:
+    """What is wrong with a file that cannot be run; None if it can be."""
+    try:
+        missing = [name for name in task.functions if name not in functions_of(source)]
+    except SyntaxError as error:
+        return Verdict(False, 0, 0.0, [f"{file}:{error.lineno}: {error.msg}"])
+    if missing:
+        return Verdict(False, 0, 0.0, [f"{file} has no function {missing[0]}, which puzzle {task.number} asks for"])
+    return None
+
+
+def told(task: Task, verdict: Verdict | None, place: Path) -> list[str]:
+    """The verdict as it is printed; `place` is of the answer."""
+    head = f"puzzle {task.number}, {task.title}"
+    if verdict is None:
+        return [f"{head}: to fill in, there is still `...` in {place}"]
+    if not verdict.passed:
+        ranks = f" with {ranks_text(verdict.world_size)}" if verdict.world_size else ""
+        return [f"{head}: WRONG{ranks}", *(f"    {line}" for line in verdict.lines)]
+    return [f"{head}: passed in {verdict.duration_s:.1f} s", *map(costs_text, verdict.figures)]
+
+
+def costs_text(found: Figures) -> str:
+    sent = f"{human_bytes(found.sent_bytes):>7} in {found.num_messages} messages and {found.num_calls} collectives"
+    kept = f", keeps {human_bytes(found.peak_bytes)} of tensors" if found.peak_bytes else ""
+    return f"    {ranks_text(found.world_size):<7}  the busiest sends {sent}{kept}"
+
+
+def ranks_text(count: int) -> str:
+    return f"{count} rank{'s' * (count > 1)}"

@@ -1,0 +1,157 @@
+"""The fixture `ranks`: functions called on warm ranks, a millisecond a call, with what they return.
+
+    def double(group, value): ...            # at module level, so that it can be pickled by name
+    assert ranks(3, double, 21) == [42, 42, 42]
+
+Beside `distlab.ranks`, for tests that make many calls or that measure: process groups are made once, one for each
+number of ranks, and nothing records what is called, which would hold tensors and take time that a meter sees. A rank
+that raises, dies or does not answer fails the test by name, with where each rank stands; the next call gets new ranks.
+"""
+
+import datetime
+import gc
+import signal
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distlab.techniques.transport.store import KeyedStore
+from distlab.tools.testing.processes import Start, WarmRanks, at_home, where
+
+MAX = 8  # ranks
+START_S = 90.0
+COLLECTIVE_S = 40.0
+# On a rank: a second group for each number of ranks, for what goes on beside the calls of the first.
+side_groups: dict[int, Any] = {}
+
+
+class RankFailed(AssertionError):
+    """A rank raised, died or hung; the message holds its traceback."""
+
+
+class Ranks(WarmRanks):
+    """`ranks(world_size, function, *args)` returns the results of `function(group, *args)`, by rank."""
+
+    _sizes: frozenset[int] = frozenset()  # for which the ranks have groups
+
+    def __call__(self, world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
+        """Run `function` on ranks 0 to world_size - 1 at once; raises RankFailed after at most `timeout_s`."""
+        if not self._ranks:
+            self.fork(MAX, serve)
+            self._collect(MAX, START_S)
+            self._sizes = frozenset()
+        if world_size not in self._sizes:  # all 16 groups at the start take a pool 3 s more, on two cores
+            self._sizes |= {world_size}
+            for rank in self._ranks:
+                rank.control.send(world_size)
+        for rank in self._ranks[:world_size]:
+            rank.control.send((world_size, function, args))
+        return self._collect(world_size, timeout_s)
+
+    def _collect(self, world_size: int, timeout_s: float) -> list[Any]:
+        results: dict[int, Any] = {}
+        deadline = time.monotonic() + timeout_s
+        while len(results) < world_size:
+            waiting = {self._ranks[rank].control: rank for rank in range(world_size) if rank not in results}
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                said = "\n".join(f"rank {rank} is at {self._place(rank)}" for rank in sorted(waiting.values()))
+                self.stop()
+                raise RankFailed(f"no answer from ranks {sorted(waiting.values())} in {timeout_s:g} s\n{said}")
+            for each in ready:
+                assert isinstance(each, Connection)
+                results[waiting[each]] = self._received(waiting[each])
+        return [results[rank] for rank in range(world_size)]
+
+    def _received(self, rank: int) -> Any:
+        try:
+            succeeded, value = self._ranks[rank].control.recv()
+        except EOFError:
+            succeeded, value = False, "its process ended"
+        if not succeeded:
+            printed = self._ranks[rank].printed()
+            self.stop()
+            raise RankFailed(f"rank {rank}: {value}" + (f"\nit printed:\n{printed}" if printed else ""))
+        return value
+
+    def _place(self, rank: int) -> str:
+        stacks = self._ranks[rank].bedside.stacks()
+        return where(max(stacks.values(), key=len, default=[]))
+
+    def stop(self) -> None:
+        for rank in self._ranks:
+            rank.bedside.process.terminate()  # those that are not stuck in C++ still write their coverage
+        deadline = time.monotonic() + 3
+        for rank in self._ranks:
+            rank.bedside.process.join(max(0.0, deadline - time.monotonic()))
+        self.kill()
+        self.close_store()  # new ranks begin with an empty one
+
+    def close(self) -> None:
+        self.let_end(20)
+        self.stop()
+        self.close_servers()
+
+
+def name_alike(group: dist.ProcessGroup) -> int:
+    """From here on the ranks of `group` name the groups that they make alike; returns how many were made before.
+
+    torch names a group by how many it has made in this process, and ranks that were in no call before have made fewer:
+    under two names ranks wait for each other for ever.
+    """
+    world = dist.distributed_c10d._world
+    made = torch.tensor(world.group_count)
+    dist.all_reduce(made, dist.ReduceOp.MAX, group=group)
+    world.group_count = most = int(made)
+    return most
+
+
+@contextmanager
+def own_groups(group: dist.ProcessGroup) -> Iterator[None]:
+    """Groups that a call makes are named alike on all its ranks, and end with it."""
+    world = dist.distributed_c10d._world
+    most = name_alike(group)
+    before = set(world.pg_map)
+    yield
+    if world.group_count > most:
+        dist.barrier(group)  # nobody closes what another still reads
+        for each in [each for each in world.pg_map if each not in before]:
+            dist.destroy_process_group(each)
+
+
+def serve(start: Start, files: Sequence[Any], control: Connection) -> None:
+    """One rank: join, then run what arrives until None does."""
+    at_home(start, files)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    bound = datetime.timedelta(seconds=COLLECTIVE_S)
+    # The loopback address by name of its own device: a machine's host name need not resolve.
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._timeout = bound
+    store = KeyedStore("127.0.0.1", start.port, start.key, COLLECTIVE_S)
+    dist.init_process_group("gloo", store=store, rank=start.rank, world_size=MAX, timeout=bound, pg_options=options)
+    groups: dict[int, Any] = {}
+    control.send((True, None))
+    while (job := control.recv()) is not None:
+        if isinstance(job, int):
+            name_alike(dist.distributed_c10d._get_default_group())
+            groups[job], side_groups[job] = (
+                dist.new_group(list(range(job)), timeout=bound, pg_options=options) for _ in range(2)
+            )
+            continue
+        world_size, function, args = job
+        gc.collect()
+        gc.freeze()  # as a rank does: a meter that looks at all objects need not look at 350,000 of modules
+        try:
+            with own_groups(groups[world_size]):
+                value = function(groups[world_size], *args)
+            control.send((True, value))
+        except BaseException:
+            control.send((False, traceback.format_exc()))
+    dist.destroy_process_group()

@@ -1,0 +1,61 @@
+"""A resume that does not give everything back fails the drill by name."""
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+
+from distlab.lab.checkpoint import manifest, resume
+from distlab.lab.checkpoint.resume import drill
+from distlab.lab.config import Config
+from distlab.lab.report import records
+from distlab.lab.report.reading import from_line, to_line
+from distlab.lab.report.verdict import judge
+from distlab.lab.workload.model import Model
+from distlab.techniques.data_parallel.buckets import GradientBuckets
+from distlab.techniques.data_parallel.strategy import Replica
+from distlab.techniques.mesh.grid import Mesh
+from distlab.tools.testing.warm_ranks import Ranks
+from tests.labs import TINY, failed, lab_of
+
+SMALL = TINY | {
+    "RUN_MODE": "dp", "LAB_MODEL": "mlp", "LAB_STEPS": "4", "LAB_CHECKPOINT_EVERY": "2", "WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+}  # fmt: skip
+
+
+class Forgetful(Replica):
+    """A replica that leaves its last parameter out of what it saves."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(list(super().state_dict().items())[:-1])
+
+
+def drilled(group: dist.ProcessGroup, folder: str, kind: type[Replica], lost: str = "") -> list[str]:
+    def build(model: Model, mesh: Mesh, config: Config) -> Replica:
+        return kind(model, config, GradientBuckets(model.parameters(), mesh.group, bucket_bytes=1 << 40))
+
+    lab = lab_of(group, SMALL, folder)
+    assert lab.hooks.side_group is not None
+    place = manifest if lost == "set_generators" else resume
+    with patch.object(place, lost, lambda *_: None) if lost else nullcontext():
+        drill(lab, "flat", build, [lab.config.untimed()], lab.hooks.side_group)
+    lab.journal.write(records.End(group.rank(), 0.0, None, 0.0, 0.0))
+    return [to_line(record) for record in lab.journal.records]
+
+
+def test_what_is_not_given_back_is_seen(ranks: Ranks, tmp_path: Path) -> None:
+    for kind, fails in ((Forgetful, {"resume"}), (Replica, set())):
+        lines = ranks(2, drilled, str(tmp_path / kind.__name__), kind)
+        run = judge({rank: [from_line(line) for line in of_rank] for rank, of_rank in enumerate(lines)})
+        assert failed(run) == fails
+
+
+@pytest.mark.parametrize("lost", ["give_back_generators", "set_generators"])
+def test_generators_that_are_not_given_back_are_seen(ranks: Ranks, tmp_path: Path, lost: str) -> None:
+    lines = ranks(2, drilled, str(tmp_path), Replica, lost)
+    run = judge({rank: [from_line(line) for line in of_rank] for rank, of_rank in enumerate(lines)})
+    assert failed(run) == {"resumed generators"}

@@ -1,0 +1,135 @@
+"""Stopped and resumed: the weights of a run that was never stopped, to the bit, in every mode, and on any number of
+ranks."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace as replace_fields
+
+from distlab.cli import checkpoint
+from distlab.lab.checkpoint import manifest, storage
+from distlab.lab.rank.mode_loader import load
+from distlab.lab.report import records
+from distlab.tools.testing.warm_ranks import Ranks
+from tests.labs import failed, run_experiment
+
+SMALL = {
+    "LAB_STEPS": "6", "LAB_CHECKPOINT_EVERY": "2", "LAB_CHECKPOINT_KEEP": "9", "LAB_OPTIMIZER": "adamw", "LAB_CLIP": "0.5",
+    "LAB_DTYPE": "float64", "LAB_BATCH": "11", "LAB_PROOF": "0", "LAB_DEPTH": "1",
+}  # fmt: skip
+# A cut through layers needs one with heads, all others ask nothing of a layer; a stage may have one more than another.
+MODELS = {key: {"LAB_MODEL": "mlp", "LAB_DEPTH": depth} for key, depth in (("dp", "2"), ("fsdp", "2"), ("pp", "4"))}
+VARIANTS = {"dp": "bucketed,ring,ddp", "fsdp": "zero1,zero3,fsdp2", "tp": "gathered,megatron", "pp": "1f1b"}
+Records = dict[int, list[records.Record]]
+
+
+def digests(run: dict[str, Any]) -> dict[str, str]:
+    return {variant["name"]: variant["weights_sha256"] for variant in run["variants"]}
+
+
+def curves(by_rank: Records) -> dict[str, list[float]]:
+    return {record.variant: record.numbers for _, record in records.select(by_rank, records.Losses)}
+
+
+def farthest(ours: dict[str, list[float]], theirs: dict[str, list[float]]) -> float:
+    assert set(ours) == set(theirs)
+    return max(abs(a - b) for name in ours for a, b in zip(ours[name], theirs[name], strict=True))
+
+
+@pytest.mark.parametrize("mode", VARIANTS)
+def test_a_resumed_run_ends_in_the_same_weights_to_the_bit(ranks: Ranks, tmp_path: Path, mode: str) -> None:
+    settings = SMALL | MODELS.get(mode, {}) | {"RUN_MODE": mode, "LAB_VARIANT": VARIANTS[mode]}
+    whole, of_whole = run_experiment(ranks, 3, tmp_path / "a", **settings)
+    source = str(tmp_path / "a" / "checkpoints" / "step-00000004")
+    resumed, of_resumed = run_experiment(
+        ranks, 3, tmp_path / "b", **settings, LAB_RESUME=source, LAB_CHECKPOINT_ASYNC="1"
+    )
+    assert failed(whole) == failed(resumed) == set()
+    assert (resumed["resumed"]["step"], resumed["resumed"]["path"]) == (4, source)
+    assert any(check["name"] == "resumed samples" for check in resumed["checks"])
+    ours = [name for name in digests(whole) if name not in load(mode).by_torch]
+    assert ours and all(digests(whole)[name] == digests(resumed)[name] for name in ours)
+    assert farthest(curves(of_whole), curves(of_resumed)) <= 1e-12  # PyTorch's own too; one curve, from step 0 on
+    assert sorted(path.name for path in (tmp_path / "b" / "checkpoints").iterdir()) == ["step-00000006"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "variant", "sizes"),
+    [
+        ("fsdp", "zero1,zero3", (3, 1, 5)), ("fsdp", "zero3_blocking,zero2", (4, 3)), ("fsdp", "fsdp2", (1, 4)),
+        ("tp", "gathered,megatron", (4, 3)), ("pp", "1f1b", (2, 3)), ("dp", "bucketed,ddp", (3, 2)),
+    ],
+)  # fmt: skip
+def test_another_world_size_reads_it_and_the_losses_go_on(
+    ranks: Ranks, tmp_path: Path, mode: str, variant: str, sizes: tuple[int, ...]
+) -> None:
+    settings = SMALL | MODELS.get(mode, {}) | {"RUN_MODE": mode, "LAB_VARIANT": variant, "LAB_STEPS": "4"}
+    _, of_whole = run_experiment(ranks, sizes[0], tmp_path / "a", **settings)
+    shutil.rmtree(tmp_path / "a" / "checkpoints" / "step-00000004")
+    settings |= {"LAB_RESUME": str(tmp_path / "a"), "LAB_CHECKPOINT_EVERY": ""}
+    for size in sizes[1:]:
+        resumed, of_resumed = run_experiment(ranks, size, tmp_path / f"on-{size}", **settings)
+        assert failed(resumed) == set() and resumed["resumed"]["step"] == 2
+        assert farthest(curves(of_whole), curves(of_resumed)) <= 1e-12
+
+
+def test_a_plain_file_holds_the_dense_weights(ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, source = tmp_path / "out.pt", str(tmp_path / "a")
+    settings = SMALL | {"RUN_MODE": "fsdp", "LAB_VARIANT": "zero3", "LAB_STEPS": "2"}
+    run, _ = run_experiment(ranks, 3, tmp_path / "a", **settings)
+    assert checkpoint.main(["export", source, str(out)]) == 0
+    content = torch.load(out)
+    run_experiment(ranks, 1, tmp_path / "dense", **settings | {"RUN_MODE": "dp", "LAB_VARIANT": "flat"})
+    assert checkpoint.main(["export", str(tmp_path / "dense"), str(tmp_path / "dense.pt"), "--variant", "flat"]) == 0
+    wanted = torch.load(tmp_path / "dense.pt")
+    assert (content["variant"], content["step"], content["settings"]["LAB_WIDTH"]) == ("zero3", 2, 16)
+    for kind in ("weights", "optimizer"):
+        assert content[kind].keys() == wanted[kind].keys()
+        assert all((tensor - wanted[kind][name]).abs().max() < 1e-12 for name, tensor in content[kind].items())
+    assert checkpoint.main(["export", source, str(out), "--variant", "zero9"]) == 2
+    assert checkpoint.main(["export", str(tmp_path / "absent"), str(out)]) == 2
+    assert checkpoint.main(["export", source, str(tmp_path / "no" / "out.pt")]) == 2
+    assert "holds zero3, and not zero9" in (said := capsys.readouterr().err)
+    assert "absent holds no checkpoint" in said and "cannot be written: No such file or directory" in said
+    assert run["checkpoints"][0]["bytes"] > 0
+
+
+def test_with_nothing_left_to_train_the_run_still_ends_with_a_verdict(ranks: Ranks, tmp_path: Path) -> None:
+    settings = SMALL | {"LAB_VARIANT": "flat", "LAB_STEPS": "2"}
+    whole, _ = run_experiment(ranks, 2, tmp_path / "a", **settings)
+    settings |= {"LAB_STEPS": "1", "LAB_RESUME": str(tmp_path / "a"), "LAB_TRACE": "1"}
+    again, of_again = run_experiment(ranks, 2, tmp_path / "b", **settings)
+    assert again["verdict"] == "pass" and digests(again) == digests(whole)
+    assert any("nothing more is trained" in said.text for _, said in records.select(of_again, records.Said))
+
+
+def test_variants_that_the_checkpoint_lacks_are_skipped_by_name(ranks: Ranks, tmp_path: Path) -> None:
+    run_experiment(ranks, 2, tmp_path / "a", **SMALL | {"LAB_VARIANT": "flat", "LAB_STEPS": "2"})
+    run, _ = run_experiment(ranks, 2, tmp_path / "b", **SMALL | {"LAB_RESUME": str(tmp_path / "a")})
+    assert set(digests(run)) == {"flat"}
+    assert {skip["variant"] for skip in run["skipped"]} == {"per_parameter", "bucketed", "ring", "ddp"}
+
+
+def saved_under(name: str, source: Path, path: Path) -> None:
+    """The checkpoint of one variant, written as a lab would that calls the variant `name`."""
+    made = manifest.read(source)
+    (variant,) = made.steps
+    dense = storage.load_dense(source, f"{variant}/")
+    path.mkdir(parents=True)
+    files = storage.save_state({f"{name}/{label}": tensor for label, tensor in dense.items()}, path, None)
+    steps, losses = {name: made.step}, {name: made.losses[variant]}
+    manifest.write(path, replace_fields(made, steps=steps, losses=losses, files=storage.described(files, path)))
+
+
+def test_a_checkpoint_of_a_variant_by_its_name_of_before_is_resumed(ranks: Ranks, tmp_path: Path) -> None:
+    settings = SMALL | {"LAB_VARIANT": "per_parameter", "LAB_STEPS": "4"}
+    whole, of_whole = run_experiment(ranks, 2, tmp_path / "a", **settings)
+    old = tmp_path / "old" / "checkpoints" / "step-00000002"
+    saved_under("naive", tmp_path / "a" / "checkpoints" / old.name, old)
+    resumed, of_resumed = run_experiment(ranks, 2, tmp_path / "b", **settings, LAB_RESUME=str(old.parent.parent))
+    assert failed(resumed) == set() and resumed["resumed"]["step"] == 2
+    assert digests(resumed) == digests(whole)
+    assert farthest(curves(of_whole), curves(of_resumed)) <= 1e-12

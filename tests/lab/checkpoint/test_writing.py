@@ -1,0 +1,130 @@
+"""One checkpoint of several ranks: whatever they have cut, everything or nothing, though a rank fails or is killed."""
+
+import re
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distlab.lab.checkpoint import locate, manifest, storage
+from distlab.techniques.collectives.sharded_tensor import flat_piece
+from distlab.tools.testing.warm_ranks import Ranks
+from tests.lab.checkpoint.made_up import checkpoint, manifest_of
+
+MATRIX = torch.arange(35.0).view(5, 7)
+
+
+def cut(rank: int, ranks: int, matrix: torch.Tensor) -> storage.State:
+    """A run of the matrix, as a flat shard has it, a vector that all have, a number in pieces, and one that the last rank has."""
+    chunk = -(-matrix.numel() // ranks)
+    run = matrix.flatten()[rank * chunk :][:chunk].clone()
+    state = {"flat/weights.m": flat_piece(run, rank * chunk, matrix.shape), "flat/weights.v": matrix[0] + 1}
+    if rank == ranks - 1:
+        state |= {
+            "flat/optimizer.step.m": flat_piece(matrix.flatten()[-1:], 0, torch.Size([])),
+            "flat/weights.last": matrix[-1] + 1,
+        }
+    return {name: held for name, held in state.items() if not (hasattr(held, "boxes") and not held.boxes)}
+
+
+def save_cut(group: dist.ProcessGroup, folder: str) -> None:
+    state = cut(group.rank(), group.size(), MATRIX)
+    mine = storage.plan(state, group).mine
+    state = {name: held for name, held in state.items() if name in mine}
+    shares: dict[str, list[float | None]] = {"flat": [0.25 * (group.rank() + 1)]}
+    storage.write_checkpoint(Path(folder), manifest_of(1, losses={"flat": []}), state, group, shares, needed_bytes=0)
+
+
+def load_cut(group: dist.ProcessGroup, folder: str) -> bool:
+    state, wanted = (cut(group.rank(), group.size(), matrix) for matrix in (torch.zeros(5, 7), MATRIX))
+    storage.load_state(state, Path(folder) / "step-00000001", group)
+    ours, theirs = ([part for held in each.values() for part in storage.parts(held)] for each in (state, wanted))
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize(("saved_by", "read_by"), [(3, 2), (1, 8), (8, 3)])
+def test_any_number_of_ranks_reads_what_any_other_wrote(
+    ranks: Ranks, tmp_path: Path, saved_by: int, read_by: int
+) -> None:
+    ranks(saved_by, save_cut, str(tmp_path))
+    assert ranks(read_by, load_cut, str(tmp_path)) == [True] * read_by
+    dense = storage.load_dense(tmp_path / "step-00000001", "flat/")
+    assert torch.equal(dense["weights.m"], MATRIX) and torch.equal(dense["weights.last"], MATRIX[-1] + 1)
+    saved = manifest.read(tmp_path / "step-00000001")
+    assert locate.damage(tmp_path / "step-00000001", saved) == []
+    assert saved.losses == {"flat": [sum(0.25 * (rank + 1) for rank in range(saved_by))]}
+
+
+def test_what_several_hold_is_written_once_and_shared_out() -> None:
+    everyone = [
+        {"a": (True, 10), "b": (True, 10), "own": (False, 5)},
+        {"a": (True, 10), "b": (True, 10), "c": (True, 1)},
+    ]
+    assert [storage.dealt(everyone, rank) for rank in (0, 1)] == [{"own", "b"}, {"a", "c"}]
+
+
+def save_on_a_bad_disk(group: dist.ProcessGroup, folder: str) -> str:
+    """Rank 1's disk takes no file of more than 4 KiB."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if group.rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        state = {f"flat/weights.{group.rank()}": torch.zeros(4000)}
+        storage.write_checkpoint(Path(folder), manifest_of(20), state, group, {"flat": []}, needed_bytes=0)
+    except storage.Unsaved as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return "saved"
+
+
+def test_a_disk_that_refuses_one_rank_is_told_to_all_and_leaves_the_one_before(ranks: Ranks, tmp_path: Path) -> None:
+    checkpoint(tmp_path, 10)
+    assert ranks(3, save_on_a_bad_disk, str(tmp_path)) == ["File too large"] * 3
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000010"]
+
+
+def save_more_than_there_is_room(group: dist.ProcessGroup, folder: str) -> str:
+    try:
+        storage.write_checkpoint(Path(folder), manifest_of(20), {}, group, {"flat": []}, needed_bytes=1 << 60)
+    except storage.Unsaved as error:
+        return str(error)
+    return "saved"
+
+
+def test_a_disk_without_room_is_not_written_to(ranks: Ranks, tmp_path: Path) -> None:
+    said = ranks(2, save_more_than_there_is_room, str(tmp_path))
+    assert all(
+        re.fullmatch("No space left on device: .* are needed, .* for the logs, and .* are free", text) for text in said
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+KILLED = """
+import os, signal, sys, torch, torch.distributed as dist
+from pathlib import Path
+from tests.lab.checkpoint.made_up import manifest_of
+from distlab.lab.checkpoint import storage
+folder = Path(sys.argv[1])
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+if sys.argv[2] == "data":
+    storage.Writer.finish = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+else:
+    storage._sync = lambda path: os.kill(os.getpid(), signal.SIGKILL)  # the manifest is there, its folder not yet renamed
+storage.write_checkpoint(folder, manifest_of(20), {"flat/weights.w": torch.zeros(3)}, dist.group.WORLD, {"flat": []}, needed_bytes=0)
+"""
+
+
+@pytest.mark.parametrize("moment", ["data", "manifest"])
+def test_a_process_killed_in_the_middle_of_a_save_leaves_the_one_before(tmp_path: Path, moment: str) -> None:
+    checkpoint(tmp_path, 10)
+    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), moment], timeout=60, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert (tmp_path / ".step-00000020.partial" / "__0_0.distcp").exists()
+    found = locate.newest_good(tmp_path, pytest.fail)
+    assert found is not None and found.manifest.step == 10

@@ -1,0 +1,89 @@
+"""A rank that joins, watches and all-reduces: what the tests of the cluster start, signal and kill.
+
+Its environment is that of a rank; its arguments are a version, the number of steps, and what this rank does at step 2:
+nothing, `raise`, `sleep` (for 6 s, before the collective), `leave_late`, or `deaf`: nothing comes from the server any
+more; with `agree` all wait for a line of their input, acknowledge a verdict, and rank 0 publishes it. It prints a line
+a step.
+"""
+
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+from distlab.lab.cluster import ClusterError
+from distlab.lab.cluster.departure import Succession
+from distlab.lab.cluster.join import Cluster, init_process_group, join
+from distlab.lab.cluster.messages import Verdict
+from distlab.lab.cluster.watchdog import Watchdog
+from distlab.lab.config import Config
+
+STEP_S = 0.05
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def main(version: str, steps: int, deed: str) -> int:
+    say("imported")  # bounds are counted from here: a busy machine takes seconds for torch
+    config = Config.read()
+    try:
+        cluster = join(config, version, say)
+    except ClusterError as error:
+        say(f"refused: {error}")
+        return 3
+    say(f"joined {cluster.run_id} " + " ".join(f"{member.rank}@{member.ip}" for member in cluster.members.values()))
+
+    def on_verdict(verdict: Verdict, succession: Succession) -> None:
+        lost = [entry.rank for entry in verdict.lost]
+        say(f"verdict {verdict.exit_code} lost {lost} survivors {succession.survivors}")
+
+    watch = Watchdog(cluster, config, say, on_verdict)
+    heard, started = set[str](), time.monotonic()
+    watch.on_period = lambda step, phase: heard.add(phase)
+    watch.start()
+    try:
+        train(watch, cluster, config, steps, deed)
+    except Exception as error:
+        watch.fail(error)
+    if deed == "agree":
+        say("ready")
+        sys.stdin.readline()
+        try:
+            watch.agree(lambda: say("published"))
+        except TimeoutError as error:
+            watch.fail(error)
+        say("agreed")
+        sys.stdin.readline()
+    watch.finish()
+    assert not watch.is_alive(), "a thread that is left behind takes the process group with it"
+    say(f"heard of {', '.join(sorted(heard))}")
+    say(f"finished, the watch woke {watch.woken} times in {time.monotonic() - started:.3f} s")
+    return 0
+
+
+def train(watch: Watchdog, cluster: Cluster, config: Config, steps: int, deed: str) -> None:
+    init_process_group(cluster, config)
+    for step in range(steps):
+        watch.main.at(step, "compute")
+        time.sleep(STEP_S)
+        if step == 2 and deed == "raise":
+            raise ValueError("a made-up failure")
+        if step == 2 and deed == "deaf":
+            watch.line.deaf = True
+        if step == 2 and deed == "sleep":
+            time.sleep(6.0)
+        watch.main.at(step, "all_reduce")
+        total = torch.ones(4)
+        dist.all_reduce(total)
+        assert total[0] == cluster.world_size
+        say(f"step {step}")
+    if deed == "leave_late":
+        watch.main.at(steps, "compute")
+        time.sleep(2 * config.lost_after_s)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], int(sys.argv[2]), sys.argv[3]))

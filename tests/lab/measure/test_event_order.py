@@ -1,0 +1,140 @@
+"""The order of a step: passes, layers, gradients and memory, as they came; calls are seen in tests/experiments."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from distlab.lab.measure.event_order import Message, Messages, Order, key_of
+from distlab.lab.measure.memory import MemoryLedger
+from distlab.techniques.collectives.phases import heard, phase
+from distlab.techniques.collectives.point_to_point import Peers, Pending
+from distlab.techniques.collectives.ring import all_reduce
+from distlab.tools.testing.warm_ranks import Ranks
+
+
+def recorded(net: nn.Sequential) -> Order:
+    """A step of two layers."""
+    order = Order(dict(enumerate(net)))
+    with MemoryLedger() as memory, memory.step(order), heard(order.mark):
+        with phase("forward", "0"):
+            loss = net(torch.ones(2, 3)).sum()
+        with phase("backward", "0"):
+            loss.backward()
+    return order
+
+
+def test_passes_layers_and_gradients_come_in_their_order() -> None:
+    order = recorded(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)))
+    assert [(event.what, event.name, event.label) for event in order.events][:6] == [
+        ("begin", "forward", "0"), ("begin", "layer", "0"), ("end", "layer", "0"),
+        ("begin", "layer", "1"), ("end", "layer", "1"), ("end", "forward", "0"),
+    ]  # fmt: skip
+    ((label, events),) = order.within("backward")
+    assert label == "0"
+    layers = [event.label.split(".")[0] for event in events if event.what == "gradient"]
+    assert layers == ["1", "1", "0", "0"]
+    assert order.events[-1] == ("end", "backward", "0", 0, frozenset())
+
+
+def test_gradients_are_known_by_the_memory_that_they_lie_in() -> None:
+    first = nn.Linear(3, 4)
+    order = recorded(nn.Sequential(first, nn.Linear(4, 1)))
+    assert set(order.gradients) == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    grad = first.weight.grad
+    assert grad is not None
+    assert order.gradients["0.weight"] == key_of(grad)
+    assert len(set(order.gradients.values())) == 4
+
+
+def test_a_shared_weight_has_the_name_of_its_first_layer() -> None:
+    net = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    net[1].weight = net[0].weight
+    order = recorded(net)
+    assert [event.label for event in order.events if event.what == "gradient"] == ["0.weight"]
+
+
+def test_weights_that_come_and_go_are_seen_and_other_memory_is_not() -> None:
+    layer = nn.Linear(3, 4)
+    order = Order({0: layer})
+    other = torch.ones(5)
+    with MemoryLedger() as memory, memory.step(order):
+        storage = layer.weight.untyped_storage()
+        storage.resize_(0)
+        storage.resize_(48)
+        other.untyped_storage().resize_(0)
+    assert [event.nbytes for event in order.events if event.what == "held"] == [0, 48]
+    assert {next(iter(event.storages)) for event in order.events} == {order.weights["0.weight"]}
+
+
+# What is sent in a step is seen whoever sends it, with its ranks, its bytes and its end; and nobody stays behind.
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def seen(group: dist.ProcessGroup) -> list[Message]:
+    """An all_reduce of torch's, a send around the ring, an all_gather, a barrier; and one more that nobody records."""
+    tensor, peers = torch.ones(3, dtype=torch.float64), Peers(group)
+    messages = Messages()
+    with messages.recorded():
+        dist.all_reduce(tensor, group=group)
+        received, sent = peers.post(5, receives=[(peers.after(-1), tensor.clone())], sends=[(peers.after(1), tensor)])
+        time.sleep(0.02)
+        for message in (*received, *sent):
+            message.wait()
+        messages.look()
+        dist.all_gather([torch.empty(3, dtype=torch.float64) for _ in range(group.size())], tensor, group=group)
+        dist.barrier(group)
+    dist.all_reduce(tensor, group=group)
+    return messages.found
+
+
+def test_each_call_has_its_ranks_its_bytes_and_its_end(ranks: Ranks) -> None:
+    for rank, found in enumerate(ranks(3, seen)):
+        by_op = {message.op: message for message in found}
+        assert [message.op for message in found] == ["all_reduce", "recv", "send", "all_gather"]
+        assert by_op["all_reduce"].ranks == by_op["all_gather"].ranks == (0, 1, 2)
+        assert by_op["send"].ranks == (rank, (rank + 1) % 3) and by_op["recv"].ranks == ((rank - 1) % 3, rank)
+        assert [round(message.sent_bytes) for message in found] == [32, 0, 24, 48]  # 2(N-1)/N of 24, 24, 2/3 of 72
+        assert (by_op["send"].tag, by_op["recv"].nbytes, by_op["all_gather"].nbytes) == (5, 24, 72)
+        assert all(message.start_s <= message.end_s for message in found)
+        assert by_op["recv"].end_s - by_op["recv"].start_s >= 0.02  # it was over when it was waited for
+
+
+def rings(group: dist.ProcessGroup) -> tuple[int, float]:
+    """How many bytes a ring sends by messages of its own."""
+    tensor, messages = torch.ones(1000), Messages()
+    with messages.recorded():
+        Pending(all_reduce(Peers(group), tensor)).wait()
+    return len(messages.found), sum(message.sent_bytes for message in messages.found)
+
+
+def test_a_ring_by_hand_is_its_messages(ranks: Ranks) -> None:
+    for number, nbytes in ranks(3, rings):
+        assert number == 2 * 2 * 2  # a send and a receive in each of 2(N-1) rounds
+        assert nbytes == pytest.approx(2 * 2 / 3 * 4000, rel=0.01)
+
+
+def uneven(group: dist.ProcessGroup) -> list[Message]:
+    """Rank r gives rank o 1 + 2·o rows of 3 numbers."""
+    given, taken = [1, 3, 5], [1 + 2 * group.rank()] * 3
+    with Messages().recorded() as messages:
+        dist.all_to_all_single(torch.empty(sum(taken), 3), torch.ones(9, 3), taken, given, group=group)
+    return messages.found
+
+
+def test_an_uneven_all_to_all_is_what_goes_to_the_others(ranks: Ranks) -> None:
+    found = [[(each.op, each.nbytes, each.sent_bytes) for each in of_rank] for of_rank in ranks(3, uneven)]
+    assert found == [[("all_to_all", 108, 12.0 * (9 - kept))] for kept in (1, 3, 5)]
+
+
+def alone(group: dist.ProcessGroup) -> int:
+    with Messages().recorded() as messages:
+        dist.all_reduce(torch.ones(1), group=group)
+    return len(messages.found)
+
+
+def test_a_group_of_one_sends_nothing(ranks: Ranks) -> None:
+    assert ranks(1, alone) == [0]

@@ -1,0 +1,223 @@
+"""The comparison with one process can fail in every way that a wrong result can be wrong."""
+
+import hashlib
+import math
+import random
+import struct
+
+import pytest
+import torch
+
+from distlab.lab.measure.tensors import (
+    Off,
+    Worst,
+    difference,
+    differences,
+    digest_of,
+    distance,
+    factor,
+    hash_of,
+    larger,
+    largest,
+    largest_difference,
+)
+
+DENSE = {"w": torch.tensor([[1.0, 2.0]]), "b": torch.tensor([3.0])}
+
+
+def test_equal_tensors_do_not_differ() -> None:
+    assert difference(DENSE.items(), DENSE) == 0.0
+
+
+def test_the_largest_difference_counts() -> None:
+    found = {"w": torch.tensor([[1.0, 2.5]]), "b": torch.tensor([3.25])}
+    assert difference(found.items(), DENSE) == 0.5
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        {"w": DENSE["w"]},
+        DENSE | {"extra": torch.zeros(1)},
+        DENSE | {"w": torch.tensor([1.0, 2.0])},
+        DENSE | {"b": torch.tensor([math.nan])},
+        DENSE | {"extra": torch.zeros(0)},
+        DENSE | {"w": torch.zeros(0)},
+        DENSE | {"w": torch.tensor([[1.0], [2.0]])},
+        {},
+    ],
+    ids=[
+        "missing", "unknown", "another shape", "not a number", "unknown and empty", "empty", "another order of axes",
+        "nothing at all",
+    ],
+)  # fmt: skip
+def test_what_cannot_be_compared_differs_without_end(found: dict[str, torch.Tensor]) -> None:
+    assert difference(found.items(), DENSE) == math.inf
+
+
+def test_a_rank_without_the_dense_run_takes_part_all_the_same() -> None:
+    taken = []
+    assert difference(((name, taken.append(name) or tensor) for name, tensor in DENSE.items()), None) == 0.0  # type: ignore[func-returns-value]
+    assert taken == ["w", "b"]
+
+
+def test_not_a_number_is_the_largest() -> None:
+    assert larger(1.0, 2.0) == 2.0
+    assert larger(math.nan, 2.0) == larger(2.0, math.nan) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("each", "wanted"),
+    [
+        (Off(1.0, 2.0), 0.5), (Off(0.0, 0.0), 0.0), (Off(1e-30, 0.0), math.inf), (Off(math.nan, 1.0), math.inf),
+        (Off(math.inf, math.inf), math.inf),
+    ],
+)  # fmt: skip
+def test_a_share_of_what_is_allowed(each: Off, wanted: float) -> None:
+    assert each.share == wanted
+
+
+def test_the_worst_is_so_by_its_share_of_what_is_allowed() -> None:
+    worst = Worst()
+    for step, (value, bound) in enumerate([(0.0, 0.0), (0.25, 0.25), (0.5, 1.0)]):
+        worst.note("losses", value, bound, f"step {step}")
+    assert worst.found == {"losses": Off(0.25, 0.25, "step 1")}
+    worst.note("losses", math.nan, 9.0, "step 3")
+    assert worst.found == {"losses": Off(math.inf, 9.0, "step 3")}
+    assert worst.times == {"losses": 4}
+
+
+def test_of_what_may_not_differ_at_all_the_largest_difference_is_the_worst() -> None:
+    worst = Worst(["weights", "gradients"])
+    for value in (1e-9, 2.0, 1.0):
+        worst.note("weights", value)
+    assert worst.found == {"weights": Off(2.0), "gradients": Off(0.0)}
+    assert worst.times["gradients"] == 0
+
+
+def test_of_named_tensors_the_worst_is_named_and_all_are_one_comparison() -> None:
+    worst = Worst()
+    worst.compare("weights", (DENSE | {"b": torch.tensor([3.5])}).items(), DENSE, 0.1, "step 2")
+    worst.compare("weights", DENSE.items(), None, 0.1, "step 3")
+    assert worst.found == {"weights": Off(0.5, 0.1, "step 2, b")}
+    assert worst.times == {"weights": 1}
+    assert dict(differences([("w", DENSE["w"])], DENSE)) == {"w": 0.0, "b": math.inf}
+
+
+def test_a_difference_of_two_tensors_its_largest_and_its_norm() -> None:
+    one, other = torch.tensor([3.0, 4.0]), torch.zeros(2, dtype=torch.bfloat16)
+    assert (
+        largest_difference(one, one + 1),
+        largest_difference(one, one[:1]),
+        largest_difference(one, one * math.nan),
+    ) == (1.0, math.inf, math.inf)
+    assert (largest(-one), largest(torch.empty(0)), largest(one / 0)) == (4.0, 0.0, math.inf)
+    assert distance(one, other) == 5.0
+
+
+W = [6.0, 8.0]  # of norm 10; [-0.8, 0.6] stands upright on it and has norm 1
+
+
+def beside(times: float, off: float) -> list[float]:
+    """A multiple of W, and something else of norm `off`."""
+    return [6.0 * times - 0.8 * off, 8.0 * times + 0.6 * off]
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted", "times"),
+    [
+        (beside(3.0, 0.0), W, 3.0), (beside(-0.25, 0.0), W, -0.25), ([0.0, 0.0], W, 0.0), (W, [0.0, 0.0], None),
+        ([0.6, 0.8], [0.6, 0.8], 1.0), ([3.0, 3.0], [0.0, 0.0], None),
+        # The rest may be 1e-6 of the longer of the two.
+        (beside(1.0, 0.9e-5), W, 1.0), (beside(1.0, 1.1e-5), W, None),
+        (beside(100.0, 0.9e-3), W, 100.0), (beside(100.0, 1.1e-3), W, None),
+        (beside(0.0, 0.9e-5), W, 0.0), (beside(0.0, 1.1e-5), W, None),
+        ([math.inf, 8.0], W, None), ([math.nan, 8.0], W, None), ([math.inf, math.inf], W, None),
+    ],
+)  # fmt: skip
+def test_what_is_a_multiple_but_for_rounding(found: list[float], wanted: list[float], times: float | None) -> None:
+    seen = factor(torch.tensor(found, dtype=torch.float64), torch.tensor(wanted, dtype=torch.float64))
+    assert seen == (None if times is None else pytest.approx(times, abs=1e-9))
+
+
+def test_no_tensor_and_none_wanted_is_a_comparison_that_holds() -> None:
+    worst = Worst()
+    worst.compare("optimizer", [], {}, 0.5, "step 4")
+    assert (worst.found, worst.times) == ({"optimizer": Off(0.0, 0.5, "step 4")}, {"optimizer": 1})
+
+
+def test_a_norm_is_taken_in_float64() -> None:
+    one, other = torch.tensor([1.0, 1.0]), torch.tensor([1.0, 1.0 + 1e-9], dtype=torch.float64)
+    assert distance(one, other) == pytest.approx(1e-9, rel=1e-6)
+    assert distance(torch.tensor([3e30, 4e30]), torch.zeros(2)) == pytest.approx(5e30)
+
+
+# The hash of a tensor's bytes: one bit more or less always shows, wherever it is.
+
+pytestmark = pytest.mark.timeout(60)
+WORDS = {torch.float64: torch.int64, torch.float32: torch.int32, torch.bfloat16: torch.int16}
+
+
+def flipped(tensor: torch.Tensor, index: int, bit: int) -> torch.Tensor:
+    copy = tensor.clone()
+    word = copy.view(WORDS[tensor.dtype])
+    word[index] ^= 1 << bit if bit < 8 * tensor.dtype.itemsize - 1 else -(1 << bit)
+    return copy
+
+
+@pytest.mark.parametrize("dtype", WORDS)
+def test_every_bit_shows(dtype: torch.dtype) -> None:
+    tensor = torch.randn(5, generator=torch.Generator().manual_seed(1)).to(dtype)  # 1 to 4 bytes beyond whole words
+    known = {hash_of(tensor)}
+    for index in range(len(tensor)):
+        for bit in range(8 * dtype.itemsize):
+            known.add(hash_of(flipped(tensor, index, bit)))
+    assert len(known) == 1 + 5 * 8 * dtype.itemsize
+
+
+def test_two_flips_of_the_highest_bit_show() -> None:
+    tensor = torch.ones(4, dtype=torch.float64)
+    assert hash_of(flipped(flipped(tensor, 1, 63), 2, 63)) != hash_of(tensor)
+    assert hash_of(-tensor) != hash_of(tensor)
+
+
+def test_a_digest_is_sha256_of_the_bytes_of_all_one_behind_the_other() -> None:
+    tensors = [torch.tensor([1.0, 2.0]), torch.tensor([7], dtype=torch.int64), torch.ones(2, 3).t()]
+    stored = struct.pack("<2f", 1.0, 2.0) + struct.pack("<q", 7) + struct.pack("<6f", *[1.0] * 6)
+    assert digest_of(tensors) == hashlib.sha256(stored).hexdigest()
+
+
+def test_it_shows_anywhere_in_a_large_tensor() -> None:
+    tensor = torch.zeros(1 << 16)
+    places = random.Random(5).sample(range(1 << 16), 50)
+    hashes = {hash_of(flipped(tensor, index, 31)) for index in places}
+    assert len(hashes) == 50
+    assert hash_of(tensor) not in hashes
+
+
+def test_equal_bytes_have_equal_hashes_wherever_they_lie() -> None:
+    flat = torch.randn(101, generator=torch.Generator().manual_seed(2))
+    view = flat[1:100]  # begins in the middle of a word
+    assert hash_of(view) == hash_of(view.clone())
+    assert hash_of(flat[::2]) == hash_of(flat[::2].clone())
+    assert hash_of(torch.ones(3, 5).t()) == hash_of(torch.ones(5, 3))
+
+
+def test_what_is_equal_as_a_number_is_not_always_equal_in_bits() -> None:
+    assert hash_of(torch.tensor([0.0])) != hash_of(torch.tensor([-0.0]))
+
+
+def test_a_swap_and_another_length_show() -> None:
+    draw = random.Random(3)
+    tensor = torch.tensor([draw.random() for _ in range(64)], dtype=torch.float64)
+    swapped = tensor.clone()
+    swapped[[3, 40]] = swapped[[40, 3]]
+    assert hash_of(swapped) != hash_of(tensor)
+    assert hash_of(torch.zeros(8)) != hash_of(torch.zeros(9)) != hash_of(torch.zeros(10))
+    assert hash_of(torch.zeros(0)) == hash_of(torch.zeros(0, dtype=torch.float64))
+
+
+def test_a_tensor_can_be_resized_after_a_look_at_its_bytes() -> None:
+    tensor = torch.ones(3, requires_grad=True)
+    assert hash_of(tensor) == hash_of(tensor.detach().clone())
+    assert tensor.untyped_storage().resizable()

@@ -1,0 +1,334 @@
+"""What is left of a run: the newest is `latest`, and a broken one has the words of all who survived."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from msgspec.structs import replace
+
+from distlab.lab.cluster.control_plane import Exchange
+from distlab.lab.cluster.messages import Member, Verdict
+from distlab.lab.lab import Lab
+from distlab.lab.rank.finish import (
+    DRAWN_BY_S,
+    Sections,
+    complete,
+    everything_written,
+    finish_run,
+    last_words,
+    let_leave,
+    write_failure_report,
+)
+from distlab.lab.report.reading import read_records, read_run
+from distlab.lab.report.records import Check, End, Failed, Left, Lost, Ranks, Skipped, Start, Steps, Unshared, select
+from distlab.lab.report.run_folder import Journal, Outcome
+from distlab.lab.report.verdict import exit_code, judge
+from tests.lab.report.made_up import good_run
+from tests.labs import failed
+
+
+def broken_rank(folder: Path, rank: int) -> Journal:
+    journal = Journal()
+    journal.open(folder, rank)
+    (folder / ".run").write_text("token")
+    journal.write(Start(rank, "run", "dp", 3, "host", {}, {}, {}))
+    return journal
+
+
+def survivor(rank: int, writes: bool, given_up: bool = False) -> Any:
+    """In place of a Succession: whether it is this rank's turn."""
+    return SimpleNamespace(
+        rank=rank, survivors=[1, 2], given_up=given_up, named_at=time.monotonic(), turn=lambda _written: writes,
+    )  # fmt: skip
+
+
+def test_the_lowest_survivor_writes_what_all_survivors_said(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    outcome = Outcome(folder, "token")
+    verdict = Verdict(3, "rank 0 lost at step 5", (Lost(0, 5, "no heartbeat for 2.5 s"),))
+    journals = {rank: broken_rank(folder, rank) for rank in (0, 1, 2)}
+    write_failure_report(verdict, survivor(2, writes=False), journals[2], outcome)
+    assert not (folder / "run.json").exists(), "rank 2 is not the lowest"
+    write_failure_report(verdict, survivor(1, writes=True), journals[1], outcome)
+    assert (folder / "run.json").exists()
+    complete(3, tmp_path / "run")  # on a machine that was too busy to draw it in time
+    assert (folder / "report.html").exists()
+    words = last_words(folder, [1, 2])
+    assert {rank for rank, _ in select(words, Failed)} == {1, 2}
+    run = judge(words)
+    assert run["verdict"] == "lost"
+    assert [(lost["rank"], lost["step"]) for lost in run["lost"]] == [(0, 5)]
+
+
+def test_a_verdict_says_whose_records_it_could_not_see(tmp_path: Path) -> None:
+    outcome, journal = Outcome(tmp_path / "run", "token"), broken_rank(tmp_path / "run", 1)
+    journal.write(Unshared(["node0", "node1", "node2"]))
+    verdict = Verdict(3, "rank 0 lost at step 5", (Lost(0, 5, "no heartbeat for 2.5 s"),))
+    write_failure_report(verdict, survivor(1, writes=True), journal, outcome)
+    found = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert found["unseen"] == [{"rank": 0, "host": "node0"}, {"rank": 2, "host": "node2"}]
+    sentence = (
+        "no records of rank 0 (on node0), rank 2 (on node2): their records are on that host, not here; what was"
+        " measured and checked there is not part of this verdict"
+    )
+    assert (tmp_path / "run" / "rank1.log").read_text().splitlines()[0] == f"unseen     {sentence}"
+    complete(3, tmp_path / "run")
+    assert sentence in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_a_rank_that_was_given_up_touches_nothing_of_the_others(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    journal, outcome = broken_rank(folder, 2), Outcome(folder, "token")
+    outcome.lay_ready({"verdict": "pass"}, 0)
+    outcome.page(0).write_text("the page")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    verdict = Verdict(3, "rank 2 was declared dead by the other ranks", (Lost(2, 5, "no heartbeat for 2.5 s"),))
+    write_failure_report(verdict, survivor(2, writes=True, given_up=True), journal, outcome)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    outcome.publish(0)
+    assert (folder / "run.json").exists() and (folder / "report.html").exists()
+
+
+def test_a_report_that_takes_too_long_is_left_to_the_launcher(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    outcome, journal = Outcome(folder, "token"), broken_rank(folder, 1)
+    verdict = Verdict(3, "rank 0 lost at step 5", (Lost(0, 5, "no heartbeat for 2.5 s"),))
+    late = survivor(1, writes=True)
+    late.survivors, late.named_at = [1], late.named_at - DRAWN_BY_S + 0.1
+    write_failure_report(verdict, late, journal, outcome)
+    assert json.loads((folder / "run.json").read_text())["verdict"] == "lost"
+    assert not list(folder.glob("*report*")), "what was begun is gone"
+    assert "report     not drawn within 4.5 s of the loss: ./run report" in (folder / "rank1.log").read_text()
+    capsys.readouterr()
+    complete(1, tmp_path / "run")
+    assert not (folder / "report.html").exists(), "another end than a loss has its report, or none"
+    complete(3, tmp_path / "run")
+    assert (folder / "report.html").exists()
+    assert capsys.readouterr().out == f"report     {folder}/report.html\n"
+
+
+def test_the_launcher_writes_what_became_of_ranks_that_were_all_stopped(tmp_path: Path) -> None:
+    """Each leaves it to those that live on; of an attempt before there may be files."""
+    folder = tmp_path / "run"
+    complete(143, folder)
+    assert not folder.exists(), "no rank came so far"
+    Outcome(folder, "before").folder.mkdir()
+    (folder / "run.json").write_text("of before")
+    (folder / "report.html").write_text("of before")
+    for rank in range(3):
+        own = Verdict(143, f"rank {rank} was stopped by SIGTERM at step 2 in flat")
+        write_failure_report(own, survivor(rank, writes=False), broken_rank(folder, rank), Outcome(folder, "token"))
+    complete(143, folder)
+    run = json.loads((folder / "run.json").read_text())
+    assert (run["verdict"], exit_code(run)) == ("lost", 143)
+    assert [error["error"] for error in run["errors"]] == [
+        f"rank {r} was stopped by SIGTERM at step 2 in flat" for r in range(3)
+    ]
+    assert "stopped by SIGTERM" in (folder / "report.html").read_text()
+    assert (tmp_path / "latest").resolve() == folder.resolve()
+
+
+DRAWS = """
+import sys
+from pathlib import Path
+from distlab.lab.rank.finish import draw
+draw(Path(sys.argv[1]), Path(sys.argv[1]) / "report.html", 60)
+"""
+
+
+def test_a_drawing_ends_with_the_rank_that_began_it(tmp_path: Path) -> None:
+    broken_rank(tmp_path, 0)
+
+    def drawing() -> list[int]:
+        """The processes that draw, but those that have ended and are not reaped yet."""
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                command = (process / "cmdline").read_bytes().split(b"\0")
+                if b"distlab.cli.report" in command and os.fsencode(tmp_path) in command:
+                    found.append(int(process.name))
+        return found
+
+    rank = subprocess.Popen([sys.executable, "-c", DRAWS, str(tmp_path)])
+    while not drawing():
+        assert rank.poll() is None, "it draws"
+    (child,) = drawing()
+    os.kill(child, signal.SIGSTOP)
+    rank.kill()
+    rank.wait()
+    with suppress(ProcessLookupError):
+        os.kill(child, signal.SIGCONT)
+    while drawing():
+        time.sleep(0.01)
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_a_survivor_without_words_is_not_waited_for_without_end(tmp_path: Path) -> None:
+    broken_rank(tmp_path / "run", 1)
+    assert set(last_words(tmp_path / "run", [1])) == {1}
+
+
+def concluded(folder: Path, gradients: float, check: str = "gradients") -> dict[str, Any]:
+    """The run of a rank alone, of which its gradients alone were checked, by how far they are off; `check` sees the
+    mistake it made."""
+    journal = Journal()
+    journal.open(folder, 0)
+    made = {"name": "lost_shard", "what": "a shard is lost", "check": check}
+    journal.write(Start(0, "run", "dp", 1, "host", {}, {}, {}, mistake=made))
+    journal.write(Check("flat", "gradients", gradients, 1e-12))
+    journal.write(End(0, 0.0, 0.0, 1.0, 0.0))
+    exchange: Any = SimpleNamespace(
+        gather=lambda _key, lines: [lines], share=lambda _key, code: code, rank=0, world_size=1
+    )
+    lab: Any = SimpleNamespace(rank=0, exchange=exchange, journal=journal, say=lambda _line: None)
+    lab.check, lab.mistake_for = partial(Lab.check, lab), lambda _check: ""
+    assert finish_run(lab, Outcome(folder, "token"), Sections(exchange, journal), lambda publish: publish()) == 1
+    run = json.loads((folder / "run.json").read_text())
+    assert run == judge(read_run(folder)), "the records alone give the same verdict later"
+    return run  # type: ignore[no-any-return]
+
+
+def test_a_mistake_that_its_check_sees_fails_by_that_check(tmp_path: Path) -> None:
+    assert failed(concluded(tmp_path, 1e-3)) == {"gradients"}
+
+
+def test_a_mistake_that_did_not_show_does_not_pass_for_a_check_that_held(tmp_path: Path) -> None:
+    run = concluded(tmp_path, 1e-16)
+    (check,) = [check for check in run["checks"] if not check["passed"]]
+    assert check["name"] == "LAB_BUG"
+    assert check["detail"] == "gradients, which catches lost_shard, passed: nothing in this run detects it"
+
+
+def test_a_mistake_whose_check_did_not_run_is_not_said_to_have_been_looked_for(tmp_path: Path) -> None:
+    run = concluded(tmp_path, 1e-16, check="staleness")
+    (check,) = [check for check in run["checks"] if not check["passed"]]
+    assert check["name"] == "LAB_BUG"
+    assert check["detail"] == "staleness, which catches lost_shard, did not run: nothing in this run could detect it"
+
+
+def test_who_left_and_who_is_back_is_written_down_and_waited_for_accordingly(tmp_path: Path) -> None:
+    journal, told = broken_rank(tmp_path, 0), list[int]()
+    watch: Any = SimpleNamespace(let_leave=lambda left: setattr(watch, "left", left))
+    exchange: Any = SimpleNamespace(gone=set())
+    let_leave(watch, exchange, journal, SimpleNamespace(may_leave=lambda: None), told.append)  # type: ignore[arg-type]
+    watch.left(Lost(2, 4, "its connection ended"))
+    assert (exchange.gone, told) == ({2}, [2])
+    watch.on_back(Member(2, "host", "127.0.0.2", 17))
+    assert exchange.gone == set()
+    life = Left(2, 4, "its connection ended; the remaining ranks continued")
+    assert journal.records[1:] == [life, replace(life, back=True)]
+
+
+# Sections of rank 0's log are told when they are finished, from what all ranks have written until then, and once.
+
+
+def two_ranks() -> list[Sections]:
+    """The sections of both ranks of a run, whose exchange is in this process."""
+    store = dist.HashStore()
+    return [Sections(Exchange(store, rank, 2, timeout_s=1), Journal()) for rank in (0, 1)]
+
+
+def write(ranks: list[Sections], records: Ranks, *kinds: type) -> None:
+    """What these ranks write down next."""
+    for rank, sections in enumerate(ranks):
+        for record in records[rank]:
+            if isinstance(record, kinds):
+                sections.journal.write(record)
+
+
+def finished(ranks: list[Sections], name: str) -> None:
+    for sections in reversed(ranks):  # rank 1 gives and goes on, rank 0 waits for it
+        sections.finished(name)
+
+
+def test_a_section_is_told_when_it_is_finished_by_rank_0_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    ranks, records = two_ranks(), good_run(2)
+    write(ranks, records, Start, Check)
+    finished(ranks, "proof")
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "proof      float64, against the reference   gradients   weights   losses    (tolerance 1e-12)"
+    assert [line.split()[0] for line in said[1:]] == ["naive", "bucketed", "ddp"]
+    write(ranks, records, Steps)
+    finished(ranks, "measured")
+    line = capsys.readouterr().out.splitlines()[1]
+    assert line.split()[:2] == ["naive", "81.2"]  # the median of rank 1, which is the slower one
+    finished(ranks, "proof")
+    assert capsys.readouterr().out == ""
+
+
+def proven(ranks: list[Sections], variant: str) -> None:
+    """Rank 0 has checked a variant, and all ranks say that it is proven."""
+    for name in ("losses", "gradients", "weights"):
+        ranks[0].journal.write(Check(variant, name, 2.8e-17 if variant == "ring" else 0.0, 1e-12))
+    for sections in reversed(ranks):
+        sections.finished("proof", ["ring", "a variant of a file somewhere/else.py"])
+
+
+def test_a_variant_is_told_when_it_is_proven_in_line_with_those_to_come(capsys: pytest.CaptureFixture[str]) -> None:
+    ranks, said = two_ranks(), []
+    write(ranks, good_run(2), Start)
+    for variant in ("ring", "a variant of a file somewhere/else.py"):
+        proven(ranks, variant)
+        said.append(capsys.readouterr().out.splitlines())
+    assert [[line.split()[0] for line in lines] for lines in said] == [["proof", "ring"], ["a"]]
+    first, second = said[0][1], said[1][0]
+    assert first.index("passed") == second.index("passed") == said[0][0].index("(tolerance 1e-12)")
+
+
+def test_a_heading_is_told_again_once_another_section_stands_between(capsys: pytest.CaptureFixture[str]) -> None:
+    ranks = two_ranks()
+    write(ranks, good_run(2), Start)
+    proven(ranks, "ring")
+    ranks[0].journal.write(Skipped("zero3", "it is not there"))
+    finished(ranks, "skipped")
+    capsys.readouterr()
+    proven(ranks, "direct")
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["proof", "direct"]
+
+
+def test_what_was_said_before_there_were_sections_is_told() -> None:
+    store = dist.HashStore()
+    sections = Sections(Exchange(store, 0, 1, timeout_s=1), Journal(), ["bug        LAB_BUG=late:  sums"])
+    assert sections.told == {"bug LAB_BUG=late: sums"}
+
+
+def test_every_record_goes_to_rank_0_once() -> None:
+    ranks, records = two_ranks(), good_run(2)
+    write(ranks, records, Start, Check)
+    finished(ranks, "proof")
+    write(ranks, records, Steps)
+    assert [sections.bring("records") for sections in reversed(ranks)] == [False, True]
+    assert ranks[0].by_rank == {rank: sections.journal.records for rank, sections in enumerate(ranks)}
+
+
+def test_all_records_are_in_files_that_another_disk_does_not_have(tmp_path: Path) -> None:
+    ranks, records = two_ranks(), good_run(2)
+    write(ranks, records, Start, Check, Steps)
+    finished(ranks, "proof")
+    everything_written(ranks[0], tmp_path)
+    assert read_records(tmp_path / "rank1.jsonl") == ranks[1].journal.records
+
+
+def test_of_a_rank_that_left_what_it_wrote_has_to_do(tmp_path: Path) -> None:
+    ranks, records = two_ranks(), good_run(2)
+    write(ranks, records, Start, Check)
+    finished(ranks, "proof")
+    ranks[1].journal.open(tmp_path, 1)
+    ranks[1].journal.write(Left(1, 3, "killed"))  # its last word, on a disk that both see
+    ranks[0].exchange.gone.add(1)
+    assert ranks[0].bring("records")
+    assert everything_written(ranks[0], tmp_path)[1] == [Left(1, 3, "killed")]
+    (tmp_path / "rank1.jsonl").unlink()
+    assert everything_written(ranks[0], tmp_path)[1] == [r for r in records[1] if isinstance(r, Start | Check)]

@@ -1,0 +1,248 @@
+"""What no mode takes, or this one does not: refused before the ranks join, everything at once."""
+
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+
+from distlab.contract import Mode, Variant
+from distlab.lab.cluster.control_plane import Exchange
+from distlab.lab.config import Config, ConfigError
+from distlab.lab.config.settings import modes
+from distlab.lab.rank import preflight
+from distlab.lab.rank.mode_loader import load
+from distlab.lab.rank.preflight import (
+    find_separate_disks,
+    needed_bytes,
+    ranks_here,
+    refuse,
+    rooms,
+    run_seconds,
+    seen_by,
+    warnings,
+)
+from distlab.lab.report import run_folder
+
+UNTIMED = ("comm", "elastic", "train", "largebatch")
+
+
+def refused(mode: str, **environ: str) -> list[str]:
+    """The sentences with which these settings are refused; none where they are not."""
+    try:
+        refuse(Config.read({"RUN_MODE": mode} | environ), load(mode))
+    except ConfigError as error:
+        return error.faults
+    return []
+
+
+@pytest.mark.parametrize("mode", modes())
+@pytest.mark.parametrize("world_size", ["1", "3", "8"])
+def test_defaults_are_refused_nowhere(mode: str, world_size: str) -> None:
+    assert refused(mode, WORLD_SIZE=world_size) == []
+
+
+@pytest.mark.parametrize("mode", modes())
+def test_a_trace_is_refused_where_none_would_be_written(mode: str) -> None:
+    found = refused(mode, LAB_TRACE="1")
+    assert len(found) == (mode in UNTIMED)
+    if found:
+        what = "LAB_TRACE=1 profiles a step of the timed training of each variant"
+        assert (
+            found[0]
+            == f"{what}, and {mode} has none, allowed: compress, cp, dp, fsdp, mesh, moe, pp, precision, server, tp"
+        )
+    assert refused(mode, LAB_TRACE="0") == []
+
+
+@pytest.mark.parametrize("mode", modes())
+def test_a_slow_rank_is_refused_where_nothing_is_timed(mode: str) -> None:
+    found = refused(mode, LAB_SLOW_RANK="1:0.5")
+    assert len(found) == (mode in UNTIMED)
+    assert all("LAB_SLOW_RANK='1:0.5' slows a rank in the timed training" in sentence for sentence in found)
+
+
+@pytest.mark.parametrize("mode", modes())
+def test_recomputation_is_refused_where_layers_are_not_whole(mode: str) -> None:
+    found = refused(mode, LAB_RECOMPUTE="1")
+    assert found == (
+        []
+        if mode in ("dp", "fsdp", "mesh")
+        else [f"LAB_RECOMPUTE=1 is not possible in {mode}, allowed: dp, fsdp, mesh, whose ranks run whole layers"]
+    )
+
+
+@pytest.mark.parametrize("mode", modes())
+def test_checkpoints_are_refused_where_none_are_made(mode: str, tmp_path: Path) -> None:
+    found = refused(mode, LAB_CHECKPOINT_EVERY="5", LAB_RUNS_DIR=str(tmp_path))
+    assert (found == []) == (mode in ("cp", "dp", "fsdp", "mesh", "moe", "pp", "tp"))
+    for sentence in found:
+        assert sentence.startswith(f"LAB_CHECKPOINT_EVERY=5: {mode} ")
+        assert sentence.endswith("; checkpoints go with cp, dp, fsdp, mesh, moe, pp, tp")
+
+
+def test_variants_that_these_settings_rule_out_are_refused_only_by_name() -> None:
+    mode = Mode(
+        variants=(Variant("one"), Variant("two")), cannot=lambda config: {"two": f"LAB_SEED={config.seed} is odd"}
+    )
+    refuse(Config.read({}), mode)
+    with pytest.raises(ConfigError) as error:
+        refuse(Config.read({"LAB_VARIANT": "one,two"}), mode)
+    assert error.value.faults == ["LAB_VARIANT='two' cannot run: LAB_SEED=1 is odd"]
+
+
+def test_sizes_that_make_no_model_are_told_before_what_follows_from_them() -> None:
+    found = refused("dp", LAB_HEADS="7", LAB_BUG="hook_race", LAB_VARIANT="per_parameter")
+    assert found == ["LAB_WIDTH=128 is not a multiple of LAB_HEADS=7: heads share the width equally"]
+    found = refused("dp", LAB_BUG="hook_race", LAB_VARIANT="per_parameter")
+    assert found == ["LAB_BUG=hook_race cannot be detected with these variants: it takes bucketed or ring"]
+
+
+# What a run takes, by formula, and the warning where that is more than is there.
+
+GIB = 2.0**30
+
+
+def test_it_says_what_was_measured() -> None:
+    """2.91 GB held two ranks at their peak, anonymous memory alone, beside which only mapped files stood."""
+    config = Config.read(
+        {"LAB_WIDTH": "384", "LAB_DEPTH": "8", "LAB_STEPS": "4", "WORLD_SIZE": "2", "LAB_VARIANT": "flat,ddp"}
+    )
+    assert 2.91e9 / 1.5 < needed_bytes(config, load("dp"), 2) < 2.91e9 * 1.5
+
+
+@pytest.mark.parametrize("mode", ["dp", "fsdp", "server"])
+@pytest.mark.parametrize("name", ["LAB_WIDTH", "LAB_BATCH", "LAB_SEQ"])
+def test_a_run_that_no_machine_holds_is_warned_of_and_not_refused(mode: str, name: str) -> None:
+    config, lesson = Config.read({"RUN_MODE": mode, name: "1000000"}), load(mode)
+    refuse(config, lesson)
+    memory, time = warnings(config, lesson)
+    assert memory.startswith("4 ranks of these settings may need about ")
+    assert memory.endswith(" are free: lower LAB_WIDTH, LAB_DEPTH, LAB_BATCH, LAB_SEQ or the number of variants")
+    assert time.startswith("these settings may take about ")
+
+
+def test_what_a_mode_trains_beside_the_model_counts_too() -> None:
+    few, many = (
+        Config.read({"RUN_MODE": "moe", "LAB_WIDTH": "256", "LAB_TOP_K": "1", "LAB_EXPERTS": number})
+        for number in ("1", "4096")
+    )
+    assert needed_bytes(many, load("moe"), 4) > 100 * needed_bytes(few, load("moe"), 4)
+
+
+def test_there_is_a_warning_only_where_there_is_less_than_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, mode = Config.read({}), load("dp")
+    needed = needed_bytes(config, mode, 4)
+    for there, warned in ((1.01 * needed, False), (0.99 * needed, True)):
+        monkeypatch.setattr(preflight, "rooms", lambda _, there=there: [(4, there)])
+        assert bool(warnings(config, mode)) == warned
+
+
+def test_of_a_sharded_model_each_rank_holds_a_part() -> None:
+    config = Config.read({"LAB_WIDTH": "1024", "LAB_PROOF": "0", "LAB_OPTIMIZER": "adamw", "LAB_VARIANT": "zero3,flat"})
+    assert needed_bytes(config, load("fsdp"), 4) < needed_bytes(config, load("dp"), 4) / 1.5
+
+
+@pytest.mark.parametrize("mode", modes())
+def test_defaults_fit_into_a_laptop_and_an_hour(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "rooms", lambda _: [(8, 8 * GIB)])
+    assert warnings(Config.read({"RUN_MODE": mode, "WORLD_SIZE": "8"}), load(mode)) == []
+
+
+def test_there_is_a_warning_beyond_an_hour(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "rooms", lambda _: [(4, 1e6 * GIB)])
+    for steps in ("200000", "1000000000"):
+        (line,) = warnings(Config.read({"LAB_STEPS": steps, "LAB_VARIANT": "flat"}), load("dp"))
+        assert line.startswith("these settings may take about ")
+    assert run_seconds(Config.read({"RUN_MODE": "comm"}), load("comm"), 4) == 0
+
+
+def test_a_machine_holds_the_ranks_of_all_containers_and_a_container_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config.read({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "worker0"})
+    monkeypatch.setattr(preflight, "free_bytes", lambda: 8 * GIB)
+    assert rooms(config)[-1] == (1, 8 * GIB)
+    monkeypatch.setenv("RANKS_ON_HOST", "4")
+    monkeypatch.setattr(preflight, "ContainerMemory", lambda: SimpleNamespace(limit_bytes=int(GIB)))
+    assert rooms(config) == [(1, GIB), (4, 8 * GIB)]
+
+
+def test_ranks_that_share_this_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = {"RANK": "1", "WORLD_SIZE": "4"}
+    assert ranks_here(Config.read({"WORLD_SIZE": "3"})) == 3
+    assert ranks_here(Config.read(rank | {"MASTER_ADDR": "127.0.0.1"})) == 4
+    assert ranks_here(Config.read(rank | {"MASTER_ADDR": "worker0"})) == 1
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert ranks_here(Config.read(rank | {"MASTER_ADDR": "worker0"})) == 2
+
+
+# Machines that share no disk: found before anything is written, refused where a checkpoint would need it.
+
+TOKEN = "0123456789abcdef" * 2
+
+
+def ask(folders: list[Path], config: Config) -> list[list[str]]:
+    """What each rank is told with a folder of its own: a line and all hosts, or the faults."""
+    store = dist.HashStore()
+    exchanges = [Exchange(store, rank, len(folders), timeout_s=10) for rank in range(len(folders))]
+
+    def one(rank: int) -> list[str]:
+        try:
+            found = find_separate_disks(exchanges[rank], folders[rank], TOKEN, config)
+            return [found.told, *found.hosts] if found else []
+        except ConfigError as error:
+            return error.faults
+
+    with ThreadPoolExecutor(len(folders)) as pool:
+        return list(pool.map(one, range(len(folders))))
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> list[Path]:
+    """Of three ranks, of which the last is on another machine."""
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    return [tmp_path / name for name in ("here", "here", "there")]
+
+
+def test_one_folder_is_not_worth_a_word_and_nothing_is_left_in_it(tmp_path: Path) -> None:
+    assert ask([tmp_path] * 3, Config.read({"LAB_CHECKPOINT_EVERY": "2"})) == [[]] * 3
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("settings", [{"LAB_CHECKPOINT_EVERY": "2"}, {"LAB_RESUME": "runs/mine"}])
+def test_checkpoints_are_refused_on_every_rank_alike(folders: list[Path], settings: dict[str, str]) -> None:
+    found = ask(folders, Config.read(settings))
+    ((name, value),) = settings.items()
+    assert found[0] == found[1] == found[2]
+    (fault,) = found[0]
+    assert fault.startswith("LAB_RUNS_DIR='runs' is not one folder: rank 2 on ")
+    assert fault.endswith(f"cannot see rank 0's, and {name}={value} needs one on a disk that all machines share")
+
+
+def test_what_is_refused_leaves_no_folder_but_one_that_holds_a_run(folders: list[Path]) -> None:
+    for folder in set(folders):
+        (folder / run_folder.FILE).touch()
+    (folders[2] / "run.json").touch()
+    ask(folders, Config.read({"LAB_CHECKPOINT_EVERY": "2"}))
+    assert not folders[0].exists()
+    assert sorted(path.name for path in folders[2].iterdir()) == [run_folder.FILE, "run.json"]
+
+
+def test_without_checkpoints_it_is_said_where_logs_are(folders: list[Path]) -> None:
+    found = ask(folders, Config.read({}))
+    ((line, *hosts), *others) = found
+    assert others == [[line, *hosts]] * 2
+    assert hosts == [socket.gethostname()] * 3
+    assert line.startswith("not shared by rank 2 on ") and "logs of these ranks stay there" in line
+
+
+def test_what_an_attempt_before_has_left_is_not_taken_for_rank_0s(folders: list[Path]) -> None:
+    (folders[2] / ".seen-ffffffffffffffff").touch()
+    store = dist.HashStore()
+    with ThreadPoolExecutor(3) as pool:
+        found = list(
+            pool.map(lambda rank: seen_by(Exchange(store, rank, 3, timeout_s=10), folders[rank], TOKEN), range(3))
+        )
+    assert [unseen for _, unseen in found] == [[2]] * 3

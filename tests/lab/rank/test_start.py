@@ -1,0 +1,286 @@
+"""What a rank refuses before it joins, and how a run is named and told from another."""
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from distlab.contract import Instead, Mistake, Mode, Variant
+from distlab.lab.config import Config, ConfigError
+from distlab.lab.rank.main import lock_folder, source_version, start_record
+from distlab.lab.rank.mode_loader import check_cards, load, pick_device
+from distlab.lab.rank.preflight import refuse, unwritable
+
+LOST = Mistake("a shard is lost", "gradients", Instead(run={"shards": 0}))
+MODE = Mode(variants=(Variant("naive"), Variant("ring")), mistakes={"lost_shard": LOST}, refuse=lambda config: [])
+
+
+def config_of(**environ: str) -> Config:
+    return Config.read({"RANK": "0", "MASTER_ADDR": "127.0.0.1"} | environ)
+
+
+def refused(tmp_path: Path, **environ: str) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        refuse(config_of(LAB_RUNS_DIR=str(tmp_path), **environ), MODE)
+    return error.value.faults
+
+
+def test_what_the_mode_knows_is_taken(tmp_path: Path) -> None:
+    refuse(config_of(LAB_RUNS_DIR=str(tmp_path), LAB_VARIANT="ring,naive", LAB_BUG="lost_shard"), MODE)
+
+
+def test_an_unknown_variant_and_an_unknown_bug_are_told_together(tmp_path: Path) -> None:
+    variant, bug = refused(tmp_path, LAB_VARIANT="rign", LAB_BUG="lost_shards")
+    assert variant == "LAB_VARIANT='rign' is not a variant of dp (did you mean 'ring'?), allowed: naive, ring"
+    assert bug == "LAB_BUG='lost_shards' is not a bug of dp (did you mean 'lost_shard'?), allowed: lost_shard"
+
+
+def test_what_takes_the_place_of_a_variant_or_a_bug_that_is_gone_is_said(tmp_path: Path) -> None:
+    mode = replace(
+        MODE, gone={"tree": "LAB_VARIANT=ring sums the same", "lost_leaf": "LAB_BUG=lost_shard loses as much"}
+    )
+    with pytest.raises(ConfigError) as error:
+        refuse(config_of(LAB_RUNS_DIR=str(tmp_path), LAB_VARIANT="tree", LAB_BUG="lost_leaf"), mode)
+    assert error.value.faults == [
+        "LAB_VARIANT='tree' is not a variant of dp any more: LAB_VARIANT=ring sums the same, allowed: naive, ring",
+        "LAB_BUG='lost_leaf' is not a bug of dp any more: LAB_BUG=lost_shard loses as much, allowed: lost_shard",
+    ]
+
+
+def test_a_bug_that_was_drawn_is_named_now(tmp_path: Path) -> None:
+    assert refused(tmp_path, LAB_BUG="mystery:7") == [
+        "LAB_BUG='mystery:7' is not a bug of dp: none is drawn by a number any more, name one, allowed: lost_shard"
+    ]
+
+
+def test_a_mode_without_variants_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        refuse(config_of(LAB_RUNS_DIR=str(tmp_path), LAB_VARIANT="ring"), replace(MODE, variants=()))
+    assert error.value.faults == ["LAB_VARIANT='ring' is not a variant of dp, allowed: none, leave it unset"]
+
+
+THREADED = """
+import sys, threading
+from types import SimpleNamespace
+seen = {}
+
+def be_rank(config, started_at, parent, engine):
+    import torch
+    matrix = torch.randn(128, 60, generator=torch.Generator().manual_seed(1))
+    other = threading.Thread(target=lambda: seen.update(other=torch.linalg.qr(matrix).Q))
+    other.start()
+    other.join()
+    return 40 + torch.equal(torch.linalg.qr(matrix).Q, seen["other"]) + torch.get_num_threads()
+
+sys.modules["distlab.lab.rank.main"] = SimpleNamespace(be_rank=be_rank)
+from distlab.cli.run import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_every_thread_of_a_rank_computes_with_as_many_and_the_same_bits(threads: int) -> None:
+    """Where a hook runs, in gloo's thread or in the rank's own, must not show in the weights."""
+    environ = os.environ | {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "LAB_THREADS": str(threads)}
+    assert subprocess.run([sys.executable, "-c", THREADED], env=environ).returncode == 41 + threads
+
+
+def test_a_run_that_exists_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    refuse(config_of(LAB_RUNS_DIR=str(tmp_path), LAB_RUN_ID="mine"), MODE)  # made by a launcher that chose the name
+    (tmp_path / "mine" / ".run").touch()
+    assert refused(tmp_path, LAB_RUN_ID="mine") == [
+        f"LAB_RUN_ID='mine' exists already in {tmp_path}: choose another or remove it"
+    ]
+
+
+def test_a_run_that_exists_goes_on_with_auto(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    refuse(config_of(LAB_RUNS_DIR=str(tmp_path), LAB_RUN_ID="mine", LAB_RESUME="auto"), MODE)
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused_with_all_else(tmp_path: Path) -> None:
+    variant, absent = refused(tmp_path, LAB_VARIANT="rign", LAB_RESUME="absent")
+    assert "'rign' is not a variant" in variant
+    assert absent.startswith("LAB_RESUME='absent': absent does not exist")
+
+
+@pytest.mark.parametrize("mode", ["comm", "train"])
+@pytest.mark.parametrize("environ", [{"LAB_CHECKPOINT_EVERY": "5"}, {"LAB_RESUME": "a"}])
+def test_a_mode_that_trains_nothing_saves_nothing(tmp_path: Path, mode: str, environ: dict[str, str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        refuse(config_of(RUN_MODE=mode, LAB_RUNS_DIR=str(tmp_path), **environ), load(mode))
+    ((name, value),) = environ.items()
+    assert error.value.faults[0] == (
+        f"{name}={value}: {mode} trains nothing that could be saved; checkpoints go with cp, dp, fsdp, mesh, moe, pp, tp"
+    )
+
+
+def test_a_run_that_goes_on_is_repeated_from_the_start(tmp_path: Path) -> None:
+    cluster = SimpleNamespace(rank=0, run_id="mine", world_size=1)
+    for resume, repeated in (("auto", False), (str(tmp_path), True)):
+        config = config_of(LAB_RESUME=resume, LAB_RUN_ID="mine", LAB_STEPS="9")
+        start = start_record(config, cluster, MODE)  # type: ignore[arg-type]
+        assert start.repeat["LAB_STEPS"] == "9" and ("LAB_RESUME" in start.repeat) == repeated
+
+
+def test_a_start_names_the_mistake_that_is_made() -> None:
+    cluster = SimpleNamespace(rank=0, run_id="mine", world_size=1)
+    made = start_record(config_of(LAB_BUG="lost_shard"), cluster, MODE)  # type: ignore[arg-type]
+    assert made.says_claims  # or a check that vanishes would not be missed
+    assert made.mistake == {"name": "lost_shard", "what": "a shard is lost", "check": "gradients"}
+    assert start_record(config_of(), cluster, MODE).mistake == {}  # type: ignore[arg-type]
+
+
+def test_a_runs_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (fault,) = unwritable(config_of(LAB_RUNS_DIR=str(tmp_path / "file" / "runs")))
+    assert "cannot be written" in fault
+
+
+@pytest.mark.parametrize("folder", ["/proc", "/sys", "/proc/self/none", "/dev/zero", "/dev/null/runs"])
+def test_a_runs_folder_where_nothing_can_be_made_is_refused(folder: str) -> None:
+    (fault,) = unwritable(config_of(LAB_RUNS_DIR=folder))
+    assert fault.startswith(f"LAB_RUNS_DIR='{folder}' cannot be written by user")
+
+
+@pytest.mark.parametrize("folder", ["x" * 300, "x/" * 3000, "/tmp/" + "x" * 256])
+def test_a_runs_folder_with_too_long_a_name_is_refused(folder: str) -> None:
+    (fault,) = unwritable(config_of(LAB_RUNS_DIR=folder))
+    assert "is too long for the names of files in it" in fault
+    assert len(fault) < 300
+
+
+def test_a_runs_folder_that_is_a_link_to_nowhere_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
+    for name in ("loop", "gone"):
+        (fault,) = unwritable(config_of(LAB_RUNS_DIR=str(tmp_path / name)))
+        assert "cannot be written" in fault
+
+
+def test_a_runs_folder_whose_latest_is_no_link_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "latest").mkdir()
+    (fault,) = unwritable(config_of(LAB_RUNS_DIR=str(tmp_path)))
+    assert fault.endswith("is no link to the newest run: rename it or remove it")
+
+
+def test_what_is_looked_at_leaves_nothing(tmp_path: Path) -> None:
+    assert unwritable(config_of(LAB_RUNS_DIR=str(tmp_path))) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_another_run_has_is_refused_by_name(tmp_path: Path) -> None:
+    first, second = (SimpleNamespace(token=token, run_id="mine") for token in ("a", "b"))
+    config = config_of(LAB_RUNS_DIR=str(tmp_path))
+    lock_folder(tmp_path / "mine", first, config)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="LAB_RUN_ID='mine' is that of another run"):
+        lock_folder(tmp_path / "mine", second, config)  # type: ignore[arg-type]
+
+
+def test_the_version_is_that_of_the_sources() -> None:
+    config = config_of()
+    assert source_version(config) == source_version(config)
+    assert len(source_version(config)) == 12
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_a_gpu_that_is_not_there_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ConfigError, match="needs a GPU and rank 0 sees none"):
+        pick_device(config_of(LAB_BACKEND=backend, LAB_DEVICE="cuda"))
+
+
+def test_ranks_take_the_cards_that_are_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.set_device", taken.append)
+    shared = config_of(RANK="3", LAB_DEVICE="cuda")
+    assert pick_device(shared).index == 1  # gloo ranks share: 3 modulo 2
+    assert pick_device(config_of(RANK="3", LOCAL_RANK="0", LAB_BACKEND="nccl")).index == 0
+    assert taken == [1, 0]
+    assert pick_device(config_of(RANK="3", LAB_BACKEND="nccl")).index == 1  # nobody has numbered them: 3 modulo 2
+    with monkeypatch.context() as composed:
+        composed.setenv("RANKS_ON_HOST", "4")
+        with pytest.raises(ConfigError, match=r"rank 3 is number 3 on its machine, .* which has 2 GPUs"):
+            pick_device(config_of(RANK="3", LAB_BACKEND="nccl"))
+    with pytest.raises(
+        ConfigError, match=r"rank 3 is number 2 on its machine, .* which has 2 GPUs, and NCCL takes one"
+    ):
+        pick_device(config_of(RANK="3", LOCAL_RANK="2", LAB_BACKEND="nccl"))
+
+
+def test_a_rank_takes_the_one_card_that_its_engine_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.set_device", lambda card: None)
+    third = config_of(RANK="3", LOCAL_RANK="3", LAB_BACKEND="nccl")
+    assert pick_device(third, "Slurm: rank 3 by SLURM_PROCID").index == 0
+    with pytest.raises(ConfigError, match="which has 1 GPU, and NCCL takes one rank a GPU: start at most 1 rank"):
+        pick_device(third)  # all that the launcher started see the same one
+
+
+def test_two_ranks_on_one_card_are_named_before_nccl_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(uuid="GPU-a")
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: properties)
+    device, config = torch.device("cuda", 0), config_of(RANK="0", LAB_BACKEND="nccl", WORLD_SIZE="3")
+    apart: Any = SimpleNamespace(everyone=lambda what, mine: [mine, "GPU-b", "GPU-c"])
+    check_cards(config, device, apart)
+    shared: Any = SimpleNamespace(everyone=lambda what, mine: [mine, "GPU-b", mine])
+    with pytest.raises(ConfigError, match=r"ranks 0 and 2 are on one GPU \(GPU-a\), and 2 of them serve 3 ranks"):
+        check_cards(config, device, shared)
+    check_cards(config_of(RANK="0", WORLD_SIZE="3", LAB_DEVICE="cuda"), device, shared)  # gloo's may
+
+
+@pytest.mark.parametrize("variables", [{"LAB_BACKEND": "nccl"}, {"LAB_DEVICE": "cuda"}])
+def test_what_slows_the_processor_is_refused_on_a_gpu(tmp_path: Path, variables: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"LAB_SLOW_RANK='0:0.5' slows by the processor's seconds of compute"):
+        config_of(LAB_SLOW_RANK="0:0.5", **variables)
+    asleep = config_of(RUN_MODE="pp", LAB_SLEEP_MS="30", LAB_RUNS_DIR=str(tmp_path), **variables)
+    assert asleep.device == "cuda"
+    with pytest.raises(ConfigError, match="LAB_SLEEP_MS=30 pretends compute by a sleep of the processor"):
+        refuse(asleep, MODE)
+
+
+NAPS = '''"""Twelve naps of a second."""
+import time
+from distlab.contract import Instead, Mistake, Mode
+
+def run(lab, asleep=0):
+    with lab.work.of(12, "naps"):
+        for nap in range(12):
+            lab.at(nap, "a nap")
+            time.sleep(1)
+            lab.work.advance()
+    lab.check("awake", asleep, 0)
+
+MODE = Mode(run=run, mistakes={"overslept": Mistake("nobody wakes up", "awake", Instead(run={"asleep": 1}))})
+'''
+
+
+def test_a_log_begins_with_its_mistake_says_how_far_it_is_and_ends_with_what_saw_it(tmp_path: Path) -> None:
+    (tmp_path / "naps.py").write_text(NAPS)
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("LAB_", "RUN_MODE", "RANK"))}
+    asked = {"RUN_MODE": str(tmp_path / "naps.py"), "WORLD_SIZE": "2", "LAB_BUG": "overslept"}
+    done = subprocess.run(
+        [sys.executable, "-m", "workers"], env=clean | asked | {"LAB_RUNS_DIR": str(tmp_path / "runs")},
+        capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    said = (tmp_path / "runs" / "latest" / "rank0.log").read_text().splitlines()
+    whole = " ".join(" ".join(said).split())
+    assert whole.startswith("bug LAB_BUG=overslept: nobody wakes up; the check that catches it: awake")
+    assert (
+        "FAIL 1 of 1 checks failed: awake" in whole and "LAB_BUG=overslept: nobody wakes up; caught by awake" in whole
+    )
+    beats = [line for line in said if line.startswith("working ")]
+    assert any(re.fullmatch(r"working    a nap \(\d+ of 12 naps\), \d+ s, about \d+ s left", line) for line in beats)
+    assert whole.count("nobody wakes up") == 2

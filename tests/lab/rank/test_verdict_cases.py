@@ -1,0 +1,34 @@
+"""The judge is right about every made-up run, and each way in which it may err is seen by one of them."""
+
+from typing import Any
+
+import pytest
+
+from distlab.lab.rank import finish
+from distlab.lab.report import verdict
+from tests.lab.rank.verdict_cases import cases, misjudged
+
+
+def test_the_judge_is_right() -> None:
+    tried = list(cases())
+    assert len(tried) > 80
+    assert [fault for case in tried if (fault := misjudged(case))] == []
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "wrong"),
+    [
+        (verdict, "_excess", lambda check: (False, 0.0)),
+        (verdict, "_within", lambda difference, tolerance: True),
+        (verdict, "_within", lambda difference, tolerance: not difference > tolerance),
+        (verdict, "passes", lambda claim: True),
+        (verdict, "_farness", lambda entry: (False, 0.0)),
+        (verdict, "missing", lambda records: []),
+        (verdict, "_lost", lambda records, world_size, errors, left: []),
+        (verdict, "EXIT_CODES", {"pass": 0, "fail": 0, "refused": 2, "lost": 3}),
+        (finish, "missed", lambda run: ""),
+    ],
+)
+def test_a_judge_that_errs_misjudges_a_case(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, wrong: Any) -> None:
+    monkeypatch.setattr(owner, name, wrong)
+    assert [fault for case in cases() if (fault := misjudged(case))]

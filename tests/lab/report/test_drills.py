@@ -1,0 +1,202 @@
+"""What should have come of a fault, beside what did: from records alone, right and wrong."""
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from distlab.lab.report.fault_checks import SHOULD, fault_sentence
+from distlab.lab.report.reading import from_line, to_line
+from distlab.lab.report.records import (
+    Check,
+    Corrupted,
+    End,
+    Failed,
+    Injected,
+    Left,
+    Lost,
+    Planned,
+    Ranks,
+    Record,
+    Refused,
+    Start,
+)
+from distlab.lab.report.verdict import judge
+from tests.documents import TOP
+from tests.lab.report.made_up import good_run
+
+pytestmark = pytest.mark.timeout(60)
+SAID = "rank 1 lost at step 3 in flat: no heartbeat for 3.3 s"
+FULL = "rank 1 failed at step 3 in flat: Unwritable: the run cannot be written any more (No space left on device)"
+AT = 1000.0
+
+
+def plan(outcome: str, kind: str = "kill", bound_s: float = 5.0, step: int | None = 3) -> Planned:
+    return Planned(0, f"{kind} rank 1 at step 3", kind, 1, outcome, bound_s, step)
+
+
+def made(**fields: Any) -> Injected:
+    return replace(Injected(0, 1, 3, "", AT), **fields)
+
+
+def run(planned: Planned, *of_rank_1: Record, said: dict[int, list[Record]] | None = None) -> Ranks:
+    """The records of four ranks, all of which have the plan; rank 1 made the fault."""
+    found = {rank: [*of_rank, planned] for rank, of_rank in good_run().items()}
+    found[1] += of_rank_1
+    for rank, records in (said or {}).items():
+        found[rank] = [each for each in found[rank] if not isinstance(each, End)]
+        found[rank] += records
+    return {rank: [from_line(to_line(each)) for each in of_rank] for rank, of_rank in found.items()}
+
+
+def ended(code: int = 3, said: str = SAID, after_s: float = 3.4) -> list[Record]:
+    return [Lost(1, 3, "no heartbeat for 3.3 s"), Failed(code, said, AT + after_s)]
+
+
+def held(records: Ranks) -> bool | None:
+    (drill,) = judge(records)["drills"]
+    result: bool | None = drill["held"]
+    return result
+
+
+SURVIVORS = (0, 2, 3)
+OTHER = "rank 2 lost at step 3 in flat: no heartbeat for 3.3 s"
+
+
+@pytest.mark.parametrize(
+    ("said", "holds"),
+    [
+        ({rank: ended() for rank in SURVIVORS}, True),
+        ({}, False),  # nobody was named
+        ({rank: ended(said=OTHER) for rank in SURVIVORS}, False),
+        ({0: ended(), 2: ended(), 3: ended(said=f"{SAID}, and more")}, False),  # not all say the same
+        ({0: ended(), 2: ended(), 3: ended(code=1)}, False),
+        ({0: ended(), 2: ended(), 3: ended(after_s=5.1)}, False),
+    ],
+    ids=["named", "nobody", "another", "not the same", "another code", "late"],
+)
+def test_a_lost_rank_is_named_by_all_in_time(said: dict[int, list[Record]], holds: bool) -> None:
+    assert held(run(plan("lost"), made(), said=said)) is holds
+
+
+def test_where_ranks_may_leave_the_others_go_on() -> None:
+    left: list[Record] = [Left(1, 3, "no heartbeat; the remaining ranks continued")]
+    records = run(plan("lost"), made())
+    records[0] += left
+    assert held(records) is True
+
+
+def test_what_was_not_made_is_nothing_to_hold() -> None:
+    assert held(run(plan("seen", "flip"), made(variant="flat", outcome="unseen"))) is None
+
+
+def test_of_two_that_are_cut_each_names_the_other() -> None:
+    both = {
+        0: ended(),
+        1: ended(said="rank 1 is partitioned from the cluster at step 3 in flat: no heartbeat from rank 0 for 3.3 s"),
+    }
+    records = run(plan("lost", "cut"), made(), said=both)
+    two: Ranks = {
+        rank: [replace(each, world_size=2) if isinstance(each, Start) else each for each in records[rank]]
+        for rank in (0, 1)
+    }
+    assert held(two) is True
+
+
+@pytest.mark.parametrize(("said", "holds"), [({}, True), ({rank: ended() for rank in SURVIVORS}, False)])
+def test_a_short_pause_is_survived(said: dict[int, list[Record]], holds: bool) -> None:
+    assert held(run(plan("survived", "pause"), made(), said=said)) is holds
+
+
+@pytest.mark.parametrize(
+    ("said", "holds"),
+    [
+        ({rank: ended(1, FULL) for rank in SURVIVORS}, True),
+        ({0: ended(1, FULL), 2: ended(1, FULL), 3: ended(3, FULL)}, False),
+        ({rank: ended(1, "rank 1 failed at step 3 in flat: ValueError") for rank in SURVIVORS}, False),
+        ({}, False),
+    ],
+)
+def test_a_full_disk_is_told_in_one_sentence(said: dict[int, list[Record]], holds: bool) -> None:
+    assert held(run(plan("full", "full_disk"), made(), said=said)) is holds
+
+
+@pytest.mark.parametrize(
+    ("said", "holds"),
+    [
+        ("runs/x/checkpoints/step-00000004 is damaged (__1_0.distcp: its checksum differs)", True),
+        ("runs/x/checkpoints/step-00000004 is damaged (__0_0.distcp: its checksum differs)", False),
+        ("", False),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_by_name(said: str, holds: bool) -> None:
+    refused = [Refused(0, said)] if said else []
+    detail = "step-00000004/__1_0.distcp"
+    records = run(plan("refused", "corrupt_checkpoint"), made(detail=detail), *refused)
+    assert held(records) is holds
+
+
+FLIP = made(variant="flat", outcome="named", detail="weights.layers.0.bias[3] bit 31: 1 became -1")
+
+
+@pytest.mark.parametrize(
+    ("named", "holds"),
+    [
+        (Corrupted("flat", 3, "weights.layers.0.bias", [1], True, 0), True),
+        (Corrupted("flat", 4, "weights.layers.0.bias", [1], True, 0), True),  # the first audit after it
+        (Corrupted("flat", 3, "weights.layers.0.bias", [0, 1], False, 0), True),
+        (Corrupted("flat", 5, "weights.layers.0.bias", [1], True, 0), False),
+        (Corrupted("flat", 2, "weights.layers.0.bias", [1], True, 0), False),
+        (Corrupted("flat", 3, "weights.layers.0.bias", [2], True, 0), False),
+        (Corrupted("flat", 3, "weights.layers.0.bias", [0, 2], False, 0), False),
+        (Corrupted("flat", 3, "weights.layers.0.bias", [1, 2], True, 0), False),
+        (Corrupted("flat", 3, "gradients.layers.0.bias", [1], True, 0), False),
+        (Corrupted("ring", 3, "weights.layers.0.bias", [1], True, 0), False),
+    ],
+)
+def test_a_flipped_bit_is_named_by_rank_tensor_and_step(named: Corrupted, holds: bool) -> None:
+    assert held(run(plan("seen", "flip", bound_s=2.0), FLIP, named)) is holds
+
+
+@pytest.mark.parametrize(
+    ("check", "holds"),
+    [
+        (Check("zero3", "audited weights", 1.0, 0.1), True),
+        (Check("zero3", "audited weights", 0.01, 0.1), False),
+        (Check("zero2", "audited weights", 1.0, 0.1), False),
+        (Check("zero3", "samples", 1.0, 0.1), False),  # of which a flipped bit is no cause
+    ],
+)
+def test_what_no_rank_holds_a_copy_of_is_seen_by_a_check(check: Check, holds: bool) -> None:
+    flip = made(variant="zero3", outcome="seen", detail="weights.part 2[7] bit 30: 1 became 1e38")
+    assert held(run(plan("seen", "flip"), flip, check)) is holds
+
+
+def test_a_fault_that_never_came() -> None:
+    assert held(run(plan("lost"))) is False
+    assert held(run(plan("lost", step=None))) is None  # its second was after the end
+    assert held(run(plan("lost"), said={rank: ended() for rank in SURVIVORS})) is None  # another ended the run before
+
+
+def test_either_way_holds_nothing_and_every_outcome_has_its_words() -> None:
+    assert held(run(plan("open", "pause"), made())) is None
+    for outcome in SHOULD:
+        assert SHOULD[outcome] in fault_sentence(judge(run(plan(outcome)))["drills"][0]) or "{" in SHOULD[outcome]
+
+
+def test_a_drill_is_in_run_json_with_what_should_and_what_did() -> None:
+    (drill,) = judge(run(plan("lost"), made(), said={rank: ended() for rank in SURVIVORS}))["drills"]
+    assert drill["event"] == "kill rank 1 at step 3"
+    assert drill["should"] == "named by every survivor within 5 s, exit code 3"
+    assert drill["did"] == f"rank 1 named by 3 after 3.4 s, exit code 3: {SAID}"
+    assert fault_sentence(drill).endswith("(as expected)")
+    assert judge(good_run())["drills"] == []
+
+
+def test_the_line_of_the_page_is_that_of_the_report() -> None:
+    """Of a killed rank no two runs print the same: which step each heartbeat told is a matter of moments."""
+    said = "rank 1 lost at step 2 in the wait at step 2 of flat: killed by SIGKILL"
+    records = run(plan("lost"), made(), said={rank: ended(said=said, after_s=0.6) for rank in (0, 2)})
+    (drill,) = judge({rank: of_rank for rank, of_rank in records.items() if rank < 3})["drills"]
+    shown = (TOP / "docs" / "reliability.md").read_text()
+    assert f"\nrank 0 | fault      {fault_sentence(drill)}\n" in shown

@@ -1,0 +1,379 @@
+"""What rank 0 prints last: columns in line, failures by name, and one line that says it all."""
+
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from distlab.lab.report.log import (
+    SECTIONS,
+    compared,
+    end_lines,
+    more_checks,
+    rows_not_yet_printed,
+    verdict_lines,
+    words_of_row,
+)
+from distlab.lab.report.records import Check, Comparison, End, Failed, Lost, Overlap, Ranks, Wire
+from distlab.lab.report.run_folder import Level
+from distlab.lab.report.sentences import UNTIL_ENDED, repeat_command
+from distlab.lab.report.tables import LEGEND
+from distlab.lab.report.verdict import first, judge
+from tests.lab.report.made_up import (
+    drilled_run,
+    good_run,
+    mistaken,
+    pipeline_run,
+    plus,
+    unwrapped,
+    with_check,
+    with_measured,
+    without,
+)
+
+REPORT = Path("runs/dp-20261120-171500/report.html")
+RERUN = "rerun      RUN_MODE=dp WORLD_SIZE=4 LAB_SEED=1 docker compose up"
+LAST = ["PASS       16 checks passed", f"report     {REPORT}", RERUN]
+
+
+def lines(records: Ranks, report: Path | None = REPORT) -> list[str]:
+    return verdict_lines(judge(records), records, report)
+
+
+def sentences(records: Ranks, report: Path | None = REPORT) -> list[str]:
+    return unwrapped(lines(records, report))
+
+
+def test_what_the_backward_pass_hid_is_told_of_every_rank() -> None:
+    traced = plus(plus(good_run(2), Overlap("ring", 0.008, 0.002)), Overlap("ring", 0.0, 0.0), rank=1)
+    block = [line for line in lines(traced) if line.startswith("hidden") or "of 8.00 ms" in line]
+    assert [line.split() for line in block] == [
+        ["hidden", "communication", "behind", "the", "backward", "pass", "rank", "0", "rank", "1"],
+        ["ring", "25", "%", "of", "8.00", "ms", "nothing", "sent"],
+    ]
+
+
+def test_the_log_of_a_good_run() -> None:
+    assert lines(good_run()) == [
+        "skipped    sharded: 8 heads cannot be dealt to 3 ranks",
+        "proof      float64, against the reference   gradients   weights   losses    (tolerance 1e-12)",
+        "           naive                            2.8e-17     5.6e-17   0         passed",
+        "           bucketed                         2.8e-17     5.6e-17   0         passed",
+        "           ddp                              2.8e-17     5.6e-17   0         passed",
+        "measured   20 steps, LAB_DTYPE=float32   ms a step   x ddp   MB predicted   called   wire",
+        "           naive                              81.7    1.62           9.60     9.60   9.70   passed",
+        "           bucketed                           50.5    1.00           9.60     9.60   9.61   passed",
+        "           ddp                                50.5    1.00           9.60     9.60   9.61   informational",
+        (
+            "memory     MB at rest / at the peak   parameters   gradients   activations         total   rest by formula"
+            "       process"
+        ),
+        (
+            "           naive                            6.40        6.40      0 / 7.80   12.8 / 20.6              12.8"
+            "   13.1 / 21.6   passed"
+        ),
+        (
+            "           bucketed                         6.40        6.40      0 / 10.8   12.8 / 23.6              12.8"
+            "   13.1 / 24.6   passed"
+        ),
+        (
+            "           ddp                              6.40        6.40      0 / 13.8   12.8 / 26.6              12.8"
+            "   13.1 / 27.6   informational"
+        ),
+        "checks     shards disjoint   0   tolerance 0   passed",
+        *LAST,
+    ]
+
+
+def test_what_failed_is_named_with_both_numbers() -> None:
+    failed = with_measured(with_check(good_run(), "gradients", 3.1e-2), "naive", "wire bytes", 12e6, 2)
+    said = sentences(failed)
+    assert "FAILED     bucketed gradients: differs by 3.1e-02 where 1e-12 is allowed" in said
+    assert "FAILED     naive wire bytes: predicted 9.60 MB ± 150 kB, rank 2 measured 12.0 MB" in said
+    assert sum(line.endswith("FAILED") for line in lines(failed)) == 4  # three rows of the proof, one of the measured
+    assert said[-3].startswith("FAIL       4 of 16 checks failed: naive gradients, ")
+
+
+def test_bytes_that_stay_and_should_not_are_seen_in_the_table_and_by_name() -> None:
+    failed = with_measured(good_run(), "bucketed", "rest bytes", 19.2e6, 3)
+    said = lines(failed)
+    assert "FAILED     bucketed rest bytes: predicted 12.8 MB ± 128 kB, rank 3 measured 19.2 MB" in sentences(failed)
+    table = next(number for number, line in enumerate(said) if line.startswith("memory"))
+    assert [line.split()[-1] for line in said[table + 1 : table + 4]] == ["passed", "FAILED", "informational"]
+
+
+def test_failed_checks_come_before_those_that_held() -> None:
+    said = sentences(plus(good_run(), Check("ring", "loss replicated", 1.0, 0.0, "rank 1 had 3, not 2")))
+    failed = next(number for number, line in enumerate(said) if "loss replicated" in line)
+    assert said[failed].endswith("(rank 1 had 3, not 2)")
+    assert failed < next(number for number, line in enumerate(said) if "shards disjoint" in line)
+
+
+def test_a_comparison_of_the_modes_own_has_its_line() -> None:
+    said = lines(plus(good_run(), Comparison("1f1b", "bubble", "", 0.273, 0.308, 0.0, decides=False, shown="a time")))
+    assert "compared   1f1b bubble   predicted 0.273   measured 0.308   informational" in said
+
+
+def test_a_pipeline_tells_where_time_went_and_draws_its_staircase() -> None:
+    said = lines(without(Overlap, pipeline_run(2, 2, ("1f1b",))))
+    profile = next(number for number, line in enumerate(said) if line.startswith("profile"))
+    assert said[profile : profile + 2] == [
+        (
+            "profile    ms a step (per cent) on   the slowest   data     forward    backward   communication  "
+            " optimizer     waiting"
+        ),
+        (
+            "           1f1b                      rank 0           -   20.0 (17)   40.0 (34)        4.00 (3)    2.00"
+            " (2)   50.0 (43)"
+        ),
+    ]
+    assert said[-7:-3] == [
+        "timeline   1f1b: bubble 0.37 measured, 0.33 by (p-1)/(m+p-1)",
+        "           rank 0 |00000001111111..............aaaaaaaaaaaaaa.......bbbbbbbbbbbbbb+|",
+        "           rank 1 |.......0000000aaaaaaaaaaaaaa1111111bbbbbbbbbbbbbb+..............|",
+        f"           {LEGEND}",
+    ]
+
+
+def test_of_ranks_that_send_unlike_the_most_is_told() -> None:
+    """The claim of the rank that is farthest off is another's."""
+    more = Comparison("bucketed", "called bytes", "B", 11.5e6, 11.5e6, 0.0, "2(N-1)/N·S")
+    (told,) = [line for line in lines(plus(good_run(), more, rank=3)) if "bucketed" in line and "9.6" in line]
+    assert told.split()[3:5] == ["11.5", "9.60"]
+
+
+def test_bytes_that_nobody_counted_are_left_blank() -> None:
+    assert lines(without(Wire, good_run()))[6].split()[-2:] == ["-", "passed"]
+
+
+def test_a_run_without_checks_says_not_proven() -> None:
+    said = lines(without(Check, good_run()))
+    assert said[1] == "proof      not proven: no check was made"
+    assert said[-3].startswith("PASS       not proven · ")
+
+
+def test_a_lost_rank_is_in_the_last_line_and_errors_are_told_once() -> None:
+    records = {
+        rank: [*of_rank, Failed(3, "rank 2 is gone")] for rank, of_rank in without(End, good_run()).items() if rank != 2
+    }
+    said = sentences(plus(records, Lost(2, 17, "silent for 2.5 s")), report=None)
+    assert "error      ranks 0, 1 and 3 ended with code 3: rank 2 is gone" in said
+    before = "they ended before they wrote any; what was measured and checked there is not part of this verdict"
+    assert f"unseen     no records of rank 2: {before}" in said
+    assert said[-3:] == ["LOST       rank 2 lost at step 17: silent for 2.5 s", "report     none was written", RERUN]
+
+
+def test_more_ranks_than_one_machine_starts_are_repeated_by_their_engine() -> None:
+    last = lines(good_run(9))[-1]
+    assert last.endswith("python -m workers, as each rank of an engine") and "docker" not in last
+
+
+@pytest.mark.parametrize(
+    ("mode", "started_by", "command"),
+    [
+        ("dp", "./run", "RUN_MODE=dp WORLD_SIZE=4 LAB_SEED=1 ./run"),
+        ("dp", "torchrun --nproc-per-node 4 -m workers", "LAB_SEED=1 torchrun --nproc-per-node 4 -m workers"),
+        ("check", "./run", "./run check train.py --epochs 2"),
+        ("check", "make run", "distlab check train.py --epochs 2"),
+    ],
+)
+def test_a_run_is_repeated_in_the_way_that_it_was_started(mode: str, started_by: str, command: str) -> None:
+    records = good_run()
+    start = replace(records[0][0], run_mode=mode, started_by=started_by, title="train.py --epochs 2")
+    assert repeat_command({**records, 0: [start, *records[0][1:]]}).endswith(command)
+
+
+MADE = "bug        LAB_BUG=no_broadcast: every rank begins from weights of its own; the check that catches it: replicas"
+
+
+def test_a_mistake_is_told_first_and_explained_in_the_last_line() -> None:
+    records = plus(mistaken(good_run()), Check("naive", "replicas", 0.5, 0.0), Check("ddp", "replicas", 0.25, 0.0))
+    said = sentences(records)
+    assert said[0] == MADE
+    assert said[-3] == (
+        "FAIL       2 of 18 checks failed: naive replicas, ddp replicas · LAB_BUG=no_broadcast: every rank begins from"
+        " weights of its own; caught by naive replicas, as expected: differs by 5.0e-01 where 0 is allowed"
+    )
+    assert sum("every rank begins" in line for line in said) == 2
+    assert sum("caught by" in line for line in said) == 1
+
+
+def test_a_mistake_that_a_comparison_sees_is_told_with_both_numbers() -> None:
+    records = with_measured(good_run(), "naive", "wire bytes", 12e6, 2)
+    start = replace(first(records), mistake={"name": "twice", "what": "sends all twice", "check": "wire bytes"})
+    said = sentences(records | {0: [start, *records[0][1:]]})
+    seen = "naive wire bytes, as expected: predicted 9.60 MB ± 150 kB, rank 2 measured 12.0 MB"
+    assert f" · LAB_BUG=twice: sends all twice; caught by {seen}" in said[-3]
+
+
+@pytest.mark.parametrize(
+    ("more", "how"),
+    [
+        ([Check("naive", "replicas", 0.0, 0.0)], "passed: nothing in this run detects it"),
+        ([], "did not run: nothing in this run could detect it"),
+    ],
+)
+def test_a_mistake_that_was_missed_is_told_as_missed(more: list[Check], how: str) -> None:
+    verdict = sentences(plus(mistaken(good_run()), *more))[-3]
+    assert f"weights of its own; not caught: the replicas check {how}" in verdict
+
+
+def test_sentences_of_a_log_are_no_wider_than_a_terminal() -> None:
+    records = plus(mistaken(good_run()), Check("naive", "replicas", 0.5, 0.0), Failed(3, "much is wrong " * 20))
+    words = ("skipped", "bug", "FAILED", "error")
+    said = [
+        line for line in lines(records) if line.startswith(words) or (line[:11].isspace() and "   " not in line[11:])
+    ]
+    assert {line.split()[0] for line in said} >= {"skipped", "bug", "FAILED", "error"}
+    assert max(map(len, said)) <= 80 - len("worker0-1  | ")
+
+
+def test_without_a_mistake_none_is_told() -> None:
+    assert not any(line.startswith("mistake") or "LAB_BUG" in line for line in lines(good_run()))
+
+
+def told_of(records: Ranks, *names: str) -> set[str]:
+    """The rows of these sections, as they were told from what was written until then."""
+    return {words_of_row(row) for name in names for row in SECTIONS[name](judge(records), records, ())}
+
+
+def test_quiet_is_the_verdict_alone_and_what_failed() -> None:
+    run = judge(good_run())
+    assert end_lines(run, good_run(), REPORT, "quiet") == LAST
+    assert end_lines(run, good_run(), REPORT, "full") == lines(good_run())
+    failed = with_check(good_run(), "weights", 3.1e-2)
+    said = unwrapped(end_lines(judge(failed), failed, REPORT, "quiet"))
+    assert [line.split()[0] for line in said] == [*["FAILED"] * 3, "FAIL", "report", "rerun"]
+
+
+def test_what_was_told_while_the_run_went_on_is_not_told_again() -> None:
+    until_then = without(End, good_run())
+    told = told_of(until_then, "skipped", "proof", "timed", "measured", "memory")
+    left = verdict_lines(judge(good_run()), good_run(), REPORT, told)
+    assert [line.split()[0] for line in left] == ["checks", "PASS", "report", "rerun"]
+    assert told >= {words_of_row(line) for line in lines(good_run())[:13]}
+
+
+def test_rows_that_came_later_are_told_under_their_heading() -> None:
+    told = told_of(good_run(), "skipped", "proof")
+    later = plus(good_run(), Check("means", "losses", 1e-3, 1e-12))
+    left = verdict_lines(judge(later), later, REPORT, told)
+    assert [line.split()[0] for line in left[:3]] == ["proof", "means", "measured"]
+    assert rows_not_yet_printed([], told) == []
+
+
+def test_a_row_that_was_told_is_left_out_with_a_heading_that_has_no_other() -> None:
+    block = ["skipped    a: no", "skipped    b: no", "checks     c   0", "           d   0"]
+    assert rows_not_yet_printed(block, {"skipped a: no"}) == block[1:]
+    assert rows_not_yet_printed(block, {words_of_row(row) for row in block[:3]}) == block[2:]
+    assert rows_not_yet_printed(block, {words_of_row(row) for row in block}) == []
+
+
+def test_what_timed_steps_are_held_to_is_a_row_a_variant() -> None:
+    held = plus(plus(good_run(), Check("ring", "timed losses", 2e-7, 1e-5)), Check("ring", "timed steps", 0.0, 0.0))
+    table = next(number for number, line in enumerate(lines(held)) if line.startswith("timed"))
+    assert [line.split() for line in lines(held)[table : table + 2]] == [
+        ["timed", "difference", "/", "tolerance", "timed", "losses", "timed", "steps"],
+        ["ring", "2.0e-07", "/", "1.0e-05", "0", "passed"],
+    ]
+    unproven = lines(plus(good_run(), Check("ring", "timed steps", 0.0, 0.0)))
+    assert any(line.startswith("timed      not compared with the reference: LAB_PROOF=0") for line in unproven)
+
+
+def test_a_difference_that_has_a_unit_is_shown_with_it() -> None:
+    said = lines(plus(good_run(), Check("bf16", "gradients", 2.5, 8.0, unit="epsilons of bfloat16")))
+    heading = next(line for line in said if line.startswith("proof"))
+    assert heading.startswith("proof      float64, against the reference ") and heading.endswith("(tolerance 1e-12)")
+    assert any(line.endswith("passed (tolerance 8 epsilons of bfloat16)") for line in said)
+
+
+def test_a_row_that_is_held_to_something_else_than_the_first_one_says_so() -> None:
+    kinds = [Check("theirs", "gradients", 0.0, 1e-11), Check("theirs", "weights", 0.0, 2e-11)]
+    said = lines(plus(without(Check, good_run()), *kinds, Check("other", "gradients", 0.0, 1e-9)))
+    assert said[1].endswith("losses    (tolerance 1e-11 to 2e-11)")
+    assert said[2].endswith(" passed") and said[3].endswith(" passed (tolerance 1e-09 in float64)")
+
+
+def test_where_the_first_difference_has_a_unit_every_row_says_what_is_allowed_of_it() -> None:
+    unit = "epsilons of bfloat16"
+    first_rows = [Check("bf16", "gradients", 2.5, 8.0, unit=unit), Check("fp32", "gradients", 0.0, 1e-12)]
+    said = [line for line in lines(plus(without(Check, good_run()), *first_rows)) if not line.startswith("skipped")]
+    assert said[0] == "proof      against the reference   gradients   weights   losses"
+    assert said[1].endswith(f"passed (tolerance 8 {unit})") and said[2].endswith("passed (tolerance 1e-12 in float64)")
+
+
+def test_bytes_that_headers_outweigh_are_shown_with_what_is_allowed() -> None:
+    small = Comparison("line", "wire bytes", "B", 12.0, 592.0, 1024.0)
+    said = lines(plus(plus(good_run(), small), Wire("line", 1, 592, 0)))
+    assert any(line.split()[-4:] == ["passed,", "±", "1.02", "kB"] for line in said if line.split()[:1] == ["line"])
+
+
+def of_mode(run_mode: str) -> Ranks:
+    """The same run, of a script or of one's own model."""
+    records = good_run()
+    return records | {0: [replace(first(records), run_mode=run_mode), *records[0][1:]]}
+
+
+@pytest.mark.parametrize(
+    ("run_mode", "level", "words"),
+    [
+        ("dp", "normal", {"variant", "PASS", "report", "rerun"}), ("check", "normal", {"proof", "checks", "PASS"}),
+        ("prove", "normal", {"proof", "checks", "PASS"}), ("dp", "full", {"proof", "checks", "PASS"}),
+        ("check", "quiet", {"PASS", "report", "rerun"}), ("dp", "quiet", {"PASS", "report", "rerun"}),
+    ],
+)  # fmt: skip
+def test_how_much_is_said_depends_on_the_level_and_of_a_script_is_all(
+    run_mode: str, level: Level, words: set[str]
+) -> None:
+    records = of_mode(run_mode)
+    said = {line.split()[0] for line in end_lines(judge(records), records, REPORT, level)}
+    assert words <= said
+    assert ("measured" in said) == ("proof" in said)
+    assert said == words or level != "quiet"
+
+
+@pytest.mark.parametrize("level", ["quiet", "normal", "full"])
+def test_what_else_happened_is_said_at_every_level(level: Level) -> None:
+    records = plus(with_check(good_run(), "weights", 3.1e-2), Failed(1, "ValueError: no"), rank=2)
+    records = {rank: of_rank for rank, of_rank in records.items() if rank != 3}
+    lost = [Lost(3, 17, "silent"), Lost(1, 18, "gone")]
+    said = end_lines(judge(plus(records, *lost)), plus(records, *lost), None, level)
+    assert [line for line in said if line.startswith(("error", "lost"))] == [
+        "error      rank 2 ended with code 1: ValueError: no", "lost       rank 1 lost at step 18: gone",
+        "lost       rank 3 lost at step 17: silent",
+    ]  # fmt: skip
+    assert sum(line.startswith("unseen     no records of rank 3") for line in said) == 1
+    assert sum(line.startswith("FAILED") for line in said) == 3
+
+
+def test_a_fault_that_was_planned_is_said() -> None:
+    said = verdict_lines(judge(drilled_run()), drilled_run(), REPORT)
+    assert sum(line.startswith("fault      ") and "pause rank 1 for 2 s at step 30" in line for line in said) == 1
+
+
+def test_findings_that_were_looked_for_are_told_by_name() -> None:
+    checks = [
+        Check("", "replicas agree", 0, 0, unit="findings"), Check("", "calls match", 0, 0, UNTIL_ENDED, unit="findings"),
+        Check("", "a device a rank", 1, 0, "two share", unit="findings"), Check("ring", "timed steps", 0.0, 0.0),
+        Check("", "sum", 0.0, 0.5),
+    ]  # fmt: skip
+    assert more_checks(judge(plus(without(Check, good_run()), *checks))) == [
+        "checks     sum   0   tolerance 0.5   passed", "checks     passed: replicas agree",
+        "checks     passed until the run was ended: calls match",
+    ]  # fmt: skip
+
+
+def test_comparisons_that_a_table_has_are_left_out_of_variants_that_are_timed() -> None:
+    more = [
+        Comparison(variant, name, "calls", 3.0, measured, 1.0)
+        for variant, name, measured in (
+            ("naive", "drawn bytes", 3.0),
+            ("idle", "drawn bytes", 3.0),
+            ("naive", "calls", 3.0),
+            ("naive", "odd", 9.0),
+        )
+    ]
+    assert compared(judge(plus(without(Comparison, good_run()), *more))) == [
+        "compared   idle drawn bytes   predicted 3 calls   measured 3 calls   passed",
+        "           naive calls        predicted 3 calls   measured 3 calls   passed",
+    ]

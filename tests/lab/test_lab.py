@@ -1,0 +1,80 @@
+"""What a Lab holds against a formula fails where it is off, and names what makes it fail."""
+
+from typing import Any
+
+import pytest
+
+from distlab.contract import Counted, Instead, Mistake, Mode
+from distlab.lab.config import Config
+from distlab.lab.lab import Lab
+from distlab.lab.measure.event_order import Order
+from distlab.lab.measure.memory import CLASSES
+from distlab.lab.measure.prediction import PYTORCHS, Prediction
+from distlab.lab.measure.traffic import CalledOp, Traffic, WireBytes
+from distlab.lab.report.records import Comparison
+from distlab.lab.report.run_folder import Journal
+
+
+def lab_alone(**mistakes: str) -> Lab:
+    """A Lab that only writes down; the mode has a mistake for each check that is named."""
+    lab: Any = Lab.__new__(Lab)
+    lab.journal, lab.world_size, lab.rank = Journal(), 2, 0
+    lab.config = Config.read({"LAB_MODEL": "line"})
+    lab.mode = Mode(mistakes={name: Mistake("", check, Instead()) for name, check in mistakes.items()})
+    lab.finished = lambda section: None
+    return lab  # type: ignore[no-any-return]
+
+
+def counted(called_bytes: float, wire_bytes: float, rest_bytes: int) -> dict[str, Any]:
+    traffic = Traffic([CalledOp("all_reduce", "", 1, called_bytes, called_bytes)], {1: WireBytes(wire_bytes)})
+    return {"flat": Counted(traffic, 0, dict.fromkeys(CLASSES, 0) | {"parameters": rest_bytes}, {}, Order({}))}
+
+
+def held(lab: Lab) -> dict[str, bool]:
+    entries = [entry for entry in lab.journal.records if isinstance(entry, Comparison)]
+    return {entry.name: abs(entry.measured - entry.predicted) <= entry.tolerance for entry in entries}
+
+
+@pytest.mark.parametrize(
+    ("called", "wire", "fails"),
+    [
+        (1e6, 1e6, set()),
+        (1e6 + 1, 1e6, {"called bytes"}),
+        (0.75e6, 1e6, {"called bytes"}),
+        (1e6, 1.1e6, {"wire bytes"}),
+        (1e6, 0.0, {"wire bytes"}),
+    ],
+)
+def test_bytes_beside_their_formula_fail(called: float, wire: float, fails: set[str]) -> None:
+    lab = lab_alone()
+    lab.compare_traffic([Prediction("flat", "wire bytes", "B", "S", (1e6, 1e6), 1)], counted(called, wire, 0))
+    assert {name for name, holds in held(lab).items() if not holds} == fails
+
+
+@pytest.mark.parametrize(("rest", "holds"), [(1000, True), (1011, False), (900, False)])
+def test_bytes_that_stay_fail(rest: int, holds: bool) -> None:
+    lab = lab_alone()
+    lab.compare_rest([Prediction("flat", "rest bytes", "B", "P", (1000.0, 1000.0), 0)], counted(0, 0, rest))
+    assert held(lab) == {"rest bytes": holds}
+
+
+def test_a_check_names_the_mistake_that_it_sees_before_any_test() -> None:
+    lab = lab_alone(lost_shard="gradients")
+    lab.check("gradients", 0, 0, control="tests/a.py::test_b")
+    lab.check("weights", 0, 0, control="tests/a.py::test_b")
+    assert [entry.control for entry in lab.journal.records] == ["LAB_BUG=lost_shard", "tests/a.py::test_b"]  # type: ignore[attr-defined]
+
+
+def test_what_is_shown_says_why_and_decides_nothing() -> None:
+    lab = lab_alone(lost_shard="bubble")
+    lab.compare("bubble", 0.5, 0.7, shown=PYTORCHS)
+    (entry,) = lab.journal.records
+    assert isinstance(entry, Comparison)
+    assert (entry.decides, entry.shown, entry.control) == (False, PYTORCHS, "")
+
+
+@pytest.mark.parametrize("predicted", [1, 2])
+def test_calls_beside_their_formula_fail(predicted: int) -> None:
+    lab = lab_alone()
+    lab.compare_calls("flat", predicted, counted(0, 0, 0)["flat"].traffic)
+    assert held(lab) == {"calls": predicted == 1}

@@ -1,0 +1,89 @@
+"""The first step as a rank's own log has it: for whom it waited, and what a call carries."""
+
+import pytest
+import torch
+
+from distlab.lab.measure.event_order import Message, key_of, storage_of
+from distlab.lab.report import records
+from distlab.lab.verify.first_step import carried, held_parameter, last_to_come, names_of_storages, taken
+from distlab.techniques.collectives.sharded_tensor import LocalShard
+from tests.labs import Runs
+
+CALLS = [
+    [["all_reduce", [0, 1, 2], 0, 1.0], ["send", [0, 1], 7, 2.0]],
+    [["all_reduce", [0, 1, 2], 0, 1.5], ["recv", [0, 1], 7, 1.6]],
+    [["all_reduce", [0, 1, 2], 0, 4.0]],
+]
+
+
+def test_who_came_last_to_a_collective_and_who_sent() -> None:
+    assert last_to_come(CALLS, 1) == [(2, 4.0), (0, 2.0)]
+    assert last_to_come(CALLS, 2) == [(2, 4.0)], "who comes last waits for nobody"
+    assert last_to_come(CALLS, 0) == [(2, 4.0), (0, 2.0)], "a send waits for nobody"
+
+
+def test_the_second_collective_of_a_group_is_the_second_of_each_rank() -> None:
+    twice = [[["all_reduce", [0, 1], 0, start_s] for start_s in starts] for starts in ([1.0, 5.0], [2.0, 3.0])]
+    assert last_to_come(twice, 0) == [(1, 2.0), (0, 5.0)]
+    assert last_to_come(twice, 1) == [(1, 2.0), (0, 5.0)]
+
+
+def test_a_call_of_a_rank_that_has_left_is_waited_for_by_nobody() -> None:
+    assert last_to_come([CALLS[0], CALLS[1], []], 1)[0] == (1, 1.5)
+
+
+def test_each_idle_moment_counts_for_one_call() -> None:
+    left, seconds = taken([(0.0, 2.0), (3.0, 4.0)], 1.0, 3.5)
+    assert (left, seconds) == ([(0.0, 1.0), (3.5, 4.0)], 1.5)
+    assert taken(left, 1.0, 3.5) == (left, 0.0)
+
+
+def test_what_a_rank_has_of_a_parameter() -> None:
+    part = LocalShard(torch.Size((6, 2)), [((2, 0), torch.zeros(3, 2))])
+    assert held_parameter("w", part) == ("w", [3, 2], [6, 2], [[2, 4]], 24)
+    assert held_parameter("w", torch.zeros(6, 2)) == ("w", [6, 2], [6, 2], [], 48)
+
+
+class Holder:
+    """A strategy of one parameter with a gradient."""
+
+    def __init__(self) -> None:
+        self.weight, self.gradient = torch.zeros(4), torch.zeros(4)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"weights.w": self.weight, "optimizer.step.w": torch.tensor(0.0)}
+
+    def held(self, kind: str) -> list[tuple[str, torch.Tensor]]:
+        return [("w", self.gradient)] if kind == "gradients" else []
+
+
+def test_a_call_is_named_by_the_memory_that_it_sends() -> None:
+    holder = Holder()
+    names = names_of_storages(holder)  # type: ignore[arg-type]
+
+    def message(tensor: torch.Tensor, *phases: str) -> Message:
+        where = ((key_of(tensor), storage_of(tensor).nbytes(), tuple(tensor.shape)),)
+        return Message("send", (0, 1), 0.0, 0, 0, 0.0, 0.0, phases, where)
+
+    assert carried(message(holder.weight), names) == "w"
+    assert carried(message(holder.gradient[1:]), names) == "gradient of w"
+    assert carried(message(torch.zeros(2, 3), "forward 1", "send"), names) == "[2, 3] in forward 1"
+
+
+@pytest.mark.timeout(110)
+def test_the_others_wait_for_a_rank_that_is_slow(runs: Runs) -> None:
+    slow = {"LAB_SLOW_RANK": "2:0.05", "LAB_VARIANT": "flat", "LAB_PROOF": "0", "LAB_WIDTH": "64"}
+    ran = runs(3, RUN_MODE="dp", **slow)
+    waited = {rank: records_of(ran.records[rank]) for rank in range(3)}
+    assert waited[0].keys() == waited[1].keys() == {2}
+    assert waited[2].get(0, 0.0) + waited[2].get(1, 0.0) < min(waited[0][2], waited[1][2])
+
+
+def records_of(found: list[records.Record]) -> dict[int, float]:
+    """Seconds that were waited in the first step, by rank."""
+    (step,) = [record for record in found if isinstance(record, records.FirstStep)]
+    waited: dict[int, float] = {}
+    for call in step.calls:
+        if call[9] >= 0:
+            waited[call[9]] = waited.get(call[9], 0.0) + call[8]
+    return waited

@@ -1,0 +1,136 @@
+"""Silent corruption is named by rank, tensor and step; and an audit that leaves something out does not hold."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distlab.lab.report import records
+from distlab.lab.report.reading import from_line, to_line
+from distlab.lab.report.verdict import judge
+from distlab.lab.verify import silent_corruption
+from distlab.lab.verify.silent_corruption import Corruption, judged, odd_ones
+from distlab.techniques.data_parallel.strategy import Replica
+from distlab.tools.testing.warm_ranks import Ranks
+from tests.labs import TINY, failed, lab_of
+
+pytestmark = pytest.mark.timeout(120)
+SETTINGS = TINY | {"RUN_MODE": "dp", "LAB_MODEL": "mlp", "MASTER_ADDR": "127.0.0.1"}
+CULPRIT = 1
+
+
+class Own:
+    """A strategy of three tensors, alike on all ranks until somebody changes one."""
+
+    def __init__(self) -> None:
+        self.weights = {name: torch.arange(5.0) for name in ("a", "b", "c")}
+        self.gradients = {name: torch.ones(5) for name in self.weights}
+
+    def alike(self, kind: str) -> list[tuple[str, torch.Tensor]]:
+        return list((self.weights if kind == "weights" else self.gradients).items())
+
+
+def nothing(own: Own, step: int) -> None:
+    """All stays alike."""
+
+
+def a_gradient(own: Own, step: int) -> None:
+    if step == 2 and dist.get_rank() == CULPRIT:
+        own.gradients["b"][3] = -1.0
+        own.weights["b"][3] = 9.0
+
+
+def a_weight(own: Own, step: int) -> None:
+    if step == 2 and dist.get_rank() == CULPRIT:
+        own.weights["c"][0] = -0.0
+
+
+def audited(
+    group: dist.ProcessGroup, folder: str, change: Callable[[Own, int], None], every: int, unhashed: str
+) -> list[str]:
+    """Five steps, in the third of which something may change; one rank may leave a tensor unhashed."""
+    lab = lab_of(group, SETTINGS | {"WORLD_SIZE": str(group.size())}, folder)
+    own: Any = Own()
+    found = Corruption(lab, {"own": own}, every)
+    if unhashed and dist.get_rank() == CULPRIT:
+        del own.weights[unhashed]
+    for step in range(5):
+        for kind in silent_corruption.KINDS:
+            if kind == "weights":
+                change(own, step)
+            found.hash(kind, "own", own, step)
+        found.compare("own", step)
+    found.decide()
+    lab.journal.write(records.End(group.rank(), 0.0, None, 0.0, 0.0))
+    return [to_line(record) for record in lab.journal.records]
+
+
+def run(ranks: Ranks, world_size: int, folder: Path, change: Any, every: int = 1, unhashed: str = "") -> Any:
+    lines = ranks(world_size, audited, str(folder), change, every, unhashed)
+    by_rank = {rank: [from_line(line) for line in of_rank] for rank, of_rank in enumerate(lines)}
+    named = [record for record in by_rank[0] if isinstance(record, records.Corrupted)]
+    return failed(judge(by_rank)), named
+
+
+def test_of_three_the_odd_one_is_named_with_the_first_tensor_and_the_step(ranks: Ranks, tmp_path: Path) -> None:
+    fails, named = run(ranks, 3, tmp_path, a_weight)
+    assert fails == {"audited replicas"}
+    assert named == [records.Corrupted("own", 2, "weights.c", [CULPRIT], True, 0)]
+
+
+def test_of_two_it_is_known_that_they_differ(ranks: Ranks, tmp_path: Path) -> None:
+    _, named = run(ranks, 2, tmp_path, a_weight)
+    assert named == [records.Corrupted("own", 2, "weights.c", [0, 1], False, 0)]
+
+
+def test_every_second_step_it_is_named_a_step_later(ranks: Ranks, tmp_path: Path) -> None:
+    _, named = run(ranks, 3, tmp_path, a_weight, every=2)
+    assert [(each.step, each.tensor) for each in named] == [(3, "weights.c")]
+
+
+def test_a_gradient_is_named_before_the_weight_that_it_made(ranks: Ranks, tmp_path: Path) -> None:
+    _, named = run(ranks, 3, tmp_path, a_gradient, every=2)
+    assert [(each.tensor, each.ranks, each.others) for each in named] == [("gradients.b", [CULPRIT], 1)]
+
+
+def test_what_stays_alike_is_held(ranks: Ranks, tmp_path: Path) -> None:
+    assert run(ranks, 3, tmp_path, nothing) == (set(), [])
+
+
+def test_a_tensor_that_one_rank_never_hashes_is_missed(ranks: Ranks, tmp_path: Path) -> None:
+    fails, named = run(ranks, 3, tmp_path, nothing, unhashed="b")
+    assert fails == {"audited replicas"}
+    assert named == []
+
+
+def test_a_strategy_that_says_nothing_of_its_replicas_is_not_compared() -> None:
+    assert silent_corruption.alike(object(), "weights") == []
+    assert hasattr(Replica, "alike")
+
+
+@pytest.mark.parametrize(
+    ("hashes", "named"),
+    [
+        ({0: 7, 1: 7, 2: 7}, None),
+        ({0: 7, 1: 8, 2: 7}, ([1], True)),
+        ({0: 8, 1: 7, 2: 7, 3: 9}, ([0, 1, 2, 3], False)),  # half is no majority
+        ({0: 8, 1: 7, 2: 7, 3: 9, 4: 7}, ([0, 3], True)),
+        ({0: 8, 1: 7}, ([0, 1], False)),
+        ({4: 7}, None),
+        ({}, None),
+    ],
+)
+def test_the_odd_ones_by_majority(hashes: dict[int, int], named: tuple[list[int], bool] | None) -> None:
+    assert odd_ones(hashes) == named
+
+
+def test_only_who_holds_a_parameter_has_to_hash_it() -> None:
+    holders = {"tied": [0, 2]}
+    assert judged([{"weights.tied": 1}, {}, {"weights.tied": 1}], holders) == ([], 0)
+    assert judged([{"weights.tied": 1}, {}, {}], holders) == ([], 1)
+    assert judged([{}, {}, {}], holders) == ([], 2)
+    both = {"weights.tied": 1, "gradients.tied": 3}
+    assert judged([both, {}, {"weights.tied": 1}], holders) == ([], 1)

@@ -1,9 +1,0 @@
-"""docs/puzzles.md has every puzzle with its bound."""
-
-from distlab.puzzle.tasks import TASKS
-from tests.docs.pages import page
-
-
-def test_the_table_has_all_puzzles_in_their_order() -> None:
-    rows = [line for line in page("puzzles").splitlines() if line.startswith("| ") and line[2].isdigit()]
-    assert rows == [f"| {task.number} | {task.title} | {task.limits} |" for task in TASKS.values()]

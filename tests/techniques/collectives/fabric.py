@@ -1,0 +1,100 @@
+"""A fabric in one process: the collectives' messages without gloo, so that 8 ranks cost nothing and a deadlock is seen.
+
+It is stricter than gloo. A send ends only when its receive was posted (gloo's rendezvous), and with `late=True` the
+bytes move as late as they may, when either end is waited for: whoever changes a tensor under way is found out.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+from itertools import count
+
+from torch import Tensor
+
+from distlab.techniques.collectives.point_to_point import Addressed, GroupMessage, Message, Peers, Scratch, Steps
+
+
+class Deadlock(AssertionError):
+    """Every rank waits."""
+
+
+class Transfer(GroupMessage):
+    """One tensor under way; both ends share the moment at which it moves."""
+
+    def __init__(self, tensor: Tensor, is_send: bool) -> None:
+        super().__init__(None, "", "")
+        self.tensor, self.is_send = tensor, is_send
+        self.other: Transfer | None = None
+        self.moved = False
+
+    def move(self) -> bool:
+        """Move the bytes, once; False while the other end is not posted."""
+        if self.other is None:
+            return False
+        if not self.moved:
+            sender, receiver = (self, self.other) if self.is_send else (self.other, self)
+            receiver.tensor.copy_(sender.tensor)
+            self.moved = self.other.moved = True
+        return True
+
+
+class Fabric:
+    """What lies between the ranks, and what each of them sent."""
+
+    def __init__(self, world_size: int, late: bool) -> None:
+        self.late = late
+        self.peers = [FabricPeers(self, rank, world_size) for rank in range(world_size)]
+        self.receives: dict[tuple[int, int, int], list[Transfer]] = defaultdict(list)
+        self.sends: dict[tuple[int, int, int], list[Transfer]] = defaultdict(list)
+        self.num_sends = [0] * world_size
+        self.sent_bytes = [0] * world_size
+
+    def run(self, steps_of: Callable[[Peers], Steps]) -> None:
+        """Drive the steps of all ranks in turn until all have ended; raises Deadlock if none can go on."""
+        running = {peers.rank: steps_of(peers) for peers in self.peers}
+        awaited = {rank: next(steps, None) for rank, steps in running.items()}
+        while any(message is not None for message in awaited.values()):
+            ready = [rank for rank, message in awaited.items() if message is not None and self.ready(message)]
+            if not ready:
+                raise Deadlock(f"ranks {[rank for rank, message in awaited.items() if message is not None]} wait")
+            for rank in ready:
+                awaited[rank] = next(running[rank], None)
+        assert not any(self.receives.values()), "a receive was posted that nobody sends to"
+        assert not any(self.sends.values()), "a tensor was sent that nobody receives"
+
+    def ready(self, message: Message) -> bool:
+        return message.move() if isinstance(message, Transfer) else True
+
+    def match(self, route: tuple[int, int, int]) -> None:
+        while self.receives[route] and self.sends[route]:
+            receiver, sender = self.receives[route].pop(0), self.sends[route].pop(0)
+            assert receiver.tensor.shape == sender.tensor.shape, (
+                f"{sender.tensor.shape} sent to {receiver.tensor.shape}"
+            )
+            receiver.other, sender.other = sender, receiver
+            if not self.late:
+                sender.move()
+
+
+class FabricPeers(Peers):
+    """`Peers` whose messages go through a fabric; scratch memory and the ring's arithmetic are the real ones."""
+
+    def __init__(self, fabric: Fabric, rank: int, world_size: int) -> None:
+        self.fabric, self.rank, self.world_size = fabric, rank, world_size
+        self.batched = False
+        self.memory = Scratch()
+        self._tags = count(1)
+
+    def post(self, tag: int, receives: Addressed = (), sends: Addressed = ()) -> tuple[list[Message], list[Message]]:
+        received = [self._post_one((peer, self.rank, tag), tensor, False) for peer, tensor in receives]
+        return received, [self._post_one((self.rank, peer, tag), tensor, True) for peer, tensor in sends]
+
+    def _post_one(self, route: tuple[int, int, int], tensor: Tensor, is_send: bool) -> Message:
+        if tensor.numel() == 0:
+            return GroupMessage(None, "", "")
+        transfer = Transfer(tensor, is_send)
+        (self.fabric.sends if is_send else self.fabric.receives)[route].append(transfer)
+        if is_send:
+            self.fabric.num_sends[self.rank] += 1
+            self.fabric.sent_bytes[self.rank] += tensor.nbytes
+        self.fabric.match(route)
+        return transfer

@@ -1,0 +1,123 @@
+"""Runs of a flat vector said as boxes of the dense tensor, and dense tensors from the boxes that ranks hold."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from distlab.techniques.collectives.point_to_point import Peers
+from distlab.techniques.collectives.sharded_tensor import LocalShard, assembled, flat_piece
+from distlab.techniques.tensor_parallel.layers import Slice
+from distlab.tools.testing.warm_ranks import Ranks
+
+
+def painted(piece: LocalShard) -> torch.Tensor:
+    """The dense tensor with the boxes drawn into it, and -1 elsewhere; no element may be drawn twice."""
+    dense = torch.full(piece.shape, -1.0)
+    for offset, box in piece.boxes:
+        place = dense
+        for dim, (first, size) in enumerate(zip(offset, box.shape, strict=True)):
+            place = place.narrow(dim, first, size)
+        assert (place == -1).all()
+        place.copy_(box)
+    return dense
+
+
+@given(st.lists(st.integers(1, 5), max_size=3), st.data())
+def test_the_boxes_of_a_run_are_the_run(shape: list[int], data: st.DataObject) -> None:
+    numel = math.prod(shape)
+    start = data.draw(st.integers(0, numel))
+    end = data.draw(st.integers(start, numel))
+    dense = torch.arange(float(numel))
+    piece = flat_piece(dense[start:end], start, torch.Size(shape))
+    wanted = torch.full((numel,), -1.0)
+    wanted[start:end] = dense[start:end]
+    assert torch.equal(painted(piece).flatten(), wanted)
+    assert len(piece.boxes) <= max(1, 2 * len(shape) - 1)
+
+
+def test_the_boxes_are_views_of_what_is_trained_on() -> None:
+    run = torch.arange(7.0)
+    piece = flat_piece(run, 2, torch.Size([3, 4]))
+    assert [offset for offset, _ in piece.boxes] == [(0, 2), (1, 0), (2, 0)]
+    for _, box in piece.boxes:
+        box.fill_(9)
+    assert run.tolist() == [9.0] * 7
+
+
+@pytest.mark.parametrize(("rank", "offset"), [(0, (0, 0)), (1, (0, 3)), (2, (0, 5))])
+def test_a_cut_says_where_its_part_stands(rank: int, offset: tuple[int, int]) -> None:
+    cut, dense = Slice(1, (3, 2, 2)), torch.arange(21.0).view(3, 7)
+    piece = cut.place(cut.piece(dense, rank), rank)
+    assert piece.shape == dense.shape
+    assert piece.boxes[0][0] == offset
+    drawn = painted(piece)
+    assert torch.equal(drawn[drawn >= 0], dense[drawn >= 0])
+
+
+def test_a_rank_without_a_part_has_no_box() -> None:
+    assert Slice(0, (1, 0)).place(torch.empty(0, 4), 1) == LocalShard(torch.Size([1, 4]), [])
+    assert flat_piece(torch.empty(0), 3, torch.Size([5])).boxes == []
+
+
+DENSE = torch.arange(15.0, dtype=torch.float64).view(5, 3)
+
+
+def gathered(group: dist.ProcessGroup, fault: str = "") -> dict[str, Tensor]:
+    """A matrix whose columns are sliced 2 and 1, of which rank 1 holds its slice in a flat run, and a number of rank
+    0's."""
+    rank, cut = group.rank(), Slice(1, (2, 1))
+    part = cut.piece(DENSE, rank)
+    if rank:
+        run = part.reshape(-1)[1:] if fault == "missing" else part.reshape(-1)
+        piece = flat_piece(run, len(part.reshape(-1)) - len(run), part.shape)
+    else:
+        piece = LocalShard(part.shape, [((0, 0), part)])
+    pieces = [("matrix", cut.placed(piece, rank))]
+    if rank == 0 or fault == "twice":
+        pieces.append(("number", LocalShard(torch.Size([]), [((), torch.tensor(7.0, dtype=torch.float64))])))
+    return dict(assembled(pieces, Peers(group)))
+
+
+def test_boxes_of_all_ranks_make_the_dense_tensors_on_rank_0(ranks: Ranks) -> None:
+    first, second = ranks(2, gathered)
+    assert torch.equal(first["matrix"], DENSE)
+    assert first["number"].item() == 7
+    assert list(first) == ["matrix", "number"]
+    assert second == {}
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("missing", "matrix has 15 elements, and all ranks together hold 14"),
+        ("twice", "number has 1 elements, .* hold 2"),
+    ],
+)
+def test_what_is_not_there_once_is_said(ranks: Ranks, fault: str, said: str) -> None:
+    with pytest.raises(AssertionError, match=said):
+        ranks(2, gathered, fault)
+
+
+def types(group: dist.ProcessGroup) -> list[tuple[torch.dtype, list[float]]]:
+    """Half of a vector of bfloat16 on each rank, in which one number of float64 would be another."""
+    half = torch.tensor([group.rank() + 0.5, 3.0, -1.0], dtype=torch.bfloat16)
+    pieces = [("halves", LocalShard(torch.Size([6]), [((3 * group.rank(),), half)]))]
+    if group.rank():
+        pieces.append(("number", LocalShard(torch.Size([]), [((), torch.tensor(1 / 3, dtype=torch.float64))])))
+    return [(each.dtype, each.flatten().tolist()) for each in dict(assembled(pieces, Peers(group))).values()]
+
+
+def test_each_tensor_keeps_its_type(ranks: Ranks) -> None:
+    first, _ = ranks(2, types)
+    assert first == [(torch.bfloat16, [0.5, 3.0, -1.0, 1.5, 3.0, -1.0]), (torch.float64, [1 / 3])]
+
+
+def test_a_piece_of_a_slice_stands_where_the_slice_does() -> None:
+    part = Slice(0, (2, 3)).placed(LocalShard(torch.Size([3, 3]), [((1, 0), DENSE[3:4])]), 1)
+    assert part.shape == (5, 3)
+    assert part.boxes[0][0] == (3, 0)

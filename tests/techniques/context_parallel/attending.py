@@ -1,0 +1,54 @@
+"""Attention over the positions of all ranks, held against one process: what the tests of the ways to do it share."""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from distlab.lab.measure.traffic import Calls
+from distlab.techniques.context_parallel.strategy import Positions
+
+HEAD_DIM = 4
+# From a group and positions to what takes q, k and v of a rank's rows.
+Way = Callable[[dist.ProcessGroup, Positions], Callable[[Tensor, Tensor, Tensor], Tensor]]
+
+
+def drawn(length: int, heads: int) -> Tensor:
+    """q, k, v and the gradient of the result, [4, B, heads, S, head_dim]."""
+    generator = torch.Generator().manual_seed(length)
+    return torch.randn(4, 2, heads, length, HEAD_DIM, generator=generator, dtype=torch.float64)
+
+
+def differences(
+    group: dist.ProcessGroup, way: Way, cut: Callable[[int, int], Positions], length: int, heads: int
+) -> tuple[dict[str, float], int]:
+    """The largest difference to one process of this rank's rows, of the result and of each gradient; and its calls."""
+    whole = drawn(length, heads)
+    dense = q, k, v = tuple(each.clone().requires_grad_() for each in whole[:3].unbind())
+    wanted = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    wanted.backward(whole[3])
+    positions = cut(length, group.size())
+    rows = positions.of(group.rank())
+    mine = [each[:, :, rows].requires_grad_() for each in whole[:3]]
+    with Calls() as calls:
+        found = way(group, positions)(*mine)
+        found.backward(whole[3][:, :, rows])
+    apart = {"out": worst(found, wanted[:, :, rows])}
+    for name, leaf, dense_leaf in zip("qkv", mine, dense, strict=True):
+        assert leaf.grad is not None and dense_leaf.grad is not None
+        apart[f"d{name}"] = worst(leaf.grad, dense_leaf.grad[:, :, rows])
+    return apart, sum(int(op.calls) for op in calls.ops())
+
+
+def worst(found: Tensor, wanted: Tensor) -> float:
+    """The largest difference; infinite between tensors of two shapes."""
+    if found.shape != wanted.shape:
+        return float("inf")
+    return (found - wanted).abs().max().item() if found.numel() else 0.0
+
+
+def all_of(of_ranks: list[tuple[dict[str, float], int]], name: str) -> float:
+    """The largest on any rank."""
+    return max(apart[name] for apart, _ in of_ranks)

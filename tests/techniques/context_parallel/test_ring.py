@@ -1,0 +1,201 @@
+"""Attention in blocks and round the ring: one process's, with its gradients."""
+
+import math
+from collections.abc import Callable, Iterator
+from itertools import chain
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from distlab.techniques.context_parallel.costs import ring_rows, shift_rows
+from distlab.techniques.context_parallel.ring import (
+    Part,
+    RingAttention,
+    ShiftAttention,
+    attend,
+    attend_backward,
+    backward_by_formula,
+    by_formula,
+    merge,
+)
+from distlab.techniques.context_parallel.strategy import Positions, contiguous, zigzag
+from distlab.tools.testing.warm_ranks import Ranks
+from tests.techniques.context_parallel.attending import all_of, differences
+
+pytestmark = pytest.mark.timeout(120)
+
+
+# Blocks of attention against PyTorch's whole one, and parts that are merged against their whole.
+
+
+WAYS: dict[str, tuple[Callable[..., Part], Callable[..., tuple[Tensor, Tensor, Tensor]]]] = {
+    "kernel": (attend, attend_backward),
+    "formula": (by_formula, backward_by_formula),
+}
+
+
+def drawn(rows: int, keys: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    q, k, v = (torch.randn(2, 3, length, 4, generator=generator, dtype=torch.float64) for length in (rows, keys, keys))
+    return q.to(dtype).requires_grad_(), k.to(dtype).requires_grad_(), v.to(dtype).requires_grad_()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_block_and_its_gradients_are_those_of_autograd(way: str, causal: bool) -> None:
+    forward, backward = WAYS[way]
+    q, k, v = drawn(5, 5 if causal else 3)
+    wanted = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    gradient = torch.randn_like(wanted)
+    wanted.backward(gradient)
+    with torch.no_grad():
+        part = forward(q, k, v, causal=causal)
+        found = backward(gradient, q, k, v, part, causal=causal)
+    assert (part.out - wanted).abs().max() < 1e-14
+    for one, leaf in zip(found, (q, k, v), strict=True):
+        assert leaf.grad is not None
+        assert (one - leaf.grad).abs().max() < 1e-14
+    scores = (q @ k.mT / 2).detach()
+    if causal:
+        scores = scores.masked_fill(torch.ones(5, 5, dtype=torch.bool).triu(1), -math.inf)
+    assert (part.lse - scores.logsumexp(-1)).abs().max() < 1e-14
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("cut", [1, 4, 6])
+def test_two_parts_of_the_keys_are_the_whole_forward_and_backward(way: str, cut: int) -> None:
+    forward, backward = WAYS[way]
+    q, k, v = (each.detach() for each in drawn(5, 7))
+    whole = forward(q, k, v, causal=False)
+    gradient = torch.randn_like(whole.out)
+    pieces = [(k[:, :, :cut], v[:, :, :cut]), (k[:, :, cut:], v[:, :, cut:])]
+    merged = forward(q, *pieces[1], causal=False)
+    merge(merged, forward(q, *pieces[0], causal=False))
+    assert (merged.out - whole.out).abs().max() < 1e-14
+    assert (merged.lse - whole.lse).abs().max() < 1e-14
+    to_q, to_k, to_v = backward(gradient, q, k, v, whole, causal=False)
+    parts = [backward(gradient, q, *piece, merged, causal=False) for piece in pieces]
+    assert (parts[0][0] + parts[1][0] - to_q).abs().max() < 1e-14
+    assert (torch.cat([parts[0][1], parts[1][1]], 2) - to_k).abs().max() < 1e-14
+    assert (torch.cat([parts[0][2], parts[1][2]], 2) - to_v).abs().max() < 1e-14
+
+
+def test_large_scores_do_not_overflow() -> None:
+    q, k, v = (each.detach() * 1e3 for each in drawn(4, 6))
+    merged = attend(q, k[:, :, :2], v[:, :, :2])
+    merge(merged, attend(q, k[:, :, 2:], v[:, :, 2:]))
+    assert (merged.out - attend(q, k, v).out).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize(("rows", "keys"), [(0, 3), (3, 0), (0, 0)])
+def test_nothing_gives_nothing(rows: int, keys: int) -> None:
+    q, k, v = (each.detach() for each in drawn(rows, keys))
+    part = attend(q, k, v)
+    assert part.out.shape == q.shape and not part.out.any()
+    assert part.lse.shape == q.shape[:3] and (part.lse == -math.inf).all()
+    assert [each.shape for each in attend_backward(q, q, k, v, part)] == [q.shape, k.shape, v.shape]
+
+
+def test_what_saw_nothing_adds_nothing() -> None:
+    q, k, v = (each.detach() for each in drawn(3, 4))
+    part, wanted = attend(q, k, v), attend(q, k, v)
+    merge(part, attend(q, k[:, :, :0], v[:, :, :0]))
+    assert torch.equal(part.out, wanted.out) and torch.equal(part.lse, wanted.lse)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_sixteen_bits_are_summed_in_float32(way: str) -> None:
+    q, k, v = (each.detach() for each in drawn(3, 4, torch.bfloat16))
+    part = WAYS[way][0](q, k, v, causal=False)
+    assert (part.out.dtype, part.lse.dtype) == (torch.bfloat16, torch.float32)
+
+
+def test_rows_are_views() -> None:
+    part = Part(torch.zeros(1, 1, 3, 2), torch.zeros(1, 1, 3))
+    part.rows_from(2).out.fill_(1)
+    part.rows_from(2).lse.fill_(1)
+    assert part.out.sum() == 2 and part.lse.sum() == 1
+
+
+# Keys that go round, against one process: any length on any number of ranks, and what a wrong line breaks.
+
+
+@pytest.mark.parametrize("cut", [contiguous, zigzag])
+@pytest.mark.parametrize(
+    ("world_size", "length", "heads"), [(1, 5, 2), (2, 8, 1), (3, 13, 2), (4, 5, 3), (4, 32, 1), (5, 2, 1)]
+)
+def test_a_ring_does_what_one_process_does(
+    ranks: Ranks, cut: Callable[[int, int], Positions], world_size: int, length: int, heads: int
+) -> None:
+    found = ranks(world_size, differences, RingAttention, cut, length, heads)
+    assert max(chain(*(apart.values() for apart, _ in found))) < 1e-14
+    rows = cut(length, world_size).num_rows
+    assert [calls for _, calls in found] == [
+        sum(sent > 0 for sent in ring_rows(rows, rank)) for rank in range(world_size)
+    ]
+
+
+@pytest.mark.parametrize("cut", [contiguous, zigzag])
+@pytest.mark.parametrize(
+    ("world_size", "length", "heads"), [(1, 5, 2), (2, 8, 1), (3, 13, 2), (4, 5, 3), (4, 32, 1), (5, 2, 1)]
+)
+def test_keys_that_go_where_they_are_seen_do_the_same(
+    ranks: Ranks, cut: Callable[[int, int], Positions], world_size: int, length: int, heads: int
+) -> None:
+    found = ranks(world_size, differences, ShiftAttention, cut, length, heads)
+    assert max(chain(*(apart.values() for apart, _ in found))) < 1e-14
+    positions = cut(length, world_size)
+    seen = [[positions.seen(rank, other).num_keys for other in range(world_size)] for rank in range(world_size)]
+    assert [calls for _, calls in found] == [
+        sum(sent > 0 for sent in shift_rows(seen, rank)) for rank in range(world_size)
+    ]
+
+
+class Unweighed(RingAttention):
+    @staticmethod
+    def merge(part: Part, more: Part) -> None:
+        part.out.add_(more.out).mul_(0.5)
+
+
+class Left(RingAttention):
+    def hand_home(self, parts: Iterator[tuple[int, Tensor]], own: Tensor) -> Tensor:
+        for _ in parts:
+            pass
+        return own
+
+
+def one_run(group: dist.ProcessGroup, positions: Positions) -> RingAttention:
+    return RingAttention(group, contiguous(positions.length, group.size()))
+
+
+def test_without_log_sum_exp_the_result_is_wrong(ranks: Ranks) -> None:
+    found = ranks(2, differences, Unweighed, zigzag, 8, 1)
+    assert all_of(found, "out") > 1e-3
+
+
+def test_gradients_that_stay_where_the_keys_were_are_those_of_the_keys_alone(ranks: Ranks) -> None:
+    found = ranks(3, differences, Left, contiguous, 9, 1)
+    assert max(all_of(found, "out"), all_of(found, "dq")) < 1e-14
+    assert all_of(found, "dk") > 1e-3 and all_of(found, "dv") > 1e-3
+    assert max(found[2][0].values()) < 1e-14  # nobody behind the last rank looks at its keys
+
+
+def test_a_mask_by_local_positions_is_seen(ranks: Ranks) -> None:
+    found = ranks(2, differences, one_run, zigzag, 8, 1)
+    assert all_of(found, "out") > 1e-3
+
+
+def sources(group: dist.ProcessGroup) -> list[int]:
+    """The ranks whose keys come by, each of which sends its own number."""
+    ring = RingAttention(group, contiguous(6, group.size()))
+    mine = torch.full((2, 1, 1, 6 // group.size(), 1), float(group.rank()))
+    came = [(source, there.unique().tolist()) for source, there in ring.around(mine)]
+    assert all(numbers == [source] for source, numbers in came)
+    return [source for source, _ in came]
+
+
+def test_keys_come_from_the_rank_before_and_then_from_those_before_it(ranks: Ranks) -> None:
+    assert ranks(3, sources) == [[2, 1], [0, 2], [1, 0]]

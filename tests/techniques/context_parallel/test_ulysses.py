@@ -1,0 +1,60 @@
+"""Rows to heads and back, against one process: heads and positions that do not divide, and ranks without either."""
+
+from itertools import chain
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distlab.techniques.collectives.point_to_point import Peers
+from distlab.techniques.context_parallel.costs import ulysses_messages
+from distlab.techniques.context_parallel.strategy import contiguous
+from distlab.techniques.context_parallel.ulysses import Swap, UlyssesAttention
+from distlab.techniques.tensor_parallel.layers import shares
+from distlab.tools.testing.warm_ranks import Ranks
+from tests.techniques.context_parallel.attending import all_of, differences
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "length", "heads"), [(1, 5, 2), (2, 8, 4), (3, 13, 5), (4, 3, 6), (4, 9, 2), (3, 1, 1)]
+)
+def test_ulysses_does_what_one_process_does(ranks: Ranks, world_size: int, length: int, heads: int) -> None:
+    found = ranks(world_size, differences, UlyssesAttention, contiguous, length, heads)
+    assert max(chain(*(apart.values() for apart, _ in found))) < 1e-14
+    rows, of_heads = contiguous(length, world_size).num_rows, shares(heads, world_size)
+    sent = [sum(pairs > 0 for pairs in ulysses_messages(rows, of_heads, rank)) for rank in range(world_size)]
+    assert [calls for _, calls in found] == sent
+
+
+class Unsorted(UlyssesAttention):
+    class InTurn(Swap):
+        def exchange(self, parts: tuple[Tensor, ...], shapes: list[tuple[int, int]]) -> list[Tensor]:
+            return super().exchange(parts, shapes)[::-1]
+
+    swap = InTurn
+
+
+def test_parts_in_another_order_are_seen(ranks: Ranks) -> None:
+    assert all_of(ranks(2, differences, Unsorted, contiguous, 8, 4), "out") > 1e-3
+
+
+def there_and_back(group: dist.ProcessGroup) -> tuple[list[int], list[int]]:
+    """Of 5 positions and 3 heads, numbered as ten times the position plus the head: what this rank's heads are, and
+    what comes back."""
+    rank, size = group.rank(), group.size()
+    rows = torch.arange(5).tensor_split(size)[rank]
+    x = (10 * rows + torch.arange(3)[:, None]).double()[None, None, :, :, None]
+    swap = Swap(Peers(group), contiguous(5, size).num_rows, shares(3, size))
+    by_heads = swap.to_heads(x)
+    assert torch.equal(swap.to_rows(by_heads), x)
+    return by_heads.flatten().int().tolist(), rows.tolist()
+
+
+def test_a_rank_gets_all_positions_of_its_heads_in_their_order(ranks: Ranks) -> None:
+    assert [heads for heads, _ in ranks(2, there_and_back)] == [
+        [0, 10, 20, 30, 40, 1, 11, 21, 31, 41],
+        [2, 12, 22, 32, 42],
+    ]

@@ -1,0 +1,35 @@
+"""What ranks of a slice used on their rows is summed over them before ZeRO scatters it, and nothing else is."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from distlab.techniques.mesh.strategy import ZeroByRows
+from distlab.tools.testing.warm_ranks import Ranks
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def summed(group: dist.ProcessGroup, stage: int, microbatches: int) -> list[float]:
+    """Gradients of a weight that is this rank's own and of a bias that all hold, after so many microbatches; there is
+    one replica, so that a shard is all of it."""
+    torch.manual_seed(0)
+    layer, alone = nn.Linear(1, 1), dist.new_group([group.rank()], use_local_synchronization=True)
+    assert isinstance(alone, dist.ProcessGroup)
+    zero = ZeroByRows(layer, [layer], alone, stage, whole=[layer.bias], rows=group)
+    zero.begin()
+    for index in range(microbatches):
+        with zero.microbatch(last=index == microbatches - 1):
+            (layer(torch.ones(1, 1)) * (group.rank() + 1)).sum().backward()
+    zero.finish()
+    gradient = zero.units[0].shard.grad
+    assert gradient is not None
+    return list(gradient.tolist())
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_what_is_whole_is_summed_once_over_the_rows(ranks: Ranks, stage: int, microbatches: int) -> None:
+    found = ranks(2, summed, stage, microbatches)
+    assert found == [[rank * microbatches, 3 * microbatches] for rank in (1, 2)]

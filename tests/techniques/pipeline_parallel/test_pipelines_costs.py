@@ -1,0 +1,103 @@
+"""The formulas of pipelines: papers' figures, and bytes and bubble against the schedules themselves."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distlab.techniques.pipeline_parallel.costs import ahead, bubble, idle_share, in_flight, pipeline_ends
+from distlab.techniques.pipeline_parallel.schedules import (
+    Kind,
+    Schedule,
+    dualpipev,
+    folded,
+    gives,
+    gpipe,
+    interleaved,
+    one_forward_one_backward,
+    one_forward_one_backward_split,
+    owners,
+    simulate,
+    zb_h1,
+    zbv,
+)
+from tests.techniques.pipeline_parallel.held import most_in_flight
+
+pytestmark = pytest.mark.timeout(60)
+
+
+LASTS: dict[Kind, float] = {"forward": 1, "input": 1, "weight": 1, "backward": 2}
+
+
+def test_bubble_of_the_papers() -> None:
+    assert bubble(4, 8) == idle_share("1f1b", 4, 8) == idle_share("gpipe", 4, 8) == pytest.approx(3 / 11)
+    assert bubble(4, 1) == idle_share("one_microbatch", 4, 1) == pytest.approx(3 / 4)  # one rank works
+    assert idle_share("1f1b_split", 4, 8) == pytest.approx(0.2)
+    assert idle_share("interleaved", 4, 8, 2) == pytest.approx(3 / 19)
+    assert idle_share("zb_h1", 4, 8) == pytest.approx(3 / 27)
+    assert idle_share("zbv", 4, 8) == idle_share("dualpipev", 4, 8) == pytest.approx(3 / 51)
+    assert bubble(1, 5) == idle_share("interleaved", 1, 5, 3) == idle_share("zbv", 1, 5) == 0
+    with pytest.raises(KeyError):
+        idle_share("torch_interleaved_zb", 4, 8)
+
+
+def made(ranks: int, microbatches: int, chunks: int) -> dict[str, Schedule]:
+    found = {
+        "gpipe": gpipe(ranks, microbatches),
+        "1f1b": one_forward_one_backward(ranks, microbatches),
+        "1f1b_split": one_forward_one_backward_split(ranks, microbatches),
+        "interleaved": interleaved(ranks, microbatches, chunks),
+        "zb_h1": zb_h1(ranks, microbatches),
+        "zbv": zbv(ranks, microbatches),
+    }
+    return found | ({"dualpipev": dualpipev(ranks, microbatches)} if microbatches >= 2 * ranks else {})
+
+
+@given(st.integers(2, 8), st.integers(1, 20))
+def test_a_gradient_of_an_input_that_goes_first_takes_a_third_of_the_time_of_the_bubble(
+    ranks: int, microbatches: int
+) -> None:
+    whole, split = (idle_share(name, ranks, microbatches) for name in ("1f1b", "1f1b_split"))
+    assert split / (1 - split) == pytest.approx(2 / 3 * whole / (1 - whole))  # idle beside work
+
+
+@given(st.integers(1, 8), st.integers(1, 20), st.integers(1, 4))
+def test_formulas_are_those_of_the_schedules(ranks: int, microbatches: int, chunks: int) -> None:
+    """The idle share, what runs ahead and what is held, fewer microbatches than ranks included."""
+    for name, schedule in made(ranks, microbatches, chunks).items():
+        spans = simulate(schedule, LASTS)
+        stages = len(owners(schedule)) // ranks
+        length = max(own[-1].end_s for own in spans)
+        assert idle_share(name, ranks, microbatches, chunks) == pytest.approx(1 - 3 * stages * microbatches / length)
+        for rank, actions in enumerate(schedule):
+            turned = [action.kind for action in actions if action.kind != "weight"]
+            first = next(index for index, kind in enumerate(turned) if kind != "forward")
+            assert first == ahead(name, ranks, microbatches, rank, chunks), name
+            assert most_in_flight(actions) == in_flight(name, ranks, microbatches, rank, chunks), name
+
+
+@given(st.integers(1, 8), st.integers(1, 20), st.integers(1, 4))
+def test_more_chunks_and_more_microbatches_shrink_the_bubble(ranks: int, microbatches: int, chunks: int) -> None:
+    share = idle_share("interleaved", ranks, microbatches, chunks)
+    assert idle_share("interleaved", ranks, microbatches, chunks + 1) <= share + 1e-12
+    assert idle_share("interleaved", ranks, microbatches + 1, chunks) <= share
+    assert share <= bubble(ranks, microbatches) + 1e-12
+
+
+def test_in_flight_is_bounded_by_the_pipe_in_1f1b_and_by_the_batch_in_gpipe() -> None:
+    assert [in_flight("1f1b", 4, 8, rank) for rank in range(4)] == [4, 3, 2, 1]
+    assert [in_flight("1f1b", 4, 2, rank) for rank in range(4)] == [2, 2, 2, 1]
+    assert [in_flight("gpipe", 4, 8, rank) for rank in range(4)] == [8, 8, 8, 8]
+    assert [in_flight("one_microbatch", 4, 8, rank) for rank in range(4)] == [1, 1, 1, 1]
+
+
+@given(st.integers(1, 8), st.integers(1, 6), st.integers(1, 4))
+def test_ends_are_those_at_which_the_schedule_sends(ranks: int, microbatches: int, chunks: int) -> None:
+    for rank, actions in enumerate(interleaved(ranks, microbatches, chunks)):
+        takers = [gives(action, ranks * chunks) for action in actions]
+        sent = sum(taker is not None and taker.stage % ranks != rank for taker in takers)
+        assert sent == microbatches * pipeline_ends(ranks, chunks, rank)
+    places = folded(ranks)
+    for rank, actions in enumerate(zbv(ranks, microbatches)):
+        takers = [gives(action, 2 * ranks) for action in actions]
+        sent = sum(taker is not None and places[taker.stage] != rank for taker in takers)
+        assert sent == microbatches * pipeline_ends(ranks, 2, rank, folded=True)

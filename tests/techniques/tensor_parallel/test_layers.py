@@ -1,0 +1,324 @@
+"""Slices of layers: who holds what, and outputs and gradients of one process at uneven sizes."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from distlab.lab.measure.traffic import Calls
+from distlab.techniques.collectives import autograd
+from distlab.techniques.collectives.phases import recorded
+from distlab.techniques.collectives.point_to_point import Peers
+from distlab.techniques.collectives.sharded_tensor import assembled
+from distlab.techniques.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    Region,
+    RowParallelLinear,
+    Sequence,
+    Slice,
+    VocabularyParallelCrossEntropy,
+    VocabularyParallelEmbedding,
+    Whole,
+    shares,
+    slices_of,
+    sum_together,
+)
+from distlab.tools.testing.warm_ranks import Ranks
+
+pytestmark = pytest.mark.timeout(120)
+
+
+# Who holds what, at uneven sizes, and that the parts become the dense tensor again.
+
+
+@given(st.integers(0, 300), st.integers(1, 8), st.integers(1, 9))
+def test_shares_are_those_of_tensor_split(num_units: int, num_ranks: int, unit: int) -> None:
+    wanted = [unit * len(part) for part in torch.arange(num_units).tensor_split(num_ranks)]
+    assert list(shares(num_units, num_ranks, unit)) == wanted
+
+
+def test_heads_stay_whole() -> None:
+    assert shares(7, 4, 16) == (32, 32, 32, 16)
+    assert shares(24, 5) == (5, 5, 5, 5, 4)
+
+
+def test_a_piece_is_a_copy_of_its_own() -> None:
+    dense = torch.arange(12.0).view(3, 4)
+    piece = Slice(1, (2, 1, 1)).piece(dense, 1)
+    assert piece.tolist() == [[2], [6], [10]]
+    assert piece.untyped_storage().nbytes() == 12
+
+
+def joined(group: dist.ProcessGroup, dim: int, sizes: tuple[int, ...]) -> list[Any]:
+    dense = torch.arange(float(3 * sum(sizes))).view([3, sum(sizes)] if dim else [sum(sizes), 3])
+    cut = Slice(dim, sizes)
+    piece = cut.place(cut.piece(dense, group.rank()), group.rank())
+    whole = dict(assembled([("whole", piece)], Peers(group)))
+    return [len(whole), bool(whole) and torch.equal(whole["whole"], dense)]
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("sizes", [(4,), (2, 1), (2, 2, 1, 0), (3, 3, 2)])
+def test_pieces_join_to_the_dense_tensor_on_rank_0_alone(ranks: Ranks, dim: int, sizes: tuple[int, ...]) -> None:
+    assert ranks(len(sizes), joined, dim, sizes) == [[1, True], *[[0, False]] * (len(sizes) - 1)]
+
+
+# f and g, gather and scatter, and the linear layers between them, against one process; what they copy, and what they
+# send.
+
+
+WIDTH = 5
+
+
+# --- a slice of two layers, and what lies around it ---
+
+
+class Sliced(nn.Module):
+    """A linear layer on what lies between, then W2 gelu(W1 x), then another."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.before, self.up = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, hidden)
+        self.down, self.after = nn.Linear(hidden, WIDTH), nn.Linear(WIDTH, WIDTH)
+        generator = torch.Generator().manual_seed(3)
+        for parameter in self.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+
+    def forward(self, x: Tensor, region: Region | None = None) -> Tensor:
+        x = self.before(x)
+        inside: Tensor = self.down(F.gelu(self.up(region.enter(x) if region else x)))
+        out: Tensor = self.after(x + inside)
+        return out
+
+    def slice(self, group: dist.ProcessGroup, region: Region) -> "Sliced":
+        sizes = shares(self.up.out_features, group.size())
+        self.register_module("up", ColumnParallelLinear(self.up, sizes, group.rank()))
+        self.register_module("down", RowParallelLinear(self.down, sizes, group.rank(), region))
+        return self
+
+
+class Twice(Whole):
+    """An all_reduce in the backward pass of g, of a gradient that every rank has whole."""
+
+    def leave(self, partial: Tensor) -> Tensor:
+        return autograd.all_reduce(partial, self.group, loss="own")
+
+
+class NoF(Whole):
+    def enter(self, x: Tensor) -> Tensor:
+        return x
+
+
+SEAMS: dict[str, Any] = {"whole": Whole, "sequence": Sequence, "twice": Twice, "no_f": NoF}
+
+
+def differences(group: dist.ProcessGroup, kind: str, num_rows: int, hidden: int) -> dict[str, float]:
+    """The largest difference to one process: of the output, and of each parameter's gradient."""
+    x = torch.randn(num_rows, 2, WIDTH, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    dense, region = Sliced(hidden), SEAMS[kind](group)
+    wanted = dense(x)
+    wanted.square().sum().backward()
+    model = Sliced(hidden).slice(group, region)
+    found = model(region.own(x) if kind == "sequence" else x, region)
+    found.square().sum().backward()
+    if kind == "sequence":
+        wanted = region.own(wanted)
+    apart = {"output": (found - wanted).abs().max().item() if len(found) else 0.0}
+    cuts = slices_of(model)
+    for name, parameter in model.named_parameters():
+        gradient, true = parameter.grad, dense.get_parameter(name).grad
+        assert gradient is not None and true is not None
+        if name in cuts:
+            true = cuts[name].piece(true, group.rank())
+        elif kind == "sequence":
+            sum_together([gradient], group)
+        apart[name] = (gradient - true).abs().max().item() if true.numel() else 0.0
+    return apart
+
+
+@pytest.mark.parametrize("kind", ["whole", "sequence"])
+@pytest.mark.parametrize(
+    ("world_size", "num_rows", "hidden"),
+    [(1, 3, 4), (2, 4, 6), (3, 5, 7), (4, 3, 7), (4, 1, 4)],  # with fewer rows than ranks, chunks are empty
+)
+def test_slices_do_what_one_process_does(ranks: Ranks, kind: str, world_size: int, num_rows: int, hidden: int) -> None:
+    for of_rank in ranks(world_size, differences, kind, num_rows, hidden):
+        assert len(of_rank) == 9
+        assert max(of_rank.values()) < 1e-10, of_rank  # of numbers up to 1e3
+
+
+def test_a_second_sum_in_the_backward_of_g_is_seen_in_the_gradients_alone(ranks: Ranks) -> None:
+    for of_rank in ranks(2, differences, "twice", 4, 6):
+        assert of_rank["output"] < 1e-10 < 1 < of_rank["up.weight"]
+        assert of_rank["after.weight"] < 1e-10 and of_rank["down.bias"] < 1e-10  # behind g
+
+
+def test_without_f_the_gradient_of_what_lies_before_is_partial(ranks: Ranks) -> None:
+    for of_rank in ranks(2, differences, "no_f", 4, 6):
+        assert of_rank["output"] < 1e-10 < 1 < of_rank["before.weight"]
+        assert of_rank["up.weight"] < 1e-10  # inside
+
+
+# --- what is copied, and what is sent ---
+
+
+def places(group: dist.ProcessGroup) -> list[bool]:
+    region = Whole(group)
+    x = torch.ones(3, requires_grad=True)
+    partial = x * 1
+    place = partial.data_ptr()
+    return [region.enter(x).data_ptr() == x.data_ptr(), region.leave(partial).data_ptr() == place]
+
+
+def test_f_and_g_copy_nothing(ranks: Ranks) -> None:
+    assert ranks(2, places) == [[True, True]] * 2
+
+
+@contextmanager
+def named(group: dist.ProcessGroup, description: str) -> Iterator[None]:
+    """`group` under another description: only some of the pool's ranks are here, and all would have to make a new
+    one."""
+    before = group.group_desc
+    group._set_group_desc(description)
+    try:
+        yield
+    finally:
+        group._set_group_desc(before)
+
+
+def calls(group: dist.ProcessGroup, kind: str, num_rows: int) -> list[list[tuple[str, str, float, float]]]:
+    """What forward and backward of one slice call, by operation and axis: (operation, axis, calls, called bytes)."""
+    region = SEAMS[kind](group)
+    model = Sliced(8).slice(group, region)
+    x = torch.ones(num_rows, 2, WIDTH, dtype=torch.float64)
+    with named(group, "mesh_tp"):  # what a mesh calls the group of its axis tp
+        with Calls() as forward:
+            loss = model(region.own(x) if kind == "sequence" else x, region).sum()
+        with Calls() as backward:
+            loss.backward()
+    return [[(op.op, op.axis, op.calls, op.called_bytes) for op in seen.ops()] for seen in (forward, backward)]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_slice_is_one_all_reduce_each_way(ranks: Ranks, world_size: int) -> None:
+    nbytes = 2 * (world_size - 1) / world_size * 6 * 2 * WIDTH * 8
+    wanted = ("all_reduce", "tp", 1, pytest.approx(nbytes))
+    assert ranks(world_size, calls, "whole", 6) == [[[wanted], [wanted]]] * world_size
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_rows_that_are_cut_send_the_same_bytes(ranks: Ranks, world_size: int) -> None:
+    nbytes = 2 * (world_size - 1) / world_size * 6 * 2 * WIDTH * 8
+    gathered = ("all_gather", "tp", 1, pytest.approx(nbytes / 2))
+    scattered = ("all_to_all", "tp", 1, pytest.approx(nbytes / 2))
+    assert ranks(world_size, calls, "sequence", 6) == [[[gathered, scattered], [gathered, scattered]]] * world_size
+
+
+def marks(group: dist.ProcessGroup, kind: str) -> list[str]:
+    region = SEAMS[kind](group)
+    model, x = Sliced(8).slice(group, region), torch.ones(4, 2, WIDTH, dtype=torch.float64)
+    with recorded() as spans:
+        model(region.own(x) if kind == "sequence" else x, region).sum().backward()
+    return [span.kind for span in spans]
+
+
+def test_what_is_sent_is_marked(ranks: Ranks) -> None:
+    assert ranks(2, marks, "whole") == [["all_reduce"] * 2] * 2
+    assert ranks(2, marks, "sequence") == [["all_gather", "reduce_scatter"] * 2] * 2
+
+
+def summed(group: dist.ProcessGroup) -> list[Any]:
+    sums = [torch.full((2, 3), group.rank() + 1.0), torch.ones(1)]
+    with Calls() as calls:
+        sum_together(sums, group)
+    return [[total.tolist() for total in sums], sum(op.calls for op in calls.ops())]
+
+
+def test_gradients_are_summed_in_one_call(ranks: Ranks) -> None:
+    assert ranks(3, summed) == [[[[[6.0] * 3] * 2, [3.0]], 1]] * 3
+
+
+# Embedding and cross-entropy over a vocabulary in parts, against the dense ones, at uneven parts and extreme
+# scores.
+
+
+VECTOR = 3
+
+
+def embedded(group: dist.ProcessGroup, vocabulary: int, by_rows: bool, all_the_same: bool) -> list[float]:
+    """Differences to the dense embedding: of the vectors, and of the gradient of this rank's part."""
+    generator = torch.Generator().manual_seed(5)
+    dense = nn.Embedding.from_pretrained(torch.randn(vocabulary, VECTOR, generator=generator).double(), freeze=False)
+    tokens = torch.zeros(5, 2, dtype=torch.long)  # every rank but the first has none of them
+    if not all_the_same:
+        tokens = torch.randint(vocabulary, (5, 2), generator=generator)
+    sizes = shares(vocabulary, group.size())
+    region = Sequence(group) if by_rows else Whole(group)
+    part = VocabularyParallelEmbedding(dense, sizes, group.rank(), region)
+    found, wanted = part(tokens), dense(tokens)
+    factor = torch.arange(30.0).view(5, 2, VECTOR).double()  # a gradient that differs from place to place
+    (wanted * factor).sum().backward()
+    if isinstance(region, Sequence):
+        wanted, factor = region.own(wanted), region.own(factor)
+    (found * factor).sum().backward()
+    assert part.weight.grad is not None and dense.weight.grad is not None
+    gradient = part.slices["weight"].piece(dense.weight.grad, group.rank())
+    return [(found - wanted).abs().sum().item(), (part.weight.grad - gradient).abs().sum().item()]
+
+
+@pytest.mark.parametrize("by_rows", [False, True])
+@pytest.mark.parametrize("all_the_same", [False, True])
+@pytest.mark.parametrize(("world_size", "vocabulary"), [(1, 4), (2, 8), (3, 7), (4, 4), (4, 9)])
+def test_an_embedding_in_parts_is_the_dense_one(
+    ranks: Ranks, world_size: int, vocabulary: int, by_rows: bool, all_the_same: bool
+) -> None:
+    for of_rank in ranks(world_size, embedded, vocabulary, by_rows, all_the_same):
+        assert max(of_rank) < 1e-12
+
+
+def losses(group: dist.ProcessGroup, vocabulary: int, scale: float, dtype: torch.dtype) -> dict[str, Any]:
+    """The loss, its differences to the dense one, and the calls that it makes."""
+    generator = torch.Generator().manual_seed(6)
+    dense = (torch.randn(4, 3, vocabulary, generator=generator).double() * scale).to(dtype).requires_grad_()
+    targets = torch.randint(vocabulary, (4, 3), generator=generator)
+    sizes = shares(vocabulary, group.size())
+    scores = dense.detach().split(sizes, -1)[group.rank()].clone().requires_grad_()
+    with Calls() as calls:
+        loss = VocabularyParallelCrossEntropy(sizes, group)(scores, targets)
+        (loss * 0.5).backward()
+    wide = dense.to(torch.promote_types(dtype, torch.float32))
+    wanted = F.cross_entropy(wide.flatten(0, -2), targets.flatten(), reduction="sum")
+    (wanted * 0.5).backward()
+    assert dense.grad is not None and scores.grad is not None
+    return {
+        "loss": loss.item(),
+        "apart": abs(loss.item() - wanted.item()) / abs(wanted.item()),
+        "gradient": (scores.grad - dense.grad.split(sizes, -1)[group.rank()]).abs().max().item(),
+        "sent": [(op.op, op.calls, op.raw_bytes) for op in calls.ops()],
+    }
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e4])  # exp of the second is infinite without its maximum
+@pytest.mark.parametrize(("world_size", "vocabulary"), [(1, 4), (2, 8), (3, 256), (4, 7)])
+def test_a_loss_in_parts_is_the_dense_one_and_the_same_on_every_rank(
+    ranks: Ranks, world_size: int, vocabulary: int, scale: float
+) -> None:
+    found = ranks(world_size, losses, vocabulary, scale, torch.float64)
+    assert len({of_rank["loss"] for of_rank in found}) == 1  # to the bit
+    for of_rank in found:
+        assert of_rank["apart"] < 1e-13 and of_rank["gradient"] < 1e-13
+        assert of_rank["sent"] == [("all_reduce", 2, 3 * 12 * 8)]  # three numbers a token, and no scores
+
+
+def test_16_bit_scores_are_summed_in_32(ranks: Ranks) -> None:
+    for of_rank in ranks(2, losses, 8, 1.0, torch.bfloat16):
+        assert of_rank["apart"] < 1e-6
+        assert of_rank["gradient"] < 1e-2
+        assert of_rank["sent"] == [("all_reduce", 2, 3 * 12 * 4)]

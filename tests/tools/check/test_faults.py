@@ -1,0 +1,92 @@
+"""Every planted fault is named: the ranks, the number of the call in its group, and both lines. No false alarm: scripts
+that are right end with 0, without a finding and without a question."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.launched import ended_warm
+from tests.tools.check.cases import NONE_OF_OURS, PLANTED, RIGHT, SCRIPTS, Planted, check, line_of, missed, too_wide
+
+
+@pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.name)
+def test_it_is_named(planted: Planted, tmp_path: Path) -> None:
+    script = SCRIPTS / "faults" / f"{planted.name}.py"
+    checked = check(script, planted.world_size, tmp_path, LAB_HANG_AFTER_S="2")
+    assert checked.code == planted.exit_code, checked.said
+    assert not missed(planted, checked), checked.said
+    assert not too_wide(checked.said)
+    texts = [line.removeprefix("rank 0 | ") for line in checked.said.splitlines()]
+    assert any(text.startswith(("FAIL  ", "PASS  ")) and len(text) < 80 for text in texts)
+
+
+@pytest.mark.parametrize(("name", "world_size"), RIGHT.items())
+def test_nothing_is_said_of_a_right_one(name: str, world_size: int, tmp_path: Path) -> None:
+    checked = check(SCRIPTS / "right" / f"{name}.py", world_size, tmp_path)
+    assert checked.code == 0, checked.said
+    assert not checked.sentences
+    assert "question" not in checked.said
+    assert "is not recorded" not in checked.said
+
+
+def test_what_is_compared_at_the_end_is_compared_before_an_exit_too(tmp_path: Path) -> None:
+    source = (SCRIPTS / "faults" / "drifted.py").read_text()
+    (tmp_path / "exits.py").write_text(f"{source}\nimport os\nos._exit(0)\n")
+    checked = check(tmp_path / "exits.py", 3, tmp_path)
+    assert checked.code == 1 and "drifted apart" in checked.sentences[0], checked.said
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("raise KeyboardInterrupt", "ranks 0 and 1 raised KeyboardInterrupt at ends.py:2"),
+        ("sys.stderr.close(); sys.exit('no text')", "ranks 0 and 1 called sys.exit with no text at ends.py:2"),
+        ("os.execv('/bin/true', ['true'])", "the script becomes another program by os.execv() at ends.py:2"),
+    ],
+)
+def test_a_script_that_ends_before_it_has_begun_does_not_pass(line: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "ends.py").write_text(f"import os, sys\n{line}\n")
+    checked = check(tmp_path / "ends.py", 2, tmp_path)
+    assert checked.code == 1 and words in checked.told, checked.said
+
+
+# torchrun's agent, but for the start of its ranks: forked from the agent, they import nothing again.
+AGENT = """
+import sys
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from distlab.cli import check
+
+def be_rank():
+    sys.exit(check.main(sys.argv[1:]))
+
+config = LaunchConfig(
+    min_nodes=1, max_nodes=1, nproc_per_node=2, max_restarts=1, run_id="one", rdzv_backend="c10d",
+    rdzv_endpoint="localhost:0", start_method="fork", monitor_interval=0.1,
+)
+elastic_launch(config, be_rank)()
+"""
+
+
+def test_a_restart_under_torchrun_is_a_run_of_its_own(tmp_path: Path) -> None:
+    """A script that fails on purpose is told of, started again by its agent, and then passes."""
+    clean = {name: value for name, value in os.environ.items() if not NONE_OF_OURS.match(name)}
+    own = {"LAB_RUNS_DIR": str(tmp_path / "runs"), "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    words = [AGENT, str(SCRIPTS / "right" / "elastic.py")]
+    done = ended_warm("-c", words, environ=clean | own, timeout_s=110)
+    assert done.returncode == 0, done.stdout
+    said = " ".join(done.stdout.split())
+    assert "rank 1 raised RuntimeError: a fault of this machine at elastic.py:" in said
+    assert "rank 0: resumes at step 3" in done.stdout
+    first, second = (line for line in done.stdout.splitlines() if line.startswith(("FAIL ", "PASS ")))
+    assert (first.split()[0], second.split()[0]) == ("FAIL", "PASS")
+
+
+def test_all_scripts_are_in_the_tables() -> None:
+    under_an_agent = {"elastic"}
+    assert {path.stem for path in (SCRIPTS / "right").glob("*.py")} == {*RIGHT, *under_an_agent}
+    assert {path.stem for path in (SCRIPTS / "faults").glob("*.py")} == {planted.name for planted in PLANTED}
+    for planted in PLANTED:
+        for marker in planted.lines:
+            assert re.fullmatch(rf"{planted.name}\.py:\d+", line_of(SCRIPTS / "faults" / f"{planted.name}.py", marker))

@@ -1,0 +1,205 @@
+"""The user's line and the framework's call: with a stand-in for a library whose loop the user does not see."""
+
+from pathlib import Path
+
+import pytest
+
+from distlab.tools.check.deadlock import Standing, circle
+from distlab.tools.check.rank_state import Call, CallPlace, GroupKey, Kind, RankState, Wait
+from distlab.tools.check.source_lines import divided_before
+from tests.frameworks.faults import table
+from tests.tools.check.cases import Checked, check
+
+LIBRARY = """
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+
+class Trainer:
+    def __init__(self, batches, patience, module=None):
+        dist.init_process_group("gloo")
+        torch.manual_seed(0)
+        self.model = torch.nn.parallel.DistributedDataParallel(module or torch.nn.Linear(4, 1))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.batches, self.patience = batches, patience
+        torch.manual_seed(1 + dist.get_rank())
+
+    def train(self):
+        for number in DataLoader(range(self.batches)):
+            if number == self.patience:
+                break
+            self._step()
+        self.after()
+
+    def _step(self):
+        self.optimizer.zero_grad()
+        self.model(torch.randn(8, 4)).mean().backward()
+        self.optimizer.step()
+
+    def after(self):
+        pass
+
+    def log(self, value):
+        dist.all_reduce(value)
+"""
+SCRIPT = """
+import os
+import sys
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "site-packages"))
+import torch
+import torch.distributed as dist
+from trainlib import Trainer
+
+
+class Mine(Trainer):
+    def after(self):
+        self.log(torch.ones(1))
+
+
+class Net(torch.nn.Linear):
+    def forward(self, given):
+        if dist.get_rank() == 0:
+            dist.all_reduce(given)
+        return super().forward(given)
+
+
+def main():
+    rank = int(os.environ["RANK"])
+    {body}
+
+
+main()
+"""
+
+
+ALONE = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(2):
+    model(torch.randn(4, 2)).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_the_page_has_the_table_of_what_make_frameworks_runs() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "check.md").read_text()
+    assert "\n".join(["<!-- table of: tests/frameworks/faults.py -->", *table(), "<!-- end -->"]) in page
+
+
+def of_library(folder: Path, body: str) -> Checked:
+    package = folder / "site-packages" / "trainlib"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(LIBRARY)
+    script = folder / "train.py"
+    script.write_text(SCRIPT.format(body=body.replace("\n", "\n    ")))
+    return check(script, 2, folder, LAB_HANG_AFTER_S="2")
+
+
+def sentence(checked: Checked) -> str:
+    return " ".join(checked.sentences)
+
+
+def test_a_loop_that_ended_earlier_is_told_by_steps(tmp_path: Path) -> None:
+    checked = of_library(tmp_path, "Trainer(5 - rank, 99).train()\ndist.barrier()")
+    assert checked.code == 1, checked.said
+    assert "rank 1's loop in Trainer.train ended after 4 optimizer steps / 4 batches of its DataLoader" in sentence(
+        checked
+    )
+    assert "rank 0 is at 4 optimizer steps / 5 batches of its DataLoader" in sentence(checked)
+    assert "has 4 batches on rank 1 and more on rank 0: uneven data" in sentence(checked)
+    assert "give all ranks as many batches" in sentence(checked)
+
+
+def test_ranks_that_part_inside_of_one_call_are_told_by_steps(tmp_path: Path) -> None:
+    checked = of_library(tmp_path, "Mine(5, 2 if rank == 1 else 99).train()")
+    assert checked.code == 1, checked.said
+    assert (
+        "in Trainer.train rank 1 is after 2 optimizer steps / 3 batches of its DataLoader and rank 0 after 2"
+        in sentence(checked)
+    )
+    assert "train.py:13 in Trainer.log, called by Trainer.train at train.py:25" in sentence(checked)
+    assert "one shape" not in sentence(checked)
+
+
+def test_the_call_that_was_typed_is_in_the_remedy(tmp_path: Path) -> None:
+    checked = of_library(
+        tmp_path, "trainer = Trainer(3, 99)\ntrainer.train()\nif rank == 0:\n    trainer.log(torch.ones(1))"
+    )
+    assert checked.code == 1, checked.said
+    assert "rank 0 waits in all_reduce" in sentence(checked)
+    assert "let all ranks call Trainer.log at train.py:28, or none; it stands under `if rank == 0`" in sentence(checked)
+
+
+def test_the_users_line_in_a_forward_pass_is_told_with_the_call_above_it(tmp_path: Path) -> None:
+    """DDP's forward, which is watched, lies between."""
+    checked = of_library(tmp_path, "Trainer(3, 99, Net(4, 1)).train()")
+    assert checked.code == 1, checked.said
+    assert "train.py:19, called by Trainer.train at train.py:25" in sentence(checked)
+    assert (
+        "let all ranks make the all_reduce of train.py:19, or none; it stands under `if dist.get_rank() == 0`"
+        in sentence(checked)
+    )
+
+
+def test_ranks_that_train_alone_are_no_pass(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(ALONE)
+    checked = check(script, 2, tmp_path)
+    assert checked.code == 1, checked.said
+    assert "each of the 2 ranks trains alone: in its 2 steps neither gradients nor weights went to" in sentence(checked)
+    assert "DistributedDataParallel" in sentence(checked)
+
+
+def test_a_pass_of_ranks_that_called_nobody_is_asked_about(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import torch.distributed as dist\n\ndist.init_process_group('gloo')\nprint(dist.get_rank())\n")
+    checked = check(script, 2, tmp_path)
+    assert checked.code == 0, checked.said
+    (asked,) = checked.questions
+    assert asked.startswith("ranks made a process group and no call in it, so that nothing was compared")
+
+
+def test_a_right_one_passes(tmp_path: Path) -> None:
+    checked = of_library(tmp_path, "trainer = Mine(3, 99)\ntrainer.train()\ntrainer.log(torch.ones(1))")
+    assert checked.code == 0, checked.said
+
+
+@pytest.mark.parametrize(("needs", "told"), [([1, 0], True), ([2, 2], False)], ids=["each other", "one that ended"])
+def test_each_sends_first_where_nobody_has_ended(needs: list[int], told: bool) -> None:
+    stuck = {}
+    for rank, peer in enumerate(needs):
+        call = Call(rank, CallPlace("ring.py:3"), GroupKey((0, 1, 2)), Kind("send", peer=peer), 0, 1, 0.0)
+        stuck[rank] = Standing(Wait(call, "send", call.place, 0.0), frozenset({peer}), any_of=False)
+    assert ("Each sends first" in circle(stuck[0], stuck)) == told
+
+
+def test_a_helper_is_told_with_its_callers() -> None:
+    state = RankState(0, 2)
+    state.take(["place", 0, "utils.py:5", "", "utils.py", "", "", "train.py:30 from train.py:44"], 0.0)
+    assert str(state.place(0)) == "utils.py:5"
+    assert state.place(0).callers == "train.py:30 from train.py:44"
+
+
+@pytest.mark.parametrize(
+    ("before", "divided"),
+    [
+        ("grad /= world_size", True), ("grad.div_(dist.get_world_size())", True), ("loss = loss / world", True),
+        ("grad /= 2", False), ("mean = total / len(batches)", False), ("grad.add_(1)", False),
+    ],
+)  # fmt: skip
+def test_a_division_before_the_sum_is_seen(before: str, divided: bool, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f"def step(grad):\n    {before}\n    dist.all_reduce(grad)\n    show(grad / world_size)\n")
+    assert divided_before(CallPlace("train.py:3", "", str(script))) == divided
+
+
+def test_a_division_in_the_function_that_calls_is_seen(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("def total(grad):\n    dist.all_reduce(grad)\ndef step(grad):\n    total(grad / world_size)\n")
+    assert divided_before(CallPlace("train.py:2", "", str(script), callers="train.py:4"))

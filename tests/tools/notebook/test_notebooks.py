@@ -1,0 +1,107 @@
+"""The magics as they are typed, and the notebooks of notebooks/, executed as Jupyter does it."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import nbclient
+import nbformat
+import pytest
+from IPython.core.error import UsageError
+from IPython.testing.globalipapp import get_ipython
+
+from distlab.tools.notebook.magics import RanksMagics
+from distlab.tools.notebook.shown import CellFailed
+
+TOP = Path(__file__).parents[3]
+NOTEBOOKS = sorted((TOP / "notebooks").glob("*.ipynb"))
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(scope="module")
+def typed() -> Iterator[RanksMagics]:
+    """The magics in a shell of IPython's."""
+    shell = get_ipython()  # type: ignore[no-untyped-call]
+    shell.run_line_magic("load_ext", "distlab")
+    found: RanksMagics = shell.magics_manager.registry["RanksMagics"]
+    yield found
+    found.session.close()
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("0", "'0' is no number of ranks, allowed: 1 to 64"),
+        ("four", "'four' is no number of ranks, allowed: 1 to 64"),
+        ("65", "'65' is no number of ranks, allowed: 1 to 64"),
+        ("2 --only x", "'x' is no list of ranks, allowed: such as 0 or 0,2"),
+        ("2 --only 1,2", "--only has rank 2, and there are ranks 0 to 1"),
+        ("2 --show wires", "'wires' is nothing to show, allowed: wire, timeline, memory"),
+        ("2 --hide", "unrecognized arguments: --hide"),
+        ("2 '", "No closing quotation"),
+    ],
+)
+def test_what_is_typed_wrong_is_said_in_a_line(typed: RanksMagics, line: str, sentence: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(sentence)):
+        typed.ranks(line, "1")
+
+
+def test_ranks_are_started_shown_and_stopped(typed: RanksMagics, capsys: pytest.CaptureFixture[str]) -> None:
+    typed.ranks("")
+    assert capsys.readouterr().out == "no ranks: %ranks 4 starts four\n"
+    typed.ranks("2")
+    assert re.fullmatch(r"2 ranks in \d+\.\d s\n", capsys.readouterr().out)
+    typed.ranks("", "x = rank\nx")
+    assert capsys.readouterr().out == "rank 0 | = 0\nrank 1 | = 1\n"
+    typed.ranks("--show wire", "dist.barrier()")
+    assert "bytes sent by" in capsys.readouterr().out
+    typed.ranks("")
+    assert re.fullmatch(r"(rank \d   process \d+   [\d.]+ MB   1 name: x\n){2}", capsys.readouterr().out)
+    with pytest.raises(CellFailed, match="ValueError on rank 1"):
+        typed.ranks("2", "if rank:\n    raise ValueError(1)")
+    capsys.readouterr()
+    typed.ranks("3", "'x' in dir()")
+    assert capsys.readouterr().out.endswith("all 3 ranks | = False\n"), "another number starts anew"
+    typed.ranks("--stop")
+    assert capsys.readouterr().out == "no ranks\n"
+
+
+def texts(notebook: nbformat.NotebookNode) -> str:
+    """All that the cells have printed and raised, without colours."""
+    found = []
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            found += [output.get("text", ""), *output.get("traceback", [])]
+    return re.sub(r"\x1b\[\d+m", "", "\n".join(found))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs_from_top_to_bottom(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)  # type: ignore[no-untyped-call]
+    nbclient.NotebookClient(notebook, timeout=150, resources={"metadata": {"path": str(path.parent)}}).execute()
+    found = texts(notebook)
+    for sentence in SAYS[path.stem]:
+        assert sentence in found, found
+    failing = [cell for cell in notebook.cells if "raises-exception" in cell.metadata.get("tags", [])]
+    assert all(any(output.output_type == "error" for output in cell.outputs) for cell in failing)
+
+
+# What each has to say, whoever runs it.
+SAYS = {
+    "1_talk": ["all 4 ranks | the same on all", "all 4 ranks | = True", "bytes sent by", "rank 0 | = tensor([10.])"],
+    "2_data_parallel": ["all 3 ranks | = 'proven'", "gradients", "['4.bias', '4.weight', '2.bias', '2.weight', '0.bias', '0.weight']"],
+    "3_tensor_parallel": ["all 3 ranks | = 'proven'", "gradients of before.bias on rank 0 are a part"],
+    "4_pipeline": ["by the formula 43%", "rank 3: F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5   keeps 1"],
+    "5_zero": ["all 4 ranks | = 8.4", "7 billion parameters on 8 ranks, stage 3:   14.0 GB each"],
+    "6_break_it": [
+        "rank 0 waits in all_reduce #0 of all ranks at cell 3, line 2",
+        "Each sends first, and none receives",
+        "rank 3 was killed by SIGKILL",
+        "rank 3 began anew",
+        "model(1) gives other numbers on ranks 1, 2 and 3 than on rank 0",
+    ],
+}  # fmt: skip
+
+
+def test_every_notebook_has_its_sentences() -> None:
+    assert {path.stem for path in NOTEBOOKS} == set(SAYS)

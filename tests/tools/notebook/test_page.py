@@ -1,0 +1,29 @@
+"""docs/notebooks.md: each cell of it gives what stands below it."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from distlab.tools.notebook import shown
+from distlab.tools.notebook.session import Session
+
+PAGE = Path(__file__).parents[3] / "docs" / "notebooks.md"
+PAIR = re.compile(r"```python\n%%ranks ?(\d*)\n(.*?)```\n\n```text\n(.*?)```", re.DOTALL)
+
+
+@pytest.mark.timeout(120)
+def test_the_page_shows_what_its_cells_give() -> None:
+    session = Session()
+    cells = PAIR.findall(PAGE.read_text())
+    assert len(cells) == 4
+    try:
+        session.start(int(cells[0][0]))
+        for number, (_, source, wanted) in enumerate(cells, 1):
+            result = session.run(number, source)
+            lines = list(shown.outputs(result))
+            lines += shown.failure(result, source).lines if result.outcome.is_bad else []
+            text = re.sub(r"\x1b\[\d+m", "", "\n".join(lines))
+            assert text.splitlines() == wanted.splitlines()
+    finally:
+        session.close()

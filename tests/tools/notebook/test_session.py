@@ -1,0 +1,243 @@
+"""Cells on ranks: what stays from cell to cell, and what becomes of ranks that hang, raise, are interrupted or die."""
+
+import _thread
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from distlab.tools.notebook import shown
+from distlab.tools.notebook.session import Result, Session
+
+pytestmark = pytest.mark.timeout(120)
+
+SIZE = 3
+
+
+class Notebook:
+    """A notebook's cells, one after the other."""
+
+    def __init__(self, session: Session) -> None:
+        self.session, self.number = session, 0
+
+    def cell(self, source: str, *only: int, measured: bool = False) -> Result:
+        self.number += 1
+        self.source = source
+        return self.session.run(self.number, source, only, measured=measured)
+
+    def interrupted(self, source: str) -> Result:
+        """A cell that is interrupted once it runs on all ranks."""
+
+        def interrupt() -> None:
+            while not all("it runs" in each.printed() for each in self.session._ranks):
+                time.sleep(0.05)
+            _thread.interrupt_main()
+
+        threading.Thread(target=interrupt, daemon=True).start()
+        return self.cell(f"print('it runs', flush=True)\n{source}")
+
+    def lines(self, source: str, *only: int) -> list[str]:
+        """What is shown of a cell that goes well."""
+        result = self.cell(source, *only)
+        assert not result.outcome.is_bad, self.failure(result)
+        return list(shown.outputs(result))
+
+    def failure(self, result: Result) -> str:
+        text = "\n".join(shown.failure(result, self.source).lines)
+        for code in (shown.RED, shown.BOLD, shown.PLAIN):
+            text = text.replace(code, "")
+        return text
+
+
+@pytest.fixture(scope="module")
+def notebook() -> Iterator[Notebook]:
+    session = Session()
+    session.start(SIZE)
+    yield Notebook(session)
+    session.close()
+
+
+def test_names_stay_and_equal_outputs_are_shown_once(notebook: Notebook) -> None:
+    assert notebook.lines("x = 10 * rank\nprint('alike')\nprint('rank', rank)\nworld_size") == [
+        "all 3 ranks | alike", "rank 0 | rank 0", "rank 1 | rank 1", "rank 2 | rank 2", "all 3 ranks | = 3",
+    ]  # fmt: skip
+    assert notebook.lines("x + 1") == ["rank 0 | = 1", "rank 1 | = 11", "rank 2 | = 21"]
+    assert notebook.lines("x;") == []
+    assert notebook.lines("None") == []
+
+
+def test_a_cell_runs_on_some_ranks_alone(notebook: Notebook) -> None:
+    notebook.lines("y = 0")
+    notebook.lines("y = 1", 0, 2)
+    assert notebook.lines("y") == ["ranks 0 and 2 | = 1", "rank 1 | = 0"]
+
+
+def test_a_collective_goes_over_all(notebook: Notebook) -> None:
+    total = notebook.lines("t = torch.tensor([rank + 1.0])\ndist.all_reduce(t)\nt.item()")
+    assert total == ["all 3 ranks | = 6.0"]
+
+
+def test_a_deadlock_is_told_with_both_lines_and_names_stay(notebook: Notebook) -> None:
+    notebook.lines("kept = rank")
+    result = notebook.cell(
+        "import time\nif rank == 0:\n    dist.all_reduce(torch.ones(2))\nelse:\n    dist.barrier()\n"
+    )
+    said = notebook.failure(result)
+    assert result.outcome.is_bad
+    assert result.made_anew == []
+    number = notebook.number
+    assert f"rank 0 waits in all_reduce #0 of all ranks at cell {number}, line 3" in said
+    assert "rank 0 -->   3     dist.all_reduce(torch.ones(2))" in said
+    assert "ranks 1 and 2 -->   5     dist.barrier()" in said
+    assert "all ranks have kept what the cells before have made" in said
+    assert notebook.lines("kept") == ["rank 0 | = 0", "rank 1 | = 1", "rank 2 | = 2"]
+    assert notebook.lines("t = torch.ones(1)\ndist.all_reduce(t)\nt.item()") == ["all 3 ranks | = 3.0"]
+
+
+def test_deadlocks_one_right_after_the_other_are_each_told(notebook: Notebook) -> None:
+    """What ranks tell as they are called back is of the cell before."""
+    for _ in range(3):
+        said = notebook.failure(notebook.cell("large = torch.zeros(10_000_000)\ndist.send(large, (rank + 1) % 3)"))
+        assert f"at cell {notebook.number}, line 2" in said.splitlines()[0]
+        assert "Each sends first, and none receives" in said
+
+
+def test_a_rank_outside_of_the_cell_is_waited_for_by_name(notebook: Notebook) -> None:
+    said = notebook.failure(notebook.cell("dist.barrier()", 0, 1))
+    assert "ranks 0 and 1 wait in barrier #0" in said.replace("rank 0 waits", "ranks 0 and 1 wait")
+    assert "rank 2 has ended without it" in said
+
+
+def test_an_exception_is_shown_once_with_its_ranks_and_its_line(notebook: Notebook) -> None:
+    said = notebook.failure(notebook.cell("def f(x):\n    return 1 / x\n\nf(min(rank, 1))\n"))
+    number = notebook.number
+    assert said.count("ZeroDivisionError: division by zero") == 1
+    assert "ZeroDivisionError on rank 0" in said
+    assert f"cell {number}, line 2, in f" in said
+    assert "rank 0 -->   2     return 1 / x" in said
+    said = notebook.failure(notebook.cell("raise ValueError('on all')"))
+    assert said.splitlines()[0] == "ValueError on all 3 ranks"
+    said = notebook.failure(notebook.cell("x = (\n"))
+    assert f"cell {notebook.number}, line 1" in said
+    assert "SyntaxError: '(' was never closed" in said
+
+
+def test_who_raises_is_blamed_and_not_who_waits_for_it(notebook: Notebook) -> None:
+    said = notebook.failure(notebook.cell("if rank == 2:\n    raise KeyError('here')\ndist.barrier()"))
+    assert said.splitlines()[0] == "KeyError on rank 2"
+    assert "Connection" not in said
+
+
+@pytest.mark.parametrize(
+    "source", ["import time\ntime.sleep(60)", "while True:\n    pass", "dist.recv(torch.ones(1), (rank + 1) % 3)"]
+)
+def test_an_interrupt_brings_all_back(notebook: Notebook, source: str) -> None:
+    notebook.lines("kept = rank")
+    result = notebook.interrupted(source)
+    assert result.interrupted
+    assert "interrupted" in notebook.failure(result)
+    assert result.made_anew == []
+    assert notebook.lines("kept") == ["rank 0 | = 0", "rank 1 | = 1", "rank 2 | = 2"]
+
+
+def test_a_rank_that_dies_is_named_and_made_anew(notebook: Notebook) -> None:
+    notebook.lines("kept = rank")
+    result = notebook.cell("import os, signal\nif rank == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()")
+    said = notebook.failure(result)
+    assert said.splitlines()[0].startswith("rank 1 was killed by SIGKILL")
+    assert "rank 1 began anew: what the cells before have made is gone there, and kept on all others" in said
+    assert [notebook.session.names.get(rank, []).count("kept") for rank in range(3)] == [1, 0, 1]
+    assert notebook.lines("'kept' in dir()") == ["ranks 0 and 2 | = True", "rank 1 | = False"]
+
+
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [
+        ("os._exit(0)", "Exited: ended the process by os._exit(0) at cell_"),
+        ("posix._exit(0)", "rank 1 left by os._exit(0)"),
+    ],
+)
+def test_a_cell_that_ends_its_rank_has_failed(notebook: Notebook, end: str, words: str) -> None:
+    result = notebook.cell(f"import os, posix\nif rank == 1:\n    {end}")
+    said = notebook.failure(result)
+    assert words in said, said
+
+
+def test_names_are_those_that_cells_have_made_on_each_rank(notebook: Notebook) -> None:
+    notebook.lines("import math\n_hidden = own = 1\nif rank:\n    later = 2\ndist.barrier()")
+    notebook.cell("stuck = 3\nif rank == 1:\n    dist.barrier()")  # called back, it tells its names too
+    made = [notebook.session.names[rank][-4:] for rank in range(3)]
+    assert [names[-3:] for names in made] == [["math", "own", "stuck"], *[["own", "later", "stuck"]] * 2]
+    assert shown.names([]) == "no names yet"
+    assert shown.names([*"abcdefghij"]) == "10 names: ..., c, d, e, f, g, h, i, j"
+
+
+def test_a_rank_that_dies_between_two_cells_is_made_anew(notebook: Notebook) -> None:
+    pid, nbytes = notebook.session.memory_bytes()[2]
+    assert nbytes > 0
+    os.kill(pid, signal.SIGKILL)
+    while notebook.session.memory_bytes()[2][1]:
+        time.sleep(0.02)
+    result = notebook.cell("dist.barrier()")
+    assert not result.outcome.is_bad
+    assert result.made_anew == [2]
+
+
+def test_a_rank_that_does_not_come_back_is_made_anew(notebook: Notebook) -> None:
+    deaf = "import ctypes\nif rank == 1:\n    ctypes.PyDLL(None).sleep(60)\ndist.barrier()"  # it keeps the interpreter
+    result = notebook.interrupted(deaf)
+    assert result.interrupted
+    assert result.made_anew == [1]
+
+
+def test_what_is_measured_is_of_this_cell(notebook: Notebook) -> None:
+    notebook.lines("dist.all_reduce(torch.ones(1_000_000))")
+    result = notebook.cell("t = torch.ones(250_000)\ndist.all_reduce(t)", measured=True)
+    table = shown.wire_table(result).splitlines()
+    assert table[1].split()[:3] == ["bytes", "sent", "by"]
+    sent = [int(row.split()[-2]) for row in table[2:]]
+    assert all(1_333_332 <= each < 1_400_000 for each in sent), table  # 2(N-1)/N of 1 MB, and gloo's own framing
+    assert "at the peak" in shown.memory_table(result)
+    assert shown.timeline(result).startswith("<svg")
+    quiet = notebook.cell("1", measured=True)
+    assert shown.wire_table(quiet) == "nothing was sent: no rank called another"
+    assert shown.timeline(quiet) == ""
+
+
+def test_a_proof_in_a_cell_fails_and_passes(notebook: Notebook) -> None:
+    right = (
+        "from torch import nn\n"
+        "def model(seed):\n    torch.manual_seed(seed)\n    return nn.Linear(3, 2).double()\n"
+        "def batch(seed, step):\n    g = torch.Generator().manual_seed(10 * seed + step)\n"
+        "    x = torch.randn(7, 3, generator=g, dtype=torch.float64)\n    return x, x[:, :2]\n"
+        "distlab.same_as_one_process(model=model, batch=batch)\n"
+    )
+    assert notebook.lines(right) == []
+    said = notebook.failure(notebook.cell(right.replace("manual_seed(seed)", "manual_seed(seed + rank)")))
+    assert "model(1) gives other numbers on ranks 1 and 2 than on rank 0" in said
+
+
+def test_ranks_end_with_the_process_that_has_them(tmp_path: Path) -> None:
+    kernel = (
+        "import sys, time\nfrom distlab.tools.notebook.session import Session\n"
+        "if __name__ == '__main__':\n    one = Session()\n    one.start(2)\n"
+        "    print(*(pid for pid, _ in one.memory_bytes()), flush=True)\n    time.sleep(60)\n"
+    )
+    script = tmp_path / "kernel.py"
+    script.write_text(kernel)
+    process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    pids = [int(each) for each in process.stdout.readline().split()]
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(pids) == 2
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]

@@ -1,0 +1,116 @@
+"""What is said of the choice: the rows that are shown, the reason, and remedies that hold what they promise."""
+
+from dataclasses import replace
+
+import pytest
+
+from distlab.cli.plan import main
+from distlab.tools.plan import advice
+from distlab.tools.plan.advice import framework, plan, reason, remedies
+from distlab.tools.plan.answer import answer_lines
+from distlab.tools.plan.layout import KINDS, layouts
+from tests.documents import faults
+from tests.tools.plan.test_layouts import GRID, job
+
+BETWEEN = "--params 20B --gpus 16 --gpu-memory 48GB"
+STRATEGIES = ("dp  ", "zero1  ", "zero2  ", "zero3  ", "tp ", "pp ", "cp ")
+
+
+def test_the_table_shows_all_that_is_spoken_of_and_no_more_than_eleven_rows() -> None:
+    """In little memory the one to take is neither the simplest of its product nor the fastest."""
+    longest = 0
+    for line in [*GRID, BETWEEN]:
+        asked = job(line)
+        chosen = plan(asked)
+        names = [each.layout.name for each in chosen.shown]
+        assert [row.split("  ")[0] for row in answer_lines(asked, [], chosen) if row.startswith(STRATEGIES)] == names
+        assert len(names) == len(set(names))
+        longest = max(longest, len(names))
+        if chosen.pick is not None:
+            fastest = min(chosen.fitting, key=lambda each: each.step_s)
+            assert {chosen.pick.layout.name, fastest.layout.name} <= set(names)
+        else:
+            assert min(each.held_bytes for each in chosen.shown) == min(
+                each.held_bytes for each in chosen.costs.values()
+            )
+    assert 8 <= longest <= 11
+    chosen = plan(job(BETWEEN))
+    pick, costs = chosen.pick, chosen.costs
+    assert pick is not None and pick is costs["tp x zero2"]
+    assert costs["tp x zero1"].fits
+    assert costs["tp x zero3"].step_s < pick.step_s < costs["tp x zero1"].step_s / advice.SLACK
+
+
+def test_what_is_faster_by_less_than_one_percent_is_not_worth_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    hair = job("--params 7B --gpus 16 --gpu-memory 60GB --node-link 30GB/s")
+    chosen = plan(hair)
+    assert chosen.pick is not None and min(each.step_s for each in chosen.fitting) < chosen.pick.step_s
+    assert "faster, for more change" not in reason(chosen, hair)
+    more = job("--params 7B --gpus 64 --gpu-memory 80GB")
+    assert "zero3 would be 3% faster, for more change to the model" in reason(plan(more), more)
+    monkeypatch.setattr(advice, "TOLD_FROM", 1e-9)
+    assert "would be 0% faster" in reason(chosen, hair)
+
+
+def test_each_kind_has_a_framework_and_modes_that_show_it() -> None:
+    asked = job("--params 7B --gpus 64 --gpu-memory 80GB")
+    for _, tensor, pipeline, stage in KINDS:
+        layout = next(layouts(asked, tensor, pipeline, stage))
+        tool, commands = framework(layout)
+        assert [fault for command in commands for fault in faults(command)] == []
+        assert len(commands) == max(1, tensor + pipeline + (stage > 0))
+        assert ("fully_shard" in tool) == (stage == 3 or (stage == 2 and pipeline))
+
+
+def test_samples_are_cut_where_nothing_fits_that_keeps_them_whole() -> None:
+    line = "--params 7B --gpus 64 --gpu-memory 80GB --recompute selective --seq"
+    short, long = plan(job(f"{line} 65536")), plan(job(f"{line} 131072"))
+    assert not any(each.layout.context > 1 for each in short.costs.values())
+    assert long.pick is not None and long.pick.layout.context == 32 and "cp 32 x zero1 2" in long.pick.layout.name
+    assert "nothing that keeps samples whole fits; cp x dp does not fit" in reason(long, job(f"{line} 131072"))
+    tool, commands = framework(long.pick.layout)
+    assert "context parallelism" in tool
+    assert [fault for command in commands for fault in faults(command)] == []
+    assert "RUN_MODE=cp make run" in commands
+    odd = plan(job(f"{line} 131071"))
+    assert odd.pick is None and not any(each.layout.context > 1 for each in odd.costs.values())
+
+
+@pytest.mark.parametrize("params", ["13B", "70B"])
+@pytest.mark.parametrize("gpus", [1, 2, 5, 8])
+@pytest.mark.parametrize("more", ["", "--batch 8", "--recompute", "--gpus-per-node 6"])
+def test_a_remedy_fits_if_it_is_taken(params: str, gpus: int, more: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Five GPUs twice would be ten, two nodes of eight half full: sixteen are named. One GPU knows no ZeRO to offload
+    from."""
+    line = f"--params {params} --gpus {min(gpus, 6) if 'node' in more else gpus} --gpu-memory 24GB {more}"
+    asked = job(line)
+    said = list(remedies(asked))
+    options = [words.split(":")[0] for words in said if words.startswith("--")]
+    for option in options:
+        main([*line.split(), *option.split()])
+        assert "take       nothing" not in (printed := capsys.readouterr().out) and "refused" not in printed, option
+    assert any(option.startswith("--gpus") for option in options)
+    size = next(words for words in said if words.startswith("GPUs of"))
+    leaner = f"{line} --recompute --batch 1" if "with" in size else line
+    gigabytes = {"GB": 1.0, "TB": 1e3}[size.split()[3].rstrip(",:")] * float(size.split()[2])
+    assert plan(replace(job(leaner), gpu_memory_bytes=gigabytes * 1.01e9)).pick is not None
+    assert plan(replace(job(leaner), gpu_memory_bytes=gigabytes * 0.98e9)).pick is None
+
+
+def test_where_less_to_keep_is_a_remedy_the_others_are_for_the_step_as_it_is() -> None:
+    said = list(remedies(job("--params 70B --gpus 16 --gpu-memory 80GB --precision fp32")))
+    assert said[0].startswith("--recompute: then ")
+    assert said[-1].startswith("GPUs of 86.2 GB: ")
+    assert not any("recompute" in words for words in said[1:])
+    large = "--params 1T --gpus 3072 --gpu-memory 80GB --layers 128 --width 25600 --heads 160"
+    assert [words.split(":")[0] for words in remedies(job(large))] == ["--recompute", "--gpus 6144", "GPUs of 46.3 GB"]
+
+
+def test_kinds_that_are_left_out_for_one_reason_share_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--params", "1B", "--gpus", "7", "--gpu-memory", "80GB", "--heads", "7", "--layers", "7"])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("left out")]
+    assert [line.split(": ")[0] for line in lines] == [
+        "left out   tp x zero1, tp x zero2, tp x zero3",
+        "left out   pp x zero1, pp x zero2, pp x zero3",
+        "left out   tp x pp x dp, tp x pp x zero1, tp x pp x zero2, tp x pp x zero3",
+    ]

@@ -1,0 +1,211 @@
+"""A given layout, JSON, training time, and refusals: a sentence for each fault with what could be."""
+
+import json
+import math
+from typing import Any
+
+import pytest
+
+from distlab.cli.plan import main, read_asked
+from distlab.lab.config import ConfigError
+from distlab.tools.plan.costs import Cost, cost
+from distlab.tools.plan.layout import Layout
+from distlab.tools.plan.memory import memory_by_class
+from distlab.tools.plan.model import active, named
+from distlab.tools.plan.step_time import executed_flops, model_flops, sent, step_parts
+
+LINE = "--model llama3-70b --gpus 64 --gpu h100 --seq 8192 --global-batch 1024"
+
+
+def priced(line: str) -> Cost:
+    asked = read_asked(line.split())
+    assert asked.layout is not None
+    return cost(asked.job, asked.layout)
+
+
+def test_a_given_layout_is_priced_and_others_stand_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*LINE.split(), "--layout", "tp8,pp4,dp2", "--zero", "1", "--interleave", "5", "--tokens", "1e12"]) == 0
+    printed = capsys.readouterr().out
+    for words in ("layout     tp 8 x pp 4 x zero1 2 x 5 chunks: 512 microbatches", "the largest is ", "fits       yes",
+                  "MFU ", " GPU-hours", "beside it  "):  # fmt: skip
+        assert words in printed
+    assert "tp 8" in read_asked([*LINE.split(), "--layout", "pp4,tp8"]).layout.name  # type: ignore[union-attr]
+    assert read_asked([*LINE.split(), "--layout", "tp8"]).layout == Layout(8, 1, 8, 0), "dp is what is left"
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ("--layout tp8,dp9", ["is of 72 GPUs (tp·pp·dp·cp) and --gpus=64: dp8 would make it"]),
+        ("--layout tp16", ["tp16 does not divide the 8 GPUs of a node", "allowed: 1, 2, 4, 8"]),
+        ("--layout pp64,dp1 --interleave 2", ["pp64 of 2 chunks is more stages than the 80 layers, allowed: up to 40"]),
+        ("--layout dp64 --global-batch 96", ["dp64 does not share --global-batch=96", "allowed: 1, 2, 4, 8, 16, 32"]),
+        ("--layout tp2,tp4", ["names tp twice"]),
+        ("--layout tp", ["has 'tp', allowed: tpN, ppN, dpN, cpN, epN"]),
+        ("--layout cp64,dp1 --seq 8190", ["cp64 does not cut --seq=8190 into 128 equal runs"]),
+        ("--layout ep2", ["ep2 does not divide the 1 experts of the model"]),
+        ("--layout pp64 --zero 1", ["--zero=1 shards over dp x cp, which is one rank"]),
+        ("--layout pp4,dp16 --interleave 3 --global-batch 32", ["--interleave=3 wants a multiple of pp4 microbatches"]),
+        ("--base nf4", ["--lora RANK is missing"]),
+        ("--gpu a100 --dtype fp8", ["which --gpu='a100-80gb' has not"]),
+        ("--gpu h1000", ["did you mean 'h100'", "any other: --flops and --gpu-memory"]),
+        ("--params 7B", ["--model and --params each say which model it is"]),
+        ("--width 100", ["--width is said by --model too"]),
+        ("--zero 4 --dtype fp4", ["--zero='4' is not known", "--dtype='fp4' is not known"]),
+    ],
+)  # fmt: skip
+def test_what_can_not_be_is_refused_with_what_could(
+    more: str, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = LINE.split()
+    for option in ("--gpu", "--seq", "--global-batch"):
+        if f"{option} " in f"{more} ":
+            at = kept.index(option)
+            del kept[at : at + 2]
+    assert main([*kept, *more.split()]) == 2
+    lines = capsys.readouterr().out.splitlines()
+    assert all(line.startswith("refused    ") for line in lines)
+    assert all(any(each in line for line in lines) for each in words), lines
+
+
+def decoded(line: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    assert main([*line.split(), "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(name))
+    return found
+
+
+def test_json_has_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    found = decoded(f"{LINE} --tokens 1e12", capsys)
+    take = next(each for each in found["layouts"] if each["name"] == found["take"])
+    assert sum(take["parts_s"].values()) == pytest.approx(take["step_s"])
+    assert sum(take["memory_bytes"].values()) == pytest.approx(take["held_bytes"])
+    assert found["training"]["days"] == pytest.approx(1e12 / take["tokens_per_s"] / 86400)
+    assert found["training"]["gpu_hours"] == pytest.approx(64 * 24 * found["training"]["days"])
+    assert take["loses"] == "" and all(each["loses"] for each in found["layouts"] if each is not take)
+    fitting = [each["fits"] for each in found["layouts"]]
+    assert fitting == sorted(fitting, reverse=True)
+    given = decoded(f"{LINE} --layout tp8,pp4,dp2 --zero 1", capsys)["layout"]
+    assert given["axes"] == {"tp": 8, "pp": 4, "dp": 2, "cp": 1, "ep": 1, "zero": 1, "chunks": 1}
+    nothing = decoded("--params 70B --gpus 1 --gpu rtx4090", capsys)
+    assert nothing["take"] is None and nothing["would_fit"] and nothing["training"] is None
+
+
+# What each option is worth, by the paper that it is from.
+
+
+def test_recomputation_does_the_forward_pass_again() -> None:
+    none, half, full = (priced(f"{LINE} --layout tp8,pp2 --recompute {each}") for each in ("none", "half", "full"))
+    assert full.parts["products"] == pytest.approx(4 / 3 * none.parts["products"])
+    assert half.parts["products"] == pytest.approx(3.5 / 3 * none.parts["products"])
+    assert full.parts["attention"] == pytest.approx(4.5 / 3.5 * none.parts["attention"])
+    assert full.memory["activations"] < half.memory["activations"] < none.memory["activations"]
+
+
+def test_full_recomputation_keeps_no_scores_of_all_positions() -> None:
+    """Llama 3 8B at 131k positions in 16 GB of activations; with its scores a layer alone would be 2 TB."""
+    line = "--model llama3-8b --gpus 8 --gpu h100 --seq 131072 --recompute full --layout cp8"
+    assert priced(line).memory["activations"] < 16e9
+    assert priced(f"{line} --attention scores").memory["activations"] > 2e11
+
+
+def test_chunks_divide_the_bubble() -> None:
+    plain, chunked = (priced(f"{LINE} --layout tp8,pp4,dp2 --interleave {each}") for each in (1, 5))
+    assert chunked.parts["bubble"] == pytest.approx(plain.parts["bubble"] / 5)
+    assert chunked.memory["activations"] == pytest.approx(plain.memory["activations"] * (1 + 3 / (4 * 5)))
+
+
+def test_experts_travel_to_other_ranks_and_back() -> None:
+    """4·k·b·s·h·(e-1)/e bytes of a layer and microbatch, and an e-th of the experts on each rank."""
+    line = "--model mixtral-8x7b --gpus 8 --gpu h100 --seq 4096 --global-batch 8"
+    one, all_ = (priced(f"{line} --layout dp8,ep{e} --zero 0") for e in (1, 8))
+    assert one.sent["expert"] == 0 == one.parts["expert"]
+    assert all_.sent["expert"] == 32 * 4 * 2 * 4096 * 4096 * 2 * 7 / 8
+    assert all_.parts["expert"] > 0
+    experts = 32 * 8 * 3 * 4096 * 14336
+    assert one.memory["parameters"] - all_.memory["parameters"] == pytest.approx(2 * experts * 7 / 8)
+
+
+def test_a_group_over_nodes_has_all_cards_of_a_node() -> None:
+    """ZeRO-3's gathers go over eight links of a node together; those of a group with one card a node over one."""
+    asked = read_asked(
+        [
+            "--model",
+            "llama3-70b",
+            "--gpus",
+            "64",
+            "--gpu",
+            "h100",
+            "--link",
+            "1Gbit",
+            "--latency",
+            "0us",
+            "--node-latency",
+            "0us",
+        ]
+    ).job
+    spread = step_parts(asked, Layout(1, 1, 64, 3))["data"] / sent(asked, Layout(1, 1, 64, 3))["data"]
+    narrow = step_parts(asked, Layout(8, 1, 8, 3))["data"] / sent(asked, Layout(8, 1, 8, 3))["data"]
+    assert narrow / spread == pytest.approx(8, rel=0.05)
+
+
+def test_fp8_is_faster_in_products_alone() -> None:
+    plain, fast = (priced(f"{LINE} --layout dp64 --zero 3 --dtype {each}") for each in ("bf16", "fp8"))
+    assert 1.7 < plain.parts["products"] / fast.parts["products"] < 2.1
+    assert plain.parts["vocabulary"] == fast.parts["vocabulary"]
+    assert plain.parts["attention"] == fast.parts["attention"]
+
+
+def test_adapters_leave_gradients_and_optimizer_small() -> None:
+    """torchtune's figures of Llama 3 8B on one card, in its README: 18.9 GiB with 8-bit moments in the host's memory and
+    steps in the backward pass."""
+    line = "--model llama3-8b --gpus 1 --gpu rtx4090 --recompute full --layout dp1 --batch 1 --microbatches 1"
+    full = priced(f"{line} --precision bf16 --optimizer adamw8bit --step-in-backward --offload")
+    assert full.held_bytes / 2**30 == pytest.approx(18.9, rel=0.1) and full.fits
+    lora, qlora = (priced(f"{line} --lora 16 --base {each}") for each in ("bf16", "nf4"))
+    assert lora.memory["gradients"] < 1e8 and lora.memory["parameters"] == pytest.approx(16.1e9, rel=0.01)
+    assert qlora.memory["parameters"] < 0.4 * lora.memory["parameters"]
+
+
+def test_eight_bit_moments_are_two_bytes_and_none_are_none() -> None:
+    adam, small, sgd = (priced(f"{LINE} --layout dp64 --optimizer {each}") for each in ("adamw", "adamw8bit", "sgd"))
+    count = 70.55e9
+    assert [each.memory["optimizer"] / count for each in (adam, small, sgd)] == pytest.approx([12, 6, 4])
+    assert priced(f"{LINE} --layout dp64 --offload").memory["optimizer"] == 0
+
+
+def test_mfu_counts_no_operation_twice() -> None:
+    asked = read_asked([*LINE.split(), "--recompute", "full"]).job
+    executed = executed_flops(asked.shape, asked.num_parameters, asked.seq, asked.step_tokens, "full")
+    assert 1.25 < executed / model_flops(asked) < 1.4
+    mixtral = read_asked(["--model", "mixtral-8x7b", "--gpus", "8", "--gpu", "h100"]).job
+    shape, count, _ = named("mixtral-8x7b")
+    per_token = model_flops(mixtral) / mixtral.step_tokens - 6 * 32 * 2048 * 4096
+    assert per_token == pytest.approx(6 * (active(shape, count) - 32000 * 4096))
+
+
+def test_all_that_overlap_hides_is_told_from_what_waits() -> None:
+    waits, hidden = (priced(f"{LINE} --layout tp8,dp8 --zero 1{each}") for each in ("", " --overlap-tp"))
+    assert hidden.parts["tensor"] == pytest.approx(waits.parts["tensor"] / 4)
+
+
+def test_what_is_hidden_is_told_beside_what_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    """ZeRO-3's gathers go on under compute but for a layer of each pass; with nothing computed all would be waited for."""
+    found = decoded(f"{LINE} --layout dp64 --zero 3", capsys)["layout"]
+    assert found["messages_s"]["data"] > 20 * found["parts_s"]["data"] > 0
+    assert main([*LINE.split(), "--layout", "tp8,dp8", "--zero", "3"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("hidden ")]
+    assert "tensor" in line and ", 0% of it under compute; data" in line
+
+
+def test_no_part_is_less_than_nothing() -> None:
+    for layout in (Layout(8, 2, 2, 1, 2), Layout(1, 1, 64, 3), Layout(2, 4, 8, 2), Layout(1, 64, 1, 0)):
+        asked = read_asked(LINE.split()).job
+        assert all(part >= 0 and math.isfinite(part) for part in step_parts(asked, layout).values())
+        assert all(each >= 0 for each in memory_by_class(asked, layout).values())
+
+
+def test_a_stage_of_zero_can_be_the_only_one_that_is_weighed() -> None:
+    asked = read_asked([*LINE.split(), "--zero", "1"])
+    assert list(asked.stages) == [1]
+    with pytest.raises(ConfigError):
+        read_asked([*LINE.split(), "--zero", "one"])

@@ -1,0 +1,197 @@
+"""What is weighed: every way of cutting the ranks that there is, which a search without kinds finds again."""
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+import pytest
+
+from distlab.cli.plan import read_job
+from distlab.tools.plan import advice, costs
+from distlab.tools.plan.advice import SLACK, plan
+from distlab.tools.plan.job import Job
+from distlab.tools.plan.layout import KINDS, Layout, layouts
+from distlab.tools.plan.memory import layers, memory_by_class, microbatches, own_parameters
+from distlab.tools.plan.step_time import compute_parts, data_s, link_of, sent, tensor_s
+
+
+def job(line: str) -> Job:
+    return read_job(line.split())[0]
+
+
+def every_layout(asked: Job, most: int = 1) -> Iterator[Layout]:
+    """By trial of all t, p, stages and c up to `most`."""
+    in_node = min(asked.gpus, asked.gpus_per_node)
+    for t, c in itertools.product(range(1, in_node + 1), range(1, most + 1)):
+        for p in range(1, asked.gpus // (t * c) + 1):
+            whole = asked.gpus % (t * c * p) == 0 and asked.shape.heads % t == 0 and asked.shape.layers >= p
+            if whole and in_node % t == 0 and (c == 1 or asked.seq % (2 * c) == 0):
+                replicas = asked.gpus // (t * c * p)
+                if asked.global_samples % (asked.samples * replicas):
+                    continue
+                yield from (Layout(t, p, replicas, stage, c) for stage in range(4 if replicas * c > 1 else 1))
+
+
+def searched(asked: Job) -> Layout | None:
+    """Of all that fit and take no longer than the slack allows the simplest, and of those the fastest; samples are cut
+    where nothing fits that keeps them whole."""
+    return among(asked, every_layout(asked)) or among(asked, every_layout(asked, asked.gpus))
+
+
+def among(asked: Job, weighed: Iterable[Layout]) -> Layout | None:
+    fitting = [each for each in (costs.cost(asked, layout) for layout in weighed) if each.fits]
+    fastest = min((each.step_s for each in fitting), default=0.0)
+    near = [each for each in fitting if each.step_s <= SLACK * fastest]
+    best = min(near, key=lambda each: (each.layout.effort, each.step_s), default=None)
+    return None if best is None else best.layout
+
+
+GRID = [
+    f"--params {params} --gpus {gpus} --gpu-memory {memory}"
+    for params in ("350M", "7B", "30B", "65B", "100B", "175B")
+    for gpus in (1, 2, 5, 6, 8, 24, 48, 96)
+    for memory in ("16GB", "80GB")
+]
+
+
+@pytest.mark.parametrize("more", ["", "--recompute --link 10Gbit", "--gpus-per-node 6 --heads 36"])
+def test_the_pick_is_what_a_search_over_every_layout_finds(more: str) -> None:
+    asked = [job(f"{line} {more}") for line in GRID if not (more.startswith("--gpus") and line.split()[3] == "8")]
+    found = [searched(each) for each in asked]
+    assert [None if pick is None else pick.layout for pick in (plan(each).pick for each in asked)] == found
+    assert found.count(None) > 5 and len(set(found)) > 15
+
+
+def test_a_plan_that_leaves_out_kinds_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """100 billion on 48 GPUs: without tensor parallelism x ZeRO-3, which 67.4 GB hold, it would be a pipeline too."""
+    asked = job("--params 100B --gpus 48 --gpu-memory 80GB")
+    pick = plan(asked).pick
+    assert pick is not None and pick.layout == searched(asked) == Layout(2, 1, 24, 3)
+    assert round(pick.held_bytes / 1e9, 1) == 67.4
+    monkeypatch.setattr(advice, "KINDS", [kind for kind in KINDS if not (kind[1] or kind[2]) or kind[3] < 2])
+    without = plan(asked).pick
+    assert without is not None and without.layout.pipeline > 1
+
+
+def test_all_products_are_weighed_with_all_stages() -> None:
+    assert len(KINDS) == len({kind[1:] for kind in KINDS}) == 16
+    weighed = [
+        layout for kind in KINDS for layout in layouts(job("--params 7B --gpus 16 --gpu-memory 80GB"), *kind[1:])
+    ]
+    assert len(weighed) == len(set(weighed))
+    assert set(weighed) == set(every_layout(job("--params 7B --gpus 16 --gpu-memory 80GB")))
+
+
+@pytest.mark.parametrize("gpus", [1, 7])
+def test_no_stage_of_zero_shards_over_one_replica(gpus: int) -> None:
+    """Where t or p takes all GPUs; it would be the same layout under another name."""
+    asked = job(f"--params 1B --gpus {gpus} --gpu-memory 80GB --heads 7 --layers 7")
+    weighed = [layout for kind in KINDS for layout in layouts(asked, *kind[1:])]
+    assert all(layout.replicas > 1 for layout in weighed if layout.stage)
+    assert len(weighed) == len(set(weighed)) == (1 if gpus == 1 else 6)
+    left_out = plan(asked).left_out
+    assert len(left_out) == (15 if gpus == 1 else 10)
+    if gpus > 1:
+        assert {left_out[f"tp x zero{stage}"] for stage in (1, 2, 3)} == {
+            "t divides the 7 GPUs of a node and the 7 heads, ZeRO needs two replicas"
+        }
+        assert left_out["tp x pp x zero3"].endswith("t·p divides the 7 GPUs, and p is at most the 7 layers")
+
+
+def test_a_tensor_group_stays_in_one_node() -> None:
+    """Four of nodes of six would stand in two of them; two or three do not."""
+    asked = job("--params 30B --gpus 24 --gpu-memory 80GB --gpus-per-node 6 --heads 12")
+    assert {layout.tensor for layout in layouts(asked, True, False, 1)} == {2, 3, 6}
+    assert [link_of(asked, ranks) == asked.node_link for ranks in (2, 3, 4, 6, 12, 24)] == [
+        True, True, False, True, False, False,
+    ]  # fmt: skip
+    alone = replace(asked, gpus=4)  # one node, which they do not fill
+    assert {layout.tensor for layout in layouts(alone, True, False, 0)} == {2, 4}
+    assert link_of(alone, 4) == asked.node_link
+    prime = job("--params 30B --gpus 24 --gpu-memory 80GB --gpus-per-node 6 --heads 7")
+    assert plan(prime).left_out["tp x dp"] == "t divides the 6 GPUs of a node and the 7 heads"
+
+
+def test_a_pipeline_saves_zero3_no_bytes() -> None:
+    """A p-th of the layers, gathered for p times as many microbatches; ZeRO-1, which sums once a step, sends a p-th."""
+    asked = job("--params 7B --gpus 64 --gpu-memory 80GB --vocabulary 1 --precision fp32")
+    asked = replace(asked, num_parameters=asked.shape.body)
+    for stage, saved in ((1, 4), (3, 1)):
+        alone, piped = (sent(asked, layout)["data"] for layout in (Layout(1, 1, 64, stage), Layout(1, 4, 16, stage)))
+        assert alone / (63 / 64) == pytest.approx(saved * piped / (15 / 16), rel=1e-4)
+    once, summed = (sent(asked, Layout(1, 4, 16, stage))["data"] for stage in (1, 2))
+    assert once == summed, "ZeRO-2's gradients stay whole in a pipeline until the last microbatch"
+
+
+def test_the_layer_that_a_pass_begins_with_is_gathered_in_the_open() -> None:
+    """Of one layer a stage all gathers, of eight an eighth, however long the compute."""
+    asked = job("--params 1B --gpus 8 --gpu-memory 80GB --layers 8 --latency 0us --node-latency 0us")
+    for pipeline, depth in ((4, 2), (2, 4), (1, 8)):
+        layout = Layout(1, pipeline, 8 // pipeline, 3)
+        gathers_s = 2 / 3 * sent(asked, layout)["data"] / asked.node_link.effective
+        assert data_s(asked, layout, 1e9) == pytest.approx(gathers_s / depth)
+
+
+LLAMA = "--params 405B --layers 126 --width 16384 --heads 128 --seq 8192 --gpus 16384 --gpu-memory 80GB"
+
+
+def test_llama_3_405b_can_be_asked_for() -> None:
+    """Dubey et al. 2024, table 4: 16,384 GPUs as tp 8 x pp 16 x dp 128, a global batch of 2,048 samples, 16 a replica;
+    126 layers in 16 stages."""
+    asked = job(f"{LLAMA} --global-batch 2048")
+    theirs = Layout(8, 16, 128, 1)
+    assert theirs in set(layouts(asked, True, True, 1))
+    assert microbatches(asked, theirs) == 16
+    assert layers(asked, theirs) == 8
+    assert plan(asked).left_out["dp"].startswith("the replicas share the batch of 2048 samples")
+    fuller = compute_parts(asked, theirs)["products"] / compute_parts(asked, Layout(8, 1, 2048, 1))["products"]
+    assert fuller == pytest.approx(8 * 16 / 126), "every rank waits for the stages of 8 layers"
+
+
+@pytest.mark.parametrize("layout", [Layout(1, 4, 4, 0), Layout(2, 4, 2, 1), Layout(1, 4, 4, 2), Layout(1, 4, 4, 3)])
+def test_stages_that_are_uneven_cost_what_their_fullest_does(layout: Layout) -> None:
+    """10 layers in 4 stages as 12 of the same in stages of 3: memory, bytes and time are those of the fullest."""
+    shape = "--gpus 16 --gpu-memory 80GB --width 4096 --heads 32 --vocabulary 1000 --global-batch 64"
+    ends = 1000 * 4096
+    uneven, even = (
+        costs.cost(replace(job(f"--params 2B --layers {n} {shape}"), num_parameters=n * 2e8 + ends), layout)
+        for n in (10, 12)
+    )
+    assert uneven.memory == pytest.approx(even.memory)
+    assert uneven.sent == pytest.approx(even.sent)
+    for figure in ("bubble", "compute_s", "exposed_s", "step_s"):
+        assert getattr(uneven, figure) == pytest.approx(getattr(even, figure)), figure
+
+
+def test_the_global_batch_is_shared_equally_or_not_at_all() -> None:
+    asked = job("--params 7B --gpus 64 --gpu-memory 80GB --global-batch 96")
+    replicas = {layout.replicas for kind in KINDS for layout in layouts(asked, *kind[1:])}
+    assert replicas and all(96 % each == 0 for each in replicas) and 64 not in replicas
+    assert asked.on(128).global_samples == 96
+    assert job("--params 7B --gpus 64 --gpu-memory 80GB").on(128).global_samples == 512
+
+
+@pytest.mark.parametrize(
+    ("layout", "bytes_a_parameter"),
+    [
+        (Layout(8, 1, 8, 0), 18),  # Megatron-LM
+        (Layout(8, 1, 8, 1), 6 + 12 / 8),  # with its distributed optimizer
+        (Layout(1, 1, 64, 0), 16),
+        (Layout(1, 1, 64, 1), 4 + 12 / 64),  # DeepSpeed's ZeRO-1
+        (Layout(8, 1, 8, 3), 16 / 8),
+    ],
+)
+def test_megatron_sums_gradients_in_float32(layout: Layout, bytes_a_parameter: float) -> None:
+    asked = job("--params 7B --gpus 64 --gpu-memory 80GB")
+    memory = memory_by_class(asked, layout)
+    rest = sum(memory[name] for name in ("parameters", "gradients", "optimizer"))
+    assert rest == pytest.approx(bytes_a_parameter * own_parameters(asked, layout))
+
+
+def test_34_over_t_bytes_are_paid_for_with_a_quarter_more_messages() -> None:
+    """Korthikanti et al. 2022, section 4.2.2: what is not held is gathered again."""
+    asked = job("--params 7B --gpus 64 --gpu-memory 80GB")
+    whole = replace(asked, sequence_parallel=False)
+    layout = Layout(8, 1, 8, 0)
+    assert sent(asked, layout)["tensor"] == pytest.approx(1.25 * sent(whole, layout)["tensor"])
+    assert tensor_s(asked, layout, 0.0) == tensor_s(whole, layout, 0.0), "under the compute of the backward pass"

@@ -1,0 +1,60 @@
+"""The pool of ranks: it runs, and it names the rank that raises, dies or hangs."""
+
+import posix
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distlab.tools.testing.warm_ranks import RankFailed, Ranks
+
+
+def summed(group: dist.ProcessGroup, value: int) -> float:
+    tensor = torch.tensor([float(value + group.rank())])
+    dist.all_reduce(tensor, group=group)
+    return tensor.item()
+
+
+def broken(group: dist.ProcessGroup, how: str) -> None:
+    if group.rank() == 1:
+        if how == "raises":
+            raise ValueError("on purpose")
+        if how == "dies":
+            posix._exit(5)  # which nothing heeds
+        time.sleep(60)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_every_world_size_has_its_group(ranks: Ranks, world_size: int) -> None:
+    expected = sum(10 + rank for rank in range(world_size))
+    assert ranks(world_size, summed, 10) == [expected] * world_size
+
+
+def grouped(_group: dist.ProcessGroup) -> int:
+    return dist.get_world_size(dist.new_group([0, 1]))
+
+
+def test_a_size_of_later_has_its_groups_where_some_ranks_made_others_before(ranks: Ranks) -> None:
+    """torch names a group by how many its process has made."""
+    ranks.stop()
+    assert [ranks(2, grouped), ranks(2, grouped)] == [[2, 2]] * 2
+    assert ranks(5, summed, 0) == [10.0] * 5
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    ("how", "words"), [("raises", "rank 1.*on purpose"), ("dies", "rank 1: its process ended"), ("hangs", "ranks .1.")]
+)
+def test_a_broken_rank_is_named_and_the_pool_recovers(ranks: Ranks, how: str, words: str) -> None:
+    with pytest.raises(RankFailed, match=f"(?s){words}"):
+        ranks(2, broken, how, timeout_s=3)
+    assert ranks(2, summed, 1) == [3.0, 3.0]
+
+
+def test_the_tests_of_a_file_share_a_pool_where_they_run_beside_others(request: pytest.FixtureRequest) -> None:
+    """pytest-xdist keeps a group on one worker by the end of its tests' ids, which conftest.py has to have marked in
+    time."""
+    group = "tests/tools/testing/test_calls.py"
+    assert request.node.get_closest_marker("xdist_group").args == (group,)
+    assert request.node.nodeid.endswith(f"@{group}") == request.config.getoption("loadgroup", False)
