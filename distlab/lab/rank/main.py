@@ -77,6 +77,7 @@ def be_rank(config: Config, started_at: float, parent: LauncherPipe, engine: str
     refuse(config, mode, link.refusals(config))
     mode, device = mode.mistaken(config.bug), pick_device(config, engine)
     journal, told = begin_log(config, mode, parent, engine)
+    import_and_freeze(config, mode)
     # 2. Find the other ranks; from then on each watches all others.
     parent.begin_to_wait()
     try:
@@ -105,7 +106,6 @@ def be_rank(config: Config, started_at: float, parent: LauncherPipe, engine: str
         if apart is not None:
             lab.say(apart.told, "folder", at="normal")
         measure_link(lab)
-        import_and_freeze(config, mode)
         if drills is not None:
             drills.begin()
         # 5. Run the experiment, judge what all ranks wrote, and agree on the verdict.
@@ -129,6 +129,7 @@ def rejoin_run(
     refuse(config, mode, link.refusals(config))
     mode, device = mode.mistaken(config.bug), pick_device(config)
     journal, told = begin_log(config, mode, parent, engine)
+    import_and_freeze(config, mode)
     parent.begin_to_wait()
     try:
         cluster = rejoin(left, config, source_version(config), partial(journal.say, at="normal"))
@@ -144,7 +145,6 @@ def rejoin_run(
         run.register_transport()
         run.mode = init_group_alone(run.mode)
         lab = run.open_lab()
-        import_and_freeze(config, mode)
         code = run.run_experiment(lab)
     except BaseException as error:
         return run.watch.fail(user_code.exited(error))

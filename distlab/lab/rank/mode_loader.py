@@ -154,7 +154,7 @@ def import_and_freeze(config: Config, mode: Mode) -> None:
 def needed(config: Config, mode: Mode) -> list[str]:
     wanted = [variant for variant in mode.variants if not config.variant or variant.name in config.variant]
     compiler = config.optimizer == "adamw" or any(each.by_torch and each.build is not None for each in wanted)
-    checkpoints = config.checkpoint_every is not None or config.resume is not None
+    checkpoints = any(each is not None for each in (config.checkpoint_every, config.resume, config.faults))
     return [COMPILER] * compiler + [CHECKPOINTS] * checkpoints
 
 

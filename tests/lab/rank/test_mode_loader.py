@@ -138,6 +138,7 @@ assert len(gc.get_objects()) < 20_000, len(gc.get_objects())
         ("dp", {"LAB_VARIANT": "per_parameter,bucketed"}, []),
         ("dp", {"LAB_VARIANT": "flat", "LAB_OPTIMIZER": "adamw"}, [COMPILER]),
         ("dp", {"LAB_VARIANT": "flat", "LAB_CHECKPOINT_EVERY": "5"}, [CHECKPOINTS]),
+        ("dp", {"LAB_VARIANT": "flat", "LAB_FAULTS": "kill@step2"}, [CHECKPOINTS]),
         ("fsdp", {"LAB_VARIANT": "fsdp2", "LAB_RESUME": "somewhere"}, [COMPILER, CHECKPOINTS]),
         ("comm", {}, []),  # gloo's own needs no compiler
         ("precision", {}, [COMPILER]),  # autocast goes below DDP
