@@ -188,7 +188,8 @@ class Watchdog(threading.Thread):
         gap_s = time.monotonic() - began - PERIOD_S
         self.longest_gap_s = max(self.longest_gap_s, gap_s)
         # What was said while this process did not run is read before anybody's silence counts; and a process whose own
-        # server is silent lacks a core: of 200 runs at a load of 10 a core and more, one had its rank 0 declare itself dead.
+        # server is silent lacks a core: of 200 runs at a load of 10 a core and more, one had its rank 0 declare itself
+        # dead.
         if gap_s > FROZEN_S or self.cluster.server is not None:
             self._server_state.heard_at = time.monotonic()
         self._judge_server(time.monotonic())
