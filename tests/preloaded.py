@@ -19,7 +19,7 @@ import torch.distributed.tensor.parallel
 
 from distlab.lab.rank import fault_injection
 from distlab.lab.verify import run_all
-from distlab.tools.check import rank_supervisor
+from distlab.tools.check.start import rank_supervisor
 from distlab.tools.prove import proof
 
 gc.collect()

@@ -23,7 +23,7 @@ SLOW = {
     "tests/compose/test_bad_input.py::test_a_master_that_nobody_is": (
         "tests/lab/cluster/test_join.py::test_an_address_of_nobody_fails_in_time"
     ),
-    "tests/compose/test_check.py": "tests/tools/check/test_hang.py::test_a_barrier_under_rank_0_is_a_hang[2]",
+    "tests/compose/test_check.py": "tests/tools/check/judge/test_hang.py::test_a_barrier_under_rank_0_is_a_hang[2]",
     "tests/compose/test_ci.py": "tests/docs/test_ci.py::test_the_steps_of_local_processes[hangs]",
     "tests/compose/test_drills.py": "tests/lab/rank/test_fault_injection.py::test_each_fault_ends_as_it_should[kill@300ms-3]",
     "tests/compose/test_elastic.py": (

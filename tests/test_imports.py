@@ -86,7 +86,12 @@ FLOORS: dict[str, list[str]] = {
     VERIFY: [*BELOW_LAB, LAB, CHECKPOINT],
     RANK: [*BELOW_LAB, LAB, CHECKPOINT, FAULTS, VERIFY, f"{D}.techniques.data_parallel.strategy", f"{D}.techniques.tensor_parallel.costs"],
     f"{D}.tools.plan": [CONFIG, MEASURE, REPORT, WORKLOAD, *COSTS],
-    f"{D}.tools.check": [CONFIG, REPORT, MEASURE, CLUSTER, *MESSAGES, RANK],
+    f"{D}.tools.check": [],
+    f"{D}.tools.check.watch": [MEASURE],
+    f"{D}.tools.check.judge": [f"{D}.tools.check.watch", REPORT, f"{MEASURE}.traffic", CLUSTER],
+    f"{D}.tools.check.start": [
+        f"{D}.tools.check.watch", f"{D}.tools.check.judge", CONFIG, REPORT, MEASURE, CLUSTER, *MESSAGES, RANK,
+    ],
     f"{D}.tools.prove": [CONFIG, REPORT, MEASURE, CLUSTER, TRANSPORT, f"{COLLECTIVES}.plain_values", WORKLOAD, GRID, f"{D}.tools.check"],
     f"{D}.tools.testing": [CONFIG, f"{D}.tools.check", f"{D}.tools.prove", CLUSTER, TRANSPORT],
     f"{D}.tools.lessons": [f"{D}.tools.testing", f"{D}.tools.check"],
@@ -309,12 +314,12 @@ def test_only_config_reads_the_environment() -> None:
         "distlab.tools.lessons.preloaded",
         "distlab.tools.notebook.preloaded", "distlab.tools.notebook.rank",  # what torch reads
         "distlab.tools.puzzle.preloaded", "distlab.tools.puzzle.rank",  # what torch reads
-        "distlab.tools.check.start",  # sets what torch reads as it comes in
-        "distlab.tools.check.rank_supervisor",  # what torchrun sets
-        "distlab.tools.check.script",  # what torchrun sets, and the script's own
-        "distlab.tools.check.fork_servers",  # whether PYTHONHASHSEED is one for all
-        "distlab.tools.check.own_ranks",  # what a script that starts its own ranks sets anew
-        "distlab.tools.check.cuda_stand_in",  # what frameworks read, and the ranks of this machine
+        "distlab.tools.check.start.command",  # sets what torch reads as it comes in
+        "distlab.tools.check.start.rank_supervisor",  # what torchrun sets
+        "distlab.tools.check.start.script",  # what torchrun sets, and the script's own
+        "distlab.tools.check.start.fork_servers",  # whether PYTHONHASHSEED is one for all
+        "distlab.tools.check.watch.own_ranks",  # what a script that starts its own ranks sets anew
+        "distlab.tools.check.watch.cuda_stand_in",  # what frameworks read, and the ranks of this machine
         "distlab.engines.ray.job",  # which starts ranks with an environment of its own
     }  # fmt: skip
 

@@ -29,8 +29,8 @@ from distlab.lab.report import records
 from distlab.lab.report import verdict as judge
 from distlab.lab.report.reading import from_line, read_run, to_line
 from distlab.lab.verify.run_all import expected
-from distlab.tools.check import rank_state
-from distlab.tools.check.start import CheckOptions, ProofOptions
+from distlab.tools.check.judge import rank_state
+from distlab.tools.check.start.command import CheckOptions, ProofOptions
 from distlab.tools.prove import compare, reference, verdict
 from distlab.tools.testing import plugin
 from tests.controls import TOP

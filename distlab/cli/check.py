@@ -7,7 +7,7 @@ was lost.
 import sys
 from collections.abc import Sequence
 
-from distlab.tools.check.start import SHARED, CheckOptions, Errand, start
+from distlab.tools.check.start.command import SHARED, CheckOptions, Errand, start
 
 HELP = """usage: distlab check [NAME=VALUE ...] SCRIPT [ARGS ...]
 

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from distlab.lab.config import Config
-from distlab.tools.check.start import SHARED, Errand, ProofOptions, start
+from distlab.tools.check.start.command import SHARED, Errand, ProofOptions, start
 
 HELP = """usage: distlab prove [NAME=VALUE ...] FILE
 

@@ -2,8 +2,10 @@
 
     distlab check SCRIPT     settings -> join -> [ script | its supervisor ] on each rank -> findings -> exit code
 
-The script runs unchanged in a process of its own (script.py), where each of its calls is recorded before it is made
-(recorder.py). The records go through a pipe, which outlives its writer, to the supervisor of the rank
-(script_process.py, rank_supervisor.py), and from there to the coordinator on rank 0 (coordinator.py), which compares
-the ranks (rank_state.py, matching.py, deadlock.py, silent_faults.py, axes.py).
+start/  the script runs unchanged in a process of its own (script.py) beside the supervisor of its rank
+        (script_process.py, rank_supervisor.py)
+watch/  there each of its calls is recorded before it is made (recorder.py); the records go through a pipe, which
+        outlives its writer (telling.py)
+judge/  the coordinator of rank 0 (coordinator.py) compares what all ranks have told (rank_state.py, matching.py,
+        deadlock.py, silent_faults.py)
 """

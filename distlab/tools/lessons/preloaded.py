@@ -9,7 +9,7 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's own name need no
 import torch
 import torch.distributed
 
-from distlab.tools.check import script
+from distlab.tools.check.start import script
 
 gc.collect()
 gc.freeze()

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-from distlab.tools.check.coordinator import Doctor
-from distlab.tools.check.fork_servers import is_one_for_all
-from distlab.tools.check.telling import now
+from distlab.tools.check.judge.coordinator import Doctor
+from distlab.tools.check.start.fork_servers import is_one_for_all
+from distlab.tools.check.watch.telling import now
 from distlab.tools.notebook.rank import BREAK, Cell, Ended, Join, serve
 from distlab.tools.testing.processes import Outcome, WarmRank, WarmRanks, Watching
 

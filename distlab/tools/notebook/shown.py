@@ -9,9 +9,9 @@ from distlab.lab.report.export import picture
 from distlab.lab.report.records import Ranks, Start, Timeline
 from distlab.lab.report.units import counted, human_bytes
 from distlab.lab.report.verdict import SCRIPT
-from distlab.tools.check.places import PACKAGES
-from distlab.tools.check.rank_state import END, HANG, MATCH
-from distlab.tools.check.report import format_tables, spans_of, wire
+from distlab.tools.check.judge.rank_state import END, HANG, MATCH
+from distlab.tools.check.judge.report import format_tables, spans_of, wire
+from distlab.tools.check.watch.places import PACKAGES
 from distlab.tools.notebook.rank import Ended, Frame
 from distlab.tools.notebook.session import Result
 

@@ -21,11 +21,11 @@ from distlab.lab.workload.data import Microbatch
 from distlab.lab.workload.reference import Snapshot
 from distlab.techniques.collectives.plain_values import all_gather_plain
 from distlab.techniques.mesh.grid import Mesh
-from distlab.tools.check.handles import Waits
-from distlab.tools.check.recorder import Recorder
-from distlab.tools.check.script import Job, enter
-from distlab.tools.check.start import ProofOptions
-from distlab.tools.check.telling import Telling
+from distlab.tools.check.start.command import ProofOptions
+from distlab.tools.check.start.script import Job, enter
+from distlab.tools.check.watch.handles import Waits
+from distlab.tools.check.watch.recorder import Recorder
+from distlab.tools.check.watch.telling import Telling
 from distlab.tools.prove import reference, user_file
 from distlab.tools.prove.compare import Deviation, Draw, Draws, Passes, Step, compared, parted
 from distlab.tools.prove.reference import STEPS, Dense, LocatedTensor, Rows, named, names_of

@@ -15,7 +15,7 @@ from distlab.lab.measure.tensors import factor
 from distlab.lab.report import records
 from distlab.lab.report.reading import to_line
 from distlab.lab.report.sentences import FINDINGS
-from distlab.tools.check.axes import groups_of
+from distlab.tools.check.judge.axes import groups_of
 from distlab.tools.prove import compare, reference
 from distlab.tools.prove.compare import CLIP_EPSILON, GRADIENTS, LOSSES, TOLERANCE, WEIGHTS, Deviation, not_held
 from distlab.tools.prove.explain import UNEXPLAINED, Scene, blocks, near, why

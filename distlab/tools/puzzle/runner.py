@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from distlab.lab.cluster import name_ranks
-from distlab.tools.check.rank_state import END, MATCH
+from distlab.tools.check.judge.rank_state import END, MATCH
 from distlab.tools.puzzle.judge import judge
 from distlab.tools.puzzle.rank import Ended, Job, serve
 from distlab.tools.puzzle.task import WORLD_SIZES, Report, Task

@@ -8,8 +8,8 @@ import atexit
 from collections.abc import Sequence
 
 from distlab.lab.cluster import name_ranks
-from distlab.tools.check.fork_servers import is_one_for_all
-from distlab.tools.check.rank_state import END
+from distlab.tools.check.judge.rank_state import END
+from distlab.tools.check.start.fork_servers import is_one_for_all
 from distlab.tools.testing.processes import Outcome, WarmRanks, Watching
 from distlab.tools.testing.rank import Task, serve
 

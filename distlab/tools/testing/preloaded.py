@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed
 
-from distlab.tools.check import script
+from distlab.tools.check.start import script
 
 gc.collect()
 gc.freeze()  # what is there now stays shared, and no collection walks it again

@@ -24,12 +24,12 @@ from distlab.lab.cluster.launch import refuse_too_few
 from distlab.lab.config.user_code import heed_endings, raise_exited
 from distlab.techniques.transport.handshake import listen
 from distlab.techniques.transport.store_server import StoreServer
-from distlab.tools.check.coordinator import Doctor
-from distlab.tools.check.fork_servers import ForkServer, TravellingFiles, be_main_process, leave_to_others
-from distlab.tools.check.rank_state import END, HANG, MATCH, Finding
-from distlab.tools.check.script import PR_SET_PDEATHSIG, answer
-from distlab.tools.check.script_process import Bedside, Hearing, pipes
-from distlab.tools.check.telling import now
+from distlab.tools.check.judge.coordinator import Doctor
+from distlab.tools.check.judge.rank_state import END, HANG, MATCH, Finding
+from distlab.tools.check.start.fork_servers import ForkServer, TravellingFiles, be_main_process, leave_to_others
+from distlab.tools.check.start.script import PR_SET_PDEATHSIG, answer
+from distlab.tools.check.start.script_process import Bedside, Hearing, pipes
+from distlab.tools.check.watch.telling import now
 
 LISTEN_S = 0.25
 HANG_AFTER_S = 3.0  # without progress, until ranks that wait for each other are called hung

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from distlab.tools.check.deadlock import Standing, circle
-from distlab.tools.check.rank_state import Call, CallPlace, GroupKey, Kind, RankState, Wait
-from distlab.tools.check.source_lines import divided_before
+from distlab.tools.check.judge.deadlock import Standing, circle
+from distlab.tools.check.judge.rank_state import Call, CallPlace, GroupKey, Kind, RankState, Wait
+from distlab.tools.check.judge.source_lines import divided_before
 from tests.frameworks.faults import table
 from tests.tools.check.cases import Checked, check
 

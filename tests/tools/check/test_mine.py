@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import pytest
 
-from distlab.tools.check.rank_state import DATA, HANG, MATCH, REPLICAS
+from distlab.tools.check.judge.rank_state import DATA, HANG, MATCH, REPLICAS
 from tests.tools.check.cases import Checked, check
 
 MINE = Path(__file__).parents[3] / "mine"

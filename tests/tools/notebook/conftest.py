@@ -1,4 +1,4 @@
-"""One interpreter for all ranks: with one each the start takes 2 s of a core a rank more (tests/tools/check/test_fork_servers.py
+"""One interpreter for all ranks: with one each the start takes 2 s of a core a rank more (tests/tools/check/start/test_fork_servers.py
 has what differs)."""
 
 from collections.abc import Iterator

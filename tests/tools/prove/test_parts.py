@@ -12,7 +12,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from distlab.lab.config import Config
-from distlab.tools.check.start import ProofOptions
+from distlab.tools.check.start.command import ProofOptions
 from distlab.tools.prove import reference, user_file
 from distlab.tools.prove.explain import Scene, counted, in_parts, why
 from distlab.tools.prove.proof import Wire

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import distlab
-from distlab.tools.check.script_process import Bedside
+from distlab.tools.check.start.script_process import Bedside
 from tests.launched import ended_warm
 from tests.tools.check.cases import line_of
 

@@ -1,0 +1,1 @@
+"""On rank 0: what all ranks have told, compared."""

@@ -1,0 +1,409 @@
+"""The n-th call of a group is one call: compared over its ranks as it comes, beside the training.
+
+gloo compares nothing: where operations, shapes, types or roots differ it hangs, aborts or returns wrong sums without an
+error. Collectives are numbered by group, messages by their two ends and tag. The first of a group that does not match
+is told, as all that follows in it is shifted by it.
+"""
+
+import math
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from distlab.lab.cluster import name_ranks
+from distlab.tools.check.judge.framework_words import words_of_call
+from distlab.tools.check.judge.parameter_calls import ParameterCalls
+from distlab.tools.check.judge.parting import Parting, called_from, parted
+from distlab.tools.check.judge.rank_state import (
+    MADE,
+    MATCH,
+    Call,
+    CallPlace,
+    Finding,
+    GroupKey,
+    Kind,
+    RankState,
+    call_text,
+    group_words,
+    ranks_do,
+)
+from distlab.tools.check.judge.source_lines import branch_of, source_line
+
+# Who comes last to the collectives of a line, and how long the others wait there.
+
+RECENT = 64  # calls that are kept for a hint
+
+
+@dataclass
+class Line:
+    """All calls of one line of the script that met."""
+
+    op: str
+    place: CallPlace
+    calls: int = 0
+    nbytes: int = 0
+    size: int = 0  # of the group
+    last: Counter[int] = field(default_factory=Counter)  # how often each rank came last
+    waited_s: dict[int, float] = field(default_factory=lambda: defaultdict(float))  # each for the last one, in all
+    met: list[dict[int, Call]] = field(default_factory=list)  # those whose ends are still to come
+    took_s: float = 0.0  # from the last one's call to its end
+
+
+class Lateness:
+    """Of all lines; a call counts for the line of its lowest rank."""
+
+    def __init__(self) -> None:
+        self.lines: dict[tuple[str, CallPlace], Line] = {}
+        self.recent: deque[Call] = deque(maxlen=RECENT)
+
+    def take(self, met: dict[int, Call]) -> None:
+        """A collective that all its ranks have begun."""
+        first = met[min(met)]
+        self.recent.append(first)
+        line = self.lines.setdefault((first.kind.op, first.place), Line(first.kind.op, first.place))
+        line.calls += 1
+        line.nbytes += first.kind.nbytes
+        line.size = len(met)
+        last = max(met.values(), key=lambda call: call.began_s)
+        line.last[last.rank] += 1
+        for call in met.values():
+            line.waited_s[call.rank] += last.began_s - call.began_s
+        line.met.append(met)
+
+    def settle(self) -> None:
+        """Add the times of those that have ended meanwhile."""
+        for line in self.lines.values():
+            rest = []
+            for met in line.met:
+                ended = [call.ended_s for call in met.values() if call.ended_s is not None]
+                if len(ended) < len(met):
+                    rest.append(met)
+                else:
+                    line.took_s += max(ended) - max(call.began_s for call in met.values())
+            line.met = rest[-1000:]
+
+
+SYMMETRIC = ("all_reduce", "all_gather", "reduce_scatter", "barrier")  # as a rule called from one line
+
+Messages = dict[str, dict[int, Call]]  # by "send" and "recv", by number
+
+
+class Matching:
+    """All calls that have not met all of theirs."""
+
+    def __init__(self, world_size: int, parameter_calls: ParameterCalls | None = None) -> None:
+        self.world_size = world_size
+        self._parameter_calls = parameter_calls or ParameterCalls()
+        self.lateness = Lateness()
+        self._met: dict[tuple[GroupKey, int], dict[int, Call]] = {}
+        self._broken: dict[GroupKey, dict[int, Call]] = {}
+        self._unfit: list[tuple[Call, Call]] = []
+        self._parted: dict[GroupKey, dict[int, Call]] = {}  # the first call that matched, from several lines
+        self._messages: dict[tuple[int, int, GroupKey, int], Messages] = {}
+        self._from_any: set[tuple[int, GroupKey, int]] = set()
+        self._before: dict[tuple[GroupKey, int], Call] = {}  # by group and rank, the last call that was taken
+        self._threads: dict[tuple[GroupKey, int], dict[bool, Call]] = defaultdict(
+            dict
+        )  # the first outside, the first in
+
+    def take(self, call: Call) -> bool:
+        """Compare a call with what the others made of it; whether they do not match."""
+        if call.kind.op in ("send", "recv"):
+            return self._take_message(call)
+        met = self._met.setdefault((call.group, call.turn), {})
+        met[call.rank] = call
+        self._before[call.group, call.rank] = call
+        self._threads[call.group, call.rank][call.place.in_thread] = call
+        if call.group in self._broken:
+            return False
+        whole = len(met) == len(call.group.ranks)
+        if len(met) > 1 and fault_of(met, whole=whole):
+            self._broken[call.group] = met
+            return True
+        if whole:
+            by_library = all(each.place.below for each in met.values())
+            if len({each.place for each in met.values()}) > 1 and (call.kind.op in SYMMETRIC or by_library):
+                self._parted.setdefault(call.group, met)
+            self.lateness.take(met)
+            self._parameter_calls.take(met)
+            del self._met[call.group, call.turn]
+        return False
+
+    def _take_message(self, call: Call) -> bool:
+        if call.kind.peer < 0:  # from any rank: whose it will be nobody knows yet
+            self._from_any.add((call.rank, call.group, call.kind.tag))
+            return False
+        here = self._messages.setdefault(ends(call), {"send": {}, "recv": {}})
+        here[call.kind.op][call.turn] = call
+        sent, received = (here[op].get(call.turn) for op in ("send", "recv"))
+        if sent is None or received is None or self._taken_from_any(call):
+            return False
+        del here["send"][call.turn], here["recv"][call.turn]
+        elements = [sum(map(math.prod, each.kind.dims)) for each in (sent, received)]
+        if elements[0] != elements[1] or sent.kind.dtypes != received.kind.dtypes:
+            self._unfit.append((sent, received))
+            return True
+        return False
+
+    def mismatches(self, cases: Sequence[RankState]) -> Iterator[Finding]:
+        for met in self._broken.values():
+            whole = len(met) == len(next(iter(met.values())).group.ranks)
+            yield self._mismatch(met, fault_of(met, whole=whole), cases)
+        for sent, received in self._unfit:
+            sentence = (
+                f"message #{sent.turn} from rank {sent.rank} to rank {received.rank}: rank {sent.rank} sends"
+                f" {content(sent.kind)} at {sent.place}, and rank {received.rank} receives {content(received.kind)} at"
+                f" {received.place}"
+            )
+            yield Finding(MATCH, sentence, (sent.rank, received.rank), call_rows([sent, received]), ends=True)
+
+    def absent(self, call: Call) -> set[int]:
+        """The ranks that have not made this call of theirs."""
+        if call.kind.op in ("send", "recv"):
+            if call.kind.peer < 0:
+                return set(call.group.ranks) - {call.rank}
+            here = self._messages[ends(call)][call.kind.op]
+            return {call.kind.peer} if call.turn in here and not self._taken_from_any(call) else set()
+        met = self._met.get((call.group, call.turn))
+        return set() if met is None else set(call.group.ranks) - set(met)
+
+    def is_apart(self, call: Call) -> bool:
+        """Whether a call that is under way is one that does not match the others', or one after it."""
+        met = self._broken.get(call.group)
+        return met is not None and call.ended_s is None and call.turn >= next(iter(met.values())).turn
+
+    def _taken_from_any(self, call: Call) -> bool:
+        """Whether a receive from any rank may have taken it, so that numbers say nothing."""
+        _, receiver, group, tag = ends(call)
+        return (receiver, group, tag) in self._from_any
+
+    def before(self, group: GroupKey, rank: int) -> Call | None:
+        return self._before.get((group, rank))
+
+    def unmatched(self) -> Iterator[Finding]:
+        """Of scripts that have all ended: the first call of each group, and the messages, that not all made."""
+        seen: set[GroupKey] = set()
+        for (group, _), met in sorted(self._met.items(), key=lambda item: (item[0][0], item[0][1])):
+            if group in seen or group in self._broken:
+                continue
+            seen.add(group)
+            call = next(iter(met.values()))
+            missing = sorted(set(group.ranks) - set(met))
+            called = f"{call_text(call)} of {group_words(group, self.world_size)}"
+            there = f"{name_ranks(met)} made it at {places(met.values())}"
+            without = f"{name_ranks(missing)} ended without it{self._last(group, missing)}"
+            yield Finding(MATCH, f"{called}: {there}, and {without}", tuple(missing), call_rows(met.values()))
+        for here in self._messages.values():
+            for call in [*here["send"].values(), *here["recv"].values()][:1]:
+                two = call.rank, call.kind.peer
+                sentence = f"rank {two[0]} made {call_text(call)} at {call.place}, and rank {two[1]} never met it"
+                if not self._taken_from_any(call):
+                    yield Finding(MATCH, sentence, two, call_rows([call]))
+
+    def _last(self, group: GroupKey, ranks: Iterable[int]) -> str:
+        found = [self._before[group, rank] for rank in ranks if (group, rank) in self._before]
+        return f" (its last there was {call_text(found[0])} at {found[0].place})" if len(found) == 1 else ""
+
+    def parted(self, group: GroupKey) -> str:
+        """Where the ranks of a group, having matched until then, called from several lines for the first time."""
+        met = self._parted.get(group)
+        if met is None:
+            return ""
+        by_place: dict[str, list[int]] = {}
+        for rank in sorted(met):
+            by_place.setdefault(str(met[rank].place), []).append(rank)
+        sides = ", ".join(f"{name_ranks(ranks)} at {place}" for place, ranks in by_place.items())
+        return f"; their lines part at {call_text(met[min(met)])}: {sides}"
+
+    def shared_by_threads(self, group: GroupKey) -> Parting:
+        """That two threads of a rank call one group, the order of whose calls nobody knows."""
+        for rank in group.ranks:
+            if len(found := self._threads.get((group, rank), {})) > 1:
+                one, other = found[False].place, found[True].place
+                return Parting(
+                    f"; on rank {rank} the main thread ({one}) and another ({other}) share one"
+                    f" process group ({group_words(group, self.world_size)}), and their calls come in any order",
+                    "give the thread a group of its own: group = torch.distributed.new_group(backend='gloo')"
+                    + (f", and {other.named_call}(..., process_group=group)" if other.named_call else ""),
+                )
+        return Parting()
+
+    def _mismatch(self, met: dict[int, Call], fault: str, cases: Sequence[RankState]) -> Finding:
+        """Those that are fewer are called wrong, in a tie those that are not with the lowest rank."""
+        call = met[min(met)]
+        sides: dict[Kind, list[Call]] = {}
+        for rank in sorted(met):
+            sides.setdefault(alike(met[rank].kind, fault), []).append(met[rank])
+        count = Counter({kind: len(calls) for kind, calls in sides.items()})
+        right = max(sides, key=lambda kind: (count[kind], -sides[kind][0].rank))
+        others = [calls for kind, calls in sides.items() if kind != right]
+        wrong = "; ".join(self._side(calls, fault) for calls in others)
+        two = sides[right][0], others[0][0]
+        way = self.shared_by_threads(call.group)
+        if not way.remedy and two[0].place != two[1].place:  # two calls, whatever they differ in
+            way = parted(cases, two[0].rank, two[1].rank, met)
+            by_some = made_by_some(*two) if fault in ("operation", "shape", "type") else Parting()
+            way = Parting(way.text if two[0].place.framework else "", by_some.remedy) if by_some.remedy else way
+        op = sides[right][0].kind.op if call.group.instance >= 0 else sides[right][0].kind.op.replace("_", " ")
+        sentence = (
+            f"{op} #{call.turn} of {group_words(call.group, self.world_size)}: {wrong}, where"
+            f" {self._side(sides[right], fault)}: {'dtype' if fault == 'type' else fault} mismatch"
+            f"{self._hint(others[0], sides[right])}{self.parted(call.group)}{called_from(met.values())}{way.text}"
+            f"; {way.remedy or remedy(list(sides.values()), fault)}"
+        )
+        culprits = tuple(sorted(each.rank for calls in others for each in calls))
+        return Finding(MATCH, sentence, culprits, call_rows(met.values()), ends=call.group.instance >= MADE)
+
+    @staticmethod
+    def _side(calls: list[Call], fault: str) -> str:
+        who = ranks_do((call.rank for call in calls), "call")
+        called = calls[0].place.object_call or detailed(calls[0].kind, fault)
+        return f"{who} {called} at {places(calls)}"
+
+    def _hint(self, odd: list[Call], others: list[Call]) -> str:
+        """Whether the odd one seems to have made one call more; where two sides are even nobody is."""
+        wrong, right = odd[0], others[0]
+        if len(odd) >= len(others) or wrong.group.instance < 0 or wrong.kind.op == right.kind.op:
+            return ""
+        previous = right.group, right.turn - 1, wrong.kind, wrong.place
+        if any((each.group, each.turn, each.kind, each.place) == previous for each in self.lateness.recent):
+            return f"; rank {wrong.rank} repeated the previous call"
+        return ""
+
+
+BUFFERS = "torch/nn/parallel/distributed.py"  # DDP, which broadcasts buffers before a forward pass
+
+# What to do about calls that do not match, by what they differ in.
+REMEDIES = {
+    "list of ranks": "give new_group the same list on all ranks, also on those outside of it",
+    "reduce operation": "give all ranks the same reduce operation",
+    "root": "name the same root on all ranks",
+    "type": "give all ranks tensors of one dtype",
+    "split": "let each rank take as much of another as that one gives it",
+    "shape": "give all ranks tensors of one shape",
+}
+
+
+def remedy(sides: Sequence[list[Call]], fault: str) -> str:
+    """What to change: of two operations the one that the script calls itself, made by fewer ranks."""
+    if fault != "operation":
+        return REMEDIES[fault]
+    first = min(sides, key=lambda calls: (bool(calls[0].place.below), len(calls)))[0]
+    return all_or_none(first)
+
+
+def made_by_some(one: Call, other: Call | None) -> Parting:
+    """What to do where of two calls in which ranks part one stands in a branch that not all ranks take."""
+    calls = [each for each in (one, other) if each is not None and each.kind.op not in ("send", "recv")]
+    found = [each for each in calls if branch_of(each.place)]
+    return Parting("", all_or_none(found[0])) if len(found) == 1 else Parting()
+
+
+def all_or_none(call: Call) -> str:
+    """What to do about a call that some ranks alone make."""
+    branch = branch_of(call.place)
+    under = f"; it {branch}" if branch else ""
+    line, below = call.place.line or call.place, call.place.below
+    named = call.place.typed if branch or not call.place.called_by else ""
+    if named := named or call.place.named_call:
+        if call.kind.op in ("send", "recv"):  # each rank has its part of it
+            under = f" (called at {call.place.callers})" if call.place.callers else ""
+        words = words_of_call(named)
+        return f"let all ranks call {named} at {line}, or none{under}{words and f': {words}'}"
+    if BUFFERS in below and call.kind.op == "broadcast":
+        return (
+            f"DDP sends rank 0's buffers to all ranks at each forward pass: let all ranks make that of {line}, or call"
+            f" model.module on one rank{under}"
+        )
+    return f"let all ranks make the {call.place.object_call or call.kind.op} of {line}, or none{under}"
+
+
+def fault_of(met: dict[int, Call], *, whole: bool) -> str:
+    """The first thing in which calls that meet differ; empty where they match."""
+    kinds = [met[rank].kind for rank in sorted(met)]
+    first = kinds[0]
+    if any(kind.op != first.op for kind in kinds):
+        return "operation"
+    if first.op == "new_group":
+        return "list of ranks" if any(kind.dims != first.dims for kind in kinds) else ""
+    if any(kind.reduce and first.reduce and kind.reduce != first.reduce for kind in kinds):
+        return "reduce operation"
+    if any(kind.root != first.root for kind in kinds):
+        return "root"
+    if any(kind.dtypes != first.dtypes for kind in kinds):
+        return "type"
+    if first.op == "all_to_all":
+        return "split" if whole and not exchanged(met) else ""
+    if first.op not in ("barrier", "monitored_barrier") and any(kind.dims != first.dims for kind in kinds):
+        return "shape"
+    return ""
+
+
+def exchanged(met: dict[int, Call]) -> bool:
+    """Whether of an all_to_all each gets as much as the other gives it."""
+    ranks = next(iter(met.values())).group.ranks
+    return all(
+        met[giver].kind.splits[0][ranks.index(taker)] == met[taker].kind.splits[1][ranks.index(giver)]
+        for giver in ranks
+        for taker in ranks
+    )
+
+
+def alike(kind: Kind, fault: str) -> Kind:
+    """The kind without what is no part of this fault."""
+    if fault == "split":
+        return kind
+    of = {"operation": "op", "reduce operation": "reduce", "root": "root", "type": "dtypes"}.get(fault, "dims")
+    return Kind("")._replace(**{of: getattr(kind, of)})
+
+
+def detailed(kind: Kind, fault: str) -> str:
+    """The call with what is at fault, and what else tells it apart."""
+    if kind.op == "new_group":
+        return f"new_group({list(kind.dims[0])})"
+    parts = [kind.op]
+    if kind.dims and kind.op not in ("barrier", "monitored_barrier"):
+        parts.append(f"of {content(kind)}" + (f" ({kind.parameter})" if kind.parameter else ""))
+    if kind.reduce and fault in ("operation", "reduce operation"):
+        parts.append(f"by {kind.reduce}")
+    if kind.root >= 0:
+        parts.append(f"from rank {kind.root}" if kind.op in ("broadcast", "scatter") else f"to rank {kind.root}")
+    if fault == "split":
+        parts.append(f"giving {list(kind.splits[0])} and taking {list(kind.splits[1])}")
+    return " ".join(parts)
+
+
+def content(kind: Kind) -> str:
+    shown = ", ".join(str(each) for each in kind.dims[:3]) + (", ..." if len(kind.dims) > 3 else "")
+    return f"{shown} {', '.join(kind.dtypes)}"
+
+
+def places(calls: Iterable[Call]) -> str:
+    return " and ".join(dict.fromkeys(str(call.place) for call in calls))
+
+
+def call_rows(calls: Iterable[Call]) -> list[list[str]]:
+    return [
+        [
+            f"rank {call.rank}",
+            str(call.place),
+            f"{call_text(call)}: {detailed(call.kind, '')}",
+            "",
+            source_line(call.place),
+        ]
+        for call in sorted(calls, key=lambda call: call.rank)
+    ]
+
+
+def ends(call: Call) -> tuple[int, int, GroupKey, int]:
+    """Of a message: sender, receiver, group and tag."""
+    two = (call.rank, call.kind.peer) if call.kind.op == "send" else (call.kind.peer, call.rank)
+    return *two, call.group, call.kind.tag
+
+
+def every_call(cases: Iterable[RankState]) -> Iterator[Call]:
+    """All calls that have come since the last time, in the order of their beginning."""
+    found = [call for case in cases for call in case.calls]
+    for case in cases:
+        case.calls = []
+    return iter(sorted(found, key=lambda call: call.began_s))

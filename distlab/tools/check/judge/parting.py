@@ -1,0 +1,172 @@
+"""By what two ranks parted before they stood in different calls: uneven data, a batch skipped, a loop left, callers.
+
+In a framework's loop, or a helper of the script's own, ranks that part stand in one line; and a rank that has fewer
+batches, stops or skips one is apart before any call differs. A pass over a DataLoader is known by its line and its
+number there, alike on all ranks until they part: at one batch of one pass ranks have made as many backward passes,
+unless one skipped a batch.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from distlab.lab.cluster import name_ranks
+from distlab.lab.report.units import counted
+from distlab.tools.check.judge.framework_words import AS_MANY, SKIPPED, STOPPED, UNEVEN, words_of_cause
+from distlab.tools.check.judge.progress import Course, Pass, Progress
+from distlab.tools.check.judge.rank_state import Call, CallPlace, RankState
+from distlab.tools.check.judge.source_lines import is_within, loop_at
+
+FEW = 4  # batches that come to one that is skipped, for it to be asked after
+
+
+def called_from(calls: Iterable[Call]) -> str:
+    """Who called the one line that ranks call from, where that is not the same on all."""
+    by_callers: dict[str, list[int]] = {}
+    found = sorted(calls, key=lambda call: call.rank)
+    for call in found:
+        by_callers.setdefault(call.place.callers, []).append(call.rank)
+    if len({call.place.line for call in found}) > 1 or len(by_callers) == 1:
+        return ""
+    sides = ", ".join(f"{name_ranks(ranks)} from {callers or 'the top'}" for callers, ranks in by_callers.items())
+    return f"; that line is called on {sides}"
+
+
+class Side(NamedTuple):
+    """A rank where it parted from another, and how far it was."""
+
+    rank: int
+    course: Course
+    place: CallPlace
+    reached: Progress
+
+
+class Parting(NamedTuple):
+    """By what two ranks parted, and what to change where that is known."""
+
+    text: str = ""
+    remedy: str = ""
+
+
+def parted(cases: Sequence[RankState], waiting: int, other: int, calls: Mapping[int, Call]) -> Parting:
+    """What is known of the ways of two ranks, where each stands in one of these calls, or in none of them any more."""
+    one, two = (side_of(cases[rank], calls.get(rank)) for rank in (waiting, other))
+    if not one.place.framework:
+        one, two = two, one
+    cause, why = cause_of(one, two)
+    remedy = words_of_cause(one.course.package or one.place.package, cause) or AS_MANY
+    loop = one.place.framework
+    if not loop or loop not in (one.course.loop, two.course.loop) or cases[two.rank].raised is not None:
+        so_far = parted_in_loader(one, two) or parted_in_loader(two, one)
+        return Parting(so_far + (f"; {why}" if why else ""), remedy) if so_far or why else Parting()
+    if two.place.framework == loop:
+        return Parting(
+            f"; in {loop} rank {two.rank} is after {two.reached.text} and rank {one.rank} after {one.reached.text}: "
+            + (why or "a batch, a stop, an evaluation, a metric or a save that one of them alone has"),
+            remedy,
+        )
+    return Parting(
+        f"; rank {two.rank}'s loop in {loop} ended after {two.reached.text}, rank {one.rank} is at {one.reached.text}: "
+        + (why or "uneven data, or a stop decided on one rank"),
+        remedy,
+    )
+
+
+def side_of(case: RankState, call: Call | None) -> Side:
+    place, reached = (call.place, call.reached) if call is not None else (CallPlace(), case.course.now)
+    return Side(case.rank, case.course, place, reached)
+
+
+def parted_in_loader(one: Side, two: Side) -> str:
+    """Of a script's own loops: that a rank has taken fewer batches of one pass over its DataLoader, or is through with
+    it before another."""
+    if not one.course.passes or not two.course.passes:
+        return ""
+    mine, theirs = (side.course.passes[max(side.course.passes)] for side in (one, two))
+    if mine.key != theirs.key or theirs.drawn > mine.drawn:
+        return ""
+    how = "'s loop ended" if theirs.ended else " went on"
+    so_far = f"; rank {two.rank}{how} after {two.reached.text}"
+    if theirs.drawn < mine.drawn:
+        return f"{so_far}, and rank {one.rank} has taken {counted(mine.drawn, 'batches')}"
+    if theirs.ended and not mine.ended:
+        what = f"a batch that rank {two.rank} skips, or a call that rank {one.rank} alone makes"
+        return f"{so_far}, and rank {one.rank} is still in its own: {what}"
+    return ""
+
+
+def cause_of(one: Side, other: Side) -> tuple[str, str]:
+    """What set the two apart before their calls differed, and the words for it; empty where that is not known."""
+    for a, b in ((one, other), (other, one)):
+        for here, there in common(a.course, b.course):
+            if there.has_all and max(here.drawn, here.length) > there.drawn:
+                had = f"{there.words} has {counted(there.drawn, 'batches')} on rank {b.rank} and more on rank {a.rank}"
+                return UNEVEN, f"{had}: uneven data"
+    if (skipped := skipped_batch(one, other)) is not None:
+        return SKIPPED, skipped
+    for a, b in ((one, other), (other, one)):
+        for here, there in common(a.course, b.course):
+            if not there.has_all and here.drawn >= there.drawn and has_left(here, there, a, b):
+                left = f"rank {b.rank} took {counted(there.drawn, 'batches')} of {there.words}"
+                return STOPPED, f"{left}, which has more: a stop decided on one rank"
+    return "", ""
+
+
+def common(one: Course, other: Course) -> Iterator[tuple[Pass, Pass]]:
+    """Passes with one number and line, the newest first."""
+    others = {each.key: each for each in other.passes.values()}
+    for here in reversed(one.passes.values()):
+        if here.key in others:
+            yield here, others[here.key]
+
+
+def skipped_batch(one: Side, other: Side) -> str | None:
+    """The first batch before which one of two ranks had made fewer backward passes."""
+    for here, there in reversed(list(common(one.course, other.course))):
+        for index, (made, theirs) in enumerate(zip(since_begin(here), since_begin(there), strict=False)):
+            if made != theirs:
+                less, more = (one, other) if made < theirs else (other, one)
+                return (
+                    f"rank {less.rank} skipped a batch: when it came to batch {index} of {here.words} it had called"
+                    f" backward {counted(min(made, theirs), 'times')} in it, and rank {more.rank} {max(made, theirs)}"
+                )
+    if one.course.idle != other.course.idle:
+        less = max(one, other, key=lambda side: side.course.idle)
+        return (
+            f"rank {less.rank} skipped a batch: it made {counted(less.course.idle, 'steps')} without calling backward"
+        )
+    return None
+
+
+def since_begin(found: Pass) -> list[int]:
+    """Backward passes from its begin to each of its batches."""
+    return [each - found.backwards[0] for each in found.backwards]
+
+
+def has_left(here: Pass, there: Pass, a: Side, b: Side) -> bool:
+    """Whether rank b is out of the pass that rank a is in."""
+    newest, theirs = (side.course.passes[max(side.course.passes)] for side in (a, b))
+    if b.place.called_by or a.place.called_by or newest is not here:
+        return False  # in a function of the user's that a framework's loop calls; or in an evaluation
+    loop = b.course.loop
+    if loop and loop == a.place.framework:
+        return b.place.framework != loop or here.drawn > there.drawn or theirs is not there
+    around = loop_at(CallPlace(there.line, "", there.file))
+    return around is not None and is_within(a.place, around) and not is_within(b.place, around)
+
+
+def questions(courses: Sequence[Course]) -> Iterator[str]:
+    """Of a run without a finding: whether a rank was meant to skip a batch."""
+    sides = [Side(rank, course, CallPlace(), course.now) for rank, course in enumerate(courses)]
+    for other in sides[1:]:
+        skipped = skipped_batch(sides[0], other)
+        if skipped is not None and is_exception(sides[0].course, other.course):
+            remedy = words_of_cause(other.course.package, SKIPPED)
+            yield f"is it meant that {skipped}? Its gradients then count for less; {remedy or AS_MANY}"
+            return
+
+
+def is_exception(one: Course, other: Course) -> bool:
+    """Whether ranks that have made other numbers of backward passes have made nearly as many."""
+    drawn = min(sum(each.drawn for each in course.passes.values()) for course in (one, other))
+    apart = abs(one.now.backwards - other.now.backwards)
+    return 0 < apart * FEW <= min(drawn, one.now.backwards, other.now.backwards)

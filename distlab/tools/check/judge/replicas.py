@@ -1,0 +1,436 @@
+"""Replicas that ranks should hold alike: whether they do at the end, since which step they do not, and why.
+
+DDP sums the n-th parameter of a rank with the n-th of the others and looks at shapes alone. Weights are compared as
+checksums: replicas that got the same sums and do the same with them agree to the bit. Ranks may part on the way
+(local SGD), so the end decides, and the way says since when: of each step a few elements are known, of steps 1, 2, 4,
+8, ... all. The cause is what differs first, and it is looked for in the order in which one thing leads to another.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from distlab.lab.cluster import name_ranks
+from distlab.tools.check.judge.rank_state import MATCH, REPLICAS, Finding, RankState
+
+Which = tuple[str, tuple[int, ...]]  # what holds the parameters, and on which ranks
+END, BEGINNING = -1, 0  # in the place of a step
+BROADCAST = "broadcast"  # the key of parameters that were broadcast, and whose gradients nobody has averaged
+MOST_PENDING = 1000  # steps that not all ranks have told
+MOST_OPTIONS = 1000  # changes of options that are remembered
+SHOWN = 3  # ranks or parameters
+
+Sums = dict[int, dict[int, dict[str, int]]]  # checksums by step, rank and name
+
+
+@dataclass
+class Fault:
+    """What lets gradients arise without an average, at its first steps."""
+
+    kind: str
+    rank: int
+    step: int
+    names: list[str]
+    place: str  # empty where it is not known
+    stepped_at: str
+
+
+@dataclass
+class Known:
+    """All that ranks have told of one of their replicas."""
+
+    weights: Sums = field(default_factory=lambda: defaultdict(dict))
+    gradients: Sums = field(default_factory=lambda: defaultdict(dict))
+    states: Sums = field(default_factory=lambda: defaultdict(dict))
+    buffers: Sums = field(default_factory=lambda: defaultdict(dict))
+    traces: dict[int, dict[int, tuple[int, int, int]]] = field(default_factory=lambda: defaultdict(dict))
+    apart: dict[str, int] = field(default_factory=dict)  # since which step gradients, options, weights differ
+    agreed: int = 0  # the last step after which the weights were seen equal
+    options: dict[tuple[int, int], dict[int, list[dict[str, str]]]] = field(default_factory=lambda: defaultdict(dict))
+    by_name: bool = True  # else a copy of all its elements was reduced, which may be the weights' (local SGD)
+    elsewhere: bool = False  # its gradients were averaged in other groups too (gossip)
+    faults: list[Fault] = field(default_factory=list)
+    made_at: str = ""  # where the DDP was made, or where gradients are averaged by hand
+    stepped_at: str = "an unknown line"
+
+
+class Replicas:
+    """The parameters and checksums that ranks have told."""
+
+    def __init__(self) -> None:
+        self._orders: dict[tuple[str, Which], dict[int, list[str]]] = defaultdict(dict)
+        self._known: dict[Which, Known] = defaultdict(Known)
+        self._told: set[Which] = set()
+
+    def take_module(
+        self, case: RankState, key: str, group: int, place: int, order: list[str], buffers: list[str]
+    ) -> Iterator[Finding]:
+        which = key, case.group(group).ranks
+        self._known[which].made_at = made_at = case.place(place).line
+        for what, names in (("parameter", order), ("buffer", buffers)):
+            seen = self._orders[what, which]
+            seen[case.rank] = names
+            odd = next((rank for rank in sorted(seen) if seen[rank] != seen[min(seen)]), None)
+            if odd is not None and which not in self._told:
+                self._told.add(which)
+                yield Finding(MATCH, other_order(f"{key} at {made_at}", what, seen, odd), (odd,), ends=True)
+
+    def take_averaged(self, case: RankState, key: str, group: int, by_name: bool, place: int) -> None:
+        known = self._known[key, case.group(group).ranks]
+        known.made_at, known.by_name = line_of(case, place), by_name
+
+    def take_elsewhere(self, case: RankState, key: str, group: int) -> None:
+        self._known[key, case.group(group).ranks].elsewhere = True
+
+    def take_weights(self, case: RankState, key: str, group: int, step: int, sums: list[list[Any]], place: int) -> None:
+        known = self._take_sums(case, key, group, "weights", step, sums)
+        known.stepped_at = line_of(case, place) or known.stepped_at
+
+    def take_gradients(
+        self, case: RankState, key: str, group: int, step: int, sums: list[list[Any]], place: int
+    ) -> None:
+        known = self._take_sums(case, key, group, "gradients", step, sums)
+        known.stepped_at = line_of(case, place) or known.stepped_at
+
+    def take_states(self, case: RankState, key: str, group: int, step: int, sums: list[list[Any]], place: int) -> None:
+        known = self._take_sums(case, key, group, "states", step, sums)
+        known.stepped_at = line_of(case, place) or known.stepped_at
+
+    def take_buffers(self, case: RankState, key: str, group: int, step: int, sums: list[list[Any]], place: int) -> None:
+        known = self._take_sums(case, key, group, "buffers", step, sums)
+        known.stepped_at = line_of(case, place) or known.stepped_at
+
+    def _take_sums(self, case: RankState, key: str, group: int, kind: str, step: int, sums: list[list[Any]]) -> Known:
+        found = {}
+        for name, checksum in sums:
+            found[str(name)] = int(checksum)
+        known = self._known[key, case.group(group).ranks]
+        getattr(known, kind)[step][case.rank] = found
+        return known
+
+    def take_trace(
+        self, case: RankState, key: str, group: int, step: int, gradients: int, options: int, weights: int
+    ) -> None:
+        ranks = case.group(group).ranks
+        known = self._known[key, ranks]
+        seen = known.traces[step]
+        seen[case.rank] = gradients, options, weights
+        if set(seen) == set(ranks):
+            del known.traces[step]
+            self._compare(known, step, seen)
+        elif len(known.traces) > MOST_PENDING:
+            del known.traces[min(known.traces)]
+
+    @staticmethod
+    def _compare(known: Known, step: int, seen: dict[int, tuple[int, int, int]]) -> None:
+        for index, what in enumerate(("gradients", "options", "weights")):
+            if len({each[index] for each in seen.values()}) > 1:
+                known.apart.setdefault(what, step)
+            elif what == "weights":
+                known.agreed = max(step, known.agreed)
+                known.apart.clear()
+            elif what == "options":
+                known.apart.pop(what, None)
+
+    def take_options(
+        self, case: RankState, key: str, group: int, number: int, step: int, groups: list[Any], place: int
+    ) -> None:
+        for each in groups:
+            if not all(type(name) is str and type(value) is str for name, value in each.items()):
+                raise TypeError(f"{each!r} is no parameter group's options")
+        known = self._known[key, case.group(group).ranks]
+        found = known.options[number, case.rank]
+        found[step] = groups
+        known.stepped_at = line_of(case, place) or known.stepped_at
+        if len(found) > MOST_OPTIONS:
+            del found[min(found)]
+
+    def take_fault(
+        self, case: RankState, key: str, group: int, kind: str, step: int, names: list[str], place: int, stepped_at: int
+    ) -> None:
+        found = Fault(
+            kind, case.rank, step, [str(each) for each in names], line_of(case, place), line_of(case, stepped_at)
+        )
+        self._known[key, case.group(group).ranks].faults.append(found)
+
+    def drifted(self, explained: set[tuple[int, ...]]) -> Iterator[Finding]:
+        """Of groups of ranks whose calls by hand mix parameters up, no more than that is said."""
+        for (key, ranks), known in self._known.items():
+            if (
+                known.elsewhere
+                or not (known.by_name or was_averaged(known, ranks))
+                or (ranks in explained and not key.startswith(("DDP", "FSDP")))
+            ):
+                continue
+            if key != BROADCAST and are_apart(known.weights.get(END, {}), ranks):
+                odd, _ = smaller_side(known.weights[END])
+                yield Finding(REPLICAS, why_apart(key, ranks, known), tuple(odd))
+
+    def questions(self) -> Iterator[str]:
+        for (key, ranks), known in self._known.items():
+            last = known.weights.get(END, {})
+            if key == BROADCAST and are_apart(last, ranks):
+                odd, names = smaller_side(last)
+                yield (
+                    f"is it meant that {name_ranks(odd)} ended with another {listed(names)} than {others(odd, ranks)}?"
+                    " They were broadcast at the start, and their gradients are never averaged over these ranks; the"
+                    f" optimizer steps at {known.stepped_at}"
+                )
+
+
+def was_averaged(known: Known, ranks: tuple[int, ...]) -> bool:
+    """Whether the gradients of all ranks were equal at a step that was looked at."""
+    return any(set(sums) == set(ranks) and not are_apart(sums, ranks) for sums in known.gradients.values())
+
+
+def line_of(case: RankState, place: int) -> str:
+    return case.place(place).line if place >= 0 else ""
+
+
+def other_order(what: str, kind: str, seen: dict[int, list[str]], odd: int) -> str:
+    """Which of two orders of names differs first."""
+    first = min(seen)
+    theirs, order = seen[first], seen[odd]
+    length = min(len(theirs), len(order))
+    index = next((each for each in range(length) if theirs[each] != order[each]), length)
+    rule = "DDP sends rank 0's buffers to all by their order, whatever they are called"
+    if kind == "buffer":  # each with its shape
+        (name, _, shape), (another, _, other_shape) = (
+            each[index].partition(" (") if index < len(each) else ("", "", "") for each in (theirs, order)
+        )
+        if name == another:
+            differ = f"buffer {name} has shape ({shape} on rank {first} and ({other_shape} on rank {odd}"
+            return f"{what}: {differ}: {rule}; give it one shape on all ranks, or set broadcast_buffers=False"
+        theirs, order = ([each.partition(" (")[0] for each in names] for names in (theirs, order))
+    one, other = (repr(each[index]) if index < len(each) else f"no {kind}" for each in (theirs, order))
+    differ = f"{kind} {index} is {one} on rank {first} and {other} on rank {odd}"
+    if kind == "buffer":
+        return f"{what}: {differ}: {rule}; register them in one order on all ranks (sorted(...), not a set)"
+    return f"{what}: {differ}: DDP sums gradients by their order, whatever they are called"
+
+
+def are_apart(sums: dict[int, dict[str, int]], ranks: tuple[int, ...]) -> bool:
+    """Whether all these ranks have told, and not the same of what they all have."""
+    names = common(sums)
+    return set(sums) == set(ranks) and any(len({sums[rank][name] for rank in ranks}) > 1 for name in names)
+
+
+def common(sums: dict[int, dict[str, int]]) -> list[str]:
+    """The names that all ranks have told, in the order of one."""
+    return [name for name in next(iter(sums.values()), {}) if all(name in each for each in sums.values())]
+
+
+def smaller_side(sums: dict[int, dict[str, int]]) -> tuple[list[int], list[str]]:
+    """The ranks that are fewer, and the parameters in which the first of them differs from the others."""
+    names = common(sums)
+    sides: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for rank in sorted(sums):
+        sides[tuple(sums[rank][name] for name in names)].append(rank)
+    right = max(sides.values(), key=lambda ranks: (len(ranks), -ranks[0]))
+    odd = sorted(rank for ranks in sides.values() if ranks is not right for rank in ranks)
+    return odd, [name for name in names if sums[odd[0]][name] != sums[right[0]][name]]
+
+
+def listed(names: list[str]) -> str:
+    """ "parameter bias and 2 more"."""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"parameter {names[0]}{more}" if names else "parameter"
+
+
+def others(odd: list[int], ranks: tuple[int, ...]) -> str:
+    return name_ranks(sorted(set(ranks) - set(odd)))
+
+
+# Why replicas are apart: each cause gives its clause, with what to do, or nothing where it is another one.
+
+
+def why_apart(key: str, ranks: tuple[int, ...], known: Known) -> str:
+    """The whole sentence."""
+    odd, names = smaller_side(known.weights[END])
+    if key.startswith("FSDP"):
+        return outside_of_shards(ranks, known)
+    hand = not key.startswith("DDP")
+    if are_apart(known.weights.get(BEGINNING, {}), ranks):
+        return from_beginning(key, ranks, known)
+    who = f"those whose gradients are averaged by hand at {known.made_at}" if hand else f"{key} ({known.made_at})"
+    ended = f"{name_ranks(odd)} ended with another {listed(names)} than {others(odd, ranks)}"
+    head = f"the replicas of {who} have drifted apart: {ended}, {since_words(known, ranks)}"
+    cause = (
+        late_parameters(known, names)
+        or other_options(known, ranks)
+        or without_average(key, known, ranks)
+        or other_gradients(known, ranks)
+        or other_state(known, ranks)
+        or other_buffers(known, ranks)
+        or "gradients, options and state of the optimizer were seen equal, so something else writes the weights between"
+        " the steps of some ranks: let all ranks do it"
+    )
+    return f"{head}: {cause}; the optimizer steps at {known.stepped_at}"
+
+
+def outside_of_shards(ranks: tuple[int, ...], known: Known) -> str:
+    """Parameters in an FSDP module that it does not shard."""
+    odd, names = smaller_side(known.weights[END])
+    return (
+        f"FSDP does not shard {listed(names)}, which the optimizer steps at {known.stepped_at}, so its gradient is"
+        f" never averaged: {name_ranks(odd)} ended with another one than {others(odd, ranks)}; put it into the module"
+        " before FSDP wraps it, and wrap the whole model too (fully_shard(model)), not its layers alone"
+    )
+
+
+def since(known: Known, ranks: tuple[int, ...]) -> tuple[int, int]:
+    """The last step after which the weights were seen equal, and the first after which they were not any more."""
+    agreed, apart = known.agreed, known.apart.get("weights", 0)
+    for step in sorted(step for step in known.weights if step > 0):
+        if are_apart(known.weights[step], ranks):
+            apart = min(apart or step, step)
+        elif set(known.weights[step]) == set(ranks) and not apart:
+            agreed = max(agreed, step)
+    return min(agreed, apart - 1) if apart else agreed, apart
+
+
+def since_words(known: Known, ranks: tuple[int, ...]) -> str:
+    agreed, apart = since(known, ranks)
+    if not apart:
+        return f"after step {agreed}" if agreed else "at some step"
+    return f"since step {apart}" if agreed >= apart - 1 else f"since step {agreed + 1} to {apart}"
+
+
+def from_beginning(key: str, ranks: tuple[int, ...], known: Known) -> str:
+    """Replicas that had other weights before the first step."""
+    odd, names = smaller_side(known.weights[BEGINNING])
+    rest = others(odd, ranks)
+    before = f"before the first step, at {known.stepped_at}"
+    if key.startswith("DDP"):
+        return (
+            f"the replicas of {key} ({known.made_at}) have drifted apart: {name_ranks(odd)} had another {listed(names)}"
+            f" than {rest} already {before}; it was written after DDP was made, and DDP averages gradients, not"
+            " weights: write it before DDP is made, or on all ranks alike"
+        )
+    return (
+        f"weights of {name_ranks(odd)} and of {rest} differ from the beginning: {listed(names)}, {before}; their"
+        f" gradients are averaged at {known.made_at}, which leaves the difference as it is: broadcast the weights"
+        " before the first step, or give all ranks one seed while the model is made"
+    )
+
+
+def late_parameters(known: Known, names: list[str]) -> str:
+    """Parameters that a DDP does not know, or did not when it was made."""
+    texts = {
+        "added": f"was added after DDP at {known.made_at}; its gradient is never averaged: put it into the model before"
+        " DDP is made",
+        "unfrozen": f"was frozen when DDP was made at {known.made_at} and wants a gradient since; it is never averaged:"
+        " set requires_grad before DDP is made, or make DDP anew",
+    }
+    for fault in known.faults:
+        found = [name for name in fault.names if name in names]
+        if fault.kind in texts and found and set(names) <= set(fault.names):
+            more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+            return f"{found[0]}{more} {texts[fault.kind]}"
+    return ""
+
+
+def other_options(known: Known, ranks: tuple[int, ...]) -> str:
+    """The first option of a parameter group that ranks have not alike."""
+    _, apart = since(known, ranks)
+    step = known.apart.get("options", 0)
+    if not step or (apart and step > apart):
+        return ""
+    for number in sorted({number for number, _ in known.options}):
+        in_effect = {rank: at_step(known.options.get((number, rank), {}), step) for rank in ranks}
+        first = in_effect[ranks[0]]
+        if len({len(groups) for groups in in_effect.values()}) > 1:
+            return "other parameter groups: " + by_value({r: f"{len(each)} of them" for r, each in in_effect.items()})
+        for index, options in enumerate(first):
+            for name in options:
+                values = {rank: in_effect[rank][index].get(name, "none") for rank in ranks}
+                if len(set(values.values())) > 1:
+                    shown = "another number of parameters" if name == "parameters" else f"another {name}"
+                    shown = "another learning rate (lr)" if name == "lr" else shown
+                    return (
+                        f"{shown} in parameter group {index} since step {step}: {by_value(values)}; let it depend on"
+                        " what all ranks have alike (all_reduce a loss or a metric before it decides)"
+                    )
+    return ""
+
+
+def at_step(told: dict[int, list[dict[str, str]]], step: int) -> list[dict[str, str]]:
+    """The options that were in effect."""
+    steps = [each for each in told if each <= step]
+    return told[max(steps)] if steps else []
+
+
+def by_value(values: dict[int, str]) -> str:
+    """ "0.1 on rank 0, 0.05 on ranks 1 and 2"."""
+    sides: dict[str, list[int]] = defaultdict(list)
+    for rank, value in sorted(values.items()):
+        sides[value].append(rank)
+    return ", ".join(f"{value} on {name_ranks(of)}" for value, of in list(sides.items())[:SHOWN])
+
+
+def without_average(key: str, known: Known, ranks: tuple[int, ...]) -> str:
+    """Backward passes of a DDP after which nothing was averaged."""
+    agreed, apart = since(known, ranks)
+    first = known.apart.get("gradients", 0)
+    for fault in known.faults:
+        if not agreed < fault.step <= (apart or fault.step) or (first and fault.step < first):
+            continue
+        here, there = (f" at {fault.place}", f" ({fault.place})") if fault.place else ("", "")
+        if fault.kind == "past":
+            through = f"through .module{here}" if here else "in another way"
+            return (
+                f"the gradients of step {fault.step} came past {key.split()[0]}: its forward pass was not called, but"
+                f" its module {through}, so nothing is averaged; call the DDP itself in training"
+            )
+        if fault.kind == "unaveraged":
+            return (
+                f"step {fault.step} came after backward passes in no_sync alone{there}, so each rank"
+                " steps by its own gradients; leave no_sync in the last backward pass before each step, the last of an"
+                " epoch too"
+            )
+        if fault.kind == "after the average":
+            return (
+                f"before step {fault.step} backward passes in no_sync{there} came after the one that"
+                " averages, and what they add stays each rank's own; average in the last backward pass before the step"
+            )
+    return ""
+
+
+def other_gradients(known: Known, ranks: tuple[int, ...]) -> str:
+    _, apart = since(known, ranks)
+    full = [step for step, sums in known.gradients.items() if are_apart(sums, ranks)]
+    step = min([*full, *([known.apart["gradients"]] if "gradients" in known.apart else [])], default=0)
+    if not step or (apart and step > apart):
+        return ""
+    names = smaller_side(known.gradients[step])[1] if step in full else []
+    of = f" ({listed(names)})" if names else ""
+    return (
+        f"the ranks step by other gradients{of} from step {step} on; average all gradients at each step, after the last"
+        " backward pass and before anything else changes them"
+    )
+
+
+def other_state(known: Known, ranks: tuple[int, ...]) -> str:
+    agreed, apart = since(known, ranks)
+    full = [step for step, sums in sorted(known.states.items()) if are_apart(sums, ranks)]
+    if not full or (apart and full[0] > apart) or (agreed < full[0] - 1 and apart != full[0]):
+        return ""
+    _, names = smaller_side(known.states[full[0]])
+    return (
+        f"another state of the optimizer ({listed(names)}) at step {full[0]}, with the same gradients: load or make it"
+        " on all ranks alike"
+    )
+
+
+def other_buffers(known: Known, ranks: tuple[int, ...]) -> str:
+    _, apart = since(known, ranks)
+    full = [step for step, sums in sorted(known.buffers.items()) if are_apart(sums, ranks)]
+    if not full or (apart and full[0] > apart):
+        return ""
+    _, names = smaller_side(known.buffers[full[0]])
+    which = listed(names).replace("parameter", "buffer")
+    return (
+        f"other buffers ({which}) at step {full[0]}, with the same gradients: what is written into the weights from"
+        " them is each rank's own; all_reduce them on all ranks, or let DDP send rank 0's (broadcast_buffers=True)"
+    )

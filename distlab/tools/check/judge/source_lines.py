@@ -1,0 +1,141 @@
+"""The script's own text at a line that a rank was in, and the condition above it that only some ranks meet.
+
+It is read from rank 0's disk after the run, by a name that a script has told: what is no Python file of usual size has
+no text.
+"""
+
+import ast
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from distlab.tools.check.judge.rank_state import CallPlace
+
+MOST_BYTES = 4_000_000
+SHOWN = 160  # characters of a line
+SIZES = ("world", "size", "ranks", "num_p", "gpus", "replicas", "workers")  # in a divisor that is a number of ranks
+# In the condition of a branch, or the name of a decorator, that not all ranks take.
+OF_A_RANK = ("rank", "is_main", "is_master", "leader", "process_zero", "global_zero", "process_index", "main_process")
+
+
+def source_line(place: CallPlace) -> str:
+    """The text of the line without its indent; empty where it is not to be had."""
+    lines, number = text_of(place).splitlines(), number_of(place)
+    return lines[number - 1].strip()[:SHOWN] if 0 < number <= len(lines) else ""
+
+
+def branch_of(place: CallPlace) -> str:
+    """The condition that names a rank and decides whether the line is reached, and where it stands, as the words behind
+    "it": of the line itself, else of the nearest of its callers."""
+    return next((found for each in (place, *callers_of(place)) if (found := branch_at(each))), "")
+
+
+def branch_at(place: CallPlace) -> str:
+    """The innermost such condition: around the line, before it in its block, or of a decorator of its function."""
+    number, found, file = number_of(place), "", place.line.rpartition(":")[0]
+    with suppress(SyntaxError, ValueError, RecursionError):
+        for node in ast.walk(ast.parse(text_of(place))):  # from the outside to the inside
+            if not is_around(node, number):
+                continue
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                words = [ast.unparse(each) for each in node.decorator_list]
+                found = next(
+                    (f"stands under `@{each}` ({file}:{node.lineno})" for each in words if names_rank(each)), ""
+                )
+            if isinstance(node, ast.If) and names_rank(condition := ast.unparse(node.test)):
+                side = "" if number <= (node.body[-1].end_lineno or 0) else "the other side of "
+                found = f"stands under {side}`if {condition[:SHOWN]}` ({file}:{node.lineno})"
+            for left in left_before(node, number):
+                words_of = f"{ast.unparse(left.test)[:SHOWN]}: {ast.unparse(left.body[-1])[:SHOWN]}"
+                found = f"comes after `if {words_of}` ({file}:{left.lineno})"
+    return found
+
+
+def is_around(node: ast.AST, number: int) -> bool:
+    """Whether the line is inside of the node, and not its first; of a branch, in what it decides on."""
+    if isinstance(node, ast.Module):
+        return True
+    first = node.body[0].lineno if isinstance(node, ast.If) else getattr(node, "lineno", number) + 1
+    return first <= number <= (getattr(node, "end_lineno", 0) or 0)
+
+
+def left_before(node: ast.AST, number: int) -> Iterator[ast.If]:
+    """Branches by which some ranks leave a block of this node before the part of it that the line is in."""
+    for block in (getattr(node, name, None) for name in ("body", "orelse", "finalbody")):
+        if isinstance(block, list) and block and block[0].lineno <= number <= (block[-1].end_lineno or 0):
+            for each in block:
+                leaves = isinstance(each, ast.If) and isinstance(each.body[-1], ast.Return) and not each.orelse
+                if leaves and (each.end_lineno or 0) < number and names_rank(ast.unparse(each.test)):
+                    yield each
+
+
+def names_rank(words: str) -> bool:
+    return any(each in words.lower() for each in OF_A_RANK)
+
+
+def callers_of(place: CallPlace) -> list[CallPlace]:
+    """The user's lines above, the nearest first: files of the same folder as the line's own."""
+    named = place.line.rpartition(":")[0]
+    folder = place.file.removesuffix(named) if named and place.file.endswith(named) else ""
+    lines = place.callers.split(" from ") if folder and place.callers else []
+    return [CallPlace(line, "", f"{folder}{line.rpartition(':')[0]}") for line in lines]
+
+
+def loop_at(place: CallPlace) -> tuple[str, int, int] | None:
+    """The file and the first and last line of the loop whose head the line is."""
+    number = number_of(place)
+    with suppress(SyntaxError, ValueError, RecursionError):
+        for node in ast.walk(ast.parse(text_of(place))):
+            if isinstance(node, (ast.For, ast.AsyncFor, ast.While)) and node.lineno == number:
+                return place.file, number, node.end_lineno or number
+    return None
+
+
+def is_within(place: CallPlace, lines: tuple[str, int, int]) -> bool:
+    """Whether the line, or one of its callers, is among the lines of a file."""
+    file, first, last = lines
+    return any(each.file == file and first <= number_of(each) <= last for each in (place, *callers_of(place)))
+
+
+def divided_before(place: CallPlace) -> bool:
+    """Whether the function of the line, or one that called it, divides by a number of ranks before it."""
+    return any(divided_at(each) for each in (place, *callers_of(place)))
+
+
+def divided_at(place: CallPlace) -> bool:
+    number, found = number_of(place), False
+    with suppress(SyntaxError, ValueError, RecursionError):
+        tree = ast.parse(text_of(place))
+        scopes = [each for each in ast.walk(tree) if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef))]
+        around = [each for each in scopes if each.lineno <= number <= (each.end_lineno or 0)]
+        scope = max(around, key=lambda each: each.lineno) if around else tree
+        for node in ast.walk(scope):
+            if getattr(node, "lineno", number + 1) <= number:
+                found = found or any(
+                    word in ast.unparse(divisor).lower() for divisor in divisors(node) for word in SIZES
+                )
+    return found
+
+
+def divisors(node: ast.AST) -> list[ast.expr]:
+    """What is divided by in this node: an operator, or div, div_, true_divide."""
+    if isinstance(node, (ast.BinOp, ast.AugAssign)) and isinstance(node.op, ast.Div):
+        return [node.right if isinstance(node, ast.BinOp) else node.value]
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and "div" in node.func.attr:
+        return node.args
+    return []
+
+
+def number_of(place: CallPlace) -> int:
+    """The number of the line; 0 where there is none."""
+    number = place.line.rpartition(":")[2]
+    return int(number) if number.isascii() and number.isdecimal() and len(number) < len(str(MOST_BYTES)) else 0
+
+
+def text_of(place: CallPlace) -> str:
+    """The file's text; empty where it cannot be read."""
+    with suppress(OSError, ValueError):
+        path = Path(place.file)
+        if path.suffix == ".py" and path.is_file() and path.stat().st_size <= MOST_BYTES:
+            return path.read_text(errors="replace")
+    return ""

@@ -1,0 +1,248 @@
+"""One rank of a check: its doctor joins the others, lets the script begin, hears it, and ends with the run's verdict.
+
+What a script tells goes on to rank 0 over the store, a batch four times a second, and into `rank<r>.calls` on this
+disk. Rank 0 says when it is over. The store is that of the doctors: the script has one of its own, on a port that rank
+0 draws (under torchrun the agent's), so that nothing of the lab is among its connections.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import shlex
+import socket
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from distlab.lab.cluster import ClusterError
+from distlab.lab.cluster.address import interface_of
+from distlab.lab.cluster.control_plane import Exchange
+from distlab.lab.cluster.departure import Succession
+from distlab.lab.cluster.join import Cluster, derive_name, join
+from distlab.lab.cluster.launch import LauncherPipe, free_port
+from distlab.lab.cluster.messages import Verdict
+from distlab.lab.cluster.watchdog import Watchdog
+from distlab.lab.config import Config
+from distlab.lab.config.launchers import started_by
+from distlab.lab.rank.finish import Sections, everything_written, settle, write_failure_report
+from distlab.lab.rank.main import lock_folder, source_version
+from distlab.lab.report import records
+from distlab.lab.report.run_folder import Journal, Outcome
+from distlab.lab.report.table import wrapped
+from distlab.lab.report.units import counted
+from distlab.lab.report.verdict import judge
+from distlab.techniques.transport.store import Prefixed
+from distlab.tools.check.judge.coordinator import Doctor
+from distlab.tools.check.judge.failures import nothing_distributed
+from distlab.tools.check.judge.report import log_lines, spans_of, written
+from distlab.tools.check.start.fork_servers import ForkServer
+from distlab.tools.check.start.script import STORE_KEY, Job
+from distlab.tools.check.start.script_process import Hearing, started
+from distlab.tools.check.watch.telling import now
+
+POST_S = 0.25
+SAME_CLOCK_S = 60.0  # apart at most: of two machines clocks are further apart, but by chance
+# What torchrun tells each rank of a job on one node beside its place; its store is not opened here.
+OF_TORCHRUN = {
+    "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "ROLE_NAME": "default", "TORCHELASTIC_RESTART_COUNT": 0,
+    "TORCHELASTIC_MAX_RESTARTS": 0, "TORCHELASTIC_USE_AGENT_STORE": "False",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": 1,
+}  # fmt: skip
+LET_GO_S = 5.0  # for an ended script's process
+
+
+class Rank:
+    """One rank's doctor."""
+
+    def __init__(self, config: Config, job: Job, started_at: float, engine: str, server: ForkServer | None) -> None:
+        self.config, self.job, self.started_at = config, job, started_at
+        self.bedside = started(job, server)  # first: nothing else of this process is in the script's
+        self.parent = LauncherPipe()
+        self.journal = Journal(config.log)
+        self.parent.tell_unheard(self.journal.unheard)
+        if engine:
+            self.journal.say(f"engine     {engine}", "normal")
+        self._posted = 0
+        self._ended_s = 0.0  # when the run was over
+
+    def live(self) -> int:
+        self.parent.begin_to_wait()
+        try:
+            say = partial(self.journal.say, at="normal")
+            cluster = join(self.config, source_version(self.config), say, contents(self.job))
+        except ClusterError as error:
+            self.bedside.kill()
+            self.journal.say(f"broken     {error}")
+            return 3
+        self.parent.joined(cluster.tell_death)
+        folder = self.config.runs_dir / cluster.run_id
+        outcome = Outcome(folder, cluster.token)
+        watch = Watchdog(cluster, self.config, self.journal.say, partial(self._bury, outcome=outcome))
+        watch.tells_waits = False  # a doctor waits for rank 0's, which says what the scripts wait for
+        watch.start()
+        try:
+            lock_folder(folder, cluster, self.config)
+            self.journal.open(folder, cluster.rank)
+            self.journal.write(start_record(self.config, self.job, cluster))
+            exchange = Exchange(
+                Prefixed("lab", cluster.store), cluster.rank, cluster.world_size,
+                self.config.collective_timeout_s,
+            )  # fmt: skip
+            self._begin(exchange, cluster, folder)
+            code = self._attend(watch, exchange, cluster, folder, outcome)
+        except BaseException as error:
+            self.bedside.kill()
+            watch.fail(error)
+        watch.finish()
+        return code
+
+    def _begin(self, exchange: Exchange, cluster: Cluster, folder: Path) -> None:
+        """Agree on the script's own port, and let it begin."""
+        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        port = self.config.master_port if agent else exchange.share("port", free_port() if cluster.rank == 0 else None)
+        hosts = exchange.everyone("hosts", socket.gethostname())
+        alike = [rank for rank, host in enumerate(hosts) if host == hosts[cluster.rank]]
+        local = self.config.local_rank if self.config.local_rank is not None else alike.index(cluster.rank)
+        variables = {
+            "RANK": cluster.rank, "WORLD_SIZE": cluster.world_size, "LOCAL_RANK": local, "MASTER_PORT": port,
+            "MASTER_ADDR": self.config.master_addr, "OMP_NUM_THREADS": self.config.threads,
+            STORE_KEY: derive_name(cluster.key, f"script of {cluster.token}"),
+        }  # fmt: skip
+        if not agent:
+            variables |= {
+                "LOCAL_WORLD_SIZE": len(alike),
+                "ROLE_RANK": cluster.rank,
+                "ROLE_WORLD_SIZE": cluster.world_size,
+            }
+            # A job's own, by which scripts name files: torchrun's "none" had a run resume what another had left.
+            variables |= OF_TORCHRUN | {"TORCHELASTIC_RUN_ID": cluster.run_id}
+        interface = interface_of(cluster.members[cluster.rank].ip)
+        if interface is not None and "GLOO_SOCKET_IFNAME" not in os.environ:  # as a run of the lab's own sets it
+            variables["GLOO_SOCKET_IFNAME"] = interface
+        if not os.access(self.job.script.parent, os.W_OK) and self.config.local_rank is None:
+            variables["DISTLAB_FOLDER"] = scratch(exchange, folder, self.job)
+        words = shlex.join([self.job.shown, *self.job.words])
+        if cluster.rank == 0:
+            what = f"{words} · {counted(cluster.world_size, 'ranks')} · {folder}"
+            self.journal.say("\n".join(wrapped(self.job.command, what)), "normal")
+        self.bedside.begin({name: str(value) for name, value in variables.items()})
+
+    def _attend(self, watch: Watchdog, exchange: Exchange, cluster: Cluster, folder: Path, outcome: Outcome) -> int:
+        """Hear, pass on and look until rank 0 says that it is over; then bring all together."""
+        doctor = None
+        if cluster.rank == 0:
+            doctor = Doctor(
+                cluster.world_size, self.job.hang_after_s, self.config.collective_timeout_s, self.journal.say,
+                self.job.mesh, promises=self.job.play is not None,
+            )  # fmt: skip
+        taken = dict.fromkeys(range(cluster.world_size), 0)
+        with (folder / f"rank{cluster.rank}.calls").open("wb") as kept:
+            hearing = Hearing(self.bedside)
+            while True:
+                lines = hearing.lines(POST_S)
+                kept.writelines(line + b"\n" for line in lines)
+                watch.main.at(0, self.job.script.name)
+                if doctor is None:
+                    self._post(exchange, lines)
+                    self._ended_s = now()
+                    if exchange.store.check(["over"]):
+                        well = exchange.store.get("over") == b"well"
+                        break
+                else:
+                    doctor.take(0, lines, now())
+                    for rank in range(1, cluster.world_size):
+                        doctor.take(rank, fetched(exchange.store, rank, taken), now())
+                    self._ended_s = now()
+                    doctor.look(self._ended_s)
+                    if doctor.over:
+                        well = all(case.exit_code is not None for case in doctor.cases)
+                        exchange.store.set("over", "well" if well else "cut")
+                        break
+        self.bedside.let_go(LET_GO_S if well else 0.0)
+        return self._close(watch, exchange, doctor, folder, outcome)
+
+    def _post(self, exchange: Exchange, lines: list[bytes]) -> None:
+        if lines:
+            exchange.store.set(f"told/{exchange.rank}/{self._posted}", b"\n".join(lines).decode())
+            self._posted += 1
+
+    def _close(self, watch: Watchdog, exchange: Exchange, doctor: Doctor | None, folder: Path, outcome: Outcome) -> int:
+        """Write down what was found, and agree on the verdict."""
+        sections = Sections(exchange, self.journal)
+        if doctor is not None:
+            if doctor.whole and not doctor.findings and self.job.command == "check":
+                doctor.findings += nothing_distributed(doctor.cases)
+            for record in written(doctor):
+                self.journal.write(record)
+            for text in log_lines(doctor):
+                self.journal.say(text)
+            for rank, how in doctor.lost.items():
+                self.journal.write(records.Lost(rank, doctor.cases[rank].steps, how))
+        ended_s = float(exchange.share("ended at", self._ended_s))  # rank 0 ended the run
+        ended_s = ended_s if abs(ended_s - self._ended_s) < SAME_CLOCK_S else self._ended_s
+        spans, cut = spans_of((folder / f"rank{exchange.rank}.calls").read_bytes().splitlines(), ended_s)
+        began_s = min(filter(None, exchange.everyone("begin", spans[0][2] if spans else None)), default=0.0)
+        drawn = [[kind, label, start - began_s, end - began_s] for kind, label, start, end in spans]
+        self.journal.write(records.Timeline(self.job.script.name, 0, drawn))
+        if cut:
+            shown = f"of rank {exchange.rank} the first {len(spans)} calls; {cut} more are in its .calls file"
+            self.journal.write(records.Said("timeline", shown))
+        self.journal.write(records.End(exchange.rank, self.started_at, None, time.time(), watch.cpu_seconds))
+        if not sections.bring("records"):
+            code = int(exchange.share("verdict"))
+            watch.agree(lambda: None)
+            return code
+        by_rank = everything_written(sections, outcome.folder)
+        return settle(judge(by_rank), by_rank, sections, outcome, watch.agree)
+
+    def _bury(self, verdict: Verdict, succession: Succession, outcome: Outcome) -> None:
+        self.bedside.kill()
+        write_failure_report(verdict, succession, self.journal, outcome)
+
+
+def fetched(store: dist.Store, rank: int, taken: dict[int, int]) -> list[bytes]:
+    lines: list[bytes] = []
+    while store.check([key := f"told/{rank}/{taken[rank]}"]):
+        lines += store.get(key).split(b"\n")
+        store.delete_key(key)
+        taken[rank] += 1
+    return lines
+
+
+def scratch(exchange: Exchange, folder: Path, job: Job) -> str:
+    """A folder to work in where the script's own is read-only: what stands beside the script, and room for more."""
+    place = folder / "scratch"
+    if exchange.rank == 0:
+        place.mkdir(exist_ok=True)
+        for each in job.script.parent.iterdir():
+            if not (place / each.name).exists():
+                (place / each.name).symlink_to(each)
+    exchange.barrier("the scratch folder")
+    return str(place.resolve())
+
+
+def contents(job: Job) -> dict[str, str]:
+    """What all ranks have to run alike."""
+    digest = hashlib.sha256(job.script.read_bytes()).hexdigest()[:12]
+    return {"the sha256 of the script": digest, "the words of the script": json.dumps(list(job.words))[:400]}
+
+
+def start_record(config: Config, job: Job, cluster: Cluster) -> records.Start:
+    """Who this rank is, and how the check is repeated."""
+    import torch
+
+    versions: dict[str, Any] = {
+        "lab": source_version(config), "python": platform.python_version(), "torch": torch.__version__,
+        "system": platform.platform(),
+    }  # fmt: skip
+    here = {"RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "LAB_RUNS_DIR", "LAB_RUN_ID", "RUN_MODE"}
+    repeat = {"WORLD_SIZE": str(config.world_size)} | config.environ()
+    return records.Start(
+        cluster.rank, cluster.run_id, job.command, cluster.world_size, socket.gethostname(), config.written(),
+        {name: value for name, value in repeat.items() if name not in here}, versions,
+        shlex.join([job.shown, *job.words]), started_by=started_by(),
+    )  # fmt: skip

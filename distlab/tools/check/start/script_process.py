@@ -1,0 +1,277 @@
+"""A rank's doctor and its script: starts the process, hears what it tells, looks how it is, and ends it.
+
+Nothing here waits for the script's interpreter, which may be stuck in C++ with its lock held: its state and its
+processor time are the kernel's words (proc(5)), and its Python stacks come where it can tell them.
+"""
+
+import fcntl
+import json
+import os
+import re
+import select
+import signal
+import struct
+import termios
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import NamedTuple
+
+from distlab.lab.cluster.launch import CONTEXT
+from distlab.tools.check.judge.rank_state import Frame
+from distlab.tools.check.start import script
+from distlab.tools.check.start.fork_servers import ForkServer, TravellingFiles
+from distlab.tools.check.start.script import Ends, Job
+from distlab.tools.check.watch.telling import now
+
+TICKS = os.sysconf("SC_CLK_TCK")
+READ_BYTES = PIPE_BYTES = 1 << 20  # some 15,000 calls between two looks
+KILLED_S = 1.0  # until the kernel has taken a killed process away
+NANOSECONDS = 1e9
+
+
+# The Python stacks of a process under watch, taken without harm to it.
+#
+# A thread of its own answers, with the interpreter's lock, when nothing changes a stack. faulthandler's signal needs
+# no lock, and reads whatever a frame is at that moment: of a process of Python 3.11 that called functions it killed
+# one in some thousand signals (python/cpython#116008), and once a script's rank in our own tests. So the signal is
+# for an interpreter whose lock is held in C, where no frame changes: the question was read, and for STACK_S nobody
+# got the lock though its holder slept or had a core. On a busy machine the one who answers may have the lock and no
+# core, or the lock's holder be a thread that waits for one while the main thread sleeps: neither gets the signal.
+
+STACK_S = 0.5  # from a question until its answer is there; nothing else is done meanwhile
+WAITS = 3  # for the lock, of 5 ms each, after which who answers was not for want of a core without it
+HELD_CPU_S = 0.05  # of a process that nobody else in it gets the lock from: ten times the interval of a switch
+FRAME = r'File "([^"]*)", line (\d+) in (.*)'
+
+
+class Look(NamedTuple):
+    """How the script's process is, by the kernel: its state, seconds of processor time that its threads had, and those
+    in which its main thread could have run and had no core."""
+
+    state: str
+    cpu_s: float
+    peak_bytes: int
+    starved_s: float = 0.0
+
+
+class Stacks:
+    """Asks a process, by our ends of its pipes; `look` is how it is."""
+
+    def __init__(self, process: int, asked: int, stacks: int, look: Callable[[], Look | None]) -> None:
+        self._process, self._asked, self._stacks, self._look = process, asked, stacks, look
+        self._unanswered = False
+        os.set_blocking(stacks, False)
+
+    def taken(self) -> dict[int, list[Frame]]:
+        """The stack of each thread by its number, innermost frame first; empty where none came."""
+        self._read()  # what came too late for an earlier question
+        if not self._unanswered:
+            with suppress(OSError):  # it is gone
+                os.write(self._asked, b"?")
+                self._unanswered = True
+        text = self._come()
+        if not text and not self._unread() and self._lock_is_held():
+            with suppress(ProcessLookupError):
+                os.kill(self._process, script.STACKS)
+            text = self._come()
+        return parsed(text)
+
+    def _unread(self) -> int:
+        """Bytes of our question that nobody has read: the process is stopped, or had no core."""
+        return int(struct.unpack("i", fcntl.ioctl(self._asked, termios.FIONREAD, struct.pack("i", 0)))[0])
+
+    def _lock_is_held(self) -> bool:
+        """Whether the one who was asked gets no lock though its holder sleeps, or has had a core."""
+        before, threads = self._look(), threads_of(self._process)
+        ready, _, _ = select.select([self._stacks], [], [], STACK_S)
+        after, now_threads = self._look(), threads_of(self._process)
+        if ready or before is None or after is None or now_threads.waits - threads.waits < WAITS:
+            return False
+        return not threads.runnable | now_threads.runnable or after.cpu_s - before.cpu_s > HELD_CPU_S
+
+    def _come(self) -> str:
+        deadline, text = time.monotonic() + STACK_S, ""
+        while time.monotonic() < deadline and not text.endswith(script.END):
+            ready, _, _ = select.select([self._stacks], [], [], 0.05)
+            text += self._read() if ready else (script.END if text else "")
+            text = text.lstrip()  # the end of an earlier answer, which may come after its text
+        return text
+
+    def _read(self) -> str:
+        try:
+            text = os.read(self._stacks, READ_BYTES).decode(errors="replace")
+        except BlockingIOError:
+            return ""
+        self._unanswered = self._unanswered and not text.endswith(script.END)
+        return text
+
+
+class Threads(NamedTuple):
+    """Those of a process: how often the one who answers waited for something, and who else has a core or needs one."""
+
+    waits: int
+    runnable: frozenset[str]
+
+
+def threads_of(process: int) -> Threads:
+    """By the kernel's words (proc(5)); of a process that is gone none."""
+    waits, runnable = 0, set()
+    with suppress(OSError):
+        for thread in Path(f"/proc/{process}/task").iterdir():
+            status = dict(line.split(":", 1) for line in (thread / "status").read_text().splitlines())
+            name = status["Name"].strip()
+            if name == script.ANSWERING:
+                waits = int(status["voluntary_ctxt_switches"])
+            elif status["State"].split()[0] == "R":
+                runnable.add(name)
+    return Threads(waits, frozenset(runnable))
+
+
+def parsed(text: str) -> dict[int, list[Frame]]:
+    """The stacks that faulthandler wrote, but for that of the one who answered."""
+    found: dict[int, list[Frame]] = {}
+    for part in re.split(r"(?=^(?:Current thread|Thread) 0x)", text, flags=re.MULTILINE):
+        head = re.match(r"(?:Current thread|Thread) 0x([0-9a-f]+)", part)
+        if head:
+            frames = [Frame(file, int(line), name) for file, line, name in re.findall(FRAME, part)]
+            if not frames or (frames[-1].file, frames[-1].function) != (script.__file__, "answering"):
+                found[int(head[1], 16)] = frames
+    return found
+
+
+class Bedside:
+    """One process under watch, with our ends of its pipes."""
+
+    def __init__(self, process: BaseProcess, ends: Ends) -> None:
+        self.process, self._ends = process, ends
+        self._rest = b""
+        self.peak_bytes = 0
+        os.set_blocking(ends.told, False)
+        self._stacks = Stacks(process.pid or 0, ends.asked, ends.stacks, self.look)
+
+    def close(self) -> None:
+        """Our ends of the pipes, of a process that is gone."""
+        self._ends.close()
+
+    def begin(self, variables: dict[str, str]) -> None:
+        os.write(self._ends.gate, "\n".join(f"{name}={value}" for name, value in variables.items()).encode())
+
+    def hear(self, for_s: float) -> list[bytes]:
+        """The lines that were told meanwhile; sooner where the process ends.
+
+        Not as they come: a doctor that wakes with each line takes its cores from the script, and made a step of
+        fully_shard on 4 ranks and two cores 1.3 times as long.
+        """
+        if self.process.exitcode is None:
+            wait([self.process.sentinel], for_s)
+        else:
+            time.sleep(for_s)
+        try:
+            data = os.read(self._ends.told, READ_BYTES)
+        except BlockingIOError:
+            data = b""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return lines
+
+    def look(self) -> Look | None:
+        """How the process is; None once it is gone."""
+        if self.process.exitcode is not None:
+            return None
+        place = Path(f"/proc/{self.process.pid}")
+        try:
+            fields = (place / "stat").read_text().rpartition(")")[2].split()
+            status = (place / "status").read_text()
+        except OSError:
+            return None
+        peak = re.search(r"VmHWM:\s*(\d+) kB", status)
+        self.peak_bytes = max(self.peak_bytes, int(peak[1]) * 1024 if peak else 0)
+        cpu_s = (int(fields[11]) + int(fields[12])) / TICKS
+        return Look(fields[0], cpu_s, self.peak_bytes, self.starved_s())
+
+    def starved_s(self) -> float:
+        """Seconds so far in which its main thread could have run and had no core (proc(5), schedstat); 0 where the
+        kernel does not count them."""
+        with suppress(OSError, IndexError, ValueError):
+            return int(Path(f"/proc/{self.process.pid}/schedstat").read_text().split()[1]) / NANOSECONDS
+        return 0.0
+
+    def stacks(self) -> dict[int, list[Frame]]:
+        """The Python stack of each thread by its number, innermost frame first; empty where none came."""
+        return self._stacks.taken()
+
+    def let_go(self, at_most_s: float) -> None:
+        """Let an ended script's process end; what is left of it and of what it started is killed after that."""
+        if at_most_s > 0:
+            with suppress(OSError):
+                os.write(self._ends.gate, b".")
+            self.process.join(at_most_s)
+        self.kill()
+
+    def kill(self) -> None:
+        if self.process.pid is not None:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()
+        self.process.join(KILLED_S)
+
+
+def pipes() -> tuple[Ends, Ends]:
+    """Our ends of the four pipes, and the watched process's."""
+    told, stacks, asked, gate = (os.pipe() for _ in Ends._fields)
+    fcntl.fcntl(told[1], fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+    return Ends(told[0], stacks[0], asked[1], gate[1]), Ends(told[1], stacks[1], asked[0], gate[0])
+
+
+def started(job: Job, server: ForkServer | None) -> Bedside:
+    """A script's process, forked by the server, or without one from this process before that has any other thread."""
+    ours, theirs = pipes()
+    process: BaseProcess
+    if server is None:
+        process = CONTEXT.Process(target=script.run_forked, args=(job, theirs, ours, os.getpid()), name="MainProcess")
+        process.start()
+    else:
+        process = server.started(script.run_served, (job, TravellingFiles(*theirs, 0, 1, 2)), "MainProcess")
+    theirs.close()
+    return Bedside(process, ours)
+
+
+# What a doctor hears of a process: the lines that it tells, and how it is where it tells nothing.
+
+LOOK_S = 0.5  # between two looks at the process
+SILENT_S = 0.6  # after so long without a word its stacks are looked at
+STACKS_AGAIN_S = 1.0
+
+
+class Hearing:
+    """Of one process; what is seen of it is a line like those that it tells."""
+
+    def __init__(self, bedside: Bedside) -> None:
+        self.bedside = bedside
+        self._heard_at = now()
+        self._looked_at = self._stacked_at = 0.0
+        self._gone_told = False
+
+    def lines(self, at_most_s: float) -> list[bytes]:
+        """What was told within so many seconds, and seen."""
+        lines = self.bedside.hear(at_most_s)
+        time_s = now()
+        if lines:
+            self._heard_at = time_s
+        if time_s - self._looked_at > LOOK_S:
+            self._looked_at = time_s
+            look = self.bedside.look()
+            if look is not None:
+                lines.append(json.dumps(["look", *look, time_s]).encode())
+        silent = time_s - self._heard_at > SILENT_S
+        if silent and time_s - self._stacked_at > STACKS_AGAIN_S and self.bedside.process.exitcode is None:
+            self._stacked_at = time_s
+            stacks = self.bedside.stacks()
+            lines.append(json.dumps(["stacks", {str(thread): frames for thread, frames in stacks.items()}]).encode())
+        if self.bedside.process.exitcode is not None and not self._gone_told and not lines:
+            self._gone_told = True
+            lines.append(json.dumps(["gone", self.bedside.process.exitcode]).encode())
+        return lines

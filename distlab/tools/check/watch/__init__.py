@@ -1,0 +1,1 @@
+"""In the script's process: what it does, told before it is done."""

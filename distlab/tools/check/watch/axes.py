@@ -1,0 +1,426 @@
+"""What this process holds and is given along the axes of a mesh: copies that should be alike, samples that should not.
+
+A parameter that is a DTensor says itself along which axes it is replicated, and so does what `DTensor.from_local` is
+told to be Replicate. Copies are told at the optimizer's steps 1, 2, 4, 8, ... and at the end, everything else of first
+steps and calls alone; whether ranks agree is for rank 0 to say (axes.py).
+"""
+
+import math
+import sys
+import weakref
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from distlab.lab.measure.tensors import hash_of
+from distlab.tools.check.watch.recorder import Call, Group, Recorder, flat, harmless, nothing, preceded, stands_for
+from distlab.tools.check.watch.replica_steps import checksum, parameters
+from distlab.tools.check.watch.training import FIRST
+
+MOST_NAMED = 500  # tensors that are told by name, and passes over samplers
+MOST_DECLARED = 32  # tensors declared Replicate along an axis that are looked at
+MOST_BYTES = 16 << 20  # of a gradient whose bits are looked at
+
+Axis = tuple[str, list[int]]  # its name, and the ranks along it that this rank is among
+
+
+class Copy(NamedTuple):
+    """What ranks along an axis should hold alike."""
+
+    name: str
+    axis: Axis
+    tensor: torch.Tensor
+
+
+class Summand(NamedTuple):
+    """What the script has summed over a group, as it was before."""
+
+    tensor: "weakref.ref[torch.Tensor]"
+    group: Group
+    numel: int
+    bits: int
+    place: int
+
+
+class Taken(NamedTuple):
+    """What FSDP has taken of this rank's weights: their checksums before, and that of its part then."""
+
+    sums: list[list[Any]]
+    ranks: list[int]
+    place: int
+    part: list[torch.Tensor]
+    bits: int
+
+
+class Axes:
+    """Watches this process; `install` once."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder, self._telling = recorder, recorder.telling
+        self._steps = 0
+        self._copies: dict[int, list[Copy]] = {}  # by id of the optimizer that steps them
+        self._names: dict[int, str] = {}  # of parameters, by id
+        self._summed: list[Summand] = []  # since the last step
+        self._given_at = -1  # the step in which the first inputs were told
+        self._times: Counter[str] = Counter()
+        self._sharded: dict[int, list[int]] = {}  # ranks that FullyShardedDataParallel cuts a parameter over, by its id
+        self._scattered: dict[int, list[int]] = {}  # ranks of the script's reduce_scatter since the last step, by size
+        self._entered = -1, 0  # a step, and the checksum of the samples whose activations were summed in it
+        self._parts: dict[int, tuple[Group, int]] = {}  # groups that sum activations, by number, and where
+        self._averages: set[int] = set()  # numbers of groups that average gradients
+        self._taken: list[Taken] = []
+        self._wrapping = False
+
+    def install(self) -> None:
+        from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+        from torch.utils import data
+        from torch.utils.data import dataset, distributed
+
+        register_optimizer_step_pre_hook(stands_for(nothing)(self._before_step))
+        register_optimizer_step_post_hook(stands_for(nothing)(self._after_step))
+        self.recorder.on_call.append(self._note_sum)
+        self.recorder.at_end.append(lambda: self._tell_copies(-1))
+        sampler: Any = distributed.DistributedSampler
+        sampler.__iter__ = preceded(sampler.__iter__, self._drawn)
+        split = followed(dataset.random_split, self._split)
+        for place in (data, dataset):
+            made: Any = place
+            made.random_split = split
+        clip = self._clips(torch.nn.utils.clip_grad.clip_grad_norm_)
+        for clipping in (torch.nn.utils, torch.nn.utils.clip_grad):
+            clips: Any = clipping
+            clips.clip_grad_norm_ = clip
+        for holder, name in (
+            (dist, "init_process_group"),
+            (dist, "init_device_mesh"),
+            (dist.device_mesh, "init_device_mesh"),
+        ):
+            setattr(holder, name, preceded(getattr(holder, name), self._look_at_classes))
+
+    @harmless
+    def _look_at_classes(self, *_: Any, **__: Any) -> None:
+        """Those that take a second to import are watched once the script has imported them."""
+        tensors, sharded = (sys.modules.get(f"torch.distributed.{name}") for name in ("tensor", "fsdp"))
+        if tensors is not None and not self._turn("tensor"):
+            tensors.DTensor.from_local = staticmethod(followed(tensors.DTensor.from_local, self._declared))
+        if sharded is not None and not self._turn("fsdp"):
+            one: Any = sharded.FullyShardedDataParallel
+            one.forward = preceded(one.forward, self._forward_1)
+            one.__init__ = self._wraps(one.__init__)
+            part: Any = sys.modules["torch.distributed.fsdp._fully_shard._fsdp_param_group"].FSDPParamGroup
+            part.__init__ = self._shards(part.__init__)
+            two: Any = sys.modules["torch.distributed.fsdp._fully_shard._fsdp_state"].FSDPState
+            two._pre_forward = preceded(two._pre_forward, self._forward_2)
+
+    # First inputs
+
+    @harmless
+    def _forward_1(self, module: Any, *inputs: Any, **named: Any) -> None:
+        self._tell_taken()
+        if self._is_first():
+            axes: list[Axis] = [("shard", dist.get_process_group_ranks(module.process_group))]
+            between = getattr(module, "_inter_node_pg", None)
+            if between is not None:
+                axes.append(("replicate", dist.get_process_group_ranks(between)))
+                shards = [handle.flat_param for each in module.fsdp_modules(module) if (handle := each._handle)]
+                self._copies[id(module)] = [Copy(each._fqns[0], axes[1], each) for each in shards]
+            if module.sharding_strategy.name != "NO_SHARD":
+                self._sharded |= {id(each): axes[0][1] for each in module.parameters()}
+            self._tell_given(axes, [*inputs, *named.values()])
+
+    @harmless
+    def _forward_2(self, state: Any, module: torch.nn.Module, args: Any, named: Any) -> None:
+        self._tell_taken()
+        if self._is_first():
+            self._names |= {id(each): name for name, each in module.named_parameters()}
+            of_module = state._fsdp_param_group
+            if of_module is not None:
+                mesh = of_module.mesh_info.mesh
+                self._tell_given([axis_of(mesh, index) for index in range(mesh.ndim)], [*args, *named.values()])
+
+    def _is_first(self) -> bool:
+        """Whether no input was told in this step, which is one of the first."""
+        if self._steps >= FIRST or self._given_at == self._steps or not torch.is_grad_enabled():
+            return False
+        self._given_at = self._steps
+        return True
+
+    def _tell_given(self, axes: list[Axis], inputs: list[Any]) -> None:
+        for name, ranks in axes:
+            self._telling.say("given", self._steps, name, ranks, checksum(inputs), self.recorder.places.here(3)[0])
+
+    # What FSDP takes
+
+    def _wraps(self, make: Callable[..., None]) -> Callable[..., None]:
+        """FullyShardedDataParallel's, the outermost of those that one wrapping makes."""
+
+        @stands_for(make)
+        def made(own: Any, module: torch.nn.Module, *args: Any, **named: Any) -> None:
+            if self._wrapping or named.get("sync_module_states"):
+                make(own, module, *args, **named)
+                return
+            sums: list[list[Any]] = []
+            self._note_sums(sums, lambda: not_yet_taken(module, type(own)))
+            self._wrapping = True
+            try:
+                make(own, module, *args, **named)
+            finally:
+                self._wrapping = False
+            self._take(sums, lambda: dist.get_process_group_ranks(own.process_group), lambda: list(own.parameters()))
+
+        return made
+
+    def _shards(self, make: Callable[..., None]) -> Callable[..., None]:
+        """fully_shard's."""
+
+        @stands_for(make)
+        def made(own: Any, params: Any, modules: Any, mesh_info: Any, *args: Any, **named: Any) -> None:
+            sums: list[list[Any]] = []
+            self._note_sums(sums, lambda: with_names(params, modules))
+            make(own, params, modules, mesh_info, *args, **named)
+            self._take(
+                sums, lambda: axis_of(mesh_info.mesh, mesh_info.mesh.ndim - 1)[1],
+                lambda: [each.sharded_param for each in own.fsdp_params],
+            )  # fmt: skip
+
+        return made
+
+    @harmless
+    def _note_sums(self, sums: list[list[Any]], taken: Callable[[], Sequence[tuple[str, torch.Tensor]]]) -> None:
+        named = [] if self._steps else taken()
+        if not any(each.is_meta for _, each in named):
+            sums += [[name, checksum([each.detach()])] for name, each in named[:MOST_NAMED]]
+
+    @harmless
+    def _take(
+        self, sums: list[list[Any]], ranks: Callable[[], list[int]], part: Callable[[], list[torch.Tensor]]
+    ) -> None:
+        if sums:
+            now = part()
+            self._taken.append(Taken(sums, ranks(), self.recorder.places.here(4)[0], now, checksum(now)))
+
+    def _tell_taken(self) -> None:
+        """At the first forward pass: of what was not loaded since."""
+        taken, self._taken = self._taken, []
+        for each in taken:
+            turn = self._turn(f"taken {each.ranks}")
+            if checksum(each.part) == each.bits:
+                self._telling.say("taken", turn, each.ranks, each.sums, each.place)
+
+    # Tensor parallelism by hand
+
+    def _note_part(self, name: str, args: tuple[Any, ...], call: Call, group: Group) -> None:
+        """A call that cuts gradients over a group, averages them, or sums parts of an activation."""
+        if call.op == "reduce_scatter" and call.by_script:
+            self._scattered[sum(each.numel() for each in flat(args[0]))] = group.ranks
+        if call.op == "reduce_scatter" or (call.op == "all_reduce" and not call.by_script):
+            self._averages.add(group.number)
+        if name == "allreduce_" and call.by_script and len(group.ranks) > 1:
+            (tensor, *_) = flat(args[0])
+            if call.parameter is not None and call.parameter.gradient:
+                self._averages.add(group.number)
+            elif self._entered[0] != self._steps and tensor.dim() > 1 and call.parameter is None:
+                given = outermost_inputs()
+                if given and len(given[0]) == len(tensor):
+                    self._entered = self._steps, checksum(given)
+                    self._parts.setdefault(group.number, (group, call.place))
+
+    @harmless
+    def _note_sum(self, name: str, args: tuple[Any, ...], call: Call, group: Group) -> None:
+        """Before an all_reduce of the script's own: it may be of gradients."""
+        self._look_at_classes()
+        if self._steps < FIRST:
+            self._note_part(name, args, call, group)
+        if self._steps >= FIRST or name != "allreduce_" or not call.by_script:
+            return
+        for tensor in args[0]:
+            if tensor.is_floating_point() and 1 < tensor.numel() * tensor.element_size() <= MOST_BYTES:
+                self._summed.append(Summand(weakref.ref(tensor), group, tensor.numel(), hash_of(tensor), call.place))
+
+    # Steps
+
+    @harmless
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Gradients that were all summed by the script are told, by one checksum of what went in."""
+        self._look_at_classes()
+        summed, self._summed = self._summed, []
+        self._scattered.clear()
+        try:
+            if summed:
+                self._tell_summands(optimizer, summed)
+        finally:
+            self._tell_entered()
+
+    def _tell_entered(self) -> None:
+        """The samples of a rank that sums activations over a group, and averages no gradients there."""
+        if self._entered[0] == self._steps:
+            for number, (_, place) in self._parts.items():
+                if number not in self._averages:
+                    self._telling.say("entered", self._steps, number, self._entered[1], place)
+
+    def _tell_summands(self, optimizer: torch.optim.Optimizer, summed: list[Summand]) -> None:
+        gradients = [each.grad for each in parameters(optimizer) if each.grad is not None]
+        for these in (summed, [each for each in summed if each.numel > 1]):  # a loss is summed too
+            if these and len({each.group.number for each in these}) == 1 and are_summed(these, gradients):
+                found = zlib.crc32(repr([each.bits for each in these]).encode())
+                self._telling.say("summands", self._steps, these[0].group.number, found, these[0].place)
+                self._averages.add(these[0].group.number)
+                break
+
+    @harmless
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._steps += 1
+        if self._steps.bit_count() == 1:
+            self._copies[id(optimizer)] = list(self._copies_of(optimizer))
+            self._tell_copies(self._steps)
+
+    def _copies_of(self, optimizer: torch.optim.Optimizer) -> Iterator[Copy]:
+        each: Any
+        for number, each in enumerate(parameters(optimizer)):
+            if hasattr(each, "placements"):
+                for index, placement in enumerate(each.placements):
+                    if placement.is_replicate() and each.device_mesh.size(index) > 1:
+                        name = self._names.get(id(each), f"parameter {number}")
+                        yield Copy(name, axis_of(each.device_mesh, index), each)
+
+    def _tell_copies(self, step: int) -> None:
+        by_axis: dict[tuple[str, tuple[int, ...]], list[list[Any]]] = {}  # an axis and its ranks
+        for copies in self._copies.values():
+            for name, (axis, ranks), tensor in copies:
+                by_axis.setdefault((axis, tuple(ranks)), []).append([name, *bits_and_norm(tensor)])
+        for (axis, along), held in by_axis.items():
+            self._telling.say("copies", step, axis, list(along), held[:MOST_NAMED])
+
+    # What else is alike or meant to be
+
+    @harmless
+    def _declared(self, made: Any, *args: Any, **named: Any) -> None:
+        if named.get("run_check", args[3] if len(args) > 3 else False):
+            return
+        for index, placement in enumerate(made.placements):
+            if placement.is_replicate() and made.device_mesh.size(index) > 1:
+                axis, ranks = axis_of(made.device_mesh, index)
+                place = self.recorder.places.here(3)[0]
+                turn = self._turn(f"declared {axis} {ranks} {place}")
+                if turn < MOST_DECLARED:
+                    found = bits_and_norm(made)
+                    self._telling.say("declared", turn, axis, ranks, *found, place)
+
+    def _clips(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @stands_for(function)
+        def clipped(parameters: Any, max_norm: float, *args: Any, **named: Any) -> Any:
+            given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+            norm = function(given, max_norm, *args, **named)
+            self._clipped(norm, max_norm, given)
+            return norm
+
+        return clipped
+
+    @harmless
+    def _clipped(self, norm: Any, max_norm: Any, given: list[torch.Tensor]) -> None:
+        place = self.recorder.places.here(3)[0]
+        turn = self._turn(f"clipped {place}")
+        if turn < FIRST and not hasattr(norm, "placements") and math.isfinite(float(norm)) and math.isfinite(max_norm):
+            ranks, by = self._cut_over(given)
+            self._telling.say("clipped", turn, float(norm), float(max_norm), ranks, by, place)
+
+    def _cut_over(self, given: list[torch.Tensor]) -> tuple[list[int], str]:
+        """The ranks that these gradients are cut over, and by what."""
+        by_fsdp = next((self._sharded[id(each)] for each in given if id(each) in self._sharded), None)
+        if by_fsdp is not None:
+            return by_fsdp, "FSDP"
+        size = sum(each.grad.numel() for each in given if each.grad is not None)
+        if size in self._scattered:
+            return self._scattered[size], "reduce_scatter"
+        parts = [group for number, (group, _) in self._parts.items() if number not in self._averages]
+        return (parts[0].ranks, "parts") if parts else ([], "")
+
+    @harmless
+    def _drawn(self, sampler: Any) -> None:
+        """A pass over a DistributedSampler begins."""
+        place = self.recorder.places.here(3)[0]
+        turn = self._turn(f"drawn {place}")
+        if sampler.num_replicas > 1 and turn < MOST_NAMED:
+            indices = getattr(sampler.dataset, "indices", None)
+            order = [int(sampler.seed), int(sampler.epoch)] if sampler.shuffle else [0, 0]
+            subset = zlib.crc32(repr(list(indices)).encode()) if isinstance(indices, (list, tuple)) else 0
+            self._telling.say("drawn", turn, *order, subset, len(sampler.dataset), sampler.num_replicas, place)
+
+    @harmless
+    def _split(self, parts: Any, *_: Any, **__: Any) -> None:
+        found = zlib.crc32(repr([list(each.indices) for each in parts]).encode())
+        sizes = [len(each) for each in parts]
+        place = self.recorder.places.here(3)[0]
+        self._telling.say("split", self._turn(f"split {place}"), sizes, found, place)
+
+    def _turn(self, what: str) -> int:
+        """How often this came before."""
+        turn = self._times[what]
+        self._times[what] += 1
+        return turn
+
+
+def not_yet_taken(module: torch.nn.Module, kind: type) -> list[tuple[str, torch.Tensor]]:
+    """The parameters of a module that no module of this kind in it has taken."""
+    inner = {id(one) for each in module.modules() if isinstance(each, kind) for one in each.parameters()}
+    return [(name, each) for name, each in module.named_parameters() if id(each) not in inner]
+
+
+def with_names(taken: Sequence[torch.Tensor], modules: Sequence[torch.nn.Module]) -> list[tuple[str, torch.Tensor]]:
+    names = {id(each): name for module in modules for name, each in module.named_parameters()}
+    return [(names.get(id(each), "a parameter"), each) for each in taken]
+
+
+def outermost_inputs() -> list[torch.Tensor]:
+    """The tensors that the outermost of the modules was called with in which this call is made."""
+    frame: Any = sys._getframe(1)
+    inputs: tuple[Any, ...] = ()
+    called: Any = torch.nn.Module._call_impl.__code__
+    while frame is not None:
+        if frame.f_code is called:
+            inputs = frame.f_locals["args"]
+        frame = frame.f_back
+    return [each for each in inputs if isinstance(each, torch.Tensor) and each.dim()]
+
+
+def are_summed(summed: list[Summand], gradients: list[torch.Tensor]) -> bool:
+    """Whether these calls summed all of these gradients: themselves, or copies of the same norm, or of that before a
+    division by the number of ranks."""
+    if sum(each.numel for each in summed) != sum(each.numel() for each in gradients):
+        return False
+    tensors = [tensor for each in summed if (tensor := each.tensor()) is not None]
+    if {each.data_ptr() for each in tensors} == {each.data_ptr() for each in gradients}:
+        return True
+    of_sum, of_gradients = (math.hypot(*(bits_and_norm(each)[1] for each in these)) for these in (tensors, gradients))
+    size = len(summed[0].group.ranks)
+    return any(math.isclose(of_sum, factor * of_gradients, rel_tol=1e-3) for factor in (1, size)) and of_sum > 0
+
+
+def followed(function: Callable[..., Any], after: Callable[..., None]) -> Callable[..., Any]:
+    """The same function, whose result and arguments `after` is told."""
+
+    @stands_for(function)
+    def both(*args: Any, **named: Any) -> Any:
+        result = function(*args, **named)
+        after(result, *args, **named)
+        return result
+
+    return both
+
+
+def axis_of(mesh: Any, index: int) -> Axis:
+    """The axis of a mesh with this number, and the ranks along it that this rank is among."""
+    coordinates = mesh.get_coordinate()
+    along = mesh.mesh.movedim(index, -1)[tuple(each for at, each in enumerate(coordinates) if at != index)]
+    return ((mesh.mesh_dim_names or {}) and mesh.mesh_dim_names[index]) or str(index), along.tolist()
+
+
+def bits_and_norm(tensor: torch.Tensor) -> tuple[int, float]:
+    """The checksum of what this rank has of a tensor, and its norm: -1 where it is no number."""
+    local: torch.Tensor = getattr(tensor, "_local_tensor", getattr(tensor, "_local_shard", tensor)).detach()
+    norm = float(torch.linalg.vector_norm(local.double())) if local.numel() else 0.0
+    return hash_of(local), norm if math.isfinite(norm) else -1.0

@@ -1,0 +1,384 @@
+"""A script for GPUs on a machine without one: what is honest is done on the CPU and said once, the rest is refused.
+
+Which rank calls what with which shapes is the same on a CPU. So devices that name CUDA become the CPU, a rank's device
+is its number and nothing else, and autocast computes in bfloat16, as gloo has no GPU to reduce on. `is_available` is
+False at first, as who asks mostly has a way of his own; a script that has none, and leaves before it makes a group, is
+run once more and told True. Streams, graphs and kernels have no counterpart, and end in a sentence, as does whatever
+else torch raises for want of a GPU. A torch function costs 2 us more in a script that names CUDA; any other script is
+left alone.
+"""
+
+import contextlib
+import functools
+import importlib.abc
+import os
+import re
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+
+from distlab.tools.check.watch.recorder import Recorder, preceded, stands_for
+from distlab.tools.check.watch.script_error import place_of
+
+DONE_HERE = "device='cuda', .cuda(), set_device, autocast (in bfloat16), events and synchronize"
+NOTHING = (
+    "synchronize", "empty_cache", "empty_host_cache", "ipc_collect", "reset_peak_memory_stats",
+    "reset_max_memory_allocated", "reset_accumulated_memory_stats",
+)  # fmt: skip
+RANDOM = ("set_rng_state", "set_rng_state_all")  # what is drawn is the CPU's, whose state a script sets as well
+MARKS = ("range_push", "range_pop", "mark")  # of a profiler's
+ZERO = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
+IN_CUDA = "/torch/cuda/"
+NAMES = re.compile(r"cuda|torch\.accelerator|import accelerator")
+NO_GPU = re.compile("cuda|gpu|accelerator|NoneType", re.IGNORECASE)  # in the words of an exception that there is none
+NEEDS_GPU = re.compile(
+    r"not compiled with CUDA|requires CUDA|dummy base class|NVIDIA driver|no attribute '_cuda|CUDA is not available"
+)
+HALF = (None, torch.float16, torch.bfloat16)
+MOST_BYTES = 1_000_000  # of a file that is looked into
+FOR_CPU = {"ACCELERATE_USE_CPU": "true"}  # what a framework needs to start ranks without a GPU, by the variable
+
+
+def on_cpu(device: Any) -> Any:
+    """The CPU in the place of a device that names CUDA, by its number too; all else as it is."""
+    if isinstance(device, int) and not isinstance(device, bool):
+        return "cpu"
+    names_cuda = isinstance(device, (str, torch.device)) and str(device).startswith("cuda")
+    return "cpu" if names_cuda else device
+
+
+class OnCpu(TorchFunctionMode):
+    """Maps the devices of all functions of torch that this thread calls."""
+
+    def __init__(self, used: Callable[[], None]) -> None:
+        super().__init__()
+        self._used = used
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
+            self._used()
+            return args[0]
+        if kwargs and (device := kwargs.get("device")) is not None and (mapped := on_cpu(device)) is not device:
+            self._used()
+            kwargs = {**kwargs, "device": mapped}
+        if func is torch.Tensor.to and len(args) > 1 and (mapped := on_cpu(args[1])) is not args[1]:
+            self._used()
+            args = args[0], mapped, *args[2:]
+        return func(*args, **(kwargs or {}))
+
+
+class Event:
+    """In the place of torch.cuda.Event: the CPU has done all that came before."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self._at_s = 0.0
+
+    def record(self, stream: Any = None) -> None:  # noqa: ARG002
+        self._at_s = time.perf_counter()
+
+    def elapsed_time(self, end: "Event") -> float:
+        return 1000 * (end._at_s - self._at_s)
+
+    def synchronize(self, *_: Any) -> None:
+        pass
+
+    wait = synchronize
+
+    def query(self) -> bool:
+        return True
+
+
+class CudaStandIn:
+    """Of this process; `install` once, before the script begins."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder, self._telling = recorder, recorder.telling
+        self._device, self._said = 0, False
+        self._asked_at = ""  # the script's line that was told that there is no GPU
+        self._has_a_way = False  # whether it has made a group all the same
+        self._shown = False  # whether the script is told that there are GPUs
+
+    def turns_away(self, left: BaseException | None) -> bool:
+        """Whether the script has ended, by this or well, since it was told that there is no GPU; from then on it is
+        told that there is one a rank, to be run once more."""
+        said = isinstance(left, Exception) and NO_GPU.search(str(left)) is None
+        if not self._asked_at or self._has_a_way or self._shown or said or isinstance(left, KeyboardInterrupt):
+            return False
+        self._shown = True
+        self._telling.say(
+            "changed",
+            f"the script asks for a GPU at {self._asked_at} and ends without one: it is run once more, with the CPU in"
+            " the place of a GPU a rank",
+        )
+        for name, module in list(sys.modules.items()):
+            file = getattr(module, "__file__", None)
+            if name != "__main__" and file and self._recorder.places.kind(file) == "user":
+                del sys.modules[name]
+        return True
+
+    def refuse(self, error: Exception) -> None:
+        """Raise SystemExit(2), which is said, where it is torch that has raised this for want of a GPU."""
+        raised = traceback.extract_tb(error.__traceback__)[-1]
+        by_script = self._recorder.places.kind(raised.filename) == "user" and str(raised.line).startswith("raise")
+        if NEEDS_GPU.search(str(error)) and not by_script:
+            self._refuse(f"{type(error).__name__} at {place_of(error)}, '{str(error).partition(chr(10))[0]}',")
+
+    def _refuse(self, what: str) -> NoReturn:
+        self._telling.say(
+            "refused",
+            f"{what} needs a GPU, of which there is none here: check does {DONE_HERE} on the CPU, and nothing else of"
+            " CUDA",
+        )
+        raise SystemExit(2)
+
+    def install(self) -> None:
+        self._map_cuda()
+        self._map_accelerator()
+        self._map_modules()
+        mode: Any = OnCpu(self._used)
+        mode.__enter__()
+
+    def _used(self) -> None:
+        if not self._said and not torch.compiler.is_compiling():
+            self._said = True
+            self._telling.say(
+                "changed", f"there is no GPU here: the CPU does what the script asks of CUDA ({DONE_HERE})"
+            )
+
+    def _map_cuda(self) -> None:
+        cuda: Any = torch.cuda
+        refuse = cuda._lazy_init
+        self._map_counts(cuda)
+        cuda.is_available = self._availability(cuda.is_available, lambda: True)
+        cuda.set_device = self._noted(self._set_device)
+        cuda.current_device = self._noted(lambda: self._device)
+        cuda.device = self._noted(lambda device: contextlib.nullcontext(device))
+        cuda.is_bf16_supported = self._noted(lambda *_, **__: True)
+        cuda.get_device_name = self._noted(lambda *_, **__: "the CPU, in the place of a GPU")
+        cuda.Event = self._noted(Event)
+        cuda._lazy_init = self._refusing(refuse)
+        for place in (cuda, cuda.random):
+            for name in RANDOM:
+                setattr(place, name, self._noted(lambda *_, **__: None))
+            place.get_rng_state = self._noted(lambda *_, **__: torch.get_rng_state())
+            place.get_rng_state_all = self._noted(lambda: [torch.get_rng_state()])
+            place.initial_seed = self._noted(torch.initial_seed)
+        for name in MARKS:
+            setattr(cuda.nvtx, name, self._noted(lambda *_, **__: None))
+
+    def _map_accelerator(self) -> None:
+        accelerator: Any = torch.accelerator
+        self._map_counts(accelerator)
+        accelerator.is_available = self._availability(accelerator.is_available, lambda: True)
+        there = lambda *_, **__: torch.device("cuda")  # noqa: E731
+        accelerator.current_accelerator = self._availability(accelerator.current_accelerator, there)
+        for name in ("set_device_index", "set_device_idx"):
+            setattr(accelerator, name, self._noted(self._set_device))
+        for name in ("current_device_index", "current_device_idx"):
+            setattr(accelerator, name, self._noted(lambda: self._device))
+        accelerator.device_index = self._noted(lambda device: contextlib.nullcontext(device))
+
+    def _map_counts(self, module: Any) -> None:
+        """What torch.cuda and torch.accelerator have alike."""
+        for name in NOTHING:
+            if hasattr(module, name):
+                setattr(module, name, self._noted(lambda *_, **__: None))
+        for name in ZERO:
+            setattr(module, name, self._noted(lambda *_, **__: 0))
+        module.device_count = self._count(module.device_count)
+
+    def _map_modules(self) -> None:
+        module: Any = torch.nn.Module
+        module.cuda = self._noted(lambda model, device=None: model)  # noqa: ARG005
+        module.to = self._first_mapped(module.to)
+        parallel: Any = torch.nn.parallel.DistributedDataParallel
+        parallel.__init__ = self._without(parallel.__init__, ("device_ids", "output_device"), 2)
+        fsdp: Any = importlib.import_module("torch.distributed.fsdp").FullyShardedDataParallel
+        fsdp.__init__ = self._on_cpu(fsdp.__init__)
+        initial: Any = importlib.import_module("torch.distributed.fsdp._init_utils")
+        initial._check_module_states_for_sync_module_states = lambda module: None  # noqa: ARG005  gloo sends them, too
+        autocast: Any = torch.amp.autocast_mode.autocast
+        autocast.__init__ = self._in_bfloat16(autocast.__init__)
+        loading: Any = torch
+        loading.load = self._map_location(loading.load)
+        loading.set_default_device = self._device_first(loading.set_default_device)
+        for place in (dist, dist.device_mesh):
+            mesh: Any = place
+            mesh.init_device_mesh = self._device_first(mesh.init_device_mesh, "device_type")
+        meshes: Any = dist.device_mesh.DeviceMesh
+        meshes.__init__ = self._first_mapped(meshes.__init__, "device_type")
+        for place in (dist, dist.distributed_c10d):
+            made: Any = place
+            made.init_process_group = preceded(self._without(made.init_process_group, ("device_id",)), self._group_made)
+
+    def _noted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **named: Any) -> Any:
+            self._used()
+            return function(*args, **named)
+
+        return noted
+
+    def _group_made(self, *_: Any, **__: Any) -> None:
+        self._has_a_way = True
+
+    def _set_device(self, device: Any) -> None:
+        index = device if isinstance(device, int) else torch.device(device).index
+        self._device = index if index is not None else self._device
+
+    def _by_user(self) -> bool:
+        """Whether the script itself called a function of torch.cuda."""
+        frame: Any = sys._getframe(2)
+        while frame is not None and (
+            self._recorder.places.kind(frame.f_code.co_filename) == "passed on" or IN_CUDA in frame.f_code.co_filename
+        ):
+            frame = frame.f_back
+        return frame is not None and self._recorder.places.kind(frame.f_code.co_filename) == "user"
+
+    def _availability(self, right: Callable[..., Any], shown: Callable[..., Any]) -> Callable[..., Any]:
+        """Whether there is a GPU, or which: none for torch, and none for the script until it was shown one."""
+
+        @stands_for(right)
+        def available(*args: Any, **named: Any) -> Any:
+            if not self._asked_by_user():
+                return right(*args, **named)
+            self._asked_at = self._asked_at or self._recorder.places.line_of(2)
+            return shown(*args, **named) if self._shown else right(*args, **named)
+
+        return available
+
+    def _asked_by_user(self) -> bool:
+        """Whether the script's own line calls what calls this: torch asks too, for other reasons."""
+        return self._recorder.places.kind(sys._getframe(3).f_code.co_filename) == "user"
+
+    def _count(self, right: Callable[[], int]) -> Callable[[], int]:
+        """A GPU a rank of this machine, for the script's own lines."""
+
+        @stands_for(right)
+        def count() -> int:
+            if not self._asked_by_user():
+                return right()
+            self._used()
+            self._telling.say("counts", self._recorder.places.here(2)[0])
+            return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+
+        return count
+
+    def _refusing(self, right: Callable[[], None]) -> Callable[[], None]:
+        @functools.wraps(right)
+        def refusing() -> None:
+            if not self._by_user():
+                right()  # raises: a library asks whether there is a GPU
+                return
+            asked = sys._getframe(1).f_code.co_name
+            self._refuse(f"torch.cuda's {asked} at {self._recorder.places.line_of(2)}")
+
+        return refusing
+
+    def _first_mapped(self, method: Callable[..., Any], name: str = "device") -> Callable[..., Any]:
+        """A method whose first argument is a device."""
+
+        @functools.wraps(method)
+        def to(own: Any, *args: Any, **named: Any) -> Any:
+            return self._device_first(functools.partial(method, own), name)(*args, **named)
+
+        return to
+
+    def _device_first(self, function: Callable[..., Any], name: str = "device") -> Callable[..., Any]:
+        """A function whose first argument is a device."""
+
+        def mapped(*args: Any, **named: Any) -> Any:
+            given = args[0] if args else named.get(name)
+            found = on_cpu(given)
+            if found is not given:
+                self._used()
+                args, named = ((found, *args[1:]), named) if args else (args, named | {name: found})
+            return function(*args, **named)
+
+        return mapped
+
+    def _without(self, method: Callable[..., Any], names: Sequence[str], position: int = 99) -> Callable[..., Any]:
+        """Without arguments that name a GPU, from the position on that they have."""
+
+        @functools.wraps(method)
+        def without(*args: Any, **named: Any) -> Any:
+            if len(args) > position or any(named.get(name) is not None for name in names):
+                self._used()
+            kept = {name: value for name, value in named.items() if name not in names}
+            given = tuple(None if position <= at < position + len(names) else each for at, each in enumerate(args))
+            return method(*given, **kept)
+
+        return without
+
+    def _on_cpu(self, method: Callable[..., None]) -> Callable[..., None]:
+        """Of FSDP, which asks for a device_id where there is no GPU."""
+
+        @functools.wraps(method)
+        def made(own: Any, *args: Any, **named: Any) -> None:
+            method(own, *args, **named | {"device_id": torch.device("cpu")})
+
+        return made
+
+    def _in_bfloat16(self, method: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(method)
+        def autocast(own: Any, device_type: str, dtype: Any = None, *args: Any, **named: Any) -> None:
+            if str(device_type).startswith("cuda"):
+                self._used()
+                device_type, dtype = "cpu", torch.bfloat16 if dtype in HALF else dtype
+            method(own, device_type, dtype, *args, **named)
+
+        return autocast
+
+    def _map_location(self, load: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(load)
+        def loaded(f: Any, map_location: Any = None, *args: Any, **named: Any) -> Any:
+            where = "cpu" if isinstance(map_location, dict) else on_cpu(map_location)
+            return load(f, where, *args, **named)
+
+        return loaded
+
+
+def names_cuda(script: Path) -> bool:
+    """Whether the script, or a module beside it that it imports, names CUDA or the accelerator."""
+    text = text_of(script)
+    near = [script.parent / f"{name}.py" for name in re.findall(r"^\s*(?:from|import) +(\w+)", text, re.MULTILINE)]
+    return any(NAMES.search(each) for each in (text, *map(text_of, near)))
+
+
+def text_of(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        if path.is_file() and path.stat().st_size < MOST_BYTES:
+            return path.read_text(errors="replace")
+    return ""
+
+
+class Frameworks(importlib.abc.MetaPathFinder):
+    """Says which variable was set for a framework, when that is imported: it finds nothing itself."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._set = [name for name in FOR_CPU if name not in os.environ]
+        os.environ.update({name: FOR_CPU[name] for name in self._set})
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:  # noqa: ARG002
+        for name in self._set:
+            if fullname == name.partition("_")[0].lower():
+                self._say(f"{name}={FOR_CPU[name]} is set: without a GPU {fullname} trains each rank alone otherwise")
+
+
+def install(recorder: Recorder, script: Path) -> CudaStandIn | None:
+    """What stands in for GPUs on a machine without one, for a script that names them."""
+    if torch.cuda.is_available():
+        return None
+    sys.meta_path.insert(0, Frameworks(lambda sentence: recorder.telling.say("changed", sentence)))
+    if not names_cuda(script):
+        return None
+    stand_in = CudaStandIn(recorder)
+    stand_in.install()
+    return stand_in

@@ -1,0 +1,240 @@
+"""The handles of calls: which one a thread waits for, which is never waited for, and whether its tensor was written
+meanwhile.
+
+A handle that the script got (`async_op=True`, isend, irecv) has to be waited for before its tensor is used: one that
+goes without that is told with the line of its call. Between call and wait nobody may write into the tensor, which its
+version counter shows where it has its storage for itself, and its contents otherwise (memory.py).
+`Work.wait` and the methods of ProcessGroup are replaced by ones that tell, which is why C++ that waits is not seen
+here: then a rank stands in a library's frame with a call that has not ended (rank_state.py).
+"""
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from types import CodeType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distlab.lab.measure import traffic
+from distlab.lab.measure.traffic import Endpoint, NoDiagnostics
+from distlab.tools.check.watch.memory import Contents
+from distlab.tools.check.watch.places import PASSED_ON
+from distlab.tools.check.watch.recorder import Call, Recorder, preceded, stands_for
+from distlab.tools.check.watch.telling import now
+
+CALLS = (
+    "allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather", "_allgather_base", "allgather_coalesced",
+    "allgather_into_tensor_coalesced", "all_gather_single", "reduce_scatter", "_reduce_scatter_base",
+    "reduce_scatter_single", "reduce_scatter_tensor_coalesced", "scatter", "gather", "alltoall", "alltoall_base",
+    "all_to_all_single", "barrier", "send", "recv", "recv_anysource",
+)  # fmt: skip
+LOOKS = ("is_completed", "is_success", "synchronize", "get_future", "result", "exception")  # as good as a wait
+IN_PLACE = ("all_reduce", "broadcast", "reduce", "send", "recv")  # whose result gloo does not copy in, which counts
+
+
+class Handle:
+    """What is known of one handle that the script may hold."""
+
+    def __init__(self, call: Call, contents: Contents | None, watched: bool) -> None:
+        self.call, self.waited, self.contents = call.number, False, contents
+        # Of several tensors gloo copies its result into each, which counts as a write.
+        tensors = call.tensors if watched and call.op in IN_PLACE and len(call.tensors) == 1 else ()
+        self._tensors = [(weakref.ref(tensor), tensor._version) for tensor in tensors if owns_storage(tensor)]
+
+    def written(self) -> bool:
+        if any((tensor := ref()) is not None and tensor._version != version for ref, version in self._tensors):
+            return True
+        return self.contents is not None and self.contents.written()
+
+
+class Handles:
+    """Watches the handles of this process; `install` once."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder, self._telling = recorder, recorder.telling
+        self._of: dict[int, Handle] = {}  # by id of the Work object, which takes its entry with it
+
+    def install(self) -> None:
+        group: Any = dist.ProcessGroup
+        for name in CALLS:
+            if hasattr(group, name):
+                setattr(group, name, self._made(getattr(group, name)))
+        work: Any = dist.Work
+        work.wait = self._wait(work.wait)
+        for name in LOOKS:
+            setattr(work, name, preceded(getattr(work, name), self._looked_at))
+
+    def _made(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @stands_for(method)
+        def made(group: dist.ProcessGroup, *args: Any, **named: Any) -> Any:
+            thread = self._recorder.thread
+            thread.made, thread.contents, thread.reduce = None, None, reduce_of(args, named)
+            thread.asynchronous = asynchronous = is_asynchronous(args, sys._getframe(2).f_code)
+            watched = asynchronous and thread.reduce != "avg"  # gloo divides in a thread of its own, which counts
+            try:
+                work = method(group, *args, **named)
+            finally:
+                thread.reduce, thread.asynchronous = "", False
+            call: Call | None = thread.made
+            thread.made = None
+            if work is not None and call is not None:
+                handle = Handle(call, thread.contents, watched)
+                self._of[id(work)] = handle
+                weakref.finalize(work, self._gone, id(work), handle, call.by_script)
+            return work
+
+        return made
+
+    def _wait(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @stands_for(method)
+        def wait(work: dist.Work, *args: Any, **named: Any) -> Any:
+            handle = self._of.get(id(work))
+            if handle is None:
+                return method(work, *args, **named)
+            thread = threading.get_ident()
+            if not handle.waited and handle.written():
+                self._telling.say("written", handle.call, self._recorder.places.here(2)[0])
+            contents = None if handle.waited else handle.contents
+            handle.waited, handle.contents = True, None
+            self._telling.write(f'["wait",{handle.call},{thread},{now():.6f}]')
+            try:
+                result = method(work, *args, **named)
+                if contents is not None and (sums := contents.sums()) is not None:
+                    self._telling.say("summed", handle.call, *sums, self._recorder.places.here(2)[0])
+                return result
+            finally:
+                self._recorder.ended(handle.call)
+                self._telling.write_later(f'["waited",{handle.call},{thread},{now():.6f}]')
+
+        return wait
+
+    def _looked_at(self, work: dist.Work, *_: Any) -> None:
+        handle = self._of.get(id(work))
+        if handle is not None:
+            handle.waited, handle.contents = True, None
+
+    def _gone(self, key: int, handle: Handle, by_script: bool) -> None:
+        if self._of.get(key) is handle:
+            del self._of[key]
+        if by_script and not handle.waited:
+            self._telling.say("unwaited", handle.call)
+
+
+def owns_storage(tensor: torch.Tensor) -> bool:
+    """Whether nothing else lies in the tensor's storage, so that its version counter is its own."""
+    if tensor.is_inference() or tensor.is_sparse:
+        return False
+    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+
+
+def is_asynchronous(args: tuple[Any, ...], caller: CodeType) -> bool:
+    """Whether a method of ProcessGroup was asked for a handle; otherwise torch.distributed waits itself, at once."""
+    by_function = caller.co_filename.endswith(PASSED_ON) and caller.co_name not in ("isend", "irecv")
+    return not by_function or any(getattr(each, "asyncOp", False) for each in args)
+
+
+def reduce_of(args: tuple[Any, ...], named: dict[str, Any]) -> str:
+    """The reduce operation among the arguments of a method of ProcessGroup; empty where there is none."""
+    for value in (*args, *named.values()):
+        found = getattr(value, "reduceOp", value)
+        if isinstance(found, dist.ReduceOp):
+            found = found.op  # type: ignore[attr-defined]
+        if isinstance(found, dist.ReduceOp.RedOpType):
+            return str(found.name).lower()
+    return ""
+
+
+# What a rank can wait in beside collectives: a key of a store, a group that is being made.
+#
+# Each is a function of torch's that Python calls, and is told as it is entered and left, with what it waits for. To
+# make a group takes all ranks of the world, unless its members synchronise alone.
+
+STORE = ("wait", "get", "multi_get")
+
+
+class Waits:
+    """Watches these functions; `install` once. `said` hears what the user has to know of a changed call."""
+
+    def __init__(self, recorder: Recorder, said: Callable[[str], None], store_port: int) -> None:
+        self._store_port = store_port  # its connections are no wire of the training's
+        self._recorder, self._telling, self._said = recorder, recorder.telling, said
+        self._inside = threading.local()  # .depth: torch's own waits inside of one are part of it
+
+    def install(self) -> None:
+        c10d = dist.distributed_c10d
+        for name in ("init_process_group", "new_group"):
+            made = self._watched(getattr(c10d, name), name)
+            setattr(c10d, name, made)
+            setattr(dist, name, made)
+        stores = [dist.Store, *(getattr(dist, each) for each in ("TCPStore", "FileStore", "HashStore", "PrefixStore"))]
+        for store in dict.fromkeys(stores):
+            for name in STORE:
+                if name in vars(store):
+                    setattr(store, name, self._watched(vars(store)[name], f"store.{name}"))
+        for module in (c10d, dist):  # the sockets' counters go with the sockets
+            place: Any = module
+            place.destroy_process_group = preceded(place.destroy_process_group, self.tell_sockets)
+
+    def _watched(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        @stands_for(function)
+        def watched(*args: Any, **named: Any) -> Any:
+            depth = getattr(self._inside, "depth", 0)
+            if depth:
+                return function(*args, **named)
+            if name in ("init_process_group", "new_group"):
+                args, named = self._on_gloo(args, named, 0 if name == "init_process_group" else 2)
+            self._inside.depth = 1
+            place, by_script = self._recorder.places.here(2)
+            thread = threading.get_ident()
+            told = (by_script or not name.startswith("store")) and not self._recorder.hidden()
+            if told:
+                waited_for = self._described(name, args, named)
+                self._telling.say("enter", name, waited_for, place, thread, now())
+            try:
+                return function(*args, **named)
+            finally:
+                self._inside.depth = 0
+                if told:
+                    self._telling.say("leave", thread, now())
+
+        return watched
+
+    def tell_sockets(self, *_: Any, **__: Any) -> None:
+        """What each connection of this process has sent until now."""
+        self._telling.say("sockets", [(near, far, sent) for (near, far), sent in self.sent().items()])
+
+    def sent(self) -> dict[tuple[Endpoint, Endpoint], int]:
+        """The bytes that each connection has sent, by its two ends; none where the system does not tell."""
+        with suppress(NoDiagnostics):
+            found = traffic.connections(self._store_port).values()
+            return {(each.local, each.remote): each.sent_bytes for each in found}
+        return {}
+
+    def _on_gloo(self, args: tuple[Any, ...], named: dict[str, Any], position: int) -> tuple[tuple[Any, ...], Any]:
+        """The same call with gloo where NCCL is asked for and no GPU is there."""
+        if torch.cuda.is_available():
+            return args, named
+        backend = named.get("backend", args[position] if len(args) > position else None)
+        if not isinstance(backend, str) or "nccl" not in backend.lower():
+            return args, named
+        self._said(f"backend {backend!r} was asked for: there is no GPU here, so gloo does its work")
+        named = {name: value for name, value in named.items() if name not in ("device_id", "pg_options")}
+        if "backend" in named or len(args) <= position:
+            return args, named | {"backend": "gloo"}
+        return (*args[:position], "gloo", *args[position + 1 :]), named
+
+    def _described(self, name: str, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """What is waited for: keys of a store, the ranks of a new group and whether its members alone make it, or how
+        many ranks make the first one and which this is, where the script says that."""
+        if name.startswith("store"):
+            keys = args[1] if len(args) > 1 else named.get("keys", named.get("key", ""))
+            return [str(each) for each in keys] if isinstance(keys, (list, tuple)) else [str(keys)]
+        if name == "new_group":
+            ranks = args[0] if args else named.get("ranks")
+            return [None if ranks is None else sorted(ranks), bool(named.get("use_local_synchronization", False))]
+        first = [named.get(each, args[at] if len(args) > at else -1) for at, each in ((3, "world_size"), (4, "rank"))]
+        return first if all(isinstance(each, int) for each in first) else []

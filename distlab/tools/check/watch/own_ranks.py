@@ -1,0 +1,289 @@
+"""Scripts that start their own ranks, by torch.multiprocessing.spawn, multiprocessing.Process, a pool or a launcher.
+
+Here each rank is a process already. So a function that makes a process group is not given to another process: it is
+called in this one, with the arguments of this rank, and meets the others at their store wherever the script wanted to
+meet. What cannot be taken over so is refused in a sentence: a pool's worker takes whatever comes next, and the ranks of
+a launcher are another's. A process that makes no group (a loader, a helper) starts
+as ever.
+"""
+
+import functools
+import importlib
+import inspect
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures.process import ProcessPoolExecutor
+from contextlib import contextmanager
+from multiprocessing import process
+from multiprocessing.pool import Pool, ThreadPool
+from pathlib import PurePath
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+import torch.multiprocessing
+
+from distlab.tools.check.watch.recorder import Recorder
+
+MAKERS = {"init_process_group", "init_device_mesh", "Accelerator", "PartialState"}  # what makes the group of all ranks
+MOST_FUNCTIONS = 300  # that are looked through
+LAUNCHERS = {"torchrun", "deepspeed", "torch.distributed.run", "torch.distributed.launch"}
+TAKES_WORK: dict[type, tuple[str, ...]] = {  # methods whose first argument is a function for a process of the pool
+    Pool: ("apply_async", "_map_async", "imap", "imap_unordered"), ProcessPoolExecutor: ("submit", "map"),
+}  # fmt: skip
+INSTEAD = (
+    "each rank of check is a process with RANK and WORLD_SIZE already: call the function with"
+    ' int(os.environ["RANK"]) instead'
+)
+SHARED = ("queues", "connection", "synchronize", "sharedctypes", "managers")  # of multiprocessing: what needs a parent
+
+
+class Done:
+    """In the place of a started process: it has ended well."""
+
+    returncode = 0
+
+    def __init__(self) -> None:
+        self.pid, self.sentinel = os.getpid(), os.open(os.devnull, os.O_RDONLY)  # which can always be read
+
+    def wait(self, timeout: float | None = None) -> int:  # noqa: ARG002
+        return 0
+
+    poll = wait
+
+    def close(self) -> None:
+        os.close(self.sentinel)
+
+    def terminate(self) -> None:
+        pass
+
+    kill = terminate
+
+
+class Joined:
+    """What `spawn(..., join=False)` gives back of ranks that have ended."""
+
+    processes: tuple[()] = ()
+
+    def join(self, timeout: float | None = None, grace_period: float | None = None) -> bool:  # noqa: ARG002
+        return True
+
+    def pids(self) -> list[int]:
+        return []
+
+
+class OwnRanks:
+    """Of this process; `install` once, when RANK, WORLD_SIZE and the address are those of the check."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder, self._telling = recorder, recorder.telling
+        self._rank, self._world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self._address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        self._started = 0  # ranks that the script would have started by now
+        self._all_started = False  # whether it has once started as many as there are: then it may start fewer
+        self._taken_at = ""  # the line that starts them
+
+    def install(self) -> None:
+        spawning: Any = sys.modules["torch.multiprocessing.spawn"]
+        spawning.start_processes = torch.multiprocessing.start_processes = self._spawned(spawning.start_processes)
+        base: Any = process.BaseProcess
+        base.start = self._begun(base.start)
+        for pool, methods in TAKES_WORK.items():
+            for name in methods:
+                setattr(pool, name, self._handed(getattr(pool, name), pool.__name__))
+        started: Any = subprocess.Popen
+        started.__init__ = self._launched(started.__init__)
+        rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
+        rendezvous._create_c10d_store = self._met(rendezvous._create_c10d_store)
+
+    def _spawned(self, start: Callable[..., Any]) -> Callable[..., Any]:
+        """`torch.multiprocessing.spawn`, whose function gets the rank before its other arguments."""
+
+        @functools.wraps(start)
+        def spawned(
+            fn: Any, args: Iterable[Any] = (), nprocs: int = 1, join: bool = True, *more: Any, **named: Any
+        ) -> Any:
+            if self._group_is_there() or not makes_group(fn, self._is_own):
+                self._tell_start()
+                return start(fn, args, nprocs, join, *more, **named)
+            arguments = tuple(args)
+            self._take("torch.multiprocessing.spawn", arguments)
+            self._started = nprocs
+            self._refuse_other_size(nprocs)
+            if self._rank < nprocs:
+                with self._as_its_own_process():
+                    fn(self._rank, *arguments)
+            return None if join else Joined()
+
+        return spawned
+
+    def _begun(self, start: Callable[..., None]) -> Callable[..., None]:
+        """`multiprocessing.Process.start`: the n-th that makes a group is rank n."""
+
+        @functools.wraps(start)
+        def begun(started: Any) -> None:
+            work = started._target if type(started).run is process.BaseProcess.run else type(started).run
+            if (self._group_is_there() and not self._started) or not makes_group(work, self._is_own):
+                if (function := plain(work)[0]) is not None and self._is_own(function.__code__.co_filename):
+                    self._tell_start()
+                start(started)
+                return
+            if not self._started:
+                self._take("multiprocessing.Process", (*started._args, *started._kwargs.values()))
+            self._started += 1
+            started._popen = Done()
+            if self._started == self._rank + 1:
+                with self._as_its_own_process():
+                    started.run()
+
+        return begun
+
+    def _handed(self, method: Callable[..., Any], pool: str) -> Callable[..., Any]:
+        """A method that gives a function to a process of a pool."""
+
+        @functools.wraps(method)
+        def handed(own: Any, *args: Any, **named: Any) -> Any:
+            work = args[0] if args else named.get("func", named.get("fn"))
+            if not isinstance(own, ThreadPool) and not self._group_is_there() and makes_group(work, self._is_own):
+                place = self._recorder.places.line_of(2)
+                self._refuse(f"the script starts its own ranks in a {pool} at {place}; {INSTEAD}")
+            return method(own, *args, **named)
+
+        return handed
+
+    def _launched(self, method: Callable[..., None]) -> Callable[..., None]:
+        """`subprocess.Popen`, where the command is that of a launcher."""
+
+        @functools.wraps(method)
+        def launched(own: Any, args: Any, *more: Any, **named: Any) -> None:
+            if (launcher := launcher_in(args)) and not self._group_is_there():
+                place = self._recorder.places.line_of(2)
+                self._refuse(
+                    f"the script starts its own ranks at {place} by {launcher}, which check does not see into: give"
+                    f" check the script that {launcher} starts"
+                )
+            method(own, args, *more, **named)
+
+        return launched
+
+    def _group_is_there(self) -> bool:
+        return dist.is_available() and dist.is_initialized()
+
+    def _is_own(self, file: str) -> bool:
+        return self._recorder.places.kind(file) == "user"
+
+    def _tell_start(self) -> None:
+        """A process that makes no group, or none that is seen: the reason if there is none at the end."""
+        self._telling.say("starts", self._recorder.places.here(3)[0])
+
+    def _take(self, by: str, arguments: Iterable[Any]) -> None:
+        place = self._recorder.places.line_of(3)
+        self._taken_at = place
+        shared = next((each for each in arguments if type(each).__module__.split(".")[-1] in SHARED), None)
+        if shared is not None:
+            self._refuse(
+                f"the ranks that {by} starts at {place} share a multiprocessing {type(shared).__name__} with the"
+                " process that starts them, which check has none of: let each rank be started from outside (RANK and"
+                " WORLD_SIZE in its environment, as torchrun does), and send by torch.distributed (gather_object)"
+            )
+        self._telling.say(
+            "changed",
+            f"the script starts its own ranks at {place} ({by}): each rank of check calls that function itself",
+        )
+
+    def _refuse_other_size(self, size: int) -> None:
+        self._all_started = self._all_started or size == self._world_size
+        if size != self._world_size and not (self._all_started and 0 < size < self._world_size):
+            also = (
+                ": a number of GPUs, of which there is none here?" if size == 0 else f": run it with WORLD_SIZE={size}"
+            )
+            self._refuse(
+                f"the script starts {size} ranks of its own at {self._taken_at}, and this check has"
+                f" {self._world_size}{also}"
+            )
+
+    def _refuse(self, sentence: str) -> NoReturn:
+        self._telling.say("refused", sentence)
+        raise SystemExit(2)
+
+    @contextmanager
+    def _as_its_own_process(self) -> Iterator[None]:
+        """sys.exit(0) ends the rank's process alone."""
+        try:
+            yield
+        except SystemExit as error:
+            if error.code:
+                raise
+
+    def _met(self, make: Callable[..., dist.Store]) -> Callable[..., dist.Store]:
+        """The store of an `init_process_group`: of ranks that were taken over that of all ranks of the check."""
+
+        @functools.wraps(make)
+        def met(host: str, port: int, rank: int, world_size: int, *more: Any) -> dist.Store:
+            if self._taken_at:
+                self._refuse_other_size(world_size)
+                host, port = self._address
+                os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = host, str(port)
+            return make(host, port, rank, world_size, *more)
+
+        return met
+
+
+def launcher_in(command: Any) -> str:
+    """The launcher of ranks that is the program of a command, or python's module; empty where none is."""
+    words = command.split() if isinstance(command, str) else [command] if isinstance(command, PurePath) else command
+    names = [PurePath(os.fsdecode(each)).name for each in [*words][:6]]
+    module = names[names.index("-m") + 1 :][:1] if "-m" in names else []
+    return next((each for each in [*names[:1], *module] if each in LAUNCHERS), "")
+
+
+def plain(function: Any) -> tuple[FunctionType | None, Any]:
+    """The function that a call of this runs, and the class whose method it is; None where it is no Python."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    owner: Any = None
+    if isinstance(function, MethodType):
+        owner, function = type(function.__self__), function.__func__
+    elif isinstance(function, type):
+        owner, function = function, vars(function).get("__init__")
+    elif not isinstance(function, FunctionType):
+        owner, function = type(function), vars(type(function)).get("__call__")
+    return (function if isinstance(function, FunctionType) else None), owner
+
+
+def makes_group(function: Any, is_own: Callable[[str], bool]) -> bool:
+    """Whether the function, or one of the script's own that it names, makes the process group of all ranks."""
+    left, seen = [plain(function)], set[FunctionType]()
+    while left and len(seen) < MOST_FUNCTIONS:
+        one, owner = left.pop()
+        if one is None or one in seen or not is_own(one.__code__.co_filename):
+            continue
+        seen.add(one)
+        names = names_in(one.__code__)
+        if names & MAKERS:
+            return True
+        left += [(each, owner) for each in named(owner, names)]
+        for value in [*(one.__globals__.get(name) for name in names), *inspect.getclosurevars(one).nonlocals.values()]:
+            if not isinstance(value, ModuleType):
+                left.append(plain(value))
+            holder = value if isinstance(value, (type, ModuleType)) else type(value)
+            left += [(each, holder) for each in named(holder, names)]
+    return False
+
+
+def named(holder: Any, names: set[str]) -> list[FunctionType]:
+    """The functions of a class or a module that have one of these names."""
+    found = [inspect.getattr_static(holder, name, None) for name in names] if holder is not None else []
+    found = [getattr(each, "__func__", each) for each in found]  # of a class method, of a static one
+    return [each for each in found if isinstance(each, FunctionType)]
+
+
+def names_in(code: CodeType) -> set[str]:
+    """All names that it uses, in functions inside of it too."""
+    found = set(code.co_names)
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            found |= names_in(each)
+    return found

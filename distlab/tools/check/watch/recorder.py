@@ -1,0 +1,397 @@
+"""Every collective, send and receive of a process, told before it is made: whoever makes it, on whatever thread.
+
+PyTorch hands each c10d call through its dispatcher, DDP's reducer in C++, fully_shard, DTensor and pipelining too. So a
+kernel of ours stands at BackendSelect, which every call passes just before its device's own kernel, tells, and passes
+it on. What that costs a run is measured by `python -m benchmarks.beside_torchrun`. It is passed on by
+`redispatch`, which lets go of the interpreter's lock: to call the device's kernel as one of Python's keeps it, and
+gloo's thread, which needs it to free what Python has seen, holds a mutex that the kernel waits for. Nor is gloo's
+thread asked to tell when a call has ended: it would wait for that lock too, up to 5 ms a call, and a step of
+fully_shard on 4 ranks took 1.3 times as long. Calls that have ended are looked for with the next one instead.
+"""
+
+import functools
+import inspect
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from types import CodeType, FunctionType
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from distlab.lab.measure.traffic import BELOW, HERE, OPERATIONS, RESULT, SHAPES, Shape, nbytes_of
+from distlab.tools.check.watch.places import Places
+from distlab.tools.check.watch.telling import Telling, now
+
+# Functional collectives: where their reduce operation stands.
+FUNCTIONAL = {"all_reduce": 1, "all_reduce_": 1, "reduce_scatter_tensor": 1}
+NAMED = ("all_reduce", "broadcast", "reduce")  # of which the parameter is told that was given
+LEAST_HELD, MOST_HELD, MOST_HELD_BYTES = 2, 16, 1 << 24  # works of calls that are over
+OURS = ("distlab.tools.check.", "distlab.lab.measure.")  # modules whose functions are called from the script's calls
+MOST_OPEN = 64  # calls that are looked after: what nobody waits for is not kept for ever
+
+Kernel = Callable[..., Any]
+Ending: TypeAlias = dist.Work | torch.cuda.Event  # what tells that a call has ended
+
+
+class Group:
+    """One process group: its ranks, and how many of its collectives this rank has begun."""
+
+    def __init__(self, number: int, ranks: list[int], group: dist.ProcessGroup) -> None:
+        self.number, self.ranks, self.begun = number, ranks, 0
+        self._group = weakref.ref(group)
+
+    @property
+    def is_on_gloo(self) -> bool:
+        """Whether gloo makes its calls for tensors of the CPU."""
+        group: Any = self._group()
+        with suppress(Exception):  # it has no backend for them
+            return bool(group._get_backend(torch.device("cpu")).name() == "gloo")
+        return False
+
+
+class Named(NamedTuple):
+    """A parameter or a buffer, and whether a tensor is its gradient."""
+
+    name: str
+    number: int  # its id
+    gradient: bool = False
+
+
+class Call(NamedTuple):
+    """A call that was made: its number, whether the script itself made it, and what it was given."""
+
+    number: int
+    by_script: bool
+    op: str
+    tensors: tuple[torch.Tensor, ...]
+    size: int  # of the group
+    place: int
+    parameter: Named | None = None  # of which it was given the weight or the gradient
+
+
+class Recorder:
+    """Tells the calls of this process; `install` once, before the script begins."""
+
+    def __init__(self, telling: Telling, places: Places) -> None:
+        self.telling, self.places = telling, places
+        self.thread = threading.local()  # .made, the last call; .reduce, what torch.distributed was asked to reduce by
+        self.on_reduce: Callable[[Call, Group], None] = lambda call, group: None  # noqa: ARG005
+        self.on_broadcast: Callable[[Call, Group], None] = lambda call, group: None  # noqa: ARG005
+        self.named: Callable[[torch.Tensor], Named | None] = lambda tensor: None  # noqa: ARG005
+        self.on_call: list[Callable[[str, tuple[Any, ...], Call, Group], None]] = []  # with the call's arguments
+        self.at_end: list[Callable[[], None]] = []  # what is called when the script has ended well
+        self._groups: dict[int, tuple[weakref.ref[dist.ProcessGroup], Group]] = {}
+        self._instances: dict[tuple[str, tuple[int, ...]], int] = {}
+        self._lock = threading.Lock()
+        self._libraries: list[torch.library.Library] = []
+        self._open: dict[int, tuple[Ending, int]] = {}  # with the bytes of their tensors
+        self._held: deque[tuple[Ending, int]] = deque()
+        self._held_bytes = 0
+        self._is_completed: Callable[[dist.Work], bool] = dist.Work.is_completed
+
+    def install(self) -> None:
+        """Stand before all c10d operations, and before the functional ones that wait or that know by what they
+        reduce."""
+        self._stand("c10d", {name: partial(self._recorded, name, shape) for name, shape in SHAPES.items()})
+        functional: dict[str, Callable[[Kernel], Kernel]] = {
+            name: partial(self._reducing, position) for name, position in FUNCTIONAL.items()
+        }
+        self._stand("_c10d_functional", functional | {"wait_tensor": self._waiting})
+
+    def _stand(self, namespace: str, makers: dict[str, Callable[[Kernel], Kernel]]) -> None:
+        library = torch.library.Library(namespace, "IMPL")
+        self._libraries.append(library)
+        for name, maker in makers.items():
+            pass_on = getattr(getattr(torch.ops, namespace), name).default.redispatch
+            library.impl(name, maker(pass_on), HERE.name, with_keyset=True)
+
+    def _recorded(self, name: str, shape: Shape, pass_on: Kernel) -> Kernel:
+        def recorded(keys: Any, *args: Any) -> Any:
+            if self.hidden():
+                return pass_on(keys & BELOW, *args)
+            try:
+                call = self._begin(name, shape, args)
+            except Exception as error:  # a defect of ours may not end the script
+                self.telling.say("unrecorded", name, repr(error))
+                return pass_on(keys & BELOW, *args)
+            result = pass_on(keys & BELOW, *args)
+            if shape.op in ("send", "recv"):  # which end with their wait alone
+                return result
+            ending = ending_of(name, result)
+            if ending is None:
+                self.telling.write(f'["end",{call.number},{now():.6f}]')
+            else:
+                self._open[call.number] = ending, nbytes_of(call.tensors)
+            return result
+
+        return recorded
+
+    def _reducing(self, position: int, pass_on: Kernel) -> Kernel:
+        def reducing(keys: Any, *args: Any) -> Any:
+            self.thread.reduce = str(args[position]).lower()
+            try:
+                return pass_on(keys & BELOW, *args)
+            finally:
+                self.thread.reduce = ""
+
+        return reducing
+
+    def _waiting(self, pass_on: Kernel) -> Kernel:
+        def waiting(keys: Any, *args: Any) -> Any:
+            if self.hidden():
+                return pass_on(keys & BELOW, *args)
+            self.sweep()
+            thread = threading.get_ident()
+            self.telling.write(f'["wait",-1,{thread},{now():.6f}]')
+            try:
+                return pass_on(keys & BELOW, *args)
+            finally:
+                self.telling.write_later(f'["waited",-1,{thread},{now():.6f}]')
+
+        return waiting
+
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """What this thread calls meanwhile is the lab's own, and not told."""
+        self.thread.unseen = getattr(self.thread, "unseen", 0) + 1
+        try:
+            yield
+        finally:
+            self.thread.unseen -= 1
+
+    @contextmanager
+    def telling_what_fails(self, what: str) -> Iterator[None]:
+        """A defect of ours, a class of another torch, or a tensor that nobody can read, may not end the script."""
+        try:
+            yield
+        except Exception as error:
+            self.telling.say("unrecorded", what, repr(error))
+
+    def hidden(self) -> bool:
+        """Whether this thread is in `unseen`."""
+        return bool(getattr(self.thread, "unseen", 0))
+
+    def _begin(self, name: str, shape: Shape, args: tuple[Any, ...]) -> Call:
+        self.sweep()
+        while len(self._open) > MOST_OPEN:
+            self.ended(next(iter(self._open)))
+        group = self.group_of(dist.ProcessGroup.unbox(args[shape.group]))
+        place, by_script = self.places.here(3)
+        tensors = flat(args[shape.compared]) if shape.compared >= 0 else ()
+        by_hand = by_script and shape.op in NAMED and len(tensors) == 1 and len(group.ranks) > 1
+        parameter = self.named(tensors[0]) if by_hand else None
+        kind = self._kind(name, shape, args, tensors, group, parameter.name if parameter else "")
+        number = next(self.telling.calls)
+        if shape.op in ("send", "recv"):
+            turn = -1
+        else:
+            with self._lock:
+                turn, group.begun = group.begun, group.begun + 1
+        self.telling.write(
+            f'["call",{number},{place},{group.number},{kind},{turn},{threading.get_ident()},{now():.6f}]'
+        )
+        call = self.thread.made = Call(number, by_script, shape.op, tensors, len(group.ranks), place, parameter)
+        for look in self.on_call:
+            look(name, args, call, group)
+        if shape.reduce:
+            self.on_reduce(call, group)
+        elif shape.root >= 0:
+            self.on_broadcast(call, group)
+        return call
+
+    def _kind(
+        self, name: str, shape: Shape, args: tuple[Any, ...], tensors: tuple[Any, ...], group: Group, parameter: str
+    ) -> int:  # fmt: skip
+        """The number of calls like this one; told in full the first time."""
+        # Ranks may take parts of other sizes (over plain TCP, and NCCL): of a reduce_scatter the whole is alike.
+        given = flat(args[shape.whole]) if shape.reduce and shape.whole else tensors
+        dims = tuple(tuple(each.shape) for each in given)
+        dtypes = tuple(dict.fromkeys(str(each.dtype).removeprefix("torch.") for each in tensors))
+        reduce = getattr(self.thread, "reduce", "") if shape.reduce else ""
+        root = group.ranks[args[shape.root]] if shape.root >= 0 else -1
+        peer = group.ranks[args[shape.peer]] if shape.peer >= 0 else -1
+        tag = args[-1] if shape.op in ("send", "recv") else 0
+        splits = splits_of(name, args, len(group.ranks)) if shape.op == "all_to_all" else ()
+        alike = dims, dtypes, reduce, root, peer, tag
+        rest = splits, parameter
+        told = self.telling.number
+        return told("kind", (name, *alike, *rest), lambda: (shape.op, *alike, whole_bytes(name, args), *rest))
+
+    def sweep(self) -> None:
+        """Tell which calls have ended since the last look; without waiting."""
+        for number, (ending, _) in list(self._open.items()):
+            if self._is_completed(ending) if isinstance(ending, dist.Work) else ending.query():
+                self.ended(number)
+                self.telling.write_later(f'["end",{number},{now():.6f}]')
+
+    def forget(self) -> None:
+        """Let go of all calls, at the script's end: a handle that nobody else has is gone then."""
+        self.sweep()
+        self._open.clear()
+        self._held.clear()
+        self._held_bytes = 0
+        self.thread.made = None
+
+    def anew(self) -> None:
+        """Forget all calls and groups: what comes is told to somebody else."""
+        self.forget()
+        self._groups.clear()
+        self._instances.clear()
+        self.telling.anew()
+
+    def ended(self, number: int) -> None:
+        """A call is over. Its work is held on to for some calls more.
+
+        Were gloo's thread the last to let go of it, which it does a moment after the end, it would need the
+        interpreter's lock to free a tensor that Python has seen, and destroy_process_group waits for that thread with
+        the lock held: 1 of 85 runs beside busy loops hung so.
+        """
+        over = self._open.pop(number, None)
+        if over is not None:
+            self._held.append(over)
+            self._held_bytes += over[1]
+            while len(self._held) > LEAST_HELD and (len(self._held) > MOST_HELD or self._held_bytes > MOST_HELD_BYTES):
+                self._held_bytes -= self._held.popleft()[1]
+
+    def group_of(self, group: dist.ProcessGroup) -> Group:
+        """What is known of a process group; told the first time, by its ranks and torch's name for it, which all ranks
+        give it alike, and as the how-manieth of these: a name comes again where a script makes its groups anew."""
+        entry = self._groups.get(id(group))
+        if entry is not None and entry[0]() is group:
+            return entry[1]
+        try:
+            ranks = list(dist.get_process_group_ranks(group))
+        except Exception:  # torch has not written it down yet
+            ranks = list(range(group.size()))
+        name = "" if group.group_desc == "default_pg" else group.group_name
+        with self._lock:
+            instance = self._instances.get((name, tuple(ranks)), 0)
+            self._instances[name, tuple(ranks)] = instance + 1
+        key = name, tuple(ranks), instance
+        found = Group(self.telling.number("group", key, lambda: (ranks, name, instance)), ranks, group)
+        self._groups[id(group)] = weakref.ref(group), found
+        return found
+
+
+# What torch.compile sees of check: nothing.
+#
+# Where it traces a function that calls one of ours, it traces the one that ours stands for, so the graph is that of
+# a run without check; that is asked of torch.compiler, which is there without its compiler. Where it runs one of ours
+# instead, it leaves its frame and those of all that it calls of check alone.
+
+
+def stands_for(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Of a function that is put in the place of another one: `functools.wraps`, and the other one for torch.compile."""
+
+    def decorated(ours: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def either(*args: Any, **named: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return function(*args, **named)
+            return ours(*args, **named)
+
+        return either
+
+    return decorated
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    """What a hook of ours stands for."""
+
+
+def leave_uncompiled() -> None:
+    """Let torch.compile skip the frames of all functions of check that are there now, and those of what they call. What
+    a function has inside of it may be what stands for another one, whose own calls are to be compiled as ever."""
+    dynamo: Any = torch._C._dynamo.eval_frame
+    skip, as_ever = dynamo._FrameAction.SKIP, dynamo._FrameAction.DEFAULT
+    for name, module in list(sys.modules.items()):
+        if name.startswith(OURS):
+            for function in functions_of(vars(module).values(), name):
+                dynamo.set_code_exec_strategy(function.__code__, dynamo._FrameExecStrategy(skip, skip))
+                for code in codes_in(function.__code__):
+                    dynamo.set_code_exec_strategy(code, dynamo._FrameExecStrategy(skip, as_ever))
+
+
+def functions_of(values: Iterable[Any], module: str) -> Iterator[FunctionType]:
+    """Those among these that a module has written, and the methods of its classes."""
+    for value in values:
+        function = getattr(value, "fget", None) or inspect.unwrap(getattr(value, "__func__", value))
+        if isinstance(value, type) and value.__module__ == module:
+            yield from functions_of(vars(value).values(), module)
+        elif isinstance(function, FunctionType) and function.__module__ == module:
+            yield function
+
+
+def codes_in(code: CodeType) -> Iterator[CodeType]:
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield each
+            yield from codes_in(each)
+
+
+def preceded(function: Callable[..., Any], before: Callable[..., None]) -> Callable[..., Any]:
+    """The same function, which first calls `before` with its arguments."""
+
+    @stands_for(function)
+    def both(*args: Any, **named: Any) -> Any:
+        before(*args, **named)
+        return function(*args, **named)
+
+    return both
+
+
+def harmless(before: Callable[..., None]) -> Callable[..., None]:
+    """The same method of what has a recorder; its exceptions are told."""
+
+    @functools.wraps(before)
+    def tried(watch: Any, *args: Any, **named: Any) -> None:
+        with watch.recorder.telling_what_fails(before.__name__):
+            before(watch, *args, **named)
+
+    return tried
+
+
+def ending_of(name: str, result: Any) -> Ending | None:
+    """What tells when a call has ended that returned this; None where it has, or nothing does.
+
+    NCCL makes a handle only where somebody asks for one: else the call is over when the GPU's stream comes to its end.
+    """
+    if name == "monitored_barrier_":
+        return None
+    work: dist.Work | None = dist.Work.unbox(result[-1] if isinstance(result, tuple) else result)
+    if work is not None or not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
+        return work
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
+def flat(tensors: Any) -> tuple[torch.Tensor, ...]:
+    """All tensors in a list of lists."""
+    if isinstance(tensors, torch.Tensor):
+        return (tensors,)
+    return tuple(tensor for each in tensors for tensor in flat(each))
+
+
+def whole_bytes(name: str, args: tuple[Any, ...]) -> int:
+    """Bytes of the whole tensor, as distlab/lab/measure/traffic.py counts them; of a gather this rank's part."""
+    _, position = OPERATIONS.get(f"c10d::{name}", ("", RESULT))
+    return nbytes_of(args[position]) if position != RESULT else 0
+
+
+def splits_of(name: str, args: tuple[Any, ...], size: int) -> tuple[Any, ...]:
+    """How many elements go to each rank of the group, and how many come from it."""
+    if name == "alltoall_":
+        return tuple(each.numel() for each in args[1]), tuple(each.numel() for each in args[0])
+
+    def rows(tensor: torch.Tensor, given: list[int]) -> tuple[int, ...]:
+        row = tensor.numel() // tensor.shape[0] if tensor.dim() and tensor.shape[0] else 0
+        return tuple(count * row for count in given) if given else (tensor.numel() // size,) * size
+
+    return rows(args[1], args[4]), rows(args[0], args[3])

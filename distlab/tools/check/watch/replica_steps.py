@@ -1,0 +1,425 @@
+"""What this process tells of its replicas, step by step: parameters that a group of ranks should hold alike.
+
+Those are the parameters of each DistributedDataParallel, those whose gradients the script averages by hand, and those
+that it has only broadcast. At steps 1, 2, 4, 8, ... and at each LAB_CHECK_EVERY-th all of their weights, gradients and
+optimizer state are told as checksums; at every step a few elements of them, which say since when, and the options of
+the optimizer when they change. Whether ranks agree, and why not, rank 0 says (replicas.py).
+"""
+
+import sys
+import weakref
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from distlab.lab.measure.tensors import raw
+from distlab.tools.check.watch.parameters import MOST_NAMES, Parameters, outside_of_shards
+from distlab.tools.check.watch.recorder import Call, Group, Recorder
+
+END = -1  # in the place of a step
+SAMPLED = 16  # tensors of which an element is told at each step
+STATE_ELEMENTS = 1024  # of a tensor of an optimizer's state
+MOST_HELD = 4  # replicas whose memory is kept
+SEARCHED_STEPS = 8  # of an optimizer, in which an averaging by hand is looked for
+MOST_TOLD = 4  # steps of one kind of fault
+NO_PLACE = -1
+BROADCAST = "broadcast"  # the key of parameters that the script has broadcast, and whose gradients nobody has averaged
+
+Named = list[tuple[str, torch.Tensor]]
+
+
+@dataclass
+class Forwards:
+    """Forward passes of a DDP since the last step, those that its backward pass averages after and the others."""
+
+    total: int = 0
+    averaged: int = 0
+    unaveraged: int = 0
+    unaveraged_last: int = 0  # after the last averaged one
+    unaveraged_at: int = NO_PLACE
+    stepped: bool = False
+    at_step: dict[int, int] = field(default_factory=dict)  # by id of an optimizer: `total` at its last step
+
+
+@dataclass
+class Replica:
+    """Parameters that a group of ranks should hold alike."""
+
+    kind: str
+    key: str
+    group: Group
+    references: list[tuple[str, "weakref.ref[torch.Tensor]"]]
+    held: Named  # keeps them beyond the script's main function, which the end is told after
+    module: "weakref.ref[Any] | None" = None  # the DDP
+    frozen: frozenset[int] = frozenset()  # ids of those that wanted no gradient when DDP was made
+    step: int = 0
+    sampled: int = 0  # of the gradients of this step
+    stepped_at: int = NO_PLACE
+    past_at: int = NO_PLACE  # where the script last took the module out of its DDP, to call it
+    forwards: Forwards = field(default_factory=Forwards)
+    options: dict[int, list[dict[str, str]]] = field(default_factory=dict)  # by number of its optimizer, as told last
+    told: dict[str, int] = field(default_factory=dict)  # how often a kind of fault was
+
+    @property
+    def named(self) -> Named:
+        return [(name, tensor) for name, each in self.references if (tensor := each()) is not None]
+
+    @property
+    def wrapped(self) -> bool:
+        """Whether it is a DDP's or FSDP's to average the gradients."""
+        return self.kind in ("DDP", "FSDP")
+
+    @property
+    def numbers(self) -> set[int]:
+        return {id(tensor) for _, tensor in self.named}
+
+    def add(self, named: Named) -> None:
+        self.references += [(name, weakref.ref(tensor)) for name, tensor in named]
+        self.held += named
+
+    def drop(self, numbers: set[int]) -> None:
+        kept = [(name, each) for name, each in self.named if id(each) not in numbers]
+        self.references, self.held = [], []
+        self.add(kept)
+
+
+@dataclass
+class Reduced:
+    """What was reduced in a group by hand since the last step."""
+
+    group: Group
+    num_elements: int = 0  # of what is no parameter's gradient or weight by its place, such as a flat copy
+    numbers: set[int] = field(default_factory=set)  # ids of parameters whose gradients they were
+    place: int = NO_PLACE
+
+
+class ReplicaSteps:
+    """All replicas of this process."""
+
+    def __init__(self, recorder: Recorder, every: int) -> None:
+        self._recorder, self._telling, self._every = recorder, recorder.telling, every
+        self._parameters = Parameters(recorder.telling)
+        self._replicas: list[Replica] = []
+        self._known: weakref.WeakKeyDictionary[Any, Known] = weakref.WeakKeyDictionary()  # by optimizer
+        self._broadcast: dict[int, Group] = {}  # by address of what the script has broadcast, before its first step
+        self._reduced: dict[int, Reduced] = {}  # by group, since the last step
+        self._begun = self._over = False  # whether there was a step, and whether `_reduced` was before the last one
+        recorder.named = self._parameters.named
+
+    def wrap(self, parallel: Any, module: torch.nn.Module, group: Group, sent: bool, place: int) -> None:
+        """A DDP is made; it lets ranks compare the shapes of parameters, not their names, and of buffers neither, which
+        may be `sent` to all ranks."""
+        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        found: Named = [(name, each) for name, each in module.named_parameters() if name not in ignored]
+        buffers = [f"{name} {tuple(each.shape)}" for name, each in module.named_buffers() if name not in ignored]
+        frozen = frozenset(id(each) for _, each in found if not each.requires_grad)
+        replica = self._watch("DDP", group, found)
+        replica.module, replica.frozen = weakref.ref(parallel), frozen
+        parallel.__dict__["_distlab"] = [replica.key, group, 0, replica]
+        shown = [f"{name} {tuple(each.shape)}" for name, each in found][:MOST_NAMES]
+        self._telling.say("module", replica.key, group.number, place, shown, buffers[:MOST_NAMES] if sent else [])
+
+    def _watch(self, kind: str, group: Group, named: Named) -> Replica:
+        """The how-manieth of its kind on these ranks: one rank alone may have others on fewer ranks."""
+        before = sum(each.kind == kind and each.group.ranks == group.ranks for each in self._replicas)
+        replica = Replica(kind, kind if kind == BROADCAST else f"{kind} {before}", group, [], [])
+        replica.add(named)
+        for each in [each for each in self._replicas if each.held][: -MOST_HELD + 1]:
+            if each.step:  # of a training before this one
+                each.held = []
+        self._replicas.append(replica)
+        return replica
+
+    def forward(self, parallel: Any) -> None:
+        """A forward pass of a DDP, with gradients."""
+        replica = replica_of(parallel)
+        if replica is None:
+            return
+        made = replica.forwards
+        if made.stepped:
+            made.averaged = made.unaveraged = made.unaveraged_last = 0
+            made.stepped = False
+        made.total += 1
+        if parallel.require_backward_grad_sync:
+            made.averaged += 1
+            made.unaveraged_last = 0
+        else:
+            made.unaveraged += 1
+            made.unaveraged_last += 1
+            made.unaveraged_at = self._recorder.places.here(4)[0]
+
+    def took_module(self, parallel: Any, place: int) -> None:
+        """The script has taken the module out of its DDP."""
+        replica = replica_of(parallel)
+        if replica is not None:
+            replica.past_at = place
+
+    def note_broadcast(self, call: Call, group: Group) -> None:
+        if not self._begun and call.by_script:
+            self._broadcast |= {tensor.data_ptr(): group for tensor in call.tensors if tensor.numel()}
+
+    def note_reduced(self, call: Call, group: Group) -> None:
+        if call.op != "all_reduce" or not call.by_script or call.size < 2:
+            return
+        if self._over:
+            self._reduced.clear()
+            self._over = False
+        found = self._reduced.setdefault(group.number, Reduced(group))
+        sizes = [each.numel() for each in call.tensors if each.is_floating_point()]
+        found.num_elements += 0 if call.parameter is not None else sum(size for size in sizes if size > 1)
+        if call.parameter is not None and call.parameter.gradient:
+            found.numbers.add(call.parameter.number)
+            found.place = call.place
+        elif call.parameter is None and not found.numbers:
+            found.place = call.place
+
+    def before_step(self, optimizer: torch.optim.Optimizer, place: int) -> None:
+        known = self._known_of(optimizer)
+        for replica in known.replicas:
+            replica.step += 1
+            replica.stepped_at = place
+            self._add_averaged(replica, optimizer)
+            if replica.step == 1:
+                self._tell("weights", replica, 0, [(name, each) for name, each in replica.named])
+            self._tell_options(replica, optimizer)
+            self._tell_faults(replica, optimizer)
+            mine = [(name, each.grad) for name, each in replica.named if each.grad is not None]
+            replica.sampled = sample([each for _, each in mine])
+            if self._is_due(replica.step):
+                self._tell("gradients", replica, replica.step, mine)
+
+    def after_step(self, optimizer: torch.optim.Optimizer, place: int) -> None:
+        known = self._known[optimizer]
+        for replica in known.replicas:
+            step, named = replica.step, replica.named
+            options = zlib.crc32(repr(sorted(replica.options.items())).encode())
+            found = replica.sampled, options, sample([each for _, each in named])
+            self._telling.say("trace", replica.key, replica.group.number, step, *found)
+            if self._is_due(step):
+                self._tell("weights", replica, step, named)
+                states = [(name, optimizer.state[each]) for name, each in named if each in optimizer.state]
+                self._tell("states", replica, step, [(name, heads(state)) for name, state in states])
+                self._tell("buffers", replica, step, buffers_of(replica))
+            replica.forwards.stepped = True
+        if not self._begun:
+            self._watch_broadcast(optimizer, place)
+        self._begun = self._over = True
+
+    def tell_end(self) -> None:
+        """The weights of all replicas, as the script has left them."""
+        for replica in self._replicas:
+            if len(replica.named) == len(replica.references):
+                self._tell("weights", replica, END, replica.named)
+
+    def _is_due(self, step: int) -> bool:
+        return step & (step - 1) == 0 or step % self._every == 0
+
+    def _tell(self, kind: str, replica: Replica, step: int, named: Iterable[tuple[str, Any]]) -> None:
+        sums = [[name, checksum([value])] for name, value in named]
+        rest = [["those beyond", zlib.crc32(repr(sums[MOST_NAMES:]).encode())]] if len(sums) > MOST_NAMES else []
+        shown = sums[:MOST_NAMES] + rest
+        self._telling.say(kind, replica.key, replica.group.number, step, shown, replica.stepped_at)
+
+    def _tell_options(self, replica: Replica, optimizer: torch.optim.Optimizer) -> None:
+        """Those of its parameter groups, where they are others than at the step before. Its number is that of the first
+        parameter which it steps: a rank may have made other optimizers before."""
+        found = [options_of(group) for group in optimizer.param_groups]
+        stepped = {id(each) for each in parameters(optimizer)}
+        number = next((index for index, (_, each) in enumerate(replica.named) if id(each) in stepped), 0)
+        if replica.options.get(number) != found:
+            replica.options[number] = found
+            values = number, replica.step, found, replica.stepped_at
+            self._telling.say("options", replica.key, replica.group.number, *values)
+
+    def _tell_faults(self, replica: Replica, optimizer: torch.optim.Optimizer) -> None:
+        """What lets the gradients of a DDP arise without an average."""
+        named = [(name, each) for name, each in replica.named if each.grad is not None]
+        if replica.module is None or not named:
+            return
+        made = replica.forwards
+        before = made.at_step.get(id(optimizer), 0)
+        made.at_step[id(optimizer)] = made.total
+        thawed = [name for name, each in named if id(each) in replica.frozen and each.requires_grad]
+        if thawed and "unfrozen" not in replica.told:
+            self._tell_fault(replica, "unfrozen", thawed, NO_PLACE)
+        if made.total == before:
+            self._tell_fault(replica, "past", [], replica.past_at)
+        elif not made.averaged:
+            self._tell_fault(replica, "unaveraged", [], made.unaveraged_at)
+        elif made.unaveraged_last:
+            self._tell_fault(replica, "after the average", [], made.unaveraged_at)
+
+    def _tell_fault(self, replica: Replica, kind: str, names: Sequence[str], place: int) -> None:
+        replica.told[kind] = replica.told.get(kind, 0) + 1
+        if replica.told[kind] <= MOST_TOLD:
+            values = kind, replica.step, list(names)[:MOST_NAMES], place
+            self._telling.say("fault", replica.key, replica.group.number, *values, replica.stepped_at)
+
+    # Which replicas an optimizer steps.
+
+    def _known_of(self, optimizer: torch.optim.Optimizer) -> "Known":
+        """Looked for anew where it has got other parameters, and for its first steps."""
+        made = sum(each.kind == "DDP" for each in self._replicas)
+        numbers = made, *(id(each) for each in parameters(optimizer))
+        known = self._known.get(optimizer)
+        if known is None:
+            known = self._known[optimizer] = Known()
+        if known.numbers != numbers:
+            known.numbers = numbers
+            self._add_late(optimizer)
+            if "torch.distributed.fsdp" in sys.modules:
+                self._watch_outside(optimizer)
+            known.replicas = [each for each in self._replicas if each.wrapped and each.numbers & set(numbers)]
+            known.searched = 0
+        if not known.replicas and known.searched < SEARCHED_STEPS and not self._over:
+            known.searched += 1
+            known.replicas = self._averaged_by_hand(optimizer)
+            for each in known.replicas:
+                each.step = known.searched - 1  # were it not the first one, ranks may have parted before
+        return known
+
+    def _add_late(self, optimizer: torch.optim.Optimizer) -> None:
+        """Parameters that were put into the module of a DDP after it was made."""
+        taken = {number for each in self._replicas for number in each.numbers}
+        late = {id(each): each for each in parameters(optimizer) if id(each) not in taken}
+        for replica in self._replicas if late else ():
+            parallel = replica.module() if replica.module else None
+            inner = [] if parallel is None else parallel._modules["module"].named_parameters()
+            ignored = getattr(parallel, "parameters_to_ignore", ())
+            added = [(name, each) for name, each in inner if id(each) in late and name not in ignored]
+            if added:
+                replica.add(added)
+                self._tell_fault(replica, "added", [name for name, _ in added], NO_PLACE)
+
+    def _watch_outside(self, optimizer: torch.optim.Optimizer) -> None:
+        """Parameters of an FSDP module that it does not shard: its gradients of them are each rank's own."""
+        taken = {number for each in self._replicas for number in each.numbers}
+        group, named = outside_of_shards([each for each in parameters(optimizer) if id(each) not in taken])
+        if group is not None and named:
+            self._watch("FSDP", self._recorder.group_of(group), named)
+
+    def _add_averaged(self, replica: Replica, optimizer: torch.optim.Optimizer) -> None:
+        """Parameters whose gradients are averaged by hand at this step for the first time; or in another group."""
+        others = [each for each in self._reduced.values() if each.group is not replica.group]
+        if not replica.wrapped and any(each.numbers & replica.numbers for each in others):
+            replica.told["elsewhere"] = replica.told.get("elsewhere", 0) + 1
+            if replica.told["elsewhere"] == 1:
+                self._telling.say("elsewhere", replica.key, replica.group.number)
+        found = self._reduced.get(replica.group.number)
+        new = found.numbers - replica.numbers if found is not None and not replica.wrapped else ()
+        if new:
+            mine = [each for each in parameters(optimizer) if id(each) in new]
+            replica.add(self._named(mine))
+
+    def _averaged_by_hand(self, optimizer: torch.optim.Optimizer) -> list[Replica]:
+        """Those of its parameters whose gradients were reduced in one group alone, by name or as a copy of all."""
+        taken = {each for replica in self._replicas if replica.key != BROADCAST for each in replica.numbers}
+        mine = {id(each): each for each in parameters(optimizer) if is_plain(each) and id(each) not in taken}
+        total = sum(each.numel() for each in mine.values() if each.grad is not None)
+        by_name = {each for found in self._reduced.values() for each in found.numbers}
+        made = []
+        for found in self._reduced.values():
+            others = {each for other in self._reduced.values() if other is not found for each in other.numbers}
+            whole = not by_name & set(mine) and found.num_elements == total > 0
+            chosen = list(mine) if whole else [each for each in mine if each in found.numbers - others]
+            if chosen:
+                named = self._named([mine[each] for each in chosen])
+                replica = self._watch("optimizer", found.group, named)
+                for each in self._replicas:
+                    if each.key == BROADCAST:
+                        each.drop(set(chosen))
+                self._telling.say("averaged", replica.key, found.group.number, not whole, found.place)
+                made.append(replica)
+        return made
+
+    def _watch_broadcast(self, optimizer: torch.optim.Optimizer, place: int) -> None:
+        """Parameters that were broadcast, and whose gradients nobody has averaged."""
+        taken = {each for replica in self._replicas for each in replica.numbers}
+        mine = [each for each in parameters(optimizer) if id(each) not in taken and is_plain(each)]
+        for number in {self._broadcast[each.data_ptr()].number for each in mine if each.data_ptr() in self._broadcast}:
+            chosen = [each for each in mine if getattr(self._broadcast.get(each.data_ptr()), "number", -1) == number]
+            replica = self._watch(BROADCAST, self._broadcast[chosen[0].data_ptr()], self._named(chosen))
+            replica.stepped_at = place
+
+    def _named(self, tensors: Sequence[torch.Tensor]) -> Named:
+        """With their names, or with their positions where there is none or where two have one."""
+        if any(self._parameters.name_of(each) is None for each in tensors):
+            self._parameters.look()
+        names = [self._parameters.name_of(each) or str(index) for index, each in enumerate(tensors)]
+        twice = {name for name, count in Counter(names).items() if count > 1}
+        indexed = [f"{name} ({index})" if name in twice else name for index, name in enumerate(names)]
+        return list(zip(indexed, tensors, strict=True))
+
+
+@dataclass
+class Known:
+    """Of an optimizer: its parameters when they were last looked at, and the replicas it steps."""
+
+    numbers: tuple[int, ...] = ()
+    replicas: list[Replica] = field(default_factory=list)
+    searched: int = 0
+
+
+def replica_of(parallel: Any) -> Replica | None:
+    found: Replica | None = parallel.__dict__.get("_distlab", (None,) * 4)[3]
+    return found
+
+
+def buffers_of(replica: Replica) -> Named:
+    """Those of a DDP's module; a rank's own statistics of its batches are no cause of anything in training."""
+    parallel = replica.module() if replica.module is not None else None
+    module: Any = parallel._modules["module"] if parallel is not None else torch.nn.Identity()
+    norms = [each for each in module.modules() if isinstance(each, torch.nn.modules.batchnorm._NormBase)]
+    statistics = {id(buffer) for each in norms for buffer in each.buffers()}
+    return [(name, buffer) for name, buffer in module.named_buffers() if id(buffer) not in statistics]
+
+
+def parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [each for group in optimizer.param_groups for each in group["params"]]
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it is no part of a sharded one."""
+    return tensor.is_floating_point() and not hasattr(tensor, "_local_tensor") and not hasattr(tensor, "_sharding_spec")
+
+
+def options_of(group: dict[str, Any]) -> dict[str, str]:
+    """The numbers and words of a parameter group, and how many parameters it has."""
+    kept = {name: value for name, value in group.items() if isinstance(value, (int, float, str, tuple))}
+    kept |= {
+        name: value.item() for name, value in group.items() if isinstance(value, torch.Tensor) and value.numel() == 1
+    }
+    return {name: repr(value)[:80] for name, value in kept.items()} | {"parameters": str(len(group["params"]))}
+
+
+def sample(tensors: Sequence[torch.Tensor]) -> int:
+    """A number for an element each of some of the tensors, the same for the same bits."""
+    some = tensors[:: max(len(tensors) // SAMPLED, 1)]
+    dense = [each.detach() for each in some if each.layout == torch.strided and each.numel()]
+    middle = [each[tuple(size // 2 for size in each.shape)].item() for each in dense]
+    return zlib.crc32(repr(middle).encode())
+
+
+def heads(state: Any) -> list[Any]:
+    """The first elements of each tensor of an optimizer's state."""
+    values = state.values() if isinstance(state, dict) else ()
+    return [each.detach().flatten()[:STATE_ELEMENTS] if isinstance(each, torch.Tensor) else each for each in values]
+
+
+def checksum(values: Iterable[Any]) -> int:
+    """One number for all tensors and numbers in nested lists and dicts, the same for the same bits."""
+    found = 0
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            local = getattr(value, "_local_tensor", value)
+            found = zlib.crc32(raw(local if local.layout == torch.strided else local.to_dense()), found)
+        elif isinstance(value, (dict, list, tuple)):
+            inner = value.values() if isinstance(value, dict) else value
+            found = zlib.crc32(repr(checksum(inner)).encode(), found)
+        else:
+            found = zlib.crc32(repr(value).encode() if isinstance(value, (int, float, str)) else b"", found)
+    return found

@@ -1,0 +1,205 @@
+"""A check that finds a hang says so, whatever caused it: what is told, drawn and shown of it, and when it is none."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distlab.lab.report import records
+from distlab.lab.report.records import Check
+from distlab.lab.report.sentences import UNTIL_ENDED, WHEN_FAILED, claim_name
+from distlab.lab.report.verdict import as_entries
+from distlab.tools.check.judge.coordinator import SURE_S, Doctor
+from distlab.tools.check.judge.rank_state import CHECKS, HANG, LOADERS, MATCH, CallPlace
+from distlab.tools.check.judge.report import log_lines, written
+from distlab.tools.check.judge.source_lines import MOST_BYTES, branch_of, source_line
+from tests.tools.check.cases import SCRIPTS, check
+
+MINE = Path(__file__).parents[4] / "mine"
+IN_TORCH = ["/site-packages/torch/autograd/graph.py", 5, "_engine_run_backward"]
+IN_WAIT = ["/lab/distlab/tools/check/watch/handles.py", 95, "wait"]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_barrier_under_rank_0_is_a_hang(world_size: int, tmp_path: Path) -> None:
+    words = ("--checkpoint", str(tmp_path / "checkpoint.pt"))
+    checked = check(MINE / "resume_rank_0.py", world_size, tmp_path, *words, LAB_HANG_AFTER_S="2")
+    assert checked.code == 1, checked.said
+    hang, match = checked.run["findings"]
+    assert (hang["check"], match["check"]) == (HANG, MATCH)
+    assert hang["ranks"] == list(range(world_size))
+    passed = next(line for line in checked.said.splitlines() if "passed" in line)
+    assert HANG not in passed and "until the run was ended" in passed
+    assert checked.said.splitlines()[-3].endswith("calls do not match, ranks hang")
+    source = (MINE / "resume_rank_0.py").read_text().splitlines()
+    for code in ("dist.barrier()  # wrong: a call of all ranks, made by one", "loss.backward()"):
+        number = next(number for number, line in enumerate(source, 1) if line.strip() == code)
+        where = (
+            rf"where rank \d resume_rank_0.py:{number}\b(?:(?!where).)*code {re.escape(' '.join(code.split())[:36])}"
+        )
+        assert re.search(where, checked.told)
+    assert "let all ranks make the barrier of" in match["sentence"]
+    assert "it stands under `if dist.get_rank() == 0` (resume_rank_0.py:" in match["sentence"]
+    assert_drawn_to_one_edge(next(tmp_path.glob("resume_rank_0-*")), world_size)
+
+
+def assert_drawn_to_one_edge(folder: Path, world_size: int) -> None:
+    """Each rank's last span ends with the run, and none is longer."""
+    edges = set()
+    for rank in range(world_size):
+        lines = map(json.loads, (folder / f"rank{rank}.jsonl").read_text().splitlines())
+        (spans,) = (line["spans"] for line in lines if line["record"] == "timeline")
+        kind, label, start_s, end_s = spans[-1]
+        assert kind == "wait" and label.endswith("until the run was ended")
+        assert end_s - start_s > 2
+        assert end_s == max(span[3] for span in spans)
+        edges.add(round(end_s, 3))
+    assert len(edges) == 1
+
+
+def test_wrong_sums_are_no_hang(tmp_path: Path) -> None:
+    """The control: calls that do not match, and end."""
+    checked = check(SCRIPTS / "faults" / "dims.py", 2, tmp_path, LAB_HANG_AFTER_S="2")
+    assert {each["check"] for each in checked.run["findings"]} == {MATCH}
+    assert f"passed until the run was ended: {HANG}" in checked.said
+    assert "give all ranks tensors of one shape" in checked.said
+
+
+def test_a_run_that_ends_by_itself_passes_without_a_reserve(tmp_path: Path) -> None:
+    checked = check(SCRIPTS / "right" / "by_hand.py", 2, tmp_path)
+    assert f"passed: {MATCH}, {HANG}" in checked.said
+    assert "until" not in checked.said
+
+
+def stood(frames: list[list[list[Any]]], cpu_s: list[float], look_at: float, starved_s: float = 0.0) -> Doctor:
+    """A doctor of ranks that called a barrier, but the last an all_reduce, each now in a frame, with processor time in
+    the last half second, and time in which there was no core for it."""
+    doctor = Doctor(len(frames), 2.0, 60.0, lambda _: None)
+    for rank, (stack, used_s) in enumerate(zip(frames, cpu_s, strict=True)):
+        op = "all_reduce" if rank == len(frames) - 1 else "barrier"
+        lines: list[list[Any]] = [
+            ["main", 7], ["place", 1, f"train.py:{rank + 1}", "", ""], ["group", 1, list(range(len(frames))), "", 0],
+            ["kind", 1, op, [], [], "", -1, -1, 0, 4, []], ["call", 1, 1, 1, 1, 0, 7, 0.0], ["wait", 1, 7, 0.0],
+            ["look", "S", 0.0, 0, 0.0, 1.0], ["look", "S", used_s, 0, starved_s, 1.5], ["stacks", {"7": stack}],
+        ]  # fmt: skip
+        doctor.take(rank, [json.dumps(line).encode() for line in lines], 0.0)
+    doctor.look(0.0)
+    doctor.look(look_at)
+    return doctor
+
+
+STANDS = [[IN_WAIT], [IN_WAIT], [IN_TORCH]]
+
+
+def test_who_stands_in_calls_that_do_not_match_hangs() -> None:
+    doctor = stood(STANDS, [0.0, 0.0, 0.0], SURE_S)
+    assert doctor.over
+    hang, _ = doctor.findings
+    assert (hang.check, hang.ranks) == (HANG, (0, 1, 2))
+    assert "ranks 0 and 1 wait in barrier #0 of all ranks at train.py:1" not in hang.sentence  # their lines differ
+    assert "rank 2 waits in all_reduce #0 of all ranks at train.py:3: the calls do not match" in hang.sentence
+    assert not stood(STANDS, [0.0, 0.0, 0.0], SURE_S - 0.5).over  # not sure yet
+
+
+@pytest.mark.parametrize(
+    ("frames", "cpu_s"),
+    [
+        (STANDS, [0.0, 0.0, 0.4]),  # rank 2 is at work
+        ([[IN_WAIT], [IN_WAIT], [["/home/me/train.py", 9, "train"]]], [0.0] * 3),  # rank 2 has gone on
+        ([[IN_WAIT], [IN_WAIT], [[f"/site-packages/{LOADERS}loader.py", 9, "next"]]], [0.0] * 3),
+        ([[IN_WAIT], [IN_WAIT], []], [0.0] * 3),  # nobody knows where rank 2 is
+    ],
+)
+def test_where_a_rank_may_go_on_nothing_hangs(frames: list[list[list[Any]]], cpu_s: list[float]) -> None:
+    doctor = stood(frames, cpu_s, SURE_S)
+    assert doctor.over
+    assert {finding.check for finding in doctor.findings} == {MATCH}
+
+
+def test_who_has_no_core_does_not_hang() -> None:
+    doctor = stood(STANDS, [0.0, 0.0, 0.0], SURE_S, starved_s=0.45)
+    assert {finding.check for finding in doctor.findings} == {MATCH}
+
+
+def test_who_is_asked_again_just_then_still_hangs() -> None:
+    """Where a rank is comes after it was asked: a look between the two takes nothing back, and decides nothing."""
+    doctor = stood(STANDS, [0.0, 0.0, 0.0], SURE_S - 0.5)
+    asked = [json.dumps(["look", "S", 0.0, 0, 0.0, 2.0]).encode(), json.dumps(["stacks", {}]).encode()]
+    doctor.take(2, asked, SURE_S - 0.4)
+    doctor.look(SURE_S)
+    assert doctor.over
+    assert {finding.check for finding in doctor.findings} == {HANG, MATCH}
+
+
+def test_an_answer_that_comes_late_is_waited_for() -> None:
+    doctor = stood([[IN_WAIT], [IN_WAIT], []], [0.0] * 3, SURE_S - 0.5)
+    assert not doctor.over
+    doctor.take(2, [json.dumps(["stacks", {"7": [IN_TORCH]}]).encode()], SURE_S - 0.4)
+    doctor.look(SURE_S)
+    assert {finding.check for finding in doctor.findings} == {HANG, MATCH}
+
+
+def test_what_was_not_decided_says_until_when() -> None:
+    doctor = stood(STANDS, [0.0, 0.0, 0.0], SURE_S)
+    checks = {each.name: each for each in written(doctor) if isinstance(each, records.Check)}
+    assert [name for name, each in checks.items() if each.detail != UNTIL_ENDED] == [MATCH, HANG]
+    assert any(line.startswith("where") and "train.py:3" in line for line in log_lines(doctor))
+
+
+def test_a_failed_check_is_told_by_what_is_wrong() -> None:
+    assert set(CHECKS) <= set(WHEN_FAILED)
+    for name in CHECKS:
+        (failed,) = as_entries([Check("", name, 1, 0, unit="findings")])
+        (passed,) = as_entries([Check("", name, 0, 0, unit="findings")])
+        assert (claim_name(failed), claim_name(passed)) == (WHEN_FAILED[name], name)
+        assert failed["name"] == name  # run.json keeps it
+    (other,) = as_entries([Check("naive", "buffers", 1, 0)])
+    assert claim_name(other) == "naive buffers"
+
+
+SCRIPT = """def save(rank):
+    if rank == 0:
+        for _ in range(2):
+            if True:
+                barrier()
+    else:
+        barrier()
+    barrier()
+"""
+
+
+def test_the_text_and_the_branch_of_a_line(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    inside, outside = (CallPlace(f"train.py:{number}", "", str(script)) for number in (5, 8))
+    assert source_line(inside) == "barrier()"
+    assert branch_of(inside) == "stands under `if rank == 0` (train.py:2)"
+    assert (
+        branch_of(CallPlace("train.py:7", "", str(script)))
+        == "stands under the other side of `if rank == 0` (train.py:2)"
+    )
+    assert branch_of(outside) == ""
+
+
+def test_a_branch_may_stand_on_one_line_and_its_condition_on_several(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "if rank == 0: barrier()\nif (\n    rank == 0\n    and agreed(all_reduce(loss))\n):\n    barrier()\n"
+    )
+    found = [branch_of(CallPlace(f"train.py:{number}", "", str(script))) for number in (1, 4, 6)]
+    condition = "stands under `if rank == 0 and agreed(all_reduce(loss))` (train.py:2)"
+    assert found == ["stands under `if rank == 0` (train.py:1)", "", condition]
+
+
+def test_what_has_no_text_is_left_out(tmp_path: Path) -> None:
+    """A script may tell of any file; a device or a directory must not be read."""
+    (tmp_path / "large.py").write_bytes(b"#" * (MOST_BYTES + 1))
+    (tmp_path / "broken.py").write_text("if rank == 0:\n")
+    for file in ("/dev/zero", str(tmp_path), "", "a\0.py", str(tmp_path / "none.py"), str(tmp_path / "large.py")):
+        place = CallPlace("train.py:1", "", file)
+        assert source_line(place) == branch_of(place) == ""
+    for line in ("train.py", "train.py:0", "train.py:99", "train.py:-1", "train.py:" + "9" * 5000, ""):
+        assert source_line(CallPlace(line, "", str(tmp_path / "broken.py"))) == ""
+    assert branch_of(CallPlace("train.py:1", "", str(tmp_path / "broken.py"))) == ""

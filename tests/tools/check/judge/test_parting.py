@@ -1,0 +1,166 @@
+"""By what two ranks parted: from how far each has come, with no script."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from distlab.tools.check.judge.parting import Parting, parted, questions
+from distlab.tools.check.judge.progress import Course
+from distlab.tools.check.judge.rank_state import Call, CallPlace, GroupKey, Kind, RankState
+from distlab.tools.check.judge.source_lines import branch_of
+
+Lines = Callable[[int], CallPlace]
+
+SCRIPT = """\
+for epoch in range(2):
+    for batch in loader:
+        train(batch)
+    validate()
+"""
+
+
+def course(
+    place: CallPlace, drawn: int, *, ended: bool = False, skipped: int | None = None, package: str = ""
+) -> Course:
+    """A rank that has trained on these batches of one pass."""
+    made = Course(package=package)
+    made.begin_pass(0, place.line, place.file)
+    backwards = 0
+    for index in range(drawn):
+        made.draw(0, index + 1)
+        backwards += index != skipped
+        made.make_backward(backwards)
+    if ended:
+        made.end_pass(0)
+    return made
+
+
+def parting(*sides: tuple[Course, CallPlace]) -> Parting:
+    """Of rank 0, which waits, and rank 1."""
+    cases = [RankState(rank, 2, course=of_rank) for rank, (of_rank, _) in enumerate(sides)]
+    group, kind = GroupKey((0, 1)), Kind("all_reduce")
+    calls = {
+        rank: Call(rank, place, group, kind, 0, 1, 0.0, reached=of_rank.now)
+        for rank, (of_rank, place) in enumerate(sides)
+    }
+    return parted(cases, 0, 1, calls)
+
+
+@pytest.fixture
+def line(tmp_path: Path) -> Lines:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    return lambda number: CallPlace(f"train.py:{number}", "", str(script))
+
+
+def test_uneven_data_is_told_by_the_pass_that_ended(line: Lines) -> None:
+    found = parting((course(line(2), 4), line(3)), (course(line(2), 3, ended=True), line(4)))
+    assert (
+        "pass 0 over the DataLoader at train.py:2 has 3 batches on rank 1 and more on rank 0: uneven data" in found.text
+    )
+    assert "as many batches" in found.remedy
+
+
+def test_a_loop_that_a_rank_left_is_a_stop(line: Lines) -> None:
+    found = parting((course(line(2), 4), line(3)), (course(line(2), 3), line(4)))
+    assert "rank 1 took 3 batches of pass 0 over the DataLoader at train.py:2, which has more: a stop" in found.text
+    both_inside = parting((course(line(2), 4), line(3)), (course(line(2), 3), line(3)))
+    assert "a stop" not in both_inside.text
+
+
+def test_a_batch_that_was_skipped_is_found_by_the_backward_passes(line: Lines) -> None:
+    one, other = (course(line(2), 8, ended=True, skipped=skipped, package="accelerate") for skipped in (None, 3))
+    found = parting((one, line(3)), (other, line(4)))
+    assert "rank 1 skipped a batch: when it came to batch 4 of pass 0" in found.text
+    assert "called backward 3 times in it, and rank 0 4" in found.text
+    assert "accelerator.backward(0 * loss)" in found.remedy
+    (asked,) = questions([one, other])
+    assert "is it meant that rank 1 skipped a batch" in asked
+    assert not list(questions([one, one]))
+
+
+def test_a_step_without_a_backward_pass_is_a_skipped_batch(line: Lines) -> None:
+    one, other = course(line(2), 4), course(line(2), 4)
+    for number in (1, 2):
+        one.make_backward(4 + number)
+        for each in (one, other):
+            each.step(number, "", "")
+    found = parting((one, line(3)), (other, line(3)))
+    assert "rank 1 skipped a batch: it made 1 step without calling backward" in found.text
+
+
+def test_ranks_of_other_parts_are_not_asked_after_batches(line: Lines) -> None:
+    """A stage of a pipeline that calls backward twice a batch, or never."""
+    one, twice = course(line(2), 8, ended=True), course(line(2), 8, ended=True)
+    for each in (twice.passes[0],):
+        each.backwards = [2 * made for made in each.backwards]
+    twice.make_backward(16)
+    never = course(line(2), 8, ended=True)
+    never.passes[0].backwards = [0] * 9
+    never.make_backward(0)
+    assert not list(questions([one, twice]))
+    assert not list(questions([one, never]))
+
+
+def test_inside_of_one_call_of_a_framework_steps_and_batches_are_told() -> None:
+    train = CallPlace("train.py:9", "x", "", "Trainer.train", package="transformers")
+    one, other = course(train, 8, package="transformers"), course(train, 6, package="transformers")
+    for each in (one, other):
+        each.step(3, "Trainer.train", "transformers")
+    found = parting((one, train), (other, train))
+    assert (
+        "in Trainer.train rank 1 is after 3 optimizer steps / 6 batches of its DataLoader and rank 0 after 3"
+        in found.text
+    )
+    assert "rank 1 took 6 batches" in found.text
+    assert "EarlyStoppingCallback" in found.remedy
+    evaluated = parting((one, train), (one, train._replace(typed="Trainer.evaluate")))
+    assert (
+        "rank 1's loop in Trainer.train ended after 3 optimizer steps / 8 batches of its DataLoader, rank 0 is at 3"
+        in evaluated.text
+    )
+
+
+def test_ranks_that_have_done_nothing_have_parted_by_nothing() -> None:
+    assert parting((Course(), CallPlace()), (Course(), CallPlace())) == Parting()
+
+
+BRANCHES = """\
+def evaluate():
+    gather()
+
+
+def on_main():
+    if not accelerator.is_main_process:
+        return
+    gather()
+
+
+@rank_zero_only
+def save():
+    barrier()
+
+
+def main():
+    if trainer.is_world_process_zero():
+        evaluate()
+    evaluate()
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "callers", "branch"),
+    [
+        (2, "train.py:18 from train.py:30", "stands under `if trainer.is_world_process_zero()` (train.py:17)"),
+        (2, "train.py:19", ""),
+        (8, "", "comes after `if not accelerator.is_main_process: return` (train.py:6)"),
+        (13, "", "stands under `@rank_zero_only` (train.py:12)"),
+    ],
+)
+def test_the_condition_of_a_caller_a_return_and_a_decorator(
+    number: int, callers: str, branch: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(BRANCHES)
+    assert branch_of(CallPlace(f"train.py:{number}", "", str(script), callers=callers)) == branch

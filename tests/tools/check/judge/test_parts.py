@@ -1,0 +1,334 @@
+"""The parts of the doctor that need no script: circles of waits, axes of a mesh, stacks, spans, facts of ranks."""
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from distlab.tools.check.judge.axes import groups_of
+from distlab.tools.check.judge.coordinator import Doctor
+from distlab.tools.check.judge.deadlock import Standing, Still, hung
+from distlab.tools.check.judge.exceptions import how_it_ended
+from distlab.tools.check.judge.matching import Matching
+from distlab.tools.check.judge.rank_state import DEVICES, HANG, CallPlace, Frame, RankState, Wait
+from distlab.tools.check.judge.report import MOST, spans_of
+from distlab.tools.check.judge.silent_faults import Quiet
+from distlab.tools.check.start.script_process import parsed
+from distlab.tools.check.watch.axes import Axes
+from distlab.tools.check.watch.recorder import Recorder, ending_of, leave_uncompiled, preceded
+from distlab.tools.check.watch.training import scales_of_means
+
+KINDS = sorted(name.removeprefix("_take_") for name in vars(RankState) if name.startswith("_take_"))
+anything = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.sampled_from([0, 1, 10**400, "\ud800", "é", 1e308])
+    | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=8,
+)
+told_lines = (
+    st.binary(max_size=80)
+    | anything.map(lambda value: json.dumps(value).encode())
+    | st.tuples(
+        st.sampled_from([*KINDS, "said", "finding", "record", "refused", "module"]), st.lists(anything, max_size=6)
+    ).map(lambda told: json.dumps([told[0], *told[1]]).encode())
+    | st.sampled_from([b"[" * 100_000, b"9" * 5000])
+)
+
+
+@settings(max_examples=300)
+@given(st.lists(told_lines, max_size=6))
+def test_no_line_ends_the_doctor(lines: list[bytes]) -> None:
+    """Of a script that has found the pipe, or a rank that is defective."""
+    said: list[str] = []
+    doctor = Doctor(2, 3.0, 60.0, said.append)
+    doctor.take(1, lines, 0.0)
+    doctor.look(0.5)
+    assert sum(doctor.unread.values()) <= 2 * len(lines)
+
+
+NO_WAIT = Wait(None, "store.wait('key')", CallPlace("train.py:1"), 0.0)
+
+
+def standing(*needs: int, any_of: bool = False) -> Standing:
+    return Standing(NO_WAIT, frozenset(needs), any_of)
+
+
+@pytest.mark.parametrize(
+    ("waits", "over", "stuck"),
+    [
+        ({0: standing(1), 1: standing(0)}, set(), {0, 1}),
+        ({0: standing(1), 1: standing(2)}, set(), set()),  # rank 2 computes
+        ({0: standing(1), 1: standing(2)}, {2}, {0, 1}),  # rank 2 has ended
+        ({0: standing(1, 2), 1: standing(0)}, set(), {0, 1}),
+        ({0: standing(1, 2, any_of=True)}, {1}, set()),  # rank 2 may still set the key
+        ({0: standing(1, 2, any_of=True)}, {1, 2}, {0}),
+        ({0: standing(1, 2, any_of=True), 1: standing(0), 2: standing(0)}, set(), {0, 1, 2}),
+    ],
+)
+def test_who_waits_for_those_alone_that_never_come(waits: dict[int, Standing], over: set[int], stuck: set[int]) -> None:
+    assert set(hung(waits, over)) == stuck
+
+
+def test_groups_of_an_axis_stand_in_the_order_of_the_mesh() -> None:
+    assert groups_of("tp", ["dp", "tp"], [2, 3], list(range(6))) == [[0, 1, 2], [3, 4, 5]]
+    assert groups_of("tp", ["tp", "dp"], [2, 3], list(range(6))) == [[0, 3], [1, 4], [2, 5]]
+    assert groups_of("tp", ["dp"], [6], list(range(6))) == []
+    assert groups_of("tp", ["dp", "tp"], [2, 2], list(range(6))) == []  # LAB_MESH of another WORLD_SIZE
+
+
+def test_stacks_are_read_by_thread() -> None:
+    text = 'Thread 0x1f (most recent call first):\n  File "a.py", line 3 in f\n  File "b.py", line 4 in g\n\n'
+    text += 'Current thread 0x20 (most recent call first):\n  File "c d.py", line 5 in <module>\n'
+    assert parsed(text) == {
+        0x1F: [Frame("a.py", 3, "f"), Frame("b.py", 4, "g")],
+        0x20: [Frame("c d.py", 5, "<module>")],
+    }
+    assert parsed("") == {}
+
+
+def test_how_a_process_ended_is_said_in_words() -> None:
+    assert how_it_ended(-9) == "was killed by SIGKILL"
+    assert how_it_ended(7) == "left by os._exit(7)"
+
+
+def told(*lines: list[Any]) -> list[bytes]:
+    return [json.dumps(line).encode() for line in lines]
+
+
+def test_spans_are_calls_to_their_ends_and_what_is_cut_is_counted() -> None:
+    head: list[list[Any]] = [
+        ["place", 1, "train.py:4", "", ""],
+        ["kind", 2, "all_reduce", [], [], "", -1, -1, 0, 4, []],
+    ]
+    call = [["call", number, 1, 0, 2, number, 7, float(number)] for number in range(1, 4)]
+    spans, more = spans_of(told(*head, *call, ["end", 1, 1.5], ["waited", 2, 7, 2.25]))
+    assert spans == [
+        ("all_reduce", "all_reduce train.py:4", 1.0, 1.5),
+        ("all_reduce", "all_reduce train.py:4", 2.0, 2.25),
+        ("wait", "all_reduce train.py:4, until the run was ended", 3.0, 3.0),
+    ]
+    assert more == 0
+    foreign = [b"no json", b"[]", b"7", *told(["call", 9, 1, 0, 3, 9, 7, 1.0], ["end", [], 1.0], ["kind", [], 0])]
+    assert spans_of([*told(*head, *call, ["end", 1, 1.5], ["waited", 2, 7, 2.25]), *foreign]) == (spans, 0)
+    many = [
+        line for number in range(MOST + 5) for line in (["call", number, 1, 0, 2, number, 7, 1.0], ["end", number, 2.0])
+    ]
+    spans, more = spans_of(told(*head, *many))
+    assert (len(spans), more) == (MOST, 5)
+
+
+def test_what_a_rank_hangs_in_is_drawn_to_the_right_edge() -> None:
+    head: list[list[Any]] = [
+        ["place", 1, "train.py:4", "", ""],
+        ["kind", 2, "all_reduce", [], [], "", -1, -1, 0, 4, []],
+    ]
+    call, enter = ["call", 1, 1, 0, 2, 1, 7, 2.0], ["enter", "store.wait", ["key"], 1, 9, 3.0]
+    (stands, waits), _ = spans_of(told(*head, call, enter), 9.5)
+    assert stands == ("wait", "all_reduce train.py:4, until the run was ended", 2.0, 9.5)
+    assert waits == ("wait", "store.wait train.py:4, until the run was ended", 3.0, 9.5)
+    late = told(["waited", 1, 7, 9.75], ["leave", 9, 9.75], ["raised", "RuntimeError", "closed", "", "", 9.75])
+    assert spans_of([*told(*head, call, enter), *late], 9.5)[0] == [stands, waits]  # as the others were ended
+    # Not of a script that had ended, whose handle nobody waited for, nor of what was left again.
+    left = told(*head, call, enter, ["leave", 9, 4.0], ["ended", 0, 4.5])
+    assert spans_of(left, 9.5) == ([("all_reduce", "all_reduce train.py:4", 2.0, 2.0)], 0)
+
+
+def test_two_ranks_on_one_gpu_of_a_host_are_found() -> None:
+    quiet = Quiet(3)
+    for rank, host in ((0, "a"), (1, "a"), (2, "b")):
+        list(quiet.take(RankState(rank, 3), ["device", 0, "one", host, 2]))
+    (found,) = quiet.at_end()
+    assert (found.check, found.ranks) == (DEVICES, (0, 1))
+
+
+@pytest.mark.parametrize(("uuids", "visible"), [(("one", "one"), 1), (("one", "two"), 2)])
+def test_ranks_that_have_one_gpu_for_all_or_see_one_each_are_left_alone(uuids: tuple[str, str], visible: int) -> None:
+    quiet = Quiet(2)
+    for rank, uuid in enumerate(uuids):
+        list(quiet.take(RankState(rank, 2), ["device", 0, uuid, "a", visible]))
+    assert not list(quiet.at_end())
+
+
+def test_a_call_without_a_handle_ends_with_the_stream_of_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist.Work, "unbox", lambda _: None)  # NCCL's, of a call that nobody asked a handle of
+    assert ending_of("allreduce_", ([], object())) is None, "without a GPU nothing tells"
+    event = Mock()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    ending: Any = ending_of("allreduce_", ([], object()))
+    assert ending is event.return_value
+    assert event.return_value.record.called
+
+
+def test_unequal_numbers_of_batches_are_asked_about() -> None:
+    quiet = Quiet(2)
+    for rank, count in ((0, 4), (1, 3)):
+        case = RankState(rank, 2)
+        if rank == 0:
+            case.course.begin_pass(0, "train.py:30", "train.py")  # which rank 0 alone makes: it is compared with none
+        case.course.begin_pass(7, "train.py:8", "train.py")
+        list(quiet.take(case, ["batches", 7, count, 0]))
+    (question,) = quiet.questions()
+    assert "rank 0 4, rank 1 3" in question
+
+
+CALLED: list[list[Any]] = [
+    ["place", 1, "train.py:4", "", ""],
+    ["group", 1, [0, 1], "", 0],
+    ["kind", 2, "all_reduce", [], ["float32"], "sum", -1, -1, 0, 4, []],
+    ["call", 1, 1, 1, 2, 0, 7, 0.0],
+]
+FOREIGN: list[list[Any]] = [
+    ["gradient", "a text", True, True, 2, 1, 1],
+    ["gradient", 1.0, True, True, 10**400, 1, 1],
+    ["gradient", 10**400, True, True, 2, 1, 1],
+    ["batches", 0, [4], 1],
+    ["batch", 0, 0, [4]],
+    ["input", "DDP 0", 1, 0, [4], 1],
+    ["weights", "DDP 0", 1, -1, ["no pair"], 1],
+    ["gradients", "DDP 0", 1, 1, [["weight", "no number"]], 1],
+    ["trace", "DDP 0", 1, 1, [4], 0, 0],
+    ["options", "DDP 0", 1, 0, 1, [{"lr": 0.1}], 1],
+    ["fault", "DDP 0", 1, "past", 1, [], 99, 1],
+    ["averaged", "optimizer 0", 1, 1, 1],
+    ["dropout", 0, [4], 5, 1],
+    ["device", [0], "host"],
+    ["mesh", ["tp"], [{}, 1]],
+    ["copies", 1, "replicate", [0, 1], [["weight", "4", 1.0]]],
+    ["copies", 1, "replicate", [0, 7], [["weight", 4, 1.0]]],
+    ["declared", 0, "tp", [[0], 1], 4, 1.0, 1],
+    ["given", 1, "shard", [0, 1], "4", 1],
+    ["summands", 1, 1, [4], 1],
+    ["drawn", 0, 1, 2, 3, 4, [2], 1],
+    ["split", 0, [4, "1"], 5, 1],
+    ["clipped", 0, 10**400, [0, 1], 1],
+    ["unread", "all_reduce", 1, [4]],
+    ["cut", "all_gather", 7, 1],
+    ["strided", 1, [4], ["3"], False],
+    ["strided", 1, [4], [3, 1], True],
+    ["summed", 1, 10**400, 1.0, 1.0, 1],
+]
+
+
+@pytest.mark.parametrize("foreign", FOREIGN, ids=lambda line: f"{line[0]} {str(line[1])[:8]}")
+def test_a_foreign_fact_is_dropped_and_asked_nothing_of(foreign: list[Any]) -> None:
+    """The script has the pipe too; what it writes there must not end the doctor when it looks at all facts."""
+    said: list[str] = []
+    doctor = Doctor(2, 3.0, 60.0, said.append)
+    for rank in range(2):
+        doctor.take(rank, told(*CALLED, foreign, foreign), 0.0)
+    doctor.look(0.5)
+    assert list(doctor.quiet.questions()) == []
+    assert list(doctor.quiet.at_end()) == []
+    assert doctor.unread == {0: 2, 1: 2}
+    assert len(said) == 2
+
+
+@pytest.mark.parametrize(("strides", "found"), [([1, 4], 1), ([1, 3], 0)])
+def test_a_layout_without_gaps_is_wrong_where_ranks_differ(strides: list[int], found: int) -> None:
+    doctor = Doctor(2, 3.0, 60.0, lambda _: None)
+    for rank in range(2):
+        doctor.take(rank, told(*CALLED, ["strided", 1, [3, 4], [1, 3] if rank else strides, False]), 0.0)
+    doctor.look(0.5)
+    assert len(list(doctor.quiet.at_end())) == found
+
+
+@pytest.mark.parametrize(("after", "found"), [(3.0, []), (3.0 + 1e-6, []), (1.5, [(1,)])])
+def test_a_sum_that_is_not_of_what_went_in_was_written(after: float, found: list[tuple[int, ...]]) -> None:
+    doctor = Doctor(2, 3.0, 60.0, lambda _: None)
+    for rank in range(2):
+        summed = ["summed", 1, 1.0 + rank, 1.0 + rank, after if rank else 3.0, 1]
+        doctor.take(rank, told(*CALLED, summed), 0.0)
+    doctor.look(0.5)
+    assert [finding.ranks for finding in doctor.quiet.at_end()] == found
+
+
+@pytest.mark.parametrize(("ratio", "by_script", "asks"), [(1.0, True, "never averaged"), (0.5, False, "twice")])
+def test_gradients_of_means_alone_are_asked_about(ratio: float, by_script: bool, asks: str) -> None:
+    for of_mean in (True, False):
+        doctor = Doctor(2, 3.0, 60.0, lambda _: None)
+        for rank in range(2):
+            facts = [["gradient", ratio, by_script, True, 2, 1, 1, of_mean]] * 2
+            doctor.take(rank, told(["place", 1, "train.py:4", "", ""], *facts), 0.0)
+        doctor.look(0.5)
+        assert [asks in question for question in doctor.quiet.questions()] == [True] * of_mean
+        assert not doctor.unread
+
+
+SAMPLES, WEIGHTS = torch.arange(8.0).reshape(4, 2), torch.ones(4)
+COUNT = torch.tensor(8.0)
+LOSSES: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], list[float]]] = {
+    "a mean": (lambda each, _: each.mean(), [1]),
+    "a mean of torch's": (lambda each, aim: functional.mse_loss(each, aim), [1]),
+    "half of it": (lambda each, aim: functional.mse_loss(each, aim) / 2, [0.5]),
+    "by a factor": (lambda each, aim: 0.25 * functional.mse_loss(each, aim), [0.25]),
+    "of halves": (lambda each, _: (each / 2).mean(), [0.5]),
+    "of sums": (lambda each, aim: (each - aim).pow(2).sum(dim=1).mean(), [1]),
+    "two of them": (lambda each, aim: each.mean() + functional.l1_loss(each, aim) / 2, [0.5, 1]),
+    "a sum over the samples here": (lambda each, aim: functional.mse_loss(each, aim, reduction="sum") / 4, [1]),
+    "a sum over those of all ranks": (lambda each, aim: functional.mse_loss(each, aim, reduction="sum") / COUNT, [0.5]),
+    "a sum": (lambda each, _: each.sum(), [4]),
+    "a sum of one sample": (lambda each, _: each[:1].sum(), []),
+    "with weights": (lambda each, _: (each.sum(dim=1) * WEIGHTS / 8).sum(), []),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_scale_of_a_loss_is_read_from_its_graph(name: str) -> None:
+    loss, scales = LOSSES[name]
+    outputs = torch.nn.Linear(2, 2)(SAMPLES)
+    found = sorted(each for each in scales_of_means(loss(outputs, SAMPLES)) if not math.isnan(each))
+    assert found == pytest.approx(scales)
+
+
+def test_ranks_that_all_stand_still_are_a_finding_and_one_that_computes_is_none() -> None:
+    said: list[str] = []
+    still, matching = Still(10.0, said.append), Matching(2)
+    cases = [RankState(rank, 2, cpu_share=0.0, exit_code=0 if rank else None) for rank in range(2)]
+    assert still.look(cases, matching, 9.0) is None
+    found = still.look(cases, matching, 10.5)
+    assert found is not None
+    assert (found.check, found.ranks) == (HANG, (0,))
+    cases[0].cpu_share = 0.9
+    assert still.look(cases, matching, 99.0) is None
+    cases[0].cpu_share, cases[0].starved_share = 0.03, 0.9
+    assert still.look(cases, matching, 99.0) is None, "30 others have the cores"
+
+
+def test_weights_that_cannot_be_read_do_not_end_a_script_that_gives_them_to_fsdp() -> None:
+    telling = Mock()
+    axes = Axes(Recorder(telling, Mock()))
+    sums: list[list[Any]] = []
+    axes._note_sums(sums, lambda: [("weight", Mock(is_meta=False, detach=Mock(side_effect=RuntimeError("no data"))))])
+    assert sums == []
+    telling.say.assert_called_once_with("unrecorded", "_note_sums", "RuntimeError('no data')")
+
+
+def test_torch_compile_traces_what_a_function_of_check_stands_for() -> None:
+    said: list[torch.Tensor] = []
+    twice = preceded(lambda values: values * 2, said.append)
+    compiled = torch.compile(lambda values: twice(values) + 1, backend="eager", fullgraph=True)
+    assert compiled(torch.ones(2)).tolist() == [3, 3]
+    assert said == []
+
+
+def test_what_torch_keeps_out_of_its_graph_is_seen() -> None:
+    leave_uncompiled()
+    said: list[torch.Tensor] = []
+    apart: Any = torch.compiler.disable(lambda values: values * 2)
+    watched = preceded(apart, said.append)
+    compiled = torch.compile(lambda values: watched(values) + 1, backend="eager")
+    assert compiled(torch.ones(2)).tolist() == [3, 3]
+    assert len(said) == 1

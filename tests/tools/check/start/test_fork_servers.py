@@ -1,0 +1,96 @@
+"""A rank under check, prove and the plugin is as a rank under torchrun: what differs between its ranks, and what not."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launched import ended
+from tests.tools.check.cases import NONE_OF_OURS, check
+
+SCRIPT = Path(__file__).with_name("facts.py")
+OF_THE_AGENT = {"TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE"}  # variables for torchrun's own process
+ON_RANKS = f"""
+import random
+import sys
+from pathlib import Path
+
+import distlab
+import numpy
+import torch
+
+sys.path.insert(0, {str(SCRIPT.parent)!r})
+
+
+@distlab.ranks(2)
+def test_that_seeds_alike(rank):
+    for seed in (torch.manual_seed, numpy.random.seed, random.seed):
+        seed(3)
+
+
+@distlab.ranks(2)
+def test_facts(rank):
+    import facts
+
+    facts.write_facts(Path(__file__).parent, rank, of_script=False)
+"""
+
+
+def told(folder: Path, *words: str, **environ: str) -> list[list[dict[str, Any]]]:
+    """What each of two ranks has written, the command run in the script's folder, where `check` takes it too."""
+    clean = {name: value for name, value in os.environ.items() if not NONE_OF_OURS.match(name)}
+    given = clean | {"FACTS_DIR": str(folder), "OMP_NUM_THREADS": "1", "LAB_RUNS_DIR": str(folder / "runs")} | environ
+    given.pop("PYTHONHASHSEED", None)
+    done = ended([sys.executable, "-m", *words], cwd=SCRIPT.parent, environ=given, timeout_s=110)
+    assert done.returncode in (0, 1), done.stdout + done.stderr  # 1: no group was made
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def by_torchrun(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
+    words = ["torch.distributed.run", "--nproc-per-node", "2", str(SCRIPT)]
+    return told(tmp_path_factory.mktemp("torchrun"), *words)
+
+
+def apart(ranks: list[list[dict[str, Any]]]) -> dict[str, bool]:
+    """Whether the two ranks differ, fact by fact."""
+    return {name: ranks[0][0][name] != ranks[1][0][name] for name in ranks[0][0]}
+
+
+def test_all_that_differs_between_ranks_differs_under_torchrun(by_torchrun: list[list[dict[str, Any]]]) -> None:
+    assert all(apart(by_torchrun).values())
+
+
+def test_a_rank_of_check_is_as_under_torchrun(by_torchrun: list[list[dict[str, Any]]], tmp_path: Path) -> None:
+    found = told(tmp_path, "distlab", "check", str(SCRIPT), WORLD_SIZE="2")
+    assert apart(found) == apart(by_torchrun)
+    for (_, mine), (_, theirs) in zip(found, by_torchrun, strict=True):
+        assert {*theirs["variables"]} - {*mine["variables"]} <= OF_THE_AGENT
+        assert mine | {"variables": []} == theirs | {"variables": []}
+
+
+def test_a_rank_of_the_plugin_is_as_under_torchrun(by_torchrun: list[list[dict[str, Any]]], tmp_path: Path) -> None:
+    (tmp_path / "test_facts.py").write_text(ON_RANKS)
+    found = told(tmp_path, "pytest", "-p", "no:cacheprovider", "-o", "addopts=", str(tmp_path))
+    assert apart(found) == apart(by_torchrun)
+    for (_, mine), (_, theirs) in zip(found, by_torchrun, strict=True):
+        assert mine == {name: theirs[name] for name in mine}
+
+
+def test_with_a_hash_seed_for_all_only_hashes_are_alike(tmp_path: Path) -> None:
+    clean = {name: value for name, value in os.environ.items() if not NONE_OF_OURS.match(name)}
+    given = clean | {"FACTS_DIR": str(tmp_path), "LAB_RUNS_DIR": str(tmp_path / "runs"), "WORLD_SIZE": "2"}
+    command = [sys.executable, "-m", "distlab", "check", str(SCRIPT)]
+    subprocess.run(command, env=given | {"PYTHONHASHSEED": "7"}, timeout=110, check=False, capture_output=True)
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    alike = {name for name, differs in apart(found).items() if not differs}
+    assert alike == {"the hash of a text", "the order of a set"}
+
+
+def test_a_single_rank_is_forked_from_a_server_of_its_own_too(tmp_path: Path) -> None:
+    script = SCRIPT.parent.parent / "scripts" / "right" / "ddp.py"
+    assert check(script, 1, tmp_path, PYTHONHASHSEED="random").code == 0

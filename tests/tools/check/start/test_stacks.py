@@ -1,0 +1,142 @@
+"""A process tells its stacks while it computes, waits or holds the lock in C, and comes to no harm."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from distlab.tools.check.start import script_process
+from distlab.tools.check.start.script import STACKS, answer
+from distlab.tools.check.start.script_process import Look, Stacks, Threads, parsed, threads_of
+
+CALLING = """
+def called(n):
+    return n if n < 2 else called(n - 1) + called(n - 2)
+
+class Made:
+    def __iter__(self):
+        yield from range(3)
+
+def at_work():
+    while True:
+        called(12), [list(Made()) for _ in range(10)]
+"""
+WAITING = "import time\ndef at_work():\n    time.sleep(100)"
+HELD_ASLEEP = "import ctypes\ndef at_work():\n    ctypes.PyDLL(None).usleep(100_000_000)"
+HELD_AT_WORK = "import re\ndef at_work():\n    re.match('(a+)+$', 'a' * 60 + 'b')"
+
+
+@contextmanager
+def process(source: str) -> Iterator[tuple[subprocess.Popen[bytes], Stacks]]:
+    """One that is at work, and who asks it."""
+    stacks, asked = os.pipe(), os.pipe()
+    begin = f"from distlab.tools.check.start.script import answer\nanswer({asked[0]}, {stacks[1]})"
+    begin += "\nimport time\ntime.sleep(0.2)\nprint(flush=True)\nat_work()"  # the one who answers stands by then
+    command = [sys.executable, "-c", f"{source}\n{begin}"]
+    with subprocess.Popen(command, pass_fds=(asked[0], stacks[1]), stdout=subprocess.PIPE) as child:
+        try:
+            assert child.stdout is not None
+            child.stdout.readline()
+            time.sleep(0.1)
+            yield child, Stacks(child.pid, asked[1], stacks[0], lambda: look(child.pid))
+        finally:
+            child.kill()
+            for each in (*stacks, *asked):
+                os.close(each)
+
+
+def look(process: int) -> Look:
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return Look(fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"), 0)
+
+
+def is_heard(stacks: Stacks) -> bool:
+    """Where it is, once it has had a core, which takes seconds beside other tests."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        for frames in stacks.taken().values():
+            if any(each.function == "at_work" for each in frames):
+                return True
+    return False
+
+
+def test_a_process_that_calls_functions_is_asked_often_and_lives() -> None:
+    with process(CALLING) as (child, stacks):
+        assert all(is_heard(stacks) for _ in range(100))
+        assert child.poll() is None
+
+
+def test_the_signal_alone_kills_it() -> None:  # why it is asked: the day this fails on all Pythons, it need not be
+    if sys.version_info[:2] != (3, 11):
+        pytest.skip("measured on Python 3.11")
+    with process(CALLING) as (child, stacks):
+        deadline = time.monotonic() + 60
+        while child.poll() is None and time.monotonic() < deadline:
+            child.send_signal(STACKS)
+            stacks._read()
+            time.sleep(0.0005)
+        assert child.returncode == -signal.SIGSEGV
+
+
+@pytest.mark.parametrize("source", [WAITING, HELD_ASLEEP, HELD_AT_WORK], ids=["asleep", "lock", "lock-at-work"])
+def test_one_that_waits_or_holds_the_lock_in_c_is_heard(source: str) -> None:
+    with process(source) as (child, stacks):
+        assert is_heard(stacks)
+        assert child.poll() is None
+
+
+NOBODY: frozenset[str] = frozenset()
+
+
+@pytest.mark.parametrize(
+    ("waits", "runnable"), [([7, 8], NOBODY), ([7, 99], {"python"})], ids=["the one who answers", "another"]
+)
+def test_while_a_thread_waits_for_a_core_no_signal_is_sent(
+    waits: list[int], runnable: frozenset[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with process(HELD_ASLEEP) as (_, stacks):
+        with monkeypatch.context() as patched:
+            seen = iter(waits)
+            patched.setattr(script_process, "threads_of", lambda _: Threads(next(seen), frozenset(runnable)))
+            assert stacks.taken() == {}
+        assert is_heard(stacks)
+
+
+def test_threads_that_compute_are_told_from_those_that_wait() -> None:
+    idle = "import threading, time\nthreading.Thread(target=time.sleep, args=(100,), daemon=True).start()\n"
+    with process(idle + CALLING) as (child, stacks):
+        first = threads_of(child.pid)
+        assert first.runnable == {"python"}
+        assert is_heard(stacks)
+        assert threads_of(child.pid).waits > first.waits > 0
+    assert threads_of(child.pid) == (0, NOBODY)
+
+
+def test_one_that_is_stopped_is_asked_once_and_gets_no_signal() -> None:
+    with process(CALLING) as (child, stacks):
+        child.send_signal(signal.SIGSTOP)
+        assert [stacks.taken(), stacks.taken()] == [{}, {}]
+        status = Path(f"/proc/{child.pid}/status").read_text().splitlines()
+        pending = next(line for line in status if line.startswith("ShdPnd"))
+        assert int(pending.split()[1], 16) & 1 << (STACKS - 1) == 0
+        child.send_signal(signal.SIGCONT)
+        assert is_heard(stacks)
+
+
+def test_one_that_is_gone_has_none() -> None:
+    with process(WAITING) as (child, stacks):
+        child.kill()
+        child.wait()
+        assert stacks.taken() == {}
+
+
+def test_the_one_who_answers_is_left_out() -> None:
+    source = answer.__code__.co_filename
+    told = f'Current thread 0x0b (most recent call first):\n  File "{source}", line 9 in answering\n\n'
+    assert parsed(told + 'Thread 0x0a (most recent call first):\n  File "own.py", line 3 in step\n\n').keys() == {10}

@@ -1,0 +1,152 @@
+"""Scripts that start their own ranks: taken over, or refused in a sentence; a function that makes a group is known."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from distlab.tools.check.watch.own_ranks import launcher_in, makes_group
+from tests.tools.check.cases import SCRIPTS, check
+
+SHARES_A_QUEUE = """
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+def run(rank, size, queue):
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    queue.put(rank)
+
+if __name__ == "__main__":
+    queue = mp.get_context("spawn").SimpleQueue()
+    mp.spawn(run, args=(2, queue), nprocs=2)
+    print([queue.get() for _ in range(2)])
+"""
+
+
+def test_another_number_of_ranks_is_refused_with_the_right_one(tmp_path: Path) -> None:
+    checked = check(SCRIPTS / "right" / "spawned_ranks.py", 2, tmp_path, "3")
+    assert checked.code == 2, checked.said
+    assert "REFUSED" in checked.said
+    assert "the script starts 3 ranks of its own at spawned_ranks.py:" in checked.told
+    assert "run it with WORLD_SIZE=3" in checked.told
+
+
+def test_processes_of_another_number_are_refused_where_they_meet(tmp_path: Path) -> None:
+    checked = check(SCRIPTS / "right" / "process_ranks.py", 3, tmp_path)
+    assert checked.code == 2, checked.said
+    assert "run it with WORLD_SIZE=2" in checked.told
+
+
+def test_a_queue_of_the_parent_is_refused(tmp_path: Path) -> None:
+    script = tmp_path / "shares.py"
+    script.write_text(SHARES_A_QUEUE)
+    checked = check(script, 2, tmp_path)
+    assert checked.code == 2, checked.said
+    assert "share a multiprocessing SimpleQueue" in checked.told
+
+
+IN_A_POOL = """
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing.pool import ThreadPool
+
+import torch.distributed as dist
+
+def run(rank):
+    dist.init_process_group("gloo", init_method="tcp://127.0.0.1:29871", rank=rank, world_size=2)
+    dist.barrier()
+
+def square(number):
+    return number**2
+
+if __name__ == "__main__":
+    print(ThreadPool(2).map(square, range(2)))
+    with {pool} as pool:
+        print(list(pool.map(square, range(3))))
+        print(list(pool.map(run, range(2))))
+"""
+
+
+@pytest.mark.parametrize("pool", ["multiprocessing.Pool(2)", "ProcessPoolExecutor(2)"])
+def test_ranks_of_a_pool_are_refused(pool: str, tmp_path: Path) -> None:
+    script = tmp_path / "pooled.py"
+    script.write_text(IN_A_POOL.format(pool=pool))
+    checked = check(script, 2, tmp_path)
+    assert checked.code == 2, checked.said
+    said = checked.told
+    assert "the script starts its own ranks in a P" in said and "at pooled.py:19" in said
+    assert 'call the function with int(os.environ["RANK"]) instead' in said
+    assert checked.said.count("[0, 1, 4]") == 2
+
+
+def test_ranks_of_a_launcher_are_refused(tmp_path: Path) -> None:
+    script = tmp_path / "launches.py"
+    script.write_text(
+        "import subprocess, sys\n\nsubprocess.run([sys.executable, '--version'], check=True)\n"
+        "subprocess.run([sys.executable, '-m', 'torch.distributed.run', '--nproc-per-node', '2', 'train.py'])\n"
+    )
+    checked = check(script, 2, tmp_path)
+    assert checked.code == 2, checked.said
+    said = checked.told
+    assert "starts its own ranks at launches.py:4 by torch.distributed.run, which check does not see into" in said
+
+
+@pytest.mark.parametrize(
+    ("command", "launcher"),
+    [
+        (["/usr/bin/torchrun", "a.py"], "torchrun"), ("torchrun --nproc-per-node 2 a.py", "torchrun"),
+        (["python3", "-u", "-m", "torch.distributed.launch", "a.py"], "torch.distributed.launch"),
+        (["echo", "torchrun"], ""), ("ls", ""), ([b"ls"], ""), (Path("/bin/ls"), ""), ([], ""),
+        (["python3", "-m"], ""),
+    ],
+)  # fmt: skip
+def test_a_launcher_is_known_by_its_command(command: Any, launcher: str) -> None:
+    assert launcher_in(command) == launcher
+
+
+def made() -> None:
+    dist.init_process_group("gloo")
+
+
+def made_by_another(rank: int) -> None:  # noqa: ARG001
+    made()
+
+
+class Trainer:
+    def setup(self) -> None:
+        dist.init_process_group("gloo")
+
+    def fit(self) -> None:
+        self.setup()
+
+    def log(self) -> None:
+        print("fits")
+
+
+def fit_one() -> None:
+    Trainer().fit()
+
+
+def helps() -> None:
+    print("made")
+
+
+def closed(function: Any) -> Any:
+    def inner() -> None:
+        function()
+
+    return inner
+
+
+@pytest.mark.parametrize(
+    ("function", "makes"),
+    [
+        (made, True), (made_by_another, True), (functools.partial(made_by_another, 1), True), (fit_one, True),
+        (closed(made), True), (Trainer().fit, True), (Trainer().log, False), (Trainer, False), (helps, False), (closed(helps), False), (print, False), (None, False),
+        (dist.barrier, False),
+    ],
+)  # fmt: skip
+def test_a_function_that_makes_a_group_is_known(function: Any, makes: bool) -> None:
+    assert makes_group(function, lambda file: file == __file__) == makes
