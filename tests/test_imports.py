@@ -94,11 +94,10 @@ FLOORS: dict[str, list[str]] = {
     ],
     f"{D}.tools.prove": [CONFIG, REPORT, MEASURE, CLUSTER, TRANSPORT, f"{COLLECTIVES}.plain_values", WORKLOAD, GRID, f"{D}.tools.check"],
     f"{D}.tools.testing": [CONFIG, f"{D}.tools.check", f"{D}.tools.prove", CLUSTER, TRANSPORT],
-    f"{D}.tools.lessons": [f"{D}.tools.testing", f"{D}.tools.check"],
     f"{D}.tools.puzzle": [REPORT, MEASURE, CLUSTER, f"{TRANSPORT}.store", f"{D}.tools.check", f"{D}.tools.testing"],
     f"{D}.cli": [
         CONFIG, CONTRACT, REPORT, CLUSTER, MEASURE, WORKLOAD, RANK, CHECKPOINT, *COSTS,
-        *(f"{D}.tools.{name}" for name in ("plan", "check", "prove", "lessons", "puzzle", "testing")),
+        *(f"{D}.tools.{name}" for name in ("plan", "check", "prove", "puzzle", "testing")),
     ],
     f"{D}.experiments": [
         *COMMON, MEASURE, CONTRACT, LAB, VERIFY, TRANSPORT, *TECHNIQUES, f"{CHECKPOINT}.bugs",
@@ -311,7 +310,6 @@ def test_only_config_reads_the_environment() -> None:
         "distlab.lab.rank.preflight",  # how many ranks a launcher put on this machine
         "distlab.lab.report.terminal",  # NO_COLOR and TERM
         "distlab.tools.testing.preloaded", "distlab.tools.testing.rank",  # what torch and pytest read
-        "distlab.tools.lessons.preloaded",
         "distlab.tools.notebook.preloaded", "distlab.tools.notebook.rank",  # what torch reads
         "distlab.tools.puzzle.preloaded", "distlab.tools.puzzle.rank",  # what torch reads
         "distlab.tools.check.start.command",  # sets what torch reads as it comes in

@@ -1,110 +1,42 @@
-"""The lessons' exercises and classic bugs by name: their numbers, computed by the lab's own mechanisms on real
-ranks."""
+"""The lessons' exercises and classic bugs by name, and their numbers, computed by the lab's own mechanisms."""
 
 import subprocess
 import sys
-from functools import partial
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 import distlab.techniques.large_batch as optimizers
-from distlab.experiments.dp import OneByOne
 from distlab.lab.config import Config
 from distlab.lab.rank.mode_loader import load
 from distlab.lab.workload.data import shard_sizes
 from distlab.lab.workload.model import build_model
-from distlab.lab.workload.optimizer import PlainSGD
 from distlab.techniques.collectives.by_hand import ALGORITHMS, Collective
 from distlab.techniques.collectives.costs import all_reduce_rounds
-from distlab.techniques.data_parallel.buckets import GradientBuckets
 from distlab.techniques.sharded.costs import MIXED_PRECISION, mixed_precision_bytes
+from distlab.tools.puzzle.tasks import TASKS
 from distlab.tools.testing.warm_ranks import Ranks
 
-# --- the exercises: each rank is one of the lesson's workers ---
+# --- the exercises, which are puzzles to fill in: tests/tools/puzzle/test_verify.py has answers on real ranks ---
 
 
-def averaged(group: dist.ProcessGroup, of_workers: list[list[float]]) -> list[list[float]]:
-    """This worker's gradient averaged with the others', by buckets over gloo, by our ring and one parameter at a
-    time."""
-    share = 1 / group.size()
-    found = []
-    for all_reduce in (None, partial(Collective(group, "ring").all_reduce, async_op=True)):
-        weights = nn.Parameter(torch.zeros(len(of_workers[0]), dtype=torch.float64))
-        buckets = GradientBuckets([weights], group, 1 << 20, all_reduce=all_reduce)
-        buckets.zero()
-        with buckets.accumulate(last=True):
-            (slope(of_workers[group.rank()]) @ weights * share).backward()
-        buckets.finish()
-        found.append(numbers(weights.grad))
-    layer: Any = nn.Linear(len(of_workers[0]), 1, bias=False, dtype=torch.float64)
-    (layer(slope(of_workers[group.rank()])).sum() * share).backward()
-    OneByOne(layer, group).finish()
-    return [*found, numbers(layer.weight.grad)]
-
-
-def slope(gradient: list[float]) -> Tensor:
-    """A loss of slope·w has this gradient."""
-    return torch.tensor(gradient, dtype=torch.float64)
+def test_the_exercises_have_the_lessons_numbers() -> None:
+    """5 and 6 of two workers; 4 steps, a sum of 20 and a mean of 5, four times the rate; a mean of 2 and weights of
+    0.3 of three workers."""
+    assert TASKS[21].expected(2)[0]["lesson"].tolist() == [5.0, 6.0]
+    assert {name: float(each[0]) for name, each in TASKS[22].expected(1)[0].items()} == {
+        "steps": 4.0, "sum": 20.0, "mean": 5.0, "rate": 0.4,
+    }  # fmt: skip
+    of_three = TASKS[23].expected(3)[0]
+    assert of_three["lesson gradient"].tolist() == pytest.approx([2.0, 2.0], rel=1e-15)
+    assert of_three["lesson weights"].tolist() == pytest.approx([0.3, 0.3], rel=1e-15)
 
 
 def numbers(tensor: Tensor | None) -> list[float]:
     assert tensor is not None
     return [float(value) for value in tensor.flatten()]
-
-
-def test_exercise_1_two_workers_average_to_5_and_6(ranks: Ranks) -> None:
-    for of_rank in ranks(2, averaged, [[4.0, 10.0], [6.0, 2.0]]):
-        assert of_rank == [[5.0, 6.0]] * 3
-
-
-def synchronous_step(group: dist.ProcessGroup) -> tuple[list[float], list[float]]:
-    """The mini-challenge: w = [0.5, 0.5], gradients [1, 1], [2, 2], [3, 3], a learning rate of 0.1."""
-    weights = nn.Parameter(torch.full((2,), 0.5, dtype=torch.float64))
-    buckets = GradientBuckets([weights], group, 1 << 20)
-    buckets.zero()
-    with buckets.accumulate(last=True):
-        (slope([group.rank() + 1.0] * 2) @ weights / group.size()).backward()
-    buckets.finish()
-    PlainSGD([weights], lr=0.1).step()
-    return numbers(weights.grad), numbers(weights.detach())
-
-
-def test_mini_challenge_average_2_and_weights_of_0_3(ranks: Ranks) -> None:
-    for gradient, weights in ranks(3, synchronous_step):
-        assert gradient == pytest.approx([2.0, 2.0], rel=1e-15)
-        assert weights == pytest.approx([0.3, 0.3], rel=1e-15)
-
-
-def accumulated(group: dist.ProcessGroup, share: float) -> tuple[list[float], int]:
-    """Four microbatches with gradients 2, 4, 6 and 8, added up on one worker; and how often anything was summed over
-    ranks."""
-    weights, calls = nn.Parameter(torch.zeros(1, dtype=torch.float64)), 0
-
-    def all_reduce(bucket: Tensor) -> None:
-        nonlocal calls
-        calls += 1
-        dist.all_reduce(bucket, group=group)
-
-    buckets = GradientBuckets([weights], group, 1 << 20, all_reduce=all_reduce)
-    buckets.zero()
-    for gradient in (2.0, 4.0, 6.0, 8.0):
-        with buckets.accumulate(last=gradient == 8.0):
-            (slope([gradient]) @ weights * share).backward()
-    buckets.finish()
-    return numbers(weights.grad), calls
-
-
-def test_exercise_2_four_microbatches_sum_to_20_and_average_to_5(ranks: Ranks) -> None:
-    """Micro-batches of 4 in 4 steps are a batch of 16; the division is in the share of each, not in the number of
-    steps."""
-    assert ranks(1, accumulated, 1.0) == [([20.0], 1)]
-    assert ranks(1, accumulated, 0.25) == [([5.0], 1)]
-    # On two ranks that each accumulate the same four the mean stays, and the sum over ranks is still one call.
-    assert ranks(2, accumulated, 0.25 / 2) == [([5.0], 1)] * 2
 
 
 def test_exercise_2_the_learning_rate_grows_as_the_batch_does() -> None:
@@ -123,7 +55,7 @@ def by_hand(group: dist.ProcessGroup) -> list[list[float]]:
     """Three parameters, summed by every algorithm of the lab; worker r's gradients are 1, 10 and 100 times r + 1."""
     sums = []
     for algorithm in ALGORITHMS:
-        gradients = slope([1.0, 10.0, 100.0]) * (group.rank() + 1)
+        gradients = torch.tensor([1.0, 10.0, 100.0], dtype=torch.float64) * (group.rank() + 1)
         Collective(group, algorithm).all_reduce(gradients)
         sums.append(numbers(gradients / group.size()))
     return sums

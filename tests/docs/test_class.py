@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from distlab.lab.config.settings import modes
+from distlab.tools.puzzle.tasks import TASKS
 from tests.docs.pages import fenced, page
 from tests.documents import spans, tables
 from tests.launched import ended_warm
@@ -88,3 +89,18 @@ def test_each_command_of_the_lessons_page_is_one_that_is_run() -> None:
     runs = {re.sub(r" WORLD_SIZE=\d| make run| docker compose up", "", span) for span in named}
     known = {re.sub(r" WORLD_SIZE=\d", "", command) for command in HOLDS}
     assert sorted(runs - known) == []
+
+
+def test_each_promise_of_the_lessons_page_has_its_command() -> None:
+    """A run, a puzzle, a plan, or a script whose output docs/modes.md shows."""
+    for _, row in list(tables(page("lessons")))[4:]:  # behind those that say where to begin
+        commands = spans(row[1])
+        assert commands, row
+        for command in commands:
+            puzzle, script = re.fullmatch(r"./run puzzle (\d+)", command), command.startswith("python docs/examples/")
+            if puzzle:
+                assert int(puzzle[1]) in TASKS
+            elif script:
+                assert f"<!-- output of: {command} -->" in page("modes")
+            else:
+                assert "RUN_MODE=" in command or command.startswith(("torchrun ", "./run plan ")), command

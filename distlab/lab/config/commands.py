@@ -42,7 +42,6 @@ COMMANDS = {
     "puzzle": Command("distlab.cli.puzzle", "strategies to write yourself, each judged on real ranks"),
     "plan": Command("distlab.cli.plan", "every strategy for a model on paper, and which to take"),
     "report": Command("distlab.cli.report", "judge a finished run again, compare two, or remove old ones"),
-    "lesson": Command("distlab.cli.lesson", "exercises to fill in and demonstrations: a fork bomb, a zombie, 8 GPUs that are 3"),
     "checkpoint": Command("distlab.cli.checkpoint", "a checkpoint as one file that torch.load opens"),
     "engine": Command("distlab.cli.engine", "the manifest of an engine for so many ranks: Kubernetes"),
     "fit": Command("distlab.cli.fit", "the sizes of `make fit`, and its verdict", for_users=False),

@@ -26,6 +26,7 @@ GONE = {
     "clean": "distlab report --clean DAYS lists the runs older than DAYS days, and asks before it removes them",
     "completion": "no shell is taught them: distlab --help lists commands and modes, docs/variables.md all variables",
     "config": "docs/variables.md has all variables, and a run refuses those that cannot be run before it starts",
+    "lesson": "its exercises are distlab puzzle 21, 22 and 23, and its demonstrations the scripts of docs/examples/",
     "reveal": "no bug is hidden any more: the log and the report name it, and distlab report RUN prints it again",
 }
 MIN_KEY = 16  # characters: a word that can be guessed is no key

@@ -75,7 +75,7 @@ def test_hints_come_one_by_one_and_stay_at_the_last(typed: Typed) -> None:
     ("words", "sentence"),
     [
         (["0"], f"there is no puzzle 0, allowed: 1 to {ALL}"),
-        (["21"], f"there is no puzzle 21, allowed: 1 to {ALL}"),
+        (["99"], f"there is no puzzle 99, allowed: 1 to {ALL}"),
         (["--hint"], "--hint is of one puzzle: distlab puzzle 7 --hint"),
         (["3", "--all"], "--all is of all puzzles, and 3 of one: give one of them"),
         (["--hint", "--all"], "--hint is of one puzzle: distlab puzzle 7 --hint"),

@@ -1,4 +1,4 @@
-"""The 20 tasks, by number."""
+"""The 23 tasks, by number."""
 
 from distlab.tools.puzzle.task import Task
 from distlab.tools.puzzle.tasks import (
@@ -7,6 +7,7 @@ from distlab.tools.puzzle.tasks import (
     checkpoint,
     compression,
     gradients,
+    lessons,
     local_sgd,
     overlap,
     pipeline,
@@ -17,6 +18,6 @@ from distlab.tools.puzzle.tasks import (
 
 MODULES = (
     all_reduces, uneven, gradients, overlap, tensor_parallel, pipeline, zero, compression, local_sgd, checkpoint,
-    attention,
+    attention, lessons,
 )  # fmt: skip
 TASKS: dict[int, Task] = {task.number: task for module in MODULES for task in module.TASKS}

@@ -1,8 +1,10 @@
-"""Two mistakes with processes, contained: a program without the `__main__` guard, and a child that nobody waits for.
+"""What a program without the `__main__` guard starts: a fork bomb, contained.
 
-Each program runs in a folder of its own and in a process group of its own, which is killed after at most LIMIT_S
-seconds. A program that starts itself again and again counts its processes in that folder, and none goes on once there
-are MOST of them: the fork bomb is seen, and the machine is not.
+    python docs/examples/fork_bomb.py
+
+Each program runs in a folder and in a process group of its own, which is killed after at most LIMIT_S seconds. It
+counts its processes in that folder, and none goes on once there are MOST of them: the fork bomb is seen, and the
+machine does not feel it.
 """
 
 import os
@@ -22,7 +24,6 @@ WORKERS = 2
 
 COUNTED = f"""\
 import os, sys
-sys.stdout.reconfigure(line_buffering=True)
 number = len(os.listdir("started"))
 open(f"started/{{os.getpid()}}", "w").close()
 if number >= {MOST}:
@@ -56,31 +57,10 @@ PROGRAMS = {
     "without it": COUNTED + WORK + START,
     "without it, and without Python's own check": COUNTED + PLAIN,
 }
-ZOMBIE = """\
-import multiprocessing, os
-
-def state(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(") ")[2][0]
-    except OSError:
-        return "gone"
-
-if __name__ == "__main__":
-    worker = multiprocessing.get_context("spawn").Process(target=os.getpid)
-    worker.start()
-    os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and is not waited for yet
-    print("before join:", state(worker.pid))
-    worker.join()
-    print("after join:", state(worker.pid))
-"""
-STATES = {"Z": "a zombie (state Z): ended, and still in the table of processes", "gone": "gone from that table"}
 
 
-def fork_bomb() -> Iterator[str]:
+def shown() -> Iterator[str]:
     """Three programs that mean to start two workers: how many processes each started, and how many workers worked."""
-    yield f"A program starts {WORKERS} workers, each a fresh interpreter that imports the program again (spawn)."
-    yield ""
     for name, program in PROGRAMS.items():
         with tempfile.TemporaryDirectory() as folder:
             started, worked, errors = contained(program, Path(folder))
@@ -89,45 +69,25 @@ def fork_bomb() -> Iterator[str]:
         if refused := errors.count("RuntimeError: "):
             yield f"    {refused} of them ended with RuntimeError: An attempt has been made to start a new process"
             yield "    before the current process has finished its bootstrapping phase"
-    yield ""
-    yield 'Each child runs the lines that start workers, too, unless they stand below `if __name__ == "__main__":`.'
-    yield "Python refuses that today, so nothing explodes, and no work is done either. The last program is what the"
-    yield f"refusal prevents: {WORKERS} interpreters that run the file from the top, each with {WORKERS} more."
-
-
-def zombie() -> Iterator[str]:
-    """A child that has ended, before and after it is joined."""
-    with tempfile.TemporaryDirectory() as folder:
-        said, _ = ended(ZOMBIE, Path(folder))
-    for line in said.splitlines():
-        when, _, state = line.partition(": ")
-        yield f"{when}: {STATES.get(state, f'state {state}')}"
-    yield ""
-    yield "The kernel keeps a child's exit code until its parent asks for it: `join` asks. A parent that never does"
-    yield "leaves a row in the table of processes for each child until it ends itself."
 
 
 def contained(program: str, folder: Path) -> tuple[int, int, str]:
-    """How many processes a program started, itself among them, how many workers worked, and what went to stderr."""
-    for name in ("started", "worked"):
-        (folder / name).mkdir()
-    _, errors = ended(program, folder)
-    return *(len(list((folder / name).iterdir())) for name in ("started", "worked")), errors  # type: ignore[return-value]
-
-
-def ended(program: str, folder: Path) -> tuple[str, str]:
-    """What a program prints, on stdout and on stderr; it and all that it started have ended then."""
+    """How many processes a program started, itself among them, how many workers worked, and what went to stderr; all
+    of them have ended then."""
     (folder / "program").write_text(program)
+    started, worked = folder / "started", folder / "worked"
+    started.mkdir()
+    worked.mkdir()
     process = subprocess.Popen(
-        [sys.executable, "program"], cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
+        [sys.executable, "program"], cwd=folder, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
     try:
-        return process.communicate(timeout=LIMIT_S)
+        errors = process.communicate(timeout=LIMIT_S)[1]
     except subprocess.TimeoutExpired:
-        return "", f"it was ended after {LIMIT_S:g} s"
+        errors = f"it was ended after {LIMIT_S:g} s"
     finally:
         end_group(process)
+    return len(list(started.iterdir())), len(list(worked.iterdir())), errors
 
 
 def end_group(process: "subprocess.Popen[str]") -> None:
@@ -151,3 +111,8 @@ def runs(group: int) -> bool:
             if int(its_group) == group and state not in "ZX":
                 return True
     return False
+
+
+if __name__ == "__main__":
+    for line in shown():
+        print(line, flush=True)
