@@ -128,7 +128,6 @@ def modes() -> Iterator[Part]:
     for name in ("dp", "fsdp", "tp", "pp"):
         yield mode(name, 4, "gloo", limit_s=150)
     yield mode("mesh", 4, "gloo", {"LAB_MESH": "dp2,tp2"}, limit_s=150)
-    yield mode("dp", 1, ALONE, {"LAB_TRACE": "1", "LAB_VARIANT": "flat,bucketed"})._replace(name="trace")
     if ON_CARD:
         yield mode("elastic", 1, ALONE, code=2, sentence=r"refused .*allowed: cpu")
         for name in ("comm", "server", "cp"):

@@ -70,8 +70,6 @@ def run(lab: Lab, rules: type[ParameterServer], worker: type[Worker]) -> None:
     if unable := lab.mode.cannot(lab.config).get(DOWNPOUR):
         lab.skip(DOWNPOUR, unable)
         return
-    if lab.config.trace:
-        lab.say(f"{DOWNPOUR} not profiled: there is no step that all ranks take", "trace")
     links = open_links(lab)
     if lab.config.proof:
         prove_asynchronous(lab, links, rules, worker)

@@ -27,11 +27,6 @@ def refuse(config: Config) -> list[str]:
     if config.gloo_on_gpus:
         why = "LAB_BACKEND=gloo sends no weights that live on a GPU, and a server is sent them"
         refusals.append(f"{why}: set LAB_BACKEND=nccl, or leave LAB_DEVICE=cpu")
-    if config.trace and config.variant and set(config.variant) == {DOWNPOUR}:
-        refusals.append(
-            "LAB_TRACE=1 profiles a step that all ranks take, which LAB_VARIANT leaves out, "
-            "allowed beside it: dp, sync, local_sgd, diloco"
-        )
     return refusals
 
 

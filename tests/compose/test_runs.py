@@ -1,6 +1,5 @@
 """Whole runs in containers: a world of one, of three and of eight, a mode of each kind, and whose the files are."""
 
-import json
 import re
 from pathlib import Path
 
@@ -58,14 +57,12 @@ def test_the_other_modes_hold_with_three_ranks(cluster: Containers, mode: str, s
 SMALL_GPT = {"LAB_MODEL": "gpt", "LAB_WIDTH": "32", "LAB_HEADS": "4", "LAB_DEPTH": "3", "LAB_STEPS": "3"}
 
 
-def test_a_model_cut_over_three_ranks_is_proven_and_traced(cluster: Containers) -> None:
-    codes = cluster.run(3, RUN_MODE="pp", LAB_VARIANT="1f1b", LAB_TRACE="1", **SMALL_GPT)
+def test_a_model_cut_over_three_ranks_is_proven(cluster: Containers) -> None:
+    codes = cluster.run(3, RUN_MODE="pp", LAB_VARIANT="1f1b", **SMALL_GPT)
     assert set(codes.values()) == {0}, cluster.logs()
     run = cluster.verdict()
     assert run["proven"]
     assert {check["variant"] for check in run["checks"] if check["name"] == "gradients"} == {"1f1b"}
-    (trace,) = [path for path in cluster.runs.glob("*/trace.json") if path.parent.name != "latest"]
-    assert {event["pid"] for event in json.loads(trace.read_text())["traceEvents"]} == {0, 1, 2}
 
 
 def test_a_check_that_fails_is_exit_1_on_every_rank(cluster: Containers) -> None:

@@ -16,7 +16,7 @@ from distlab.experiments.server.checks import OneProcess, Rounds, in_one_process
 from distlab.lab.config import Config, ConfigError
 from distlab.lab.rank.preflight import refuse
 from distlab.lab.report.reading import from_line
-from distlab.lab.report.records import Said, Table, select
+from distlab.lab.report.records import Table, select
 from distlab.lab.report.verdict import judge
 from distlab.lab.workload.data import Batches
 from distlab.lab.workload.model import build_model
@@ -103,7 +103,6 @@ def test_who_does_not_wait_takes_the_steps_of_a_straggler(ranks: Ranks, tmp_path
         ),
         ({"LAB_VARIANT": "downpour", "LAB_CLIP": "1"}, "LAB_CLIP bounds the norm"),
         ({"LAB_BATCH": "3"}, "every rank needs a sample"),
-        ({"LAB_TRACE": "1", "LAB_VARIANT": "downpour"}, "allowed beside it: dp, sync, local_sgd, diloco"),
         ({"LAB_BUG": "stale_unbounded", "WORLD_SIZE": "1"}, "it takes 2 ranks"),
         ({"LAB_BUG": "stale_unbounded", "LAB_VARIANT": "sync,dp"}, "it takes downpour"),
         ({"LAB_BUG": "stale_unbounded"}, "LAB_STALENESS unset"),
@@ -167,14 +166,6 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
 def test_an_outer_step_by_other_numbers_fails_the_run(ranks: Ranks, tmp_path: Path, variant: str) -> None:
     found = failed_with(ranks, tmp_path, __name__, variant, RUN_MODE="server", LAB_VARIANT=variant)
     assert "outer step" in found
-
-
-def test_a_trace_says_what_is_not_in_it(ranks: Ranks, tmp_path: Path) -> None:
-    settings = {"LAB_VARIANT": "dp,downpour", "LAB_TRACE": "1", "LAB_PROOF": "0", "LAB_STEPS": "2"}
-    run, by_rank = run_experiment(ranks, 2, tmp_path, RUN_MODE="server", **settings)
-    assert run["verdict"] == "pass"
-    said = [record.text for record in by_rank[0] if isinstance(record, Said) and record.heading == "trace"]
-    assert "downpour not profiled: there is no step that all ranks take" in said
 
 
 def served(group: dist.ProcessGroup, name: str, deed: str) -> list[float] | str:

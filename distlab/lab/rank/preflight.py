@@ -67,13 +67,9 @@ def instead(name: str, mode: Mode) -> str:
 
 def idle(config: Config, mode: Mode) -> Iterator[str]:
     """A variable that asks for something which this mode never does."""
-    if not mode.timed:
-        if config.slow_rank is not None:
-            what = f"LAB_SLOW_RANK={config.slow_rank!r} slows a rank in the timed training of each variant"
-            yield f"{what}, and {config.mode_name} has none, allowed: {modes_that(lambda other: other.timed)}"
-        if config.trace:
-            what = "LAB_TRACE=1 profiles a step of the timed training of each variant"
-            yield f"{what}, and {config.mode_name} has none, allowed: {modes_that(lambda other: other.timed)}"
+    if not mode.timed and config.slow_rank is not None:
+        what = f"LAB_SLOW_RANK={config.slow_rank!r} slows a rank in the timed training of each variant"
+        yield f"{what}, and {config.mode_name} has none, allowed: {modes_that(lambda other: other.timed)}"
     yield from undrilled(config, mode)
     sleep_ms: float = getattr(config.options, "sleep_ms", 0.0)
     if sleep_ms and config.device == "cuda":

@@ -33,7 +33,6 @@ SECTIONS: dict[str, Callable[[Run, Ranks, Sequence[str]], list[str]]] = {
     "proof": lambda run, _records, rows: proof(run, rows),
     "timed": lambda run, _records, _rows: table_lines("timed", tables.timed(run)),
     "profile": lambda run, records, _rows: table_lines("profile", tables.profile(run, records, slowest_only=True)),
-    "hidden": lambda run, records, _rows: table_lines("hidden", tables.hidden(run, records)),
     "measured": lambda run, records, _rows: table_lines("measured", tables.measured(run, records)),
     "memory": lambda run, records, _rows: table_lines("memory", tables.memory(run, records)),
 }

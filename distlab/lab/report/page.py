@@ -102,7 +102,6 @@ def costs_of(run: Run, records: Ranks, colour: dict[str, str]) -> dict[str, Any]
         "measured": tables.measured(run, records),
         "profile": tables.profile(run, records, slowest_only=True) if many else profile,
         "many_profiles": many,
-        "hidden": tables.hidden(run, records),
         "classes": cost_charts.MEMORY_COLOURS,
         "memory_by_class": cost_charts.memory_by_class(run),
         "memory_over_the_step": cost_charts.memory_over_the_step(records),

@@ -292,7 +292,8 @@ class Profile(Line, frozen=True):
 
 
 class Overlap(Line, frozen=True):
-    """Of the profiled step: time in communication, and how much of it this rank's backward pass computed meanwhile."""
+    """Of a step under a profiler, which an older run may have: time in communication, and how much of it this rank's
+    backward pass computed meanwhile."""
 
     variant: str
     communication_s: float

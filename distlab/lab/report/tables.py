@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from distlab.lab.report.records import Comparison, Overlap, Profile, Ranks, Run, select
+from distlab.lab.report.records import Comparison, Profile, Ranks, Run, select
 from distlab.lab.report.sentences import UNSEEN, claim_name
 from distlab.lab.report.table import Column, Kind, Table, Verdict, Wrong
 from distlab.lab.report.timeline import OWN_WORK, Span, bubble_of, step_seconds, timelines
@@ -332,18 +332,6 @@ def profile(run: Run, records: Ranks, *, slowest_only: bool) -> Table:
         Column("slowest", "value", in_log=False),
     ]
     return Table(columns, rows)
-
-
-def hidden(run: Run, records: Ranks) -> Table:
-    """A row a variant: the share of each rank's communication in the profiled step that its backward pass hid."""
-    cells: dict[str, list[str]] = {}
-    for rank, seen in select(records, Overlap):
-        told = "nothing sent"
-        if seen.communication_s:
-            told = f"{100 * seen.hidden_s / seen.communication_s:.0f} % of {milliseconds(seen.communication_s)} ms"
-        cells.setdefault(seen.variant, [""] * run["world_size"])[rank] = told
-    rows = [[variant, *of_ranks] for variant, of_ranks in cells.items()]
-    return Table([Column("communication behind the backward pass"), *ranks(run, "value")], rows)
 
 
 def ranks(run: Run, kind: Kind) -> list[Column]:

@@ -5,7 +5,6 @@ proof.py                a few steps in float64 against the reference
 timed.py                LAB_STEPS steps of all variants side by side: the training that a checkpoint saves
 audit.py                steps of the timed pass, drawn by the seed, against the reference
 counted.py              one step of each variant alone: what it sends and what it keeps
-profiled.py             one step of each under PyTorch's profiler (LAB_TRACE=1)
 pipeline_checks.py      the schedule that ran, against the rules of the papers
 silent_corruption.py    the same hashes on all ranks that keep the same, every LAB_AUDIT_EVERY steps
 """

@@ -1,4 +1,4 @@
-"""All passes over all variants, in their order: prove, time, count, and with LAB_TRACE=1 profile.
+"""All passes over all variants, in their order: prove, time and count.
 
 Each pass makes its strategies anew, so that none inherits what another left. What is measured is held against what the
 mode predicted; a mode that says no more than its variants is run by `everything`.
@@ -98,12 +98,6 @@ def measure(
         lab.finished("profile")
         counted = count(lab, chosen)
     compare_drawn(lab, drawn, counted)
-    if lab.config.trace:
-        from distlab.lab.verify.profiled import trace
-
-        with lab.work.of(len(chosen), "variants profiled"):
-            trace(lab, chosen)
-        lab.finished("hidden")
     return {
         name: Measured(**vars(each), bubble=bubbles.get(name))
         for name, each in counted.items()

@@ -100,7 +100,7 @@ def test_a_plain_file_holds_the_dense_weights(ranks: Ranks, tmp_path: Path, caps
 def test_with_nothing_left_to_train_the_run_still_ends_with_a_verdict(ranks: Ranks, tmp_path: Path) -> None:
     settings = SMALL | {"LAB_VARIANT": "flat", "LAB_STEPS": "2"}
     whole, _ = run_experiment(ranks, 2, tmp_path / "a", **settings)
-    settings |= {"LAB_STEPS": "1", "LAB_RESUME": str(tmp_path / "a"), "LAB_TRACE": "1"}
+    settings |= {"LAB_STEPS": "1", "LAB_RESUME": str(tmp_path / "a")}
     again, of_again = run_experiment(ranks, 2, tmp_path / "b", **settings)
     assert again["verdict"] == "pass" and digests(again) == digests(whole)
     assert any("nothing more is trained" in said.text for _, said in records.select(of_again, records.Said))

@@ -45,19 +45,6 @@ def test_defaults_are_refused_nowhere(mode: str, world_size: str) -> None:
 
 
 @pytest.mark.parametrize("mode", modes())
-def test_a_trace_is_refused_where_none_would_be_written(mode: str) -> None:
-    found = refused(mode, LAB_TRACE="1")
-    assert len(found) == (mode in UNTIMED)
-    if found:
-        what = "LAB_TRACE=1 profiles a step of the timed training of each variant"
-        assert (
-            found[0]
-            == f"{what}, and {mode} has none, allowed: compress, cp, dp, fsdp, mesh, moe, pp, precision, server, tp"
-        )
-    assert refused(mode, LAB_TRACE="0") == []
-
-
-@pytest.mark.parametrize("mode", modes())
 def test_a_slow_rank_is_refused_where_nothing_is_timed(mode: str) -> None:
     found = refused(mode, LAB_SLOW_RANK="1:0.5")
     assert len(found) == (mode in UNTIMED)

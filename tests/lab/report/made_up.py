@@ -22,7 +22,6 @@ from distlab.lab.report.records import (
     Memory,
     MemoryLine,
     Messages,
-    Overlap,
     Planned,
     Profile,
     Ranks,
@@ -115,9 +114,8 @@ def pipeline_run(world_size: int = 4, microbatches: int = 8, variants: tuple[str
             seconds = dict.fromkeys(("data", "forward", "backward", "communication", "optimizer", "waiting"), 0.0)
             seconds |= {kind: sum(s[3] - s[2] for s in spans if s[0] == kind) for kind in ("forward", "backward")}
             seconds |= {"communication": 0.004 + 0.001 * rank, "optimizer": OPTIMIZER_S, "waiting": 0.05}
-            overlap = Overlap(variant, 0.004, 0.001 * rank)
             called = Messages(variant, messages(rank, timelines))
-            records[rank][-1:-1] = [Timeline(variant, 12, spans), called, Profile(variant, seconds), overlap]
+            records[rank][-1:-1] = [Timeline(variant, 12, spans), called, Profile(variant, seconds)]
         ideal = (world_size - 1) / (microbatches + world_size - 1)
         bubble = Comparison(variant, "bubble", "", ideal, ideal + 0.035, 0.0, "(p-1)/(m+p-1)", decides=False)
         records[0].insert(-1, bubble)

@@ -14,7 +14,7 @@ from distlab.lab.report.log import (
     verdict_lines,
     words_of_row,
 )
-from distlab.lab.report.records import Check, Comparison, End, Failed, Lost, Overlap, Ranks, Wire
+from distlab.lab.report.records import Check, Comparison, End, Failed, Lost, Ranks, Wire
 from distlab.lab.report.run_folder import Level
 from distlab.lab.report.sentences import UNTIL_ENDED, repeat_command
 from distlab.lab.report.tables import LEGEND
@@ -42,15 +42,6 @@ def lines(records: Ranks, report: Path | None = REPORT) -> list[str]:
 
 def sentences(records: Ranks, report: Path | None = REPORT) -> list[str]:
     return unwrapped(lines(records, report))
-
-
-def test_what_the_backward_pass_hid_is_told_of_every_rank() -> None:
-    traced = plus(plus(good_run(2), Overlap("ring", 0.008, 0.002)), Overlap("ring", 0.0, 0.0), rank=1)
-    block = [line for line in lines(traced) if line.startswith("hidden") or "of 8.00 ms" in line]
-    assert [line.split() for line in block] == [
-        ["hidden", "communication", "behind", "the", "backward", "pass", "rank", "0", "rank", "1"],
-        ["ring", "25", "%", "of", "8.00", "ms", "nothing", "sent"],
-    ]
 
 
 def test_the_log_of_a_good_run() -> None:
@@ -115,7 +106,7 @@ def test_a_comparison_of_the_modes_own_has_its_line() -> None:
 
 
 def test_a_pipeline_tells_where_time_went_and_draws_its_staircase() -> None:
-    said = lines(without(Overlap, pipeline_run(2, 2, ("1f1b",))))
+    said = lines(pipeline_run(2, 2, ("1f1b",)))
     profile = next(number for number, line in enumerate(said) if line.startswith("profile"))
     assert said[profile : profile + 2] == [
         (

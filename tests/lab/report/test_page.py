@@ -24,7 +24,6 @@ from distlab.lab.report.records import (
     Lost,
     MemoryLine,
     Messages,
-    Overlap,
     Profile,
     Ranks,
     Record,
@@ -171,7 +170,6 @@ def test_everything_that_was_written_is_escaped() -> None:
         Losses(evil, [1.0]),
         Timeline(evil, 3, [["forward", evil, 0.0, 1.0]]),
         Profile(evil, {"forward": 1.0}),
-        Overlap(evil, 2.0, 1.0),
         Lost(3, 1, evil),
         Messages(evil, [["all_reduce", [0, 1], 1, 1, 0, 0.0, 1.0], ["send", [0, 1], 1, 1, 0, 0.0, 1.0]]),
         Ideal(evil, [[["forward", evil, 0.0, 1.0]]]),
@@ -230,7 +228,7 @@ def test_a_page_of_four_ranks_is_small() -> None:
 def test_the_picture_stands_right_below_the_verdict() -> None:
     shown = drawn(pipeline_run())
     order = ["<header", 'class="look"', 'class="numbers"', "on one axis of time</h2>", "<h2>About this mode", "<h2>Checks", "<h2>Losses", "<h2>Bytes",
-             "<h2>Time", "<h2>Training profile", "<h2>Communication hidden", "<h2>Memory", "<h2>Repeat this run"]  # fmt: skip
+             "<h2>Time", "<h2>Training profile", "<h2>Memory", "<h2>Repeat this run"]  # fmt: skip
     assert sorted(order, key=shown.index) == order
     assert "on one axis of time" not in drawn(good_run())
 

@@ -8,7 +8,7 @@ import pytest
 
 from distlab.lab.report import tables
 from distlab.lab.report.page import page
-from distlab.lab.report.records import Check, Comparison, Overlap, Profile, Ranks, Run
+from distlab.lab.report.records import Check, Comparison, Profile, Ranks, Run
 from distlab.lab.report.table import Column, Table, Verdict, Wrong, table_lines
 from distlab.lab.report.tables import LEGEND, rows, sign, staircases
 from distlab.lab.report.timeline import Span
@@ -30,7 +30,7 @@ def tables_of(records: Ranks) -> list[Table]:
     run = judge(records)
     return [
         tables.proof(run), tables.timed(run), tables.measured(run, records), tables.memory(run, records),
-        tables.profile(run, records, slowest_only=False), tables.hidden(run, records), tables.checks(run["checks"][-1:]),
+        tables.profile(run, records, slowest_only=False), tables.checks(run["checks"][-1:]),
         tables.comparisons(run["comparisons"]),
     ]  # fmt: skip
 
@@ -276,9 +276,6 @@ def test_a_profile_names_the_rank_with_most_work_of_its_own() -> None:
     assert [row[1] for row in cells(tables.profile(run, records, slowest_only=True))] == ["rank 1", "rank 1"]
     alone = {0: [start(0, 1), Profile("flat", slow)]}
     assert cells(tables.profile(run | {"world_size": 1}, alone, slowest_only=True))[0][-1] == ""
-    overlap = records_of(Overlap("flat", 0.008, 0.002))
-    overlap[0].append(Overlap("flat", 0.0, 0.0))
-    assert cells(tables.hidden(run, overlap)) == [["flat", "nothing sent", "25 % of 8.00 ms"]]
 
 
 @pytest.mark.parametrize(

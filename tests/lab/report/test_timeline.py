@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from distlab.lab.report import tables
 from distlab.lab.report.html import source
 from distlab.lab.report.page import page
-from distlab.lab.report.records import Ideal, Messages, Overlap, Placed, Profile, Record, Timeline
+from distlab.lab.report.records import Ideal, Messages, Placed, Profile, Record, Timeline
 from distlab.lab.report.timeline import (
     KINDS,
     NUMBERED,
@@ -164,15 +164,6 @@ def test_spans_come_outer_first_and_a_rank_may_have_none() -> None:
     marks = [["all_reduce", "", 0.2, 0.4], ["forward", "0", 0.2, 1.0]]
     found = timelines(plus({0: [], 1: []}, Timeline("flat", 3, marks), rank=1), 2)
     assert [span.kind for span in found["flat"][1]] == ["forward", "all_reduce"] and found["flat"][0] == []
-
-
-def test_what_was_hidden_in_per_cent() -> None:
-    records = plus(good_run(2), Overlap("ring", 0.008, 0.002), Overlap("flat", 0.0, 0.0))
-    assert tables.hidden(judge(records), records).rows == [
-        ["ring", "25 % of 8.00 ms", ""],
-        ["flat", "nothing sent", ""],
-    ]
-    assert tables.hidden(judge(good_run(2)), good_run(2)).rows == []
 
 
 def test_the_slowest_rank_has_the_most_work_of_its_own() -> None:
