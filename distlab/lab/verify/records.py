@@ -46,11 +46,6 @@ class Chronicle:
         profiles = [profile(spans) for _, spans in self.steps[variant]]
         return {kind: median(each[kind] for each in profiles) for kind in profiles[0]}
 
-    def numbered(self, variant: str, number: int) -> list[tuple[int, list[Span]]]:
-        """The marks of each step that is kept, by its place among the `number` of all."""
-        steps = self.steps[variant]
-        return [(number - len(steps) + index, spans) for index, (_, spans) in enumerate(steps)]
-
     def bubbles(self, lab: Lab, clock: Clock) -> dict[str, float | None]:
         mine = {name: [bounds(spans, clock.offset_s)[2] for _, spans in steps] for name, steps in self.steps.items()}
         everyone = lab.exchange.gather("spans", mine)

@@ -168,7 +168,6 @@ def measured(
     by_hand = [name for name in trained if name not in mode.by_torch]
     alone, own = [name for name in trained if name not in apart], [name for name in by_hand if name not in apart]
     yield Claims(("timed steps",), trained)
-    yield Claims(("timed seconds",))
     yield Claims(("timed replicas",), [name for name in by_hand if name not in unlike], one=True)
     if config.resume is None:  # else there may be no step left
         yield Claims((DRAWN, ON_WIRE), trained)

@@ -7,9 +7,9 @@ inherits what the proof left.
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,7 +17,7 @@ from distlab.contract import Build, Held, Strategy
 from distlab.lab.checkpoint.manifest import TrainingPosition
 from distlab.lab.lab import Lab
 from distlab.lab.measure.tensors import raw
-from distlab.lab.measure.timeline import Clock, Lap, align, length, profile, union
+from distlab.lab.measure.timeline import Clock, Lap, align
 from distlab.lab.report import records
 from distlab.lab.verify.audit import Curves, TimedPassChecks
 from distlab.lab.verify.counted import WARMUP_STEPS
@@ -25,7 +25,7 @@ from distlab.lab.verify.first_step import Pace, watched_calls, write_first_step,
 from distlab.lab.verify.records import Chronicle, Drawn, record
 from distlab.lab.verify.silent_corruption import Corruption
 from distlab.lab.workload.data import Batches
-from distlab.techniques.collectives.phases import Span, phase, recorded, slowed
+from distlab.techniques.collectives.phases import phase, recorded, slowed
 
 if TYPE_CHECKING:
     from distlab.lab.checkpoint.resume import Checkpoints
@@ -37,7 +37,6 @@ class Stopwatch:
     def __init__(self, names: list[str], clock: Clock) -> None:
         self.clock = clock
         self.laps: dict[str, list[Lap]] = {name: [] for name in names}
-        self.around: dict[str, list[Lap]] = {name: [] for name in names}  # of the same steps, from their outside
         self.shares: dict[str, list[float | None]] = {name: [] for name in names}
         self.chronicle = Chronicle(names)
         self._untold: str | None = None  # the variant whose last share the other ranks do not know yet
@@ -48,8 +47,7 @@ class Stopwatch:
         """One step, from its first forward to its update; all ranks begin together."""
         first = step == course.first
         with (
-            Lap() as around, watched_calls(lab, first=first) as calls, recorded(lab.device) as spans,
-            slowed(lab.config.slowed_to),
+            watched_calls(lab, first=first) as calls, recorded(lab.device) as spans, slowed(lab.config.slowed_to),
         ):  # fmt: skip
             microbatches = lab.dealt(course.batches, course.data_step(step))
             self._meet(lab, course, f"step {step} of {name}")
@@ -69,7 +67,6 @@ class Stopwatch:
                     torch.cuda.synchronize(lab.device)
         self.chronicle.add(name, step, spans)
         self.laps[name].append(lap)
-        self.around[name].append(around)
         self.shares[name].append(None if share is None else share.item())
         self._untold = name
         if calls is not None:
@@ -91,17 +88,12 @@ class Stopwatch:
         pace.after(step, seconds, {name: self.chronicle.steps[name][-1][1] for name in seconds}, losses)
 
     def write(self, lab: Lab) -> None:
-        """Write the seconds of all steps but the first ones, where time went, and what both are held to."""
-        timed = {}
+        """Write the seconds of all steps but the first ones, and where time went."""
         for name, laps in self.laps.items():
             kept = laps[WARMUP_STEPS:] if len(laps) > WARMUP_STEPS else laps
-            steps = records.Steps(name, [lap.wall_s for lap in kept], [lap.cpu_s for lap in kept])
-            lab.journal.write(steps)
+            lab.journal.write(records.Steps(name, [lap.wall_s for lap in kept], [lap.cpu_s for lap in kept]))
             if laps:
-                marked, spent = self.chronicle.numbered(name, len(laps)), self.chronicle.profile(name)
-                lab.journal.write(records.Profile(name, spent))
-                timed[name] = Timed(laps, self.around[name], marked, steps, spent)
-        check_seconds(lab, timed)
+                lab.journal.write(records.Profile(name, self.chronicle.profile(name)))
 
 
 def time_steps(
@@ -244,71 +236,3 @@ def write_digests(lab: Lab, strategies: dict[str, Strategy]) -> None:
         if lab.rank == 0:
             lab.journal.write(records.Digest(name, digest.hexdigest()))
             lab.say(f"weights    {name}: sha256 {digest.hexdigest()}")
-
-
-# What the seconds of the timed steps are held to: identities that a loaded machine changes nothing of.
-#
-# number       the first two steps are left out where there are more, and no other one
-# a step       is no longer, and takes no more of the processor, than a second watch around the same step saw; and it is
-#              no shorter than what is marked in it
-# its marks    lie in it one and all, but the fetching of data, which is over before it begins
-# by class     the seconds of a step are those of its marks, each moment once
-# the profile  a median: half of the steps take as long in a class or longer, and half as long or shorter
-
-SECONDS_CONTROL = "tests/lab/verify/test_timed.py::test_seconds_that_are_wrong_fail"
-LEFT_OUT = 2  # steps, whatever the pass takes for its warm-up
-ROUNDING_S = 1e-9  # of sums and differences of seconds since the machine's start
-
-
-class Timed(NamedTuple):
-    """The timed steps of one variant on this rank."""
-
-    laps: Sequence[Lap]  # a step each
-    around: Sequence[Lap]  # of a second watch
-    marked: Sequence[tuple[int, list[Span]]]  # (number in `laps`, marks) of the last ones
-    steps: records.Steps
-    profile: Mapping[str, float]
-
-
-def check_seconds(lab: Lab, timed: Mapping[str, Timed]) -> None:
-    """One check of all variants; the detail tells of the first thing that is wrong."""
-    faults = [f"{name}: {fault}" for name, each in timed.items() for fault in wrong(each)]
-    detail = faults[0] if faults else f"{sum(len(each.steps.step_seconds) for each in timed.values())} steps"
-    lab.check("timed seconds", len(faults), 0, detail=detail, control=SECONDS_CONTROL)
-
-
-def wrong(timed: Timed) -> Iterator[str]:
-    left_out = LEFT_OUT if len(timed.around) > LEFT_OUT else 0
-    around = timed.around[left_out:]
-    kept = [len(timed.steps.step_seconds), len(timed.steps.cpu_seconds)]
-    if kept != [len(around)] * 2:
-        yield f"{kept[0]} and {kept[1]} seconds of {len(timed.around)} steps, of which {left_out} are left out"
-        return
-    for lap, wall_s, cpu_s in zip(around, timed.steps.step_seconds, timed.steps.cpu_seconds, strict=True):
-        if not (0 < wall_s <= lap.wall_s and 0 <= cpu_s <= lap.cpu_s):
-            yield f"a step of {wall_s:g} s and {cpu_s:g} CPU s, in {lap.wall_s:g} and {lap.cpu_s:g}"
-    for number, spans in timed.marked:
-        yield from misplaced(spans, timed.laps[number])
-        marked_s = length(union([span for span in spans if span.kind != "data"]))
-        if number >= left_out and marked_s > timed.steps.step_seconds[number - left_out] + ROUNDING_S:
-            yield f"a step of {timed.steps.step_seconds[number - left_out]:g} s in which {marked_s:g} s are marked"
-    yield from unlike(timed.profile, [profile(spans) for _, spans in timed.marked])
-
-
-def misplaced(spans: Sequence[Span], lap: Lap) -> Iterator[str]:
-    fetched = max((span.end_s for span in spans if span.kind == "data"), default=None)
-    if fetched is None or fetched > lap.began_s:
-        yield "data is fetched while the step is timed, or unmarked"
-    if any(span.start_s < lap.began_s or span.end_s > lap.ended_s for span in spans if span.kind != "data"):
-        yield f"marks that are not in their step of {lap.wall_s:g} s"
-    off = abs(sum(profile(spans).values()) - length(union(spans)))
-    if off > ROUNDING_S * len(spans):
-        yield f"classes that add up to {off:g} s more or less than their marks"
-
-
-def unlike(said: Mapping[str, float], steps: Sequence[Mapping[str, float]]) -> Iterator[str]:
-    """A sentence for each class whose seconds are no median of the steps'."""
-    for kind, seconds in said.items() if steps else ():
-        below, above = (sum(sign * each[kind] <= sign * seconds for each in steps) for sign in (1, -1))
-        if 2 * min(below, above) < len(steps):
-            yield f"{seconds:g} s of {kind} are no median of {len(steps)} steps"
