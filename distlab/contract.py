@@ -317,8 +317,6 @@ class Mode:
     shards: bool = False  # whether all ranks of a variant together hold one copy of what is trained
     at_once: int = 0  # trainings beside each other, each of a stream of samples, where they are not its variants
     stepped: bool = False  # whether it trains by itself, and says when a step begins (Lab.begin_step)
-    # The checks that see a bit which flips in a training of its own; those of a timed training are the passes'.
-    watched: tuple[str, ...] = ()
     takes_back: bool = False  # whether a rank that is started again rejoins the run (distlab/lab/cluster/rejoin.py)
     recomputes: bool = False  # whether its ranks run whole layers, so that LAB_RECOMPUTE can run them again
     reading: tuple[str, ...] = ()  # the files of the lesson in the order in which they are read, each with what it has
@@ -354,8 +352,8 @@ class Mode:
 
     @property
     def audits(self) -> bool:
-        """Whether its ranks compare what they hold alike, so that a bit that flips is seen."""
-        return self.timed or bool(self.watched)
+        """Whether its ranks train, so that what they hold alike can be compared."""
+        return self.timed or self.stepped or bool(self.at_once)
 
     def told(self, bug: str | None) -> dict[str, str]:
         """What the records say of the mistake `bug`; empty if it is none."""

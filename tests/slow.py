@@ -115,9 +115,6 @@ SLOW = {
     "tests/tools/puzzle/test_verify.py::test_a_wrong_answer_is_refused_for_its_reason": (
         "tests/tools/puzzle/test_verify.py::test_a_wrong_answer_is_refused_for_its_reason[13-3]"
     ),
-    "tests/lab/rank/test_fault_injection.py::test_bits_flip_in_every_mode_that_trains[mesh": (
-        "tests/lab/rank/test_fault_injection.py::test_bits_flip_in_every_mode_that_trains[cp-ring-gradient-3-named]"
-    ),
     "tests/test_worlds.py::test_local_ranks_prove_their_gradients": (
         "tests/test_worlds.py::test_local_ranks_prove_their_gradients[dp-5-variants0]"
     ),

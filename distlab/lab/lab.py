@@ -7,7 +7,7 @@ report. It holds no clock, no print, no file and no os.environ; what is done to 
 
 import statistics
 import time
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,10 +50,8 @@ class RunHooks:
     secret: bytes = b""
     turned_away: TurnedAway = unheeded
 
-    # Fault injection (fault_injection.py): as a step of the training begins, and once a variant's "gradients" or
-    # "weights" are there, with the names of those that other ranks hold too.
+    # Fault injection (fault_injection.py): as a step of the training begins.
     on_step: Callable[[int, str], None] = lambda _step, _variant: None
-    on_tensors: Callable[[str, str, object, int, Container[str]], None] = lambda *_: None
 
     # Where ranks may be lost and the run goes on: from when on, and what to do then; the rank that serves collects for
     # all who are left; in a mode whose ranks come and go, who is in.
@@ -78,7 +76,7 @@ class Lab:
         self.exchange = exchange
         self.journal = journal
         self.hooks = hooks
-        self.at, self.work, self.finished, self.on_tensors = hooks.at, hooks.work, hooks.finished, hooks.on_tensors
+        self.at, self.work, self.finished = hooks.at, hooks.work, hooks.finished
         self.first_step_at: float | None = None
         self._ledger = ledger
 

@@ -180,14 +180,11 @@ MODE = Mode(
     mistakes=mistake,
     gone=GONE,
     stepped=True,
-    watched=(
-        *("audited replicas", "replicas", "samples", "record", "learning rate", "weights", "optimizer", "losses"),
-    ),
     takes_back=True,
     unsaved="keeps checkpoints of its own, every LAB_SAVED_EVERY steps of restart and zero1",
     reading=(
         "experiments/elastic/__init__.py: the variants, and what a run claims",
-        "experiments/elastic/recovery.py: what one rank does until all steps are done, and hashes that name a flip",
+        "experiments/elastic/recovery.py: what one rank does until all steps are done, and its audit",
         "distlab/techniques/elastic/strategy.py: a replica whose steps are kept or repeated, and one with shards",
         "distlab/techniques/elastic/shards.py: which rank has which part, and what moves",
         "distlab/lab/cluster/membership.py: how the remaining ranks agree on the members",

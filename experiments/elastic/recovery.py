@@ -61,7 +61,7 @@ NONE = -1  # in place of a hash, which is never negative
 
 class Audit(Corruption):
     def __init__(self, lab: Lab, name: str) -> None:
-        super().__init__(lab, {}, lab.config.audited_every)
+        super().__init__(lab, {}, lab.config.audit_every)
         self.name = name
         self._group: Regroup | None = None
         self._ranks: list[int] = []
@@ -72,8 +72,7 @@ class Audit(Corruption):
         self.holders[self.name] = {parameter: sorted(ranks) for parameter, _ in compared}
 
     def see(self, kind: str, training: Survivor, step: int) -> None:
-        """This member's "gradients" or "weights" of a step are there: a drill may change them, then they are hashed."""
-        self.lab.on_tensors(kind, self.name, training, step, self.shared(self.name))
+        """This member's "gradients" or "weights" of a step are there: hash them."""
         self.hash(kind, self.name, training, step)
 
     def gathered(self, name: str, mine: Hashes) -> Sequence[Hashes]:

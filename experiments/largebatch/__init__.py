@@ -121,7 +121,6 @@ def run(lab: Lab, recipe: type[Recipe] = Recipe) -> None:
 
 MODE = Mode(
     at_once=len(RECIPES),
-    watched=("audited replicas",),
     variants=tuple(Variant(name) for name in RECIPES),
     gone={"sqrt": "lamb has the root of k"},
     run=run,

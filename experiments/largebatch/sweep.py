@@ -143,15 +143,13 @@ def sweep(lab: Lab, recipes: Mapping[str, Recipe]) -> SweepResults:
 def train(lab: Lab, name: str, trainee: Trainee) -> None:
     """Take all steps of one training, and check the first and the last."""
     steps, label = trainee.steps, f"{name} at k = {trainee.k}"
-    corruption = Corruption(lab, {label: trainee}, lab.config.audited_every)
-    shared = corruption.shared(label)
+    corruption = Corruption(lab, {label: trainee}, lab.config.audit_every)
     checked = {0, steps - 1} if lab.config.proof and lab.rank == 0 else set()
     for step in range(steps):
         before = state_of(trainee) if step in checked else []
         lab.begin_step(step, label)
         for kind, part in (("gradients", trainee.backward), ("weights", trainee.update)):
             part(step)
-            lab.on_tensors(kind, label, trainee, step, shared)
             corruption.hash(kind, label, trainee, step)
         lab.stepped()
         corruption.compare(label, step)

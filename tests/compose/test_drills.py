@@ -18,9 +18,8 @@ DRILLED = TINY | {"LAB_VARIANT": "flat", "LAB_STEPS": "8", "LAB_LOST_AFTER_S": "
             dict.fromkeys(range(3), 0),
             "pass",
         ),
-        ("flip:weight:rank2@step3", dict.fromkeys(range(3), 1), "fail"),
     ],
-    ids=["kill", "cut", "survived", "flip"],
+    ids=["kill", "cut", "survived"],
 )
 def test_a_drill_ends_as_it_should(cluster: Containers, faults: str, codes: dict[int, int], verdict: str) -> None:
     assert cluster.run(3, LAB_FAULTS=faults, **DRILLED) == codes, cluster.logs()

@@ -94,8 +94,8 @@ class Config(BaseSettings):
     resume: str | None = Field(None, alias="LAB_RESUME", description="continue from a checkpoint: auto (LAB_RUN_ID's own, if there is one), a run id, or a path")
 
     # What is to go wrong, and what looks for it.
-    faults: str | None = Field(None, alias="LAB_FAULTS", description="what is to go wrong, and when: kill:rank2@step5, pause:rank1:1s@4s, kill:1/30s, flip:gradient@step3, ..., separated by commas; what is left out LAB_SEED draws")
-    audit_every: int | None = Field(None, alias="LAB_AUDIT_EVERY", ge=1, le=MOST, description="steps from one audit of replicated tensors to the next: a weight or gradient that differs is named by rank; unset: none, or every step where LAB_FAULTS flips a bit")
+    faults: str | None = Field(None, alias="LAB_FAULTS", description="what is to go wrong, and when: kill:rank2@step5, pause:rank1:1s@4s, ..., separated by commas; a rank that is left out LAB_SEED draws")
+    audit_every: int | None = Field(None, alias="LAB_AUDIT_EVERY", ge=1, le=MOST, description="steps from one audit of replicated tensors to the next: a weight or gradient that differs is named by rank; unset: none")
 
     # Where its files go.
     runs_dir: Path = Field(Path("runs"), alias="LAB_RUNS_DIR", description="folder of all runs")
@@ -227,12 +227,6 @@ class Config(BaseSettings):
         """The entries of LAB_FAULTS."""
         return planned.parse_faults(self.faults or "")[0]
 
-    @property
-    def audited_every(self) -> int | None:
-        """LAB_AUDIT_EVERY, or every step where a bit is to flip."""
-        flips = any(each.kind == "flip" for each in self.planned_faults)
-        return self.audit_every or (1 if flips else None)
-
     def untimed(self) -> Self:
         """The same for passes that measure no time."""
         return self.model_copy(update={"options": self.options.untimed()})
@@ -266,7 +260,7 @@ def _contradictions(config: Config) -> list[str]:
         refusals.append(
             f"LAB_SLOW_RANK={config.slow_rank!r} names a rank outside of WORLD_SIZE={config.world_size}, allowed: 0 to {last}"
         )
-    refusals += planned.misfits(config.planned_faults, config.world_size, config.steps, config.checkpoint_every)
+    refusals += planned.misfits(config.planned_faults, config.world_size, config.steps)
     if config.backend == "nccl" and config.device == "cpu" and "device" in config.model_fields_set:
         refusals.append("LAB_BACKEND=nccl works on LAB_DEVICE=cuda alone")
     if config.backend == "tcp" and config.device == "cuda":

@@ -2,96 +2,22 @@
 (distlab/lab/config/fault_spec.py), distlab/lab/rank/fault_injection.py calls them and compares what happens with what
 should.
 
-The kernel kills, stops or slows the process; it drops what arrives at its sockets, or lets out little; the disk is
-full, or a byte of a checkpoint changes; one bit of a tensor, or of one on its way to another rank, flips.
+The kernel kills, stops or slows the process; it drops what arrives at its sockets, or lets out little; or the disk is
+full.
 """
 
 import ctypes
 import os
-import random
 import signal
 import socket
 import struct
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
-from distlab.lab.measure.traffic import BELOW, HERE, SHAPES, Shape
-
-# One bit of one number of a tensor flips, as in a memory or a processor that is going bad (Dixit et al. 2021, "Silent
-# Data Corruptions at Scale").
-#
-#     sign       the highest bit
-#     exponent   the 8 after it (11 in float64, 5 in float16): the number is 2^1 to 2^128 times as large, or as small
-#     highest    of the exponent: what is below 2 becomes 2^128 times as large
-#     mantissa   the 3 highest of the rest: by a 2nd, a 4th or an 8th of its power of two
-
-WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-EXPONENT_BITS = {torch.float16: 5, torch.bfloat16: 8, torch.float32: 8, torch.float64: 11}
-HIGH = 3  # bits of the mantissa
-HIGHEST = "highest"
-PACKED_BIT = 6
-
-
-@dataclass(frozen=True)
-class Flip:
-    """What was done: bit `bit`, counted from the lowest, of element `index` of the flattened tensor."""
-
-    index: int
-    bit: int
-    before: float
-    after: float
-
-    def __str__(self) -> str:
-        return f"[{self.index}] bit {self.bit}: {self.before:g} became {self.after:g}"
-
-
-def bits_of(dtype: torch.dtype, kind: str) -> range:
-    """The bits that count as sign, exponent, its highest, or (the three highest of the) mantissa."""
-    sign = 8 * dtype.itemsize - 1
-    exponent = sign - EXPONENT_BITS[dtype]
-    return {
-        "sign": range(sign, sign + 1),
-        "exponent": range(exponent, sign),
-        HIGHEST: range(sign - 1, sign),
-        "mantissa": range(exponent - HIGH, exponent),
-    }[kind]
-
-
-@torch.no_grad()
-def flip(tensor: Tensor, kind: str, draw: random.Random) -> Flip:
-    """Flip one bit in place; of the numbers that are not small beside the others, so that it can matter.
-
-    Of packed bytes it is the second bit of the last one: of a float that stands there the highest of its exponent.
-    """
-    flat = tensor.detach().reshape(-1)
-    assert flat.data_ptr() == tensor.data_ptr(), "a view of the tensor, or its copy would be changed"
-    if flat.dtype == torch.uint8:
-        before = flat[-1].item()
-        flat[-1] ^= 1 << PACKED_BIT
-        return Flip(len(flat) - 1, PACKED_BIT, before, flat[-1].item())
-    large = (flat.abs() >= flat.abs().mean()).nonzero()
-    index = int(large[draw.randrange(len(large))]) if len(large) else draw.randrange(len(flat))
-    bit = draw.choice(bits_of(tensor.dtype, kind))
-    before = flat[index].item()
-    word = flat[index : index + 1].view(WORDS[tensor.dtype.itemsize])
-    width = 8 * tensor.dtype.itemsize
-    mask = 1 << bit if bit < width - 1 else -(1 << bit)  # the sign's word is the negative one
-    word.bitwise_xor_(mask)
-    return Flip(index, bit, before, flat[index].item())
-
-
-# A disk that is full, and a checkpoint in which a byte changes after it was written.
-#
-# The full disk is Linux's /dev/full, on which every write fails as on a disk without room: it takes the place of this
-# rank's log and records, so no other process meets it. A damaged checkpoint is one bit of one of its files.
+# A disk that is full: Linux's /dev/full, on which every write fails as on a disk without room. It takes the place of
+# this rank's log and records, so no other process meets it.
 
 FULL = Path("/dev/full")
 
@@ -105,19 +31,6 @@ def fill(descriptors: list[int]) -> None:
             os.dup2(full, each)
     finally:
         os.close(full)
-
-
-def damage(checkpoint: Path, files: list[str], draw: random.Random) -> str:
-    """Flip one bit of one of the checkpoint's `files`; returns the name of the file."""
-    name = draw.choice(sorted(files))
-    path = checkpoint / name
-    place, bit = draw.randrange(path.stat().st_size), draw.randrange(8)
-    with path.open("r+b") as file:
-        file.seek(place)
-        (byte,) = file.read(1)
-        file.seek(place)
-        file.write(bytes([byte ^ 1 << bit]))
-    return name
 
 
 # Links that break or get slow, of this rank's own sockets and by the kernel, with no privilege.
@@ -216,79 +129,6 @@ def _again(descriptor: int) -> Iterator[socket.socket]:
         raise
     with found:
         yield found
-
-
-# One bit of a message flips, behind the checksum of TCP: in a card's or a switch's memory.
-#
-# Of a collective it is a bit of what this rank receives from others, of a send one of what it sends: what others
-# hold, or this rank itself, stays as it is. A kernel stands before each of c10d's operations, as where they are
-# recorded (distlab/lab/measure/traffic.py); all steps make the same calls, so a step before tells how many there are.
-
-SEND, GATHER = "send", "all_gather"
-WITH_NUMBERS = (SEND, GATHER, "all_reduce", "reduce_scatter", "all_to_all")
-Change = Callable[[str, Tensor], None]  # (operation, the numbers of it), in place
-
-
-class Messages:
-    """Counts this rank's messages from now on; `change` gets the one of that number, from 1. `close` ends it."""
-
-    def __init__(self, number: int = 0, change: Change | None = None) -> None:
-        self.number, self.change = number, change
-        self.count = 0
-        self._library = torch.library.Library("c10d", "IMPL")
-        for name, shape in SHAPES.items():
-            if shape.op in WITH_NUMBERS:
-                pass_on = getattr(torch.ops.c10d, name).default.redispatch
-                self._library.impl(name, self._kernel(shape, pass_on), HERE.name, with_keyset=True)
-
-    def close(self) -> None:
-        """Pass all messages on unseen again."""
-        self._library._destroy()
-
-    def _kernel(self, shape: Shape, pass_on: Callable[..., Any]) -> Callable[..., Any]:
-        def kernel(keys: Any, *args: Any) -> Any:
-            held = [each for each in tensors(args[0]) if has_numbers(each)]
-            self.count += bool(held)
-            if not held or self.change is None or self.count != self.number:
-                return pass_on(keys & BELOW, *args)
-            if shape.op == SEND:
-                sent = [each.clone() for each in held]
-                self.change(shape.op, sent[0])
-                return pass_on(keys & BELOW, sent, *args[1:])
-            result = pass_on(keys & BELOW, *args)
-            dist.Work.unbox(result[-1] if isinstance(result, tuple) else result).wait()
-            group = dist.ProcessGroup.unbox(args[shape.group])
-            self.change(shape.op, received(shape.op, held, group.rank(), group.size()))
-            return result
-
-        return kernel
-
-
-def flipping(kind: str, draw: random.Random, told: Callable[[str, Flip], None]) -> Change:
-    """Flip one bit of a message, and say which."""
-    return lambda op, numbers: told(op, flip(numbers, kind, draw))
-
-
-def received(op: str, held: list[Tensor], rank: int, size: int) -> Tensor:
-    """Of a collective's result what came from another rank: of all_gather a part that is not this rank's own."""
-    if op != GATHER:
-        return held[0]
-    parts = held if len(held) > 1 else list(held[0].view(-1).chunk(size))
-    return parts[(rank + 1) % len(parts)]
-
-
-def has_numbers(tensor: Tensor) -> bool:
-    """Floats, or bytes into which they were packed; counts and places are none."""
-    return tensor.numel() > 0 and (tensor.is_floating_point() or tensor.dtype == torch.uint8)
-
-
-def tensors(value: Any) -> Iterator[Tensor]:
-    """All tensors of an operation's argument, which is one, or lists of them."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from tensors(each)
 
 
 # A rank's process is killed, stands still for a while, or gets less of its core: all by the kernel.

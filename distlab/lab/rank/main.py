@@ -221,7 +221,7 @@ class RankRun:
         if self.config.checkpoint_every is not None:  # a save meets none of the training's calls
             hooks = replace(hooks, side_group=dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)))
         if drills is not None:
-            hooks = replace(hooks, on_step=drills.step, on_tensors=drills.flips.tensors)
+            hooks = replace(hooks, on_step=drills.step)
         return hooks
 
     def run_experiment(self, lab: Lab) -> int:

@@ -86,7 +86,7 @@ def idle(config: Config, mode: Mode) -> Iterator[str]:
 
 
 def undrilled(config: Config, mode: Mode) -> Iterator[str]:
-    """A fault whose moment never comes in this mode, or that nothing in it could see."""
+    """A fault whose moment never comes in this mode, or an audit of what it never holds."""
     if mode.audits:
         return
     name, allowed = config.mode_name, modes_that(lambda other: other.audits)
@@ -94,9 +94,7 @@ def undrilled(config: Config, mode: Mode) -> Iterator[str]:
         what = f"LAB_AUDIT_EVERY={config.audit_every} compares the tensors that the ranks of a training replicate"
         yield f"{what}, and {name} has none, allowed: {allowed}"
     for each in config.planned_faults:
-        if each.flipped:
-            yield f"LAB_FAULTS={each.text!r} changes a training, and {name} has none, allowed: {allowed}"
-        elif each.step is not None and not (mode.at_once or mode.stepped):
+        if each.step is not None:
             yield f"LAB_FAULTS={each.text!r} comes at a step of a training, and {name} has none, allowed: @2s"
 
 

@@ -6,46 +6,26 @@
               may be either end of it
     survived  nobody is lost by it
     full      every rank ends with 1 and the sentence of a disk that is full
-    refused   a look such as a resumed run takes passes the damaged checkpoint over, and names the file
-    named     the audit of that step, or the first one after it, names rank and tensor; of two holders, both
-    seen      a check of the timed steps fails, or one that the mode names: no rank holds a copy of what was changed
-    unseen    nothing, since it was not made: no check of these settings could see it
     open      either: a pause that ends about when it would be named
 
-A drill is no verdict of its own: a killed rank ends a run with 3 as any loss does. `held` is None where the fault did
-not come, because the run had ended.
+A drill is no verdict of its own: a killed rank ends a run with 3 as any loss does. `held` is None where there is
+nothing to check: the fault did not come, because the run had ended, or an older lab planned it for what is not judged
+any more.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
-from distlab.lab.report.records import (
-    Corrupted,
-    Failed,
-    Injected,
-    Left,
-    Lost,
-    Planned,
-    Ranks,
-    Refused,
-    Run,
-    Start,
-    select,
-)
+from distlab.lab.report.records import Failed, Injected, Left, Lost, Planned, Ranks, Run, Start, select
 
 CONTROL = "tests/lab/report/test_drills.py::test_a_drill_that_did_not_come_as_planned_does_not_hold"
 LOST_CODE, FULL_CODE = 3, 1
 FULL = "cannot be written any more"
-WATCHED = ("audited replicas", "audited loss", "audited weights", "audited optimizer", "timed losses", "timed replicas")
 SHOULD = {
     "lost": "named by every survivor within {bound:g} s, exit code 3",
     "broken": "named as an end of a broken link within {bound:g} s, exit code 3",
     "survived": "nobody lost",
     "full": "one error sentence, exit code 1",
-    "refused": "the damaged checkpoint passed over by name",
-    "named": "named by rank and tensor",
-    "seen": "a check of the {steps} fails",
-    "unseen": "nothing: no check could detect it",
     "open": "survived, or named",
 }
 
@@ -54,19 +34,22 @@ class Case(NamedTuple):
     """One fault that was made, and all that can tell what came of it."""
 
     records: Ranks
-    checks: Sequence[Run]  # of the run, merged over ranks
     plan: Planned
     made: Injected
 
 
-def drills(records: Ranks, checks: Sequence[Run]) -> list[Run]:
-    """An entry a planned fault, of flipped bits one a variant: event, should, did, held."""
+def drills(records: Ranks) -> list[Run]:
+    """An entry a planned fault: event, should, did, held."""
     planned = {each.number: each for _, each in select(records, Planned)}
-    made = [each for _, each in select(records, Injected)]
+    made = {each.number: each for _, each in select(records, Injected)}
     entries = []
     for number, plan in sorted(planned.items()):
-        cases = [Case(records, checks, plan, each) for each in made if each.number == number]
-        entries += [_entry(case) for case in cases] or [_missing(records, plan)]
+        judge = _JUDGES.get(plan.outcome, _not_judged)
+        case = Case(records, plan, made[number]) if number in made else None
+        held, did = judge(case) if case is not None else _missing(records, plan)
+        should = SHOULD.get(plan.outcome, plan.outcome).format(bound=plan.bound_s)
+        detail = case.made.detail if case is not None else ""
+        entries.append({"event": plan.event, "detail": detail, "should": should, "did": did, "held": held})
     return entries
 
 
@@ -76,23 +59,10 @@ def fault_sentence(drill: Run) -> str:
     return f"{drill['event']}: {drill['did']} ({how})"
 
 
-def _entry(case: Case) -> Run:
-    plan, made = case.plan, case.made
-    outcome = made.outcome or plan.outcome
-    event = f"{plan.event} in {made.variant}" if made.variant and outcome in ("named", "seen", "unseen") else plan.event
-    held, did = _JUDGES[outcome](case)
-    return {"event": event, "detail": made.detail, "should": _should(plan, outcome), "did": did, "held": held}
-
-
-def _missing(records: Ranks, plan: Planned) -> Run:
+def _missing(records: Ranks, plan: Planned) -> tuple[bool | None, str]:
     """A fault that did not come: no wonder where the run broke before, or its second was after the end."""
     excused = plan.step is None or any(True for _ in select(records, Failed))
-    did, held = "did not occur", None if excused else False
-    return {"event": plan.event, "detail": "", "should": _should(plan, plan.outcome), "did": did, "held": held}
-
-
-def _should(plan: Planned, outcome: str) -> str:
-    return SHOULD[outcome].format(bound=plan.bound_s, steps="training" if plan.checks else "timed steps")
+    return None if excused else False, "did not occur"
 
 
 # Each judge says whether what should have come of the fault did, and what came of it.
@@ -134,31 +104,8 @@ def _full(case: Case) -> tuple[bool, str]:
     return held, "; ".join(sorted(said)) or "no rank reported it"
 
 
-def _refused(case: Case) -> tuple[bool, str]:
-    said = [each.sentence for _, each in select(case.records, Refused) if each.number == case.plan.number]
-    folder, _, file = case.made.detail.partition("/")
-    held = bool(said) and f"{folder} is damaged ({file}" in said[0]
-    return held, said[0] if said else "it was taken"
-
-
-def _named(case: Case) -> tuple[bool, str]:
-    plan, made = case.plan, case.made
-    found = [each for _, each in select(case.records, Corrupted) if each.variant == made.variant]
-    if not found:
-        return False, "nothing differed"
-    tensor = made.detail.partition("[")[0]
-    right = [each for each in found if each.tensor == tensor and 0 <= each.step - made.step < plan.bound_s]
-    first = (right or found)[0]
-    right_rank = first.ranks == [plan.rank] if first.majority else plan.rank in first.ranks
-    who = f"rank{'s' * (len(first.ranks) > 1)} {', '.join(map(str, first.ranks))}"
-    return bool(right) and right_rank, f"{who} named with {first.tensor} at step {first.step}"
-
-
-def _seen(case: Case) -> tuple[bool, str]:
-    watched = case.plan.checks or WATCHED
-    of_variant = [check for check in case.checks if check["variant"] == case.made.variant and not check["passed"]]
-    failed = [check["name"] for check in of_variant if check["name"] in watched]
-    return bool(failed), f"{' and '.join(failed)} failed" if failed else "no check failed"
+def _not_judged(_: Case) -> tuple[bool | None, str]:
+    return None, "not judged any more"
 
 
 _JUDGES: dict[str, Callable[[Case], tuple[bool | None, str]]] = {
@@ -166,9 +113,5 @@ _JUDGES: dict[str, Callable[[Case], tuple[bool | None, str]]] = {
     "broken": _lost,
     "survived": _survived,
     "full": _full,
-    "refused": _refused,
-    "named": _named,
-    "seen": _seen,
-    "unseen": lambda _: (None, "not made"),
     "open": lambda case: (None, _survived(case)[1]),
 }

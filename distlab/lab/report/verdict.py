@@ -197,7 +197,7 @@ def judge(records: Ranks) -> Run:
         "lost": sorted([*lost, *left.values()], key=lambda entry: entry["rank"]),
         "errors": errors,
         "findings": [asdict(each) for _, each in select(records, Finding)],
-        "drills": drills(records, checks),
+        "drills": drills(records),
         "unseen": _unseen(records, start.world_size),
         "dropped": _dropped(records),
         "machines": machines(records),

@@ -188,8 +188,7 @@ class Audit:
         self, lab: Lab, batches: Batches, alone: Mapping[str, ReferenceRun | None], steps: Mapping[str, range]
     ) -> None:
         self.lab, self.batches, self.alone = lab, batches, alone
-        drilled = {each.step for each in lab.config.planned_faults if each.flipped and each.step is not None}
-        self.steps = {name: sorted({*sampled(of, lab.config.seed), *drilled}) for name, of in steps.items()}
+        self.steps = {name: sampled(of, lab.config.seed) for name, of in steps.items()}
         self.done: dict[str, list[int]] = {name: [] for name in alone}
         self.found = {name: Worst() for name in alone}
         self.numberless: dict[str, set[str]] = {}  # kinds of which one process had no number in a step

@@ -175,7 +175,7 @@ def measured(
         yield Claims((*PROVEN, "proof steps"), alone, one=True)
         yield Claims(("timed losses",), own, one=True)
         yield from tuned(config, alone, own)
-    every = config.audit_every or ("flip" in (config.faults or "") and 1)
+    every = config.audit_every
     if every and config.resume is None and every <= min(SURE_STEPS, config.steps) and config.world_size > 1:
         held = copied if copied is not None else () if mode.shards else mode.by_hand
         yield Claims(("audited replicas",), held, one=True)

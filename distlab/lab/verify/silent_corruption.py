@@ -13,7 +13,7 @@ held against one process, see those (audit.py).
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -63,9 +63,6 @@ class Corruption:
         self._hashes: Hashes = {}
         for name, strategy in strategies.items() if every is not None else ():
             self.holders[name] = self._held(name, strategy)
-
-    def shared(self, name: str) -> Collection[str]:
-        return self.holders.get(name, {})
 
     def _held(self, name: str, strategy: object) -> dict[str, list[int]]:
         mine = [parameter for parameter, _ in alike(strategy, "weights")]

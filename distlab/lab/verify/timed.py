@@ -47,7 +47,7 @@ class Stopwatch:
         """One step, from its first forward to its update; all ranks begin together."""
         first = step == course.first
         with (
-            watched_calls(lab, first=first) as calls, recorded(lab.device) as spans, slowed(lab.config.slowed_to),
+            watched_calls(first=first) as calls, recorded(lab.device) as spans, slowed(lab.config.slowed_to),
         ):  # fmt: skip
             microbatches = lab.dealt(course.batches, course.data_step(step))
             self._meet(lab, course, f"step {step} of {name}")
@@ -56,12 +56,10 @@ class Stopwatch:
                 torch.cuda.synchronize(lab.device)
             with Lap() as lap:
                 share = strategy.backward(microbatches)
-                lab.on_tensors("gradients", name, strategy, step, corruption.shared(name))
                 corruption.hash("gradients", name, strategy, step)
                 with phase("optimizer"):
                     strategy.update()
                 course.done[name] += 1
-                lab.on_tensors("weights", name, strategy, step, corruption.shared(name))
                 corruption.hash("weights", name, strategy, step)
                 if lab.device.type == "cuda":
                     torch.cuda.synchronize(lab.device)
@@ -116,7 +114,7 @@ def time_steps(
     strategies = {name: build(lab.model(dtype), lab.mesh, lab.config) for name, build in variants.items()}
     course = begun(lab, batches, strategies, checkpoints)
     holding = TimedPassChecks(lab, course, strategies, ends, dtype, held)
-    corruption = Corruption(lab, strategies, lab.config.audited_every)
+    corruption = Corruption(lab, strategies, lab.config.audit_every)
     steps = range(course.first, lab.config.steps)
     clock = align(lab.group)
     lab.journal.write(records.Clock(clock.offset_s, clock.uncertainty_s))

@@ -265,10 +265,6 @@ class ShardedSurvivor(Survivor):
         """All members gather the weights; of gradients each has its own part."""
         return super().alike(kind) if kind == "weights" else []
 
-    def own(self, kind: str) -> list[tuple[str, Tensor]]:
-        """What this member alone has of `kind`."""
-        return [("part", self.reduced)] if kind == "gradients" else []
-
     def padded(self, piece: Tensor, size: int) -> Tensor:
         """A part [n] in the length that all members' parts have."""
         padded = piece.new_zeros(chunk(self.total, size))

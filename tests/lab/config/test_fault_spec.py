@@ -1,11 +1,9 @@
 """LAB_FAULTS as plain data: what an entry says, what LAB_SEED draws, and a sentence for all else."""
 
-from itertools import islice
-
 import pytest
 
 from distlab.lab.config import Config, ConfigError
-from distlab.lab.config.fault_spec import FaultSpec, arrivals, parse_faults, planned
+from distlab.lab.config.fault_spec import FaultSpec, parse_faults, planned
 
 pytestmark = pytest.mark.timeout(60)
 GIVEN = {"RUN_MODE": "dp", "WORLD_SIZE": "4", "LAB_STEPS": "20"}
@@ -15,16 +13,13 @@ GIVEN = {"RUN_MODE": "dp", "WORLD_SIZE": "4", "LAB_STEPS": "20"}
     ("text", "fields"),
     [
         ("kill:rank2@step5", {"kind": "kill", "rank": 2, "step": 5}),
-        ("kill:1/30s", {"kind": "kill", "every_s": 30.0}),
-        ("pause:1/2m:500ms", {"kind": "pause", "every_s": 120.0, "duration_s": 0.5}),
+        ("pause:500ms@2m", {"kind": "pause", "at_s": 120.0, "duration_s": 0.5}),
         ("pause@12s", {"kind": "pause", "at_s": 12.0, "duration_s": 5.0}),
         ("cut:in:rank0@1.5s", {"kind": "cut", "way": "in", "rank": 0, "at_s": 1.5}),
         ("cut:1s@step0", {"kind": "cut", "duration_s": 1.0, "step": 0}),
         ("slow_link:10mbit@step3", {"kind": "slow_link", "rate": "10mbit", "step": 3}),
         ("slow_rank:0.5@step3", {"kind": "slow_rank", "share": 0.5, "step": 3}),
         ("full_disk@step3", {"kind": "full_disk", "step": 3}),
-        ("flip:gradient@step3", {"kind": "flip", "flipped": "gradient", "step": 3}),
-        ("flip:weight:sign:rank1@step3", {"kind": "flip", "flipped": "weight", "bits": "sign", "rank": 1, "step": 3}),
     ],
 )
 def test_an_entry_is_what_it_says(text: str, fields: dict[str, object]) -> None:
@@ -36,14 +31,14 @@ def test_an_entry_is_what_it_says(text: str, fields: dict[str, object]) -> None:
     [
         ("kil@step1", "did you mean 'kill'?"),
         ("kill", "needs one moment"),
-        ("kill:1/3s@step1", "needs one moment"),
-        ("kill:1s@step1", "says '1s', allowed: rank0, 1/30s"),
+        ("kill:1/3s", "comes again and again no more (1/3s), allowed: one moment, @step5 or @12s"),
+        ("kill:1s@step1", "says '1s', allowed: rank0"),
         ("kill@5", "no moment and no time"),
         ("kill@0s", "no moment and no time"),
         ("kill:rank1:rank2@step1", "says its rank twice"),
-        ("flip@step3", "expected gradient, weight or message"),
-        ("flip:gradient@3s", "comes as a step begins"),
-        ("flip:gradient:1/3s", "cannot come by the second"),
+        ("flip:gradient@step3", "flips no bit any more: LAB_AUDIT_EVERY=1 with a LAB_BUG"),
+        ("corrupt_checkpoint@step5", "damages no checkpoint any more: change a byte"),
+        ("full_disk@3s", "comes as a step begins"),
         ("slow_link@step3", "expected 10mbit"),
         ("slow_link:5ms@step3", "LAB_NET_DELAY with compose/net.yaml"),
         ("slow_link:0mbit@step3", "would let nothing through"),
@@ -51,8 +46,6 @@ def test_an_entry_is_what_it_says(text: str, fields: dict[str, object]) -> None:
         ("cut:out:1s@step1", "leave its duration out"),
         ("kill:rank4@step1", "allowed: rank0 to rank3"),
         ("kill@step20", "allowed: step0 to step19"),
-        ("flip:message@step0", "allowed: step1 and more"),
-        ("corrupt_checkpoint@step5", "set LAB_CHECKPOINT_EVERY"),
     ],
 )
 def test_what_is_none_is_refused_in_a_sentence(text: str, said: str) -> None:
@@ -65,15 +58,8 @@ def test_what_is_none_is_refused_in_a_sentence(text: str, said: str) -> None:
 
 def test_all_faults_are_refused_at_once_beside_those_of_other_variables() -> None:
     with pytest.raises(ConfigError) as refused:
-        Config.read(GIVEN | {"LAB_FAULTS": "kil@step1, kill,flip@step3", "LAB_AUDIT_EVERY": "0"})
+        Config.read(GIVEN | {"LAB_FAULTS": "kil@step1, kill,pause@5", "LAB_AUDIT_EVERY": "0"})
     assert len(refused.value.faults) == 4
-
-
-def test_a_checkpoint_is_there_before_it_is_damaged() -> None:
-    saves = GIVEN | {"LAB_CHECKPOINT_EVERY": "4"}
-    with pytest.raises(ConfigError, match="comes before the first checkpoint, allowed: step4 and more"):
-        Config.read(saves | {"LAB_FAULTS": "corrupt_checkpoint@step3"})
-    assert Config.read(saves | {"LAB_FAULTS": "corrupt_checkpoint@step4"}).planned_faults[0].step == 4
 
 
 def test_one_rank_alone_has_no_link() -> None:
@@ -81,15 +67,8 @@ def test_one_rank_alone_has_no_link() -> None:
         Config.read(GIVEN | {"WORLD_SIZE": "1", "LAB_FAULTS": "cut@step3"})
 
 
-def test_a_flip_is_looked_for_every_step_where_nothing_else_is_said() -> None:
-    assert Config.read(GIVEN).audited_every is None
-    assert Config.read(GIVEN | {"LAB_FAULTS": "flip:weight@step1"}).audited_every == 1
-    assert Config.read(GIVEN | {"LAB_FAULTS": "flip:weight@step1", "LAB_AUDIT_EVERY": "5"}).audited_every == 5
-    assert Config.read(GIVEN | {"LAB_FAULTS": "kill@step1"}).audited_every is None
-
-
 def test_what_is_left_out_is_drawn_by_the_seed_alone() -> None:
-    entries, _ = parse_faults("kill@step1,pause@2s,kill:rank3@step2,kill:1/30s")
+    entries, _ = parse_faults("kill@step1,pause@2s,kill:rank3@step2")
     drawn = planned(entries, 7, 4)
     assert drawn == planned(entries, 7, 4)
     assert [(each.kind, each.number) for each in drawn] == [("kill", 0), ("pause", 1), ("kill", 2)]
@@ -97,25 +76,14 @@ def test_what_is_left_out_is_drawn_by_the_seed_alone() -> None:
     assert {planned(entries, seed, 4)[0].rank for seed in range(40)} == {0, 1, 2, 3}
 
 
-def test_arrivals_come_at_their_rate_on_all_ranks_alike() -> None:
-    (entry,), _ = parse_faults("kill:1/30s")
-    first = list(islice(arrivals(entry, 0, 7, 4), 400))
-    assert first == list(islice(arrivals(entry, 0, 7, 4), 400))
-    times = [each.at_s or 0.0 for each in first]
-    assert times == sorted(times)
-    assert times[-1] / len(times) == pytest.approx(30, rel=0.15)
-    assert {each.rank for each in first} == {0, 1, 2, 3}
-    assert len({each.number for each in first}) == len(first)
-
-
 def test_an_event_has_a_name_that_a_person_reads() -> None:
     entries, _ = parse_faults(
-        "kill:rank2@step5,pause:rank1:1s@4s,flip:gradient:rank0@step3,cut:in:rank1@2s,slow_rank:rank0:0.5@step1"
+        "kill:rank2@step5,pause:rank1:1s@4s,full_disk:rank0@step3,cut:in:rank1@2s,slow_rank:rank0:0.5@step1"
     )
     assert [each.label for each in planned(entries, 1, 4)] == [
         "kill rank 2 at step 5",
         "pause rank 1 for 1 s after 4.0 s",
-        "flip a bit of a gradient of rank 0 at step 3",
+        "fill the disk of rank 0 at step 3",
         "cut rank 1 from what it hears after 2.0 s",
         "slow rank 0 to 0.5 of its speed at step 1",
     ]

@@ -14,7 +14,6 @@ from distlab.lab.rank.finish import judged
 from distlab.lab.report.records import (
     Check,
     Comparison,
-    Corrupted,
     End,
     Expected,
     Failed,
@@ -139,20 +138,17 @@ def of_ends() -> Iterator[Case]:
 
 def of_drills() -> Iterator[Case]:
     """A drill that did not come as planned is a failure, and so is a mistake that no check saw."""
-    plan = Planned(0, "flip", "flip", 1, "named", 2.0, 1)
-    flipped = Injected(0, 1, 1, "v", 0.0, "weights.w[0]")
-    named = Corrupted("v", 1, "weights.w", [1], majority=True, others=0)
-    yield Case("an injected fault with the expected outcome", made_up(other={0: [plan, named], 1: [flipped]}), PASS)
-    yield Case("an injected fault that no rank reported", made_up(other={0: [plan], 1: [flipped]}), FAIL)
-    wrong = made_up(other={0: [plan, replace(named, ranks=[2])], 1: [flipped]})
-    yield Case("an injected fault for which another rank was named", wrong, FAIL)
+    plan, made = Planned(0, "pause", "pause", 1, "survived", 2.0, 1), Injected(0, 1, 1, "", 0.0)
+    yield Case("an injected fault with the expected outcome", made_up(other={0: [plan], 1: [made]}), PASS)
+    left = Left(1, 1, "no heartbeat", back=True)
+    yield Case("an injected fault with another outcome", made_up(other={0: [plan, left], 1: [made]}), FAIL)
     yield Case("a planned fault that did not occur", made_up(other={0: [plan]}), FAIL)
     bug = {"name": "bug", "what": "something", "check": "gradients"}
-    made = {
+    mistaken = {
         rank: [replace(each, mistake=bug) if isinstance(each, Start) else each for each in of_rank]
         for rank, of_rank in made_up(HELD).items()
     }
-    yield Case("an injected bug that no check caught", made, FAIL)
+    yield Case("an injected bug that no check caught", mistaken, FAIL)
 
 
 def made_up(*records: Record, needs: list[list[Any]] | None = None, other: dict[int, list[Any]] | None = None) -> Ranks:

@@ -285,13 +285,6 @@ def test_what_of_a_step_has_no_number_or_is_missing() -> None:
         assert audited(1, 9.0, 9.0, 3.0, 4.0, lacking).found["flat"].found["weights"] == (math.inf, 0.0, "step 1, b")
 
 
-def test_steps_with_a_flipped_bit_are_audited_too() -> None:
-    faults = [SimpleNamespace(flipped=flipped, step=step) for flipped, step in ((True, 9), (False, 6), (True, None))]
-    lab: Any = SimpleNamespace(config=SimpleNamespace(planned_faults=faults, seed=1))
-    batches: Any = None
-    assert Audit(lab, batches, {"flat": None}, {"flat": range(2, 5)}).steps == {"flat": [2, 3, 4, 9]}
-
-
 def test_a_gradient_is_computed_anew_for_other_weights_or_another_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is clipped as the run is."""
     asked: list[tuple[float, str, float]] = []

@@ -1,6 +1,7 @@
 """Silent corruption is named by rank, tensor and step; and an audit that leaves something out does not hold."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,14 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from distlab.lab.measure.tensors import hash_of
 from distlab.lab.report import records
 from distlab.lab.report.reading import from_line, to_line
 from distlab.lab.report.verdict import judge
 from distlab.lab.verify import silent_corruption
+from distlab.lab.verify.run_all import everything
 from distlab.lab.verify.silent_corruption import Corruption, judged, odd_ones
 from distlab.techniques.data_parallel.strategy import Replica
 from distlab.tools.testing.warm_ranks import Ranks
-from tests.labs import TINY, failed, lab_of
+from tests.labs import TINY, disconnect, failed, lab_of
 
 pytestmark = pytest.mark.timeout(120)
 SETTINGS = TINY | {"RUN_MODE": "dp", "LAB_MODEL": "mlp", "MASTER_ADDR": "127.0.0.1"}
@@ -104,6 +107,62 @@ def test_a_tensor_that_one_rank_never_hashes_is_missed(ranks: Ranks, tmp_path: P
     fails, named = run(ranks, 3, tmp_path, nothing, unhashed="b")
     assert fails == {"audited replicas"}
     assert named == []
+
+
+def trained(group: dist.ProcessGroup, settings: dict[str, str], folder: str, culprit: int) -> list[str]:
+    """The training of a mode; the culprit's hashes are those of other tensors."""
+    lab = lab_of(group, settings | {"WORLD_SIZE": str(group.size())}, folder)
+    with pytest.MonkeyPatch.context() as patch:
+        if group.rank() == culprit:
+            patch.setattr(silent_corruption, "hash_of", lambda tensor: hash_of(tensor) + 1)
+        if lab.mode.run is not None and not lab.mode.timed:
+            lab.mode.run(lab)
+        else:  # what a lesson checks of its own takes longer
+            lab.mode = replace(lab.mode, run=None, predict=lambda config: [])
+            everything(lab)
+    disconnect()
+    lab.journal.write(records.End(group.rank(), 0.0, None, 0.0, 0.0))
+    return [to_line(record) for record in lab.journal.records]
+
+
+OWN = {"LAB_DEPTH": "1", "LAB_LOSSES": "0"}
+TRAININGS: list[tuple[str, str, int, dict[str, str], list[int]]] = [
+    ("dp", "flat", 3, {}, [1]),
+    ("dp", "ring", 2, {"LAB_DTYPE": "bfloat16"}, [0, 1]),
+    ("tp", "megatron", 3, {}, [1]),
+    ("fsdp", "zero1", 3, {}, [1]),
+    ("pp", "gpipe", 3, {"LAB_DEPTH": "3", "LAB_TIE": "1"}, [0, 2]),  # the holders of the tied weight
+    ("compress", "powersgd", 3, {}, [1]),
+    ("precision", "bf16_master", 3, {}, [1]),
+    ("cp", "ring", 3, {}, [1]),
+    ("moe", "ep", 3, {}, [1]),
+    ("mesh", "gpipe", 4, {}, [1]),
+    ("elastic", "shrink", 3, OWN, [1]),
+    ("elastic", "shrink", 3, OWN | {"LAB_LOSSES": "1", "LAB_STEPS": "6"}, [1, 2]),  # of those who are left
+    ("elastic", "zero1", 3, OWN, [1]),
+    ("largebatch", "linear", 3, {}, [1]),
+]
+
+
+@pytest.mark.parametrize(("mode", "variant", "world_size", "more", "named"), TRAININGS)
+def test_a_rank_that_differs_is_named_in_every_mode_that_trains(
+    ranks: Ranks, tmp_path: Path, mode: str, variant: str, world_size: int, more: dict[str, str], named: list[int]
+) -> None:
+    settings = TINY | {"MASTER_ADDR": "127.0.0.1", "LAB_STEPS": "4", "LAB_AUDIT_EVERY": "1", "LAB_PROOF": "0"}
+    settings |= {"RUN_MODE": mode, "LAB_VARIANT": variant} | more
+    lines = ranks(world_size, trained, settings, str(tmp_path), named[-1])
+    found = judge({rank: [from_line(line) for line in of_rank] for rank, of_rank in enumerate(lines)})
+    assert "audited replicas" in failed(found)
+    all_lines = [from_line(line) for of_rank in lines for line in of_rank]
+    assert [each.ranks for each in all_lines if isinstance(each, records.Corrupted)][-1] == named
+
+
+def test_nothing_is_named_where_ranks_come_back_alike(ranks: Ranks, tmp_path: Path) -> None:
+    settings = TINY | {"MASTER_ADDR": "127.0.0.1", "LAB_AUDIT_EVERY": "1", "RUN_MODE": "elastic", "LAB_VARIANT": "join"}
+    lines = ranks(3, trained, settings | OWN | {"LAB_LOSSES": "1", "LAB_STEPS": "6"}, str(tmp_path), -1)
+    found = judge({rank: [from_line(line) for line in of_rank] for rank, of_rank in enumerate(lines)})
+    assert not failed(found)
+    assert "audited replicas" in {check["name"] for check in found["checks"]}
 
 
 def test_a_strategy_that_says_nothing_of_its_replicas_is_not_compared() -> None:
