@@ -1,9 +1,9 @@
-"""How long a checkpoint holds the training up, written before it goes on or beside it.
+"""How long a checkpoint holds the training up.
 
 `python -m benchmarks.checkpoint [ROUNDS]`
 
-Whole runs of a GPT of 10M parameters with AdamW, sharded by zero3, at 2 and at 4 ranks; a run that saves synchronously
-and one that saves asynchronously take turns. The first save of a run, which imports what it needs, does not count.
+Whole runs of a GPT of 10M parameters with AdamW, sharded by zero3, at 2 and at 4 ranks. The first save of a run, which
+imports what it needs, does not count.
 The last column is how often to save where a rank is lost every three hours, by Young's formula.
 """
 
@@ -19,9 +19,8 @@ from benchmarks.steps import FSDP_SIZES, settings
 from distlab.lab.report.reading import read_run
 from distlab.lab.report.records import Saved, select
 
-TARGET = 0.10  # of what a synchronous save holds the step up
 BETWEEN_S = 3 * 3600.0  # two losses
-EVERY, STEPS = 8, 32  # a save is over before the next one is due
+EVERY, STEPS = 8, 32
 
 
 def young_s(checkpoint_s: float, between_s: float) -> float:
@@ -30,12 +29,12 @@ def young_s(checkpoint_s: float, between_s: float) -> float:
     return math.sqrt(2 * checkpoint_s * between_s)
 
 
-def held_s(world_size: int, asynchronous: bool) -> list[float]:
+def held_s(world_size: int) -> list[float]:
     """Seconds for which each save but the first held up rank 0."""
     with tempfile.TemporaryDirectory() as folder:
         run_lab(
             Path(folder), **settings("fsdp", world_size, FSDP_SIZES), LAB_VARIANT="zero3", LAB_PROOF=0, LAB_STEPS=STEPS,
-            LAB_CHECKPOINT_EVERY=EVERY, LAB_CHECKPOINT_ASYNC=int(asynchronous),
+            LAB_CHECKPOINT_EVERY=EVERY,
         )  # fmt: skip
         saves = [saved for _, saved in select(read_run(Path(folder) / "latest"), Saved)]
     assert all(not saved.error for saved in saves), saves
@@ -46,27 +45,9 @@ def main(rounds: int = 3) -> None:
     """A row a number of ranks."""
     rows = []
     for world_size in (2, 4):
-        seconds: dict[bool, list[float]] = {False: [], True: []}
-        for _ in range(rounds):
-            for asynchronous, found in seconds.items():
-                found += held_s(world_size, asynchronous)
-        before, beside = (statistics.median(found) for found in seconds.values())
-        share = beside / before
-        held = "yes" if share < TARGET else "NO"
-        rows.append(
-            [
-                world_size,
-                f"{before * 1e3:.0f}",
-                f"{beside * 1e3:.1f}",
-                f"{share:.1%}",
-                f"{TARGET:.0%}",
-                held,
-                f"{young_s(before, BETWEEN_S):.0f}",
-            ]
-        )
-    print(
-        table(["ranks", "ms held up, synchronous", "asynchronous", "share", "under", "held", "s between saves"], rows)
-    )
+        median_s = statistics.median(second for _ in range(rounds) for second in held_s(world_size))
+        rows.append([world_size, f"{median_s * 1e3:.0f}", f"{young_s(median_s, BETWEEN_S):.0f}"])
+    print(table(["ranks", "ms held up", "s between saves"], rows))
 
 
 if __name__ == "__main__":

@@ -39,15 +39,6 @@ def release(held: int | None) -> None:
         os.close(held)
 
 
-def is_held(folder: Path) -> bool:
-    if (file := _opened(folder)) is None:
-        return False
-    try:
-        return not locked(file, fcntl.LOCK_EX)
-    finally:
-        os.close(file)
-
-
 def remove(folder: Path) -> bool:
     """Remove the checkpoint, all of it at once for whoever looks for one; False where somebody holds it."""
     if (file := _opened(folder)) is None:  # nobody can hold what has no manifest

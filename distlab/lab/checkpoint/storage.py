@@ -175,20 +175,6 @@ def dealt(everyone: list[dict[str, tuple[bool, int]]], rank: int) -> set[str]:
     return mine
 
 
-def cloned(held: Any) -> Any:
-    """A copy that the training does not touch, in the host's memory where that is possible."""
-    if isinstance(held, LocalShard):
-        return LocalShard(held.shape, [(offset, cloned(box)) for offset, box in held.boxes])
-    return held.detach().to("cpu", copy=True) if is_whole(held) else held.detach().clone()
-
-
-def blank(held: Any) -> Any:
-    """Memory of the same shape, in which nothing has been written."""
-    if isinstance(held, LocalShard):
-        return LocalShard(held.shape, [(offset, blank(box)) for offset, box in held.boxes])
-    return torch.empty_like(held, device="cpu") if is_whole(held) else torch.empty_like(held)
-
-
 def of_the_disk(error: BaseException | None) -> OSError | None:
     """The OSError behind `error`, itself or what it was raised in the handling of."""
     while error is not None and not isinstance(error, OSError):

@@ -89,8 +89,6 @@ class Config(BaseSettings):
 
     # What survives it.
     checkpoint_every: int | None = Field(None, alias="LAB_CHECKPOINT_EVERY", ge=1, le=MOST, description="steps from one checkpoint to the next; unset: none")
-    checkpoint_keep: int = Field(2, alias="LAB_CHECKPOINT_KEEP", ge=1, le=MOST, description="checkpoints that are kept, the newest ones")
-    checkpoint_async: bool = Field(False, alias="LAB_CHECKPOINT_ASYNC", description="1: write checkpoints while the training continues")
     resume: str | None = Field(None, alias="LAB_RESUME", description="continue from a checkpoint: auto (LAB_RUN_ID's own, if there is one), a run id, or a path")
 
     # What is to go wrong, and what looks for it.

@@ -23,6 +23,8 @@ GONE = {
     "LAB_LIVE": "the live page is gone: read each rank's log in the run's folder, and its report.html at the end",
     "LAB_LIVE_PORT": "the live page is gone: read each rank's log in the run's folder, and its report.html at the end",
     "LAB_TRACE": "no step is profiled any more: report.html draws when each rank did what, and hands it to Perfetto",
+    "LAB_CHECKPOINT_KEEP": "the two newest checkpoints are kept: copy the folder of another one that is to stay",
+    "LAB_CHECKPOINT_ASYNC": "checkpoints are written before the training goes on: set LAB_CHECKPOINT_EVERY higher",
     "live": "the live page is gone: read each rank's log in the run's folder, and its report.html at the end",
     "clean": "distlab report --clean DAYS lists the runs older than DAYS days, and asks before it removes them",
     "completion": "no shell is taught them: distlab --help lists commands and modes, docs/variables.md all variables",

@@ -199,7 +199,6 @@ def saved(config: Config, alone: Sequence[str]) -> Iterator[Claims]:
             yield Claims(("resume", "resumed samples"), alone, one=True)
             yield Claims(("resumed generators",), alone)
         saves = config.steps // config.checkpoint_every
-        yield Claims(("checkpoint", "kept checkpoints"), WHOLE_RUN, one=True, times=saves)
-        yield Claims(("standing still",), WHOLE_RUN, one=True)
+        yield Claims(("checkpoint",), WHOLE_RUN, one=True, times=saves)
     if config.resume is not None:
         yield Claims(("resumed generators", "resumed samples", "newest checkpoint"), WHOLE_RUN, one=True)

@@ -17,7 +17,7 @@ from distlab.tools.testing.warm_ranks import Ranks
 from tests.labs import failed, run_experiment
 
 SMALL = {
-    "LAB_STEPS": "6", "LAB_CHECKPOINT_EVERY": "2", "LAB_CHECKPOINT_KEEP": "9", "LAB_OPTIMIZER": "adamw", "LAB_CLIP": "0.5",
+    "LAB_STEPS": "6", "LAB_CHECKPOINT_EVERY": "2", "LAB_OPTIMIZER": "adamw", "LAB_CLIP": "0.5",
     "LAB_DTYPE": "float64", "LAB_BATCH": "11", "LAB_PROOF": "0", "LAB_DEPTH": "1",
 }  # fmt: skip
 # A cut through layers needs one with heads, all others ask nothing of a layer; a stage may have one more than another.
@@ -44,9 +44,7 @@ def test_a_resumed_run_ends_in_the_same_weights_to_the_bit(ranks: Ranks, tmp_pat
     settings = SMALL | MODELS.get(mode, {}) | {"RUN_MODE": mode, "LAB_VARIANT": VARIANTS[mode]}
     whole, of_whole = run_experiment(ranks, 3, tmp_path / "a", **settings)
     source = str(tmp_path / "a" / "checkpoints" / "step-00000004")
-    resumed, of_resumed = run_experiment(
-        ranks, 3, tmp_path / "b", **settings, LAB_RESUME=source, LAB_CHECKPOINT_ASYNC="1"
-    )
+    resumed, of_resumed = run_experiment(ranks, 3, tmp_path / "b", **settings, LAB_RESUME=source)
     assert failed(whole) == failed(resumed) == set()
     assert (resumed["resumed"]["step"], resumed["resumed"]["path"]) == (4, source)
     assert any(check["name"] == "resumed samples" for check in resumed["checks"])
