@@ -72,7 +72,7 @@ def alive(nodes: Nodes, folder: Path) -> int:
 
 def job(nodes: Nodes, folder: Path, run: str, *words: str) -> "subprocess.Popen[bytes]":
     """The job, as a user starts it on the head."""
-    settings = SMALL | {"LAB_RUN_ID": run, "LAB_RUNS_DIR": str(folder), "LAB_THREADS": "1"}
+    settings = SMALL | {"LAB_RUN_ID": run, "LAB_RUNS_DIR": str(folder)}
     command = [str(folder / "venv" / "bin" / "python"), "-m", "engines.ray.job", "--ranks", str(NODES), *words]
     return nodes.start(0, command, folder / f"{run}.out", QUIET | HEAD | settings)
 

@@ -105,7 +105,7 @@ def run(config: Config, started_at: float, engine: str = "") -> int:
     """Start the ranks, or be one, as `engine` says; returns the exit code."""
     # torch.set_num_threads would bind this thread alone, and gloo's, in which PyTorch's hooks compute, would take all
     # cores: a QR of 32 columns has other bits there, so replicas differed with the thread that each rank's hook ran in.
-    os.environ["OMP_NUM_THREADS"] = str(config.threads)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     for name, value in (QUIET | (ON_CUDA if config.device == "cuda" else {})).items():
         os.environ.setdefault(name, value)
     if config.rank is None:

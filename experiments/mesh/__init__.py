@@ -21,7 +21,7 @@ With a cp samples are folded over its ranks, and keys and values go round (zigza
   1f1b             with fewer microbatches kept
   1f1b_split       the gradient of an input goes before those of weights are computed, for which the stage before does
                    not wait; the buckets are launched in the second part
-  interleaved      LAB_CHUNKS stages a rank: each stage's buckets in its own last pass
+  interleaved      two stages a rank: each stage's buckets in its own last pass
   zb_h1            1f1b_split, whose later ranks put the gradients of weights off to where they would wait
   sequence         1f1b over sequence parallelism: what is whole on a rank of a slice is used on its rows, and summed
   zero1            sequence, and each replica keeps and steps its part of the optimizer's state

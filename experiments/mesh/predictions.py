@@ -62,7 +62,7 @@ def cannot(config: Config, sizes: dict[str, int], chunks: int) -> dict[str, str]
         reasons["interleaved"] = "one stage is cut into no thinner ones: give LAB_MESH a pp of 2 or more"
     elif stages > config.depth:
         reasons["interleaved"] = (
-            f"LAB_CHUNKS={chunks} on pp {sizes['pp']} makes {stages} stages of {config.depth} layers"
+            f"{chunks} stages a rank on pp {sizes['pp']} makes {stages} stages of {config.depth} layers"
         )
     if sizes["pp"] == 1:
         alone = "one stage waits for no other: give LAB_MESH a pp of 2 or more"

@@ -48,13 +48,6 @@ def drops_none(config: Config) -> str:
     return "" if config.own(Options).capacity else full
 
 
-def no_extra(config: Config) -> str:
-    """Without an auxiliary loss none is counted too often."""
-    own = config.own(Options)
-    missing = own.balance != "loss" and not own.router_z
-    return "LAB_ROUTER_Z=0: it takes an auxiliary loss, or LAB_BALANCE=loss" * missing
-
-
 # --- the mistakes ---
 
 
@@ -72,7 +65,7 @@ class TimesRanks(ExpertParallel):
         return scaled / ranks
 
 
-@mistake("aux_on_every_rank", check="losses", part="layer", of=ROUTED, needs=Needs(unless=no_extra))
+@mistake("aux_on_every_rank", check="losses", part="layer", of=ROUTED)
 class CountedByAll(MixtureOfExperts):
     """Each rank adds the auxiliary losses of the whole batch to its share: they count once a rank."""
 

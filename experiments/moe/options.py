@@ -1,6 +1,6 @@
 """The variables of RUN_MODE=moe, and its own sizes. torch is not imported here: they are read before it."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from distlab.lab.config.settings import Field, ModeOptions
 
@@ -20,10 +20,7 @@ class Options(ModeOptions):
     balance: Literal["loss", "bias", "none"] = Field(
         "loss", alias="LAB_BALANCE", description="what keeps experts busy alike: a loss, a bias on the choice, nothing"
     )
-    router_z: float = Field(
-        0.001, alias="LAB_ROUTER_Z", ge=0, le=1000, allow_inf_nan=False,
-        description="weight of the router's z-loss, which keeps its scores small",
-    )  # fmt: skip
+    router_z: ClassVar[float] = 0.001  # weight of the router's z-loss, which keeps its scores small
     mesh: str = Field(
         "", alias="LAB_MESH",
         description="grid of the experts: copies of them, ranks that they lie on, ranks that each is cut over, as"

@@ -14,7 +14,7 @@ The variants do the same arithmetic, in another order:
   one_microbatch  the whole batch as one microbatch: the model is split, the work is not
   gpipe           all microbatches forward, then all backward: every rank holds the activations of all m
   1f1b            a backward as soon as there can be one: the bubble of gpipe, and rank r holds at most p - r of the m
-  interleaved     1f1b with LAB_CHUNKS stages a rank: the pipe fills v times as fast, for v times the messages
+  interleaved     1f1b with two stages a rank: the pipe fills twice as fast, for twice the messages
   zb_h1           1f1b that sends the gradients of inputs before it computes those of weights, which its later ranks put
                   off to where they would wait
   zbv             the same with two stages a rank, that lie like a V: the last rank hands itself its second one
@@ -149,7 +149,7 @@ def by_hand(
 
 
 def interleaved(model: Model, mesh: Mesh, config: Config, **parts: Any) -> Strategy:
-    """1f1b with LAB_CHUNKS thinner stages a rank."""
+    """1f1b with two thinner stages a rank."""
     of_chunks = partial(schedules.interleaved, chunks=config.own(Options).chunks)
     return by_hand(model, mesh, config, schedule=of_chunks, **parts)
 

@@ -53,7 +53,7 @@ def misshapen(config: Config) -> list[str]:
 
 
 def cannot(config: Config, chunks: int) -> dict[str, str]:
-    """The variants that cannot take these sizes, each with the reason; `chunks` is LAB_CHUNKS."""
+    """The variants that cannot take these sizes, each with the reason; `chunks` are stages of a rank."""
     ranks, microbatches, batch = config.world_size, config.num_microbatches, config.batch
     reasons: dict[str, str] = {}
     for name in TORCHS:
@@ -65,7 +65,7 @@ def cannot(config: Config, chunks: int) -> dict[str, str]:
         elif config.gloo_on_gpus:
             reasons[name] = "it hands gloo tensors that live on a GPU, which gloo does not send"
     for names, held, why in (
-        (("interleaved", "torch_interleaved_zb"), chunks, f"LAB_CHUNKS={chunks}"),
+        (("interleaved", "torch_interleaved_zb"), chunks, f"{chunks} stages a rank"),
         (("zbv", "dualpipev", "torch_zbv", "torch_dualpipev"), 2, "two stages a rank"),
     ):
         for name in names:
@@ -125,7 +125,7 @@ def bubble_formula(name: str, ranks: int, microbatches: int) -> str:
 
 
 def predict(config: Config, chunks: int) -> list[Prediction]:
-    """Bytes, calls and bubble of one step of each variant that can run, a value a rank; `chunks` is LAB_CHUNKS."""
+    """Bytes, calls and bubble of one step of each variant that can run, a value a rank, of `chunks` stages each."""
     ranks, microbatches = config.world_size, config.num_microbatches
     excluded = cannot(config, chunks)
     predictions: list[Prediction] = []

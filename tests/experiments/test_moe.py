@@ -390,7 +390,6 @@ def test_balance_is_a_loss_a_bias_or_nothing() -> None:
         ({"LAB_BUG": "bias_apart"}, "LAB_BALANCE=loss: it takes bias"),
         ({"LAB_BUG": "lost_residual"}, "LAB_CAPACITY=1.25: it takes less than 1/LAB_TOP_K"),
         ({"LAB_BUG": "local_capacity", "LAB_CAPACITY": "0"}, "LAB_CAPACITY=0: it takes more than 0"),
-        ({"LAB_BUG": "aux_on_every_rank", "LAB_BALANCE": "none", "LAB_ROUTER_Z": "0"}, "it takes an auxiliary loss"),
     ],
 )  # fmt: skip
 def test_what_cannot_run_is_refused_in_one_sentence(settings: dict[str, str], words: str) -> None:

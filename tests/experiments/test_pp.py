@@ -114,12 +114,12 @@ def test_n_ranks_do_what_one_process_does(ranks: Ranks, world_size: int, model: 
     [
         (4, {"LAB_DEPTH": "7"}),
         (3, {"LAB_BATCH": "13"}),
-        (3, {"LAB_BATCH": "13", "LAB_MICROBATCHES": "5", "LAB_DEPTH": "9", "LAB_CHUNKS": "3"}),
+        (3, {"LAB_BATCH": "13", "LAB_MICROBATCHES": "5", "LAB_DEPTH": "9"}),
         (2, {"LAB_TIE": "1"}),
         (1, {"LAB_TIE": "1"}),
         (4, {"LAB_TIE": "1", "LAB_CLIP": "0.05", "LAB_OPTIMIZER": "adamw"}),
         (3, {"LAB_CLIP": "0.05", "LAB_MODEL": "mlp"}),
-        (1, {"LAB_MODEL": "line", "LAB_CHUNKS": "1"}),
+        (1, {"LAB_MODEL": "line"}),
         (3, {"LAB_BATCH": "17", "LAB_MICROBATCHES": "7", "LAB_TIE": "1", "LAB_CLIP": "0.05"}),
     ],
 )
@@ -348,7 +348,6 @@ def test_a_variant_that_cannot_run_is_not_predicted() -> None:
         ({"LAB_BATCH": "3"}, "LAB_MICROBATCHES=4 is more than the 3 samples"),
         ({"LAB_HEADS": "4"}, "LAB_WIDTH=6 is not a multiple of LAB_HEADS=4"),
         ({"LAB_TEXT": "/nowhere"}, "LAB_TEXT='/nowhere' does not exist"),
-        ({"LAB_VARIANT": "interleaved", "LAB_CHUNKS": "3"}, "makes 12 stages, more than the 8 layers"),
         ({"LAB_VARIANT": "torch_1f1b", "LAB_BATCH": "13"}, "LAB_BATCH=13 is no multiple of LAB_MICROBATCHES=4"),
         ({"LAB_VARIANT": "1f1b_split"}, "zb_h1 has its backward passes in two as well"),
         ({"LAB_VARIANT": "torch_1f1b", "LAB_MICROBATCHES": "2"}, "LAB_MICROBATCHES=2 is fewer than its 4 stages"),

@@ -79,7 +79,6 @@ class Config(BaseSettings):
     # How it is run.
     backend: Literal["gloo", "nccl", "tcp"] = Field("gloo", alias="LAB_BACKEND", description="what moves the bytes: a library, or the lab's own transport over plain TCP")
     device: Literal["cpu", "cuda"] = Field("cpu", alias="LAB_DEVICE", description="where tensors live; nccl means cuda")
-    threads: int = Field(1, alias="LAB_THREADS", ge=1, le=1024, description="compute threads of a rank")
     bucket_mib: float = Field(1, alias="LAB_BUCKET_MIB", gt=0, le=2**20, allow_inf_nan=False, description="size of a gradient bucket in MiB")
 
     recompute: bool = Field(False, alias="LAB_RECOMPUTE", description="1: keep no activations inside a layer, compute them again in the backward pass")
@@ -106,7 +105,6 @@ class Config(BaseSettings):
     join_timeout_s: float = Field(60, alias="LAB_JOIN_TIMEOUT_S", ge=0.1, le=MOST_SECONDS, allow_inf_nan=False, description="seconds to wait for all ranks to arrive")
     lost_after_s: float = Field(2.5, alias="LAB_LOST_AFTER_S", ge=1, le=MOST_SECONDS, allow_inf_nan=False, description="seconds of silence after which a rank is lost")
     collective_timeout_s: float = Field(300, alias="LAB_COLLECTIVE_TIMEOUT_S", ge=0.1, le=MOST_SECONDS, allow_inf_nan=False, description="seconds that one collective may take")
-    cpus: float | None = Field(None, alias="LAB_CPUS", gt=0, le=10_000, allow_inf_nan=False, description="cores of one container; unset: no limit")
     memory: str | None = Field(None, alias="LAB_MEMORY", pattern=r"(?i)^[0-9]{1,15}(b|[kmg]b?)?$", description="memory of one container, such as 900m; unset: no limit")
     # fmt: on
 

@@ -24,7 +24,11 @@ GONE = {
     "LAB_LIVE_PORT": "the live page is gone: read each rank's log in the run's folder, and its report.html at the end",
     "LAB_TRACE": "no step is profiled any more: report.html draws when each rank did what, and hands it to Perfetto",
     "LAB_CHECKPOINT_KEEP": "the two newest checkpoints are kept: copy the folder of another one that is to stay",
-    "LAB_CHECKPOINT_ASYNC": "checkpoints are written before the training goes on: set LAB_CHECKPOINT_EVERY higher",
+    "LAB_CHECKPOINT_ASYNC": "a checkpoint is written before the training goes on; LAB_CHECKPOINT_EVERY says how often",
+    "LAB_THREADS": "set OMP_NUM_THREADS, which PyTorch reads too: a rank computes with one thread where it is unset",
+    "LAB_CPUS": "write cpus into a Compose file of your own, or slow one rank by LAB_SLOW_RANK",
+    "LAB_CHUNKS": "a rank holds 2 stages in the interleaved schedules: set LAB_DEPTH for longer ones",
+    "LAB_ROUTER_Z": "the router's z-loss weighs 0.001: LAB_BALANCE says what keeps experts busy alike",
     "live": "the live page is gone: read each rank's log in the run's folder, and its report.html at the end",
     "clean": "distlab report --clean DAYS lists the runs older than DAYS days, and asks before it removes them",
     "completion": "no shell is taught them: distlab --help lists commands and modes, docs/variables.md all variables",
@@ -309,9 +313,7 @@ class ModeOptions(BaseModel):
 class PipelineOptions(ModeOptions):
     """What only pipelines know."""
 
-    chunks: int = Field(
-        2, alias="LAB_CHUNKS", ge=1, le=10_000, description="stages that a rank holds in the interleaved schedules"
-    )
+    chunks: ClassVar[int] = 2  # stages that a rank holds in the interleaved schedules
     sleep_ms: float = Field(
         0, alias="LAB_SLEEP_MS", ge=0, le=60_000, allow_inf_nan=False,
         description="milliseconds of pretended compute of a microbatch forward through one rank, twice that backward",

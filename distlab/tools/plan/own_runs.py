@@ -112,7 +112,7 @@ def plannable(start: Start, sizes: dict[str, int]) -> bool:
 
 def layout_of(start: Start, sizes: dict[str, int], way: Way) -> Layout:
     pipeline = sizes.get("pp", 1)
-    chunks = int(start.config.get("LAB_CHUNKS") or 1) if way.chunks and pipeline > 1 else 1
+    chunks = int(start.config.get("LAB_CHUNKS") or 2) if way.chunks and pipeline > 1 else 1
     return Layout(sizes.get("tp", 1), pipeline, sizes.get("dp", 1), way.stage, chunks=chunks)
 
 

@@ -251,7 +251,7 @@ def test_what_does_not_fit_is_refused_before_the_ranks_join(
 
 
 @pytest.mark.parametrize(
-    "environ", [{"WORLD_SIZE": "3"}, {"LAB_STEPS": "99"}, {"LAB_THREADS": "2"}, {"LAB_VARIANT": "flat"}]
+    "environ", [{"WORLD_SIZE": "3"}, {"LAB_STEPS": "99"}, {"LAB_LOG": "full"}, {"LAB_VARIANT": "flat"}]
 )
 def test_what_may_differ(runs: Path, environ: dict[str, str]) -> None:
     assert locate.refusals(resuming("a", runs, **environ)) == []

@@ -177,7 +177,7 @@ def test_ranks_on_rank_0s_machine_are_found_by_others_too() -> None:
 def test_a_claim_carries_what_must_agree_and_nothing_else() -> None:
     environ = {
         "RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1", "LAB_STEPS": "7", "LAB_VARIANT": "flat,ring",
-        "LAB_RUNS_DIR": "/tmp/x", "LAB_JOIN_TIMEOUT_S": "9", "LAB_CPUS": "1", "LAB_MEMORY": "900m", "LAB_PROOF": "0",
+        "LAB_RUNS_DIR": "/tmp/x", "LAB_JOIN_TIMEOUT_S": "9", "LAB_MEMORY": "900m", "LAB_PROOF": "0",
     }  # fmt: skip
     made = claim_of(Config.read(environ), "v1", "")
     own = {"LAB_DEPTH": "4"}  # a default of dp's own

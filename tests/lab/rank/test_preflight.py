@@ -20,7 +20,6 @@ from distlab.lab.rank.preflight import (
     ranks_here,
     refuse,
     rooms,
-    run_seconds,
     seen_by,
     warnings,
 )
@@ -105,10 +104,9 @@ def test_it_says_what_was_measured() -> None:
 def test_a_run_that_no_machine_holds_is_warned_of_and_not_refused(mode: str, name: str) -> None:
     config, lesson = Config.read({"RUN_MODE": mode, name: "1000000"}), load(mode)
     refuse(config, lesson)
-    memory, time = warnings(config, lesson)
+    (memory,) = warnings(config, lesson)
     assert memory.startswith("4 ranks of these settings may need about ")
     assert memory.endswith(" are free: lower LAB_WIDTH, LAB_DEPTH, LAB_BATCH, LAB_SEQ or the number of variants")
-    assert time.startswith("these settings may take about ")
 
 
 def test_what_a_mode_trains_beside_the_model_counts_too() -> None:
@@ -133,17 +131,9 @@ def test_of_a_sharded_model_each_rank_holds_a_part() -> None:
 
 
 @pytest.mark.parametrize("mode", modes())
-def test_defaults_fit_into_a_laptop_and_an_hour(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_defaults_fit_into_a_laptop(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "rooms", lambda _: [(8, 8 * GIB)])
     assert warnings(Config.read({"RUN_MODE": mode, "WORLD_SIZE": "8"}), load(mode)) == []
-
-
-def test_there_is_a_warning_beyond_an_hour(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "rooms", lambda _: [(4, 1e6 * GIB)])
-    for steps in ("200000", "1000000000"):
-        (line,) = warnings(Config.read({"LAB_STEPS": steps, "LAB_VARIANT": "flat"}), load("dp"))
-        assert line.startswith("these settings may take about ")
-    assert run_seconds(Config.read({"RUN_MODE": "comm"}), load("comm"), 4) == 0
 
 
 def test_a_machine_holds_the_ranks_of_all_containers_and_a_container_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,7 +88,7 @@ sys.exit(main())
 @pytest.mark.parametrize("threads", [1, 2])
 def test_every_thread_of_a_rank_computes_with_as_many_and_the_same_bits(threads: int) -> None:
     """Where a hook runs, in gloo's thread or in the rank's own, must not show in the weights."""
-    environ = os.environ | {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "LAB_THREADS": str(threads)}
+    environ = os.environ | {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": str(threads)}
     assert subprocess.run([sys.executable, "-c", THREADED], env=environ).returncode == 41 + threads
 
 

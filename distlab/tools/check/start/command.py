@@ -89,7 +89,7 @@ def start(errand: Errand, words: Sequence[str]) -> int:
         for fault in error.faults:
             print(f"refused    {fault}", flush=True)
         return 2
-    os.environ["OMP_NUM_THREADS"] = str(config.threads)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     for name, value in (("TORCH_CPP_LOG_LEVEL", "ERROR"), ("KINETO_LOG_LEVEL", "6")):
         os.environ.setdefault(name, value)
     servers = start_servers(config)

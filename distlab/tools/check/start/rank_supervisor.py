@@ -109,7 +109,7 @@ class Rank:
         local = self.config.local_rank if self.config.local_rank is not None else alike.index(cluster.rank)
         variables = {
             "RANK": cluster.rank, "WORLD_SIZE": cluster.world_size, "LOCAL_RANK": local, "MASTER_PORT": port,
-            "MASTER_ADDR": self.config.master_addr, "OMP_NUM_THREADS": self.config.threads,
+            "MASTER_ADDR": self.config.master_addr, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
             STORE_KEY: derive_name(cluster.key, f"script of {cluster.token}"),
         }  # fmt: skip
         if not agent:
