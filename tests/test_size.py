@@ -30,7 +30,7 @@ from distlab.experiments.largebatch import RECIPES
 from distlab.experiments.largebatch.training import Trainee
 from distlab.lab.config.settings import modes
 from distlab.lab.rank.mode_loader import load
-from distlab.techniques.collectives.by_hand import ALGORITHMS, OVER_TCP
+from distlab.techniques.collectives.by_hand import ALGORITHMS
 from distlab.techniques.data_parallel.buckets import GradientBuckets
 from distlab.techniques.elastic.strategy import ShardedSurvivor, Survivor
 from distlab.techniques.parameter_server.server import ParameterServer, Worker
@@ -97,7 +97,7 @@ TECHNIQUES = {
 }  # fmt: skip
 # Where one begins with a variant that its mode's own `run` makes.
 BUILT_BY_RUN: dict[str, dict[str, object]] = {
-    "comm": {"gloo": None, **ALGORITHMS, "tcp": (OVER_TCP["server"], OVER_TCP["pairs"])},
+    "comm": {"gloo": None, **ALGORITHMS, "tcp": (ALGORITHMS["server"], ALGORITHMS["direct"])},
     "elastic": {policy.name: (Course, ShardedSurvivor if policy.sharded else Survivor) for policy in POLICIES},
     "largebatch": {name: (recipe, Trainee) for name, recipe in RECIPES.items()},
     "server": {"downpour": (Worker, ParameterServer)},

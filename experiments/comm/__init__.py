@@ -262,7 +262,7 @@ MODE = Mode(
         Variant("direct"),  # all to all at once: direct.py beside it
         Variant("tree"),  # Rabenseifner's: halves, quarters, ... and back, no tree of NCCL's: tree.py
         Variant("server"),  # through rank 0: rooted.py
-        Variant(TCP),  # with no library under it: tcp.py, rooted.py, pairwise.py
+        Variant(TCP),  # with no library under it: tcp.py, rooted.py, direct.py
     ),
     run=run,
     claims=lambda mode, config: claims(mode, config.own(Options).sweep_mib),

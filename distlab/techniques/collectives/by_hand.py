@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distlab.techniques.collectives import direct, pairwise, ring, rooted, tree
+from distlab.techniques.collectives import direct, ring, rooted, tree
 from distlab.techniques.collectives.direct import add_up, all_gather, all_reduce
 from distlab.techniques.collectives.point_to_point import GroupMessage, Peers, Pending, Steps, split
 from distlab.techniques.transport.tcp import Channel
@@ -52,20 +52,14 @@ DIRECT_FROM_BYTES = {"all_reduce": (NEVER, NEVER), "reduce_scatter": (4 << 20, 0
 #                   4 ranks  64 KiB  512 KiB  1 MiB  4 MiB  16 MiB  64 MiB   2 ranks  64 KiB  1 MiB  16 MiB  64 MiB
 #   all_reduce      server   0.20    0.7      1.7                                     0.03
 #                   direct   0.69    1.1      1.6    5.7    20.6    84.6              0.04    0.4    7.6     32.6
-#                   pairs    0.69    1.2      2.1    5.9    20.5    70.7              0.06    0.8    9.5     41.2
 #   reduce_scatter  server   0.26    0.6      1.4                                     0.05
 #                   direct   0.40    0.7      1.1    3.5    11.2    43.6              0.05    0.3    3.9     17.5
-#                   pairs    0.51    0.7      1.2    3.8    12.0    39.6              0.05    0.5    6.0     24.7
 #   all_gather      server   0.32    0.6      1.3                                     0.04
 #                   direct   0.30    0.6      0.8    2.8    9.9     38.3              0.03    0.2    3.8     15.4
-#                   pairs    0.33    0.6      1.0    3.2    11.1    36.3              0.04    0.4    5.3     22.0
 #
-# Two ranks swap, one hop in place of two; but beside a backward pass buckets of 14 and 25 MiB cost less in blocks than
-# with room for all that comes, 0.92 of DDP's step for 0.97 (`python -m benchmarks.steps tcp`). With an odd number one
-# rank of each round of pairs has nobody: three ranks take 0.7 of the time straight. Through rank 0 a reduce_scatter and
-# an all_gather send more bytes than the least.
+# Two ranks swap, one hop in place of two. Through rank 0 a reduce_scatter and an all_gather send more bytes than the
+# least.
 SERVER_OVER_TCP_BYTES = {"all_reduce": 512 << 10, "reduce_scatter": 64 << 10, "all_gather": 16 << 10}
-PAIRS_ABOVE_BYTES = {"all_reduce": 4 << 20, "reduce_scatter": 16 << 20, "all_gather": 16 << 20}
 
 
 def pick(op: str, nbytes: int, world_size: int) -> str:
@@ -77,10 +71,7 @@ def pick(op: str, nbytes: int, world_size: int) -> str:
 
 
 def pick_over_tcp(op: str, nbytes: int, world_size: int) -> str:
-    """The same over plain TCP, of "server", "direct" and "pairs"."""
-    swapped = world_size == 2 and op != "all_reduce"
-    if nbytes > PAIRS_ABOVE_BYTES[op] and world_size % 2 == 0 and not swapped:
-        return "pairs"
+    """The same over plain TCP, of "server" and "direct"."""
     return "server" if nbytes <= SERVER_OVER_TCP_BYTES[op] and world_size > 2 else "direct"
 
 
@@ -95,10 +86,6 @@ class Algorithm(Protocol):
 
 
 ALGORITHMS: Mapping[str, Algorithm] = {"ring": ring, "direct": direct, "tree": tree, "server": rooted}
-
-
-# Over plain TCP, where a message costs little, and the backend is not what is wanted.
-OVER_TCP: Mapping[str, Algorithm] = {**ALGORITHMS, "pairs": pairwise}
 
 
 class Collective:
@@ -116,11 +103,10 @@ class Collective:
         algorithms: Mapping[str, Algorithm] | None = None,
         carrier: Channel | None = None,
     ) -> None:
-        algorithms = algorithms or (OVER_TCP if carrier else ALGORITHMS)
+        algorithms = algorithms or ALGORITHMS
         if algorithm not in (*algorithms, "backend", "auto"):
             raise ValueError(f"algorithm {algorithm!r} is not one of {', '.join(algorithms)}, backend, auto")
         self.peers = Peers(group, carrier)
-        self._blocking = self.peers.blocking()
         self.algorithm, self.algorithms = algorithm, algorithms
 
     def all_reduce(self, tensor: Tensor, out: Tensor | None = None, *, async_op: bool = False) -> Pending:
@@ -165,7 +151,7 @@ class Collective:
         return mine
 
     def _start(self, op: str, whole: Tensor, result: Tensor, async_op: bool) -> Pending:
-        name, peers = self.picked(op, whole), self.peers if async_op else self._blocking
+        name, peers = self.picked(op, whole), self.peers
         if peers.world_size == 1:
             steps = _copied(whole, result)
         elif name == "backend":

@@ -186,7 +186,6 @@ def all_reduce_seconds(algorithm: str, world_size: int, nbytes: int, latency_s: 
 FRAMES_BYTES = 144
 # gloo sends the parts of an uneven tensor one element longer or shorter than the formula's: 16 B cover it.
 TOLERATED_BYTES = 160
-TCP_PAIRS_BYTES = 4 << 20  # above which plain TCP cuts messages (distlab/techniques/collectives/pairwise.py)
 GLOO_SEGMENT_BYTES = 1 << 20  # the most of a tensor that gloo's all_reduce sends at a time
 
 
@@ -202,10 +201,7 @@ def all_reduce_messages(algorithm: str, world_size: int, nbytes: int, rank: int 
     if algorithm == "gloo":
         return gloo_all_reduce_messages(world_size, nbytes)
     if algorithm == "tcp":
-        cut, small = nbytes > TCP_PAIRS_BYTES and world_size % 2 == 0, nbytes <= TCP_STAR_BYTES and world_size > 2
-        algorithm = "blocks" if cut else "server" if small else "direct"
-    if algorithm == "blocks":  # of 1 MiB, of every chunk there and of its sum back
-        return 2 * (world_size - 1) * -(-int(nbytes) // (world_size << 20))
+        algorithm = "server" if nbytes <= TCP_STAR_BYTES and world_size > 2 else "direct"
     if algorithm == "direct" and world_size == 2:
         return 1
     if algorithm == "server":

@@ -7,9 +7,6 @@ before its sends, and nobody waits for a send whose receive its peer posts later
 A collective is written as a generator that yields each message at the point where it needs it (`Steps`). Driven to its
 end it is a blocking call; driven to its first yield its messages are under way while the caller computes (`Pending`).
 No thread is needed, gloo moves the bytes on its own.
-
-Over plain TCP a message takes hundredths of a millisecond, and to post a receive costs as much as to copy 64 KiB. Who
-waits for each message in turn need not post it: `Peers.blocking` is for such calls. An algorithm does not know which.
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -161,10 +158,6 @@ class Peers:
     def new_tag(self) -> int:
         """A tag for the next collective, the same on all ranks, so that two under way do not mix."""
         return next(self._tags)
-
-    def blocking(self) -> "Peers":
-        """The same for a call that waits for each message that its steps yield, and returns at its end."""
-        return self._with(_receive=self.channel.recv_when_awaited) if self.channel else self
 
     def of_call(self, number: int) -> "Peers":
         """The same for one call of several under way: its tags are its own, in whatever order they take turns, and its

@@ -124,10 +124,9 @@ class TcpGroup(dist.ProcessGroup):
         super().__init__(rank, size)
         kind = dist.ProcessGroup.BackendType.CUSTOM
         self._register_backend(torch.device("cpu"), kind, FakeProcessGroup._create_internal(rank, size))
-        self.told: Running | Posted | None = None  # what the call that is being told will return
         self.channel, self._begun, self._collectives = channel, 0, 0
         channel.transport.groups += 1
-        self._peers: tuple[Peers, Peers] | None = None  # of calls that are begun, and of those that are waited for
+        self._peers: Peers | None = None
 
     def getBackendName(self) -> str:  # noqa: N802
         return "tcp"
@@ -235,16 +234,14 @@ class TcpGroup(dist.ProcessGroup):
 
     def send(self, tensors: Tensors, peer: int, tag: int) -> Posted:
         self._begun += 1
-        self.told = work = Posted(self.channel.send(tensors, peer, tag))
+        work = Posted(self.channel.send(tensors, peer, tag))
         TOLD["send"](self, tensors, peer, tag)
-        self.told = None
         return work
 
     def recv(self, tensors: Tensors, peer: int, tag: int) -> Posted:
         self._begun += 1
-        self.told = work = Posted(self.channel.recv(tensors, peer, tag))
+        work = Posted(self.channel.recv(tensors, peer, tag))
         TOLD["recv"](self, tensors, peer, tag)
-        self.told = None
         return work
 
     def shutdown(self) -> None:
@@ -253,18 +250,14 @@ class TcpGroup(dist.ProcessGroup):
     def _begin(self, results: Tensors) -> Running:
         self._begun += 1
         self._collectives += 1  # of which all ranks make the same, as of sends they do not
-        self.told = work = Running(results, self.channel.transport)
-        return work
+        return Running(results, self.channel.transport)
 
     def _run(
         self, work: Running, opts: Any, collective: Callable[..., Steps], arguments: Iterable[Sequence[Any]]
     ) -> Running:
         """Make the collective with each of the `arguments`, one after the other."""
-        self.told = None
-        if self._peers is None:  # torch knows a group's ranks once it is made
-            begun = Peers(self, self.channel)
-            self._peers = begun, begun.blocking()
-        peers, number = self._peers[not opts.asyncOp], self._collectives
+        peers = self._peers = self._peers or Peers(self, self.channel)  # torch knows a group's ranks once it is made
+        number = self._collectives
         steps = chain.from_iterable(collective(peers.of_call(number), *each) for each in arguments)
         work.begin(steps, opts.asyncOp)
         return work

@@ -85,20 +85,13 @@ def memory_of(tensor: Tensor) -> memoryview:
 #
 # A message goes from the tensor's own memory, head and bytes in one call, and arrives in the tensor that was posted
 # for its key. What comes before its receive was posted is kept aside, so that what lies behind it can be read.
-# Nothing here waits but `read` and `take`; who waits for what is the transport's.
+# Nothing here waits; who waits for what is the transport's.
 
 BUFFER_BYTES = 4096  # of what is read before it is known whose it is: this much is copied once more
 
-# How often who waits looks for a small message, and lets others have the core, before it sleeps: 0.12 ms where nobody
-# else wants the core. One on which all sleep halts, and to wake it costs more than the message: without looks two ranks
-# sum 64 B in 50 us, with them in 25 for half of the processors' time, four in 0.16 ms and in 0.10 to 0.13 for up to a
-# third more.
-LOOKS = 60
-LOOKED_FOR_BYTES = 64 << 10  # of a larger one a part would be seen, and the rest would have to be waited for again
-
 
 class Stream:
-    """One connection, its socket blocking: what goes, what is awaited, and what came unasked."""
+    """One connection: what goes, what is awaited, and what came unasked."""
 
     def __init__(self, wait: Wait, rank: int, connection: socket.socket) -> None:
         self.rank, self.connection = rank, connection
@@ -110,7 +103,6 @@ class Stream:
         self._posted: list[Message] = []
         self._early: list[Message] = []
         self._left = b""  # the beginning of a head
-        self._head = bytearray(HEAD.size)  # of a message that is read to its place at once
         self._coming: Message | None = None
         self._place = memoryview(b"")  # of the message that is coming, what is still to be filled
 
@@ -143,21 +135,6 @@ class Stream:
         self._posted.append(awaited)
         return awaited
 
-    def take(self, key: bytes, tensor: Tensor) -> Message:
-        """`receive`, but of a message that is the next to come and comes soon: done then, and nothing is posted."""
-        if self._posted or self._early or self._left or self._coming is not None or self.ended:
-            return self.receive(key, tensor)
-        memory = memory_of(tensor)
-        try:
-            count = self._next(memory)
-        except BlockingIOError:
-            return self.receive(key, tensor)
-        if count == HEAD.size + len(memory) and self._head == HEAD.pack(key, len(memory)):
-            return self._over
-        awaited = self.receive(key, tensor)
-        self._came(awaited, count)
-        return awaited
-
     def write(self) -> None:
         """Give the kernel what it takes now of what is going; raises OSError where the connection has ended."""
         while self.going:
@@ -177,40 +154,16 @@ class Stream:
         except BlockingIOError:
             return 0
 
-    def read(self, flags: int = 0, awaited: Message | None = None) -> None:
-        """Take what has come; BlockingIOError: nothing has; another OSError: nothing ever will. If the next message is
-        the one that is `awaited`, it comes to its place in one call, without a copy."""
+    def read(self) -> None:
+        """Take what has come, a long message to its place; BlockingIOError: nothing has; another OSError: nothing ever
+        will."""
         if self._coming is not None:
-            count = self.connection.recv_into(self._place, 0, flags if awaited is None else socket.MSG_WAITALL)
+            count = self.connection.recv_into(self._place, 0, socket.MSG_DONTWAIT)
             self._fill(self._coming, unless_closed(count))
-        elif awaited is not None and not self._left and self._posted and self._posted[0] is awaited:
-            self._came(awaited, self._next(awaited.rest[0]))
         else:
-            data = self.connection.recv(BUFFER_BYTES, flags)
+            data = self.connection.recv(BUFFER_BYTES, socket.MSG_DONTWAIT)
             unless_closed(len(data))
             self._sort(self._left + data)
-
-    def _next(self, place: memoryview) -> int:
-        """Read a head, and what follows it to `place`, where it mostly belongs."""
-        parts: list[bytearray | memoryview] = [self._head, place]
-        if len(place) <= LOOKED_FOR_BYTES:
-            for _ in range(LOOKS):
-                try:
-                    return self.connection.recvmsg_into(parts, 0, socket.MSG_DONTWAIT)[0]
-                except BlockingIOError:
-                    os.sched_yield()
-        # Until all of it is there: who waits here has nothing else to move, and is woken once.
-        return self.connection.recvmsg_into(parts, 0, socket.MSG_WAITALL)[0]
-
-    def _came(self, awaited: Message, count: int) -> None:
-        """So many bytes, a head and what followed it to the place of what is `awaited`, the first of what is posted."""
-        place = awaited.rest[0]
-        if unless_closed(count) >= HEAD.size and self._head == awaited.head:
-            del self._posted[0]
-            self._coming, self._place = awaited, place
-            self._fill(awaited, count - HEAD.size)
-        else:
-            self._sort(bytes(self._head[:count]) + bytes(place[: max(0, count - HEAD.size)]))
 
     def _sort(self, data: bytes) -> None:
         at, end = 0, len(data)
@@ -249,7 +202,9 @@ class Stream:
 
 
 SOCKET_BYTES = 4 << 20
-ALONE_S = 0.02  # that a wait looks at one connection before it looks at all
+# How often who waits looks at once, and lets others have the core, before it sleeps: a core on which all sleep halts,
+# and to wake it costs more than a small message.
+LOOKS = 60
 READABLE = select.POLLIN | select.POLLHUP | select.POLLERR
 
 
@@ -304,24 +259,14 @@ class Transport:
             self._lose(stream, error)
             raise lost(stream) from None
 
-    def take(self, peer: int, key: bytes, tensor: Tensor) -> None:
-        """`receive` and `wait` in one, which posts nothing where the message comes next and soon; raises LinkError."""
-        stream = self._streams[peer]
-        try:
-            alone = not (self._full or self.background)
-            message = (stream.take if alone else stream.receive)(key, tensor)
-        except OSError as error:
-            self._lose(stream, error)
-            raise lost(stream) from None
-        if not message.done:
-            self.wait(message)
-
     def wait(self, message: Message) -> None:
         """Move what is under way until `message` is done; raises LinkError naming the rank."""
         stream = self._streams[message.peer]
-        # One call in place of two, where the next thing to come is what is awaited.
-        while not (message.done or self._full or self.background or stream.ended) and self._read(stream, message):
-            pass
+        for _ in range(LOOKS):
+            if message.done or stream.ended:
+                break
+            self._move(0.0)
+            os.sched_yield()
         deadline = time.monotonic() + self.timeout_s
         while not message.done:
             if stream.ended:
@@ -330,16 +275,6 @@ class Transport:
             if left_s <= 0:
                 raise LinkError(f"nothing came of the message with rank {message.peer} in {self.timeout_s:g} s")
             self._move(left_s)
-
-    def _read(self, stream: Stream, awaited: Message) -> bool:
-        """Read from one connection alone; whether it had something within ALONE_S."""
-        try:
-            stream.read(awaited=awaited)
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            self._lose(stream, error)
-        return True
 
     def _move(self, timeout_s: float) -> None:
         """Read and write wherever it can be done now; if nowhere, wait until it can."""
@@ -350,7 +285,7 @@ class Transport:
                     stream.write()
                     self._ask(stream)
                 if events & READABLE:
-                    stream.read(socket.MSG_DONTWAIT)
+                    stream.read()
             except BlockingIOError:
                 continue
             except OSError as error:
@@ -392,12 +327,11 @@ def lost(stream: Stream) -> LinkError:
 
 
 def tune(connection: socket.socket) -> None:
-    """No waiting for more to send, large buffers, and a bound on each read."""
+    """No waiting for more to send, and large buffers."""
     connection.setblocking(True)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):
         connection.setsockopt(socket.SOL_SOCKET, buffer, SOCKET_BYTES)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", 0, int(ALONE_S * 1e6)))
 
 
 # A group's own messages on the connections that all groups of a process share: the channel in their keys.
@@ -406,22 +340,6 @@ def tune(connection: socket.socket) -> None:
 # `Collective(group, carrier=channel)`.
 
 KEY = struct.Struct("=8sq")
-# Of a message that is received once it is waited for: what comes before its receive was posted is copied once more.
-UNPOSTED_BYTES = 64 << 10
-
-
-class Unposted:
-    """A receive that is posted when it is waited for, or not at all where its message is the next to come."""
-
-    __slots__ = ("_key", "_peer", "_tensor", "_transport")
-    done = False
-
-    def __init__(self, transport: Transport, peer: int, key: bytes, tensor: Tensor) -> None:
-        self._transport, self._peer, self._key, self._tensor = transport, peer, key, tensor
-
-    def wait(self) -> None:
-        """Return when the message has come; raises LinkError naming the rank."""
-        self._transport.take(self._peer, self._key, self._tensor)
 
 
 class Channel:
@@ -439,12 +357,6 @@ class Channel:
     def recv(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Message:
         """Let the next one with this tag come to the one contiguous tensor."""
         return self.transport.receive(self.ranks[peer], self._key(tag), tensors[0])
-
-    def recv_when_awaited(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Message | Unposted:
-        """The same of a call that waits for each of its messages: a small one is not posted before."""
-        if tensors[0].nbytes > UNPOSTED_BYTES:
-            return self.recv(tensors, peer, tag)
-        return Unposted(self.transport, self.ranks[peer], self._key(tag), tensors[0])
 
     def _key(self, tag: int) -> bytes:
         return KEY.pack(self._name, tag)

@@ -1,9 +1,8 @@
 """The collectives of a process group over plain TCP, for tensors as torch hands them over: any layout, any operation.
 
 What is sent lies in one piece; a tensor that does not is copied there, and back if it is a result. Small sums go to
-rank 0 and back (rooted.py), larger ones straight from rank to rank (direct.py), the largest pair by pair
-(distlab/techniques/collectives/pairwise.py), all else straight from rank to rank too. One round and the fewest bytes,
-whatever the sizes: parts may differ in length.
+rank 0 and back (rooted.py), all else straight from rank to rank (direct.py): one round and the fewest bytes, whatever
+the sizes, for parts may differ in length.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from distlab.techniques.collectives import direct, pairwise, rooted
+from distlab.techniques.collectives import direct, rooted
 from distlab.techniques.collectives.by_hand import pick_over_tcp
 from distlab.techniques.collectives.point_to_point import Peers, Steps
 
@@ -66,7 +65,7 @@ def all_reduce(peers: Peers, tensor: Tensor, op: Any) -> Steps:
     with contiguous(tensor) as (piece,):
         name = pick_over_tcp("all_reduce", piece.nbytes, peers.world_size)
         if op in SUMS and peers.world_size > 1 and name != "server":
-            yield from (pairwise if name == "pairs" else direct).all_reduce(peers, piece)
+            yield from direct.all_reduce(peers, piece)
         else:
             yield from rooted.all_reduce(peers, piece, fold_of(op))
         average(peers, piece, op)
@@ -90,11 +89,8 @@ def reduce_scatter(peers: Peers, place: Tensor, parts: Sequence[Tensor], op: Any
     """Everyone's part r, summed, in rank r's `place`."""
     chunks = [flat(part) for part in parts]
     with contiguous(place) as (piece,):
-        name = pick_over_tcp("reduce_scatter", sum(chunk.nbytes for chunk in chunks), peers.world_size)
         if peers.world_size == 1:
             piece.copy_(chunks[0])
-        elif op in SUMS and name == "pairs":
-            yield from pairwise.sum_own(peers, chunks, piece)
         else:
             sent = yield from direct.sum_own(peers, chunks, piece, fold_of(op))
             yield from sent

@@ -1,7 +1,6 @@
 """The algorithms on up to 8 ranks of one process: sums, bytes to the formula, number of sends, and no deadlock."""
 
 from collections.abc import Callable
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -9,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from distlab.techniques.collectives import costs, pairwise
+from distlab.techniques.collectives import costs
 from distlab.techniques.collectives import costs as formulas
-from distlab.techniques.collectives.by_hand import ALGORITHMS, OVER_TCP, pick_over_tcp
+from distlab.techniques.collectives.by_hand import ALGORITHMS, pick_over_tcp
 from distlab.techniques.collectives.point_to_point import Peers, Steps, split
 from tests.techniques.collectives.fabric import Deadlock, Fabric
 
@@ -22,18 +21,13 @@ BYTES: dict[str, Callable[..., float]] = {
 }
 
 
-MODULES = {**ALGORITHMS, "pairs": pairwise}
-SENT_AS = {"pairs": "direct"}
-BLOCK_BYTES = 24  # so that 40 numbers are many blocks, the last of them short
-
-
 def given_to(world_size: int, length: int) -> list[Tensor]:
     return [torch.arange(length) + 100 * rank for rank in range(world_size)]
 
 
 def run(algorithm: str, op: str, world_size: int, length: int, late: bool) -> tuple[Fabric, list[Tensor], list[Tensor]]:
     """The fabric, every rank's tensor afterwards, and every rank's output."""
-    fabric, module = Fabric(world_size, late), MODULES[algorithm]
+    fabric, module = Fabric(world_size, late), ALGORITHMS[algorithm]
     tensors = given_to(world_size, length)
     if op == "all_gather":
         for rank, tensor in enumerate(tensors):
@@ -45,14 +39,13 @@ def run(algorithm: str, op: str, world_size: int, length: int, late: bool) -> tu
         arguments = [tensors[peers.rank], *([outputs[peers.rank]] if op == "reduce_scatter" else [])]
         yield from getattr(module, op)(peers, *arguments)
 
-    with patch.object(pairwise, "BLOCK_BYTES", BLOCK_BYTES):
-        fabric.run(steps)
+    fabric.run(steps)
     return fabric, tensors, outputs
 
 
 @settings(max_examples=300)
 @given(
-    st.sampled_from(sorted(MODULES)), st.sampled_from(sorted(BYTES)), st.integers(2, 8), st.integers(0, 40), st.booleans()
+    st.sampled_from(sorted(ALGORITHMS)), st.sampled_from(sorted(BYTES)), st.integers(2, 8), st.integers(0, 40), st.booleans()
 )  # fmt: skip
 def test_results_and_bytes(algorithm: str, op: str, world_size: int, length: int, late: bool) -> None:
     fabric, tensors, outputs = run(algorithm, op, world_size, length, late)
@@ -68,10 +61,7 @@ def test_results_and_bytes(algorithm: str, op: str, world_size: int, length: int
     else:
         whole = torch.cat([split(tensor, world_size)[rank] for rank, tensor in enumerate(everyone)])
         assert all(torch.equal(tensor, whole) for tensor in tensors)
-    predicted = [
-        BYTES[op](SENT_AS.get(algorithm, algorithm), world_size, 8 * length, rank, itemsize=8)
-        for rank in range(world_size)
-    ]
+    predicted = [BYTES[op](algorithm, world_size, 8 * length, rank, itemsize=8) for rank in range(world_size)]
     assert fabric.sent_bytes == predicted
 
 
@@ -95,10 +85,9 @@ def test_number_of_sends_of_an_all_reduce(algorithm: str, world_size: int, num_s
 @pytest.mark.parametrize("nbytes", [64 << 10, 3 << 20, 6 << 20])
 def test_number_of_sends_over_plain_tcp(world_size: int, nbytes: int) -> None:
     fabric, name = Fabric(world_size, late=False), pick_over_tcp("all_reduce", nbytes, world_size)
-    fabric.run(lambda peers: OVER_TCP[name].all_reduce(peers, torch.ones(nbytes // 8, dtype=torch.int64)))
+    fabric.run(lambda peers: ALGORITHMS[name].all_reduce(peers, torch.ones(nbytes // 8, dtype=torch.int64)))
     told = [costs.all_reduce_messages("tcp", world_size, nbytes, rank) for rank in range(world_size)]
     assert fabric.num_sends == told
-    assert (name == "pairs") == (world_size in (2, 4) and nbytes == 6 << 20)
 
 
 def test_scratch_memory_is_used_again() -> None:

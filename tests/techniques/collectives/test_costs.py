@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 
 from distlab.lab.measure.prediction import Prediction
 from distlab.lab.measure.traffic import Calls
-from distlab.techniques.collectives.by_hand import PAIRS_ABOVE_BYTES, SERVER_OVER_TCP_BYTES, Collective
+from distlab.techniques.collectives.by_hand import SERVER_OVER_TCP_BYTES, Collective
 from distlab.techniques.collectives.costs import (
     ALGORITHMS,
     FRAMES_BYTES,
-    TCP_PAIRS_BYTES,
     TCP_STAR_BYTES,
     algorithmic_factor,
     all_gather_bytes,
@@ -103,7 +102,6 @@ def test_plain_tcp_sends_the_least_in_the_mean_of_ranks(nbytes: int) -> None:
     assert sum(sent) == pytest.approx(4 * nbytes)
     assert (max(sent) > 1.4 * min(sent)) == (nbytes <= TCP_STAR_BYTES)
     assert SERVER_OVER_TCP_BYTES["all_reduce"] == TCP_STAR_BYTES
-    assert PAIRS_ABOVE_BYTES["all_reduce"] == TCP_PAIRS_BYTES
 
 
 def test_a_world_of_one_sends_nothing() -> None:

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import distlab
 from distlab.lab.measure.traffic import Calls
-from distlab.techniques.collectives.by_hand import OVER_TCP, PAIRS_ABOVE_BYTES, Collective
+from distlab.techniques.collectives.by_hand import ALGORITHMS, Collective
 from distlab.techniques.collectives.point_to_point import split
 from distlab.techniques.transport.process_group import TcpBackend
 from distlab.techniques.transport.tcp import Channel, LinkError
@@ -192,18 +192,6 @@ def test_some_ranks_wait_at_once_and_others_later(rank: int, world_size: int) ->
         assert torch.equal(own, torch.full((length,), world_size * (world_size + 1) / 2))
         assert torch.equal(given, torch.ones(length))
         assert [place.tolist() for place in places] == [[float(peer)] * length for peer in range(world_size)]
-
-
-@distlab.ranks(4, backend="tcp", timeout_s=60)
-def test_the_largest_sums_go_pair_by_pair(rank: int, world_size: int) -> None:
-    length = PAIRS_ABOVE_BYTES["reduce_scatter"] // 8 + 1  # so that parts alone would not say so
-    wanted, own = sum((numbers(length, each) for each in range(world_size)), torch.zeros(())), numbers(length, rank)
-    chunks = split(wanted, world_size)
-    dist.all_reduce(own)
-    torch.testing.assert_close(own, wanted, rtol=1e-12, atol=1e-12)
-    chunk, parts = torch.empty_like(chunks[rank]), split(numbers(length, rank), world_size)
-    dist.reduce_scatter(chunk, parts)
-    torch.testing.assert_close(chunk, chunks[rank], rtol=1e-12, atol=1e-12)
 
 
 @distlab.ranks(1, 2, 3, backend="tcp", timeout_s=60)
@@ -385,7 +373,7 @@ def test_collectives_by_hand_over_a_channel_beside_a_group_of_gloo(group: dist.P
     store = dist.PrefixStore("channel", dist.distributed_c10d._get_default_store())
     channel = TcpBackend("127.0.0.1", b"the key").channel(store, range(group.size()), rank, "by hand", 20)
     channel.transport.groups += 1
-    for name, length, op in product([*OVER_TCP, "auto"], LENGTHS, ("all_reduce", "reduce_scatter", "all_gather")):
+    for name, length, op in product([*ALGORITHMS, "auto"], LENGTHS, ("all_reduce", "reduce_scatter", "all_gather")):
         over_gloo = named(op, Collective(group, "ring"), numbers(length, rank))
         over_tcp = named(op, Collective(group, name, carrier=channel), numbers(length, rank))
         torch.testing.assert_close(over_tcp, over_gloo, rtol=1e-12, atol=1e-12, msg=f"{name} {op} {length}")
