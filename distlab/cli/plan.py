@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from distlab.lab.config import ConfigError
 from distlab.lab.config.settings import suggest
-from distlab.lab.report.reading import BrokenRecord, write_atomically
+from distlab.lab.report.reading import BrokenRecord
 from distlab.lab.report.table import on_terminal
 from distlab.tools.plan import job, score
 from distlab.tools.plan.advice import NF4_BYTES, plan
@@ -27,7 +27,6 @@ from distlab.tools.plan.gpu import LINK_SHARE, NODE_LINK_SHARE, Gpu, gpu_named, 
 from distlab.tools.plan.job import Job, Link, Savings, Weights
 from distlab.tools.plan.layout import Layout, given_layout, sharing
 from distlab.tools.plan.model import Shape, from_config, guessed, named, table
-from distlab.tools.plan.page import plan_page
 from distlab.tools.plan.step_time import AGAIN
 
 # The command line of the calculator: what can be said, what is taken if it is not, and every fault at once.
@@ -47,6 +46,10 @@ DTYPES = ("bf16", "fp8")
 BASES = {"bf16": 2.0, "nf4": NF4_BYTES}
 STAGES = ("0", "1", "2", "3")
 ASSUMED_GPU = "a100-80gb"
+GONE = {
+    "--page": " any more: --json has every number of the answer",
+    "--fit": " any more: python -m benchmarks.plan_fit writes gpus.json in a checkout",
+}
 
 
 class Parser(argparse.ArgumentParser):
@@ -114,9 +117,6 @@ def parser() -> Parser:
         optional: dict[str, Any] = {"nargs": "?", "const": "full"} if name == "recompute" else {}
         shown = f" [{default}]" if default else ""
         made.add_argument(f"--{name}", metavar="|".join(allowed), help=words + shown, **optional)
-    made.add_argument(
-        "--page", type=Path, metavar="FILE", help="write the answer as a page: memory, the step, the ranking"
-    )
     made.add_argument("--layout", metavar="tp8,pp16,dp64,cp1,ep1", help="what this one layout holds and takes")
     for name, words in SWITCHES:
         made.add_argument(f"--{name}", action="store_true", help=words)
@@ -136,7 +136,6 @@ SWITCHES = (
     ("see", "end with a run of this lab that shows the layout that is taken"),
     ("json", "print all of it as JSON"),
     ("score", "hold the planner to published runs: predicted, published, error, worst first; takes no other option"),
-    ("fit", "fit the shares of GPUs' peaks to published runs, and write them to the package's gpus.json"),
 )
 
 
@@ -160,10 +159,13 @@ def read_asked(arguments: Sequence[str] | None) -> Asked:
     """All that was asked; raises ConfigError with all faults at once."""
     made = parser()
     asked, unknown = made.parse_known_args(arguments)
-    if asked.score or asked.fit:
-        raise ConfigError(["--score and --fit each take no other option: they are of published runs, not of a model"])
+    if asked.score:
+        raise ConfigError(["--score takes no other option: it is of published runs, not of a model"])
     known = [name for action in made._actions for name in action.option_strings if name.startswith("--")]
-    faults = [f"{word} is not an option{suggest(word.split('=')[0], known)}" for word in unknown]
+    faults = [
+        f"{word} is not an option{GONE.get(word.split('=')[0]) or suggest(word.split('=')[0], known)}"
+        for word in unknown
+    ]
     values, words = _sizes(asked, faults), _words(asked, faults)
     model = _model(asked, values, faults)
     gpu = _gpu(asked, faults)
@@ -366,8 +368,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the answer; returns the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        if given in (["--score"], ["--fit"]):
-            print("\n".join(on_terminal(score.score_lines() if given == ["--score"] else score.fit())))
+        if given == ["--score"]:
+            print("\n".join(on_terminal(score.score_lines())))
             return 0
         asked = read_asked(given)
         switches = parser().parse_known_args(given)[0]
@@ -378,12 +380,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(f"refused    {fault}" for fault in error.faults))
         return 2
     priced = None if asked.layout is None else cost(asked.job, asked.layout)
-    if switches.page is not None:
-        try:
-            write_atomically(switches.page, [plan_page(asked.job, asked.told, chosen, priced, asked.tokens)])
-        except OSError as error:
-            print(f"refused    --page={str(switches.page)!r} cannot be written: {error.strerror}: another folder")
-            return 2
     if switches.json:
         print(json.dumps(as_json(asked.job, asked.told, chosen, priced, asked.tokens), indent=1, allow_nan=False))
         return 0

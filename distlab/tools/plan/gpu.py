@@ -1,7 +1,7 @@
 """GPUs on paper: peaks and links by data sheets, and what of them a training reaches, by published runs.
 
-gpus.json has both. The second part, `fitted`, is written by `distlab plan --fit` from at most five published runs a
-kind (distlab/tools/plan/score.py); a kind without published runs takes the shares of FALLBACK, and the answer says so.
+gpus.json has both. The second part, `fitted`, is written by `python -m benchmarks.plan_fit` from at most five published
+runs a kind; a kind without published runs takes the shares of FALLBACK, and the answer says so.
 """
 
 import json

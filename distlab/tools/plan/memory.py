@@ -150,26 +150,6 @@ def flying(job: Job, layout: Layout) -> float:
     return min(float(parts), p + (p - 1) / v)
 
 
-def stage_memory(job: Job, layout: Layout, stage: int) -> dict[str, float]:
-    """The same of a rank of one stage, of which the first L mod p have a layer more."""
-    p, shape, parts = layout.pipeline, job.shape, microbatches(job, layout)
-    if p == 1:
-        return memory_by_class(job, layout)
-    depth = shape.layers // p + (stage < shape.layers % p)
-    ends = min(job.num_parameters, shape.vocabulary * shape.width) / layout.tensor
-    fullest, in_layers = own_parameters(job, layout), (own_parameters(job, layout) - ends) / layers(job, layout)
-    own = in_layers * depth + (ends if stage in (0, p - 1) else 0.0)
-    found = {name: nbytes * own / fullest for name, nbytes in at_rest(job, layout).items()}
-    again = layer_bytes(job, layout) if job.recompute in ("half", "full") else 0.0
-    name = "1f1b" if layout.chunks == 1 else "interleaved"
-    ahead = in_flight(name, p, parts, stage, layout.chunks) / layout.chunks
-    return found | {
-        "gathered": gathered_bytes(job, layout) * depth / layers(job, layout),
-        "activations": kept_bytes(job, layout) * depth * ahead + again,
-        "logits": logits_bytes(job, layout) if stage == p - 1 else 0.0,
-    }
-
-
 def kept_bytes(job: Job, layout: Layout) -> float:
     """What stays of one layer and microbatch until its backward pass."""
     whole = layer_bytes(job, layout)

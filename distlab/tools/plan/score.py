@@ -1,27 +1,23 @@
 """The planner held to published runs: what it predicts of each row of published.json beside what was measured.
 
-`distlab plan --score` prints it. The shares of a GPU's peaks in gpus.json are fitted by `distlab plan --fit` on the rows
-that published.json names, at most five a kind of GPU, never on those that its rule keeps out.
+`distlab plan --score` prints it. The shares of a GPU's peaks in gpus.json are fitted by `python -m benchmarks.plan_fit` on the
+rows that published.json names, at most five a kind of GPU, never on those that its rule keeps out.
 """
 
-import itertools
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 
 import msgspec
 
-from distlab.lab.config import ConfigError
-from distlab.lab.report.reading import write_atomically
 from distlab.lab.report.table import aligned
 from distlab.lab.report.units import human_bytes, three_digits
 from distlab.tools.plan import gpu as gpus
 from distlab.tools.plan.costs import cost
-from distlab.tools.plan.gpu import Shares, gpu_named, tables
+from distlab.tools.plan.gpu import gpu_named, tables
 from distlab.tools.plan.job import Job, Link, Weights
 from distlab.tools.plan.layout import Layout
 from distlab.tools.plan.model import Shape
@@ -176,53 +172,3 @@ def summary(name: str, found: Sequence[Compared], near: float) -> str:
         f"{name:<21}{len(errors)} rows: median error {median(errors):.1%}, {within} ({within / len(errors):.0%}) within"
         f" {near:.0%}, worst {max((each.error for each in found), key=abs):+.0%}"
     )
-
-
-# The fit.
-
-GRID = (
-    [share / 100 for share in range(30, 96)],  # of products
-    [share / 100 for share in range(10, 81, 5)],  # of attention
-    [share / 100 for share in range(40, 91, 10)],  # of memory
-)
-
-
-def fitted_shares(rows: Sequence[Row]) -> Shares:
-    """Of all shares on the grid those with the least mean square of logarithms of predicted over measured steps.
-
-    Attention reaches no more of the peak than large products do, which keeps few rows from saying otherwise."""
-
-    def off(shares: Shares) -> float:
-        return mean(
-            math.log(cost(replace(job, gpu=replace(job.gpu, shares=shares)), layout).step_s / measured) ** 2
-            for job, layout, measured in jobs
-        )
-
-    jobs = [(*asked(row), row.step_s) for row in rows if row.step_s is not None]
-    return min((Shares(*each) for each in itertools.product(*GRID) if each[1] <= each[0]), key=off)
-
-
-def fit(path: Path = gpus.TABLE) -> list[str]:
-    """Fit every kind that published.json names rows for, write gpus.json, and say what was found; raises ConfigError
-    where it can't be written."""
-    found = json.loads(path.read_text())
-    rows = {row.name: row for row in published().rows}
-    said = []
-    for kind, names in published().fit.items():
-        shares = fitted_shares([rows[name] for name in names])
-        found["fitted"][kind] = {
-            "matrix_share": shares.matrix, "attention_share": shares.attention, "memory_share": shares.memory, "rows": names,
-        }  # fmt: skip
-        said.append(
-            f"{kind}: products {shares.matrix:.0%}, attention {shares.attention:.0%} of the peak, memory"
-            f" {shares.memory:.0%} of its rate, by {len(names)} rows"
-        )
-    parts = [
-        f' "{part}": {{\n' + ",\n".join(f'  "{name}": {json.dumps(row)}' for name, row in found[part].items()) + "\n }"
-        for part in ("gpus", "fitted")
-    ]
-    try:
-        write_atomically(path, ["{\n" + ",\n".join(parts) + "\n}\n"])
-    except OSError as error:
-        raise ConfigError([f"--fit cannot write {path}: {error.strerror}: run it in a checkout"]) from None
-    return said

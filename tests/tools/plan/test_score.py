@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks import plan_fit
 from distlab.cli.plan import main
-from distlab.lab.config import ConfigError
-from distlab.tools.plan import gpu, score
+from distlab.tools.plan import gpu
 from distlab.tools.plan.costs import cost
 from distlab.tools.plan.gpu import Shares, tables
 from distlab.tools.plan.score import (
@@ -94,11 +94,11 @@ def test_a_third_of_the_rows_is_in_no_fit_and_no_kind_has_more_than_five() -> No
 def test_shares_that_were_fitted_are_those_of_the_file() -> None:
     """Of one kind, whose rows are few."""
     rows = [row for row in published().rows if row.name in published().fit["H200"]]
-    assert score.fitted_shares(rows) == gpu.shares_of("H200")
+    assert plan_fit.fitted_shares(rows) == gpu.shares_of("H200")
 
 
 def test_a_fit_finds_the_shares_that_made_its_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(score, "GRID", ([0.5, 0.6, 0.7], [0.2, 0.3], [0.5, 0.8]))
+    monkeypatch.setattr(plan_fit, "GRID", ([0.5, 0.6, 0.7], [0.2, 0.3], [0.5, 0.8]))
     rows = [row for row in published().rows if row.name in published().fit["A100"]]
     made = []
     for row in rows:
@@ -109,10 +109,10 @@ def test_a_fit_finds_the_shares_that_made_its_rows(monkeypatch: pytest.MonkeyPat
                 **{name: getattr(row, name) for name in row.__struct_fields__} | {"step_s": cost(job, layout).step_s}
             )
         )
-    assert score.fitted_shares(made) == Shares(0.6, 0.2, 0.8)
+    assert plan_fit.fitted_shares(made) == Shares(0.6, 0.2, 0.8)
     path = tmp_path / "gpus.json"
     copyfile(gpu.TABLE, path)
-    said = score.fit(path)
+    said = plan_fit.fit(path)
     assert len(said) == 4 and said[0].startswith("A100: products ") and "by 5 rows" in said[0]
     assert [each.name for each in tmp_path.iterdir()] == ["gpus.json"]
 
@@ -127,20 +127,7 @@ def test_the_score_is_printed_worst_first(capsys: pytest.CaptureFixture[str]) ->
     assert len(errors) == len(steps()) and sizes[0] > 40 > sizes[len(sizes) // 2]
     assert "step, all rows" in printed and "memory, SimuMax" in printed
     assert main(["--params", "7B", "--gpus", "64", "--gpu", "h100", "--score"]) == 2
-    assert "take no other option" in capsys.readouterr().out
-
-
-def test_a_table_that_cannot_be_written_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(score, "GRID", ([0.6], [0.2], [0.8]))
-    path = tmp_path / "gpus.json"
-    copyfile(gpu.TABLE, path)
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(score, "write_atomically", full)
-    with pytest.raises(ConfigError, match="No space left on device: run it in a checkout"):
-        score.fit(path)
+    assert "takes no other option" in capsys.readouterr().out
 
 
 def test_the_page_compares_estimators_with_what_the_planner_says() -> None:
