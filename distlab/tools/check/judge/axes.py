@@ -1,4 +1,4 @@
-"""What ranks along one axis of a device mesh should hold alike, or each for itself: rank 0 compares what they tell."""
+"""What ranks along one axis of a device mesh should hold alike, or each for itself: copies, samples, norms, dropout."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -6,23 +6,24 @@ from math import prod
 from typing import Any
 
 from distlab.lab.cluster import name_ranks
-from distlab.tools.check.judge.rank_state import DATA, DROPOUT, REPLICAS, Finding, RankState, ranks_do, typed
-
-# Dropout inside a tensor-parallel group: ranks that hold the same activations have to drop the same of them.
-#
-# Which ranks those are the script's own device mesh says, by an axis called tp, or LAB_MESH. Where activations differ
-# they are cut, and there each rank has to draw its own: so ranks are compared only where their inputs are equal.
+from distlab.tools.check.judge.fault import At, Fault, Table, all_of, and_more, at
+from distlab.tools.check.judge.rank_state import DROPOUT, REPLICAS, Finding, RankState, typed
 
 AXIS = "tp"
 
 
-class Dropouts:
-    """The first dropouts of all ranks: the state of the random generator before, and the checksum of the input."""
+class Dropouts(Fault):
+    """Dropout inside a tensor-parallel group: ranks that hold the same activations have to drop the same of them.
+
+    Which ranks those are the script's own device mesh says, by an axis called tp, or LAB_MESH. Where activations
+    differ they are cut, and there each rank has to draw its own: so ranks are compared only where their inputs are
+    equal.
+    """
 
     def __init__(self, world_size: int, mesh: Sequence[tuple[str, int]]) -> None:
         sizes = [size for _, size in mesh]
         self._groups = groups_of(AXIS, [name for name, _ in mesh], sizes, list(range(world_size)))
-        self._seen: dict[int, dict[int, tuple[int, int, str]]] = defaultdict(dict)
+        self._seen: dict[int, dict[int, tuple[int, int, str]]] = defaultdict(dict)  # random state, input, line
 
     def take_mesh(self, case: RankState, names: list[str], ranks: Any) -> None:  # noqa: ARG002
         """A device mesh of the script's, as nested lists of ranks."""
@@ -34,12 +35,10 @@ class Dropouts:
         typed(numbers, [int] * len(numbers))
         self._groups = self._groups or groups_of(AXIS, names, sizes, numbers)
 
-    def take(self, case: RankState, index: int, state: int, given: int, place: int) -> None:
-        """One dropout of one rank."""
+    def take_dropout(self, case: RankState, index: int, state: int, given: int, place: int) -> None:
         self._seen[index][case.rank] = state, given, case.place(place).line
 
-    def apart(self) -> Iterator[Finding]:
-        """Groups whose ranks drop others of the same activations."""
+    def findings(self) -> Iterator[Finding]:
         for ranks in self._groups:
             for index, seen in sorted(self._seen.items()):
                 here = [seen[rank] for rank in ranks if rank in seen]
@@ -68,59 +67,39 @@ def flat(nested: Any) -> list[int]:
     return [number for each in nested for number in flat(each)] if isinstance(nested, list) else [nested]
 
 
-def ranks_along(case: RankState, ranks: list[Any]) -> tuple[int, ...]:
-    """These ranks, of which the one that tells is one; raises ValueError otherwise."""
-    typed(ranks, [int] * len(ranks))
-    if case.rank not in ranks or not all(0 <= rank < case.world_size for rank in ranks):
-        raise ValueError(f"the ranks {ranks} told by rank {case.rank} of {case.world_size}")
-    return tuple(ranks)
-
-
-# What comes again and again is known by its line and its number there: a rank may do more of it alone at other lines.
-
-At = tuple[str, str, int]  # a line, the lines that called it, and how often it was reached before
-
-
-def at(case: RankState, place: int, turn: int) -> At:
-    found = case.place(place)
-    return found.line, found.callers, turn
-
-
 # Copies that a DTensor declares: along an axis on which it is replicated, ranks hold the same bits.
 #
 # The last step that all told decides, and those before it say since when: a script may bring ranks together again.
 # Rounding is let pass, which other machines do in another way: norms that differ by less than one part in 100,000.
 
-Along = tuple[str, tuple[int, ...]]  # the name of an axis, and the ranks along it
 Held = tuple[int, float]  # the bits of a tensor as a checksum, and its norm
 ROUNDING = 1e-5
 END = -1  # in the place of a step
 
 
-class Copies:
-    """What ranks hold of replicated parameters, and of tensors that `DTensor.from_local` was told are replicated."""
+class Copies(Fault):
+    """Replicated parameters, and tensors that `DTensor.from_local` was told are replicated."""
 
     def __init__(self) -> None:
-        self._held: dict[Along, dict[int, dict[int, dict[str, Held]]]] = defaultdict(lambda: defaultdict(dict))
-        self._declared: dict[Along, dict[At, dict[int, Held]]] = defaultdict(lambda: defaultdict(dict))
+        self._held: Table[str, int, dict[str, Held]] = Table()
+        self._declared: Table[str, At, Held] = Table()
 
-    def take(self, case: RankState, step: int, axis: str, ranks: list[int], held: list[list[Any]]) -> None:
+    def take_copies(self, case: RankState, step: int, axis: str, ranks: list[int], held: list[list[Any]]) -> None:
         for each in held:
             typed(each, [str, int, float])
-        found = {name: (bits, float(norm)) for name, bits, norm in held}
-        self._held[axis, ranks_along(case, ranks)][step][case.rank] = found
+        self._held.put(case, axis, ranks, step, {name: (bits, float(norm)) for name, bits, norm in held})
 
     def take_declared(
         self, case: RankState, turn: int, axis: str, ranks: list[int], bits: int, norm: float, place: int
     ) -> None:
-        self._declared[axis, ranks_along(case, ranks)][at(case, place, turn)][case.rank] = bits, float(norm)
+        self._declared.put(case, axis, ranks, at(case, place, turn), (bits, float(norm)))
 
-    def apart(self) -> Iterator[Finding]:
+    def findings(self) -> Iterator[Finding]:
         yield from self._parameters_apart()
         told: set[str] = set()
-        for (axis, ranks), turns in sorted(self._declared.items()):
+        for axis, ranks, turns in self._declared.whole():
             for (line, _, turn), seen in turns.items():
-                if line not in told and set(seen) == set(ranks) and differ(list(seen.values())):
+                if line not in told and differ(list(seen.values())):
                     told.add(line)
                     sentence = (
                         f"{name_ranks(ranks)}, one group along the axis {axis}, have other values at {line} (call"
@@ -132,21 +111,19 @@ class Copies:
     def _parameters_apart(self) -> Iterator[Finding]:
         """Of each axis one sentence, whatever number of groups it has."""
         found: dict[tuple[str, str], list[tuple[int, ...]]] = defaultdict(list)
-        for (axis, ranks), by_step in self._held.items():
-            whole = {step: seen for step, seen in by_step.items() if set(seen) == set(ranks)}
-            if not whole or not (names := names_apart(whole[END if END in whole else max(whole)])):
+        for axis, ranks, whole in self._held.whole():
+            if not (names := names_apart(whole[END if END in whole else max(whole)])):
                 continue
             since = min((step for step in whole if step > 0 and names_apart(whole[step])), default=0)
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             when = f", since step {since}{' or before' if since > 1 else ''}" if since else ""
-            found[axis, f"{names[0]}{more}{when}"].append(ranks)
+            found[axis, f"{and_more(names)}{when}"].append(ranks)
         for (axis, which), groups in sorted(found.items()):
             sentence = (
                 f"replicas differ along the axis {axis}: {', '.join(map(name_ranks, sorted(groups)))} hold other values"
                 f" of {which}; the parameters are declared Replicate along it, and what averages gradients keeps a"
                 f" difference: begin with one seed, or one checkpoint, on all ranks of the axis {axis}"
             )
-            yield Finding(REPLICAS, sentence, tuple(sorted(rank for group in groups for rank in group)))
+            yield Finding(REPLICAS, sentence, all_of(groups))
 
 
 def names_apart(seen: dict[int, dict[str, Held]]) -> list[str]:
@@ -163,145 +140,7 @@ def differ(held: Sequence[Held]) -> bool:
     return len({bits for bits, _ in held}) > 1 and max(norms) - min(norms) > ROUNDING * max(norms)
 
 
-# Ranks along a data-parallel axis that are given the same samples.
-#
-# Of FullyShardedDataParallel and fully_shard the first inputs of a step are compared. Where a script sums gradients by
-# itself, nobody knows which inputs belong to them: there the gradients that go into the sum are, which differ wherever
-# ranks have other samples, or other parts of one sample.
-
-ENOUGH_STEPS = 2  # in which ranks are alike; and not with the same input each time, which would be a constant
-
-
-class Shares:
-    """First inputs of steps along axes, and what went into sums of gradients."""
-
-    def __init__(self) -> None:
-        self._given: dict[Along, dict[int, dict[int, int]]] = defaultdict(lambda: defaultdict(dict))
-        self._lines: dict[Along, str] = {}
-
-    def take(self, case: RankState, step: int, axis: str, ranks: list[int], found: int, place: int) -> None:
-        self._add((f"the axis {axis}", ranks_along(case, ranks)), step, case, found, place)
-
-    def take_summands(self, case: RankState, step: int, group: int, found: int, place: int) -> None:
-        self._add(("", case.group(group).ranks), step, case, found, place)
-
-    def _add(self, along: Along, step: int, case: RankState, found: int, place: int) -> None:
-        self._given[along][step][case.rank] = found
-        self._lines[along] = case.place(place).line
-
-    def alike(self) -> Iterator[Finding]:
-        """Of each axis one sentence, whatever number of groups it has."""
-        found: dict[tuple[str, str, int], list[tuple[int, ...]]] = defaultdict(list)
-        for (axis, ranks), by_step in self._given.items():
-            same = [set(seen.values()) for seen in by_step.values() if set(seen) == set(ranks)]
-            alike = [each for each in same if len(each) == 1]
-            if len(ranks) > 1 and len(alike) == len(same) >= ENOUGH_STEPS and len(set.union(*alike)) > 1:
-                found[axis, self._lines[axis, ranks], len(alike)].append(ranks)
-        for (axis, line, steps), groups in sorted(found.items()):
-            who = ", and ".join(map(name_ranks, sorted(groups)))
-            if axis:
-                which = f"along {axis} train on the same data at {line}: the inputs of their first {steps} steps"
-            else:
-                which = (
-                    f"train on the same data: the gradients that go into their sum at {line} in the first {steps} steps"
-                )
-            sentence = (
-                f"{who} {which} are equal to the bit, so each sample counts as often as there are ranks; give the"
-                " loader a DistributedSampler, or seed what draws the samples by the rank"
-            )
-            yield Finding(DATA, sentence, tuple(sorted(rank for group in groups for rank in group)))
-
-
-# Permutations that ranks have to draw alike, to take other parts of them.
-
-
-class Draws:
-    """Passes over a DistributedSampler, and what random_split gave."""
-
-    def __init__(self, world_size: int) -> None:
-        self._world_size = world_size
-        self._drawn: dict[At, dict[int, tuple[int, int, int, int, int]]] = defaultdict(dict)
-        self._splits: dict[At, dict[int, tuple[tuple[int, ...], int]]] = defaultdict(dict)
-
-    def take(
-        self, case: RankState, turn: int, seed: int, epoch: int, subset: int, size: int, replicas: int, place: int
-    ) -> None:
-        self._drawn[at(case, place, turn)][case.rank] = seed, epoch, subset, size, replicas
-
-    def take_split(self, case: RankState, turn: int, sizes: list[int], found: int, place: int) -> None:
-        typed(sizes, [int] * len(sizes))
-        self._splits[at(case, place, turn)][case.rank] = tuple(sizes), found
-
-    def apart(self) -> Iterator[Finding]:
-        """The first pass in which ranks draw from other permutations."""
-        for (line, _, turn), seen in self._drawn.items():
-            if len(seen) < self._world_size or len({each[3:] for each in seen.values()}) > 1:
-                continue  # other data sets, or other passes
-            first = min(seen)
-            for index, (what, remedy) in enumerate(SAMPLING):
-                odd = [rank for rank in sorted(seen) if seen[rank][index] != seen[first][index]]
-                if odd:
-                    values = f" ({seen[odd[0]][index]}, and {seen[first][index]} on rank {first})" if index < 2 else ""
-                    sentence = (
-                        f"{ranks_do(odd, 'draw')} from another permutation in pass {turn} over a DistributedSampler at"
-                        f" {line}: {what}{values}; some samples come twice and some never; {remedy}"
-                    )
-                    yield Finding(DATA, sentence, tuple(odd))
-                    return
-
-    def questions(self) -> Iterator[str]:
-        for (line, _, _), seen in self._splits.items():
-            sizes, found = zip(*seen.values(), strict=True)
-            if len(seen) == self._world_size and len(set(sizes)) == 1 and len(set(found)) > 1:
-                yield (
-                    f"is it meant that random_split at {line} gives each rank another permutation? What one rank"
-                    " validates with, others train on: give it generator=torch.Generator().manual_seed(n)"
-                )
-                return
-
-
-SAMPLING = (
-    ("it has another seed", "give the sampler of all ranks one seed"),
-    ("it is in another epoch", "call set_epoch(epoch) on all ranks"),
-    (
-        "its data set is another Subset",
-        "seed the split of the data set alike: generator=torch.Generator().manual_seed(n)",
-    ),
-)
-
-
-# Norms of gradients that are cut over ranks: each rank's own is not the norm.
-
 NEAR = 1e-4  # relative
-
-
-class Norms:
-    """What clip_grad_norm_ has returned for gradients that are cut over ranks, and the norm that it cuts to."""
-
-    def __init__(self) -> None:
-        self._norms: dict[tuple[tuple[int, ...], At], dict[int, tuple[float, float, str]]] = defaultdict(dict)
-
-    def take(self, case: RankState, turn: int, norm: float, most: float, ranks: list[int], by: str, place: int) -> None:
-        if ranks:
-            self._norms[ranks_along(case, ranks), at(case, place, turn)][case.rank] = float(norm), float(most), by
-
-    def apart(self) -> Iterator[Finding]:
-        told: set[str] = set()
-        for (ranks, (line, _, _)), seen in sorted(self._norms.items()):
-            norms = [each[0] for each in seen.values()]
-            scaled = any(norm > most for norm, most, _ in seen.values())
-            differ = max(norms) - min(norms) > NEAR * max(norms)
-            if line not in told and set(seen) == set(ranks) and differ and scaled:
-                told.add(line)
-                listed = ", ".join(f"{each[0]:.4g} on rank {rank}" for rank, each in sorted(seen.items()))
-                part, remedy = CUT.get(seen[ranks[0]][2], CUT[""])
-                sentence = (
-                    f"clip_grad_norm_ at {line} gives {listed}: each rank has the norm of its own {part}, so {part}s"
-                    f" are scaled by other factors; {remedy}"
-                )
-                yield Finding(REPLICAS, sentence, ranks)
-
-
 BY_HAND = (
     "all_reduce the squares of these norms over the group, and scale by the root of their sum"
     " (torch.nn.utils.clip_grads_with_norm_)"
@@ -313,58 +152,80 @@ CUT = {  # what a rank has, and what to do, by what cuts the gradients
 }
 
 
-# Tensor parallelism by hand: ranks sum their parts of an activation, which are of one batch, or mean nothing.
-
-
-class Parts:
-    """The first inputs of ranks that sum activations over a group in which nobody averages gradients."""
+class Norms(Fault):
+    """What clip_grad_norm_ has returned for gradients that are cut over ranks, and the norm that it cuts to: each
+    rank's own is not the norm."""
 
     def __init__(self) -> None:
-        self._inputs: dict[tuple[int, ...], dict[int, dict[int, int]]] = defaultdict(lambda: defaultdict(dict))
-        self._lines: dict[tuple[int, ...], str] = {}
+        self._told: Table[str, At, tuple[float, float, str]] = Table()
 
-    def take(self, case: RankState, step: int, group: int, found: int, place: int) -> None:
-        ranks = case.group(group).ranks
-        self._inputs[ranks][step][case.rank] = found
-        self._lines[ranks] = case.place(place).line
+    def take_clipped(
+        self, case: RankState, turn: int, norm: float, most: float, ranks: list[int], by: str, place: int
+    ) -> None:
+        if ranks:
+            self._told.put(case, "", ranks, at(case, place, turn), (float(norm), float(most), by))
 
-    def apart(self) -> Iterator[Finding]:
-        for ranks, by_step in self._inputs.items():
-            whole = [set(seen.values()) for seen in by_step.values() if set(seen) == set(ranks)]
-            if len(whole) >= ENOUGH_STEPS and all(len(each) > 1 for each in whole):
+    def findings(self) -> Iterator[Finding]:
+        told: set[str] = set()
+        for _, ranks, turns in self._told.whole():
+            for (line, _, _), seen in turns.items():
+                norms = [norm for norm, _, _ in seen.values()]
+                scaled = any(norm > most for norm, most, _ in seen.values())
+                if line in told or not scaled or max(norms) - min(norms) <= NEAR * max(norms):
+                    continue
+                told.add(line)
+                listed = ", ".join(f"{each[0]:.4g} on rank {rank}" for rank, each in sorted(seen.items()))
+                part, remedy = CUT.get(seen[ranks[0]][2], CUT[""])
                 sentence = (
-                    f"{name_ranks(ranks)} sum their parts of an activation at {self._lines[ranks]} (tensor"
-                    f" parallelism), and have other samples: the inputs of their first {len(whole)} steps differ; give"
+                    f"clip_grad_norm_ at {line} gives {listed}: each rank has the norm of its own {part}, so {part}s"
+                    f" are scaled by other factors; {remedy}"
+                )
+                yield Finding(REPLICAS, sentence, ranks)
+
+
+ENOUGH_STEPS = 2
+
+
+class Parts(Fault):
+    """Tensor parallelism by hand: the first inputs of ranks that sum their parts of an activation, which are of one
+    batch, or mean nothing. In such a group nobody averages gradients."""
+
+    def __init__(self) -> None:
+        self._told: Table[str, int, int] = Table()
+
+    def take_entered(self, case: RankState, step: int, group: int, found: int, place: int) -> None:
+        self._told.put(case, "", case.group(group).ranks, step, found, place)
+
+    def findings(self) -> Iterator[Finding]:
+        for _, ranks, turns in self._told.whole():
+            if len(turns) >= ENOUGH_STEPS and all(len(set(seen.values())) > 1 for seen in turns.values()):
+                sentence = (
+                    f"{name_ranks(ranks)} sum their parts of an activation at {self._told.lines['', ranks]} (tensor"
+                    f" parallelism), and have other samples: the inputs of their first {len(turns)} steps differ; give"
                     " all ranks of that group the same samples, or broadcast those of one"
                 )
                 yield Finding(REPLICAS, sentence, ranks)
 
 
-# Weights that FSDP cuts: it takes each rank's part of that rank's own model.
-
-
-class Begun:
-    """The weights of each rank where FSDP took them, and nothing was loaded until the first forward pass."""
+class Begun(Fault):
+    """The weights of each rank where FSDP took its part of that rank's own model, and nothing was loaded until the
+    first forward pass."""
 
     def __init__(self) -> None:
-        self._sums: dict[tuple[int, tuple[int, ...]], dict[int, dict[str, int]]] = defaultdict(dict)
-        self._lines: dict[tuple[int, tuple[int, ...]], str] = {}
+        self._told: Table[int, int, dict[str, int]] = Table()
 
-    def take(self, case: RankState, turn: int, ranks: list[int], sums: list[list[Any]], place: int) -> None:
-        key = turn, ranks_along(case, ranks)
-        self._sums[key][case.rank] = {str(name): int(found) for name, found in sums}
-        self._lines[key] = case.place(place).line
+    def take_taken(self, case: RankState, turn: int, ranks: list[int], sums: list[list[Any]], place: int) -> None:
+        self._told.put(case, turn, ranks, 0, {str(name): int(found) for name, found in sums}, place)
 
     def questions(self) -> Iterator[str]:
-        for (turn, ranks), seen in sorted(self._sums.items()):
-            first = seen.get(ranks[0], {})
-            names = [name for name in first if len({each.get(name) for each in seen.values()}) > 1]
-            if names and set(seen) == set(ranks):
-                more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        for turn, ranks, turns in self._told.whole():
+            seen = turns[0]
+            names = [name for name in seen[ranks[0]] if len({each.get(name) for each in seen.values()}) > 1]
+            if names:
                 yield (
-                    f"is it meant that {name_ranks(ranks)} have other weights ({names[0]}{more}) where FSDP takes them"
-                    f" at {self._lines[turn, ranks]}? Each keeps its own rank's part: seed or load them on all ranks"
-                    " alike, or send rank 0's to all (sync_module_states=True; set_model_state_dict with"
+                    f"is it meant that {name_ranks(ranks)} have other weights ({and_more(names)}) where FSDP takes them"
+                    f" at {self._told.lines[turn, ranks]}? Each keeps its own rank's part: seed or load them on all"
+                    " ranks alike, or send rank 0's to all (sync_module_states=True; set_model_state_dict with"
                     " broadcast_from_rank0)"
                 )
                 return

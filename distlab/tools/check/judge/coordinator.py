@@ -58,7 +58,15 @@ class Doctor:
     def take(self, rank: int, lines: Sequence[bytes], time_s: float) -> None:
         for line in lines:
             with self._dropping(rank):
-                self.cases[rank].take(json.loads(line), time_s)
+                told = json.loads(line)
+                if not self.cases[rank].take(told, time_s):
+                    self._take_fact(self.cases[rank], told)
+
+    def _take_fact(self, case: RankState, fact: list[Any]) -> None:
+        if fact[0] in ("changed", "unrecorded"):
+            self._tell_change(fact, case.rank)
+        self._take_proof(fact)
+        self.findings += self.quiet.take(case, fact)
 
     @contextmanager
     def _dropping(self, rank: int) -> Iterator[None]:
@@ -72,14 +80,6 @@ class Doctor:
 
     def look(self, now: float) -> None:
         """Compare what has come; `over` and `findings` say what became of it."""
-        for case in self.cases:
-            facts, case.facts = case.facts, []
-            for fact in facts:
-                with self._dropping(case.rank):
-                    if fact[0] in ("changed", "unrecorded"):
-                        self._tell_change(fact, case.rank)
-                    self._take_proof(fact)
-                    self.findings += self.quiet.take(case, fact)
         if self.refused:
             self.over = True
             return
@@ -104,7 +104,7 @@ class Doctor:
                 self.findings.append(stands)
                 self._suspect(now)
         if self.over:
-            self.findings += [*self.matching.mismatches(self.cases), *self.quiet.handles()]
+            self.findings += [*self.matching.mismatches(self.cases), *self.quiet.handles.findings()]
             known = bool(self.lost) or any(finding.ends for finding in self.findings)
             self.findings += failures(self.cases, self.matching, self.lost, self._at_limit, explained=known)
 

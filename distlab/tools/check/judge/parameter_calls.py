@@ -9,12 +9,13 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from distlab.lab.cluster import name_ranks
+from distlab.tools.check.judge.fault import Fault
 from distlab.tools.check.judge.rank_state import MATCH, Call, Finding, GroupKey, RankState, call_text, group_words
 
 Line = tuple[GroupKey, str]  # a line of the script, and the group of its calls
 
 
-class ParameterCalls:
+class ParameterCalls(Fault):
     """The first calls of each line in which ranks differ."""
 
     def __init__(self) -> None:
@@ -22,7 +23,7 @@ class ParameterCalls:
         self._alike: set[Line] = set()  # lines whose calls have given all ranks' same parameter
         self._apart: dict[Line, dict[int, Call]] = {}
 
-    def take_names(self, case: RankState, names: list[str]) -> None:
+    def take_parameters(self, case: RankState, names: list[str]) -> None:
         self._names[case.rank] |= {str(name) for name in names}
 
     def take(self, met: dict[int, Call]) -> None:

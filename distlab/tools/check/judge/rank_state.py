@@ -137,7 +137,6 @@ class RankState:
     open: dict[int, Call] = field(default_factory=dict)
     last: Call | None = None
     waits: dict[int, Wait] = field(default_factory=dict)  # by thread
-    facts: list[list[Any]] = field(default_factory=list)  # what is no call, since it was last taken away
     raised: Raised | None = None
     exit_code: int | None = None  # the script has ended
     gone: int | None = None  # its process is gone, with this exit code
@@ -169,16 +168,16 @@ class RankState:
         self._turns: dict[Any, int] = {}
         self._looked: tuple[float, float, float] | None = None
 
-    def take(self, told: list[Any], now: float) -> None:
-        """One line that the rank told, at `now`; raises an exception of any kind where it is not as it is written."""
+    def take(self, told: list[Any], now: float) -> bool:
+        """One line that the rank told, at `now`: whether it is of its state, and no fact for a fault. Raises an
+        exception of any kind where it is not as it is written."""
         kind, *values = told
         if kind not in ("look", "stacks"):
             self.moved_at = now
         handler = getattr(self, f"_take_{kind}", None)
         if handler is not None:
             handler(*typed(values, list(get_type_hints(handler).values())[:-1]))
-        else:
-            self.facts.append(told)
+        return handler is not None
 
     def _take_place(
         self, number: int, line: str, below: str, file: str, typed: str = "", called_by: str = "", callers: str = "",
@@ -227,26 +226,6 @@ class RankState:
             self._take_end(number, at_s)
             self._known.pop(number, None)
         self.waits.pop(thread, None)
-
-    def _take_unwaited(self, number: int) -> None:
-        if number in self._known:
-            self.facts.append(["unwaited", self._known[number]])
-
-    def _take_written(self, number: int, place: int) -> None:
-        if number in self._known:
-            self.facts.append(["written", self._known[number], self._places[place]])
-
-    def _take_strided(self, number: int, shape: list[int], strides: list[int], wrong: bool) -> None:
-        typed([*shape, *strides], [int] * len(shape + strides))
-        if len(shape) != len(strides):
-            raise ValueError(f"{len(strides)} strides of {len(shape)} dimensions")
-        if number in self._known:
-            self.facts.append(["strided", self._known[number], shape, strides, wrong])
-
-    def _take_summed(self, number: int, before: float, size: float, after: float, place: int) -> None:
-        if number in self._known:
-            values = float(before), float(size), float(after)
-            self.facts.append(["summed", self._known[number], *values, self._places[place]])
 
     def _take_enter(self, name: str, what: list[Any], place: int, thread: int, at_s: float) -> None:
         world = tuple(range(self.world_size))
@@ -337,6 +316,10 @@ class RankState:
 
     def place(self, number: int) -> CallPlace:
         return self._places[number]
+
+    def known_call(self, number: int) -> Call | None:
+        """A call whose handle may still be spoken of."""
+        return self._known.get(number)
 
     def group(self, number: int) -> GroupKey:
         return self._groups[number]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distlab.lab.cluster import name_ranks
+from distlab.tools.check.judge.fault import Fault
 from distlab.tools.check.judge.rank_state import MATCH, REPLICAS, Finding, RankState
 
 Which = tuple[str, tuple[int, ...]]  # what holds the parameters, and on which ranks
@@ -25,7 +26,7 @@ Sums = dict[int, dict[int, dict[str, int]]]  # checksums by step, rank and name
 
 
 @dataclass
-class Fault:
+class Unaveraged:
     """What lets gradients arise without an average, at its first steps."""
 
     kind: str
@@ -50,15 +51,16 @@ class Known:
     options: dict[tuple[int, int], dict[int, list[dict[str, str]]]] = field(default_factory=lambda: defaultdict(dict))
     by_name: bool = True  # else a copy of all its elements was reduced, which may be the weights' (local SGD)
     elsewhere: bool = False  # its gradients were averaged in other groups too (gossip)
-    faults: list[Fault] = field(default_factory=list)
+    faults: list[Unaveraged] = field(default_factory=list)
     made_at: str = ""  # where the DDP was made, or where gradients are averaged by hand
     stepped_at: str = "an unknown line"
 
 
-class Replicas:
+class Replicas(Fault):
     """The parameters and checksums that ranks have told."""
 
-    def __init__(self) -> None:
+    def __init__(self, parameter_calls: Fault) -> None:
+        self._mixed_up = parameter_calls
         self._orders: dict[tuple[str, Which], dict[int, list[str]]] = defaultdict(dict)
         self._known: dict[Which, Known] = defaultdict(Known)
         self._told: set[Which] = set()
@@ -83,31 +85,14 @@ class Replicas:
     def take_elsewhere(self, case: RankState, key: str, group: int) -> None:
         self._known[key, case.group(group).ranks].elsewhere = True
 
-    def take_weights(self, case: RankState, key: str, group: int, step: int, sums: list[list[Any]], place: int) -> None:
-        known = self._take_sums(case, key, group, "weights", step, sums)
-        known.stepped_at = line_of(case, place) or known.stepped_at
-
-    def take_gradients(
-        self, case: RankState, key: str, group: int, step: int, sums: list[list[Any]], place: int
+    def take_sums(
+        self, case: RankState, what: str, key: str, group: int, step: int, sums: list[list[Any]], place: int
     ) -> None:
-        known = self._take_sums(case, key, group, "gradients", step, sums)
-        known.stepped_at = line_of(case, place) or known.stepped_at
-
-    def take_states(self, case: RankState, key: str, group: int, step: int, sums: list[list[Any]], place: int) -> None:
-        known = self._take_sums(case, key, group, "states", step, sums)
-        known.stepped_at = line_of(case, place) or known.stepped_at
-
-    def take_buffers(self, case: RankState, key: str, group: int, step: int, sums: list[list[Any]], place: int) -> None:
-        known = self._take_sums(case, key, group, "buffers", step, sums)
-        known.stepped_at = line_of(case, place) or known.stepped_at
-
-    def _take_sums(self, case: RankState, key: str, group: int, kind: str, step: int, sums: list[list[Any]]) -> Known:
-        found = {}
-        for name, checksum in sums:
-            found[str(name)] = int(checksum)
+        """Checksums of weights, gradients, states of the optimizer, or buffers."""
         known = self._known[key, case.group(group).ranks]
-        getattr(known, kind)[step][case.rank] = found
-        return known
+        of = {"weights": known.weights, "gradients": known.gradients, "states": known.states, "buffers": known.buffers}
+        of[what][step][case.rank] = {str(name): int(checksum) for name, checksum in sums}
+        known.stepped_at = line_of(case, place) or known.stepped_at
 
     def take_trace(
         self, case: RankState, key: str, group: int, step: int, gradients: int, options: int, weights: int
@@ -149,13 +134,14 @@ class Replicas:
     def take_fault(
         self, case: RankState, key: str, group: int, kind: str, step: int, names: list[str], place: int, stepped_at: int
     ) -> None:
-        found = Fault(
+        found = Unaveraged(
             kind, case.rank, step, [str(each) for each in names], line_of(case, place), line_of(case, stepped_at)
         )
         self._known[key, case.group(group).ranks].faults.append(found)
 
-    def drifted(self, explained: set[tuple[int, ...]]) -> Iterator[Finding]:
+    def findings(self) -> Iterator[Finding]:
         """Of groups of ranks whose calls by hand mix parameters up, no more than that is said."""
+        explained = {finding.ranks for finding in self._mixed_up.findings()}
         for (key, ranks), known in self._known.items():
             if (
                 known.elsewhere

@@ -222,7 +222,7 @@ class ReplicaSteps:
         sums = [[name, checksum([value])] for name, value in named]
         rest = [["those beyond", zlib.crc32(repr(sums[MOST_NAMES:]).encode())]] if len(sums) > MOST_NAMES else []
         shown = sums[:MOST_NAMES] + rest
-        self._telling.say(kind, replica.key, replica.group.number, step, shown, replica.stepped_at)
+        self._telling.say("sums", kind, replica.key, replica.group.number, step, shown, replica.stepped_at)
 
     def _tell_options(self, replica: Replica, optimizer: torch.optim.Optimizer) -> None:
         """Those of its parameter groups, where they are others than at the step before. Its number is that of the first

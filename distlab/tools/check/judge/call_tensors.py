@@ -1,0 +1,182 @@
+"""The handles and tensors of calls: not waited for, written meanwhile, laid out as gloo cannot read, read by nobody."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from distlab.lab.cluster import name_ranks
+from distlab.tools.check.judge.fault import Fault, Table
+from distlab.tools.check.judge.rank_state import (
+    AT_REST,
+    MATCH,
+    WAITED,
+    Call,
+    CallPlace,
+    Finding,
+    GroupKey,
+    RankState,
+    call_text,
+    ranks_do,
+    typed,
+)
+
+
+class Handles(Fault):
+    """Calls whose handles or tensors were not left alone, each line once; certain however a run ends."""
+
+    def __init__(self) -> None:
+        self._told: dict[tuple[CallPlace, CallPlace | None], tuple[str, list[int]]] = {}  # by call and its wait
+
+    def take_unwaited(self, case: RankState, number: int) -> None:
+        self._add(case, number, None)
+
+    def take_written(self, case: RankState, number: int, place: int) -> None:
+        self._add(case, number, case.place(place))
+
+    def _add(self, case: RankState, number: int, waited_at: CallPlace | None) -> None:
+        if (call := case.known_call(number)) is not None:
+            self._told.setdefault((call.place, waited_at), (call_text(call), []))[1].append(case.rank)
+
+    def findings(self) -> Iterator[Finding]:
+        for (place, waited_at), (called, of_ranks) in self._told.items():
+            ranks = sorted(set(of_ranks))
+            if waited_at is None:
+                sentence = (
+                    f"{ranks_do(ranks, 'never wait')} for {called} of {place}: its tensor may be read or freed before"
+                    " the call has ended; keep the handle and call wait()"
+                )
+            else:
+                sentence = (
+                    f"{ranks_do(ranks, 'write')} into the tensor of {called} between its call at {place} and the wait"
+                    f" at {waited_at}: what is sent or summed is neither the old value nor the new one"
+                )
+            yield Finding(WAITED if waited_at is None else AT_REST, sentence, tuple(ranks))
+
+
+class Layouts(Fault):
+    """Tensors that are not contiguous, in the calls for which gloo takes the bytes as they lie.
+
+    A rank knows by itself of a tensor with gaps. One without, such as a transposed matrix, is right where all ranks
+    have the same strides, so it is looked for at the end whether all told the same.
+    """
+
+    def __init__(self) -> None:
+        self._wrong: dict[tuple[str, CallPlace], tuple[str, list[int]]] = {}  # by operation and line
+        self._permuted: dict[tuple[GroupKey, str, int], dict[int, tuple[Call, list[int], list[int]]]] = defaultdict(
+            dict
+        )
+
+    def take_strided(self, case: RankState, number: int, shape: list[int], strides: list[int], wrong: bool) -> None:
+        typed([*shape, *strides], [int] * len(shape + strides))
+        if len(shape) != len(strides):
+            raise ValueError(f"{len(strides)} strides of {len(shape)} dimensions")
+        if (call := case.known_call(number)) is None:
+            return
+        if wrong:
+            self._add(call, shape, strides)
+        else:
+            self._permuted[call.group, call.kind.op, call.turn][case.rank] = call, shape, strides
+
+    def _add(self, call: Call, shape: list[int], strides: list[int]) -> None:
+        text = f"{call_text(call)} a tensor of {tuple(shape)} with the strides {tuple(strides)}"
+        self._wrong.setdefault((call.kind.op, call.place), (text, []))[1].append(call.rank)
+
+    def findings(self) -> Iterator[Finding]:
+        """Each line once."""
+        for (group, _, _), seen in sorted(self._permuted.items(), key=lambda each: each[0][2]):
+            if set(seen) != set(group.ranks) or len({str(layout(*each[1:])) for each in seen.values()}) > 1:
+                for call, shape, strides in seen.values():
+                    self._add(call, shape, strides)
+        for (_, place), (text, of_ranks) in self._wrong.items():
+            ranks = tuple(sorted(set(of_ranks)))
+            sentence = (
+                f"{ranks_do(ranks, 'give')} {text} at {place}: it is not contiguous, and gloo ignores strides, so it"
+                " reads and writes other elements than these; call it with tensor.contiguous() and copy the result"
+                " back"
+            )
+            yield Finding(MATCH, sentence, ranks)
+
+
+def layout(shape: list[int], strides: list[int]) -> list[int]:
+    """The strides of dimensions with more than one element: those of the others mean nothing."""
+    return [stride for size, stride in zip(shape, strides, strict=True) if size != 1]
+
+
+EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+
+
+class Summed(NamedTuple):
+    """Of one rank: the sum of its elements before, that of their absolute values, the sum after the wait."""
+
+    call: Call
+    before: float
+    size: float
+    after: float
+    waited_at: CallPlace
+
+
+class Contents(Fault):
+    """What an all_reduce gave beside what went into it.
+
+    The sums of a tensor's elements over all ranks before the call are, but for rounding, its sum after it: for n ranks
+    each element is off by n roundings of the absolute values at most. Who differs from that was written meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._told: Table[GroupKey, int, Summed] = Table()
+
+    def take_summed(
+        self, case: RankState, number: int, before: float, size: float, after: float, place: int
+    ) -> None:  # fmt: skip
+        if (call := case.known_call(number)) is not None:
+            found = Summed(call, float(before), float(size), float(after), case.place(place))
+            self._told.put(case, call.group, call.group.ranks, call.turn, found)
+
+    def findings(self) -> Iterator[Finding]:
+        """Each line once."""
+        told: set[CallPlace] = set()
+        for seen in (each for _, _, turns in self._told.whole(least=1) for each in turns.values()):
+            call = next(iter(seen.values())).call
+            if call.kind.dtypes[0] not in EPSILON or call.place in told:
+                continue
+            total, size = sum(each.before for each in seen.values()), sum(each.size for each in seen.values())
+            allowed = 2 * len(seen) * EPSILON[call.kind.dtypes[0]] * size
+            odd = tuple(rank for rank in sorted(seen) if abs(seen[rank].after - total) > allowed)
+            if odd:
+                told.add(call.place)
+                who = name_ranks(odd) if len({each.after for each in seen.values()}) > 1 else "a rank"
+                sentence = (
+                    f"{who} wrote into the tensor of {call_text(call)} between its call at {call.place} and the wait at"
+                    f" {seen[odd[0]].waited_at}, through another alias of its memory: its elements add up to"
+                    f" {seen[odd[0]].after:g} then, and what went in to {total:g}; write after wait()"
+                )
+                yield Finding(AT_REST, sentence, odd)
+
+
+class Lost(Fault):
+    """What a call gives and nobody can use, by line: results in temporaries, and gathered tensors without a gradient.
+    Asked, as a script may want the wait alone, or the values without a gradient."""
+
+    def __init__(self) -> None:
+        self._unread: Table[str, int, bool] = Table()
+        self._cut: dict[str, None] = {}
+
+    def take_unread(self, case: RankState, op: str, group: int, place: int) -> None:  # noqa: ARG002
+        self._unread.put(case, case.place(place).line, case.group(group).ranks, 0, value=True)
+
+    def take_cut(self, case: RankState, op: str, group: int, place: int) -> None:  # noqa: ARG002
+        if len(case.group(group).ranks) > 1:
+            self._cut[case.place(place).line] = None
+
+    def questions(self) -> Iterator[str]:
+        for line, _, _ in self._unread.whole():
+            yield (
+                f"is it meant that nobody reads the result of the all_reduce at {line}? Its tensor is a temporary,"
+                " gone as the call returns: give it a name before, and read it after"
+            )
+        for line in self._cut:
+            yield (
+                f"is it meant that no gradient comes back through the all_gather at {line}? The loss is made of what it"
+                " copied: put this rank's own tensor into its place in the list, or call"
+                " torch.distributed.nn.functional.all_gather"
+            )
