@@ -88,7 +88,7 @@ class Batches(Fault):
     def take_batch(self, case: RankState, turn: int, index: int, found: int) -> None:
         self._first.put(case, "", world(case), (case.course.key(turn), index), found)
 
-    def take_batches(self, case: RankState, turn: int, count: int, place: int) -> None:  # noqa: ARG002
+    def take_batches(self, case: RankState, turn: int, count: int) -> None:
         self._counts.put(case, "", world(case), case.course.key(turn), count)
 
     def take_shuffled(self, case: RankState, turn: int, sampler: int) -> None:

@@ -38,8 +38,9 @@ from distlab.tools.check.watch.handles import Handles, Waits
 from distlab.tools.check.watch.lost_results import LostResults
 from distlab.tools.check.watch.memory import Memory
 from distlab.tools.check.watch.own_ranks import OwnRanks
+from distlab.tools.check.watch.patches import Function, Patch, leave_uncompiled, put
 from distlab.tools.check.watch.places import Places
-from distlab.tools.check.watch.recorder import Recorder, leave_uncompiled
+from distlab.tools.check.watch.recorder import Recorder
 from distlab.tools.check.watch.script_error import described, place_of
 from distlab.tools.check.watch.telling import Telling, now
 from distlab.tools.check.watch.training import Training
@@ -88,17 +89,17 @@ class Meeting:
 
     def install(self) -> None:
         """Have `init_process_group` meet there."""
-        rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")  # a function of torch's has its name
-        right = rendezvous._create_c10d_store
+        # A function of torch.distributed's has the module's name.
+        put([Patch(importlib.import_module("torch.distributed.rendezvous"), "_create_c10d_store", self._meet)])
 
-        def meet(host: str, port: int, rank: int, world_size: int, timeout: timedelta, *more: Any) -> dist.Store:
-            by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-            if by_agent or port != int(os.environ["MASTER_PORT"]):
-                store: dist.Store = right(host, port, rank, world_size, timeout, *more)
-                return store
-            return self._met(host, port, rank, world_size, timeout.total_seconds())
-
-        rendezvous._create_c10d_store = meet
+    def _meet(
+        self, right: Function, host: str, port: int, rank: int, world_size: int, timeout: timedelta, *more: Any
+    ) -> dist.Store:
+        by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        if by_agent or port != int(os.environ["MASTER_PORT"]):
+            store: dist.Store = right(host, port, rank, world_size, timeout, *more)
+            return store
+        return self._met(host, port, rank, world_size, timeout.total_seconds())
 
     def _met(self, host: str, port: int, rank: int, world_size: int, timeout_s: float) -> dist.Store:
         """A store without keys: what a group before this one has left in it is under another prefix, and what one of

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from distlab.lab.measure.tensors import hash_of
-from distlab.tools.check.watch.recorder import Call, Group, Recorder, flat, harmless, nothing, preceded, stands_for
+from distlab.tools.check.watch.patches import Function, Patch, after, before, harmless, hook, put
+from distlab.tools.check.watch.recorder import Call, Group, Recorder, flat
 from distlab.tools.check.watch.replica_steps import checksum, parameters
 from distlab.tools.check.watch.training import FIRST
 
@@ -80,41 +81,37 @@ class Axes:
         from torch.utils import data
         from torch.utils.data import dataset, distributed
 
-        register_optimizer_step_pre_hook(stands_for(nothing)(self._before_step))
-        register_optimizer_step_post_hook(stands_for(nothing)(self._after_step))
+        register_optimizer_step_pre_hook(hook(self._before_step))
+        register_optimizer_step_post_hook(hook(self._after_step))
         self.recorder.on_call.append(self._note_sum)
         self.recorder.at_end.append(lambda: self._tell_copies(-1))
-        sampler: Any = distributed.DistributedSampler
-        sampler.__iter__ = preceded(sampler.__iter__, self._drawn)
-        split = followed(dataset.random_split, self._split)
-        for place in (data, dataset):
-            made: Any = place
-            made.random_split = split
-        clip = self._clips(torch.nn.utils.clip_grad.clip_grad_norm_)
-        for clipping in (torch.nn.utils, torch.nn.utils.clip_grad):
-            clips: Any = clipping
-            clips.clip_grad_norm_ = clip
-        for holder, name in (
-            (dist, "init_process_group"),
-            (dist, "init_device_mesh"),
-            (dist.device_mesh, "init_device_mesh"),
-        ):
-            setattr(holder, name, preceded(getattr(holder, name), self._look_at_classes))
+        look = before(self._look_at_classes)
+        put(
+            [
+                Patch(distributed.DistributedSampler, "__iter__", before(self._drawn)),
+                *(Patch(place, "random_split", after(self._split)) for place in (data, dataset)),
+                *(Patch(place, "clip_grad_norm_", self._clips) for place in (torch.nn.utils, torch.nn.utils.clip_grad)),
+                Patch(dist, "init_process_group", look),
+                *(Patch(place, "init_device_mesh", look) for place in (dist, dist.device_mesh)),
+            ]
+        )
 
     @harmless
     def _look_at_classes(self, *_: Any, **__: Any) -> None:
         """Those that take a second to import are watched once the script has imported them."""
         tensors, sharded = (sys.modules.get(f"torch.distributed.{name}") for name in ("tensor", "fsdp"))
         if tensors is not None and not self._turn("tensor"):
-            tensors.DTensor.from_local = staticmethod(followed(tensors.DTensor.from_local, self._declared))
+            put([Patch(tensors.DTensor, "from_local", after(self._declared))])
         if sharded is not None and not self._turn("fsdp"):
-            one: Any = sharded.FullyShardedDataParallel
-            one.forward = preceded(one.forward, self._forward_1)
-            one.__init__ = self._wraps(one.__init__)
-            part: Any = sys.modules["torch.distributed.fsdp._fully_shard._fsdp_param_group"].FSDPParamGroup
-            part.__init__ = self._shards(part.__init__)
-            two: Any = sys.modules["torch.distributed.fsdp._fully_shard._fsdp_state"].FSDPState
-            two._pre_forward = preceded(two._pre_forward, self._forward_2)
+            one, within = sharded.FullyShardedDataParallel, "torch.distributed.fsdp._fully_shard._fsdp"
+            put(
+                [
+                    Patch(one, "forward", before(self._forward_1)),
+                    Patch(one, "__init__", self._wraps),
+                    Patch(sys.modules[f"{within}_param_group"].FSDPParamGroup, "__init__", self._shards),
+                    Patch(sys.modules[f"{within}_state"].FSDPState, "_pre_forward", before(self._forward_2)),
+                ]
+            )
 
     # First inputs
 
@@ -155,39 +152,31 @@ class Axes:
 
     # What FSDP takes
 
-    def _wraps(self, make: Callable[..., None]) -> Callable[..., None]:
+    def _wraps(self, make: Function, own: Any, module: torch.nn.Module, *args: Any, **named: Any) -> None:
         """FullyShardedDataParallel's, the outermost of those that one wrapping makes."""
+        if self._wrapping or named.get("sync_module_states"):
+            make(own, module, *args, **named)
+            return
+        sums: list[list[Any]] = []
+        self._note_sums(sums, lambda: not_yet_taken(module, type(own)))
+        self._wrapping = True
+        try:
+            make(own, module, *args, **named)
+        finally:
+            self._wrapping = False
+        self._take(sums, lambda: dist.get_process_group_ranks(own.process_group), lambda: list(own.parameters()))
 
-        @stands_for(make)
-        def made(own: Any, module: torch.nn.Module, *args: Any, **named: Any) -> None:
-            if self._wrapping or named.get("sync_module_states"):
-                make(own, module, *args, **named)
-                return
-            sums: list[list[Any]] = []
-            self._note_sums(sums, lambda: not_yet_taken(module, type(own)))
-            self._wrapping = True
-            try:
-                make(own, module, *args, **named)
-            finally:
-                self._wrapping = False
-            self._take(sums, lambda: dist.get_process_group_ranks(own.process_group), lambda: list(own.parameters()))
-
-        return made
-
-    def _shards(self, make: Callable[..., None]) -> Callable[..., None]:
+    def _shards(
+        self, make: Function, own: Any, params: Any, modules: Any, mesh_info: Any, *args: Any, **named: Any
+    ) -> None:
         """fully_shard's."""
-
-        @stands_for(make)
-        def made(own: Any, params: Any, modules: Any, mesh_info: Any, *args: Any, **named: Any) -> None:
-            sums: list[list[Any]] = []
-            self._note_sums(sums, lambda: with_names(params, modules))
-            make(own, params, modules, mesh_info, *args, **named)
-            self._take(
-                sums, lambda: axis_of(mesh_info.mesh, mesh_info.mesh.ndim - 1)[1],
-                lambda: [each.sharded_param for each in own.fsdp_params],
-            )  # fmt: skip
-
-        return made
+        sums: list[list[Any]] = []
+        self._note_sums(sums, lambda: with_names(params, modules))
+        make(own, params, modules, mesh_info, *args, **named)
+        self._take(
+            sums, lambda: axis_of(mesh_info.mesh, mesh_info.mesh.ndim - 1)[1],
+            lambda: [each.sharded_param for each in own.fsdp_params],
+        )  # fmt: skip
 
     @harmless
     def _note_sums(self, sums: list[list[Any]], taken: Callable[[], Sequence[tuple[str, torch.Tensor]]]) -> None:
@@ -310,15 +299,11 @@ class Axes:
                     found = bits_and_norm(made)
                     self._telling.say("declared", turn, axis, ranks, *found, place)
 
-    def _clips(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @stands_for(function)
-        def clipped(parameters: Any, max_norm: float, *args: Any, **named: Any) -> Any:
-            given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-            norm = function(given, max_norm, *args, **named)
-            self._clipped(norm, max_norm, given)
-            return norm
-
-        return clipped
+    def _clips(self, function: Function, parameters: Any, max_norm: float, *args: Any, **named: Any) -> Any:
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        norm = function(given, max_norm, *args, **named)
+        self._clipped(norm, max_norm, given)
+        return norm
 
     @harmless
     def _clipped(self, norm: Any, max_norm: Any, given: list[torch.Tensor]) -> None:
@@ -398,18 +383,6 @@ def are_summed(summed: list[Summand], gradients: list[torch.Tensor]) -> bool:
     of_sum, of_gradients = (math.hypot(*(bits_and_norm(each)[1] for each in these)) for these in (tensors, gradients))
     size = len(summed[0].group.ranks)
     return any(math.isclose(of_sum, factor * of_gradients, rel_tol=1e-3) for factor in (1, size)) and of_sum > 0
-
-
-def followed(function: Callable[..., Any], after: Callable[..., None]) -> Callable[..., Any]:
-    """The same function, whose result and arguments `after` is told."""
-
-    @stands_for(function)
-    def both(*args: Any, **named: Any) -> Any:
-        result = function(*args, **named)
-        after(result, *args, **named)
-        return result
-
-    return both
 
 
 def axis_of(mesh: Any, index: int) -> Axis:

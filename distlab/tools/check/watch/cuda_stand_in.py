@@ -9,7 +9,6 @@ left alone.
 """
 
 import contextlib
-import functools
 import importlib.abc
 import os
 import re
@@ -17,6 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,7 +24,8 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from distlab.tools.check.watch.recorder import Recorder, preceded, stands_for
+from distlab.tools.check.watch.patches import Function, Patch, before, put
+from distlab.tools.check.watch.recorder import Recorder
 from distlab.tools.check.watch.script_error import place_of
 
 DONE_HERE = "device='cuda', .cuda(), set_device, autocast (in bfloat16), events and synchronize"
@@ -42,6 +43,7 @@ NEEDS_GPU = re.compile(
     r"not compiled with CUDA|requires CUDA|dummy base class|NVIDIA driver|no attribute '_cuda|CUDA is not available"
 )
 HALF = (None, torch.float16, torch.bfloat16)
+GPUS = ("device_ids", "output_device")  # of a DDP
 MOST_BYTES = 1_000_000  # of a file that is looked into
 FOR_CPU = {"ACCELERATE_USE_CPU": "true"}  # what a framework needs to start ranks without a GPU, by the variable
 
@@ -154,16 +156,15 @@ class CudaStandIn:
 
     def _map_cuda(self) -> None:
         cuda: Any = torch.cuda
-        refuse = cuda._lazy_init
         self._map_counts(cuda)
-        cuda.is_available = self._availability(cuda.is_available, lambda: True)
+        put([Patch(cuda, "is_available", partial(self._availability, True))])
+        put([Patch(cuda, "_lazy_init", self._lazy_init, traced=True)])
         cuda.set_device = self._noted(self._set_device)
         cuda.current_device = self._noted(lambda: self._device)
         cuda.device = self._noted(lambda device: contextlib.nullcontext(device))
         cuda.is_bf16_supported = self._noted(lambda *_, **__: True)
         cuda.get_device_name = self._noted(lambda *_, **__: "the CPU, in the place of a GPU")
         cuda.Event = self._noted(Event)
-        cuda._lazy_init = self._refusing(refuse)
         for place in (cuda, cuda.random):
             for name in RANDOM:
                 setattr(place, name, self._noted(lambda *_, **__: None))
@@ -176,9 +177,12 @@ class CudaStandIn:
     def _map_accelerator(self) -> None:
         accelerator: Any = torch.accelerator
         self._map_counts(accelerator)
-        accelerator.is_available = self._availability(accelerator.is_available, lambda: True)
-        there = lambda *_, **__: torch.device("cuda")  # noqa: E731
-        accelerator.current_accelerator = self._availability(accelerator.current_accelerator, there)
+        put(
+            [
+                Patch(accelerator, "is_available", partial(self._availability, True)),
+                Patch(accelerator, "current_accelerator", partial(self._availability, torch.device("cuda"))),
+            ]
+        )
         for name in ("set_device_index", "set_device_idx"):
             setattr(accelerator, name, self._noted(self._set_device))
         for name in ("current_device_index", "current_device_idx"):
@@ -192,31 +196,29 @@ class CudaStandIn:
                 setattr(module, name, self._noted(lambda *_, **__: None))
         for name in ZERO:
             setattr(module, name, self._noted(lambda *_, **__: 0))
-        module.device_count = self._count(module.device_count)
+        put([Patch(module, "device_count", self._count)])
 
     def _map_modules(self) -> None:
         module: Any = torch.nn.Module
         module.cuda = self._noted(lambda model, device=None: model)  # noqa: ARG005
-        module.to = self._first_mapped(module.to)
-        parallel: Any = torch.nn.parallel.DistributedDataParallel
-        parallel.__init__ = self._without(parallel.__init__, ("device_ids", "output_device"), 2)
-        fsdp: Any = importlib.import_module("torch.distributed.fsdp").FullyShardedDataParallel
-        fsdp.__init__ = self._on_cpu(fsdp.__init__)
         initial: Any = importlib.import_module("torch.distributed.fsdp._init_utils")
         initial._check_module_states_for_sync_module_states = lambda module: None  # noqa: ARG005  gloo sends them, too
-        autocast: Any = torch.amp.autocast_mode.autocast
-        autocast.__init__ = self._in_bfloat16(autocast.__init__)
-        loading: Any = torch
-        loading.load = self._map_location(loading.load)
-        loading.set_default_device = self._device_first(loading.set_default_device)
-        for place in (dist, dist.device_mesh):
-            mesh: Any = place
-            mesh.init_device_mesh = self._device_first(mesh.init_device_mesh, "device_type")
-        meshes: Any = dist.device_mesh.DeviceMesh
-        meshes.__init__ = self._first_mapped(meshes.__init__, "device_type")
-        for place in (dist, dist.distributed_c10d):
-            made: Any = place
-            made.init_process_group = preceded(self._without(made.init_process_group, ("device_id",)), self._group_made)
+        fsdp = importlib.import_module("torch.distributed.fsdp").FullyShardedDataParallel
+        first, of_mesh = partial(self._device_first, 0, "device"), partial(self._device_first, 0, "device_type")
+        groups = partial(self._without, ("device_id",), 99)
+        rows: list[tuple[Any, str, Function]] = [
+            (module, "to", partial(self._device_first, 1, "device")),
+            (torch.nn.parallel.DistributedDataParallel, "__init__", partial(self._without, GPUS, 2)),
+            (fsdp, "__init__", self._on_cpu),
+            (torch.amp.autocast_mode.autocast, "__init__", self._in_bfloat16),
+            (torch, "load", self._map_location),
+            (torch, "set_default_device", first),
+            (dist.device_mesh.DeviceMesh, "__init__", partial(self._device_first, 1, "device_type")),
+            *((place, "init_device_mesh", of_mesh) for place in (dist, dist.device_mesh)),
+            *((place, "init_process_group", groups) for place in (dist, dist.distributed_c10d)),
+        ]
+        put(Patch(*row, traced=True) for row in rows)
+        put(Patch(place, "init_process_group", before(self._group_made)) for place in (dist, dist.distributed_c10d))
 
     def _noted(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def noted(*args: Any, **named: Any) -> Any:
@@ -241,107 +243,65 @@ class CudaStandIn:
             frame = frame.f_back
         return frame is not None and self._recorder.places.kind(frame.f_code.co_filename) == "user"
 
-    def _availability(self, right: Callable[..., Any], shown: Callable[..., Any]) -> Callable[..., Any]:
+    def _availability(self, shown: Any, right: Function, *args: Any, **named: Any) -> Any:
         """Whether there is a GPU, or which: none for torch, and none for the script until it was shown one."""
-
-        @stands_for(right)
-        def available(*args: Any, **named: Any) -> Any:
-            if not self._asked_by_user():
-                return right(*args, **named)
-            self._asked_at = self._asked_at or self._recorder.places.line_of(2)
-            return shown(*args, **named) if self._shown else right(*args, **named)
-
-        return available
+        if not self._asked_by_user():
+            return right(*args, **named)
+        self._asked_at = self._asked_at or self._recorder.places.line_of(2)
+        return shown if self._shown else right(*args, **named)
 
     def _asked_by_user(self) -> bool:
         """Whether the script's own line calls what calls this: torch asks too, for other reasons."""
         return self._recorder.places.kind(sys._getframe(3).f_code.co_filename) == "user"
 
-    def _count(self, right: Callable[[], int]) -> Callable[[], int]:
+    def _count(self, right: Function) -> int:
         """A GPU a rank of this machine, for the script's own lines."""
+        if not self._asked_by_user():
+            return int(right())
+        self._used()
+        self._telling.say("counts", self._recorder.places.here(2)[0])
+        return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
 
-        @stands_for(right)
-        def count() -> int:
-            if not self._asked_by_user():
-                return right()
+    def _lazy_init(self, right: Function) -> None:
+        if self._by_user():
+            self._refuse(f"torch.cuda's {sys._getframe(2).f_code.co_name} at {self._recorder.places.line_of(2)}")
+        right()  # raises: a library asks whether there is a GPU
+
+    def _device_first(self, position: int, name: str, function: Function, *args: Any, **named: Any) -> Any:
+        """A function that takes a device at this position, or by this name."""
+        given = args[position] if len(args) > position else named.get(name)
+        found = on_cpu(given)
+        if found is not given:
             self._used()
-            self._telling.say("counts", self._recorder.places.here(2)[0])
-            return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+            if len(args) > position:
+                args = *args[:position], found, *args[position + 1 :]
+            else:
+                named = named | {name: found}
+        return function(*args, **named)
 
-        return count
-
-    def _refusing(self, right: Callable[[], None]) -> Callable[[], None]:
-        @functools.wraps(right)
-        def refusing() -> None:
-            if not self._by_user():
-                right()  # raises: a library asks whether there is a GPU
-                return
-            asked = sys._getframe(1).f_code.co_name
-            self._refuse(f"torch.cuda's {asked} at {self._recorder.places.line_of(2)}")
-
-        return refusing
-
-    def _first_mapped(self, method: Callable[..., Any], name: str = "device") -> Callable[..., Any]:
-        """A method whose first argument is a device."""
-
-        @functools.wraps(method)
-        def to(own: Any, *args: Any, **named: Any) -> Any:
-            return self._device_first(functools.partial(method, own), name)(*args, **named)
-
-        return to
-
-    def _device_first(self, function: Callable[..., Any], name: str = "device") -> Callable[..., Any]:
-        """A function whose first argument is a device."""
-
-        def mapped(*args: Any, **named: Any) -> Any:
-            given = args[0] if args else named.get(name)
-            found = on_cpu(given)
-            if found is not given:
-                self._used()
-                args, named = ((found, *args[1:]), named) if args else (args, named | {name: found})
-            return function(*args, **named)
-
-        return mapped
-
-    def _without(self, method: Callable[..., Any], names: Sequence[str], position: int = 99) -> Callable[..., Any]:
+    def _without(self, names: Sequence[str], position: int, method: Function, *args: Any, **named: Any) -> Any:
         """Without arguments that name a GPU, from the position on that they have."""
+        if len(args) > position or any(named.get(name) is not None for name in names):
+            self._used()
+        kept = {name: value for name, value in named.items() if name not in names}
+        given = tuple(None if position <= at < position + len(names) else each for at, each in enumerate(args))
+        return method(*given, **kept)
 
-        @functools.wraps(method)
-        def without(*args: Any, **named: Any) -> Any:
-            if len(args) > position or any(named.get(name) is not None for name in names):
-                self._used()
-            kept = {name: value for name, value in named.items() if name not in names}
-            given = tuple(None if position <= at < position + len(names) else each for at, each in enumerate(args))
-            return method(*given, **kept)
-
-        return without
-
-    def _on_cpu(self, method: Callable[..., None]) -> Callable[..., None]:
+    def _on_cpu(self, method: Function, *args: Any, **named: Any) -> None:
         """Of FSDP, which asks for a device_id where there is no GPU."""
+        method(*args, **named | {"device_id": torch.device("cpu")})
 
-        @functools.wraps(method)
-        def made(own: Any, *args: Any, **named: Any) -> None:
-            method(own, *args, **named | {"device_id": torch.device("cpu")})
+    def _in_bfloat16(
+        self, method: Function, own: Any, device_type: str, dtype: Any = None, *args: Any, **named: Any
+    ) -> None:
+        if str(device_type).startswith("cuda"):
+            self._used()
+            device_type, dtype = "cpu", torch.bfloat16 if dtype in HALF else dtype
+        method(own, device_type, dtype, *args, **named)
 
-        return made
-
-    def _in_bfloat16(self, method: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(method)
-        def autocast(own: Any, device_type: str, dtype: Any = None, *args: Any, **named: Any) -> None:
-            if str(device_type).startswith("cuda"):
-                self._used()
-                device_type, dtype = "cpu", torch.bfloat16 if dtype in HALF else dtype
-            method(own, device_type, dtype, *args, **named)
-
-        return autocast
-
-    def _map_location(self, load: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(load)
-        def loaded(f: Any, map_location: Any = None, *args: Any, **named: Any) -> Any:
-            where = "cpu" if isinstance(map_location, dict) else on_cpu(map_location)
-            return load(f, where, *args, **named)
-
-        return loaded
+    def _map_location(self, load: Function, f: Any, map_location: Any = None, *args: Any, **named: Any) -> Any:
+        where = "cpu" if isinstance(map_location, dict) else on_cpu(map_location)
+        return load(f, where, *args, **named)
 
 
 def names_cuda(script: Path) -> bool:

@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from types import CodeType
 from typing import Any
 
@@ -22,8 +23,9 @@ import torch.distributed as dist
 from distlab.lab.measure import traffic
 from distlab.lab.measure.traffic import Endpoint, NoDiagnostics
 from distlab.tools.check.watch.memory import Contents
+from distlab.tools.check.watch.patches import Function, Patch, before, put
 from distlab.tools.check.watch.places import PASSED_ON
-from distlab.tools.check.watch.recorder import Call, Recorder, preceded, stands_for
+from distlab.tools.check.watch.recorder import Call, Recorder
 from distlab.tools.check.watch.telling import now
 
 CALLS = (
@@ -59,58 +61,45 @@ class Handles:
         self._of: dict[int, Handle] = {}  # by id of the Work object, which takes its entry with it
 
     def install(self) -> None:
-        group: Any = dist.ProcessGroup
-        for name in CALLS:
-            if hasattr(group, name):
-                setattr(group, name, self._made(getattr(group, name)))
-        work: Any = dist.Work
-        work.wait = self._wait(work.wait)
-        for name in LOOKS:
-            setattr(work, name, preceded(getattr(work, name), self._looked_at))
+        calls = [Patch(dist.ProcessGroup, name, self._made) for name in CALLS if hasattr(dist.ProcessGroup, name)]
+        looks = [Patch(dist.Work, name, before(self._looked_at)) for name in LOOKS]
+        put([*calls, *looks, Patch(dist.Work, "wait", self._wait)])
 
-    def _made(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        @stands_for(method)
-        def made(group: dist.ProcessGroup, *args: Any, **named: Any) -> Any:
-            thread = self._recorder.thread
-            thread.made, thread.contents, thread.reduce = None, None, reduce_of(args, named)
-            thread.asynchronous = asynchronous = is_asynchronous(args, sys._getframe(2).f_code)
-            watched = asynchronous and thread.reduce != "avg"  # gloo divides in a thread of its own, which counts
-            try:
-                work = method(group, *args, **named)
-            finally:
-                thread.reduce, thread.asynchronous = "", False
-            call: Call | None = thread.made
-            thread.made = None
-            if work is not None and call is not None:
-                handle = Handle(call, thread.contents, watched)
-                self._of[id(work)] = handle
-                weakref.finalize(work, self._gone, id(work), handle, call.by_script)
-            return work
+    def _made(self, method: Function, group: dist.ProcessGroup, *args: Any, **named: Any) -> Any:
+        thread = self._recorder.thread
+        thread.made, thread.contents, thread.reduce = None, None, reduce_of(args, named)
+        thread.asynchronous = asynchronous = is_asynchronous(args, sys._getframe(2).f_code)
+        watched = asynchronous and thread.reduce != "avg"  # gloo divides in a thread of its own, which counts
+        try:
+            work = method(group, *args, **named)
+        finally:
+            thread.reduce, thread.asynchronous = "", False
+        call: Call | None = thread.made
+        thread.made = None
+        if work is not None and call is not None:
+            handle = Handle(call, thread.contents, watched)
+            self._of[id(work)] = handle
+            weakref.finalize(work, self._gone, id(work), handle, call.by_script)
+        return work
 
-        return made
-
-    def _wait(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        @stands_for(method)
-        def wait(work: dist.Work, *args: Any, **named: Any) -> Any:
-            handle = self._of.get(id(work))
-            if handle is None:
-                return method(work, *args, **named)
-            thread = threading.get_ident()
-            if not handle.waited and handle.written():
-                self._telling.say("written", handle.call, self._recorder.places.here(2)[0])
-            contents = None if handle.waited else handle.contents
-            handle.waited, handle.contents = True, None
-            self._telling.write(f'["wait",{handle.call},{thread},{now():.6f}]')
-            try:
-                result = method(work, *args, **named)
-                if contents is not None and (sums := contents.sums()) is not None:
-                    self._telling.say("summed", handle.call, *sums, self._recorder.places.here(2)[0])
-                return result
-            finally:
-                self._recorder.ended(handle.call)
-                self._telling.write_later(f'["waited",{handle.call},{thread},{now():.6f}]')
-
-        return wait
+    def _wait(self, method: Function, work: dist.Work, *args: Any, **named: Any) -> Any:
+        handle = self._of.get(id(work))
+        if handle is None:
+            return method(work, *args, **named)
+        thread = threading.get_ident()
+        if not handle.waited and handle.written():
+            self._telling.say("written", handle.call, self._recorder.places.here(2)[0])
+        contents = None if handle.waited else handle.contents
+        handle.waited, handle.contents = True, None
+        self._telling.write(f'["wait",{handle.call},{thread},{now():.6f}]')
+        try:
+            result = method(work, *args, **named)
+            if contents is not None and (sums := contents.sums()) is not None:
+                self._telling.say("summed", handle.call, *sums, self._recorder.places.here(2)[0])
+            return result
+        finally:
+            self._recorder.ended(handle.call)
+            self._telling.write_later(f'["waited",{handle.call},{thread},{now():.6f}]')
 
     def _looked_at(self, work: dist.Work, *_: Any) -> None:
         handle = self._of.get(id(work))
@@ -166,42 +155,31 @@ class Waits:
 
     def install(self) -> None:
         c10d = dist.distributed_c10d
-        for name in ("init_process_group", "new_group"):
-            made = self._watched(getattr(c10d, name), name)
-            setattr(c10d, name, made)
-            setattr(dist, name, made)
-        stores = [dist.Store, *(getattr(dist, each) for each in ("TCPStore", "FileStore", "HashStore", "PrefixStore"))]
-        for store in dict.fromkeys(stores):
-            for name in STORE:
-                if name in vars(store):
-                    setattr(store, name, self._watched(vars(store)[name], f"store.{name}"))
-        for module in (c10d, dist):  # the sockets' counters go with the sockets
-            place: Any = module
-            place.destroy_process_group = preceded(place.destroy_process_group, self.tell_sockets)
+        stores = dict.fromkeys([dist.Store, dist.TCPStore, dist.FileStore, dist.HashStore, dist.PrefixStore])
+        keys = [(store, name) for store in stores for name in STORE if name in vars(store)]
+        put(Patch(store, name, partial(self._waits, f"store.{name}")) for store, name in keys)
+        for place in (c10d, dist):
+            put(Patch(place, name, partial(self._waits, name)) for name in ("init_process_group", "new_group"))
+            # The sockets' counters go with the sockets.
+            put([Patch(place, "destroy_process_group", before(self.tell_sockets))])
 
-    def _watched(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
-        @stands_for(function)
-        def watched(*args: Any, **named: Any) -> Any:
-            depth = getattr(self._inside, "depth", 0)
-            if depth:
-                return function(*args, **named)
-            if name in ("init_process_group", "new_group"):
-                args, named = self._on_gloo(args, named, 0 if name == "init_process_group" else 2)
-            self._inside.depth = 1
-            place, by_script = self._recorder.places.here(2)
-            thread = threading.get_ident()
-            told = (by_script or not name.startswith("store")) and not self._recorder.hidden()
+    def _waits(self, name: str, function: Function, *args: Any, **named: Any) -> Any:
+        if getattr(self._inside, "depth", 0):
+            return function(*args, **named)
+        if name in ("init_process_group", "new_group"):
+            args, named = self._on_gloo(args, named, 0 if name == "init_process_group" else 2)
+        self._inside.depth = 1
+        place, by_script = self._recorder.places.here(2)
+        thread = threading.get_ident()
+        told = (by_script or not name.startswith("store")) and not self._recorder.hidden()
+        if told:
+            self._telling.say("enter", name, self._described(name, args, named), place, thread, now())
+        try:
+            return function(*args, **named)
+        finally:
+            self._inside.depth = 0
             if told:
-                waited_for = self._described(name, args, named)
-                self._telling.say("enter", name, waited_for, place, thread, now())
-            try:
-                return function(*args, **named)
-            finally:
-                self._inside.depth = 0
-                if told:
-                    self._telling.say("leave", thread, now())
-
-        return watched
+                self._telling.say("leave", thread, now())
 
     def tell_sockets(self, *_: Any, **__: Any) -> None:
         """What each connection of this process has sent until now."""

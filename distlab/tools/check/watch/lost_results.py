@@ -7,13 +7,14 @@ saved what was gathered, and the script has not put its own part, which has a gr
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from distlab.tools.check.watch.recorder import Recorder, harmless, nothing, preceded, stands_for
+from distlab.tools.check.watch.patches import Function, Patch, before, harmless, in_place_of, put
+from distlab.tools.check.watch.recorder import Recorder
 
 MOST_NODES = 2000  # of a graph that are looked at
 MOST_LOOKED_AT = 8  # backward passes after such an all_gather
@@ -32,31 +33,29 @@ class LostResults:
         self._looked_at = 0
 
     def install(self) -> None:
-        @stands_for(nothing)
-        def count(*args: Any, **named: Any) -> None:
-            self._alone[bool(args)] = references(args, named)
-
+        count = in_place_of(self._count, self._count)  # called as `_read` is
         count(torch.ones(2) / 3)
         count(tensor=torch.ones(2) / 3)
-        c10d: Any = dist
-        c10d.all_reduce = self._read(c10d.all_reduce)
-        for name in ("all_gather", "all_gather_into_tensor"):
-            setattr(c10d, name, preceded(getattr(c10d, name), self._gathers))
-        autograd: Any = torch.autograd
-        autograd.backward = preceded(autograd.backward, self._backward)
+        put(
+            [
+                Patch(dist, "all_reduce", self._read),
+                Patch(dist, "all_gather", before(self._gathers)),
+                Patch(dist, "all_gather_into_tensor", before(self._gathers)),
+                Patch(torch.autograd, "backward", before(self._backward)),
+            ]
+        )
 
-    def _read(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @stands_for(function)
-        def read(*args: Any, **named: Any) -> Any:
-            try:
-                alone = references(args, named) == self._alone[bool(args)]
-            except Exception:  # it is given no tensor, and torch says so
-                alone = False
-            if alone:
-                self._tell_unread(*args, **named)
-            return function(*args, **named)
+    def _count(self, function: Function, *args: Any, **named: Any) -> None:  # noqa: ARG002
+        self._alone[bool(args)] = references(args, named)
 
-        return read
+    def _read(self, function: Function, *args: Any, **named: Any) -> Any:
+        try:
+            alone = references(args, named) == self._alone[bool(args)]
+        except Exception:  # it is given no tensor, and torch says so
+            alone = False
+        if alone:
+            self._tell_unread(*args, **named)
+        return function(*args, **named)
 
     @harmless
     def _tell_unread(self, *args: Any, **named: Any) -> None:

@@ -7,7 +7,6 @@ a launcher are another's. A process that makes no group (a loader, a helper) sta
 as ever.
 """
 
-import functools
 import importlib
 import inspect
 import os
@@ -16,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures.process import ProcessPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing import process
 from multiprocessing.pool import Pool, ThreadPool
 from pathlib import PurePath
@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 import torch.multiprocessing
 
+from distlab.tools.check.watch.patches import Function, Patch, before, put
 from distlab.tools.check.watch.recorder import Recorder
 
 MAKERS = {"init_process_group", "init_device_mesh", "Accelerator", "PartialState"}  # what makes the group of all ranks
@@ -86,87 +87,67 @@ class OwnRanks:
         self._taken_at = ""  # the line that starts them
 
     def install(self) -> None:
-        spawning: Any = sys.modules["torch.multiprocessing.spawn"]
-        spawning.start_processes = torch.multiprocessing.start_processes = self._spawned(spawning.start_processes)
-        base: Any = process.BaseProcess
-        base.start = self._begun(base.start)
-        for pool, methods in TAKES_WORK.items():
-            for name in methods:
-                setattr(pool, name, self._handed(getattr(pool, name), pool.__name__))
-        started: Any = subprocess.Popen
-        started.__init__ = self._launched(started.__init__)
-        rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
-        rendezvous._create_c10d_store = self._met(rendezvous._create_c10d_store)
+        rendezvous = importlib.import_module("torch.distributed.rendezvous")
+        put(
+            [
+                Patch(sys.modules["torch.multiprocessing.spawn"], "start_processes", self._spawn),
+                Patch(torch.multiprocessing, "start_processes", self._spawn),
+                Patch(process.BaseProcess, "start", self._start),
+                *(Patch(pool, name, partial(self._hand, pool)) for pool, names in TAKES_WORK.items() for name in names),
+                Patch(subprocess.Popen, "__init__", before(self._refuse_launcher)),
+                Patch(rendezvous, "_create_c10d_store", self._meet),
+            ]
+        )
 
-    def _spawned(self, start: Callable[..., Any]) -> Callable[..., Any]:
+    def _spawn(
+        self, start: Function, fn: Any, args: Iterable[Any] = (), nprocs: int = 1, join: bool = True, *more: Any,
+        **named: Any,
+    ) -> Any:  # fmt: skip
         """`torch.multiprocessing.spawn`, whose function gets the rank before its other arguments."""
+        if self._group_is_there() or not makes_group(fn, self._is_own):
+            self._tell_start()
+            return start(fn, args, nprocs, join, *more, **named)
+        arguments = tuple(args)
+        self._take("torch.multiprocessing.spawn", arguments)
+        self._started = nprocs
+        self._refuse_other_size(nprocs)
+        if self._rank < nprocs:
+            with self._as_its_own_process():
+                fn(self._rank, *arguments)
+        return None if join else Joined()
 
-        @functools.wraps(start)
-        def spawned(
-            fn: Any, args: Iterable[Any] = (), nprocs: int = 1, join: bool = True, *more: Any, **named: Any
-        ) -> Any:
-            if self._group_is_there() or not makes_group(fn, self._is_own):
-                self._tell_start()
-                return start(fn, args, nprocs, join, *more, **named)
-            arguments = tuple(args)
-            self._take("torch.multiprocessing.spawn", arguments)
-            self._started = nprocs
-            self._refuse_other_size(nprocs)
-            if self._rank < nprocs:
-                with self._as_its_own_process():
-                    fn(self._rank, *arguments)
-            return None if join else Joined()
-
-        return spawned
-
-    def _begun(self, start: Callable[..., None]) -> Callable[..., None]:
+    def _start(self, start: Function, started: Any) -> None:
         """`multiprocessing.Process.start`: the n-th that makes a group is rank n."""
+        work = started._target if type(started).run is process.BaseProcess.run else type(started).run
+        if (self._group_is_there() and not self._started) or not makes_group(work, self._is_own):
+            if (function := plain(work)[0]) is not None and self._is_own(function.__code__.co_filename):
+                self._tell_start()
+            start(started)
+            return
+        if not self._started:
+            self._take("multiprocessing.Process", (*started._args, *started._kwargs.values()))
+        self._started += 1
+        started._popen = Done()
+        if self._started == self._rank + 1:
+            with self._as_its_own_process():
+                started.run()
 
-        @functools.wraps(start)
-        def begun(started: Any) -> None:
-            work = started._target if type(started).run is process.BaseProcess.run else type(started).run
-            if (self._group_is_there() and not self._started) or not makes_group(work, self._is_own):
-                if (function := plain(work)[0]) is not None and self._is_own(function.__code__.co_filename):
-                    self._tell_start()
-                start(started)
-                return
-            if not self._started:
-                self._take("multiprocessing.Process", (*started._args, *started._kwargs.values()))
-            self._started += 1
-            started._popen = Done()
-            if self._started == self._rank + 1:
-                with self._as_its_own_process():
-                    started.run()
-
-        return begun
-
-    def _handed(self, method: Callable[..., Any], pool: str) -> Callable[..., Any]:
+    def _hand(self, pool: type, method: Function, own: Any, *args: Any, **named: Any) -> Any:
         """A method that gives a function to a process of a pool."""
+        work = args[0] if args else named.get("func", named.get("fn"))
+        if not isinstance(own, ThreadPool) and not self._group_is_there() and makes_group(work, self._is_own):
+            place = self._recorder.places.line_of(2)
+            self._refuse(f"the script starts its own ranks in a {pool.__name__} at {place}; {INSTEAD}")
+        return method(own, *args, **named)
 
-        @functools.wraps(method)
-        def handed(own: Any, *args: Any, **named: Any) -> Any:
-            work = args[0] if args else named.get("func", named.get("fn"))
-            if not isinstance(own, ThreadPool) and not self._group_is_there() and makes_group(work, self._is_own):
-                place = self._recorder.places.line_of(2)
-                self._refuse(f"the script starts its own ranks in a {pool} at {place}; {INSTEAD}")
-            return method(own, *args, **named)
-
-        return handed
-
-    def _launched(self, method: Callable[..., None]) -> Callable[..., None]:
+    def _refuse_launcher(self, own: Any, args: Any, *_: Any, **__: Any) -> None:  # noqa: ARG002
         """`subprocess.Popen`, where the command is that of a launcher."""
-
-        @functools.wraps(method)
-        def launched(own: Any, args: Any, *more: Any, **named: Any) -> None:
-            if (launcher := launcher_in(args)) and not self._group_is_there():
-                place = self._recorder.places.line_of(2)
-                self._refuse(
-                    f"the script starts its own ranks at {place} by {launcher}, which check does not see into: give"
-                    f" check the script that {launcher} starts"
-                )
-            method(own, args, *more, **named)
-
-        return launched
+        if (launcher := launcher_in(args)) and not self._group_is_there():
+            place = self._recorder.places.line_of(2)
+            self._refuse(
+                f"the script starts its own ranks at {place} by {launcher}, which check does not see into: give"
+                f" check the script that {launcher} starts"
+            )
 
     def _group_is_there(self) -> bool:
         return dist.is_available() and dist.is_initialized()
@@ -217,18 +198,14 @@ class OwnRanks:
             if error.code:
                 raise
 
-    def _met(self, make: Callable[..., dist.Store]) -> Callable[..., dist.Store]:
+    def _meet(self, make: Function, host: str, port: int, rank: int, world_size: int, *more: Any) -> dist.Store:
         """The store of an `init_process_group`: of ranks that were taken over that of all ranks of the check."""
-
-        @functools.wraps(make)
-        def met(host: str, port: int, rank: int, world_size: int, *more: Any) -> dist.Store:
-            if self._taken_at:
-                self._refuse_other_size(world_size)
-                host, port = self._address
-                os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = host, str(port)
-            return make(host, port, rank, world_size, *more)
-
-        return met
+        if self._taken_at:
+            self._refuse_other_size(world_size)
+            host, port = self._address
+            os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = host, str(port)
+        store: dist.Store = make(host, port, rank, world_size, *more)
+        return store
 
 
 def launcher_in(command: Any) -> str:
@@ -241,7 +218,7 @@ def launcher_in(command: Any) -> str:
 
 def plain(function: Any) -> tuple[FunctionType | None, Any]:
     """The function that a call of this runs, and the class whose method it is; None where it is no Python."""
-    while isinstance(function, functools.partial):
+    while isinstance(function, partial):
         function = function.func
     owner: Any = None
     if isinstance(function, MethodType):

@@ -12,12 +12,12 @@ import functools
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
+from distlab.tools.check.watch.patches import Function, Patch, before, put
 from distlab.tools.check.watch.telling import Telling
 
 CHECK = Path(__file__).parents[1]
@@ -68,31 +68,19 @@ class Places:
     def install(self) -> None:
         """Know where threads are started."""
 
-        def started(start: Callable[..., None]) -> Callable[..., None]:
-            @functools.wraps(start)
-            def both(thread: threading.Thread, *args: Any, **named: Any) -> None:
-                thread.__dict__["_distlab"] = self._starter(2)
-                start(thread, *args, **named)
+        def started(thread: threading.Thread, *_: Any, **__: Any) -> None:
+            thread.__dict__["_distlab"] = self._starter(2)
 
-            return both
+        def submitted(submit: Function, pool: Any, task: Function, /, *args: Any, **named: Any) -> Any:
+            starter = self._starter(2)
 
-        def submitted(submit: Callable[..., Any]) -> Callable[..., Any]:
-            @functools.wraps(submit)
-            def both(pool: Any, task: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
-                starter = self._starter(2)
+            def run(*args: Any, **named: Any) -> Any:
+                threading.current_thread().__dict__["_distlab"] = starter
+                return task(*args, **named)
 
-                def run(*args: Any, **named: Any) -> Any:
-                    threading.current_thread().__dict__["_distlab"] = starter
-                    return task(*args, **named)
+            return submit(pool, run, *args, **named)
 
-                return submit(pool, run, *args, **named)
-
-            return both
-
-        thread: Any = threading.Thread
-        thread.start = started(thread.start)
-        pool: Any = ThreadPoolExecutor
-        pool.submit = submitted(pool.submit)
+        put([Patch(threading.Thread, "start", before(started)), Patch(ThreadPoolExecutor, "submit", submitted)])
 
     def _starter(self, depth: int) -> Stack:
         stack = self._stack(sys._getframe(depth))

@@ -9,16 +9,12 @@ thread asked to tell when a call has ended: it would wait for that lock too, up 
 fully_shard on 4 ranks took 1.3 times as long. Calls that have ended are looked for with the next one instead.
 """
 
-import functools
-import inspect
-import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from types import CodeType, FunctionType
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -32,7 +28,6 @@ from distlab.tools.check.watch.telling import Telling, now
 FUNCTIONAL = {"all_reduce": 1, "all_reduce_": 1, "reduce_scatter_tensor": 1}
 NAMED = ("all_reduce", "broadcast", "reduce")  # of which the parameter is told that was given
 LEAST_HELD, MOST_HELD, MOST_HELD_BYTES = 2, 16, 1 << 24  # works of calls that are over
-OURS = ("distlab.tools.check.", "distlab.lab.measure.")  # modules whose functions are called from the script's calls
 MOST_OPEN = 64  # calls that are looked after: what nobody waits for is not kept for ever
 
 Kernel = Callable[..., Any]
@@ -277,84 +272,6 @@ class Recorder:
         found = Group(self.telling.number("group", key, lambda: (ranks, name, instance)), ranks, group)
         self._groups[id(group)] = weakref.ref(group), found
         return found
-
-
-# What torch.compile sees of check: nothing.
-#
-# Where it traces a function that calls one of ours, it traces the one that ours stands for, so the graph is that of
-# a run without check; that is asked of torch.compiler, which is there without its compiler. Where it runs one of ours
-# instead, it leaves its frame and those of all that it calls of check alone.
-
-
-def stands_for(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Of a function that is put in the place of another one: `functools.wraps`, and the other one for torch.compile."""
-
-    def decorated(ours: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def either(*args: Any, **named: Any) -> Any:
-            if torch.compiler.is_compiling():
-                return function(*args, **named)
-            return ours(*args, **named)
-
-        return either
-
-    return decorated
-
-
-def nothing(*_: Any, **__: Any) -> None:
-    """What a hook of ours stands for."""
-
-
-def leave_uncompiled() -> None:
-    """Let torch.compile skip the frames of all functions of check that are there now, and those of what they call. What
-    a function has inside of it may be what stands for another one, whose own calls are to be compiled as ever."""
-    dynamo: Any = torch._C._dynamo.eval_frame
-    skip, as_ever = dynamo._FrameAction.SKIP, dynamo._FrameAction.DEFAULT
-    for name, module in list(sys.modules.items()):
-        if name.startswith(OURS):
-            for function in functions_of(vars(module).values(), name):
-                dynamo.set_code_exec_strategy(function.__code__, dynamo._FrameExecStrategy(skip, skip))
-                for code in codes_in(function.__code__):
-                    dynamo.set_code_exec_strategy(code, dynamo._FrameExecStrategy(skip, as_ever))
-
-
-def functions_of(values: Iterable[Any], module: str) -> Iterator[FunctionType]:
-    """Those among these that a module has written, and the methods of its classes."""
-    for value in values:
-        function = getattr(value, "fget", None) or inspect.unwrap(getattr(value, "__func__", value))
-        if isinstance(value, type) and value.__module__ == module:
-            yield from functions_of(vars(value).values(), module)
-        elif isinstance(function, FunctionType) and function.__module__ == module:
-            yield function
-
-
-def codes_in(code: CodeType) -> Iterator[CodeType]:
-    for each in code.co_consts:
-        if isinstance(each, CodeType):
-            yield each
-            yield from codes_in(each)
-
-
-def preceded(function: Callable[..., Any], before: Callable[..., None]) -> Callable[..., Any]:
-    """The same function, which first calls `before` with its arguments."""
-
-    @stands_for(function)
-    def both(*args: Any, **named: Any) -> Any:
-        before(*args, **named)
-        return function(*args, **named)
-
-    return both
-
-
-def harmless(before: Callable[..., None]) -> Callable[..., None]:
-    """The same method of what has a recorder; its exceptions are told."""
-
-    @functools.wraps(before)
-    def tried(watch: Any, *args: Any, **named: Any) -> None:
-        with watch.recorder.telling_what_fails(before.__name__):
-            before(watch, *args, **named)
-
-    return tried
 
 
 def ending_of(name: str, result: Any) -> Ending | None:

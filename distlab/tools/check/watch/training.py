@@ -9,7 +9,7 @@ import socket
 import sys
 import weakref
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
-from distlab.tools.check.watch.recorder import Call, Group, Recorder, nothing, preceded, stands_for
+from distlab.tools.check.watch.patches import Function, Patch, after, before, hook, put
+from distlab.tools.check.watch.recorder import Call, Group, Recorder
 from distlab.tools.check.watch.replica_steps import ReplicaSteps, checksum, parameters
 
 FIRST = 3  # steps, inputs and dropouts that are looked into
@@ -60,20 +61,19 @@ class Training:
         from torch.utils.data import dataloader
 
         parallel: Any = torch.nn.parallel.DistributedDataParallel
-        parallel.__init__ = preceded(parallel.__init__, self._module_made)
-        parallel.forward = preceded(parallel.forward, self._forward)
         parallel.module = property(self._module)
-        register_optimizer_step_pre_hook(stands_for(nothing)(self._before_step))
-        register_optimizer_step_post_hook(stands_for(nothing)(self._after_step))
-        engine: Any = torch.autograd
-        engine.backward = preceded(engine.backward, self._backward)
-        functional: Any = torch.nn.functional
-        functional.dropout = preceded(functional.dropout, self._dropout)
-        loading: Any = dataloader._BaseDataLoaderIter
-        loading.__next__ = self._next(loading.__next__)
-        for place in (dist, dist.device_mesh):
-            made: Any = place
-            made.init_device_mesh = self._mesh(made.init_device_mesh)
+        register_optimizer_step_pre_hook(hook(self._before_step))
+        register_optimizer_step_post_hook(hook(self._after_step))
+        put(
+            [
+                Patch(parallel, "__init__", before(self._module_made)),
+                Patch(parallel, "forward", before(self._forward)),
+                Patch(torch.autograd, "backward", before(self._backward)),
+                Patch(torch.nn.functional, "dropout", before(self._dropout)),
+                Patch(dataloader._BaseDataLoaderIter, "__next__", self._next),
+                *(Patch(place, "init_device_mesh", after(self._mesh_made)) for place in (dist, dist.device_mesh)),
+            ]
+        )
 
     def _module_made(self, parallel: Any, module: torch.nn.Module, *args: Any, **named: Any) -> None:
         """Told before DDP compares the ranks itself: it looks at shapes, and not at names."""
@@ -162,34 +162,30 @@ class Training:
             uuid = str(torch.cuda.get_device_properties(number).uuid)  # two ranks that see a card each call it 0
             self._telling.say("device", number, uuid, socket.gethostname(), torch.cuda.device_count())
 
-    def _next(self, method: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        @stands_for(method)
-        def following(loading: Any) -> Any:
-            if "_distlab" not in loading.__dict__:
-                loading.__dict__["_distlab"] = [self._loaders, 0, self._steps]
-                self._telling.say("pass", self._loaders, self._recorder.places.here(2)[0], length_of(loading))
-                self._loaders += 1
-            turn = loading.__dict__["_distlab"]
-            if self._steps > turn[2]:  # a pass that trains
-                turn[2] = math.inf
-                sampler = getattr(loading._index_sampler, "sampler", loading._index_sampler)
-                if hasattr(sampler, "set_epoch") and getattr(sampler, "shuffle", True):
-                    self._telling.say("shuffled", turn[0], id(sampler))
-            try:
-                batch = method(loading)
-            except StopIteration:
-                self._telling.write_later(f'["fetched",{turn[0]},{turn[1]},true]')
-                self._telling.say("batches", turn[0], turn[1], self._recorder.places.here(2)[0])
-                if loading._persistent_workers:
-                    del loading.__dict__["_distlab"]  # the next pass has the same object
-                raise
-            if turn[1] < 2:
-                self._telling.say("batch", turn[0], turn[1], checksum([batch]))
-            turn[1] += 1
-            self._telling.write_later(f'["fetched",{turn[0]},{turn[1]},false]')
-            return batch
-
-        return following
+    def _next(self, method: Function, loading: Any) -> Any:
+        if "_distlab" not in loading.__dict__:
+            loading.__dict__["_distlab"] = [self._loaders, 0, self._steps]
+            self._telling.say("pass", self._loaders, self._recorder.places.here(2)[0], length_of(loading))
+            self._loaders += 1
+        turn = loading.__dict__["_distlab"]
+        if self._steps > turn[2]:  # a pass that trains
+            turn[2] = math.inf
+            sampler = getattr(loading._index_sampler, "sampler", loading._index_sampler)
+            if hasattr(sampler, "set_epoch") and getattr(sampler, "shuffle", True):
+                self._telling.say("shuffled", turn[0], id(sampler))
+        try:
+            batch = method(loading)
+        except StopIteration:
+            self._telling.write_later(f'["fetched",{turn[0]},{turn[1]},true]')
+            self._telling.say("batches", turn[0], turn[1])
+            if loading._persistent_workers:
+                del loading.__dict__["_distlab"]  # the next pass has the same object
+            raise
+        if turn[1] < 2:
+            self._telling.say("batch", turn[0], turn[1], checksum([batch]))
+        turn[1] += 1
+        self._telling.write_later(f'["fetched",{turn[0]},{turn[1]},false]')
+        return batch
 
     def _dropout(self, given: torch.Tensor, p: float = 0.5, training: bool = True, *_: Any, **__: Any) -> None:
         if isinstance(given, FakeTensor):
@@ -199,14 +195,8 @@ class Training:
             self._telling.say("dropout", self._dropouts, state, checksum([given]), self._recorder.places.here(3)[0])
             self._dropouts += 1
 
-    def _mesh(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @stands_for(function)
-        def made(*args: Any, **named: Any) -> Any:
-            mesh = function(*args, **named)
-            self._telling.say("mesh", list(mesh.mesh_dim_names or ()), mesh.mesh.tolist())
-            return mesh
-
-        return made
+    def _mesh_made(self, mesh: Any, *_: Any, **__: Any) -> None:
+        self._telling.say("mesh", list(mesh.mesh_dim_names or ()), mesh.mesh.tolist())
 
 
 def length_of(loading: Any) -> int:

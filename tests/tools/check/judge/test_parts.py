@@ -23,7 +23,8 @@ from distlab.tools.check.judge.report import MOST, spans_of
 from distlab.tools.check.judge.silent_faults import Quiet
 from distlab.tools.check.start.script_process import parsed
 from distlab.tools.check.watch.axes import Axes
-from distlab.tools.check.watch.recorder import Recorder, ending_of, leave_uncompiled, preceded
+from distlab.tools.check.watch.patches import before, in_place_of, leave_uncompiled
+from distlab.tools.check.watch.recorder import Recorder, ending_of
 from distlab.tools.check.watch.training import scales_of_means
 
 KINDS = sorted(name.removeprefix("_take_") for name in vars(RankState) if name.startswith("_take_"))
@@ -179,7 +180,7 @@ def test_unequal_numbers_of_batches_are_asked_about() -> None:
         if rank == 0:
             case.course.begin_pass(0, "train.py:30", "train.py")  # which rank 0 alone makes: it is compared with none
         case.course.begin_pass(7, "train.py:8", "train.py")
-        list(quiet.take(case, ["batches", 7, count, 0]))
+        list(quiet.take(case, ["batches", 7, count]))
     (question,) = quiet.questions()
     assert "rank 0 4, rank 1 3" in question
 
@@ -194,7 +195,7 @@ FOREIGN: list[list[Any]] = [
     ["gradient", "a text", True, True, 2, 1, 1],
     ["gradient", 1.0, True, True, 10**400, 1, 1],
     ["gradient", 10**400, True, True, 2, 1, 1],
-    ["batches", 0, [4], 1],
+    ["batches", 0, [4]],
     ["batch", 0, 0, [4]],
     ["input", "DDP 0", 1, 0, [4], 1],
     ["sums", "weights", "DDP 0", 1, -1, ["no pair"], 1],
@@ -318,7 +319,7 @@ def test_weights_that_cannot_be_read_do_not_end_a_script_that_gives_them_to_fsdp
 
 def test_torch_compile_traces_what_a_function_of_check_stands_for() -> None:
     said: list[torch.Tensor] = []
-    twice = preceded(lambda values: values * 2, said.append)
+    twice = in_place_of(lambda values: values * 2, before(said.append))
     compiled = torch.compile(lambda values: twice(values) + 1, backend="eager", fullgraph=True)
     assert compiled(torch.ones(2)).tolist() == [3, 3]
     assert said == []
@@ -328,7 +329,7 @@ def test_what_torch_keeps_out_of_its_graph_is_seen() -> None:
     leave_uncompiled()
     said: list[torch.Tensor] = []
     apart: Any = torch.compiler.disable(lambda values: values * 2)
-    watched = preceded(apart, said.append)
+    watched = in_place_of(apart, before(said.append))
     compiled = torch.compile(lambda values: watched(values) + 1, backend="eager")
     assert compiled(torch.ones(2)).tolist() == [3, 3]
     assert len(said) == 1
