@@ -9,7 +9,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -59,9 +59,9 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError([message])
 
 
-# Name, how it is read, default, help. A default is text too, so that it can be printed as it would be typed; "" is one
-# that other options decide, as its help says.
-SIZES: tuple[tuple[str, Callable[[str], Any], str | None, str], ...] = (
+# Name, how it is read or which words it may be, default, help. A default is text too, so that it can be printed as it
+# would be typed; "" is one that other options decide, as its help says.
+OPTIONS: tuple[tuple[str, Callable[[str], Any] | Sequence[str], str | None, str], ...] = (
     ("params", job.count, "", "parameters of the model, such as 7B, 350M or 1.3B (or --model, or --config)"),
     ("gpus", job.whole_number, None, "number of GPUs, or of ranks (needed)"),
     ("gpu-memory", job.nbytes, "", "memory of one, such as 80GB or 900MB [that of --gpu]"),
@@ -84,9 +84,6 @@ SIZES: tuple[tuple[str, Callable[[str], Any], str | None, str], ...] = (
     ("interleave", job.whole_number, "1", "stages of each rank of a pipeline"),
     ("lora", job.whole_number, "", "rank of LoRA's adapters, which are trained in place of the weights"),
     ("tokens", job.count, "", "tokens of the whole training, for days and GPU-hours, such as 1T or 1e12"),
-)  # fmt: skip
-# Name, what is allowed, default, help.
-WORDS: tuple[tuple[str, Sequence[str], str, str], ...] = (
     ("precision", list(PRECISIONS), "mixed", "of weights and gradients; mixed keeps masters in float32, bf16 does not"),
     ("dtype", DTYPES, "bf16", "of layers' products: bf16 or fp8"),
     ("optimizer", list(OPTIMIZERS), "adam", "adam (adamw) remembers two numbers a parameter, adamw8bit two bytes, sgd none"),
@@ -109,14 +106,12 @@ def parser() -> Parser:
     made.add_argument("--model", metavar="NAME", help=f"a published shape: {', '.join(table())}")
     made.add_argument("--config", type=Path, metavar="FILE", help="a transformers config.json of any other model")
     made.add_argument("--gpu", metavar="NAME", help=f"one of {', '.join(gpu_names())} [{ASSUMED_GPU}]")
-    for name, _, default, words in SIZES:
-        shown = f" [{default}]" if default else ""
-        other = ["--microbatch"] if name == "batch" else []
-        made.add_argument(f"--{name}", *other, metavar="SIZE", help=words.replace("%", "%%") + shown.replace("%", "%%"))
-    for name, allowed, default, words in WORDS:
-        optional: dict[str, Any] = {"nargs": "?", "const": "full"} if name == "recompute" else {}
-        shown = f" [{default}]" if default else ""
-        made.add_argument(f"--{name}", metavar="|".join(allowed), help=words + shown, **optional)
+    for name, read, default, words in OPTIONS:
+        more: dict[str, Any] = {"nargs": "?", "const": "full"} if name == "recompute" else {}
+        made.add_argument(
+            f"--{name}", *(["--microbatch"] if name == "batch" else []), metavar="SIZE" if callable(read) else "|".join(read),
+            help=(words + (f" [{default}]" if default else "")).replace("%", "%%"), **more,
+        )  # fmt: skip
     made.add_argument("--layout", metavar="tp8,pp16,dp64,cp1,ep1", help="what this one layout holds and takes")
     for name, words in SWITCHES:
         made.add_argument(f"--{name}", action="store_true", help=words)
@@ -166,52 +161,46 @@ def read_asked(arguments: Sequence[str] | None) -> Asked:
         f"{word} is not an option{GONE.get(word.split('=')[0]) or suggest(word.split('=')[0], known)}"
         for word in unknown
     ]
-    values, words = _sizes(asked, faults), _words(asked, faults)
+    values = _values(asked, faults)
     model = _model(asked, values, faults)
     gpu = _gpu(asked, faults)
     measured = _measured(asked.calibrate, faults)
     if not faults:
-        faults += _contradictions(asked, values, words)
+        faults += _contradictions(asked, values)
     if faults:
         raise ConfigError(faults)
     assert model is not None
-    made_job, told = _job(asked, values, words, model, gpu, measured)
-    if words["dtype"] == "fp8" and not made_job.gpu.fp8_flops:
+    made_job, told = _job(asked, values, model, gpu, measured)
+    if values["dtype"] == "fp8" and not made_job.gpu.fp8_flops:
         raise ConfigError(
             [f"--dtype='fp8' needs a GPU with products in 8 bits, which --gpu={gpu.name!r} has not: bf16"]
         )
     layout = None
     if asked.layout is not None:
-        layout, faults = given_layout(asked.layout, made_job, int(words["zero"] or 0))
+        layout, faults = given_layout(asked.layout, made_job, int(values["zero"] or 0))
         if faults:
             raise ConfigError(faults)
-    stages = [int(words["zero"])] if words["zero"] and layout is None else range(4)
+    stages = [int(values["zero"])] if values["zero"] and layout is None else range(4)
     return Asked(made_job, told, layout, stages, values.get("tokens"))
 
 
-def _sizes(asked: argparse.Namespace, faults: list[str]) -> dict[str, Any]:
+def _values(asked: argparse.Namespace, faults: list[str]) -> dict[str, Any]:
+    """What was given of OPTIONS, read, or its default."""
     values: dict[str, Any] = {}
-    for name, read_size, default, words in SIZES:
+    for name, read, default, words in OPTIONS:
         written = getattr(asked, name.replace("-", "_"))
         if written is None and default is None:
             faults.append(f"--{name} is missing: {words.removesuffix(' (needed)')}")
+        elif not callable(read):
+            values[name] = word = written or default
+            if word and word not in read:
+                faults.append(f"--{name}={word!r} is not known{suggest(word, list(read))}, allowed: {', '.join(read)}")
         elif written is not None or default:
             try:
-                values[name] = read_size(written or default or "")
+                values[name] = read(written or default or "")
             except job.NotASize as error:
                 faults.append(f"--{name}={written!r} {error}")
     return values
-
-
-def _words(asked: argparse.Namespace, faults: list[str]) -> dict[str, str]:
-    words = {}
-    for name, allowed, default, _ in WORDS:
-        words[name] = getattr(asked, name) or default
-        if words[name] and words[name] not in allowed:
-            faults.append(
-                f"--{name}={words[name]!r} is not known{suggest(words[name], list(allowed))}, allowed: {', '.join(allowed)}"
-            )
-    return words
 
 
 def _model(
@@ -257,44 +246,36 @@ def _measured(folders: Sequence[Path], faults: list[str]) -> list[Measured]:
     return found
 
 
-def _contradictions(asked: argparse.Namespace, values: dict[str, Any], words: dict[str, str]) -> list[str]:
+def _contradictions(asked: argparse.Namespace, values: dict[str, Any]) -> Iterator[str]:
     """What does not go together."""
-    faults = []
+    gpus, samples, trained = values["gpus"], values["batch"], values.get("global-batch")
     if "gpu-memory" not in values and asked.gpu is None:
-        faults.append("--gpu or --gpu-memory is missing: the memory of one GPU, such as 80GB or 900MB")
+        yield "--gpu or --gpu-memory is missing: the memory of one GPU, such as 80GB or 900MB"
     if "width" in values and "heads" in values and values["width"] % values["heads"]:
-        faults.append(
-            f"--width={values['width']} is not a multiple of --heads={values['heads']}: heads share the width equally"
-        )
+        yield f"--width={values['width']} is not a multiple of --heads={values['heads']}: heads share the width equally"
     in_node = values.get("gpus-per-node") or _gpu(asked, []).gpus_per_node
-    if values["gpus"] > in_node and values["gpus"] % in_node:
-        faults.append(f"--gpus={values['gpus']} does not fill nodes of --gpus-per-node={in_node}: name a multiple")
-    if "global-batch" in values and "microbatches" in values:
-        faults.append(
-            f"--global-batch={values['global-batch']} and --microbatches={values['microbatches']} both say how much is"
-            " trained in a step: name one"
-        )
-    elif values.get("global-batch", values["batch"]) % values["batch"]:
-        faults.append(
-            f"--global-batch={values['global-batch']} is no multiple of --batch={values['batch']}, the samples of a"
-            " microbatch"
-        )
+    if gpus > in_node and gpus % in_node:
+        yield f"--gpus={gpus} does not fill nodes of --gpus-per-node={in_node}: name a multiple"
+    if trained is not None and "microbatches" in values:
+        both = f"--global-batch={trained} and --microbatches={values['microbatches']}"
+        yield f"{both} both say how much is trained in a step: name one"
+    elif trained is not None and trained % samples:
+        yield f"--global-batch={trained} is no multiple of --batch={samples}, the samples of a microbatch"
     if values["reserve"] == 1:
-        faults.append("--reserve=100% leaves no memory to the model, allowed: less than 1 (100%)")
-    if words["base"] != "bf16" and "lora" not in values:
-        faults.append(f"--base={words['base']!r} is how weights are stored beside adapters: --lora RANK is missing")
-    if words["dtype"] == "fp8" and words["precision"] == "fp32":
-        faults.append("--dtype='fp8' is of training in mixed precision, and --precision is 'fp32': mixed or bf16")
-    return faults
+        yield "--reserve=100% leaves no memory to the model, allowed: less than 1 (100%)"
+    if values["base"] != "bf16" and "lora" not in values:
+        yield f"--base={values['base']!r} is how weights are stored beside adapters: --lora RANK is missing"
+    if values["dtype"] == "fp8" and values["precision"] == "fp32":
+        yield "--dtype='fp8' is of training in mixed precision, and --precision is 'fp32': mixed or bf16"
 
 
 def _job(
-    asked: argparse.Namespace, values: dict[str, Any], words: dict[str, str], model: tuple[Shape, float, list[str]],
-    gpu: Gpu, measured: list[Measured],
+    asked: argparse.Namespace, values: dict[str, Any], model: tuple[Shape, float, list[str]], gpu: Gpu,
+    measured: list[Measured],
 ) -> tuple[Job, list[str]]:  # fmt: skip
     shape, num_parameters, told = model[0], model[1], list(model[2])
-    precision = PRECISIONS[words["precision"]]
-    numbers, itemsize = OPTIMIZERS[words["optimizer"]]
+    precision = PRECISIONS[values["precision"]]
+    numbers, itemsize = OPTIMIZERS[values["optimizer"]]
     moment_bytes = numbers * (itemsize or (4 if precision.masters else precision.itemsize))
     gpu = _card(asked, values, gpu, precision)
     far = Link(values["latency"], values.get("link", gpu.link_bytes_per_s), LINK_SHARE)
@@ -304,13 +285,13 @@ def _job(
         far, near = (run.link, run.link) if run.link else (far, near)
         gpu = measured_card(gpu, run.flops) if run.flops else gpu
     trained = values["batch"] * values.get("microbatches", 4) * values["gpus"]
-    savings = Savings(asked.offload, asked.step_in_backward, values.get("lora", 0), BASES[words["base"]])
+    savings = Savings(asked.offload, asked.step_in_backward, values.get("lora", 0), BASES[values["base"]])
     made = Job(
         num_parameters, values["gpus"], values.get("gpu-memory", gpu.memory_bytes), shape, values["seq"],
         values["batch"], values.get("global-batch", trained), "global-batch" not in values, gpu, far, near,
         values.get("gpus-per-node", gpu.gpus_per_node), Weights(precision.itemsize, precision.masters, moment_bytes),
-        words["recompute"], words["attention"] == "flash", not asked.no_sequence_parallel, values["reserve"],
-        words["dtype"] == "fp8", asked.overlap_tp, values["interleave"], savings,
+        values["recompute"], values["attention"] == "flash", not asked.no_sequence_parallel, values["reserve"],
+        values["dtype"] == "fp8", asked.overlap_tp, values["interleave"], savings,
         hides=not any(run.crowded for run in measured),
     )  # fmt: skip
     return made, told
