@@ -210,10 +210,9 @@ def stop_and_go(
     try:
         train(lab, name, strategy, course, range(1))
         state = state_of({name: strategy})
-        total_bytes = storage.plan(state, group).total_bytes
-        saved = storage.write_checkpoint(
-            folder, manifest_of(lab, course, 1), state, group, {name: []}, needed_bytes=total_bytes
-        )
+        needed = storage.needed_bytes(state, group)
+        draft = manifest_of(lab, course, 1)
+        saved = storage.write_checkpoint(folder, draft, state, group, {name: []}, needed_bytes=needed)
         train(lab, name, strategy, course, range(1, STEPS))
         wanted = {label: tensor.clone() for label, tensor in strategy.full("weights") if lab.rank == 0}
         del strategy, state

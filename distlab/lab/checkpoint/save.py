@@ -35,7 +35,7 @@ class Saver:
         assert lab.journal.folder is not None
         self.lab, self.group, self.strategies, self.course, self.shares = lab, group, strategies, course, shares
         self.folder = lab.journal.folder / locate.FOLDER
-        self._plan: storage.Plan | None = None
+        self._needed_bytes: int | None = None  # the same for every save of a run
         self._said_at = 0.0
 
     def after(self, step: int) -> None:
@@ -46,12 +46,13 @@ class Saver:
             return
         self.lab.at(step, "checkpoint")
         began_at = time.perf_counter()
-        state, draft = self._own_part(), manifest_of(self.lab, self.course, step + 1)
-        assert self._plan is not None
+        state, draft = state_of(self.strategies), manifest_of(self.lab, self.course, step + 1)
+        if self._needed_bytes is None:
+            self._needed_bytes = storage.needed_bytes(state, self.group)
         try:
             published = storage.write_checkpoint(
                 self.folder, draft, state, self.group, self.shares,
-                needed_bytes=self._plan.total_bytes, shards_written=self.lab.mode.shards_written,
+                needed_bytes=self._needed_bytes, shards_written=self.lab.mode.shards_written,
             )  # fmt: skip
         except storage.Unsaved as error:
             if self.lab.rank == 0:
@@ -59,13 +60,6 @@ class Saver:
             return
         if self.lab.rank == 0:
             self._check(published, began_at)
-
-    def _own_part(self) -> storage.State:
-        """What this rank writes of all variants: views of what is trained on."""
-        state = state_of(self.strategies)
-        if self._plan is None:
-            self._plan = storage.plan(state, self.group)
-        return {name: held for name, held in state.items() if name in self._plan.mine}
 
     def _check(self, published: Manifest, began_at: float) -> None:
         """On rank 0: whether all that the manifest names is there; remove older ones, and say it."""

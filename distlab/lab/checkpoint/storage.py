@@ -16,7 +16,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -43,7 +43,7 @@ from distlab.techniques.collectives.sharded_tensor import LocalShard
 # A Piece becomes a DTensor whose local part is a list of boxes with their offsets (torch's LocalShardsWrapper):
 # DTensor passes DCP's questions on to it. DCP files every box under the dense tensor's name and offset, so it can fill
 # the boxes of any other cut from them, by any number of ranks. A tensor that several ranks hold whole is written by
-# one of them (`dealt`).
+# one of them, the one that has least to write.
 
 State = Mapping[str, Any]  # under dense names: Tensor, Piece or DTensor
 AS_IT_IS = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
@@ -143,38 +143,6 @@ def as_dtensor(piece: LocalShard, group: dist.ProcessGroup | None) -> Tensor:
     return DTensor.from_local(boxes, mesh, [Shard(0)], run_check=False, shape=piece.shape, stride=strides)
 
 
-def parts(held: Any) -> list[Tensor]:
-    """What this rank holds of one entry of a state: a piece's boxes, a DTensor's own part, or the tensor itself."""
-    if isinstance(held, LocalShard):
-        return [box for _, box in held.boxes]
-    return [held.to_local() if hasattr(held, "to_local") else held]
-
-
-def num_bytes(held: Any) -> int:
-    return sum(part.nbytes for part in parts(held))
-
-
-def is_whole(held: Any) -> bool:
-    return isinstance(held, Tensor) and not hasattr(held, "placements")
-
-
-def dealt(everyone: list[dict[str, tuple[bool, int]]], rank: int) -> set[str]:
-    """What `rank` writes of {name: (whole, bytes)} of all ranks: its parts, and its share of what several hold whole.
-
-    Each goes to the rank that has least to write so far. DCP would deal so too, but after every rank has copied
-    everything.
-    """
-    load = [sum(size for whole, size in of_rank.values() if not whole) for of_rank in everyone]
-    mine = {name for name, (whole, _) in everyone[rank].items() if not whole}
-    for name in dict.fromkeys(name for of_rank in everyone for name, (whole, _) in of_rank.items() if whole):
-        holders = [other for other, of_rank in enumerate(everyone) if name in of_rank and of_rank[name][0]]
-        writer = min(holders, key=lambda other: load[other])
-        load[writer] += everyone[writer][name][1]
-        if writer == rank:
-            mine.add(name)
-    return mine
-
-
 def of_the_disk(error: BaseException | None) -> OSError | None:
     """The OSError behind `error`, itself or what it was raised in the handling of."""
     while error is not None and not isinstance(error, OSError):
@@ -207,20 +175,20 @@ class Unsaved(Exception):
     """A checkpoint that could not be written, on every rank; the disk's own words."""
 
 
-class Plan(NamedTuple):
-    """The names that this rank writes, and the bytes of all ranks together; the same for every save of a run."""
+def needed_bytes(state: State, group: dist.ProcessGroup) -> int:
+    """What all ranks are going to write, a collective; a tensor that several hold whole is written by one of them."""
+    everyone = all_gather_plain({name: own_bytes(held) for name, held in state.items()}, group)
+    entries = [(name, *size) for of_rank in everyone for name, size in of_rank.items()]
+    whole: dict[str, int] = {name: nbytes for name, is_whole, nbytes in entries if is_whole}
+    sizes = [*whole.values(), *(int(nbytes) for _, is_whole, nbytes in entries if not is_whole)]
+    return sum(sizes) + ENTRY_BYTES * len(sizes)
 
-    mine: set[str]
-    total_bytes: int
 
-
-def plan(state: State, group: dist.ProcessGroup) -> Plan:
-    """Share the writing out, a collective."""
-    held = {name: (is_whole(part), num_bytes(part)) for name, part in state.items()}
-    everyone = all_gather_plain(held, group)
-    written = [dealt(everyone, rank) for rank in range(group.size())]
-    total_bytes = sum(everyone[rank][name][1] + ENTRY_BYTES for rank, names in enumerate(written) for name in names)
-    return Plan(written[group.rank()], total_bytes)
+def own_bytes(held: Any) -> tuple[bool, int]:
+    """Whether this rank has one entry of a state whole, and the bytes of what it has."""
+    if isinstance(held, LocalShard):
+        return False, sum(box.nbytes for _, box in held.boxes)
+    return not hasattr(held, "placements"), (held.to_local() if hasattr(held, "to_local") else held).nbytes
 
 
 def write_checkpoint(
@@ -231,7 +199,7 @@ def write_checkpoint(
     on every rank.
 
     Args:
-        state: what this rank writes, of all variants, under '<variant>/<name>'.
+        state: what this rank has of all variants, under '<variant>/<name>'.
         draft: the manifest as far as this rank knows it.
         shares: this rank's shares of the losses since those that `draft` holds.
         needed_bytes: what all ranks are going to write.
