@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from distlab.tools.plan.card import BACKWARD_ATTENTION, Attention, Card, Product, as_json
+from distlab.tools.plan.card import BACKWARD_ATTENTION, Attention, Card, Product
 
 ON_CARD = os.environ.get("LAB_DEVICE", "cuda") == "cuda"
 DEVICE = torch.device("cuda" if ON_CARD else "cpu")
@@ -223,7 +223,7 @@ def main(words: list[str]) -> int:
         path.write_text(json.dumps(found))
 
     card = measure_card()
-    write("card", as_json(card))
+    write("card", card._asdict())
     steps: list[dict[str, Any]] = []
     for shape in SHAPES if ON_CARD else TINY:
         try:

@@ -4,7 +4,6 @@ card's.
 """
 
 import math
-import re
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from distlab.lab.report.records import Load, Profile, Ranks, Start, Table, selec
 from distlab.techniques.collectives.costs import FITTED, LATENCY, RATE
 from distlab.tools.plan.card import Card, read_card
 from distlab.tools.plan.gpu import Gpu, Shares
-from distlab.tools.plan.job import Link, NotASize, count
+from distlab.tools.plan.job import Link
 from distlab.tools.plan.model import Shape
 from distlab.tools.plan.step_time import executed_flops
 
@@ -109,12 +108,13 @@ def _number(folder: Path, value: Any) -> float:
 
 
 def flops_of(folder: Path, records: Ranks, start: Start) -> Measured:
-    """FLOP/s of a rank of a dp or fsdp run; raises BrokenRecord if it is no such run, or timed no step."""
-    found = reached(folder, records, start) if start.run_mode in ("dp", "fsdp") else None
+    """FLOP/s of a rank of a dp or fsdp run of gpt; raises BrokenRecord if it is no such run, or timed no step."""
+    gpt = start.config.get("LAB_MODEL") == "gpt"
+    found = reached(folder, records, start) if gpt and start.run_mode in ("dp", "fsdp") else None
     if found is None:
         raise BrokenRecord(
-            f"{folder} is a run of {start.run_mode}: it takes a comm run for the link, or a dp or fsdp run for FLOP/s,"
-            " come to its end"
+            f"{folder} is a run of {start.run_mode}: it takes a comm run for the link, or a dp or fsdp run of"
+            " LAB_MODEL=gpt for FLOP/s, come to its end"
         )
     return found
 
@@ -134,14 +134,11 @@ def reached(folder: Path, records: Ranks, start: Start) -> Measured | None:
     usable = {name: max(seconds) for name, seconds in compute.items() if min(seconds) > 0}
     if not usable:
         return None
-    config, shape = start.config, shape_of(start.config)
-    gpt = config["LAB_MODEL"] == "gpt"
-    positions = int(config["LAB_SEQ"]) if gpt else 1
+    config, shape, positions = start.config, shape_of(start.config), int(start.config["LAB_SEQ"])
     tokens = int(config["LAB_BATCH"]) * positions / start.world_size
     recompute = "full" if config.get("LAB_RECOMPUTE") else "none"
     name = min(usable, key=lambda each: usable[each])
-    num_parameters = lab_parameters(shape, positions) if gpt else titled(folder, start)
-    flops = executed_flops(shape, num_parameters, positions, tokens, recompute) / usable[name]
+    flops = executed_flops(shape, lab_parameters(shape, positions), positions, tokens, recompute) / usable[name]
     told = f"compute from {folder} ({name}): {flops / 1e9:.3g} GFLOP/s a rank"
     crowded = fills_cores(records, int(config.get("LAB_THREADS") or 1))
     told += "; ranks fill all cores, so that no message is hidden" if crowded else ""
@@ -149,26 +146,15 @@ def reached(folder: Path, records: Ranks, start: Start) -> Measured | None:
 
 
 def shape_of(config: dict[str, Any]) -> Shape:
-    """The lab's own model, as its settings say."""
+    """The lab's own GPT, as its settings say."""
     layers, width, heads = (int(config[name]) for name in ("LAB_DEPTH", "LAB_WIDTH", "LAB_HEADS"))
-    if config["LAB_MODEL"] == "gpt":
-        return Shape(layers, width, heads, heads, 4 * width, False, VOCABULARY, bool(config.get("LAB_TIE")))
-    return Shape(1, 1, 1, 1, 1, False, 0, True)  # rows through matrices: no attention, no vocabulary
+    return Shape(layers, width, heads, heads, 4 * width, False, VOCABULARY, bool(config.get("LAB_TIE")))
 
 
 def lab_parameters(shape: Shape, positions: int) -> float:
     """Of the lab's GPT all: matrices, and biases and norms of its layers, 13·h each, and behind them, 2·h, and a vector
     for each position (distlab/lab/workload/model.py)."""
     return shape.body + shape.ends + shape.width * (13 * shape.layers + 2 + positions)
-
-
-def titled(folder: Path, start: Start) -> float:
-    """Parameters of any other model, as a run's heading says them; raises BrokenRecord if it does not."""
-    found = re.search(r"([0-9.]+[kKMB]?) parameters", start.title)
-    try:
-        return count(found[1] if found else "")
-    except NotASize as error:
-        raise BrokenRecord(f"{folder} calls its model {start.title!r}, which {error}") from None
 
 
 def fills_cores(records: Ranks, threads: int) -> bool:

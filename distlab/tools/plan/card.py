@@ -14,7 +14,7 @@ and nothing overlaps: one card has one queue.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -116,11 +116,3 @@ def positive(value: Any) -> float:
     if not (0 < number < math.inf):
         raise ValueError(f"{number:g} where a measured number belongs")
     return number
-
-
-def as_json(card: Card) -> dict[str, Any]:
-    return card._asdict() | {"products": as_lists(card.products), "attention": as_lists(card.attention)}
-
-
-def as_lists(rows: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    return [list(row) for row in rows]

@@ -127,22 +127,8 @@ def test_experts_travel_to_other_ranks_and_back() -> None:
 
 def test_a_group_over_nodes_has_all_cards_of_a_node() -> None:
     """ZeRO-3's gathers go over eight links of a node together; those of a group with one card a node over one."""
-    asked = read_asked(
-        [
-            "--model",
-            "llama3-70b",
-            "--gpus",
-            "64",
-            "--gpu",
-            "h100",
-            "--link",
-            "1Gbit",
-            "--latency",
-            "0us",
-            "--node-latency",
-            "0us",
-        ]
-    ).job
+    line = "--model llama3-70b --gpus 64 --gpu h100 --link 1Gbit --latency 0us --node-latency 0us"
+    asked = read_asked(line.split()).job
     spread = step_parts(asked, Layout(1, 1, 64, 3))["data"] / sent(asked, Layout(1, 1, 64, 3))["data"]
     narrow = step_parts(asked, Layout(8, 1, 8, 3))["data"] / sent(asked, Layout(8, 1, 8, 3))["data"]
     assert narrow / spread == pytest.approx(8, rel=0.05)

@@ -10,7 +10,7 @@ import pytest
 from distlab.cli.plan import main, read_job
 from distlab.lab.config import ConfigError
 from distlab.lab.report.reading import BrokenRecord
-from distlab.tools.plan.card import Attention, Card, Product, as_json, read_card
+from distlab.tools.plan.card import Attention, Card, Product, read_card
 from distlab.tools.plan.layout import Layout
 from distlab.tools.plan.step_time import compute_parts
 
@@ -44,7 +44,7 @@ def test_a_step_is_the_sum_of_its_parts() -> None:
 
 def test_what_was_written_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "gpu.json"
-    path.write_text(json.dumps({"card": as_json(CARD)}))
+    path.write_text(json.dumps({"card": CARD._asdict()}))
     assert read_card(path) == CARD
     job, told = read_job(f"--params 125M --gpus 1 --gpu-memory 80GB --batch 8 --calibrate {path}".split())
     step_s = CARD.step_s(job.shape.layers, job.shape.width, job.seq, 8, job.shape.vocabulary)
@@ -69,7 +69,7 @@ def test_what_was_written_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[
 )
 def test_what_is_no_card_is_refused(tmp_path: Path, change: dict[str, Any] | None, words: str) -> None:
     path = tmp_path / "gpu.json"
-    path.write_text(json.dumps({} if change is None else {"card": as_json(CARD) | change}))
+    path.write_text(json.dumps({} if change is None else {"card": CARD._asdict() | change}))
     with pytest.raises(BrokenRecord, match=words):
         read_card(path)
     with pytest.raises(ConfigError, match=r"is no card that benchmarks\.gpu has measured"):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from distlab.lab.report.reading import BrokenRecord
 from distlab.lab.report.records import Load, Placed, Profile, Ranks, Record, Start, Table
 from distlab.techniques.collectives.costs import FITTED, LATENCY, RATE
 from distlab.tools.plan.calibration import Measured, calibrate
@@ -112,6 +113,8 @@ def test_flops_are_those_of_the_fastest_variant_by_hand(tmp_path: Path) -> None:
     assert crowded.crowded
     assert "no message is hidden" in crowded.told
     assert not calibrate(written(tmp_path / "free", run("dp", {"dp": 3}, load(2), *profiles))).crowded
+    with pytest.raises(BrokenRecord, match="a dp or fsdp run of LAB_MODEL=gpt for FLOP/s"):
+        calibrate(written(tmp_path / "mlp", run("dp", {"dp": 3}, load(2), *profiles, LAB_MODEL="mlp")))
 
 
 def test_halves_of_a_sum_cost_what_comm_saw(tmp_path: Path) -> None:
