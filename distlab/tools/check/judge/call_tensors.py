@@ -2,9 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import NamedTuple
 
-from distlab.lab.cluster import name_ranks
 from distlab.tools.check.judge.fault import Fault, Table
 from distlab.tools.check.judge.rank_state import (
     AT_REST,
@@ -100,57 +98,6 @@ class Layouts(Fault):
 def layout(shape: list[int], strides: list[int]) -> list[int]:
     """The strides of dimensions with more than one element: those of the others mean nothing."""
     return [stride for size, stride in zip(shape, strides, strict=True) if size != 1]
-
-
-EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
-
-
-class Summed(NamedTuple):
-    """Of one rank: the sum of its elements before, that of their absolute values, the sum after the wait."""
-
-    call: Call
-    before: float
-    size: float
-    after: float
-    waited_at: CallPlace
-
-
-class Contents(Fault):
-    """What an all_reduce gave beside what went into it.
-
-    The sums of a tensor's elements over all ranks before the call are, but for rounding, its sum after it: for n ranks
-    each element is off by n roundings of the absolute values at most. Who differs from that was written meanwhile.
-    """
-
-    def __init__(self) -> None:
-        self._told: Table[GroupKey, int, Summed] = Table()
-
-    def take_summed(
-        self, case: RankState, number: int, before: float, size: float, after: float, place: int
-    ) -> None:  # fmt: skip
-        if (call := case.known_call(number)) is not None:
-            found = Summed(call, float(before), float(size), float(after), case.place(place))
-            self._told.put(case, call.group, call.group.ranks, call.turn, found)
-
-    def findings(self) -> Iterator[Finding]:
-        """Each line once."""
-        told: set[CallPlace] = set()
-        for seen in (each for _, _, turns in self._told.whole(least=1) for each in turns.values()):
-            call = next(iter(seen.values())).call
-            if call.kind.dtypes[0] not in EPSILON or call.place in told:
-                continue
-            total, size = sum(each.before for each in seen.values()), sum(each.size for each in seen.values())
-            allowed = 2 * len(seen) * EPSILON[call.kind.dtypes[0]] * size
-            odd = tuple(rank for rank in sorted(seen) if abs(seen[rank].after - total) > allowed)
-            if odd:
-                told.add(call.place)
-                who = name_ranks(odd) if len({each.after for each in seen.values()}) > 1 else "a rank"
-                sentence = (
-                    f"{who} wrote into the tensor of {call_text(call)} between its call at {call.place} and the wait at"
-                    f" {seen[odd[0]].waited_at}, through another alias of its memory: its elements add up to"
-                    f" {seen[odd[0]].after:g} then, and what went in to {total:g}; write after wait()"
-                )
-                yield Finding(AT_REST, sentence, odd)
 
 
 class Lost(Fault):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, get_type_hints
 
 from distlab.lab.cluster import name_ranks
 from distlab.tools.check.judge.axes import Begun, Copies, Dropouts, Norms, Parts
-from distlab.tools.check.judge.call_tensors import Contents, Handles, Layouts, Lost
+from distlab.tools.check.judge.call_tensors import Handles, Layouts, Lost
 from distlab.tools.check.judge.fault import Fault
 from distlab.tools.check.judge.parameter_calls import ParameterCalls
 from distlab.tools.check.judge.rank_state import DEVICES, CallPlace, Finding, RankState, typed
@@ -107,7 +107,7 @@ class Quiet:
         self.faults: list[Fault] = [
             self.parameter_calls, Replicas(self.parameter_calls), Gradients(world_size), SameInputs(), Batches(),
             Dropouts(world_size, mesh), Copies(), SameShares(), Draws(), Norms(), Parts(), Begun(), Layouts(),
-            Contents(), Lost(), Devices(),
+            Lost(), Devices(),
         ]  # fmt: skip
         self._takers: dict[str, Any] = {
             name.removeprefix("take_"): getattr(each, name)

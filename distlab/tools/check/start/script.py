@@ -35,8 +35,8 @@ from distlab.tools.check.start.fork_servers import be_main_process, leave_to_oth
 from distlab.tools.check.watch import cuda_stand_in
 from distlab.tools.check.watch.axes import Axes
 from distlab.tools.check.watch.handles import Handles, Waits
+from distlab.tools.check.watch.layouts import Layouts
 from distlab.tools.check.watch.lost_results import LostResults
-from distlab.tools.check.watch.memory import Memory
 from distlab.tools.check.watch.own_ranks import OwnRanks
 from distlab.tools.check.watch.patches import Function, Patch, leave_uncompiled, put
 from distlab.tools.check.watch.places import Places
@@ -231,7 +231,7 @@ def recorded(telling: Telling, folder: Path, store_port: int) -> tuple[Recorder,
     places.install()
     recorder = Recorder(telling, places)
     recorder.install()
-    Memory(recorder).install()
+    Layouts(recorder).install()
     Handles(recorder).install()
     waits = Waits(recorder, lambda sentence: telling.say("changed", sentence), store_port)
     waits.install()

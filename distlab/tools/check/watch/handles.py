@@ -3,7 +3,7 @@ meanwhile.
 
 A handle that the script got (`async_op=True`, isend, irecv) has to be waited for before its tensor is used: one that
 goes without that is told with the line of its call. Between call and wait nobody may write into the tensor, which its
-version counter shows where it has its storage for itself, and its contents otherwise (memory.py).
+version counter shows where it has its storage for itself.
 `Work.wait` and the methods of ProcessGroup are replaced by ones that tell, which is why C++ that waits is not seen
 here: then a rank stands in a library's frame with a call that has not ended (rank_state.py).
 """
@@ -22,7 +22,6 @@ import torch.distributed as dist
 
 from distlab.lab.measure import traffic
 from distlab.lab.measure.traffic import Endpoint, NoDiagnostics
-from distlab.tools.check.watch.memory import Contents
 from distlab.tools.check.watch.patches import Function, Patch, before, put
 from distlab.tools.check.watch.places import PASSED_ON
 from distlab.tools.check.watch.recorder import Call, Recorder
@@ -41,16 +40,14 @@ IN_PLACE = ("all_reduce", "broadcast", "reduce", "send", "recv")  # whose result
 class Handle:
     """What is known of one handle that the script may hold."""
 
-    def __init__(self, call: Call, contents: Contents | None, watched: bool) -> None:
-        self.call, self.waited, self.contents = call.number, False, contents
+    def __init__(self, call: Call, watched: bool) -> None:
+        self.call, self.waited = call.number, False
         # Of several tensors gloo copies its result into each, which counts as a write.
         tensors = call.tensors if watched and call.op in IN_PLACE and len(call.tensors) == 1 else ()
         self._tensors = [(weakref.ref(tensor), tensor._version) for tensor in tensors if owns_storage(tensor)]
 
     def written(self) -> bool:
-        if any((tensor := ref()) is not None and tensor._version != version for ref, version in self._tensors):
-            return True
-        return self.contents is not None and self.contents.written()
+        return any((tensor := ref()) is not None and tensor._version != version for ref, version in self._tensors)
 
 
 class Handles:
@@ -67,17 +64,17 @@ class Handles:
 
     def _made(self, method: Function, group: dist.ProcessGroup, *args: Any, **named: Any) -> Any:
         thread = self._recorder.thread
-        thread.made, thread.contents, thread.reduce = None, None, reduce_of(args, named)
-        thread.asynchronous = asynchronous = is_asynchronous(args, sys._getframe(2).f_code)
-        watched = asynchronous and thread.reduce != "avg"  # gloo divides in a thread of its own, which counts
+        thread.made, thread.reduce = None, reduce_of(args, named)
+        # Of an average gloo divides in a thread of its own, which counts as a write.
+        watched = is_asynchronous(args, sys._getframe(2).f_code) and thread.reduce != "avg"
         try:
             work = method(group, *args, **named)
         finally:
-            thread.reduce, thread.asynchronous = "", False
+            thread.reduce = ""
         call: Call | None = thread.made
         thread.made = None
         if work is not None and call is not None:
-            handle = Handle(call, thread.contents, watched)
+            handle = Handle(call, watched)
             self._of[id(work)] = handle
             weakref.finalize(work, self._gone, id(work), handle, call.by_script)
         return work
@@ -89,14 +86,10 @@ class Handles:
         thread = threading.get_ident()
         if not handle.waited and handle.written():
             self._telling.say("written", handle.call, self._recorder.places.here(2)[0])
-        contents = None if handle.waited else handle.contents
-        handle.waited, handle.contents = True, None
+        handle.waited = True
         self._telling.write(f'["wait",{handle.call},{thread},{now():.6f}]')
         try:
-            result = method(work, *args, **named)
-            if contents is not None and (sums := contents.sums()) is not None:
-                self._telling.say("summed", handle.call, *sums, self._recorder.places.here(2)[0])
-            return result
+            return method(work, *args, **named)
         finally:
             self._recorder.ended(handle.call)
             self._telling.write_later(f'["waited",{handle.call},{thread},{now():.6f}]')
@@ -104,7 +97,7 @@ class Handles:
     def _looked_at(self, work: dist.Work, *_: Any) -> None:
         handle = self._of.get(id(work))
         if handle is not None:
-            handle.waited, handle.contents = True, None
+            handle.waited = True
 
     def _gone(self, key: int, handle: Handle, by_script: bool) -> None:
         if self._of.get(key) is handle:
