@@ -8,10 +8,12 @@ import json
 import os
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from distlab.tools.check.judge.coordinator import Doctor
 from tests.warm import Warm
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -67,6 +69,40 @@ def check(script: Path, world_size: int, folder: Path, *words: str, command: str
     seconds = time.monotonic() - began
     written = folder / run_id / "run.json"
     return Checked(code, said, json.loads(written.read_text()) if written.exists() else {}, seconds)
+
+
+def check_text(text: str, folder: Path, *words: str, world_size: int = 2, **environ: str) -> Checked:
+    """The same with a script of this text, train.py in `folder`."""
+    (folder / "train.py").write_text(text)
+    return check(folder / "train.py", world_size, folder, *words, **environ)
+
+
+def assert_ended(checked: Checked, code: int, *says: str) -> None:
+    """With this exit code, and all of this was told, however it was wrapped."""
+    assert checked.code == code, checked.said
+    assert [each for each in says if each not in checked.told] == [], checked.said
+
+
+def lines_of(*told: list[Any]) -> list[bytes]:
+    """What a rank tells, as its doctor reads it."""
+    return [json.dumps(line).encode() for line in told]
+
+
+def doctor_of(*ranks: Sequence[list[Any]], hang_after_s: float = 3.0, **more: Any) -> Doctor:
+    """A doctor that was told this by each rank at 0 s, and says nothing."""
+    doctor = Doctor(len(ranks), hang_after_s, 60.0, lambda _: None, **more)
+    for rank, told in enumerate(ranks):
+        doctor.take(rank, lines_of(*told), 0.0)
+    doctor.look(0.0)
+    return doctor
+
+
+def called(op: str, place: str, ranks: Sequence[int] = (0, 1), dtype: str = "float32") -> list[list[Any]]:
+    """What a rank tells that makes its first call, on thread 7."""
+    return [
+        ["main", 7], ["place", 1, place, "", ""], ["group", 1, list(ranks), "", 0],
+        ["kind", 1, op, [], [dtype], "", -1, -1, 0, 4, []], ["call", 1, 1, 1, 1, 0, 7, 0.0],
+    ]  # fmt: skip
 
 
 def too_wide(said: str) -> list[str]:

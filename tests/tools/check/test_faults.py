@@ -8,7 +8,19 @@ from pathlib import Path
 import pytest
 
 from tests.launched import ended_warm
-from tests.tools.check.cases import NONE_OF_OURS, PLANTED, RIGHT, SCRIPTS, Planted, check, line_of, missed, too_wide
+from tests.tools.check.cases import (
+    NONE_OF_OURS,
+    PLANTED,
+    RIGHT,
+    SCRIPTS,
+    Planted,
+    assert_ended,
+    check,
+    check_text,
+    line_of,
+    missed,
+    too_wide,
+)
 
 
 @pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.name)
@@ -33,23 +45,20 @@ def test_nothing_is_said_of_a_right_one(name: str, world_size: int, tmp_path: Pa
 
 def test_what_is_compared_at_the_end_is_compared_before_an_exit_too(tmp_path: Path) -> None:
     source = (SCRIPTS / "faults" / "drifted.py").read_text()
-    (tmp_path / "exits.py").write_text(f"{source}\nimport os\nos._exit(0)\n")
-    checked = check(tmp_path / "exits.py", 3, tmp_path)
-    assert checked.code == 1 and "drifted apart" in checked.sentences[0], checked.said
+    checked = check_text(f"{source}\nimport os\nos._exit(0)\n", tmp_path, world_size=3)
+    assert_ended(checked, 1, "drifted apart")
 
 
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("raise KeyboardInterrupt", "ranks 0 and 1 raised KeyboardInterrupt at ends.py:2"),
-        ("sys.stderr.close(); sys.exit('no text')", "ranks 0 and 1 called sys.exit with no text at ends.py:2"),
-        ("os.execv('/bin/true', ['true'])", "the script becomes another program by os.execv() at ends.py:2"),
+        ("raise KeyboardInterrupt", "ranks 0 and 1 raised KeyboardInterrupt at train.py:2"),
+        ("sys.stderr.close(); sys.exit('no text')", "ranks 0 and 1 called sys.exit with no text at train.py:2"),
+        ("os.execv('/bin/true', ['true'])", "the script becomes another program by os.execv() at train.py:2"),
     ],
 )
 def test_a_script_that_ends_before_it_has_begun_does_not_pass(line: str, words: str, tmp_path: Path) -> None:
-    (tmp_path / "ends.py").write_text(f"import os, sys\n{line}\n")
-    checked = check(tmp_path / "ends.py", 2, tmp_path)
-    assert checked.code == 1 and words in checked.told, checked.said
+    assert_ended(check_text(f"import os, sys\n{line}\n", tmp_path), 1, words)
 
 
 # torchrun's agent, but for the start of its ranks: forked from the agent, they import nothing again.

@@ -8,7 +8,7 @@ from distlab.tools.check.judge.deadlock import Standing, circle
 from distlab.tools.check.judge.rank_state import Call, CallPlace, GroupKey, Kind, RankState, Wait
 from distlab.tools.check.judge.source_lines import divided_before
 from tests.frameworks.faults import table
-from tests.tools.check.cases import Checked, check
+from tests.tools.check.cases import Checked, assert_ended, check_text
 
 LIBRARY = """
 import torch
@@ -96,78 +96,54 @@ def of_library(folder: Path, body: str) -> Checked:
     package = folder / "site-packages" / "trainlib"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(LIBRARY)
-    script = folder / "train.py"
-    script.write_text(SCRIPT.format(body=body.replace("\n", "\n    ")))
-    return check(script, 2, folder, LAB_HANG_AFTER_S="2")
+    return check_text(SCRIPT.format(body=body.replace("\n", "\n    ")), folder, LAB_HANG_AFTER_S="2")
 
 
-def sentence(checked: Checked) -> str:
-    return " ".join(checked.sentences)
+TOLD = {
+    "a loop that ended earlier is told by steps": (
+        "Trainer(5 - rank, 99).train()\ndist.barrier()",
+        "rank 1's loop in Trainer.train ended after 4 optimizer steps / 4 batches of its DataLoader",
+        "rank 0 is at 4 optimizer steps / 5 batches of its DataLoader",
+        "has 4 batches on rank 1 and more on rank 0: uneven data", "give all ranks as many batches",
+    ),
+    "ranks that part inside of one call are told by steps": (
+        "Mine(5, 2 if rank == 1 else 99).train()",
+        "in Trainer.train rank 1 is after 2 optimizer steps / 3 batches of its DataLoader and rank 0 after 2",
+        "train.py:13 in Trainer.log, called by Trainer.train at train.py:25",
+    ),
+    "the call that was typed is in the remedy": (
+        "trainer = Trainer(3, 99)\ntrainer.train()\nif rank == 0:\n    trainer.log(torch.ones(1))",
+        "rank 0 waits in all_reduce",
+        "let all ranks call Trainer.log at train.py:28, or none; it stands under `if rank == 0`",
+    ),
+    "a line of the user's in a forward pass, below DDP's, is told with the call above it": (
+        "Trainer(3, 99, Net(4, 1)).train()", "train.py:19, called by Trainer.train at train.py:25",
+        "let all ranks make the all_reduce of train.py:19, or none; it stands under `if dist.get_rank() == 0`",
+    ),
+}  # fmt: skip
 
 
-def test_a_loop_that_ended_earlier_is_told_by_steps(tmp_path: Path) -> None:
-    checked = of_library(tmp_path, "Trainer(5 - rank, 99).train()\ndist.barrier()")
-    assert checked.code == 1, checked.said
-    assert "rank 1's loop in Trainer.train ended after 4 optimizer steps / 4 batches of its DataLoader" in sentence(
-        checked
-    )
-    assert "rank 0 is at 4 optimizer steps / 5 batches of its DataLoader" in sentence(checked)
-    assert "has 4 batches on rank 1 and more on rank 0: uneven data" in sentence(checked)
-    assert "give all ranks as many batches" in sentence(checked)
-
-
-def test_ranks_that_part_inside_of_one_call_are_told_by_steps(tmp_path: Path) -> None:
-    checked = of_library(tmp_path, "Mine(5, 2 if rank == 1 else 99).train()")
-    assert checked.code == 1, checked.said
-    assert (
-        "in Trainer.train rank 1 is after 2 optimizer steps / 3 batches of its DataLoader and rank 0 after 2"
-        in sentence(checked)
-    )
-    assert "train.py:13 in Trainer.log, called by Trainer.train at train.py:25" in sentence(checked)
-    assert "one shape" not in sentence(checked)
-
-
-def test_the_call_that_was_typed_is_in_the_remedy(tmp_path: Path) -> None:
-    checked = of_library(
-        tmp_path, "trainer = Trainer(3, 99)\ntrainer.train()\nif rank == 0:\n    trainer.log(torch.ones(1))"
-    )
-    assert checked.code == 1, checked.said
-    assert "rank 0 waits in all_reduce" in sentence(checked)
-    assert "let all ranks call Trainer.log at train.py:28, or none; it stands under `if rank == 0`" in sentence(checked)
-
-
-def test_the_users_line_in_a_forward_pass_is_told_with_the_call_above_it(tmp_path: Path) -> None:
-    """DDP's forward, which is watched, lies between."""
-    checked = of_library(tmp_path, "Trainer(3, 99, Net(4, 1)).train()")
-    assert checked.code == 1, checked.said
-    assert "train.py:19, called by Trainer.train at train.py:25" in sentence(checked)
-    assert (
-        "let all ranks make the all_reduce of train.py:19, or none; it stands under `if dist.get_rank() == 0`"
-        in sentence(checked)
-    )
+@pytest.mark.parametrize("name", TOLD)
+def test_it_is_told_by_the_users_line_and_the_frameworks_call(name: str, tmp_path: Path) -> None:
+    body, *says = TOLD[name]
+    checked = of_library(tmp_path, body)
+    assert_ended(checked, 1, *says)
+    assert "one shape" not in checked.told
 
 
 def test_ranks_that_train_alone_are_no_pass(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(ALONE)
-    checked = check(script, 2, tmp_path)
-    assert checked.code == 1, checked.said
-    assert "each of the 2 ranks trains alone: in its 2 steps neither gradients nor weights went to" in sentence(checked)
-    assert "DistributedDataParallel" in sentence(checked)
+    alone = "each of the 2 ranks trains alone: in its 2 steps neither gradients nor weights went to"
+    assert_ended(check_text(ALONE, tmp_path), 1, alone, "DistributedDataParallel")
 
 
 def test_a_pass_of_ranks_that_called_nobody_is_asked_about(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text("import torch.distributed as dist\n\ndist.init_process_group('gloo')\nprint(dist.get_rank())\n")
-    checked = check(script, 2, tmp_path)
-    assert checked.code == 0, checked.said
-    (asked,) = checked.questions
-    assert asked.startswith("ranks made a process group and no call in it, so that nothing was compared")
+    made = "import torch.distributed as dist\n\ndist.init_process_group('gloo')\nprint(dist.get_rank())\n"
+    asked = "question ranks made a process group and no call in it, so that nothing was compared"
+    assert_ended(check_text(made, tmp_path), 0, asked)
 
 
 def test_a_right_one_passes(tmp_path: Path) -> None:
-    checked = of_library(tmp_path, "trainer = Mine(3, 99)\ntrainer.train()\ntrainer.log(torch.ones(1))")
-    assert checked.code == 0, checked.said
+    assert_ended(of_library(tmp_path, "trainer = Mine(3, 99)\ntrainer.train()\ntrainer.log(torch.ones(1))"), 0)
 
 
 @pytest.mark.parametrize(("needs", "told"), [([1, 0], True), ([2, 2], False)], ids=["each other", "one that ended"])

@@ -12,85 +12,67 @@ class Fault(NamedTuple):
     says: tuple[str, ...]
 
 
-SKIPS = (
-    "        optimizer.zero_grad()\n",
-    "        if rank == 1 and step == 2:\n            continue\n        optimizer.zero_grad()\n",
-)
-STOPS = (
-    "        optimizer.step()\n",
-    "        optimizer.step()\n        if rank == 1 and step == 2:\n            break\n",
-)
-UNEVEN = "TensorDataset(samples)", "TensorDataset(samples[: len(samples) - 6 * rank])"
-SAVES = "if step == 1:", "if step == 1 and rank == 0:"
-METRIC = "    dist.all_reduce(", "    if rank == 0:\n        dist.all_reduce("
-EVALUATES = '    print(f"rank {rank}: {evaluate(model):.3f}")', "    if rank == 0:\n        print(evaluate(model))"
-RUNS = "    run(evaluation, samples[:6], rank)", "    if rank == 0:\n        run(evaluation, samples[:6], rank)"
-
+STEP = "torch.distributed.pipelining.PipelineScheduleSingle.step"
+PIPE = f"send #9 to rank 1 at pipeline_job.py:20 in {STEP}"
+TENSOR = "torch.distributed.tensor"
 AS_MANY = "give all ranks as many batches, and let them stop, evaluate and save at the same steps"
 SKIPPED = "rank 1's loop ended after 3 optimizer steps / 4 batches", "a batch that rank 1 skips", AS_MANY
-STOPPED = (
-    "rank 1 went on after 3 optimizer steps / 3 batches of its DataLoader, and rank 0 has taken 4 batches",
-    AS_MANY,
-)
-FEWER = (
-    "rank 1's loop ended after 2 optimizer steps / 2 batches of its DataLoader, and rank 0 has taken 3 batches",
-    AS_MANY,
-)
+WENT_ON = "rank 1 went on after 3 optimizer steps / 3 batches of its DataLoader, and rank 0 has taken 4 batches"
+FEWER = "rank 1's loop ended after 2 optimizer steps / 2 batches of its DataLoader, and rank 0 has taken 3 batches"
 ON_0 = "it stands under `if rank == 0`"
-STEP = "torch.distributed.pipelining.PipelineScheduleSingle.step"
+OF_SAVE = "it stands under `if step == 1 and rank == 0`"
+SAVE = "torch.distributed.checkpoint.save"
+
+ZERO = "        optimizer.zero_grad()\n"
+STEPS = "        optimizer.step()\n"
+EVALUATES = '    print(f"rank {rank}: {evaluate(model):.3f}")', "    if rank == 0:\n        print(evaluate(model))"
+CHANGES = {  # of each fault, what is put in the place of what; of a job, where it is another text
+    "skips": (ZERO, f"        if rank == 1 and step == 2:\n            continue\n{ZERO}"),
+    "stops": (STEPS, f"{STEPS}        if rank == 1 and step == 2:\n            break\n"),
+    "uneven": ("TensorDataset(samples)", "TensorDataset(samples[: len(samples) - 6 * rank])"),
+    "saves": ("if step == 1:", "if step == 1 and rank == 0:"),
+    "metric": ("    dist.all_reduce(", "    if rank == 0:\n        dist.all_reduce("),
+    "evaluates": EVALUATES,
+    "evaluates pipeline_job": (
+        "    run(evaluation, samples[:6], rank)", "    if rank == 0:\n        run(evaluation, samples[:6], rank)"
+    ),
+}  # fmt: skip
+SAYS: dict[str, dict[str, tuple[str, ...]]] = {
+    "dcp_job": {
+        "skips": ("dcp_job.py:35", *SKIPPED),
+        "stops": ("dcp_job.py:33", WENT_ON, AS_MANY),
+        "uneven": ("dcp_job.py:33", FEWER, AS_MANY),
+        "saves": (f"let all ranks call {SAVE} at dcp_job.py:37, or none", f"{OF_SAVE} (dcp_job.py:36)"),
+        "metric": ("let all ranks make the all_reduce of dcp_job.py:40, or none", ON_0),
+        "evaluates": (
+            "torch.distributed.checkpoint.load", "let all ranks make the all_gather of dcp_job.py:18, or none", ON_0
+        ),
+    },
+    "pipeline_job": {
+        "skips": (PIPE, *SKIPPED),
+        "stops": (PIPE, WENT_ON, AS_MANY),
+        "uneven": (
+            STEP, "rank 1's loop ended after 3 optimizer steps / 3 batches", "rank 0 has taken 4 batches", AS_MANY
+        ),
+        "saves": (f"let all ranks call {SAVE} at pipeline_job.py:42, or none", OF_SAVE),
+        "metric": ("let all ranks make the all_reduce of pipeline_job.py:44", ON_0),
+        "evaluates": (f"let all ranks call {STEP} at pipeline_job.py:20, or none (called at pipeline_job.py:47)",),
+    },
+    "dtensor_job": {
+        "skips": ("dtensor_job.py:35", *SKIPPED),
+        "stops": (f"dtensor_job.py:33 in {TENSOR}.", WENT_ON, AS_MANY),
+        "uneven": (f"dtensor_job.py:33 in {TENSOR}.", FEWER, AS_MANY),
+        "saves": (f"let all ranks call {TENSOR}.DTensor.full_tensor at dtensor_job.py:37", OF_SAVE),
+        "metric": ("let all ranks make the all_reduce of dtensor_job.py:40", ON_0),
+        "evaluates": (
+            f"{TENSOR}.distribute_tensor", f"let all ranks call {TENSOR}.DTensor.redistribute", ON_0
+        ),
+    },
+}  # fmt: skip
 FAULTS = {
-    ("dcp_job", "skips"): Fault(*SKIPS, ("dcp_job.py:35", *SKIPPED)),
-    ("dcp_job", "stops"): Fault(*STOPS, ("dcp_job.py:33", *STOPPED)),
-    ("dcp_job", "uneven"): Fault(*UNEVEN, ("dcp_job.py:33", *FEWER)),
-    ("dcp_job", "saves"): Fault(
-        *SAVES,
-        (
-            "let all ranks call torch.distributed.checkpoint.save at dcp_job.py:37, or none",
-            "it stands under `if step == 1 and rank == 0` (dcp_job.py:36)",
-        ),
-    ),
-    ("dcp_job", "metric"): Fault(*METRIC, ("let all ranks make the all_reduce of dcp_job.py:40, or none", ON_0)),
-    ("dcp_job", "evaluates"): Fault(
-        *EVALUATES,
-        ("torch.distributed.checkpoint.load", "let all ranks make the all_gather of dcp_job.py:18, or none", ON_0),
-    ),
-    ("pipeline_job", "skips"): Fault(*SKIPS, (f"send #9 to rank 1 at pipeline_job.py:20 in {STEP}", *SKIPPED)),
-    ("pipeline_job", "stops"): Fault(*STOPS, (f"send #9 to rank 1 at pipeline_job.py:20 in {STEP}", *STOPPED)),
-    ("pipeline_job", "uneven"): Fault(
-        *UNEVEN,
-        (STEP, "rank 1's loop ended after 3 optimizer steps / 3 batches", "rank 0 has taken 4 batches", AS_MANY),
-    ),
-    ("pipeline_job", "saves"): Fault(
-        *SAVES,
-        (
-            "let all ranks call torch.distributed.checkpoint.save at pipeline_job.py:42, or none",
-            "it stands under `if step == 1 and rank == 0`",
-        ),
-    ),
-    ("pipeline_job", "metric"): Fault(*METRIC, ("let all ranks make the all_reduce of pipeline_job.py:44", ON_0)),
-    ("pipeline_job", "evaluates"): Fault(
-        *RUNS, (f"let all ranks call {STEP} at pipeline_job.py:20, or none (called at pipeline_job.py:47)",)
-    ),
-    ("dtensor_job", "skips"): Fault(*SKIPS, ("dtensor_job.py:35", *SKIPPED)),
-    ("dtensor_job", "stops"): Fault(*STOPS, ("dtensor_job.py:33 in torch.distributed.tensor.", *STOPPED)),
-    ("dtensor_job", "uneven"): Fault(*UNEVEN, ("dtensor_job.py:33 in torch.distributed.tensor.", *FEWER)),
-    ("dtensor_job", "saves"): Fault(
-        *SAVES,
-        (
-            "let all ranks call torch.distributed.tensor.DTensor.full_tensor at dtensor_job.py:37",
-            "it stands under `if step == 1 and rank == 0`",
-        ),
-    ),
-    ("dtensor_job", "metric"): Fault(*METRIC, ("let all ranks make the all_reduce of dtensor_job.py:40", ON_0)),
-    ("dtensor_job", "evaluates"): Fault(
-        *EVALUATES,
-        (
-            "torch.distributed.tensor.distribute_tensor",
-            "let all ranks call torch.distributed.tensor.DTensor.redistribute",
-            ON_0,
-        ),
-    ),
-}
+    (job, fault): Fault(*CHANGES.get(f"{fault} {job}", CHANGES[fault]), says)
+    for job, faults in SAYS.items() for fault, says in faults.items()
+}  # fmt: skip
 
 # The job's library, and the fault in words, as docs/check.md has them.
 LIBRARIES = {

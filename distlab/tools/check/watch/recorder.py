@@ -215,8 +215,8 @@ class Recorder:
         splits = splits_of(name, args, len(group.ranks)) if shape.op == "all_to_all" else ()
         alike = dims, dtypes, reduce, root, peer, tag
         rest = splits, parameter
-        told = self.telling.number
-        return told("kind", (name, *alike, *rest), lambda: (shape.op, *alike, whole_bytes(name, args), *rest))
+        values = lambda: (shape.op, *alike, whole_bytes(name, args), *rest)  # noqa: E731
+        return self.telling.number("kind", (name, *alike, *rest), values)
 
     def sweep(self) -> None:
         """Tell which calls have ended since the last look; without waiting."""

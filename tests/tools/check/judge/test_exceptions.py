@@ -1,7 +1,6 @@
 """The words of exceptions: one fault of several ranks is one finding, its line says what happened and what to change."""
 
 import json
-from typing import Any
 
 import pytest
 
@@ -9,6 +8,7 @@ from distlab.tools.check.judge.coordinator import Doctor
 from distlab.tools.check.judge.exceptions import cut, describe_exception, first_words, folded
 from distlab.tools.check.judge.rank_state import Raised
 from distlab.tools.check.watch.script_error import described
+from tests.tools.check.cases import doctor_of
 
 OF_A_CHILD = (
     "\n\n-- Process 1 terminated with the following error:\nTraceback (most recent call last):\n  ...\nValueError: no\n"
@@ -20,12 +20,8 @@ UNUSED = (
 
 
 def raised_on(*texts: str) -> Doctor:
-    doctor = Doctor(len(texts), 3.0, 60.0, lambda _: None, gather_s=0.0)
-    for rank, text in enumerate(texts):
-        told: list[Any] = ["raised", "ValueError", text, "", "train.py:3", 1.0 + rank]
-        doctor.take(rank, [json.dumps(told).encode()], 1.0)
-    doctor.look(1.0)
-    return doctor
+    raised = ([["raised", "ValueError", text, "", "train.py:3", 1.0 + rank]] for rank, text in enumerate(texts))
+    return doctor_of(*raised, gather_s=0.0)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """A rank has failed: where each of the others stands is told alike, whoever comes to it first."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,31 +7,24 @@ import pytest
 
 from distlab.tools.check.judge.coordinator import GATHER_S, LATE_S, Doctor
 from distlab.tools.check.judge.report import log_lines
-from tests.tools.check.cases import SCRIPTS, check, line_of
+from tests.tools.check.cases import SCRIPTS, called, check, doctor_of, line_of, lines_of
 
 HANG_AFTER_S = 5.0
 ENGINE = ["/site-packages/torch/autograd/graph.py", 5, "_engine_run_backward"]
 AT_WORK = ["/home/me/train.py", 9, "<module>"]
-CALL: list[list[Any]] = [
-    ["main", 7], ["place", 1, "train.py:4", "", ""], ["group", 1, [0, 1], "", 0],
-    ["kind", 1, "all_reduce", [], [], "", -1, -1, 0, 4, []], ["call", 1, 1, 1, 1, 0, 7, 0.0],
-]  # fmt: skip
+CALL = called("all_reduce", "train.py:4")
 IDLE: list[list[Any]] = [["look", "S", 1.0, 0, 0.0, 1.0], ["look", "S", 1.0, 0, 0.0, 1.5]]
 BUSY: list[list[Any]] = [["look", "R", 1.0, 0, 0.0, 1.0], ["look", "R", 1.5, 0, 0.0, 1.5]]
 LIMIT = "Timed out waiting 3000ms for recv operation to complete"
 
 
 def tell(doctor: Doctor, rank: int, *lines: list[Any], at_s: float = 0.0) -> None:
-    doctor.take(rank, [json.dumps(line).encode() for line in lines], at_s)
+    doctor.take(rank, lines_of(*lines), at_s)
 
 
 def failed(*others: list[Any], text: str = "no", kind: str = "ValueError") -> Doctor:
     """A doctor that has heard at 0 s how rank 1 raised, and this of rank 0."""
-    doctor = Doctor(2, HANG_AFTER_S, 60.0, lambda _: None)
-    tell(doctor, 0, *others)
-    tell(doctor, 1, ["raised", kind, text, "", "train.py:3", 0.0])
-    doctor.look(0.0)
-    return doctor
+    return doctor_of(others, [["raised", kind, text, "", "train.py:3", 0.0]], hang_after_s=HANG_AFTER_S)
 
 
 def over_at(doctor: Doctor, *times_s: float) -> list[bool]:
@@ -104,10 +96,7 @@ def test_who_has_raised_and_whose_threads_go_on_is_told_as_raised() -> None:
 
 def at_limit() -> Doctor:
     """Rank 0 works, while rank 1 waits for it in a call until the limit passes."""
-    doctor = Doctor(2, HANG_AFTER_S, 60.0, lambda _: None)
-    tell(doctor, 1, *CALL)
-    tell(doctor, 0, *CALL[:1], *BUSY, ["stacks", {"7": [AT_WORK]}])
-    doctor.look(0.0)
+    doctor = doctor_of([*CALL[:1], *BUSY, ["stacks", {"7": [AT_WORK]}]], CALL, hang_after_s=HANG_AFTER_S)
     tell(doctor, 1, ["raised", "RuntimeError", LIMIT, "", "train.py:4", 0.0])
     doctor.look(0.0)
     return doctor

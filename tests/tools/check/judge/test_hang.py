@@ -15,7 +15,7 @@ from distlab.tools.check.judge.coordinator import SURE_S, Doctor
 from distlab.tools.check.judge.rank_state import CHECKS, HANG, LOADERS, MATCH, CallPlace
 from distlab.tools.check.judge.report import log_lines, written
 from distlab.tools.check.judge.source_lines import MOST_BYTES, branch_of, source_line
-from tests.tools.check.cases import SCRIPTS, check
+from tests.tools.check.cases import SCRIPTS, called, check, doctor_of, lines_of
 
 MINE = Path(__file__).parents[4] / "mine"
 IN_TORCH = ["/site-packages/torch/autograd/graph.py", 5, "_engine_run_backward"]
@@ -76,16 +76,12 @@ def test_a_run_that_ends_by_itself_passes_without_a_reserve(tmp_path: Path) -> N
 def stood(frames: list[list[list[Any]]], cpu_s: list[float], look_at: float, starved_s: float = 0.0) -> Doctor:
     """A doctor of ranks that called a barrier, but the last an all_reduce, each now in a frame, with processor time in
     the last half second, and time in which there was no core for it."""
-    doctor = Doctor(len(frames), 2.0, 60.0, lambda _: None)
+    told = []
     for rank, (stack, used_s) in enumerate(zip(frames, cpu_s, strict=True)):
         op = "all_reduce" if rank == len(frames) - 1 else "barrier"
-        lines: list[list[Any]] = [
-            ["main", 7], ["place", 1, f"train.py:{rank + 1}", "", ""], ["group", 1, list(range(len(frames))), "", 0],
-            ["kind", 1, op, [], [], "", -1, -1, 0, 4, []], ["call", 1, 1, 1, 1, 0, 7, 0.0], ["wait", 1, 7, 0.0],
-            ["look", "S", 0.0, 0, 0.0, 1.0], ["look", "S", used_s, 0, starved_s, 1.5], ["stacks", {"7": stack}],
-        ]  # fmt: skip
-        doctor.take(rank, [json.dumps(line).encode() for line in lines], 0.0)
-    doctor.look(0.0)
+        looks = ["look", "S", 0.0, 0, 0.0, 1.0], ["look", "S", used_s, 0, starved_s, 1.5], ["stacks", {"7": stack}]
+        told.append([*called(op, f"train.py:{rank + 1}", range(len(frames))), ["wait", 1, 7, 0.0], *looks])
+    doctor = doctor_of(*told, hang_after_s=2.0)
     doctor.look(look_at)
     return doctor
 
@@ -126,8 +122,7 @@ def test_who_has_no_core_does_not_hang() -> None:
 def test_who_is_asked_again_just_then_still_hangs() -> None:
     """Where a rank is comes after it was asked: a look between the two takes nothing back, and decides nothing."""
     doctor = stood(STANDS, [0.0, 0.0, 0.0], SURE_S - 0.5)
-    asked = [json.dumps(["look", "S", 0.0, 0, 0.0, 2.0]).encode(), json.dumps(["stacks", {}]).encode()]
-    doctor.take(2, asked, SURE_S - 0.4)
+    doctor.take(2, lines_of(["look", "S", 0.0, 0, 0.0, 2.0], ["stacks", {}]), SURE_S - 0.4)
     doctor.look(SURE_S)
     assert doctor.over
     assert {finding.check for finding in doctor.findings} == {HANG, MATCH}
@@ -136,7 +131,7 @@ def test_who_is_asked_again_just_then_still_hangs() -> None:
 def test_an_answer_that_comes_late_is_waited_for() -> None:
     doctor = stood([[IN_WAIT], [IN_WAIT], []], [0.0] * 3, SURE_S - 0.5)
     assert not doctor.over
-    doctor.take(2, [json.dumps(["stacks", {"7": [IN_TORCH]}]).encode()], SURE_S - 0.4)
+    doctor.take(2, lines_of(["stacks", {"7": [IN_TORCH]}]), SURE_S - 0.4)
     doctor.look(SURE_S)
     assert {finding.check for finding in doctor.findings} == {HANG, MATCH}
 

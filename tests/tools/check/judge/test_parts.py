@@ -2,7 +2,10 @@
 
 import json
 import math
+import re
 from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -13,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
+from distlab.tools import check
 from distlab.tools.check.judge.axes import groups_of
 from distlab.tools.check.judge.coordinator import Doctor
 from distlab.tools.check.judge.deadlock import Standing, Still, hung
@@ -26,6 +30,7 @@ from distlab.tools.check.watch.axes import Axes
 from distlab.tools.check.watch.patches import before, in_place_of, leave_uncompiled
 from distlab.tools.check.watch.recorder import Recorder, ending_of
 from distlab.tools.check.watch.training import scales_of_means
+from tests.tools.check.cases import called, doctor_of, lines_of
 
 KINDS = sorted(name.removeprefix("_take_") for name in vars(RankState) if name.startswith("_take_"))
 anything = st.recursive(
@@ -103,62 +108,52 @@ def test_how_a_process_ended_is_said_in_words() -> None:
     assert how_it_ended(7) == "left by os._exit(7)"
 
 
-def told(*lines: list[Any]) -> list[bytes]:
-    return [json.dumps(line).encode() for line in lines]
+HEAD = called("all_reduce", "train.py:4")[1:-1]
+MADE = [["call", number, 1, 1, 1, number, 7, float(number)] for number in range(1, 4)]
+ENDED = "all_reduce train.py:4, until the run was ended"
 
 
 def test_spans_are_calls_to_their_ends_and_what_is_cut_is_counted() -> None:
-    head: list[list[Any]] = [
-        ["place", 1, "train.py:4", "", ""],
-        ["kind", 2, "all_reduce", [], [], "", -1, -1, 0, 4, []],
-    ]
-    call = [["call", number, 1, 0, 2, number, 7, float(number)] for number in range(1, 4)]
-    spans, more = spans_of(told(*head, *call, ["end", 1, 1.5], ["waited", 2, 7, 2.25]))
+    told = lines_of(*HEAD, *MADE, ["end", 1, 1.5], ["waited", 2, 7, 2.25])
+    spans, more = spans_of(told)
     assert spans == [
         ("all_reduce", "all_reduce train.py:4", 1.0, 1.5),
         ("all_reduce", "all_reduce train.py:4", 2.0, 2.25),
-        ("wait", "all_reduce train.py:4, until the run was ended", 3.0, 3.0),
+        ("wait", ENDED, 3.0, 3.0),
     ]
     assert more == 0
-    foreign = [b"no json", b"[]", b"7", *told(["call", 9, 1, 0, 3, 9, 7, 1.0], ["end", [], 1.0], ["kind", [], 0])]
-    assert spans_of([*told(*head, *call, ["end", 1, 1.5], ["waited", 2, 7, 2.25]), *foreign]) == (spans, 0)
-    many = [
-        line for number in range(MOST + 5) for line in (["call", number, 1, 0, 2, number, 7, 1.0], ["end", number, 2.0])
-    ]
-    spans, more = spans_of(told(*head, *many))
+    foreign = [b"no json", b"[]", b"7", *lines_of(["call", 9, 1, 0, 3, 9, 7, 1.0], ["end", [], 1.0], ["kind", [], 0])]
+    assert spans_of([*told, *foreign]) == (spans, 0)
+    many = ((["call", each, 1, 1, 1, each, 7, 1.0], ["end", each, 2.0]) for each in range(MOST + 5))
+    spans, more = spans_of(lines_of(*HEAD, *chain.from_iterable(many)))
     assert (len(spans), more) == (MOST, 5)
 
 
 def test_what_a_rank_hangs_in_is_drawn_to_the_right_edge() -> None:
-    head: list[list[Any]] = [
-        ["place", 1, "train.py:4", "", ""],
-        ["kind", 2, "all_reduce", [], [], "", -1, -1, 0, 4, []],
-    ]
-    call, enter = ["call", 1, 1, 0, 2, 1, 7, 2.0], ["enter", "store.wait", ["key"], 1, 9, 3.0]
-    (stands, waits), _ = spans_of(told(*head, call, enter), 9.5)
-    assert stands == ("wait", "all_reduce train.py:4, until the run was ended", 2.0, 9.5)
+    told = *HEAD, ["call", 1, 1, 1, 1, 1, 7, 2.0], ["enter", "store.wait", ["key"], 1, 9, 3.0]
+    (stands, waits), _ = spans_of(lines_of(*told), 9.5)
+    assert stands == ("wait", ENDED, 2.0, 9.5)
     assert waits == ("wait", "store.wait train.py:4, until the run was ended", 3.0, 9.5)
-    late = told(["waited", 1, 7, 9.75], ["leave", 9, 9.75], ["raised", "RuntimeError", "closed", "", "", 9.75])
-    assert spans_of([*told(*head, call, enter), *late], 9.5)[0] == [stands, waits]  # as the others were ended
+    late = ["waited", 1, 7, 9.75], ["leave", 9, 9.75], ["raised", "RuntimeError", "closed", "", "", 9.75]
+    assert spans_of(lines_of(*told, *late), 9.5)[0] == [stands, waits]  # as the others were ended
     # Not of a script that had ended, whose handle nobody waited for, nor of what was left again.
-    left = told(*head, call, enter, ["leave", 9, 4.0], ["ended", 0, 4.5])
+    left = lines_of(*told, ["leave", 9, 4.0], ["ended", 0, 4.5])
     assert spans_of(left, 9.5) == ([("all_reduce", "all_reduce train.py:4", 2.0, 2.0)], 0)
 
 
-def test_two_ranks_on_one_gpu_of_a_host_are_found() -> None:
-    quiet = Quiet(3)
-    for rank, host in ((0, "a"), (1, "a"), (2, "b")):
-        list(quiet.take(RankState(rank, 3), ["device", 0, "one", host, 2]))
-    (found,) = quiet.at_end()
-    assert (found.check, found.ranks) == (DEVICES, (0, 1))
-
-
-@pytest.mark.parametrize(("uuids", "visible"), [(("one", "one"), 1), (("one", "two"), 2)])
-def test_ranks_that_have_one_gpu_for_all_or_see_one_each_are_left_alone(uuids: tuple[str, str], visible: int) -> None:
-    quiet = Quiet(2)
-    for rank, uuid in enumerate(uuids):
-        list(quiet.take(RankState(rank, 2), ["device", 0, uuid, "a", visible]))
-    assert not list(quiet.at_end())
+@pytest.mark.parametrize(
+    ("devices", "visible", "found"),
+    [
+        ([("one", "a"), ("one", "a"), ("two", "b")], 2, [(DEVICES, (0, 1))]),
+        ([("one", "a"), ("one", "a")], 1, []),  # one GPU for all
+        ([("one", "a"), ("two", "a")], 2, []),  # each sees its own
+    ],
+)
+def test_two_ranks_on_one_gpu_of_a_host_are_found(
+    devices: list[tuple[str, str]], visible: int, found: list[tuple[str, tuple[int, ...]]]
+) -> None:
+    doctor = doctor_of(*([["device", 0, uuid, host, visible]] for uuid, host in devices))
+    assert [(each.check, each.ranks) for each in doctor.quiet.at_end()] == found
 
 
 def test_a_call_without_a_handle_ends_with_the_stream_of_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,23 +169,14 @@ def test_a_call_without_a_handle_ends_with_the_stream_of_its_gpu(monkeypatch: py
 
 
 def test_unequal_numbers_of_batches_are_asked_about() -> None:
-    quiet = Quiet(2)
-    for rank, count in ((0, 4), (1, 3)):
-        case = RankState(rank, 2)
-        if rank == 0:
-            case.course.begin_pass(0, "train.py:30", "train.py")  # which rank 0 alone makes: it is compared with none
-        case.course.begin_pass(7, "train.py:8", "train.py")
-        list(quiet.take(case, ["batches", 7, count]))
-    (question,) = quiet.questions()
+    at: list[Any] = ["place", 1, "train.py:8", "", "train.py"]
+    alone: list[Any] = ["place", 2, "train.py:30", "", "train.py"]  # a pass that rank 0 alone makes
+    first = [at, alone, ["pass", 0, 2, -1], ["pass", 7, 1, -1], ["batches", 7, 4]]
+    (question,) = doctor_of(first, [at, ["pass", 7, 1, -1], ["batches", 7, 3]]).quiet.questions()
     assert "rank 0 4, rank 1 3" in question
 
 
-CALLED: list[list[Any]] = [
-    ["place", 1, "train.py:4", "", ""],
-    ["group", 1, [0, 1], "", 0],
-    ["kind", 2, "all_reduce", [], ["float32"], "sum", -1, -1, 0, 4, []],
-    ["call", 1, 1, 1, 2, 0, 7, 0.0],
-]
+CALLED = called("all_reduce", "train.py:4")
 FOREIGN: list[list[Any]] = [
     ["gradient", "a text", True, True, 2, 1, 1],
     ["gradient", 1.0, True, True, 10**400, 1, 1],
@@ -228,7 +214,7 @@ def test_a_foreign_fact_is_dropped_and_asked_nothing_of(foreign: list[Any]) -> N
     said: list[str] = []
     doctor = Doctor(2, 3.0, 60.0, said.append)
     for rank in range(2):
-        doctor.take(rank, told(*CALLED, foreign, foreign), 0.0)
+        doctor.take(rank, lines_of(*CALLED, foreign, foreign), 0.0)
     doctor.look(0.5)
     assert list(doctor.quiet.questions()) == []
     assert list(doctor.quiet.at_end()) == []
@@ -236,23 +222,27 @@ def test_a_foreign_fact_is_dropped_and_asked_nothing_of(foreign: list[Any]) -> N
     assert len(said) == 2
 
 
+def test_what_watch_tells_somebody_takes_and_nothing_is_taken_that_is_not_told() -> None:
+    """But for what a doctor tells of a process, and a proof of itself."""
+    sources = "".join(path.read_text() for path in Path(check.__file__).parent.glob("*/*.py"))
+    told = re.findall(r"""say\(\s*"(\w+)"|write(?:_later)?\(\s*f?'\["(\w+)"|number\("(\w+)\"""", sources)
+    kinds = {kind for each in told for kind in each if kind} | {"look", "stacks", "gone"}
+    taken = {*KINDS, *Quiet(2)._takers, "changed", "unrecorded", "refused"}
+    assert kinds - taken == set()
+    assert taken - kinds == {"counting", "wire"}
+
+
 @pytest.mark.parametrize(("strides", "found"), [([1, 4], 1), ([1, 3], 0)])
 def test_a_layout_without_gaps_is_wrong_where_ranks_differ(strides: list[int], found: int) -> None:
-    doctor = Doctor(2, 3.0, 60.0, lambda _: None)
-    for rank in range(2):
-        doctor.take(rank, told(*CALLED, ["strided", 1, [3, 4], [1, 3] if rank else strides, False]), 0.0)
-    doctor.look(0.5)
+    doctor = doctor_of(*([*CALLED, ["strided", 1, [3, 4], each, False]] for each in (strides, [1, 3])))
     assert len(list(doctor.quiet.at_end())) == found
 
 
 @pytest.mark.parametrize(("ratio", "by_script", "asks"), [(1.0, True, "never averaged"), (0.5, False, "twice")])
 def test_gradients_of_means_alone_are_asked_about(ratio: float, by_script: bool, asks: str) -> None:
     for of_mean in (True, False):
-        doctor = Doctor(2, 3.0, 60.0, lambda _: None)
-        for rank in range(2):
-            facts = [["gradient", ratio, by_script, True, 2, 1, 1, of_mean]] * 2
-            doctor.take(rank, told(["place", 1, "train.py:4", "", ""], *facts), 0.0)
-        doctor.look(0.5)
+        facts = [["gradient", ratio, by_script, True, 2, 1, 1, of_mean]] * 2
+        doctor = doctor_of(*[[["place", 1, "train.py:4", "", ""], *facts]] * 2)
         assert [asks in question for question in doctor.quiet.questions()] == [True] * of_mean
         assert not doctor.unread
 

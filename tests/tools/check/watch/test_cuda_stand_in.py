@@ -8,108 +8,76 @@ import pytest
 import torch
 
 from distlab.tools.check.watch.cuda_stand_in import Frameworks, names_cuda, on_cpu
-from tests.tools.check.cases import SCRIPTS, check
+from tests.tools.check.cases import SCRIPTS, assert_ended, check, check_text
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 
-def test_what_is_mapped_is_said_once(tmp_path: Path) -> None:
-    checked = check(SCRIPTS / "right" / "cuda_ddp.py", 2, tmp_path)
-    assert checked.code == 0, checked.said
-    assert checked.told.count("there is no GPU here: the CPU does what the script asks of CUDA") == 1
-
-
-def test_what_has_no_counterpart_is_refused(tmp_path: Path) -> None:
-    script = tmp_path / "streams.py"
-    script.write_text("import torch\n\ntorch.cuda.set_device(0)\nstream = torch.cuda.current_stream()\n")
-    checked = check(script, 2, tmp_path)
-    assert checked.code == 2, checked.said
-    said = checked.told
-    assert "torch.cuda's current_stream at streams.py:4 needs a GPU, of which there is none here" in said
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "torch.cuda.Stream()",
-        "torch.cuda.CUDAGraph()",
-        "torch.cuda.FloatTensor(3)",
-        "torch.cuda.get_device_capability()",
-    ],
-)
-def test_what_torch_raises_for_want_of_a_gpu_is_refused(line: str, tmp_path: Path) -> None:
-    script = tmp_path / "needs.py"
-    script.write_text(f"import torch\n\ntorch.cuda.set_device(0)\n{line}\n")
-    checked = check(script, 2, tmp_path)
-    assert checked.code == 2, checked.said
-    said = checked.told
-    assert "at needs.py:4" in said and "needs a GPU, of which there is none here" in said
-
-
-def test_what_a_checkpoint_and_a_profiler_ask_for_is_there(tmp_path: Path) -> None:
-    script = tmp_path / "saves.py"
-    script.write_text(
-        "import torch\nimport torch.distributed as dist\n\ndist.init_process_group('nccl')\n"
-        "state = torch.cuda.get_rng_state(), torch.cuda.get_rng_state_all()\n"
+RIGHT = SCRIPTS / "right"
+BEGIN = "import torch\nimport torch.distributed as dist\n\n"
+WITHOUT = "needs a GPU, of which there is none here"
+CASES: dict[str, tuple[int, str, tuple[str, ...]]] = {  # the exit code, the text, what is told
+    "no counterpart": (
+        2, "torch.cuda.set_device(0)\nstream = torch.cuda.current_stream()\n",
+        (f"torch.cuda's current_stream at train.py:5 {WITHOUT}",),
+    ),
+    **{
+        line: (2, f"torch.cuda.set_device(0)\ntorch.cuda.{line}\n", ("at train.py:5", WITHOUT))
+        for line in ("Stream()", "CUDAGraph()", "FloatTensor(3)", "get_device_capability()")
+    },
+    "what a checkpoint and a profiler ask for": (
+        0, "dist.init_process_group('nccl')\nstate = torch.cuda.get_rng_state(), torch.cuda.get_rng_state_all()\n"
         "drawn = torch.rand(2)\ntorch.cuda.set_rng_state(state[0])\ntorch.cuda.random.set_rng_state_all(state[1])\n"
         "assert not torch.equal(torch.rand(2), drawn)\n"
-        "with torch.cuda.nvtx.range('sum'):\n    dist.all_reduce(drawn.cuda())\ntorch.cuda.nvtx.mark('end')\n"
-    )
-    checked = check(script, 2, tmp_path)
-    assert checked.code == 0, checked.said
+        "with torch.cuda.nvtx.range('sum'):\n    dist.all_reduce(drawn.cuda())\ntorch.cuda.nvtx.mark('end')\n", (),
+    ),
+    "raises itself for want of a GPU": (
+        1, "torch.cuda.set_device(0)\nraise RuntimeError('CUDA is not available')\n", (),
+    ),
+    "a failure of its own": (
+        1, "torch.cuda.is_available()\nprint('once')\nraise ValueError('no such file')\n",
+        ("ValueError: no such file",),
+    ),
+    "a framework": (
+        0, "import accelerate\n\ndist.init_process_group('gloo')\n",
+        ("ACCELERATE_USE_CPU=true is set: without a GPU accelerate trains each rank alone",),
+    ),
+}  # fmt: skip
 
 
-def test_a_script_that_raises_itself_for_want_of_a_gpu_has_failed(tmp_path: Path) -> None:
-    script = tmp_path / "raises.py"
-    script.write_text("import torch\n\ntorch.cuda.set_device(0)\nraise RuntimeError('CUDA is not available')\n")
-    checked = check(script, 2, tmp_path)
-    assert checked.code == 1, checked.said
+@pytest.mark.parametrize("name", CASES)
+def test_what_has_no_counterpart_is_refused_and_the_rest_is_done(name: str, tmp_path: Path) -> None:
+    code, text, says = CASES[name]
+    (tmp_path / "accelerate.py").write_text("import os\n\nassert os.environ['ACCELERATE_USE_CPU'] == 'true'\n")
+    checked = check_text(BEGIN + text, tmp_path)
+    assert_ended(checked, code, *says)
+    assert checked.said.count("once\n") in (0, 2), "a failure of its own is not run twice"
 
 
 def test_a_script_that_asks_first_has_its_own_way(tmp_path: Path) -> None:
-    script = tmp_path / "asks.py"
-    script.write_text(
-        "import torch\nimport torch.distributed as dist\n\ndist.init_process_group('gloo')\n"
-        "device = 'cuda' if torch.cuda.is_available() else 'cpu'\nassert device == 'cpu'\n"
-        "dist.all_reduce(torch.ones(2, device=device))\n"
-    )
-    checked = check(script, 2, tmp_path)
-    assert checked.code == 0, checked.said
+    asks = "device = 'cuda' if torch.cuda.is_available() else 'cpu'\nassert device == 'cpu'\n"
+    reduces = "dist.init_process_group('gloo')\ndist.all_reduce(torch.ones(2, device=device))\n"
+    checked = check_text(BEGIN + asks + reduces, tmp_path)
+    assert_ended(checked, 0)
     assert "no GPU here" not in checked.said
 
 
-def test_a_script_that_ends_without_a_gpu_is_run_once_more(tmp_path: Path) -> None:
-    """Whatever it ends with, and by whatever it asks."""
-    checked = check(SCRIPTS / "right" / "cuda_asked.py", 2, tmp_path, "3")
-    assert checked.code == 0, checked.said
-    said = checked.told
-    assert "asks for a GPU at cuda_asked.py:17 and ends without one: it is run once more" in said
-    assert checked.said.count("There are not enough GPUs") == 2
-
-
-def test_a_script_that_wants_more_gpus_than_ranks_is_told_so(tmp_path: Path) -> None:
-    checked = check(SCRIPTS / "right" / "spawned_halves.py", 2, tmp_path)
-    assert checked.code == 1, checked.said
-    assert "asks at spawned_halves.py:24 how many GPUs there are, and ends" in " ".join(checked.sentences)
-    assert "one a rank, 2 here: run it with WORLD_SIZE as large as" in " ".join(checked.sentences)
-
-
-def test_a_failure_of_its_own_is_not_run_twice(tmp_path: Path) -> None:
-    script = tmp_path / "fails.py"
-    script.write_text("import torch\n\ntorch.cuda.is_available()\nprint('once')\nraise ValueError('no such file')\n")
-    checked = check(script, 2, tmp_path)
-    assert checked.code == 1, checked.said
-    assert checked.said.count("once") == 2, checked.said
-    assert "ValueError: no such file" in " ".join(checked.sentences)
-
-
-def test_a_framework_is_told_that_ranks_have_no_gpu(tmp_path: Path) -> None:
-    (tmp_path / "accelerate.py").write_text("import os\n\nassert os.environ['ACCELERATE_USE_CPU'] == 'true'\n")
-    script = tmp_path / "train.py"
-    script.write_text("import accelerate\nimport torch.distributed as dist\n\ndist.init_process_group('gloo')\n")
-    checked = check(script, 2, tmp_path)
-    assert checked.code == 0, checked.said
-    assert "ACCELERATE_USE_CPU=true is set: without a GPU accelerate trains each rank alone" in checked.told
+@pytest.mark.parametrize(
+    ("name", "words", "code", "says", "times"),
+    [
+        ("cuda_ddp", [], 0, "there is no GPU here: the CPU does what the script asks of CUDA", 1),
+        ("cuda_asked", ["3"], 0, "asks for a GPU at cuda_asked.py:17 and ends without one: it is run once more", 1),
+        ("cuda_asked", ["3"], 0, "There are not enough GPUs", 2),  # whatever it ends with, and by whatever it asks
+        ("spawned_halves", [], 1, "asks at spawned_halves.py:24 how many GPUs there are, and ends", 1),
+        ("spawned_halves", [], 1, "one a rank, 2 here: run it with WORLD_SIZE as large as", 1),
+    ],
+)
+def test_what_is_mapped_and_run_once_more_is_said(
+    name: str, words: list[str], code: int, says: str, times: int, tmp_path: Path
+) -> None:
+    checked = check(RIGHT / f"{name}.py", 2, tmp_path, *words)
+    assert_ended(checked, code)
+    assert checked.told.count(says) == times
 
 
 def test_what_is_set_already_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from distlab.tools.check.watch.own_ranks import launcher_in, makes_group
-from tests.tools.check.cases import SCRIPTS, check
+from tests.tools.check.cases import SCRIPTS, assert_ended, check, check_text
 
 SHARES_A_QUEUE = """
 import torch.distributed as dist
@@ -23,30 +23,6 @@ if __name__ == "__main__":
     mp.spawn(run, args=(2, queue), nprocs=2)
     print([queue.get() for _ in range(2)])
 """
-
-
-def test_another_number_of_ranks_is_refused_with_the_right_one(tmp_path: Path) -> None:
-    checked = check(SCRIPTS / "right" / "spawned_ranks.py", 2, tmp_path, "3")
-    assert checked.code == 2, checked.said
-    assert "REFUSED" in checked.said
-    assert "the script starts 3 ranks of its own at spawned_ranks.py:" in checked.told
-    assert "run it with WORLD_SIZE=3" in checked.told
-
-
-def test_processes_of_another_number_are_refused_where_they_meet(tmp_path: Path) -> None:
-    checked = check(SCRIPTS / "right" / "process_ranks.py", 3, tmp_path)
-    assert checked.code == 2, checked.said
-    assert "run it with WORLD_SIZE=2" in checked.told
-
-
-def test_a_queue_of_the_parent_is_refused(tmp_path: Path) -> None:
-    script = tmp_path / "shares.py"
-    script.write_text(SHARES_A_QUEUE)
-    checked = check(script, 2, tmp_path)
-    assert checked.code == 2, checked.said
-    assert "share a multiprocessing SimpleQueue" in checked.told
-
-
 IN_A_POOL = """
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
@@ -67,30 +43,34 @@ if __name__ == "__main__":
         print(list(pool.map(square, range(3))))
         print(list(pool.map(run, range(2))))
 """
+POOLED = "[0, 1, 4]", "the script starts its own ranks in a P", "at train.py:19", 'int(os.environ["RANK"]) instead'
+REFUSED = {
+    SHARES_A_QUEUE: ("share a multiprocessing SimpleQueue",),
+    IN_A_POOL.format(pool="multiprocessing.Pool(2)"): POOLED,
+    IN_A_POOL.format(pool="ProcessPoolExecutor(2)"): POOLED,
+    "import subprocess, sys\n\nsubprocess.run([sys.executable, '--version'], check=True)\n"
+    "subprocess.run([sys.executable, '-m', 'torch.distributed.run', '--nproc-per-node', '2', 'train.py'])\n": (
+        "starts its own ranks at train.py:4 by torch.distributed.run, which check does not see into",
+    ),
+}
 
 
-@pytest.mark.parametrize("pool", ["multiprocessing.Pool(2)", "ProcessPoolExecutor(2)"])
-def test_ranks_of_a_pool_are_refused(pool: str, tmp_path: Path) -> None:
-    script = tmp_path / "pooled.py"
-    script.write_text(IN_A_POOL.format(pool=pool))
-    checked = check(script, 2, tmp_path)
-    assert checked.code == 2, checked.said
-    said = checked.told
-    assert "the script starts its own ranks in a P" in said and "at pooled.py:19" in said
-    assert 'call the function with int(os.environ["RANK"]) instead' in said
-    assert checked.said.count("[0, 1, 4]") == 2
+@pytest.mark.parametrize("text", REFUSED, ids=["a queue", "a pool", "an executor", "a launcher"])
+def test_what_cannot_be_taken_over_is_refused(text: str, tmp_path: Path) -> None:
+    assert_ended(check_text(text, tmp_path), 2, *REFUSED[text])
 
 
-def test_ranks_of_a_launcher_are_refused(tmp_path: Path) -> None:
-    script = tmp_path / "launches.py"
-    script.write_text(
-        "import subprocess, sys\n\nsubprocess.run([sys.executable, '--version'], check=True)\n"
-        "subprocess.run([sys.executable, '-m', 'torch.distributed.run', '--nproc-per-node', '2', 'train.py'])\n"
-    )
-    checked = check(script, 2, tmp_path)
-    assert checked.code == 2, checked.said
-    said = checked.told
-    assert "starts its own ranks at launches.py:4 by torch.distributed.run, which check does not see into" in said
+@pytest.mark.parametrize(
+    ("name", "size", "words", "says"),
+    [
+        ("spawned_ranks", 2, ["3"], ["REFUSED", "the script starts 3 ranks of its own at spawned_ranks.py:", "=3"]),
+        ("process_ranks", 3, [], ["run it with WORLD_SIZE=2"]),  # where they meet
+    ],
+)
+def test_another_number_of_ranks_is_refused(
+    name: str, size: int, words: list[str], says: list[str], tmp_path: Path
+) -> None:
+    assert_ended(check(SCRIPTS / "right" / f"{name}.py", size, tmp_path, *words), 2, "run it with WORLD_SIZE", *says)
 
 
 @pytest.mark.parametrize(
