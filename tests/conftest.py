@@ -2,13 +2,14 @@
 out."""
 
 import os
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
 
-from distlab.tools.testing.warm_ranks import Ranks
 from tests.labs import Runs
 from tests.slow import slow_of
+from tests.warm_ranks import Ranks
 
 # An example of hypothesis is no measurement: beside other work one took 379 ms where its default allows 200.
 settings.register_profile("distlab", deadline=None)
@@ -22,6 +23,14 @@ MINUTES = (
     "tests/tools/testing/test_plugin.py", "tests/tools/check/test_faults.py", "tests/docs/test_outputs.py",
 )  # fmt: skip
 APART = ("tests/tools/check/test_faults.py", "tests/docs/test_outputs.py", "tests/compose/")  # tests that share nothing
+
+
+@pytest.fixture(scope="session")
+def ranks(pytestconfig: pytest.Config) -> Iterator[Ranks]:
+    """Functions called on warm ranks: `ranks(3, function, *args)`; the ranks start with the first call."""
+    pool = Ranks(str(pytestconfig.rootpath), pytestconfig.getini("distlab_preload"))
+    yield pool
+    pool.close()
 
 
 @pytest.fixture(scope="session")

@@ -40,8 +40,8 @@ from distlab.lab.workload.model import Model
 from distlab.techniques.collectives.sharded_tensor import LocalShard
 from distlab.techniques.mesh.grid import Mesh
 from distlab.techniques.transport.store import KeyedStore
-from distlab.tools.testing.warm_ranks import Ranks, side_groups
 from tests.controls import uncontrolled
+from tests.warm_ranks import Ranks, side_groups
 
 TINY = {"LAB_WIDTH": "16", "LAB_DEPTH": "2", "LAB_HEADS": "4", "LAB_SEQ": "8", "LAB_STEPS": "4"}
 

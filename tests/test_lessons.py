@@ -17,7 +17,7 @@ from distlab.techniques.collectives.by_hand import ALGORITHMS, Collective
 from distlab.techniques.collectives.costs import all_reduce_rounds
 from distlab.techniques.sharded.costs import MIXED_PRECISION, mixed_precision_bytes
 from distlab.tools.puzzle.tasks import TASKS
-from distlab.tools.testing.warm_ranks import Ranks
+from tests.warm_ranks import Ranks
 
 # --- the exercises, which are puzzles to fill in: tests/tools/puzzle/test_verify.py has answers on real ranks ---
 

@@ -17,9 +17,9 @@ from typing import NamedTuple
 import pytest
 
 from distlab.lab.cluster.launch import free_port
-from distlab.tools.testing.warm_ranks import Ranks
 from tests.lab.cluster.cluster_of_processes import Rank
 from tests.techniques.transport.strangers import FORGED, as_torch, told
+from tests.warm_ranks import Ranks
 
 TOP = Path(__file__).parents[1]
 BOUND_S = 110.0

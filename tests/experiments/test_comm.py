@@ -26,10 +26,10 @@ from distlab.techniques.collectives.by_hand import ALGORITHMS, Collective
 from distlab.techniques.collectives.costs import all_reduce_bytes, all_reduce_seconds
 from distlab.techniques.collectives.point_to_point import Peers, Steps
 from distlab.tools.plan.calibration import calibrate
-from distlab.tools.testing.warm_ranks import Ranks
 from tests.lab.test_lab import held as holding
 from tests.lab.test_lab import lab_alone
 from tests.launched import ended
+from tests.warm_ranks import Ranks
 
 
 class Notes:

@@ -29,8 +29,8 @@ from distlab.techniques.compression.compressors import Compressor, TopK
 from distlab.techniques.compression.powersgd import LowRank
 from distlab.techniques.data_parallel.buckets import GradientBuckets
 from distlab.techniques.data_parallel.strategy import Replica
-from distlab.tools.testing.warm_ranks import Ranks
 from tests.labs import TINY, failed, failed_with, run_experiment
+from tests.warm_ranks import Ranks
 
 OURS = ("dense", *METHODS)
 PROOF = {"gradients", "formula", "weights", "replicas"}

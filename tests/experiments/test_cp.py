@@ -24,8 +24,8 @@ from distlab.techniques.context_parallel.ring import RingAttention
 from distlab.techniques.context_parallel.strategy import ContextParallel, contiguous, zigzag
 from distlab.techniques.context_parallel.ulysses import UlyssesAttention
 from distlab.techniques.mesh.grid import Mesh
-from distlab.tools.testing.warm_ranks import Ranks
 from tests.labs import Runs, built, failed, failed_with
+from tests.warm_ranks import Ranks
 
 SMALL = {
     "RUN_MODE": "cp", "LAB_WIDTH": "12", "LAB_DEPTH": "2", "LAB_HEADS": "6", "LAB_SEQ": "7", "LAB_BATCH": "3",

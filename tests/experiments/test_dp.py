@@ -26,8 +26,8 @@ from distlab.lab.workload.data import Batches
 from distlab.lab.workload.model import build_model, outline
 from distlab.lab.workload.reference import train
 from distlab.techniques.data_parallel.buckets import GradientBuckets
-from distlab.tools.testing.warm_ranks import Ranks
 from tests.labs import TINY, built, failed, one_rank, run_experiment
+from tests.warm_ranks import Ranks
 
 VARIANTS = ("per_parameter", "flat", "bucketed", "ring", "ddp")
 SMALL = {

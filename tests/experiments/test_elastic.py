@@ -14,8 +14,8 @@ from distlab.techniques.elastic import shards
 from distlab.techniques.elastic.process_group import Regroup
 from distlab.techniques.elastic.shards import HeldVersion
 from distlab.techniques.elastic.strategy import ShardedSurvivor, Survivor
-from distlab.tools.testing.warm_ranks import Ranks
 from tests.labs import Runs, failed_with
+from tests.warm_ranks import Ranks
 
 pytestmark = pytest.mark.timeout(120)
 

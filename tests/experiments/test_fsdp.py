@@ -12,8 +12,8 @@ from distlab.lab.config import Config, ConfigError
 from distlab.lab.rank.preflight import refuse
 from distlab.lab.workload.data import Batches
 from distlab.lab.workload.model import build_model, outline
-from distlab.tools.testing.warm_ranks import Ranks
 from tests.labs import TINY, built, copy_state, failed, run_experiment
+from tests.warm_ranks import Ranks
 
 OURS = ("dp", "zero3_blocking", "zero1", "zero2", "zero3")
 

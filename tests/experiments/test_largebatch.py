@@ -21,8 +21,8 @@ from distlab.lab.rank.preflight import refuse
 from distlab.lab.report import records
 from distlab.lab.workload.model import build_model
 from distlab.techniques.large_batch import Lamb, Lars, Layerwise
-from distlab.tools.testing.warm_ranks import Ranks
 from tests.labs import TINY, failed, failed_with, run_experiment
+from tests.warm_ranks import Ranks
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -19,9 +19,9 @@ from distlab.lab.measure.traffic import CalledOp, Traffic, WireBytes
 from distlab.lab.workload.model import build_model, outline
 from distlab.lab.workload.reference import train
 from distlab.techniques.mesh.grid import Mesh
-from distlab.tools.testing.warm_ranks import Ranks
 from tests.labs import built
 from tests.meshes import batches_of, differences, farthest
+from tests.warm_ranks import Ranks
 
 ODD = {
     "RUN_MODE": "mesh", "LAB_WIDTH": "15", "LAB_HEADS": "5", "LAB_DEPTH": "5", "LAB_SEQ": "7", "LAB_BATCH": "13",

@@ -44,8 +44,8 @@ from distlab.lab.report.records import Chart, Check, Table, select
 from distlab.lab.workload.data import Batches
 from distlab.lab.workload.model import outline
 from distlab.techniques.expert_parallel.layer import Placement, Routed
-from distlab.tools.testing.warm_ranks import Ranks
 from tests.labs import TINY, built, copy_state, failed, run_experiment
+from tests.warm_ranks import Ranks
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -29,8 +29,8 @@ from distlab.techniques.pipeline_parallel.costs import FOLDED, bubble
 from distlab.techniques.pipeline_parallel.pipeline import Boundaries, Pipeline
 from distlab.techniques.pipeline_parallel.schedules import Action
 from distlab.techniques.pipeline_parallel.strategy import pretend_compute
-from distlab.tools.testing.warm_ranks import Ranks
 from tests.labs import built, copy_state, failed_with
+from tests.warm_ranks import Ranks
 
 TORCHS = ("torch_1f1b", "torch_interleaved_zb", "torch_zbv", "torch_dualpipev")
 OURS = ("one_microbatch", "gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipev")

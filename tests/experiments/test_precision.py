@@ -18,8 +18,8 @@ from distlab.lab.workload.data import Batches
 from distlab.lab.workload.model import build_model, outline
 from distlab.techniques.data_parallel.strategy import Replica
 from distlab.techniques.precision import LossScale, Masters
-from distlab.tools.testing.warm_ranks import Ranks
 from tests.labs import TINY, built, failed, failed_with, run_experiment
+from tests.warm_ranks import Ranks
 
 pytestmark = pytest.mark.timeout(120)
 

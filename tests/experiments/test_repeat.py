@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from distlab.lab.report.records import Losses, select
-from distlab.tools.testing.warm_ranks import Ranks
 from tests.labs import run_experiment
+from tests.warm_ranks import Ranks
 
 
 def losses(ranks: Ranks, folder: Path, **environ: str) -> dict[str, list[float]]:

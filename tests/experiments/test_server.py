@@ -32,8 +32,8 @@ from distlab.techniques.parameter_server.server import (
     Threads,
     Worker,
 )
-from distlab.tools.testing.warm_ranks import Ranks
 from tests.labs import TINY, failed, failed_with, one_rank, run_experiment
+from tests.warm_ranks import Ranks
 
 CPU = torch.device("cpu")
 TINY_MLP = {"LAB_MODEL": "mlp", "LAB_WIDTH": "8", "LAB_DEPTH": "2"}

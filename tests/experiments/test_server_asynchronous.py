@@ -34,8 +34,8 @@ from distlab.techniques.parameter_server.server import (
     Worker,
     draw_order,
 )
-from distlab.tools.testing.warm_ranks import Ranks
 from tests.labs import TINY, failed, one_rank
+from tests.warm_ranks import Ranks
 
 WORKERS, MOST, LR, BUDGET = 3, 2, 0.01, 24
 CPU = torch.device("cpu")

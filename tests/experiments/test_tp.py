@@ -23,9 +23,9 @@ from distlab.lab.workload.model import build_model, outline
 from distlab.lab.workload.optimizer import local
 from distlab.lab.workload.reference import Snapshot, train
 from distlab.techniques.tensor_parallel.strategy import TensorParallel
-from distlab.tools.testing.warm_ranks import Ranks
 from tests.lab.test_lab import held, lab_alone
 from tests.labs import built, copy_state
+from tests.warm_ranks import Ranks
 
 SMALL = {
     "RUN_MODE": "tp",

@@ -17,8 +17,8 @@ from distlab.lab.rank.preflight import refuse
 from distlab.lab.report import records
 from distlab.lab.report.reading import from_line, to_line
 from distlab.lab.report.verdict import judge
-from distlab.tools.testing.warm_ranks import Ranks
 from tests.labs import failed, lab_of
+from tests.warm_ranks import Ranks
 
 
 def test_the_lessons_printed_batches() -> None:

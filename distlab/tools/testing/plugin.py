@@ -18,7 +18,6 @@ from distlab.tools.testing.rank import OnRank, Task
 
 if TYPE_CHECKING:
     from distlab.tools.testing.pool import Pool
-    from distlab.tools.testing.warm_ranks import Ranks
 
 POOL = pytest.StashKey["Pool"]()
 LAB = {"distlab"}
@@ -109,14 +108,10 @@ def mesh() -> OnRank:
     return OnRank("mesh")
 
 
-@pytest.fixture(scope="session")
-def ranks(pytestconfig: pytest.Config) -> Iterator["Ranks"]:
-    """Functions called on warm ranks: `ranks(3, function, *args)`; the ranks start with the first call."""
-    from distlab.tools.testing.warm_ranks import Ranks
-
-    pool = Ranks(str(pytestconfig.rootpath), pytestconfig.getini(PRELOAD))
-    yield pool
-    pool.close()
+@pytest.fixture
+def ranks() -> None:
+    """Refused: functions were called on ranks by it."""
+    pytest.fail("the fixture ranks is gone: @distlab.ranks(3) runs the body of a test on three ranks", pytrace=False)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -18,8 +18,8 @@ from distlab.lab.workload.model import Model
 from distlab.techniques.data_parallel.buckets import GradientBuckets
 from distlab.techniques.data_parallel.strategy import Replica
 from distlab.techniques.mesh.grid import Mesh
-from distlab.tools.testing.warm_ranks import Ranks
 from tests.labs import TINY, failed, lab_of
+from tests.warm_ranks import Ranks
 
 SMALL = TINY | {
     "RUN_MODE": "dp", "LAB_MODEL": "mlp", "LAB_STEPS": "4", "LAB_CHECKPOINT_EVERY": "2", "WORLD_SIZE": "2",

@@ -13,8 +13,8 @@ from distlab.cli import checkpoint
 from distlab.lab.checkpoint import manifest, storage
 from distlab.lab.rank.mode_loader import load
 from distlab.lab.report import records
-from distlab.tools.testing.warm_ranks import Ranks
 from tests.labs import failed, run_experiment
+from tests.warm_ranks import Ranks
 
 SMALL = {
     "LAB_STEPS": "6", "LAB_CHECKPOINT_EVERY": "2", "LAB_OPTIMIZER": "adamw", "LAB_CLIP": "0.5",

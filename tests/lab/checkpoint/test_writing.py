@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from distlab.lab.checkpoint import locate, manifest, storage
 from distlab.techniques.collectives.sharded_tensor import flat_piece
-from distlab.tools.testing.warm_ranks import Ranks
 from tests.lab.checkpoint.made_up import checkpoint, manifest_of
+from tests.warm_ranks import Ranks
 
 MATRIX = torch.arange(35.0).view(5, 7)
 

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from distlab.lab.measure.traffic import CalledOp, Calls
-from distlab.tools.testing.warm_ranks import Ranks
+from tests.warm_ranks import Ranks
 
 Counts = dict[str, tuple[int, int, float]]  # operation: (calls, raw bytes, called bytes)
 

@@ -12,7 +12,7 @@ from distlab.lab.measure.memory import MemoryLedger
 from distlab.techniques.collectives.phases import heard, phase
 from distlab.techniques.collectives.point_to_point import Peers, Pending
 from distlab.techniques.collectives.ring import all_reduce
-from distlab.tools.testing.warm_ranks import Ranks
+from tests.warm_ranks import Ranks
 
 
 def recorded(net: nn.Sequential) -> Order:

@@ -16,7 +16,7 @@ from distlab.lab.config import Config
 from distlab.lab.measure.memory import CLASSES, ContainerMemory, MemoryLedger, total
 from distlab.lab.measure.storages import COMMUNICATION, SavedActivations
 from distlab.lab.workload.model import outline
-from distlab.tools.testing.warm_ranks import Ranks
+from tests.warm_ranks import Ranks
 
 P = 8 * 8 + 8 + 4 * 8 + 4  # parameters of `small`
 

@@ -21,7 +21,7 @@ from distlab.lab.measure.traffic import Calls
 from distlab.lab.workload.data import Batches
 from distlab.lab.workload.model import build_model
 from distlab.techniques.tensor_parallel.costs import layer_activation_bytes, stage_activation_bytes
-from distlab.tools.testing.warm_ranks import Ranks
+from tests.warm_ranks import Ranks
 
 MIB = 1 << 20
 

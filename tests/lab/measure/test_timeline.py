@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from distlab.lab.measure.timeline import Lap, Span, align, bubble, length, profile, union
-from distlab.tools.testing.warm_ranks import Ranks
+from tests.warm_ranks import Ranks
 
 pytestmark = pytest.mark.timeout(60)
 SHIFT_S = 0.25

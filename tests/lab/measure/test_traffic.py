@@ -19,7 +19,7 @@ from distlab.lab.measure.traffic import Connection, Ledger, NoDiagnostics, Traff
 from distlab.techniques.collectives.by_hand import Collective
 from distlab.techniques.collectives.costs import TOLERATED_BYTES, all_reduce_bytes, all_reduce_messages, wire_tolerance
 from distlab.techniques.collectives.point_to_point import Peers
-from distlab.tools.testing.warm_ranks import Ranks
+from tests.warm_ranks import Ranks
 
 MIB = 1 << 20
 

@@ -14,8 +14,8 @@ from distlab.lab.rank.link_speed import (
     message_bytes,
 )
 from distlab.lab.report.records import Comparison, Said
-from distlab.tools.testing.warm_ranks import Ranks
 from tests.labs import lab_of
+from tests.warm_ranks import Ranks
 
 # The links of the pool are not slow: a slow one would be seen.
 

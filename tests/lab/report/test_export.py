@@ -15,9 +15,9 @@ from distlab.lab.report.records import Ranks as Records
 from distlab.lab.report.timeline import NUMBERED, timelines
 from distlab.lab.report.timeline_panels import PRIME
 from distlab.lab.report.verdict import judge
-from distlab.tools.testing.warm_ranks import Ranks
 from tests.lab.report.made_up import good_run, pipeline_run, start, written
 from tests.labs import run_experiment
+from tests.warm_ranks import Ranks
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -28,8 +28,8 @@ from distlab.techniques.data_parallel.strategy import Replica, begin_alike
 from distlab.techniques.mesh.grid import Mesh
 from distlab.techniques.sharded.flat_parameter import FlatParameter, Sharded
 from distlab.techniques.sharded.zero import Zero
-from distlab.tools.testing.warm_ranks import Ranks
 from tests.labs import one_rank
+from tests.warm_ranks import Ranks
 
 pytestmark = pytest.mark.timeout(120)
 SIZES = {"LAB_MODEL": "mlp", "LAB_WIDTH": "8", "LAB_DEPTH": "2", "LAB_STEPS": "6", "LAB_BATCH": "7"}

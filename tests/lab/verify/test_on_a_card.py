@@ -14,8 +14,8 @@ from distlab.lab.config import Config
 from distlab.lab.measure.traffic import OPERATIONS, DispatchMode, Ledger
 from distlab.lab.rank.mode_loader import load
 from distlab.techniques.tensor_parallel.layers import SCATTERING
-from distlab.tools.testing.warm_ranks import Ranks
 from tests.labs import TINY, built, run_experiment
+from tests.warm_ranks import Ranks
 
 pytestmark = pytest.mark.timeout(180)
 

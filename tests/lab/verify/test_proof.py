@@ -37,9 +37,9 @@ from distlab.lab.workload.reference import Snapshot
 from distlab.techniques.data_parallel.buckets import GradientBuckets
 from distlab.techniques.data_parallel.strategy import Replica, begin_alike
 from distlab.techniques.mesh.grid import Mesh
-from distlab.tools.testing.warm_ranks import Ranks
 from tests.lab.verify.test_audit import ADAMW, SIZES
 from tests.labs import TINY, failed, failed_with, lab_of, one_rank
+from tests.warm_ranks import Ranks
 
 pytestmark = pytest.mark.timeout(120)
 

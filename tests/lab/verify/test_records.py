@@ -24,9 +24,9 @@ from distlab.lab.verify.records import (
     written,
 )
 from distlab.techniques.collectives.phases import Span
-from distlab.tools.testing.warm_ranks import Ranks
 from tests.lab.test_lab import counted, held, lab_alone
 from tests.labs import run_experiment
+from tests.warm_ranks import Ranks
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -14,8 +14,8 @@ from distlab.lab.rank.mode_loader import load
 from distlab.lab.report import records
 from distlab.lab.report.records import Check, Memory, Steps, Wire
 from distlab.lab.verify.run_all import everything, measure, timed_ends
-from distlab.tools.testing.warm_ranks import Ranks
 from tests.labs import TINY, failed, lab_of, run_experiment
+from tests.warm_ranks import Ranks
 
 pytestmark = pytest.mark.timeout(120)
 SETTINGS = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "LAB_VARIANT": "per_parameter"} | TINY

@@ -17,8 +17,8 @@ from distlab.lab.verify import silent_corruption
 from distlab.lab.verify.run_all import everything
 from distlab.lab.verify.silent_corruption import Corruption, judged, odd_ones
 from distlab.techniques.data_parallel.strategy import Replica
-from distlab.tools.testing.warm_ranks import Ranks
 from tests.labs import TINY, disconnect, failed, lab_of
+from tests.warm_ranks import Ranks
 
 pytestmark = pytest.mark.timeout(120)
 SETTINGS = TINY | {"RUN_MODE": "dp", "LAB_MODEL": "mlp", "MASTER_ADDR": "127.0.0.1"}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from distlab.lab.config import Config
 from distlab.lab.workload.optimizer import PlainSGD, clip_gradients, make_optimizer, named_tensors
-from distlab.tools.testing.warm_ranks import Ranks
+from tests.warm_ranks import Ranks
 
 
 def linear() -> nn.Linear:

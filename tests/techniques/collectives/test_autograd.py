@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distlab.techniques.collectives import autograd as ours
-from distlab.tools.testing.warm_ranks import Ranks
+from tests.warm_ranks import Ranks
 
 Call = Callable[[Tensor, dist.ProcessGroup], Tensor]
 Dense = Callable[[list[Tensor]], list[Tensor]]

@@ -12,7 +12,7 @@ from distlab.lab.measure.traffic import Calls
 from distlab.techniques.collectives import by_hand, direct
 from distlab.techniques.collectives.by_hand import ALGORITHMS, Collective, pick
 from distlab.techniques.collectives.point_to_point import GroupMessage, Steps, split
-from distlab.tools.testing.warm_ranks import RankFailed, Ranks
+from tests.warm_ranks import RankFailed, Ranks
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "int64": torch.int64}
 NAMES = [*ALGORITHMS, "backend", "auto"]

@@ -34,8 +34,8 @@ from distlab.techniques.collectives.costs import (
     wire_tolerance,
 )
 from distlab.techniques.collectives.point_to_point import Pending
-from distlab.tools.testing.warm_ranks import Ranks
 from tests.lab.measure.test_traffic import ledger_of
+from tests.warm_ranks import Ranks
 
 BY_HAND = [name for name in ALGORITHMS if name not in ("gloo", "tcp")]
 FORMULAS: dict[str, Callable[..., float]] = {

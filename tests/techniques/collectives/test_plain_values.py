@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distlab.techniques.collectives.plain_values import HEAD, all_gather_plain, from_bytes, to_bytes
-from distlab.tools.testing.warm_ranks import Ranks
+from tests.warm_ranks import Ranks
 
 
 class Pair(NamedTuple):

@@ -12,7 +12,7 @@ from torch import Tensor
 from distlab.techniques.collectives.point_to_point import Peers
 from distlab.techniques.collectives.sharded_tensor import LocalShard, assembled, flat_piece
 from distlab.techniques.tensor_parallel.layers import Slice
-from distlab.tools.testing.warm_ranks import Ranks
+from tests.warm_ranks import Ranks
 
 
 def painted(piece: LocalShard) -> torch.Tensor:

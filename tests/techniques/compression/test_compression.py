@@ -24,8 +24,8 @@ from distlab.techniques.compression.compressors import (
 from distlab.techniques.compression.costs import bucket_bytes, bucket_calls
 from distlab.techniques.compression.powersgd import LowRank, orthonormal
 from distlab.techniques.data_parallel.buckets import GradientBuckets
-from distlab.tools.testing.warm_ranks import Ranks
 from tests.labs import sampling_errors
+from tests.warm_ranks import Ranks
 
 RATIO, RANK = 0.1, 2
 MAKE: dict[str, Callable[[dist.ProcessGroup, list[Size], bool], Compressor]] = {

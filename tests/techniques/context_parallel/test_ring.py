@@ -22,8 +22,8 @@ from distlab.techniques.context_parallel.ring import (
     merge,
 )
 from distlab.techniques.context_parallel.strategy import Positions, contiguous, zigzag
-from distlab.tools.testing.warm_ranks import Ranks
 from tests.techniques.context_parallel.attending import all_of, differences
+from tests.warm_ranks import Ranks
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -12,8 +12,8 @@ from distlab.techniques.context_parallel.costs import ulysses_messages
 from distlab.techniques.context_parallel.strategy import contiguous
 from distlab.techniques.context_parallel.ulysses import Swap, UlyssesAttention
 from distlab.techniques.tensor_parallel.layers import shares
-from distlab.tools.testing.warm_ranks import Ranks
 from tests.techniques.context_parallel.attending import all_of, differences
+from tests.warm_ranks import Ranks
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from distlab.techniques.elastic.process_group import Regroup, sockets
 from distlab.techniques.transport.handshake import listen
 from distlab.techniques.transport.store_server import StoreServer
-from distlab.tools.testing.warm_ranks import Ranks
+from tests.warm_ranks import Ranks
 
 pytestmark = pytest.mark.timeout(30)
 KEY = b"the key"

@@ -13,7 +13,7 @@ from torch import Tensor
 from distlab.lab.workload.experts import Mixing, Mixture
 from distlab.techniques.expert_parallel import layer
 from distlab.techniques.expert_parallel.layer import AllToAll, Dispatch, MixtureOfExperts, Placement, Routed
-from distlab.tools.testing.warm_ranks import Ranks
+from tests.warm_ranks import Ranks
 
 pytestmark = pytest.mark.timeout(120)
 WIDTH, HIDDEN = 4, 6

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from distlab.techniques.large_batch import Lamb, decayed_apart
-from distlab.tools.testing.warm_ranks import Ranks
 from tests.techniques.large_batch.sharded import groups, trained_in_parts, weights
+from tests.warm_ranks import Ranks
 
 DECAY, EPS = 0.1, 1e-6
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from distlab.techniques.large_batch import Lars, decayed_apart
-from distlab.tools.testing.warm_ranks import Ranks
 from tests.techniques.large_batch.sharded import groups, train, trained_in_parts, weights
+from tests.warm_ranks import Ranks
 
 DECAY = 0.1
 

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from distlab.techniques.mesh.grid import Mesh
-from distlab.tools.testing.warm_ranks import Ranks
+from tests.warm_ranks import Ranks
 
 
 def places(group: dist.ProcessGroup, sizes: dict[str, int]) -> dict[str, tuple[int, int, list[int], float]]:

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from distlab.techniques.mesh.strategy import ZeroByRows
-from distlab.tools.testing.warm_ranks import Ranks
+from tests.warm_ranks import Ranks
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from distlab.techniques.data_parallel.buckets import Vectors
 from distlab.techniques.parameter_server.local_sgd import OuterStep
-from distlab.tools.testing.warm_ranks import Ranks
+from tests.warm_ranks import Ranks
 
 
 def rounds(group: dist.ProcessGroup, lr: float, momentum: float, local_steps: int) -> list[torch.Tensor]:

@@ -16,8 +16,8 @@ from distlab.techniques.collectives.phases import recorded
 from distlab.techniques.pipeline_parallel import schedules
 from distlab.techniques.pipeline_parallel.pipeline import Boundaries, Loss, Pipeline, outlined, zeros_like_outline
 from distlab.techniques.pipeline_parallel.schedules import Schedule
-from distlab.tools.testing.warm_ranks import MAX, Ranks
 from tests.techniques.pipeline_parallel.held import most_in_flight
+from tests.warm_ranks import MAX, Ranks
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from distlab.techniques.pipeline_parallel import schedules
 from distlab.techniques.pipeline_parallel.pipeline import ReducingPipeline
-from distlab.tools.testing.warm_ranks import Ranks
+from tests.warm_ranks import Ranks
 
 pytestmark = pytest.mark.timeout(60)
 

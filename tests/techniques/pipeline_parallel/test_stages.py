@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from distlab.techniques.collectives.point_to_point import Peers
 from distlab.techniques.pipeline_parallel.strategy import Parts, cut, divide, sum_shared
-from distlab.tools.testing.warm_ranks import Ranks
+from tests.warm_ranks import Ranks
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from distlab.lab.measure.traffic import Calls
 from distlab.techniques.sharded.zero import ReduceScatterScheduler, Zero
-from distlab.tools.testing.warm_ranks import Ranks
+from tests.warm_ranks import Ranks
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -30,7 +30,7 @@ from distlab.techniques.tensor_parallel.layers import (
     slices_of,
     sum_together,
 )
-from distlab.tools.testing.warm_ranks import Ranks
+from tests.warm_ranks import Ranks
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from distlab.techniques.transport.handshake import MAGIC, NONCE_BYTES, PROOF_BYTES, Unproven, listen
 from distlab.techniques.transport.store import HostedStore, KeyedStore, Prefixed
 from distlab.techniques.transport.store_server import LENGTH, Set, StoreServer, framed, take_frames
-from distlab.tools.testing.warm_ranks import Ranks
 from tests.techniques.transport.strangers import HERE, as_torch, silent, told_all
+from tests.warm_ranks import Ranks
 
 KEY = b"the key"
 

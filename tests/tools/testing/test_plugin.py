@@ -158,13 +158,18 @@ KeyedStore.wait = wait_late
 @distlab.ranks(3)
 def test_without_a_call(number):
     pass
+
+
+def test_by_a_fixture_that_is_gone(ranks):
+    pass
 """
 
 
 def test_who_is_done_at_once_waits_for_those_that_still_connect(tmp_path: Path) -> None:
     (tmp_path / "test_late.py").write_text(LATE)
     done = pytest_on("-q", "-o", "addopts=", str(tmp_path / "test_late.py"))
-    assert "5 passed" in done.stdout, done.stdout
+    assert "5 passed, 1 error" in done.stdout, done.stdout
+    assert "the fixture ranks is gone: @distlab.ranks(3) runs the body of a test on three ranks" in done.stdout
 
 
 # What the bound leaves out, whatever this machine does: what the doctor sees of a rank is as it is.

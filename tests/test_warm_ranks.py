@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distlab.tools.testing.warm_ranks import RankFailed, Ranks
+from tests.warm_ranks import RankFailed, Ranks
 
 
 def summed(group: dist.ProcessGroup, value: int) -> float:
@@ -55,6 +55,6 @@ def test_a_broken_rank_is_named_and_the_pool_recovers(ranks: Ranks, how: str, wo
 def test_the_tests_of_a_file_share_a_pool_where_they_run_beside_others(request: pytest.FixtureRequest) -> None:
     """pytest-xdist keeps a group on one worker by the end of its tests' ids, which conftest.py has to have marked in
     time."""
-    group = "tests/tools/testing/test_calls.py"
+    group = "tests/test_warm_ranks.py"
     assert request.node.get_closest_marker("xdist_group").args == (group,)
     assert request.node.nodeid.endswith(f"@{group}") == request.config.getoption("loadgroup", False)

@@ -1,4 +1,4 @@
-"""The fixture `ranks`: functions called on warm ranks, a millisecond a call, with what they return.
+"""The fixture `ranks` of the lab's tests: functions called on warm ranks, a millisecond a call, with what they return.
 
     def double(group, value): ...            # at module level, so that it can be pickled by name
     assert ranks(3, double, 21) == [42, 42, 42]
