@@ -25,7 +25,6 @@ from distlab.lab.workload import data
 from distlab.lab.workload import model as models
 from distlab.lab.workload.data import Batches, Microbatch
 from distlab.lab.workload.model import Model, build_model, outline
-from distlab.lab.workload.reference import Losses
 from distlab.lab.workload.user_model import is_own
 
 
@@ -104,18 +103,13 @@ class Claims:
     times: int = 1
 
 
-OneProcess: TypeAlias = Callable[..., Losses]  # (model, batches, config, steps, parts=) as workload/baseline.losses
-
-
 @dataclass(frozen=True)
 class Held:
     """What the timed steps of a variant are held to, where that is not one process that takes the same steps.
 
-    Held(alone=partial(losses, masters=True))               another one process, whose losses it has to have
     Held(why="leaves numbers out, so losses differ")        nothing: its losses are only shown
     """
 
-    alone: OneProcess | None = None
     why: str = ""
     replicas: bool = True  # whether ranks that hold a weight whole hold the same numbers after the last step
 

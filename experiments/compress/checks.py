@@ -12,7 +12,8 @@ computes in one process what each should have sent (reference.py; for PowerSGD w
   replicas         all ranks hold the same weights, to the bit
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from operator import itemgetter
 
 import torch
 import torch.distributed as dist
@@ -21,18 +22,15 @@ from torch import Size, Tensor
 from distlab.contract import Build, Claims, Mode
 from distlab.lab.config import Config
 from distlab.lab.lab import Lab
-from distlab.lab.measure.tensors import Worst, largest
+from distlab.lab.measure.tensors import TINY, Worst, largest
 from distlab.lab.verify.proof import check_replicas
 from distlab.lab.verify.run_all import measured
-from distlab.lab.workload.model import Model
-from distlab.lab.workload.optimizer import make_optimizer
-from distlab.lab.workload.reference import backward
+from distlab.lab.workload.reference import OneProcess, gradients, plain
 
 from .options import Options
 from .predictions import METHODS, bucket_members, bucket_shapes
 from .reference import (
     ROUNDING,
-    TINY,
     Projection,
     Reference,
     Witness,
@@ -42,7 +40,6 @@ from .reference import (
 )
 
 PROVEN_STEPS = 4
-LEARNING_RATE = 0.01
 TOLERANCE = 1e-12  # over the largest number that is summed
 RANK_RTOL = 1e-10  # singular values below it, over the largest one, are rounding
 CONTROLS = "tests/experiments/test_compress.py::{}"
@@ -53,35 +50,20 @@ CONTROL_OF = {
 }  # the others are those of mistakes.py
 
 
-class OneProcess:
-    """The dense model on rank 0: its gradients, before they are compressed, and the steps that it takes by the sums."""
+def in_buckets(tensors: Sequence[Tensor], members: list[list[int]]) -> list[Tensor]:
+    """A tensor a parameter as a flat one a bucket."""
+    return [torch.cat([tensors[index].flatten() for index in bucket]) for bucket in members]
 
-    def __init__(self, lab: Lab, config: Config) -> None:
-        self.model: Model = lab.model(torch.float64)
-        self.batches = lab.batches(torch.float64, proof=True)
-        self.parameters = list(self.model.parameters())
-        self.optimizer = make_optimizer(self.parameters, config)
-        self.members = bucket_members(config, 8)
 
-    def gradients(self, step: int) -> list[Tensor]:
-        """Of the whole batch, a flat tensor a bucket."""
-        backward(self.model, [self.batches.full(step)], None)
-        found = [torch.zeros_like(each) if each.grad is None else each.grad for each in self.parameters]
-        return [torch.cat([found[index].flatten() for index in bucket]) for bucket in self.members]
-
-    def step(self, sums: list[Tensor]) -> dict[str, Tensor]:
-        """w - lr·sum, a flat sum a bucket; returns the weights by name."""
-        for bucket, total in zip(self.members, sums, strict=True):
-            weights = [self.parameters[index] for index in bucket]
-            pieces = total.split([weight.numel() for weight in weights])
-            for weight, piece in zip(weights, pieces, strict=True):
-                weight.grad = piece.view_as(weight)
-        self.optimizer.step()
-        return {name: weight.detach() for name, weight in self.model.named_parameters()}
+def of_parameters(sums: list[Tensor], parameters: Sequence[Tensor], members: list[list[int]]) -> list[Tensor]:
+    """The same the other way round."""
+    order = [index for bucket in members for index in bucket]
+    pieces = torch.cat(sums).split([parameters[index].numel() for index in order])
+    return [piece for _, piece in sorted(zip(order, pieces, strict=True), key=itemgetter(0))]
 
 
 def by_the_formula(lab: Lab, name: str, build: Build) -> None:
-    config = lab.config.model_copy(update={"optimizer": "sgd", "clip": None, "lr": LEARNING_RATE})
+    config = plain(lab.config)
     feedback = config.own(Options).error_feedback
     strategy = build(lab.model(torch.float64), lab.mesh, config)
     witnesses = watch_buckets(strategy)
@@ -90,7 +72,8 @@ def by_the_formula(lab: Lab, name: str, build: Build) -> None:
         Projection(config, of, feedback=feedback) if name == "powersgd" else Reference(name, config, feedback=feedback)
         for of in shapes
     ]
-    alone, batches = OneProcess(lab, config), lab.batches(torch.float64, proof=True)
+    alone, batches = OneProcess(lab.model(torch.float64), config), lab.batches(torch.float64, proof=True)
+    members = bucket_members(config, 8)
     worst = Worst(("gradients", "formula", *(["sent + residual"] if feedback else []), "weights"))
     for step in range(PROVEN_STEPS):
         lab.at(step, f"proof of {name}")
@@ -98,14 +81,17 @@ def by_the_formula(lab: Lab, name: str, build: Build) -> None:
         strategy.update()
         lab.stepped()
         lab.at(step, f"one process, beside {name}")
-        wanted = alone.gradients(step) if lab.rank == 0 else [None] * len(witnesses)
+        wanted: Sequence[Tensor | None] = [None] * len(witnesses)
+        if lab.rank == 0:
+            wanted = in_buckets(gradients(alone.model, [batches.full(step)])[1], members)
         # Of the largest gradient of all: that of a key's bias is nothing but rounding.
         size = max([TINY, *(largest(dense) for dense in wanted if dense is not None)])
         for witness, reference, dense in zip(witnesses, references, wanted, strict=True):
             for check, value in differences(lab, witness, reference, dense).items():
                 if check in worst.found:
                     worst.note(check, value / size if check == "gradients" else value, where=f"step {step}")
-        weights = alone.step([witness.total for witness in witnesses]) if lab.rank == 0 else None
+        sums = of_parameters([witness.total for witness in witnesses], alone.trained, members)
+        weights = alone.step_by(sums) if lab.rank == 0 else None
         worst.compare("weights", strategy.full("weights"), weights, where=f"step {step}")
     for check, off in worst.found.items() if lab.rank == 0 else ():
         rounding = (lab.world_size - 1) * ROUNDING.get(name, 0.0) if check == "formula" else 0.0
@@ -123,19 +109,19 @@ def differences(
 ) -> dict[str, float]:
     """Of one bucket's last step, on rank 0: how far its claims are off, over what is summed; the gradients, of which
     `dense` is that of one process, by what they are."""
-    gradients = [torch.empty_like(witness.gradient) for _ in range(lab.world_size)] if lab.rank == 0 else None
-    dist.gather(witness.gradient, gradients, group=lab.group, group_dst=0)
+    of_ranks = [torch.empty_like(witness.gradient) for _ in range(lab.world_size)] if lab.rank == 0 else None
+    dist.gather(witness.gradient, of_ranks, group=lab.group, group_dst=0)
     kept = torch.stack([witness.before, witness.rest, witness.before.abs()])
     dist.reduce(kept, group=lab.group, group_dst=0)
-    if gradients is None or dense is None:
+    if of_ranks is None or dense is None:
         return {}
     before, rest, size = kept
-    came_in = added(gradients) + before
-    size = size + added([each.abs() for each in gradients])
+    came_in = added(of_ranks) + before
+    size = size + added([each.abs() for each in of_ranks])
     # What was sent is what the messages say: rounding on the wire, hop by hop, is nobody's residual.
-    formula, sent = reference.judge(gradients, witness.total)
+    formula, sent = reference.judge(of_ranks, witness.total)
     return {
-        "gradients": largest(added(gradients) - dense),
+        "gradients": largest(added(of_ranks) - dense),
         "formula": formula,
         "sent + residual": largest(sent + rest - came_in) / max(largest(size), TINY),
     }

@@ -28,6 +28,7 @@ from distlab.lab.lab import Lab
 from distlab.lab.measure.tensors import Worst, difference, largest
 from distlab.lab.verify.proof import check_replicas
 from distlab.lab.workload.model import Model
+from distlab.lab.workload.reference import plain
 from distlab.techniques.compression.powersgd import first_factor, pays
 from distlab.techniques.data_parallel.strategy import Replica, Wrapped, begin_apart
 from distlab.techniques.mesh.grid import Mesh
@@ -102,7 +103,7 @@ def check_beside(
     lab: Lab, other: str, build_ours: Build, config: Config, tolerance: float, name: str, build: Build
 ) -> None:
     """Three steps of both in float64: losses, and gradients over the largest one."""
-    config = config.model_copy(update={"optimizer": "sgd", "clip": None, "lr": 0.01})
+    config = plain(config)
     batches = lab.batches(torch.float64, proof=True)
     theirs, ours = (each(lab.model(torch.float64), lab.mesh, config) for each in (build, build_ours))
     for _ in range(DENSE_STEPS):  # without an update: DDP lays out its buckets, and its PowerSGD waits for that

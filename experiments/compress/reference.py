@@ -14,7 +14,7 @@ from torch import Size, Tensor
 
 from distlab.contract import Strategy
 from distlab.lab.config import Config
-from distlab.lab.measure.tensors import larger, largest, largest_difference
+from distlab.lab.measure.tensors import TINY, larger, largest, largest_difference, over
 from distlab.techniques.compression.compressors import Handle, rank_seed
 from distlab.techniques.data_parallel.buckets import GradientBuckets
 from distlab.techniques.data_parallel.strategy import Replica
@@ -22,7 +22,6 @@ from distlab.techniques.data_parallel.strategy import Replica
 from .options import Options
 
 ROUNDING = {"fp16": 2.0**-11}  # of one addition on the wire, over the summands
-TINY = torch.finfo(torch.float64).tiny
 
 
 class Reference:
@@ -206,9 +205,3 @@ def factored(shape: Size, low_rank: int) -> bool:
     m, n = shape[0], math.prod(shape[1:])
     r = min(low_rank, m, n)
     return r * m + r * n < m * n
-
-
-def over(tensor: Tensor, size: Tensor) -> float:
-    """The tensor's norm over `size`; infinite where there is no number."""
-    found = (tensor.norm() / size.clamp(min=TINY)).item()
-    return found if math.isfinite(found) else math.inf

@@ -16,7 +16,7 @@ from distlab.lab.config import Config
 from distlab.lab.lab import Lab
 from distlab.lab.measure.tensors import Worst
 from distlab.lab.workload.data import Batches
-from distlab.lab.workload.reference import Reference, Snapshot
+from distlab.lab.workload.reference import OneProcess, Snapshot
 from distlab.techniques.collectives.costs import wire_tolerance
 from distlab.techniques.elastic.shards import Recut, part
 from distlab.techniques.elastic.strategy import (
@@ -78,14 +78,14 @@ def deals(batches: Batches, course: Course) -> Iterator[list[list[int]]]:
 def replay(lab: Lab, course: Course) -> tuple[Snapshot, list[float]]:
     """One process: what is left after all steps, and the losses; of a smaller batch with a smaller learning rate."""
     batches = lab.batches(torch.float64, proof=True)
-    reference, losses = Reference(lab.model(torch.float64), lab.config), list[float]()
+    one, losses = OneProcess(lab.model(torch.float64), lab.config), list[float]()
     for deal in deals(batches, course):
         samples = sum(map(len, deal))
-        for group in reference.optimizer.param_groups:
+        for group in one.optimizer.param_groups:
             group["lr"] = lab.config.learning_rate * (samples / batches.batch)
         share = 1 / (samples * batches.samples.terms)
-        losses.append(reference.step([part for ids in deal for part in batches.parts(ids, share)]))
-    return reference.snapshot(losses[-1]), losses
+        losses.append(one.step([part for ids in deal for part in batches.parts(ids, share)]))
+    return one.snapshot(), losses
 
 
 def named(vector: Tensor, like: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:

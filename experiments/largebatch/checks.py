@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
 from distlab.lab.lab import Lab
-from distlab.lab.measure.tensors import larger, largest_difference
-from distlab.lab.verify.proof import LEARNING_RATE, TOLERANCE
+from distlab.lab.measure.tensors import larger, largest_difference, over
+from distlab.lab.verify.proof import TOLERANCE
 from distlab.lab.workload.model import build_model
-from distlab.lab.workload.reference import backward, divided
+from distlab.lab.workload.reference import LEARNING_RATE, divided, gradients, gradients_of
 
 from .training import (
     LAMB_DECAY,
@@ -129,19 +129,12 @@ def length(tensor: Tensor) -> float:
     return math.sqrt(float((tensor * tensor).sum()))
 
 
-def gradients(model: nn.Module) -> list[Tensor]:
-    """The gradient of each parameter; of one that no sample reached zeros."""
-    return [p.grad if p.grad is not None else torch.zeros_like(p) for p in model.parameters()]
-
-
 def gradients_alone(trainee: Trainee, before: State, step: int, parts: int) -> list[Tensor]:
     """Of the mean loss over the k·LAB_BATCH samples that are due at `step`, computed by one process in `parts`."""
     stream = trainee.stream
     model = build_model(stream.config, stream.config.seed).to(stream.device, stream.dtype)
-    for parameter, row in zip(model.parameters(), before, strict=True):
-        parameter.data.copy_(row.weight)
-    backward(model, divided(stream.full(step), parts), None)
-    return gradients(model)
+    weights = {name: row.weight for (name, _), row in zip(model.named_parameters(), before, strict=True)}
+    return gradients(model, divided(stream.full(step), parts), weights)[1]
 
 
 # --- what a step is checked for ---
@@ -157,28 +150,24 @@ def check_step(lab: Lab, name: str, trainee: Trainee, before: State, step: int, 
         return
     eps = torch.finfo(stream.dtype).eps
     of_gradients, of_weights = (TOLERANCE, TOLERANCE) if proof else (GRADIENTS * eps, WEIGHTS * eps)
-    summed = [gradient.double() for gradient in gradients(trainee.model)]
+    summed = [gradient.double() for gradient in gradients_of(trainee.model)]
     mine, other = (parameters_to_vector(each) for each in (summed, [gradient.double() for gradient in wanted]))
     detail = f"step {step} of k = {trainee.k}; length of the difference over that of the gradient"
     control = CONTROLS.format(
         "test_samples_of_another_step_fail_the_run" if proof else "test_a_sweep_on_one_batch_fails_the_run"
     )
-    lab.check(f"{kind}gradients", relative(mine, other, other.norm()), of_gradients, name, detail, control=control)
+    lab.check(f"{kind}gradients", over(mine - other, other.norm()), of_gradients, name, detail, control=control)
     rate = rate_of(name, base_rate(stream.config), trainee.k, step, trainee.steps)
     exact, found = ([Row(*(each.double() for each in row)) for row in rows] for rows in (before, state_of(trainee)))
     off = 0.0
     for rows in zip(exact, found, stepped(exact, name, summed, rate, step + 1), strict=True):
         for start, now, due in zip(*rows, strict=True):
-            off = larger(off, relative(now, due, torch.maximum(start.norm(), due.norm())))
+            off = larger(off, over(now - due, torch.maximum(start.norm(), due.norm())))
     detail = f"step {step} of k = {trainee.k}; of weights and moments, as a share of their length"
     control = CONTROLS.format(
         "test_a_term_that_is_missing_fails_the_run" if proof else "test_a_sweep_that_forgets_fails_the_run"
     )
     lab.check(f"{kind}weights", off, of_weights, name, detail, control=control)
-
-
-def relative(found: Tensor, wanted: Tensor, size: Tensor) -> float:
-    return float((found - wanted).norm() / size.clamp(min=torch.finfo(torch.float64).tiny))
 
 
 def prove(lab: Lab, recipes: Mapping[str, Recipe]) -> None:
@@ -206,7 +195,7 @@ def check_rate(lab: Lab, name: str, trainee: Trainee, before: State, right: floa
     model = trainee.model
     weights, start, gradient = (
         parameters_to_vector(each).detach()
-        for each in (model.parameters(), [row.weight for row in before], gradients(model))
+        for each in (model.parameters(), [row.weight for row in before], gradients_of(trainee.model))
     )
     measured = -((weights - start) @ gradient / (gradient @ gradient)).item()
     detail = f"{measured:.4g} measured, {right:.4g} by the formula; the difference is relative"

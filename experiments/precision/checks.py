@@ -27,13 +27,13 @@ from torch import Tensor
 from distlab.contract import Build, Claims, Mode
 from distlab.lab.config import Config
 from distlab.lab.lab import Lab
-from distlab.lab.measure.tensors import Worst, largest, largest_difference
+from distlab.lab.measure.tensors import Worst, largest, largest_difference, over
 from distlab.lab.verify.proof import check_replicas
 from distlab.lab.verify.run_all import measured
 from distlab.lab.workload.data import Batches, Microbatch
 from distlab.lab.workload.model import Model
 from distlab.lab.workload.optimizer import PlainSGD
-from distlab.lab.workload.reference import backward as backward_alone
+from distlab.lab.workload.reference import gradients, plain
 from distlab.techniques.data_parallel.buckets import GradientBuckets
 from distlab.techniques.data_parallel.strategy import Replica
 from distlab.techniques.precision import ulp
@@ -67,7 +67,7 @@ class Witness(PlainSGD):
 
 
 def prove(lab: Lab, name: str, build: Build) -> None:
-    config = lab.config.model_copy(update={"optimizer": "sgd", "lr": LEARNING_RATE})
+    config = plain(lab.config, lr=LEARNING_RATE, clip=lab.config.clip)
     batches = lab.batches(torch.float32, proof=True)
     strategy = build(lab.model(torch.float32), lab.mesh, config)
     assert isinstance(strategy, Replica)
@@ -161,8 +161,7 @@ def check_unscaled(lab: Lab, name: str, build: Build, parts: list[Microbatch]) -
 def one_process(model: Model, batch: Microbatch, dtype: torch.dtype, scale: float) -> Tensor:
     """The unscaled gradient of the batch at the weights of `model`, computed in `dtype`, as a vector in float64."""
     alone, part = copy.deepcopy(model).to(dtype), converted(batch, dtype)
-    backward_alone(alone, [part._replace(share=part.share * scale)], None)
-    return flat(parameter.grad for parameter in alone.parameters()) / scale
+    return flat(gradients(alone, [part._replace(share=part.share * scale)])[1]) / scale
 
 
 def dtype_of(strategy: Replica) -> torch.dtype:
@@ -176,8 +175,7 @@ def summed_gradient(strategy: Replica) -> Tensor:
 
 def epsilons(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> float:
     """The norm of the difference over the norm, in units of the epsilon of `dtype`."""
-    off: float = (torch.linalg.vector_norm(found - wanted) / torch.linalg.vector_norm(wanted)).item()
-    return off / torch.finfo(dtype).eps
+    return over(found - wanted, wanted.norm()) / torch.finfo(dtype).eps
 
 
 # Overflows made on purpose, and what has to follow: the scale, the step that is not taken, the weights.
@@ -270,7 +268,7 @@ class Rehearsal:
 def rehearse(lab: Lab, name: str, build: Build) -> None:
     """All steps of one scaled variant, on every rank; nothing is sent but gradients."""
     clip = lab.config.clip or CLIP
-    config = lab.config.model_copy(update={"optimizer": "sgd", "lr": LEARNING_RATE, "clip": clip})
+    config = plain(lab.config, lr=LEARNING_RATE, clip=clip)
     strategy = build(lab.model(torch.float32), lab.mesh, config)
     assert isinstance(strategy, Replica)
     witness = Witness(strategy.optimizer.param_groups[0]["params"], LEARNING_RATE)

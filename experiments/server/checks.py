@@ -31,10 +31,10 @@ from distlab.contract import Build
 from distlab.lab.config import Config
 from distlab.lab.lab import Lab
 from distlab.lab.measure.tensors import digest_of, larger, largest_difference
-from distlab.lab.verify.proof import LEARNING_RATE, TOLERANCE, check_replicas, summed_losses
+from distlab.lab.verify.proof import TOLERANCE, check_replicas, summed_losses
 from distlab.lab.workload.data import Batches, Microbatch
 from distlab.lab.workload.model import Model, build_model
-from distlab.lab.workload.reference import Reference, backward
+from distlab.lab.workload.reference import LEARNING_RATE, OneProcess, gradients, plain
 from distlab.techniques.parameter_server.server import (
     PUSH,
     START,
@@ -65,12 +65,12 @@ OUTER_CONTROL = "tests/experiments/test_server.py::test_an_outer_step_by_other_n
 ROUNDS_CONTROL = "tests/experiments/test_server.py::test_a_wrong_mean_fails_losses_and_weights_at_every_h"
 
 
-class OneProcess:
+class Workers(OneProcess):
     """The dense `model`, which becomes this object's own, and the samples of all workers of `config`."""
 
     def __init__(self, model: Model, config: Config, batches: Batches) -> None:
-        self.model, self.config, self.batches = model, config, batches
-        self.parameters = list(model.parameters())
+        super().__init__(model, config)
+        self.batches, self.parameters = batches, self.trained
 
     def dealt(self, step: int, rank: int) -> tuple[list[Microbatch], float]:
         """What `rank` trains on at `step`, and its share of the batch's loss terms."""
@@ -84,8 +84,8 @@ class OneProcess:
         for step in range(first_step, first_step + steps):
             vector_to_parameters(weights.clone(), self.parameters)
             parts, share = self.dealt(step, rank)
-            loss, _ = backward(self.model, parts, None)
-            gradient = parameters_to_vector([each.grad for each in self.parameters if each.grad is not None])
+            loss, found = gradients(self.model, parts)
+            gradient = parameters_to_vector(found)
             update, weights, losses = update + gradient, weights - LEARNING_RATE * gradient, losses + loss / share
         return update.cpu(), losses / steps
 
@@ -145,7 +145,7 @@ def audit(seen: Iterable[Event], workers: Iterable[int]) -> Audit:
 class Replay(Recorder):
     """A recorder at a server that computes every push itself, and compares what arrives."""
 
-    def __init__(self, one: OneProcess, weights: Tensor, workers: int) -> None:
+    def __init__(self, one: Workers, weights: Tensor, workers: int) -> None:
         super().__init__(range(workers))
         self.one, self.weights = one, weights.clone()
         self.gradients = self.losses = 0.0  # the largest differences
@@ -180,7 +180,7 @@ def prove_asynchronous(
     client: Client
     if lab.rank == 0:
         start = worker.vectors.weights.cpu()
-        replay = Replay(OneProcess(model_of(lab, config), config, batches), start, lab.world_size)
+        replay = Replay(Workers(model_of(lab, config), config, batches), start, lab.world_size)
         in_order = type("InOrder", (Ordered, kind), {})
         ordered = in_order(order, start.clone(), ranks, lr=LEARNING_RATE, budget=budget)
         server = Server(ordered, lab.config.collective_timeout_s, replay)
@@ -239,12 +239,12 @@ class Rounds(NamedTuple):
 
 def prove_rounds(lab: Lab, rounds: Rounds, name: str, build: Build) -> None:
     """Check the variant that `build` makes at H = 1 and at the H given."""
-    plain = lab.config.model_copy(update={"optimizer": "sgd", "clip": None, "lr": LEARNING_RATE})
-    check_outer(lab, name, build, plain)
-    check_against(lab, name, build, plain, rounds._replace(local_steps=1), workers=1)
+    config = plain(lab.config)
+    check_outer(lab, name, build, config)
+    check_against(lab, name, build, config, rounds._replace(local_steps=1), workers=1)
     proven = rounds._replace(local_steps=min(rounds.local_steps, MOST_PROVEN))
     if proven.local_steps > 1:
-        check_against(lab, name, build, shallow(plain), proven, workers=lab.world_size)
+        check_against(lab, name, build, shallow(config), proven, workers=lab.world_size)
     if lab.config.optimizer == "adamw" or lab.config.clip is not None:
         tuned = shallow(lab.config)
         check_against(lab, name, build, tuned, proven, workers=lab.world_size, when=" as trained")
@@ -276,7 +276,7 @@ def check_against(
     losses, weights = list[float](), torch.zeros(0)
     if lab.rank == 0:
         dealt = config.model_copy(update={"world_size": workers})
-        losses, weights = in_one_process(OneProcess(model_of(lab, config), dealt, batches), rounds, steps)
+        losses, weights = in_one_process(Workers(model_of(lab, config), dealt, batches), rounds, steps)
     strategy = build(model_of(lab, config), lab.mesh, config)
     shares: list[float | None] = []
     for step in range(steps):
@@ -294,7 +294,7 @@ def check_against(
     check_replicas(lab, name, strategy)
 
 
-def in_one_process(one: OneProcess, rounds: Rounds, steps: int) -> tuple[list[float], Tensor]:
+def in_one_process(one: Workers, rounds: Rounds, steps: int) -> tuple[list[float], Tensor]:
     """All workers of `one`, one after the other: the batch's loss at each step, and the common weights [P] at the end.
 
     A round as local SGD has it (Stich 2019, algorithm 1) and DiLoCo (Douillard et al. 2023, algorithm 1): every worker
@@ -302,9 +302,7 @@ def in_one_process(one: OneProcess, rounds: Rounds, steps: int) -> tuple[list[fl
     is not complete moves only its workers.
     """
     local_steps, lr, momentum = rounds
-    workers = [
-        Reference(one.model, one.config) for _ in range(one.config.world_size)
-    ]  # each with its optimizer's state
+    workers = [OneProcess(one.model, one.config) for _ in range(one.config.world_size)]  # each with its own state
     common = parameters_to_vector(one.parameters).detach()
     velocity, losses = torch.zeros_like(common), [0.0] * steps
     for begin in range(0, steps, local_steps):
@@ -333,7 +331,7 @@ def hold_timed(lab: Lab, rounds: dict[str, Rounds]) -> None:
     config, dtype, found = lab.config, getattr(torch, lab.config.dtype), lab.losses()
     for name in (name for name in rounds if name in found and config.proof):
         steps = min(config.steps, rounds[name].local_steps * (2 if rounds[name].momentum else 1) + 1)
-        one = OneProcess(lab.model(dtype), config, lab.batches(dtype))
+        one = Workers(lab.model(dtype), config, lab.batches(dtype))
         wanted, _ = in_one_process(one, rounds[name], steps)
         worst = 0.0
         for own, other in zip(wanted, found[name], strict=False):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from distlab.experiments import server
 from distlab.experiments.server import MODE
 from distlab.experiments.server import run as run_server
-from distlab.experiments.server.checks import OneProcess, Rounds, in_one_process
+from distlab.experiments.server.checks import Rounds, Workers, in_one_process
 from distlab.lab.config import Config, ConfigError
 from distlab.lab.rank.preflight import refuse
 from distlab.lab.report.reading import from_line
@@ -137,7 +137,7 @@ def test_one_worker_with_one_local_step_is_one_process() -> None:
     """The reference of the rounds' proof against the baseline: so H = 1 is held against dp itself."""
     config = config_of(**TINY_MLP, LAB_LOCAL_STEPS="1", WORLD_SIZE="1")
     batches = Batches(config, proof=True, device=CPU, dtype=torch.float64)
-    one = OneProcess(build_model(config, 1).double(), config, batches)
+    one = Workers(build_model(config, 1).double(), config, batches)
     losses, weights = in_one_process(one, Rounds(1, lr=1.0, momentum=0.0), steps=3)
     dense = list(train(build_model(config, 1).double(), batches, config, 3))
     assert losses == pytest.approx([snapshot.loss for snapshot in dense], abs=1e-14)

@@ -18,7 +18,7 @@ from distlab.experiments.server import MODE
 from distlab.experiments.server import run as run_server
 from distlab.experiments.server.asynchronous import Report, miscounted, misjudged
 from distlab.experiments.server.bugs import Forgetful, OneShard, Repeating, Unheard
-from distlab.experiments.server.checks import OneProcess, Replay, audit, differences, misordered
+from distlab.experiments.server.checks import Replay, Workers, audit, differences, misordered
 from distlab.lab.config import Config
 from distlab.lab.report.reading import from_line
 from distlab.lab.report.verdict import judge
@@ -64,7 +64,7 @@ class Run:
     ) -> None:  # fmt: skip
         config = config_of(**settings)
         batches = Batches(config, proof=True, device=CPU, dtype=torch.float64)
-        one = OneProcess(build_model(config, 1).double(), config, batches)
+        one = Workers(build_model(config, 1).double(), config, batches)
         self.workers = [kind(build_model(config, 1).double(), config, batches, r, LR) for r in range(WORKERS)]
         start = self.workers[0].vectors.weights
         self.replay = Replay(one, start, WORKERS)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+TINY = torch.finfo(torch.float64).tiny
 NEAR = 1e-6  # relative, of two numbers that are one but for rounding
 
 
@@ -96,6 +97,12 @@ def distance(found: Tensor, wanted: Tensor) -> float:
     """The norm of the difference, in float64."""
     norm: float = (found.double() - wanted.double()).norm().item()
     return norm
+
+
+def over(difference: Tensor, size: Tensor) -> float:
+    """The norm of a difference over a size; infinite where that is no number."""
+    share: float = (difference.norm() / size.clamp(min=TINY)).item()
+    return share if math.isfinite(share) else math.inf
 
 
 def factor(found: Tensor, wanted: Tensor) -> float | None:

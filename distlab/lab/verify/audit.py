@@ -13,12 +13,11 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from distlab.contract import Held, OneProcess, Strategy
+from distlab.contract import Held, Strategy
 from distlab.lab.checkpoint.manifest import TrainingPosition
 from distlab.lab.config import Config
 from distlab.lab.lab import Lab
@@ -26,7 +25,6 @@ from distlab.lab.measure.tensors import Off, Worst, digest_of, distance
 from distlab.lab.verify.proof import summed_losses
 from distlab.lab.workload import reference
 from distlab.lab.workload.data import Batches
-from distlab.lab.workload.model import Model
 from distlab.lab.workload.reference import Losses
 from distlab.techniques.collectives.sharded_tensor import LocalShard
 
@@ -54,43 +52,35 @@ class ReferenceRun:
     rounding: dict[str, float]  # and of what rounding may change of it
 
 
-def one_process(
-    lab: Lab, batches: Batches, dtype: torch.dtype, train: OneProcess = reference.losses
-) -> ReferenceRun | None:
-    """The one process on rank 0; None elsewhere, or without the proof, since a model may not fit into one process."""
+def one_process(lab: Lab, batches: Batches, dtype: torch.dtype, *, masters: bool = False) -> ReferenceRun | None:
+    """The one process on rank 0, with float32 `masters` of its weights or without; None elsewhere, or without the
+    proof, since a model may not fit into one process."""
     lab.at(0, "one process")
     steps = lab.config.steps if lab.config.proof else 0
     parts = max(2, lab.world_size * lab.config.num_microbatches)
-    own: Losses | None = None
-    twin: list[float] = []
-    if steps and lab.rank == 0:
-        own = trained(lab, dtype, batches, train)
-        other = train(moved_by_one_unit(lab, dtype), batches, lab.config, 1, parts=parts).first
-        away = {name: distance(gradient, other[name]) for name, gradient in own.first.items()}
-    if steps and lab.rank == min(1, lab.world_size - 1):
-        twin = train(moved_by_one_unit(lab, dtype), batches, lab.config, steps, parts=parts).values
-    twins = lab.exchange.everyone("one process", twin)
+
+    def train(steps: int, *, is_twin: bool) -> Losses:
+        model = lab.model(dtype)
+        if is_twin:
+            reference.move_by_a_unit(model, lab.config.seed)
+            return reference.losses(model, batches, lab.config, steps, masters=masters, parts=parts)
+        model.register_forward_hook(lambda *_: lab.work.advance())  # each batch goes through the model whole
+        with lab.work.of(steps, "steps while the others wait"):
+            return reference.losses(model, batches, lab.config, steps, masters=masters)
+
+    own = train(steps, is_twin=False) if steps and lab.rank == 0 else None
+    other = train(1, is_twin=True).first if own is not None else {}
+    last = steps and lab.rank == min(1, lab.world_size - 1)
+    twins = lab.exchange.everyone("one process", train(steps, is_twin=True).values if last else [])
     if own is None:
         return None
     terms = batches.batch * batches.samples.terms
     unit = torch.finfo(torch.promote_types(dtype, torch.float32)).eps * math.sqrt(terms)
     norms = {name: gradient.double().norm().item() for name, gradient in own.first.items()}
-    rounding = {name: MARGIN * value + unit * norms[name] for name, value in away.items()}
+    rounding = {
+        name: MARGIN * distance(gradient, other[name]) + unit * norms[name] for name, gradient in own.first.items()
+    }
     return ReferenceRun(own.values, allowed(own.values, next(filter(None, twins)), unit), norms, rounding)
-
-
-def trained(lab: Lab, dtype: torch.dtype, batches: Batches, train: OneProcess) -> Losses:
-    """The one process, which all others wait for: each of its batches goes through the model whole, and is counted."""
-    model = lab.model(dtype)
-    model.register_forward_hook(lambda *_: lab.work.advance())
-    with lab.work.of(lab.config.steps, "steps while the others wait"):
-        return train(model, batches, lab.config, lab.config.steps)
-
-
-def moved_by_one_unit(lab: Lab, dtype: torch.dtype) -> Model:
-    model = lab.model(dtype)
-    reference.move_by_a_unit(model, lab.config.seed)
-    return model
 
 
 def allowed(losses: Sequence[float], twin: Sequence[float], unit: float) -> list[float]:
@@ -290,9 +280,7 @@ def norm(tensors: Tensors) -> float:
 
 Curves = dict[str, list[float | None]]  # the loss of the batch at each step, by variant; None where nobody knows it
 
-ONE: OneProcess = reference.losses
-MASTERS: OneProcess = partial(reference.losses, masters=True)
-NAMES: dict[OneProcess, str] = {ONE: "one process", MASTERS: "one process, float32 masters"}
+NAMES = {False: "one process", True: "one process, float32 masters"}
 
 TEST = "tests/lab/verify/test_audit.py::test_a_fault_of_float32_alone_is_seen_by_name"
 CONTROLS = {
@@ -315,25 +303,22 @@ class TimedPassChecks:
         self.lab, self.held = lab, {name: held.get(name, Held()) for name in strategies}
         self.starts, self.ends = dict(course.done), ends  # the steps that each had done before, and is to have done
         kept = in_float32(lab, strategies, dtype)
-        self.against: dict[str, OneProcess] = {
-            name: each.alone or (MASTERS if name in kept else ONE) for name, each in self.held.items() if not each.why
-        }
-        kinds = list(dict.fromkeys([ONE, *self.against.values()]))
-        self.alone: dict[OneProcess, ReferenceRun | None] = {
-            kind: one_process(lab, course.batches, dtype, kind) for kind in kinds
+        self.masters = {name: name in kept for name, each in self.held.items() if not each.why}
+        self.alone = {
+            masters: one_process(lab, course.batches, dtype, masters=masters)
+            for masters in sorted({False, *self.masters.values()})
         }
         audited = {
-            name: self.alone[kind]
-            for name, kind in self.against.items()
-            if lab.config.proof and kind in NAMES and name not in lab.mode.by_torch
+            name: self.alone[masters]
+            for name, masters in self.masters.items()
+            if lab.config.proof and name not in lab.mode.by_torch
         }
         self.audit = Audit(lab, course.batches, audited, {name: range(course.first, ends[name]) for name in audited})
 
     @property
     def losses(self) -> dict[str, list[float]]:
-        """The curves of one process, by name, on rank 0: for all charts, and for those whose way is another."""
-        names = NAMES | {kind: f"one process, as {name}" for name, kind in self.against.items() if kind not in NAMES}
-        return {names[kind]: alone.losses for kind, alone in self.alone.items() if alone is not None}
+        """The curves of one process, by name, on rank 0."""
+        return {NAMES[masters]: alone.losses for masters, alone in self.alone.items() if alone is not None}
 
     def decide(self, strategies: Mapping[str, Strategy], curves: Curves, shares: Curves) -> None:
         """Write the checks; `curves` of the whole batch are known on rank 0, `shares` are this rank's."""
@@ -358,9 +343,9 @@ class TimedPassChecks:
         self.lab.check("timed steps", missing, 0, variant=name, detail=detail, control=CONTROLS["steps"])
 
     def _losses(self, name: str, curve: list[float | None]) -> None:
-        alone = self.alone[self.against.get(name, ONE)]
+        alone = self.alone[self.masters.get(name, False)]
         assert alone is not None
-        if name not in self.against or name in self.lab.mode.by_torch:
+        if name not in self.masters or name in self.lab.mode.by_torch:
             own, last = alone.losses[-1], curve[-1]
             why = self.held[name].why or "PyTorch's own"
             if last is not None:

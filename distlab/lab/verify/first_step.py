@@ -20,6 +20,7 @@ from distlab.lab.lab import Lab
 from distlab.lab.measure.event_order import Message, Messages, key_of, storage_of
 from distlab.lab.measure.timeline import CLASSES, Clock, profile, union
 from distlab.lab.report import records
+from distlab.lab.verify.records import placed
 from distlab.lab.workload.data import Batches
 from distlab.techniques.collectives.phases import Span, heard
 from distlab.techniques.collectives.sharded_tensor import LocalShard, whole_piece
@@ -115,9 +116,7 @@ def write_first_step(
             message.op, list(message.ranks), float(round(message.sent_bytes)), float(message.nbytes), message.tag,
             start_s, end_s, carried(message, names), round(waited_s, 6), rank if waited_s > 0 else NOBODY,
         ])  # fmt: skip
-    marks = [
-        [span.kind, span.label, round(span.start_s + shift_s, 6), round(span.end_s + shift_s, 6)] for span in inside
-    ]
+    marks = [placed(span, shift_s) for span in inside]
     lab.journal.write(records.FirstStep(name, step, profile(inside), marks, rows))
 
 

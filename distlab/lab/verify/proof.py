@@ -21,8 +21,7 @@ from distlab.lab.lab import Lab
 from distlab.lab.measure.tensors import Worst, hash_of, largest_difference
 from distlab.lab.workload import reference
 from distlab.lab.workload.data import Batches
-from distlab.lab.workload.model import Model
-from distlab.lab.workload.reference import Snapshot
+from distlab.lab.workload.reference import Snapshot, plain
 from distlab.lab.workload.user_model import is_own
 
 # Buffers of a model of one's own in the proof: what one process leaves as it was stays so on every rank, to the bit.
@@ -87,7 +86,6 @@ PROOF_CONTROLS = {
     AFTER_TWO: "tests/lab/verify/test_proof.py::test_weights_under_adamw_are_compared",
     "proof steps": "tests/lab/verify/test_proof.py::test_a_proof_that_leaves_a_step_out_is_seen",
 }
-LEARNING_RATE = 0.01  # small: a step that overshoots would make rounding errors grow from step to step
 
 AlsoCheck = Callable[[str, Strategy], None]
 PROOF_CONTROL = "tests/lab/verify/test_proof.py::test_a_wrong_variant_fails_by_name"
@@ -99,8 +97,7 @@ def prove(
 ) -> None:  # fmt: skip
     """Check each variant against one process, or by what stands in `apart`; `also(name, strategy)` adds checks."""
     config = lab.config.untimed()
-    plain = config.model_copy(update={"optimizer": "sgd", "clip": None, "lr": LEARNING_RATE})
-    configs = [plain, config] if config.optimizer == "adamw" or config.clip is not None else [plain]
+    configs = [plain(config), *[config] * (config.optimizer == "adamw" or config.clip is not None)]
     batches = lab.batches(torch.float64, proof=True)
     steps = batches.proof_steps + TUNED_STEPS * (len(configs) - 1)
     with lab.work.of((1 + len(variants)) * steps, "steps of the proof"):
@@ -121,11 +118,16 @@ def prove(
 
 
 def train_reference(lab: Lab, configs: list[Config], batches: Batches) -> tuple[list[list[Snapshot]], Carried]:
-    models = [lab.model(torch.float64) if lab.rank == 0 else None for _ in configs]
-    counts = (batches.proof_steps, TUNED_STEPS)
-    runs = zip(models, configs, counts, strict=False)
-    dense = [one_process(lab, model, each, batches, count) for model, each, count in runs]
-    return dense, Carried(lab, models[0])
+    """The snapshots of one process on rank 0, of the steps of each config; nothing elsewhere."""
+    lab.at(0, "one process")
+    models = [lab.model(torch.float64) for _ in configs] if lab.rank == 0 else []
+    dense: list[list[Snapshot]] = [[] for _ in configs]
+    for model, config, steps, kept in zip(models, configs, (batches.proof_steps, TUNED_STEPS), dense, strict=False):
+        for snapshot in reference.train(model, batches, config, steps):
+            kept.append(snapshot)
+            lab.work.advance()
+    lab.exchange.barrier("one process")
+    return dense, Carried(lab, models[0] if models else None)
 
 
 def compare(
@@ -162,18 +164,6 @@ def write_checks(lab: Lab, name: str, found: Worst, planned: Mapping[str, int]) 
     lab.check(
         "proof steps", missing, 0, variant=name, detail=f"comparisons: {made}", control=PROOF_CONTROLS["proof steps"]
     )
-
-
-def one_process(lab: Lab, model: Model | None, config: Config, batches: Batches, steps: int) -> list[Snapshot]:
-    """The dense run's snapshots on rank 0, which has a `model` for it; nothing elsewhere."""
-    lab.at(0, "one process")
-    snapshots: list[Snapshot] = []
-    if model is not None:
-        for snapshot in reference.train(model, batches, config, steps):
-            snapshots.append(snapshot)
-            lab.work.advance()
-    lab.exchange.barrier("one process")
-    return snapshots
 
 
 def against(

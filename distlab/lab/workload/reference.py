@@ -1,7 +1,7 @@
 """One process, the whole batch, nothing clever: what every strategy has to equal."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -29,8 +29,16 @@ class Snapshot(NamedTuple):
     norm: float  # of all gradients before clipping; 0 where nothing is clipped
 
 
-class Reference:
-    """One process that trains `model` in place, a step a call.
+LEARNING_RATE = 0.01  # of a proof: small, since a step that overshoots makes rounding errors grow from step to step
+
+
+def plain(config: Config, **more: Any) -> Config:
+    """These settings with the optimizer of a proof, plain SGD: Adam would divide an error of scale away."""
+    return config.model_copy(update={"optimizer": "sgd", "clip": None, "lr": LEARNING_RATE} | more)
+
+
+class OneProcess:
+    """One process that trains `model` in place, a step a call, by no line of a technique.
 
     Args:
         loss: of a part of the batch; by default what the model returns.
@@ -38,22 +46,32 @@ class Reference:
     """
 
     def __init__(self, model: nn.Module, config: Config, *, loss: Loss | None = None, masters: bool = False) -> None:
-        self.model, self.clip, self.loss = model, config.clip, loss
+        self.model, self.config, self.loss_of = model, config, loss
+        self.loss = self.norm = 0.0  # of the last step: its loss before the update, and the gradient's before a clip
         self.trained = [each for each in model.parameters() if each.requires_grad]
         self.masters = [nn.Parameter(each.detach().float()) for each in self.trained] if masters else []
         self.optimizer = make_optimizer(self.masters or self.trained, config)
-        self.norm = 0.0
 
     def step(self, parts: Sequence[Microbatch]) -> float:
         """Train on a batch that comes in `parts`; returns its loss before the update."""
-        loss, self.norm = backward(self.model, parts, self.clip, self.loss)
+        self.loss, self.norm = backward(self.model, parts, self.config.clip, self.loss_of)
+        self._update()
+        return self.loss
+
+    def step_by(self, sums: Iterable[Tensor]) -> dict[str, Tensor]:
+        """Take a step by these gradients, one a parameter; returns the weights by name."""
+        for parameter, gradient in zip(self.trained, sums, strict=True):
+            parameter.grad = gradient.view_as(parameter)
+        self._update()
+        return self.copies("weights")
+
+    def _update(self) -> None:
         for weight, master in zip(self.trained, self.masters, strict=False):
             master.grad = None if weight.grad is None else weight.grad.float()
         self.optimizer.step()
         with torch.no_grad():
             for weight, master in zip(self.trained, self.masters, strict=False):
                 weight.copy_(master)
-        return loss
 
     def copies(self, kind: str, device: torch.device | None = None) -> dict[str, Tensor]:
         """The "gradients" of the last step, the "weights" or the "optimizer" state; on `device`, by default the
@@ -61,10 +79,24 @@ class Reference:
         found = named_tensors(self.model, self.optimizer, kind)
         return {name: each.to(device or each.device, copy=True) for name, each in found}
 
-    def snapshot(self, loss: float, device: torch.device | None = None) -> Snapshot:
-        """What the last step, which had this `loss`, has left."""
+    def snapshot(self, device: torch.device | None = None) -> Snapshot:
+        """What the last step has left."""
         gradients, weights, state = (self.copies(kind, device) for kind in ("gradients", "weights", "optimizer"))
-        return Snapshot(loss, gradients, weights, state, self.norm)
+        return Snapshot(self.loss, gradients, weights, state, self.norm)
+
+
+def gradients(
+    model: nn.Module, parts: Sequence[Microbatch], weights: Mapping[str, Tensor] | None = None
+) -> tuple[float, list[Tensor]]:
+    """The loss of a batch that comes in `parts`, and its gradient, at these `weights` by name or at the model's own."""
+    fill(model, weights or {})
+    loss, _ = backward(model, parts, None)
+    return loss, gradients_of(model)
+
+
+def gradients_of(model: nn.Module) -> list[Tensor]:
+    """The gradient of each parameter, zeros where it has none."""
+    return [torch.zeros_like(each) if each.grad is None else each.grad for each in model.parameters()]
 
 
 def backward(
@@ -95,9 +127,19 @@ def fill(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 def train(model: Model, batches: Batches, config: Config, steps: int) -> Iterator[Snapshot]:
     """Train `model` in place for `steps` steps; yields a Snapshot after each."""
-    reference = Reference(model, config)
+    for one in stepped(model, batches, config, steps):
+        yield one.snapshot()
+
+
+def stepped(
+    model: Model, batches: Batches, config: Config, steps: int, *, masters: bool = False, parts: int = 1
+) -> Iterator[OneProcess]:
+    """The one process after each of so many steps; each batch is added up in so many `parts`: the same numbers, rounded
+    otherwise."""
+    one = OneProcess(model, config, masters=masters)
     for step in range(steps):
-        yield reference.snapshot(reference.step(batches.alone(step)))
+        one.step(divided(batches.full(step), parts) if model.divisible else batches.alone(step))
+        yield one
 
 
 class Losses(NamedTuple):
@@ -110,16 +152,12 @@ class Losses(NamedTuple):
 def losses(
     model: Model, batches: Batches, config: Config, steps: int, *, masters: bool = False, parts: int = 1
 ) -> Losses:
-    """Train as `train` does, and keep no more than is asked of a long training; each batch is added up in so many
-    `parts`: the same numbers, rounded otherwise."""
-    reference = Reference(model, config, masters=masters)
-    values: list[float] = []
-    first: dict[str, Tensor] = {}
-    for step in range(steps):
-        given = divided(batches.full(step), parts) if model.divisible else batches.alone(step)
-        values.append(reference.step(given))
-        first = first or reference.copies("gradients")
-    return Losses(values, first)
+    """Train as `train` does, and keep no more than is asked of a long training."""
+    kept = Losses([], {})
+    for one in stepped(model, batches, config, steps, masters=masters, parts=parts):
+        kept.values.append(one.loss)
+        kept.first.update({} if kept.first else one.copies("gradients"))
+    return kept
 
 
 def divided(whole: Microbatch, parts: int) -> list[Microbatch]:

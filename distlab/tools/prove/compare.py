@@ -15,8 +15,8 @@ from distlab.lab.cluster import name_ranks
 from distlab.lab.measure import tensors
 from distlab.lab.measure.tensors import NEAR, factor, hash_of
 from distlab.lab.workload.data import Microbatch
-from distlab.lab.workload.reference import Snapshot
-from distlab.tools.prove.reference import LEARNING_RATE, Dense, LocatedTensor, Rows, plain_name
+from distlab.lab.workload.reference import LEARNING_RATE, Snapshot
+from distlab.tools.prove.reference import Dense, LocatedTensor, Rows, plain_name
 from distlab.tools.prove.user_file import UserFile
 
 TOLERANCE = 1e-11  # of the largest value of all tensors of a kind, or of one where that is more

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from distlab.lab.config import Config
 from distlab.lab.config.user_code import bounded, exits_raised, heed_endings, raise_exited
 from distlab.lab.workload.data import Microbatch
-from distlab.lab.workload.reference import Snapshot
+from distlab.lab.workload.reference import LEARNING_RATE, Snapshot, plain
 from distlab.techniques.collectives.plain_values import all_gather_plain
 from distlab.techniques.mesh.grid import Mesh
 from distlab.tools.check.start.command import ProofOptions
@@ -110,7 +110,7 @@ class Stepped:
                 f"prepare(model, group) returned a {type(self.module).__name__}: expected the nn.Module that is trained"
             )
         trained = [each for each in self.module.parameters() if each.requires_grad]
-        self.optimizer = torch.optim.SGD(trained, lr=reference.LEARNING_RATE)
+        self.optimizer = torch.optim.SGD(trained, lr=LEARNING_RATE)
         self.optimizer.register_step_pre_hook(lambda *_: self._seen())
         self._gradients: dict[str, LocatedTensor] = {}
         self._steps = 0
@@ -164,13 +164,8 @@ class OfStrategy:
 
     def __init__(self, theirs: UserFile, model: nn.Module, mesh: Mesh, unseen: Unseen) -> None:
         self._unseen, self._clips = unseen, theirs.found.get("clip") is not None
-        plain = {
-            "optimizer": "sgd",
-            "clip": theirs.found.get("clip"),
-            "lr": reference.LEARNING_RATE,
-            "bucket_mib": 0.01,
-        }
-        self.strategy = theirs["strategy"](model, mesh, theirs.config.model_copy(update=plain))
+        config = plain(theirs.config, clip=theirs.found.get("clip"), bucket_mib=0.01)
+        self.strategy = theirs["strategy"](model, mesh, config)
         self.misfits: dict[str, str] = {}
 
     def step(self, microbatches: list[Microbatch]) -> Step:

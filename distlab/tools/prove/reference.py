@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from distlab.lab.cluster import name_ranks
 from distlab.lab.measure.tensors import factor, raw
 from distlab.lab.workload.data import Batches, Microbatch, shard_sizes
-from distlab.lab.workload.reference import Reference, Snapshot, backward, fill
+from distlab.lab.workload.reference import OneProcess, Snapshot, backward, fill, plain
 from distlab.tools.prove.user_file import Refused, UserFile
 
 CPU = torch.device("cpu")  # where all is compared that ranks and one process keep, whatever device they compute on
@@ -255,7 +255,6 @@ def head_of(tensor: Tensor) -> str:
 
 
 STEPS = 3
-LEARNING_RATE = 0.01
 
 
 class Dense(NamedTuple):
@@ -283,15 +282,14 @@ def one_process(theirs: UserFile, dealing: Dealing) -> Dense:
         for name, each in named.items()
         if each.requires_grad
     ]
-    plain = {"optimizer": "sgd", "lr": LEARNING_RATE, "clip": theirs.found.get("clip")}
-    reference = Reference(model, theirs.config.model_copy(update=plain), loss=theirs.loss)
+    one = OneProcess(model, plain(theirs.config, clip=theirs.found.get("clip")), loss=theirs.loss)
     steps = []
     for step in range(STEPS):
-        loss = reference.step([dealing.whole(step)])
+        one.step([dealing.whole(step)])
         for hook in hooks if step == 0 else ():
             hook.remove()
         theirs.after_step(model)
-        steps.append(reference.snapshot(loss, CPU))
+        steps.append(one.snapshot(CPU))
         if not steps[-1].gradients:
             raise Refused("the loss depends on no parameter of the model: nothing is trained")
     in_order = [*order, *(name for name in named if name not in order)]

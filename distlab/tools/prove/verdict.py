@@ -15,11 +15,12 @@ from distlab.lab.measure.tensors import factor
 from distlab.lab.report import records
 from distlab.lab.report.reading import to_line
 from distlab.lab.report.sentences import FINDINGS
+from distlab.lab.workload.reference import LEARNING_RATE
 from distlab.tools.check.judge.axes import groups_of
 from distlab.tools.prove import compare, reference
 from distlab.tools.prove.compare import CLIP_EPSILON, GRADIENTS, LOSSES, TOLERANCE, WEIGHTS, Deviation, not_held
 from distlab.tools.prove.explain import UNEXPLAINED, Scene, blocks, near, why
-from distlab.tools.prove.reference import LEARNING_RATE, STEPS, Dealing, Dense, LocatedTensor, Rows, contributions
+from distlab.tools.prove.reference import STEPS, Dealing, Dense, LocatedTensor, Rows, contributions
 from distlab.tools.prove.user_file import UserFile
 
 CONTROL = "tests/tools/prove/test_bugs.py::test_it_is_named"

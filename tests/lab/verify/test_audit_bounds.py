@@ -13,7 +13,6 @@ from distlab.lab.config import Config
 from distlab.lab.measure.tensors import Off, Worst
 from distlab.lab.report.progress import Work
 from distlab.lab.verify.audit import (
-    ONE,
     Audit,
     ReferenceRun,
     State,
@@ -26,7 +25,6 @@ from distlab.lab.verify.audit import (
     one_process,
     sgd,
     stored_difference,
-    trained,
 )  # fmt: skip
 from distlab.lab.workload.reference import Losses
 from distlab.techniques.collectives.sharded_tensor import LocalShard
@@ -63,43 +61,38 @@ def test_from_a_loss_that_is_no_number_on_nothing_is_allowed_or_held(
     assert len(allowed(losses, twin, 1e-7)) == steps
 
 
-def test_the_one_process_counts_the_batches_that_went_through_it() -> None:
-    work, told = Work(), []
-
-    def train(model: torch.nn.Module, _batches: None, _config: None, steps: int) -> Losses:
-        for _ in range(steps):
-            model(torch.ones(1))
-            told.append(work.told().partition(",")[0])
-        return Losses([], {})
-
-    lab: Any = SimpleNamespace(model=lambda _dtype: torch.nn.Linear(1, 1), work=work, config=SimpleNamespace(steps=2))
-    trained(lab, torch.float32, None, train)  # type: ignore[arg-type]
-    assert told == [f" ({done} of 2 steps while the others wait)" for done in (1, 2)]
-
-
 @pytest.mark.parametrize(
     ("dtype", "eps", "world_size", "parts"),
     [(torch.float64, 2.0**-52, 2, 6), (torch.float32, 2.0**-23, 2, 6), (torch.bfloat16, 2.0**-23, 1, 3)],
 )
 def test_what_ranks_may_be_off_is_8_times_what_a_twin_is_and_a_unit_of_the_root_of_all_terms(
-    dtype: torch.dtype, eps: float, world_size: int, parts: int
+    dtype: torch.dtype, eps: float, world_size: int, parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Batches of 5 samples of 20 terms, a root of 10; the twin adds up in as many parts as ranks and microbatches."""
-    asked: list[tuple[int, int]] = []
+    """Batches of 5 samples of 20 terms, a root of 10; the twin adds up in as many parts as ranks and microbatches.
+    Batches that go through the one process are counted, while the others wait."""
+    asked, told, work = list[tuple[int, int]](), list[str](), Work()
 
-    def train(_model: object, _batches: object, _config: object, steps: int, parts: int = 1) -> Losses:
+    def train(
+        model: nn.Module, _batches: object, _config: object, steps: int, *, masters: bool, parts: int = 1
+    ) -> Losses:
         asked.append((steps, parts))
+        assert masters
+        for _ in range(steps):
+            model(torch.ones(1, dtype=dtype))
+            told.append(work.told().partition(",")[0])
         return Losses([-4.0, 3.0], {"w": torch.tensor([3.0, 4.0 if parts == 1 else 4.5])})
 
+    monkeypatch.setattr("distlab.lab.workload.reference.losses", train)
     lab: Any = SimpleNamespace(
-        model=lambda _dtype: torch.nn.Linear(1, 1), work=Work(), rank=0, world_size=world_size, at=lambda *_: None,
+        model=nn.Linear(1, 1).to, work=work, rank=0, world_size=world_size, at=lambda *_: None,
         config=SimpleNamespace(steps=2, proof=True, num_microbatches=3, seed=1),
         exchange=SimpleNamespace(everyone=lambda *_: [[], [-4.0, 3.5], []]),
     )  # fmt: skip
     batches: Any = SimpleNamespace(batch=5, samples=SimpleNamespace(terms=20))
-    alone = one_process(lab, batches, dtype, train)
+    alone = one_process(lab, batches, dtype, masters=True)
     assert alone is not None
     assert asked[:2] == [(2, 1), (1, parts)]
+    assert told[:2] == [f" ({done} of 2 steps while the others wait)" for done in (1, 2)]
     assert (alone.losses, alone.gradients) == ([-4.0, 3.0], {"w": 5.0})
     assert alone.rounding["w"] - 4.0 == pytest.approx(10 * eps * 5.0, rel=1e-3 if eps > 1e-9 else 0.1)
     assert alone.allowed == pytest.approx([10 * eps * 4.0, 4.0 + 10 * eps * 4.0], rel=1e-12, abs=0.0)
@@ -336,8 +329,8 @@ def decided(**given: Any) -> tuple[TimedPassChecks, list[Any]]:
     checks: TimedPassChecks = object.__new__(TimedPassChecks)
     checks.lab = SimpleNamespace(check=say, compare=say, waive=say, mode=SimpleNamespace(by_torch={"ddp"}))  # type: ignore[assignment]
     checks.held = {"flat": Held(), "ddp": Held(), "odd": Held(why="it is odd")}
-    checks.against = {"flat": ONE, "ddp": ONE}
-    checks.alone = {ONE: given.pop("alone", ReferenceRun([9.0, 8.0, 7.0], [0.5, 0.5, 2.0], {}, {}))}
+    checks.masters = {"flat": False, "ddp": False}
+    checks.alone = {False: given.pop("alone", ReferenceRun([9.0, 8.0, 7.0], [0.5, 0.5, 2.0], {}, {}))}
     checks.starts, checks.ends = dict.fromkeys(checks.held, 1), dict.fromkeys(checks.held, 3)
     checks.audit = SimpleNamespace(steps={"flat": [0, 1, 2]}, done={"flat": [1, 2]})  # type: ignore[assignment]
     for name, value in given.items():
