@@ -1,6 +1,8 @@
 """The proof under AdamW: two steps, of which the weights are compared too."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +14,7 @@ from torch import nn
 
 from distlab.contract import Mode, Strategy, Variant
 from distlab.lab.config import Config
+from distlab.lab.lab import Lab
 from distlab.lab.measure.tensors import Worst
 from distlab.lab.rank.mode_loader import load
 from distlab.lab.report import records
@@ -30,7 +33,6 @@ from distlab.lab.verify.proof import (
     tuned_against,
     write_checks,
 )
-from distlab.lab.verify.run_all import everything
 from distlab.lab.workload.data import Batches, Microbatch
 from distlab.lab.workload.model import Model
 from distlab.lab.workload.reference import Snapshot
@@ -58,16 +60,19 @@ def flat(model: Model, mesh: Mesh, config: Config) -> Strategy:
     return WithoutDecay(model, config, GradientBuckets(model.parameters(), mesh.group, float("inf"), overlap=False))
 
 
-def trained(group: dist.ProcessGroup, settings: dict[str, str], folder: str) -> list[str]:
-    return one_rank(group, settings, folder, Mode(variants=(Variant("flat", flat),)))
+def trained(group: dist.ProcessGroup, settings: dict[str, str], folder: str, build: Any = flat) -> list[str]:
+    return one_rank(group, settings, folder, Mode(variants=(Variant("flat", build),)))
 
 
 def test_weights_under_adamw_are_compared(ranks: Ranks, tmp_path: Path) -> None:
     settings = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"} | SIZES | ADAMW
-    lines = ranks(2, trained, settings, str(tmp_path))
-    run = judge({rank: [from_line(line) for line in of_rank] for rank, of_rank in enumerate(lines)})
-    assert failed(run) >= {"weights after two steps", "audited weights"}
-    assert not failed(run) & {"losses", "gradients", "weights"}
+    found = failed(run_of(ranks(2, trained, settings, str(tmp_path))))
+    assert found >= {"weights after two steps", "audited weights"}
+    assert not found & {"losses", "gradients", "weights"}
+
+
+def run_of(lines: list[list[str]]) -> dict[str, Any]:
+    return judge({rank: [from_line(line) for line in of_rank] for rank, of_rank in enumerate(lines)})
 
 
 def of_the_first_step(right: Any) -> Any:
@@ -125,23 +130,9 @@ def wrong(what: str, model: Model, mesh: Mesh, config: Config) -> Wrong:
     return strategy
 
 
-def made(group: dist.ProcessGroup, what: str, folder: str) -> list[str]:
-    def build(model: Model, mesh: Mesh, config: Config) -> Wrong:
-        return wrong(what, model, mesh, config)
-
-    lab = lab_of(group, SMALL, folder, Mode(variants=(Variant("wrong", build),)))
-    everything(lab)
-    lab.journal.write(records.End(group.rank(), 0.0, None, 0.0, 0.0))
-    return [to_line(record) for record in lab.journal.records]
-
-
-def run_of(lines: list[list[str]]) -> dict[str, Any]:
-    return judge({rank: [from_line(line) for line in of_rank] for rank, of_rank in enumerate(lines)})
-
-
 @pytest.mark.parametrize("what", ["losses", "gradients", "weights", ""])
 def test_a_wrong_variant_fails_by_name(ranks: Ranks, tmp_path: Path, what: str) -> None:
-    found = failed(run_of(ranks(2, made, what, str(tmp_path))))
+    found = failed(run_of(ranks(2, trained, SMALL, str(tmp_path), partial(wrong, what))))
     assert what in found if what else not found
 
 
@@ -152,30 +143,30 @@ class DealtTwice(Batches):
         return super().sample_ids(step, 0 if shard == 1 else shard, num_shards)
 
 
-def sampled(group: dist.ProcessGroup, folder: str, batches: type[Batches]) -> list[str]:
+def claimed(group: dist.ProcessGroup, folder: str, claim: Callable[[Lab], None], batches: type[Batches]) -> list[str]:
+    """The records of a rank that makes one claim."""
     lab = lab_of(group, SMALL, folder, replace(load("dp"), batches=batches))
-    check_samples(lab)
+    claim(lab)
     lab.journal.write(records.End(group.rank(), 0.0, None, 0.0, 0.0))
     return [to_line(record) for record in lab.journal.records]
 
 
 def test_a_sample_dealt_twice_is_seen(ranks: Ranks, tmp_path: Path) -> None:
-    assert failed(run_of(ranks(2, sampled, str(tmp_path / "twice"), DealtTwice))) == {"samples"}
-    assert failed(run_of(ranks(2, sampled, str(tmp_path / "once"), Batches))) == set()
+    assert failed(run_of(ranks(2, claimed, str(tmp_path / "twice"), check_samples, DealtTwice))) == {"samples"}
+    assert failed(run_of(ranks(2, claimed, str(tmp_path / "once"), check_samples, Batches))) == set()
 
 
-def replicated(group: dist.ProcessGroup, folder: str, drift: float) -> list[str]:
-    lab = lab_of(group, SMALL, folder)
+def check_drifted(drift: float, lab: Lab) -> None:
     strategy = wrong("", lab.model(torch.float32), lab.mesh, lab.config)
-    next(strategy.model.parameters()).data[0] += drift * group.rank()
+    next(strategy.model.parameters()).data[0] += drift * lab.rank
     check_replicas(lab, "wrong", strategy)
-    lab.journal.write(records.End(group.rank(), 0.0, None, 0.0, 0.0))
-    return [to_line(record) for record in lab.journal.records]
 
 
 @pytest.mark.parametrize("drift", [0.0, 1e-6, float("nan")])
 def test_a_replica_of_its_own_is_seen(ranks: Ranks, tmp_path: Path, drift: float) -> None:
-    assert failed(run_of(ranks(2, replicated, str(tmp_path), drift))) == ({"replicas"} if drift else set())
+    assert failed(run_of(ranks(2, claimed, str(tmp_path), partial(check_drifted, drift), Batches))) == (
+        {"replicas"} if drift else set()
+    )
 
 
 # What is written of them, of made-up differences: each bound and each sum by hand.

@@ -64,8 +64,12 @@ def test_all_that_is_sent_is_written_and_as_many_bytes_as_the_ledger_saw(
         assert all(call[5] <= call[6] for of_rank in calls.values() for call in of_rank)
 
 
-def test_every_rank_writes_one_step_of_each_variant_on_one_clock(ranks: Ranks, tmp_path: Path) -> None:
+def test_every_rank_writes_one_step_of_each_variant_on_one_clock_and_its_profile(ranks: Ranks, tmp_path: Path) -> None:
     _, by_rank = run_experiment(ranks, 2, tmp_path, RUN_MODE="dp", LAB_VARIANT="flat,ddp", LAB_PROOF="0")
+    profiles = list(records.select(by_rank, records.Profile))
+    assert len(profiles) == 4 and all(entry.seconds["backward"] > 0 for _, entry in profiles)
+    clocks = dict(records.select(by_rank, records.Clock))
+    assert clocks[0].offset_s == 0 < clocks[1].uncertainty_s < 0.1
     timelines = {(rank, entry.variant): entry for rank, entry in records.select(by_rank, records.Timeline)}
     assert set(timelines) == {(rank, variant) for rank in (0, 1) for variant in ("flat", "ddp")}
     for variant in ("flat", "ddp"):
@@ -156,13 +160,3 @@ def test_a_long_run_keeps_its_last_steps() -> None:
 
 def test_spans_are_placed_to_the_microsecond() -> None:
     assert placed(span("forward", 1.00000049, 2.0), shift_s=-1.0) == ["forward", "", 0.0, 1.0]
-
-
-def test_every_rank_writes_its_profile_and_its_clock(ranks: Ranks, tmp_path: Path) -> None:
-    _, by_rank = run_experiment(ranks, 2, tmp_path, RUN_MODE="dp", LAB_VARIANT="flat,ddp", LAB_PROOF="0")
-    profiles = list(records.select(by_rank, records.Profile))
-    assert len(profiles) == 4
-    assert all(entry.seconds["backward"] > 0 for _, entry in profiles)
-    clocks = dict(records.select(by_rank, records.Clock))
-    assert clocks[0].offset_s == 0
-    assert 0 < clocks[1].uncertainty_s < 0.1

@@ -4,6 +4,7 @@ left alone."""
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -163,29 +164,30 @@ def test_buffers_that_are_written_twice_or_too_early_are_named(tmp_path: Path) -
     assert average.startswith("average, ") and average.endswith("(on ranks 0 and 1)")
 
 
-def test_a_gradient_that_a_strategy_never_gives_is_no_gradient_that_holds(tmp_path: Path) -> None:
-    proven = prove_text(tmp_path, "silent", SILENT)
-    assert proven.code == 1, proven.said
-    assert "no rank gave the gradient of layers.1.mlp.up.weight, nor of 3 more" in proven.sentences[0]
+FIRST = ("silent", "apart", "hangs")  # whose first sentence it is
+TEXTS: dict[str, Any] = {  # the file's text, the variables of its proof, its exit code, and what is said
+    "silent": (SILENT, {}, 1, "no rank gave the gradient of layers.1.mlp.up.weight, nor of 3 more"),
+    "strange": (STRANGE, {}, 2, "the strategy's full() gives 'layers.1.mlp.top.bias', which is no parameter of the"),
+    "apart": (APART, {}, 1, "the loss of step 0 is"),
+    "hangs": (HANGS, {"LAB_HANG_AFTER_S": "2"}, 1, "all_reduce", "hangs.py:10"),
+    "stands": ("import time\ntime.sleep(600)\n", {"LAB_JOIN_TIMEOUT_S": "5"}, 2, "the file still stands at stands.py:2 after 5 s"),
+    "refused": (REFUSED, {}, 2, "batch(1, 0) returned str: allowed are inputs and targets"),
+    "half": (HALF, {}, 1, "no rank trains rows 100 to 127 of layers.1.mlp.up.weight",
+             "layers.2.mlp.up.bias on rank 1 begins with other weights than the model's"),
+}  # fmt: skip
 
 
-def test_a_strategy_that_gives_names_of_nobody_is_refused_in_a_sentence(tmp_path: Path) -> None:
-    proven = prove_text(tmp_path, "strange", STRANGE)
-    assert proven.code == 2, proven.said
-    assert "the strategy's full() gives 'layers.1.mlp.top.bias', which is no parameter of the model" in proven.told
-
-
-def test_a_rank_with_another_loss_than_its_neighbours_is_seen(tmp_path: Path) -> None:
-    proven = prove_text(tmp_path, "apart", APART)
-    assert proven.code == 1, proven.said
-    assert "the loss of step 0 is" in proven.sentences[0]
-
-
-def test_a_deadlock_ends_with_the_doctors_sentence(tmp_path: Path) -> None:
-    proven = prove_text(tmp_path, "hangs", HANGS, LAB_HANG_AFTER_S="2")
-    assert proven.code == 1, proven.said
-    assert "all_reduce" in proven.sentences[0] and "hangs.py:10" in proven.sentences[0]
-    assert not proven.run["proven"]
+@pytest.mark.parametrize("name", TEXTS)
+def test_what_is_said_of_a_file(name: str, tmp_path: Path) -> None:
+    """A gradient that is never given, a name of nobody, a loss of one rank's own, a deadlock, a file that stands or
+    cannot be proven on any rank, rows that nobody trains."""
+    source, environ, code, *said = TEXTS[name]
+    proven = prove_text(tmp_path, name, source, **environ)
+    assert proven.code == code, proven.said
+    assert all(words in (proven.sentences[0] if name in FIRST else proven.told) for words in said), proven.said
+    assert not proven.run["proven"] and (proven.run["verdict"] == "refused") == (
+        name in ("strange", "stands", "refused")
+    )
 
 
 ENDS = """
@@ -218,26 +220,6 @@ def train_step(model, optimizer, microbatches, group):
 def test_a_file_that_ends_before_its_checks_has_failed(inside: str, last: str, words: str, tmp_path: Path) -> None:
     done = prove_text(tmp_path, "ends", ENDS.format(inside=inside, last=last))
     assert done.code == 1 and words in done.told, done.said
-
-
-def test_a_file_that_stands_as_it_is_imported_is_refused_with_its_line(tmp_path: Path) -> None:
-    source = "import time\ntime.sleep(600)\n"
-    done = prove_text(tmp_path, "stands", source, LAB_JOIN_TIMEOUT_S="5")
-    assert done.code == 2 and "the file still stands at stands.py:2 after 5 s" in done.told, done.said
-
-
-def test_what_cannot_be_proven_is_refused_in_a_sentence_on_all_ranks(tmp_path: Path) -> None:
-    proven = prove_text(tmp_path, "refused", REFUSED)
-    assert proven.code == 2, proven.said
-    assert "batch(1, 0) returned str: allowed are inputs and targets" in proven.told
-    assert proven.run["verdict"] == "refused"
-
-
-def test_rows_that_nobody_trains_and_other_beginnings_are_named(tmp_path: Path) -> None:
-    proven = prove_text(tmp_path, "half", HALF)
-    assert proven.code == 1, proven.said
-    assert "no rank trains rows 100 to 127 of layers.1.mlp.up.weight" in proven.told
-    assert "layers.2.mlp.up.bias on rank 1 begins with other weights than the model's" in proven.told
 
 
 def test_all_files_are_in_the_tables() -> None:
