@@ -7,7 +7,7 @@ report. It holds no clock, no print, no file and no os.environ; what is done to 
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +26,7 @@ from distlab.lab.report.progress import Work
 from distlab.lab.report.run_folder import Journal, Level
 from distlab.lab.report.table import aligned, wrapped
 from distlab.lab.workload.data import Batches, Microbatch
-from distlab.lab.workload.model import Model, buffer_bytes
+from distlab.lab.workload.model import Model
 from distlab.lab.workload.user_model import is_own
 from distlab.techniques.collectives.costs import wire_tolerance
 from distlab.techniques.collectives.phases import phase
@@ -246,30 +246,31 @@ class Lab:
         """Whether LAB_VARIANT names this variant, or none."""
         return not self.config.variant or variant in self.config.variant
 
-    def compare_traffic(self, predictions: list[Prediction], measured: Mapping[str, Counted]) -> None:
-        """Hold the bytes of each variant against its prediction: as called exactly, on the wire within 1 % and the
-        frames that gloo adds to each message.
-
-        Called and predicted bytes are multiples of 1/N B that were added up in another order: rounded to 1/1000 B they
-        are equal, or another number of bytes.
-        """
-        for prediction in predictions:
-            if prediction.variant not in measured or prediction.name != "wire bytes":
-                continue
-            traffic, predicted = measured[prediction.variant].traffic, prediction.value[self.rank]
-            seen = {"called bytes": (round(predicted, 3), round(traffic.called_bytes, 3), 0.0)}
-            if traffic.wire_error is None:
-                tolerance = wire_tolerance(predicted, prediction.messages_of(self.rank))
-                label = f"the wire of {prediction.variant}"
-                seen["wire bytes"] = (*self.of_ranks(label, predicted, traffic.wire_bytes), tolerance)
-            for name, (wanted, value, tolerance) in seen.items():
-                self.compare(
-                    name, wanted, value, "B", tolerance, prediction.variant, prediction.formula,
-                    shown=prediction.shown, control="tests/lab/test_lab.py::test_bytes_beside_their_formula_fail",
-                )  # fmt: skip
+    def hold(self, predictions: Sequence[Prediction], measured: Mapping[str, Counted]) -> None:
+        """Hold what was measured of each variant against all that is predicted of it, by the kind of each prediction;
+        rank 0 tells both then."""
+        for kind, hold in KINDS.items():
+            for each in predictions:
+                if each.name == kind and each.variant in measured:
+                    hold(self, each, measured[each.variant])
         self.finished("measured")
-        if not any(prediction.name == "rest bytes" for prediction in predictions):
-            self.finished("memory")  # nothing is held against it
+        self.finished("memory")
+
+    def hold_one(
+        self,
+        prediction: Prediction,
+        measured: float,
+        tolerance: float = 0.0,
+        *,
+        name: str = "",
+        predicted: float = -1.0,
+    ) -> None:
+        """Hold one number of this rank against its prediction; under another `name`, or as `predicted` is instead."""
+        self.compare(
+            name or prediction.name, prediction.value[self.rank] if predicted < 0 else predicted, measured,
+            prediction.unit, tolerance, prediction.variant, prediction.formula, shown=prediction.shown,
+            control=HELD_IN.get(prediction.name, ""),
+        )  # fmt: skip
 
     def of_ranks(self, label: str, wanted_bytes: float, wire_bytes: float) -> tuple[float, float]:
         """What is held against each other on the wire: this rank's bytes. Over plain TCP small sums go to rank 0 and
@@ -279,34 +280,60 @@ class Lab:
         everyone = self.exchange.everyone(label, (wanted_bytes, wire_bytes))
         return statistics.fmean(wanted for wanted, _ in everyone), statistics.fmean(sent for _, sent in everyone)
 
-    def compare_calls(self, variant: str, predicted: float, traffic: Traffic, formula: str = "") -> None:
-        """Hold the number of calls in a step of a variant against its prediction, exactly."""
-        control = "tests/lab/test_lab.py::test_calls_beside_their_formula_fail"
-        self.compare("calls", predicted, traffic.calls, "calls", variant=variant, formula=formula, control=control)
 
-    def compare_rest(
-        self,
-        predictions: list[Prediction],
-        measured: Mapping[str, Counted],
-        dtype_of: Callable[[str], torch.dtype] | None = None,
-        *,
-        carries: bool = True,
-    ) -> None:
-        """Hold the bytes of each variant between two steps against its prediction, within 1 %; where each rank
-        `carries` all buffers of a model of one's own, they come on top, in LAB_DTYPE or the variant's type.
+# How a prediction is held, by its kind, and what makes it fail.
 
-        Weights, gradients, optimizer state, and what else should be gone by then; buffers of messages that are kept for
-        the next step are no part of the formulas, and only shown.
-        """
-        for prediction in predictions:
-            if prediction.variant in measured and prediction.name == "rest bytes":
-                dtype = dtype_of(prediction.variant) if dtype_of else getattr(torch, self.config.dtype)
-                carried = buffer_bytes(self.config, dtype) if carries else 0
-                rest, predicted = measured[prediction.variant].rest, prediction.value[self.rank] + carried
-                held = sum(rest.values()) - rest["communication"]
-                self.compare(
-                    prediction.name, predicted, held, "B", 0.01 * predicted, prediction.variant,
-                    prediction.formula + (" + buffers" if carried else ""), shown=prediction.shown,
-                    control="tests/lab/test_lab.py::test_bytes_that_stay_fail",
-                )  # fmt: skip
-        self.finished("memory")
+HELD_IN = {
+    "wire bytes": "tests/lab/test_lab.py::test_bytes_beside_their_formula_fail",
+    "peak bytes": "tests/experiments/test_orders.py::test_dp_graphs_that_are_kept_show_in_the_peak",
+    "rest bytes": "tests/lab/test_lab.py::test_bytes_that_stay_fail",
+    "calls": "tests/lab/test_lab.py::test_calls_beside_their_formula_fail",
+    "activation bytes": "tests/experiments/test_tp.py::test_activations_that_are_not_saved_fail",
+}
+
+
+def hold_bytes(lab: Lab, prediction: Prediction, seen: Counted) -> None:
+    """As called exactly, on the wire within 1 % and the frames that gloo adds to each message.
+
+    Called and predicted bytes are multiples of 1/N B that were added up in another order: rounded to 1/1000 B they are
+    equal, or another number of bytes.
+    """
+    predicted, traffic = prediction.value[lab.rank], seen.traffic
+    lab.hold_one(prediction, round(traffic.called_bytes, 3), name="called bytes", predicted=round(predicted, 3))
+    if traffic.wire_error is None:
+        tolerance = wire_tolerance(predicted, prediction.messages_of(lab.rank))
+        wanted, sent = lab.of_ranks(f"the wire of {prediction.variant}", predicted, traffic.wire_bytes)
+        lab.hold_one(prediction, sent, tolerance, predicted=wanted)
+
+
+def hold_peak(lab: Lab, prediction: Prediction, seen: Counted) -> None:
+    """The most that a step held, within 5 %."""
+    lab.hold_one(prediction, sum(seen.peak.values()), 0.05 * prediction.value[lab.rank])
+
+
+def hold_rest(lab: Lab, prediction: Prediction, seen: Counted) -> None:
+    """Weights, gradients, optimizer state, and what else should be gone between two steps, within 1 %; buffers of
+    messages that are kept for the next step are no part of the formulas, and only shown."""
+    held = sum(seen.rest.values()) - seen.rest["communication"]
+    lab.hold_one(prediction, held, 0.01 * prediction.value[lab.rank])
+
+
+def hold_calls(lab: Lab, prediction: Prediction, seen: Counted) -> None:
+    """The number of calls in a step, exactly."""
+    lab.hold_one(prediction, seen.traffic.calls)
+
+
+def hold_bubble(lab: Lab, prediction: Prediction, seen: Counted) -> None:
+    """Idle of the time of a step, where the passes were marked."""
+    bubble = getattr(seen, "bubble", None)
+    if bubble is not None:
+        lab.hold_one(prediction, bubble, 0.03)
+
+
+KINDS: dict[str, Callable[[Lab, Prediction, Counted], None]] = {
+    "wire bytes": hold_bytes,
+    "peak bytes": hold_peak,
+    "rest bytes": hold_rest,
+    "calls": hold_calls,
+    "bubble": hold_bubble,
+}

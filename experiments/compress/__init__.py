@@ -128,11 +128,7 @@ def run(lab: Lab) -> None:
     lab.say(summary(lab.config), "predict")
     proofs: dict[str, Proof] = dict.fromkeys(METHODS, partial(by_the_formula, lab))
     measured = measure(lab, also=partial(check_replicas, lab), proofs={**proofs, **pytorch.proofs(lab, fp16, powersgd)})
-    lab.compare_traffic(predictions, measured)
-    lab.compare_rest(predictions, measured)
-    for prediction in predictions:
-        if prediction.calls and prediction.decides and prediction.variant in measured:
-            lab.compare_calls(prediction.variant, prediction.calls, measured[prediction.variant].traffic)
+    lab.hold(predictions, measured)
     show(lab, measured)
 
 

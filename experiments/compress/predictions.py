@@ -5,19 +5,19 @@ cannot take. After it bytes beside loss, and where top-k stops paying.
 import math
 from collections.abc import Mapping
 
-import torch
 from torch import Size
 
 from distlab.contract import Counted, untrainable
 from distlab.lab.config import Config
 from distlab.lab.lab import Lab
-from distlab.lab.measure.prediction import PYTORCHS, Prediction
+from distlab.lab.measure.prediction import PYTORCHS, Prediction, of_a_step
 from distlab.lab.workload.model import outline
-from distlab.techniques.collectives.costs import gloo_all_reduce_messages
+from distlab.techniques.collectives.costs import Cost, gloo_all_reduce_messages
 from distlab.techniques.compression.costs import FORMULAS, bucket_bytes, bucket_calls, topk_pays_below
 from distlab.techniques.compression.powersgd import pays
+from distlab.techniques.data_parallel import costs as buckets
 from distlab.techniques.data_parallel.buckets import layout
-from distlab.techniques.sharded.costs import whole_rest_bytes
+from distlab.techniques.sharded.costs import at_rest, whole_rest
 
 from .options import Options
 
@@ -60,8 +60,7 @@ def smallest_side(config: Config) -> int:
 
 def bucket_members(config: Config, itemsize: int) -> list[list[int]]:
     """Which parameters lie in each bucket, by their number, in its order."""
-    sizes = [parameter.numel() * itemsize for parameter in outline(config).parameters()]
-    return layout(sizes, config.bucket_mib * 2**20)
+    return layout([size * itemsize for size in outline(config).sizes], config.bucket_mib * 2**20)
 
 
 def bucket_shapes(config: Config, itemsize: int) -> list[list[Size]]:
@@ -70,8 +69,7 @@ def bucket_shapes(config: Config, itemsize: int) -> list[list[Size]]:
 
 
 def sent_bytes(config: Config, variant: str, world_size: int) -> float:
-    itemsize: int = getattr(torch, config.dtype).itemsize
-    ratio, low_rank = config.own(Options).ratio, config.own(Options).low_rank
+    itemsize, ratio, low_rank = config.itemsize, config.own(Options).ratio, config.own(Options).low_rank
     return math.fsum(
         bucket_bytes(METHOD_OF[variant], world_size, shapes, itemsize, ratio=ratio, low_rank=low_rank)
         for shapes in bucket_shapes(config, itemsize)
@@ -80,8 +78,8 @@ def sent_bytes(config: Config, variant: str, world_size: int) -> float:
 
 def calls(config: Config, variant: str) -> int:
     """Collectives in a step."""
-    buckets = bucket_shapes(config, getattr(torch, config.dtype).itemsize)
-    return sum(bucket_calls(METHOD_OF[variant], shapes, config.own(Options).low_rank) for shapes in buckets)
+    low_rank, buckets = config.own(Options).low_rank, bucket_shapes(config, config.itemsize)
+    return sum(bucket_calls(METHOD_OF[variant], shapes, low_rank) for shapes in buckets)
 
 
 def messages(config: Config, variant: str, world_size: int) -> int:
@@ -89,35 +87,24 @@ def messages(config: Config, variant: str, world_size: int) -> int:
     if variant == "topk":
         return 2 * (world_size - 1) * calls(config, variant)
     short = gloo_all_reduce_messages(world_size, 1)
-    itemsize: int = getattr(torch, config.dtype).itemsize
-    sent = [sum(shape.numel() for shape in shapes) * itemsize for shapes in bucket_shapes(config, itemsize)]
+    sent = buckets.bucket_bytes(config)
     longest = sum(gloo_all_reduce_messages(world_size, nbytes) for nbytes in sent)
     return longest + short * (calls(config, variant) - len(sent))
 
 
 def predict(config: Config) -> list[Prediction]:
-    """Bytes and calls of one step of each variant, and what stands in memory between two steps, a value a rank."""
-    ranks, impossible = config.world_size, cannot(config)
-    names = [name for name in METHOD_OF if name not in impossible]
-    return [
-        Prediction(
-            name, "wire bytes", "B", FORMULAS[METHOD_OF[name]], (sent_bytes(config, name, ranks),) * ranks,
-            calls(config, name), shown=PYTORCHS if name in TORCHS else "",
-            messages=(messages(config, name, ranks),) * ranks,
-        )
-        for name in names
-    ] + [at_rest(config, name) for name in names]  # fmt: skip
-
-
-def at_rest(config: Config, name: str) -> Prediction:
-    """Weights, gradients and optimizer state as in dp, and the residual: a gradient more."""
-    sizes = [parameter.numel() for parameter in outline(config).parameters()]
-    itemsize: int = getattr(torch, config.dtype).itemsize
-    residual = config.own(Options).error_feedback and name in METHODS
-    value = sum(whole_rest_bytes(sizes, config).values()) + residual * itemsize * sum(sizes)
-    formula = f"{(2 + 2 * (config.optimizer == 'adamw') + residual) * itemsize} x P"
-    shown = PYTORCHS if name in TORCHS else ""
-    return Prediction(name, "rest bytes", "B", formula, (float(value),) * config.world_size, 0, shown=shown)
+    """Bytes and calls of one step of each variant; at rest what dp holds, and the residual: a gradient more."""
+    ranks, found, (whole, each) = config.world_size, list[Prediction](), whole_rest(config)
+    names = [name for name in METHOD_OF if name not in cannot(config)]
+    for name in names:
+        shown, of_calls = (PYTORCHS, "") if name in TORCHS else ("", "those of each bucket")
+        cost = Cost(sent_bytes(config, name, ranks), calls(config, name), messages(config, name, ranks))
+        found += of_a_step(name, FORMULAS[METHOD_OF[name]], [cost] * ranks, shown, of_calls)
+    for name in names:
+        residual = config.itemsize * (config.own(Options).error_feedback and name in METHODS)
+        held = whole + residual * outline(config).num_parameters()
+        found.append(at_rest(name, config, f"{each + residual} x P", [held], PYTORCHS * (name in TORCHS)))
+    return found
 
 
 # --- what is shown of a run: bytes beside loss, and where top-k stops paying ---
@@ -179,8 +166,7 @@ def by_world(lab: Lab, sent: Mapping[str, float]) -> None:
         columns,
         rows,
     )
-    itemsize = getattr(torch, config.dtype).itemsize
-    below = topk_pays_below(config.own(Options).ratio, itemsize)
+    below = topk_pays_below(config.own(Options).ratio, config.itemsize)
     lab.say(f"topk sends less than dense below N = {below:.4g}", "all_gather")
     series = {name: [[float(worlds) for worlds in WORLDS], values] for name, values in lines.items()}
     if here > 1:

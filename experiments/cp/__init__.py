@@ -177,12 +177,7 @@ def run(lab: Lab) -> None:
     note_positions(lab)
     measured = measure(lab, also=partial(check_sums, lab))
     note_keys(lab)
-    lab.compare_traffic(predictions, measured)
-    lab.compare_rest(predictions, measured)
-    for prediction in predictions:
-        name = prediction.variant
-        if prediction.name == "calls" and name in measured:
-            lab.compare_calls(name, prediction.value[lab.rank], measured[name].traffic, prediction.formula)
+    lab.hold(predictions, measured)
     chosen = [name for name in measured if name in BY_HAND]
     compare_kept(lab, {name: measured[name].activation_bytes for name in chosen})
     kept_by_length(lab, chosen)

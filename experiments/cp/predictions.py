@@ -4,9 +4,8 @@ from distlab.contract import untrainable
 from distlab.lab.config import Config
 from distlab.lab.measure.prediction import PYTORCHS, Prediction, of_a_step
 from distlab.lab.workload.data import shard_sizes
-from distlab.lab.workload.model import outline
 from distlab.lab.workload.user_model import is_own
-from distlab.techniques.collectives.costs import Cost, all_reduce_cost, total_cost
+from distlab.techniques.collectives.costs import Cost, total_cost
 from distlab.techniques.context_parallel.costs import (
     gathered_bytes,
     gathered_calls,
@@ -16,8 +15,9 @@ from distlab.techniques.context_parallel.costs import (
     ulysses_messages,
 )
 from distlab.techniques.context_parallel.strategy import Positions, contiguous, zigzag
-from distlab.techniques.data_parallel.buckets import layout
-from distlab.techniques.sharded.costs import whole_rest_bytes
+from distlab.techniques.data_parallel.costs import gradients_cost
+from distlab.techniques.sharded import costs as kept
+from distlab.techniques.sharded.costs import whole_rest
 from distlab.techniques.tensor_parallel.layers import shares
 
 # What context parallelism cannot run: models without a sequence, and what PyTorch's own leaves out.
@@ -94,13 +94,6 @@ def seen_by_all(variant: str, config: Config) -> list[list[int]]:
     return [[positions.seen(rank, other).num_keys for other in ranks] for rank in ranks]
 
 
-def gradients_cost(config: Config) -> Cost:
-    """The sum of all gradients, a bucket at a time."""
-    sizes = [parameter.numel() * config.itemsize for parameter in outline(config).parameters()]
-    buckets = [sum(sizes[index] for index in bucket) for bucket in layout(sizes, config.bucket_mib * 2**20)]
-    return total_cost(*(all_reduce_cost(config.world_size, size) for size in buckets))
-
-
 def cost(variant: str, config: Config, rank: int) -> Cost:
     """A step: every layer of every microbatch, and the gradients once."""
     samples = shard_sizes(config.batch, config.num_microbatches)
@@ -121,12 +114,11 @@ def predict(config: Config) -> list[Prediction]:
 
 def at_rest(variant: str, config: Config, shown: str) -> Prediction:
     """All weights, gradients and optimizer state, which positions are a rank's own, and of gathered a mask."""
-    held = whole_rest_bytes([parameter.numel() for parameter in outline(config).parameters()], config)
-    adam, itemsize, masked = config.optimizer == "adamw", config.itemsize, variant == "gathered"
+    (whole, each), itemsize, masked = whole_rest(config), config.itemsize, variant == "gathered"
     num_rows = positions_of(variant, config).num_rows
-    value = tuple(sum(held.values()) + rows * (POSITION_BYTES + masked * config.seq * itemsize) for rows in num_rows)
-    formula = f"{(4 if adam else 2) * itemsize} x P + {POSITION_BYTES} x S/c" + f" + {itemsize} x S²/c" * masked
-    return Prediction(variant, "rest bytes", "B", formula, value, 0, shown)
+    value = [whole + rows * (POSITION_BYTES + masked * config.seq * itemsize) for rows in num_rows]
+    formula = f"{each} x P + {POSITION_BYTES} x S/c" + f" + {itemsize} x S²/c" * masked
+    return kept.at_rest(variant, config, formula, value, shown)
 
 
 def summary(config: Config) -> str:

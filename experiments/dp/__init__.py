@@ -45,8 +45,8 @@ from distlab.techniques.data_parallel.buckets import GradientBuckets, all_reduce
 from distlab.techniques.data_parallel.strategy import Replica, Wrapped, begin_alike
 from distlab.techniques.mesh.grid import Mesh
 
-from .checks import COUNTED, check_overlap, claims, mistake
-from .predictions import compare_peak, gradient_bytes, in_unit, predict
+from .checks import check_overlap, claims, mistake
+from .predictions import gradient_bytes, in_unit, predict, predict_peaks
 
 # Parts that a mistake replaces: how the ranks begin, and what holds their gradients.
 Begin: TypeAlias = Callable[[Model, dist.ProcessGroup, Config], None]
@@ -149,12 +149,7 @@ def run(lab: Lab) -> None:
     if lab.config.proof:
         check_samples(lab)
     measured = measure(lab, also=partial(check_replicas, lab))
-    lab.compare_traffic(predictions, measured)
-    compare_peak(lab, measured)
-    lab.compare_rest(predictions, measured)
-    for prediction in predictions:
-        if prediction.calls and prediction.variant in measured and prediction.variant in COUNTED:
-            lab.compare_calls(prediction.variant, prediction.calls, measured[prediction.variant].traffic)
+    lab.hold([*predictions, *predict_peaks(lab, measured)], measured)
     check_overlap(lab, measured)
 
 

@@ -21,10 +21,10 @@ from distlab.lab.measure.event_order import Order
 from distlab.lab.verify.run_all import measured
 from distlab.lab.workload.data import Batches, permutation, shard_sizes
 from distlab.lab.workload.model import Model, outline
-from distlab.techniques.data_parallel.buckets import GradientBuckets, layout, set_gradient_view
+from distlab.techniques.data_parallel.buckets import GradientBuckets, set_gradient_view
 from distlab.techniques.data_parallel.strategy import begin_apart
 
-from .predictions import bucket_sizes
+from .predictions import VARIANTS, bucket_sizes
 
 CONTROL = "tests/experiments/test_orders.py::test_dp_buckets_that_wait_for_the_first_layer_are_seen"
 
@@ -108,14 +108,12 @@ def claims(mode: Mode, config: Config) -> Iterator[Claims]:
         yield Claims(("samples",), WHOLE_RUN, one=True)
         yield Claims(("replicas",), (*mode.by_hand, *mode.by_torch))
     yield Claims(("called bytes", "wire bytes", "rest bytes", "peak bytes", "launched early"), mode.by_hand)
-    yield Claims(("calls",), COUNTED)
+    yield Claims(("calls",), VARIANTS[:3])
     yield Claims(("launch order",), ("bucketed",))  # ring's too, but of buckets of fewer numbers than ranks
 
 
 # The classic mistakes of data parallelism, made by LAB_BUG: three deal the samples wrongly, six are in the variants.
 
-EVERY = ("per_parameter", "flat", "bucketed", "ring", "ddp")
-COUNTED = EVERY[:3]  # whose calls are predicted exactly
 mistake = Mistakes()
 
 
@@ -144,9 +142,7 @@ def begins_at_zero(config: Config) -> str:
 
 def one_bucket(config: Config) -> str:
     """The only bucket is launched by the last gradient either way."""
-    sizes = [parameter.numel() * parameter.itemsize for parameter in outline(config).parameters()]
-    single = len(layout(sizes, config.bucket_mib * 2**20)) == 1
-    return "LAB_BUCKET_MIB: all gradients are in one bucket, lower it" if single else ""
+    return "LAB_BUCKET_MIB: all gradients are in one bucket, lower it" if len(bucket_sizes(config)) == 1 else ""
 
 
 # --- the mistakes ---
@@ -238,7 +234,7 @@ class HoardingBuckets(GradientBuckets):
                 self._launch_next()
 
 
-@mistake("no_broadcast", check="replicas", part="begin", of=EVERY, needs=Needs(unless=begins_at_zero))
+@mistake("no_broadcast", check="replicas", part="begin", of=VARIANTS, needs=Needs(unless=begins_at_zero))
 def unbroadcast(model: Model, group: dist.ProcessGroup, config: Config) -> None:
     """Every rank begins from weights of its own."""
     begin_apart(model, group, config)

@@ -53,7 +53,7 @@ from distlab.techniques.sharded.zero import Zero
 from .bugs import mistake
 from .checks import check_order, claims
 from .options import Options
-from .predictions import BY_HAND, compare_peak, holds, predict, published, summary
+from .predictions import BY_HAND, holds, predict, predict_peaks, published, summary
 
 Compute: TypeAlias = Callable[[Tensor], Tensor]
 
@@ -199,15 +199,10 @@ def run(lab: Lab) -> None:
     measured = measure(lab)
     for name in [name for name in measured if name in BY_HAND]:
         note_units(lab, name, measured[name].order)
-    lab.compare_traffic(predictions, measured)
-    compare_peak(lab, measured, reshard=lab.config.own(Options).reshard)
-    lab.compare_rest(predictions, measured)
+    reshard = lab.config.own(Options).reshard
+    lab.hold([*predictions, *predict_peaks(lab, measured, reshard=reshard)], measured)
     for name in [name for name in measured if name in BY_HAND]:
-        check_order(lab, name, measured[name], reshard=lab.config.own(Options).reshard)
-    for prediction in predictions:
-        name = prediction.variant
-        if prediction.name == "wire bytes" and name in BY_HAND and name in measured:
-            lab.compare_calls(name, prediction.calls, measured[name].traffic)
+        check_order(lab, name, measured[name], reshard=reshard)
 
 
 def note_units(lab: Lab, name: str, order: Order) -> None:

@@ -9,17 +9,17 @@ from torch import nn
 from distlab.contract import Measured
 from distlab.lab.config import Config
 from distlab.lab.lab import Lab
-from distlab.lab.measure.prediction import PYTORCHS, Prediction
-from distlab.lab.verify.counted import check_recomputed, checks_recomputed, most_of_a_layer, outlined
+from distlab.lab.measure.prediction import PYTORCHS, Prediction, of_a_step
+from distlab.lab.verify.counted import predicted_peaks
 from distlab.lab.workload.model import outline
 from distlab.techniques.collectives.costs import (
+    Cost,
     algorithmic_factor,
-    all_reduce_cost,
     gloo_all_reduce_messages,
     norm_cost,
-    total_cost,
 )
-from distlab.techniques.data_parallel.buckets import layout
+from distlab.techniques.data_parallel.costs import gradients_cost
+from distlab.techniques.sharded import costs as kept
 from distlab.techniques.sharded.costs import (
     Happening,
     Replicated,
@@ -29,7 +29,7 @@ from distlab.techniques.sharded.costs import (
     fully_shard_bytes,
     pass_peak,
     rest_bytes,
-    shown_on,
+    whole_rest,
     whole_rest_bytes,
     zero_bytes,
 )
@@ -74,51 +74,50 @@ def owned(config: Config, rank: int) -> int:
     return sum(laid_out(config).own(rank, config.world_size))
 
 
+CALLS = "gathers and sums of all units, or buckets"
+
+
 def predict(config: Config, *, reshard: bool) -> list[Prediction]:
     """Bytes and calls of one step of each variant, and what stands in memory between two steps, a value a rank."""
-    named = [name for name in BY_HAND if name != "zero3_kept" or config.recompute]
-    staged = [by_stage(config, name, gathers=2 if reshard else 1) for name in named[2:]]
-    sent = [of_replicas(config), naively(config), *staged, by_torch(config, gathers=2 if reshard else 1)]
-    return sent + [at_rest(config, name) for name in [*named, "fsdp2"]]
+    named, parts = [name for name in BY_HAND if name != "zero3_kept" or config.recompute], config.num_microbatches
+    gathers, found = 2 if reshard else 1, list[Prediction]()
+    for name in named:
+        if name == "dp":  # an all_reduce of each bucket; every rank has all gradients, and so their norm
+            cost, moves = gradients_cost(config), 2
+        else:
+            cost = naively(config) if name == "zero3_blocking" else by_stage(config, BY_HAND[name], gathers)
+            moves = 4 * parts if name == "zero3_blocking" else moves_of(BY_HAND[name], parts, gathers)
+        found += of_a_step(name, f"{moves}(N-1)/N x S", [cost] * config.world_size, of_calls=CALLS)
+    return [*found, by_torch(config, gathers), *(at_rest(config, name) for name in [*named, "fsdp2"])]
 
 
-def of_replicas(config: Config) -> Prediction:
-    """An all_reduce of each bucket, once a step; every rank has all gradients, and so their norm."""
-    ranks, nbytes = config.world_size, [each.numel() * config.itemsize for each in outline(config).parameters()]
-    buckets = [sum(nbytes[index] for index in bucket) for bucket in layout(nbytes, config.bucket_mib * 2**20)]
-    cost = total_cost(*(all_reduce_cost(ranks, size) for size in buckets))
-    messages = (cost.messages,) * ranks
-    return Prediction("dp", "wire bytes", "B", "2(N-1)/N x S", (cost.nbytes,) * ranks, cost.calls, messages=messages)
+def moves_of(stage: int, microbatches: int, gathers: int) -> int:
+    """How often all parameters are summed or gathered in a step."""
+    return {1: 2, 2: microbatches + 1, 3: microbatches * (gathers + 1)}[stage]
 
 
-def naively(config: Config) -> Prediction:
+def naively(config: Config) -> Cost:
     """Of every layer two gathers and an all_reduce, which moves as much as two more, in each microbatch."""
-    ranks, parts = config.world_size, config.num_microbatches
+    ranks, parts, norm = config.world_size, config.num_microbatches, norm_cost(config.world_size, config.clip)
     moved = chunks(config)
     moved += moved[:1] * tied(config)  # both ends move the unit that they share
-    norm = norm_cost(ranks, config.clip)
     total = 4 * parts * algorithmic_factor("all_gather", ranks) * ranks * sum(moved) * config.itemsize + norm.nbytes
-    calls = 3 * parts * len(moved) + norm.calls
     gathered = 2 * 2 * (ranks - 1) * len(moved)
     summed = sum(gloo_all_reduce_messages(ranks, ranks * chunk * config.itemsize) for chunk in moved)
-    messages = (parts * (gathered + summed) + norm.messages,) * ranks
-    formula = f"{4 * parts}(N-1)/N x S"
-    return Prediction("zero3_blocking", "wire bytes", "B", formula, (total,) * ranks, calls, messages=messages)
+    return Cost(total, 3 * parts * len(moved) + norm.calls, parts * (gathered + summed) + norm.messages)
 
 
-def by_stage(config: Config, name: str, gathers: int) -> Prediction:
+def by_stage(config: Config, stage: int, gathers: int) -> Cost:
     """The moves of ours: every rank sends the same."""
-    ranks, parts, stage = config.world_size, config.num_microbatches, BY_HAND[name]
+    ranks, parts = config.world_size, config.num_microbatches
     total, calls, messages = norm_cost(ranks, config.clip)
     for index, chunk in enumerate(chunks(config)):
         times = 1 if index == 0 and tied(config) else gathers  # a shared unit stays from its first use to its last
         total += zero_bytes(stage, ranks, ranks * chunk * config.itemsize, parts, times)
-        moves = {1: 2, 2: parts + 1, 3: parts * (times + 1)}[stage]
+        moves = moves_of(stage, parts, times)
         calls += moves * min(ranks - 1, 1 if config.backend == "nccl" else ranks)
         messages += moves * (ranks - 1)
-    times = {1: 2, 2: parts + 1, 3: parts * (gathers + 1)}[stage]
-    formula = f"{times}(N-1)/N x S"
-    return Prediction(name, "wire bytes", "B", formula, (total,) * ranks, calls, messages=(messages,) * ranks)
+    return Cost(total, calls, messages)
 
 
 def by_torch(config: Config, gathers: int) -> Prediction:
@@ -135,9 +134,8 @@ def at_rest(config: Config, name: str) -> Prediction:
     """Weights, gradients and optimizer state of what a rank owns; whole units and chunks have their padding too."""
     ranks, stage, total = config.world_size, BY_HAND.get(name, 3), sum(units(config))
     if name == "dp":
-        held = whole_rest_bytes([each.numel() for each in outline(config).parameters()], config)
-        bytes_each = (4 if config.optimizer == "adamw" else 2) * config.itemsize
-        return Prediction(name, "rest bytes", "B", f"{bytes_each} x P", (float(sum(held.values())),) * ranks, 0)
+        whole, each = whole_rest(config)
+        return kept.at_rest(name, config, f"{each} x P", [whole])
     adam, masters = config.optimizer == "adamw", config.dtype == "bfloat16" and name in BY_HAND
     itemsize = 4 if config.dtype == "bfloat16" and name == "fsdp2" else config.itemsize
     like: dict[str, Any] = {
@@ -150,14 +148,14 @@ def at_rest(config: Config, name: str) -> Prediction:
     padded = rest_bytes(stage, ranks * chunk, chunk, **like)
     owns = [rest_bytes(stage, total, owned(config, rank), **like) for rank in range(ranks)]
     gradients = [(padded if stage == 1 else own)["gradients"] for own in owns]
-    value = tuple(padded["parameters"] + gradients[rank] + owns[rank]["optimizer"] for rank in range(ranks))
+    value = [padded["parameters"] + gradients[rank] + owns[rank]["optimizer"] for rank in range(ranks)]
     remembered = 2 * adam * (4 if masters else itemsize) + 4 * masters
     formula = {
         1: f"({2 * itemsize} + {remembered}/N) x P" if remembered else f"{2 * itemsize} x P",
         2: f"({itemsize} + {itemsize + remembered}/N) x P",
         3: f"{2 * itemsize + remembered}/N x P",
     }[stage]
-    return Prediction(name, "rest bytes", "B", formula, value, 0, "" if name in BY_HAND else PYTORCHS)
+    return kept.at_rest(name, config, formula, value, "" if name in BY_HAND else PYTORCHS)
 
 
 def summary(config: Config) -> str:
@@ -247,10 +245,10 @@ def remembered(config: Config, rank: int) -> float:
     return number + 4.0 * adam * len(units(config))
 
 
-def peak_bytes(name: str, config: Config, rank: int, passes: list[Happening], *, reshard: bool) -> float:
+def peak_bytes(config: Config, rank: int, name: str, passes: list[Happening], *, reshard: bool) -> float:
     """The highest moment of the passes of variant `name`; or, if it holds more, the update."""
     if name == "dp":
-        sizes = [each.numel() for each in outline(config).parameters()]
+        sizes = outline(config).sizes
         whole, adam = whole_rest_bytes(sizes, config), config.optimizer == "adamw"
         constant = whole["parameters"] + whole["optimizer"]
         replicated = Replicated(constant, whole["gradients"], config.itemsize, in_buckets=True)
@@ -264,27 +262,9 @@ def peak_bytes(name: str, config: Config, rank: int, passes: list[Happening], *,
     return max(pass_peak(passes, holding), update)
 
 
-def compare_peak(lab: Lab, measured: Mapping[str, Measured], *, reshard: bool) -> None:
-    """Hold the most that each variant of ours held against the rules, within 5 %."""
-    config, dealt = lab.config, partial(as_many_as_all, config=lab.config)
-    recomputes = checks_recomputed(lab)
-    again = outlined(lab, again=True, recompute=False, dealt=dealt) if recomputes else []
-    layer_bytes = most_of_a_layer(lab, dealt) if recomputes else 0
-    outlines: dict[str, list[Happening]] = {}  # zero3_blocking computes every layer again, whatever LAB_RECOMPUTE says
-    for name in [name for name in BY_HAND if name in measured]:
-        kind = name if name in ("zero3_blocking", "zero3_kept") else ""
-        if kind not in outlines:
-            recompute = None if not kind else False
-            outlines[kind] = outlined(lab, again=kind == "zero3_blocking", recompute=recompute, dealt=dealt)
-        predicted, held = (
-            peak_bytes(name, config, lab.rank, outlines[kind], reshard=reshard),
-            sum(measured[name].peak.values()),
-        )
-        lab.compare(
-            "peak bytes", predicted, held, tolerance=0.05 * predicted, variant=name,
-            formula=f"{TERMS[name]} + one process's passes", shown=shown_on(config.device),
-            control="tests/experiments/test_orders.py::test_fsdp_gradients_that_wait_show_in_the_peak",
-        )  # fmt: skip
-        if recomputes and not kind:
-            bound = peak_bytes(name, config, lab.rank, again, reshard=reshard)
-            check_recomputed(lab, name, held, bound, layer_bytes)
+def predict_peaks(lab: Lab, measured: Mapping[str, Measured], *, reshard: bool) -> list[Prediction]:
+    """The most that each variant of ours holds; zero3_blocking computes every layer again, whatever is set."""
+    return predicted_peaks(
+        lab, measured, partial(peak_bytes, lab.config, lab.rank, reshard=reshard), TERMS.__getitem__,
+        unlike={"zero3_blocking": True, "zero3_kept": False}, dealt=partial(as_many_as_all, config=lab.config),
+    )  # fmt: skip

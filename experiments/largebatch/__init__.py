@@ -116,7 +116,7 @@ def run(lab: Lab, recipe: type[Recipe] = Recipe) -> None:
         check_equality(lab)
     found = sweep(lab, followed)
     show_found(lab, found)
-    lab.compare_traffic(lab.mode.predict(lab.config), {lab.config.model: found.counted})
+    lab.hold(lab.mode.predict(lab.config), {lab.config.model: found.counted})
 
 
 MODE = Mode(

@@ -16,13 +16,13 @@ from distlab.contract import WHOLE_RUN, Claims, Counted, Mode, untrainable
 from distlab.lab.config import Config
 from distlab.lab.lab import Lab
 from distlab.lab.measure.event_order import Order
-from distlab.lab.measure.prediction import Prediction
+from distlab.lab.measure.prediction import Prediction, of_a_step
 from distlab.lab.verify.proof import check_same
 from distlab.lab.verify.silent_corruption import Corruption
 from distlab.lab.workload import data
 from distlab.lab.workload.model import build_model, outline
 from distlab.lab.workload.user_model import is_own
-from distlab.techniques.collectives.costs import all_reduce_bytes, gloo_all_reduce_messages
+from distlab.techniques.collectives.costs import all_reduce_cost
 
 from .checks import LAYERWISE, STEPS, check_step, state_of
 from .training import LAMB_RATE, LARS_RATE, Recipe, Stream, Trainee, base_rate, sgd
@@ -71,10 +71,8 @@ def refuse(config: Config, recipes: Mapping[str, Recipe]) -> list[str]:
 
 def predict(config: Config) -> list[Prediction]:
     """Bytes of one step of any training, a value a rank."""
-    ranks, nbytes = config.world_size, outline(config).num_parameters() * getattr(torch, config.dtype).itemsize
-    value = (all_reduce_bytes("gloo", ranks, nbytes),) * ranks
-    messages = (gloo_all_reduce_messages(ranks, nbytes),) * ranks
-    return [Prediction(config.model, "wire bytes", "B", "2(N-1)/N x S", value, 1, messages=messages)]
+    cost = all_reduce_cost(config.world_size, outline(config).num_parameters() * config.itemsize)
+    return of_a_step(config.model, "2(N-1)/N x S", [cost] * config.world_size)
 
 
 def claims(mode: Mode, config: Config) -> Iterator[Claims]:

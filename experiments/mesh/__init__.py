@@ -76,23 +76,13 @@ def run(lab: Lab) -> None:
     tell(lab, sizes, chunks)
     measured = measure(lab, also=partial(held_in_flight, lab))
     draw_on_paper(lab, partial(on_paper, sizes, config))
-    predictions = [each for each in predicted(config) if each.variant in measured]
-    lab.compare_traffic(predictions, measured)
-    lab.compare_rest(predictions, measured)
+    lab.hold(predicted(config), measured)
     ranks = {name: Rank(config, sizes, lab.rank, HOW[name], chunks) for name in measured if name in HOW}
     for name, rank in ranks.items():
         compare_axes(lab, name, rank, measured[name])
         check_order(lab, name, rank, measured[name])
         check_overlap(lab, name, measured[name])
         check_gradients_first(lab, name, rank, measured[name])
-    for each in predictions:
-        seen = measured[each.variant]
-        if each.name == "calls":
-            lab.compare_calls(each.variant, each.value[lab.rank], seen.traffic, each.formula)
-        if each.name == "bubble" and seen.bubble is not None:
-            lab.compare(
-                "bubble", each.value[lab.rank], seen.bubble, "", 0.03, each.variant, each.formula, shown=each.shown
-            )
 
 
 def held_in_flight(lab: Lab, name: str, strategy: Strategy) -> None:

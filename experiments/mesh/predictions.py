@@ -155,7 +155,7 @@ def predict(config: Config, sizes: Mapping[str, int], chunks: int, excluded: Map
         ranks = [Rank(config, sizes, rank, how, chunks) for rank in range(config.world_size)]
         costs = [total_cost(*by_axis(rank).values()) for rank in ranks]
         found += [
-            *of_a_step(name, "of each axis", costs, formula_of_calls="of each axis"),
+            *of_a_step(name, "of each axis", costs, of_calls="of each axis"),
             Prediction(name, "rest bytes", "B", f"P/(t·p), zero{how.zero}", tuple(map(at_rest, ranks)), 0),
             idle(name, config, ranks),
         ]

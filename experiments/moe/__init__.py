@@ -197,12 +197,7 @@ def run(lab: Lab) -> None:
     placed = placements(config, mixed)
     note_tokens(lab, {name: (routed[name], placed[name].experts_of(lab.rank)) for name in routed if name in placed})
     predictions = predict(config, mixed, routed)
-    lab.compare_traffic(predictions, measured)
-    lab.compare_rest(predictions, measured)
-    for prediction in predictions:
-        if prediction.name == "calls" and prediction.variant in measured:
-            traffic = measured[prediction.variant].traffic
-            lab.compare_calls(prediction.variant, prediction.value[lab.rank], traffic, prediction.formula)
+    lab.hold(predictions, measured)
     for name in [name for name in measured if name not in lab.mode.by_torch]:
         check_overlap(lab, name, measured[name].order, num_buckets(name, config, mixed, lab.rank))
     draw(lab, routes, placed, mixed)

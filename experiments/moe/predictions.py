@@ -10,19 +10,21 @@ from collections.abc import Mapping, Sequence
 
 from distlab.contract import untrainable
 from distlab.lab.config import Config
-from distlab.lab.measure.prediction import PYTORCHS, Prediction
+from distlab.lab.measure.prediction import PYTORCHS, Prediction, of_a_step
 from distlab.lab.workload.experts import Mixing, MixtureModel, outline_mixture
 from distlab.lab.workload.user_model import is_own
 from distlab.techniques.collectives.costs import (
+    Cost,
     all_gather_bytes,
-    all_reduce_bytes,
-    gloo_all_reduce_messages,
+    all_reduce_cost,
     half_messages,
+    total_cost,
 )
-from distlab.techniques.data_parallel.buckets import layout
+from distlab.techniques.data_parallel.costs import bucket_bytes
 from distlab.techniques.data_parallel.strategy import is_step
 from distlab.techniques.expert_parallel.layer import Placement
-from distlab.techniques.sharded.costs import whole_rest_bytes
+from distlab.techniques.sharded import costs as kept
+from distlab.techniques.sharded.costs import whole_rest
 
 # LAB_MESH of experts: how many copies of them there are (dp), over how many ranks a copy's experts lie (ep), and over
 # how many each expert is cut (tp).
@@ -179,30 +181,18 @@ def traffic(
     """Rows there and back, forward and backward; the tables of what is wanted; gradients of what several ranks hold."""
     ranks, itemsize = config.world_size, config.itemsize
     table = ranks * mixing.top_k * mixing.num_experts * NUMBER_BYTES
-    nbytes, calls, messages = [], [], []
+    costs = []
     for rank in range(ranks):
-        travelling = [travels(placement, rank, admitted) for admitted in layers]
         sums = summed_buckets(name, config, placement, model, rank)
         if config.clip is not None and name != "replicated":  # whose ranks all have all gradients, and so their norm
             sums.append((ranks, NUMBER_BYTES))
-        given, taken, sends = (sum(each) for each in zip(*travelling, strict=True))
-        nbytes.append(
-            row_bytes(given, taken, config.width, itemsize)
-            + len(layers) * all_gather_bytes("gloo", ranks, table)
-            + sum(all_reduce_bytes("gloo", number, size) for number, size in sums)
-        )
-        calls.append(float(2 * sends + len(layers) + len(sums)))
-        messages.append(
-            2 * sends
-            + len(layers) * half_messages("gloo", "all_gather", ranks, table)
-            + sum(gloo_all_reduce_messages(number, size) for number, size in sums)
-        )
-    most = int(max(calls))
+        given, taken, sends = map(sum, zip(*(travels(placement, rank, admitted) for admitted in layers), strict=True))
+        told = all_gather_bytes("gloo", ranks, table), 1, half_messages("gloo", "all_gather", ranks, table)
+        rows = Cost(row_bytes(given, taken, config.width, itemsize), 2 * sends, 2 * sends)
+        reduced = (all_reduce_cost(number, size) for number, size in sums)
+        costs.append(total_cost(rows, Cost(*told).times(len(layers)), *reduced))
     formula = "2(N-1)/N x S" if name == "replicated" else "2(N-1)/N x S' + 2D(rows given + taken)"
-    found = [Prediction(name, "wire bytes", "B", formula, tuple(nbytes), most, shown, tuple(messages))]
-    if not shown:
-        found.append(Prediction(name, "calls", "calls", "messages, tables, buckets", tuple(calls), most))
-    return found
+    return of_a_step(name, formula, costs, shown, "" if shown else "messages, tables, buckets")
 
 
 def summed_buckets(
@@ -250,12 +240,6 @@ def expert_sizes(placement: Placement, model: MixtureModel, rank: int) -> list[i
     ]
 
 
-def bucket_bytes(config: Config, sizes: list[int]) -> list[int]:
-    """Bytes of the buckets of parameters of these sizes."""
-    nbytes = [size * config.itemsize for size in sizes]
-    return [sum(nbytes[index] for index in bucket) for bucket in layout(nbytes, config.bucket_mib * 2**20)]
-
-
 def more_parameters(config: Config, experts: int) -> float:
     """Than the model has without experts: these and a router in place of the MLP of each layer."""
     width, layers = float(config.width), float(config.depth)
@@ -268,10 +252,10 @@ def at_rest(name: str, config: Config, placement: Placement, model: MixtureModel
     value = []
     for rank in range(config.world_size):
         sizes = dense_sizes(model) + expert_sizes(placement, model, rank)
-        value.append(float(sum(whole_rest_bytes(sizes, config).values())) + untrained * config.itemsize)
-    number = (4 if config.optimizer == "adamw" else 2) * config.itemsize
-    held = "P" if name == "replicated" else "what a rank holds"
-    return Prediction(name, "rest bytes", "B", f"{number} x {held}", tuple(value), 0, shown)
+        held, each = whole_rest(config, sizes)
+        value.append(held + untrained * config.itemsize)
+    what = "P" if name == "replicated" else "what a rank holds"
+    return kept.at_rest(name, config, f"{each} x {what}", value, shown)
 
 
 # What a mixture of experts cannot run.

@@ -177,19 +177,9 @@ def run(lab: Lab) -> None:
     lab.note("holds", holds(config, lab.rank))
     measured = measure(lab, also=partial(held_in_flight, lab))
     draw_on_paper(lab, partial(schedule_of, config))
-    predictions = [prediction for prediction in lab.mode.predict(config) if prediction.variant in measured]
-    lab.compare_traffic(predictions, measured)
-    lab.compare_rest(predictions, measured, carries=False)
+    lab.hold(lab.mode.predict(config), measured)
     for name in [name for name in measured if name not in lab.mode.by_torch]:
-        owners = owners_of(name, ranks, config.own(Options).chunks)
-        check_order(lab, name, measured[name], owners)
-    for prediction in predictions:
-        name, predicted, formula = prediction.variant, prediction.value[lab.rank], prediction.formula
-        seen = measured[name]
-        if prediction.name == "calls":
-            lab.compare_calls(name, predicted, seen.traffic, formula)
-        if prediction.name == "bubble" and seen.bubble is not None:
-            lab.compare("bubble", predicted, seen.bubble, "", 0.03, name, formula, shown=prediction.shown)
+        check_order(lab, name, measured[name], owners_of(name, ranks, config.own(Options).chunks))
 
 
 def held_in_flight(lab: Lab, name: str, strategy: Strategy) -> None:

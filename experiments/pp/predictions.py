@@ -12,7 +12,7 @@ from distlab.techniques.collectives.costs import Cost, norm_cost, total_cost
 from distlab.techniques.pipeline_parallel import schedules
 from distlab.techniques.pipeline_parallel.costs import FOLDED, idle_share, pipeline_ends
 from distlab.techniques.pipeline_parallel.strategy import runs_of
-from distlab.techniques.sharded.costs import whole_rest_bytes
+from distlab.techniques.sharded.costs import whole_rest
 
 # What a pipeline cannot run: models of too few layers, and sizes that some of its schedules cannot take.
 
@@ -162,7 +162,7 @@ def rest(config: Config, owners: list[int], rank: int) -> float:
     own = [layers[index] for run, owner in zip(runs, owners, strict=True) if owner == rank for index in run]
     # A tied weight counts once, on each of its ranks.
     sizes = [each.numel() for each in dict.fromkeys(each for layer in own for each in layer.parameters())]
-    return sum(whole_rest_bytes(sizes, config).values()) + sum(model.carried_bytes(layer, dtype) for layer in own)
+    return whole_rest(config, sizes)[0] + sum(model.carried_bytes(layer, dtype) for layer in own)
 
 
 def tied_weight_traffic(config: Config, *, folded: bool = False) -> list[Cost]:

@@ -49,7 +49,7 @@ from distlab.techniques.precision import LossScale, Masters, all_finite
 from .checks import claims, prove, rehearse
 from .display import observe, show_seen
 from .options import Options
-from .predictions import SCALED, converted, format_of, predict, refuse
+from .predictions import SCALED, converted, predict, refuse
 from .pytorch import autocast
 
 Deliver: TypeAlias = Callable[[Masters, float, float | None], None]  # a part that a mistake replaces
@@ -168,8 +168,7 @@ def run(lab: Lab) -> None:
     measured = measure(
         lab, also=partial(check_replicas, lab), proofs=dict.fromkeys(in_16_bits, partial(prove_16_bit, lab))
     )
-    lab.compare_traffic(predictions, measured)
-    lab.compare_rest(predictions, measured, format_of)
+    lab.hold(predictions, measured)
     with lab.work.of(config.steps * sum(map(lab.wants, lab.mode.names)), "steps observed"):
         seen = {
             each.name: observe(lab, each.name, each.build)

@@ -1,16 +1,14 @@
 """What 16 bits predict before they run: bytes sent and held; and the settings that they cannot take."""
 
-from dataclasses import replace
-
 import torch
 
 from distlab.contract import untrainable
 from distlab.lab.config import Config
-from distlab.lab.measure.prediction import PYTORCHS, Prediction
+from distlab.lab.measure.prediction import PYTORCHS, Prediction, of_a_step
 from distlab.lab.workload.data import Microbatch
 from distlab.lab.workload.model import outline
-from distlab.techniques.collectives.costs import all_reduce_bytes, gloo_all_reduce_messages
-from distlab.techniques.data_parallel.buckets import layout
+from distlab.techniques.data_parallel.costs import gradients_cost
+from distlab.techniques.sharded import costs as kept
 from distlab.techniques.sharded.costs import rest_bytes
 
 NAMES = ("bf16", "fp16", "fp32", "fp16_scaled", "bf16_master", "autocast")
@@ -27,31 +25,24 @@ def refuse(config: Config) -> list[str]:
 
 def predict(config: Config) -> list[Prediction]:
     """Bytes of one step of each variant, and what stands in memory between two steps, a value a rank."""
-    ranks, numels = config.world_size, [parameter.numel() for parameter in outline(config).parameters()]
-    predictions = []
+    found: list[Prediction] = []
     for name in NAMES:
-        itemsize = format_of(name).itemsize
-        sizes = [numel * itemsize for numel in numels]
-        buckets = [sum(sizes[index] for index in bucket) for bucket in layout(sizes, config.bucket_mib * 2**20)]
-        value = (all_reduce_bytes("gloo", ranks, sum(sizes)),) * ranks
-        messages = (sum(gloo_all_reduce_messages(ranks, size) for size in buckets),) * ranks
-        formula = f"2(N-1)/N x {itemsize}P"
-        calls = Prediction(name, "wire bytes", "B", formula, value, len(buckets), messages=messages)
-        predictions.append(replace(calls, shown=PYTORCHS) if name == "autocast" else calls)
-    return predictions + [at_rest(config, name, numels) for name in NAMES]
+        itemsize, shown = format_of(name).itemsize, PYTORCHS * (name == "autocast")
+        costs = [gradients_cost(config, itemsize)] * config.world_size
+        found += of_a_step(name, f"2(N-1)/N x {itemsize}P", costs, shown)
+    return found + [at_rest(config, name) for name in NAMES]
 
 
-def at_rest(config: Config, name: str, numels: list[int]) -> Prediction:
+def at_rest(config: Config, name: str) -> Prediction:
     """What stands in memory: of float32 copies that are not kept nothing but their moments, in float32 too."""
-    total, adam, stepped = sum(numels), config.optimizer == "adamw", name in STEPPED_IN_FLOAT32
+    total, tensors = outline(config).num_parameters(), (config.optimizer == "adamw") * len(outline(config).sizes)
     classes = rest_bytes(
-        0, total, total, masters=stepped, itemsize=format_of(name).itemsize, moments=2 * adam,
-        num_tensors=adam * len(numels),
+        0, total, total, masters=name in STEPPED_IN_FLOAT32, itemsize=format_of(name).itemsize,
+        moments=2 * (tensors > 0), num_tensors=tensors,
     )  # fmt: skip
     held = sum(classes.values()) - (4 * total if name in SCALED else 0)
-    formula = f"{round((held - 4 * adam * len(numels)) / total)} x P"
-    found = Prediction(name, "rest bytes", "B", formula, (float(held),) * config.world_size, 0)
-    return replace(found, shown=PYTORCHS) if name == "autocast" else found
+    formula = f"{round((held - 4 * tensors) / total)} x P"
+    return kept.at_rest(name, config, formula, [held], PYTORCHS * (name == "autocast"), format_of(name))
 
 
 def format_of(name: str) -> torch.dtype:

@@ -208,7 +208,7 @@ def run(lab: Lab, rules: type[ParameterServer] = ParameterServer, worker: type[W
         held=dict.fromkeys(rounds, together),
         timed=partial(hold_timed, lab, rounds),
     )
-    lab.compare_traffic(predictions, measured)
+    lab.hold(predictions, measured)
     asynchronous.run(lab, rules, worker)
 
 

@@ -2,16 +2,14 @@
 
 from collections.abc import Iterator
 
-import torch
-
 from distlab.contract import WHOLE_RUN, Claims, Mode, untrainable
 from distlab.lab.config import Config
 from distlab.lab.lab import Lab
-from distlab.lab.measure.prediction import Prediction
+from distlab.lab.measure.prediction import Prediction, of_a_step
 from distlab.lab.verify.run_all import measured
 from distlab.lab.workload.model import outline
-from distlab.techniques.collectives.costs import all_reduce_bytes, gloo_all_reduce_messages
-from distlab.techniques.data_parallel.buckets import layout
+from distlab.techniques.collectives.costs import Cost, gloo_all_reduce_messages
+from distlab.techniques.data_parallel.costs import gradients_cost
 from distlab.techniques.parameter_server.costs import averaging_bytes, server_bytes
 
 from .options import Options
@@ -40,35 +38,25 @@ def cannot(config: Config) -> dict[str, str]:
 
 def weight_bytes(config: Config) -> int:
     """S: the bytes of all weights, as of all gradients."""
-    itemsize: int = getattr(torch, config.dtype).itemsize
-    return outline(config).num_parameters() * itemsize
+    return outline(config).num_parameters() * config.itemsize
 
 
 def predict(config: Config) -> list[Prediction]:
     """Bytes that each rank sends in a step, and in how many calls; if asynchronous, where all take as many steps."""
     ranks, nbytes, h = config.world_size, weight_bytes(config), config.own(Options).local_steps
-    itemsize: int = getattr(torch, config.dtype).itemsize
-    sizes = [parameter.numel() * itemsize for parameter in outline(config).parameters()]
-    buckets = [sum(sizes[index] for index in bucket) for bucket in layout(sizes, config.bucket_mib * 2**20)]
-    dense = (all_reduce_bytes("gloo", ranks, nbytes),) * ranks
-    served, seldom = (tuple(server_bytes(ranks, nbytes, rank, steps) for rank in range(ranks)) for steps in (1, h))
-    counted = tuple(sent + (COUNT_BYTES if rank else 0) for rank, sent in enumerate(served))
-    averaged = (averaging_bytes(ranks, nbytes, h),) * ranks
-    reduced = (sum(gloo_all_reduce_messages(ranks, size) for size in buckets),) * ranks
-    in_rounds = (gloo_all_reduce_messages(ranks, nbytes) / h,) * ranks
-    through_server = tuple(2.0 * (ranks - 1) if rank == 0 else 2.0 for rank in range(ranks))
-    rows: list[tuple[str, str, tuple[float, ...], int, tuple[float, ...]]] = [
-        ("dp", "2(N-1)/N x S", dense, len(buckets), reduced),
-        ("sync", "S + 8 B, rank 0 (N-1) x S", counted, 2, through_server),
-        ("local_sgd", "2(N-1)/N x S / H", averaged, 1, in_rounds),
-        ("diloco", "2(N-1)/N x S / H", averaged, 1, in_rounds),
-        ("downpour", "S / H, rank 0 (N-1) x S / H", seldom, 2, ()),
+    averaged = Cost(averaging_bytes(ranks, nbytes, h), 1, gloo_all_reduce_messages(ranks, nbytes) / h)
+    served, seldom = ([server_bytes(ranks, nbytes, rank, steps) for rank in range(ranks)] for steps in (1, h))
+    counted = [
+        Cost(sent + COUNT_BYTES * (rank > 0), 2, 2 if rank else 2 * ranks - 2) for rank, sent in enumerate(served)
     ]
-    impossible = cannot(config)
+    rows = [
+        ("dp", "2(N-1)/N x S", [gradients_cost(config)] * ranks),
+        ("sync", "S + 8 B, rank 0 (N-1) x S", counted),
+        *((name, "2(N-1)/N x S / H", [averaged] * ranks) for name in ROUNDS),
+        (DOWNPOUR, "S / H, rank 0 (N-1) x S / H", [Cost(sent, 2) for sent in seldom]),
+    ]
     return [
-        Prediction(name, "wire bytes", "B", formula, value, calls, messages=messages)
-        for name, formula, value, calls, messages in rows
-        if name not in impossible
+        each for name, formula, costs in rows if name not in cannot(config) for each in of_a_step(name, formula, costs)
     ]
 
 

@@ -25,7 +25,7 @@ A loss that all ranks share counts once. That is where tensor parallelism goes w
 times too large train as well, under Adam (LAB_BUG=double_reduce).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import TypeAlias
@@ -192,27 +192,17 @@ def run(lab: Lab) -> None:
     lab.say(summary(lab.config), "predict")
     lab.note("holds", holds(lab.config, lab.rank))
     measured = measure(lab, also=partial(check_replicas, lab))
-    lab.compare_traffic(predictions, measured)
+    lab.hold(predictions, measured)
     for name in [name for name in measured if name not in lab.mode.by_torch]:
         check_order(lab, name, measured[name].order)
-    for prediction in predictions:
-        if prediction.name in ("calls", SAVED):
-            compare(lab, prediction, measured)
+    compare_saved(lab, predictions, measured)
 
 
-def compare(lab: Lab, prediction: Prediction, measured: dict[str, Measured]) -> None:
-    """Hold calls, or what `sequence` saves over `megatron`, against the prediction."""
-    if not {prediction.variant, "megatron" if prediction.name == SAVED else prediction.variant} <= set(measured):
-        return
-    predicted = prediction.value[lab.rank]
-    if prediction.name != SAVED:
-        lab.compare_calls(prediction.variant, predicted, measured[prediction.variant].traffic, prediction.formula)
-        return
-    lab.compare(
-        SAVED, predicted, measured["megatron"].activation_bytes - measured["sequence"].activation_bytes,
-        variant=prediction.variant, formula=prediction.formula, shown=prediction.shown,
-        control="tests/experiments/test_tp.py::test_activations_that_are_not_saved_fail",
-    )  # fmt: skip
+def compare_saved(lab: Lab, predictions: list[Prediction], measured: Mapping[str, Measured]) -> None:
+    """Hold what `sequence` saves over `megatron` against the prediction, where both ran."""
+    for each in predictions:
+        if each.name == SAVED and {"megatron", "sequence"} <= set(measured):
+            lab.hold_one(each, measured["megatron"].activation_bytes - measured["sequence"].activation_bytes)
 
 
 def check_replicas(lab: Lab, name: str, strategy: Strategy) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distlab.experiments.tp import MODE, compare
+from distlab.experiments.tp import MODE, compare_saved
 from distlab.experiments.tp.checks import mistake as MISTAKES
 from distlab.experiments.tp.predictions import SAVED
 from distlab.lab.config import Config, ConfigError
@@ -337,5 +337,5 @@ def test_activations_that_are_not_saved_fail(saved: int, holds: bool) -> None:
     lab = lab_alone()
     held_bytes = {"megatron": 500, "sequence": 500 - saved}
     measured: Any = {name: SimpleNamespace(activation_bytes=nbytes) for name, nbytes in held_bytes.items()}
-    compare(lab, Prediction("sequence", SAVED, "B", "", (100.0, 100.0), 0), measured)
+    compare_saved(lab, [Prediction("sequence", SAVED, "B", "", (100.0, 100.0), 0)], measured)
     assert held(lab) == {SAVED: holds}

@@ -35,8 +35,14 @@ def held(lab: Lab) -> dict[str, bool]:
     return {entry.name: abs(entry.measured - entry.predicted) <= entry.tolerance for entry in entries}
 
 
+def fails(lab: Lab, kind: str, predicted: float, seen: dict[str, Any]) -> set[str]:
+    """What fails of one prediction."""
+    lab.hold([Prediction("flat", kind, "", "S", (predicted, predicted), 1)], seen)
+    return {name for name, holds in held(lab).items() if not holds}
+
+
 @pytest.mark.parametrize(
-    ("called", "wire", "fails"),
+    ("called", "wire", "wrong"),
     [
         (1e6, 1e6, set()),
         (1e6 + 1, 1e6, {"called bytes"}),
@@ -45,17 +51,18 @@ def held(lab: Lab) -> dict[str, bool]:
         (1e6, 0.0, {"wire bytes"}),
     ],
 )
-def test_bytes_beside_their_formula_fail(called: float, wire: float, fails: set[str]) -> None:
-    lab = lab_alone()
-    lab.compare_traffic([Prediction("flat", "wire bytes", "B", "S", (1e6, 1e6), 1)], counted(called, wire, 0))
-    assert {name for name, holds in held(lab).items() if not holds} == fails
+def test_bytes_beside_their_formula_fail(called: float, wire: float, wrong: set[str]) -> None:
+    assert fails(lab_alone(), "wire bytes", 1e6, counted(called, wire, 0)) == wrong
 
 
 @pytest.mark.parametrize(("rest", "holds"), [(1000, True), (1011, False), (900, False)])
 def test_bytes_that_stay_fail(rest: int, holds: bool) -> None:
-    lab = lab_alone()
-    lab.compare_rest([Prediction("flat", "rest bytes", "B", "P", (1000.0, 1000.0), 0)], counted(0, 0, rest))
-    assert held(lab) == {"rest bytes": holds}
+    assert fails(lab_alone(), "rest bytes", 1000.0, counted(0, 0, rest)) == (set() if holds else {"rest bytes"})
+
+
+@pytest.mark.parametrize(("predicted", "holds"), [(1, True), (2, False)])
+def test_calls_beside_their_formula_fail(predicted: int, holds: bool) -> None:
+    assert fails(lab_alone(), "calls", predicted, counted(0, 0, 0)) == (set() if holds else {"calls"})
 
 
 def test_a_check_names_the_mistake_that_it_sees_before_any_test() -> None:
@@ -71,10 +78,3 @@ def test_what_is_shown_says_why_and_decides_nothing() -> None:
     (entry,) = lab.journal.records
     assert isinstance(entry, Comparison)
     assert (entry.decides, entry.shown, entry.control) == (False, PYTORCHS, "")
-
-
-@pytest.mark.parametrize("predicted", [1, 2])
-def test_calls_beside_their_formula_fail(predicted: int) -> None:
-    lab = lab_alone()
-    lab.compare_calls("flat", predicted, counted(0, 0, 0)["flat"].traffic)
-    assert held(lab) == {"calls": predicted == 1}

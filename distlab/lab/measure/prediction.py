@@ -38,12 +38,12 @@ class Prediction:
 
 
 def of_a_step(
-    variant: str, formula: str, costs: Sequence[tuple[float, int, int]], shown: str = "", formula_of_calls: str = ""
+    variant: str, formula: str, costs: Sequence[tuple[float, int, float]], shown: str = "", of_calls: str = ""
 ) -> list[Prediction]:
     """What each rank sends in a step, its (bytes, calls, messages); the calls decide where they have a formula."""
     nbytes, calls, messages = zip(*costs, strict=True)
     most = max(calls)
-    found = [Prediction(variant, "wire bytes", "B", formula, nbytes, most, shown, messages)]
-    if formula_of_calls:
-        found.append(Prediction(variant, "calls", "calls", formula_of_calls, tuple(map(float, calls)), most))
+    found = [Prediction(variant, "wire bytes", "B", formula, nbytes, most, shown, messages if any(messages) else ())]
+    if of_calls:
+        found.append(Prediction(variant, "calls", "calls", of_calls, tuple(map(float, calls)), most))
     return found

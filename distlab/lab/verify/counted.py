@@ -19,6 +19,7 @@ from distlab.contract import Build, Counted, Strategy
 from distlab.lab.lab import Lab
 from distlab.lab.measure.event_order import Order
 from distlab.lab.measure.memory import MemoryLedger
+from distlab.lab.measure.prediction import Prediction
 from distlab.lab.measure.storages import SavedActivations, Storages, label_before
 from distlab.lab.measure.traffic import Traffic
 from distlab.lab.report import records
@@ -168,6 +169,34 @@ def check_recomputed(lab: Lab, name: str, peak_bytes: float, again_bytes: float,
     bound = again_bytes + layer_bytes
     detail = f"{peak_bytes:.0f} B held at most, {bound:.0f} where every layer is run again"
     lab.check("recomputed peak", max(0.0, peak_bytes - bound), 0, name, detail, control=ACTIVATIONS_CONTROL)
+
+
+def predicted_peaks(
+    lab: Lab,
+    measured: Mapping[str, Counted],
+    peak_of: Callable[[str, list[Happening]], float],
+    formula_of: Callable[[str], str],
+    *,
+    unlike: Mapping[str, bool] | None = None,
+    dealt: Callable[[list[Microbatch]], list[Microbatch]] = list,
+) -> list[Prediction]:
+    """The most that each variant of ours holds on this rank, by `peak_of(name, one process's passes)`; where layers are
+    run again, that bound is held, too. Those in `unlike` run all of them again, or none, whatever LAB_RECOMPUTE says.
+    """
+    recomputes, found, unlike = checks_recomputed(lab), list[Prediction](), unlike or {}
+    whole = outlined(lab, again=True, recompute=False, dealt=dealt) if recomputes else []
+    layer_bytes = most_of_a_layer(lab, dealt) if recomputes else 0
+    outlines: dict[bool | None, list[Happening]] = {}
+    for name in [name for name in measured if name not in lab.mode.by_torch]:
+        again = unlike.get(name)
+        if again not in outlines:
+            outlines[again] = outlined(lab, again=bool(again), recompute=None if again is None else False, dealt=dealt)
+        value = (peak_of(name, outlines[again]),) * lab.world_size
+        formula = f"{formula_of(name)} + one process's passes"
+        found.append(Prediction(name, "peak bytes", "B", formula, value, 0, shown_on(lab.config.device)))
+        if recomputes and again is None:
+            check_recomputed(lab, name, sum(measured[name].peak.values()), peak_of(name, whole), layer_bytes)
+    return found
 
 
 def storage_bytes(tensor: Tensor) -> dict[int, int]:

@@ -60,9 +60,7 @@ def everything(lab: Lab) -> None:
                 f" {prediction.unit}",
                 "predict",
             )
-    measured = measure(lab)
-    lab.compare_traffic(predictions, measured)
-    lab.compare_rest(predictions, measured)
+    lab.hold(predictions, measure(lab))
 
 
 def measure(

@@ -233,7 +233,12 @@ class Model(nn.Module):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * deviation)
 
     def num_parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self.parameters())
+        return sum(self.sizes)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Numbers of each parameter, in order of registration; a tied one counts once."""
+        return [parameter.numel() for parameter in self.parameters()]
 
     def describe(self) -> str:
         """For headings: 'gpt, 1.7M parameters'."""

@@ -19,7 +19,7 @@ class Cost(NamedTuple):
 
     nbytes: float = 0.0
     calls: int = 0
-    messages: int = 0
+    messages: float = 0
 
     def times(self, number: int) -> "Cost":
         return Cost(number * self.nbytes, number * self.calls, number * self.messages)

@@ -7,7 +7,11 @@ The bytes of a step are of its section 7, those of memory of section 3.1 and fig
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
+import torch
+
 from distlab.lab.config import Config
+from distlab.lab.measure.prediction import Prediction
+from distlab.lab.workload.model import buffer_bytes, outline
 from distlab.techniques.collectives.costs import algorithmic_factor
 
 # Adam in mixed precision, bytes a parameter, in float32 but for the first two. "Four times the half-precision weights",
@@ -69,6 +73,23 @@ def whole_rest_bytes(sizes: Sequence[int], config: Config) -> dict[str, float]:
     adam, total = config.optimizer == "adamw", sum(sizes)
     tensors = adam * len(sizes)
     return rest_bytes(0, total, total, itemsize=config.itemsize, moments=2 * adam, num_tensors=tensors)
+
+
+def whole_rest(config: Config, sizes: Sequence[int] | None = None) -> tuple[float, int]:
+    """All of that, by default of the whole model, and how many bytes a parameter it is."""
+    held = whole_rest_bytes(outline(config).sizes if sizes is None else sizes, config)
+    return float(sum(held.values())), (4 if config.optimizer == "adamw" else 2) * config.itemsize
+
+
+def at_rest(
+    variant: str, config: Config, formula: str, value: Sequence[float], shown: str = "",
+    dtype: torch.dtype | None = None,
+) -> Prediction:  # fmt: skip
+    """What each rank holds between two steps, one `value` where all hold as much, and the buffers of a model of one's
+    own, in LAB_DTYPE or the variant's type."""
+    carried = buffer_bytes(config, dtype or getattr(torch, config.dtype))
+    of_ranks = tuple(each + carried for each in value) * (config.world_size if len(value) == 1 else 1)
+    return Prediction(variant, "rest bytes", "B", formula + " + buffers" * (carried > 0), of_ranks, 0, shown)
 
 
 # The most that a step holds: what one process's passes hold by themselves, and on top of it what a strategy keeps.
