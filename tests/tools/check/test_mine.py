@@ -1,81 +1,58 @@
 """The scripts that mine/ shows to try `distlab check` on: of right ones nothing is said, of each other its bug."""
 
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
 from distlab.tools.check.judge.rank_state import DATA, HANG, MATCH, REPLICAS
-from tests.tools.check.cases import Checked, check
+from tests.tools.check.cases import Checked, assert_ended, check
 
 MINE = Path(__file__).parents[3] / "mine"
 RIGHT = ("accumulate", "ddp", "resume")
 
 
-class Wrong(NamedTuple):
-    """A script with a bug: the checks one of which has to fail, and words that have to be said of it."""
-
-    name: str
-    checks: tuple[str, ...]
-    says: tuple[str, ...]
-
-
-WRONG = (
-    Wrong("accumulate_unwrapped", (REPLICAS,), ("drifted apart", "layers.0.weight")),
-    Wrong("ddp_same_data", (DATA,), ("train on the same data", "DistributedSampler")),
-    Wrong("resume_rank_0", (MATCH, HANG), ("barrier", "all_reduce")),
-)
+WRONG = {  # the checks one of which has to fail, and words that have to be said
+    "accumulate_unwrapped": ({REPLICAS}, "drifted apart", "layers.0.weight"),
+    "ddp_same_data": ({DATA}, "train on the same data", "DistributedSampler"),
+    "resume_rank_0": ({MATCH, HANG}, "barrier", "all_reduce"),
+}
 
 
-def checked_in(folder: Path, name: str) -> Checked:
+def checked_in(folder: Path, name: str, *words: str) -> Checked:
     """The script on two ranks; what it saves stays in `folder`."""
-    words = ("--checkpoint", str(folder / "checkpoint.pt")) if name.startswith("resume") else ()
-    return check(MINE / f"{name}.py", 2, folder, *words)
+    saves = ("--checkpoint", str(folder / f"checkpoint{len(words)}.pt")) if name.startswith("resume") else ()
+    return check(MINE / f"{name}.py", 2, folder, *saves, *words)
 
 
-def said_nothing(checked: Checked) -> bool:
-    """Whether there is neither a finding nor a question."""
-    return checked.code == 0 and not checked.sentences and "question" not in checked.said
+def epochs_of(checked: Checked) -> list[str]:
+    """What rank 0 said of each epoch of a script that ended well, and of which nothing else was said."""
+    assert_ended(checked, 0)
+    assert not checked.sentences and "question" not in checked.said
+    return [line for line in checked.said.splitlines() if "epoch " in line]
 
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_nothing_is_said_of_a_right_one(name: str, tmp_path: Path) -> None:
-    checked = checked_in(tmp_path, name)
-    assert said_nothing(checked), checked.said
-    assert "epoch 1: " in checked.said
+    assert "epoch 1: " in epochs_of(checked_in(tmp_path, name))[-1]
 
 
 def test_nothing_is_said_of_one_that_goes_on(tmp_path: Path) -> None:
-    words = ("--checkpoint", str(tmp_path / "checkpoint.pt"), "--epochs")
-    first = check(MINE / "resume.py", 2, tmp_path, *words, "1")
-    assert said_nothing(first), first.said
-    assert "epoch 0: " in first.said and "epoch 1: " not in first.said
-    then = check(MINE / "resume.py", 2, tmp_path, *words, "2")
-    assert said_nothing(then), then.said
-    assert "epoch 0: " not in then.said and "epoch 1: " in then.said
-    straight = check(MINE / "resume.py", 2, tmp_path, "--checkpoint", str(tmp_path / "straight.pt"))
-    assert loss(then) == loss(straight)
+    first, then = (epochs_of(checked_in(tmp_path, "resume", "--epochs", count)) for count in "12")
+    assert ["epoch 0: " in line for line in (*first, *then)] == [True, False]
+    assert then == epochs_of(checked_in(tmp_path, "resume"))[-1:]
 
 
-def loss(checked: Checked) -> str:
-    """What rank 0 said of the last epoch."""
-    (line,) = [line for line in checked.said.splitlines() if "epoch 1: " in line]
-    return line
-
-
-@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.name)
-def test_the_bug_is_named(wrong: Wrong, tmp_path: Path) -> None:
-    checked = checked_in(tmp_path, wrong.name)
-    assert checked.code == 1, checked.said
-    findings = checked.run["findings"]
-    assert {finding["check"] for finding in findings} <= set(wrong.checks), checked.said
-    assert [word for word in wrong.says if word not in "\n".join(checked.sentences)] == []
-    assert f"{wrong.name}.py:" in "\n".join(checked.sentences)
+@pytest.mark.parametrize("name", WRONG)
+def test_the_bug_is_named(name: str, tmp_path: Path) -> None:
+    checks, *says = WRONG[name]
+    checked = checked_in(tmp_path, name)
+    assert_ended(checked, 1, *says, f"{name}.py:")
+    assert {finding["check"] for finding in checked.run["findings"]} <= checks, checked.said
 
 
 def test_an_order_that_stays_is_asked_about(tmp_path: Path) -> None:
     checked = checked_in(tmp_path, "sampler_epoch")
-    assert checked.code == 0, checked.said
+    assert_ended(checked, 0)
     assert not checked.sentences
     (question,) = checked.questions
     assert "set_epoch" in question
@@ -85,5 +62,5 @@ def test_all_scripts_of_ours_are_in_the_table() -> None:
     ignored = (MINE.parent / ".gitignore").read_text().splitlines()
     ours = {Path(line).stem for line in ignored if line.startswith("!/mine/") and line.endswith(".py")}
     to_prove = {"own"}  # tests/compose/test_own.py
-    assert ours == {*RIGHT, "sampler_epoch", *(wrong.name for wrong in WRONG)} | to_prove
+    assert ours == {*RIGHT, "sampler_epoch", *WRONG} | to_prove
     assert all((MINE / f"{name}.py").is_file() for name in ours)

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from distlab.lab.cluster import name_ranks
+from distlab.tools.check.judge.call_tensors import ParameterCalls
 from distlab.tools.check.judge.framework_words import words_of_call
-from distlab.tools.check.judge.parameter_calls import ParameterCalls
 from distlab.tools.check.judge.parting import Parting, called_from, parted
 from distlab.tools.check.judge.rank_state import (
     MADE,

@@ -15,7 +15,6 @@ from distlab.lab.cluster import name_ranks
 from distlab.tools.check.judge.fault import Fault
 from distlab.tools.check.judge.rank_state import MATCH, REPLICAS, Finding, RankState
 
-Which = tuple[str, tuple[int, ...]]  # what holds the parameters, and on which ranks
 END, BEGINNING = -1, 0  # in the place of a step
 BROADCAST = "broadcast"  # the key of parameters that were broadcast, and whose gradients nobody has averaged
 MOST_PENDING = 1000  # steps that not all ranks have told
@@ -30,23 +29,25 @@ class Unaveraged:
     """What lets gradients arise without an average, at its first steps."""
 
     kind: str
-    rank: int
     step: int
     names: list[str]
     place: str  # empty where it is not known
-    stepped_at: str
 
 
 @dataclass
-class Known:
-    """All that ranks have told of one of their replicas."""
+class Replica:
+    """All that ranks have told of parameters that they should hold alike."""
 
+    key: str  # what holds them
+    ranks: tuple[int, ...]
     weights: Sums = field(default_factory=lambda: defaultdict(dict))
     gradients: Sums = field(default_factory=lambda: defaultdict(dict))
     states: Sums = field(default_factory=lambda: defaultdict(dict))
     buffers: Sums = field(default_factory=lambda: defaultdict(dict))
     traces: dict[int, dict[int, tuple[int, int, int]]] = field(default_factory=lambda: defaultdict(dict))
-    apart: dict[str, int] = field(default_factory=dict)  # since which step gradients, options, weights differ
+    orders: dict[str, dict[int, list[str]]] = field(default_factory=lambda: defaultdict(dict))  # names on each rank
+    told: bool = False  # that an order differs
+    differ: dict[str, int] = field(default_factory=dict)  # since which step gradients, options, weights do
     agreed: int = 0  # the last step after which the weights were seen equal
     options: dict[tuple[int, int], dict[int, list[dict[str, str]]]] = field(default_factory=lambda: defaultdict(dict))
     by_name: bool = True  # else a copy of all its elements was reduced, which may be the weights' (local SGD)
@@ -55,68 +56,104 @@ class Known:
     made_at: str = ""  # where the DDP was made, or where gradients are averaged by hand
     stepped_at: str = "an unknown line"
 
+    def are_apart(self, sums: dict[int, dict[str, int]]) -> bool:
+        """Whether all these ranks have told, and not the same of what they all have."""
+        return set(sums) == set(self.ranks) and any(
+            len({sums[rank][name] for rank in self.ranks}) > 1 for name in common(sums)
+        )
+
+    def apart_at(self, what: Sums) -> list[int]:
+        """The steps at which all have told of this, and not the same."""
+        return [step for step, sums in sorted(what.items()) if self.are_apart(sums)]
+
+    def sides(self, sums: dict[int, dict[str, int]]) -> tuple[list[str], str, str, str]:
+        """Where ranks are apart: the names that differ, in words with their number, the fewer ranks, and the others."""
+        odd, names = smaller_side(sums)
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        which = f"parameter {names[0]}{more}" if names else "parameter"
+        return names, which, name_ranks(odd), name_ranks(sorted(set(self.ranks) - set(odd)))
+
+    @property
+    def was_averaged(self) -> bool:
+        """Whether the gradients of all ranks were equal at a step that was looked at."""
+        return any(set(sums) == set(self.ranks) and not self.are_apart(sums) for sums in self.gradients.values())
+
+    @property
+    def since(self) -> tuple[int, int]:
+        """The last step after which the weights were seen equal, and the first after which they were not any more."""
+        agreed, apart = self.agreed, self.differ.get("weights", 0)
+        for step in sorted(step for step in self.weights if step > 0):
+            if self.are_apart(self.weights[step]):
+                apart = min(apart or step, step)
+            elif set(self.weights[step]) == set(self.ranks) and not apart:
+                agreed = max(agreed, step)
+        return min(agreed, apart - 1) if apart else agreed, apart
+
 
 class Replicas(Fault):
     """The parameters and checksums that ranks have told."""
 
     def __init__(self, parameter_calls: Fault) -> None:
         self._mixed_up = parameter_calls
-        self._orders: dict[tuple[str, Which], dict[int, list[str]]] = defaultdict(dict)
-        self._known: dict[Which, Known] = defaultdict(Known)
-        self._told: set[Which] = set()
+        self._known: dict[tuple[str, tuple[int, ...]], Replica] = {}
+
+    def _of(self, case: RankState, key: str, group: int, stepped_at: int = -1) -> Replica:
+        ranks = case.group(group).ranks
+        found = self._known.setdefault((key, ranks), Replica(key, ranks))
+        found.stepped_at = line_of(case, stepped_at) or found.stepped_at
+        return found
 
     def take_module(
         self, case: RankState, key: str, group: int, place: int, order: list[str], buffers: list[str]
     ) -> Iterator[Finding]:
-        which = key, case.group(group).ranks
-        self._known[which].made_at = made_at = case.place(place).line
+        known = self._of(case, key, group)
+        known.made_at = case.place(place).line
         for what, names in (("parameter", order), ("buffer", buffers)):
-            seen = self._orders[what, which]
+            seen = known.orders[what]
             seen[case.rank] = names
             odd = next((rank for rank in sorted(seen) if seen[rank] != seen[min(seen)]), None)
-            if odd is not None and which not in self._told:
-                self._told.add(which)
-                yield Finding(MATCH, other_order(f"{key} at {made_at}", what, seen, odd), (odd,), ends=True)
+            if odd is not None and not known.told:
+                known.told = True
+                yield Finding(MATCH, other_order(f"{key} at {known.made_at}", what, seen, odd), (odd,), ends=True)
 
     def take_averaged(self, case: RankState, key: str, group: int, by_name: bool, place: int) -> None:
-        known = self._known[key, case.group(group).ranks]
+        known = self._of(case, key, group)
         known.made_at, known.by_name = line_of(case, place), by_name
 
     def take_elsewhere(self, case: RankState, key: str, group: int) -> None:
-        self._known[key, case.group(group).ranks].elsewhere = True
+        self._of(case, key, group).elsewhere = True
 
     def take_sums(
         self, case: RankState, what: str, key: str, group: int, step: int, sums: list[list[Any]], place: int
     ) -> None:
         """Checksums of weights, gradients, states of the optimizer, or buffers."""
-        known = self._known[key, case.group(group).ranks]
+        found = {str(name): int(checksum) for name, checksum in sums}
+        known = self._of(case, key, group, place)
         of = {"weights": known.weights, "gradients": known.gradients, "states": known.states, "buffers": known.buffers}
-        of[what][step][case.rank] = {str(name): int(checksum) for name, checksum in sums}
-        known.stepped_at = line_of(case, place) or known.stepped_at
+        of[what][step][case.rank] = found
 
     def take_trace(
         self, case: RankState, key: str, group: int, step: int, gradients: int, options: int, weights: int
     ) -> None:
-        ranks = case.group(group).ranks
-        known = self._known[key, ranks]
+        known = self._of(case, key, group)
         seen = known.traces[step]
         seen[case.rank] = gradients, options, weights
-        if set(seen) == set(ranks):
+        if set(seen) == set(known.ranks):
             del known.traces[step]
             self._compare(known, step, seen)
         elif len(known.traces) > MOST_PENDING:
             del known.traces[min(known.traces)]
 
     @staticmethod
-    def _compare(known: Known, step: int, seen: dict[int, tuple[int, int, int]]) -> None:
+    def _compare(known: Replica, step: int, seen: dict[int, tuple[int, int, int]]) -> None:
         for index, what in enumerate(("gradients", "options", "weights")):
             if len({each[index] for each in seen.values()}) > 1:
-                known.apart.setdefault(what, step)
+                known.differ.setdefault(what, step)
             elif what == "weights":
                 known.agreed = max(step, known.agreed)
-                known.apart.clear()
+                known.differ.clear()
             elif what == "options":
-                known.apart.pop(what, None)
+                known.differ.pop(what, None)
 
     def take_options(
         self, case: RankState, key: str, group: int, number: int, step: int, groups: list[Any], place: int
@@ -124,50 +161,38 @@ class Replicas(Fault):
         for each in groups:
             if not all(type(name) is str and type(value) is str for name, value in each.items()):
                 raise TypeError(f"{each!r} is no parameter group's options")
-        known = self._known[key, case.group(group).ranks]
-        found = known.options[number, case.rank]
+        found = self._of(case, key, group, place).options[number, case.rank]
         found[step] = groups
-        known.stepped_at = line_of(case, place) or known.stepped_at
         if len(found) > MOST_OPTIONS:
             del found[min(found)]
 
     def take_fault(
         self, case: RankState, key: str, group: int, kind: str, step: int, names: list[str], place: int, stepped_at: int
     ) -> None:
-        found = Unaveraged(
-            kind, case.rank, step, [str(each) for each in names], line_of(case, place), line_of(case, stepped_at)
-        )
-        self._known[key, case.group(group).ranks].faults.append(found)
+        found = Unaveraged(kind, step, [str(each) for each in names], line_of(case, place))
+        self._of(case, key, group, stepped_at).faults.append(found)
 
     def findings(self) -> Iterator[Finding]:
         """Of groups of ranks whose calls by hand mix parameters up, no more than that is said."""
         explained = {finding.ranks for finding in self._mixed_up.findings()}
-        for (key, ranks), known in self._known.items():
-            if (
-                known.elsewhere
-                or not (known.by_name or was_averaged(known, ranks))
-                or (ranks in explained and not key.startswith(("DDP", "FSDP")))
-            ):
-                continue
-            if key != BROADCAST and are_apart(known.weights.get(END, {}), ranks):
+        for known in self._known.values():
+            hand = not known.key.startswith(("DDP", "FSDP"))
+            parted = not known.elsewhere and (known.by_name or known.was_averaged)
+            apart = known.key != BROADCAST and known.are_apart(known.weights.get(END, {}))
+            if parted and apart and not (hand and known.ranks in explained):
                 odd, _ = smaller_side(known.weights[END])
-                yield Finding(REPLICAS, why_apart(key, ranks, known), tuple(odd))
+                yield Finding(REPLICAS, why_apart(known), tuple(odd))
 
     def questions(self) -> Iterator[str]:
-        for (key, ranks), known in self._known.items():
+        for known in self._known.values():
             last = known.weights.get(END, {})
-            if key == BROADCAST and are_apart(last, ranks):
-                odd, names = smaller_side(last)
+            if known.key == BROADCAST and known.are_apart(last):
+                _, which, odd, others = known.sides(last)
                 yield (
-                    f"is it meant that {name_ranks(odd)} ended with another {listed(names)} than {others(odd, ranks)}?"
+                    f"is it meant that {odd} ended with another {which} than {others}?"
                     " They were broadcast at the start, and their gradients are never averaged over these ranks; the"
                     f" optimizer steps at {known.stepped_at}"
                 )
-
-
-def was_averaged(known: Known, ranks: tuple[int, ...]) -> bool:
-    """Whether the gradients of all ranks were equal at a step that was looked at."""
-    return any(set(sums) == set(ranks) and not are_apart(sums, ranks) for sums in known.gradients.values())
 
 
 def line_of(case: RankState, place: int) -> str:
@@ -196,12 +221,6 @@ def other_order(what: str, kind: str, seen: dict[int, list[str]], odd: int) -> s
     return f"{what}: {differ}: DDP sums gradients by their order, whatever they are called"
 
 
-def are_apart(sums: dict[int, dict[str, int]], ranks: tuple[int, ...]) -> bool:
-    """Whether all these ranks have told, and not the same of what they all have."""
-    names = common(sums)
-    return set(sums) == set(ranks) and any(len({sums[rank][name] for rank in ranks}) > 1 for name in names)
-
-
 def common(sums: dict[int, dict[str, int]]) -> list[str]:
     """The names that all ranks have told, in the order of one."""
     return [name for name in next(iter(sums.values()), {}) if all(name in each for each in sums.values())]
@@ -218,90 +237,64 @@ def smaller_side(sums: dict[int, dict[str, int]]) -> tuple[list[int], list[str]]
     return odd, [name for name in names if sums[odd[0]][name] != sums[right[0]][name]]
 
 
-def listed(names: list[str]) -> str:
-    """ "parameter bias and 2 more"."""
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return f"parameter {names[0]}{more}" if names else "parameter"
-
-
-def others(odd: list[int], ranks: tuple[int, ...]) -> str:
-    return name_ranks(sorted(set(ranks) - set(odd)))
-
-
 # Why replicas are apart: each cause gives its clause, with what to do, or nothing where it is another one.
 
 
-def why_apart(key: str, ranks: tuple[int, ...], known: Known) -> str:
+def why_apart(known: Replica) -> str:
     """The whole sentence."""
-    odd, names = smaller_side(known.weights[END])
-    if key.startswith("FSDP"):
-        return outside_of_shards(ranks, known)
-    hand = not key.startswith("DDP")
-    if are_apart(known.weights.get(BEGINNING, {}), ranks):
-        return from_beginning(key, ranks, known)
-    who = f"those whose gradients are averaged by hand at {known.made_at}" if hand else f"{key} ({known.made_at})"
-    ended = f"{name_ranks(odd)} ended with another {listed(names)} than {others(odd, ranks)}"
-    head = f"the replicas of {who} have drifted apart: {ended}, {since_words(known, ranks)}"
+    names, which, odd, others = known.sides(known.weights[END])
+    if known.key.startswith("FSDP"):
+        return (
+            f"FSDP does not shard {which}, which the optimizer steps at {known.stepped_at}, so its gradient is"
+            f" never averaged: {odd} ended with another one than {others}; put it into the module"
+            " before FSDP wraps it, and wrap the whole model too (fully_shard(model)), not its layers alone"
+        )
+    if known.are_apart(known.weights.get(BEGINNING, {})):
+        return from_beginning(known)
+    who = f"{known.key} ({known.made_at})"
+    if not known.key.startswith("DDP"):
+        who = f"those whose gradients are averaged by hand at {known.made_at}"
     cause = (
         late_parameters(known, names)
-        or other_options(known, ranks)
-        or without_average(key, known, ranks)
-        or other_gradients(known, ranks)
-        or other_state(known, ranks)
-        or other_buffers(known, ranks)
+        or other_options(known)
+        or without_average(known)
+        or other_gradients(known)
+        or other_state(known)
+        or other_buffers(known)
         or "gradients, options and state of the optimizer were seen equal, so something else writes the weights between"
         " the steps of some ranks: let all ranks do it"
     )
-    return f"{head}: {cause}; the optimizer steps at {known.stepped_at}"
-
-
-def outside_of_shards(ranks: tuple[int, ...], known: Known) -> str:
-    """Parameters in an FSDP module that it does not shard."""
-    odd, names = smaller_side(known.weights[END])
     return (
-        f"FSDP does not shard {listed(names)}, which the optimizer steps at {known.stepped_at}, so its gradient is"
-        f" never averaged: {name_ranks(odd)} ended with another one than {others(odd, ranks)}; put it into the module"
-        " before FSDP wraps it, and wrap the whole model too (fully_shard(model)), not its layers alone"
+        f"the replicas of {who} have drifted apart: {odd} ended with another {which} than {others},"
+        f" {since_words(known)}: {cause}; the optimizer steps at {known.stepped_at}"
     )
 
 
-def since(known: Known, ranks: tuple[int, ...]) -> tuple[int, int]:
-    """The last step after which the weights were seen equal, and the first after which they were not any more."""
-    agreed, apart = known.agreed, known.apart.get("weights", 0)
-    for step in sorted(step for step in known.weights if step > 0):
-        if are_apart(known.weights[step], ranks):
-            apart = min(apart or step, step)
-        elif set(known.weights[step]) == set(ranks) and not apart:
-            agreed = max(agreed, step)
-    return min(agreed, apart - 1) if apart else agreed, apart
-
-
-def since_words(known: Known, ranks: tuple[int, ...]) -> str:
-    agreed, apart = since(known, ranks)
+def since_words(known: Replica) -> str:
+    agreed, apart = known.since
     if not apart:
         return f"after step {agreed}" if agreed else "at some step"
     return f"since step {apart}" if agreed >= apart - 1 else f"since step {agreed + 1} to {apart}"
 
 
-def from_beginning(key: str, ranks: tuple[int, ...], known: Known) -> str:
+def from_beginning(known: Replica) -> str:
     """Replicas that had other weights before the first step."""
-    odd, names = smaller_side(known.weights[BEGINNING])
-    rest = others(odd, ranks)
+    _, which, odd, others = known.sides(known.weights[BEGINNING])
     before = f"before the first step, at {known.stepped_at}"
-    if key.startswith("DDP"):
+    if known.key.startswith("DDP"):
         return (
-            f"the replicas of {key} ({known.made_at}) have drifted apart: {name_ranks(odd)} had another {listed(names)}"
-            f" than {rest} already {before}; it was written after DDP was made, and DDP averages gradients, not"
+            f"the replicas of {known.key} ({known.made_at}) have drifted apart: {odd} had another {which}"
+            f" than {others} already {before}; it was written after DDP was made, and DDP averages gradients, not"
             " weights: write it before DDP is made, or on all ranks alike"
         )
     return (
-        f"weights of {name_ranks(odd)} and of {rest} differ from the beginning: {listed(names)}, {before}; their"
+        f"weights of {odd} and of {others} differ from the beginning: {which}, {before}; their"
         f" gradients are averaged at {known.made_at}, which leaves the difference as it is: broadcast the weights"
         " before the first step, or give all ranks one seed while the model is made"
     )
 
 
-def late_parameters(known: Known, names: list[str]) -> str:
+def late_parameters(known: Replica, names: list[str]) -> str:
     """Parameters that a DDP does not know, or did not when it was made."""
     texts = {
         "added": f"was added after DDP at {known.made_at}; its gradient is never averaged: put it into the model before"
@@ -317,20 +310,20 @@ def late_parameters(known: Known, names: list[str]) -> str:
     return ""
 
 
-def other_options(known: Known, ranks: tuple[int, ...]) -> str:
+def other_options(known: Replica) -> str:
     """The first option of a parameter group that ranks have not alike."""
-    _, apart = since(known, ranks)
-    step = known.apart.get("options", 0)
+    _, apart = known.since
+    step = known.differ.get("options", 0)
     if not step or (apart and step > apart):
         return ""
     for number in sorted({number for number, _ in known.options}):
-        in_effect = {rank: at_step(known.options.get((number, rank), {}), step) for rank in ranks}
-        first = in_effect[ranks[0]]
+        in_effect = {rank: at_step(known.options.get((number, rank), {}), step) for rank in known.ranks}
+        first = in_effect[known.ranks[0]]
         if len({len(groups) for groups in in_effect.values()}) > 1:
             return "other parameter groups: " + by_value({r: f"{len(each)} of them" for r, each in in_effect.items()})
         for index, options in enumerate(first):
             for name in options:
-                values = {rank: in_effect[rank][index].get(name, "none") for rank in ranks}
+                values = {rank: in_effect[rank][index].get(name, "none") for rank in known.ranks}
                 if len(set(values.values())) > 1:
                     shown = "another number of parameters" if name == "parameters" else f"another {name}"
                     shown = "another learning rate (lr)" if name == "lr" else shown
@@ -355,10 +348,10 @@ def by_value(values: dict[int, str]) -> str:
     return ", ".join(f"{value} on {name_ranks(of)}" for value, of in list(sides.items())[:SHOWN])
 
 
-def without_average(key: str, known: Known, ranks: tuple[int, ...]) -> str:
+def without_average(known: Replica) -> str:
     """Backward passes of a DDP after which nothing was averaged."""
-    agreed, apart = since(known, ranks)
-    first = known.apart.get("gradients", 0)
+    agreed, apart = known.since
+    first = known.differ.get("gradients", 0)
     for fault in known.faults:
         if not agreed < fault.step <= (apart or fault.step) or (first and fault.step < first):
             continue
@@ -366,8 +359,8 @@ def without_average(key: str, known: Known, ranks: tuple[int, ...]) -> str:
         if fault.kind == "past":
             through = f"through .module{here}" if here else "in another way"
             return (
-                f"the gradients of step {fault.step} came past {key.split()[0]}: its forward pass was not called, but"
-                f" its module {through}, so nothing is averaged; call the DDP itself in training"
+                f"the gradients of step {fault.step} came past {known.key.split()[0]}: its forward pass was not called,"
+                f" but its module {through}, so nothing is averaged; call the DDP itself in training"
             )
         if fault.kind == "unaveraged":
             return (
@@ -383,40 +376,35 @@ def without_average(key: str, known: Known, ranks: tuple[int, ...]) -> str:
     return ""
 
 
-def other_gradients(known: Known, ranks: tuple[int, ...]) -> str:
-    _, apart = since(known, ranks)
-    full = [step for step, sums in known.gradients.items() if are_apart(sums, ranks)]
-    step = min([*full, *([known.apart["gradients"]] if "gradients" in known.apart else [])], default=0)
-    if not step or (apart and step > apart):
+def other_gradients(known: Replica) -> str:
+    full = known.apart_at(known.gradients)
+    step = min([*full, *([known.differ["gradients"]] if "gradients" in known.differ else [])], default=0)
+    if not step or step > (known.since[1] or step):
         return ""
-    names = smaller_side(known.gradients[step])[1] if step in full else []
-    of = f" ({listed(names)})" if names else ""
+    of = f" ({known.sides(known.gradients[step])[1]})" if step in full else ""
     return (
         f"the ranks step by other gradients{of} from step {step} on; average all gradients at each step, after the last"
         " backward pass and before anything else changes them"
     )
 
 
-def other_state(known: Known, ranks: tuple[int, ...]) -> str:
-    agreed, apart = since(known, ranks)
-    full = [step for step, sums in sorted(known.states.items()) if are_apart(sums, ranks)]
-    if not full or (apart and full[0] > apart) or (agreed < full[0] - 1 and apart != full[0]):
+def other_state(known: Replica) -> str:
+    (agreed, apart), (step, *_) = known.since, (*known.apart_at(known.states), 0)
+    if not step or step > (apart or step) or (agreed < step - 1 and apart != step):
         return ""
-    _, names = smaller_side(known.states[full[0]])
+    which = known.sides(known.states[step])[1]
     return (
-        f"another state of the optimizer ({listed(names)}) at step {full[0]}, with the same gradients: load or make it"
-        " on all ranks alike"
+        f"another state of the optimizer ({which}) at step {step}, with the same gradients: load or make it on all"
+        " ranks alike"
     )
 
 
-def other_buffers(known: Known, ranks: tuple[int, ...]) -> str:
-    _, apart = since(known, ranks)
-    full = [step for step, sums in sorted(known.buffers.items()) if are_apart(sums, ranks)]
-    if not full or (apart and full[0] > apart):
+def other_buffers(known: Replica) -> str:
+    step, *_ = *known.apart_at(known.buffers), 0
+    if not step or step > (known.since[1] or step):
         return ""
-    _, names = smaller_side(known.buffers[full[0]])
-    which = listed(names).replace("parameter", "buffer")
+    which = known.sides(known.buffers[step])[1].replace("parameter", "buffer")
     return (
-        f"other buffers ({which}) at step {full[0]}, with the same gradients: what is written into the weights from"
+        f"other buffers ({which}) at step {step}, with the same gradients: what is written into the weights from"
         " them is each rank's own; all_reduce them on all ranks, or let DDP send rank 0's (broadcast_buffers=True)"
     )

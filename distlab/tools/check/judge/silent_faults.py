@@ -10,9 +10,8 @@ from typing import Any, NamedTuple, get_type_hints
 
 from distlab.lab.cluster import name_ranks
 from distlab.tools.check.judge.axes import Begun, Copies, Dropouts, Norms, Parts
-from distlab.tools.check.judge.call_tensors import Handles, Layouts, Lost
+from distlab.tools.check.judge.call_tensors import Handles, Layouts, Lost, ParameterCalls
 from distlab.tools.check.judge.fault import Fault
-from distlab.tools.check.judge.parameter_calls import ParameterCalls
 from distlab.tools.check.judge.rank_state import DEVICES, CallPlace, Finding, RankState, typed
 from distlab.tools.check.judge.replicas import Replicas
 from distlab.tools.check.judge.samples import Batches, Draws, SameInputs, SameShares

@@ -76,8 +76,6 @@ class Recorder:
     def __init__(self, telling: Telling, places: Places) -> None:
         self.telling, self.places = telling, places
         self.thread = threading.local()  # .made, the last call; .reduce, what torch.distributed was asked to reduce by
-        self.on_reduce: Callable[[Call, Group], None] = lambda call, group: None  # noqa: ARG005
-        self.on_broadcast: Callable[[Call, Group], None] = lambda call, group: None  # noqa: ARG005
         self.named: Callable[[torch.Tensor], Named | None] = lambda tensor: None  # noqa: ARG005
         self.on_call: list[Callable[[str, tuple[Any, ...], Call, Group], None]] = []  # with the call's arguments
         self.at_end: list[Callable[[], None]] = []  # what is called when the script has ended well
@@ -194,10 +192,6 @@ class Recorder:
         call = self.thread.made = Call(number, by_script, shape.op, tensors, len(group.ranks), place, parameter)
         for look in self.on_call:
             look(name, args, call, group)
-        if shape.reduce:
-            self.on_reduce(call, group)
-        elif shape.root >= 0:
-            self.on_broadcast(call, group)
         return call
 
     def _kind(

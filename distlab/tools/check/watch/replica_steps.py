@@ -158,11 +158,10 @@ class ReplicaSteps:
         if replica is not None:
             replica.past_at = place
 
-    def note_broadcast(self, call: Call, group: Group) -> None:
-        if not self._begun and call.by_script:
+    def note_call(self, call: Call, group: Group) -> None:
+        """What the script itself broadcasts before its first step, and what it sums."""
+        if call.op in ("broadcast", "scatter", "gather") and call.by_script and not self._begun:
             self._broadcast |= {tensor.data_ptr(): group for tensor in call.tensors if tensor.numel()}
-
-    def note_reduced(self, call: Call, group: Group) -> None:
         if call.op != "all_reduce" or not call.by_script or call.size < 2:
             return
         if self._over:

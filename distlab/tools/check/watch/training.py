@@ -53,8 +53,7 @@ class Training:
         self._backwards = 0
         self._scales: list[list[float]] = []  # of the means in the loss of each backward pass since the last step
         self._trained: set[int] = set()  # ids of the optimizers that have stepped
-        recorder.on_reduce = self._note_reduced
-        recorder.on_broadcast = self._replicas.note_broadcast
+        recorder.on_call.append(self._note_call)
 
     def install(self) -> None:
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -105,8 +104,8 @@ class Training:
             found = checksum([*inputs, *named.values()])
             self._telling.say("input", key, group.number, count, found, self._recorder.places.here(3)[0])
 
-    def _note_reduced(self, call: Call, group: Group) -> None:
-        self._replicas.note_reduced(call, group)
+    def _note_call(self, name: str, args: tuple[Any, ...], call: Call, group: Group) -> None:  # noqa: ARG002
+        self._replicas.note_call(call, group)
         if self._steps < FIRST and call.op == "all_reduce":
             for tensor in call.tensors:
                 if tensor.is_floating_point() and not tensor.is_inference():

@@ -106,16 +106,12 @@ def test_who_stands_in_calls_that_do_not_match_hangs() -> None:
         ([[IN_WAIT], [IN_WAIT], [["/home/me/train.py", 9, "train"]]], [0.0] * 3),  # rank 2 has gone on
         ([[IN_WAIT], [IN_WAIT], [[f"/site-packages/{LOADERS}loader.py", 9, "next"]]], [0.0] * 3),
         ([[IN_WAIT], [IN_WAIT], []], [0.0] * 3),  # nobody knows where rank 2 is
+        (STANDS, None),  # nobody has a core
     ],
 )
-def test_where_a_rank_may_go_on_nothing_hangs(frames: list[list[list[Any]]], cpu_s: list[float]) -> None:
-    doctor = stood(frames, cpu_s, SURE_S)
+def test_where_a_rank_may_go_on_nothing_hangs(frames: list[list[list[Any]]], cpu_s: list[float] | None) -> None:
+    doctor = stood(frames, cpu_s or [0.0] * 3, SURE_S, starved_s=0.0 if cpu_s else 0.45)
     assert doctor.over
-    assert {finding.check for finding in doctor.findings} == {MATCH}
-
-
-def test_who_has_no_core_does_not_hang() -> None:
-    doctor = stood(STANDS, [0.0, 0.0, 0.0], SURE_S, starved_s=0.45)
     assert {finding.check for finding in doctor.findings} == {MATCH}
 
 
@@ -162,30 +158,29 @@ SCRIPT = """def save(rank):
     else:
         barrier()
     barrier()
+if rank == 0: barrier()
+if (
+    rank == 0
+    and agreed(all_reduce(loss))
+):
+    barrier()
 """
+BRANCHES = {
+    5: "stands under `if rank == 0` (train.py:2)",
+    7: "stands under the other side of `if rank == 0` (train.py:2)",
+    8: "",
+    9: "stands under `if rank == 0` (train.py:9)",  # a branch may stand on one line
+    12: "",  # and its condition on several
+    14: "stands under `if rank == 0 and agreed(all_reduce(loss))` (train.py:10)",
+}
 
 
-def test_the_text_and_the_branch_of_a_line(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    inside, outside = (CallPlace(f"train.py:{number}", "", str(script)) for number in (5, 8))
-    assert source_line(inside) == "barrier()"
-    assert branch_of(inside) == "stands under `if rank == 0` (train.py:2)"
-    assert (
-        branch_of(CallPlace("train.py:7", "", str(script)))
-        == "stands under the other side of `if rank == 0` (train.py:2)"
-    )
-    assert branch_of(outside) == ""
-
-
-def test_a_branch_may_stand_on_one_line_and_its_condition_on_several(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(
-        "if rank == 0: barrier()\nif (\n    rank == 0\n    and agreed(all_reduce(loss))\n):\n    barrier()\n"
-    )
-    found = [branch_of(CallPlace(f"train.py:{number}", "", str(script))) for number in (1, 4, 6)]
-    condition = "stands under `if rank == 0 and agreed(all_reduce(loss))` (train.py:2)"
-    assert found == ["stands under `if rank == 0` (train.py:1)", "", condition]
+@pytest.mark.parametrize("number", BRANCHES)
+def test_the_text_and_the_branch_of_a_line(number: int, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    place = CallPlace(f"train.py:{number}", "", str(tmp_path / "train.py"))
+    assert source_line(place) == SCRIPT.splitlines()[number - 1].strip()
+    assert branch_of(place) == BRANCHES[number]
 
 
 def test_what_has_no_text_is_left_out(tmp_path: Path) -> None:

@@ -54,17 +54,20 @@ def line(tmp_path: Path) -> Lines:
     return lambda number: CallPlace(f"train.py:{number}", "", str(script))
 
 
-def test_uneven_data_is_told_by_the_pass_that_ended(line: Lines) -> None:
-    found = parting((course(line(2), 4), line(3)), (course(line(2), 3, ended=True), line(4)))
-    assert (
-        "pass 0 over the DataLoader at train.py:2 has 3 batches on rank 1 and more on rank 0: uneven data" in found.text
-    )
+PASS = "pass 0 over the DataLoader at train.py:2"
+
+
+@pytest.mark.parametrize(
+    ("ended", "at", "says"),
+    [
+        (True, 4, f"{PASS} has 3 batches on rank 1 and more on rank 0: uneven data"),
+        (False, 4, f"rank 1 took 3 batches of {PASS}, which has more: a stop"),
+    ],
+)
+def test_uneven_data_and_a_loop_that_a_rank_left(ended: bool, at: int, says: str, line: Lines) -> None:
+    found = parting((course(line(2), 4), line(3)), (course(line(2), 3, ended=ended), line(at)))
+    assert says in found.text
     assert "as many batches" in found.remedy
-
-
-def test_a_loop_that_a_rank_left_is_a_stop(line: Lines) -> None:
-    found = parting((course(line(2), 4), line(3)), (course(line(2), 3), line(4)))
-    assert "rank 1 took 3 batches of pass 0 over the DataLoader at train.py:2, which has more: a stop" in found.text
     both_inside = parting((course(line(2), 4), line(3)), (course(line(2), 3), line(3)))
     assert "a stop" not in both_inside.text
 
@@ -109,17 +112,13 @@ def test_inside_of_one_call_of_a_framework_steps_and_batches_are_told() -> None:
     for each in (one, other):
         each.step(3, "Trainer.train", "transformers")
     found = parting((one, train), (other, train))
-    assert (
-        "in Trainer.train rank 1 is after 3 optimizer steps / 6 batches of its DataLoader and rank 0 after 3"
-        in found.text
-    )
+    now = "after 3 optimizer steps / 6 batches of its DataLoader and rank 0 after 3"
+    assert f"in Trainer.train rank 1 is {now}" in found.text
     assert "rank 1 took 6 batches" in found.text
     assert "EarlyStoppingCallback" in found.remedy
     evaluated = parting((one, train), (one, train._replace(typed="Trainer.evaluate")))
-    assert (
-        "rank 1's loop in Trainer.train ended after 3 optimizer steps / 8 batches of its DataLoader, rank 0 is at 3"
-        in evaluated.text
-    )
+    then = "ended after 3 optimizer steps / 8 batches of its DataLoader, rank 0 is at 3"
+    assert f"rank 1's loop in Trainer.train {then}" in evaluated.text
 
 
 def test_ranks_that_have_done_nothing_have_parted_by_nothing() -> None:
