@@ -17,6 +17,7 @@ from distlab.tools.check.judge.rank_state import (
     RankState,
     call_text,
     group_words,
+    ranks_by,
     ranks_do,
     typed,
 )
@@ -105,9 +106,7 @@ class ParameterCalls(Fault):
                 yield line, met
 
     def _differ(self, met: dict[int, Call]) -> str:
-        ranks: dict[str, list[int]] = defaultdict(list)
-        for rank in sorted(met):
-            ranks[met[rank].kind.parameter].append(rank)
+        ranks = ranks_by({rank: call.kind.parameter for rank, call in met.items()})
         sides = ", ".join(f"{name} on {name_ranks(of)}" for name, of in ranks.items())
         call = met[min(met)]
         return f"{call_text(call)} of {group_words(call.group, len(self._names))} at {call.place.line}: {sides}"

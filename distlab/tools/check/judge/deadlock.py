@@ -23,6 +23,7 @@ from distlab.tools.check.judge.rank_state import (
     Wait,
     call_text,
     group_words,
+    ranks_by,
     ranks_do,
 )
 from distlab.tools.check.judge.source_lines import source_line
@@ -298,9 +299,9 @@ def stands_in_torch(case: RankState) -> bool:
 
 def apart_finding(stuck: Mapping[int, Standing], world_size: int) -> Finding:
     """The hang in a sentence; what does not match and where each rank was stands in the other finding."""
-    by_place: dict[str, list[int]] = {}
-    for rank, each in sorted(stuck.items()):
-        by_place.setdefault(f"in {wait_text(each.wait, world_size)} at {each.wait.place}", []).append(rank)
+    by_place = ranks_by(
+        {rank: f"in {wait_text(each.wait, world_size)} at {each.wait.place}" for rank, each in stuck.items()}
+    )
     who = ", and ".join(f"{ranks_do(ranks, 'wait')} {where}" for where, ranks in by_place.items())
     return Finding(HANG, f"{who}: the calls do not match, so none of them ends", tuple(sorted(stuck)), ends=True)
 

@@ -18,7 +18,7 @@ from distlab.tools.check.judge.deadlock import MOST_NAMED, Standing, diagnosis, 
 from distlab.tools.check.judge.exceptions import describe_exception, folded, how_it_ended
 from distlab.tools.check.judge.framework_words import ALONE, words_of_cause
 from distlab.tools.check.judge.matching import Matching
-from distlab.tools.check.judge.rank_state import END, Finding, Raised, RankState, Wait, call_text, ranks_do
+from distlab.tools.check.judge.rank_state import END, Finding, Raised, RankState, Wait, call_text, ranks_by, ranks_do
 from distlab.tools.check.watch.own_ranks import INSTEAD
 
 ABORTS = tuple(-number for number in (signal.SIGABRT, signal.SIGSEGV, signal.SIGFPE, signal.SIGILL, signal.SIGBUS))
@@ -130,10 +130,9 @@ def consequences(cases: Sequence[RankState], waits: Mapping[int, Standing], rank
 
 def still_at(late: Sequence[RankState]) -> str:
     """Where those stood that had not ended when the failure was told, and that wait for nobody."""
-    by_place: dict[tuple[str, str], list[int]] = {}
-    for case in late:
-        where = f" at {standing_at(case)}" if case.frames() else last_call(case)
-        by_place.setdefault(("still stand" if case.is_idle else "still compute", where), []).append(case.rank)
+    at = {case.rank: f" at {standing_at(case)}" if case.frames() else last_call(case) for case in late}
+    does = {case.rank: "still stand" if case.is_idle else "still compute" for case in late}
+    by_place = ranks_by({rank: (does[rank], at[rank]) for rank in at})
     told = [f"; {ranks_do(ranks, verb)}{where}" for (verb, where), ranks in by_place.items()]
     return "".join(told[:MOST_NAMED])
 

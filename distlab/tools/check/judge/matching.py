@@ -25,6 +25,7 @@ from distlab.tools.check.judge.rank_state import (
     RankState,
     call_text,
     group_words,
+    ranks_by,
     ranks_do,
 )
 from distlab.tools.check.judge.source_lines import branch_of, source_line
@@ -209,9 +210,7 @@ class Matching:
         met = self._parted.get(group)
         if met is None:
             return ""
-        by_place: dict[str, list[int]] = {}
-        for rank in sorted(met):
-            by_place.setdefault(str(met[rank].place), []).append(rank)
+        by_place = ranks_by({rank: str(call.place) for rank, call in met.items()})
         sides = ", ".join(f"{name_ranks(ranks)} at {place}" for place, ranks in by_place.items())
         return f"; their lines part at {call_text(met[min(met)])}: {sides}"
 

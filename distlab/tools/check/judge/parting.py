@@ -13,7 +13,7 @@ from distlab.lab.cluster import name_ranks
 from distlab.lab.report.units import counted
 from distlab.tools.check.judge.framework_words import AS_MANY, SKIPPED, STOPPED, UNEVEN, words_of_cause
 from distlab.tools.check.judge.progress import Course, Pass, Progress
-from distlab.tools.check.judge.rank_state import Call, CallPlace, RankState
+from distlab.tools.check.judge.rank_state import Call, CallPlace, RankState, ranks_by
 from distlab.tools.check.judge.source_lines import is_within, loop_at
 
 FEW = 4  # batches that come to one that is skipped, for it to be asked after
@@ -21,11 +21,9 @@ FEW = 4  # batches that come to one that is skipped, for it to be asked after
 
 def called_from(calls: Iterable[Call]) -> str:
     """Who called the one line that ranks call from, where that is not the same on all."""
-    by_callers: dict[str, list[int]] = {}
-    found = sorted(calls, key=lambda call: call.rank)
-    for call in found:
-        by_callers.setdefault(call.place.callers, []).append(call.rank)
-    if len({call.place.line for call in found}) > 1 or len(by_callers) == 1:
+    places = {call.rank: call.place for call in calls}
+    by_callers = ranks_by({rank: place.callers for rank, place in places.items()})
+    if len({place.line for place in places.values()}) > 1 or len(by_callers) == 1:
         return ""
     sides = ", ".join(f"{name_ranks(ranks)} from {callers or 'the top'}" for callers, ranks in by_callers.items())
     return f"; that line is called on {sides}"

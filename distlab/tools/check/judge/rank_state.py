@@ -6,9 +6,9 @@ torch's. Whoever stands in a line of the script itself, asleep or at work, waits
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, get_origin, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_origin, get_type_hints
 
 from distlab.lab.cluster import name_ranks
 from distlab.lab.measure.traffic import sent_bytes
@@ -22,6 +22,7 @@ OBJECTS = ("_object", "_object_list")
 LOADERS = "torch/utils/data/"
 MADE, INITIALISED = -1, -2  # instances of what is no collective of the group, and met by all its ranks
 KNOWN = 50_000  # calls whose handles may still be spoken of
+Value = TypeVar("Value")
 
 
 class CallPlace(NamedTuple):
@@ -381,6 +382,14 @@ def typed(values: list[Any], hints: list[Any]) -> list[Any]:
         if hint is not Any and type(value) not in ((int, float) if hint is float else (get_origin(hint) or hint,)):
             raise TypeError(f"{value!r} is no {hint}")
     return values
+
+
+def ranks_by(values: Mapping[int, Value]) -> dict[Value, list[int]]:
+    """The ranks that have each value, the value of the lowest rank first."""
+    found: dict[Value, list[int]] = {}
+    for rank in sorted(values):
+        found.setdefault(values[rank], []).append(rank)
+    return found
 
 
 def ranks_do(ranks: Iterable[int], verb: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from distlab.lab.cluster import name_ranks
 from distlab.tools.check.judge.fault import Fault
-from distlab.tools.check.judge.rank_state import MATCH, REPLICAS, Finding, RankState
+from distlab.tools.check.judge.rank_state import MATCH, REPLICAS, Finding, RankState, ranks_by
 
 END, BEGINNING = -1, 0  # in the place of a step
 BROADCAST = "broadcast"  # the key of parameters that were broadcast, and whose gradients nobody has averaged
@@ -229,9 +229,7 @@ def common(sums: dict[int, dict[str, int]]) -> list[str]:
 def smaller_side(sums: dict[int, dict[str, int]]) -> tuple[list[int], list[str]]:
     """The ranks that are fewer, and the parameters in which the first of them differs from the others."""
     names = common(sums)
-    sides: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    for rank in sorted(sums):
-        sides[tuple(sums[rank][name] for name in names)].append(rank)
+    sides = ranks_by({rank: tuple(sums[rank][name] for name in names) for rank in sums})
     right = max(sides.values(), key=lambda ranks: (len(ranks), -ranks[0]))
     odd = sorted(rank for ranks in sides.values() if ranks is not right for rank in ranks)
     return odd, [name for name in names if sums[odd[0]][name] != sums[right[0]][name]]
@@ -342,10 +340,7 @@ def at_step(told: dict[int, list[dict[str, str]]], step: int) -> list[dict[str, 
 
 def by_value(values: dict[int, str]) -> str:
     """ "0.1 on rank 0, 0.05 on ranks 1 and 2"."""
-    sides: dict[str, list[int]] = defaultdict(list)
-    for rank, value in sorted(values.items()):
-        sides[value].append(rank)
-    return ", ".join(f"{value} on {name_ranks(of)}" for value, of in list(sides.items())[:SHOWN])
+    return ", ".join(f"{value} on {name_ranks(of)}" for value, of in list(ranks_by(values).items())[:SHOWN])
 
 
 def without_average(known: Replica) -> str:

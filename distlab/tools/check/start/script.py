@@ -41,6 +41,7 @@ from distlab.tools.check.watch.own_ranks import OwnRanks
 from distlab.tools.check.watch.patches import Function, Patch, leave_uncompiled, put
 from distlab.tools.check.watch.places import Places
 from distlab.tools.check.watch.recorder import Recorder
+from distlab.tools.check.watch.replicas import ReplicaSteps
 from distlab.tools.check.watch.script_error import described, place_of
 from distlab.tools.check.watch.telling import Telling, now
 from distlab.tools.check.watch.training import Training
@@ -90,7 +91,7 @@ class Meeting:
     def install(self) -> None:
         """Have `init_process_group` meet there."""
         # A function of torch.distributed's has the module's name.
-        put([Patch(importlib.import_module("torch.distributed.rendezvous"), "_create_c10d_store", self._meet)])
+        put(Patch(importlib.import_module("torch.distributed.rendezvous"), "_create_c10d_store", self._meet))
 
     def _meet(
         self, right: Function, host: str, port: int, rank: int, world_size: int, timeout: timedelta, *more: Any
@@ -197,18 +198,18 @@ def run(job: Job, ends: Ends, parent: int) -> None:
     Meeting(bytes.fromhex(os.environ.pop(STORE_KEY))).install()
     telling = Telling(ends.told)
     recorder, waits = recorded(telling, job.script.parent, int(os.environ["MASTER_PORT"]))
-    training = Training(recorder, job.every)
-    training.install()
+    Training(recorder).install()
+    ReplicaSteps(recorder, job.every).install()
     Axes(recorder).install()
     LostResults(recorder).install()
     OwnRanks(recorder).install()
     stand_in = cuda_stand_in.install(recorder, job.script)
     play = job.play or partial(run_as_main, stand_in=stand_in)
     if job.play is None:  # a proof heeds by itself
-        heed_endings(partial(tell_before, telling, recorder, training))
+        heed_endings(partial(tell_before, telling, recorder))
     answer(ends.asked, ends.stacks)
     telling.say("main", threading.get_ident())
-    code = ended(partial(play, job, telling, recorder, waits), telling, recorder, training)
+    code = ended(partial(play, job, telling, recorder, waits), telling, recorder)
     waits.tell_sockets()
     flush_streams()
     telling.say("ended", code, now())
@@ -239,7 +240,7 @@ def recorded(telling: Telling, folder: Path, store_port: int) -> tuple[Recorder,
     return recorder, waits
 
 
-def ended(play: Callable[[], None], telling: Telling, recorder: Recorder, training: Training) -> int:
+def ended(play: Callable[[], None], telling: Telling, recorder: Recorder) -> int:
     """Run the script to its end, its threads and what it left for its exit too; its exit code."""
     try:
         play()
@@ -250,7 +251,7 @@ def ended(play: Callable[[], None], telling: Telling, recorder: Recorder, traini
         code = 1
         telling.say("raised", *described(error, recorder.places.kind), now())
     if code == 0:
-        tell_end(recorder, training)
+        tell_end(recorder)
     recorder.forget()
     threading._shutdown()  # type: ignore[attr-defined]  # waits for its threads, as the interpreter's end does
     atexit._run_exitfuncs()
@@ -258,18 +259,18 @@ def ended(play: Callable[[], None], telling: Telling, recorder: Recorder, traini
     return code
 
 
-def tell_end(recorder: Recorder, training: Training) -> None:
+def tell_end(recorder: Recorder) -> None:
     """What is compared of scripts that end well."""
-    for tell in (training.tell_end, *recorder.at_end):
+    for tell in recorder.at_end:
         with suppress(Exception):  # a module whose memory is gone
             tell()
 
 
-def tell_before(telling: Telling, recorder: Recorder, training: Training, call: str, place: str) -> None:
+def tell_before(telling: Telling, recorder: Recorder, call: str, place: str) -> None:
     """The script is about to end its process: what is compared at the end is told first; of a program that takes its
     place nothing is seen."""
     if call == "os._exit(0)":
-        tell_end(recorder, training)
+        tell_end(recorder)
     elif call.startswith("os.exec"):
         telling.say("changed", f"the script becomes another program by {call} at {place}, which check does not see")
 

@@ -19,8 +19,7 @@ import torch.distributed as dist
 from distlab.lab.measure.tensors import hash_of
 from distlab.tools.check.watch.patches import Function, Patch, after, before, harmless, hook, put
 from distlab.tools.check.watch.recorder import Call, Group, Recorder, flat
-from distlab.tools.check.watch.replica_steps import checksum, parameters
-from distlab.tools.check.watch.training import FIRST
+from distlab.tools.check.watch.replicas import FIRST, checksum, parameters
 
 MOST_NAMED = 500  # tensors that are told by name, and passes over samplers
 MOST_DECLARED = 32  # tensors declared Replicate along an axis that are looked at
@@ -87,13 +86,11 @@ class Axes:
         self.recorder.at_end.append(lambda: self._tell_copies(-1))
         look = before(self._look_at_classes)
         put(
-            [
-                Patch(distributed.DistributedSampler, "__iter__", before(self._drawn)),
-                *(Patch(place, "random_split", after(self._split)) for place in (data, dataset)),
-                *(Patch(place, "clip_grad_norm_", self._clips) for place in (torch.nn.utils, torch.nn.utils.clip_grad)),
-                Patch(dist, "init_process_group", look),
-                *(Patch(place, "init_device_mesh", look) for place in (dist, dist.device_mesh)),
-            ]
+            Patch(distributed.DistributedSampler, "__iter__", before(self._drawn)),
+            *(Patch(place, "random_split", after(self._split)) for place in (data, dataset)),
+            *(Patch(place, "clip_grad_norm_", self._clips) for place in (torch.nn.utils, torch.nn.utils.clip_grad)),
+            Patch(dist, "init_process_group", look),
+            *(Patch(place, "init_device_mesh", look) for place in (dist, dist.device_mesh)),
         )
 
     @harmless
@@ -101,16 +98,14 @@ class Axes:
         """Those that take a second to import are watched once the script has imported them."""
         tensors, sharded = (sys.modules.get(f"torch.distributed.{name}") for name in ("tensor", "fsdp"))
         if tensors is not None and not self._turn("tensor"):
-            put([Patch(tensors.DTensor, "from_local", after(self._declared))])
+            put(Patch(tensors.DTensor, "from_local", after(self._declared)))
         if sharded is not None and not self._turn("fsdp"):
             one, within = sharded.FullyShardedDataParallel, "torch.distributed.fsdp._fully_shard._fsdp"
             put(
-                [
-                    Patch(one, "forward", before(self._forward_1)),
-                    Patch(one, "__init__", self._wraps),
-                    Patch(sys.modules[f"{within}_param_group"].FSDPParamGroup, "__init__", self._shards),
-                    Patch(sys.modules[f"{within}_state"].FSDPState, "_pre_forward", before(self._forward_2)),
-                ]
+                Patch(one, "forward", before(self._forward_1)),
+                Patch(one, "__init__", self._wraps),
+                Patch(sys.modules[f"{within}_param_group"].FSDPParamGroup, "__init__", self._shards),
+                Patch(sys.modules[f"{within}_state"].FSDPState, "_pre_forward", before(self._forward_2)),
             )
 
     # First inputs

@@ -157,8 +157,8 @@ class CudaStandIn:
     def _map_cuda(self) -> None:
         cuda: Any = torch.cuda
         self._map_counts(cuda)
-        put([Patch(cuda, "is_available", partial(self._availability, True))])
-        put([Patch(cuda, "_lazy_init", self._lazy_init, traced=True)])
+        put(Patch(cuda, "is_available", partial(self._availability, True)))
+        put(Patch(cuda, "_lazy_init", self._lazy_init, traced=True))
         cuda.set_device = self._noted(self._set_device)
         cuda.current_device = self._noted(lambda: self._device)
         cuda.device = self._noted(lambda device: contextlib.nullcontext(device))
@@ -178,10 +178,8 @@ class CudaStandIn:
         accelerator: Any = torch.accelerator
         self._map_counts(accelerator)
         put(
-            [
-                Patch(accelerator, "is_available", partial(self._availability, True)),
-                Patch(accelerator, "current_accelerator", partial(self._availability, torch.device("cuda"))),
-            ]
+            Patch(accelerator, "is_available", partial(self._availability, True)),
+            Patch(accelerator, "current_accelerator", partial(self._availability, torch.device("cuda"))),
         )
         for name in ("set_device_index", "set_device_idx"):
             setattr(accelerator, name, self._noted(self._set_device))
@@ -196,7 +194,7 @@ class CudaStandIn:
                 setattr(module, name, self._noted(lambda *_, **__: None))
         for name in ZERO:
             setattr(module, name, self._noted(lambda *_, **__: 0))
-        put([Patch(module, "device_count", self._count)])
+        put(Patch(module, "device_count", self._count))
 
     def _map_modules(self) -> None:
         module: Any = torch.nn.Module
@@ -217,8 +215,8 @@ class CudaStandIn:
             *((place, "init_device_mesh", of_mesh) for place in (dist, dist.device_mesh)),
             *((place, "init_process_group", groups) for place in (dist, dist.distributed_c10d)),
         ]
-        put(Patch(*row, traced=True) for row in rows)
-        put(Patch(place, "init_process_group", before(self._group_made)) for place in (dist, dist.distributed_c10d))
+        put(*(Patch(*row, traced=True) for row in rows))
+        put(*(Patch(place, "init_process_group", before(self._group_made)) for place in (dist, dist.distributed_c10d)))
 
     def _noted(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def noted(*args: Any, **named: Any) -> Any:

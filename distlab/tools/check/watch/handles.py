@@ -60,7 +60,7 @@ class Handles:
     def install(self) -> None:
         calls = [Patch(dist.ProcessGroup, name, self._made) for name in CALLS if hasattr(dist.ProcessGroup, name)]
         looks = [Patch(dist.Work, name, before(self._looked_at)) for name in LOOKS]
-        put([*calls, *looks, Patch(dist.Work, "wait", self._wait)])
+        put(*calls, *looks, Patch(dist.Work, "wait", self._wait))
 
     def _made(self, method: Function, group: dist.ProcessGroup, *args: Any, **named: Any) -> Any:
         thread = self._recorder.thread
@@ -150,11 +150,11 @@ class Waits:
         c10d = dist.distributed_c10d
         stores = dict.fromkeys([dist.Store, dist.TCPStore, dist.FileStore, dist.HashStore, dist.PrefixStore])
         keys = [(store, name) for store in stores for name in STORE if name in vars(store)]
-        put(Patch(store, name, partial(self._waits, f"store.{name}")) for store, name in keys)
+        put(*(Patch(store, name, partial(self._waits, f"store.{name}")) for store, name in keys))
         for place in (c10d, dist):
-            put(Patch(place, name, partial(self._waits, name)) for name in ("init_process_group", "new_group"))
+            put(*(Patch(place, name, partial(self._waits, name)) for name in ("init_process_group", "new_group")))
             # The sockets' counters go with the sockets.
-            put([Patch(place, "destroy_process_group", before(self.tell_sockets))])
+            put(Patch(place, "destroy_process_group", before(self.tell_sockets)))
 
     def _waits(self, name: str, function: Function, *args: Any, **named: Any) -> Any:
         if getattr(self._inside, "depth", 0):

@@ -37,12 +37,10 @@ class LostResults:
         count(torch.ones(2) / 3)
         count(tensor=torch.ones(2) / 3)
         put(
-            [
-                Patch(dist, "all_reduce", self._read),
-                Patch(dist, "all_gather", before(self._gathers)),
-                Patch(dist, "all_gather_into_tensor", before(self._gathers)),
-                Patch(torch.autograd, "backward", before(self._backward)),
-            ]
+            Patch(dist, "all_reduce", self._read),
+            Patch(dist, "all_gather", before(self._gathers)),
+            Patch(dist, "all_gather_into_tensor", before(self._gathers)),
+            Patch(torch.autograd, "backward", before(self._backward)),
         )
 
     def _count(self, function: Function, *args: Any, **named: Any) -> None:  # noqa: ARG002

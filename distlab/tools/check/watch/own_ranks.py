@@ -89,14 +89,12 @@ class OwnRanks:
     def install(self) -> None:
         rendezvous = importlib.import_module("torch.distributed.rendezvous")
         put(
-            [
-                Patch(sys.modules["torch.multiprocessing.spawn"], "start_processes", self._spawn),
-                Patch(torch.multiprocessing, "start_processes", self._spawn),
-                Patch(process.BaseProcess, "start", self._start),
-                *(Patch(pool, name, partial(self._hand, pool)) for pool, names in TAKES_WORK.items() for name in names),
-                Patch(subprocess.Popen, "__init__", before(self._refuse_launcher)),
-                Patch(rendezvous, "_create_c10d_store", self._meet),
-            ]
+            Patch(sys.modules["torch.multiprocessing.spawn"], "start_processes", self._spawn),
+            Patch(torch.multiprocessing, "start_processes", self._spawn),
+            Patch(process.BaseProcess, "start", self._start),
+            *(Patch(pool, name, partial(self._hand, pool)) for pool, names in TAKES_WORK.items() for name in names),
+            Patch(subprocess.Popen, "__init__", before(self._refuse_launcher)),
+            Patch(rendezvous, "_create_c10d_store", self._meet),
         )
 
     def _spawn(

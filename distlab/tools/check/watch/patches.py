@@ -30,7 +30,7 @@ class Patch(NamedTuple):
     traced: bool = False
 
 
-def put(patches: Iterable[Patch]) -> None:
+def put(*patches: Patch) -> None:
     """Put each in its place."""
     for holder, name, around, traced in patches:
         made = in_place_of(getattr(holder, name), around, traced)

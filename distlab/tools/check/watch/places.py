@@ -80,7 +80,7 @@ class Places:
 
             return submit(pool, run, *args, **named)
 
-        put([Patch(threading.Thread, "start", before(started)), Patch(ThreadPoolExecutor, "submit", submitted)])
+        put(Patch(threading.Thread, "start", before(started)), Patch(ThreadPoolExecutor, "submit", submitted))
 
     def _starter(self, depth: int) -> Stack:
         stack = self._stack(sys._getframe(depth))

@@ -1,4 +1,4 @@
-"""What a script trains, as far as it shows without a change: replicas, gradients, batches, dropout, meshes.
+"""What a script trains, as far as it shows without a change: gradients, batches, dropout, meshes.
 
 Whether ranks agree is the doctor's to say: a process knows itself alone. Of gradients, batches and dropouts only the
 first are looked into.
@@ -6,7 +6,6 @@ first are looked into.
 
 import math
 import socket
-import sys
 import weakref
 import zlib
 from collections.abc import Iterator
@@ -19,9 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from distlab.tools.check.watch.patches import Function, Patch, after, before, hook, put
 from distlab.tools.check.watch.recorder import Call, Group, Recorder
-from distlab.tools.check.watch.replica_steps import ReplicaSteps, checksum, parameters
+from distlab.tools.check.watch.replicas import FIRST, checksum, parameters
 
-FIRST = 3  # steps, inputs and dropouts that are looked into
 MOST_NODES = 100  # of a loss's graph that are looked through
 MEAN, SUM = 1, 2  # what torch writes into the node of a loss function, by its `reduction`
 NEAR = 1e-3
@@ -42,70 +40,33 @@ class Reduced(NamedTuple):
 
 
 class Training:
-    """Watches modules, optimizers and loaders of this process; `install` once."""
+    """Watches optimizers and loaders of this process; `install` once."""
 
-    def __init__(self, recorder: Recorder, every: int) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         self._recorder, self._telling = recorder, recorder.telling
         self._loaders = self._dropouts = self._steps = 0
-        self._replicas = ReplicaSteps(recorder, every)
         self._reduced: list[Reduced] = []  # since the last step
         self._stepped_at = -1  # the place of the last step
         self._backwards = 0
         self._scales: list[list[float]] = []  # of the means in the loss of each backward pass since the last step
         self._trained: set[int] = set()  # ids of the optimizers that have stepped
-        recorder.on_call.append(self._note_call)
 
     def install(self) -> None:
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
         from torch.utils.data import dataloader
 
-        parallel: Any = torch.nn.parallel.DistributedDataParallel
-        parallel.module = property(self._module)
+        self._recorder.on_call.append(self._note_reduced)
+        self._recorder.at_end.append(self._tell_device)
         register_optimizer_step_pre_hook(hook(self._before_step))
         register_optimizer_step_post_hook(hook(self._after_step))
         put(
-            [
-                Patch(parallel, "__init__", before(self._module_made)),
-                Patch(parallel, "forward", before(self._forward)),
-                Patch(torch.autograd, "backward", before(self._backward)),
-                Patch(torch.nn.functional, "dropout", before(self._dropout)),
-                Patch(dataloader._BaseDataLoaderIter, "__next__", self._next),
-                *(Patch(place, "init_device_mesh", after(self._mesh_made)) for place in (dist, dist.device_mesh)),
-            ]
+            Patch(torch.autograd, "backward", before(self._backward)),
+            Patch(torch.nn.functional, "dropout", before(self._dropout)),
+            Patch(dataloader._BaseDataLoaderIter, "__next__", self._next),
+            *(Patch(place, "init_device_mesh", after(self._mesh_made)) for place in (dist, dist.device_mesh)),
         )
 
-    def _module_made(self, parallel: Any, module: torch.nn.Module, *args: Any, **named: Any) -> None:
-        """Told before DDP compares the ranks itself: it looks at shapes, and not at names."""
-        given = named.get("process_group") or next((each for each in args if isinstance(each, dist.ProcessGroup)), None)
-        default: Any = dist.group.WORLD
-        group = self._recorder.group_of(given or default)
-        broadcast = named.get("broadcast_buffers", args[3] if len(args) > 3 else None)
-        sent = broadcast is not False or named.get("forward_sync_buffers") is not None
-        self._replicas.wrap(parallel, module, group, sent, self._recorder.places.here(3)[0])
-
-    def _module(self, parallel: Any) -> torch.nn.Module:
-        """DDP's attribute `module`, of which it is known that the script takes it: it may call it past DDP."""
-        try:
-            module: torch.nn.Module = parallel.__dict__["_modules"]["module"]
-        except KeyError:
-            raise AttributeError("'DistributedDataParallel' object has no attribute 'module'") from None
-        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
-            caller = sys._getframe(1)
-            if self._recorder.places.kind(caller.f_code.co_filename) == "user":
-                self._replicas.took_module(parallel, self._recorder.places.here(2)[0])
-        return module
-
-    def _forward(self, parallel: Any, *inputs: Any, **named: Any) -> None:
-        if torch.is_grad_enabled():
-            self._replicas.forward(parallel)
-        key, group, count, _ = parallel.__dict__.get("_distlab", ("", None, FIRST, None))
-        if count < FIRST and torch.is_grad_enabled():
-            parallel.__dict__["_distlab"][2] += 1
-            found = checksum([*inputs, *named.values()])
-            self._telling.say("input", key, group.number, count, found, self._recorder.places.here(3)[0])
-
-    def _note_call(self, name: str, args: tuple[Any, ...], call: Call, group: Group) -> None:  # noqa: ARG002
-        self._replicas.note_call(call, group)
+    def _note_reduced(self, name: str, args: tuple[Any, ...], call: Call, group: Group) -> None:  # noqa: ARG002
         if self._steps < FIRST and call.op == "all_reduce":
             for tensor in call.tensors:
                 if tensor.is_floating_point() and not tensor.is_inference():
@@ -131,8 +92,6 @@ class Training:
                 self._telling.say("gradient", ratio, by_script, untouched, *values)
         self._reduced.clear()
         self._scales.clear()
-        with self._recorder.telling_what_fails("a step of the optimizer"):
-            self._replicas.before_step(optimizer, self._stepped_at)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._steps += 1
@@ -141,8 +100,6 @@ class Training:
             self._trained.add(id(optimizer))
             self._telling.say("trains", sum(each.numel() for each in parameters(optimizer)))
         self._telling.write(f'["step",{self._steps},{self._stepped_at}]')
-        with self._recorder.telling_what_fails("a step of the optimizer"):
-            self._replicas.after_step(optimizer, self._stepped_at)
 
     def _backward(self, tensors: Any, grad_tensors: Any = None, *_: Any, **__: Any) -> None:
         """A backward pass that is none inside of another (checkpointing)."""
@@ -153,9 +110,7 @@ class Training:
                 self._scales.append(list(scales_of_means(loss)) if loss is not None else [])
             self._telling.write_later(f'["backward",{self._backwards}]')
 
-    def tell_end(self) -> None:
-        """What the script leaves."""
-        self._replicas.tell_end()
+    def _tell_device(self) -> None:
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             number = torch.cuda.current_device()
             uuid = str(torch.cuda.get_device_properties(number).uuid)  # two ranks that see a card each call it 0

@@ -15,11 +15,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from distlab.lab.measure.tensors import raw
 from distlab.tools.check.watch.parameters import MOST_NAMES, Parameters, outside_of_shards
+from distlab.tools.check.watch.patches import Patch, before, harmless, hook, put
 from distlab.tools.check.watch.recorder import Call, Group, Recorder
 
+FIRST = 3  # steps, inputs and dropouts that are looked into
 END = -1  # in the place of a step
 SAMPLED = 16  # tensors of which an element is told at each step
 STATE_ELEMENTS = 1024  # of a tensor of an optimizer's state
@@ -38,7 +41,6 @@ class Forwards:
 
     total: int = 0
     averaged: int = 0
-    unaveraged: int = 0
     unaveraged_last: int = 0  # after the last averaged one
     unaveraged_at: int = NO_PLACE
     stepped: bool = False
@@ -56,6 +58,7 @@ class Replica:
     held: Named  # keeps them beyond the script's main function, which the end is told after
     module: "weakref.ref[Any] | None" = None  # the DDP
     frozen: frozenset[int] = frozenset()  # ids of those that wanted no gradient when DDP was made
+    inputs: int = 0  # of the DDP that were told
     step: int = 0
     sampled: int = 0  # of the gradients of this step
     stepped_at: int = NO_PLACE
@@ -98,28 +101,45 @@ class Reduced:
 
 
 class ReplicaSteps:
-    """All replicas of this process."""
+    """All replicas of this process; `install` once."""
 
     def __init__(self, recorder: Recorder, every: int) -> None:
-        self._recorder, self._telling, self._every = recorder, recorder.telling, every
+        self.recorder, self._telling, self._every = recorder, recorder.telling, every
         self._parameters = Parameters(recorder.telling)
         self._replicas: list[Replica] = []
         self._known: weakref.WeakKeyDictionary[Any, Known] = weakref.WeakKeyDictionary()  # by optimizer
         self._broadcast: dict[int, Group] = {}  # by address of what the script has broadcast, before its first step
         self._reduced: dict[int, Reduced] = {}  # by group, since the last step
         self._begun = self._over = False  # whether there was a step, and whether `_reduced` was before the last one
-        recorder.named = self._parameters.named
 
-    def wrap(self, parallel: Any, module: torch.nn.Module, group: Group, sent: bool, place: int) -> None:
-        """A DDP is made; it lets ranks compare the shapes of parameters, not their names, and of buffers neither, which
-        may be `sent` to all ranks."""
+    def install(self) -> None:
+        from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+        self.recorder.named = self._parameters.named
+        self.recorder.on_call.append(self._note_call)
+        self.recorder.at_end.append(self._tell_end)
+        register_optimizer_step_pre_hook(hook(self._before_step))
+        register_optimizer_step_post_hook(hook(self._after_step))
+        parallel: Any = torch.nn.parallel.DistributedDataParallel
+        parallel.module = property(self._module)
+        put(Patch(parallel, "__init__", before(self._wrap)), Patch(parallel, "forward", before(self._forward)))
+
+    def _wrap(self, parallel: Any, module: torch.nn.Module, *args: Any, **named: Any) -> None:
+        """A DDP is made, and has not compared the ranks yet: it lets them compare the shapes of parameters, not their
+        names, and of buffers neither, which it may send to all ranks."""
+        given = named.get("process_group") or next((each for each in args if isinstance(each, dist.ProcessGroup)), None)
+        default: Any = dist.group.WORLD
+        group = self.recorder.group_of(given or default)
+        broadcast = named.get("broadcast_buffers", args[3] if len(args) > 3 else None)
+        sent = broadcast is not False or named.get("forward_sync_buffers") is not None
         ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         found: Named = [(name, each) for name, each in module.named_parameters() if name not in ignored]
         buffers = [f"{name} {tuple(each.shape)}" for name, each in module.named_buffers() if name not in ignored]
         frozen = frozenset(id(each) for _, each in found if not each.requires_grad)
         replica = self._watch("DDP", group, found)
         replica.module, replica.frozen = weakref.ref(parallel), frozen
-        parallel.__dict__["_distlab"] = [replica.key, group, 0, replica]
+        parallel.__dict__["_distlab"] = replica
+        place = self.recorder.places.here(3)[0]
         shown = [f"{name} {tuple(each.shape)}" for name, each in found][:MOST_NAMES]
         self._telling.say("module", replica.key, group.number, place, shown, buffers[:MOST_NAMES] if sent else [])
 
@@ -134,31 +154,40 @@ class ReplicaSteps:
         self._replicas.append(replica)
         return replica
 
-    def forward(self, parallel: Any) -> None:
-        """A forward pass of a DDP, with gradients."""
-        replica = replica_of(parallel)
-        if replica is None:
+    def _module(self, parallel: Any) -> torch.nn.Module:
+        """DDP's attribute `module`, of which it is known that the script takes it: it may call it past DDP."""
+        try:
+            module: torch.nn.Module = parallel.__dict__["_modules"]["module"]
+        except KeyError:
+            raise AttributeError("'DistributedDataParallel' object has no attribute 'module'") from None
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+            caller, replica = sys._getframe(1), parallel.__dict__.get("_distlab")
+            if replica is not None and self.recorder.places.kind(caller.f_code.co_filename) == "user":
+                replica.past_at = self.recorder.places.here(2)[0]
+        return module
+
+    def _forward(self, parallel: Any, *inputs: Any, **named: Any) -> None:
+        """A forward pass of a DDP."""
+        replica: Replica | None = parallel.__dict__.get("_distlab")
+        if replica is None or not torch.is_grad_enabled():
             return
+        if replica.inputs < FIRST:
+            found, place = checksum([*inputs, *named.values()]), self.recorder.places.here(3)[0]
+            self._telling.say("input", replica.key, replica.group.number, replica.inputs, found, place)
+            replica.inputs += 1
         made = replica.forwards
         if made.stepped:
-            made.averaged = made.unaveraged = made.unaveraged_last = 0
+            made.averaged = made.unaveraged_last = 0
             made.stepped = False
         made.total += 1
         if parallel.require_backward_grad_sync:
             made.averaged += 1
             made.unaveraged_last = 0
         else:
-            made.unaveraged += 1
             made.unaveraged_last += 1
-            made.unaveraged_at = self._recorder.places.here(4)[0]
+            made.unaveraged_at = self.recorder.places.here(3)[0]
 
-    def took_module(self, parallel: Any, place: int) -> None:
-        """The script has taken the module out of its DDP."""
-        replica = replica_of(parallel)
-        if replica is not None:
-            replica.past_at = place
-
-    def note_call(self, call: Call, group: Group) -> None:
+    def _note_call(self, name: str, args: tuple[Any, ...], call: Call, group: Group) -> None:  # noqa: ARG002
         """What the script itself broadcasts before its first step, and what it sums."""
         if call.op in ("broadcast", "scatter", "gather") and call.by_script and not self._begun:
             self._broadcast |= {tensor.data_ptr(): group for tensor in call.tensors if tensor.numel()}
@@ -176,8 +205,9 @@ class ReplicaSteps:
         elif call.parameter is None and not found.numbers:
             found.place = call.place
 
-    def before_step(self, optimizer: torch.optim.Optimizer, place: int) -> None:
-        known = self._known_of(optimizer)
+    @harmless
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        known, place = self._known_of(optimizer), self.recorder.places.here(2)[0]
         for replica in known.replicas:
             replica.step += 1
             replica.stepped_at = place
@@ -191,7 +221,8 @@ class ReplicaSteps:
             if self._is_due(replica.step):
                 self._tell("gradients", replica, replica.step, mine)
 
-    def after_step(self, optimizer: torch.optim.Optimizer, place: int) -> None:
+    @harmless
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         known = self._known[optimizer]
         for replica in known.replicas:
             step, named = replica.step, replica.named
@@ -205,10 +236,10 @@ class ReplicaSteps:
                 self._tell("buffers", replica, step, buffers_of(replica))
             replica.forwards.stepped = True
         if not self._begun:
-            self._watch_broadcast(optimizer, place)
+            self._watch_broadcast(optimizer, self.recorder.places.here(2)[0])
         self._begun = self._over = True
 
-    def tell_end(self) -> None:
+    def _tell_end(self) -> None:
         """The weights of all replicas, as the script has left them."""
         for replica in self._replicas:
             if len(replica.named) == len(replica.references):
@@ -299,7 +330,7 @@ class ReplicaSteps:
         taken = {number for each in self._replicas for number in each.numbers}
         group, named = outside_of_shards([each for each in parameters(optimizer) if id(each) not in taken])
         if group is not None and named:
-            self._watch("FSDP", self._recorder.group_of(group), named)
+            self._watch("FSDP", self.recorder.group_of(group), named)
 
     def _add_averaged(self, replica: Replica, optimizer: torch.optim.Optimizer) -> None:
         """Parameters whose gradients are averaged by hand at this step for the first time; or in another group."""
@@ -361,11 +392,6 @@ class Known:
     numbers: tuple[int, ...] = ()
     replicas: list[Replica] = field(default_factory=list)
     searched: int = 0
-
-
-def replica_of(parallel: Any) -> Replica | None:
-    found: Replica | None = parallel.__dict__.get("_distlab", (None,) * 4)[3]
-    return found
 
 
 def buffers_of(replica: Replica) -> Named:
