@@ -2,8 +2,8 @@
 
 import hashlib
 import math
-import random
 import struct
+import zlib
 
 import pytest
 import torch
@@ -20,16 +20,14 @@ from distlab.lab.measure.tensors import (
     larger,
     largest,
     largest_difference,
+    over,
 )
 
 DENSE = {"w": torch.tensor([[1.0, 2.0]]), "b": torch.tensor([3.0])}
 
 
-def test_equal_tensors_do_not_differ() -> None:
-    assert difference(DENSE.items(), DENSE) == 0.0
-
-
 def test_the_largest_difference_counts() -> None:
+    assert difference(DENSE.items(), DENSE) == 0.0
     found = {"w": torch.tensor([[1.0, 2.5]]), "b": torch.tensor([3.25])}
     assert difference(found.items(), DENSE) == 0.5
 
@@ -112,7 +110,8 @@ def test_a_difference_of_two_tensors_its_largest_and_its_norm() -> None:
         largest_difference(one, one * math.nan),
     ) == (1.0, math.inf, math.inf)
     assert (largest(-one), largest(torch.empty(0)), largest(one / 0)) == (4.0, 0.0, math.inf)
-    assert distance(one, other) == 5.0
+    assert distance(one, other) == over(one, torch.tensor(1.0)) == 5.0
+    assert over(one / 0, torch.tensor(1.0)) == math.inf and over(one * 0, torch.tensor(0.0)) == 0.0
 
 
 W = [6.0, 8.0]  # of norm 10; [-0.8, 0.6] stands upright on it and has norm 1
@@ -152,47 +151,22 @@ def test_a_norm_is_taken_in_float64() -> None:
     assert distance(torch.tensor([3e30, 4e30]), torch.zeros(2)) == pytest.approx(5e30)
 
 
-# The hash of a tensor's bytes: one bit more or less always shows, wherever it is.
+# The hash of a tensor's bytes: CRC-32, which shows every bit that flips.
 
 pytestmark = pytest.mark.timeout(60)
-WORDS = {torch.float64: torch.int64, torch.float32: torch.int32, torch.bfloat16: torch.int16}
 
 
-def flipped(tensor: torch.Tensor, index: int, bit: int) -> torch.Tensor:
-    copy = tensor.clone()
-    word = copy.view(WORDS[tensor.dtype])
-    word[index] ^= 1 << bit if bit < 8 * tensor.dtype.itemsize - 1 else -(1 << bit)
-    return copy
-
-
-@pytest.mark.parametrize("dtype", WORDS)
-def test_every_bit_shows(dtype: torch.dtype) -> None:
-    tensor = torch.randn(5, generator=torch.Generator().manual_seed(1)).to(dtype)  # 1 to 4 bytes beyond whole words
-    known = {hash_of(tensor)}
-    for index in range(len(tensor)):
-        for bit in range(8 * dtype.itemsize):
-            known.add(hash_of(flipped(tensor, index, bit)))
-    assert len(known) == 1 + 5 * 8 * dtype.itemsize
-
-
-def test_two_flips_of_the_highest_bit_show() -> None:
-    tensor = torch.ones(4, dtype=torch.float64)
-    assert hash_of(flipped(flipped(tensor, 1, 63), 2, 63)) != hash_of(tensor)
-    assert hash_of(-tensor) != hash_of(tensor)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("length", [0, 5, 1 << 16])
+def test_a_hash_is_crc_32_of_all_bytes(dtype: torch.dtype, length: int) -> None:
+    tensor = torch.randn(length, generator=torch.Generator().manual_seed(1)).to(dtype)
+    assert hash_of(tensor) == zlib.crc32(bytes(tensor.view(torch.uint8).tolist()))
 
 
 def test_a_digest_is_sha256_of_the_bytes_of_all_one_behind_the_other() -> None:
     tensors = [torch.tensor([1.0, 2.0]), torch.tensor([7], dtype=torch.int64), torch.ones(2, 3).t()]
     stored = struct.pack("<2f", 1.0, 2.0) + struct.pack("<q", 7) + struct.pack("<6f", *[1.0] * 6)
     assert digest_of(tensors) == hashlib.sha256(stored).hexdigest()
-
-
-def test_it_shows_anywhere_in_a_large_tensor() -> None:
-    tensor = torch.zeros(1 << 16)
-    places = random.Random(5).sample(range(1 << 16), 50)
-    hashes = {hash_of(flipped(tensor, index, 31)) for index in places}
-    assert len(hashes) == 50
-    assert hash_of(tensor) not in hashes
 
 
 def test_equal_bytes_have_equal_hashes_wherever_they_lie() -> None:
@@ -205,16 +179,6 @@ def test_equal_bytes_have_equal_hashes_wherever_they_lie() -> None:
 
 def test_what_is_equal_as_a_number_is_not_always_equal_in_bits() -> None:
     assert hash_of(torch.tensor([0.0])) != hash_of(torch.tensor([-0.0]))
-
-
-def test_a_swap_and_another_length_show() -> None:
-    draw = random.Random(3)
-    tensor = torch.tensor([draw.random() for _ in range(64)], dtype=torch.float64)
-    swapped = tensor.clone()
-    swapped[[3, 40]] = swapped[[40, 3]]
-    assert hash_of(swapped) != hash_of(tensor)
-    assert hash_of(torch.zeros(8)) != hash_of(torch.zeros(9)) != hash_of(torch.zeros(10))
-    assert hash_of(torch.zeros(0)) == hash_of(torch.zeros(0, dtype=torch.float64))
 
 
 def test_a_tensor_can_be_resized_after_a_look_at_its_bytes() -> None:
