@@ -176,10 +176,8 @@ def judged(folder: Path, blows: list[Blow], log: Path) -> Outcome:
         return Outcome([], f"no run.json: {log.read_text()[-600:]}")
     written = [json.loads(line) for path in folder.glob("rank*.jsonl") for line in path.read_text().splitlines()]
     cuts = [Blow("cut", (each["rank"],), each["at"]) for each in written if each["record"] == "injected"]
-    # Rows count from the run's first step on; of LAB_FAULTS a record has one step, which may only have begun.
-    first_at = min(
-        (min(each["at"]) for each in written if each["record"] == "stood" and len(each["at"]) > 1), default=0
-    )
+    # Rows count from the run's first step on.
+    first_at = min((each["first_step_at"] or 0.0 for each in written if each["record"] == "end"), default=0.0)
     steps = sorted(first_at + row[-1] for row in rows_of(written) if row[-1] != "")
     after = {
         blow: min((at - blow.at for at in steps if at >= blow.at), default=float("inf")) for blow in [*blows, *cuts]

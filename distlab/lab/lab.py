@@ -132,10 +132,6 @@ class Lab:
         if self.speaks:
             self.journal.write(records.Chart(title, x_label, y_label, series, log_x, log_y))
 
-    def stood(self, variant: str, at: list[float]) -> None:
-        """When steps of a variant stood on this rank, in Unix time: the report draws samples a second from it."""
-        self.journal.write(records.Stood(variant, at))
-
     def changed(self, variant: str, step: int, at: float, what: str, members: list[int]) -> None:
         """From `step` on others are in, as this rank noticed at Unix time `at`: one was "lost" or "asked" to be let in,
         or all "restart"."""

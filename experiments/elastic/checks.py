@@ -280,8 +280,7 @@ def claims(mode: Mode, config: Config, options: Options) -> Iterator[Claims]:
             yield Claims(("audited replicas",), chosen, one=True)
 
 
-# What the losses of a run did, in words and pictures: who was in when, what each change cost, and when steps stood, of
-# which the report draws samples a second.
+# What the losses of a run did, in words: who was in when, and what each change cost.
 
 AGREED, NEXT = "agreed after (ms)", "next step after (ms)"
 COLUMNS = [
@@ -294,7 +293,6 @@ ROUNDED_S = 1e-4  # to tenths of a millisecond in a row
 def show(lab: Lab, courses: list[Course]) -> None:
     """Each variant as its first member saw it; all who are left call it together."""
     for course in courses:
-        lab.stood(course.policy.name, [at for at, _ in course.commits])
         for event in course.events:
             lab.changed(course.policy.name, event.applied, event.began_at, what_changed(event), event.after)
         check_times(lab, course)

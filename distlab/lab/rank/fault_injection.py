@@ -7,13 +7,12 @@ Every rank has the same plan. As a step begins, or by a clock of its own, the ra
 import threading
 import time
 
-from distlab.contract import Mode
 from distlab.lab import faults
 from distlab.lab.cluster.join import Cluster
 from distlab.lab.cluster.link import bits_s
 from distlab.lab.config import Config
 from distlab.lab.config.fault_spec import FaultSpec, planned
-from distlab.lab.report.records import Injected, Planned, Stood
+from distlab.lab.report.records import Injected, Planned
 from distlab.lab.report.run_folder import Journal
 
 NAMED_S = 2.5  # beside LAB_LOST_AFTER_S: until all tables agree, the words go round, and a busy machine
@@ -24,12 +23,11 @@ HEARTBEATS = "heartbeats alone, since this kernel wants NET_ADMIN to drop what c
 class Drills:
     """The drills of one rank."""
 
-    def __init__(self, config: Config, mode: Mode, journal: Journal, cluster: Cluster) -> None:
+    def __init__(self, config: Config, journal: Journal, cluster: Cluster) -> None:
         assert config.rank is not None, "a rank has RANK"
         self.config, self.rank, self.journal, self.cluster = config, config.rank, journal, cluster
         self.events = planned(config.planned_faults, config.seed, config.world_size)
         self._step = 0  # of the training itself, that began last
-        self._timed_alike = {each.name for each in mode.variants if each.build is not None}  # in step on all ranks
         self._made: set[int] = set()
 
     def begin(self) -> None:
@@ -42,11 +40,9 @@ class Drills:
             )  # fmt: skip
         threading.Thread(target=self._by_the_clock, name="drills", daemon=True).start()
 
-    def step(self, step: int, variant: str) -> None:
+    def step(self, step: int, _variant: str) -> None:
         """A step begins: what comes at a step comes once, in the first variant."""
         self._step = step
-        if variant in self._timed_alike:
-            self.journal.write(Stood(variant, [time.time()]))
         for event in self.events:
             if event.step == step and event.number not in self._made:
                 self._make(event, step)

@@ -298,7 +298,7 @@ def drills_of(run: RankRun) -> "Drills | None":
         Drills,  # torch's checkpoints come with it, which other runs need not wait for
     )
 
-    return Drills(run.config, run.mode, run.journal, run.cluster)
+    return Drills(run.config, run.journal, run.cluster)
 
 
 def contents(config: Config) -> dict[str, str]:

@@ -46,7 +46,6 @@ COLUMNS = {
     "fault": "what LAB_FAULTS asked for",
     "expected": "what had to come of the fault",
     "observed": "what came of it",
-    "s": "seconds since the first step",
 }
 
 

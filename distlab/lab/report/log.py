@@ -11,7 +11,6 @@ from distlab.lab.report import fault_checks, sentences, summary, tables
 from distlab.lab.report.records import Ranks, Run
 from distlab.lab.report.run_folder import Level
 from distlab.lab.report.table import log_line, table_lines, wrapped
-from distlab.lab.report.tables import staircases
 from distlab.lab.report.verdict import PROOF, SCRIPT
 
 DIGITS = len("2.8e-17")  # as wide as a difference gets
@@ -74,7 +73,6 @@ def verdict_lines(run: Run, records: Ranks, report: Path | None, told: Collectio
         *failed_lines(run),
         *more_checks(run),
         *compared(run),
-        *(log_line("" if number else "timeline", text) for number, text in enumerate(staircases(run, records))),
         *trouble_lines(run),
         *([] if run["run_mode"] in (SCRIPT, PROOF) else summary.alone_lines(run)),
     ]

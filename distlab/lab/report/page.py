@@ -45,7 +45,6 @@ def contents(run: Run, records: Ranks) -> dict[str, Any]:
     start = first(records)
     colour = charts.colours(variant["name"] for variant in run["variants"])
     drawn = timeline(run, records)
-    pace = cost_charts.pace(run, records)
     return {
         "run": run,
         "start": start,
@@ -61,7 +60,7 @@ def contents(run: Run, records: Ranks) -> dict[str, Any]:
         "lesson": next((lesson_of(run, lesson) for _, lesson in select(records, Lesson)), None),
         "said": list(dict.fromkeys(said for _, said in select(records, Said))),
         "own": list(mode_tables_and_charts(records, colour)),
-        "pace": pace,
+        "faults": tables.faults(run),
         "changing": any(True for _ in select(records, Changed)),
         "columns": COLUMNS,
         **claims(run),

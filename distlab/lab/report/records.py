@@ -416,8 +416,7 @@ class Refused(Line, frozen=True):
 
 
 class Stood(Line, frozen=True):
-    """When steps of a variant stood on this rank, or began where nobody knows more; Unix times, in their order. Of a
-    run with LAB_FAULTS a record a step, of a run whose ranks come and go one a variant."""
+    """When steps of a variant stood on this rank, in Unix times; runs of before have it, and nobody reads it."""
 
     variant: str
     at: list[float]

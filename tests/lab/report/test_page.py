@@ -37,7 +37,7 @@ from distlab.lab.report.records import (
 )
 from distlab.lab.report.tables import Plan, planned
 from distlab.lab.report.verdict import judge
-from tests.lab.report.made_up import bent, good_run, mistaken, pipeline_run, plus, with_check, without
+from tests.lab.report.made_up import bent, drilled_run, good_run, mistaken, pipeline_run, plus, with_check, without
 
 MOST_BYTES = 3_000_000  # of 8 ranks and 5 variants
 MOST_OF_FOUR = 700_000  # of 4 ranks
@@ -61,6 +61,13 @@ def test_the_page_answers_every_question() -> None:
     # losses, bytes a variant, time, memory and its line a variant, the lesson's
     assert shown.count('class="pygal-chart"') == 1 + 3 + 1 + (1 + 3) + 1
     assert "What went wrong" not in shown
+
+
+def test_the_injected_faults_are_a_table_with_what_came_of_each() -> None:
+    shown = drawn(drilled_run())
+    assert "<h2>Injected faults</h2>" in shown and "<h2>Injected faults" not in drawn(good_run())
+    row = r"<td[^>]*>pause rank 1 for 2 s at step 30</td><td>nobody lost</td><td>nobody was lost by it</td><td><span class="
+    assert re.search(row + r'"chip good">passed', shown)
 
 
 UNIT = "epsilons of bfloat16"
