@@ -59,7 +59,7 @@ SIZES = {  # statements and files, at most
     "distlab/techniques/transport": (1_157, 7),
     "distlab/lab/checkpoint": (1_032, 8),
     "distlab/lab/cluster": (2_374, 16),
-    "distlab/lab/config": (955, 7),
+    "distlab/lab/config": (959, 7),
     "distlab/lab/faults": (193, 1),
     "distlab/lab/measure": (1_060, 8),
     "distlab/lab/rank": (1_188, 8),

@@ -12,26 +12,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from distlab.cli import tells_refusals
 from distlab.lab.checkpoint import locate
 from distlab.lab.checkpoint.locate import FoundCheckpoint
 from distlab.lab.checkpoint.manifest import Unreadable
 
 
+@tells_refusals
 def main(arguments: Sequence[str] | None = None) -> int:
     """Find, check, gather, write; returns the exit code."""
     asked = parser().parse_args(arguments)
-    try:
-        found = locate.newest_good(asked.source, lambda text: print(f"checkpoint {text}", file=sys.stderr))
-        if found is None:
-            raise Unreadable(f"{asked.source} holds no checkpoint: name the folder of a run or of a checkpoint")
-        variant = chosen(found, asked.variant)
-        export(found, variant, asked.out)
-    except Unreadable as error:
-        print(f"refused    {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"broken     {asked.out} cannot be written: {error.strerror}", file=sys.stderr)
-        return 2
+    found = locate.newest_good(asked.source, lambda text: print(f"checkpoint {text}", file=sys.stderr))
+    if found is None:
+        raise Unreadable(f"{asked.source} holds no checkpoint: name the folder of a run or of a checkpoint")
+    variant = chosen(found, asked.variant)
+    export(found, variant, asked.out)
     print(f"exported   {variant} after {found.manifest.step} steps ({found.folder}) to {asked.out}")
     return 0
 
@@ -74,8 +69,11 @@ def export(found: FoundCheckpoint, variant: str, out: Path) -> None:
         with draft.open("wb") as file:
             torch.save(content, file)
         draft.replace(out)
-    except RuntimeError as error:
-        raise storage.of_the_disk(error) or error from None
+    except (OSError, RuntimeError) as error:
+        of_disk = storage.of_the_disk(error)
+        if of_disk is None:
+            raise
+        raise OSError(of_disk.errno, of_disk.strerror, str(out)) from None
     finally:
         draft.unlink(missing_ok=True)
 

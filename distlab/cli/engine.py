@@ -12,26 +12,22 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from distlab.lab.config import MAX_WORLD_SIZE, Config, ConfigError, commands
+from distlab.cli import tells_refusals
+from distlab.lab.config import MAX_WORLD_SIZE, Config, Refusal, commands
 
 NUMBERS = {"ranks": 1, "restarts": 3}  # marks before which a number stands, and how many times the ranks it is
 OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "LAB_RUNS_DIR")  # what a manifest says itself
 ENGINES = Path(__file__).parents[1] / "engines"
 
 
+@tells_refusals
 def main(words: Sequence[str]) -> int:
-    """Print the manifest; returns 0, or 2 with a sentence for each thing that is wrong."""
+    """Print the manifest; returns the exit code."""
     typed = parser().parse_intermixed_args(words)
-    try:
-        settings = checked(typed.ranks, typed.settings)
-    except ConfigError as error:
-        for fault in error.faults:
-            print(f"refused    {fault}", file=sys.stderr)
-        return 2
+    settings = checked(typed.ranks, typed.settings)
     name = typed.kind or next(iter(kinds(typed.engine)))
     if name not in kinds(typed.engine):
-        print(f"refused    --as {name!r} is none of {', '.join(kinds(typed.engine))}", file=sys.stderr)
-        return 2
+        raise Refusal(f"--as {name!r} is none of {', '.join(kinds(typed.engine))}")
     print(manifest((ENGINES / typed.engine / f"{name}.yaml").read_text(), typed.ranks, typed.image, settings), end="")
     return 0
 

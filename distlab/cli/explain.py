@@ -7,8 +7,9 @@ make explain RUN_MODE=dp LAB_BUG=no_sampler      and what that injected bug brea
 import sys
 from collections.abc import Sequence
 
+from distlab.cli import tells_refusals
 from distlab.contract import Mode
-from distlab.lab.config import Config, ConfigError
+from distlab.lab.config import Config
 from distlab.lab.rank.mode_loader import PREDICTED, prediction_rows
 from distlab.lab.report.table import aligned
 
@@ -35,19 +36,16 @@ def mistake_lines(mode: Mode) -> list[str]:
     return aligned(["bug", "what breaks", "check"], rows)
 
 
+@tells_refusals
 def main(_: Sequence[str] = ()) -> int:
-    """Print the lesson of RUN_MODE; exit code 2 if the settings are refused."""
+    """Print the lesson of RUN_MODE; returns the exit code."""
     from distlab.lab.rank.mode_loader import load_for, with_names_of_today
     from distlab.lab.rank.preflight import refuse
 
-    try:
-        config = Config.read()
-        mode = load_for(config)
-        config = with_names_of_today(config, mode)
-        refuse(config, mode)
-    except ConfigError as error:
-        print("\n".join(f"refused    {fault}" for fault in error.faults))
-        return 2
+    config = Config.read()
+    mode = load_for(config)
+    config = with_names_of_today(config, mode)
+    refuse(config, mode)
     print("\n".join(explain(config, mode)))
     return 0
 

@@ -19,9 +19,10 @@ from typing import NamedTuple
 
 import torch
 
+from distlab.cli import tells_refusals
 from distlab.lab.config import Config
 from distlab.lab.measure.storages import SavedActivations
-from distlab.lab.report.reading import BrokenRecord, read_run
+from distlab.lab.report.reading import read_run
 from distlab.lab.report.records import Losses, select
 from distlab.lab.report.verdict import judge
 from distlab.lab.workload.data import Batches
@@ -159,17 +160,14 @@ def mb(nbytes: float) -> str:
     return f"{nbytes / 1e6:.0f} MB"
 
 
+@tells_refusals
 def main(arguments: Sequence[str]) -> int:
     """`limit` prints LAB_MEMORY's value, `judge FREE DP FSDP` (folders of runs) the verdict; returns the exit code."""
     if list(arguments) == ["limit"]:
         print(f"{limit(Config.read())}m")
         return 0
     if len(arguments) == 4 and arguments[0] == "judge":
-        try:
-            found = unmet(*map(Path, arguments[1:]))
-        except BrokenRecord as error:
-            print(f"refused    {error}", file=sys.stderr)
-            return 2
+        found = unmet(*map(Path, arguments[1:]))
         print(
             "".join(f"FAIL       {claim}\n" for claim in found) or "PASS       it does not fit, and then it does\n",
             end="",

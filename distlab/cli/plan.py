@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from distlab.cli import tells_refusals
 from distlab.lab.config import ConfigError
 from distlab.lab.config.settings import suggest
 from distlab.lab.report.reading import BrokenRecord
@@ -345,21 +346,18 @@ def command(layout: Layout, job: Job) -> str:
     return f"RUN_MODE=mesh WORLD_SIZE={ranks} LAB_MESH={mesh} LAB_VARIANT={variant}{again} make run"
 
 
+@tells_refusals
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the answer; returns the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    try:
-        if given == ["--score"]:
-            print("\n".join(on_terminal(score.score_lines())))
-            return 0
-        asked = read_asked(given)
-        switches = parser().parse_known_args(given)[0]
-        chosen = plan(asked.job, asked.stages)
-        if not chosen.costs:
-            raise ConfigError([_no_layout(asked)])
-    except ConfigError as error:
-        print("\n".join(f"refused    {fault}" for fault in error.faults))
-        return 2
+    if given == ["--score"]:
+        print("\n".join(on_terminal(score.score_lines())))
+        return 0
+    asked = read_asked(given)
+    switches = parser().parse_known_args(given)[0]
+    chosen = plan(asked.job, asked.stages)
+    if not chosen.costs:
+        raise ConfigError([_no_layout(asked)])
     priced = None if asked.layout is None else cost(asked.job, asked.layout)
     if switches.json:
         print(json.dumps(as_json(asked.job, asked.told, chosen, priced, asked.tokens), indent=1, allow_nan=False))

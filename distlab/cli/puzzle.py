@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
-from distlab.lab.config import ConfigError
+from distlab.cli import tells_refusals
+from distlab.lab.config import Refusal
 from distlab.lab.report.reading import write_bytes_atomically
 from distlab.lab.report.table import on_terminal
 from distlab.tools.puzzle.folder import Folder
@@ -36,17 +37,13 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+@tells_refusals
 def main(words: Sequence[str]) -> int:
     """Do what is asked for; returns the exit code."""
     typed = parser().parse_args(words)
-    fault = refused(typed)
-    if not fault:
-        try:
-            return done(typed)
-        except ConfigError as error:
-            fault = str(error)
-    print(f"refused    {fault}", file=sys.stderr)
-    return 2
+    if fault := refused(typed):
+        raise Refusal(fault)
+    return done(typed)
 
 
 def done(typed: argparse.Namespace) -> int:

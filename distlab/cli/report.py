@@ -6,7 +6,6 @@ lists old runs and removes them after asking.
 """
 
 import argparse
-import errno
 import os
 import shutil
 import sys
@@ -14,15 +13,15 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from distlab.cli import tells_refusals
 from distlab.lab.cluster.launch import die_with
-from distlab.lab.config import Config, ConfigError
+from distlab.lab.config import Config, Refusal
 from distlab.lab.report.compare import write_comparison
 from distlab.lab.report.log import verdict_lines
 from distlab.lab.report.rank_log import Log, RankLog, verdict_of_all
 from distlab.lab.report.reading import MISFITS, BrokenRecord, read_run, record_files
 from distlab.lab.report.records import Ranks, Run
 from distlab.lab.report.run_folder import FILE, LATEST, is_held
-from distlab.lab.report.standard_streams import of_a_stream
 from distlab.lab.report.table import printable, table_lines
 from distlab.lab.report.tables import Plan
 from distlab.lab.report.verdict import exit_code, judge, write_run
@@ -30,6 +29,7 @@ from distlab.lab.report.verdict import exit_code, judge, write_run
 DAY_S = 86_400
 
 
+@tells_refusals
 def main(arguments: Sequence[str] | None = None) -> int:
     """Read, judge, write; returns the exit code."""
     asked = parser().parse_args(arguments)
@@ -53,20 +53,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if asked.rank is not None:
             return print_rank(folder, run, records, asked.rank, asked.log)
         if asked.figures:
-            return draw_figures(folder, run, records, asked.figures)
+            return draw_figures(run, records, asked.figures)
         return rebuild(folder, run, records, asked.junit, asked.page_only, asked.page)
-    except BrokenRecord as error:
-        print(f"refused    {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        if of_a_stream(error):
-            raise
-        print(f"broken     the report cannot be written: {error.strerror}: {error.filename}", file=sys.stderr)
-        return 1 if error.errno == errno.ENOSPC else 2
     except MISFITS as error:
         folders = ", ".join(map(str, asked.runs))
-        print(f"refused    the records in {folders} do not fit each other ({error!r})", file=sys.stderr)
-        return 2
+        raise Refusal(f"the records in {folders} do not fit each other ({error!r})") from None
 
 
 def parser() -> argparse.ArgumentParser:
@@ -124,8 +115,7 @@ def print_rank(folder: Path, run: Run, records: Ranks, rank: int, log: Log) -> i
     """The own log of one rank, from its records, and the verdict of all."""
     if rank not in records:
         ranks = ", ".join(map(str, sorted(records)))
-        print(f"refused    --rank {rank} has no records here, allowed: {ranks}", file=sys.stderr)
-        return 2
+        raise Refusal(f"--rank {rank} has no records here, allowed: {ranks}")
     own = RankLog(log)
     for record in records[rank]:
         for line in own.lines(record):
@@ -134,15 +124,11 @@ def print_rank(folder: Path, run: Run, records: Ranks, rank: int, log: Log) -> i
     return 0
 
 
-def draw_figures(folder: Path, run: Run, records: Ranks, into: Path) -> int:
-    """Write the figures and say where; 2 where there is none."""
-    from distlab.lab.report.export import Untimed, write_figures
+def draw_figures(run: Run, records: Ranks, into: Path) -> int:
+    """Write the figures and say where."""
+    from distlab.lab.report.export import write_figures
 
-    try:
-        drawn = write_figures(into, run, records)
-    except Untimed as error:
-        print(f"refused    {folder} {error}", file=sys.stderr)
-        return 2
+    drawn = write_figures(into, run, records)
     print(f"figures    {len(drawn)} in {into}, as SVG: {', '.join(path.stem for path in drawn)}")
     return 0
 
@@ -182,32 +168,30 @@ def days(text: str) -> int:
 
 def clean(days: int, *, unasked: bool) -> int:
     """List the runs older than so many days, and remove them once the person at the terminal agrees."""
-    try:
-        runs = Config.read().runs_dir
-        found = old_runs(runs, days)
-        print("".join(f"old        {printable(str(folder))}\n" for folder in found), end="")
-        if not found:
-            print(f"no run     in {runs}/ that may be removed is older than {days} days")
-        elif not unasked and not sys.stdin.isatty():
-            print("refused    there is no terminal to ask in: --yes removes them without asking", file=sys.stderr)
-            return 2
-        elif not unasked and not agreed(f"remove {len(found)} {'run' if len(found) == 1 else 'runs'}? [y/N] "):
-            print("nothing is removed")
-        else:
-            still_old = old_runs(runs, days)  # one may go on again since it was listed
-            for folder in filter(still_old.__contains__, found):
-                shutil.rmtree(folder)
-                print(f"removed    {printable(str(folder))}")
-    except ConfigError as error:
-        print("\n".join(f"refused    {fault}" for fault in error.faults), file=sys.stderr)
-        return 2
-    except OSError as error:
-        if of_a_stream(error):
-            raise
-        where = printable(str(error.filename))
-        print(f"broken     old runs cannot be removed: {error.strerror}: {where}", file=sys.stderr)
-        return 2
+    runs = Config.read().runs_dir
+    found = old_runs(runs, days)
+    print("".join(f"old        {printable(str(folder))}\n" for folder in found), end="")
+    if not found:
+        print(f"no run     in {runs}/ that may be removed is older than {days} days")
+    elif not unasked and not sys.stdin.isatty():
+        raise Refusal("there is no terminal to ask in: --yes removes them without asking")
+    elif not unasked and not agreed(f"remove {len(found)} {'run' if len(found) == 1 else 'runs'}? [y/N] "):
+        print("nothing is removed")
+    else:
+        still_old = old_runs(runs, days)  # one may go on again since it was listed
+        for folder in filter(still_old.__contains__, found):
+            remove(folder)
     return 0
+
+
+def remove(folder: Path) -> None:
+    """Remove a run and say so."""
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:
+        where = printable(str(error.filename))
+        raise Refusal(f"old runs cannot be removed: {error.strerror}: {where}") from None
+    print(f"removed    {printable(str(folder))}")
 
 
 def agreed(question: str) -> bool:

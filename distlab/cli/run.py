@@ -20,7 +20,7 @@ from importlib import metadata
 from pathlib import Path
 
 from distlab.lab.cluster.launch import LauncherPipe, heed_stops, launch, named_run, refuse_too_few
-from distlab.lab.config import Config, ConfigError, commands, launchers, user_code
+from distlab.lab.config import Config, ConfigError, Refusal, commands, launchers, user_code
 from distlab.lab.config.settings import claim_run_id
 from distlab.lab.report import standard_streams
 from distlab.lab.report.progress import telling
@@ -51,7 +51,7 @@ def main(words: Sequence[str] = ()) -> int:
         if typed.command != "run":
             return be_module(commands.COMMANDS[typed.command].module, typed.words)
         return print_json(started_at) if typed.as_json else start(started_at)
-    except ConfigError as error:
+    except Refusal as error:
         return refuse(error)
     except KeyboardInterrupt:
         return 130
@@ -66,8 +66,8 @@ def version() -> str:
         return str(tomllib.loads(text)["project"]["version"])
 
 
-def refuse(error: ConfigError) -> int:
-    """Print what is wrong with the settings; returns the exit code."""
+def refuse(error: Refusal) -> int:
+    """Print what is wrong; returns the exit code."""
     for fault in error.faults:
         standard_streams.printed(f"refused    {fault}")
     return 2

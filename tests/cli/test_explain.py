@@ -56,7 +56,7 @@ def test_a_bug_is_explained_with_the_check_that_sees_it(
 def test_a_fault_is_refused_as_in_a_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("LAB_BUG", "no_broadcst")
     assert main() == 2
-    assert "did you mean 'no_broadcast'?" in capsys.readouterr().out
+    assert "did you mean 'no_broadcast'?" in capsys.readouterr().err
 
 
 def test_a_link_to_be_shaped_is_asked_of_a_rank_and_not_of_its_lesson(

@@ -254,7 +254,7 @@ def test_all_faults_are_said_at_once(capsys: pytest.CaptureFixture[str]) -> None
         " /absent"
     )
     assert main(wrong.split()) == 2
-    lines = capsys.readouterr().out.splitlines()
+    lines = capsys.readouterr().err.splitlines()
     assert all(line.startswith("refused    ") for line in lines)
     for words in (
         "--model, --config or --params is missing", "--gpus='0' is nothing", "--gpu-memory='80Gbit' is not a size", "--link='100' is not a rate",

@@ -134,7 +134,7 @@ def test_a_full_disk_is_told_by_the_file_and_a_full_output_is_none(
         assert of_a_stream(error.value)
     monkeypatch.setattr(Path, "write_bytes", full_disk)
     assert main([str(run)]) == 1
-    assert f"cannot be written: No space left on device: {run}/report.html" in capsys.readouterr().err
+    assert f"broken     {run}/report.html cannot be written: No space left on device" in capsys.readouterr().err
 
 
 def test_the_page_alone_leaves_the_verdict_to_others(tmp_path: Path) -> None:
@@ -288,7 +288,7 @@ def test_what_cannot_be_removed_is_named(
     monkeypatch.setattr("distlab.cli.report.shutil.rmtree", full)
     assert main(["--clean", "7", "--yes"]) == 2
     assert (
-        capsys.readouterr().err == f"broken     old runs cannot be removed: Permission denied: {runs}/old/rank0.jsonl\n"
+        capsys.readouterr().err == f"refused    old runs cannot be removed: Permission denied: {runs}/old/rank0.jsonl\n"
     )
     monkeypatch.setenv("LAB_STEP", "5")
     assert main(["--clean", "7"]) == 2

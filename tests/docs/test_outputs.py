@@ -45,7 +45,9 @@ def output_of(command: str) -> str:
         program, cwd=TOP, env=clean | settings, capture_output=True, text=True, timeout=110, check=False
     )
     assert done.returncode == int(code.rstrip(")") or 0), done.stdout + done.stderr
-    of_rank_0 = "".join(line for line in done.stdout.splitlines(True) if not re.match(r"rank [1-9] \|", line))
+    of_rank_0 = "".join(
+        line for line in (done.stdout or done.stderr).splitlines(True) if not re.match(r"rank [1-9] \|", line)
+    )
     untimed = re.sub(rf"^rank 0 \| times  .*\n(?:rank 0 \|[ ] {{{INDENT}}}\S.*\n)*", "", of_rank_0, flags=re.MULTILINE)
     return "".join(
         line + "\n"

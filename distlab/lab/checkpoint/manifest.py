@@ -20,7 +20,7 @@ import msgspec
 import torch
 
 from distlab.contract import where_it_was
-from distlab.lab.config import Config
+from distlab.lab.config import Config, Refusal
 from distlab.lab.report.reading import from_json, read_regular, to_json
 from distlab.lab.workload import data as text
 from distlab.lab.workload.data import Batches
@@ -35,7 +35,7 @@ DEFINING = (
 )  # fmt: skip
 
 
-class Unreadable(Exception):
+class Unreadable(Refusal):
     """A folder that is no good checkpoint; the sentence goes on after the folder's name."""
 
 

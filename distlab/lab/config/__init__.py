@@ -32,12 +32,20 @@ Own = TypeVar("Own", bound=ModeOptions)
 LINE_POINTS = 32  # the first lesson's: 8, 6, 9 and 9 for four workers
 
 
-class ConfigError(Exception):
-    """The environment cannot be run; `faults` holds a sentence for each thing that is wrong."""
+class Refusal(Exception):
+    """What was asked for cannot be done; `faults` holds a sentence for each reason. A command that raises it ends
+    with 2."""
 
-    def __init__(self, faults: list[str]) -> None:
-        self.faults = [settings.shorten_words(fault) for fault in faults]
-        super().__init__("\n".join(self.faults))
+    def __init__(self, *faults: str) -> None:
+        self.faults = list(faults)
+        super().__init__("\n".join(faults))
+
+
+class ConfigError(Refusal):
+    """The environment cannot be run."""
+
+    def __init__(self, faults: Sequence[str]) -> None:
+        super().__init__(*map(settings.shorten_words, faults))
 
 
 class Config(BaseSettings):

@@ -15,6 +15,7 @@ from typing import Any
 
 from markupsafe import Markup
 
+from distlab.lab.config import Refusal
 from distlab.lab.report import charts
 from distlab.lab.report.charts import Drawing
 from distlab.lab.report.html import asset, render
@@ -38,7 +39,7 @@ def write_figures(folder: Path, run: Run, records: Ranks) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     found = dict(figures(run, records))
     if not found:
-        raise Untimed("has no figure: it ended before anything was measured")
+        raise Untimed(f"the run {run['run_id']} has no figure: it ended before anything was measured")
     for name, drawing in found.items():
         write_atomically(folder / f"{name}.svg", [drawing])
     return [folder / f"{name}.svg" for name in found]
@@ -99,7 +100,7 @@ LIGHT = {
 }  # fmt: skip
 
 
-class Untimed(Exception):
+class Untimed(Refusal):
     """A run that nothing can be drawn of: the sentence to end with."""
 
 

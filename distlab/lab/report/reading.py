@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from distlab.lab.config import Refusal
 from distlab.lab.report.records import Ranks, Record
 
 # The files in a run's folder as their readers open them: regular ones up to a size, and nothing that waits.
@@ -110,7 +111,7 @@ MAKE_ONE = "make one with ./run or `distlab run`"
 MISFITS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
-class BrokenRecord(Exception):
+class BrokenRecord(Refusal):
     """A record file that cannot be read; the message names the file and the line."""
 
 

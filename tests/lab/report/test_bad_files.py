@@ -137,7 +137,7 @@ def test_one_that_cannot_be_removed_is_named(
     for path in (runs / "bad").iterdir():
         os.utime(path, (1e9, 1e9))
     assert report(["--clean", "1", "--yes"]) == 2
-    assert capsys.readouterr().err == f"broken     old runs cannot be removed: Operation not permitted: {runs}/bad\n"
+    assert capsys.readouterr().err == f"refused    old runs cannot be removed: Operation not permitted: {runs}/bad\n"
 
 
 def test_a_folder_whose_name_is_no_text_is_listed(runs: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -63,7 +63,7 @@ def test_what_can_not_be_is_refused_with_what_could(
             at = kept.index(option)
             del kept[at : at + 2]
     assert main([*kept, *more.split()]) == 2
-    lines = capsys.readouterr().out.splitlines()
+    lines = capsys.readouterr().err.splitlines()
     assert all(line.startswith("refused    ") for line in lines)
     assert all(any(each in line for line in lines) for each in words), lines
 

@@ -127,7 +127,7 @@ def test_the_score_is_printed_worst_first(capsys: pytest.CaptureFixture[str]) ->
     assert len(errors) == len(steps()) and sizes[0] > 40 > sizes[len(sizes) // 2]
     assert "step, all rows" in printed and "memory, SimuMax" in printed
     assert main(["--params", "7B", "--gpus", "64", "--gpu", "h100", "--score"]) == 2
-    assert "takes no other option" in capsys.readouterr().out
+    assert "takes no other option" in capsys.readouterr().err
 
 
 def test_the_page_compares_estimators_with_what_the_planner_says() -> None:

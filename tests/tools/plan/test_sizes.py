@@ -32,7 +32,7 @@ def test_a_rate_that_may_be_bits_or_bytes_is_refused(written: str) -> None:
 def test_what_is_beyond_any_machine_is_refused(option: str, digits: int, capsys: pytest.CaptureFixture[str]) -> None:
     """With 310 digits and more a float is infinite, which no whole number is."""
     assert main(f"--params 7B --gpus 64 --gpu-memory 80GB --{option.format('9' * digits)}".split()) == 2
-    (line,) = capsys.readouterr().out.splitlines()
+    (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"refused    --{option.split()[0]}=") and "is beyond any machine, allowed: up to 1e+" in line
 
 
@@ -48,7 +48,7 @@ def test_the_most_is_allowed_and_no_more(option: str, code: int) -> None:
 )
 def test_next_to_nothing_is_nothing(option: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(f"--params 7B --gpus 64 --gpu-memory 80GB --{option} 0.{'0' * 310}1".split()) == 2
-    assert words in capsys.readouterr().out
+    assert words in capsys.readouterr().err
 
 
 def test_the_most_that_is_allowed_has_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
