@@ -22,7 +22,7 @@ from distlab.lab.report.rank_log import Log, RankLog, verdict_of_all
 from distlab.lab.report.reading import MISFITS, BrokenRecord, read_run, record_files
 from distlab.lab.report.records import Ranks, Run
 from distlab.lab.report.run_folder import FILE, LATEST, is_held
-from distlab.lab.report.table import printable, table_lines
+from distlab.lab.report.table import printable
 from distlab.lab.report.tables import Plan
 from distlab.lab.report.verdict import exit_code, judge, write_run
 
@@ -107,7 +107,7 @@ def read_and_judge(folder: Path) -> tuple[Run, Ranks]:
 def compare(old: Path, new: Path) -> int:
     """One table of two runs, printed and as a page."""
     page, table = write_comparison((old, *read_and_judge(old)), (new, *read_and_judge(new)))
-    print("\n".join([*table_lines("compare", table), f"report     {page}"]))
+    print("\n".join([*table.under("compare"), f"report     {page}"]))
     return 0
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from distlab.lab.report import fault_checks, sentences, summary, tables
 from distlab.lab.report.records import Ranks, Run
 from distlab.lab.report.run_folder import Level
-from distlab.lab.report.table import log_line, table_lines, wrapped
+from distlab.lab.report.table import log_line, wrapped
 from distlab.lab.report.verdict import PROOF, SCRIPT
 
 DIGITS = len("2.8e-17")  # as wide as a difference gets
@@ -21,7 +21,7 @@ def proof(run: Run, names: Sequence[str] = ()) -> list[str]:
     in line."""
     least = [max(map(len, ("", *names))), *[DIGITS] * len(tables.PROOF)]
     note = sentences.proof_note(run)
-    return table_lines("proof", tables.proof(run), least) or ([log_line("proof", note)] if note else [])
+    return tables.proof(run).under("proof", least) or ([log_line("proof", note)] if note else [])
 
 
 # What is told as soon as it is known, while the run goes on, in the order in which one learns it; the proof row by row.
@@ -30,10 +30,10 @@ SECTIONS: dict[str, Callable[[Run, Ranks, Sequence[str]], list[str]]] = {
         line for skip in run["skipped"] for line in wrapped("skipped", f"{skip['variant']}: {skip['reason']}")
     ],
     "proof": lambda run, _records, rows: proof(run, rows),
-    "timed": lambda run, _records, _rows: table_lines("timed", tables.timed(run)),
-    "profile": lambda run, records, _rows: table_lines("profile", tables.profile(run, records, slowest_only=True)),
-    "measured": lambda run, records, _rows: table_lines("measured", tables.measured(run, records)),
-    "memory": lambda run, records, _rows: table_lines("memory", tables.memory(run, records)),
+    "timed": lambda run, _records, _rows: tables.timed(run).under("timed"),
+    "profile": lambda run, records, _rows: tables.profile(run, records, slowest_only=True).under("profile"),
+    "measured": lambda run, records, _rows: tables.measured(run, records).under("measured"),
+    "memory": lambda run, records, _rows: tables.memory(run, records).under("memory"),
 }
 
 
@@ -103,7 +103,7 @@ def more_checks(run: Run) -> list[str]:
     found = [check for check in held if check["unit"] == sentences.FINDINGS]
     until = [check["name"] for check in found if check["detail"] == sentences.UNTIL_ENDED]
     whole = [check["name"] for check in found if check["detail"] != sentences.UNTIL_ENDED]
-    lines = table_lines("checks", tables.checks(check for check in held if check["unit"] != sentences.FINDINGS))
+    lines = tables.checks(check for check in held if check["unit"] != sentences.FINDINGS).under("checks")
     lines += wrapped("checks", f"passed: {', '.join(whole)}") if whole else []
     return lines + (wrapped("checks", f"passed until the run was ended: {', '.join(until)}") if until else [])
 
@@ -113,7 +113,7 @@ def compared(run: Run) -> list[str]:
     timed = {variant["name"] for variant in run["variants"]}
     in_tables = (*tables.TRAFFIC, tables.DRAWN, tables.ON_WIRE, *tables.MEMORY)
     left = (c for c in run["comparisons"] if c["passed"] and not (c["name"] in in_tables and c["variant"] in timed))
-    return table_lines("compared", tables.comparisons(left))
+    return tables.comparisons(left).under("compared")
 
 
 def rows_not_yet_printed(block: list[str], told: Collection[str]) -> list[str]:

@@ -15,7 +15,7 @@ from distlab.lab.report.html import render
 from distlab.lab.report.reading import write_atomically
 from distlab.lab.report.records import Changed, Chart, End, Lesson, Losses, Ranks, Run, Said, Start, select
 from distlab.lab.report.records import Table as OwnTable
-from distlab.lab.report.table import Column, Table, Verdict, numeric
+from distlab.lab.report.table import Column, Table, Verdict
 from distlab.lab.report.timeline_panels import Drawn, coordinates, timeline
 from distlab.lab.report.units import allowed, counted, difference, human_bytes, milliseconds
 from distlab.lab.report.verdict import PROOF as PROVEN
@@ -198,10 +198,8 @@ def mode_tables_and_charts(
         if isinstance(record, Chart):
             yield record.title, own_chart(record, colour, max(8, charts.MOST_POINTS // 2 // max(1, series))), None, 0
             continue
-        numbers = numeric(len(record.columns), record.rows)
-        columns = [Column(title, "number" if i in numbers else "text") for i, title in enumerate(record.columns)]
-        rows = [[f"{cell:.4g}" if isinstance(cell, float) else cell for cell in row] for row in record.rows[:most]]
-        yield record.title, None, Table(columns, rows), len(record.rows) - len(rows)
+        table = Table.of(record.columns, record.rows[:most])
+        yield record.title, None, table, len(record.rows) - len(table.rows)
 
 
 def own_chart(record: Chart, colour: dict[str, str], points: int) -> Drawing:

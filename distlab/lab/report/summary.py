@@ -4,66 +4,66 @@ read on, where the report is, and how to repeat the run.
 The table is as wide as a terminal of 80 columns has room for behind the prefix that Compose puts in front of a line.
 """
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from distlab.lab.config.settings import is_path
 from distlab.lab.report import sentences, tables
 from distlab.lab.report.records import Ranks, Run
-from distlab.lab.report.table import WIDTH, in_columns, log_line, wrapped
-from distlab.lab.report.units import byte_unit, difference, milliseconds, three_digits
+from distlab.lab.report.table import WIDTH, Column, Table, log_line, middle_cut, wrapped
+from distlab.lab.report.units import byte_unit, difference, three_digits
 from distlab.lab.report.verdict import proof_on, pytorch_own, slowest
 
 MOST_TITLE = 9  # columns
 MOST_NAMED = 8  # checks
 MOST_FAILED = 4  # failed claims that have a sentence here; the report has all
 
-Cells = dict[str, str]  # of one column, by variant
+Values = dict[str, float | None]  # by variant
 
 
 def table_lines(run: Run, records: Ranks) -> list[str]:
-    """The table under two lines of titles: no column is empty, and a value that is not there is an empty cell."""
-    names = variants(run)
-    columns = [(title, cells) for title, cells in columns_of(run, records) if any(cells.values())]
-    if len(columns) < 2:  # verdicts alone
-        return []
-    heads = [["", *(top for (top, _), _ in columns)], ["variant", *(below for (_, below), _ in columns)]]
-    heads = [row for row in heads if any(row)]
-    rows = [[name or run["run_mode"], *(cells.get(name, "") for _, cells in columns)] for name in names]
-    numbers = range(1, len(columns))  # the verdicts stand to the left
-    for apart in (2, 1):
-        rest = in_columns([row[1:] for row in heads + rows], (), apart)
-        if len(rest[0]) + apart + max(len(row[0]) for row in rows) <= WIDTH:
-            break
-    room = max(1, WIDTH - len(rest[0]) - apart)
-    table = [[shortened(row[0], room), *row[1:]] for row in heads + rows]
-    return [line.rstrip() for line in in_columns(table, numbers, apart)]
+    """The table under two lines of titles, as wide as a terminal has room for; nothing where there are verdicts
+    alone."""
+    made = table(run, records)
+    return made.text(WIDTH) if len(made.columns) > 2 else []
 
 
-def columns_of(run: Run, records: Ranks) -> Iterator[tuple[tuple[str, str], Cells]]:
-    """Each column under its two titles."""
+def table(run: Run, records: Ranks) -> Table:
+    """A row a variant; no column is empty, and a value that is not there is an empty cell."""
     names, own = variants(run), pytorch_own(run)
-    seconds = {each["name"]: slowest(each["step_seconds"]) for each in run["variants"]}
+    of = {each["name"]: each for each in run["variants"]}
+    seconds = {name: slowest(each["step_seconds"]) for name, each in of.items()}
     predicted, sent = traffic(run, records)
-    peak = {each["name"]: peak_bytes(each) for each in run["variants"]}
+    peak = {name: peak_bytes(each) for name, each in of.items()}
     scale, unit = byte_unit(max(filter(None, (*predicted.values(), *sent.values(), *peak.values())), default=0))
-    yield ("", "exact to"), {name: exact(run, name) for name in names}
-    yield ("ms a", "step"), written(seconds, milliseconds)
+    columns: list[tuple[str, dict[str, str]]] = [
+        ("exact to", {name: exact(run, name) for name in names}), ("ms a\nstep", written(seconds, 1e-3)),
+    ]  # fmt: skip
     if own and (own_s := seconds[own]):
-        theirs, _, name = own.rpartition("_")
-        parts = (f"x {theirs}".rstrip(), name) if len(own) > len("fsdp2") else ("", f"x {own}")
-        title = (shortened(parts[0], MOST_TITLE), shortened(parts[1], MOST_TITLE))
-        yield title, written(seconds, lambda step_s: f"{step_s / own_s:.2f}")
-    a_step = "a step" if any(seconds.values()) else "at most"
+        ratios = {name: f"{step_s / own_s:.2f}" for name, step_s in seconds.items() if step_s is not None}
+        columns.append((own_title(own), ratios))
     if run["world_size"] > 1:
-        yield (f"{unit} sent", "predicted"), written(predicted, lambda nbytes: three_digits(nbytes / scale))
-        yield (a_step, "measured"), written(sent, lambda nbytes: three_digits(nbytes / scale))
-    yield ("peak", unit), written(peak, lambda nbytes: three_digits(nbytes / scale))
-    yield ("", ""), {name: judged(run, name) for name in names}
+        columns.append((f"{unit} sent\npredicted", written(predicted, scale)))
+        columns.append((f"{'a step' if any(seconds.values()) else 'at most'}\nmeasured", written(sent, scale)))
+    columns.append((f"peak\n{unit}", written(peak, scale)))
+    columns = [(title, cells) for title, cells in columns if any(cells.values())]
+    rows = [
+        [name or run["run_mode"], *(cells.get(name, "") for _, cells in columns), judged(run, name)] for name in names
+    ]
+    verdicts = [Column("")] if any(row[-1] for row in rows) else []
+    shown = [Column("variant"), *(Column(title, "number") for title, _ in columns), *verdicts]
+    return Table(shown, [row[: len(shown)] for row in rows])
 
 
-def written(values: dict[str, float | None], write: Callable[[float], str]) -> Cells:
-    return {name: "" if value is None else write(value) for name, value in values.items()}
+def own_title(own: str) -> str:
+    """Of the column of ratios to PyTorch's own variant, in two lines where its name is long."""
+    theirs, _, name = own.rpartition("_")
+    parts = (f"x {theirs}".rstrip(), name) if len(own) > len("fsdp2") else ("", f"x {own}")
+    return "\n".join(middle_cut(part, MOST_TITLE) for part in parts if part)
+
+
+def written(values: Values, scale: float) -> dict[str, str]:
+    """Each value that is there, in three digits of that unit."""
+    return {name: three_digits(value / scale) for name, value in values.items() if value is not None}
 
 
 def variants(run: Run) -> list[str]:
@@ -103,10 +103,10 @@ def judged(run: Run, variant: str) -> str:
     return tables.verdict(claims_of(run, variant)).replace("informational", "shown")
 
 
-def traffic(run: Run, records: Ranks) -> tuple[dict[str, float | None], dict[str, float | None]]:
+def traffic(run: Run, records: Ranks) -> tuple[Values, Values]:
     """By variant the bytes that the rank sends that sends most: as predicted, and on the wire or, where that is not
     measured, as called. In a mode that times calls and no steps that of the largest call."""
-    predicted: dict[str, float | None] = {name: tables.most_predicted(records, name) for name in variants(run)}
+    predicted: Values = {name: tables.most_predicted(records, name) for name in variants(run)}
     seen = {each["name"]: [slowest(each[kind]) for kind in ("wire_bytes", "called_bytes")] for each in run["variants"]}
     sent = {name: next((value for value in values if value is not None), None) for name, values in seen.items()}
     for name in variants(run):
@@ -121,14 +121,6 @@ def peak_bytes(variant: Run) -> float | None:
     """What the fullest rank held at its peak."""
     rank = tables.fullest(variant["peak_by_class"])
     return slowest(variant["peak_bytes"]) if rank is None else sum(variant["peak_by_class"][rank].values())
-
-
-def shortened(name: str, most: int) -> str:
-    """A name in so many columns, without its middle where it is longer."""
-    if len(name) <= most:
-        return name
-    kept = max(0, most - 2)
-    return f"{name[: kept - kept // 2]}..{name[len(name) - kept // 2 :]}"[:most]
 
 
 def failed_lines(run: Run) -> list[str]:

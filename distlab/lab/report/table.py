@@ -1,50 +1,17 @@
-"""One model of a table: made once from what a run wrote, written by the log as text and by the page as HTML.
+"""One model of a table: made once from what a run wrote, written by logs as text and by the page as HTML.
 
 The page's side is the macro `table` in templates/parts.html.
 """
 
 import textwrap
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import zip_longest
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
-# Tables as a person reads them in a terminal.
-
-
-def aligned(columns: list[str], rows: list[list[Any]]) -> list[str]:
-    """A table as lines: numbers to the right, words to the left, two spaces between columns."""
-    cells = [[f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row] for row in [columns, *rows]]
-    return [text.rstrip() for text in in_columns(cells, numeric(len(columns), rows), 2)]
-
-
-def numeric(num_columns: int, rows: Sequence[Sequence[Any]]) -> list[int]:
-    """The columns that hold nothing but numbers, and cells without a value."""
-    columns = [[row[index] for row in rows if row[index] != ""] for index in range(num_columns)]
-    return [
-        index for index, cells in enumerate(columns) if cells and all(isinstance(each, int | float) for each in cells)
-    ]
-
-
-def in_columns(
-    rows: Sequence[Sequence[str]], numbers: Container[int], apart: int, least: Iterable[int] = ()
-) -> list[str]:
-    """Rows of cells as lines, so many blanks between two columns; those in `numbers` stand to the right, and the first
-    ones are at `least` so wide."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    widths = [max(pair) for pair in zip_longest(widths, least, fillvalue=0)]
-    return [
-        (" " * apart).join(
-            cell.rjust(width) if index in numbers else cell.ljust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
-
-
-def printable(name: str) -> str:
-    """The name of a file on one line of a terminal, whatever is in it."""
-    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in name)
-
+TERMINAL = 80  # columns of whoever reads
+COMMANDS = ("see it", "together", "rerun")  # words before a command
+WIDTH = TERMINAL - len("worker0-1  | ")  # of a log's line: behind what Compose puts before it, or "rank 0 | "
+INDENT = 11  # of what stands under its word
 
 Kind = Literal["text", "number", "value"]
 
@@ -52,7 +19,7 @@ Kind = Literal["text", "number", "value"]
 class Column(NamedTuple):
     """A column; a "number" stands to the right, a "value" (a number with words or an exponent) on the page alone."""
 
-    title: str
+    title: str  # in a log of as many lines as it has
     kind: Kind = "text"
     in_log: bool = True
     inline: str = ""  # what the log writes before each cell where it leaves the titles out
@@ -82,50 +49,60 @@ class Table(NamedTuple):
     rows: Sequence[Sequence[Any]]
     titled: bool = True  # whether the log has the columns' titles above the rows
 
+    @classmethod
+    def of(cls, titles: Sequence[str], rows: Sequence[Sequence[Any]]) -> Self:
+        """Titles and cells as they are: a column of numbers, and of cells without a value, stands to the right."""
+        columns = []
+        for index, title in enumerate(titles):
+            cells = [row[index] for row in rows if row[index] != ""]
+            number = cells and all(isinstance(each, int | float) for each in cells)
+            columns.append(Column(title, "number" if number else "text"))
+        return cls(columns, [[f"{cell:.4g}" if isinstance(cell, float) else cell for cell in row] for row in rows])
 
-def table_lines(word: str, table: Table, least: Sequence[int] = ()) -> list[str]:
-    """The table as lines of the log, the first one under its `word`; the first columns are at `least` so wide."""
-    if not table.rows:
-        return []
-    shown = [(index, column) for index, column in enumerate(table.columns) if column.in_log]
-    rows = [
-        [("" if table.titled else column.inline) + str(row[index]) for index, column in shown] for row in table.rows
-    ]
-    titles = [[column.title for _, column in shown]] if table.titled else []
-    numbers = [place for place, (_, column) in enumerate(shown) if column.kind == "number"]
-    lines = in_columns(titles + rows, numbers, 3, least)
-    return [log_line("" if place else word, text) for place, text in enumerate(lines)]
+    def text(self, width: int = 0, apart: int = 2, least: Iterable[int] = ()) -> list[str]:
+        """The lines of a log: so many blanks between two columns, of which the first ones are at `least` so wide.
 
-
-TERMINAL = 80  # columns of whoever reads
-COMMANDS = ("see it", "together", "rerun")  # words before a command
-WIDTH = TERMINAL - len("worker0-1  | ")  # of a log's line: behind what Compose puts before it, or "rank 0 | "
-INDENT = 11  # of what stands under its word
-
-
-def wrapped(word: str, text: str, width: int = WIDTH) -> list[str]:
-    """The same on as many lines as it takes, none longer than that but for a path or a name, which are not broken."""
-    return textwrap.wrap(
-        f"{word:<{INDENT}}{text}", width, subsequent_indent=" " * INDENT, break_long_words=False,
-        break_on_hyphens=False,
-    )  # fmt: skip
-
-
-def on_terminal(lines: Iterable[str]) -> list[str]:
-    """Lines without a rank before them, those that are too long wrapped under their word; a command stays whole."""
-    found: list[str] = []
-    for line in lines:
-        text = line.lstrip()
-        indent = INDENT if "  " in text[:INDENT] else len(line) - len(text)
-        whole = len(line) <= TERMINAL or line.startswith(COMMANDS)
-        found += (
-            [line]
-            if whole
-            else textwrap.wrap(
-                line, TERMINAL, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+        Where they would be longer than `width`, columns stand closer, and the first one is cut in its middle.
+        """
+        shown = [(index, column) for index, column in enumerate(self.columns) if column.in_log]
+        rows = [[("" if self.titled else column.inline) + str(row[i]) for i, column in shown] for row in self.rows]
+        if self.titled:
+            titles = [column.title.split("\n") for _, column in shown]
+            high = max(map(len, titles))
+            heads = zip(*([""] * (high - len(title)) + title for title in titles), strict=True)
+            rows = [*map(list, heads), *rows]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        widths = [max(pair) for pair in zip_longest(widths, least, fillvalue=0)]
+        if width and sum(widths) + apart * (len(widths) - 1) > width:
+            apart = 1
+            widths[0] = max(1, min(widths[0], width - sum(widths[1:]) - len(widths) + 1))
+        return [
+            (" " * apart)
+            .join(
+                cell.rjust(size) if column.kind == "number" else middle_cut(cell, size).ljust(size)
+                for cell, size, (_, column) in zip(row, widths, shown, strict=True)
             )
-        )
-    return found
+            .rstrip()
+            for row in rows
+        ]
+
+    def under(self, word: str, least: Iterable[int] = ()) -> list[str]:
+        """The lines under their `word`; none where there is no row."""
+        lines = self.text(apart=3, least=least) if self.rows else []
+        return [log_line("" if place else word, text) for place, text in enumerate(lines)]
+
+
+def aligned(titles: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
+    """The lines of a table of these titles and cells."""
+    return Table.of(titles, rows).text()
+
+
+def middle_cut(name: str, most: int) -> str:
+    """A name in so many columns, without its middle where it is longer."""
+    if len(name) <= most:
+        return name
+    kept = max(0, most - 2)
+    return f"{name[: kept - kept // 2]}..{name[len(name) - kept // 2 :]}"[:most]
 
 
 def shortened(text: str, width: int) -> str:
@@ -133,6 +110,34 @@ def shortened(text: str, width: int) -> str:
     return text if len(text) <= width else f"{text[: width - 3].rstrip()}..."
 
 
+def printable(name: str) -> str:
+    """The name of a file on one line of a terminal, whatever is in it."""
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in name)
+
+
 def log_line(word: str, text: str) -> str:
     """A line of the log under its word."""
-    return f"{word:<10} {text}".rstrip()
+    return f"{word:<{INDENT - 1}} {text}".rstrip()
+
+
+def filled(text: str, width: int, indent: int = INDENT) -> list[str]:
+    """On as many lines as it takes, none longer than that but for a path or a name, which are not broken."""
+    return textwrap.wrap(
+        text, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+    )  # fmt: skip
+
+
+def wrapped(word: str, text: str, width: int = WIDTH) -> list[str]:
+    """A sentence under its word."""
+    return filled(f"{word:<{INDENT}}{text}", width)
+
+
+def on_terminal(lines: Iterable[str]) -> list[str]:
+    """Lines without a rank before them, those that are too long wrapped under their word; a command stays whole."""
+    found: list[str] = []
+    for line in lines:
+        text = line.lstrip()
+        whole = len(line) <= TERMINAL or line.startswith(COMMANDS)
+        indent = INDENT if "  " in text[:INDENT] else len(line) - len(text)
+        found += [line] if whole else filled(line, TERMINAL, indent)
+    return found

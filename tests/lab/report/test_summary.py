@@ -23,8 +23,8 @@ from distlab.lab.report.records import (
     Steps,
     Wire,
 )
-from distlab.lab.report.summary import lost_lines, shortened, table_lines
-from distlab.lab.report.table import WIDTH
+from distlab.lab.report.summary import lost_lines, table_lines
+from distlab.lab.report.table import WIDTH, middle_cut
 from distlab.lab.report.verdict import judge
 from tests.lab.report.made_up import bent, good_run, mistaken, plus, unwrapped, with_check, with_measured, without
 
@@ -93,8 +93,8 @@ def test_a_long_name_breaks_no_line(names: dict[str, str]) -> None:
 
 @pytest.mark.parametrize(("most", "short"), [(20, "wave"), (4, "wave"), (3, "w.."), (2, ".."), (1, ".")])
 def test_a_name_loses_its_middle(most: int, short: str) -> None:
-    assert shortened("wave", most) == short
-    assert shortened("mine/wave.py:wave", 9) == "mine..ave"
+    assert middle_cut("wave", most) == short
+    assert middle_cut("mine/wave.py:wave", 9) == "mine..ave"
 
 
 def test_no_column_is_empty_and_a_value_that_is_not_there_is_an_empty_cell() -> None:

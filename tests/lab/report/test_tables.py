@@ -9,7 +9,7 @@ import pytest
 from distlab.lab.report import tables
 from distlab.lab.report.page import page
 from distlab.lab.report.records import Check, Comparison, Profile, Ranks, Run
-from distlab.lab.report.table import Column, Table, Verdict, Wrong, table_lines
+from distlab.lab.report.table import Column, Table, Verdict, Wrong
 from distlab.lab.report.verdict import judge
 from tests.lab.report.made_up import good_run, pipeline_run, plus, start, with_check
 
@@ -42,17 +42,17 @@ def rows_of(shown: str) -> set[tuple[str, ...]]:
 
 
 def test_the_log_aligns_columns_and_leaves_out_what_only_the_page_has() -> None:
-    assert table_lines("word", MADE) == [
+    assert MADE.under("word") == [
         "word       what     number   value",
         "           a            10   2 of 3    passed, ± 1",
         "           longer        7   11 of 3   FAILED",
     ]
-    assert table_lines("word", MADE._replace(rows=[])) == []
+    assert MADE._replace(rows=[]).under("word") == []
 
 
 def test_a_table_without_titles_names_its_numbers_in_each_row() -> None:
     made = Table([Column("what"), Column("predicted", inline="predicted ")], [["a", "1"]], titled=False)
-    assert table_lines("word", made) == ["word       a   predicted 1"]
+    assert made.under("word") == ["word       a   predicted 1"]
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_each_row_of_each_table_stands_on_the_page_as_in_the_log(records: Ranks)
     for table in tables_of(records):
         for row in table.rows:
             assert tuple(map(str, row)) in shown
-            line = " ".join(table_lines("", table._replace(rows=[row], titled=True))[-1].split())
+            line = " ".join(table._replace(rows=[row], titled=True).under("")[-1].split())
             assert line == " ".join(
                 " ".join(str(cell) for cell, column in zip(row, table.columns, strict=True) if column.in_log).split()
             )
