@@ -16,7 +16,7 @@ from pathlib import Path
 from distlab.cli import tells_refusals
 from distlab.lab.cluster.launch import die_with
 from distlab.lab.config import Config, Refusal
-from distlab.lab.report.compare import write_comparison
+from distlab.lab.report.compare import comparison
 from distlab.lab.report.log import verdict_lines
 from distlab.lab.report.rank_log import Log, RankLog, verdict_of_all
 from distlab.lab.report.reading import MISFITS, BrokenRecord, read_run, record_files
@@ -65,8 +65,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="distlab report",
         description="Judge a finished run again from its records alone: rewrites run.json and report.html, prints the "
-        "verdict and returns its exit code. Two runs are compared in one table instead, printed and in "
-        "compare-<OLD>.html in the folder of the second.",
+        "verdict and returns its exit code. Two runs are compared in one table instead.",
     )
     made.add_argument(
         "runs", nargs="*", type=Path, metavar="RUN", help="folder of a run, such as runs/latest; two to compare"
@@ -105,9 +104,8 @@ def read_and_judge(folder: Path) -> tuple[Run, Ranks]:
 
 
 def compare(old: Path, new: Path) -> int:
-    """One table of two runs, printed and as a page."""
-    page, table = write_comparison((old, *read_and_judge(old)), (new, *read_and_judge(new)))
-    print("\n".join([*table.under("compare"), f"report     {page}"]))
+    """Print one table of two runs."""
+    print("\n".join(comparison((old, *read_and_judge(old)), (new, *read_and_judge(new))).under("compare")))
     return 0
 
 

@@ -36,7 +36,7 @@ from distlab.lab.cluster.departure import EXIT_CODES, heeded
 from distlab.lab.cluster.messages import MAX_TEXT
 from distlab.lab.config import Config, ConfigError
 from distlab.lab.config.settings import claim_run_id
-from distlab.lab.report.standard_streams import passed_on, printed
+from distlab.lab.report.standard_streams import printed
 from distlab.lab.report.terminal import REWRITES, Screen
 
 STOP_GRACE_S = 10.0  # from a signal to the kill: as long as `docker stop` gives
@@ -66,7 +66,7 @@ def launch(config: Config, be_rank: Callable[[], int]) -> int:
 
     def say(line: bytes) -> None:
         with talking:
-            why = passed_on(screen.shown(line.decode(errors="surrogateescape")).encode(errors="surrogateescape"))
+            why = printed(screen.shown(line.decode(errors="backslashreplace")), end="")
         if why:  # nobody reads: the ranks go on, and the log of the first says so
             ranks[0].line.tell(Unheard(why))
 
@@ -92,7 +92,7 @@ def launch(config: Config, be_rank: Callable[[], int]) -> int:
         if stopped_by and not any(each.line.joined() for each in ranks):  # after that each says it itself
             say(f"stopped    by {signal.Signals(stopped_by[0]).name} {UNMET}".encode())
         if standing := screen.cleared():
-            passed_on(standing.encode())
+            printed(standing, end="")
     finally:
         for each in ranks:
             each.process.kill()

@@ -5,11 +5,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from distlab.lab.report.html import render
 from distlab.lab.report.page import curves, setting_text
-from distlab.lab.report.reading import write_atomically
 from distlab.lab.report.records import Ranks, Run
-from distlab.lab.report.sentences import claim_name, repeat_command
+from distlab.lab.report.sentences import claim_name
 from distlab.lab.report.table import Column, Table
 from distlab.lab.report.tables import verdict
 from distlab.lab.report.units import human_bytes, milliseconds
@@ -26,15 +24,6 @@ MEASURES = {
     "peak memory, fullest rank": "peak_bytes",
     "memory at rest, fullest rank": "rest_bytes",
 }
-
-
-def write_comparison(old: Judged, new: Judged) -> tuple[Path, Table]:
-    """Write `compare-<old>.html` into the folder of the new run; returns its path, and the table on it."""
-    path = new[0] / f"compare-{old[0].resolve().name}.html"
-    table = comparison(old, new)
-    commands = [repeat_command(records) for _, _, records in (old, new)]
-    write_atomically(path, [render("compare.html", names=names(old, new), table=table, commands=commands)])
-    return path, table
 
 
 def names(old: Judged, new: Judged) -> list[str]:

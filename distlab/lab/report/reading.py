@@ -25,11 +25,6 @@ from distlab.lab.report.records import Ranks, Record
 # Whoever can write to a folder of runs can leave anything there: a pipe, which an open waits for, a link to a device
 # without an end, a folder, a file larger than memory. Each is an OSError at once, whose words say what is there.
 
-KINDS = {
-    stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket",
-    stat.S_IFDIR: "a folder",
-}  # fmt: skip
-
 
 @contextmanager
 def regular(path: Path, most_bytes: int) -> Iterator[BinaryIO]:
@@ -48,9 +43,8 @@ def read_regular(path: Path, most_bytes: int) -> bytes:
 
 
 def _refuse(path: Path, found: os.stat_result, most_bytes: int) -> None:
-    kind = stat.S_IFMT(found.st_mode)
-    if kind != stat.S_IFREG:
-        raise OSError(errno.EINVAL, f"it is {KINDS.get(kind, 'no file')}, and only a regular file is read", str(path))
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
     if found.st_size > most_bytes:
         why = f"it holds {found.st_size} bytes, and at most {most_bytes} are read"
         raise OSError(errno.EFBIG, why, str(path))

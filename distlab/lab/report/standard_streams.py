@@ -24,10 +24,7 @@ def open_standard_streams() -> None:
             continue
         # Of what is printed somebody may be told that nobody reads it: so the write has to fail. Errors are said to
         # nobody in any case.
-        taken = os.open(os.devnull, os.O_WRONLY if number == 2 else os.O_RDONLY)
-        if taken != number:
-            os.dup2(taken, number)
-            os.close(taken)
+        os.open(os.devnull, os.O_WRONLY if number == 2 else os.O_RDONLY)  # takes the lowest number that is free: this
         os.set_inheritable(number, True)  # else a file of a process that this one starts has the number
         mode = "r" if number == 0 else "w"
         setattr(sys, name, open(number, mode, buffering=1, encoding="utf-8", closefd=False))  # noqa: SIM115
@@ -56,16 +53,6 @@ def printed(text: str, end: str = "\n") -> str:
     """Print `text`; why it could not be, empty where it was. After that nothing more is tried."""
     try:
         print(text, end=end, flush=True)
-    except (OSError, ValueError) as error:
-        return silenced(error)
-    return ""
-
-
-def passed_on(line: bytes) -> str:
-    """The same for a line of bytes with its end, in one write, so that no two are mixed."""
-    try:
-        sys.stdout.buffer.write(line)
-        sys.stdout.buffer.flush()
     except (OSError, ValueError) as error:
         return silenced(error)
     return ""

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec.structs import asdict
 
@@ -46,6 +46,8 @@ from distlab.lab.report.records import (
 )
 from distlab.lab.report.units import name_ranks
 
+Claim = TypeVar("Claim", Check, Comparison)
+
 # What the ranks claim, brought together: a check or comparison that several ranks wrote becomes one entry, the worst.
 #
 # A claim that cannot be tested does not hold: a difference that is not a finite number is over every tolerance.
@@ -53,12 +55,7 @@ from distlab.lab.report.units import name_ranks
 
 def merge_checks(records: Ranks) -> list[Run]:
     """One entry a claim, merged over ranks and repetitions: the largest difference, NaN above all."""
-    merged: dict[tuple[str, str], Check] = {}
-    for _, check in select(records, Check):
-        key = check.variant, check.name
-        if key not in merged or _excess(check) > _excess(merged[key]):
-            merged[key] = check
-    return as_entries(merged.values())
+    return as_entries(check for _, check in _worst(records, Check))
 
 
 def as_entries(checks: Iterable[Check]) -> list[Run]:
@@ -66,36 +63,37 @@ def as_entries(checks: Iterable[Check]) -> list[Run]:
     return [asdict(check) | {"passed": passes(check)} for check in checks]
 
 
-def _excess(check: Check) -> tuple[bool, float]:
-    """Orders checks by how bad they are: a failed one above all held ones, then by difference."""
-    difference = check.max_abs_diff if not math.isnan(check.max_abs_diff) else math.inf
-    return not passes(check), difference
-
-
 def merge_comparisons(records: Ranks) -> list[Run]:
     """One entry a comparison: that of the rank farthest off, where one that decides and fails comes before all."""
-    merged: dict[tuple[str, str], tuple[int, Comparison]] = {}
-    for rank, entry in select(records, Comparison):
-        key = entry.variant, entry.name
-        if key not in merged or _farness(entry) > _farness(merged[key][1]):
-            merged[key] = rank, entry
-    return [asdict(entry) | {"passed": passes(entry), "rank": rank} for rank, entry in merged.values()]
+    found = _worst(records, Comparison)
+    return [asdict(entry) | {"passed": passes(entry), "rank": rank} for rank, entry in found]
 
 
-def _farness(entry: Comparison) -> tuple[bool, float]:
-    distance = abs(entry.measured - entry.predicted)
-    return not passes(entry), math.inf if math.isnan(distance) else distance
+def _worst(records: Ranks, kind: type[Claim]) -> list[tuple[int, Claim]]:
+    """Of the claims of one variant and name that of the rank where it is worst: a failed one above all that hold."""
+    merged: dict[tuple[str, str], tuple[int, Claim]] = {}
+    for rank, claim in select(records, kind):
+        key = claim.variant, claim.name
+        if key not in merged or _badness(claim) > _badness(merged[key][1]):
+            merged[key] = rank, claim
+    return list(merged.values())
+
+
+def _badness(claim: Check | Comparison) -> tuple[bool, float]:
+    off = _off(claim)
+    return not passes(claim), math.inf if math.isnan(off) else off
+
+
+def _off(claim: Check | Comparison) -> float:
+    """By how much."""
+    return claim.max_abs_diff if isinstance(claim, Check) else abs(claim.measured - claim.predicted)
 
 
 def passes(claim: Check | Comparison) -> bool:
     """Whether a claim of one rank holds; one that is informational always does."""
-    if isinstance(claim, Check):
-        return _within(claim.max_abs_diff, claim.tolerance)
-    return not claim.decides or _within(abs(claim.measured - claim.predicted), claim.tolerance)
-
-
-def _within(difference: float, tolerance: float) -> bool:
-    return math.isfinite(difference) and abs(difference) <= tolerance
+    off = _off(claim)
+    informational = isinstance(claim, Comparison) and not claim.decides
+    return informational or (math.isfinite(off) and abs(off) <= claim.tolerance)
 
 
 # Claims that a run of these settings has to have made and that are not there: a check that vanishes is a failure.

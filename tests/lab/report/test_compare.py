@@ -5,10 +5,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from distlab.lab.report.compare import comparison, names, write_comparison
+from distlab.lab.report.compare import comparison, names
 from distlab.lab.report.records import Ranks, Run, Start, Steps
 from distlab.lab.report.verdict import judge
-from tests.lab.report.made_up import bent, good_run, with_check, without, written
+from tests.lab.report.made_up import bent, good_run, with_check, without
 
 
 def told(old: Ranks, new: Ranks) -> dict[str, list[Any]]:
@@ -52,16 +52,6 @@ def test_a_check_that_failed_or_was_not_made_is_a_row_and_one_that_passed_in_bot
     assert found["verdict"] == ["PASS", "FAIL", ""]
     assert found["naive weights"] == ["passed", "FAILED", ""]
     assert "naive gradients" not in found and "naive weights" not in told(good_run(3), good_run(3))
-
-
-def test_the_page_has_the_table_and_the_commands(tmp_path: Path) -> None:
-    runs = [(written(tmp_path / name, good_run(size)), good_run(size)) for name, size in (("old", 2), ("new", 4))]
-    old, new = ((folder, judge(records), records) for folder, records in runs)
-    path, table = write_comparison(old, new)
-    page = path.read_text()
-    assert path == tmp_path / "new" / "compare-old.html"
-    assert page.count("<tr>") == 1 + len(table.rows) and page.count('class="command"') == 2
-    assert "<svg" not in page
 
 
 def test_runs_of_one_name_go_by_their_folders() -> None:

@@ -93,57 +93,7 @@ for (const figure of document.querySelectorAll('.picture')) {
   play.addEventListener('click', () => playing ? stop() : start());
   slider.addEventListener('input', () => { if (playing) stop(); show(+slider.value); tell(); });
 
-  // --- the figure elsewhere: as an image, and as a trace for Perfetto ---
-  function image() {  // all panels below each other, with the page's own style and colours put in
-    const page = getComputedStyle(document.documentElement), width = track.clientWidth;
-    const style = find('style').textContent.replace(/var\((--\w+)\)/g, (_, name) => page.getPropertyValue(name));
-    const ground = page.getPropertyValue('--card'), ink = page.getPropertyValue('--ink');
-    const shown = all('svg.panel').filter(panel => panel.clientHeight), defs = find('defs').outerHTML;
-    const variants = all('.variant'), left = 150;
-    const word = (x, y, text, anchor) => `<text x="${x}" y="${y}" text-anchor="${anchor}" font-family="sans-serif"`
-      + ` font-size="12" fill="${ink}">${text.replace(/[<&]/g, '')}</text>`;
-    const names = all('.ranks div').map(row => row.textContent).filter(Boolean);
-    let top = 0, marks = '';
-    shown.forEach((panel, i) => {
-      const copy = panel.cloneNode(true);
-      const numbers = [...copy.querySelectorAll('text')];  // those that have no room are hidden by the width alone
-      panel.querySelectorAll('text').forEach((text, k) => {
-        if (getComputedStyle(text).display === 'none') numbers[k].remove();
-      });
-      copy.querySelectorAll('.later, .head, .dot').forEach(part => part.remove());
-      for (const [name, value] of [['x', left], ['y', top + 22], ['width', width]]) copy.setAttribute(name, value);
-      const told = [...variants[i].children].map(part => part.textContent).join('  ');
-      marks += word(left, top + 15, told, 'start') + new XMLSerializer().serializeToString(copy);
-      panel.querySelectorAll('rect.idle').forEach((row, rank) => {
-        marks += word(left - 8, top + 26 + +get(row, 'y') + get(row, 'height') / 2, names[rank], 'end');
-      });
-      top += 26 + panel.clientHeight;
-    });
-    return [left + width, top, `<svg xmlns="http://www.w3.org/2000/svg" width="${left + width}" height="${top}"><style>${style}</style>`
-      + `${defs}<rect width="100%" height="100%" style="fill:${ground}"/>${marks}</svg>`];
-  }
-  const png = () => new Promise((done, failed) => {
-    const [width, height, text] = image(), picture = new Image();
-    picture.onload = () => {
-      const canvas = Object.assign(document.createElement('canvas'), {width: 2 * width, height: 2 * height});
-      canvas.getContext('2d').drawImage(picture, 0, 0, 2 * width, 2 * height);
-      canvas.toBlob(blob => blob ? done(blob) : failed(new Error('no image')));
-    };
-    picture.onerror = () => failed(new Error('the figure cannot be drawn'));
-    picture.src = 'data:image/svg+xml;charset=utf-8,' + encodeURIComponent(text);
-  });
-  find('.copy').addEventListener('click', async () => {
-    try {
-      await navigator.clipboard.write([new ClipboardItem({'image/png': png()})]);
-      told.textContent = 'The figure is in the clipboard.';
-    } catch {
-      const link = document.createElement('a');
-      link.href = URL.createObjectURL(new Blob([image()[2]], {type: 'image/svg+xml'}));
-      link.download = 'timeline.svg';
-      link.click();
-      told.textContent = 'The browser gives no clipboard: the figure is saved as timeline.svg.';
-    }
-  });
+  // --- the figure elsewhere: as a trace for Perfetto ---
   function trace() {  // the format of chrome://tracing: a process a variant, a thread a rank, microseconds
     const events = [];
     all('svg.panel[data-v]').forEach((panel, pid) => {
