@@ -31,8 +31,8 @@ from distlab.lab.report.reading import BrokenRecord, from_line, read_records, re
 from distlab.lab.report.records import Ranks, Run
 from distlab.lab.report.run_folder import FILE as CLAIM
 from distlab.lab.report.run_folder import Journal, Outcome, Unwritable
-from distlab.lab.report.sentences import missed, unseen_sentence
-from distlab.lab.report.summary import lost_lines
+from distlab.lab.report.sentences import missed, of_a_loss, troubles
+from distlab.lab.report.table import in_lines
 from distlab.lab.report.verdict import EXIT_CODES, exit_code, judge
 from distlab.techniques.transport.store import Prefixed
 
@@ -232,10 +232,9 @@ def write_failure_report(verdict: Verdict, succession: Succession, journal: Jour
     if not outcome.write(run):
         return
     outcome.discard()
-    for drill in run["drills"]:
-        journal.say(f"fault      {fault_checks.fault_sentence(drill)}")
-    if run["unseen"]:
-        journal.say(f"unseen     {unseen_sentence(run)}")
+    for word, text in troubles(run):
+        if word in ("fault", "unseen"):
+            journal.say(log_line(word, text))
     left_s = succession.named_at + DRAWN_BY_S - time.monotonic()
     page = outcome.page(succession.rank)
     report = None
@@ -244,7 +243,7 @@ def write_failure_report(verdict: Verdict, succession: Succession, journal: Jour
         os.replace(page, report)
     else:
         journal.say(f"report     not drawn within {DRAWN_BY_S:g} s of the loss: ./run report {outcome.folder} draws it")
-    for line in lost_lines(run, by_rank, report, outcome.folder):
+    for line in in_lines(of_a_loss(run, by_rank, report, outcome.folder)):
         journal.say(line, "normal")
 
 

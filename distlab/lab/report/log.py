@@ -7,10 +7,10 @@ the last line alone says all that a script needs: the verdict, the report's path
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-from distlab.lab.report import fault_checks, sentences, summary, tables
+from distlab.lab.report import sentences, summary, tables
 from distlab.lab.report.records import Ranks, Run
 from distlab.lab.report.run_folder import Level
-from distlab.lab.report.table import log_line, wrapped
+from distlab.lab.report.table import in_lines, log_line, wrapped
 from distlab.lab.report.verdict import PROOF, SCRIPT
 
 DIGITS = len("2.8e-17")  # as wide as a difference gets
@@ -26,9 +26,7 @@ def proof(run: Run, names: Sequence[str] = ()) -> list[str]:
 
 # What is told as soon as it is known, while the run goes on, in the order in which one learns it; the proof row by row.
 SECTIONS: dict[str, Callable[[Run, Ranks, Sequence[str]], list[str]]] = {
-    "skipped": lambda run, _records, _rows: [
-        line for skip in run["skipped"] for line in wrapped("skipped", f"{skip['variant']}: {skip['reason']}")
-    ],
+    "skipped": lambda run, _records, _rows: in_lines(sentences.skipped(run, by_name=0)),
     "proof": lambda run, _records, rows: proof(run, rows),
     "timed": lambda run, _records, _rows: tables.timed(run).under("timed"),
     "profile": lambda run, records, _rows: tables.profile(run, records, slowest_only=True).under("profile"),
@@ -48,18 +46,15 @@ def end_lines(
     """What rank 0 says at the end, by LAB_LOG; of someone's own script or model there is no shorter way to say it."""
     if level == "full" or (level == "normal" and run["run_mode"] in (SCRIPT, PROOF)):
         return verdict_lines(run, records, report, told)
+    failed = [*sentences.failed(run), *sentences.troubles(run)]
     if level == "quiet":
-        return [*failed_lines(run), *trouble_lines(run), *summary.last_lines(run, records, report)]
-    return [
-        *summary.table_lines(run, records),
-        *summary.alone_lines(run),
-        *summary.times_lines(run),
-        *summary.decided_lines(run),
-        *summary.failed_lines(run),
-        *trouble_lines(run),
-        *summary.ended_lines(run, report),
-        *summary.last_lines(run, records, report),
-    ]
+        return in_lines([*failed, *sentences.ending(run, records, report)])
+    parts = [
+        *sentences.alone(run), *sentences.times(run), *sentences.decided(run), *sentences.skipped(run),
+        *sentences.first_failures(run), *sentences.troubles(run), *sentences.where_ended(run, report),
+        *sentences.ending(run, records, report),
+    ]  # fmt: skip
+    return [*summary.table_lines(run, records), *in_lines(parts)]
 
 
 def verdict_lines(run: Run, records: Ranks, report: Path | None, told: Collection[str] = ()) -> list[str]:
@@ -67,45 +62,30 @@ def verdict_lines(run: Run, records: Ranks, report: Path | None, told: Collectio
 
     `report` is the page's path, None where none was written.
     """
-    lines = [
+    alone = [] if run["run_mode"] in (SCRIPT, PROOF) else sentences.alone(run)
+    ends = [*sentences.troubles(run), *alone, *sentences.times(run), *sentences.ending(run, records, report)]
+    return [
         *rows_not_yet_printed(mistake(run), told),
         *(each for section in SECTIONS.values() for each in rows_not_yet_printed(section(run, records, ()), told)),
-        *failed_lines(run),
+        *in_lines(sentences.failed(run)),
         *more_checks(run),
         *compared(run),
-        *trouble_lines(run),
-        *([] if run["run_mode"] in (SCRIPT, PROOF) else summary.alone_lines(run)),
+        *in_lines(ends),
     ]
-    return [*lines, *summary.times_lines(run), *summary.last_lines(run, records, report)]
-
-
-def failed_lines(run: Run) -> list[str]:
-    """What did not hold, a sentence each."""
-    return [line for claim in sentences.failures(run) for line in wrapped("FAILED", sentences.failure_sentence(claim))]
-
-
-def trouble_lines(run: Run) -> list[str]:
-    """What else happened to the run: injected faults, messages that were not believed, errors, and ranks that are gone
-    or whose records are not here."""
-    told = [
-        *(("fault", fault_checks.fault_sentence(each)) for each in run.get("drills", [])),
-        *([("dropped", sentences.dropped_sentence(run))] if run.get("dropped") else []),
-        *(("error", sentence) for sentence in sentences.error_sentences(run)),
-        *(("lost", sentences.lost_sentence(lost)) for lost in run["lost"]),
-        *([("unseen", sentences.unseen_sentence(run))] if run["unseen"] else []),
-    ]
-    return [line for word, sentence in told for line in wrapped(word, sentence)]
 
 
 def more_checks(run: Run) -> list[str]:
     """The checks that passed and that no table above has."""
     held = [check for check in run["checks"] if check["passed"] and check["name"] not in (*tables.PROOF, *tables.TIMED)]
-    found = [check for check in held if check["unit"] == sentences.FINDINGS]
-    until = [check["name"] for check in found if check["detail"] == sentences.UNTIL_ENDED]
-    whole = [check["name"] for check in found if check["detail"] != sentences.UNTIL_ENDED]
     lines = tables.checks(check for check in held if check["unit"] != sentences.FINDINGS).under("checks")
-    lines += wrapped("checks", f"passed: {', '.join(whole)}") if whole else []
-    return lines + (wrapped("checks", f"passed until the run was ended: {', '.join(until)}") if until else [])
+    names: dict[bool, list[str]] = {}
+    for check in held:
+        if check["unit"] == sentences.FINDINGS:
+            names.setdefault(check["detail"] == sentences.UNTIL_ENDED, []).append(check["name"])
+    passed = {False: "passed", True: "passed until the run was ended"}
+    return lines + [
+        line for key in sorted(names) for line in wrapped("checks", f"{passed[key]}: {', '.join(names[key])}")
+    ]
 
 
 def compared(run: Run) -> list[str]:

@@ -54,7 +54,7 @@ def contents(run: Run, records: Ranks) -> dict[str, Any]:
         "wrong": list(wrong(run)),
         "timeline": drawn,
         "look": drawn.look if drawn else "",
-        "load": sentences.load_sentences(run),
+        "load": [sentences.load_sentence(machine) for machine in run["machines"]],
         "tiles": list(tiles(run, records, drawn)),
         "of_script": run["run_mode"] in (SCRIPT, PROVEN),
         "lesson": next((lesson_of(run, lesson) for _, lesson in select(records, Lesson)), None),

@@ -1,13 +1,17 @@
 """A run in sentences: the verdict, what did not hold, who is gone, which mistake was made, how to repeat it."""
 
 import shlex
+from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 from distlab.lab.config import ON_ONE_MACHINE
 from distlab.lab.config.launchers import EACH_RANK
+from distlab.lab.config.settings import is_path
+from distlab.lab.report.fault_checks import fault_sentence
 from distlab.lab.report.records import Ranks, Run
 from distlab.lab.report.units import allowed, counted, difference, name_ranks, quantity
-from distlab.lab.report.verdict import PROOF, SCRIPT, first
+from distlab.lab.report.verdict import PROOF, SCRIPT, first, times_steps
 
 COMPOSE = "docker compose up"
 FINDINGS = "findings"  # the unit of a check that counts them
@@ -59,11 +63,6 @@ def headline(run: Run) -> str:
     passed = f"{counted(len(deciding), 'checks')} passed"
     passed += "".join(f" · without rank {lost['rank']}" for lost in run["lost"])  # the remaining ranks continued
     return passed if run["proven"] or run["run_mode"] == SCRIPT else f"not proven · {passed}"
-
-
-def load_sentences(run: Run) -> list[str]:
-    """Of each machine how many ranks shared its cores with how much else, and whether times can be compared."""
-    return [load_sentence(machine) for machine in run["machines"]]
 
 
 def load_sentence(machine: Run) -> str:
@@ -145,6 +144,104 @@ def error_sentences(run: Run) -> list[str]:
     for error in run["errors"]:
         alike.setdefault((error["exit_code"], error["error"]), []).append(error["rank"])
     return [f"{name_ranks(ranks)} ended with code {exit_code}: {error}" for (exit_code, error), ranks in alike.items()]
+
+
+# What rank 0's log says beside its tables: the word that a line begins with, and the sentence.
+
+MOST_NAMED = 8  # checks
+MOST_FAILED = 4  # failed claims that have a sentence in a normal log; the report has all
+Said = Iterator[tuple[str, str]]
+
+
+def skipped(run: Run, by_name: int = 3) -> Said:
+    """The variants that these settings rule out: why, or of so many their names."""
+    left_out = run["skipped"]
+    if by_name and len(left_out) >= by_name:
+        names = ", ".join(skip["variant"] for skip in left_out)
+        yield "skipped", f"{len(left_out)} variants that these settings rule out, the report says why: {names}"
+    else:
+        yield from (("skipped", f"{skip['variant']}: {skip['reason']}") for skip in left_out)
+
+
+def failed(run: Run) -> Said:
+    """What did not hold."""
+    yield from (("FAILED", failure_sentence(claim)) for claim in failures(run))
+
+
+def first_failures(run: Run) -> Said:
+    """The first of what did not hold, and where to read on."""
+    found = failures(run)
+    yield from list(failed(run))[:MOST_FAILED]
+    if len(found) > MOST_FAILED:
+        yield "", f"and {len(found) - MOST_FAILED} more: the report has all"
+    if found and not run["mistake"]:
+        yield "read", where_to_read(run, found[0])
+
+
+def where_to_read(run: Run, claim: Run) -> str:
+    """For a claim that failed: the file of what it is about, how to run that alone, and what makes it fail on
+    purpose."""
+    variant, mode = claim["variant"], run["run_mode"]
+    place = variant.rpartition(":")[0] or (mode if is_path(mode) else f"experiments/{mode}/")
+    alone = f"; LAB_VARIANT={variant} runs it alone" if variant else ""
+    bug = f"; {claim['control']} makes this check fail on purpose" if claim["control"].startswith("LAB_BUG=") else ""
+    return f"{place}{alone}{bug}"
+
+
+def alone(run: Run) -> Said:
+    """Of one rank, why its table has no bytes."""
+    if run["world_size"] == 1:
+        yield "alone", "WORLD_SIZE=1: there is nothing to communicate"
+
+
+def times(run: Run) -> Said:
+    """How far the times above can be trusted: of each machine how many ranks shared its cores with how much else."""
+    if times_steps(run):
+        yield from (("times", load_sentence(machine)) for machine in run["machines"])
+
+
+def decided(run: Run) -> Said:
+    """Of a mode that times no steps the checks that decided, by name: what its table leaves unsaid."""
+    names = list(dict.fromkeys(check["name"] for check in run["checks"]))
+    if names and not times_steps(run):
+        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+        yield "decided by", ", ".join(names[:MOST_NAMED]) + more
+
+
+def troubles(run: Run) -> Said:
+    """What else happened to the run: injected faults, messages that were not believed, errors, and ranks that are gone
+    or whose records are not here."""
+    yield from (("fault", fault_sentence(each)) for each in run.get("drills", []))
+    if run.get("dropped"):
+        yield "dropped", dropped_sentence(run)
+    yield from (("error", sentence) for sentence in error_sentences(run))
+    yield from (("lost", lost_sentence(lost)) for lost in run["lost"])
+    if run["unseen"]:
+        yield "unseen", unseen_sentence(run)
+
+
+def where_ended(run: Run, report: Path | None) -> Said:
+    """The log of each rank that an error ended."""
+    logs = [f"rank{error['rank']}.log" for error in run["errors"]]
+    if logs and report:
+        yield "read", f"{', '.join(logs)} in {report.parent}"
+
+
+def ending(run: Run, records: Ranks, report: Path | None) -> Said:
+    """The verdict, where the report is, and how to repeat the run."""
+    why = [explanation(run)] if run["mistake"] else []
+    yield run["verdict"].upper(), " · ".join([headline(run), *why])
+    yield "report", str(report) if report else "none was written"
+    yield "rerun", repeat_command(records)
+
+
+def of_a_loss(run: Run, records: Ranks, report: Path | None, folder: Path) -> Said:
+    """For a cluster that broke, whose ranks have said why: where to read on, the report, and how to repeat the run."""
+    if logs := ", ".join(f"rank{lost['rank']}.log" for lost in run["lost"]):
+        yield "read", f"the last lines of {logs} in {folder}"
+    if report:
+        yield "report", str(report)
+    yield "rerun", repeat_command(records)
 
 
 def mistake_sentence(run: Run) -> str:

@@ -1,21 +1,15 @@
-"""The end of rank 0's log at LAB_LOG=normal: a row a variant with what a person wants to know, what failed and where to
-read on, where the report is, and how to repeat the run.
+"""The table of rank 0's log at LAB_LOG=normal: a row a variant with what a person wants to know.
 
-The table is as wide as a terminal of 80 columns has room for behind the prefix that Compose puts in front of a line.
+It is as wide as a terminal of 80 columns has room for behind the prefix that Compose puts in front of a line.
 """
 
-from pathlib import Path
-
-from distlab.lab.config.settings import is_path
-from distlab.lab.report import sentences, tables
+from distlab.lab.report import tables
 from distlab.lab.report.records import Ranks, Run
-from distlab.lab.report.table import WIDTH, Column, Table, log_line, middle_cut, wrapped
+from distlab.lab.report.table import WIDTH, Column, Table, middle_cut
 from distlab.lab.report.units import byte_unit, difference, three_digits
-from distlab.lab.report.verdict import proof_on, pytorch_own, slowest
+from distlab.lab.report.verdict import proof_on, pytorch_own, slowest, times_steps
 
 MOST_TITLE = 9  # columns
-MOST_NAMED = 8  # checks
-MOST_FAILED = 4  # failed claims that have a sentence here; the report has all
 
 Values = dict[str, float | None]  # by variant
 
@@ -74,11 +68,6 @@ def variants(run: Run) -> list[str]:
     return [name for name in named if name and name not in skipped] or [""]
 
 
-def times_steps(run: Run) -> bool:
-    """Whether the steps of any variant were timed."""
-    return any(slowest(variant["step_seconds"]) for variant in run["variants"])
-
-
 def claims_of(run: Run, variant: str) -> list[Run]:
     return [claim for claim in run["checks"] + run["comparisons"] if claim["variant"] == variant]
 
@@ -121,82 +110,3 @@ def peak_bytes(variant: Run) -> float | None:
     """What the fullest rank held at its peak."""
     rank = tables.fullest(variant["peak_by_class"])
     return slowest(variant["peak_bytes"]) if rank is None else sum(variant["peak_by_class"][rank].values())
-
-
-def failed_lines(run: Run) -> list[str]:
-    """Which variants were left out, then the first of what did not hold, a sentence each, and where to read on."""
-    failed = sentences.failures(run)
-    lines = skipped_lines(run["skipped"])
-    for claim in failed[:MOST_FAILED]:
-        lines += wrapped("FAILED", sentences.failure_sentence(claim))
-    if len(failed) > MOST_FAILED:
-        lines.append(log_line("", f"and {len(failed) - MOST_FAILED} more: the report has all"))
-    if failed and not run["mistake"]:
-        lines += wrapped("read", where_to_read(run, failed[0]))
-    return lines
-
-
-def alone_lines(run: Run) -> list[str]:
-    """Of one rank, why its table has no bytes."""
-    return [] if run["world_size"] > 1 else [log_line("alone", "WORLD_SIZE=1: there is nothing to communicate")]
-
-
-def decided_lines(run: Run) -> list[str]:
-    """Of a mode that times no steps the checks that decided, by name: what its table leaves unsaid."""
-    if times_steps(run) or not run["checks"]:
-        return []
-    names = list(dict.fromkeys(check["name"] for check in run["checks"]))
-    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-    return wrapped("decided by", ", ".join(names[:MOST_NAMED]) + more)
-
-
-def times_lines(run: Run) -> list[str]:
-    """How far the times above can be trusted; nothing where none were measured."""
-    told = sentences.load_sentences(run) if times_steps(run) else []
-    return [line for each in told for line in wrapped("times", each)]
-
-
-def lost_lines(run: Run, records: Ranks, report: Path | None, folder: Path) -> list[str]:
-    """For a cluster that broke, whose ranks have said why: where to read on, the report, and how to repeat the run."""
-    logs = ", ".join(f"rank{lost['rank']}.log" for lost in run["lost"])
-    return [
-        *([log_line("read", f"the last lines of {logs} in {folder}")] if logs else []),
-        *([log_line("report", str(report))] if report else []),
-        log_line("rerun", sentences.repeat_command(records)),
-    ]
-
-
-def skipped_lines(skipped: list[Run]) -> list[str]:
-    """The variants that these settings rule out: why, or of many their names."""
-    if len(skipped) <= 2:
-        return [line for skip in skipped for line in wrapped("skipped", f"{skip['variant']}: {skip['reason']}")]
-    names = ", ".join(skip["variant"] for skip in skipped)
-    return wrapped("skipped", f"{len(skipped)} variants that these settings rule out, the report says why: {names}")
-
-
-def ended_lines(run: Run, report: Path | None) -> list[str]:
-    """The log of each rank that an error ended."""
-    logs = [f"rank{error['rank']}.log" for error in run["errors"]]
-    return [log_line("read", f"{', '.join(logs)} in {report.parent}")] if logs and report else []
-
-
-def where_to_read(run: Run, claim: Run) -> str:
-    """For a claim that failed: the file of what it is about, how to run that alone, and what makes it fail on
-    purpose."""
-    variant = claim["variant"]
-    own = variant.rpartition(":")[0]
-    mode = run["run_mode"]
-    place = own or (mode if is_path(mode) else f"experiments/{mode}/")
-    alone = f"; LAB_VARIANT={variant} runs it alone" if variant else ""
-    bug = f"; {claim['control']} makes this check fail on purpose" if claim["control"].startswith("LAB_BUG=") else ""
-    return f"{place}{alone}{bug}"
-
-
-def last_lines(run: Run, records: Ranks, report: Path | None) -> list[str]:
-    """The verdict, where the report is, and how to repeat the run, a line each."""
-    why = [sentences.explanation(run)] if run["mistake"] else []
-    return [
-        *wrapped(run["verdict"].upper(), " · ".join([sentences.headline(run), *why])),
-        log_line("report", str(report) if report else "none was written"),
-        log_line("rerun", sentences.repeat_command(records)),
-    ]

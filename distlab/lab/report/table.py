@@ -132,6 +132,15 @@ def wrapped(word: str, text: str, width: int = WIDTH) -> list[str]:
     return filled(f"{word:<{INDENT}}{text}", width)
 
 
+def in_lines(told: Iterable[tuple[str, str]]) -> list[str]:
+    """Sentences under their words, paths and commands whole."""
+    return [
+        line
+        for word, text in told
+        for line in ([log_line(word, text)] if word in ("report", "rerun", "") else wrapped(word, text))
+    ]
+
+
 def on_terminal(lines: Iterable[str]) -> list[str]:
     """Lines without a rank before them, those that are too long wrapped under their word; a command stays whole."""
     found: list[str] = []

@@ -249,6 +249,11 @@ def slowest(seconds: list[float | None]) -> float | None:
     return max((value for value in seconds if value is not None), default=None)
 
 
+def times_steps(run: Run) -> bool:
+    """Whether the steps of any variant were timed."""
+    return any(slowest(variant["step_seconds"]) for variant in run["variants"])
+
+
 def pytorch_own(run: Run) -> str | None:
     """The variant of this run that is PyTorch's own, if it was timed."""
     timed = {variant["name"] for variant in run["variants"] if slowest(variant["step_seconds"])}

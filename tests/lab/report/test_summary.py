@@ -23,8 +23,8 @@ from distlab.lab.report.records import (
     Steps,
     Wire,
 )
-from distlab.lab.report.summary import lost_lines, table_lines
-from distlab.lab.report.table import WIDTH, middle_cut
+from distlab.lab.report.summary import table_lines
+from distlab.lab.report.table import WIDTH, in_lines, middle_cut
 from distlab.lab.report.verdict import judge
 from tests.lab.report.made_up import bent, good_run, mistaken, plus, unwrapped, with_check, with_measured, without
 
@@ -156,7 +156,7 @@ def test_one_rank_is_told_that_there_is_nothing_to_communicate() -> None:
 
 def test_a_cluster_that_broke_says_where_to_read_on() -> None:
     records = plus(good_run(), Lost(1, 5, "no heartbeat"))
-    said = lost_lines(judge(records), records, None, REPORT.parent)
+    said = in_lines(sentences.of_a_loss(judge(records), records, None, REPORT.parent))
     assert said[0] == f"read       the last lines of rank1.log in {REPORT.parent}"
     assert [line.split()[0] for line in said] == ["read", "rerun"]
 
@@ -351,20 +351,22 @@ def test_a_variant_is_as_exact_as_its_worst_proof(checks: list[Run], shown: str)
 
 
 def test_of_more_claims_than_have_room_the_rest_is_counted() -> None:
-    said = summary.failed_lines(made_run(checks=FIVE))
+    said = in_lines(sentences.first_failures(made_run(checks=FIVE)))
     assert [line.split()[:3] for line in said] == [
         *(["FAILED", "flat", f"{name}:"] for name in "abcd"), ["and", "1", "more:"], ["read", "experiments/dp/;", "LAB_VARIANT=flat"],
     ]  # fmt: skip
-    assert len(summary.failed_lines(made_run(checks=FIVE[:4]))) == 5
+    assert len(in_lines(sentences.first_failures(made_run(checks=FIVE[:4])))) == 5
     first, second = claim("a", False, "m.py:f", control="LAB_BUG=x"), claim("b", False, "", control="tests/x")
-    assert summary.failed_lines(made_run(checks=[first, second]))[2:] == [
+    assert in_lines(sentences.first_failures(made_run(checks=[first, second])))[2:] == [
         "read       m.py; LAB_VARIANT=m.py:f runs it alone; LAB_BUG=x makes",
         "           this check fail on purpose",
     ]
-    assert summary.failed_lines(made_run(checks=[second], run_mode="mine/m.py"))[1:] == ["read       mine/m.py"]
+    assert in_lines(sentences.first_failures(made_run(checks=[second], run_mode="mine/m.py")))[1:] == [
+        "read       mine/m.py"
+    ]
     names = [claim(name, True) for name in "abcdefghi"]
-    assert summary.decided_lines(made_run(checks=names)) == ["decided by a, b, c, d, e, f, g, h and 1 more"]
-    assert summary.decided_lines(made_run(checks=names[:8])) == ["decided by a, b, c, d, e, f, g, h"]
+    assert in_lines(sentences.decided(made_run(checks=names))) == ["decided by a, b, c, d, e, f, g, h and 1 more"]
+    assert in_lines(sentences.decided(made_run(checks=names[:8]))) == ["decided by a, b, c, d, e, f, g, h"]
 
 
 def test_names_and_claims_are_those_of_a_variant() -> None:
