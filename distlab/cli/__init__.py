@@ -12,7 +12,7 @@ from typing import ParamSpec
 
 from distlab.lab.config import Refusal
 from distlab.lab.report.standard_streams import of_a_stream
-from distlab.lab.report.table import printable
+from distlab.lab.report.table import log_line, printable
 
 Words = ParamSpec("Words")
 
@@ -26,11 +26,14 @@ def tells_refusals(main: Callable[Words, int]) -> Callable[Words, int]:
         try:
             return main(*args, **kwargs)
         except Refusal as error:
-            print("\n".join(f"refused    {fault}" for fault in error.faults), file=sys.stderr)
+            print("\n".join(log_line("refused", fault) for fault in error.faults), file=sys.stderr)
         except OSError as error:
             if of_a_stream(error):
                 raise
-            print(f"broken     {printable(str(error.filename))} cannot be written: {error.strerror}", file=sys.stderr)
+            print(
+                log_line("broken", f"{printable(str(error.filename))} cannot be written: {error.strerror}"),
+                file=sys.stderr,
+            )
             return 1 if error.errno == errno.ENOSPC else 2
         return 2
 

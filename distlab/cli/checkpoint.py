@@ -16,6 +16,7 @@ from distlab.cli import tells_refusals
 from distlab.lab.checkpoint import locate
 from distlab.lab.checkpoint.locate import FoundCheckpoint
 from distlab.lab.checkpoint.manifest import Unreadable
+from distlab.lab.report.table import log_line
 
 
 @tells_refusals
@@ -27,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise Unreadable(f"{asked.source} holds no checkpoint: name the folder of a run or of a checkpoint")
     variant = chosen(found, asked.variant)
     export(found, variant, asked.out)
-    print(f"exported   {variant} after {found.manifest.step} steps ({found.folder}) to {asked.out}")
+    print(log_line("exported", f"{variant} after {found.manifest.step} steps ({found.folder}) to {asked.out}"))
     return 0
 
 

@@ -18,7 +18,7 @@ from distlab.cli import tells_refusals
 from distlab.lab.config import ConfigError
 from distlab.lab.config.settings import suggest
 from distlab.lab.report.reading import BrokenRecord
-from distlab.lab.report.table import on_terminal
+from distlab.lab.report.table import log_line, on_terminal
 from distlab.tools.plan import job, score
 from distlab.tools.plan.advice import NF4_BYTES, plan
 from distlab.tools.plan.answer import answer_lines, as_json, layout_lines
@@ -368,7 +368,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(on_terminal(answer_lines(asked.job, asked.told, chosen, asked.tokens))))
     shown = asked.layout or (chosen.pick.layout if chosen.pick else None)
     if shown is not None and switches.see:
-        print(f"together   {command(shown, asked.job)}")
+        print(log_line("together", f"{command(shown, asked.job)}"))
     return 0
 
 

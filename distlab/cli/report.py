@@ -22,7 +22,7 @@ from distlab.lab.report.rank_log import Log, RankLog, verdict_of_all
 from distlab.lab.report.reading import MISFITS, BrokenRecord, read_run, record_files
 from distlab.lab.report.records import Ranks, Run
 from distlab.lab.report.run_folder import FILE, LATEST, is_held
-from distlab.lab.report.table import printable
+from distlab.lab.report.table import log_line, printable
 from distlab.lab.report.tables import Plan
 from distlab.lab.report.verdict import exit_code, judge, write_run
 
@@ -127,7 +127,7 @@ def draw_figures(run: Run, records: Ranks, into: Path) -> int:
     from distlab.lab.report.export import write_figures
 
     drawn = write_figures(into, run, records)
-    print(f"figures    {len(drawn)} in {into}, as SVG: {', '.join(path.stem for path in drawn)}")
+    print(log_line("figures", f"{len(drawn)} in {into}, as SVG: {', '.join(path.stem for path in drawn)}"))
     return 0
 
 
@@ -168,9 +168,10 @@ def clean(days: int, *, unasked: bool) -> int:
     """List the runs older than so many days, and remove them once the person at the terminal agrees."""
     runs = Config.read().runs_dir
     found = old_runs(runs, days)
-    print("".join(f"old        {printable(str(folder))}\n" for folder in found), end="")
+    for folder in found:
+        print(log_line("old", printable(str(folder))))
     if not found:
-        print(f"no run     in {runs}/ that may be removed is older than {days} days")
+        print(log_line("no run", f"in {runs}/ that may be removed is older than {days} days"))
     elif not unasked and not sys.stdin.isatty():
         raise Refusal("there is no terminal to ask in: --yes removes them without asking")
     elif not unasked and not agreed(f"remove {len(found)} {'run' if len(found) == 1 else 'runs'}? [y/N] "):
@@ -189,7 +190,7 @@ def remove(folder: Path) -> None:
     except OSError as error:
         where = printable(str(error.filename))
         raise Refusal(f"old runs cannot be removed: {error.strerror}: {where}") from None
-    print(f"removed    {printable(str(folder))}")
+    print(log_line("removed", printable(str(folder))))
 
 
 def agreed(question: str) -> bool:

@@ -24,6 +24,7 @@ from distlab.lab.config import Config, ConfigError, Refusal, commands, launchers
 from distlab.lab.config.settings import claim_run_id
 from distlab.lab.report import standard_streams
 from distlab.lab.report.progress import telling
+from distlab.lab.report.table import log_line
 
 # torch's C++ parts print a backtrace with each warning, as when a peer closes its end, 7 to 11 lines a node under
 # torchrun; its profiler greets at level 5.
@@ -69,7 +70,7 @@ def version() -> str:
 def refuse(error: Refusal) -> int:
     """Print what is wrong; returns the exit code."""
     for fault in error.faults:
-        standard_streams.printed(f"refused    {fault}")
+        standard_streams.printed(log_line("refused", fault))
     return 2
 
 
@@ -149,7 +150,7 @@ def be_module(module: str, words: Sequence[str]) -> int:
     except OSError as error:
         if not standard_streams.of_a_stream(error):
             raise
-        print(f"broken     the output cannot be written: {standard_streams.silenced(error)}", file=sys.stderr)
+        print(log_line("broken", f"the output cannot be written: {standard_streams.silenced(error)}"), file=sys.stderr)
         return 1
     return code
 

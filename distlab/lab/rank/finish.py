@@ -32,7 +32,7 @@ from distlab.lab.report.records import Ranks, Run
 from distlab.lab.report.run_folder import FILE as CLAIM
 from distlab.lab.report.run_folder import Journal, Outcome, Unwritable
 from distlab.lab.report.sentences import missed, of_a_loss, troubles
-from distlab.lab.report.table import in_lines
+from distlab.lab.report.table import in_lines, log_line
 from distlab.lab.report.verdict import EXIT_CODES, exit_code, judge
 from distlab.techniques.transport.store import Prefixed
 
@@ -210,7 +210,7 @@ def complete(code: int, folder: Path) -> None:
     page = folder / "report.html"
     is_missing = written or (code == EXIT_CODES["lost"] and not page.exists())
     if is_missing and draw(folder.resolve(), page.resolve(), REPORT_TIMEOUT_S):
-        print(f"report     {page}", flush=True)
+        print(log_line("report", str(page)), flush=True)
 
 
 def write_failure_report(verdict: Verdict, succession: Succession, journal: Journal, outcome: Outcome) -> None:
@@ -242,7 +242,9 @@ def write_failure_report(verdict: Verdict, succession: Succession, journal: Jour
         report = outcome.folder / "report.html"
         os.replace(page, report)
     else:
-        journal.say(f"report     not drawn within {DRAWN_BY_S:g} s of the loss: ./run report {outcome.folder} draws it")
+        journal.say(
+            log_line("report", f"not drawn within {DRAWN_BY_S:g} s of the loss: ./run report {outcome.folder} draws it")
+        )
     for line in in_lines(of_a_loss(run, by_rank, report, outcome.folder)):
         journal.say(line, "normal")
 

@@ -49,6 +49,7 @@ from distlab.lab.report.log import mistake
 from distlab.lab.report.progress import Heartbeat, Work
 from distlab.lab.report.rank_log import RankLog
 from distlab.lab.report.run_folder import FolderInUse, Journal, Outcome, claim, has_claimed, put_aside, ranks_beyond
+from distlab.lab.report.table import log_line
 from distlab.lab.verify.run_all import everything, expected
 from distlab.lab.workload import data
 from distlab.lab.workload.user_model import is_own, reads_text
@@ -85,7 +86,7 @@ def be_rank(config: Config, started_at: float, parent: LauncherPipe, engine: str
             config, source_version(config), partial(journal.say, at="normal"), contents(config), goes_on=mode.takes_back
         )
     except ClusterError as error:
-        journal.say(f"broken     {error}")
+        journal.say(log_line("broken", str(error)))
         return 3
     parent.joined(cluster.tell_death)
     run = RankRun(config, mode, device, cluster, journal, parent, started_at, told)
@@ -134,7 +135,7 @@ def rejoin_run(
     try:
         cluster = rejoin(left, config, source_version(config), partial(journal.say, at="normal"))
     except ClusterError as error:
-        journal.say(f"broken     {error}")
+        journal.say(log_line("broken", str(error)))
         return 3
     parent.joined()
     run = RankRun(config, mode, device, cluster, journal, parent, started_at, told, rejoined=True)
@@ -268,9 +269,9 @@ def begin_log(config: Config, mode: Mode, parent: LauncherPipe, engine: str) -> 
     for line in told:
         journal.say(line, "normal")
     if engine:
-        journal.say(f"engine     {engine}", "normal")
+        journal.say(log_line("engine", engine), "normal")
     for line in warnings(config, mode) if config.rank == 0 else []:
-        journal.say(f"estimate   {line}", "normal")
+        journal.say(log_line("estimate", line), "normal")
     return journal, told
 
 

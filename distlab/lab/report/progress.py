@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 from distlab.lab.report.run_folder import Journal
 from distlab.lab.report.standard_streams import printed
+from distlab.lab.report.table import log_line
 from distlab.lab.report.units import duration
 
 REWRITTEN_EVERY_S = 1.0
@@ -99,7 +100,7 @@ class Heartbeat:
         kept = now - self._kept_at >= EVERY_S
         self._kept_at = now if kept else self._kept_at
         unknown = f", {duration(time.time() - self._started_at)} since the start, time left unknown"
-        self._journal.say(f"working    {phase}{self._work.told() or unknown}", "normal", kept=kept)
+        self._journal.say(log_line("working", f"{phase}{self._work.told() or unknown}"), "normal", kept=kept)
 
 
 @contextmanager
@@ -110,7 +111,7 @@ def telling(what: str, *, told: bool = True) -> Iterator[None]:
 
     def tell() -> None:
         while not over.wait(EVERY_S):
-            printed(f"starting   {what}, {duration(time.monotonic() - began_at)}")
+            printed(log_line("starting", f"{what}, {duration(time.monotonic() - began_at)}"))
 
     thread = threading.Thread(target=tell, daemon=True)
     if told:

@@ -22,6 +22,7 @@ from typing import Literal, get_args
 from distlab.lab.report.reading import regular, to_line, write_atomically
 from distlab.lab.report.records import Record, Run
 from distlab.lab.report.standard_streams import UNHEARD, printed
+from distlab.lab.report.table import log_line
 from distlab.lab.report.terminal import Screen
 from distlab.lab.report.verdict import as_lines
 
@@ -54,7 +55,7 @@ class Journal:
             folder.mkdir(parents=True, exist_ok=True)
             before = put_aside(folder, [rank])
             if before:
-                self._said.insert(0, f"again      attempt {before + 1} of this run")
+                self._said.insert(0, log_line("again", f"attempt {before + 1} of this run"))
             self._log, self._lines = (_create(folder / f"rank{rank}.{kind}") for kind in ("log", "jsonl"))
             for text in self._said:
                 _append(self._log, text)
