@@ -75,21 +75,110 @@ def test_the_log_of_a_good_run() -> None:
     ]
 
 
-def test_what_failed_is_named_with_both_numbers() -> None:
-    failed = with_measured(with_check(good_run(), "gradients", 3.1e-2), "naive", "wire bytes", 12e6, 2)
-    said = sentences(failed)
-    assert "FAILED     bucketed gradients: differs by 3.1e-02 where 1e-12 is allowed" in said
-    assert "FAILED     naive wire bytes: predicted 9.60 MB ± 150 kB, rank 2 measured 12.0 MB" in said
-    assert sum(line.endswith("FAILED") for line in lines(failed)) == 4  # three rows of the proof, one of the measured
-    assert said[-3].startswith("FAIL       4 of 16 checks failed: naive gradients, ")
+def twice() -> Ranks:
+    """A mistake that a comparison sees."""
+    records = with_measured(good_run(), "naive", "wire bytes", 12e6, 2)
+    start = replace(first(records), mistake={"name": "twice", "what": "sends all twice", "check": "wire bytes"})
+    return records | {0: [start, *records[0][1:]]}
 
 
-def test_bytes_that_stay_and_should_not_are_seen_in_the_table_and_by_name() -> None:
-    failed = with_measured(good_run(), "bucketed", "rest bytes", 19.2e6, 3)
-    said = lines(failed)
-    assert "FAILED     bucketed rest bytes: predicted 12.8 MB ± 128 kB, rank 3 measured 19.2 MB" in sentences(failed)
-    table = next(number for number, line in enumerate(said) if line.startswith("memory"))
-    assert [line.split()[-1] for line in said[table + 1 : table + 4]] == ["passed", "FAILED", "informational"]
+UNIT = "epsilons of bfloat16"
+MISSED = "weights of its own; not caught: the replicas check"
+UNCHECKED = without(Check, good_run())
+# Lines that a log has, with one blank where there are more.
+SAID: dict[str, tuple[Ranks, list[str]]] = {
+    "what failed, in tables and by name": (
+        with_measured(with_check(good_run(), "gradients", 3.1e-2), "naive", "wire bytes", 12e6, 2),
+        [
+            "\nnaive 3.1e-02 5.6e-17 0 FAILED\nbucketed 3.1e-02 5.6e-17 0 FAILED\nddp 3.1e-02 5.6e-17 0 FAILED\n",
+            "\nnaive 81.7 1.62 9.60 9.60 9.70 FAILED\n",
+            "\nFAILED bucketed gradients: differs by 3.1e-02 where 1e-12 is allowed\n",
+            "\nFAILED naive wire bytes: predicted 9.60 MB ± 150 kB, rank 2 measured 12.0 MB\n",
+            "\nFAIL 4 of 16 checks failed: naive gradients, ",
+        ],
+    ),
+    "bytes that stay and should not": (
+        with_measured(good_run(), "bucketed", "rest bytes", 19.2e6, 3),
+        [
+            "\nFAILED bucketed rest bytes: predicted 12.8 MB ± 128 kB, rank 3 measured 19.2 MB\n",
+            " 13.1 / 21.6 passed\n", " 13.1 / 24.6 FAILED\n", " 13.1 / 27.6 informational\n",
+        ],
+    ),
+    "a comparison of the mode's own": (
+        plus(good_run(), Comparison("1f1b", "bubble", "", 0.273, 0.308, 0.0, decides=False, shown="a time")),
+        ["\ncompared 1f1b bubble predicted 0.273 measured 0.308 informational\n"],
+    ),
+    "where time went": (
+        pipeline_run(2, 2, ("1f1b",)),
+        [
+            "\nprofile ms a step (per cent) on the slowest data forward backward communication optimizer waiting"
+            "\n1f1b rank 0 - 20.0 (17) 40.0 (34) 4.00 (3) 2.00 (2) 50.0 (43)\n"
+        ],
+    ),
+    # The claim of the rank that is farthest off is another's.
+    "of ranks that send unlike the most": (
+        plus(good_run(), Comparison("bucketed", "called bytes", "B", 11.5e6, 11.5e6, 0.0, "2(N-1)/N·S"), rank=3),
+        ["\nbucketed 50.5 1.00 11.5 9.60 9.61 passed\n"],
+    ),
+    "bytes that nobody counted": (without(Wire, good_run()), ["\nnaive 81.7 1.62 9.60 9.60 - passed\n"]),
+    "no checks": (UNCHECKED, ["\nproof not proven: no check was made\n", "\nPASS not proven · "]),
+    "a mistake that a comparison sees": (
+        twice(),
+        [
+            " · LAB_BUG=twice: sends all twice; caught by naive wire bytes, as expected: predicted 9.60 MB ± 150 kB,"
+            " rank 2 measured 12.0 MB\n"
+        ],
+    ),
+    "a mistake that nothing detects": (
+        plus(mistaken(good_run()), Check("naive", "replicas", 0.0, 0.0)),
+        [f"{MISSED} passed: nothing in this run detects it\n"],
+    ),
+    "a mistake that nothing could detect": (
+        mistaken(good_run()), [f"{MISSED} did not run: nothing in this run could detect it\n"],
+    ),
+    "timed steps": (
+        plus(good_run(), Check("ring", "timed losses", 2e-7, 1e-5), Check("ring", "timed steps", 0.0, 0.0)),
+        ["\ntimed difference / tolerance timed losses timed steps\nring 2.0e-07 / 1.0e-05 0 passed\n"],
+    ),
+    "timed steps without a proof": (
+        plus(good_run(), Check("ring", "timed steps", 0.0, 0.0)),
+        ["\ntimed not compared with the reference: LAB_PROOF=0"],
+    ),
+    "a difference with a unit": (
+        plus(good_run(), Check("bf16", "gradients", 2.5, 8.0, unit=UNIT)),
+        [
+            "\nproof float64, against the reference gradients weights losses (tolerance 1e-12)\n",
+            f" passed (tolerance 8 {UNIT})\n",
+        ],
+    ),
+    "a row with a tolerance of its own": (
+        plus(
+            UNCHECKED, Check("theirs", "gradients", 0.0, 1e-11), Check("theirs", "weights", 0.0, 2e-11),
+            Check("other", "gradients", 0.0, 1e-9),
+        ),
+        [" losses (tolerance 1e-11 to 2e-11)\ntheirs 0 0 - passed\nother 0 - - passed (tolerance 1e-09 in float64)\n"],
+    ),
+    "a unit in the first row": (
+        plus(UNCHECKED, Check("bf16", "gradients", 2.5, 8.0, unit=UNIT), Check("fp32", "gradients", 0.0, 1e-12)),
+        [
+            f"\nproof against the reference gradients weights losses\nbf16 2.5e+00 - - passed (tolerance 8 {UNIT})"
+            "\nfp32 0 - - passed (tolerance 1e-12 in float64)\n"
+        ],
+    ),
+    "bytes that headers outweigh": (
+        plus(good_run(), Comparison("line", "wire bytes", "B", 12.0, 592.0, 1024.0), Wire("line", 1, 592, 0)),
+        [" passed, ± 1.02 kB\n"],
+    ),
+    "a planned fault": (drilled_run(), ["\nfault pause rank 1 for 2 s at step 30"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_a_log_has_these_lines(name: str) -> None:
+    records, expected = SAID[name]
+    both = [*lines(records), "", *sentences(records), ""]  # rows of tables, and sentences that were wrapped
+    said = "\n".join(" ".join(line.split()) for line in both)
+    assert [part for part in expected if part not in said] == []
 
 
 def test_failed_checks_come_before_those_that_held() -> None:
@@ -97,43 +186,6 @@ def test_failed_checks_come_before_those_that_held() -> None:
     failed = next(number for number, line in enumerate(said) if "loss replicated" in line)
     assert said[failed].endswith("(rank 1 had 3, not 2)")
     assert failed < next(number for number, line in enumerate(said) if "shards disjoint" in line)
-
-
-def test_a_comparison_of_the_modes_own_has_its_line() -> None:
-    said = lines(plus(good_run(), Comparison("1f1b", "bubble", "", 0.273, 0.308, 0.0, decides=False, shown="a time")))
-    assert "compared   1f1b bubble   predicted 0.273   measured 0.308   informational" in said
-
-
-def test_a_pipeline_tells_where_time_went() -> None:
-    said = lines(pipeline_run(2, 2, ("1f1b",)))
-    profile = next(number for number, line in enumerate(said) if line.startswith("profile"))
-    assert said[profile : profile + 2] == [
-        (
-            "profile    ms a step (per cent) on   the slowest   data     forward    backward   communication  "
-            " optimizer     waiting"
-        ),
-        (
-            "           1f1b                      rank 0           -   20.0 (17)   40.0 (34)        4.00 (3)    2.00"
-            " (2)   50.0 (43)"
-        ),
-    ]
-
-
-def test_of_ranks_that_send_unlike_the_most_is_told() -> None:
-    """The claim of the rank that is farthest off is another's."""
-    more = Comparison("bucketed", "called bytes", "B", 11.5e6, 11.5e6, 0.0, "2(N-1)/N·S")
-    (told,) = [line for line in lines(plus(good_run(), more, rank=3)) if "bucketed" in line and "9.6" in line]
-    assert told.split()[3:5] == ["11.5", "9.60"]
-
-
-def test_bytes_that_nobody_counted_are_left_blank() -> None:
-    assert lines(without(Wire, good_run()))[6].split()[-2:] == ["-", "passed"]
-
-
-def test_a_run_without_checks_says_not_proven() -> None:
-    said = lines(without(Check, good_run()))
-    assert said[1] == "proof      not proven: no check was made"
-    assert said[-3].startswith("PASS       not proven · ")
 
 
 def test_a_lost_rank_is_in_the_last_line_and_errors_are_told_once() -> None:
@@ -182,26 +234,6 @@ def test_a_mistake_is_told_first_and_explained_in_the_last_line() -> None:
     assert sum("caught by" in line for line in said) == 1
 
 
-def test_a_mistake_that_a_comparison_sees_is_told_with_both_numbers() -> None:
-    records = with_measured(good_run(), "naive", "wire bytes", 12e6, 2)
-    start = replace(first(records), mistake={"name": "twice", "what": "sends all twice", "check": "wire bytes"})
-    said = sentences(records | {0: [start, *records[0][1:]]})
-    seen = "naive wire bytes, as expected: predicted 9.60 MB ± 150 kB, rank 2 measured 12.0 MB"
-    assert f" · LAB_BUG=twice: sends all twice; caught by {seen}" in said[-3]
-
-
-@pytest.mark.parametrize(
-    ("more", "how"),
-    [
-        ([Check("naive", "replicas", 0.0, 0.0)], "passed: nothing in this run detects it"),
-        ([], "did not run: nothing in this run could detect it"),
-    ],
-)
-def test_a_mistake_that_was_missed_is_told_as_missed(more: list[Check], how: str) -> None:
-    verdict = sentences(plus(mistaken(good_run()), *more))[-3]
-    assert f"weights of its own; not caught: the replicas check {how}" in verdict
-
-
 def test_sentences_of_a_log_are_no_wider_than_a_terminal() -> None:
     records = plus(mistaken(good_run()), Check("naive", "replicas", 0.5, 0.0), Failed(3, "much is wrong " * 20))
     words = ("skipped", "bug", "FAILED", "error")
@@ -210,10 +242,6 @@ def test_sentences_of_a_log_are_no_wider_than_a_terminal() -> None:
     ]
     assert {line.split()[0] for line in said} >= {"skipped", "bug", "FAILED", "error"}
     assert max(map(len, said)) <= 80 - len("worker0-1  | ")
-
-
-def test_without_a_mistake_none_is_told() -> None:
-    assert not any(line.startswith("mistake") or "LAB_BUG" in line for line in lines(good_run()))
 
 
 def told_of(records: Ranks, *names: str) -> set[str]:
@@ -253,45 +281,6 @@ def test_a_row_that_was_told_is_left_out_with_a_heading_that_has_no_other() -> N
     assert rows_not_yet_printed(block, {words_of_row(row) for row in block}) == []
 
 
-def test_what_timed_steps_are_held_to_is_a_row_a_variant() -> None:
-    held = plus(plus(good_run(), Check("ring", "timed losses", 2e-7, 1e-5)), Check("ring", "timed steps", 0.0, 0.0))
-    table = next(number for number, line in enumerate(lines(held)) if line.startswith("timed"))
-    assert [line.split() for line in lines(held)[table : table + 2]] == [
-        ["timed", "difference", "/", "tolerance", "timed", "losses", "timed", "steps"],
-        ["ring", "2.0e-07", "/", "1.0e-05", "0", "passed"],
-    ]
-    unproven = lines(plus(good_run(), Check("ring", "timed steps", 0.0, 0.0)))
-    assert any(line.startswith("timed      not compared with the reference: LAB_PROOF=0") for line in unproven)
-
-
-def test_a_difference_that_has_a_unit_is_shown_with_it() -> None:
-    said = lines(plus(good_run(), Check("bf16", "gradients", 2.5, 8.0, unit="epsilons of bfloat16")))
-    heading = next(line for line in said if line.startswith("proof"))
-    assert heading.startswith("proof      float64, against the reference ") and heading.endswith("(tolerance 1e-12)")
-    assert any(line.endswith("passed (tolerance 8 epsilons of bfloat16)") for line in said)
-
-
-def test_a_row_that_is_held_to_something_else_than_the_first_one_says_so() -> None:
-    kinds = [Check("theirs", "gradients", 0.0, 1e-11), Check("theirs", "weights", 0.0, 2e-11)]
-    said = lines(plus(without(Check, good_run()), *kinds, Check("other", "gradients", 0.0, 1e-9)))
-    assert said[1].endswith("losses    (tolerance 1e-11 to 2e-11)")
-    assert said[2].endswith(" passed") and said[3].endswith(" passed (tolerance 1e-09 in float64)")
-
-
-def test_where_the_first_difference_has_a_unit_every_row_says_what_is_allowed_of_it() -> None:
-    unit = "epsilons of bfloat16"
-    first_rows = [Check("bf16", "gradients", 2.5, 8.0, unit=unit), Check("fp32", "gradients", 0.0, 1e-12)]
-    said = [line for line in lines(plus(without(Check, good_run()), *first_rows)) if not line.startswith("skipped")]
-    assert said[0] == "proof      against the reference   gradients   weights   losses"
-    assert said[1].endswith(f"passed (tolerance 8 {unit})") and said[2].endswith("passed (tolerance 1e-12 in float64)")
-
-
-def test_bytes_that_headers_outweigh_are_shown_with_what_is_allowed() -> None:
-    small = Comparison("line", "wire bytes", "B", 12.0, 592.0, 1024.0)
-    said = lines(plus(plus(good_run(), small), Wire("line", 1, 592, 0)))
-    assert any(line.split()[-4:] == ["passed,", "±", "1.02", "kB"] for line in said if line.split()[:1] == ["line"])
-
-
 def of_mode(run_mode: str) -> Ranks:
     """The same run, of a script or of one's own model."""
     records = good_run()
@@ -328,11 +317,6 @@ def test_what_else_happened_is_said_at_every_level(level: Level) -> None:
     ]  # fmt: skip
     assert sum(line.startswith("unseen     no records of rank 3") for line in said) == 1
     assert sum(line.startswith("FAILED") for line in said) == 3
-
-
-def test_a_fault_that_was_planned_is_said() -> None:
-    said = verdict_lines(judge(drilled_run()), drilled_run(), REPORT)
-    assert sum(line.startswith("fault      ") and "pause rank 1 for 2 s at step 30" in line for line in said) == 1
 
 
 def test_findings_that_were_looked_for_are_told_by_name() -> None:

@@ -4,12 +4,10 @@ import math
 import re
 
 import pytest
-from msgspec.structs import replace
 
-from distlab.lab.report import tables
 from distlab.lab.report.html import source
 from distlab.lab.report.page import page
-from distlab.lab.report.records import Ideal, Messages, Placed, Profile, Record, Timeline
+from distlab.lab.report.records import Ideal, Messages, Placed, Timeline
 from distlab.lab.report.timeline import (
     KINDS,
     NUMBERED,
@@ -30,7 +28,7 @@ from distlab.lab.report.timeline import (
 )
 from distlab.lab.report.timeline_panels import HUES, extremes, key, row_names, share_words, timeline
 from distlab.lab.report.verdict import SCRIPT, judge
-from tests.lab.report.made_up import SENT_BYTES, bent, good_run, pipeline_run, plus, without
+from tests.lab.report.made_up import SENT_BYTES, good_run, pipeline_run, plus, without
 from tests.lab.report.test_page import luminance
 
 pytestmark = pytest.mark.timeout(60)
@@ -147,42 +145,10 @@ def test_calls_of_an_older_run_are_simply_not_there() -> None:
     assert all(not found.arrows and found.sent_bytes == [0] * 4 for found in scenes(judge(records), records, 999))
 
 
-# Where the time of a step went, as text: shares and the slowest rank by hand.
-
-
-SECONDS = {
-    "data": 0.001,
-    "forward": 0.01,
-    "backward": 0.02,
-    "communication": 0.03,
-    "optimizer": 0.004,
-    "waiting": 0.005,
-}
-
-
 def test_spans_come_outer_first_and_a_rank_may_have_none() -> None:
     marks = [["all_reduce", "", 0.2, 0.4], ["forward", "0", 0.2, 1.0]]
     found = timelines(plus({0: [], 1: []}, Timeline("flat", 3, marks), rank=1), 2)
     assert [span.kind for span in found["flat"][1]] == ["forward", "all_reduce"] and found["flat"][0] == []
-
-
-def test_the_slowest_rank_has_the_most_work_of_its_own() -> None:
-    """Rank 1 computes longest; rank 0 spends more in all, waiting for it inside its all-reduce."""
-    waits, works = SECONDS | {"communication": 0.9}, SECONDS | {"backward": 0.055}
-    assert tables.own_work(SECONDS) == pytest.approx(0.035)
-    rank, ratio = tables.slowest_rank([waits, works, None])
-    assert (rank, round(ratio, 9)) == (1, 2.0)
-    assert tables.slowest_rank([dict.fromkeys(SECONDS, 0.0)]) == (0, float("inf"))
-
-
-def test_the_profile_names_the_slowest_rank() -> None:
-    def change(record: Record) -> Record:
-        return replace(record, seconds=SECONDS | {"forward": 0.045}) if isinstance(record, Profile) else record
-
-    records = bent(pipeline_run(2, 2, ("1f1b",)), change, rank=1)
-    fast, slow = tables.profile(judge(records), records, slowest_only=False).rows
-    assert (slow[1], slow[4], slow[-1], fast[-1]) == ("rank 1", "45.0 (43)", "1.13 ×", "")  # 70 ms to 62
-    assert tables.profile(judge(records), records, slowest_only=True).rows == [slow]
 
 
 def test_the_profile_of_too_many_is_that_of_the_slowest_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
