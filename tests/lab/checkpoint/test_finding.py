@@ -286,7 +286,7 @@ def test_a_manifest_reads_as_it_was_written(runs: Path) -> None:
 
 def test_no_file_is_unpickled_anywhere_else() -> None:
     """But what processes of one command give each other by a pipe, and the files of a puzzle, whose code runs anyway."""
-    package = Path(locate.__file__).parents[1]
+    package = Path(locate.__file__).parents[2]
     sources = {
         path: path.read_text() for path in package.rglob("*.py") if "puzzle" not in path.relative_to(package).parts
     }
