@@ -8,8 +8,6 @@ from tests.labs import TINY
 WORLD_SIZE = 2  # odd and larger worlds are in each mode's own tests; three ranks take half as long again
 # What a mistake's needs do not say: sizes that it shows at.
 SIZES = {
-    "bias_apart": {"LAB_BALANCE": "bias"},
-    "biased_gates": {"LAB_BALANCE": "bias"},
     "copies_apart": {"WORLD_SIZE": "4"},  # two axes
     "gate_over_itself": {"LAB_TOP_K": "1"},
     "gather_all": {"LAB_DEPTH": "4"},
@@ -18,7 +16,6 @@ SIZES = {
     "old_cut": {"WORLD_SIZE": "3"},  # of two one is left, which has all
     "rate_kept": {"LAB_RESCALE": "1"},
     "lost_fold": {"WORLD_SIZE": "3"},  # no power of two
-    "lost_residual": {"LAB_CAPACITY": "0.4"},  # some tokens find no place at all
     "lost_shard_tail": {"LAB_WIDTH": "20", "WORLD_SIZE": "3"},
     "stale_activation": {"WORLD_SIZE": "3"},  # a stage between two
     "norm_by_stage": {"LAB_MESH": "pp2"},

@@ -1,7 +1,6 @@
 """The classic mistakes of experts, made by LAB_BUG: whose gradients are summed, whose tokens count, and what a token
 without a place is."""
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -23,23 +22,10 @@ mistake = Mistakes()
 # --- the settings that hide one ---
 
 
-def set_to(field: str, *allowed: object) -> Callable[[Config], str]:
-    """Why settings hide a mistake that shows with few values of one."""
-
-    def unless(config: Config) -> str:
-        value = getattr(config.own(Options), field)
-        wanted = " or ".join(map(str, allowed))
-        return "" if value in allowed else f"LAB_{field.upper()}={value}: it takes {wanted}"
-
-    return unless
-
-
-def drops_few(config: Config) -> str:
-    """Where every token may find a place, none need lose anything."""
-    own = config.own(Options)
-    if 0 < own.capacity * own.top_k < 1:
-        return ""
-    return f"LAB_CAPACITY={own.capacity}: it takes less than 1/LAB_TOP_K, where some tokens find no place at all"
+def several(config: Config) -> str:
+    """The gates of several choices are divided by their sum, and a mistake is only to do so with one."""
+    top_k = config.own(Options).top_k
+    return "" if top_k == 1 else f"LAB_TOP_K={top_k}: it takes 1"
 
 
 def drops_none(config: Config) -> str:
@@ -87,33 +73,6 @@ class OwnPlaces(MixtureOfExperts):
         return routing.within_capacity(experts, own, 0, self.places(own)), admitted
 
 
-@mistake("lost_residual", check="losses", part="step", of=APART, needs=Needs(unless=drops_few))
-class LostResidual(ExpertParallel):
-    """A token that finds no place loses its residual too, and goes on as zeros.
-
-    Puts what experts made in the place of the token, its residual added there: who has no place comes to nothing.
-    """
-
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        for name, mixture in self.model.mixtures.items():
-            made: list[Tensor] = []
-            mixture.register_forward_hook(lambda *what, made=made: made.append(what[2].detach()))
-            layer = self.model.get_submodule(name.rpartition(".")[0])
-            layer.register_forward_hook(lambda *what, made=made: what[2] * (made.pop() != 0).any(-1, keepdim=True))
-
-
-@mistake("routers_apart", check="gradients", part="step", of=APART)
-class RoutersApart(ExpertParallel):
-    """The router is taken for an expert: its gradient is not summed over the ranks, and routers drift apart.
-
-    Takes a whole mixture for this rank's own, its router too, and sums over the ranks what is left.
-    """
-
-    def is_summed(self, name: str) -> bool:
-        return ".mlp." not in name
-
-
 @mistake("copies_apart", check="copies", part="step", of=("ep_dp", "ep_dp_tp"), needs=Needs(ranks=4))
 class CopiesApart(ExpertParallel):
     """Gradients of experts are not summed over the copies of them, which drift apart.
@@ -126,16 +85,6 @@ class CopiesApart(ExpertParallel):
         super().__init__(model, placement, world, config)
 
 
-@mistake("late_sums", check="launched early", part="step", of=APART, needs=Needs(proof=False))
-class LateSums(ExpertParallel):
-    """Gradients are summed when the backward pass is over, and no sum travels while it computes."""
-
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        for sums in self.sums:
-            sums.overlap = False
-
-
 @mistake("left_sorted", check="losses", part="way", of=APART)
 class LeftSorted(Dispatch):
     """Rows go back in the order of the experts and not as they came: tokens get what others were computed to."""
@@ -144,29 +93,10 @@ class LeftSorted(Dispatch):
         return done
 
 
-@mistake("gate_over_itself", check="gradients", part="layer", of=ROUTED, needs=Needs(unless=set_to("top_k", 1)))
+@mistake("gate_over_itself", check="gradients", part="layer", of=ROUTED, needs=Needs(unless=several))
 class GateOverItself(MixtureOfExperts):
     """The gate of a switch is divided by the sum of all gates, which is itself: 1, and the router learns nothing."""
 
     def choose(self, scores: Tensor) -> routing.Choices:
         choices = super().choose(scores)
         return choices._replace(gates=choices.gates / choices.gates.sum(0))
-
-
-@mistake("biased_gates", check="gradients", part="layer", of=ROUTED, needs=Needs(unless=set_to("balance", "bias")))
-class BiasedGates(MixtureOfExperts):
-    """The bias that balances the choice weighs the experts' outputs too."""
-
-    def choose(self, scores: Tensor) -> routing.Choices:
-        choices = super().choose(scores)
-        assert self.router.bias is not None
-        gates = choices.gates + self.router.bias[choices.experts]
-        return choices._replace(gates=gates / gates.sum(0) if self.rules.top_k > 1 else gates)
-
-
-@mistake("bias_apart", check="weights", part="layer", of=ROUTED, needs=Needs(unless=set_to("balance", "bias")))
-class BiasApart(MixtureOfExperts):
-    """Each rank moves the bias by what its own tokens want, and routers drift apart."""
-
-    def move_bias(self, table: Tensor) -> None:
-        super().move_bias(table[self.world.rank() :][:1])

@@ -232,9 +232,9 @@ def by_rank(
 
 
 def claims(mode: Mode, config: Config) -> Iterator[Claims]:
-    """Of all variants by hand bytes, calls, when their sums begin, and what experts took; of copies that they agree."""
+    """Of all variants by hand bytes, calls, and what experts took; of copies that they agree."""
     yield from measured(mode, config)
-    yield Claims(("called bytes", "wire bytes", "rest bytes", "calls", "launched early"), mode.by_hand)
+    yield Claims(("called bytes", "wire bytes", "rest bytes", "calls"), mode.by_hand)
     if config.resume is None:  # else there may be no step left
         yield Claims(("capacity", "choices"), (*mode.by_hand, *mode.by_torch))
     if config.proof:

@@ -17,8 +17,8 @@ class Options(ModeOptions):
         1.25, alias="LAB_CAPACITY", ge=0, le=1000, allow_inf_nan=False,
         description="places of an expert over its even share of a batch's choices; 0: no token is dropped",
     )  # fmt: skip
-    balance: Literal["loss", "bias", "none"] = Field(
-        "loss", alias="LAB_BALANCE", description="what keeps experts busy alike: a loss, a bias on the choice, nothing"
+    balance: Literal["loss", "none"] = Field(
+        "loss", alias="LAB_BALANCE", description="what keeps experts busy alike: a loss, or nothing"
     )
     router_z: ClassVar[float] = 0.001  # weight of the router's z-loss, which keeps its scores small
     mesh: str = Field(

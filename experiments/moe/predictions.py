@@ -210,10 +210,6 @@ def summed_buckets(
     return sums
 
 
-def num_buckets(name: str, config: Config, mixing: Mixing, rank: int) -> int:
-    return len(summed_buckets(name, config, placements(config, mixing)[name], outline_mixture(config, mixing), rank))
-
-
 def travels(placement: Placement, rank: int, admitted: Admitted) -> tuple[int, int, int]:
     """Rows that `rank` gives and takes in one layer, itself left out, and to and from how many others."""
     others = [member for member in placement.members(rank) if member != rank]

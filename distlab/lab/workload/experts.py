@@ -7,8 +7,7 @@ place passes by on the residual around the mixture. Nothing here is fast, and no
 distlab/techniques/expert_parallel/layer.py, so that a mistake there is none here.
 
 Sources: Lepikhin et al. 2020, "GShard", section 2.2 (queues, capacity); Fedus et al. 2021, "Switch Transformers",
-section 2.2 (balance loss); Zoph et al. 2022, "ST-MoE", section 3.1 (z-loss); DeepSeek-AI 2024, "DeepSeek-V3", section
-2.1.2 (a bias in place of the balance loss).
+section 2.2 (balance loss); Zoph et al. 2022, "ST-MoE", section 3.1 (z-loss).
 """
 
 import copy
@@ -23,8 +22,6 @@ from torch.nn import functional as F
 from distlab.lab.config import Config
 from distlab.lab.workload.model import MLP, Model, build_model, outline
 
-BIAS_RATE = 0.001  # DeepSeek-V3, section 4.2
-
 
 @dataclass(frozen=True)
 class Mixing:
@@ -35,17 +32,14 @@ class Mixing:
     capacity_factor: float  # places of an expert over its even share of a batch's choices; 0: as many as are asked for
     balance: float  # of the balance loss
     z: float  # of the router's z-loss
-    by_bias: bool  # balance by a bias on the choice, moved after each batch
 
 
 class Router(nn.Module):
     """Scores [T, E] of tokens [T, D], in float32 at least: a score that is rounded sends a token elsewhere."""
 
-    def __init__(self, width: int, num_experts: int, *, by_bias: bool) -> None:
+    def __init__(self, width: int, num_experts: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_experts, width))
-        # Added to what experts are chosen by, and to nothing else; a step moves it, and no gradient.
-        self.bias = nn.Parameter(torch.zeros(num_experts), requires_grad=False) if by_bias else None
 
     def forward(self, tokens: Tensor) -> Tensor:
         dtype = torch.promote_types(tokens.dtype, torch.float32)
@@ -67,7 +61,7 @@ class Mixture(nn.Module):
     def __init__(self, width: int, hidden: int, mixing: Mixing) -> None:
         super().__init__()
         self.mixing = mixing
-        self.router = Router(width, mixing.num_experts, by_bias=mixing.by_bias)
+        self.router = Router(width, mixing.num_experts)
         self.experts = Experts(mixing.num_experts, width, hidden)
         self.extra: Tensor | None = None
         self.tilt = 0.0  # of every second preference: a twin's, which takes the other one of two that are nearly alike
@@ -89,10 +83,9 @@ class Mixture(nn.Module):
         return mixed.view_as(hidden)
 
     def _preferred(self, probabilities: Tensor) -> Tensor:
-        bias = torch.zeros_like(probabilities[0]) if self.router.bias is None else self.router.bias
         number = torch.arange(probabilities.numel(), device=probabilities.device).view_as(probabilities)
         tilted = 1 + self.tilt * ((number + number // self.mixing.num_experts) % 2)
-        return (probabilities.detach() * tilted + bias).topk(self.mixing.top_k).indices
+        return (probabilities.detach() * tilted).topk(self.mixing.top_k).indices
 
     def _queues(self, chosen: Tensor) -> list[list[tuple[int, int]]]:
         """The tokens of each expert, each with which of its choices this is."""
@@ -111,9 +104,6 @@ class Mixture(nn.Module):
         wanted = chosen.flatten().bincount(minlength=mixing.num_experts).to(scores.dtype)
         balance = mixing.num_experts * (wanted / wanted.sum() * probabilities).sum()
         self.extra = mixing.balance * balance + mixing.z * scores.logsumexp(-1).square().sum()
-        if self.router.bias is not None:
-            with torch.no_grad():
-                self.router.bias.add_((wanted.mean() - wanted).sign(), alpha=BIAS_RATE)
 
 
 class MixtureModel(Model):

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from distlab.lab.workload.experts import BIAS_RATE, Experts, Mixing, Router
+from distlab.lab.workload.experts import Experts, Mixing, Router
 from distlab.techniques.collectives.autograd import linear
 from distlab.techniques.collectives.phases import phase
 from distlab.techniques.collectives.point_to_point import Peers
@@ -204,15 +204,14 @@ class Choices(NamedTuple):
     wanted: Tensor  # [k, E], how often each expert is which choice
 
 
-def choose(scores: Tensor, top_k: int, bias: Tensor | None = None) -> Choices:
-    """The `top_k` experts of each token by `scores` [T, E]; a `bias` [E] moves the choice, and no gate.
+def choose(scores: Tensor, top_k: int) -> Choices:
+    """The `top_k` experts of each token by `scores` [T, E].
 
     Gates of several choices are divided by their sum. A single one is the probability itself: divided by itself it
     would be 1, and the router would learn nothing (Fedus et al. 2021, "Switch Transformers", section 2.1).
     """
     probabilities = scores.softmax(-1)
-    preferred = probabilities.detach() if bias is None else probabilities.detach() + bias
-    experts = preferred.topk(top_k).indices.T.contiguous()
+    experts = probabilities.detach().topk(top_k).indices.T.contiguous()
     gates = probabilities.gather(1, experts.T).T
     gates = gates / gates.sum(0) if top_k > 1 else gates
     wanted = torch.stack([choice.bincount(minlength=scores.shape[1]) for choice in experts])
@@ -263,13 +262,6 @@ def balance_loss(probabilities: Tensor, table: Tensor) -> Tensor:
 def z_loss(scores: Tensor) -> Tensor:
     """The sum of log(sum(exp))² of this rank's scores: keeps them small (Zoph et al. 2022, "ST-MoE", section 3.1)."""
     return scores.logsumexp(-1).square().sum()
-
-
-def moved_bias(bias: Tensor, table: Tensor, rate: float) -> Tensor:
-    """The bias of the next batch: down by `rate` where an expert was wanted more than the mean, else up (DeepSeek-AI
-    2024, "DeepSeek-V3", section 2.1.2)."""
-    wanted = table.sum((0, 1)).double()
-    return bias + rate * (wanted.mean() - wanted).sign().to(bias.dtype)
 
 
 def grouped(rows: Tensor, counts: list[int], up: Tensor, down: Tensor) -> Tensor:
@@ -334,7 +326,7 @@ class MixtureOfExperts(nn.Module):
 
     def choose(self, scores: Tensor) -> Choices:
         """The experts of each token."""
-        return choose(scores, self.rules.top_k, self.router.bias)
+        return choose(scores, self.rules.top_k)
 
     def everyone(self, wanted: Tensor) -> Tensor:
         """What the tokens of all ranks want, [n, k, E]; each rank has this one's [k, E]."""
@@ -358,13 +350,6 @@ class MixtureOfExperts(nn.Module):
         return grouped(rows, counts, self.experts.up, self.experts.down)
 
     def balance(self, scores: Tensor, choices: Choices, table: Tensor) -> None:
-        """What keeps the experts busy alike: losses now, a bias from the next batch on."""
+        """What keeps the experts busy alike, and the router's scores small."""
         balance = balance_loss(choices.probabilities, table)
         self.extra = self.rules.balance * balance + self.rules.z * z_loss(scores)
-        self.move_bias(table)
-
-    @torch.no_grad()
-    def move_bias(self, table: Tensor) -> None:
-        """By what the tokens of all ranks want, so that it stays the same on all."""
-        if self.router.bias is not None:
-            self.router.bias.copy_(moved_bias(self.router.bias, table, BIAS_RATE))

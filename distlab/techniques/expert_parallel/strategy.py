@@ -1,11 +1,9 @@
 """What every expert-parallel variant shares: its part of the experts, all else whole, and an optimizer on each rank.
 
-What all ranks hold is summed over all of them, in buckets while the backward pass runs. An expert's gradient is
+What all ranks hold is summed over all of them, in buckets when the backward pass is over. An expert's gradient is
 complete where the expert is: every token that it computed sent its gradient there, whichever rank it belongs to. It is
 summed over the copies of that expert, where there are any, and over nobody else.
 """
-
-from contextlib import ExitStack
 
 import torch
 import torch.distributed as dist
@@ -62,23 +60,13 @@ class ExpertParallel(HoldsParts):
     def backward(self, microbatches: list[Microbatch]) -> Tensor:
         """Forward and backward of as many microbatches on all ranks; tokens travel inside of both."""
         self.model.zero_grad()
-        losses = [
-            self.routed(number, microbatch, last=number == len(microbatches) - 1)
-            for number, microbatch in enumerate(microbatches)
-        ]
+        losses = [forward_backward(self.model, microbatch, number) for number, microbatch in enumerate(microbatches)]
         for sums in self.sums:
             sums.finish()
         for parameter in self.parts.values():
             if parameter.grad is None:  # of no experts; an optimizer steps it like the others
                 parameter.grad = torch.zeros_like(parameter)
         return torch.stack(losses).sum()
-
-    def routed(self, number: int, microbatch: Microbatch, *, last: bool) -> Tensor:
-        """One microbatch there and back; the last one's gradients are summed over the ranks as they come."""
-        with ExitStack() as armed:
-            for sums in self.sums:
-                armed.enter_context(sums.accumulate(last=last))
-            return forward_backward(self.model, microbatch, number)
 
     def is_summed(self, name: str) -> bool:
         """Whether a parameter's gradient is summed over all ranks: each has found a part of it."""

@@ -29,7 +29,6 @@ from distlab.lab.measure.tensors import largest_difference
 from distlab.lab.verify.counted import in_backward
 from distlab.lab.workload.data import Batches
 from distlab.lab.workload.model import VOCABULARY, Block, Embedding, Head, Model, Residual
-from distlab.lab.workload.reference import fill
 from tests.labs import sampling_errors
 
 TOLERANCE = 1e-12  # of float64, in which a few hundred roundings of two ways to the same sum leave 1e-14
@@ -37,7 +36,6 @@ POSITIONS, SAMPLES = 16, 2
 STATED = {Embedding, Block, Residual, Head, nn.Linear}  # layers of the lab's; a mode may train others
 
 BALANCE = 0.01  # Fedus et al. 2021, "Switch Transformers", section 2.2
-BIAS_RATE = 0.001  # DeepSeek-AI 2024, "DeepSeek-V3", section 4.2
 
 
 class Computed(NamedTuple):
@@ -45,7 +43,6 @@ class Computed(NamedTuple):
 
     scores: Tensor  # [B, S, V] of a text, else the predictions
     extra: Tensor  # the auxiliary losses of its mixtures, a sum over tokens
-    biases: dict[str, Tensor]  # of its routers, after this batch
 
 
 class Weights:
@@ -63,9 +60,9 @@ class Weights:
 def computed(weights: Weights, inputs: Tensor, config: Config, mixing: Any = None) -> Computed:
     """What the model of `config` makes of `inputs`; `mixing` says how its tokens find experts, where it has any."""
     if config.model == "line":
-        return Computed(linear(weights, "layers.0", inputs), torch.zeros(()), {})
+        return Computed(linear(weights, "layers.0", inputs), torch.zeros(()))
     text = config.model == "gpt"
-    found = Computed(inputs, torch.zeros((), dtype=torch.float64), {})
+    found = Computed(inputs, torch.zeros((), dtype=torch.float64))
     if text:
         positions = weights("layers.0.position.weight")[: inputs.shape[1]]
         found = found._replace(scores=weights("layers.0.token.weight")[inputs] + positions)
@@ -86,7 +83,7 @@ def num_weights(config: Config, mixing: Any = None) -> int:
         return 2
     inner = 8 * width**2 + 5 * width
     if mixing is not None:
-        inner = mixing.num_experts * (8 * width**2 + width + mixing.by_bias)
+        inner = mixing.num_experts * (8 * width**2 + width)
     of_layer = inner + 2 * width + (4 * width**2 + 6 * width) * (config.model == "gpt")
     ends = (256 * (2 - config.tie) + config.seq + 2) * width if config.model == "gpt" else 0
     return config.depth * of_layer + ends
@@ -99,9 +96,9 @@ def block(weights: Weights, name: str, before: Computed, config: Config, mixing:
     hidden = norm(weights, f"{name}.mlp_norm", x)
     if mixing is None:
         up = gelu(linear(weights, f"{name}.mlp.up", hidden))
-        return Computed(x + linear(weights, f"{name}.mlp.down", up), extra, before.biases)
-    mixed, more, biases = mixture(weights, f"{name}.mlp", hidden.flatten(0, -2), mixing)
-    return Computed(x + mixed.view_as(x), extra + more, before.biases | biases)
+        return Computed(x + linear(weights, f"{name}.mlp.down", up), extra)
+    mixed, more = mixture(weights, f"{name}.mlp", hidden.flatten(0, -2), mixing)
+    return Computed(x + mixed.view_as(x), extra + more)
 
 
 def norm(weights: Weights, name: str, x: Tensor) -> Tensor:
@@ -130,13 +127,12 @@ def attention(weights: Weights, name: str, x: Tensor, heads: int) -> Tensor:
     return linear(weights, f"{name}.o", torch.cat(parts, -1))
 
 
-def mixture(weights: Weights, name: str, tokens: Tensor, mixing: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """What the experts make of tokens [T, D], the auxiliary losses, and the router's bias after this batch."""
+def mixture(weights: Weights, name: str, tokens: Tensor, mixing: Any) -> tuple[Tensor, Tensor]:
+    """What the experts make of tokens [T, D], and the auxiliary losses."""
     number, k, count = mixing.num_experts, mixing.top_k, len(tokens)
     scores = tokens @ weights(f"{name}.router.weight").T
     probabilities = scores.softmax(-1)
-    bias = weights(f"{name}.router.bias") if mixing.by_bias else torch.zeros(number, dtype=tokens.dtype)
-    chosen = (probabilities + bias).argsort(1, descending=True)[:, :k]
+    chosen = probabilities.argsort(1, descending=True)[:, :k]
     gates = probabilities.gather(1, chosen)
     gates = gates / gates.sum(1, keepdim=True) if k > 1 else gates
     places = math.ceil(mixing.capacity_factor * k * count / number) if mixing.capacity_factor else count
@@ -150,8 +146,7 @@ def mixture(weights: Weights, name: str, tokens: Tensor, mixing: Any) -> tuple[T
     wanted = torch.stack([(chosen == expert).sum() for expert in range(number)]).to(tokens.dtype)
     extra = (BALANCE if mixing.balance else 0.0) * number * (wanted / wanted.sum() * probabilities).sum()
     extra = extra + mixing.z * scores.exp().sum(-1).log().square().sum()
-    moved = bias + BIAS_RATE * torch.sign(wanted.mean() - wanted)
-    return mixed, extra, {f"{name}.router.bias": moved} if mixing.by_bias else {}
+    return mixed, extra
 
 
 # --- statements of the model ---
@@ -178,9 +173,7 @@ def hold_model(lab: Lab, batches: Batches) -> None:
     terms = targets.shape[1] if config.model == "mlp" else 1
     loss = summed_loss(wanted.scores, targets) + terms * wanted.extra
     off = [difference(scores_of(model, inputs), wanted.scores)]
-    again = lab_weights(model, weights)  # a router's bias has moved
     off.append(abs(model(inputs, targets).item() - loss.item()) / max(1.0, abs(loss.item())))
-    off += [difference(again[name], bias) for name, bias in wanted.biases.items()]
     numbers, right = model.num_parameters(), num_weights(config, mixing)
     off.append(0.0 if numbers == right and not weights.unused else math.inf)
     unused = "".join(f"; {name} is none of it" for name in sorted(weights.unused))
@@ -188,13 +181,6 @@ def hold_model(lab: Lab, batches: Batches) -> None:
     lab.check("model", max(off), TOLERANCE, detail=detail)
     if config.model == "gpt" and inputs.shape[1] > 1:
         hold_positions(lab, model, inputs, mixing is None)
-
-
-def lab_weights(model: Model, weights: Weights) -> dict[str, Tensor]:
-    """The weights as they are now; those in the model are put back to what they were."""
-    now = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    fill(model, weights.named)
-    return now
 
 
 def scores_of(model: Model, inputs: Tensor) -> Tensor:

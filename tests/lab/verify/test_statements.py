@@ -51,7 +51,7 @@ def failed(said: Said) -> set[str]:
 @pytest.mark.parametrize(
     "settings",
     [
-        {}, LINE, MLP, AGAIN, MLP | AGAIN, MOE, MESH, MOE | MLP | {"LAB_TOP_K": "1", "LAB_BALANCE": "bias"},
+        {}, LINE, MLP, AGAIN, MLP | AGAIN, MOE, MESH, MOE | MLP | {"LAB_TOP_K": "1"},
         MOE | {"LAB_CAPACITY": "0.5"}, {"LAB_TIE": "1", "LAB_OPTIMIZER": "adamw", "LAB_DTYPE": "bfloat16"},
         {"LAB_MICROBATCHES": "3"}, {"WORLD_SIZE": "1"}, {"LAB_BATCH": "2"}, {"LAB_SEQ": "1", "LAB_DEPTH": "1"},
         {"LAB_WIDTH": "1", "LAB_HEADS": "1"}, {"RUN_MODE": "pp", "LAB_MICROBATCHES": "4"}, MESH | {"LAB_DROPOUT": "0.9"},
@@ -172,7 +172,6 @@ FAULTS: dict[str, tuple[Any, str, Callable[[Any], Any], dict[str, str], str]] = 
     "not causal": (model, "causal", instead(F.scaled_dot_product_attention), {}, "causal"),
     "another gelu": (F, "gelu", lambda right: lambda x: right(x, approximate="tanh"), MLP, "model"),
     "router": (experts.Router, "forward", doubled, MOE, "model"),
-    "rate of a bias": (experts, "BIAS_RATE", instead(0.01), MOE | {"LAB_BALANCE": "bias"}, "model"),
     "deviation": (model.Model, "initialise", ten_times, {}, "first weights"),
     "one seed": (model.Model, "initialise", one_seed, {"LAB_SEED": "2"}, "first weights"),
     "loss": (SummedLoss, "forward", doubled, {}, "loss"),

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from distlab.lab.config import Config
 from distlab.lab.workload.data import Batches, Microbatch
-from distlab.lab.workload.experts import BIAS_RATE, Mixing, Mixture, MixtureModel, build_mixture, outline_mixture
+from distlab.lab.workload.experts import Mixing, Mixture, MixtureModel, build_mixture, outline_mixture
 from distlab.lab.workload.reference import backward, losses, move_by_a_unit
 
 pytestmark = pytest.mark.timeout(60)
@@ -16,10 +16,9 @@ SMALL = {"LAB_WIDTH": "8", "LAB_HEADS": "2", "LAB_SEQ": "4", "LAB_DEPTH": "2", "
 
 
 def mixing(
-    num_experts: int = 2, top_k: int = 1, factor: float = 0.0, balance: float = 0.0, z: float = 0.0, *,
-    by_bias: bool = False,
+    num_experts: int = 2, top_k: int = 1, factor: float = 0.0, balance: float = 0.0, z: float = 0.0
 ) -> Mixing:  # fmt: skip
-    return Mixing(num_experts, top_k, factor, balance, z, by_bias)
+    return Mixing(num_experts, top_k, factor, balance, z)
 
 
 def mixture(wanted: list[int], mixed: Mixing) -> tuple[Mixture, torch.Tensor]:
@@ -68,16 +67,6 @@ def test_the_auxiliary_losses_are_those_of_the_papers() -> None:
     balance = 2 * (0.75 * mean[0] + 0.25 * mean[1])
     assert layer.extra is not None
     assert layer.extra.item() == pytest.approx(4 * (0.5 * balance + 0.25 * math.log(math.e + 1) ** 2), rel=1e-12)
-
-
-def test_a_bias_chooses_and_is_moved_after_the_batch() -> None:
-    layer, tokens = mixture([0, 0, 0, 1], mixing(by_bias=True))
-    assert layer.router.bias is not None
-    before = layer(tokens)
-    assert layer.router.bias.tolist() == pytest.approx([-BIAS_RATE, BIAS_RATE])
-    with torch.no_grad():
-        layer.router.bias.copy_(torch.tensor([0.0, 9.0]))
-    assert bool((layer(tokens)[:3, 0] > before[:3, 0]).all())  # all are computed by expert 1
 
 
 def model_of(mixed: Mixing, **settings: str) -> tuple[MixtureModel, Batches, Config]:

@@ -190,13 +190,6 @@ def test_a_single_gate_is_its_probability_and_several_share_one() -> None:
     assert one.wanted.sum() == 7
 
 
-def test_a_bias_moves_the_choice_and_no_gate() -> None:
-    scores, bias = scores_of(2, 9, 3), torch.tensor([0.0, 9.0, 0.0], dtype=torch.float64)
-    choices = layer.choose(scores, 1, bias)
-    assert choices.experts.unique().tolist() == [1]
-    assert torch.equal(choices.gates[0], scores.softmax(-1)[:, 1])
-
-
 @pytest.mark.parametrize(
     ("tokens", "top_k", "experts", "factor", "places"),
     [(1024, 2, 8, 1.25, 320), (37, 1, 5, 1.0, 8), (3, 1, 8, 0.5, 1), (11, 2, 4, 0.0, 11)],
@@ -222,12 +215,6 @@ def test_an_even_batch_has_a_balance_loss_of_one_a_token() -> None:
 
 def test_z_loss_is_of_the_whole_sum() -> None:
     assert float(layer.z_loss(torch.zeros(3, 8))) == pytest.approx(3 * math.log(8) ** 2)
-
-
-def test_a_bias_goes_down_where_an_expert_is_wanted_too_often() -> None:
-    table = torch.tensor([[[5, 1, 0]], [[3, 1, 2]]])  # 8, 2, 2 of 12: the mean is 4
-    assert layer.moved_bias(torch.zeros(3), table, 0.5).tolist() == [-0.5, 0.5, 0.5]
-    assert layer.moved_bias(torch.ones(3), torch.full((1, 1, 3), 7), 0.5).tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize("counts", [[2, 0, 3], [0, 0, 5], [1, 1, 3]])
@@ -294,8 +281,6 @@ def compared(group: dist.ProcessGroup, mixing: Mixing, dealt: list[int]) -> tupl
         "router": (router, alone.router.weight.grad),
         "extra": (extra, alone.extra),
     }
-    if mixing.by_bias:
-        pairs["bias"] = (mine.router.bias, alone.router.bias)
     return {
         name: (one - other).abs().max().item()
         for name, (one, other) in pairs.items()
@@ -306,9 +291,9 @@ def compared(group: dist.ProcessGroup, mixing: Mixing, dealt: list[int]) -> tupl
 @pytest.mark.parametrize(
     ("mixing", "dealt"),
     [
-        (Mixing(4, 1, 1.0, 0.1, 0.01, by_bias=False), [9, 4]),
-        (Mixing(5, 2, 0.6, 0.1, 0.0, by_bias=True), [6, 1, 7]),
-        (Mixing(2, 2, 0.0, 0.0, 0.1, by_bias=False), [3, 3, 3]),
+        (Mixing(4, 1, 1.0, 0.1, 0.01), [9, 4]),
+        (Mixing(5, 2, 0.6, 0.1, 0.0), [6, 1, 7]),
+        (Mixing(2, 2, 0.0, 0.0, 0.1), [3, 3, 3]),
     ],
     ids=["switch", "top_2", "more ranks than experts"],
 )
@@ -327,7 +312,7 @@ def test_ranks_make_what_one_process_makes(ranks: Ranks, mixing: Mixing, dealt: 
 
 
 def unnoted(group: dist.ProcessGroup) -> tuple[Any, Any]:
-    layer = on_ranks(Mixing(2, 1, 0.0, 0.0, 0.0, by_bias=False), group)
+    layer = on_ranks(Mixing(2, 1, 0.0, 0.0, 0.0), group)
     return layer(torch.zeros(2, 3, WIDTH, dtype=torch.float64)).shape, layer.seen
 
 
