@@ -15,7 +15,6 @@ SIZES = {
     "oldest_state": {"WORLD_SIZE": "3"},  # one survivor has the sum, one has not
     "old_cut": {"WORLD_SIZE": "3"},  # of two one is left, which has all
     "rate_kept": {"LAB_RESCALE": "1"},
-    "lost_fold": {"WORLD_SIZE": "3"},  # no power of two
     "lost_shard_tail": {"LAB_WIDTH": "20", "WORLD_SIZE": "3"},
     "stale_activation": {"WORLD_SIZE": "3"},  # a stage between two
     "norm_by_stage": {"LAB_MESH": "pp2"},

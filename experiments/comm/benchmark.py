@@ -5,12 +5,10 @@ so that the busbw of every algorithm and N can be held against the speed of the 
 rank's, the median of a few interleaved rounds.
 """
 
-import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
@@ -24,7 +22,6 @@ from distlab.techniques.collectives.costs import (
     RATE,
     all_reduce_messages,
     half_messages,
-    none_slower,
     slowest_of,
     wire_tolerance,
 )
@@ -47,7 +44,6 @@ class Cost:
     """One operation by one variant at one size: the slowest rank's seconds a call, and this rank's bytes."""
 
     rounds_s: list[float] = field(default_factory=list)
-    own_s: list[float] = field(default_factory=list)  # of the same rounds, on this rank
     wire_bytes: float | None = None
     off: float = 0.0  # the largest difference that any call left
 
@@ -58,13 +54,6 @@ class Cost:
 
 
 Costs = dict[tuple[str, int, str], Cost]  # by operation, bytes, variant
-
-
-class SweepFinding(NamedTuple):
-    """What the sweep says of one operation: the rows of its table, and its busbw by variant, [MB] and [GB/s]."""
-
-    rows: list[list[object]]
-    busbw: dict[str, list[list[float]]]
 
 
 def size(nbytes: int) -> str:
@@ -85,8 +74,8 @@ def even(nbytes: int, world_size: int) -> int:
 # of the busiest link.
 
 
-def tables(lab: Lab, op: str, costs: Costs, variants: list[str], sizes: list[int]) -> SweepFinding:
-    """Latency, algbw, busbw and bytes of one operation, by size; the bytes are rank 0's. Returns what they say."""
+def tables(lab: Lab, op: str, costs: Costs, variants: list[str], sizes: list[int]) -> None:
+    """Latency, algbw, busbw and bytes of one operation, by size; the bytes are rank 0's."""
     factor = formulas.busbw_factor(op, lab.world_size)
     rows: list[list[object]] = []
     for nbytes in sizes:
@@ -113,7 +102,6 @@ def tables(lab: Lab, op: str, costs: Costs, variants: list[str], sizes: list[int
     }
     lab.chart(f"{op}: time of a call", "MB", "ms", milliseconds, log_x=True, log_y=True)
     lab.chart(f"{op}: busbw", "MB", "GB/s", busbw, log_x=True)
-    return SweepFinding(rows, busbw)
 
 
 def speed_cell(nbytes: int, bytes_per_s: float) -> str:
@@ -185,49 +173,6 @@ def three_digits(value: float) -> float:
     return float(f"{value:.3g}")
 
 
-# What the sweep says of speed, held to what it says of bytes and time: algbw x time = S, busbw = algbw x factor.
-#
-# In GB/s of 10^9 bytes, as nccl-tests has them, and below 64 KiB in MB/s; with the factor as its paper states it. The
-# cells of a table are rounded: a number may be off by half of its last digit, and by that of what it is held against.
-
-CONTROL = "tests/experiments/test_comm.py::test_speeds_in_another_unit_fail_the_sweep"
-
-
-def check_speeds(lab: Lab, op: str, costs: Costs, told: SweepFinding) -> None:
-    """One check an operation; the detail tells of the first thing that is wrong."""
-    factor = (2 if op == "all_reduce" else 1) * (lab.world_size - 1) / lab.world_size
-    by_name = {(size(nbytes), name): (nbytes, cost) for (other, nbytes, name), cost in costs.items() if other == op}
-    faults = [
-        f"{name} at {label}: {us} us, {algbw} and {busbw}"
-        for label, name, us, algbw, busbw, *_ in told.rows
-        if not agree(even(by_name[str(label), str(name)][0], lab.world_size), [us, algbw, busbw], factor)
-    ]
-    for name, (megabytes, speeds) in told.busbw.items():
-        for mb, speed in zip(megabytes, speeds, strict=True):
-            cost = costs[op, round(mb * 1e6), name]
-            if not math.isclose(speed * 1e9 * cost.seconds, factor * mb * 1e6, rel_tol=1e-9):
-                faults.append(f"{name} at {mb:g} MB: {speed:g} GB/s drawn")
-    slower = [name for (_, name), (_, cost) in by_name.items() if not none_slower(cost.rounds_s, cost.own_s)]
-    faults += [f"{name} took this rank longer than the slowest one" for name in slower]
-    detail = f"{op}: {faults[0] if faults else f'{len(told.rows)} rows'}"
-    lab.check("speeds", len(faults), 0, detail=detail, control=CONTROL)
-
-
-def agree(nbytes: int, cells: list[object], factor: float) -> bool:
-    """Whether the microseconds, algbw and busbw of one row are those of as many bytes."""
-    (us, off_us), (algbw, off_algbw), (busbw, off_busbw) = map(read_back, cells)
-    least, most = (max(0.0, us - off_us) * (algbw - off_algbw), (us + off_us) * (algbw + off_algbw))
-    slack = off_busbw + off_algbw * factor + 1e-9
-    return least <= nbytes / 1e3 <= most and abs(busbw - algbw * factor) <= slack
-
-
-def read_back(cell: object) -> tuple[float, float]:
-    """The number of a cell, a speed in GB/s, and half of its last digit."""
-    number, _, unit = str(cell).partition(" ")
-    scale = 1e-3 if unit == "MB/s" else 1.0
-    return float(number) * scale, 10.0 ** -len(number.partition(".")[2]) / 2 * scale
-
-
 SIZES = (8, KIB, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 COMPARED = (256 * KIB, 4 * MIB, 64 * MIB)
 TIMED_HALVES = (
@@ -271,7 +216,7 @@ def run(lab: Lab, collectives: Mapping[str, Collective], largest_bytes: int) -> 
     compare(lab, costs)
     for op in BYTES:
         if names := timed(op, variants):
-            check_speeds(lab, op, costs, tables(lab, op, costs, names, sizes))
+            tables(lab, op, costs, names, sizes)
     if lab.world_size > 1:
         for op in BYTES:
             crossings(lab, op, costs, sizes)
@@ -321,8 +266,7 @@ def price(lab: Lab, op: str, nbytes: int, collectives: Mapping[str, Collective])
     everyone = lab.exchange.everyone(op, [seconds for cost in costs.values() for seconds in cost.rounds_s])
     slowest = slowest_of(everyone)
     for cost in costs.values():
-        cost.own_s, cost.rounds_s = cost.rounds_s, slowest[: len(cost.rounds_s)]
-        slowest = slowest[len(cost.rounds_s) :]
+        cost.rounds_s, slowest = slowest[: len(cost.rounds_s)], slowest[len(cost.rounds_s) :]
     return costs
 
 

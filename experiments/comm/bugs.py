@@ -1,5 +1,5 @@
-"""The classic mistakes of communication, made on purpose by LAB_BUG: a round too few, a part left out, a chunk that
-stays as it was, and a backward that fits another loss."""
+"""The classic mistakes of communication, made on purpose by LAB_BUG: a round too few, a part left out, and a backward
+that fits another loss."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from distlab.contract import Mistakes, Needs
-from distlab.lab.config import Config
-from distlab.techniques.collectives import direct, ring, tree
+from distlab.techniques.collectives import direct, ring
 from distlab.techniques.collectives.autograd import Loss
 from distlab.techniques.collectives.by_hand import ALGORITHMS, Algorithm
 from distlab.techniques.collectives.point_to_point import Peers, Steps, split
@@ -18,12 +17,6 @@ from .primitives import Primitive, loss_of_lesson
 mistake = Mistakes()
 RING = Needs(proof=False, variants=("ring",))
 DIRECT = Needs(proof=False, variants=("direct",))
-
-
-def no_fold(config: Config) -> str:
-    """Why no rank folds."""
-    ranks = config.world_size
-    return f"WORLD_SIZE={ranks}: a power of two folds no rank" if ranks.bit_count() == 1 else ""
 
 
 @dataclass(frozen=True)
@@ -56,33 +49,6 @@ class SkippedRound(Like):
         before = split(tensor, peers.world_size)[last].clone()
         yield from steps
         split(tensor, peers.world_size)[last].copy_(before)
-
-
-@mistake("stale_chunk", check="contents", part="algorithms", needs=DIRECT, put=all_but("direct", direct))
-class StaleChunk(Like):
-    """The direct all_gather leaves one chunk as it was before."""
-
-    def all_gather(self, peers: Peers, tensor: Tensor) -> Steps:
-        stale = split(tensor, peers.world_size)[peers.after(1)]
-        before = stale.clone()
-        yield from self.right.all_gather(peers, tensor)
-        stale.copy_(before)
-
-
-@mistake(
-    "lost_fold",
-    check="contents",
-    part="algorithms",
-    needs=Needs(ranks=3, proof=False, variants=("tree",), unless=no_fold),
-    put=all_but("tree", tree),
-)
-class LostFold(Like):
-    """The tree leaves out the parts of the ranks beyond the largest power of two."""
-
-    def all_reduce(self, peers: Peers, tensor: Tensor) -> Steps:
-        if peers.rank >= tree.core_size(peers.world_size):
-            tensor.zero_()
-        yield from self.right.all_reduce(peers, tensor)
 
 
 @mistake("lost_own_part", check="contents", part="algorithms", needs=DIRECT, put=all_but("direct", direct))

@@ -156,7 +156,6 @@ def claims(mode: Mode, sweep_mib: float) -> Iterator[Claims]:
     yield Claims(("forward",), times=PRIMITIVES)
     yield Claims(("gradients",), times=GRADIENTS)
     yield Claims(("no autograd", "demo", "ring"))
-    yield Claims(("speeds",))  # of the operations that the chosen variants have
     yield Claims(("sum",), ("one_by_one", *mode.names))
     yield Claims(("contents",), mode.names, times=len(OPERATIONS))
     yield Claims(("drawn bytes",), mode.names)

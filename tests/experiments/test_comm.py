@@ -20,7 +20,6 @@ from distlab.lab.config import Config, ConfigError
 from distlab.lab.lab import RunHooks
 from distlab.lab.rank.preflight import refuse
 from distlab.lab.report.progress import Work
-from distlab.lab.report.records import Check
 from distlab.lab.verify.records import Drawn
 from distlab.techniques.collectives.by_hand import ALGORITHMS, Collective
 from distlab.techniques.collectives.costs import all_reduce_bytes, all_reduce_seconds
@@ -105,7 +104,7 @@ def test_every_check_holds(ranks: Ranks, world_size: int) -> None:
 
 
 # What else a broken algorithm does: the sum by it is wrong too.
-BESIDE = {"skipped_round": {"sum", "contents"}, "lost_fold": {"sum"}}
+BESIDE = {"skipped_round": {"sum", "contents"}}
 
 
 @pytest.mark.parametrize("bug", sorted(comm.MODE.mistakes))
@@ -306,34 +305,10 @@ def test_bytes_that_are_off_fail_the_sweep(factor: float, holds: bool) -> None:
     assert holding(lab) == {"wire bytes all_reduce 4 MiB": holds}
 
 
-def spoken(algbw: str, busbw: str, drawn: float, own_s: float = 0.01, nbytes: int = 4 * benchmark.MIB) -> bool:
-    """Whether the check of speeds holds: 4 MiB summed over two ranks, in 10 ms."""
-    lab = lab_alone()
-    cost = benchmark.Cost(rounds_s=[0.01], own_s=[own_s])
-    row: list[object] = [benchmark.size(nbytes), "ring", "10000", algbw, busbw]
-    told = benchmark.SweepFinding([row], {"ring": [[nbytes / 1e6], [drawn]]})
-    benchmark.check_speeds(lab, "all_reduce", {("all_reduce", nbytes, "ring"): cost}, told)
-    (claim,) = (entry for entry in lab.journal.records if isinstance(entry, Check))
-    return claim.max_abs_diff <= claim.tolerance
-
-
-def test_speeds_in_another_unit_fail_the_sweep() -> None:
-    right = 4 * benchmark.MIB / 0.01 / 1e9  # of two ranks busbw is algbw
-    assert spoken("0.419 GB/s", "0.419 GB/s", right)
-    assert spoken("0.419 GB/s", "0.419 GB/s", right, own_s=0.009)
-    assert not spoken("0.391 GB/s", "0.391 GB/s", right)  # of 2^30 bytes
-    assert not spoken("0.419 MB/s", "0.419 MB/s", right)
-    assert not spoken("0.419 GB/s", "0.210 GB/s", right)  # of another operation's factor
-    assert not spoken("0.419 GB/s", "0.419 GB/s", right * 1e9 / 2**30)
-    assert not spoken("0.419 GB/s", "0.419 GB/s", right, own_s=0.011)  # this rank was slower than the slowest
-
-
 def test_the_speed_of_a_small_call_is_in_mb_a_second() -> None:
-    kib, right = benchmark.KIB, benchmark.KIB / 0.01
-    cell = benchmark.speed_cell(kib, right)
-    assert cell == "0.102 MB/s" and spoken(cell, cell, right / 1e9, nbytes=kib)
-    assert not spoken("0.109 MB/s", "0.109 MB/s", right / 1e9, nbytes=kib)  # which GB/s would round to the same
-    assert benchmark.speed_cell(64 * kib, 64 * right) == "0.007 GB/s"
+    assert benchmark.speed_cell(benchmark.KIB, benchmark.KIB / 0.01) == "0.102 MB/s"
+    assert benchmark.speed_cell(4 * benchmark.MIB, 4 * benchmark.MIB / 0.01) == "0.419 GB/s"
+    assert benchmark.speed_cell(64 * benchmark.KIB, 64 * benchmark.KIB / 0.01) == "0.007 GB/s"
 
 
 @pytest.mark.parametrize(("factor", "holds"), [(1.0, True), (0.98, False)])
