@@ -4,14 +4,12 @@ stages, and in which order."""
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from distlab.contract import Mistakes, Needs
 from distlab.lab.config import Config
-from distlab.lab.workload.data import shard_sizes
 from distlab.techniques.pipeline_parallel import pipeline
 from distlab.techniques.pipeline_parallel.pipeline import Boundaries, Loss, Pipeline
 from distlab.techniques.pipeline_parallel.schedules import (
@@ -20,7 +18,6 @@ from distlab.techniques.pipeline_parallel.schedules import (
     gpipe,
     in_two,
     one_forward_one_backward,
-    one_forward_one_backward_split,
     zbv,
 )
 
@@ -33,18 +30,6 @@ mistake = Mistakes()
 
 
 # --- the settings that hide one ---
-
-
-def equal_neighbours(sizes: Sequence[int]) -> tuple[int, ...]:
-    """The first two microbatches in a row that are of one size, or none."""
-    return next(((index, index + 1) for index, (one, next_one) in enumerate(pairwise(sizes)) if one == next_one), ())
-
-
-def none_to_swap(config: Config) -> str:
-    """Microbatches of other sizes do not go unnoticed."""
-    sizes = shard_sizes(config.batch, config.num_microbatches, uneven=True)
-    hint = "these sizes: no two microbatches in a row are equal, change LAB_BATCH or LAB_MICROBATCHES"
-    return "" if equal_neighbours(sizes) else hint
 
 
 def one_in_flight(config: Config) -> str:
@@ -66,7 +51,7 @@ def nothing_behind(config: Config) -> str:
 
 AHEAD = Needs(microbatches=2, unless=nothing_behind)
 AHEAD_TIMED = Needs(proof=False, microbatches=2, unless=nothing_behind)
-SWAPS, IN_FLIGHT = Needs(microbatches=2, unless=none_to_swap), Needs(microbatches=2, unless=one_in_flight)
+IN_FLIGHT = Needs(microbatches=2, unless=one_in_flight)
 
 
 # --- the mistakes ---
@@ -117,12 +102,6 @@ class Clinging(Pipeline):
             super()._backward(action)
 
 
-@mistake("never_late", check="schedule", part="schedule", of=("zb_h1",), needs=Needs(proof=False))
-def none_put_off(ranks: int, microbatches: int) -> Schedule:
-    """zb_h1 puts no gradients of weights off: 2(p-1)/(3m+2(p-1)) of a step idles."""
-    return one_forward_one_backward_split(ranks, microbatches)
-
-
 @mistake("weights_at_once", check="bubble on paper", part="schedule", of=("zbv",), needs=AHEAD_TIMED)
 def at_once(ranks: int, microbatches: int) -> Schedule:
     """zbv computes the gradients of weights right behind each input's: every rule of its order holds, and it
@@ -150,21 +129,6 @@ class Forgetful(Pipeline):
 def undivided(share: float, num_samples: int, batch: int) -> float:
     """Each microbatch's mean loss is not divided by their number: gradients m times too large."""
     return share * batch / num_samples
-
-
-@mistake("swapped_microbatches", check="losses", part="boundaries", of=ONE_STAGE, needs=SWAPS)
-class SwappedBoundaries(Boundaries):
-    """The second stage takes two microbatches in the wrong order: their outputs meet each other's targets.
-
-    Stage 1 takes two neighbouring microbatches of one size for each other; of two it would be noticed.
-    """
-
-    def tag(self, action: Action) -> int:
-        """The other one's, where stage 1 receives."""
-        pair = equal_neighbours(self.sizes)
-        if action.kind == "forward" and action.stage == 1 == self.peers.rank and action.microbatch in pair:
-            action = action._replace(microbatch=sum(pair) - action.microbatch)
-        return super().tag(action)
 
 
 @mistake("stale_activation", check="gradients", part="boundaries", of=ONE_STAGE, needs=IN_FLIGHT)

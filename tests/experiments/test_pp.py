@@ -14,20 +14,16 @@ from torch import Tensor
 
 from distlab.experiments.pp import MODE
 from distlab.experiments.pp.bugs import mistake as MISTAKES
-from distlab.experiments.pp.checks import Ends, most_under_way
 from distlab.experiments.pp.options import Options
 from distlab.experiments.pp.predictions import rest
 from distlab.lab.config import Config, ConfigError
 from distlab.lab.measure.traffic import Calls
 from distlab.lab.rank.preflight import refuse
-from distlab.lab.verify.pipeline_checks import Pass
 from distlab.lab.workload.data import Batches, shard_sizes
 from distlab.lab.workload.model import build_model
 from distlab.lab.workload.reference import Snapshot, train
-from distlab.techniques.pipeline_parallel import pipeline as boundaries
 from distlab.techniques.pipeline_parallel.costs import FOLDED, bubble
-from distlab.techniques.pipeline_parallel.pipeline import Boundaries, Pipeline
-from distlab.techniques.pipeline_parallel.schedules import Action
+from distlab.techniques.pipeline_parallel.pipeline import Pipeline
 from distlab.techniques.pipeline_parallel.strategy import pretend_compute
 from tests.labs import built, copy_state, failed_with
 from tests.warm_ranks import Ranks
@@ -356,8 +352,6 @@ def test_a_variant_that_cannot_run_is_not_predicted() -> None:
         ({"LAB_BUG": "undivided_loss", "LAB_PROOF": "0"}, "nothing is compared"),
         ({"LAB_BUG": "undivided_loss", "LAB_MICROBATCHES": "1"}, "it takes 2 microbatches"),
         ({"LAB_BUG": "undivided_loss", "LAB_VARIANT": "one_microbatch"}, "it takes gpipe or 1f1b or interleaved or zb_h1"),
-        ({"LAB_BUG": "swapped_microbatches", "WORLD_SIZE": "1"}, "it takes 2 ranks"),
-        ({"LAB_BUG": "swapped_microbatches", "LAB_MICROBATCHES": "3", "LAB_BATCH": "15"}, "no two microbatches in a row"),
         ({"LAB_VARIANT": "dualpipev", "LAB_DEPTH": "8"}, "LAB_MICROBATCHES=4 is fewer than 2p = 8"),
         ({"LAB_VARIANT": "zbv", "LAB_DEPTH": "7"}, "two stages a rank on 4 ranks makes 8 stages, more than the 7"),
         ({"LAB_VARIANT": "torch_interleaved_zb", "LAB_MICROBATCHES": "11", "LAB_BATCH": "11"}, "no multiple of its 2 rounds"),
@@ -393,20 +387,6 @@ def test_a_slow_rank_pretends_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert slept == pytest.approx([0.01, 0.01, 0.01, 0.02, 0.02, 0.02])
 
 
-def never_let_go(take: Any) -> Any:
-    """What went out is held until the end of the step."""
-
-    def taken(boundaries: Boundaries, action: Action) -> Tensor:
-        sent, boundaries._sent = boundaries._sent, {}
-        try:
-            received: Tensor = take(boundaries, action)
-        finally:
-            boundaries._sent = sent
-        return received
-
-    return taken
-
-
 def batch_kept(step: Any) -> Any:
     """A pipeline knows the batch between two steps."""
 
@@ -417,27 +397,12 @@ def batch_kept(step: Any) -> Any:
     return stepped
 
 
-FAULTS: dict[str, tuple[Any, str, Any]] = {
-    "posted ahead": (boundaries, "AHEAD", lambda _: 1),
-    "messages": (Boundaries, "take", never_let_go),
-    "left of a step": (Pipeline, "step", batch_kept),
-}
+FAULTS: dict[str, tuple[Any, str, Any]] = {"left of a step": (Pipeline, "step", batch_kept)}
 
 
-@pytest.mark.parametrize("check", list(FAULTS))
-def test_what_a_step_posts_late_holds_or_leaves_fails_by_name(ranks: Ranks, tmp_path: Path, check: str) -> None:
+def test_what_a_step_leaves_fails_by_name(ranks: Ranks, tmp_path: Path) -> None:
     settings = {"RUN_MODE": "pp", "LAB_VARIANT": "1f1b", "LAB_MICROBATCHES": "6", "LAB_STEPS": "1", "LAB_PROOF": "0"}
-    found = failed_with(ranks, tmp_path, "tests.experiments.test_pp", check, **settings)
-    assert check in found
-
-
-def test_messages_under_way_are_counted_by_the_order_of_passes() -> None:
-    """The first of two ranks, three microbatches of 8 B: two gradients may come, and 1f1b has given two at most."""
-    order = [("forward", 0), ("forward", 1), ("input", 0), ("weight", 0), ("forward", 2), ("input", 1), ("weight", 1)]
-    done = [Pass(kind, 0, microbatch) for kind, microbatch in [*order, ("input", 2), ("weight", 2)]]  # type: ignore[arg-type]
-    assert most_under_way(done, [Ends([0, 0, 0], [8, 8, 8])]) == (2 + 1 + 2) * 8
-    assert most_under_way(done, [Ends([8, 8, 8], [0, 0, 0])]) == 3 * 8  # the last one: gradients that were given
-    assert most_under_way(done, [Ends([0, 0, 0], [0, 0, 0])]) == 0
+    assert "left of a step" in failed_with(ranks, tmp_path, __name__, "left of a step", **settings)
 
 
 def test_what_a_stage_keeps_counts_a_tied_weight_once() -> None:
