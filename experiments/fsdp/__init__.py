@@ -22,7 +22,6 @@ After the replicas comes the whole idea, with nothing done ahead; the others giv
                   step
   zero2           gradients too: summed layer by layer as the backward pass hands them over, and dropped
   zero3           weights too: a layer is gathered just before it computes, the next one meanwhile, and freed after
-  zero3_kept      zero3 without recomputation, beside zero3 with it (LAB_RECOMPUTE=1)
   fsdp2           PyTorch's fully_shard, which does what zero3 does
 """
 
@@ -34,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distlab.contract import Mode, Strategy, Variant, untrainable
+from distlab.contract import Mode, Strategy, Variant
 from distlab.lab.checkpoint import bugs as checkpoints
 from distlab.lab.config import Config
 from distlab.lab.lab import Lab
@@ -58,11 +57,6 @@ from .predictions import BY_HAND, holds, predict, predict_peaks, published, summ
 Compute: TypeAlias = Callable[[Tensor], Tensor]
 
 
-def home(config: Config) -> torch.device | None:
-    """Where shards live, if not where the model computes."""
-    return torch.device("cpu") if config.own(Options).offload else None
-
-
 # --- the variants, in reading order ---
 
 
@@ -75,7 +69,7 @@ def dp(model: Model, mesh: Mesh, config: Config) -> Strategy:
 def zero3_blocking(model: Model, mesh: Mesh, config: Config) -> Strategy:
     """Every layer is a flat vector [N·c], each rank keeps its chunk [c] of it; it is whole only while it computes."""
     model.recompute = False  # each layer is computed again as it is
-    units = FlatUnits(model, list(model.layers), mesh.group, keeps_whole=False, home=home(config))
+    units = FlatUnits(model, list(model.layers), mesh.group, keeps_whole=False)
     for layer, index in zip(model.layers, units.unit_of, strict=True):
         unit = units.units[index]
         layer.forward = partial(WholeForAMoment.apply, layer.forward, unit, mesh.group, unit.shard)
@@ -112,7 +106,7 @@ def unshard(unit: FlatParameter, group: dist.ProcessGroup) -> None:
     """Make the unit's parameters whole, which are views of one vector."""
     with phase("all_gather"):
         chunks = list(unit.materialize().chunk(unit.num_ranks))  # of [N·c], a [c] from each rank
-        dist.all_gather(chunks, unit.local.to(unit.whole.device), group=group)
+        dist.all_gather(chunks, unit.local, group=group)
 
 
 def reduce_scatter_gradients(unit: FlatParameter, group: dist.ProcessGroup) -> Tensor:
@@ -124,7 +118,7 @@ def reduce_scatter_gradients(unit: FlatParameter, group: dist.ProcessGroup) -> T
             parameter.grad = None
     with phase("all_reduce"):
         dist.all_reduce(flat, group=group)
-    return flat[unit.rank * unit.chunk :][: unit.length].to(unit.shard.device, copy=True)
+    return flat[unit.rank * unit.chunk :][: unit.length].clone()
 
 
 # What a mistake replaces: how weights come and go, and what steps them.
@@ -133,13 +127,10 @@ Steps: TypeAlias = Callable[..., Strategy]
 
 
 def in_stage(
-    model: Model, mesh: Mesh, config: Config, *, stage: int, recompute: bool = True, zero: Zeros = Zero,
-    sharded: Steps = Sharded,
+    model: Model, mesh: Mesh, config: Config, *, stage: int, zero: Zeros = Zero, sharded: Steps = Sharded
 ) -> Strategy:  # fmt: skip
     """Each stage of ZeRO gives up one more copy."""
-    model.recompute = model.recompute and recompute
-    layers, reshard = list(model.layers), config.own(Options).reshard
-    kept = zero(model, layers, mesh.group, stage=stage, reshard=reshard, home=home(config))
+    kept = zero(model, list(model.layers), mesh.group, stage=stage, reshard=config.own(Options).reshard)
     return sharded(model, kept, mesh.group, config)
 
 
@@ -153,13 +144,11 @@ def fsdp2(model: Model, mesh: Mesh, config: Config) -> Strategy:
     """
     # Not at the top: it takes a rank half a second, and no other variant needs it.
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    options = config.own(Options)
     policies: dict[str, Any] = {
         "mesh": DeviceMesh.from_group(mesh.group, "cuda" if config.device == "cuda" else "cpu"),
-        "reshard_after_forward": options.reshard,
-        "offload_policy": CPUOffloadPolicy() if options.offload else OffloadPolicy(),
+        "reshard_after_forward": config.own(Options).reshard,
     }
     if config.dtype == "bfloat16" and next(model.parameters()).dtype == torch.bfloat16:  # and not in the proof
         model.float()  # float32 masters, as ours
@@ -177,18 +166,9 @@ def predicted(config: Config) -> list[Prediction]:
     return predict(config, reshard=config.own(Options).reshard)
 
 
-def refuse(config: Config) -> list[str]:
-    refusals = untrainable(config)
-    if config.own(Options).offload and config.device != "cuda":
-        refusals.append("LAB_OFFLOAD=1 moves shards from the GPU's memory to the host's: it needs LAB_DEVICE=cuda")
-    return refusals
-
-
 def cannot(config: Config) -> dict[str, str]:
-    """Nothing to compare with where nothing is computed again; and what PyTorch's own dies of."""
-    reason = "it is zero3 without recomputation, to compare with: set LAB_RECOMPUTE=1"
-    found = {} if config.recompute else {"zero3_kept": reason}
-    return found | ({"fsdp2": FULLY_SHARD_DIES} if config.gloo_on_gpus else {})
+    """What PyTorch's own dies of."""
+    return {"fsdp2": FULLY_SHARD_DIES} if config.gloo_on_gpus else {}
 
 
 def run(lab: Lab) -> None:
@@ -226,21 +206,18 @@ MODE = Mode(
         Variant("zero1", partial(in_stage, stage=1), sentence="Optimizer state sharded."),
         Variant("zero2", partial(in_stage, stage=2), sentence="And gradients."),
         Variant("zero3", partial(in_stage, stage=3), sentence="And weights."),
-        Variant(
-            "zero3_kept",
-            partial(in_stage, stage=3, recompute=False),
-            recomputes=False,
-            sentence="The same with all activations kept, to compare with.",
-        ),
         Variant("fsdp2", fsdp2, by_torch=True),
     ),
     run=run,
     claims=claims,
     options=Options,
     predict=predicted,
-    refuse=refuse,
     cannot=cannot,
     mistakes=mistake | checkpoints.mistake,
+    gone={
+        "zero3_kept": "LAB_VARIANT=zero3 with LAB_RECOMPUTE=0 keeps all activations, to compare with",
+        "local_clip": "LAB_BUG=per_rank_norm fails the same check",
+    },
     recomputes=True,
     reading=(
         "experiments/fsdp/__init__.py: the variants, the simplest first, and what a run of them claims",

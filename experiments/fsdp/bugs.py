@@ -8,7 +8,7 @@ from torch import Tensor
 
 from distlab.contract import Mistakes, Needs
 from distlab.lab.config import Config
-from distlab.lab.workload.model import Model, outline
+from distlab.lab.workload.model import outline
 from distlab.lab.workload.optimizer import CLIP_EPSILON
 from distlab.techniques.collectives.by_hand import Collective
 from distlab.techniques.sharded.flat_parameter import FlatParameter, Sharded
@@ -16,7 +16,7 @@ from distlab.techniques.sharded.zero import ReduceScatterScheduler, Unshard, Zer
 
 from .predictions import units
 
-GATHERING = ("zero3", "zero3_kept")
+GATHERING = ("zero3",)
 SUMMED_EARLY = ("zero2", *GATHERING)
 BY_HAND = ("zero1", *SUMMED_EARLY)
 mistake = Mistakes()
@@ -160,25 +160,3 @@ def clip_alone(gradients: list[Tensor], bound: float, group: dist.ProcessGroup |
     norm = torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients]).norm().item()
     for gradient in gradients:
         gradient.mul_(min(1.0, bound / (norm + CLIP_EPSILON)))
-
-
-class ClippedAlone(ReduceScatterScheduler):
-    """Clips what this rank found by itself, before it is summed."""
-
-    def __init__(self, collective: Collective, bound: float) -> None:
-        super().__init__(collective)
-        self.bound = bound
-
-    def begin(self, unit: FlatParameter, flat: Tensor, *, keeps_flat: bool) -> None:
-        clip_alone([flat], self.bound)
-        super().begin(unit, flat, keeps_flat=keeps_flat)
-
-
-@mistake("local_clip", check="clipped gradients", part="sharded", of=BY_HAND, needs=Needs(clip=True))
-class ClippedBeforeTheSum(Sharded):
-    """Each rank clips its own gradient before the sum, to a bound that is meant for the sum."""
-
-    def __init__(self, model: Model, zero: Zero, group: dist.ProcessGroup, config: Config) -> None:
-        super().__init__(model, zero, group, config, clip=lambda *_: None)
-        if config.clip is not None:
-            zero.summed = ClippedAlone(zero.collective, config.clip)

@@ -15,11 +15,7 @@ from distlab.lab.workload.model import outline
 
 from .predictions import BY_HAND, tied
 
-AHEAD = {
-    "zero3_blocking": 0,
-    "zero3": 1,
-    "zero3_kept": 1,
-}  # layers whose weights are whole beside the one that computes
+AHEAD = {"zero3_blocking": 0, "zero3": 1}  # layers whose weights are whole beside the one that computes
 
 
 class Units:
@@ -148,6 +144,6 @@ def claims(mode: Mode, config: Config) -> Iterator[Claims]:
     """Of all variants by hand bytes and calls, and when weights are whole and gradients summed."""
     yield from measured(mode, config, copied=("dp", "zero1", "zero2"))  # which hold all weights
     yield Claims(("called bytes", "wire bytes", "rest bytes", "peak bytes", "calls", "scratch"), mode.by_hand)
-    yield Claims(("whole units", "a layer at a time"), ("zero3_blocking", "zero3", "zero3_kept"))
+    yield Claims(("whole units", "a layer at a time"), ("zero3_blocking", "zero3"))
     if config.world_size > 1:
         yield Claims(("sums",), [name for name in mode.by_hand if name != "dp"])

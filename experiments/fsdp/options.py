@@ -9,6 +9,3 @@ class Options(ModeOptions):
     reshard: bool = Field(
         True, alias="LAB_RESHARD", description="0: zero3 keeps gathered weights from the forward to the backward pass"
     )
-    offload: bool = Field(
-        False, alias="LAB_OFFLOAD", description="1: keep shards and optimizer in the host's memory (LAB_DEVICE=cuda)"
-    )

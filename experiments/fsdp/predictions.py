@@ -35,7 +35,7 @@ from distlab.techniques.sharded.costs import (
 )
 from distlab.techniques.sharded.flat_parameter import as_many_as_all
 
-BY_HAND = {"dp": 0, "zero3_blocking": 3, "zero1": 1, "zero2": 2, "zero3": 3, "zero3_kept": 3}  # by stage
+BY_HAND = {"dp": 0, "zero3_blocking": 3, "zero1": 1, "zero2": 2, "zero3": 3}  # by stage
 
 
 def tied(config: Config) -> bool:
@@ -79,7 +79,7 @@ CALLS = "gathers and sums of all units, or buckets"
 
 def predict(config: Config, *, reshard: bool) -> list[Prediction]:
     """Bytes and calls of one step of each variant, and what stands in memory between two steps, a value a rank."""
-    named, parts = [name for name in BY_HAND if name != "zero3_kept" or config.recompute], config.num_microbatches
+    named, parts = list(BY_HAND), config.num_microbatches
     gathers, found = 2 if reshard else 1, list[Prediction]()
     for name in named:
         if name == "dp":  # an all_reduce of each bucket; every rank has all gradients, and so their norm
@@ -199,7 +199,6 @@ TERMS = {
     "zero1": "weights + gradients + a shard of the optimizer + a layer of scratch",
     "zero2": f"weights + shards{ONE.removeprefix('a layer whole')}",
     "zero3": f"shards + {TWO}",
-    "zero3_kept": f"shards + {TWO}",
 }
 
 
@@ -266,5 +265,5 @@ def predict_peaks(lab: Lab, measured: Mapping[str, Measured], *, reshard: bool) 
     """The most that each variant of ours holds; zero3_blocking computes every layer again, whatever is set."""
     return predicted_peaks(
         lab, measured, partial(peak_bytes, lab.config, lab.rank, reshard=reshard), TERMS.__getitem__,
-        unlike={"zero3_blocking": True, "zero3_kept": False}, dealt=partial(as_many_as_all, config=lab.config),
+        unlike={"zero3_blocking": True}, dealt=partial(as_many_as_all, config=lab.config),
     )  # fmt: skip

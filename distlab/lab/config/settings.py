@@ -30,6 +30,7 @@ GONE = {
     "LAB_CHUNKS": "a rank holds 2 stages in the interleaved schedules: set LAB_DEPTH for longer ones",
     "LAB_ROUTER_Z": "the router's z-loss weighs 0.001: LAB_BALANCE says what keeps experts busy alike",
     "live": "the live page is gone: read each rank's log in the run's folder, and its report.html at the end",
+    "LAB_OFFLOAD": "shards stay where the model computes: more ranks (WORLD_SIZE) hold less each",
     "clean": "distlab report --clean DAYS lists the runs older than DAYS days, and asks before it removes them",
     "completion": "no shell is taught them: distlab --help lists commands and modes, docs/variables.md all variables",
     "config": "docs/variables.md has all variables, and a run refuses those that cannot be run before it starts",

@@ -43,13 +43,9 @@ class FlatParameter:
         named: the parameters by name, of one dtype and device; they become views of `whole`, their numbers stay.
         keeps_whole: whether this rank keeps the whole vector (ZeRO-1 and -2), of which `local` then is a part.
             Otherwise `local` has memory of its own, and `whole` only between `materialize` and `free` (ZeRO-3).
-        home: where the shard and the optimizer's state live; by default where the parameters are.
     """
 
-    def __init__(
-        self, named: dict[str, nn.Parameter], num_ranks: int, rank: int, *,
-        keeps_whole: bool, home: torch.device | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, named: dict[str, nn.Parameter], num_ranks: int, rank: int, *, keeps_whole: bool) -> None:
         self.named = named
         first = next(iter(named.values()))
         self.shapes = {name: parameter.shape for name, parameter in named.items()}
@@ -63,12 +59,11 @@ class FlatParameter:
             view.copy_(parameter.detach())
             parameter.data = view
         own = self.whole[rank * self.chunk :][: self.chunk]
-        home = home or own.device
-        self.local = own if keeps_whole else own.to(home, copy=True)
+        self.local = own if keeps_whole else own.clone()
         self.shard = self.master = nn.Parameter(self.local[: self.length])
         exact = torch.promote_types(own.dtype, torch.float32)
-        if (self.shard.device, self.shard.dtype) != (home, exact):
-            self.master = nn.Parameter(self.shard.detach().to(home, exact))
+        if self.shard.dtype != exact:
+            self.master = nn.Parameter(self.shard.detach().to(exact))
         if not keeps_whole:
             self.free()
 
@@ -97,7 +92,7 @@ class FlatParameter:
     def add_gradient(self, part: Tensor, *, keeps: bool) -> None:
         """Add a microbatch's `part` of the summed gradient; `keeps`: it stays as it is, and may be taken itself."""
         if self.shard.grad is None:
-            self.shard.grad = part if keeps else part.to(self.shard.device, copy=True)
+            self.shard.grad = part if keeps else part.clone()
         else:
             self.shard.grad.add_(part)
 
@@ -108,7 +103,7 @@ class FlatParameter:
     def deliver(self) -> None:
         """Show the optimizer this rank's gradient, in the type and at the place of the master weights."""
         if self.master is not self.shard and self.shard.grad is not None:
-            self.master.grad = self.shard.grad.to(self.master.device, self.master.dtype)
+            self.master.grad = self.shard.grad.to(self.master.dtype)
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -151,22 +146,18 @@ class FlatUnits:
 
     Args:
         keeps_whole: whether every rank keeps all weights between the steps.
-        home: where shards live; by default on the parameters' own device.
     """
 
     unit_class = FlatParameter
 
     def __init__(
-        self, model: nn.Module, layers: Sequence[nn.Module], group: dist.ProcessGroup, *,
-        keeps_whole: bool, home: torch.device | None = None,
-    ) -> None:  # fmt: skip
+        self, model: nn.Module, layers: Sequence[nn.Module], group: dist.ProcessGroup, *, keeps_whole: bool
+    ) -> None:
         # Even chunks, the least bytes: gloo's reduce_scatter sends twice as much, so both halves are ours there.
         self.collective = Collective(group, "backend" if dist.get_backend(group) == "nccl" else "direct")
         self.keeps_whole = keeps_whole
         groups, self.unit_of = grouped(model, layers)
-        self.units = [
-            self.unit_class(named, group.size(), group.rank(), keeps_whole=keeps_whole, home=home) for named in groups
-        ]
+        self.units = [self.unit_class(named, group.size(), group.rank(), keeps_whole=keeps_whole) for named in groups]
 
     @property
     def masters(self) -> list[nn.Parameter]:

@@ -59,8 +59,7 @@ class Unshard:
             return
         unit = self.units[index]
         with phase("all_gather"):
-            local = unit.local.to(unit.whole.device)
-            self._pending[index] = self.collective.all_gather(unit.materialize(), local, async_op=True)
+            self._pending[index] = self.collective.all_gather(unit.materialize(), unit.local, async_op=True)
         self.there[index] = True
 
     def reshard(self, index: int) -> None:
@@ -141,16 +140,16 @@ class Zero(FlatUnits):
     summed, never divided.
 
     Args: reshard: free a unit after its forward pass; False gathers once a step and holds everything in between. Stage
-        3 alone. home: where shards live; by default on the parameters' own device.
+        3 alone.
     """
 
     unshard_class, summed_class = Unshard, ReduceScatterScheduler
 
     def __init__(
         self, model: nn.Module, layers: Sequence[nn.Module], group: dist.ProcessGroup, stage: int, *,
-        reshard: bool = True, home: torch.device | None = None,
+        reshard: bool = True,
     ) -> None:  # fmt: skip
-        super().__init__(model, layers, group, keeps_whole=stage < 3, home=home)
+        super().__init__(model, layers, group, keeps_whole=stage < 3)
         self.stage, self.reshard = stage, reshard
         self.unshard = self.unshard_class(self.units, self.collective)
         self.summed = self.summed_class(self.collective)
