@@ -37,7 +37,7 @@ MODES = {
     "largebatch": {"LAB_VARIANT": "linear"},
     "cp": {"LAB_VARIANT": "ring", "LAB_SEQ": "12"},
     "moe": {"LAB_VARIANT": "ep"},
-    "mesh": {"LAB_VARIANT": "gpipe", "WORLD_SIZE": "4"},
+    "mesh": {"LAB_VARIANT": "1f1b", "WORLD_SIZE": "4"},
     "elastic": {"LAB_VARIANT": "shrink", "LAB_LOSSES": "0", "LAB_STEPS": "40"},
 }
 FAULTS = {

@@ -17,17 +17,12 @@ SIZES = {
     "rate_kept": {"LAB_RESCALE": "1"},
     "lost_shard_tail": {"LAB_WIDTH": "20", "WORLD_SIZE": "3"},
     "stale_activation": {"WORLD_SIZE": "3"},  # a stage between two
-    "norm_by_stage": {"LAB_MESH": "pp2"},
-    "nothing_put_off": {"LAB_MESH": "pp2"},
     "norm_by_all": {"LAB_MESH": "tp2"},
     "tied_too_early": {"LAB_MESH": "pp2", "LAB_TIE": "1"},
     "stale_unbounded": {"LAB_LOCAL_STEPS": "1"},  # of few steps
-    "wrong_group": {"LAB_MESH": "tp2"},
     "rows_not_summed": {"LAB_MESH": "tp2"},
     "scaled_by_cp": {"LAB_MESH": "cp2"},
     "dropout_alike": {"LAB_DROPOUT": "0.2"},
-    "dropout_apart": {"LAB_MESH": "tp2", "LAB_DROPOUT": "0.2"},
-    "dropout_by_own_rows": {"LAB_MESH": "tp2", "LAB_DROPOUT": "0.2"},
 }
 # In seconds: an mlp takes a quarter of a gpt's time, and tp alone asks what a layer is.
 SMALL = {

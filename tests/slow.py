@@ -86,7 +86,7 @@ SLOW = {
         "tests/experiments/test_mesh.py::test_a_mesh_does_what_one_process_does[4-pp2,tp2-names0-settings0]"
     ),
     "tests/experiments/test_mesh.py::test_a_mesh_does_what_one_process_does[8-": (
-        "tests/experiments/test_mesh.py::test_a_mesh_does_what_one_process_does[8-dp2,cp2,tp2-names10-settings10]"
+        "tests/experiments/test_mesh.py::test_a_mesh_does_what_one_process_does[8-dp2,cp2,tp2-names9-settings9]"
     ),
     "tests/experiments/test_pp.py::test_each_mistake_is_seen_where_it_is_made_and_only_there": (
         "tests/experiments/test_pp.py::test_each_mistake_is_seen_where_it_is_made_and_only_there[stale_activation]"

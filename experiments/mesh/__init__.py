@@ -16,13 +16,8 @@ group, too early or twice; a norm in which an element counts t times or not at a
 LAB_MESH names the axes from the outermost to the innermost, as pp2,dp2,tp2; tp sends most, so its ranks are neighbours.
 With a cp samples are folded over its ranks, and keys and values go round (zigzag of RUN_MODE=cp).
 
-  per_parameter    all forwards, then all backwards, and at last a gradient at a time over the replicas
-  gpipe            buckets, launched inside the last backward pass of the pipeline
-  1f1b             with fewer microbatches kept
-  1f1b_split       the gradient of an input goes before those of weights are computed, for which the stage before does
-                   not wait; the buckets are launched in the second part
-  interleaved      two stages a rank: each stage's buckets in its own last pass
-  zb_h1            1f1b_split, whose later ranks put the gradients of weights off to where they would wait
+  1f1b             a stage a rank, in turns as pp's 1f1b; buckets, launched inside the last backward pass of the
+                   pipeline
   sequence         1f1b over sequence parallelism: what is whole on a rank of a slice is used on its rows, and summed
   zero1            sequence, and each replica keeps and steps its part of the optimizer's state
   zero2            and of the gradients, summed in each backward pass of the pipeline
@@ -50,12 +45,12 @@ from distlab.techniques.mesh.strategy import Stacked
 from distlab.techniques.pipeline_parallel import schedules
 
 from .bugs import mistake
-from .checks import check_gradients_first, check_order, check_overlap, claims, compare_axes, tell
+from .checks import check_order, check_overlap, claims, compare_axes, tell
 from .options import Options
 from .placement import HOW, Rank, at, axes
 from .predictions import cannot, predict, refuse
 from .pytorch import dtensor_fsdp2, pipelining_fsdp2
-from .stack import scheduled, stack
+from .stack import stack
 
 
 def trained(config: Config, seed: int) -> Model:
@@ -67,45 +62,41 @@ def trained(config: Config, seed: int) -> Model:
 
 
 def predicted(config: Config) -> list[Prediction]:
-    sizes, chunks = axes(config), config.own(Options).chunks
-    return predict(config, sizes, chunks, cannot(config, sizes, chunks))
+    sizes = axes(config)
+    return predict(config, sizes, cannot(config, sizes))
 
 
 def run(lab: Lab) -> None:
-    config, sizes, chunks = lab.config, axes(lab.config), lab.config.own(Options).chunks
-    tell(lab, sizes, chunks)
+    config, sizes = lab.config, axes(lab.config)
+    tell(lab, sizes)
     measured = measure(lab, also=partial(held_in_flight, lab))
     draw_on_paper(lab, partial(on_paper, sizes, config))
     lab.hold(predicted(config), measured)
-    ranks = {name: Rank(config, sizes, lab.rank, HOW[name], chunks) for name in measured if name in HOW}
+    ranks = {name: Rank(config, sizes, lab.rank, HOW[name]) for name in measured if name in HOW}
     for name, rank in ranks.items():
         compare_axes(lab, name, rank, measured[name])
         check_order(lab, name, rank, measured[name])
         check_overlap(lab, name, measured[name])
-        check_gradients_first(lab, name, rank, measured[name])
 
 
 def held_in_flight(lab: Lab, name: str, strategy: Strategy) -> None:
     """Of the variants by hand, that no stage holds more than its schedule says."""
     if name in HOW:
         assert isinstance(strategy, Stacked)
-        check_in_flight(lab, name, strategy, HOW[name].schedule)
+        check_in_flight(lab, name, strategy, "1f1b")
 
 
 def on_paper(sizes: dict[str, int], config: Config, variant: str) -> schedules.Schedule | None:
     if variant not in HOW:
         return None
-    along = scheduled(HOW[variant], sizes["pp"], config)
+    along = schedules.one_forward_one_backward(sizes["pp"], config.num_microbatches)
     return [along[at(rank, sizes)["pp"]] for rank in range(config.world_size)]
 
 
 MODE = Mode(
     shards=True,
     variants=(
-        *(
-            Variant(name, partial(stack, name=name), sentence=how.sentence, formerly="naive" if how.one_by_one else "")
-            for name, how in HOW.items()
-        ),
+        *(Variant(name, partial(stack, name=name), sentence=how.sentence) for name, how in HOW.items()),
         Variant("dtensor_fsdp2", dtensor_fsdp2, by_torch=True),
         Variant("pipelining_fsdp2", pipelining_fsdp2, by_torch=True),
     ),
@@ -116,8 +107,21 @@ MODE = Mode(
     axes=axes,
     predict=predicted,
     refuse=lambda config: refuse(config, config.own(Options).mesh),
-    cannot=lambda config: cannot(config, axes(config), config.own(Options).chunks),
+    cannot=lambda config: cannot(config, axes(config)),
     mistakes=mistake | checkpoints.mistake,
+    gone={
+        "naive": "LAB_VARIANT=1f1b is the simplest one",
+        "per_parameter": "LAB_VARIANT=1f1b has buckets; RUN_MODE=dp LAB_VARIANT=per_parameter sums one by one",
+        "gpipe": "LAB_VARIANT=1f1b; RUN_MODE=pp LAB_VARIANT=gpipe has that order",
+        "1f1b_split": "LAB_VARIANT=1f1b; RUN_MODE=pp LAB_VARIANT=zb_h1 has backward passes in two",
+        "interleaved": "LAB_VARIANT=1f1b; RUN_MODE=pp LAB_VARIANT=interleaved has several stages a rank",
+        "zb_h1": "LAB_VARIANT=1f1b; RUN_MODE=pp LAB_VARIANT=zb_h1 puts gradients of weights off",
+        "norm_by_stage": "LAB_BUG=norm_by_all fails the same check",
+        "wrong_group": "LAB_BUG=scaled_by_cp fails the same check",
+        "dropout_apart": "LAB_BUG=dropout_alike fails the same check",
+        "dropout_by_own_rows": "LAB_BUG=dropout_alike fails the same check",
+        "nothing_put_off": "no variant puts gradients of weights off; RUN_MODE=pp LAB_BUG=gpipes_order breaks an order",
+    },
     recomputes=True,
     reading=(
         "experiments/mesh/__init__.py: the variants, and what a run of them claims",

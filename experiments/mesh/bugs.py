@@ -1,17 +1,14 @@
-"""The classic mistakes of stacked axes, made on purpose by LAB_BUG; all but the last two were found in public."""
+"""The classic mistakes of stacked axes, made on purpose by LAB_BUG; all but the last were found in public."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from distlab.contract import Instead, Mistake, Mistakes, Needs
 from distlab.lab.config import Config
 from distlab.lab.workload.model import Dropouts
-from distlab.lab.workload.optimizer import clip_gradients
 from distlab.techniques.data_parallel.buckets import GradientBuckets
 from distlab.techniques.mesh.grid import Mesh
 from distlab.techniques.mesh.strategy import Stacked, StageShard
@@ -22,7 +19,6 @@ from distlab.techniques.pipeline_parallel.strategy import Weigh, sum_shared
 from .placement import axes
 
 KEPT = ("1f1b", "zero1")  # whole and in shards
-OVERLAPPED = ("gpipe", "1f1b", "1f1b_split", "interleaved")
 BY_ROWS = ("sequence", "zero2")
 BY_POSITIONS = ("1f1b", "zero2", "ulysses")
 DROPPED = ("1f1b", "zero2")
@@ -51,14 +47,9 @@ def untied(config: Config) -> str:
     return short("pp")(config)
 
 
-def dropless(config: Config) -> str:
-    """Where nothing is dropped."""
-    return "" if getattr(config.options, "dropout", 0) else "LAB_DROPOUT=0: nothing is dropped"
-
-
-def undropped(axis: str) -> Callable[[Config], str]:
-    """Where nothing is dropped, or this axis is short."""
-    return lambda config: dropless(config) or short(axis)(config)
+def undropped(config: Config) -> str:
+    """Where nothing is dropped, or nothing is replicated."""
+    return short("dp")(config) if getattr(config.options, "dropout", 0) else "LAB_DROPOUT=0: nothing is dropped"
 
 
 def rowless(config: Config) -> str:
@@ -67,12 +58,6 @@ def rowless(config: Config) -> str:
 
 
 # --- the mistakes ---
-
-
-@mistake("norm_by_stage", check="clipped gradients", part="clip", of=KEPT, needs=Needs(clip=True, unless=short("pp")))
-def clip_by_stage(once: list[Tensor], every: list[Tensor], bound: float, mesh: Mesh) -> Tensor:
-    """Each stage clips by a norm of its own, so the gradient turns (torchtitan issue 596)."""
-    return clip_gradients(once, every, bound, mesh["dp"], mesh["tp"])
 
 
 @mistake("norm_by_all", check="clipped gradients", part="stacked", of=KEPT, needs=Needs(clip=True, unless=short("tp")))
@@ -101,13 +86,6 @@ class TiedTooEarly(Stacked):
             sum_shared(replace(self.parts, parameters=copies), self.stages)
 
 
-@mistake("wrong_group", check="gradients", part="group_of", of=("gpipe", "1f1b"), needs=Needs(unless=short("tp")))
-def over_tp(mesh: Mesh) -> dist.ProcessGroup:
-    """Gradients of replicas are summed over the ranks of a slice: another group than the batch was dealt along (as
-    in VeOmni issue 1059)."""
-    return mesh["tp"]
-
-
 @mistake("scaled_by_cp", check="gradients", part="weigh", of=BY_POSITIONS, needs=Needs(unless=short("cp")))
 def times_cp(mesh: Mesh) -> Weigh:
     """The loss is multiplied by the ranks along cp, and its gradients are summed over them all the same: c times
@@ -116,7 +94,7 @@ def times_cp(mesh: Mesh) -> Weigh:
 
 
 @mistake(
-    "armed_around", check="gradients", part="pipelined", of=OVERLAPPED, needs=Needs(microbatches=2, unless=unreplicated)
+    "armed_around", check="gradients", part="pipelined", of=("1f1b",), needs=Needs(microbatches=2, unless=unreplicated)
 )
 class ArmedAround(ReducingPipeline):
     """Buckets are armed around the whole pipeline and launched by its first backward pass: the sums are of one
@@ -156,47 +134,16 @@ class ByPlace(Dropouts):
         return list(range(len(inputs)))
 
 
-@mistake("dropout_alike", check="losses", part="draws", of=DROPPED, needs=Needs(unless=undropped("dp")))
+@mistake("dropout_alike", check="losses", part="draws", of=DROPPED, needs=Needs(unless=undropped))
 def drawn_alike(dropouts: Dropouts, mesh: Mesh) -> None:  # noqa: ARG001
     """Generators of one seed on all replicas: dropout takes the same numbers of other samples (transformers issue
     31412)."""
     dropouts.__class__ = ByPlace
 
 
-@mistake("dropout_apart", check="losses", part="draws", of=("1f1b", "zb_h1"), needs=Needs(unless=undropped("tp")))
-def drawn_apart(dropouts: Dropouts, mesh: Mesh) -> None:
-    """Ranks of a slice draw apart, and drop other numbers of activations that all of them hold (Megatron-DeepSpeed
-    pull request 276)."""
-    dropouts.seed += mesh.index("tp")
-
-
-@mistake(
-    "dropout_by_own_rows",
-    check="losses",
-    part="draws",
-    of=BY_ROWS,
-    needs=Needs(unless=lambda config: rowless(config) or dropless(config)),
-)
-def drawn_by_own_rows(dropouts: Dropouts, mesh: Mesh) -> None:  # noqa: ARG001
-    """Ranks with other rows of a sample draw alike (PaddleFleetX pull request 1005).
-
-    Rows are counted from 0 on each rank, as generators of one seed on ranks with other rows do.
-    """
-    if dropouts.rows is not None:
-        dropouts.rows = torch.arange(len(dropouts.rows))
-
-
-mistake["nothing_put_off"] = Mistake(
-    "zb_h1 puts no gradients of weights off: on each row along pp the bubble of 1f1b_split",
-    "schedule",
-    Instead(("zb_h1",), {"order_of": "1f1b_split"}),
-    Needs(proof=False, unless=short("pp")),
-)
-
-
 mistake["late_buckets"] = Mistake(
     "buckets are launched when the pipeline is through: right, and nothing is hidden under its last backward pass",
     "overlap",
-    Instead(OVERLAPPED, {"overlap": False}),
+    Instead(("1f1b",), {"overlap": False}),
     Needs(proof=False, unless=unreplicated),
 )

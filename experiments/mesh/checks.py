@@ -1,5 +1,5 @@
-"""What a run of a mesh is held to beside its sums: bytes along each axis, the order of its pipelines, when buckets are
-launched, and what goes ahead of the gradients of weights.
+"""What a run of a mesh is held to beside its sums: bytes along each axis, the order of its pipelines, and when buckets
+are launched.
 
 A rank's peers along an axis are those that differ along it alone: so whom bytes went to says which axis they belong to,
 on the wire as in the calls. Where gradients are summed over dp and cp together, one group has peers of either axis:
@@ -22,16 +22,15 @@ from .traffic import FORMULAS, by_axis
 TESTS = "tests/experiments/test_mesh.py::"
 
 
-def tell(lab: Lab, sizes: Mapping[str, int], chunks: int) -> None:
+def tell(lab: Lab, sizes: Mapping[str, int]) -> None:
     """The grid, and what 1f1b sends along each of its axes."""
     grid = " x ".join(f"{axis} {ranks}" for axis, ranks in sizes.items())
-    for axis, cost in by_axis(Rank(lab.config, sizes, 0, HOW["1f1b"], chunks)).items():
+    for axis, cost in by_axis(Rank(lab.config, sizes, 0, HOW["1f1b"])).items():
         lab.say(f"{grid}: 1f1b sends {cost.nbytes / 1e6:.3g} MB over {axis}, calls: {cost.calls}", "predict")
     place = ", ".join(f"{axis} {index}" for axis, index in at(lab.rank, sizes).items())
-    rank = Rank(lab.config, sizes, lab.rank, HOW["1f1b"], chunks)
-    layers = [layer for run in rank.stages.values() for layer in run]
-    numel = sum(local.numel for stage in rank.stages for unit in rank.units(stage) for local in unit)
-    lab.note("holds", f"at {place}: layers {layers[0]} to {layers[-1]}, {numel} parameters")
+    rank = Rank(lab.config, sizes, lab.rank, HOW["1f1b"])
+    numel = sum(local.numel for unit in rank.units for local in unit)
+    lab.note("holds", f"at {place}: layers {rank.layers[0]} to {rank.layers[-1]}, {numel} parameters")
 
 
 def compare_axes(lab: Lab, name: str, rank: Rank, measured: Measured) -> None:
@@ -70,51 +69,24 @@ def differing_axes(one: int, other: int, sizes: Mapping[str, int]) -> set[str]:
 
 
 def check_order(lab: Lab, name: str, rank: Rank, measured: Measured) -> None:
-    """Each row along pp works in the order of the schedule, and idles no more than its formula."""
-    owners = [*range(rank.p)] * rank.chunks
-    piped = Piped(rank.how.schedule, lab.config.num_microbatches, owners)
-    check_schedule(lab, name, measured.order, piped)
+    """Each row along pp works in the order of 1f1b, and idles no more than its formula."""
+    check_schedule(lab, name, measured.order, Piped("1f1b", lab.config.num_microbatches, [*range(rank.p)]))
 
 
 def check_overlap(lab: Lab, name: str, measured: Measured) -> None:
-    """Buckets are launched inside a backward pass, as soon as their gradients are there; of `per_parameter` none."""
+    """Buckets are launched inside a backward pass, as soon as their gradients are there."""
     if HOW[name].zero or lab.mesh.size("dp") == lab.mesh.size("cp") == 1:
         return
     sums = measured.order.launches("all_reduce")
     inside = [place for place in sums if within_backward(measured.order, place)]
-    wrong = len(inside) if HOW[name].one_by_one else len(sums) - len(inside) + len(measured.order.untimely(sums))
+    wrong = len(sums) - len(inside) + len(measured.order.untimely(sums))
     detail = f"{len(inside)} of {len(sums)} buckets were launched inside of a backward pass"
     lab.check("overlap", wrong, 0, name, detail)
 
 
-def check_gradients_first(lab: Lab, name: str, rank: Rank, measured: Measured) -> None:
-    """Where backward passes are in two, the stage before is given its gradient before those of weights are computed."""
-    wanted = rank.how.in_two * sum(number > 0 for number in rank.stages) * lab.config.num_microbatches
-    found = sent_between(measured.order)
-    detail = f"{found} gradients of inputs were sent between the two parts of a backward pass, {wanted} should be"
-    lab.check(
-        "gradients first", abs(found - wanted), 0, name, detail,
-        control=f"{TESTS}test_a_gradient_that_is_sent_behind_the_weights_is_seen",
-    )  # fmt: skip
-
-
-def sent_between(order: Order) -> int:
-    """How often something was sent between the gradients of a microbatch's input and those of its weights."""
-    sends, found = order.where("call", "send"), 0
-    for place in order.where("end", "input"):
-        label = order.events[place].label
-        behind = next((other for other in order.where("begin", "weight", label) if other > place), place)
-        following = min((other for other in order.where("begin", "input") if other > place), default=behind)
-        found += any(place < send < min(behind, following) for send in sends)
-    return found
-
-
 def within_backward(order: Order, place: int) -> bool:
-    """Whether something happened inside of a backward pass, or of a part of one."""
-    begun, ended = (
-        sum(other < place for kind in ("backward", "input", "weight") for other in order.where(what, kind))
-        for what in ("begin", "end")
-    )
+    """Whether something happened inside of a backward pass."""
+    begun, ended = (sum(other < place for other in order.where(what, "backward")) for what in ("begin", "end"))
     return begun > ended
 
 
@@ -124,12 +96,11 @@ def within_backward(order: Order, place: int) -> bool:
 def claims(mode: Mode, config: Config) -> Iterator[Claims]:
     """Of all variants by hand bytes, calls, and the order of passes with what comes of it."""
     sizes = mode.axes(config)
-    copied = ("per_parameter", "gpipe", "1f1b", "1f1b_split") if sizes["dp"] > 1 else ()
-    yield from measured(mode, config, copied=copied)
+    yield from measured(mode, config, copied=("1f1b",) if sizes["dp"] > 1 else ())
     if config.proof:
         yield Claims(("in flight",), mode.by_hand)
     yield Claims(("called bytes", "wire bytes", "rest bytes", "calls"), mode.by_hand)
-    yield Claims(("schedule", "bubble on paper", "gradients first"), mode.by_hand)
+    yield Claims(("schedule", "bubble on paper"), mode.by_hand)
     along = [axis for axis, ranks in sizes.items() if axis != "cp" and ranks > 1]
     if sizes["cp"] == 1:  # else gradients go over two axes at once
         yield Claims([f"{kind} bytes over {axis}" for kind in ("called", "wire") for axis in along], mode.by_hand)

@@ -1,4 +1,4 @@
-"""What a rank of the mesh holds, on paper: its place in the grid, its stages, and of each parameter its slice.
+"""What a rank of the mesh holds, on paper: its place in the grid, its stage, and of each parameter its slice.
 
 Derived from the dense model's outline and the rules of the papers alone, and not from what slices and cuts it in a run.
 """
@@ -30,10 +30,8 @@ class How(NamedTuple):
     """What a variant is made of, and a sentence on it."""
 
     sentence: str
-    schedule: str = "1f1b"
     rows: bool = False  # sequence parallelism, where there is a text and a tp
     zero: int = 0
-    one_by_one: bool = False  # gradients, not in buckets
     swaps: bool = False  # positions for heads along cp (Ulysses), where others send keys round
 
     @property
@@ -41,19 +39,9 @@ class How(NamedTuple):
         """Which rank along cp holds which positions."""
         return contiguous if self.swaps else zigzag
 
-    @property
-    def in_two(self) -> bool:
-        """Whether a stage sends the gradient of its input before it computes those of its weights."""
-        return self.schedule in ("1f1b_split", "zb_h1")
-
 
 HOW = {
-    "per_parameter": How("A bucket of a byte is a gradient by itself.", "gpipe", one_by_one=True),
-    "gpipe": How("All forwards, then all backwards.", "gpipe"),
-    "1f1b": How("A backward as soon as there can be one."),
-    "1f1b_split": How("1f1b, and the gradient of an input is sent before those of weights are computed.", "1f1b_split"),
-    "interleaved": How("Thinner stages, several a rank.", "interleaved"),
-    "zb_h1": How("Gradients of weights where a rank would wait.", "zb_h1"),
+    "1f1b": How("A stage a rank, a backward as soon as there can be one, and gradients in buckets."),
     "sequence": How("Rows between the slices, and between the stages.", rows=True),
     "zero1": How("Optimizer state in shards.", rows=True, zero=1),
     "zero2": How("And gradients.", rows=True, zero=2),
@@ -74,11 +62,10 @@ class Local(NamedTuple):
 class Rank:
     """Rank `rank` of a grid of `sizes`, in a variant that is made as `how` says."""
 
-    def __init__(self, config: Config, sizes: Mapping[str, int], rank: int, how: How, chunks: int) -> None:
+    def __init__(self, config: Config, sizes: Mapping[str, int], rank: int, how: How) -> None:
         self.config, self.sizes, self.how = config, sizes, how
         self.at = at(rank, sizes)
         self.t, self.p, self.d, self.c = sizes["tp"], sizes["pp"], sizes["dp"], sizes["cp"]
-        self.chunks = chunks if how.schedule == "interleaved" else 1
         self.is_gpt = config.model == "gpt"
         self.rows = how.rows and self.is_gpt and self.t > 1
         self.drops: bool = getattr(config.options, "dropout", 0) > 0
@@ -88,10 +75,9 @@ class Rank:
         self.seq = self.positions[self.at["cp"]]
 
     @cached_property
-    def stages(self) -> dict[int, list[int]]:
-        """The layers of each of this rank's stages."""
-        runs = runs_of(self.config.model, len(outline(self.config).layers), self.p * self.chunks)
-        return {stage: list(runs[stage]) for stage in range(self.at["pp"], len(runs), self.p)}
+    def layers(self) -> range:
+        """The layers of this rank's stage."""
+        return runs_of(self.config.model, len(outline(self.config).layers), self.p)[self.at["pp"]]
 
     @property
     def replicas(self) -> int:
@@ -114,8 +100,7 @@ class Rank:
     @property
     def num_blocks(self) -> int:
         """Layers of this rank that are no ends of gpt."""
-        layers = sum(len(run) for run in self.stages.values())
-        return layers - (self.is_first + self.is_last) * self.is_gpt
+        return len(self.layers) - (self.is_first + self.is_last) * self.is_gpt
 
     @property
     def is_first(self) -> bool:
@@ -129,11 +114,12 @@ class Rank:
         """Positions that this rank has of each sample between two slices, of those along cp."""
         return shares(self.seq, self.t)[self.at["tp"]] if self.rows else self.seq
 
-    def units(self, stage: int) -> list[list[Local]]:
-        """The parameters of a stage by layer; tied ends are one, and between two stages one by itself."""
+    @cached_property
+    def units(self) -> list[list[Local]]:
+        """The parameters of its stage by layer; tied ends are one, and between two stages one by itself."""
         layers = outline(self.config).layers
         tied = self.config.tie and self.is_gpt
-        found = {index: list(self.of_layer(layers[index])) for index in self.stages[stage]}
+        found = {index: list(self.of_layer(layers[index])) for index in self.layers}
         if tied and self.p == 1:
             last = found.pop(len(layers) - 1)
             found[0] += [local for local in last if local.name != "project.weight"]

@@ -9,7 +9,7 @@ from distlab.lab.workload.data import shard_sizes
 from distlab.lab.workload.model import VOCABULARY
 from distlab.lab.workload.user_model import is_own
 from distlab.techniques.collectives.costs import total_cost
-from distlab.techniques.pipeline_parallel.costs import idle_share
+from distlab.techniques.pipeline_parallel.costs import bubble
 from distlab.techniques.sharded.costs import FULLY_SHARD_DIES, rest_bytes
 
 from .placement import HOW, Rank, misfit, sizes_of
@@ -54,22 +54,9 @@ def too_small(config: Config, sizes: dict[str, int]) -> list[str]:
     return found
 
 
-def cannot(config: Config, sizes: dict[str, int], chunks: int) -> dict[str, str]:
+def cannot(config: Config, sizes: dict[str, int]) -> dict[str, str]:
     """The variants that cannot take these sizes, each with the reason."""
     reasons = {}
-    stages = sizes["pp"] * chunks
-    if sizes["pp"] == 1:
-        reasons["interleaved"] = "one stage is cut into no thinner ones: give LAB_MESH a pp of 2 or more"
-    elif stages > config.depth:
-        reasons["interleaved"] = (
-            f"{chunks} stages a rank on pp {sizes['pp']} makes {stages} stages of {config.depth} layers"
-        )
-    if sizes["pp"] == 1:
-        alone = "one stage waits for no other: give LAB_MESH a pp of 2 or more"
-        reasons |= {"1f1b_split": alone, "zb_h1": alone}
-    elif config.recompute:  # a layer that is computed again would be kept until the second part
-        whole = "LAB_RECOMPUTE=1 keeps backward passes in one, and it does them in two: set it to 0"
-        reasons |= {"1f1b_split": whole, "zb_h1": whole}
     if config.model != "gpt":
         reasons["sequence"] = "the rows that it cuts are positions of a text, and mlp has none: set LAB_MODEL=gpt"
     elif sizes["tp"] == 1:
@@ -128,7 +115,7 @@ def at_rest(rank: Rank) -> float:
     config, adam = rank.config, rank.config.optimizer == "adamw"
     masters = config.dtype == "bfloat16"
     held = 0.0
-    for unit in [unit for stage in rank.stages for unit in rank.units(stage)]:
+    for unit in rank.units:
         numel, zero = sum(local.numel for local in unit), stage_of(rank, unit)
         own, chunk = owned(rank, unit) if zero else numel, -(-numel // rank.replicas)
         tensors = adam * (1 if zero else len(unit))
@@ -142,29 +129,18 @@ def at_rest(rank: Rank) -> float:
     return held
 
 
-# Idle of the time of a step where backward passes are in two, with as many microbatches as ranks or more.
-IN_TWO = {"1f1b_split": "2(p-1)/(3m+2(p-1))", "zb_h1": "(p-1)/(3m+p-1)"}
-
-
-def predict(config: Config, sizes: Mapping[str, int], chunks: int, excluded: Mapping[str, str]) -> list[Prediction]:
+def predict(config: Config, sizes: Mapping[str, int], excluded: Mapping[str, str]) -> list[Prediction]:
     """Bytes and calls of a step, bytes at rest and the bubble of each variant that can run, a value a rank."""
     found: list[Prediction] = []
+    idle = (bubble(sizes["pp"], config.num_microbatches),) * config.world_size
     for name, how in HOW.items():
         if name in excluded:
             continue
-        ranks = [Rank(config, sizes, rank, how, chunks) for rank in range(config.world_size)]
+        ranks = [Rank(config, sizes, rank, how) for rank in range(config.world_size)]
         costs = [total_cost(*by_axis(rank).values()) for rank in ranks]
         found += [
             *of_a_step(name, "of each axis", costs, of_calls="of each axis"),
             Prediction(name, "rest bytes", "B", f"P/(t·p), zero{how.zero}", tuple(map(at_rest, ranks)), 0),
-            idle(name, config, ranks),
+            Prediction(name, "bubble", "", "(p-1)/(m+p-1)", idle, 0, "a time"),
         ]
     return found
-
-
-def idle(name: str, config: Config, ranks: list[Rank]) -> Prediction:
-    """The bubble of its pipelines; less where the gradients of inputs go ahead of those of weights."""
-    how, ranks_along_pp, chunks = ranks[0].how, ranks[0].p, ranks[0].chunks
-    value = idle_share(how.schedule, ranks_along_pp, config.num_microbatches, chunks)
-    formula = IN_TWO.get(how.schedule, "(p-1)/(v·m+p-1)")
-    return Prediction(name, "bubble", "", formula, (value,) * len(ranks), 0, "a time")

@@ -10,7 +10,6 @@ from functools import partial
 from typing import TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from distlab.contract import Strategy
@@ -21,10 +20,9 @@ from distlab.techniques.context_parallel.ring import RingAttention
 from distlab.techniques.context_parallel.strategy import Positions, own_positions, share_out
 from distlab.techniques.context_parallel.ulysses import UlyssesAttention
 from distlab.techniques.mesh.grid import Mesh
-from distlab.techniques.mesh.strategy import Clip, ParameterStore, Replicas, Stacked, clip_over_all, shards_of
-from distlab.techniques.pipeline_parallel import schedules
+from distlab.techniques.mesh.strategy import ParameterStore, Replicas, Stacked, shards_of
 from distlab.techniques.pipeline_parallel.pipeline import ReducingPipeline
-from distlab.techniques.pipeline_parallel.schedules import Schedule
+from distlab.techniques.pipeline_parallel.schedules import one_forward_one_backward
 from distlab.techniques.pipeline_parallel.strategy import (
     ByHand,
     Parts,
@@ -36,20 +34,13 @@ from distlab.techniques.pipeline_parallel.strategy import (
 from distlab.techniques.tensor_parallel.layers import Sequence, Slice, Whole, rows_inside, slices_of
 from distlab.techniques.tensor_parallel.strategy import slice_layers
 
-from .options import Options
-from .placement import HOW, How
+from .placement import HOW
 
 # What a mistake replaces.
 Weighs: TypeAlias = Callable[[Mesh], Weigh]
 Draws: TypeAlias = Callable[[Dropouts, Mesh], None]
-Groups: TypeAlias = Callable[[Mesh], dist.ProcessGroup]
 Stacks: TypeAlias = type[Stacked]
 Pipelines: TypeAlias = type[ReducingPipeline]
-
-
-def over_replicas(mesh: Mesh) -> dist.ProcessGroup:
-    """The replicas of a stage's slice, whose gradients are summed: they have other samples, or other positions."""
-    return mesh.across("dp", "cp")
 
 
 def as_dealt(mesh: Mesh) -> Weigh:  # noqa: ARG001  the sums over own positions add up like those over own samples
@@ -62,17 +53,14 @@ def by_sample(dropouts: Dropouts, mesh: Mesh) -> None:
 
 
 def stack(
-    model: Model, mesh: Mesh, config: Config, *, name: str, order_of: str = "", overlap: bool = True,
-    weigh: Weighs = as_dealt, draws: Draws = by_sample, pipelined: Pipelines = ReducingPipeline,
-    stacked: Stacks = Stacked, clip: Clip = clip_over_all, group_of: Groups = over_replicas, sums_rows: bool = True,
+    model: Model, mesh: Mesh, config: Config, *, name: str, overlap: bool = True, weigh: Weighs = as_dealt,
+    draws: Draws = by_sample, pipelined: Pipelines = ReducingPipeline, stacked: Stacks = Stacked,
+    sums_rows: bool = True,
 ) -> Strategy:  # fmt: skip
     """Positions, then slices, then stages of them, then what is kept of each stage over the replicas, then one step
-    around all; as the variant `name` is made, by default in its own order."""
-    how, schedule = HOW[name], scheduled(HOW[order_of or name], mesh.size("pp"), config)
-    chunks = config.own(Options).chunks if how.schedule == "interleaved" else 1
+    around all; as the variant `name` is made."""
+    how, schedule = HOW[name], one_forward_one_backward(mesh.size("pp"), config.num_microbatches)
     rows = how.rows and model.name == "gpt" and mesh.size("tp") > 1
-    if how.one_by_one:  # a bucket of a byte is a gradient by itself
-        config, overlap = config.model_copy(update={"bucket_mib": 2.0**-20}), False
     positions = how.cut(config.seq, mesh.size("cp")) if mesh.size("cp") > 1 else None
     if positions is not None:
         attention = (UlyssesAttention if how.swaps else RingAttention)(mesh["cp"], positions)
@@ -83,10 +71,8 @@ def stack(
     if dropouts is not None:
         own_masks(dropouts, positions, mesh, rows=rows)
         draws(dropouts, mesh)
-    parts = parts_of(model, mesh["pp"], [*range(mesh.size("pp"))] * chunks)
-    keep = Keep(
-        parts, slices, mesh, config, rows=rows and sums_rows, zero=how.zero, overlap=overlap, group=group_of(mesh)
-    )
+    parts = parts_of(model, mesh["pp"])
+    keep = Keep(parts, slices, mesh, config, rows=rows and sums_rows, zero=how.zero, overlap=overlap)
     kept = {number: keep.stage(number) for number in parts.stages}
     stages = {
         number: Turned(stage.layers, rows=rows, recompute=config.recompute) for number, stage in parts.stages.items()
@@ -95,7 +81,7 @@ def stack(
     pipeline = pipelined(stages, schedule[mesh.index("pp")], mesh["pp"], kept, **turned)
     pretend(pipeline, mesh, config)
     engine = ByHand(pipeline, model.loss, weigh(mesh), partial(prepared, positions, mesh.index("cp"), dropouts))
-    return stacked(parts, slices, kept, engine, mesh, config, clip)
+    return stacked(parts, slices, kept, engine, mesh, config)
 
 
 def prepared(
@@ -105,18 +91,6 @@ def prepared(
     if dropouts is not None:
         dropouts.deal([microbatch.inputs for microbatch in microbatches])
     return microbatches if positions is None else own_positions(microbatches, positions, place)
-
-
-def scheduled(how: How, ranks: int, config: Config) -> Schedule:
-    """Who works on which microbatch when, on so many ranks along pp."""
-    make: dict[str, Callable[[int, int], Schedule]] = {
-        "gpipe": schedules.gpipe,
-        "1f1b": schedules.one_forward_one_backward,
-        "1f1b_split": schedules.one_forward_one_backward_split,
-        "interleaved": partial(schedules.interleaved, chunks=config.own(Options).chunks),
-        "zb_h1": schedules.zb_h1,
-    }
-    return make[how.schedule](ranks, config.num_microbatches)
 
 
 def sliced(model: Model, mesh: Mesh, num_rows: int | None) -> dict[str, Slice]:
@@ -146,10 +120,10 @@ class Keep:
 
     def __init__(
         self, parts: Parts, slices: dict[str, Slice], mesh: Mesh, config: Config, *, rows: bool, zero: int,
-        overlap: bool, group: dist.ProcessGroup,
+        overlap: bool,
     ) -> None:  # fmt: skip
-        self.parts, self.mesh, self.config = parts, mesh, config
-        self.zero, self.overlap, self.group = zero, overlap, group
+        self.parts, self.mesh, self.config, self.zero, self.overlap = parts, mesh, config, zero, overlap
+        self.group = mesh.across("dp", "cp")  # ranks with other samples, or other positions, of the same stage's slice
         self.whole = [p for name, p in parts.parameters.items() if rows and name not in slices]
         self.shared = [parts.parameters[name] for name in parts.shared if name in parts.parameters]
 
@@ -186,4 +160,4 @@ def pretend(pipeline: ReducingPipeline, mesh: Mesh, config: Config) -> None:
     sleep_ms: float = getattr(config.options, "sleep_ms", 0.0)
     if sleep_ms:
         of_replica = config.model_copy(update={"batch": config.batch / mesh.size("dp")})
-        pretend_compute(pipeline.stages, of_replica, sleep_ms, pipeline.splits)
+        pretend_compute(pipeline.stages, of_replica, sleep_ms, {})

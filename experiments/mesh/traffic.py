@@ -79,13 +79,10 @@ def scattered(rank: Rank, row_bytes: int) -> Cost:
 
 def rows_at_rest(rank: Rank) -> Cost:
     """Gradients of what every rank holds whole and used on its rows: of a stage in one sum, or of a unit of ZeRO."""
-    costs = []
-    for stage in rank.stages:
-        wholes = [sum(local.numel for local in unit if local.whole) * rank.itemsize for unit in rank.units(stage)]
-        times = len(rank.microbatches) if rank.how.zero > 1 else 1
-        sums = [nbytes for nbytes in wholes if nbytes] if rank.how.zero else [sum(wholes)]
-        costs += [all_reduce_cost(rank.t, nbytes).times(times) for nbytes in sums]
-    return total_cost(*costs)
+    wholes = [sum(local.numel for local in unit if local.whole) * rank.itemsize for unit in rank.units]
+    times = len(rank.microbatches) if rank.how.zero > 1 else 1
+    sums = [nbytes for nbytes in wholes if nbytes] if rank.how.zero else [sum(wholes)]
+    return total_cost(*(all_reduce_cost(rank.t, nbytes).times(times) for nbytes in sums))
 
 
 # What each variant sends along each axis in a step: the formulas of one axis, with what the others leave of the model
@@ -104,20 +101,15 @@ FORMULAS = {
 
 
 def over_replicas(rank: Rank) -> Cost:
-    """Buckets of each stage, or what ZeRO moves of each unit."""
-    costs = []
-    for stage in rank.stages:
-        units = rank.units(stage)
-        costs += [in_buckets(rank, units)] if not rank.how.zero else [in_shards(rank, unit) for unit in units]
-    return total_cost(*costs)
+    """Buckets of its stage, or what ZeRO moves of each unit."""
+    return total_cost(*(in_shards(rank, unit) for unit in rank.units)) if rank.how.zero else in_buckets(rank)
 
 
-def in_buckets(rank: Rank, units: list[list[Local]]) -> Cost:
+def in_buckets(rank: Rank) -> Cost:
     """An all_reduce of each; a weight that two stages share is the first in the order of both."""
-    ordered = sorted((local for unit in units for local in unit), key=lambda local: not local.shared)
+    ordered = sorted((local for unit in rank.units for local in unit), key=lambda local: not local.shared)
     sizes = [local.numel * rank.itemsize for local in ordered]
-    limit = 1.0 if rank.how.one_by_one else rank.config.bucket_mib * 2**20
-    buckets = layout(sizes, limit)
+    buckets = layout(sizes, rank.config.bucket_mib * 2**20)
     return total_cost(*(all_reduce_cost(rank.replicas, sum(sizes[index] for index in bucket)) for bucket in buckets))
 
 
@@ -165,12 +157,11 @@ def over_cp(rank: Rank) -> Cost:
 
 
 def over_pp(rank: Rank) -> Cost:
-    """What passes at the ends of its stages, and the gradient of a weight that the first and the last one share."""
-    ends, row_bytes = pipeline_ends(rank.p, rank.chunks, rank.at["pp"]), rank.config.width * rank.itemsize
+    """What passes at the ends of its stage, and the gradient of a weight that the first and the last one share."""
+    ends, row_bytes = pipeline_ends(rank.p, 1, rank.at["pp"]), rank.config.width * rank.itemsize
     passed = [samples * rank.own_rows() * row_bytes for samples in rank.microbatches]
     costs = [Cost(ends * nbytes, ends, ends) for nbytes in passed if nbytes]
-    shared = [unit for stage in rank.stages for unit in rank.units(stage) if unit[0].shared]
-    for unit in shared:
+    for unit in [unit for unit in rank.units if unit[0].shared]:
         numel = owned(rank, unit) if rank.how.zero else unit[0].numel
         costs += [Cost(numel * rank.itemsize, 1, 1)] if numel else []
     return total_cost(*costs)

@@ -9,16 +9,14 @@ import pytest
 import torch.distributed as dist
 
 from distlab.experiments.mesh import MODE
-from distlab.experiments.mesh.checks import check_gradients_first, compare_axes, differing_axes, sent_between
+from distlab.experiments.mesh.checks import compare_axes, differing_axes
 from distlab.experiments.mesh.placement import HOW, Rank, at, default, misfit, sizes_of
 from distlab.experiments.mesh.traffic import by_axis, owned
 from distlab.lab.checkpoint import storage
 from distlab.lab.config import Config
-from distlab.lab.measure.event_order import Event, Order
 from distlab.lab.measure.traffic import CalledOp, Traffic, WireBytes
 from distlab.lab.workload.model import build_model, outline
 from distlab.lab.workload.reference import train
-from distlab.techniques.mesh.grid import Mesh
 from tests.labs import built
 from tests.meshes import batches_of, differences, farthest
 from tests.warm_ranks import Ranks
@@ -48,18 +46,17 @@ def proven(world_size: int, mesh: str, **settings: str) -> Config:
 @pytest.mark.parametrize(
     ("world_size", "mesh", "names", "settings"),
     [
-        (4, "pp2,tp2", ("1f1b_split", "interleaved", "zb_h1", "sequence", "zero2"), TUNED),
-        (4, "dp2,tp2", ("gpipe", "sequence", "zero3"), TUNED | {"LAB_RECOMPUTE": "1"}),
-        (4, "tp1,dp2,pp2", ("per_parameter", "interleaved", "zero3"), TUNED | {"LAB_RECOMPUTE": "1"}),
-        (6, "dp2,pp3", ("1f1b", "1f1b_split", "zb_h1", "zero1", "zero2"), TUNED),
-        (8, "dp2,tp2,pp2", ("interleaved", "zero1", "zero3"), TUNED),
+        (4, "pp2,tp2", ("1f1b", "sequence", "zero2"), TUNED),
+        (4, "dp2,tp2", ("1f1b", "sequence", "zero3"), TUNED | {"LAB_RECOMPUTE": "1"}),
+        (6, "tp1,dp2,pp3", ("1f1b", "zero1", "zero2", "zero3"), TUNED),
+        (8, "dp2,tp2,pp2", ("zero1", "zero3"), TUNED),
         (3, "tp3", ("1f1b", "sequence"), {}),
         (4, "dp2,pp2", ("1f1b", "zero2"), {"LAB_MODEL": "mlp"}),
         (4, "cp2,tp2", ("sequence", "zero2", "ulysses"), TUNED),
         (4, "cp2,dp2", ("1f1b", "zero1", "zero3", "ulysses"), TUNED | {"LAB_RECOMPUTE": "1"}),
-        (6, "pp2,cp3", ("interleaved", "zb_h1"), TUNED),
+        (6, "pp2,cp3", ("1f1b",), TUNED),
         (8, "dp2,cp2,tp2", ("sequence", "ulysses"), TUNED),
-        (4, "pp2,tp2", ("1f1b", "zb_h1", "sequence"), {"LAB_DROPOUT": "0.3"}),
+        (4, "pp2,tp2", ("1f1b", "sequence"), {"LAB_DROPOUT": "0.3"}),
         (4, "cp2,tp2", ("sequence", "zero3"), {"LAB_DROPOUT": "0.3", "LAB_RECOMPUTE": "1"}),
         (2, "dp2", ("1f1b",), {"LAB_DROPOUT": "0.3", "LAB_MODEL": "mlp"}),
     ],
@@ -137,11 +134,10 @@ def test_every_parameter_has_a_place_and_every_element_one_owner() -> None:
     sizes = sizes_of("pp2,tp3", 6)
     total = 0
     for rank in range(6):
-        held = Rank(config, sizes, rank, HOW["1f1b"], 2)
-        for stage in held.stages:
-            for local in [local for unit in held.units(stage) for local in unit]:
-                twice = local.shared and not held.is_first
-                total += local.numel if not twice and (not local.whole or held.at["tp"] == 0) else 0
+        held = Rank(config, sizes, rank, HOW["1f1b"])
+        for local in [local for unit in held.units for local in unit]:
+            twice = local.shared and not held.is_first
+            total += local.numel if not twice and (not local.whole or held.at["tp"] == 0) else 0
     assert total == outline(config).num_parameters()
 
 
@@ -154,13 +150,12 @@ def test_the_last_axis_is_the_innermost() -> None:
 
 def test_replicas_are_counted_in_the_order_of_the_grid() -> None:
     config, sizes = config_of(8, "dp2,tp2,cp2"), {"dp": 2, "tp": 2, "cp": 2, "pp": 1}
-    ranks = [Rank(config, sizes, rank, HOW["zero3"], 2) for rank in range(8)]
+    ranks = [Rank(config, sizes, rank, HOW["zero3"]) for rank in range(8)]
     assert [rank.replica for rank in ranks] == [0, 1, 0, 1, 2, 3, 2, 3]
     assert {(rank.replicas, rank.replicated) for rank in ranks} == {(4, "dp_cp")}
     turned = {"cp": 2, "dp": 2, "tp": 2, "pp": 1}
-    assert [Rank(config, turned, rank, HOW["zero3"], 2).replica for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
-    (stage,) = ranks[0].stages
-    for unit in ranks[0].units(stage):
+    assert [Rank(config, turned, rank, HOW["zero3"]).replica for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    for unit in ranks[0].units:
         assert sum(owned(ranks[place], unit) for place in (0, 1, 4, 5)) == sum(local.numel for local in unit)
 
 
@@ -188,7 +183,7 @@ def lab_of_rank_0() -> Any:
 @pytest.mark.parametrize("swapped", [False, True])
 def test_bytes_along_a_wrong_axis_fail(swapped: bool) -> None:
     lab = lab_of_rank_0()
-    rank = Rank(lab.config, {"dp": 2, "tp": 2, "pp": 1, "cp": 1}, 0, HOW["1f1b"], 2)
+    rank = Rank(lab.config, {"dp": 2, "tp": 2, "pp": 1, "cp": 1}, 0, HOW["1f1b"])
     costs = by_axis(rank)
     took = {"dp": "tp", "tp": "dp"} if swapped else {"dp": "dp", "tp": "tp"}
     called = [CalledOp("all_reduce", took[axis], cost.calls, 0, cost.nbytes) for axis, cost in costs.items()]
@@ -203,7 +198,7 @@ def test_bytes_along_a_wrong_axis_fail(swapped: bool) -> None:
 @pytest.mark.parametrize("moved", [False, True])
 def test_a_sum_over_two_axes_is_held_with_both(moved: bool) -> None:
     lab = lab_of_rank_0()
-    rank = Rank(lab.config, {"dp": 2, "cp": 2, "tp": 1, "pp": 1}, 0, HOW["1f1b"], 2)
+    rank = Rank(lab.config, {"dp": 2, "cp": 2, "tp": 1, "pp": 1}, 0, HOW["1f1b"])
     costs = by_axis(rank)
     assert set(costs) == {"dp", "cp", "dp_cp"}
     assert costs["dp"].nbytes == 0  # nothing clips
@@ -213,22 +208,6 @@ def test_a_sum_over_two_axes_is_held_with_both(moved: bool) -> None:
     compare_axes(lab, "1f1b", rank, SimpleNamespace(traffic=Traffic(called, wire)))  # type: ignore[arg-type]
     assert set(lab.claims) == {*(f"called bytes over {axis}" for axis in costs), "wire bytes over dp_cp"}
     assert lab.claims["wire bytes over dp_cp"] is not moved
-
-
-@pytest.mark.parametrize(("behind", "found"), [(False, 1), (True, 0)])
-def test_a_gradient_that_is_sent_behind_the_weights_is_seen(behind: bool, found: int) -> None:
-    first, weights = (
-        [Event("begin", kind, "0"), Event("gradient", "", "1.weight"), Event("end", kind, "0")]
-        for kind in ("input", "weight")
-    )
-    send, order = [Event("call", "send")], Order({})
-    order.events = first + (weights + send if behind else send + weights)
-    assert sent_between(order) == found
-    lab, config = lab_of_rank_0(), config_of(2, "pp2", LAB_MICROBATCHES="1")
-    lab.config = config
-    rank = Rank(config, sizes_of("pp2", 2), 1, HOW["1f1b_split"], 2)
-    check_gradients_first(lab, "1f1b_split", rank, SimpleNamespace(order=order))  # type: ignore[arg-type]
-    assert lab.claims == {"gradients first": not behind}
 
 
 # --- LAB_MESH ---
@@ -284,21 +263,6 @@ def test_what_an_axis_cannot_take_is_refused(settings: dict[str, str], fault: st
 
 def test_what_cannot_run_says_why() -> None:
     reasons = MODE.cannot(config_of(2, "dp2"))
-    assert "a pp of 2 or more" in reasons["interleaved"]
     assert "a tp of 2 or more" in reasons["sequence"]
     assert "a cp of 2 or more" in reasons["ulysses"]
-    assert "a pp of 2 or more" in reasons["zb_h1"]
-    assert "LAB_RECOMPUTE=1 keeps" in MODE.cannot(config_of(2, "pp2", LAB_RECOMPUTE="1"))["zb_h1"]
     assert "ulysses" not in MODE.cannot(config_of(2, "cp2"))
-
-
-def grid(group: dist.ProcessGroup) -> tuple[list[str], list[int], int]:
-    mesh = Mesh.grid({"dp": 2, "tp": 1, "pp": 2}, group)
-    return list(mesh.groups), [mesh.index(axis) for axis in ("dp", "pp")], mesh.world.size()
-
-
-def test_a_mesh_knows_its_axes_and_all_of_its_ranks(ranks: Ranks) -> None:
-    found = ranks(4, grid)
-    assert [places for _, places, _ in found] == [[0, 0], [0, 1], [1, 0], [1, 1]]
-    assert {tuple(names) for names, _, _ in found} == {("dp", "tp", "pp")}
-    assert {world for *_, world in found} == {4}

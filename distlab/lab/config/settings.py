@@ -314,7 +314,6 @@ class ModeOptions(BaseModel):
 class PipelineOptions(ModeOptions):
     """What only pipelines know."""
 
-    chunks: ClassVar[int] = 2  # stages that a rank holds in the interleaved schedules
     sleep_ms: float = Field(
         0, alias="LAB_SLEEP_MS", ge=0, le=60_000, allow_inf_nan=False,
         description="milliseconds of pretended compute of a microbatch forward through one rank, twice that backward",

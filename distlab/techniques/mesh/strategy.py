@@ -13,7 +13,7 @@ counts once, and where each part stands in the dense model.
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -202,15 +202,6 @@ def shards_of(
     return [own, both]
 
 
-# (those that count on this rank, all of this rank, bound, mesh): scales all in place
-Clip: TypeAlias = Callable[[list[Tensor], list[Tensor], float, Mesh], Tensor]
-
-
-def clip_over_all(once: list[Tensor], every: list[Tensor], bound: float, mesh: Mesh) -> Tensor:
-    """Clip by the norm of the whole model's gradient, one number summed along each axis in turn."""
-    return clip_gradients(once, every, bound, *(group for group in mesh.groups.values() if group.size() > 1))
-
-
 class StageShard(NamedTuple):
     """A part of a dense tensor on this rank."""
 
@@ -232,10 +223,9 @@ class Stacked:
 
     def __init__(
         self, parts: Parts, slices: Mapping[str, Slice], kept: Mapping[int, Sequence[ParameterStore]], engine: Engine,
-        mesh: Mesh, config: Config, clip: Clip = clip_over_all,
+        mesh: Mesh, config: Config,
     ) -> None:  # fmt: skip
         self.parts, self.slices, self.engine, self.mesh, self.config = parts, slices, engine, mesh, config
-        self.clip = clip
         self.kept = [each for of_stage in kept.values() for each in of_stage]
         self.stages, self.ranks = Peers(mesh["pp"]), Peers(mesh.world)
         self.optimizer = make_optimizer([entry.stepped for entry in self.entries()], config)
@@ -267,7 +257,8 @@ class Stacked:
         if self.config.clip is not None:
             once = [box for held in filter(self.in_norm, self.held("gradients")) for _, box in held.piece.boxes]
             every = [entry.summed.grad for entry in self.entries() if entry.summed.grad is not None]
-            self.norm = self.clip(once, every, self.config.clip, self.mesh)
+            axes = (group for group in self.mesh.groups.values() if group.size() > 1)  # each element once over all
+            self.norm = clip_gradients(once, every, self.config.clip, *axes)
         for each in self.kept:
             each.deliver()
         self.optimizer.step()

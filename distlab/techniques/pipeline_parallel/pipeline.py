@@ -343,9 +343,7 @@ class Pipeline:
 # has many backward passes, and only a stage's last one leaves its gradients complete: what is summed before is a part
 # of them, on every rank another part, and no error says so. Armed around the whole schedule, buckets are launched by
 # the first microbatch's gradients. So whoever sums is told of each backward pass, and which is the last (Narayanan et
-# al. 2021, "Megatron-LM", section 3, sums after the whole pipeline; its later releases as here). Of a backward pass
-# in two parts he is told of both: gains and biases have their gradients after the first part, matrices after the
-# second.
+# al. 2021, "Megatron-LM", section 3, sums after the whole pipeline; its later releases as here).
 #
 # The ranks along the data-parallel axis go down one list of actions, so their sums meet in one order.
 
@@ -357,7 +355,7 @@ class Reducer(Protocol):
         """Before the first microbatch."""
 
     def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
-        """Around the backward pass of a microbatch, or a part of it."""
+        """Around the backward pass of a microbatch."""
 
     def finish(self) -> None:
         """After the last one: every gradient is the sum over all replicas."""
@@ -372,7 +370,7 @@ class ReducingPipeline(Pipeline):
     ) -> None:  # fmt: skip
         super().__init__(stages, actions, group)
         self.reducers, self.turn_to = reducers, turn_to
-        # The last one of each stage, in both parts: a later one takes the place of those before.
+        # The last one of each stage: a later one takes the place of those before.
         self.last_microbatch = {action.stage: action.microbatch for action in actions if action.kind != "forward"}
 
     def _forward(self, action: Action) -> None:
@@ -383,13 +381,9 @@ class ReducingPipeline(Pipeline):
         with self.told(action):
             super()._backward(action)
 
-    def _weight(self, action: Action) -> None:
-        with self.told(action):
-            super()._weight(action)
-
     @contextmanager
     def told(self, action: Action) -> Iterator[None]:
-        """Around a backward pass, or a part of it."""
+        """Around a backward pass."""
         self.turn_to(action.microbatch)  # a layer may be computed again
         last = self.is_last(action)
         with ExitStack() as stack:
@@ -398,5 +392,5 @@ class ReducingPipeline(Pipeline):
             yield
 
     def is_last(self, action: Action) -> bool:
-        """Whether what this gives of the stage's gradients is complete with it."""
+        """Whether the stage's gradients are complete with it."""
         return action.microbatch == self.last_microbatch[action.stage]

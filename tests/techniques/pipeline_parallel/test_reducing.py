@@ -31,11 +31,10 @@ class Told:
     def finish(self) -> None: ...
 
 
-def told(group: dist.ProcessGroup, chunks: int, halved: bool = False) -> tuple[dict[int, list[bool]], bool, int]:
+def told(group: dist.ProcessGroup, chunks: int) -> tuple[dict[int, list[bool]], bool, int]:
     """What each stage's reducer is told in a step, whether a batch is held after it, and bytes of the known shapes."""
     ranks = group.size()
     schedule = schedules.interleaved(ranks, 3, chunks) if chunks > 1 else schedules.gpipe(ranks, 3)
-    schedule = schedules.zb_h1(ranks, 3) if halved else schedule
     stages = {number: nn.Linear(4, 4) for number in range(group.rank(), chunks * ranks, ranks)}
     reducers = {number: [Told()] for number in stages}
     pipeline = ReducingPipeline(stages, schedule[group.rank()], group, reducers)
@@ -51,12 +50,6 @@ def test_the_last_backward_pass_of_each_stage_is_told(ranks: Ranks, world_size: 
         assert len(passes) == chunks
         assert all(of_stage == [False, False, True] for of_stage in passes.values())
         assert not holds_a_batch
-
-
-def test_of_passes_in_two_the_last_of_either_part_is_told(ranks: Ranks) -> None:
-    (first, *_), (second, *_) = ranks(2, told, 1, True)
-    assert first[0] == [False, False, False, False, True, True]  # weights right behind each input
-    assert second[1] == [False, False, False, True, False, True]  # a microbatch late
 
 
 def test_of_what_passes_between_stages_the_shapes_alone_are_kept(ranks: Ranks) -> None:
