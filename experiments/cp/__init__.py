@@ -20,8 +20,8 @@ The variants differ in how a row gets to see the keys of other ranks:
   ulysses     an all-to-all before and behind attention: there each rank has all positions of some heads
   torch_ring  PyTorch's ring functions, called directly, and context_parallel around them, which no CPU can run
 
-Nothing of a loss or a shape tells of a wrong position, a wrong mask or a gradient that stays where the keys were: each
-trains (LAB_BUG=local_positions, local_mask, stray_gradients).
+Nothing of a loss or a shape tells of a wrong position, or of blocks that are put together wrongly: each trains
+(LAB_BUG=local_positions, no_lse).
 """
 
 from collections.abc import Callable
@@ -46,7 +46,7 @@ from distlab.techniques.mesh.grid import Mesh
 from distlab.techniques.tensor_parallel.layers import Sequence
 
 from .bugs import mistake
-from .checks import check_sums, claims, compare_balance, compare_kept, kept_by_length
+from .checks import claims, compare_balance, compare_kept
 from .options import Options
 from .predictions import BY_HAND, cannot, predict, refuse, summary
 
@@ -175,12 +175,11 @@ def run(lab: Lab) -> None:
     predictions = predict(lab.config)
     lab.say(summary(lab.config), "predict")
     note_positions(lab)
-    measured = measure(lab, also=partial(check_sums, lab))
+    measured = measure(lab)
     note_keys(lab)
     lab.hold(predictions, measured)
     chosen = [name for name in measured if name in BY_HAND]
     compare_kept(lab, {name: measured[name].activation_bytes for name in chosen})
-    kept_by_length(lab, chosen)
     compare_balance(lab, list(measured))
 
 
@@ -230,6 +229,12 @@ MODE = Mode(
     refuse=refuse,
     cannot=cannot,
     mistakes=mistake | checkpoints.mistake,
+    gone={
+        "local_mask": "LAB_BUG=local_positions takes a part for the whole too",
+        "shifted_after_cut": "LAB_BUG=local_positions takes a part for the whole too",
+        "stray_gradients": "LAB_BUG=loss_times_cp fails the same check",
+        "by_arrival": "LAB_BUG=local_positions in ulysses fails the same check",
+    },
     reading=(
         "experiments/cp/__init__.py: the variants, the simplest first, and what a run of them claims",
         "distlab/techniques/context_parallel/ring.py: attention to some of the keys, and how two such results become"

@@ -1,9 +1,7 @@
-"""The classic mistakes of context parallelism, made by LAB_BUG: positions and masks of the part for those of the whole,
-parts that are put together wrongly, and gradients that stay where the keys were."""
+"""The classic mistakes of context parallelism, made by LAB_BUG: positions of a part for those of the whole, blocks that
+are put together wrongly, and what costs time or memory while every number is right."""
 
 from collections.abc import Iterator
-from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -14,8 +12,7 @@ from distlab.contract import Mistakes, Needs
 from distlab.lab.config import Config
 from distlab.lab.workload.model import Attend, Model
 from distlab.techniques.context_parallel.ring import Part, RingAttention, arrived
-from distlab.techniques.context_parallel.strategy import ContextParallel, OwnRows, Positions, contiguous, set_positions
-from distlab.techniques.context_parallel.ulysses import Swap, UlyssesAttention
+from distlab.techniques.context_parallel.strategy import ContextParallel, Positions, contiguous, set_positions
 
 from .predictions import BY_HAND
 
@@ -37,12 +34,6 @@ def too_short(config: Config) -> str:
     return "" if config.seq >= 8 * config.world_size else f"LAB_SEQ={config.seq}: it takes 8 positions a rank"
 
 
-def one_head_each(config: Config) -> str:
-    """Of rows and heads that no other rank has any, the order does not matter."""
-    few = min(config.seq, config.heads)
-    return "" if few > 1 else "one head or one position: nothing can be in the wrong order"
-
-
 LONG, LONG_TIMED = Needs(unless=too_few), Needs(proof=False, unless=too_few)
 
 
@@ -57,26 +48,6 @@ def by_local_positions(
     strategy = ContextParallel(model, positions, attend, group, config, rank=rank)
     set_positions(model, Positions(tuple((range(rows),) for rows in positions.num_rows)), rank)
     return strategy
-
-
-@mistake("local_mask", check="losses", part="attention", of=("zigzag",), needs=LONG)
-def local_mask(group: dist.ProcessGroup, positions: Positions) -> Attend:
-    """The mask of a folded part is made by local positions, as if it were one run: rows look at later keys, and
-    miss earlier ones."""
-    ends = list(accumulate(positions.num_rows, initial=0))
-    return RingAttention(group, Positions(tuple((range(*ends[rank : rank + 2]),) for rank in range(group.size()))))
-
-
-@mistake(
-    "shifted_after_cut", check="losses", part="steps", of=BY_HAND, put=lambda rows: partial(ContextParallel, rows=rows)
-)
-class ShiftedRows(OwnRows):
-    """Targets are made by shifting tokens after the sequence was cut: the last of each part has a wrong one."""
-
-    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:  # noqa: ARG002
-        own = self.own(inputs)
-        loss: Tensor = self.model(own, own.roll(-1, 1))
-        return loss
 
 
 @mistake("loss_times_cp", check="gradients", part="steps", of=BY_HAND)
@@ -95,29 +66,6 @@ class PlainMean(RingAttention):
     @staticmethod
     def merge(part: Part, more: Part) -> None:
         part.out.add_(more.out).mul_(0.5)
-
-
-@mistake("stray_gradients", check="gradients", part="attention", of=RINGS, needs=LONG)
-class StrayGradients(RingAttention):
-    """dK and dV stay on the rank that computed them: keys learn from their own rank's rows alone."""
-
-    def hand_home(self, parts: Iterator[tuple[int, Tensor]], own: Tensor) -> Tensor:
-        for _ in parts:
-            pass
-        return own
-
-
-@mistake("by_arrival", check="losses", part="attention", of=("ulysses",), needs=Needs(unless=one_head_each))
-class ByArrival(UlyssesAttention):
-    """The parts of an all-to-all are put together as they come, and not by rank: positions and heads change
-    places."""
-
-    class InTurn(Swap):
-        def exchange(self, parts: tuple[Tensor, ...], shapes: list[tuple[int, int]]) -> list[Tensor]:
-            got = super().exchange(parts, shapes)
-            return got[self.peers.rank :] + got[: self.peers.rank]
-
-    swap = InTurn
 
 
 @mistake("unfolded", check="balance", part="cut", of=("zigzag",), needs=Needs(proof=False, unless=too_short))

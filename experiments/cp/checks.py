@@ -12,17 +12,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from distlab.contract import Claims, Mode, Strategy
+from distlab.contract import Claims, Mode
 from distlab.lab.config import Config
 from distlab.lab.lab import Lab
 from distlab.lab.measure.prediction import PYTORCHS
 from distlab.lab.measure.traffic import DispatchMode
-from distlab.lab.verify.counted import most_kept, saved_bytes
+from distlab.lab.verify.counted import saved_bytes
 from distlab.lab.verify.run_all import measured
 from distlab.lab.workload.data import Microbatch
 from distlab.lab.workload.model import outline
 from distlab.techniques.context_parallel.costs import causal_share
-from distlab.techniques.context_parallel.ring import RingAttention
 from distlab.techniques.context_parallel.strategy import Positions
 from distlab.techniques.sharded.costs import KEPT_ON_GPU
 from distlab.techniques.tensor_parallel.layers import shares
@@ -211,13 +210,12 @@ def expected_order(name: str, config: Config, rank: int) -> list[str]:
     return (forward * config.depth + backward * config.depth) * config.num_microbatches
 
 
-# Activations by the length of a sequence: what each rank keeps for its backward pass, beside one process.
+# What each rank keeps for its backward pass, beside one process.
 #
 # All but attention works on a rank's own rows, and so keeps what one process keeps for as many. What attention keeps
 # differs: a ring q, k, v, the result and a number a row, of its own rows alone; ulysses the same of its own heads,
 # and the result once more as rows; gathered the keys and values of all, and a mask.
 
-NAME, BY_LENGTH = "activation bytes", "activations by length"
 TOLERANCE = 0.01
 FORMULAS = {
     "gathered": "one process's of S/c rows + K and V of all + a mask",
@@ -257,92 +255,7 @@ def compare_kept(lab: Lab, measured: Mapping[str, int]) -> None:
     for name, nbytes in measured.items():
         wanted = predicted_activation_bytes(lab, name, lab.config, largest)
         shown = KEPT_ON_GPU if lab.device.type == "cuda" else ""
-        lab.compare(NAME, wanted, nbytes, "B", TOLERANCE * wanted, name, FORMULAS[name], shown=shown)
-
-
-def kept_by_length(lab: Lab, variants: list[str]) -> None:
-    """A sample of each quarter of LAB_SEQ: hold every length against the same formulas, and draw them."""
-    dtype = getattr(torch, lab.config.dtype)
-    lengths = sorted({max(1, lab.config.seq * quarter // 4) for quarter in (1, 2, 3, 4)})
-    inputs, targets, share = lab.dealt(lab.batches(dtype), 0)[0]
-    samples = [Microbatch(inputs[:1, :length], targets[:1, :length], share) for length in lengths]
-    configs = [lab.config.model_copy(update={"seq": length}) for length in lengths]
-    builds = {each.name: each.build for each in lab.mode.variants if each.name in variants}
-    layers = range(len(outline(lab.config).layers))
-    kept = {"one process": [saved_bytes(lab, layers, sample) for sample in samples]}
-    for name, build in builds.items():
-        assert build is not None
-        lab.at(0, f"activations of {name}")
-        kept[name] = [
-            most_kept(build(lab.model(dtype), lab.mesh, config), [sample])
-            for config, sample in zip(configs, samples, strict=True)
-        ]
-        wanted = [
-            predicted_activation_bytes(lab, name, config, sample)
-            for config, sample in zip(configs, samples, strict=True)
-        ]
-        off = [abs(found - value) / value for found, value in zip(kept[name], wanted, strict=True)]
-        detail = f"the largest of {len(lengths)} lengths, as a share of the formula"
-        if lab.device.type == "cuda":
-            lab.waive(BY_LENGTH, KEPT_ON_GPU, name)
-        else:
-            lab.check(BY_LENGTH, max(off), TOLERANCE, name, detail, control="LAB_BUG=kept_blocks")
-    title = "Activations that rank 0 keeps of one sample"
-    drawn = {name: [list(map(float, lengths)), [float(value) for value in values]] for name, values in kept.items()}
-    lab.chart(title, "positions of a sample", "bytes", drawn)
-    rows = [[length, *(f"{values[at] / 1e6:.3g}" for values in kept.values())] for at, length in enumerate(lengths)]
-    lab.table(f"{title}, MB", ["positions", *kept], rows)
-
-
-# What a ring adds up in: partial results of 16-bit rows in float32, which no proof in float64 and no loss shows.
-#
-# A row's result is merged from what it has of each rank's keys, and the gradient of its query is the sum of as many
-# parts. Each rounding to 16 bits on the way is within what a timed loss may be off. So one attention in bfloat16 is
-# run on purpose, and the additions to rows in it are heard from torch's dispatcher: as many as there are ranks whose
-# keys these rows see, forward and back, each in float32 at least.
-
-ADDITIONS = ("aten::add_", "aten::addcmul_")
-ROWS = 4  # dims of [B, heads, rows, head_dim]; keys, values and their gradients travel as [2, B, heads, rows, head_dim]
-CONTROL = "tests/experiments/test_cp.py::test_a_ring_that_adds_up_in_16_bits_is_seen"
-
-
-class Additions(DispatchMode):
-    """The types of what is added to in place inside the block."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.types: list[torch.dtype] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func._schema.name in ADDITIONS and args[0].dim() == ROWS:
-            self.types.append(args[0].dtype)
-        return func(*args, **(kwargs or {}))
-
-
-def check_sums(lab: Lab, name: str, strategy: Strategy) -> None:
-    """One attention of a variant that merges, forward and back, in bfloat16."""
-    attend = getattr(strategy.model.layers[1], "attention", None)  # type: ignore[attr-defined]
-    if attend is None or not isinstance(attend.attend, RingAttention):
-        return
-    ring = attend.attend
-    shape = (1, 2, ring.positions.num_rows[ring.peers.rank], 8)
-    q, k, v = (torch.ones(shape, dtype=torch.bfloat16, device=lab.device, requires_grad=True) for _ in range(3))
-    with Additions() as seen:
-        ring(q, k, v).sum().backward()
-    wanted = 2 * merged(ring.positions, ring.peers.rank)
-    exact = sum(each.itemsize >= 4 for each in seen.types)
-    detail = f"of {wanted} additions to rows of bfloat16, {exact} in float32 and {len(seen.types) - exact} in 16 bits"
-    off = abs(wanted - exact) + len(seen.types) - exact
-    lab.check("sums of rows", off, 0, variant=name, detail=detail, control=CONTROL)
-
-
-def merged(positions: Positions, rank: int) -> int:
-    """The other ranks some of whose positions are before one of this rank's."""
-    own = positions.of(rank)
-    others = [positions.of(each) for each in range(len(positions.num_rows)) if each != rank]
-    return sum(bool(len(own) and len(each) and own.max() > each.min()) for each in others)
+        lab.compare("activation bytes", wanted, nbytes, "B", TOLERANCE * wanted, name, FORMULAS[name], shown=shown)
 
 
 # What a run of context parallelism has to claim, so that a check that vanishes is missed.
@@ -352,7 +265,7 @@ def claims(mode: Mode, config: Config) -> Iterator[Claims]:
     """Of all variants by hand bytes and calls, what they keep, and on a CPU who attends to how much."""
     yield from measured(mode, config)
     yield Claims(("called bytes", "wire bytes", "rest bytes", "calls"), mode.by_hand)
-    yield Claims(("activation bytes", "activations by length"), mode.by_hand)
+    yield Claims(("activation bytes",), mode.by_hand)
     if config.device == "cpu":
         yield Claims(("attention pairs",), mode.by_hand)
         yield Claims(("balance",), mode.by_hand, one=True)

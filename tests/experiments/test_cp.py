@@ -1,7 +1,6 @@
 """Every context-parallel variant against one process in float64, what it sends, keeps and computes, and each mistake
 seen."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,12 +18,11 @@ from distlab.lab.rank.preflight import refuse
 from distlab.lab.workload.data import Batches
 from distlab.lab.workload.model import build_model
 from distlab.lab.workload.reference import train
-from distlab.techniques.context_parallel import ring
 from distlab.techniques.context_parallel.ring import RingAttention
 from distlab.techniques.context_parallel.strategy import ContextParallel, contiguous, zigzag
 from distlab.techniques.context_parallel.ulysses import UlyssesAttention
 from distlab.techniques.mesh.grid import Mesh
-from tests.labs import Runs, built, failed, failed_with
+from tests.labs import Runs, built, failed
 from tests.warm_ranks import Ranks
 
 SMALL = {
@@ -51,19 +49,6 @@ def able(config: Config) -> list[str]:
 
 def strategy_of(name: str, group: dist.ProcessGroup, config: Config, dtype: torch.dtype = torch.float64) -> Any:
     return built(MODE, name, build_model(config, config.seed).to(dtype), group, config)
-
-
-# --- what it adds up in ---
-
-FAULTS: dict[str, tuple[Any, str, Any]] = {
-    "merges and sums": (ring, "sum_type", lambda _: lambda x: x.dtype),
-}
-
-
-@pytest.mark.parametrize("variant", ["ring", "zigzag", "shift"])
-def test_a_ring_that_adds_up_in_16_bits_is_seen(ranks: Ranks, tmp_path: Path, variant: str) -> None:
-    settings = {"RUN_MODE": "cp", "LAB_MODEL": "gpt", "LAB_VARIANT": variant, "LAB_DEPTH": "1"}
-    assert failed_with(ranks, tmp_path, __name__, "merges and sums", **settings) == {"sums of rows"}
 
 
 # --- the proof ---
@@ -227,9 +212,7 @@ def test_a_run_of_three_ranks_passes_and_tells_who_does_how_much(runs: Runs) -> 
     assert balance["ring"]["predicted"] == pytest.approx(5 / 3)
     assert balance["zigzag"]["predicted"] == 1.0
     assert ran.judged["skipped"] == [{"variant": "context_parallel", "reason": NO_PATH}]
-    log = (ran.folder / "rank0.log").read_text()
-    assert "Activations that rank 0 keeps of one sample" in log
-    assert "Causal work" in log
+    assert "Causal work" in (ran.folder / "rank0.log").read_text()
 
 
 def test_what_a_small_model_keeps_is_predicted_with_its_positions(runs: Runs) -> None:
@@ -254,9 +237,9 @@ def test_what_a_small_model_keeps_is_predicted_with_its_positions(runs: Runs) ->
         ({"LAB_VARIANT": "torch_ring"}, "LAB_SEQ=7 is not a multiple of 4"),
         ({"LAB_VARIANT": "context_parallel"}, "does not have a sharding strategy"),
         ({"LAB_BUG": "unfolded"}, "LAB_SEQ=7: it takes 8 positions a rank"),
-        ({"LAB_BUG": "local_mask", "LAB_SEQ": "3"}, "LAB_SEQ=3: it takes 4 positions"),
+        ({"LAB_BUG": "no_lse", "LAB_SEQ": "3"}, "LAB_SEQ=3: it takes 4 positions"),
         ({"LAB_DEVICE": "cuda", "LAB_BACKEND": "gloo"}, "LAB_BACKEND=gloo sends no keys that live on a GPU"),
-        ({"LAB_BUG": "by_arrival", "LAB_HEADS": "1", "LAB_SEQ": "1"}, "one head or one position"),
+        ({"LAB_BUG": "by_arrival"}, "any more: LAB_BUG=local_positions in ulysses"),
     ],
 )
 def test_what_cannot_run_is_refused_in_a_sentence(settings: dict[str, str], words: str) -> None:

@@ -3,13 +3,16 @@
 import math
 from collections.abc import Callable, Iterator
 from itertools import chain
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from distlab.techniques.context_parallel import ring
 from distlab.techniques.context_parallel.costs import ring_rows, shift_rows
 from distlab.techniques.context_parallel.ring import (
     Part,
@@ -186,6 +189,38 @@ def test_gradients_that_stay_where_the_keys_were_are_those_of_the_keys_alone(ran
 def test_a_mask_by_local_positions_is_seen(ranks: Ranks) -> None:
     found = ranks(2, differences, one_run, zigzag, 8, 1)
     assert all_of(found, "out") > 1e-3
+
+
+class Additions(TorchDispatchMode):
+    """The types of rows [B, heads, rows, head_dim] that are added to in place inside the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.types: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name in ("aten::add_", "aten::addcmul_") and args[0].dim() == 4:
+            self.types.add(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+def added_in(group: dist.ProcessGroup, kind: type[RingAttention], wrong: bool) -> set[torch.dtype]:
+    """What partial results of bfloat16 are added up in, forward and back."""
+    positions = zigzag(8, group.size())
+    shape = (1, 2, positions.num_rows[group.rank()], 8)
+    q, k, v = (torch.ones(shape, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    with pytest.MonkeyPatch.context() as patch, Additions() as seen:
+        if wrong:
+            patch.setattr(ring, "sum_type", lambda x: x.dtype)
+        kind(group, positions)(q, k, v).sum().backward()
+    return seen.types
+
+
+@pytest.mark.parametrize("kind", [RingAttention, ShiftAttention])
+def test_partial_results_of_16_bits_are_added_up_in_float32(ranks: Ranks, kind: type[RingAttention]) -> None:
+    """No proof in float64 and no loss shows it."""
+    assert ranks(2, added_in, kind, False) == [{torch.float32}] * 2
+    assert ranks(2, added_in, kind, True) == [{torch.bfloat16}] * 2
 
 
 def sources(group: dist.ProcessGroup) -> list[int]:
