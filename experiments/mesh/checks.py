@@ -1,9 +1,5 @@
 """What a run of a mesh is held to beside its sums: bytes along each axis, the order of its pipelines, and when buckets
 are launched.
-
-A rank's peers along an axis are those that differ along it alone: so whom bytes went to says which axis they belong to,
-on the wire as in the calls. Where gradients are summed over dp and cp together, one group has peers of either axis:
-its calls are its own, and on the wire both axes are held as one.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,7 +10,6 @@ from distlab.lab.lab import Lab
 from distlab.lab.measure.event_order import Order
 from distlab.lab.verify.pipeline_checks import Piped, check_schedule
 from distlab.lab.verify.run_all import measured
-from distlab.techniques.collectives.costs import Cost, total_cost, wire_tolerance
 
 from .placement import HOW, Rank, at
 from .traffic import FORMULAS, by_axis
@@ -34,38 +29,13 @@ def tell(lab: Lab, sizes: Mapping[str, int]) -> None:
 
 
 def compare_axes(lab: Lab, name: str, rank: Rank, measured: Measured) -> None:
-    """Called bytes of each axis exactly, those on the wire within 1 % and gloo's frames."""
-    traffic, control = measured.traffic, f"{TESTS}test_bytes_along_a_wrong_axis_fail"
-    costs = by_axis(rank)
-    for axis, cost in costs.items():
-        called = sum(op.called_bytes for op in traffic.called if op.axis == axis)
+    """Called bytes of each axis, exactly."""
+    for axis, cost in by_axis(rank).items():
+        called = sum(op.called_bytes for op in measured.traffic.called if op.axis == axis)
         lab.compare(
             f"called bytes over {axis}", round(cost.nbytes, 3), round(called, 3), "B", 0.0, name, FORMULAS[axis],
-            control=control,
+            control=f"{TESTS}test_bytes_along_a_wrong_axis_fail",
         )  # fmt: skip
-    for axis, cost in on_the_wire(costs).items() if traffic.wire_error is None else ():
-        along = set(axis.split("_"))
-        peers = [peer for peer in traffic.wire if differing_axes(lab.rank, peer, rank.sizes) <= along]
-        sent = sum(traffic.wire[peer].sent for peer in peers)
-        wanted, seen = lab.of_ranks(f"the wire of {name} over {axis}", cost.nbytes, sent)
-        lab.compare(
-            f"wire bytes over {axis}", wanted, seen, "B", wire_tolerance(cost.nbytes, cost.messages), name,
-            FORMULAS[axis], control=control,
-        )  # fmt: skip
-
-
-def on_the_wire(costs: Mapping[str, Cost]) -> dict[str, Cost]:
-    """What goes to the peers along each axis; of a group over two axes with all that goes along either."""
-    within = {axis: group for group in costs for axis in group.split("_") if "_" in group}
-    found: dict[str, list[Cost]] = {}
-    for axis, cost in costs.items():
-        found.setdefault(within.get(axis, axis), []).append(cost)
-    return {axis: total_cost(*parts) for axis, parts in found.items()}
-
-
-def differing_axes(one: int, other: int, sizes: Mapping[str, int]) -> set[str]:
-    here, there = at(one, sizes), at(other, sizes)
-    return {axis for axis in sizes if here[axis] != there[axis]}
 
 
 def check_order(lab: Lab, name: str, rank: Rank, measured: Measured) -> None:
@@ -103,6 +73,6 @@ def claims(mode: Mode, config: Config) -> Iterator[Claims]:
     yield Claims(("schedule", "bubble on paper"), mode.by_hand)
     along = [axis for axis, ranks in sizes.items() if axis != "cp" and ranks > 1]
     if sizes["cp"] == 1:  # else gradients go over two axes at once
-        yield Claims([f"{kind} bytes over {axis}" for kind in ("called", "wire") for axis in along], mode.by_hand)
+        yield Claims([f"called bytes over {axis}" for axis in along], mode.by_hand)
     if sizes["dp"] > 1:
         yield Claims(("overlap",), [name for name in mode.by_hand if not name.startswith("zero")])

@@ -110,17 +110,6 @@ def check_choices(lab: Lab, name: str, notes: Notes, asked: int, dropped: int, t
     lab.check("choices", off, 0, name, detail, control=CONTROL)
 
 
-def check_told(lab: Lab, name: str, rows: Sequence[Sequence[Any]], layers: int, top_k: int, parts: int) -> None:
-    """The table of the last step says the same: all choices, and a row for each part of what was not dropped."""
-    choices, dropped, computed = (
-        sum(row[COLUMNS.index(kind)] for row in rows) for kind in ("choices", "dropped", "rows")
-    )
-    made = top_k * layers * sum(tokens_of(lab.config))
-    off = abs(choices - made) + abs(parts * (choices - dropped) - computed)
-    detail = f"the table's {choices} for {made} made, {dropped} dropped, {computed} rows in {parts} part(s)"
-    lab.check("choices", off, 0, name, detail, control=CONTROL)
-
-
 def by_expert(routed: Routed) -> list[int]:
     """How often each expert was wanted, by the tokens of all ranks."""
     return [sum(of) for of in zip(*(of_choice for of_rank in routed.wanted for of_choice in of_rank), strict=True)]
@@ -160,7 +149,6 @@ def draw(lab: Lab, routes: Routes, placed: Mapping[str, Placement], mixing: Mixi
             draw_experts(lab, name, notes, mixing)
         title, rows = by_rank(name, placed[name], steps[-1], [of_rank[name] for of_rank in everyone])
         lab.table(title, COLUMNS, rows)
-        check_told(lab, name, rows, len(notes), mixing.top_k, len(placed[name].hidden))
     if curves:
         lab.chart("rows of the busiest rank over the mean, of all layers", "step", "x the mean", curves)
 
