@@ -29,7 +29,7 @@ from distlab.techniques.collectives.phases import COMPUTE, Span, recorded
 from distlab.techniques.mesh.grid import Mesh
 from distlab.techniques.pipeline_parallel.costs import idle_share
 from distlab.techniques.pipeline_parallel.pipeline import Boundaries
-from distlab.techniques.pipeline_parallel.schedules import Action, one_forward_one_backward_split
+from distlab.techniques.pipeline_parallel.schedules import Action, Schedule, in_two, one_forward_one_backward
 
 RANKS, MICROBATCHES, CHUNKS = 4, 8, 2
 BUBBLE_TARGET, ACTIVATIONS_TARGET = 0.03, 0.55
@@ -60,7 +60,11 @@ class Alone(Boundaries):
 
 def alone(model: Model, mesh: Mesh, config: Config) -> Strategy:
     """The stages of 1f1b with backward passes in two, without its messages."""
-    return pp.by_hand(model, mesh, config, schedule=one_forward_one_backward_split, boundaries=Alone)
+
+    def schedule(ranks: int, microbatches: int) -> Schedule:
+        return [in_two(actions) for actions in one_forward_one_backward(ranks, microbatches)]
+
+    return pp.by_hand(model, mesh, config, schedule=schedule, boundaries=Alone)
 
 
 BUILDERS = {each.name: each.build for each in pp.MODE.variants[1:] if each.build} | {"alone": alone}

@@ -7,7 +7,6 @@ gradients autograd hands over; its microbatch is the mark of whoever runs it.
   gpipe         all forwards, then all backwards (Huang et al. 2019, section 2.3)
   1f1b          p-1-r forwards ahead, then one forward and one backward in turn, then the backwards that are left
                 (Narayanan et al. 2021, section 2.2.1): min(m, p-r) microbatches are held
-  1f1b_split    the same, with the gradients of weights right behind that of the input (Qi et al. 2023, section 2)
   interleaved   chunk by chunk for a group of microbatches, 2(p-1-r) + (v-1)·g passes ahead, g being the first group's
                 size (section 2.2.2; Megatron's own, whose groups are of p). Groups share m as evenly as it goes
   zb_h1         forwards and inputs' gradients as in 1f1b, those of weights r microbatches later (Qi et al. 2023, 3.1)
@@ -114,7 +113,7 @@ def broken(name: str, done: list[Pass], rank: int, ranks: int, microbatches: int
     if name not in FOLDED and any(one == other for one, other in pairwise(turns)):
         faults.append("forwards and backwards do not take turns after the first backward")
     if not whole and name not in FOLDED:
-        faults += untimely(done, rank if name == "zb_h1" else 0)
+        faults += untimely(done, rank)
     return faults
 
 

@@ -27,7 +27,6 @@ def idle_share(schedule: str, ranks: int, microbatches: int, chunks: int = 1) ->
         return bubble(ranks, microbatches, chunks if schedule == "interleaved" else 1)
     wait, stages = ranks - 1, 2 if schedule in FOLDED else 1
     idle = {
-        "1f1b_split": 2 * wait,
         "zb_h1": max(wait, 2 * wait - (microbatches - 1)),
         "zbv": max(wait, 4 * wait - 2 * (microbatches - 1)),
         "dualpipev": wait,
@@ -36,8 +35,8 @@ def idle_share(schedule: str, ranks: int, microbatches: int, chunks: int = 1) ->
 
 
 def ahead(schedule: str, ranks: int, microbatches: int, rank: int, chunks: int = 1) -> int:
-    """Passes forward that `rank` makes before its first backward, with chunks each apart: p-r in 1f1b, 1f1b_split and
-    zb_h1, m in gpipe, 1 in one_microbatch.
+    """Passes forward that `rank` makes before its first backward, with chunks each apart: p-r in 1f1b and zb_h1,
+    m in gpipe, 1 in one_microbatch.
 
     interleaved: 2(p-1-r) + (v-1)·g ahead and the one in turn, of v·m; g is the size of the first group, p where m is a
     multiple of it (Narayanan et al. 2021, section 2.2.2), else the larger share of m in m//p. On a V all that go down
@@ -51,7 +50,6 @@ def ahead(schedule: str, ranks: int, microbatches: int, rank: int, chunks: int =
         "one_microbatch": 1,
         "gpipe": microbatches,
         "1f1b": min(microbatches, ranks - rank),
-        "1f1b_split": min(microbatches, ranks - rank),
         "zb_h1": min(microbatches, ranks - rank),
         "zbv": min(microbatches, 2 * ranks - 1 - rank) + up,
         "dualpipev": 2 * ranks + (rank == ranks - 1),

@@ -25,93 +25,86 @@ from distlab.techniques.collectives.phases import phase
 from distlab.techniques.collectives.point_to_point import Message, Peers, sendable
 from distlab.techniques.pipeline_parallel.schedules import Action, gives, needs
 
-# A backward pass in two: the gradient of a stage's input first, those of its weights whenever there is time.
-#
-# The stage before waits for the one and nobody for the other (Qi et al. 2023, "Zero Bubble Pipeline Parallelism",
-# section 2). What is put off are the two products of a linear layer that make no gradient of an input, dW = dYᵀ·X and
-# the sum of dY for its bias: nearly all of a weight's work in a transformer. Gains, embeddings and whatever else a
-# stage has are small, and get their gradients with the input's.
-#
-# A linear layer is torch's own, or any module that multiplies by its `product`, as slices of one do
-# (distlab/techniques/tensor_parallel/layers.py).
-#
-# A linear layer's output is that of weights without gradients, which makes the first part torch's own; a hook on it
-# keeps dY. Beside it the layer leaves a `Part`, which keeps its input X the way autograd does and whose products are
-# the second one. They go through autograd to the weights, so that hooks of parameters are called when their gradient
-# comes. What waits for the second part is each layer's X, and dY, as many bytes.
+# (microbatch, output of the last stage) -> the scalar that is differentiated
+Loss = Callable[[int, Tensor], Tensor]
 
 
-Product: TypeAlias = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # F.linear
+class Pipeline:
+    """One rank of a pipeline; gradients are added to those that its parameters have.
 
+    Args:
+        stages: this rank's, by their number; every rank has as many. The first dimension of all that passes between
+            them counts samples. Where the schedule splits backward passes their linear layers learn to do so.
+        actions: this rank's part of a schedule.
+        group: the ranks of the pipeline.
+        boundaries: how tensors pass between stages, by default as below.
+        owners: the rank of each stage; by default stage s is on rank s % p.
+    """
 
-class LeftOver(Protocol):
-    """Work of a backward pass that nobody waits for."""
+    def __init__(
+        self, stages: Mapping[int, nn.Module], actions: Sequence[Action], group: dist.ProcessGroup,
+        boundaries: "type[Boundaries] | None" = None, owners: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
+        self.stages, self.actions = stages, actions
+        self.last = len(stages) * group.size() - 1
+        self.boundaries = (boundaries or Boundaries)(Peers(group), owners or [*range(group.size())] * len(stages))
+        halved = any(action.kind == "weight" for action in actions)
+        self.splits = {number: SplitBackward(stage) for number, stage in stages.items()} if halved else {}
+        self.agreed = False
+        self.most_in_flight = 0  # microbatches between forward and backward, each chunk's apart, at most so far
 
-    def finish(self) -> None: ...
+    def step(self, inputs: Sequence[Tensor], loss: Loss) -> Tensor | None:
+        """Forward and backward of all microbatches; returns the sum of losses, detached, where the last stage is.
 
+        `inputs` are all microbatches' on every rank, though only their sizes count beyond the first stage. A message
+        that fails raises RuntimeError naming its rank.
+        """
+        if not self.agreed:
+            self.boundaries.agree(self.stages, inputs[0][:1])
+            self.agreed = True
+        self._inputs, self._loss = inputs, loss
+        self._held: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # (stage, microbatch): input and output
+        self._parts: dict[tuple[int, int], list[LeftOver]] = {}  # what is left to do for the weights
+        self._losses: list[Tensor] = []
+        self.boundaries.begin(self.actions, [len(microbatch) for microbatch in inputs])
+        for action in self.actions:
+            if action.kind == "forward":
+                self._forward(action)
+            elif action.kind == "weight":
+                self._weight(action)
+            else:
+                self._backward(action)
+        self.boundaries.finish()
+        losses = self._losses
+        del self._inputs, self._loss, self._losses  # the batch, which nobody needs between two steps
+        return torch.stack(losses).sum() if losses else None
 
-class Part:
-    """What is left to do for the weights of one layer, once the first part has come to its output."""
+    def _forward(self, action: Action) -> None:
+        stage, microbatch = action.stage, action.microbatch
+        hidden = self.boundaries.take(action).requires_grad_() if stage else self._inputs[microbatch]
+        with phase("forward", str(microbatch)):
+            output: Tensor = self.stages[stage](hidden)
+            if stage == self.last:
+                output = self._loss(microbatch, output)
+                self._losses.append(output.detach())
+        self._held[stage, microbatch] = hidden, output
+        if self.splits:
+            self._parts[stage, microbatch] = self.splits[stage].taken()
+        # Where there are parts, each outlives what is held of its microbatch.
+        self.most_in_flight = max(self.most_in_flight, len(self._parts if self.splits else self._held))
+        self.boundaries.give(action, output.detach())
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, inputs: Tensor) -> None:
-        self.weights = weight, bias
-        self.kept = save_for_backward(inputs.detach())
-        self.gradient: Tensor | None = None
+    def _backward(self, action: Action) -> None:
+        gradient = self.boundaries.take(action) if action.stage < self.last else None
+        hidden, output = self._held.pop((action.stage, action.microbatch))
+        with phase(action.kind, str(action.microbatch)):
+            fast_backward((output,), (torch.ones_like(output) if gradient is None else gradient,))
+        if hidden.grad is not None:
+            self.boundaries.give(action, hidden.grad)
 
-    def reach(self, gradients: tuple[Tensor, ...]) -> None:
-        """The first part comes to the layer's output."""
-        (self.gradient,) = gradients
-
-    def finish(self) -> None:
-        """Add dW = dYᵀ·X and the sum of dY to the weights' gradients; without a dY there is nothing to add."""
-        if self.gradient is None:
-            return
-        (weight, bias), (inputs,) = self.weights, self.kept.saved_tensors
-        rows = self.gradient.flatten(0, -2)  # [n, out]
-        product = rows.mT @ inputs.flatten(0, -2)
-        if bias is None or not bias.requires_grad:
-            fast_backward((weight,), (product,))
-        else:
-            fast_backward((weight, bias), (product, rows.sum(0)))
-
-
-class SplitBackward:
-    """Lets the linear layers of `stage` leave their weights for later: `left` has a part of each that was run."""
-
-    def __init__(self, stage: nn.Module) -> None:
-        self.left: list[LeftOver] = []
-        for module in stage.modules():
-            if type(module) is nn.Linear:  # a subclass may compute something else
-                module.forward = partial(linear, self._product, module)  # type: ignore[method-assign]
-            elif hasattr(module, "product"):
-                setattr(module, "product", self._product)  # noqa: B010  mypy takes any attribute for a parameter
-
-    def taken(self) -> list[LeftOver]:
-        """The parts of what ran since they were taken last."""
-        parts, self.left = self.left, []
-        return parts
-
-    def _product(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if not (torch.is_grad_enabled() and weight.requires_grad):
-            return F.linear(inputs, weight, bias)
-        part = Part(weight, bias, inputs)
-        self.left.append(part)
-        given = inputs if inputs.requires_grad else inputs.detach().requires_grad_()  # or the output has no graph
-        output = F.linear(given, weight.detach(), None if bias is None else bias.detach())  # [..., out]
-        node = output.grad_fn
-        assert node is not None
-        node.register_prehook(part.reach)  # behind a sleep 35 us less than a hook of the tensor
-        return output
-
-
-def linear(product: Product, layer: nn.Linear, inputs: Tensor) -> Tensor:
-    return product(inputs, layer.weight, layer.bias)
-
-
-def finish(parts: Sequence[LeftOver]) -> None:
-    """Do what is left of one backward pass, the last layer's first."""
-    for part in reversed(parts):
-        part.finish()
+    def _weight(self, action: Action) -> None:
+        with phase("weight", str(action.microbatch)):
+            finish(self._parts.pop((action.stage, action.microbatch)))
 
 
 # Boundaries: the tensors that pass between stages, activations forward and gradients back.
@@ -255,86 +248,93 @@ def zeros_like_outline(outline: Tensor, device: torch.device) -> Tensor:
     return torch.zeros(shape[:dim], dtype=DTYPES[dtype], device=device)
 
 
-# (microbatch, output of the last stage) -> the scalar that is differentiated
-Loss = Callable[[int, Tensor], Tensor]
+# A backward pass in two: the gradient of a stage's input first, those of its weights whenever there is time.
+#
+# The stage before waits for the one and nobody for the other (Qi et al. 2023, "Zero Bubble Pipeline Parallelism",
+# section 2). What is put off are the two products of a linear layer that make no gradient of an input, dW = dYᵀ·X and
+# the sum of dY for its bias: nearly all of a weight's work in a transformer. Gains, embeddings and whatever else a
+# stage has are small, and get their gradients with the input's.
+#
+# A linear layer is torch's own, or any module that multiplies by its `product`, as slices of one do
+# (distlab/techniques/tensor_parallel/layers.py).
+#
+# A linear layer's output is that of weights without gradients, which makes the first part torch's own; a hook on it
+# keeps dY. Beside it the layer leaves a `Part`, which keeps its input X the way autograd does and whose products are
+# the second one. They go through autograd to the weights, so that hooks of parameters are called when their gradient
+# comes. What waits for the second part is each layer's X, and dY, as many bytes.
 
 
-class Pipeline:
-    """One rank of a pipeline; gradients are added to those that its parameters have.
+Product: TypeAlias = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # F.linear
 
-    Args:
-        stages: this rank's, by their number; every rank has as many. The first dimension of all that passes between
-            them counts samples. Where the schedule splits backward passes their linear layers learn to do so.
-        actions: this rank's part of a schedule.
-        group: the ranks of the pipeline.
-        boundaries: how tensors pass between stages.
-        owners: the rank of each stage; by default stage s is on rank s % p.
-    """
 
-    def __init__(
-        self, stages: Mapping[int, nn.Module], actions: Sequence[Action], group: dist.ProcessGroup,
-        boundaries: type[Boundaries] = Boundaries, owners: Sequence[int] | None = None,
-    ) -> None:  # fmt: skip
-        self.stages, self.actions = stages, actions
-        self.last = len(stages) * group.size() - 1
-        self.boundaries = boundaries(Peers(group), owners or [*range(group.size())] * len(stages))
-        halved = any(action.kind == "weight" for action in actions)
-        self.splits = {number: SplitBackward(stage) for number, stage in stages.items()} if halved else {}
-        self.agreed = False
-        self.most_in_flight = 0  # microbatches between forward and backward, each chunk's apart, at most so far
+class LeftOver(Protocol):
+    """Work of a backward pass that nobody waits for."""
 
-    def step(self, inputs: Sequence[Tensor], loss: Loss) -> Tensor | None:
-        """Forward and backward of all microbatches; returns the sum of losses, detached, where the last stage is.
+    def finish(self) -> None: ...
 
-        `inputs` are all microbatches' on every rank, though only their sizes count beyond the first stage. A message
-        that fails raises RuntimeError naming its rank.
-        """
-        if not self.agreed:
-            self.boundaries.agree(self.stages, inputs[0][:1])
-            self.agreed = True
-        self._inputs, self._loss = inputs, loss
-        self._held: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # (stage, microbatch): input and output
-        self._parts: dict[tuple[int, int], list[LeftOver]] = {}  # what is left to do for the weights
-        self._losses: list[Tensor] = []
-        self.boundaries.begin(self.actions, [len(microbatch) for microbatch in inputs])
-        for action in self.actions:
-            if action.kind == "forward":
-                self._forward(action)
-            elif action.kind == "weight":
-                self._weight(action)
-            else:
-                self._backward(action)
-        self.boundaries.finish()
-        losses = self._losses
-        del self._inputs, self._loss, self._losses  # the batch, which nobody needs between two steps
-        return torch.stack(losses).sum() if losses else None
 
-    def _forward(self, action: Action) -> None:
-        stage, microbatch = action.stage, action.microbatch
-        hidden = self.boundaries.take(action).requires_grad_() if stage else self._inputs[microbatch]
-        with phase("forward", str(microbatch)):
-            output: Tensor = self.stages[stage](hidden)
-            if stage == self.last:
-                output = self._loss(microbatch, output)
-                self._losses.append(output.detach())
-        self._held[stage, microbatch] = hidden, output
-        if self.splits:
-            self._parts[stage, microbatch] = self.splits[stage].taken()
-        # Where there are parts, each outlives what is held of its microbatch.
-        self.most_in_flight = max(self.most_in_flight, len(self._parts if self.splits else self._held))
-        self.boundaries.give(action, output.detach())
+class Part:
+    """What is left to do for the weights of one layer, once the first part has come to its output."""
 
-    def _backward(self, action: Action) -> None:
-        gradient = self.boundaries.take(action) if action.stage < self.last else None
-        hidden, output = self._held.pop((action.stage, action.microbatch))
-        with phase(action.kind, str(action.microbatch)):
-            fast_backward((output,), (torch.ones_like(output) if gradient is None else gradient,))
-        if hidden.grad is not None:
-            self.boundaries.give(action, hidden.grad)
+    def __init__(self, weight: Tensor, bias: Tensor | None, inputs: Tensor) -> None:
+        self.weights = weight, bias
+        self.kept = save_for_backward(inputs.detach())
+        self.gradient: Tensor | None = None
 
-    def _weight(self, action: Action) -> None:
-        with phase("weight", str(action.microbatch)):
-            finish(self._parts.pop((action.stage, action.microbatch)))
+    def reach(self, gradients: tuple[Tensor, ...]) -> None:
+        """The first part comes to the layer's output."""
+        (self.gradient,) = gradients
+
+    def finish(self) -> None:
+        """Add dW = dYᵀ·X and the sum of dY to the weights' gradients; without a dY there is nothing to add."""
+        if self.gradient is None:
+            return
+        (weight, bias), (inputs,) = self.weights, self.kept.saved_tensors
+        rows = self.gradient.flatten(0, -2)  # [n, out]
+        product = rows.mT @ inputs.flatten(0, -2)
+        if bias is None or not bias.requires_grad:
+            fast_backward((weight,), (product,))
+        else:
+            fast_backward((weight, bias), (product, rows.sum(0)))
+
+
+class SplitBackward:
+    """Lets the linear layers of `stage` leave their weights for later: `left` has a part of each that was run."""
+
+    def __init__(self, stage: nn.Module) -> None:
+        self.left: list[LeftOver] = []
+        for module in stage.modules():
+            if type(module) is nn.Linear:  # a subclass may compute something else
+                module.forward = partial(linear, self._product, module)  # type: ignore[method-assign]
+            elif hasattr(module, "product"):
+                setattr(module, "product", self._product)  # noqa: B010  mypy takes any attribute for a parameter
+
+    def taken(self) -> list[LeftOver]:
+        """The parts of what ran since they were taken last."""
+        parts, self.left = self.left, []
+        return parts
+
+    def _product(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if not (torch.is_grad_enabled() and weight.requires_grad):
+            return F.linear(inputs, weight, bias)
+        part = Part(weight, bias, inputs)
+        self.left.append(part)
+        given = inputs if inputs.requires_grad else inputs.detach().requires_grad_()  # or the output has no graph
+        output = F.linear(given, weight.detach(), None if bias is None else bias.detach())  # [..., out]
+        node = output.grad_fn
+        assert node is not None
+        node.register_prehook(part.reach)  # behind a sleep 35 us less than a hook of the tensor
+        return output
+
+
+def linear(product: Product, layer: nn.Linear, inputs: Tensor) -> Tensor:
+    return product(inputs, layer.weight, layer.bias)
+
+
+def finish(parts: Sequence[LeftOver]) -> None:
+    """Do what is left of one backward pass, the last layer's first."""
+    for part in reversed(parts):
+        part.finish()
 
 
 # A pipeline over which gradients are summed: each stage's in the last backward pass that goes through it.

@@ -7,9 +7,8 @@ when anything is sent.
 
 A backward pass is two products: the gradient of the stage's input, which the stage before waits for, and the gradients
 of its weights, for which nobody does. gpipe, 1f1b and interleaved do both in one ("backward"), as their papers and
-Megatron do. 1f1b_split does the input's first, sends it on, and then the weights' ("input", "weight"): where a forward
-and both products take as long as each other that alone takes a third of the bubble's time, 0.200 of a step where p=4
-and m=8 had 0.273. Who puts off the weights further is in the second half of this file.
+Megatron do. Those in the second half of this file do the input's first, send it on, and put the weights' off ("input",
+"weight").
 
 All of them interleave a list of forwards and a list of backwards and differ in how many forwards run ahead:
 
@@ -18,8 +17,6 @@ All of them interleave a list of forwards and a list of backwards and differ in 
   1f1b         as few as the pipe is long behind this rank, p-1-r, and only min(m, p-r) microbatches are held for their
                backward pass (PipeDream-Flush: Narayanan et al. 2021, "Megatron-LM", section 2.2.1)
                                                                                              (p-1)/(m+p-1)
-  1f1b_split   the same order, the input's gradient sent before the weights' are computed (Qi et al. 2023, "Zero
-               Bubble", section 2)                                                           2(p-1)/(3m+2(p-1))
   interleaved  v chunks a rank, so that a microbatch reaches the last rank v times as fast   (p-1)/(v·m+p-1)
                (section 2.2.2)
 """
@@ -60,12 +57,6 @@ def one_forward_one_backward(ranks: int, microbatches: int) -> Schedule:
     return [
         _alternate(forwards, backwards, ahead=ranks - 1 - rank) for rank, (forwards, backwards) in enumerate(orders)
     ]
-
-
-def one_forward_one_backward_split(ranks: int, microbatches: int) -> Schedule:
-    """1f1b, whose rank before gets its gradient earlier: that of the input is sent before those of weights are
-    computed."""
-    return [in_two(actions) for actions in one_forward_one_backward(ranks, microbatches)]
 
 
 def interleaved(ranks: int, microbatches: int, chunks: int) -> Schedule:

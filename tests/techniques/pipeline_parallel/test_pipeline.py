@@ -52,7 +52,7 @@ def schedule_of(name: str, ranks: int, microbatches: int, chunks: int) -> Schedu
     made = {
         "gpipe": schedules.gpipe,
         "1f1b": schedules.one_forward_one_backward,
-        "1f1b_split": schedules.one_forward_one_backward_split,
+        "zb_h1": schedules.zb_h1,
     }
     return made[name](ranks, microbatches)
 
@@ -81,7 +81,7 @@ def run(group: dist.ProcessGroup, name: str, chunks: int) -> tuple[float | None,
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize(("name", "chunks"), [("gpipe", 1), ("1f1b", 1), ("1f1b_split", 1), ("interleaved", 2)])
+@pytest.mark.parametrize(("name", "chunks"), [("gpipe", 1), ("1f1b", 1), ("zb_h1", 1), ("interleaved", 2)])
 def test_stages_do_what_one_process_does(ranks: Ranks, world_size: int, name: str, chunks: int) -> None:
     dense = nn.ModuleList(layers(world_size * chunks))
     total = torch.zeros((), dtype=torch.float64)
@@ -115,7 +115,7 @@ def test_a_shape_comes_out_of_its_outline(dtype: torch.dtype) -> None:
 
 
 def phases(group: dist.ProcessGroup) -> list[tuple[str, str]]:
-    pipeline = pipeline_of(group, "1f1b_split", microbatches=2)
+    pipeline = pipeline_of(group, "zb_h1", microbatches=2)
     pipeline.step(inputs(SIZES[:2]), loss)
     with recorded() as spans:
         pipeline.step(inputs(SIZES[:2]), loss)
@@ -130,8 +130,8 @@ def test_phases_tell_what_a_rank_did(ranks: Ranks) -> None:
         ("wait", ""),
     ]  # fmt: skip
     assert last == [
-        ("receive", "0"), ("forward", "0"), ("input", "0"), ("send", "0"), ("weight", "0"),
-        ("receive", "1"), ("forward", "1"), ("input", "1"), ("send", "1"), ("weight", "1"), ("wait", ""),
+        ("receive", "0"), ("forward", "0"), ("input", "0"), ("send", "0"), ("receive", "1"), ("forward", "1"),
+        ("input", "1"), ("send", "1"), ("weight", "0"), ("weight", "1"), ("wait", ""),
     ]  # fmt: skip
 
 

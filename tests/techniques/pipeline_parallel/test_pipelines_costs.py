@@ -14,7 +14,6 @@ from distlab.techniques.pipeline_parallel.schedules import (
     gpipe,
     interleaved,
     one_forward_one_backward,
-    one_forward_one_backward_split,
     owners,
     simulate,
     zb_h1,
@@ -31,7 +30,6 @@ LASTS: dict[Kind, float] = {"forward": 1, "input": 1, "weight": 1, "backward": 2
 def test_bubble_of_the_papers() -> None:
     assert bubble(4, 8) == idle_share("1f1b", 4, 8) == idle_share("gpipe", 4, 8) == pytest.approx(3 / 11)
     assert bubble(4, 1) == idle_share("one_microbatch", 4, 1) == pytest.approx(3 / 4)  # one rank works
-    assert idle_share("1f1b_split", 4, 8) == pytest.approx(0.2)
     assert idle_share("interleaved", 4, 8, 2) == pytest.approx(3 / 19)
     assert idle_share("zb_h1", 4, 8) == pytest.approx(3 / 27)
     assert idle_share("zbv", 4, 8) == idle_share("dualpipev", 4, 8) == pytest.approx(3 / 51)
@@ -44,20 +42,11 @@ def made(ranks: int, microbatches: int, chunks: int) -> dict[str, Schedule]:
     found = {
         "gpipe": gpipe(ranks, microbatches),
         "1f1b": one_forward_one_backward(ranks, microbatches),
-        "1f1b_split": one_forward_one_backward_split(ranks, microbatches),
         "interleaved": interleaved(ranks, microbatches, chunks),
         "zb_h1": zb_h1(ranks, microbatches),
         "zbv": zbv(ranks, microbatches),
     }
     return found | ({"dualpipev": dualpipev(ranks, microbatches)} if microbatches >= 2 * ranks else {})
-
-
-@given(st.integers(2, 8), st.integers(1, 20))
-def test_a_gradient_of_an_input_that_goes_first_takes_a_third_of_the_time_of_the_bubble(
-    ranks: int, microbatches: int
-) -> None:
-    whole, split = (idle_share(name, ranks, microbatches) for name in ("1f1b", "1f1b_split"))
-    assert split / (1 - split) == pytest.approx(2 / 3 * whole / (1 - whole))  # idle beside work
 
 
 @given(st.integers(1, 8), st.integers(1, 20), st.integers(1, 4))

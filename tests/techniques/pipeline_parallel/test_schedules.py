@@ -16,7 +16,6 @@ from distlab.techniques.pipeline_parallel.schedules import (
     interleaved,
     needs,
     one_forward_one_backward,
-    one_forward_one_backward_split,
     one_microbatch,
     owners,
     simulate,
@@ -38,7 +37,6 @@ def all_schedules(ranks: int, microbatches: int, chunks: int) -> dict[str, tuple
         "one_microbatch": (one_microbatch(ranks), 1, 1),
         "gpipe": (gpipe(ranks, microbatches), microbatches, 1),
         "1f1b": (one_forward_one_backward(ranks, microbatches), microbatches, 1),
-        "1f1b_split": (one_forward_one_backward_split(ranks, microbatches), microbatches, 1),
         "interleaved": (interleaved(ranks, microbatches, chunks), microbatches, chunks),
         "zb_h1": (zb_h1(ranks, microbatches), microbatches, 1),
         "zbv": (zbv(ranks, microbatches), microbatches, 2),
@@ -111,7 +109,7 @@ def test_sends_match_receives(ranks: int, microbatches: int, chunks: int) -> Non
 @given(RANKS, MICROBATCHES)
 def test_a_pair_sends_and_receives_in_one_order(ranks: int, microbatches: int) -> None:
     """Without tags (NCCL) a pair's messages match by their order alone."""
-    for name in ("one_microbatch", "gpipe", "1f1b", "1f1b_split", "zb_h1"):
+    for name in ("one_microbatch", "gpipe", "1f1b", "zb_h1"):
         schedule, _, _ = all_schedules(ranks, microbatches, 1)[name]
         assert in_one_order(schedule), name
 
@@ -261,7 +259,7 @@ def test_simulation_waits_for_what_an_action_needs() -> None:
     ]  # fmt: skip
     assert [(span.start_s, span.end_s) for span in spans[0]] == [(0, 1), (1, 2), (4, 6), (7, 9)]
 
-    spans = simulate(one_forward_one_backward_split(2, 1), {"forward": 1, "input": 1, "weight": 1})
+    spans = simulate(zb_h1(2, 1), {"forward": 1, "input": 1, "weight": 1})
     assert [[(span.kind, span.start_s) for span in own] for own in spans] == [
         [("forward", 0), ("input", 3), ("weight", 4)], [("forward", 1), ("input", 2), ("weight", 3)]
     ]  # fmt: skip
