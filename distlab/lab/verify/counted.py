@@ -303,13 +303,6 @@ class Again(torch.autograd.Function):
 # What a strategy keeps for the backward pass of some microbatches: at most, in one step.
 
 
-def most_kept(strategy: Strategy, microbatches: list[Microbatch]) -> int:
-    """The bytes that autograd holds at most; every rank of the strategy calls it together."""
-    with SavedActivations() as saved:
-        strategy.backward(microbatches)
-    return saved.peak_bytes
-
-
 # Microbatches in flight: how many a rank of a pipeline held for what was left of their backward pass, at most.
 
 IN_FLIGHT_CONTROL = "tests/lab/verify/test_counted.py::test_too_many_in_flight_fail"

@@ -119,8 +119,3 @@ def layer_activation_bytes(
     whole, cut = 4 * itemsize + 2, 12 * itemsize  # 10 and 24: two of the numbers that stay whole are masks of a byte
     scores = (2 * itemsize + 1) * heads * seq / width if recompute == "none" else 0.0
     return tokens * width * (whole / (t if sequence_parallel else 1) + cut / t + scores / t)
-
-
-def stage_activation_bytes(layer_bytes: float, layers: float, in_flight: int, whole_layer_bytes: float = 0.0) -> float:
-    """A stage that holds `in_flight` microbatches; `whole_layer_bytes` of one layer that is recomputed."""
-    return layer_bytes * layers * in_flight + whole_layer_bytes

@@ -94,16 +94,6 @@ class Region(Protocol):
         """The sum of all ranks' `partial`, [..., D], as it lies between blocks."""
 
 
-class LocalRegion:
-    """A region of one rank whose others add nothing: nothing is sent."""
-
-    def enter(self, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    def leave(self, partial: Tensor) -> Tensor:
-        return partial
-
-
 class Whole:
     """Every rank holds all activations between the blocks: Shoeybi's f and g."""
 

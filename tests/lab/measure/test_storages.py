@@ -20,7 +20,7 @@ from distlab.lab.measure.storages import COMMUNICATION, SavedActivations
 from distlab.lab.measure.traffic import Calls
 from distlab.lab.workload.data import Batches
 from distlab.lab.workload.model import build_model
-from distlab.techniques.tensor_parallel.costs import layer_activation_bytes, stage_activation_bytes
+from distlab.techniques.tensor_parallel.costs import layer_activation_bytes
 from tests.warm_ranks import Ranks
 
 MIB = 1 << 20
@@ -279,11 +279,6 @@ def test_tensor_and_sequence_parallelism(ranks: int) -> None:
 def test_numbers_of_four_bytes_beside_masks_of_one() -> None:
     unit = 2048 * 12288
     assert layer_activation_bytes(**GPT3, itemsize=4) / unit == 66 + 9 * 16
-
-
-def test_a_stage_holds_a_layer_for_each_microbatch_in_flight_and_one_more_that_is_recomputed() -> None:
-    assert stage_activation_bytes(10.0, 4, 3) == 120
-    assert stage_activation_bytes(2.0, 4, 3, 100.0) == 124
 
 
 def kept_by_a_layer(width: int, heads: int) -> int:

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from distlab.lab.config import Config
-from distlab.lab.verify.counted import Passes, check_in_flight, check_passes, most_kept, outlined, saved, saved_bytes
-from distlab.lab.workload.data import Batches, Microbatch
+from distlab.lab.verify.counted import Passes, check_in_flight, check_passes, outlined, saved, saved_bytes
+from distlab.lab.workload.data import Batches
 from distlab.lab.workload.model import Model, build_model
 from distlab.techniques.mesh.strategy import Stacked
 from distlab.techniques.pipeline_parallel.strategy import Pipelined
@@ -100,21 +100,6 @@ def test_of_an_engine_that_does_not_count_nothing_is_claimed() -> None:
 
 
 # What a strategy keeps: the most of its microbatches, which are held one at a time.
-
-
-class Squares:
-    """Keeps its input, and the second microbatch's is twice as long."""
-
-    def backward(self, microbatches: list[Microbatch]) -> None:
-        for inputs, _, _ in microbatches:
-            inputs.square().sum().backward()
-
-
-def test_the_largest_microbatch_counts() -> None:
-    parts = [torch.ones(length, requires_grad=True) for length in (100, 200, 50)]
-    microbatches = [Microbatch(part, part, 1.0) for part in parts]
-    strategy: object = Squares()
-    assert most_kept(strategy, microbatches) == 800  # type: ignore[arg-type]
 
 
 # One process's passes: what happens in them, in which order, and what is alive then.
