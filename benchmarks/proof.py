@@ -21,7 +21,7 @@ import torch.distributed as dist
 from benchmarks.rounds import on_ranks, table
 from distlab.experiments.mesh import MODE
 from distlab.lab.config import Config
-from tests.meshes import differences as of_variants
+from tests.trained import differences as of_variants
 
 TOP = Path(__file__).parent.parent
 TARGET = 1e-12

@@ -7,6 +7,7 @@ that exist and a quick one that is not slow itself.
 
 from collections.abc import Iterable
 
+PROOF = "tests/experiments/test_proofs.py::test_n_ranks_do_what_one_process_does"
 # The beginning of the names of slow tests: the test in which the claim is held in `make test`.
 SLOW = {
     # The other notebooks.
@@ -82,29 +83,16 @@ SLOW = {
     "tests/experiments/test_compress.py::test_a_run_holds": "tests/experiments/test_compress.py::test_a_run_holds[line]",
     "tests/experiments/test_fsdp.py::test_a_run_holds": "tests/experiments/test_fsdp.py::test_a_run_holds[line]",
     "tests/experiments/test_moe.py::test_a_run_holds": "tests/experiments/test_moe.py::test_a_run_holds[drops]",
-    "tests/experiments/test_mesh.py::test_a_mesh_does_what_one_process_does[4-": (
-        "tests/experiments/test_mesh.py::test_a_mesh_does_what_one_process_does[4-pp2,tp2-names0-settings0]"
-    ),
-    "tests/experiments/test_mesh.py::test_a_mesh_does_what_one_process_does[8-": (
-        "tests/experiments/test_mesh.py::test_a_mesh_does_what_one_process_does[8-dp2,cp2,tp2-names9-settings9]"
-    ),
-    "tests/experiments/test_pp.py::test_each_mistake_is_seen_where_it_is_made_and_only_there": (
-        "tests/experiments/test_pp.py::test_each_mistake_is_seen_where_it_is_made_and_only_there[stale_activation]"
-    ),
-    "tests/experiments/test_pp.py::test_n_ranks_do_what_one_process_does": (
-        "tests/experiments/test_pp.py::test_n_ranks_do_what_one_process_does[3-gpt]"
-    ),
-    "tests/experiments/test_pp.py::test_odd_sizes_tied_weights_and_clipping": (
-        "tests/experiments/test_pp.py::test_odd_sizes_tied_weights_and_clipping[3-settings8]"
+    f"{PROOF}[mesh 4": f"{PROOF}[mesh 4 LAB_MESH=pp2,tp2 LAB_OPTIMIZER=adamw LAB_TIE=1 LAB_CLIP=0.05]",
+    f"{PROOF}[mesh 8": f"{PROOF}[mesh 6 LAB_MESH=pp2,cp3 LAB_OPTIMIZER=adamw LAB_TIE=1 LAB_CLIP=0.05]",
+    f"{PROOF}[pp ": f"{PROOF}[pp 3]",
+    f"{PROOF}[tp 4": f"{PROOF}[tp 3]",
+    f"{PROOF}[tp 8": f"{PROOF}[tp 3]",
+    "tests/experiments/test_proofs.py::test_each_mistake_is_seen_where_it_is_made_and_only_there[pp-": (
+        "tests/experiments/test_proofs.py::test_each_mistake_is_seen_where_it_is_made_and_only_there[pp-stale_activation]"
     ),
     "tests/experiments/test_server.py::test_every_world_comes_to_a_verdict": (
         "tests/experiments/test_server.py::test_every_world_comes_to_a_verdict[3-settings3]"
-    ),
-    "tests/experiments/test_tp.py::test_n_ranks_do_what_one_process_does[4-": (
-        "tests/experiments/test_tp.py::test_n_ranks_do_what_one_process_does[3-settings7]"
-    ),
-    "tests/experiments/test_tp.py::test_n_ranks_do_what_one_process_does[8-": (
-        "tests/experiments/test_tp.py::test_n_ranks_do_what_one_process_does[3-settings7]"
     ),
     "tests/tools/prove/test_bugs.py::test_a_right_file_is_left_alone": (
         "tests/tools/prove/test_bugs.py::test_a_right_file_is_left_alone[by_hand-3]"

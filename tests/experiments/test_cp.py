@@ -1,96 +1,29 @@
-"""Every context-parallel variant against one process in float64, what it sends, keeps and computes, and each mistake
-seen."""
-
-from typing import Any
+"""What is special in context parallelism: who attends to what, in which order, and beside data parallelism."""
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from distlab.experiments.cp import MODE
-from distlab.experiments.cp.bugs import mistake as MISTAKES
 from distlab.experiments.cp.checks import COMPUTE, RECEIVE, Kernels, busiest, expected_order, predicted_share, tolerance
 from distlab.experiments.cp.predictions import BY_HAND, NO_PATH
-from distlab.lab.config import Config, ConfigError
-from distlab.lab.measure.traffic import Calls
-from distlab.lab.rank.preflight import refuse
-from distlab.lab.workload.data import Batches
+from distlab.lab.config import Config
 from distlab.lab.workload.model import build_model
 from distlab.lab.workload.reference import train
 from distlab.techniques.context_parallel.ring import RingAttention
 from distlab.techniques.context_parallel.strategy import ContextParallel, contiguous, zigzag
 from distlab.techniques.context_parallel.ulysses import UlyssesAttention
 from distlab.techniques.mesh.grid import Mesh
-from tests.labs import Runs, built, failed
+from tests.experiments.test_proofs import SENT, SMALL, Case, label
+from tests.labs import Runs, failed
+from tests.trained import TOLERANCE, batches_of, dealt, strategy_of
 from tests.warm_ranks import Ranks
-
-SMALL = {
-    "RUN_MODE": "cp", "LAB_WIDTH": "12", "LAB_DEPTH": "2", "LAB_HEADS": "6", "LAB_SEQ": "7", "LAB_BATCH": "3",
-}  # fmt: skip
-TOLERANCE = 1e-12
-KINDS = ("gradients", "weights")
 
 pytestmark = pytest.mark.timeout(120)
 
 
 def config_of(world_size: int, **settings: str) -> Config:
-    return Config.read(SMALL | {"WORLD_SIZE": str(world_size)} | settings)
-
-
-def batches_of(config: Config, *, proof: bool = True) -> Batches:
-    dtype = torch.float64 if proof else getattr(torch, config.dtype)
-    return Batches(config, proof=proof, device=torch.device("cpu"), dtype=dtype)
-
-
-def able(config: Config) -> list[str]:
-    return [name for name in MODE.names if name not in MODE.cannot(config)]
-
-
-def strategy_of(name: str, group: dist.ProcessGroup, config: Config, dtype: torch.dtype = torch.float64) -> Any:
-    return built(MODE, name, build_model(config, config.seed).to(dtype), group, config)
-
-
-# --- the proof ---
-
-
-def differences(group: dist.ProcessGroup, config: Config) -> dict[str, dict[str, float]]:
-    """For each variant the worst difference to one process over two steps."""
-    plain = config.model_copy(update={"bug": None})
-    dense = list(train(build_model(config, config.seed).double(), batches_of(plain), plain, 2))
-    found = {}
-    for name in able(config):
-        strategy, worst = strategy_of(name, group, config), dict.fromkeys(("losses", *KINDS), 0.0)
-        for step, snapshot in enumerate(dense):
-            loss: Tensor = strategy.backward(batches_of(config).dealt(step, 0, 1)).clone()
-            dist.all_reduce(loss, group=group)
-            worst["losses"] = max(worst["losses"], abs(loss.item() - snapshot.loss))
-            strategy.update()
-            for kind in KINDS:
-                tensors, wanted = dict(strategy.full(kind)), getattr(snapshot, kind)
-                assert set(tensors) == set(wanted)
-                apart = [(tensors[label] - wanted[label]).abs().max().item() for label in wanted]
-                worst[kind] = max(worst[kind], *apart)
-        found[name] = worst
-    return found
-
-
-@pytest.mark.parametrize(
-    ("world_size", "settings"),
-    [
-        (1, {}),
-        (2, {"LAB_SEQ": "8"}),  # torch_ring, too
-        (3, {"LAB_CLIP": "0.1", "LAB_OPTIMIZER": "adamw"}),
-        (3, {"LAB_MICROBATCHES": "2", "LAB_TIE": "1"}),
-        (4, {"LAB_SEQ": "13", "LAB_HEADS": "3"}),  # a rank without a head
-        (5, {"LAB_SEQ": "3", "LAB_BATCH": "1"}),  # ranks without a position
-    ],
-)
-def test_n_ranks_do_what_one_process_does(ranks: Ranks, world_size: int, settings: dict[str, str]) -> None:
-    for of_rank in ranks(world_size, differences, config_of(world_size, **settings)):
-        assert set(BY_HAND) <= set(of_rank)
-        for name, worst in of_rank.items():
-            assert max(worst.values()) <= TOLERANCE, (name, worst)
+    return Config.read(SMALL["cp"] | {"RUN_MODE": "cp", "WORLD_SIZE": str(world_size)} | settings)
 
 
 def beside_data_parallelism(group: dist.ProcessGroup, config: Config, name: str) -> float:
@@ -112,50 +45,27 @@ def test_it_stacks_with_data_parallelism(ranks: Ranks, name: str) -> None:
     assert max(ranks(4, beside_data_parallelism, config_of(4), name)) <= TOLERANCE
 
 
-@pytest.mark.parametrize("bug", [name for name, each in MISTAKES.items() if each.check in ("losses", "gradients")])
-def test_each_mistake_is_seen_where_it_is_made_and_only_there(ranks: Ranks, bug: str) -> None:
-    found = ranks(3, differences, config_of(3, LAB_BUG=bug))
-    makers = MISTAKES[bug].where.variants
-    for name in found[0]:
-        worst = max(of_rank[name][MISTAKES[bug].check] for of_rank in found)
-        assert worst > 1e-9 if name in makers else worst <= TOLERANCE, (name, worst)
-
-
 # --- what is sent, and what is computed ---
 
 
-def counted(group: dist.ProcessGroup, config: Config) -> dict[str, tuple[float, float, int, list[str]]]:
-    """Of each variant: bytes and calls of a step, pairs, and the order of receives and kernels."""
+def attended(group: dist.ProcessGroup, config: Config) -> dict[str, tuple[int, list[str]]]:
+    """Of each variant pairs, and the order of receives and kernels."""
     found = {}
     for name in BY_HAND:
-        strategy = strategy_of(name, group, config, getattr(torch, config.dtype))
-        microbatches, seen = batches_of(config, proof=False).dealt(0, 0, 1), Kernels()
-        with Calls() as calls, seen:
+        strategy, seen = strategy_of(name, group, config, getattr(torch, config.dtype)), Kernels()
+        microbatches = dealt(config, group, 0, proof=False)
+        with seen:
             strategy.backward(microbatches)
-        ops = calls.ops()
-        found[name] = sum(op.called_bytes for op in ops), sum(op.calls for op in ops), seen.pairs, seen.order
+        found[name] = seen.pairs, seen.order
     return found
 
 
-@pytest.mark.parametrize(
-    ("world_size", "settings"),
-    [
-        (1, {}),
-        (2, {"LAB_CLIP": "1", "LAB_SEQ": "8"}),
-        (3, {"LAB_MICROBATCHES": "2", "LAB_DTYPE": "bfloat16"}),
-        (4, {"LAB_SEQ": "3", "LAB_DTYPE": "float64", "LAB_TIE": "1"}),  # a rank without a position
-        (4, {"LAB_HEADS": "3", "LAB_SEQ": "9"}),
-    ],
-)
-def test_what_is_predicted_is_what_is_counted(ranks: Ranks, world_size: int, settings: dict[str, str]) -> None:
-    config = config_of(world_size, **settings)
-    predictions = {(each.variant, each.name): each for each in MODE.predict(config)}
-    for rank, found in enumerate(ranks(world_size, counted, config)):
-        for name, (nbytes, calls, pairs, order) in found.items():
-            assert predictions[name, "wire bytes"].value[rank] == pytest.approx(nbytes, rel=1e-12), (rank, name)
-            assert predictions[name, "calls"].value[rank] == calls, (rank, name)
-            wanted = 2 * config.batch * config.depth * predicted_share(name, config).pairs[rank]
-            assert wanted == pairs, (rank, name)
+@pytest.mark.parametrize("case", [case for case in SENT if case.mode == "cp"], ids=label)
+def test_what_is_attended_to_is_what_is_predicted(ranks: Ranks, case: Case) -> None:
+    config = config_of(case.world_size, **case.settings)
+    for rank, found in enumerate(ranks(case.world_size, attended, config)):
+        for name, (pairs, order) in found.items():
+            assert pairs == 2 * config.batch * config.depth * predicted_share(name, config).pairs[rank], (rank, name)
             if name in ("ring", "zigzag", "shift"):
                 assert expected_order(name, config, rank) == order, (rank, name)
 
@@ -227,33 +137,11 @@ def test_what_a_small_model_keeps_is_predicted_with_its_positions(runs: Runs) ->
 # --- what cannot run ---
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"LAB_MODEL": "mlp"}, "LAB_MODEL=mlp has no sequence to share out, allowed: gpt"),
-        ({"LAB_MODEL": "mine/own.py:model"}, "is cut by no rule that the lab knows"),
-        ({"LAB_MICROBATCHES": "4"}, "LAB_MICROBATCHES=4 is more than the 3 samples"),
-        ({"LAB_RECOMPUTE": "1"}, "LAB_RECOMPUTE=1 is not possible in cp"),
-        ({"LAB_VARIANT": "torch_ring"}, "LAB_SEQ=7 is not a multiple of 4"),
-        ({"LAB_VARIANT": "context_parallel"}, "does not have a sharding strategy"),
-        ({"LAB_BUG": "unfolded"}, "LAB_SEQ=7: it takes 8 positions a rank"),
-        ({"LAB_BUG": "no_lse", "LAB_SEQ": "3"}, "LAB_SEQ=3: it takes 4 positions"),
-        ({"LAB_DEVICE": "cuda", "LAB_BACKEND": "gloo"}, "LAB_BACKEND=gloo sends no keys that live on a GPU"),
-        ({"LAB_BUG": "by_arrival"}, "any more: LAB_BUG=local_positions in ulysses"),
-    ],
-)
-def test_what_cannot_run_is_refused_in_a_sentence(settings: dict[str, str], words: str) -> None:
-    config = config_of(2, **settings)
-    with pytest.raises(ConfigError) as error:
-        refuse(config, MODE.mistaken(config.bug))
-    assert words in " ".join(error.value.faults)
-
-
 def said(group: dist.ProcessGroup, config: Config) -> str:
     """What PyTorch says of its own on this machine."""
     strategy = strategy_of("context_parallel", group, config, torch.float32)
     try:
-        strategy.backward(batches_of(config, proof=False).dealt(0, 0, 1))
+        strategy.backward(dealt(config, group, 0, proof=False))
     except Exception as error:
         return str(error)
     return ""

@@ -1,7 +1,5 @@
-"""Every data-parallel variant against one process in float64, its calls, and each classic mistake seen."""
+"""What is special in data parallelism: wrong dealing, what stands in memory, a slow link and a slow rank."""
 
-import gc
-import weakref
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
@@ -15,115 +13,27 @@ from distlab.contract import Instead, Mistake
 from distlab.experiments import dp
 from distlab.experiments.dp.checks import MeansOfShards, NoSampler, NoSetEpoch
 from distlab.experiments.dp.predictions import gradient_bytes, predict
-from distlab.lab.config import Config, ConfigError
+from distlab.lab.config import Config
 from distlab.lab.measure.memory import MemoryLedger
 from distlab.lab.measure.traffic import Calls
-from distlab.lab.rank.preflight import refuse
 from distlab.lab.report.reading import from_line
 from distlab.lab.report.records import Profile, Said
 from distlab.lab.report.verdict import judge
 from distlab.lab.workload.data import Batches
 from distlab.lab.workload.model import build_model, outline
-from distlab.lab.workload.reference import train
 from distlab.techniques.data_parallel.buckets import GradientBuckets
+from tests.experiments.test_proofs import SMALL
 from tests.labs import TINY, built, failed, one_rank, run_experiment
+from tests.trained import dealt, differences
 from tests.warm_ranks import Ranks
 
 VARIANTS = ("per_parameter", "flat", "bucketed", "ring", "ddp")
-SMALL = {
-    "LAB_WIDTH": "8",
-    "LAB_DEPTH": "2",
-    "LAB_HEADS": "2",
-    "LAB_SEQ": "6",
-    "LAB_BATCH": "9",
-    "LAB_BUCKET_MIB": "0.004",
-}
-TOLERANCE = 1e-12
 
 pytestmark = pytest.mark.timeout(120)
 
 
 def config_of(world_size: int, **settings: str) -> Config:
-    return Config.read(SMALL | {"WORLD_SIZE": str(world_size)} | settings)
-
-
-def batches_of(config: Config) -> Batches:
-    return Batches(config, proof=True, device=torch.device("cpu"), dtype=torch.float64)
-
-
-def differences(
-    group: dist.ProcessGroup, config: Config, names: tuple[str, ...] = VARIANTS, steps: int = 3
-) -> dict[str, dict[str, float]]:
-    """For each variant the worst difference to one process, of each kind, and between replicas."""
-    mode = dp.MODE.mistaken(config.bug)
-    batches = mode.batches(config, proof=True, device=torch.device("cpu"), dtype=torch.float64)
-    dense = list(train(build_model(config, config.seed).double(), batches_of(config), config, steps))
-    found = {}
-    for name in names:
-        strategy = built(dp.MODE, name, build_model(config, config.seed).double(), group, config)
-        worst = dict.fromkeys(("losses", "gradients", "weights", "optimizer"), 0.0)
-        for step, snapshot in enumerate(dense):
-            loss = strategy.backward(batches.dealt(step, group.rank(), group.size()))
-            dist.all_reduce(loss, group=group)
-            worst["losses"] = max(worst["losses"], abs(loss.item() - snapshot.loss))
-            strategy.update()
-            for kind in ("gradients", "weights", "optimizer"):
-                tensors, wanted = dict(strategy.full(kind)), getattr(snapshot, kind)
-                assert set(tensors) == set(wanted)
-                worst[kind] = max([worst[kind], *((tensors[key] - wanted[key]).abs().max().item() for key in wanted)])
-        weights = torch.cat([tensor.flatten() for _, tensor in strategy.full("weights")])
-        first = weights.clone()
-        dist.broadcast(first, group=group, group_src=0)
-        found[name] = worst | {"replicas": (weights - first).abs().max().item()}
-    return found
-
-
-@pytest.mark.parametrize(
-    ("world_size", "settings"),
-    [
-        (1, {}),
-        (2, {}),
-        (3, {}),  # 9 samples would be 3 each: the proof makes them 4, 1, 4
-        (4, {}),
-        (4, {"LAB_BATCH": "4"}),  # one sample a rank
-        (3, {"LAB_MICROBATCHES": "3"}),
-        (2, {"LAB_MICROBATCHES": "2", "LAB_CLIP": "0.01"}),
-        (3, {"LAB_OPTIMIZER": "adamw", "LAB_CLIP": "0.5"}),
-        (3, {"LAB_TIE": "1"}),
-        (4, {"LAB_MODEL": "mlp"}),
-        (4, {"LAB_MODEL": "line", "LAB_BATCH": "32"}),
-    ],
-)
-def test_n_ranks_do_what_one_process_does(ranks: Ranks, world_size: int, settings: dict[str, str]) -> None:
-    for of_rank in ranks(world_size, differences, config_of(world_size, **settings)):
-        for name, worst in of_rank.items():
-            replicas = worst.pop("replicas")
-            assert replicas == 0.0, name
-            assert max(worst.values()) <= TOLERANCE, (name, worst)
-
-
-@pytest.mark.parametrize(
-    ("bug", "affected", "check", "world_size"),
-    [
-        ("means_of_shards", VARIANTS, "gradients", 3),
-        ("no_sampler", VARIANTS, "gradients", 3),
-        ("no_set_epoch", VARIANTS, "losses", 2),
-        ("unwrapped_forward", ("ddp",), "replicas", 2),
-        ("stale_bucket", ("flat", "bucketed", "ring"), "gradients", 1),
-        ("stale_bucket", ("flat", "bucketed", "ring"), "gradients", 3),
-        ("hook_race", ("bucketed", "ring"), "gradients", 2),
-        ("no_broadcast", VARIANTS, "replicas", 2),
-    ],
-)
-def test_each_mistake_is_seen_where_it_is_made_and_only_there(
-    ranks: Ranks, bug: str, affected: tuple[str, ...], check: str, world_size: int
-) -> None:
-    every_rank = ranks(world_size, differences, config_of(world_size, LAB_BUG=bug))
-    for name in VARIANTS:
-        seen = max(of_rank[name][check] for of_rank in every_rank) > 1e-6
-        assert seen == (name in affected), (name, every_rank[0][name])
-    if bug not in ("no_sampler", "no_set_epoch"):
-        assert dp.MODE.mistakes[bug].check == check
+    return Config.read(SMALL["dp"] | {"WORLD_SIZE": str(world_size)} | settings)
 
 
 def wrong_batches(dealing: type[Batches]) -> Batches:
@@ -159,28 +69,11 @@ def test_hook_race_is_wrong_the_same_way_each_time(ranks: Ranks) -> None:
     assert first == second
 
 
-def calls(group: dist.ProcessGroup, config: Config) -> dict[str, int]:
-    counted = {}
-    batches = batches_of(config)
-    for name in VARIANTS:
-        strategy = built(dp.MODE, name, build_model(config, 1).double(), group, config)
-        for step in range(2):  # DDP lays its buckets out anew after the first step
-            with Calls() as seen:
-                strategy.backward(batches.dealt(step, group.rank(), group.size()))
-                strategy.update()
-        counted[name] = sum(op.calls for op in seen.ops())
-    return counted
-
-
-@pytest.mark.parametrize("microbatches", ["1", "2"])
-def test_number_of_collectives_is_as_predicted_however_many_microbatches(ranks: Ranks, microbatches: str) -> None:
-    config = config_of(2, LAB_MICROBATCHES=microbatches, LAB_DTYPE="float64")
+def test_number_of_collectives_is_that_of_parameters_and_buckets() -> None:
+    config = config_of(2, LAB_DTYPE="float64")
     predicted = {p.variant: p.calls for p in predict(config) if p.name == "wire bytes"}
     assert predicted["per_parameter"] == len(list(outline(config).parameters()))
     assert predicted["flat"] == 1 < predicted["bucketed"] < predicted["per_parameter"]
-    for counted in ranks(2, calls, config):
-        for name in ("per_parameter", "flat", "bucketed", "ring"):
-            assert counted[name] == predicted[name], name
 
 
 def test_predicted_bytes_stay_under_twice_the_gradients() -> None:
@@ -262,53 +155,6 @@ def test_bytes_that_stay_and_should_not_fail_the_run(ranks: Ranks, tmp_path: Pat
     assert run["variants"][0]["rest_by_class"][0]["activations"] > 0
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"LAB_BATCH": "3"}, "LAB_BATCH=3 is smaller than WORLD_SIZE=4"),
-        ({"LAB_HEADS": "3"}, "LAB_WIDTH=8 is not a multiple of LAB_HEADS=3"),
-        ({"LAB_MICROBATCHES": "3"}, "LAB_MICROBATCHES=3 is more than the 2 samples"),
-        ({"LAB_TEXT": "/nowhere"}, "LAB_TEXT='/nowhere' does not exist"),
-        ({"LAB_VARIANT": "means"}, "LAB_BUG=means_of_shards averages the means of uneven shards"),
-        ({"LAB_VARIANT": "coordinator"}, "RUN_MODE=server LAB_VARIANT=sync collects sums and counts"),
-        ({"LAB_BUG": "hook_race", "LAB_VARIANT": "per_parameter,ddp"}, "it takes bucketed or ring"),
-        ({"LAB_BUG": "means_of_shards", "LAB_BATCH": "4"}, "shards must differ in size"),
-        ({"LAB_BUG": "no_sampler", "WORLD_SIZE": "1"}, "it takes 2 ranks"),
-        ({"LAB_BUG": "no_broadcast", "LAB_MODEL": "line"}, "all its ranks begin at zero"),
-        ({"LAB_BUG": "no_set_epoch", "LAB_MODEL": "line"}, "its batch is the whole data set"),
-        ({"LAB_BUG": "stale_bucket", "LAB_PROOF": "0"}, "nothing is compared"),
-    ],
-)
-def test_what_cannot_run_is_refused_in_one_sentence(settings: dict[str, str], words: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        refuse(config_of(4, **settings), dp.MODE)
-    (sentence,) = refused.value.faults
-    assert words in sentence
-
-
-def test_defaults_are_refused_nowhere() -> None:
-    for world_size in range(1, 9):
-        for model in ("gpt", "mlp", "line"):
-            refuse(Config.read({"WORLD_SIZE": str(world_size), "LAB_MODEL": model}), dp.MODE)
-
-
-def left_alive(group: dist.ProcessGroup, config: Config, name: str) -> int:
-    """Parameters that are still there after a variant has trained and is gone."""
-    model = build_model(config, config.seed).double()
-    strategy = built(dp.MODE, name, model, group, config)
-    strategy.backward(batches_of(config).dealt(0, group.rank(), group.size()))
-    strategy.update()
-    parameters = [weakref.ref(parameter) for parameter in model.parameters()]
-    del model, strategy
-    gc.collect()
-    return sum(parameter() is not None for parameter in parameters)
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_a_variant_that_is_gone_leaves_no_memory(ranks: Ranks, name: str) -> None:
-    assert ranks(2, left_alive, config_of(2), name) == [0, 0]
-
-
 # --- on a slow link ---
 
 
@@ -317,7 +163,7 @@ def swapped(group: dist.ProcessGroup, rate: str | None) -> list[tuple[str, float
     config = config_of(group.size(), LAB_DTYPE="float64", **({"LAB_NET_RATE": rate} if rate else {}))
     strategy = built(dp.MODE, "bucketed", build_model(config, 1).double(), group, config)
     with Calls() as seen:
-        strategy.backward(batches_of(config).dealt(0, group.rank(), group.size()))
+        strategy.backward(dealt(config, group, 0))
     return [(op.op, op.calls) for op in seen.ops()]
 
 

@@ -8,11 +8,10 @@ import torch.distributed as dist
 
 from distlab.experiments.fsdp import MODE
 from distlab.experiments.fsdp.predictions import at_rest, published, units
-from distlab.lab.config import Config, ConfigError
-from distlab.lab.rank.preflight import refuse
+from distlab.lab.config import Config
 from distlab.lab.workload.data import Batches
 from distlab.lab.workload.model import build_model, outline
-from tests.labs import TINY, built, copy_state, failed, run_experiment
+from tests.labs import TINY, built, failed, run_experiment
 from tests.warm_ranks import Ranks
 
 OURS = ("dp", "zero3_blocking", "zero1", "zero2", "zero3")
@@ -119,54 +118,6 @@ def test_a_tied_end_is_one_unit() -> None:
     apart, tied = units(config_of(2)), units(config_of(2, LAB_TIE="1"))
     assert len(tied) == len(apart) - 1
     assert sum(tied) == outline(config_of(2, LAB_TIE="1")).num_parameters()
-
-
-# --- what is refused ---
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"LAB_VARIANT": "zero3_kept"}, "any more: LAB_VARIANT=zero3 with LAB_RECOMPUTE=0"),
-        ({"LAB_BUG": "per_rank_norm"}, "LAB_CLIP unset"),
-        ({"LAB_BUG": "per_rank_norm", "LAB_CLIP": "1", "WORLD_SIZE": "1"}, "WORLD_SIZE=1"),
-        ({"LAB_BUG": "save_without_barrier"}, "LAB_CHECKPOINT_EVERY unset"),
-        ({"LAB_BUG": "resume_repeats_epoch", "LAB_CHECKPOINT_EVERY": "9"}, "above LAB_STEPS"),
-        ({"LAB_BUG": "resume_repeats_epoch", "LAB_CHECKPOINT_EVERY": "2", "LAB_MODEL": "line"}, "one batch"),
-        ({"LAB_BUG": "lost_shard_tail", "WORLD_SIZE": "2"}, "divides evenly"),
-        ({"LAB_BUG": "stale_gather", "LAB_VARIANT": "zero1"}, "it takes zero3"),
-        ({"LAB_BUG": "stale_gather", "LAB_PROOF": "0"}, "LAB_PROOF=0"),
-    ],
-)
-def test_what_cannot_be_run_or_seen_is_refused(settings: dict[str, str], words: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        refuse(config_of(3, **settings), MODE)
-    (sentence,) = refused.value.faults
-    assert words in sentence
-
-
-# --- a strategy by itself ---
-
-
-def resumed(group: dist.ProcessGroup, config: Config, name: str) -> bool:
-    """Whether a fresh strategy goes on, to the bit, from what another one saved."""
-    batches = Batches(config, proof=True, device=torch.device("cpu"), dtype=torch.float64)
-    first, second = (built(MODE, name, build_model(config, seed).double(), group, config) for seed in (1, 2))
-    parts = [batches.dealt(step, group.rank(), group.size()) for step in range(2)]
-    first.backward(parts[0])
-    first.update()
-    copy_state(first.state_dict(), state := second.state_dict())
-    second.load_state_dict(state)
-    for strategy in (first, second):
-        strategy.backward(parts[1])
-        strategy.update()
-    one, other = (dict(strategy.full("weights")) for strategy in (first, second))
-    return set(one) == set(other) and all(torch.equal(one[key], other[key]) for key in one)
-
-
-@pytest.mark.parametrize("name", [*OURS, "fsdp2"])
-def test_a_rank_goes_on_from_what_it_saved(ranks: Ranks, name: str) -> None:
-    assert ranks(3, resumed, config_of(3, LAB_OPTIMIZER="adamw", LAB_TIE="1"), name) == [True] * 3
 
 
 def whole_at_once(group: dist.ProcessGroup, config: Config) -> tuple[set[int], int, int]:

@@ -1,4 +1,4 @@
-"""Products of axes against one process in float64, what a mesh predicts and refuses, and what makes its checks fail."""
+"""What is special in a mesh: its one norm, checkpoints between products of axes, the layout on paper, and LAB_MESH."""
 
 import math
 from pathlib import Path
@@ -17,57 +17,16 @@ from distlab.lab.config import Config
 from distlab.lab.measure.traffic import CalledOp, Traffic
 from distlab.lab.workload.model import build_model, outline
 from distlab.lab.workload.reference import train
+from tests.experiments.test_proofs import SMALL, TUNED
 from tests.labs import built
-from tests.meshes import batches_of, differences, farthest
+from tests.trained import TOLERANCE, batches_of, farthest
 from tests.warm_ranks import Ranks
-
-ODD = {
-    "RUN_MODE": "mesh", "LAB_WIDTH": "15", "LAB_HEADS": "5", "LAB_DEPTH": "5", "LAB_SEQ": "7", "LAB_BATCH": "13",
-    "LAB_MICROBATCHES": "3", "LAB_BUCKET_MIB": "0.005",
-}  # fmt: skip
-TUNED = {"LAB_TIE": "1", "LAB_CLIP": "0.05", "LAB_OPTIMIZER": "adamw"}
-TOLERANCE = 1e-12
 
 pytestmark = pytest.mark.timeout(180)
 
 
 def config_of(world_size: int, mesh: str, **settings: str) -> Config:
-    return Config.read(ODD | {"WORLD_SIZE": str(world_size), "LAB_MESH": mesh} | settings)
-
-
-def proven(world_size: int, mesh: str, **settings: str) -> Config:
-    """Five blocks for stages to share out, and two where there are none: a first, a last, and one gathered ahead."""
-    return config_of(world_size, mesh, **({} if "pp" in mesh else {"LAB_DEPTH": "2"}) | settings)
-
-
-# --- the proof ---
-
-
-@pytest.mark.parametrize(
-    ("world_size", "mesh", "names", "settings"),
-    [
-        (4, "pp2,tp2", ("1f1b", "sequence", "zero2"), TUNED),
-        (4, "dp2,tp2", ("1f1b", "sequence", "zero3"), TUNED | {"LAB_RECOMPUTE": "1"}),
-        (6, "tp1,dp2,pp3", ("1f1b", "zero1", "zero2", "zero3"), TUNED),
-        (8, "dp2,tp2,pp2", ("zero1", "zero3"), TUNED),
-        (3, "tp3", ("1f1b", "sequence"), {}),
-        (4, "dp2,pp2", ("1f1b", "zero2"), {"LAB_MODEL": "mlp"}),
-        (4, "cp2,tp2", ("sequence", "zero2", "ulysses"), TUNED),
-        (4, "cp2,dp2", ("1f1b", "zero1", "zero3", "ulysses"), TUNED | {"LAB_RECOMPUTE": "1"}),
-        (6, "pp2,cp3", ("1f1b",), TUNED),
-        (8, "dp2,cp2,tp2", ("sequence", "ulysses"), TUNED),
-        (4, "pp2,tp2", ("1f1b", "sequence"), {"LAB_DROPOUT": "0.3"}),
-        (4, "cp2,tp2", ("sequence", "zero3"), {"LAB_DROPOUT": "0.3", "LAB_RECOMPUTE": "1"}),
-        (2, "dp2", ("1f1b",), {"LAB_DROPOUT": "0.3", "LAB_MODEL": "mlp"}),
-    ],
-)
-def test_a_mesh_does_what_one_process_does(
-    ranks: Ranks, world_size: int, mesh: str, names: tuple[str, ...], settings: dict[str, str]
-) -> None:
-    found, *_ = ranks(world_size, differences, proven(world_size, mesh, **settings), names)
-    assert list(found) == list(names)
-    for name, worst in found.items():
-        assert max(worst.values()) <= TOLERANCE, (name, worst)
+    return Config.read(SMALL["mesh"] | {"RUN_MODE": "mesh", "WORLD_SIZE": str(world_size), "LAB_MESH": mesh} | settings)
 
 
 def norms(group: dist.ProcessGroup, config: Config, names: tuple[str, ...]) -> dict[str, float]:
@@ -220,22 +179,6 @@ def test_what_is_no_grid_is_refused_in_a_sentence(mesh: str, fault: str) -> None
     found = misfit(mesh, 8)
     assert len(found) == bool(fault)
     assert all(fault in sentence and "LAB_MESH=" in sentence for sentence in found)
-
-
-@pytest.mark.parametrize(
-    ("settings", "fault"),
-    [
-        ({"LAB_MODEL": "line"}, "cannot be cut along three axes"),
-        ({"LAB_MESH": "tp8", "LAB_HEADS": "5"}, "LAB_HEADS=5 cannot be sliced over tp 8"),
-        ({"LAB_MESH": "cp8"}, "LAB_SEQ=7 positions are fewer than cp 8 ranks"),
-        ({"LAB_MESH": "cp8", "LAB_MODEL": "mlp"}, "has no positions to share out"),
-        ({"LAB_MESH": "pp8"}, "LAB_DEPTH=5 layers are fewer than pp 8 stages"),
-        ({"LAB_MESH": "dp8", "LAB_BATCH": "6"}, "LAB_BATCH=6 is smaller"),
-    ],
-)
-def test_what_an_axis_cannot_take_is_refused(settings: dict[str, str], fault: str) -> None:
-    found = MODE.refuse(config_of(8, settings.pop("LAB_MESH", ""), **settings))
-    assert any(fault in sentence for sentence in found), found
 
 
 def test_what_cannot_run_says_why() -> None:

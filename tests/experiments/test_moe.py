@@ -37,12 +37,11 @@ from distlab.experiments.moe.predictions import (
     travels,
 )
 from distlab.lab.config import Config, ConfigError
-from distlab.lab.rank.preflight import refuse
 from distlab.lab.report.records import Chart, Check, Table, select
 from distlab.lab.workload.data import Batches
 from distlab.lab.workload.model import outline
 from distlab.techniques.expert_parallel.layer import Placement, Routed
-from tests.labs import TINY, built, copy_state, failed, run_experiment
+from tests.labs import TINY, built, failed, run_experiment
 from tests.warm_ranks import Ranks
 
 pytestmark = pytest.mark.timeout(120)
@@ -123,27 +122,6 @@ def strategy_of(name: str, group: dist.ProcessGroup, config: Config, routes: Rou
 
 def batches_of(config: Config) -> Batches:
     return Batches(config, proof=True, device=torch.device("cpu"), dtype=torch.float64)
-
-
-def resumed(group: dist.ProcessGroup, config: Config, name: str) -> bool:
-    batches = batches_of(config)
-    strategies = [strategy_of(name, group, config) for _ in range(2)]
-    mine = group.rank(), group.size()
-    strategies[0].backward(batches.dealt(0, *mine))
-    strategies[0].update()
-    copy_state(strategies[0].state_dict(), state := strategies[1].state_dict())
-    strategies[1].load_state_dict(state)
-    for strategy in strategies:
-        strategy.backward(batches.dealt(1, *mine))
-        strategy.update()
-    pairs = zip(*(strategy.model.parameters() for strategy in strategies), strict=True)
-    return all(torch.equal(one, other) for one, other in pairs)
-
-
-@pytest.mark.parametrize(("world_size", "name"), [(4, "ep_dp"), (4, "ep_tp"), (3, "ep"), (8, "ep_dp_tp")])
-def test_a_state_that_was_saved_goes_on_alike(ranks: Ranks, world_size: int, name: str) -> None:
-    config = config_of(world_size, LAB_OPTIMIZER="adamw", LAB_EXPERTS="2", LAB_MODEL="mlp")
-    assert ranks(world_size, resumed, config, name) == [True] * world_size
 
 
 # --- what is claimed ---
@@ -347,39 +325,6 @@ def test_balance_is_a_loss_or_nothing() -> None:
     assert [mixing(config_of(2, LAB_BALANCE=name)).balance for name in ("loss", "none")] == [0.01, 0.0]
     with pytest.raises(ConfigError, match="LAB_BALANCE='bias'"):
         config_of(2, LAB_BALANCE="bias")
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"LAB_MODEL": "line"}, "LAB_MODEL='line' has no MLP of the lab's for experts to replace"),
-        ({"LAB_TOP_K": "9"}, "LAB_TOP_K=9 is more than LAB_EXPERTS=8, allowed: 1 to 8"),
-        ({"LAB_MICROBATCHES": "5"}, "LAB_MICROBATCHES=5 is more than the 4 samples of a rank"),
-        ({"LAB_BATCH": "3"}, "LAB_BATCH=3 is smaller than WORLD_SIZE=4"),
-        ({"LAB_VARIANT": "ep_dp", "WORLD_SIZE": "3"}, "WORLD_SIZE=3 is no product of 2 factors"),
-        ({"LAB_VARIANT": "ep_dp_tp"}, "WORLD_SIZE=4 is no product of 3 factors"),
-        ({"LAB_VARIANT": "ep_tp", "LAB_MESH": "dp2,ep2"}, "LAB_MESH=dp2,ep2 is another grid than it takes: ep and tp of two"),
-        ({"LAB_MESH": "pp2,ep2"}, "pp and cp are axes of RUN_MODE=mesh"),
-        ({"LAB_VARIANT": "ep", "LAB_DEVICE": "cuda"}, "gloo sends no rows that live on a GPU"),
-        ({"LAB_BUG": "gate_over_itself"}, "LAB_TOP_K=2: it takes 1"),
-        ({"LAB_BUG": "bias_apart"}, "any more: no bias balances the choice any more; LAB_BUG=copies_apart"),
-        ({"LAB_BUG": "local_capacity", "LAB_CAPACITY": "0"}, "LAB_CAPACITY=0: it takes more than 0"),
-    ],
-)  # fmt: skip
-def test_what_cannot_run_is_refused_in_one_sentence(settings: dict[str, str], words: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        refuse(config_of(4, **settings), MODE)
-    (fault,) = refused.value.faults
-    assert words in fault
-
-
-def test_defaults_are_refused_nowhere() -> None:
-    for world_size in range(1, 9):
-        for model in ("gpt", "mlp"):
-            config = Config.read({"RUN_MODE": "moe", "WORLD_SIZE": str(world_size), "LAB_MODEL": model})
-            refuse(config, MODE)
-            apart = {"ep_dp", "ep_tp"} if world_size in (1, 2, 3, 5, 7) else set()
-            assert set(MODE.cannot(config)) == apart | ({"ep_dp_tp"} if world_size < 8 else set())
 
 
 @pytest.mark.parametrize(

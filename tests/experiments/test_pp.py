@@ -1,4 +1,4 @@
-"""Every pipelined variant against one process in float64, what it sends and holds, each mistake, and refusals."""
+"""What is special in pipelines: tied ends, what is in flight, pretended compute, formulas, and what a step leaves."""
 
 import gc
 import time
@@ -13,133 +13,35 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distlab.experiments.pp import MODE
-from distlab.experiments.pp.bugs import mistake as MISTAKES
 from distlab.experiments.pp.options import Options
 from distlab.experiments.pp.predictions import rest
-from distlab.lab.config import Config, ConfigError
-from distlab.lab.measure.traffic import Calls
-from distlab.lab.rank.preflight import refuse
-from distlab.lab.workload.data import Batches, shard_sizes
+from distlab.lab.config import Config
+from distlab.lab.workload.data import shard_sizes
 from distlab.lab.workload.model import build_model
-from distlab.lab.workload.reference import Snapshot, train
-from distlab.techniques.pipeline_parallel.costs import FOLDED, bubble
+from distlab.techniques.pipeline_parallel.costs import bubble
 from distlab.techniques.pipeline_parallel.pipeline import Pipeline
 from distlab.techniques.pipeline_parallel.strategy import pretend_compute
-from tests.labs import built, copy_state, failed_with
+from tests.experiments.test_proofs import SMALL, TORCHS_PIPES, ours
+from tests.labs import built, failed_with
+from tests.trained import able, batches_of, counted, dealt, strategy_of
 from tests.warm_ranks import Ranks
 
-TORCHS = ("torch_1f1b", "torch_interleaved_zb", "torch_zbv", "torch_dualpipev")
-OURS = ("one_microbatch", "gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipev")
-SMALL = {"RUN_MODE": "pp", "LAB_WIDTH": "6", "LAB_DEPTH": "8", "LAB_HEADS": "2", "LAB_SEQ": "5"}
-TOLERANCE = 1e-12
-KINDS = ("losses", "gradients", "weights", "optimizer")
+TORCHS = TORCHS_PIPES
+OURS = ours("pp")
 
 pytestmark = pytest.mark.timeout(120)
 
 
 def config_of(world_size: int, **settings: str) -> Config:
-    return Config.read(SMALL | {"WORLD_SIZE": str(world_size)} | settings)
-
-
-def batches_of(config: Config) -> Batches:
-    return Batches(config, proof=True, device=torch.device("cpu"), dtype=torch.float64)
-
-
-def fitting(config: Config, names: tuple[str, ...]) -> list[str]:
-    return [name for name in names if name not in MODE.cannot(config)]
-
-
-def strategy_of(name: str, group: dist.ProcessGroup, config: Config) -> Any:
-    return built(MODE, name, build_model(config, config.seed).double(), group, config)
-
-
-def differences(
-    group: dist.ProcessGroup, config: Config, names: tuple[str, ...] = OURS, steps: int = 3
-) -> dict[str, dict[str, float]]:
-    """For each variant the worst difference to one process, of each kind, on rank 0."""
-    batches, dense = batches_of(config), list[Snapshot]()
-    if group.rank() == 0:
-        plain = config.model_copy(update={"bug": None})
-        dense = list(train(build_model(config, config.seed).double(), batches_of(plain), plain, steps))
-    found = {}
-    for name in fitting(config, names):
-        strategy, worst = strategy_of(name, group, config), dict.fromkeys(KINDS, 0.0)
-        for step in range(steps):
-            share = strategy.backward(batches.dealt(step, 0, 1))
-            assert (share is None) == (
-                group.rank() != (0 if name.removeprefix("torch_") in FOLDED else group.size() - 1)
-            )
-            loss = torch.zeros((), dtype=torch.float64) if share is None else share
-            dist.all_reduce(loss, group=group)
-            strategy.update()
-            for kind in KINDS[1:] if step == steps - 1 else ("gradients",):
-                tensors = dict(strategy.full(kind))
-                assert group.rank() == 0 or not tensors
-                if group.rank() == 0:
-                    worst[kind] = max(worst[kind], farthest(tensors, getattr(dense[step], kind)))
-            if group.rank() == 0:
-                worst["losses"] = max(worst["losses"], abs(loss.item() - dense[step].loss))
-        found[name] = worst
-    return found
-
-
-def farthest(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
-    assert list(found) == list(wanted)
-    assert all(found[name].shape == wanted[name].shape for name in wanted)
-    return max(((found[name] - wanted[name]).abs().max().item() for name in wanted), default=0.0)
-
-
-# --- the proof ---
-
-
-@pytest.mark.parametrize(
-    ("world_size", "model"),
-    [(1, "gpt"), (2, "mlp"), (3, "gpt"), (4, "mlp"), (5, "gpt"), (6, "mlp"), (7, "mlp"), (8, "gpt")],
-)
-def test_n_ranks_do_what_one_process_does(ranks: Ranks, world_size: int, model: str) -> None:
-    config = config_of(world_size, LAB_MODEL=model)
-    found, *_ = ranks(world_size, differences, config)
-    fits = {1: OURS, 2: OURS, 3: OURS[:6], 4: OURS[:6]}.get(world_size, (*OURS[:3], "zb_h1"))
-    assert list(found) == list(fits)
-    for name, worst in found.items():
-        assert max(worst.values()) <= TOLERANCE, (name, worst)
-
-
-@pytest.mark.parametrize(
-    ("world_size", "settings"),
-    [
-        (4, {"LAB_DEPTH": "7"}),
-        (3, {"LAB_BATCH": "13"}),
-        (3, {"LAB_BATCH": "13", "LAB_MICROBATCHES": "5", "LAB_DEPTH": "9"}),
-        (2, {"LAB_TIE": "1"}),
-        (1, {"LAB_TIE": "1"}),
-        (4, {"LAB_TIE": "1", "LAB_CLIP": "0.05", "LAB_OPTIMIZER": "adamw"}),
-        (3, {"LAB_CLIP": "0.05", "LAB_MODEL": "mlp"}),
-        (1, {"LAB_MODEL": "line"}),
-        (3, {"LAB_BATCH": "17", "LAB_MICROBATCHES": "7", "LAB_TIE": "1", "LAB_CLIP": "0.05"}),
-    ],
-)
-def test_odd_sizes_tied_weights_and_clipping(ranks: Ranks, world_size: int, settings: dict[str, str]) -> None:
-    found, *_ = ranks(world_size, differences, config_of(world_size, **settings))
-    assert set(found) >= {"one_microbatch", "gpipe", "1f1b"}
-    for name, worst in found.items():
-        assert max(worst.values()) <= TOLERANCE, (name, worst)
-
-
-@pytest.mark.parametrize("settings", [{"LAB_TIE": "1", "LAB_CLIP": "0.05"}, {"LAB_MODEL": "mlp"}])
-def test_torch_does_the_same(ranks: Ranks, settings: dict[str, str]) -> None:
-    found, *_ = ranks(3, differences, config_of(3, LAB_MICROBATCHES="8", **settings), TORCHS)
-    assert tuple(found) == TORCHS
-    for name, worst in found.items():
-        assert max(worst.values()) <= TOLERANCE, (name, worst)
+    return Config.read(SMALL["pp"] | {"RUN_MODE": "pp", "WORLD_SIZE": str(world_size)} | settings)
 
 
 def tied(group: dist.ProcessGroup, config: Config) -> list[Tensor | None]:
     weights = []
-    for name in fitting(config, OURS):
+    for name in able(config, OURS):
         strategy = strategy_of(name, group, config)
         for step in range(3):
-            strategy.backward(batches_of(config).dealt(step, 0, 1))
+            strategy.backward(dealt(config, group, step))
             strategy.update()
         weight = strategy.parts.parameters.get("layers.0.token.weight")
         weights.append(None if weight is None else weight.detach())
@@ -153,41 +55,6 @@ def test_tied_weights_stay_equal_to_the_bit(ranks: Ranks) -> None:
     assert all(torch.equal(one, other) for one, other in zip(first[:-1], last[:-1], strict=True))
 
 
-def resumed(group: dist.ProcessGroup, config: Config) -> bool:
-    batches = batches_of(config)
-    strategies = [strategy_of("interleaved", group, config) for _ in range(2)]
-    strategies[0].backward(batches.dealt(0, 0, 1))
-    strategies[0].update()
-    copy_state(strategies[0].state_dict(), state := strategies[1].state_dict())
-    strategies[1].load_state_dict(state)
-    for strategy in strategies:
-        strategy.backward(batches.dealt(1, 0, 1))
-        strategy.update()
-    one, other = (strategy.parts.parameters for strategy in strategies)
-    return all(torch.equal(one[name], other[name]) and one[name] is not other[name] for name in one)
-
-
-def test_a_state_that_was_saved_goes_on_alike(ranks: Ranks) -> None:
-    assert ranks(2, resumed, config_of(2, LAB_OPTIMIZER="adamw", LAB_TIE="1")) == [True, True]
-
-
-# --- mistakes ---
-
-
-WRONG_NUMBERS = [bug for bug, mistake in MISTAKES.items() if mistake.check in ("losses", "gradients", "weights")]
-
-
-@pytest.mark.parametrize("bug", WRONG_NUMBERS)
-def test_each_mistake_is_seen_where_it_is_made_and_only_there(ranks: Ranks, bug: str) -> None:
-    config = config_of(3, LAB_BUG=bug, LAB_MICROBATCHES="8")
-    found, *_ = ranks(3, differences, config, MODE.names, 1)
-    assert set(found) == set(MODE.names)
-    makers = MISTAKES[bug].where.variants
-    for name, worst in found.items():
-        assert (worst[MISTAKES[bug].check] > 1e-6) == (name in makers), (name, worst)
-        assert (max(worst.values()) <= TOLERANCE) == (name not in makers), (name, worst)
-
-
 def test_an_undivided_loss_makes_gradients_m_times_too_large(ranks: Ranks) -> None:
     settings = {"LAB_BATCH": "13", "LAB_MICROBATCHES": "13"}  # one sample each: all means weigh the same
     right, wrong = (
@@ -198,7 +65,7 @@ def test_an_undivided_loss_makes_gradients_m_times_too_large(ranks: Ranks) -> No
 
 def first_gradient(group: dist.ProcessGroup, config: Config) -> Tensor:
     strategy = strategy_of("1f1b", group, config)
-    strategy.backward(batches_of(config).dealt(0, 0, 1))
+    strategy.backward(dealt(config, group, 0))
     gradient: Tensor = dict(strategy.full("gradients"))["layers.3.mlp.up.weight"]
     return gradient
 
@@ -206,61 +73,29 @@ def first_gradient(group: dist.ProcessGroup, config: Config) -> Tensor:
 # --- what is sent, held and slept ---
 
 
-def counted(group: dist.ProcessGroup, config: Config, names: tuple[str, ...]) -> dict[str, tuple[float, float, int]]:
-    """Bytes and calls of the second step, and what was in flight."""
-    found = {}
-    for name in fitting(config, names):
-        strategy = strategy_of(name, group, config)
-        for step in range(2):
-            with Calls() as seen:
-                strategy.backward(batches_of(config).dealt(step, 0, 1))
-                strategy.update()
-        in_flight = strategy.engine.most_in_flight or 0
-        found[name] = sum(op.called_bytes for op in seen.ops()), sum(op.calls for op in seen.ops()), in_flight
-    return found
-
-
-@pytest.mark.parametrize(
-    ("world_size", "settings"),
-    [
-        (1, {"LAB_TIE": "1"}),
-        (2, {}),
-        (3, {"LAB_TIE": "1", "LAB_CLIP": "0.1", "LAB_BATCH": "13"}),
-        (4, {"LAB_MODEL": "mlp", "LAB_MICROBATCHES": "7"}),
-    ],
-)
-def test_bytes_and_calls_are_as_predicted(ranks: Ranks, world_size: int, settings: dict[str, str]) -> None:
-    config = config_of(world_size, LAB_DTYPE="float64", **settings)
-    predicted = {(claim.variant, claim.name): claim.value for claim in MODE.predict(config)}
-    for rank, found in enumerate(ranks(world_size, counted, config, OURS)):
-        for name, (nbytes, calls, _) in found.items():
-            assert nbytes == pytest.approx(predicted[name, "wire bytes"][rank], rel=1e-12), (rank, name)
-            assert calls == predicted[name, "calls"][rank], (rank, name)
-
-
 def test_torch_sends_what_is_predicted_for_it(ranks: Ranks) -> None:
     config = config_of(3, LAB_DTYPE="float64")
     predicted = {claim.variant: claim for claim in MODE.predict(config) if claim.name == "wire bytes"}
     for rank, found in enumerate(ranks(3, counted, config, ("torch_1f1b",))):
         assert len(found) == 1
-        for name, (nbytes, _, _) in found.items():
-            assert nbytes == predicted[name].value[rank]
+        for name, step in found.items():
+            assert step.nbytes == predicted[name].value[rank]
             assert not predicted[name].decides
 
 
 def test_1f1b_holds_as_many_microbatches_as_the_pipe_is_long(ranks: Ranks) -> None:
     found = ranks(4, counted, config_of(4, LAB_MICROBATCHES="9"), OURS)
-    assert [of_rank["1f1b"][2] for of_rank in found] == [4, 3, 2, 1]
-    assert [of_rank["gpipe"][2] for of_rank in found] == [9] * 4
-    assert [of_rank["one_microbatch"][2] for of_rank in found] == [1] * 4
-    assert [of_rank["zb_h1"][2] for of_rank in found] == [4] * 4
-    assert [of_rank["zbv"][2] for of_rank in found] == [8] * 4
+    assert [of_rank["1f1b"].in_flight for of_rank in found] == [4, 3, 2, 1]
+    assert [of_rank["gpipe"].in_flight for of_rank in found] == [9] * 4
+    assert [of_rank["one_microbatch"].in_flight for of_rank in found] == [1] * 4
+    assert [of_rank["zb_h1"].in_flight for of_rank in found] == [4] * 4
+    assert [of_rank["zbv"].in_flight for of_rank in found] == [8] * 4
 
 
 def slept(group: dist.ProcessGroup, config: Config) -> dict[str, list[float]]:
     """Seconds that this rank pretends to compute in the second step of each variant, one entry a sleep."""
     found = {}
-    batches = Batches(config, proof=True, device=torch.device("cpu"), dtype=torch.float64)
+    batches = batches_of(config)
     sleeps = list[float]()
     with mock.patch("time.sleep", sleeps.append):
         for name in MODE.names:
@@ -289,7 +124,7 @@ def left_alive(group: dist.ProcessGroup, config: Config, name: str) -> tuple[int
     parameters = [weakref.ref(parameter) for parameter in model.parameters()]
     strategy = built(MODE, name, model, group, config)
     del model
-    strategy.backward(batches_of(config).dealt(0, 0, 1))
+    strategy.backward(dealt(config, group, 0))
     strategy.update()
     gc.collect()
     kept = sum(parameter() is not None for parameter in parameters)
@@ -334,45 +169,6 @@ def test_a_variant_that_cannot_run_is_not_predicted() -> None:
     config = config_of(8, LAB_BATCH="13")
     assert {claim.variant for claim in MODE.predict(config)} == {"one_microbatch", "gpipe", "1f1b", "zb_h1"}
     assert set(MODE.cannot(config)) == {"interleaved", "zbv", "dualpipev", *TORCHS}
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"LAB_DEPTH": "3"}, "LAB_DEPTH=3 layers are fewer than WORLD_SIZE=4: every stage needs one"),
-        ({"LAB_MODEL": "line"}, "LAB_MODEL=line is one layer, less than WORLD_SIZE=4"),
-        ({"LAB_BATCH": "3"}, "LAB_MICROBATCHES=4 is more than the 3 samples"),
-        ({"LAB_HEADS": "4"}, "LAB_WIDTH=6 is not a multiple of LAB_HEADS=4"),
-        ({"LAB_TEXT": "/nowhere"}, "LAB_TEXT='/nowhere' does not exist"),
-        ({"LAB_VARIANT": "torch_1f1b", "LAB_BATCH": "13"}, "LAB_BATCH=13 is no multiple of LAB_MICROBATCHES=4"),
-        ({"LAB_VARIANT": "1f1b_split"}, "zb_h1 has its backward passes in two as well"),
-        ({"LAB_VARIANT": "torch_1f1b", "LAB_MICROBATCHES": "2"}, "LAB_MICROBATCHES=2 is fewer than its 4 stages"),
-        ({"LAB_VARIANT": "torch_1f1b", "LAB_DEVICE": "cuda"}, "which gloo does not send"),
-        ({"LAB_VARIANT": "interleaved", "LAB_BACKEND": "nccl", "LAB_DEVICE": "cuda"}, "NCCL runs messages in the order"),
-        ({"LAB_BUG": "undivided_loss", "LAB_PROOF": "0"}, "nothing is compared"),
-        ({"LAB_BUG": "undivided_loss", "LAB_MICROBATCHES": "1"}, "it takes 2 microbatches"),
-        ({"LAB_BUG": "undivided_loss", "LAB_VARIANT": "one_microbatch"}, "it takes gpipe or 1f1b or interleaved or zb_h1"),
-        ({"LAB_VARIANT": "dualpipev", "LAB_DEPTH": "8"}, "LAB_MICROBATCHES=4 is fewer than 2p = 8"),
-        ({"LAB_VARIANT": "zbv", "LAB_DEPTH": "7"}, "two stages a rank on 4 ranks makes 8 stages, more than the 7"),
-        ({"LAB_VARIANT": "torch_interleaved_zb", "LAB_MICROBATCHES": "11", "LAB_BATCH": "11"}, "no multiple of its 2 rounds"),
-        ({"LAB_BUG": "stale_activation", "LAB_VARIANT": "torch_1f1b"}, "it takes gpipe or 1f1b"),
-        ({"LAB_BUG": "stale_activation", "LAB_VARIANT": "one_microbatch,1f1b", "WORLD_SIZE": "2"}, "holds one microbatch at a time"),
-    ],
-)  # fmt: skip
-def test_what_cannot_run_is_refused_in_one_sentence(settings: dict[str, str], words: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        refuse(config_of(4, **settings), MODE)
-    (fault,) = refused.value.faults
-    assert words in fault
-
-
-def test_defaults_are_refused_nowhere() -> None:
-    for world_size in range(1, 9):
-        for model in ("gpt", "mlp"):
-            config = Config.read({"RUN_MODE": "pp", "WORLD_SIZE": str(world_size), "LAB_MODEL": model})
-            refuse(config, MODE)
-            assert MODE.cannot(config).keys() <= set(MODE.names) - {*OURS[:3], "zb_h1"}
-    refuse(Config.read({"RUN_MODE": "pp", "WORLD_SIZE": "1", "LAB_MODEL": "line"}), MODE)
 
 
 def test_a_slow_rank_pretends_longer(monkeypatch: pytest.MonkeyPatch) -> None:

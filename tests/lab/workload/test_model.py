@@ -14,8 +14,8 @@ from distlab.lab.workload import model as models
 from distlab.lab.workload.data import Batches
 from distlab.lab.workload.model import Dropouts, Model, build_model, dropping, outline, recomputed
 from distlab.lab.workload.user_model import SummedLoss
-from tests.experiments.test_dp import TOLERANCE, differences
 from tests.experiments.test_dp import config_of as dp_config
+from tests.trained import TOLERANCE, differences
 from tests.warm_ranks import Ranks
 
 SIZES = {"LAB_WIDTH": "16", "LAB_DEPTH": "2", "LAB_HEADS": "4", "LAB_SEQ": "6", "LAB_BATCH": "4"}

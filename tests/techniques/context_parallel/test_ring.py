@@ -195,7 +195,7 @@ class Additions(TorchDispatchMode):
     """The types of rows [B, heads, rows, head_dim] that are added to in place inside the block."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.types: set[torch.dtype] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -209,7 +209,8 @@ def added_in(group: dist.ProcessGroup, kind: type[RingAttention], wrong: bool) -
     positions = zigzag(8, group.size())
     shape = (1, 2, positions.num_rows[group.rank()], 8)
     q, k, v = (torch.ones(shape, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-    with pytest.MonkeyPatch.context() as patch, Additions() as seen:
+    seen = Additions()
+    with pytest.MonkeyPatch.context() as patch, seen:
         if wrong:
             patch.setattr(ring, "sum_type", lambda x: x.dtype)
         kind(group, positions)(q, k, v).sum().backward()

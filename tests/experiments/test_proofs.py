@@ -1,0 +1,336 @@
+"""Every mode's variants against one process in float64, each mistake where it is made and only there, what is sent, what
+a fresh strategy goes on from, what a variant leaves, and settings that are refused."""
+
+from typing import Any, NamedTuple
+
+import pytest
+
+from distlab.lab.config import Config
+from distlab.lab.rank.mode_loader import load
+from distlab.lab.rank.preflight import refuse
+from tests.trained import TOLERANCE, able, counted, differences, left_alive, refusal, resumed
+from tests.warm_ranks import Ranks
+
+pytestmark = pytest.mark.timeout(180)
+
+SMALL = {
+    "dp": {"LAB_WIDTH": "8", "LAB_DEPTH": "2", "LAB_HEADS": "2", "LAB_SEQ": "6", "LAB_BATCH": "9", "LAB_BUCKET_MIB": "0.004"},
+    "tp": {"LAB_WIDTH": "16", "LAB_DEPTH": "2", "LAB_HEADS": "8", "LAB_SEQ": "7", "LAB_BATCH": "5"},
+    "pp": {"LAB_WIDTH": "6", "LAB_DEPTH": "8", "LAB_HEADS": "2", "LAB_SEQ": "5"},
+    "cp": {"LAB_WIDTH": "12", "LAB_DEPTH": "2", "LAB_HEADS": "6", "LAB_SEQ": "7", "LAB_BATCH": "3"},
+    "fsdp": {"LAB_WIDTH": "16", "LAB_DEPTH": "2", "LAB_HEADS": "4", "LAB_SEQ": "8", "LAB_BATCH": "17"},
+    "moe": {"LAB_WIDTH": "16", "LAB_DEPTH": "2", "LAB_HEADS": "4", "LAB_SEQ": "8"},
+    "mesh": {
+        "LAB_WIDTH": "15", "LAB_HEADS": "5", "LAB_DEPTH": "5", "LAB_SEQ": "7", "LAB_BATCH": "13", "LAB_MICROBATCHES": "3",
+        "LAB_BUCKET_MIB": "0.005",
+    },
+}  # fmt: skip
+ADAM = {"LAB_OPTIMIZER": "adamw"}
+TUNED = ADAM | {"LAB_TIE": "1", "LAB_CLIP": "0.05"}
+AGAIN = TUNED | {"LAB_RECOMPUTE": "1"}
+MLP = {"LAB_MODEL": "mlp"}
+DROP = {"LAB_DROPOUT": "0.3"}
+TORCHS_PIPES = ("torch_1f1b", "torch_interleaved_zb", "torch_zbv", "torch_dualpipev")
+
+
+def config_of(mode: str, world_size: int, **settings: str) -> Config:
+    return Config.read({"RUN_MODE": mode, "WORLD_SIZE": str(world_size)} | SMALL[mode] | settings)
+
+
+def ours(mode: str) -> tuple[str, ...]:
+    return tuple(name for name in load(mode).names if name not in load(mode).by_torch)
+
+
+class Case(NamedTuple):
+    mode: str
+    world_size: int
+    settings: dict[str, str]
+    names: tuple[str, ...] = ()  # all that can, where none are named
+
+
+def mesh(world_size: int, axes: str, names: tuple[str, ...], settings: dict[str, str]) -> Case:
+    """Five blocks for stages to share out, and two where there are none: a first, a last, and one gathered ahead."""
+    return Case("mesh", world_size, {"LAB_MESH": axes} | ({} if "pp" in axes else {"LAB_DEPTH": "2"}) | settings, names)
+
+
+PROVEN = [
+    *(Case("dp", world_size, {}) for world_size in (1, 2, 3, 4)),  # of 3: 9 samples are 4, 1, 4 in the proof
+    Case("dp", 4, {"LAB_BATCH": "4"}),  # one sample a rank
+    Case("dp", 3, {"LAB_MICROBATCHES": "3"}),
+    Case("dp", 2, {"LAB_MICROBATCHES": "2", "LAB_CLIP": "0.01"}),
+    Case("dp", 3, ADAM | {"LAB_CLIP": "0.5"}),
+    Case("dp", 3, {"LAB_TIE": "1"}),
+    Case("dp", 4, MLP),
+    Case("dp", 4, {"LAB_MODEL": "line", "LAB_BATCH": "32"}),
+    *(Case("tp", world_size, {}) for world_size in (1, 2, 3)),
+    Case("tp", 4, {"LAB_HEADS": "7", "LAB_WIDTH": "14"}),
+    Case(
+        "tp", 5, {"LAB_HEADS": "24", "LAB_WIDTH": "24", "LAB_DEPTH": "1", "LAB_SEQ": "3"}
+    ),  # fewer positions than ranks
+    Case("tp", 8, {"LAB_BATCH": "1", "LAB_DEPTH": "1"}),
+    Case("tp", 4, {"LAB_TIE": "1", "LAB_MICROBATCHES": "3", "LAB_DEPTH": "1"}),
+    Case("tp", 3, TUNED | {"LAB_MICROBATCHES": "3"}),
+    Case("tp", 2, ADAM | {"LAB_CLIP": "0.5"}),
+    *(Case("tp", world_size, MLP) for world_size in (1, 2, 3, 6, 7)),
+    Case("tp", 3, MLP | {"LAB_BATCH": "13", "LAB_MICROBATCHES": "5", "LAB_CLIP": "0.1"}),
+    Case("tp", 4, MLP | {"LAB_WIDTH": "1"}),  # gathered: 1 output for 4 ranks
+    *(Case("pp", world_size, {}, ours("pp")) for world_size in (1, 3, 5, 8)),
+    *(Case("pp", world_size, MLP, ours("pp")) for world_size in (2, 4, 6, 7)),
+    Case("pp", 4, {"LAB_DEPTH": "7"}, ours("pp")),
+    Case("pp", 3, {"LAB_BATCH": "13"}, ours("pp")),
+    Case("pp", 3, {"LAB_BATCH": "13", "LAB_MICROBATCHES": "5", "LAB_DEPTH": "9", "LAB_CHUNKS": "3"}, ours("pp")),
+    *(Case("pp", world_size, {"LAB_TIE": "1"}, ours("pp")) for world_size in (1, 2)),
+    Case("pp", 4, TUNED, ours("pp")),
+    Case("pp", 3, MLP | {"LAB_CLIP": "0.05"}, ours("pp")),
+    Case("pp", 1, {"LAB_MODEL": "line", "LAB_CHUNKS": "1"}, ours("pp")),
+    Case("pp", 3, {"LAB_BATCH": "17", "LAB_MICROBATCHES": "7", "LAB_TIE": "1", "LAB_CLIP": "0.05"}, ours("pp")),
+    Case("pp", 3, {"LAB_MICROBATCHES": "8", "LAB_TIE": "1", "LAB_CLIP": "0.05"}, TORCHS_PIPES),
+    Case("pp", 3, {"LAB_MICROBATCHES": "8"} | MLP, TORCHS_PIPES),
+    Case("cp", 1, {}),
+    Case("cp", 2, {"LAB_SEQ": "8"}),  # torch_ring, too
+    Case("cp", 3, ADAM | {"LAB_CLIP": "0.1"}),
+    Case("cp", 3, {"LAB_MICROBATCHES": "2", "LAB_TIE": "1"}),
+    Case("cp", 4, {"LAB_SEQ": "13", "LAB_HEADS": "3"}),  # a rank without a head
+    Case("cp", 5, {"LAB_SEQ": "3", "LAB_BATCH": "1"}),  # ranks without a position
+    mesh(4, "pp2,tp2", ("1f1b", "sequence", "zero2"), TUNED),
+    mesh(4, "dp2,tp2", ("1f1b", "sequence", "zero3"), AGAIN),
+    mesh(6, "tp1,dp2,pp3", ("1f1b", "zero1", "zero2", "zero3"), TUNED),
+    mesh(8, "dp2,tp2,pp2", ("zero1", "zero3"), TUNED),
+    mesh(3, "tp3", ("1f1b", "sequence"), {}),
+    mesh(4, "dp2,pp2", ("1f1b", "zero2"), MLP),
+    mesh(4, "cp2,tp2", ("sequence", "zero2", "ulysses"), TUNED),
+    mesh(4, "cp2,dp2", ("1f1b", "zero1", "zero3", "ulysses"), AGAIN),
+    mesh(6, "pp2,cp3", ("1f1b",), TUNED),
+    mesh(8, "dp2,cp2,tp2", ("sequence", "ulysses"), TUNED),
+    mesh(4, "pp2,tp2", ("1f1b", "sequence"), DROP),
+    mesh(4, "cp2,tp2", ("sequence", "zero3"), DROP | {"LAB_RECOMPUTE": "1"}),
+    mesh(2, "dp2", ("1f1b",), DROP | MLP),
+]
+
+
+def label(value: Any) -> str | None:
+    """`dp 3 LAB_TIE=1`, of a case."""
+    if not isinstance(value, Case):
+        return None
+    given = " ".join(f"{name}={text}" for name, text in value.settings.items())
+    return f"{value.mode} {value.world_size} {given}{' torch' * (value.names == TORCHS_PIPES)}".strip()
+
+
+@pytest.mark.parametrize("case", PROVEN, ids=label)
+def test_n_ranks_do_what_one_process_does(ranks: Ranks, case: Case) -> None:
+    config = config_of(case.mode, case.world_size, **case.settings)
+    found = ranks(case.world_size, differences, config, case.names)
+    if case.mode == "mesh" or case.names == TORCHS_PIPES:
+        assert list(found[0]) == list(case.names)
+    for of_rank in found:
+        for name, worst in of_rank.items():
+            assert worst.pop("replicas") == 0.0, name
+            assert max(worst.values()) <= TOLERANCE, (name, worst)
+
+
+def test_most_variants_can_at_most_sizes() -> None:
+    """Those that a proof leaves out are out for a reason."""
+    assert [size for size in range(1, 9) if "dtensor" in able(config_of("tp", size))] == [1, 2, 4, 8]
+    pipes = {size: len(able(config_of("pp", size), ours("pp"))) for size in range(1, 9)}
+    assert pipes == {1: 7, 2: 7, 3: 6, 4: 6, 5: 4, 6: 4, 7: 4, 8: 4}
+    assert set(able(config_of("cp", 3))) == set(ours("cp"))
+
+
+# --- mistakes ---
+
+NUMBERS = ("losses", "gradients", "weights", "replicas")
+WRONG = [
+    (mode, bug)
+    for mode in ("dp", "tp", "pp", "cp")
+    for bug, mistake in load(mode).mistakes.items()
+    if mistake.check in NUMBERS
+]
+OF_ALL = {"means_of_shards", "no_set_epoch"}  # whoever deals samples wrongly, each variant is wrong
+SHOWS = {"pp": {"LAB_MICROBATCHES": "8"}}
+AMONG = {"no_set_epoch": 2}  # samples repeat where an epoch has few batches
+
+
+@pytest.mark.parametrize(("mode", "bug"), WRONG)
+def test_each_mistake_is_seen_where_it_is_made_and_only_there(ranks: Ranks, mode: str, bug: str) -> None:
+    world_size = AMONG.get(bug, 3)
+    config = config_of(mode, world_size, LAB_BUG=bug, **SHOWS.get(mode, {}))
+    found = ranks(world_size, differences, config, (), 3 if mode == "dp" else 2)
+    mistake = load(mode).mistakes[bug]
+    for name in found[0]:
+        worst = max(of_rank[name][mistake.check] for of_rank in found)
+        assert (worst > 1e-9) == (name in mistake.where.variants or bug in OF_ALL), (name, found[0][name])
+        assert worst > 1e-9 or worst <= TOLERANCE
+
+
+# --- what is sent ---
+
+SENT = [
+    Case("dp", 2, {"LAB_DTYPE": "float64"}),
+    Case("dp", 2, {"LAB_DTYPE": "float64", "LAB_MICROBATCHES": "2"}),
+    Case("tp", 1, {}),
+    Case("tp", 2, {"LAB_CLIP": "1"}),
+    Case("tp", 3, {"LAB_MICROBATCHES": "2"}),
+    Case("tp", 4, {"LAB_SEQ": "3", "LAB_DTYPE": "float64", "LAB_TIE": "1"}),  # a rank without a position
+    Case("tp", 4, {"LAB_DTYPE": "bfloat16"}),
+    Case("tp", 2, MLP),
+    Case("tp", 4, MLP | {"LAB_BATCH": "7", "LAB_MICROBATCHES": "2"}),  # 4 and 3 samples
+    Case("tp", 8, MLP),
+    Case("pp", 1, {"LAB_TIE": "1", "LAB_DTYPE": "float64"}),
+    Case("pp", 2, {"LAB_DTYPE": "float64"}),
+    Case("pp", 3, {"LAB_TIE": "1", "LAB_CLIP": "0.1", "LAB_BATCH": "13", "LAB_DTYPE": "float64"}),
+    Case("pp", 4, MLP | {"LAB_MICROBATCHES": "7", "LAB_DTYPE": "float64"}),
+    Case("cp", 1, {}),
+    Case("cp", 2, {"LAB_CLIP": "1", "LAB_SEQ": "8"}),
+    Case("cp", 3, {"LAB_MICROBATCHES": "2", "LAB_DTYPE": "bfloat16"}),
+    Case("cp", 4, {"LAB_SEQ": "3", "LAB_DTYPE": "float64", "LAB_TIE": "1"}),
+    Case("cp", 4, {"LAB_HEADS": "3", "LAB_SEQ": "9"}),
+]
+
+
+@pytest.mark.parametrize("case", SENT, ids=label)
+def test_what_is_predicted_is_what_is_counted(ranks: Ranks, case: Case) -> None:
+    config = config_of(case.mode, case.world_size, **case.settings)
+    predicted = {(each.variant, each.name): each for each in load(case.mode).predict(config)}
+    for rank, found in enumerate(ranks(case.world_size, counted, config, ours(case.mode))):
+        assert found
+        for name, step in found.items():
+            sent = predicted[name, "wire bytes"]
+            calls = predicted[name, "calls"].value[rank] if (name, "calls") in predicted else sent.calls
+            assert step.calls == calls, (rank, name)
+            if case.mode != "dp":  # whose ring sends other chunks from rank to rank
+                assert step.nbytes == pytest.approx(sent.value[rank], rel=1e-12), (rank, name)
+            if (name, "activation bytes") in predicted:
+                saved = found["megatron"].kept_bytes - step.kept_bytes
+                assert predicted[name, "activation bytes"].value[rank] == pytest.approx(saved, rel=1e-12)
+
+
+# --- a strategy by itself ---
+
+GO_ON = [
+    *(Case("fsdp", 3, ADAM | {"LAB_TIE": "1"}, (name,)) for name in (*ours("fsdp"), "fsdp2")),
+    *(Case("tp", 3, ADAM | {"LAB_TIE": "1"}, (name,)) for name in ("megatron", "sequence")),
+    Case("pp", 2, ADAM | {"LAB_TIE": "1"}, ("interleaved",)),
+    Case("moe", 4, ADAM | MLP | {"LAB_EXPERTS": "2"}, ("ep_dp",)),
+    Case("moe", 4, ADAM | MLP | {"LAB_EXPERTS": "2"}, ("ep_tp",)),
+    Case("moe", 3, ADAM | MLP | {"LAB_EXPERTS": "2"}, ("ep",)),
+    Case("moe", 8, ADAM | MLP | {"LAB_EXPERTS": "2"}, ("ep_dp_tp",)),
+]
+
+
+@pytest.mark.parametrize("case", GO_ON, ids=lambda case: f"{case.mode} {case.names[0]}")
+def test_a_fresh_strategy_goes_on_from_what_another_saved(ranks: Ranks, case: Case) -> None:
+    config = config_of(case.mode, case.world_size, **case.settings)
+    assert ranks(case.world_size, resumed, config, *case.names) == [True] * case.world_size
+
+
+@pytest.mark.parametrize(("mode", "name"), [(mode, name) for mode in ("dp", "tp") for name in load(mode).names])
+def test_a_variant_that_is_gone_leaves_no_memory(ranks: Ranks, mode: str, name: str) -> None:
+    assert ranks(2, left_alive, config_of(mode, 2), name) == [0, 0]
+
+
+# --- what is refused ---
+
+REFUSED: list[tuple[str, int, dict[str, str], str]] = [
+    ("dp", 4, {"LAB_BATCH": "3"}, "LAB_BATCH=3 is smaller than WORLD_SIZE=4"),
+    ("dp", 4, {"LAB_HEADS": "3"}, "LAB_WIDTH=8 is not a multiple of LAB_HEADS=3"),
+    ("dp", 4, {"LAB_MICROBATCHES": "3"}, "LAB_MICROBATCHES=3 is more than the 2 samples"),
+    ("dp", 4, {"LAB_TEXT": "/nowhere"}, "LAB_TEXT='/nowhere' does not exist"),
+    ("dp", 4, {"LAB_VARIANT": "means"}, "LAB_BUG=means_of_shards averages the means of uneven shards"),
+    ("dp", 4, {"LAB_VARIANT": "coordinator"}, "RUN_MODE=server LAB_VARIANT=sync collects sums and counts"),
+    ("dp", 4, {"LAB_BUG": "hook_race", "LAB_VARIANT": "per_parameter,ddp"}, "it takes bucketed or ring"),
+    ("dp", 4, {"LAB_BUG": "means_of_shards", "LAB_BATCH": "4"}, "shards must differ in size"),
+    ("dp", 1, {"LAB_BUG": "no_sampler"}, "it takes 2 ranks"),
+    ("dp", 4, {"LAB_BUG": "no_broadcast", "LAB_MODEL": "line"}, "all its ranks begin at zero"),
+    ("dp", 4, {"LAB_BUG": "no_set_epoch", "LAB_MODEL": "line"}, "its batch is the whole data set"),
+    ("dp", 4, {"LAB_BUG": "stale_bucket", "LAB_PROOF": "0"}, "nothing is compared"),
+    ("tp", 4, {"LAB_HEADS": "2"}, "LAB_HEADS=2 cannot be split over WORLD_SIZE=4"),
+    ("tp", 5, MLP | {"LAB_WIDTH": "1"}, "4 x LAB_WIDTH=1 cannot be split over WORLD_SIZE=5"),
+    ("tp", 4, {"LAB_MODEL": "line"}, "LAB_MODEL=line has nothing that could be split"),
+    ("tp", 4, {"LAB_HEADS": "5"}, "LAB_WIDTH=16 is not a multiple of LAB_HEADS=5"),
+    ("tp", 4, {"LAB_MICROBATCHES": "6"}, "LAB_MICROBATCHES=6 is more than the 5 samples"),
+    ("tp", 3, {"LAB_VARIANT": "megatron,dtensor"}, "LAB_VARIANT='dtensor' cannot run: LAB_HEADS=8 is not"),
+    ("tp", 4, {"LAB_BUG": "lost_f", "LAB_VARIANT": "sequence"}, "it takes gathered or megatron"),
+    ("tp", 4, {"LAB_BUG": "double_reduce", "LAB_VARIANT": "dtensor"}, "it takes megatron"),
+    ("tp", 4, {"LAB_BUG": "packed_qkv", "LAB_MODEL": "mlp"}, "it has no attention"),
+    ("tp", 1, {"LAB_BUG": "bias_everywhere"}, "it takes 2 ranks"),
+    ("tp", 4, {"LAB_BUG": "double_reduce", "LAB_PROOF": "0"}, "nothing is compared"),
+    ("pp", 4, {"LAB_DEPTH": "3"}, "LAB_DEPTH=3 layers are fewer than WORLD_SIZE=4: every stage needs one"),
+    ("pp", 4, {"LAB_MODEL": "line"}, "LAB_MODEL=line is one layer, less than WORLD_SIZE=4"),
+    ("pp", 4, {"LAB_BATCH": "3"}, "LAB_MICROBATCHES=4 is more than the 3 samples"),
+    ("pp", 4, {"LAB_HEADS": "4"}, "LAB_WIDTH=6 is not a multiple of LAB_HEADS=4"),
+    ("pp", 4, {"LAB_VARIANT": "interleaved", "LAB_CHUNKS": "3"}, "makes 12 stages, more than the 8 layers"),
+    ("pp", 4, {"LAB_VARIANT": "torch_1f1b", "LAB_BATCH": "13"}, "LAB_BATCH=13 is no multiple of LAB_MICROBATCHES=4"),
+    ("pp", 4, {"LAB_VARIANT": "1f1b_split"}, "zb_h1 has its backward passes in two as well"),
+    ("pp", 4, {"LAB_VARIANT": "torch_1f1b", "LAB_MICROBATCHES": "2"}, "LAB_MICROBATCHES=2 is fewer than its 4 stages"),
+    ("pp", 4, {"LAB_VARIANT": "torch_1f1b", "LAB_DEVICE": "cuda"}, "which gloo does not send"),
+    ("pp", 4, {"LAB_VARIANT": "interleaved", "LAB_BACKEND": "nccl", "LAB_DEVICE": "cuda"}, "NCCL runs messages in the order"),
+    ("pp", 4, {"LAB_BUG": "undivided_loss", "LAB_MICROBATCHES": "1"}, "it takes 2 microbatches"),
+    ("pp", 4, {"LAB_BUG": "undivided_loss", "LAB_VARIANT": "one_microbatch"}, "it takes gpipe or 1f1b or interleaved or zb_h1"),
+    ("pp", 4, {"LAB_BUG": "swapped_microbatches"}, "any more: LAB_BUG=stale_activation"),
+    ("pp", 4, {"LAB_VARIANT": "dualpipev", "LAB_DEPTH": "8"}, "LAB_MICROBATCHES=4 is fewer than 2p = 8"),
+    ("pp", 4, {"LAB_VARIANT": "zbv", "LAB_DEPTH": "7"}, "two stages a rank on 4 ranks makes 8 stages, more than the 7"),
+    ("pp", 4, {"LAB_VARIANT": "torch_interleaved_zb", "LAB_MICROBATCHES": "11", "LAB_BATCH": "11"}, "no multiple of its 2 rounds"),
+    ("pp", 4, {"LAB_BUG": "stale_activation", "LAB_VARIANT": "torch_1f1b"}, "it takes gpipe or 1f1b"),
+    ("pp", 2, {"LAB_BUG": "stale_activation", "LAB_VARIANT": "one_microbatch,1f1b"}, "holds one microbatch at a time"),
+    ("cp", 2, MLP, "LAB_MODEL=mlp has no sequence to share out, allowed: gpt"),
+    ("cp", 2, {"LAB_MODEL": "mine/own.py:model"}, "is cut by no rule that the lab knows"),
+    ("cp", 2, {"LAB_MICROBATCHES": "4"}, "LAB_MICROBATCHES=4 is more than the 3 samples"),
+    ("cp", 2, {"LAB_RECOMPUTE": "1"}, "LAB_RECOMPUTE=1 is not possible in cp"),
+    ("cp", 2, {"LAB_VARIANT": "torch_ring"}, "LAB_SEQ=7 is not a multiple of 4"),
+    ("cp", 2, {"LAB_VARIANT": "context_parallel"}, "does not have a sharding strategy"),
+    ("cp", 2, {"LAB_BUG": "unfolded"}, "LAB_SEQ=7: it takes 8 positions a rank"),
+    ("cp", 2, {"LAB_BUG": "no_lse", "LAB_SEQ": "3"}, "LAB_SEQ=3: it takes 4 positions"),
+    ("cp", 2, {"LAB_DEVICE": "cuda", "LAB_BACKEND": "gloo"}, "LAB_BACKEND=gloo sends no keys that live on a GPU"),
+    ("cp", 2, {"LAB_BUG": "by_arrival"}, "any more: LAB_BUG=local_positions in ulysses"),
+    ("fsdp", 3, {"LAB_VARIANT": "zero3_kept"}, "any more: LAB_VARIANT=zero3 with LAB_RECOMPUTE=0"),
+    ("fsdp", 3, {"LAB_BUG": "per_rank_norm"}, "LAB_CLIP unset"),
+    ("fsdp", 1, {"LAB_BUG": "per_rank_norm", "LAB_CLIP": "1"}, "WORLD_SIZE=1"),
+    ("fsdp", 3, {"LAB_BUG": "save_without_barrier"}, "LAB_CHECKPOINT_EVERY unset"),
+    ("fsdp", 3, {"LAB_BUG": "resume_repeats_epoch", "LAB_CHECKPOINT_EVERY": "99"}, "above LAB_STEPS"),
+    ("fsdp", 3, {"LAB_BUG": "resume_repeats_epoch", "LAB_CHECKPOINT_EVERY": "2", "LAB_MODEL": "line"}, "one batch"),
+    ("fsdp", 2, {"LAB_BUG": "lost_shard_tail"}, "divides evenly"),
+    ("fsdp", 3, {"LAB_BUG": "stale_gather", "LAB_VARIANT": "zero1"}, "it takes zero3"),
+    ("fsdp", 3, {"LAB_BUG": "stale_gather", "LAB_PROOF": "0"}, "LAB_PROOF=0"),
+    ("moe", 4, {"LAB_MODEL": "line"}, "LAB_MODEL='line' has no MLP of the lab's for experts to replace"),
+    ("moe", 4, {"LAB_TOP_K": "9"}, "LAB_TOP_K=9 is more than LAB_EXPERTS=8, allowed: 1 to 8"),
+    ("moe", 4, {"LAB_MICROBATCHES": "5"}, "LAB_MICROBATCHES=5 is more than the 4 samples of a rank"),
+    ("moe", 4, {"LAB_BATCH": "3"}, "LAB_BATCH=3 is smaller than WORLD_SIZE=4"),
+    ("moe", 3, {"LAB_VARIANT": "ep_dp"}, "WORLD_SIZE=3 is no product of 2 factors"),
+    ("moe", 4, {"LAB_VARIANT": "ep_dp_tp"}, "WORLD_SIZE=4 is no product of 3 factors"),
+    ("moe", 4, {"LAB_VARIANT": "ep_tp", "LAB_MESH": "dp2,ep2"}, "LAB_MESH=dp2,ep2 is another grid than it takes: ep and tp of two"),
+    ("moe", 4, {"LAB_MESH": "pp2,ep2"}, "pp and cp are axes of RUN_MODE=mesh"),
+    ("moe", 4, {"LAB_VARIANT": "ep", "LAB_DEVICE": "cuda"}, "gloo sends no rows that live on a GPU"),
+    ("moe", 4, {"LAB_BUG": "gate_over_itself"}, "LAB_TOP_K=2: it takes 1"),
+    ("moe", 4, {"LAB_BUG": "bias_apart"}, "any more: no bias balances the choice any more; LAB_BUG=copies_apart"),
+    ("moe", 4, {"LAB_BUG": "local_capacity", "LAB_CAPACITY": "0"}, "LAB_CAPACITY=0: it takes more than 0"),
+    ("moe", 4, {"LAB_BUG": "aux_on_every_rank", "LAB_BALANCE": "none", "LAB_ROUTER_Z": "0"}, "it takes an auxiliary loss"),
+    ("mesh", 2, {"LAB_VARIANT": "zb_h1"}, "any more: LAB_VARIANT=1f1b; RUN_MODE=pp LAB_VARIANT=zb_h1"),
+    ("mesh", 8, {"LAB_MODEL": "line"}, "cannot be cut along three axes"),
+    ("mesh", 8, {"LAB_MESH": "tp8"}, "LAB_HEADS=5 cannot be sliced over tp 8"),
+    ("mesh", 8, {"LAB_MESH": "cp8"}, "LAB_SEQ=7 positions are fewer than cp 8 ranks"),
+    ("mesh", 8, {"LAB_MESH": "cp8"} | MLP, "has no positions to share out"),
+    ("mesh", 8, {"LAB_MESH": "pp8"}, "LAB_DEPTH=5 layers are fewer than pp 8 stages"),
+    ("mesh", 8, {"LAB_MESH": "dp8", "LAB_BATCH": "6"}, "LAB_BATCH=6 is smaller"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("mode", "world_size", "settings", "words"), REFUSED)
+def test_what_cannot_run_is_refused_in_one_sentence(
+    mode: str, world_size: int, settings: dict[str, str], words: str
+) -> None:
+    assert words in refusal(config_of(mode, world_size, **settings))
+
+
+MAY_NOT: dict[str, set[str]] = {  # the variants that defaults may rule out
+    "dp": set(), "tp": {"dtensor"}, "pp": set(load("pp").names) - {"one_microbatch", "gpipe", "1f1b", "zb_h1"},
+    "moe": {"ep_dp", "ep_tp", "ep_dp_tp"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", ["gpt", "mlp"])
+@pytest.mark.parametrize("mode", MAY_NOT)
+def test_defaults_are_refused_nowhere(mode: str, model: str) -> None:
+    for world_size in range(1, 9):
+        config = Config.read({"RUN_MODE": mode, "WORLD_SIZE": str(world_size), "LAB_MODEL": model})
+        refuse(config, load(mode))
+        assert set(load(mode).cannot(config)) <= MAY_NOT[mode]

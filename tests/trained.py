@@ -1,0 +1,168 @@
+"""Variants of any mode trained in the pool beside one process: what the proofs of all modes have in common."""
+
+import gc
+import math
+import weakref
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distlab.lab.config import Config, ConfigError
+from distlab.lab.measure.storages import SavedActivations
+from distlab.lab.measure.traffic import Calls
+from distlab.lab.rank.mode_loader import load
+from distlab.lab.rank.preflight import refuse
+from distlab.lab.workload.data import Batches, Microbatch
+from distlab.lab.workload.optimizer import local
+from distlab.lab.workload.reference import Snapshot, train
+from distlab.techniques.collectives.sharded_tensor import LocalShard
+from tests.labs import built, copy_state
+
+TOLERANCE = 1e-12
+KINDS = ("gradients", "weights", "optimizer")
+GATHERED_BY_ALL = ("dp", "cp")  # whose ranks all have the dense tensors
+
+
+def able(config: Config, names: tuple[str, ...] = ()) -> list[str]:
+    """Those of the mode's variants, or of `names`, that can take these settings."""
+    mode = load(config.run_mode)
+    return [name for name in names or mode.names if name not in mode.cannot(config)]
+
+
+def batches_of(config: Config, *, proof: bool = True) -> Batches:
+    dtype = torch.float64 if proof else getattr(torch, config.dtype)
+    batches: Any = load(config.run_mode).mistaken(config.bug).batches
+    dealing: Batches = batches(config, proof=proof, device=torch.device("cpu"), dtype=dtype)
+    return dealing
+
+
+def dealt(config: Config, group: dist.ProcessGroup, step: int, *, proof: bool = True) -> list[Microbatch]:
+    """The microbatches of this rank: ranks that lie along dp have samples of their own."""
+    sizes = load(config.run_mode).axes(config)
+    inner = math.prod(list(sizes.values())[list(sizes).index("dp") + 1 :]) if "dp" in sizes else 1
+    replicas = sizes.get("dp", 1)
+    return batches_of(config, proof=proof).dealt(step, group.rank() // inner % replicas, replicas)
+
+
+def strategy_of(name: str, group: dist.ProcessGroup, config: Config, dtype: torch.dtype = torch.float64) -> Any:
+    mode = load(config.run_mode)
+    return built(mode, name, mode.model(config, config.seed).to(dtype), group, config)
+
+
+def one_process(config: Config, steps: int) -> list[Snapshot]:
+    plain = config.model_copy(update={"bug": None})
+    model = load(config.run_mode).model(plain, plain.seed).double()
+    return list(train(model, batches_of(plain), plain, steps))
+
+
+def differences(
+    group: dist.ProcessGroup, config: Config, names: tuple[str, ...] = (), steps: int = 2
+) -> dict[str, dict[str, float]]:
+    """For each variant on rank 0 the worst difference to one process over so many steps, of each kind, and on all the
+    worst one between what ranks hold alike."""
+    dense, first = one_process(config, steps) if group.rank() == 0 else [], group.rank() == 0
+    found = {}
+    for name in able(config, names):
+        strategy, worst = strategy_of(name, group, config), dict.fromkeys(("losses", *KINDS), 0.0)
+        for step in range(steps):
+            share = strategy.backward(dealt(config, group, step))
+            loss = torch.zeros((), dtype=torch.float64) if share is None else share.clone()
+            dist.all_reduce(loss, group=group)
+            strategy.update()
+            for kind in KINDS:
+                tensors = dict(strategy.full(kind))
+                assert first or not tensors or config.run_mode in GATHERED_BY_ALL
+                if first:
+                    worst[kind] = max(worst[kind], farthest(tensors, getattr(dense[step], kind)))
+            if first:
+                worst["losses"] = max(worst["losses"], abs(loss.item() - dense[step].loss))
+        found[name] = worst | {"replicas": replicas_apart(strategy, group)}
+    return found
+
+
+def farthest(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    assert set(found) == set(wanted)
+    assert all(found[name].shape == wanted[name].shape for name in wanted)
+    return max(((found[name] - wanted[name]).abs().max().item() for name in wanted), default=0.0)
+
+
+def replicas_apart(strategy: Any, group: dist.ProcessGroup) -> float:
+    """The largest difference between the weights that several ranks hold whole."""
+    held = strategy.alike("weights") if hasattr(strategy, "alike") else ()
+    mine = {name: tensor.detach().clone() for name, tensor in held}
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, mine, group=group)
+    first = {name: tensor for of_rank in reversed(everyone) for name, tensor in of_rank.items()}
+    return max(
+        ((tensor - first[name]).abs().max().item() for of_rank in everyone for name, tensor in of_rank.items()),
+        default=0.0,
+    )
+
+
+def resumed(group: dist.ProcessGroup, config: Config, name: str) -> bool:
+    """Whether a fresh strategy goes on, to the bit, from what another one saved."""
+    others = config.model_copy(update={"seed": config.seed + 1})
+    first, second = strategy_of(name, group, config), strategy_of(name, group, others)
+    first.backward(dealt(config, group, 0))
+    first.update()
+    copy_state(first.state_dict(), state := second.state_dict())
+    second.load_state_dict(state)
+    for strategy in (first, second):
+        strategy.backward(dealt(config, group, 1))
+        strategy.update()
+    one, other = first.state_dict(), second.state_dict()
+    return set(one) == set(other) and all(alike(one[label], other[label]) for label in one)
+
+
+def alike(one: Any, other: Any) -> bool:
+    if isinstance(one, LocalShard):
+        return all(torch.equal(a, b) for (_, a), (_, b) in zip(one.boxes, other.boxes, strict=True))
+    return torch.equal(local(one), local(other))
+
+
+class Counted(NamedTuple):
+    """A step: what was called, the most that was kept for the backward pass, and microbatches in flight."""
+
+    nbytes: float
+    calls: float
+    kept_bytes: int
+    in_flight: int
+
+
+def counted(group: dist.ProcessGroup, config: Config, names: tuple[str, ...] = ()) -> dict[str, Counted]:
+    """The second step of each variant: DDP lays its buckets out anew after the first."""
+    found = {}
+    for name in able(config, names):
+        strategy = strategy_of(name, group, config, getattr(torch, config.dtype))
+        for step in range(2):
+            with Calls() as calls, SavedActivations() as kept:
+                strategy.backward(dealt(config, group, step, proof=False))
+                strategy.update()
+        ops, in_flight = calls.ops(), getattr(getattr(strategy, "engine", None), "most_in_flight", 0) or 0
+        nbytes = sum(op.called_bytes for op in ops)
+        found[name] = Counted(nbytes, sum(op.calls for op in ops), kept.peak_bytes, in_flight)
+    return found
+
+
+def left_alive(group: dist.ProcessGroup, config: Config, name: str) -> int:
+    """Parameters that are still there after a variant has trained and is gone."""
+    mode = load(config.run_mode)
+    model = mode.model(config, config.seed).double()
+    strategy = built(mode, name, model, group, config)
+    strategy.backward(dealt(config, group, 0))
+    strategy.update()
+    parameters = [weakref.ref(parameter) for parameter in model.parameters()]
+    del model, strategy
+    gc.collect()
+    return sum(parameter() is not None for parameter in parameters)
+
+
+def refusal(config: Config) -> str:
+    """The one sentence with which these settings are refused."""
+    with pytest.raises(ConfigError) as refused:
+        refuse(config, load(config.run_mode))
+    (sentence,) = refused.value.faults
+    return sentence
