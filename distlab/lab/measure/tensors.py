@@ -101,7 +101,7 @@ def distance(found: Tensor, wanted: Tensor) -> float:
 
 def over(difference: Tensor, size: Tensor) -> float:
     """The norm of a difference over a size; infinite where that is no number."""
-    share: float = (difference.norm() / size.clamp(min=TINY)).item()
+    share: float = (difference.double().norm() / size.double().clamp(min=TINY)).item()
     return share if math.isfinite(share) else math.inf
 
 
