@@ -10,6 +10,7 @@ of it is in the timed interval: ranks wait for each other before a step begins.
 
 import math
 import random
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -124,7 +125,7 @@ def adamw(
     """The update after `step` others: moments against the gradient, weights against the moments that are there."""
     taken = (before.get("step"), after.get("step"))
     counts = tuple(0.0 if count is None else count.item() for count in taken)
-    if counts != (step, step + 1) or set(after) != {"step", "exp_avg", "exp_avg_sq"}:
+    if counts != (step, step + 1) or not {"exp_avg", "exp_avg_sq"} <= set(after):
         return {"optimizer": Off(math.inf, 0.0)}  # begun anew, or not begun
     first = before.get("exp_avg", torch.zeros_like(found)).lerp(gradient, 1 - BETA_1)
     second = before.get("exp_avg_sq", torch.zeros_like(found)) * BETA_2
@@ -160,7 +161,7 @@ def stored_difference(found: Tensor, wanted: Tensor, uncertain: float) -> Off:
 # --- the audited steps ---
 
 Tensors = dict[str, Tensor]
-State = dict[str, Tensors]  # "weights" by name, and the "optimizer" state under '<key>.<name>'
+State = dict[str, Tensors]  # of each parameter its "weights", and the optimizer's state by key
 Gradient = tuple[float, Tensors]  # the loss of a batch, and its gradient
 MISSING = {"weights": Off(math.inf, 0.0)}
 
@@ -219,8 +220,9 @@ class Audit:
         for label, gradient in gradients.items():
             own_grown = gradient.double().norm().item() / (alone.gradients[label] or math.inf)
             rounding = max(1.0, all_grown, own_grown) * alone.rounding[label]
-            held = of_parameter(before, after, label)
-            offs = self._parameter(step, gradient, rounding, *held) if held else MISSING
+            was, now = (dict(state.get(label, {})) for state in (before, after))
+            there = "weights" in was and "weights" in now and was["weights"].shape == now["weights"].shape
+            offs = self._parameter(step, gradient, rounding, was, now) if there else MISSING
             for kind, off in offs.items():
                 found.note(kind, off.value, off.allowed, f"step {step}, {label}")
 
@@ -236,7 +238,7 @@ class Audit:
     def _gradient(self, before: State, data_step: int) -> Gradient:
         """Loss and gradient of the whole batch at these weights, in one process and LAB_DTYPE."""
         model = self.lab.model(getattr(torch, self.lab.config.dtype))
-        reference.fill(model, before["weights"])
+        reference.fill(model, {name: each["weights"] for name, each in before.items() if "weights" in each})
         key = f"{data_step} {digest_of(model.parameters())}"
         if self._known is None or self._known[0] != key:
             loss, _ = reference.backward(model, self.batches.alone(data_step), self.lab.config.clip)
@@ -246,21 +248,13 @@ class Audit:
 
 def gathered(lab: Lab, strategy: Strategy) -> State:
     """A copy of all weights and of the optimizer's state on rank 0; nothing elsewhere."""
-    return {
-        kind: {label: tensor.detach().clone() for label, tensor in strategy.full(kind) if lab.rank == 0}
-        for kind in ("weights", "optimizer")
-    }
-
-
-def of_parameter(before: State, after: State, label: str) -> tuple[Tensors, Tensors] | None:
-    """What belongs to one parameter, by key, where its weight is there before and after, alike in shape."""
-    held = []
-    for state in (before, after):
-        moments = {key: state["optimizer"].get(f"{key}.{label}") for key in ("step", "exp_avg", "exp_avg_sq")}
-        found = {"weights": state["weights"].get(label)} | moments
-        held.append({key: tensor for key, tensor in found.items() if tensor is not None})
-    shapes = [state["weights"].shape for state in held if "weights" in state]
-    return (held[0], held[1]) if len(shapes) == 2 and shapes[0] == shapes[1] else None
+    state = defaultdict[str, Tensors](dict)
+    for kind in ("weights", "optimizer"):
+        for label, tensor in strategy.full(kind):  # a collective
+            key, _, name = label.partition(".") if kind == "optimizer" else (kind, "", label)
+            if lab.rank == 0:
+                state[name][key] = tensor.detach().clone()
+    return state
 
 
 def norm(tensors: Tensors) -> float:

@@ -15,13 +15,11 @@ from distlab.lab.report.progress import Work
 from distlab.lab.verify.audit import (
     Audit,
     ReferenceRun,
-    State,
     TimedPassChecks,
     adamw,
     allowed,
     check_alike,
     gathered,
-    of_parameter,
     one_process,
     sgd,
     stored_difference,
@@ -235,7 +233,8 @@ def audited(step: int, loss: float, wanted: float, w: float, b: float, after: di
     audit.lab, audit.alone, audit.found, audit.numberless = lab, {"flat": ALONE}, {"flat": Worst()}, {}
     gradients: Any = lambda *_: (wanted, {"w": one(w), "b": one(b)})  # noqa: E731
     audit._gradient = gradients  # type: ignore[method-assign]
-    audit._judge("flat", step, 7, loss, {"weights": dict(BEFORE), "optimizer": {}}, {"weights": after, "optimizer": {}})
+    states = ({name: {"weights": weight} for name, weight in of.items()} for of in (BEFORE, after))
+    audit._judge("flat", step, 7, loss, *states)
     return audit
 
 
@@ -289,7 +288,7 @@ def test_a_gradient_is_computed_anew_for_other_weights_or_another_batch(monkeypa
         model=lambda _: nn.Linear(1, 1, bias=False), config=SimpleNamespace(dtype="float32", clip=0.5)
     )
     audit.lab, audit._known, audit.batches = lab, None, SimpleNamespace(alone=str)  # type: ignore[assignment]
-    losses = [audit._gradient({"weights": {"w": one(w)}, "optimizer": {}}, step)[0] for w, step in
+    losses = [audit._gradient({"w": {"weights": one(w)}}, step)[0] for w, step in
               ((3.0, 7), (3.0, 7), (4.0, 7), (4.0, 8), (3.0, 8))]  # fmt: skip
     assert losses == [1.0, 1.0, 2.0, 3.0, 4.0]
     assert asked == [(3.0, "7", 0.5), (4.0, "7", 0.5), (4.0, "8", 0.5), (3.0, "8", 0.5)]
@@ -300,14 +299,9 @@ def test_what_is_gathered_is_on_rank_0_and_by_parameter(rank: int) -> None:
     state = {"weights": {"w": one(1.0), "b": one(2.0)}, "optimizer": {"step.w": one(3.0), "exp_avg.w": one(4.0)}}
     lab: Any = SimpleNamespace(rank=rank)
     strategy: Any = SimpleNamespace(full=lambda kind: iter(state[kind].items()))
-    found = gathered(lab, strategy)
-    if rank:
-        assert found == {"weights": {}, "optimizer": {}}
-        return
-    mine = {"weights": one(1.0), "step": one(3.0), "exp_avg": one(4.0)}
-    assert of_parameter(found, found, "w") == (mine, mine)
-    other: State = {"weights": {"w": torch.zeros(2)}, "optimizer": {}}
-    assert of_parameter(found, other, "w") is of_parameter(found, other, "b") is of_parameter(other, found, "b") is None
+    moments = {"step": one(3.0), "exp_avg": one(4.0)}
+    wanted = {} if rank else {"w": {"weights": one(1.0)} | moments, "b": {"weights": one(2.0)}}
+    assert gathered(lab, strategy) == wanted
 
 
 # What decides, of made-up curves and numbers of steps.
