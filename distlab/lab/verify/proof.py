@@ -144,8 +144,7 @@ def compare(
     against(lab, strategy, name, batches, dense[0], found)
     buffers.hold(name, model)
     for config, wanted in zip(configs[1:], dense[1:], strict=True):
-        strategy_tuned = build(lab.model(torch.float64), lab.mesh, config)
-        tuned_against(lab, strategy_tuned, name, batches, wanted, found)
+        against(lab, build(lab.model(torch.float64), lab.mesh, config), name, batches, wanted, found, tuned=True)
     if lab.rank == 0:
         write_checks(lab, name, found, planned)
     if also is not None and not is_own(name):  # what a lesson claims of its own
@@ -167,35 +166,29 @@ def write_checks(lab: Lab, name: str, found: Worst, planned: Mapping[str, int]) 
 
 
 def against(
-    lab: Lab, strategy: Strategy, name: str, batches: Batches, dense: list[Snapshot], found: Worst
+    lab: Lab, strategy: Strategy, name: str, batches: Batches, dense: list[Snapshot], found: Worst, *,
+    tuned: bool = False,
 ) -> None:  # fmt: skip
-    """Compare losses, gradients and weights over the proof's steps, on rank 0."""
+    """Compare each step on rank 0: losses, gradients and weights; of `tuned` ones, with the optimizer that was asked
+    for, what TUNED names, and the second goes on from the first one's state."""
     shares: list[float | None] = []
-    for step in range(batches.proof_steps):
-        lab.at(step, f"proof of {name}")
-        wanted = dense[step] if lab.rank == 0 else None
+
+    def hold(step: int, kinds: Mapping[str, str]) -> None:
+        for check, kind in kinds.items():
+            wanted = getattr(dense[step], kind) if lab.rank == 0 else None
+            found.compare(check, strategy.full(kind), wanted, where=f"step {step}")
+
+    for step in range(TUNED_STEPS if tuned else batches.proof_steps):
+        lab.at(step + tuned * batches.proof_steps, f"proof of {name}")
         share = strategy.backward(lab.dealt(batches, step))
         shares.append(None if share is None else float(share))
-        found.compare("gradients", strategy.full("gradients"), wanted and wanted.gradients, where=f"step {step}")
+        hold(step, {} if tuned else {"gradients": "gradients"})
         strategy.update()
         lab.stepped()
-        found.compare("weights", strategy.full("weights"), wanted and wanted.weights, where=f"step {step}")
-    for step, (loss, snapshot) in enumerate(zip(summed_losses(lab, shares), dense, strict=True)):
+        hold(step, TUNED if tuned else {"weights": "weights"})
+    losses = [] if tuned else summed_losses(lab, shares)
+    for step, (loss, snapshot) in enumerate(zip(losses, dense, strict=not tuned)):
         found.note("losses", abs(loss - snapshot.loss), where=f"step {step}")
-
-
-def tuned_against(
-    lab: Lab, strategy: Strategy, name: str, batches: Batches, dense: list[Snapshot], found: Worst
-) -> None:  # fmt: skip
-    """Two steps with the optimizer that was asked for: the second goes on from the first one's state."""
-    for step in range(TUNED_STEPS):
-        lab.at(batches.proof_steps + step, f"proof of {name}")
-        strategy.backward(lab.dealt(batches, step))
-        strategy.update()
-        wanted = dense[step] if lab.rank == 0 else None
-        for check, kind in TUNED.items():
-            found.compare(check, strategy.full(kind), wanted and getattr(wanted, kind), where=f"step {step}")
-        lab.work.advance()
 
 
 def summed_losses(lab: Lab, shares: list[float | None]) -> list[float]:

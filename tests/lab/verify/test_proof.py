@@ -18,7 +18,6 @@ from distlab.lab.lab import Lab
 from distlab.lab.measure.tensors import Worst
 from distlab.lab.rank.mode_loader import load
 from distlab.lab.report import records
-from distlab.lab.report.progress import Work
 from distlab.lab.report.reading import from_line, to_line
 from distlab.lab.report.verdict import judge
 from distlab.lab.verify.proof import (
@@ -30,7 +29,6 @@ from distlab.lab.verify.proof import (
     check_same,
     check_samples,
     summed_losses,
-    tuned_against,
     write_checks,
 )
 from distlab.lab.workload.data import Batches, Microbatch
@@ -225,6 +223,13 @@ def alone(loss: float, gradient: float, weight: float, state: float = 0.0) -> Sn
     return Snapshot(loss, first, second, third, 0.0)
 
 
+def lab_that_steps() -> Any:
+    return SimpleNamespace(
+        rank=0, at=lambda *_: None, dealt=lambda *_: [], stepped=lambda: None,
+        exchange=SimpleNamespace(gather=lambda _, shares: [shares]),
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("dense", "worst"),
     [
@@ -237,10 +242,7 @@ def alone(loss: float, gradient: float, weight: float, state: float = 0.0) -> Sn
 def test_each_step_is_compared_with_that_of_one_process(
     dense: list[Snapshot], worst: tuple[float, float, float]
 ) -> None:
-    lab: Any = SimpleNamespace(
-        rank=0, at=lambda *_: None, dealt=lambda *_: [], stepped=lambda: None, work=Work(),
-        exchange=SimpleNamespace(gather=lambda _, shares: [shares]),
-    )  # fmt: skip
+    lab = lab_that_steps()
     batches: Any = SimpleNamespace(proof_steps=2)
     found, strategy = Worst(), Told()
     against(lab, strategy, "flat", batches, dense, found)  # type: ignore[arg-type]
@@ -254,11 +256,11 @@ def test_each_step_is_compared_with_that_of_one_process(
 
 
 def test_two_tuned_steps_are_compared_in_gradients_state_and_weights() -> None:
-    lab: Any = SimpleNamespace(rank=0, at=lambda *_: None, dealt=lambda *_: [], work=Work())
+    lab = lab_that_steps()
     batches: Any = SimpleNamespace(proof_steps=3)
     dense = [alone(0.0, 10.0, 21.0, 31.0), alone(0.0, 11.5, 22.25, 32.125)]
     found = Worst()
-    tuned_against(lab, Told(), "flat", batches, dense, found)  # type: ignore[arg-type]
+    against(lab, Told(), "flat", batches, dense, found, tuned=True)  # type: ignore[arg-type]
     assert {kind: (off.value, found.times[kind]) for kind, off in found.found.items()} == {
         "clipped gradients": (0.5, 2), "optimizer state": (0.125, 2), "weights after two steps": (0.25, 2),
     }  # fmt: skip
