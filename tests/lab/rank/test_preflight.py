@@ -43,30 +43,26 @@ def test_defaults_are_refused_nowhere(mode: str, world_size: str) -> None:
     assert refused(mode, WORLD_SIZE=world_size) == []
 
 
-@pytest.mark.parametrize("mode", modes())
-def test_a_slow_rank_is_refused_where_nothing_is_timed(mode: str) -> None:
-    found = refused(mode, LAB_SLOW_RANK="1:0.5")
-    assert len(found) == (mode in UNTIMED)
-    assert all("LAB_SLOW_RANK='1:0.5' slows a rank in the timed training" in sentence for sentence in found)
+SAVING = ("cp", "dp", "fsdp", "mesh", "moe", "pp", "tp")
+WHOLE_LAYERS = ("dp", "fsdp", "mesh")
+ASKED = [  # what is asked for, the modes that do it, and what the others say
+    ({"LAB_SLOW_RANK": "1:0.5"}, set(modes()) - set(UNTIMED), "LAB_SLOW_RANK='1:0.5' slows a rank in the timed training"),
+    (
+        {"LAB_RECOMPUTE": "1"}, WHOLE_LAYERS,
+        "LAB_RECOMPUTE=1 is not possible in {mode}, allowed: dp, fsdp, mesh, whose ranks run whole layers",
+    ),
+    ({"LAB_CHECKPOINT_EVERY": "5"}, SAVING, "LAB_CHECKPOINT_EVERY=5: {mode} "),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("mode", modes())
-def test_recomputation_is_refused_where_layers_are_not_whole(mode: str) -> None:
-    found = refused(mode, LAB_RECOMPUTE="1")
-    assert found == (
-        []
-        if mode in ("dp", "fsdp", "mesh")
-        else [f"LAB_RECOMPUTE=1 is not possible in {mode}, allowed: dp, fsdp, mesh, whose ranks run whole layers"]
-    )
-
-
-@pytest.mark.parametrize("mode", modes())
-def test_checkpoints_are_refused_where_none_are_made(mode: str, tmp_path: Path) -> None:
-    found = refused(mode, LAB_CHECKPOINT_EVERY="5", LAB_RUNS_DIR=str(tmp_path))
-    assert (found == []) == (mode in ("cp", "dp", "fsdp", "mesh", "moe", "pp", "tp"))
-    for sentence in found:
-        assert sentence.startswith(f"LAB_CHECKPOINT_EVERY=5: {mode} ")
-        assert sentence.endswith("; checkpoints go with cp, dp, fsdp, mesh, moe, pp, tp")
+def test_what_a_mode_never_does_is_refused_in_a_sentence(mode: str, tmp_path: Path) -> None:
+    for settings, done_by, words in ASKED:
+        found = refused(mode, LAB_RUNS_DIR=str(tmp_path), **settings)
+        assert len(found) == (mode not in done_by), found
+        assert all(sentence.startswith(words.format(mode=mode)) for sentence in found)
+        if "LAB_CHECKPOINT_EVERY" in settings:
+            assert all(sentence.endswith(f"; checkpoints go with {', '.join(SAVING)}") for sentence in found)
 
 
 def test_variants_that_these_settings_rule_out_are_refused_only_by_name() -> None:
