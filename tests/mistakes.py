@@ -78,12 +78,14 @@ def mistaken(run_mode: str, bug: str) -> dict[str, str]:
 
 
 def makers(mode: Mode, bug: str, config: Config) -> list[str]:
-    """The variants that can make a mistake with these settings; where all can, the second.
+    """The variants that can make a mistake with these settings; where all can, the second of those that run.
 
     The first is the naive one, which makes dozens of calls a step: it is left out wherever another makes the mistake
     too.
     """
     mistake = mode.mistakes[bug]
-    able = list(mistake.where.variants or mistake.needs.variants) or list(mode.names[1:2])
-    able = [name for name in able if name not in mode.cannot(config)]
+    cannot = mode.cannot(config)
+    able = list(mistake.where.variants or mistake.needs.variants)
+    able = able or [name for name in mode.names[1:] if name not in cannot][:1]
+    able = [name for name in able if name not in cannot]
     return [name for name in able if name != mode.names[0]] or able
