@@ -39,7 +39,7 @@ def write_figures(folder: Path, run: Run, records: Ranks) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     found = dict(figures(run, records))
     if not found:
-        raise Untimed(f"the run {run['run_id']} has no figure: it ended before anything was measured")
+        raise Untimed(f"the run {run['run_id']} has no figure: it recorded no step and drew no chart")
     for name, drawing in found.items():
         write_atomically(folder / f"{name}.svg", [drawing])
     return [folder / f"{name}.svg" for name in found]

@@ -53,7 +53,7 @@ def test_a_series_has_its_colour_and_its_name_beside_it() -> None:
 def test_a_run_without_a_figure_is_refused_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = written(tmp_path / "run", {0: [start(world_size=1)]})
     assert main([str(run), "--figures", str(tmp_path / "figures")]) == 2
-    assert "has no figure: it ended before anything was measured" in capsys.readouterr().err
+    assert "has no figure: it recorded no step and drew no chart" in capsys.readouterr().err
     assert main([str(tmp_path / "absent"), "--figures", str(tmp_path / "figures")]) == 2
     assert "is not the folder of a run" in capsys.readouterr().err
 
