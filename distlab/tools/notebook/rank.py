@@ -27,11 +27,12 @@ import torch
 import torch.distributed as dist
 
 from distlab.techniques.transport.store import KeyedStore
-from distlab.tools.check.start.script import flush_streams, recorded
+from distlab.tools.check.start.script import flush_streams
 from distlab.tools.check.watch.handles import Waits
 from distlab.tools.check.watch.recorder import Recorder
 from distlab.tools.check.watch.script_error import described
 from distlab.tools.check.watch.telling import Telling, now
+from distlab.tools.check.watch.watchers import recorded
 from distlab.tools.testing import processes
 from distlab.tools.testing.processes import Start, at_home
 

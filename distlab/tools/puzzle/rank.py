@@ -18,10 +18,11 @@ import torch.distributed as dist
 from distlab.lab.measure.storages import Storages
 from distlab.lab.measure.traffic import NoDiagnostics, connections, nbytes_of, sent_by_call
 from distlab.techniques.transport.store import KeyedStore
-from distlab.tools.check.start.script import flush_streams, recorded
+from distlab.tools.check.start.script import flush_streams
 from distlab.tools.check.watch.recorder import Call, Group, Recorder
 from distlab.tools.check.watch.script_error import described
 from distlab.tools.check.watch.telling import Telling, now
+from distlab.tools.check.watch.watchers import recorded
 from distlab.tools.puzzle.task import Made, Report
 from distlab.tools.puzzle.tasks import TASKS
 from distlab.tools.testing import processes

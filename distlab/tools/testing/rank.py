@@ -26,11 +26,12 @@ from _pytest.assertion.rewrite import AssertionRewritingHook, assertstate_key
 from distlab.techniques.transport.process_group import TcpBackend
 from distlab.techniques.transport.store import KeyedStore
 from distlab.tools.check.start.fork_servers import draw_random_states
-from distlab.tools.check.start.script import flush_streams, recorded
+from distlab.tools.check.start.script import flush_streams
 from distlab.tools.check.watch.places import Places
 from distlab.tools.check.watch.recorder import Recorder
 from distlab.tools.check.watch.script_error import described
 from distlab.tools.check.watch.telling import Telling, now
+from distlab.tools.check.watch.watchers import recorded
 from distlab.tools.testing.processes import Ended, Start, at_home
 
 # The test file on a rank, its asserts rewritten as pytest does in its own process.

@@ -33,18 +33,13 @@ from distlab.lab.config.user_code import heed_endings
 from distlab.techniques.transport.store import HostedStore, KeyedStore, Prefixed
 from distlab.tools.check.start.fork_servers import be_main_process, leave_to_others
 from distlab.tools.check.watch import cuda_stand_in
-from distlab.tools.check.watch.axes import Axes
-from distlab.tools.check.watch.handles import Handles, Waits
-from distlab.tools.check.watch.layouts import Layouts
-from distlab.tools.check.watch.lost_results import LostResults
+from distlab.tools.check.watch.handles import Waits
 from distlab.tools.check.watch.own_ranks import OwnRanks
-from distlab.tools.check.watch.patches import Function, Patch, leave_uncompiled, put
-from distlab.tools.check.watch.places import Places
+from distlab.tools.check.watch.patches import Function, Patch, put
 from distlab.tools.check.watch.recorder import Recorder
-from distlab.tools.check.watch.replicas import ReplicaSteps
 from distlab.tools.check.watch.script_error import described, place_of
 from distlab.tools.check.watch.telling import Telling, now
-from distlab.tools.check.watch.training import Training
+from distlab.tools.check.watch.watchers import recorded, watch_training
 
 # The process tells its Python stacks to who asks (script_process.py).
 
@@ -198,10 +193,7 @@ def run(job: Job, ends: Ends, parent: int) -> None:
     Meeting(bytes.fromhex(os.environ.pop(STORE_KEY))).install()
     telling = Telling(ends.told)
     recorder, waits = recorded(telling, job.script.parent, int(os.environ["MASTER_PORT"]))
-    Training(recorder).install()
-    ReplicaSteps(recorder, job.every).install()
-    Axes(recorder).install()
-    LostResults(recorder).install()
+    watch_training(recorder, job.every)
     OwnRanks(recorder).install()
     stand_in = cuda_stand_in.install(recorder, job.script)
     play = job.play or partial(run_as_main, stand_in=stand_in)
@@ -224,20 +216,6 @@ def flush_streams() -> None:
             getattr(sys, name).flush()
         except Exception:
             setattr(sys, name, open(number, "w", buffering=1, closefd=False))  # noqa: SIM115
-
-
-def recorded(telling: Telling, folder: Path, store_port: int) -> tuple[Recorder, Waits]:
-    """Put what watches calls, handles and waits in its place."""
-    places = Places(telling, folder)
-    places.install()
-    recorder = Recorder(telling, places)
-    recorder.install()
-    Layouts(recorder).install()
-    Handles(recorder).install()
-    waits = Waits(recorder, lambda sentence: telling.say("changed", sentence), store_port)
-    waits.install()
-    leave_uncompiled()
-    return recorder, waits
 
 
 def ended(play: Callable[[], None], telling: Telling, recorder: Recorder) -> int:

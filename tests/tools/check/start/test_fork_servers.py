@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -43,8 +42,8 @@ def test_facts(rank):
 def told(folder: Path, *words: str, **environ: str) -> list[list[dict[str, Any]]]:
     """What each of two ranks has written, the command run in the script's folder, where `check` takes it too."""
     clean = {name: value for name, value in os.environ.items() if not NONE_OF_OURS.match(name)}
+    clean.pop("PYTHONHASHSEED", None)
     given = clean | {"FACTS_DIR": str(folder), "OMP_NUM_THREADS": "1", "LAB_RUNS_DIR": str(folder / "runs")} | environ
-    given.pop("PYTHONHASHSEED", None)
     done = ended([sys.executable, "-m", *words], cwd=SCRIPT.parent, environ=given, timeout_s=110)
     assert done.returncode in (0, 1), done.stdout + done.stderr  # 1: no group was made
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
@@ -82,11 +81,7 @@ def test_a_rank_of_the_plugin_is_as_under_torchrun(by_torchrun: list[list[dict[s
 
 
 def test_with_a_hash_seed_for_all_only_hashes_are_alike(tmp_path: Path) -> None:
-    clean = {name: value for name, value in os.environ.items() if not NONE_OF_OURS.match(name)}
-    given = clean | {"FACTS_DIR": str(tmp_path), "LAB_RUNS_DIR": str(tmp_path / "runs"), "WORLD_SIZE": "2"}
-    command = [sys.executable, "-m", "distlab", "check", str(SCRIPT)]
-    subprocess.run(command, env=given | {"PYTHONHASHSEED": "7"}, timeout=110, check=False, capture_output=True)
-    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    found = told(tmp_path, "distlab", "check", str(SCRIPT), WORLD_SIZE="2", PYTHONHASHSEED="7")
     alike = {name for name, differs in apart(found).items() if not differs}
     assert alike == {"the hash of a text", "the order of a set"}
 

@@ -1,0 +1,36 @@
+"""All that watches a process: its calls, whoever makes them (`recorded`), and what it trains with them."""
+
+from pathlib import Path
+
+from distlab.tools.check.watch.axes import Axes
+from distlab.tools.check.watch.handles import Handles, Waits
+from distlab.tools.check.watch.layouts import Layouts
+from distlab.tools.check.watch.lost_results import LostResults
+from distlab.tools.check.watch.patches import leave_uncompiled
+from distlab.tools.check.watch.places import Places
+from distlab.tools.check.watch.recorder import Recorder
+from distlab.tools.check.watch.replicas import ReplicaSteps
+from distlab.tools.check.watch.telling import Telling
+from distlab.tools.check.watch.training import Training
+
+
+def recorded(telling: Telling, folder: Path, store_port: int) -> tuple[Recorder, Waits]:
+    """Put what watches calls, handles and waits in its place; `folder` is the script's."""
+    places = Places(telling, folder)
+    places.install()
+    recorder = Recorder(telling, places)
+    recorder.install()
+    Layouts(recorder).install()
+    Handles(recorder).install()
+    waits = Waits(recorder, lambda sentence: telling.say("changed", sentence), store_port)
+    waits.install()
+    leave_uncompiled()
+    return recorder, waits
+
+
+def watch_training(recorder: Recorder, every: int) -> None:
+    """And what watches training; replicas are compared at each so many steps."""
+    Training(recorder).install()
+    ReplicaSteps(recorder, every).install()
+    Axes(recorder).install()
+    LostResults(recorder).install()
