@@ -1,4 +1,4 @@
-"""What every rank of the pool, and every program of tests/warm.py, has imported before it is forked: 5 s of a core once,
+"""What every rank of the tests' pools, and every program of tests/warm.py, has imported before it is forked: 5 s of a core once,
 not once a rank.
 
 torch imports its compiler with the first optimizer or DDP, 2.5 s of a core in each rank that makes one. The doctor of

@@ -93,8 +93,9 @@ FLOORS: dict[str, list[str]] = {
         f"{D}.tools.check.watch", f"{D}.tools.check.judge", CONFIG, REPORT, MEASURE, CLUSTER, *MESSAGES, RANK,
     ],
     f"{D}.tools.prove": [CONFIG, REPORT, MEASURE, CLUSTER, TRANSPORT, f"{COLLECTIVES}.plain_values", WORKLOAD, GRID, f"{D}.tools.check"],
-    f"{D}.tools.testing": [CONFIG, f"{D}.tools.check", f"{D}.tools.prove", CLUSTER, TRANSPORT],
-    f"{D}.tools.puzzle": [REPORT, MEASURE, CLUSTER, f"{TRANSPORT}.store", f"{D}.tools.check", f"{D}.tools.testing"],
+    f"{D}.tools.ranks": [CONFIG, f"{D}.tools.check", CLUSTER, TRANSPORT],
+    f"{D}.tools.testing": [CONFIG, f"{D}.tools.check", f"{D}.tools.prove", f"{D}.tools.ranks"],
+    f"{D}.tools.puzzle": [REPORT, MEASURE, f"{D}.tools.check", f"{D}.tools.ranks"],
     f"{D}.cli": [
         CONFIG, CONTRACT, REPORT, CLUSTER, MEASURE, WORKLOAD, RANK, CHECKPOINT, *COSTS,
         *(f"{D}.tools.{name}" for name in ("plan", "check", "prove", "puzzle", "testing")),
@@ -309,9 +310,7 @@ def test_only_config_reads_the_environment() -> None:
         "distlab.cli.run", "distlab.lab.config", "distlab.lab.config.launchers", "distlab.lab.cluster.launch", "distlab.lab.cluster.join",
         "distlab.lab.rank.preflight",  # how many ranks a launcher put on this machine
         "distlab.lab.report.terminal",  # NO_COLOR and TERM
-        "distlab.tools.testing.preloaded", "distlab.tools.testing.rank",  # what torch and pytest read
-        "distlab.tools.notebook.preloaded", "distlab.tools.notebook.rank",  # what torch reads
-        "distlab.tools.puzzle.preloaded", "distlab.tools.puzzle.rank",  # what torch reads
+        "distlab.tools.ranks.preloaded", "distlab.tools.ranks.rank", "distlab.tools.testing.rank",  # what torch and pytest read
         "distlab.tools.check.start.command",  # sets what torch reads as it comes in
         "distlab.tools.check.start.rank_supervisor",  # what torchrun sets
         "distlab.tools.check.start.script",  # what torchrun sets, and the script's own

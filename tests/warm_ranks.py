@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 
 from distlab.techniques.transport.store import KeyedStore
-from distlab.tools.testing.processes import Start, WarmRanks, at_home, where
+from distlab.tools.ranks.pool import WarmRanks, where
+from distlab.tools.ranks.rank import Player, Start, at_home
 
 MAX = 8  # ranks
-START_S = 90.0
 COLLECTIVE_S = 40.0
 # On a rank: a second group for each number of ranks, for what goes on beside the calls of the first.
 side_groups: dict[int, Any] = {}
@@ -35,16 +35,77 @@ class RankFailed(AssertionError):
     """A rank raised, died or hung; the message holds its traceback."""
 
 
+def name_alike(group: dist.ProcessGroup) -> int:
+    """From here on the ranks of `group` name the groups that they make alike; returns how many were made before.
+
+    torch names a group by how many it has made in this process, and ranks that were in no call before have made fewer:
+    under two names ranks wait for each other for ever.
+    """
+    world = dist.distributed_c10d._world
+    made = torch.tensor(world.group_count)
+    dist.all_reduce(made, dist.ReduceOp.MAX, group=group)
+    world.group_count = most = int(made)
+    return most
+
+
+@contextmanager
+def own_groups(group: dist.ProcessGroup) -> Iterator[None]:
+    """Groups that a call makes are named alike on all its ranks, and end with it."""
+    world = dist.distributed_c10d._world
+    most = name_alike(group)
+    before = set(world.pg_map)
+    yield
+    if world.group_count > most:
+        dist.barrier(group)  # nobody closes what another still reads
+        for each in [each for each in world.pg_map if each not in before]:
+            dist.destroy_process_group(each)
+
+
+def serve(start: Start, files: Sequence[Any], control: Connection) -> None:
+    """One rank: join, then run what arrives until None does."""
+    at_home(start, files)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    bound = datetime.timedelta(seconds=COLLECTIVE_S)
+    # The loopback address by name of its own device: a machine's host name need not resolve.
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._timeout = bound
+    store = KeyedStore("127.0.0.1", start.port, start.key, COLLECTIVE_S)
+    dist.init_process_group("gloo", store=store, rank=start.rank, world_size=MAX, timeout=bound, pg_options=options)
+    groups: dict[int, Any] = {}
+    control.send(None)
+    while (job := control.recv()) is not None:
+        if isinstance(job, int):
+            name_alike(dist.distributed_c10d._get_default_group())
+            groups[job], side_groups[job] = (
+                dist.new_group(list(range(job)), timeout=bound, pg_options=options) for _ in range(2)
+            )
+            continue
+        world_size, function, args = job
+        gc.collect()
+        gc.freeze()  # as a rank does: a meter that looks at all objects need not look at 350,000 of modules
+        try:
+            with own_groups(groups[world_size]):
+                value = function(groups[world_size], *args)
+            control.send((True, value))
+        except BaseException:
+            control.send((False, traceback.format_exc()))
+    dist.destroy_process_group()
+
+
 class Ranks(WarmRanks):
     """`ranks(world_size, function, *args)` returns the results of `function(group, *args)`, by rank."""
 
-    _sizes: frozenset[int] = frozenset()  # for which the ranks have groups
+    target = staticmethod(serve)
+
+    def __init__(self, root: str, preload: Sequence[str]) -> None:
+        super().__init__(Player, root, preload=preload)
+        self._sizes: frozenset[int] = frozenset()  # for which the ranks have groups
 
     def __call__(self, world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
         """Run `function` on ranks 0 to world_size - 1 at once; raises RankFailed after at most `timeout_s`."""
         if not self._ranks:
-            self.fork(MAX, serve)
-            self._collect(MAX, START_S)
+            self.have(MAX)
             self._sizes = frozenset()
         if world_size not in self._sizes:  # all 16 groups at the start take a pool 3 s more, on two cores
             self._sizes |= {world_size}
@@ -94,64 +155,9 @@ class Ranks(WarmRanks):
         self.close_store()  # new ranks begin with an empty one
 
     def close(self) -> None:
-        self.let_end(20)
-        self.stop()
-        self.close_servers()
-
-
-def name_alike(group: dist.ProcessGroup) -> int:
-    """From here on the ranks of `group` name the groups that they make alike; returns how many were made before.
-
-    torch names a group by how many it has made in this process, and ranks that were in no call before have made fewer:
-    under two names ranks wait for each other for ever.
-    """
-    world = dist.distributed_c10d._world
-    made = torch.tensor(world.group_count)
-    dist.all_reduce(made, dist.ReduceOp.MAX, group=group)
-    world.group_count = most = int(made)
-    return most
-
-
-@contextmanager
-def own_groups(group: dist.ProcessGroup) -> Iterator[None]:
-    """Groups that a call makes are named alike on all its ranks, and end with it."""
-    world = dist.distributed_c10d._world
-    most = name_alike(group)
-    before = set(world.pg_map)
-    yield
-    if world.group_count > most:
-        dist.barrier(group)  # nobody closes what another still reads
-        for each in [each for each in world.pg_map if each not in before]:
-            dist.destroy_process_group(each)
-
-
-def serve(start: Start, files: Sequence[Any], control: Connection) -> None:
-    """One rank: join, then run what arrives until None does."""
-    at_home(start, files)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    bound = datetime.timedelta(seconds=COLLECTIVE_S)
-    # The loopback address by name of its own device: a machine's host name need not resolve.
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    options._timeout = bound
-    store = KeyedStore("127.0.0.1", start.port, start.key, COLLECTIVE_S)
-    dist.init_process_group("gloo", store=store, rank=start.rank, world_size=MAX, timeout=bound, pg_options=options)
-    groups: dict[int, Any] = {}
-    control.send((True, None))
-    while (job := control.recv()) is not None:
-        if isinstance(job, int):
-            name_alike(dist.distributed_c10d._get_default_group())
-            groups[job], side_groups[job] = (
-                dist.new_group(list(range(job)), timeout=bound, pg_options=options) for _ in range(2)
-            )
-            continue
-        world_size, function, args = job
-        gc.collect()
-        gc.freeze()  # as a rank does: a meter that looks at all objects need not look at 350,000 of modules
-        try:
-            with own_groups(groups[world_size]):
-                value = function(groups[world_size], *args)
-            control.send((True, value))
-        except BaseException:
-            control.send((False, traceback.format_exc()))
-    dist.destroy_process_group()
+        """Ranks end by themselves, so that their coverage is written."""
+        for rank in self._ranks:
+            rank.control.send(None)
+        for rank in self._ranks:
+            rank.bedside.process.join(20)
+        super().close()

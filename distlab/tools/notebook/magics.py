@@ -116,7 +116,7 @@ class RanksMagics(Magics):
             self._start(count)
         assert self.shell is not None
         number = len(self.shell.user_ns["In"]) - 1  # as it stands beside the cell, whichever way this IPython counts
-        result = self.session.run(number, cell, typed.only, measured=bool(typed.show))
+        result = self.session.run_cell(number, cell, typed.only, measured=bool(typed.show))
         self._show(result, typed.show, cell)
 
     def _show(self, result: Result, asked: Sequence[str], cell: str) -> None:

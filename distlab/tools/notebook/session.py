@@ -5,7 +5,6 @@ group; a rank that does not come back within BACK_S, or whose process is gone, i
 names are gone with it.
 """
 
-import atexit
 import math
 import os
 import shutil
@@ -18,14 +17,11 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from distlab.tools.check.judge.coordinator import Doctor
-from distlab.tools.check.start.fork_servers import is_one_for_all
-from distlab.tools.check.watch.telling import now
-from distlab.tools.notebook.rank import BREAK, Cell, Ended, Join, serve
-from distlab.tools.testing.processes import Outcome, WarmRank, WarmRanks, Watching
+from distlab.tools.notebook.rank import Cell, Cells, Ended
+from distlab.tools.ranks.pool import Outcome, WarmRanks, Watching
 
-START_S = 60.0  # for a rank to be there, on a machine that does much else
+NEVER_S = 86_400.0  # a cell may take as long as it likes: the doctor ends what hangs
 BACK_S = 1.5  # for a rank to come back from a call that has ended
-PRELOAD = ("distlab.tools.notebook.preloaded",)
 MOST = 64  # ranks, of one machine
 
 
@@ -45,30 +41,13 @@ class Result:
         return {rank: each for rank, each in self.outcome.ended.items() if isinstance(each, Ended)}
 
 
-class WatchingCell(Watching):
-    """A cell on its ranks; keeps what they tell."""
-
-    def __init__(self, ranks: Sequence[WarmRank]) -> None:
-        super().__init__(ranks, math.inf)
-        self.told: list[list[bytes]] = [[] for _ in ranks]
-
-    def _listen(self) -> None:
-        for number, rank in enumerate(self._ranks):
-            lines = rank.hearing.lines(0.0)
-            self.told[number] += lines
-            self._doctor.take(number, lines, now())
-        self._doctor.look(now())
-
-
 class Session(WarmRanks):
     """The ranks; `start` before `run`."""
 
     def __init__(self) -> None:
         self._cells = Path(tempfile.mkdtemp(prefix="distlab-cells-"))
-        super().__init__(str(Path.cwd()), PRELOAD, apart=not is_one_for_all())
-        self._groups = 0
+        super().__init__(Cells, str(Path.cwd()), str(self._cells), [Cells.__module__], apart=True)
         self.names: dict[int, list[str]] = {}  # by rank, after its last cell; of a rank made anew none
-        atexit.register(self.close)
 
     @property
     def world_size(self) -> int:
@@ -79,26 +58,25 @@ class Session(WarmRanks):
         self.kill()
         self.names.clear()
         self._root = str(Path.cwd())
-        for new in self.fork(world_size, serve, [str(self._cells)]):
-            self.hear(new, "start", START_S)
+        self.have(world_size)
         self._meet()
 
     def _meet(self) -> None:
         """Have all ranks make a new process group."""
-        self._groups += 1
+        group = self.next_group(self.world_size, NEVER_S)
         for rank in self._ranks:
-            rank.control.send(Join(self._groups, self.world_size))
+            rank.control.send(group)
         for rank in self._ranks:
-            self.hear(rank, "meet the others", START_S)
+            self.hear(rank, "meet the others")
 
-    def run(self, number: int, source: str, only: Sequence[int] = (), *, measured: bool = False) -> Result:
+    def run_cell(self, number: int, source: str, only: Sequence[int] = (), *, measured: bool = False) -> Result:
         """The cell `number` on the ranks `only`, or on all; returns once all have ended, or something is wrong."""
         file = self._cells / f"cell_{number}.py"
         file.write_text(source)
         lost = [rank for rank, (_, nbytes) in enumerate(self.memory_bytes()) if not nbytes]
         if lost:
             self._mend(lost)
-        watching, interrupted = WatchingCell(self._ranks), False
+        watching, interrupted = Watching(self._ranks, math.inf, keeps=True), False
         try:
             for rank, each in enumerate(self._ranks):
                 taking_part = not only or rank in only
@@ -106,8 +84,8 @@ class Session(WarmRanks):
             outcome = watching.until_the_end()
         except KeyboardInterrupt:
             interrupted = True
-            outcome = watching._outcome("interrupted")
-        result = Result(str(file), outcome, interrupted, lost, watching._doctor, watching.told)
+            outcome = watching.outcome("interrupted")
+        result = Result(str(file), outcome, interrupted, lost, watching.doctor, watching.told)
         self.names.update({rank: each.names for rank, each in result.ended.items()})
         if outcome.is_bad or interrupted:
             result.made_anew = sorted({*lost, *self._recover(outcome)})
@@ -120,7 +98,7 @@ class Session(WarmRanks):
             if rank not in outcome.ended and each.bedside.process.exitcode is None
         }  # fmt: skip
         for rank in away:
-            self._ranks[rank].control.send(BREAK)
+            self._ranks[rank].call_back()
         deadline = time.monotonic() + BACK_S
         while away and (left_s := deadline - time.monotonic()) > 0:
             controls = {self._ranks[rank].control: rank for rank in away}
@@ -137,7 +115,7 @@ class Session(WarmRanks):
     def _mend(self, anew: Sequence[int]) -> None:
         for rank in anew:
             self.names.pop(rank, None)
-            self.hear(self.replace(rank, serve, [str(self._cells)]), "start", START_S)
+            self.replace(rank)
         self._meet()
 
     def memory_bytes(self) -> list[tuple[int, int]]:
@@ -152,8 +130,5 @@ class Session(WarmRanks):
 
     def close(self) -> None:
         """End all ranks; nothing of them is left."""
-        self.kill()
-        self.close_servers()
-        self.close_store()
+        super().close()
         shutil.rmtree(self._cells, ignore_errors=True)
-        atexit.unregister(self.close)

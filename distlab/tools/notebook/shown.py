@@ -9,7 +9,7 @@ from distlab.lab.report.export import picture
 from distlab.lab.report.records import Ranks, Start, Timeline
 from distlab.lab.report.units import counted, human_bytes
 from distlab.lab.report.verdict import SCRIPT
-from distlab.tools.check.judge.rank_state import END, HANG, MATCH
+from distlab.tools.check.judge.rank_state import HANG, MATCH
 from distlab.tools.check.judge.report import format_tables, spans_of, wire
 from distlab.tools.check.watch.places import PACKAGES
 from distlab.tools.notebook.rank import Ended, Frame
@@ -84,9 +84,7 @@ def failure(result: Result, source: str) -> CellFailed:
     if marks:
         lines += ["", *marked(source, marks, world_size)]
     if not (found or outcome.lost):  # what ranks raise then comes of it
-        blamed = {rank for each in outcome.findings if each.check == END for rank in each.ranks}
-        failed = {rank: each for rank, each in result.ended.items() if each.outcome == "failed"}
-        raised = {rank: each for rank, each in failed.items() if rank in blamed} or failed
+        raised = {rank: result.ended[rank] for rank in outcome.raised() or outcome.failed}
         lines += list(tracebacks(raised, result.file, source, world_size))
     if result.made_anew:
         lines += ["", began_anew(result.made_anew)]

@@ -1,15 +1,11 @@
-"""One warm rank that runs answers: each in a process group of its own, its calls told to the doctor and counted."""
+"""Answers on a warm rank: each in a process group of its own, its calls counted."""
 
-import datetime
-import os
 import pickle
 import sys
-import threading
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,19 +13,11 @@ import torch.distributed as dist
 
 from distlab.lab.measure.storages import Storages
 from distlab.lab.measure.traffic import NoDiagnostics, connections, nbytes_of, sent_by_call
-from distlab.techniques.transport.store import KeyedStore
-from distlab.tools.check.start.script import flush_streams
-from distlab.tools.check.watch.recorder import Call, Group, Recorder
-from distlab.tools.check.watch.script_error import described
-from distlab.tools.check.watch.telling import Telling, now
-from distlab.tools.check.watch.watchers import recorded
+from distlab.tools.check.watch.recorder import Call
+from distlab.tools.check.watch.recorder import Group as GroupOfCalls
 from distlab.tools.puzzle.task import Made, Report
 from distlab.tools.puzzle.tasks import TASKS
-from distlab.tools.testing import processes
-from distlab.tools.testing.processes import Start, at_home
-
-STORE_S = 60.0
-GROUP_S = 60.0  # longer than any try
+from distlab.tools.ranks import rank as ranks
 
 
 class Job(NamedTuple):
@@ -37,29 +25,27 @@ class Job(NamedTuple):
 
     task: int
     file: str
-    world_size: int
+    group: ranks.Group
     folder: str  # for files
-    number: int = 0  # of the job in this pool: its process group's keys begin with it
     resumes: bool = False
     meters_memory: bool = False
 
 
 @dataclass(frozen=True)
-class Ended(processes.Ended):
+class Ended(ranks.Ended):
     """How it ended on a rank; the report is pickled, for tensors would travel as shared memory."""
 
     report: bytes = b""
-    line: str = ""  # of the answer, where it raised
 
 
 class OnRank:
     """What a task has on a rank (task.Bench)."""
 
-    def __init__(self, rank: int, job: Job, recorder: Recorder, store_port: int) -> None:
+    def __init__(self, rank: ranks.Rank, job: Job) -> None:
         assert dist.group.WORLD is not None
-        self.rank, self.world_size, self.folder = rank, job.world_size, job.folder
+        self.rank, self.world_size, self.folder = rank.start.rank, job.group.world_size, job.folder
         self.group: dist.ProcessGroup = dist.group.WORLD
-        self._recorder, self._store_port, self._meters_memory = recorder, store_port, job.meters_memory
+        self._recorder, self._store_port, self._meters_memory = rank.recorder, rank.start.port, job.meters_memory
         self._made: list[Made] = []
         self._wire_bytes: int | None = None
         self._storages = Storages()
@@ -100,7 +86,7 @@ class OnRank:
         except NoDiagnostics:
             return None
 
-    def _take(self, name: str, args: tuple[Any, ...], call: Call, group: Group) -> None:  # noqa: ARG002
+    def _take(self, name: str, args: tuple[Any, ...], call: Call, group: GroupOfCalls) -> None:  # noqa: ARG002
         sent_bytes = 0.0
         if call.op not in ("recv", "barrier", "monitored_barrier"):
             whole = args[1] if call.op in ("reduce_scatter", "scatter", "gather", "all_to_all") else args[0]
@@ -117,46 +103,21 @@ def names_in(file: str) -> dict[str, Any]:
     return {name: each for name, each in vars(module).items() if not name.startswith("__")}
 
 
-def serve(start: Start, files: Sequence[Any], control: Connection) -> None:
-    """Run what comes until nothing does; `start.files` is the folder of the answers."""
-    telling = Telling(at_home(start, files))
-    folder = Path(start.files[0])
-    sys.argv = [str(folder / "answer")]  # where errors look for the user's lines
-    recorder, _ = recorded(telling, folder, start.port)
-    store = KeyedStore("127.0.0.1", start.port, start.key, STORE_S)
-    control.send(None)
-    while (job := control.recv()) is not None:
-        recorder.anew()
-        telling.say("main", threading.get_ident())
-        ended = run(start, job, store, telling, recorder)
-        flush_streams()
-        telling.say("ended", int(ended.outcome == "failed"), now())
-        control.send(ended)
-    os._exit(0)
+class Answers(ranks.Player):
+    """Plays tasks with answers, which are files of `start.folder`."""
 
+    def __init__(self, rank: ranks.Rank) -> None:
+        super().__init__(rank)
+        sys.argv = [str(Path(rank.start.folder) / "answer")]  # where errors look for the user's lines
 
-def run(start: Start, job: Job, store: dist.Store, telling: Telling, recorder: Recorder) -> Ended:
-    """Join the others, play the task, and leave them."""
-    task = TASKS[job.task]
-    try:
-        with recorder.unseen():
-            begin(start, job, store)
-        bench = OnRank(start.rank, job, recorder, start.port)
-        play = task.resume if job.resumes and task.resume is not None else task.play
-        report = bench.report(play(types.SimpleNamespace(**names_in(job.file)), bench))
-        recorder.forget()
-        with recorder.unseen():
-            dist.destroy_process_group()
-    except BaseException as error:
-        kind, words, text, line = described(error, recorder.places.kind)
-        telling.say("raised", kind, words, text, line, now())
-        return Ended("failed", f"{kind}: {words}" if words else kind, line=line)
-    return Ended("passed", report=pickle.dumps(report))
+    def play(self, work: Job) -> Ended:
+        self.rank.join(work.group)
+        task = TASKS[work.task]
+        bench = OnRank(self.rank, work)
+        play = task.resume if work.resumes and task.resume is not None else task.play
+        report = bench.report(play(types.SimpleNamespace(**names_in(work.file)), bench))
+        return Ended("passed", report=pickle.dumps(report))
 
-
-def begin(start: Start, job: Job, store: dist.Store) -> None:
-    os.environ.update(RANK=str(start.rank), LOCAL_RANK=str(start.rank), WORLD_SIZE=str(job.world_size))
-    bound = datetime.timedelta(seconds=GROUP_S)
-    keys = dist.PrefixStore(f"job{job.number}", store)
-    dist.init_process_group("gloo", store=keys, rank=start.rank, world_size=job.world_size, timeout=bound)
-    dist.barrier()
+    def failed(self, error: BaseException) -> Ended:  # noqa: ARG002
+        """The doctor says what was raised, and at which line."""
+        return Ended("failed")

@@ -9,16 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from distlab.lab.cluster import name_ranks
-from distlab.tools.check.judge.rank_state import END, MATCH
 from distlab.tools.puzzle.judge import judge
-from distlab.tools.puzzle.rank import Ended, Job, serve
+from distlab.tools.puzzle.rank import Answers, Ended, Job
 from distlab.tools.puzzle.task import WORLD_SIZES, Report, Task
-from distlab.tools.testing.processes import Outcome, WarmRanks, Watching
+from distlab.tools.ranks.pool import Outcome, WarmRanks
 
-PRELOAD = ("distlab.tools.puzzle.preloaded",)
-START_S = 60.0  # for a rank to be there, on a machine that does much else; no part of a try
 TRY_S = 10.0
+GROUP_S = 60.0  # of a call: longer than any try
 
 
 class Figures(NamedTuple):
@@ -50,13 +47,11 @@ class Runner(WarmRanks):
     """The ranks, all from one interpreter: a try begins after one import of torch, not after four."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = str(folder.resolve())
-        super().__init__(self._folder, PRELOAD)
-        self._jobs = 0
+        super().__init__(Answers, str(folder.resolve()), preload=[Answers.__module__])
 
     def judge(self, task: Task, file: Path, world_sizes: Sequence[int] = WORLD_SIZES) -> Verdict:
         """Run it with each number of ranks; the first that is wrong ends it."""
-        self._prepare(max(world_sizes))
+        self.have(max(world_sizes))  # which is no part of a try
         begun = time.monotonic()
         figures: list[Figures] = []
         for world_size in world_sizes:
@@ -69,26 +64,27 @@ class Runner(WarmRanks):
             figures.append(figures_of(world_size, reports))
         return Verdict(True, world_sizes[-1], time.monotonic() - begun, (), figures)
 
-    def _prepare(self, count: int) -> None:
-        """Fork who is missing; raises RuntimeError."""
-        for new in self.fork(count, serve, [self._folder]):
-            self.hear(new, "start", START_S)
-
     def _tried(self, task: Task, file: Path, world_size: int, left_s: float) -> tuple[list[Report], list[str]]:
         """The reports of the ranks, or what is wrong, the sentence first."""
         files = tempfile.mkdtemp(prefix="distlab-puzzle-")
-        job = Job(task.number, str(file.resolve()), world_size, files)
+
+        def run(*, resumes: bool = False, meters_memory: bool = False) -> Outcome:
+            group = self.next_group(world_size, GROUP_S)
+            job = Job(task.number, str(file.resolve()), group, files, resumes, meters_memory)
+            return self.run([job] * world_size, left_s)
+
         try:
-            outcome = self._run(job, left_s)
+            outcome = run()
             if task.resume is not None:
                 if not outcome.lost:
-                    return [], told(outcome) or ["no rank was killed: the shard was never written in full"]
-                outcome = self._run(job._replace(resumes=True), left_s)
+                    unharmed = ["no rank was killed: the shard was never written in full"]
+                    return [], told(outcome) if outcome.is_bad else unharmed
+                outcome = run(resumes=True)
             if outcome.is_bad:
                 return [], told(outcome)
             reports = reports_of(outcome)
             if task.bound(world_size).peak_bytes is not None and not judge(task, world_size, reports):
-                outcome = self._run(job._replace(meters_memory=True), left_s)
+                outcome = run(meters_memory=True)
                 if outcome.is_bad:
                     return [], told(outcome)
                 peaks = [each.peak_bytes for each in reports_of(outcome)]
@@ -96,23 +92,6 @@ class Runner(WarmRanks):
             return reports, []
         finally:
             shutil.rmtree(files, ignore_errors=True)
-
-    def _run(self, job: Job, left_s: float) -> Outcome:
-        self._prepare(job.world_size)  # some may have been killed
-        self._jobs += 1
-        job = job._replace(number=self._jobs)
-        ranks = self._ranks[: job.world_size]
-        for rank in ranks:
-            rank.begin(job)
-        outcome = Watching(ranks, left_s).until_the_end()
-        if outcome.is_bad:
-            self.kill()
-        return outcome
-
-    def close(self) -> None:
-        self.kill()
-        self.close_servers()
-        self.close_store()
 
 
 def reports_of(outcome: Outcome) -> list[Report]:
@@ -122,28 +101,9 @@ def reports_of(outcome: Outcome) -> list[Report]:
 
 
 def told(outcome: Outcome) -> list[str]:
-    """What went wrong on the ranks, the most telling first: what a rank raised itself, what does not match, a hang."""
-    raised: dict[str, list[int]] = {}
-    for rank, each in sorted(outcome.ended.items()):
-        if each.outcome == "failed" and isinstance(each, Ended):
-            text = f"{each.text.splitlines()[0]}, at {each.line}" if each.line else each.text
-            raised.setdefault(text, []).append(rank)
-    found = [each for each in outcome.findings if each.check != END]
-    lines = [f"rank {rank} {how}" for rank, how in outcome.lost.items() if not any(f.check == MATCH for f in found)]
-    for finding in found:
-        lines.append(finding.sentence)
-        lines += ["  ".join(row).rstrip() for row in finding.rows]
-    blamed = {rank for each in outcome.findings if each.check == END for rank in each.ranks}
-    own = {text: ranks for text, ranks in raised.items() if blamed & set(ranks)} or raised
-    if outcome.late:
-        lines.append(outcome.late)
-        lines += ["  ".join(row) for row in outcome.rows]
-    if not found:
-        lines += [f"{name_ranks(ranks)} raised {text}" for text, ranks in own.items()]
-    if not lines:
-        lines = [each.sentence for each in outcome.findings]
+    """What went wrong on the ranks, and what they printed."""
     printed = [f"rank {rank} printed: {text.strip()[-300:]}" for rank, text in outcome.printed.items() if text.strip()]
-    return lines + printed if lines else []
+    return outcome.lines() + printed
 
 
 def figures_of(world_size: int, reports: Sequence[Report]) -> Figures:

@@ -5,6 +5,7 @@ travel to the ranks, but for `rank`, `world_size`, `group` and `mesh`, which eac
 """
 
 import argparse
+import functools
 import math
 import pickle
 import re
@@ -14,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from _pytest.assertion.rewrite import assertstate_key
 
-from distlab.tools.testing.rank import OnRank, Task
+from distlab.tools.testing.rank import Body, OnRank, Task
 
 if TYPE_CHECKING:
-    from distlab.tools.testing.pool import Pool
+    from distlab.tools.ranks.pool import WarmRanks
 
-POOL = pytest.StashKey["Pool"]()
+POOL = pytest.StashKey["WarmRanks"]()
+GRACE_S = 30.0  # of a collective beyond the test's own bound: the pool ends it before
 LAB = {"distlab"}
 CASE, PRELOAD = "_distlab_case", "distlab_preload"
 
@@ -27,8 +29,8 @@ CASE, PRELOAD = "_distlab_case", "distlab_preload"
 def pytest_addoption(parser: pytest.Parser) -> None:
     sizes = "numbers of ranks on which tests marked with @distlab.ranks() run, such as 2,4 (default: 2)"
     parser.getgroup("distlab").addoption("--ranks", type=world_sizes, default=[2], metavar="N,N", help=sizes)
-    what = "modules that a pool of ranks imports once, before they are forked"
-    parser.addini(PRELOAD, what, type="args", default=["distlab.tools.testing.preloaded"])
+    what = "modules that a pool of ranks imports once beside torch, before they are forked"
+    parser.addini(PRELOAD, what, type="args", default=[])
 
 
 def world_sizes(text: str) -> list[int]:
@@ -121,25 +123,24 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if mark is None:
         return None
     from distlab.lab.config import ConfigError
-    from distlab.tools.testing.pool import failure_text
 
     pool = pool_of(pyfuncitem.config)
     case: Any = pyfuncitem.callspec.params[CASE]
     world_size, backend, timeout_s = case
     task = Task(
         module=pyfuncitem.module.__name__, file=str(pyfuncitem.path), name=name_of(pyfuncitem),
-        arguments=arguments_of(pyfuncitem), world_size=world_size, number=pool.next_number(),
-        timeout_s=timeout_s, backend=backend, mesh=mark.kwargs["mesh"],
+        arguments=arguments_of(pyfuncitem), mesh=mark.kwargs["mesh"],
+        group=pool.next_group(world_size, timeout_s + GRACE_S, backend),
     )  # fmt: skip
     try:
-        outcome = pool.run([task] * world_size)
+        outcome = pool.run([task] * world_size, timeout_s)
     except ConfigError as error:
         pytest.fail(str(error), pytrace=False)
     for number, text in outcome.printed.items():
         if text:
             pyfuncitem.add_report_section("call", f"output of rank {number}", text)
     if outcome.is_bad:
-        pytest.fail(failure_text(outcome), pytrace=False)
+        pytest.fail("\n".join(outcome.lines()), pytrace=False)
     skipped = [each.text for each in outcome.ended.values() if each.outcome == "skipped"]
     if skipped:
         pytest.skip(skipped[0])
@@ -167,13 +168,14 @@ def name_of(item: pytest.Function) -> str:
     return f"{holder}{item.originalname}"
 
 
-def pool_of(config: pytest.Config) -> "Pool":
+def pool_of(config: pytest.Config) -> "WarmRanks":
     """The pool of this process, which the first test that needs it starts."""
     if POOL not in config.stash:
-        from distlab.tools.testing.pool import Pool
+        from distlab.tools.ranks.pool import WarmRanks
 
-        files = [*config.getini("python_files"), "conftest.py"]
-        config.stash[POOL] = Pool(str(config.rootpath), files, config.getini(PRELOAD))
+        player = functools.partial(Body, [*config.getini("python_files"), "conftest.py"])
+        preload = [Body.__module__, *config.getini(PRELOAD)]
+        config.stash[POOL] = WarmRanks(player, str(config.rootpath), preload=preload, apart=True)
     return config.stash[POOL]
 
 

@@ -1,21 +1,15 @@
-"""One warm rank of a pool: it waits for a test, runs it in a process group of its own, and says how it ended.
+"""A test's body on a warm rank: it runs in a process group of its own, with its asserts rewritten as pytest does."""
 
-All calls of the test are recorded for the doctor in pytest's process, as those of a script under `distlab check`.
-"""
-
-import datetime
 import importlib
 import importlib.util
 import os
 import sys
-import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -23,16 +17,8 @@ from _pytest._code import ExceptionInfo
 from _pytest.assertion import AssertionState, pytest_assertrepr_compare, util
 from _pytest.assertion.rewrite import AssertionRewritingHook, assertstate_key
 
-from distlab.techniques.transport.process_group import TcpBackend
-from distlab.techniques.transport.store import KeyedStore
 from distlab.tools.check.start.fork_servers import draw_random_states
-from distlab.tools.check.start.script import flush_streams
-from distlab.tools.check.watch.places import Places
-from distlab.tools.check.watch.recorder import Recorder
-from distlab.tools.check.watch.script_error import described
-from distlab.tools.check.watch.telling import Telling, now
-from distlab.tools.check.watch.watchers import recorded
-from distlab.tools.testing.processes import Ended, Start, at_home
+from distlab.tools.ranks.rank import Ended, Group, Player, Rank
 
 # The test file on a rank, its asserts rewritten as pytest does in its own process.
 
@@ -83,7 +69,7 @@ def is_of(module: ModuleType, file: str) -> bool:
     return module.__file__ is not None and Path(module.__file__).resolve() == Path(file).resolve()
 
 
-# What travels between pytest and a rank: a test to run, and how it ended there.
+# What travels from pytest to a rank, and what becomes of it there.
 
 
 @dataclass(frozen=True)
@@ -94,11 +80,8 @@ class Task:
     file: str
     name: str
     arguments: Mapping[str, Any]
-    world_size: int
-    number: int  # of the task in this pool: its process group's keys begin with it
-    timeout_s: float
-    backend: str = "gloo"
-    mesh: Mapping[str, int] = field(default_factory=dict)
+    group: Group
+    mesh: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -108,58 +91,30 @@ class OnRank:
     what: str
 
 
-STORE_S = 60.0
-GRACE_S = 30.0  # of a collective beyond the test's own bound: the pool ends it before
+class Body(Player):
+    """Runs bodies; `patterns` are those of files in which asserts are rewritten."""
 
+    def __init__(self, patterns: Sequence[str], rank: Rank) -> None:
+        super().__init__(rank)
+        install(patterns)
 
-class Here(NamedTuple):
-    """What a rank keeps from test to test."""
+    def play(self, work: Task) -> Ended:
+        function = find_function(work)
+        draw_random_states()  # what an earlier test has seeded
+        self.rank.join(work.group)
+        try:
+            function(**arguments(self.rank.start.rank, work))
+        except pytest.skip.Exception as skipped:
+            return Ended("skipped", str(skipped))
+        return Ended("passed")
 
-    start: Start
-    store: dist.Store  # one for all tests: a store made anew for each took 5 s of every tenth
-    telling: Telling
-    recorder: Recorder
-
-
-def serve(start: Start, files: Sequence[Any], control: Connection) -> None:
-    """Run what comes until nothing does."""
-    telling = Telling(at_home(start, files))
-    recorder, _ = recorded(telling, Path(start.root), start.port)
-    store = KeyedStore("127.0.0.1", start.port, start.key, STORE_S)
-    here = Here(start, store, telling, recorder)
-    install(start.files)
-    control.send(None)
-    while (task := control.recv()) is not None:
-        recorder.anew()
-        telling.say("main", threading.get_ident())
-        ended = run(here, task)
-        flush_streams()
-        telling.say("ended", 0 if ended.outcome != "failed" else 1, now())
-        control.send(ended)
-    os._exit(0)
-
-
-def run(here: Here, task: Task) -> Ended:
-    try:
-        function = find_function(task)
-        with here.recorder.unseen():
-            begin(here, task)
-        function(**arguments(here.start.rank, task))
-        here.recorder.forget()
-        end(here)
-    except pytest.skip.Exception as skipped:
-        end(here)
-        return Ended("skipped", str(skipped))
-    except BaseException as error:
-        here.telling.say("raised", *described(error, here.recorder.places.kind), now())
-        return Ended("failed", format_traceback(error, here.recorder.places))
-    return Ended("passed")
-
-
-def end(here: Here) -> None:
-    if dist.is_initialized():
-        with here.recorder.unseen():
-            dist.destroy_process_group()
+    def failed(self, error: BaseException) -> Ended:
+        """With the traceback as pytest draws it, of the frames that are no library's."""
+        info = ExceptionInfo.from_exception(error)
+        own = info.traceback.filter(lambda frame: self.rank.recorder.places.kind(str(frame.path)) == "user")
+        info.traceback = own if len(own) else info.traceback
+        text = str(info.getrepr(style="long", chain=False))
+        return Ended("failed", text if text[:1].isspace() else f"    {text}")  # the first line has lost its own
 
 
 def find_function(task: Task) -> Any:
@@ -169,37 +124,12 @@ def find_function(task: Task) -> Any:
     return place
 
 
-def begin(here: Here, task: Task) -> None:
-    rank = here.start.rank
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(task.world_size), MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(here.start.port),
-    )  # fmt: skip
-    draw_random_states()  # what an earlier test has seeded
-    bound = datetime.timedelta(seconds=task.timeout_s + GRACE_S)
-    keys = dist.PrefixStore(f"task{task.number}", here.store)
-    if task.backend == "tcp":
-        TcpBackend("127.0.0.1", here.start.key).register()
-    dist.init_process_group(task.backend, store=keys, rank=rank, world_size=task.world_size, timeout=bound)
-    # A test without a collective would else end here, and close the connections, while others still make theirs.
-    keys.set(f"joined/{rank}", "")
-    keys.wait([f"joined/{other}" for other in range(task.world_size)], bound)
-
-
 def arguments(rank: int, task: Task) -> dict[str, Any]:
     """The test's arguments, with what this rank makes by itself."""
-    made: dict[str, Any] = {"rank": rank, "world_size": task.world_size, "group": dist.group.WORLD}
+    world_size = task.group.world_size
+    made: dict[str, Any] = {"rank": rank, "world_size": world_size, "group": dist.group.WORLD}
     if any(isinstance(value, OnRank) and value.what == "mesh" for value in task.arguments.values()):
-        axes = task.mesh or {"dp": task.world_size}
+        axes = task.mesh or {"dp": world_size}
         sizes = tuple(axes.values())
         made["mesh"] = dist.device_mesh.init_device_mesh("cpu", sizes, mesh_dim_names=tuple(axes))
     return {name: made[value.what] if isinstance(value, OnRank) else value for name, value in task.arguments.items()}
-
-
-def format_traceback(error: BaseException, places: Places) -> str:
-    """The traceback as pytest draws it, of the frames that are no library's."""
-    info = ExceptionInfo.from_exception(error)
-    own = info.traceback.filter(lambda frame: places.kind(str(frame.path)) == "user")
-    info.traceback = own if len(own) else info.traceback
-    text = str(info.getrepr(style="long", chain=False))
-    return text if text[:1].isspace() else f"    {text}"  # the first line has lost its own

@@ -20,7 +20,7 @@ def test_the_page_shows_what_its_cells_give() -> None:
     try:
         session.start(int(cells[0][0]))
         for number, (_, source, wanted) in enumerate(cells, 1):
-            result = session.run(number, source)
+            result = session.run_cell(number, source)
             lines = list(shown.outputs(result))
             lines += shown.failure(result, source).lines if result.outcome.is_bad else []
             text = re.sub(r"\x1b\[\d+m", "", "\n".join(lines))

@@ -29,7 +29,7 @@ class Notebook:
     def cell(self, source: str, *only: int, measured: bool = False) -> Result:
         self.number += 1
         self.source = source
-        return self.session.run(self.number, source, only, measured=measured)
+        return self.session.run_cell(self.number, source, only, measured=measured)
 
     def interrupted(self, source: str) -> Result:
         """A cell that is interrupted once it runs on all ranks."""

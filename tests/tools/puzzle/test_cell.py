@@ -64,6 +64,6 @@ def test_a_cell_is_judged_and_its_lines_are_the_cells(typed: Typed, shell: Shell
     typed("6")
     assert "to fill in, there is still `...` in the cell" in typed("6", shell.next_input.partition("\n")[2])
     said = typed("6", "def average_in_one_call(gradients, group):\n    return gradients[9]\n")
-    assert "ranks 0 and 1 raised IndexError: list index out of range, at 06_one_bucket.py:3\n" in said
+    assert "ranks 0 and 1 raised IndexError: list index out of range at 06_one_bucket.py:3\n" in said
     assert "One flat bucket: passed in " in typed("6", (ANSWERS / TASKS[6].file).read_text())
     assert " 6  passed " in typed("")

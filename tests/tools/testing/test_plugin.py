@@ -22,9 +22,7 @@ from tests.tools.check.cases import line_of
 FAILING = Path(__file__).parent / "failing.py"
 
 
-LIGHT = (
-    "distlab_preload=distlab.tools.testing.preloaded"  # as of users' projects, where a test needs no more on its ranks
-)
+LIGHT = "distlab_preload="  # as of users' projects, where a test needs no more on its ranks
 
 
 def pytest_on(*words: str) -> subprocess.CompletedProcess[str]:
@@ -176,7 +174,7 @@ def test_who_is_done_at_once_waits_for_those_that_still_connect(tmp_path: Path) 
 STARVED = """
 import pytest
 
-from distlab.tools.testing.processes import WarmRank
+from distlab.tools.ranks.pool import WarmRank
 
 
 @pytest.fixture(autouse=True, params=[60.0, 0.0], ids=["starved", "slow"])

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from distlab.tools.testing.processes import Ended, Watching
+from distlab.tools.ranks.pool import Watching
+from distlab.tools.ranks.rank import Ended
 
 
 class LateRank:

@@ -1,0 +1,293 @@
+"""The ranks of a pool, in the process that has them: pytest's, a notebook's kernel, or the judge's of puzzles.
+
+Ranks are forked from fork servers, as many as the largest work so far has asked for, and stay for the next one; a
+doctor watches each work. After a failure they are killed as a whole, but for those of a notebook: who knows what a rank
+that raised has left behind; the next work forks new ones, which takes a tenth of a second each.
+"""
+
+import atexit
+import os
+import secrets
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from typing import IO, Any
+
+from distlab.lab.cluster import name_ranks
+from distlab.lab.cluster.launch import refuse_too_few
+from distlab.techniques.transport.handshake import listen
+from distlab.techniques.transport.store_server import StoreServer
+from distlab.tools.check.judge.coordinator import Doctor
+from distlab.tools.check.judge.rank_state import END, HANG, MATCH, Finding
+from distlab.tools.check.start.fork_servers import ForkServer, TravellingFiles, is_one_for_all
+from distlab.tools.check.start.script_process import Bedside, Hearing, pipes
+from distlab.tools.check.watch.telling import now
+from distlab.tools.ranks.rank import CALL_BACK, Ended, Group, Player, Rank, Start, serve
+
+PRELOADED = "distlab.tools.ranks.preloaded"
+START_S = 60.0  # for a rank to be there, on a machine that does much else
+LISTEN_S = 0.25
+HANG_AFTER_S = 3.0  # without progress, until ranks that wait for each other are called hung
+AT_ONCE_S = 0.02
+LAST_S = 1.0
+KEY_BYTES = 32
+GATHER_S = 0.5  # what ranks have told is in a pipe of this process, and on no store
+
+
+class WarmRank:
+    """One rank of a pool; its process calls `target(start, files, control)`."""
+
+    def __init__(self, start: Start, server: ForkServer, target: Callable[..., None]) -> None:
+        ours, theirs = pipes()
+        self.output: IO[bytes] = tempfile.TemporaryFile("ab+", buffering=0)  # noqa: SIM115  open as long as it lives
+        self.control, other = Pipe()
+        files = TravellingFiles(*theirs, self.output.fileno())
+        process = server.started(target, (start, files, other), f"rank {start.rank}")
+        theirs.close()
+        other.close()
+        self.bedside = Bedside(process, ours)
+
+    def begin(self, work: Any) -> None:
+        self.output.truncate(0)
+        while self.bedside.hear(0.0):  # what a rank tells that was called back is of the work before
+            pass
+        self.hearing = Hearing(self.bedside)
+        self._starved_before_s = self.bedside.starved_s()
+        self.control.send(work)
+
+    def call_back(self) -> None:
+        """From the work that it does."""
+        self.control.send_bytes(CALL_BACK)
+
+    def starved_s(self) -> float:
+        """For how long the work could have gone on here and had no core."""
+        return self.bedside.starved_s() - self._starved_before_s
+
+    def printed(self) -> str:
+        return os.pread(self.output.fileno(), 1 << 20, 0).decode(errors="replace")
+
+    def kill(self) -> None:
+        self.bedside.kill()
+        self.bedside.close()
+        self.control.close()
+        self.output.close()
+
+
+@dataclass
+class Outcome:
+    """What became of a work."""
+
+    ended: dict[int, Ended]
+    findings: list[Finding]
+    printed: dict[int, str]
+    lost: Mapping[int, str]  # ranks whose process was killed, and how
+    late: str = ""  # why it was ended, where that is no finding
+    rows: list[tuple[str, str]] = field(default_factory=list)  # where each rank was then
+
+    @property
+    def failed(self) -> dict[int, Ended]:
+        return {rank: each for rank, each in sorted(self.ended.items()) if each.outcome == "failed"}
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether the work has failed."""
+        return bool(self.late or self.findings or self.lost or self.failed)
+
+    def raised(self) -> dict[int, Ended]:
+        """Who failed by itself: whom the doctor blames, or all that failed where it has found nothing."""
+        blamed = {rank for finding in self.findings if finding.check == END for rank in finding.ranks}
+        own = {rank: each for rank, each in self.failed.items() if rank in blamed}
+        return own or ({} if self.findings or self.lost else self.failed)
+
+    def lines(self) -> list[str]:
+        """What is said of a failure: the doctor's sentences, where each rank was, and the text of who failed itself."""
+        said = [f"rank {rank} {how}" for rank, how in self.lost.items()]  # what others raised came of it
+        said += [finding.sentence for finding in self.findings]
+        said += [self.late] * bool(self.late)
+        said = said or [f"{name_ranks(list(self.failed))} failed"]
+        said += ["  ".join(row).rstrip() for finding in self.findings for row in finding.rows]
+        said += ["  ".join(row) for row in self.rows]
+        texts: dict[str, list[int]] = {}
+        for rank, each in self.raised().items():
+            texts.setdefault(each.text, []).append(rank)
+        for text, ranks in texts.items():
+            said += ["", f"on {name_ranks(ranks)}:", text] if text else []
+        return said
+
+
+class WarmRanks:
+    """Ranks that are forked once and stay, each with a `player` (rank.py), and the store in which they meet.
+
+    `folder` has the user's files; `apart`, each is forked from an interpreter of its own, as under torchrun.
+    """
+
+    target = staticmethod(serve)  # of a rank's process
+
+    def __init__(
+        self, player: Callable[[Rank], Player], root: str, folder: str = "", preload: Sequence[str] = (), *,
+        apart: bool = False,
+    ) -> None:  # fmt: skip
+        self._player, self._root, self._folder = player, root, folder or root
+        self._preload, self._apart = [PRELOADED, *preload], apart and not is_one_for_all()
+        self._ranks: list[WarmRank] = []
+        self._servers: list[ForkServer] = []
+        self._key = secrets.token_bytes(KEY_BYTES)
+        self._store: StoreServer | None = None
+        self._groups = 0
+        atexit.register(self.close)
+
+    @property
+    def port(self) -> int:
+        """Of the store, which is opened with the first use."""
+        if self._store is None:
+            self._store = StoreServer(listen("127.0.0.1"), self._key)
+        return self._store.port
+
+    def next_group(self, world_size: int, bound_s: float, backend: str = "gloo") -> Group:
+        """For so many ranks to join."""
+        self._groups += 1
+        return Group(self._groups, world_size, bound_s, backend)
+
+    def run(self, works: Sequence[Any], timeout_s: float) -> Outcome:
+        """One work a rank; ends after at most `timeout_s`, and is raised for as `have` is."""
+        self.have(len(works))
+        for rank, work in zip(self._ranks, works, strict=False):
+            rank.begin(work)
+        outcome = Watching(self._ranks[: len(works)], timeout_s).until_the_end()
+        if outcome.is_bad:
+            self.kill()
+        return outcome
+
+    def have(self, count: int) -> None:
+        """At least so many ranks; raises ConfigError where too few files may open, RuntimeError where one does not
+        start."""
+        for new in self.fork(count):
+            self.hear(new, "start")
+
+    def fork(self, count: int) -> list[WarmRank]:
+        """The ranks that are missing from `count`, not yet ready."""
+        refuse_too_few(count)
+        for _ in range(len(self._servers), count if self._apart else 1):
+            self._servers.append(ForkServer(self._preload))
+            self._servers[-1].start()
+        new = [self._made(rank) for rank in range(len(self._ranks), count)]
+        self._ranks += new
+        return new
+
+    @staticmethod
+    def hear(rank: WarmRank, what: str) -> None:
+        """Wait for a rank's word that it did `what`; raises RuntimeError where it does not come."""
+        if not rank.control.poll(START_S):
+            raise RuntimeError(f"a rank did not {what} in {START_S:g} s")
+        try:
+            rank.control.recv()
+        except (EOFError, OSError):
+            last = rank.printed().strip()[-300:]
+            raise RuntimeError(
+                f"a rank's process ended before it could {what}: {last or 'it printed nothing'}"
+            ) from None
+
+    def replace(self, rank: int) -> None:
+        """A new process in the place of this rank's."""
+        self._ranks[rank].kill()
+        self._ranks[rank] = self._made(rank)
+        self.hear(self._ranks[rank], "start")
+
+    def _made(self, rank: int) -> WarmRank:
+        start = Start(rank, self.port, self._key, self._root, sys.path, self._folder, self._player)
+        return WarmRank(start, self._servers[rank if self._apart else 0], self.target)
+
+    def kill(self) -> None:
+        for rank in self._ranks:
+            rank.kill()
+        self._ranks = []
+
+    def close_store(self) -> None:
+        """Ranks that are forked from here on begin with an empty one."""
+        if self._store is not None:
+            self._store.close()
+        self._store = None
+
+    def close(self) -> None:
+        """End all ranks; nothing of them is left."""
+        self.kill()
+        for server in self._servers:
+            server.close()
+        self._servers = []
+        self.close_store()
+        atexit.unregister(self.close)
+
+
+class Watching:
+    """One work on its ranks, from the beginning to its end; `told` are the lines of each rank where it `keeps` them."""
+
+    def __init__(self, ranks: Sequence[WarmRank], timeout_s: float, *, keeps: bool = False) -> None:
+        self._ranks, self._timeout_s = ranks, timeout_s
+        self.told: list[list[bytes]] = [[] for _ in ranks if keeps]
+        self.doctor = Doctor(
+            len(ranks),
+            min(HANG_AFTER_S, timeout_s / 3),
+            timeout_s,
+            lambda text: None,  # noqa: ARG005
+            gather_s=GATHER_S,
+            promises=True,
+        )
+        self._ended: dict[int, Ended] = {}
+
+    def until_the_end(self) -> Outcome:
+        """Listen until all have ended, or nothing more is to be waited for."""
+        deadline = time.monotonic() + self._timeout_s
+        listened = time.monotonic()
+        while len(self._ended) < len(self._ranks) and not self.doctor.over:
+            self._receive(AT_ONCE_S)
+            if time.monotonic() - listened > LISTEN_S:
+                listened = time.monotonic()
+                self._listen()
+            # What the bound does not count, once it is over: ranks that wait for a core on a busy machine do not hang.
+            starved_s = max(rank.starved_s() for rank in self._ranks) if time.monotonic() > deadline else 0.0
+            if time.monotonic() > deadline + starved_s:
+                self._listen()
+                return self.outcome(f"not done after {self._timeout_s:g} s")
+        until = time.monotonic() + LAST_S
+        while self.doctor.whole and len(self._ended) < len(self._ranks) and time.monotonic() < until:
+            self._receive(AT_ONCE_S)  # a rank tells the doctor of its end, and then sends how it was
+        failed = any(each.outcome == "failed" for each in self._ended.values())
+        while not self.doctor.over:
+            self._listen()
+            if not failed:
+                break
+            time.sleep(LISTEN_S)
+        return self.outcome()
+
+    def _receive(self, for_s: float) -> None:
+        controls = {rank.control: number for number, rank in enumerate(self._ranks) if number not in self._ended}
+        for each in wait([*controls, *(rank.bedside.process.sentinel for rank in self._ranks)], for_s):
+            if isinstance(each, Connection) and each in controls:
+                try:
+                    self._ended[controls[each]] = each.recv()
+                except (EOFError, OSError):
+                    time.sleep(for_s)  # its process is gone, which is heard
+
+    def _listen(self) -> None:
+        for number, rank in enumerate(self._ranks):
+            lines = rank.hearing.lines(0.0)
+            if self.told:
+                self.told[number] += lines
+            self.doctor.take(number, lines, now())
+        self.doctor.look(now())
+
+    def outcome(self, late: str = "") -> Outcome:
+        """What is known now."""
+        rows = [(f"rank {case.rank}", where(case.frames())) for case in self.doctor.cases if not case.over]
+        printed = {number: rank.printed() for number, rank in enumerate(self._ranks)}
+        kept = [each for each in self.doctor.findings if each.check in (MATCH, HANG, END)]
+        return Outcome(self._ended, kept, printed, self.doctor.lost, late, rows if late else [])
+
+
+def where(frames: Sequence[Any]) -> str:
+    shown = [f"{os.path.relpath(each.file)}:{each.line} in {each.function}" for each in frames[:4]]
+    return " < ".join(shown) or "unknown"

@@ -1,0 +1,177 @@
+"""One warm rank of a pool: it waits for a work, runs it, and says how it ended.
+
+All calls of the work are recorded for the doctor in the pool's process, as those of a script under `distlab check`. A
+thread reads what the pool sends while a work runs. So a rank that waits in C++ for others can be called back, and a
+rank ends with the process that has it, whatever it does.
+"""
+
+import _thread
+import ctypes
+import datetime
+import os
+import pickle
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from distlab.lab.config.user_code import heed_endings, raise_exited
+from distlab.techniques.transport.process_group import TcpBackend
+from distlab.techniques.transport.store import KeyedStore
+from distlab.tools.check.start.fork_servers import be_main_process, leave_to_others
+from distlab.tools.check.start.script import PR_SET_PDEATHSIG, answer, flush_streams
+from distlab.tools.check.watch.script_error import described
+from distlab.tools.check.watch.telling import Telling, now
+from distlab.tools.check.watch.watchers import recorded
+
+STORE_S = 60.0
+CALL_BACK = b""  # in the place of a work
+
+
+class Start(NamedTuple):
+    """What a rank is told as it is forked."""
+
+    rank: int
+    port: int  # of the pool's store
+    key: bytes  # that opens it
+    root: str  # the folder that it stands in
+    path: Sequence[str]  # sys.path
+    folder: str  # whose files are the user's
+    player: "Callable[[Rank], Player]"
+
+
+class Group(NamedTuple):
+    """A process group: its number in this pool, with which its keys begin, and how long a call may take."""
+
+    number: int
+    world_size: int
+    bound_s: float
+    backend: str = "gloo"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a work ended on a rank: "passed", "failed" or "skipped", and the text."""
+
+    outcome: str
+    text: str = ""
+
+
+class Player:
+    """What a rank does with a work; there is one on each rank, as long as the rank lives."""
+
+    keeps_group = False  # from work to work
+
+    def __init__(self, rank: "Rank") -> None:
+        self.rank = rank
+
+    def play(self, work: Any) -> Ended:
+        """Do it; whatever is raised is told the doctor, and `failed` says how it is shown."""
+        raise NotImplementedError
+
+    def failed(self, error: BaseException) -> Ended:
+        raise NotImplementedError
+
+    def call_back(self) -> None:
+        """Have `play` come back from where it waits; in another thread."""
+
+
+class Rank:
+    """A rank: what tells of its calls, the store in which all meet, and its process group."""
+
+    def __init__(self, start: Start, told: int) -> None:
+        self.start, self.telling = start, Telling(told)
+        self.recorder, self.waits = recorded(self.telling, Path(start.folder), start.port)
+        # One for all works: a store made anew for each took 5 s of every tenth.
+        self.store = KeyedStore("127.0.0.1", start.port, start.key, STORE_S)
+
+    def join(self, group: Group) -> None:
+        """Leave the group before, and make this one with all its ranks."""
+        rank, world_size = self.start.rank, group.world_size
+        os.environ.update(
+            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size),
+            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self.start.port),
+        )  # fmt: skip
+        self.leave()
+        bound = datetime.timedelta(seconds=group.bound_s)
+        keys = dist.PrefixStore(f"group{group.number}", self.store)
+        with self.recorder.unseen():
+            if group.backend == "tcp":
+                TcpBackend("127.0.0.1", self.start.key).register()
+            dist.init_process_group(group.backend, store=keys, rank=rank, world_size=world_size, timeout=bound)
+            # A work without a collective would else end here, and close its connections before others have theirs.
+            keys.set(f"joined/{rank}", "")
+            keys.wait([f"joined/{other}" for other in range(world_size)], bound)
+
+    def leave(self) -> None:
+        if dist.is_initialized():
+            with self.recorder.unseen():
+                dist.destroy_process_group()
+
+    def played(self, player: Player, work: Any) -> Ended:
+        """How the work ended, which the doctor is told first."""
+        self.recorder.anew()
+        self.telling.say("main", threading.get_ident())
+        try:
+            ended = player.play(work)
+            self.recorder.forget()
+            if not player.keeps_group:
+                self.leave()
+        except BaseException as error:
+            self.telling.say("raised", *described(error, self.recorder.places.kind), now())
+            ended = player.failed(error)
+        flush_streams()
+        self.telling.say("ended", int(ended.outcome == "failed"), now())
+        return ended
+
+
+def at_home(start: Start, files: Sequence[Any]) -> int:
+    """Settle down in a new process that tells its stacks; where its lines go.
+
+    `files` are the process's ends of its four pipes, and what it prints into.
+    """
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    leave_to_others()
+    be_main_process()
+    os.setpgid(0, 0)  # so that what a work starts ends with it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    told, stacks, asked, _, output = (each.detach() for each in files)
+    answer(asked, stacks)
+    os.dup2(output, 1)
+    os.dup2(1, 2)
+    os.chdir(start.root)
+    sys.path[:] = list(start.path)
+    torch.set_num_threads(1)
+    heed_endings(raise_exited)
+    return int(told)
+
+
+def serve(start: Start, files: Sequence[Any], control: Connection) -> None:
+    """Play what comes until nothing does."""
+    rank = Rank(start, at_home(start, files))
+    player = start.player(rank)
+    works: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+
+    def listen() -> None:
+        try:
+            while True:
+                data = control.recv_bytes()
+                if data == CALL_BACK:
+                    player.call_back()
+                else:
+                    works.put(data)
+        except (EOFError, OSError):
+            os.killpg(0, signal.SIGKILL)
+
+    _thread.start_new_thread(listen, ())
+    control.send(None)
+    while True:
+        control.send(rank.played(player, pickle.loads(works.get())))
