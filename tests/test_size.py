@@ -67,7 +67,6 @@ SIZES = {  # statements and files, at most
     "distlab/lab/verify": (1_498, 10),
     "distlab/lab/workload": (1_017, 7),
     "distlab/tools/check": (5_464, 40),
-    "distlab/tools/lessons": (247, 5),
     "distlab/tools/notebook": (474, 5),
     "distlab/tools/plan": (1_452, 14),
     "distlab/tools/prove": (1_251, 7),

@@ -5,14 +5,14 @@ The bytes of a step are of its section 7, those of memory of section 3.1 and fig
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from distlab.lab.config import Config
 from distlab.lab.measure.prediction import Prediction
-from distlab.lab.workload.model import buffer_bytes, outline
 from distlab.techniques.collectives.costs import algorithmic_factor
+
+if TYPE_CHECKING:
+    import torch
 
 # Adam in mixed precision, bytes a parameter, in float32 but for the first two. "Four times the half-precision weights",
 # 56 GB for 7 billion, forgets what the optimizer keeps.
@@ -77,16 +77,22 @@ def whole_rest_bytes(sizes: Sequence[int], config: Config) -> dict[str, float]:
 
 def whole_rest(config: Config, sizes: Sequence[int] | None = None) -> tuple[float, int]:
     """All of that, by default of the whole model, and how many bytes a parameter it is."""
+    from distlab.lab.workload.model import outline  # torch comes with it, and `distlab plan` answers without
+
     held = whole_rest_bytes(outline(config).sizes if sizes is None else sizes, config)
     return float(sum(held.values())), (4 if config.optimizer == "adamw" else 2) * config.itemsize
 
 
 def at_rest(
     variant: str, config: Config, formula: str, value: Sequence[float], shown: str = "",
-    dtype: torch.dtype | None = None,
+    dtype: "torch.dtype | None" = None,
 ) -> Prediction:  # fmt: skip
     """What each rank holds between two steps, one `value` where all hold as much, and the buffers of a model of one's
     own, in LAB_DTYPE or the variant's type."""
+    import torch
+
+    from distlab.lab.workload.model import buffer_bytes
+
     carried = buffer_bytes(config, dtype or getattr(torch, config.dtype))
     of_ranks = tuple(each + carried for each in value) * (config.world_size if len(value) == 1 else 1)
     return Prediction(variant, "rest bytes", "B", formula + " + buffers" * (carried > 0), of_ranks, 0, shown)
