@@ -11,6 +11,7 @@ from distlab.lab.report import sentences, summary, tables
 from distlab.lab.report.records import Ranks, Run
 from distlab.lab.report.run_folder import Level
 from distlab.lab.report.table import in_lines, log_line, wrapped
+from distlab.lab.report.tables import staircases
 from distlab.lab.report.verdict import PROOF, SCRIPT
 
 DIGITS = len("2.8e-17")  # as wide as a difference gets
@@ -70,6 +71,7 @@ def verdict_lines(run: Run, records: Ranks, report: Path | None, told: Collectio
         *in_lines(sentences.failed(run)),
         *more_checks(run),
         *compared(run),
+        *(log_line("" if number else "timeline", text) for number, text in enumerate(staircases(run, records))),
         *in_lines(ends),
     ]
 

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 from distlab.lab.report import records, table
 from distlab.lab.report.records import Record
 from distlab.lab.report.table import INDENT
+from distlab.lab.report.tables import row as chart_row
 from distlab.lab.report.timeline import Span, step_seconds, union_s
 from distlab.lab.report.units import byte_unit, human_bytes, milliseconds, name_ranks, three_digits
 from distlab.lab.report.verdict import passes
@@ -23,6 +24,7 @@ MOST_LINES = 25  # of a normal log, with its verdict
 AT_THE_END = 6  # of them for one each of the five blocks at the end, and the verdict
 AFTER_HOLDINGS = AT_THE_END + 4  # of them for what follows: two of its pace, two of its mode, the end
 FEW_VARIANTS = 5  # up to which the first step of each may take two lines
+CHART_COLUMNS = 40
 MANY = 8  # variants: then a normal log leaves out PyTorch's own, and first steps that send the same
 FEW_SAMPLES = 8
 FEW_LOSSES = 3  # that are told by variant
@@ -217,21 +219,28 @@ def waits(calls: Iterable[Sequence[Any]]) -> "Counter[int]":
 
 
 def first_step_lines(log: RankLog, record: records.FirstStep) -> list[str]:
-    """The passes and the calls of the first step."""
+    """The passes and the calls of the first step: a chart of its microbatches where it has several, else its times."""
     if not log.tells(record.variant) or (log.many and has_alike(log, record)):
         return []
     room = log.first_step_room(record.variant)
     spans = [Span(*span) for span in record.spans]
     sent = human_bytes(sum(call[2] for call in record.calls))
     step_ms = short_ms(step_seconds([spans]))
-    spent = record.seconds
-    own = ", ".join(f"{kind} {short_ms(spent[kind])}" for kind in ("forward", "backward") if spent[kind] > 0)
-    calls_s = spent["communication"] + spent["waiting"]
-    calls = f"calls {short_ms(calls_s)} ({sent})" if calls_s else f"sent {sent}"
-    waited = waited_phrase(record.calls)
-    head = f"{step_ms} ms: {', '.join(filter(None, [own, calls]))}{waited}"
-    if len(f"{record.variant}: {head}") > WIDTH - INDENT and room == 1:
-        head = f"{step_ms} ms: {calls}{waited}"  # the passes are alike in all variants, the calls are not
+    numbers = {span.label for span in spans if span.kind == "forward" and span.label}
+    if len(numbers) > 1:
+        chart = chart_row(
+            sorted(spans, key=lambda span: (span.start_s, -span.end_s)), step_seconds([spans]), CHART_COLUMNS
+        )
+        head = f"|{chart}| {step_ms} ms, {sent}{waited_phrase(record.calls)}"
+    else:
+        spent = record.seconds
+        own = ", ".join(f"{kind} {short_ms(spent[kind])}" for kind in ("forward", "backward") if spent[kind] > 0)
+        calls_s = spent["communication"] + spent["waiting"]
+        calls = f"calls {short_ms(calls_s)} ({sent})" if calls_s else f"sent {sent}"
+        waited = waited_phrase(record.calls)
+        head = f"{step_ms} ms: {', '.join(filter(None, [own, calls]))}{waited}"
+        if len(f"{record.variant}: {head}") > WIDTH - INDENT and room == 1:
+            head = f"{step_ms} ms: {calls}{waited}"  # the passes are alike in all variants, the calls are not
     first = next(log.all(records.FirstStep), None) is None
     told = wrapped(f"step {record.step}" if first else "", f"{record.variant}: {head}")
     room -= len(told)

@@ -3,13 +3,14 @@
 Log and page are both made of them; the log leaves out some columns.
 """
 
-from collections.abc import Container, Iterable, Sequence
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from distlab.lab.report.records import Comparison, Profile, Ranks, Run, select
 from distlab.lab.report.sentences import UNSEEN, claim_name
 from distlab.lab.report.table import Column, Kind, Table, Verdict, Wrong
-from distlab.lab.report.timeline import OWN_WORK
+from distlab.lab.report.timeline import OWN_WORK, Span, bubble_of, step_seconds, timelines
 from distlab.lab.report.units import (
     allowed,
     byte_unit,
@@ -349,7 +350,62 @@ def verdict(claims: Iterable[Run]) -> str:
 
 
 def faults(run: Run) -> Table:
-    """A row a fault of LAB_FAULTS, of flipped bits one a variant."""
+    """A row a fault of LAB_FAULTS."""
     word = {True: "passed", False: "FAILED", None: "informational"}
     rows = [[each["event"], each["should"], each["did"], Verdict(word[each["held"]])] for each in run["drills"]]
     return Table([Column("fault"), Column("expected"), Column("observed"), Column("")], rows)
+
+
+# The staircase of a pipeline as text: a row a rank, a column a 64th of the step, for whoever reads only the log.
+#
+#     timeline   1f1b: bubble 0.27 measured, 0.27 by (p-1)/(m+p-1)
+#                rank 0 |000111222333aaaaaa...|
+#
+# A column shows what took most of it. Inside a span that holds others, the inner one counts.
+
+COLUMNS = 64
+FINE = 8  # samples a column
+IDLE = "."
+LEGEND = (
+    "0-9 forward of that microbatch, a-z its backward, A-Z its weights apart, - communication, + optimizer, . waits"
+)
+
+
+def staircases(run: Run, records: Ranks) -> Iterator[str]:
+    """The chart of each variant whose bubble was compared, without the log's first column; a legend at the end."""
+    drawn = False
+    for variant, of_ranks in timelines(records, run["world_size"]).items():
+        if claim := bubble_of(run, variant):
+            formula = claim["formula"] or "the formula"
+            yield f"{variant}: bubble {claim['measured']:.2f} measured, {claim['predicted']:.2f} by {formula}"
+            yield from rows(of_ranks)
+            drawn = True
+    if drawn:
+        yield LEGEND
+
+
+def rows(of_ranks: Sequence[Sequence[Span]], columns: int = COLUMNS) -> list[str]:
+    """A row a rank, from the first start to the last end of all."""
+    step_s = step_seconds(of_ranks)
+    return [f"rank {rank} |{row(spans, step_s, columns)}|" for rank, spans in enumerate(of_ranks)]
+
+
+def row(spans: Sequence[Span], step_s: float, columns: int) -> str:
+    """One rank's step of `step_s` seconds; outer spans come before those inside them, which paint over them."""
+    fine = [IDLE] * (columns * FINE)
+    for span in spans:
+        first, last = (round(time_s / step_s * len(fine)) for time_s in (span.start_s, span.end_s))
+        fine[first:last] = sign(span) * (last - first)
+    cells = [fine[start : start + FINE] for start in range(0, len(fine), FINE)]
+    return "".join(Counter(cell).most_common(1)[0][0] for cell in cells)
+
+
+def sign(span: Span) -> str:
+    """One letter for a span: a digit for a forward, a letter for a backward of the same microbatch, a large one for its
+    weights where they come apart."""
+    number = int(span.label) if span.label.isdecimal() else 0
+    if span.kind == "forward":
+        return str(number % 10)
+    if span.kind in ("backward", "input", "weight"):
+        return chr(ord("A" if span.kind == "weight" else "a") + number % 26)
+    return {"optimizer": "+", "receive": IDLE, "wait": IDLE, "data": IDLE}.get(span.kind, "-")

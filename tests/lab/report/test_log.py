@@ -17,6 +17,7 @@ from distlab.lab.report.log import (
 from distlab.lab.report.records import Check, Comparison, End, Failed, Lost, Ranks, Wire
 from distlab.lab.report.run_folder import Level
 from distlab.lab.report.sentences import UNTIL_ENDED, repeat_command
+from distlab.lab.report.tables import LEGEND
 from distlab.lab.report.verdict import first, judge
 from tests.lab.report.made_up import (
     drilled_run,
@@ -186,6 +187,27 @@ def test_failed_checks_come_before_those_that_held() -> None:
     failed = next(number for number, line in enumerate(said) if "loss replicated" in line)
     assert said[failed].endswith("(rank 1 had 3, not 2)")
     assert failed < next(number for number, line in enumerate(said) if "shards disjoint" in line)
+
+
+def test_a_pipeline_tells_where_time_went_and_draws_its_staircase() -> None:
+    said = lines(pipeline_run(2, 2, ("1f1b",)))
+    profile = next(number for number, line in enumerate(said) if line.startswith("profile"))
+    assert said[profile : profile + 2] == [
+        (
+            "profile    ms a step (per cent) on   the slowest   data     forward    backward   communication  "
+            " optimizer     waiting"
+        ),
+        (
+            "           1f1b                      rank 0           -   20.0 (17)   40.0 (34)        4.00 (3)    2.00"
+            " (2)   50.0 (43)"
+        ),
+    ]
+    assert said[-7:-3] == [
+        "timeline   1f1b: bubble 0.37 measured, 0.33 by (p-1)/(m+p-1)",
+        "           rank 0 |00000001111111..............aaaaaaaaaaaaaa.......bbbbbbbbbbbbbb+|",
+        "           rank 1 |.......0000000aaaaaaaaaaaaaa1111111bbbbbbbbbbbbbb+..............|",
+        f"           {LEGEND}",
+    ]
 
 
 def test_a_lost_rank_is_in_the_last_line_and_errors_are_told_once() -> None:

@@ -63,6 +63,12 @@ CALLS = [REDUCED[0], SENT, RECEIVED, REDUCED[1]]
 SECONDS = {"forward": 0.0031, "backward": 0.0124, "communication": 0.0052, "optimizer": 0.0007, "waiting": 0.0009}
 SPANS = [["forward", "", 0.0, 0.0031], ["optimizer", "", 0.0193, 0.0217], ["backward", "", 0.0031, 0.0155]]
 STEP = FirstStep("flat", 2, SECONDS, SPANS, CALLS)
+# In a chart of 40 columns a millisecond each; the send begins with the forward that it lies in, and is over before it.
+PIPED = [
+    ["forward", "0", 0.0, 0.010], ["send", "1", 0.010, 0.012], ["forward", "1", 0.010, 0.020],
+    ["backward", "0", 0.025, 0.040],
+]  # fmt: skip
+CHART = "|0000000000--11111111.....aaaaaaaaaaaaaaa|"
 HEAD = "22 ms: forward 3.10, backward 12, calls 6.10 (1.24 kB), waited 2.40 for rank 2"  # 2's are 1.3 + 1.1, 0's 2.1
 ALIKE = "2 x all_reduce with ranks 0 and 2: 900 B, 4.20 ms, waited 2.40 for rank 2, layers.0.up"  # from 4 to 8.2 ms
 EACH = [
@@ -236,6 +242,10 @@ CASES = {
             "step 2     flat: 22 ms: forward 3.10, backward 12, calls 6.10 (0 B)",
             "             received from any rank: 36 B, 4.40 ms",
         ],
+    ),
+    "first step of a pipeline": Case(
+        replace(STEP, spans=PIPED),
+        [f"step 2     flat: {CHART} 40 ms, 1.24 kB, waited 2.40 for rank 2", f"             {ALIKE}"],
     ),
     "a drawn step": Case(
         Messages("own ring", [each[:7] for each in (SENT, RECEIVED)]),
