@@ -79,6 +79,6 @@ def test_it_is_explained_and_refused_like_ours(tmp_path: Path, mode: str) -> Non
     assert "each rank trains on its own samples alone" in lesson.stdout
     wrong = run(tmp_path, "explain", RUN_MODE=mode, LAB_BUG="unsumed", LAB_CHECKPOINT_EVERY="2")
     assert wrong.returncode == 2
-    bug, saves = sorted(wrong.stdout.splitlines())
+    bug, saves = sorted(wrong.stderr.splitlines())
     assert bug.endswith("LAB_BUG='unsumed' is not a bug of mode (did you mean 'unsummed'?), allowed: unsummed")
     assert "mode keeps no state that it could save; checkpoints go with" in saves

@@ -18,11 +18,10 @@ def test_the_judge_is_right() -> None:
 @pytest.mark.parametrize(
     ("owner", "name", "wrong"),
     [
-        (verdict, "_excess", lambda check: (False, 0.0)),
-        (verdict, "_within", lambda difference, tolerance: True),
-        (verdict, "_within", lambda difference, tolerance: not difference > tolerance),
+        (verdict, "_badness", lambda claim: (False, 0.0)),
+        (verdict, "_off", lambda claim: 0.0),
         (verdict, "passes", lambda claim: True),
-        (verdict, "_farness", lambda entry: (False, 0.0)),
+        (verdict, "passes", lambda claim: not verdict._off(claim) > claim.tolerance),  # as if NaN held
         (verdict, "missing", lambda records: []),
         (verdict, "_lost", lambda records, world_size, errors, left: []),
         (verdict, "EXIT_CODES", {"pass": 0, "fail": 0, "refused": 2, "lost": 3}),

@@ -136,7 +136,7 @@ TRAININGS: list[tuple[str, str, int, dict[str, str], list[int]]] = [
     ("precision", "bf16_master", 3, {}, [1]),
     ("cp", "ring", 3, {}, [1]),
     ("moe", "ep", 3, {}, [1]),
-    ("mesh", "gpipe", 4, {}, [1]),
+    ("mesh", "1f1b", 4, {}, [1]),
     ("elastic", "shrink", 3, OWN, [1]),
     ("elastic", "shrink", 3, OWN | {"LAB_LOSSES": "1", "LAB_STEPS": "6"}, [1, 2]),  # of those who are left
     ("elastic", "zero1", 3, OWN, [1]),
