@@ -114,7 +114,7 @@ class RankServer(StoreServer):
             self._detector = FailureDetector(host, living, admission.lost_after_s, now)
             self.views.lives = dict(living)
         self._told: dict[Peer, tuple[str, float]] = {}
-        self._looked_at, self._beat_at, self._frozen_until = time.monotonic(), 0.0, 0.0
+        self.looked_at, self._beat_at, self._frozen_until = time.monotonic(), 0.0, 0.0
         super().__init__(listening, key, strangers.turned_away, PURPOSE, FromRank)
 
     # What other threads of this process ask.
@@ -127,6 +127,10 @@ class RankServer(StoreServer):
         """The other ranks that have not left and are not lost."""
         states = list(self._detector.ranks.items())
         return [rank for rank, each in states if not (each.left or each.ended_at) and rank != self.host]
+
+    def stands_still(self, now: float) -> bool:
+        """Whether its thread has had no core for a while."""
+        return now - self.looked_at > FROZEN_S
 
     def all_told(self) -> bool:
         """Whether all have been sent why the run, or its start, ends."""
@@ -157,7 +161,7 @@ class RankServer(StoreServer):
                 if rank is not None and (state := self._detector.ranks.get(rank)) is not None:
                     state.heard_at, state.place = now, place
             case Ending(verdict, stopped) if rank is not None:
-                frozen = now - self._looked_at > FROZEN_S or now < self._frozen_until
+                frozen = now - self.looked_at > FROZEN_S or now < self._frozen_until
                 self._end_by(rank, verdict, stopped, frozen=frozen)
             case Killed(dead, how):
                 self.tell_death(dead, how)
@@ -195,11 +199,11 @@ class RankServer(StoreServer):
 
     def tick(self, now: float) -> None:
         super().tick(now)
-        if now - self._looked_at > FROZEN_S:
+        if now - self.looked_at > FROZEN_S:
             self._frozen_until = now + FROZEN_S  # what came meanwhile is read by then
             self.admission.forgive(now)
             self._detector.forgive(now)
-        self._looked_at = now
+        self.looked_at = now
         self._answer_askers(now)
         if self.admission.sealed_at is None:
             self._gather(now)

@@ -1,8 +1,8 @@
 """A rank that joins, watches and all-reduces: what the tests of the cluster start, signal and kill.
 
 Its environment is that of a rank; its arguments are a version, the number of steps, and what this rank does at step 2:
-nothing, `raise`, `sleep` (for 6 s, before the collective), `leave_late`, or `deaf`: nothing comes from the server any
-more; with `agree` all wait for a line of their input, acknowledge a verdict, and rank 0 publishes it. It prints a line
+nothing, `raise`, `sleep` (for 6 s, before the collective), `leave_late`, `still`: its server has no core for 2 s, or
+`deaf`: nothing comes from the server any more; with `agree` all wait for a line of their input, acknowledge a verdict, and rank 0 publishes it. It prints a line
 a step.
 """
 
@@ -16,6 +16,7 @@ from distlab.lab.cluster import ClusterError
 from distlab.lab.cluster.departure import Succession
 from distlab.lab.cluster.join import Cluster, init_process_group, join
 from distlab.lab.cluster.messages import Verdict
+from distlab.lab.cluster.rank_server import RankServer
 from distlab.lab.cluster.watchdog import Watchdog
 from distlab.lab.config import Config
 
@@ -73,6 +74,8 @@ def train(watch: Watchdog, cluster: Cluster, config: Config, steps: int, deed: s
             raise ValueError("a made-up failure")
         if step == 2 and deed == "deaf":
             watch.line.deaf = True
+        if step == 2 and deed == "still" and cluster.server is not None:
+            stand_still(cluster.server)
         if step == 2 and deed == "sleep":
             time.sleep(6.0)
         watch.main.at(step, "all_reduce")
@@ -83,6 +86,17 @@ def train(watch: Watchdog, cluster: Cluster, config: Config, steps: int, deed: s
     if deed == "leave_late":
         watch.main.at(steps, "compute")
         time.sleep(2 * config.lost_after_s)
+
+
+def stand_still(server: RankServer) -> None:
+    tick = server.tick
+
+    def late(now: float) -> None:
+        server.tick = tick  # type: ignore[method-assign]
+        time.sleep(2.0)
+        tick(now)
+
+    server.tick = late  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
