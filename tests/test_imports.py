@@ -105,7 +105,7 @@ FLOORS: dict[str, list[str]] = {
         *(f"{CLUSTER}.{name}" for name in ("membership", "messages", "views")),  # elastic's members
     ],
     f"{D}.experiments.__main__": [CONFIG, RANK],
-    D: [CONTRACT, f"{D}.cli", f"{D}.tools.testing"],
+    D: [CONTRACT, f"{D}.cli", f"{D}.tools.testing", f"{D}.tools.puzzle"],
     "workers": [f"{D}.cli"],
     "benchmarks": [D, "tests"],
     f"{D}.engines": [CONFIG, f"{CLUSTER}.launch"],

@@ -259,11 +259,11 @@ class Lab:
         tolerance: float = 0.0,
         *,
         name: str = "",
-        predicted: float = -1.0,
+        predicted: float | None = None,
     ) -> None:
         """Hold one number of this rank against its prediction; under another `name`, or as `predicted` is instead."""
         self.compare(
-            name or prediction.name, prediction.value[self.rank] if predicted < 0 else predicted, measured,
+            name or prediction.name, prediction.value[self.rank] if predicted is None else predicted, measured,
             prediction.unit, tolerance, prediction.variant, prediction.formula, shown=prediction.shown,
             control=HELD_IN.get(prediction.name, ""),
         )  # fmt: skip

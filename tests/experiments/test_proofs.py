@@ -124,8 +124,7 @@ def test_n_ranks_do_what_one_process_does(ranks: Ranks, case: Case) -> None:
         assert list(found[0]) == list(case.names)
     for of_rank in found:
         for name, worst in of_rank.items():
-            # Of 8 ranks of a mesh with a cp and a tp, ulysses leaves weights one unit in the last place apart.
-            assert worst.pop("replicas") <= (TOLERANCE if name == "ulysses" else 0.0), name
+            assert worst.pop("replicas") == 0.0, name
             assert max(worst.values()) <= TOLERANCE, (name, worst)
 
 

@@ -23,8 +23,7 @@ WIDEST = 120  # columns of a line that is no table
 COMPOSE_FILE = Path(__file__).parents[3] / "docker-compose.yaml"
 BEGIN = (
     "  # Written by `python -m distlab.lab.config.variables --write`; a variable without a value is passed on if,"
-    " and only"
-    " if, the shell has it."
+    " and only if, the shell has it."
 )
 END = "  # End of what is written."
 # A service has values of its own for these, LOCAL_RANK is torchrun's, what LAB_RUNS_DIR names is

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from distlab.lab.report.records import Failed, Injected, Left, Lost, Planned, Ranks, Run, Start, select
 
-CONTROL = "tests/lab/report/test_drills.py::test_a_drill_that_did_not_come_as_planned_does_not_hold"
+CONTROL = "tests/lab/report/test_drills.py::test_a_fault_that_never_came"
 LOST_CODE, FULL_CODE = 3, 1
 FULL = "cannot be written any more"
 SHOULD = {

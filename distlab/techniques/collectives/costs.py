@@ -41,9 +41,8 @@ def norm_cost(world_size: int, clip: float | None) -> Cost:
 
 
 ALGORITHMS = ("gloo", "ring", "direct", "tree", "server", "tcp")
-TCP_STAR_BYTES = (
-    512 << 10
-)  # up to which plain TCP sums by rank 0 (distlab/techniques/collectives/rooted.py), of two ranks none
+# Up to which plain TCP sums by rank 0 (distlab/techniques/collectives/rooted.py), of two ranks none.
+TCP_STAR_BYTES = 512 << 10
 
 
 def chunk_bytes(world_size: int, nbytes: int, itemsize: int = 4) -> list[int]:

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from distlab.lab.report.fault_checks import SHOULD, fault_sentence
+from distlab.lab.rank.mode_loader import load
+from distlab.lab.report.fault_checks import CONTROL, SHOULD, fault_sentence
 from distlab.lab.report.reading import from_line, to_line
 from distlab.lab.report.records import (
     End,
@@ -19,6 +20,7 @@ from distlab.lab.report.records import (
     Start,
 )
 from distlab.lab.report.verdict import judge
+from tests.controls import there
 from tests.documents import TOP
 from tests.lab.report.made_up import good_run
 
@@ -115,6 +117,7 @@ def test_a_full_disk_is_told_in_one_sentence(said: dict[int, list[Record]], hold
 
 
 def test_a_fault_that_never_came() -> None:
+    assert there(CONTROL, load("dp"))
     assert held(run(plan("lost"))) is False
     assert held(run(plan("lost", step=None))) is None  # its second was after the end
     assert held(run(plan("lost"), said={rank: ended() for rank in SURVIVORS})) is None  # another ended the run before

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from distlab.tools import puzzle
+from distlab import puzzle
 from distlab.tools.puzzle.cell import Cells
 from distlab.tools.puzzle.tasks import TASKS
 from tests.tools.puzzle.cases import ANSWERS
