@@ -128,6 +128,13 @@ class Rank:
             alone
         )
 
+    @property
+    def uneven(self) -> bool:
+        """Whether ranks of a slice have parameters of other sizes."""
+        names = [name for name, _ in outline(self.config).named_parameters()]
+        counts = {self.share(name.split(".", 2)[-1])[1] for name in names}
+        return any(count > 1 and count % self.t for count in counts)
+
     def of_layer(self, layer: nn.Module) -> Iterator[Local]:
         """Of one layer, in the order of the model."""
         shared = self.config.tie and self.is_gpt and self.p > 1

@@ -126,13 +126,20 @@ class Keep:
         self.group = mesh.across("dp", "cp")  # ranks with other samples, or other positions, of the same stage's slice
         self.whole = [p for name, p in parts.parameters.items() if rows and name not in slices]
         self.shared = [parts.parameters[name] for name in parts.shared if name in parts.parameters]
+        # By its place in a buffer gloo adds up an element of three ranks and more in another order. Slices of unlike
+        # sizes would move what is whole to other places on each rank of a slice, so it has buckets of its own.
+        self.apart = set(slices) if any(len(set(cut.sizes)) > 1 for cut in slices.values()) else set[str]()
 
     def stage(self, number: int) -> list[ParameterStore]:
         stage, tp = self.parts.stages[number], self.mesh["tp"] if self.whole else None
         own = set(stage.parameters())
         named = {name: p for name, p in self.parts.parameters.items() if p in own}
         if not self.zero:
-            return [Replicas(named, self.group, self.config, whole=self.whole, rows=tp, overlap=self.overlap)]
+            parts = [{name: p for name, p in named.items() if (name in self.apart) is cut} for cut in (False, True)]
+            return [
+                Replicas(part, self.group, self.config, whole=self.whole, rows=tp, overlap=self.overlap)
+                for part in parts if part
+            ]  # fmt: skip
         names = {p: name for name, p in named.items()}
         layers = list(stage.layers.values())
         return [

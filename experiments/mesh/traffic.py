@@ -106,11 +106,18 @@ def over_replicas(rank: Rank) -> Cost:
 
 
 def in_buckets(rank: Rank) -> Cost:
-    """An all_reduce of each; a weight that two stages share is the first in the order of both."""
+    """An all_reduce of each; a weight that two stages share is the first in the order of both. What is whole has its
+    own where slices are of unlike sizes."""
     ordered = sorted((local for unit in rank.units for local in unit), key=lambda local: not local.shared)
-    sizes = [local.numel * rank.itemsize for local in ordered]
-    buckets = layout(sizes, rank.config.bucket_mib * 2**20)
-    return total_cost(*(all_reduce_cost(rank.replicas, sum(sizes[index] for index in bucket)) for bucket in buckets))
+    parts = (
+        [[local for local in ordered if local.whole is whole] for whole in (True, False)] if rank.uneven else [ordered]
+    )
+    costs = []
+    for part in parts:
+        sizes = [local.numel * rank.itemsize for local in part]
+        buckets = layout(sizes, rank.config.bucket_mib * 2**20)
+        costs += [all_reduce_cost(rank.replicas, sum(sizes[index] for index in bucket)) for bucket in buckets]
+    return total_cost(*costs)
 
 
 def in_shards(rank: Rank, unit: list[Local]) -> Cost:

@@ -314,15 +314,10 @@ class Stacked:
         return in_order(pieces, self.ranks, self.parts.holders)
 
     def alike(self, kind: str) -> Iterator[tuple[str, Tensor]]:
-        """What all replicas hold: along dp, and what is no slice along tp too; shards are of one rank each.
-
-        Slices of unlike sizes move the places of all else in the buckets, and by its place in a buffer gloo adds up an
-        element of several ranks in another order: then along tp even what is whole may differ in its last bit.
-        """
-        uneven = any(len(set(cut.sizes)) > 1 for cut in self.slices.values())
+        """What all replicas hold: along dp, and what is no slice along tp too; shards are of one rank each."""
         for held in self.held(kind):
             if held.everywhere:
-                own = f" slice {self.mesh.index('tp')}" if uneven or held.name in self.slices else ""
+                own = f" slice {self.mesh.index('tp')}" if held.name in self.slices else ""
                 ((_, whole),) = held.piece.boxes
                 yield f"{held.label}{own}", whole
 
