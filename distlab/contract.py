@@ -8,7 +8,7 @@ substitution (`Mistakes`, `Instead`): the right path never asks which mistake is
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -94,13 +94,19 @@ WHOLE_RUN = ("",)
 
 @dataclass(frozen=True)
 class Claims:
-    """Checks and comparisons by name that a run has to have made, so that one that vanishes is missed
-    (distlab/lab/report/verdict.py): of each variant in `of`, so many `times`, by each rank or by `one`."""
+    """A row of a mode's table: checks and comparisons by name, what makes them fail, and who has to make them.
+
+    Each variant in `of`, so many `times`, by each rank or by `one`, `when` it is so: one that vanishes is missed
+    (distlab/lab/report/verdict.py). `fails_in` is what makes them fail where no mistake of the mode is meant to, as
+    `tests/<file>::<test>`. A name that ends in a space stands for all that begin so.
+    """
 
     names: Sequence[str]
     of: Sequence[str] = WHOLE_RUN
     one: bool = False
     times: int = 1
+    when: bool = True
+    fails_in: str = ""
 
 
 @dataclass(frozen=True)
@@ -303,8 +309,8 @@ class Mode:
     refuse: Callable[[Config], list[str]] = untrainable
     # The variants that these settings rule out, and why.
     cannot: Callable[[Config], Mapping[str, str]] = lambda config: {}  # noqa: ARG005
-    # What a run has to claim, beside what every run does; None: what the passes do where it has no `run` of its own.
-    claims: Callable[["Mode", Config], Iterable[Claims]] | None = None
+    # Its table of checks, to which those of the passes belong; None: these where it has no `run` of its own.
+    claims: Callable[["Mode", Config], Sequence[Claims]] | None = None
     mistakes: Mapping[str, Mistake] = field(default_factory=dict)
     gone: Mapping[str, str] = field(default_factory=dict)  # variants and bugs of before: what to use in their place
     unsaved: str = ""  # why it makes no checkpoints, as `trains nothing`; empty where it does

@@ -149,10 +149,10 @@ class Lab:
     ) -> None:  # fmt: skip
         """A claim of this rank: holds if `max_abs_diff <= tolerance`. The run passes if all claims of all ranks hold.
 
-        `unit` names what both count where they are no plain numbers, such as "epsilons of bfloat16". `control` is the
-        test that makes it fail, as `tests/<file>::<test>`, where no mistake of the mode is meant to.
+        `unit` names what both count where they are no plain numbers, such as "epsilons of bfloat16". What makes it fail
+        is stated by the mode's table, or for a check of every mode by `control`.
         """
-        control = self.mistake_for(name) or control
+        control = self.mistake_for(name) or control or self.fails_in(name)
         self.journal.write(records.Check(variant, name, float(max_abs_diff), float(tolerance), detail, control, unit))
 
     def mistake_for(self, check: str) -> str:
@@ -161,17 +161,26 @@ class Lab:
         meant = (name for name, mistake in self.mode.mistakes.items() if mistake.check == check)
         return next((f"LAB_BUG={name}" for name in meant), "")
 
+    def fails_in(self, name: str) -> str:
+        """What makes a claim fail by the mode's table, if it has one; a name that is in none of its rows raises."""
+        if self.mode.claims is None:
+            return ""
+        for row in self.mode.claims(self.mode, self.config):
+            if row.fails_in and any(name == each or (each[-1:] == " " and name.startswith(each)) for each in row.names):
+                return row.fails_in
+        raise LookupError(f"{name!r} is in no row of the mode's table that says what makes it fail, nor is a mistake's")
+
     def compare(
         self, name: str, predicted: float, measured: float, unit: str = "B", tolerance: float = 0.0, variant: str = "",
         formula: str = "", *, shown: str = "", control: str = "",
     ) -> None:  # fmt: skip
         """Predicted beside measured on this rank; within `tolerance` (in `unit`), or the run fails.
 
-        With `shown`, a phrase why, it decides nothing. `control` is the test that makes it fail, as in `check`.
+        With `shown`, a phrase why, it decides nothing. `control` is as in `check`.
         """
         if name == "peak bytes" and is_own(self.config.model):
             shown = shown or "what a layer of one's own holds in its midst is in no formula"
-        control = "" if shown else self.mistake_for(name) or control
+        control = "" if shown else self.mistake_for(name) or control or self.fails_in(name)
         self.journal.write(
             records.Comparison(
                 variant, name, unit, predicted, measured, tolerance, formula, not shown, control, shown
@@ -281,10 +290,8 @@ class Lab:
 
 HELD_IN = {
     "wire bytes": "tests/lab/test_lab.py::test_bytes_beside_their_formula_fail",
-    "peak bytes": "tests/experiments/test_orders.py::test_dp_graphs_that_are_kept_show_in_the_peak",
     "rest bytes": "tests/lab/test_lab.py::test_bytes_that_stay_fail",
     "calls": "tests/lab/test_lab.py::test_calls_beside_their_formula_fail",
-    "activation bytes": "tests/experiments/test_tp.py::test_activations_that_are_not_saved_fail",
 }
 
 

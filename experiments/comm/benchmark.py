@@ -301,7 +301,6 @@ def compare(lab: Lab, costs: Costs) -> None:
             lab.compare(
                 f"wire bytes {op} {size(nbytes)}", predicted, cost.wire_bytes, tolerance=tolerance, variant=name,
                 formula=formula(op, name), shown=PYTORCHS if name in lab.mode.by_torch else "",
-                control="tests/experiments/test_comm.py::test_bytes_that_are_off_fail_the_sweep",
             )  # fmt: skip
 
 

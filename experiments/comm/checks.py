@@ -7,7 +7,7 @@ nobody wrote is seen even where the right numbers lay from the call before.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -145,19 +145,25 @@ def poisoned() -> Iterator[None]:
         torch.set_deterministic_debug_mode(before)
 
 
-# What a run of collectives has to claim, so that a check that vanishes is missed.
-
 OPERATIONS, COMPARED = ("all_reduce", "reduce_scatter", "all_gather"), {0.25: "256 KiB", 4: "4 MiB", 64: "64 MiB"}
 PRIMITIVES, GRADIENTS = 9, 12
 
 
-def claims(mode: Mode, sweep_mib: float) -> Iterator[Claims]:
+def claims(mode: Mode, sweep_mib: float) -> Sequence[Claims]:
     """The primitives and their gradients, and of each way to sum what it leaves and sends."""
-    yield Claims(("forward",), times=PRIMITIVES)
-    yield Claims(("gradients",), times=GRADIENTS)
-    yield Claims(("no autograd", "demo", "ring"))
-    yield Claims(("sum",), ("one_by_one", *mode.names))
-    yield Claims(("contents",), mode.names, times=len(OPERATIONS))
-    yield Claims(("drawn bytes",), mode.names)
-    sizes = [name for mib, name in COMPARED.items() if mib <= sweep_mib]
-    yield Claims([f"wire bytes {operation} {size}" for operation in OPERATIONS for size in sizes], mode.names)
+    tests, sizes = "tests/experiments/test_comm.py::", [name for mib, name in COMPARED.items() if mib <= sweep_mib]
+    sent = [f"wire bytes {operation} {size}" for operation in OPERATIONS for size in sizes]
+    wrong, off = f"{tests}test_a_wrong_primitive_is_seen", f"{tests}test_bytes_that_are_off_fail_the_sweep"
+    ways = ("one_by_one", *mode.names)
+    return (
+        Claims(("forward",), times=PRIMITIVES, fails_in=wrong),
+        Claims(("gradients",), times=GRADIENTS),
+        Claims(("demo",), fails_in=wrong),
+        Claims(("no autograd",), fails_in=f"{tests}test_a_gather_that_autograd_knows_is_seen"),
+        Claims(("ring",)),
+        Claims(("sum",), ways, fails_in=f"{tests}test_a_sum_that_rank_0_keeps_is_seen"),
+        Claims(("contents",), mode.names, times=len(OPERATIONS)),
+        Claims(("drawn bytes",), mode.names),
+        Claims(sent, mode.names),
+        Claims(("wire bytes ",), (), fails_in=off),
+    )

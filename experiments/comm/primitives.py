@@ -110,7 +110,7 @@ def inputs(lab: Lab, primitive: Primitive, repeat: int = 0) -> list[Tensor]:
 
 def forward(lab: Lab) -> None:
     """What each rank holds before and after, printed and checked; twice, in memory that is NaN before it is written."""
-    rows, control = [], "tests/experiments/test_comm.py::test_a_wrong_primitive_is_seen"
+    rows = []
     for primitive in PRIMITIVES:
         lab.at(0, primitive.name)
         wrong = 0.0
@@ -119,7 +119,7 @@ def forward(lab: Lab) -> None:
             with poisoned():
                 after = primitive.call(before[lab.rank], lab.group, "own")
             wrong = larger(wrong, largest_difference(after, primitive.dense(before)[lab.rank]))
-        lab.check("forward", wrong, 0.0, detail=primitive.name, control=control)
+        lab.check("forward", wrong, 0.0, detail=primitive.name)
         shown = lab.exchange.gather(primitive.name, text(after))
         rows += [
             [primitive.name if rank == 0 else "", rank, text(before[rank]), held]
@@ -221,6 +221,5 @@ def nothing_recorded(lab: Lab) -> None:
     dist.all_gather(gathered, x, group=lab.group)
     recorded = sum(part.requires_grad for part in gathered)
     detail = "outputs of torch.distributed.all_gather that autograd knows of"
-    control = "tests/experiments/test_comm.py::test_a_gather_that_autograd_knows_is_seen"
-    lab.check("no autograd", recorded, 0, detail=detail, control=control)
+    lab.check("no autograd", recorded, 0, detail=detail)
     lab.say("torch.distributed.all_gather gives autograd nothing back; distlab/techniques/collectives/autograd.py does")

@@ -12,7 +12,7 @@ computes in one process what each should have sent (reference.py; for PowerSGD w
   replicas         all ranks hold the same weights, to the bit
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from operator import itemgetter
 
 import torch
@@ -28,7 +28,7 @@ from distlab.lab.verify.run_all import measured
 from distlab.lab.workload.reference import OneProcess, gradients, plain
 
 from .options import Options
-from .predictions import METHODS, bucket_members, bucket_shapes
+from .predictions import METHODS, TORCHS, bucket_members, bucket_shapes
 from .reference import (
     ROUNDING,
     Projection,
@@ -42,12 +42,6 @@ from .reference import (
 PROVEN_STEPS = 4
 TOLERANCE = 1e-12  # over the largest number that is summed
 RANK_RTOL = 1e-10  # singular values below it, over the largest one, are rounding
-CONTROLS = "tests/experiments/test_compress.py::{}"
-CONTROL_OF = {
-    "gradients": CONTROLS.format("test_what_is_wrong_before_it_is_compressed_fails_the_run"),
-    "weights": CONTROLS.format("test_what_is_wrong_before_it_is_compressed_fails_the_run"),
-    "residuals": CONTROLS.format("test_residuals_that_go_wrong_fail_the_run"),
-}  # the others are those of mistakes.py
 
 
 def in_buckets(tensors: Sequence[Tensor], members: list[list[int]]) -> list[Tensor]:
@@ -95,10 +89,10 @@ def by_the_formula(lab: Lab, name: str, build: Build) -> None:
         worst.compare("weights", strategy.full("weights"), weights, where=f"step {step}")
     for check, off in worst.found.items() if lab.rank == 0 else ():
         rounding = (lab.world_size - 1) * ROUNDING.get(name, 0.0) if check == "formula" else 0.0
-        lab.check(check, off.value, TOLERANCE + rounding, name, off.where, control=CONTROL_OF.get(check, ""))
+        lab.check(check, off.value, TOLERANCE + rounding, name, off.where)
     if feedback:
         lost = max(witness.lost for witness in witnesses)
-        lab.check("residuals", lost, 0.0, name, f"over {PROVEN_STEPS - 1} steps", control=CONTROL_OF["residuals"])
+        lab.check("residuals", lost, 0.0, name, f"over {PROVEN_STEPS - 1} steps")
     if name == "powersgd" and lab.rank == 0:
         check_rank(lab, name, witnesses, shapes)
     check_replicas(lab, name, strategy)
@@ -143,19 +137,21 @@ def rank_of(total: Tensor, shapes: list[Size], rank: int) -> int:
 
 # What a run of compression has to claim, so that a check that vanishes is missed.
 
-BESIDE = ("ddp_fp16", "ddp_powersgd")  # PyTorch's hooks, which are held beside ours
 
-
-def claims(mode: Mode, config: Config) -> Iterator[Claims]:
+def claims(mode: Mode, config: Config) -> Sequence[Claims]:
     """Of all variants by hand bytes and calls; of those that compress what their method promises."""
-    yield from measured(mode, config, apart=(*METHODS, *BESIDE))
-    yield Claims(("called bytes", "wire bytes", "rest bytes", "calls"), mode.by_hand)
-    if not config.proof:
-        return
-    yield Claims(("replicas",), (*mode.by_hand, *mode.by_torch))
-    yield Claims(("gradients", "formula", "weights"), METHODS, one=True)
-    yield Claims(("rank",), ("powersgd",), one=True)
-    yield Claims(("losses beside ours", "gradients beside ours"), BESIDE)
-    if config.own(Options).error_feedback:
-        yield Claims(("sent + residual",), METHODS, one=True)
-        yield Claims(("residuals",), METHODS)
+    tests, proof, feedback = "tests/experiments/test_compress.py::", config.proof, config.own(Options).error_feedback
+    before = f"{tests}test_what_is_wrong_before_it_is_compressed_fails_the_run"
+    theirs = f"{tests}test_what_pytorchs_own_does_not_do_fails_the_run"
+    lost = f"{tests}test_residuals_that_go_wrong_fail_the_run"
+    return (
+        *measured(mode, config, apart=(*METHODS, *TORCHS)),
+        Claims(("called bytes", "wire bytes", "rest bytes", "calls"), mode.by_hand),
+        Claims(("replicas",), (*mode.by_hand, *mode.by_torch), when=proof),
+        Claims(("gradients", "weights"), METHODS, one=True, when=proof, fails_in=before),
+        Claims(("formula",), METHODS, one=True, when=proof),
+        Claims(("rank",), ("powersgd",), one=True, when=proof),
+        Claims(("losses beside ours", "gradients beside ours"), tuple(TORCHS), when=proof, fails_in=theirs),
+        Claims(("sent + residual",), METHODS, one=True, when=proof and feedback),
+        Claims(("residuals",), METHODS, when=proof and feedback, fails_in=lost),
+    )

@@ -34,8 +34,6 @@ from .network import Net
 from .options import Options
 from .recovery import Course, Event, Policy
 
-CONTROL = "tests/experiments/test_elastic.py::test_a_wrong_line_fails_by_name"
-SHARDS_CONTROL = "tests/experiments/test_elastic.py::test_a_shard_that_is_sent_twice_fails_by_name"
 TOLERANCE = 1e-12  # float64
 RULE = (
     "an epoch is a permutation by (seed, epoch), a step takes its next LAB_BATCH samples, and whoever is in at the step"
@@ -128,7 +126,7 @@ def check_claims(lab: Lab, course: Course) -> None:
     for step, (mine, loss) in enumerate(zip(training.history[:, -1].tolist(), losses, strict=True)):
         found.note("losses", abs(mine - loss), TOLERANCE, f"step {step} of all that stand")
     for check, off in found.found.items():
-        lab.check(check, *off[:2], name, off.where, control=CONTROL if check == "losses" else "")
+        lab.check(check, *off[:2], name, off.where)
     hold_samples(lab, course)
 
 
@@ -140,7 +138,7 @@ def hold_redone(lab: Lab, course: Course) -> None:
     most = sum(course.saved_every if change.restored else 1 for change in changes)
     again = course.computed - course.training.steps
     detail = f"steps computed again beyond the {most} that {len(changes)} losses may cost"
-    lab.check("redone", max(0, again - most), 0, course.policy.name, detail, control=CONTROL)
+    lab.check("redone", max(0, again - most), 0, course.policy.name, detail)
 
 
 def hold_interval(lab: Lab, course: Course) -> None:
@@ -162,7 +160,7 @@ def hold_shards(lab: Lab, course: Course) -> None:
         lacked = lacking_bytes(training, recut, lab.rank)
         lab.compare(
             "moved bytes", lacked, recut.received_bytes, "B", 0.0, course.policy.name,
-            f"16 B x what rank {lab.rank} lacked of its part over ranks {recut.ranks}", control=SHARDS_CONTROL,
+            f"16 B x what rank {lab.rank} lacked of its part over ranks {recut.ranks}",
         )  # fmt: skip
 
 
@@ -203,16 +201,13 @@ def hold_samples(lab: Lab, course: Course) -> None:
     lab.check("samples", wrong, 0, name, f"of {epochs} epochs, left out or seen again; {RULE}")
     apart = int((seen != owners(lab, course)).sum())
     detail = "samples that others computed with than the membership record says"
-    lab.check("record", apart, 0, name, detail, control=CONTROL)
+    lab.check("record", apart, 0, name, detail)
 
 
 # What a step sends and what is held between two steps, beside their formulas: before the first loss, with all ranks.
 #
 # Each variant takes two steps in a group of all ranks, the second of which is counted: as called by the group, and on
 # the wire by what the kernel says of the sockets.
-
-COUNTED_CONTROL = "tests/experiments/test_elastic.py::test_a_step_that_sends_more_fails_by_name"
-HELD_CONTROL = "tests/experiments/test_elastic.py::test_what_is_hoarded_fails_by_name"
 
 
 def count(lab: Lab, net: Net, policy: Policy, training: Survivor) -> None:
@@ -230,18 +225,16 @@ def count(lab: Lab, net: Net, policy: Policy, training: Survivor) -> None:
     group.leave()
     predicted, formula = step_bytes(lab, training)
     hold = partial(lab.compare, variant=policy.name)
-    hold("called bytes", round(predicted, 3), round(called, 3), formula=formula, control=COUNTED_CONTROL)
+    hold("called bytes", round(predicted, 3), round(called, 3), formula=formula)
     if traffic.wire_error is None and size > 1:
         total = len(training.vectors.weights)
         messages = step_messages(size, total, training.epoch, sharded=policy.sharded)
-        hold(
-            "wire bytes", predicted, traffic.wire_bytes, tolerance=wire_tolerance(predicted, messages), formula=formula,
-            control=COUNTED_CONTROL,
-        )  # fmt: skip
+        tolerance = wire_tolerance(predicted, messages)
+        hold("wire bytes", predicted, traffic.wire_bytes, tolerance=tolerance, formula=formula)
     if isinstance(training, ShardedSurvivor):
         own, held = own_numbers(training, lab.rank, size), sum(each.nbytes for each in training.held)
         wanted = held_bytes(own, len(training.piece.moments))
-        hold("moments held", wanted, held, formula="16 B x own", control=HELD_CONTROL)
+        hold("moments held", wanted, held, formula="16 B x own")
 
 
 def step_bytes(lab: Lab, training: Survivor) -> tuple[float, str]:
@@ -258,26 +251,26 @@ def own_numbers(training: ShardedSurvivor, place: int, size: int) -> int:
     return end - begin
 
 
-# What a run whose ranks come and go has to claim, so that a check that vanishes is missed.
-
-
-def claims(mode: Mode, config: Config, options: Options) -> Iterator[Claims]:
+def claims(mode: Mode, config: Config, options: Options) -> Sequence[Claims]:
     """Of all variants bytes before the first loss, and by whoever is left that each is as one process."""
-    chosen = mode.names
-    yield Claims(("called bytes",), chosen)
-    if config.world_size > 1:
-        yield Claims(("wire bytes",), chosen)
-    yield Claims(("moments held",), ("zero1",))
-    yield Claims(("updates kept",), [name for name in chosen if name != "restart"])
-    yield Claims(("weights", "losses", "samples", "record", "replicas"), chosen, one=True)
-    if options.rescale:
-        yield Claims(("learning rate",), chosen, one=True)
-    if config.optimizer == "adamw":
-        yield Claims(("optimizer",), chosen, one=True)
-    if options.losses < config.world_size - 1:  # else nobody may be there from begin to end
-        yield Claims(("redone",), chosen, one=True)
-        if config.audit_every == 1:
-            yield Claims(("audited replicas",), chosen, one=True)
+    chosen, tests = mode.names, "tests/experiments/test_elastic.py::"
+    line, more = f"{tests}test_a_wrong_line_fails_by_name", f"{tests}test_a_step_that_sends_more_fails_by_name"
+    there = options.losses < config.world_size - 1  # else nobody may be there from begin to end
+    from_begin = f"{tests}test_times_that_are_not_from_the_begin_of_a_change_fail"
+    return (
+        Claims(("called bytes",), chosen, fails_in=more),
+        Claims(("wire bytes",), chosen, when=config.world_size > 1, fails_in=more),
+        Claims(("moments held",), ("zero1",), fails_in=f"{tests}test_what_is_hoarded_fails_by_name"),
+        Claims(("moved bytes",), (), fails_in=f"{tests}test_a_shard_that_is_sent_twice_fails_by_name"),
+        Claims(("times of changes",), (), fails_in=from_begin),
+        Claims(("updates kept",), [name for name in chosen if name != "restart"]),
+        Claims(("weights", "samples", "replicas"), chosen, one=True),
+        Claims(("losses", "record"), chosen, one=True, fails_in=line),
+        Claims(("learning rate",), chosen, one=True, when=options.rescale),
+        Claims(("optimizer",), chosen, one=True, when=config.optimizer == "adamw"),
+        Claims(("redone",), chosen, one=True, when=there, fails_in=line),
+        Claims(("audited replicas",), chosen, one=True, when=there and config.audit_every == 1),
+    )
 
 
 # What the losses of a run did, in words: who was in when, and what each change cost.
@@ -286,7 +279,6 @@ AGREED, NEXT = "agreed after (ms)", "next step after (ms)"
 COLUMNS = [
     "", "what", "step", "in before", "in after", "steps redone", "state from", AGREED, NEXT, "next step at (s)",
 ]  # fmt: skip
-TIMES_CONTROL = "tests/experiments/test_elastic.py::test_times_that_are_not_from_the_begin_of_a_change_fail"
 ROUNDED_S = 1e-4  # to tenths of a millisecond in a row
 
 
@@ -337,7 +329,7 @@ def check_times(lab: Lab, course: Course) -> None:
     faults = [fault for event in course.events for fault in wrong(event, [at for at, _ in course.commits])]
     if course.events:
         detail = faults[0] if faults else f"{len(course.events)} changes on this rank"
-        lab.check("times of changes", len(faults), 0, course.policy.name, detail, control=TIMES_CONTROL)
+        lab.check("times of changes", len(faults), 0, course.policy.name, detail)
 
 
 def wrong(event: Event, stood_at: Sequence[float]) -> Iterator[str]:

@@ -4,7 +4,7 @@ Whole weights are seen in the memory behind them, which comes and goes (`held`);
 hooks; that its gradients are there, when autograd hands them over. None of it asks distlab/techniques/sharded/zero.py.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from distlab.contract import Claims, Measured, Mode
 from distlab.lab.config import Config
@@ -127,23 +127,22 @@ def check_order(lab: Lab, name: str, measured: Measured, *, reshard: bool) -> No
             formula="the layer that computes" + ", and the next one" * AHEAD[name] + ", at most",
         )  # fmt: skip
         faults = wrongly_whole(name, order, config, reshard=reshard)
-        lab.check(
-            "a layer at a time", len(faults), 0, name, faults[0] if faults else "whole when it computes",
-            control="tests/experiments/test_orders.py::test_fsdp_weights_that_are_whole_too_soon_or_too_long_are_named",
-        )  # fmt: skip
+        lab.check("a layer at a time", len(faults), 0, name, faults[0] if faults else "whole when it computes")
     if lab.world_size > 1 and name != "dp":  # alone nothing is sent, and nothing shows
         late = unsummed(order, config, BY_HAND[name])
         lab.check("sums", len(late), 0, name, late[0] if late else "each begins with its last gradient")
     lab.check("scratch", measured.rest["communication"], 0, name, "bytes of messages that are kept between two steps")
 
 
-# What a run of sharded training has to claim, so that a check that vanishes is missed.
-
-
-def claims(mode: Mode, config: Config) -> Iterator[Claims]:
+def claims(mode: Mode, config: Config) -> Sequence[Claims]:
     """Of all variants by hand bytes and calls, and when weights are whole and gradients summed."""
-    yield from measured(mode, config, copied=("dp", "zero1", "zero2"))  # which hold all weights
-    yield Claims(("called bytes", "wire bytes", "rest bytes", "peak bytes", "calls", "scratch"), mode.by_hand)
-    yield Claims(("whole units", "a layer at a time"), ("zero3_blocking", "zero3"))
-    if config.world_size > 1:
-        yield Claims(("sums",), [name for name in mode.by_hand if name != "dp"])
+    orders = "tests/experiments/test_orders.py::"
+    too_soon = f"{orders}test_fsdp_weights_that_are_whole_too_soon_or_too_long_are_named"
+    return (
+        *measured(mode, config, copied=("dp", "zero1", "zero2")),  # which hold all weights
+        Claims(("called bytes", "wire bytes", "rest bytes", "calls", "scratch"), mode.by_hand),
+        Claims(("peak bytes",), mode.by_hand, fails_in=f"{orders}test_fsdp_gradients_that_wait_show_in_the_peak"),
+        Claims(("whole units",), tuple(AHEAD)),
+        Claims(("a layer at a time",), tuple(AHEAD), fails_in=too_soon),
+        Claims(("sums",), [name for name in mode.by_hand if name != "dp"], when=config.world_size > 1),
+    )

@@ -7,12 +7,12 @@ same weights.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
-from distlab.contract import WHOLE_RUN, Claims, Counted, Mode, untrainable
+from distlab.contract import Claims, Counted, Mode, untrainable
 from distlab.lab.config import Config
 from distlab.lab.lab import Lab
 from distlab.lab.measure.event_order import Order
@@ -29,7 +29,7 @@ from .training import LAMB_RATE, LARS_RATE, Recipe, Stream, Trainee, base_rate, 
 
 MULTIPLES = (1, 2, 4, 8, 16, 32)
 WORSE = 2.0  # times the loss at k = 1, and a recipe has broken down
-CONTROLS = "tests/experiments/test_largebatch.py::{}"
+EQUALITY = "k steps of η against one of kη"
 
 Losses = dict[int, float]  # held-out, by k
 
@@ -75,20 +75,30 @@ def predict(config: Config) -> list[Prediction]:
     return of_a_step(config.model, "2(N-1)/N x S", [cost] * config.world_size)
 
 
-def claims(mode: Mode, config: Config) -> Iterator[Claims]:
+def claims(mode: Mode, config: Config) -> Sequence[Claims]:
     """The proof of each recipe, at every k of the sweep its samples, two steps and replicas, and bytes."""
-    batches = len(multiples(config))
-    yield Claims(("effective batch",), WHOLE_RUN, one=True, times=batches)
-    yield Claims(("held out",), WHOLE_RUN, one=True)
-    yield Claims(("replicas",), mode.names, times=batches)
-    yield Claims(("called bytes", "wire bytes"), (config.model,))
-    if config.proof:
-        yield Claims(("layers", "global norms"), LAYERWISE)
-        yield Claims(("k steps of η against one of kη",), WHOLE_RUN, one=True)
-        yield Claims(("gradients", "weights"), mode.names, one=True, times=STEPS)
-        plain = [name for name in mode.names if name not in LAYERWISE]
-        yield Claims(("learning rate",), plain, one=True, times=STEPS)
-        yield Claims(("trained gradients", "trained weights"), mode.names, one=True, times=batches)
+    batches, proof, tests = len(multiples(config)), config.proof, "tests/experiments/test_largebatch.py::"
+    plain = [name for name in mode.names if name not in LAYERWISE]
+
+    def of_all(name: str, times: int, test: str) -> Claims:
+        return Claims((name,), mode.names, one=True, times=times, when=proof, fails_in=f"{tests}{test}")
+
+    no_mean, other_step = "test_a_gradient_that_is_no_mean_fails_the_run", "test_samples_of_another_step_fail_the_run"
+    judged = f"{tests}test_a_sweep_that_judges_by_what_it_trained_fails_the_run"
+    return (
+        Claims(("effective batch",), one=True, times=batches, fails_in=f"{tests}{other_step}"),
+        Claims(("held out",), one=True, fails_in=judged),
+        Claims(("replicas",), mode.names, times=batches),
+        Claims(("called bytes", "wire bytes"), (config.model,)),
+        Claims(("layers",), LAYERWISE, when=proof, fails_in=f"{tests}test_a_corner_that_is_wrong_fails_the_run"),
+        Claims(("global norms",), LAYERWISE, when=proof, fails_in=f"{tests}test_norms_of_a_rank_alone_fail_the_run"),
+        Claims((EQUALITY,), one=True, when=proof, fails_in=f"{tests}{no_mean}"),
+        of_all("gradients", STEPS, other_step),
+        of_all("weights", STEPS, "test_a_term_that_is_missing_fails_the_run"),
+        Claims(("learning rate",), plain, one=True, times=STEPS, when=proof),
+        of_all("trained gradients", batches, "test_a_sweep_on_one_batch_fails_the_run"),
+        of_all("trained weights", batches, "test_a_sweep_that_forgets_fails_the_run"),
+    )
 
 
 # --- the sweep ---
@@ -159,9 +169,8 @@ def train(lab: Lab, name: str, trainee: Trainee) -> None:
 
 def check_held_out(lab: Lab, stream: Stream) -> None:
     """No sample to judge by is among those that are dealt."""
-    control = CONTROLS.format("test_a_sweep_that_judges_by_what_it_trained_fails_the_run")
     seen = len({*stream.held_out.tolist()} & {*stream.trained.tolist()})
-    lab.check("held out", seen, 0, detail="samples to judge by that are trained on", control=control)
+    lab.check("held out", seen, 0, detail="samples to judge by that are trained on")
 
 
 def check_samples(lab: Lab, stream: Stream) -> None:
@@ -170,9 +179,8 @@ def check_samples(lab: Lab, stream: Stream) -> None:
     if everyone is not None:
         times, wanted = Counter(sample for of_rank in everyone for sample in of_rank), Counter(stream.full_ids(0))
         wrong = sum(abs(times[sample] - wanted[sample]) for sample in times | wanted)
-        control = CONTROLS.format("test_samples_of_another_step_fail_the_run")
         detail = "samples of a step that do not count exactly once"
-        lab.check("effective batch", wrong, 0, detail=detail, control=control)
+        lab.check("effective batch", wrong, 0, detail=detail)
 
 
 # --- what is shown of it ---

@@ -2,7 +2,7 @@
 are launched.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 
 from distlab.contract import Claims, Measured, Mode
 from distlab.lab.config import Config
@@ -13,8 +13,6 @@ from distlab.lab.verify.run_all import measured
 
 from .placement import HOW, Rank, at
 from .traffic import FORMULAS, by_axis
-
-TESTS = "tests/experiments/test_mesh.py::"
 
 
 def tell(lab: Lab, sizes: Mapping[str, int]) -> None:
@@ -33,8 +31,7 @@ def compare_axes(lab: Lab, name: str, rank: Rank, measured: Measured) -> None:
     for axis, cost in by_axis(rank).items():
         called = sum(op.called_bytes for op in measured.traffic.called if op.axis == axis)
         lab.compare(
-            f"called bytes over {axis}", round(cost.nbytes, 3), round(called, 3), "B", 0.0, name, FORMULAS[axis],
-            control=f"{TESTS}test_bytes_along_a_wrong_axis_fail",
+            f"called bytes over {axis}", round(cost.nbytes, 3), round(called, 3), "B", 0.0, name, FORMULAS[axis]
         )  # fmt: skip
 
 
@@ -60,19 +57,17 @@ def within_backward(order: Order, place: int) -> bool:
     return begun > ended
 
 
-# What a run of several axes has to claim, so that a check that vanishes is missed.
-
-
-def claims(mode: Mode, config: Config) -> Iterator[Claims]:
+def claims(mode: Mode, config: Config) -> Sequence[Claims]:
     """Of all variants by hand bytes, calls, and the order of passes with what comes of it."""
-    sizes = mode.axes(config)
-    yield from measured(mode, config, copied=("1f1b",) if sizes["dp"] > 1 else ())
-    if config.proof:
-        yield Claims(("in flight",), mode.by_hand)
-    yield Claims(("called bytes", "wire bytes", "rest bytes", "calls"), mode.by_hand)
-    yield Claims(("schedule", "bubble on paper"), mode.by_hand)
+    sizes, tests = mode.axes(config), "tests/experiments/test_mesh.py::"
     along = [axis for axis, ranks in sizes.items() if axis != "cp" and ranks > 1]
-    if sizes["cp"] == 1:  # else gradients go over two axes at once
-        yield Claims([f"called bytes over {axis}" for axis in along], mode.by_hand)
-    if sizes["dp"] > 1:
-        yield Claims(("overlap",), [name for name in mode.by_hand if not name.startswith("zero")])
+    return (
+        *measured(mode, config, copied=("1f1b",) if sizes["dp"] > 1 else ()),
+        Claims(("in flight",), mode.by_hand, when=config.proof),
+        Claims(("called bytes", "wire bytes", "rest bytes", "calls"), mode.by_hand),
+        Claims(("schedule", "bubble on paper"), mode.by_hand),
+        # else gradients go over two axes at once
+        Claims([f"called bytes over {axis}" for axis in along], mode.by_hand, when=sizes["cp"] == 1),
+        Claims(("called bytes over ",), (), fails_in=f"{tests}test_bytes_along_a_wrong_axis_fail"),
+        Claims(("overlap",), [name for name in mode.by_hand if not name.startswith("zero")], when=sizes["dp"] > 1),
+    )

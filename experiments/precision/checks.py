@@ -19,7 +19,7 @@ in those units. Plain SGD, as in every proof: Adam would divide an error of scal
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -46,11 +46,7 @@ SAME_ARITHMETIC, EXACT = 8.0, 16.0  # epsilons: sums in another order; all round
 NEAREST = 0.5 + 2.0**-14
 # Rounded twice: fp16 rounds lr·g as well, where it ends, by half a unit of a weight that is as small.
 WHOLE = 1.0
-CONTROLS = "tests/experiments/test_precision.py::{}"
 LAST_PLACE = "units in the last place"
-WRONG_MASTERS = CONTROLS.format("test_masters_that_go_wrong_fail_the_run")
-WRONG_GRADIENTS = CONTROLS.format("test_gradients_that_are_wrong_fail_the_run")
-WRONG_SCALE = CONTROLS.format("test_a_scale_that_stays_in_gradients_fails_the_run")
 LEARNING_RATE = 2.0**-7  # a power of two: its product with a gradient is exact, so that an update is rounded once
 STEPS = 2
 MOST_HALVINGS = 40  # from 65536 to far below 1
@@ -76,7 +72,7 @@ def prove(lab: Lab, name: str, build: Build) -> None:
     start = flat(remembered(strategy))
     if remembered(strategy)[0].dtype == torch.float32:
         masters = largest_difference(start, flat(lab.model(torch.float32).parameters()))
-        lab.check("first masters", masters, 0.0, name, control=WRONG_MASTERS)
+        lab.check("first masters", masters, 0.0, name)
     for step in range(STEPS):
         lab.at(step, f"proof of {name}")
         backward(strategy, lab.dealt(batches, step))
@@ -108,7 +104,7 @@ def check_gradients(lab: Lab, name: str, strategy: Replica, batches: Batches, st
         wanted["float64 gradients"] = one_process(strategy.model, batch, torch.float64, 1.0), EXACT
     for check, (alone, tolerance) in wanted.items():
         off = epsilons(found, alone, dtype)
-        lab.check(check, off, tolerance, name, unit=of_type("epsilons", dtype), control=WRONG_GRADIENTS)
+        lab.check(check, off, tolerance, name, unit=of_type("epsilons", dtype))
 
 
 def check_update(lab: Lab, name: str, strategy: Replica, witness: Witness, start: Tensor) -> Tensor:
@@ -124,16 +120,16 @@ def check_update(lab: Lab, name: str, strategy: Replica, witness: Witness, start
         off = largest((flat(after) - exact) / ulp(exact, stored))
         if strategy.config.clip is None:
             told = "to the optimizer, of what was summed"
-            lab.check("given", largest_difference(given, wanted), 0.0, name, told, control=WRONG_SCALE)
+            lab.check("given", largest_difference(given, wanted), 0.0, name, told)
         else:
             apart_by = epsilons(given, clipped(wanted, strategy.config.clip), dtype)  # LAB_BUG=unscaled_clip
             lab.check("clipped gradients", apart_by, SAME_ARITHMETIC, name, unit=of_type("epsilons", dtype))
     tolerance = WHOLE if name == "fp16" else NEAREST
-    lab.check("update", off, tolerance, name, taken, unit=of_type(LAST_PLACE, stored), control=WRONG_MASTERS)
+    lab.check("update", off, tolerance, name, taken, unit=of_type(LAST_PLACE, stored))
     if stored != dtype:
         rounded = flat(weight.detach().to(dtype) for weight in after)
         copies = largest_difference(flat(strategy.model.parameters()), rounded)
-        lab.check("copied back", copies, 0.0, name, control=WRONG_MASTERS)
+        lab.check("copied back", copies, 0.0, name)
     return flat(after)
 
 
@@ -155,7 +151,7 @@ def check_unscaled(lab: Lab, name: str, build: Build, parts: list[Microbatch]) -
     for each in (strategy, exact):
         each.backward(parts)
     off = largest_difference(summed_gradient(strategy), summed_gradient(exact))
-    lab.check("unscaled", off, 0.0, name, control=WRONG_GRADIENTS)
+    lab.check("unscaled", off, 0.0, name)
 
 
 def one_process(model: Model, batch: Microbatch, dtype: torch.dtype, scale: float) -> Tensor:
@@ -200,12 +196,6 @@ REHEARSED_STEPS: tuple[tuple[str, int | None], ...] = (
     ("a rank", None), ("good", None), ("one inf", INTERVAL - 1), ("good", None), ("good", INTERVAL - 1),
     ("good", None), ("one nan", None), ("good", None),
 )  # fmt: skip
-CONTROL_OF = {
-    "loss scale": CONTROLS.format("test_a_scale_that_breaks_the_rule_fails_the_run"),
-    "skipped": CONTROLS.format("test_a_step_that_should_be_skipped_fails_the_run"),
-    "clipped gradients": "",  # LAB_BUG=unscaled_clip
-    "weights": WRONG_MASTERS,
-}
 
 
 class Rule:
@@ -228,7 +218,7 @@ class Rehearsal:
         self.exact = flat(remembered(strategy))  # by the formula
         self.unit = torch.zeros_like(self.exact)  # in the last place, the largest on the way
         self.taken = 0
-        self.seen = Worst(CONTROL_OF)
+        self.seen = Worst(("loss scale", "skipped", "clipped gradients", "weights"))
 
     def pretend(self, good_steps: int) -> None:
         """So many have gone without an overflow."""
@@ -296,7 +286,7 @@ def rehearse(lab: Lab, name: str, build: Build) -> None:
         "weights": (1.0, LAST_PLACE, f"a step taken, of {found.taken}"),
     }
     for check, (tolerance, unit, detail) in told.items():
-        lab.check(check, found.seen.found[check].value, tolerance, name, detail, unit=unit, control=CONTROL_OF[check])
+        lab.check(check, found.seen.found[check].value, tolerance, name, detail, unit=unit)
 
 
 def overflow(strategy: Replica, kind: str, parts: list[Microbatch], *, mine: bool) -> None:
@@ -309,21 +299,33 @@ def overflow(strategy: Replica, kind: str, parts: list[Microbatch], *, mine: boo
         last.view(-1)[-1] = float(kind.removeprefix("one "))
 
 
-# What a run of precision has to claim, so that a check that vanishes is missed.
-
-
-def claims(mode: Mode, config: Config) -> Iterator[Claims]:
+def claims(mode: Mode, config: Config) -> Sequence[Claims]:
     """Of all variants bytes; of those in 16 bits what a format allows, and of scaled ones what an overflow does."""
-    in_16_bits = [name for name in mode.by_hand if name != "fp32"]
-    yield from measured(mode, config, apart=in_16_bits)
-    yield Claims(("called bytes", "wire bytes", "rest bytes"), mode.by_hand)
-    if not config.proof:
-        return
-    given = "given" if config.clip is None else "clipped gradients"
-    yield Claims(("replicas",), mode.by_hand)
-    yield Claims(("gradients",), in_16_bits, one=True, times=STEPS)
-    yield Claims(("float64 gradients",), [name for name in in_16_bits if name != "fp16"], one=True, times=STEPS)
-    yield Claims((given, "update"), in_16_bits, times=STEPS)
-    yield Claims(("unscaled", "loss scale", "skipped", "clipped gradients", "weights"), SCALED)
-    yield Claims(("first masters",), ("bf16_master",))
-    yield Claims(("copied back",), ("bf16_master",), times=STEPS)
+    in_16_bits, proof, clips = [name for name in mode.by_hand if name != "fp32"], config.proof, config.clip is not None
+    tests, exact = "tests/experiments/test_precision.py::", [name for name in in_16_bits if name != "fp16"]
+    masters, gradients = (
+        f"{tests}test_masters_that_go_wrong_fail_the_run",
+        f"{tests}test_gradients_that_are_wrong_fail_the_run",
+    )
+    scale, skips = (
+        f"{tests}test_a_scale_that_breaks_the_rule_fails_the_run",
+        f"{tests}test_a_step_that_should_be_skipped_fails_the_run",
+    )
+    stays = f"{tests}test_a_scale_that_stays_in_gradients_fails_the_run"
+    return (
+        *measured(mode, config, apart=in_16_bits),
+        Claims(("called bytes", "wire bytes", "rest bytes"), mode.by_hand),
+        Claims(("replicas",), mode.by_hand, when=proof),
+        Claims(("gradients",), in_16_bits, one=True, times=STEPS, when=proof, fails_in=gradients),
+        Claims(("float64 gradients",), exact, one=True, times=STEPS, when=proof, fails_in=gradients),
+        Claims(("given",), in_16_bits, times=STEPS, when=proof and not clips, fails_in=stays),
+        Claims(("clipped gradients",), in_16_bits, times=STEPS, when=proof and clips),
+        Claims(("update",), in_16_bits, times=STEPS, when=proof, fails_in=masters),
+        Claims(("unscaled",), SCALED, when=proof, fails_in=gradients),
+        Claims(("loss scale",), SCALED, when=proof, fails_in=scale),
+        Claims(("skipped",), SCALED, when=proof, fails_in=skips),
+        Claims(("clipped gradients",), SCALED, when=proof),
+        Claims(("weights",), SCALED, when=proof, fails_in=masters),
+        Claims(("first masters",), ("bf16_master",), when=proof, fails_in=masters),
+        Claims(("copied back",), ("bf16_master",), times=STEPS, when=proof, fails_in=masters),
+    )

@@ -39,9 +39,8 @@ from distlab.techniques.parameter_server.server import (
 
 from .checks import Audit, audit, prove_asynchronous
 from .options import Options
-from .predictions import DOWNPOUR, weight_bytes
+from .predictions import DOWNPOUR, RUN_BYTES, weight_bytes
 
-TESTS = "tests/experiments/test_server_asynchronous.py::{}"
 RULE_EVENTS = 200  # drawn to try who may start
 
 
@@ -138,17 +137,14 @@ def note_versions(lab: Lab, report: Report, seen: Audit) -> None:
 def compare_bytes(lab: Lab, reports: Mapping[int, Report], wire_bytes: float) -> None:
     """Pushes of this worker, or at the server fetches of the others, beside what was sent."""
     if len(reports) < lab.world_size:
-        lab.waive("wire bytes of the run", "a worker has left", DOWNPOUR)
+        lab.waive(RUN_BYTES, "a worker has left", DOWNPOUR)
         return
     fetches = sum(report.pushes + 1 for rank, report in reports.items() if rank)
     sent = reports[lab.rank].pushes if lab.rank else fetches
     predicted = sent * weight_bytes(lab.config)
     tolerance = wire_tolerance(predicted, 4 * sent + 4) if lab.world_size > 1 else 0.0
     formula = "fetches of others x S" if lab.rank == 0 else "pushes x S"
-    lab.compare(
-        "wire bytes of the run", predicted, wire_bytes, "B", tolerance, DOWNPOUR, formula,
-        control="tests/experiments/test_server.py::test_bytes_that_nobody_asked_for_fail_by_name",
-    )  # fmt: skip
+    lab.compare(RUN_BYTES, predicted, wire_bytes, "B", tolerance, DOWNPOUR, formula)
 
 
 def open_server(
@@ -173,8 +169,8 @@ def open_server(
 def check_run(lab: Lab, run: Finished, kind: type[ParameterServer]) -> None:
     """Check a real run by its events and by the workers that are still here; its rules, of `kind`, are tried too."""
 
-    def hold(check: str, wrong: int, detail: str, control: str) -> None:
-        lab.check(check, wrong, 0, DOWNPOUR, detail, control=TESTS.format(control))
+    def hold(check: str, wrong: int, detail: str) -> None:
+        lab.check(check, wrong, 0, DOWNPOUR, detail)
 
     seen, bound, budget = run.audit, lab.config.own(Options).staleness, lab.world_size * lab.config.steps
     if bound is not None:
@@ -183,21 +179,18 @@ def check_run(lab: Lab, run: Finished, kind: type[ParameterServer]) -> None:
     hold(
         "who may start", misjudged(kind, lab.world_size, bound, lab.config.seed),
         f"{RULE_EVENTS} drawn events: workers that the server lets start and the bound does not, or the other way",
-        "test_the_rules_let_start_whom_the_bound_lets",
     )  # fmt: skip
     hold(
         "budget", abs(seen.granted - budget),
         f"{seen.granted} steps were granted, of {budget} that all workers have together",
-        "test_a_server_that_grants_more_than_its_budget_fails_by_name",
     )  # fmt: skip
     hold(
         "updates", miscounted(seen, run.reports),
         f"{len(seen.staleness)} applied; difference: those of workers still here that did not count exactly once",
-        "test_an_update_that_does_not_count_once_fails_by_name",
     )  # fmt: skip
     hold(
         "final weights", sum(report.weights != digest_of([run.weights]) for report in run.reports.values()),
-        "ranks that ended with other weights than the server", "test_a_worker_that_keeps_its_own_weights_fails_by_name",
+        "ranks that ended with other weights than the server",
     )  # fmt: skip
 
 

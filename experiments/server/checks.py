@@ -60,9 +60,6 @@ from .predictions import DOWNPOUR, MOST_PROVEN
 PUBLISHED = {"local_sgd": (1.0, 0.0), "diloco": (0.7, 0.9)}
 PUSHES = 2  # of a worker in the drawn order, in the mean
 MOST_AT_ONCE = 4  # steps between a fetch and its push there
-ASYNCHRONOUS = "tests/experiments/test_server_asynchronous.py::{}"
-OUTER_CONTROL = "tests/experiments/test_server.py::test_an_outer_step_by_other_numbers_fails_the_run"
-ROUNDS_CONTROL = "tests/experiments/test_server.py::test_a_wrong_mean_fails_losses_and_weights_at_every_h"
 
 
 class Workers(OneProcess):
@@ -193,13 +190,11 @@ def prove_asynchronous(
     samples = lab.exchange.gather(f"samples of {name}", worker.samples)
     if samples is not None:
         threads.join()
-        control = ASYNCHRONOUS.format("test_a_wrong_worker_fails_by_name")
         for check, off in differences(replay, ordered.weights, samples).items():
-            lab.check(check, off, 0 if check == "samples" else TOLERANCE, name, control=control)
+            lab.check(check, off, 0 if check == "samples" else TOLERANCE, name)
         wrong = misordered(replay.seen, order, lab.world_size, own.staleness)
-        control = ASYNCHRONOUS.format("test_another_order_than_the_drawn_one_fails_by_name")
         detail = f"{len(order)} events; difference: those that came elsewhere than drawn, or before the bound allows"
-        lab.check("order of events", wrong, 0, name, detail, control=control)
+        lab.check("order of events", wrong, 0, name, detail)
     lab.exchange.barrier(f"proof of {name}")
 
 
@@ -262,7 +257,7 @@ def check_outer(lab: Lab, name: str, build: Build, config: Config) -> None:
         strategy.outer.step(1 / lab.world_size)  # type: ignore[attr-defined]
         off = larger(off, (before - weights - right).abs().max().item())
     detail = f"of two steps of learning rate {lr:g} and momentum {momentum:g}, as published"
-    lab.check("outer step", off, TOLERANCE, name, detail, control=OUTER_CONTROL)
+    lab.check("outer step", off, TOLERANCE, name, detail)
 
 
 def check_against(
@@ -290,7 +285,7 @@ def check_against(
         worst = max(abs(one - other) for one, other in zip(found, losses, strict=True))
         difference = largest_difference(parameters_to_vector(weight for _, weight in strategy.full("weights")), weights)
         for check, off in (("losses", worst), ("weights", difference)):
-            lab.check(f"{check}{when}", off, TOLERANCE, name, control=ROUNDS_CONTROL)
+            lab.check(f"{check}{when}", off, TOLERANCE, name)
     check_replicas(lab, name, strategy)
 
 
@@ -338,7 +333,7 @@ def hold_timed(lab: Lab, rounds: dict[str, Rounds]) -> None:
             worst = larger(worst, abs(own - other))
         tolerance = max(wanted) * loss_rounding(dtype, config, steps, config.batch * one.batches.samples.terms)
         detail = f"steps 0 to {steps - 1} of {config.steps}, against {lab.world_size} workers in one process"
-        lab.check("timed losses", worst, tolerance, name, detail, control=ROUNDS_CONTROL)
+        lab.check("timed losses", worst, tolerance, name, detail)
     lab.exchange.barrier("rounds in one process")
 
 

@@ -1,8 +1,9 @@
 """Bytes that a step of the server and its like sends, settings that they cannot take, and the claims of a run."""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
+from dataclasses import replace
 
-from distlab.contract import WHOLE_RUN, Claims, Mode, untrainable
+from distlab.contract import Claims, Mode, untrainable
 from distlab.lab.config import Config
 from distlab.lab.lab import Lab
 from distlab.lab.measure.prediction import Prediction, of_a_step
@@ -15,6 +16,7 @@ from distlab.techniques.parameter_server.costs import averaging_bytes, server_by
 from .options import Options
 
 DOWNPOUR, ROUNDS = "downpour", ("local_sgd", "diloco")
+RUN_BYTES = "wire bytes of the run"
 COUNT_BYTES = 8  # beside its gradients a worker of `sync` says of how many terms they are the sum
 SHOWN_RANKS = (2, 4, 8, 16, 32, 64)
 MOST_PROVEN = 12  # local steps of a proven round: two rounds of them are run, whatever H is
@@ -83,26 +85,38 @@ def show_bytes(lab: Lab) -> None:
     lab.chart("In and out of the busiest rank, a step", "ranks", "MB", series, log_x=True, log_y=True)
 
 
-def claims(mode: Mode, config: Config) -> Iterator[Claims]:
+def claims(mode: Mode, config: Config) -> Sequence[Claims]:
     """Of all that keep step bytes, of rounds what all workers in one process do, out of step what any order allows."""
-    local_steps = config.own(Options).local_steps
-    unlike = ROUNDS if config.steps % local_steps else ()
+    local_steps, tests = config.own(Options).local_steps, "tests/experiments/test_server.py::"
+    out_of_step = "tests/experiments/test_server_asynchronous.py::"
     in_step = [name for name in mode.by_hand if name not in ROUNDS]
-    yield from measured(mode, config, apart=ROUNDS, unlike=unlike, copied=in_step)
-    yield Claims(("called bytes", "wire bytes"), mode.by_hand)
-    yield Claims(("who may start", "budget", "updates", "final weights"), (DOWNPOUR,), one=True)
-    if config.own(Options).staleness is not None:
-        yield Claims(("staleness",), (DOWNPOUR,), one=True)
-    yield Claims(("wire bytes of the run",), (DOWNPOUR,))
-    if not config.proof:
-        return
-    lengths = sorted({1, min(local_steps, MOST_PROVEN)})
-    yield Claims(("samples",), WHOLE_RUN, one=True)
-    yield Claims(("replicas",), in_step)
-    yield Claims(("replicas",), ROUNDS, times=len(lengths))
-    yield Claims([f"{kind} at H = {length}" for length in lengths for kind in ("losses", "weights")], ROUNDS, one=True)
-    if config.optimizer == "adamw" or config.clip is not None:
-        tuned = f"at H = {lengths[-1]} as trained"
-        yield Claims((f"losses {tuned}", f"weights {tuned}"), ROUNDS, one=True)
-    yield Claims(("timed losses",), ROUNDS, one=True)
-    yield Claims(("losses", "gradients", "weights", "samples", "order of events"), (DOWNPOUR,), one=True)
+    lengths, tuned = sorted({1, min(local_steps, MOST_PROVEN)}), config.optimizer == "adamw" or config.clip is not None
+    at = [f"{kind} at H = {length}" for length in lengths for kind in ("losses", "weights")]
+    as_trained = [f"{kind} at H = {lengths[-1]} as trained" for kind in ("losses", "weights")]
+    rounds = f"{tests}test_a_wrong_mean_fails_losses_and_weights_at_every_h"
+    worker = f"{out_of_step}test_a_wrong_worker_fails_by_name"
+
+    def of_run(name: str, test: str) -> Claims:
+        return Claims((name,), (DOWNPOUR,), one=True, fails_in=f"{out_of_step}{test}")
+
+    return (
+        *measured(mode, config, apart=ROUNDS, unlike=ROUNDS if config.steps % local_steps else (), copied=in_step),
+        Claims(("called bytes", "wire bytes"), mode.by_hand),
+        of_run("who may start", "test_the_rules_let_start_whom_the_bound_lets"),
+        of_run("budget", "test_a_server_that_grants_more_than_its_budget_fails_by_name"),
+        of_run("updates", "test_an_update_that_does_not_count_once_fails_by_name"),
+        of_run("final weights", "test_a_worker_that_keeps_its_own_weights_fails_by_name"),
+        Claims(("staleness",), (DOWNPOUR,), one=True, when=config.own(Options).staleness is not None),
+        Claims((RUN_BYTES,), (DOWNPOUR,), fails_in=f"{tests}test_bytes_that_nobody_asked_for_fail_by_name"),
+        Claims(("samples",), one=True, when=config.proof),
+        Claims(("replicas",), in_step, when=config.proof),
+        Claims(("replicas",), ROUNDS, times=len(lengths), when=config.proof),
+        Claims(at, ROUNDS, one=True, when=config.proof, fails_in=rounds),
+        Claims(as_trained, ROUNDS, one=True, when=config.proof and tuned, fails_in=rounds),
+        Claims(("timed losses",), ROUNDS, one=True, when=config.proof, fails_in=rounds),
+        Claims(("outer step",), (), fails_in=f"{tests}test_an_outer_step_by_other_numbers_fails_the_run"),
+        Claims(
+            ("losses", "gradients", "weights", "samples"), (DOWNPOUR,), one=True, when=config.proof, fails_in=worker
+        ),
+        replace(of_run("order of events", "test_another_order_than_the_drawn_one_fails_by_name"), when=config.proof),
+    )

@@ -5,7 +5,7 @@ two slices, attention and MLP; g ends a slice on the way forward, f begins it an
 Below are the injected bugs that this order and the proof have to catch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -117,21 +117,20 @@ def check_order(lab: Lab, name: str, order: Order) -> None:
     faults = misplaced(name, order, lab.config)
     number = len(order.where("begin", "forward"))
     detail = faults[0] if faults else f"{number} passes forward and backward, all collectives where they belong"
-    control = "tests/experiments/test_orders.py::test_tp_a_collective_in_the_wrong_place_is_named"
-    lab.check("order of calls", len(faults), 0, name, detail, control=control)
+    lab.check("order of calls", len(faults), 0, name, detail)
 
 
-# What a run of tensor parallelism has to claim, so that a check that vanishes is missed.
-
-
-def claims(mode: Mode, config: Config) -> Iterator[Claims]:
+def claims(mode: Mode, config: Config) -> Sequence[Claims]:
     """Of all variants by hand bytes, and the calls in their order."""
-    yield from measured(mode, config, copied=mode.by_hand)
-    if config.proof:
-        yield Claims(("replicas",), (*mode.by_hand, *mode.by_torch))
-    yield Claims(("called bytes", "wire bytes", "calls", "order of calls"), mode.by_hand)
-    if not config.variant:
-        yield Claims(("activation bytes",), ("sequence",))
+    misplaced = "tests/experiments/test_orders.py::test_tp_a_collective_in_the_wrong_place_is_named"
+    unsaved = "tests/experiments/test_tp.py::test_activations_that_are_not_saved_fail"
+    return (
+        *measured(mode, config, copied=mode.by_hand),
+        Claims(("replicas",), (*mode.by_hand, *mode.by_torch), when=config.proof),
+        Claims(("called bytes", "wire bytes", "calls"), mode.by_hand),
+        Claims(("order of calls",), mode.by_hand, fails_in=misplaced),
+        Claims(("activation bytes",), ("sequence",), when=not config.variant, fails_in=unsaved),
+    )
 
 
 # The classic mistakes of tensor parallelism, made by LAB_BUG: at a slice's ends, in its heads and in its bias.

@@ -4,10 +4,10 @@ Each pass makes its strategies anew, so that none inherits what another left. Wh
 mode predicted; a mode that says no more than its variants is run by `everything`.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from distlab.contract import WHOLE_RUN, Build, Claims, Held, Measured, Mode, Strategy
+from distlab.contract import Build, Claims, Held, Measured, Mode, Strategy
 from distlab.lab.config import Config
 from distlab.lab.lab import Lab
 from distlab.lab.report.records import Expected
@@ -144,7 +144,7 @@ def expected(config: Config, mode: Mode) -> Expected:
     wanted = [
         [variant, name, each.times, each.one]
         for each in (own(mode, config) if own is not None else ())
-        for variant in each.of
+        for variant in (each.of if each.when else ())
         for name in each.names
         if variant not in impossible and (variant not in mode.names or not config.variant or variant in config.variant)
     ]
@@ -154,7 +154,7 @@ def expected(config: Config, mode: Mode) -> Expected:
 def measured(
     mode: Mode, config: Config, apart: Sequence[str] = (), unlike: Sequence[str] = (),
     copied: Sequence[str] | None = None,
-) -> Iterator[Claims]:  # fmt: skip
+) -> tuple[Claims, ...]:  # fmt: skip
     """What the passes claim of the variants that they train.
 
     Args:
@@ -165,38 +165,24 @@ def measured(
     trained = [each.name for each in mode.variants if each.build is not None]
     by_hand = [name for name in trained if name not in mode.by_torch]
     alone, own = [name for name in trained if name not in apart], [name for name in by_hand if name not in apart]
-    yield Claims(("timed steps",), trained)
-    yield Claims(("timed replicas",), [name for name in by_hand if name not in unlike], one=True)
-    if config.resume is None:  # else there may be no step left
-        yield Claims((DRAWN, ON_WIRE), trained)
-    if config.proof:
-        yield Claims((*PROVEN, "proof steps"), alone, one=True)
-        yield Claims(("timed losses",), own, one=True)
-        yield from tuned(config, alone, own)
-    every = config.audit_every
-    if every and config.resume is None and every <= min(SURE_STEPS, config.steps) and config.world_size > 1:
-        held = copied if copied is not None else () if mode.shards else mode.by_hand
-        yield Claims(("audited replicas",), held, one=True)
-    yield from saved(config, alone)
-
-
-def tuned(config: Config, alone: Sequence[str], own: Sequence[str]) -> Iterator[Claims]:
-    """What the optimizer adds to the proof, and the audited steps."""
-    adam = config.optimizer == "adamw"
-    if adam or config.clip is not None:
-        yield Claims(TUNED, alone, one=True)
-    if config.resume is None:
-        audited = ("audited loss", "audited weights", *(["audited optimizer"] if adam else []))
-        yield Claims(audited, own, one=True)
-
-
-def saved(config: Config, alone: Sequence[str]) -> Iterator[Claims]:
-    """What checkpoints add: the drill of the proof, each save, and where a run goes on from."""
-    if config.checkpoint_every is not None:
-        if config.proof:
-            yield Claims(("resume", "resumed samples"), alone, one=True)
-            yield Claims(("resumed generators",), alone)
-        saves = config.steps // config.checkpoint_every
-        yield Claims(("checkpoint",), WHOLE_RUN, one=True, times=saves)
-    if config.resume is not None:
-        yield Claims(("resumed generators", "resumed samples", "newest checkpoint"), WHOLE_RUN, one=True)
+    held = copied if copied is not None else () if mode.shards else mode.by_hand
+    proof, fresh, adam = config.proof, config.resume is None, config.optimizer == "adamw"  # else no step may be left
+    every = config.audit_every or 0
+    audits = fresh and 0 < every <= min(SURE_STEPS, config.steps) and config.world_size > 1
+    saves = config.checkpoint_every is not None
+    audited = ("audited loss", "audited weights", *(["audited optimizer"] if adam else []))
+    number = config.steps // (config.checkpoint_every or 1)
+    return (
+        Claims(("timed steps",), trained),
+        Claims(("timed replicas",), [name for name in by_hand if name not in unlike], one=True),
+        Claims((DRAWN, ON_WIRE), trained, when=fresh),
+        Claims((*PROVEN, "proof steps"), alone, one=True, when=proof),
+        Claims(("timed losses",), own, one=True, when=proof),
+        Claims(TUNED, alone, one=True, when=proof and (adam or config.clip is not None)),
+        Claims(audited, own, one=True, when=proof and fresh),
+        Claims(("audited replicas",), held, one=True, when=audits),
+        Claims(("resume", "resumed samples"), alone, one=True, when=proof and saves),
+        Claims(("resumed generators",), alone, when=proof and saves),
+        Claims(("checkpoint",), one=True, times=number, when=saves),
+        Claims(("resumed generators", "resumed samples", "newest checkpoint"), one=True, when=not fresh),
+    )
