@@ -8,7 +8,7 @@ substitution (`Mistakes`, `Instead`): the right path never asks which mistake is
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -98,7 +98,8 @@ class Claims:
 
     Each variant in `of`, so many `times`, by each rank or by `one`, `when` it is so: one that vanishes is missed
     (distlab/lab/report/verdict.py). `fails_in` is what makes them fail where no mistake of the mode is meant to, as
-    `tests/<file>::<test>`. A name that ends in a space stands for all that begin so.
+    `tests/<file>::<test>`, or of the mode's own tests its name. A check whose name ends in a space stands for all that
+    begin so.
     """
 
     names: Sequence[str]
@@ -282,6 +283,15 @@ def untrainable(config: Config, num_shards: int | None = None) -> list[str]:
     rank."""
     shards = config.world_size if num_shards is None else num_shards
     return models.refusals(config) + data.refusals(config, shards) + data.text_refusals(config)
+
+
+def ruled_out(*reasons: tuple[Iterable[str], object, str]) -> dict[str, str]:
+    """Of each variant the first reason that applies: (the variants, whether it applies, why)."""
+    found: dict[str, str] = {}
+    for names, applies, why in reasons:
+        for name in names if applies else ():
+            found.setdefault(name, why)
+    return found
 
 
 def untrained(config: Config) -> list[str]:

@@ -151,19 +151,18 @@ PRIMITIVES, GRADIENTS = 9, 12
 
 def claims(mode: Mode, sweep_mib: float) -> Sequence[Claims]:
     """The primitives and their gradients, and of each way to sum what it leaves and sends."""
-    tests, sizes = "tests/experiments/test_comm.py::", [name for mib, name in COMPARED.items() if mib <= sweep_mib]
+    sizes = [name for mib, name in COMPARED.items() if mib <= sweep_mib]
     sent = [f"wire bytes {operation} {size}" for operation in OPERATIONS for size in sizes]
-    wrong, off = f"{tests}test_a_wrong_primitive_is_seen", f"{tests}test_bytes_that_are_off_fail_the_sweep"
-    ways = ("one_by_one", *mode.names)
+    wrong = "test_a_wrong_primitive_is_seen"
     return (
         Claims(("forward",), times=PRIMITIVES, fails_in=wrong),
         Claims(("gradients",), times=GRADIENTS),
         Claims(("demo",), fails_in=wrong),
-        Claims(("no autograd",), fails_in=f"{tests}test_a_gather_that_autograd_knows_is_seen"),
+        Claims(("no autograd",), fails_in="test_a_gather_that_autograd_knows_is_seen"),
         Claims(("ring",)),
-        Claims(("sum",), ways, fails_in=f"{tests}test_a_sum_that_rank_0_keeps_is_seen"),
+        Claims(("sum",), ("one_by_one", *mode.names), fails_in="test_a_sum_that_rank_0_keeps_is_seen"),
         Claims(("contents",), mode.names, times=len(OPERATIONS)),
         Claims(("drawn bytes",), mode.names),
         Claims(sent, mode.names),
-        Claims(("wire bytes ",), (), fails_in=off),
+        Claims(("wire bytes ",), (), fails_in="test_bytes_that_are_off_fail_the_sweep"),
     )

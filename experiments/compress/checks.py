@@ -140,18 +140,22 @@ def rank_of(total: Tensor, shapes: list[Size], rank: int) -> int:
 
 def claims(mode: Mode, config: Config) -> Sequence[Claims]:
     """Of all variants by hand bytes and calls; of those that compress what their method promises."""
-    tests, proof, feedback = "tests/experiments/test_compress.py::", config.proof, config.own(Options).error_feedback
-    before = f"{tests}test_what_is_wrong_before_it_is_compressed_fails_the_run"
-    theirs = f"{tests}test_what_pytorchs_own_does_not_do_fails_the_run"
-    lost = f"{tests}test_residuals_that_go_wrong_fail_the_run"
+    proof, feedback = config.proof, config.own(Options).error_feedback
+    beside = ("losses beside ours", "gradients beside ours")
     return (
         *measured(mode, config, apart=(*METHODS, *TORCHS)),
         Claims(("called bytes", "wire bytes", "rest bytes", "calls"), mode.by_hand),
         Claims(("replicas",), (*mode.by_hand, *mode.by_torch), when=proof),
-        Claims(("gradients", "weights"), METHODS, one=True, when=proof, fails_in=before),
+        Claims(
+            ("gradients", "weights"),
+            METHODS,
+            one=True,
+            when=proof,
+            fails_in="test_what_is_wrong_before_it_is_compressed_fails_the_run",
+        ),
         Claims(("formula",), METHODS, one=True, when=proof),
         Claims(("rank",), ("powersgd",), one=True, when=proof),
-        Claims(("losses beside ours", "gradients beside ours"), tuple(TORCHS), when=proof, fails_in=theirs),
+        Claims(beside, tuple(TORCHS), when=proof, fails_in="test_what_pytorchs_own_does_not_do_fails_the_run"),
         Claims(("sent + residual",), METHODS, one=True, when=proof and feedback),
-        Claims(("residuals",), METHODS, when=proof and feedback, fails_in=lost),
+        Claims(("residuals",), METHODS, when=proof and feedback, fails_in="test_residuals_that_go_wrong_fail_the_run"),
     )

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from torch import Size
 
-from distlab.contract import Counted, untrainable
+from distlab.contract import Counted, ruled_out, untrainable
 from distlab.lab.config import Config
 from distlab.lab.lab import Lab
 from distlab.lab.measure.prediction import PYTORCHS, Prediction, of_a_step
@@ -34,13 +34,10 @@ def refuse(config: Config) -> list[str]:
 
 
 def cannot(config: Config) -> dict[str, str]:
-    reasons: dict[str, str] = {}
-    if config.dtype == "bfloat16":
-        reason = "LAB_DTYPE=bfloat16: gradients are of 16 bits already"
-        reasons |= dict.fromkeys(("fp16", "ddp_fp16"), reason)
-    if reason := no_factors(config):
-        reasons |= {name: reason for name, method in METHOD_OF.items() if method == "powersgd"}
-    return reasons
+    thin, why = no_factors(config), "LAB_DTYPE=bfloat16: gradients are of 16 bits already"
+    return ruled_out(
+        (("fp16", "ddp_fp16"), config.dtype == "bfloat16", why), (("powersgd", "ddp_powersgd"), thin, thin)
+    )
 
 
 def no_factors(config: Config) -> str:

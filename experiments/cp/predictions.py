@@ -1,6 +1,6 @@
 """What each variant sends in a step, in how many calls, and what it holds between two: formulas to numbers."""
 
-from distlab.contract import untrainable
+from distlab.contract import ruled_out, untrainable
 from distlab.lab.config import Config
 from distlab.lab.measure.prediction import PYTORCHS, Prediction, of_a_step
 from distlab.lab.workload.data import shard_sizes
@@ -44,13 +44,13 @@ def refuse(config: Config) -> list[str]:
 
 def cannot(config: Config) -> dict[str, str]:
     """PyTorch's own, where parts are not alike, and where it has nothing for this device."""
-    reasons = {"context_parallel": NO_PATH}
-    if config.device != "cpu":
-        reasons["torch_ring"] = "it is given the CPU's flash attention, and a GPU's takes 16 bits alone"
-    elif config.seq % (2 * config.world_size):
-        runs = 2 * config.world_size
-        reasons["torch_ring"] = f"LAB_SEQ={config.seq} is not a multiple of {runs}, two equal runs for each rank"
-    return reasons
+    runs, own = 2 * config.world_size, ("torch_ring",)
+    uneven = f"LAB_SEQ={config.seq} is not a multiple of {runs}, two equal runs for each rank"
+    return ruled_out(
+        (("context_parallel",), True, NO_PATH),
+        (own, config.device != "cpu", "it is given the CPU's flash attention, and a GPU's takes 16 bits alone"),
+        (own, config.seq % runs, uneven),
+    )
 
 
 BY_HAND = ("gathered", "ring", "zigzag", "shift", "ulysses")

@@ -253,16 +253,14 @@ def own_numbers(training: ShardedSurvivor, place: int, size: int) -> int:
 
 def claims(mode: Mode, config: Config, options: Options) -> Sequence[Claims]:
     """Of all variants bytes before the first loss, and by whoever is left that each is as one process."""
-    chosen, tests = mode.names, "tests/experiments/test_elastic.py::"
-    line, more = f"{tests}test_a_wrong_line_fails_by_name", f"{tests}test_a_step_that_sends_more_fails_by_name"
+    chosen, line, more = mode.names, "test_a_wrong_line_fails_by_name", "test_a_step_that_sends_more_fails_by_name"
     there = options.losses < config.world_size - 1  # else nobody may be there from begin to end
-    from_begin = f"{tests}test_times_that_are_not_from_the_begin_of_a_change_fail"
     return (
         Claims(("called bytes",), chosen, fails_in=more),
         Claims(("wire bytes",), chosen, when=config.world_size > 1, fails_in=more),
-        Claims(("moments held",), ("zero1",), fails_in=f"{tests}test_what_is_hoarded_fails_by_name"),
-        Claims(("moved bytes",), (), fails_in=f"{tests}test_a_shard_that_is_sent_twice_fails_by_name"),
-        Claims(("times of changes",), (), fails_in=from_begin),
+        Claims(("moments held",), ("zero1",), fails_in="test_what_is_hoarded_fails_by_name"),
+        Claims(("moved bytes",), (), fails_in="test_a_shard_that_is_sent_twice_fails_by_name"),
+        Claims(("times of changes",), (), fails_in="test_times_that_are_not_from_the_begin_of_a_change_fail"),
         Claims(("updates kept",), [name for name in chosen if name != "restart"]),
         Claims(("weights", "samples", "replicas"), chosen, one=True),
         Claims(("losses", "record"), chosen, one=True, fails_in=line),

@@ -77,22 +77,21 @@ def predict(config: Config) -> list[Prediction]:
 
 def claims(mode: Mode, config: Config) -> Sequence[Claims]:
     """The proof of each recipe, at every k of the sweep its samples, two steps and replicas, and bytes."""
-    batches, proof, tests = len(multiples(config)), config.proof, "tests/experiments/test_largebatch.py::"
+    batches, proof = len(multiples(config)), config.proof
     plain = [name for name in mode.names if name not in LAYERWISE]
 
     def of_all(name: str, times: int, test: str) -> Claims:
-        return Claims((name,), mode.names, one=True, times=times, when=proof, fails_in=f"{tests}{test}")
+        return Claims((name,), mode.names, one=True, times=times, when=proof, fails_in=test)
 
-    no_mean, other_step = "test_a_gradient_that_is_no_mean_fails_the_run", "test_samples_of_another_step_fail_the_run"
-    judged = f"{tests}test_a_sweep_that_judges_by_what_it_trained_fails_the_run"
+    other_step = "test_samples_of_another_step_fail_the_run"
     return (
-        Claims(("effective batch",), one=True, times=batches, fails_in=f"{tests}{other_step}"),
-        Claims(("held out",), one=True, fails_in=judged),
+        Claims(("effective batch",), one=True, times=batches, fails_in=other_step),
+        Claims(("held out",), one=True, fails_in="test_a_sweep_that_judges_by_what_it_trained_fails_the_run"),
         Claims(("replicas",), mode.names, times=batches),
         Claims(("called bytes", "wire bytes"), (config.model,)),
-        Claims(("layers",), LAYERWISE, when=proof, fails_in=f"{tests}test_a_corner_that_is_wrong_fails_the_run"),
-        Claims(("global norms",), LAYERWISE, when=proof, fails_in=f"{tests}test_norms_of_a_rank_alone_fail_the_run"),
-        Claims((EQUALITY,), one=True, when=proof, fails_in=f"{tests}{no_mean}"),
+        Claims(("layers",), LAYERWISE, when=proof, fails_in="test_a_corner_that_is_wrong_fails_the_run"),
+        Claims(("global norms",), LAYERWISE, when=proof, fails_in="test_norms_of_a_rank_alone_fail_the_run"),
+        Claims((EQUALITY,), one=True, when=proof, fails_in="test_a_gradient_that_is_no_mean_fails_the_run"),
         of_all("gradients", STEPS, other_step),
         of_all("weights", STEPS, "test_a_term_that_is_missing_fails_the_run"),
         Claims(("learning rate",), plain, one=True, times=STEPS, when=proof),

@@ -59,7 +59,7 @@ def within_backward(order: Order, place: int) -> bool:
 
 def claims(mode: Mode, config: Config) -> Sequence[Claims]:
     """Of all variants by hand bytes, calls, and the order of passes with what comes of it."""
-    sizes, tests = mode.axes(config), "tests/experiments/test_mesh.py::"
+    sizes = mode.axes(config)
     along = [axis for axis, ranks in sizes.items() if axis != "cp" and ranks > 1]
     return (
         *measured(mode, config, copied=("1f1b",) if sizes["dp"] > 1 else ()),
@@ -68,6 +68,6 @@ def claims(mode: Mode, config: Config) -> Sequence[Claims]:
         Claims(("schedule", "bubble on paper"), mode.by_hand),
         # else gradients go over two axes at once
         Claims([f"called bytes over {axis}" for axis in along], mode.by_hand, when=sizes["cp"] == 1),
-        Claims(("called bytes over ",), (), fails_in=f"{tests}test_bytes_along_a_wrong_axis_fail"),
+        Claims(("called bytes over ",), (), fails_in="test_bytes_along_a_wrong_axis_fail"),
         Claims(("overlap",), [name for name in mode.by_hand if not name.startswith("zero")], when=sizes["dp"] > 1),
     )

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from distlab.contract import untrainable
+from distlab.contract import ruled_out, untrainable
 from distlab.lab.config import Config
 from distlab.lab.measure.prediction import Prediction, of_a_step
 from distlab.lab.workload.data import shard_sizes
@@ -55,23 +55,17 @@ def too_small(config: Config, sizes: dict[str, int]) -> list[str]:
 
 
 def cannot(config: Config, sizes: dict[str, int]) -> dict[str, str]:
-    """The variants that cannot take these sizes, each with the reason."""
-    reasons = {}
-    if config.model != "gpt":
-        reasons["sequence"] = "the rows that it cuts are positions of a text, and mlp has none: set LAB_MODEL=gpt"
-    elif sizes["tp"] == 1:
-        reasons["sequence"] = "it cuts rows among the ranks of a slice: give LAB_MESH a tp of 2 or more"
-    if sizes["cp"] == 1:
-        reasons["ulysses"] = "every rank has all positions of its samples: give LAB_MESH a cp of 2 or more"
-    return reasons | torchs_cannot(config, sizes)
-
-
-def torchs_cannot(config: Config, sizes: dict[str, int]) -> dict[str, str]:
-    """PyTorch's own: of each the first reason that applies."""
-    found = {"dtensor_fsdp2": slices_over_shards(config, sizes), "pipelining_fsdp2": stages_over_shards(config, sizes)}
-    first = {name: next((why for applies, why in reasons if applies), "") for name, reasons in found.items()}
-    dies = dict.fromkeys(found, FULLY_SHARD_DIES) if config.gloo_on_gpus else {}
-    return dies | {name: why for name, why in first.items() if why}
+    """The variants that cannot take these sizes, each with the reason; PyTorch's own have several."""
+    rows = "the rows that it cuts are positions of a text, and mlp has none: set LAB_MODEL=gpt"
+    every = "every rank has all positions of its samples: give LAB_MESH a cp of 2 or more"
+    theirs = {"dtensor_fsdp2": slices_over_shards(config, sizes), "pipelining_fsdp2": stages_over_shards(config, sizes)}
+    return ruled_out(
+        (("sequence",), config.model != "gpt", rows),
+        (("sequence",), sizes["tp"] == 1, "it cuts rows among the ranks of a slice: give LAB_MESH a tp of 2 or more"),
+        (("ulysses",), sizes["cp"] == 1, every),
+        *(((name,), applies, why) for name, reasons in theirs.items() for applies, why in reasons),
+        (theirs, config.gloo_on_gpus, FULLY_SHARD_DIES),
+    )
 
 
 def slices_over_shards(config: Config, sizes: dict[str, int]) -> list[tuple[bool, str]]:

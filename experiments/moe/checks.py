@@ -217,12 +217,11 @@ def by_rank(
 
 def claims(mode: Mode, config: Config) -> Sequence[Claims]:
     """Of all variants by hand bytes, calls, and what experts took; of copies that they agree."""
-    miscounted = "tests/experiments/test_moe.py::test_choices_that_are_counted_wrong_fail"
     routed, fresh = (*mode.by_hand, *mode.by_torch), config.resume is None  # else there may be no step left
     return (
         *measured(mode, config),
         Claims(("called bytes", "wire bytes", "rest bytes", "calls"), mode.by_hand),
         Claims(("capacity",), routed, when=fresh),
-        Claims(("choices",), routed, when=fresh, fails_in=miscounted),
+        Claims(("choices",), routed, when=fresh, fails_in="test_choices_that_are_counted_wrong_fail"),
         Claims(("copies",), ("ep_dp", "ep_dp_tp"), one=True, when=config.proof),
     )

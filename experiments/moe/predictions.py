@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-from distlab.contract import untrainable
+from distlab.contract import ruled_out, untrainable
 from distlab.lab.config import Config
 from distlab.lab.measure.prediction import PYTORCHS, Prediction, of_a_step
 from distlab.lab.workload.experts import Mixing, MixtureModel, outline_mixture
@@ -278,8 +278,5 @@ def refuse(config: Config, experts: int, top_k: int) -> list[str]:
 
 def cannot(config: Config) -> dict[str, str]:
     """The variants that these ranks, or their backend, rule out."""
-    reasons = off_grid(config)
-    if config.gloo_on_gpus:
-        why = "gloo sends no rows that live on a GPU: set LAB_BACKEND=nccl"
-        reasons |= dict.fromkeys(("ep", "ep_dp", "ep_tp", "ep_dp_tp", "ep_torch"), why)
-    return reasons
+    why = "gloo sends no rows that live on a GPU: set LAB_BACKEND=nccl"
+    return off_grid(config) | ruled_out(((*GRIDS, "ep_torch"), config.gloo_on_gpus, why))

@@ -75,11 +75,10 @@ def saved_by_pass(lab: Lab, owners: list[int], number: int, *, as_one: bool) -> 
 
 def claims(mode: Mode, config: Config) -> Sequence[Claims]:
     """Of all variants by hand bytes, calls, and the order of passes with what comes of it."""
-    left = "tests/experiments/test_pp.py::test_what_a_step_leaves_fails_by_name"
     return (
         *measured(mode, config),
         Claims(("in flight",), mode.by_hand, when=config.proof),
         Claims(("called bytes", "wire bytes", "rest bytes", "calls"), mode.by_hand),
         Claims(("schedule", "bubble on paper", "activation bytes"), mode.by_hand),
-        Claims(("left of a step",), (), fails_in=left),
+        Claims(("left of a step",), (), fails_in="test_what_a_step_leaves_fails_by_name"),
     )

@@ -2,7 +2,7 @@
 
 import torch
 
-from distlab.contract import untrainable
+from distlab.contract import ruled_out, untrainable
 from distlab.lab.config import Config
 from distlab.lab.measure.prediction import PYTORCHS, Prediction, of_a_step
 from distlab.lab.workload import model, user_model
@@ -54,42 +54,22 @@ def misshapen(config: Config) -> list[str]:
 
 def cannot(config: Config, chunks: int) -> dict[str, str]:
     """The variants that cannot take these sizes, each with the reason; `chunks` are stages of a rank."""
-    ranks, microbatches, batch = config.world_size, config.num_microbatches, config.batch
-    reasons: dict[str, str] = {}
-    for name in TORCHS:
-        if batch % microbatches:
-            reasons[name] = (
-                f"torch wants equal microbatches, and LAB_BATCH={batch} is no multiple of "
-                f"LAB_MICROBATCHES={microbatches}"
-            )
-        elif config.gloo_on_gpus:
-            reasons[name] = "it hands gloo tensors that live on a GPU, which gloo does not send"
-    for names, held, why in (
-        (("interleaved", "torch_interleaved_zb"), chunks, f"{chunks} stages a rank"),
-        (("zbv", "dualpipev", "torch_zbv", "torch_dualpipev"), 2, "two stages a rank"),
-    ):
-        for name in names:
-            if ranks * held > depth(config):
-                reason = f"{why} on {ranks} ranks makes {ranks * held} stages, more than the {depth(config)} layers"
-                reasons.setdefault(name, reason)
-            elif config.backend == "nccl" and ranks > 1 and not name.startswith("torch"):
-                reasons[name] = (
-                    "NCCL runs messages in the order of their launch, and ranks with chunks would wait in a circle"
-                )
-    for name in ("dualpipev", "torch_dualpipev"):
-        if microbatches < 2 * ranks:
-            least = f"LAB_MICROBATCHES={microbatches} is fewer than 2p = {2 * ranks}, which fill both directions"
-            reasons.setdefault(name, least)
-    if microbatches < ranks:
-        reasons.setdefault(
-            "torch_1f1b", f"LAB_MICROBATCHES={microbatches} is fewer than its {ranks} stages, which torch refuses"
-        )
-    if microbatches % max(1, microbatches // ranks):
-        rounds = max(1, microbatches // ranks)
-        reasons.setdefault(
-            "torch_interleaved_zb", f"LAB_MICROBATCHES={microbatches} is no multiple of its {rounds} rounds of {ranks}"
-        )
-    return reasons
+    ranks, microbatches, batch, layers = config.world_size, config.num_microbatches, config.batch, depth(config)
+    given, rounds = f"LAB_MICROBATCHES={microbatches}", max(1, microbatches // ranks)
+    on_ranks, more = f"on {ranks} ranks makes", f"stages, more than the {layers} layers"
+    circle = "NCCL runs messages in the order of their launch, and ranks with chunks would wait in a circle"
+    unequal = f"torch wants equal microbatches, and LAB_BATCH={batch} is no multiple of {given}"
+    chunked, folded = ("interleaved", "torch_interleaved_zb"), ("zbv", "dualpipev", "torch_zbv", "torch_dualpipev")
+    return ruled_out(
+        (TORCHS, batch % microbatches, unequal),
+        (TORCHS, config.gloo_on_gpus, "it hands gloo tensors that live on a GPU, which gloo does not send"),
+        (chunked, ranks * chunks > layers, f"{chunks} stages a rank {on_ranks} {ranks * chunks} {more}"),
+        (folded, ranks * 2 > layers, f"two stages a rank {on_ranks} {ranks * 2} {more}"),
+        ((chunked[0], *folded[:2]), config.backend == "nccl" and ranks > 1, circle),
+        (folded[1::2], microbatches < 2 * ranks, f"{given} is fewer than 2p = {2 * ranks}, which fill both directions"),
+        (TORCHS[:1], microbatches < ranks, f"{given} is fewer than its {ranks} stages, which torch refuses"),
+        (chunked[1:], microbatches % rounds, f"{given} is no multiple of its {rounds} rounds of {ranks}"),
+    )
 
 
 def passed_bytes(config: Config) -> int:

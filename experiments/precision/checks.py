@@ -302,28 +302,26 @@ def overflow(strategy: Replica, kind: str, parts: list[Microbatch], *, mine: boo
 def claims(mode: Mode, config: Config) -> Sequence[Claims]:
     """Of all variants bytes; of those in 16 bits what a format allows, and of scaled ones what an overflow does."""
     in_16_bits, proof, clips = [name for name in mode.by_hand if name != "fp32"], config.proof, config.clip is not None
-    tests, exact = "tests/experiments/test_precision.py::", [name for name in in_16_bits if name != "fp16"]
-    masters, gradients = (
-        f"{tests}test_masters_that_go_wrong_fail_the_run",
-        f"{tests}test_gradients_that_are_wrong_fail_the_run",
-    )
-    scale, skips = (
-        f"{tests}test_a_scale_that_breaks_the_rule_fails_the_run",
-        f"{tests}test_a_step_that_should_be_skipped_fails_the_run",
-    )
-    stays = f"{tests}test_a_scale_that_stays_in_gradients_fails_the_run"
+    exact = [name for name in in_16_bits if name != "fp16"]
+    masters, gradients = "test_masters_that_go_wrong_fail_the_run", "test_gradients_that_are_wrong_fail_the_run"
     return (
         *measured(mode, config, apart=in_16_bits),
         Claims(("called bytes", "wire bytes", "rest bytes"), mode.by_hand),
         Claims(("replicas",), mode.by_hand, when=proof),
         Claims(("gradients",), in_16_bits, one=True, times=STEPS, when=proof, fails_in=gradients),
         Claims(("float64 gradients",), exact, one=True, times=STEPS, when=proof, fails_in=gradients),
-        Claims(("given",), in_16_bits, times=STEPS, when=proof and not clips, fails_in=stays),
+        Claims(
+            ("given",),
+            in_16_bits,
+            times=STEPS,
+            when=proof and not clips,
+            fails_in="test_a_scale_that_stays_in_gradients_fails_the_run",
+        ),
         Claims(("clipped gradients",), in_16_bits, times=STEPS, when=proof and clips),
         Claims(("update",), in_16_bits, times=STEPS, when=proof, fails_in=masters),
         Claims(("unscaled",), SCALED, when=proof, fails_in=gradients),
-        Claims(("loss scale",), SCALED, when=proof, fails_in=scale),
-        Claims(("skipped",), SCALED, when=proof, fails_in=skips),
+        Claims(("loss scale",), SCALED, when=proof, fails_in="test_a_scale_that_breaks_the_rule_fails_the_run"),
+        Claims(("skipped",), SCALED, when=proof, fails_in="test_a_step_that_should_be_skipped_fails_the_run"),
         Claims(("clipped gradients",), SCALED, when=proof),
         Claims(("weights",), SCALED, when=proof, fails_in=masters),
         Claims(("first masters",), ("bf16_master",), when=proof, fails_in=masters),

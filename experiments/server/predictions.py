@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from distlab.contract import Claims, Mode, untrainable
+from distlab.contract import Claims, Mode, ruled_out, untrainable
 from distlab.lab.config import Config
 from distlab.lab.lab import Lab
 from distlab.lab.measure.prediction import Prediction, of_a_step
@@ -33,9 +33,8 @@ def refuse(config: Config) -> list[str]:
 def cannot(config: Config) -> dict[str, str]:
     adam = "LAB_OPTIMIZER=adamw would divide each worker's push by its own size, as if it were the gradient of all"
     clip = "LAB_CLIP bounds the norm of the gradient of all workers, which nobody ever holds"
-    reasons = {adam: config.optimizer == "adamw", clip: config.clip is not None}
-    found = [reason for reason, applies in reasons.items() if applies]
-    return {DOWNPOUR: "; ".join(found)} if found else {}
+    found = "; ".join([adam] * (config.optimizer == "adamw") + [clip] * (config.clip is not None))
+    return ruled_out(((DOWNPOUR,), found, found))
 
 
 def weight_bytes(config: Config) -> int:
@@ -87,13 +86,13 @@ def show_bytes(lab: Lab) -> None:
 
 def claims(mode: Mode, config: Config) -> Sequence[Claims]:
     """Of all that keep step bytes, of rounds what all workers in one process do, out of step what any order allows."""
-    local_steps, tests = config.own(Options).local_steps, "tests/experiments/test_server.py::"
+    local_steps = config.own(Options).local_steps
     out_of_step = "tests/experiments/test_server_asynchronous.py::"
     in_step = [name for name in mode.by_hand if name not in ROUNDS]
     lengths, tuned = sorted({1, min(local_steps, MOST_PROVEN)}), config.optimizer == "adamw" or config.clip is not None
     at = [f"{kind} at H = {length}" for length in lengths for kind in ("losses", "weights")]
     as_trained = [f"{kind} at H = {lengths[-1]} as trained" for kind in ("losses", "weights")]
-    rounds = f"{tests}test_a_wrong_mean_fails_losses_and_weights_at_every_h"
+    rounds = "test_a_wrong_mean_fails_losses_and_weights_at_every_h"
     worker = f"{out_of_step}test_a_wrong_worker_fails_by_name"
 
     def of_run(name: str, test: str) -> Claims:
@@ -107,14 +106,14 @@ def claims(mode: Mode, config: Config) -> Sequence[Claims]:
         of_run("updates", "test_an_update_that_does_not_count_once_fails_by_name"),
         of_run("final weights", "test_a_worker_that_keeps_its_own_weights_fails_by_name"),
         Claims(("staleness",), (DOWNPOUR,), one=True, when=config.own(Options).staleness is not None),
-        Claims((RUN_BYTES,), (DOWNPOUR,), fails_in=f"{tests}test_bytes_that_nobody_asked_for_fail_by_name"),
+        Claims((RUN_BYTES,), (DOWNPOUR,), fails_in="test_bytes_that_nobody_asked_for_fail_by_name"),
         Claims(("samples",), one=True, when=config.proof),
         Claims(("replicas",), in_step, when=config.proof),
         Claims(("replicas",), ROUNDS, times=len(lengths), when=config.proof),
         Claims(at, ROUNDS, one=True, when=config.proof, fails_in=rounds),
         Claims(as_trained, ROUNDS, one=True, when=config.proof and tuned, fails_in=rounds),
         Claims(("timed losses",), ROUNDS, one=True, when=config.proof, fails_in=rounds),
-        Claims(("outer step",), (), fails_in=f"{tests}test_an_outer_step_by_other_numbers_fails_the_run"),
+        Claims(("outer step",), (), fails_in="test_an_outer_step_by_other_numbers_fails_the_run"),
         Claims(
             ("losses", "gradients", "weights", "samples"), (DOWNPOUR,), one=True, when=config.proof, fails_in=worker
         ),

@@ -123,7 +123,7 @@ def check_order(lab: Lab, name: str, order: Order) -> None:
 def claims(mode: Mode, config: Config) -> Sequence[Claims]:
     """Of all variants by hand bytes, and the calls in their order."""
     misplaced = "tests/experiments/test_orders.py::test_tp_a_collective_in_the_wrong_place_is_named"
-    unsaved = "tests/experiments/test_tp.py::test_activations_that_are_not_saved_fail"
+    unsaved = "test_activations_that_are_not_saved_fail"
     return (
         *measured(mode, config, copied=mode.by_hand),
         Claims(("replicas",), (*mode.by_hand, *mode.by_torch), when=config.proof),

@@ -167,11 +167,10 @@ def measured(
     alone, own = [name for name in trained if name not in apart], [name for name in by_hand if name not in apart]
     held = copied if copied is not None else () if mode.shards else mode.by_hand
     proof, fresh, adam = config.proof, config.resume is None, config.optimizer == "adamw"  # else no step may be left
-    every = config.audit_every or 0
+    every, saves = config.audit_every or 0, config.checkpoint_every is not None
     audits = fresh and 0 < every <= min(SURE_STEPS, config.steps) and config.world_size > 1
-    saves = config.checkpoint_every is not None
+    saved = config.steps // (config.checkpoint_every or config.steps + 1)
     audited = ("audited loss", "audited weights", *(["audited optimizer"] if adam else []))
-    number = config.steps // (config.checkpoint_every or 1)
     return (
         Claims(("timed steps",), trained),
         Claims(("timed replicas",), [name for name in by_hand if name not in unlike], one=True),
@@ -183,6 +182,6 @@ def measured(
         Claims(("audited replicas",), held, one=True, when=audits),
         Claims(("resume", "resumed samples"), alone, one=True, when=proof and saves),
         Claims(("resumed generators",), alone, when=proof and saves),
-        Claims(("checkpoint",), one=True, times=number, when=saves),
+        Claims(("checkpoint",), one=True, times=saved, when=saved > 0),
         Claims(("resumed generators", "resumed samples", "newest checkpoint"), one=True, when=not fresh),
     )
