@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -256,28 +256,40 @@ class Lab:
     def hold(self, predictions: Sequence[Prediction], measured: Mapping[str, Counted]) -> None:
         """Hold what was measured of each variant against all that is predicted of it, by the kind of each prediction;
         rank 0 tells both then."""
-        for kind, hold in KINDS.items():
-            for each in predictions:
-                if each.name == kind and each.variant in measured:
-                    hold(self, each, measured[each.variant])
+        for name, kind in KINDS.items():
+            for each in [each for each in predictions if each.name == name and each.variant in measured]:
+                value = kind.seen(measured[each.variant])
+                if name == "wire bytes":
+                    self.hold_bytes(each, measured[each.variant].traffic)
+                elif value is not None:
+                    self.hold_one(each, value, kind.absolute + kind.relative * each.value[self.rank])
         self.finished("measured")
         self.finished("memory")
 
     def hold_one(
-        self,
-        prediction: Prediction,
-        measured: float,
-        tolerance: float = 0.0,
-        *,
-        name: str = "",
-        predicted: float | None = None,
+        self, prediction: Prediction, measured: float, tolerance: float = 0.0, name: str = "",
+        predicted: float | None = None
     ) -> None:
         """Hold one number of this rank against its prediction; under another `name`, or as `predicted` is instead."""
+        wanted = prediction.value[self.rank] if predicted is None else predicted
+        control = KINDS[prediction.name].control if prediction.name in KINDS else ""
         self.compare(
-            name or prediction.name, prediction.value[self.rank] if predicted is None else predicted, measured,
-            prediction.unit, tolerance, prediction.variant, prediction.formula, shown=prediction.shown,
-            control=HELD_IN.get(prediction.name, ""),
+            name or prediction.name, wanted, measured, prediction.unit, tolerance, prediction.variant,
+            prediction.formula, shown=prediction.shown, control=control,
         )  # fmt: skip
+
+    def hold_bytes(self, prediction: Prediction, traffic: Traffic) -> None:
+        """As called exactly, on the wire within 1 % and the frames that gloo adds to each message.
+
+        Called and predicted bytes are multiples of 1/N B that were added up in another order: rounded to 1/1000 B they
+        are equal, or another number of bytes.
+        """
+        predicted = prediction.value[self.rank]
+        self.hold_one(prediction, round(traffic.called_bytes, 3), 0.0, "called bytes", round(predicted, 3))
+        if traffic.wire_error is None:
+            tolerance = wire_tolerance(predicted, prediction.messages_of(self.rank))
+            wanted, sent = self.of_ranks(f"the wire of {prediction.variant}", predicted, traffic.wire_bytes)
+            self.hold_one(prediction, sent, tolerance, predicted=wanted)
 
     def of_ranks(self, label: str, wanted_bytes: float, wire_bytes: float) -> tuple[float, float]:
         """What is held against each other on the wire: this rank's bytes. Over plain TCP small sums go to rank 0 and
@@ -288,57 +300,24 @@ class Lab:
         return statistics.fmean(wanted for wanted, _ in everyone), statistics.fmean(sent for _, sent in everyone)
 
 
-# How a prediction is held, by its kind, and what makes it fail.
+class Kind(NamedTuple):
+    """How a prediction of a kind is held: what is seen of it, how far off that may be, and what makes it fail."""
 
-HELD_IN = {
-    "wire bytes": "tests/lab/test_lab.py::test_bytes_beside_their_formula_fail",
-    "rest bytes": "tests/lab/test_lab.py::test_bytes_that_stay_fail",
-    "calls": "tests/lab/test_lab.py::test_calls_beside_their_formula_fail",
-}
-
-
-def hold_bytes(lab: Lab, prediction: Prediction, seen: Counted) -> None:
-    """As called exactly, on the wire within 1 % and the frames that gloo adds to each message.
-
-    Called and predicted bytes are multiples of 1/N B that were added up in another order: rounded to 1/1000 B they are
-    equal, or another number of bytes.
-    """
-    predicted, traffic = prediction.value[lab.rank], seen.traffic
-    lab.hold_one(prediction, round(traffic.called_bytes, 3), name="called bytes", predicted=round(predicted, 3))
-    if traffic.wire_error is None:
-        tolerance = wire_tolerance(predicted, prediction.messages_of(lab.rank))
-        wanted, sent = lab.of_ranks(f"the wire of {prediction.variant}", predicted, traffic.wire_bytes)
-        lab.hold_one(prediction, sent, tolerance, predicted=wanted)
+    seen: Callable[[Any], float | None]  # None where there is nothing to hold
+    relative: float = 0.0
+    absolute: float = 0.0
+    control: str = ""  # as of `Lab.check`
 
 
-def hold_peak(lab: Lab, prediction: Prediction, seen: Counted) -> None:
-    """The most that a step held, within 5 %."""
-    lab.hold_one(prediction, sum(seen.peak.values()), 0.05 * prediction.value[lab.rank])
-
-
-def hold_rest(lab: Lab, prediction: Prediction, seen: Counted) -> None:
-    """Weights, gradients, optimizer state, and what else should be gone between two steps, within 1 %; buffers of
-    messages that are kept for the next step are no part of the formulas, and only shown."""
-    held = sum(seen.rest.values()) - seen.rest["communication"]
-    lab.hold_one(prediction, held, 0.01 * prediction.value[lab.rank])
-
-
-def hold_calls(lab: Lab, prediction: Prediction, seen: Counted) -> None:
-    """The number of calls in a step, exactly."""
-    lab.hold_one(prediction, seen.traffic.calls)
-
-
-def hold_bubble(lab: Lab, prediction: Prediction, seen: Counted) -> None:
-    """Idle of the time of a step, where the passes were marked."""
-    bubble = getattr(seen, "bubble", None)
-    if bubble is not None:
-        lab.hold_one(prediction, bubble, 0.03)
-
-
-KINDS: dict[str, Callable[[Lab, Prediction, Counted], None]] = {
-    "wire bytes": hold_bytes,
-    "peak bytes": hold_peak,
-    "rest bytes": hold_rest,
-    "calls": hold_calls,
-    "bubble": hold_bubble,
+# At rest are weights, gradients, optimizer state, and what else should be gone by then; buffers of messages that are
+# kept for the next step are no part of the formulas, and only shown. A bubble is there where the passes were marked.
+TESTS = "tests/lab/test_lab.py::"
+KINDS = {
+    "wire bytes": Kind(lambda seen: None, control=f"{TESTS}test_bytes_beside_their_formula_fail"),  # noqa: ARG005
+    "peak bytes": Kind(lambda seen: sum(seen.peak.values()), 0.05),
+    "rest bytes": Kind(
+        lambda seen: sum(seen.rest.values()) - seen.rest["communication"], 0.01, 0, f"{TESTS}test_bytes_that_stay_fail"
+    ),
+    "calls": Kind(lambda seen: seen.traffic.calls, 0, 0, f"{TESTS}test_calls_beside_their_formula_fail"),
+    "bubble": Kind(lambda seen: getattr(seen, "bubble", None), 0, 0.03),
 }

@@ -27,11 +27,6 @@ class Prediction:
     shown: str = ""  # why it is only shown; empty where it decides
     messages: tuple[float, ...] = ()
 
-    @property
-    def decides(self) -> bool:
-        """Whether the run fails where it does not hold."""
-        return not self.shown
-
     def messages_of(self, rank: int) -> float:
         """What `rank` sends."""
         return self.messages[rank] if self.messages else 4 * (len(self.value) - 1) * self.calls
