@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from distlab.contract import Counted, Instead, Mistake, Mode
+from distlab.contract import Claims, Counted, Instead, Mistake, Mode
 from distlab.lab.config import Config
 from distlab.lab.lab import Lab
 from distlab.lab.measure.event_order import Order
@@ -70,6 +70,18 @@ def test_a_check_names_the_mistake_that_it_sees_before_any_test() -> None:
     lab.check("gradients", 0, 0, control="tests/a.py::test_b")
     lab.check("weights", 0, 0, control="tests/a.py::test_b")
     assert [entry.control for entry in lab.journal.records] == ["LAB_BUG=lost_shard", "tests/a.py::test_b"]  # type: ignore[attr-defined]
+
+
+def test_a_check_is_made_to_fail_by_what_its_row_says_and_one_of_no_row_raises() -> None:
+    lab = lab_alone()
+    rows = (Claims(("sum",), fails_in="test_a"), Claims(("bytes over ",), (), fails_in="tests/b.py::test_b"))
+    lab.mode = Mode(claims=lambda _mode, _config: rows)
+    for name in ("sum", "bytes over dp"):
+        lab.check(name, 0, 0)
+    found = [entry.control for entry in lab.journal.records]  # type: ignore[attr-defined]
+    assert found == ["tests/experiments/test_dp.py::test_a", "tests/b.py::test_b"]
+    with pytest.raises(LookupError, match="'summ' is in no row"):
+        lab.check("summ", 0, 0)
 
 
 def test_what_is_shown_says_why_and_decides_nothing() -> None:
