@@ -267,8 +267,12 @@ class Lab:
         self.finished("memory")
 
     def hold_one(
-        self, prediction: Prediction, measured: float, tolerance: float = 0.0, name: str = "",
-        predicted: float | None = None
+        self,
+        prediction: Prediction,
+        measured: float,
+        tolerance: float = 0.0,
+        name: str = "",
+        predicted: float | None = None,
     ) -> None:
         """Hold one number of this rank against its prediction; under another `name`, or as `predicted` is instead."""
         wanted = prediction.value[self.rank] if predicted is None else predicted
