@@ -323,6 +323,7 @@ class Mode:
     claims: Callable[["Mode", Config], Sequence[Claims]] | None = None
     mistakes: Mapping[str, Mistake] = field(default_factory=dict)
     gone: Mapping[str, str] = field(default_factory=dict)  # variants and bugs of before: what to use in their place
+    headline: tuple[str, str] = ("", "")  # the variant that a rank's log tells, and what the rank does in it
     unsaved: str = ""  # why it makes no checkpoints, as `trains nothing`; empty where it does
     shards: bool = False  # whether all ranks of a variant together hold one copy of what is trained
     at_once: int = 0  # trainings beside each other, each of a stream of samples, where they are not its variants

@@ -27,11 +27,10 @@ from distlab.lab.cluster.watchdog import Watchdog
 from distlab.lab.config import Config
 from distlab.lab.lab import Lab, RunHooks
 from distlab.lab.measure.traffic import Ledger
-from distlab.lab.rank.main import places_of, unseen_on
+from distlab.lab.rank.main import places_of, tell_story, unseen_on
 from distlab.lab.rank.mode_loader import load_for
 from distlab.lab.rank.preflight import refuse
 from distlab.lab.report import records
-from distlab.lab.report.rank_log import RankLog
 from distlab.lab.report.reading import from_line, read_run, to_line
 from distlab.lab.report.run_folder import Journal
 from distlab.lab.report.verdict import judge, passes
@@ -159,7 +158,7 @@ def lab_of(
     config = Config.read(settings | {"RANK": str(group.rank())})
     journal = Journal()
     journal.open(Path(folder), group.rank())
-    journal.lines_of = RankLog(config.log).lines
+    tell_story(journal, config)
     given = mode or load_for(config)
     mode = mode or given.mistaken(config.bug)
     start = records.Start(group.rank(), "test", config.run_mode, group.size(), "host", config.written(), {}, {})

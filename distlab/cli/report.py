@@ -18,7 +18,7 @@ from distlab.lab.cluster.launch import die_with
 from distlab.lab.config import Config, Refusal
 from distlab.lab.report.compare import comparison
 from distlab.lab.report.log import verdict_lines
-from distlab.lab.report.rank_log import Log, RankLog, verdict_of_all
+from distlab.lab.report.rank_log import Log, RankLog
 from distlab.lab.report.reading import MISFITS, BrokenRecord, read_run, record_files
 from distlab.lab.report.records import Ranks, Run
 from distlab.lab.report.run_folder import FILE, LATEST, is_held
@@ -37,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser().error("name the folders of runs, or --clean DAYS with or without --yes")
     if asked.clean is not None:
         return clean(asked.clean, unasked=asked.yes)
+    if asked.log.isdecimal():
+        asked.rank, asked.log = int(asked.log), "normal"
     if len(asked.runs) > 2:
         parser().error(f"one run is judged and two are compared, and {len(asked.runs)} were named")
     if len(asked.runs) > 1 and (asked.junit or asked.page_only or asked.figures or asked.rank is not None):
@@ -82,7 +84,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--rank", type=int, metavar="R", help="print the log of this rank again from its records, and nothing else"
     )
-    made.add_argument("--log", choices=("normal", "full"), default="normal", help="how much of it: full has every call")
+    made.add_argument(
+        "--log", default="normal", metavar="R", type=rank_or_level,
+        help="the same as --rank; or normal or full: how much of it, full has the steps of all variants",
+    )  # fmt: skip
     made.add_argument(
         "--clean", type=days, metavar="DAYS", help="remove the runs of LAB_RUNS_DIR older than this, after asking"
     )
@@ -90,6 +95,13 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--parent", type=int, help=argparse.SUPPRESS)  # the process with which this one ends
     made.add_argument("--page", type=Path, metavar="FILE", help="where to write it instead; only with --page-only")
     return made
+
+
+def rank_or_level(word: str) -> str:
+    """A rank's number, or how much a log says."""
+    if word.isdecimal() or word in ("normal", "full"):
+        return word
+    raise argparse.ArgumentTypeError(f"{word!r} is neither a rank's number, such as 2, nor normal or full")
 
 
 def read_and_judge(folder: Path) -> tuple[Run, Ranks]:
@@ -117,8 +129,9 @@ def print_rank(folder: Path, run: Run, records: Ranks, rank: int, log: Log) -> i
     own = RankLog(log)
     for record in records[rank]:
         for line in own.lines(record):
-            print(line)
-    print(verdict_of_all(run["verdict"], folder))
+            print(line.text)
+    for line in own.verdict(run["verdict"], folder):
+        print(line.text)
     return 0
 
 

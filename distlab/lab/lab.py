@@ -230,7 +230,8 @@ class Lab:
     def losses(self) -> dict[str, list[float]]:
         """The loss curves of the timed pass by variant, and of one process, on rank 0, NaN where a loss is not known;
         nothing elsewhere."""
-        return {record.variant: record.numbers for record in self.journal.records if isinstance(record, records.Losses)}
+        written = (record for record in self.journal.records if isinstance(record, records.Losses))
+        return {record.variant: record.numbers for record in written} if self.speaks else {}
 
     def first_calls(self) -> dict[str, list[list[Any]]]:
         """The calls of the first step of each variant on this rank, as a FirstStep has them."""

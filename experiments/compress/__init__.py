@@ -138,6 +138,7 @@ MODE = Mode(
         Variant("ddp_fp16", pytorch.ddp_fp16, by_torch=True),
         Variant("ddp_powersgd", pytorch.ddp_powersgd, by_torch=True),
     ),
+    headline=("topk", "send the largest hundredth of a gradient, keep the rest for the next step"),
     run=run,
     claims=claims,
     options=Options,

@@ -221,6 +221,7 @@ MODE = Mode(
         variant("torch_ring", "Its ring functions, called by hand.", zigzag, TorchRing, by_torch=True),
         Variant("context_parallel", by_context_parallel, by_torch=True),
     ),
+    headline=("ring", "keep my queries; keys and values travel round the ranks"),
     run=run,
     claims=claims,
     options=Options,

@@ -162,6 +162,7 @@ MODE = Mode(
         Variant("ring", ring),
         Variant("ddp", ddp, by_torch=True),
     ),
+    headline=("bucketed", "send each bucket of gradients while the next one is computed"),
     run=run,
     claims=claims,
     predict=predict,

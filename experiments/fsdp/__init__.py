@@ -208,6 +208,7 @@ MODE = Mode(
         Variant("zero3", partial(in_stage, stage=3), sentence="And weights."),
         Variant("fsdp2", fsdp2, by_torch=True),
     ),
+    headline=("zero3", "gather a layer's weights just before it computes, drop them right after"),
     run=run,
     claims=claims,
     options=Options,

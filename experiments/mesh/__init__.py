@@ -100,6 +100,7 @@ MODE = Mode(
         Variant("dtensor_fsdp2", dtensor_fsdp2, by_torch=True),
         Variant("pipelining_fsdp2", pipelining_fsdp2, by_torch=True),
     ),
+    headline=("1f1b", "one slice of some layers for some of the samples: three sums, each in a group of its own"),
     run=run,
     claims=claims,
     model=trained,

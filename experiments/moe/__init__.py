@@ -251,6 +251,7 @@ MODE = Mode(
         *(Variant(name, partial(expert_parallel, name=name), sentence=told) for name, told in ON_RANKS.items()),
         Variant("ep_torch", ep_torch, by_torch=True),
     ),
+    headline=("ep", "send each token to the ranks of its experts, and take the results back"),
     run=run,
     claims=claims,
     batches=PartedBatches,

@@ -237,6 +237,7 @@ MODE = Mode(
         torchs("torch_zbv", "PyTorch's zbv."),
         torchs("torch_dualpipev", "PyTorch's dualpipev."),
     ),
+    headline=("1f1b", "forward until there is a gradient, then one forward and one backward in turn"),
     run=run,
     claims=claims,
     options=Options,

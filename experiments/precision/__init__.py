@@ -187,6 +187,7 @@ MODE = Mode(
         Variant("bf16_master", partial(mixed, dtype=torch.bfloat16, kept=True)),
         Variant("autocast", autocast, by_torch=True),
     ),
+    headline=("bf16", "weights, gradients and messages in 16 bits, half of everything"),
     run=run,
     claims=claims,
     options=Options,

@@ -221,6 +221,7 @@ MODE = Mode(
         Variant(DOWNPOUR),
     ),
     gone={"ssp": "LAB_VARIANT=downpour LAB_STALENESS=2 LAB_LOCAL_STEPS=1 is the same"},
+    headline=("sync", "give rank 0 my gradient, and take its new weights"),
     run=run,
     claims=claims,
     options=Options,

@@ -219,6 +219,7 @@ MODE = Mode(
         Variant("sequence", sequence),
         Variant("dtensor", dtensor, by_torch=True),
     ),
+    headline=("megatron", "cut the first matrix by outputs, the second by inputs: one sum after both"),
     run=run,
     claims=claims,
     axes=lambda config: {"tp": config.world_size},

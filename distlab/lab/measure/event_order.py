@@ -24,7 +24,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distlab.lab.measure.traffic import BELOW, HERE, OPERATIONS, RESULT, SHAPES, Shape, nbytes_of, sent_by_call
+from distlab.lab.measure.samples import Samples
+from distlab.lab.measure.traffic import (
+    BELOW,
+    HERE,
+    OPERATIONS,
+    RESULT,
+    SHAPES,
+    Shape,
+    nbytes_of,
+    sent_by_call,
+    tensors_in,
+)  # fmt: skip
 
 RECEIVES = ("c10d::recv_", "c10d::recv_any_source_")
 
@@ -182,10 +193,10 @@ class Message(NamedTuple):
 class Messages:
     """`with Messages().recorded() as messages: step()`, then `messages.found`."""
 
-    def __init__(self, *, name_tensors: bool = False) -> None:
-        """`name_tensors`: each message says in which storages its tensors lie."""
+    def __init__(self, *, name_tensors: bool = False, samples: Samples | None = None) -> None:
+        """`name_tensors`: each message says in which storages its tensors lie; `samples` take what they carry."""
         self.found: list[Message] = []
-        self._name_tensors = name_tensors
+        self._name_tensors, self._samples = name_tensors, samples
         self._phases: list[str] = []
         self._open: list[tuple[int, dist.Work]] = []
 
@@ -210,6 +221,8 @@ class Messages:
             self.found[index] = self.found[index]._replace(end_s=now)
             if not work.is_completed():
                 still.append((index, work))
+            elif self._samples is not None:
+                self._samples.ended(work)
         self._open = still
 
     def hear(self, what: str, kind: str, label: str) -> None:
@@ -219,6 +232,8 @@ class Messages:
             self._phases.append(f"{kind} {label}".rstrip())
         elif self._phases:
             self._phases.pop()
+        if self._samples is not None:
+            self._samples.happened(self._phases)
 
     def _noted(self, name: str, shape: Shape, pass_on: Callable[..., Any]) -> Callable[..., Any]:
         def noted(keys: Any, *args: Any) -> Any:
@@ -227,25 +242,22 @@ class Messages:
             if message is not None and self._name_tensors:
                 where = tuple((key_of(each), storage_of(each).nbytes(), tuple(each.shape)) for each in tensors_in(args))
                 message = message._replace(phases=tuple(self._phases), tensors=where)
+            sample = None
+            if message is not None and self._samples is not None:
+                sample = self._samples.begin(len(self.found), message, args)
             result = pass_on(keys & BELOW, *args)
             if message is not None:
                 work = result[-1] if isinstance(result, tuple) else result
                 # A group that is written in Python only tells of its calls here, and says which it does now.
                 told = getattr(dist.ProcessGroup.unbox(args[shape.group]), "told", None)
-                self._open.append((len(self.found), told or dist.Work.unbox(work)))
+                handle = told or dist.Work.unbox(work)
+                if sample is not None and self._samples is not None:
+                    self._samples.launched(sample, handle)
+                self._open.append((len(self.found), handle))
                 self.found.append(message)
             return result
 
         return noted
-
-
-def tensors_in(args: Any) -> Iterator[Tensor]:
-    """The tensors of a call, in lists too."""
-    for each in args:
-        if isinstance(each, Tensor):
-            yield each
-        elif isinstance(each, list | tuple):
-            yield from tensors_in(each)
 
 
 def message_of(name: str, shape: Shape, args: tuple[Any, ...]) -> Message | None:

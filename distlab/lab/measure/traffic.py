@@ -195,6 +195,15 @@ def _group(args: tuple[Any, ...]) -> dist.ProcessGroup:
     return dist.ProcessGroup.unbox(boxed[0]) if boxed else dist.distributed_c10d._resolve_process_group(args[-1])
 
 
+def tensors_in(args: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a call, in lists too."""
+    for each in args:
+        if isinstance(each, torch.Tensor):
+            yield each
+        elif isinstance(each, list | tuple):
+            yield from tensors_in(each)
+
+
 def nbytes_of(tensors: Any) -> int:
     """Bytes of a tensor, or of all tensors in lists of lists."""
     if isinstance(tensors, torch.Tensor):

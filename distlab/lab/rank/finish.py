@@ -26,7 +26,7 @@ from distlab.lab.cluster.watchdog import Watchdog
 from distlab.lab.lab import Lab
 from distlab.lab.report import fault_checks, records
 from distlab.lab.report.log import SECTIONS, end_lines, rows_not_yet_printed, words_of_row
-from distlab.lab.report.rank_log import verdict_of_all
+from distlab.lab.report.rank_log import RankLog
 from distlab.lab.report.reading import BrokenRecord, from_line, read_records, read_run, to_line, write_atomically
 from distlab.lab.report.records import Ranks, Run
 from distlab.lab.report.run_folder import FILE as CLAIM
@@ -102,7 +102,8 @@ def finish_run(lab: Lab, outcome: Outcome, sections: Sections, agree: Callable[[
         code = int(lab.exchange.share("verdict"))
         agree(lambda: None)
         verdict = next((name for name, of in EXIT_CODES.items() if of == code), "fail")
-        lab.journal.say(verdict_of_all(verdict, outcome.folder))
+        for line in RankLog.of(lab.journal.records).verdict(verdict, outcome.folder):
+            lab.journal.say(line.text) if code or lab.config.log == "full" else lab.journal.keep(line.text)
         return code
     by_rank = everything_written(sections, outcome.folder)
     run, added = judged(by_rank, lab.rank)

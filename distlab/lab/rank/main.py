@@ -49,7 +49,7 @@ from distlab.lab.report.log import mistake
 from distlab.lab.report.progress import Heartbeat, Work
 from distlab.lab.report.rank_log import RankLog
 from distlab.lab.report.run_folder import FolderInUse, Journal, Outcome, claim, has_claimed, put_aside, ranks_beyond
-from distlab.lab.report.table import log_line
+from distlab.lab.report.table import WIDTH, log_line
 from distlab.lab.verify.run_all import everything, expected
 from distlab.lab.workload import data
 from distlab.lab.workload.user_model import is_own, reads_text
@@ -263,7 +263,7 @@ class RankRun:
 def begin_log(config: Config, mode: Mode, parent: LauncherPipe, engine: str) -> tuple[Journal, list[str]]:
     """The journal, which has no folder yet, and the rows of rank 0's log that are told already."""
     journal = Journal(config.log)
-    journal.lines_of = RankLog(config.log).lines
+    tell_story(journal, config)
     parent.tell_unheard(journal.unheard)
     told = mistake({"mistake": mode.told(config.bug)}) if config.rank == 0 else []
     for line in told:
@@ -273,6 +273,15 @@ def begin_log(config: Config, mode: Mode, parent: LauncherPipe, engine: str) -> 
     for line in warnings(config, mode) if config.rank == 0 else []:
         journal.say(log_line("estimate", line), "normal")
     return journal, told
+
+
+def tell_story(journal: Journal, config: Config) -> None:
+    """Have the journal write this rank's story into its log, and print rank 0's, in the width of a terminal; with
+    LAB_LOG=full that of each."""
+    own, shown = RankLog(config.log), RankLog(config.log, WIDTH)
+    journal.lines_of = lambda record: [line.text for line in own.lines(record)]
+    if config.rank == 0 or config.log == "full":
+        journal.shown_of = lambda record: [line.text for line in shown.lines(record)]
 
 
 def import_for_ranks(config: Config) -> None:
@@ -363,6 +372,8 @@ def start_record(config: Config, cluster: Cluster, mode: Mode) -> records.Start:
         list(mode.by_torch),
         mode.told(config.bug),
         says_claims=True,
+        idea=" ".join(mode.idea.split("\n\n")[0].split()),
+        stories={each.name: each.told for each in mode.variants} | dict([mode.headline]),
         started_by=started_by(),
     )
 

@@ -55,6 +55,8 @@ class Start(Line, frozen=True):
     by_torch: list[str] = field(default_factory=list)  # the variants that are PyTorch's own
     mistake: dict[str, str] = field(default_factory=dict)  # that LAB_BUG makes: name, what, check; empty without one
     says_claims: bool = False  # whether an Expected follows; False in the records of a lab that had none
+    idea: str = ""  # of the mode, in a sentence
+    stories: dict[str, str] = field(default_factory=dict)  # what a rank does in each variant
     started_by: str = ""  # the command that started the ranks, such as ./run; empty in records of before
 
     INSIDE = {"config": dict[str, Setting]}
@@ -98,6 +100,47 @@ class FirstStep(Line, frozen=True):
     calls: list[list[Any]]  # each a FirstCall, in the order of their starts
 
     INSIDE = {"spans": list[Span], "calls": list[FirstCall]}
+
+
+class CallSample(msgspec.Struct, frozen=True):
+    """What one call of a told step carried, or a collective by hand: numbers from one place on, before and after."""
+
+    op: str
+    ranks: list[int]  # of the group; of a send or receive from whom to whom
+    calls: list[int]  # of the FirstStep, which it is made of
+    label: str  # of the phase that it is made in, such as "unit 1"
+    parameters: list[str]  # those that it carries, or whose gradients
+    shape: list[int]  # of what goes in
+    inside: str  # the module in whose pass it is made: "1.attention"
+    backward: bool
+    at_once: bool  # whether it was waited for before anything else happened
+    wait_s: list[float]  # when the wait for it began and ended; empty where nothing waited for it by itself
+    tensor: str  # the parameter in which the numbers are; empty of what has no name
+    given: list[float]
+    taken: list[float]
+    of_ranks: list[tuple[int, float]]  # each rank, and its first number
+
+
+class WeightSample(msgspec.Struct, frozen=True):
+    """Numbers of a parameter before and after the update, and of its gradient where that was sent."""
+
+    name: str
+    shape: list[int]  # of the whole
+    before: list[float]
+    gradient: list[float]
+    after: list[float]
+    rate: float  # of the optimizer; 0 where that is not known
+
+
+class Told(Line, frozen=True):
+    """What makes a story of the first step of a variant: the numbers of each of its calls, in the order of those of its
+    FirstStep."""
+
+    variant: str
+    step: int
+    calls: list[CallSample]
+    weight: WeightSample | None
+    shares: list[float | None]  # of the loss, of each rank
 
 
 class Reached(Line, frozen=True):

@@ -42,7 +42,9 @@ class Journal:
         self.level = level
         self.screen = Screen(sys.stdout)
         self.records: list[Record] = []
-        self.lines_of: Callable[[Record], list[str]] = lambda record: []  # noqa: ARG005  what is printed of a record
+        # What its log has of a record, and what is printed of it.
+        self.lines_of: Callable[[Record], list[str]] = lambda record: []  # noqa: ARG005
+        self.shown_of: Callable[[Record], list[str]] = lambda record: []  # noqa: ARG005
         self.folder: Path | None = None
         self._said: list[str] = []
         self._log = self._lines = -1  # file descriptors, once there is a folder
@@ -80,11 +82,18 @@ class Journal:
         if LEVELS.index(self.level) < LEVELS.index(at):
             return
         with self._lock:
-            why = printed(self.screen.shown(text), end="")
             if kept:
                 self._keep(text)
-            if why:
-                self._keep(UNHEARD.format(why))
+            self._show(text)
+
+    def keep(self, text: str) -> None:
+        """A line of the log alone, which nobody sees on a terminal."""
+        with self._lock:
+            self._keep(text)
+
+    def _show(self, text: str) -> None:
+        if why := printed(self.screen.shown(text), end=""):
+            self._keep(UNHEARD.format(why))
 
     def unheard(self, why: str) -> None:
         """Keep in the log that what is said is printed nowhere any more, and why."""
@@ -103,8 +112,12 @@ class Journal:
             self.records.append(record)
             if self.folder is not None:
                 _append(self._lines, to_line(record))
+            if self.level == "quiet":
+                return
             for line in self.lines_of(record):
-                self.say(line, "normal")
+                self._keep(line)
+            for line in self.shown_of(record):
+                self._show(line)
 
 
 def put_aside(folder: Path, ranks: Iterable[int]) -> int:

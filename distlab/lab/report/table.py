@@ -122,14 +122,18 @@ def log_line(word: str, text: str) -> str:
 
 def filled(text: str, width: int, indent: int = INDENT) -> list[str]:
     """On as many lines as it takes, none longer than that but for a path or a name, which are not broken."""
-    return textwrap.wrap(
-        text, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
-    )  # fmt: skip
+    lines = textwrap.wrap(text, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+    return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
 
 
 def wrapped(word: str, text: str, width: int = WIDTH) -> list[str]:
     """A sentence under its word."""
     return filled(f"{word:<{INDENT}}{text}", width)
+
+
+def unbroken(text: str) -> str:
+    """The text with spaces at which `filled` breaks no line, as between a rank's name and its number."""
+    return text.replace(" ", "\N{NO-BREAK SPACE}")
 
 
 def in_lines(told: Iterable[tuple[str, str]]) -> list[str]:

@@ -10,20 +10,21 @@ other when they began each call, on one clock.
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from distlab.contract import Strategy
 from distlab.lab.lab import Lab
-from distlab.lab.measure.event_order import Message, Messages, key_of, storage_of
+from distlab.lab.measure.event_order import Message, Messages
+from distlab.lab.measure.samples import stretch_of
 from distlab.lab.measure.timeline import CLASSES, Clock, profile, union
 from distlab.lab.report import records
 from distlab.lab.verify.records import placed
+from distlab.lab.verify.told_step import MATRIX, Part, ToldStep, keys_of, piece_of, weights_of, write_told
 from distlab.lab.workload.data import Batches
-from distlab.techniques.collectives.phases import Span, heard
-from distlab.techniques.collectives.sharded_tensor import LocalShard, whole_piece
+from distlab.techniques.collectives.phases import Span, collectives_seen, heard
+from distlab.techniques.collectives.sharded_tensor import LocalShard
 
 NOBODY = -1
 IN_CALLS = ("communication", "waiting")  # the classes of time in which a rank does nothing of its own
@@ -37,14 +38,6 @@ def write_holdings(lab: Lab, strategies: Mapping[str, Strategy]) -> None:
     for name, strategy in strategies.items():
         rows = [held_parameter(label, tensor) for label, tensor in weights_of(strategy)]
         lab.journal.write(records.Holds(name, [list(row) for row in rows if row[4]]))
-
-
-def weights_of(strategy: Strategy) -> Iterator[tuple[str, Any]]:
-    """Each parameter of which this rank has anything: a Tensor, a DTensor or a LocalShard."""
-    state = strategy.state_dict() if hasattr(strategy, "state_dict") else {}
-    for label, tensor in state.items():
-        if label.startswith("weights."):
-            yield label.removeprefix("weights."), tensor
 
 
 def held_parameter(name: str, tensor: Any) -> records.HeldParameter:
@@ -62,19 +55,6 @@ def held_parameter(name: str, tensor: Any) -> records.HeldParameter:
     return name, shape, dense, ends, nbytes
 
 
-def piece_of(tensor: Any) -> LocalShard:
-    """Where what this rank has of a parameter stands in the dense one."""
-    if isinstance(tensor, LocalShard):
-        return tensor
-    if not hasattr(tensor, "to_local"):
-        return whole_piece(tensor)
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # where a DTensor is, it is there
-
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    local: Tensor = tensor.to_local()
-    return LocalShard(tensor.shape, [(tuple(offset), local)] if local.numel() else [])
-
-
 def write_given(lab: Lab, batches: Batches, step: int) -> None:
     """The samples of `step` that this rank works on."""
     ids = batches.sample_ids(step, lab.mesh.index("dp"), lab.mesh.size("dp"))
@@ -85,28 +65,51 @@ def write_given(lab: Lab, batches: Batches, step: int) -> None:
 # --- its first step ---
 
 
+class Watched(NamedTuple):
+    """What is noted of a step: its calls, and of a told one what they carried."""
+
+    messages: Messages
+    told: ToldStep | None
+
+
 @contextmanager
-def watched_calls(*, first: bool) -> Iterator[Messages | None]:
-    """Around a step: the calls of the `first` one are noted."""
+def watched_calls(strategy: Strategy, *, first: bool, told: bool) -> Iterator[Watched | None]:
+    """Around a step: the calls of the `first` one are noted, and if it is `told` the numbers that they carry."""
     if not first:
         yield None
         return
-    messages = Messages(name_tensors=True)
-    with messages.recorded(), heard(messages.hear):
-        yield messages
+    if not told:
+        messages = Messages(name_tensors=True)
+        with messages.recorded(), heard(messages.hear):
+            yield Watched(messages, None)
+        return
+    step = ToldStep(strategy)
+    messages = Messages(name_tensors=True, samples=step.samples)
+
+    def hear(what: str, kind: str, label: str) -> None:
+        messages.hear(what, kind, label)
+        step.hear(what, kind, label)
+
+    with step.samples.watched(), collectives_seen(step.samples.by_hand), messages.recorded(), heard(hear):
+        yield Watched(messages, step)
 
 
 def write_first_step(
-    lab: Lab, name: str, step: int, strategy: Strategy, spans: Sequence[Span], messages: Messages, clock: Clock
+    lab: Lab, name: str, step: int, strategy: Strategy, spans: Sequence[Span], watched: Watched, clock: Clock,
+    share: float | None,
 ) -> None:  # fmt: skip
     """The step as this rank saw it, and for whom it waited; all ranks call it together."""
+    messages, told = watched
     inside = [span for span in spans if span.kind != "data"]
     began_s = min((span.start_s for span in inside), default=0.0) + clock.offset_s
     calls = [[each.op, list(each.ranks), each.tag, each.start_s + clock.offset_s] for each in messages.found]
     everyone = lab.exchange.everyone(f"first step of {name}", [began_s, calls])
     shift_s = clock.offset_s - min(of_rank[0] for of_rank in everyone if of_rank is not None)
-    last = last_to_come([of_rank[1] if of_rank is not None else [] for of_rank in everyone], lab.rank)
-    names = names_of_storages(strategy)
+    of_ranks = [of_rank[1] if of_rank is not None else [] for of_rank in everyone]
+    keys = [keys_of(each) for each in of_ranks]
+    last = last_to_come(of_ranks, keys, lab.rank)
+    storages = parts_of_storages(strategy)
+    names = {key: [part.name for part in parts] for key, parts in storages.items()}
     idle = union(span for span in inside if CLASSES[span.kind] in IN_CALLS)  # each moment counts for one call
     rows: list[list[Any]] = []
     for message, (rank, came_s) in zip(messages.found, last, strict=True):
@@ -118,27 +121,24 @@ def write_first_step(
         ])  # fmt: skip
     marks = [placed(span, shift_s) for span in inside]
     lab.journal.write(records.FirstStep(name, step, profile(inside), marks, rows))
+    if told is not None:
+        write_told(lab, name, step, told, share, storages, shift_s)
 
 
-def last_to_come(calls: Sequence[Sequence[Sequence[Any]]], me: int) -> list[tuple[int, float]]:
+def last_to_come(
+    calls: Sequence[Sequence[Sequence[Any]]], keys: Sequence[Sequence[tuple[Any, ...]]], me: int
+) -> list[tuple[int, float]]:
     """For each call of rank `me` the rank that came to it last, and when; `calls` are [op, ranks, tag, start_s] of each
-    rank. The n-th collective of a group is that of each of its ranks, the n-th receive takes the n-th send."""
-    places: list[dict[tuple[Any, ...], tuple[float]]] = []
-    keys: list[tuple[Any, ...]] = []
-    for rank, of_rank in enumerate(calls):
-        turns: dict[tuple[Any, ...], count[int]] = defaultdict(count)
-        places.append({})
-        for op, ranks, tag, start_s in of_rank:
-            kind = (op, *ranks, tag) if op in ("send", "recv") else ("", *ranks)
-            key = (*kind, next(turns[kind]))
-            places[-1][key] = (start_s,)
-            if rank == me:
-                keys.append(key)
+    rank, and `keys` their names."""
+    starts = [
+        {key: call[3] for key, call in zip(names, of_rank, strict=True)}
+        for names, of_rank in zip(keys, calls, strict=True)
+    ]
     found: list[tuple[int, float]] = []
-    for key, (op, ranks, _, start_s) in zip(keys, calls[me], strict=True):
+    for key, (op, ranks, _, start_s) in zip(keys[me], calls[me], strict=True):
         others = [] if op == "send" else [ranks[0]] if op == "recv" else [rank for rank in ranks if rank != me]
         theirs = ("send", *key[1:]) if op == "recv" else key
-        came = [(*places[rank][theirs], rank) for rank in others if rank >= 0 and theirs in places[rank]]
+        came = [(starts[rank][theirs], rank) for rank in others if rank >= 0 and theirs in starts[rank]]
         came_s, rank = max([*came, (start_s, me)])
         found.append((rank, came_s))
     return found
@@ -159,16 +159,18 @@ def taken(
     return left, seconds
 
 
-def names_of_storages(strategy: Strategy) -> dict[tuple[int, int], list[str]]:
+def parts_of_storages(strategy: Strategy) -> dict[tuple[int, int], list[Part]]:
     """Which parameters, or whose gradients, lie in a storage, by its key and its bytes: memory that was given back and
     taken again in the step has another size as a rule."""
-    found: dict[tuple[int, int], list[str]] = defaultdict(list)
+    found: dict[tuple[int, int], list[Part]] = defaultdict(list)
 
     def note(name: str, tensor: Any) -> None:
-        for _, box in piece_of(tensor).boxes:
-            names = found[key_of(box), storage_of(box).nbytes()]
-            if name not in names:
-                names.append(name)
+        piece = piece_of(tensor)
+        for _, box in piece.boxes:
+            stretch = stretch_of(box)
+            parts = found[stretch.storage]
+            if all(part.name != name for part in parts):
+                parts.append(Part(name, stretch.offset, stretch.numel, len(piece.shape) >= MATRIX))
 
     for name, tensor in weights_of(strategy):
         note(name, tensor)

@@ -7,7 +7,7 @@ inherits what the proof left.
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 class Stopwatch:
     """Wall and CPU seconds, loss shares and marks of each variant's steps on this rank."""
 
-    def __init__(self, names: list[str], clock: Clock) -> None:
-        self.clock = clock
+    def __init__(self, names: list[str], clock: Clock, told: Collection[str] = ()) -> None:
+        self.clock, self.told = clock, told
         self.laps: dict[str, list[Lap]] = {name: [] for name in names}
         self.shares: dict[str, list[float | None]] = {name: [] for name in names}
         self.chronicle = Chronicle(names)
@@ -46,8 +46,10 @@ class Stopwatch:
     ) -> None:  # fmt: skip
         """One step, from its first forward to its update; all ranks begin together."""
         first = step == course.first
+        told = first and name in self.told
         with (
-            watched_calls(first=first) as calls, recorded(lab.device) as spans, slowed(lab.config.slowed_to),
+            watched_calls(strategy, first=first, told=told) as watched, recorded(lab.device) as spans,
+            slowed(lab.config.slowed_to),
         ):  # fmt: skip
             microbatches = lab.dealt(course.batches, course.data_step(step))
             self._meet(lab, course, f"step {step} of {name}")
@@ -67,8 +69,8 @@ class Stopwatch:
         self.laps[name].append(lap)
         self.shares[name].append(None if share is None else share.item())
         self._untold = name
-        if calls is not None:
-            write_first_step(lab, name, step, strategy, spans, calls, self.clock)
+        if watched is not None:
+            write_first_step(lab, name, step, strategy, spans, watched, self.clock, self.shares[name][-1])
         lab.stepped()
 
     def _meet(self, lab: Lab, course: TrainingPosition, name: str) -> None:
@@ -118,7 +120,7 @@ def time_steps(
     steps = range(course.first, lab.config.steps)
     clock = align(lab.group)
     lab.journal.write(records.Clock(clock.offset_s, clock.uncertainty_s))
-    watch, pace = Stopwatch(list(variants), clock), Pace(lab, steps)
+    watch, pace = Stopwatch(list(variants), clock, told_variants(lab, variants)), Pace(lab, steps)
     if steps:
         write_given(lab, batches, course.data_step(course.first))
     with saving(lab, strategies, course, watch.shares, checkpoints) as passed:
@@ -142,6 +144,13 @@ def time_steps(
     if not steps:
         return {}, {}
     return watch.chronicle.bubbles(lab, clock), record(lab, strategies, course)
+
+
+def told_variants(lab: Lab, variants: Mapping[str, Build]) -> list[str]:
+    """Those whose first step is told: the headline of the mode, or the first by hand; with LAB_LOG=full all."""
+    if lab.config.log == "full":
+        return list(variants)
+    return [name for name in (lab.mode.headline[0], *lab.mode.by_hand, *variants) if name in variants][:1]
 
 
 def begun(
@@ -200,9 +209,14 @@ def write_losses(
     lab: Lab, alone: Mapping[str, list[float]], course: TrainingPosition, shares: dict[str, list[float | None]]
 ) -> Curves:
     """The loss curves: one process, and each variant as the sum over its ranks, behind what a checkpoint held of it;
-    returns those of the variants on rank 0, None where no rank knows a loss."""
-    everyone = lab.exchange.gather("losses", shares)
-    if everyone is None:
+    returns those of the variants on rank 0, None where no rank knows a loss. Every other rank has in its log that of
+    the variant that it tells."""
+    everyone = lab.exchange.everyone("losses", shares)
+    if not lab.speaks:
+        for told in (each for each in lab.journal.records if isinstance(each, records.Told)):
+            columns = itertools.zip_longest(*((of_rank or {}).get(told.variant, []) for of_rank in everyone))
+            summed = [math.fsum(value for value in column if value is not None) for column in columns]
+            lab.journal.write(records.Losses(told.variant, [*course.losses[told.variant], *summed]))
         return {}
     for name, values in alone.items():
         lab.journal.write(records.Losses(name, values))

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from distlab.techniques.collectives import direct, ring, rooted, tree
 from distlab.techniques.collectives.direct import add_up, all_gather, all_reduce
+from distlab.techniques.collectives.phases import seen
 from distlab.techniques.collectives.point_to_point import GroupMessage, Peers, Pending, Steps, split
 from distlab.techniques.transport.tcp import Channel
 
@@ -129,7 +130,7 @@ class Collective:
         mine = self._check_chunk("tensor", chunk, whole)
         if mine.data_ptr() != chunk.data_ptr():
             mine.copy_(chunk)
-        return self._start("all_gather", whole, whole, async_op)
+        return self._start("all_gather", whole, whole, async_op, given=chunk)
 
     def picked(self, op: str, whole: Tensor) -> str:
         """The algorithm that `op` on the tensor `whole` takes; `pick` knows gloo alone, and leaves NCCL to itself."""
@@ -150,7 +151,7 @@ class Collective:
             )
         return mine
 
-    def _start(self, op: str, whole: Tensor, result: Tensor, async_op: bool) -> Pending:
+    def _start(self, op: str, whole: Tensor, result: Tensor, async_op: bool, *, given: Tensor | None = None) -> Pending:
         name, peers = self.picked(op, whole), self.peers
         if peers.world_size == 1:
             steps = _copied(whole, result)
@@ -160,6 +161,9 @@ class Collective:
             steps = self._over_host(name, op, whole, result)
         else:
             steps = _by_hand(self.algorithms[name], op, whole, result, peers)
+        if peers.world_size > 1:
+            ranks = dist.get_process_group_ranks(peers.group)
+            steps = seen(op, ranks, whole if given is None else given, result, steps)
         pending = Pending(steps)
         if not async_op:
             pending.wait()

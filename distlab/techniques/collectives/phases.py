@@ -11,7 +11,7 @@ ends of each phase, read when the block is over. What hears (`heard`) is told wh
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import TracebackType
@@ -111,6 +111,9 @@ class Recorder:
 
 _recorder: Ambient[Recorder | None] = Ambient("recorder", None)
 _listener: Ambient[Callable[[str, str, str], None] | None] = Ambient("listener", None)
+# Around the steps of each collective by hand: its operation, the group's ranks, what this rank gives, what it gets.
+AroundCollective = Callable[[str, Sequence[int], Any, Any, Any], Any]
+_around: Ambient[AroundCollective | None] = Ambient("around", None)
 _lag = Ambient("lag", 0.0)  # seconds to sleep for a second of compute
 
 
@@ -162,6 +165,19 @@ def heard(listener: Callable[[str, str, str], None]) -> Iterator[None]:
     """Tell `listener` ("begin" or "end", kind, label) of every phase of this thread inside the block."""
     with _listener.set_to(listener):
         yield
+
+
+@contextmanager
+def collectives_seen(around: AroundCollective) -> Iterator[None]:
+    """Have `around` make of the steps of each collective by hand those that are taken inside the block."""
+    with _around.set_to(around):
+        yield
+
+
+def seen(op: str, ranks: Sequence[int], given: Any, result: Any, steps: Any) -> Any:
+    """The steps of a collective by hand, as whoever watches has them."""
+    around = _around.get()
+    return steps if around is None else around(op, ranks, given, result, steps)
 
 
 @contextmanager

@@ -67,6 +67,12 @@ class FlatParameter:
         if not keeps_whole:
             self.free()
 
+    @property
+    def label(self) -> str:
+        """Which layer it is, for the marks of its messages: "unit 1"."""
+        number = next((part for part in next(iter(self.named)).split(".") if part.isdecimal()), "")
+        return f"unit {number}".rstrip()
+
     def owned(self) -> int:
         return min(self.chunk, self.numel - self.start)
 

@@ -50,7 +50,7 @@ class Unshard:
         self.begin(index)
         pending = self._pending.pop(index, None)
         if pending is not None:
-            with phase("wait"):
+            with phase("wait", self.units[index].label):
                 pending.wait()
 
     def begin(self, index: int) -> None:
@@ -58,7 +58,7 @@ class Unshard:
         if self.there[index]:
             return
         unit = self.units[index]
-        with phase("all_gather"):
+        with phase("all_gather", unit.label):
             self._pending[index] = self.collective.all_gather(unit.materialize(), unit.local, async_op=True)
         self.there[index] = True
 
@@ -111,7 +111,7 @@ class ReduceScatterScheduler:
         part."""
         self.finish()
         own = flat[unit.rank * unit.chunk :][: unit.chunk]
-        with phase("reduce_scatter"):
+        with phase("reduce_scatter", unit.label):
             pending = self.collective.reduce_scatter(own, flat, async_op=True)
         self.under_way = Sum(unit, flat, keeps_flat, pending)
 
@@ -120,7 +120,7 @@ class ReduceScatterScheduler:
         if self.under_way is None:
             return
         (unit, flat, keeps_flat, pending), self.under_way = self.under_way, None
-        with phase("wait"):
+        with phase("wait", unit.label):
             pending.wait()
         unit.add_gradient(flat[unit.rank * unit.chunk :][: unit.length], keeps=keeps_flat)
         self.collective.peers.memory.release()  # (N-1)/N of a unit, which would stand beside the next one's weights

@@ -1,0 +1,401 @@
+"""The story of one step on one rank: what it computed, sent, waited for and then had, in the order of time.
+
+It is made of two records, FirstStep (spans and calls) and Told (the numbers that these carried), by one rule for all
+modes: a call is told at the moment when it began, with three numbers that went in, and when it was over with three that
+came out, from the same places on every rank; of one of them the first numbers of all ranks stand in one line, which a
+reader adds up. Calls that are alike are told once, and counted.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from distlab.lab.report.records import CallSample, FirstStep, Start, Told, WeightSample
+from distlab.lab.report.table import INDENT, filled, unbroken
+from distlab.lab.report.timeline import Span
+from distlab.lab.report.units import counted, human_bytes, milliseconds, name_ranks, three_digits
+
+NUMBERS = 31  # columns of three numbers and of the gap before them
+SMALL = 1e-3  # below it six decimals would say too little
+FEW = 6  # calls that are alike and carry parameters: each is told
+ROUNDS = 3  # of exchanges in one layer
+SUMS = ("all_reduce", "reduce", "reduce_scatter")
+MESSAGES = ("send", "recv")
+WAITED_S = 1e-3  # a wait that is worth a word
+PASSES = ("forward", "backward", "input")
+CLOSE_S = 1e-3  # between a message and the pass that it is of
+TINY = 0.01  # of the largest call: what is smaller has a line without a story
+RESULTS = {"all_reduce": "the sum", "reduce": "the sum", "reduce_scatter": "my part of the sum"}
+
+
+Kind = tuple[object, ...]  # what acts that are alike have in common
+
+
+class Line(NamedTuple):
+    """One line of the log; lines of several ranks that have the same key tell of the same thing."""
+
+    text: str
+    key: str = ""
+
+
+class Act(NamedTuple):
+    """A call, or several messages at once, as this rank made it."""
+
+    samples: list[CallSample]
+    start_s: float
+    end_s: float
+    nbytes: float
+    waited: "Counter[int]"  # seconds, by the rank that was waited for
+
+    @property
+    def first(self) -> CallSample:
+        return self.samples[0]
+
+    @property
+    def is_exchange(self) -> bool:
+        return self.first.op in MESSAGES
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What acts that are alike have in common."""
+        first = self.first
+        module = first.inside.partition(".")[2] or bool(first.inside)
+        if self.is_exchange and not first.inside:
+            return (first.op, *first.ranks, len(first.shape))
+        label = re.sub(r"\d+", "", first.label)
+        module = "" if label else module  # of units: where one is gathered ahead is no part of what it is
+        op = "exchange" if self.is_exchange else first.op
+        return (op, first.backward, module, label, bool(first.parameters), first.at_once)
+
+
+class Chunk(NamedTuple):
+    """Some lines that stand at one moment of the step."""
+
+    at_s: float
+    lines: list[Line]
+
+
+def digits_for(values: Sequence[float]) -> int:
+    """Decimals: six, none of whole numbers (-1), powers of ten (0) of small ones."""
+    if values and all(value == int(value) for value in values) and any(values):
+        return -1
+    return 6 if max(map(abs, values), default=0) >= SMALL else 0
+
+
+def number(value: float, digits: int) -> str:
+    return f"{value:+.0f}" if digits < 0 else f"{value:+.{digits}f}" if digits else f"{value:+.2e}"
+
+
+def numbers(values: Sequence[float]) -> str:
+    digits = digits_for(values)
+    return " ".join(f"{number(value, digits):>9}" for value in values)
+
+
+class Story:
+    """Makes the lines of a told step, `width` columns wide."""
+
+    def __init__(self, start: Start, first: FirstStep, told: Told, width: int) -> None:
+        self.me, self.width = start.rank, width
+        self.config = start.config
+        self.first, self.told = first, told
+        self.acts = merged([self.act(sample) for sample in told.calls])
+        self.main = self.main_act()
+
+    def act(self, sample: CallSample) -> Act:
+        calls = [self.first.calls[index] for index in sample.calls if index < len(self.first.calls)]
+        waited: Counter[int] = Counter()
+        for call in calls:
+            if call[9] >= 0:
+                waited[call[9]] += call[8]
+        start_s = min((call[5] for call in calls), default=sample.wait_s[0] if sample.wait_s else 0.0)
+        ends = [call[6] for call in calls] if not sample.wait_s else [sample.wait_s[1]]
+        nbytes = sum(call[3] for call in calls if sample.op in MESSAGES or call[0] == sample.op or call[0] == "send")
+        return Act([sample], start_s, max(ends, default=start_s), nbytes, waited)
+
+    def main_act(self) -> Act | None:
+        """The one whose numbers of all ranks are told: a sum with the told parameter in it, else the largest."""
+        name = self.told.weight.name if self.told.weight else ""
+        able = [act for act in self.acts if len(act.first.of_ranks) > 1 and act.first.op in (*SUMS, "all_gather")]
+        ranked = sorted(
+            able,
+            key=lambda act: (
+                act.first.op not in SUMS,
+                act.first.tensor != name,
+                all(value == 0 for _, value in act.first.of_ranks[1:]),
+                -act.nbytes,
+                act.first.inside in ("", "0"),
+            ),
+        )
+        others = [act for act in ranked if not act.first.inside.startswith("0")] or ranked
+        return others[0] if others else None
+
+    # --- lines ---
+
+    def at(self, seconds: float | None, text: str, values: Sequence[float] = (), key: str = "") -> list[Line]:
+        """A line at a moment, with numbers at its right end; on two lines where they have no room on one."""
+        time = "" if seconds is None else f"{1000 * seconds:7.1f}"
+        head = f"{time:<{INDENT}}"
+        right = f"{numbers(values):>{NUMBERS}}" if values else ""
+        if len(head) + len(text) + len(right) <= self.width:
+            return [Line(f"{head}{text}{right:>{self.width - len(head) - len(text)}}".rstrip(), key)]
+        lines = filled(head + text, self.width, INDENT + 2)
+        if right and len(lines[-1]) + len(right) <= self.width:
+            lines[-1] += f"{right:>{self.width - len(lines[-1])}}"
+        elif right:
+            lines.append(f"{right:>{self.width}}")
+        return [Line(each, key) for each in lines]
+
+    def where(self, sample: CallSample) -> str:
+        """The layer and its part, and which pass: "block 1, attention, backward"."""
+        index, _, part = sample.inside.partition(".")
+        name = self.layer(int(index)) if index else "loss" if sample.op in SUMS else ""
+        parts = [name, part if name.startswith("block") else "", "backward" if sample.backward else ""]
+        return ", ".join(filter(None, parts))
+
+    def layer(self, index: int) -> str:
+        depth = self.config.get("LAB_DEPTH")
+        if self.config.get("LAB_MODEL") != "gpt" or not isinstance(depth, int):
+            return f"layer {index}"
+        return "embedding" if index == 0 else "head" if index > depth else f"block {index}"
+
+    def layers(self, names: Sequence[str]) -> str:
+        """The layers of some parameters: "block 1 to head"."""
+        found = list(dict.fromkeys(int(each) for each in re.findall(r"layers\.(\d+)\.", " ".join(names))))
+        return " to ".join(dict.fromkeys(self.layer(index) for index in (found[0], found[-1]))) if found else ""
+
+    def carried(self, sample: CallSample) -> str:
+        """What a call carries, in words."""
+        layers = self.layers(sample.parameters)
+        if sample.label.startswith("unit"):
+            return f"{sample.label} ({layers})" if layers else sample.label
+        if not layers:
+            return f"[{', '.join(map(str, sample.shape))}]"
+        return f"{layers} ({counted(len(sample.parameters), 'tensors')})"
+
+    def of_ranks(self, sample: CallSample, total: Sequence[float], key: str) -> list[Line]:
+        """The line that a reader adds up."""
+        values = [value for _, value in sample.of_ranks]
+        digits = digits_for(values)
+        names = ["me" if rank == self.me else f"rank {rank}" for rank, _ in sample.of_ranks]
+        who = [f"{name} {number(value, digits)}" for name, value in zip(names, values, strict=True)]
+        text = ", ".join(map(unbroken, who))
+        if total:
+            text += unbroken(f": {number(total[0], digits)}")
+            off = abs(sum(values) - total[0])
+            if off > 1e-3 * max(map(abs, values)) and max(values) != total[0]:
+                text += f", but their sum is {number(sum(values), digits)}"
+        lines = filled(f"{'':<{INDENT}}  {text}", self.width, INDENT + 2)
+        return [Line(line, key) for line in lines]
+
+    def waited(self, act: Act) -> str:
+        if not act.waited:
+            return ""
+        (rank, seconds), *_ = act.waited.most_common(1)
+        return f", after {milliseconds(seconds)} ms for rank {rank}" if seconds >= WAITED_S else ""
+
+    # --- one act ---
+
+    def full(self, act: Act) -> Iterator[Chunk]:
+        """An act with its numbers, its beginning and its end each at its moment."""
+        sample = act.first
+        if act.is_exchange:
+            yield from self.exchange(act)
+            return
+        key = f"{sample.op} {sample.ranks} {sample.inside} {sample.backward} {self.carried(sample)}"
+        size = human_bytes(act.nbytes)
+        if sample.op == "all_gather":
+            text = f"gather {self.carried(sample)}, {size}: my part begins"
+            yield Chunk(act.start_s, self.at(act.start_s, text, sample.given, key))
+            whole = self.at(act.end_s, f"  it is whole{self.waited(act)}", (), key)
+            yield Chunk(act.end_s, whole + self.of_ranks(sample, (), key))
+            return
+        if sample.parameters:
+            begun = f"{sample.op} of {self.carried(sample)}, {size}, begins{'' if sample.at_once else ': I go on'}"
+            mine = self.at(None, f"  my gradient of {sample.tensor}", sample.given, key)
+            yield Chunk(act.start_s, self.at(act.start_s, begun, (), key) + mine)
+        else:
+            text = f"{self.where(sample)}: my {self.carried(sample)} begins"
+            yield Chunk(act.start_s, self.at(act.start_s, text, sample.given, key))
+        result = f"  {RESULTS.get(sample.op, sample.op)} of {len(sample.ranks)} ranks{self.waited(act)}"
+        lines = self.at(act.end_s, result, sample.taken, key)
+        yield Chunk(act.end_s, lines + (self.of_ranks(sample, sample.taken, key) if act is self.main else []))
+
+    def exchange(self, act: Act) -> Iterator[Chunk]:
+        """Messages: to whom what, from whom what; one each way in one line."""
+        where = f"{self.where(act.first)}: " if act.first.inside else ""
+        if [each.op for each in act.samples] in (["recv", "send"], ["send", "recv"]):
+            sent, got = sorted(act.samples, key=lambda each: each.op, reverse=True)
+            ends = [number(of[0], digits_for(of)) if of else "" for of in (sent.given, got.taken)]
+            text = f"{where}to rank {sent.ranks[1]} {ends[0]}, from rank {got.ranks[0]} {ends[1]}{self.waited(act)}"
+            yield Chunk(act.end_s, self.at(act.end_s, text, (), f"{sent.ranks} {act.first.inside} {sent.backward}"))
+            return
+        for op, end, at_s in (("send", "to", act.start_s), ("recv", "from", act.end_s)):
+            samples = sorted((each for each in act.samples if each.op == op), key=lambda each: each.ranks)
+            peers = [each.ranks[op == "send"] for each in samples]
+            values = [each.given if op == "send" else each.taken for each in samples]
+            waited = self.waited(act) if op == "recv" else ""
+            if len(peers) == 1:
+                waited = waited.replace(f" for rank {peers[0]}", "").replace(",", "")
+            key = f"{[each.ranks for each in samples]} {act.first.backward}"
+            if len(samples) == 1:
+                text = f"{where}{end} rank {peers[0]}{waited}: {self.carried(samples[0])}{self.microbatch(act)} begins"
+                yield Chunk(at_s, self.at(at_s, text, values[0], key))
+            elif samples:
+                rows = [
+                    unbroken(f"rank {peer} {each.shape[0]} rows {number(of[0], 6) if of else ''}".rstrip())
+                    for peer, each, of in zip(peers, samples, values, strict=True)
+                ]
+                yield Chunk(at_s, self.at(at_s, f"{where}{end} {', '.join(rows)}{waited}", (), key))
+
+    def microbatch(self, act: Act) -> str:
+        """For which pass a message came, or of which it is the result, where a step has several microbatches."""
+        spans = [Span(*span) for span in self.first.spans if span[0] in PASSES]
+        if len({span.label for span in spans}) < 2:
+            return ""
+        if act.first.op == "recv":
+            after = [span for span in spans if span.start_s >= act.end_s - CLOSE_S]
+            return f" for {after[0].kind} {after[0].label}" if after else ""
+        before = [span for span in spans if span.end_s <= act.start_s + CLOSE_S]
+        return f" of {before[-1].kind} {before[-1].label}" if before else ""
+
+    def short(self, acts: Sequence[Act]) -> Chunk:
+        """Acts that are alike in one line."""
+        act, sample = acts[0], acts[0].first
+        size = human_bytes(sum(each.nbytes for each in acts))
+        if act.is_exchange:
+            peers = {rank for each in act.samples for rank in each.ranks if rank not in (self.me, -1)}
+            what = f"{counted(len(acts), 'exchanges')} with {name_ranks(peers)}, {size}"
+        else:
+            times = f"{len(acts)} times " if len(acts) > 1 else ""
+            ends = [number(of[0], digits_for(of)) for of in (sample.given, sample.taken) if of]
+            becomes = f": {' becomes '.join(ends)}" if len(ends) > 1 else ""
+            what = f"{times}{sample.op} of {self.carried(sample)}, {size}{becomes}"
+        where = self.where(sample)
+        return Chunk(act.start_s, self.at(act.start_s, f"{where}: {what}" if where else what))
+
+    # --- the step ---
+
+    def lines(self, room: int) -> list[Line]:
+        """All of the step in at most about `room` lines: where it has more, groups of calls lose their numbers, and
+        then their line, those of the backward pass and small ones first."""
+        groups: dict[Kind, list[Act]] = {}
+        for act in self.acts:
+            groups.setdefault(act.kind, []).append(act)
+        largest = max((act.nbytes for act in self.acts), default=0)
+        tiny = {kind for kind, acts in groups.items() if max(act.nbytes for act in acts) <= TINY * largest}
+        gone = {kind for kind in tiny if groups[kind][0].is_exchange}  # of shapes
+        short, few = tiny - gone, set[Kind]()
+        sizes = {kind: sum(act.nbytes for act in acts) for kind, acts in groups.items() if self.main not in acts}
+        order = sorted(sizes, key=lambda kind: (not groups[kind][0].first.backward, sizes[kind]))
+        turns = [(into, kind) for into in (few, short, gone) for kind in order if kind not in gone | into]
+        for into, kind in [*turns, (gone, ())]:
+            chunks = [*self.passes(), *self.told_groups(groups, few, short, gone)]
+            chunks.sort(key=lambda chunk: chunk.at_s)
+            lines = [line for chunk in chunks for line in chunk.lines]
+            if len(lines) <= room:
+                break
+            into.add(kind)
+        return lines
+
+    def told_groups(
+        self, groups: dict[Kind, list[Act]], few: set[Kind], short: set[Kind], gone: set[Kind]
+    ) -> Iterator[Chunk]:  # fmt: skip
+        for kind, acts in groups.items():
+            first = acts[0].first
+            if kind in short - gone:
+                yield self.short(acts)
+            elif kind not in gone and len(acts) <= FEW and first.parameters and not (first.at_once or first.label):
+                for act in acts:
+                    yield from self.full(act) if act is self.main else [self.launch(act)]
+            elif kind not in gone:
+                yield from self.first_of(acts, 1 if kind in few else ROUNDS)
+        left = [act for kind in gone for act in groups.get(kind, [])]
+        if left:
+            text = f"and {counted(len(left), 'calls')} more, {human_bytes(sum(act.nbytes for act in left))}"
+            yield Chunk(max(act.end_s for act in left), self.at(None, text))
+
+    def first_of(self, acts: Sequence[Act], rounds: int) -> Iterator[Chunk]:
+        """The first of acts that are alike, of exchanges those of one layer, or the main one; then how many more."""
+        shown = [act for act in acts if act is self.main] or [acts[0]]
+        if acts[0].is_exchange and acts[0].first.inside:
+            shown = [act for act in acts if act.first.inside == acts[0].first.inside][:rounds]
+        for act in shown:
+            yield from self.full(act)
+        others = [act for act in acts if act not in shown]
+        if not others:
+            return
+        first = acts[0].first
+        noun = "exchanges" if acts[0].is_exchange else first.op
+        if acts[0].is_exchange and not first.inside:
+            noun = f"messages {'to' if first.op == 'send' else 'from'} rank {first.ranks[first.op == 'send']}"
+        size, until_ms = human_bytes(sum(act.nbytes for act in others)), 1000 * max(act.end_s for act in others)
+        text = f"{len(others)} {noun} more like it, {size}{self.places(others)}, until {until_ms:.0f} ms"
+        yield Chunk(max(act.end_s for act in shown) + 1e-9, self.at(None, text, (), f"more {acts[0].kind}"))
+
+    def launch(self, act: Act) -> Chunk:
+        text = f"{act.first.op} of {self.carried(act.first)}, {human_bytes(act.nbytes)}, begins: I go on"
+        return Chunk(act.start_s, self.at(act.start_s, text, (), f"launch {self.carried(act.first)}"))
+
+    def places(self, acts: Sequence[Act]) -> str:
+        """The layers of some acts, or what their marks are."""
+        labels = [act.first.label for act in acts if act.first.label.startswith("unit")]
+        found = [self.layer(int(act.first.inside.partition(".")[0])) for act in acts if act.first.inside]
+        ends = labels or found
+        return f", {' to '.join(dict.fromkeys((ends[0], ends[-1])))}" if ends else ""
+
+    def passes(self) -> Iterator[Chunk]:
+        """Where the forward and the backward pass begin, the loss, and the update."""
+        spans = [Span(*span) for span in self.first.spans]
+        forward = [span for span in spans if span.kind == "forward"]
+        backward = [span for span in spans if span.kind in ("backward", "input")]
+        known = [value for value in self.told.shares if value is not None]
+        if known and forward:
+            last_s = max(span.end_s for span in forward)
+            alone = backward and len({span.label for span in forward}) == 1
+            text = self.loss(known) + ("; now backward" if alone else "")
+            yield Chunk(last_s, self.at(last_s, text, (), "loss"))
+        for span in spans:
+            if span.kind == "optimizer" and self.told.weight is not None:
+                yield Chunk(span.start_s + 1.0, self.update(span, self.told.weight))
+
+    def loss(self, known: Sequence[float]) -> str:
+        share, total = self.told.shares[self.me], f"{sum(known):.6f}"
+        others = [rank for rank, value in enumerate(self.told.shares) if value is not None and rank != self.me]
+        if share is None:
+            return f"the loss of the whole batch is {total}"
+        if not others:
+            return f"the loss is {total}"
+        return f"my part of the loss is {share:.6f}; with {name_ranks(others)} it is {total}"
+
+    def update(self, span: Span, weight: WeightSample) -> list[Line]:
+        plain = weight.rate and self.config.get("LAB_OPTIMIZER") == "sgd"
+        how = f"  minus {three_digits(weight.rate)} x gradient it is" if plain else "  after the optimizer's step it is"
+        return [
+            *self.at(span.start_s, f"update: my {weight.name} was", weight.before, "update"),
+            *self.at(span.end_s, how, weight.after, "update"),
+        ]
+
+
+def merged(acts: Sequence[Act]) -> list[Act]:
+    """Messages to and from several ranks that a layer sends at once are one act."""
+    found: list[Act] = []
+    for act in acts:
+        before = found[-1] if found else None
+        if before is not None and together(before, act):
+            found[-1] = Act(
+                [*before.samples, *act.samples], min(before.start_s, act.start_s), max(before.end_s, act.end_s),
+                before.nbytes + act.nbytes * (act.first.op == "send"), before.waited + act.waited,
+            )  # fmt: skip
+        else:
+            found.append(act)
+    return found
+
+
+def together(before: Act, act: Act) -> bool:
+    """Whether two acts in a row are of one exchange: no peer twice in one direction, and nothing waited for between."""
+    if not (before.is_exchange and act.is_exchange and act.first.inside):
+        return False
+    same = (before.first.inside, before.first.backward) == (act.first.inside, act.first.backward)
+    twice = (act.first.op, act.first.ranks) in [(each.op, each.ranks) for each in before.samples]
+    return same and not twice

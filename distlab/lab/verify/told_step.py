@@ -1,0 +1,292 @@
+"""The told step: what a rank's log needs to tell the story of one step, beside its calls and spans.
+
+Of each call the numbers before and after, at a place that is the same on every rank; of one parameter its weight before
+and after the update; each rank's share of the loss. Which place is told is decided after the step, by numbers that all
+ranks of the call have: the sum of an all_reduce, all parts of an all_gather, a message at both of its ends. Of a
+reduce_scatter each rank has a sum of its own, so it tells the others where, and they tell it what they gave.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from distlab.contract import Strategy
+from distlab.lab.lab import Lab
+from distlab.lab.measure.samples import TOLD, Copies, Sample, Samples, Stretch, place_of
+from distlab.lab.report import records
+from distlab.techniques.collectives.sharded_tensor import LocalShard, whole_piece
+
+ALLOWED_BYTES = 256 << 20  # of copies in a told step
+MATRIX = 2  # dimensions
+SUMS = ("all_reduce", "reduce", "reduce_scatter")
+LAYER = re.compile(r"layers\.(\d+)\.")
+
+Storages = Mapping[tuple[int, int], Sequence["Part"]]
+Parts = list[tuple["Part", int]]  # each with where it begins
+
+
+class Part(NamedTuple):
+    """A parameter, or its gradient, in a storage."""
+
+    name: str
+    offset: int
+    numel: int
+    is_matrix: bool
+
+
+class ToldStep:
+    """Around one step of a strategy: its samples, and the parameter that is told."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self.samples = Samples(getattr(strategy, "layers", {}), ALLOWED_BYTES)
+        self._strategy = strategy
+        self.weight: Tensor | None = None  # live, of the parameter that is told
+        self.name, self.shape, self.before, self.rate = "", list[int](), torch.empty(0), 0.0
+
+    def hear(self, what: str, kind: str, label: str) -> None:  # noqa: ARG002
+        """Before the update: choose the parameter, and keep its numbers."""
+        if (what, kind) == ("begin", "optimizer"):
+            self._choose()
+
+    def _choose(self) -> None:
+        pieces = {name: piece_of(tensor) for name, tensor in weights_of(self._strategy)}
+        own = {name: piece for name, piece in pieces.items() if piece.boxes and len(piece.shape) >= MATRIX}
+        inner = {name: piece for name, piece in own.items() if name.startswith("layers.1.")} or own or pieces
+        sizes = {name: sum(box.numel() for _, box in piece.boxes) for name, piece in inner.items()}
+        if sizes and max(sizes.values()):
+            self.name = max(sizes, key=lambda name: sizes[name])
+            piece = inner[self.name]
+            self.shape, self.weight = list(piece.shape), piece.boxes[0][1].detach()
+            self.before = self.weight.clone().reshape(-1)
+            groups = getattr(getattr(self._strategy, "optimizer", None), "param_groups", [])
+            self.rate = float(groups[0]["lr"]) if groups else 0.0
+
+
+# --- what a rank has of the model ---
+
+
+def weights_of(strategy: Strategy) -> Iterator[tuple[str, Any]]:
+    """Each parameter of which this rank has anything: a Tensor, a DTensor or a LocalShard."""
+    state = strategy.state_dict() if hasattr(strategy, "state_dict") else {}
+    for label, tensor in state.items():
+        if label.startswith("weights."):
+            yield label.removeprefix("weights."), tensor
+
+
+def piece_of(tensor: Any) -> LocalShard:
+    """Where what this rank has of a parameter stands in the dense one."""
+    if isinstance(tensor, LocalShard):
+        return tensor
+    if not hasattr(tensor, "to_local"):
+        return whole_piece(tensor)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # where a DTensor is, it is there
+
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    local: Tensor = tensor.to_local()
+    return LocalShard(tensor.shape, [(tuple(offset), local)] if local.numel() else [])
+
+
+# --- which place, and what the other ranks have there ---
+
+
+class Places(NamedTuple):
+    """Of one call: where its sample begins in what went in and in what came out, and in which parameter that is."""
+
+    given: int = -1
+    taken: int = -1
+    name: str = ""
+
+
+def places_of(sample: Sample, parts: Parts, told: str, me: int) -> Places:
+    """The places of a call on this rank, who is the `me`-th of its group; all of its ranks come to the same, but for
+    those of a reduce_scatter."""
+    given, taken = sample.given, sample.taken or Copies(None, [])
+    if sample.op == "all_to_all":
+        return Places()
+    if sample.op == "all_gather":
+        return gathered_place(given, taken, parts, len(sample.ranks))
+    ends = taken if taken.numbers is not None else given
+    if ends.numbers is None:
+        return Places()
+    part, start = chosen_part(parts, told)
+    place = place_of(ends.numbers, start, None if part is None else part.numel)
+    name = "" if part is None else part.name
+    if sample.op == "reduce_scatter":
+        return Places(me * ends.numbers.numel() + place, place, name)
+    return Places(place if given.stretches else -1, place if taken.numbers is not None else -1, name)
+
+
+def gathered_place(given: Copies, taken: Copies, parts: Parts, num_ranks: int) -> Places:
+    """The first place of a part at which the parts of all ranks tell something."""
+    if taken.numbers is None or given.numbers is None or taken.numbers.numel() != num_ranks * given.numbers.numel():
+        return Places(0, -1) if given.numbers is not None else Places()
+    everyone = taken.numbers.view(num_ranks, -1)
+    place = place_of(torch.where(everyone == 1, 0, everyone.abs()).amin(0))
+    name = next((part.name for part, start in parts if start <= place < start + part.numel), "")
+    return Places(place, 0, name)
+
+
+def parts_of(samples: Sequence[Sample], storages: Storages) -> list[Parts]:
+    """The parameters that each call carries. A call whose memory has no name has those of another with the same label
+    and as many numbers: what is reduced and scattered of a unit stands as its weights were gathered."""
+    known: dict[tuple[str, int], Parts] = {}
+    for sample in samples:
+        if sample.label and (parts := list(parts_in(sample.given.stretches, storages))):
+            known.setdefault((sample.label, len_of(sample.given)), parts)
+    found = []
+    for sample in samples:
+        taken = sample.taken or Copies(None, [])
+        ends = sample.given if sample.op == "all_gather" else taken if taken.numbers is not None else sample.given
+        found.append(list(parts_in(ends.stretches, storages)) or known.get((sample.label, len_of(ends)), []))
+    return found
+
+
+def parts_in(stretches: Sequence[Stretch], storages: Storages) -> Iterator[tuple[Part, int]]:
+    """The parameters that lie in some tensors, and where each begins in their row."""
+    before = 0
+    for stretch in stretches:
+        for part in storages.get(stretch.storage, ()):
+            start = part.offset - stretch.offset
+            if start >= 0 and start + part.numel <= stretch.numel:
+                yield part, before + start
+        before += stretch.numel
+
+
+def chosen_part(parts: Parts, told: str) -> tuple[Part | None, int]:
+    """The told parameter where it is among them, else the first matrix; nothing of tensors without names."""
+    ranked = [each for each in parts if bare(each[0].name) == told] or [each for each in parts if each[0].is_matrix]
+    return next(iter([*ranked, *parts]), (None, 0))
+
+
+def bare(name: str) -> str:
+    """The parameter whose gradient this is, or which it is."""
+    return name.removeprefix("gradient of ")
+
+
+def keys_of(calls: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
+    """A name for each call of a rank, [op, ranks, tag, start_s] each, which the others of its group have for it too:
+    the n-th collective of a group is that of each of its ranks, the n-th receive takes the n-th send."""
+    turns: dict[tuple[Any, ...], count[int]] = defaultdict(count)
+    keys = list[tuple[Any, ...]]()
+    for op, ranks, tag, _ in calls:
+        kind = (op, *ranks, tag) if op in ("send", "recv") else ("", *ranks)
+        keys.append((*kind, next(turns[kind])))
+    return keys
+
+
+def first_numbers(
+    lab: Lab, label: str, samples: Sequence[Sample], places: Sequence[Places]
+) -> list[dict[int, float]]:  # fmt: skip
+    """Of each call the first number of the sample of every rank: what is summed, or what they gave. A collective."""
+    keys = keys_of([[each.op, each.ranks, each.tag, 0.0] for each in samples])
+    mine = [" ".join(map(str, key)) for key in keys]
+    scatters = [sample.op == "reduce_scatter" for sample in samples]
+    at = [each.taken if apart else each.given for each, apart in zip(places, scatters, strict=True)]
+    theirs = [
+        dict(of_rank) for of_rank in lab.exchange.everyone(f"places of {label}", list(zip(mine, at, strict=True)))
+    ]
+    told: list[list[float | None]] = []
+    for sample, key, place in zip(samples, mine, places, strict=True):
+        wanted = [place.given] * len(sample.ranks)
+        if sample.op == "reduce_scatter":
+            share = len_of(sample.given) // len(sample.ranks)
+            wanted = [index * share + theirs[rank].get(key, -1) for index, rank in enumerate(sample.ranks)]
+        told.append([number_at(sample.given, each) for each in wanted])
+    everyone = lab.exchange.everyone(f"numbers of {label}", list(zip(mine, told, strict=True)))
+    numbers = [dict(of_rank) for of_rank in everyone]
+    found = []
+    for sample, key in zip(samples, mine, strict=True):
+        there = [rank for rank in sample.ranks if rank >= 0 and lab.rank in sample.ranks and key in numbers[rank]]
+        of = {rank: numbers[rank][key][sample.ranks.index(lab.rank)] for rank in there}
+        found.append({rank: value for rank, value in of.items() if value is not None})
+    return found
+
+
+def len_of(copies: Copies) -> int:
+    return 0 if copies.numbers is None else copies.numbers.numel()
+
+
+def number_at(copies: Copies, place: int) -> float | None:
+    return float(copies.numbers[place]) if copies.numbers is not None and 0 <= place < copies.numbers.numel() else None
+
+
+# --- what is written ---
+
+
+def write_told(
+    lab: Lab, name: str, step: int, told: ToldStep, share: float | None, storages: Storages, shift_s: float
+) -> None:  # fmt: skip
+    """The record of the step; all ranks call it together. `shift_s` makes of a `time.perf_counter` seconds since the
+    first rank began the step."""
+    samples = told.samples.found
+    parts = parts_of(samples, storages)
+    places = [
+        places_of(each, of, told.name, each.ranks.index(lab.rank) if lab.rank in each.ranks else 0)
+        for each, of in zip(samples, parts, strict=True)
+    ]
+    numbers = first_numbers(lab, name, samples, places)
+    shares = lab.exchange.everyone(f"shares of {name}", share)
+    rows = []
+    for sample, place, of, of_ranks in zip(samples, places, parts, numbers, strict=True):
+        names = list(dict.fromkeys(bare(part.name) for part, _ in of))
+        given, taken, firsts = ends(sample, place, of_ranks)
+        wait = [round(each + shift_s, 6) for each in sample.wait_s] if sample.wait_s else []
+        rows.append(
+            records.CallSample(
+                sample.op, list(sample.ranks), sample.calls, sample.label, names,
+                list(sample.shape), sample.inside, sample.backward, sample.at_once, wait, bare(place.name), given,
+                taken, list(firsts.items()),
+            )
+        )  # fmt: skip
+    lab.journal.write(records.Told(name, step, rows, weight_of(told, samples, places, parts), shares))
+
+
+def ends(
+    sample: Sample, place: Places, of_ranks: dict[int, float]
+) -> tuple[list[float], list[float], dict[int, float]]:  # fmt: skip
+    """The numbers before and after; of an all_gather after is what each rank gave, of an all_to_all what each sends
+    this one."""
+    taken, ranks = sample.taken or Copies(None, []), sample.ranks
+    if sample.op == "all_gather":
+        return sample.given.at(place.given), [], of_ranks
+    if sample.op == "all_to_all" and taken.numbers is not None and len(taken.stretches) == len(ranks):
+        starts = [sum(each.numel for each in taken.stretches[:index]) for index in range(len(ranks))]
+        of_ranks = {
+            rank: value
+            for rank, start, stretch in zip(ranks, starts, taken.stretches, strict=True)
+            if (value := number_at(taken, place_of(taken.numbers, start, stretch.numel))) is not None and stretch.numel
+        }
+    return sample.given.at(place.given), taken.at(place.taken), of_ranks
+
+
+def weight_of(
+    told: ToldStep, samples: Sequence[Sample], places: Sequence[Places], parts: Sequence[Parts]
+) -> records.WeightSample | None:
+    """The told parameter before and after the update, where its gradient was told if that was sent."""
+    if told.weight is None:
+        return None
+    after, place, gradient = told.weight.reshape(-1), -1, list[float]()
+    for sample, spot, of in zip(samples, places, parts, strict=True):
+        if sample.op in SUMS and sample.taken is not None and bare(spot.name) == told.name:
+            start = next(start for part, start in of if bare(part.name) == told.name)
+            place, gradient = spot.taken - start, sample.taken.at(spot.taken)
+    if place < 0:
+        place = place_of(after)
+    return records.WeightSample(
+        told.name,
+        told.shape,
+        list(after_of(told.before, place)),
+        gradient,
+        list(after_of(after, place)),
+        told.rate,
+    )
+
+
+def after_of(numbers: Tensor, place: int) -> list[float]:
+    found: list[float] = numbers[place : place + TOLD].tolist()
+    return found
