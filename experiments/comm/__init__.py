@@ -15,7 +15,7 @@ price.
   shapes      x [2], rows [N, 2] for the primitives; [S/4] float32 in the sweep
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -28,6 +28,8 @@ from distlab.contract import Mode, Variant, untrained
 from distlab.lab.config import Config
 from distlab.lab.lab import Lab
 from distlab.lab.measure.prediction import PYTORCHS, Prediction
+from distlab.lab.report import records
+from distlab.lab.report.units import counted, name_ranks
 from distlab.lab.verify.records import draw, hold_drawn
 from distlab.techniques.collectives import ring as ring_by_hand
 from distlab.techniques.collectives.by_hand import ALGORITHMS, Algorithm, Collective
@@ -99,10 +101,12 @@ def broadcast_slice_gather(lab: Lab) -> None:
     local_result = slices[lab.rank] * (lab.rank + 1)
     full_result = torch.empty(4, device=lab.device)
     Collective(lab.group).all_gather(full_result, local_result)
-    lab.note("broadcast", f"rank {lab.rank} full data: {full_data.tolist()}")
-    lab.note("gets", f"rank {lab.rank} received data: {slices[lab.rank].tolist()}")
-    lab.note("computes", f"rank {lab.rank} local result: {local_result.tolist()}, shape {list(local_result.shape)}")
-    lab.note("gathers", f"rank {lab.rank} final gathered result: {full_result.tolist()}")
+    lab.note("broadcast", f"rank 0 sends me {full_data.tolist()}")
+    lab.note("gets", f"my slice: {slices[lab.rank].tolist()}")
+    lab.note(
+        "computes", f"slice x {lab.rank + 1}, local result: {local_result.tolist()}, shape {list(local_result.shape)}"
+    )
+    lab.note("gathers", f"of all ranks, final result: {full_result.tolist()}")
     numbers = torch.arange(4) + 36 + lab.config.seed
     wanted = torch.cat([part * (rank + 1) for rank, part in enumerate(split(numbers, lab.world_size))])
     wrong = float((full_result.cpu() - wanted).abs().max())
@@ -141,15 +145,44 @@ def ring(lab: Lab, algorithm: Algorithm = ring_by_hand) -> None:
     lab.at(0, "ring")
     Pending(algorithm.all_reduce(peers, tensor)).wait()
     held = [*peers.held, digits(chunks)]
+    everyone = lab.exchange.everyone("ring", peers.sent)
     rows: list[list[object]] = [["", "", "", held[0]]]
     finished = set(wanted.tolist())
-    for number, moves in enumerate(zip(*lab.exchange.everyone("ring", peers.sent), strict=True), 1):
+    for number, moves in enumerate(zip(*everyone, strict=True), 1):
         told = ", ".join(f"{sender} -> {receiver}: {value}" for sender, (receiver, value) in enumerate(moves))
-        action = "copy" if {value for _, value in moves} <= finished else "add"
-        rows.append([number, action, told, held[number]])
+        rows.append([number, "copy" if copies(moves, finished) else "add", told, held[number]])
+    note_ring(lab, everyone, held, finished)
     columns = ["round", "receivers", "who sends what to whom", "rank 0 then holds"]
     lab.table("A ring all_reduce, round by round: the digit is the chunk, its places are the ranks", columns, rows)
     lab.check("ring", float((tensor - wanted).abs().max()), 0.0, detail=f"{digits(chunks)} in the end")
+
+
+def copies(moves: Iterable[tuple[int, int]], finished: set[int]) -> bool:
+    """Whether what goes round in a round are sums of all ranks, which their receivers copy."""
+    return {value for _, value in moves} <= finished
+
+
+def note_ring(lab: Lab, everyone: Sequence[Sequence[tuple[int, int]]], held: Sequence[str], finished: set[int]) -> None:
+    """In each rank's log: what it sends and gets in each round, and what it holds then."""
+    ranks, me = lab.world_size, lab.rank
+    if ranks == 1:
+        return
+    lab.note("RING", f"all_reduce of {ranks} chunks: {ranks - 1} rounds add, {ranks - 1} copy; I send to rank"
+             f" {(me + 1) % ranks}, I get from rank {(me - 1) % ranks}")  # fmt: skip
+    lab.note("", f"my numbers are {held[0]}: the first digit is the chunk, the places say whose parts are in a sum")
+    before = (me - 1) % ranks
+    for number, (mine, theirs) in enumerate(zip(everyone[me], everyone[before], strict=True)):
+        sent, got = mine[1], theirs[1]
+        own = int(str(got)[0]) * 10**me
+        last = copies([of_rank[number] for of_rank in everyone], finished)
+        word = f"copy {number - ranks + 2}" if last else f"add {number + 1}"
+        result = f"I hold {held[number + 1]}" if last else f"{got} + my {own} = {got + own}"
+        lab.note(word, f"I send chunk {chunk_of(sent)}, {sent} · I get chunk {chunk_of(got)}, {got} · {result}")
+
+
+def chunk_of(value: int) -> int:
+    """The chunk that a number of `marked` is in."""
+    return int(str(value)[0]) - 1
 
 
 def digits(chunks: list[Tensor]) -> str:
@@ -229,6 +262,22 @@ def groups_of(lab: Lab) -> Iterator[dict[str, dist.ProcessGroup]]:
             dist.destroy_process_group(groups[other])
 
 
+def note_messages(lab: Lab) -> None:
+    """In each rank's log: of each way to sum 4 MiB its messages, to whom, how long it took, and what was predicted."""
+    predicted = {each.variant: each.value[lab.rank] / 1e6 for each in predict(lab.config)}
+    ends = {
+        each.variant: max((span[3] for span in each.spans), default=0.0)
+        for each in lab.journal.records
+        if isinstance(each, records.Timeline)
+    }
+    for each in [each for each in lab.journal.records if isinstance(each, records.Messages)]:
+        sends = [call for call in each.calls if call[0] == "send"]
+        whom = f" to {name_ranks({call[1][1] for call in sends})}" if sends else ""
+        sent = sum(call[2] for call in each.calls) / 1e6
+        text = f"4.19 MB in {1000 * ends[each.variant]:.3g} ms: {counted(len(sends) or len(each.calls), 'messages')}"
+        lab.note(each.variant, f"{text}{whom}, {sent:.3g} MB; predicted {predicted[each.variant]:.3g} MB")
+
+
 def draw_all(lab: Lab, collectives: Mapping[str, Collective]) -> None:
     """One all_reduce of 4 MiB by each, message by message, for the picture; as many bytes as are predicted."""
     tensor = torch.ones(PREDICTED_BYTES // 4, device=lab.device)
@@ -241,6 +290,7 @@ def draw_all(lab: Lab, collectives: Mapping[str, Collective]) -> None:
         return summed
 
     drawn = draw(lab, {name: partial(prepared, collective) for name, collective in collectives.items()})
+    note_messages(lab)
     for prediction in predict(lab.config):
         if prediction.variant in drawn:
             name, predicted = prediction.variant, prediction.value[lab.rank]

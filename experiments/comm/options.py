@@ -7,5 +7,5 @@ class Options(ModeOptions):
     """What this mode alone knows."""
 
     sweep_mib: float = Field(
-        64, alias="LAB_SWEEP_MIB", ge=0.25, le=64, description="MiB of the largest tensor that comm sweeps"
+        16, alias="LAB_SWEEP_MIB", ge=0.25, le=64, description="MiB of the largest tensor that comm sweeps"
     )

@@ -39,6 +39,7 @@ from distlab.lab.cluster.membership import View
 from distlab.lab.cluster.views import BEGIN
 from distlab.lab.config import Config
 from distlab.lab.lab import Lab
+from distlab.lab.report.units import name_ranks
 from distlab.techniques.elastic.strategy import ShardedSurvivor, Survivor
 
 from .bugs import mistake
@@ -115,17 +116,16 @@ def run(lab: Lab, survivor: type[Survivor] = Survivor, sharded: type[ShardedSurv
 
 
 def note_course(lab: Lab, course: Course) -> None:
-    """In each rank's own log: what it computed of a variant, and each view of the members that it saw."""
-    killed = [f"killed at step {loss.step}" for loss in course.drill.losses if loss.rank == lab.rank]
-    applied = f"{course.training.applied} steps applied, {course.computed} computed"
-    applied += f" in {course.lives} lives" if course.lives > 1 else ""
-    if killed and not course.training.applied:
-        applied = "not taken in again"
-    views = [
-        f"view {number} from step {event.applied}: ranks {', '.join(map(str, event.after))} ({view_origin(event)})"
-        for number, event in enumerate(course.events, 1)
-    ]
-    lab.note("ends", f"{course.policy.name}: {'; '.join([*killed, applied, *views])}")
+    """In each rank's own log: what it computed of a variant, when it was killed, and who was in from then on."""
+    me = course.policy.name
+    killed = [loss.step for loss in course.drill.losses if loss.rank == lab.rank]
+    lab.note(me, "all ranks begin" + "".join(f"; I am killed at step {step}" for step in killed))
+    for event in course.events:
+        go = "goes" if len(event.after) == 1 else "go"
+        lab.note("", f"from step {event.applied} on {name_ranks(event.after)} {go} on ({view_origin(event)})")
+    applied = f"my weights took {course.training.applied} steps, of which I computed {course.computed}"
+    lives = f" in {course.lives} lives: each begins from what was saved or sent" if course.lives > 1 else ""
+    lab.note("", "I was not taken in again" if killed and not course.training.applied else applied + lives)
 
 
 def view_origin(event: Event) -> str:

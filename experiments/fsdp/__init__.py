@@ -186,15 +186,16 @@ def run(lab: Lab) -> None:
 
 
 def note_units(lab: Lab, name: str, order: Order) -> None:
-    """In which order the units of a variant were unsharded (+) and resharded (-) in the counted step."""
-    layer_of = {storage: label.partition(".")[0] for label, storage in order.weights.items()}
-    moves = []
-    for event in order.events:
-        if event.what == "held":
-            (storage,) = event.storages
-            moves.append(f"{'+' if event.nbytes else '-'}{layer_of[storage]}")
-    if moves:
-        lab.note("units", f"{name}: unshard +, reshard -: {' '.join(moves)}")
+    """In each rank's log, of the variant that it tells: how many units were whole at once, and how often each was
+    gathered."""
+    whole, most, gathered = 0, 0, 0
+    for event in (event for event in order.events if event.what == "held"):
+        whole += 1 if event.nbytes else -1
+        gathered += bool(event.nbytes)
+        most = max(most, whole)
+    units = len({label.partition(".")[0] for label in order.weights})
+    if gathered and name == lab.mode.headline[0]:
+        lab.note("units", f"at most {most} of {units} were whole at once; {gathered} times one was gathered")
 
 
 MODE = Mode(

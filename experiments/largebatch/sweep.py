@@ -53,7 +53,7 @@ def refuse(config: Config, recipes: Mapping[str, Recipe]) -> list[str]:
         refusals.append(
             f"LAB_CLIP={config.clip:g} is no part of largebatch: a gradient that is clipped does not grow with the rate"
         )
-    if "bucket_mib" in config.model_fields_set:
+    if "bucket" in config.model_fields_set:
         refusals.append(
             f"LAB_BUCKET_MIB={config.bucket_mib:g} is no part of largebatch: "
             "the gradients of all its runs are one bucket"

@@ -38,7 +38,7 @@ from distlab.lab.config import Config
 from distlab.lab.lab import Lab
 from distlab.lab.measure.prediction import Prediction
 from distlab.lab.verify.counted import check_in_flight
-from distlab.lab.verify.pipeline_checks import draw_on_paper
+from distlab.lab.verify.pipeline_checks import draw_on_paper, note_schedule
 from distlab.lab.verify.run_all import measure
 from distlab.lab.workload.model import Model, build_model, dropping
 from distlab.techniques.mesh.strategy import Stacked
@@ -69,6 +69,8 @@ def predicted(config: Config) -> list[Prediction]:
 def run(lab: Lab) -> None:
     config, sizes = lab.config, axes(lab.config)
     tell(lab, sizes)
+    if sizes["pp"] > 1:
+        note_schedule(lab, partial(on_paper, sizes, config))
     measured = measure(lab, also=partial(held_in_flight, lab))
     draw_on_paper(lab, partial(on_paper, sizes, config))
     lab.hold(predicted(config), measured)

@@ -11,7 +11,7 @@ from distlab.lab.measure.event_order import Order
 from distlab.lab.verify.pipeline_checks import Piped, check_schedule
 from distlab.lab.verify.run_all import measured
 
-from .placement import HOW, Rank, at
+from .placement import HOW, Rank
 from .traffic import FORMULAS, by_axis
 
 
@@ -20,10 +20,9 @@ def tell(lab: Lab, sizes: Mapping[str, int]) -> None:
     grid = " x ".join(f"{axis} {ranks}" for axis, ranks in sizes.items())
     for axis, cost in by_axis(Rank(lab.config, sizes, 0, HOW["1f1b"])).items():
         lab.say(f"{grid}: 1f1b sends {cost.nbytes / 1e6:.3g} MB over {axis}, calls: {cost.calls}", "predict")
-    place = ", ".join(f"{axis} {index}" for axis, index in at(lab.rank, sizes).items())
     rank = Rank(lab.config, sizes, lab.rank, HOW["1f1b"])
     numel = sum(local.numel for unit in rank.units for local in unit)
-    lab.note("holds", f"at {place}: layers {rank.layers[0]} to {rank.layers[-1]}, {numel} parameters")
+    lab.note("holds", f"{numel} parameters")
 
 
 def compare_axes(lab: Lab, name: str, rank: Rank, measured: Measured) -> None:

@@ -39,7 +39,7 @@ from distlab.lab.checkpoint import bugs as checkpoints
 from distlab.lab.config import Config
 from distlab.lab.lab import Lab
 from distlab.lab.verify.counted import check_in_flight
-from distlab.lab.verify.pipeline_checks import draw_on_paper
+from distlab.lab.verify.pipeline_checks import draw_on_paper, note_schedule
 from distlab.lab.verify.run_all import measure
 from distlab.lab.workload.data import Microbatch
 from distlab.lab.workload.model import Model, outline
@@ -175,6 +175,7 @@ def run(lab: Lab) -> None:
         "predict",
     )
     lab.note("holds", holds(config, lab.rank))
+    note_schedule(lab, partial(schedule_of, config))
     measured = measure(lab, also=partial(held_in_flight, lab))
     draw_on_paper(lab, partial(schedule_of, config))
     lab.hold(lab.mode.predict(config), measured)

@@ -47,7 +47,7 @@ from distlab.techniques.mesh.grid import Mesh
 from distlab.techniques.precision import LossScale, Masters, all_finite
 
 from .checks import claims, prove, rehearse
-from .display import observe, show_seen
+from .display import observe, percent, show_seen
 from .options import Options
 from .predictions import SCALED, converted, predict, refuse
 from .pytorch import autocast
@@ -175,6 +175,8 @@ def run(lab: Lab) -> None:
             for each in lab.mode.variants
             if each.build and lab.wants(each.name) and not is_own(each.name)
         }
+    lost = ", ".join(f"{name} {percent(each.underflowed[0])}" for name, each in seen.items() if each.underflowed)
+    lab.note("underflow", f"numbers of the first step's gradients that became 0: {lost}")
     show_seen(lab, seen)
 
 

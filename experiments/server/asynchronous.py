@@ -125,12 +125,12 @@ def note_versions(lab: Lab, report: Report, seen: Audit) -> None:
     """In each worker's own log: which versions of the weights it computed with, and how stale its updates were."""
     by_worker = {str(worker): pairs for worker, pairs in seen.versions.items()}
     own = lab.exchange.share(f"versions of {DOWNPOUR}", by_worker).get(str(lab.rank), [])
-    first = ", ".join(f"{taken}>{pushed}" for taken, pushed in own[:6]) + (", ..." if len(own) > 6 else "")
+    first = ", ".join(f"{taken} to {pushed}" for taken, pushed in own[:6]) + (", ..." if len(own) > 6 else "")
     stale = [pushed - taken for taken, pushed in own] or [0]
     lab.note(
         "versions",
-        f"{DOWNPOUR}: {report.steps} steps in {report.pushes} updates, version of the weights fetched>updated: {first};"
-        f" staleness {fmean(stale):.2f} in the mean, {max(stale)} at most",
+        f"in {DOWNPOUR} I made {report.pushes} gradients of {report.steps} steps; each was made on one version of the"
+        f" weights and added to another: {first}; {fmean(stale):.2f} versions late in the mean, {max(stale)} at most",
     )
 
 

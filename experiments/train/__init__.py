@@ -92,7 +92,7 @@ def show(lab: Lab, epoch: int, batch: Tensor) -> None:
     """The lesson's computation on the first batch, gathered on all ranks, and its printed lines."""
     data = batch.to(lab.device)
     result, gathered = computed(lab, data)
-    lab.note("gets", f"rank {lab.rank}, epoch {epoch}, batch 0")
+    lab.note("I get", f"epoch {epoch}, batch 0")
     for name, tensor in {"Local data": data, "Local result": result, "Gathered result": gathered}.items():
         lab.note("", f"{name}: {tensor.tolist()}, shape {list(tensor.shape)}")
     wanted = [

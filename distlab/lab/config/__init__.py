@@ -41,6 +41,10 @@ class Refusal(Exception):
         super().__init__("\n".join(faults))
 
 
+VOCABULARY = 256  # of gpt, which reads bytes
+BUCKETS = 5  # of gradients, about
+
+
 class ConfigError(Refusal):
     """The environment cannot be run."""
 
@@ -87,7 +91,7 @@ class Config(BaseSettings):
     # How it is run.
     backend: Literal["gloo", "nccl", "tcp"] = Field("gloo", alias="LAB_BACKEND", description="what moves the bytes: a library, or the lab's own transport over plain TCP")
     device: Literal["cpu", "cuda"] = Field("cpu", alias="LAB_DEVICE", description="where tensors live; nccl means cuda")
-    bucket_mib: float = Field(1, alias="LAB_BUCKET_MIB", gt=0, le=2**20, allow_inf_nan=False, description="size of a gradient bucket in MiB")
+    bucket: float | None = Field(None, alias="LAB_BUCKET_MIB", gt=0, le=2**20, allow_inf_nan=False, description="size of a gradient bucket in MiB; unset: a fifth of the lab's own model, of another 1")
 
     recompute: bool = Field(False, alias="LAB_RECOMPUTE", description="1: keep no activations inside a layer, compute them again in the backward pass")
     net_rate: Annotated[str, AfterValidator(settings.rate)] | None = Field(None, alias="LAB_NET_RATE", description="rate of each rank's link, such as 100mbit (containers with compose/net.yaml); unset: as fast as it is")
@@ -198,6 +202,18 @@ class Config(BaseSettings):
     def mode_name(self) -> str:
         """RUN_MODE, or of a path its last part: what a run is named by."""
         return settings.mode_name(self.run_mode)
+
+    @property
+    def bucket_mib(self) -> float:
+        """Size of a gradient bucket; unset such that a model of the lab's has several, or overlap could not be seen."""
+        if self.bucket is not None:
+            return self.bucket
+        numbers = {
+            "line": 2,
+            "mlp": self.depth * self.width**2,
+            "gpt": (12 * self.depth * self.width + 2 * VOCABULARY + self.seq) * self.width,
+        }
+        return numbers[self.model] * 4 / BUCKETS / 2**20 if self.model in numbers else 1.0
 
     @property
     def learning_rate(self) -> float:

@@ -61,7 +61,9 @@ class Sample:
     ranks: tuple[int, ...]  # of the group; of a send or receive from whom to whom
     tag: int
     label: str  # of the phase around it
+    start_s: float  # of `time.perf_counter`
     taken: "Copies | None" = None  # what came out
+    left: Tensor | None = None  # what was not sent of it, and is kept
     calls: list[int] = field(default_factory=list)  # the messages that it is made of, by their number in the step
     wait_s: tuple[float, float] | None = None  # of `time.perf_counter`
     turn: int = 0  # of all that happened in the step
@@ -151,18 +153,24 @@ class Samples:
         inside = self._stack[-1] if self._stack else self._returned if backward else ""
         shape = tuple((given or results)[0].shape) if given or results else ()
         label = self.phases[-1].partition(" ")[2] if self.phases else ""
-        sample = Sample(op, inside, backward, shape, self._copied(given), results, ranks, tag, label)
+        sample = Sample(
+            op, inside, backward, shape, self._copied(given), results, ranks, tag, label, time.perf_counter()
+        )
         self.found.append(sample)
         self._turn = sample.turn = self._turn + 1
         return sample
 
     def by_hand(
-        self, op: str, ranks: Sequence[int], given: Tensor, result: Tensor, steps: Generator[Any, None, None]
+        self, op: str, ranks: Sequence[int], given: Tensor, result: Tensor, steps: Generator[Any, None, None],
+        left: Tensor | None = None,
     ) -> Generator[Any, None, None]:  # fmt: skip
-        """The `steps` of a collective by hand: what it sends between two of them belongs to it."""
+        """The `steps` of a collective by hand: what it sends between two of them belongs to it. `left` is what this
+        rank does not send."""
         sample = self._sample(op, [given], [result], tuple(ranks))
+        sample.left = None if left is None else left.detach().reshape(-1).clone()
+        begun = False
         while True:
-            if sample.calls and sample.wait_s is None:
+            if begun and sample.wait_s is None:
                 sample.wait_s, sample.at_once = (time.perf_counter(),) * 2, sample.turn == self._turn
             self._by_hand.append(sample)
             try:
@@ -171,6 +179,7 @@ class Samples:
                 self._by_hand.pop()
             if message is None:
                 break
+            begun = True
             yield message
         self._take(sample)
         if sample.wait_s is not None:

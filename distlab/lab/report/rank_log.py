@@ -23,7 +23,7 @@ from distlab.lab.report.verdict import passes
 WIDTH = 96  # columns of its file
 MOST_LINES = 25  # of a normal log, with its verdict; of one that draws a schedule MOST_WITH_CHART
 MOST_WITH_CHART = 30
-AT_THE_END = 6  # of them: what was sent, memory, losses, the other variants, what its mode says, the verdict
+AT_THE_END = 7  # of them: two of what was sent, losses, a step, the other variants, one of its mode, the verdict
 CHART_COLUMNS = 56
 FEW_SAMPLES = 4
 FEW_LOSSES = 8
@@ -96,7 +96,8 @@ class RankLog:
     def place(self, record: records.Placed) -> Iterator[Line]:
         """Who this rank is, what its mode is about, and what is wrong on purpose."""
         start = self.start
-        head = f"rank {start.rank} of {start.world_size} · {start.run_mode} · {start.idea or start.title}"
+        idea = (start.idea or start.title).partition(": ")
+        head = f"rank {start.rank} of {start.world_size} · {start.run_mode} · {idea[2] or idea[0]}".rstrip(".")
         yield from (Line(text, "rank") for text in table.filled(head, self.width, 2))
         axes = [f"{axis} {index} of {size}" for axis, (index, size) in record.axes.items() if size > 1]
         if len(axes) > 1:
@@ -115,7 +116,6 @@ class RankLog:
             line for note in self._waiting if note.heading != "holds" for line in self.wrapped(note.heading, note.text)
         ]
         self._waiting.clear()
-        lines.append(Line("", "step"))
         sentence = f"STEP {told.step} of `{told.variant}`: {self.start.stories.get(told.variant, '')}".rstrip(": ")
         lines += [Line(text, "step") for text in table.filled(sentence, self.width, INDENT)]
         lines += self.chart(first)
@@ -130,7 +130,7 @@ class RankLog:
         cut = sum(bool(each[3]) for each in holds.parameters)
         own = [note.text for note in self._waiting if note.heading == "holds"]
         layers = story.layers([each[0] for each in holds.parameters])
-        whole = f"{counted(len(holds.parameters), 'tensors')} of {layers or 'the model'}"
+        whole = counted(len(holds.parameters), "tensors") + (f" of {layers}" if layers != "embedding to head" else "")
         parts = f", {cut} of them cut" if cut else ", each whole"
         lines = self.wrapped("I hold", f"{human_bytes(mine)}: {whole}{parts}{'; ' if own else ''}{'; '.join(own)}")
         if told.weight is not None:
@@ -140,14 +140,19 @@ class RankLog:
 
     def given(self) -> list[Line]:
         """The samples that it works on."""
-        given = self.last(records.Given)
+        given, placed = self.last(records.Given), self.last(records.Placed)
         if given is None:
             return []
+        stage, stages = (placed.axes if placed is not None else {}).get("pp", [0, 1])
+        if 0 < stage < stages - 1:
+            return self.wrapped("I get", "no samples: what the ranks before and after me send")
         few = given.samples[:FEW_SAMPLES]
         more = f" and {len(given.samples) - len(few)} more" if len(given.samples) > len(few) else ""
         sizes = f", in {len(given.microbatches)} microbatches" if len(given.microbatches) > 1 else ""
         ids = " ".join(map(str, few))
-        return self.wrapped("I get", f"{len(given.samples)} of {counted(given.batch, 'samples')}{sizes}: {ids}{more}")
+        what = "" if stages == 1 else "the inputs of " if stage == 0 else "the targets of "
+        text = f"{what}{len(given.samples)} of {counted(given.batch, 'samples')}{sizes}: {ids}{more}"
+        return self.wrapped("I get", text)
 
     def chart(self, first: records.FirstStep) -> list[Line]:
         """The microbatches of this rank on one axis of time, where it has several."""
@@ -156,7 +161,7 @@ class RankLog:
             return []
         columns = min(CHART_COLUMNS, self.width - 2 * INDENT - 8)
         drawn = chart_row(spans, step_seconds([spans]), columns)
-        return self.wrapped("measured", f"me      {drawn} {1000 * step_seconds([spans]):.0f} ms")
+        return self.wrapped("measured", f"{'me':<12} {drawn} {1000 * step_seconds([spans]):.0f} ms")
 
     # --- what it ends with ---
 
@@ -169,7 +174,6 @@ class RankLog:
     def end(self) -> Iterator[Line]:
         """Bytes, memory, losses, the other variants, and this rank's checks."""
         yield from self.sent()
-        yield from self.memory()
         yield from self.losses()
         yield from self.others()
         yield from self.failures()
@@ -190,13 +194,6 @@ class RankLog:
             text += f"; predicted {human_bytes(claim.predicted)}{f' = {claim.formula}' if claim.formula else ''}"
         return self.wrapped("I sent", text)
 
-    def memory(self) -> list[Line]:
-        classes = [each for each in self.all(records.Classes) if each.variant == self.headline]
-        if not classes:
-            return []
-        rest, peak = (sum(of.values()) for of in (classes[-1].rest_bytes, classes[-1].peak_bytes))
-        return self.wrapped("memory", f"{human_bytes(rest)} between steps, {human_bytes(peak)} at the peak")
-
     def losses(self) -> list[Line]:
         """The curve of the told variant, its first numbers and its last."""
         of = [each for each in self.all(records.Losses) if each.variant == self.headline]
@@ -206,17 +203,20 @@ class RankLog:
         return self.wrapped("losses", f"of all ranks, step by step: {' '.join(values)}") if values else []
 
     def others(self) -> list[Line]:
-        """Every other variant in a phrase: its step's time, and what it sent."""
+        """What a step takes of time and memory, and every other variant in a phrase."""
         sent: dict[str, float] = defaultdict(float)
         for wire in self.all(records.Wire):
             sent[wire.variant] += wire.sent_bytes
-        medians = {each.variant: median(each.step_seconds) for each in self.all(records.Steps) if each.step_seconds}
-        names = sorted(medians, key=lambda name: name != self.headline)
-        told = [
-            f"{name} {milliseconds(medians[name])} ms{f' {human_bytes(sent[name])}' if name in sent else ''}"
-            for name in names
-        ]
-        return self.wrapped("a step", " · ".join(map(unbroken, told))) if told else []
+        steps = (each for each in self.all(records.Steps) if each.step_seconds)
+        took = {each.variant: f"{milliseconds(median(each.step_seconds))} ms" for each in steps}
+        mine = took.pop(self.headline, "")
+        for classes in self.all(records.Classes):
+            if classes.variant == self.headline:
+                rest, peak = (human_bytes(sum(of.values())) for of in (classes.rest_bytes, classes.peak_bytes))
+                mine += f"{'; ' if mine else ''}memory {rest} between steps, {peak} at the peak"
+        told = [f"{name} {ms}{f' {human_bytes(sent[name])}' if name in sent else ''}" for name, ms in took.items()]
+        lines = self.wrapped("a step", f"{self.headline} {mine}") if mine else []
+        return lines + (self.wrapped("also", " · ".join(map(unbroken, told))) if told else [])
 
     def failures(self) -> list[Line]:
         """The claims of this rank that failed, each with its number."""

@@ -119,6 +119,8 @@ class CallSample(msgspec.Struct, frozen=True):
     given: list[float]
     taken: list[float]
     of_ranks: list[tuple[int, float]]  # each rank, and its first number
+    start_s: float = 0.0
+    left: list[float] = field(default_factory=list)  # what was not sent, and is kept for the next step
 
 
 class WeightSample(msgspec.Struct, frozen=True):

@@ -6,6 +6,7 @@ came out, from the same places on every rank; of one of them the first numbers o
 reader adds up. Calls that are alike are told once, and counted.
 """
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,7 @@ FEW = 6  # calls that are alike and carry parameters: each is told
 ROUNDS = 3  # of exchanges in one layer
 SUMS = ("all_reduce", "reduce", "reduce_scatter")
 MESSAGES = ("send", "recv")
+ROUNDED, WRONG = 1e-4, 0.02  # of the largest number: by how much a sum in 16 bits may be off, and by how much none
 WAITED_S = 1e-3  # a wait that is worth a word
 PASSES = ("forward", "backward", "input")
 CLOSE_S = 1e-3  # between a message and the pass that it is of
@@ -99,7 +101,8 @@ class Story:
         self.me, self.width = start.rank, width
         self.config = start.config
         self.first, self.told = first, told
-        self.acts = merged([self.act(sample) for sample in told.calls])
+        compressed = any(sample.left for sample in told.calls)  # then the messages are no numbers to read
+        self.acts = merged([self.act(sample) for sample in told.calls if sample.parameters or not compressed])
         self.main = self.main_act()
 
     def act(self, sample: CallSample) -> Act:
@@ -108,9 +111,10 @@ class Story:
         for call in calls:
             if call[9] >= 0:
                 waited[call[9]] += call[8]
-        start_s = min((call[5] for call in calls), default=sample.wait_s[0] if sample.wait_s else 0.0)
+        start_s = sample.start_s
         ends = [call[6] for call in calls] if not sample.wait_s else [sample.wait_s[1]]
-        nbytes = sum(call[3] for call in calls if sample.op in MESSAGES or call[0] == sample.op or call[0] == "send")
+        nbytes = 4.0 * math.prod(sample.shape) if not calls else 0.0
+        nbytes += sum(call[3] for call in calls if sample.op in MESSAGES or call[0] == sample.op or call[0] == "send")
         return Act([sample], start_s, max(ends, default=start_s), nbytes, waited)
 
     def main_act(self) -> Act | None:
@@ -183,8 +187,9 @@ class Story:
         if total:
             text += unbroken(f": {number(total[0], digits)}")
             off = abs(sum(values) - total[0])
-            if off > 1e-3 * max(map(abs, values)) and max(values) != total[0]:
-                text += f", but their sum is {number(sum(values), digits)}"
+            largest = max(map(abs, values))
+            if off > ROUNDED * largest and max(values) != total[0]:
+                text += f", but their sum is {number(sum(values), digits)}" if off > WRONG * largest else ", rounded"
         lines = filled(f"{'':<{INDENT}}  {text}", self.width, INDENT + 2)
         return [Line(line, key) for line in lines]
 
@@ -192,7 +197,7 @@ class Story:
         if not act.waited:
             return ""
         (rank, seconds), *_ = act.waited.most_common(1)
-        return f", after {milliseconds(seconds)} ms for rank {rank}" if seconds >= WAITED_S else ""
+        return f"; I waited {milliseconds(seconds)} ms for rank {rank}" if seconds >= WAITED_S else ""
 
     # --- one act ---
 
@@ -212,13 +217,16 @@ class Story:
             return
         if sample.parameters:
             begun = f"{sample.op} of {self.carried(sample)}, {size}, begins{'' if sample.at_once else ': I go on'}"
-            mine = self.at(None, f"  my gradient of {sample.tensor}", sample.given, key)
+            sent = f"  of {sample.tensor} I send" if sample.left else f"  my gradient of {sample.tensor}"
+            mine = self.at(None, sent, sample.given, key)
             yield Chunk(act.start_s, self.at(act.start_s, begun, (), key) + mine)
         else:
             text = f"{self.where(sample)}: my {self.carried(sample)} begins"
             yield Chunk(act.start_s, self.at(act.start_s, text, sample.given, key))
         result = f"  {RESULTS.get(sample.op, sample.op)} of {len(sample.ranks)} ranks{self.waited(act)}"
         lines = self.at(act.end_s, result, sample.taken, key)
+        if sample.left:
+            lines = self.at(None, "  and keep for the next step", sample.left, key) + lines
         yield Chunk(act.end_s, lines + (self.of_ranks(sample, sample.taken, key) if act is self.main else []))
 
     def exchange(self, act: Act) -> Iterator[Chunk]:
@@ -236,17 +244,18 @@ class Story:
             values = [each.given if op == "send" else each.taken for each in samples]
             waited = self.waited(act) if op == "recv" else ""
             if len(peers) == 1:
-                waited = waited.replace(f" for rank {peers[0]}", "").replace(",", "")
+                waited = waited.replace(f" for rank {peers[0]}", "").replace("; I waited", " after")
             key = f"{[each.ranks for each in samples]} {act.first.backward}"
             if len(samples) == 1:
-                text = f"{where}{end} rank {peers[0]}{waited}: {self.carried(samples[0])}{self.microbatch(act)} begins"
+                text = f"{where}{end} rank {peers[0]}{waited}{self.microbatch(act)}: {self.carried(samples[0])}"
                 yield Chunk(at_s, self.at(at_s, text, values[0], key))
             elif samples:
                 rows = [
-                    unbroken(f"rank {peer} {each.shape[0]} rows {number(of[0], 6) if of else ''}".rstrip())
+                    unbroken(f"rank {peer}: {each.shape[0]} {number(of[0], 6) if of else ''}".rstrip())
                     for peer, each, of in zip(peers, samples, values, strict=True)
                 ]
-                yield Chunk(at_s, self.at(at_s, f"{where}{end} {', '.join(rows)}{waited}", (), key))
+                text = f"{where if op == 'send' else '  '}rows {end} {', '.join(rows)}{waited}"
+                yield Chunk(at_s, self.at(at_s, text, (), key))
 
     def microbatch(self, act: Act) -> str:
         """For which pass a message came, or of which it is the result, where a step has several microbatches."""
@@ -255,9 +264,9 @@ class Story:
             return ""
         if act.first.op == "recv":
             after = [span for span in spans if span.start_s >= act.end_s - CLOSE_S]
-            return f" for {after[0].kind} {after[0].label}" if after else ""
+            return f", for {after[0].kind} {after[0].label}" if after else ""
         before = [span for span in spans if span.end_s <= act.start_s + CLOSE_S]
-        return f" of {before[-1].kind} {before[-1].label}" if before else ""
+        return f", of {before[-1].kind} {before[-1].label}" if before else ""
 
     def short(self, acts: Sequence[Act]) -> Chunk:
         """Acts that are alike in one line."""
@@ -267,10 +276,11 @@ class Story:
             peers = {rank for each in act.samples for rank in each.ranks if rank not in (self.me, -1)}
             what = f"{counted(len(acts), 'exchanges')} with {name_ranks(peers)}, {size}"
         else:
-            times = f"{len(acts)} times " if len(acts) > 1 else ""
+            times = f"{len(acts)} x " if len(acts) > 1 else ""
             ends = [number(of[0], digits_for(of)) for of in (sample.given, sample.taken) if of]
-            becomes = f": {' becomes '.join(ends)}" if len(ends) > 1 else ""
-            what = f"{times}{sample.op} of {self.carried(sample)}, {size}{becomes}"
+            becomes = f": {' -> '.join(ends)}" if len(ends) > 1 else ""
+            of = self.places(acts).removeprefix(", ") if sample.label.startswith("unit") else self.carried(sample)
+            what = f"{times}{sample.op} of {of}, {size}{becomes}"
         where = self.where(sample)
         return Chunk(act.start_s, self.at(act.start_s, f"{where}: {what}" if where else what))
 
@@ -288,7 +298,9 @@ class Story:
         short, few = tiny - gone, set[Kind]()
         sizes = {kind: sum(act.nbytes for act in acts) for kind, acts in groups.items() if self.main not in acts}
         order = sorted(sizes, key=lambda kind: (not groups[kind][0].first.backward, sizes[kind]))
-        turns = [(into, kind) for into in (few, short, gone) for kind in order if kind not in gone | into]
+        backward = [kind for kind in order if groups[kind][0].first.backward]
+        turns = [(few, kind) for kind in order] + [(short, kind) for kind in backward] + [(gone, kind) for kind in tiny]
+        turns += [(short, kind) for kind in order] + [(gone, kind) for kind in order]
         for into, kind in [*turns, (gone, ())]:
             chunks = [*self.passes(), *self.told_groups(groups, few, short, gone)]
             chunks.sort(key=lambda chunk: chunk.at_s)
@@ -305,33 +317,58 @@ class Story:
             first = acts[0].first
             if kind in short - gone:
                 yield self.short(acts)
-            elif kind not in gone and len(acts) <= FEW and first.parameters and not (first.at_once or first.label):
+            elif (
+                kind not in gone
+                and len(acts) <= FEW
+                and first.parameters
+                and not (first.at_once or first.label or acts[0].is_exchange)
+            ):
                 for act in acts:
                     yield from self.full(act) if act is self.main else [self.launch(act)]
             elif kind not in gone:
                 yield from self.first_of(acts, 1 if kind in few else ROUNDS)
+        yield from self.messages(groups, short | gone)
         left = [act for kind in gone for act in groups.get(kind, [])]
         if left:
             text = f"and {counted(len(left), 'calls')} more, {human_bytes(sum(act.nbytes for act in left))}"
-            yield Chunk(max(act.end_s for act in left), self.at(None, text))
+            yield Chunk(float("inf"), self.at(None, text))
 
     def first_of(self, acts: Sequence[Act], rounds: int) -> Iterator[Chunk]:
         """The first of acts that are alike, of exchanges those of one layer, or the main one; then how many more."""
         shown = [act for act in acts if act is self.main] or [acts[0]]
+        if acts[0].kind[0] in MESSAGES:
+            shown = [max(acts, key=lambda act: act.nbytes)]
         if acts[0].is_exchange and acts[0].first.inside:
             shown = [act for act in acts if act.first.inside == acts[0].first.inside][:rounds]
         for act in shown:
             yield from self.full(act)
         others = [act for act in acts if act not in shown]
-        if not others:
+        if not others or (acts[0].is_exchange and not acts[0].first.inside):  # `messages` tells of these together
             return
         first = acts[0].first
         noun = "exchanges" if acts[0].is_exchange else first.op
-        if acts[0].is_exchange and not first.inside:
-            noun = f"messages {'to' if first.op == 'send' else 'from'} rank {first.ranks[first.op == 'send']}"
         size, until_ms = human_bytes(sum(act.nbytes for act in others)), 1000 * max(act.end_s for act in others)
         text = f"{len(others)} {noun} more like it, {size}{self.places(others)}, until {until_ms:.0f} ms"
         yield Chunk(max(act.end_s for act in shown) + 1e-9, self.at(None, text, (), f"more {acts[0].kind}"))
+
+    def messages(self, groups: dict[Kind, list[Act]], but: set[Kind]) -> Iterator[Chunk]:
+        """The messages outside of any layer that are like those which were told: how many, to and from whom."""
+        found = {
+            kind: sorted(acts, key=lambda act: -act.nbytes)[1:]
+            for kind, acts in groups.items()
+            if kind[0] in MESSAGES and kind not in but and acts[1:]
+        }
+        if not found:
+            return
+        ends = [(acts[0].first, len(acts)) for acts in found.values()]
+        told = ", ".join(
+            unbroken(f"{number} {'to' if first.op == 'send' else 'from'} rank {first.ranks[first.op == 'send']}")
+            for first, number in ends
+        )
+        acts = [act for of_kind in found.values() for act in of_kind]
+        size, until_s = human_bytes(sum(act.nbytes for act in acts)), max(act.end_s for act in acts)
+        text = f"{counted(len(acts), 'messages')} more like these: {told}; {size}, until {1000 * until_s:.0f} ms"
+        yield Chunk(until_s, self.at(None, text, (), "messages"))
 
     def launch(self, act: Act) -> Chunk:
         text = f"{act.first.op} of {self.carried(act.first)}, {human_bytes(act.nbytes)}, begins: I go on"
@@ -370,11 +407,9 @@ class Story:
 
     def update(self, span: Span, weight: WeightSample) -> list[Line]:
         plain = weight.rate and self.config.get("LAB_OPTIMIZER") == "sgd"
-        how = f"  minus {three_digits(weight.rate)} x gradient it is" if plain else "  after the optimizer's step it is"
-        return [
-            *self.at(span.start_s, f"update: my {weight.name} was", weight.before, "update"),
-            *self.at(span.end_s, how, weight.after, "update"),
-        ]
+        how = f"new {weight.name} = old - {three_digits(weight.rate)} x gradient"
+        text = how if plain else f"after the optimizer's step my {weight.name} is"
+        return self.at(span.end_s, text, weight.after, "update")
 
 
 def merged(acts: Sequence[Act]) -> list[Act]:

@@ -26,6 +26,8 @@ from typing import Any, NamedTuple, get_args
 from distlab.lab.lab import Lab
 from distlab.lab.measure.event_order import Event, Order
 from distlab.lab.report import records
+from distlab.lab.report.tables import row
+from distlab.lab.report.timeline import Span, step_seconds
 from distlab.lab.workload.data import shard_sizes
 from distlab.techniques.pipeline_parallel.costs import FOLDED, IN_ONE, ahead, idle_share
 from distlab.techniques.pipeline_parallel.schedules import Action, Kind, Schedule, simulate, stages_of
@@ -187,6 +189,30 @@ def check_on_paper(lab: Lab, name: str, everyone: list[list[Any]], piped: Piped)
     lab.check(
         "bubble on paper", abs(idle - share), 1e-9, name, detail, control=f"{CONTROL}test_an_order_that_waits_fails"
     )
+
+
+PASS_LENGTHS = {"forward": 1.0, "backward": 2.0, "input": 1.0, "weight": 1.0}  # Narayanan et al. 2021, section 2.2
+PAPER_COLUMNS, PAPER_NAMES = 56, 12
+
+
+def note_schedule(lab: Lab, schedule_of: Callable[[str], Schedule | None]) -> None:
+    """In each rank's log, of the variant that it tells: who works on which microbatch when, if no message took time and
+    a backward pass two forward ones."""
+    names = [name for name in (lab.mode.headline[0], *lab.mode.names) if lab.wants(name)]
+    schedule = next(map(schedule_of, names), None)
+    if schedule is None:
+        return
+    lengths: dict[Kind, float] = {action.kind: PASS_LENGTHS[action.kind] for actions in schedule for action in actions}
+    found = [
+        [Span(each.kind, each.label, each.start_s, each.end_s) for each in of] for of in simulate(schedule, lengths)
+    ]
+    drawn: dict[str, list[int]] = defaultdict(list)  # the ranks of a stage have one row
+    for rank, spans in enumerate(found):
+        drawn[row(spans, step_seconds(found), PAPER_COLUMNS)].append(rank)
+    lab.note("schedule", "0-9 forward of that microbatch, a-z its backward, . waits")
+    for number, (text, ranks) in enumerate(drawn.items()):
+        others = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} .. {ranks[-1]}"
+        lab.note("" if number else "on paper", f"{'me' if lab.rank in ranks else others:<{PAPER_NAMES}} {text}")
 
 
 def draw_on_paper(lab: Lab, schedule_of: Callable[[str], Schedule | None]) -> None:

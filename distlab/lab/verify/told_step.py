@@ -241,9 +241,14 @@ def write_told(
                 sample.op, list(sample.ranks), sample.calls, sample.label, names,
                 list(sample.shape), sample.inside, sample.backward, sample.at_once, wait, bare(place.name), given,
                 taken, list(firsts.items()),
+                round(sample.start_s + shift_s, 6), left_at(sample, place),
             )
         )  # fmt: skip
     lab.journal.write(records.Told(name, step, rows, weight_of(told, samples, places, parts), shares))
+
+
+def left_at(sample: Sample, place: Places) -> list[float]:
+    return [] if sample.left is None else list(after_of(sample.left, place.given))
 
 
 def ends(

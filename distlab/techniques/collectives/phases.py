@@ -112,7 +112,7 @@ class Recorder:
 _recorder: Ambient[Recorder | None] = Ambient("recorder", None)
 _listener: Ambient[Callable[[str, str, str], None] | None] = Ambient("listener", None)
 # Around the steps of each collective by hand: its operation, the group's ranks, what this rank gives, what it gets.
-AroundCollective = Callable[[str, Sequence[int], Any, Any, Any], Any]
+AroundCollective = Callable[..., Any]
 _around: Ambient[AroundCollective | None] = Ambient("around", None)
 _lag = Ambient("lag", 0.0)  # seconds to sleep for a second of compute
 
@@ -174,10 +174,15 @@ def collectives_seen(around: AroundCollective) -> Iterator[None]:
         yield
 
 
-def seen(op: str, ranks: Sequence[int], given: Any, result: Any, steps: Any) -> Any:
-    """The steps of a collective by hand, as whoever watches has them."""
+def seen(op: str, ranks: Sequence[int], given: Any, result: Any, steps: Any, left: Any = None) -> Any:
+    """The steps of a collective by hand, as whoever watches has them; `left` is what this rank keeps of its part."""
     around = _around.get()
-    return steps if around is None else around(op, ranks, given, result, steps)
+    return steps if around is None else around(op, ranks, given, result, steps, left)
+
+
+def watched() -> bool:
+    """Whether somebody wants to know what collectives by hand send."""
+    return _around.get() is not None
 
 
 @contextmanager

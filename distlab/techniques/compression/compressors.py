@@ -29,6 +29,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distlab.techniques.collectives.phases import seen, watched
+from distlab.techniques.collectives.point_to_point import GroupMessage, Pending, Steps
+
 
 @dataclass(frozen=True)
 class Handle:
@@ -69,17 +72,21 @@ class OneMessage(Compressor):
     out."""
 
     def __call__(self, bucket: Tensor) -> Handle:
+        before = self.residual.clone() if watched() and self.residual is not None else 0
         values = self.with_residual(bucket)
         message = self.encode(values)
         work, received = self.exchange(message)
         if self.feedback:
             self.take_out(message, values)
 
-        def end() -> None:
-            work.wait()
+        def steps() -> Steps:
+            yield GroupMessage(work, "a compressed sum of", dist.get_backend(self.group))
             self.decode(received, bucket)
 
-        return Handle(end)
+        if not (watched() and self.feedback):
+            return Handle(Pending(steps()).wait)
+        ranks, sent = dist.get_process_group_ranks(self.group), bucket + before - values
+        return Handle(Pending(seen("all_reduce", ranks, sent, bucket, steps(), values)).wait)
 
     @abstractmethod
     def encode(self, values: Tensor) -> Tensor:
