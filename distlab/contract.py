@@ -357,6 +357,16 @@ class Mode:
         return tuple(each.name for each in self.variants if each.build and not each.by_torch and not is_own(each.name))
 
     @property
+    def sentence(self) -> str:
+        """Its idea in one sentence, for the first line of a log."""
+        return " ".join(self.idea.split("\n\n")[0].split())
+
+    @property
+    def stories(self) -> dict[str, str]:
+        """What a rank does in each variant."""
+        return {each.name: each.told for each in self.variants} | dict([self.headline])
+
+    @property
     def timed(self) -> bool:
         """Whether the training of any variant is timed by itself."""
         return any(variant.build is not None for variant in self.variants)

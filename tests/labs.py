@@ -162,7 +162,8 @@ def lab_of(
     given = mode or load_for(config)
     mode = mode or given.mistaken(config.bug)
     start = records.Start(group.rank(), "test", config.run_mode, group.size(), "host", config.written(), {}, {})
-    journal.write(replace(start, by_torch=list(mode.by_torch), mistake=given.told(config.bug)))
+    told = {"mistake": given.told(config.bug), "idea": mode.sentence, "stories": mode.stories}
+    journal.write(replace(start, by_torch=list(mode.by_torch), **told))
     store = dist.PrefixStore(folder, dist.distributed_c10d._get_default_store())
     exchange = Exchange(store, group.rank(), group.size(), timeout_s=30)
     unseen = unseen_on(config.backend, group.size())

@@ -210,10 +210,6 @@ class Lab:
         if traffic.wire_error is not None:
             self.waive("wire ", traffic.wire_error)
 
-    def sent_bytes(self) -> int | None:
-        """What the sockets of this rank have sent since they were opened; None where the system gives no counters."""
-        return self._ledger.sent_bytes()
-
     def seconds(self, call: Callable[[], object], repeats: int = 1) -> float:
         """Seconds of one of `repeats` calls in a row on this rank; all ranks begin together.
 

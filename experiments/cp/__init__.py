@@ -92,7 +92,6 @@ def by_hand(
 # two functions that go round take any kernel, so that what they do can be held beside ours: K and V by an all_gather,
 # dK and dV by an all_to_all, positions folded as in `zigzag`, and equal runs alone.
 
-GO_ROUND = ("ring", "zigzag", "shift")  # whose first receives are the keys of each other rank in turn
 SEQUENCE_DIM = 2  # of [B, heads, rows, head_dim]
 
 
@@ -186,24 +185,21 @@ def run(lab: Lab) -> None:
 def note_positions(lab: Lab) -> None:
     """Which positions of each sample this rank computes."""
     told = {}
-    for name, cut in {"in a row": contiguous, "folded (zigzag, shift, torch_ring)": zigzag}.items():
+    for name, cut in {"ring": contiguous, "zigzag": zigzag}.items():
         runs = [run for run in cut(lab.config.seq, lab.world_size).runs[lab.rank] if run]
         told[name] = " and ".join(f"{run.start}-{run.stop - 1}" for run in runs) or "none"
-    parts = ", ".join(f"{name} {positions}" for name, positions in told.items())
-    lab.note("positions", f"of the {lab.config.seq} of each sample: {parts}")
+    parts = "; ".join(f"in {name} {positions}" for name, positions in told.items())
+    lab.note("positions", f"of the {lab.config.seq} of each sample mine are {parts}")
 
 
 def note_keys(lab: Lab) -> None:
     """Whose keys and values came when, in the first layer of the first step."""
     whose = [(lab.rank - distance) % lab.world_size for distance in range(1, lab.world_size)]
-    told = []
-    for name, calls in lab.first_calls().items():
-        came = [call for call in calls if call[0] == "recv"] if name in GO_ROUND else []
-        if came:
-            told.append(f"{name} {', '.join(f'{1000 * call[6]:.3g}' for call in came[: len(whose)])}")
-    if told:
-        of_whom = ", ".join(map(str, whose))
-        lab.note("keys", f"in layer 0 of rank {of_whom} after ms: {'; '.join(told)}")
+    name = lab.mode.headline[0]
+    came = [call for call in lab.first_calls().get(name, []) if call[0] == "recv"][: len(whose)]
+    if came:
+        told = ", ".join(f"rank {rank} at {1000 * call[6]:.3g}" for rank, call in zip(whose, came, strict=True))
+        lab.note("keys", f"and values of block 1 came from {told} ms")
 
 
 def variant(name: str, sentence: str, cut: Cut, attention: Attention, *, by_torch: bool = False) -> Variant:

@@ -219,18 +219,16 @@ def holds(config: Config, mixed: Mixing, rank: int) -> str:
 
 
 def note_tokens(lab: Lab, routed: Mapping[str, tuple[Sequence[list[list[int]]], range]]) -> None:
-    """Of the last counted microbatch: how many rows this rank sent to each expert, and its own experts took in all; of
-    variants that route alike once."""
-    told: dict[str, dict[str, list[str]]] = {}
-    for name, (layers, mine) in routed.items():
-        sent = [sum(admitted[lab.rank][expert] for admitted in layers) for expert in range(len(layers[0][0]))]
-        taken = [sum(of_rank[expert] for admitted in layers for of_rank in admitted) for expert in mine]
-        own = f"{mine[0]}-{mine[-1]}: {' '.join(map(str, taken))}" if mine else "none"
-        whom = f"0-{len(sent) - 1}: {' '.join(map(str, sent))}"
-        told.setdefault(whom, {}).setdefault(own, []).append(name)
-    for whom, variants in told.items():
-        took = "; ".join(f"{', '.join(names)} {own}" for own, names in variants.items())
-        lab.note("tokens", f"sent to experts {whom}; its own took: {took}")
+    """Of the last counted microbatch of the variant that a rank tells: how many rows this rank sent to each expert, and
+    how many its own experts took in all."""
+    name = next((name for name in (lab.mode.headline[0], *routed) if name in routed), "")
+    if not name:
+        return
+    layers, mine = routed[name]
+    sent = [sum(admitted[lab.rank][expert] for admitted in layers) for expert in range(len(layers[0][0]))]
+    taken = [sum(of_rank[expert] for admitted in layers for of_rank in admitted) for expert in mine]
+    own = f"{mine[0]}-{mine[-1]} took {' '.join(map(str, taken))}" if mine else "took none"
+    lab.note("tokens", f"of mine to experts 0-{len(sent) - 1}: {' '.join(map(str, sent))}; my experts {own}")
 
 
 def check_copies(lab: Lab, name: str, strategy: Strategy) -> None:

@@ -125,7 +125,9 @@ def note_versions(lab: Lab, report: Report, seen: Audit) -> None:
     """In each worker's own log: which versions of the weights it computed with, and how stale its updates were."""
     by_worker = {str(worker): pairs for worker, pairs in seen.versions.items()}
     own = lab.exchange.share(f"versions of {DOWNPOUR}", by_worker).get(str(lab.rank), [])
-    first = ", ".join(f"{taken} to {pushed}" for taken, pushed in own[:6]) + (", ..." if len(own) > 6 else "")
+    first = ", ".join(f"{taken} to {pushed}" for taken, pushed in own[:6]) + (
+        f" and {len(own) - 6} more" if len(own) > 6 else ""
+    )
     stale = [pushed - taken for taken, pushed in own] or [0]
     lab.note(
         "versions",

@@ -398,11 +398,6 @@ class Ledger:
         traffic.called = seen.ops()
         self._name_peers(traffic, before, after)
 
-    def sent_bytes(self) -> int | None:
-        """By all open connections but the store's; None where the system gives no counters."""
-        found = self._connections()
-        return None if isinstance(found, str) else sum(each.sent_bytes for each in found.values())
-
     def _connections(self) -> dict[int, Connection] | str:
         if self.unseen:
             return self.unseen

@@ -372,8 +372,8 @@ def start_record(config: Config, cluster: Cluster, mode: Mode) -> records.Start:
         list(mode.by_torch),
         mode.told(config.bug),
         says_claims=True,
-        idea=" ".join(mode.idea.split("\n\n")[0].split()),
-        stories={each.name: each.told for each in mode.variants} | dict([mode.headline]),
+        idea=mode.sentence,
+        stories=mode.stories,
         started_by=started_by(),
     )
 

@@ -23,7 +23,7 @@ from distlab.lab.report.verdict import passes
 WIDTH = 96  # columns of its file
 MOST_LINES = 25  # of a normal log, with its verdict; of one that draws a schedule MOST_WITH_CHART
 MOST_WITH_CHART = 30
-AT_THE_END = 7  # of them: two of what was sent, losses, a step, the other variants, one of its mode, the verdict
+AT_THE_END = 7  # of them: two each of what was sent and of the other variants, losses, one of its mode, the verdict
 CHART_COLUMNS = 56
 FEW_SAMPLES = 4
 FEW_LOSSES = 8
@@ -174,7 +174,7 @@ class RankLog:
     def end(self) -> Iterator[Line]:
         """Bytes, memory, losses, the other variants, and this rank's checks."""
         yield from self.sent()
-        yield from self.losses()
+        yield from self.course()
         yield from self.others()
         yield from self.failures()
 
@@ -194,29 +194,32 @@ class RankLog:
             text += f"; predicted {human_bytes(claim.predicted)}{f' = {claim.formula}' if claim.formula else ''}"
         return self.wrapped("I sent", text)
 
-    def losses(self) -> list[Line]:
-        """The curve of the told variant, its first numbers and its last."""
+    def course(self) -> list[Line]:
+        """The losses of the told variant, its first and its last; what a step of it takes of time and memory."""
         of = [each for each in self.all(records.Losses) if each.variant == self.headline]
         values = [f"{value:.3f}" for value in (of[-1].numbers if of else [])]
         if len(values) > FEW_LOSSES:
             values = [*values[: FEW_LOSSES - 1], "to", values[-1]]
-        return self.wrapped("losses", f"of all ranks, step by step: {' '.join(values)}") if values else []
+        parts = [" ".join(values)] if values else []
+        steps = (each.step_seconds for each in self.all(records.Steps) if each.variant == self.headline)
+        parts += [f"a step {milliseconds(median(seconds))} ms" for seconds in steps if seconds]
+        for classes in self.all(records.Classes):
+            if classes.variant == self.headline:
+                rest, peak = (human_bytes(sum(held.values())) for held in (classes.rest_bytes, classes.peak_bytes))
+                parts.append(f"memory {rest}, at the peak {peak}")
+        return self.wrapped("losses" if values else "a step", " · ".join(parts)) if parts else []
 
     def others(self) -> list[Line]:
-        """What a step takes of time and memory, and every other variant in a phrase."""
+        """Every other variant in a phrase: its step's time, and what it sent."""
         sent: dict[str, float] = defaultdict(float)
         for wire in self.all(records.Wire):
             sent[wire.variant] += wire.sent_bytes
-        steps = (each for each in self.all(records.Steps) if each.step_seconds)
-        took = {each.variant: f"{milliseconds(median(each.step_seconds))} ms" for each in steps}
-        mine = took.pop(self.headline, "")
-        for classes in self.all(records.Classes):
-            if classes.variant == self.headline:
-                rest, peak = (human_bytes(sum(of.values())) for of in (classes.rest_bytes, classes.peak_bytes))
-                mine += f"{'; ' if mine else ''}memory {rest} between steps, {peak} at the peak"
-        told = [f"{name} {ms}{f' {human_bytes(sent[name])}' if name in sent else ''}" for name, ms in took.items()]
-        lines = self.wrapped("a step", f"{self.headline} {mine}") if mine else []
-        return lines + (self.wrapped("also", " · ".join(map(unbroken, told))) if told else [])
+        told = [
+            f"{each.variant} {milliseconds(median(each.step_seconds))} ms {human_bytes(sent[each.variant])}"
+            for each in self.all(records.Steps)
+            if each.step_seconds and each.variant != self.headline
+        ]
+        return self.wrapped("also", " · ".join(map(unbroken, told))) if told else []
 
     def failures(self) -> list[Line]:
         """The claims of this rank that failed, each with its number."""

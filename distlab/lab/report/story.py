@@ -15,10 +15,11 @@ from typing import NamedTuple
 from distlab.lab.report.records import CallSample, FirstStep, Start, Told, WeightSample
 from distlab.lab.report.table import INDENT, filled, unbroken
 from distlab.lab.report.timeline import Span
-from distlab.lab.report.units import counted, human_bytes, milliseconds, name_ranks, three_digits
+from distlab.lab.report.units import counted, human_bytes, milliseconds, name_ranks
 
 NUMBERS = 31  # columns of three numbers and of the gap before them
 SMALL = 1e-3  # below it six decimals would say too little
+TOLD = 3  # numbers of a sample
 FEW = 6  # calls that are alike and carry parameters: each is told
 ROUNDS = 3  # of exchanges in one layer
 SUMS = ("all_reduce", "reduce", "reduce_scatter")
@@ -59,6 +60,12 @@ class Act(NamedTuple):
         return self.first.op in MESSAGES
 
     @property
+    def is_header(self) -> bool:
+        """Whether it is a message of whole numbers, such as a shape."""
+        values = self.first.given or self.first.taken
+        return self.is_exchange and len(self.first.shape) == 1 and digits_for(values) < 0
+
+    @property
     def kind(self) -> tuple[object, ...]:
         """What acts that are alike have in common."""
         first = self.first
@@ -66,7 +73,8 @@ class Act(NamedTuple):
         if self.is_exchange and not first.inside:
             return (first.op, *first.ranks, len(first.shape))
         label = re.sub(r"\d+", "", first.label)
-        module = "" if label else module  # of units: where one is gathered ahead is no part of what it is
+        if label or first.parameters:  # where a unit is gathered ahead, or a bucket is full, is no part of what it is
+            module = ""
         op = "exchange" if self.is_exchange else first.op
         return (op, first.backward, module, label, bool(first.parameters), first.at_once)
 
@@ -217,16 +225,17 @@ class Story:
             return
         if sample.parameters:
             begun = f"{sample.op} of {self.carried(sample)}, {size}, begins{'' if sample.at_once else ': I go on'}"
-            sent = f"  of {sample.tensor} I send" if sample.left else f"  my gradient of {sample.tensor}"
-            mine = self.at(None, sent, sample.given, key)
+            gradient = [one + other for one, other in zip(sample.given, sample.left or [0.0] * TOLD, strict=False)]
+            mine = self.at(None, f"  my gradient of {sample.tensor}", gradient, key)
+            if sample.left:
+                mine += self.at(None, "  of it I send the largest numbers", sample.given, key)
+                mine += self.at(None, "  and keep for the next step", sample.left, key)
             yield Chunk(act.start_s, self.at(act.start_s, begun, (), key) + mine)
         else:
             text = f"{self.where(sample)}: my {self.carried(sample)} begins"
             yield Chunk(act.start_s, self.at(act.start_s, text, sample.given, key))
         result = f"  {RESULTS.get(sample.op, sample.op)} of {len(sample.ranks)} ranks{self.waited(act)}"
         lines = self.at(act.end_s, result, sample.taken, key)
-        if sample.left:
-            lines = self.at(None, "  and keep for the next step", sample.left, key) + lines
         yield Chunk(act.end_s, lines + (self.of_ranks(sample, sample.taken, key) if act is self.main else []))
 
     def exchange(self, act: Act) -> Iterator[Chunk]:
@@ -294,13 +303,14 @@ class Story:
             groups.setdefault(act.kind, []).append(act)
         largest = max((act.nbytes for act in self.acts), default=0)
         tiny = {kind for kind, acts in groups.items() if max(act.nbytes for act in acts) <= TINY * largest}
-        gone = {kind for kind in tiny if groups[kind][0].is_exchange}  # of shapes
+        gone = {kind for kind, acts in groups.items() if (kind in tiny and acts[0].is_exchange) or acts[0].is_header}
         short, few = tiny - gone, set[Kind]()
         sizes = {kind: sum(act.nbytes for act in acts) for kind, acts in groups.items() if self.main not in acts}
         order = sorted(sizes, key=lambda kind: (not groups[kind][0].first.backward, sizes[kind]))
         backward = [kind for kind in order if groups[kind][0].first.backward]
-        turns = [(few, kind) for kind in order] + [(short, kind) for kind in backward] + [(gone, kind) for kind in tiny]
-        turns += [(short, kind) for kind in order] + [(gone, kind) for kind in order]
+        main = [kind for kind, acts in groups.items() if self.main in acts]
+        turns = [(few, kind) for kind in [*main, *order]] + [(short, kind) for kind in backward]
+        turns += [(gone, kind) for kind in tiny] + [(short, kind) for kind in order] + [(gone, kind) for kind in order]
         for into, kind in [*turns, (gone, ())]:
             chunks = [*self.passes(), *self.told_groups(groups, few, short, gone)]
             chunks.sort(key=lambda chunk: chunk.at_s)
@@ -318,7 +328,7 @@ class Story:
             if kind in short - gone:
                 yield self.short(acts)
             elif (
-                kind not in gone
+                kind not in gone | few
                 and len(acts) <= FEW
                 and first.parameters
                 and not (first.at_once or first.label or acts[0].is_exchange)
@@ -407,8 +417,7 @@ class Story:
 
     def update(self, span: Span, weight: WeightSample) -> list[Line]:
         plain = weight.rate and self.config.get("LAB_OPTIMIZER") == "sgd"
-        how = f"new {weight.name} = old - {three_digits(weight.rate)} x gradient"
-        text = how if plain else f"after the optimizer's step my {weight.name} is"
+        text = f"weight - {weight.rate:g} x gradient gives" if plain else "after the optimizer's step my weight is"
         return self.at(span.end_s, text, weight.after, "update")
 
 

@@ -1,5 +1,4 @@
-"""What each rank's own log tells of the timed pass: what a rank holds and is given, its first step call by call, and
-how far it is from then on.
+"""What each rank's own log tells of the timed pass: what a rank holds and is given, its first step call by call.
 
 The first step is one that no median counts (distlab/lab/verify/timed.py), so it may be watched: each call with the
 tensors that it carries, by the names of the parameters whose memory they are, and how long this rank waited in it for
@@ -7,24 +6,19 @@ whom. A collective ends when the last of its ranks has come, a receive when its 
 other when they began each call, on one clock.
 """
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from distlab.contract import Strategy
 from distlab.lab.lab import Lab
 from distlab.lab.measure.event_order import Message, Messages
-from distlab.lab.measure.samples import stretch_of
 from distlab.lab.measure.timeline import CLASSES, Clock, profile, union
 from distlab.lab.report import records
 from distlab.lab.verify.records import placed
-from distlab.lab.verify.told_step import MATRIX, Part, ToldStep, keys_of, piece_of, weights_of, write_told
+from distlab.lab.verify.told_step import ToldStep, keys_of, parts_of_storages, piece_of, weights_of, write_told
 from distlab.lab.workload.data import Batches
 from distlab.techniques.collectives.phases import Span, collectives_seen, heard
-from distlab.techniques.collectives.sharded_tensor import LocalShard
 
 NOBODY = -1
 IN_CALLS = ("communication", "waiting")  # the classes of time in which a rank does nothing of its own
@@ -159,27 +153,6 @@ def taken(
     return left, seconds
 
 
-def parts_of_storages(strategy: Strategy) -> dict[tuple[int, int], list[Part]]:
-    """Which parameters, or whose gradients, lie in a storage, by its key and its bytes: memory that was given back and
-    taken again in the step has another size as a rule."""
-    found: dict[tuple[int, int], list[Part]] = defaultdict(list)
-
-    def note(name: str, tensor: Any) -> None:
-        piece = piece_of(tensor)
-        for _, box in piece.boxes:
-            stretch = stretch_of(box)
-            parts = found[stretch.storage]
-            if all(part.name != name for part in parts):
-                parts.append(Part(name, stretch.offset, stretch.numel, len(piece.shape) >= MATRIX))
-
-    for name, tensor in weights_of(strategy):
-        note(name, tensor)
-    for held in strategy.held("gradients") if hasattr(strategy, "held") else ():
-        for tensor in (each for each in held if isinstance(each, Tensor | LocalShard)):
-            note(f"gradient of {held[0]}", tensor)
-    return found
-
-
 def carried(message: Message, names: Mapping[tuple[int, int], list[str]]) -> str:
     """What a call carries in words: parameters by name, or the shape of a tensor and in which phase it is sent."""
     for key, nbytes, _ in message.tensors:
@@ -189,35 +162,3 @@ def carried(message: Message, names: Mapping[tuple[int, int], list[str]]) -> str
     passes = ("forward", "backward", "input", "weight")
     around = next((each for each in message.phases if each.split()[0] in passes), "")
     return f"{shape} in {around}" if around else f"{shape}"
-
-
-# --- how far it is ---
-
-
-class Pace:
-    """Tells every tenth step, in a run of more than a hundred every tenth part of it."""
-
-    def __init__(self, lab: Lab, steps: range) -> None:
-        self.lab, self.steps = lab, steps
-        self.every = max(10, len(steps) // 10)
-        self._sent_bytes = lab.sent_bytes()
-
-    def after(
-        self, step: int, seconds: Mapping[str, float], marks: Mapping[str, Sequence[Span]],
-        losses: Mapping[str, float | None],
-    ) -> None:  # fmt: skip
-        """Write a record if it is due: of each variant its last step."""
-        done = step + 1
-        if done % self.every and not (done == self.steps.stop < self.every):
-            return
-        before, self._sent_bytes = self._sent_bytes, self.lab.sent_bytes()
-        sent = None if before is None or self._sent_bytes is None else float(max(0, self._sent_bytes - before))
-        called = {name: in_calls_s(spans) for name, spans in marks.items()}
-        self.lab.journal.write(records.Reached(done, dict(seconds), called, dict(losses), sent))
-
-
-def in_calls_s(spans: Sequence[Span]) -> float | None:
-    """Seconds of a step in calls and waiting; None where none is marked, as in PyTorch's own."""
-    spent = profile(spans)
-    found = sum(spent[kind] for kind in IN_CALLS)
-    return found or None

@@ -21,7 +21,7 @@ from distlab.lab.measure.timeline import Clock, Lap, align
 from distlab.lab.report import records
 from distlab.lab.verify.audit import Curves, TimedPassChecks
 from distlab.lab.verify.counted import WARMUP_STEPS
-from distlab.lab.verify.first_step import Pace, watched_calls, write_first_step, write_given, write_holdings
+from distlab.lab.verify.first_step import watched_calls, write_first_step, write_given, write_holdings
 from distlab.lab.verify.records import Chronicle, Drawn, record
 from distlab.lab.verify.silent_corruption import Corruption
 from distlab.lab.workload.data import Batches
@@ -80,13 +80,6 @@ class Stopwatch:
         if told is not None:
             course.hear(told, everyone)
 
-    def tell(self, pace: Pace, course: TrainingPosition, step: int) -> None:
-        """How far this rank is, where it is time to say so."""
-        heard = {name: course.heard[name][step - course.first :][:1] for name in self.laps}
-        losses = {name: of_step[0] for name, of_step in heard.items() if of_step}
-        seconds = {name: laps[-1].wall_s for name, laps in self.laps.items() if laps}
-        pace.after(step, seconds, {name: self.chronicle.steps[name][-1][1] for name in seconds}, losses)
-
     def write(self, lab: Lab) -> None:
         """Write the seconds of all steps but the first ones, and where time went."""
         for name, laps in self.laps.items():
@@ -120,7 +113,7 @@ def time_steps(
     steps = range(course.first, lab.config.steps)
     clock = align(lab.group)
     lab.journal.write(records.Clock(clock.offset_s, clock.uncertainty_s))
-    watch, pace = Stopwatch(list(variants), clock, told_variants(lab, variants)), Pace(lab, steps)
+    watch = Stopwatch(list(variants), clock, told_variants(lab, variants))
     if steps:
         write_given(lab, batches, course.data_step(course.first))
     with saving(lab, strategies, course, watch.shares, checkpoints) as passed:
@@ -135,7 +128,6 @@ def time_steps(
             passed(step)
             if step == course.first:
                 write_holdings(lab, strategies)
-            watch.tell(pace, course, step)
     watch.write(lab)
     holding.decide(strategies, write_losses(lab, holding.losses, course, watch.shares), watch.shares)
     corruption.decide()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from distlab.contract import Strategy
 from distlab.lab.lab import Lab
-from distlab.lab.measure.samples import TOLD, Copies, Sample, Samples, Stretch, place_of
+from distlab.lab.measure.samples import TOLD, Copies, Sample, Samples, Stretch, place_of, stretch_of
 from distlab.lab.report import records
 from distlab.techniques.collectives.sharded_tensor import LocalShard, whole_piece
 
@@ -55,8 +55,12 @@ class ToldStep:
 
     def _choose(self) -> None:
         pieces = {name: piece_of(tensor) for name, tensor in weights_of(self._strategy)}
-        own = {name: piece for name, piece in pieces.items() if piece.boxes and len(piece.shape) >= MATRIX}
-        inner = {name: piece for name, piece in own.items() if name.startswith("layers.1.")} or own or pieces
+        own = {name: piece for name, piece in pieces.items() if piece.boxes and len(piece.shape) >= MATRIX} or pieces
+        sums = {stretch.storage for each in self.samples.found if each.op in SUMS for stretch in each.given.stretches}
+        named = parts_of_storages(self._strategy)
+        summed = {bare(part.name) for storage in sums for part in named.get(storage, ())}
+        own = {name: piece for name, piece in own.items() if name in summed} or own
+        inner = {name: piece for name, piece in own.items() if name.startswith("layers.1.")} or own
         sizes = {name: sum(box.numel() for _, box in piece.boxes) for name, piece in inner.items()}
         if sizes and max(sizes.values()):
             self.name = max(sizes, key=lambda name: sizes[name])
@@ -91,6 +95,27 @@ def piece_of(tensor: Any) -> LocalShard:
     return LocalShard(tensor.shape, [(tuple(offset), local)] if local.numel() else [])
 
 
+def parts_of_storages(strategy: Strategy) -> dict[tuple[int, int], list[Part]]:
+    """Which parameters, or whose gradients, lie in a storage, by its key and its bytes: memory that was given back and
+    taken again in the step has another size as a rule."""
+    found: dict[tuple[int, int], list[Part]] = defaultdict(list)
+
+    def note(name: str, tensor: Any) -> None:
+        piece = piece_of(tensor)
+        for _, box in piece.boxes:
+            stretch = stretch_of(box)
+            parts = found[stretch.storage]
+            if all(part.name != name for part in parts):
+                parts.append(Part(name, stretch.offset, stretch.numel, len(piece.shape) >= MATRIX))
+
+    for name, tensor in weights_of(strategy):
+        note(name, tensor)
+    for held in strategy.held("gradients") if hasattr(strategy, "held") else ():
+        for tensor in (each for each in held if isinstance(each, Tensor | LocalShard)):
+            note(f"gradient of {held[0]}", tensor)
+    return found
+
+
 # --- which place, and what the other ranks have there ---
 
 
@@ -113,7 +138,7 @@ def places_of(sample: Sample, parts: Parts, told: str, me: int) -> Places:
     ends = taken if taken.numbers is not None else given
     if ends.numbers is None:
         return Places()
-    part, start = chosen_part(parts, told)
+    part, start = chosen_part([(part, at) for part, at in parts if ends.numbers[at : at + part.numel].any()], told)
     place = place_of(ends.numbers, start, None if part is None else part.numel)
     name = "" if part is None else part.name
     if sample.op == "reduce_scatter":
