@@ -54,6 +54,7 @@ from distlab.techniques.expert_parallel.layer import (
     Dispatch,
     MixtureOfExperts,
     Placement,
+    Routed,
     Swap,
 )
 from distlab.techniques.expert_parallel.strategy import ExpertParallel, distribute
@@ -186,13 +187,14 @@ def run(lab: Lab) -> None:
     measured = measure(lab, also=partial(check_copies, lab), timed=routes.timed_steps_are_done)
     routes.all_is_done()
     check_capacity(lab, routes, mixed)
-    routed = {
-        name: [each.admitted for each in by_step(notes, config.num_microbatches)[-1]]
+    last = {
+        name: by_step(notes, config.num_microbatches)[-1]
         for name, notes in routes.counted.items()
         if name in measured and notes
     }
+    routed = {name: [each.admitted for each in layers] for name, layers in last.items()}
     placed = placements(config, mixed)
-    note_tokens(lab, {name: (routed[name], placed[name].experts_of(lab.rank)) for name in routed if name in placed})
+    note_tokens(lab, {name: (last[name], placed[name].experts_of(lab.rank)) for name in last if name in placed})
     predictions = predict(config, mixed, routed)
     lab.hold(predictions, measured)
     draw(lab, routes, placed, mixed)
@@ -218,17 +220,20 @@ def holds(config: Config, mixed: Mixing, rank: int) -> str:
     return f"with ep {len(mine)} of {mixed.num_experts} experts a layer: {which}"
 
 
-def note_tokens(lab: Lab, routed: Mapping[str, tuple[Sequence[list[list[int]]], range]]) -> None:
-    """Of the last counted microbatch of the variant that a rank tells: how many rows this rank sent to each expert, and
-    how many its own experts took in all."""
-    name = next((name for name in (lab.mode.headline[0], *routed) if name in routed), "")
+def note_tokens(lab: Lab, last: Mapping[str, tuple[Sequence[Routed], range]]) -> None:
+    """Of the last counted microbatch of the variant that a rank tells: how many rows this rank sent to each expert, how
+    many choices were dropped, and how many rows its own experts took in all."""
+    name = next((name for name in (lab.mode.headline[0], *last) if name in last), "")
     if not name:
         return
-    layers, mine = routed[name]
-    sent = [sum(admitted[lab.rank][expert] for admitted in layers) for expert in range(len(layers[0][0]))]
-    taken = [sum(of_rank[expert] for admitted in layers for of_rank in admitted) for expert in mine]
+    layers, mine = last[name]
+    admitted = [each.admitted for each in layers]
+    sent = [sum(of_layer[lab.rank][expert] for of_layer in admitted) for expert in range(len(admitted[0][0]))]
+    wanted = sum(sum(map(sum, each.wanted[lab.rank])) for each in layers)
+    taken = [sum(of_rank[expert] for of_layer in admitted for of_rank in of_layer) for expert in mine]
     own = f"{mine[0]}-{mine[-1]} took {' '.join(map(str, taken))}" if mine else "took none"
-    lab.note("tokens", f"of mine to experts 0-{len(sent) - 1}: {' '.join(map(str, sent))}; my experts {own}")
+    to = f"of mine to experts 0-{len(sent) - 1}: {' '.join(map(str, sent))}, {wanted - sum(sent)} dropped"
+    lab.note("tokens", f"{to}; my experts {own}")
 
 
 def check_copies(lab: Lab, name: str, strategy: Strategy) -> None:

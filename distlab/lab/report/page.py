@@ -12,16 +12,20 @@ from distlab.lab.report import charts, cost_charts, sentences, tables
 from distlab.lab.report.charts import Drawing
 from distlab.lab.report.glossary import COLUMNS
 from distlab.lab.report.html import render
+from distlab.lab.report.rank_log import RankLog
 from distlab.lab.report.reading import write_atomically
-from distlab.lab.report.records import Changed, Chart, End, Lesson, Losses, Ranks, Run, Said, Start, select
+from distlab.lab.report.records import Changed, Chart, End, Lesson, Losses, Noted, Ranks, Run, Said, Start, Told, select
 from distlab.lab.report.records import Table as OwnTable
+from distlab.lab.report.story import Line
 from distlab.lab.report.table import Column, Table, Verdict
 from distlab.lab.report.timeline_panels import Drawn, coordinates, timeline
 from distlab.lab.report.units import allowed, counted, difference, human_bytes, milliseconds
 from distlab.lab.report.verdict import PROOF as PROVEN
-from distlab.lab.report.verdict import SCRIPT, first, pytorch_own, slowest
+from distlab.lab.report.verdict import SCRIPT, first, passes, pytorch_own, slowest
 
 LEAST_SAMPLES = 4  # steps of each variant: of fewer the quartiles say nothing
+MOST_STORIES = 16  # ranks beside each other
+STORY_COLUMNS = 80
 MOST_ROWS = 400  # of all tables of the lesson together, about 60 kB
 
 
@@ -57,6 +61,7 @@ def contents(run: Run, records: Ranks) -> dict[str, Any]:
         "load": [sentences.load_sentence(machine) for machine in run["machines"]],
         "tiles": list(tiles(run, records, drawn)),
         "of_script": run["run_mode"] in (SCRIPT, PROVEN),
+        "stories": stories(records, run["verdict"]),
         "lesson": next((lesson_of(run, lesson) for _, lesson in select(records, Lesson)), None),
         "said": list(dict.fromkeys(said for _, said in select(records, Said))),
         "own": list(mode_tables_and_charts(records, colour)),
@@ -71,6 +76,19 @@ def contents(run: Run, records: Ranks) -> dict[str, Any]:
         "settings": [(name, setting_text(value), name in start.repeat) for name, value in start.config.items()],
         "versions": [(name, version, False) for name, version in start.versions.items()],
     }
+
+
+def stories(records: Ranks, verdict: str) -> list[tuple[int, list[Line]]]:
+    """The log of each rank, of the first MOST_STORIES that have told a step or anything of their own."""
+    found = []
+    for rank in sorted(records)[:MOST_STORIES]:
+        log = RankLog(width=STORY_COLUMNS)
+        lines = [line for record in records[rank] for line in log.lines(record)]
+        if any(isinstance(record, Told | Noted) for record in records[rank]):
+            made = log.made()
+            own = f"{verdict.upper()}: {sum(map(passes, made))} of {counted(len(made), 'checks')} of mine passed"
+            found.append((rank, [*lines, Line(own)]))
+    return found
 
 
 def claims(run: Run) -> dict[str, Any]:

@@ -120,7 +120,7 @@ class RankLog:
         lines += [Line(text, "step") for text in table.filled(sentence, self.width, INDENT)]
         lines += self.chart(first)
         most = MOST_WITH_CHART if len({span[1] for span in first.spans if span[0] == "forward"}) > 1 else MOST_LINES
-        room = most - AT_THE_END - self.said - len(lines)
+        room = most * WIDTH // self.width - AT_THE_END - self.said - len(lines)  # narrow lines are more
         yield from lines
         yield from story.lines(1000 if self.log == "full" else max(8, room))
 

@@ -5,7 +5,8 @@ import torch
 
 from distlab.lab.measure.event_order import Message, key_of, storage_of
 from distlab.lab.report import records
-from distlab.lab.verify.first_step import carried, held_parameter, last_to_come, names_of_storages, taken
+from distlab.lab.verify.first_step import carried, held_parameter, last_to_come, taken
+from distlab.lab.verify.told_step import keys_of, parts_of_storages
 from distlab.techniques.collectives.sharded_tensor import LocalShard
 from tests.labs import Runs
 
@@ -16,20 +17,24 @@ CALLS = [
 ]
 
 
+def last(calls: list[list[list[object]]], me: int) -> list[tuple[int, float]]:
+    return last_to_come(calls, [keys_of(of_rank) for of_rank in calls], me)
+
+
 def test_who_came_last_to_a_collective_and_who_sent() -> None:
-    assert last_to_come(CALLS, 1) == [(2, 4.0), (0, 2.0)]
-    assert last_to_come(CALLS, 2) == [(2, 4.0)], "who comes last waits for nobody"
-    assert last_to_come(CALLS, 0) == [(2, 4.0), (0, 2.0)], "a send waits for nobody"
+    assert last(CALLS, 1) == [(2, 4.0), (0, 2.0)]
+    assert last(CALLS, 2) == [(2, 4.0)], "who comes last waits for nobody"
+    assert last(CALLS, 0) == [(2, 4.0), (0, 2.0)], "a send waits for nobody"
 
 
 def test_the_second_collective_of_a_group_is_the_second_of_each_rank() -> None:
     twice = [[["all_reduce", [0, 1], 0, start_s] for start_s in starts] for starts in ([1.0, 5.0], [2.0, 3.0])]
-    assert last_to_come(twice, 0) == [(1, 2.0), (0, 5.0)]
-    assert last_to_come(twice, 1) == [(1, 2.0), (0, 5.0)]
+    assert last(twice, 0) == [(1, 2.0), (0, 5.0)]
+    assert last(twice, 1) == [(1, 2.0), (0, 5.0)]
 
 
 def test_a_call_of_a_rank_that_has_left_is_waited_for_by_nobody() -> None:
-    assert last_to_come([CALLS[0], CALLS[1], []], 1)[0] == (1, 1.5)
+    assert last([CALLS[0], CALLS[1], []], 1)[0] == (1, 1.5)
 
 
 def test_each_idle_moment_counts_for_one_call() -> None:
@@ -59,7 +64,8 @@ class Holder:
 
 def test_a_call_is_named_by_the_memory_that_it_sends() -> None:
     holder = Holder()
-    names = names_of_storages(holder)  # type: ignore[arg-type]
+    parts = parts_of_storages(holder)  # type: ignore[arg-type]
+    names = {key: [part.name for part in of_key] for key, of_key in parts.items()}
 
     def message(tensor: torch.Tensor, *phases: str) -> Message:
         where = ((key_of(tensor), storage_of(tensor).nbytes(), tuple(tensor.shape)),)

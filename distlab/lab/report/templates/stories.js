@@ -1,0 +1,7 @@
+// Marks the lines of all ranks that tell of what is under the pointer.
+document.querySelectorAll(".stories").forEach((stories) => {
+  const lines = [...stories.querySelectorAll("li[data-key]")];
+  const mark = (key) => lines.forEach((line) => line.classList.toggle("same", line.dataset.key === key));
+  stories.addEventListener("pointerover", (event) => mark(event.target.closest("li")?.dataset.key));
+  stories.addEventListener("pointerleave", () => mark(undefined));
+});
