@@ -234,14 +234,14 @@ def shape(lines: list[str]) -> list[str]:
     return sorted(text.split())
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_the_page_shows_the_log_of_rank_1(mode: str, runs: Runs) -> None:
-    ran, page = run_of(runs, mode), PAGE.read_text()
-    block = re.compile(rf"(<!-- log of: {mode} 1 -->\n\n```text\n)(.*?)(```\n)", re.DOTALL)
-    lines = lines_of(ran, 1)
-    if os.environ.get("WRITE_PAGE") and (old := block.search(page)):
-        page = page[: old.start(2)] + "\n".join(lines) + "\n" + page[old.end(2) :]
-        write_atomically(PAGE, [page])
-    found = block.search(page)
-    assert found is not None, f"docs/modes.md has no log of {mode} 1"
+@pytest.mark.parametrize(("page", "mode"), [*((PAGE, mode) for mode in MODES), (TOP / "README.md", "tp")])
+def test_a_page_shows_the_log_of_rank_1(page: Path, mode: str, runs: Runs) -> None:
+    text = page.read_text()
+    block = re.compile(rf"(<!-- log of: {mode} 1 -->\n\n?```text\n)(.*?)(```\n)", re.DOTALL)
+    lines = lines_of(run_of(runs, mode), 1)
+    if os.environ.get("WRITE_PAGE") and (old := block.search(text)):
+        text = text[: old.start(2)] + "\n".join(lines) + "\n" + text[old.end(2) :]
+        write_atomically(page, [text])
+    found = block.search(text)
+    assert found is not None, f"{page} has no log of {mode} 1"
     assert shape(found[2].splitlines()) == shape(lines)

@@ -164,7 +164,7 @@ class OfStrategy:
 
     def __init__(self, theirs: UserFile, model: nn.Module, mesh: Mesh, unseen: Unseen) -> None:
         self._unseen, self._clips = unseen, theirs.found.get("clip") is not None
-        config = plain(theirs.config, clip=theirs.found.get("clip"), bucket_mib=0.01)
+        config = plain(theirs.config, clip=theirs.found.get("clip"), bucket=0.01)
         self.strategy = theirs["strategy"](model, mesh, config)
         self.misfits: dict[str, str] = {}
 
