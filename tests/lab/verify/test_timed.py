@@ -75,15 +75,3 @@ def test_where_there_are_more_steps_the_two_that_warm_up_are_left_out(done: int,
         watch.chronicle.add("flat", step, marks(step))
     steps, _ = written_by(0, watch.write)
     assert steps == Steps("flat", kept, [each / 4 for each in kept])
-
-
-def test_how_far_a_rank_is_are_its_last_step_and_the_loss_that_all_heard_of_it() -> None:
-    """Steps 4 to 6 were done; the last loss of `ring` is not heard yet."""
-    watch, told = Stopwatch(["flat", "ring", "none"], cast(Any, None)), list[Any]()
-    for name in ("flat", "ring"):
-        for step, length in enumerate(LENGTHS_S[:3]):
-            watch.laps[name].append(lap(0.0, length if name == "flat" else 2 * length, 0.0))
-            watch.chronicle.add(name, step, marks(step))
-    course: Any = SimpleNamespace(first=4, heard={"flat": [0.5, 0.25, 0.125], "ring": [3.0, 2.0], "none": []})
-    watch.tell(cast(Any, SimpleNamespace(after=lambda *given: told.append(given))), course, 6)
-    assert told == [(6, {"flat": 1.0, "ring": 2.0}, {"flat": marks(2), "ring": marks(2)}, {"flat": 0.125})]
