@@ -34,7 +34,6 @@ from distlab.lab.measure.traffic import (
     Shape,
     nbytes_of,
     sent_by_call,
-    tensors_in,
 )  # fmt: skip
 
 RECEIVES = ("c10d::recv_", "c10d::recv_any_source_")
@@ -185,18 +184,15 @@ class Message(NamedTuple):
     tag: int  # of a send or receive
     start_s: float
     end_s: float
-    phases: tuple[str, ...] = ()  # what this rank is in the midst of, the outermost first: "forward 3"
-    # That it reads or writes, where they are asked for: storage, its bytes, shape; no tensor, which would stay.
-    tensors: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
 
 
 class Messages:
     """`with Messages().recorded() as messages: step()`, then `messages.found`."""
 
-    def __init__(self, *, name_tensors: bool = False, samples: Samples | None = None) -> None:
-        """`name_tensors`: each message says in which storages its tensors lie; `samples` take what they carry."""
+    def __init__(self, samples: Samples | None = None) -> None:
+        """`samples` take what the messages carry."""
         self.found: list[Message] = []
-        self._name_tensors, self._samples = name_tensors, samples
+        self._samples = samples
         self._phases: list[str] = []
         self._open: list[tuple[int, dist.Work]] = []
 
@@ -239,9 +235,6 @@ class Messages:
         def noted(keys: Any, *args: Any) -> Any:
             self.look()
             message = message_of(name, shape, args)
-            if message is not None and self._name_tensors:
-                where = tuple((key_of(each), storage_of(each).nbytes(), tuple(each.shape)) for each in tensors_in(args))
-                message = message._replace(phases=tuple(self._phases), tensors=where)
             sample = None
             if message is not None and self._samples is not None:
                 sample = self._samples.begin(len(self.found), message, args)

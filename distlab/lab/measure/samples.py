@@ -1,7 +1,7 @@
 """Samples: the numbers that a step's messages carried, before and after each, and where in the model each was made.
 
     watch = Samples(strategy.layers, allowed_bytes)
-    messages = Messages(name_tensors=True, samples=watch)
+    messages = Messages(watch)
 
 What goes in is copied when a call begins, and what comes out when it was waited for, before the program goes on. Copies
 are of whole tensors, since which places are told is decided after the step (`place_of`), when every rank has the same

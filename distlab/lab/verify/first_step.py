@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from distlab.contract import Strategy
 from distlab.lab.lab import Lab
-from distlab.lab.measure.event_order import Message, Messages
+from distlab.lab.measure.event_order import Messages
 from distlab.lab.measure.timeline import CLASSES, Clock, profile, union
 from distlab.lab.report import records
 from distlab.lab.verify.records import placed
@@ -60,29 +60,24 @@ def write_given(lab: Lab, batches: Batches, step: int) -> None:
 
 
 class Watched(NamedTuple):
-    """What is noted of a step: its calls, and of a told one what they carried."""
+    """What is noted of a told step: its calls, and what they carried."""
 
     messages: Messages
-    told: ToldStep | None
+    told: ToldStep
 
 
 @contextmanager
-def watched_calls(strategy: Strategy, *, first: bool, told: bool) -> Iterator[Watched | None]:
-    """Around a step: the calls of the `first` one are noted, and if it is `told` the numbers that they carry."""
-    if not first:
+def watched_calls(strategy: Strategy, *, told: bool) -> Iterator[Watched | None]:
+    """Around a step: if it is `told`, its calls are noted and the numbers that they carry."""
+    if not told:
         yield None
         return
-    if not told:
-        messages = Messages(name_tensors=True)
-        with messages.recorded(), heard(messages.hear):
-            yield Watched(messages, None)
-        return
     step = ToldStep(strategy)
-    messages = Messages(name_tensors=True, samples=step.samples)
+    messages = Messages(step.samples)
 
     def hear(what: str, kind: str, label: str) -> None:
         messages.hear(what, kind, label)
-        step.hear(what, kind, label)
+        step.hear(what, kind)
 
     with step.samples.watched(), collectives_seen(step.samples.by_hand), messages.recorded(), heard(hear):
         yield Watched(messages, step)
@@ -102,8 +97,6 @@ def write_first_step(
     of_ranks = [of_rank[1] if of_rank is not None else [] for of_rank in everyone]
     keys = [keys_of(each) for each in of_ranks]
     last = last_to_come(of_ranks, keys, lab.rank)
-    storages = parts_of_storages(strategy)
-    names = {key: [part.name for part in parts] for key, parts in storages.items()}
     idle = union(span for span in inside if CLASSES[span.kind] in IN_CALLS)  # each moment counts for one call
     rows: list[list[Any]] = []
     for message, (rank, came_s) in zip(messages.found, last, strict=True):
@@ -111,12 +104,11 @@ def write_first_step(
         start_s, end_s = (round(each + shift_s, 6) for each in (message.start_s, message.end_s))
         rows.append([
             message.op, list(message.ranks), float(round(message.sent_bytes)), float(message.nbytes), message.tag,
-            start_s, end_s, carried(message, names), round(waited_s, 6), rank if waited_s > 0 else NOBODY,
+            start_s, end_s, "", round(waited_s, 6), rank if waited_s > 0 else NOBODY,
         ])  # fmt: skip
     marks = [placed(span, shift_s) for span in inside]
     lab.journal.write(records.FirstStep(name, step, profile(inside), marks, rows))
-    if told is not None:
-        write_told(lab, name, step, told, share, storages, shift_s)
+    write_told(lab, name, step, told, share, parts_of_storages(strategy), shift_s)
 
 
 def last_to_come(
@@ -151,14 +143,3 @@ def taken(
         seconds += last - first
         left += [part for part in ((begin, first), (last, end)) if part[0] < part[1]]
     return left, seconds
-
-
-def carried(message: Message, names: Mapping[tuple[int, int], list[str]]) -> str:
-    """What a call carries in words: parameters by name, or the shape of a tensor and in which phase it is sent."""
-    for key, nbytes, _ in message.tensors:
-        if found := names.get((key, nbytes)):
-            return found[0] if len(found) == 1 else f"{found[0]} and {len(found) - 1} more"
-    shape = list(message.tensors[0][2]) if message.tensors else []
-    passes = ("forward", "backward", "input", "weight")
-    around = next((each for each in message.phases if each.split()[0] in passes), "")
-    return f"{shape} in {around}" if around else f"{shape}"

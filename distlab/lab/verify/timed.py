@@ -45,10 +45,9 @@ class Stopwatch:
         self, name: str, strategy: Strategy, lab: Lab, course: TrainingPosition, step: int, corruption: Corruption
     ) -> None:  # fmt: skip
         """One step, from its first forward to its update; all ranks begin together."""
-        first = step == course.first
-        told = first and name in self.told
+        told = step == course.first and name in self.told
         with (
-            watched_calls(strategy, first=first, told=told) as watched, recorded(lab.device) as spans,
+            watched_calls(strategy, told=told) as watched, recorded(lab.device) as spans,
             slowed(lab.config.slowed_to),
         ):  # fmt: skip
             microbatches = lab.dealt(course.batches, course.data_step(step))

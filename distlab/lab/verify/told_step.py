@@ -48,7 +48,7 @@ class ToldStep:
         self.weight: Tensor | None = None  # live, of the parameter that is told
         self.name, self.shape, self.before, self.rate = "", list[int](), torch.empty(0), 0.0
 
-    def hear(self, what: str, kind: str, label: str) -> None:  # noqa: ARG002
+    def hear(self, what: str, kind: str) -> None:
         """Before the update: choose the parameter, and keep its numbers."""
         if (what, kind) == ("begin", "optimizer"):
             self._choose()

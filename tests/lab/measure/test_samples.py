@@ -31,7 +31,7 @@ def carried(group: dist.ProcessGroup) -> list[tuple[str, list[float], list[float
     """What a sum that is waited for at once and one that is not carried, the second in the midst of a layer."""
     layer = torch.nn.Sequential(torch.nn.Identity())
     samples = Samples({3: layer}, 1 << 20)
-    messages = Messages(name_tensors=True, samples=samples)
+    messages = Messages(samples)
     tensor = torch.full((3,), float(group.rank() + 1))
     with samples.watched(), messages.recorded():
         dist.all_reduce(tensor, group=group)
@@ -54,7 +54,7 @@ def test_numbers_before_and_after(ranks: Ranks) -> None:
 
 def beyond(group: dist.ProcessGroup) -> list[int]:
     samples = Samples({}, 40)
-    messages = Messages(samples=samples)
+    messages = Messages(samples)
     with samples.watched(), messages.recorded():
         for _ in range(3):
             dist.all_reduce(torch.ones(3), group=group)

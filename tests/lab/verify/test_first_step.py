@@ -1,11 +1,11 @@
-"""The first step as a rank's own log has it: for whom it waited, and what a call carries."""
+"""The told step: for whom a rank waited, and what lies in the memory that it sends."""
 
 import pytest
 import torch
 
-from distlab.lab.measure.event_order import Message, key_of, storage_of
+from distlab.lab.measure.samples import stretch_of
 from distlab.lab.report import records
-from distlab.lab.verify.first_step import carried, held_parameter, last_to_come, taken
+from distlab.lab.verify.first_step import held_parameter, last_to_come, taken
 from distlab.lab.verify.told_step import keys_of, parts_of_storages
 from distlab.techniques.collectives.sharded_tensor import LocalShard
 from tests.labs import Runs
@@ -62,18 +62,13 @@ class Holder:
         return [("w", self.gradient)] if kind == "gradients" else []
 
 
-def test_a_call_is_named_by_the_memory_that_it_sends() -> None:
+def test_memory_is_named_by_what_lies_in_it() -> None:
     holder = Holder()
     parts = parts_of_storages(holder)  # type: ignore[arg-type]
-    names = {key: [part.name for part in of_key] for key, of_key in parts.items()}
-
-    def message(tensor: torch.Tensor, *phases: str) -> Message:
-        where = ((key_of(tensor), storage_of(tensor).nbytes(), tuple(tensor.shape)),)
-        return Message("send", (0, 1), 0.0, 0, 0, 0.0, 0.0, phases, where)
-
-    assert carried(message(holder.weight), names) == "w"
-    assert carried(message(holder.gradient[1:]), names) == "gradient of w"
-    assert carried(message(torch.zeros(2, 3), "forward 1", "send"), names) == "[2, 3] in forward 1"
+    weight, gradient = (parts[stretch_of(each).storage] for each in (holder.weight, holder.gradient[1:]))
+    assert [(part.name, part.offset, part.numel) for part in weight] == [("w", 0, 4)]
+    assert [part.name for part in gradient] == ["gradient of w"]
+    assert stretch_of(torch.zeros(2, 3)).storage not in parts
 
 
 @pytest.mark.timeout(110)
