@@ -60,7 +60,7 @@ def load_for(config: Config) -> Mode:
                     faults.append(f"LAB_VARIANT={spec!r} {how}{error}")
     if faults:
         raise ConfigError(faults)
-    return replace(mode, variants=(*mode.variants, *variants))
+    return replace(mode, variants=(*mode.variants, *variants)).asked(config.variant)
 
 
 def with_names_of_today(config: Config, mode: Mode) -> Config:
