@@ -370,12 +370,12 @@ class Mode:
         return self.timed or self.stepped or bool(self.at_once)
 
     def foretold(self, predictions: Sequence[Prediction]) -> list[Prediction]:
-        """These, and the same of each variant that is like one of them."""
+        """These, of the variants that it has, and the same of each that is like one of them, unless it has its own."""
+        own = {(each.variant, each.name) for each in predictions}
         like = [(variant.name, variant.like) for variant in self.variants if variant.like]
-        of_others = [
-            replace(each, variant=name) for name, other in like for each in predictions if each.variant == other
-        ]
-        return [*predictions, *of_others]
+        alike = [replace(each, variant=name) for name, other in like for each in predictions if each.variant == other]
+        known = [each for each in predictions if each.variant in ("", *self.names)]
+        return [*known, *(each for each in alike if (each.variant, each.name) not in own)]
 
     def with_alike(self, names: Sequence[str]) -> list[str]:
         """These variants, and those that are like one of them."""

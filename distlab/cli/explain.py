@@ -21,7 +21,7 @@ def explain(config: Config, mode: Mode) -> list[str]:
     text = lesson(config.run_mode)
     lines = [mode.idea, "", *([text, ""] if text else [])]
     lines += [f"With {', '.join(f'{name}={value}' for name, value in settings.items())}:", ""]
-    lines += aligned(PREDICTED, prediction_rows(mode.predict(config)))
+    lines += aligned(PREDICTED, prediction_rows(mode.foretold(mode.predict(config))))
     if config.bug is not None:
         mistake = mode.mistakes[config.bug]
         lines += ["", f"LAB_BUG={config.bug}: {mistake.what}. The check that catches it: {mistake.check}."]

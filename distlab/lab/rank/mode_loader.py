@@ -113,7 +113,7 @@ PREDICTED = ["variant", "predicted a rank and step", "formula", "value", "calls"
 def lesson(config: Config, mode: Mode) -> records.Lesson:
     """What a reader of the report should know before its numbers."""
     variants = {each.name: each.told for each in mode.variants if each.told}
-    return records.Lesson(paragraphs(mode.idea), variants, prediction_rows(mode.predict(config)))
+    return records.Lesson(paragraphs(mode.idea), variants, prediction_rows(mode.foretold(mode.predict(config))))
 
 
 def paragraphs(idea: str) -> list[str]:
