@@ -43,7 +43,7 @@ from distlab.lab.measure.prediction import Prediction
 from distlab.lab.verify.proof import check_same
 from distlab.lab.verify.run_all import measure
 from distlab.lab.workload.data import Microbatch
-from distlab.lab.workload.model import Model
+from distlab.lab.workload.model import MLP, Attention, Model
 from distlab.lab.workload.optimizer import local
 from distlab.techniques.collectives.autograd import linear
 from distlab.techniques.collectives.phases import phase
@@ -68,6 +68,7 @@ from distlab.techniques.tensor_parallel.strategy import (
     tie,
 )
 
+from . import lesson
 from .checks import check_order, claims, mistake
 from .predictions import SAVED, cannot, holds, predict, refuse, summary, untied_linears
 
@@ -136,6 +137,24 @@ def sequence(model: Model, mesh: Mesh, config: Config, qkv: QKV = own_heads, row
     slice_layers(model, mesh.group, region, qkv, row)
     rows_first(model, region)
     return TensorParallel(model, mesh.group, config, by_rows=True, own_loss=model.name == "mlp")
+
+
+# --- plain: the lesson on one page ---
+
+
+def plain(model: Model, mesh: Mesh, config: Config) -> Strategy:
+    """The lesson on one page: megatron, whose embedding and output layer are whole on every rank."""
+    ranks, slices = mesh.group.size(), dict[str, Slice]()
+    for name, part in model.named_modules():
+        if isinstance(part, Attention | MLP):
+            columns, row, unit = (
+                (["q", "k", "v"], "o", part.head_dim) if isinstance(part, Attention) else (["up"], "down", 1)
+            )
+            sizes = shares(part.get_submodule(row).weight.shape[1] // unit, ranks, unit)
+            lesson.slice_layers(part, columns, row, mesh.group, unit)
+            slices |= {f"{name}.{each}.{kind}": Slice(0, sizes) for each in columns for kind in ("weight", "bias")}
+            slices[f"{name}.{row}.weight"] = Slice(1, sizes)
+    return TensorParallel(model, mesh.group, config, slices)
 
 
 # --- dtensor: PyTorch's `parallelize_module`, by the plan of its tutorial ---
@@ -218,6 +237,7 @@ MODE = Mode(
         Variant("megatron", megatron),
         Variant("sequence", sequence),
         Variant("dtensor", dtensor, by_torch=True),
+        Variant("plain", plain, by_name=True, like="megatron"),
     ),
     run=run,
     claims=claims,
@@ -226,7 +246,13 @@ MODE = Mode(
     refuse=refuse,
     cannot=cannot,
     mistakes=mistake | checkpoints.mistake,
+    in_lesson={
+        "double_reduce": ("return gradient, None", "return Copy.backward(ctx, gradient)"),
+        "lost_f": ("Copy.apply(inputs[0], group)", "inputs[0]"),
+        "bias_everywhere": ("layer.weight), group) + layer.bias", "layer.weight, layer.bias), group)"),
+    },
     reading=(
+        "experiments/tp/lesson.py: the idea on one page, which runs alone and as the variant `plain`",
         "experiments/tp/__init__.py: the variants, the simplest first, and what a run of them claims",
         "distlab/techniques/tensor_parallel/layers.py: f and g, the two linear layers of a slice, gpt's two ends,"
         " and what is in"
