@@ -45,6 +45,7 @@ from distlab.techniques.context_parallel.ulysses import UlyssesAttention
 from distlab.techniques.mesh.grid import Mesh
 from distlab.techniques.tensor_parallel.layers import Sequence
 
+from . import lesson
 from .bugs import mistake
 from .checks import claims, compare_balance, compare_kept
 from .options import Options
@@ -168,6 +169,14 @@ class InContext(OwnRows):
         return loss
 
 
+# --- the lesson on one page ---
+
+
+def on_one_page(group: dist.ProcessGroup, positions: Positions) -> Attend:
+    """The lesson's ring, over contiguous parts."""
+    return lambda q, k, v: lesson.RingAttention.apply(q, k, v, list(positions.num_rows), group)
+
+
 # --- the run ---
 
 
@@ -220,6 +229,12 @@ MODE = Mode(
         variant("ulysses", "All positions of some heads.", contiguous, UlyssesAttention),
         variant("torch_ring", "Its ring functions, called by hand.", zigzag, TorchRing, by_torch=True),
         Variant("context_parallel", by_context_parallel, by_torch=True),
+        Variant(
+            "plain",
+            partial(by_hand, cut=contiguous, attention=on_one_page),
+            sentence="The lesson on one page: ring, by the formulas of a softmax.",
+            by_name=True,
+        ),
     ),
     run=run,
     claims=claims,
@@ -235,7 +250,9 @@ MODE = Mode(
         "stray_gradients": "LAB_BUG=loss_times_cp fails the same check",
         "by_arrival": "LAB_BUG=local_positions in ulysses fails the same check",
     },
+    in_lesson={"no_lse": ("total = torch.logaddexp(lse, theirs.logsumexp(-1, keepdim=True))", "total = lse")},
     reading=(
+        "experiments/cp/lesson.py: the idea on one page, which runs alone and as the variant `plain`",
         "experiments/cp/__init__.py: the variants, the simplest first, and what a run of them claims",
         "distlab/techniques/context_parallel/ring.py: attention to some of the keys, and how two such results become"
         " one",

@@ -44,7 +44,7 @@ from distlab.lab.verify.run_all import measure
 from distlab.lab.workload.data import Microbatch
 from distlab.lab.workload.model import Model, outline
 from distlab.lab.workload.user_model import is_own
-from distlab.techniques.collectives.phases import phase
+from distlab.techniques.collectives.phases import marked, phase
 from distlab.techniques.collectives.point_to_point import Peers, sendable
 from distlab.techniques.mesh.grid import Mesh
 from distlab.techniques.pipeline_parallel import schedules
@@ -62,6 +62,7 @@ from distlab.techniques.pipeline_parallel.strategy import (
     runs_of,
 )
 
+from . import lesson
 from .bugs import mistake
 from .checks import check_order, claims
 from .options import Options
@@ -154,6 +155,30 @@ def interleaved(model: Model, mesh: Mesh, config: Config, **parts: Any) -> Strat
     return by_hand(model, mesh, config, schedule=of_chunks, **parts)
 
 
+def plain(model: Model, mesh: Mesh, config: Config) -> Strategy:
+    """The lesson on one page: 1f1b by plain messages."""
+    parts = parts_of(model, mesh.group)
+    rows = (config.seq,) if model.name == "gpt" or is_own(config.model) else ()
+    pretend_compute(parts.stages, config, config.own(Options).sleep_ms, {})
+    return Pipelined(
+        parts, OnePage(*parts.stages.values(), model.loss, (*rows, config.width), mesh.group), mesh.group, config
+    )
+
+
+class OnePage(lesson.Pipeline):
+    """The lesson's pipeline as an engine: its passes are marked, and what it holds is counted."""
+
+    most_in_flight = 0
+
+    def step(self, microbatches: list[Microbatch]) -> Tensor | None:
+        with marked(self.stage):
+            return super().step(microbatches)
+
+    def forward(self, inputs: Tensor, targets: Tensor, share: float) -> None:
+        super().forward(inputs, targets, share)
+        self.most_in_flight = max(self.most_in_flight, len(self.held))
+
+
 def by_torch(model: Model, mesh: Mesh, config: Config, *, name: str, weigh: Weigh = divided) -> Strategy:
     """A schedule of PyTorch's on the same stages."""
     from .pytorch import ByTorch  # most of a second, for these alone
@@ -179,13 +204,13 @@ def run(lab: Lab) -> None:
     draw_on_paper(lab, partial(schedule_of, config))
     lab.hold(lab.mode.predict(config), measured)
     for name in [name for name in measured if name not in lab.mode.by_torch]:
-        check_order(lab, name, measured[name], owners_of(name, ranks, config.own(Options).chunks))
+        check_order(lab, name, measured[name], order_of(name), owners_of(name, ranks, config.own(Options).chunks))
 
 
 def held_in_flight(lab: Lab, name: str, strategy: Strategy) -> None:
     """A variant is named like its schedule."""
     assert isinstance(strategy, Pipelined)
-    check_in_flight(lab, name, strategy, name)
+    check_in_flight(lab, name, strategy, order_of(name))
 
 
 def schedule_of(config: Config, variant: str) -> schedules.Schedule | None:
@@ -195,8 +220,14 @@ def schedule_of(config: Config, variant: str) -> schedules.Schedule | None:
         "one_microbatch": lambda ranks, _: schedules.one_microbatch(ranks),
         "interleaved": partial(schedules.interleaved, chunks=config.own(Options).chunks),
     }
+    variant = order_of(variant)
     known |= SCHEDULES | {f"torch_{name}": SCHEDULES[name] for name in ("1f1b", "zbv", "dualpipev")}
     return known[variant](ranks, microbatches) if variant in known else None
+
+
+def order_of(variant: str) -> str:
+    """The name of a variant's schedule."""
+    return "1f1b" if variant == "plain" else variant
 
 
 def holds(config: Config, rank: int) -> str:
@@ -236,6 +267,7 @@ MODE = Mode(
         ),
         torchs("torch_zbv", "PyTorch's zbv."),
         torchs("torch_dualpipev", "PyTorch's dualpipev."),
+        Variant("plain", plain, by_name=True, like="1f1b"),
     ),
     run=run,
     claims=claims,
@@ -252,7 +284,11 @@ MODE = Mode(
         "never_late": "LAB_BUG=gpipes_order fails the same check",
         "swapped_microbatches": "LAB_BUG=stale_activation lets microbatches meet each other too",
     },
+    in_lesson={
+        "undivided_loss": ("self.loss(output, targets) * share", "self.loss(output, targets) / len(targets)"),
+    },
     reading=(
+        "experiments/pp/lesson.py: the idea on one page, which runs alone and as the variant `plain`",
         "experiments/pp/__init__.py: the variants, the simplest first, and what a run of them claims",
         "distlab/techniques/pipeline_parallel/schedules.py: which rank works on which microbatch when",
         "distlab/techniques/pipeline_parallel/pipeline.py: does a schedule's actions with real layers, and backward"
