@@ -379,7 +379,10 @@ class Mode:
 
     def with_alike(self, names: Sequence[str]) -> list[str]:
         """These variants, and those that are like one of them."""
-        return [*names, *(each.name for each in self.variants if each.like in names and each.name not in names)]
+        return [
+            *names,
+            *(each.name for each in self.variants if each.like and each.like in names and each.name not in names),
+        ]
 
     def asked(self, names: Sequence[str]) -> "Mode":
         """The same without the variants that nobody named, where they run by name alone."""

@@ -294,7 +294,7 @@ MODE = Mode(
     },
     in_lesson={
         "gate_over_itself": ("keepdim=True) if self.top_k > 1 else gates", "keepdim=True)"),
-        "local_capacity": ("int(queue[0].sum())", "len(wants[0])"),
+        "local_capacity": ("self.capacity * int(queue.sum())", "self.capacity * int(wants.sum())"),
     },
     reading=(
         "experiments/moe/lesson.py: the idea on one page, which runs alone and as the variant `plain`",

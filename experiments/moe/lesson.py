@@ -52,10 +52,8 @@ class MixtureOfExperts(nn.Module):
         dist.all_gather(tables := [torch.empty_like(wants[:, 0]) for _ in self.held], wants.sum(1), group=self.group)
         self.queue = queue = torch.stack(tables, 1)  # [k, N, E]: first choices first, and in each rank after rank
         before = (queue.flatten(0, 1).cumsum(0) - queue.flatten(0, 1)).view_as(queue)
-        num_tokens, wanted = int(queue[0].sum()), queue.sum((0, 1)).to(scores)
-        self.places = (
-            math.ceil(self.capacity * self.top_k * num_tokens / self.num_experts) if self.capacity else num_tokens
-        )
+        self.places = math.ceil(self.capacity * int(queue.sum()) / self.num_experts) or int(queue[0].sum())
+        wanted = queue.sum((0, 1)).to(scores)
         balance = self.num_experts * wanted / wanted.sum() @ scores.softmax(-1).sum(0)  # of the loss, this rank's part
         self.extra = self.balance * balance + self.z * scores.logsumexp(-1).square().sum()
         place = wants.cumsum(1) - wants + before[:, self.group.rank(), None]  # in the queue of each expert
