@@ -334,6 +334,7 @@ class Mode:
     reading: tuple[str, ...] = ()  # the files of the lesson in the order in which they are read, each with what it has
     # Of each mistake that is one line of its lesson.py: the line, and what stands there instead.
     in_lesson: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()  # variants that run by name alone, where nobody named them
     # What a mistake may replace in the passes.
     batches: Callable[..., Batches] = Batches
     shards_written: ShardsWritten = all_there
@@ -374,7 +375,7 @@ class Mode:
         own = {(each.variant, each.name) for each in predictions}
         like = [(variant.name, variant.like) for variant in self.variants if variant.like]
         alike = [replace(each, variant=name) for name, other in like for each in predictions if each.variant == other]
-        known = [each for each in predictions if each.variant in ("", *self.names)]
+        known = [each for each in predictions if each.variant not in self.left_out]
         return [*known, *(each for each in alike if (each.variant, each.name) not in own)]
 
     def with_alike(self, names: Sequence[str]) -> list[str]:
@@ -386,7 +387,9 @@ class Mode:
 
     def asked(self, names: Sequence[str]) -> "Mode":
         """The same without the variants that nobody named, where they run by name alone."""
-        return replace(self, variants=tuple(each for each in self.variants if not each.by_name or each.name in names))
+        left_out = tuple(each.name for each in self.variants if each.by_name and each.name not in names)
+        kept = tuple(each for each in self.variants if each.name not in left_out)
+        return replace(self, variants=kept, left_out=left_out)
 
     def told(self, bug: str | None) -> dict[str, str]:
         """What the records say of the mistake `bug`; empty if it is none."""
