@@ -292,12 +292,7 @@ MODE = Mode(
         "lost_fold": "LAB_BUG=lost_own_part fails the same check",
     },
     unsaved="trains nothing that could be saved",
-    in_lesson={
-        "skipped_round": (
-            "for turn in range(ranks - 1):\n        pass_on",
-            "for turn in range(ranks - 2):\n        pass_on",
-        )
-    },
+    in_lesson={"skipped_round": ("range(ranks - 1):  # a finished chunk each", "range(ranks - 2):")},
     reading=(
         "experiments/comm/lesson.py: the idea on one page, which runs alone and as the variant `plain`",
         "experiments/comm/__init__.py: an all_reduce made of sends and receives one by one, a ring message by"

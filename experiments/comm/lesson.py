@@ -30,7 +30,7 @@ def reduce_scatter(chunks: list[Tensor], group: dist.ProcessGroup) -> Tensor:
 def all_gather(chunks: list[Tensor], group: dist.ProcessGroup) -> None:
     """Every rank's chunk `rank` to all, in the place of theirs: in each round the chunk that came in the last."""
     rank, ranks = group.rank(), group.size()
-    for turn in range(ranks - 1):
+    for turn in range(ranks - 1):  # a finished chunk each
         pass_on(chunks[(rank - turn) % ranks], chunks[(rank - turn - 1) % ranks], group)
 
 

@@ -218,7 +218,7 @@ def holding_of(name: str, config: Config, rank: int, *, reshard: bool) -> Shardi
     kept = sum(laid.chunks(ranks)) * (ranks if stage < 3 else 1)
     kept += sum(laid.chunks(ranks)) * ranks if stage == 1 else 0  # gradients
     constant = kept * config.itemsize + remembered(config, rank)
-    kind = Naively if name in BLOCKING else Sharding
+    kind = {"zero3_blocking": Naively, "plain": Plainly}.get(name, Sharding)
     microbatches = config.num_microbatches
     return kind(stage, laid, rank, ranks, config.itemsize, constant, microbatches=microbatches, reshard=reshard)
 
@@ -227,6 +227,7 @@ class Naively(Sharding):
     """A layer is whole while it computes, and once more while it computes again and is summed."""
 
     fresh = 0  # numbers in a layer's gradients that lie where autograd made them
+    flats = 1  # vectors of a layer's gradients that are there when the shard's sum is
 
     def after(self, happening: Happening) -> Iterator[float]:
         what, unit = happening.what, self.unit_of.get(happening.layer, -1)
@@ -242,9 +243,15 @@ class Naively(Sharding):
             yield self.held() + (self.chunks[unit] * self.ranks + self.fresh) * self.itemsize  # the flat ones, too
             self.fresh = 0
             self.summed.add(unit)
-            yield self.held() + self.chunks[unit] * self.ranks * self.itemsize  # beside the flat ones the shard's
+            yield self.held() + self.flats * self.chunks[unit] * self.ranks * self.itemsize  # and the shard's
             self.whole = set()
         yield self.held() + self.fresh * self.itemsize
+
+
+class Plainly(Naively):
+    """The same, whose sum is made of what an all_to_all brings, beside what it sends."""
+
+    flats = 2
 
 
 def remembered(config: Config, rank: int) -> float:

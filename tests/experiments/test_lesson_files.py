@@ -13,6 +13,8 @@ import torch.distributed as dist
 from distlab.cli.explain import diff
 from distlab.lab.config.settings import lesson_file, modes
 from distlab.lab.rank.mode_loader import load
+from tests.labs import failed, run_experiment
+from tests.mistakes import whole
 from tests.warm_ranks import Ranks
 
 MOST_LINES = {"mesh": 120, "elastic": 120}
@@ -50,6 +52,12 @@ def test_a_copy_runs_alone(mode: str, tmp_path: Path) -> None:
     off = [float(number) for number in re.findall(r"by (\S+) at most", run.stdout)]
     assert len(off) == ranks, run.stdout
     assert max(off) <= TOLERANCE
+
+
+@pytest.mark.parametrize("mode", LESSONS)
+def test_it_is_a_variant_that_is_proven_and_measured(ranks: Ranks, mode: str, tmp_path: Path) -> None:
+    run, _ = run_experiment(ranks, LEAST_RANKS.get(mode, 2), tmp_path, **whole(mode), LAB_VARIANT="plain")
+    assert failed(run) == set()
 
 
 def demo(group: dist.ProcessGroup, text: str) -> float:
