@@ -70,15 +70,15 @@ class OnePage:
 
     def all_reduce(self, peers: Peers, tensor: Tensor, /) -> Steps:
         lesson.all_reduce(tensor, peers.group)
-        return iter(())
+        yield from ()
 
     def reduce_scatter(self, peers: Peers, tensor: Tensor, output: Tensor, /) -> Steps:
         output.copy_(lesson.reduce_scatter(split(tensor, peers.world_size), peers.group).view_as(output))
-        return iter(())
+        yield from ()
 
     def all_gather(self, peers: Peers, tensor: Tensor, /) -> Steps:
         lesson.all_gather(split(tensor, peers.world_size), peers.group)
-        return iter(())
+        yield from ()
 
 
 def everyones_sum(lab: Lab, collectives: Mapping[str, Collective]) -> None:

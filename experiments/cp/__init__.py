@@ -174,7 +174,8 @@ class InContext(OwnRows):
 
 def on_one_page(group: dist.ProcessGroup, positions: Positions) -> Attend:
     """The lesson's ring, over contiguous parts."""
-    return lambda q, k, v: lesson.RingAttention.apply(q, k, v, list(positions.num_rows), group)
+    rows = list(positions.num_rows)
+    return lambda q, k, v: lesson.RingAttention.apply(q, k, v, rows, group)  # type: ignore[no-untyped-call]
 
 
 # --- the run ---

@@ -44,7 +44,7 @@ from distlab.lab.verify.run_all import measure
 from distlab.lab.workload.data import Microbatch
 from distlab.lab.workload.model import Model, outline
 from distlab.lab.workload.user_model import is_own
-from distlab.techniques.collectives.phases import marked, phase
+from distlab.techniques.collectives.phases import phase
 from distlab.techniques.collectives.point_to_point import Peers, sendable
 from distlab.techniques.mesh.grid import Mesh
 from distlab.techniques.pipeline_parallel import schedules
@@ -52,6 +52,7 @@ from distlab.techniques.pipeline_parallel.costs import bubble
 from distlab.techniques.pipeline_parallel.pipeline import Boundaries, Pipeline
 from distlab.techniques.pipeline_parallel.strategy import (
     ByHand,
+    Lesson,
     Parts,
     Pipelined,
     Weigh,
@@ -160,23 +161,9 @@ def plain(model: Model, mesh: Mesh, config: Config) -> Strategy:
     parts = parts_of(model, mesh.group)
     rows = (config.seq,) if model.name == "gpt" or is_own(config.model) else ()
     pretend_compute(parts.stages, config, config.own(Options).sleep_ms, {})
-    return Pipelined(
-        parts, OnePage(*parts.stages.values(), model.loss, (*rows, config.width), mesh.group), mesh.group, config
-    )
-
-
-class OnePage(lesson.Pipeline):
-    """The lesson's pipeline as an engine: its passes are marked, and what it holds is counted."""
-
-    most_in_flight = 0
-
-    def step(self, microbatches: list[Microbatch]) -> Tensor | None:
-        with marked(self.stage):
-            return super().step(microbatches)
-
-    def forward(self, inputs: Tensor, targets: Tensor, share: float) -> None:
-        super().forward(inputs, targets, share)
-        self.most_in_flight = max(self.most_in_flight, len(self.held))
+    (stage,) = parts.stages.values()
+    engine = Lesson(lesson.Pipeline(stage, model.loss, (*rows, config.width), mesh.group))
+    return Pipelined(parts, engine, mesh.group, config)
 
 
 def by_torch(model: Model, mesh: Mesh, config: Config, *, name: str, weigh: Weigh = divided) -> Strategy:

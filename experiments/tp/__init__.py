@@ -43,7 +43,7 @@ from distlab.lab.measure.prediction import Prediction
 from distlab.lab.verify.proof import check_same
 from distlab.lab.verify.run_all import measure
 from distlab.lab.workload.data import Microbatch
-from distlab.lab.workload.model import MLP, Attention, Model
+from distlab.lab.workload.model import Model
 from distlab.lab.workload.optimizer import local
 from distlab.techniques.collectives.autograd import linear
 from distlab.techniques.collectives.phases import phase
@@ -64,6 +64,7 @@ from distlab.techniques.tensor_parallel.strategy import (
     TensorParallel,
     own_heads,
     plan,
+    slice_by_lesson,
     slice_layers,
     tie,
 )
@@ -144,16 +145,7 @@ def sequence(model: Model, mesh: Mesh, config: Config, qkv: QKV = own_heads, row
 
 def plain(model: Model, mesh: Mesh, config: Config) -> Strategy:
     """The lesson on one page: megatron, whose embedding and output layer are whole on every rank."""
-    ranks, slices = mesh.group.size(), dict[str, Slice]()
-    for name, part in model.named_modules():
-        if isinstance(part, Attention | MLP):
-            columns, row, unit = (
-                (["q", "k", "v"], "o", part.head_dim) if isinstance(part, Attention) else (["up"], "down", 1)
-            )
-            sizes = shares(part.get_submodule(row).weight.shape[1] // unit, ranks, unit)
-            lesson.slice_layers(part, columns, row, mesh.group, unit)
-            slices |= {f"{name}.{each}.{kind}": Slice(0, sizes) for each in columns for kind in ("weight", "bias")}
-            slices[f"{name}.{row}.weight"] = Slice(1, sizes)
+    slices = slice_by_lesson(model, mesh.group, lesson.slice_layers)
     return TensorParallel(model, mesh.group, config, slices)
 
 
