@@ -35,7 +35,7 @@ class Recipe(NamedTuple):
     target: Callable[[float], float]
     optimizer: Callable[..., Stepper]  # (model, config), and for LARS and LAMB `sharded_over`, see `Layerwise`
     warms_up: bool = False
-    warmup: Callable[[float, int, int], float] = optimizers.warmup
+    warmup: Callable[[float, int, int], float] = lambda *given: optimizers.warmup(*given)
 
     def factor(self, k: int, step: int, steps: int) -> float:
         """What the base rate is multiplied with at `step` of `steps`."""
