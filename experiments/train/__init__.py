@@ -70,8 +70,9 @@ BeginEpoch: TypeAlias = Callable[[Any, int], None]
 
 
 def told(sampler: Any, epoch: int) -> None:
-    """Of the epoch that begins."""
-    sampler.set_epoch(epoch)
+    """Of the epoch that begins, where it asks for it: a sampler that deals all to everyone does not."""
+    if hasattr(sampler, "set_epoch"):
+        sampler.set_epoch(epoch)
 
 
 def predict(config: Config) -> list[Prediction]:
