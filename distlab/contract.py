@@ -78,6 +78,8 @@ class Variant:
     timed_part: int = 1  # beside others over gloo it takes one of so many timed steps (distlab/lab/verify/run_all.py)
     sentence: str = ""  # on it, for the report; empty: the docstring of what makes it
     formerly: str = ""  # a name that it had before, which LAB_VARIANT takes too
+    by_name: bool = False  # whether it runs only where LAB_VARIANT names it
+    like: str = ""  # the variant that sends and holds what it does: what is foretold and claimed of that holds for it
 
     @property
     def told(self) -> str:
@@ -331,6 +333,9 @@ class Mode:
     takes_back: bool = False  # whether a rank that is started again rejoins the run (distlab/lab/cluster/rejoin.py)
     recomputes: bool = False  # whether its ranks run whole layers, so that LAB_RECOMPUTE can run them again
     reading: tuple[str, ...] = ()  # the files of the lesson in the order in which they are read, each with what it has
+    # Of each mistake that is one line of its lesson.py: the line, and what stands there instead.
+    in_lesson: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()  # variants that run by name alone, where nobody named them
     # What a mistake may replace in the passes.
     batches: Callable[..., Batches] = Batches
     shards_written: ShardsWritten = all_there
@@ -375,6 +380,27 @@ class Mode:
     def audits(self) -> bool:
         """Whether its ranks train, so that what they hold alike can be compared."""
         return self.timed or self.stepped or bool(self.at_once)
+
+    def foretold(self, predictions: Sequence[Prediction]) -> list[Prediction]:
+        """These, of the variants that it has, and the same of each that is like one of them, unless it has its own."""
+        own = {(each.variant, each.name) for each in predictions}
+        like = [(variant.name, variant.like) for variant in self.variants if variant.like]
+        alike = [replace(each, variant=name) for name, other in like for each in predictions if each.variant == other]
+        known = [each for each in predictions if each.variant not in self.left_out]
+        return [*known, *(each for each in alike if (each.variant, each.name) not in own)]
+
+    def with_alike(self, names: Sequence[str]) -> list[str]:
+        """These variants, and those that are like one of them."""
+        return [
+            *names,
+            *(each.name for each in self.variants if each.like and each.like in names and each.name not in names),
+        ]
+
+    def asked(self, names: Sequence[str]) -> "Mode":
+        """The same without the variants that nobody named, where they run by name alone."""
+        left_out = tuple(each.name for each in self.variants if each.by_name and each.name not in names)
+        kept = tuple(each for each in self.variants if each.name not in left_out)
+        return replace(self, variants=kept, left_out=left_out)
 
     def told(self, bug: str | None) -> dict[str, str]:
         """What the records say of the mistake `bug`; empty if it is none."""

@@ -8,7 +8,7 @@ def table() -> str:
     """A line a mode, which leads to its part of docs/modes.md."""
     rows = ["| RUN_MODE | the lesson | variants |", "|---|---|---|"]
     for name in modes():
-        lesson = load(name)
+        lesson = load(name).asked(())
         idea = lesson.idea.partition("\n")[0].rstrip(".")
         variants = f"`{', '.join(lesson.names)}`" if lesson.names else ""
         rows.append(f"| [`{name}`](docs/modes.md#{name}) | {idea} | {variants} |")

@@ -39,32 +39,32 @@ TOP = Path(__file__).parent.parent
 GROUPS = ("distlab/techniques", "distlab/lab", "distlab/tools")
 WHOLE = ("distlab/cli", "experiments", "workers", "engines", "tests", "benchmarks")  # of a group each folder has a row
 SIZES = {  # statements and files, at most
-    "distlab": (234, 4),
+    "distlab": (253, 4),
     "distlab/techniques": (1, 1),
-    "distlab/lab": (197, 2),
+    "distlab/lab": (198, 2),
     "distlab/tools": (1, 1),
-    "distlab/techniques/collectives": (1_095, 12),
+    "distlab/techniques/collectives": (1_116, 12),
     "distlab/techniques/compression": (262, 4),
     "distlab/techniques/context_parallel": (350, 5),
-    "distlab/techniques/data_parallel": (253, 4),
+    "distlab/techniques/data_parallel": (264, 4),
     "distlab/techniques/elastic": (481, 4),
     "distlab/techniques/expert_parallel": (273, 3),
     "distlab/techniques/large_batch": (107, 1),
     "distlab/techniques/mesh": (263, 3),
     "distlab/techniques/parameter_server": (321, 4),
-    "distlab/techniques/pipeline_parallel": (668, 5),
+    "distlab/techniques/pipeline_parallel": (679, 5),
     "distlab/techniques/precision": (48, 1),
     "distlab/techniques/sharded": (571, 4),
-    "distlab/techniques/tensor_parallel": (362, 4),
+    "distlab/techniques/tensor_parallel": (375, 4),
     "distlab/techniques/transport": (1_082, 7),
     "distlab/lab/checkpoint": (877, 8),
     "distlab/lab/cluster": (2_380, 16),
     "distlab/lab/config": (925, 7),
     "distlab/lab/faults": (89, 1),
-    "distlab/lab/measure": (1_242, 9),
-    "distlab/lab/rank": (1_036, 8),
+    "distlab/lab/measure": (1_237, 9),
+    "distlab/lab/rank": (1_037, 8),
     "distlab/lab/report": (3_427, 26),
-    "distlab/lab/verify": (1_659, 11),
+    "distlab/lab/verify": (1_641, 11),
     "distlab/lab/workload": (1_017, 7),
     "distlab/tools/check": (5_474, 41),
     "distlab/tools/notebook": (474, 5),
@@ -73,11 +73,11 @@ SIZES = {  # statements and files, at most
     "distlab/tools/puzzle": (1_606, 44),
     "distlab/tools/ranks": (364, 4),
     "distlab/tools/testing": (240, 3),
-    "distlab/cli": (928, 11),
-    "experiments": (6_930, 76),
+    "distlab/cli": (940, 11),
+    "experiments": (7_933, 90),
     "workers": (6, 2),
     "engines": (57, 1),
-    "tests": (28_850, 522),
+    "tests": (28_891, 523),
     "benchmarks": (2_300, 36),
 }
 MOST_FILES, MEDIAN_FILES, BUCKETED_LINES = 4, 3, 650
@@ -234,7 +234,7 @@ def variants() -> Iterator[Opened]:
     for mode in modes():
         folders = (f"{LESSONS}.{mode}", f"distlab.techniques.{TECHNIQUES.get(mode, mode)}")
         lesson = TOP / "experiments" / mode / "__init__.py"
-        for variant in load(mode).variants:
+        for variant in load(mode).asked(()).variants:  # a lesson.py is one file
             start = variant.build or BUILT_BY_RUN[mode][variant.name]
             others = reached([start], folders) - {lesson, lesson.with_name("options.py")}
             ordered = sorted(others, key=lambda path: (not path.is_relative_to(TOP / "experiments"), path))

@@ -1,6 +1,6 @@
-"""The lesson without the run: the idea, the shapes, and the prediction for the settings given.
+"""The lesson without the run: the idea, its page of code, and the prediction for the settings given.
 
-make explain RUN_MODE=dp WORLD_SIZE=3            the mode's docstring and its predictions, formula and number
+make explain RUN_MODE=dp WORLD_SIZE=3            the mode's docstring, its lesson.py, its predictions
 make explain RUN_MODE=dp LAB_BUG=no_sampler      and what that injected bug breaks, and which check catches it
 """
 
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from distlab.cli import tells_refusals
 from distlab.contract import Mode
 from distlab.lab.config import Config
+from distlab.lab.config.settings import lesson_file
 from distlab.lab.rank.mode_loader import PREDICTED, prediction_rows
 from distlab.lab.report.table import aligned
 
@@ -17,17 +18,32 @@ from distlab.lab.report.table import aligned
 def explain(config: Config, mode: Mode) -> list[str]:
     """The lines of the lesson; in the end the files that it is read in."""
     settings = {"RUN_MODE": config.run_mode, "WORLD_SIZE": str(config.world_size)} | config.environ()
-    lines = [mode.idea, "", f"With {', '.join(f'{name}={value}' for name, value in settings.items())}:", ""]
-    lines += aligned(PREDICTED, prediction_rows(mode.predict(config)))
+    text = lesson(config.run_mode)
+    lines = [mode.idea, "", *([text, ""] if text else [])]
+    lines += [f"With {', '.join(f'{name}={value}' for name, value in settings.items())}:", ""]
+    lines += aligned(PREDICTED, prediction_rows(mode.foretold(mode.predict(config))))
     if config.bug is not None:
         mistake = mode.mistakes[config.bug]
-        return [*lines, "", f"LAB_BUG={config.bug}: {mistake.what}. The check that catches it: {mistake.check}."]
+        lines += ["", f"LAB_BUG={config.bug}: {mistake.what}. The check that catches it: {mistake.check}."]
+        return lines + (diff(text, *mode.in_lesson[config.bug]) if config.bug in mode.in_lesson else [])
     if mode.mistakes:
         lines += ["", "Injected bugs (LAB_BUG), and the check that catches each:", *mistake_lines(mode)]
     if mode.reading:
         lines += ["", "Read it in this order:"]
         lines += [f"  {number}. {place}" for number, place in enumerate(mode.reading, 1)]
     return lines
+
+
+def lesson(run_mode: str) -> str:
+    """The mode's idea on a page of code, where it has one."""
+    file = lesson_file(run_mode).with_name("lesson.py")
+    return file.read_text().rstrip() if file.exists() else ""
+
+
+def diff(text: str, right: str, wrong: str) -> list[str]:
+    """The one line of the lesson in which the mistake is made, before and after."""
+    line = next(line for line in text.splitlines() if right in line)
+    return ["", "In lesson.py:", "", f"-{line}", f"+{line.replace(right, wrong)}"]
 
 
 def mistake_lines(mode: Mode) -> list[str]:

@@ -253,8 +253,9 @@ class Lab:
     def hold(self, predictions: Sequence[Prediction], measured: Mapping[str, Counted]) -> None:
         """Hold what was measured of each variant against all that is predicted of it, by the kind of each prediction;
         rank 0 tells both then."""
+        foretold = [each for each in self.mode.foretold(predictions) if each.variant in measured]
         for name, kind in KINDS.items():
-            for each in [each for each in predictions if each.name == name and each.variant in measured]:
+            for each in [each for each in foretold if each.name == name]:
                 value = kind.seen(measured[each.variant])
                 if name == "wire bytes":
                     self.hold_bytes(each, measured[each.variant].traffic)

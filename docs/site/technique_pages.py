@@ -1,16 +1,12 @@
-"""A page a technique, made of what the code says of itself: its idea, the simplest variant as it stands, what is
-predicted, a figure of a run, its variants, its injected bugs, and the papers that it names."""
+"""A page a technique, made of what the code says of itself: its idea, its lesson on one page, what is predicted, a
+figure of a run, its variants, its injected bugs, and the papers that it names."""
 
-import inspect
 import re
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from textwrap import dedent
-from types import FunctionType, ModuleType
-from typing import Any
 
-from distlab.contract import Mode, Variant
+from distlab.contract import Mode
 from distlab.lab.config import Config
 from distlab.lab.config.settings import modes
 from distlab.lab.rank.mode_loader import load, prediction_rows
@@ -36,7 +32,7 @@ def page(name: str, mode: Mode) -> list[str]:
         *([f"{about[:1].upper()}{about[1:]}", ""] if about else []),
         *idea(rest),
         *try_it(name),
-        *naive_code(mode),
+        *lesson(name),
         *predictions(name, mode),
         *figure(name),
         *variants(mode),
@@ -68,54 +64,19 @@ def try_it(name: str) -> list[str]:
     ]
 
 
-def naive_code(mode: Mode) -> list[str]:
-    """The function that builds the first variant, and what it uses of its own file, as they stand there."""
-    first = next((each for each in mode.variants if each.build is not None), None)
-    if first is None:
-        return []
-    module, objects = code_of(first)
-    place = Path(inspect.getfile(module)).resolve().relative_to(TOP)
-    lines = [f"## The simplest code: `{first.name}`", "", f"`{place}`, as it stands there:", ""]
-    for each in objects:
-        lines += [
-            f"```{{literalinclude}} ../code/{place}",
-            f":pyobject: {each}",
-            ":language: python",
-            "```",
-            "",
-        ]
-    return lines
-
-
-def code_of(variant: Variant) -> tuple[ModuleType, list[str]]:
-    """The file of a variant's builder, and the names of the functions and classes in it that it is made of, in their
-    order there."""
-    build: Any = variant.build
-    while isinstance(build, partial):
-        build = build.func
-    module = inspect.getmodule(build)
-    assert module is not None
-    own = {
-        name: each
-        for name, each in vars(module).items()
-        if inspect.isfunction(each) or inspect.isclass(each)
-        if each.__module__ == module.__name__
-    }
-    found, to_do = set[str](), [build.__name__]
-    while to_do:
-        name = to_do.pop()
-        if name in own and name not in found:
-            found.add(name)
-            to_do += names_in(own[name])
-    return module, sorted(found, key=lambda name: inspect.getsourcelines(own[name])[1])
-
-
-def names_in(of: Any) -> list[str]:
-    """The global names that a function, or the methods of a class, use; of a class its bases, too."""
-    if inspect.isclass(of):
-        methods = [each for each in vars(of).values() if isinstance(each, FunctionType)]
-        return [name for each in methods for name in each.__code__.co_names] + [base.__name__ for base in of.__bases__]
-    return list(of.__code__.co_names)
+def lesson(name: str) -> list[str]:
+    """The lesson on one page, whole, as it stands in its file."""
+    place = f"experiments/{name}/lesson.py"
+    return [
+        "## The lesson on one page",
+        "",
+        f"`{place}`, in torch alone: copy it, and run it with torchrun; LAB_VARIANT=plain proves and measures it here.",
+        "",
+        f"```{{literalinclude}} ../code/{place}",
+        ":language: python",
+        "```",
+        "",
+    ]
 
 
 def predictions(name: str, mode: Mode) -> list[str]:

@@ -35,10 +35,10 @@ from distlab.techniques.collectives import ring as ring_by_hand
 from distlab.techniques.collectives.by_hand import ALGORITHMS, Algorithm, Collective
 from distlab.techniques.collectives.costs import all_reduce_bytes
 from distlab.techniques.collectives.phases import phase
-from distlab.techniques.collectives.point_to_point import Addressed, Message, Peers, Pending, split
+from distlab.techniques.collectives.point_to_point import Addressed, Message, Peers, Pending, Steps, split
 from distlab.techniques.transport.process_group import TcpBackend
 
-from . import benchmark, primitives
+from . import benchmark, lesson, primitives
 from .bugs import mistake
 from .checks import claims
 from .options import Options
@@ -65,6 +65,22 @@ def one_by_one(tensor: Tensor, group: dist.ProcessGroup) -> None:
     else:
         dist.send(tensor, group=group, group_dst=0)
         dist.recv(tensor, group=group, group_src=0)
+
+
+class OnePage:
+    """The lesson's ring as an algorithm: its messages are waited for one by one, so nothing is left to do."""
+
+    def all_reduce(self, peers: Peers, tensor: Tensor, /) -> Steps:
+        lesson.all_reduce(tensor, peers.group)
+        yield from ()
+
+    def reduce_scatter(self, peers: Peers, tensor: Tensor, output: Tensor, /) -> Steps:
+        output.copy_(lesson.reduce_scatter(split(tensor, peers.world_size), peers.group).view_as(output))
+        yield from ()
+
+    def all_gather(self, peers: Peers, tensor: Tensor, /) -> Steps:
+        lesson.all_gather(split(tensor, peers.world_size), peers.group)
+        yield from ()
 
 
 def everyones_sum(lab: Lab, collectives: Mapping[str, Collective]) -> None:
@@ -193,9 +209,9 @@ def digits(chunks: list[Tensor]) -> str:
 # --- the run ---
 
 
-def title(config: Config) -> str:  # noqa: ARG001  nothing is trained here, whatever LAB_MODEL says
+def title(config: Config) -> str:
     """What is run, for headings."""
-    return f"{len(primitives.PRIMITIVES)} primitives, {len(MODE.names)} ways to all_reduce"
+    return f"{len(primitives.PRIMITIVES)} primitives, {len(MODE.asked(config.variant).names)} ways to all_reduce"
 
 
 def predict(config: Config) -> list[Prediction]:
@@ -204,7 +220,7 @@ def predict(config: Config) -> list[Prediction]:
     return [
         Prediction(
             name, "wire bytes all_reduce 4 MiB", "B", benchmark.formula("all_reduce", name),
-            tuple(all_reduce_bytes(name, ranks, PREDICTED_BYTES, rank) for rank in range(ranks)),
+            tuple(all_reduce_bytes(benchmark.algorithm(name), ranks, PREDICTED_BYTES, rank) for rank in range(ranks)),
             1, shown=PYTORCHS if name in MODE.by_torch else "",
         )
         for name in MODE.names
@@ -215,7 +231,7 @@ def run(
     lab: Lab, algorithms: Mapping[str, Algorithm] = ALGORITHMS, backward_of: Convention = as_it_is
 ) -> None:  # fmt: skip
     """The lesson, from one message to the price of the largest."""
-    for prediction in predict(lab.config):
+    for prediction in lab.mode.foretold(predict(lab.config)):
         lab.say(
             f"{prediction.variant}: {prediction.formula} = {max(prediction.value) / 1e6:.3g} MB for an all_reduce of"
             " 4 MiB",
@@ -231,9 +247,10 @@ def run(
 
 def compare(lab: Lab, algorithms: Mapping[str, Algorithm], groups: Mapping[str, dist.ProcessGroup]) -> None:
     """The variants beside each other: what they leave, the ring message by message, a picture, and the sweep."""
+    ways = {**algorithms, "plain": OnePage()}
     collectives = {
-        name: Collective(groups.get(name, lab.group), "backend" if name in groups else name, algorithms)
-        for name in MODE.names
+        name: Collective(groups.get(name, lab.group), "backend" if name in groups else name, ways)
+        for name in lab.mode.names
         if lab.wants(name) and (name in groups or name not in (GLOO, TCP))
     }
     everyones_sum(lab, collectives)
@@ -312,6 +329,7 @@ MODE = Mode(
         Variant("tree"),  # Rabenseifner's: halves, quarters, ... and back, no tree of NCCL's: tree.py
         Variant("server"),  # through rank 0: rooted.py
         Variant(TCP),  # with no library under it: tcp.py, rooted.py, direct.py
+        Variant("plain", by_name=True),  # the ring once more, on one page: lesson.py
     ),
     run=run,
     claims=lambda mode, config: claims(mode, config.own(Options).sweep_mib),
@@ -324,7 +342,9 @@ MODE = Mode(
         "lost_fold": "LAB_BUG=lost_own_part fails the same check",
     },
     unsaved="trains nothing that could be saved",
+    in_lesson={"skipped_round": ("range(ranks - 1):  # a finished chunk each", "range(ranks - 2):")},
     reading=(
+        "experiments/comm/lesson.py: the idea on one page, which runs alone and as the variant `plain`",
         "experiments/comm/__init__.py: an all_reduce made of sends and receives one by one, a ring message by"
         " message, and what a run does",
         "experiments/comm/primitives.py: who has what before and after each primitive, and what its backward returns",

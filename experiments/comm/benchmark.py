@@ -53,6 +53,11 @@ class Cost:
         return statistics.median(self.rounds_s)
 
 
+def algorithm(variant: str) -> str:
+    """What a variant's formulas are those of: the lesson's is a ring."""
+    return "ring" if variant == "plain" else variant
+
+
 Costs = dict[tuple[str, int, str], Cost]  # by operation, bytes, variant
 
 
@@ -84,7 +89,7 @@ def tables(lab: Lab, op: str, costs: Costs, variants: list[str], sizes: list[int
             cost, whole = costs[op, nbytes, name], even(nbytes, lab.world_size)
             speed = [speed_cell(nbytes, whole / cost.seconds * times) for times in (1, factor)]
             bytes_ = [
-                f"{BYTES[op](name, lab.world_size, whole, 0):.0f}",
+                f"{BYTES[op](algorithm(name), lab.world_size, whole, 0):.0f}",
                 "-" if cost.wire_bytes is None else f"{cost.wire_bytes:.0f}",
             ]
             rows.append(
@@ -128,7 +133,7 @@ def fits(lab: Lab, costs: Costs, variants: list[str], sizes: list[int]) -> None:
     for name in variants:
         times = {nbytes: costs["all_reduce", nbytes, name].seconds for nbytes in sizes}
         latency_s, bytes_per_s, off = fit(name, lab.world_size, times)
-        rounds = formulas.all_reduce_rounds(name, lab.world_size)
+        rounds = formulas.all_reduce_rounds(algorithm(name), lab.world_size)
         rows.append([name, rounds, three_digits(latency_s * 1e6), three_digits(bytes_per_s / 1e9), f"{off:.0%}"])
     # `python -m distlab plan --calibrate` reads this table.
     lab.table(FITTED, ["variant", "rounds", LATENCY, RATE, "typically off by"], rows)
@@ -136,8 +141,8 @@ def fits(lab: Lab, costs: Costs, variants: list[str], sizes: list[int]) -> None:
 
 def fit(name: str, world_size: int, times: Mapping[int, float]) -> tuple[float, float, float]:
     """(α, B, median relative error) of `times`, seconds by bytes, by least squares of the relative errors."""
-    rounds = formulas.all_reduce_seconds(name, world_size, 0, 1.0, 1.0)
-    serial = {nbytes: formulas.all_reduce_seconds(name, world_size, nbytes, 0.0, 1.0) for nbytes in times}
+    rounds = formulas.all_reduce_seconds(algorithm(name), world_size, 0, 1.0, 1.0)
+    serial = {nbytes: formulas.all_reduce_seconds(algorithm(name), world_size, nbytes, 0.0, 1.0) for nbytes in times}
     terms = torch.tensor([[rounds / t, serial[nbytes] / t] for nbytes, t in times.items()], dtype=torch.float64)
     ones = torch.ones(len(times), 1, dtype=torch.float64)
     latency_s, s_per_byte = torch.linalg.lstsq(terms, ones).solution.flatten().tolist()
@@ -295,8 +300,8 @@ def compare(lab: Lab, costs: Costs) -> None:
     """Wire bytes of the larger sizes against the formula; gloo's are only shown."""
     for (op, nbytes, name), cost in costs.items():
         if nbytes in COMPARED and cost.wire_bytes is not None:
-            predicted = BYTES[op](name, lab.world_size, even(nbytes, lab.world_size), lab.rank)
-            sent = messages(op, name, lab.world_size, even(nbytes, lab.world_size), lab.rank)
+            predicted = BYTES[op](algorithm(name), lab.world_size, even(nbytes, lab.world_size), lab.rank)
+            sent = messages(op, algorithm(name), lab.world_size, even(nbytes, lab.world_size), lab.rank)
             tolerance = wire_tolerance(predicted, sent)
             lab.compare(
                 f"wire bytes {op} {size(nbytes)}", predicted, cost.wire_bytes, tolerance=tolerance, variant=name,

@@ -49,7 +49,7 @@ from distlab.techniques.data_parallel.buckets import GradientBuckets
 from distlab.techniques.data_parallel.strategy import Replica, begin_alike
 from distlab.techniques.mesh.grid import Mesh
 
-from . import pytorch
+from . import lesson, pytorch
 from .bugs import mistake
 from .checks import by_the_formula, claims
 from .options import Options
@@ -119,6 +119,16 @@ def powersgd(
     return compressor(group, shapes, own.low_rank, config.seed, feedback=own.error_feedback)
 
 
+def plain(model: Model, mesh: Mesh, config: Config) -> Strategy:
+    """The lesson on one page: topk, which waits for each bucket."""
+    begin_alike(model, mesh.group, config)
+    size, ratio = config.bucket_mib * 2**20, config.own(Options).ratio
+    buckets = GradientBuckets(
+        model.parameters(), mesh.group, size, all_reduce_of=lambda _: lesson.TopK(mesh.group, ratio)
+    )
+    return Replica(model, config, buckets)
+
+
 # --- the run ---
 
 
@@ -126,7 +136,7 @@ def run(lab: Lab) -> None:
     """Predict, prove, measure; then what was sent and what it cost in loss."""
     predictions = predict(lab.config)
     lab.say(summary(lab.config), "predict")
-    proofs: dict[str, Proof] = dict.fromkeys(METHODS, partial(by_the_formula, lab))
+    proofs: dict[str, Proof] = dict.fromkeys((*METHODS, "plain"), partial(by_the_formula, lab))
     measured = measure(lab, also=partial(check_replicas, lab), proofs={**proofs, **pytorch.proofs(lab, fp16, powersgd)})
     lab.hold(predictions, measured)
     show(lab, measured)
@@ -137,6 +147,7 @@ MODE = Mode(
         *(Variant(each.__name__, each) for each in (dense, fp16, int8, topk, randomk, powersgd)),
         Variant("ddp_fp16", pytorch.ddp_fp16, by_torch=True),
         Variant("ddp_powersgd", pytorch.ddp_powersgd, by_torch=True),
+        Variant("plain", plain, by_name=True, like="topk"),
     ),
     headline=("topk", "send the largest hundredth of a gradient, keep the rest for the next step"),
     run=run,
@@ -157,7 +168,11 @@ MODE = Mode(
     },
     unsaved="keeps a residual of its own on each rank, as large as the gradients, without which a resumed run would "
     "lose what was not sent",
+    in_lesson={
+        "no_error_feedback": ("bucket.clone() if self.residual is None else bucket + self.residual", "bucket.clone()")
+    },
     reading=(
+        "experiments/compress/lesson.py: the idea on one page, which runs alone and as the variant `plain`",
         "experiments/compress/__init__.py: the variants, the simplest first, each with its compressor",
         "distlab/techniques/compression/compressors.py: what every compressor does, and what each variant sends",
         "distlab/techniques/compression/powersgd.py: two thin factors in place of a matrix",

@@ -28,7 +28,7 @@ from distlab.lab.verify.run_all import measured
 from distlab.lab.workload.reference import OneProcess, gradients, plain
 
 from .options import Options
-from .predictions import METHODS, TORCHS, bucket_members, bucket_shapes
+from .predictions import METHOD_OF, METHODS, TORCHS, bucket_members, bucket_shapes
 from .reference import (
     ROUNDING,
     Projection,
@@ -63,7 +63,9 @@ def by_the_formula(lab: Lab, name: str, build: Build) -> None:
     witnesses = watch_buckets(strategy)
     shapes = bucket_shapes(config, 8)
     references = [
-        Projection(config, of, feedback=feedback) if name == "powersgd" else Reference(name, config, feedback=feedback)
+        Projection(config, of, feedback=feedback)
+        if name == "powersgd"
+        else Reference(METHOD_OF[name], config, feedback=feedback)
         for of in shapes
     ]
     alone, batches = OneProcess(lab.model(torch.float64), config), lab.batches(torch.float64, proof=True)
@@ -143,7 +145,7 @@ def claims(mode: Mode, config: Config) -> Sequence[Claims]:
     proof, feedback = config.proof, config.own(Options).error_feedback
     beside = ("losses beside ours", "gradients beside ours")
     return (
-        *measured(mode, config, apart=(*METHODS, *TORCHS)),
+        *measured(mode, config, apart=(*METHODS, *TORCHS, "plain")),
         Claims(("called bytes", "wire bytes", "rest bytes", "calls"), mode.by_hand),
         Claims(("replicas",), (*mode.by_hand, *mode.by_torch), when=proof),
         Claims(

@@ -23,7 +23,7 @@ from .options import Options
 
 METHODS = ("fp16", "int8", "topk", "randomk", "powersgd")
 TORCHS = {"ddp_fp16": "fp16", "ddp_powersgd": "powersgd"}
-METHOD_OF = {name: name for name in ("dense", *METHODS)} | TORCHS  # of each variant
+METHOD_OF = {name: name for name in ("dense", *METHODS)} | TORCHS | {"plain": "topk"}  # of each variant
 
 
 def refuse(config: Config) -> list[str]:
@@ -36,7 +36,9 @@ def refuse(config: Config) -> list[str]:
 def cannot(config: Config) -> dict[str, str]:
     thin, why = no_factors(config), "LAB_DTYPE=bfloat16: gradients are of 16 bits already"
     return ruled_out(
-        (("fp16", "ddp_fp16"), config.dtype == "bfloat16", why), (("powersgd", "ddp_powersgd"), thin, thin)
+        (("fp16", "ddp_fp16"), config.dtype == "bfloat16", why),
+        (("powersgd", "ddp_powersgd"), thin, thin),
+        (("plain",), not config.own(Options).error_feedback, "LAB_ERROR_FEEDBACK=0: the lesson loses nothing"),
     )
 
 
@@ -81,7 +83,7 @@ def calls(config: Config, variant: str) -> int:
 
 def messages(config: Config, variant: str, world_size: int) -> int:
     """Messages of a rank in a step: 2(N-1) an all_gather; of all_reduces the longest may be more than 4(N-1)."""
-    if variant == "topk":
+    if METHOD_OF[variant] == "topk":
         return 2 * (world_size - 1) * calls(config, variant)
     short = gloo_all_reduce_messages(world_size, 1)
     sent = buckets.bucket_bytes(config)
@@ -98,7 +100,7 @@ def predict(config: Config) -> list[Prediction]:
         cost = Cost(sent_bytes(config, name, ranks), calls(config, name), messages(config, name, ranks))
         found += of_a_step(name, FORMULAS[METHOD_OF[name]], [cost] * ranks, shown, of_calls)
     for name in names:
-        residual = config.itemsize * (config.own(Options).error_feedback and name in METHODS)
+        residual = config.itemsize * (config.own(Options).error_feedback and name in (*METHODS, "plain"))
         held = whole + residual * outline(config).num_parameters()
         found.append(at_rest(name, config, f"{each + residual} x P", [held], PYTORCHS * (name in TORCHS)))
     return found

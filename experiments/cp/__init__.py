@@ -45,6 +45,7 @@ from distlab.techniques.context_parallel.ulysses import UlyssesAttention
 from distlab.techniques.mesh.grid import Mesh
 from distlab.techniques.tensor_parallel.layers import Sequence
 
+from . import lesson
 from .bugs import mistake
 from .checks import claims, compare_balance, compare_kept
 from .options import Options
@@ -167,6 +168,15 @@ class InContext(OwnRows):
         return loss
 
 
+# --- the lesson on one page ---
+
+
+def on_one_page(group: dist.ProcessGroup, positions: Positions) -> Attend:
+    """The lesson's ring, over contiguous parts."""
+    rows = list(positions.num_rows)
+    return lambda q, k, v: lesson.RingAttention.apply(q, k, v, rows, group)  # type: ignore[no-untyped-call]
+
+
 # --- the run ---
 
 
@@ -179,7 +189,7 @@ def run(lab: Lab) -> None:
     lab.hold(predictions, measured)
     chosen = [name for name in measured if name in BY_HAND]
     compare_kept(lab, {name: measured[name].activation_bytes for name in chosen})
-    compare_balance(lab, list(measured))
+    compare_balance(lab, [name for name in measured if name != "plain"])
 
 
 def note_positions(lab: Lab) -> None:
@@ -216,6 +226,12 @@ MODE = Mode(
         variant("ulysses", "All positions of some heads.", contiguous, UlyssesAttention),
         variant("torch_ring", "Its ring functions, called by hand.", zigzag, TorchRing, by_torch=True),
         Variant("context_parallel", by_context_parallel, by_torch=True),
+        Variant(
+            "plain",
+            partial(by_hand, cut=contiguous, attention=on_one_page),
+            sentence="The lesson on one page: ring, by the formulas of a softmax.",
+            by_name=True,
+        ),
     ),
     headline=("ring", "keep my queries; keys and values travel round the ranks"),
     run=run,
@@ -232,7 +248,9 @@ MODE = Mode(
         "stray_gradients": "LAB_BUG=loss_times_cp fails the same check",
         "by_arrival": "LAB_BUG=local_positions in ulysses fails the same check",
     },
+    in_lesson={"no_lse": ("total = torch.logaddexp(lse, theirs.logsumexp(-1, keepdim=True))", "total = lse")},
     reading=(
+        "experiments/cp/lesson.py: the idea on one page, which runs alone and as the variant `plain`",
         "experiments/cp/__init__.py: the variants, the simplest first, and what a run of them claims",
         "distlab/techniques/context_parallel/ring.py: attention to some of the keys, and how two such results become"
         " one",

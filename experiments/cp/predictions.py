@@ -50,6 +50,7 @@ def cannot(config: Config) -> dict[str, str]:
         (("context_parallel",), True, NO_PATH),
         (own, config.device != "cpu", "it is given the CPU's flash attention, and a GPU's takes 16 bits alone"),
         (own, config.seq % runs, uneven),
+        (("plain",), config.seq < config.world_size, f"LAB_SEQ={config.seq}: the lesson has a position on every rank"),
     )
 
 
@@ -59,6 +60,7 @@ FORMULAS = {
     "gathered": "2(c-1)/c x KV a layer + gradients",
     "ring": "3(c-1)/c x KV a layer + gradients",
     "zigzag": "3(c-1)/c x KV a layer + gradients",
+    "plain": "3(c-1)/c x KV a layer + gradients",
     "shift": "9(c-1)/4c x KV a layer on average + gradients",
     "ulysses": "4(c-1)/c² x KV a layer + gradients",
     "torch_ring": "K, V, dK and dV by all_gather and all_to_all",
@@ -106,7 +108,7 @@ def predict(config: Config) -> list[Prediction]:
     predictions: list[Prediction] = []
     for variant in [name for name in FORMULAS if name not in cannot(config)]:
         costs = [cost(variant, config, rank) for rank in range(config.world_size)]
-        shown, of_calls = ("", "messages and buckets") if variant in BY_HAND else (PYTORCHS, "")
+        shown, of_calls = ("", "messages and buckets") if variant != "torch_ring" else (PYTORCHS, "")
         predictions += of_a_step(variant, FORMULAS[variant], costs, shown, of_calls)
         predictions.append(at_rest(variant, config, shown))
     return predictions

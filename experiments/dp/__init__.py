@@ -42,9 +42,10 @@ from distlab.lab.workload.model import Model
 from distlab.techniques.collectives.by_hand import Collective
 from distlab.techniques.collectives.phases import phase
 from distlab.techniques.data_parallel.buckets import GradientBuckets, all_reduce_of_buckets, swaps_buckets
-from distlab.techniques.data_parallel.strategy import Replica, Wrapped, begin_alike
+from distlab.techniques.data_parallel.strategy import Lesson, Replica, Wrapped, begin_alike, begin_apart
 from distlab.techniques.mesh.grid import Mesh
 
+from . import lesson
 from .checks import check_overlap, claims, mistake
 from .predictions import gradient_bytes, in_unit, predict, predict_peaks
 
@@ -125,6 +126,12 @@ def ddp(
     return Replica(model, config, Wrapped(wrapped), forward=through(model, wrapped), scale=mesh.group.size())
 
 
+def plain(model: Model, mesh: Mesh, config: Config) -> Strategy:
+    """The lesson on one page: `bucketed` without what a run of it needs else."""
+    begin_apart(model, mesh.group, config)
+    return Lesson(model, config, lesson.DataParallel(model, mesh.group, config.bucket_mib * 2**20).step)
+
+
 # --- the run ---
 
 
@@ -161,6 +168,7 @@ MODE = Mode(
         Variant("bucketed", bucketed),
         Variant("ring", ring),
         Variant("ddp", ddp, by_torch=True),
+        Variant("plain", plain, by_name=True, like="bucketed"),
     ),
     headline=("bucketed", "send each bucket of gradients while the next one is computed"),
     run=run,
@@ -172,7 +180,14 @@ MODE = Mode(
         "coordinator": "RUN_MODE=server LAB_VARIANT=sync collects sums and counts on a rank of its own",
     },
     recomputes=True,
+    in_lesson={
+        "means_of_shards": ("1 / targets.numel())", "1 / targets[mine].numel() / group.size())"),
+        "no_sampler": ("[group.rank() :: group.size()]", "[: 11 // group.size()]"),
+        "stale_bucket": ("bucket.flat.zero_()", "pass"),
+        "no_broadcast": ("dist.broadcast(parameter.detach(), group=group, group_src=0)", "pass"),
+    },
     reading=(
+        "experiments/dp/lesson.py: the idea on one page, which runs alone and as the variant `plain`",
         "experiments/dp/__init__.py: the variants, the simplest first, and what a run of them claims",
         "distlab/techniques/data_parallel/buckets.py: gradients in flat buckets, launched from hooks",
         "distlab/techniques/collectives/ring.py: the all_reduce of `ring`",

@@ -26,7 +26,7 @@ from distlab.techniques.data_parallel.strategy import begin_apart
 
 from .predictions import VARIANTS, bucket_sizes
 
-EARLY = ("bucketed", "ring")  # their first messages leave from hooks
+EARLY = ("bucketed", "ring", "plain")  # their first messages leave from hooks
 SENDS = ("all_reduce", "send")
 
 

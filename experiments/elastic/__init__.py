@@ -30,7 +30,8 @@ minority ends and says so.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -40,8 +41,10 @@ from distlab.lab.cluster.views import BEGIN
 from distlab.lab.config import Config
 from distlab.lab.lab import Lab
 from distlab.lab.report.units import name_ranks
-from distlab.techniques.elastic.strategy import ShardedSurvivor, Survivor
+from distlab.techniques.elastic.process_group import Regroup
+from distlab.techniques.elastic.strategy import Report, ShardedSurvivor, Survivor
 
+from . import lesson
 from .bugs import mistake
 from .checks import check_claims, claims, count, show, what_changed
 from .network import BACK, Net, let_leave, open_net, settle
@@ -53,6 +56,7 @@ POLICIES = (
     Policy("shrink"),
     Policy("join", returns=True),
     Policy("zero1", returns=True, sharded=True),
+    Policy("plain"),
 )
 # Variants and bugs of before.
 GONE = {
@@ -64,11 +68,30 @@ GONE = {
 }
 
 
+class OnePage(Survivor):
+    """A replica that keeps, takes over or repeats a step as the lesson on one page says."""
+
+    def decide(self, reports: Mapping[int, Report], newcomers: Iterable[int]) -> Report:
+        """Of those who were in; whoever is new lacks all."""
+        applied, source, behind = lesson.decide({rank: int(report["applied"]) for rank, report in reports.items()})
+        return {"applied": applied, "source": source, "behind": [*behind, *newcomers]}
+
+    def enter(self, group: Regroup, ranks: Sequence[int], plan: Report) -> None:
+        """Go on in a new group."""
+        any_group: Any = group
+        source = ranks.index(plan["source"])
+        state = lesson.catch_up(self.state(), any_group, source, plan["behind"], self.rank)
+        if state is not None:
+            self.take(state, int(plan["applied"]))
+
+
 def cannot(config: Config) -> dict[str, str]:
     """Who is alone has no survivors."""
     if config.world_size > 1:
         return {}
-    return dict.fromkeys(("shrink", "join", "zero1"), f"WORLD_SIZE={config.world_size}: no rank is left to continue")
+    return dict.fromkeys(
+        ("shrink", "join", "zero1", "plain"), f"WORLD_SIZE={config.world_size}: no rank is left to continue"
+    )
 
 
 def refuse(config: Config) -> list[str]:
@@ -85,12 +108,14 @@ def run(lab: Lab, survivor: type[Survivor] = Survivor, sharded: type[ShardedSurv
     """Every variant with its losses; then whoever is left holds each against one process."""
     back = lab.hooks.membership is not None and lab.hooks.membership.rejoined
     unable = lab.mode.cannot(lab.config)
-    wanted = [policy for policy in POLICIES if lab.wants(policy.name)]
+    wanted = [policy for policy in POLICIES if policy.name in lab.mode.names and lab.wants(policy.name)]
+    kinds = {policy.name: sharded if policy.sharded else survivor for policy in POLICIES}
+    kinds["plain"] = OnePage if survivor is Survivor else survivor
     for policy in [] if back else wanted:
         if policy.name in unable:
             lab.skip(policy.name, unable[policy.name])
     chosen = [policy for policy in wanted if policy.name not in unable]
-    makers = {policy: maker(lab, sharded if policy.sharded else survivor) for policy in chosen}
+    makers = {policy: maker(lab, kinds[policy.name]) for policy in chosen}
     net = open_net(lab)
     for policy in [] if back else chosen:
         count(lab, net, policy, makers[policy]())
@@ -171,7 +196,9 @@ def prepare(lab: Lab, net: Net, policy: Policy, make: Callable[..., Survivor], *
 
 
 MODE = Mode(
-    variants=tuple(Variant(policy.name) for policy in POLICIES),
+    variants=tuple(
+        Variant(each.name, by_name=each.name == "plain", like="shrink" * (each.name == "plain")) for each in POLICIES
+    ),
     run=run,
     claims=lambda mode, config: claims(mode, config, config.own(Options)),
     options=Options,
@@ -182,7 +209,9 @@ MODE = Mode(
     stepped=True,
     takes_back=True,
     unsaved="keeps checkpoints of its own, every LAB_SAVED_EVERY steps of restart and zero1",
+    in_lesson={"oldest_state": ("most = max(applied.values())", "most = min(applied.values())")},
     reading=(
+        "experiments/elastic/lesson.py: the idea on one page, which runs alone and as the variant `plain`",
         "experiments/elastic/__init__.py: the variants, and what a run claims",
         "experiments/elastic/recovery.py: what one rank does until all steps are done, and its audit",
         "distlab/techniques/elastic/strategy.py: a replica whose steps are kept or repeated, and one with shards",

@@ -31,9 +31,9 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from distlab.contract import Mode, Strategy, Variant
+from distlab.contract import Mode, Strategy, Variant, ruled_out
 from distlab.lab.checkpoint import bugs as checkpoints
 from distlab.lab.config import Config
 from distlab.lab.lab import Lab
@@ -41,6 +41,7 @@ from distlab.lab.measure.event_order import Order
 from distlab.lab.measure.prediction import Prediction
 from distlab.lab.verify.run_all import measure
 from distlab.lab.workload.model import Model
+from distlab.techniques.collectives.by_hand import Collective
 from distlab.techniques.collectives.phases import phase
 from distlab.techniques.data_parallel.buckets import GradientBuckets, all_reduce_of_buckets
 from distlab.techniques.data_parallel.strategy import Replica
@@ -49,10 +50,11 @@ from distlab.techniques.sharded.costs import FULLY_SHARD_DIES
 from distlab.techniques.sharded.flat_parameter import FlatParameter, FlatUnits, FullySharded, Sharded
 from distlab.techniques.sharded.zero import Zero
 
+from . import lesson
 from .bugs import mistake
 from .checks import check_order, claims
 from .options import Options
-from .predictions import BY_HAND, holds, predict, predict_peaks, published, summary
+from .predictions import BLOCKING, BY_HAND, holds, predict, predict_peaks, published, summary
 
 Compute: TypeAlias = Callable[[Tensor], Tensor]
 
@@ -121,6 +123,35 @@ def reduce_scatter_gradients(unit: FlatParameter, group: dist.ProcessGroup) -> T
     return flat[unit.rank * unit.chunk :][: unit.length].clone()
 
 
+def plain(model: Model, mesh: Mesh, config: Config) -> Strategy:
+    """The lesson on one page: zero3 with nothing done ahead. The step is one process's, the lesson is in the layers."""
+    model.recompute = False  # each layer is computed again as it is
+    return Sharded(model, LessonUnits(model, mesh.group), mesh.group, config)
+
+
+class LessonUnits(FlatUnits):
+    """The lesson's units, a layer each, for whoever steps, compares or saves their shards."""
+
+    def __init__(self, model: Model, group: dist.ProcessGroup) -> None:
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        self.keeps_whole, self.collective = False, Collective(group)
+        self.units = [
+            LessonUnit({names[each]: each for each in layer.parameters()}, lesson.Unit(layer, group))
+            for layer in model.layers
+        ]
+
+
+class LessonUnit(FlatParameter):
+    """A unit of the lesson, whose shard has its padding."""
+
+    def __init__(self, named: dict[str, nn.Parameter], unit: lesson.Unit) -> None:
+        self.named, self.shapes = named, {name: parameter.shape for name, parameter in named.items()}
+        self.num_ranks, self.rank, self.whole = unit.group.size(), unit.group.rank(), unit.whole
+        self.numel, self.chunk = len(unit.whole) - len(unit.padding), len(unit.shard)
+        self.length, self.start = self.chunk, self.rank * self.chunk
+        self.shard = self.master = unit.shard
+
+
 # What a mistake replaces: how weights come and go, and what steps them.
 Zeros: TypeAlias = type[Zero]
 Steps: TypeAlias = Callable[..., Strategy]
@@ -167,8 +198,12 @@ def predicted(config: Config) -> list[Prediction]:
 
 
 def cannot(config: Config) -> dict[str, str]:
-    """What PyTorch's own dies of."""
-    return {"fsdp2": FULLY_SHARD_DIES} if config.gloo_on_gpus else {}
+    """What PyTorch's own dies of, and what the lesson leaves out."""
+    return ruled_out(
+        (("fsdp2",), config.gloo_on_gpus, FULLY_SHARD_DIES),
+        (("plain",), config.tie, "LAB_TIE=1 makes two layers share a weight, and each of the lesson's has its own"),
+        (("plain",), config.dtype == "bfloat16", "LAB_DTYPE=bfloat16: the lesson keeps no weights in float32 to step"),
+    )
 
 
 def run(lab: Lab) -> None:
@@ -177,11 +212,12 @@ def run(lab: Lab) -> None:
     lab.note("holds", holds(lab.config, lab.rank))
     lab.table(*published())
     measured = measure(lab)
-    for name in [name for name in measured if name in BY_HAND]:
+    ours = [name for name in measured if name in (*BY_HAND, *BLOCKING)]
+    for name in ours:
         note_units(lab, name, measured[name].order)
     reshard = lab.config.own(Options).reshard
     lab.hold([*predictions, *predict_peaks(lab, measured, reshard=reshard)], measured)
-    for name in [name for name in measured if name in BY_HAND]:
+    for name in ours:
         check_order(lab, name, measured[name], reshard=reshard)
 
 
@@ -208,6 +244,7 @@ MODE = Mode(
         Variant("zero2", partial(in_stage, stage=2), sentence="And gradients."),
         Variant("zero3", partial(in_stage, stage=3), sentence="And weights."),
         Variant("fsdp2", fsdp2, by_torch=True),
+        Variant("plain", plain, recomputes=False, by_name=True, like="zero3_blocking"),
     ),
     headline=("zero3", "gather a layer's weights just before it computes, drop them right after"),
     run=run,
@@ -221,7 +258,9 @@ MODE = Mode(
         "local_clip": "LAB_BUG=per_rank_norm fails the same check",
     },
     recomputes=True,
+    in_lesson={"stale_gather": ("self.whole.untyped_storage().resize_(0)", "self.gather = lambda: None")},
     reading=(
+        "experiments/fsdp/lesson.py: the idea on one page, which runs alone and as the variant `plain`",
         "experiments/fsdp/__init__.py: the variants, the simplest first, and what a run of them claims",
         "distlab/techniques/sharded/flat_parameter.py: a layer as one vector, of which each rank owns a part, and"
         " the step around",

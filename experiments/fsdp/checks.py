@@ -13,9 +13,9 @@ from distlab.lab.measure.event_order import Event, Order
 from distlab.lab.verify.run_all import measured
 from distlab.lab.workload.model import outline
 
-from .predictions import BY_HAND, tied
+from .predictions import BLOCKING, BY_HAND, tied
 
-AHEAD = {"zero3_blocking": 0, "zero3": 1}  # layers whose weights are whole beside the one that computes
+AHEAD = {"zero3_blocking": 0, "zero3": 1, "plain": 0}  # layers whose weights are whole beside the one that computes
 
 
 class Units:
@@ -56,8 +56,8 @@ def allowed_whole(name: str, config: Config, *, reshard: bool) -> int:
     """As many as the rules allow."""
     units, ahead = Units(config), AHEAD[name]
     layers = range(units.num_layers)
-    kept = name != "zero3_blocking" and not reshard
-    if name == "zero3_blocking":
+    kept = name not in BLOCKING and not reshard
+    if name in BLOCKING:
         return 1
     return max(len(units.whole(layer, ahead, forward=way, kept=kept)) for layer in layers for way in (True, False))
 
@@ -66,19 +66,17 @@ def wrongly_whole(name: str, order: Order, config: Config, *, reshard: bool) -> 
     """Sentences where other weights are whole than those that the layer at work, and what follows it, needs."""
     units, faults, backward = Units(config), [], False
     layer_of = {storage: units.of(int(weight.split(".")[0])) for weight, storage in order.weights.items()}
-    kept = name != "zero3_blocking" and not reshard
+    kept = name not in BLOCKING and not reshard
     for event, storages in there(order):
         if event.name == "backward":
             backward = event.what == "begin"
         whole = {layer_of[storage] for storage in storages}
         if event.what == "gradient":
             at = int(event.label.split(".")[0])
-            wanted = (
-                {units.of(at)} if name == "zero3_blocking" else units.whole(at, AHEAD[name], forward=False, kept=kept)
-            )
+            wanted = {units.of(at)} if name in BLOCKING else units.whole(at, AHEAD[name], forward=False, kept=kept)
         elif (event.what, event.name) == ("begin", "layer") and not backward:
             at = int(event.label)
-            wanted = set() if name == "zero3_blocking" else units.whole(at, AHEAD[name], forward=True, kept=kept)
+            wanted = set() if name in BLOCKING else units.whole(at, AHEAD[name], forward=True, kept=kept)
         else:
             continue
         if whole != wanted:
@@ -129,7 +127,7 @@ def check_order(lab: Lab, name: str, measured: Measured, *, reshard: bool) -> No
         faults = wrongly_whole(name, order, config, reshard=reshard)
         lab.check("a layer at a time", len(faults), 0, name, faults[0] if faults else "whole when it computes")
     if lab.world_size > 1 and name != "dp":  # alone nothing is sent, and nothing shows
-        late = unsummed(order, config, BY_HAND[name])
+        late = unsummed(order, config, BY_HAND.get(name, 3))
         lab.check("sums", len(late), 0, name, late[0] if late else "each begins with its last gradient")
     lab.check("scratch", measured.rest["communication"], 0, name, "bytes of messages that are kept between two steps")
 

@@ -36,6 +36,7 @@ from distlab.techniques.sharded.costs import (
 from distlab.techniques.sharded.flat_parameter import as_many_as_all
 
 BY_HAND = {"dp": 0, "zero3_blocking": 3, "zero1": 1, "zero2": 2, "zero3": 3}  # by stage
+BLOCKING = ("zero3_blocking", "plain")  # a layer at a time
 
 
 def tied(config: Config) -> bool:
@@ -88,6 +89,7 @@ def predict(config: Config, *, reshard: bool) -> list[Prediction]:
             cost = naively(config) if name == "zero3_blocking" else by_stage(config, BY_HAND[name], gathers)
             moves = 4 * parts if name == "zero3_blocking" else moves_of(BY_HAND[name], parts, gathers)
         found += of_a_step(name, f"{moves}(N-1)/N x S", [cost] * config.world_size, of_calls=CALLS)
+    found += of_a_step("plain", f"{3 * parts}(N-1)/N x S", [plainly(config)] * config.world_size, of_calls=CALLS)
     return [*found, by_torch(config, gathers), *(at_rest(config, name) for name in [*named, "fsdp2"])]
 
 
@@ -105,6 +107,14 @@ def naively(config: Config) -> Cost:
     gathered = 2 * 2 * (ranks - 1) * len(moved)
     summed = sum(gloo_all_reduce_messages(ranks, ranks * chunk * config.itemsize) for chunk in moved)
     return Cost(total, 3 * parts * len(moved) + norm.calls, parts * (gathered + summed) + norm.messages)
+
+
+def plainly(config: Config) -> Cost:
+    """The same, whose sums are reduce_scatters: a call each, of which every rank sends its part alone."""
+    ranks, parts, norm = config.world_size, config.num_microbatches, norm_cost(config.world_size, config.clip)
+    moved, calls = ranks * sum(chunks(config)) * config.itemsize, 3 * parts * len(chunks(config))
+    total = 3 * parts * algorithmic_factor("all_gather", ranks) * moved + norm.nbytes
+    return Cost(total, calls + norm.calls, 2 * (ranks - 1) * calls + norm.messages)
 
 
 def by_stage(config: Config, stage: int, gathers: int) -> Cost:
@@ -195,7 +205,7 @@ ONE = "a layer whole, its gradients whole while they are summed, a layer of scra
 TWO = f"two layers whole{ONE.removeprefix('a layer whole')}"
 TERMS = {
     "dp": "weights + gradients + optimizer",
-    "zero3_blocking": f"shards + {ONE.rpartition(',')[0]}",
+    **dict.fromkeys(BLOCKING, f"shards + {ONE.rpartition(',')[0]}"),
     "zero1": "weights + gradients + a shard of the optimizer + a layer of scratch",
     "zero2": f"weights + shards{ONE.removeprefix('a layer whole')}",
     "zero3": f"shards + {TWO}",
@@ -204,11 +214,11 @@ TERMS = {
 
 def holding_of(name: str, config: Config, rank: int, *, reshard: bool) -> Sharding:
     """What a rank of variant `name` holds beside the passes."""
-    stage, laid, ranks = BY_HAND[name], laid_out(config), config.world_size
+    stage, laid, ranks = BY_HAND.get(name, 3), laid_out(config), config.world_size
     kept = sum(laid.chunks(ranks)) * (ranks if stage < 3 else 1)
     kept += sum(laid.chunks(ranks)) * ranks if stage == 1 else 0  # gradients
     constant = kept * config.itemsize + remembered(config, rank)
-    kind = Naively if name == "zero3_blocking" else Sharding
+    kind = {"zero3_blocking": Naively, "plain": Plainly}.get(name, Sharding)
     microbatches = config.num_microbatches
     return kind(stage, laid, rank, ranks, config.itemsize, constant, microbatches=microbatches, reshard=reshard)
 
@@ -217,6 +227,7 @@ class Naively(Sharding):
     """A layer is whole while it computes, and once more while it computes again and is summed."""
 
     fresh = 0  # numbers in a layer's gradients that lie where autograd made them
+    flats = 1  # vectors of a layer's gradients that are there when the shard's sum is
 
     def after(self, happening: Happening) -> Iterator[float]:
         what, unit = happening.what, self.unit_of.get(happening.layer, -1)
@@ -232,9 +243,15 @@ class Naively(Sharding):
             yield self.held() + (self.chunks[unit] * self.ranks + self.fresh) * self.itemsize  # the flat ones, too
             self.fresh = 0
             self.summed.add(unit)
-            yield self.held() + self.chunks[unit] * self.ranks * self.itemsize  # beside the flat ones the shard's
+            yield self.held() + self.flats * self.chunks[unit] * self.ranks * self.itemsize  # and the shard's
             self.whole = set()
         yield self.held() + self.fresh * self.itemsize
+
+
+class Plainly(Naively):
+    """The same, whose sum is made of what an all_to_all brings, beside what it sends."""
+
+    flats = 2
 
 
 def remembered(config: Config, rank: int) -> float:
@@ -262,8 +279,8 @@ def peak_bytes(config: Config, rank: int, name: str, passes: list[Happening], *,
 
 
 def predict_peaks(lab: Lab, measured: Mapping[str, Measured], *, reshard: bool) -> list[Prediction]:
-    """The most that each variant of ours holds; zero3_blocking computes every layer again, whatever is set."""
+    """The most that each variant of ours holds; those in BLOCKING compute every layer again, whatever is set."""
     return predicted_peaks(
         lab, measured, partial(peak_bytes, lab.config, lab.rank, reshard=reshard), TERMS.__getitem__,
-        unlike={"zero3_blocking": True}, dealt=partial(as_many_as_all, config=lab.config),
+        unlike=dict.fromkeys(BLOCKING, True), dealt=partial(as_many_as_all, config=lab.config),
     )  # fmt: skip

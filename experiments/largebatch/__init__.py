@@ -38,6 +38,7 @@ from distlab.lab.lab import Lab
 from distlab.lab.measure.tensors import distance
 from distlab.lab.workload.model import Model, build_model
 
+from . import lesson
 from .checks import LAYERWISE, K, check_layers, prove
 from .options import Options
 from .sweep import EQUALITY, claims, predict, refuse, show_found, show_settings, sweep
@@ -53,12 +54,15 @@ RECIPES = {
     "warmup": Recipe(optimizers.linear, sgd, warms_up=True),
     "lars": Recipe(optimizers.linear, layerwise_sgd, warms_up=True),
     "lamb": Recipe(optimizers.sqrt, layerwise_adam, warms_up=True),
+    "plain": Recipe(lesson.linear, sgd, warms_up=True, warmup=lesson.warmup),
 }
+VARIANTS = tuple(Variant(name, by_name=name == "plain", like="warmup" * (name == "plain")) for name in RECIPES)
 
 
 def chosen(config: Config) -> dict[str, Recipe]:
-    """Those of LAB_VARIANT, or all."""
-    return {name: recipe for name, recipe in RECIPES.items() if not config.variant or name in config.variant}
+    """Those of LAB_VARIANT, or all but what runs by name."""
+    named = config.variant or [variant.name for variant in VARIANTS if not variant.by_name]
+    return {name: recipe for name, recipe in RECIPES.items() if name in named}
 
 
 @mistake("lr_unscaled", check="learning rate", part="recipe", needs=Needs(ranks=1, variants=("linear", "warmup")))
@@ -117,8 +121,8 @@ def run(lab: Lab, recipe: type[Recipe] = Recipe) -> None:
 
 
 MODE = Mode(
-    at_once=len(RECIPES),
-    variants=tuple(Variant(name) for name in RECIPES),
+    at_once=len(RECIPES) - 1,
+    variants=VARIANTS,
     gone={"sqrt": "lamb has the root of k"},
     run=run,
     claims=claims,
@@ -127,7 +131,9 @@ MODE = Mode(
     refuse=lambda config: refuse(config, chosen(config)),
     mistakes=mistake,
     unsaved="saves none of its many short trainings",
+    in_lesson={"lr_unscaled": ("return float(k)", "return 1.0")},
     reading=(
+        "experiments/largebatch/lesson.py: the idea on one page, which runs alone and as the variant `plain`",
         "experiments/largebatch/__init__.py: the recipes, and what a run of them claims",
         "experiments/largebatch/training.py: the samples of each k, and a step of a recipe",
         "distlab/techniques/large_batch/__init__.py: the learning rate by k, and LARS and LAMB with a rate for each"

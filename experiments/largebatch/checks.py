@@ -55,8 +55,8 @@ WEIGHTS = 8.0
 
 MOMENTUM = 0.9
 FIRST, SECOND, EPSILON, LARGEST_NORM = 0.9, 0.999, 1e-6, 10.0
-TARGETS = {"unscaled": 0.0, "linear": 1.0, "warmup": 1.0, "lars": 1.0, "lamb": 0.5}  # powers of k
-WARMED, LAYERWISE = ("warmup", "lars", "lamb"), ("lars", "lamb")
+TARGETS = {"unscaled": 0.0, "linear": 1.0, "warmup": 1.0, "lars": 1.0, "lamb": 0.5, "plain": 1.0}  # powers of k
+WARMED, LAYERWISE = ("warmup", "lars", "lamb", "plain"), ("lars", "lamb")
 
 
 def rate_of(name: str, sgd_rate: float, k: int, step: int, steps: int) -> float:

@@ -35,11 +35,12 @@ class Recipe(NamedTuple):
     target: Callable[[float], float]
     optimizer: Callable[..., Stepper]  # (model, config), and for LARS and LAMB `sharded_over`, see `Layerwise`
     warms_up: bool = False
+    warmup: Callable[[float, int, int], float] = lambda *given: optimizers.warmup(*given)
 
     def factor(self, k: int, step: int, steps: int) -> float:
         """What the base rate is multiplied with at `step` of `steps`."""
         target = self.target(k)
-        return optimizers.warmup(target, step, warmup_steps(steps)) if self.warms_up else target
+        return self.warmup(target, step, warmup_steps(steps)) if self.warms_up else target
 
 
 def warmup_steps(steps: int) -> int:

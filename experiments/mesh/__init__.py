@@ -50,7 +50,7 @@ from .options import Options
 from .placement import HOW, Rank, at, axes
 from .predictions import cannot, predict, refuse
 from .pytorch import dtensor_fsdp2, pipelining_fsdp2
-from .stack import stack
+from .stack import plain, stack
 
 
 def trained(config: Config, seed: int) -> Model:
@@ -98,9 +98,14 @@ def on_paper(sizes: dict[str, int], config: Config, variant: str) -> schedules.S
 MODE = Mode(
     shards=True,
     variants=(
-        *(Variant(name, partial(stack, name=name), sentence=how.sentence) for name, how in HOW.items()),
+        *(
+            Variant(name, partial(stack, name=name), sentence=how.sentence)
+            for name, how in HOW.items()
+            if not how.plain
+        ),
         Variant("dtensor_fsdp2", dtensor_fsdp2, by_torch=True),
         Variant("pipelining_fsdp2", pipelining_fsdp2, by_torch=True),
+        Variant("plain", plain, sentence=HOW["plain"].sentence, by_name=True),
     ),
     headline=("1f1b", "one slice of some layers for some of the samples: three sums, each in a group of its own"),
     run=run,
@@ -127,6 +132,7 @@ MODE = Mode(
     },
     recomputes=True,
     reading=(
+        "experiments/mesh/lesson.py: the idea on one page, which runs alone and as the variant `plain`",
         "experiments/mesh/__init__.py: the variants, and what a run of them claims",
         "experiments/mesh/stack.py: the whole order of composition",
         "distlab/techniques/mesh/grid.py: one group for each axis",

@@ -32,6 +32,7 @@ class How(NamedTuple):
     sentence: str
     rows: bool = False  # sequence parallelism, where there is a text and a tp
     zero: int = 0
+    plain: bool = False  # gpt's ends whole on every rank of a slice, and gradients summed one by one
     swaps: bool = False  # positions for heads along cp (Ulysses), where others send keys round
 
     @property
@@ -47,6 +48,7 @@ HOW = {
     "zero2": How("And gradients.", rows=True, zero=2),
     "zero3": How("And weights.", rows=True, zero=3),
     "ulysses": How("Heads for positions, and back.", swaps=True),
+    "plain": How("The lesson on one page: 1f1b by plain messages, both ends of the model whole.", plain=True),
 }
 
 
@@ -145,7 +147,8 @@ class Rank:
 
     def share(self, name: str) -> tuple[int, int]:
         """How many units of a parameter this rank has, and of how many: heads, hidden units or bytes of a text."""
-        units = {BY_HEADS: self.config.heads, BY_UNITS: 4 * self.config.width, BY_VOCABULARY: VOCABULARY}
+        units = {BY_HEADS: self.config.heads, BY_UNITS: 4 * self.config.width}
+        units |= {} if self.how.plain else {BY_VOCABULARY: VOCABULARY}
         count = next((units[names] for names in units if name in names), 1)
         return (shares(count, self.t)[self.at["tp"]] if count > 1 else 1), count
 

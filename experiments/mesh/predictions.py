@@ -63,6 +63,11 @@ def cannot(config: Config, sizes: dict[str, int]) -> dict[str, str]:
         (("sequence",), config.model != "gpt", rows),
         (("sequence",), sizes["tp"] == 1, "it cuts rows among the ranks of a slice: give LAB_MESH a tp of 2 or more"),
         (("ulysses",), sizes["cp"] == 1, every),
+        (("plain",), sizes["cp"] > 1, "the lesson has no positions to share out: set cp1 in LAB_MESH"),
+        (("plain",), getattr(config.options, "dropout", 0), "the lesson drops nothing: leave LAB_DROPOUT unset"),
+        (("plain",), config.dtype == "bfloat16", "LAB_DTYPE=bfloat16: the lesson keeps no weights in float32 to step"),
+        (("plain",), config.gloo_on_gpus, "gloo sends no tensor that lives on a GPU"),
+        (("plain",), config.backend == "nccl" and sizes["pp"] > 1, "NCCL's sends wait for their receives"),
         *(((name,), applies, why) for name, reasons in theirs.items() for applies, why in reasons),
         (theirs, config.gloo_on_gpus, FULLY_SHARD_DIES),
     )

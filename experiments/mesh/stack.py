@@ -5,7 +5,8 @@ Each line works on what the one before left, and none knows how: a pipeline cuts
 shards take whatever parameters a stage has.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TypeAlias
 
@@ -16,15 +17,17 @@ from distlab.contract import Strategy
 from distlab.lab.config import Config
 from distlab.lab.workload.data import Microbatch
 from distlab.lab.workload.model import Dropouts, Model, recomputed
+from distlab.techniques.collectives.sharded_tensor import whole_piece
 from distlab.techniques.context_parallel.ring import RingAttention
 from distlab.techniques.context_parallel.strategy import Positions, own_positions, share_out
 from distlab.techniques.context_parallel.ulysses import UlyssesAttention
 from distlab.techniques.mesh.grid import Mesh
-from distlab.techniques.mesh.strategy import ParameterStore, Replicas, Stacked, shards_of
+from distlab.techniques.mesh.strategy import Entry, ParameterStore, Replicas, Stacked, shards_of
 from distlab.techniques.pipeline_parallel.pipeline import ReducingPipeline
 from distlab.techniques.pipeline_parallel.schedules import one_forward_one_backward
 from distlab.techniques.pipeline_parallel.strategy import (
     ByHand,
+    Lesson,
     Parts,
     Weigh,
     divided,
@@ -32,8 +35,9 @@ from distlab.techniques.pipeline_parallel.strategy import (
     pretend_compute,
 )
 from distlab.techniques.tensor_parallel.layers import Sequence, Slice, Whole, rows_inside, slices_of
-from distlab.techniques.tensor_parallel.strategy import slice_layers
+from distlab.techniques.tensor_parallel.strategy import slice_by_lesson, slice_layers
 
+from . import lesson
 from .placement import HOW
 
 # What a mistake replaces.
@@ -82,6 +86,45 @@ def stack(
     pretend(pipeline, mesh, config)
     engine = ByHand(pipeline, model.loss, weigh(mesh), partial(prepared, positions, mesh.index("cp"), dropouts))
     return stacked(parts, slices, kept, engine, mesh, config)
+
+
+def plain(model: Model, mesh: Mesh, config: Config) -> Strategy:
+    """The lesson on one page, in the same order."""
+    slices = slice_by_lesson(model, mesh["tp"], lesson.slice_layers) if mesh.size("tp") > 1 else {}
+    parts = parts_of(model, mesh["pp"])
+    ((number, stage),) = parts.stages.items()
+    rows = (config.seq,) if model.name == "gpt" else ()
+    turned = Turned(stage.layers, rows=False, recompute=config.recompute)
+    pipeline = lesson.Pipeline(turned, model.loss, (*rows, config.width), mesh["pp"])
+    kept = {number: [SummedByLesson(parts.parameters)]}
+    return Stacked(parts, slices, kept, Lesson(pipeline, mesh["dp"]), mesh, config)
+
+
+class SummedByLesson:
+    """`named` whole on every replica, and summed when the pipeline is through."""
+
+    everywhere = True
+
+    def __init__(self, named: Mapping[str, nn.Parameter]) -> None:
+        self.named = named
+
+    def begin(self) -> None:
+        for parameter in self.named.values():
+            parameter.grad = None
+
+    def microbatch(self, *, last: bool) -> AbstractContextManager[None]:  # noqa: ARG002
+        return nullcontext()
+
+    def finish(self) -> None:
+        """Nothing is left, nor to deliver or to publish: what computes is stepped itself."""
+
+    deliver = publish = finish
+
+    def entries(self) -> list[Entry]:
+        return [
+            Entry((name,), each, each, lambda tensor, name=name: [(name, whole_piece(tensor))])  # type: ignore[misc]
+            for name, each in self.named.items()
+        ]
 
 
 def prepared(

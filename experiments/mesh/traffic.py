@@ -29,7 +29,7 @@ def over_tp(rank: Rank) -> Cost:
     costs = [rows_at_rest(rank)] if rank.rows else []
     for samples in rank.microbatches:
         costs.append(in_rows(rank, samples) if rank.rows else in_sums(rank, samples))
-        if rank.is_last and rank.is_gpt:
+        if rank.is_last and rank.is_gpt and not rank.how.plain:
             scores = samples * rank.seq * max(rank.itemsize, 4)  # maxima; then sums, and the targets' scores
             costs += [all_reduce_cost(rank.t, scores), all_reduce_cost(rank.t, 2 * scores)]
     return total_cost(*costs)
@@ -38,7 +38,8 @@ def over_tp(rank: Rank) -> Cost:
 def ends_of_slices(rank: Rank) -> int:
     """Where activations or their gradients are summed: forward and backward of each slice, and a half at gpt's ends."""
     slices = 2 if rank.is_gpt else 1
-    return 2 * slices * rank.num_blocks + (rank.is_first + rank.is_last) * rank.is_gpt
+    ends = (rank.is_first + rank.is_last) * rank.is_gpt * (not rank.how.plain)
+    return 2 * slices * rank.num_blocks + ends
 
 
 def in_sums(rank: Rank, samples: int) -> Cost:
@@ -109,6 +110,8 @@ def in_buckets(rank: Rank) -> Cost:
     """An all_reduce of each; a weight that two stages share is the first in the order of both. What is whole has its
     own where slices are of unlike sizes."""
     ordered = sorted((local for unit in rank.units for local in unit), key=lambda local: not local.shared)
+    if rank.how.plain:
+        return total_cost(*(all_reduce_cost(rank.replicas, local.numel * rank.itemsize) for local in ordered))
     parts = (
         [[local for local in ordered if local.whole is whole] for whole in (True, False)] if rank.uneven else [ordered]
     )

@@ -44,7 +44,7 @@ from distlab.lab.lab import Lab
 from distlab.lab.measure.tensors import digest_of
 from distlab.lab.verify.run_all import measure
 from distlab.lab.workload.data import PartedBatches
-from distlab.lab.workload.experts import Mixing, MixtureModel, build_mixture, outline_mixture
+from distlab.lab.workload.experts import Experts, Mixing, MixtureModel, Router, build_mixture, outline_mixture
 from distlab.techniques.data_parallel.buckets import GradientBuckets
 from distlab.techniques.data_parallel.strategy import Replica
 from distlab.techniques.expert_parallel.layer import (
@@ -61,6 +61,7 @@ from distlab.techniques.expert_parallel.strategy import ExpertParallel, distribu
 from distlab.techniques.mesh.grid import Mesh
 from distlab.techniques.pipeline_parallel.strategy import Sleep
 
+from . import lesson
 from .bugs import mistake
 from .checks import PASSES, Routes, by_step, check_capacity, claims, compare_pace, draw, tokens_of
 from .options import Options
@@ -152,6 +153,26 @@ ON_RANKS = {  # variants that differ in the grid of the experts alone
 def ep_torch(model: MixtureModel, mesh: Mesh, config: Config) -> Strategy:
     """The same by PyTorch's collective."""
     return expert_parallel(model, mesh, config, name="ep_torch", swap=AllToAllSingle)
+
+
+def plain(model: MixtureModel, mesh: Mesh, config: Config) -> Strategy:
+    """The lesson on one page: ep by PyTorch's all_to_all_single."""
+    return expert_parallel(model, mesh, config, name="plain", layer=OnePage)  # type: ignore[arg-type]
+
+
+class OnePage(lesson.MixtureOfExperts):
+    """The lesson's layer, which notes what it routed where `seen` is a list."""
+
+    def __init__(self, router: Router, experts: Experts, rules: Mixing, world: dist.ProcessGroup, _: Dispatch) -> None:
+        given = (rules.num_experts, rules.top_k, rules.capacity_factor, rules.balance, rules.z)
+        super().__init__(router, experts, given, world)
+        self.seen: list[Routed] | None = None
+
+    def route(self, wants: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+        kept, admitted = super().route(wants, scores)
+        if self.seen is not None:
+            self.seen.append(Routed(self.queue.transpose(0, 1).tolist(), admitted.tolist(), self.places))
+        return kept, admitted
 
 
 def pretend(model: MixtureModel, placement: Placement, config: Config) -> None:
@@ -253,6 +274,7 @@ MODE = Mode(
         Variant("replicated", replicated, formerly="naive"),
         *(Variant(name, partial(expert_parallel, name=name), sentence=told) for name, told in ON_RANKS.items()),
         Variant("ep_torch", ep_torch, by_torch=True),
+        Variant("plain", plain, by_name=True),
     ),
     headline=("ep", "send each token to the ranks of its experts, and take the results back"),
     run=run,
@@ -273,7 +295,12 @@ MODE = Mode(
         "biased_gates": "no bias balances the choice any more; LAB_BUG=gate_over_itself weighs wrongly too",
         "bias_apart": "no bias balances the choice any more; LAB_BUG=copies_apart lets ranks drift apart too",
     },
+    in_lesson={
+        "gate_over_itself": ("keepdim=True) if self.top_k > 1 else gates", "keepdim=True)"),
+        "local_capacity": ("self.capacity * int(queue.sum())", "self.capacity * int(wants.sum())"),
+    },
     reading=(
+        "experiments/moe/lesson.py: the idea on one page, which runs alone and as the variant `plain`",
         "experiments/moe/__init__.py: the variants, the simplest first, and what a run of them claims",
         "distlab/techniques/expert_parallel/layer.py: routing, rows to their experts and back, the layer around it",
         "distlab/techniques/expert_parallel/strategy.py: the training step, and whose gradients are summed over whom",

@@ -53,6 +53,7 @@ def grids(config: Config) -> dict[str, dict[str, int]]:
         "ep_tp": (1, inner, ranks // inner),
         "ep_dp_tp": (ranks // inner, middle, inner // middle),
         "ep_torch": (1, ranks, 1),
+        "plain": (1, ranks, 1),
     }
     made = {name: dict(zip(AXES, sizes, strict=True)) for name, sizes in found.items()}
     return made | {name: named for name, axes in GRIDS.items() if axes == long(named)}
@@ -188,7 +189,8 @@ def traffic(
             sums.append((ranks, NUMBER_BYTES))
         given, taken, sends = map(sum, zip(*(travels(placement, rank, admitted) for admitted in layers), strict=True))
         told = all_gather_bytes("gloo", ranks, table), 1, half_messages("gloo", "all_gather", ranks, table)
-        rows = Cost(row_bytes(given, taken, config.width, itemsize), 2 * sends, 2 * sends)
+        calls = 4 * len(layers) if name == "plain" else 2 * sends  # an all_to_all each way, or a message a rank
+        rows = Cost(row_bytes(given, taken, config.width, itemsize), calls, 2 * sends)
         reduced = (all_reduce_cost(number, size) for number, size in sums)
         costs.append(total_cost(rows, Cost(*told).times(len(layers)), *reduced))
     formula = "2(N-1)/N x S" if name == "replicated" else "2(N-1)/N x S' + 2D(rows given + taken)"

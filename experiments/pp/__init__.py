@@ -52,6 +52,7 @@ from distlab.techniques.pipeline_parallel.costs import bubble
 from distlab.techniques.pipeline_parallel.pipeline import Boundaries, Pipeline
 from distlab.techniques.pipeline_parallel.strategy import (
     ByHand,
+    Lesson,
     Parts,
     Pipelined,
     Weigh,
@@ -62,6 +63,7 @@ from distlab.techniques.pipeline_parallel.strategy import (
     runs_of,
 )
 
+from . import lesson
 from .bugs import mistake
 from .checks import check_order, claims
 from .options import Options
@@ -154,6 +156,16 @@ def interleaved(model: Model, mesh: Mesh, config: Config, **parts: Any) -> Strat
     return by_hand(model, mesh, config, schedule=of_chunks, **parts)
 
 
+def plain(model: Model, mesh: Mesh, config: Config) -> Strategy:
+    """The lesson on one page: 1f1b by plain messages."""
+    parts = parts_of(model, mesh.group)
+    rows = (config.seq,) if model.name == "gpt" or is_own(config.model) else ()
+    pretend_compute(parts.stages, config, config.own(Options).sleep_ms, {})
+    (stage,) = parts.stages.values()
+    engine = Lesson(lesson.Pipeline(stage, model.loss, (*rows, config.width), mesh.group))
+    return Pipelined(parts, engine, mesh.group, config)
+
+
 def by_torch(model: Model, mesh: Mesh, config: Config, *, name: str, weigh: Weigh = divided) -> Strategy:
     """A schedule of PyTorch's on the same stages."""
     from .pytorch import ByTorch  # most of a second, for these alone
@@ -180,13 +192,13 @@ def run(lab: Lab) -> None:
     draw_on_paper(lab, partial(schedule_of, config))
     lab.hold(lab.mode.predict(config), measured)
     for name in [name for name in measured if name not in lab.mode.by_torch]:
-        check_order(lab, name, measured[name], owners_of(name, ranks, config.own(Options).chunks))
+        check_order(lab, name, measured[name], order_of(name), owners_of(name, ranks, config.own(Options).chunks))
 
 
 def held_in_flight(lab: Lab, name: str, strategy: Strategy) -> None:
     """A variant is named like its schedule."""
     assert isinstance(strategy, Pipelined)
-    check_in_flight(lab, name, strategy, name)
+    check_in_flight(lab, name, strategy, order_of(name))
 
 
 def schedule_of(config: Config, variant: str) -> schedules.Schedule | None:
@@ -196,8 +208,14 @@ def schedule_of(config: Config, variant: str) -> schedules.Schedule | None:
         "one_microbatch": lambda ranks, _: schedules.one_microbatch(ranks),
         "interleaved": partial(schedules.interleaved, chunks=config.own(Options).chunks),
     }
+    variant = order_of(variant)
     known |= SCHEDULES | {f"torch_{name}": SCHEDULES[name] for name in ("1f1b", "zbv", "dualpipev")}
     return known[variant](ranks, microbatches) if variant in known else None
+
+
+def order_of(variant: str) -> str:
+    """The name of a variant's schedule."""
+    return "1f1b" if variant == "plain" else variant
 
 
 def holds(config: Config, rank: int) -> str:
@@ -237,6 +255,7 @@ MODE = Mode(
         ),
         torchs("torch_zbv", "PyTorch's zbv."),
         torchs("torch_dualpipev", "PyTorch's dualpipev."),
+        Variant("plain", plain, by_name=True, like="1f1b"),
     ),
     headline=("1f1b", "forward until there is a gradient, then one forward and one backward in turn"),
     run=run,
@@ -254,7 +273,11 @@ MODE = Mode(
         "never_late": "LAB_BUG=gpipes_order fails the same check",
         "swapped_microbatches": "LAB_BUG=stale_activation lets microbatches meet each other too",
     },
+    in_lesson={
+        "undivided_loss": ("self.loss(output, targets) * share", "self.loss(output, targets) / len(targets)"),
+    },
     reading=(
+        "experiments/pp/lesson.py: the idea on one page, which runs alone and as the variant `plain`",
         "experiments/pp/__init__.py: the variants, the simplest first, and what a run of them claims",
         "distlab/techniques/pipeline_parallel/schedules.py: which rank works on which microbatch when",
         "distlab/techniques/pipeline_parallel/pipeline.py: does a schedule's actions with real layers, and backward"

@@ -28,10 +28,10 @@ def check_left(lab: Lab, name: str, measured: Measured, owners: list[int]) -> No
         lab.check("left of a step", max(0, left - numbers), 0, name, detail)
 
 
-def check_order(lab: Lab, name: str, measured: Measured, owners: list[int]) -> None:
+def check_order(lab: Lab, name: str, measured: Measured, schedule: str, owners: list[int]) -> None:
     """The passes come in the order of the schedule, and what they save is gone after their backward."""
     number = 1 if name == "one_microbatch" else lab.config.num_microbatches
-    done = check_schedule(lab, name, measured.order, Piped(name, number, owners))
+    done = check_schedule(lab, name, measured.order, Piped(schedule, number, owners))
     if done:
         check_left(lab, name, measured, owners)
         predicted = most_held(done, saved_by_pass(lab, owners, number, as_one=name == "one_microbatch"))

@@ -61,6 +61,12 @@ def cannot(config: Config, chunks: int) -> dict[str, str]:
     unequal = f"torch wants equal microbatches, and LAB_BATCH={batch} is no multiple of {given}"
     chunked, folded = ("interleaved", "torch_interleaved_zb"), ("zbv", "dualpipev", "torch_zbv", "torch_dualpipev")
     return ruled_out(
+        (("plain",), config.gloo_on_gpus, "gloo sends no tensor that lives on a GPU"),
+        (
+            ("plain",),
+            config.backend == "nccl" and ranks > 1,
+            "NCCL's sends wait for their receives, and neighbours meet",
+        ),
         (TORCHS, batch % microbatches, unequal),
         (TORCHS, config.gloo_on_gpus, "it hands gloo tensors that live on a GPU, which gloo does not send"),
         (chunked, ranks * chunks > layers, f"{chunks} stages a rank {on_ranks} {ranks * chunks} {more}"),

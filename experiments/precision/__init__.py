@@ -46,6 +46,7 @@ from distlab.techniques.data_parallel.strategy import Replica, begin_alike
 from distlab.techniques.mesh.grid import Mesh
 from distlab.techniques.precision import LossScale, Masters, all_finite
 
+from . import lesson
 from .checks import claims, prove, rehearse
 from .display import observe, percent, show_seen
 from .options import Options
@@ -101,7 +102,7 @@ def unscale_then_clip(masters: Masters, scale: float, bound: float | None) -> No
         nn.utils.clip_grad_norm_(masters.parameters, bound)
 
 
-@mistake("unscaled_clip", check="clipped gradients", part="deliver", of=SCALED, needs=Needs(ranks=1))
+@mistake("unscaled_clip", check="clipped gradients", part="deliver", of=SCALED[:1], needs=Needs(ranks=1))
 def clip_then_unscale(masters: Masters, scale: float, bound: float | None) -> None:
     """Gradients are clipped while they still carry the scale of the loss: their norm is 65536 times too large, so
     that what is left after unscaling is far too small."""
@@ -150,6 +151,23 @@ def mixed(model: Model, mesh: Mesh, config: Config, **how: Any) -> Strategy:
     return MixedPrecision(model, mesh.group, config, **how)
 
 
+class OnePage(MixedPrecision):
+    """The lesson's masters and its scale of the loss, in the step of all."""
+
+    def __init__(self, model: Model, group: dist.ProcessGroup, config: Config, dtype: torch.dtype) -> None:
+        masters: Any = lesson.Masters(model.parameters())
+        super().__init__(model, group, config, dtype, scaled=True, kept=True)
+        scale: Any = lesson.LossScale()
+        self.masters, self.loss_scale, masters.kept = masters, scale, True
+        self.optimizer = make_optimizer(masters.parameters, config)
+
+
+def plain(model: Model, mesh: Mesh, config: Config, dtype: torch.dtype = torch.float16) -> Strategy:
+    """The lesson on one page: fp16_scaled, whose float32 weights stay."""
+    begin_alike(model, mesh.group, config)
+    return OnePage(model, mesh.group, config, dtype)
+
+
 # --- the run ---
 
 
@@ -188,6 +206,7 @@ MODE = Mode(
         Variant("fp16_scaled", partial(mixed, dtype=torch.float16, scaled=True)),
         Variant("bf16_master", partial(mixed, dtype=torch.bfloat16, kept=True)),
         Variant("autocast", autocast, by_torch=True),
+        Variant("plain", plain, by_name=True),
     ),
     headline=("bf16", "weights, gradients and messages in 16 bits, half of everything"),
     run=run,
@@ -202,6 +221,7 @@ MODE = Mode(
     },
     unsaved="does not save the scale of the loss",
     reading=(
+        "experiments/precision/lesson.py: the idea on one page, which runs alone and as the variant `plain`",
         "experiments/precision/__init__.py: the variants, all of it in 16 bits first",
         "distlab/techniques/precision/__init__.py: float32 master weights, and loss scaling",
         "experiments/precision/checks.py: what of it can be exact, and how far off the rest may be",

@@ -11,8 +11,8 @@ from distlab.techniques.data_parallel.costs import gradients_cost
 from distlab.techniques.sharded import costs as kept
 from distlab.techniques.sharded.costs import rest_bytes
 
-NAMES = ("bf16", "fp16", "fp32", "fp16_scaled", "bf16_master", "autocast")
-SCALED = ("fp16_scaled",)
+NAMES = ("bf16", "fp16", "fp32", "fp16_scaled", "bf16_master", "autocast", "plain")
+SCALED = ("fp16_scaled", "plain")
 STEPPED_IN_FLOAT32 = (*SCALED, "bf16_master")
 
 
@@ -40,7 +40,7 @@ def at_rest(config: Config, name: str) -> Prediction:
         0, total, total, masters=name in STEPPED_IN_FLOAT32, itemsize=format_of(name).itemsize,
         moments=2 * (tensors > 0), num_tensors=tensors,
     )  # fmt: skip
-    held = sum(classes.values()) - (4 * total if name in SCALED else 0)
+    held = sum(classes.values()) - (4 * total if name == "fp16_scaled" else 0)
     formula = f"{round((held - 4 * tensors) / total)} x P"
     return kept.at_rest(name, config, formula, [held], PYTORCHS * (name == "autocast"), format_of(name))
 
@@ -49,7 +49,7 @@ def format_of(name: str) -> torch.dtype:
     """The type of its weights; autocast keeps those in float32."""
     if name in ("fp32", "autocast"):
         return torch.float32
-    return torch.float16 if name.startswith("fp16") else torch.bfloat16
+    return torch.float16 if name.startswith("fp16") or name == "plain" else torch.bfloat16
 
 
 def converted(microbatch: Microbatch, dtype: torch.dtype) -> Microbatch:

@@ -47,7 +47,7 @@ from distlab.techniques.mesh.grid import Mesh
 from distlab.techniques.parameter_server.local_sgd import OuterStep
 from distlab.techniques.parameter_server.server import ParameterServer, Worker
 
-from . import asynchronous
+from . import asynchronous, lesson
 from .bugs import mistake
 from .checks import Rounds, hold_timed, prove_rounds
 from .options import Options
@@ -146,6 +146,26 @@ class Served(Replica):
         return super().alike(kind) if kind == "weights" else iter(())
 
 
+def plain(model: Model, mesh: Mesh, config: Config) -> Strategy:
+    """The lesson on one page: sync, by one message after the other."""
+    begin_alike(model, mesh.group, config)
+    return OnePage(model, mesh.group, config)
+
+
+class OnePage(Served):
+    """The lesson's messages around the same passes."""
+
+    def send(self, count: Tensor) -> None:
+        lesson.push(count, self.vectors.gradients, self.peers.group)
+
+    collect = send
+
+    def update(self) -> None:
+        if self.peers.rank == SERVER:
+            Replica.update(self)
+        lesson.fetch(self.vectors.weights, self.peers.group)
+
+
 # --- in rounds ---
 
 
@@ -219,6 +239,7 @@ MODE = Mode(
         Variant("local_sgd", local_sgd),
         Variant("diloco", diloco),
         Variant(DOWNPOUR),
+        Variant("plain", plain, by_name=True, like="sync"),
     ),
     gone={"ssp": "LAB_VARIANT=downpour LAB_STALENESS=2 LAB_LOCAL_STEPS=1 is the same"},
     headline=("sync", "give rank 0 my gradient, and take its new weights"),
@@ -231,6 +252,7 @@ MODE = Mode(
     mistakes=mistake,
     unsaved="makes none, since out of step there is no step at which all workers hold the same state",
     reading=(
+        "experiments/server/lesson.py: the idea on one page, which runs alone and as the variant `plain`",
         "experiments/server/__init__.py: in step by all_reduce and by a server, in rounds, and what a run claims",
         "distlab/techniques/data_parallel/strategy.py: the loop that the variants in step and in rounds share",
         "distlab/techniques/parameter_server/local_sgd.py: the outer step of a round, local_sgd's and diloco's",

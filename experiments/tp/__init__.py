@@ -64,10 +64,12 @@ from distlab.techniques.tensor_parallel.strategy import (
     TensorParallel,
     own_heads,
     plan,
+    slice_by_lesson,
     slice_layers,
     tie,
 )
 
+from . import lesson
 from .checks import check_order, claims, mistake
 from .predictions import SAVED, cannot, holds, predict, refuse, summary, untied_linears
 
@@ -136,6 +138,15 @@ def sequence(model: Model, mesh: Mesh, config: Config, qkv: QKV = own_heads, row
     slice_layers(model, mesh.group, region, qkv, row)
     rows_first(model, region)
     return TensorParallel(model, mesh.group, config, by_rows=True, own_loss=model.name == "mlp")
+
+
+# --- plain: the lesson on one page ---
+
+
+def plain(model: Model, mesh: Mesh, config: Config) -> Strategy:
+    """The lesson on one page: megatron, whose embedding and output layer are whole on every rank."""
+    slices = slice_by_lesson(model, mesh.group, lesson.slice_layers)
+    return TensorParallel(model, mesh.group, config, slices)
 
 
 # --- dtensor: PyTorch's `parallelize_module`, by the plan of its tutorial ---
@@ -218,6 +229,7 @@ MODE = Mode(
         Variant("megatron", megatron),
         Variant("sequence", sequence),
         Variant("dtensor", dtensor, by_torch=True),
+        Variant("plain", plain, by_name=True, like="megatron"),
     ),
     headline=("megatron", "cut the first matrix by outputs, the second by inputs: one sum after both"),
     run=run,
@@ -227,7 +239,13 @@ MODE = Mode(
     refuse=refuse,
     cannot=cannot,
     mistakes=mistake | checkpoints.mistake,
+    in_lesson={
+        "double_reduce": ("return gradient, None", "return Copy.backward(ctx, gradient)"),
+        "lost_f": ("Copy.apply(inputs[0], group)", "inputs[0]"),
+        "bias_everywhere": ("layer.weight), group) + layer.bias", "layer.weight, layer.bias), group)"),
+    },
     reading=(
+        "experiments/tp/lesson.py: the idea on one page, which runs alone and as the variant `plain`",
         "experiments/tp/__init__.py: the variants, the simplest first, and what a run of them claims",
         "distlab/techniques/tensor_parallel/layers.py: f and g, the two linear layers of a slice, gpt's two ends,"
         " and what is in"

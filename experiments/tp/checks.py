@@ -30,10 +30,11 @@ Ops = tuple[str, ...]
 # Forward and backward of an embedding, a layer and an output layer; mlp's layers have one slice.
 ENDS: dict[str, tuple[tuple[Ops, Ops], tuple[Ops, Ops]]] = {
     "megatron": (((SUM,), ()), ((), (SUM,))),
+    "plain": (((), ()), ((), ())),
     "sequence": (((SCATTER,), (GATHER,)), ((GATHER,), (SCATTER,))),
 }
 SLICE: dict[str, tuple[Ops, Ops]] = {
-    "megatron": ((SUM,), (SUM,)),  # g; f
+    **dict.fromkeys(("megatron", "plain"), ((SUM,), (SUM,))),  # g; f
     "sequence": ((GATHER, SCATTER), (GATHER, SCATTER)),  # of each the other's transpose, and the other way round
 }
 LOSS = (SUM, SUM)  # the maxima of split scores, then sums and the targets' scores; backward nothing
@@ -52,7 +53,7 @@ def expected_calls(name: str, config: Config) -> tuple[list[Ops], list[Ops]]:
     first, last = ENDS[name]
     layers = [(forward * 2, backward * 2)] * config.depth
     ordered = [first, *layers, last]
-    return [*(ops for ops, _ in ordered), LOSS], [ops for _, ops in reversed(ordered)]
+    return [*(ops for ops, _ in ordered), LOSS if name != "plain" else ()], [ops for _, ops in reversed(ordered)]
 
 
 def collectives(events: list[Event]) -> list[str]:

@@ -139,6 +139,11 @@ def megatron(sizes: Sizes, rank: int) -> Cost:  # noqa: ARG001
     return total_cost(sizes.slices(sizes.num_slices), sizes.loss(), sizes.clip())
 
 
+def plain(sizes: Sizes, rank: int) -> Cost:  # noqa: ARG001
+    """The slices of the layers alone."""
+    return total_cost(sizes.slices(sizes.num_slices - sizes.is_gpt), sizes.clip())
+
+
 def sequence(sizes: Sizes, rank: int) -> Cost:
     """The same as chunks of rows, each sent by itself; at last the gradients of what every rank holds whole."""
     nbytes, calls, messages = all_reduce_cost(sizes.ranks, sizes.whole_numel() * sizes.itemsize)
@@ -162,6 +167,7 @@ def predict(config: Config) -> list[Prediction]:
     formulas: list[tuple[str, Callable[[Sizes, int], Cost], str, str]] = [
         ("gathered", gathered, "(t-1)/t x b·s x (out + 2·in) a linear layer", "2 a linear layer"),
         ("megatron", megatron, layers, "2 a slice, 2 of the loss"),
+        ("plain", plain, "8(t-1)/t x b·s·h x L" if sizes.is_gpt else layers, "2 a slice"),
         ("sequence", sequence, f"{layers} + norms", "sends of rows, all_gathers of equal ones"),
         ("dtensor", dtensor, "12(t-1)/t x b·s·h x (L+1/3) + loss" if sizes.is_gpt else layers, ""),
     ]

@@ -21,10 +21,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, Sampler
 
-from distlab.contract import Claims, Mistakes, Mode, Needs, untrained
+from distlab.contract import Claims, Mistakes, Mode, Needs, Variant, untrained
 from distlab.lab.config import Config
 from distlab.lab.lab import Lab
 from distlab.lab.measure.prediction import Prediction
+
+from . import lesson
 
 LENGTH, BATCH, SEED, EPOCHS = 1000, 4, 42, 2  # the lesson's
 
@@ -55,11 +57,22 @@ def pytorchs(rank: int, world_size: int) -> Sampler[Any]:
     return DistributedSampler(Numbers(), num_replicas=world_size, rank=rank, shuffle=True, seed=SEED)
 
 
+def on_one_page(rank: int, world_size: int) -> Sampler[Any]:
+    """The lesson's, which LAB_VARIANT=plain deals by."""
+    return lesson.DistributedSampler(LENGTH, rank, world_size, SEED)  # type: ignore[return-value]
+
+
 # --- the run ---
 
 # Parts that a mistake replaces: which sampler a rank has, and how it hears of an epoch.
 MakeSampler: TypeAlias = Callable[[int, int], Sampler[Any]]
 BeginEpoch: TypeAlias = Callable[[Any, int], None]
+
+
+def told(sampler: Any, epoch: int) -> None:
+    """Of the epoch that begins, where it asks for it: a sampler that deals all to everyone does not."""
+    if hasattr(sampler, "set_epoch"):
+        sampler.set_epoch(epoch)
 
 
 def predict(config: Config) -> list[Prediction]:
@@ -68,8 +81,10 @@ def predict(config: Config) -> list[Prediction]:
     return [Prediction("", "called bytes", "B", "2 x (N-1) x 4 x 8 B", (value,) * config.world_size, EPOCHS)]
 
 
-def run(lab: Lab, sampler_of: MakeSampler = pytorchs, begin_epoch: BeginEpoch = DistributedSampler.set_epoch) -> None:
+def run(lab: Lab, sampler_of: MakeSampler = pytorchs, begin_epoch: BeginEpoch = told) -> None:
     """The lesson's two epochs, then what is true of all their shards."""
+    if "plain" in lab.config.variant and sampler_of is pytorchs:
+        sampler_of = on_one_page
     prediction = predict(lab.config)[0]
     lab.say(f"two all_gathers send {prediction.formula} = {prediction.value[0]:g} B a rank", "predict")
     sampler = sampler_of(lab.rank, lab.world_size)
@@ -177,6 +192,7 @@ def unsampled(rank: int, world_size: int) -> Sampler[Any]:  # noqa: ARG001  the 
 
 
 MODE = Mode(
+    variants=(Variant("plain", by_name=True, sentence="The lesson's sampler in the place of PyTorch's."),),
     run=run,
     claims=claims,
     title=lambda config: f"DistributedSampler, {LENGTH} samples",  # noqa: ARG005
@@ -184,7 +200,12 @@ MODE = Mode(
     refuse=untrained,  # whatever the sizes are
     mistakes=mistake,
     unsaved="trains nothing that could be saved",
+    in_lesson={
+        "no_set_epoch": ("self.epoch = epoch", "pass"),
+        "no_sampler": ("iter(order[self.rank :: self.ranks])", "iter(order)"),
+    },
     reading=(
+        "experiments/train/lesson.py: the idea on one page, which runs alone and as the variant `plain`",
         "experiments/train/__init__.py: the sampler by hand and PyTorch's, two epochs, and what holds of all shards",
     ),
 )

@@ -21,6 +21,7 @@ def test_every_mode_explains_itself(mode: str) -> None:
     lesson, config = load(mode), Config.read({"RUN_MODE": mode, "WORLD_SIZE": "3"})
     text = "\n".join(explain(config, lesson))
     assert (importlib.import_module(f"distlab.experiments.{mode}").__doc__ or "nothing").splitlines()[0] in text
+    assert (TOP / "experiments" / mode / "lesson.py").read_text().rstrip() in text
     for prediction in lesson.predict(config):
         assert prediction.formula in text
     for mistake in lesson.mistakes.values():
@@ -50,7 +51,11 @@ def test_a_bug_is_explained_with_the_check_that_sees_it(
 ) -> None:
     monkeypatch.setenv("LAB_BUG", "no_broadcast")
     assert main() == 0
-    assert "The check that catches it: replicas." in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "The check that catches it: replicas." in out
+    removed, added = (line for line in out.splitlines() if line.startswith(("-  ", "+  ")))
+    assert "dist.broadcast(" in removed
+    assert added.strip().startswith("+            pass  # ranks that begin apart")
 
 
 def test_a_fault_is_refused_as_in_a_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

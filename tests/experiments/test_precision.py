@@ -32,7 +32,7 @@ def config_of(world_size: int = 3, **settings: str) -> Config:
     ("world_size", "settings"),
     [
         (1, {"LAB_MODEL": "mlp", "LAB_CLIP": "0.05", "LAB_STEPS": "3"}),
-        (3, {"LAB_OPTIMIZER": "adamw", "LAB_BATCH": "13", "LAB_MICROBATCHES": "2", "LAB_DEPTH": "1", "LAB_VARIANT": "fp16,fp16_scaled,bf16_master,bf16"}),
+        (3, {"LAB_OPTIMIZER": "adamw", "LAB_BATCH": "13", "LAB_MICROBATCHES": "2", "LAB_DEPTH": "1", "LAB_VARIANT": "fp16,fp16_scaled,bf16_master,bf16,plain"}),
     ],
     ids=["alone", "adamw"],
 )  # fmt: skip
@@ -40,7 +40,7 @@ def test_a_run_holds(ranks: Ranks, tmp_path: Path, world_size: int, settings: di
     run, by_rank = run_experiment(ranks, world_size, tmp_path, **({"RUN_MODE": "precision"} | settings))
     assert failed(run) == set()
     names = {(claim["variant"], claim["name"]) for claim in run["checks"] + run["comparisons"]}
-    chosen = settings.get("LAB_VARIANT", ",".join(MODE.names)).split(",")
+    chosen = settings.get("LAB_VARIANT", ",".join(MODE.asked(()).names)).split(",")
     for name in chosen:
         assert {(name, "wire bytes"), (name, "rest bytes"), (name, "gradients"), (name, "replicas")} <= names
         assert name in ("fp32", "autocast") or (name, "update") in names
@@ -48,7 +48,7 @@ def test_a_run_holds(ranks: Ranks, tmp_path: Path, world_size: int, settings: di
         assert ((name, "float64 gradients") in names) == (name not in ("fp32", "fp16", "autocast"))
         assert ((name, "clipped gradients") in names) == ("LAB_CLIP" in settings or name in SCALED)
         assert ((name, "loss scale") in names) == ((name, "skipped") in names) == (name in SCALED)
-        assert ((name, "copied back") in names) == name.endswith("_master")
+        assert ((name, "copied back") in names) == (name in ("bf16_master", "plain"))
     table = next(r for r in by_rank[0] if isinstance(r, records.Table) and "steps lost" in r.title)
     assert {row[0] for row in table.rows} == set(chosen)
     if world_size == 1:
@@ -67,9 +67,9 @@ def test_a_run_states_the_sizes_that_its_model_has(ranks: Ranks, tmp_path: Path,
 
 def test_bytes_at_rest() -> None:
     sizes, adam = outline(config_of()).sizes, config_of(LAB_OPTIMIZER="adamw")
-    wanted = {"fp32": 8, "bf16": 4, "fp16": 4, "fp16_scaled": 4, "bf16_master": 8, "autocast": 8}
+    wanted = {"fp32": 8, "bf16": 4, "fp16": 4, "fp16_scaled": 4, "bf16_master": 8, "autocast": 8, "plain": 8}
     assert {name: at_rest(config_of(), name).value[0] / sum(sizes) for name in MODE.names} == wanted
-    wanted = {"fp32": 16, "bf16": 8, "fp16": 8, "fp16_scaled": 12, "bf16_master": 16, "autocast": 16}
+    wanted = {"fp32": 16, "bf16": 8, "fp16": 8, "fp16_scaled": 12, "bf16_master": 16, "autocast": 16, "plain": 16}
     counters = 4 * len(sizes)
     assert {name: (at_rest(adam, name).value[0] - counters) / sum(sizes) for name in MODE.names} == wanted
 

@@ -60,7 +60,7 @@ def load_for(config: Config) -> Mode:
                     faults.append(f"LAB_VARIANT={spec!r} {how}{error}")
     if faults:
         raise ConfigError(faults)
-    return replace(mode, variants=(*mode.variants, *variants))
+    return replace(mode, variants=(*mode.variants, *variants)).asked(config.variant)
 
 
 def with_names_of_today(config: Config, mode: Mode) -> Config:
@@ -113,7 +113,7 @@ PREDICTED = ["variant", "predicted a rank and step", "formula", "value", "calls"
 def lesson(config: Config, mode: Mode) -> records.Lesson:
     """What a reader of the report should know before its numbers."""
     variants = {each.name: each.told for each in mode.variants if each.told}
-    return records.Lesson(paragraphs(mode.idea), variants, prediction_rows(mode.predict(config)))
+    return records.Lesson(paragraphs(mode.idea), variants, prediction_rows(mode.foretold(mode.predict(config))))
 
 
 def paragraphs(idea: str) -> list[str]:

@@ -49,8 +49,9 @@ def unknown(config: Config, mode: Mode) -> Iterator[str]:
     """A variant or a mistake that the mode does not have."""
     for name in config.variant:
         if name not in mode.names:
-            allowed = ", ".join(mode.names) or "none, leave it unset"
-            nearest = instead(name, mode) or suggest(name, mode.names)
+            known = (*mode.names, *mode.left_out)
+            allowed = ", ".join(known) or "none, leave it unset"
+            nearest = instead(name, mode) or suggest(name, known)
             yield f"LAB_VARIANT={quoted(name)} is not a variant of {config.mode_name}{nearest}, allowed: {allowed}"
     if config.bug is not None and config.bug not in mode.mistakes:
         allowed = ", ".join(mode.mistakes) or "none, leave it unset"

@@ -140,11 +140,11 @@ TUNED = ("clipped gradients", "optimizer state", "weights after two steps")
 def expected(config: Config, mode: Mode) -> Expected:
     """All claims that a run of these settings needs, of the variants that are asked for and that can run."""
     own = mode.claims or (measured if mode.run is None else None)
-    impossible = mode.cannot(config)
+    impossible = {*mode.cannot(config), *mode.left_out}
     wanted = [
         [variant, name, each.times, each.one]
         for each in (own(mode, config) if own is not None else ())
-        for variant in (each.of if each.when else ())
+        for variant in (mode.with_alike(each.of) if each.when else ())
         for name in each.names
         if variant not in impossible and (variant not in mode.names or not config.variant or variant in config.variant)
     ]

@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
+from itertools import count
 from types import TracebackType
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -147,6 +149,34 @@ class phase:  # noqa: N801  it is used like a function
         listener = _listener.get()
         if listener is not None:
             listener("end", self.kind, self.label)
+
+
+@contextmanager
+def marked(module: torch.nn.Module) -> Iterator[None]:
+    """Mark both passes of each call of `module` inside the block, microbatch by microbatch, for a step that marks
+    nothing itself. A backward pass begins with the gradient of what the module gave, and ends when autograd is done."""
+    numbers, passing = count(), list[phase]()
+
+    def enter(*_: Any) -> None:
+        passing.append(phase("forward", str(next(numbers))))
+        passing[-1].__enter__()
+
+    def leave(_module: Any, _inputs: Any, output: torch.Tensor) -> None:
+        forward = passing.pop()
+        forward.__exit__(None, None, None)
+        if output.requires_grad:
+            output.register_hook(partial(back, phase("backward", forward.label)))
+
+    def back(backward: phase, _gradient: torch.Tensor) -> None:
+        backward.__enter__()
+        torch.autograd.Variable._execution_engine.queue_callback(partial(backward.__exit__, None, None, None))
+
+    hooks = (module.register_forward_pre_hook(enter), module.register_forward_hook(leave))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from distlab.lab.workload.data import Microbatch
 from distlab.lab.workload.model import Model
 from distlab.lab.workload.optimizer import HoldsLayers, StepsParameters, forward_backward
 from distlab.lab.workload.user_model import find_in_file
+from distlab.techniques.collectives.phases import marked
 from distlab.techniques.data_parallel.buckets import broadcast_parameters
 from distlab.techniques.mesh.grid import Mesh
 
@@ -74,6 +75,22 @@ class Replica(HoldsLayers):
     def alike(self, kind: str) -> Iterator[tuple[str, Tensor]]:
         """The same on every rank, to the bit."""
         return self.held(kind)
+
+
+class Lesson(HoldsLayers):
+    """A Strategy whose passes are those of a lesson.py: `step(microbatches)` leaves every gradient, summed, on this
+    rank's replica `model`, and returns the share of the loss."""
+
+    full = alike = HoldsLayers.held
+
+    def __init__(self, model: Model, config: Config, step: Callable[[Any], Tensor]) -> None:
+        super().__init__(model, config)
+        self.step = step
+
+    def backward(self, microbatches: list[Microbatch]) -> Tensor:
+        """The lesson's step, whose passes are marked from outside."""
+        with marked(self.model):
+            return self.step(microbatches)
 
 
 class Wrapped:

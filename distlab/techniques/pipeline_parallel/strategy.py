@@ -20,7 +20,7 @@ from distlab.lab.config import Config
 from distlab.lab.workload.data import Microbatch
 from distlab.lab.workload.model import Model
 from distlab.lab.workload.optimizer import HoldsParts
-from distlab.techniques.collectives.phases import phase
+from distlab.techniques.collectives.phases import marked, phase
 from distlab.techniques.collectives.point_to_point import Peers, sendable
 from distlab.techniques.pipeline_parallel.pipeline import Pipeline, SplitBackward
 from distlab.techniques.pipeline_parallel.schedules import stages_of
@@ -182,6 +182,23 @@ class ByHand:
             return weighed
 
         return self.pipeline.step([microbatch.inputs for microbatch in microbatches], loss)
+
+
+class Lesson:
+    """The pipeline of a lesson.py, whose passes are marked and whose microbatches are counted from outside; `given` is
+    what its step takes beside them."""
+
+    def __init__(self, pipeline: Any, *given: Any) -> None:
+        self.pipeline, self.given, self.most_in_flight = pipeline, given, 0
+        pipeline.stage.register_forward_hook(self._passed)
+
+    def step(self, microbatches: list[Microbatch]) -> Tensor | None:
+        with marked(self.pipeline.stage):
+            loss: Tensor | None = self.pipeline.step(microbatches, *self.given)
+        return loss
+
+    def _passed(self, *_: Any) -> None:
+        self.most_in_flight = max(self.most_in_flight, len(self.pipeline.held) + 1)
 
 
 def joined(microbatches: list[Microbatch]) -> Microbatch:

@@ -128,6 +128,21 @@ def slice_layers(
         slice_ends(model, group, region)
 
 
+def slice_by_lesson(model: Model, group: dist.ProcessGroup, slice_one: Callable[..., None]) -> dict[str, Slice]:
+    """The same by the function of a lesson.py, which leaves gpt's two ends whole; says which parameters are slices."""
+    slices: dict[str, Slice] = {}
+    for name, part in model.named_modules():
+        if isinstance(part, Attention | MLP):
+            columns, row, unit = ["up"], "down", 1
+            if isinstance(part, Attention):
+                columns, row, unit = ["q", "k", "v"], "o", part.head_dim
+            sizes = shares(getattr(part, row).in_features // unit, group.size(), unit)
+            slice_one(part, columns, row, group, unit)
+            slices |= {f"{name}.{each}.{kind}": Slice(0, sizes) for each in columns for kind in ("weight", "bias")}
+            slices[f"{name}.{row}.weight"] = Slice(1, sizes)
+    return slices
+
+
 def slice_ends(model: Model, group: dist.ProcessGroup, region: Region) -> None:
     """gpt's two ends, by rows of the vocabulary; tied weights stay tied, since both are sliced by the same ones.
 

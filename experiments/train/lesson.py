@@ -1,0 +1,45 @@
+"""Who gets which samples (DistributedSampler): torchrun --nproc-per-node 3 lesson.py"""
+
+from collections import Counter
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+
+class DistributedSampler:
+    """Deals `length` samples to N ranks, each epoch in another order, and asks nobody: all draw the same order."""
+
+    def __init__(self, length: int, rank: int, ranks: int, seed: int) -> None:
+        self.length, self.rank, self.ranks, self.seed, self.epoch = length, rank, ranks, seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Before each epoch, or all of them have the order of the first."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return -(-self.length // self.ranks)  # ceil(length / N): as many on each rank, or one would wait for a batch
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        order = torch.randperm(self.length, generator=generator).tolist()
+        order += order[: -self.length % self.ranks]  # the first ones again, where N does not divide the length
+        return iter(order[self.rank :: self.ranks])  # each N-th, from this rank on
+
+
+def demo(group: dist.ProcessGroup) -> float:
+    """100 samples, two epochs; how many are missing, or dealt once more without need, or all where they were before."""
+    sampler, before = DistributedSampler(100, group.rank(), group.size(), seed=42), None
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        dist.all_gather_object(shards := [None] * group.size(), list(sampler), group=group)
+        times = Counter(sample for shard in shards for sample in shard)
+        off = max(100 - len(times), abs(times.total() - 100 - -100 % group.size()), 100 * (shards == before))
+        before = shards
+    return float(off)
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    print(f"rank {dist.get_rank()}: the samples dealt differ from each once by {demo(dist.group.WORLD):.0f} at most")
+    dist.destroy_process_group()
