@@ -117,12 +117,10 @@ def broadcast_slice_gather(lab: Lab) -> None:
     local_result = slices[lab.rank] * (lab.rank + 1)
     full_result = torch.empty(4, device=lab.device)
     Collective(lab.group).all_gather(full_result, local_result)
-    lab.note("broadcast", f"rank 0 sends me {full_data.tolist()}")
-    lab.note("gets", f"my slice: {slices[lab.rank].tolist()}")
-    lab.note(
-        "computes", f"slice x {lab.rank + 1}, local result: {local_result.tolist()}, shape {list(local_result.shape)}"
-    )
-    lab.note("gathers", f"of all ranks, final result: {full_result.tolist()}")
+    lab.note("broadcast", f"rank {lab.rank} full data: {full_data.tolist()}")
+    lab.note("gets", f"rank {lab.rank} received data: {slices[lab.rank].tolist()}")
+    lab.note("computes", f"rank {lab.rank} local result: {local_result.tolist()}, shape {list(local_result.shape)}")
+    lab.note("gathers", f"rank {lab.rank} final gathered result: {full_result.tolist()}")
     numbers = torch.arange(4) + 36 + lab.config.seed
     wanted = torch.cat([part * (rank + 1) for rank, part in enumerate(split(numbers, lab.world_size))])
     wrong = float((full_result.cpu() - wanted).abs().max())

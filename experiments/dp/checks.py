@@ -39,13 +39,14 @@ def early(order: Order) -> int:
 def waiting(order: Order, sizes: Mapping[str, int]) -> int:
     """The most bytes that waited, as another gradient came, though nothing was missing for their sum: of parameters
     from the last one that is registered on, all of whose gradients had come by then. `sizes` are in order of
-    registration."""
+    registration. Of several microbatches the last one's gradients are complete."""
+    last = max(order.where("begin", "backward"), default=0)
     begun = {place: sum(sizes[name] for name in names) for place, names in order.launches(*SENDS).items()}
     come: set[str] = set()
     most = launched = 0
     for place, event in enumerate(order.events):
         launched += begun.get(place, 0)
-        if event.what == "gradient":
+        if event.what == "gradient" and place >= last:
             complete = sum(sizes[name] for name in takewhile(come.__contains__, reversed(list(sizes))))
             most = max(most, complete - launched)
             come.add(event.label)

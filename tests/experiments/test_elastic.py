@@ -156,7 +156,8 @@ def test_a_rank_meets_its_own_losses_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "impossible"), [({"WORLD_SIZE": "1"}, {"shrink", "join", "zero1", "plain"}), ({"WORLD_SIZE": "2"}, set())]
+    ("settings", "impossible"),
+    [({"WORLD_SIZE": "1"}, {"shrink", "join", "zero1", "plain"}), ({"WORLD_SIZE": "2"}, set())],
 )
 def test_who_is_too_few_is_told_why(settings: dict[str, str], impossible: set[str]) -> None:
     config = Config.read({"RUN_MODE": "elastic", "RANK": "0", "MASTER_ADDR": "127.0.0.1"} | settings)

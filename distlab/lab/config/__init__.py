@@ -209,7 +209,6 @@ class Config(BaseSettings):
         if self.bucket is not None:
             return self.bucket
         numbers = {
-            "line": 2,
             "mlp": self.depth * self.width**2,
             "gpt": (12 * self.depth * self.width + 2 * VOCABULARY + self.seq) * self.width,
         }

@@ -41,7 +41,7 @@ def test_every_variant_is_first_in_turn(step: int, order: str) -> None:
 def written_by(rank: int, write: Callable[[Any], object], **lab: Any) -> list[Any]:
     """The records that a rank writes."""
     found: list[Any] = []
-    write(SimpleNamespace(rank=rank, journal=SimpleNamespace(write=found.append), at=lambda *_: None,
+    write(SimpleNamespace(rank=rank, speaks=rank == 0, journal=SimpleNamespace(write=found.append), at=lambda *_: None,
                           say=lambda *_: None, config=SimpleNamespace(steps=1), **lab))  # fmt: skip
     return found
 
@@ -54,7 +54,7 @@ def test_a_curve_is_what_a_checkpoint_held_and_the_sum_of_all_shares() -> None:
     def write(lab: Any) -> None:
         curves.append(write_losses(lab, {"one process": [8.0]}, course, {"flat": []}))
 
-    found = written_by(0, write, exchange=SimpleNamespace(gather=lambda *_: shares))
+    found = written_by(0, write, exchange=SimpleNamespace(everyone=lambda *_: shares))
     assert found == [Losses("one process", [8.0]), Losses("flat", [9.0, 0.75, 2.0, 0.0])]
     assert curves == [{"flat": [9.0, 0.75, 2.0, 0.0]}]
 
