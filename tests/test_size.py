@@ -64,7 +64,7 @@ SIZES = {  # statements and files, at most
     "distlab/lab/measure": (1_237, 9),
     "distlab/lab/rank": (1_037, 8),
     "distlab/lab/report": (3_427, 26),
-    "distlab/lab/verify": (1_641, 11),
+    "distlab/lab/verify": (1_654, 11),
     "distlab/lab/workload": (1_017, 7),
     "distlab/tools/check": (5_474, 41),
     "distlab/tools/notebook": (474, 5),
@@ -74,10 +74,10 @@ SIZES = {  # statements and files, at most
     "distlab/tools/ranks": (364, 4),
     "distlab/tools/testing": (240, 3),
     "distlab/cli": (940, 11),
-    "experiments": (7_934, 90),
+    "experiments": (7_921, 90),
     "workers": (6, 2),
     "engines": (57, 1),
-    "tests": (28_888, 523),
+    "tests": (28_889, 523),
     "benchmarks": (2_300, 36),
 }
 MOST_FILES, MEDIAN_FILES, BUCKETED_LINES = 4, 3, 650

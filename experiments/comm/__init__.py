@@ -28,9 +28,7 @@ from distlab.contract import Mode, Variant, untrained
 from distlab.lab.config import Config
 from distlab.lab.lab import Lab
 from distlab.lab.measure.prediction import PYTORCHS, Prediction
-from distlab.lab.report import records
-from distlab.lab.report.units import counted, name_ranks
-from distlab.lab.verify.records import draw, hold_drawn
+from distlab.lab.verify.records import draw, hold_drawn, note_messages
 from distlab.techniques.collectives import ring as ring_by_hand
 from distlab.techniques.collectives.by_hand import ALGORITHMS, Algorithm, Collective
 from distlab.techniques.collectives.costs import all_reduce_bytes
@@ -277,22 +275,6 @@ def groups_of(lab: Lab) -> Iterator[dict[str, dist.ProcessGroup]]:
             dist.destroy_process_group(groups[other])
 
 
-def note_messages(lab: Lab) -> None:
-    """In each rank's log: of each way to sum 4 MiB its messages, to whom, how long it took, and what was predicted."""
-    predicted = {each.variant: each.value[lab.rank] / 1e6 for each in predict(lab.config)}
-    ends = {
-        each.variant: max((span[3] for span in each.spans), default=0.0)
-        for each in lab.journal.records
-        if isinstance(each, records.Timeline)
-    }
-    for each in [each for each in lab.journal.records if isinstance(each, records.Messages)]:
-        sends = [call for call in each.calls if call[0] == "send"]
-        whom = f" to {name_ranks({call[1][1] for call in sends})}" if sends else ""
-        sent = sum(call[2] for call in each.calls) / 1e6
-        text = f"4.19 MB in {1000 * ends[each.variant]:.3g} ms: {counted(len(sends) or len(each.calls), 'messages')}"
-        lab.note(each.variant, f"{text}{whom}, {sent:.3g} MB; predicted {predicted[each.variant]:.3g} MB")
-
-
 def draw_all(lab: Lab, collectives: Mapping[str, Collective]) -> None:
     """One all_reduce of 4 MiB by each, message by message, for the picture; as many bytes as are predicted."""
     tensor = torch.ones(PREDICTED_BYTES // 4, device=lab.device)
@@ -305,7 +287,7 @@ def draw_all(lab: Lab, collectives: Mapping[str, Collective]) -> None:
         return summed
 
     drawn = draw(lab, {name: partial(prepared, collective) for name, collective in collectives.items()})
-    note_messages(lab)
+    note_messages(lab, {each.variant: each.value[lab.rank] for each in predict(lab.config)})
     for prediction in predict(lab.config):
         if prediction.variant in drawn:
             name, predicted = prediction.variant, prediction.value[lab.rank]

@@ -40,7 +40,6 @@ from distlab.lab.cluster.membership import View
 from distlab.lab.cluster.views import BEGIN
 from distlab.lab.config import Config
 from distlab.lab.lab import Lab
-from distlab.lab.report.units import name_ranks
 from distlab.techniques.elastic.process_group import Regroup
 from distlab.techniques.elastic.strategy import Report, ShardedSurvivor, Survivor
 
@@ -146,8 +145,10 @@ def note_course(lab: Lab, course: Course) -> None:
     killed = [loss.step for loss in course.drill.losses if loss.rank == lab.rank]
     lab.note(me, "all ranks begin" + "".join(f"; I am killed at step {step}" for step in killed))
     for event in course.events:
-        go = "goes" if len(event.after) == 1 else "go"
-        lab.note("", f"from step {event.applied} on {name_ranks(event.after)} {go} on ({view_origin(event)})")
+        ranks = (
+            f"ranks {', '.join(map(str, event.after))} go" if len(event.after) > 1 else f"rank {event.after[0]} goes"
+        )
+        lab.note("", f"from step {event.applied} on {ranks} on ({view_origin(event)})")
     applied = f"my weights took {course.training.applied} steps, of which I computed {course.computed}"
     lives = f" in {course.lives} lives: each begins from what was saved or sent" if course.lives > 1 else ""
     lab.note("", "I was not taken in again" if killed and not course.training.applied else applied + lives)

@@ -104,7 +104,7 @@ class RankLog:
             yield from self.wrapped("I am", ", ".join(axes), "place")
         if self.log == "full":
             yield from self.wrapped("machine", f"{start.host} ({record.ip}) · {record.device} · {start.title}")
-        if start.mistake:
+        if start.mistake and start.rank:  # rank 0's log has begun with it
             yield from self.wrapped("bug", f"LAB_BUG={start.mistake['name']}: {start.mistake['what']}")
 
     def step(self, holds: records.Holds, told: records.Told) -> Iterator[Line]:

@@ -18,6 +18,7 @@ from distlab.lab.measure.prediction import PYTORCHS
 from distlab.lab.measure.timeline import Clock, align, bubble, profile
 from distlab.lab.report import records
 from distlab.lab.report.tables import DRAWN, ON_WIRE
+from distlab.lab.report.units import counted, human_bytes, milliseconds, name_ranks
 from distlab.lab.verify.counted import alike, repeats_after
 from distlab.lab.workload.data import Microbatch
 from distlab.lab.workload.user_model import is_own
@@ -213,3 +214,18 @@ def compare_drawn(lab: Lab, drawn: Mapping[str, Drawn], counted: Mapping[str, Co
 def hold_drawn(lab: Lab, variant: str, wanted: float, drawn: float, formula: str, shown: str = "") -> None:
     """What is drawn of a variant is as many bytes as are `wanted`, within 1 %."""
     lab.compare(DRAWN, wanted, drawn, "B", 0.01 * wanted, variant, formula, shown=shown, control=CONTROL)
+
+
+def note_messages(lab: Lab, predicted_bytes: Mapping[str, float]) -> None:
+    """In each rank's log: of each collective that is drawn its messages, to whom, how long it took, and how many bytes
+    were predicted."""
+    written = lab.journal.records
+    spans = {each.variant: each.spans for each in written if isinstance(each, records.Timeline)}
+    for each in [each for each in written if isinstance(each, records.Messages)]:
+        sends = [call for call in each.calls if call[0] == "send"]
+        whom = f" to {name_ranks({call[1][1] for call in sends})}" if sends else ""
+        took_ms = milliseconds(max((span[3] for span in spans[each.variant]), default=0.0))
+        sent = human_bytes(sum(call[2] for call in each.calls))
+        calls = counted(len(sends) or len(each.calls), "messages")
+        told = f"{took_ms} ms: {calls}{whom}, {sent}; predicted {human_bytes(predicted_bytes[each.variant])}"
+        lab.note(each.variant, told)

@@ -174,5 +174,6 @@ def test_digits(values: list[float], told: str) -> None:
 def test_a_mistake_stands_in_every_log_and_with_what_failed() -> None:
     start = replace(START, mistake={"name": "lost", "what": "a rank's part is left out", "check": "weights"})
     lines = logged([start, *run()[1:]])
+    assert not any(line.startswith("bug") for line in logged([replace(start, rank=0), *run()[1:]]))
     assert lines[1] == "bug        LAB_BUG=lost: a rank's part is left out"
     assert "FAILED     flat weights: 2.0e-03 off" in lines
