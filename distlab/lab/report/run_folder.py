@@ -82,18 +82,16 @@ class Journal:
         if LEVELS.index(self.level) < LEVELS.index(at):
             return
         with self._lock:
+            why = printed(self.screen.shown(text), end="")  # first: a disk that is full keeps nothing
             if kept:
                 self._keep(text)
-            self._show(text)
+            if why:
+                self._keep(UNHEARD.format(why))
 
     def keep(self, text: str) -> None:
         """A line of the log alone, which nobody sees on a terminal."""
         with self._lock:
             self._keep(text)
-
-    def _show(self, text: str) -> None:
-        if why := printed(self.screen.shown(text), end=""):
-            self._keep(UNHEARD.format(why))
 
     def unheard(self, why: str) -> None:
         """Keep in the log that what is said is printed nowhere any more, and why."""
@@ -114,10 +112,10 @@ class Journal:
                 _append(self._lines, to_line(record))
             if self.level == "quiet":
                 return
+            for line in self.shown_of(record):
+                self.say(line, kept=False)
             for line in self.lines_of(record):
                 self._keep(line)
-            for line in self.shown_of(record):
-                self._show(line)
 
 
 def put_aside(folder: Path, ranks: Iterable[int]) -> int:
