@@ -314,7 +314,7 @@ def test_a_run_without_an_engine_that_is_stopped_leaves_its_verdict(
     with subprocess.Popen(["./run", *words], cwd=checkout, env=environ, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
-            if re.search(r"^rank 0 \| (mesh|check)  ", line):
+            if re.search(r"^rank 0 \| (rank 0 of|check  )", line):
                 break
         process.send_signal(number)
         said = process.communicate(timeout=60)[0]
