@@ -27,7 +27,6 @@ AT_THE_END = 7  # of them: two each of what was sent and of the other variants, 
 CHART_COLUMNS = 56
 FEW_SAMPLES = 4
 FEW_LOSSES = 8
-FEW_NOTES = 8  # lines that a mode may add of each kind
 HEADERS_SHARE = 0.01  # of what goes to the peer that gets most: less than that are only acknowledgements and headers
 Log = Literal["quiet", "normal", "full"]
 
@@ -89,7 +88,7 @@ class RankLog:
         return any(name == "timed steps" for _, name, *_ in expected.claims)
 
     def wrapped(self, word: str, text: str, key: str = "") -> list[Line]:
-        return [Line(line, key or word) for line in table.wrapped(word, text, self.width)]
+        return [Line(line, key or word) for line in table.wrapped(word, table.with_units(text), self.width)]
 
     # --- who it is, what it holds and gets ---
 
@@ -173,6 +172,8 @@ class RankLog:
 
     def end(self) -> Iterator[Line]:
         """Bytes, memory, losses, the other variants, and this rank's checks."""
+        for note in self._waiting:  # no step was told: a resumed run may have none left
+            yield from self.wrapped(note.heading, note.text)
         yield from self.sent()
         yield from self.course()
         yield from self.others()

@@ -13,13 +13,12 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from distlab.lab.report.records import CallSample, FirstStep, Start, Told, WeightSample
-from distlab.lab.report.table import INDENT, filled, unbroken
+from distlab.lab.report.table import INDENT, filled, unbroken, with_units
 from distlab.lab.report.timeline import Span
 from distlab.lab.report.units import counted, human_bytes, milliseconds, name_ranks
 
 NUMBERS = 31  # columns of three numbers and of the gap before them
 SMALL = 1e-3  # below it six decimals would say too little
-TOLD = 3  # numbers of a sample
 FEW = 6  # calls that are alike and carry parameters: each is told
 ROUNDS = 3  # of exchanges in one layer
 SUMS = ("all_reduce", "reduce", "reduce_scatter")
@@ -151,7 +150,7 @@ class Story:
         right = f"{numbers(values):>{NUMBERS}}" if values else ""
         if len(head) + len(text) + len(right) <= self.width:
             return [Line(f"{head}{text}{right:>{self.width - len(head) - len(text)}}".rstrip(), key)]
-        lines = filled(head + text, self.width, INDENT + 2)
+        lines = filled(head + with_units(text), self.width, INDENT + 2)
         if right and len(lines[-1]) + len(right) <= self.width:
             lines[-1] += f"{right:>{self.width - len(lines[-1])}}"
         elif right:
@@ -225,7 +224,9 @@ class Story:
             return
         if sample.parameters:
             begun = f"{sample.op} of {self.carried(sample)}, {size}, begins{'' if sample.at_once else ': I go on'}"
-            gradient = [one + other for one, other in zip(sample.given, sample.left or [0.0] * TOLD, strict=False)]
+            gradient = [
+                one + other for one, other in zip(sample.given, sample.left or [0.0] * len(sample.given), strict=True)
+            ]
             mine = self.at(None, f"  my gradient of {sample.tensor}", gradient, key)
             if sample.left:
                 mine += self.at(None, "  of it I send the largest numbers", sample.given, key)

@@ -3,6 +3,7 @@
 The page's side is the macro `table` in templates/parts.html.
 """
 
+import re
 import textwrap
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
@@ -134,6 +135,11 @@ def wrapped(word: str, text: str, width: int = WIDTH) -> list[str]:
 def unbroken(text: str) -> str:
     """The text with spaces at which `filled` breaks no line, as between a rank's name and its number."""
     return text.replace(" ", "\N{NO-BREAK SPACE}")
+
+
+def with_units(text: str) -> str:
+    """The text in which no line ends between a number and its unit, a rank and its number, or before an arrow."""
+    return re.sub(r"(?<=\d) (?=(?:[kMGT]?B|ms|s)\b)|(?<=\brank) (?=\d)| (?=->)|(?<=->) ", "\N{NO-BREAK SPACE}", text)
 
 
 def in_lines(told: Iterable[tuple[str, str]]) -> list[str]:

@@ -1,9 +1,8 @@
 """What each rank's own log tells of the timed pass: what a rank holds and is given, its first step call by call.
 
-The first step is one that no median counts (distlab/lab/verify/timed.py), so it may be watched: each call with the
-tensors that it carries, by the names of the parameters whose memory they are, and how long this rank waited in it for
-whom. A collective ends when the last of its ranks has come, a receive when its sender has sent: all ranks tell each
-other when they began each call, on one clock.
+The first step is one that no median counts (distlab/lab/verify/timed.py), so it may be watched: each call, and how
+long this rank waited in it for whom; what it carries is told_step.py's. A collective ends when the last of its ranks
+has come, a receive when its sender has sent: all ranks tell each other when they began each call, on one clock.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -126,7 +126,7 @@ def time_steps(
                     corruption.compare(name, step)
             passed(step)
             if step == course.first:
-                write_holdings(lab, strategies)
+                write_holdings(lab, {name: strategies[name] for name in watch.told})
     watch.write(lab)
     holding.decide(strategies, write_losses(lab, holding.losses, course, watch.shares), watch.shares)
     corruption.decide()

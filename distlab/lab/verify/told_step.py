@@ -19,11 +19,11 @@ from distlab.contract import Strategy
 from distlab.lab.lab import Lab
 from distlab.lab.measure.samples import TOLD, Copies, Sample, Samples, Stretch, place_of, stretch_of
 from distlab.lab.report import records
+from distlab.lab.report.story import SUMS
 from distlab.techniques.collectives.sharded_tensor import LocalShard, whole_piece
 
 ALLOWED_BYTES = 256 << 20  # of copies in a told step
 MATRIX = 2  # dimensions
-SUMS = ("all_reduce", "reduce", "reduce_scatter")
 LAYER = re.compile(r"layers\.(\d+)\.")
 
 Storages = Mapping[tuple[int, int], Sequence["Part"]]

@@ -32,6 +32,7 @@ from distlab.lab.report.records import (
 )  # fmt: skip
 from distlab.lab.report.story import Story, digits_for, number
 from distlab.lab.report.table import WIDTH as TERMINAL
+from distlab.lab.report.table import with_units, wrapped
 
 pytestmark = pytest.mark.timeout(60)
 CONFIG = {"LAB_MODEL": "gpt", "LAB_DEPTH": 2, "LAB_OPTIMIZER": "sgd"}
@@ -177,3 +178,14 @@ def test_a_mistake_stands_in_every_log_and_with_what_failed() -> None:
     assert not any(line.startswith("bug") for line in logged([replace(start, rank=0), *run()[1:]]))
     assert lines[1] == "bug        LAB_BUG=lost: a rank's part is left out"
     assert "FAILED     flat weights: 2.0e-03 off" in lines
+
+
+def test_no_line_ends_between_a_number_and_its_unit() -> None:
+    lines = wrapped("word", with_units("a call of 262 kB for rank 2 in 10.2 ms: +0.25 -> -0.5"), 20)
+    text = "\n".join(lines)
+    assert all(each in text for each in ("262 kB", "rank 2", "10.2 ms", "+0.25 -> -0.5"))
+
+
+def test_what_a_mode_says_is_told_though_no_step_is_left() -> None:
+    lines = logged([START, EXPECTED, PLACED, Noted("units", "one was whole"), End(1, 0.0, None, 1.0, 0.0)])
+    assert "units      one was whole" in lines
