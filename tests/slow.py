@@ -118,7 +118,7 @@ SLOW = {
     # Every documented command.
     "tests/docs/test_outputs.py::test_a_block_is_what_its_command_prints": (
         "tests/docs/test_outputs.py::test_a_block_is_what_its_command_prints["
-        "RUN_MODE=dp WORLD_SIZE=3 LAB_STEPS=5 LAB_WIDTH=32 LAB_DEPTH=2 python -m workers]"
+        "LAB_LOG=full RUN_MODE=dp WORLD_SIZE=3 LAB_STEPS=5 LAB_WIDTH=32 LAB_DEPTH=2 python -m workers]"
     ),
     "tests/docs/test_ci.py::test_the_steps_of_local_processes": (
         "tests/docs/test_ci.py::test_the_steps_of_local_processes[hangs]"

@@ -68,7 +68,7 @@ def lay_out() -> None:
         copy(file)
     for folder in ("experiments", "distlab", "engines"):
         shutil.copytree(TOP / folder, SOURCE / "code" / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for folder in ("distlab", "engines"):  # which the pages link to
+    for folder in ("distlab", "engines", "experiments"):  # which the pages link to
         (SOURCE / folder).symlink_to(SOURCE / "code" / folder)
     index = linked((TOP / "README.md").read_text())
     write("index.md", f"{index}\n{contents(list(techniques), [str(each.relative_to(TOP)) for each in notebooks])}")

@@ -128,10 +128,6 @@ class RankServer(StoreServer):
         states = list(self._detector.ranks.items())
         return [rank for rank, each in states if not (each.left or each.ended_at) and rank != self.host]
 
-    def stands_still(self, now: float) -> bool:
-        """Whether its thread has had no core for a while."""
-        return now - self.looked_at > FROZEN_S
-
     def all_told(self) -> bool:
         """Whether all have been sent why the run, or its start, ends."""
         sent = not any(peer.unsent for peer in list(self.peers))
