@@ -17,12 +17,14 @@ from torch import Tensor
 
 from distlab.contract import Strategy
 from distlab.lab.lab import Lab
+from distlab.lab.measure.memory import ContainerMemory
 from distlab.lab.measure.samples import TOLD, Copies, Sample, Samples, Stretch, place_of, stretch_of
 from distlab.lab.report import records
 from distlab.lab.report.story import SUMS
 from distlab.techniques.collectives.sharded_tensor import LocalShard, whole_piece
 
 ALLOWED_BYTES = 256 << 20  # of copies in a told step
+LIMIT_SHARE = 32  # a container's limit over its copies: those of 10.9M parameters under zero3 were 196 MB of 377
 MATRIX = 2  # dimensions
 LAYER = re.compile(r"layers\.(\d+)\.")
 
@@ -39,11 +41,16 @@ class Part(NamedTuple):
     is_matrix: bool
 
 
+def allowed_bytes(limit_bytes: int | None) -> int:
+    """How much of what calls carried is copied, in a container with this limit of memory."""
+    return ALLOWED_BYTES if limit_bytes is None else min(ALLOWED_BYTES, limit_bytes // LIMIT_SHARE)
+
+
 class ToldStep:
     """Around one step of a strategy: its samples, and the parameter that is told."""
 
     def __init__(self, strategy: Strategy) -> None:
-        self.samples = Samples(getattr(strategy, "layers", {}), ALLOWED_BYTES)
+        self.samples = Samples(getattr(strategy, "layers", {}), allowed_bytes(ContainerMemory().limit_bytes))
         self._strategy = strategy
         self.weight: Tensor | None = None  # live, of the parameter that is told
         self.name, self.shape, self.before, self.rate = "", list[int](), torch.empty(0), 0.0

@@ -6,7 +6,7 @@ import torch
 from distlab.lab.measure.samples import stretch_of
 from distlab.lab.report import records
 from distlab.lab.verify.first_step import held_parameter, last_to_come, taken
-from distlab.lab.verify.told_step import keys_of, parts_of_storages
+from distlab.lab.verify.told_step import allowed_bytes, keys_of, parts_of_storages
 from distlab.techniques.collectives.sharded_tensor import LocalShard
 from tests.labs import Runs
 
@@ -88,3 +88,10 @@ def records_of(found: list[records.Record]) -> dict[int, float]:
         if call[9] >= 0:
             waited[call[9]] = waited.get(call[9], 0.0) + call[8]
     return waited
+
+
+@pytest.mark.parametrize(
+    ("limit_bytes", "allowed"), [(None, 256 << 20), (1 << 50, 256 << 20), (320 << 20, 10 << 20)]
+)  # fmt: skip
+def test_copies_take_a_small_part_of_a_containers_memory(limit_bytes: int | None, allowed: int) -> None:
+    assert allowed_bytes(limit_bytes) == allowed
