@@ -167,15 +167,17 @@ def lab_of(
     store = dist.PrefixStore(folder, dist.distributed_c10d._get_default_store())
     exchange = Exchange(store, group.rank(), group.size(), timeout_s=30)
     unseen = unseen_on(config.backend, group.size())
-    ledger = Ledger(group.rank(), group.size(), exchange.everyone, store_port(), unseen=unseen)
 
     def finished(_section: str, _rows: Sequence[str] = ()) -> None:
         if until:
             end_once_failed(until, config, exchange, journal)
 
     hooks = RunHooks(side_group=side_groups[group.size()], finished=finished)
+    store_ports = [store_port()]
     if mode.takes_back:
-        hooks = dataclasses.replace(hooks, membership=membership_of(config, exchange))
+        hooks = dataclasses.replace(hooks, membership=(membership := membership_of(config, exchange)))
+        store_ports.append(membership.cluster.server_at[1])  # its heartbeats, too, are no wire of the training's
+    ledger = Ledger(group.rank(), group.size(), exchange.everyone, store_ports, unseen=unseen)
     lab = Lab(config, mode, torch.device("cpu"), group, exchange, ledger, journal, hooks)
     journal.write(expected(config, mode))
     journal.write(records.Placed("127.0.0.1", "cpu", *places_of(lab.mesh)))

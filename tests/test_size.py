@@ -77,7 +77,7 @@ SIZES = {  # statements and files, at most
     "experiments": (7_921, 90),
     "workers": (6, 2),
     "engines": (57, 1),
-    "tests": (28_900, 523),
+    "tests": (28_902, 523),
     "benchmarks": (2_300, 36),
 }
 MOST_FILES, MEDIAN_FILES, BUCKETED_LINES = 4, 3, 650

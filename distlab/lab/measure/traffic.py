@@ -11,7 +11,7 @@ import os
 import socket
 import stat
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -246,8 +246,8 @@ class Connection:
     retransmitted_bytes: int
 
 
-def connections(store_port: int | None = None) -> dict[int, Connection]:
-    """This process's TCP connections by inode, but for the store's, which have `store_port` at either end; raises
+def connections(*store_ports: int) -> dict[int, Connection]:
+    """This process's TCP connections by inode, but for those that have one of `store_ports` at either end; raises
     NoDiagnostics where the kernel does not give them."""
     try:
         mine = set(_open_sockets())
@@ -257,7 +257,7 @@ def connections(store_port: int | None = None) -> dict[int, Connection]:
         raise NoDiagnostics(
             f"wire bytes are not measured: this system has no TCP socket diagnostics ({error})"
         ) from error
-    return {inode: each for inode, each in found.items() if store_port not in (each.local[1], each.remote[1])}
+    return {inode: each for inode, each in found.items() if not {each.local[1], each.remote[1]} & set(store_ports)}
 
 
 def _open_sockets() -> Iterator[int]:
@@ -372,10 +372,10 @@ class Ledger:
     sockets are not looked at, where a backend sends past them."""
 
     def __init__(
-        self, rank: int, world_size: int, exchange: Callable[[str, Any], list[Any]], store_port: int | None = None,
+        self, rank: int, world_size: int, exchange: Callable[[str, Any], list[Any]], store_ports: Collection[int] = (),
         *, unseen: str = "",
     ) -> None:  # fmt: skip
-        self.rank, self.world_size, self.store_port, self.unseen = rank, world_size, store_port, unseen
+        self.rank, self.world_size, self.store_ports, self.unseen = rank, world_size, store_ports, unseen
         self._exchange = exchange
         self._count = 0
 
@@ -402,7 +402,7 @@ class Ledger:
         if self.unseen:
             return self.unseen
         try:
-            return connections(self.store_port)
+            return connections(*self.store_ports)
         except NoDiagnostics as error:
             return str(error)
 

@@ -203,7 +203,7 @@ class RankRun:
             self.watch.gave_up = nccl_gave_up
         exchange, config, cluster = self.exchange, self.config, self.cluster
         unseen = unseen_on(config.backend, cluster.world_size)
-        ledger = Ledger(cluster.rank, cluster.world_size, exchange.everyone, cluster.server_at[1], unseen=unseen)
+        ledger = Ledger(cluster.rank, cluster.world_size, exchange.everyone, [cluster.server_at[1]], unseen=unseen)
         lab = Lab(config, self.mode, self.device, world, exchange, ledger, self.journal, self._hooks(drills))
         greet(lab, cluster)
         if lab.rank == 0:

@@ -4,7 +4,7 @@ import contextlib
 import os
 import re
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,13 +24,13 @@ from tests.warm_ranks import Ranks
 MIB = 1 << 20
 
 
-def ledger_of(group: dist.ProcessGroup, store_port: int | None = None) -> Ledger:
+def ledger_of(group: dist.ProcessGroup, store_ports: Sequence[int] = ()) -> Ledger:
     def exchange(_: str, value: Any) -> list[Any]:
         values: list[Any] = [None] * group.size()
         dist.all_gather_object(values, value, group=group)
         return values
 
-    return Ledger(group.rank(), group.size(), exchange, store_port)
+    return Ledger(group.rank(), group.size(), exchange, store_ports)
 
 
 def counted(group: dist.ProcessGroup, algorithm: str, repeats: int = 1) -> Traffic:
@@ -116,8 +116,8 @@ def with_bystanders(group: dist.ProcessGroup) -> list[float]:
     dist.all_gather_object(addresses, listener and listener.getsockname(), group=group)
     end = listener.accept()[0] if listener else socket.create_connection(addresses[0])
     found = []
-    for store_port in (addresses[0][1], None):
-        with ledger_of(group, store_port).count() as traffic:
+    for store_ports in ([1, addresses[0][1]], []):
+        with ledger_of(group, store_ports).count() as traffic:
             end.sendall(b"x" * 10_000)
         found.append(traffic.wire_bytes)
     dist.barrier(group)
@@ -182,7 +182,7 @@ def counted_with(group: dist.ProcessGroup, on_rank_1: Callable[[Any], dict[int, 
     return traffic
 
 
-def refuse(_: int | None) -> dict[int, Connection]:
+def refuse(*_: int) -> dict[int, Connection]:
     raise NoDiagnostics("wire bytes are not measured: refused")
 
 
@@ -193,9 +193,9 @@ def test_diagnostics_refused_on_one_rank_are_said_on_all(ranks: Ranks) -> None:
         assert traffic.called_bytes == 32  # what was called is still known
 
 
-def translated(store_port: int | None) -> dict[int, Connection]:
+def translated(*store_ports: int) -> dict[int, Connection]:
     """The way to rank 1 changes addresses, so it knows its own end by another than its peers do."""
-    found = connections(store_port)
+    found = connections(*store_ports)
     return {inode: replace(each, local=("10.1.2.3", each.local[1])) for inode, each in found.items()}
 
 
