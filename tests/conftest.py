@@ -18,8 +18,8 @@ settings.load_profile("distlab")
 # What takes longest, so that none of it is left alone at the end.
 MINUTES = (
     "tests/compose/test_fit.py", "tests/compose/test_restart.py", "tests/compose/test_own.py",
-    "tests/compose/test_elastic.py", "tests/experiments/test_bugs.py", "tests/experiments/test_rank_logs.py",
-    "tests/experiments/test_proofs.py", "tests/test_strangers.py", "tests/experiments/test_elastic_processes.py",
+    "tests/compose/test_elastic.py", "tests/experiments/test_bugs.py", "tests/experiments/test_proofs.py",
+    "tests/test_strangers.py", "tests/lab/cluster/test_elastic_processes.py",
     "tests/tools/testing/test_plugin.py", "tests/tools/check/test_faults.py", "tests/docs/test_outputs.py",
 )  # fmt: skip
 APART = ("tests/tools/check/test_faults.py", "tests/docs/test_outputs.py", "tests/compose/")  # tests that share nothing
