@@ -140,7 +140,9 @@ class Keeping(GradientBuckets):
 def leaking(group: dist.ProcessGroup, settings: dict[str, str], folder: str) -> list[str]:
     """A whole run of `flat` with such buckets."""
     leak = Mistake("gradients are kept", "rest bytes", Instead(("flat",), {"buckets": Keeping}))
-    return one_rank(group, settings, folder, replace(dp.MODE, mistakes={**dp.MODE.mistakes, "leak": leak}).mistaken("leak"))
+    return one_rank(
+        group, settings, folder, replace(dp.MODE, mistakes={**dp.MODE.mistakes, "leak": leak}).mistaken("leak")
+    )
 
 
 def test_bytes_that_stay_and_should_not_fail_the_run(ranks: Ranks, tmp_path: Path) -> None:
