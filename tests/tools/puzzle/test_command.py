@@ -1,14 +1,15 @@
 """`distlab puzzle` as it is typed: lists, writes once, gives hints, judges on real ranks, and writes JUnit."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
-from distlab.cli.puzzle import main
+from distlab.cli import puzzle
 from distlab.tools.puzzle import runner
+from distlab.tools.puzzle.runner import Runner
 from distlab.tools.puzzle.tasks import TASKS
 from tests.tools.puzzle.cases import ANSWERS
 
@@ -16,13 +17,35 @@ ALL = len(TASKS)
 Typed = Callable[..., tuple[int, str]]
 
 
+@pytest.fixture(scope="module")
+def warm() -> Iterator[Runner]:
+    """Has a fork server, which has imported torch."""
+    runner = Runner(Path())
+    runner.have(1)
+    yield runner
+    runner.close()
+
+
 @pytest.fixture
-def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Typed:
+def typed(warm: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Typed:
     """`typed("7", "--hint")` in an empty folder: the exit code, and what is printed."""
+
+    class Warm(Runner):
+        """Whose ranks come from a fork server that outlives them."""
+
+        def __init__(self, folder: Path) -> None:
+            super().__init__(folder)
+            self._servers = warm._servers
+
+        def close(self) -> None:
+            self.kill()
+            self.close_store()
+
+    monkeypatch.setattr(puzzle, "Runner", Warm)
     monkeypatch.chdir(tmp_path)
 
     def type_words(*words: str) -> tuple[int, str]:
-        code = main(words)
+        code = puzzle.main(words)
         said = capsys.readouterr()
         return code, said.out + said.err
 
