@@ -2,7 +2,6 @@
 seen."""
 
 import json
-import os
 import re
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -10,7 +9,7 @@ from subprocess import CompletedProcess
 import pytest
 
 from distlab.lab.rank.mode_loader import load
-from tests.launched import ended_warm
+from tests.launched import clean, ended_warm
 
 README = Path(__file__).parent.parent / "mine" / "README.md"
 SMALL = {
@@ -38,8 +37,7 @@ def mode(tmp_path: Path) -> str:
 
 
 def run(folder: Path, *words: str, **variables: str) -> CompletedProcess[str]:
-    clean = {name: value for name, value in os.environ.items() if not re.match(r"LAB_|RUN_MODE|WORLD_SIZE|RANK", name)}
-    environ = clean | SMALL | {"LAB_RUNS_DIR": str(folder / "runs")} | variables
+    environ = clean(LAB_RUNS_DIR=str(folder / "runs")) | SMALL | variables
     return ended_warm("workers", words, environ=environ, timeout_s=150)
 
 

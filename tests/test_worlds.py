@@ -4,13 +4,12 @@ The two nodes are two agents on this machine.
 """
 
 import json
-import os
-import re
 import socket
 from pathlib import Path
 
 import pytest
 
+from tests.launched import clean
 from tests.warm import Warm
 
 TINY = {"LAB_MODEL": "mlp", "LAB_WIDTH": "24", "LAB_DEPTH": "2", "LAB_STEPS": "3", "LAB_BATCH": "17"}
@@ -18,9 +17,7 @@ DEPTH = {"dp": "2", "pp": "4"}  # a stage of three has a layer more than the oth
 
 
 def start(command: list[str], runs: Path, **settings: str) -> Warm:
-    clean = {name: value for name, value in os.environ.items() if not re.match(r"LAB_|RUN_MODE|WORLD_SIZE|RANK", name)}
-    environ = clean | TINY | {"LAB_RUNS_DIR": str(runs)} | settings
-    started = Warm(command[0], command[1:], environ)
+    started = Warm(command[0], command[1:], clean(LAB_RUNS_DIR=str(runs)) | TINY | settings)
     started.stdin.close()
     return started
 

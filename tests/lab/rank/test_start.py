@@ -17,7 +17,7 @@ from distlab.lab.config import Config, ConfigError
 from distlab.lab.rank.main import lock_folder, source_version, start_record
 from distlab.lab.rank.mode_loader import check_cards, load, pick_device
 from distlab.lab.rank.preflight import refuse, unwritable
-from tests.launched import ended_warm
+from tests.launched import clean, ended_warm
 
 LOST = Mistake("a shard is lost", "gradients", Instead(run={"shards": 0}))
 MODE = Mode(variants=(Variant("naive"), Variant("ring")), mistakes={"lost_shard": LOST}, refuse=lambda config: [])
@@ -252,9 +252,8 @@ sys.exit(main([]))
 
 def test_a_log_begins_with_its_mistake_says_how_far_it_is_and_ends_with_what_saw_it(tmp_path: Path) -> None:
     (tmp_path / "naps.py").write_text(NAPS)
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("LAB_", "RUN_MODE", "RANK"))}
     asked = {"RUN_MODE": str(tmp_path / "naps.py"), "WORLD_SIZE": "2", "LAB_BUG": "overslept"}
-    environ = clean | asked | {"LAB_RUNS_DIR": str(tmp_path / "runs")}
+    environ = clean(LAB_RUNS_DIR=str(tmp_path / "runs"), **asked)
     done = ended_warm("-c", [TELLS_OFTEN], environ=environ, timeout_s=100)
     assert done.returncode == 1, done.stdout
     said = (tmp_path / "runs" / "latest" / "rank0.log").read_text().splitlines()
