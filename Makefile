@@ -23,25 +23,24 @@ plan: ## every strategy on paper, and which to take: make plan PLAN="--params 7B
 
 # Containers come after all else: the kernel gives all of them together the share of one process, so beside a pool of
 # ranks a run of 9 s took 95, and bounds were missed that hold for users. The image is built meanwhile: pip waits for
-# the network. Two workers, each with its own pool of ranks, fill two cores; with three, 12 of 6329 tests saw a rank
-# declared dead, after 3.4 s without a heartbeat. In the folders WAITING tests wait for ranks that wait, with two workers
-# 10 to 60 % of the cores were busy: four of them run there.
+# the network. Tests of the folders POOL call functions on ranks that are warm, compute, and know no heartbeat: three
+# workers fill two cores. All others start processes that wait for each other: four workers leave a third of two cores
+# to the heartbeats of their ranks. Slow tests run beside the quick ones, which have made the runs that they read.
 TESTS = .venv/bin/python -m pytest --dist loadgroup --no-loadscope-reorder
-WAITING = tests/tools/check tests/lab/cluster tests/tools/testing
+POOL = tests/experiments tests/techniques tests/lab/checkpoint tests/lab/measure tests/lab/verify tests/lab/workload \
+	tests/test_coverage_runs.py
+QUICK = and not slow
 
 test: ## every claim once; container tests where an engine answers
 	./install dev
 	{ ! docker info || docker compose build --quiet; } >/dev/null 2>&1 & \
-	code=0; $(TESTS) -n 4 -m "not compose and not slow" $(WAITING) || code=$$?; \
-	$(TESTS) -n 2 -m "not compose and not slow" $(WAITING:%=--ignore=%) || code=$$?; wait; \
-	$(TESTS) -n 2 -m "compose and not slow" || code=$$?; exit $$code
+	code=0; $(TESTS) -n 4 -m "not compose $(QUICK)" $(POOL:%=--ignore=%) || code=$$?; \
+	$(TESTS) -n 3 -m "not compose $(QUICK)" $(POOL) || code=$$?; wait; \
+	$(TESTS) -n 2 -m "compose $(QUICK)" || code=$$?; exit $$code
 
 test-all: ## the same, and what is slow: faults in containers and in real time, every documented command
 	./install docs
-	code=0; $(MAKE) --no-print-directory test || code=$$?; \
-	$(TESTS) -n 4 -m "slow and not compose" $(WAITING) || code=$$?; \
-	$(TESTS) -n 2 -m "slow and not compose" $(WAITING:%=--ignore=%) || code=$$?; \
-	$(TESTS) -n 2 -m "slow and compose" || code=$$?; exit $$code
+	$(MAKE) --no-print-directory test QUICK=
 
 frameworks: ## accelerate, transformers and Lightning under `distlab check`, in an environment of their own
 	./install frameworks

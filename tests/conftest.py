@@ -18,9 +18,14 @@ settings.load_profile("distlab")
 # What takes longest, so that none of it is left alone at the end.
 MINUTES = (
     "tests/compose/test_fit.py", "tests/compose/test_restart.py", "tests/compose/test_own.py",
-    "tests/compose/test_elastic.py", "tests/experiments/test_bugs.py", "tests/experiments/test_rank_logs.py",
-    "tests/experiments/test_proofs.py", "tests/test_strangers.py", "tests/experiments/test_elastic_processes.py",
+    "tests/compose/test_elastic.py", "tests/experiments/test_bugs.py", "tests/experiments/test_proofs.py",
+    "tests/test_strangers.py", "tests/lab/cluster/test_elastic_processes.py",
     "tests/tools/testing/test_plugin.py", "tests/tools/check/test_faults.py", "tests/docs/test_outputs.py",
+)  # fmt: skip
+# Few tests of theirs call functions on warm ranks: one worker has these, and starts the ranks once.
+TOGETHER = (
+    "tests/test_strangers.py", "tests/lab/report/test_export.py", "tests/lab/rank/test_link_speed.py",
+    "tests/test_lessons.py", "tests/test_warm_ranks.py",
 )  # fmt: skip
 APART = ("tests/tools/check/test_faults.py", "tests/docs/test_outputs.py", "tests/compose/")  # tests that share nothing
 
@@ -65,7 +70,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def group_of(name: str) -> str:
     """The tests that one worker runs in turn: those of a file, which may share what they make."""
-    return name if name.startswith(APART) else name.partition("::")[0]
+    if name.startswith(APART):
+        return name
+    file = name.partition("::")[0]
+    return TOGETHER[0] if file in TOGETHER else file
 
 
 def left_out(terminal: pytest.TerminalReporter) -> list[str]:

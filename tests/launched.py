@@ -1,6 +1,7 @@
 """A command in processes of its own, with a bound: what does not end says where each of its processes stood."""
 
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -13,8 +14,14 @@ import pytest
 
 from tests.warm import Warm
 
+ASKS = re.compile("LAB_|DISTLAB_|RUN_MODE|WORLD_SIZE|RANK|LOCAL_RANK|MASTER_|TORCHELASTIC")
 STACKS_S = 15.0  # for all of them to be passed on
 ONE_S = 5.0  # for one process to say it: two at once on one stream are mixed
+
+
+def clean(**settings: str) -> dict[str, str]:
+    """This process's variables without those that ask a run for something, and these."""
+    return {name: value for name, value in os.environ.items() if not ASKS.match(name)} | settings
 
 
 def ended(
@@ -39,11 +46,11 @@ def ended(
 
 
 def ended_warm(
-    module: str, arguments: Sequence[str] = (), *, environ: Mapping[str, str], timeout_s: float
+    module: str, arguments: Sequence[str] = (), *, cwd: Path | None = None, environ: Mapping[str, str], timeout_s: float
 ) -> subprocess.CompletedProcess[str]:
     """`python -m module arguments` as `ended` has it, from a process that has imported torch; `stdout` has both
     streams."""
-    process, said = Warm(module, arguments, {**environ, "PYTHONFAULTHANDLER": "1"}), list[str]()
+    process, said = Warm(module, arguments, {**environ, "PYTHONFAULTHANDLER": "1"}, cwd), list[str]()
     process.stdin.close()
     reader = threading.Thread(target=lambda: said.extend(process.stdout), daemon=True)
     reader.start()

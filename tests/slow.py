@@ -28,7 +28,7 @@ SLOW = {
     "tests/compose/test_ci.py": "tests/docs/test_ci.py::test_the_steps_of_local_processes[hangs]",
     "tests/compose/test_drills.py": "tests/lab/rank/test_fault_injection.py::test_each_fault_ends_as_it_should[kill@300ms-3]",
     "tests/compose/test_elastic.py": (
-        "tests/experiments/test_elastic_processes.py::test_who_is_killed_and_started_again_finds_its_way_back[2-restart]"
+        "tests/lab/cluster/test_elastic_processes.py::test_who_is_killed_and_started_again_finds_its_way_back[2-restart]"
     ),
     "tests/compose/test_fit.py": (
         "tests/cli/test_fit.py::test_the_verdict_says_what_does_not_hold[free dp fsdp-expected0]"
@@ -130,8 +130,8 @@ SLOW = {
     "tests/test_strangers.py::test_a_doctor_under_attack_finds_what_it_finds": (
         "tests/test_strangers.py::test_a_doctor_under_attack_finds_what_it_finds[check]"
     ),
-    "tests/experiments/test_elastic_processes.py": (
-        "tests/experiments/test_elastic_processes.py::test_who_is_killed_and_started_again_finds_its_way_back[2-restart]"
+    "tests/lab/cluster/test_elastic_processes.py": (
+        "tests/lab/cluster/test_elastic_processes.py::test_who_is_killed_and_started_again_finds_its_way_back[2-restart]"
     ),
     "tests/lab/rank/test_fault_injection.py::test_a_killed_rank_is_named_in_time": (
         "tests/lab/rank/test_fault_injection.py::test_a_killed_rank_is_named_in_time[dp]"

@@ -202,6 +202,37 @@ def circles(arrows: Mapping[str, Iterable[str]]) -> list[list[str]]:
     return [sorted(inside)] if inside else []
 
 
+LEAST_LINES = 60
+BY_PATH = ("options", "__main__", "__init__")  # the settings read the first of a mode by its path, Python the others
+
+
+def parts_of_another(modules: Mapping[str, str]) -> dict[str, str]:
+    """Files of few lines that one file alone imports, which could have them; but those that are started themselves."""
+    importers: dict[str, list[str]] = {}
+    for module, others in graph(modules).items():
+        for other in others:
+            importers.setdefault(other, []).append(module)
+    return {
+        module: found[0]
+        for module, found in importers.items()
+        if len(found) == 1
+        and len(modules[module].splitlines()) < LEAST_LINES
+        and module not in PACKAGES
+        and not module.endswith(BY_PATH)
+        and 'if __name__ == "__main__":' not in modules[module]
+    }
+
+
+def test_no_file_of_one_importer_is_short() -> None:
+    assert parts_of_another({name: text for name, text in MODULES.items() if within(name, D)}) == {}
+
+
+def test_a_short_file_of_one_importer_is_seen() -> None:
+    apart = {"a": "import distlab.b, distlab.c", "distlab.b": "import distlab.c", "distlab.c": "x = 1"}
+    assert parts_of_another(apart) == {"distlab.b": "a"}
+    assert parts_of_another(apart | {"distlab.b": apart["distlab.b"] + LEAST_LINES * "\n"}) == {}
+
+
 @pytest.mark.parametrize("module", MODULES)
 def test_no_import_runs_up(module: str) -> None:
     assert climbing(module, MODULES[module]) == []

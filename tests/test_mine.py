@@ -2,15 +2,14 @@
 seen."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
 from distlab.lab.rank.mode_loader import load
+from tests.launched import clean, ended_warm
 
 README = Path(__file__).parent.parent / "mine" / "README.md"
 SMALL = {
@@ -37,12 +36,9 @@ def mode(tmp_path: Path) -> str:
     return str(tmp_path / "mode.py")
 
 
-def run(folder: Path, *words: str, **variables: str) -> "subprocess.CompletedProcess[str]":
-    clean = {name: value for name, value in os.environ.items() if not re.match(r"LAB_|RUN_MODE|WORLD_SIZE|RANK", name)}
-    environ = clean | SMALL | {"LAB_RUNS_DIR": str(folder / "runs")} | variables
-    return subprocess.run(
-        [sys.executable, "-m", "workers", *words], env=environ, capture_output=True, text=True, timeout=150, check=False
-    )
+def run(folder: Path, *words: str, **variables: str) -> CompletedProcess[str]:
+    environ = clean(LAB_RUNS_DIR=str(folder / "runs")) | SMALL | variables
+    return ended_warm("workers", words, environ=environ, timeout_s=150)
 
 
 def test_it_takes_at_most_40_lines(mode: str) -> None:
@@ -53,7 +49,7 @@ def test_it_takes_at_most_40_lines(mode: str) -> None:
 @pytest.mark.timeout(180)
 def test_it_is_proven_timed_counted_and_drawn_like_ours(tmp_path: Path, mode: str) -> None:
     done = run(tmp_path, RUN_MODE=mode)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout
     found = json.loads((tmp_path / "runs" / "latest" / "run.json").read_text())
     assert (found["verdict"], found["proven"], found["run_mode"]) == ("pass", True, mode)
     assert {check["name"] for check in found["checks"]} >= {"losses", "gradients", "weights"}
@@ -68,7 +64,7 @@ def test_it_is_proven_timed_counted_and_drawn_like_ours(tmp_path: Path, mode: st
 @pytest.mark.timeout(180)
 def test_its_mistake_is_seen_by_the_check_that_it_names(tmp_path: Path, mode: str) -> None:
     done = run(tmp_path, RUN_MODE=mode, LAB_BUG="unsummed")
-    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.returncode == 1, done.stdout
     assert "naive gradients" in done.stdout
     assert "each rank trains on its own samples alone" in " ".join(done.stdout.replace("rank 0 |", "").split())
 
@@ -79,6 +75,6 @@ def test_it_is_explained_and_refused_like_ours(tmp_path: Path, mode: str) -> Non
     assert "each rank trains on its own samples alone" in lesson.stdout
     wrong = run(tmp_path, "explain", RUN_MODE=mode, LAB_BUG="unsumed", LAB_CHECKPOINT_EVERY="2")
     assert wrong.returncode == 2
-    bug, saves = sorted(wrong.stderr.splitlines())
+    bug, saves = sorted(wrong.stdout.splitlines())
     assert bug.endswith("LAB_BUG='unsumed' is not a bug of mode (did you mean 'unsummed'?), allowed: unsummed")
     assert "mode keeps no state that it could save; checkpoints go with" in saves

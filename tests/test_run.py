@@ -22,7 +22,7 @@ from distlab.lab.config import ON_ONE_MACHINE, Config
 from distlab.lab.config.commands import COMMANDS, offered
 from distlab.lab.config.settings import GONE, aliases, modes, slips
 from tests.lab.config.test_config import OF_OTHERS
-from tests.launched import ended
+from tests.launched import clean, ended
 
 TOP = Path(__file__).parent.parent
 SMALL = {
@@ -99,8 +99,7 @@ def test_no_other_index_is_asked_for_torch(checkout: Path) -> None:
 
 
 def run(checkout: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    clean = {name: value for name, value in os.environ.items() if not re.match(r"LAB_|RUN_MODE|WORLD_SIZE|RANK", name)}
-    environ = clean | NO_ENGINE | SMALL | variables
+    environ = clean() | NO_ENGINE | SMALL | variables
     return ended(["./run", *arguments], cwd=checkout, environ=environ, timeout_s=110)
 
 
@@ -258,8 +257,7 @@ def test_every_slip_of_a_name_is_refused_before_a_container_starts_and_no_variab
 
 @pytest.mark.parametrize("words", [["LAB_STEPS=7", "WORLD_SIZE=2"], ["RUN_MODE=tp", "WORLD_SIZE=2"]], ids=" ".join)
 def test_make_quick_is_a_small_run_with_what_is_set(checkout: Path, words: list[str]) -> None:
-    clean = {name: value for name, value in os.environ.items() if not re.match(r"LAB_|RUN_MODE|WORLD_SIZE|RANK", name)}
-    done = ended(["make", "quick", *words], cwd=checkout, environ=clean | beside_an_engine(checkout), timeout_s=60)
+    done = ended(["make", "quick", *words], cwd=checkout, environ=clean() | beside_an_engine(checkout), timeout_s=60)
     assert done.returncode == 0, done.stderr
     given = set((checkout / "given").read_text().splitlines())
     assert {"LAB_WIDTH=32", "LAB_DEPTH=4", "DISTLAB_STARTED_BY=make run", *words} <= given
@@ -309,8 +307,7 @@ def test_a_run_without_an_engine_that_is_stopped_leaves_its_verdict(
     checkout: Path, words: list[str], number: int, code: int
 ) -> None:
     (checkout / "sleeps.py").write_text(SLEEPS)
-    clean = {name: value for name, value in os.environ.items() if not re.match(r"LAB_|RUN_MODE|WORLD_SIZE|RANK", name)}
-    environ = clean | NO_ENGINE | {"WORLD_SIZE": "2"} | ({} if words[0] == "check" else SMALL)
+    environ = clean() | NO_ENGINE | {"WORLD_SIZE": "2"} | ({} if words[0] == "check" else SMALL)
     with subprocess.Popen(["./run", *words], cwd=checkout, env=environ, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:

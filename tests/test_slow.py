@@ -1,21 +1,27 @@
 """The list of slow tests: what it names is there, and each claim that it puts off is held in a quick test."""
 
-import subprocess
-import sys
+import os
 
 import pytest
 
 from tests.docs.pages import TOP
+from tests.launched import ended_warm
 from tests.slow import SLOW, slow_of
+
+
+def collected(*places: str) -> list[str]:
+    """The names of the tests that `pytest PLACES` would run."""
+    words = ["--collect-only", "-q", "-p", "no:cacheprovider", *(str(TOP / place) for place in places)]
+    found = ended_warm("pytest", words, environ=os.environ, timeout_s=90)
+    assert found.returncode == 0, found.stdout
+    return [line for line in found.stdout.splitlines() if "::" in line]
 
 
 @pytest.fixture(scope="module")
 def names() -> list[str]:
     """All tests there are, in the files that the list names."""
     files = sorted({name.partition("::")[0] for pair in SLOW.items() for name in pair})
-    words = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *files]
-    found = subprocess.run(words, cwd=TOP, capture_output=True, text=True, timeout=90, check=True)
-    return [line for line in found.stdout.splitlines() if "::" in line]
+    return collected(*files)
 
 
 def test_every_entry_leaves_something_out(names: list[str]) -> None:
@@ -34,9 +40,7 @@ def test_a_quick_test_is_not_slow_although_its_matrix_is() -> None:
 
 
 def test_a_folder_is_tested_without_its_slow_tests(names: list[str]) -> None:
-    words = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "tests/tools/puzzle"]
-    found = subprocess.run(words, cwd=TOP, capture_output=True, text=True, timeout=90, check=True).stdout.splitlines()
-    slow = slow_of(names)
+    found, slow = collected("tests/tools/puzzle"), slow_of(names)
     assert "tests/tools/puzzle/test_verify.py::test_a_reference_passes_with_each_number_of_ranks[15]" in found
     assert not slow & set(found)
     assert any(name.startswith("tests/tools/puzzle/") for name in slow), "a file that is named is tested whole"

@@ -4,35 +4,33 @@ The two nodes are two agents on this machine.
 """
 
 import json
-import os
-import re
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.launched import clean
+from tests.warm import Warm
 
 TINY = {"LAB_MODEL": "mlp", "LAB_WIDTH": "24", "LAB_DEPTH": "2", "LAB_STEPS": "3", "LAB_BATCH": "17"}
 DEPTH = {"dp": "2", "pp": "4"}  # a stage of three has a layer more than the others
 
 
-def start(command: list[str], runs: Path, **settings: str) -> "subprocess.Popen[str]":
-    clean = {name: value for name, value in os.environ.items() if not re.match(r"LAB_|RUN_MODE|WORLD_SIZE|RANK", name)}
-    environ = clean | TINY | {"LAB_RUNS_DIR": str(runs)} | settings
-    return subprocess.Popen(
-        [sys.executable, "-m", *command], env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+def start(command: list[str], runs: Path, **settings: str) -> Warm:
+    started = Warm(command[0], command[1:], clean(LAB_RUNS_DIR=str(runs)) | TINY | settings)
+    started.stdin.close()
+    return started
 
 
-def ended(processes: list["subprocess.Popen[str]"]) -> list[str]:
+def ended(processes: list[Warm]) -> list[str]:
     """What each process printed, once all have come to a good end."""
     try:
-        outputs = [process.communicate(timeout=150)[0] for process in processes]
+        codes = [process.wait(150) for process in processes]
     finally:
         for process in processes:
             process.kill()
-    assert [process.returncode for process in processes] == [0] * len(processes), outputs
+    outputs = [process.stdout.read() for process in processes]
+    assert codes == [0] * len(processes), outputs
     return outputs
 
 
@@ -46,18 +44,8 @@ def ended(processes: list["subprocess.Popen[str]"]) -> list[str]:
 )
 def test_local_ranks_prove_their_gradients(mode: str, world_size: int, variants: set[str], tmp_path: Path) -> None:
     chosen = ",".join(sorted(variants))
-    ended(
-        [
-            start(
-                ["workers"],
-                tmp_path,
-                RUN_MODE=mode,
-                WORLD_SIZE=str(world_size),
-                LAB_DEPTH=DEPTH[mode],
-                LAB_VARIANT=chosen,
-            )
-        ]
-    )
+    settings = {"RUN_MODE": mode, "WORLD_SIZE": str(world_size), "LAB_DEPTH": DEPTH[mode], "LAB_VARIANT": chosen}
+    ended([start(["workers"], tmp_path, **settings)])
     run = json.loads((tmp_path / "latest" / "run.json").read_text())
     assert run["world_size"] == world_size
     proven = {check["variant"] for check in run["checks"] if check["name"] == "gradients" and check["passed"]}

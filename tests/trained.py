@@ -3,6 +3,8 @@
 import gc
 import math
 import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -39,12 +41,17 @@ def batches_of(config: Config, *, proof: bool = True) -> Batches:
     return dealing
 
 
-def dealt(config: Config, group: dist.ProcessGroup, step: int, *, proof: bool = True) -> list[Microbatch]:
-    """The microbatches of this rank: ranks that lie along dp have samples of their own."""
-    sizes = load(config.run_mode).axes(config)
+def dealing(config: Config, group: dist.ProcessGroup, *, proof: bool = True) -> Callable[[int], list[Microbatch]]:
+    """The microbatches of this rank, by step: ranks that lie along dp have samples of their own."""
+    sizes, batches = load(config.run_mode).axes(config), batches_of(config, proof=proof)
     inner = math.prod(list(sizes.values())[list(sizes).index("dp") + 1 :]) if "dp" in sizes else 1
     replicas = sizes.get("dp", 1)
-    return batches_of(config, proof=proof).dealt(step, group.rank() // inner % replicas, replicas)
+    return partial(batches.dealt, shard=group.rank() // inner % replicas, num_shards=replicas)
+
+
+def dealt(config: Config, group: dist.ProcessGroup, step: int, *, proof: bool = True) -> list[Microbatch]:
+    """Those of one step."""
+    return dealing(config, group, proof=proof)(step)
 
 
 def strategy_of(name: str, group: dist.ProcessGroup, config: Config, dtype: torch.dtype = torch.float64) -> Any:
@@ -64,11 +71,11 @@ def differences(
     """For each variant on rank 0 the worst difference to one process over so many steps, of each kind, and on all the
     worst one between what ranks hold alike."""
     dense, first = one_process(config, steps) if group.rank() == 0 else [], group.rank() == 0
-    found = {}
+    found, deal = {}, dealing(config, group)
     for name in able(config, names):
         strategy, worst = strategy_of(name, group, config), dict.fromkeys(("losses", *KINDS), 0.0)
         for step in range(steps):
-            share = strategy.backward(dealt(config, group, step))
+            share = strategy.backward(deal(step))
             loss = torch.zeros((), dtype=torch.float64) if share is None else share.clone()
             dist.all_reduce(loss, group=group)
             strategy.update()
@@ -92,12 +99,11 @@ def farthest(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
 def replicas_apart(strategy: Any, group: dist.ProcessGroup) -> float:
     """The largest difference between the weights that several ranks hold whole."""
     held = strategy.alike("weights") if hasattr(strategy, "alike") else ()
-    mine = {name: tensor.detach().clone() for name, tensor in held}
-    everyone: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyone, mine, group=group)
-    first = {name: tensor for of_rank in reversed(everyone) for name, tensor in of_rank.items()}
+    everyone: list[Any] = [None] * group.size()  # as arrays, whose pickles take a tenth of the time of tensors'
+    dist.all_gather_object(everyone, {name: tensor.detach().numpy() for name, tensor in held}, group=group)
+    first = {name: array for of_rank in reversed(everyone) for name, array in of_rank.items()}
     return max(
-        ((tensor - first[name]).abs().max().item() for of_rank in everyone for name, tensor in of_rank.items()),
+        (float(abs(array - first[name]).max()) for of_rank in everyone for name, array in of_rank.items()),
         default=0.0,
     )
 
@@ -134,12 +140,12 @@ class Counted(NamedTuple):
 
 def counted(group: dist.ProcessGroup, config: Config, names: tuple[str, ...] = ()) -> dict[str, Counted]:
     """The second step of each variant: DDP lays its buckets out anew after the first."""
-    found = {}
+    found, deal = {}, dealing(config, group, proof=False)
     for name in able(config, names):
         strategy = strategy_of(name, group, config, getattr(torch, config.dtype))
         for step in range(2):
             with Calls() as calls, SavedActivations() as kept:
-                strategy.backward(dealt(config, group, step, proof=False))
+                strategy.backward(deal(step))
                 strategy.update()
         ops, in_flight = calls.ops(), getattr(getattr(strategy, "engine", None), "most_in_flight", 0) or 0
         nbytes = sum(op.called_bytes for op in ops)

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from multiprocessing import reduction
+from pathlib import Path
 from typing import Any
 
 
@@ -21,13 +22,16 @@ class Warm:
     """`Warm("tests.lab.cluster.one_rank", arguments, environ)`: its pid, its standard input and its output, both streams in
     one; `Warm("-c", [program, *arguments], environ)` as Python takes it."""
 
-    def __init__(self, module: str, arguments: Sequence[str], environ: Mapping[str, str]) -> None:
+    def __init__(
+        self, module: str, arguments: Sequence[str], environ: Mapping[str, str], cwd: Path | None = None
+    ) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.preloaded"])
         theirs_in, ours_in = os.pipe()
         ours_out, theirs_out = os.pipe()
         self.stdin, self.stdout = os.fdopen(ours_in, "w"), os.fdopen(ours_out)
-        self._process = context.Process(target=run, args=(module, arguments, environ, Ends(theirs_in, theirs_out)))
+        ends = Ends(theirs_in, theirs_out)
+        self._process = context.Process(target=run, args=(module, arguments, environ, ends, cwd or Path.cwd()))
         self._process.start()
         os.close(theirs_in)
         os.close(theirs_out)
@@ -70,8 +74,9 @@ def arrived(read: Any, write: Any) -> Ends:
     return Ends(read.detach(), write.detach())
 
 
-def run(module: str, arguments: Sequence[str], environ: Mapping[str, str], ends: Ends) -> None:
-    """What `python -m module arguments` does, or `python -c`, with this environment and these streams."""
+def run(module: str, arguments: Sequence[str], environ: Mapping[str, str], ends: Ends, cwd: Path) -> None:
+    """What `python -m module arguments` does, or `python -c`, with this environment and these streams, in `cwd`."""
+    os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environ)
     for descriptor, number in ((ends.read, 0), (ends.write, 1), (ends.write, 2)):

@@ -8,8 +8,8 @@ from unittest import mock
 import pytest
 
 from distlab.cli.check import main
+from tests.launched import clean
 
-CLEAN = {name: value for name, value in os.environ.items() if not name.startswith(("LAB_", "RANK", "WORLD", "RUN_"))}
 Check = Callable[..., tuple[int, str]]
 
 
@@ -18,7 +18,7 @@ def check(capsys: pytest.CaptureFixture[str]) -> Check:
     """Exit code and output of `distlab check WORDS`, which may start no rank."""
 
     def checked(*words: str, **environ: str) -> tuple[int, str]:
-        with mock.patch.dict(os.environ, CLEAN | environ, clear=True):
+        with mock.patch.dict(os.environ, clean(**environ), clear=True):
             code = main(words)
         return code, capsys.readouterr().out
 

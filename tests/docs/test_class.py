@@ -5,7 +5,6 @@ bound on the layers that all of its timed steps run through.
 """
 
 import json
-import os
 import re
 import shlex
 from pathlib import Path
@@ -16,7 +15,7 @@ from distlab.lab.config.settings import modes
 from distlab.tools.puzzle.tasks import TASKS
 from tests.docs.pages import fenced, page
 from tests.documents import spans, tables
-from tests.launched import ended_warm
+from tests.launched import clean, ended_warm
 from tests.test_coverage_runs import HOLDS
 
 QUICK = {"LAB_WIDTH": "32", "LAB_DEPTH": "4", "LAB_STEPS": "5"}  # as the Makefile has it
@@ -51,8 +50,7 @@ def run_line(step: str) -> str:
 def test_the_command_of_a_step_shows_what_one_is_to_look_at(step: str, tmp_path: Path) -> None:
     line = run_line(step)
     asked = settings(line) | {"LAB_RUNS_DIR": str(tmp_path), "LAB_RUN_ID": "shown", "LAB_LOG": "full"}
-    clean = {name: value for name, value in os.environ.items() if not re.match(r"LAB_|RUN_MODE|WORLD_SIZE|RANK", name)}
-    done = ended_warm("workers", environ=clean | asked, timeout_s=200)
+    done = ended_warm("workers", environ=clean(**asked), timeout_s=200)
     assert done.returncode == ("exit code 1" in line), done.stdout
     report = (tmp_path / "shown" / "report.html").read_text()
     assert re.search(LOOKED_AT[step], done.stdout + report)

@@ -8,10 +8,8 @@ fails on purpose ends in `(exit code 1)`.
     python -m tests.docs.test_outputs        writes the blocks anew, with the same lines left out
 """
 
-import os
 import re
 import shlex
-import subprocess
 import sys
 from functools import cache
 from itertools import groupby
@@ -21,6 +19,7 @@ import pytest
 
 from distlab.lab.report.table import INDENT, WIDTH
 from tests.docs.pages import PAGES, TOP
+from tests.launched import clean, ended, ended_warm
 
 BLOCK = re.compile(r"<!-- output of: (?P<command>.*?) -->\n(?P<output>.*?)<!-- end -->\n", re.DOTALL)
 NUMBER = re.compile(r"[-+]?\d[\d.]*(e[-+]?\d+)?")
@@ -36,14 +35,12 @@ def output_of(command: str) -> str:
     words = shlex.split(command)
     settings = dict(word.split("=", 1) for word in words if re.match(r"[A-Z_]+=", word))
     program = [sys.executable if word == "python" else word for word in words if not re.match(r"[A-Z_]+=", word)]
-    clean = {
-        name: value
-        for name, value in os.environ.items()
-        if not re.match(r"LAB_|DISTLAB_|RUN_MODE|WORLD_SIZE|RANK|CI$", name)
-    }
-    done = subprocess.run(
-        program, cwd=TOP, env=clean | settings, capture_output=True, text=True, timeout=110, check=False
-    )
+    environ = clean(**settings)
+    environ.pop("CI", None)
+    if program[1:2] == ["-m"] and program[2] in ("distlab", "workers"):
+        done = ended_warm(program[2], program[3:], cwd=TOP, environ=environ, timeout_s=110)
+    else:
+        done = ended(program, cwd=TOP, environ=environ, timeout_s=110)
     assert done.returncode == int(code.rstrip(")") or 0), done.stdout + done.stderr
     of_rank_0 = "".join(
         line for line in (done.stdout or done.stderr).splitlines(True) if not re.match(r"rank [1-9] \|", line)

@@ -1,9 +1,7 @@
 """The comm lesson: its parts on real ranks with a lab that only keeps what it is told, and the whole mode once."""
 
-import json
-import os
-import sys
-from pathlib import Path
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -27,7 +25,7 @@ from distlab.techniques.collectives.point_to_point import Peers, Steps
 from distlab.tools.plan.calibration import calibrate
 from tests.lab.test_lab import held as holding
 from tests.lab.test_lab import lab_alone
-from tests.launched import ended
+from tests.labs import Runs
 from tests.warm_ranks import Ranks
 
 
@@ -96,9 +94,18 @@ def lesson(
     return lab.held - lab.failed, lab.failed, lab.tables, lab.lines
 
 
+Lessons = Callable[[int], list[tuple[set[str], set[str], dict[str, list[list[Any]]], list[str]]]]
+
+
+@pytest.fixture(scope="module")
+def lessons(ranks: Ranks) -> Lessons:
+    """What each of so many ranks has of the lesson without a bug, which is run once."""
+    return cache(lambda world_size: ranks(world_size, lesson, None))
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_every_check_holds(ranks: Ranks, world_size: int) -> None:
-    for held, failed, _, _ in ranks(world_size, lesson, None):
+def test_every_check_holds(lessons: Lessons, world_size: int) -> None:
+    for held, failed, _, _ in lessons(world_size):
         assert failed == set()
         assert held == {"forward", "gradients", "no autograd", "demo", "sum", "ring", "contents"}
 
@@ -216,32 +223,31 @@ def test_the_naive_all_reduce_is_torchs(ranks: Ranks, world_size: int) -> None:
     assert ranks(world_size, naive_beside_torchs) == [True] * world_size
 
 
-def test_the_lessons_printed_run(ranks: Ranks) -> None:
-    first, second = (lines for _, _, _, lines in ranks(2, lesson, None))
+def test_the_lessons_printed_run(lessons: Lessons) -> None:
+    first, second = (lines for _, _, _, lines in lessons(2))
     assert "rank 0 full data: [37, 38, 39, 40]" in first
     assert "rank 1 received data: [39.0, 40.0]" in second
     assert "rank 1 local result: [78.0, 80.0], shape [2]" in second
     assert "rank 0 final gathered result: [37.0, 38.0, 78.0, 80.0]" in first
-    lines = ranks(3, lesson, None)[2][3]
+    lines = lessons(3)[2][3]
     assert "rank 2 final gathered result: [37.0, 38.0, 78.0, 120.0]" in lines, "the remainder of 4 / 3 is lost"
 
 
-def test_where_the_lessons_table_is_wrong(ranks: Ranks) -> None:
-    _, _, tables, _ = ranks(2, lesson, None)[0]
-    (rows,) = (rows for title, rows in tables.items() if title.startswith("What comes back"))
+def table(lessons: Lessons, world_size: int, title: str) -> list[list[Any]]:
+    """Of rank 0."""
+    return next(rows for each, rows in lessons(world_size)[0][2].items() if each.startswith(title))
+
+
+def test_where_the_lessons_table_is_wrong(lessons: Lessons) -> None:
+    rows = table(lessons, 2, "What comes back")
     wrong = {(row[0], row[1]) for row in rows if str(row[6]).startswith("WRONG")}
     assert wrong == {("broadcast", "replicated"), ("all_gather", "own"), ("all_reduce", "replicated")}
     assert all(row[3] == row[4] for row in rows)
 
 
-def told(group: dist.ProcessGroup) -> list[list[Any]]:
-    _, _, tables, _ = lesson(group, None)
-    return next(rows for title, rows in tables.items() if title.startswith("A ring all_reduce"))
-
-
 @pytest.mark.parametrize("world_size", [1, 3, 4])
-def test_the_rings_rounds(ranks: Ranks, world_size: int) -> None:
-    first, *rounds = ranks(world_size, told)[0]
+def test_the_rings_rounds(lessons: Lessons, world_size: int) -> None:
+    first, *rounds = table(lessons, world_size, "A ring all_reduce")
     assert [action for _, action, _, _ in rounds] == ["add"] * (world_size - 1) + ["copy"] * (world_size - 1)
     assert first[3] == " ".join(str(chunk) for chunk in range(1, world_size + 1)), "what rank 0 puts in"
     if world_size == 4:  # "worker 0 sends chunk 0 to worker 1, worker 1 sends chunk 1 to worker 2, and so on"
@@ -275,24 +281,15 @@ def test_refusals_and_predictions() -> None:
     assert predictions["server"].value == (3.0 * (4 << 20), *[float(4 << 20)] * 3)
 
 
-def comm_run(folder: Path, **environ: str) -> tuple[int, str, dict[str, Any]]:
-    variables = {name: value for name, value in os.environ.items() if not name.startswith("LAB_")}
-    variables |= {"RUN_MODE": "comm", "LAB_RUNS_DIR": str(folder), "LAB_RUN_ID": "run", "LAB_LOG": "full", **environ}
-    done = ended([sys.executable, "-m", "workers"], environ=variables, timeout_s=150)
-    return done.returncode, done.stdout + done.stderr, json.loads((folder / "run" / "run.json").read_text())
-
-
-@pytest.mark.timeout(200)
-def test_the_whole_mode(tmp_path: Path) -> None:
-    code, output, run = comm_run(tmp_path, WORLD_SIZE="2", LAB_VARIANT="gloo,direct", LAB_SWEEP_MIB="4")
-    assert code == 0, output
-    assert run["verdict"] == "pass"
-    compared = {(entry["variant"], entry["name"]) for entry in run["comparisons"]}
+def test_the_whole_mode(runs: Runs) -> None:
+    judged, _, folder = runs(2, RUN_MODE="comm", LAB_VARIANT="gloo,direct", LAB_SWEEP_MIB="4", LAB_LOG="full")
+    assert judged["verdict"] == "pass"
+    compared = {(entry["variant"], entry["name"]) for entry in judged["comparisons"]}
     if compared:  # the kernel tells what its sockets sent
         assert ("direct", "wire bytes all_reduce 4 MiB") in compared
         assert {variant for variant, _ in compared} == {"gloo", "direct"}
-    assert "rank 1 | gathers    rank 1 final gathered result: [37.0, 38.0, 78.0, 80.0]" in output
-    link = calibrate(tmp_path / "run").link  # what `python -m distlab plan` takes from it
+    assert "gathers    rank 1 final gathered result: [37.0, 38.0, 78.0, 80.0]" in (folder / "rank1.log").read_text()
+    link = calibrate(folder).link  # what `python -m distlab plan` takes from it
     assert link is not None
     assert 0 <= link.latency_s < 0.1 and 1e7 < link.bytes_per_s < 1e12
 

@@ -50,10 +50,9 @@ def test_it_stacks_with_data_parallelism(ranks: Ranks, name: str) -> None:
 
 def attended(group: dist.ProcessGroup, config: Config) -> dict[str, tuple[int, list[str]]]:
     """Of each variant pairs, and the order of receives and kernels."""
-    found = {}
+    found, microbatches = {}, dealt(config, group, 0, proof=False)
     for name in BY_HAND:
         strategy, seen = strategy_of(name, group, config, getattr(torch, config.dtype)), Kernels()
-        microbatches = dealt(config, group, 0, proof=False)
         with seen:
             strategy.backward(microbatches)
         found[name] = seen.pairs, seen.order

@@ -19,11 +19,15 @@ from torch import Tensor
 
 HEAD = struct.Struct("!Q")
 DTYPES = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
+AS_THEY_ARE = {type(None), bool, int, float, str}  # in JSON; most of what is read, so no call is made for them
 MAX_BYTES = 1 << 34
 
 
-def all_gather_plain(mine: Any, group: dist.ProcessGroup, classes: Sequence[type] = ()) -> list[Any]:
-    """What each rank of `group` has, on all; a collective. Raises ValueError where it cannot be read."""
+def all_gather_plain(
+    mine: Any, group: dist.ProcessGroup, classes: Sequence[type] = (), root: int | None = None
+) -> list[Any]:
+    """What each rank of `group` has, on all, or on rank `root` alone, which alone reads it: others have an empty list;
+    a collective. Raises ValueError where it cannot be read."""
     device = "cuda" if "nccl" in str(dist.get_backend(group)) else "cpu"
     data = torch.frombuffer(bytearray(to_bytes(mine, classes)), dtype=torch.uint8).to(device)
     lengths = torch.zeros(group.size(), dtype=torch.int64, device=device)
@@ -35,6 +39,8 @@ def all_gather_plain(mine: Any, group: dist.ProcessGroup, classes: Sequence[type
     padded[: len(data)] = data
     rows = [torch.empty_like(padded) for _ in counts]
     dist.all_gather(rows, padded, group=group)
+    if root not in (None, group.rank()):
+        return []
     return [from_bytes(bytes(row[:count].cpu().numpy()), classes) for row, count in zip(rows, counts, strict=True)]
 
 
@@ -49,9 +55,9 @@ def _plain(value: Any, names: dict[type, str], memories: list[bytes]) -> Any:
     """As JSON has it: what JSON does not know is a dict of one entry."""
 
     def each_of(values: Any) -> list[Any]:
-        return [_plain(each, names, memories) for each in values]
+        return [each if type(each) in AS_THEY_ARE else _plain(each, names, memories) for each in values]
 
-    if value is None or type(value) in (bool, int, float, str):
+    if type(value) in AS_THEY_ARE:
         return value
     if isinstance(value, Tensor):
         held = value.detach().cpu().contiguous()
@@ -94,7 +100,7 @@ class _Reader:
 
     def read(self, plain: Any) -> Any:
         if isinstance(plain, list):
-            return [self.read(each) for each in plain]
+            return [self.read(each) if type(each) in (list, dict) else each for each in plain]
         if not isinstance(plain, dict):
             return plain
         ((kind, inner),) = plain.items()

@@ -89,7 +89,7 @@ def assembled(pieces: Sequence[Labelled], peers: Peers) -> Iterator[tuple[str, T
     mine = [Place(label, dense, offset, box.shape, box.dtype) for label, dense, offset, box in boxes]
     parts = [box.reshape(-1).view(torch.uint8) for *_, box in boxes]  # as bytes, since their types differ
     flat = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
-    everyone = all_gather_plain(mine, peers.group, [Place])
+    everyone = all_gather_plain(mine, peers.group, [Place], root=0)
     tag = peers.new_tag()
     if peers.rank:
         peers.post(tag, sends=[(0, sendable(flat, peers))])[1][0].wait()

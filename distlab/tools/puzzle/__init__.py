@@ -2,7 +2,7 @@
 
 task.py says what a task is, tasks/ has them, rank.py runs an answer on one rank, judge.py compares what the ranks did
 with one process and with the task's bounds, runner.py brings all of that together, folder.py is the learner's folder,
-learner.py what is said, and cell.py the same in a notebook: `%load_ext distlab.puzzle`.
+learner.py what is said, there and in a notebook: `%load_ext distlab.puzzle`.
 """
 
 from typing import Any
@@ -10,6 +10,6 @@ from typing import Any
 
 def load_ipython_extension(shell: Any) -> None:
     """Of `%load_ext distlab.puzzle`: have the magics %puzzle and %%puzzle."""
-    from distlab.tools.puzzle.cell import Cells  # torch comes in here
+    from distlab.tools.puzzle.learner import Cells  # torch comes in here
 
     shell.register_magic_function(Cells(shell).puzzle, magic_kind="line_cell", magic_name="puzzle")

@@ -1,10 +1,9 @@
 """One checkpoint of several ranks: whatever they have cut, everything or nothing, though a rank fails or is killed."""
 
+import os
 import re
 import resource
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from distlab.lab.checkpoint import locate, manifest, storage
 from distlab.techniques.collectives.sharded_tensor import flat_piece
 from tests.lab.checkpoint.made_up import checkpoint, manifest_of
+from tests.launched import ended_warm
 from tests.warm_ranks import Ranks
 
 MATRIX = torch.arange(35.0).view(5, 7)
@@ -122,7 +122,7 @@ storage.write_checkpoint(folder, manifest_of(20), {"flat/weights.w": torch.zeros
 @pytest.mark.parametrize("moment", ["data", "manifest"])
 def test_a_process_killed_in_the_middle_of_a_save_leaves_the_one_before(tmp_path: Path, moment: str) -> None:
     checkpoint(tmp_path, 10)
-    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), moment], timeout=60, check=False)
+    done = ended_warm("-c", [KILLED, str(tmp_path), moment], environ=os.environ, timeout_s=60)
     assert done.returncode == -signal.SIGKILL
     assert (tmp_path / ".step-00000020.partial" / "__0_0.distcp").exists()
     found = locate.newest_good(tmp_path, pytest.fail)

@@ -1,7 +1,6 @@
 """Real ranks as processes for tests: start them, read what they print, signal them, and wait with a bound."""
 
 import contextlib
-import os
 import re
 import signal
 import subprocess
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from distlab.lab.cluster.launch import free_port
+from tests.launched import clean
 from tests.warm import Warm
 
 TOP = Path(__file__).parents[3]
@@ -23,11 +23,6 @@ class Rank:
     """One started process, its lines as they come and the times at which they came."""
 
     def __init__(self, command: list[str], variables: dict[str, str], handed: Sequence[int] = ()) -> None:
-        clean = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("LAB_", "RANK", "WORLD_SIZE", "MASTER_"))
-        }
         quiet = {
             "TORCH_CPP_LOG_LEVEL": "ERROR",
             "OMP_NUM_THREADS": "1",
@@ -35,7 +30,7 @@ class Rank:
             "LAB_LOG": "full",
             "PYTHONPATH": str(TOP),
         }
-        environ = clean | quiet | variables
+        environ = clean(**quiet | variables)
         self.process: subprocess.Popen[str] | Warm
         if command[:2] == [sys.executable, "-m"] and not handed:
             self.process = Warm(command[2], command[3:], environ)

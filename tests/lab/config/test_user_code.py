@@ -19,7 +19,7 @@ from distlab.lab.config.user_code import (
     raise_exited,
     refused_where_it_ends,
 )
-from tests.launched import ended
+from tests.launched import ended_warm
 
 ENDINGS = [
     ("sys.exit(0)", "sys.exit(0)"),
@@ -128,5 +128,5 @@ def test_no_file_ends_or_holds_a_run_in_silence(place: str, line: str, words: st
         "LAB_JOIN_TIMEOUT_S": "2",
         "LAB_RUNS_DIR": str(tmp_path / "runs"),
     }
-    run = ended([sys.executable, "-m", "distlab", "run"], environ=environ, timeout_s=60)
+    run = ended_warm("distlab", ["run"], environ=environ, timeout_s=60)
     assert run.returncode == 2 and words.format(place=place) in run.stdout, run

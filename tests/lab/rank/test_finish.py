@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from contextlib import suppress
 from functools import partial
@@ -35,6 +33,7 @@ from distlab.lab.report.run_folder import Journal, Outcome
 from distlab.lab.report.verdict import exit_code, judge
 from tests.lab.report.made_up import good_run
 from tests.labs import failed
+from tests.warm import Warm
 
 LOST = Verdict(3, "rank 0 lost at step 5", (Lost(0, 5, "no heartbeat for 2.5 s"),))
 
@@ -160,7 +159,7 @@ def test_a_drawing_ends_with_the_rank_that_began_it(tmp_path: Path) -> None:
                     found.append(int(process.name))
         return found
 
-    rank = subprocess.Popen([sys.executable, "-c", DRAWS, str(tmp_path)])
+    rank = Warm("-c", [DRAWS, str(tmp_path)], dict(os.environ))
     while not drawing():
         assert rank.poll() is None, "it draws"
     (child,) = drawing()

@@ -17,6 +17,7 @@ from distlab.lab.config import Config, ConfigError
 from distlab.lab.rank.main import lock_folder, source_version, start_record
 from distlab.lab.rank.mode_loader import check_cards, load, pick_device
 from distlab.lab.rank.preflight import refuse, unwritable
+from tests.launched import clean, ended_warm
 
 LOST = Mistake("a shard is lost", "gradients", Instead(run={"shards": 0}))
 MODE = Mode(variants=(Variant("naive"), Variant("ring")), mistakes={"lost_shard": LOST}, refuse=lambda config: [])
@@ -225,7 +226,7 @@ def test_what_slows_the_processor_is_refused_on_a_gpu(tmp_path: Path, variables:
         refuse(asleep, MODE)
 
 
-NAPS = '''"""Twelve naps of a second."""
+NAPS = '''"""Twelve naps."""
 import time
 from distlab.contract import Instead, Mistake, Mode
 
@@ -233,23 +234,28 @@ def run(lab, asleep=0):
     with lab.work.of(12, "naps"):
         for nap in range(12):
             lab.at(nap, "a nap")
-            time.sleep(1)
+            time.sleep(0.3)
             lab.work.advance()
     lab.check("awake", asleep, 0)
 
 MODE = Mode(run=run, mistakes={"overslept": Mistake("nobody wakes up", "awake", Instead(run={"asleep": 1}))})
 '''
+# Ranks are forked from this process: every second in place of every ten.
+TELLS_OFTEN = """
+import sys
+from distlab.cli.run import main
+from distlab.lab.report import progress
+progress.EVERY_S = 1.0
+sys.exit(main([]))
+"""
 
 
 def test_a_log_begins_with_its_mistake_says_how_far_it_is_and_ends_with_what_saw_it(tmp_path: Path) -> None:
     (tmp_path / "naps.py").write_text(NAPS)
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("LAB_", "RUN_MODE", "RANK"))}
     asked = {"RUN_MODE": str(tmp_path / "naps.py"), "WORLD_SIZE": "2", "LAB_BUG": "overslept"}
-    done = subprocess.run(
-        [sys.executable, "-m", "workers"], env=clean | asked | {"LAB_RUNS_DIR": str(tmp_path / "runs")},
-        capture_output=True, text=True, timeout=100, check=False,
-    )  # fmt: skip
-    assert done.returncode == 1, done.stdout + done.stderr
+    environ = clean(LAB_RUNS_DIR=str(tmp_path / "runs"), **asked)
+    done = ended_warm("-c", [TELLS_OFTEN], environ=environ, timeout_s=100)
+    assert done.returncode == 1, done.stdout
     said = (tmp_path / "runs" / "latest" / "rank0.log").read_text().splitlines()
     whole = " ".join(" ".join(said).split())
     assert whole.startswith("bug LAB_BUG=overslept: nobody wakes up; the check that catches it: awake")

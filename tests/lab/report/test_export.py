@@ -70,16 +70,9 @@ def drawn(
 ) -> tuple[dict[str, Any], Records, ElementTree.Element]:
     """A small run of the picture's own mode and variants: its verdict, its records and its picture."""
     folder = tmp_path_factory.mktemp("run")
-    run, records = run_experiment(
-        ranks,
-        4,
-        folder,
-        RUN_MODE="pp",
-        LAB_VARIANT="one_microbatch,gpipe,1f1b,interleaved,zb_h1",
-        LAB_DEPTH="8",
-        LAB_SLEEP_MS="2",
-        LAB_STEPS="2",
-    )
+    settings = {"LAB_MODEL": "mlp", "LAB_DEPTH": "8", "LAB_SLEEP_MS": "2", "LAB_STEPS": "2", "LAB_PROOF": "0"}
+    variants = "one_microbatch,gpipe,1f1b,interleaved,zb_h1"
+    run, records = run_experiment(ranks, 4, folder, RUN_MODE="pp", LAB_VARIANT=variants, **settings)
     assert main([str(folder), "--figures", str(folder / "figures")]) == 0
     return run, records, ElementTree.parse(folder / "figures" / "picture.svg").getroot()
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Size, Tensor, nn
 
+from distlab.experiments.compress.predictions import bucket_bytes, bucket_calls
 from distlab.lab.measure.traffic import Calls
 from distlab.techniques.compression.compressors import (
     Cast,
@@ -21,7 +22,6 @@ from distlab.techniques.compression.compressors import (
     largest,
     rank_seed,
 )
-from distlab.techniques.compression.costs import bucket_bytes, bucket_calls
 from distlab.techniques.compression.powersgd import LowRank, orthonormal
 from distlab.techniques.data_parallel.buckets import GradientBuckets
 from tests.labs import sampling_errors

@@ -2,13 +2,8 @@
 
 import pytest
 
+from distlab.experiments.compress.predictions import FORMULAS, bucket_bytes, bucket_calls, topk_pays_below
 from distlab.techniques.compression.compressors import num_kept
-from distlab.techniques.compression.costs import (
-    FORMULAS,
-    bucket_bytes,
-    bucket_calls,
-    topk_pays_below,
-)
 from distlab.techniques.compression.powersgd import factors
 
 SHAPES = [(100, 50), (50,)]  # 5050 numbers

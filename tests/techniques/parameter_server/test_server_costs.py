@@ -2,8 +2,8 @@
 
 import pytest
 
+from distlab.experiments.server.predictions import averaging_bytes, server_bytes
 from distlab.techniques.collectives.costs import all_reduce_bytes
-from distlab.techniques.parameter_server.costs import averaging_bytes, server_bytes
 
 
 def test_the_server_passes_all_and_a_ring_never_twice_the_tensor() -> None:

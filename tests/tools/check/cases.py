@@ -5,7 +5,6 @@ mostly the line that the ranks which are right are in, (b) the line at which the
 """
 
 import json
-import os
 import re
 import time
 from collections.abc import Sequence
@@ -14,11 +13,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from distlab.tools.check.judge.coordinator import Doctor
+from tests.launched import clean
 from tests.warm import Warm
 
 SCRIPTS = Path(__file__).parent / "scripts"
 TIMEOUT_S = 100
-NONE_OF_OURS = re.compile("LAB_|RANK|WORLD_SIZE|LOCAL_RANK|MASTER_|RUN_MODE|TORCHELASTIC")
 
 
 class Checked(NamedTuple):
@@ -48,7 +47,6 @@ class Checked(NamedTuple):
 
 def check(script: Path, world_size: int, folder: Path, *words: str, command: str = "check", **environ: str) -> Checked:
     """Run `distlab check script words`, or another command, on so many local ranks, with its runs in `folder`."""
-    clean = {name: value for name, value in os.environ.items() if not NONE_OF_OURS.match(name)}
     run_id = f"{script.stem}-{time.monotonic_ns()}"
     own = {
         "WORLD_SIZE": str(world_size),
@@ -58,7 +56,7 @@ def check(script: Path, world_size: int, folder: Path, *words: str, command: str
         "PYTHONHASHSEED": "0",  # forked, as torch is there: an interpreter a rank takes 2 s more (test_fork_servers.py)
     }
     began = time.monotonic()
-    started = Warm("tests.tools.check.undrawn", [command, str(script), *words], clean | own | environ)
+    started = Warm("tests.tools.check.undrawn", [command, str(script), *words], clean(**own | environ))
     started.stdin.close()
     try:
         said = started.stdout.read()

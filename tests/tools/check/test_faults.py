@@ -1,15 +1,13 @@
 """Every planted fault is named: the ranks, the number of the call in its group, and both lines. No false alarm: scripts
 that are right end with 0, without a finding and without a question."""
 
-import os
 import re
 from pathlib import Path
 
 import pytest
 
-from tests.launched import ended_warm
+from tests.launched import clean, ended_warm
 from tests.tools.check.cases import (
-    NONE_OF_OURS,
     PLANTED,
     RIGHT,
     SCRIPTS,
@@ -80,10 +78,9 @@ elastic_launch(config, be_rank)()
 
 def test_a_restart_under_torchrun_is_a_run_of_its_own(tmp_path: Path) -> None:
     """A script that fails on purpose is told of, started again by its agent, and then passes."""
-    clean = {name: value for name, value in os.environ.items() if not NONE_OF_OURS.match(name)}
     own = {"LAB_RUNS_DIR": str(tmp_path / "runs"), "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
     words = [AGENT, str(SCRIPTS / "right" / "elastic.py")]
-    done = ended_warm("-c", words, environ=clean | own, timeout_s=110)
+    done = ended_warm("-c", words, environ=clean(**own), timeout_s=110)
     assert done.returncode == 0, done.stdout
     said = " ".join(done.stdout.split())
     assert "rank 1 raised RuntimeError: a fault of this machine at elastic.py:" in said

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from distlab import puzzle
-from distlab.tools.puzzle.cell import Cells
+from distlab.tools.puzzle.learner import Cells
 from distlab.tools.puzzle.tasks import TASKS
 from tests.tools.puzzle.cases import ANSWERS
 

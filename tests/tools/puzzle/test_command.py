@@ -1,13 +1,15 @@
 """`distlab puzzle` as it is typed: lists, writes once, gives hints, judges on real ranks, and writes JUnit."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
-from distlab.cli.puzzle import main
+from distlab.cli import puzzle
+from distlab.tools.puzzle import runner
+from distlab.tools.puzzle.runner import Runner
 from distlab.tools.puzzle.tasks import TASKS
 from tests.tools.puzzle.cases import ANSWERS
 
@@ -15,13 +17,35 @@ ALL = len(TASKS)
 Typed = Callable[..., tuple[int, str]]
 
 
+@pytest.fixture(scope="module")
+def warm() -> Iterator[Runner]:
+    """Has a fork server, which has imported torch."""
+    runner = Runner(Path())
+    runner.have(1)
+    yield runner
+    runner.close()
+
+
 @pytest.fixture
-def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Typed:
+def typed(warm: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Typed:
     """`typed("7", "--hint")` in an empty folder: the exit code, and what is printed."""
+
+    class Warm(Runner):
+        """Whose ranks come from a fork server that outlives them."""
+
+        def __init__(self, folder: Path) -> None:
+            super().__init__(folder)
+            self._servers = warm._servers
+
+        def close(self) -> None:
+            self.kill()
+            self.close_store()
+
+    monkeypatch.setattr(puzzle, "Runner", Warm)
     monkeypatch.chdir(tmp_path)
 
     def type_words(*words: str) -> tuple[int, str]:
-        code = main(words)
+        code = puzzle.main(words)
         said = capsys.readouterr()
         return code, said.out + said.err
 
@@ -153,10 +177,13 @@ def test_a_file_that_hangs_is_told_by_the_doctor_and_the_exit_code_is_1(typed: T
             "ranks 0 and 1 ended the process by os._exit(9) at 06_one_bucket.py:2",
         ),
         ("import posix; posix._exit(0)", "rank 0 left by os._exit(0) before its first call"),
-        ("exec('while True: pass')", "not done after 10 s"),
+        ("exec('while True: pass')", "not done after 2 s"),
     ],
 )
-def test_an_answer_that_does_not_return_is_wrong(typed: Typed, body: str, words: str) -> None:
+def test_an_answer_that_does_not_return_is_wrong(
+    typed: Typed, monkeypatch: pytest.MonkeyPatch, body: str, words: str
+) -> None:
+    monkeypatch.setattr(runner, "TRY_S", 2.0)  # of 10: two ranks that keep two cores busy
     Path("puzzles").mkdir()
     Path("puzzles/06_one_bucket.py").write_text(f"def average_in_one_call(gradients, group):\n    {body}\n")
     code, said = typed("6")

@@ -1,15 +1,14 @@
 """A rank under check, prove and the plugin is as a rank under torchrun: what differs between its ranks, and what not."""
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.launched import ended
-from tests.tools.check.cases import NONE_OF_OURS, check
+from tests.launched import clean, ended
+from tests.tools.check.cases import check
 
 SCRIPT = Path(__file__).with_name("facts.py")
 OF_THE_AGENT = {"TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE"}  # variables for torchrun's own process
@@ -41,9 +40,10 @@ def test_facts(rank):
 
 def told(folder: Path, *words: str, **environ: str) -> list[list[dict[str, Any]]]:
     """What each of two ranks has written, the command run in the script's folder, where `check` takes it too."""
-    clean = {name: value for name, value in os.environ.items() if not NONE_OF_OURS.match(name)}
-    clean.pop("PYTHONHASHSEED", None)
-    given = clean | {"FACTS_DIR": str(folder), "OMP_NUM_THREADS": "1", "LAB_RUNS_DIR": str(folder / "runs")} | environ
+    own = {"FACTS_DIR": str(folder), "OMP_NUM_THREADS": "1", "LAB_RUNS_DIR": str(folder / "runs")}
+    given = clean(**own | environ)
+    if "PYTHONHASHSEED" not in environ:
+        given.pop("PYTHONHASHSEED", None)
     done = ended([sys.executable, "-m", *words], cwd=SCRIPT.parent, environ=given, timeout_s=110)
     assert done.returncode in (0, 1), done.stdout + done.stderr  # 1: no group was made
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
