@@ -39,7 +39,7 @@ TOP = Path(__file__).parent.parent
 GROUPS = ("distlab/techniques", "distlab/lab", "distlab/tools")
 WHOLE = ("distlab/cli", "experiments", "workers", "engines", "tests", "benchmarks")  # of a group each folder has a row
 SIZES = {  # statements and files, at most
-    "distlab": (227, 4),
+    "distlab": (231, 4),
     "distlab/techniques": (1, 1),
     "distlab/lab": (199, 2),
     "distlab/tools": (1, 1),
@@ -66,18 +66,18 @@ SIZES = {  # statements and files, at most
     "distlab/lab/report": (3_122, 25),
     "distlab/lab/verify": (1_466, 10),
     "distlab/lab/workload": (1_017, 7),
-    "distlab/tools/check": (5_474, 41),
+    "distlab/tools/check": (5_496, 41),
     "distlab/tools/notebook": (474, 5),
     "distlab/tools/plan": (1_452, 14),
-    "distlab/tools/prove": (1_251, 7),
+    "distlab/tools/prove": (2_560, 16),
     "distlab/tools/puzzle": (1_606, 44),
     "distlab/tools/ranks": (364, 4),
     "distlab/tools/testing": (240, 3),
-    "distlab/cli": (920, 11),
+    "distlab/cli": (995, 11),
     "experiments": (6_890, 76),
     "workers": (6, 2),
     "engines": (57, 1),
-    "tests": (28_762, 521),
+    "tests": (29_410, 524),
     "benchmarks": (2_300, 36),
 }
 MOST_FILES, MEDIAN_FILES, BUCKETED_LINES = 4, 3, 650

@@ -5,8 +5,9 @@ dense shape is held whole, and one that is shorter in one dim is as many rows of
 halves, the interleaved heads of a fused projection, a vocabulary in parts. A DTensor knows it by itself.
 """
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -81,3 +82,86 @@ def locate_in_dense(found: Tensor, dense: Tensor) -> Rows:
 def rows_as_bytes(tensor: Tensor, dim: int) -> Iterable[bytes]:
     for row in tensor.movedim(dim, 0):
         yield row.contiguous().numpy().tobytes()
+
+
+# The same for a script's own tensors, whose weights may be equal to each other (ones, zeros) or begin at random.
+
+
+class Place(NamedTuple):
+    """Where a rank's piece lies: a dense tensor's name, and rows of it, or the part that begins at `begin`."""
+
+    name: str
+    rows: Rows = WHOLE
+    begin: tuple[int, ...] = ()
+
+    def of(self, dense: Tensor, shape: torch.Size) -> Tensor:
+        for dim, start in enumerate(self.begin):
+            dense = dense.narrow(dim, start, shape[dim])
+        return self.rows.of(dense)
+
+    def put(self, dense: Tensor, found: Tensor) -> None:
+        """Write a rank's part into the dense tensor."""
+        if self.rows.dim >= 0:
+            dense.index_copy_(self.rows.dim, torch.tensor(self.rows.lines), found.to(dense.dtype))
+        else:
+            self.of(dense, found.shape).copy_(found)
+
+
+def places_of(pieces: Mapping[str, Sequence[Any]], dense: Mapping[str, Tensor]) -> dict[str, Place]:
+    """Where each piece of a rank lies, before the first step: by its own word, else by its numbers, else by its name;
+    what has no numbers of its own lies as the rest of its module does. Some may be found nowhere."""
+    found: dict[str, Place] = {}
+    for name, (begin, shape, tensor) in pieces.items():
+        same = dense.get(name)
+        if begin and same is not None and list(same.shape) == shape:
+            found[name] = Place(name, begin=tuple(begin))
+        elif not begin and is_telling(tensor):
+            place = by_numbers(name, tensor, dense)
+            found |= {} if place is None else {name: place}
+    moved = renamed(found)
+    for name, (begin, _, tensor) in pieces.items():
+        if name in found or begin:
+            continue
+        wanted = next((new + name[len(old) :] for old, new in moved.items() if name.startswith(old)), name)
+        module, lines = name.rpartition(".")[0], tensor.shape[0] if tensor.dim() else 0
+        if wanted in dense and dense[wanted].shape == tensor.shape:
+            found[name] = Place(wanted)
+        elif wanted in dense and dense[wanted].dim() == tensor.dim():
+            beside = [each.rows for other, each in found.items() if other.rpartition(".")[0] == module]
+            rows = next((each for each in beside if each.dim == 0 and len(each.lines) == lines), None)
+            found |= {name: Place(wanted, rows)} if rows is not None and tensor.dim() == 1 else {}
+    return found
+
+
+def is_telling(tensor: Tensor) -> bool:
+    """Whether its numbers are its own: not all of them are one."""
+    return tensor.numel() > 1 and bool((tensor != tensor.flatten()[0]).any())
+
+
+def by_numbers(name: str, tensor: Tensor, dense: Mapping[str, Tensor]) -> Place | None:
+    """Where these numbers stand; a tensor of this name first."""
+    ordered = [name, *(other for other in dense if other != name)] if name in dense else list(dense)
+    for other in ordered:
+        if dense[other].shape == tensor.shape and torch.equal(dense[other], tensor.to(dense[other].dtype)):
+            return Place(other)
+    if name in dense and dense[name].shape == tensor.shape:
+        return Place(name)
+    for other in ordered:
+        with suppress(Misfit):
+            if dense[other].dim() == tensor.dim() and dense[other].numel() > tensor.numel():
+                rows = locate_in_dense(tensor, dense[other])
+                if len(set(rows.lines)) == len(rows.lines):
+                    return Place(other, rows)
+    return None
+
+
+def renamed(places: Mapping[str, Place]) -> dict[str, str]:
+    """Parts of names that are numbers on a rank and others in the whole model, as of a pipeline's stage: by what they
+    begin with."""
+    found = {}
+    for name, place in places.items():
+        old, new = name.split("."), place.name.split(".")
+        other = [index for index, (one, two) in enumerate(zip(old, new, strict=False)) if one != two]
+        if len(old) == len(new) and len(other) == 1:
+            found[".".join(old[: other[0] + 1]) + "."] = ".".join(new[: other[0] + 1]) + "."
+    return found
