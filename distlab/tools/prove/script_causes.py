@@ -48,6 +48,8 @@ class Scene(NamedTuple):
 
 def cause(scene: Scene, rank: int, names: Sequence[str]) -> str:
     """Why these gradients of a rank, all of them wrong, are what they are."""
+    if any(scene.places[rank][name].name not in scene.dense for name in names):
+        return "there, where one rank has none: its loss does not depend on them"
     if any(scene.gradient(rank, name) is None for name in names):
         return "missing as the optimizer steps, where one rank has them: nothing went through them, or zero_grad came"
     whole = [name for name in names if is_whole(scene, name)]

@@ -117,7 +117,7 @@ class Samples:
             self.steps.stop()
 
     def _taken(self, mine: dict[str, Any], batch: Any, indices: Any) -> Any:
-        batch = cast(batch, torch.float64) if self.steps.proving.double else batch
+        batch = each_in(batch, doubled) if self.steps.proving.double else batch
         if not self.given:
             self._record(mine, batch, indices)
         mine["batches"] += 1
@@ -170,7 +170,7 @@ class Given:
                 drawn.append(each["drawn"][number])
         parts, drawn = (of[self._share :: self._shares] or of[:1] for of in (parts, drawn))
         if self._mixed:
-            parts, drawn = [turned(each) for each in reversed(parts)], drawn[::-1]
+            parts, drawn = [each_in(each, turned) for each in reversed(parts)], drawn[::-1]
         self.chunks = [rows_in(each) for each in parts]
         try:
             return united(parts)
@@ -232,30 +232,27 @@ def united(parts: Sequence[Any]) -> Any:
     raise Mixed(f"its batches are of {type(first).__name__}")
 
 
-def turned(batch: Any) -> Any:
-    """The same samples, the last one first."""
-    if isinstance(batch, Tensor):
-        return batch.flip(0) if batch.dim() else batch
+def each_in(batch: Any, change: Callable[[Any], Any]) -> Any:
+    """The same batch, each of its tensors and lists of other things changed."""
     if isinstance(batch, Mapping):
-        found = {name: turned(each) for name, each in batch.items()}
+        found = {name: each_in(each, change) for name, each in batch.items()}
         return found if type(batch) is dict else type(batch)(found)  # type: ignore[call-arg]
-    if hasattr(batch, "_fields"):
-        return type(batch)(*map(turned, batch))
-    if isinstance(batch, list | tuple):
-        nested = any(isinstance(each, Tensor | Mapping | list | tuple) for each in batch)
-        return type(batch)(map(turned, batch) if nested else batch[::-1])
-    return batch
+    if isinstance(batch, list | tuple) and any(isinstance(each, Tensor | Mapping | list | tuple) for each in batch):
+        changed = [each_in(each, change) for each in batch]
+        return type(batch)(*changed) if hasattr(batch, "_fields") else type(batch)(changed)
+    return change(batch)
 
 
-def cast(batch: Any, dtype: torch.dtype) -> Any:
-    """The same with its floating-point numbers of this type."""
-    if isinstance(batch, Tensor):
-        return batch.to(dtype) if batch.is_floating_point() else batch
-    if isinstance(batch, Mapping):
-        return type(batch)({name: cast(each, dtype) for name, each in batch.items()})  # type: ignore[call-arg]
-    if isinstance(batch, list | tuple) and not hasattr(batch, "_fields"):
-        return type(batch)(cast(each, dtype) for each in batch)
-    return batch
+def turned(samples: Any) -> Any:
+    """The same samples, the last one first."""
+    if isinstance(samples, Tensor):
+        return samples.flip(0) if samples.dim() else samples
+    return samples[::-1] if isinstance(samples, list | tuple) else samples
+
+
+def doubled(samples: Any) -> Any:
+    """In float64, if they are floating-point numbers."""
+    return samples.double() if isinstance(samples, Tensor) and samples.is_floating_point() else samples
 
 
 def tensors_in(batch: Any) -> list[Tensor]:

@@ -7,9 +7,10 @@ itself, which DistributedDataParallel's come after. Names are those in the outer
 
 import gc
 import sys
+import warnings
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ MOST_STEPS, MOST_BYTES = 8, 1 << 28  # that are recorded in full, of a rank
 MOST_BACKWARDS = 16  # of a step, told apart
 MOST_ROWS = 4096  # of the inputs of a step
 MOST_OUTPUTS, MOST_OUTPUT = 200, 1 << 18  # modules whose first outputs are kept, and elements of one
-FLAT = "FlatParameter"  # of FullyShardedDataParallel: rows of no tensor of the model
+FLAT = ("_flat_param", "_fsdp_wrapped_module")  # of FullyShardedDataParallel: rows of no tensor of the model
 LOW = (torch.bfloat16, torch.float16)
 
 
@@ -64,6 +65,7 @@ class ScriptSteps:
         self.stop: Callable[[], None] = lambda: None  # the reference, when it has done enough
         self._names: dict[int, str] = {}
         self._roots = self._depth = 0
+        self._flat: set[int] = set()
         self._modules: dict[int, str] = {}
         self._outputs: dict[str, list[Any]] = {}  # of each module's first call: its input's checksum, and its output
         self._parts: dict[str, list[tuple[int, Tensor]]] = defaultdict(list)
@@ -80,6 +82,7 @@ class ScriptSteps:
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
         self.proving.place.mkdir(parents=True, exist_ok=True)
+        warnings.filterwarnings("ignore", ".*when there are global hooks on modules")  # ours, of torch.compile
         register_optimizer_step_pre_hook(hook(self._before_step))
         register_optimizer_step_post_hook(hook(self._after_step))
         module.register_module_forward_pre_hook(hook(self._enter))
@@ -136,6 +139,8 @@ class ScriptSteps:
         self._roots += 1
         rest = "" if self._roots == 1 else f" (model {self._roots})"
         for name, parameter in model.named_parameters():
+            if any(each in name for each in FLAT):
+                self._flat.add(id(parameter))
             self._name(f"{plain_name(name)}{rest}", parameter)
         named = {id(each): f"{plain_name(name + '.')[:-1]}{rest}" for name, each in model.named_modules()}
         self._modules |= {number: name for number, name in named.items() if number not in self._modules}
@@ -175,28 +180,30 @@ class ScriptSteps:
         stepped = parameters(optimizer)
         for index, each in enumerate(stepped):
             self._name(f"parameter {index}", each)
-        named = [each for each in stepped if type(each).__name__ != FLAT]
         self.rates.append([float(group.get("lr", 0.0)) for group in optimizer.param_groups])
         if self.number == 0:
             held = sum(each.numel() * each.element_size() for each in stepped)
             self.most = max(1, min(MOST_STEPS, MOST_BYTES // max(1, 4 * held)))
         if self.number < self.most:
-            self._before = {self._names[id(each)]: piece(each) for each in named}
-            given = {self._names[id(each)]: each.grad for each in named if each.grad is not None}
-            self._gradients = {name: piece(each) for name, each in given.items()}
+            self._before = self._pieces(stepped)
+            self._gradients = {
+                self._names[id(each)]: piece(each.grad)
+                for each in stepped if each.grad is not None and id(each) not in self._flat
+            }  # fmt: skip
+
+    def _pieces(self, stepped: Sequence[Tensor]) -> dict[str, list[Any]]:
+        return {self._names[id(each)]: piece(each) for each in stepped if id(each) not in self._flat}
 
     @harmless
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self.number < self.most:
-            after = {
-                self._names[id(each)]: piece(each) for each in parameters(optimizer) if type(each).__name__ != FLAT
-            }
+            after, line = self._pieces(parameters(optimizer)), self.recorder.places.line_of(2)
             low = self.in_low or any(each.dtype in LOW for each in parameters(optimizer))
             torch.save(
                 {
                     "before": self._before, "gradients": self._gradients, "after": after, "low": low,
                     "parts": {name: self._parts.pop(name) for name in after if name in self._parts},
-                    "losses": self._losses, "inputs": dict(self._inputs), "line": self._line,
+                    "stepped_at": line, "losses": self._losses, "inputs": dict(self._inputs), "line": self._line,
                     "rates": self.rates[-1], "backwards": self.backwards, "terms": dict(self._terms),
                     "outputs": self._outputs if self.number == 0 else {},
                 },

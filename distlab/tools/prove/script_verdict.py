@@ -194,6 +194,8 @@ class Comparison:
 
     def _inputs_differ(self, ranks: Steps, alone: Steps) -> str:
         """Why a step can't be compared: other rows reach the model."""
+        if len({each["stepped_at"] for each in (*ranks, *alone)}) > 1:
+            return "other steps"
         stepped = {name for each in alone for name in each["before"]}
         for kind in {kind for each in alone for kind in each["inputs"]}:
             mine = {row for each in alone for row in each["inputs"].get(kind, ())}
@@ -205,7 +207,7 @@ class Comparison:
                 if {place.name for place in places.values()} >= stepped
             ]  # fmt: skip
             if mine - set().union(*theirs) or any(rows - mine for rows in whole):
-                return "inputs"
+                return "other inputs"
         return ""
 
     def cause(self, row: Row, gathered: str) -> str:
@@ -299,12 +301,12 @@ def uncompared(ranks: Told, rows: Sequence[Row], why_not: str, alone: str) -> st
         return "not compared: no optimizer took a step"
     fed = any(each["trains"] for each in ranks.ledgers[0]["passes"])
     reasons = {row.why_not for row in rows}
-    if reasons == {"inputs"} and not fed:
+    if reasons == {"other inputs"} and not fed:
         return (
             f"not compared: the script makes its batches itself, and {alone} makes others than the ranks: put"
             " distlab.batch(x, y) around them"
         )
-    if reasons == {"inputs"}:
+    if reasons == {"other inputs"}:
         return (
             "not compared: what reaches the model is not what was read: the script changes its samples by random"
             " numbers, which are each rank's own"
