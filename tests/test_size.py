@@ -39,7 +39,7 @@ TOP = Path(__file__).parent.parent
 GROUPS = ("distlab/techniques", "distlab/lab", "distlab/tools")
 WHOLE = ("distlab/cli", "experiments", "workers", "engines", "tests", "benchmarks")  # of a group each folder has a row
 SIZES = {  # statements and files, at most
-    "distlab": (253, 4),
+    "distlab": (257, 4),
     "distlab/techniques": (1, 1),
     "distlab/lab": (198, 2),
     "distlab/tools": (1, 1),
@@ -66,18 +66,18 @@ SIZES = {  # statements and files, at most
     "distlab/lab/report": (3_430, 26),
     "distlab/lab/verify": (1_659, 11),
     "distlab/lab/workload": (1_017, 7),
-    "distlab/tools/check": (5_474, 41),
+    "distlab/tools/check": (5_303, 41),
     "distlab/tools/notebook": (474, 5),
     "distlab/tools/plan": (1_452, 14),
-    "distlab/tools/prove": (1_251, 7),
+    "distlab/tools/prove": (2_560, 16),
     "distlab/tools/puzzle": (1_600, 43),
     "distlab/tools/ranks": (364, 4),
     "distlab/tools/testing": (240, 3),
-    "distlab/cli": (940, 11),
+    "distlab/cli": (1_015, 11),
     "experiments": (7_933, 89),
     "workers": (6, 2),
     "engines": (57, 1),
-    "tests": (28_945, 523),
+    "tests": (29_492, 523),
     "benchmarks": (2_300, 36),
 }
 MOST_FILES, MEDIAN_FILES, BUCKETED_LINES = 4, 3, 650

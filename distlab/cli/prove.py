@@ -1,20 +1,30 @@
-"""`distlab prove FILE`: whether N ranks compute what one process computes, for one's own model and strategy.
+"""`distlab prove FILE`: whether N ranks compute what one process computes, for a training script as it stands, or for
+one's own model and strategy in a file that holds them by name.
 
 Exit codes: 0 they do; 1 they do not, or a finding of the doctor's; 2 refused; 3 a rank was lost.
 """
 
+import ast
+import shlex
+import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from distlab.lab.config import Config
-from distlab.tools.check.start.command import SHARED, Errand, ProofOptions, start
+from distlab.tools.check.start.command import SHARED, CheckOptions, Errand, ProofOptions, start
 
-HELP = """usage: distlab prove [NAME=VALUE ...] FILE
+HELP = """usage: distlab prove [NAME=VALUE ...] [--reference N] [--vary "--tp=1,2"] [--double] FILE [ARGS ...]
 
-Trains what FILE holds on WORLD_SIZE ranks beside one process, in float64, and says which tensor of which rank parts
-from it first, and why. In containers: ./run prove FILE. FILE has any of
+Runs a training script unchanged on WORLD_SIZE ranks, and again on one that is given the samples which they read, and
+says which step trains another model, and why. --reference N compares with N ranks, --vary runs one of the script's own
+arguments with each value beside the first one on one rank, --double computes in float64.
+
+A file without a process group of its own is no script: of that it trains what it holds, in float64, on WORLD_SIZE ranks
+beside one process. In containers: ./run prove FILE. It has any of
 
   model(seed)                                        an nn.Module
   loss(model, inputs, targets)                       the sum over all loss terms
@@ -31,9 +41,98 @@ exit codes  0 N ranks are one process, 1 they are not, or a finding of the docto
 USED = SHARED | {"model", "width", "depth", "heads", "seq", "tie", "text", "batch", "microbatches", "seed"}
 
 
+# What a script has and a file of parts has not.
+MAKERS = {"init_process_group", "init_device_mesh", "Accelerator", "PartialState", "Trainer", "__name__"}
+PARTS = {"model", "loss", "batch", "terms", "train_step", "prepare", "strategy", "after_step", "mesh", "clip", "even"}
+
+
+class Before(NamedTuple):
+    """What stands before the file."""
+
+    settings: list[str]
+    reference: int = 1
+    vary: str = ""
+    double: bool = False
+    words: tuple[str, ...] | None = None  # of the reference, where --vary gives it others
+    fault: str = ""
+
+
 def main(words: Sequence[str]) -> int:
     """Prove the file; returns the exit code."""
-    return start(Errand("prove", HELP, "file", ProofOptions, USED, playing), words)
+    before, rest = parsed(words)
+    if before.fault:
+        print(f"refused    {before.fault}", flush=True)
+        return 2
+    words = [*before.settings, *rest]
+    if not rest or not Path(rest[0]).is_file() or not is_script(Path(rest[0]).read_bytes()):
+        return start(Errand("prove", HELP, "file", ProofOptions, USED, playing), words)
+    if before.vary:
+        return varied(before, rest)
+    from distlab.tools.prove.script_reference import watch
+    from distlab.tools.prove.script_rerun import Reruns, ScriptOptions
+
+    options = ScriptOptions(before.reference, before.double, before.words)
+    job = {"watch": watch, "reruns": partial(Reruns, options), "double": before.double}
+    return start(Errand("prove", HELP, "script", CheckOptions, SHARED, lambda config: None, job), words)  # noqa: ARG005
+
+
+def parsed(words: Sequence[str]) -> tuple[Before, list[str]]:
+    """The words before the file, and the file with those behind it."""
+    rest, found = list(words), Before([])
+    while rest:
+        word = rest[0]
+        name, _, value = word.partition("=")
+        if name in ("--reference", "--vary"):
+            rest.pop(0)
+            value = value if "=" in word else rest.pop(0) if rest else ""
+            if name == "--vary" and not (value.startswith("-") and "=" in value):
+                return found._replace(fault=f"--vary is {value!r}: expected an argument and values, as --tp=1,2"), rest
+            if name == "--reference" and not (value.isdigit() and 1 <= int(value) <= 8):
+                return found._replace(fault=f"--reference is {value!r}: expected a number of ranks, 1 to 8"), rest
+            found = found._replace(vary=value) if name == "--vary" else found._replace(reference=int(value))
+        elif name == "--words":
+            found = found._replace(words=tuple(shlex.split(rest.pop(0).partition("=")[2])))
+        elif word == "--double":
+            found = found._replace(double=bool(rest.pop(0)))
+        elif "=" in word and not word.startswith("-") and not Path(word).exists():
+            found.settings.append(rest.pop(0))
+        else:
+            break
+    return found, rest
+
+
+def is_script(source: bytes) -> bool:
+    """Whether a file is a script, by what it names; one that cannot be read is none."""
+    with suppress(SyntaxError, ValueError):
+        tree = ast.parse(source)
+        named = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        named |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        bound = {
+            alias.asname or alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names
+        }
+        bound |= {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        bound |= {
+            target.id for node in tree.body if isinstance(node, ast.Assign)
+            for target in node.targets if isinstance(target, ast.Name)
+        }  # fmt: skip
+        return bool(named & MAKERS) or not bound & PARTS
+    return False
+
+
+def varied(before: Before, rest: Sequence[str]) -> int:
+    """A run for each value of an argument, all beside one reference, which has the first; the worst exit code."""
+    name, _, values = before.vary.partition("=")
+    choices = values.split(",")
+    words = shlex.join([*rest[1:], f"{name}={choices[0]}"])
+    told = ["--reference", str(before.reference), *(["--double"] if before.double else []), f"--words={words}"]
+    codes = []
+    for value in choices:
+        command = [sys.executable, "-m", "distlab", "prove", *before.settings, *told, *rest, f"{name}={value}"]
+        codes.append(subprocess.run(command, check=False).returncode)
+    print(f"layout     {'exit code':<12}beside {name}={choices[0]} on {before.reference} of its ranks")
+    for value, code in zip(choices, codes, strict=True):
+        print(f"{name}={value:<10} {code:<12}{'the same model' if not code else 'another, or not compared'}")
+    return max(codes)
 
 
 def playing(config: Config) -> Any:

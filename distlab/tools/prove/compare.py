@@ -16,7 +16,8 @@ from distlab.lab.measure import tensors
 from distlab.lab.measure.tensors import NEAR, factor, hash_of
 from distlab.lab.workload.data import Microbatch
 from distlab.lab.workload.reference import LEARNING_RATE, Snapshot
-from distlab.tools.prove.reference import Dense, LocatedTensor, Rows, plain_name
+from distlab.tools.prove.locate import LocatedTensor, Rows, plain_name
+from distlab.tools.prove.reference import Dense
 from distlab.tools.prove.user_file import UserFile
 
 TOLERANCE = 1e-11  # of the largest value of all tensors of a kind, or of one where that is more

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from distlab.lab.cluster import name_ranks
 from distlab.lab.measure.tensors import NEAR, factor
-from distlab.tools.prove.reference import LocatedTensor
+from distlab.tools.prove.locate import LocatedTensor
 
 Part = tuple[str, int, int]  # the use of a tied parameter, the shard, the microbatch
 Key = TypeVar("Key", bound=Hashable)

@@ -28,7 +28,8 @@ from distlab.tools.check.watch.recorder import Recorder
 from distlab.tools.check.watch.telling import Telling
 from distlab.tools.prove import reference, user_file
 from distlab.tools.prove.compare import Deviation, Draw, Draws, Passes, Step, compared, parted
-from distlab.tools.prove.reference import STEPS, Dense, LocatedTensor, Rows, named, names_of
+from distlab.tools.prove.locate import CPU, WHOLE, LocatedTensor, Misfit, Rows, local, locate_in_dense, named
+from distlab.tools.prove.reference import STEPS, Dense, names_of
 from distlab.tools.prove.user_file import NAMES, Refused, UserFile, from_names, load
 from distlab.tools.prove.verdict import Everything, Grid, Mine, Say, tell
 
@@ -128,8 +129,8 @@ class Stepped:
                     " names have to stay, whatever is cut or wrapped"
                 )
             try:
-                found[name] = reference.locate_in_dense(reference.local(parameter), start[self._canonical[name]])
-            except reference.Misfit as misfit:
+                found[name] = locate_in_dense(local(parameter), start[self._canonical[name]])
+            except Misfit as misfit:
                 self.misfits[name] = str(misfit)
         return found
 
@@ -155,7 +156,7 @@ class Stepped:
 
     def _located(self, tensors: Mapping[str, Tensor | None]) -> dict[str, LocatedTensor]:
         with self._unseen():
-            copies = {name: None if each is None else reference.local(each) for name, each in tensors.items()}
+            copies = {name: None if each is None else local(each) for name, each in tensors.items()}
         return {name: LocatedTensor(self._rows[name], each) for name, each in copies.items()}
 
 
@@ -178,7 +179,7 @@ class OfStrategy:
     def _full(self, kind: str) -> dict[str, LocatedTensor]:
         with self._unseen():
             full = self.strategy.full(kind)
-            return {name: LocatedTensor(reference.WHOLE, reference.local(each)) for name, each in full if each.numel()}
+            return {name: LocatedTensor(WHOLE, local(each)) for name, each in full if each.numel()}
 
 
 def train_step(
@@ -242,7 +243,7 @@ class Proof:
     def run(self) -> None:
         model = self.theirs.model(self.seed)
         user_file.refuse(model)
-        self.device = next((each.device for each in model.parameters()), reference.CPU)
+        self.device = next((each.device for each in model.parameters()), CPU)
         self.dealing = reference.Dealing(self.theirs, self.grid.axes.get("dp", 1), self.device)
         canonical = names_of(model)
         digests = self.everyone(user_file.digest(model, *self.dealing.whole(0)[:2]))

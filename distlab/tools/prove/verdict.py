@@ -20,7 +20,8 @@ from distlab.tools.check.judge.axes import groups_of
 from distlab.tools.prove import compare, reference
 from distlab.tools.prove.compare import CLIP_EPSILON, GRADIENTS, LOSSES, TOLERANCE, WEIGHTS, Deviation, not_held
 from distlab.tools.prove.explain import UNEXPLAINED, Scene, blocks, near, why
-from distlab.tools.prove.reference import STEPS, Dealing, Dense, LocatedTensor, Rows, contributions
+from distlab.tools.prove.locate import LocatedTensor, Rows
+from distlab.tools.prove.reference import STEPS, Dealing, Dense, contributions
 from distlab.tools.prove.user_file import UserFile
 
 CONTROL = "tests/tools/prove/test_bugs.py::test_it_is_named"

@@ -193,7 +193,6 @@ PLANTED = (
     Planted("epoch_of_rank_0", 2, 1, ("epoch", "permutation"), ("a",), (1,)),
     Planted("split_by_rank", 2, 1, ("subset", "permutation"), ("a",), (1,)),
     Planted("temporary", 2, 0, ("nobody reads",), ("a",), ()),
-    Planted("gathered_no_gradient", 2, 0, ("no gradient",), ("a",), ()),
     Planted("columns_scattered", 2, 1, ("scatter", "not contiguous"), ("a",), (0,), 0),
     Planted("transposed_on_one", 2, 1, ("reduce", "not contiguous"), ("a",), (1,), 0),
     Planted("numpy_in_flight", 2, 0, (), (), ()),  # these two write where no version counter is told
@@ -213,8 +212,6 @@ PLANTED = (
     Planted("skipped_average", 2, 1, ("other gradients", "from step 3"), ("a", "b"), (1,)),
     Planted("own_heads", 2, 0, ("is it meant", "weight"), ("a",), (1,)),
     Planted("same_data", 2, 1, ("same",), ("a",), (0, 1)),
-    Planted("divided_twice", 2, 0, ("divided",), (), ()),
-    Planted("never_divided", 2, 0, ("divides",), ("a",), ()),
     Planted("dropout_seed", 2, 1, ("dropout",), ("a",), (0, 1)),
     Planted("sys_exit", 3, 1, ("3", "all_reduce"), ("a",), (1,), 1),
     Planted("src_in_pair", 4, 1, ("ranks 2 and 3", "ranks of the world"), ("a", "b"), (2, 3)),

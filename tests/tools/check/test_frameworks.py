@@ -6,7 +6,6 @@ import pytest
 
 from distlab.tools.check.judge.deadlock import Standing, circle
 from distlab.tools.check.judge.rank_state import Call, CallPlace, GroupKey, Kind, RankState, Wait
-from distlab.tools.check.judge.source_lines import divided_before
 from tests.frameworks.faults import table
 from tests.tools.check.cases import Checked, assert_ended, check_text
 
@@ -160,22 +159,3 @@ def test_a_helper_is_told_with_its_callers() -> None:
     state.take(["place", 0, "utils.py:5", "", "utils.py", "", "", "train.py:30 from train.py:44"], 0.0)
     assert str(state.place(0)) == "utils.py:5"
     assert state.place(0).callers == "train.py:30 from train.py:44"
-
-
-@pytest.mark.parametrize(
-    ("before", "divided"),
-    [
-        ("grad /= world_size", True), ("grad.div_(dist.get_world_size())", True), ("loss = loss / world", True),
-        ("grad /= 2", False), ("mean = total / len(batches)", False), ("grad.add_(1)", False),
-    ],
-)  # fmt: skip
-def test_a_division_before_the_sum_is_seen(before: str, divided: bool, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(f"def step(grad):\n    {before}\n    dist.all_reduce(grad)\n    show(grad / world_size)\n")
-    assert divided_before(CallPlace("train.py:3", "", str(script))) == divided
-
-
-def test_a_division_in_the_function_that_calls_is_seen(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text("def total(grad):\n    dist.all_reduce(grad)\ndef step(grad):\n    total(grad / world_size)\n")
-    assert divided_before(CallPlace("train.py:2", "", str(script), callers="train.py:4"))

@@ -170,7 +170,7 @@ TEXTS: dict[str, Any] = {  # the file's text, the variables of its proof, its ex
     "strange": (STRANGE, {}, 2, "the strategy's full() gives 'layers.1.mlp.top.bias', which is no parameter of the"),
     "apart": (APART, {}, 1, "the loss of step 0 is"),
     "hangs": (HANGS, {"LAB_HANG_AFTER_S": "2"}, 1, "all_reduce", "hangs.py:10"),
-    "stands": ("import time\ntime.sleep(600)\n", {"LAB_JOIN_TIMEOUT_S": "5"}, 2, "the file still stands at stands.py:2 after 5 s"),
+    "stands": ("clip = 1.0\nimport time\ntime.sleep(600)\n", {"LAB_JOIN_TIMEOUT_S": "5"}, 2, "the file still stands at stands.py:3 after 5 s"),
     "refused": (REFUSED, {}, 2, "batch(1, 0) returned str: allowed are inputs and targets"),
     "half": (HALF, {}, 1, "no rank trains rows 100 to 127 of layers.1.mlp.up.weight",
              "layers.2.mlp.up.bias on rank 1 begins with other weights than the model's"),
@@ -223,6 +223,6 @@ def test_a_file_that_ends_before_its_checks_has_failed(inside: str, last: str, w
 
 
 def test_all_files_are_in_the_tables() -> None:
-    shared = {"net", "axes"}
+    shared = {"net", "axes", "script_right", "script_wrong"}
     named = {planted.name for planted in PLANTED} | {f"right_{name}" for name in RIGHT} | shared
     assert {path.stem for path in FILES.glob("*.py")} == named

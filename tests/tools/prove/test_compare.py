@@ -26,7 +26,8 @@ from distlab.tools.prove.compare import (
     tolerance,
     wrong_draws,
 )
-from distlab.tools.prove.reference import WHOLE, Dense, LocatedTensor, Rows
+from distlab.tools.prove.locate import WHOLE, LocatedTensor, Rows
+from distlab.tools.prove.reference import Dense
 from distlab.tools.prove.verdict import Grid
 
 pytestmark = pytest.mark.timeout(60)

@@ -15,8 +15,9 @@ from distlab.lab.config import Config
 from distlab.tools.check.start.command import ProofOptions
 from distlab.tools.prove import reference, user_file
 from distlab.tools.prove.explain import Scene, counted, in_parts, why
+from distlab.tools.prove.locate import WHOLE, LocatedTensor, Misfit, Rows, locate_in_dense
 from distlab.tools.prove.proof import Wire
-from distlab.tools.prove.reference import WHOLE, Dealing, LocatedTensor, Misfit, Rows, locate_in_dense, one_process
+from distlab.tools.prove.reference import Dealing, one_process
 from distlab.tools.prove.user_file import Refused, UserFile, load
 from distlab.tools.prove.verdict import Grid
 

@@ -15,7 +15,8 @@ from distlab.lab.report.records import Check
 from distlab.lab.workload.reference import Snapshot
 from distlab.tools.prove.compare import GRADIENTS, LOSSES, WEIGHTS, Deviation, Draw
 from distlab.tools.prove.explain import UNEXPLAINED
-from distlab.tools.prove.reference import WHOLE, Buffers, Dense, LocatedTensor, Rows
+from distlab.tools.prove.locate import WHOLE, LocatedTensor, Rows
+from distlab.tools.prove.reference import Buffers, Dense
 from distlab.tools.prove.verdict import (
     Everything,
     Grid,

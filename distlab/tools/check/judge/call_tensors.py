@@ -162,29 +162,17 @@ def layout(shape: list[int], strides: list[int]) -> list[int]:
 
 
 class Lost(Fault):
-    """What a call gives and nobody can use, by line: results in temporaries, and gathered tensors without a gradient.
-    Asked, as a script may want the wait alone, or the values without a gradient."""
+    """Results in temporaries, which nobody can read, by line: asked, as a script may want the wait alone."""
 
     def __init__(self) -> None:
         self._unread: Table[str, int, bool] = Table()
-        self._cut: dict[str, None] = {}
 
     def take_unread(self, case: RankState, op: str, group: int, place: int) -> None:  # noqa: ARG002
         self._unread.put(case, case.place(place).line, case.group(group).ranks, 0, value=True)
-
-    def take_cut(self, case: RankState, op: str, group: int, place: int) -> None:  # noqa: ARG002
-        if len(case.group(group).ranks) > 1:
-            self._cut[case.place(place).line] = None
 
     def questions(self) -> Iterator[str]:
         for line, _, _ in self._unread.whole():
             yield (
                 f"is it meant that nobody reads the result of the all_reduce at {line}? Its tensor is a temporary,"
                 " gone as the call returns: give it a name before, and read it after"
-            )
-        for line in self._cut:
-            yield (
-                f"is it meant that no gradient comes back through the all_gather at {line}? The loss is made of what it"
-                " copied: put this rank's own tensor into its place in the list, or call"
-                " torch.distributed.nn.functional.all_gather"
             )

@@ -46,6 +46,7 @@ class Doctor:
         self.whole = False  # all scripts have ended, and nothing had ended the run before
         self.refused = ""  # why nothing was run, as rank 0 would have it said
         self.records: list[Record] = []  # that a proof has told
+        self.compared: list[Record] = []  # of a script and its reference
         self.lost: dict[int, str] = {}  # ranks whose process was killed or stopped from outside, and how
         self._waiting, self._still = Waiting(hang_after_s), Still(bound_s, say)
         self._say = say

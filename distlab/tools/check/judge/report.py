@@ -33,6 +33,7 @@ def written(doctor: Doctor) -> Iterator[records.Record]:
     for finding in doctor.findings:
         yield records.Finding(finding.check, finding.sentence, list(finding.ranks))
     yield from doctor.records
+    yield from doctor.compared
     for name in CHECKS:
         found = [finding.sentence for finding in doctor.findings if finding.check == name]
         control = OF_DEVICES if name == DEVICES else CONTROL
@@ -69,7 +70,8 @@ def log_lines(doctor: Doctor) -> Iterator[str]:
         yield from format_tables(wire(doctor.cases))
     for sentence in questions(doctor):
         yield from wrapped("question", sentence)
-    lines = slowest_lines(doctor) if not doctor.findings else []
+    yield from format_tables(doctor.compared)
+    lines = slowest_lines(doctor) if not doctor.findings and not doctor.compared else []
     for line in lines[:SHOWN]:
         place, op, calls, nbytes, took_ms, last, wait = script_line_row(line, steps(doctor))
         cells = f"{place}  {op}  {counted(calls, 'calls')} of {human_bytes(nbytes)}  {took_ms:.1f} ms"

@@ -13,7 +13,6 @@ from distlab.tools.check.judge.rank_state import CallPlace
 
 MOST_BYTES = 4_000_000
 SHOWN = 160  # characters of a line
-SIZES = ("world", "size", "ranks", "num_p", "gpus", "replicas", "workers")  # in a divisor that is a number of ranks
 # In the condition of a branch, or the name of a decorator, that not all ranks take.
 OF_A_RANK = ("rank", "is_main", "is_master", "leader", "process_zero", "global_zero", "process_index", "main_process")
 
@@ -95,35 +94,6 @@ def is_within(place: CallPlace, lines: tuple[str, int, int]) -> bool:
     """Whether the line, or one of its callers, is among the lines of a file."""
     file, first, last = lines
     return any(each.file == file and first <= number_of(each) <= last for each in (place, *callers_of(place)))
-
-
-def divided_before(place: CallPlace) -> bool:
-    """Whether the function of the line, or one that called it, divides by a number of ranks before it."""
-    return any(divided_at(each) for each in (place, *callers_of(place)))
-
-
-def divided_at(place: CallPlace) -> bool:
-    number, found = number_of(place), False
-    with suppress(SyntaxError, ValueError, RecursionError):
-        tree = ast.parse(text_of(place))
-        scopes = [each for each in ast.walk(tree) if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef))]
-        around = [each for each in scopes if each.lineno <= number <= (each.end_lineno or 0)]
-        scope = max(around, key=lambda each: each.lineno) if around else tree
-        for node in ast.walk(scope):
-            if getattr(node, "lineno", number + 1) <= number:
-                found = found or any(
-                    word in ast.unparse(divisor).lower() for divisor in divisors(node) for word in SIZES
-                )
-    return found
-
-
-def divisors(node: ast.AST) -> list[ast.expr]:
-    """What is divided by in this node: an operator, or div, div_, true_divide."""
-    if isinstance(node, (ast.BinOp, ast.AugAssign)) and isinstance(node.op, ast.Div):
-        return [node.right if isinstance(node, ast.BinOp) else node.value]
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and "div" in node.func.attr:
-        return node.args
-    return []
 
 
 def number_of(place: CallPlace) -> int:

@@ -68,6 +68,7 @@ class Errand(NamedTuple):
     options: type[FileOptions]
     used: set[str]  # the fields of Config that it takes
     play: Callable[[Config], Any]  # what makes of the settings the function that a rank's process runs
+    job: Mapping[str, Any] = {}  # fields of the Job beside those
 
 
 def start(errand: Errand, words: Sequence[str]) -> int:
@@ -99,7 +100,7 @@ def start(errand: Errand, words: Sequence[str]) -> int:
     own: FileOptions = config.own(errand.options)
     job = Job(script.resolve(), shown, tuple(arguments), own.hang_after_s, errand.command, play=errand.play(config))
     if isinstance(own, CheckOptions):
-        job = job._replace(every=own.every, mesh=axes_of(own.mesh))
+        job = job._replace(every=own.every, mesh=axes_of(own.mesh), **errand.job)
 
     def be_rank() -> int:
         mine = Config.read(usable(os.environ), options=errand.options).model_copy(update={"run_mode": errand.command})

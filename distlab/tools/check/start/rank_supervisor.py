@@ -40,7 +40,7 @@ from distlab.tools.check.judge.coordinator import Doctor
 from distlab.tools.check.judge.failures import nothing_distributed
 from distlab.tools.check.judge.report import log_lines, spans_of, written
 from distlab.tools.check.start.fork_servers import ForkServer
-from distlab.tools.check.start.script import STORE_KEY, Job
+from distlab.tools.check.start.script import PROVING, STORE_KEY, Job
 from distlab.tools.check.start.script_process import Hearing, started
 from distlab.tools.check.watch.telling import now
 
@@ -60,7 +60,10 @@ class Rank:
 
     def __init__(self, config: Config, job: Job, started_at: float, engine: str, server: ForkServer | None) -> None:
         self.config, self.job, self.started_at = config, job, started_at
-        self.bedside = started(job, server)  # first: nothing else of this process is in the script's
+        self.bedside = started(
+            job._replace(reruns=None), server
+        )  # first: nothing else of this process is in the script's
+        self.reruns = job.reruns(config, job, server) if job.reruns is not None and not config.rank else None
         self.parent = LauncherPipe()
         self.journal = Journal(config.log)
         self.parent.tell_unheard(self.journal.unheard)
@@ -75,7 +78,7 @@ class Rank:
             say = partial(self.journal.say, at="normal")
             cluster = join(self.config, source_version(self.config), say, contents(self.job))
         except ClusterError as error:
-            self.bedside.kill()
+            self._kill()
             self.journal.say(f"broken     {error}")
             return 3
         self.parent.joined(cluster.tell_death)
@@ -95,7 +98,7 @@ class Rank:
             self._begin(exchange, cluster, folder)
             code = self._attend(watch, exchange, cluster, folder, outcome)
         except BaseException as error:
-            self.bedside.kill()
+            self._kill()
             watch.fail(error)
         watch.finish()
         return code
@@ -120,6 +123,13 @@ class Rank:
             }
             # A job's own, by which scripts name files: torchrun's "none" had a run resume what another had left.
             variables |= OF_TORCHRUN | {"TORCHELASTIC_RUN_ID": cluster.run_id}
+        if self.job.watch is not None:
+            variables[PROVING] = json.dumps(
+                {
+                    "folder": str((folder / "script").resolve()), "role": "ranks", "rank": cluster.rank,
+                    "world_size": cluster.world_size, "double": self.job.double,
+                }
+            )  # fmt: skip
         interface = interface_of(cluster.members[cluster.rank].ip)
         if interface is not None and "GLOO_SOCKET_IFNAME" not in os.environ:  # as a run of the lab's own sets it
             variables["GLOO_SOCKET_IFNAME"] = interface
@@ -163,6 +173,9 @@ class Rank:
                         exchange.store.set("over", "well" if well else "cut")
                         break
         self.bedside.let_go(LET_GO_S if well else 0.0)
+        if doctor is not None and self.reruns is not None:
+            findings, doctor.compared = self.reruns.compare(folder, doctor, partial(self.journal.say, at="normal"))
+            doctor.findings += findings
         return self._close(watch, exchange, doctor, folder, outcome)
 
     def _post(self, exchange: Exchange, lines: list[bytes]) -> None:
@@ -174,7 +187,7 @@ class Rank:
         """Write down what was found, and agree on the verdict."""
         sections = Sections(exchange, self.journal)
         if doctor is not None:
-            if doctor.whole and not doctor.findings and self.job.command == "check":
+            if doctor.whole and not doctor.findings and self.job.play is None:
                 doctor.findings += nothing_distributed(doctor.cases)
             for record in written(doctor):
                 self.journal.write(record)
@@ -199,8 +212,13 @@ class Rank:
         by_rank = everything_written(sections, outcome.folder)
         return settle(judge(by_rank), by_rank, sections, outcome, watch.agree)
 
-    def _bury(self, verdict: Verdict, succession: Succession, outcome: Outcome) -> None:
+    def _kill(self) -> None:
         self.bedside.kill()
+        if self.reruns is not None:
+            self.reruns.close()
+
+    def _bury(self, verdict: Verdict, succession: Succession, outcome: Outcome) -> None:
+        self._kill()
         write_failure_report(verdict, succession, self.journal, outcome)
 
 

@@ -127,6 +127,7 @@ PR_SET_PDEATHSIG = 1
 OURS = ("distlab", "workers", "benchmarks", "tests")
 
 STORE_KEY = "DISTLAB_STORE_KEY"  # what the doctor tells the process with its other variables
+PROVING = "DISTLAB_PROVING"  # the same, of a script that is proven
 
 
 class Job(NamedTuple):
@@ -139,8 +140,11 @@ class Job(NamedTuple):
     command: str = "check"
     every: int = 100  # LAB_CHECK_EVERY
     mesh: Sequence[tuple[str, int]] = ()  # LAB_MESH
+    double: bool = False  # compute in float64, as far as torch's default type decides
     # What is done with the script: (job, telling, recorder, waits). None: it is run as `python SCRIPT WORDS` does.
     play: Callable[["Job", Telling, Recorder, Waits], None] | None = None
+    watch: Callable[[Recorder, str], None] | None = None  # what else watches the script, with what it is told
+    reruns: Callable[..., Any] | None = None  # what runs it again: on rank 0 alone, of (config, job, server)
 
 
 class Ends(NamedTuple):
@@ -196,6 +200,8 @@ def run(job: Job, ends: Ends, parent: int) -> None:
     watch_training(recorder, job.every)
     OwnRanks(recorder).install()
     stand_in = cuda_stand_in.install(recorder, job.script)
+    if job.watch is not None:
+        job.watch(recorder, os.environ.pop(PROVING))
     play = job.play or partial(run_as_main, stand_in=stand_in)
     if job.play is None:  # a proof heeds by itself
         heed_endings(partial(tell_before, telling, recorder))
@@ -266,8 +272,10 @@ def run_as_main(
 ) -> None:  # fmt: skip
     """What `python SCRIPT WORDS` does, in the script's folder; twice where it wants a GPU that it is shown then."""
     program = compile(job.script.read_bytes(), str(job.script), "exec")
+    kept = {} if job.watch is None else {"distlab": sys.modules["distlab"]}  # whose `batch` the script may call
     for name in [name for name in sys.modules if name.partition(".")[0] in OURS]:
         del sys.modules[name]
+    sys.modules.update(kept)
     enter(job)
     top = Path(__file__).parents[4]
     # A checkout holds `tests` and `workers` too, names that the script may have for itself; an installed package stands

@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-OURS = ("distlab.tools.check.", "distlab.lab.measure.")  # modules whose functions are called from the script's calls
+OURS = (  # modules whose functions are called from the script's calls
+    "distlab.tools.check.", "distlab.tools.prove.", "distlab.lab.measure.",
+)  # fmt: skip
 
 Function = Callable[..., Any]
 

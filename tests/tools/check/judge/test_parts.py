@@ -1,9 +1,7 @@
 """The parts of the doctor that need no script: circles of waits, axes of a mesh, stacks, spans, facts of ranks."""
 
 import json
-import math
 import re
-from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,6 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn import functional
 
 from distlab.tools import check
 from distlab.tools.check.judge.axes import groups_of
@@ -29,7 +26,6 @@ from distlab.tools.check.start.script_process import parsed
 from distlab.tools.check.watch.axes import Axes
 from distlab.tools.check.watch.patches import before, in_place_of, leave_uncompiled
 from distlab.tools.check.watch.recorder import Recorder, ending_of
-from distlab.tools.check.watch.training import scales_of_means
 from tests.tools.check.cases import called, doctor_of, lines_of
 
 KINDS = sorted(name.removeprefix("_take_") for name in vars(RankState) if name.startswith("_take_"))
@@ -178,9 +174,6 @@ def test_unequal_numbers_of_batches_are_asked_about() -> None:
 
 CALLED = called("all_reduce", "train.py:4")
 FOREIGN: list[list[Any]] = [
-    ["gradient", "a text", True, True, 2, 1, 1],
-    ["gradient", 1.0, True, True, 10**400, 1, 1],
-    ["gradient", 10**400, True, True, 2, 1, 1],
     ["batches", 0, [4]],
     ["batch", 0, 0, [4]],
     ["input", "DDP 0", 1, 0, [4], 1],
@@ -202,7 +195,6 @@ FOREIGN: list[list[Any]] = [
     ["split", 0, [4, "1"], 5, 1],
     ["clipped", 0, 10**400, [0, 1], 1],
     ["unread", "all_reduce", 1, [4]],
-    ["cut", "all_gather", 7, 1],
     ["strided", 1, [4], ["3"], False],
     ["strided", 1, [4], [3, 1], True],
 ]
@@ -236,41 +228,6 @@ def test_what_watch_tells_somebody_takes_and_nothing_is_taken_that_is_not_told()
 def test_a_layout_without_gaps_is_wrong_where_ranks_differ(strides: list[int], found: int) -> None:
     doctor = doctor_of(*([*CALLED, ["strided", 1, [3, 4], each, False]] for each in (strides, [1, 3])))
     assert len(list(doctor.quiet.at_end())) == found
-
-
-@pytest.mark.parametrize(("ratio", "by_script", "asks"), [(1.0, True, "never averaged"), (0.5, False, "twice")])
-def test_gradients_of_means_alone_are_asked_about(ratio: float, by_script: bool, asks: str) -> None:
-    for of_mean in (True, False):
-        facts = [["gradient", ratio, by_script, True, 2, 1, 1, of_mean]] * 2
-        doctor = doctor_of(*[[["place", 1, "train.py:4", "", ""], *facts]] * 2)
-        assert [asks in question for question in doctor.quiet.questions()] == [True] * of_mean
-        assert not doctor.unread
-
-
-SAMPLES, WEIGHTS = torch.arange(8.0).reshape(4, 2), torch.ones(4)
-COUNT = torch.tensor(8.0)
-LOSSES: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], list[float]]] = {
-    "a mean": (lambda each, _: each.mean(), [1]),
-    "a mean of torch's": (lambda each, aim: functional.mse_loss(each, aim), [1]),
-    "half of it": (lambda each, aim: functional.mse_loss(each, aim) / 2, [0.5]),
-    "by a factor": (lambda each, aim: 0.25 * functional.mse_loss(each, aim), [0.25]),
-    "of halves": (lambda each, _: (each / 2).mean(), [0.5]),
-    "of sums": (lambda each, aim: (each - aim).pow(2).sum(dim=1).mean(), [1]),
-    "two of them": (lambda each, aim: each.mean() + functional.l1_loss(each, aim) / 2, [0.5, 1]),
-    "a sum over the samples here": (lambda each, aim: functional.mse_loss(each, aim, reduction="sum") / 4, [1]),
-    "a sum over those of all ranks": (lambda each, aim: functional.mse_loss(each, aim, reduction="sum") / COUNT, [0.5]),
-    "a sum": (lambda each, _: each.sum(), [4]),
-    "a sum of one sample": (lambda each, _: each[:1].sum(), []),
-    "with weights": (lambda each, _: (each.sum(dim=1) * WEIGHTS / 8).sum(), []),
-}
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_the_scale_of_a_loss_is_read_from_its_graph(name: str) -> None:
-    loss, scales = LOSSES[name]
-    outputs = torch.nn.Linear(2, 2)(SAMPLES)
-    found = sorted(each for each in scales_of_means(loss(outputs, SAMPLES)) if not math.isnan(each))
-    assert found == pytest.approx(scales)
 
 
 def test_ranks_that_all_stand_still_are_a_finding_and_one_that_computes_is_none() -> None:

@@ -1,0 +1,167 @@
+"""Where in the dense model lies what a rank holds: found by its numbers, whatever cut it.
+
+Before the first step every weight is the model's own, and none is equal to another (user_file.py). So a tensor of the
+dense shape is held whole, and one that is shorter in one dim is as many rows of it, each found by its bytes:
+halves, the interleaved heads of a fused projection, a vocabulary in parts. A DTensor knows it by itself.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+CPU = torch.device("cpu")  # where all is compared that ranks and one process keep, whatever device they compute on
+PREFIXES = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+
+
+class Rows(NamedTuple):
+    """Which rows along a dim of the dense tensor; `dim` -1 is all of it."""
+
+    dim: int
+    lines: list[int]
+
+    def of(self, dense: Tensor) -> Tensor:
+        return dense if self.dim < 0 else dense.index_select(self.dim, torch.tensor(self.lines))
+
+
+WHOLE = Rows(-1, [])
+
+
+class LocatedTensor(NamedTuple):
+    """One tensor of a rank, and where in the dense model it lies."""
+
+    rows: Rows
+    tensor: Tensor | None  # None: a gradient that is not there
+
+
+class Misfit(Exception):
+    """A rank's tensor is no part of the dense one; the message says how, to stand behind the tensor's name."""
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without what wrappers put into it."""
+    for each in PREFIXES:
+        name = name.replace(each, "")
+    return name
+
+
+def named(model: nn.Module) -> dict[str, nn.Parameter]:
+    """All parameters under all of their names, wrappers left out."""
+    return {plain_name(name): each for name, each in model.named_parameters(remove_duplicate=False)}
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What is compared of a tensor, a copy; of a DTensor all of it, which is a collective."""
+    whole = getattr(tensor, "full_tensor", None)
+    return (whole() if whole is not None else tensor).detach().to(CPU, copy=True)
+
+
+def locate_in_dense(found: Tensor, dense: Tensor) -> Rows:
+    """Where `found` lies in `dense`, both before the first step; raises Misfit."""
+    if found.shape == dense.shape:
+        if not torch.equal(found.to(dense.dtype), dense):
+            raise Misfit("begins with other weights than the model's")
+        return WHOLE
+    shapes = f"has shape {list(found.shape)} where the model's has {list(dense.shape)}"
+    if found.dim() != dense.dim():
+        raise Misfit(shapes)
+    dims = [dim for dim in range(dense.dim()) if found.shape[dim] != dense.shape[dim]]
+    if len(dims) > 1:
+        rule = "what is cut along more than one dim has to be a DTensor, or come from a strategy's full()"
+        raise Misfit(f"{shapes}: {rule}")
+    dim = dims[0]
+    known = {row: index for index, row in enumerate(rows_as_bytes(dense, dim))}
+    index = [known.get(row, -1) for row in rows_as_bytes(found.to(dense.dtype), dim)]
+    if -1 in index:
+        raise Misfit(f"has a row {index.index(-1)} along dim {dim} that is none of the model's")
+    return Rows(dim, index)
+
+
+def rows_as_bytes(tensor: Tensor, dim: int) -> Iterable[bytes]:
+    for row in tensor.movedim(dim, 0):
+        yield row.contiguous().numpy().tobytes()
+
+
+# The same for a script's own tensors, whose weights may be equal to each other (ones, zeros) or begin at random.
+
+
+class Place(NamedTuple):
+    """Where a rank's piece lies: a dense tensor's name, and rows of it, or the part that begins at `begin`."""
+
+    name: str
+    rows: Rows = WHOLE
+    begin: tuple[int, ...] = ()
+
+    def of(self, dense: Tensor, shape: torch.Size) -> Tensor:
+        for dim, start in enumerate(self.begin):
+            dense = dense.narrow(dim, start, shape[dim])
+        return self.rows.of(dense)
+
+    def put(self, dense: Tensor, found: Tensor) -> None:
+        """Write a rank's part into the dense tensor."""
+        if self.rows.dim >= 0:
+            dense.index_copy_(self.rows.dim, torch.tensor(self.rows.lines), found.to(dense.dtype))
+        else:
+            self.of(dense, found.shape).copy_(found)
+
+
+def places_of(pieces: Mapping[str, Sequence[Any]], dense: Mapping[str, Tensor]) -> dict[str, Place]:
+    """Where each piece of a rank lies, before the first step: by its own word, else by its numbers, else by its name;
+    what has no numbers of its own lies as the rest of its module does. Some may be found nowhere."""
+    found: dict[str, Place] = {}
+    for name, (begin, shape, tensor) in pieces.items():
+        same = dense.get(name)
+        if begin and same is not None and list(same.shape) == shape:
+            found[name] = Place(name, begin=tuple(begin))
+        elif not begin and is_telling(tensor):
+            place = by_numbers(name, tensor, dense)
+            found |= {} if place is None else {name: place}
+    moved = renamed(found)
+    for name, (begin, _, tensor) in pieces.items():
+        if name in found or begin:
+            continue
+        wanted = next((new + name[len(old) :] for old, new in moved.items() if name.startswith(old)), name)
+        module, lines = name.rpartition(".")[0], tensor.shape[0] if tensor.dim() else 0
+        if wanted in dense and dense[wanted].shape == tensor.shape:
+            found[name] = Place(wanted)
+        elif wanted in dense and dense[wanted].dim() == tensor.dim():
+            beside = [each.rows for other, each in found.items() if other.rpartition(".")[0] == module]
+            rows = next((each for each in beside if each.dim == 0 and len(each.lines) == lines), None)
+            found |= {name: Place(wanted, rows)} if rows is not None and tensor.dim() == 1 else {}
+    return found
+
+
+def is_telling(tensor: Tensor) -> bool:
+    """Whether its numbers are its own: not all of them are one."""
+    return tensor.numel() > 1 and bool((tensor != tensor.flatten()[0]).any())
+
+
+def by_numbers(name: str, tensor: Tensor, dense: Mapping[str, Tensor]) -> Place | None:
+    """Where these numbers stand; a tensor of this name first."""
+    ordered = [name, *(other for other in dense if other != name)] if name in dense else list(dense)
+    for other in ordered:
+        if dense[other].shape == tensor.shape and torch.equal(dense[other], tensor.to(dense[other].dtype)):
+            return Place(other)
+    if name in dense and dense[name].shape == tensor.shape:
+        return Place(name)
+    for other in ordered:
+        with suppress(Misfit):
+            if dense[other].dim() == tensor.dim() and dense[other].numel() > tensor.numel():
+                rows = locate_in_dense(tensor, dense[other])
+                if len(set(rows.lines)) == len(rows.lines):
+                    return Place(other, rows)
+    return None
+
+
+def renamed(places: Mapping[str, Place]) -> dict[str, str]:
+    """Parts of names that are numbers on a rank and others in the whole model, as of a pipeline's stage: by what they
+    begin with."""
+    found = {}
+    for name, place in places.items():
+        old, new = name.split("."), place.name.split(".")
+        other = [index for index, (one, two) in enumerate(zip(old, new, strict=False)) if one != two]
+        if len(old) == len(new) and len(other) == 1:
+            found[".".join(old[: other[0] + 1]) + "."] = ".".join(new[: other[0] + 1]) + "."
+    return found

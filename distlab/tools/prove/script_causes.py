@@ -1,0 +1,275 @@
+"""Why the gradients of a script are not those of one rank: a phrase behind "gradients of X are ...".
+
+What the optimizer saw, and what one rank has, are each solved as a sum of what every rank's backward passes gave before
+anything was reduced. The two sums side by side are the cause: one's own samples alone, one factor for all, each rank by
+its own number of terms.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from distlab.lab.cluster import name_ranks
+from distlab.tools.prove.locate import Place
+
+CLOSE = 2e-3  # relative, of coefficients
+MOST_ELEMENTS = 2048  # of a tensor that are solved for
+SHOWN = 4
+
+Source = tuple[int, int]  # a rank and its backward pass
+
+
+class Scene(NamedTuple):
+    """One step: of each rank what it recorded and where its tensors lie, and the reference's whole gradients."""
+
+    ranks: Sequence[Mapping[str, Any]]
+    places: Sequence[Mapping[str, Place]]
+    dense: Mapping[str, Tensor]
+    local: Mapping[str, Tensor]  # the reference's, before any clip
+    outputs: Mapping[str, Any]  # of the reference's modules, in the first step
+    gathered: str  # where tensors were gathered in a forward pass, if they were
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def gradient(self, rank: int, name: str) -> Tensor | None:
+        found = self.ranks[rank]["gradients"].get(name)
+        return None if found is None else found[2].double()
+
+    def wanted(self, rank: int, name: str) -> Tensor:
+        place = self.places[rank][name]
+        shape = self.ranks[rank]["before"][name][2].shape
+        return place.of(self.dense[place.name], shape).double()
+
+
+def cause(scene: Scene, rank: int, names: Sequence[str]) -> str:
+    """Why these gradients of a rank, all of them wrong, are what they are."""
+    if any(scene.places[rank][name].name not in scene.dense for name in names):
+        return "there, where one rank has none: its loss does not depend on them"
+    if any(scene.gradient(rank, name) is None for name in names):
+        return "missing as the optimizer steps, where one rank has them: nothing went through them, or zero_grad came"
+    whole = [name for name in names if is_whole(scene, name)]
+    if whole and len(whole) == len(names):
+        found = in_sums(scene, rank, whole)
+        if found:
+            return found
+    known = scaled(scene, rank, names) or parts_of_sum(scene, rank, names)
+    return known or f"no sum of what the ranks' samples give{parted(scene, rank)}"
+
+
+def parted(scene: Scene, rank: int) -> str:
+    """The first module whose input is one rank's and whose output is not, and what that has too much."""
+    mine = scene.ranks[rank]
+    for name, (given, found) in mine["outputs"].items():
+        begin, wanted = scene.outputs.get(name, (0, found))
+        rounded = CLOSE * float(wanted.abs().max())
+        if given != begin or found.shape != wanted.shape or float((found - wanted).abs().max()) <= rounded:
+            continue
+        more = (found - wanted).double()
+        for own, (_, shape, tensor) in mine["before"].items():
+            if own.startswith(name) and len(shape) == 1 and shape[0] == found.shape[-1]:
+                times = ratio(more, tensor.double().expand_as(more))
+                if times is not None:
+                    return (
+                        f"; the forward pass parts first at {name or 'the model'}, whose output has {own}"
+                        f" {times + 1:.4g} times: add it once, after the sum over the ranks"
+                    )
+        return f"; the forward pass parts first at {name or 'the model'}"
+    return ""
+
+
+def is_whole(scene: Scene, name: str) -> bool:
+    """Whether every rank has all of it, and has told its own part of the gradient."""
+    return all(
+        name in places and places[name].rows.dim < 0 and not places[name].begin and told["parts"].get(name)
+        for places, told in zip(scene.places, scene.ranks, strict=True)
+    )
+
+
+def in_sums(scene: Scene, rank: int, names: Sequence[str]) -> str:
+    """By the numbers in which each rank's backward passes are in it."""
+    sources: list[Source] = sorted(
+        {(each, index) for name in names for each in range(scene.size) for index, _ in scene.ranks[each]["parts"][name]}
+    )
+    found, wanted, columns = [], [], []
+    for name in names[:64]:
+        gradient = scene.gradient(rank, name)
+        assert gradient is not None
+        every = max(1, gradient.numel() // MOST_ELEMENTS)
+        given = [dict(told["parts"][name]) for told in scene.ranks]
+        nothing = torch.zeros_like(gradient)
+        found.append(gradient.flatten()[::every])
+        wanted.append(scene.wanted(rank, name).flatten()[::every])
+        parts = [given[each].get(index, nothing).double().flatten()[::every] for each, index in sources]
+        columns.append(torch.stack(parts, 1))
+    table = torch.cat(columns)
+    counts = solved(table, torch.cat(found))
+    target = solved(table, torch.cat(wanted))
+    times = ratio(torch.cat(found), torch.cat(wanted))
+    if counts is None:
+        return ""
+    mine = dict(zip(sources, counts, strict=True))
+    used = {each for (each, _), value in mine.items() if abs(value) > CLOSE * max(map(abs, counts))}
+    if scene.size > 1 and used == {rank}:
+        return f"those of rank {rank}'s own samples alone: never averaged over the {scene.size} ranks"
+    if len(used) < scene.size and used:
+        left = sorted(set(range(scene.size)) - used)
+        return f"without the samples of {name_ranks(left)}: what they gave never came into the sum"
+    if times is not None:
+        return factor(scene, times)
+    if target is None:
+        return ""
+    return weighed(scene, sources, counts, target)
+
+
+def solved(table: Tensor, found: Tensor) -> list[float] | None:
+    """How often each column is in it; None where it is no sum of them, or of several."""
+    if table.shape[0] < table.shape[1]:
+        return None
+    scale = table.norm(dim=0).clamp_min(1e-30)
+    answer = torch.linalg.lstsq(table / scale, found[:, None], driver="gelsd", rcond=1e-6)
+    if int(answer.rank) < table.shape[1]:
+        return None
+    rest = (table / scale @ answer.solution - found[:, None]).norm()
+    return (answer.solution.flatten() / scale).tolist() if rest <= CLOSE * found.norm() else None
+
+
+def ratio(found: Tensor, wanted: Tensor) -> float | None:
+    """The factor between two tensors, if there is one."""
+    square = float((wanted * wanted).sum())
+    if not square or not torch.isfinite(found).all():
+        return None
+    times = float((found * wanted).sum()) / square
+    return times if (found - times * wanted).norm() <= CLOSE * found.norm() else None
+
+
+def close(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=CLOSE)
+
+
+def factor(scene: Scene, times: float) -> str:
+    """One factor for all of it."""
+    size = scene.size
+    if close(times, size):
+        return (
+            f"{times:.4g} x those of one rank: summed over the {size} ranks and never divided, or the loss was summed"
+            " over the ranks before its backward pass (its gradient is summed there as well)"
+        )
+    if close(times * size, 1) and scene.gathered:
+        return (
+            f"{times:.4g} x those of one rank: each rank's loss has what the others gave, gathered at {scene.gathered},"
+            " and no gradient goes back to them; gather by torch.distributed.nn.functional.all_gather, or sum the"
+            " gradients in the place of an average"
+        )
+    if close(times * size, 1):
+        return f"{times:.4g} x those of one rank: divided by the {size} ranks once too often, or never summed"
+    if close(times, size**2) or close(times * size**2, 1):
+        return f"{times:.4g} x those of one rank: the {size} ranks count twice over"
+    return f"{times:.4g} x those of one rank"
+
+
+def weighed(scene: Scene, sources: Sequence[Source], counts: Sequence[float], target: Sequence[float]) -> str:
+    """Each source by a number of its own: a mean of means, or microbatches that count otherwise."""
+    shares = [one / other if other else math.inf for one, other in zip(counts, target, strict=True)]
+    by_rank = {
+        each: [value for (of, _), value in zip(sources, shares, strict=True) if of == each] for each, _ in sources
+    }
+    if any(max(values) - min(values) > CLOSE * max(map(abs, values)) for values in by_rank.values()):
+        shown = ", ".join(
+            f"backward pass {index} of rank {each} {value:.3f} times"
+            for (each, index), value in list(zip(sources, shares, strict=True))[:SHOWN]
+        )
+        return f"weighed by backward pass: {shown}, where one rank counts each once"
+    times = {each: values[0] for each, values in by_rank.items()}
+    odd = max(times, key=lambda each: abs(math.log(max(abs(times[each]), 1e-9))))
+    alike = max(counts) - min(counts) <= CLOSE * max(map(abs, counts))
+    terms = terms_behind(scene, {each: value for (each, _), value in zip(sources, target, strict=True)})
+    if not alike and not terms:
+        shown = ", ".join(f"rank {each} {value:.3f} times" for each, value in list(times.items())[:SHOWN])
+        return f"weighed by rank: samples of {shown}, where one rank counts each once"
+    what, numbers = terms or ("terms", ())
+    own = f" ({', '.join(map(str, numbers))})" if numbers else ""
+    return (
+        f"a mean of the ranks' means: each rank divides by its own {what}{own}, and the average by {scene.size}:"
+        f" samples of rank {odd} count {times[odd]:.3g} times; divide by the {what} of all ranks, times the ranks"
+    )
+
+
+def terms_behind(scene: Scene, target: Mapping[int, float]) -> tuple[str, tuple[int, ...]] | None:
+    """What the ranks have in these shares: samples, or tokens that are not padding."""
+    for what in scene.ranks[0]["terms"]:
+        numbers = tuple(int(told["terms"].get(what, 0)) for told in scene.ranks)
+        if sum(numbers) and max(numbers) > min(numbers):
+            shares = [number * sum(target.values()) / sum(numbers) for number in numbers]
+            if all(math.isclose(target[each], share, rel_tol=0.02) for each, share in enumerate(shares)):
+                return what.partition(" of ")[0].replace("non-zeros", "tokens"), numbers
+    return None
+
+
+def scaled(scene: Scene, rank: int, names: Sequence[str]) -> str:
+    """One factor for each of them: by the number of ranks, or by a norm that all are clipped to."""
+    found = {name: ratio(gradient_of(scene, rank, name), scene.wanted(rank, name)) for name in names}
+    if None in found.values():
+        return ""
+    values = [value for value in found.values() if value is not None]
+    if max(values) - min(values) > CLOSE * max(map(abs, values)):
+        shown = ", ".join(f"{name} {value:.4g} x" for name, value in list(found.items())[:SHOWN])
+        return f"each by a factor of its own: {shown} those of one rank"
+    some = len(names) < len(scene.places[rank])
+    if some and close(values[0], scene.size):
+        return f"{values[0]:.4g} x those of one rank: counted once a rank, on each of the {scene.size} ranks"
+    return factor(scene, values[0]) if some else clipped(scene, rank, values[0]) or factor(scene, values[0])
+
+
+def gradient_of(scene: Scene, rank: int, name: str) -> Tensor:
+    found = scene.gradient(rank, name)
+    assert found is not None
+    return found
+
+
+def clipped(scene: Scene, rank: int, times: float) -> str:
+    """Whether all of a rank's gradients are off by another norm than that of the whole model's."""
+    squares = {name: float(each.double().square().sum()) for name, each in scene.local.items()}
+    norm = math.sqrt(sum(squares.values()))
+    clip = math.sqrt(sum(float(each.double().square().sum()) for each in scene.dense.values()))
+    if not squares or not norm or close(norm, clip):
+        return ""
+    copies = {place.name: name for name, place in scene.places[rank].items() if place.rows.dim < 0 and not place.begin}
+    twice = math.sqrt(sum(squares.values()) + (scene.size - 1) * sum(squares.get(name, 0.0) for name in copies))
+    if len(copies) < len(squares) and close(times, norm / twice):
+        return (
+            f"{times:.4g} x those of one rank: the norm that clips them is {twice / norm:.4g} times too long, since it"
+            f" counts what every rank has a copy of once a rank ({', '.join(list(copies.values())[:SHOWN])}); add the"
+            " square of a copy once"
+        )
+    own = math.sqrt(sum(
+        float(place.of(scene.local[place.name], scene.ranks[rank]["before"][name][2].shape).double().square().sum())
+        for name, place in scene.places[rank].items() if place.name in scene.local
+    ))  # fmt: skip
+    if own and own < norm and close(times, norm / own):
+        return (
+            f"{times:.4g} x those of one rank: each rank clips by the norm of its own part ({own:.4g} where that of all"
+            f" is {norm:.4g}); sum the squares over the ranks before the root"
+        )
+    return ""
+
+
+def parts_of_sum(scene: Scene, rank: int, names: Sequence[str]) -> str:
+    """Whether what the ranks have adds up to it."""
+    for name in names[:1]:
+        found = [scene.gradient(each, name) for each in range(scene.size)]
+        tensors = [each for each in found if each is not None]
+        if len(tensors) < scene.size or any(each.shape != tensors[0].shape for each in tensors):
+            return ""
+        times = ratio(torch.stack(tensors).sum(0), scene.wanted(rank, name))
+        if times is not None and (close(times, 1) or close(times, scene.size)):
+            how = "summed" if close(times, 1) else "averaged"
+            return (
+                f"a part of it on each rank: those of {name_ranks(list(range(scene.size)))} were never {how}, and each"
+                " rank's copy goes its own way"
+            )
+    return ""

@@ -1,0 +1,108 @@
+"""The same script on one rank: it begins with the ranks' weights, reads all that they read, and stops where they did.
+
+After each step it goes on from the ranks' weights, so that a step is compared by itself: what differs in a later one
+comes from that step.
+"""
+
+import json
+import os
+import sys
+import threading
+from typing import Any
+
+import torch
+
+from distlab.tools.check.watch.patches import harmless, hook
+from distlab.tools.check.watch.recorder import Recorder
+from distlab.tools.check.watch.telling import now
+from distlab.tools.prove.locate import Place, places_of
+from distlab.tools.prove.script_ledger import Ledger
+from distlab.tools.prove.script_samples import Given, Samples
+from distlab.tools.prove.script_steps import Proving, ScriptSteps
+
+RANKS = "ranks"  # the role of those that are proven
+
+
+def watch(recorder: Recorder, told: str) -> None:
+    """In a script's process, before it begins: record it, and be the reference where this is one."""
+    proving = Proving(**json.loads(told))
+    steps = ScriptSteps(recorder, proving)
+    given = None
+    if proving.role != RANKS:
+        folders = [proving.place_of(RANKS, rank) for rank in range(proving.world_size)]
+        given = Given(folders, (proving.rank, proving.shares), mixed=proving.role == "noise")
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 1)
+        os.dup2(null, 2)
+    if proving.double:
+        torch.set_default_dtype(torch.float64)
+    steps.install()
+    samples = Samples(steps, given)
+    samples.install()
+    ledger = Ledger(steps, samples)
+    ledger.install()
+    if given is not None:
+        Reference(steps, ledger).install()
+    imported: Any = sys.modules["distlab"]  # by the script
+    imported.batch = samples.batch
+
+
+class Reference:
+    """Of this process; `install` once, after `Steps`."""
+
+    def __init__(self, steps: ScriptSteps, ledger: Ledger) -> None:
+        self.steps, self.recorder, self._ledger = steps, steps.recorder, ledger
+        ranks = range(steps.proving.world_size)
+        self._folders = [steps.proving.place_of(RANKS, rank) for rank in ranks]
+        self._recorded = min(len(list(each.glob("step-*.pt"))) for each in self._folders)
+        self._first: list[dict[str, Any]] = [{} for _ in ranks]  # the first weights of each rank
+        self._after: list[list[dict[str, Any]]] = []  # by step, of each rank
+        self._places: list[dict[str, Place]] = [{} for _ in ranks]
+
+    def install(self) -> None:
+        from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+        for number in range(self._recorded):
+            found = [torch.load(each / f"step-{number}.pt", weights_only=True) for each in self._folders]
+            for first, each in zip(self._first, found, strict=True):
+                first.update({name: piece for name, piece in each["before"].items() if name not in first})
+            self._after.append([each["after"] for each in found])
+        self.steps.most = self._recorded
+        self.steps.on_model.append(self._begin)
+        self.steps.stop = self._stop
+        register_optimizer_step_pre_hook(hook(self._before_step))
+        register_optimizer_step_post_hook(hook(self._after_step))
+
+    @harmless
+    def _begin(self) -> None:
+        """A model is there: find where the ranks' parts of it lie, and give it their weights."""
+        dense = {name: local_of(each).detach() for name, each in self.steps.parameters.items()}
+        self._places = [places_of(first, dense) for first in self._first]
+        self._load(self._first)
+
+    def _load(self, pieces: list[dict[str, Any]]) -> None:
+        with torch.no_grad():
+            for places, mine in reversed(list(zip(self._places, pieces, strict=True))):
+                for name, (_, _, tensor) in mine.items():
+                    if name in places:
+                        places[name].put(local_of(self.steps.parameters[places[name].name]).data, tensor)
+
+    def _before_step(self, *_: Any) -> None:
+        if self.steps.number >= self._recorded:
+            self._stop()
+
+    @harmless
+    def _after_step(self, *_: Any) -> None:
+        self._load(self._after[self.steps.number - 1])
+
+    def _stop(self) -> None:
+        """Enough is known; whoever waits for this rank in a call is ended with it."""
+        self._ledger.write()
+        sys.stdout.flush()
+        self.recorder.telling.say("ended", 0, now())
+        threading.Event().wait()
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local

@@ -1,0 +1,113 @@
+"""Run a script again on one rank, beside rank 0's supervisor: the reference, and the same with its samples in another
+order, which says what rounding changes.
+
+Their processes are made with the ranks', before there is any thread, and wait; both run at once when the ranks are
+done, in a folder of their own that links to what stood beside the script before.
+"""
+
+import json
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from distlab.lab.cluster.launch import free_port
+from distlab.lab.config import Config
+from distlab.lab.report.records import Record
+from distlab.lab.report.table import wrapped
+from distlab.tools.check.judge.coordinator import Doctor
+from distlab.tools.check.judge.rank_state import Finding
+from distlab.tools.check.start.fork_servers import ForkServer
+from distlab.tools.check.start.script import PROVING, STORE_KEY, Job
+from distlab.tools.check.start.script_process import Bedside, Hearing, started
+from distlab.tools.check.watch.telling import now
+from distlab.tools.prove.script_steps import Proving
+from distlab.tools.prove.script_verdict import Compared, compared
+
+FOLDER = "script"  # of the run's folder
+ROLES = ("reference", "noise")
+AT_LEAST_S, TIMES = 30.0, 4.0  # for the reference: seconds, or so many times what the ranks took
+LISTEN_S = 0.05
+
+
+class ScriptOptions(NamedTuple):
+    """What stands before the file."""
+
+    reference: int = 1  # its ranks
+    double: bool = False
+    words: tuple[str, ...] | None = None  # the reference's, where they are others
+
+
+class Reruns:
+    """Of rank 0; `close` whatever happens."""
+
+    def __init__(self, options: ScriptOptions, config: Config, job: Job, server: ForkServer | None) -> None:
+        self._options, self._config, self._job = options, config, job
+        words = job.words if options.words is None else options.words
+        again = job._replace(words=words, reruns=None)
+        self._worlds = {role: [started(again, server) for _ in range(options.reference)] for role in ROLES}
+        self._beside = [each.name for each in job.script.parent.iterdir()]
+        self._began = time.monotonic()
+
+    def _proving(self, folder: Path, role: str, rank: int) -> str:
+        place = str((folder / FOLDER).resolve())
+        return json.dumps(
+            Proving(place, role, rank, self._config.world_size, self._options.double, self._options.reference)._asdict()
+        )
+
+    def compare(self, folder: Path, doctor: Doctor, say: Callable[[str], None]) -> tuple[list[Finding], list[Record]]:
+        """Run the reference, and compare."""
+        lasted_s = time.monotonic() - self._began
+        why_not = "" if doctor.whole else "the run on all ranks was ended"
+        for role, bedsides in self._worlds.items() if not why_not else ():
+            self._begin(folder, role, bedsides)
+        for bedsides in self._worlds.values() if not why_not else ():
+            why_not = why_not or self._until_the_end(bedsides, max(AT_LEAST_S, TIMES * lasted_s))
+        self.close()
+        where = folder / FOLDER
+        try:
+            found: Compared = compared(where, self._config.world_size, self._options.reference, why_not)
+        except Exception as error:  # a defect of ours may not end the run, whose calls were looked at
+            found = Compared([("reference", f"not compared: {error!r}")], [], [])
+        shutil.rmtree(folder / FOLDER, ignore_errors=True)
+        for heading, text in found.said:
+            say("\n".join(wrapped(heading, text)))
+        return found.findings, found.records
+
+    def _begin(self, folder: Path, role: str, bedsides: Sequence[Bedside]) -> None:
+        scratch = folder / FOLDER / role / "beside"
+        scratch.mkdir(parents=True)
+        for name in self._beside:
+            (scratch / name).symlink_to(self._job.script.parent.resolve() / name)
+        port, key = free_port(), secrets.token_hex(32)
+        for rank, bedside in enumerate(bedsides):
+            variables: dict[str, Any] = {
+                "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": len(bedsides), "LOCAL_WORLD_SIZE": len(bedsides),
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, STORE_KEY: key, "DISTLAB_FOLDER": str(scratch),
+                "TORCHELASTIC_USE_AGENT_STORE": "False",
+                PROVING: self._proving(folder, role, rank),
+            }  # fmt: skip
+            bedside.begin({name: str(value) for name, value in variables.items()})
+
+    def _until_the_end(self, bedsides: Sequence[Bedside], bound_s: float) -> str:
+        """Why it has not come to its end, if so."""
+        doctor = Doctor(len(bedsides), self._job.hang_after_s, bound_s, lambda _: None)
+        hearings = [Hearing(each) for each in bedsides]
+        until = time.monotonic() + bound_s
+        while not doctor.over and not all(case.exit_code is not None for case in doctor.cases):
+            for rank, each in enumerate(hearings):
+                doctor.take(rank, each.lines(LISTEN_S), now())
+            doctor.look(now())
+            if time.monotonic() > until:
+                return f"it was not done after {bound_s:.0f} s"
+        raised = [case.raised for case in doctor.cases if case.raised is not None]
+        failed = [finding.sentence for finding in doctor.findings if not doctor.whole]
+        return f"{raised[0].kind}: {raised[0].text} at {raised[0].place}" if raised else "".join(failed[:1])
+
+    def close(self) -> None:
+        for bedsides in self._worlds.values():
+            for each in bedsides:
+                each.kill()
+        self._worlds = {}

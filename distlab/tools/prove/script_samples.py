@@ -1,0 +1,277 @@
+"""What a script reads from its DataLoaders: recorded on N ranks, and on one rank given back, all of it.
+
+A pass over a loader is known by the script's line and how often that line began one. The reference reads nothing
+itself: batch b of a pass is what the N ranks read there, one after the other, and ranks that read the same samples
+count once. Where a script makes its batches itself, `distlab.batch(x, y)` around them is a pass too.
+"""
+
+import json
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distlab.tools.check.watch.patches import Function, Patch, after, harmless, put
+from distlab.tools.check.watch.replicas import checksum
+from distlab.tools.prove.script_steps import ScriptSteps
+
+MOST_READ_BYTES = 1 << 28
+MOST_INDICES = 1_000_000
+IGNORED = -100  # a target that is no loss term
+
+
+class Mixed(Exception):
+    """Batches that cannot be put together; the message says why."""
+
+
+class Unrecorded(Exception):
+    """A batch that the ranks have read after all that was recorded."""
+
+
+class Samples:
+    """Of this process; `install` once. Without `given` what is read is recorded, else given back from there."""
+
+    def __init__(self, steps: ScriptSteps, given: "Given | None" = None) -> None:
+        self.steps, self.recorder, self.given = steps, steps.recorder, given
+        self.passes: list[dict[str, Any]] = []
+        self.lengths: dict[str, list[int]] = defaultdict(list)
+        self._read = 0, 0  # backward passes, and samples since then
+        self._turns = Counter[str]()
+        self._bytes = 0
+        self._by_hand: dict[str, dict[str, Any]] = {}
+
+    def install(self) -> None:
+        from torch.utils.data import dataloader
+
+        reading = dataloader._BaseDataLoaderIter
+        put(
+            Patch(reading, "__next__", self._next),
+            Patch(reading, "_next_index", after(self._drawn)),
+            Patch(dataloader.DataLoader, "__len__", self._length),
+        )
+
+    def _drawn(self, indices: Any, loading: Any) -> None:
+        loading.__dict__.setdefault("_distlab_drawn", []).append(indices)
+
+    def _length(self, length: Function, loader: Any) -> int:
+        """As long as on the ranks, where schedules and loops count by it."""
+        line = self.recorder.places.line_of(2)
+        turn = len(self.lengths[line])
+        given = self.given.length(line, turn) if self.given else None
+        self.lengths[line].append(length(loader) if given is None else given)
+        return self.lengths[line][-1]
+
+    def _pass(self, line: str, length: int) -> dict[str, Any]:
+        found = {
+            "line": line, "turn": self._turns[line], "length": length, "batches": 0, "ended": False, "indices": [],
+            "hashes": [], "sizes": [], "begun": self.steps.all_backwards, "trains": False, "reduced": "",
+        }  # fmt: skip
+        self._turns[line] += 1
+        self.passes.append(found)
+        return found
+
+    def _next(self, method: Function, loading: Any) -> Any:
+        mine = loading.__dict__.get("_distlab_pass")
+        if mine is None:
+            whole, chosen = whole_of(loading._dataset)
+            mine = loading.__dict__["_distlab_pass"] = self._pass(self.recorder.places.line_of(2), size_of(whole))
+            loading.__dict__["_distlab_chosen"] = chosen
+        mine["trains"] = mine["trains"] or self.steps.all_backwards > mine["begun"]
+        try:
+            fetch = partial(fetched, loading)
+            batch = self._given(mine, fetch) if self.given else method(loading)
+        except StopIteration:
+            mine["ended"] = True
+            loading.__dict__.pop("_distlab_pass")
+            raise
+        drawn = (loading.__dict__.get("_distlab_drawn") or [None]).pop(0)
+        chosen = loading.__dict__["_distlab_chosen"]
+        if chosen is not None and isinstance(drawn, list | tuple):
+            mine["indices"] += [int(chosen[index]) for index in drawn]
+        return self._taken(mine, batch, drawn)
+
+    def batch(self, *tensors: Any) -> Any:
+        """distlab.batch: the same tensors on the ranks that are proven, those of all ranks on one."""
+        line = self.recorder.places.line_of(1)
+        mine = self._by_hand.get(line) or self._by_hand.setdefault(line, self._pass(line, -1))
+        mine["trains"] = True
+        given: Any = self._given(mine, None) if self.given else tensors
+        found = self._taken(mine, given, None)
+        return found[0] if len(tensors) == 1 else tuple(found)
+
+    def read_since(self) -> int:
+        """Samples that were read since the last backward pass."""
+        backwards, count = self._read
+        return count if backwards == self.steps.all_backwards else 0
+
+    def _given(self, mine: dict[str, Any], fetch: Callable[[list[Any]], Any] | None) -> Any:
+        assert self.given is not None
+        try:
+            return self.given.batch(mine, fetch)
+        except Unrecorded:
+            self.steps.stop()
+
+    def _taken(self, mine: dict[str, Any], batch: Any, indices: Any) -> Any:
+        batch = each_in(batch, doubled) if self.steps.proving.double else batch
+        if not self.given:
+            self._record(mine, batch, indices)
+        mine["batches"] += 1
+        return batch
+
+    @harmless
+    def _record(self, mine: dict[str, Any], batch: Any, indices: Any) -> None:
+        size = len(indices) if isinstance(indices, list | tuple) else rows_in(batch)
+        mine["sizes"].append(size)
+        self._read = self.steps.all_backwards, self.read_since() + size
+        if self.steps.number >= self.steps.most or self._bytes > MOST_READ_BYTES:
+            return
+        mine["hashes"].append(checksum([batch]))
+        mine["drawn"] = [*mine.get("drawn", []), list(indices) if isinstance(indices, list | tuple) else None]
+        self.steps.note_terms(terms_in(batch))
+        file = self.steps.proving.place / name_of(mine, mine["batches"])
+        torch.save(batch, file)
+        self._bytes += file.stat().st_size
+
+
+class Given:
+    """What the ranks have read, for the reference; `mixed`, the samples of a batch come in another order."""
+
+    def __init__(self, folders: Sequence[Path], shares: Sequence[int], *, mixed: bool) -> None:
+        self._folders, self._mixed = folders, mixed
+        self._share, self._shares = shares
+        self._ledgers = [json.loads((each / "ledger.json").read_text()) for each in folders]
+        self._passes = [{(each["line"], each["turn"]): each for each in told["passes"]} for told in self._ledgers]
+        self.chunks: list[int] = []  # samples of each rank in the last batch
+
+    def length(self, line: str, turn: int) -> int | None:
+        found = self._ledgers[0]["lengths"].get(line, [])
+        return int(found[turn]) if turn < len(found) else None
+
+    def batch(self, mine: Mapping[str, Any], fetch: Callable[[list[Any]], Any] | None) -> Any:
+        """The next batch of a pass: all that the ranks read; raises StopIteration after the last."""
+        number = mine["batches"]
+        theirs = [each.get((mine["line"], mine["turn"])) for each in self._passes]
+        has = {rank: each for rank, each in enumerate(theirs) if each is not None and each["batches"] > number}
+        if not has:
+            raise StopIteration
+        seen = set[int]()
+        parts, drawn = [], []
+        for rank, each in has.items():
+            if number >= len(each["hashes"]):
+                raise Unrecorded
+            if each["hashes"][number] not in seen:
+                seen.add(each["hashes"][number])
+                parts.append(torch.load(self._folders[rank] / name_of(mine, number), weights_only=False))
+                drawn.append(each["drawn"][number])
+        parts, drawn = (of[self._share :: self._shares] or of[:1] for of in (parts, drawn))
+        if self._mixed:
+            parts, drawn = [each_in(each, turned) for each in reversed(parts)], drawn[::-1]
+        self.chunks = [rows_in(each) for each in parts]
+        try:
+            return united(parts)
+        except Mixed:
+            if fetch is None or None in drawn:
+                raise
+            indices = [index for each in drawn for index in (each[::-1] if self._mixed else each)]
+            return fetch(indices)
+
+
+def fetched(loading: Any, indices: list[Any]) -> Any:
+    """The samples of a data set as a batch of the script's own making."""
+    return loading._collate_fn([loading._dataset[index] for index in indices])
+
+
+def whole_of(data: Any) -> tuple[Any, Any]:
+    """The data set behind a Subset, or one of a Subset, and which of its samples that has; None where they are not
+    numbers."""
+    chosen: Any = range(size_of(data)) if size_of(data) >= 0 else None
+    while isinstance(data, torch.utils.data.Subset) and chosen is not None:
+        chosen = [data.indices[each] for each in chosen]
+        data = data.dataset
+    return data, chosen if chosen is not None and len(chosen) < MOST_INDICES else None
+
+
+def size_of(data: Any) -> int:
+    try:
+        return len(data)
+    except TypeError:
+        return -1
+
+
+def name_of(mine: Mapping[str, Any], number: int) -> str:
+    return f"batch-{zlib.crc32(mine['line'].encode())}-{mine['turn']}-{number}.pt"
+
+
+def united(parts: Sequence[Any]) -> Any:
+    """One batch of several, sample after sample; raises Mixed."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    if isinstance(first, Tensor):
+        if first.dim() == 0:
+            return first
+        if any(each.shape[1:] != first.shape[1:] for each in parts):
+            raise Mixed("samples of the ranks have other shapes")
+        return torch.cat(list(parts))
+    if isinstance(first, Mapping):
+        found = {name: united([each[name] for each in parts]) for name in first}
+        return found if type(first) is dict else type(first)(found)  # type: ignore[call-arg]
+    if hasattr(first, "_fields"):
+        return type(first)(*(united(each) for each in zip(*parts, strict=True)))
+    if isinstance(first, list | tuple):
+        if any(isinstance(each, Tensor | Mapping | list | tuple) for each in first):
+            return type(first)(united(each) for each in zip(*parts, strict=True))
+        return type(first)(each for part in parts for each in part)
+    if isinstance(first, int | float | str | None):
+        return first
+    raise Mixed(f"its batches are of {type(first).__name__}")
+
+
+def each_in(batch: Any, change: Callable[[Any], Any]) -> Any:
+    """The same batch, each of its tensors and lists of other things changed."""
+    if isinstance(batch, Mapping):
+        found = {name: each_in(each, change) for name, each in batch.items()}
+        return found if type(batch) is dict else type(batch)(found)  # type: ignore[call-arg]
+    if isinstance(batch, list | tuple) and any(isinstance(each, Tensor | Mapping | list | tuple) for each in batch):
+        changed = [each_in(each, change) for each in batch]
+        return type(batch)(*changed) if hasattr(batch, "_fields") else type(batch)(changed)
+    return change(batch)
+
+
+def turned(samples: Any) -> Any:
+    """The same samples, the last one first."""
+    if isinstance(samples, Tensor):
+        return samples.flip(0) if samples.dim() else samples
+    return samples[::-1] if isinstance(samples, list | tuple) else samples
+
+
+def doubled(samples: Any) -> Any:
+    """In float64, if they are floating-point numbers."""
+    return samples.double() if isinstance(samples, Tensor) and samples.is_floating_point() else samples
+
+
+def tensors_in(batch: Any) -> list[Tensor]:
+    if isinstance(batch, Tensor):
+        return [batch]
+    inner = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
+    return [tensor for each in inner for tensor in tensors_in(each)]
+
+
+def rows_in(batch: Any) -> int:
+    """Samples of a batch: the rows of its first tensor."""
+    return next((len(each) for each in tensors_in(batch) if each.dim()), 1)
+
+
+def terms_in(batch: Any) -> dict[str, int]:
+    """What a loss may be divided by: samples, and elements of whole numbers that are not padding."""
+    found = {"samples": rows_in(batch)}
+    for index, each in enumerate(tensors_in(batch)):
+        if each.dim() > 1 and not each.is_floating_point():
+            found[f"tokens of tensor {index}"] = int((each != IGNORED).sum())
+            found[f"non-zeros of tensor {index}"] = int((each != 0).sum())
+    return found

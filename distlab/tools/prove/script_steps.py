@@ -1,0 +1,252 @@
+"""Record in a script's own process what it trains, step by step, by name: `ScriptSteps`.
+
+A step is one `optimizer.step()`. Of the first ones a file each has the weights before and after, the gradients as the
+optimizer sees them, and what each backward pass gave to each of them, before anything is reduced: a hook on the leaf
+itself, which DistributedDataParallel's come after. Names are those in the outermost module, wrappers left out.
+"""
+
+import gc
+import sys
+import warnings
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from distlab.lab.measure.tensors import hash_of, raw
+from distlab.tools.check.watch.patches import Patch, before, harmless, hook, put
+from distlab.tools.check.watch.recorder import Recorder
+from distlab.tools.check.watch.replicas import parameters
+from distlab.tools.prove.locate import plain_name
+
+MOST_STEPS, MOST_BYTES = 8, 1 << 28  # that are recorded in full, of a rank
+MOST_BACKWARDS = 16  # of a step, told apart
+MOST_ROWS = 4096  # of the inputs of a step
+MOST_OUTPUTS, MOST_OUTPUT = 200, 1 << 18  # modules whose first outputs are kept, and elements of one
+FLAT = ("_flat_param", "_fsdp_wrapped_module")  # of FullyShardedDataParallel: rows of no tensor of the model
+LOW = (torch.bfloat16, torch.float16)
+
+
+class Proving(NamedTuple):
+    """What a process of a proof is told: its role ("ranks", "reference" or "noise"), and where files go."""
+
+    folder: str
+    role: str
+    rank: int
+    world_size: int  # of the ranks that are proven
+    double: bool = False
+    shares: int = 1  # ranks of the reference
+
+    @property
+    def place(self) -> Path:
+        return self.place_of(self.role, self.rank)
+
+    def place_of(self, role: str, rank: int) -> Path:
+        return Path(self.folder) / role / str(rank)
+
+
+class ScriptSteps:
+    """Of this process; `install` once."""
+
+    def __init__(self, recorder: Recorder, proving: Proving) -> None:
+        self.recorder, self.proving = recorder, proving
+        self.number = 0  # of the next step
+        self.backwards = 0  # since the last step
+        self.all_backwards = 0
+        self.most = MOST_STEPS
+        self.parameters: dict[str, Tensor] = {}
+        self.rates: list[list[float]] = []
+        self.in_low = False
+        self.on_model: list[Callable[[], None]] = []  # called when a model makes its first forward pass
+        self.stop: Callable[[], None] = lambda: None  # the reference, when it has done enough
+        self._names: dict[int, str] = {}
+        self._roots = self._depth = 0
+        self._flat: set[int] = set()
+        self._modules: dict[int, str] = {}
+        self._outputs: dict[str, list[Any]] = {}  # of each module's first call: its input's checksum, and its output
+        self._parts: dict[str, list[tuple[int, Tensor]]] = defaultdict(list)
+        self._terms = Counter[str]()  # what a loss of this step may be divided by
+        self._begun: dict[str, int] = {}
+        self._losses: list[float] = []
+        self._inputs: dict[str, set[int]] = defaultdict(set)
+        self._line = ""
+        self._before: dict[str, list[Any]] = {}
+        self._gradients: dict[str, list[Any]] = {}
+
+    def install(self) -> None:
+        from torch.nn.modules import module
+        from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+        self.proving.place.mkdir(parents=True, exist_ok=True)
+        warnings.filterwarnings("ignore", ".*when there are global hooks on modules")  # ours, of torch.compile
+        register_optimizer_step_pre_hook(hook(self._before_step))
+        register_optimizer_step_post_hook(hook(self._after_step))
+        module.register_module_forward_pre_hook(hook(self._enter))
+        module.register_module_forward_hook(hook(self._leave), always_call=True)
+        put(
+            Patch(torch.autograd, "backward", before(self._backward)),
+            Patch(torch.amp.autocast_mode.autocast, "__enter__", before(self._low)),
+        )
+
+    def _low(self, autocast: Any) -> None:
+        self.in_low = self.in_low or autocast._enabled
+
+    # Forward and backward passes
+
+    def _enter(self, module: nn.Module, *_: Any) -> None:
+        self._depth += 1
+        if self._depth == 1 and torch.is_grad_enabled() and torch._C._current_graph_task_id() < 0:
+            self._enter_model(module)
+
+    def _leave(self, module: nn.Module, given: Any, found: Any) -> None:
+        self._depth -= 1
+        name = self._modules.get(id(module))
+        is_new = name is not None and name not in self._outputs and self.number == 0
+        if is_new and type(found) is Tensor and found.numel() <= MOST_OUTPUT and len(self._outputs) < MOST_OUTPUTS:
+            first = given[0] if isinstance(given, tuple) and given else None
+            begin = hash_of(first.detach()) if type(first) is Tensor else 0
+            self._outputs[str(name)] = [begin, found.detach().to("cpu", copy=True)]
+
+    @harmless
+    def _enter_model(self, module: nn.Module) -> None:
+        first = next((each for each in module.parameters() if each.requires_grad), None)
+        if first is None:
+            return
+        if id(first) not in self._names:
+            self._name_all(outermost(module))
+        if self.number < self.most:
+            self._begin("inputs", self._inputs)
+            for name, value in given_to(module):
+                rows = value.detach().reshape(len(value), -1)[:MOST_ROWS]
+                self._inputs[f"{name} {list(value.shape[1:])}"] |= {zlib.crc32(raw(row)) for row in rows}
+
+    def _begin(self, what: str, kept: Any) -> None:
+        """Forget what came before the last step, once something comes after it: one pass may be for two optimizers."""
+        if self._begun.get(what) != self.number:
+            self._begun[what] = self.number
+            kept.clear()
+
+    def note_terms(self, terms: Mapping[str, int]) -> None:
+        self._begin("terms", self._terms)
+        self._terms.update(terms)
+
+    def _name_all(self, model: nn.Module) -> None:
+        """A model that is new: each of its parameters gets its name, and tells its local gradients."""
+        self._roots += 1
+        rest = "" if self._roots == 1 else f" (model {self._roots})"
+        for name, parameter in model.named_parameters():
+            if any(each in name for each in FLAT):
+                self._flat.add(id(parameter))
+            self._name(f"{plain_name(name)}{rest}", parameter)
+        named = {id(each): f"{plain_name(name + '.')[:-1]}{rest}" for name, each in model.named_modules()}
+        self._modules |= {number: name for number, name in named.items() if number not in self._modules}
+        for begin in self.on_model:
+            begin()
+
+    def _name(self, name: str, parameter: Tensor) -> None:
+        if id(parameter) in self._names:
+            return
+        while name in self.parameters:
+            name += "'"
+        self._names[id(parameter)], self.parameters[name] = name, parameter
+        if parameter.requires_grad and not hasattr(parameter, "_local_tensor"):
+            parameter.register_hook(lambda gradient, name=name: self._part(name, gradient))
+
+    def _part(self, name: str, gradient: Tensor) -> None:
+        if self.number < self.most and len(self._parts[name]) < MOST_BACKWARDS:
+            kept = gradient.to_dense() if gradient.layout != torch.strided else gradient
+            self._parts[name].append((self.backwards, kept.detach().to("cpu", copy=True)))
+
+    @harmless
+    def _backward(self, tensors: Any, *_: Any, **__: Any) -> None:
+        if torch._C._current_graph_task_id() >= 0:
+            return
+        self.backwards += 1
+        self.all_backwards += 1
+        self._line = self.recorder.places.line_of(3)
+        if self.number < self.most:
+            self._begin("losses", self._losses)
+            loss = tensors if isinstance(tensors, Tensor) else next(iter(tensors))
+            self._losses.append(float(loss.detach().float().sum()))
+
+    # Steps
+
+    @harmless
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        stepped = parameters(optimizer)
+        for index, each in enumerate(stepped):
+            self._name(f"parameter {index}", each)
+        self.rates.append([float(group.get("lr", 0.0)) for group in optimizer.param_groups])
+        if self.number == 0:
+            held = sum(each.numel() * each.element_size() for each in stepped)
+            self.most = max(1, min(MOST_STEPS, MOST_BYTES // max(1, 4 * held)))
+        if self.number < self.most:
+            self._before = self._pieces(stepped)
+            self._gradients = {
+                self._names[id(each)]: piece(each.grad)
+                for each in stepped if each.grad is not None and id(each) not in self._flat
+            }  # fmt: skip
+
+    def _pieces(self, stepped: Sequence[Tensor]) -> dict[str, list[Any]]:
+        return {self._names[id(each)]: piece(each) for each in stepped if id(each) not in self._flat}
+
+    @harmless
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self.number < self.most:
+            after, line = self._pieces(parameters(optimizer)), self.recorder.places.line_of(2)
+            low = self.in_low or any(each.dtype in LOW for each in parameters(optimizer))
+            torch.save(
+                {
+                    "before": self._before, "gradients": self._gradients, "after": after, "low": low,
+                    "parts": {name: self._parts.pop(name) for name in after if name in self._parts},
+                    "stepped_at": line, "losses": self._losses, "inputs": dict(self._inputs), "line": self._line,
+                    "rates": self.rates[-1], "backwards": self.backwards, "terms": dict(self._terms),
+                    "outputs": self._outputs if self.number == 0 else {},
+                },
+                self.proving.place / f"step-{self.number}.pt",
+            )  # fmt: skip
+        self.number += 1
+        self.backwards = 0
+
+
+def outermost(module: nn.Module) -> nn.Module:
+    """The module that this one is a part of and that is no part of any."""
+    modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module) and "_modules" in each.__dict__]
+    parents = {id(child): each for each in modules for child in each._modules.values() if child is not None}
+    seen = set[int]()
+    while id(module) in parents and id(module) not in seen:
+        seen.add(id(module))
+        module = parents[id(module)]
+    return module
+
+
+def given_to(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that the outermost of the modules was called with in which this call is made; from the frame, since a
+    hook for all modules is given no keywords."""
+    frame: Any = sys._getframe(1)
+    found: tuple[Any, Mapping[str, Any]] = ((), {})
+    called: Any = nn.Module._call_impl.__code__
+    while frame is not None:
+        if frame.f_code is called and frame.f_locals.get("self") is module:
+            found = frame.f_locals["args"], frame.f_locals["kwargs"]
+        frame = frame.f_back
+    for value in [*found[0], *found[1].values()]:
+        if isinstance(value, Tensor) and value.dim() and type(value) in (Tensor, nn.Parameter) and len(value):
+            yield str(value.dtype), value
+
+
+def piece(tensor: Tensor) -> list[Any]:
+    """What this rank has of a tensor, a copy: where it begins in the whole one (nothing: it does not say), the whole
+    one's shape, and the numbers."""
+    local: Tensor | None = getattr(tensor, "_local_tensor", None)
+    if local is None:
+        return [[], list(tensor.shape), tensor.detach().to("cpu", copy=True)]
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    whole: Any = tensor
+    _, begin = compute_local_shape_and_global_offset(whole.shape, whole.device_mesh, whole.placements)
+    return [list(begin), list(whole.shape), local.detach().to("cpu", copy=True)]

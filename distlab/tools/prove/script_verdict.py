@@ -1,0 +1,328 @@
+"""Whether a script's ranks train what one rank trains: the steps side by side, tensor by tensor.
+
+A difference counts from 10 times what another order of the samples changes on one rank, and from what the type rounds.
+Steps are compared whose inputs are the same: each row that reaches the model on one rank reaches it on a rank, and the
+other way round.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from distlab.lab.cluster import name_ranks
+from distlab.lab.report import records
+from distlab.lab.report.sentences import FINDINGS
+from distlab.lab.report.units import counted
+from distlab.tools.check.judge.fault import and_more
+from distlab.tools.check.judge.rank_state import Finding
+from distlab.tools.prove.locate import Place, places_of
+from distlab.tools.prove.script_causes import Scene, cause
+from distlab.tools.prove.script_ledgers import CHECKS, asked, ledger_findings
+
+CONTROL = "tests/tools/prove/test_scripts.py::test_what_is_wrong_is_named"
+GRADIENTS, UPDATES = "the gradients", "the updates"
+TIMES_NOISE = 10
+RELATIVE = {torch.float64: 1e-9, torch.float32: 1e-4}  # of the largest value of a tensor, that counts at least
+LOW, OF_ALL = 5e-2, 1e-2  # the same in 16 bits; and of the largest of all tensors this share of it
+LEAST_GRADIENT = 1e-3  # of the largest one: what is smaller may be rounding, which Adam makes as long as any
+MOST_UPDATE, MOST_NOISE = 0.05, 0.05  # of the length of an update, of a gradient
+
+Steps = Sequence[Mapping[str, Any]]  # of each rank
+
+
+class Compared(NamedTuple):
+    """What is said, found and written down."""
+
+    said: list[tuple[str, str]]  # a heading and a text
+    findings: list[Finding]
+    records: list[records.Record]
+
+
+class Told:
+    """What the processes of one role have recorded."""
+
+    def __init__(self, folder: Path, count: int) -> None:
+        self._folders = [folder / str(rank) for rank in range(count)]
+        self.ledgers: list[dict[str, Any]] = []
+        for each in self._folders:
+            with suppress(OSError, ValueError):
+                self.ledgers.append(json.loads((each / "ledger.json").read_text()))
+        self.is_whole = len(self.ledgers) == count
+        self.steps = min((len(list(each.glob("step-*.pt"))) for each in self._folders), default=0)
+
+    @cache  # noqa: B019
+    def step(self, number: int) -> Steps:
+        return [torch.load(each / f"step-{number}.pt", weights_only=True) for each in self._folders]
+
+    def first(self) -> list[dict[str, Any]]:
+        """The first weights of each rank, by name."""
+        found: list[dict[str, Any]] = [{} for _ in self._folders]
+        for number in range(self.steps):
+            for mine, step in zip(found, self.step(number), strict=True):
+                mine.update({name: piece for name, piece in step["before"].items() if name not in mine})
+        return found
+
+
+class Off(NamedTuple):
+    """A tensor of a rank that is not the reference's."""
+
+    rank: int
+    name: str
+    difference: float
+    allowed: float
+
+    @property
+    def is_wrong(self) -> bool:
+        return not self.difference <= self.allowed
+
+
+class Row(NamedTuple):
+    """A step: losses, the largest differences as shares of the largest value, rates, and what is wrong."""
+
+    number: int
+    losses: tuple[float, float]
+    gradients: float
+    updates: float
+    rates: tuple[list[float], list[float]]
+    wrong: list[Off]
+    unlike: list[Off]
+    why_not: str = ""
+
+
+def dense_of(pieces: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """Whole tensors of what the reference's ranks have."""
+    found: dict[str, Tensor] = {}
+    for mine in reversed(pieces):
+        for name, (begin, shape, tensor) in mine.items():
+            if not begin:
+                found[name] = tensor
+            else:
+                whole = found.setdefault(name, torch.zeros(shape, dtype=tensor.dtype))
+                Place(name, begin=tuple(begin)).put(whole, tensor)
+    return found
+
+
+class Comparison:
+    """The ranks beside the reference."""
+
+    def __init__(self, ranks: Told, reference: Told, noise: Told) -> None:
+        self.ranks, self._reference, self._noise = ranks, reference, noise
+        dense = dense_of(reference.first())
+        self.places = [places_of(mine, dense) for mine in ranks.first()]
+
+    def rows(self) -> Iterator[Row]:
+        for number in range(min(self.ranks.steps, self._reference.steps)):
+            yield self._row(number)
+
+    def _row(self, number: int) -> Row:
+        ranks, (alone, *_) = self.ranks.step(number), self._reference.step(number)
+        losses = loss_of(ranks, alone)
+        rates = ranks[0]["rates"], alone["rates"]
+        why_not = self._inputs_differ(ranks, self._reference.step(number))
+        if why_not:
+            return Row(number, losses, math.nan, math.nan, rates, [], [], why_not)
+        dense = self._dense(self._reference, number, "gradients")
+        again = self._dense(self._noise, number, "gradients") if number < self._noise.steps else dense
+        if not dense:
+            return Row(number, losses, math.nan, math.nan, rates, [], [], "no gradient reaches the optimizer on 1 rank")
+        largest = max((largest_of(each) for each in dense.values()), default=0.0)
+        both = [name for name in dense if name in again]
+        noise = {name: largest_of(dense[name].double() - again[name].double()) for name in both}
+        if sum(noise.values()) > MOST_NOISE * sum(map(largest_of, dense.values())):
+            return Row(number, losses, math.nan, math.nan, rates, [], [], "the order of samples changes the gradients")
+        offs = [
+            self._gradient_off(rank, name, place, step, dense, noise, largest)
+            for rank, step in enumerate(ranks)
+            for name, place in self.places[rank].items() if name in step["before"]
+        ]  # fmt: skip
+        if not offs:
+            return Row(number, losses, math.nan, math.nan, rates, [], [], "no tensor of the ranks is found on 1 rank")
+        wrong = [each for each in offs if each.is_wrong]
+        updates = [] if wrong or rates[0] != rates[1] else list(self._updates(number, ranks, largest, dense))
+        of_update = max((each.difference for each in updates), default=math.nan)
+        of_all = max((each.difference for each in offs), default=0.0) / (largest or 1.0)
+        return Row(number, losses, of_all, of_update, rates, wrong, [each for each in updates if each.is_wrong])
+
+    def _dense(self, told: Told, number: int, kind: str) -> dict[str, Tensor]:
+        return dense_of([each[kind] for each in told.step(number)])
+
+    def _gradient_off(
+        self, rank: int, name: str, place: Place, step: Mapping[str, Any], dense: Mapping[str, Tensor],
+        noise: Mapping[str, float], largest: float,
+    ) -> Off:  # fmt: skip
+        piece, whole = step["gradients"].get(name), dense.get(place.name)
+        shape = step["before"][name][2].shape
+        if piece is None or whole is None:
+            given = place.of(whole, shape) if whole is not None else piece[2] if piece is not None else torch.zeros(1)
+            return Off(rank, name, largest_of(given), 1e-6 * largest)
+        wanted = place.of(whole, shape).double()
+        low = step["low"] or wanted.dtype in (torch.bfloat16, torch.float16)
+        relative = LOW if low else RELATIVE.get(piece[2].dtype, LOW)
+        least = relative * max(largest_of(whole), OF_ALL * largest)
+        found = piece[2].double()
+        difference = math.inf if found.shape != wanted.shape else largest_of(found - wanted)
+        return Off(rank, name, difference, max(TIMES_NOISE * noise.get(place.name, 0.0), least))
+
+    def _updates(self, number: int, ranks: Steps, largest: float, dense: Mapping[str, Tensor]) -> Iterator[Off]:
+        """How far each update is from one rank's, as a share of its length."""
+        alone = {kind: self._dense(self._reference, number, kind) for kind in ("before", "after")}
+        again = self._noise if number < self._noise.steps else self._reference
+        other = {kind: self._dense(again, number, kind) for kind in ("before", "after")}
+        for rank, step in enumerate(ranks):
+            for name, place in self.places[rank].items():
+                whole = dense.get(place.name)
+                if name not in step["after"] or whole is None or place.name not in other["after"]:
+                    continue
+                before, after = step["before"][name][2].double(), step["after"][name][2].double()
+                large = place.of(whole, before.shape).abs() > LEAST_GRADIENT * largest
+                if not large.any():
+                    continue
+                parts = [place.of(of[kind][place.name], before.shape).double() for of in (alone, other) for kind in of]
+                changes = after - before, parts[1] - parts[0], parts[3] - parts[2]
+                moved, wanted, mixed = (each[large] for each in changes)
+                length = float(wanted.norm())
+                rounded = 4 * torch.finfo(step["after"][name][2].dtype).eps * float(after.norm())
+                allowed = max(MOST_UPDATE * length, TIMES_NOISE * float((wanted - mixed).norm()), rounded)
+                yield Off(rank, name, float((moved - wanted).norm()) / (length or 1.0), allowed / (length or 1.0))
+
+    def _inputs_differ(self, ranks: Steps, alone: Steps) -> str:
+        """Why a step can't be compared: other rows reach the model."""
+        if len({each["stepped_at"] for each in (*ranks, *alone)}) > 1:
+            return "other steps"
+        stepped = {name for each in alone for name in each["before"]}
+        for kind in {kind for each in alone for kind in each["inputs"]}:
+            mine = {row for each in alone for row in each["inputs"].get(kind, ())}
+            theirs = [set(each["inputs"].get(kind, ())) for each in ranks]
+            if not any(theirs):
+                continue  # padded to another length
+            whole = [
+                rows for rows, places in zip(theirs, self.places, strict=True)
+                if {place.name for place in places.values()} >= stepped
+            ]  # fmt: skip
+            if mine - set().union(*theirs) or any(rows - mine for rows in whole):
+                return "other inputs"
+        return ""
+
+    def cause(self, row: Row, gathered: str) -> str:
+        """Of the gradients of the first step that are wrong: which, what they are, and where."""
+        ranks = self.ranks.step(row.number)
+        local = {
+            name: torch.stack([each for _, each in parts]).sum(0)
+            for name, parts in self._reference.step(row.number)[0]["parts"].items()
+        }
+        dense = self._dense(self._reference, row.number, "gradients")
+        first = min(each.rank for each in row.wrong)
+        names = [each.name for each in row.wrong if each.rank == first]
+        outputs = self._reference.step(row.number)[0]["outputs"]
+        scene = Scene(ranks, self.places, dense, local, outputs, gathered)
+        of_rank = [name for name in self.places[first] if name in ranks[first]["before"]]
+        all_of_them = f"all {len(names)} parameters" if len(names) == len(of_rank) > 1 else and_more(names)
+        odd = name_ranks(sorted({each.rank for each in row.wrong}))
+        where = f"{ranks[first]['line']}, step {row.number}, on {odd}"
+        return f"gradients of {all_of_them} are {cause(scene, first, names)} ({where})"
+
+
+def largest_of(tensor: Tensor) -> float:
+    if not tensor.numel():
+        return 0.0
+    value = float(tensor.detach().abs().max())
+    return value if math.isfinite(value) else math.inf
+
+
+def loss_of(ranks: Steps, alone: Mapping[str, Any]) -> tuple[float, float]:
+    """One rank's, and the ranks': their mean, or their sum where that is it."""
+    wanted = sum(alone["losses"])
+    sums = [sum(each["losses"]) for each in ranks]
+    mean, total = sum(sums) / len(sums), sum(sums)
+    return wanted, total if abs(total - wanted) < abs(mean - wanted) else mean
+
+
+def compared(folder: Path, size: int, references: int, why_not: str) -> Compared:
+    """All that is known of a run and its reference."""
+    ranks = Told(folder / "ranks", size)
+    alone = "1 rank" if references == 1 else f"{references} ranks"
+    if not ranks.is_whole:
+        return Compared([("reference", f"not compared: {why_not or 'a rank has written nothing'}")], [], [])
+    reference, noise = (Told(folder / role, references) for role in ("reference", "noise"))
+    findings = list(ledger_findings(ranks.ledgers, reference.ledgers[0] if reference.ledgers else None))
+    said, table = [], []
+    comparable = not why_not and ranks.steps and reference.steps
+    rows = list(Comparison(ranks, reference, noise).rows()) if comparable else []
+    right = [row for row in rows if not row.why_not]
+    if right:
+        what = f"the same script on {alone}, given the samples that all {size} read, from the same first weights"
+        said.append(("reference", what))
+        findings += judged(Comparison(ranks, reference, noise), right, ranks.ledgers[0]["gathered"], alone)
+        table = [records.Table(*table_of(rows, size, alone))]
+    else:
+        said.append(("reference", uncompared(ranks, rows, why_not, alone)))
+    said += [("told", sentence) for sentence in asked(ranks.ledgers, reference.ledgers[:1], size)]
+    checks = [
+        records.Check(
+            "", name, sum(each.check == name for each in findings), 0, control=CONTROL, unit=FINDINGS,
+            detail="; ".join(each.sentence for each in findings if each.check == name),
+        )
+        for name in (*((GRADIENTS, UPDATES) if right else ()), *CHECKS)
+    ]  # fmt: skip
+    notes = [records.Said(heading, text) for heading, text in said]
+    return Compared(said, findings, [*notes, *table, *checks])
+
+
+def judged(comparison: Comparison, rows: Sequence[Row], gathered: str, alone: str) -> Iterator[Finding]:
+    """The first step that is wrong."""
+    for row in rows:
+        if row.wrong:
+            odd = tuple(sorted({each.rank for each in row.wrong}))
+            yield Finding(GRADIENTS, comparison.cause(row, gathered).replace("one rank", alone), odd)
+            return
+        if row.unlike:
+            odd = tuple(sorted({each.rank for each in row.unlike}))
+            names = list(dict.fromkeys(each.name for each in row.unlike))
+            sentence = (
+                f"{and_more(names)} moved otherwise in step {row.number} than on {alone}, though their gradients and"
+                " rates are the same: the optimizer has another state or other options, or something else writes them"
+            )
+            yield Finding(UPDATES, sentence, odd)
+            return
+
+
+def uncompared(ranks: Told, rows: Sequence[Row], why_not: str, alone: str) -> str:
+    """Why there is no reference to compare with, and what to do."""
+    if why_not:
+        return f"not compared: on {alone} {why_not}; compare with more by --reference 2"
+    if not ranks.steps:
+        return "not compared: no optimizer took a step"
+    fed = any(each["trains"] for each in ranks.ledgers[0]["passes"])
+    reasons = {row.why_not for row in rows}
+    if reasons == {"other inputs"} and not fed:
+        return (
+            f"not compared: the script makes its batches itself, and {alone} makes others than the ranks: put"
+            " distlab.batch(x, y) around them"
+        )
+    if reasons == {"other inputs"}:
+        return (
+            "not compared: what reaches the model is not what was read: the script changes its samples by random"
+            " numbers, which are each rank's own"
+        )
+    return f"not compared: {'; '.join(sorted(reasons)) or 'no step was taken on ' + alone}"
+
+
+def table_of(rows: Sequence[Row], size: int, alone: str) -> tuple[str, list[str], list[list[Any]]]:
+    """A row a step."""
+    shown: list[list[Any]] = []
+    for row in rows:
+        wanted, found = row.losses
+        rates = " ".join(f"{each:g}" for each in row.rates[0])
+        other = " ".join(f"{each:g}" for each in row.rates[1])
+        rate = rates if rates == other else f"{rates} ({alone} {other})"
+        far = ["-" if math.isnan(each) else f"{each:.0e}" for each in (row.gradients, row.updates)]
+        shown.append([row.number, f"{wanted:.6f}", f"{found:.6f}", row.why_not or far[0], far[1], rate])
+    columns = ["step", f"loss {alone}", f"{size} ranks", "gradients", "updates", "rate"]
+    return f"Steps on {alone} and on {counted(size, 'ranks')}", columns, shown
