@@ -11,9 +11,9 @@ from distlab.tools.check.start.command import SHARED, CheckOptions, Errand, star
 
 HELP = """usage: distlab check [NAME=VALUE ...] SCRIPT [ARGS ...]
 
-Runs SCRIPT unchanged on WORLD_SIZE ranks, as torchrun would, and says who waits for whom at which line, which calls do
-not match, and who sent how many bytes to whom. In containers: ./run check SCRIPT; on ranks that torchrun starts:
-torchrun --nproc-per-node 4 -m distlab check SCRIPT.
+Runs SCRIPT, or the module behind -m, unchanged on WORLD_SIZE ranks, as torchrun would, and says who waits for whom at
+which line, which calls do not match, and who sent how many bytes to whom. In containers: ./run check SCRIPT; on ranks
+that torchrun starts: torchrun --nproc-per-node 4 -m distlab check SCRIPT.
 
 variables   WORLD_SIZE (4), {own}
             and those of a run that say where: LAB_RUNS_DIR, LAB_RUN_ID, LAB_JOIN_TIMEOUT_S, LAB_LOST_AFTER_S, ...

@@ -64,7 +64,8 @@ def main(words: Sequence[str]) -> int:
         print(f"refused    {before.fault}", flush=True)
         return 2
     words = [*before.settings, *rest]
-    if not rest or not Path(rest[0]).is_file() or not is_script(Path(rest[0]).read_bytes()):
+    by_name = rest[:1] == ["-m"]
+    if not by_name and (not rest or not Path(rest[0]).is_file() or not is_script(Path(rest[0]).read_bytes())):
         return start(Errand("prove", HELP, "file", ProofOptions, USED, playing), words)
     if before.vary:
         return varied(before, rest)

@@ -8,6 +8,7 @@ import gc
 import json
 import zlib
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,12 +17,14 @@ from torch import Tensor, nn
 from distlab.lab.measure.tensors import hash_of
 from distlab.tools.check.watch.patches import Function, Patch, after, before, harmless, hook, put
 from distlab.tools.check.watch.recorder import Call, Group
-from distlab.tools.check.watch.replicas import parameters
+from distlab.tools.check.watch.replicas import checksum, parameters
+from distlab.tools.prove.locate import plain_name
 from distlab.tools.prove.script_samples import Samples
 from distlab.tools.prove.script_steps import ScriptSteps
 
 MOST_METRICS, MOST_VALUES = 200, 16
 MOST_STATES = 10_000
+MOST_EVALUATIONS = 100
 FIRST = 3  # steps in which an optimizer without gradients is looked into
 LENGTHS = ("total_steps", "total_iters", "T_max")  # of a schedule
 REDUCING = ("all_reduce", "reduce", "all_gather", "gather")
@@ -38,9 +41,9 @@ class Ledger:
         self._metrics: list[dict[str, Any]] = []
         self._turns = Counter[str]()
         self._statistics: list[list[Any]] = []
-        self._evaluated = -1
+        self._evaluated = set[tuple[int, int]]()
+        self._kept: list[list[Any]] = []
         self._strangers: list[list[Any]] = []
-        self._unmoved: list[list[Any]] = []
         self._normalised = self._dropped = self._gathered = ""
 
     def install(self) -> None:
@@ -51,10 +54,13 @@ class Ledger:
         register_optimizer_step_post_hook(hook(self._after_step))
         self.recorder.on_call.append(self._note_call)
         self.recorder.at_end.append(self.write)
+        self.steps.on_evaluation.append(self._evaluate)
         put(
             Patch(torch, "set_rng_state", before(self._set_state)),
             Patch(torch.random, "set_rng_state", before(self._set_state)),
             Patch(LRScheduler, "step", after(self._scheduled)),
+            Patch(torch.optim.Optimizer, "state_dict", after(self._saved)),
+            Patch(torch.optim.Optimizer, "load_state_dict", after(self._loaded)),
             Patch(nn.functional, "batch_norm", self._batch_norm),
             Patch(nn.functional, "scaled_dot_product_attention", self._attention),
             *(Patch(nn.functional, name, self._dropout) for name in ("dropout", "dropout1d", "dropout2d", "dropout3d")),
@@ -89,8 +95,6 @@ class Ledger:
         chunks = self.samples.given.chunks if self.samples.given else []
         if training:
             self._normalised = "BatchNorm"
-        elif running_mean is not None and running_var is not None:
-            self._evaluate(running_mean)
         if not training or len(chunks) < 2 or sum(chunks) != len(given):
             found: Tensor = function(given, running_mean, running_var, weight, bias, training, *rest, **named)
             return found
@@ -99,11 +103,28 @@ class Ledger:
         return torch.cat(own)
 
     @harmless
-    def _evaluate(self, running_mean: Tensor) -> None:
-        """The first of a model's statistics, each time that it is evaluated."""
-        if self._evaluated != self.steps.all_backwards and self.steps.all_backwards:
-            self._evaluated = self.steps.all_backwards
-            self._statistics.append([self.steps.number, hash_of(running_mean), self.recorder.places.line_of(3)])
+    def _evaluate(self, model: nn.Module) -> None:
+        """What a model has, the first time that it is evaluated after a backward pass: each tensor's checksum."""
+        known = self.steps.all_backwards, id(model)
+        if known in self._evaluated or not self.steps.all_backwards or len(self._evaluated) > MOST_EVALUATIONS:
+            return
+        self._evaluated.add(known)
+        held = [*model.named_parameters(), *model.named_buffers()]
+        told = {plain_name(name): hash_of(each.detach()) for name, each in held if not hasattr(each, "_local_tensor")}
+        if told:
+            self._statistics.append([self.steps.number, told, self.recorder.places.line_of(3)])
+
+    @harmless
+    def _note_state(self, what: str, tensors: Sequence[Tensor]) -> None:
+        """A checksum of what an optimizer has, as its state is taken or put back."""
+        if len(self._kept) < MOST_METRICS:
+            self._kept.append([what, self.steps.number, checksum(tensors), self.recorder.places.line_of(3)])
+
+    def _saved(self, found: Any, optimizer: torch.optim.Optimizer, *_: Any, **__: Any) -> None:  # noqa: ARG002
+        self._note_state("saved", states_of(optimizer))
+
+    def _loaded(self, found: Any, optimizer: torch.optim.Optimizer, *_: Any, **__: Any) -> None:  # noqa: ARG002
+        self._note_state("loaded", states_of(optimizer))
 
     # Calls
 
@@ -167,7 +188,13 @@ class Ledger:
             "steps": self.steps.number, "states": self._states, "set": self._set, "metrics": self._metrics,
             "schedules": [each for each in self._schedules.values() if each[3]],
             "statistics": self._statistics, "strangers": self._strangers, "normalised": self._normalised,
-            "dropped": self._dropped, "gathered": self._gathered,
-            "names": list(self.steps.parameters),
+            "dropped": self._dropped, "gathered": self._gathered, "kept": self._kept,
+            "names": list(self.steps.parameters), "first": self.steps.first,
         }  # fmt: skip
         (self.steps.proving.place / "ledger.json").write_text(json.dumps(told))
+
+
+def states_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The tensors of an optimizer's state, in the order of its parameters."""
+    states = [optimizer.state.get(each, {}) for each in parameters(optimizer)]
+    return [state[name] for state in states for name in sorted(state) if isinstance(state[name], Tensor)]

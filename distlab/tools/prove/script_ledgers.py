@@ -7,11 +7,14 @@ from typing import Any
 
 from distlab.lab.cluster import name_ranks
 from distlab.lab.report.units import counted
+from distlab.tools.check.judge.fault import and_more
 from distlab.tools.check.judge.rank_state import Finding
 
-SAMPLES, SCHEDULE, METRICS, RANDOM, OPTIMIZER, STATISTICS = CHECKS = (
+SAMPLES, SCHEDULE, METRICS, RANDOM, OPTIMIZER, STATISTICS, STATES = CHECKS = (
     "the samples", "the schedule", "the metrics", "the random states", "the optimizer", "the statistics",
+    "states put back",
 )  # fmt: skip
+RUNNING = ("running_mean", "running_var")
 LONGER, FEWEST = 1.5, 4  # times its length that a schedule goes on; steps
 CLOSE, TIMES = 1e-4, 10
 
@@ -22,9 +25,11 @@ def ledger_findings(ranks: Sequence[Ledger], alone: Ledger | None) -> Iterator[F
     """What is certain."""
     everyone = tuple(range(len(ranks)))
     for check, sentences in (
-        (SAMPLES, read_twice(ranks)), (SCHEDULE, stepped_too_often(ranks)), (RANDOM, set_alike(ranks)),
+        (SAMPLES, [*read_twice(ranks), *dealt_wrongly(ranks)]),
+        (SCHEDULE, stepped_too_often(ranks)), (RANDOM, set_alike(ranks)),
         (METRICS, means_of_means(ranks, alone) if alone else ()),
         (OPTIMIZER, of_others(ranks)), (STATISTICS, evaluated_apart(ranks)),
+        (STATES, put_back_wrongly(ranks)),
     ):  # fmt: skip
         for sentence in sentences:
             yield Finding(check, sentence, everyone)
@@ -59,6 +64,40 @@ def read_twice(ranks: Sequence[Ledger]) -> Iterator[str]:
             f" sampler pads them to a multiple of {size} ranks, and {first['reduced']} counts them; give each rank"
             " Subset(data, range(rank, len(data), world_size)), or leave out what is padded"
         )
+        return
+
+
+def dealt_wrongly(ranks: Sequence[Ledger]) -> Iterator[str]:
+    """Samples of a whole epoch of training that several parts of the data have, or none, beyond what a sampler pads or
+    drops. Ranks that read the same samples, as along a tensor-parallel axis, have one part."""
+    for passes in passes_of(ranks):
+        first = passes[0]
+        parts = list(dict.fromkeys(tuple(each["indices"]) for each in passes))
+        own = any(len(set(part)) < len(part) for part in parts)
+        if len(parts) < 2 or own or not all(each["trains"] and each["ended"] and each["indices"] for each in passes):
+            continue
+        total = Counter(index for part in parts for index in part)
+        spare = len(parts) * (1 + max(first["sizes"]))
+        twice = sum(count > 1 for count in total.values())
+        missing = first["length"] - len(total)
+        where = f"of an epoch at {first['line']}"
+        if twice > spare and all(len(part) == first["length"] for part in parts):
+            yield (
+                f"each rank reads all {first['length']} samples {where}, in an order of its own: each counts"
+                f" {len(parts)} times; give the loader a DistributedSampler"
+            )
+        elif twice > spare:
+            yield (
+                f"{counted(twice, 'samples')} {where} are in several ranks' parts of the data: give the loader a"
+                " DistributedSampler, or parts that do not overlap"
+            )
+        elif missing > spare:
+            yield (
+                f"{counted(missing, 'samples')} {where} are in no rank's part of the {first['length']}: the parts leave"
+                " them out, in every epoch"
+            )
+        else:
+            continue
         return
 
 
@@ -114,14 +153,49 @@ def of_others(ranks: Sequence[Ledger]) -> Iterator[str]:
 
 
 def evaluated_apart(ranks: Sequence[Ledger]) -> Iterator[str]:
-    """A model that ranks evaluate with other statistics of BatchNorm."""
+    """A model that ranks evaluate with other tensors, such as statistics of BatchNorm, or a copy that one rank
+    updates. Where the ranks began with other weights, as those of a slice each, only statistics count."""
+    begun_alike = len({tuple(sorted(told["first"].items())) for told in ranks}) == 1
     for each in zip(*(told["statistics"] for told in ranks), strict=False):
-        steps, states = {number for number, _, _ in each}, {state for _, state, _ in each}
-        if len(ranks) > 1 and len(steps) == 1 and len(states) > 1:
+        steps, (first, *others) = {number for number, _, _ in each}, [states for _, states, _ in each]
+        if len(steps) != 1 or any(set(other) != set(first) for other in others):
+            continue
+        apart = [name for name, state in first.items() if any(other[name] != state for other in others)]
+        statistics = [name for name in apart if name.rpartition(".")[2] in RUNNING]
+        where = f"evaluated at {each[0][2]}, after step {each[0][0] - 1}"
+        if statistics:
             yield (
                 f"running_mean and running_var differ between {name_ranks(list(range(len(ranks))))} where the model is"
-                f" evaluated at {each[0][2]}, after step {each[0][0] - 1}: each has those of its own samples, so the"
+                f" {where}: each has those of its own samples, so the"
                 " ranks evaluate other models; average them over the ranks before, or broadcast rank 0's"
+            )
+            return
+        if apart and begun_alike:
+            yield (
+                f"{and_more(apart)} differ between ranks where a model is {where}: the ranks evaluate other models;"
+                " update it on every rank, or broadcast it before"
+            )
+            return
+
+
+def put_back_wrongly(ranks: Sequence[Ledger]) -> Iterator[str]:
+    """An optimizer that gets its state back on one rank and another's on others: each has a state of its own, as where
+    it is sharded, and a file has rank 0's alone."""
+    kept = [told["kept"] for told in ranks]
+    if len({tuple((what, step) for what, step, _, _ in mine) for mine in kept}) > 1:
+        return
+    for index, (what, step, state, line) in enumerate(kept[0]):
+        before = [place for place in range(index) if kept[0][place][0] == "saved" and kept[0][place][2] == state]
+        if what != "loaded" or not before:
+            continue
+        odd = [
+            rank for rank, mine in enumerate(kept)
+            if mine[before[-1]][2] != state and mine[index][2] != mine[before[-1]][2]
+        ]  # fmt: skip
+        if odd:
+            yield (
+                f"the optimizer's state at {line} is not what {name_ranks(odd)} had when it was saved after step"
+                f" {step - 1}, and rank 0's is: each rank has a state of its own, and has to save and load its own"
             )
             return
 

@@ -48,7 +48,7 @@ class Reruns:
         words = job.words if options.words is None else options.words
         again = job._replace(words=words, reruns=None)
         self._worlds = {role: [started(again, server) for _ in range(options.reference)] for role in ROLES}
-        self._beside = [each.name for each in job.script.parent.iterdir()]
+        self._beside = [each.name for each in job.folder.iterdir()]
         self._began = time.monotonic()
 
     def _proving(self, folder: Path, role: str, rank: int) -> str:
@@ -80,7 +80,7 @@ class Reruns:
         scratch = folder / FOLDER / role / "beside"
         scratch.mkdir(parents=True)
         for name in self._beside:
-            (scratch / name).symlink_to(self._job.script.parent.resolve() / name)
+            (scratch / name).symlink_to(self._job.folder.resolve() / name)
         port, key = free_port(), secrets.token_hex(32)
         for rank, bedside in enumerate(bedsides):
             variables: dict[str, Any] = {

@@ -59,9 +59,11 @@ class ScriptSteps:
         self.all_backwards = 0
         self.most = MOST_STEPS
         self.parameters: dict[str, Tensor] = {}
+        self.first: dict[str, int] = {}  # of each the checksum before the first step
         self.rates: list[list[float]] = []
         self.in_low = False
         self.on_model: list[Callable[[], None]] = []  # called when a model makes its first forward pass
+        self.on_evaluation: list[Callable[[nn.Module], None]] = []  # called with the module that is evaluated
         self.stop: Callable[[], None] = lambda: None  # the reference, when it has done enough
         self._names: dict[int, str] = {}
         self._roots = self._depth = 0
@@ -99,8 +101,12 @@ class ScriptSteps:
 
     def _enter(self, module: nn.Module, *_: Any) -> None:
         self._depth += 1
-        if self._depth == 1 and torch.is_grad_enabled() and torch._C._current_graph_task_id() < 0:
-            self._enter_model(module)
+        if self._depth == 1 and torch._C._current_graph_task_id() < 0:
+            if torch.is_grad_enabled():
+                self._enter_model(module)
+            elif not module.training:
+                for evaluate in self.on_evaluation:
+                    evaluate(module)
 
     def _leave(self, module: nn.Module, given: Any, found: Any) -> None:
         self._depth -= 1
@@ -153,6 +159,7 @@ class ScriptSteps:
         while name in self.parameters:
             name += "'"
         self._names[id(parameter)], self.parameters[name] = name, parameter
+        self.first[name] = hash_of(getattr(parameter, "_local_tensor", parameter).detach())
         if parameter.requires_grad and not hasattr(parameter, "_local_tensor"):
             parameter.register_hook(lambda gradient, name=name: self._part(name, gradient))
 

@@ -30,6 +30,10 @@ WRONG = {  # what is said of each on so many ranks
     "schedule_by_lambda": (3, "LambdaLR by lambda is stepped 3 times in each step of the optimizer"),
     "before_shard": (2, "the optimizer's 4 parameters are not the model's"),
     "statistics": (2, "running_mean and running_var differ between ranks 0 and 1"),
+    "own_order": (3, "each rank reads all 96 samples of an epoch at", "each counts 3 times"),
+    "left_out": (2, "48 samples of an epoch at", "are in no rank's part of the 96"),
+    "averaged_weights": (3, "weight and 2 more differ between ranks where a model is evaluated at"),
+    "state_of_rank_0": (2, "is not what rank 1 had when it was saved after step 11, and rank 0's is"),
     "random_state": (2, "all ranks set one rank's random state"),
 }  # fmt: skip
 RIGHT = re.findall(r"^def (\w+)\(\):", (FILES / "script_right.py").read_text(), re.MULTILINE)
@@ -103,6 +107,21 @@ def test_a_script_that_makes_its_batches_is_told_what_it_needs(tmp_path: Path) -
     made = check(tmp_path / "train.py", 2, tmp_path, command="prove")
     assert made.code == 0, made.said
     assert "put distlab.batch(x, y) around them" in made.told
+
+
+def test_a_module_is_named_as_python_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "trained" / "inner"
+    package.mkdir(parents=True)
+    (package / "net.py").write_text("from torch.nn import Linear\n")
+    source = MADE.replace("model = torch.nn.Linear", "from .net import Linear\ntorch.manual_seed(0)\nmodel = Linear")
+    (package / "__main__.py").write_text(f"assert __package__ == 'trained.inner'\n{source}")
+    monkeypatch.chdir(tmp_path)
+    made = check(Path("-m"), 2, tmp_path, "trained.inner", command="prove")
+    assert made.code == 0, made.said
+    assert "distlab prove -m trained.inner" in made.told
+    absent = check(Path("-m"), 2, tmp_path, "trained.other", command="prove")
+    assert absent.code == 2, absent.said
+    assert "-m 'trained.other' is not there: expected the name of a module" in absent.said
 
 
 def test_a_script_that_needs_two_ranks_is_compared_with_two(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,7 +79,7 @@ def start(errand: Errand, words: Sequence[str]) -> int:
         print(errand.help.format(own=", ".join(own_variables(errand.options))))
         return 0
     try:
-        environ, script, arguments = understood(errand, words)
+        environ, script, arguments, module = understood(errand, words)
         os.environ.update(environ)
         engine = launchers.read_launcher(os.environ)
         os.environ.update(engine.variables)
@@ -100,7 +101,7 @@ def start(errand: Errand, words: Sequence[str]) -> int:
     own: FileOptions = config.own(errand.options)
     job = Job(script.resolve(), shown, tuple(arguments), own.hang_after_s, errand.command, play=errand.play(config))
     if isinstance(own, CheckOptions):
-        job = job._replace(every=own.every, mesh=axes_of(own.mesh), **errand.job)
+        job = job._replace(every=own.every, mesh=axes_of(own.mesh), module=module, **errand.job)
 
     def be_rank() -> int:
         mine = Config.read(usable(os.environ), options=errand.options).model_copy(update={"run_mode": errand.command})
@@ -148,8 +149,8 @@ def own_variables(options: type[FileOptions]) -> list[str]:
     return [str(field.alias) for field in options.model_fields.values()]
 
 
-def understood(errand: Errand, words: Sequence[str]) -> tuple[dict[str, str], Path, list[str]]:
-    """Settings, file and its words; raises ConfigError."""
+def understood(errand: Errand, words: Sequence[str]) -> tuple[dict[str, str], Path, list[str], str]:
+    """Settings, file, its words, and its name where it was named by -m; raises ConfigError."""
     given: dict[str, str] = {}
     rest = list(words)
     while rest and "=" in rest[0] and not Path(rest[0]).exists():
@@ -157,7 +158,26 @@ def understood(errand: Errand, words: Sequence[str]) -> tuple[dict[str, str], Pa
     if not rest:
         usage = errand.help.partition("\n")[0].removeprefix("usage: ")
         raise ConfigError([f"no {errand.what} is named: {usage}"])
-    return given, Path(rest[0]), rest[1:]
+    if rest[0] == "-m" and errand.options is CheckOptions:
+        name = rest[1] if len(rest) > 1 else ""
+        return given, file_of(name), rest[2:], name
+    return given, Path(rest[0]), rest[1:], ""
+
+
+def file_of(module: str) -> Path:
+    """The file that `python -m MODULE` would run from here, without importing its packages; raises ConfigError."""
+    first, *rest = module.split(".")
+    spec = PathFinder.find_spec(first, [str(Path.cwd()), *sys.path]) if first else None
+    inside = [Path(each, *rest) for each in (spec and spec.submodule_search_locations) or ()]
+    files = [each for place in inside for each in (place.with_suffix(".py"), place / "__main__.py")]
+    if spec is not None and spec.origin and not rest and not inside:
+        files = [Path(spec.origin)]
+    found = [each for each in files if each.suffix == ".py" and each.is_file()]
+    if not found:
+        raise ConfigError(
+            [f"-m {module!r} is not there: expected the name of a module, as `python -m` takes it from here"]
+        )
+    return found[0]
 
 
 def axes_of(mesh: str | None) -> list[tuple[str, int]]:

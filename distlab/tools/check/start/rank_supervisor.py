@@ -133,9 +133,9 @@ class Rank:
         interface = interface_of(cluster.members[cluster.rank].ip)
         if interface is not None and "GLOO_SOCKET_IFNAME" not in os.environ:  # as a run of the lab's own sets it
             variables["GLOO_SOCKET_IFNAME"] = interface
-        if not os.access(self.job.script.parent, os.W_OK) and self.config.local_rank is None:
+        if not os.access(self.job.folder, os.W_OK) and self.config.local_rank is None:
             variables["DISTLAB_FOLDER"] = scratch(exchange, folder, self.job)
-        words = shlex.join([self.job.shown, *self.job.words])
+        words = shlex.join(self.job.typed)
         if cluster.rank == 0:
             what = f"{words} · {counted(cluster.world_size, 'ranks')} · {folder}"
             self.journal.say("\n".join(wrapped(self.job.command, what)), "normal")
@@ -236,7 +236,7 @@ def scratch(exchange: Exchange, folder: Path, job: Job) -> str:
     place = folder / "scratch"
     if exchange.rank == 0:
         place.mkdir(exist_ok=True)
-        for each in job.script.parent.iterdir():
+        for each in job.folder.iterdir():
             if not (place / each.name).exists():
                 (place / each.name).symlink_to(each)
     exchange.barrier("the scratch folder")
@@ -262,5 +262,5 @@ def start_record(config: Config, job: Job, cluster: Cluster) -> records.Start:
     return records.Start(
         cluster.rank, cluster.run_id, job.command, cluster.world_size, socket.gethostname(), config.written(),
         {name: value for name, value in repeat.items() if name not in here}, versions,
-        shlex.join([job.shown, *job.words]), started_by=started_by(),
+        shlex.join(job.typed), started_by=started_by(),
     )  # fmt: skip

@@ -10,7 +10,7 @@ import _thread
 import atexit
 import ctypes
 import faulthandler
-import importlib
+import importlib.util
 import os
 import signal
 import sys
@@ -143,8 +143,19 @@ class Job(NamedTuple):
     double: bool = False  # compute in float64, as far as torch's default type decides
     # What is done with the script: (job, telling, recorder, waits). None: it is run as `python SCRIPT WORDS` does.
     play: Callable[["Job", Telling, Recorder, Waits], None] | None = None
+    module: str = ""  # the script's name where it was named by -m: it runs where the command was typed
     watch: Callable[[Recorder, str], None] | None = None  # what else watches the script, with what it is told
     reruns: Callable[..., Any] | None = None  # what runs it again: on rank 0 alone, of (config, job, server)
+
+    @property
+    def typed(self) -> list[str]:
+        """The script and its words, as they were typed."""
+        return [*(["-m", self.module] if self.module else [self.shown]), *self.words]
+
+    @property
+    def folder(self) -> Path:
+        """Where the script runs, and what it imports by name."""
+        return Path.cwd() if self.module else self.script.parent
 
 
 class Ends(NamedTuple):
@@ -196,7 +207,7 @@ def run(job: Job, ends: Ends, parent: int) -> None:
     be_main_process()
     Meeting(bytes.fromhex(os.environ.pop(STORE_KEY))).install()
     telling = Telling(ends.told)
-    recorder, waits = recorded(telling, job.script.parent, int(os.environ["MASTER_PORT"]))
+    recorder, waits = recorded(telling, job.folder, int(os.environ["MASTER_PORT"]))
     watch_training(recorder, job.every)
     OwnRanks(recorder).install()
     stand_in = cuda_stand_in.install(recorder, job.script)
@@ -262,8 +273,9 @@ def tell_before(telling: Telling, recorder: Recorder, call: str, place: str) -> 
 def enter(job: Job) -> None:
     """Stand where the script does: its folder, its words, a main process."""
     atexit._clear()  # what the doctor's process left there is not the script's
-    os.chdir(os.environ.pop("DISTLAB_FOLDER", str(job.script.parent)))
-    sys.path.insert(0, str(job.script.parent))
+    folder = job.folder
+    os.chdir(os.environ.pop("DISTLAB_FOLDER", str(folder)))
+    sys.path.insert(0, str(folder))
     sys.argv = [str(job.script), *job.words]
 
 
@@ -303,6 +315,9 @@ def execute(program: types.CodeType, job: Job) -> None:
     sys.argv = [str(job.script), *job.words]
     main = types.ModuleType("__main__")
     main.__dict__.update(__file__=str(job.script), __builtins__=__builtins__, __cached__=None)
+    if job.module:
+        spec = importlib.util.find_spec(job.module)
+        main.__dict__.update(__spec__=spec, __package__=spec and spec.parent)
     sys.modules["__main__"] = main
     exec(program, main.__dict__)
 

@@ -322,6 +322,66 @@ def statistics():  # timm 110
     dist.all_reduce(hits)
 
 
+def own_order():  # class of transformers 30990
+    model = DistributedDataParallel(nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.02)
+    shuffled = DataLoader(DATA, 4, shuffle=True, generator=torch.Generator().manual_seed(RANK))
+    for x, y in loader() if RIGHT else shuffled:
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+
+def left_out():
+    model = DistributedDataParallel(nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.02)
+    each = len(DATA) // WORLD if RIGHT else len(DATA) // (2 * WORLD)
+    for x, y in DataLoader(Subset(DATA, range(RANK * each, (RANK + 1) * each)), 4):
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+
+def averaged_weights():  # class of pytorch-lightning 8100
+    model = DistributedDataParallel(nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.02)
+    average = torch.optim.swa_utils.AveragedModel(model.module)
+    for x, y in loader():
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        if RANK == 0 or RIGHT:
+            average.update_parameters(model.module)
+    average.eval()
+    with torch.no_grad():
+        error = F.mse_loss(average(INPUTS.chunk(WORLD)[RANK]), DATA.tensors[1].chunk(WORLD)[RANK], reduction="sum")
+    dist.all_reduce(error)
+
+
+def state_of_rank_0():
+    folder = [tempfile.mkdtemp() if RANK == 0 else None]
+    dist.broadcast_object_list(folder)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    layers = model[::2]
+    owned = [each for index, layer in enumerate(layers) if index % WORLD == RANK for each in layer.parameters()]
+    optimizer = torch.optim.Adam(owned, 0.01)
+    for epoch in range(2):
+        if epoch:
+            torch.save(optimizer.state_dict(), f"{folder[0]}/{RANK}.pt")
+            dist.barrier()
+            optimizer.load_state_dict(torch.load(f"{folder[0]}/{RANK if RIGHT else 0}.pt"))
+        for x, y in loader():
+            model.zero_grad()
+            F.mse_loss(model(x).mean(1, keepdim=True), y).backward()
+            for each in model.parameters():
+                dist.all_reduce(each.grad)
+                each.grad /= WORLD
+            optimizer.step()
+            for index, layer in enumerate(layers):
+                for each in layer.parameters():
+                    dist.broadcast(each.data, index % WORLD)
+
+
 def random_state():  # miles 3187
     folder = [tempfile.mkdtemp() if RANK == 0 else None]
     dist.broadcast_object_list(folder)
