@@ -14,9 +14,9 @@ from tests.documents import TOP, faults, spans, tables
 PAGE = (TOP / "docs" / "choosing.md").read_text()
 ROWS = list(tables(PAGE))
 FORMULAS = (
-    "lab.measure.storages",
+    "lab.measure.storages", "experiments.compress.predictions",
     *(f"techniques.{technique}.costs" for technique in (
-        "collectives", "compression", "context_parallel", "pipeline_parallel", "sharded", "tensor_parallel"
+        "collectives", "context_parallel", "pipeline_parallel", "sharded", "tensor_parallel"
     )),
 )  # fmt: skip
 

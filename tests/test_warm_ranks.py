@@ -52,9 +52,9 @@ def test_a_broken_rank_is_named_and_the_pool_recovers(ranks: Ranks, how: str, wo
     assert ranks(2, summed, 1) == [3.0, 3.0]
 
 
-def test_the_tests_of_a_file_share_a_pool_where_they_run_beside_others(request: pytest.FixtureRequest) -> None:
+def test_the_tests_of_a_group_share_a_pool_where_they_run_beside_others(request: pytest.FixtureRequest) -> None:
     """pytest-xdist keeps a group on one worker by the end of its tests' ids, which conftest.py has to have marked in
     time."""
-    group = "tests/test_warm_ranks.py"
+    group = "tests/test_strangers.py"  # the first of the files that one worker has together
     assert request.node.get_closest_marker("xdist_group").args == (group,)
     assert request.node.nodeid.endswith(f"@{group}") == request.config.getoption("loadgroup", False)

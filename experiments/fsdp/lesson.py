@@ -1,5 +1,6 @@
 """Fully sharded data parallelism (ZeRO-3): torchrun --nproc-per-node 3 lesson.py"""
 
+import gc
 from copy import deepcopy
 from functools import partial
 
@@ -75,4 +76,5 @@ def demo(group: dist.ProcessGroup) -> float:
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     print(f"rank {dist.get_rank()}: outputs differ from one process's by {demo(dist.group.WORLD):.0e} at most")
+    gc.collect()  # layers and units refer to each other, and a group that units hold would outlive its end
     dist.destroy_process_group()

@@ -326,8 +326,9 @@ class Joining:
                         waiting, self._ended_at = sentence, None
                         let_in = not sentence or sentence.startswith(("waiting for rank ", "waiting for ranks "))
             now = time.monotonic()
-            # A server of this process that is silent lacks a core; its rank is not dead for that.
-            if let_in and server is None and now - heard_at > (bound_s := self.config.lost_after_s):
+            if server is not None and server.stands_still(now):
+                heard_at = now  # it lacks a core, and its rank is not dead for that
+            if let_in and now - heard_at > (bound_s := self.config.lost_after_s):
                 line.close()
                 raise ClusterError(f"rank 0 lost before all ranks had joined: no heartbeat for {bound_s:g} s")
             # A server that answers has the word: its own bound is near, and every rank says its sentence.

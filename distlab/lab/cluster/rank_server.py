@@ -44,6 +44,7 @@ from distlab.techniques.transport.store_server import Message, Peer, StoreServer
 
 PERIOD_S = 0.25  # between two heartbeats, both ways
 FROZEN_S = 1.0  # between two looks, which come ten times a second: this process did not run
+STILL_S = 0.5  # the same of its thread: with the last message up to PERIOD_S before, within the least LAB_LOST_AFTER_S
 SAY_AGAIN_S = PERIOD_S  # to a process that waits: a heartbeat for it
 
 
@@ -127,6 +128,10 @@ class RankServer(StoreServer):
         """The other ranks that have not left and are not lost."""
         states = list(self._detector.ranks.items())
         return [rank for rank, each in states if not (each.left or each.ended_at) and rank != self.host]
+
+    def stands_still(self, now: float) -> bool:
+        """Whether its thread has had no core for a while: what it did not say is no silence of its rank."""
+        return now - self.looked_at > STILL_S
 
     def all_told(self) -> bool:
         """Whether all have been sent why the run, or its start, ends."""

@@ -187,9 +187,11 @@ class Watchdog(threading.Thread):
         self.cpu_seconds = time.thread_time()
         gap_s = time.monotonic() - began - PERIOD_S
         self.longest_gap_s = max(self.longest_gap_s, gap_s)
-        # What was said while this process did not run is read before anybody's silence counts. A server of this process
-        # that is silent lacks a core: at a load of ten a core rank 0 declared itself dead in one of 200 runs.
-        if gap_s > FROZEN_S or self.cluster.server is not None:
+        # What was said while this process did not run is read before anybody's silence counts; so is what its own
+        # server could not say for want of a core: of 200 runs at a load of ten a core one had its rank 0 declare itself
+        # dead.
+        server = self.cluster.server
+        if gap_s > FROZEN_S or (server is not None and server.stands_still(time.monotonic())):
             self._server_state.heard_at = time.monotonic()
         self._judge_server(time.monotonic())
 
