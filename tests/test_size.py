@@ -69,7 +69,7 @@ SIZES = {  # statements and files, at most
     "distlab/tools/check": (5_330, 41),
     "distlab/tools/notebook": (474, 5),
     "distlab/tools/plan": (1_452, 14),
-    "distlab/tools/prove": (2_631, 16),
+    "distlab/tools/prove": (2_630, 16),
     "distlab/tools/puzzle": (1_600, 43),
     "distlab/tools/ranks": (364, 4),
     "distlab/tools/testing": (240, 3),

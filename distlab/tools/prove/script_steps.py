@@ -101,15 +101,14 @@ class ScriptSteps:
 
     def _enter(self, module: nn.Module, *_: Any) -> None:
         self._depth += 1
-        if self._depth == 1 and torch._C._current_graph_task_id() < 0:
-            if torch.is_grad_enabled():
-                self._enter_model(module)
-            elif not module.training:
-                for evaluate in self.on_evaluation:
-                    evaluate(module)
+        if self._depth == 1 and torch.is_grad_enabled() and torch._C._current_graph_task_id() < 0:
+            self._enter_model(module)
 
     def _leave(self, module: nn.Module, given: Any, found: Any) -> None:
         self._depth -= 1
+        if not (self._depth or module.training or torch.is_grad_enabled()):
+            for evaluate in self.on_evaluation:  # after DDP has broadcast its buffers
+                evaluate(module)
         name = self._modules.get(id(module))
         is_new = name is not None and name not in self._outputs and self.number == 0
         if is_new and type(found) is Tensor and found.numel() <= MOST_OUTPUT and len(self._outputs) < MOST_OUTPUTS:
