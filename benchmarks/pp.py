@@ -48,10 +48,10 @@ class Seen(NamedTuple):
 class Alone(Boundaries):
     """No messages: a stage takes zeros of the right shape, and its results go nowhere."""
 
-    def take(self, action: Action) -> Tensor:
+    def receive_for(self, action: Action) -> Tensor:
         return self._buffer(action).zero_()
 
-    def give(self, action: Action, tensor: Tensor) -> None:
+    def send_result(self, action: Action, tensor: Tensor) -> None:
         """Lose it."""
 
     def _post_ahead(self) -> None:

@@ -162,12 +162,12 @@ def where_it_was(batch: int) -> int:
 class Instead:
     """What takes the place of the right thing where a mistake is made; None leaves it as it is.
 
-    Instead(("flat", "bucketed"), {"buckets": StaleBuckets})    flat(model, mesh, config, buckets=StaleBuckets)
-    Instead(run={"sampler_of": None})                           run(lab, sampler_of=None)
+    Instead(("flat",), {"GradientBuckets": StaleBuckets})    flat's module calls StaleBuckets so while flat is made
+    Instead(run={"sampler_of": None})                        run(lab, sampler_of=None)
     """
 
     variants: Sequence[str] = ()  # which are made with other parts
-    parts: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of their makers
+    parts: Mapping[str, Any] = field(default_factory=dict)  # names in their maker's module, or its keyword arguments
     run: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of the mode's own run
     batches: Callable[..., Batches] | None = None  # another dealing of samples
     shards_written: ShardsWritten | None = None  # of a checkpoint, see `all_there`
@@ -236,7 +236,7 @@ class Mistakes(dict[str, Mistake]):
 
     mistake = Mistakes()
 
-    @mistake("stale_bucket", check="gradients", part="buckets", of=("flat", "bucketed"), needs=Needs(ranks=1))
+    @mistake("stale_bucket", check="gradients", part="GradientBuckets", of=("flat", "bucketed"), needs=Needs(ranks=1))
     class StaleBuckets(GradientBuckets):
         '''The buckets are not emptied between steps: each gradient has all former ones in it.'''
     """
@@ -249,8 +249,8 @@ class Mistakes(dict[str, Mistake]):
 
         Args:
             check: the check that sees it.
-            part: a keyword of the makers of the variants `of`, or without them of the mode's own run; or a field of
-                the Mode: batches, shards_written or resumed_batch.
+            part: a name in the module of the makers of the variants `of`, or one of their keywords; without `of` a
+                keyword of the mode's own run; or a field of the Mode: batches, shards_written or resumed_batch.
             needs: what a run has to have so that it shows.
             put: makes of what is decorated what the part takes.
         """
@@ -273,6 +273,23 @@ def sentence_on(wrong: object) -> str:
     """The first paragraph of its docstring, to go on with behind a colon."""
     words = " ".join(inspect.cleandoc(wrong.__doc__ or "").partition("\n\n")[0].split())
     return words[:1].lower() + words[1:].removesuffix(".")
+
+
+def made_with(make: Callable[..., Strategy], parts: Mapping[str, Any]) -> Callable[..., Strategy]:
+    """The same maker, which is given these keywords, or finds these things under their names in its module."""
+    names: dict[str, Any] = getattr(make, "__globals__", {})
+    others = {name: part for name, part in parts.items() if name in names}
+    keywords = {name: part for name, part in parts.items() if name not in others}
+
+    def made(*args: Any) -> Strategy:
+        kept = {name: names[name] for name in others}
+        names.update(others)
+        try:
+            return make(*args, **keywords)
+        finally:
+            names.update(kept)
+
+    return made
 
 
 def trained(config: Config) -> str:
@@ -415,7 +432,7 @@ class Mode:
         others = {name: getattr(where, name) for name in IN_THE_PASSES if getattr(where, name) is not None}
         made = tuple(
             (
-                replace(each, build=partial(each.build, **where.parts))
+                replace(each, build=made_with(each.build, where.parts))
                 if each.build and each.name in where.variants
                 else each
             )

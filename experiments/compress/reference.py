@@ -137,8 +137,9 @@ def watch_buckets(strategy: Strategy) -> list[Witness]:
     assert isinstance(strategy, Replica)
     buckets = strategy.gradients
     assert isinstance(buckets, GradientBuckets)
-    witnesses = [Witness(each) for each in buckets.all_reduces]
-    buckets.all_reduces[:] = witnesses
+    witnesses = [Witness(bucket.all_reduce) for bucket in buckets.buckets]
+    for bucket, witness in zip(buckets.buckets, witnesses, strict=True):
+        bucket.all_reduce = witness
     return witnesses
 
 

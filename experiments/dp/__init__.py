@@ -22,10 +22,8 @@ The variants differ in how many calls they make, and when:
 With LAB_MODEL=line it is the first lesson's y = wx + b.
 """
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -41,7 +39,8 @@ from distlab.lab.verify.run_all import measure
 from distlab.lab.workload.model import Model
 from distlab.techniques.collectives.by_hand import Collective
 from distlab.techniques.collectives.phases import phase
-from distlab.techniques.data_parallel.buckets import GradientBuckets, all_reduce_of_buckets, swaps_buckets
+from distlab.techniques.data_parallel.buckets import GradientBuckets
+from distlab.techniques.data_parallel.slow_link import all_reduce_of_buckets, swaps_buckets
 from distlab.techniques.data_parallel.strategy import Lesson, Replica, Wrapped, begin_alike, begin_apart
 from distlab.techniques.mesh.grid import Mesh
 
@@ -49,14 +48,10 @@ from . import lesson
 from .checks import check_overlap, claims, mistake
 from .predictions import gradient_bytes, in_unit, predict, predict_peaks
 
-# Parts that a mistake replaces: how the ranks begin, and what holds their gradients.
-Begin: TypeAlias = Callable[[Model, dist.ProcessGroup, Config], None]
-Buckets: TypeAlias = type[GradientBuckets]
 
-
-def per_parameter(model: Model, mesh: Mesh, config: Config, begin: Begin = begin_alike) -> Strategy:
+def per_parameter(model: Model, mesh: Mesh, config: Config) -> Strategy:
     """One all_reduce a parameter, after the backward pass."""
-    begin(model, mesh.group, config)
+    begin_alike(model, mesh.group, config)
     return Replica(model, config, OneByOne(model, mesh.group))
 
 
@@ -80,30 +75,24 @@ class OneByOne:
                 dist.all_reduce(parameter.grad, group=self.group)
 
 
-def flat(
-    model: Model, mesh: Mesh, config: Config, begin: Begin = begin_alike, buckets: Buckets = GradientBuckets
-) -> Strategy:
+def flat(model: Model, mesh: Mesh, config: Config) -> Strategy:
     """One all_reduce for all gradients, which lie in one bucket, after the backward pass."""
-    begin(model, mesh.group, config)
-    return Replica(model, config, buckets(model.parameters(), mesh.group, float("inf"), overlap=False))
+    begin_alike(model, mesh.group, config)
+    return Replica(model, config, GradientBuckets(model.parameters(), mesh.group, float("inf"), overlap=False))
 
 
-def bucketed(
-    model: Model, mesh: Mesh, config: Config, begin: Begin = begin_alike, buckets: Buckets = GradientBuckets
-) -> Strategy:
+def bucketed(model: Model, mesh: Mesh, config: Config) -> Strategy:
     """One all_reduce a bucket, launched as soon as its last gradient is written."""
-    begin(model, mesh.group, config)
+    begin_alike(model, mesh.group, config)
     summed, size = all_reduce_of_buckets(mesh.group, config), config.bucket_mib * 2**20
-    return Replica(model, config, buckets(model.parameters(), mesh.group, size, all_reduce=summed))
+    return Replica(model, config, GradientBuckets(model.parameters(), mesh.group, size, all_reduce=summed))
 
 
-def ring(
-    model: Model, mesh: Mesh, config: Config, begin: Begin = begin_alike, buckets: Buckets = GradientBuckets
-) -> Strategy:
+def ring(model: Model, mesh: Mesh, config: Config) -> Strategy:
     """The same over our own ring: its first messages leave from the hook, the rest while the step waits."""
-    begin(model, mesh.group, config)
+    begin_alike(model, mesh.group, config)
     ours, size = partial(Collective(mesh.group, "ring").all_reduce, async_op=True), config.bucket_mib * 2**20
-    return Replica(model, config, buckets(model.parameters(), mesh.group, size, all_reduce=ours))
+    return Replica(model, config, GradientBuckets(model.parameters(), mesh.group, size, all_reduce=ours))
 
 
 def through_wrapper(model: Model, wrapped: DistributedDataParallel) -> nn.Module:  # noqa: ARG001
@@ -111,19 +100,16 @@ def through_wrapper(model: Model, wrapped: DistributedDataParallel) -> nn.Module
     return wrapped
 
 
-def ddp(
-    model: Model, mesh: Mesh, config: Config, begin: Begin = begin_alike,
-    through: Callable[[Model, DistributedDataParallel], nn.Module] = through_wrapper,
-) -> Strategy:  # fmt: skip
+def ddp(model: Model, mesh: Mesh, config: Config) -> Strategy:
     """PyTorch's own. It divides by the number of ranks, so the loss that it differentiates is that many times ours."""
-    begin(model, mesh.group, config)
+    begin_alike(model, mesh.group, config)
     wrapped = DistributedDataParallel(
         model,
         process_group=mesh.group,
         bucket_cap_mb=config.bucket_mib,
         init_sync=False,  # the replicas are alike already
     )
-    return Replica(model, config, Wrapped(wrapped), forward=through(model, wrapped), scale=mesh.group.size())
+    return Replica(model, config, Wrapped(wrapped), forward=through_wrapper(model, wrapped), scale=mesh.group.size())
 
 
 def plain(model: Model, mesh: Mesh, config: Config) -> Strategy:

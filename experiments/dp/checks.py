@@ -175,13 +175,15 @@ class NoSetEpoch(Batches):
         return super().sample_ids(step % self.num_batches, shard, num_shards)
 
 
-@mistake("unwrapped_forward", check="replicas", part="through", of=("ddp",))
+@mistake("unwrapped_forward", check="replicas", part="through_wrapper", of=("ddp",))
 def bare(model: Model, wrapped: nn.Module) -> Model:  # noqa: ARG001
     """The forward pass runs through the bare model, so that DDP never sums: replicas drift apart."""
     return model
 
 
-@mistake("stale_bucket", check="gradients", part="buckets", of=("flat", "bucketed", "ring"), needs=Needs(ranks=1))
+@mistake(
+    "stale_bucket", check="gradients", part="GradientBuckets", of=("flat", "bucketed", "ring"), needs=Needs(ranks=1)
+)
 class StaleBuckets(GradientBuckets):
     """The buckets are not emptied between steps: each gradient has all former ones in it."""
 
@@ -189,7 +191,7 @@ class StaleBuckets(GradientBuckets):
         """Leave the last step's sums where this step's gradients are added."""
 
 
-@mistake("hook_race", check="gradients", part="buckets", of=("bucketed", "ring"))
+@mistake("hook_race", check="gradients", part="GradientBuckets", of=("bucketed", "ring"))
 class RacingBuckets(GradientBuckets):
     """A bucket is launched by a hook that runs before the gradient is written to it.
 
@@ -204,11 +206,14 @@ class RacingBuckets(GradientBuckets):
 
     def _launch_next(self) -> None:
         super()._launch_next()
-        if self._handles[-1] is not None:
-            self._handles[-1].wait()
+        handle = self.buckets[self._next - 1].handle
+        if handle is not None:
+            handle.wait()
 
 
-@mistake("late_launch", check="launched early", part="buckets", of=("bucketed", "ring"), needs=Needs(proof=False))
+@mistake(
+    "late_launch", check="launched early", part="GradientBuckets", of=("bucketed", "ring"), needs=Needs(proof=False)
+)
 class LateBuckets(GradientBuckets):
     """All buckets are launched after the backward pass: every sum is right, and the link idles meanwhile."""
 
@@ -219,7 +224,7 @@ class LateBuckets(GradientBuckets):
 @mistake(
     "hoarded_buckets",
     check="launch order",
-    part="buckets",
+    part="GradientBuckets",
     of=("bucketed", "ring"),
     needs=Needs(proof=False, unless=one_bucket),
 )
@@ -227,14 +232,14 @@ class HoardingBuckets(GradientBuckets):
     """No bucket is launched before the last one is full: within the backward pass still, and nothing is hidden."""
 
     def _complete(self, index: int) -> None:
-        if self._armed:
-            self._missing[index] -= 1
-        if not any(self._missing):
+        if self._launches:
+            self.buckets[index].missing -= 1
+        if not any(bucket.missing for bucket in self.buckets):
             while self._next < len(self.buckets):
                 self._launch_next()
 
 
-@mistake("no_broadcast", check="replicas", part="begin", of=VARIANTS, needs=Needs(unless=begins_at_zero))
+@mistake("no_broadcast", check="replicas", part="begin_alike", of=VARIANTS, needs=Needs(unless=begins_at_zero))
 def unbroadcast(model: Model, group: dist.ProcessGroup, config: Config) -> None:
     """Every rank begins from weights of its own."""
     begin_apart(model, group, config)

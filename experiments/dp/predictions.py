@@ -16,8 +16,8 @@ from distlab.techniques.collectives.costs import (
     all_reduce_messages,
     total_cost,
 )
-from distlab.techniques.data_parallel.buckets import swaps_buckets
 from distlab.techniques.data_parallel.costs import bucket_bytes
+from distlab.techniques.data_parallel.slow_link import swaps_buckets
 from distlab.techniques.sharded.costs import (
     Happening,
     Replicated,

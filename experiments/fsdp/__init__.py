@@ -43,7 +43,8 @@ from distlab.lab.verify.run_all import measure
 from distlab.lab.workload.model import Model
 from distlab.techniques.collectives.by_hand import Collective
 from distlab.techniques.collectives.phases import phase
-from distlab.techniques.data_parallel.buckets import GradientBuckets, all_reduce_of_buckets
+from distlab.techniques.data_parallel.buckets import GradientBuckets
+from distlab.techniques.data_parallel.slow_link import all_reduce_of_buckets
 from distlab.techniques.data_parallel.strategy import Replica
 from distlab.techniques.mesh.grid import Mesh
 from distlab.techniques.sharded.costs import FULLY_SHARD_DIES

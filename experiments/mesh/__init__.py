@@ -138,6 +138,6 @@ MODE = Mode(
         "distlab/techniques/mesh/grid.py: one group for each axis",
         "distlab/techniques/mesh/strategy.py: the training step, what of a stage is replicated or sharded, and the"
         " one norm",
-        "distlab/techniques/pipeline_parallel/pipeline.py: gradients summed in the last backward pass of each stage",
+        "distlab/techniques/mesh/reducing_pipeline.py: gradients summed in the last backward pass of each stage",
     ),
 )

@@ -11,8 +11,8 @@ from distlab.lab.config import Config
 from distlab.lab.workload.model import Dropouts
 from distlab.techniques.data_parallel.buckets import GradientBuckets
 from distlab.techniques.mesh.grid import Mesh
+from distlab.techniques.mesh.reducing_pipeline import ReducingPipeline
 from distlab.techniques.mesh.strategy import Stacked, StageShard
-from distlab.techniques.pipeline_parallel.pipeline import ReducingPipeline
 from distlab.techniques.pipeline_parallel.schedules import Action
 from distlab.techniques.pipeline_parallel.strategy import Weigh, sum_shared
 
@@ -113,9 +113,10 @@ class ArmedAround(ReducingPipeline):
             yield
         for buckets in self.reducers[action.stage]:
             assert isinstance(buckets, GradientBuckets)
-            for handle in filter(None, buckets._handles):
-                handle.wait()
-            buckets._handles = [None] * len(buckets._handles)
+            for bucket in buckets.buckets:
+                if bucket.handle is not None:
+                    bucket.handle.wait()
+                bucket.handle = None
 
 
 mistake["rows_not_summed"] = Mistake(

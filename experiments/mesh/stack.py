@@ -22,8 +22,9 @@ from distlab.techniques.context_parallel.ring import RingAttention
 from distlab.techniques.context_parallel.strategy import Positions, own_positions, share_out
 from distlab.techniques.context_parallel.ulysses import UlyssesAttention
 from distlab.techniques.mesh.grid import Mesh
+from distlab.techniques.mesh.reducing_pipeline import ReducingPipeline
 from distlab.techniques.mesh.strategy import Entry, ParameterStore, Replicas, Stacked, shards_of
-from distlab.techniques.pipeline_parallel.pipeline import ReducingPipeline
+from distlab.techniques.pipeline_parallel.pretend import pretend_compute
 from distlab.techniques.pipeline_parallel.schedules import one_forward_one_backward
 from distlab.techniques.pipeline_parallel.strategy import (
     ByHand,
@@ -32,7 +33,6 @@ from distlab.techniques.pipeline_parallel.strategy import (
     Weigh,
     divided,
     parts_of,
-    pretend_compute,
 )
 from distlab.techniques.tensor_parallel.layers import Sequence, Slice, Whole, rows_inside, slices_of
 from distlab.techniques.tensor_parallel.strategy import slice_by_lesson, slice_layers

@@ -59,7 +59,7 @@ from distlab.techniques.expert_parallel.layer import (
 )
 from distlab.techniques.expert_parallel.strategy import ExpertParallel, distribute
 from distlab.techniques.mesh.grid import Mesh
-from distlab.techniques.pipeline_parallel.strategy import Sleep
+from distlab.techniques.pipeline_parallel.pretend import Sleep
 
 from . import lesson
 from .bugs import mistake

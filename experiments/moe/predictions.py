@@ -12,7 +12,7 @@ from distlab.contract import ruled_out, untrainable
 from distlab.lab.config import Config
 from distlab.lab.measure.prediction import PYTORCHS, Prediction, of_a_step
 from distlab.lab.workload.experts import Mixing, MixtureModel, outline_mixture
-from distlab.lab.workload.user_model import is_own
+from distlab.lab.workload.user_model import is_own, is_step
 from distlab.techniques.collectives.costs import (
     Cost,
     all_gather_bytes,
@@ -21,7 +21,6 @@ from distlab.techniques.collectives.costs import (
     total_cost,
 )
 from distlab.techniques.data_parallel.costs import bucket_bytes
-from distlab.techniques.data_parallel.strategy import is_step
 from distlab.techniques.expert_parallel.layer import Placement
 from distlab.techniques.sharded import costs as kept
 from distlab.techniques.sharded.costs import whole_rest

@@ -50,6 +50,7 @@ from distlab.techniques.mesh.grid import Mesh
 from distlab.techniques.pipeline_parallel import schedules
 from distlab.techniques.pipeline_parallel.costs import bubble
 from distlab.techniques.pipeline_parallel.pipeline import Boundaries, Pipeline
+from distlab.techniques.pipeline_parallel.pretend import pretend_compute
 from distlab.techniques.pipeline_parallel.strategy import (
     ByHand,
     Lesson,
@@ -59,7 +60,6 @@ from distlab.techniques.pipeline_parallel.strategy import (
     divided,
     joined,
     parts_of,
-    pretend_compute,
     runs_of,
 )
 
@@ -122,7 +122,7 @@ class InTurn:
     def send(self, tensor: Tensor, rank: int) -> None:
         """Return when `rank` has it, which waits for it by then."""
         with phase("send", "0"):
-            self.peers.post(0, sends=[(rank, sendable(tensor, self.peers))])[1][0].wait()
+            self.peers.send(0, rank, sendable(tensor, self.peers)).wait()
 
     def received(self, rank: int, inputs: Tensor) -> Tensor:
         """What `rank` sends: a whole batch as it lies between stages, [B, S, D] of gpt, [B, D] of mlp."""
@@ -130,7 +130,7 @@ class InTurn:
         dtype, host = next(self.stage.parameters()).dtype, None if self.peers.batched else "cpu"
         buffer = inputs.new_empty(shape, dtype=dtype, device=host)  # gloo sends no tensor that lives on a GPU
         with phase("receive", "0"):
-            self.peers.post(0, receives=[(rank, buffer)])[0][0].wait()
+            self.peers.receive(0, rank, buffer).wait()
         return buffer.to(inputs.device)
 
 
@@ -280,8 +280,8 @@ MODE = Mode(
         "experiments/pp/lesson.py: the idea on one page, which runs alone and as the variant `plain`",
         "experiments/pp/__init__.py: the variants, the simplest first, and what a run of them claims",
         "distlab/techniques/pipeline_parallel/schedules.py: which rank works on which microbatch when",
-        "distlab/techniques/pipeline_parallel/pipeline.py: does a schedule's actions with real layers, and backward"
-        " passes in two",
+        "distlab/techniques/pipeline_parallel/pipeline.py: does a schedule's actions with real layers",
+        "distlab/techniques/pipeline_parallel/zero_bubble.py: backward passes in two",
         "distlab/techniques/pipeline_parallel/strategy.py: a model cut into stages, and the training step that all"
         " variants share",
     ),

@@ -135,9 +135,9 @@ def undivided(share: float, num_samples: int, batch: int) -> float:
 class StaleBoundaries(Boundaries):
     """One receive buffer for all microbatches: an activation is overwritten before its backward pass."""
 
-    def take(self, action: Action) -> Tensor:
+    def receive_for(self, action: Action) -> Tensor:
         """A view of the buffer; `.data`, since autograd's count of changes would give the mistake away."""
-        received = super().take(action)
+        received = super().receive_for(action)
         if action.kind == "backward":
             return received
         if not hasattr(self, "shared"):

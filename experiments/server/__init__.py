@@ -41,8 +41,9 @@ from distlab.lab.workload.data import Microbatch
 from distlab.lab.workload.model import Model
 from distlab.techniques.collectives.phases import phase
 from distlab.techniques.collectives.point_to_point import Peers
-from distlab.techniques.data_parallel.buckets import GradientBuckets, Vectors
+from distlab.techniques.data_parallel.buckets import GradientBuckets
 from distlab.techniques.data_parallel.strategy import Replica, begin_alike
+from distlab.techniques.data_parallel.vectors import Vectors
 from distlab.techniques.mesh.grid import Mesh
 from distlab.techniques.parameter_server.local_sgd import OuterStep
 from distlab.techniques.parameter_server.server import ParameterServer, Worker

@@ -253,8 +253,8 @@ def between_steps(zero: Any) -> Any:
 
     def wrong(self: GradientBuckets) -> None:
         zero(self)
-        for each in self.all_reduces:
-            kept = getattr(getattr(each, "watched", None), "residual", None)
+        for bucket in self.buckets:
+            kept = getattr(getattr(bucket.all_reduce, "watched", None), "residual", None)
             if kept is not None:
                 kept.zero_()
 

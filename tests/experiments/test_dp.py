@@ -134,12 +134,12 @@ class Keeping(GradientBuckets):
 
     def finish(self) -> None:
         super().finish()
-        self.kept = [bucket.clone() for bucket in self.buckets]
+        self.kept = [bucket.flat.clone() for bucket in self.buckets]
 
 
 def leaking(group: dist.ProcessGroup, settings: dict[str, str], folder: str) -> list[str]:
     """A whole run of `flat` with such buckets."""
-    leak = Mistake("gradients are kept", "rest bytes", Instead(("flat",), {"buckets": Keeping}))
+    leak = Mistake("gradients are kept", "rest bytes", Instead(("flat",), {"GradientBuckets": Keeping}))
     return one_rank(
         group, settings, folder, replace(dp.MODE, mistakes={**dp.MODE.mistakes, "leak": leak}).mistaken("leak")
     )

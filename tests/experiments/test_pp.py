@@ -20,7 +20,7 @@ from distlab.lab.workload.data import shard_sizes
 from distlab.lab.workload.model import build_model
 from distlab.techniques.pipeline_parallel.costs import bubble
 from distlab.techniques.pipeline_parallel.pipeline import Pipeline
-from distlab.techniques.pipeline_parallel.strategy import pretend_compute
+from distlab.techniques.pipeline_parallel.pretend import pretend_compute
 from tests.experiments.test_proofs import SMALL, TORCHS_PIPES, ours
 from tests.labs import built, failed_with
 from tests.trained import able, batches_of, counted, dealt, strategy_of

@@ -22,10 +22,10 @@ from distlab.lab.config import Config, ConfigError, user_code
 from distlab.lab.config.launchers import on_one_machine
 from distlab.lab.config.settings import LESSONS, ModeOptions, is_path, lesson_file, mode_name, modes
 from distlab.lab.measure.prediction import Prediction
+from distlab.lab.rank.user_strategy import maker
 from distlab.lab.report import records
 from distlab.lab.report.units import human_bytes
 from distlab.lab.workload.user_model import is_own
-from distlab.techniques.data_parallel.strategy import maker
 
 
 def load(run_mode: str) -> Mode:

@@ -22,8 +22,7 @@ from distlab.lab.report import run_folder
 from distlab.lab.report.run_folder import LATEST
 from distlab.lab.report.units import human_bytes
 from distlab.lab.workload.model import outline
-from distlab.lab.workload.user_model import is_own
-from distlab.techniques.data_parallel.strategy import is_step
+from distlab.lab.workload.user_model import is_own, is_step
 from distlab.techniques.tensor_parallel.costs import layer_activation_bytes
 
 # The longest path below LAB_RUNS_DIR that a run writes: a run id, a checkpoint's draft, a file of it.

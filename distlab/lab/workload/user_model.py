@@ -7,6 +7,7 @@ is trained layer by layer, as fsdp and pp cut it; all else is one layer.
 """
 
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable
 from functools import lru_cache
@@ -165,3 +166,13 @@ def out_of_row(named: str, module: nn.Module, inputs: Tensor) -> list[str]:
     if right:
         return []
     return [f"{named} has `layers` that its forward pass does not run in a row: call them by another name"]
+
+
+# A training step of one's own.
+
+STEP = ("model", "optimizer", "microbatches", "group")
+
+
+def is_step(spec: str) -> bool:
+    """Whether LAB_VARIANT names a whole training step, of a rank with the whole model and its own samples."""
+    return tuple(inspect.signature(find_in_file(spec, spec.rpartition(":")[2])).parameters) == STEP

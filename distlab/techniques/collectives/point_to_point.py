@@ -182,6 +182,14 @@ class Peers:
         received = [receive([tensor], peer, tag) if tensor.numel() else NOTHING for peer, tensor in receives]
         return received, [send([tensor], peer, tag) if tensor.numel() else NOTHING for peer, tensor in sends]
 
+    def send(self, tag: int, peer: int, tensor: Tensor) -> Message:
+        """Begin to send one tensor to a rank."""
+        return self.post(tag, sends=[(peer, tensor)])[1][0]
+
+    def receive(self, tag: int, peer: int, tensor: Tensor) -> Message:
+        """Begin to receive one tensor of a rank, into `tensor`."""
+        return self.post(tag, receives=[(peer, tensor)])[0][0]
+
     def _carried(self, what: str, tensors: list[Tensor], peer: int, tag: int) -> Message:
         begin = self.group.recv if what == RECEIVE else self.group.send
         return GroupMessage(begin(tensors, peer, tag), what, self._names[peer])

@@ -92,7 +92,7 @@ def assembled(pieces: Sequence[Labelled], peers: Peers) -> Iterator[tuple[str, T
     everyone = all_gather_plain(mine, peers.group, [Place], root=0)
     tag = peers.new_tag()
     if peers.rank:
-        peers.post(tag, sends=[(0, sendable(flat, peers))])[1][0].wait()
+        peers.send(tag, 0, sendable(flat, peers)).wait()
         return
     sizes = [sum(place.nbytes for place in places) for places in everyone]
     host = None if peers.batched else "cpu"

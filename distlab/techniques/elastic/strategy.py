@@ -25,7 +25,7 @@ from distlab.lab.config import Config
 from distlab.lab.workload.data import Batches, Microbatch
 from distlab.lab.workload.model import Model
 from distlab.techniques.collectives.costs import gloo_all_reduce_messages
-from distlab.techniques.data_parallel.buckets import Vectors
+from distlab.techniques.data_parallel.vectors import Vectors
 from distlab.techniques.elastic.process_group import Regroup
 from distlab.techniques.elastic.shards import HeldVersion, Recut, Version, chunk, gaps, move_shards, part
 from distlab.techniques.sharded.flat_parameter import Piece, fresh, stepped

@@ -26,7 +26,7 @@ from distlab.techniques.collectives.point_to_point import Peers
 from distlab.techniques.collectives.sharded_tensor import LocalShard, whole_piece
 from distlab.techniques.data_parallel.buckets import AllReduce, GradientBuckets
 from distlab.techniques.mesh.grid import Mesh
-from distlab.techniques.pipeline_parallel.pipeline import Reducer
+from distlab.techniques.mesh.reducing_pipeline import Reducer
 from distlab.techniques.pipeline_parallel.strategy import Engine, Parts, sum_shared
 from distlab.techniques.precision import Masters
 from distlab.techniques.sharded.flat_parameter import as_many_as_all

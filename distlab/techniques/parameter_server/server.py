@@ -29,7 +29,7 @@ from distlab.lab.measure.tensors import digest_of
 from distlab.lab.workload.data import Batches
 from distlab.lab.workload.model import Model
 from distlab.lab.workload.optimizer import forward_backward
-from distlab.techniques.data_parallel.buckets import Vectors
+from distlab.techniques.data_parallel.vectors import Vectors
 
 START, PUSH, LEAVE = "start", "push", "leave"
 

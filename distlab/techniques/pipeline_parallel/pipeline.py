@@ -9,21 +9,18 @@ batch, microbatches of any sizes add up to the gradient of the whole.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from distlab.lab.workload.model import fast_backward, save_for_backward
+from distlab.lab.workload.model import fast_backward
 from distlab.techniques.collectives.phases import phase
 from distlab.techniques.collectives.point_to_point import Message, Peers, sendable
 from distlab.techniques.pipeline_parallel.schedules import Action, gives, needs
+from distlab.techniques.pipeline_parallel.zero_bubble import LeftOver, SplitBackward, finish
 
 # (microbatch, output of the last stage) -> the scalar that is differentiated
 Loss = Callable[[int, Tensor], Tensor]
@@ -81,7 +78,7 @@ class Pipeline:
 
     def _forward(self, action: Action) -> None:
         stage, microbatch = action.stage, action.microbatch
-        hidden = self.boundaries.take(action).requires_grad_() if stage else self._inputs[microbatch]
+        hidden = self.boundaries.receive_for(action).requires_grad_() if stage else self._inputs[microbatch]
         with phase("forward", str(microbatch)):
             output: Tensor = self.stages[stage](hidden)
             if stage == self.last:
@@ -92,15 +89,15 @@ class Pipeline:
             self._parts[stage, microbatch] = self.splits[stage].taken()
         # Where there are parts, each outlives what is held of its microbatch.
         self.most_in_flight = max(self.most_in_flight, len(self._parts if self.splits else self._held))
-        self.boundaries.give(action, output.detach())
+        self.boundaries.send_result(action, output.detach())
 
     def _backward(self, action: Action) -> None:
-        gradient = self.boundaries.take(action) if action.stage < self.last else None
+        gradient = self.boundaries.receive_for(action) if action.stage < self.last else None
         hidden, output = self._held.pop((action.stage, action.microbatch))
         with phase(action.kind, str(action.microbatch)):
             fast_backward((output,), (torch.ones_like(output) if gradient is None else gradient,))
         if hidden.grad is not None:
-            self.boundaries.give(action, hidden.grad)
+            self.boundaries.send_result(action, hidden.grad)
 
     def _weight(self, action: Action) -> None:
         with phase("weight", str(action.microbatch)):
@@ -143,14 +140,14 @@ class Boundaries:
             before, after = (self._owner(neighbour) for neighbour in (stage - 1, stage + 1))
             if stage:
                 if before is not None:
-                    self.peers.post(stage, receives=[(before, outline)])[0][0].wait()
+                    self.peers.receive(stage, before, outline).wait()
                 sample = self._samples["forward", stage] = zeros_like_outline(outline, self.device)
             with torch.no_grad():
                 output = stages[stage](sample)
             self._samples["back", stage] = output
             outline = outlined(output).to(wire)
             if after is not None:
-                sent += self.peers.post(stage + 1, sends=[(after, outline.clone())])[1]
+                sent.append(self.peers.send(stage + 1, after, outline.clone()))
         for message in sent:
             message.wait()
         # Shapes and types, for all the steps to come: a number each.
@@ -166,7 +163,7 @@ class Boundaries:
         self._handed: dict[Action, Tensor] = {}  # from a stage of this rank to the next one, which is here too
         self._post_ahead()
 
-    def take(self, action: Action) -> Tensor:
+    def receive_for(self, action: Action) -> Tensor:
         """What `action` works on: the input of its stage, or the gradient of its output."""
         if action in self._handed:
             return self._handed.pop(action)
@@ -181,7 +178,7 @@ class Boundaries:
             self._sent.pop(answered).wait()  # its gradient is here, so it has arrived: let go of the activation
         return tensor.to(self.device)
 
-    def give(self, action: Action, tensor: Tensor) -> None:
+    def send_result(self, action: Action, tensor: Tensor) -> None:
         """Pass the result of `action` on, if a neighbouring stage takes it; nobody may change it afterwards."""
         taker = gives(action, self.num_stages)
         if taker is None:
@@ -191,11 +188,11 @@ class Boundaries:
             self._handed[taker] = tensor
             return
         with phase("send", str(action.microbatch)):
-            outgoing = [(peer, sendable(tensor, self.peers))]
+            outgoing = sendable(tensor, self.peers)
             if self.peers.batched and self._due and self._due[0][0] == self._following.get(action):
-                self._sent[taker] = self._receive(outgoing)[0]
+                self._sent[taker] = self._receive([(peer, outgoing)])[0]
             else:
-                self._sent[taker] = self.peers.post(self.tag(taker), sends=outgoing)[1][0]
+                self._sent[taker] = self.peers.send(self.tag(taker), peer, outgoing)
 
     def finish(self) -> None:
         """End the step: wait for the sends that nothing has answered."""
@@ -246,151 +243,3 @@ def zeros_like_outline(outline: Tensor, device: torch.device) -> Tensor:
     """A tensor of zeros with the dtype and the shape that `outlined` wrote down."""
     dtype, dim, *shape = outline.tolist()
     return torch.zeros(shape[:dim], dtype=DTYPES[dtype], device=device)
-
-
-# A backward pass in two: the gradient of a stage's input first, those of its weights whenever there is time.
-#
-# The stage before waits for the one and nobody for the other (Qi et al. 2023, "Zero Bubble Pipeline Parallelism",
-# section 2). What is put off are the two products of a linear layer that make no gradient of an input, dW = dYᵀ·X and
-# the sum of dY for its bias: nearly all of a weight's work in a transformer. Gains, embeddings and whatever else a
-# stage has are small, and get their gradients with the input's.
-#
-# A linear layer is torch's own, or any module that multiplies by its `product`, as slices of one do
-# (distlab/techniques/tensor_parallel/layers.py).
-#
-# A linear layer's output is that of weights without gradients, which makes the first part torch's own; a hook on it
-# keeps dY. Beside it the layer leaves a `Part`, which keeps its input X the way autograd does and whose products are
-# the second one. They go through autograd to the weights, so that hooks of parameters are called when their gradient
-# comes. What waits for the second part is each layer's X, and dY, as many bytes.
-
-
-Product: TypeAlias = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # F.linear
-
-
-class LeftOver(Protocol):
-    """Work of a backward pass that nobody waits for."""
-
-    def finish(self) -> None: ...
-
-
-class Part:
-    """What is left to do for the weights of one layer, once the first part has come to its output."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, inputs: Tensor) -> None:
-        self.weights = weight, bias
-        self.kept = save_for_backward(inputs.detach())
-        self.gradient: Tensor | None = None
-
-    def reach(self, gradients: tuple[Tensor, ...]) -> None:
-        """The first part comes to the layer's output."""
-        (self.gradient,) = gradients
-
-    def finish(self) -> None:
-        """Add dW = dYᵀ·X and the sum of dY to the weights' gradients; without a dY there is nothing to add."""
-        if self.gradient is None:
-            return
-        (weight, bias), (inputs,) = self.weights, self.kept.saved_tensors
-        rows = self.gradient.flatten(0, -2)  # [n, out]
-        product = rows.mT @ inputs.flatten(0, -2)
-        if bias is None or not bias.requires_grad:
-            fast_backward((weight,), (product,))
-        else:
-            fast_backward((weight, bias), (product, rows.sum(0)))
-
-
-class SplitBackward:
-    """Lets the linear layers of `stage` leave their weights for later: `left` has a part of each that was run."""
-
-    def __init__(self, stage: nn.Module) -> None:
-        self.left: list[LeftOver] = []
-        for module in stage.modules():
-            if type(module) is nn.Linear:  # a subclass may compute something else
-                module.forward = partial(linear, self._product, module)  # type: ignore[method-assign]
-            elif hasattr(module, "product"):
-                setattr(module, "product", self._product)  # noqa: B010  mypy takes any attribute for a parameter
-
-    def taken(self) -> list[LeftOver]:
-        """The parts of what ran since they were taken last."""
-        parts, self.left = self.left, []
-        return parts
-
-    def _product(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if not (torch.is_grad_enabled() and weight.requires_grad):
-            return F.linear(inputs, weight, bias)
-        part = Part(weight, bias, inputs)
-        self.left.append(part)
-        given = inputs if inputs.requires_grad else inputs.detach().requires_grad_()  # or the output has no graph
-        output = F.linear(given, weight.detach(), None if bias is None else bias.detach())  # [..., out]
-        node = output.grad_fn
-        assert node is not None
-        node.register_prehook(part.reach)  # behind a sleep 35 us less than a hook of the tensor
-        return output
-
-
-def linear(product: Product, layer: nn.Linear, inputs: Tensor) -> Tensor:
-    return product(inputs, layer.weight, layer.bias)
-
-
-def finish(parts: Sequence[LeftOver]) -> None:
-    """Do what is left of one backward pass, the last layer's first."""
-    for part in reversed(parts):
-        part.finish()
-
-
-# A pipeline over which gradients are summed: each stage's in the last backward pass that goes through it.
-#
-# Data parallelism sums a step's gradients once, and begins while the backward pass still runs. In a pipeline a step
-# has many backward passes, and only a stage's last one leaves its gradients complete: what is summed before is a part
-# of them, on every rank another part, and no error says so. Armed around the whole schedule, buckets are launched by
-# the first microbatch's gradients. So whoever sums is told of each backward pass, and which is the last (Narayanan et
-# al. 2021, "Megatron-LM", section 3, sums after the whole pipeline; its later releases as here).
-#
-# The ranks along the data-parallel axis go down one list of actions, so their sums meet in one order.
-
-
-class Reducer(Protocol):
-    """How some parameters' gradients become one over all replicas, and whatever is kept of them."""
-
-    def begin(self) -> None:
-        """Before the first microbatch."""
-
-    def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
-        """Around the backward pass of a microbatch."""
-
-    def finish(self) -> None:
-        """After the last one: every gradient is the sum over all replicas."""
-
-
-class ReducingPipeline(Pipeline):
-    """`Pipeline`, whose stages' gradients `reducers` sum; `turn_to` hears which microbatch is worked on next."""
-
-    def __init__(
-        self, stages: Mapping[int, nn.Module], actions: Sequence[Action], group: dist.ProcessGroup,
-        reducers: Mapping[int, Sequence[Reducer]], turn_to: Callable[[int], None] = lambda _: None,
-    ) -> None:  # fmt: skip
-        super().__init__(stages, actions, group)
-        self.reducers, self.turn_to = reducers, turn_to
-        # The last one of each stage: a later one takes the place of those before.
-        self.last_microbatch = {action.stage: action.microbatch for action in actions if action.kind != "forward"}
-
-    def _forward(self, action: Action) -> None:
-        self.turn_to(action.microbatch)
-        super()._forward(action)
-
-    def _backward(self, action: Action) -> None:
-        with self.told(action):
-            super()._backward(action)
-
-    @contextmanager
-    def told(self, action: Action) -> Iterator[None]:
-        """Around a backward pass."""
-        self.turn_to(action.microbatch)  # a layer may be computed again
-        last = self.is_last(action)
-        with ExitStack() as stack:
-            for reducer in self.reducers[action.stage]:
-                stack.enter_context(reducer.microbatch(last=last))
-            yield
-
-    def is_last(self, action: Action) -> bool:
-        """Whether the stage's gradients are complete with it."""
-        return action.microbatch == self.last_microbatch[action.stage]

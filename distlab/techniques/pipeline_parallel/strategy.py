@@ -4,17 +4,14 @@ A variant differs in one thing only: the order of its work (`Engine`). Everythin
 stages, tied gradients summed over the ranks that hold them, one global norm to clip by.
 """
 
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from distlab.lab.config import Config
 from distlab.lab.workload.data import Microbatch
@@ -22,7 +19,7 @@ from distlab.lab.workload.model import Model
 from distlab.lab.workload.optimizer import HoldsParts
 from distlab.techniques.collectives.phases import marked, phase
 from distlab.techniques.collectives.point_to_point import Peers, sendable
-from distlab.techniques.pipeline_parallel.pipeline import Pipeline, SplitBackward
+from distlab.techniques.pipeline_parallel.pipeline import Pipeline
 from distlab.techniques.pipeline_parallel.schedules import stages_of
 
 # Stages: a model's layers cut into runs, and who holds which parameter afterwards.
@@ -242,80 +239,3 @@ def parts_of(model: Model, group: dist.ProcessGroup, owners: Sequence[int] = ())
     owners = owners or range(group.size())
     runs = runs_of(model.name, len(model.layers), len(owners))
     return cut(model, list(model.layers), runs, group.rank(), owners)
-
-
-# Pretended compute: stages that sleep, so that two cores can show the bubble of four ranks.
-#
-# Four ranks that compute on two cores take turns, whatever the schedule says. Four that sleep do not. LAB_SLEEP_MS is
-# the time of one microbatch's samples forward through one rank, twice that backward: once for the gradient of the
-# input, once for those of the weights, a product each. Of v chunks each takes its share, and a microbatch with more
-# samples takes longer. The rank of LAB_SLOW_RANK sleeps longer by as much as it is slower. The real layers are still
-# there, and what they take comes on top.
-
-
-class Sleep(torch.autograd.Function):
-    """Identity; sleeps so many seconds in forward, and so many in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, forward_s: float, backward_s: float) -> Tensor:
-        """A copy: torch's schedules detach a stage's output in place, which a view does not allow."""
-        ctx.seconds = backward_s
-        if forward_s:
-            time.sleep(forward_s)
-        return hidden.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        """The gradient as it came."""
-        time.sleep(ctx.seconds)
-        return gradients[0], None, None
-
-
-class DeferredSleep(NamedTuple):
-    """What is left of a backward pass, to be slept."""
-
-    seconds: float
-
-    def finish(self) -> None:
-        time.sleep(self.seconds)
-
-
-def pretend_compute(
-    stages: Mapping[int, nn.Module], config: Config, sleep_ms: float, splits: Mapping[int, SplitBackward]
-) -> None:
-    """Let each of a rank's `stages` sleep, `sleep_ms` a microbatch in all; those that split their backward pass, in
-    `splits`, sleep in both parts of it."""
-    samples = config.batch / config.num_microbatches
-    per_sample_s = sleep_ms / config.slowed_to / 1e3 / len(stages) / samples
-    for number, stage in stages.items() if sleep_ms else ():
-        linear = next((module for module in stage.modules() if type(module) is nn.Linear), None)
-        split = splits.get(number)
-        if split is not None:
-            backward_s = per_sample_s
-            stage.register_forward_hook(partial(sleeps_later, split, per_sample_s))
-        elif linear is not None:
-            backward_s = per_sample_s
-            linear.forward = partial(sleeps_with_weight, linear, per_sample_s)  # type: ignore[method-assign]
-        else:
-            backward_s = 2 * per_sample_s
-        stage.register_forward_hook(partial(sleeps, per_sample_s, backward_s))
-
-
-def sleeps(forward_s: float, backward_s: float, _stage: nn.Module, _inputs: tuple[Tensor], output: Tensor) -> Tensor:
-    """A hook: the output, that much later for each sample."""
-    slept: Tensor = Sleep.apply(output, forward_s * len(output), backward_s * len(output))  # type: ignore[no-untyped-call]
-    return slept
-
-
-def sleeps_later(
-    split: SplitBackward, seconds: float, _stage: nn.Module, _inputs: tuple[Tensor], output: Tensor
-) -> None:
-    """A hook: one part more is left of the backward pass."""
-    if torch.is_grad_enabled():
-        split.left.append(DeferredSleep(seconds * len(output)))
-
-
-def sleeps_with_weight(linear: nn.Linear, seconds: float, inputs: Tensor) -> Tensor:
-    """The layer itself, whose weight's gradient comes later: what PyTorch's schedules put off, they put off with it."""
-    weight: Tensor = Sleep.apply(linear.weight, 0.0, seconds * len(inputs))  # type: ignore[no-untyped-call]
-    return F.linear(inputs, weight, linear.bias)

@@ -31,7 +31,7 @@ from distlab.techniques.collectives.autograd import linear
 from distlab.techniques.collectives.by_hand import Collective
 from distlab.techniques.collectives.phases import phase
 from distlab.techniques.collectives.sharded_tensor import LocalShard
-from distlab.techniques.pipeline_parallel.pipeline import Product
+from distlab.techniques.pipeline_parallel.zero_bubble import Product
 
 # Slices: which part of a dense tensor each rank holds, and how the parts become the dense tensor again.
 #

@@ -10,10 +10,10 @@ from distlab.experiments.pp.predictions import predict
 from distlab.lab.config import Config, ConfigError
 from distlab.lab.rank.mode_loader import load_for
 from distlab.lab.rank.preflight import refuse
+from distlab.lab.rank.user_strategy import maker
 from distlab.lab.report.records import Said
 from distlab.lab.workload.model import build_model, outline, refusals
 from distlab.lab.workload.user_model import layers_of, make_user_model, reads_text
-from distlab.techniques.data_parallel.strategy import maker
 from tests.labs import Runs, failed
 
 OWN = str(Path(__file__).parents[3] / "mine" / "own.py")

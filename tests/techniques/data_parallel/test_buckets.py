@@ -72,7 +72,7 @@ def summed(group: dist.ProcessGroup, bucket_bytes: float, overlap: bool, skipped
         inside[0] = "finish"
         buckets.finish()
     gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-    flat = {view.data_ptr() for bucket in buckets.buckets for view in bucket.split(1)}
+    flat = {view.data_ptr() for bucket in buckets.buckets for view in bucket.flat.split(1)}
     return {
         "gradients": gradients,
         "launched": launched,

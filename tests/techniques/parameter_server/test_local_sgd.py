@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from distlab.techniques.data_parallel.buckets import Vectors
+from distlab.techniques.data_parallel.vectors import Vectors
 from distlab.techniques.parameter_server.local_sgd import OuterStep
 from tests.warm_ranks import Ranks
 

@@ -140,17 +140,17 @@ def sent_and_alive(group: dist.ProcessGroup) -> list[int]:
     pipeline = pipeline_of(group, "gpipe")
     storages: list[weakref.ref[torch.UntypedStorage]] = []
     alive: list[int] = []
-    give, take = pipeline.boundaries.give, pipeline.boundaries.take
+    send, receive = pipeline.boundaries.send_result, pipeline.boundaries.receive_for
 
     def watching(action: schedules.Action, tensor: Tensor) -> None:
         storages.append(weakref.ref(tensor.untyped_storage()))
-        give(action, tensor)
+        send(action, tensor)
 
     def counting(action: schedules.Action) -> Tensor:
         alive.append(sum(storage() is not None for storage in storages))
-        return take(action)
+        return receive(action)
 
-    pipeline.boundaries.give, pipeline.boundaries.take = watching, counting  # type: ignore[method-assign]
+    pipeline.boundaries.send_result, pipeline.boundaries.receive_for = watching, counting  # type: ignore[method-assign]
     pipeline.step(inputs(), loss)
     gc.collect()
     return [*alive, sum(storage() is not None for storage in storages)]
@@ -177,7 +177,7 @@ def short_group(size: int) -> dist.ProcessGroup:
 class Silent(Boundaries):
     """Computes, and sends nothing on."""
 
-    def give(self, action: schedules.Action, tensor: Tensor) -> None:
+    def send_result(self, action: schedules.Action, tensor: Tensor) -> None:
         """Lose it."""
 
 

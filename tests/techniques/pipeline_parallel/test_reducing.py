@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from distlab.techniques.mesh.reducing_pipeline import ReducingPipeline
 from distlab.techniques.pipeline_parallel import schedules
-from distlab.techniques.pipeline_parallel.pipeline import ReducingPipeline
 from tests.warm_ranks import Ranks
 
 pytestmark = pytest.mark.timeout(60)
