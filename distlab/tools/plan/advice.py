@@ -135,10 +135,10 @@ def loses(each: Cost, pick: Cost | None, job: Job) -> str:
 BF16 = Weights(2, masters=False, moment_bytes=2)
 LEANER: tuple[tuple[str, Callable[[Job], Job]], ...] = (
     ("--precision bf16 --optimizer adamw8bit", lambda job: replace(job, weights=BF16)),
-    ("--precision bf16 --optimizer adamw8bit --step-in-backward", lambda job: replace(job, weights=BF16, savings=Savings(step_in_backward=True))),
-    ("--precision bf16 --optimizer adamw8bit --step-in-backward --offload", lambda job: replace(job, weights=BF16, savings=Savings(True, True))),
-    ("--lora 16", lambda job: replace(job, savings=Savings(lora=16))),
-    ("--lora 16 --base nf4", lambda job: replace(job, savings=Savings(lora=16, base_itemsize=NF4_BYTES))),
+    ("--precision bf16 --optimizer adamw8bit --step-in-backward --loss chunked", lambda job: replace(job, weights=BF16, savings=Savings(step_in_backward=True), loss="chunked")),
+    ("--precision bf16 --optimizer paged-adamw8bit --step-in-backward --loss chunked", lambda job: replace(job, weights=BF16, savings=Savings(True, True), loss="chunked")),
+    ("--lora 16 --loss chunked", lambda job: replace(job, savings=Savings(lora=16), loss="chunked")),
+    ("--lora 16 --base nf4 --loss chunked", lambda job: replace(job, savings=Savings(lora=16, base_itemsize=NF4_BYTES), loss="chunked")),
 )  # fmt: skip
 NF4_BYTES = (
     0.5 + 0.127 / 8

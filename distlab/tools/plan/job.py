@@ -75,6 +75,10 @@ class Job:
     overlap_tp: bool = False  # sums of tensor parallelism go on beside the products that they belong to
     chunks: int = 1  # stages of a pipeline's rank
     savings: Savings = Savings()
+    loss: str = "fp32"  # what is kept of the scores over the vocabulary: a key of memory.LOGIT_BYTES
+    once_a_node: bool = True  # a token goes to another node once, not once for each of its experts there
+    overlap_ep: bool = False  # a token's way to its experts and back goes on beside another microbatch's compute
+    balanced: bool = False  # stages of a pipeline have fewer layers where embedding and output layer are
     hides: bool = True  # compute goes on beside messages, as on a GPU; not where ranks fill the cores that move them
 
     @property
