@@ -16,7 +16,7 @@ ROWS = list(tables(PAGE))
 FORMULAS = (
     "lab.measure.storages",
     *(f"techniques.{technique}.costs" for technique in (
-        "collectives", "compression", "context_parallel", "pipeline_parallel", "sharded", "tensor_parallel"
+        "collectives", "context_parallel", "pipeline_parallel", "sharded", "tensor_parallel"
     )),
 )  # fmt: skip
 

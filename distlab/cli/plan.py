@@ -14,12 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from distlab.cli import tells_refusals
+from distlab.cli import sizes, tells_refusals
 from distlab.lab.config import ConfigError
 from distlab.lab.config.settings import suggest
 from distlab.lab.report.reading import BrokenRecord
 from distlab.lab.report.table import log_line, on_terminal
-from distlab.tools.plan import job, score
+from distlab.tools.plan import score
 from distlab.tools.plan.advice import NF4_BYTES, plan
 from distlab.tools.plan.answer import answer_lines, as_json, layout_lines
 from distlab.tools.plan.calibration import Measured, calibrate, measured_card
@@ -67,28 +67,28 @@ class Parser(argparse.ArgumentParser):
 # Name, how it is read or which words it may be, default, help. A default is text too, so that it can be printed as it
 # would be typed; "" is one that other options decide, as its help says.
 OPTIONS: tuple[tuple[str, Callable[[str], Any] | Sequence[str], str | None, str], ...] = (
-    ("params", job.count, "", "parameters of the model, such as 7B, 350M or 1.3B (or --model, or --config)"),
-    ("gpus", job.whole_number, None, "number of GPUs, or of ranks (needed)"),
-    ("gpu-memory", job.nbytes, "", "memory of one, such as 80GB or 900MB [that of --gpu]"),
-    ("link", job.rate, "", "rate of one GPU's link to other nodes, one way [that of --gpu; 400Gbit]"),
-    ("latency", job.seconds, "10us", "latency of a message between nodes"),
-    ("gpus-per-node", job.whole_number, "", "GPUs that share a node [as --gpu is sold; 8]"),
-    ("node-link", job.rate, "", "rate of one GPU's link inside its node, one way [that of --gpu]"),
-    ("node-latency", job.seconds, "5us", "latency of a message inside a node"),
-    ("flops", job.count, "", "peak of one GPU in FLOP/s, dense, in 16 bits [that of --gpu]"),
-    ("utilisation", job.share, "", "share of the peak that large products reach [fitted to published runs]"),
-    ("layers", job.whole_number, "", "layers of the model [guessed from --params]"),
-    ("width", job.whole_number, "", "width of the model [guessed from --params]"),
-    ("heads", job.whole_number, "", "attention heads [guessed from --params]"),
-    ("vocabulary", job.whole_number, "", "tokens that the model chooses from [GPT-2's 50304, in small models fewer]"),
-    ("seq", job.whole_number, "2048", "tokens in a sample"),
-    ("batch", job.whole_number, "1", "samples in one microbatch of a GPU; --microbatch is the same"),
-    ("microbatches", job.whole_number, "", "microbatches of a GPU in a step of dp [4]; the global batch is the same for all"),
-    ("global-batch", job.whole_number, "", "samples in a step, over all GPUs [batch x microbatches x gpus]"),
-    ("reserve", job.share, "10%", "share of the memory left to CUDA, NCCL and fragmentation"),
-    ("interleave", job.whole_number, "1", "stages of each rank of a pipeline"),
-    ("lora", job.whole_number, "", "rank of LoRA's adapters, which are trained in place of the weights"),
-    ("tokens", job.count, "", "tokens of the whole training, for days and GPU-hours, such as 1T or 1e12"),
+    ("params", sizes.count, "", "parameters of the model, such as 7B, 350M or 1.3B (or --model, or --config)"),
+    ("gpus", sizes.whole_number, None, "number of GPUs, or of ranks (needed)"),
+    ("gpu-memory", sizes.nbytes, "", "memory of one, such as 80GB or 900MB [that of --gpu]"),
+    ("link", sizes.rate, "", "rate of one GPU's link to other nodes, one way [that of --gpu; 400Gbit]"),
+    ("latency", sizes.seconds, "10us", "latency of a message between nodes"),
+    ("gpus-per-node", sizes.whole_number, "", "GPUs that share a node [as --gpu is sold; 8]"),
+    ("node-link", sizes.rate, "", "rate of one GPU's link inside its node, one way [that of --gpu]"),
+    ("node-latency", sizes.seconds, "5us", "latency of a message inside a node"),
+    ("flops", sizes.count, "", "peak of one GPU in FLOP/s, dense, in 16 bits [that of --gpu]"),
+    ("utilisation", sizes.share, "", "share of the peak that large products reach [fitted to published runs]"),
+    ("layers", sizes.whole_number, "", "layers of the model [guessed from --params]"),
+    ("width", sizes.whole_number, "", "width of the model [guessed from --params]"),
+    ("heads", sizes.whole_number, "", "attention heads [guessed from --params]"),
+    ("vocabulary", sizes.whole_number, "", "tokens that the model chooses from [GPT-2's 50304, in small models fewer]"),
+    ("seq", sizes.whole_number, "2048", "tokens in a sample"),
+    ("batch", sizes.whole_number, "1", "samples in one microbatch of a GPU; --microbatch is the same"),
+    ("microbatches", sizes.whole_number, "", "microbatches of a GPU in a step of dp [4]; the global batch is the same for all"),
+    ("global-batch", sizes.whole_number, "", "samples in a step, over all GPUs [batch x microbatches x gpus]"),
+    ("reserve", sizes.share, "10%", "share of the memory left to CUDA, NCCL and fragmentation"),
+    ("interleave", sizes.whole_number, "1", "stages of each rank of a pipeline"),
+    ("lora", sizes.whole_number, "", "rank of LoRA's adapters, which are trained in place of the weights"),
+    ("tokens", sizes.count, "", "tokens of the whole training, for days and GPU-hours, such as 1T or 1e12"),
     ("precision", list(PRECISIONS), "mixed", "of weights and gradients; mixed keeps masters in float32, bf16 does not"),
     ("dtype", DTYPES, "bf16", "of layers' products: bf16 or fp8"),
     ("optimizer", list(OPTIMIZERS), "adam", "adam (adamw) remembers two numbers a parameter, adamw8bit two bytes, paged-adamw8bit"
@@ -106,7 +106,7 @@ OPTIONS: tuple[tuple[str, Callable[[str], Any] | Sequence[str], str | None, str]
 
 
 def parser() -> Parser:
-    """The command line; every option is text here, and read by `job`."""
+    """The command line; every option is text here, and read by `sizes`."""
     made = Parser(
         prog="distlab plan", allow_abbrev=False,
         description="Memory, bytes and time of every strategy for a model on paper, by the formulas that the lab's modes are "
@@ -220,7 +220,7 @@ def _values(asked: argparse.Namespace, faults: list[str]) -> dict[str, Any]:
         elif written is not None or default:
             try:
                 values[name] = read(written or default or "")
-            except job.NotASize as error:
+            except sizes.NotASize as error:
                 faults.append(f"--{name}={written!r} {error}")
     return values
 
@@ -330,7 +330,7 @@ def _card(asked: argparse.Namespace, values: dict[str, Any], gpu: Gpu, precision
             gpu, flops=gpu.flops / 2, told=f"{gpu.told}; in TF32 half of its peak, where PyTorch is allowed it"
         )
     if asked.gpu is None:
-        gpu = replace(gpu, link_bytes_per_s=job.rate("400Gbit"), told=f"assumed ({gpu.told}): name yours with --gpu")
+        gpu = replace(gpu, link_bytes_per_s=sizes.rate("400Gbit"), told=f"assumed ({gpu.told}): name yours with --gpu")
     if "flops" in values:
         # Another card's memory is not known: as fast, beside its products, as that of the card that it is likened to.
         rate = gpu.memory_bytes_per_s * values["flops"] / gpu.flops

@@ -86,18 +86,18 @@ def fit_words(job: Job, each: Cost) -> str:
     """Whether it fits, or may: planned bytes are no better known than their band."""
     over = each.held_bytes - job.usable_bytes
     plain = f"no, by {human_bytes(over)}" if over > 0 else "yes"
-    if each.fit(job.usable_bytes) == "may":
-        near = f"{human_bytes(each.held_bytes)} and {human_bytes(job.usable_bytes)} are closer than x/÷ {band('memory'):.2f}"
-        return f"may or may not: {near}, the band of planned memory (as planned: {plain})"
-    return plain
+    near = (
+        f"{human_bytes(each.held_bytes)} and {human_bytes(job.usable_bytes)} are closer than x/÷ {band('memory'):.2f}"
+    )
+    may = f"may or may not: {near}, the band of planned memory (as planned: {plain})"
+    return may if each.fit(job.usable_bytes) == "may" else plain
 
 
 def band_lines(job: Job, each: Cost) -> list[str]:
     """From where to where the step may be, by published runs of that kind; none where this machine was measured."""
     if job.gpu.name == "measured":
         return []
-    kind = job.shape.kind(fp8=job.fp8)
-    factor = band(kind)
+    factor = band(kind := job.shape.kind(fp8=job.fp8))
     return [
         f"band       {three_digits(each.step_s / factor)} to {three_digits(each.step_s * factor)} s, x/÷ {factor:.2f}: nine of"
         f" ten published steps of {kind} lie so near, of sources that are in no fit; memory x/÷ {band('memory'):.2f}"

@@ -36,13 +36,7 @@ class Layout:
     def name(self) -> str:
         """tp 8 x cp 2 x pp 2 x zero1 4; a factor of 1 is left out, and ZeRO over cp alone is named without one."""
         data = sharing(self.stage)
-        axes = {
-            "tp": self.tensor,
-            "cp": self.context,
-            "ep": self.expert,
-            "etp": self.expert_tensor,
-            "pp": self.pipeline,
-        }
+        axes = {"tp": self.tensor, "cp": self.context, "ep": self.expert, "etp": self.expert_tensor, "pp": self.pipeline}  # fmt: skip
         parts = [f"{axis} {ranks}" for axis, ranks in axes.items() if ranks > 1]
         counted = [f"{data} {self.replicas}"] if self.replicas > 1 else [data] * (self.stage > 0)
         chunked = [f"{self.chunks} chunks"] if self.chunks > 1 else []
@@ -61,6 +55,11 @@ class Layout:
     def expert_span(self) -> int:
         """Neighbouring ranks that have all experts once."""
         return self.expert * self.expert_tensor
+
+    @property
+    def summing(self) -> int:
+        """The stage of ZeRO by whose messages gradients are summed: in a pipeline 2 sums once a step, as 1 does."""
+        return 1 if self.stage == 2 and self.pipeline > 1 else self.stage
 
     @property
     def effort(self) -> tuple[bool, bool, bool, bool, int]:

@@ -35,9 +35,8 @@ def dense_parameters(job: Job, layout: Layout) -> float:
     """Of one rank of the fullest stage, before ZeRO shards them, without experts: its layers, and embedding or output
     layer, which are on two stages."""
     shape = job.shape
-    body = dense_body(job)
     ends = min(job.num_parameters, shape.ends) if layout.pipeline == 1 else min(job.num_parameters, shape.vocabulary * shape.width)  # fmt: skip
-    return (body * layers(job, layout) / shape.layers + ends) / layout.tensor
+    return (dense_body(job) * layers(job, layout) / shape.layers + ends) / layout.tensor
 
 
 def dense_body(job: Job) -> float:
@@ -207,9 +206,5 @@ LOGIT_BYTES = {"fp32": 12.0, "fused": 5.0, "chunked": 12 / 8}
 
 def logits_bytes(job: Job, layout: Layout) -> float:
     """Scores of the vocabulary, their softmax and their gradient, b·s·V/t of each."""
-    return (
-        rank_tokens(job, layout)
-        * job.shape.vocabulary
-        / layout.tensor
-        * max(LOGIT_BYTES[job.loss], (3 if job.loss == "fp32" else 1) * (job.itemsize if job.loss != "chunked" else 0))
-    )
+    of_score = LOGIT_BYTES[job.loss] * max(1, job.itemsize / 4)
+    return rank_tokens(job, layout) * job.shape.vocabulary / layout.tensor * of_score

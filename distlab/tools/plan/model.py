@@ -88,17 +88,16 @@ class Shape:
 
     @cached_property
     def mlp(self) -> list[tuple[float, float]]:
-        """Of one expert, or where there are none of the feed-forward part."""
+        """Of one expert, or where there are none of the feed-forward part; `dense`: of a layer without experts;
+        `beside_experts`: what every token meets in a layer with them, the router and the shared experts."""
         return self.feed_forward(self.mlp_width)
 
     @cached_property
     def dense(self) -> list[tuple[float, float]]:
-        """Of the feed-forward part of a layer without experts."""
         return self.feed_forward(self.dense_width or self.mlp_width)
 
     @cached_property
     def beside_experts(self) -> list[tuple[float, float]]:
-        """In a layer with experts what every token meets: the router and the shared experts."""
         return [(self.width, self.experts), *self.feed_forward(self.shared_width)]
 
     @cached_property
@@ -300,7 +299,7 @@ def experts_of(config: Config) -> dict[str, Any]:
     experts = config.number("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts", otherwise=0)
     taken = config.number("num_experts_per_tok", "experts_per_token", "num_experts_per_token", "moe_top_k", otherwise=1)
     shared = config.number("shared_expert_intermediate_size", "shared_intermediate_size", otherwise=0)
-    count = config.number("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", otherwise=1 if config.value("model_type") in LLAMA4 else 0)  # fmt: skip
+    count = config.number("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", otherwise=int(str(config.value("model_type")).startswith("llama4")))  # fmt: skip
     dense = config.number("intermediate_size_mlp", "intermediate_size", "ffn_hidden_size", otherwise=1)
     inner = config.number("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size", "ffn_hidden_size", otherwise=dense)  # fmt: skip
     step = config.number("interleave_moe_layer_step", "decoder_sparse_step", "moe_layer_freq", otherwise=1)
@@ -330,6 +329,5 @@ def windows_of(config: Config, layers: int) -> dict[str, Any]:
     return {"window": window, "window_layers": limited} if limited else {}
 
 
-LLAMA4 = ("llama4", "llama4_text")
 GATED = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma", "deepseek", "gpt_oss", "dbrx", "jetmoe")
 TIED = ("gpt2", "opt", "bloom", "gemma", "mpt", "falcon", "gpt_bigcode")  # where config.json leaves it to the class

@@ -106,7 +106,7 @@ def asked(row: Row, without: str = "") -> tuple[Job, Layout]:
     return job, Layout(row.tp, row.pp, row.dp, row.zero, row.cp, row.ep, row.chunks, row.etp)
 
 
-# A user's file. Names as they are published by other tools stand beside this project's own.
+# A user's file.
 
 ALIASES = {
     "zero": "zero_stage",

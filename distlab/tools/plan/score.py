@@ -1,13 +1,12 @@
 """The planner held to published runs, each predicted without the rows of its own source, and the bands that follow.
 
-`distlab plan --score` predicts every row of published.json by shares that were fitted to the other sources
-(gpus.json, `left_out`), and says by kind by how much it is off and how many rows lie inside the band that the errors of
-the other sources of that kind make. `--score ROWS.json` does the same for a user's file, of whose sources those that
-published.json has too are left out. The same errors, of all sources, are the band that every answer prints.
+`distlab plan --score` predicts every row of published.json, or of a user's file, by shares that were fitted to the other
+sources (gpus.json, `left_out`), and says by kind by how much it is off and how many rows lie inside the band that the
+errors of the other sources of that kind make. The errors of all sources are the band that every answer prints.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from statistics import median
@@ -47,21 +46,16 @@ class Compared:
 
 def compared(rows: Iterable[Row]) -> list[Compared]:
     """Every published number, in the order of the rows."""
-    return [each for row in rows for each in of_row(row)]
-
-
-def of_row(row: Row) -> Iterator[Compared]:
-    job, layout = asked(row, row.left_out)
-    priced = cost(job, layout)
-    rest = sum(priced.memory[name] for name in ("parameters", "gradients", "optimizer"))
-    for what, measured, predicted in (
-        ("step", row.step_s, priced.step_s),
-        ("peak", row.peak_bytes, priced.held_bytes),
-        ("rest", row.rest_bytes, rest),
-        ("activations", row.activation_bytes, priced.memory["activations"]),
-    ):
-        if measured is not None:
-            yield Compared(row, what, predicted, measured)
+    found = []
+    for row in rows:
+        priced = cost(*asked(row, row.left_out))
+        rest = sum(priced.memory[name] for name in ("parameters", "gradients", "optimizer"))
+        kept = priced.memory["activations"]
+        predicted = {"step": priced.step_s, "peak": priced.held_bytes, "rest": rest, "activations": kept}
+        measured = (row.step_s, row.peak_bytes, row.rest_bytes, row.activation_bytes)
+        numbers = zip(predicted.items(), measured, strict=True)
+        found += [Compared(row, what, planned, told) for (what, planned), told in numbers if told is not None]
+    return found
 
 
 # Bands.
@@ -94,7 +88,7 @@ def inside(each: Compared) -> bool:
 
 
 def groups(found: Sequence[Compared]) -> dict[str, list[Compared]]:
-    """Sums: all steps, by kind of model, by card and software; all memory."""
+    """Steps by card and software, all memory, and last steps by kind of model and all of them."""
     named: dict[str, list[Compared]] = {}
     for each in found:
         card = f"{each.row.gpu} {each.row.software}".strip()
@@ -102,27 +96,19 @@ def groups(found: Sequence[Compared]) -> dict[str, list[Compared]]:
         steps = ("step", f"step, {each.kind}", f"step, {card}")
         for name in steps if each.what == "step" else (f"memory, types {known}",):
             named.setdefault(name, []).append(each)
-    order = ("step, dense", "step, experts", "step", "memory")
-    return {
-        name: named[name]
-        for start in ("step", *order)
-        for name in sorted(named)
-        if name == start or name.startswith(start)
-    }
+    kinds = ("step, dense", "step, experts")
+    last = sorted(named, key=lambda name: (name == "step", name.startswith(kinds), not name.startswith("step"), name))
+    return {name: named[name] for name in last}
 
 
 def summary(found: Sequence[Compared]) -> dict[str, Any]:
     """Of some rows the median error, its sign, and how many are near and inside their bands."""
     near = NEAR if found[0].what == "step" else MEMORY_NEAR
+    errors = [each.error for each in found]
     return {
-        "rows": len(found),
-        "median": median(abs(each.error) for each in found),
-        "signed": median(each.error for each in found),
-        "near": near,
-        "within": sum(abs(each.error) <= near for each in found),
-        "inside": sum(map(inside, found)),
-        "worst": max((each.error for each in found), key=abs),
-    }
+        "rows": len(found), "median": median(map(abs, errors)), "signed": median(errors), "near": near,
+        "within": sum(abs(error) <= near for error in errors), "inside": sum(map(inside, found)), "worst": max(errors, key=abs),
+    }  # fmt: skip
 
 
 def score_lines(rows: Sequence[Row], asks: Sequence[str] = ()) -> list[str]:

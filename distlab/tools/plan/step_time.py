@@ -73,9 +73,8 @@ PCIE_BYTES_PER_S, HOST_BYTES_PER_S = 25e9, 50e9  # of one GPU's link to the host
 def compute_parts(job: Job, layout: Layout) -> dict[str, float]:
     """Seconds of all M microbatches on a rank of the fullest stage."""
     parts, depth = microbatches(job, layout), layers(job, layout)
-    layer = {
-        "products": products_s(job, layout), "attention": attention_s(job, layout), "elementwise": elementwise_s(job, layout),
-    }  # fmt: skip
+    named = {"products": products_s, "attention": attention_s, "elementwise": elementwise_s}
+    layer = {name: of_layer(job, layout) for name, of_layer in named.items()}
     ends = left_of_ends_s(job, layout, sum(layer.values()), vocabulary_s(job, layout))
     return {name: parts * depth * seconds for name, seconds in layer.items()} | {"vocabulary": parts * ends}
 
@@ -83,10 +82,10 @@ def compute_parts(job: Job, layout: Layout) -> dict[str, float]:
 def left_of_ends_s(job: Job, layout: Layout, layer_s: float, ends_s: float) -> float:
     """What the output layer adds to the pace of a microbatch. The last stage has as many layers as the fullest, where p
     divides them, or else what is left of them; balanced stages share layers and output layer."""
-    shape, depth = job.shape, layers(job, layout)
-    last = max(0, shape.layers - depth * (layout.pipeline - 1))
+    whole, depth = job.shape.layers, layers(job, layout)
+    last = max(0, whole - depth * (layout.pipeline - 1))
     if job.balanced:
-        return max(0.0, (shape.layers * layer_s + ends_s) / layout.pipeline - depth * layer_s)
+        return max(0.0, (whole * layer_s + ends_s) / layout.pipeline - depth * layer_s)
     return max(0.0, ends_s - (depth - last) * layer_s)
 
 
@@ -192,14 +191,8 @@ def copies(job: Job, layout: Layout) -> list[tuple[float, int, int]]:
     that are dealt are in fewer ranks, which stand farther apart, mostly on a node each."""
     dense, experts = dense_parameters(job, layout), expert_parameters(job, layout)
     ranks = layout.tensor * layout.holding // layout.expert_span
-    if ranks == layout.holding:
-        return [(dense + experts, ranks, layout.tensor)]
-    return [(dense, layout.holding, layout.tensor), (experts, ranks, layout.expert_span)]
-
-
-def summed_once(layout: Layout) -> int:
-    """Its stage of ZeRO; in a pipeline ZeRO-2 sums at the end of a step, as ZeRO-1 does."""
-    return 1 if layout.stage == 2 and layout.pipeline > 1 else layout.stage
+    alike = [(dense, layout.holding, layout.tensor), (experts, ranks, layout.expert_span)]
+    return alike if experts else alike[:1]
 
 
 def summed_bytes(job: Job, layout: Layout, own: float, ranks: int) -> float:
@@ -207,7 +200,7 @@ def summed_bytes(job: Job, layout: Layout, own: float, ranks: int) -> float:
     weights, gradients = own * job.itemsize, own * gradient_itemsize(job, layout)
     if job.savings.lora or ranks == 1:
         return 0.0
-    stage, parts = summed_once(layout), microbatches(job, layout)
+    stage, parts = layout.summing, microbatches(job, layout)
     if stage == 1:  # a sum of gradients and a gather of weights
         return zero_bytes(1, ranks, (gradients + weights) / 2, parts)
     return zero_bytes(stage, ranks, gradients, parts) if stage else all_reduce_bytes("gloo", ranks, int(gradients))
@@ -277,11 +270,10 @@ def link_of(job: Job, ranks_apart: int, cards: int = 1) -> Link:
 def exposed_parts(job: Job, layout: Layout, compute: dict[str, float]) -> dict[str, float]:
     """Seconds of a step that each axis waits for beside `compute`, which is by part."""
     compute_s, attention, products = sum(compute.values()), compute["attention"], compute["products"]
-    dispatch_s = expert_s(job, layout)
     return {
         "tensor": tensor_s(job, layout, products),
         "context": ring_s(job, layout, attention),
-        "expert": left_s(job, dispatch_s, compute_s) if job.overlap_ep else dispatch_s,
+        "expert": left_s(job, expert_s(job, layout), compute_s if job.overlap_ep else 0.0),
         "pipeline": pipeline_s(job, layout),
         "data": data_s(job, layout, compute_s),
     }
@@ -340,7 +332,7 @@ def pipeline_s(job: Job, layout: Layout) -> float:
 
 def data_s(job: Job, layout: Layout, compute_s: float) -> float:
     """What no compute hides of the sums and gathers over all that keep the same."""
-    parts, depth, stage = microbatches(job, layout), layers(job, layout), summed_once(layout)
+    parts, depth, stage = microbatches(job, layout), layers(job, layout), layout.summing
     backward_s = compute_s * 2 / 3 / parts
     moves = {0: 1, 1: 2, 2: parts + 1, 3: 3 * parts}[stage]
     move_s = sum(move_seconds(job, layout, moves, *each) for each in copies(job, layout) if each[1] > 1)
