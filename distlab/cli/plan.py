@@ -24,7 +24,7 @@ from distlab.tools.plan.advice import NF4_BYTES, plan
 from distlab.tools.plan.answer import answer_lines, as_json, layout_lines
 from distlab.tools.plan.calibration import Measured, calibrate, measured_card
 from distlab.tools.plan.costs import cost
-from distlab.tools.plan.gpu import LINK_SHARE, LOSSES, NODE_LINK_SHARE, SOFTWARE, Gpu, gpu_named, gpu_names
+from distlab.tools.plan.gpu import LINK_SHARE, NODE_LINK_SHARE, SOFTWARE, Gpu, gpu_named, gpu_names, loss_of
 from distlab.tools.plan.job import Job, Link, Savings, Weights
 from distlab.tools.plan.layout import Layout, given_layout, sharing
 from distlab.tools.plan.memory import LOGIT_BYTES
@@ -95,7 +95,7 @@ OPTIONS: tuple[tuple[str, Callable[[str], Any] | Sequence[str], str | None, str]
      " has them in the host's memory, sgd none"),
     ("software", list(SOFTWARE), "", "whose kernels run, as far as published runs tell them apart [all of this chip]"),
     ("loss", list(LOGIT_BYTES), "", "what is kept of scores over the vocabulary: fp32 copies, fused (compiled), chunked"
-     " [chunked with --lora or --step-in-backward, fused with --software torchtitan, else fp32]"),
+     " [chunked with --lora or --step-in-backward, fused with --software torchtitan --dtype fp8, else fp32]"),
     ("dispatcher", DISPATCHERS, "deepep", "deepep sends a token to another node once, alltoall once for each expert there"),
     ("recompute", list(AGAIN), "none", "full (or nothing said): keep a layer's input alone; half: every second product is done"
      " again; selective: no attention scores"),
@@ -149,7 +149,8 @@ SWITCHES = (
     ("overlap-tp", "tensor parallelism's sums go on beside products, as Megatron-LM's tp_comm_overlap"),
     ("overlap-ep", "tokens go to experts and back beside another microbatch's compute"),
     ("balanced", "stages of a pipeline have fewer layers where embedding and output layer are"),
-    ("offload", "the optimizer's state in the host's memory"),
+    ("offload", "the optimizer's state in the host's memory; with ZeRO-3 weights and gradients too"),
+    ("no-sync", "ZeRO-3 sums gradients once a step: weights and gradients stay whole from microbatch to microbatch"),
     ("step-in-backward", "the optimizer steps a layer as soon as its gradients are there, which are then dropped"),
     ("see", "end with a run of this lab that shows the layout that is taken"),
     ("json", "print all of it as JSON"),
@@ -309,14 +310,14 @@ def _job(
     trained = values["batch"] * values.get("microbatches", 4) * values["gpus"]
     offload = asked.offload or values["optimizer"] == PAGED
     chunked = "chunked" if "lora" in values or asked.step_in_backward else None
-    savings = Savings(offload, asked.step_in_backward, values.get("lora", 0), BASES[values["base"]])
+    savings = Savings(offload, asked.step_in_backward, values.get("lora", 0), BASES[values["base"]], asked.no_sync)
     made = Job(
         num_parameters, values["gpus"], values.get("gpu-memory", gpu.memory_bytes), shape, values["seq"],
         values["batch"], values.get("global-batch", trained), "global-batch" not in values, gpu, far, near,
         values.get("gpus-per-node", gpu.gpus_per_node), Weights(precision.itemsize, precision.masters, moment_bytes),
         values["recompute"], values["attention"] == "flash", not asked.no_sequence_parallel, values["reserve"],
         values["dtype"] == "fp8", asked.overlap_tp, values["interleave"], savings,
-        values["loss"] or chunked or LOSSES.get(values["software"], "fp32"), values["dispatcher"] == "deepep", asked.overlap_ep,
+        values["loss"] or chunked or loss_of(values["software"], fp8=values["dtype"] == "fp8"), values["dispatcher"] == "deepep", asked.overlap_ep,
         asked.balanced,
         hides=not any(run.crowded for run in measured),
     )  # fmt: skip

@@ -162,7 +162,7 @@ def remedies(job: Job) -> Iterator[str]:
     yield from more_gpus(job, leanest, all_changes)
     costs, beside = plan(leanest).costs, f", with{all_changes}" if all_changes else ""
     least = min(costs.values(), key=lambda each: each.held_bytes)
-    yield from offload(job, costs.get("zero3", least), all_changes)
+    yield from offload(leanest, costs.get("zero3", least), all_changes)
     yield f"GPUs of {human_bytes(least.held_bytes / (1 - job.reserve))}{beside}: {least.layout.name} holds least"
     yield from other_trainings(job, leanest, all_changes)
 
@@ -201,7 +201,7 @@ def full_nodes(job: Job, gpus: int) -> int:
 
 def offload(job: Job, sharded: Cost, all_changes: str) -> Iterator[str]:
     """The optimizer's state in the host's memory, where the rest fits."""
-    left = sharded.held_bytes - sharded.memory["optimizer"]
+    left = held_bytes(replace(job, savings=replace(job.savings, offload=True)), sharded.layout)
     if left <= job.usable_bytes and sharded.memory["optimizer"]:
         host = sharded.memory["optimizer"] * job.node_gpus
         yield (

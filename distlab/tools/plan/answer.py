@@ -86,10 +86,7 @@ def fit_words(job: Job, each: Cost) -> str:
     """Whether it fits, or may: planned bytes are no better known than their band."""
     over = each.held_bytes - job.usable_bytes
     plain = f"no, by {human_bytes(over)}" if over > 0 else "yes"
-    near = (
-        f"{human_bytes(each.held_bytes)} and {human_bytes(job.usable_bytes)} are closer than x/÷ {band('memory'):.2f}"
-    )
-    may = f"may or may not: {near}, the band of planned memory (as planned: {plain})"
+    may = f"may or may not: planned memory is known to x/÷ {band('memory'):.2f} (as planned: {plain})"
     return may if each.fit(job.usable_bytes) == "may" else plain
 
 

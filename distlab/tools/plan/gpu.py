@@ -26,7 +26,6 @@ SOFTWARE = {
 # What a ring of NCCL gets of a link's rate with large messages: busbw of nccl-tests' all_reduce, some 230 of 300 GB/s on
 # an A100's NVLink and 360 of 450 on an H100's; of InfiniBand 40 to 42 of 50 GB/s a card (nccl issue 1218, all 8 cards).
 NODE_LINK_SHARE, LINK_SHARE = 0.75, 0.8
-LOSSES = {"torchtitan": "fused"}  # how it keeps scores of the vocabulary, where that is not in float32
 
 
 @dataclass(frozen=True)
@@ -79,6 +78,11 @@ def shares_of(chip: str, software: str = "", without: str = "") -> Shares:
     """What a chip reaches with this software, as far as it is known without one source."""
     row = fitted(chip, software, without)[1]
     return Shares(*(row[f"{part}_share"] for part in ("matrix", "attention", "memory", "fp8", "expert")))
+
+
+def loss_of(software: str, *, fp8: bool) -> str:
+    """How scores of the vocabulary are kept: torchtitan compiles its loss with its products in 8 bits."""
+    return "fused" if fp8 and software == "torchtitan" else "fp32"
 
 
 def band(kind: str) -> float:

@@ -39,7 +39,8 @@ class Weights:
 
 @dataclass(frozen=True)
 class Savings:
-    """Less memory for more time or for less training: the optimizer's state in the host's memory; each layer's step as
+    """Less memory for more time or for less training, and with `no_sync` more memory for fewer messages, weights and
+    gradients whole until a step's end: the optimizer's state in the host's memory, all with ZeRO-3; each layer's step as
     soon as its gradient is there; adapters of rank `lora` that are trained in place of weights, which then take
     `base_itemsize` bytes."""
 
@@ -47,6 +48,7 @@ class Savings:
     step_in_backward: bool = False
     lora: int = 0
     base_itemsize: float = 2.0
+    no_sync: bool = False
 
 
 @dataclass(frozen=True)

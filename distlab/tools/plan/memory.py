@@ -98,11 +98,14 @@ def at_rest(job: Job, layout: Layout) -> dict[str, float]:
         )  # fmt: skip
         if layout.stage == 2 and layout.pipeline > 1:
             part["gradients"] = own * gradient_itemsize(job, layout)
+        if job.savings.no_sync and layout.stage == 3 and microbatches(job, layout) > 1:
+            part["parameters"] += own * weights.itemsize
+            part["gradients"] = own * gradient_itemsize(job, layout)
         total = {name: total[name] + part[name] for name in total}
     if job.savings.step_in_backward:
         total["gradients"] /= layers(job, layout)
-    if job.savings.offload:
-        total["optimizer"] = 0.0
+    if job.savings.offload:  # FSDP's CPU offload has all shards there, ZeRO-Offload the optimizer's alone
+        total = total | {"optimizer": 0.0} if layout.stage < 3 else dict.fromkeys(total, 0.0)
     return total
 
 

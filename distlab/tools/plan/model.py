@@ -209,7 +209,6 @@ class Config:
         self.faults: list[str] = []
 
     def value(self, *names: str) -> Any:
-        """The first of these that is there, or None."""
         self.known |= {*names}
         return next((self.fields[name] for name in names if self.fields.get(name) is not None), None)
 
@@ -255,9 +254,8 @@ def from_config(path: Path) -> tuple[Shape, float, str]:
     for part in ("text_config", "attn_config", "ffn_config"):  # of models that see too, and of MPT and DBRX
         fields |= inside if isinstance(inside := fields.pop(part, {}), dict) else {}
     config = Config(path, fields)
-    shape = replace(plain_shape(config), **experts_of(config))
-    if not config.faults and shape.layers:
-        shape = replace(shape, **windows_of(config, shape.layers))
+    shape = plain_shape(config)
+    shape = replace(shape, **experts_of(config, shape.layers), **windows_of(config, shape.layers))
     config.refuse_unknown()
     if config.faults:
         raise ConfigError(config.faults)
@@ -294,7 +292,7 @@ def plain_shape(config: Config) -> Shape:
     return replace(shape, head_dim=nope + rope, value_dim=value, q_rank=q_rank, kv_rank=rank, rope_dim=rope)
 
 
-def experts_of(config: Config) -> dict[str, Any]:
+def experts_of(config: Config, layers: int) -> dict[str, Any]:
     """Fields of a mixture of experts, of which each family says in its own way which layers have them."""
     experts = config.number("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts", otherwise=0)
     taken = config.number("num_experts_per_tok", "experts_per_token", "num_experts_per_token", "moe_top_k", otherwise=1)
@@ -305,7 +303,6 @@ def experts_of(config: Config) -> dict[str, Any]:
     step = config.number("interleave_moe_layer_step", "decoder_sparse_step", "moe_layer_freq", otherwise=1)
     first = config.number("first_k_dense_replace", otherwise=0)
     plain, listed = config.value("mlp_only_layers") or [], config.value("moe_layers")
-    layers = config.number("num_hidden_layers", "n_layer", "n_layers", "num_layers", otherwise=0)
     groups = config.number("topk_group", otherwise=0)
     if not experts:
         return {}

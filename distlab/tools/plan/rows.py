@@ -15,8 +15,8 @@ import msgspec
 
 from distlab.lab.config import ConfigError
 from distlab.tools.plan import gpu as gpus
-from distlab.tools.plan.gpu import gpu_named
-from distlab.tools.plan.job import Job, Link, Weights
+from distlab.tools.plan.gpu import gpu_named, loss_of
+from distlab.tools.plan.job import Job, Link, Savings, Weights
 from distlab.tools.plan.layout import Layout, faults_of
 from distlab.tools.plan.memory import ROUNDED
 from distlab.tools.plan.model import Shape, named, table
@@ -29,7 +29,7 @@ WEIGHTS = {
     "fp32": Weights(4, masters=False, moment_bytes=8),
 }
 # Whose kernels a source runs, by its words; the first that is found.
-OF_SOURCE = {"torchtitan": "torchtitan", "llm-foundry": "mpt", "mosaicml": "mpt", "megatron": "megatron", "nvidia": "megatron", "nemo": "megatron", "simumax": "megatron"}  # fmt: skip
+OF_SOURCE = {"torchtitan": "torchtitan", "kempner": "torchtitan", "llm-foundry": "mpt", "mosaicml": "mpt", "megatron": "megatron", "nvidia": "megatron", "nemo": "megatron", "simumax": "megatron"}  # fmt: skip
 
 
 Size = Annotated[int, msgspec.Meta(ge=1)]
@@ -68,6 +68,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     precision: Literal["mixed", "bf16", "fp32"] = "mixed"
     software: Literal["", "torchtitan", "megatron", "mpt"] = ""
     loss: Literal["", "fp32", "fused", "chunked"] = ""
+    no_sync: bool = False
     dtypes: bool = True
     step_s: float | None = None
     peak_bytes: float | None = None
@@ -101,7 +102,7 @@ def asked(row: Row, without: str = "") -> tuple[Job, Layout]:
         Link(LATENCY_S, card.link_bytes_per_s, gpus.LINK_SHARE),
         Link(NODE_LATENCY_S, card.node_link_bytes_per_s, gpus.NODE_LINK_SHARE), row.gpus_per_node,
         WEIGHTS[row.precision], row.recompute, row.flash, row.sequence_parallel, 0.0, row.fp8, row.overlap_tp, row.chunks,
-        loss=row.loss or gpus.LOSSES.get(row.software, "fp32"), overlap_ep=row.overlap_ep,
+        savings=Savings(no_sync=row.no_sync), loss=row.loss or loss_of(row.software, fp8=row.fp8), overlap_ep=row.overlap_ep,
     )  # fmt: skip
     return job, Layout(row.tp, row.pp, row.dp, row.zero, row.cp, row.ep, row.chunks, row.etp)
 
@@ -163,9 +164,11 @@ def row_of(name: str, given: Mapping[str, Any]) -> tuple[Row, list[str]]:
     whole = msgspec.convert(shape, Shape)
     words = f"{said.get('source', '')} {name}".lower()
     software = next((software for word, software in OF_SOURCE.items() if word in words), "")
-    said = ASSUMED | {"parameters": whole.body + whole.ends, "software": software} | said | {"shape": whole}
+    known = {"parameters": whole.body + whole.ends, "software": software, "no_sync": "kempner" in words}
+    said = ASSUMED | known | said | {"shape": whole}
     said["gpu"] = (card := gpu_named(str(said["gpu"]))).name
-    said["gpus_per_node"] = max(said.get("gpus_per_node", 1), card.gpus_per_node)
+    if "gpus_per_node" not in said or card.gpus_per_node > 8:  # a rack is one node, of many trays
+        said["gpus_per_node"] = card.gpus_per_node
     said.setdefault("dp", said["gpus"] // (said["tp"] * said["pp"] * said["cp"]))
     row = msgspec.convert(said, Row)
     faults = [f"tp{row.tp} x pp{row.pp} x cp{row.cp} x dp{row.dp} are not its {row.gpus} GPUs"]

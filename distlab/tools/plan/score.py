@@ -36,7 +36,6 @@ class Compared:
 
     @property
     def factor(self) -> float:
-        """By what the larger of both is larger."""
         return max(self.predicted / self.measured, self.measured / self.predicted)
 
     @property
@@ -97,8 +96,7 @@ def groups(found: Sequence[Compared]) -> dict[str, list[Compared]]:
         for name in steps if each.what == "step" else (f"memory, types {known}",):
             named.setdefault(name, []).append(each)
     kinds = ("step, dense", "step, experts")
-    last = sorted(named, key=lambda name: (name == "step", name.startswith(kinds), not name.startswith("step"), name))
-    return {name: named[name] for name in last}
+    return dict(sorted(named.items(), key=lambda each: (each[0] == "step", each[0].startswith(kinds), each[0][0] == "m", each[0])))  # fmt: skip
 
 
 def summary(found: Sequence[Compared]) -> dict[str, Any]:
