@@ -239,7 +239,7 @@ class Config:
 SHAPING = re.compile(r"size|dim|width|rank|head|layer|block|expert|hidden|inner|kernel|expand|state|period|mamba|ssm|conv|lru|_config$|^(n|num|d)_")  # fmt: skip
 SHAPELESS = re.compile(
     r"^(max_window_layers|no_rope_layer.*|num_nextn_predict_layers|ep_size|chunk_size_feed_forward|n_(positions|ctx|group)"
-    r"|(num_)?rotary_n?dims?|qk_head_dim|num_(labels|beams\w*|return_sequences|logits_to_keep)|(vision|audio|quantization|rope|generation"
+    r"|(num_)?rotary_n?dims?|qk_head_dim|num_(labels|beams\w*|return_sequences|logits_to_keep)|(vision|audio|quantization|rope|init|generation"
     r"|compression)_config|rope\w*|type_vocab_size|hidden_act\w*|\w*_layer_?norm\w*|pretraining_tp|output_\w+|.*_token.*)$"
 )
 
@@ -269,8 +269,8 @@ def plain_shape(config: Config) -> Shape:
     """What every decoder has; latent attention where keys and values have a rank."""
     family = str(config.value("model_type"))
     layers = config.number("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-    width = config.number("hidden_size", "n_embd", "d_model")
-    heads = config.number("num_attention_heads", "n_head", "n_heads")
+    width = config.number("hidden_size", "n_embd", "n_embed", "d_model")
+    heads = config.number("num_attention_heads", "n_head", "n_heads", "attention_heads")
     one_key = config.value("multi_query") and not config.value("new_decoder_architecture")
     kv_heads = config.number("num_key_value_heads", "num_kv_heads", "n_head_kv", "kv_n_heads", "multi_query_group_num", otherwise=1 if one_key else heads)  # fmt: skip
     times = config.value("expansion_ratio")
@@ -316,8 +316,9 @@ def experts_of(config: Config, layers: int) -> dict[str, Any]:
 
 def windows_of(config: Config, layers: int) -> dict[str, Any]:
     """How many layers see a window alone, and its width."""
-    window = config.number("sliding_window", "attention_chunk_size", otherwise=0)
-    kinds, pattern = config.value("layer_types") or [], config.number("sliding_window_pattern", otherwise=0)
+    window = config.number("sliding_window", "sliding_window_size", "attention_chunk_size", otherwise=0)
+    kinds, usual = config.value("layer_types") or [], PATTERNS.get(str(config.value("model_type")), 0)
+    pattern = config.number("sliding_window_pattern", "no_rope_layer_interval", otherwise=usual)
     for kind in sorted({*map(str, kinds)} - {"full_attention", "sliding_attention", "chunked_attention"}):
         config.faults.append(f"{config.told} has layer_types with {kind!r}, allowed: full_attention, sliding_attention, chunked_attention")  # fmt: skip
     if not window or config.value("use_sliding_window") is False:
@@ -327,4 +328,5 @@ def windows_of(config: Config, layers: int) -> dict[str, Any]:
 
 
 GATED = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma", "deepseek", "gpt_oss", "dbrx", "jetmoe")
-TIED = ("gpt2", "opt", "bloom", "gemma", "mpt", "falcon", "gpt_bigcode")  # where config.json leaves it to the class
+PATTERNS = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4, "llama4_text": 4}  # the last of so many layers sees all
+TIED = ("gpt2", "opt", "bloom", "gemma", "mpt", "falcon", "gpt_bigcode", "xglm")  # where a config.json does not say it

@@ -29,7 +29,7 @@ WEIGHTS = {
     "fp32": Weights(4, masters=False, moment_bytes=8),
 }
 # Whose kernels a source runs, by its words; the first that is found.
-OF_SOURCE = {"torchtitan": "torchtitan", "kempner": "torchtitan", "llm-foundry": "mpt", "mosaicml": "mpt", "megatron": "megatron", "nvidia": "megatron", "nemo": "megatron", "simumax": "megatron"}  # fmt: skip
+OF_SOURCE = {"torchtitan": "torchtitan", "kempner": "torchtitan", "korthikanti": "megatron", "narayanan": "megatron", "llm-foundry": "mpt", "mosaicml": "mpt", "megatron": "megatron", "nvidia": "megatron", "nemo": "megatron", "simumax": "megatron"}  # fmt: skip
 
 
 Size = Annotated[int, msgspec.Meta(ge=1)]
@@ -106,8 +106,6 @@ def asked(row: Row, without: str = "") -> tuple[Job, Layout]:
     )  # fmt: skip
     return job, Layout(row.tp, row.pp, row.dp, row.zero, row.cp, row.ep, row.chunks, row.etp)
 
-
-# A user's file.
 
 ALIASES = {
     "zero": "zero_stage",

@@ -79,6 +79,8 @@ GEMMA = {
     "num_key_value_heads": 1, "intermediate_size": 6912, "vocab_size": 262144, "hidden_activation": "gelu_pytorch_tanh",
     "sliding_window": 512, "sliding_window_pattern": 6, "query_pre_attn_scalar": 256,
 }  # fmt: skip
+GEMMA2 = GEMMA | {"model_type": "gemma2", "sliding_window_pattern": None}
+BLOOM = {"model_type": "bloom", "n_embed": 4096, "n_head": 32, "n_layer": 30, "vocab_size": 250880, "pretraining_tp": 4}
 FALCON = {
     "model_type": "falcon", "num_hidden_layers": 32, "hidden_size": 4544, "num_attention_heads": 71, "vocab_size": 65024,
     "multi_query": True, "alibi": False,
@@ -101,6 +103,8 @@ def test_families_leave_out_what_their_class_knows(tmp_path: Path) -> None:
     gemma, falcon = read(tmp_path, GEMMA), read(tmp_path, FALCON)
     assert (gemma.body + gemma.ends) / 1e9 == pytest.approx(1.0, rel=0.01) and gemma.window_layers == 22
     assert (falcon.body + falcon.ends) / 1e9 == pytest.approx(6.92, rel=0.01) and falcon.kv_heads == 1
+    assert read(tmp_path, GEMMA2).window_layers == 13, "every second layer"
+    assert read(tmp_path, BLOOM) == named("bloom-7b1")[0]
 
 
 @pytest.mark.parametrize(
