@@ -15,7 +15,7 @@ import pytest
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import llama_steps, measured_card, parts
 from benchmarks.gpu.parts import Ended, Part, Row
-from distlab.tools.plan import score
+from distlab.tools.plan import rows
 from distlab.tools.plan.costs import cost
 
 ABOUT = {"card": "a card", "date": "2026-11-27", "torch": "2.11.0", "command": "python3 -m benchmarks.gpu"}
@@ -146,7 +146,7 @@ def test_llamas_steps_are_rows_that_the_planner_can_price(
         monkeypatch.setattr(llama_steps, name, value)
     monkeypatch.setattr(measured_card, "ON_CARD", False)
     monkeypatch.setattr(llama_steps, "card_name", lambda: "NVIDIA H200")
-    row = msgspec.convert(llama_steps.row_of(case), score.Row)
-    job, layout = score.asked(row)
+    row = msgspec.convert(llama_steps.row_of(case), rows.Row)
+    job, layout = rows.asked(row)
     assert row.gpu == "h200" and row.step_s is not None and cost(job, layout).step_s > 0
     assert row.parameters == job.shape.body + job.shape.ends + (2 * case.layers + 1) * case.width

@@ -26,7 +26,7 @@ from benchmarks.gpu.measured_card import DEVICE, ON_CARD, STEPS, card_name, sync
 from distlab.tools.plan.costs import cost
 from distlab.tools.plan.gpu import gpu_names
 from distlab.tools.plan.model import Shape
-from distlab.tools.plan.score import Row, asked
+from distlab.tools.plan.rows import Row, asked
 
 VOCABULARY = 128256 if ON_CARD else 64
 

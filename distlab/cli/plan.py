@@ -14,20 +14,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from distlab.cli import tells_refusals
+from distlab.cli import sizes, tells_refusals
 from distlab.lab.config import ConfigError
 from distlab.lab.config.settings import suggest
 from distlab.lab.report.reading import BrokenRecord
 from distlab.lab.report.table import log_line, on_terminal
-from distlab.tools.plan import job, score
+from distlab.tools.plan import score
 from distlab.tools.plan.advice import NF4_BYTES, plan
 from distlab.tools.plan.answer import answer_lines, as_json, layout_lines
 from distlab.tools.plan.calibration import Measured, calibrate, measured_card
 from distlab.tools.plan.costs import cost
-from distlab.tools.plan.gpu import LINK_SHARE, NODE_LINK_SHARE, Gpu, gpu_named, gpu_names
+from distlab.tools.plan.gpu import LINK_SHARE, NODE_LINK_SHARE, SOFTWARE, Gpu, gpu_named, gpu_names, loss_of
 from distlab.tools.plan.job import Job, Link, Savings, Weights
 from distlab.tools.plan.layout import Layout, given_layout, sharing
+from distlab.tools.plan.memory import LOGIT_BYTES
 from distlab.tools.plan.model import Shape, from_config, guessed, named, table
+from distlab.tools.plan.rows import published, read_rows
 from distlab.tools.plan.step_time import AGAIN
 
 # The command line of the calculator: what can be said, what is taken if it is not, and every fault at once.
@@ -42,7 +44,9 @@ class Precision(NamedTuple):
 
 PRECISIONS = {"mixed": Precision(2, True), "bf16": Precision(2, False), "fp32": Precision(4, False)}
 # Numbers that are remembered of each parameter, and the bytes of one: those of the weights that are stepped, or 1.
-OPTIMIZERS = {"adam": (2, None), "adamw": (2, None), "adamw8bit": (2, 1), "sgd": (0, None)}
+OPTIMIZERS = {"adam": (2, None), "adamw": (2, None), "adamw8bit": (2, 1), "paged-adamw8bit": (2, 1), "sgd": (0, None)}
+PAGED = "paged-adamw8bit"  # bitsandbytes' in memory that the host lends
+DISPATCHERS = ("deepep", "alltoall")
 DTYPES = ("bf16", "fp8")
 BASES = {"bf16": 2.0, "nf4": NF4_BYTES}
 STAGES = ("0", "1", "2", "3")
@@ -63,31 +67,36 @@ class Parser(argparse.ArgumentParser):
 # Name, how it is read or which words it may be, default, help. A default is text too, so that it can be printed as it
 # would be typed; "" is one that other options decide, as its help says.
 OPTIONS: tuple[tuple[str, Callable[[str], Any] | Sequence[str], str | None, str], ...] = (
-    ("params", job.count, "", "parameters of the model, such as 7B, 350M or 1.3B (or --model, or --config)"),
-    ("gpus", job.whole_number, None, "number of GPUs, or of ranks (needed)"),
-    ("gpu-memory", job.nbytes, "", "memory of one, such as 80GB or 900MB [that of --gpu]"),
-    ("link", job.rate, "", "rate of one GPU's link to other nodes, one way [that of --gpu; 400Gbit]"),
-    ("latency", job.seconds, "10us", "latency of a message between nodes"),
-    ("gpus-per-node", job.whole_number, "", "GPUs that share a node [as --gpu is sold; 8]"),
-    ("node-link", job.rate, "", "rate of one GPU's link inside its node, one way [that of --gpu]"),
-    ("node-latency", job.seconds, "5us", "latency of a message inside a node"),
-    ("flops", job.count, "", "peak of one GPU in FLOP/s, dense, in 16 bits [that of --gpu]"),
-    ("utilisation", job.share, "", "share of the peak that large products reach [fitted to published runs]"),
-    ("layers", job.whole_number, "", "layers of the model [guessed from --params]"),
-    ("width", job.whole_number, "", "width of the model [guessed from --params]"),
-    ("heads", job.whole_number, "", "attention heads [guessed from --params]"),
-    ("vocabulary", job.whole_number, "", "tokens that the model chooses from [GPT-2's 50304, in small models fewer]"),
-    ("seq", job.whole_number, "2048", "tokens in a sample"),
-    ("batch", job.whole_number, "1", "samples in one microbatch of a GPU; --microbatch is the same"),
-    ("microbatches", job.whole_number, "", "microbatches of a GPU in a step of dp [4]; the global batch is the same for all"),
-    ("global-batch", job.whole_number, "", "samples in a step, over all GPUs [batch x microbatches x gpus]"),
-    ("reserve", job.share, "10%", "share of the memory left to CUDA, NCCL and fragmentation"),
-    ("interleave", job.whole_number, "1", "stages of each rank of a pipeline"),
-    ("lora", job.whole_number, "", "rank of LoRA's adapters, which are trained in place of the weights"),
-    ("tokens", job.count, "", "tokens of the whole training, for days and GPU-hours, such as 1T or 1e12"),
+    ("params", sizes.count, "", "parameters of the model, such as 7B, 350M or 1.3B (or --model, or --config)"),
+    ("gpus", sizes.whole_number, None, "number of GPUs, or of ranks (needed)"),
+    ("gpu-memory", sizes.nbytes, "", "memory of one, such as 80GB or 900MB [that of --gpu]"),
+    ("link", sizes.rate, "", "rate of one GPU's link to other nodes, one way [that of --gpu; 400Gbit]"),
+    ("latency", sizes.seconds, "10us", "latency of a message between nodes"),
+    ("gpus-per-node", sizes.whole_number, "", "GPUs that share a node [as --gpu is sold; 8]"),
+    ("node-link", sizes.rate, "", "rate of one GPU's link inside its node, one way [that of --gpu]"),
+    ("node-latency", sizes.seconds, "5us", "latency of a message inside a node"),
+    ("flops", sizes.count, "", "peak of one GPU in FLOP/s, dense, in 16 bits [that of --gpu]"),
+    ("utilisation", sizes.share, "", "share of the peak that large products reach [fitted to published runs]"),
+    ("layers", sizes.whole_number, "", "layers of the model [guessed from --params]"),
+    ("width", sizes.whole_number, "", "width of the model [guessed from --params]"),
+    ("heads", sizes.whole_number, "", "attention heads [guessed from --params]"),
+    ("vocabulary", sizes.whole_number, "", "tokens that the model chooses from [GPT-2's 50304, in small models fewer]"),
+    ("seq", sizes.whole_number, "2048", "tokens in a sample"),
+    ("batch", sizes.whole_number, "1", "samples in one microbatch of a GPU; --microbatch is the same"),
+    ("microbatches", sizes.whole_number, "", "microbatches of a GPU in a step of dp [4]; the global batch is the same for all"),
+    ("global-batch", sizes.whole_number, "", "samples in a step, over all GPUs [batch x microbatches x gpus]"),
+    ("reserve", sizes.share, "10%", "share of the memory left to CUDA, NCCL and fragmentation"),
+    ("interleave", sizes.whole_number, "1", "stages of each rank of a pipeline"),
+    ("lora", sizes.whole_number, "", "rank of LoRA's adapters, which are trained in place of the weights"),
+    ("tokens", sizes.count, "", "tokens of the whole training, for days and GPU-hours, such as 1T or 1e12"),
     ("precision", list(PRECISIONS), "mixed", "of weights and gradients; mixed keeps masters in float32, bf16 does not"),
     ("dtype", DTYPES, "bf16", "of layers' products: bf16 or fp8"),
-    ("optimizer", list(OPTIMIZERS), "adam", "adam (adamw) remembers two numbers a parameter, adamw8bit two bytes, sgd none"),
+    ("optimizer", list(OPTIMIZERS), "adam", "adam (adamw) remembers two numbers a parameter, adamw8bit two bytes, paged-adamw8bit"
+     " has them in the host's memory, sgd none"),
+    ("software", list(SOFTWARE), "", "whose kernels run, as far as published runs tell them apart [all of this chip]"),
+    ("loss", list(LOGIT_BYTES), "", "what is kept of scores over the vocabulary: fp32 copies, fused (compiled), chunked"
+     " [chunked with --lora or --step-in-backward, fused with --software torchtitan --dtype fp8, else fp32]"),
+    ("dispatcher", DISPATCHERS, "deepep", "deepep sends a token to another node once, alltoall once for each expert there"),
     ("recompute", list(AGAIN), "none", "full (or nothing said): keep a layer's input alone; half: every second product is done"
      " again; selective: no attention scores"),
     ("attention", ("flash", "scores"), "flash", "flash keeps no scores of s x s, scores does"),
@@ -97,7 +106,7 @@ OPTIONS: tuple[tuple[str, Callable[[str], Any] | Sequence[str], str | None, str]
 
 
 def parser() -> Parser:
-    """The command line; every option is text here, and read by `job`."""
+    """The command line; every option is text here, and read by `sizes`."""
     made = Parser(
         prog="distlab plan", allow_abbrev=False,
         description="Memory, bytes and time of every strategy for a model on paper, by the formulas that the lab's modes are "
@@ -105,7 +114,9 @@ def parser() -> Parser:
         "published runs. Exit codes: 0 an answer, also if it is that nothing fits; 2 refused.",
     )  # fmt: skip
     made.add_argument("--model", metavar="NAME", help=f"a published shape: {', '.join(table())}")
-    made.add_argument("--config", type=Path, metavar="FILE", help="a transformers config.json of any other model")
+    made.add_argument(
+        "--config", "--from-config", type=Path, metavar="FILE", help="a transformers config.json of any other decoder"
+    )
     made.add_argument("--gpu", metavar="NAME", help=f"one of {', '.join(gpu_names())} [{ASSUMED_GPU}]")
     for name, read, default, words in OPTIONS:
         more: dict[str, Any] = {"nargs": "?", "const": "full"} if name == "recompute" else {}
@@ -113,7 +124,11 @@ def parser() -> Parser:
             f"--{name}", *(["--microbatch"] if name == "batch" else []), metavar="SIZE" if callable(read) else "|".join(read),
             help=(words + (f" [{default}]" if default else "")).replace("%", "%%"), **more,
         )  # fmt: skip
-    made.add_argument("--layout", metavar="tp8,pp16,dp64,cp1,ep1", help="what this one layout holds and takes")
+    made.add_argument(
+        "--layout",
+        metavar="tp8,pp16,dp64,cp1,ep1,etp1",
+        help="what this one layout holds and takes; experts are dealt over tp x dp x cp, and each is cut over etp",
+    )
     for name, words in SWITCHES:
         made.add_argument(f"--{name}", action="store_true", help=words)
     made.add_argument(
@@ -121,17 +136,24 @@ def parser() -> Parser:
         help="what was measured, in place of data sheets: a comm run gives link and latency, a dp or fsdp run FLOP/s; so does"
         " the gpu.json of benchmarks.gpu, for this model's own products",
     )  # fmt: skip
+    made.add_argument(
+        "--score", nargs="?", type=Path, const=Path(), metavar="ROWS.json",
+        help="hold the planner to published runs, its own or those of a file, each source predicted without its own rows:"
+        " predicted, published, error, worst first; takes no other option than --json",
+    )  # fmt: skip
     return made
 
 
 SWITCHES = (
     ("no-sequence-parallel", "keep norms and dropouts whole on each tensor-parallel rank"),
     ("overlap-tp", "tensor parallelism's sums go on beside products, as Megatron-LM's tp_comm_overlap"),
-    ("offload", "the optimizer's state in the host's memory"),
+    ("overlap-ep", "tokens go to experts and back beside another microbatch's compute"),
+    ("balanced", "stages of a pipeline have fewer layers where embedding and output layer are"),
+    ("offload", "the optimizer's state in the host's memory; with ZeRO-3 weights and gradients too"),
+    ("no-sync", "ZeRO-3 sums gradients once a step: weights and gradients stay whole from microbatch to microbatch"),
     ("step-in-backward", "the optimizer steps a layer as soon as its gradients are there, which are then dropped"),
     ("see", "end with a run of this lab that shows the layout that is taken"),
     ("json", "print all of it as JSON"),
-    ("score", "hold the planner to published runs: predicted, published, error, worst first; takes no other option"),
 )
 
 
@@ -156,7 +178,7 @@ def read_asked(arguments: Sequence[str] | None) -> Asked:
     made = parser()
     asked, unknown = made.parse_known_args(arguments)
     if asked.score:
-        raise ConfigError(["--score takes no other option: it is of published runs, not of a model"])
+        raise ConfigError(["--score takes no other option than --json: it is of published runs, not of a model"])
     known = [name for action in made._actions for name in action.option_strings if name.startswith("--")]
     faults = [
         f"{word} is not an option{GONE.get(word.split('=')[0]) or suggest(word.split('=')[0], known)}"
@@ -164,7 +186,7 @@ def read_asked(arguments: Sequence[str] | None) -> Asked:
     ]
     values = _values(asked, faults)
     model = _model(asked, values, faults)
-    gpu = _gpu(asked, faults)
+    gpu = _gpu(asked, faults, values.get("software", ""))
     measured = _measured(asked.calibrate, faults)
     if not faults:
         faults += _contradictions(asked, values)
@@ -199,7 +221,7 @@ def _values(asked: argparse.Namespace, faults: list[str]) -> dict[str, Any]:
         elif written is not None or default:
             try:
                 values[name] = read(written or default or "")
-            except job.NotASize as error:
+            except sizes.NotASize as error:
                 faults.append(f"--{name}={written!r} {error}")
     return values
 
@@ -229,9 +251,9 @@ def _model(
     return shape, num_parameters, [f"model from {source}"]
 
 
-def _gpu(asked: argparse.Namespace, faults: list[str]) -> Gpu:
+def _gpu(asked: argparse.Namespace, faults: list[str], software: str = "") -> Gpu:
     try:
-        return gpu_named(asked.gpu or ASSUMED_GPU)
+        return gpu_named(asked.gpu or ASSUMED_GPU, software)
     except ConfigError as error:
         faults += error.faults
         return gpu_named(ASSUMED_GPU)
@@ -286,13 +308,17 @@ def _job(
         far, near = (run.link, run.link) if run.link else (far, near)
         gpu = measured_card(gpu, run.flops) if run.flops else gpu
     trained = values["batch"] * values.get("microbatches", 4) * values["gpus"]
-    savings = Savings(asked.offload, asked.step_in_backward, values.get("lora", 0), BASES[values["base"]])
+    offload = asked.offload or values["optimizer"] == PAGED
+    chunked = "chunked" if "lora" in values or asked.step_in_backward else None
+    savings = Savings(offload, asked.step_in_backward, values.get("lora", 0), BASES[values["base"]], asked.no_sync)
     made = Job(
         num_parameters, values["gpus"], values.get("gpu-memory", gpu.memory_bytes), shape, values["seq"],
         values["batch"], values.get("global-batch", trained), "global-batch" not in values, gpu, far, near,
         values.get("gpus-per-node", gpu.gpus_per_node), Weights(precision.itemsize, precision.masters, moment_bytes),
         values["recompute"], values["attention"] == "flash", not asked.no_sequence_parallel, values["reserve"],
         values["dtype"] == "fp8", asked.overlap_tp, values["interleave"], savings,
+        values["loss"] or chunked or loss_of(values["software"], fp8=values["dtype"] == "fp8"), values["dispatcher"] == "deepep", asked.overlap_ep,
+        asked.balanced,
         hides=not any(run.crowded for run in measured),
     )  # fmt: skip
     return made, told
@@ -305,7 +331,7 @@ def _card(asked: argparse.Namespace, values: dict[str, Any], gpu: Gpu, precision
             gpu, flops=gpu.flops / 2, told=f"{gpu.told}; in TF32 half of its peak, where PyTorch is allowed it"
         )
     if asked.gpu is None:
-        gpu = replace(gpu, link_bytes_per_s=job.rate("400Gbit"), told=f"assumed ({gpu.told}): name yours with --gpu")
+        gpu = replace(gpu, link_bytes_per_s=sizes.rate("400Gbit"), told=f"assumed ({gpu.told}): name yours with --gpu")
     if "flops" in values:
         # Another card's memory is not known: as fast, beside its products, as that of the card that it is likened to.
         rate = gpu.memory_bytes_per_s * values["flops"] / gpu.flops
@@ -350,9 +376,11 @@ def command(layout: Layout, job: Job) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the answer; returns the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if given == ["--score"]:
-        print("\n".join(on_terminal(score.score_lines())))
-        return 0
+    if {word.split("=")[0] for word in given if word.startswith("--")} <= {"--score", "--json"}:
+        scored = parser().parse_args(given)
+        if scored.score is not None:
+            print("\n".join(_score(scored.score, as_json=scored.json)))
+            return 0
     asked = read_asked(given)
     switches = parser().parse_known_args(given)[0]
     chosen = plan(asked.job, asked.stages)
@@ -370,6 +398,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if shown is not None and switches.see:
         print(log_line("together", f"{command(shown, asked.job)}"))
     return 0
+
+
+def _score(path: Path, *, as_json: bool) -> list[str]:
+    """The score of the planner's own rows, or of a file's."""
+    rows, asks = (published(), []) if path == Path() else read_rows(path)
+    if as_json:
+        return [json.dumps(score.score_json(rows, asks), indent=1, allow_nan=False)]
+    return on_terminal(score.score_lines(rows, asks))
 
 
 def _no_layout(asked: Asked) -> str:

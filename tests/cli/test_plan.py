@@ -210,7 +210,7 @@ def test_a_peak_is_that_of_the_precision_and_said_to_be_assumed(capsys: pytest.C
         ("--precision fp32", "in TF32 half of its peak, where PyTorch is allowed it): name yours with --gpu"),
         ("--precision fp32 --flops 19.5T", "GPU        peak given; else assumed (A100"),
         ("--gpu h200", "GPU        H200: NVIDIA, data sheet"),
-        ("--gpu mi300x", "shares of the peak are an A100's"),
+        ("--gpu mi300x", "shares of the peak are those of A100"),
     ):
         assert main(f"{SEVEN} {more}".split()) == 0
         assert words in re.sub(r"\n {11}", " ", capsys.readouterr().out)

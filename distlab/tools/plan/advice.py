@@ -135,10 +135,10 @@ def loses(each: Cost, pick: Cost | None, job: Job) -> str:
 BF16 = Weights(2, masters=False, moment_bytes=2)
 LEANER: tuple[tuple[str, Callable[[Job], Job]], ...] = (
     ("--precision bf16 --optimizer adamw8bit", lambda job: replace(job, weights=BF16)),
-    ("--precision bf16 --optimizer adamw8bit --step-in-backward", lambda job: replace(job, weights=BF16, savings=Savings(step_in_backward=True))),
-    ("--precision bf16 --optimizer adamw8bit --step-in-backward --offload", lambda job: replace(job, weights=BF16, savings=Savings(True, True))),
-    ("--lora 16", lambda job: replace(job, savings=Savings(lora=16))),
-    ("--lora 16 --base nf4", lambda job: replace(job, savings=Savings(lora=16, base_itemsize=NF4_BYTES))),
+    ("--precision bf16 --optimizer adamw8bit --step-in-backward --loss chunked", lambda job: replace(job, weights=BF16, savings=Savings(step_in_backward=True), loss="chunked")),
+    ("--precision bf16 --optimizer paged-adamw8bit --step-in-backward --loss chunked", lambda job: replace(job, weights=BF16, savings=Savings(True, True), loss="chunked")),
+    ("--lora 16 --loss chunked", lambda job: replace(job, savings=Savings(lora=16), loss="chunked")),
+    ("--lora 16 --base nf4 --loss chunked", lambda job: replace(job, savings=Savings(lora=16, base_itemsize=NF4_BYTES), loss="chunked")),
 )  # fmt: skip
 NF4_BYTES = (
     0.5 + 0.127 / 8
@@ -162,7 +162,7 @@ def remedies(job: Job) -> Iterator[str]:
     yield from more_gpus(job, leanest, all_changes)
     costs, beside = plan(leanest).costs, f", with{all_changes}" if all_changes else ""
     least = min(costs.values(), key=lambda each: each.held_bytes)
-    yield from offload(job, costs.get("zero3", least), all_changes)
+    yield from offload(leanest, costs.get("zero3", least), all_changes)
     yield f"GPUs of {human_bytes(least.held_bytes / (1 - job.reserve))}{beside}: {least.layout.name} holds least"
     yield from other_trainings(job, leanest, all_changes)
 
@@ -201,7 +201,7 @@ def full_nodes(job: Job, gpus: int) -> int:
 
 def offload(job: Job, sharded: Cost, all_changes: str) -> Iterator[str]:
     """The optimizer's state in the host's memory, where the rest fits."""
-    left = sharded.held_bytes - sharded.memory["optimizer"]
+    left = held_bytes(replace(job, savings=replace(job.savings, offload=True)), sharded.layout)
     if left <= job.usable_bytes and sharded.memory["optimizer"]:
         host = sharded.memory["optimizer"] * job.node_gpus
         yield (

@@ -9,6 +9,7 @@ from distlab.lab.report.table import aligned
 from distlab.lab.report.units import human_bytes, three_digits
 from distlab.tools.plan.advice import Plan, framework, loses, reason, remedies
 from distlab.tools.plan.costs import EXPOSED, Cost
+from distlab.tools.plan.gpu import band
 from distlab.tools.plan.job import Job, Link, shown_count
 from distlab.tools.plan.layout import Layout
 from distlab.tools.plan.memory import ADAPTER_BYTES, adapter_parameters, microbatches
@@ -28,7 +29,7 @@ DAY_S = 86400.0
 
 def answer_lines(job: Job, told: Sequence[str], chosen: Plan, tokens: float | None = None) -> list[str]:
     """The whole answer where a layout is to be chosen."""
-    said = [*heading(job, told), "", *aligned(COLUMNS, [strategy_line(each) for each in chosen.shown]), ""]
+    said = [*heading(job, told), "", *aligned(COLUMNS, [strategy_line(job, each) for each in chosen.shown]), ""]
     reasons = dict.fromkeys(chosen.left_out.values())
     said += [
         f"left out   {', '.join(name for name in chosen.left_out if chosen.left_out[name] == why)}: {why}"
@@ -46,6 +47,7 @@ def answer_lines(job: Job, told: Sequence[str], chosen: Plan, tokens: float | No
     said += [f"why not    {each.layout.name}: {why}" for each in chosen.shown if (why := loses(each, chosen.pick, job))]
     said += [
         f"step       {step_line(chosen.pick)}",
+        *band_lines(job, chosen.pick),
         *hidden_lines(job, chosen.pick),
         f"rate       {rate_line(job, chosen.pick)}",
     ]
@@ -61,8 +63,9 @@ def layout_lines(job: Job, told: Sequence[str], given: Cost, chosen: Plan, token
     said += [
         f"layout     {given.layout.name}: {microbatches(job, given.layout)} microbatches of {job.samples} a replica",
         f"memory     {held} of {usable} usable: {classes}; the largest is {given.largest}",
-        f"fits       {'yes' if given.fits else f'no, by {human_bytes(given.held_bytes - job.usable_bytes)}'}",
+        f"fits       {fit_words(job, given)}",
         f"step       {step_line(given)}",
+        *band_lines(job, given),
         *hidden_lines(job, given),
         f"rate       {rate_line(job, given)}",
     ]
@@ -76,6 +79,25 @@ def layout_lines(job: Job, told: Sequence[str], given: Cost, chosen: Plan, token
     return [
         *said,
         *(f"beside it  {each.layout.name}: {beside(each, given)}" for each in [pick, *others]),
+    ]
+
+
+def fit_words(job: Job, each: Cost) -> str:
+    """Whether it fits, or may: planned bytes are no better known than their band."""
+    over = each.held_bytes - job.usable_bytes
+    plain = f"no, by {human_bytes(over)}" if over > 0 else "yes"
+    may = f"may or may not: planned memory is known to x/÷ {band('memory'):.2f} (as planned: {plain})"
+    return may if each.fit(job.usable_bytes) == "may" else plain
+
+
+def band_lines(job: Job, each: Cost) -> list[str]:
+    """From where to where the step may be, by published runs of that kind; none where this machine was measured."""
+    if job.gpu.name == "measured":
+        return []
+    factor = band(kind := job.shape.kind(fp8=job.fp8))
+    return [
+        f"band       {three_digits(each.step_s / factor)} to {three_digits(each.step_s * factor)} s, x/÷ {factor:.2f}: nine of"
+        f" ten published steps of {kind} lie so near, of sources that are in no fit; memory x/÷ {band('memory'):.2f}"
     ]
 
 
@@ -187,8 +209,10 @@ def compute(job: Job) -> str:
     shares, peak = job.gpu.shares, f"{job.gpu.flops / 1e12:.4g} TFLOP/s"
     rate = f", memory at {shares.memory:.0%} of {human_bytes(job.gpu.memory_bytes_per_s)}/s" if math.isfinite(job.gpu.memory_bytes_per_s) else ""  # fmt: skip
     fp8 = f", of layers {job.gpu.fp8_flops / 1e12:.4g} in 8 bits" if job.fp8 else ""
+    fp8 += f", at {shares.fp8:.0%} of that share" if job.fp8 else ""
+    experts = f", experts' at {shares.experts:.0%} of that" if job.shape.experts else ""
     return (
-        f"products at {shares.matrix:.0%} and attention at {shares.attention:.0%} of {peak}{fp8}{rate}; activations"
+        f"products at {shares.matrix:.0%}{experts} and attention at {shares.attention:.0%} of {peak}{fp8}{rate}; activations"
         f" {kept}{scores}{norms}"
     )
 
@@ -199,10 +223,10 @@ def link(of: Link) -> str:
     return f"{human_bytes(of.bytes_per_s)}/s{got} and {of.latency_s * 1e6:.3g} us"
 
 
-def strategy_line(each: Cost) -> list[object]:
+def strategy_line(job: Job, each: Cost) -> list[object]:
     """One strategy's line."""
     return [
-        each.layout.name, human_bytes(each.held_bytes), "yes" if each.fits else "no", human_bytes(each.sent_bytes),
+        each.layout.name, human_bytes(each.held_bytes), each.fit(job.usable_bytes), human_bytes(each.sent_bytes),
         three_digits(each.exposed_s), three_digits(each.step_s), f"{each.mfu:.0%}",
     ]  # fmt: skip
 
@@ -214,11 +238,12 @@ def as_json(
     job: Job, told: Sequence[str], chosen: Plan, given: Cost | None = None, tokens: float | None = None
 ) -> dict[str, Any]:
     """All that the lines say, with numbers in bytes and seconds."""
-    taken = given or chosen.pick
+    taken, kind = given or chosen.pick, job.shape.kind(fp8=job.fp8)
     return {
         "assumed": dict(assumed(job, told)),
         "job": job_as_json(job),
         "usable_bytes": job.usable_bytes,
+        "band": {"kind": kind, "step": band(kind), "memory": band("memory")} if job.gpu.name != "measured" else None,
         "layout": None if given is None else of_layout(given, given, job),
         "take": None if chosen.pick is None else chosen.pick.layout.name,
         "reason": None if chosen.pick is None else reason(chosen, job),
@@ -253,6 +278,7 @@ def of_layout(each: Cost, pick: Cost | None, job: Job) -> dict[str, Any]:
         "held_bytes": each.held_bytes,
         "largest": each.largest,
         "fits": each.fits,
+        "fit": each.fit(job.usable_bytes),
         "sent_bytes": each.sent,
         "parts_s": each.parts,
         "messages_s": whole_messages(job, each.layout),
@@ -269,5 +295,6 @@ def of_layout(each: Cost, pick: Cost | None, job: Job) -> dict[str, Any]:
 def axes(layout: Layout) -> dict[str, int]:
     return {
         "tp": layout.tensor, "pp": layout.pipeline, "dp": layout.replicas, "cp": layout.context, "ep": layout.expert,
+        "etp": layout.expert_tensor,
         "zero": layout.stage, "chunks": layout.chunks,
     }  # fmt: skip

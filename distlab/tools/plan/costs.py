@@ -7,6 +7,7 @@ microbatches a step, so that every layout trains the same global batch of B samp
 from dataclasses import dataclass
 
 from distlab.techniques.pipeline_parallel.costs import bubble
+from distlab.tools.plan.gpu import band
 from distlab.tools.plan.job import Job
 from distlab.tools.plan.layout import Layout
 from distlab.tools.plan.memory import memory_by_class, microbatches
@@ -32,6 +33,12 @@ class Cost:
     @property
     def held_bytes(self) -> float:
         return sum(self.memory.values())
+
+    def fit(self, usable_bytes: float) -> str:
+        """yes or no, or may where the memory lies within the band of what is held."""
+        if 1 / band("memory") < self.held_bytes / usable_bytes < band("memory"):
+            return "may"
+        return "yes" if self.fits else "no"
 
     @property
     def sent_bytes(self) -> float:

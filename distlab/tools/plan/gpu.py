@@ -1,7 +1,9 @@
 """GPUs on paper: peaks and links by data sheets, and what of them a training reaches, by published runs.
 
-gpus.json has both. The second part, `fitted`, is written by `python -m benchmarks.plan_fit` from at most five published
-runs a kind; a kind without published runs takes the shares of FALLBACK, and the answer says so.
+gpus.json has both. `python -m benchmarks.plan_fit` writes what it fitted to published runs: `fitted` by kind, which is a
+chip, or a chip with its software, since the same chip reaches other shares with other kernels; `left_out`, the same
+without the rows of one source each, by which `distlab plan --score` predicts that source; and `bands`. A kind without
+rows takes the shares of its chip, and a chip without rows those of FALLBACK; the answer says so.
 """
 
 import json
@@ -15,6 +17,12 @@ from distlab.lab.config.settings import suggest
 
 TABLE = Path(__file__).with_name("gpus.json")
 FALLBACK = "A100"
+# What runs on a chip, by what its published runs used.
+SOFTWARE = {
+    "torchtitan": "PyTorch's own products, attention and FSDP, compiled; on H100s those of 500 W",
+    "megatron": "Megatron-LM, NeMo and their kin with Transformer Engine, on DGX",
+    "mpt": "llm-foundry with the PyTorch and the attention of 2023",
+}
 # What a ring of NCCL gets of a link's rate with large messages: busbw of nccl-tests' all_reduce, some 230 of 300 GB/s on
 # an A100's NVLink and 360 of 450 on an H100's; of InfiniBand 40 to 42 of 50 GB/s a card (nccl issue 1218, all 8 cards).
 NODE_LINK_SHARE, LINK_SHARE = 0.75, 0.8
@@ -22,11 +30,14 @@ NODE_LINK_SHARE, LINK_SHARE = 0.75, 0.8
 
 @dataclass(frozen=True)
 class Shares:
-    """What a training reaches: of the peak in large matrix products and in attention, and of the memory's rate."""
+    """What a training reaches: of the peak in large matrix products and in attention, and of the memory's rate; in 8 bits
+    `fp8` of what it would with the share of products, and in those of experts, which are many and small, `experts`."""
 
     matrix: float
     attention: float
     memory: float
+    fp8: float = 1.0
+    experts: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -47,8 +58,8 @@ class Gpu:
 
 
 @cache
-def tables() -> dict[str, dict[str, dict[str, Any]]]:
-    found: dict[str, dict[str, dict[str, Any]]] = json.loads(TABLE.read_text())
+def tables() -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = json.loads(TABLE.read_text())
     return found
 
 
@@ -56,12 +67,30 @@ def gpu_names() -> list[str]:
     return list(tables()["gpus"])
 
 
-def shares_of(kind: str) -> Shares:
-    row = tables()["fitted"][kind if kind in tables()["fitted"] else FALLBACK]
-    return Shares(row["matrix_share"], row["attention_share"], row["memory_share"])
+def fitted(chip: str, software: str, without: str = "") -> tuple[str, dict[str, Any]]:
+    """The nearest kind that has rows and what was fitted to it, without those of one source."""
+    rows = tables()["fitted"] | tables()["left_out"].get(without, {})
+    kind = next(kind for kind in (f"{chip} {software}", chip, FALLBACK) if rows.get(kind))
+    return kind, rows[kind]
 
 
-def gpu_named(name: str) -> Gpu:
+def shares_of(chip: str, software: str = "", without: str = "") -> Shares:
+    """What a chip reaches with this software, as far as it is known without one source."""
+    row = fitted(chip, software, without)[1]
+    return Shares(*(row[f"{part}_share"] for part in ("matrix", "attention", "memory", "fp8", "expert")))
+
+
+def loss_of(software: str, *, fp8: bool) -> str:
+    """How scores of the vocabulary are kept: torchtitan compiles its loss with its products in 8 bits."""
+    return "fused" if fp8 and software == "torchtitan" else "fp32"
+
+
+def band(kind: str) -> float:
+    """By what factor nine of ten published numbers of a kind lie off, of sources that were left out of the fit."""
+    return float(tables()["bands"][kind])
+
+
+def gpu_named(name: str, software: str = "", without: str = "") -> Gpu:
     """One of the table; raises ConfigError."""
     key = name.lower().replace("_", "-")
     key = {"a100": "a100-80gb", "a100-80": "a100-80gb", "a100-40": "a100-40gb", "h100-sxm": "h100", "4090": "rtx4090", "3090": "rtx3090"}.get(key, key)  # fmt: skip
@@ -71,11 +100,11 @@ def gpu_named(name: str) -> Gpu:
             [f"--gpu={name!r} is not in the table{suggest(key, gpu_names())}, allowed: {', '.join(gpu_names())};"
              " any other: --flops and --gpu-memory"]
         )  # fmt: skip
-    kind = row["kind"]
-    told = f"{kind}: {row['source']}" + (
-        "" if kind in tables()["fitted"] else f"; shares of the peak are an {FALLBACK}'s"
-    )
+    kind, of = fitted(row["kind"], software, without)
+    chip = row["kind"] if key.startswith(row["kind"].lower().replace(" ", "")) else key.upper()
+    told = f"{chip}: {row['source']}; shares of the peak are those of {kind}, by {of['rows']} published runs"
+    told += f" ({SOFTWARE[software]})" if software and kind.endswith(software) else ""
     return Gpu(
         key, row["flops"], row["fp8_flops"], row["memory_bytes"], row["memory_bytes_per_s"],
-        row["node_link_bytes_per_s"], row["link_bytes_per_s"], row["gpus_per_node"], shares_of(kind), told,
+        row["node_link_bytes_per_s"], row["link_bytes_per_s"], row["gpus_per_node"], shares_of(row["kind"], software, without), told,
     )  # fmt: skip

@@ -1,5 +1,6 @@
 """How N ranks can be cut: t that share each layer, c that share each sample, p that share the layers, d replicas of
-that, sharded by ZeRO or not; and e of the d·c among which a mixture's experts are dealt.
+that, sharded by ZeRO or not; and e of the t·d·c among which a mixture's experts are dealt, each cut over
+`expert_tensor` of the t ranks (Megatron-LM's ETP, 1 unless it is given).
 
 Neighbours are ranks of a tensor-parallel group, inside of one node, then those that have other positions of a sample,
 then the replicas, then the stages of a pipeline, as Megatron-LM lays them out. Stages may have unequal numbers of
@@ -20,7 +21,7 @@ from distlab.tools.plan.job import Job
 @dataclass(frozen=True)
 class Layout:
     """One way: t·p·d·c is the number of ranks; `stage` is ZeRO's, over the d·c ranks that keep the same. Each rank of a
-    pipeline has `chunks` stages; `expert` ranks of the d·c share the experts."""
+    pipeline has `chunks` stages; `expert` groups of `expert_tensor` ranks of the t·d·c share the experts."""
 
     tensor: int
     pipeline: int
@@ -29,12 +30,13 @@ class Layout:
     context: int = 1
     expert: int = 1
     chunks: int = 1
+    expert_tensor: int = 1
 
     @property
     def name(self) -> str:
         """tp 8 x cp 2 x pp 2 x zero1 4; a factor of 1 is left out, and ZeRO over cp alone is named without one."""
         data = sharing(self.stage)
-        axes = {"tp": self.tensor, "cp": self.context, "ep": self.expert, "pp": self.pipeline}
+        axes = {"tp": self.tensor, "cp": self.context, "ep": self.expert, "etp": self.expert_tensor, "pp": self.pipeline}  # fmt: skip
         parts = [f"{axis} {ranks}" for axis, ranks in axes.items() if ranks > 1]
         counted = [f"{data} {self.replicas}"] if self.replicas > 1 else [data] * (self.stage > 0)
         chunked = [f"{self.chunks} chunks"] if self.chunks > 1 else []
@@ -48,6 +50,16 @@ class Layout:
     def holding(self) -> int:
         """Ranks that keep the same of the model, of other samples or of other positions: what ZeRO shards over."""
         return self.replicas * self.context
+
+    @property
+    def expert_span(self) -> int:
+        """Neighbouring ranks that have all experts once."""
+        return self.expert * self.expert_tensor
+
+    @property
+    def summing(self) -> int:
+        """The stage of ZeRO by whose messages gradients are summed: in a pipeline 2 sums once a step, as 1 does."""
+        return 1 if self.stage == 2 and self.pipeline > 1 else self.stage
 
     @property
     def effort(self) -> tuple[bool, bool, bool, bool, int]:
@@ -92,7 +104,7 @@ def layouts(job: Job, tensor: bool, pipeline: bool, stage: int, context: bool = 
         for c in [c for c in _divisors(job.gpus // t) if job.seq % (2 * c) == 0] if context else [1]:
             for p in _divisors(job.gpus // (t * c)) if pipeline else [1]:
                 replicas = job.gpus // (t * c * p)
-                for e in experts_dealt(job, replicas * c):
+                for e in experts_dealt(job, t * replicas * c):
                     found = Layout(t, p, replicas, stage, c, e, job.chunks if p > 1 else 1)
                     if (stage == 0 or replicas * c > 1) and not faults_of(job, found):
                         yield found
@@ -130,9 +142,10 @@ def faults_of(job: Job, layout: Layout) -> list[str]:
     for name, size, whole, of in (
         ("tp", layout.tensor, shape.heads, "attention heads"),
         ("tp", layout.tensor, job.node_gpus, "GPUs of a node, since a layer's sums go over its fast links"),
-        ("ep", layout.expert, layout.holding, "ranks of dp x cp, among which experts are dealt"),
+        ("etp", layout.expert_tensor, layout.tensor, "ranks of tp, over which each expert is cut"),
+        ("ep", layout.expert, layout.tensor * layout.holding // layout.expert_tensor, "ranks of tp x dp x cp, over etp, among which experts are dealt"),
         ("ep", layout.expert, shape.experts or 1, "experts of the model"),
-    ):
+    ):  # fmt: skip
         if whole % size:
             found.append(f"{name}{size} does not divide the {whole} {of}, allowed: {listed([1, *_divisors(whole)])}")
     if layout.pipeline * layout.chunks > shape.layers:
@@ -163,15 +176,15 @@ def listed(numbers: Sequence[int]) -> str:
     return f"{few}, ..." if len(numbers) > 12 else few
 
 
-AXES = ("tp", "pp", "dp", "cp", "ep")
+AXES = ("tp", "pp", "dp", "cp", "ep", "etp")
 
 
 def given_layout(written: str, job: Job, stage: int) -> tuple[Layout | None, list[str]]:
-    """tp8,pp16,dp64,cp1,ep1 as a layout, with the faults it has; dp is what is left of the GPUs where it is not named."""
+    """tp8,pp16,dp64,cp1,ep1,etp1 as a layout, with the faults it has; dp is what is left of the GPUs where it is not named."""
     sizes: dict[str, int] = {}
     faults = []
     for word in written.lower().split(","):
-        match = re.fullmatch(r"\s*(tp|pp|dp|cp|ep)\s*([1-9][0-9]{0,8})\s*", word)
+        match = re.fullmatch(r"\s*(tp|pp|dp|cp|ep|etp)\s*([1-9][0-9]{0,8})\s*", word)
         if match is None:
             faults.append(
                 f"--layout={written!r} has {word.strip()!r}, allowed: {', '.join(f'{axis}N' for axis in AXES)}"
@@ -187,7 +200,7 @@ def given_layout(written: str, job: Job, stage: int) -> tuple[Layout | None, lis
     pipeline = sizes.get("pp", 1)
     found = Layout(
         sizes.get("tp", 1), pipeline, replicas, stage, sizes.get("cp", 1), sizes.get("ep", 1),
-        job.chunks if pipeline > 1 else 1,
+        job.chunks if pipeline > 1 else 1, sizes.get("etp", 1),
     )  # fmt: skip
     if found.gpus != job.gpus:
         rest = f"dp{job.gpus // cut} would make it" if job.gpus % cut == 0 else f"{cut} does not divide {job.gpus}"

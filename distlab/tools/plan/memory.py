@@ -12,6 +12,7 @@ from distlab.techniques.tensor_parallel.costs import layer_activation_bytes
 from distlab.tools.plan.job import Job
 from distlab.tools.plan.layout import Layout
 
+ROUNDED = 0.025  # of a mixture's published number of parameters
 ADAPTER_BYTES = 16  # of a trained number of LoRA: 2 + 2 + 12, as of any weight in mixed precision
 
 
@@ -34,14 +35,22 @@ def dense_parameters(job: Job, layout: Layout) -> float:
     """Of one rank of the fullest stage, before ZeRO shards them, without experts: its layers, and embedding or output
     layer, which are on two stages."""
     shape = job.shape
-    body = max(0.0, job.num_parameters - shape.ends - shape.expert_parameters)
     ends = min(job.num_parameters, shape.ends) if layout.pipeline == 1 else min(job.num_parameters, shape.vocabulary * shape.width)  # fmt: skip
-    return (body * layers(job, layout) / shape.layers + ends) / layout.tensor
+    return (dense_body(job) * layers(job, layout) / shape.layers + ends) / layout.tensor
+
+
+def dense_body(job: Job) -> float:
+    """Parameters of all layers without experts: what was given less what the shape says of the rest. A mixture's number is
+    published to a few percent of what are nearly all experts: then the shape says it all."""
+    shape, given = job.shape, job.num_parameters - job.shape.ends - job.shape.expert_parameters
+    of_shape = shape.body - shape.expert_parameters
+    close = shape.experts and abs(given - of_shape) < ROUNDED * job.num_parameters
+    return of_shape if close else max(0.0, given)
 
 
 def expert_parameters(job: Job, layout: Layout) -> float:
     """The same of the experts that are dealt to this rank."""
-    return job.shape.expert_parameters * layers(job, layout) / job.shape.layers / (layout.tensor * layout.expert)
+    return job.shape.expert_parameters * layers(job, layout) / job.shape.layers / layout.expert_span
 
 
 def own_parameters(job: Job, layout: Layout) -> float:
@@ -80,7 +89,7 @@ def at_rest(job: Job, layout: Layout) -> dict[str, float]:
     weights, total = job.weights, {"parameters": 0.0, "gradients": 0.0, "optimizer": 0.0}
     parts = [(dense_parameters(job, layout), float(layout.holding))]
     if job.shape.experts:
-        parts.append((expert_parameters(job, layout), layout.holding / layout.expert))
+        parts.append((expert_parameters(job, layout), max(1.0, layout.tensor * layout.holding / layout.expert_span)))
     for own, ranks in parts:
         part = rest_bytes(
             layout.stage, own, own / ranks, itemsize=weights.itemsize, masters=weights.masters,
@@ -89,11 +98,14 @@ def at_rest(job: Job, layout: Layout) -> dict[str, float]:
         )  # fmt: skip
         if layout.stage == 2 and layout.pipeline > 1:
             part["gradients"] = own * gradient_itemsize(job, layout)
+        if job.savings.no_sync and layout.stage == 3 and microbatches(job, layout) > 1:
+            part["parameters"] += own * weights.itemsize
+            part["gradients"] = own * gradient_itemsize(job, layout)
         total = {name: total[name] + part[name] for name in total}
     if job.savings.step_in_backward:
         total["gradients"] /= layers(job, layout)
-    if job.savings.offload:
-        total["optimizer"] = 0.0
+    if job.savings.offload:  # FSDP's CPU offload has all shards there, ZeRO-Offload the optimizer's alone
+        total = total | {"optimizer": 0.0} if layout.stage < 3 else dict.fromkeys(total, 0.0)
     return total
 
 
@@ -114,7 +126,7 @@ def adapters_at_rest(job: Job, layout: Layout) -> dict[str, float]:
 
 def adapter_parameters(job: Job) -> float:
     shape = job.shape
-    return float(job.savings.lora * shape.layers * sum(inner + outer for inner, outer in shape.products))
+    return float(job.savings.lora * shape.layers * sum(sum(each) for each in (*shape.attention, *shape.mlp)))
 
 
 def gathered_bytes(job: Job, layout: Layout) -> float:
@@ -177,10 +189,11 @@ def layer_bytes(job: Job, layout: Layout) -> float:
             sequence_parallel=job.sequence_parallel, recompute="none" if scores else "selective",
         ) / layout.context  # fmt: skip
     mixed = shape.moe_layers / shape.layers
-    inner = 3 * shape.mlp_width * (1 - mixed + mixed * shape.experts_a_token)
+    inner = 3 * (1 - mixed) * (shape.dense_width or shape.mlp_width)
+    inner += mixed * (3 * shape.mlp_width * shape.experts_a_token + 3 * shape.shared_width)
     routed = mixed * shape.experts_a_token * shape.width
-    keys = shape.width * (2 + 2 * shape.kv_heads / shape.heads)
-    numbers = 4 * shape.width / sliced(job, layout) + (keys + inner + routed) / t
+    heads = shape.heads * (shape.head + shape.value) + shape.keys + shape.q_rank + shape.kv_rank
+    numbers = 4 * shape.width / sliced(job, layout) + (heads + inner + routed) / t
     return tokens * job.itemsize * (numbers + (2 * shape.heads * job.seq / t if scores else 0.0))
 
 
@@ -189,9 +202,12 @@ def boundary_bytes(job: Job, layout: Layout) -> float:
     return rank_tokens(job, layout) * job.shape.width * job.itemsize
 
 
-LOGIT_BYTES = 12  # in 16 bits, in float32, their softmax and gradient in float32, and in 16 bits again; float32: three
+# Bytes of a score. fp32: in 16 bits, in float32, their softmax and gradient in float32, and in 16 bits again; fused: in 16
+# bits and their gradient in its place, and a block in float32; chunked: an eighth of the tokens at a time.
+LOGIT_BYTES = {"fp32": 12.0, "fused": 5.0, "chunked": 12 / 8}
 
 
 def logits_bytes(job: Job, layout: Layout) -> float:
     """Scores of the vocabulary, their softmax and their gradient, b·s·V/t of each."""
-    return rank_tokens(job, layout) * job.shape.vocabulary / layout.tensor * max(LOGIT_BYTES, 3 * job.itemsize)
+    of_score = LOGIT_BYTES[job.loss] * max(1, job.itemsize / 4)
+    return rank_tokens(job, layout) * job.shape.vocabulary / layout.tensor * of_score

@@ -6,8 +6,9 @@ and of a number of parameters alone a GPT's shape is guessed.
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,18 @@ TABLE = Path(__file__).with_name("models.json")
 
 @dataclass(frozen=True)
 class Shape:
-    """A transformer of `layers` blocks, `heads` heads in all `width` numbers wide.
+    """A transformer of `layers` blocks, `heads` heads wide.
 
     `kv_heads` are those of keys and values (fewer in grouped-query attention), `mlp_width` what is between the matrices
     of the feed-forward part, three where it is `gated`. Of `experts` each token takes `experts_a_token`, in `moe_layers`
     layers. `tied`: embedding and output layer are one matrix of `vocabulary` rows.
+
+    What is 0 follows from the rest: `head_dim`, numbers of a query's and a key's head, is width / heads; `value_dim`, of
+    a value's head, is head_dim; `dense_width`, between the matrices of a layer without experts, is mlp_width.
+    `shared_width` is that of the experts that every token takes. Latent attention (DeepSeek-V2, arXiv 2405.04434,
+    section 2.1) has keys and values of `kv_rank` numbers, queries of `q_rank`, and `rope_dim` numbers of each head that
+    carry positions. In `window_layers` layers a token sees `window` positions at most. Experts of one token are in
+    `expert_groups` groups at most, of which each has a node (0: anywhere).
     """
 
     layers: int
@@ -38,23 +46,65 @@ class Shape:
     experts: int = 0
     experts_a_token: int = 0
     moe_layers: int = 0
+    head_dim: int = 0
+    value_dim: int = 0
+    q_rank: int = 0
+    kv_rank: int = 0
+    rope_dim: int = 0
+    shared_width: int = 0
+    dense_width: int = 0
+    window: int = 0
+    window_layers: int = 0
+    expert_groups: int = 0
 
     @cached_property
-    def products(self) -> list[tuple[int, int]]:
-        """[inner, outer] of the matrices that a token meets in a layer without experts."""
-        keys = self.width * self.kv_heads // self.heads
-        return [(self.width, self.width + 2 * keys), (self.width, self.width), *self.mlp]
+    def head(self) -> float:
+        """Numbers of one head's query and key, `value` of its value."""
+        return self.head_dim or self.width / self.heads
 
     @cached_property
-    def mlp(self) -> list[tuple[int, int]]:
-        """[inner, outer] of one feed-forward part, or of one expert's."""
-        return [(self.width, self.mlp_width * (2 if self.gated else 1)), (self.mlp_width, self.width)]
+    def value(self) -> float:
+        return self.value_dim or self.head
+
+    @cached_property
+    def keys(self) -> float:
+        """Numbers of a token's keys and values that attention reads."""
+        return (self.heads if self.kv_rank else self.kv_heads) * (self.head + self.value)
+
+    @cached_property
+    def attention(self) -> list[tuple[float, float]]:
+        """[inner, outer] of the matrices of one attention; the last one makes its output."""
+        output = (self.heads * self.value, float(self.width))
+        queries = self.heads * self.head
+        if not self.kv_rank:
+            return [(self.width, queries + self.keys), output]
+        up = self.heads * (self.head - self.rope_dim + self.value)
+        asks = [(self.width, self.q_rank), (self.q_rank, queries)] if self.q_rank else [(self.width, queries)]
+        return [*asks, (self.width, self.kv_rank + self.rope_dim), (self.kv_rank, up), output]
+
+    def feed_forward(self, inner: int) -> list[tuple[float, float]]:
+        """[inner, outer] of one feed-forward part of such a width."""
+        return [(self.width, inner * (2 if self.gated else 1)), (inner, self.width)]
+
+    @cached_property
+    def mlp(self) -> list[tuple[float, float]]:
+        """Of one expert, or where there are none of the feed-forward part; `dense`: of a layer without experts;
+        `beside_experts`: what every token meets in a layer with them, the router and the shared experts."""
+        return self.feed_forward(self.mlp_width)
+
+    @cached_property
+    def dense(self) -> list[tuple[float, float]]:
+        return self.feed_forward(self.dense_width or self.mlp_width)
+
+    @cached_property
+    def beside_experts(self) -> list[tuple[float, float]]:
+        return [(self.width, self.experts), *self.feed_forward(self.shared_width)]
 
     @cached_property
     def body(self) -> float:
         """Parameters of all matrices between embedding and output layer, as far as the shape says; a GPT's are 12·L·h²."""
-        whole = self.layers * numel(self.products)
-        return whole - self.moe_layers * numel(self.mlp) + self.expert_parameters
+        whole = self.layers * numel(self.attention) + (self.layers - self.moe_layers) * numel(self.dense)
+        return whole + self.moe_layers * numel(self.beside_experts) + self.expert_parameters
 
     @cached_property
     def expert_parameters(self) -> float:
@@ -65,8 +115,18 @@ class Shape:
         """Of the embedding and the output layer."""
         return float(self.vocabulary * self.width * (1 if self.tied else 2))
 
+    def kind(self, *, fp8: bool) -> str:
+        """What published runs are scored by, and an answer's band is of."""
+        return f"{'experts' if self.experts else 'dense'} {'fp8' if fp8 else 'bf16'}"
 
-def numel(products: list[tuple[int, int]]) -> int:
+    def seen(self, seq: int) -> float:
+        """Positions that a token of a sample sees, in the mean of tokens and layers."""
+        near = min(self.window or seq, seq)
+        in_window = near * (1 - near / (2 * seq))
+        return seq / 2 + self.window_layers / self.layers * (in_window - seq / 2)
+
+
+def numel(products: Iterable[tuple[float, float]]) -> float:
     return sum(inner * outer for inner, outer in products)
 
 
@@ -140,52 +200,133 @@ def named(name: str) -> tuple[Shape, float, str]:
     return Shape(**row), num_parameters, source
 
 
+class Config:
+    """The fields of a transformers config.json, which remembers those that were asked for and what is wrong of them."""
+
+    def __init__(self, path: Path, fields: Mapping[str, Any]) -> None:
+        self.told, self.fields = f"--config={str(path)!r}", fields
+        self.known: set[str] = set()
+        self.faults: list[str] = []
+
+    def value(self, *names: str) -> Any:
+        self.known |= {*names}
+        return next((self.fields[name] for name in names if self.fields.get(name) is not None), None)
+
+    def number(self, *names: str, otherwise: int | None = None) -> int:
+        """A whole number by any of these names; 0 counts as not said."""
+        value = self.value(*names)
+        if value is None or (value == 0 and otherwise is not None and value is not False):
+            if otherwise is None:
+                self.faults.append(f"{self.told} has no {' or '.join(names)}, a whole number from 1 on")
+            return 1 if otherwise is None else otherwise
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 10**9:
+            name = next(name for name in names if self.fields.get(name) is not None)
+            self.faults.append(f"{self.told} has {name}={value!r}, allowed: a whole number from 1 to a billion")
+            return 1
+        return value
+
+    def refuse_unknown(self) -> None:
+        """Fields that say something of the shape which is not understood here: numbers, lists and tables of layers,
+        heads, widths and their kind."""
+        for name, value in self.fields.items():
+            large = (isinstance(value, int) and not isinstance(value, bool) and value > 0) or (value and isinstance(value, list | dict))  # fmt: skip
+            if large and name not in self.known and SHAPING.search(name) and not SHAPELESS.search(name):
+                self.faults.append(f"{self.told} has {name}={value!r}, which says something of the shape that is not known here: --params with --layers, --width and --heads")  # fmt: skip
+        if self.value("is_encoder_decoder"):
+            self.faults.append(f"{self.told} has is_encoder_decoder=true, allowed: a decoder alone")
+
+
+SHAPING = re.compile(r"size|dim|width|rank|head|layer|block|expert|hidden|inner|kernel|expand|state|period|mamba|ssm|conv|lru|_config$|^(n|num|d)_")  # fmt: skip
+SHAPELESS = re.compile(
+    r"^(max_window_layers|no_rope_layer.*|num_nextn_predict_layers|ep_size|chunk_size_feed_forward|n_(positions|ctx|group)"
+    r"|(num_)?rotary_n?dims?|qk_head_dim|num_(labels|beams\w*|return_sequences|logits_to_keep)|(vision|audio|quantization|rope|init|generation"
+    r"|compression)_config|rope\w*|type_vocab_size|hidden_act\w*|\w*_layer_?norm\w*|pretraining_tp|output_\w+|.*_token.*)$"
+)
+
+
 def from_config(path: Path) -> tuple[Shape, float, str]:
     """Shape and parameters by a transformers config.json; raises ConfigError, all that is missing at once."""
     try:
         found = json.loads(path.read_bytes())
-        fields: Mapping[str, Any] = found if isinstance(found, dict) else {}
+        fields: dict[str, Any] = found if isinstance(found, dict) else {}
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError([f"--config={str(path)!r} is no JSON file that can be read: {error}"]) from None
-    faults: list[str] = []
-
-    def number(*names: str, otherwise: int | None = None) -> int:
-        name = next((name for name in names if fields.get(name) is not None), None)
-        if name is None:
-            if otherwise is None:
-                faults.append(f"--config={str(path)!r} has no {' or '.join(names)}, a whole number from 1 on")
-            return otherwise or 1
-        value = fields[name]
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 10**9:
-            faults.append(f"--config={str(path)!r} has {name}={value!r}, allowed: a whole number from 1 to a billion")
-            return 1
-        return value
-
-    layers = number("num_hidden_layers", "n_layer", "n_layers")
-    width = number("hidden_size", "n_embd", "d_model")
-    heads = number("num_attention_heads", "n_head", "n_heads")
-    kv_heads = number("num_key_value_heads", otherwise=heads)
-    inner = number("intermediate_size", "ffn_dim", "n_inner", otherwise=4 * width)
-    vocabulary = number("vocab_size")
-    experts = number("num_local_experts", "n_routed_experts", "num_experts", otherwise=0) if has_experts(fields) else 0
-    taken = number("num_experts_per_tok", otherwise=1) if experts else 0
-    dense = number("first_k_dense_replace", otherwise=0) if fields.get("first_k_dense_replace") else 0
-    if experts and fields.get("moe_intermediate_size"):
-        inner = number("moe_intermediate_size")
-    if faults:
-        raise ConfigError(faults)
-    if width % heads or heads % kv_heads:
-        raise ConfigError([f"--config={str(path)!r} has {heads} heads, {kv_heads} of keys and values, in a width of"
-                           f" {width}: each number has to divide the one before"])  # fmt: skip
-    gated = fields.get("hidden_act") in ("silu", "swiglu") or str(fields.get("model_type")) in GATED
-    tied = bool(fields.get("tie_word_embeddings", fields.get("model_type") in TIED))
-    shape = Shape(layers, width, heads, kv_heads, inner, gated, vocabulary, tied, experts, taken, layers - dense if experts else 0)  # fmt: skip
+    for part in ("text_config", "attn_config", "ffn_config"):  # of models that see too, and of MPT and DBRX
+        fields |= inside if isinstance(inside := fields.pop(part, {}), dict) else {}
+    config = Config(path, fields)
+    shape = plain_shape(config)
+    shape = replace(shape, **experts_of(config, shape.layers), **windows_of(config, shape.layers))
+    config.refuse_unknown()
+    if config.faults:
+        raise ConfigError(config.faults)
+    if (shape.width % shape.heads and not shape.head_dim) or shape.heads % shape.kv_heads:
+        raise ConfigError([f"--config={str(path)!r} has {shape.heads} heads, {shape.kv_heads} of keys and values, in a width of"
+                           f" {shape.width}: each number has to divide the one before"])  # fmt: skip
     return shape, shape.body + shape.ends, f"{path}: matrices of its shape, without norms and biases"
 
 
-GATED = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma", "gemma2", "deepseek_v2", "deepseek_v3")
-TIED = ("gpt2", "opt", "bloom", "gemma", "gemma2")  # where config.json leaves it to the class
+def plain_shape(config: Config) -> Shape:
+    """What every decoder has; latent attention where keys and values have a rank."""
+    family = str(config.value("model_type"))
+    layers = config.number("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    width = config.number("hidden_size", "n_embd", "n_embed", "d_model")
+    heads = config.number("num_attention_heads", "n_head", "n_heads", "attention_heads")
+    one_key = config.value("multi_query") and not config.value("new_decoder_architecture")
+    kv_heads = config.number("num_key_value_heads", "num_kv_heads", "n_head_kv", "kv_n_heads", "multi_query_group_num", otherwise=1 if one_key else heads)  # fmt: skip
+    times = config.value("expansion_ratio")
+    inner = config.number("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", otherwise=int(times * width) if isinstance(times, int | float) else 4 * width)  # fmt: skip
+    vocabulary = config.number("vocab_size", "padded_vocab_size")
+    act = config.value("hidden_act", "hidden_activation", "activation_function", "ffn_act_fn")
+    gated = act in ("silu", "swiglu", {"name": "silu"}) or family.startswith(GATED)
+    tied = bool(config.fields.get("tie_word_embeddings", family.startswith(TIED)))
+    shape = Shape(layers, width, heads, kv_heads, inner, gated, vocabulary, tied)
+    rank = config.number("kv_lora_rank", otherwise=0)
+    if config.number("word_embed_proj_dim", otherwise=width) != width:
+        config.known.discard("word_embed_proj_dim")
+    head_dim = config.number("head_dim", "kv_channels", "attention_head_dim", otherwise=0)
+    if not rank:
+        return replace(shape, head_dim=head_dim if head_dim * heads != width else 0)
+    rope = config.number("qk_rope_head_dim")
+    nope, value = config.number("qk_nope_head_dim"), config.number("v_head_dim")
+    q_rank = config.number("q_lora_rank", otherwise=0)
+    return replace(shape, head_dim=nope + rope, value_dim=value, q_rank=q_rank, kv_rank=rank, rope_dim=rope)
 
 
-def has_experts(fields: Mapping[str, Any]) -> bool:
-    return any(fields.get(name) for name in ("num_local_experts", "n_routed_experts", "num_experts"))
+def experts_of(config: Config, layers: int) -> dict[str, Any]:
+    """Fields of a mixture of experts, of which each family says in its own way which layers have them."""
+    experts = config.number("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts", otherwise=0)
+    taken = config.number("num_experts_per_tok", "experts_per_token", "num_experts_per_token", "moe_top_k", otherwise=1)
+    shared = config.number("shared_expert_intermediate_size", "shared_intermediate_size", otherwise=0)
+    count = config.number("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", otherwise=int(str(config.value("model_type")).startswith("llama4")))  # fmt: skip
+    dense = config.number("intermediate_size_mlp", "intermediate_size", "ffn_hidden_size", otherwise=1)
+    inner = config.number("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size", "ffn_hidden_size", otherwise=dense)  # fmt: skip
+    step = config.number("interleave_moe_layer_step", "decoder_sparse_step", "moe_layer_freq", otherwise=1)
+    first = config.number("first_k_dense_replace", otherwise=0)
+    plain, listed = config.value("mlp_only_layers") or [], config.value("moe_layers")
+    groups = config.number("topk_group", otherwise=0)
+    if not experts:
+        return {}
+    after = 0 if config.value("moe_layer_freq") else 1  # DeepSeek begins a step with one, others end it
+    sparse = listed or [i for i in range(first, layers) if (i + after) % step == 0 and i not in plain]
+    found = {"experts": experts, "experts_a_token": taken, "moe_layers": len(sparse), "mlp_width": inner}
+    if len(sparse) < layers and dense != inner:
+        found["dense_width"] = dense
+    return found | {"shared_width": shared or count * inner, "expert_groups": groups if config.number("n_group", otherwise=1) > 1 else 0}  # fmt: skip
+
+
+def windows_of(config: Config, layers: int) -> dict[str, Any]:
+    """How many layers see a window alone, and its width."""
+    window = config.number("sliding_window", "sliding_window_size", "attention_chunk_size", otherwise=0)
+    kinds, usual = config.value("layer_types") or [], PATTERNS.get(str(config.value("model_type")), 0)
+    pattern = config.number("sliding_window_pattern", "no_rope_layer_interval", otherwise=usual)
+    for kind in sorted({*map(str, kinds)} - {"full_attention", "sliding_attention", "chunked_attention"}):
+        config.faults.append(f"{config.told} has layer_types with {kind!r}, allowed: full_attention, sliding_attention, chunked_attention")  # fmt: skip
+    if not window or config.value("use_sliding_window") is False:
+        return {}
+    limited = sum(kind != "full_attention" for kind in kinds) if kinds else layers - (layers // pattern if pattern else 0)  # fmt: skip
+    return {"window": window, "window_layers": limited} if limited else {}
+
+
+GATED = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma", "deepseek", "gpt_oss", "dbrx", "jetmoe")
+PATTERNS = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4, "llama4_text": 4}  # the last of so many layers sees all
+TIED = ("gpt2", "opt", "bloom", "gemma", "mpt", "falcon", "gpt_bigcode", "xglm")  # where a config.json does not say it

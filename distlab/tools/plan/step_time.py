@@ -25,6 +25,7 @@ A group over several nodes runs at the rate of all cards of a node that are in i
 """
 
 import math
+from collections.abc import Sequence
 
 from distlab.techniques.collectives.costs import (
     all_reduce_bytes,
@@ -42,6 +43,9 @@ from distlab.tools.plan.job import Job, Link
 from distlab.tools.plan.layout import Layout
 from distlab.tools.plan.memory import (
     boundary_bytes,
+    dense_body,
+    dense_parameters,
+    expert_parameters,
     gradient_itemsize,
     layers,
     microbatches,
@@ -56,7 +60,8 @@ BACKWARD_ATTENTION = 2.5
 AGAIN = {"none": 0.0, "selective": 0.0, "half": 0.5, "full": 1.0}  # of the forward pass
 # Numbers of h that a layer reads and writes beside its products, forward: two norms (4), two residual sums (6), rotary
 # positions and copies round attention (6); backward twice as many.
-NORM_PASSES, COPY_PASSES = 10, 6
+# Each copy of a token is sorted by rank and by expert on its way to an expert's rows and on its way back: 2·4.
+NORM_PASSES, COPY_PASSES, ROUTED_PASSES = 10, 6, 8
 PIECES = 4  # that a sum is cut into to go on beside a product
 LOGIT_PASSES = 6 * 4  # bytes of a score: six passes in float32
 PCIE_BYTES_PER_S, HOST_BYTES_PER_S = 25e9, 50e9  # of one GPU's link to the host, and its share of the host's memory
@@ -68,12 +73,20 @@ PCIE_BYTES_PER_S, HOST_BYTES_PER_S = 25e9, 50e9  # of one GPU's link to the host
 def compute_parts(job: Job, layout: Layout) -> dict[str, float]:
     """Seconds of all M microbatches on a rank of the fullest stage."""
     parts, depth = microbatches(job, layout), layers(job, layout)
-    return {
-        "products": parts * depth * products_s(job, layout),
-        "attention": parts * depth * attention_s(job, layout),
-        "elementwise": parts * depth * elementwise_s(job, layout),
-        "vocabulary": parts * vocabulary_s(job, layout),
-    }
+    named = {"products": products_s, "attention": attention_s, "elementwise": elementwise_s}
+    layer = {name: of_layer(job, layout) for name, of_layer in named.items()}
+    ends = left_of_ends_s(job, layout, sum(layer.values()), vocabulary_s(job, layout))
+    return {name: parts * depth * seconds for name, seconds in layer.items()} | {"vocabulary": parts * ends}
+
+
+def left_of_ends_s(job: Job, layout: Layout, layer_s: float, ends_s: float) -> float:
+    """What the output layer adds to the pace of a microbatch. The last stage has as many layers as the fullest, where p
+    divides them, or else what is left of them; balanced stages share layers and output layer."""
+    whole, depth = job.shape.layers, layers(job, layout)
+    last = max(0, whole - depth * (layout.pipeline - 1))
+    if job.balanced:
+        return max(0.0, (whole * layer_s + ends_s) / layout.pipeline - depth * layer_s)
+    return max(0.0, ends_s - (depth - last) * layer_s)
 
 
 def passes(job: Job) -> float:
@@ -82,11 +95,11 @@ def passes(job: Job) -> float:
     return (2 if job.savings.lora else 3) + AGAIN[job.recompute]
 
 
-def product_s(job: Job, rows: float, inner: float, outer: float, *, fp8: bool = False) -> float:
+def product_s(job: Job, rows: float, inner: float, outer: float, *, fp8: bool = False, share: float = 1.0) -> float:
     flops, gpu = 2 * rows * inner * outer, job.gpu
     numbers = rows * inner + inner * outer + rows * outer
-    peak = gpu.fp8_flops if fp8 else gpu.flops
-    return flops / (peak * gpu.shares.matrix) + numbers * job.itemsize / memory_rate(job)
+    peak = gpu.fp8_flops * gpu.shares.fp8 if fp8 else gpu.flops
+    return flops / (peak * gpu.shares.matrix * share) + numbers * job.itemsize / memory_rate(job)
 
 
 def memory_rate(job: Job) -> float:
@@ -96,40 +109,51 @@ def memory_rate(job: Job) -> float:
 def products_s(job: Job, layout: Layout) -> float:
     """One microbatch through one layer's matrices, all passes; of a mixture's layer through the experts that it takes."""
     shape, tokens, t = job.shape, rank_tokens(job, layout), layout.tensor
-    (_, qkv), (_, _), (_, first), (second, _) = shape.products
-    attention = [(shape.width, qkv / t), (shape.width / t, shape.width)]
-    mlp = [(shape.width, first / t), (second / t, shape.width)]
-    once = sum(product_s(job, tokens, *each, fp8=job.fp8) for each in attention)
-    dense = sum(product_s(job, tokens, *each, fp8=job.fp8) for each in mlp)
     mixed = shape.moe_layers / shape.layers
+    once = sliced_s(job, tokens, shape.attention, t) + (1 - mixed) * sliced_s(job, tokens, shape.dense, t)
     routed = 0.0
     if mixed:
-        local = shape.experts / layout.expert  # of a rank, which share its tokens
-        rows = tokens * shape.experts_a_token / local
-        routed = local * sum(product_s(job, rows, *each, fp8=job.fp8) for each in mlp)
-    whole = once + (1 - mixed) * dense + mixed * routed
-    return passes(job) * whole * scale(job)
+        once += mixed * sliced_s(job, tokens, shape.beside_experts, t)
+        local = shape.experts / layout.expert  # of a rank, which share the tokens that come to it
+        rows = tokens * layout.expert_tensor / t * shape.experts_a_token / local
+        routed = local * sliced_s(job, rows, shape.mlp, layout.expert_tensor, job.gpu.shares.experts)
+    return passes(job) * (once * scale(job) + mixed * routed)
+
+
+def sliced_s(job: Job, rows: float, matrices: Sequence[tuple[float, float]], slices: int, share: float = 1.0) -> float:
+    """One pass of so many rows through matrices of which the last is cut by its rows, the others by their columns."""
+    *columns, (inner, outer) = matrices
+    cut = [(width, each / slices) for width, each in columns] + [(inner / slices, outer)]
+    return sum(product_s(job, rows, *each, fp8=job.fp8, share=share) for each in cut)
 
 
 def scale(job: Job) -> float:
-    """Parameters as they were given over those of the shape."""
-    body = job.num_parameters - job.shape.ends
-    return body / job.shape.body if body > 0 else 1.0
+    """Parameters without experts as they were given over those of the shape."""
+    of_shape = job.shape.body - job.shape.expert_parameters
+    return dense_body(job) / of_shape if dense_body(job) > 0 else 1.0
 
 
 def attention_s(job: Job, layout: Layout) -> float:
-    """Its two products of s x s, half of which a causal mask leaves out."""
-    flops = 2 * job.seq * job.shape.width * rank_tokens(job, layout) / layout.tensor
+    """Its two products with the positions that a token sees, of s/2 in the mean under a causal mask."""
+    flops = attention_token_flops(job.shape, job.seq) * rank_tokens(job, layout) / layout.tensor
     again = 1.0 if job.recompute == "full" else 0.0
     return flops * (1 + BACKWARD_ATTENTION + again) / (job.gpu.flops * job.gpu.shares.attention)
+
+
+def attention_token_flops(shape: Shape, seq: int) -> float:
+    """Of one token and layer, forward; a GPT's are 2·s·h."""
+    return 2 * shape.seen(seq) * shape.heads * (shape.head + shape.value)
 
 
 def elementwise_s(job: Job, layout: Layout) -> float:
     """What reads and writes memory; without FlashAttention the scores too, five times forward."""
     shape, t = job.shape, layout.tensor
     mixed = shape.moe_layers / shape.layers
-    activation = (3 if shape.gated else 2) * shape.mlp_width * (1 - mixed + mixed * shape.experts_a_token)
-    forward = NORM_PASSES * shape.width / sliced(job, layout) + (COPY_PASSES * shape.width + activation) / t
+    inner = (1 - mixed) * (shape.dense_width or shape.mlp_width)
+    inner += mixed * (shape.mlp_width * shape.experts_a_token + shape.shared_width)
+    activation = (3 if shape.gated else 2) * inner
+    copies = COPY_PASSES * shape.heads * shape.value + mixed * ROUTED_PASSES * shape.experts_a_token * shape.width
+    forward = NORM_PASSES * shape.width / sliced(job, layout) + (copies + activation) / t
     if not job.flash:
         forward += 5 * shape.heads * job.seq / t
     count = forward * (3 + (1.0 if job.recompute == "full" else 0.0))
@@ -151,25 +175,35 @@ def vocabulary_s(job: Job, layout: Layout) -> float:
 
 def sent(job: Job, layout: Layout) -> dict[str, float]:
     """Bytes that a rank of the fullest stage, between two others, sends in a step by axis."""
-    own, parts = own_parameters(job, layout), microbatches(job, layout)
-    weights, gradients = own * job.itemsize, own * gradient_itemsize(job, layout)
-    stage = layout.stage if not (layout.stage == 2 and layout.pipeline > 1) else 1  # summed once, at the end
-    if job.savings.lora:
-        gradients = weights = 0.0
-    if stage == 1:  # a sum of gradients and a gather of weights
-        data = zero_bytes(1, layout.holding, (gradients + weights) / 2, parts)
-    elif stage:
-        data = zero_bytes(stage, layout.holding, gradients, parts)
-    else:
-        data = all_reduce_bytes("gloo", layout.holding, int(gradients))
+    parts = microbatches(job, layout)
     ends = pipeline_ends(layout.pipeline, layout.chunks, 1 if layout.pipeline > 2 else 0)
     return {
-        "data": data,
+        "data": sum(summed_bytes(job, layout, own, ranks) for own, ranks, _ in copies(job, layout)),
         "tensor": waited_for(job, layout) + gathered_again(job, layout),
         "context": turned(job, layout),
         "expert": dispatched(job, layout),
         "pipeline": ends * parts * boundary_bytes(job, layout) / sliced(job, layout),
     }
+
+
+def copies(job: Job, layout: Layout) -> list[tuple[float, int, int]]:
+    """What ranks keep the same of and sum: parameters, in how many ranks, and how far from each other these stand. Experts
+    that are dealt are in fewer ranks, which stand farther apart, mostly on a node each."""
+    dense, experts = dense_parameters(job, layout), expert_parameters(job, layout)
+    ranks = layout.tensor * layout.holding // layout.expert_span
+    alike = [(dense, layout.holding, layout.tensor), (experts, ranks, layout.expert_span)]
+    return alike if experts else alike[:1]
+
+
+def summed_bytes(job: Job, layout: Layout, own: float, ranks: int) -> float:
+    """Bytes of a step that a rank sends for its own parameters, which so many ranks have."""
+    weights, gradients = own * job.itemsize, own * gradient_itemsize(job, layout)
+    if job.savings.lora or ranks == 1:
+        return 0.0
+    stage, parts = layout.summing, microbatches(job, layout)
+    if stage == 1:  # a sum of gradients and a gather of weights
+        return zero_bytes(1, ranks, (gradients + weights) / 2, parts)
+    return zero_bytes(stage, ranks, gradients, parts) if stage else all_reduce_bytes("gloo", ranks, int(gradients))
 
 
 def left_s(job: Job, messages_s: float, compute_s: float) -> float:
@@ -193,17 +227,35 @@ def gathered_again(job: Job, layout: Layout) -> float:
 
 def turned(job: Job, layout: Layout) -> float:
     """Bytes of a step that go round the ranks of a sample: K and V of this rank's heads, and their gradients."""
-    keys = job.shape.width * job.shape.kv_heads / job.shape.heads
-    both = 2 * job.samples * job.seq * keys / layout.tensor * job.itemsize
+    both = job.samples * job.seq * job.shape.keys / layout.tensor * job.itemsize
     of_layer = even_ring_bytes(both, layout.context, again=job.recompute == "full")
     return layers(job, layout) * microbatches(job, layout) * of_layer
 
 
 def dispatched(job: Job, layout: Layout) -> float:
     """Bytes of a step that go to other ranks' experts and back, forward and backward: 4·k·b·s·h·(e-1)/e a layer."""
-    shape, e = job.shape, layout.expert
-    mixed = layers(job, layout) * shape.moe_layers / shape.layers * microbatches(job, layout)
-    return mixed * 4 * shape.experts_a_token * boundary_bytes(job, layout) / layout.tensor * (e - 1) / e
+    return trips(job, layout) * job.shape.experts_a_token * trip_bytes(job, layout) * (1 - 1 / layout.expert)
+
+
+def trips(job: Job, layout: Layout) -> float:
+    """How often a step takes a microbatch's tokens to experts or back: four times a mixture's layer."""
+    return 4 * layers(job, layout) * job.shape.moe_layers / job.shape.layers * microbatches(job, layout)
+
+
+def trip_bytes(job: Job, layout: Layout) -> float:
+    """One copy of a rank's own tokens, of a microbatch."""
+    return boundary_bytes(job, layout) / layout.tensor
+
+
+def copies_to_nodes(job: Job, layout: Layout) -> float:
+    """How often a token goes to another node: once for each expert there, or once for each node that has some, of as many
+    nodes as its groups of experts are on at most."""
+    nodes = max(1.0, layout.expert_span / job.node_gpus)
+    taken = job.shape.experts_a_token
+    if not job.once_a_node:
+        return taken * (1 - 1 / nodes)
+    reached = nodes * (1 - (1 - 1 / nodes) ** taken)
+    return min(reached, job.shape.expert_groups or reached) * (1 - 1 / nodes)
 
 
 def link_of(job: Job, ranks_apart: int, cards: int = 1) -> Link:
@@ -221,7 +273,7 @@ def exposed_parts(job: Job, layout: Layout, compute: dict[str, float]) -> dict[s
     return {
         "tensor": tensor_s(job, layout, products),
         "context": ring_s(job, layout, attention),
-        "expert": expert_s(job, layout),
+        "expert": left_s(job, expert_s(job, layout), compute_s if job.overlap_ep else 0.0),
         "pipeline": pipeline_s(job, layout),
         "data": data_s(job, layout, compute_s),
     }
@@ -256,12 +308,15 @@ def ring_s(job: Job, layout: Layout, attention: float) -> float:
 
 
 def expert_s(job: Job, layout: Layout) -> float:
+    """To other nodes over a rank's own card, and inside of a node over its fast links, at once."""
     if layout.expert == 1:
         return 0.0
-    shape = job.shape
-    calls = 4 * layers(job, layout) * shape.moe_layers / shape.layers * microbatches(job, layout)
-    link = link_of(job, layout.tensor * layout.expert)
-    return message_seconds(calls * (layout.expert - 1), dispatched(job, layout), link.latency_s, link.effective)
+    near, far, calls = job.node_link, link_of(job, layout.expert_span), trips(job, layout)
+    inside = min(layout.expert_span, job.node_gpus)
+    inside_s = job.shape.experts_a_token * (1 - 1 / inside) * trip_bytes(job, layout) / near.effective
+    outside_s = copies_to_nodes(job, layout) * trip_bytes(job, layout) / far.effective
+    rounds = inside - 1 + layout.expert_span / inside - 1
+    return calls * (max(inside_s, outside_s) + rounds * far.latency_s)
 
 
 def pipeline_s(job: Job, layout: Layout) -> float:
@@ -277,24 +332,26 @@ def pipeline_s(job: Job, layout: Layout) -> float:
 
 def data_s(job: Job, layout: Layout, compute_s: float) -> float:
     """What no compute hides of the sums and gathers over all that keep the same."""
-    if layout.holding == 1:
-        return 0.0
-    cards = max(1, job.node_gpus // layout.tensor)
-    link = link_of(job, layout.tensor * layout.holding, min(cards, layout.holding))
-    nbytes, parts, depth = sent(job, layout)["data"], microbatches(job, layout), layers(job, layout)
-    half = all_reduce_rounds("ring", layout.holding) / 2 * depth  # of a sum or of a gather, of all layers
+    parts, depth, stage = microbatches(job, layout), layers(job, layout), layout.summing
     backward_s = compute_s * 2 / 3 / parts
-    if layout.stage == 0:
-        all_s = message_seconds(2 * half, nbytes, link.latency_s, link.effective)
-        return left_s(job, all_s, backward_s)
-    stage = 1 if layout.stage == 2 and layout.pipeline > 1 else layout.stage
-    moves = {1: 2, 2: parts + 1, 3: 3 * parts}[stage]
-    move_s = message_seconds(half, nbytes / moves, link.latency_s, link.effective) * link.halves
+    moves = {0: 1, 1: 2, 2: parts + 1, 3: 3 * parts}[stage]
+    move_s = sum(move_seconds(job, layout, moves, *each) for each in copies(job, layout) if each[1] > 1)
+    if not move_s or stage == 0:
+        return left_s(job, move_s, backward_s)
     if stage == 3:
         # Forward and backward: nothing computes yet beside the gather of the layer that a pass begins with.
         first_s = 2 * parts * move_s / depth
         return first_s + left_s(job, moves * move_s - first_s, compute_s)
     return left_s(job, move_s, backward_s) * (parts if stage == 2 else 1) + move_s
+
+
+def move_seconds(job: Job, layout: Layout, moves: int, own: float, ranks: int, apart: int) -> float:
+    """One sum or gather of all layers' parameters of one kind, or of plain data parallelism both halves of a sum."""
+    link = link_of(job, apart * ranks, min(max(1, job.node_gpus // apart), ranks))
+    rounds = all_reduce_rounds("ring", ranks) * layers(job, layout) / (2 if layout.stage else 1)
+    halves = link.halves if layout.stage else 1.0
+    nbytes = summed_bytes(job, layout, own, ranks)
+    return message_seconds(rounds, nbytes / moves, link.latency_s, link.effective) * halves
 
 
 def update_s(job: Job, layout: Layout) -> float:
@@ -327,7 +384,8 @@ def model_flops(job: Job) -> float:
     shape = job.shape
     multiplied = max(0.0, job.num_parameters - shape.expert_parameters * unused(job) - shape.ends) + shape.vocabulary * shape.width  # fmt: skip
     products = training_flops(multiplied, job.step_tokens)
-    return products + attention_flops(shape.layers, shape.width, job.seq, job.step_tokens)
+    attended = attention_token_flops(shape, job.seq) / (2 * job.seq)  # numbers of a token that meet all positions
+    return products + attention_flops(shape.layers, round(attended), job.seq, job.step_tokens)
 
 
 def unused(job: Job) -> float:
@@ -340,5 +398,7 @@ def executed_flops(shape: Shape, num_parameters: float, seq: int, tokens: float,
     again = AGAIN[recompute]
     experts = shape.expert_parameters * (1 - shape.experts_a_token / shape.experts) if shape.experts else 0.0
     products = 2 * (3 + again) * max(0.0, num_parameters - shape.ends - experts)
-    attention = 2 * seq * shape.width * shape.layers * (1 + BACKWARD_ATTENTION + (1 if recompute == "full" else 0))
+    attention = (
+        attention_token_flops(shape, seq) * shape.layers * (1 + BACKWARD_ATTENTION + (1 if recompute == "full" else 0))
+    )
     return tokens * (products + attention + 6 * shape.vocabulary * shape.width)

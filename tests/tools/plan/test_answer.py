@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from typing import Any
 
 import pytest
@@ -85,7 +86,7 @@ def test_json_has_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     fitting = [each["fits"] for each in found["layouts"]]
     assert fitting == sorted(fitting, reverse=True)
     given = decoded(f"{LINE} --layout tp8,pp4,dp2 --zero 1", capsys)["layout"]
-    assert given["axes"] == {"tp": 8, "pp": 4, "dp": 2, "cp": 1, "ep": 1, "zero": 1, "chunks": 1}
+    assert given["axes"] == {"tp": 8, "pp": 4, "dp": 2, "cp": 1, "ep": 1, "etp": 1, "zero": 1, "chunks": 1}
     nothing = decoded("--params 70B --gpus 1 --gpu rtx4090", capsys)
     assert nothing["take"] is None and nothing["would_fit"] and nothing["training"] is None
 
@@ -125,6 +126,74 @@ def test_experts_travel_to_other_ranks_and_back() -> None:
     assert one.memory["parameters"] - all_.memory["parameters"] == pytest.approx(2 * experts * 7 / 8)
 
 
+DEEPSEEK = "--model deepseek-v3 --gpus 256 --gpu h100 --seq 4096 --global-batch 2048 --zero 1 --layout tp2,pp8,dp16"
+
+
+def test_experts_are_dealt_over_slices_too() -> None:
+    """tp2 of dp16 are 32 ranks that share the experts, each whole (ETP 1), or 16 of halves."""
+    folded, cut = (priced(f"{DEEPSEEK},{axes}") for axes in ("ep32", "ep16,etp2"))
+    assert folded.layout.name == "tp 2 x ep 32 x pp 8 x zero1 16" and "etp 2" in cut.layout.name
+    for kind in ("parameters", "gradients"):
+        assert folded.memory[kind] == pytest.approx(cut.memory[kind])
+    assert folded.parts["products"] < cut.parts["products"], "halves are narrower, of twice as many rows"
+
+
+def test_a_token_goes_to_a_node_once_or_once_for_each_expert() -> None:
+    """Of 8 experts on 4 nodes a token reaches 4·(1 - (3/4)^8) = 3.6, three quarters of them others."""
+    once, each = (priced(f"{DEEPSEEK},ep32 --dispatcher {name}") for name in ("deepep", "alltoall"))
+    assert each.parts["expert"] / once.parts["expert"] == pytest.approx(8 / (4 * (1 - 0.75**8)), rel=0.05)
+    near = priced("--model mixtral-8x7b --gpus 8 --gpu h100 --layout dp8,ep8")
+    far = priced("--model mixtral-8x7b --gpus 8 --gpus-per-node 1 --gpu h100 --layout dp8,ep8")
+    assert far.parts["expert"] > 5 * near.parts["expert"]
+    assert priced(f"{DEEPSEEK},ep32 --overlap-ep").parts["expert"] < once.parts["expert"]
+
+
+def test_gradients_of_experts_are_summed_over_fewer_ranks_on_more_nodes() -> None:
+    """With ep8 in nodes of 8 those that have the same experts stand on eight nodes, with a card each."""
+    line = "--model mixtral-8x7b --gpus 64 --gpu h100 --zero 1 --latency 0us --node-latency 0us --layout dp64"
+    whole, dealt = (priced(f"{line},{axes}") for axes in ("ep1", "ep8"))
+    assert dealt.sent["data"] < whole.sent["data"] / 4
+    assert dealt.parts["data"] > 0.6 * whole.parts["data"]
+
+
+@pytest.mark.parametrize(("loss", "share"), [("fp32", 1), ("fused", 5 / 12), ("chunked", 1 / 8)])
+def test_a_loss_keeps_what_its_kind_does(loss: str, share: float) -> None:
+    plain, other = (priced(f"{LINE} --layout dp64 --zero 3 {more}") for more in ("--loss fp32", f"--loss {loss}"))
+    assert other.memory["logits"] == pytest.approx(share * plain.memory["logits"])
+    assert priced(f"{LINE} --layout dp64 --zero 3 --software torchtitan --dtype fp8").memory["logits"] == pytest.approx(
+        5 / 12 * plain.memory["logits"]
+    )
+
+
+def test_software_is_a_kind_of_its_own() -> None:
+    """An H200 has the H100's chip; both reach more with NVIDIA's kernels."""
+    shares = {
+        (card, software): read_asked(f"--params 7B --gpus 8 --gpu {card} --software {software}".split()).job.gpu.shares
+        for card in ("h100", "h200")
+        for software in ("torchtitan", "megatron", "mpt")
+    }
+    assert shares["h100", "megatron"] == shares["h200", "megatron"]
+    assert shares["h100", "megatron"].matrix > 1.1 * shares["h100", "torchtitan"].matrix
+    assert shares["h100", "mpt"] != shares["h100", "torchtitan"]
+
+
+def test_every_answer_has_a_band(capsys: pytest.CaptureFixture[str]) -> None:
+    """From the errors of its kind, and a layout within that of memory may fit or not."""
+    found = decoded(f"{LINE} --layout tp8,pp4,dp2 --zero 1", capsys)
+    assert found["band"]["kind"] == "dense bf16" and found["band"]["step"] > 1.2 and found["band"]["memory"] > 1.05
+    step_s, factor = found["layout"]["step_s"], found["band"]["step"]
+    assert main([*LINE.split(), "--layout", "tp8,pp4,dp2", "--zero", "1"]) == 0
+    printed = capsys.readouterr().out
+    low, high = re.search(r"band       ([\d.]+) to ([\d.]+) s", printed).groups()  # type: ignore[union-attr]
+    assert float(low) == pytest.approx(step_s / factor, rel=0.01) and float(high) == pytest.approx(
+        step_s * factor, rel=0.01
+    )
+    held = found["layout"]["held_bytes"] / 0.9
+    for memory, words in ((held * 1.05, "may or may not"), (held / 1.05, "(as planned: no"), (held * 1.5, "yes"), (held / 1.5, "no, by")):  # fmt: skip
+        main([*LINE.split(), "--layout", "tp8,pp4,dp2", "--zero", "1", "--gpu-memory", f"{memory / 1e9:.3f}GB"])
+        assert words in capsys.readouterr().out.replace("\n           ", " ").split("\nfits ")[1].split("\n")[0]
+
+
 def test_a_group_over_nodes_has_all_cards_of_a_node() -> None:
     """ZeRO-3's gathers go over eight links of a node together; those of a group with one card a node over one."""
     line = "--model llama3-70b --gpus 64 --gpu h100 --link 1Gbit --latency 0us --node-latency 0us"
@@ -142,14 +211,31 @@ def test_fp8_is_faster_in_products_alone() -> None:
 
 
 def test_adapters_leave_gradients_and_optimizer_small() -> None:
-    """torchtune's figures of Llama 3 8B on one card, in its README: 18.9 GiB with 8-bit moments in the host's memory and
-    steps in the backward pass."""
-    line = "--model llama3-8b --gpus 1 --gpu rtx4090 --recompute full --layout dp1 --batch 1 --microbatches 1"
-    full = priced(f"{line} --precision bf16 --optimizer adamw8bit --step-in-backward --offload")
+    """torchtune's figures of Llama 3 8B on one card, in its README: 18.9 GiB with 8-bit moments in the host's memory,
+    steps in the backward pass and a loss of few tokens at a time, and 16.2 GiB with adapters."""
+    line = "--model llama3-8b --gpus 1 --gpu rtx4090 --recompute full --layout dp1 --batch 2 --microbatches 1"
+    full = priced(f"{line} --precision bf16 --optimizer paged-adamw8bit --step-in-backward")
     assert full.held_bytes / 2**30 == pytest.approx(18.9, rel=0.1) and full.fits
+    adapters = priced(f"{line} --lora 8")
+    assert adapters.held_bytes / 2**30 == pytest.approx(16.2, rel=0.1) and adapters.fits
+    assert not priced(f"{line} --lora 8 --loss fp32").fits
     lora, qlora = (priced(f"{line} --lora 16 --base {each}") for each in ("bf16", "nf4"))
     assert lora.memory["gradients"] < 1e8 and lora.memory["parameters"] == pytest.approx(16.1e9, rel=0.01)
     assert qlora.memory["parameters"] < 0.4 * lora.memory["parameters"]
+
+
+def test_what_is_whole_until_a_steps_end_and_what_the_host_keeps() -> None:
+    """Weights and gradients of 70 billion over tp 4 are 35 GB each, however many shards; with FSDP's offload a GPU has no
+    shard (torchtune: 13.9 GiB of 70B's bf16 training on 8 A100)."""
+    line = "--model llama3-70b --gpus 32 --gpu h200 --layout tp4,dp8 --zero 3 --precision bf16 --microbatch 2 --global-batch"
+    plain, once = (priced(f"{line} 32{more}") for more in ("", " --no-sync"))
+    assert once.held_bytes - plain.held_bytes == pytest.approx(2 * 35.3e9 - plain.memory["gradients"], rel=0.01)
+    assert priced(f"{line} 16 --no-sync").memory == priced(f"{line} 16").memory, "of one microbatch nothing waits"
+    line = (
+        "--model llama3-70b --gpus 8 --gpu a100 --layout dp8 --precision bf16 --recompute full --offload --loss chunked"
+    )
+    assert priced(f"{line} --zero 3").held_bytes / 2**30 == pytest.approx(10, rel=0.1)
+    assert priced(f"{line} --zero 2").memory["parameters"] == pytest.approx(2 * 70.55e9)
 
 
 def test_eight_bit_moments_are_two_bytes_and_none_are_none() -> None:

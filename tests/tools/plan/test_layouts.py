@@ -150,7 +150,8 @@ def test_llama_3_405b_can_be_asked_for() -> None:
 
 @pytest.mark.parametrize("layout", [Layout(1, 4, 4, 0), Layout(2, 4, 2, 1), Layout(1, 4, 4, 2), Layout(1, 4, 4, 3)])
 def test_stages_that_are_uneven_cost_what_their_fullest_does(layout: Layout) -> None:
-    """10 layers in 4 stages as 12 of the same in stages of 3: memory, bytes and time are those of the fullest."""
+    """10 layers in 4 stages as 12 of the same in stages of 3: memory, bytes and time are those of the fullest, but for the
+    output layer, which is in the last stage, of one layer."""
     shape = "--gpus 16 --gpu-memory 80GB --width 4096 --heads 32 --vocabulary 1000 --global-batch 64"
     ends = 1000 * 4096
     uneven, even = (
@@ -159,8 +160,16 @@ def test_stages_that_are_uneven_cost_what_their_fullest_does(layout: Layout) -> 
     )
     assert uneven.memory == pytest.approx(even.memory)
     assert uneven.sent == pytest.approx(even.sent)
-    for figure in ("bubble", "compute_s", "exposed_s", "step_s"):
-        assert getattr(uneven, figure) == pytest.approx(getattr(even, figure)), figure
+    assert uneven.parts["vocabulary"] == 0 < even.parts["vocabulary"]
+    for figure in ("products", "attention", "elementwise", "tensor", "pipeline"):
+        assert uneven.parts[figure] == pytest.approx(even.parts[figure]), figure
+
+
+def test_balanced_stages_share_the_output_layer() -> None:
+    """Of 12 layers in 4 stages the last has the output layer beside its 3, or a fourth of it is in each."""
+    shape = "--params 2B --layers 12 --gpus 16 --gpu-memory 80GB --width 4096 --heads 32 --global-batch 64"
+    plain, balanced = (costs.cost(job(f"{shape} {more}"), Layout(1, 4, 4, 0)) for more in ("", "--balanced"))
+    assert plain.parts["vocabulary"] == pytest.approx(4 * balanced.parts["vocabulary"])
 
 
 def test_the_global_batch_is_shared_equally_or_not_at_all() -> None:

@@ -2,9 +2,9 @@
 
 import pytest
 
+from distlab.cli import sizes
 from distlab.cli.plan import main
-from distlab.tools.plan import job
-from distlab.tools.plan.job import NotASize
+from distlab.cli.sizes import NotASize
 
 
 @pytest.mark.parametrize(
@@ -15,13 +15,13 @@ from distlab.tools.plan.job import NotASize
     ],
 )  # fmt: skip
 def test_a_large_b_is_a_byte_and_a_small_one_a_bit(written: str, bytes_per_s: float) -> None:
-    assert job.rate(written) == bytes_per_s
+    assert sizes.rate(written) == bytes_per_s
 
 
 @pytest.mark.parametrize("written", ["50Gb", "50Gb/s", "50GBPS", "50gb", "50Gbps/s", "50G", "50Gbits", "50"])
 def test_a_rate_that_may_be_bits_or_bytes_is_refused(written: str) -> None:
     with pytest.raises(NotASize, match="in bits, or 50GB/s or 50GBps, in bytes"):
-        job.rate(written)
+        sizes.rate(written)
 
 
 @pytest.mark.parametrize(
