@@ -118,7 +118,8 @@ class Matching:
         if call.group in self._broken:
             return False
         whole = len(met) == len(call.group.ranks)
-        if len(met) > 1 and fault_of(met, whole=whole):
+        alike_so_far = call.kind == next(iter(met.values())).kind and call.kind.op != "all_to_all"
+        if len(met) > 1 and not alike_so_far and fault_of(met, whole=whole):
             self._broken[call.group] = met
             return True
         if whole:
@@ -332,7 +333,7 @@ def fault_of(met: dict[int, Call], *, whole: bool) -> str:
     if any(kind.dtypes != first.dtypes for kind in kinds):
         return "type"
     if first.op == "all_to_all":
-        return "split" if whole and not exchanged(met) else ""
+        return "split" if whole and all(kind.splits for kind in kinds) and not exchanged(met) else ""
     if first.op not in ("barrier", "monitored_barrier") and any(kind.dims != first.dims for kind in kinds):
         return "shape"
     return ""
