@@ -49,7 +49,7 @@ def main(num_ranks: int = 512, num_entries: int = 2000) -> int:
         done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
         took_s = time.monotonic() - began
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
-    named = f"for rank {LATE}:" in " ".join(done.stdout.split())
+    named = f"for rank {LATE}" in " ".join(done.stdout.split())
     print(done.stdout, done.stderr)
     bounds = [f"{took_s:.1f} / {MOST_S:g} s", f"{peak / 1e6:.0f} / {MOST_BYTES / 1e6:.0f} MB", "yes" if named else "NO"]
     print(table(["ranks", "entries", "time", "memory", "the rank is named"], [[num_ranks, num_entries, *bounds]]))

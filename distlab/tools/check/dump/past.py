@@ -8,12 +8,13 @@ these, or makes a group, is known by its stack.
 """
 
 import math
+import re
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
-from types import FrameType
-from typing import Any, NamedTuple, cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 from distlab.tools.check.dump.reading import Dump, Group
 from distlab.tools.check.judge.rank_state import MADE, Call, CallPlace, Frame, GroupKey, Kind, RankState, Wait
@@ -27,8 +28,8 @@ LEFT_OUT = ("_base", "_oop", "_coalesced", "_into_tensor", "_tensor", "_single")
 BY_OUTPUT = ("scatter", "recv")  # whose result is what all ranks have alike
 DEFAULT = "default_pg"  # torch's description of the group of all ranks
 UNCOUNTED = -1  # of a call that a stack shows: nobody knows how many came before
+NO_GROUP = GroupKey(())  # until all dumps are read
 MOST_LOOKED = 200  # entries, for the script's folder
-MOST_RANKS = 1 << 16
 C10D = "torch/distributed/distributed_c10d.py"
 # Functions of torch that wait and that no dump has, by the name in a stack.
 UNRECORDED = ("send", "recv", "new_group", "monitored_barrier", "init_process_group")
@@ -38,27 +39,12 @@ Line = tuple[str, int, str]  # of a stack: file, number, function
 AS_LINE = itemgetter("filename", "line", "name")
 
 
-class PastCode(NamedTuple):
-    """What Places looks at in the code of a frame."""
-
-    co_filename: str
-    co_name: str
-
-
-class PastFrame(NamedTuple):
-    """What Places looks at in a frame."""
-
-    f_code: PastCode
-    f_lineno: int
-    f_back: Any
-
-
 class PastPlaces(Places):
     """Places of stacks from another machine."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(cast("Any", None), folder)
-        self._past: dict[tuple[str, str], PastCode] = {}
+        self._past: dict[tuple[str, str], SimpleNamespace] = {}  # what Places looks at in the code of a frame
         self._found: dict[tuple[Line, ...], CallPlace] = {}
 
     def kind(self, file: str) -> str:
@@ -70,13 +56,14 @@ class PastPlaces(Places):
     def of(self, lines: tuple[Line, ...]) -> CallPlace:
         """The place of a stack, innermost line first."""
         if lines not in self._found:
-            frame = None
+            frame: Any = None
             for file, number, function in reversed(within_script(lines)):
-                code = self._past.setdefault((file, function), PastCode(file, function))
-                frame = PastFrame(code, number, frame)
+                code = SimpleNamespace(co_filename=file, co_name=function)
+                frame = SimpleNamespace(
+                    f_code=self._past.setdefault((file, function), code), f_lineno=number, f_back=frame
+                )
             in_thread = any(name == "_bootstrap" and file.endswith("threading.py") for file, _, name in lines)
-            stack = self._stack(cast("FrameType | None", frame))
-            self._found[lines] = CallPlace(*self._told(stack, in_thread, by_starter=False))
+            self._found[lines] = CallPlace(*self._told(self._stack(frame), in_thread, by_starter=False))
         return self._found[lines]
 
 
@@ -98,19 +85,14 @@ def library(file: str) -> bool:
     return file.startswith("<") or "-packages/" in file or "/lib/python3" in file
 
 
-def lines_of(entry: Mapping[str, Any]) -> tuple[Line, ...]:
-    """The stack of an entry, innermost line first; none in JSON."""
-    return tuple(map(AS_LINE, entry.get("frames") or ()))
-
-
 class Past:
     """All ranks of the job: give it each dump, then `settle` it."""
 
     def __init__(self) -> None:
         self.states: list[RankState] = []
         self.calls: list[Call] = []  # of all ranks
-        self.backends = Counter[str]()  # entries of each
-        self.num_messages = 0
+        self.backends: set[str] = set()
+        self.has_messages = False
         self.unread = 0  # entries that are not as the recorder writes them
         self.written_s: dict[int, float] = {}  # of each rank with a dump
         self.cut: set[int] = set()  # ranks whose recorder has dropped their first calls
@@ -123,6 +105,7 @@ class Past:
         self._own: dict[int, dict[str, Group]] = {}
         self._of_group: dict[tuple[str, str], dict[int, list[Call]]] = {}  # by name and description, by rank
         self._kinds: dict[str, Kind] = {}
+        self._keys: dict[GroupKey, GroupKey] = {}  # one object each, which is compared at once
         self._places: PastPlaces | None = None
 
     @property
@@ -142,58 +125,64 @@ class Past:
         self._own[dump.rank] = dump.groups
         self._configured |= dump.groups
         if self._places is None:
-            folders = (folder_of(lines_of(entry)) for entry in dump.entries[:MOST_LOOKED])
+            stacks = (entry.get("frames") or () for entry in dump.entries[:MOST_LOOKED])
+            folders = (folder_of(list(map(AS_LINE, frames))) for frames in stacks)
             if (folder := next(filter(None, folders), None)) is not None:
                 self._places, self.has_lines = PastPlaces(folder), True
         if dump.entries and dump.entries[0].get("record_id"):
             self.cut.add(dump.rank)
-        first: dict[tuple[str, int], int] = {}  # by group and sequence number, the call's own number
+        groups: dict[tuple[str, str], dict[int, Call]] = {}
         for entry in dump.entries:
             try:
-                self._take_entry(state, entry, first)
+                self._take_entry(state, entry, groups)
             except (KeyError, TypeError, ValueError, AttributeError, IndexError):
                 self.unread += 1
+        for (name, description), calls in groups.items():
+            self._of_group.setdefault((str(name), str(description)), {})[dump.rank] = list(calls.values())
 
-    def _take_entry(self, state: RankState, entry: Mapping[str, Any], first: dict[tuple[str, int], int]) -> None:
-        backend, _, text = entry["profiling_name"].partition(":")
-        name, description = entry["process_group"]
-        op, _, two = text.partition(" ")
-        message, number, ended = op in ("send", "recv"), entry["collective_seq_id"], has_ended(entry, backend)
-        if entry.get("is_p2p") is True and not message:
+    def _take_entry(
+        self, state: RankState, entry: Mapping[str, Any], groups: dict[tuple[str, str], dict[int, Call]]
+    ) -> None:
+        """Into `groups`, by name and description; there a collective has its sequence number, and a message one below
+        0."""
+        name, number, frames = entry["profiling_name"], entry["collective_seq_id"], entry.get("frames") or ()
+        calls = groups.setdefault(tuple(entry["process_group"]), {})
+        if message := " " in name:
+            number = -1 - len(calls)
+        elif entry.get("is_p2p") is True:
             return  # the bracket around messages that are sent together
-        if not message and (earlier := first.get((name, number))) is not None:
+        ended = entry["state"] == "completed" or (entry.get("retired") is True and name.startswith("gloo"))
+        if (earlier := calls.get(number)) is not None:  # a part of one coalesced call
             if ended:
-                state.open.pop(earlier, None)  # a part of one coalesced call
+                state.open.pop(id(earlier), None)
             return
-        place = self._places.of(lines_of(entry)) if self._places is not None else CallPlace()
-        kind = self._kind(op, two, entry)
-        self.backends[backend] += 1
-        self.num_messages += message
-        began_s = entry["time_created_ns"] / 1e9
-        call = Call(state.rank, place, GroupKey(()), kind, -1 if message else number - 1, 0, began_s)
-        state.last = call
+        kind = self._kind(name, entry)
+        place = self._places.of(tuple(map(AS_LINE, frames))) if self._places is not None else CallPlace()
+        began_ns = entry["time_created_ns"]
+        call = Call(state.rank, place, NO_GROUP, kind, -1 if message else number - 1, 0, began_ns / 1e9)
         if ended:
-            call.ended_s = (entry.get("time_discovered_completed_ns") or entry["time_created_ns"]) / 1e9
+            call.ended_s = (entry.get("time_discovered_completed_ns") or began_ns) / 1e9
         else:
-            state.open[state.num_calls] = call
-        if not message:
-            first[name, number] = state.num_calls
+            state.open[id(call)] = call
+        calls[number] = state.last = call
         state.num_calls += 1
-        self._of_group.setdefault((name, description), {}).setdefault(state.rank, []).append(call)
 
-    def _kind(self, op: str, two: str, entry: Mapping[str, Any]) -> Kind:
+    def _kind(self, name: str, entry: Mapping[str, Any]) -> Kind:
         """What the entry says of its operation and tensors; the peer is a rank of the group until `settle`."""
-        key = f"{op} {two} {entry['input_sizes']} {entry['output_sizes']} {entry['input_dtypes']}"
+        key = f"{name}{entry['input_sizes']}{entry['output_sizes']}{entry['input_dtypes']}"
         found = self._kinds.get(key)
         if found is None:
-            op = named_operation(op)
+            backend, _, text = name.partition(":")
+            op, _, two = text.partition(" ")
+            self.backends.add(backend)
+            self.has_messages |= bool(two)
+            op, peer = named_operation(op), int(re.split("->|<-", two)[1]) if two else -1
             sides = ("output", "input") if op in BY_OUTPUT else ("input", "output")
             sizes, dtypes = (entry[f"{sides[0]}_{what}"] or entry[f"{sides[1]}_{what}"] for what in ("sizes", "dtypes"))
-            dims = tuple(tuple(int(each) for each in shape) for shape in sizes) if op != "barrier" else ()
+            dims = tuple(tuple(map(int, shape)) for shape in sizes) if op != "barrier" else ()
             types = tuple(dict.fromkeys(DTYPES.get(each, str(each).lower()) for each in dtypes))
-            peer = int(two.rpartition("->" if op == "send" else "<-")[2]) if two and op in ("send", "recv") else -1
             splits: tuple[tuple[int, ...], ...] = ()
-            if op == "all_to_all" and len(entry["input_sizes"]) > 1:
+            if op == "all_to_all" and len(sizes) > 1:
                 splits = tuple(tuple(map(math.prod, entry[f"{side}_sizes"])) for side in ("input", "output"))
             found = self._kinds[key] = Kind(op, dims, types, peer=peer, splits=splits)
         return found
@@ -201,7 +190,7 @@ class Past:
     def settle(self, stacks: Mapping[int, Sequence[Sequence[Frame]]]) -> None:
         """All has been read: give each call its group and each rank its stack."""
         named = [rank for _, ranks in self._configured.values() for rank in ranks]
-        size = max([*named, *self._by_rank, *(rank for rank in stacks if rank < MOST_RANKS)], default=-1) + 1
+        size = max([*named, *self._by_rank, *stacks], default=-1) + 1
         self.states = [self._by_rank.get(rank) or RankState(rank, 0) for rank in range(size)]
         for state in self.states:
             state.world_size, state.cpu_share = size, 0.0
@@ -211,7 +200,7 @@ class Past:
             for rank, of_rank in calls.items():
                 ranks = self._ranks(rank, name, description, calls)
                 key = GroupKey(ranks, "" if description == DEFAULT else name)
-                number(of_rank, key, all_kept=rank not in self.cut)
+                number(of_rank, self._keys.setdefault(key, key), all_kept=rank not in self.cut)
             self.calls += kept(calls, self.cut)
         for rank, threads in stacks.items():
             if rank < size and threads:
@@ -242,7 +231,7 @@ class Past:
         stood = self.stood[state.rank] = self._places.of(tuple(main))
         inside = [line.function for line in main if line.file.endswith(C10D)]
         op = next((each for each in inside if each in UNRECORDED), "")
-        recorded = op in ("send", "recv") and self.num_messages
+        recorded = op in ("send", "recv") and self.has_messages
         if not op or recorded or state.missing:
             return
         world = tuple(range(len(self.states)))
@@ -254,13 +243,6 @@ class Past:
         call = Call(state.rank, stood, key, kind, UNCOUNTED, 0, math.inf)
         self.by_stack[state.rank] = call
         self.calls.append(call)
-
-
-def has_ended(entry: Mapping[str, Any], backend: str) -> bool:
-    """Whether the recorder says that the call is over."""
-    if backend == "gloo":
-        return entry.get("retired") is True or entry["state"] == "completed"
-    return entry["state"] == "completed" or bool(entry.get("time_discovered_completed_ns"))
 
 
 def named_operation(op: str) -> str:

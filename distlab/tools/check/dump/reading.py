@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, NoReturn
 from distlab.tools.check.judge.rank_state import Frame
 
 NEWEST = (2, 10)  # the version of a dump that torch 2.13 writes; torch 2.5 wrote 2.4
-MOST_FILES, MOST_BYTES = 20_000, 1 << 30
+MOST_FILES, MOST_RANKS, MOST_BYTES = 100_000, 1 << 15, 1 << 30
 MOST_LOG_BYTES = 1 << 24  # the end of a log is what tells how its rank ended
 NO_RANK = "its name has no rank: expected a number, such as dump_3 or rank3.json"
 
@@ -135,7 +135,7 @@ def ranks_in(text: Any) -> tuple[int, ...]:
     """The ranks of a group, which a dump has as the text of a list; none where it is no list of ranks."""
     try:
         found = json.loads(text) if isinstance(text, str) else text
-        return tuple(each for each in found if type(each) is int and 0 <= each < 1 << 20)
+        return tuple(each for each in found if type(each) is int and 0 <= each < MOST_RANKS)
     except (ValueError, TypeError, RecursionError):
         return ()
 
@@ -152,7 +152,7 @@ def rank_of(path: Path) -> int:
     """By the file's name, else by the folder's, as torchrun names one for each rank's logs; raises Unreadable."""
     for name in (path.name.removesuffix(path.suffix) if not path.suffix[1:].isdigit() else path.name, path.parent.name):
         found = re.findall(r"rank[_\-. ]?(\d{1,6})(?!\d)", name) or re.findall(r"(?<!\d)(\d{1,6})(?!\d)", name)
-        if found:
+        if found and int(found[-1]) < MOST_RANKS:
             return int(found[-1])
     raise Unreadable(NO_RANK)
 

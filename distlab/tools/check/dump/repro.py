@@ -84,7 +84,8 @@ def script_of(verdict: Verdict, name: str) -> str:
         if call.rank in number and len(set(call.group.ranks) & set(ranks)) > 1:
             by_rank[call.rank].append(call)
             if call.group.name and call.group.instance >= 0:
-                groups.setdefault(call.group, len(groups))
+                groups[call.group] = 0
+    groups = {group: index for index, group in enumerate(sorted(groups, key=lambda each: (len(each.name), each.name)))}
     begins = {
         group: max(0, min((call.turn for call in last_calls(by_rank, group)), default=0) - LAST)
         for group in {call.group for calls in by_rank.values() for call in calls}

@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from pathlib import Path
 
 from distlab.lab.cluster import name_ranks
@@ -17,18 +18,8 @@ from distlab.lab.report.table import printable
 from distlab.lab.report.units import counted
 from distlab.tools.check.dump.past import Past, library
 from distlab.tools.check.dump.reading import Dump, Stacks, Unreadable, files_in, read, version_fault
-from distlab.tools.check.judge.deadlock import (
-    Standing,
-    apart_finding,
-    diagnosis,
-    elsewhere,
-    hung,
-    main_place,
-    standing_apart,
-    standings,
-    table,
-    wait_text,
-)
+from distlab.tools.check.judge import deadlock
+from distlab.tools.check.judge.deadlock import Standing, hung, standings, wait_text
 from distlab.tools.check.judge.failures import blameless, failures, has_failed
 from distlab.tools.check.judge.matching import Matching
 from distlab.tools.check.judge.rank_state import (
@@ -47,7 +38,7 @@ from distlab.tools.check.judge.rank_state import (
 from distlab.tools.check.judge.source_lines import source_line
 
 IN_TORCH = "/site-packages/torch/"  # where a rank stands that waits in a call
-MOST_FAULTS, MOST_GROUPS = 8, 4
+MOST_GROUPS = 4  # that are named
 TERMINATED = -15  # what a launcher ends the other ranks with
 
 
@@ -117,7 +108,7 @@ def judged(past: Past, still_s: float) -> Verdict:
     """The doctor's rules over all calls."""
     cases, size = past.states, len(past.states)
     matching = Matching(size)
-    for call in sorted(past.calls, key=lambda call: call.began_s):
+    for call in sorted(past.calls, key=attrgetter("began_s")):
         matching.take(call)
     for case in cases:
         put_wait(past, case, matching)
@@ -128,11 +119,13 @@ def judged(past: Past, still_s: float) -> Verdict:
     if failed:
         verdict.findings += failures(cases, matching, {}, explained=False)
     if stuck and not any(each.needs & failed for each in stuck.values()):
-        found = diagnosis(cases, matching, waits, stuck)
+        found = deadlock.diagnosis(cases, matching, waits, stuck)
         verdict.findings.append(replace(found, sentence=found.sentence + how_often(past, stuck)))
     verdict.findings += [*matching.mismatches(cases), *groups_apart(past)]
-    if not any(finding.check == HANG for finding in verdict.findings) and (apart := standing_apart(cases, matching)):
-        verdict.findings.insert(0, apart_finding(apart, size))
+    if not any(finding.check == HANG for finding in verdict.findings) and (
+        apart := deadlock.standing_apart(cases, matching)
+    ):
+        verdict.findings.insert(0, deadlock.apart_finding(apart, size))
     if verdict.findings:
         return verdict
     stalled = [call for case in cases if not case.over for call in list(case.open.values())[:1]]
@@ -141,7 +134,7 @@ def judged(past: Past, still_s: float) -> Verdict:
     elif stalled:
         verdict.waiting, wait, verdict.stalled = made_by_all(past, stalled), wait_in(stalled[0]), True
     verdict.is_late = bool(verdict.waiting) and past.waited_s(wait) >= still_s
-    verdict.rows = table(cases, waits)
+    verdict.rows = deadlock.table(cases, waits)
     return verdict
 
 
@@ -201,22 +194,17 @@ def still_waiting(past: Past, matching: Matching, waits: Mapping[int, Standing])
     rank = min(waits)
     first = waits[rank]
     away = [each for each in sorted(first.needs) if each not in waits] or sorted(first.needs)
-    where = elsewhere(past.states[away[0]], matching, first.wait, dict(waits), len(past.states))
+    where = deadlock.elsewhere(past.states[away[0]], matching, first.wait, dict(waits), len(past.states))
     where = where.replace("is at an unknown line", "waits in no call that is recorded")
-    if (code := source_line(main_place(past.states[away[0]]))) and away[0] in past.stood:
+    if (code := source_line(deadlock.main_place(past.states[away[0]]))) and away[0] in past.stood:
         where = f"{where} (its line is `{code}`)"
     together = [each for each in waits if waits[each].needs == first.needs]
-    waited_s = past.waited_s(first.wait)
-    since = "" if waited_s <= 0 else f", for {waited_s:.3g} s when the dumps were written"
-    more = (
-        ""
-        if away[0] in past.stood
-        else f"; its stack tells: py-spy dump --pid PID > rank{away[0]}.txt, beside the dumps"
-    )
+    since = f", for {past.waited_s(first.wait):.3g} s when the dumps were written"
+    asked = f"; its stack tells: py-spy dump --pid PID > rank{away[0]}.txt, beside the dumps"
     return (
         f"{ranks_do(together, 'wait')} in {wait_text(first.wait, len(past.states))} at {first.wait.place} for"
         f" {name_ranks(first.needs)}{since}: {where}. Whether it computes, sleeps or stands in a queue, a lock or a"
-        f" file is not in a dump{more}"
+        f" file is not in a dump{'' if away[0] in past.stood else asked}"
     )
 
 
@@ -240,7 +228,7 @@ def how_often(past: Past, stuck: Mapping[int, Standing]) -> str:
 def queued(past: Past) -> set[int]:
     """The calls, by id, that stand behind the first one of their rank which cannot end while each rank makes one after
     another, as one stream of a GPU does; empty where all end so."""
-    if past.backends["gloo"]:
+    if "gloo" in past.backends:
         return set()
     queues = {case.rank: list(case.open.values()) for case in past.states if case.open}
     ended = True
@@ -271,6 +259,8 @@ def take_ends(cases: Sequence[RankState], texts: Mapping[int, str], summaries: s
         if case.open or not (tracebacks := list(TRACEBACK.finditer(texts.get(case.rank, "")))):
             continue
         last = tracebacks[-1]
+        if not case.missing and texts[case.rank][last.end() :].strip():
+            continue  # it went on
         own = [(file, line) for file, line in AT.findall(last["frames"]) if not library(file)]
         place = f"{Path(own[-1][0]).name}:{own[-1][1]}" if own else ""
         raised = Raised(last["kind"].rpartition(".")[2], last["text"] or "", last[0], place, 0.0)
@@ -293,7 +283,7 @@ def described(past: Past, versions: Counter[str]) -> str:
     calls = sum(case.num_calls for case in past.states)
     return (
         f"dumps of {len(past.ranks)} of {counted(size, 'ranks')} · version {', '.join(versions)}"
-        f" · {counted(calls, 'calls')} by {', '.join(past.backends) or 'nobody'} in"
+        f" · {counted(calls, 'calls')} by {', '.join(sorted(past.backends)) or 'nobody'} in"
         f" {counted(len(groups), 'groups')}: {', '.join(names) or 'none'}{more}"
     )
 
@@ -313,7 +303,7 @@ def unknown(verdict: Verdict) -> Iterator[str]:
     """What no file says."""
     past = verdict.past
     yield "reduce operations and roots, which the recorder does not hold"
-    if past.backends["gloo"] and not past.by_stack:
+    if "gloo" in past.backends and not past.by_stack:
         yield "sends, receives and new groups on gloo, which are known by stacks alone"
     if not past.has_lines:
         yield "lines of the script: dumps as JSON have none"

@@ -166,7 +166,7 @@ def test_the_command_prints_a_verdict_and_writes_a_script(
     assert check.main(["--dump", "dumps"]) == 1
     said = capsys.readouterr().out
     assert "FAILED     ranks hang: ranks 0 and 2 wait in all_reduce #0 of all" in said
-    assert "WORLD_SIZE=2 distlab check repro.py" in said
+    assert "WORLD_SIZE=3 distlab check repro.py" in said
     assert check.main(["--dump", "dumps", "--json"]) == 1
     told = json.loads(capsys.readouterr().out)
     assert (told["hangs"], told["ranks"], told["ranks_with_a_dump"], told["repro"]) == (True, 3, [0, 2], "repro.py")
