@@ -1,12 +1,13 @@
 """A script of a few gloo ranks that makes the calls of a dump and hangs alike: `distlab check repro.py`.
 
 Of ranks that stand in the same call at the same line one is enough, so a job of hundreds folds to at most four; groups
-and messages are kept among these. Calls before the last few of a group are made as one-element sums, so that the others
-have their numbers. Each call is compiled under the file and line that the dump has, so that it is told alike.
+and messages are kept among these. Calls before the last few of a group are made as sums of one element, first of all,
+so that the others have their numbers. Each call is compiled under the file and line that the dump has, so that it is
+told alike.
 """
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
 
 from distlab.tools.check.dump.verdict import Verdict
 from distlab.tools.check.judge.deadlock import met_in, standings
@@ -14,9 +15,10 @@ from distlab.tools.check.judge.rank_state import Call, GroupKey
 
 MOST_RANKS = 4
 LAST = 3  # calls of a group that are made as they were
+MOST_DIGITS = 7  # of a line's number
 MESSAGES = ("send", "recv")
 MARK = "# Written by distlab check --dump"
-# What a rank gives to a call: S are its shapes, as the dump has them.
+# By the operation of a call, with the names that the script has.
 STATEMENTS = {
     "all_reduce": "dist.all_reduce(T[0], group=G)",
     "broadcast": "dist.broadcast(T[0], R[0], group=G)",
@@ -60,73 +62,61 @@ def chosen(verdict: Verdict) -> list[int]:
     if len(cases) <= MOST_RANKS:
         return list(range(len(cases)))
     waits = standings(cases, verdict.matching)
-    seen: dict[object, int] = {}
-    for rank in sorted({rank for finding in verdict.findings for rank in finding.ranks} | set(waits)):
+    seen: dict[str, int] = {}
+    for rank in sorted({*waits, *(rank for finding in verdict.findings for rank in finding.ranks)}):
         wait = cases[rank].waits.get(0)
         where = (met_in(wait), wait.place) if wait is not None else (cases[rank].missing, cases[rank].last)
         seen.setdefault(str(where), rank)
-    found = list(seen.values())[:MOST_RANKS]
-    for rank in range(len(cases)):
-        if len(found) < min(2, len(cases)) and rank not in found:
-            found.append(rank)
-    return sorted(found)
+    return sorted(list(seen.values())[:MOST_RANKS])
 
 
 def script_of(verdict: Verdict, name: str) -> str:
-    """The text of the script; empty where there is nothing to show."""
+    """The text of the script; empty where nothing hangs."""
     if not verdict.findings:
         return ""
-    ranks = chosen(verdict)
-    number = {rank: index for index, rank in enumerate(ranks)}
-    groups: dict[GroupKey, int] = {}
-    by_rank: dict[int, list[Call]] = defaultdict(list)
-    for call in sorted(verdict.past.calls, key=lambda call: call.began_s):
-        if call.rank in number and len(set(call.group.ranks) & set(ranks)) > 1:
-            by_rank[call.rank].append(call)
-            if call.group.name and call.group.instance >= 0:
-                groups[call.group] = 0
-    groups = {group: index for index, group in enumerate(sorted(groups, key=lambda each: (len(each.name), each.name)))}
-    begins = {
-        group: max(0, min((call.turn for call in last_calls(by_rank, group)), default=0) - LAST)
-        for group in {call.group for calls in by_rank.values() for call in calls}
-    }
+    number = {rank: index for index, rank in enumerate(chosen(verdict))}
+    calls = [call for call in verdict.past.calls if call.rank in number and call.kind.peer in (-1, *number)]
+    calls = sorted((call for call in calls if len(inside(call.group, number)) > 1), key=attrgetter("began_s"))
+    counted = [call for call in calls if call.kind.op not in MESSAGES and call.group.instance >= 0]
+    groups = sorted({call.group for call in counted}, key=lambda group: (len(group.name), group.name))
+    begins = {group: begin_of(group, [call for call in counted if call.group == group], number) for group in groups}
+    made = [group for group in groups if group.name]
     lines = []
-    for rank, calls in by_rank.items():
-        rows = list(rows_of(calls, begins, groups, number))
-        lines.append(f"    {number[rank]}: [\n" + "".join(f"        {row},\n" for row in rows) + "    ],")
-    made = ", ".join(f"dist.new_group({inside(group, number)})" for group in groups)
-    who = f"ranks {', '.join(map(str, ranks))} of {len(verdict.past.states)}"
-    return HEAD.format(mark=MARK, num_ranks=len(ranks), who=who, name=name, groups=made, calls="\n".join(sorted(lines)))
+    for rank, index in number.items():
+        rows = [
+            ("<earlier>", 1, f"for _ in range({begins[group]}): {STATEMENTS['all_reduce']}", [(1,)], "float32",
+             made.index(group) if group in made else None, 0, inside(group, number))
+            for group in groups if rank in group.ranks and begins[group]
+        ]  # fmt: skip
+        mine = [call for call in calls if call.rank == rank]
+        mine = [call for call in mine if call.kind.op in MESSAGES or call.turn >= begins.get(call.group, -1)]
+        rows += [row_of(call, made, number) for call in mine]
+        lines.append("".join([f"    {index}: [\n", *(f"        {row},\n" for row in rows), "    ],"]))
+    return HEAD.format(
+        mark=MARK, num_ranks=len(number), who=f"ranks {', '.join(map(str, number))} of {len(verdict.past.states)}",
+        groups=", ".join(f"dist.new_group({inside(group, number)})" for group in made), calls="\n".join(lines),
+        name=name,
+    )  # fmt: skip
 
 
-def last_calls(by_rank: dict[int, list[Call]], group: GroupKey) -> Iterator[Call]:
-    """The last call of each rank in a group."""
-    for calls in by_rank.values():
-        mine = [call for call in calls if call.group == group and call.kind.op not in MESSAGES]
-        yield from mine[-1:]
-
-
-def inside(group: GroupKey, number: dict[int, int]) -> list[int]:
+def inside(group: GroupKey, number: Mapping[int, int]) -> list[int]:
     """The ranks of a group as the script counts them."""
     return [number[rank] for rank in group.ranks if rank in number]
 
 
-def rows_of(
-    calls: Sequence[Call], begins: dict[GroupKey, int], groups: dict[GroupKey, int], number: dict[int, int]
-) -> Iterator[tuple[object, ...]]:
-    """The calls of one rank as rows of the script."""
-    begun: set[GroupKey] = set()
-    for call in calls:
-        group, kind, counted = call.group, call.kind, call.kind.op not in MESSAGES and call.group.instance >= 0
-        members, which = inside(group, number), groups.get(group)
-        if counted and group not in begun:
-            begun.add(group)
-            for _ in range(begins[group]):
-                yield "<earlier>", 1, STATEMENTS["all_reduce"], [(1,)], "float32", which, -1, members
-        if (counted and call.turn < begins[group]) or (kind.op in MESSAGES and kind.peer not in (-1, *number)):
-            continue
-        file, _, line = call.place.line.rpartition(":")
-        peer = number.get(kind.peer, next((each for each in members if each != number[call.rank]), 0))
-        dtype = kind.dtypes[0] if kind.dtypes else "float32"
-        at = (file, int(line)) if file and line.isdecimal() else ("<unknown>", 1)
-        yield *at, STATEMENTS.get(kind.op, STATEMENTS["barrier"]), [*kind.dims[:1]], dtype, which, peer, members
+def begin_of(group: GroupKey, calls: Sequence[Call], number: Mapping[int, int]) -> int:
+    """The first call of the group that is made as it was: of a rank without a dump the ones before are not known."""
+    last = {call.rank: call.turn for call in calls}
+    whole = all(rank in last for rank in group.ranks if rank in number)
+    return max(0, min(last.values()) - (LAST if whole else 0))
+
+
+def row_of(call: Call, made: Sequence[GroupKey], number: Mapping[int, int]) -> tuple[object, ...]:
+    """The call as a row of the script."""
+    file, _, line = call.place.line.rpartition(":")
+    at = (file, int(line)) if file and line.isdecimal() and len(line) < MOST_DIGITS else ("<unknown>", 1)
+    members = inside(call.group, number)
+    peer = number.get(call.kind.peer, next(each for each in members if each != number[call.rank]))
+    which = made.index(call.group) if call.group in made else None
+    statement = STATEMENTS.get(call.kind.op, STATEMENTS["barrier"])
+    return *at, statement, [*call.kind.dims[:1]], (*call.kind.dtypes, "float32")[0], which, peer, members

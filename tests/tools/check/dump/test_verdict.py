@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from distlab.cli import check
+from distlab.tools.check.dump import repro
 from distlab.tools.check.dump.verdict import Verdict, judge
 from distlab.tools.check.judge.rank_state import HANG, MATCH
 from tests.tools.check.dump.synthetic import BEGAN_NS, dump, entry, left, numbered
@@ -182,3 +183,25 @@ def test_no_dump_is_refused_in_a_sentence(tmp_path: Path, capsys: pytest.Capture
     assert "no file there is a dump" in " ".join(capsys.readouterr().out.split())
     assert check.main(["--dump", str(tmp_path / "away")]) == 2
     assert "is not there: expected a folder" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_large_job_is_folded_to_the_ranks_that_matter(tmp_path: Path) -> None:
+    """Of 64 ranks 63 wait in one call for rank 5, which waits in a group of its node: two places, two ranks and one of
+    its node."""
+    world, node = {"0": list(range(64))}, {"0": list(range(64)), "1": list(range(8))}
+    before = [entry("all_reduce", turn) for turn in range(30)]
+    dumps = {
+        rank: dump(
+            numbered(*map(dict, before), entry("all_reduce", 30, 20, state="started")), node if rank < 8 else world
+        )
+        for rank in range(64)
+    }
+    dumps[5] = dump(numbered(*map(dict, before), entry("broadcast", 0, 40, group="1", state="started")), node)
+    verdict = verdict_of(left(tmp_path, dumps))
+    assert "and 47 more wait in all_reduce #30 of all ranks at train.py:20 for rank 5" in verdict.findings[0].sentence
+    ranks = repro.chosen(verdict)
+    assert len(ranks) <= repro.MOST_RANKS and {0, 5} <= set(ranks)
+    text = repro.script_of(verdict, "repro.py")
+    assert "('train.py', 40, 'dist.broadcast(T[0], R[0], group=G)'" in text
+    assert "for _ in range(26): dist.all_reduce" in text
+    compile(text, "repro.py", "exec")
