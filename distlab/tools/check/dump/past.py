@@ -102,16 +102,11 @@ class Past:
         self.stood: dict[int, CallPlace] = {}  # by the stacks
         self._by_rank: dict[int, RankState] = {}
         self._configured: dict[str, Group] = {}
-        self._own: dict[int, dict[str, Group]] = {}
+        self.own: dict[int, dict[str, Group]] = {}  # the groups in the dump of each rank that left one
         self._of_group: dict[tuple[str, str], dict[int, list[Call]]] = {}  # by name and description, by rank
         self._kinds: dict[str, Kind] = {}
         self._keys: dict[GroupKey, GroupKey] = {}  # one object each, which is compared at once
         self._places: PastPlaces | None = None
-
-    @property
-    def ranks(self) -> set[int]:
-        """Those that left a dump."""
-        return set(self._by_rank)
 
     def waited_s(self, wait: Wait) -> float:
         """For how long when the dump of its rank was written; 0 where nobody knows."""
@@ -122,7 +117,7 @@ class Past:
         """One rank's dump, of which nothing but its calls is kept."""
         state = self._by_rank[dump.rank] = RankState(dump.rank, 0)
         self.written_s[dump.rank] = dump.written_s
-        self._own[dump.rank] = dump.groups
+        self.own[dump.rank] = dump.groups
         self._configured |= dump.groups
         if self._places is None:
             stacks = (entry.get("frames") or () for entry in dump.entries[:MOST_LOOKED])
@@ -206,17 +201,9 @@ class Past:
             if rank < size and threads:
                 self._take_stack(self.states[rank], threads)
 
-    def groups_apart(self) -> dict[str, dict[tuple[int, ...], list[int]]]:
-        """Names of groups that are of other ranks on other ranks: who has which."""
-        found: dict[str, dict[tuple[int, ...], list[int]]] = {}
-        for rank, groups in sorted(self._own.items()):
-            for name, (_, ranks) in groups.items():
-                found.setdefault(name, {}).setdefault(ranks, []).append(rank)
-        return {name: sides for name, sides in found.items() if len(sides) > 1}
-
     def _ranks(self, rank: int, name: str, description: str, calls: Mapping[int, Sequence[Call]]) -> tuple[int, ...]:
         """Those of the group, as the dump of one of them says, else any dump; else those that have called in it."""
-        if (found := self._own[rank].get(name) or self._configured.get(name)) is not None and rank in found[1]:
+        if (found := self.own[rank].get(name) or self._configured.get(name)) is not None and rank in found[1]:
             return found[1]
         if description == DEFAULT:
             return tuple(range(len(self.states)))

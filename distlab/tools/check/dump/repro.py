@@ -83,7 +83,7 @@ def script_of(verdict: Verdict, name: str) -> str:
     made = [group for group in groups if group.name]
     lines = []
     for rank, index in number.items():
-        rows = [
+        rows: list[tuple[object, ...]] = [
             ("<earlier>", 1, f"for _ in range({begins[group]}): {STATEMENTS['all_reduce']}", [(1,)], "float32",
              made.index(group) if group in made else None, 0, inside(group, number))
             for group in groups if rank in group.ranks and begins[group]

@@ -33,8 +33,9 @@ from distlab.tools.check.judge.rank_state import (
     Wait,
     call_text,
     group_words,
+    ranks_by,
     ranks_do,
-)
+)  # fmt: skip
 from distlab.tools.check.judge.source_lines import source_line
 
 IN_TORCH = "/site-packages/torch/"  # where a rank stands that waits in a call
@@ -78,14 +79,14 @@ def judge(places: Iterable[Path], still_s: float) -> Verdict:
         if isinstance(found, Stacks):
             stacks[found.rank] = found.threads
         elif isinstance(found, Dump):
-            more += found.rank in past.ranks
-            if found.rank not in past.ranks:
+            more += found.rank in past.own
+            if found.rank not in past.own:
                 versions[found.version] += 1
                 past.take(found)
         else:
             summaries += found.summary
             texts |= found.by_rank
-    if not past.ranks:
+    if not past.own:
         raise Unreadable(
             f"no file there is a dump of torch's flight recorder{': ' if faults else ''}{'; '.join(faults)}"
         )
@@ -100,7 +101,7 @@ def judge(places: Iterable[Path], still_s: float) -> Verdict:
         verdict = judged(past, still_s)
     verdict.faults = faults
     verdict.what = described(past, versions)
-    verdict.ruled_out, verdict.unknown = list(ruled_out(verdict, texts)), list(unknown(verdict))
+    verdict.ruled_out, verdict.unknown = list(ruled_out(verdict, texts)), list(unknown(past))
     return verdict
 
 
@@ -140,14 +141,15 @@ def judged(past: Past, still_s: float) -> Verdict:
 
 def groups_apart(past: Past) -> Iterator[Finding]:
     """That a name is of one group on some ranks and of another one on others: torch counts the groups that are made."""
-    for name, sides in past.groups_apart().items():
-        told = " and ".join(f"of {name_ranks(ranks)} on {name_ranks(holders)}" for ranks, holders in sides.items())
-        sentence = (
-            f"group {name} is {told}: a new_group that not all ranks made, or made in another order; let all ranks make"
-            " each new_group, also the ranks outside of it"
-        )
-        holders = tuple(sorted(rank for each in sides.values() for rank in each))
-        yield Finding(MATCH, sentence, holders, ends=True)
+    for name in sorted({name for groups in past.own.values() for name in groups}):
+        sides = ranks_by({rank: groups[name][1] for rank, groups in past.own.items() if name in groups})
+        if len(sides) > 1:
+            told = " and ".join(f"of {name_ranks(ranks)} on {name_ranks(holders)}" for ranks, holders in sides.items())
+            sentence = (
+                f"group {name} is {told}: a new_group that not all ranks made, or made in another order; let all ranks"
+                " make each new_group, also the ranks outside of it"
+            )
+            yield Finding(MATCH, sentence, tuple(sorted(past.own)), ends=True)
 
 
 def wait_in(call: Call) -> Wait:
@@ -191,20 +193,19 @@ def put_wait(past: Past, case: RankState, matching: Matching) -> None:
 
 def still_waiting(past: Past, matching: Matching, waits: Mapping[int, Standing]) -> str:
     """Who waits for a rank of which nothing says that it never comes."""
-    rank = min(waits)
-    first = waits[rank]
-    away = [each for each in sorted(first.needs) if each not in waits] or sorted(first.needs)
-    where = deadlock.elsewhere(past.states[away[0]], matching, first.wait, dict(waits), len(past.states))
+    first, size = waits[min(waits)], len(past.states)
+    other = next((rank for rank in sorted(first.needs) if rank not in waits), min(first.needs))
+    where = deadlock.elsewhere(past.states[other], matching, first.wait, dict(waits), size)
     where = where.replace("is at an unknown line", "waits in no call that is recorded")
-    if (code := source_line(deadlock.main_place(past.states[away[0]]))) and away[0] in past.stood:
-        where = f"{where} (its line is `{code}`)"
-    together = [each for each in waits if waits[each].needs == first.needs]
-    since = f", for {past.waited_s(first.wait):.3g} s when the dumps were written"
-    asked = f"; its stack tells: py-spy dump --pid PID > rank{away[0]}.txt, beside the dumps"
+    code = source_line(deadlock.main_place(past.states[other])) if other in past.stood else ""
+    where += f" (its line is `{code}`)" if code else ""
+    asked = f"; its stack tells: py-spy dump --pid PID > rank{other}.txt, beside the dumps"
+    together = [rank for rank, each in waits.items() if each.needs == first.needs]
     return (
-        f"{ranks_do(together, 'wait')} in {wait_text(first.wait, len(past.states))} at {first.wait.place} for"
-        f" {name_ranks(first.needs)}{since}: {where}. Whether it computes, sleeps or stands in a queue, a lock or a"
-        f" file is not in a dump{'' if away[0] in past.stood else asked}"
+        f"{ranks_do(together, 'wait')} in {wait_text(first.wait, size)} at {first.wait.place} for"
+        f" {name_ranks(first.needs)}, for {past.waited_s(first.wait):.3g} s when the dumps were written: {where}."
+        " Whether it computes, sleeps or stands in a queue, a lock or a file is not in a dump"
+        + ("" if other in past.stood else asked)
     )
 
 
@@ -214,14 +215,14 @@ def how_often(past: Past, stuck: Mapping[int, Standing]) -> str:
     call = first.wait.call
     if call is None or not call.place.line or past.cut:
         return ""
-    made = Counter(each.rank for each in past.calls if each.place.line == call.place.line and each.group == call.group)
-    fewer = [rank for rank in sorted(first.needs) if 0 < made[rank] < made[call.rank]]
-    if not fewer or not past.has_lines:
+    op, line = call.kind.op, call.place.line
+    made = Counter(each.rank for each in past.calls if each.place.line == line and each.group == call.group)
+    fewer = next((rank for rank in sorted(first.needs) if 0 < made[rank] < made[call.rank]), None)
+    if fewer is None:
         return ""
     return (
-        f"; rank {call.rank} has come to the {call.kind.op} of {call.place.line} {counted(made[call.rank], 'times')},"
-        f" and rank {fewer[0]} {counted(made[fewer[0]], 'times')}: of a loop this is uneven data, or a stop decided on"
-        " one rank"
+        f"; rank {call.rank} has come to the {op} of {line} {counted(made[call.rank], 'times')}, and rank {fewer}"
+        f" {counted(made[fewer], 'times')}: of a loop this is uneven data, or a stop decided on one rank"
     )
 
 
@@ -282,7 +283,7 @@ def described(past: Past, versions: Counter[str]) -> str:
     more = f" and {len(groups) - MOST_GROUPS} more" if len(groups) > MOST_GROUPS else ""
     calls = sum(case.num_calls for case in past.states)
     return (
-        f"dumps of {len(past.ranks)} of {counted(size, 'ranks')} · version {', '.join(versions)}"
+        f"dumps of {len(past.own)} of {counted(size, 'ranks')} · version {', '.join(versions)}"
         f" · {counted(calls, 'calls')} by {', '.join(sorted(past.backends)) or 'nobody'} in"
         f" {counted(len(groups), 'groups')}: {', '.join(names) or 'none'}{more}"
     )
@@ -293,25 +294,22 @@ def ruled_out(verdict: Verdict, texts: Mapping[int, str]) -> Iterator[str]:
     past = verdict.past
     if not any(finding.check == MATCH for finding in verdict.findings):
         yield f"other operations, shapes or dtypes ({counted(len(past.calls), 'calls')} were compared)"
-    if len(past.ranks) == len(past.states):
-        yield "a rank that had ended before (each left a dump)" if not any(map(has_failed, past.states)) else ""
-    if set(texts) >= past.ranks and not any(case.raised for case in past.states):
+    if len(past.own) == len(past.states) and not any(map(has_failed, past.states)):
+        yield "a rank that had ended before (each left a dump)"
+    if set(texts) >= set(past.own) and not any(case.raised for case in past.states):
         yield "an exception (none is in the ranks' logs)"
 
 
-def unknown(verdict: Verdict) -> Iterator[str]:
+def unknown(past: Past) -> Iterator[str]:
     """What no file says."""
-    past = verdict.past
     yield "reduce operations and roots, which the recorder does not hold"
     if "gloo" in past.backends and not past.by_stack:
         yield "sends, receives and new groups on gloo, which are known by stacks alone"
     if not past.has_lines:
         yield "lines of the script: dumps as JSON have none"
     if past.cut:
-        who = ranks_do(past.cut, "have" if len(past.cut) > 1 else "ha")
-        yield f"what {who} called before: the recorder kept the last calls only (TORCH_FR_BUFFER_SIZE)"
+        yield f"the first calls of {name_ranks(past.cut)}: the recorder kept the last ones (TORCH_FR_BUFFER_SIZE)"
     if past.unnamed:
         yield f"the ranks of group {', '.join(sorted(past.unnamed))}, taken to be those that called in it"
-    away = sorted(set(range(len(past.states))) - past.ranks)
-    if away:
-        yield f"where {name_ranks(away)} {'was' if len(away) == 1 else 'were'}: no dump"
+    if away := set(range(len(past.states))) - set(past.own):
+        yield f"all of {name_ranks(away)}, without a dump"

@@ -57,7 +57,7 @@ def test_a_dump_names_what_a_live_check_names(name: str, tmp_path: Path) -> None
 def test_the_dumps_of_a_right_script_hang_nobody(name: str, tmp_path: Path) -> None:
     verdict = left(name, "right", RIGHT[name], tmp_path)
     assert (sentences(verdict), verdict.exit_code) == ([], 0)
-    assert verdict.past.ranks == set(range(RIGHT[name])) and not verdict.past.unread
+    assert set(verdict.past.own) == set(range(RIGHT[name])) and not verdict.past.unread
 
 
 def test_a_rank_that_sleeps_is_a_wait_and_no_hang(tmp_path: Path) -> None:

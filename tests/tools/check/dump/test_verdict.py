@@ -182,7 +182,7 @@ def test_no_dump_is_refused_in_a_sentence(tmp_path: Path, capsys: pytest.Capture
     assert check.main(["--dump", str(tmp_path)]) == 2
     assert "no file there is a dump" in " ".join(capsys.readouterr().out.split())
     assert check.main(["--dump", str(tmp_path / "away")]) == 2
-    assert "is not there: expected a folder" in " ".join(capsys.readouterr().out.split())
+    assert "away: No such file" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_large_job_is_folded_to_the_ranks_that_matter(tmp_path: Path) -> None:
