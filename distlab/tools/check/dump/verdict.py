@@ -23,7 +23,6 @@ from distlab.tools.check.judge.deadlock import Standing, hung, standings, wait_t
 from distlab.tools.check.judge.failures import blameless, failures, has_failed
 from distlab.tools.check.judge.matching import Matching
 from distlab.tools.check.judge.rank_state import (
-    HANG,
     MATCH,
     Call,
     Finding,
@@ -119,14 +118,13 @@ def judged(past: Past, still_s: float) -> Verdict:
     failed = {case.rank for case in cases if has_failed(case)}
     if failed:
         verdict.findings += failures(cases, matching, {}, explained=False)
+    found = []
     if stuck and not any(each.needs & failed for each in stuck.values()):
-        found = deadlock.diagnosis(cases, matching, waits, stuck)
-        verdict.findings.append(replace(found, sentence=found.sentence + how_often(past, stuck)))
+        found = [deadlock.diagnosis(cases, matching, waits, stuck)]
+    elif not failed and (stuck := deadlock.standing_apart(cases, matching)):
+        found = [deadlock.apart_finding(stuck, size)]
+    verdict.findings += [replace(each, sentence=each.sentence + how_often(past, stuck)) for each in found]
     verdict.findings += [*matching.mismatches(cases), *groups_apart(past)]
-    if not any(finding.check == HANG for finding in verdict.findings) and (
-        apart := deadlock.standing_apart(cases, matching)
-    ):
-        verdict.findings.insert(0, deadlock.apart_finding(apart, size))
     if verdict.findings:
         return verdict
     stalled = [call for case in cases if not case.over for call in list(case.open.values())[:1]]

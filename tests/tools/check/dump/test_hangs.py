@@ -68,8 +68,8 @@ def test_a_rank_that_sleeps_is_a_wait_and_no_hang(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["group_order", "missing", "recv_no_send"])
 def test_the_script_of_a_dump_hangs_alike(name: str, tmp_path: Path) -> None:
-    """The sentence is the same, except for the number of a message, which a stack does not have, and for what to
-    change, which is read in the source."""
+    """The sentence is the same, except for the number of a message, which a stack does not have, and for what
+    a dump adds (how often each came to the line) and the source (what to change)."""
     world_size = next(each.world_size for each in PLANTED if each.name == name)
     verdict = left(name, "faults", world_size, tmp_path / "left")
     script = tmp_path / "repro.py"
@@ -77,5 +77,5 @@ def test_the_script_of_a_dump_hangs_alike(name: str, tmp_path: Path) -> None:
     checked = check(script, len(repro.chosen(verdict)), tmp_path, LAB_HANG_AFTER_S="2")
     (live,) = [each["sentence"] for each in checked.run["findings"] if each["check"] == HANG]
     (dumped,) = [finding.sentence for finding in verdict.findings if finding.check == HANG]
-    one, other = (re.sub(r"(send|recv) #\d+", r"\1", each.partition("; let")[0]) for each in (live, dumped))
+    one, other = (re.sub(r"(send|recv) #\d+", r"\1", re.split("; (?:let|rank)", each)[0]) for each in (live, dumped))
     assert one == other, script.read_text()

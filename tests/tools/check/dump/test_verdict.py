@@ -50,6 +50,17 @@ def test_calls_that_do_not_match_are_told_with_their_tensors(tmp_path: Path) -> 
     assert "shape mismatch" in match.sentence
 
 
+def test_a_rank_that_came_to_the_line_less_often_has_left_its_loop(tmp_path: Path) -> None:
+    steps = [entry("all_reduce", turn) for turn in range(2)]
+    dumps = {
+        0: dump(numbered(*map(dict, steps), entry("all_reduce", 2, state="started")), {"0": [0, 1]}),
+        1: dump(numbered(*map(dict, steps), entry("barrier", 2, 30, state="started")), {"0": [0, 1]}),
+    }
+    hang, match = verdict_of(left(tmp_path, dumps)).findings
+    assert "rank 0 has come to the all_reduce of train.py:12 3 times, and rank 1 2 times" in hang.sentence
+    assert "rank 1 calls barrier at train.py:30" in match.sentence
+
+
 def test_calls_queued_on_a_gpu_in_other_orders_hang(tmp_path: Path) -> None:
     """Both ranks have made both calls, and neither stream comes to its second one."""
     groups = {"0": [0, 1], "1": [0, 1]}
