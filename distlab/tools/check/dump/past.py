@@ -2,7 +2,7 @@
 
 A call has its number from `collective_seq_id`, its place from the recorder's frames by the rules of a live run. It is
 open until the recorder says that it has ended: by `state`, or for gloo, whose state is always "scheduled", by
-`retired`. The recorder keeps the last calls only, so what came before the first call that all dumps of a group hold is
+`retired`. The recorder keeps the last calls only: where some are lost, messages that have ended have no number and are
 left out. It has no reduce operations, roots and tags, and of gloo no sends and receives: a rank that waits in one of
 these, or makes a group, is known by its stack.
 """
@@ -10,7 +10,7 @@ these, or makes a group, is known by its stack.
 import math
 import re
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
 from types import SimpleNamespace
@@ -196,7 +196,7 @@ class Past:
                 ranks = self._ranks(rank, name, description, calls)
                 key = GroupKey(ranks, "" if description == DEFAULT else name)
                 number(of_rank, self._keys.setdefault(key, key), all_kept=rank not in self.cut)
-            self.calls += kept(calls, self.cut)
+                self.calls += [call for call in of_rank if call.turn >= 0]
         for rank, threads in stacks.items():
             if rank < size and threads:
                 self._take_stack(self.states[rank], threads)
@@ -253,18 +253,6 @@ def number(calls: Sequence[Call], key: GroupKey, *, all_kept: bool) -> None:
             if all_kept or call.ended_s is None:
                 call.turn = turns[call.kind.op, local]
                 turns[call.kind.op, local] += 1
-
-
-def kept(calls: Mapping[int, Sequence[Call]], cut: Container[int]) -> Iterator[Call]:
-    """The calls of a group from the first one on that all who lost calls still have."""
-    firsts = [
-        next((call.turn for call in of_rank if call.turn >= 0), 0) for rank, of_rank in calls.items() if rank in cut
-    ]
-    begin = max(firsts, default=0)
-    return (
-        call for of_rank in calls.values() for call in of_rank
-        if call.turn >= (0 if call.kind.op in ("send", "recv") else begin)
-    )  # fmt: skip
 
 
 def main_thread(threads: Sequence[Sequence[Frame]]) -> Sequence[Frame]:
