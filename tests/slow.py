@@ -17,6 +17,15 @@ SLOW = {
         )
         for each in ("2_data_parallel", "3_tensor_parallel", "4_pipeline", "5_zero")
     },
+    # The other hangs and right scripts of which dumps are made.
+    **{
+        f"tests/tools/check/dump/test_hangs.py::{test}": f"tests/tools/check/dump/test_hangs.py::{test}[{quick}]"
+        for test, quick in (
+            ("test_a_dump_names_what_a_live_check_names", "group_order"),
+            ("test_the_dumps_of_a_right_script_hang_nobody", "ddp"),
+            ("test_the_script_of_a_dump_hangs_alike", "missing"),
+        )
+    },
     # The same in containers.
     "tests/compose/test_bad_input.py::test_a_doubled_rank_is_named_with_both_hosts": (
         "tests/lab/cluster/test_join.py::test_a_doubled_rank_is_said_on_every_rank"

@@ -89,6 +89,7 @@ FLOORS: dict[str, list[str]] = {
     f"{D}.tools.check": [],
     f"{D}.tools.check.watch": [MEASURE],
     f"{D}.tools.check.judge": [f"{D}.tools.check.watch", REPORT, f"{MEASURE}.traffic", CLUSTER],
+    f"{D}.tools.check.dump": [f"{D}.tools.check.watch", f"{D}.tools.check.judge", REPORT, CLUSTER],
     f"{D}.tools.check.start": [
         f"{D}.tools.check.watch", f"{D}.tools.check.judge", CONFIG, REPORT, MEASURE, CLUSTER, *MESSAGES, RANK,
     ],

@@ -53,7 +53,7 @@ def standings(cases: Sequence[RankState], matching: Matching) -> dict[int, Stand
         if wait.call is None:
             found[case.rank] = Standing(wait, frozenset(range(len(cases))) - {case.rank}, any_of=True)
         elif needs := matching.absent(wait.call):
-            any_of = wait.call.kind.op == "recv" and wait.call.kind.peer < 0
+            any_of = wait.call.kind.op in ("send", "recv") and wait.call.kind.peer < 0
             found[case.rank] = Standing(wait, frozenset(needs), any_of)
     return found
 
@@ -120,10 +120,11 @@ def diagnosis(
         sentence += ", and no other rank can unblock it"
     else:
         sentence += f" for {name_ranks(whom)}"
-    chain = list(whom)
+    chain, seen = list(whom), {*whom, *together}
     for rank in chain:  # it grows: who is waited for may wait itself
-        more = sorted(waits[rank].needs) if rank in waits and not waits[rank].any_of else []
-        chain += [each for each in more if each not in (*chain, *together)]
+        more = sorted(waits[rank].needs - seen) if rank in waits and not waits[rank].any_of else []
+        chain += more
+        seen |= set(more)
     others = [elsewhere(cases[rank], matching, first.wait, waits, len(cases)) for rank in chain[:MOST_NAMED]]
     sentence += f": {'; '.join(dict.fromkeys(others))}"
     sentence += matching.parted(first.wait.call.group) if first.wait.call is not None else ""
@@ -164,6 +165,8 @@ def wait_text(wait: Wait, world_size: int) -> str:
         return wait.what
     if call.kind.op in ("send", "recv"):
         return call_text(call)
+    if call.group.instance == MADE and not call.kind.dims:  # known by a stack alone
+        return call.kind.op
     if call.group.instance == MADE:
         return f"new_group({list(call.kind.dims[0])}), the {ordinal(call.turn)} group that is made,"
     return f"{call_text(call)} of {group_words(call.group, world_size)}"
@@ -186,6 +189,8 @@ def elsewhere(case: RankState, matching: Matching, waited: Wait, waits: dict[int
         return f"{who} raised {case.raised.kind} at {case.raised.place or 'its end'}{before}"
     if case.exit_code is None and case.gone is not None:
         return f"{who} {how_it_ended(case.gone)}{before}"
+    if case.missing:
+        return f"{who} {case.missing}"
     if case.over:
         return f"{who} has ended without it{before}"
     own = waits.get(case.rank)
@@ -261,7 +266,7 @@ def table(cases: Sequence[RankState], waits: dict[int, Standing]) -> list[list[s
             rows.append([f"rank {case.rank}", str(own.wait.place), called, whom, source_line(own.wait.place)])
         elif case.over:
             how = how_it_ended(case.gone or 0) if case.exit_code is None else f"ended with code {case.exit_code}"
-            how = f"raised {case.raised.kind}" if case.raised is not None else how
+            how = f"raised {case.raised.kind}" if case.raised is not None else case.missing or how
             last = f"{call_text(case.last)}, its last call" if case.last is not None else "no call"
             place = case.raised.place if case.raised is not None else str(case.last.place) if case.last else ""
             text = source_line(case.last.place) if case.last is not None and case.raised is None else ""

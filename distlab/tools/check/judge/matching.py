@@ -102,10 +102,7 @@ class Matching:
         self._parted: dict[GroupKey, dict[int, Call]] = {}  # the first call that matched, from several lines
         self._messages: dict[tuple[int, int, GroupKey, int], Messages] = {}
         self._from_any: set[tuple[int, GroupKey, int]] = set()
-        self._before: dict[tuple[GroupKey, int], Call] = {}  # by group and rank, the last call that was taken
-        self._threads: dict[tuple[GroupKey, int], dict[bool, Call]] = defaultdict(
-            dict
-        )  # the first outside, the first in
+        self._last_of: dict[tuple[GroupKey, int], dict[bool, Call]] = defaultdict(dict)  # outside and inside of threads
 
     def take(self, call: Call) -> bool:
         """Compare a call with what the others made of it; whether they do not match."""
@@ -113,12 +110,12 @@ class Matching:
             return self._take_message(call)
         met = self._met.setdefault((call.group, call.turn), {})
         met[call.rank] = call
-        self._before[call.group, call.rank] = call
-        self._threads[call.group, call.rank][call.place.in_thread] = call
-        if call.group in self._broken:
+        self._last_of[call.group, call.rank][call.place.in_thread] = call
+        if self._broken and call.group in self._broken:
             return False
         whole = len(met) == len(call.group.ranks)
-        if len(met) > 1 and fault_of(met, whole=whole):
+        alike_so_far = call.kind == next(iter(met.values())).kind and call.kind.op != "all_to_all"
+        if len(met) > 1 and not alike_so_far and fault_of(met, whole=whole):
             self._broken[call.group] = met
             return True
         if whole:
@@ -179,7 +176,8 @@ class Matching:
         return (receiver, group, tag) in self._from_any
 
     def before(self, group: GroupKey, rank: int) -> Call | None:
-        return self._before.get((group, rank))
+        """The last call of a rank in a group that was taken."""
+        return max(self._last_of.get((group, rank), {}).values(), key=lambda call: call.turn, default=None)
 
     def unmatched(self) -> Iterator[Finding]:
         """Of scripts that have all ended: the first call of each group, and the messages, that not all made."""
@@ -202,7 +200,7 @@ class Matching:
                     yield Finding(MATCH, sentence, two, call_rows([call]))
 
     def _last(self, group: GroupKey, ranks: Iterable[int]) -> str:
-        found = [self._before[group, rank] for rank in ranks if (group, rank) in self._before]
+        found = [last for rank in ranks if (last := self.before(group, rank)) is not None]
         return f" (its last there was {call_text(found[0])} at {found[0].place})" if len(found) == 1 else ""
 
     def parted(self, group: GroupKey) -> str:
@@ -217,7 +215,7 @@ class Matching:
     def shared_by_threads(self, group: GroupKey) -> Parting:
         """That two threads of a rank call one group, the order of whose calls nobody knows."""
         for rank in group.ranks:
-            if len(found := self._threads.get((group, rank), {})) > 1:
+            if len(found := self._last_of.get((group, rank), {})) > 1:
                 one, other = found[False].place, found[True].place
                 return Parting(
                     f"; on rank {rank} the main thread ({one}) and another ({other}) share one"
@@ -332,7 +330,7 @@ def fault_of(met: dict[int, Call], *, whole: bool) -> str:
     if any(kind.dtypes != first.dtypes for kind in kinds):
         return "type"
     if first.op == "all_to_all":
-        return "split" if whole and not exchanged(met) else ""
+        return "split" if whole and all(kind.splits for kind in kinds) and not exchanged(met) else ""
     if first.op not in ("barrier", "monitored_barrier") and any(kind.dims != first.dims for kind in kinds):
         return "shape"
     return ""

@@ -70,6 +70,10 @@ class GroupKey(NamedTuple):
     name: str = ""
     instance: int = 0
 
+    def __hash__(self) -> int:
+        """Of a part of the ranks: a hash of all of them took most of the time of a job of 512."""
+        return hash((self.ranks[:4], len(self.ranks), self.name, self.instance))
+
 
 class Kind(NamedTuple):
     """All that calls which meet each other have to have alike, and the bytes of the whole tensor."""
@@ -86,9 +90,10 @@ class Kind(NamedTuple):
     parameter: str = ""  # of which a weight or a gradient is given by hand; ranks need not have it alike
 
 
-@dataclass
+@dataclass(slots=True)
 class Call:
-    """One call of one rank; `turn` is its number in its group, or among the messages of the same two ends."""
+    """One call of one rank; `turn` is its number in its group, or among the messages of the same two ends; below 0
+    where that is not known."""
 
     rank: int
     place: CallPlace
@@ -159,6 +164,7 @@ class RankState:
     counts: CallPlace | None = None  # where it asks how many GPUs there are, and is told of one a rank
     counted_steps: int = 0  # of a proof; then `sockets` has what they sent, and nothing else
     promises: bool = False  # to tell how it has ended: of a script that leaves with 0 nothing more is asked
+    missing: str = ""  # why nothing is known of it, behind "rank 2 "
 
     def __post_init__(self) -> None:
         self._places: dict[int, CallPlace] = {}
@@ -338,7 +344,8 @@ class RankState:
     @property
     def over(self) -> bool:
         """Whether its script calls nothing any more."""
-        return self.exit_code is not None or self.gone is not None or self.raised is not None
+        ended = self.exit_code is not None or self.gone is not None or self.raised is not None
+        return ended or bool(self.missing)
 
     def waiting(self, absent: Callable[[Call], object]) -> Wait | None:
         """What it waits in; None where it is over, or at work, or asleep. Of open calls it is one that somebody is
@@ -409,11 +416,11 @@ def group_words(group: GroupKey, world_size: int) -> str:
 
 def call_text(call: Call) -> str:
     """The call in the words of a sentence."""
+    counted = f"{call.kind.op} #{call.turn}" if call.turn >= 0 else call.kind.op
     if call.kind.op == "send":
-        return f"send #{call.turn} to rank {call.kind.peer}"
+        return f"{counted} to {f'rank {call.kind.peer}' if call.kind.peer >= 0 else 'another rank'}"
     if call.kind.op == "recv":
-        return f"recv #{call.turn} from {f'rank {call.kind.peer}' if call.kind.peer >= 0 else 'any rank'}"
-    counted = f"{call.kind.op} #{call.turn}"
+        return f"{counted} from {f'rank {call.kind.peer}' if call.kind.peer >= 0 else 'any rank'}"
     return f"{call.place.object_call} ({counted})" if call.place.object_call else counted
 
 

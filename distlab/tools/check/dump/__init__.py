@@ -1,0 +1,1 @@
+"""Why a job hung, judged from what it left behind: `distlab check --dump DIR`."""

@@ -1,0 +1,122 @@
+"""A script of a few gloo ranks that makes the calls of a dump and hangs alike: `distlab check repro.py`.
+
+Of ranks that stand in the same call at the same line one is enough, so a job of hundreds folds to at most four; groups
+and messages are kept among these. Calls before the last few of a group are made as sums of one element, first of all,
+so that the others have their numbers. Each call is compiled under the file and line that the dump has, so that it is
+told alike.
+"""
+
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
+
+from distlab.tools.check.dump.verdict import Verdict
+from distlab.tools.check.judge.deadlock import met_in, standings
+from distlab.tools.check.judge.rank_state import Call, GroupKey
+
+MOST_RANKS = 4
+LAST = 3  # calls of a group that are made as they were
+MOST_DIGITS = 7  # of a line's number
+MESSAGES = ("send", "recv")
+MARK = "# Written by distlab check --dump"
+# By the operation of a call, with the names that the script has.
+STATEMENTS = {
+    "all_reduce": "dist.all_reduce(T[0], group=G)",
+    "broadcast": "dist.broadcast(T[0], R[0], group=G)",
+    "reduce": "dist.reduce(T[0], R[0], group=G)",
+    "all_gather": "dist.all_gather([torch.empty_like(T[0]) for _ in R], T[0], group=G)",
+    "gather": "dist.gather(T[0], [torch.empty_like(T[0]) for _ in R] if rank == R[0] else None, R[0], group=G)",
+    "scatter": "dist.scatter(T[0], [T[0]] * len(R) if rank == R[0] else None, R[0], group=G)",
+    "reduce_scatter": "dist.reduce_scatter(torch.empty_like(T[0]), [T[0]] * len(R), group=G)",
+    "all_to_all": "dist.all_to_all([torch.empty_like(T[0]) for _ in R], [T[0]] * len(R), group=G)",
+    "barrier": "dist.barrier(group=G)",
+    "monitored_barrier": "dist.monitored_barrier()",
+    "send": "dist.send(T[0], P, group=G)",
+    "recv": "dist.recv(T[0], P, group=G)",
+    "new_group": "dist.new_group(R)",
+}
+HEAD = """{mark}: {num_ranks} ranks make the calls of {who}.
+#
+#     WORLD_SIZE={num_ranks} distlab check {name}
+
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+groups = [{groups}]
+# Each rank's calls: file, line, statement, shapes, dtype, group (None for all ranks), peer, ranks.
+CALLS = {{
+{calls}
+}}
+
+for file, line, statement, shapes, dtype, number, P, R in CALLS.get(rank, ()):
+    G = None if number is None else groups[number]
+    T = [torch.zeros(shape, dtype=getattr(torch, dtype)) for shape in shapes] or [torch.zeros(1)]
+    exec(compile("\\n" * (line - 1) + statement, file, "exec"))
+"""
+
+
+def chosen(verdict: Verdict) -> list[int]:
+    """The ranks that matter: all of a small job, else one for each call that ranks wait in and each rank at fault."""
+    cases = verdict.past.states
+    if len(cases) <= MOST_RANKS:
+        return list(range(len(cases)))
+    waits = standings(cases, verdict.matching)
+    seen: dict[str, int] = {}
+    for rank in sorted({*waits, *(rank for finding in verdict.findings for rank in finding.ranks)}):
+        wait = cases[rank].waits.get(0)
+        where = (met_in(wait), wait.place) if wait is not None else (cases[rank].missing, cases[rank].last)
+        seen.setdefault(str(where), rank)
+    return sorted(list(seen.values())[:MOST_RANKS])
+
+
+def script_of(verdict: Verdict, name: str) -> str:
+    """The text of the script; empty where nothing hangs."""
+    if not verdict.findings:
+        return ""
+    number = {rank: index for index, rank in enumerate(chosen(verdict))}
+    calls = [call for call in verdict.past.calls if call.rank in number and call.kind.peer in (-1, *number)]
+    calls = sorted((call for call in calls if len(inside(call.group, number)) > 1), key=attrgetter("began_s"))
+    counted = [call for call in calls if call.kind.op not in MESSAGES and call.group.instance >= 0]
+    groups = sorted({call.group for call in counted}, key=lambda group: (len(group.name), group.name))
+    begins = {group: begin_of(group, [call for call in counted if call.group == group], number) for group in groups}
+    made = [group for group in groups if group.name]
+    lines = []
+    for rank, index in number.items():
+        rows: list[tuple[object, ...]] = [
+            ("<earlier>", 1, f"for _ in range({begins[group]}): {STATEMENTS['all_reduce']}", [(1,)], "float32",
+             made.index(group) if group in made else None, 0, inside(group, number))
+            for group in groups if rank in group.ranks and begins[group]
+        ]  # fmt: skip
+        mine = [call for call in calls if call.rank == rank]
+        mine = [call for call in mine if call.kind.op in MESSAGES or call.turn >= begins.get(call.group, -1)]
+        rows += [row_of(call, made, number) for call in mine]
+        lines.append("".join([f"    {index}: [\n", *(f"        {row},\n" for row in rows), "    ],"]))
+    return HEAD.format(
+        mark=MARK, num_ranks=len(number), who=f"ranks {', '.join(map(str, number))} of {len(verdict.past.states)}",
+        groups=", ".join(f"dist.new_group({inside(group, number)})" for group in made), calls="\n".join(lines),
+        name=name,
+    )  # fmt: skip
+
+
+def inside(group: GroupKey, number: Mapping[int, int]) -> list[int]:
+    """The ranks of a group as the script counts them."""
+    return [number[rank] for rank in group.ranks if rank in number]
+
+
+def begin_of(group: GroupKey, calls: Sequence[Call], number: Mapping[int, int]) -> int:
+    """The first call of the group that is made as it was: of a rank without a dump the ones before are not known."""
+    last = {call.rank: call.turn for call in calls}
+    whole = all(rank in last for rank in group.ranks if rank in number)
+    return max(0, min(last.values()) - (LAST if whole else 0))
+
+
+def row_of(call: Call, made: Sequence[GroupKey], number: Mapping[int, int]) -> tuple[object, ...]:
+    """The call as a row of the script."""
+    file, _, line = call.place.line.rpartition(":")
+    at = (file, int(line)) if file and line.isdecimal() and len(line) < MOST_DIGITS else ("<unknown>", 1)
+    members = inside(call.group, number)
+    peer = number.get(call.kind.peer, next(each for each in members if each != number[call.rank]))
+    which = made.index(call.group) if call.group in made else None
+    statement = STATEMENTS.get(call.kind.op, STATEMENTS["barrier"])
+    return *at, statement, [*call.kind.dims[:1]], (*call.kind.dtypes, "float32")[0], which, peer, members

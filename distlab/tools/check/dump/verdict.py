@@ -1,0 +1,313 @@
+"""What the dumps of a job say: who waits for whom, why as far as it can be known, what was ruled out, what is unknown.
+
+The calls are matched, and the ranks that never go on are found, by matching.py and deadlock.py, as for a live run. Two
+things are decided here, because a dump is one moment and not a run. A rank of which nothing says where it is may be at
+work, so those that wait for it are a wait and no hang. And a GPU has calls queued behind one that has not ended: where
+nothing else explains why calls that all have made do not end, the queued ones count as not made.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
+from pathlib import Path
+
+from distlab.lab.cluster import name_ranks
+from distlab.lab.report.table import printable
+from distlab.lab.report.units import counted
+from distlab.tools.check.dump.past import Past, library
+from distlab.tools.check.dump.reading import Dump, Stacks, Unreadable, files_in, read, version_fault
+from distlab.tools.check.judge import deadlock
+from distlab.tools.check.judge.deadlock import Standing, hung, standings, wait_text
+from distlab.tools.check.judge.failures import blameless, failures, has_failed
+from distlab.tools.check.judge.matching import Matching
+from distlab.tools.check.judge.rank_state import (
+    MATCH,
+    Call,
+    Finding,
+    Frame,
+    Raised,
+    RankState,
+    Wait,
+    call_text,
+    group_words,
+    ranks_by,
+    ranks_do,
+)  # fmt: skip
+from distlab.tools.check.judge.source_lines import source_line
+
+IN_TORCH = "/site-packages/torch/"  # where a rank stands that waits in a call
+MOST_GROUPS = 4  # that are named
+TERMINATED = -15  # what a launcher ends the other ranks with
+
+
+@dataclass
+class Verdict:
+    """What is told of the dumps."""
+
+    past: Past
+    matching: Matching
+    findings: list[Finding] = field(default_factory=list)
+    waiting: str = ""  # who waits, where nobody knows whether that ever ends
+    is_late: bool = False  # and has waited for long
+    stalled: bool = False  # in a call that all have made
+    rows: list[list[str]] = field(default_factory=list)  # where each rank is
+    faults: list[str] = field(default_factory=list)  # of files
+    ruled_out: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+    what: str = ""  # how many dumps of how many ranks, of what
+
+    @property
+    def exit_code(self) -> int:
+        """As of a live check; 1 too where ranks wait and it is not known why."""
+        return 1 if self.findings or self.is_late else 0
+
+
+def judge(places: Iterable[Path], still_s: float) -> Verdict:
+    """Read and judge; a wait counts that had lasted `still_s` when the dumps were written. Raises Unreadable where no
+    file is a dump."""
+    past, stacks, texts, faults = Past(), dict[int, Sequence[Sequence[Frame]]](), dict[int, str](), list[str]()
+    versions, summaries, more = Counter[str](), "", 0
+    for path in files_in(places):
+        try:
+            found = read(path)
+        except Unreadable as error:
+            faults.append(f"{printable(path.name)}: {error}")
+            continue
+        if isinstance(found, Stacks):
+            stacks[found.rank] = found.threads
+        elif isinstance(found, Dump):
+            more += found.rank in past.own
+            if found.rank not in past.own:
+                versions[found.version] += 1
+                past.take(found)
+        else:
+            summaries += found.summary
+            texts |= found.by_rank
+    if not past.own:
+        raise Unreadable(
+            f"no file there is a dump of torch's flight recorder{': ' if faults else ''}{'; '.join(faults)}"
+        )
+    past.settle(stacks)
+    faults += filter(None, map(version_fault, versions))
+    faults += [f"{counted(more, 'dumps')} of ranks that have one already are left out"] if more else []
+    faults += [f"{counted(past.unread, 'entries')} are not as the recorder writes them"] if past.unread else []
+    take_ends(past.states, texts, summaries)
+    verdict = judged(past, still_s)
+    if verdict.stalled and (behind := queued(past)):
+        past.calls = [call for call in past.calls if id(call) not in behind]
+        verdict = judged(past, still_s)
+    verdict.faults = faults
+    verdict.what = described(past, versions)
+    verdict.ruled_out, verdict.unknown = list(ruled_out(verdict, texts)), list(unknown(past))
+    return verdict
+
+
+def judged(past: Past, still_s: float) -> Verdict:
+    """The doctor's rules over all calls."""
+    cases, size = past.states, len(past.states)
+    matching = Matching(size)
+    for call in sorted(past.calls, key=attrgetter("began_s")):
+        matching.take(call)
+    for case in cases:
+        put_wait(past, case, matching)
+    verdict = Verdict(past, matching)
+    waits, over = standings(cases, matching), {case.rank for case in cases if case.over}
+    stuck = hung(waits, over)
+    failed = {case.rank for case in cases if has_failed(case)}
+    if failed:
+        verdict.findings += failures(cases, matching, {}, explained=False)
+    found = []
+    if stuck and not any(each.needs & failed for each in stuck.values()):
+        found = [deadlock.diagnosis(cases, matching, waits, stuck)]
+    elif not failed and (stuck := deadlock.standing_apart(cases, matching)):
+        found = [deadlock.apart_finding(stuck, size)]
+    verdict.findings += [replace(each, sentence=each.sentence + how_often(past, stuck)) for each in found]
+    verdict.findings += [*matching.mismatches(cases), *groups_apart(past)]
+    if verdict.findings:
+        return verdict
+    stalled = [call for case in cases if not case.over for call in list(case.open.values())[:1]]
+    if waits:
+        verdict.waiting, wait = still_waiting(past, matching, waits), waits[min(waits)].wait
+    elif stalled:
+        verdict.waiting, wait, verdict.stalled = made_by_all(past, stalled), wait_in(stalled[0]), True
+    verdict.is_late = bool(verdict.waiting) and past.waited_s(wait) >= still_s
+    verdict.rows = deadlock.table(cases, waits)
+    return verdict
+
+
+def groups_apart(past: Past) -> Iterator[Finding]:
+    """That a name is of one group on some ranks and of another one on others: torch counts the groups that are made."""
+    for name in sorted({name for groups in past.own.values() for name in groups}):
+        sides = ranks_by({rank: groups[name][1] for rank, groups in past.own.items() if name in groups})
+        if len(sides) > 1:
+            told = " and ".join(f"of {name_ranks(ranks)} on {name_ranks(holders)}" for ranks, holders in sides.items())
+            sentence = (
+                f"group {name} is {told}: a new_group that not all ranks made, or made in another order; let all ranks"
+                " make each new_group, also the ranks outside of it"
+            )
+            yield Finding(MATCH, sentence, tuple(sorted(past.own)), ends=True)
+
+
+def wait_in(call: Call) -> Wait:
+    return Wait(call, call_text(call), call.place, call.began_s)
+
+
+def made_by_all(past: Past, stalled: Sequence[Call]) -> str:
+    """That a call does not end which all have made, as far as is known."""
+    call = stalled[0]
+    ranks = [each.rank for each in stalled if (each.group, each.turn) == (call.group, call.turn)]
+    why = (
+        "no dump names the ranks of that group, so who is missing is unknown"
+        if call.group.name in past.unnamed
+        else "all its ranks have made it, alike as far as the recorder tells, so that it is not the order of the calls:"
+        " look at the network, the GPUs and the library's own log (NCCL_DEBUG=INFO)"
+    )
+    return (
+        f"{ranks_do(ranks, 'wait')} in {call_text(call)} of {group_words(call.group, len(past.states))} at"
+        f" {call.place}, which has not ended after {past.waited_s(wait_in(call)):.3g} s: {why}"
+    )
+
+
+def put_wait(past: Past, case: RankState, matching: Matching) -> None:
+    """Know what the rank waits in: what its stack shows, else the first of its open calls that another has not made,
+    else the first that does not match."""
+    case.waits.clear()
+    if case.over:
+        return
+    stood = past.stood.get(case.rank)
+    open_calls = sorted(case.open.values(), key=lambda call: stood is None or call.place.line != stood.line)
+    open_calls = [*filter(None, [past.by_stack.get(case.rank)]), *open_calls]
+    waited = next((call for call in open_calls if matching.absent(call)), None)
+    waited = waited or next((call for call in case.open.values() if matching.is_apart(call)), None)
+    if waited is None:
+        return
+    if not waited.place.line and not waited.place.in_thread and stood is not None:
+        waited.place = stood
+    case.waits[0] = wait_in(waited)
+    case.stacks = {0: [Frame(IN_TORCH, 0, waited.kind.op), *case.frames()]}
+
+
+def still_waiting(past: Past, matching: Matching, waits: Mapping[int, Standing]) -> str:
+    """Who waits for a rank of which nothing says that it never comes."""
+    first, size = waits[min(waits)], len(past.states)
+    other = next((rank for rank in sorted(first.needs) if rank not in waits), min(first.needs))
+    where = deadlock.elsewhere(past.states[other], matching, first.wait, dict(waits), size)
+    where = where.replace("is at an unknown line", "waits in no call that is recorded")
+    code = source_line(deadlock.main_place(past.states[other])) if other in past.stood else ""
+    where += f" (its line is `{code}`)" if code else ""
+    asked = f"; its stack tells: py-spy dump --pid PID > rank{other}.txt, beside the dumps"
+    together = [rank for rank, each in waits.items() if each.needs == first.needs]
+    return (
+        f"{ranks_do(together, 'wait')} in {wait_text(first.wait, size)} at {first.wait.place} for"
+        f" {name_ranks(first.needs)}, for {past.waited_s(first.wait):.3g} s when the dumps were written: {where}."
+        " Whether it computes, sleeps or stands in a queue, a lock or a file is not in a dump"
+        + ("" if other in past.stood else asked)
+    )
+
+
+def how_often(past: Past, stuck: Mapping[int, Standing]) -> str:
+    """That of the ranks which part one has made the call of the waiting one's line less often: a loop that it left."""
+    first = stuck[min(stuck)]
+    call = first.wait.call
+    if call is None or not call.place.line or past.cut:
+        return ""
+    op, line = call.kind.op, call.place.line
+    made = Counter(each.rank for each in past.calls if each.place.line == line and each.group == call.group)
+    fewer = next((rank for rank in sorted(first.needs) if 0 < made[rank] < made[call.rank]), None)
+    if fewer is None:
+        return ""
+    return (
+        f"; rank {call.rank} has come to the {op} of {line} {counted(made[call.rank], 'times')}, and rank {fewer}"
+        f" {counted(made[fewer], 'times')}: of a loop this is uneven data, or a stop decided on one rank"
+    )
+
+
+def queued(past: Past) -> set[int]:
+    """The calls, by id, that stand behind the first one of their rank which cannot end while each rank makes one after
+    another, as one stream of a GPU does; empty where all end so."""
+    if "gloo" in past.backends:
+        return set()
+    queues = {case.rank: list(case.open.values()) for case in past.states if case.open}
+    ended = True
+    while ended:
+        ended = False
+        heads = {rank: (queue[0].group, queue[0].turn) for rank, queue in queues.items() if queue}
+        for head in set(heads.values()):
+            if all(heads.get(rank) == head for rank in head[0].ranks):
+                ended = True
+                for rank in head[0].ranks:
+                    del queues[rank][0]
+    return {id(call) for queue in queues.values() for call in queue[1:]}
+
+
+# How ranks ended, from their logs.
+
+SUMMARY = re.compile(r"rank\s*:\s*(\d+)\s.*?exitcode\s*:\s*(-?\d+)", re.DOTALL)
+TRACEBACK = re.compile(
+    r"^Traceback \(most recent call last\):\n(?P<frames>(?:[ \t].*\n|\n)+)(?P<kind>[\w.]+)(?:: (?P<text>.*))?$",
+    re.MULTILINE,
+)
+AT = re.compile(r'File "([^"]*)", line (\d+)')
+
+
+def take_ends(cases: Sequence[RankState], texts: Mapping[int, str], summaries: str) -> None:
+    """How ranks ended that are in no call: by an exception that is not about another's end, or by an exit code."""
+    for case in cases:
+        if case.open or not (tracebacks := list(TRACEBACK.finditer(texts.get(case.rank, "")))):
+            continue
+        last = tracebacks[-1]
+        if not case.missing and texts[case.rank][last.end() :].strip():
+            continue  # it went on
+        own = [(file, line) for file, line in AT.findall(last["frames"]) if not library(file)]
+        place = f"{Path(own[-1][0]).name}:{own[-1][1]}" if own else ""
+        raised = Raised(last["kind"].rpartition(".")[2], last["text"] or "", last[0], place, 0.0)
+        case.raised = None if blameless(raised) else raised
+    for rank, code in ((int(rank), int(code)) for rank, code in SUMMARY.findall(summaries)):
+        if rank < len(cases) and cases[rank].raised is None and not cases[rank].open and code != TERMINATED:
+            cases[rank].missing = "" if code < 0 else f"ended with exit code {code}"
+            cases[rank].gone = code if code < 0 else None
+
+
+# What else is told.
+
+
+def described(past: Past, versions: Counter[str]) -> str:
+    """How many dumps of how many ranks, by whom, and of which groups."""
+    groups = sorted(dict.fromkeys(call.group for call in past.calls if call.group.instance >= 0))
+    size = len(past.states)
+    names = [group_words(group, size) for group in groups[:MOST_GROUPS]]
+    more = f" and {len(groups) - MOST_GROUPS} more" if len(groups) > MOST_GROUPS else ""
+    calls = sum(case.num_calls for case in past.states)
+    return (
+        f"dumps of {len(past.own)} of {counted(size, 'ranks')} · version {', '.join(versions)}"
+        f" · {counted(calls, 'calls')} by {', '.join(sorted(past.backends)) or 'nobody'} in"
+        f" {counted(len(groups), 'groups')}: {', '.join(names) or 'none'}{more}"
+    )
+
+
+def ruled_out(verdict: Verdict, texts: Mapping[int, str]) -> Iterator[str]:
+    """Causes that the files show not to be."""
+    past = verdict.past
+    if not any(finding.check == MATCH for finding in verdict.findings):
+        yield f"other operations, shapes or dtypes ({counted(len(past.calls), 'calls')} were compared)"
+    if len(past.own) == len(past.states) and not any(map(has_failed, past.states)):
+        yield "a rank that had ended before (each left a dump)"
+    if set(texts) >= set(past.own) and not any(case.raised for case in past.states):
+        yield "an exception (none is in the ranks' logs)"
+
+
+def unknown(past: Past) -> Iterator[str]:
+    """What no file says."""
+    yield "reduce operations and roots, which the recorder does not hold"
+    if "gloo" in past.backends and not past.by_stack:
+        yield "sends, receives and new groups on gloo, which are known by stacks alone"
+    if not past.has_lines:
+        yield "lines of the script: dumps as JSON have none"
+    if past.cut:
+        yield f"the first calls of {name_ranks(past.cut)}: the recorder kept the last ones (TORCH_FR_BUFFER_SIZE)"
+    if past.unnamed:
+        yield f"the ranks of group {', '.join(sorted(past.unnamed))}, taken to be those that called in it"
+    if away := set(range(len(past.states))) - set(past.own):
+        yield f"all of {name_ranks(away)}, without a dump"
