@@ -195,7 +195,9 @@ class Story:
             text += unbroken(f": {number(total[0], digits)}")
             off = abs(sum(values) - total[0])
             largest = max(map(abs, values))
-            if off > ROUNDED * largest and max(values) != total[0]:
+            if len(values) > 1 and abs(sum(values) / len(values) - total[0]) <= ROUNDED * largest:
+                text += ", their mean"
+            elif off > ROUNDED * largest and max(values) != total[0]:
                 text += f", but their sum is {number(sum(values), digits)}" if off > WRONG * largest else ", rounded"
         lines = filled(f"{'':<{INDENT}}  {text}", self.width, INDENT + 2)
         return [Line(line, key) for line in lines]

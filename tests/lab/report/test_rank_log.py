@@ -111,6 +111,8 @@ def test_a_sum_that_is_not_that_of_its_parts_is_told() -> None:
     off = replace(SUM, taken=[0.75, 2.0, 3.5])
     log = " ".join(" ".join(logged(run(replace(TOLD, calls=[off])))).split())
     assert "me +0.250000, rank 2 +0.250000: +0.750000, but their sum is +1.000000" in log
+    mean = replace(SUM, taken=[1 / 3, 2.0, 3.5])  # PyTorch's fully_shard averages
+    assert any(line.endswith(": +0.333333, their mean") for line in logged(run(replace(TOLD, calls=[mean]))))
     rounded = replace(SUM, taken=[1.001, 2.0, 3.5])  # of 16 bits
     assert any(line.endswith(": +1.001000, rounded") for line in logged(run(replace(TOLD, calls=[rounded]))))
 
