@@ -10,7 +10,7 @@ substitution (`Mistakes`, `Instead`): the right path never asks which mistake is
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -280,7 +280,10 @@ def made_with(make: Callable[..., Strategy], parts: Mapping[str, Any]) -> Callab
     names: dict[str, Any] = getattr(make, "__globals__", {})
     others = {name: part for name, part in parts.items() if name in names}
     keywords = {name: part for name, part in parts.items() if name not in others}
+    if not others:
+        return partial(make, **keywords)
 
+    @wraps(make)
     def made(*args: Any) -> Strategy:
         kept = {name: names[name] for name in others}
         names.update(others)
