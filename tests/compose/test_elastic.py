@@ -8,7 +8,7 @@ pytestmark = [pytest.mark.compose, pytest.mark.timeout(300)]
 WORLD_SIZE = 3
 SETTINGS = {
     "RUN_MODE": "elastic", "LAB_VARIANT": "join", "LAB_LOSSES": "0", "LAB_MODEL": "mlp", "LAB_WIDTH": "16",
-    "LAB_DEPTH": "1", "LAB_STEPS": "3000", "LAB_SAVED_EVERY": "1000",
+    "LAB_DEPTH": "1", "LAB_STEPS": "5000", "LAB_SAVED_EVERY": "1000",
 }  # fmt: skip
 
 
