@@ -277,13 +277,16 @@ def sentence_on(wrong: object) -> str:
 
 def made_with(make: Callable[..., Strategy], parts: Mapping[str, Any]) -> Callable[..., Strategy]:
     """The same maker, which is given these keywords, or finds these things under their names in its module."""
-    names: dict[str, Any] = getattr(make, "__globals__", {})
+    maker: Any = make
+    while isinstance(maker, partial):
+        maker = maker.func
+    names: dict[str, Any] = getattr(maker, "__globals__", {})
     others = {name: part for name, part in parts.items() if name in names}
     keywords = {name: part for name, part in parts.items() if name not in others}
     if not others:
         return partial(make, **keywords)
 
-    @wraps(make)
+    @wraps(maker)
     def made(*args: Any) -> Strategy:
         kept = {name: names[name] for name in others}
         names.update(others)

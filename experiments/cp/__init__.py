@@ -43,7 +43,7 @@ from distlab.techniques.context_parallel.ring import FLASH, FLASH_BACKWARD, Ring
 from distlab.techniques.context_parallel.strategy import ContextParallel, OwnRows, Positions, contiguous, zigzag
 from distlab.techniques.context_parallel.ulysses import UlyssesAttention
 from distlab.techniques.mesh.grid import Mesh
-from distlab.techniques.tensor_parallel.layers import Sequence
+from distlab.techniques.tensor_parallel.layers import SequenceParallelRegion
 
 from . import lesson
 from .bugs import mistake
@@ -64,7 +64,9 @@ class GatheredAttention:
     """All K and V on every rank, a mask for those that lie behind."""
 
     def __init__(self, group: dist.ProcessGroup, positions: Positions) -> None:
-        self.gather = Sequence(group)  # all_gather of rows forward, reduce_scatter of their gradients backward
+        self.gather = SequenceParallelRegion(
+            group
+        )  # all_gather of rows forward, reduce_scatter of their gradients backward
         self.gather.num_rows = positions.length
         self.positions, self.rank = positions, group.rank()
         self.mask: Tensor | None = None  # [S/c, S]

@@ -24,7 +24,7 @@ from distlab.lab.workload.model import outline
 from distlab.techniques.context_parallel.costs import causal_share
 from distlab.techniques.context_parallel.strategy import Positions
 from distlab.techniques.sharded.costs import KEPT_ON_GPU
-from distlab.techniques.tensor_parallel.layers import shares
+from distlab.techniques.tensor_parallel.layers import partition_sizes
 
 from .predictions import BY_HAND, positions_of
 
@@ -87,7 +87,7 @@ def predicted_share(variant: str, config: Config) -> Work:
         rows = [each * config.seq * config.heads for each in positions.num_rows]
         return Work(rows, max(rows) * ranks / sum(rows), "all keys for every row")
     if variant == "ulysses":
-        heads = shares(config.heads, ranks)
+        heads = partition_sizes(config.heads, ranks)
         every = config.seq * (config.seq + 1) // 2
         return Work([every * each for each in heads], max(heads) * ranks / sum(heads), "the busiest one's heads")
     work = [positions.pairs(rank) * config.heads for rank in range(ranks)]
@@ -241,7 +241,7 @@ def more(variant: str, config: Config, positions: Positions, samples: int, rank:
         return 2 * config.depth * (whole - rows) * row_bytes + rows * whole * itemsize
     if variant != "ulysses":
         return 0
-    heads, sums = shares(config.heads, config.world_size)[rank], max(itemsize, 4)
+    heads, sums = partition_sizes(config.heads, config.world_size)[rank], max(itemsize, 4)
     head_bytes = samples * (4 * config.width // config.heads * itemsize + sums)  # q, k, v, the result; log-sum-exp
     return config.depth * (whole * heads * head_bytes - rows * config.heads * head_bytes + rows * row_bytes)
 

@@ -18,7 +18,7 @@ from distlab.techniques.context_parallel.strategy import Positions, contiguous, 
 from distlab.techniques.data_parallel.costs import gradients_cost
 from distlab.techniques.sharded import costs as kept
 from distlab.techniques.sharded.costs import whole_rest
-from distlab.techniques.tensor_parallel.layers import shares
+from distlab.techniques.tensor_parallel.layers import partition_sizes
 
 # What context parallelism cannot run: models without a sequence, and what PyTorch's own leaves out.
 
@@ -82,7 +82,7 @@ def layer_cost(variant: str, config: Config, samples: int, rank: int) -> Cost:
         messages = (config.world_size - 1) * (3 if len(set(rows)) == 1 else 2)
         return Cost(gathered_bytes(rows, row_bytes, rank), calls, messages)
     if variant == "ulysses":
-        heads = shares(config.heads, config.world_size)
+        heads = partition_sizes(config.heads, config.world_size)
         sent = sum(pairs > 0 for pairs in ulysses_messages(rows, heads, rank))
         nbytes = ulysses_bytes(rows, heads, row_bytes // (2 * config.heads), rank)
         return Cost(nbytes, sent, 4 * (config.world_size - 1))

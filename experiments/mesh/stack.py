@@ -34,7 +34,13 @@ from distlab.techniques.pipeline_parallel.strategy import (
     divided,
     parts_of,
 )
-from distlab.techniques.tensor_parallel.layers import Sequence, Slice, Whole, rows_inside, slices_of
+from distlab.techniques.tensor_parallel.layers import (
+    ReplicatedRegion,
+    SequenceParallelRegion,
+    Slice,
+    rows_inside,
+    slices_of,
+)
 from distlab.techniques.tensor_parallel.strategy import slice_by_lesson, slice_layers
 
 from . import lesson
@@ -141,9 +147,9 @@ def sliced(model: Model, mesh: Mesh, num_rows: int | None) -> dict[str, Slice]:
     lies between two slices is this rank's part of them."""
     if mesh.size("tp") == 1:
         return {}
-    region = Whole(mesh["tp"]) if num_rows is None else Sequence(mesh["tp"])
+    region = ReplicatedRegion(mesh["tp"]) if num_rows is None else SequenceParallelRegion(mesh["tp"])
     slice_layers(model, mesh["tp"], region)
-    if isinstance(region, Sequence) and num_rows is not None:
+    if isinstance(region, SequenceParallelRegion) and num_rows is not None:
         rows_inside(model, region)
         region.num_rows = num_rows  # a later stage meets no embedding
     return slices_of(model)

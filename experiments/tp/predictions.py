@@ -27,7 +27,7 @@ from distlab.techniques.tensor_parallel.costs import (
     sequence_saves_bytes,
     tensor_parallel_bytes,
 )
-from distlab.techniques.tensor_parallel.layers import shares
+from distlab.techniques.tensor_parallel.layers import partition_sizes
 
 # What tensor parallelism cannot run: sizes that it cannot slice, and those that PyTorch's own cannot.
 
@@ -212,5 +212,5 @@ def holds(config: Config, rank: int) -> str:
     names = {"heads": config.heads, "hidden units": 4 * config.width, "vocabulary rows": VOCABULARY}
     if config.model == "mlp":
         names = {"hidden units": 4 * config.width}
-    parts = [f"{shares(count, config.world_size)[rank]} of {count} {name}" for name, count in names.items()]
+    parts = [f"{partition_sizes(count, config.world_size)[rank]} of {count} {name}" for name, count in names.items()]
     return ", ".join(parts)

@@ -18,7 +18,7 @@ from distlab.techniques.collectives.autograd import linear
 from distlab.techniques.collectives.phases import phase
 from distlab.techniques.collectives.point_to_point import Peers
 from distlab.techniques.context_parallel.strategy import Positions
-from distlab.techniques.tensor_parallel.layers import shares
+from distlab.techniques.tensor_parallel.layers import partition_sizes
 
 
 class Swap:
@@ -66,7 +66,7 @@ class UlyssesAttention:
         self.peers, self.positions = Peers(group), positions
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        swap = self.swap(self.peers, self.positions.num_rows, shares(q.shape[1], self.peers.world_size))
+        swap = self.swap(self.peers, self.positions.num_rows, partition_sizes(q.shape[1], self.peers.world_size))
         q, k, v = linear(torch.stack([q, k, v]), swap.to_heads, swap.to_rows)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # [B, heads of this rank, S, head_dim]
         return linear(mixed[None], swap.to_rows, swap.to_heads)[0]

@@ -22,7 +22,7 @@ from distlab.techniques.collectives.autograd import linear
 from distlab.techniques.collectives.phases import phase
 from distlab.techniques.collectives.point_to_point import Peers
 from distlab.techniques.collectives.sharded_tensor import LocalShard
-from distlab.techniques.tensor_parallel.layers import shares
+from distlab.techniques.tensor_parallel.layers import partition_sizes
 
 # Dispatch: rows to the ranks that hold their experts, and what came of them back, by an uneven all_to_all.
 #
@@ -139,7 +139,7 @@ class Placement:
 
     @classmethod
     def spread(cls, num_experts: int, hidden: int, *, copies: int = 1, ep: int = 1, tp: int = 1) -> "Placement":
-        return cls(shares(num_experts, ep), shares(hidden, tp), copies)
+        return cls(partition_sizes(num_experts, ep), partition_sizes(hidden, tp), copies)
 
     @property
     def ranks_of_a_copy(self) -> int:

@@ -83,6 +83,6 @@ class ExpertParallel(HoldsParts):
             return self.placement.piece(name.rpartition(".")[2], tensor, self.world.rank())
         return whole_piece(tensor)
 
-    def is_alike(self, name: str) -> bool:
+    def is_replicated(self, name: str) -> bool:
         """All but the experts, whose copies stand along a column of the grid alone."""
         return self.is_summed(name)

@@ -17,7 +17,7 @@ from distlab.techniques.context_parallel.costs import (
     ulysses_messages,
 )
 from distlab.techniques.context_parallel.strategy import contiguous, zigzag
-from distlab.techniques.tensor_parallel.layers import shares
+from distlab.techniques.tensor_parallel.layers import partition_sizes
 
 RANKS = st.integers(1, 8)
 
@@ -42,7 +42,7 @@ def test_all_ranks_together_send_what_has_to_go(ranks: int, length: int) -> None
     for cut in (contiguous, zigzag):
         rows = cut(length, ranks).num_rows
         assert sum(ring_bytes(rows, 1, rank) for rank in range(ranks)) == 3 * (ranks - 1) * length
-    rows, heads = contiguous(length, ranks).num_rows, shares(5, ranks)
+    rows, heads = contiguous(length, ranks).num_rows, partition_sizes(5, ranks)
     kept = sum(row * head for row, head in zip(rows, heads, strict=True))
     assert sum(ulysses_bytes(rows, heads, 1, rank) for rank in range(ranks)) == 8 * (length * 5 - kept)
 
