@@ -9,6 +9,7 @@ substitution (`Mistakes`, `Instead`): the right path never asks which mistake is
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from pathlib import Path
@@ -288,14 +289,21 @@ def made_with(make: Callable[..., Strategy], parts: Mapping[str, Any]) -> Callab
 
     @wraps(maker)
     def made(*args: Any) -> Strategy:
-        kept = {name: names[name] for name in others}
-        names.update(others)
-        try:
+        with replaced(names, others):
             return make(*args, **keywords)
-        finally:
-            names.update(kept)
 
     return made
+
+
+@contextmanager
+def replaced(names: dict[str, Any], others: Mapping[str, Any]) -> Iterator[None]:
+    """Let names of a module, `vars(module)`, stand for `others` inside."""
+    kept = {name: names[name] for name in others}
+    names.update(others)
+    try:
+        yield
+    finally:
+        names.update(kept)
 
 
 def trained(config: Config) -> str:
