@@ -30,7 +30,7 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from distlab.contract import Mode, Strategy, Variant
@@ -40,8 +40,10 @@ from distlab.lab.lab import Lab
 from distlab.lab.verify.run_all import measure
 from distlab.lab.workload.model import Attend, Model, causal
 from distlab.techniques.context_parallel.ring import FLASH, FLASH_BACKWARD, RingAttention, ShiftAttention
-from distlab.techniques.context_parallel.strategy import ContextParallel, OwnRows, Positions, contiguous, zigzag
+from distlab.techniques.context_parallel.strategy import ContextParallel, Positions, contiguous, share_out, zigzag
 from distlab.techniques.context_parallel.ulysses import UlyssesAttention
+from distlab.techniques.data_parallel.buckets import GradientBuckets
+from distlab.techniques.data_parallel.strategy import Replica
 from distlab.techniques.mesh.grid import Mesh
 from distlab.techniques.tensor_parallel.layers import SequenceParallelRegion
 
@@ -51,17 +53,22 @@ from .checks import claims, compare_balance, compare_kept
 from .options import Options
 from .predictions import BY_HAND, cannot, predict, refuse, summary
 
-# Parts that a mistake replaces: who holds which positions, what attention is, and the step around it.
-Cut: TypeAlias = Callable[[int, int], Positions]
+Cut: TypeAlias = Callable[[int, int], Positions]  # of so many positions for so many ranks
 Attention: TypeAlias = Callable[[dist.ProcessGroup, Positions], Attend]
-Steps: TypeAlias = Callable[..., Strategy]
 
 
-# --- gather what is not there ---
+def by_hand(model: Model, mesh: Mesh, config: Config, *, cut: Cut, attention: Attention) -> Strategy:
+    """The whole model on some positions; attention alone knows of the other ranks."""
+    group = mesh["cp"]
+    positions = cut(config.seq, group.size())
+    return ContextParallel(model, positions, attention(group, positions), group, config, rank=group.rank())
+
+
+# --- gathered: all keys on every rank ---
 
 
 class GatheredAttention:
-    """All K and V on every rank, a mask for those that lie behind."""
+    """Gathers all K and V on every rank, and masks the later ones."""
 
     def __init__(self, group: dist.ProcessGroup, positions: Positions) -> None:
         self.gather = SequenceParallelRegion(
@@ -80,20 +87,11 @@ class GatheredAttention:
         return F.scaled_dot_product_attention(q, keys, values, attn_mask=self.mask)
 
 
-def by_hand(
-    model: Model, mesh: Mesh, config: Config, *, cut: Cut, attention: Attention, steps: Steps = ContextParallel
-) -> Strategy:
-    """The whole model on some positions; attention alone knows of the other ranks."""
-    group = mesh["cp"]
-    positions = cut(config.seq, group.size())
-    return steps(model, positions, attention(group, positions), group, config, rank=group.rank())
-
-
-# PyTorch's own context parallelism: its ring functions given the CPU's kernel, and context_parallel around them.
+# PyTorch's own context parallelism.
 #
 # `context_parallel` replaces scaled_dot_product_attention by a ring over the mesh, for the kernels of a GPU alone. The
-# two functions that go round take any kernel, so that what they do can be held beside ours: K and V by an all_gather,
-# dK and dV by an all_to_all, positions folded as in `zigzag`, and equal runs alone.
+# ring functions inside of it take any kernel. So `torch_ring` calls them with the CPU's, beside ours: K and V by an
+# all_gather, dK and dV by an all_to_all, positions as in `zigzag`, in equal runs only.
 
 SEQUENCE_DIM = 2  # of [B, heads, rows, head_dim]
 
@@ -103,13 +101,13 @@ def by_context_parallel(model: Model, mesh: Mesh, config: Config) -> Strategy:
     from torch.distributed.device_mesh import DeviceMesh
 
     group = mesh["cp"]
-    positions, devices = zigzag(config.seq, group.size()), DeviceMesh.from_group(group, config.device)
-    rows = partial(InContext, devices)
-    return ContextParallel(model, positions, causal, group, config, rank=group.rank(), rows=rows)
+    share_out(model, zigzag(config.seq, group.size()), causal, group.rank())
+    buckets = GradientBuckets(model.parameters(), group, config.bucket_mib * 2**20)
+    return Replica(model, config, buckets, forward=InContext(model, DeviceMesh.from_group(group, config.device)))
 
 
 class TorchRing:
-    """q, k, v [B, heads, rows, head_dim] to as many."""
+    """Attention by PyTorch's ring functions; q, k, v and the result are [B, heads, rows, head_dim]."""
 
     def __init__(self, group: dist.ProcessGroup, _positions: Positions) -> None:
         self.group = group
@@ -120,11 +118,11 @@ class TorchRing:
 
 
 class Templated(torch.autograd.Function):
-    """Its forward and its backward, each with the CPU's kernel."""
+    """PyTorch's ring functions, forward and backward, each with the CPU's kernel."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:
-        # Not at the top: it takes a rank a second, and no other variant needs it.
+        # Imported here: it takes a second, and no other variant needs it.
         from torch.distributed.tensor.experimental._context_parallel import _attention as own
 
         own._cp_options.convert_to_f32 = q.dtype != torch.float64
@@ -148,18 +146,18 @@ class Templated(torch.autograd.Function):
 
 
 def kernel(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> tuple[Tensor, ...]:
-    """The backward of the CPU's, with what PyTorch's function gives by name."""
+    """Call the backward of the CPU's flash attention with PyTorch's keyword arguments."""
     dense = [each.contiguous() for each in (given["grad_out"], query, key, value, given["out"])]
     found: tuple[Tensor, ...] = FLASH_BACKWARD(*dense, given["logsumexp"], 0.0, given["is_causal"])
     return found
 
 
-class InContext(OwnRows):
-    """`context_parallel` cuts the samples in their place, folded."""
+class InContext(nn.Module):
+    """`model` inside of `context_parallel`, which cuts the samples in place."""
 
-    def __init__(self, devices: Any, model: Model, positions: Positions, rank: int) -> None:
-        super().__init__(model, positions, rank)
-        self.devices = devices
+    def __init__(self, model: Model, devices: Any) -> None:
+        super().__init__()
+        self.model, self.devices = model, devices
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         from torch.distributed.tensor.experimental import context_parallel
@@ -195,7 +193,7 @@ def run(lab: Lab) -> None:
 
 
 def note_positions(lab: Lab) -> None:
-    """Which positions of each sample this rank computes."""
+    """Log which positions of each sample this rank computes."""
     told = {}
     for name, cut in {"ring": contiguous, "zigzag": zigzag}.items():
         runs = [run for run in cut(lab.config.seq, lab.world_size).runs[lab.rank] if run]
@@ -205,7 +203,7 @@ def note_positions(lab: Lab) -> None:
 
 
 def note_keys(lab: Lab) -> None:
-    """Whose keys and values came when, in the first layer of the first step."""
+    """Log when the keys and values of each rank arrived, in the first layer of the first step."""
     whose = [(lab.rank - distance) % lab.world_size for distance in range(1, lab.world_size)]
     name = lab.mode.headline[0]
     came = [call for call in lab.first_calls().get(name, []) if call[0] == "recv"][: len(whose)]
@@ -215,7 +213,7 @@ def note_keys(lab: Lab) -> None:
 
 
 def variant(name: str, sentence: str, cut: Cut, attention: Attention, *, by_torch: bool = False) -> Variant:
-    """What differs is who holds which positions, and how attention sees those of others."""
+    """A variant by who has which positions, and how attention gets the others' keys."""
     return Variant(name, partial(by_hand, cut=cut, attention=attention), by_torch, sentence=sentence)
 
 
@@ -254,9 +252,8 @@ MODE = Mode(
     reading=(
         "experiments/cp/lesson.py: the idea on one page, which runs alone and as the variant `plain`",
         "experiments/cp/__init__.py: the variants, the simplest first, and what a run of them claims",
-        "distlab/techniques/context_parallel/ring.py: attention to some of the keys, and how two such results become"
-        " one",
+        "distlab/techniques/context_parallel/ring.py: keys that go round, and how attention to some of them is merged",
         "distlab/techniques/context_parallel/ulysses.py: the all-to-all from positions to heads, and back",
-        "distlab/techniques/context_parallel/strategy.py: who has which positions, which keys they see, and the step",
+        "distlab/techniques/context_parallel/strategy.py: the step, who has which positions, and which keys they see",
     ),
 )

@@ -93,7 +93,7 @@ def layer_cost(variant: str, config: Config, samples: int, rank: int) -> Cost:
 def seen_by_all(variant: str, config: Config) -> list[list[int]]:
     """How many keys of each rank the rows of each see."""
     positions, ranks = positions_of(variant, config), range(config.world_size)
-    return [[positions.seen(rank, other).num_keys for other in ranks] for rank in ranks]
+    return [[positions.visible_keys(rank, other).num_keys for other in ranks] for rank in ranks]
 
 
 def cost(variant: str, config: Config, rank: int) -> Cost:

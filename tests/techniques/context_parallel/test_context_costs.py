@@ -50,7 +50,7 @@ def test_all_ranks_together_send_what_has_to_go(ranks: int, length: int) -> None
 @given(RANKS, st.integers(1, 20))
 def test_folded_keys_that_go_where_they_are_seen_are_three_quarters_of_a_ring(ranks: int, each: int) -> None:
     positions = zigzag(2 * ranks * each, ranks)
-    seen = [[positions.seen(rank, other).num_keys for other in range(ranks)] for rank in range(ranks)]
+    seen = [[positions.visible_keys(rank, other).num_keys for other in range(ranks)] for rank in range(ranks)]
     sent = [sum(shift_rows(seen, rank)) for rank in range(ranks)]
     around = 3 * (ranks - 1) * 2 * each
     assert sum(sent) == ranks * around * 3 / 4

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distlab.techniques.collectives.point_to_point import Peers
+from distlab.techniques.context_parallel import ulysses
 from distlab.techniques.context_parallel.costs import ulysses_messages
 from distlab.techniques.context_parallel.strategy import contiguous
 from distlab.techniques.context_parallel.ulysses import Swap, UlyssesAttention
@@ -29,12 +30,16 @@ def test_ulysses_does_what_one_process_does(ranks: Ranks, world_size: int, lengt
     assert [calls for _, calls in found] == sent
 
 
-class Unsorted(UlyssesAttention):
-    class InTurn(Swap):
-        def exchange(self, parts: tuple[Tensor, ...], shapes: list[tuple[int, int]]) -> list[Tensor]:
-            return super().exchange(parts, shapes)[::-1]
+class InTurn(Swap):
+    def exchange(self, parts: tuple[Tensor, ...], shapes: list[tuple[int, int]]) -> list[Tensor]:
+        return super().exchange(parts, shapes)[::-1]
 
-    swap = InTurn
+
+class Unsorted(UlyssesAttention):
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ulysses, "Swap", InTurn)
+            return super().__call__(q, k, v)
 
 
 def test_parts_in_another_order_are_seen(ranks: Ranks) -> None:
