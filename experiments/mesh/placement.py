@@ -45,8 +45,8 @@ HOW = {
     "1f1b": How("A stage a rank, a backward as soon as there can be one, and gradients in buckets."),
     "sequence": How("Rows between the slices, and between the stages.", rows=True),
     "zero1": How("Optimizer state in shards.", rows=True, zero=1),
-    "zero2": How("And gradients.", rows=True, zero=2),
-    "zero3": How("And weights.", rows=True, zero=3),
+    "zero2": How("Optimizer state and gradients in shards.", rows=True, zero=2),
+    "zero3": How("Optimizer state, gradients and weights in shards.", rows=True, zero=3),
     "ulysses": How("Heads for positions, and back.", swaps=True),
     "plain": How("The lesson on one page: 1f1b by plain messages, both ends of the model whole.", plain=True),
 }

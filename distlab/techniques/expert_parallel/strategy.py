@@ -17,7 +17,7 @@ from distlab.lab.workload.experts import Mixture, MixtureModel
 from distlab.lab.workload.optimizer import HoldsParts, forward_backward
 from distlab.techniques.collectives.sharded_tensor import LocalShard, whole_piece
 from distlab.techniques.data_parallel.buckets import GradientBuckets
-from distlab.techniques.expert_parallel.layer import Placement, RowDispatch
+from distlab.techniques.expert_parallel.layer import MixtureOfExperts, Placement, RowDispatch
 
 
 class ExpertParallel(HoldsParts):
@@ -79,7 +79,7 @@ class ExpertParallel(HoldsParts):
 
 def distribute(
     model: MixtureModel, placement: Placement, world: dist.ProcessGroup, dispatch: RowDispatch,
-    layer: Callable[..., nn.Module],
+    layer: Callable[..., nn.Module] = MixtureOfExperts,
 ) -> None:  # fmt: skip
     """Replace each mixture of a dense `model` by this rank's part of it, in place; parameters keep their names."""
     for name, mixture in model.mixtures.items():
