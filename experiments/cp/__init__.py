@@ -1,26 +1,27 @@
 """Context parallelism: sequences too long for a rank, each rank with some positions of every sample.
 
 Activations grow with the length of a sequence, and neither data nor pipeline parallelism cuts a sample: at some length
-one no longer fits. Norms, MLPs and the loss work on each position by itself, so a rank does them for its own. Attention
-does not: a row looks at the keys and values of all positions before it, and those of most are elsewhere.
+one sample no longer fits. Norms, MLPs and the loss work on each position by itself, so a rank computes them for its own
+positions. Attention does not: a row needs the keys and values of all positions before it, most of which are on other
+ranks.
 
-  predicted   of the bytes of all K and V, a layer and rank, forward and backward: gathered 2(c-1)/c, ring and zigzag
+  predicted   of the bytes of all K and V, per layer and rank, forward and backward: gathered 2(c-1)/c, ring and zigzag
               3(c-1)/c (Liu et al. 2023), shift 9(c-1)/4c on average, ulysses 4(c-1)/c² (Jacobs et al. 2023); and once
               a step 2(c-1)/c of the gradients. Activations: a c-th of one process's; gathered keeps all K and V
               besides. Causal work of the busiest rank over the mean: (2c-1)/c in contiguous parts, 1 folded
   shapes      tokens [B, S/c] of [B, S]; q, k, v [B, H, S/c, D/H], in ulysses inside of attention [B, H/c, S, D/H]; c is
               WORLD_SIZE, and neither S nor H need divide by it
 
-The variants differ in how a row gets to see the keys of other ranks:
+The variants differ in how a row gets the keys of other ranks:
 
   gathered    every rank gathers K and V whole, computes its rows with all of them, and throws away what is masked
-  ring        each rank's K and V go round; a rank adds up what it has by log-sum-exp, and no one holds all
+  ring        each rank's K and V go round; a rank merges its results by log-sum-exp, and no rank holds all keys
   zigzag      the same ring, each rank with an early and a late run of positions: all have the same work
-  shift       zigzag's parts, whose K and V go straight to the ranks that look at them, and no more of them
-  ulysses     an all-to-all before and behind attention: there each rank has all positions of some heads
+  shift       zigzag's parts; K and V go directly to the ranks whose rows see them, and only those
+  ulysses     an all-to-all before and behind attention, in which each rank has all positions of some heads
   torch_ring  PyTorch's ring functions, called directly, and context_parallel around them, which no CPU can run
 
-Nothing of a loss or a shape tells of a wrong position, or of blocks that are put together wrongly: each trains
+No shape and no error shows a wrong position, or parts that are merged wrongly: the model trains all the same
 (LAB_BUG=local_positions, no_lse).
 """
 
@@ -194,11 +195,11 @@ def run(lab: Lab) -> None:
 
 def note_positions(lab: Lab) -> None:
     """Log which positions of each sample this rank computes."""
-    told = {}
+    positions_in = {}
     for name, cut in {"ring": contiguous, "zigzag": zigzag}.items():
         runs = [run for run in cut(lab.config.seq, lab.world_size).runs[lab.rank] if run]
-        told[name] = " and ".join(f"{run.start}-{run.stop - 1}" for run in runs) or "none"
-    parts = "; ".join(f"in {name} {positions}" for name, positions in told.items())
+        positions_in[name] = " and ".join(f"{run.start}-{run.stop - 1}" for run in runs) or "none"
+    parts = "; ".join(f"in {name} {positions}" for name, positions in positions_in.items())
     lab.note("positions", f"of the {lab.config.seq} of each sample mine are {parts}")
 
 
@@ -206,10 +207,10 @@ def note_keys(lab: Lab) -> None:
     """Log when the keys and values of each rank arrived, in the first layer of the first step."""
     whose = [(lab.rank - distance) % lab.world_size for distance in range(1, lab.world_size)]
     name = lab.mode.headline[0]
-    came = [call for call in lab.first_calls().get(name, []) if call[0] == "recv"][: len(whose)]
-    if came:
-        told = ", ".join(f"rank {rank} at {1000 * call[6]:.3g}" for rank, call in zip(whose, came, strict=True))
-        lab.note("keys", f"and values of block 1 came from {told} ms")
+    received = [call for call in lab.first_calls().get(name, []) if call[0] == "recv"][: len(whose)]
+    if received:
+        arrivals = ", ".join(f"rank {rank} at {1000 * call[6]:.3g}" for rank, call in zip(whose, received, strict=True))
+        lab.note("keys", f"and values of block 1 came from {arrivals} ms")
 
 
 def variant(name: str, sentence: str, cut: Cut, attention: Attention, *, by_torch: bool = False) -> Variant:

@@ -114,11 +114,11 @@ def compare_balance(lab: Lab, variants: list[str]) -> None:
     if lab.device.type != "cpu":
         lab.say("not counted: only calls of the CPU's kernel are counted", "balance")
         return
-    told = [of_variant(lab, name) for name in variants]
-    tell(lab, [each for each in told if each is not None])
+    findings = [check_work(lab, name) for name in variants]
+    show_work(lab, [each for each in findings if each is not None])
 
 
-def of_variant(lab: Lab, name: str) -> BalanceFinding | None:
+def check_work(lab: Lab, name: str) -> BalanceFinding | None:
     """Check the variant's work; return what the table shows of it, on rank 0."""
     seen, work = watch_second_step(lab, name), predicted_share(name, lab.config)
     shown = "" if name in BY_HAND else PYTORCHS
@@ -139,10 +139,10 @@ def twice(config: Config) -> int:
     return 2 * config.batch * config.depth
 
 
-def tell(lab: Lab, told: list[BalanceFinding]) -> None:
+def show_work(lab: Lab, findings: list[BalanceFinding]) -> None:
     needed = lab.config.seq * (lab.config.seq + 1) // 2 * lab.config.heads * twice(lab.config)
     rows, shares_of = [], dict[str, list[list[float]]]()
-    for name, wanted, pairs, cpu_s in told:
+    for name, wanted, pairs, cpu_s in findings:
         cells = [f"{wanted:.3f}", f"{busiest(pairs):.3f}", f"{sum(pairs) / needed:.2f}"]
         rows.append([name, *cells, " ".join(f"{each * 1e3:.1f}" for each in cpu_s), f"{busiest(cpu_s):.2f}"])
         shares_of[name] = [list(map(float, range(len(pairs)))), [each * len(pairs) / sum(pairs) for each in pairs]]
@@ -174,8 +174,8 @@ def check_ahead(lab: Lab, name: str, order: list[str]) -> None:
     wanted = expected_order(name, lab.config, lab.rank)
     parted = next((at for at, (one, other) in enumerate(zip(order, wanted, strict=False)) if one != other), None)
     faults = int(order != wanted)
-    told = f"they part at {parted}" if parted is not None else f"{len(order)} of {len(wanted)}"
-    lab.check(AHEAD, faults, 0, name, told if faults else f"{len(order)} receives and blocks in their order")
+    difference = f"they part at {parted}" if parted is not None else f"{len(order)} of {len(wanted)}"
+    lab.check(AHEAD, faults, 0, name, difference if faults else f"{len(order)} receives and blocks in their order")
 
 
 def sent_to(name: str, positions: Positions, rank: int, source: int) -> int:

@@ -3,21 +3,22 @@
 Data parallelism holds N copies of everything. In float32 with Adam a parameter costs 16 bytes on every rank: 4 its
 weight, 4 its gradient, 8 the two moments; a model of 7 billion needs 112 GB (in mixed precision too: 2 + 2 + 4 + 4 +
 4), before the first activation. But a rank needs a weight only while its layer computes, a gradient only until it is
-summed, and the moments only to step. So each rank owns an N-th of every layer, and the rest comes and goes.
+summed, and the moments only to step. So each rank owns an N-th of every layer, and the rest is gathered when needed and
+freed after.
 
-  predicted   at rest, bytes a parameter: 16 in dp; zero1 8 + 8/N; zero2 4 + 12/N; zero3 16/N (Rajbhandari et al. 2020,
+  predicted   at rest, bytes per parameter: dp 16; zero1 8 + 8/N; zero2 4 + 12/N; zero3 16/N (Rajbhandari et al. 2020,
               "ZeRO", section 5). Sent, of S bytes of weights: zero1 and zero2 2(N-1)/N x S, what dp sends; zero3
               3(N-1)/N x S, since it gathers weights forward and backward; with LAB_RESHARD=0 2(N-1)/N x S again. zero2
               and zero3 keep no gradients to add to, so each of M microbatches is summed: (M+1) and 3M in place of 2 and
               3; zero3_blocking sums by an all_reduce, of which it keeps a part: 4(N-1)/N x S, 4M of M
-  shapes      inputs [B/N, S] a rank; a layer's parameters one flat vector [N·c], c = ceil(P/N); the shards [c], the
+  shapes      inputs [B/N, S] per rank; a layer's parameters one flat vector [N·c], c = ceil(P/N); the shards [c], the
               last one shorter
 
-After the replicas comes the whole idea, with nothing done ahead; the others give up one copy after the other:
+After the replicas comes the whole idea, with nothing done ahead. Each of zero1 to zero3 shards one more thing:
 
   dp              plain replicas, bucketed of RUN_MODE=dp: everything on every rank, to see what sharding saves
-  zero3_blocking  a layer is gathered, computes and is freed, forward and again backward, and all waits for each of it:
-                  4(N-1)/N x S, twice what dp sends, and nothing of it overlaps
+  zero3_blocking  a layer is gathered, computes and is freed, forward and again backward; every rank waits for each
+                  call: 4(N-1)/N x S, twice what dp sends, and nothing overlaps
   zero1           optimizer state for the rank's own shard; gradients summed to it, weights gathered from all after the
                   step
   zero2           gradients too: summed layer by layer as the backward pass hands them over, and dropped

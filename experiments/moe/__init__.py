@@ -1,20 +1,20 @@
 """Mixture of experts: E MLPs in place of one, a router that picks k of them for each token, and experts on ranks.
 
-A token costs k MLPs, however many there are: parameters grow, compute does not. They do not fit on every rank, so each
-rank holds some experts, and tokens travel to them and back. What they want is decided by the tokens, so it is uneven:
-a step lasts as long as its busiest rank. Capacity cuts that off, and drops tokens, which go on by the residual; a
-balance loss makes it rare.
+A token costs k MLPs, however many there are: parameters grow, compute does not. All experts do not fit on every rank,
+so each rank holds some, and tokens travel to them and back. The tokens choose, so the load is uneven: a step lasts as
+long as its busiest rank. A capacity bounds the load: tokens beyond it are dropped, and only their residual goes on. A
+balance loss makes that rare.
 
   predicted   rows of D numbers travel there and back, forward and backward: 2D x (rows that a rank gives away + rows
-              that it takes), with even routing 4(N-1)/N x k·T·D, T tokens a rank; all else is dp's, 2(N-1)/N x S' of
-              what is no expert. replicated sends 2(N-1)/N x S of everything. Parameters a rank: Q + E·M/N where
+              that it takes), with even routing 4(N-1)/N x k·T·D, T tokens per rank; the rest as in dp, 2(N-1)/N x S' of
+              all but the experts. replicated sends 2(N-1)/N x S of everything. Parameters per rank: Q + E·M/N where
               replicated has Q + E·M, M an MLP's. An expert takes C = ceil(LAB_CAPACITY·k·B/E) of the B tokens of a
               batch, first choices first (Lepikhin et al. 2020, "GShard", section 2.2)
-  shapes      tokens [T, D] a rank; scores [T, E]; choices and gates [k, T]; what all want [N, k, E]; rows that arrive
-              [R, D] of any R, 0 too; experts up [E/N, D, 4D], down [E/N, 4D, D]
+  shapes      tokens [T, D] per rank; scores [T, E]; choices and gates [k, T]; counts of all ranks' choices [N, k, E];
+              rows that arrive [R, D] of any R, 0 too; experts up [E/N, D, 4D], down [E/N, 4D, D]
 
-One process routes the whole batch; ranks that each route their own tokens make the same choices, drop the same tokens
-and find the same losses, since each knows how often all others want each expert:
+Ranks that each route their own tokens make the same choices, drop the same tokens and compute the same losses as one
+process with the whole batch, since each knows how often all others want each expert:
 
   replicated  every expert on every rank, data parallel: no token travels, and all experts' gradients do
   ep          experts on ranks; tokens to them by an uneven all_to_all by hand
@@ -26,7 +26,7 @@ and find the same losses, since each knows how often all others want each expert
 LAB_MESH=dp2,ep2 names the grid of the experts.
 
 LAB_TOP_K=1 is a switch (Fedus et al. 2021, "Switch Transformers"). LAB_BALANCE is `loss` (its section 2.2) or `none`.
-Ranks that share cores take turns, whoever has more rows: LAB_ROW_US pretends compute that takes no core.
+Ranks that share cores take turns, whichever has more rows: LAB_ROW_US pretends compute that takes no core.
 """
 
 from collections.abc import Callable, Mapping, Sequence

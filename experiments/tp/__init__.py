@@ -5,8 +5,8 @@ columns a part of the sum that all outputs are. The second takes what the first 
 MLP, or through its own attention heads, with a slice of the weights, and once at the end the ranks add up what they
 have.
 
-  predicted   4 all_reduces of b·s·h a layer of gpt (2 forward, 2 backward; 2 a layer of mlp), each 2(t-1)/t of its
-              bytes: 8(t-1)/t x b·s·h elements a rank and layer (Shoeybi et al. 2019, "Megatron-LM", section 3).
+  predicted   4 all_reduces of b·s·h per layer of gpt (2 forward, 2 backward; 2 per layer of mlp), each 2(t-1)/t of its
+              bytes: 8(t-1)/t x b·s·h elements per rank and layer (Shoeybi et al. 2019, "Megatron-LM", section 3).
               Embedding and output layer are 2 more; the loss over split scores sends 3·b·s, not the b·s·v scores.
               Unlike dp's it grows with the batch, and does not shrink with t
   shapes      inputs [B, S] on every rank; between blocks [B, S, D]; inside of them [B, S, D/t], [B, H/t, S, D/H],
@@ -15,7 +15,7 @@ have.
 
 The variants differ in what lies between two slices:
 
-  gathered    every linear layer by itself: its outputs split, and gathered at once; 12 calls a layer of gpt
+  gathered    every linear layer by itself: its outputs split, and gathered at once; 12 calls per layer of gpt
   megatron    by rows, then by columns: f before, g after; between the blocks everything on every rank
   sequence    a reduce_scatter and an all_gather for each all_reduce, the same bytes; between the blocks each rank has
               its rows alone, a t-th of the norms' and residuals' activations (Korthikanti et al. 2022, section 4.2.2)
