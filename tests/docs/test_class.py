@@ -63,7 +63,7 @@ def test_the_command_of_a_step_shows_what_one_is_to_look_at(step: str, tmp_path:
 
 def test_it_has_six_steps_of_90_minutes_with_two_questions_each() -> None:
     assert list(STEPS) == list(LOOKED_AT)
-    rows = [row for heading, row in tables(page("class")) if heading == "A class of 90 minutes"]
+    rows = [row for heading, row in tables(page("class")) if heading == "How do I teach it in 90 minutes?"]
     assert sum(int(row[1]) for row in rows) == 90
     for step in STEPS.values():
         asked, _, answers = step.partition("<details><summary>Answers</summary>")

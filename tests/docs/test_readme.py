@@ -1,11 +1,16 @@
 """README and CHANGELOG: short enough to be read; the picture of a run with the command that made it."""
 
+import re
+from pathlib import Path
 from xml.etree import ElementTree
+
+import pytest
 
 from tests.docs.pages import README, TOP, fenced, page
 
 MOST_LINES = 120
 MOST_CHANGELOG_BYTES = 12_000
+QUOTED = re.compile(r"^<!-- lines of: (\S+) -->\n```text\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 def test_it_is_read_in_five_minutes() -> None:
@@ -16,20 +21,34 @@ def test_the_changelog_is_what_a_user_notices() -> None:
     assert (TOP / "CHANGELOG.md").stat().st_size <= MOST_CHANGELOG_BYTES
 
 
+@pytest.mark.parametrize("block", QUOTED.findall(README.read_text()), ids=lambda block: block[0])
+def test_what_it_quotes_of_a_page_stands_there(block: tuple[str, str]) -> None:
+    """In this order; the command in front of it is shortened."""
+    name, lines = block
+    rest = page(name)
+    for line in [line for line in lines.splitlines() if not line.startswith("$ ")]:
+        _, found, rest = rest.partition(f"\n{line}\n")
+        assert found, line
+        rest = f"\n{rest}"
+
+
+def test_it_answers_four_questions_with_four_lines_each() -> None:
+    text = README.read_text()
+    assert [name for name, _ in QUOTED.findall(text)] == ["your-own", "check", "puzzles"]
+    assert {len(lines.splitlines()) for _, lines in QUOTED.findall(text)} <= {4, 5}
+
+
+@pytest.mark.parametrize("path", sorted((TOP / "docs").glob("*.md")), ids=lambda path: path.stem)
+def test_the_title_of_a_page_is_its_question(path: Path) -> None:
+    assert re.match(r"# .*\?\n", path.read_text())
+
+
 def test_the_picture_is_of_the_command_beside_it() -> None:
-    assert "](docs/picture.svg)" in README.read_text()
+    assert "](picture.svg)" in page("modes")
     texts = [
         text.text or ""
         for text in ElementTree.parse(TOP / "docs" / "picture.svg").iter("{http://www.w3.org/2000/svg}text")
     ]
     (settings,) = (text for text in texts if text.startswith("RUN_MODE="))
     chosen = set(settings.replace(".0 ", " ").split()) - {"WORLD_SIZE=4", "LAB_SEED=1"}  # the defaults
-    assert chosen in [set(line.removesuffix(" make run").split()) for line in fenced(README.read_text(), "sh")]
-
-
-def test_five_things_to_try_are_among_those_of_the_modes() -> None:
-    tried = README.read_text().partition("## Five things to try")[2].partition("\n## ")[0]
-    commands = [line.partition("#")[0].split() for line in fenced(tried, "sh")]
-    assert len(commands) == 5
-    more = [line.partition("#")[0].split() for line in fenced(page("modes"), "sh")]
-    assert all(command in more for command in commands)
+    assert chosen in [set(line.removesuffix(" make run").split()) for line in fenced(page("modes"), "sh")]
