@@ -168,7 +168,7 @@ class Instead:
     """
 
     variants: Sequence[str] = ()  # which are made with other parts
-    parts: Mapping[str, Any] = field(default_factory=dict)  # names in their maker's module
+    parts: Mapping[str, Any] = field(default_factory=dict)  # names in their maker's module, or its keyword arguments
     run: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of the mode's own run
     batches: Callable[..., Batches] | None = None  # another dealing of samples
     shards_written: ShardsWritten | None = None  # of a checkpoint, see `all_there`
@@ -277,15 +277,18 @@ def sentence_on(wrong: object) -> str:
 
 
 def made_with(make: Callable[..., Strategy], parts: Mapping[str, Any]) -> Callable[..., Strategy]:
-    """The same maker, which finds `parts` under their names in its module."""
+    """The same maker, which finds `parts` under their names in its module; is given those that have no name there by
+    keyword, as a mode from outside of the lab may want it."""
     maker: Any = make
     while isinstance(maker, partial):
         maker = maker.func
+    keywords = {name: part for name, part in parts.items() if name not in maker.__globals__}
+    names = {name: part for name, part in parts.items() if name not in keywords}
 
     @wraps(maker)
     def made(*args: Any, **kwargs: Any) -> Strategy:
-        with replaced(maker.__globals__, parts):
-            return make(*args, **kwargs)
+        with replaced(maker.__globals__, names):
+            return make(*args, **keywords, **kwargs)
 
     return made
 

@@ -118,7 +118,8 @@ class Doctor:
             return True
         apart = [case for case in self.cases if case.waiting(self.matching.is_apart)]
         stuck = standing_apart(self.cases, self.matching)
-        if stuck or all(case.frames() for case in apart):  # else one was asked where it is, and has not answered yet
+        answered = all(case.frames() for case in apart)  # else one was asked where it is, and has not answered yet
+        if stuck or (answered and not self._stand_as_before()):
             self._stuck = stuck
         bound_s = max(SURE_S, self._hang_after_s)
         if (apart and since_s < bound_s) or (since_s < LATE_S and self._late(now, within=since_s < bound_s)):
@@ -126,6 +127,13 @@ class Doctor:
         if self._stuck:
             self.findings.append(apart_finding(self._stuck, len(self.cases)))
         return True
+
+    def _stand_as_before(self) -> bool:
+        """Whether all that were seen to hang are still in the same call; beside busy processes one that waits for a
+        core looks like one that computes."""
+        return bool(self._stuck) and all(
+            any(call is each.wait.call for call in self.cases[rank].open.values()) for rank, each in self._stuck.items()
+        )
 
     def _late(self, now: float, *, within: bool) -> bool:
         """Whether one that has not failed is to be waited for: `within` the time that a hang takes until it stands
