@@ -60,14 +60,14 @@ class MixtureOfExperts(nn.Module):
         return wants.bool() & (place < self.places), queue.minimum((self.places - before).clamp(min=0)).sum(0)
 
 
+@torch.no_grad()  # autograd's graph would keep the group beyond its end
 def demo(group: dist.ProcessGroup) -> float:
     """5 experts, one for each of 7 tokens a rank; how far what the tokens get is from one process's."""
     torch.manual_seed(1)  # the same on all ranks
     tokens, router = torch.randn(7 * group.size(), 4).double(), nn.Linear(4, 5).double()
     up, down = torch.randn(5, 4, 8).double(), torch.randn(5, 8, 4).double()
     gates, chosen = router(tokens).softmax(-1).max(-1)
-    places = math.ceil(1.25 * len(tokens) / 5)
-    finds = (F.one_hot(chosen).cumsum(0).gather(1, chosen[:, None]) <= places) * gates[:, None]
+    finds = gates[:, None] * (F.one_hot(chosen).cumsum(0).gather(1, chosen[:, None]) < 1 + len(tokens) / 4)  # 1.25 T/5
     wanted = (F.gelu(tokens[:, None] @ up[chosen]) @ down[chosen]).squeeze(1) * finds
     up, down, tokens, wanted = (each.tensor_split(group.size())[group.rank()] for each in (up, down, tokens, wanted))
     layer = MixtureOfExperts(router, nn.ParameterDict({"up": up, "down": down}), (5, 1, 1.25, 0.01, 0.001), group)
