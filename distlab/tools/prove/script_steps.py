@@ -52,17 +52,18 @@ class Proving(NamedTuple):
 class ScriptSteps:
     """Of this process; `install` once."""
 
-    def __init__(self, recorder: Recorder, proving: Proving) -> None:
+    def __init__(self, recorder: Recorder, proving: Proving, most: int = MOST_STEPS) -> None:
         self.recorder, self.proving = recorder, proving
         self.number = 0  # of the next step
         self.backwards = 0  # since the last step
         self.all_backwards = 0
-        self.most = MOST_STEPS
+        self.most = most
         self.parameters: dict[str, Tensor] = {}
         self.first: dict[str, int] = {}  # of each the checksum before the first step
         self.rates: list[list[float]] = []
         self.in_low = False
         self.on_model: list[Callable[[], None]] = []  # called when a model makes its first forward pass
+        self.on_input: list[Callable[[list[Tensor]], None]] = []  # called with what a model is trained on
         self.on_evaluation: list[Callable[[nn.Module], None]] = []  # called with the module that is evaluated
         self.stop: Callable[[], None] = lambda: None  # the reference, when it has done enough
         self._names: dict[int, str] = {}
@@ -123,9 +124,12 @@ class ScriptSteps:
             return
         if id(first) not in self._names:
             self._name_all(outermost(module))
+        given = list(given_to(module))
+        for look in self.on_input:
+            look([value for _, value in given])
         if self.number < self.most:
             self._begin("inputs", self._inputs)
-            for name, value in given_to(module):
+            for name, value in given:
                 rows = value.detach().reshape(len(value), -1)[:MOST_ROWS]
                 self._inputs[f"{name} {list(value.shape[1:])}"] |= {zlib.crc32(raw(row)) for row in rows}
 
@@ -189,7 +193,7 @@ class ScriptSteps:
         self.rates.append([float(group.get("lr", 0.0)) for group in optimizer.param_groups])
         if self.number == 0:
             held = sum(each.numel() * each.element_size() for each in stepped)
-            self.most = max(1, min(MOST_STEPS, MOST_BYTES // max(1, 4 * held)))
+            self.most = min(self.most, max(1, MOST_BYTES // max(1, 4 * held)))
         if self.number < self.most:
             self._before = self._pieces(stepped)
             self._gradients = {

@@ -1,0 +1,161 @@
+"""One drill from its words to its verdict: the whole run twice, then each fault and each resume after it.
+
+Faults come by default at a step after the first checkpoint, and in the middle of a file that a later one writes; both
+are known from the whole run.
+"""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from distlab.lab.report.table import Table, log_line, wrapped
+from distlab.tools.check.start.script import Job
+from distlab.tools.drill.recording import DISK, KILL, SAVE, STEP, TERM, watch
+from distlab.tools.drill.runs import Fault, Ranks, Recorded
+from distlab.tools.drill.verdict import Row, Whole, judged, whole_of
+
+NAMES = {KILL: "kill", TERM: "SIGTERM", DISK: "full disk"}
+TITLES = ("run", "ranks", "steps", "weights", "samples", "lost", "twice", "from")
+
+
+class Options(NamedTuple):
+    """What stands before the script."""
+
+    kill: tuple[int, int] | None = None  # rank, and the step in which it is killed, from 1
+    resume: Sequence[int] = ()  # numbers of ranks; empty: as many as before
+    resume_words: Sequence[str] = ()
+    state: Path | None = None
+    as_json: bool = False
+
+
+class Refused(Exception):
+    """The drill cannot be made; the message is a sentence that says what to do."""
+
+
+class Drill:
+    """All runs of one script."""
+
+    def __init__(self, options: Options, job: Job, size: int, ranks: Ranks, say: Callable[[str], None]) -> None:
+        self._options, self._job, self._size, self._ranks, self._say = options, job, size, ranks, say
+
+    def rows(self) -> Iterator[Row]:
+        """The whole run's row, and one for each resume."""
+        whole = self._whole()
+        last = whole.run.num_steps
+        repeats = "" if not whole.noise else f"its second run is {whole.noise:.0e} off"
+        total = sum(len(samples) for rank in range(self._size) for each in whole.run.steps(rank) for _, samples in each["read"])
+        yield Row("whole", self._size, last, repeats or "-", total, 0, 0, "-", "")
+        if not any(True for _ in whole.run.all("saves")):
+            raise Refused(f"the script writes no file in its {last} steps: there is nothing to resume from")
+        fault = self._kill(whole)
+        before = self._fail("kill", fault)
+        for size in self._options.resume or (self._size,):
+            yield self._resumed(f"kill, resume {size}", whole, before, size, "kill")
+        target = largest_file(whole.run)
+        for kind in (KILL, TERM, DISK) if target is not None else ():
+            assert target is not None
+            name = f"{NAMES[kind]} @ save"
+            before = self._fail(name, target._replace(kind=kind))
+            yield self._resumed(name, whole, before, self._size, name, target.step)
+
+    def _whole(self) -> Whole:
+        runs = []
+        for name in ("whole", "again"):
+            work = self._ranks.prepare(name)
+            runs.append(self._ranks.run(name, work, self._size, self._words(work)))
+            outside = next((each for _, each in runs[-1].all("outside")), None)
+            if outside is not None:
+                raise Refused(f"{outside['at']} writes {outside['outside']}, outside of the drill's copy of the working folder: name its folder by --state")
+            if runs[-1].failed:
+                raise Refused(f"the whole run failed, so there is nothing to resume: {runs[-1].failed}")
+            if not runs[-1].num_steps:
+                raise Refused("no optimizer took a step in the whole run")
+        return whole_of(*runs)
+
+    def _words(self, work: Path, more: Sequence[str] = ()) -> list[str]:
+        """The script's words, in which the folders that were copied are the copies."""
+        found = [*self._job.words, *more]
+        state = self._options.state
+        if state is not None and not state.is_relative_to(self._job.folder):
+            found = [each.replace(str(state), str(work / "state")) for each in found]
+        return [each.replace(f"{self._job.folder}/", f"{work}/") for each in found]
+
+    def _kill(self, whole: Whole) -> Fault:
+        last = whole.run.num_steps
+        if self._options.kill is not None:
+            rank, step = self._options.kill
+            if step > last:
+                raise Refused(f"--kill names step {step}: the whole run has {last}")
+            return Fault(KILL, rank, STEP, step - 1)
+        saved = sorted({each["after"] for _, each in whole.run.all("saves")})
+        middle = [each for each in saved if each <= last // 2] or saved
+        return Fault(KILL, self._size - 1, STEP, min(middle[-1] + 1, last - 1))
+
+    def _fail(self, name: str, fault: Fault) -> Recorded:
+        work = self._ranks.prepare(name)
+        return self._ranks.run(name, work, self._size, self._words(work), fault)
+
+    def _resumed(self, name: str, whole: Whole, before: Recorded, size: int, failed: str, saving: int = 0) -> Row:
+        folder = f"{failed}, {size}"
+        work = self._ranks.prepare(folder, self._ranks.work_of(failed))
+        words = [each.replace(str(self._ranks.work_of(failed)), str(work)) for each in self._words(work, self._options.resume_words)]
+        after = self._ranks.run(folder, work, size, words)
+        if not before.hit and not before.ended:
+            return Row(name, size, 0, "-", 0, 0, 0, "-", f"the fault did not come: {before.failed}")
+        note = f"step {saving} half written" if saving and before.hit else ""
+        return judged(name, whole, before, after, note)
+
+
+def largest_file(run: Recorded) -> Fault | None:
+    """A file to fail in: the largest of those that are written at a later checkpoint than the first."""
+    sizes: list[dict[str, Any]] = []
+    for rank, facts in enumerate(run.facts):
+        opened: list[dict[str, Any]] = []
+        for each in facts:
+            if "saves" in each:
+                opened.append({"path": each["saves"], "step": each["after"], "file": each["file"], "rank": rank, "size": 0})
+            elif "size" in each:
+                for one in opened:
+                    one["size"] = one["size"] or (each["size"] if one["path"] == each["of"] else 0)
+        sizes += opened
+    steps = sorted({each["step"] for each in sizes if each["size"]})
+    if not steps:
+        return None
+    step = steps[min(len(steps) - 1, max(1, len(steps) // 2))]
+    most = max((each for each in sizes if each["step"] == step), key=lambda each: int(each["size"]))
+    return Fault(KILL, most["rank"], SAVE, step, most["file"], max(1, int(most["size"]) // 2))
+
+
+def drill(options: Options, job: Job, size: int, hang_after_s: float, bound_s: float) -> int:
+    """Make the drill and print its table; returns the exit code."""
+    top = Path(tempfile.mkdtemp(prefix="distlab-drill-")).resolve()
+    ranks = Ranks(job._replace(watch=watch), top, options.state, hang_after_s, bound_s)
+    rows: list[Row] = []
+    say = (lambda _: None) if options.as_json else print
+    try:
+        for row in Drill(options, job, size, ranks, say).rows():
+            rows.append(row)
+    except Refused as error:
+        print(log_line("refused" if not rows else "FAIL", str(error)), flush=True)
+        return 1 if rows else 2
+    finally:
+        shutil.rmtree(top, ignore_errors=True)
+    tell(rows, as_json=options.as_json)
+    return 1 if any(row.why for row in rows) else 0
+
+
+def tell(rows: Sequence[Row], *, as_json: bool) -> None:
+    failed = [row for row in rows if row.why]
+    verdict = f"{len(failed)} of {len(rows) - 1} resumes" if failed else f"{len(rows) - 1} resumes"
+    if as_json:
+        print(json.dumps({"verdict": "fail" if failed else "pass", "runs": [row._asdict() for row in rows]}), flush=True)
+        return
+    cells = [[row.run, row.ranks, row.steps, row.weights, row.samples, row.lost, row.twice, row.begins] for row in rows]
+    lines = Table.of(TITLES, cells).text()
+    for row in failed:
+        lines += wrapped("why", f"{row.run}: {row.why}")
+        lines += [line for each in row.by_rank for line in wrapped("", each)]
+    print("\n".join([*lines, log_line("FAIL" if failed else "PASS", verdict)]), flush=True)
