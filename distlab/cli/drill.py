@@ -24,13 +24,16 @@ folder of its own, a copy of the script's.
   --kill rank2@step7     the rank that is killed, and in which step of its optimizer, from 1; unset: the last rank, in
                          the second step after a checkpoint near the middle of the run
   --resume 4,2           numbers of ranks to resume with after that kill; unset: WORLD_SIZE
+  --faults kill,kill@save,term@save,disk@save
+                         those that are made; unset: all of these
   --resume-words "..."   words that the script gets behind its own where it is resumed, such as "--resume auto"
   --state DIR            a folder that the script writes to: each run gets a copy of it
   --json                 print the verdict as JSON
 
 variables   WORLD_SIZE (4), {own}
 exit codes  0 every resume passed, 1 one failed, 2 refused, 130 stopped"""
-VALUED = ("--kill", "--resume", "--resume-words", "--state")
+FAULTS = ("kill", "kill@save", "term@save", "disk@save")
+VALUED = ("--kill", "--faults", "--resume", "--resume-words", "--state")
 
 
 def main(words: Sequence[str]) -> int:
@@ -109,6 +112,10 @@ def read_options(found: dict[str, Any], size: int) -> tuple[dict[str, Any], list
             faults.append(f"--resume is {found['--resume']!r}: expected numbers of ranks, 1 to 8, as 4,2")
         else:
             options["resume"] = [int(each) for each in sizes]
+    if "--faults" in found:
+        options["faults"] = str(found["--faults"]).split(",")
+        if not set(options["faults"]) <= set(FAULTS):
+            faults.append(f"--faults is {found['--faults']!r}: expected any of {','.join(FAULTS)}")
     if "--resume-words" in found:
         try:
             options["resume_words"] = shlex.split(found["--resume-words"])

@@ -4,6 +4,7 @@ Faults come by default at a step after the first checkpoint, and in the middle o
 are known from the whole run.
 """
 
+import importlib
 import json
 import shutil
 import tempfile
@@ -17,6 +18,7 @@ from distlab.tools.drill.recording import DISK, KILL, SAVE, STEP, TERM, watch
 from distlab.tools.drill.runs import Fault, Ranks, Recorded
 from distlab.tools.drill.verdict import Row, Whole, judged, whole_of
 
+FAULTS = {"kill": (KILL, STEP), "kill@save": (KILL, SAVE), "term@save": (TERM, SAVE), "disk@save": (DISK, SAVE)}
 NAMES = {KILL: "kill", TERM: "SIGTERM", DISK: "full disk"}
 TITLES = ("run", "ranks", "steps", "weights", "samples", "lost", "twice", "from")
 
@@ -26,6 +28,7 @@ class Options(NamedTuple):
 
     kill: tuple[int, int] | None = None  # rank, and the step in which it is killed, from 1
     resume: Sequence[int] = ()  # numbers of ranks; empty: as many as before
+    faults: Sequence[str] = tuple(FAULTS)
     resume_words: Sequence[str] = ()
     state: Path | None = None
     as_json: bool = False
@@ -33,6 +36,10 @@ class Options(NamedTuple):
 
 class Refused(Exception):
     """The drill cannot be made; the message is a sentence that says what to do."""
+
+
+class Failed(Refused):
+    """The script fails before there is anything to resume."""
 
 
 class Drill:
@@ -49,17 +56,17 @@ class Drill:
         total = sum(len(samples) for rank in range(self._size) for each in whole.run.steps(rank) for _, samples in each["read"])
         yield Row("whole", self._size, last, repeats or "-", total, 0, 0, "-", "")
         if not any(True for _ in whole.run.all("saves")):
-            raise Refused(f"the script writes no file in its {last} steps: there is nothing to resume from")
-        fault = self._kill(whole)
-        before = self._fail("kill", fault)
-        for size in self._options.resume or (self._size,):
-            yield self._resumed(f"kill, resume {size}", whole, before, size, "kill")
+            raise Failed(f"the script writes no file in its {last} steps: there is nothing to resume from")
         target = largest_file(whole.run)
-        for kind in (KILL, TERM, DISK) if target is not None else ():
-            assert target is not None
-            name = f"{NAMES[kind]} @ save"
-            before = self._fail(name, target._replace(kind=kind))
-            yield self._resumed(name, whole, before, self._size, name, target.step)
+        for kind, at in (FAULTS[each] for each in self._options.faults):
+            if at == STEP:
+                before = self._fail("kill", self._kill(whole))
+                for size in self._options.resume or (self._size,):
+                    yield self._resumed(f"kill, resume {size}", whole, before, size, "kill")
+            elif target is not None:
+                name = f"{NAMES[kind]} @ save"
+                before = self._fail(name, target._replace(kind=kind))
+                yield self._resumed(name, whole, before, self._size, name, target.step)
 
     def _whole(self) -> Whole:
         runs = []
@@ -70,7 +77,7 @@ class Drill:
             if outside is not None:
                 raise Refused(f"{outside['at']} writes {outside['outside']}, outside of the drill's copy of the working folder: name its folder by --state")
             if runs[-1].failed:
-                raise Refused(f"the whole run failed, so there is nothing to resume: {runs[-1].failed}")
+                raise Failed(f"the whole run failed: {runs[-1].failed}")
             if not runs[-1].num_steps:
                 raise Refused("no optimizer took a step in the whole run")
         return whole_of(*runs)
@@ -131,6 +138,7 @@ def largest_file(run: Recorded) -> Fault | None:
 
 def drill(options: Options, job: Job, size: int, hang_after_s: float, bound_s: float) -> int:
     """Make the drill and print its table; returns the exit code."""
+    importlib.import_module("torch._dynamo")  # as DistributedDataParallel does: once, and not in each rank, 1.5 s each
     top = Path(tempfile.mkdtemp(prefix="distlab-drill-")).resolve()
     ranks = Ranks(job._replace(watch=watch), top, options.state, hang_after_s, bound_s)
     rows: list[Row] = []
@@ -139,8 +147,9 @@ def drill(options: Options, job: Job, size: int, hang_after_s: float, bound_s: f
         for row in Drill(options, job, size, ranks, say).rows():
             rows.append(row)
     except Refused as error:
-        print(log_line("refused" if not rows else "FAIL", str(error)), flush=True)
-        return 1 if rows else 2
+        has_failed = isinstance(error, Failed)
+        print("\n".join(wrapped("FAIL" if has_failed else "refused", str(error))), flush=True)
+        return 1 if has_failed else 2
     finally:
         shutil.rmtree(top, ignore_errors=True)
     tell(rows, as_json=options.as_json)
