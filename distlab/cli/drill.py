@@ -22,7 +22,7 @@ compares samples, weights, optimizer, rates and random state with those of the w
 folder of its own, a copy of the script's.
 
   --kill rank2@step7     the rank that is killed, and in which step of its optimizer, from 1; unset: the last rank, in
-                         the second step after a checkpoint near the middle of the run
+                         the step after a checkpoint near the middle of the run
   --resume 4,2           numbers of ranks to resume with after that kill; unset: WORLD_SIZE
   --faults kill,kill@save,term@save,disk@save
                          those that are made; unset: all of these
@@ -103,7 +103,9 @@ def read_options(found: dict[str, Any], size: int) -> tuple[dict[str, Any], list
     if "--kill" in found:
         rank, _, step = str(found["--kill"]).removeprefix("rank").partition("@step")
         if not (rank.isdecimal() and step.isdecimal() and int(rank) < size and int(step) >= 1):
-            faults.append(f"--kill is {found['--kill']!r}: expected rank0 to rank{size - 1} and a step from 1, as rank0@step7")
+            faults.append(
+                f"--kill is {found['--kill']!r}: expected rank0 to rank{size - 1} and a step from 1, as rank0@step7"
+            )
         else:
             options["kill"] = int(rank), int(step)
     if "--resume" in found:

@@ -8,7 +8,7 @@ import importlib
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from distlab.lab.report.table import Table, log_line, wrapped
 from distlab.tools.check.start.script import Job
 from distlab.tools.drill.recording import DISK, KILL, SAVE, STEP, TERM, watch
 from distlab.tools.drill.runs import Fault, Ranks, Recorded
-from distlab.tools.drill.verdict import Row, Whole, judged, whole_of
+from distlab.tools.drill.verdict import Row, Whole, judged, trained, whole_of
 
 FAULTS = {"kill": (KILL, STEP), "kill@save": (KILL, SAVE), "term@save": (TERM, SAVE), "disk@save": (DISK, SAVE)}
 NAMES = {KILL: "kill", TERM: "SIGTERM", DISK: "full disk"}
@@ -45,15 +45,15 @@ class Failed(Refused):
 class Drill:
     """All runs of one script."""
 
-    def __init__(self, options: Options, job: Job, size: int, ranks: Ranks, say: Callable[[str], None]) -> None:
-        self._options, self._job, self._size, self._ranks, self._say = options, job, size, ranks, say
+    def __init__(self, options: Options, job: Job, size: int, ranks: Ranks) -> None:
+        self._options, self._job, self._size, self._ranks = options, job, size, ranks
 
     def rows(self) -> Iterator[Row]:
         """The whole run's row, and one for each resume."""
         whole = self._whole()
         last = whole.run.num_steps
         repeats = "" if not whole.noise else f"its second run is {whole.noise:.0e} off"
-        total = sum(len(samples) for rank in range(self._size) for each in whole.run.steps(rank) for _, samples in each["read"])
+        total = trained(whole.run, range(last)).total()
         yield Row("whole", self._size, last, repeats or "-", total, 0, 0, "-", "")
         if not any(True for _ in whole.run.all("saves")):
             raise Failed(f"the script writes no file in its {last} steps: there is nothing to resume from")
@@ -75,7 +75,8 @@ class Drill:
             runs.append(self._ranks.run(name, work, self._size, self._words(work)))
             outside = next((each for _, each in runs[-1].all("outside")), None)
             if outside is not None:
-                raise Refused(f"{outside['at']} writes {outside['outside']}, outside of the drill's copy of the working folder: name its folder by --state")
+                what = f"{outside['at']} writes {outside['outside']}, outside of the drill's copy of the working folder"
+                raise Refused(f"{what}: name its folder by --state")
             if runs[-1].failed:
                 raise Failed(f"the whole run failed: {runs[-1].failed}")
             if not runs[-1].num_steps:
@@ -99,7 +100,7 @@ class Drill:
             return Fault(KILL, rank, STEP, step - 1)
         saved = sorted({each["after"] for _, each in whole.run.all("saves")})
         middle = [each for each in saved if each <= last // 2] or saved
-        return Fault(KILL, self._size - 1, STEP, min(middle[-1] + 1, last - 1))
+        return Fault(KILL, self._size - 1, STEP, min(middle[-1], last - 1))
 
     def _fail(self, name: str, fault: Fault) -> Recorded:
         work = self._ranks.prepare(name)
@@ -108,7 +109,7 @@ class Drill:
     def _resumed(self, name: str, whole: Whole, before: Recorded, size: int, failed: str, saving: int = 0) -> Row:
         folder = f"{failed}, {size}"
         work = self._ranks.prepare(folder, self._ranks.work_of(failed))
-        words = [each.replace(str(self._ranks.work_of(failed)), str(work)) for each in self._words(work, self._options.resume_words)]
+        words = self._words(work, self._options.resume_words)
         after = self._ranks.run(folder, work, size, words)
         if not before.hit and not before.ended:
             return Row(name, size, 0, "-", 0, 0, 0, "-", f"the fault did not come: {before.failed}")
@@ -123,7 +124,8 @@ def largest_file(run: Recorded) -> Fault | None:
         opened: list[dict[str, Any]] = []
         for each in facts:
             if "saves" in each:
-                opened.append({"path": each["saves"], "step": each["after"], "file": each["file"], "rank": rank, "size": 0})
+                kept = {"path": each["saves"], "step": each["after"], "file": each["file"]}
+                opened.append(kept | {"rank": rank, "size": 0})
             elif "size" in each:
                 for one in opened:
                     one["size"] = one["size"] or (each["size"] if one["path"] == each["of"] else 0)
@@ -142,9 +144,8 @@ def drill(options: Options, job: Job, size: int, hang_after_s: float, bound_s: f
     top = Path(tempfile.mkdtemp(prefix="distlab-drill-")).resolve()
     ranks = Ranks(job._replace(watch=watch), top, options.state, hang_after_s, bound_s)
     rows: list[Row] = []
-    say = (lambda _: None) if options.as_json else print
     try:
-        for row in Drill(options, job, size, ranks, say).rows():
+        for row in Drill(options, job, size, ranks).rows():
             rows.append(row)
     except Refused as error:
         has_failed = isinstance(error, Failed)
@@ -160,7 +161,8 @@ def tell(rows: Sequence[Row], *, as_json: bool) -> None:
     failed = [row for row in rows if row.why]
     verdict = f"{len(failed)} of {len(rows) - 1} resumes" if failed else f"{len(rows) - 1} resumes"
     if as_json:
-        print(json.dumps({"verdict": "fail" if failed else "pass", "runs": [row._asdict() for row in rows]}), flush=True)
+        told = {"verdict": "fail" if failed else "pass", "runs": [row._asdict() for row in rows]}
+        print(json.dumps(told), flush=True)
         return
     cells = [[row.run, row.ranks, row.steps, row.weights, row.samples, row.lost, row.twice, row.begins] for row in rows]
     lines = Table.of(TITLES, cells).text()

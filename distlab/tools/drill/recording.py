@@ -21,13 +21,14 @@ from typing import Any, NamedTuple, TextIO
 import torch
 from torch import Tensor, nn
 
+from distlab.lab.cluster.departure import heeded
 from distlab.lab.measure.tensors import raw
 from distlab.tools.check.watch.patches import Function, Patch, before, harmless, hook, put
 from distlab.tools.check.watch.recorder import Recorder
 from distlab.tools.check.watch.replicas import checksum
 from distlab.tools.prove.script_ledger import states_of
 from distlab.tools.prove.script_samples import Samples, rows_in, tensors_in
-from distlab.tools.prove.script_steps import Proving, ScriptSteps, piece
+from distlab.tools.prove.script_steps import Proving, ScriptSteps, is_made_by_checkpoint, piece
 
 STEP, SAVE = "step", "save"  # where a fault comes
 KILL, TERM, DISK = "kill", "term", "disk"
@@ -57,6 +58,8 @@ def watch(recorder: Recorder, told: str) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     tempfile.tempdir = None  # that of the drill's own process
+    for number in heeded():  # by that process
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     steps = ScriptSteps(recorder, Proving(str(folder), "ranks", drilled.rank, drilled.world_size), most=0)
     steps.install()
     facts = Facts(steps, drilled, (folder / f"rank{drilled.rank}.jsonl").open("a"))
@@ -160,7 +163,10 @@ class Facts:
         self._samples = samples
         register_optimizer_step_pre_hook(hook(self._before_step))
         self._steps.recorder.at_end.append(self._end)
-        does = lambda what: before(lambda *_, **__: self._did(what))  # noqa: E731
+
+        def does(what: str) -> Function:
+            return before(lambda *_, **__: self._did(what))
+
         put(
             Patch(torch, "load", does("loads a file")),
             Patch(nn.Module, "load_state_dict", does("loads the weights")),
@@ -177,6 +183,8 @@ class Facts:
 
     @harmless
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if is_made_by_checkpoint():
+            return
         number, drilled = self._steps.number, self._drilled
         self._tell_sizes()
         self._write(self._facts(optimizer) | {"step": number, "line": self._places.line_of(1)})
@@ -192,12 +200,12 @@ class Facts:
         numpy: Any = sys.modules.get("numpy")
         read = [[each.epoch, each.samples] for each in self._samples.trained]
         self._samples.trained = []
-        drawn: list[Any] = [torch.get_rng_state(), str(random.getstate())]
+        drawn = torch.get_rng_state(), str(random.getstate()), str(numpy.random.get_state()) if numpy else ""
         return {
             "weights": checksum(list(self._steps.parameters.values())), "read": read,
             "state": checksum(states_of(optimizer)) if optimizer else 0,
             "rates": [float(group.get("lr", 0.0)) for group in optimizer.param_groups] if optimizer else [],
-            "random": checksum([*drawn, str(numpy.random.get_state()) if numpy else ""]),
+            "random": [checksum([each]) for each in drawn],  # of torch, Python and numpy
             "passes": len(self._samples.passes),
         }  # fmt: skip
 
@@ -300,5 +308,4 @@ def real(name: Any) -> str:
 
 def is_cache(path: str) -> bool:
     """Whether a file is a library's own, of which no checkpoint is made."""
-    home = os.path.expanduser("~")
-    return "__pycache__" in path or "site-packages/" in path or path.startswith(f"{home}/.")
+    return "__pycache__" in path or "site-packages/" in path or path.startswith(f"{Path.home()}/.")

@@ -81,7 +81,7 @@ class Ranks:
         """A working folder for the runs of this name: a copy of one of `before`, or of the script's own."""
         work = self.work_of(name)
         if before is not None:
-            shutil.copytree(before, work, symlinks=True)
+            shutil.copytree(before, work, symlinks=True, ignore=uncopied)
         else:
             copy_folder(self._job.folder, work, self._state)
         (work / "tmp").mkdir(exist_ok=True)
@@ -110,8 +110,10 @@ class Ranks:
     def _begin(self, bedsides: Sequence[Bedside], folder: Path, work: Path, fault: Fault) -> None:
         port, key, size = free_port(), secrets.token_hex(32), len(bedsides)
         for rank, bedside in enumerate(bedsides):
-            mine = fault._asdict() if fault.kind and fault.rank == rank else {}
-            told = Drilled(str(folder), str(work), rank, size, mine.pop("kind", ""), **{k: v for k, v in mine.items() if k != "rank"})
+            told = Drilled(str(folder), str(work), rank, size)
+            if fault.rank == rank:
+                what = {name: value for name, value in fault._asdict().items() if name not in ("kind", "rank")}
+                told = told._replace(fault=fault.kind, **what)
             variables: dict[str, Any] = {
                 "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": 0,
                 "ROLE_RANK": rank, "ROLE_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
@@ -153,8 +155,8 @@ class Ranks:
         hearings = [Hearing(each) for each in bedsides]
         ended = set[int]()
         while time.monotonic() < until and len(ended) < len(bedsides):
-            for rank, each in enumerate(hearings):
-                told = each.lines(LISTEN_S / len(hearings))
+            for rank, hearing in enumerate(hearings):
+                told = hearing.lines(LISTEN_S / len(hearings))
                 if any(b'"ended"' in line or b'"gone"' in line for line in told):
                     ended.add(rank)
 
@@ -162,7 +164,7 @@ class Ranks:
 def why_failed(doctor: Doctor) -> str:
     raised = [case.raised for case in doctor.cases if case.raised is not None]
     if raised:
-        text = str(raised[0].text).strip().partition("\n")[0]
+        text = str(raised[0].text).strip().partition("\n")[0].partition(". ")[0]
         return f"{raised[0].kind}: {text} ({raised[0].place})"
     if any(case.exit_code for case in doctor.cases) or not doctor.whole:
         codes = [f"rank {case.rank} exited with {case.exit_code}" for case in doctor.cases if case.exit_code]
@@ -190,6 +192,8 @@ def copy_folder(folder: Path, work: Path, state: Path | None) -> None:
     left = MOST_COPIED
     for entry in sorted(folder.iterdir()):
         own = state is None or state == entry or entry in state.parents
+        if work.is_relative_to(entry):
+            continue  # the folders of the drill
         if entry.name.startswith(".") or entry.name == "__pycache__" or not own:
             (work / entry.name).symlink_to(entry.resolve())
             continue
@@ -198,11 +202,22 @@ def copy_folder(folder: Path, work: Path, state: Path | None) -> None:
             limit = f"{MOST_COPIED >> 20} MiB"
             raise ConfigError([f"{folder} is larger than {limit}: name what the script writes there by --state DIR"])
         if entry.is_dir():
-            shutil.copytree(entry, work / entry.name, symlinks=True)
+            shutil.copytree(entry, work / entry.name, symlinks=True, ignore=uncopied)
         else:
             shutil.copy2(entry, work / entry.name)
     if state is not None and not state.is_relative_to(folder):
-        shutil.copytree(state, work / "state", symlinks=True) if state.exists() else (work / "state").mkdir()
+        shutil.copytree(state, work / "state", symlinks=True, ignore=uncopied) if state.exists() else (
+            work / "state"
+        ).mkdir()
+
+
+def uncopied(folder: str, names: list[str]) -> list[str]:
+    """Sockets and pipes."""
+    return [
+        each
+        for each in names
+        if not (path := Path(folder, each)).is_symlink() and not (path.is_file() or path.is_dir())
+    ]
 
 
 def size_of(entry: Path, most: int) -> int:
@@ -211,7 +226,7 @@ def size_of(entry: Path, most: int) -> int:
         return entry.stat().st_size
     total = 0
     for place, _, names in os.walk(entry):
-        total += sum(os.lstat(os.path.join(place, name)).st_size for name in names)
+        total += sum(Path(place, name).lstat().st_size for name in names)
         if total > most:
             break
     return total

@@ -8,6 +8,7 @@ second run differed. On another number of ranks weights are compared where each 
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -47,7 +48,7 @@ class Whole(NamedTuple):
 
     run: Recorded
     noise: float  # 0: it repeats to the bit
-    draws: bool  # random numbers decide what it trains
+    drawn: Sequence[int]  # the random states that decide what it trains: 0 torch's, 1 Python's, 2 numpy's
 
     @property
     def size(self) -> int:
@@ -61,19 +62,16 @@ def whole_of(run: Recorded, again: Recorded) -> Whole:
         for rank in range(len(run.facts))
     )
     noise = 0.0 if same else max(difference(one, two), 1e-30)
-    return Whole(run, noise, draws_in(run) and same_random(run, again))
+    return Whole(run, noise, [kind for kind in range(3) if is_drawn(run, again, kind)])
 
 
-def same_random(one: Recorded, two: Recorded) -> bool:
-    """Whether the random state repeats: where it is not seeded, it cannot be put back from a whole run's."""
-    return [each["random"] for each in one.steps()] == [each["random"] for each in two.steps()]
-
-
-def draws_in(run: Recorded) -> bool:
-    """Whether the random state goes on between two steps without a new pass over a loader."""
+def is_drawn(run: Recorded, again: Recorded, kind: int) -> bool:
+    """Whether a random state goes on between two steps without a new pass over a loader, and the same way in both
+    runs: what is never seeded need not be put back."""
     steps = run.steps()
-    both = [(one, two) for one, two in zip(steps, steps[1:], strict=False) if one["passes"] == two["passes"]]
-    return sum(one["random"] != two["random"] for one, two in both) > len(both) // 2
+    both = [(one, two) for one, two in pairwise(steps) if one["passes"] == two["passes"]]
+    repeats = [each["random"][kind] for each in steps] == [each["random"][kind] for each in again.steps()]
+    return repeats and sum(one["random"][kind] != two["random"][kind] for one, two in both) > len(both) // 2
 
 
 # Samples
@@ -212,7 +210,7 @@ def judged(name: str, whole: Whole, before: Recorded, after: Recorded, note: str
     if not why and far > allowed:
         why = f"the weights at the end are {far:.0e} off, and {allowed:.0e} is allowed"
     shown = "to the bit" if far == 0 else "-" if far == float("inf") else f"{far:.0e} off"
-    begin = f"step {begins}{f' ({note})' if note else ''}"
+    begin = f"step {begins} ({note})" if note and not note.startswith(f"step {begins} ") else f"step {begins}"
     return Row(
         name, size, begins + steps, shown, told.total, told.lost, told.twice, begin, why, told.other_epoch,
         by_rank(after, told),
@@ -227,12 +225,13 @@ def apart(whole: Whole, before: Recorded, after: Recorded) -> tuple[float, float
     far = difference(mine, theirs)
     if len(after.facts) == whole.size:
         return far, TIMES_NOISE * whole.noise
-    same = after.num_steps and all(
+    last, steps = whole.run.num_steps, after.num_steps
+    same = steps and all(
         trained(after, range(number, number + 1)) == trained(whole.run, range(other, other + 1))
-        for number, other in zip(range(after.num_steps), range(whole.run.num_steps - after.num_steps, whole.run.num_steps), strict=False)
-    )  # fmt: skip
+        for number, other in enumerate(range(last - steps, last))
+    )
     largest = max((largest_of(each) for each in theirs.values()), default=0.0)
-    return far, max(TIMES_NOISE * whole.noise, ROUNDED * largest) if same and not whole.draws else float("inf")
+    return far, max(TIMES_NOISE * whole.noise, ROUNDED * largest) if same and not whole.drawn else float("inf")
 
 
 def first_difference(whole: Whole, after: Recorded, begins: int) -> str:
@@ -244,16 +243,21 @@ def first_difference(whole: Whole, after: Recorded, begins: int) -> str:
             return f"the resumed run goes on after step {whole.run.num_steps}, where the whole run ends"
         for rank, (one, two) in enumerate(zip(mine, theirs, strict=False)):
             for key, what, loads in STATES:
-                is_said = key == "rates" or (whole.draws if key == "random" else not whole.noise)
-                if is_said and one[key] != two[key]:
-                    values = f" ({shown(one[key])}, not {shown(two[key])})" if key == "rates" else ""
-                    since = f"from step {begins + number + 1} on{values}"
-                    return f"{what} of rank {rank} is not the whole run's {since}: {loaded(after, loads)}"
+                parts = whole.drawn if key == "random" else None
+                if (key == "state" and whole.noise) or of(one[key], parts) == of(two[key], parts):
+                    continue
+                values = f" ({shown(one[key])}, not {shown(two[key])})" if key == "rates" else ""
+                since = f"from step {begins + number + 1} on{values}"
+                return f"{what} of rank {rank} is not the whole run's {since}: {loaded(after, loads)}"
             if not whole.noise and one["weights"] != two["weights"]:
                 return f"the weights of rank {rank} are not the whole run's before step {begins + number + 1}"
         if [[*samples_of(one)] for one in mine] != [[*samples_of(two)] for two in theirs]:
             return ""
     return ""
+
+
+def of(value: Any, parts: Sequence[int] | None) -> Any:
+    return value if parts is None else [value[each] for each in parts]
 
 
 def shown(rates: Any) -> str:
@@ -266,7 +270,7 @@ def loaded(run: Recorded, what: str) -> str:
     if found is not None:
         return f"it is loaded at {found['at']}"
     file = next((each for _, each in run.all("did") if each["did"] in ("loads a file", "loads the weights")), None)
-    where = f", and {file['at']} {file['did']}" if file else ""
+    where = f" where {file['at']} {file['did']}" if file else ""
     return f"nothing loads {what}{where}"
 
 
@@ -276,7 +280,9 @@ def samples_sentence(told: Ledger, after: Recorded) -> str:
             (told.lost, "lost"), (told.twice, "read twice"), (told.other_epoch, "read in another epoch")) if count
     ]  # fmt: skip
     some = ", ".join(str(name) for _, name in sorted({*told.lost_of, *told.twice_of}, key=str)[:4])
-    return f"samples: {' and '.join(counts)} (such as {some}); {loaded(after, 'the loader')}"
+    file = next((each for _, each in after.all("did") if each["did"] == "loads a file"), None)
+    where = f"; what is read next follows {file['at']}, which loads a file" if file else ""
+    return f"samples: {' and '.join(counts)} (such as {some}){where}"
 
 
 def by_rank(after: Recorded, told: Ledger) -> list[str]:

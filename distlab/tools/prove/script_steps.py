@@ -187,6 +187,8 @@ class ScriptSteps:
 
     @harmless
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if is_made_by_checkpoint():
+            return
         stepped = parameters(optimizer)
         for index, each in enumerate(stepped):
             self._name(f"parameter {index}", each)
@@ -206,6 +208,8 @@ class ScriptSteps:
 
     @harmless
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if is_made_by_checkpoint():
+            return
         if self.number < self.most:
             after, line = self._pieces(parameters(optimizer)), self.recorder.places.line_of(2)
             low = self.in_low or any(each.dtype in LOW for each in parameters(optimizer))
@@ -221,6 +225,14 @@ class ScriptSteps:
             )  # fmt: skip
         self.number += 1
         self.backwards = 0
+
+
+def is_made_by_checkpoint() -> bool:
+    """Whether torch.distributed.checkpoint steps the optimizer: with a rate of 0, so that it has a state to load."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "_init_optim_state":
+        frame = frame.f_back
+    return frame is not None
 
 
 def outermost(module: nn.Module) -> nn.Module:
