@@ -344,7 +344,7 @@ def test_only_config_reads_the_environment() -> None:
         "distlab.lab.rank.preflight",  # how many ranks a launcher put on this machine
         "distlab.lab.report.terminal",  # NO_COLOR and TERM
         "distlab.tools.ranks.preloaded", "distlab.tools.ranks.rank", "distlab.tools.testing.rank",  # what torch and pytest read
-        "distlab.tools.check.start.command",  # sets what torch reads as it comes in
+        "distlab.cli.drill", "distlab.tools.check.start.command",  # set what torch reads as it comes in
         "distlab.tools.check.start.rank_supervisor",  # what torchrun sets
         "distlab.tools.check.start.script",  # what torchrun sets, and the script's own
         "distlab.tools.check.start.fork_servers",  # whether PYTHONHASHSEED is one for all
