@@ -11,14 +11,14 @@ rank 0 for a GPT of 8 layers, at most.
 import statistics
 import sys
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.rounds import Ratio, Timing, interleave, on_ranks, ratios, table
-from distlab.contract import Strategy
+from distlab.contract import Strategy, replaced
 from distlab.experiments import pp
 from distlab.lab.config import Config
 from distlab.lab.measure.storages import SavedActivations
@@ -29,7 +29,7 @@ from distlab.techniques.collectives.phases import COMPUTE, Span, recorded
 from distlab.techniques.mesh.grid import Mesh
 from distlab.techniques.pipeline_parallel.costs import idle_share
 from distlab.techniques.pipeline_parallel.pipeline import Boundaries
-from distlab.techniques.pipeline_parallel.schedules import Action, Schedule, in_two, one_forward_one_backward
+from distlab.techniques.pipeline_parallel.schedules import Action, in_two, one_forward_one_backward
 
 RANKS, MICROBATCHES, CHUNKS = 4, 8, 2
 BUBBLE_TARGET, ACTIVATIONS_TARGET = 0.03, 0.55
@@ -60,11 +60,11 @@ class Alone(Boundaries):
 
 def alone(model: Model, mesh: Mesh, config: Config) -> Strategy:
     """The stages of 1f1b with backward passes in two, without its messages."""
-
-    def schedule(ranks: int, microbatches: int) -> Schedule:
-        return [in_two(actions) for actions in one_forward_one_backward(ranks, microbatches)]
-
-    return pp.by_hand(model, mesh, config, schedule=schedule, boundaries=Alone)
+    schedule = [in_two(actions) for actions in one_forward_one_backward(config.world_size, config.num_microbatches)]
+    with replaced(vars(pp), {"schedule_of": lambda *_: schedule}):
+        strategy: Any = pp.by_hand(model, mesh, config, name="1f1b")
+    strategy.engine.pipeline.boundaries.__class__ = Alone
+    return strategy  # type: ignore[no-any-return]
 
 
 BUILDERS = {each.name: each.build for each in pp.MODE.asked(()).variants[1:] if each.build} | {"alone": alone}

@@ -9,6 +9,7 @@ substitution (`Mistakes`, `Instead`): the right path never asks which mistake is
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from pathlib import Path
@@ -63,7 +64,7 @@ class Strategy(Protocol):
         """Go on from `state`, which `state_dict` gave and a checkpoint has filled in place."""
 
 
-Build: TypeAlias = Callable[..., Strategy]  # (model, mesh, config), and parts that a mistake replaces, by keyword
+Build: TypeAlias = Callable[..., Strategy]  # (model, mesh, config)
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class Variant:
     def told(self) -> str:
         """The sentence on it, without its line breaks; empty where nobody wrote one."""
         build: Any = self.build
-        while isinstance(build, partial):  # with the parts of a mistake
+        while isinstance(build, partial):
             build = build.func
         words = self.sentence or (inspect.getdoc(build) if build is not None else "") or ""
         return " ".join(words.split("\n\n")[0].split())
@@ -167,7 +168,7 @@ class Instead:
     """
 
     variants: Sequence[str] = ()  # which are made with other parts
-    parts: Mapping[str, Any] = field(default_factory=dict)  # names in their maker's module, or its keyword arguments
+    parts: Mapping[str, Any] = field(default_factory=dict)  # names in their maker's module
     run: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of the mode's own run
     batches: Callable[..., Batches] | None = None  # another dealing of samples
     shards_written: ShardsWritten | None = None  # of a checkpoint, see `all_there`
@@ -249,8 +250,8 @@ class Mistakes(dict[str, Mistake]):
 
         Args:
             check: the check that sees it.
-            part: a name in the module of the makers of the variants `of`, or one of their keywords; without `of` a
-                keyword of the mode's own run; or a field of the Mode: batches, shards_written or resumed_batch.
+            part: a name in the module of the makers of the variants `of`; without `of` a keyword of the mode's own run;
+                or a field of the Mode: batches, shards_written or resumed_batch.
             needs: what a run has to have so that it shows.
             put: makes of what is decorated what the part takes.
         """
@@ -276,23 +277,28 @@ def sentence_on(wrong: object) -> str:
 
 
 def made_with(make: Callable[..., Strategy], parts: Mapping[str, Any]) -> Callable[..., Strategy]:
-    """The same maker, which is given these keywords, or finds these things under their names in its module."""
-    names: dict[str, Any] = getattr(make, "__globals__", {})
-    others = {name: part for name, part in parts.items() if name in names}
-    keywords = {name: part for name, part in parts.items() if name not in others}
-    if not others:
-        return partial(make, **keywords)
+    """The same maker, which finds `parts` under their names in its module."""
+    maker: Any = make
+    while isinstance(maker, partial):
+        maker = maker.func
 
-    @wraps(make)
-    def made(*args: Any) -> Strategy:
-        kept = {name: names[name] for name in others}
-        names.update(others)
-        try:
-            return make(*args, **keywords)
-        finally:
-            names.update(kept)
+    @wraps(maker)
+    def made(*args: Any, **kwargs: Any) -> Strategy:
+        with replaced(maker.__globals__, parts):
+            return make(*args, **kwargs)
 
     return made
+
+
+@contextmanager
+def replaced(names: dict[str, Any], others: Mapping[str, Any]) -> Iterator[None]:
+    """Let names of a module, `vars(module)`, stand for `others` inside."""
+    kept = {name: names[name] for name in others}
+    names.update(others)
+    try:
+        yield
+    finally:
+        names.update(kept)
 
 
 def trained(config: Config) -> str:

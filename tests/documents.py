@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +28,14 @@ def tables(text: str) -> Iterator[tuple[str, list[str]]]:
         elif line.startswith("|") and not header:
             yield heading, [cell.strip() for cell in line.strip("|").split("|")]
         before = line
+
+
+def coverage_rows() -> list[tuple[str, list[str]]]:
+    """What the lessons teach and what does it here: tests/coverage.toml, and where the lessons are wrong."""
+    taught = tomllib.loads((TOP / "tests" / "coverage.toml").read_text())
+    lessons = tables((TOP / "docs" / "lessons.md").read_text())
+    wrong = [(heading, row) for heading, row in lessons if heading == "Where the lessons are wrong"]
+    return [*((heading, row) for heading, rows in taught.items() for row in rows), *wrong]
 
 
 def spans(text: str) -> list[str]:

@@ -9,9 +9,11 @@ from distlab.contract import Instead, Mistake, Mistakes, Mode, Needs, Variant, a
 from distlab.lab.config import Config
 from distlab.lab.workload.data import Batches
 
+SUMMED = "right"
 
-def naive(*arguments: Any, summed: str = "right") -> Any:
-    return summed, len(arguments)
+
+def naive(*arguments: Any) -> Any:
+    return SUMMED, len(arguments)
 
 
 def run(lab: Any, sampler: str = "right") -> Any:
@@ -21,7 +23,7 @@ def run(lab: Any, sampler: str = "right") -> Any:
 mistake = Mistakes()
 
 
-@mistake("part", check="gradients", part="summed", of=("naive",), put=lambda wrong: wrong.__name__)
+@mistake("part", check="gradients", part="SUMMED", of=("naive",), put=lambda wrong: wrong.__name__)
 def sums_wrongly() -> None:
     """Sums wrongly: what is sent
     is not what was summed.

@@ -1,11 +1,11 @@
-"""docs/coverage.md: nothing of the lessons is forgotten, and everything that it points to is there."""
+"""tests/coverage.toml and docs/lessons.md: nothing of the lessons is forgotten, and everything that it points to is there."""
 
 import pytest
 
 from distlab.lab.config.settings import modes
-from tests.documents import TOP, faults, names_a_file, points_somewhere, spans, tables
+from tests.documents import coverage_rows, faults, names_a_file, points_somewhere, spans
 
-ROWS = list(tables((TOP / "docs" / "coverage.md").read_text()))
+ROWS = coverage_rows()
 
 # The modes of the README; how many things the lessons teach under each heading, how often they are wrong, and how many
 # results they give formulas for: counted once, when the lessons were read.

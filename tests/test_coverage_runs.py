@@ -1,4 +1,4 @@
-"""Each command of docs/coverage.md, run on real ranks: its output holds what the row says that one sees there.
+"""Each command of tests/coverage.toml and of docs/lessons.md where the lessons are wrong, run on real ranks: its output holds what the row says that one sees there.
 
 A row's words are prose; here stands, command by command, what of rank 0's log and of the judged run would be missing if
 the row were wrong. A command without a line here fails, and so does a line that no row has. What is shown of some
@@ -14,7 +14,7 @@ import pytest
 
 from distlab.lab.report.log import verdict_lines
 from distlab.lab.report.table import INDENT
-from tests.documents import TOP, spans, tables
+from tests.documents import coverage_rows, spans
 from tests.labs import Runs, failed
 from tests.mistakes import WORLD_SIZE, WORLD_SIZE_SHOWN, mistaken, shown, whole
 
@@ -121,9 +121,8 @@ OF_TWO_RANKS = {"comm", "cp"}  # the page's run has two of comm's algorithms, an
 
 
 def commands() -> list[str]:
-    """Every command of the page, once."""
-    rows = tables((TOP / "docs" / "coverage.md").read_text())
-    return sorted({span for _, row in rows for span in spans(" ".join(row)) if span.startswith("RUN_MODE=")})
+    """Every command of the rows, once."""
+    return sorted({span for _, row in coverage_rows() for span in spans(" ".join(row)) if span.startswith("RUN_MODE=")})
 
 
 def test_each_command_of_the_page_has_something_to_show_and_nothing_else_has() -> None:

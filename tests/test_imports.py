@@ -78,7 +78,7 @@ FLOORS: dict[str, list[str]] = {
     f"{D}.techniques.precision": COMMON,
     f"{D}.techniques.large_batch": COMMON,
     f"{D}.techniques.parameter_server": [*COMMON, f"{MEASURE}.tensors", f"{D}.techniques.data_parallel"],
-    f"{D}.techniques.elastic": [*COMMON, TRANSPORT, f"{D}.techniques.data_parallel", f"{D}.techniques.sharded"],
+    f"{D}.techniques.elastic": [*COMMON, TRANSPORT, f"{D}.techniques.data_parallel"],
     CONTRACT: [CONFIG, MEASURE, WORKLOAD],
     LAB: BELOW_LAB,
     CHECKPOINT: [*BELOW_LAB, LAB],

@@ -27,9 +27,9 @@ API = {  # the title of a page, and its modules below distlab
 }
 PAGES = (
     ("Learn", ("lessons", "class", "modes", "choosing", "glossary")),
-    ("Use", ("running", "variables", "check", "your-own", "ci", "engines", "ray")),
-    ("How it does", ("performance", "transport", "reliability", "checkpoints", "elastic")),
-    ("How it is built", ("architecture", "coverage")),
+    ("Use", ("running", "variables", "check", "your-own", "ci", "engines")),
+    ("How it does", ("performance", "reliability", "elastic")),
+    ("How it is built", ("architecture",)),
 )
 
 

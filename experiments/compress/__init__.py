@@ -32,7 +32,7 @@ moves.
 
 from collections.abc import Callable
 from functools import partial, wraps
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch.distributed as dist
 from torch import Size
@@ -76,13 +76,11 @@ def compressed(compressor_of: Callable[..., Compressor]) -> Build:
     """
 
     @wraps(compressor_of)
-    def build(
-        model: Model, mesh: Mesh, config: Config, buckets: type[GradientBuckets] = GradientBuckets, **parts: Any
-    ) -> Strategy:
+    def build(model: Model, mesh: Mesh, config: Config) -> Strategy:
         begin_alike(model, mesh.group, config)
-        of_bucket = partial(compressor_of, mesh.group, config, config.own(Options), **parts)
+        of_bucket = partial(compressor_of, mesh.group, config, config.own(Options))
         size = config.bucket_mib * 2**20
-        return Replica(model, config, buckets(model.parameters(), mesh.group, size, all_reduce_of=of_bucket))
+        return Replica(model, config, GradientBuckets(model.parameters(), mesh.group, size, all_reduce_of=of_bucket))
 
     return build
 
@@ -94,9 +92,9 @@ def fp16(group: Group, _: Config, own: Options, __: Shapes) -> Compressor:
 
 
 @compressed
-def int8(group: Group, config: Config, own: Options, _: Shapes, compressor: type[Quantised] = Quantised) -> Compressor:
+def int8(group: Group, config: Config, own: Options, _: Shapes) -> Compressor:
     """Codes on one scale, rounded at random: each rank draws for itself."""
-    return compressor(group, rank_seed(config.seed, group.rank()), feedback=own.error_feedback)
+    return Quantised(group, rank_seed(config.seed, group.rank()), feedback=own.error_feedback)
 
 
 @compressed
@@ -106,17 +104,15 @@ def topk(group: Group, _: Config, own: Options, __: Shapes) -> Compressor:
 
 
 @compressed
-def randomk(group: Group, config: Config, own: Options, _: Shapes, compressor: type[RandomK] = RandomK) -> Compressor:
+def randomk(group: Group, config: Config, own: Options, _: Shapes) -> Compressor:
     """Some: all ranks draw the same."""
-    return compressor(group, own.ratio, config.seed, feedback=own.error_feedback)
+    return RandomK(group, own.ratio, config.seed, feedback=own.error_feedback)
 
 
 @compressed
-def powersgd(
-    group: Group, config: Config, own: Options, shapes: Shapes, compressor: type[LowRank] = LowRank
-) -> Compressor:
+def powersgd(group: Group, config: Config, own: Options, shapes: Shapes) -> Compressor:
     """Two thin factors."""
-    return compressor(group, shapes, own.low_rank, config.seed, feedback=own.error_feedback)
+    return LowRank(group, shapes, own.low_rank, config.seed, feedback=own.error_feedback)
 
 
 def plain(model: Model, mesh: Mesh, config: Config) -> Strategy:

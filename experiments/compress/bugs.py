@@ -61,7 +61,11 @@ class Forgetful:
 
 
 @mistake(
-    "no_error_feedback", check="sent + residual", part="buckets", of=METHODS, needs=Needs(ranks=1, unless=all_sent)
+    "no_error_feedback",
+    check="sent + residual",
+    part="GradientBuckets",
+    of=METHODS,
+    needs=Needs(ranks=1, unless=all_sent),
 )
 class ForgetfulBuckets(GradientBuckets):
     """What is not sent is dropped, although error feedback is on: it never reaches the weights."""
@@ -78,7 +82,7 @@ class ForgetfulBuckets(GradientBuckets):
         super().__init__(parameters, group, bucket_bytes, all_reduce_of=forgetful_of)
 
 
-@mistake("unshared_seed", check="formula", part="compressor", of=("randomk",), needs=Needs(unless=every_place))
+@mistake("unshared_seed", check="formula", part="RandomK", of=("randomk",), needs=Needs(unless=every_place))
 class OwnPlaces(RandomK):
     """Each rank draws random-k's places from a seed of its own: numbers of different places are added."""
 
@@ -86,7 +90,7 @@ class OwnPlaces(RandomK):
         super().__init__(group, ratio, rank_seed(seed, group.rank()), feedback=feedback)
 
 
-@mistake("int8_overflow", check="formula", part="compressor", of=("int8",))
+@mistake("int8_overflow", check="formula", part="Quantised", of=("int8",))
 class Overflowing(Quantised):
     """Codes of up to 127 are added in 8 bits: 127 + 127 wraps to -2.
 
@@ -98,7 +102,7 @@ class Overflowing(Quantised):
         self.levels = 127
 
 
-@mistake("per_rank_powersgd", check="rank", part="compressor", of=("powersgd",), needs=Needs(unless=few_rows))
+@mistake("per_rank_powersgd", check="rank", part="LowRank", of=("powersgd",), needs=Needs(unless=few_rows))
 class PerRank(LowRank):
     """Each rank factors its gradient alone and products are added: rank N·r, and a dense tensor is sent."""
 

@@ -1,26 +1,27 @@
 """Context parallelism: sequences too long for a rank, each rank with some positions of every sample.
 
 Activations grow with the length of a sequence, and neither data nor pipeline parallelism cuts a sample: at some length
-one no longer fits. Norms, MLPs and the loss work on each position by itself, so a rank does them for its own. Attention
-does not: a row looks at the keys and values of all positions before it, and those of most are elsewhere.
+one sample no longer fits. Norms, MLPs and the loss work on each position by itself, so a rank computes them for its own
+positions. Attention does not: a row needs the keys and values of all positions before it, most of which are on other
+ranks.
 
-  predicted   of the bytes of all K and V, a layer and rank, forward and backward: gathered 2(c-1)/c, ring and zigzag
+  predicted   of the bytes of all K and V, per layer and rank, forward and backward: gathered 2(c-1)/c, ring and zigzag
               3(c-1)/c (Liu et al. 2023), shift 9(c-1)/4c on average, ulysses 4(c-1)/c² (Jacobs et al. 2023); and once
               a step 2(c-1)/c of the gradients. Activations: a c-th of one process's; gathered keeps all K and V
               besides. Causal work of the busiest rank over the mean: (2c-1)/c in contiguous parts, 1 folded
   shapes      tokens [B, S/c] of [B, S]; q, k, v [B, H, S/c, D/H], in ulysses inside of attention [B, H/c, S, D/H]; c is
               WORLD_SIZE, and neither S nor H need divide by it
 
-The variants differ in how a row gets to see the keys of other ranks:
+The variants differ in how a row gets the keys of other ranks:
 
   gathered    every rank gathers K and V whole, computes its rows with all of them, and throws away what is masked
-  ring        each rank's K and V go round; a rank adds up what it has by log-sum-exp, and no one holds all
+  ring        each rank's K and V go round; a rank merges its results by log-sum-exp, and no rank holds all keys
   zigzag      the same ring, each rank with an early and a late run of positions: all have the same work
-  shift       zigzag's parts, whose K and V go straight to the ranks that look at them, and no more of them
-  ulysses     an all-to-all before and behind attention: there each rank has all positions of some heads
+  shift       zigzag's parts; K and V go directly to the ranks whose rows see them, and only those
+  ulysses     an all-to-all before and behind attention, in which each rank has all positions of some heads
   torch_ring  PyTorch's ring functions, called directly, and context_parallel around them, which no CPU can run
 
-Nothing of a loss or a shape tells of a wrong position, or of blocks that are put together wrongly: each trains
+No shape and no error shows a wrong position, or parts that are merged wrongly: the model trains all the same
 (LAB_BUG=local_positions, no_lse).
 """
 
@@ -30,7 +31,7 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from distlab.contract import Mode, Strategy, Variant
@@ -40,10 +41,12 @@ from distlab.lab.lab import Lab
 from distlab.lab.verify.run_all import measure
 from distlab.lab.workload.model import Attend, Model, causal
 from distlab.techniques.context_parallel.ring import FLASH, FLASH_BACKWARD, RingAttention, ShiftAttention
-from distlab.techniques.context_parallel.strategy import ContextParallel, OwnRows, Positions, contiguous, zigzag
+from distlab.techniques.context_parallel.strategy import ContextParallel, Positions, contiguous, share_out, zigzag
 from distlab.techniques.context_parallel.ulysses import UlyssesAttention
+from distlab.techniques.data_parallel.buckets import GradientBuckets
+from distlab.techniques.data_parallel.strategy import Replica
 from distlab.techniques.mesh.grid import Mesh
-from distlab.techniques.tensor_parallel.layers import Sequence
+from distlab.techniques.tensor_parallel.layers import SequenceParallelRegion
 
 from . import lesson
 from .bugs import mistake
@@ -51,20 +54,27 @@ from .checks import claims, compare_balance, compare_kept
 from .options import Options
 from .predictions import BY_HAND, cannot, predict, refuse, summary
 
-# Parts that a mistake replaces: who holds which positions, what attention is, and the step around it.
-Cut: TypeAlias = Callable[[int, int], Positions]
+Cut: TypeAlias = Callable[[int, int], Positions]  # of so many positions for so many ranks
 Attention: TypeAlias = Callable[[dist.ProcessGroup, Positions], Attend]
-Steps: TypeAlias = Callable[..., Strategy]
 
 
-# --- gather what is not there ---
+def by_hand(model: Model, mesh: Mesh, config: Config, *, cut: Cut, attention: Attention) -> Strategy:
+    """The whole model on some positions; attention alone knows of the other ranks."""
+    group = mesh["cp"]
+    positions = cut(config.seq, group.size())
+    return ContextParallel(model, positions, attention(group, positions), group, config, rank=group.rank())
+
+
+# --- gathered: all keys on every rank ---
 
 
 class GatheredAttention:
-    """All K and V on every rank, a mask for those that lie behind."""
+    """Gathers all K and V on every rank, and masks the later ones."""
 
     def __init__(self, group: dist.ProcessGroup, positions: Positions) -> None:
-        self.gather = Sequence(group)  # all_gather of rows forward, reduce_scatter of their gradients backward
+        self.gather = SequenceParallelRegion(
+            group
+        )  # all_gather of rows forward, reduce_scatter of their gradients backward
         self.gather.num_rows = positions.length
         self.positions, self.rank = positions, group.rank()
         self.mask: Tensor | None = None  # [S/c, S]
@@ -78,20 +88,11 @@ class GatheredAttention:
         return F.scaled_dot_product_attention(q, keys, values, attn_mask=self.mask)
 
 
-def by_hand(
-    model: Model, mesh: Mesh, config: Config, *, cut: Cut, attention: Attention, steps: Steps = ContextParallel
-) -> Strategy:
-    """The whole model on some positions; attention alone knows of the other ranks."""
-    group = mesh["cp"]
-    positions = cut(config.seq, group.size())
-    return steps(model, positions, attention(group, positions), group, config, rank=group.rank())
-
-
-# PyTorch's own context parallelism: its ring functions given the CPU's kernel, and context_parallel around them.
+# PyTorch's own context parallelism.
 #
 # `context_parallel` replaces scaled_dot_product_attention by a ring over the mesh, for the kernels of a GPU alone. The
-# two functions that go round take any kernel, so that what they do can be held beside ours: K and V by an all_gather,
-# dK and dV by an all_to_all, positions folded as in `zigzag`, and equal runs alone.
+# ring functions inside of it take any kernel. So `torch_ring` calls them with the CPU's, beside ours: K and V by an
+# all_gather, dK and dV by an all_to_all, positions as in `zigzag`, in equal runs only.
 
 SEQUENCE_DIM = 2  # of [B, heads, rows, head_dim]
 
@@ -101,13 +102,13 @@ def by_context_parallel(model: Model, mesh: Mesh, config: Config) -> Strategy:
     from torch.distributed.device_mesh import DeviceMesh
 
     group = mesh["cp"]
-    positions, devices = zigzag(config.seq, group.size()), DeviceMesh.from_group(group, config.device)
-    rows = partial(InContext, devices)
-    return ContextParallel(model, positions, causal, group, config, rank=group.rank(), rows=rows)
+    share_out(model, zigzag(config.seq, group.size()), causal, group.rank())
+    buckets = GradientBuckets(model.parameters(), group, config.bucket_mib * 2**20)
+    return Replica(model, config, buckets, forward=InContext(model, DeviceMesh.from_group(group, config.device)))
 
 
 class TorchRing:
-    """q, k, v [B, heads, rows, head_dim] to as many."""
+    """Attention by PyTorch's ring functions; q, k, v and the result are [B, heads, rows, head_dim]."""
 
     def __init__(self, group: dist.ProcessGroup, _positions: Positions) -> None:
         self.group = group
@@ -118,11 +119,11 @@ class TorchRing:
 
 
 class Templated(torch.autograd.Function):
-    """Its forward and its backward, each with the CPU's kernel."""
+    """PyTorch's ring functions, forward and backward, each with the CPU's kernel."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:
-        # Not at the top: it takes a rank a second, and no other variant needs it.
+        # Imported here: it takes a second, and no other variant needs it.
         from torch.distributed.tensor.experimental._context_parallel import _attention as own
 
         own._cp_options.convert_to_f32 = q.dtype != torch.float64
@@ -146,18 +147,18 @@ class Templated(torch.autograd.Function):
 
 
 def kernel(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> tuple[Tensor, ...]:
-    """The backward of the CPU's, with what PyTorch's function gives by name."""
+    """Call the backward of the CPU's flash attention with PyTorch's keyword arguments."""
     dense = [each.contiguous() for each in (given["grad_out"], query, key, value, given["out"])]
     found: tuple[Tensor, ...] = FLASH_BACKWARD(*dense, given["logsumexp"], 0.0, given["is_causal"])
     return found
 
 
-class InContext(OwnRows):
-    """`context_parallel` cuts the samples in their place, folded."""
+class InContext(nn.Module):
+    """`model` inside of `context_parallel`, which cuts the samples in place."""
 
-    def __init__(self, devices: Any, model: Model, positions: Positions, rank: int) -> None:
-        super().__init__(model, positions, rank)
-        self.devices = devices
+    def __init__(self, model: Model, devices: Any) -> None:
+        super().__init__()
+        self.model, self.devices = model, devices
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         from torch.distributed.tensor.experimental import context_parallel
@@ -193,27 +194,27 @@ def run(lab: Lab) -> None:
 
 
 def note_positions(lab: Lab) -> None:
-    """Which positions of each sample this rank computes."""
-    told = {}
+    """Log which positions of each sample this rank computes."""
+    positions_in = {}
     for name, cut in {"ring": contiguous, "zigzag": zigzag}.items():
         runs = [run for run in cut(lab.config.seq, lab.world_size).runs[lab.rank] if run]
-        told[name] = " and ".join(f"{run.start}-{run.stop - 1}" for run in runs) or "none"
-    parts = "; ".join(f"in {name} {positions}" for name, positions in told.items())
+        positions_in[name] = " and ".join(f"{run.start}-{run.stop - 1}" for run in runs) or "none"
+    parts = "; ".join(f"in {name} {positions}" for name, positions in positions_in.items())
     lab.note("positions", f"of the {lab.config.seq} of each sample mine are {parts}")
 
 
 def note_keys(lab: Lab) -> None:
-    """Whose keys and values came when, in the first layer of the first step."""
+    """Log when the keys and values of each rank arrived, in the first layer of the first step."""
     whose = [(lab.rank - distance) % lab.world_size for distance in range(1, lab.world_size)]
     name = lab.mode.headline[0]
-    came = [call for call in lab.first_calls().get(name, []) if call[0] == "recv"][: len(whose)]
-    if came:
-        told = ", ".join(f"rank {rank} at {1000 * call[6]:.3g}" for rank, call in zip(whose, came, strict=True))
-        lab.note("keys", f"and values of block 1 came from {told} ms")
+    received = [call for call in lab.first_calls().get(name, []) if call[0] == "recv"][: len(whose)]
+    if received:
+        arrivals = ", ".join(f"rank {rank} at {1000 * call[6]:.3g}" for rank, call in zip(whose, received, strict=True))
+        lab.note("keys", f"and values of block 1 came from {arrivals} ms")
 
 
 def variant(name: str, sentence: str, cut: Cut, attention: Attention, *, by_torch: bool = False) -> Variant:
-    """What differs is who holds which positions, and how attention sees those of others."""
+    """A variant by who has which positions, and how attention gets the others' keys."""
     return Variant(name, partial(by_hand, cut=cut, attention=attention), by_torch, sentence=sentence)
 
 
@@ -252,9 +253,8 @@ MODE = Mode(
     reading=(
         "experiments/cp/lesson.py: the idea on one page, which runs alone and as the variant `plain`",
         "experiments/cp/__init__.py: the variants, the simplest first, and what a run of them claims",
-        "distlab/techniques/context_parallel/ring.py: attention to some of the keys, and how two such results become"
-        " one",
+        "distlab/techniques/context_parallel/ring.py: keys that go round, and how attention to some of them is merged",
         "distlab/techniques/context_parallel/ulysses.py: the all-to-all from positions to heads, and back",
-        "distlab/techniques/context_parallel/strategy.py: who has which positions, which keys they see, and the step",
+        "distlab/techniques/context_parallel/strategy.py: the step, who has which positions, and which keys they see",
     ),
 )

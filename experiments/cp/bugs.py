@@ -1,17 +1,19 @@
-"""The classic mistakes of context parallelism, made by LAB_BUG: positions of a part for those of the whole, blocks that
-are put together wrongly, and what costs time or memory while every number is right."""
+"""The classic mistakes of context parallelism, made by LAB_BUG: local positions in place of global ones, parts merged
+wrongly, and mistakes that cost time or memory while every number is right."""
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distlab.contract import Mistakes, Needs
+from distlab.contract import Mistakes, Needs, replaced
 from distlab.lab.config import Config
 from distlab.lab.workload.model import Attend, Model
-from distlab.techniques.context_parallel.ring import Part, RingAttention, arrived
+from distlab.techniques.context_parallel import ring
+from distlab.techniques.context_parallel.ring import Part, RingAttention, wait_for
 from distlab.techniques.context_parallel.strategy import ContextParallel, Positions, contiguous, set_positions
 
 from .predictions import BY_HAND
@@ -24,13 +26,13 @@ mistake = Mistakes()
 
 
 def too_few(config: Config) -> str:
-    """A position a rank is a part that no other one is folded with, or looks at twice."""
+    """With one position per rank there is no second run, and no key that a later turn sees."""
     few = config.world_size + 2
     return "" if config.seq >= few else f"LAB_SEQ={config.seq}: it takes {few} positions"
 
 
 def too_short(config: Config) -> str:
-    """Where a rank has a handful of rows, one more or less is as much as the fold is worth."""
+    """With few rows per rank one row more or less matters as much as the zig-zag."""
     return "" if config.seq >= 8 * config.world_size else f"LAB_SEQ={config.seq}: it takes 8 positions a rank"
 
 
@@ -39,56 +41,78 @@ LONG, LONG_TIMED = Needs(unless=too_few), Needs(proof=False, unless=too_few)
 
 # --- the mistakes ---
 
+Step: TypeAlias = Callable[..., ContextParallel]
 
-@mistake("local_positions", check="losses", part="steps", of=BY_HAND, needs=LONG)
-def by_local_positions(
-    model: Model, positions: Positions, attend: Attend, group: dist.ProcessGroup, config: Config, *, rank: int
-) -> ContextParallel:
+
+def attending(attention: Callable[[dist.ProcessGroup, Positions], Attend]) -> Step:
+    """The step with this attention, whatever a variant's is."""
+
+    def step(model: Model, positions: Positions, _: Attend, group: dist.ProcessGroup, *given: Any, **more: Any) -> Any:
+        return ContextParallel(model, positions, attention(group, positions), group, *given, **more)
+
+    return step
+
+
+stepped_by = partial(mistake, part="ContextParallel", of=BY_HAND)
+attended_by = partial(mistake, part="ContextParallel", of=RINGS, put=attending)
+
+
+@stepped_by("local_positions", check="losses", needs=LONG)
+def by_local_positions(model: Model, positions: Positions, attend: Attend, *given: Any, rank: int) -> ContextParallel:
     """Every rank looks up position embeddings from 0 on: a part in the middle is taken for a beginning."""
-    strategy = ContextParallel(model, positions, attend, group, config, rank=rank)
+    strategy = ContextParallel(model, positions, attend, *given, rank=rank)
     set_positions(model, Positions(tuple((range(rows),) for rows in positions.num_rows)), rank)
     return strategy
 
 
-@mistake("loss_times_cp", check="gradients", part="steps", of=BY_HAND)
-def loss_times_ranks(
-    model: Model, positions: Positions, attend: Attend, group: dist.ProcessGroup, config: Config, *, rank: int
-) -> ContextParallel:
+@stepped_by("loss_times_cp", check="gradients")
+def loss_times_ranks(*given: Any, rank: int) -> ContextParallel:
     """The loss is multiplied by the ranks along cp, and the gradients are summed over them all the same: c times
     too large (Megatron-LM issue 906)."""
-    return ContextParallel(model, positions, attend, group, config, rank=rank, scale=group.size())
+    strategy = ContextParallel(*given, rank=rank)
+    strategy.scale = len(strategy.positions.runs)
+    return strategy
 
 
-@mistake("no_lse", check="losses", part="attention", of=RINGS, needs=LONG)
+def average(part: Part, more: Part) -> None:
+    part.out.add_(more.out).mul_(0.5)
+
+
+@attended_by("no_lse", check="losses", needs=LONG)
 class PlainMean(RingAttention):
     """What two blocks of keys give is averaged, without their log-sum-exp: each weighs as much as the other."""
 
-    @staticmethod
-    def merge(part: Part, more: Part) -> None:
-        part.out.add_(more.out).mul_(0.5)
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with replaced(vars(ring), {"merge": average}):
+            return super().__call__(q, k, v)
 
 
-@mistake("unfolded", check="balance", part="cut", of=("zigzag",), needs=Needs(proof=False, unless=too_short))
-def contiguous_parts(num_positions: int, num_ranks: int) -> Positions:
+@mistake(
+    "unfolded", check="balance", part="ContextParallel", of=("zigzag",), needs=Needs(proof=False, unless=too_short)
+)
+def by_contiguous_parts(
+    model: Model, positions: Positions, _: Attend, group: dist.ProcessGroup, *given: Any, rank: int
+) -> ContextParallel:
     """zigzag holds contiguous parts: every number is right, and the last rank does (2c-1)/c of the mean."""
-    return contiguous(num_positions, num_ranks)
+    parts = contiguous(positions.length, group.size())
+    return ContextParallel(model, parts, RingAttention(group, parts), group, *given, rank=rank)
 
 
-@mistake("asks_late", check="keys ahead", part="attention", of=RINGS, needs=LONG_TIMED)
+@attended_by("asks_late", check="keys ahead", needs=LONG_TIMED)
 class AsksLate(RingAttention):
     """A rank asks for the next keys when it is done with those that it has: nothing travels while it computes."""
 
-    def around(self, mine: Tensor) -> Iterator[tuple[int, Tensor]]:
-        tag, source, there = self.peers.new_tag(), self.peers.rank, mine
+    def receive_keys(self, mine: Tensor) -> Iterator[tuple[int, Tensor]]:
+        tag, source, theirs = self.peers.new_tag(), self.peers.rank, mine
         for distance in range(1, self.peers.world_size):
-            there, messages = self.pass_on(tag, there, source)
-            arrived(messages)
+            theirs, messages = self.pass_on(tag, theirs, source)
+            wait_for(messages)
             source = self.peers.after(-distance)
-            yield source, there
+            yield source, theirs
 
 
 class Keep(torch.autograd.Function):
-    """Its first argument; the others wait for the backward pass."""
+    """Returns its first argument, and keeps the others for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, *others: Tensor) -> Tensor:
@@ -100,21 +124,21 @@ class Keep(torch.autograd.Function):
         return gradients[0], *[None] * len(ctx.saved_tensors)
 
 
-@mistake("kept_blocks", check="activation bytes", part="attention", of=RINGS, needs=LONG_TIMED)
+@attended_by("kept_blocks", check="activation bytes", needs=LONG_TIMED)
 class KeptBlocks(RingAttention):
     """A ring keeps all keys and values that came by for its backward pass: as much as if they had been gathered."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self.came: list[Tensor] = []
+        self.received: list[Tensor] = []
         out = super().__call__(q, k, v)
-        return Keep.apply(out, *self.came)  # type: ignore[no-any-return, no-untyped-call]
+        return Keep.apply(out, *self.received)  # type: ignore[no-any-return, no-untyped-call]
 
-    def around(self, mine: Tensor) -> Iterator[tuple[int, Tensor]]:
-        others = super().around(mine)
+    def receive_keys(self, mine: Tensor) -> Iterator[tuple[int, Tensor]]:
+        others = super().receive_keys(mine)
 
         def noted() -> Iterator[tuple[int, Tensor]]:
-            for source, there in others:
-                self.came.append(there)
-                yield source, there
+            for source, theirs in others:
+                self.received.append(theirs)
+                yield source, theirs
 
         return noted()

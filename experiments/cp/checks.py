@@ -1,8 +1,8 @@
-"""Who does how much of attention: the (row, key) pairs that each rank computed, and the busiest one's share of them.
+"""Count the (row, key) pairs of attention that each rank computes, and compare the busiest rank with the mean.
 
-A causal mask gives the last positions most to do. What a variant should do follows from who holds which positions, what
-it does is counted (below). The processor's time in attention stands beside it, and is only shown. The order of
-kernels and receives is held, too: keys have to be on their way while others are computed with.
+A causal mask gives the last positions the most work. The expected work follows from the positions of each rank; the
+actual work is counted in the calls of the kernel (below). The processor time in attention is shown beside it. The order
+of kernels and receives is checked, too: keys have to be under way while the rank computes with others.
 """
 
 import time
@@ -24,14 +24,14 @@ from distlab.lab.workload.model import outline
 from distlab.techniques.context_parallel.costs import causal_share
 from distlab.techniques.context_parallel.strategy import Positions
 from distlab.techniques.sharded.costs import KEPT_ON_GPU
-from distlab.techniques.tensor_parallel.layers import shares
+from distlab.techniques.tensor_parallel.layers import partition_sizes
 
 from .predictions import BY_HAND, positions_of
 
-# What a rank computes of attention, seen where PyTorch's kernel is called, forward and backward.
+# Count what a rank computes of attention where PyTorch's kernel is called, forward and backward.
 #
-# Shapes and mask are those that the call was given, so no number comes from the mechanism that is judged by them.
-# Receives are noted between the kernels: whether keys travel while others are computed with, the order tells alone.
+# Shapes and mask are the arguments of the call, so no number comes from the code under test. Receives are noted between
+# the kernels: their order shows whether keys are under way while the rank computes with others.
 
 FORWARD = "aten::_scaled_dot_product_flash_attention_for_cpu"
 BACKWARD = f"{FORWARD}_backward"
@@ -39,7 +39,7 @@ RECEIVE, COMPUTE = "receive", "compute"
 
 
 class Kernels(DispatchMode):
-    """Around a step: the `pairs` of all samples and heads, `cpu_s` and `order` of what is called inside."""
+    """Records the calls of a step: the `pairs` of all samples and heads, the `cpu_s` in kernels, and the `order`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -64,7 +64,7 @@ class Kernels(DispatchMode):
 
 
 def pairs(q: Tensor, k: Tensor, *, causal: bool) -> int:
-    """(row, key) pairs of all samples and heads in [B, heads, rows, head_dim]; of a triangle those below it."""
+    """Count the (row, key) pairs of all samples and heads in [B, heads, rows, head_dim]; `causal`: of a triangle."""
     rows, keys = q.shape[2], k.shape[2]
     return q.shape[0] * q.shape[1] * (rows * (rows + 1) // 2 if causal else rows * keys)
 
@@ -73,7 +73,7 @@ PAIRS, BALANCE, AHEAD = "attention pairs", "balance", "keys ahead"
 
 
 class Work(NamedTuple):
-    """What attention should cost each rank, for one sample and layer."""
+    """The expected work of attention on each rank, for one sample and layer."""
 
     pairs: list[int]
     share: float  # of the busiest rank over the mean
@@ -81,13 +81,13 @@ class Work(NamedTuple):
 
 
 def predicted_share(variant: str, config: Config) -> Work:
-    """By who holds what; forward alone."""
+    """Return the expected work by the positions of each rank, forward only."""
     positions, ranks = positions_of(variant, config), config.world_size
     if variant == "gathered":
         rows = [each * config.seq * config.heads for each in positions.num_rows]
         return Work(rows, max(rows) * ranks / sum(rows), "all keys for every row")
     if variant == "ulysses":
-        heads = shares(config.heads, ranks)
+        heads = partition_sizes(config.heads, ranks)
         every = config.seq * (config.seq + 1) // 2
         return Work([every * each for each in heads], max(heads) * ranks / sum(heads), "the busiest one's heads")
     work = [positions.pairs(rank) * config.heads for rank in range(ranks)]
@@ -96,12 +96,12 @@ def predicted_share(variant: str, config: Config) -> Work:
 
 
 def tolerance(config: Config) -> float:
-    """0.02; or where a rank has few rows, what two of them more or less make."""
+    """Return 0.02; or where a rank has few rows, the effect of two rows more or less."""
     return max(0.02, 2 * config.world_size / config.seq)
 
 
 class BalanceFinding(NamedTuple):
-    """Of one variant: the share by its formula, and by rank the pairs that were counted and the CPU seconds in them."""
+    """The work of one variant: the busiest rank's by formula, and each rank's counted pairs and CPU seconds."""
 
     name: str
     predicted: float
@@ -110,16 +110,16 @@ class BalanceFinding(NamedTuple):
 
 
 def compare_balance(lab: Lab, variants: list[str]) -> None:
-    """One step of each variant under `Kernels`: hold pairs, share and order against what they should be."""
+    """Run one step of each variant under `Kernels`, and compare pairs, balance and order with the expected ones."""
     if lab.device.type != "cpu":
-        lab.say("not counted: it is the CPU's kernel that is watched", "balance")
+        lab.say("not counted: only calls of the CPU's kernel are counted", "balance")
         return
-    told = [of_variant(lab, name) for name in variants]
-    tell(lab, [each for each in told if each is not None])
+    findings = [check_work(lab, name) for name in variants]
+    show_work(lab, [each for each in findings if each is not None])
 
 
-def of_variant(lab: Lab, name: str) -> BalanceFinding | None:
-    """Its claims; what there is to tell of it, on rank 0."""
+def check_work(lab: Lab, name: str) -> BalanceFinding | None:
+    """Check the variant's work; return what the table shows of it, on rank 0."""
     seen, work = watch_second_step(lab, name), predicted_share(name, lab.config)
     shown = "" if name in BY_HAND else PYTORCHS
     wanted = twice(lab.config) * work.pairs[lab.rank]
@@ -135,14 +135,14 @@ def of_variant(lab: Lab, name: str) -> BalanceFinding | None:
 
 
 def twice(config: Config) -> int:
-    """How often a step does the work of one sample and layer: forward and backward."""
+    """Return how often a step does the work of one sample and layer: forward and backward."""
     return 2 * config.batch * config.depth
 
 
-def tell(lab: Lab, told: list[BalanceFinding]) -> None:
+def show_work(lab: Lab, findings: list[BalanceFinding]) -> None:
     needed = lab.config.seq * (lab.config.seq + 1) // 2 * lab.config.heads * twice(lab.config)
     rows, shares_of = [], dict[str, list[list[float]]]()
-    for name, wanted, pairs, cpu_s in told:
+    for name, wanted, pairs, cpu_s in findings:
         cells = [f"{wanted:.3f}", f"{busiest(pairs):.3f}", f"{sum(pairs) / needed:.2f}"]
         rows.append([name, *cells, " ".join(f"{each * 1e3:.1f}" for each in cpu_s), f"{busiest(cpu_s):.2f}"])
         shares_of[name] = [list(map(float, range(len(pairs)))), [each * len(pairs) / sum(pairs) for each in pairs]]
@@ -152,7 +152,7 @@ def tell(lab: Lab, told: list[BalanceFinding]) -> None:
 
 
 def busiest(amounts: tuple[float, ...]) -> float:
-    """The largest over the mean; 1 where there is none."""
+    """Divide the largest amount by the mean; 1 if all are 0."""
     return max(amounts) * len(amounts) / sum(amounts) if sum(amounts) else 1.0
 
 
@@ -170,29 +170,29 @@ def watch_second_step(lab: Lab, name: str) -> Kernels:
 
 
 def check_ahead(lab: Lab, name: str, order: list[str]) -> None:
-    """Keys are asked for before those that are there are computed with, in every layer and both ways."""
+    """Check that the next keys are requested before the rank computes with those it has, in every layer, both ways."""
     wanted = expected_order(name, lab.config, lab.rank)
     parted = next((at for at, (one, other) in enumerate(zip(order, wanted, strict=False)) if one != other), None)
     faults = int(order != wanted)
-    told = f"they part at {parted}" if parted is not None else f"{len(order)} of {len(wanted)}"
-    lab.check(AHEAD, faults, 0, name, told if faults else f"{len(order)} receives and blocks in their order")
+    difference = f"they part at {parted}" if parted is not None else f"{len(order)} of {len(wanted)}"
+    lab.check(AHEAD, faults, 0, name, difference if faults else f"{len(order)} receives and blocks in their order")
 
 
 def sent_to(name: str, positions: Positions, rank: int, source: int) -> int:
-    """The keys of `source` that come to `rank`: those that it sees, or in a ring all."""
-    return positions.seen(rank, source).num_keys if name == "shift" else positions.num_rows[source]
+    """Return the number of keys that `rank` receives of `source`: those that it sees, or in a ring all."""
+    return positions.visible_keys(rank, source).num_keys if name == "shift" else positions.num_rows[source]
 
 
 def sent_back(name: str, positions: Positions, rank: int, distance: int, ranks: int) -> int:
-    """The gradients of keys that come in turn `distance`: of this rank's own, or in a ring of those that come next."""
+    """Return the number of keys whose gradients arrive in turn `distance`: this rank's own, or in a ring the next."""
     if name == "shift":
-        return positions.seen((rank + distance) % ranks, rank).num_keys
+        return positions.visible_keys((rank + distance) % ranks, rank).num_keys
     return positions.num_rows[(rank - distance - 1) % ranks]
 
 
 def expected_order(name: str, config: Config, rank: int) -> list[str]:
-    """The order of one step on a rank: receive the next keys, compute with those that are there; backward behind each
-    block the gradients that follow them."""
+    """Return the order of one step on a rank: request the next keys, compute with those it has; backward, also request
+    the gradients behind each block."""
     positions, ranks = positions_of(name, config), config.world_size
     forward, backward = list[str](), list[str]()
     come = [sent_to(name, positions, rank, (rank - distance) % ranks) for distance in range(ranks)]
@@ -200,7 +200,7 @@ def expected_order(name: str, config: Config, rank: int) -> list[str]:
     for distance in range(ranks):
         following = distance < ranks - 1 and come[distance + 1] > 0
         source = (rank - distance) % ranks
-        computes = positions.num_rows[rank] > 0 if source == rank else positions.seen(rank, source).num_keys > 0
+        computes = positions.num_rows[rank] > 0 if source == rank else positions.visible_keys(rank, source).num_keys > 0
         block = [RECEIVE] * following + [COMPUTE] * computes
         gradient = distance > 0 and back[distance] > 0
         forward += block
@@ -208,11 +208,11 @@ def expected_order(name: str, config: Config, rank: int) -> list[str]:
     return (forward * config.depth + backward * config.depth) * config.num_microbatches
 
 
-# What each rank keeps for its backward pass, beside one process.
+# The activations that each rank keeps for its backward pass, compared with one process's.
 #
-# All but attention works on a rank's own rows, and so keeps what one process keeps for as many. What attention keeps
-# differs: a ring q, k, v, the result and a number a row, of its own rows alone; ulysses the same of its own heads,
-# and the result once more as rows; gathered the keys and values of all, and a mask.
+# Everything except attention works on a rank's own rows, and keeps what one process keeps for as many rows. Attention
+# keeps: in a ring q, k, v, the result and one number per row, of its own rows; in ulysses the same of its own heads,
+# and the result once more as rows; in gathered the keys and values of all ranks, and a mask.
 
 TOLERANCE = 0.01
 FORMULAS = {
@@ -225,29 +225,29 @@ FORMULAS = {
 
 
 def predicted_activation_bytes(lab: Lab, variant: str, config: Config, microbatch: Microbatch) -> int:
-    """Bytes that this rank keeps for one microbatch, whose samples are LAB_SEQ of `config` long."""
+    """Return the bytes that this rank keeps for one microbatch, of samples of LAB_SEQ tokens."""
     positions = positions_of(variant, config)
     inputs, targets = (positions.own(side, lab.rank) for side in microbatch[:2])
     alone = saved_bytes(lab, range(len(outline(config).layers)), Microbatch(inputs, targets, microbatch.share))
-    index = inputs.shape[1] * torch.long.itemsize  # where its tokens stand
+    index = inputs.shape[1] * torch.long.itemsize  # the positions of its tokens
     return alone + index + more(variant, config, positions, len(inputs), lab.rank)
 
 
 def more(variant: str, config: Config, positions: Positions, samples: int, rank: int) -> int:
-    """What attention keeps in all layers, less what one process keeps of this rank's rows."""
+    """Return what attention keeps in all layers beyond what one process keeps for this rank's rows."""
     itemsize, whole, rows = config.itemsize, positions.length, positions.num_rows[rank]
     row_bytes = samples * config.width * itemsize
     if variant == "gathered" and rows:
         return 2 * config.depth * (whole - rows) * row_bytes + rows * whole * itemsize
     if variant != "ulysses":
         return 0
-    heads, sums = shares(config.heads, config.world_size)[rank], max(itemsize, 4)
+    heads, sums = partition_sizes(config.heads, config.world_size)[rank], max(itemsize, 4)
     head_bytes = samples * (4 * config.width // config.heads * itemsize + sums)  # q, k, v, the result; log-sum-exp
     return config.depth * (whole * heads * head_bytes - rows * config.heads * head_bytes + rows * row_bytes)
 
 
 def compare_kept(lab: Lab, measured: Mapping[str, int]) -> None:
-    """Hold what each variant kept in a step against that, in its largest microbatch."""
+    """Compare the bytes that each variant kept in a step, in its largest microbatch, with the prediction."""
     batches = lab.batches(getattr(torch, lab.config.dtype))
     largest = max(lab.dealt(batches, 0), key=lambda microbatch: len(microbatch.inputs))
     for name, nbytes in measured.items():
@@ -257,7 +257,7 @@ def compare_kept(lab: Lab, measured: Mapping[str, int]) -> None:
 
 
 def claims(mode: Mode, config: Config) -> Sequence[Claims]:
-    """Of all variants by hand bytes and calls, what they keep, and on a CPU who attends to how much."""
+    """List the checks of a run: bytes, calls, activations, and on a CPU the work of attention."""
     on_cpu = config.device == "cpu"
     kernels = [name for name in mode.by_hand if name in BY_HAND]  # the lesson calls none
     return (

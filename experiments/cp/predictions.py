@@ -1,4 +1,4 @@
-"""What each variant sends in a step, in how many calls, and what it holds between two: formulas to numbers."""
+"""Predict what each variant sends in a step, in how many calls, and what it holds between two steps."""
 
 from distlab.contract import ruled_out, untrainable
 from distlab.lab.config import Config
@@ -18,9 +18,9 @@ from distlab.techniques.context_parallel.strategy import Positions, contiguous, 
 from distlab.techniques.data_parallel.costs import gradients_cost
 from distlab.techniques.sharded import costs as kept
 from distlab.techniques.sharded.costs import whole_rest
-from distlab.techniques.tensor_parallel.layers import shares
+from distlab.techniques.tensor_parallel.layers import partition_sizes
 
-# What context parallelism cannot run: models without a sequence, and what PyTorch's own leaves out.
+# Settings that context parallelism cannot run, or PyTorch's own cannot.
 
 NO_PATH = (
     "PyTorch's context_parallel has no path here: of the CPU's flash attention it says that it does not have a sharding"
@@ -29,7 +29,7 @@ NO_PATH = (
 
 
 def refuse(config: Config) -> list[str]:
-    """Models whose sequence nobody can cut, and what makes no batch: all ranks take the same samples."""
+    """Refuse models without a sequence to cut, and settings that make no batch; all ranks take the same samples."""
     if config.model != "gpt":
         if is_own(config.model):
             return [
@@ -43,7 +43,7 @@ def refuse(config: Config) -> list[str]:
 
 
 def cannot(config: Config) -> dict[str, str]:
-    """PyTorch's own, where parts are not alike, and where it has nothing for this device."""
+    """Return the variants that cannot run with these settings, and why."""
     runs, own = 2 * config.world_size, ("torch_ring",)
     uneven = f"LAB_SEQ={config.seq} is not a multiple of {runs}, two equal runs for each rank"
     return ruled_out(
@@ -55,7 +55,7 @@ def cannot(config: Config) -> dict[str, str]:
 
 
 BY_HAND = ("gathered", "ring", "zigzag", "shift", "ulysses")
-POSITION_BYTES = 8  # int64: the embedding is told which positions a rank has
+POSITION_BYTES = 8  # int64: the embedding keeps the positions of its rank
 FORMULAS = {
     "gathered": "2(c-1)/c x KV a layer + gradients",
     "ring": "3(c-1)/c x KV a layer + gradients",
@@ -68,13 +68,13 @@ FORMULAS = {
 
 
 def positions_of(variant: str, config: Config) -> Positions:
-    """Who holds which positions in a variant."""
+    """Return the positions of each rank in a variant."""
     folded = variant in ("zigzag", "shift", "torch_ring")
     return (zigzag if folded else contiguous)(config.seq, config.world_size)
 
 
 def layer_cost(variant: str, config: Config, samples: int, rank: int) -> Cost:
-    """One layer's attention, forward and backward, over so many samples."""
+    """Return the cost of one layer's attention, forward and backward, over so many samples."""
     rows = positions_of(variant, config).num_rows
     row_bytes = 2 * samples * config.width * config.itemsize  # of K and V
     if variant == "gathered":
@@ -82,7 +82,7 @@ def layer_cost(variant: str, config: Config, samples: int, rank: int) -> Cost:
         messages = (config.world_size - 1) * (3 if len(set(rows)) == 1 else 2)
         return Cost(gathered_bytes(rows, row_bytes, rank), calls, messages)
     if variant == "ulysses":
-        heads = shares(config.heads, config.world_size)
+        heads = partition_sizes(config.heads, config.world_size)
         sent = sum(pairs > 0 for pairs in ulysses_messages(rows, heads, rank))
         nbytes = ulysses_bytes(rows, heads, row_bytes // (2 * config.heads), rank)
         return Cost(nbytes, sent, 4 * (config.world_size - 1))
@@ -91,20 +91,20 @@ def layer_cost(variant: str, config: Config, samples: int, rank: int) -> Cost:
 
 
 def seen_by_all(variant: str, config: Config) -> list[list[int]]:
-    """How many keys of each rank the rows of each see."""
+    """Count the keys of each rank that each rank's rows see, [rank][other]."""
     positions, ranks = positions_of(variant, config), range(config.world_size)
-    return [[positions.seen(rank, other).num_keys for other in ranks] for rank in ranks]
+    return [[positions.visible_keys(rank, other).num_keys for other in ranks] for rank in ranks]
 
 
 def cost(variant: str, config: Config, rank: int) -> Cost:
-    """A step: every layer of every microbatch, and the gradients once."""
+    """Return the cost of a step: every layer of every microbatch, and the gradients once."""
     samples = shard_sizes(config.batch, config.num_microbatches)
     layers = [layer_cost(variant, config, each, rank) for each in samples for _ in range(config.depth)]
     return total_cost(gradients_cost(config), *layers)
 
 
 def predict(config: Config) -> list[Prediction]:
-    """Bytes and calls of one step of each variant that can run, and what it holds between two, a value a rank."""
+    """Predict bytes and calls of one step of each variant that can run, and what it holds at rest, per rank."""
     predictions: list[Prediction] = []
     for variant in [name for name in FORMULAS if name not in cannot(config)]:
         costs = [cost(variant, config, rank) for rank in range(config.world_size)]
@@ -115,7 +115,7 @@ def predict(config: Config) -> list[Prediction]:
 
 
 def at_rest(variant: str, config: Config, shown: str) -> Prediction:
-    """All weights, gradients and optimizer state, which positions are a rank's own, and of gathered a mask."""
+    """Predict the bytes at rest: weights, gradients, optimizer state, a rank's positions, and in gathered a mask."""
     (whole, each), itemsize, masked = whole_rest(config), config.itemsize, variant == "gathered"
     num_rows = positions_of(variant, config).num_rows
     value = [whole + rows * (POSITION_BYTES + masked * config.seq * itemsize) for rows in num_rows]

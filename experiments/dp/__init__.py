@@ -27,7 +27,6 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distlab.contract import Mode, Strategy, Variant
@@ -95,11 +94,6 @@ def ring(model: Model, mesh: Mesh, config: Config) -> Strategy:
     return Replica(model, config, GradientBuckets(model.parameters(), mesh.group, size, all_reduce=ours))
 
 
-def through_wrapper(model: Model, wrapped: DistributedDataParallel) -> nn.Module:  # noqa: ARG001
-    """What the forward pass has to run through for DDP to sum."""
-    return wrapped
-
-
 def ddp(model: Model, mesh: Mesh, config: Config) -> Strategy:
     """PyTorch's own. It divides by the number of ranks, so the loss that it differentiates is that many times ours."""
     begin_alike(model, mesh.group, config)
@@ -109,7 +103,7 @@ def ddp(model: Model, mesh: Mesh, config: Config) -> Strategy:
         bucket_cap_mb=config.bucket_mib,
         init_sync=False,  # the replicas are alike already
     )
-    return Replica(model, config, Wrapped(wrapped), forward=through_wrapper(model, wrapped), scale=mesh.group.size())
+    return Replica(model, config, Wrapped(wrapped), forward=wrapped, scale=mesh.group.size())
 
 
 def plain(model: Model, mesh: Mesh, config: Config) -> Strategy:

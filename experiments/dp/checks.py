@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import takewhile
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from distlab.lab.verify.run_all import measured
 from distlab.lab.workload.data import Batches, permutation, shard_sizes
 from distlab.lab.workload.model import Model, outline
 from distlab.techniques.data_parallel.buckets import GradientBuckets, set_gradient_view
-from distlab.techniques.data_parallel.strategy import begin_apart
+from distlab.techniques.data_parallel.strategy import Replica, begin_apart
 
 from .predictions import VARIANTS, bucket_sizes
 
@@ -175,10 +176,10 @@ class NoSetEpoch(Batches):
         return super().sample_ids(step % self.num_batches, shard, num_shards)
 
 
-@mistake("unwrapped_forward", check="replicas", part="through_wrapper", of=("ddp",))
-def bare(model: Model, wrapped: nn.Module) -> Model:  # noqa: ARG001
+@mistake("unwrapped_forward", check="replicas", part="Replica", of=("ddp",))
+def bare(*given: Any, forward: nn.Module, scale: float) -> Replica:  # noqa: ARG001
     """The forward pass runs through the bare model, so that DDP never sums: replicas drift apart."""
-    return model
+    return Replica(*given, scale=scale)
 
 
 @mistake(

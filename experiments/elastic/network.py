@@ -6,7 +6,7 @@ from functools import partial
 
 from distlab.lab.cluster.membership import Membership, View
 from distlab.lab.cluster.messages import PURPOSE
-from distlab.lab.cluster.views import BEGIN
+from distlab.lab.cluster.views import END
 from distlab.lab.lab import Lab
 from distlab.techniques.elastic.process_group import Regroup
 
@@ -69,6 +69,6 @@ def left(net: Net, rank: int) -> None:
 
 def settle(lab: Lab, net: Net) -> None:
     """All that is left: who is still here is collected for by the rank that serves."""
-    view = net.membership.assemble(f"{BEGIN} the end", {}, lambda there, reports: {"members": there})  # noqa: ARG005
+    view = net.membership.assemble(END, {}, lambda there, reports: {"members": there})  # noqa: ARG005
     assert view is not None
     lab.hooks.move()

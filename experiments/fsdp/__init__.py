@@ -3,21 +3,22 @@
 Data parallelism holds N copies of everything. In float32 with Adam a parameter costs 16 bytes on every rank: 4 its
 weight, 4 its gradient, 8 the two moments; a model of 7 billion needs 112 GB (in mixed precision too: 2 + 2 + 4 + 4 +
 4), before the first activation. But a rank needs a weight only while its layer computes, a gradient only until it is
-summed, and the moments only to step. So each rank owns an N-th of every layer, and the rest comes and goes.
+summed, and the moments only to step. So each rank owns an N-th of every layer, and the rest is gathered when needed and
+freed after.
 
-  predicted   at rest, bytes a parameter: 16 in dp; zero1 8 + 8/N; zero2 4 + 12/N; zero3 16/N (Rajbhandari et al. 2020,
+  predicted   at rest, bytes per parameter: dp 16; zero1 8 + 8/N; zero2 4 + 12/N; zero3 16/N (Rajbhandari et al. 2020,
               "ZeRO", section 5). Sent, of S bytes of weights: zero1 and zero2 2(N-1)/N x S, what dp sends; zero3
               3(N-1)/N x S, since it gathers weights forward and backward; with LAB_RESHARD=0 2(N-1)/N x S again. zero2
               and zero3 keep no gradients to add to, so each of M microbatches is summed: (M+1) and 3M in place of 2 and
               3; zero3_blocking sums by an all_reduce, of which it keeps a part: 4(N-1)/N x S, 4M of M
-  shapes      inputs [B/N, S] a rank; a layer's parameters one flat vector [N·c], c = ceil(P/N); the shards [c], the
+  shapes      inputs [B/N, S] per rank; a layer's parameters one flat vector [N·c], c = ceil(P/N); the shards [c], the
               last one shorter
 
-After the replicas comes the whole idea, with nothing done ahead; the others give up one copy after the other:
+After the replicas comes the whole idea, with nothing done ahead. Each of zero1 to zero3 shards one more thing:
 
   dp              plain replicas, bucketed of RUN_MODE=dp: everything on every rank, to see what sharding saves
-  zero3_blocking  a layer is gathered, computes and is freed, forward and again backward, and all waits for each of it:
-                  4(N-1)/N x S, twice what dp sends, and nothing of it overlaps
+  zero3_blocking  a layer is gathered, computes and is freed, forward and again backward; every rank waits for each
+                  call: 4(N-1)/N x S, twice what dp sends, and nothing overlaps
   zero1           optimizer state for the rank's own shard; gradients summed to it, weights gathered from all after the
                   step
   zero2           gradients too: summed layer by layer as the backward pass hands them over, and dropped
@@ -80,7 +81,7 @@ def zero3_blocking(model: Model, mesh: Mesh, config: Config) -> Strategy:
 
 
 class WholeForAMoment(torch.autograd.Function):
-    """A layer as a function of a rank's shard: all ranks' are gathered, so the shard's gradient is a sum over ranks."""
+    """A layer as a function of this rank's shard: all ranks use the shard, so its gradient is a sum over the ranks."""
 
     @staticmethod
     def forward(
@@ -106,17 +107,17 @@ class WholeForAMoment(torch.autograd.Function):
 
 
 def unshard(unit: FlatParameter, group: dist.ProcessGroup) -> None:
-    """Make the unit's parameters whole, which are views of one vector."""
+    """Gather the unit's vector, of which its parameters are views."""
     with phase("all_gather"):
         chunks = list(unit.materialize().chunk(unit.num_ranks))  # of [N·c], a [c] from each rank
         dist.all_gather(chunks, unit.local, group=group)
 
 
 def reduce_scatter_gradients(unit: FlatParameter, group: dist.ProcessGroup) -> Tensor:
-    """This rank's part of the gradients' sum over all ranks; the gradients go."""
+    """Sum the gradients over all ranks; return this rank's part of the sum, and free the gradients."""
     flat = torch.zeros_like(unit.whole)  # [N·c]
     for parameter, place in zip(unit.named.values(), unit.views(flat), strict=True):
-        if parameter.grad is not None:  # it is None in a layer that the unit has beside this one
+        if parameter.grad is not None:  # of a unit with two layers the other one's are None
             place.copy_(parameter.grad)
             parameter.grad = None
     with phase("all_reduce"):
@@ -131,7 +132,7 @@ def plain(model: Model, mesh: Mesh, config: Config) -> Strategy:
 
 
 class LessonUnits(FlatUnits):
-    """The lesson's units, a layer each, for whoever steps, compares or saves their shards."""
+    """The lesson's units, one per layer, as `Sharded` steps, compares and saves them."""
 
     def __init__(self, model: Model, group: dist.ProcessGroup) -> None:
         names = {parameter: name for name, parameter in model.named_parameters()}
@@ -143,7 +144,7 @@ class LessonUnits(FlatUnits):
 
 
 class LessonUnit(FlatParameter):
-    """A unit of the lesson, whose shard has its padding."""
+    """A unit of the lesson; its shard includes the padding."""
 
     def __init__(self, named: dict[str, nn.Parameter], unit: lesson.Unit) -> None:
         self.named, self.shapes = named, {name: parameter.shape for name, parameter in named.items()}
@@ -153,17 +154,10 @@ class LessonUnit(FlatParameter):
         self.shard = self.master = unit.shard
 
 
-# What a mistake replaces: how weights come and go, and what steps them.
-Zeros: TypeAlias = type[Zero]
-Steps: TypeAlias = Callable[..., Strategy]
-
-
-def in_stage(
-    model: Model, mesh: Mesh, config: Config, *, stage: int, zero: Zeros = Zero, sharded: Steps = Sharded
-) -> Strategy:  # fmt: skip
+def in_stage(model: Model, mesh: Mesh, config: Config, *, stage: int) -> Strategy:
     """Each stage of ZeRO gives up one more copy."""
-    kept = zero(model, list(model.layers), mesh.group, stage=stage, reshard=config.own(Options).reshard)
-    return sharded(model, kept, mesh.group, config)
+    zero = Zero(model, list(model.layers), mesh.group, stage=stage, reshard=config.own(Options).reshard)
+    return Sharded(model, zero, mesh.group, config)
 
 
 def fsdp2(model: Model, mesh: Mesh, config: Config) -> Strategy:
@@ -174,7 +168,7 @@ def fsdp2(model: Model, mesh: Mesh, config: Config) -> Strategy:
     PyTorch keeps the outermost one). gloo's reduce_scatter is an all_reduce and a slice, so on gloo it sends
     4(N-1)/N·S where zero3 sends 3(N-1)/N·S.
     """
-    # Not at the top: it takes a rank half a second, and no other variant needs it.
+    # Imported here: it takes half a second, and no other variant needs it.
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -199,7 +193,7 @@ def predicted(config: Config) -> list[Prediction]:
 
 
 def cannot(config: Config) -> dict[str, str]:
-    """What PyTorch's own dies of, and what the lesson leaves out."""
+    """Return the variants that cannot run with these settings, and why."""
     return ruled_out(
         (("fsdp2",), config.gloo_on_gpus, FULLY_SHARD_DIES),
         (("plain",), config.tie, "LAB_TIE=1 makes two layers share a weight, and each of the lesson's has its own"),
@@ -223,8 +217,7 @@ def run(lab: Lab) -> None:
 
 
 def note_units(lab: Lab, name: str, order: Order) -> None:
-    """In each rank's log, of the variant that it tells: how many units were whole at once, and how often each was
-    gathered."""
+    """Log for the headline variant how many units were whole at once, and how often one was gathered."""
     whole, most, gathered = 0, 0, 0
     for event in (event for event in order.events if event.what == "held"):
         whole += 1 if event.nbytes else -1
@@ -242,8 +235,8 @@ MODE = Mode(
         # Whatever is set, it computes its layers again by a way of its own.
         Variant("zero3_blocking", zero3_blocking, formerly="naive", recomputes=False),
         Variant("zero1", partial(in_stage, stage=1), sentence="Optimizer state sharded."),
-        Variant("zero2", partial(in_stage, stage=2), sentence="And gradients."),
-        Variant("zero3", partial(in_stage, stage=3), sentence="And weights."),
+        Variant("zero2", partial(in_stage, stage=2), sentence="Optimizer state and gradients sharded."),
+        Variant("zero3", partial(in_stage, stage=3), sentence="Optimizer state, gradients and weights sharded."),
         Variant("fsdp2", fsdp2, by_torch=True),
         Variant("plain", plain, recomputes=False, by_name=True, like="zero3_blocking"),
     ),
@@ -263,8 +256,8 @@ MODE = Mode(
     reading=(
         "experiments/fsdp/lesson.py: the idea on one page, which runs alone and as the variant `plain`",
         "experiments/fsdp/__init__.py: the variants, the simplest first, and what a run of them claims",
-        "distlab/techniques/sharded/flat_parameter.py: a layer as one vector, of which each rank owns a part, and"
-        " the step around",
+        "distlab/techniques/sharded/flat_parameter.py: the training step, and a layer as one vector, of which each rank"
+        " owns a part",
         "distlab/techniques/sharded/zero.py: the three stages, and when weights are gathered and gradients summed",
     ),
 )

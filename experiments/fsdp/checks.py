@@ -1,7 +1,7 @@
-"""A layer at a time, decided from the order of a step: whose weights are whole when, and when gradients are summed.
+"""Check from the recorded order of a step which weights are whole at which moment, and when gradients are summed.
 
-Whole weights are seen in the memory behind them, which comes and goes (`held`); that a layer computes, in torch's own
-hooks; that its gradients are there, when autograd hands them over. None of it asks distlab/techniques/sharded/zero.py.
+Whole weights are seen by their memory, which is allocated and freed (`held`); a layer that computes, by torch's own
+hooks; its gradients, when autograd hands them over. Nothing is read from distlab/techniques/sharded/zero.py.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,19 +19,19 @@ AHEAD = {"zero3_blocking": 0, "zero3": 1, "plain": 0}  # layers whose weights ar
 
 
 class Units:
-    """Which layers lie in one vector."""
+    """The flat unit of each layer."""
 
     def __init__(self, config: Config) -> None:
         self.num_layers = len(outline(config).layers)
         self.ends_shared = tied(config)
 
     def of(self, layer: int) -> int:
-        """The unit of a layer, named by its first layer."""
+        """Return the unit of a layer, numbered by its first layer."""
         return 0 if self.ends_shared and layer == self.num_layers - 1 else layer
 
     def whole(self, layer: int, ahead: int, *, forward: bool, kept: bool) -> set[int]:
-        """The units that may be whole, and must be, while `layer` computes: itself, the next one on the way, the shared
-        one from its first use to its last, and where weights are kept all that were used and will be again."""
+        """Return the units that must be whole while `layer` computes, and no others: its own, the next ones in order,
+        the shared one from its first use to its last, and where weights are kept all that will be used again."""
         step = 1 if forward else -1
         near = {layer + step * distance for distance in range(ahead + 1)} & set(range(self.num_layers))
         whole = {self.of(each) for each in near} | ({0} if self.ends_shared else set())
@@ -39,7 +39,7 @@ class Units:
 
 
 def there(order: Order) -> Iterator[tuple[Event, set[int]]]:
-    """Every event, and the storages of weights that are whole by then."""
+    """Yield every event with the storages of weights that are whole by then."""
     whole: set[int] = set()
     for event in order.events:
         if event.what == "held":
@@ -48,12 +48,12 @@ def there(order: Order) -> Iterator[tuple[Event, set[int]]]:
 
 
 def most_whole(order: Order) -> int:
-    """Units whose weights are whole at a moment, at most."""
+    """Return the most units whose weights are whole at once."""
     return max(len(whole) for _, whole in there(order))
 
 
 def allowed_whole(name: str, config: Config, *, reshard: bool) -> int:
-    """As many as the rules allow."""
+    """Return the most units that may be whole at once."""
     units, ahead = Units(config), AHEAD[name]
     layers = range(units.num_layers)
     kept = name not in BLOCKING and not reshard
@@ -63,7 +63,7 @@ def allowed_whole(name: str, config: Config, *, reshard: bool) -> int:
 
 
 def wrongly_whole(name: str, order: Order, config: Config, *, reshard: bool) -> list[str]:
-    """Sentences where other weights are whole than those that the layer at work, and what follows it, needs."""
+    """Describe the moments at which other weights are whole than those that the layer at work needs."""
     units, faults, backward = Units(config), [], False
     layer_of = {storage: units.of(int(weight.split(".")[0])) for weight, storage in order.weights.items()}
     kept = name not in BLOCKING and not reshard
@@ -89,7 +89,7 @@ def wrongly_whole(name: str, order: Order, config: Config, *, reshard: bool) -> 
 
 
 def unsummed(order: Order, config: Config, stage: int) -> list[str]:
-    """Sentences for units that are not summed with their last gradient, in every backward pass or the last."""
+    """Describe the units whose sum does not begin with their last gradient, in every backward pass or the last."""
     units, faults = Units(config), []
     for label, events in order.within("backward")[-1 if stage == 1 else 0 :]:
         last = {units.of(int(event.label.split(".")[0])): place for place, event in written(events).items()}
@@ -117,7 +117,7 @@ def format_layers(layers: set[int]) -> str:
 
 
 def check_order(lab: Lab, name: str, measured: Measured, *, reshard: bool) -> None:
-    """Whole weights come and go with the passes, and gradients are summed as they are handed over."""
+    """Check that weights are whole only while they are needed, and that gradients are summed at once."""
     config, order = lab.config, measured.order
     if name in AHEAD:
         lab.compare(
@@ -126,14 +126,14 @@ def check_order(lab: Lab, name: str, measured: Measured, *, reshard: bool) -> No
         )  # fmt: skip
         faults = wrongly_whole(name, order, config, reshard=reshard)
         lab.check("a layer at a time", len(faults), 0, name, faults[0] if faults else "whole when it computes")
-    if lab.world_size > 1 and name != "dp":  # alone nothing is sent, and nothing shows
+    if lab.world_size > 1 and name != "dp":  # one rank sends nothing
         late = unsummed(order, config, BY_HAND.get(name, 3))
         lab.check("sums", len(late), 0, name, late[0] if late else "each begins with its last gradient")
     lab.check("scratch", measured.rest["communication"], 0, name, "bytes of messages that are kept between two steps")
 
 
 def claims(mode: Mode, config: Config) -> Sequence[Claims]:
-    """Of all variants by hand bytes and calls, and when weights are whole and gradients summed."""
+    """List the checks of a run: bytes, calls, when weights are whole, and when gradients are summed."""
     orders = "tests/experiments/test_orders.py::"
     too_soon = f"{orders}test_fsdp_weights_that_are_whole_too_soon_or_too_long_are_named"
     return (

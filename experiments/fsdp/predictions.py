@@ -1,4 +1,4 @@
-"""What sharded data parallelism predicts before it runs: bytes sent and held, and calls."""
+"""Predict the bytes that sharded data parallelism sends and holds, and its calls."""
 
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -40,12 +40,12 @@ BLOCKING = ("zero3_blocking", "plain")  # a layer at a time
 
 
 def tied(config: Config) -> bool:
-    """Whether the first and the last layer share a weight, and so are one unit."""
+    """Whether the first and the last layer share a weight, and therefore are one unit."""
     return config.tie and config.model == "gpt"
 
 
 def laid_out(config: Config) -> Units:
-    """A flat unit of each layer, one of both ends where LAB_TIE makes them share a weight."""
+    """Return the flat units: one per layer, and one for both ends where LAB_TIE makes them share a weight."""
     layers = outline(config).layers
     laid, seen = Units([], {}, {}), set[nn.Parameter]()
     for index, layer in enumerate(layers):
@@ -61,17 +61,17 @@ def laid_out(config: Config) -> Units:
 
 
 def units(config: Config) -> tuple[int, ...]:
-    """Parameters of each."""
+    """Return the number of parameters of each unit."""
     return tuple(laid_out(config).numels)
 
 
 def chunks(config: Config) -> list[int]:
-    """Parameters in a rank's chunk of each unit, padding included: what is sent is of one size."""
+    """Return the size of a rank's chunk of each unit, with padding: all ranks send equally many numbers."""
     return laid_out(config).chunks(config.world_size)
 
 
 def owned(config: Config, rank: int) -> int:
-    """Parameters that `rank` owns of all units."""
+    """Count the parameters that `rank` owns in all units."""
     return sum(laid_out(config).own(rank, config.world_size))
 
 
@@ -79,7 +79,7 @@ CALLS = "gathers and sums of all units, or buckets"
 
 
 def predict(config: Config, *, reshard: bool) -> list[Prediction]:
-    """Bytes and calls of one step of each variant, and what stands in memory between two steps, a value a rank."""
+    """Predict bytes and calls of one step of each variant, and the memory between two steps, per rank."""
     named, parts = list(BY_HAND), config.num_microbatches
     gathers, found = 2 if reshard else 1, list[Prediction]()
     for name in named:
@@ -94,15 +94,15 @@ def predict(config: Config, *, reshard: bool) -> list[Prediction]:
 
 
 def moves_of(stage: int, microbatches: int, gathers: int) -> int:
-    """How often all parameters are summed or gathered in a step."""
+    """Count how often all parameters are summed or gathered in a step."""
     return {1: 2, 2: microbatches + 1, 3: microbatches * (gathers + 1)}[stage]
 
 
 def naively(config: Config) -> Cost:
-    """Of every layer two gathers and an all_reduce, which moves as much as two more, in each microbatch."""
+    """Return the cost of two gathers and an all_reduce, which moves as much as two more, per layer and microbatch."""
     ranks, parts, norm = config.world_size, config.num_microbatches, norm_cost(config.world_size, config.clip)
     moved = chunks(config)
-    moved += moved[:1] * tied(config)  # both ends move the unit that they share
+    moved += moved[:1] * tied(config)  # both ends move their shared unit
     total = 4 * parts * algorithmic_factor("all_gather", ranks) * ranks * sum(moved) * config.itemsize + norm.nbytes
     gathered = 2 * 2 * (ranks - 1) * len(moved)
     summed = sum(gloo_all_reduce_messages(ranks, ranks * chunk * config.itemsize) for chunk in moved)
@@ -110,7 +110,7 @@ def naively(config: Config) -> Cost:
 
 
 def plainly(config: Config) -> Cost:
-    """The same, whose sums are reduce_scatters: a call each, of which every rank sends its part alone."""
+    """Return the cost with reduce_scatters in place of all_reduces."""
     ranks, parts, norm = config.world_size, config.num_microbatches, norm_cost(config.world_size, config.clip)
     moved, calls = ranks * sum(chunks(config)) * config.itemsize, 3 * parts * len(chunks(config))
     total = 3 * parts * algorithmic_factor("all_gather", ranks) * moved + norm.nbytes
@@ -118,11 +118,13 @@ def plainly(config: Config) -> Cost:
 
 
 def by_stage(config: Config, stage: int, gathers: int) -> Cost:
-    """The moves of ours: every rank sends the same."""
+    """Return the cost of a stage of ours; every rank sends the same."""
     ranks, parts = config.world_size, config.num_microbatches
     total, calls, messages = norm_cost(ranks, config.clip)
     for index, chunk in enumerate(chunks(config)):
-        times = 1 if index == 0 and tied(config) else gathers  # a shared unit stays from its first use to its last
+        times = (
+            1 if index == 0 and tied(config) else gathers
+        )  # a shared unit stays gathered from its first use to its last
         total += zero_bytes(stage, ranks, ranks * chunk * config.itemsize, parts, times)
         moves = moves_of(stage, parts, times)
         calls += moves * min(ranks - 1, 1 if config.backend == "nccl" else ranks)
@@ -131,7 +133,7 @@ def by_stage(config: Config, stage: int, gathers: int) -> Cost:
 
 
 def by_torch(config: Config, gathers: int) -> Prediction:
-    """fully_shard's: gathers as zero3's, and sums as the backend has them."""
+    """Predict fully_shard's bytes: it gathers as zero3 does, and sums by the backend's reduce_scatter."""
     ranks, parts = config.world_size, config.num_microbatches
     total = fully_shard_bytes(ranks, sum(units(config)) * config.itemsize, parts, gathers, config.backend)
     moves = parts * (gathers + (2 if config.backend == "gloo" else 1))
@@ -141,7 +143,7 @@ def by_torch(config: Config, gathers: int) -> Prediction:
 
 
 def at_rest(config: Config, name: str) -> Prediction:
-    """Weights, gradients and optimizer state of what a rank owns; whole units and chunks have their padding too."""
+    """Predict the bytes at rest: weights, gradients and optimizer state; whole units and chunks include padding."""
     ranks, stage, total = config.world_size, BY_HAND.get(name, 3), sum(units(config))
     if name == "dp":
         whole, each = whole_rest(config)
@@ -178,12 +180,12 @@ def summary(config: Config) -> str:
 
 
 def holds(config: Config, rank: int) -> str:
-    """What a rank owns, for its own log."""
+    """Describe what a rank owns, for its own log."""
     return f"{owned(config, rank)} of {outline(config).num_parameters()} parameters"
 
 
 def published() -> tuple[str, list[str], list[list[str]]]:
-    """The table of the ZeRO paper (figure 1), which holds for half precision, in GB a rank; and what 7 billion take."""
+    """Return the table of the ZeRO paper (figure 1), in half precision, in GB per rank; and the same for 7 billion."""
     columns = ["", "GB of 7.5B parameters on 64 ranks", "of 7B parameters on 1, 8, 64"]
     rows = []
     for stage, name in enumerate(["dp", "zero1", "zero2", "zero3"]):
@@ -193,13 +195,12 @@ def published() -> tuple[str, list[str], list[list[str]]]:
     return "Adam in mixed precision: 2 + 2 + 4 + 4 + 4 = 16 bytes a parameter", columns, rows
 
 
-# The most that a rank holds in a step of each stage, predicted: the rules of ZeRO, applied to one process's passes.
+# Predict the most that a rank holds in a step: the rules of ZeRO, applied to one process's passes.
 #
-# zero1 to 3  what distlab/techniques/sharded/costs.py says
-# zero3_blocking  as stage 3, with nothing ahead: a layer computes again, and its gradients stand there twice for the
-#             sum
-# optimizer   of the rank's shards; in 16 bits with float32 masters, whose gradients in float32 stand there in the
-#             update alone
+# zero1 to 3      by distlab/techniques/sharded/costs.py
+# zero3_blocking  as stage 3, with nothing gathered ahead: a layer is recomputed, and its gradients are in memory twice
+#                 while they are summed
+# optimizer       of the rank's shards; in 16 bits with float32 masters, whose float32 gradients exist in the update
 
 ONE = "a layer whole, its gradients whole while they are summed, a layer of scratch"
 TWO = f"two layers whole{ONE.removeprefix('a layer whole')}"
@@ -213,7 +214,7 @@ TERMS = {
 
 
 def holding_of(name: str, config: Config, rank: int, *, reshard: bool) -> Sharding:
-    """What a rank of variant `name` holds beside the passes."""
+    """Return what a rank of variant `name` holds in addition to the working memory of the passes."""
     stage, laid, ranks = BY_HAND.get(name, 3), laid_out(config), config.world_size
     kept = sum(laid.chunks(ranks)) * (ranks if stage < 3 else 1)
     kept += sum(laid.chunks(ranks)) * ranks if stage == 1 else 0  # gradients
@@ -224,10 +225,10 @@ def holding_of(name: str, config: Config, rank: int, *, reshard: bool) -> Shardi
 
 
 class Naively(Sharding):
-    """A layer is whole while it computes, and once more while it computes again and is summed."""
+    """A layer is whole while it computes forward, and again while it is recomputed and summed."""
 
-    fresh = 0  # numbers in a layer's gradients that lie where autograd made them
-    flats = 1  # vectors of a layer's gradients that are there when the shard's sum is
+    fresh = 0  # numbers of a layer's gradients that are still autograd's own tensors
+    flats = 1  # vectors of a layer's gradients in memory beside the shard's sum
 
     def after(self, happening: Happening) -> Iterator[float]:
         what, unit = happening.what, self.unit_of.get(happening.layer, -1)
@@ -249,20 +250,20 @@ class Naively(Sharding):
 
 
 class Plainly(Naively):
-    """The same, whose sum is made of what an all_to_all brings, beside what it sends."""
+    """The same where an all_to_all needs one vector to send and one to receive."""
 
     flats = 2
 
 
 def remembered(config: Config, rank: int) -> float:
-    """Bytes of optimizer state and master weights."""
+    """Return the bytes of optimizer state and master weights."""
     masters, adam = config.dtype == "bfloat16", config.optimizer == "adamw"
     number = (2 * adam * (4 if masters else config.itemsize) + 4 * masters) * owned(config, rank)
     return number + 4.0 * adam * len(units(config))
 
 
 def peak_bytes(config: Config, rank: int, name: str, passes: list[Happening], *, reshard: bool) -> float:
-    """The highest moment of the passes of variant `name`; or, if it holds more, the update."""
+    """Return the peak of variant `name`: the highest moment of its passes, or its update if that holds more."""
     if name == "dp":
         sizes = outline(config).sizes
         whole, adam = whole_rest_bytes(sizes, config), config.optimizer == "adamw"
@@ -279,7 +280,7 @@ def peak_bytes(config: Config, rank: int, name: str, passes: list[Happening], *,
 
 
 def predict_peaks(lab: Lab, measured: Mapping[str, Measured], *, reshard: bool) -> list[Prediction]:
-    """The most that each variant of ours holds; those in BLOCKING compute every layer again, whatever is set."""
+    """Predict the peak of each variant of ours; those in BLOCKING always recompute their layers."""
     return predicted_peaks(
         lab, measured, partial(peak_bytes, lab.config, lab.rank, reshard=reshard), TERMS.__getitem__,
         unlike=dict.fromkeys(BLOCKING, True), dealt=partial(as_many_as_all, config=lab.config),

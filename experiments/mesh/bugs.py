@@ -3,20 +3,22 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor, nn
 
-from distlab.contract import Instead, Mistake, Mistakes, Needs
+from distlab.contract import Mistakes, Needs
 from distlab.lab.config import Config
+from distlab.lab.workload.data import Microbatch
 from distlab.lab.workload.model import Dropouts
 from distlab.techniques.data_parallel.buckets import GradientBuckets
-from distlab.techniques.mesh.grid import Mesh
 from distlab.techniques.mesh.reducing_pipeline import ReducingPipeline
-from distlab.techniques.mesh.strategy import Stacked, StageShard
+from distlab.techniques.mesh.strategy import Replicas, Stacked, StageShard
 from distlab.techniques.pipeline_parallel.schedules import Action
-from distlab.techniques.pipeline_parallel.strategy import Weigh, sum_shared
+from distlab.techniques.pipeline_parallel.strategy import sum_shared
 
 from .placement import axes
+from .stack import Keep, own_masks
 
 KEPT = ("1f1b", "zero1")  # whole and in shards
 BY_ROWS = ("sequence", "zero2")
@@ -60,7 +62,7 @@ def rowless(config: Config) -> str:
 # --- the mistakes ---
 
 
-@mistake("norm_by_all", check="clipped gradients", part="stacked", of=KEPT, needs=Needs(clip=True, unless=short("tp")))
+@mistake("norm_by_all", check="clipped gradients", part="Stacked", of=KEPT, needs=Needs(clip=True, unless=short("tp")))
 class CountedByAll(Stacked):
     """What all ranks of a slice hold whole is in the norm once a rank, t times (NeMo-RL pull request 3788)."""
 
@@ -68,7 +70,7 @@ class CountedByAll(Stacked):
         return self.first_replica(held) and self.first_stage(held)
 
 
-@mistake("tied_too_early", check="gradients", part="stacked", of=("zero2",), needs=Needs(unless=untied))
+@mistake("tied_too_early", check="gradients", part="Stacked", of=("zero2",), needs=Needs(unless=untied))
 class TiedTooEarly(Stacked):
     """A tied embedding's gradient is summed over the stages beside ZeRO's shards, which were taken before
     (Megatron-LM issue 844).
@@ -86,15 +88,21 @@ class TiedTooEarly(Stacked):
             sum_shared(replace(self.parts, parameters=copies), self.stages)
 
 
-@mistake("scaled_by_cp", check="gradients", part="weigh", of=BY_POSITIONS, needs=Needs(unless=short("cp")))
-def times_cp(mesh: Mesh) -> Weigh:
+@mistake("scaled_by_cp", check="gradients", part="Stacked", of=BY_POSITIONS, needs=Needs(unless=short("cp")))
+class TimesCp(Stacked):
     """The loss is multiplied by the ranks along cp, and its gradients are summed over them all the same: c times
     too large (Megatron-LM issue 906)."""
-    return lambda share, *_: share * mesh.size("cp")
+
+    def backward(self, microbatches: list[Microbatch]) -> Tensor | None:
+        return super().backward([each._replace(share=each.share * self.mesh.size("cp")) for each in microbatches])
 
 
 @mistake(
-    "armed_around", check="gradients", part="pipelined", of=("1f1b",), needs=Needs(microbatches=2, unless=unreplicated)
+    "armed_around",
+    check="gradients",
+    part="ReducingPipeline",
+    of=("1f1b",),
+    needs=Needs(microbatches=2, unless=unreplicated),
 )
 class ArmedAround(ReducingPipeline):
     """Buckets are armed around the whole pipeline and launched by its first backward pass: the sums are of one
@@ -119,13 +127,11 @@ class ArmedAround(ReducingPipeline):
                 bucket.handle = None
 
 
-mistake["rows_not_summed"] = Mistake(
-    "sequence parallelism leaves each rank its own rows' part of a norm's gradient, and nobody adds them up"
-    " (Megatron-LM issue 1446)",
-    "gradients",
-    Instead(BY_ROWS, {"sums_rows": False}),
-    Needs(unless=rowless),
-)
+@mistake("rows_not_summed", check="gradients", part="Keep", of=BY_ROWS, needs=Needs(unless=rowless))
+def without_sums_of_rows(*given: Any, rows: bool, zero: int) -> Keep:  # noqa: ARG001
+    """Sequence parallelism leaves each rank its own rows' part of a norm's gradient, and nobody adds them up
+    (Megatron-LM issue 1446)."""
+    return Keep(*given, rows=False, zero=zero)
 
 
 class ByPlace(Dropouts):
@@ -135,16 +141,17 @@ class ByPlace(Dropouts):
         return list(range(len(inputs)))
 
 
-@mistake("dropout_alike", check="losses", part="draws", of=DROPPED, needs=Needs(unless=undropped))
-def drawn_alike(dropouts: Dropouts, mesh: Mesh) -> None:  # noqa: ARG001
+@mistake("dropout_alike", check="losses", part="own_masks", of=DROPPED, needs=Needs(unless=undropped))
+def drawn_alike(dropouts: Dropouts, *given: Any, rows: bool) -> None:
     """Generators of one seed on all replicas: dropout takes the same numbers of other samples (transformers issue
     31412)."""
+    own_masks(dropouts, *given, rows=rows)
     dropouts.__class__ = ByPlace
 
 
-mistake["late_buckets"] = Mistake(
-    "buckets are launched when the pipeline is through: right, and nothing is hidden under its last backward pass",
-    "overlap",
-    Instead(("1f1b",), {"overlap": False}),
-    Needs(proof=False, unless=unreplicated),
-)
+@mistake("late_buckets", check="overlap", part="Replicas", of=("1f1b",), needs=Needs(proof=False, unless=unreplicated))
+def launched_late(*given: Any, **more: Any) -> Replicas:
+    """Buckets are launched when the pipeline is through: right, and nothing is hidden under its last backward pass."""
+    buckets = Replicas(*given, **more)
+    buckets.overlap = False
+    return buckets

@@ -17,7 +17,7 @@ from distlab.lab.workload.data import shard_sizes
 from distlab.lab.workload.model import VOCABULARY, outline
 from distlab.techniques.context_parallel.strategy import Positions, contiguous, zigzag
 from distlab.techniques.pipeline_parallel.strategy import runs_of
-from distlab.techniques.tensor_parallel.layers import shares
+from distlab.techniques.tensor_parallel.layers import partition_sizes
 
 BY_HEADS = ("attention.q.weight", "attention.q.bias", "attention.k.weight", "attention.k.bias", "attention.v.weight",
             "attention.v.bias", "attention.o.weight")  # fmt: skip
@@ -45,8 +45,8 @@ HOW = {
     "1f1b": How("A stage a rank, a backward as soon as there can be one, and gradients in buckets."),
     "sequence": How("Rows between the slices, and between the stages.", rows=True),
     "zero1": How("Optimizer state in shards.", rows=True, zero=1),
-    "zero2": How("And gradients.", rows=True, zero=2),
-    "zero3": How("And weights.", rows=True, zero=3),
+    "zero2": How("Optimizer state and gradients in shards.", rows=True, zero=2),
+    "zero3": How("Optimizer state, gradients and weights in shards.", rows=True, zero=3),
     "ulysses": How("Heads for positions, and back.", swaps=True),
     "plain": How("The lesson on one page: 1f1b by plain messages, both ends of the model whole.", plain=True),
 }
@@ -114,7 +114,7 @@ class Rank:
 
     def own_rows(self) -> int:
         """Positions that this rank has of each sample between two slices, of those along cp."""
-        return shares(self.seq, self.t)[self.at["tp"]] if self.rows else self.seq
+        return partition_sizes(self.seq, self.t)[self.at["tp"]] if self.rows else self.seq
 
     @cached_property
     def units(self) -> list[list[Local]]:
@@ -150,7 +150,7 @@ class Rank:
         units = {BY_HEADS: self.config.heads, BY_UNITS: 4 * self.config.width}
         units |= {} if self.how.plain else {BY_VOCABULARY: VOCABULARY}
         count = next((units[names] for names in units if name in names), 1)
-        return (shares(count, self.t)[self.at["tp"]] if count > 1 else 1), count
+        return (partition_sizes(count, self.t)[self.at["tp"]] if count > 1 else 1), count
 
 
 def at(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:

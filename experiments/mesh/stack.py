@@ -5,10 +5,9 @@ Each line works on what the one before left, and none knows how: a pipeline cuts
 shards take whatever parameters a stage has.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -30,37 +29,22 @@ from distlab.techniques.pipeline_parallel.strategy import (
     ByHand,
     Lesson,
     Parts,
-    Weigh,
-    divided,
     parts_of,
 )
-from distlab.techniques.tensor_parallel.layers import Sequence, Slice, Whole, rows_inside, slices_of
+from distlab.techniques.tensor_parallel.layers import (
+    ReplicatedRegion,
+    SequenceParallelRegion,
+    Slice,
+    rows_inside,
+    slices_of,
+)
 from distlab.techniques.tensor_parallel.strategy import slice_by_lesson, slice_layers
 
 from . import lesson
 from .placement import HOW
 
-# What a mistake replaces.
-Weighs: TypeAlias = Callable[[Mesh], Weigh]
-Draws: TypeAlias = Callable[[Dropouts, Mesh], None]
-Stacks: TypeAlias = type[Stacked]
-Pipelines: TypeAlias = type[ReducingPipeline]
 
-
-def as_dealt(mesh: Mesh) -> Weigh:  # noqa: ARG001  the sums over own positions add up like those over own samples
-    """What a loss term counts: one over those of the whole batch."""
-    return divided
-
-
-def by_sample(dropouts: Dropouts, mesh: Mesh) -> None:
-    """Leave the masks as one process draws them: alike along tp, where activations are, and new along all else."""
-
-
-def stack(
-    model: Model, mesh: Mesh, config: Config, *, name: str, overlap: bool = True, weigh: Weighs = as_dealt,
-    draws: Draws = by_sample, pipelined: Pipelines = ReducingPipeline, stacked: Stacks = Stacked,
-    sums_rows: bool = True,
-) -> Strategy:  # fmt: skip
+def stack(model: Model, mesh: Mesh, config: Config, *, name: str) -> Strategy:
     """Positions, then slices, then stages of them, then what is kept of each stage over the replicas, then one step
     around all; as the variant `name` is made."""
     how, schedule = HOW[name], one_forward_one_backward(mesh.size("pp"), config.num_microbatches)
@@ -74,18 +58,17 @@ def stack(
     dropouts = model.dropouts
     if dropouts is not None:
         own_masks(dropouts, positions, mesh, rows=rows)
-        draws(dropouts, mesh)
     parts = parts_of(model, mesh["pp"])
-    keep = Keep(parts, slices, mesh, config, rows=rows and sums_rows, zero=how.zero, overlap=overlap)
+    keep = Keep(parts, slices, mesh, config, rows=rows, zero=how.zero)
     kept = {number: keep.stage(number) for number in parts.stages}
     stages = {
         number: Turned(stage.layers, rows=rows, recompute=config.recompute) for number, stage in parts.stages.items()
     }
     turned = {} if dropouts is None else {"turn_to": dropouts.turn_to}
-    pipeline = pipelined(stages, schedule[mesh.index("pp")], mesh["pp"], kept, **turned)
+    pipeline = ReducingPipeline(stages, schedule[mesh.index("pp")], mesh["pp"], kept, **turned)
     pretend(pipeline, mesh, config)
-    engine = ByHand(pipeline, model.loss, weigh(mesh), partial(prepared, positions, mesh.index("cp"), dropouts))
-    return stacked(parts, slices, kept, engine, mesh, config)
+    engine = ByHand(pipeline, model.loss, partial(prepared, positions, mesh.index("cp"), dropouts))
+    return Stacked(parts, slices, kept, engine, mesh, config)
 
 
 def plain(model: Model, mesh: Mesh, config: Config) -> Strategy:
@@ -141,16 +124,17 @@ def sliced(model: Model, mesh: Mesh, num_rows: int | None) -> dict[str, Slice]:
     lies between two slices is this rank's part of them."""
     if mesh.size("tp") == 1:
         return {}
-    region = Whole(mesh["tp"]) if num_rows is None else Sequence(mesh["tp"])
+    region = ReplicatedRegion(mesh["tp"]) if num_rows is None else SequenceParallelRegion(mesh["tp"])
     slice_layers(model, mesh["tp"], region)
-    if isinstance(region, Sequence) and num_rows is not None:
+    if isinstance(region, SequenceParallelRegion) and num_rows is not None:
         rows_inside(model, region)
         region.num_rows = num_rows  # a later stage meets no embedding
     return slices_of(model)
 
 
 def own_masks(dropouts: Dropouts, positions: Positions | None, mesh: Mesh, *, rows: bool) -> None:
-    """Of each sample's mask the rows that this rank has: its positions along cp, and of those its rows along tp."""
+    """Cut each sample's mask, as one process draws it, to this rank's rows: its positions along cp, and of those its
+    rows along tp."""
     if positions is None and not rows:
         return
     own = torch.arange(dropouts.shape[0]) if positions is None else positions.of(mesh.index("cp"))
@@ -162,10 +146,9 @@ class Keep:
     """What is kept of this rank's stages: everything on each replica, or with `zero` shards of it."""
 
     def __init__(
-        self, parts: Parts, slices: dict[str, Slice], mesh: Mesh, config: Config, *, rows: bool, zero: int,
-        overlap: bool,
-    ) -> None:  # fmt: skip
-        self.parts, self.mesh, self.config, self.zero, self.overlap = parts, mesh, config, zero, overlap
+        self, parts: Parts, slices: dict[str, Slice], mesh: Mesh, config: Config, *, rows: bool, zero: int
+    ) -> None:
+        self.parts, self.mesh, self.config, self.zero = parts, mesh, config, zero
         self.group = mesh.across("dp", "cp")  # ranks with other samples, or other positions, of the same stage's slice
         self.whole = [p for name, p in parts.parameters.items() if rows and name not in slices]
         self.shared = [parts.parameters[name] for name in parts.shared if name in parts.parameters]
@@ -179,10 +162,7 @@ class Keep:
         named = {name: p for name, p in self.parts.parameters.items() if p in own}
         if not self.zero:
             parts = [{name: p for name, p in named.items() if (name in self.apart) is cut} for cut in (False, True)]
-            return [
-                Replicas(part, self.group, self.config, whole=self.whole, rows=tp, overlap=self.overlap)
-                for part in parts if part
-            ]  # fmt: skip
+            return [Replicas(part, self.group, self.config, whole=self.whole, rows=tp) for part in parts if part]
         names = {p: name for name, p in named.items()}
         layers = list(stage.layers.values())
         return [

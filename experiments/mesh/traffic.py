@@ -16,7 +16,7 @@ from distlab.techniques.data_parallel.buckets import layout
 from distlab.techniques.pipeline_parallel.costs import pipeline_ends
 from distlab.techniques.sharded.costs import zero_bytes
 from distlab.techniques.tensor_parallel.costs import scatter_calls
-from distlab.techniques.tensor_parallel.layers import shares
+from distlab.techniques.tensor_parallel.layers import partition_sizes
 
 from .placement import Local, Rank
 
@@ -150,8 +150,8 @@ def over_cp(rank: Rank) -> Cost:
     """Keys and values on their way round and their gradients behind them, or heads for positions and back; a block
     that is computed again sends what it sent forward once more."""
     head_bytes = rank.config.width // rank.config.heads * rank.itemsize
-    own = shares(rank.config.heads, rank.t)[rank.at["tp"]]
-    heads, again, place = shares(own, rank.c), rank.config.recompute, rank.at["cp"]
+    own = partition_sizes(rank.config.heads, rank.t)[rank.at["tp"]]
+    heads, again, place = partition_sizes(own, rank.c), rank.config.recompute, rank.at["cp"]
     if rank.how.swaps:
         sent, row_bytes = ulysses_messages(rank.positions, heads, place, again=again), head_bytes
     else:

@@ -1,20 +1,20 @@
 """Mixture of experts: E MLPs in place of one, a router that picks k of them for each token, and experts on ranks.
 
-A token costs k MLPs, however many there are: parameters grow, compute does not. They do not fit on every rank, so each
-rank holds some experts, and tokens travel to them and back. What they want is decided by the tokens, so it is uneven:
-a step lasts as long as its busiest rank. Capacity cuts that off, and drops tokens, which go on by the residual; a
-balance loss makes it rare.
+A token costs k MLPs, however many there are: parameters grow, compute does not. All experts do not fit on every rank,
+so each rank holds some, and tokens travel to them and back. The tokens choose, so the load is uneven: a step lasts as
+long as its busiest rank. A capacity bounds the load: tokens beyond it are dropped, and only their residual goes on. A
+balance loss makes that rare.
 
   predicted   rows of D numbers travel there and back, forward and backward: 2D x (rows that a rank gives away + rows
-              that it takes), with even routing 4(N-1)/N x k·T·D, T tokens a rank; all else is dp's, 2(N-1)/N x S' of
-              what is no expert. replicated sends 2(N-1)/N x S of everything. Parameters a rank: Q + E·M/N where
+              that it takes), with even routing 4(N-1)/N x k·T·D, T tokens per rank; the rest as in dp, 2(N-1)/N x S' of
+              all but the experts. replicated sends 2(N-1)/N x S of everything. Parameters per rank: Q + E·M/N where
               replicated has Q + E·M, M an MLP's. An expert takes C = ceil(LAB_CAPACITY·k·B/E) of the B tokens of a
               batch, first choices first (Lepikhin et al. 2020, "GShard", section 2.2)
-  shapes      tokens [T, D] a rank; scores [T, E]; choices and gates [k, T]; what all want [N, k, E]; rows that arrive
-              [R, D] of any R, 0 too; experts up [E/N, D, 4D], down [E/N, 4D, D]
+  shapes      tokens [T, D] per rank; scores [T, E]; choices and gates [k, T]; counts of all ranks' choices [N, k, E];
+              rows that arrive [R, D] of any R, 0 too; experts up [E/N, D, 4D], down [E/N, 4D, D]
 
-One process routes the whole batch; ranks that each route their own tokens make the same choices, drop the same tokens
-and find the same losses, since each knows how often all others want each expert:
+Ranks that each route their own tokens make the same choices, drop the same tokens and compute the same losses as one
+process with the whole batch, since each knows how often all others want each expert:
 
   replicated  every expert on every rank, data parallel: no token travels, and all experts' gradients do
   ep          experts on ranks; tokens to them by an uneven all_to_all by hand
@@ -26,16 +26,15 @@ and find the same losses, since each knows how often all others want each expert
 LAB_MESH=dp2,ep2 names the grid of the experts.
 
 LAB_TOP_K=1 is a switch (Fedus et al. 2021, "Switch Transformers"). LAB_BALANCE is `loss` (its section 2.2) or `none`.
-Ranks that share cores take turns, whoever has more rows: LAB_ROW_US pretends compute that takes no core.
+Ranks that share cores take turns, whichever has more rows: LAB_ROW_US pretends compute that takes no core.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from distlab.contract import Mode, Strategy, Variant
 from distlab.lab.checkpoint import bugs as checkpoints
@@ -84,46 +83,44 @@ def mixing(config: Config) -> Mixing:
     return Mixing(own.experts, own.top_k, own.capacity, weight, own.router_z)
 
 
-# Parts that a mistake replaces: the layer around the router, the step, and the way of rows.
-Layer: TypeAlias = type[MixtureOfExperts]
-Step: TypeAlias = type[ExpertParallel]
-Way: TypeAlias = type[Dispatch]
-MakeSwap: TypeAlias = Callable[[dist.ProcessGroup], Swap]
-
-
 # --- replicated: every expert on every rank ---
 
 
-def replicated(model: MixtureModel, mesh: Mesh, config: Config, layer: Layer = MixtureOfExperts) -> Strategy:
+def replicated(model: MixtureModel, mesh: Mesh, config: Config) -> Strategy:
     """Data parallel: each rank computes its own tokens by all experts, and all gradients are summed."""
     everything = Placement.spread(config.own(Options).experts, 4 * config.width, copies=mesh.group.size())
-    distribute(model, everything, mesh.group, Stays(mesh.group.rank()), layer)
+    distribute(model, everything, mesh.group, NoDispatch(mesh.group.rank()), MixtureOfExperts)
     pretend(model, everything, config)
     buckets = GradientBuckets(model.parameters(), mesh.group, config.bucket_mib * 2**20)
     return Replica(model, config, buckets)
 
 
-class Stays:
-    """No way at all: this rank has all experts, so its tokens stay, and are only sorted by them."""
+class NoDispatch:
+    """Sends nothing: this rank has all experts, so its rows are only sorted by them."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
 
-    def addressed(self, admitted: list[list[int]]) -> Tensor:
-        """All rows in their order."""
+    def send_order(self, admitted: list[list[int]]) -> Tensor:
+        """Keep the order of the rows."""
         return torch.arange(sum(admitted[self.rank]))
 
     def __call__(self, rows: Tensor, admitted: list[list[int]], compute: Compute) -> Tensor:
-        """Each expert computes what chose it."""
+        """Let each expert compute the rows that chose it."""
         return compute(rows, admitted[self.rank])
 
 
 # --- experts on ranks ---
 
 
-def expert_parallel(
-    model: MixtureModel, mesh: Mesh, config: Config, *, name: str, layer: Layer = MixtureOfExperts,
-    step: Step = ExpertParallel, way: Way = Dispatch, swap: MakeSwap = AllToAll,
+def expert_parallel(model: MixtureModel, mesh: Mesh, config: Config, *, name: str) -> Strategy:
+    """Experts on ranks; tokens travel by our own all_to_all."""
+    return on_ranks(model, mesh, config, name, MixtureOfExperts, AllToAll)
+
+
+def on_ranks(
+    model: MixtureModel, mesh: Mesh, config: Config, name: str, layer: Callable[..., nn.Module],
+    swap: Callable[[dist.ProcessGroup], Swap],
 ) -> Strategy:  # fmt: skip
     """Each rank keeps its part of the experts; its tokens travel by `swap` among the ranks of its copy, and gradients
     of experts are summed over the copies."""
@@ -135,10 +132,10 @@ def expert_parallel(
         among, copies = grid["ep"], grid["edp"]
     members = placement.members(world.rank())
     held = [placement.experts_of(member) for member in members]
-    carries = way(held, members, members.index(world.rank()), swap(among))
-    distribute(model, placement, world, carries, layer)
+    dispatch = Dispatch(held, members, members.index(world.rank()), swap(among))
+    distribute(model, placement, world, dispatch, layer)
     pretend(model, placement, config)
-    return step(model, placement, world, config, copies)
+    return ExpertParallel(model, placement, world, config, copies)
 
 
 ON_RANKS = {  # variants that differ in the grid of the experts alone
@@ -152,16 +149,16 @@ ON_RANKS = {  # variants that differ in the grid of the experts alone
 
 def ep_torch(model: MixtureModel, mesh: Mesh, config: Config) -> Strategy:
     """The same by PyTorch's collective."""
-    return expert_parallel(model, mesh, config, name="ep_torch", swap=AllToAllSingle)
+    return on_ranks(model, mesh, config, "ep_torch", MixtureOfExperts, AllToAllSingle)
 
 
 def plain(model: MixtureModel, mesh: Mesh, config: Config) -> Strategy:
     """The lesson on one page: ep by PyTorch's all_to_all_single."""
-    return expert_parallel(model, mesh, config, name="plain", layer=OnePage)  # type: ignore[arg-type]
+    return on_ranks(model, mesh, config, "plain", OnePage, AllToAll)
 
 
 class OnePage(lesson.MixtureOfExperts):
-    """The lesson's layer, which notes what it routed where `seen` is a list."""
+    """The lesson's layer, which appends what it routes to `seen`, where that is a list."""
 
     def __init__(self, router: Router, experts: Experts, rules: Mixing, world: dist.ProcessGroup, _: Dispatch) -> None:
         given = (rules.num_experts, rules.top_k, rules.capacity_factor, rules.balance, rules.z)
@@ -176,12 +173,12 @@ class OnePage(lesson.MixtureOfExperts):
 
 
 def pretend(model: MixtureModel, placement: Placement, config: Config) -> None:
-    """With LAB_ROW_US a rank's experts sleep behind each row, or their parts a share of that, so that two cores can
-    show what four ranks pay for imbalance.
+    """With LAB_ROW_US, let a rank's experts sleep for each row, so that two cores show the cost of imbalance on four
+    ranks.
 
-    Ranks that compute on shared cores take turns, and the busiest one costs no more than the sum of all. Those that
-    sleep do not. LAB_ROW_US is the time of a row through a whole expert forward, twice that backward; the real experts
-    are still there, and what they take comes on top.
+    Ranks that compute on shared cores take turns, so a step takes the sum of all ranks' compute, however it is shared
+    out. Ranks that sleep do not take turns. LAB_ROW_US is the time of a row through a whole expert forward, twice that
+    backward; a part of an expert sleeps for its share. The real experts still compute, and their time comes on top.
     """
     row_s = config.own(Options).row_us / 1e6 / len(placement.hidden) / config.slowed_to
     for mixture in model.mixtures.values() if row_s else ():
@@ -189,10 +186,10 @@ def pretend(model: MixtureModel, placement: Placement, config: Config) -> None:
 
 
 def slept(compute: Compute, row_s: float, rows: Tensor, counts: list[int]) -> Tensor:
-    """What `compute` makes of the rows, later."""
+    """Compute the rows, then sleep, in both passes."""
     forward_s = row_s * len(rows)
-    done: Tensor = Sleep.apply(compute(rows, counts), forward_s, (PASSES - 1) * forward_s)  # type: ignore[no-untyped-call]
-    return done
+    computed: Tensor = Sleep.apply(compute(rows, counts), forward_s, (PASSES - 1) * forward_s)  # type: ignore[no-untyped-call]
+    return computed
 
 
 # --- the run ---
@@ -235,15 +232,15 @@ def summary(config: Config, mixed: Mixing) -> str:
 
 
 def holds(config: Config, mixed: Mixing, rank: int) -> str:
-    """The experts of a rank in `ep`, for its own log."""
+    """Describe the experts of a rank in `ep`, for its own log."""
     mine = placements(config, mixed)["ep"].experts_of(rank)
     which = ", ".join(map(str, mine)) or "none"
     return f"with ep {len(mine)} of {mixed.num_experts} experts a layer: {which}"
 
 
 def note_tokens(lab: Lab, last: Mapping[str, tuple[Sequence[Routed], range]]) -> None:
-    """Of the last counted microbatch of the variant that a rank tells: how many rows this rank sent to each expert, how
-    many choices were dropped, and how many rows its own experts took in all."""
+    """Log for the headline variant, of the last counted microbatch, the rows that this rank sent to each expert, the
+    choices that were dropped, and the rows that its own experts took."""
     name = next((name for name in (lab.mode.headline[0], *last) if name in last), "")
     if not name:
         return
@@ -258,7 +255,7 @@ def note_tokens(lab: Lab, last: Mapping[str, tuple[Sequence[Routed], range]]) ->
 
 
 def check_copies(lab: Lab, name: str, strategy: Strategy) -> None:
-    """Ranks that hold the same experts hold the same numbers, to the bit."""
+    """Check that copies of an expert are bitwise equal."""
     if not isinstance(strategy, ExpertParallel) or strategy.placement.copies == 1:
         return
     everyone = lab.exchange.gather("copies", digest_of(strategy.parts.values()))

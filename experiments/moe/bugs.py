@@ -1,5 +1,5 @@
-"""The classic mistakes of experts, made by LAB_BUG: whose gradients are summed, whose tokens count, and what a token
-without a place is."""
+"""The classic mistakes of expert parallelism, made by LAB_BUG: in the sums of gradients, in capacity, in the order of
+rows and in the gates."""
 
 from typing import Any
 
@@ -23,13 +23,13 @@ mistake = Mistakes()
 
 
 def several(config: Config) -> str:
-    """The gates of several choices are divided by their sum, and a mistake is only to do so with one."""
+    """With several choices it is right to divide the gates by their sum."""
     top_k = config.own(Options).top_k
     return "" if top_k == 1 else f"LAB_TOP_K={top_k}: it takes 1"
 
 
 def drops_none(config: Config) -> str:
-    """Without a bound no expert is full, by whoever's tokens."""
+    """Without a capacity no expert is ever full."""
     full = "LAB_CAPACITY=0: it takes more than 0, where an expert can be full"
     return "" if config.own(Options).capacity else full
 
@@ -37,7 +37,7 @@ def drops_none(config: Config) -> str:
 # --- the mistakes ---
 
 
-@mistake("experts_times_ep", check="gradients", part="step", of=APART)
+@mistake("experts_times_ep", check="gradients", part="ExpertParallel", of=APART)
 class TimesRanks(ExpertParallel):
     """Gradients are averaged over the ranks, and the loss is scaled for it: those of experts, which are summed
     where they are, come out ep times too large (pytorch 160285)."""
@@ -51,7 +51,7 @@ class TimesRanks(ExpertParallel):
         return scaled / ranks
 
 
-@mistake("aux_on_every_rank", check="losses", part="layer", of=ROUTED)
+@mistake("aux_on_every_rank", check="losses", part="MixtureOfExperts", of=ROUTED)
 class CountedByAll(MixtureOfExperts):
     """Each rank adds the auxiliary losses of the whole batch to its share: they count once a rank."""
 
@@ -61,7 +61,7 @@ class CountedByAll(MixtureOfExperts):
         self.extra = self.extra * self.world.size()
 
 
-@mistake("local_capacity", check="capacity", part="layer", of=ROUTED, needs=Needs(unless=drops_none))
+@mistake("local_capacity", check="capacity", part="MixtureOfExperts", of=ROUTED, needs=Needs(unless=drops_none))
 class OwnPlaces(MixtureOfExperts):
     """The places of an expert are reckoned by each rank's own tokens: other tokens are dropped than in one
     process."""
@@ -73,27 +73,24 @@ class OwnPlaces(MixtureOfExperts):
         return routing.within_capacity(experts, own, 0, self.places(own)), admitted
 
 
-@mistake("copies_apart", check="copies", part="step", of=("ep_dp", "ep_dp_tp"), needs=Needs(ranks=4))
+@mistake("copies_apart", check="copies", part="ExpertParallel", of=("ep_dp", "ep_dp_tp"), needs=Needs(ranks=4))
 class CopiesApart(ExpertParallel):
-    """Gradients of experts are not summed over the copies of them, which drift apart.
-
-    Sums what all ranks hold, and thinks that experts are then done: each copy of them learns from its own ranks.
-    """
+    """Gradients of experts are not summed over the copies of them, which drift apart."""
 
     def __init__(self, *given: Any) -> None:
         model, placement, world, config, _ = given
         super().__init__(model, placement, world, config)
 
 
-@mistake("left_sorted", check="losses", part="way", of=APART)
+@mistake("left_sorted", check="losses", part="Dispatch", of=APART)
 class LeftSorted(Dispatch):
     """Rows go back in the order of the experts and not as they came: tokens get what others were computed to."""
 
-    def returned(self, done: Tensor, order: Tensor) -> Tensor:  # noqa: ARG002
-        return done
+    def restore_order(self, sorted_rows: Tensor, order: Tensor) -> Tensor:  # noqa: ARG002
+        return sorted_rows
 
 
-@mistake("gate_over_itself", check="gradients", part="layer", of=ROUTED, needs=Needs(unless=several))
+@mistake("gate_over_itself", check="gradients", part="MixtureOfExperts", of=ROUTED, needs=Needs(unless=several))
 class GateOverItself(MixtureOfExperts):
     """The gate of a switch is divided by the sum of all gates, which is itself: 1, and the router learns nothing."""
 

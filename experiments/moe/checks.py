@@ -1,7 +1,7 @@
-"""What was routed: noted by every strategy of a run as it trains, held against the rule of capacity, and drawn.
+"""Record what every strategy of a run routes, compare it with the rule of capacity, and draw it.
 
-A rank knows the table of all ranks (distlab/techniques/expert_parallel/layer.py), so any of them can say who computed
-how many rows.
+Every rank has the routing table of all ranks (distlab/techniques/expert_parallel/layer.py), so each can say how many
+rows every rank computed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ Notes: TypeAlias = dict[str, list[Routed]]  # of each layer by name, a batch aft
 
 
 class Routes:
-    """The notes of each strategy that a run makes, by variant, in the order of the passes."""
+    """What each strategy of a run routes, by variant, in the order of the passes."""
 
     def __init__(self) -> None:
         self.made: dict[str, list[Notes]] = {}
@@ -36,7 +36,7 @@ class Routes:
         self.counted: dict[str, Notes] = {}
 
     def watching(self, mode: Mode) -> Mode:
-        """The mode, whose variants note what they route."""
+        """Return the mode with variants that note what they route."""
         variants = [
             replace(each, build=self._noting(each.name, each.build)) if each.build else each for each in mode.variants
         ]
@@ -55,24 +55,24 @@ class Routes:
         return built
 
     def timed_steps_are_done(self) -> None:
-        """The last strategies that were made are those of the timed steps."""
+        """Keep the last strategies' notes as those of the timed steps."""
         self.timed = {name: made[-1] for name, made in self.made.items()}
 
     def all_is_done(self) -> None:
-        """Those made next were counted."""
+        """Keep the next strategies' notes as those of the counted steps."""
         for name, notes in self.timed.items():
             later = self.made[name][self.made[name].index(notes) + 1 :]
             self.counted |= {name: later[0]} if later else {}
 
 
 def tokens_of(config: Config) -> list[int]:
-    """Tokens of each microbatch, on all ranks together: bytes of text, or samples of an mlp."""
+    """Return the tokens of each microbatch on all ranks together: bytes of text, or samples of an mlp."""
     of_sample = config.seq if config.model == "gpt" else 1
     return [size * of_sample for size in shard_sizes(config.batch, config.num_microbatches)]
 
 
 def by_step(notes: Notes, microbatches: int) -> list[list[Routed]]:
-    """What was routed in each step: of all layers, each microbatch of the step."""
+    """Return what was routed in each step: all microbatches of the step, in all layers."""
     (number,) = {len(of_layer) // microbatches for of_layer in notes.values()} or {0}
     return [
         [each for of_layer in notes.values() for each in of_layer[step * microbatches : (step + 1) * microbatches]]
@@ -81,7 +81,7 @@ def by_step(notes: Notes, microbatches: int) -> list[list[Routed]]:
 
 
 def check_capacity(lab: Lab, routes: Routes, mixing: Mixing) -> None:
-    """Of every step and layer: an expert takes all that want it, up to the places that a whole microbatch gives it."""
+    """Check in every step and layer that an expert takes all choices up to the capacity of the whole microbatch."""
     places = [
         expert_places(tokens, mixing.top_k, mixing.num_experts, mixing.capacity_factor)
         for tokens in tokens_of(lab.config)
@@ -99,7 +99,7 @@ def check_capacity(lab: Lab, routes: Routes, mixing: Mixing) -> None:
 
 
 def check_choices(lab: Lab, name: str, notes: Notes, asked: int, dropped: int, top_k: int) -> None:
-    """Every token makes top_k choices in each layer, and those of them that were not dropped are the rows taken."""
+    """Check that every token makes top_k choices per layer, and that experts take all that were not dropped."""
     tokens = sum(
         number for each in notes.values() for number, _ in zip(cycle(tokens_of(lab.config)), each, strict=False)
     )
@@ -110,12 +110,12 @@ def check_choices(lab: Lab, name: str, notes: Notes, asked: int, dropped: int, t
 
 
 def by_expert(routed: Routed) -> list[int]:
-    """How often each expert was wanted, by the tokens of all ranks."""
+    """Count how often all ranks' tokens wanted each expert."""
     return [sum(of) for of in zip(*(of_choice for of_rank in routed.wanted for of_choice in of_rank), strict=True)]
 
 
 def rows_of(placement: Placement, routed: Routed) -> list[int]:
-    """Rows that each rank computes; of a part of an expert's hidden units as many as of all."""
+    """Count the rows that each rank computes; a part of an expert's hidden units computes all rows of the expert."""
     ranks = range(len(routed.admitted))
     return [
         sum(
@@ -128,12 +128,12 @@ def rows_of(placement: Placement, routed: Routed) -> list[int]:
 
 
 def busiest(rows: Sequence[int]) -> float:
-    """The rows of the rank with most over the mean; all others wait for it."""
+    """Divide the rows of the busiest rank, for which the others wait, by the mean."""
     return max(rows) / mean(rows) if any(rows) else 1.0
 
 
 def draw(lab: Lab, routes: Routes, placed: Mapping[str, Placement], mixing: Mixing) -> None:
-    """The picture of imbalance: who wants which expert, who computes how much, and what the step pays for it."""
+    """Draw the imbalance: which experts tokens want, how much each rank computes, and how long the step takes."""
     everyone = lab.exchange.gather("seconds of routed steps", lab.profiles())
     if everyone is None:
         return
@@ -153,12 +153,12 @@ def draw(lab: Lab, routes: Routes, placed: Mapping[str, Placement], mixing: Mixi
 
 
 def pretended_s(rows: Sequence[Sequence[int]], row_s: float) -> float:
-    """Seconds of a step in which every layer takes as long as its busiest rank; `rows` by layer and rank."""
+    """Return the seconds of a step whose layers each take as long as their busiest rank; `rows` by layer and rank."""
     return PASSES * row_s * sum(map(max, rows))
 
 
 def compare_pace(lab: Lab, routes: Routes, placed: Mapping[str, Placement], row_s: float) -> None:
-    """What imbalance costs: pretended compute of the busiest ranks, one layer after the other, beside a step's time."""
+    """Compare a step's time with the pretended compute of the busiest rank of each layer, added up."""
     for name, seconds in lab.profiles().items() if row_s and lab.rank == 0 else ():
         steps = [
             pretended_s([rows_of(placed[name], routed) for routed in step], row_s / len(placed[name].hidden))
@@ -173,7 +173,7 @@ def compare_pace(lab: Lab, routes: Routes, placed: Mapping[str, Placement], row_
 
 
 def draw_experts(lab: Lab, name: str, notes: Notes, mixing: Mixing) -> None:
-    """How often each expert was wanted, and took a token, in the last microbatch of the most uneven layer."""
+    """Draw how many tokens each expert was wanted by, and took, in the last microbatch of the most uneven layer."""
     layer, last = max(
         ((layer, of_layer[-1]) for layer, of_layer in notes.items()), key=lambda each: max(by_expert(each[1]))
     )
@@ -195,7 +195,7 @@ def draw_experts(lab: Lab, name: str, notes: Notes, mixing: Mixing) -> None:
 def by_rank(
     name: str, placement: Placement, layers: Sequence[Routed], seconds: Sequence[Mapping[str, float]]
 ) -> tuple[str, list[list[Any]]]:
-    """Title and rows of a table: what each rank routed and computed, and where a median step's time went."""
+    """Return title and rows of a table: what each rank routed and computed, and where a median step's time went."""
     of_layers = [rows_of(placement, routed) for routed in layers]
     computed = [sum(rows) for rows in zip(*of_layers, strict=True)]
     paid = sum(max(rows) for rows in of_layers) / max(1.0, sum(mean(rows) for rows in of_layers))
@@ -216,7 +216,7 @@ def by_rank(
 
 
 def claims(mode: Mode, config: Config) -> Sequence[Claims]:
-    """Of all variants by hand bytes, calls, and what experts took; of copies that they agree."""
+    """List the checks of a run: bytes, calls, what experts took, and that copies agree."""
     routed, fresh = (*mode.by_hand, *mode.by_torch), config.resume is None  # else there may be no step left
     return (
         *measured(mode, config),

@@ -1,7 +1,7 @@
-"""What a mixture of experts predicts: bytes and calls by what was routed, and what stands in memory between two steps.
+"""Predict the bytes and calls of a mixture of experts from what was routed, and the memory between two steps.
 
-How many rows travel is known once they are routed. Before a run the prediction is that of even routing, and only shown;
-after it each rank's numbers are those of the step that was counted.
+The number of rows that travel is known once they are routed. Before a run the prediction assumes even routing, and is
+only shown; after the run each rank's prediction uses the routing of the counted step.
 """
 
 import math
@@ -25,23 +25,23 @@ from distlab.techniques.expert_parallel.layer import Placement
 from distlab.techniques.sharded import costs as kept
 from distlab.techniques.sharded.costs import whole_rest
 
-# LAB_MESH of experts: how many copies of them there are (dp), over how many ranks a copy's experts lie (ep), and over
-# how many each expert is cut (tp).
+# LAB_MESH of experts: the number of copies (dp), of ranks that share out a copy's experts (ep), and of ranks that each
+# hold a part of an expert (tp).
 #
-# Rank = (dp·ep + place)·tp + part: tp sends most, so its ranks are neighbours. All else of the model is whole on
-# every rank, which has tokens of its own, whatever the grid of the experts is.
+# Rank = (dp·ep + place)·tp + part: tp sends most, so its ranks are neighbours. Whatever the grid, every rank holds the
+# rest of the model whole, and has its own tokens.
 
 AXES = ("dp", "ep", "tp")
 GRIDS = {"ep": {"ep"}, "ep_dp": {"dp", "ep"}, "ep_tp": {"ep", "tp"}, "ep_dp_tp": {"dp", "ep", "tp"}}  # the long axes
 
 
 def proper_divisor(number: int) -> int:
-    """The largest one below it; 1 of a prime."""
+    """Return the largest divisor below `number`; 1 for a prime."""
     return max((each for each in range(1, number) if number % each == 0), default=1)
 
 
 def grids(config: Config) -> dict[str, dict[str, int]]:
-    """Ranks along each axis in each variant: by LAB_MESH in that whose axes it names, in all others by WORLD_SIZE."""
+    """Return the ranks along each axis in each variant: LAB_MESH's where it fits, in all others from WORLD_SIZE."""
     ranks, named = config.world_size, sizes_of(mesh_of(config))
     inner = proper_divisor(ranks)
     middle = proper_divisor(inner)
@@ -59,13 +59,13 @@ def grids(config: Config) -> dict[str, dict[str, int]]:
 
 
 def mesh_of(config: Config) -> str:
-    """LAB_MESH; empty where it is unset, or a strategy of one's own is run beside another mode's."""
+    """Return LAB_MESH; empty where it is unset, or where a user's strategy runs beside another mode's."""
     named: str = getattr(config.options, "mesh", "")
     return named
 
 
 def sizes_of(mesh: str) -> dict[str, int]:
-    """Ranks along each axis; one where it is not named."""
+    """Return the ranks along each axis; 1 where it is not named."""
     return dict.fromkeys(AXES, 1) | {axis: int(size) for axis, size in re.findall(r"([a-z]+)(\d+)", mesh)}
 
 
@@ -74,7 +74,7 @@ def long(sizes: dict[str, int]) -> set[str]:
 
 
 def misfit(mesh: str, world_size: int) -> list[str]:
-    """Sentences why LAB_MESH is no grid of experts on WORLD_SIZE ranks."""
+    """Say why LAB_MESH is no grid of experts on WORLD_SIZE ranks; empty if it is one."""
     parts = [re.fullmatch(r"([a-z]+)([1-9]\d{0,4})", part.strip()) for part in mesh.split(",")] if mesh else []
     names = [match[1] for match in parts if match]
     if None in parts or names != [axis for axis in AXES if axis in names]:
@@ -92,46 +92,45 @@ def misfit(mesh: str, world_size: int) -> list[str]:
 
 
 def off_grid(config: Config) -> dict[str, str]:
-    """The variants that have no grid here, each with the reason."""
+    """Return the variants that have no grid with these settings, each with the reason."""
     mesh, found = mesh_of(config), grids(config)
     made = {name: sizes_of(mesh) if mesh else found[name] for name in GRIDS}
     return {
         name: another(mesh, axes) if mesh else f"WORLD_SIZE={config.world_size} is no product of {len(axes)} factors"
         for name, axes in GRIDS.items()
-        if axes != long(made[name]) and name != "ep"  # which takes all ranks, however many they are
+        if axes != long(made[name]) and name != "ep"  # which takes any number of ranks
     }
 
 
 def another(mesh: str, axes: set[str]) -> str:
-    """Why LAB_MESH is no grid of a variant with these axes."""
+    """Say why LAB_MESH is no grid of a variant with these axes."""
     wanted = " and ".join(axis for axis in AXES if axis in axes)
     return f"LAB_MESH={mesh} is another grid than it takes: {wanted} of two ranks or more, and nothing else"
 
 
-# Experts: places, and the bytes of tokens that travel to them and back.
+# The places of experts, and the bytes of tokens that travel to experts and back.
 #
-# T are the tokens of a batch on all N ranks, each of which chooses k of E experts and is a row of D numbers. Sources:
-# Lepikhin et al. 2020, "GShard", section 2.2 (places); Fedus et al. 2021, "Switch Transformers", section 5.5 (what
-# moves).
+# A batch has T tokens on all N ranks. Each chooses k of E experts, and is a row of D numbers. Sources: Lepikhin et al.
+# 2020, "GShard", section 2.2 (places); Fedus et al. 2021, "Switch Transformers", section 5.5 (bytes).
 
 
 def expert_places(num_tokens: int, top_k: int, num_experts: int, factor: float) -> int:
-    """C = ceil(factor·k·T/E), the choices that an expert takes; with a factor of 0 one of every token."""
+    """Return C = ceil(factor·k·T/E), the choices that an expert takes; with factor 0 one of every token."""
     if not factor:
         return num_tokens
     return math.ceil(factor * top_k * num_tokens / num_experts)
 
 
 def row_bytes(given: int, taken: int, width: int, itemsize: int = 4) -> int:
-    """What a rank sends of rows that it gives to other ranks and takes from them: 2D(given + taken) numbers.
+    """Return what a rank sends for rows that it gives to other ranks and takes from them: 2D(given + taken) numbers.
 
-    Forward it gives rows, and gives back what it made of those that it took; backward the gradients of both.
+    Forward it sends the rows that it gives, and the results of those that it took; backward the gradients of both.
     """
     return 2 * (given + taken) * width * itemsize
 
 
 def even_row_bytes(world_size: int, num_tokens: int, top_k: int, width: int, itemsize: int = 4) -> float:
-    """The same if all experts are wanted alike, with as many on each rank: 4(N-1)/N x k·T/N·D numbers."""
+    """Return the same for even routing and equally many experts per rank: 4(N-1)/N x k·T/N·D numbers."""
     away = top_k * num_tokens / world_size * (world_size - 1) / world_size
     return 4 * away * width * itemsize
 
@@ -141,7 +140,7 @@ NUMBER_BYTES = 8  # of one in the table of what is wanted, and of the norm
 
 
 def placements(config: Config, mixing: Mixing) -> dict[str, Placement]:
-    """Which rank holds which experts in each variant."""
+    """Return which rank holds which experts in each variant."""
     return {
         name: Placement.spread(mixing.num_experts, 4 * config.width, copies=sizes["dp"], ep=sizes["ep"], tp=sizes["tp"])
         for name, sizes in grids(config).items()
@@ -149,10 +148,9 @@ def placements(config: Config, mixing: Mixing) -> dict[str, Placement]:
 
 
 def predict(config: Config, mixing: Mixing, routed: Mapping[str, Sequence[Admitted]] | None = None) -> list[Prediction]:
-    """Bytes and calls of one step of each variant, and bytes between two steps, a value a rank.
+    """Predict bytes and calls of one step of each variant, and bytes between two steps, per rank.
 
-    `routed` is what each layer admitted of each microbatch in the step of a variant; without it, as if all experts were
-    wanted alike.
+    `routed` has what each layer admitted of each microbatch in a variant's step; without it routing is taken as even.
     """
     model = outline_mixture(config, mixing)
     predictions = []
@@ -168,7 +166,7 @@ def predict(config: Config, mixing: Mixing, routed: Mapping[str, Sequence[Admitt
 
 
 def evenly(config: Config, mixing: Mixing) -> list[list[int]]:
-    """Rows of each rank for each expert in a microbatch, if all were wanted alike."""
+    """Return the rows of each rank for each expert in a microbatch, with even routing."""
     tokens = config.batch // config.num_microbatches * (config.seq if config.model == "gpt" else 1)
     each = tokens * mixing.top_k // (config.world_size * mixing.num_experts)
     return [[each] * mixing.num_experts for _ in range(config.world_size)]
@@ -178,20 +176,20 @@ def traffic(
     name: str, config: Config, mixing: Mixing, placement: Placement, model: MixtureModel, layers: Sequence[Admitted],
     shown: str,
 ) -> list[Prediction]:  # fmt: skip
-    """Rows there and back, forward and backward; the tables of what is wanted; gradients of what several ranks hold."""
+    """Predict the traffic: rows there and back, forward and backward, routing tables, and gradients that are summed."""
     ranks, itemsize = config.world_size, config.itemsize
     table = ranks * mixing.top_k * mixing.num_experts * NUMBER_BYTES
     costs = []
     for rank in range(ranks):
         sums = summed_buckets(name, config, placement, model, rank)
-        if config.clip is not None and name != "replicated":  # whose ranks all have all gradients, and so their norm
+        if config.clip is not None and name != "replicated":  # where every rank has all gradients, and so their norm
             sums.append((ranks, NUMBER_BYTES))
         given, taken, sends = map(sum, zip(*(travels(placement, rank, admitted) for admitted in layers), strict=True))
-        told = all_gather_bytes("gloo", ranks, table), 1, half_messages("gloo", "all_gather", ranks, table)
-        calls = 4 * len(layers) if name == "plain" else 2 * sends  # an all_to_all each way, or a message a rank
+        table_cost = all_gather_bytes("gloo", ranks, table), 1, half_messages("gloo", "all_gather", ranks, table)
+        calls = 4 * len(layers) if name == "plain" else 2 * sends  # an all_to_all each way, or a message per rank
         rows = Cost(row_bytes(given, taken, config.width, itemsize), calls, 2 * sends)
         reduced = (all_reduce_cost(number, size) for number, size in sums)
-        costs.append(total_cost(rows, Cost(*told).times(len(layers)), *reduced))
+        costs.append(total_cost(rows, Cost(*table_cost).times(len(layers)), *reduced))
     formula = "2(N-1)/N x S" if name == "replicated" else "2(N-1)/N x S' + 2D(rows given + taken)"
     return of_a_step(name, formula, costs, shown, "" if shown else "messages, tables, buckets")
 
@@ -199,7 +197,7 @@ def traffic(
 def summed_buckets(
     name: str, config: Config, placement: Placement, model: MixtureModel, rank: int
 ) -> list[tuple[int, int]]:
-    """Of each bucket of gradients how many ranks sum how many bytes."""
+    """Return (number of ranks, bytes) of each bucket of gradients that is summed."""
     ranks = config.world_size
     if name == "replicated":  # everything in the same buckets
         sizes = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
@@ -212,7 +210,7 @@ def summed_buckets(
 
 
 def travels(placement: Placement, rank: int, admitted: Admitted) -> tuple[int, int, int]:
-    """Rows that `rank` gives and takes in one layer, itself left out, and to and from how many others."""
+    """Count the rows that `rank` gives to and takes from other ranks in one layer, and the messages for them."""
     others = [member for member in placement.members(rank) if member != rank]
     given = [sum(admitted[rank][expert] for expert in placement.experts_of(other)) for other in others]
     taken = [sum(admitted[other][expert] for expert in placement.experts_of(rank)) for other in others]
@@ -220,7 +218,7 @@ def travels(placement: Placement, rank: int, admitted: Admitted) -> tuple[int, i
 
 
 def dense_sizes(model: MixtureModel) -> list[int]:
-    """Numbers of each trained parameter that every rank holds whole, in the order of the model."""
+    """Return the size of each trained parameter that every rank holds whole, in the order of the model."""
     return [
         parameter.numel()
         for name, parameter in model.named_parameters()
@@ -229,7 +227,7 @@ def dense_sizes(model: MixtureModel) -> list[int]:
 
 
 def expert_sizes(placement: Placement, model: MixtureModel, rank: int) -> list[int]:
-    """Numbers of each parameter that `rank` holds of experts."""
+    """Return the size of the part that `rank` holds of each parameter of experts."""
     return [
         dense[placement.box(name.rpartition(".")[2], rank)].numel()
         for name, dense in model.named_parameters()
@@ -238,13 +236,13 @@ def expert_sizes(placement: Placement, model: MixtureModel, rank: int) -> list[i
 
 
 def more_parameters(config: Config, experts: int) -> float:
-    """Than the model has without experts: these and a router in place of the MLP of each layer."""
+    """Count the parameters that experts and routers add in place of the layers' MLPs."""
     width, layers = float(config.width), float(config.depth)
     return layers * (experts * (8 * width**2 + width) - 8 * width**2 - 5 * width)
 
 
 def at_rest(name: str, config: Config, placement: Placement, model: MixtureModel, shown: str) -> Prediction:
-    """Weights, gradients and optimizer state: all that is no expert on every rank, of the experts its own."""
+    """Predict the bytes at rest: weights, gradients and optimizer state of a rank's experts and of everything else."""
     untrained = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
     value = []
     for rank in range(config.world_size):
@@ -255,11 +253,11 @@ def at_rest(name: str, config: Config, placement: Placement, model: MixtureModel
     return kept.at_rest(name, config, f"{each} x {what}", value, shown)
 
 
-# What a mixture of experts cannot run.
+# Settings that a mixture of experts cannot run.
 
 
 def refuse(config: Config, experts: int, top_k: int) -> list[str]:
-    """Models without an MLP of the lab's, more choices than experts; what makes no batch for all."""
+    """Refuse models without an MLP of the lab's, more choices than experts, and settings that make no batch."""
     if config.model == "line" or is_own(config.model):
         more = "; one with experts of its own runs in dp and fsdp, and `distlab prove` proves how you share them out"
         where = more if is_own(config.model) else ""
@@ -278,6 +276,6 @@ def refuse(config: Config, experts: int, top_k: int) -> list[str]:
 
 
 def cannot(config: Config) -> dict[str, str]:
-    """The variants that these ranks, or their backend, rule out."""
+    """Return the variants that cannot run with these ranks or this backend, and why."""
     why = "gloo sends no rows that live on a GPU: set LAB_BACKEND=nccl"
     return off_grid(config) | ruled_out(((*GRIDS, "ep_torch"), config.gloo_on_gpus, why))

@@ -28,7 +28,7 @@ takes no core.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -49,15 +49,13 @@ from distlab.techniques.collectives.point_to_point import Peers, sendable
 from distlab.techniques.mesh.grid import Mesh
 from distlab.techniques.pipeline_parallel import schedules
 from distlab.techniques.pipeline_parallel.costs import bubble
-from distlab.techniques.pipeline_parallel.pipeline import Boundaries, Pipeline
+from distlab.techniques.pipeline_parallel.pipeline import Pipeline
 from distlab.techniques.pipeline_parallel.pretend import pretend_compute
 from distlab.techniques.pipeline_parallel.strategy import (
     ByHand,
     Lesson,
     Parts,
     Pipelined,
-    Weigh,
-    divided,
     joined,
     parts_of,
     runs_of,
@@ -137,23 +135,15 @@ class InTurn:
 # --- microbatches, in the order of a schedule ---
 
 
-def by_hand(
-    model: Model, mesh: Mesh, config: Config, *, schedule: Scheduled, boundaries: type[Boundaries] = Boundaries,
-    weigh: Weigh = divided, piped: type[Pipeline] = Pipeline,
-) -> Strategy:  # fmt: skip
-    """Our pipeline does this rank's part of `schedule` on its stages; the other parts a mistake replaces."""
-    made = schedule(mesh.group.size(), config.num_microbatches)
-    owners = schedules.owners(made)
+def by_hand(model: Model, mesh: Mesh, config: Config, *, name: str) -> Strategy:
+    """Our pipeline does this rank's part of the schedule `name` on its stages."""
+    schedule = schedule_of(config, name)
+    assert schedule is not None
+    owners = schedules.owners(schedule)
     parts = parts_of(model, mesh.group, owners)
-    pipeline = piped(parts.stages, made[mesh.group.rank()], mesh.group, boundaries, owners)
+    pipeline = Pipeline(parts.stages, schedule[mesh.group.rank()], mesh.group, owners)
     pretend_compute(parts.stages, config, config.own(Options).sleep_ms, pipeline.splits)
-    return Pipelined(parts, ByHand(pipeline, model.loss, weigh), mesh.group, config)
-
-
-def interleaved(model: Model, mesh: Mesh, config: Config, **parts: Any) -> Strategy:
-    """1f1b with two thinner stages a rank."""
-    of_chunks = partial(schedules.interleaved, chunks=config.own(Options).chunks)
-    return by_hand(model, mesh, config, schedule=of_chunks, **parts)
+    return Pipelined(parts, ByHand(pipeline, model.loss), mesh.group, config)
 
 
 def plain(model: Model, mesh: Mesh, config: Config) -> Strategy:
@@ -166,13 +156,13 @@ def plain(model: Model, mesh: Mesh, config: Config) -> Strategy:
     return Pipelined(parts, engine, mesh.group, config)
 
 
-def by_torch(model: Model, mesh: Mesh, config: Config, *, name: str, weigh: Weigh = divided) -> Strategy:
+def by_torch(model: Model, mesh: Mesh, config: Config, *, name: str) -> Strategy:
     """A schedule of PyTorch's on the same stages."""
     from .pytorch import ByTorch  # most of a second, for these alone
 
     parts = parts_of(model, mesh.group, owners_of(name, mesh.group.size(), config.own(Options).chunks))
     pretend_compute(parts.stages, config, config.own(Options).sleep_ms, {})
-    return Pipelined(parts, ByTorch(name, parts, model.loss, mesh.group, config, weigh), mesh.group, config)
+    return Pipelined(parts, ByTorch(name, parts, model.loss, mesh.group, config), mesh.group, config)
 
 
 # --- the run ---
@@ -226,7 +216,7 @@ def holds(config: Config, rank: int) -> str:
 
 
 def ours(name: str, sentence: str) -> Variant:
-    return Variant(name, partial(by_hand, schedule=SCHEDULES[name]), sentence=sentence)
+    return Variant(name, partial(by_hand, name=name), sentence=sentence)
 
 
 SPLIT = (
@@ -245,7 +235,7 @@ MODE = Mode(
         Variant("one_microbatch", one_microbatch, formerly="naive"),
         ours("gpipe", "All microbatches forward, then all backward."),
         ours("1f1b", "Each rank runs ahead by as many microbatches as there are ranks behind it, then takes turns."),
-        Variant("interleaved", interleaved),
+        ours("interleaved", "1f1b with two thinner stages a rank."),
         ours("zb_h1", SPLIT),
         ours("zbv", "Two stages a rank: the layers go down the ranks and up again."),
         ours("dualpipev", "The same stages, a forward and a backward in turn."),

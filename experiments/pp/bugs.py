@@ -1,15 +1,16 @@
 """The classic mistakes of pipelines, made on purpose by LAB_BUG: what a loss counts, what passes between
 stages, and in which order."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from distlab.contract import Mistakes, Needs
+from distlab.contract import Mistakes, Needs, replaced
 from distlab.lab.config import Config
+from distlab.lab.workload.data import Microbatch
 from distlab.techniques.pipeline_parallel import pipeline
 from distlab.techniques.pipeline_parallel.pipeline import Boundaries, Loss, Pipeline
 from distlab.techniques.pipeline_parallel.schedules import (
@@ -20,6 +21,7 @@ from distlab.techniques.pipeline_parallel.schedules import (
     one_forward_one_backward,
     zbv,
 )
+from distlab.techniques.pipeline_parallel.strategy import Pipelined
 
 SPLIT = ("zb_h1", "zbv", "dualpipev")  # ours, whose backward passes are in two
 BOUNDED = ("1f1b", "interleaved", "zb_h1", "zbv")  # ours, which hold fewer than all microbatches
@@ -56,16 +58,18 @@ IN_FLIGHT = Needs(microbatches=2, unless=one_in_flight)
 
 # --- the mistakes ---
 
-
-@mistake(
-    "gpipes_order", check="schedule", part="schedule", of=("1f1b",), needs=Needs(ranks=1, proof=False, microbatches=2)
+ordered_by = partial(
+    mistake, part="schedule_of", put=lambda made: lambda config, _: made(config.world_size, config.num_microbatches)
 )
+
+
+@ordered_by("gpipes_order", check="schedule", of=("1f1b",), needs=Needs(ranks=1, proof=False, microbatches=2))
 def all_ahead(ranks: int, microbatches: int) -> Schedule:
     """1f1b does all forwards first, as gpipe does: the same numbers and the same bubble, and all m are kept."""
     return gpipe(ranks, microbatches)
 
 
-@mistake("one_more_ahead", check="in flight", part="schedule", of=("1f1b",), needs=AHEAD)
+@ordered_by("one_more_ahead", check="in flight", of=("1f1b",), needs=AHEAD)
 def one_more_ahead(ranks: int, microbatches: int) -> Schedule:
     """1f1b runs ahead by one microbatch more than there are ranks behind: it holds one more."""
     schedule = []
@@ -77,18 +81,7 @@ def one_more_ahead(ranks: int, microbatches: int) -> Schedule:
     return schedule
 
 
-@contextmanager
-def retained() -> Iterator[None]:
-    """Inside autograd frees nothing that it has used."""
-    right = pipeline.fast_backward  # type: ignore[attr-defined]
-    pipeline.fast_backward = partial(torch.autograd.backward, retain_graph=True)  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        pipeline.fast_backward = right  # type: ignore[attr-defined]
-
-
-@mistake("clinging_passes", check="activation bytes", part="piped", of=BOUNDED, needs=AHEAD_TIMED)
+@mistake("clinging_passes", check="activation bytes", part="Pipeline", of=BOUNDED, needs=AHEAD_TIMED)
 class Clinging(Pipeline):
     """A stage keeps what a microbatch saved until the step ends: the order of 1f1b, and the memory of gpipe."""
 
@@ -98,11 +91,11 @@ class Clinging(Pipeline):
 
     def _backward(self, action: Action) -> None:
         self._clung.append(self._held[action.stage, action.microbatch][1])
-        with retained():
+        with replaced(vars(pipeline), {"fast_backward": partial(torch.autograd.backward, retain_graph=True)}):
             super()._backward(action)
 
 
-@mistake("weights_at_once", check="bubble on paper", part="schedule", of=("zbv",), needs=AHEAD_TIMED)
+@ordered_by("weights_at_once", check="bubble on paper", of=("zbv",), needs=AHEAD_TIMED)
 def at_once(ranks: int, microbatches: int) -> Schedule:
     """zbv computes the gradients of weights right behind each input's: every rule of its order holds, and it
     waits."""
@@ -111,12 +104,9 @@ def at_once(ranks: int, microbatches: int) -> Schedule:
     return [in_two(actions) for actions in whole]
 
 
-@mistake("forgotten_weights", check="gradients", part="piped", of=SPLIT, needs=Needs(ranks=1))
+@mistake("forgotten_weights", check="gradients", part="Pipeline", of=SPLIT, needs=Needs(ranks=1))
 class Forgetful(Pipeline):
-    """A microbatch's gradients of weights are put off and never computed.
-
-    Never comes back to the weights of the first microbatch.
-    """
+    """A microbatch's gradients of weights are put off and never computed."""
 
     def _weight(self, action: Action) -> None:
         if action.microbatch > 0:
@@ -125,15 +115,25 @@ class Forgetful(Pipeline):
             self._parts.pop((action.stage, action.microbatch))
 
 
-@mistake("undivided_loss", check="gradients", part="weigh", of=PIPELINED, needs=Needs(ranks=1, microbatches=2))
-def undivided(share: float, num_samples: int, batch: int) -> float:
+@mistake("undivided_loss", check="gradients", part="Pipelined", of=PIPELINED, needs=Needs(ranks=1, microbatches=2))
+class Undivided(Pipelined):
     """Each microbatch's mean loss is not divided by their number: gradients m times too large."""
-    return share * batch / num_samples
+
+    def backward(self, microbatches: list[Microbatch]) -> Tensor | None:
+        batch = sum(len(each.inputs) for each in microbatches)
+        return super().backward([each._replace(share=each.share * batch / len(each.inputs)) for each in microbatches])
 
 
-@mistake("stale_activation", check="gradients", part="boundaries", of=ONE_STAGE, needs=IN_FLIGHT)
-class StaleBoundaries(Boundaries):
+@mistake("stale_activation", check="gradients", part="Pipeline", of=ONE_STAGE, needs=IN_FLIGHT)
+def with_one_buffer(*given: Any) -> Pipeline:
     """One receive buffer for all microbatches: an activation is overwritten before its backward pass."""
+    made = Pipeline(*given)
+    made.boundaries.__class__ = StaleBoundaries
+    return made
+
+
+class StaleBoundaries(Boundaries):
+    """Receives every activation in the same buffer."""
 
     def receive_for(self, action: Action) -> Tensor:
         """A view of the buffer; `.data`, since autograd's count of changes would give the mistake away."""

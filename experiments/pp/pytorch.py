@@ -19,7 +19,7 @@ from torch.distributed.pipelining.schedules import (
 from distlab.lab.config import Config
 from distlab.lab.workload.data import Microbatch
 from distlab.techniques.collectives.phases import phase
-from distlab.techniques.pipeline_parallel.strategy import Parts, Weigh, joined
+from distlab.techniques.pipeline_parallel.strategy import Parts, joined
 
 SCHEDULES = {
     "torch_1f1b": Schedule1F1B,
@@ -50,24 +50,20 @@ class ByTorch:
 
     most_in_flight = None
 
-    def __init__(
-        self, name: str, parts: Parts, loss: nn.Module, group: dist.ProcessGroup, config: Config, weigh: Weigh
-    ) -> None:
+    def __init__(self, name: str, parts: Parts, loss: nn.Module, group: dist.ProcessGroup, config: Config) -> None:
         num_stages = group.size() * len(parts.stages)
         self.first, self.last = 0 in parts.stages, num_stages - 1 in parts.stages
-        self.loss, self.share, self.weigh = loss, 1.0, weigh
-        self.num_microbatches = config.num_microbatches
+        self.loss, self.share = loss, 1.0
         device = next(iter(parts.parameters.values())).device
         stages = [
             MarkedStage(module, number, num_stages, device, group=group) for number, module in parts.stages.items()
         ]
         make: Any = SCHEDULES[name]
         held = stages[0] if name == "torch_1f1b" else stages
-        self.schedule: Any = make(held, self.num_microbatches, loss_fn=self._loss, scale_grads=False)
+        self.schedule: Any = make(held, config.num_microbatches, loss_fn=self._loss, scale_grads=False)
 
     def step(self, microbatches: list[Microbatch]) -> Tensor | None:
-        inputs, targets, share = joined(microbatches)
-        self.share = self.weigh(share, len(inputs) // self.num_microbatches, len(inputs))
+        inputs, targets, self.share = joined(microbatches)
         losses: list[Tensor] = []
         self.schedule.step(
             *([inputs] if self.first else []),

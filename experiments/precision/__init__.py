@@ -24,9 +24,8 @@ decide. The model is small unless sizes are set, since 16-bit arithmetic is slow
 (LAB_DEVICE=cuda) the times are the point.
 """
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,7 +52,6 @@ from .display import observe, percent, show_seen
 from .options import Options
 from .predictions import SCALED, converted, predict, refuse
 
-Deliver: TypeAlias = Callable[[Masters, float, float | None], None]  # a part that a mistake replaces
 mistake = Mistakes()
 
 
@@ -141,34 +139,17 @@ def autocast(model: Model, mesh: Mesh, config: Config) -> Strategy:
 # --- and with what they lack ---
 
 
-def unscale_then_clip(masters: Masters, scale: float, bound: float | None) -> None:
-    """Gradients come to float32 without the scale of the loss; the bound is meant for their true norm."""
-    masters.deliver(scale)
-    if bound is not None:
-        nn.utils.clip_grad_norm_(masters.parameters, bound)
-
-
-@mistake("unscaled_clip", check="clipped gradients", part="deliver", of=SCALED[:1], needs=Needs(ranks=1))
-def clip_then_unscale(masters: Masters, scale: float, bound: float | None) -> None:
-    """Gradients are clipped while they still carry the scale of the loss: their norm is 65536 times too large, so
-    that what is left after unscaling is far too small."""
-    if bound is not None:
-        nn.utils.clip_grad_norm_(masters.computing, bound)
-    masters.deliver(scale)
-
-
 class MixedPrecision(HalfPrecision):
     """Computes in 16 bits and steps in float32: copies of the weights, let go after an update, or masters, which stay.
 
     Args:
         scaled: whether the loss is scaled, so that small gradients do not vanish.
         kept: whether what is stepped stays: masters add up what 16 bits cannot see.
-        deliver: how gradients come to what is stepped.
     """
 
     def __init__(
         self, model: Model, group: dist.ProcessGroup, config: Config, dtype: torch.dtype, *, scaled: bool = False,
-        kept: bool = False, deliver: Deliver = unscale_then_clip,
+        kept: bool = False,
     ) -> None:  # fmt: skip
         exact = [parameter.detach().float().clone() for parameter in model.parameters()]
         super().__init__(model, group, config, dtype)
@@ -176,19 +157,35 @@ class MixedPrecision(HalfPrecision):
         self.scale = self.loss_scale.value if self.loss_scale else 1.0  # by which Replica multiplies the loss
         self.masters = Masters(list(model.parameters()), exact, kept=kept)
         self.optimizer = make_optimizer(self.masters.parameters, config)
-        self.deliver = deliver
+
+    def deliver(self) -> None:
+        """Give the masters the gradients without the scale of the loss; then clip them by their true norm."""
+        self.masters.deliver(self.scale)
+        if self.config.clip is not None:
+            nn.utils.clip_grad_norm_(self.masters.parameters, self.config.clip)
 
     def update(self) -> None:
         """Take the step if its gradients are numbers, where the loss is scaled; then mind the scale."""
         summed = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         taken = self.loss_scale is None or all_finite(summed)
         if taken:
-            self.deliver(self.masters, self.scale, self.config.clip)
+            self.deliver()
             self.optimizer.step()
             self.masters.refresh()  # rounded back into the weights that compute
         if self.loss_scale is not None:
             self.loss_scale.adjust(overflowed=not taken)
             self.scale = self.loss_scale.value
+
+
+@mistake("unscaled_clip", check="clipped gradients", part="MixedPrecision", of=SCALED[:1], needs=Needs(ranks=1))
+class ClippedBeforeUnscaled(MixedPrecision):
+    """Gradients are clipped while they still carry the scale of the loss: their norm is 65536 times too large, so
+    that what is left after unscaling is far too small."""
+
+    def deliver(self) -> None:
+        if self.config.clip is not None:
+            nn.utils.clip_grad_norm_(self.masters.computing, self.config.clip)
+        self.masters.deliver(self.scale)
 
 
 def mixed(model: Model, mesh: Mesh, config: Config, **how: Any) -> Strategy:

@@ -170,16 +170,16 @@ class OnePage(Served):
 # --- in rounds ---
 
 
-def local_sgd(model: Model, mesh: Mesh, config: Config, outer: type[OuterStep] = OuterStep) -> Strategy:
+def local_sgd(model: Model, mesh: Mesh, config: Config) -> Strategy:
     """H steps apart, then the mean of the weights."""
     begin_alike(model, mesh.group, config)
-    return RoundsWorker(model, config, partial(outer, group=mesh.group, lr=AVERAGE[0], momentum=AVERAGE[1]))
+    return RoundsWorker(model, config, partial(OuterStep, group=mesh.group, lr=AVERAGE[0], momentum=AVERAGE[1]))
 
 
-def diloco(model: Model, mesh: Mesh, config: Config, outer: type[OuterStep] = OuterStep) -> Strategy:
+def diloco(model: Model, mesh: Mesh, config: Config) -> Strategy:
     """H steps apart, then a step with momentum along what the workers moved in the mean."""
     begin_alike(model, mesh.group, config)
-    return RoundsWorker(model, config, partial(outer, group=mesh.group, lr=DILOCO[0], momentum=DILOCO[1]))
+    return RoundsWorker(model, config, partial(OuterStep, group=mesh.group, lr=DILOCO[0], momentum=DILOCO[1]))
 
 
 class RoundsWorker(Replica):
@@ -251,6 +251,11 @@ MODE = Mode(
     refuse=refuse,
     cannot=cannot,
     mistakes=mistake,
+    in_lesson={
+        "one_shard": ("slice(group.rank(), None, group.size())", "slice(0, None, group.size())"),
+        "pushed_n_times": ("(parameter.grad for", "(group.size() * parameter.grad for"),
+        "never_fetched": ("dist.recv(weights,", "dist.recv(torch.empty_like(weights),"),
+    },
     unsaved="makes none, since out of step there is no step at which all workers hold the same state",
     reading=(
         "experiments/server/lesson.py: the idea on one page, which runs alone and as the variant `plain`",

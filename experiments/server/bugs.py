@@ -16,7 +16,7 @@ from .predictions import DOWNPOUR, ROUNDS
 
 mistake = Mistakes()
 of_a_worker = partial(mistake, part="worker", needs=Needs(variants=(DOWNPOUR,)))
-of_diloco = partial(mistake, check="weights at H = 1", part="outer", of=("diloco",), needs=Needs(ranks=1))
+of_diloco = partial(mistake, check="weights at H = 1", part="OuterStep", of=("diloco",), needs=Needs(ranks=1))
 
 
 # --- the settings that hide one ---
@@ -96,7 +96,7 @@ class Unheard(Worker):
         return client.start(most, torch.empty_like(self.vectors.weights))
 
 
-@mistake("never_averaged", check="replicas", part="outer", of=ROUNDS)
+@mistake("never_averaged", check="replicas", part="OuterStep", of=ROUNDS)
 class Unaveraged(OuterStep):
     """A round ends without the all_reduce: every worker trains a model of its own."""
 
@@ -105,7 +105,7 @@ class Unaveraged(OuterStep):
         moved.mul_(dist.get_world_size(self.group))
 
 
-@mistake("mean_of_workers", check="weights at H = 1", part="outer", of=ROUNDS, needs=Needs(unless=all_alike))
+@mistake("mean_of_workers", check="weights at H = 1", part="OuterStep", of=ROUNDS, needs=Needs(unless=all_alike))
 class Unweighted(OuterStep):
     """A round takes the mean over workers, not over samples: who has few counts as much as who has many."""
 

@@ -5,8 +5,8 @@ columns a part of the sum that all outputs are. The second takes what the first 
 MLP, or through its own attention heads, with a slice of the weights, and once at the end the ranks add up what they
 have.
 
-  predicted   4 all_reduces of b·s·h a layer of gpt (2 forward, 2 backward; 2 a layer of mlp), each 2(t-1)/t of its
-              bytes: 8(t-1)/t x b·s·h elements a rank and layer (Shoeybi et al. 2019, "Megatron-LM", section 3).
+  predicted   4 all_reduces of b·s·h per layer of gpt (2 forward, 2 backward; 2 per layer of mlp), each 2(t-1)/t of its
+              bytes: 8(t-1)/t x b·s·h elements per rank and layer (Shoeybi et al. 2019, "Megatron-LM", section 3).
               Embedding and output layer are 2 more; the loss over split scores sends 3·b·s, not the b·s·v scores.
               Unlike dp's it grows with the batch, and does not shrink with t
   shapes      inputs [B, S] on every rank; between blocks [B, S, D]; inside of them [B, S, D/t], [B, H/t, S, D/H],
@@ -15,7 +15,7 @@ have.
 
 The variants differ in what lies between two slices:
 
-  gathered    every linear layer by itself: its outputs split, and gathered at once; 12 calls a layer of gpt
+  gathered    every linear layer by itself: its outputs split, and gathered at once; 12 calls per layer of gpt
   megatron    by rows, then by columns: f before, g after; between the blocks everything on every rank
   sequence    a reduce_scatter and an all_gather for each all_reduce, the same bytes; between the blocks each rank has
               its rows alone, a t-th of the norms' and residuals' activations (Korthikanti et al. 2022, section 4.2.2)
@@ -25,10 +25,9 @@ A loss that all ranks share counts once. That is where tensor parallelism goes w
 times too large train as well, under Adam (LAB_BUG=double_reduce).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
-from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -51,18 +50,14 @@ from distlab.techniques.mesh.grid import Mesh
 from distlab.techniques.tensor_parallel.layers import (
     ColumnParallelLinear,
     Region,
-    RowParallelLinear,
-    Sequence,
+    ReplicatedRegion,
+    SequenceParallelRegion,
     Slice,
-    Whole,
+    partition_sizes,
     rows_first,
-    shares,
 )
 from distlab.techniques.tensor_parallel.strategy import (
-    QKV,
-    Row,
     TensorParallel,
-    own_heads,
     plan,
     slice_by_lesson,
     slice_layers,
@@ -73,25 +68,21 @@ from . import lesson
 from .checks import check_order, claims, mistake
 from .predictions import SAVED, cannot, holds, predict, refuse, summary, untied_linears
 
-# What a mistake replaces: f and g at the two ends of a slice.
-MakeRegion: TypeAlias = Callable[[dist.ProcessGroup], Region]
+# --- gathered: each layer by itself, the simplest way ---
 
 
-# --- gathered: what one writes first, since it needs nothing but the layer ---
-
-
-def gathered(model: Model, mesh: Mesh, config: Config, region: MakeRegion = Whole) -> Strategy:
+def gathered(model: Model, mesh: Mesh, config: Config) -> Strategy:
     """Every linear layer by itself; the step around them is one process's, and the layers send all that is sent."""
     for name, dense in untied_linears(model).items():
-        model.set_submodule(name, GatheredLinear(dense, mesh.group, region(mesh.group)))
+        model.set_submodule(name, GatheredLinear(dense, mesh.group, ReplicatedRegion(mesh.group)))
     return TensorParallel(model, mesh.group, config)
 
 
 class GatheredLinear(ColumnParallelLinear):
-    """A linear layer of which each rank computes some outputs, and has all of them: [..., D] to [..., D_out]."""
+    """A linear layer [..., D] to [..., D_out] of which each rank computes some outputs, and gathers all of them."""
 
     def __init__(self, dense: nn.Linear, group: dist.ProcessGroup, region: Region) -> None:
-        super().__init__(dense, shares(dense.out_features, group.size()), group.rank())
+        super().__init__(dense, partition_sizes(dense.out_features, group.size()), group.rank())
         self.group, self.region = group, region
 
     def forward(self, x: Tensor) -> Tensor:
@@ -108,7 +99,7 @@ class GatheredLinear(ColumnParallelLinear):
         return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], -1)
 
     def own(self, gradient: Tensor) -> Tensor:
-        """This rank's slice of it, since behind the gather all ranks compute the same loss."""
+        """Return this rank's slice of the gradient: behind the gather all ranks compute the same loss."""
         mine: Tensor = gradient.split(self.slices["weight"].sizes, -1)[self.group.rank()]
         return mine
 
@@ -116,28 +107,21 @@ class GatheredLinear(ColumnParallelLinear):
 # --- megatron: two layers a slice, and nothing is sent between them ---
 
 
-def megatron(
-    model: Model,
-    mesh: Mesh,
-    config: Config,
-    region: MakeRegion = Whole,
-    qkv: QKV = own_heads,
-    row: Row = RowParallelLinear,
-) -> Strategy:
+def megatron(model: Model, mesh: Mesh, config: Config) -> Strategy:
     """By rows, then by columns: f before, g after."""
-    slice_layers(model, mesh.group, region(mesh.group), qkv, row)
+    slice_layers(model, mesh.group, ReplicatedRegion(mesh.group))
     return TensorParallel(model, mesh.group, config)
 
 
 # --- sequence: the same slices, and between them a part of the rows on each rank ---
 
 
-def sequence(model: Model, mesh: Mesh, config: Config, qkv: QKV = own_heads, row: Row = RowParallelLinear) -> Strategy:
+def sequence(model: Model, mesh: Mesh, config: Config) -> Strategy:
     """A gather for f, a scatter for g; what is whole sees its rank's rows alone, so its gradients are summed."""
-    region = Sequence(mesh.group)
-    slice_layers(model, mesh.group, region, qkv, row)
+    region = SequenceParallelRegion(mesh.group)
+    slice_layers(model, mesh.group, region)
     rows_first(model, region)
-    return TensorParallel(model, mesh.group, config, by_rows=True, own_loss=model.name == "mlp")
+    return TensorParallel(model, mesh.group, config, by_rows=True, loss_is_local=model.name == "mlp")
 
 
 # --- plain: the lesson on one page ---
@@ -151,14 +135,13 @@ def plain(model: Model, mesh: Mesh, config: Config) -> Strategy:
 
 # --- dtensor: PyTorch's `parallelize_module`, by the plan of its tutorial ---
 #
-# The embedding by rows and the loss over sharded scores too (`loss_parallel`), so that it does what `megatron` does.
-# One difference is the tutorial's: q, k and v each take an input of their own, whose gradients are summed three times,
-# not once.
+# The plan also cuts the embedding by rows and computes the loss over sharded scores (`loss_parallel`), as `megatron`
+# does. As in the tutorial, q, k and v each take an input of their own: three sums of its gradient in place of one.
 
 
 def dtensor(model: Model, mesh: Mesh, config: Config) -> Strategy:
     """PyTorch's parallelize_module, with ColwiseParallel and RowwiseParallel."""
-    # Not at the top: it takes a rank 0.7 s, and no other variant needs it.
+    # Imported here: it takes 0.7 s, and no other variant needs it.
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import parallelize_module
 
@@ -170,10 +153,10 @@ def dtensor(model: Model, mesh: Mesh, config: Config) -> Strategy:
 
 
 class OfDTensors(TensorParallel):
-    """One whose weights are DTensors, whose scores are one, too, and whose loss takes them so."""
+    """A TensorParallel whose weights and scores are DTensors."""
 
     def backward(self, microbatches: list[Microbatch]) -> Tensor | None:
-        """The same, with both passes inside of `loss_parallel`."""
+        """Run both passes inside `loss_parallel`."""
         from torch.distributed.tensor import DTensor
         from torch.distributed.tensor.parallel import loss_parallel
 
@@ -186,7 +169,7 @@ class OfDTensors(TensorParallel):
 
 
 def slices_of(model: nn.Module, num_ranks: int) -> dict[str, Slice]:
-    """How each parameter is sliced that DTensor shards; it shards evenly, or `cannot` leaves it out."""
+    """Return the slice of each parameter that DTensor shards, by name; parts are equal, see `cannot`."""
     slices = {}
     for name, parameter in model.named_parameters():
         placement = getattr(parameter, "placements", [None])[0]
@@ -210,14 +193,14 @@ def run(lab: Lab) -> None:
 
 
 def compare_saved(lab: Lab, predictions: list[Prediction], measured: Mapping[str, Measured]) -> None:
-    """Hold what `sequence` saves over `megatron` against the prediction, where both ran."""
+    """Compare the activation bytes that `sequence` saves over `megatron` with the prediction, where both ran."""
     for each in predictions:
         if each.name == SAVED and {"megatron", "sequence"} <= set(measured):
             lab.hold_one(each, measured["megatron"].activation_bytes - measured["sequence"].activation_bytes)
 
 
 def check_replicas(lab: Lab, name: str, strategy: Strategy) -> None:
-    """What every rank holds whole is the same on all ranks, to the bit."""
+    """Check that parameters held whole by every rank are bitwise equal on all ranks."""
     assert isinstance(strategy, TensorParallel)
     check_same(lab, name, [local(parameter.detach()) for _, parameter in strategy.whole()])
 
@@ -247,9 +230,8 @@ MODE = Mode(
     reading=(
         "experiments/tp/lesson.py: the idea on one page, which runs alone and as the variant `plain`",
         "experiments/tp/__init__.py: the variants, the simplest first, and what a run of them claims",
-        "distlab/techniques/tensor_parallel/layers.py: f and g, the two linear layers of a slice, gpt's two ends,"
-        " and what is in"
-        " place of f and g in `sequence`",
+        "distlab/techniques/tensor_parallel/layers.py: f and g, the two linear layers of a slice, gpt's two ends, and"
+        " sequence parallelism in place of f and g",
         "distlab/techniques/tensor_parallel/strategy.py: the training step, and where the slices are in the model's"
         " layers",
     ),

@@ -1,14 +1,16 @@
-"""Which collectives a pass makes, layer by layer: the order that the papers draw, held against the recorded one.
+"""Compare the collectives of each pass, layer by layer, with the order that the papers draw.
 
-Of one layer, forward and backward (Shoeybi et al. 2019, figure 4; Korthikanti et al. 2022, figure 5). A layer of gpt is
-two slices, attention and MLP; g ends a slice on the way forward, f begins it and so ends it on the way back.
+Shoeybi et al. 2019, figure 4, and Korthikanti et al. 2022, figure 5, show one layer, forward and backward. A layer of
+gpt has two slices, attention and MLP. In the forward pass g is the last call of a slice; in the backward pass f is.
 Below are the injected bugs that this order and the proof have to catch.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import Tensor
 from torch.nn import functional as F
 
 from distlab.contract import Claims, Mistakes, Mode, Needs
@@ -16,9 +18,10 @@ from distlab.lab.config import Config
 from distlab.lab.lab import Lab
 from distlab.lab.measure.event_order import Event, Order
 from distlab.lab.verify.run_all import measured
-from distlab.lab.workload.model import Attention, outline
+from distlab.lab.workload.model import Attention, Model, outline
 from distlab.techniques.collectives import autograd
-from distlab.techniques.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, Whole
+from distlab.techniques.tensor_parallel.layers import Region, ReplicatedRegion, RowParallelLinear, partition_sizes
+from distlab.techniques.tensor_parallel.strategy import slice_layers
 
 from .predictions import untied_linears
 
@@ -27,7 +30,7 @@ COLLECTIVES = (SUM, GATHER, SCATTER)
 MESSAGES = ("send", "receive", "all_to_all")  # what one by hand is made of
 Ops = tuple[str, ...]
 
-# Forward and backward of an embedding, a layer and an output layer; mlp's layers have one slice.
+# The calls forward and backward of the embedding and the output layer; and of a slice, of which mlp's layers have one.
 ENDS: dict[str, tuple[tuple[Ops, Ops], tuple[Ops, Ops]]] = {
     "megatron": (((SUM,), ()), ((), (SUM,))),
     "plain": (((), ()), ((), ())),
@@ -35,13 +38,13 @@ ENDS: dict[str, tuple[tuple[Ops, Ops], tuple[Ops, Ops]]] = {
 }
 SLICE: dict[str, tuple[Ops, Ops]] = {
     **dict.fromkeys(("megatron", "plain"), ((SUM,), (SUM,))),  # g; f
-    "sequence": ((GATHER, SCATTER), (GATHER, SCATTER)),  # of each the other's transpose, and the other way round
+    "sequence": ((GATHER, SCATTER), (GATHER, SCATTER)),  # backward the transposes, in reverse order
 }
 LOSS = (SUM, SUM)  # the maxima of split scores, then sums and the targets' scores; backward nothing
 
 
 def expected_calls(name: str, config: Config) -> tuple[list[Ops], list[Ops]]:
-    """What each layer calls, forward in their order and backward in theirs; the loss as one layer more."""
+    """Return the calls of each layer, forward and backward, in the order of the pass; the loss is one more layer."""
     if name == "gathered":
         counts = [0] * len(outline(config).layers)
         for linear in untied_linears(outline(config)):
@@ -57,7 +60,7 @@ def expected_calls(name: str, config: Config) -> tuple[list[Ops], list[Ops]]:
 
 
 def collectives(events: list[Event]) -> list[str]:
-    """The collectives in their order; what is sent inside of a mark belongs to it."""
+    """List the collectives in their order; calls inside a marked collective belong to it."""
     found: list[str] = []
     inside = ""
     for event in events:
@@ -72,7 +75,7 @@ def collectives(events: list[Event]) -> list[str]:
 
 
 def by_layer(events: list[Event]) -> list[Ops]:
-    """Those of a forward pass, layer by layer; after the last one the loss."""
+    """List the collectives of a forward pass, layer by layer, and of the loss behind the last layer."""
     groups: list[list[Event]] = [[]]
     for event in events:
         if event.name == "layer":
@@ -84,7 +87,7 @@ def by_layer(events: list[Event]) -> list[Ops]:
 
 
 def misplaced(name: str, order: Order, config: Config) -> list[str]:
-    """Sentences where the recorded passes differ from what is drawn."""
+    """Describe where the recorded passes differ from the expected order."""
     forward, backward = expected_calls(name, config)
     faults = []
     for label, events in order.within("forward"):
@@ -114,7 +117,7 @@ def names_of(ops: Ops) -> str:
 
 
 def check_order(lab: Lab, name: str, order: Order) -> None:
-    """Every pass makes the collectives that are drawn for its layers, in that order, and no other."""
+    """Check that every pass makes the expected collectives, in the expected order, and no others."""
     faults = misplaced(name, order, lab.config)
     number = len(order.where("begin", "forward"))
     detail = faults[0] if faults else f"{number} passes forward and backward, all collectives where they belong"
@@ -122,7 +125,7 @@ def check_order(lab: Lab, name: str, order: Order) -> None:
 
 
 def claims(mode: Mode, config: Config) -> Sequence[Claims]:
-    """Of all variants by hand bytes, and the calls in their order."""
+    """List the checks of a run: bytes and order of calls for all variants by hand."""
     misplaced = "tests/experiments/test_orders.py::test_tp_a_collective_in_the_wrong_place_is_named"
     unsaved = "test_activations_that_are_not_saved_fail"
     return (
@@ -134,7 +137,7 @@ def claims(mode: Mode, config: Config) -> Sequence[Claims]:
     )
 
 
-# The classic mistakes of tensor parallelism, made by LAB_BUG: at a slice's ends, in its heads and in its bias.
+# The classic mistakes of tensor parallelism, made by LAB_BUG: in f and g, in the heads, and in the bias.
 
 mistake = Mistakes()
 
@@ -143,45 +146,54 @@ mistake = Mistakes()
 
 
 def without_attention(config: Config) -> str:
-    """Where no heads are, none can be another's."""
+    """Without attention there are no heads to mix up."""
     return "" if config.model == "gpt" else f"LAB_MODEL={config.model}: it has no attention of the lab's"
 
 
 # --- the mistakes ---
 
 
-@mistake("double_reduce", check="gradients", part="region", of=("megatron",))
-class DoubleReduce(Whole):
+@mistake("double_reduce", check="gradients", part="ReplicatedRegion", of=("megatron",))
+class DoubleReduce(ReplicatedRegion):
     """The backward of g is an all_reduce as well: of a gradient that every rank has whole, N times too large."""
 
     def leave(self, partial: Tensor) -> Tensor:
         return autograd.all_reduce(partial, self.group, loss="own")
 
 
-@mistake("lost_f", check="replicas", part="region", of=("gathered", "megatron"))
-class LostF(Whole):
+@mistake("lost_f", check="replicas", part="ReplicatedRegion", of=("gathered", "megatron"))
+class LostF(ReplicatedRegion):
     """A slice takes its input without f: the gradient that reaches what lies before is this rank's part alone."""
 
     def enter(self, x: Tensor) -> Tensor:
         return x
 
 
-@mistake("packed_qkv", check="losses", part="qkv", of=("megatron", "sequence"), needs=Needs(unless=without_attention))
+sliced = partial(mistake, check="losses", part="slice_layers", of=("megatron", "sequence"))
+
+
+@sliced("packed_qkv", needs=Needs(unless=without_attention))
 @torch.no_grad()
-def packed(attention: Attention, heads: tuple[int, ...], rank: int) -> dict[str, nn.Module]:
+def packed(model: Model, group: dist.ProcessGroup, region: Region) -> None:
     """Each rank takes one run of the rows of [Q; K; V] and cuts it in three: its q, k and v are of other heads."""
-    dense = {"q": attention.q, "k": attention.k, "v": attention.v}
-    for name in ("weight", "bias"):
-        rows = torch.cat([getattr(project, name) for project in dense.values()])
-        runs = rows.split([3 * num_rows for num_rows in heads])
-        for index, project in enumerate(dense.values()):
-            getattr(project, name).copy_(torch.cat([run.chunk(3)[index] for run in runs]))
-    return {name: ColumnParallelLinear(project, heads, rank) for name, project in dense.items()}
+    for attention in (part for part in model.modules() if isinstance(part, Attention)):
+        dense = (attention.q, attention.k, attention.v)
+        heads = partition_sizes(attention.q.out_features // attention.head_dim, group.size(), attention.head_dim)
+        for name in ("weight", "bias"):
+            rows = torch.cat([getattr(project, name) for project in dense])
+            runs = rows.split([3 * num_rows for num_rows in heads])
+            for index, project in enumerate(dense):
+                getattr(project, name).copy_(torch.cat([run.chunk(3)[index] for run in runs]))
+    slice_layers(model, group, region)
 
 
-@mistake("bias_everywhere", check="losses", part="row", of=("megatron", "sequence"))
-class BiasEverywhere(RowParallelLinear):
+@sliced("bias_everywhere")
+def add_bias_everywhere(model: Model, group: dist.ProcessGroup, region: Region) -> None:
     """A row-parallel layer adds its bias on every rank before the sum, where it counts N times."""
+    slice_layers(model, group, region)
+    for layer in (part for part in model.modules() if isinstance(part, RowParallelLinear)):
+        layer.forward = partial(sum_with_bias, layer)  # type: ignore[method-assign]
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.region.leave(F.linear(x, self.weight, self.bias))
+
+def sum_with_bias(layer: RowParallelLinear, x: Tensor) -> Tensor:
+    return layer.region.leave(F.linear(x, layer.weight, layer.bias))

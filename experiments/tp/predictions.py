@@ -1,4 +1,4 @@
-"""What each variant sends in a step and in how many calls, and what `sequence` need not hold: formulas to numbers."""
+"""Predict what each variant sends in a step, in how many calls, and the activations that `sequence` saves."""
 
 from collections.abc import Callable
 
@@ -27,13 +27,13 @@ from distlab.techniques.tensor_parallel.costs import (
     sequence_saves_bytes,
     tensor_parallel_bytes,
 )
-from distlab.techniques.tensor_parallel.layers import shares
+from distlab.techniques.tensor_parallel.layers import partition_sizes
 
-# What tensor parallelism cannot run: sizes that it cannot slice, and those that PyTorch's own cannot.
+# Settings that tensor parallelism cannot run, or PyTorch's own cannot.
 
 
 def parts(config: Config) -> dict[str, int]:
-    """What is shared out among the ranks, in whole units, and how many there are."""
+    """Return the numbers of units, such as heads, that are shared out among the ranks, each with its name."""
     hidden = {f"4 x LAB_WIDTH={config.width}": 4 * config.width}
     if config.model == "gpt":
         return {f"LAB_HEADS={config.heads}": config.heads} | hidden | {f"the vocabulary of {VOCABULARY}": VOCABULARY}
@@ -41,7 +41,7 @@ def parts(config: Config) -> dict[str, int]:
 
 
 def refuse(config: Config) -> list[str]:
-    """Fewer units than ranks; and what makes no batch for all of them."""
+    """Refuse models with fewer units than ranks, and settings that make no batch."""
     if config.model == "line":
         return ["LAB_MODEL=line has nothing that could be split, allowed: mlp, gpt"]
     if is_own(config.model):
@@ -59,7 +59,7 @@ def refuse(config: Config) -> list[str]:
 
 
 def cannot(config: Config) -> dict[str, str]:
-    """`dtensor`, where the ranks' slices are not alike."""
+    """Return `dtensor` with the reason, where the ranks' slices are not equal."""
     ranks = config.world_size
     named = [name for name, count in parts(config).items() if count % ranks]
     return (
@@ -71,39 +71,40 @@ SAVED = "activation bytes"
 
 
 class Sizes:
-    """The numbers that the formulas take."""
+    """The sizes that the formulas need."""
 
     def __init__(self, config: Config) -> None:
         self.config, self.ranks, self.is_gpt = config, config.world_size, config.model == "gpt"
         self.itemsize = config.itemsize
         self.microbatches = shard_sizes(config.batch, config.num_microbatches)  # samples of each
-        self.num_slices = 2 * config.depth + 1 if self.is_gpt else config.depth  # each behind a norm, and before a sum
+        self.num_slices = 2 * config.depth + 1 if self.is_gpt else config.depth  # each has a norm before it
         self.tokens = sum(self.microbatches) * (config.seq if self.is_gpt else 1)
 
     def rows(self) -> list[tuple[int, int]]:
-        """What `sequence` slices, for each microbatch: (rows, numbers in a row)."""
+        """Return (rows, numbers per row) of what `sequence` slices, for each microbatch."""
         seq, width = self.config.seq, self.config.width
         return [(seq, samples * width) if self.is_gpt else (samples, width) for samples in self.microbatches]
 
     def whole_numel(self) -> int:
-        """Numbers that every rank holds: of a layer's slice its norm and bias, of gpt's ends positions and a norm."""
+        """Count the parameters that every rank holds whole: of a slice its norm and bias, of gpt's ends positions and
+        a norm."""
         ends = self.config.seq + 2 if self.is_gpt else 0
         return (3 * (self.num_slices - self.is_gpt) + ends) * self.config.width
 
     def slices(self, num_slices: int) -> Cost:
-        """All_reduces at both ends of so many slices, forward and backward."""
+        """Return the cost of the all_reduces of so many slices, forward and backward."""
         nbytes = self.tokens * self.config.width * self.itemsize
         calls = 2 * num_slices * len(self.microbatches)
         messages = 2 * num_slices * self.all_reduced(self.config.width * self.itemsize)
         return Cost(tensor_parallel_bytes(self.ranks, num_slices, nbytes), calls, messages)
 
     def all_reduced(self, token_bytes: int) -> int:
-        """Messages of one all_reduce of so many bytes a token in each microbatch."""
+        """Count the messages of one all_reduce of so many bytes per token in each microbatch."""
         seq = self.config.seq if self.is_gpt else 1
         return sum(gloo_all_reduce_messages(self.ranks, samples * seq * token_bytes) for samples in self.microbatches)
 
     def loss(self, calls: int = 2) -> Cost:
-        """The loss over gpt's split scores, which are summed in float32 at least."""
+        """Return the cost of the loss over gpt's split scores, which is summed in float32 at least."""
         nbytes = parallel_loss_bytes(self.ranks, self.tokens, max(self.itemsize, 4))
         messages = calls * self.all_reduced(2 * max(self.itemsize, 4))
         return Cost(nbytes, calls * len(self.microbatches), messages) if self.is_gpt else Cost(0, 0, 0)
@@ -113,7 +114,7 @@ class Sizes:
 
 
 def untied_linears(model: nn.Module) -> dict[str, nn.Linear]:
-    """All linear layers by name, but one whose weight is the embedding's: `gathered` splits them, and not that one."""
+    """Return the linear layers that `gathered` splits, by name: all except one that shares the embedding's weight."""
     names = {name for name, _ in model.named_parameters()}  # a tied weight has its first name alone
     modules = dict(model.named_modules())
     return {
@@ -122,7 +123,7 @@ def untied_linears(model: nn.Module) -> dict[str, nn.Linear]:
 
 
 def gathered(sizes: Sizes, rank: int) -> Cost:  # noqa: ARG001  every rank sends the same
-    """An all_gather and an all_reduce for every linear layer."""
+    """Return the cost of an all_gather and an all_reduce for every linear layer."""
     linears = untied_linears(outline(sizes.config)).values()
     nbytes = sum(
         column_split_bytes(sizes.ranks, sizes.tokens, linear.in_features, linear.out_features, sizes.itemsize)
@@ -135,17 +136,17 @@ def gathered(sizes: Sizes, rank: int) -> Cost:  # noqa: ARG001  every rank sends
 
 
 def megatron(sizes: Sizes, rank: int) -> Cost:  # noqa: ARG001
-    """Two slices a layer of gpt, one of mlp; gpt's ends are another."""
+    """Return the cost of two slices per layer of gpt, one of mlp, and one more for gpt's ends."""
     return total_cost(sizes.slices(sizes.num_slices), sizes.loss(), sizes.clip())
 
 
 def plain(sizes: Sizes, rank: int) -> Cost:  # noqa: ARG001
-    """The slices of the layers alone."""
+    """Return the cost of the layers' slices only."""
     return total_cost(sizes.slices(sizes.num_slices - sizes.is_gpt), sizes.clip())
 
 
 def sequence(sizes: Sizes, rank: int) -> Cost:
-    """The same as chunks of rows, each sent by itself; at last the gradients of what every rank holds whole."""
+    """Return the cost of chunks of rows, each sent by itself, and of summing what every rank holds whole."""
     nbytes, calls, messages = all_reduce_cost(sizes.ranks, sizes.whole_numel() * sizes.itemsize)
     for num_rows, numel in sizes.rows():
         nbytes += sequence_parallel_bytes(sizes.ranks, sizes.num_slices, num_rows, numel * sizes.itemsize, rank)
@@ -155,13 +156,13 @@ def sequence(sizes: Sizes, rank: int) -> Cost:
 
 
 def dtensor(sizes: Sizes, rank: int) -> Cost:  # noqa: ARG001
-    """q, k and v each sum the gradient of their input, as if they were three slices; the loss makes three calls."""
+    """Return the cost where q, k and v each sum the gradient of their input, and the loss makes three calls."""
     num_all_reduces = 6 * sizes.config.depth + 2 if sizes.is_gpt else 2 * sizes.config.depth
     return total_cost(sizes.slices(num_all_reduces // 2), sizes.loss(3), sizes.clip())
 
 
 def predict(config: Config) -> list[Prediction]:
-    """Bytes and calls of one step of each variant that can run and what `sequence` saves, a value a rank."""
+    """Predict bytes and calls of one step of each variant that can run, and what `sequence` saves, per rank."""
     sizes, predictions = Sizes(config), list[Prediction]()
     layers = "8(t-1)/t x b·s·h x (L+1/2) + loss" if sizes.is_gpt else "4(t-1)/t x b·h x L"
     formulas: list[tuple[str, Callable[[Sizes, int], Cost], str, str]] = [
@@ -179,7 +180,7 @@ def predict(config: Config) -> list[Prediction]:
 
 
 def saved(sizes: Sizes) -> Prediction:
-    """Bytes that `sequence` holds less than `megatron` for the backward pass, at most: in the largest microbatch."""
+    """Predict the activation bytes that `sequence` saves over `megatron`, in the largest microbatch."""
     num_rows, numel = max(sizes.rows())
     values = tuple(
         float(
@@ -208,9 +209,9 @@ def summary(config: Config) -> str:
 
 
 def holds(config: Config, rank: int) -> str:
-    """A rank's share of what megatron slices, for its own log."""
+    """Describe a rank's share of what megatron slices, for its own log."""
     names = {"heads": config.heads, "hidden units": 4 * config.width, "vocabulary rows": VOCABULARY}
     if config.model == "mlp":
         names = {"hidden units": 4 * config.width}
-    parts = [f"{shares(count, config.world_size)[rank]} of {count} {name}" for name, count in names.items()]
+    parts = [f"{partition_sizes(count, config.world_size)[rank]} of {count} {name}" for name, count in names.items()]
     return ", ".join(parts)

@@ -1,14 +1,19 @@
-"""The README: short enough to be read, with the picture of a run and the command that made it."""
+"""README and CHANGELOG: short enough to be read; the picture of a run with the command that made it."""
 
 from xml.etree import ElementTree
 
 from tests.docs.pages import README, TOP, fenced, page
 
 MOST_LINES = 120
+MOST_CHANGELOG_BYTES = 12_000
 
 
 def test_it_is_read_in_five_minutes() -> None:
     assert len(README.read_text().splitlines()) <= MOST_LINES
+
+
+def test_the_changelog_is_what_a_user_notices() -> None:
+    assert (TOP / "CHANGELOG.md").stat().st_size <= MOST_CHANGELOG_BYTES
 
 
 def test_the_picture_is_of_the_command_beside_it() -> None:

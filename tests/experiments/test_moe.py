@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distlab.experiments.moe import MODE, Stays, mixing, slept
+from distlab.experiments.moe import MODE, NoDispatch, mixing, slept
 from distlab.experiments.moe.checks import (
     Routes,
     busiest,
@@ -316,8 +316,8 @@ def test_tokens_are_bytes_of_text_or_samples() -> None:
 
 
 def test_what_stays_is_computed_where_it_is() -> None:
-    stays = Stays(1)
-    assert stays.addressed([[1, 2], [0, 3]]).tolist() == [0, 1, 2]
+    stays = NoDispatch(1)
+    assert stays.send_order([[1, 2], [0, 3]]).tolist() == [0, 1, 2]
     assert stays("rows", [[1, 2], [0, 3]], lambda *given: given) == ("rows", [0, 3])  # type: ignore[arg-type]
 
 

@@ -223,7 +223,7 @@ class RankServer(StoreServer):
     def _rejoin(self, peer: Peer, claim: Any, token: str, now: float) -> None:
         """A rank that had left comes back as another process, or one that goes on comes from a server that is gone."""
         fault = differences(claim, self.admission.own)
-        if token != self.token or self.bound or not self._may_leave:
+        if token != self.token or self.bound or self.views.ended or not self._may_leave:
             fault = "the run that this rank had left is over"
         elif claim.rank in self.ranks:
             fault = f"rank {claim.rank} is still in the run"

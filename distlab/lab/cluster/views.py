@@ -16,6 +16,7 @@ from distlab.lab.cluster.messages import AboutViews, Ask, Decide, Done, Living, 
 from distlab.techniques.transport.store_server import Message
 
 BEGIN = "begin"  # in front of why ranks meet: all of them, to something new
+END = f"{BEGIN} the end"  # of the training: who comes back after that comes too late
 AGAIN = "meet"  # why members meet: one is gone or asks
 Tell = Callable[[Iterable[int], Message], None]
 
@@ -29,7 +30,8 @@ class Views:
         self.asking: dict[int, bytes] = {}
         self._met: dict[int, Meet] = {}
         self._done = 0
-        self._decides: tuple[int, list[int]] | None = None  # the number of the view, and who is there
+        self._decides: tuple[int, list[int], str] | None = None  # the number of the view, who is there, and why
+        self.ended = False  # the view of the end is decided
 
     def joined(self, rank: int, life: int) -> None:
         """A process is rank `rank` from now on; one that only comes from another server is the same as before."""
@@ -83,7 +85,7 @@ class Views:
             there = self._expected(why)
             if there and all(rank in self._met and self._met[rank].why == why for rank in there):
                 number = 1 + max(self._met[rank].view for rank in there)
-                self._decides = number, there
+                self._decides = number, there, why
                 reports = [(rank, self.lives[rank], self._met[rank].report) for rank in there]
                 self._tell([there[0]], Decide(number, reports))
                 return
@@ -101,9 +103,12 @@ class Views:
     def _decide(self, rank: int, number: int, members: list[tuple[int, int]], plan: bytes) -> None:
         if self._decides is None or self._decides[0] != number or self._decides[1][0] != rank:
             return
-        there, self._decides = self._decides[1], None
+        (_, there, why), self._decides = self._decides, None
         if any(self.lives.get(each) != life for each, life in members):
             return  # one of them is gone meanwhile: all are asked anew
+        if why.startswith(BEGIN) and self._expected(why) != there:
+            return  # one has come back meanwhile, and would wait outside of it for ever
+        self.ended = why == END
         for each in {*there, *(each for each, _ in members)}:
             self._met.pop(each, None)
         for each, _ in members:

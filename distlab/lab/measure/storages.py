@@ -192,13 +192,14 @@ def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 BEFORE = "before"  # the label of what is no part of a step
 
 
-def label_before(storages: Storages) -> None:
-    """Count all tensors alive, their gradients too, as there before."""
+def label_before(storages: Storages) -> list[Tensor]:
+    """Count all tensors alive, their gradients too, as there before, and return them."""
     gc.collect()  # or garbage would count
-    for tensor in alive(Tensor):
+    found = list[Tensor](alive(Tensor))
+    found += [tensor.grad for tensor in found if tensor.is_leaf and tensor.grad is not None]
+    for tensor in found:
         storages.add(tensor, BEFORE)
-        if tensor.is_leaf and tensor.grad is not None:
-            storages.add(tensor.grad, BEFORE)
+    return found
 
 
 def alive(kinds: Any) -> Iterator[Any]:

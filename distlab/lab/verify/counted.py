@@ -240,7 +240,8 @@ class Watch:
         self.happenings: list[Happening] = []
 
     def begin(self) -> None:
-        label_before(self.storages)
+        # Kept alive: one that dies meanwhile, such as a message that gloo's thread lets go of, would count below 0.
+        self._kept = label_before(self.storages)
         self.before = self.storages.live_bytes
         self.storages.peak_bytes = self.before
 

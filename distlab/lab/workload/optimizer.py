@@ -167,7 +167,7 @@ class HoldsParts:
         """Where what this rank has of a parameter, or of its state, stands in the dense tensor."""
         return whole_piece(tensor)
 
-    def is_alike(self, name: str) -> bool:  # noqa: ARG002
+    def is_replicated(self, name: str) -> bool:  # noqa: ARG002
         """Whether all ranks that hold the parameter hold the same of it."""
         return True
 
@@ -196,7 +196,7 @@ class HoldsParts:
 
     def alike(self, kind: str) -> Iterator[tuple[str, Tensor]]:
         """What every rank that holds it holds alike."""
-        return ((label, local(tensor)) for label, name, tensor in self.held(kind) if self.is_alike(name))
+        return ((label, local(tensor)) for label, name, tensor in self.held(kind) if self.is_replicated(name))
 
     def state_dict(self) -> dict[str, Any]:
         """Of a parameter that this rank holds a part of its piece; a whole tensor, or a DTensor, as it is."""

@@ -27,8 +27,18 @@ from distlab.lab.workload.model import Model
 from distlab.techniques.collectives.costs import gloo_all_reduce_messages
 from distlab.techniques.data_parallel.vectors import Vectors
 from distlab.techniques.elastic.process_group import Regroup
-from distlab.techniques.elastic.shards import HeldVersion, Recut, Version, chunk, gaps, move_shards, part
-from distlab.techniques.sharded.flat_parameter import Piece, fresh, stepped
+from distlab.techniques.elastic.shards import (
+    HeldVersion,
+    Piece,
+    Recut,
+    Version,
+    chunk,
+    fresh,
+    gaps,
+    move_shards,
+    part,
+    stepped,
+)
 
 OWNERS = 1024  # one over it times rank + 1 tells whose a sample was
 EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_

@@ -1,9 +1,11 @@
-"""What every expert-parallel variant shares: its part of the experts, all else whole, and an optimizer on each rank.
+"""The step of every expert-parallel variant: each rank holds some experts, everything else whole, and an optimizer.
 
-What all ranks hold is summed over all of them, in buckets when the backward pass is over. An expert's gradient is
-complete where the expert is: every token that it computed sent its gradient there, whichever rank it belongs to. It is
-summed over the copies of that expert, where there are any, and over nobody else.
+Gradients of what all ranks hold are summed over all ranks, in buckets after the backward pass. An expert's gradient is
+complete on its rank: every token that it computed sent its gradient there, whichever rank the token belongs to. It is
+summed only over the copies of that expert, where there are any.
 """
+
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -15,26 +17,13 @@ from distlab.lab.workload.experts import Mixture, MixtureModel
 from distlab.lab.workload.optimizer import HoldsParts, forward_backward
 from distlab.techniques.collectives.sharded_tensor import LocalShard, whole_piece
 from distlab.techniques.data_parallel.buckets import GradientBuckets
-from distlab.techniques.expert_parallel.layer import Carries, MixtureOfExperts, Placement
-
-
-def distribute(
-    model: MixtureModel, placement: Placement, world: dist.ProcessGroup, carries: Carries,
-    layer: type[MixtureOfExperts] = MixtureOfExperts,
-) -> None:  # fmt: skip
-    """Replace each mixture of a dense `model` by this rank's part of it, in place; parameters keep their names."""
-    for name, mixture in model.mixtures.items():
-        assert isinstance(mixture, Mixture)
-        for key, dense in list(mixture.experts.named_parameters()):
-            part = dense.detach()[placement.box(key, world.rank())].clone(memory_format=torch.contiguous_format)
-            setattr(mixture.experts, key, nn.Parameter(part))
-        model.set_submodule(name, layer(mixture.router, mixture.experts, mixture.mixing, world, carries))
+from distlab.techniques.expert_parallel.layer import MixtureOfExperts, Placement, RowDispatch
 
 
 class ExpertParallel(HoldsParts):
     """A Strategy over `model`, whose mixtures are distributed by `placement` over the ranks of `world`.
 
-    `copies` are the ranks that hold the same experts as this one, where they are more than one.
+    `copies` are the ranks that hold the same experts as this one, if there are several.
     """
 
     repeats_after = 0  # each batch is routed anew
@@ -58,31 +47,44 @@ class ExpertParallel(HoldsParts):
             self.sums.append(GradientBuckets(held, copies, bucket_bytes))
 
     def backward(self, microbatches: list[Microbatch]) -> Tensor:
-        """Forward and backward of as many microbatches on all ranks; tokens travel inside of both."""
+        """Run forward and backward, of equally many microbatches on all ranks: tokens travel in both."""
         self.model.zero_grad()
         losses = [forward_backward(self.model, microbatch, number) for number, microbatch in enumerate(microbatches)]
         for sums in self.sums:
             sums.finish()
         for parameter in self.parts.values():
-            if parameter.grad is None:  # of no experts; an optimizer steps it like the others
+            if parameter.grad is None:  # a rank without experts; its optimizer steps the empty parameter, too
                 parameter.grad = torch.zeros_like(parameter)
         return torch.stack(losses).sum()
 
     def is_summed(self, name: str) -> bool:
-        """Whether a parameter's gradient is summed over all ranks: each has found a part of it."""
+        """Whether the parameter's gradient is summed over all ranks, each of which has computed a part of it."""
         return name not in self.parts
 
     def counts(self, name: str, tensor: Tensor) -> bool:
-        """Of experts the parts of the first copy, AdamW's number of steps once; all else on rank 0."""
+        """Count experts on the ranks of the first copy; everything else, and AdamW's number of steps, on rank 0."""
         rank = self.world.rank()
         return rank < self.placement.ranks_of_a_copy if name in self.parts and tensor.dim() else rank == 0
 
     def piece(self, name: str, tensor: Tensor) -> LocalShard:
-        """The place of this rank's experts."""
+        """Return this rank's experts with their place in the dense tensor."""
         if name in self.parts and tensor.dim():
             return self.placement.piece(name.rpartition(".")[2], tensor, self.world.rank())
         return whole_piece(tensor)
 
-    def is_alike(self, name: str) -> bool:
-        """All but the experts, whose copies stand along a column of the grid alone."""
+    def is_replicated(self, name: str) -> bool:
+        """Whether all ranks hold the same: true of everything except experts, whose copies are on some ranks only."""
         return self.is_summed(name)
+
+
+def distribute(
+    model: MixtureModel, placement: Placement, world: dist.ProcessGroup, dispatch: RowDispatch,
+    layer: Callable[..., nn.Module] = MixtureOfExperts,
+) -> None:  # fmt: skip
+    """Replace each mixture of a dense `model` by this rank's part of it, in place; parameters keep their names."""
+    for name, mixture in model.mixtures.items():
+        assert isinstance(mixture, Mixture)
+        for key, dense in list(mixture.experts.named_parameters()):
+            part = dense.detach()[placement.box(key, world.rank())].clone(memory_format=torch.contiguous_format)
+            setattr(mixture.experts, key, nn.Parameter(part))
+        model.set_submodule(name, layer(mixture.router, mixture.experts, mixture.mixing, world, dispatch))

@@ -107,10 +107,10 @@ class Replicas(GradientBuckets):
 
     def __init__(
         self, named: Named, group: dist.ProcessGroup, config: Config, *, whole: Collection[nn.Parameter] = (),
-        rows: dist.ProcessGroup | None = None, overlap: bool = True,
+        rows: dist.ProcessGroup | None = None,
     ) -> None:  # fmt: skip
         nothing: AllReduce | None = (lambda _: None) if group.size() == 1 else None
-        super().__init__(named.values(), group, config.bucket_mib * 2**20, all_reduce=nothing, overlap=overlap)
+        super().__init__(named.values(), group, config.bucket_mib * 2**20, all_reduce=nothing)
         self.named, self.rows = named, rows
         self.whole = [parameter for parameter in named.values() if parameter in set(whole)]
         computing = list(named.values())

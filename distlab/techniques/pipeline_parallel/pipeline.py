@@ -34,17 +34,16 @@ class Pipeline:
             them counts samples. Where the schedule splits backward passes their linear layers learn to do so.
         actions: this rank's part of a schedule.
         group: the ranks of the pipeline.
-        boundaries: how tensors pass between stages, by default as below.
         owners: the rank of each stage; by default stage s is on rank s % p.
     """
 
     def __init__(
         self, stages: Mapping[int, nn.Module], actions: Sequence[Action], group: dist.ProcessGroup,
-        boundaries: "type[Boundaries] | None" = None, owners: Sequence[int] | None = None,
+        owners: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
         self.stages, self.actions = stages, actions
         self.last = len(stages) * group.size() - 1
-        self.boundaries = (boundaries or Boundaries)(Peers(group), owners or [*range(group.size())] * len(stages))
+        self.boundaries = Boundaries(Peers(group), owners or [*range(group.size())] * len(stages))
         halved = any(action.kind == "weight" for action in actions)
         self.splits = {number: SplitBackward(stage) for number, stage in stages.items()} if halved else {}
         self.agreed = False

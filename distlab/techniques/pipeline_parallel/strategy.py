@@ -145,25 +145,14 @@ class Engine(Protocol):
         """Add all microbatches' gradients to the parameters' own; returns the mean loss where the last stage is."""
 
 
-# (share, samples of a microbatch, samples of the batch) -> what each loss term of the microbatch counts
-Weigh: TypeAlias = Callable[[float, int, int], float]
-
-
 Prepare: TypeAlias = Callable[[list[Microbatch]], list[Microbatch]]
-
-
-def divided(share: float, num_samples: int, batch: int) -> float:  # noqa: ARG001  the same however the batch is divided
-    """As it was dealt: one over the terms of the whole batch."""
-    return share
 
 
 class ByHand:
     """Our own pipeline; `prepare` makes of a replica's microbatches those that this rank works on."""
 
-    def __init__(
-        self, pipeline: Pipeline, loss: nn.Module, weigh: Weigh = divided, prepare: Prepare = lambda each: each
-    ) -> None:
-        self.pipeline, self.loss, self.weigh, self.prepare = pipeline, loss, weigh, prepare
+    def __init__(self, pipeline: Pipeline, loss: nn.Module, prepare: Prepare = lambda each: each) -> None:
+        self.pipeline, self.loss, self.prepare = pipeline, loss, prepare
 
     @property
     def most_in_flight(self) -> int:
@@ -171,11 +160,9 @@ class ByHand:
 
     def step(self, microbatches: list[Microbatch]) -> Tensor | None:
         microbatches = self.prepare(microbatches)
-        batch = sum(len(microbatch.inputs) for microbatch in microbatches)
 
         def loss(index: int, output: Tensor) -> Tensor:
-            inputs, targets, share = microbatches[index]
-            weighed: Tensor = self.loss(output, targets) * self.weigh(share, len(inputs), batch)
+            weighed: Tensor = self.loss(output, microbatches[index].targets) * microbatches[index].share
             return weighed
 
         return self.pipeline.step([microbatch.inputs for microbatch in microbatches], loss)

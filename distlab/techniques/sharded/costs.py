@@ -1,7 +1,6 @@
-"""ZeRO: what N ranks send for S bytes of parameters, and what stands in memory between two steps (Rajbhandari et al.
-2020).
+"""ZeRO: what N ranks send for S bytes of parameters, and the memory between two steps (Rajbhandari et al. 2020).
 
-The bytes of a step are of its section 7, those of memory of section 3.1 and figure 1, P being the number of parameters.
+The bytes of a step are from section 7, those of memory from section 3.1 and figure 1; P is the number of parameters.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,34 +13,34 @@ from distlab.techniques.collectives.costs import algorithmic_factor
 if TYPE_CHECKING:
     import torch
 
-# Adam in mixed precision, bytes a parameter, in float32 but for the first two. "Four times the half-precision weights",
-# 56 GB for 7 billion, forgets what the optimizer keeps.
+# Adam in mixed precision, bytes per parameter; all in float32 except the first two. "Four times the half-precision
+# weights", 56 GB for 7 billion, leaves out the optimizer's state.
 MIXED_PRECISION = {"weights": 2, "gradients": 2, "master weights": 4, "first moments": 4, "second moments": 4}
 
-# Layers whose weights or gradients are whole at once in zero3's backward pass: the one that computes and the one that
-# is gathered ahead, the gradients that are summed, and what the other ranks send for that sum.
+# Layers in memory at once in zero3's backward pass: the weights of the layer that computes and of the one gathered
+# ahead, the gradients that are summed, and what the other ranks send for that sum.
 WHOLE_LAYERS = 4
 
 
 def zero_bytes(stage: int, world_size: int, nbytes: float, microbatches: int = 1, gathers: int = 2) -> float:
-    """What a rank sends in a step for parameters of `nbytes`: each sum and each gather of them is (N-1)/N·S.
+    """Return what a rank sends in a step for parameters of `nbytes`: each sum and each gather of them is (N-1)/N·S.
 
     Stage 1 sums and gathers once. Stage 2 sums after each microbatch, since it keeps no gradients: (M+1)(N-1)/N·S.
-    Stage 3 gathers for each, too, forward and backward, or in one of `gathers` if the weights stay: 3M(N-1)/N·S or
-    2M(N-1)/N·S.
+    Stage 3 also gathers in each microbatch, `gathers` times: forward and backward, or once if the weights stay, so
+    3M(N-1)/N·S or 2M(N-1)/N·S.
     """
     moves = {1: 2, 2: microbatches + 1, 3: microbatches * (gathers + 1)}[stage]
     return moves * algorithmic_factor("all_gather", world_size) * nbytes
 
 
 def fully_shard_bytes(world_size: int, nbytes: float, microbatches: int, gathers: int, backend: str) -> float:
-    """The same for fully_shard. gloo's reduce_scatter is an all_reduce: 4(N-1)/N·S, where NCCL sends 3(N-1)/N·S."""
+    """Return fully_shard's. gloo's reduce_scatter is an all_reduce: 4(N-1)/N·S, where NCCL sends 3(N-1)/N·S."""
     sums = 2 if backend == "gloo" else 1
     return microbatches * (gathers + sums) * algorithmic_factor("all_gather", world_size) * nbytes
 
 
 def mixed_precision_bytes(num_parameters: float) -> float:
-    """2 + 2 + 4 + 4 + 4 = 16 bytes a parameter: 112 GB for 7 billion, before the first activation."""
+    """Return 2 + 2 + 4 + 4 + 4 = 16 bytes per parameter: 112 GB for 7 billion, before the first activation."""
     return sum(MIXED_PRECISION.values()) * num_parameters
 
 
@@ -49,15 +48,16 @@ def rest_bytes(
     stage: int, num_parameters: float, held: float, *, itemsize: int = 4, moments: float = 2, masters: bool = False,
     num_tensors: int = 0, gradient_itemsize: int | None = None,
 ) -> dict[str, float]:  # fmt: skip
-    """Bytes of weights, gradients and optimizer state on one rank, by class; `held` parameters are its own, P/N if
+    """Return bytes of weights, gradients and optimizer state on one rank, by class; it owns `held` parameters, P/N if
     shards are even.
 
     stage 0 keeps all, 1 shards the optimizer's state, 2 the gradients too, 3 the weights too. In float32 with Adam's
     two `moments` 16P, (8+8/N)P, (4+12/N)P, 16P/N. With `masters` weights and gradients are of `itemsize` and the
     optimizer keeps the weights and its moments in float32: in half precision (4+12)P, (4+12/N)P, (2+14/N)P, 16P/N. SGD
-    has no moments. torch's AdamW counts its steps once a tensor that it steps: 4 bytes for each of `num_tensors`.
-    `gradient_itemsize` is a gradient's where it is no weight's: Megatron-LM sums gradients of bf16 weights in float32,
-    18 bytes a parameter, 6+12/N with its distributed optimizer (NVIDIA's documentation of it, table of memory).
+    has no moments. torch's AdamW keeps a count of steps per tensor: 4 bytes for each of `num_tensors`.
+    `gradient_itemsize` is set where gradients have another size than weights: Megatron-LM sums gradients of bf16
+    weights in float32, 18 bytes per parameter, 6+12/N with its distributed optimizer (NVIDIA's documentation of it,
+    table of memory).
     """
     weights, gradients, stepped = (held if stage >= first else num_parameters for first in (3, 2, 1))
     remembered = moments * (4 if masters else itemsize) + (4 if masters else 0)
@@ -69,14 +69,14 @@ def rest_bytes(
 
 
 def whole_rest_bytes(sizes: Sequence[int], config: Config) -> dict[str, float]:
-    """The same of parameters of these sizes that a rank holds whole, and steps by LAB_OPTIMIZER."""
+    """Return the same for parameters of these sizes that a rank holds whole, and steps by LAB_OPTIMIZER."""
     adam, total = config.optimizer == "adamw", sum(sizes)
     tensors = adam * len(sizes)
     return rest_bytes(0, total, total, itemsize=config.itemsize, moments=2 * adam, num_tensors=tensors)
 
 
 def whole_rest(config: Config, sizes: Sequence[int] | None = None) -> tuple[float, int]:
-    """All of that, by default of the whole model, and how many bytes a parameter it is."""
+    """Return the sum of that, by default for the whole model, and the bytes per parameter."""
     from distlab.lab.workload.model import outline  # torch comes with it, and `distlab plan` answers without
 
     held = whole_rest_bytes(outline(config).sizes if sizes is None else sizes, config)
@@ -87,8 +87,8 @@ def at_rest(
     variant: str, config: Config, formula: str, value: Sequence[float], shown: str = "",
     dtype: "torch.dtype | None" = None,
 ) -> Prediction:  # fmt: skip
-    """What each rank holds between two steps, one `value` where all hold as much, and the buffers of a model of one's
-    own, in LAB_DTYPE or the variant's type."""
+    """Predict what each rank holds between two steps, with one `value` where all hold the same, and the buffers of a
+    user's model, in LAB_DTYPE or the variant's dtype."""
     import torch
 
     from distlab.lab.workload.model import buffer_bytes
@@ -98,23 +98,23 @@ def at_rest(
     return Prediction(variant, "rest bytes", "B", formula + " + buffers" * (carried > 0), of_ranks, 0, shown)
 
 
-# The most that a step holds: what one process's passes hold by themselves, and on top of it what a strategy keeps.
+# The peak of a step: what one process's passes hold by themselves, and what a strategy holds in addition.
 #
 #     peak = max over the moments of a step ( working + held )
 #
-# `working` is the batch, what autograd saves, what operations leave for the next, and a fresh gradient until it is
-# handed over: outlined by one process that drops each gradient when it has it (distlab/lab/verify/counted.py). `held`
-# are weights, gradients, optimizer state and messages of the strategy at that moment, by the rules of its paper: sums
-# of sizes that change as layers begin and end and as gradients come. After the passes comes the update, with no
-# activations.
+# `working` is the batch, what autograd saves, what operations pass on, and a fresh gradient until it is handed over:
+# recorded by one process that drops each gradient at once (distlab/lab/verify/counted.py). `held` are weights,
+# gradients, optimizer state and messages of the strategy at that moment, by the rules of its paper: sums of sizes that
+# change as layers begin and end and as gradients are computed. The update follows the passes, without activations.
 
 
 class Happening(NamedTuple):
     """Something in a pass of one process at which a strategy takes or frees memory.
 
-    dealt: the samples are there; until then the last step's gradients are, too. layer: a layer's forward pass begins.
-    left: it ends. output: the gradient of its output is there. gradient: a fresh gradient of a parameter is there.
-    taken: it was handed over, and is alive a last time. computed: all of the layer's are. passed: a microbatch is done.
+    dealt: the samples are in memory; until then the last step's gradients are, too. layer: a layer's forward pass
+    begins. left: it ends. output: the gradient of its output is computed. gradient: a parameter's gradient is computed.
+    taken: that gradient was handed over, and is about to be freed. computed: all of the layer's were. passed: a
+    microbatch is done.
     """
 
     what: str
@@ -126,17 +126,17 @@ class Happening(NamedTuple):
 
 
 class Holding(Protocol):
-    """What a strategy holds beside one process's working memory."""
+    """What a strategy holds in addition to one process's working memory."""
 
     def held(self) -> float:
-        """Bytes now."""
+        """Return the bytes at this moment."""
 
     def after(self, happening: Happening) -> Iterator[float]:
-        """React, and tell all amounts that it comes by."""
+        """Take or free memory; yield the amount at each moment in between."""
 
 
 def pass_peak(outline: Iterable[Happening], holding: Holding) -> float:
-    """The most bytes of all moments of the passes."""
+    """Return the most bytes of all moments of the passes."""
     most = 0.0
     for happening in outline:
         most = max(most, happening.highest + holding.held())
@@ -145,14 +145,14 @@ def pass_peak(outline: Iterable[Happening], holding: Holding) -> float:
 
 
 def adamw_scratch_bytes(sizes: Sequence[int], itemsize: int) -> float:
-    """What torch's AdamW adds on the CPU, where it steps parameters of these sizes one after another: the root of a
-    second moment and that divided by its bias correction, and of the parameter before still the latter."""
+    """Return the temporaries of torch's AdamW on the CPU, which steps parameters of these sizes one by one: the root of
+    the second moment, the same with its bias correction, and the latter of the parameter before."""
     before = [0, *sizes]
     return float(max((last + 2 * size for last, size in zip(before, sizes, strict=False)), default=0) * itemsize)
 
 
 class Replicated:
-    """Data parallelism: weights and optimizer state, and gradients either in buckets that stay or as they come."""
+    """Data parallelism: weights, optimizer state, and gradients, in buckets that stay or in autograd's own tensors."""
 
     def __init__(self, constant: float, gradients: float, itemsize: int, *, in_buckets: bool) -> None:
         self.constant, self.gradients, self.itemsize = constant, gradients, itemsize
@@ -162,7 +162,7 @@ class Replicated:
         return self.constant + self.delivered
 
     def after(self, happening: Happening) -> Iterator[float]:
-        """A gradient that lies in no bucket stays where autograd made it; later microbatches are added to it."""
+        """Keep a gradient that has no bucket in autograd's tensor, to which later microbatches are added."""
         if happening.what == "dealt" and not self.in_buckets:
             self.delivered = 0.0
         if happening.what == "taken":
@@ -171,7 +171,7 @@ class Replicated:
 
 
 def shown_on(device: str) -> str:
-    """Why the peak is only shown, on a GPU; empty where it decides."""
+    """Say why the peak is only shown on a GPU; empty where it is checked."""
     return "on a GPU AdamW steps all tensors at once" if device == "cuda" else ""
 
 
@@ -179,28 +179,28 @@ FULLY_SHARD_DIES = "fully_shard over gloo ends a process whose tensors are on a 
 KEPT_ON_GPU = "a GPU's attention keeps other tensors than the CPU's"
 
 
-# What a rank of ZeRO holds beside its passes, while they go on: the rules of its stages, moment by moment.
+# What a rank of ZeRO holds during its passes in addition: the rules of its stages, moment by moment.
 #
-# What is whole when, in numbers of a flat vector [N·c] or of a chunk [c]:
+# In numbers of a flat vector [N·c] or of a chunk [c]:
 #
-#     weights     stage 1 and 2 all; stage 3 the chunks, and the layer that computes and the next one whole
-#     gradients   stage 1 all; stage 2 and 3 the shards of what is summed, and the unit that is gathered or summed
-#     scratch     (N-1)·c of what the other ranks send for the sum that is under way, until the next unit's begins
+#     weights     stage 1 and 2 all; stage 3 the chunks, and whole the layer that computes and the next one
+#     gradients   stage 1 all; stage 2 and 3 the shards of what was summed, and whole the unit collected or summed
+#     scratch     (N-1)·c that the other ranks send for the sum under way, until the next unit's sum begins
 
 
 class Units(NamedTuple):
-    """What is moved and kept as one."""
+    """The flat units of a model."""
 
-    numels: list[int]  # parameters of each, without padding
-    of_layer: dict[int, int]  # each layer's, in the order in which they run
-    of_name: dict[str, int]  # each parameter's, "<first layer that has it>.<name in it>"
+    numels: list[int]  # parameters of each unit, without padding
+    of_layer: dict[int, int]  # the unit of each layer, in the order in which they run
+    of_name: dict[str, int]  # the unit of each parameter, "<first layer that has it>.<name in it>"
 
     def chunks(self, ranks: int) -> list[int]:
-        """Numbers of each on every rank, with padding."""
+        """Return the size of each unit's chunk, with padding."""
         return [-(-numel // ranks) for numel in self.numels]
 
     def own(self, rank: int, ranks: int) -> list[int]:
-        """Parameters of each on one rank."""
+        """Return the number of each unit's parameters that `rank` owns."""
         return [
             max(0, min(chunk, numel - rank * chunk))
             for numel, chunk in zip(self.numels, self.chunks(ranks), strict=True)
@@ -208,8 +208,8 @@ class Units(NamedTuple):
 
 
 class Sharding:
-    """Beside `constant` bytes, which stay, what comes and goes of `units` on rank `rank` of `ranks`; gradients from
-    stage 2 on are no constant."""
+    """What rank `rank` of `ranks` holds of `units`: `constant` bytes that stay, and weights and gradients that do not;
+    from stage 2 on no gradients are in `constant`."""
 
     def __init__(
         self, stage: int, units: Units, rank: int, ranks: int, itemsize: int, constant: float, *, microbatches: int,
@@ -239,7 +239,7 @@ class Sharding:
         return self.constant + numbers * self.itemsize
 
     def after(self, happening: Happening) -> Iterator[float]:
-        """Take and free memory as the rules say."""
+        """Take and free memory by the rules of the stage."""
         what, layer, name = happening.what, happening.layer, happening.name
         if what == "dealt":
             self.summed = set()
@@ -262,13 +262,13 @@ class Sharding:
             self.whole |= {self.unit_of[each] for each in (layer, following)[: 1 + ahead] if each in self.unit_of}
 
     def _collects(self, unit: int) -> Iterator[float]:
-        """With a unit's first gradient begins its flat one."""
+        """Allocate the flat gradient of a unit with its first gradient."""
         if unit not in self.collected:
             yield from self._finish()
             self.collected.add(unit)
 
     def _taken(self, happening: Happening) -> Iterator[float]:
-        """With the last gradient of a unit its sum begins; what was summed before it is done."""
+        """Begin the sum of a unit with its last gradient, and end the sum before."""
         unit = self.names[happening.name]
         if self.stage == 1 and self.number:  # the sum with that of an earlier microbatch, beside both
             yield self.held() + happening.numel * self.itemsize
@@ -282,7 +282,7 @@ class Sharding:
             self.whole.discard(unit)
 
     def _finish(self) -> Iterator[float]:
-        """The shard's gradient is copied while the vector that it is cut from is still there."""
+        """End the sum under way: copy the shard's gradient, then free the vector."""
         if self.under_way is not None:
             if self.stage > 1:
                 self.summed.add(self.under_way)

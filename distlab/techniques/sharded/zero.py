@@ -4,15 +4,16 @@ A step of Adam in float32 needs 16 bytes a parameter: 4 the weight, 4 the gradie
 in plain data parallelism every rank holds them all. Each stage gives up one more copy, layer by layer, in flat units
 (flat_parameter.py):
 
-    stage 1   optimizer state only for the rank's own part: the gradients are reduce-scattered, each rank steps its part
-              of the weights, and they are gathered. 2(N-1)/N·S bytes a step, as an all_reduce: it is the same two
-              halves
-    stage 2   and of the gradients only the part: each unit's are summed and dropped as the backward pass hands them
-              over
-    stage 3   and of the weights: a unit is gathered just before it computes, forward and backward, and freed after.
-              3(N-1)/N·S, or 2(N-1)/N·S if it stays gathered in between
+    stage 1   each rank keeps optimizer state for its own part only: gradients are reduce-scattered, each rank steps its
+              part of the weights, and the weights are gathered. It sends 2(N-1)/N·S bytes per step, as an all_reduce,
+              which has the same two halves
+    stage 2   each rank keeps only its part of the gradients, too: a unit's gradients are summed during the backward
+              pass, and dropped
+    stage 3   each rank keeps only its part of the weights, too: a unit is gathered just before it computes, forward and
+              backward, and freed after. It sends 3(N-1)/N·S, or 2(N-1)/N·S if units stay gathered in between
 
-`Unshard` says how weights come and go, `ReduceScatterScheduler` how gradients are summed; `Zero` says when.
+`Zero` decides in the passes when a unit is gathered, freed and summed. Below it, `Unshard` gathers and frees weights,
+and `ReduceScatterScheduler` sums gradients.
 """
 
 import weakref
@@ -30,101 +31,6 @@ from distlab.techniques.collectives.phases import phase
 from distlab.techniques.collectives.point_to_point import Pending
 from distlab.techniques.sharded.flat_parameter import FlatParameter, FlatUnits
 
-# Whole weights, just in time: a unit is unsharded when its layer is about to compute, and resharded when it has.
-#
-# A gather that is begun one layer ahead costs no waiting where the link is free while the cores compute; one further
-# ahead would hold one layer more (`LAB_RESHARD=0` holds them all). ZeRO-1 and -2 keep their weights, and gather them
-# after each step.
-
-
-class Unshard:
-    """The whole weights of `units`, of which every rank has a chunk; all ranks make the same calls in order."""
-
-    def __init__(self, units: Sequence[FlatParameter], collective: Collective) -> None:
-        self.units, self.collective = units, collective
-        self.there = [False] * len(units)  # or on its way
-        self._pending: dict[int, Pending] = {}
-
-    def need(self, index: int) -> None:
-        """Return once the weights of unit `index` are whole."""
-        self.begin(index)
-        pending = self._pending.pop(index, None)
-        if pending is not None:
-            with phase("wait", self.units[index].label):
-                pending.wait()
-
-    def begin(self, index: int) -> None:
-        """Begin to gather the unit, if it is not there yet."""
-        if self.there[index]:
-            return
-        unit = self.units[index]
-        with phase("all_gather", unit.label):
-            self._pending[index] = self.collective.all_gather(unit.materialize(), unit.local, async_op=True)
-        self.there[index] = True
-
-    def reshard(self, index: int) -> None:
-        """Let the unit's weights go; this rank's chunk stays."""
-        self.units[index].free()
-        self.there[index] = False
-
-    def again(self) -> None:
-        """Gather all units, which have kept their memory, at once."""
-        with phase("all_gather"):
-            pending = [self.collective.all_gather(unit.whole, unit.local, async_op=True) for unit in self.units]
-        with phase("wait"):
-            for each in pending:
-                each.wait()
-
-
-# Gradients, summed as they come: a unit's sum is begun when its last gradient is there, while the backward pass goes
-# on.
-#
-# Each rank gets its chunk of the sum, and the rest can go. How many are held at once is the whole point: with no
-# bound ZeRO-2 would hold all gradients, and peak above ZeRO-1. One sum is under way at a time; where it moves without
-# the processor's help (NCCL) the next unit's gradients are collected meanwhile. Over gloo the ranks' cores do the
-# sending: there a second vector costs memory, 5 % of the peak that `python -m benchmarks.ledgers` prints for 4 ranks.
-
-
-class Sum(NamedTuple):
-    """A unit's gradients on their way."""
-
-    unit: FlatParameter
-    flat: Tensor  # [N·c], this rank's chunk of it becomes the sum
-    keeps_flat: bool
-    pending: Pending
-
-
-class ReduceScatterScheduler:
-    """The sums of a step; all ranks begin the same ones in the same order."""
-
-    def __init__(self, collective: Collective) -> None:
-        self.collective = collective
-        self.under_way: Sum | None = None
-
-    def make_room(self) -> None:
-        """Before another unit's gradients are collected."""
-        if not self.collective.peers.batched:
-            self.finish()
-
-    def begin(self, unit: FlatParameter, flat: Tensor, *, keeps_flat: bool) -> None:
-        """Begin to sum the unit's `flat` gradients [N·c]; `keeps_flat`: the vector stays, and with it this rank's
-        part."""
-        self.finish()
-        own = flat[unit.rank * unit.chunk :][: unit.chunk]
-        with phase("reduce_scatter", unit.label):
-            pending = self.collective.reduce_scatter(own, flat, async_op=True)
-        self.under_way = Sum(unit, flat, keeps_flat, pending)
-
-    def finish(self) -> None:
-        """Wait for what is under way, and add it to what earlier microbatches left."""
-        if self.under_way is None:
-            return
-        (unit, flat, keeps_flat, pending), self.under_way = self.under_way, None
-        with phase("wait", unit.label):
-            pending.wait()
-        unit.add_gradient(flat[unit.rank * unit.chunk :][: unit.length], keeps=keeps_flat)
-        self.collective.peers.memory.release()  # (N-1)/N of a unit, which would stand beside the next one's weights
-
 
 class FlatGradient(NamedTuple):
     """A unit's gradients in one vector."""
@@ -134,16 +40,14 @@ class FlatGradient(NamedTuple):
 
 
 class Zero(FlatUnits):
-    """The parameters of `layers`, sharded over `group` in `stage` 1, 2 or 3; a step goes as `FlatUnits` says.
+    """The parameters of `layers`, sharded over `group` in `stage` 1, 2 or 3; `FlatUnits` shows a step.
 
-    A unit of two layers stays gathered from its first use to its last. The layers run in their order. Gradients are
+    The layers run in their order. A unit of two layers stays gathered from its first use to its last. Gradients are
     summed, never divided.
 
-    Args: reshard: free a unit after its forward pass; False gathers once a step and holds everything in between. Stage
-        3 alone.
+    Args:
+        reshard: in stage 3, free a unit after its forward pass; False gathers it once per step and keeps it.
     """
-
-    unshard_class, summed_class = Unshard, ReduceScatterScheduler
 
     def __init__(
         self, model: nn.Module, layers: Sequence[nn.Module], group: dist.ProcessGroup, stage: int, *,
@@ -151,8 +55,8 @@ class Zero(FlatUnits):
     ) -> None:  # fmt: skip
         super().__init__(model, layers, group, keeps_whole=stage < 3)
         self.stage, self.reshard = stage, reshard
-        self.unshard = self.unshard_class(self.units, self.collective)
-        self.summed = self.summed_class(self.collective)
+        self.unshard = Unshard(self.units, self.collective)
+        self.summed = ReduceScatterScheduler(self.collective)
         self._shared = {index for index in self.unit_of if self.unit_of.count(index) > 1}
         self._gradients: dict[int, FlatGradient] = {}  # by unit, as they are collected
         self._missing: list[set[str]] = []  # of each unit: parameters without a gradient in this microbatch
@@ -166,7 +70,7 @@ class Zero(FlatUnits):
 
     @contextmanager
     def microbatch(self, *, last: bool) -> Iterator[None]:
-        """Around forward and backward of a microbatch. Stage 1, which has room, sums after the last one alone."""
+        """Surround forward and backward of a microbatch. Stage 1 keeps all gradients, and sums after the last one."""
         self._last = last
         self._missing = [set(unit.named) for unit in self.units]
         try:
@@ -182,32 +86,32 @@ class Zero(FlatUnits):
         self.summed.finish()
 
     def publish(self) -> None:
-        """After the optimizer's step, or a load: every rank gets the others' weights, in stage 3 when needed."""
+        """After the optimizer's step, or a load: gather all weights; in stage 3 each unit when it is needed."""
         super().publish()
         if self.stage < 3:
-            self.unshard.again()
+            self.unshard.gather_all()
 
     # --- what happens in the passes ---
 
     def _watch_layer(self, layer: nn.Module, place: int) -> None:
-        """Hear of a layer before and after it runs.
+        """Call back before and after the layer runs.
 
-        By a weak reference: torch keeps hooks where Python's garbage collector does not look, and a cycle would never
-        be freed.
+        The hooks hold a weak reference: Python's garbage collector does not see torch's hooks, so it would never free
+        a cycle through one.
         """
         zero = weakref.proxy(self)
         layer.register_forward_pre_hook(lambda *_: zero._before_forward(place))
         layer.register_forward_hook(lambda _layer, _inputs, output: zero._after_forward(place, output))
 
     def _before_forward(self, place: int) -> None:
-        self.unshard.need(self.unit_of[place])
-        if not self._in_backward:  # where a layer is computed again, the one before it comes next
-            self._begin(place + 1)
+        self.unshard.wait_for(self.unit_of[place])
+        if not self._in_backward:  # when a layer is computed again, the one before it is next
+            self._gather_ahead(place + 1)
 
     def _after_forward(self, place: int, output: Tensor) -> None:
         if self._in_backward:
             return
-        if output.requires_grad:  # the output's gradient comes just before the layer's own
+        if output.requires_grad:  # the gradient of the output is computed just before the layer's own
             zero = weakref.proxy(self)
             output.register_hook(lambda _gradient: zero._before_backward(place))
         if self.reshard and self.unit_of[place] not in self._shared:
@@ -215,22 +119,22 @@ class Zero(FlatUnits):
 
     def _before_backward(self, place: int) -> None:
         self._in_backward = True
-        self.unshard.need(self.unit_of[place])
-        self._begin(place - 1)
+        self.unshard.wait_for(self.unit_of[place])
+        self._gather_ahead(place - 1)
 
-    def _begin(self, place: int) -> None:
-        """Gather ahead what the layer in this place needs, if there is one."""
+    def _gather_ahead(self, place: int) -> None:
+        """Begin to gather the unit of the layer in this place, if there is one."""
         if 0 <= place < len(self.unit_of):
             self.unshard.begin(self.unit_of[place])
 
     def _watch_gradients(self) -> None:
-        """Hear of every gradient once it is accumulated."""
+        """Call back for every gradient once it is accumulated."""
         for index, unit in enumerate(self.units):
             for place, (name, parameter) in enumerate(unit.named.items()):
-                parameter.register_post_accumulate_grad_hook(partial(_take, weakref.proxy(self), index, place, name))
+                parameter.register_post_accumulate_grad_hook(partial(_collect, weakref.proxy(self), index, place, name))
 
-    def _take_gradient(self, index: int, place: int, name: str, parameter: Tensor) -> None:
-        """Move a fresh gradient to its place in the unit's flat one; the last of a unit begins the sum."""
+    def _collect_gradient(self, index: int, place: int, name: str, parameter: Tensor) -> None:
+        """Move a fresh gradient to its place in the unit's flat one; after the last one, begin the sum."""
         view = self._flat_gradient(index).places[place]
         if parameter.grad is not None and parameter.grad is not view:
             view.copy_(parameter.grad)
@@ -240,7 +144,7 @@ class Zero(FlatUnits):
             self._complete(index)
 
     def _flat_gradient(self, index: int) -> FlatGradient:
-        """Where the unit's gradients are collected; from stage 2 on only until they are summed."""
+        """Return the vector that collects the unit's gradients; from stage 2 on it lives until they are summed."""
         if index not in self._gradients:
             unit = self.units[index]
             self.summed.make_room()
@@ -251,7 +155,7 @@ class Zero(FlatUnits):
 
     @torch.no_grad()
     def _complete(self, index: int) -> None:
-        """All gradients that this microbatch gives the unit are there: sum them, and in stage 3 let the weights go."""
+        """Sum the unit's gradients, which are all there, and in stage 3 free its weights."""
         unit, flat = self.units[index], self._flat_gradient(index)
         for (name, parameter), place in zip(unit.named.items(), flat.places, strict=True):
             if name in self._missing[index] and parameter.grad is None:
@@ -265,5 +169,99 @@ class Zero(FlatUnits):
             self.unshard.reshard(index)
 
 
-def _take(zero: Zero, index: int, place: int, name: str, parameter: Tensor) -> None:
-    zero._take_gradient(index, place, name, parameter)
+def _collect(zero: Zero, index: int, place: int, name: str, parameter: Tensor) -> None:
+    zero._collect_gradient(index, place, name, parameter)
+
+
+# Gather a unit's weights just before its layer computes, and free them after.
+#
+# A gather that begins one layer ahead costs no waiting where the link is free while the cores compute. Beginning two
+# layers ahead would hold one more layer (`LAB_RESHARD=0` holds all). ZeRO-1 and -2 keep their weights, and gather them
+# after each step.
+
+
+class Unshard:
+    """Gathers and frees the weights of `units`, of which every rank has a chunk; all ranks make the same calls."""
+
+    def __init__(self, units: Sequence[FlatParameter], collective: Collective) -> None:
+        self.units, self.collective = units, collective
+        self.gathered = [False] * len(units)  # or being gathered
+        self._pending: dict[int, Pending] = {}
+
+    def wait_for(self, index: int) -> None:
+        """Return once the weights of unit `index` are whole."""
+        self.begin(index)
+        pending = self._pending.pop(index, None)
+        if pending is not None:
+            with phase("wait", self.units[index].label):
+                pending.wait()
+
+    def begin(self, index: int) -> None:
+        """Begin to gather the unit, if it is not gathered yet."""
+        if self.gathered[index]:
+            return
+        unit = self.units[index]
+        with phase("all_gather", unit.label):
+            self._pending[index] = self.collective.all_gather(unit.materialize(), unit.local, async_op=True)
+        self.gathered[index] = True
+
+    def reshard(self, index: int) -> None:
+        """Free the unit's weights; this rank's chunk stays."""
+        self.units[index].free()
+        self.gathered[index] = False
+
+    def gather_all(self) -> None:
+        """Gather all units, which have kept their memory, at once."""
+        with phase("all_gather"):
+            pending = [self.collective.all_gather(unit.whole, unit.local, async_op=True) for unit in self.units]
+        with phase("wait"):
+            for each in pending:
+                each.wait()
+
+
+# Sum gradients during the backward pass: a unit's sum begins when its last gradient is computed.
+#
+# Each rank gets its chunk of the sum, and the rest is freed. The number of sums under way is bounded: without a bound
+# ZeRO-2 would hold all gradients, and peak above ZeRO-1. One sum is under way at a time; where it runs without the
+# processor (NCCL), the next unit's gradients are collected meanwhile. Over gloo the ranks' cores send: there a second
+# vector costs memory, 5 % of the peak that `python -m benchmarks.ledgers` prints for 4 ranks.
+
+
+class Sum(NamedTuple):
+    """The sum of a unit's gradients, under way."""
+
+    unit: FlatParameter
+    flat: Tensor  # [N·c], this rank's chunk of it becomes the sum
+    keeps_flat: bool
+    pending: Pending
+
+
+class ReduceScatterScheduler:
+    """Sums the gradients of a step, unit by unit; all ranks begin the same sums in the same order."""
+
+    def __init__(self, collective: Collective) -> None:
+        self.collective = collective
+        self.under_way: Sum | None = None
+
+    def make_room(self) -> None:
+        """Wait for the sum under way where it has to end before the next unit's gradients are collected."""
+        if not self.collective.peers.batched:
+            self.finish()
+
+    def begin(self, unit: FlatParameter, flat: Tensor, *, keeps_flat: bool) -> None:
+        """Begin to sum the unit's `flat` gradients [N·c]; with `keeps_flat` the vector and the sum in it are kept."""
+        self.finish()
+        own = flat[unit.rank * unit.chunk :][: unit.chunk]
+        with phase("reduce_scatter", unit.label):
+            pending = self.collective.reduce_scatter(own, flat, async_op=True)
+        self.under_way = Sum(unit, flat, keeps_flat, pending)
+
+    def finish(self) -> None:
+        """Wait for the sum under way, and add it to the sums of earlier microbatches."""
+        if self.under_way is None:
+            return
+        (unit, flat, keeps_flat, pending), self.under_way = self.under_way, None
+        with phase("wait", unit.label):
+            pending.wait()
+        unit.add_gradient(flat[unit.rank * unit.chunk :][: unit.length], keeps=keeps_flat)
+        self.collective.peers.memory.release()  # (N-1)/N of a unit, which would stand beside the next one's weights

@@ -1,20 +1,21 @@
 """Tensor parallelism: every rank computes a slice of each matrix product, on the same samples.
 
-A product can be cut in two ways (Shoeybi et al. 2019, "Megatron-LM", section 3). By the rows of the weight, which are
-its outputs: each rank gets some of the outputs, with nothing sent. By the columns, its inputs: each rank gets all
-outputs, but only its part of their sum. One after the other they fit together, since what the first leaves on a rank is
-what the second needs there, and whatever works on each output by itself may stand between: an activation, or a whole
-attention head.
+A product can be cut in two ways (Shoeybi et al. 2019, "Megatron-LM", section 3). Cut by the rows of the weight, which
+are its outputs, each rank computes some of the outputs and sends nothing. Cut by the columns, its inputs, each rank
+computes a part of the sum that every output is. The two fit together: what the first leaves on a rank is what the
+second needs there, and anything that works on each output by itself may stand between them, such as an activation or a
+whole attention head.
 
     y = W2 gelu(W1 x)        W1 by rows, W2 by columns: one sum over the ranks, after W2
 
-What stands at the two ends is a pair of maps, each the other's transpose, so that a forward pass through one is a
-backward pass through the other (`Region`):
+A `Region` says what lies between two such slices. Its maps into and out of a slice are each other's transpose: the
+backward pass of one is the forward pass of the other.
 
-                between slices              into a slice                        out of a slice
-    Whole       everything on every rank    f: as it is; backward all_reduce    g: all_reduce; backward as it is
-    Sequence    a part of the rows each     gather: all_gather;                 scatter: reduce_scatter;
-                                            backward reduce_scatter             backward all_gather
+                            between slices              into a slice                    out of a slice
+    ReplicatedRegion        everything on every rank    f: identity;                    g: all_reduce;
+                                                        backward all_reduce             backward identity
+    SequenceParallelRegion  a part of the rows each     gather: all_gather;             scatter: reduce_scatter;
+                                                        backward reduce_scatter         backward all_gather
 """
 
 from dataclasses import dataclass
@@ -33,79 +34,29 @@ from distlab.techniques.collectives.phases import phase
 from distlab.techniques.collectives.sharded_tensor import LocalShard
 from distlab.techniques.pipeline_parallel.zero_bubble import Product
 
-# Slices: which part of a dense tensor each rank holds, and how the parts become the dense tensor again.
-#
-# Parts are runs along one dimension, as even as whole units allow (torch's tensor_split: the first ranks one more).
-# The unit is a row or a column, or an attention head of several, which no rank may hold half of: 7 heads on 4 ranks
-# are 2, 2, 2 and 1.
-
-
-@dataclass(frozen=True)
-class Slice:
-    """Rank r holds `sizes[r]` of the dense tensor along `dim`, after those of the ranks before it."""
-
-    dim: int
-    sizes: tuple[int, ...]
-
-    def piece(self, dense: Tensor, rank: int) -> Tensor:
-        """The part of `dense` that `rank` holds: a copy, so that the dense tensor can go."""
-        view = dense.detach().narrow(self.dim, self.first(rank), self.sizes[rank])
-        return view.clone(memory_format=torch.contiguous_format)
-
-    def place(self, part: Tensor, rank: int) -> LocalShard:
-        """Where the part of `rank` stands in the dense tensor."""
-        shape, offset = list(part.shape), [0] * part.dim()
-        shape[self.dim], offset[self.dim] = sum(self.sizes), self.first(rank)
-        return LocalShard(torch.Size(shape), [(tuple(offset), part)] if part.numel() else [])
-
-    def placed(self, piece: LocalShard, rank: int) -> LocalShard:
-        """The same for a piece of that part."""
-        shape, first = list(piece.shape), self.first(rank)
-        shape[self.dim] = sum(self.sizes)
-        moved = [((*at[: self.dim], at[self.dim] + first, *at[self.dim + 1 :]), box) for at, box in piece.boxes]
-        return LocalShard(torch.Size(shape), moved)
-
-    def first(self, rank: int) -> int:
-        return sum(self.sizes[:rank])
-
-
-def shares(num_units: int, num_ranks: int, unit: int = 1) -> tuple[int, ...]:
-    """Sizes of each rank's share of `num_units` units, each `unit` long."""
-    each, more = divmod(num_units, num_ranks)
-    return tuple((each + (rank < more)) * unit for rank in range(num_ranks))
-
-
-def slices_of(model: nn.Module) -> dict[str, Slice]:
-    """The slice of each parameter that is not held whole, by its name: what each module says in its `slices`."""
-    return {
-        f"{name}.{parameter}" if name else parameter: part
-        for name, module in model.named_modules()
-        for parameter, part in getattr(module, "slices", {}).items()
-    }
-
 
 class Region(Protocol):
-    """What stands before and after a part of the model whose ranks each compute a slice."""
+    """What lies before and after a slice: the maps into it and out of it."""
 
     def enter(self, x: Tensor) -> Tensor:
-        """What lies between blocks, [..., D], as each rank's slice needs it: all rows."""
+        """Return all rows of `x` [..., D], as each rank's slice needs them."""
 
     def leave(self, partial: Tensor) -> Tensor:
-        """The sum of all ranks' `partial`, [..., D], as it lies between blocks."""
+        """Return the sum of all ranks' `partial` [..., D], as it lies between blocks."""
 
 
-class Whole:
-    """Every rank holds all activations between the blocks: Shoeybi's f and g."""
+class ReplicatedRegion:
+    """Activations between blocks are replicated on every rank (f and g of Shoeybi et al.)."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
 
     def enter(self, x: Tensor) -> Tensor:
-        """f."""
+        """Apply f."""
         return Copy.apply(x, self.group)  # type: ignore[no-any-return, no-untyped-call]
 
     def leave(self, partial: Tensor) -> Tensor:
-        """g, in place of `partial`."""
+        """Apply g, in place of `partial`."""
         return Reduce.apply(partial, self.group)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -113,7 +64,8 @@ class Copy(torch.autograd.Function):
     """f. Forward: identity. Backward: all_reduce, since every rank used x for its slice, and each has a part of the
     gradient.
 
-    The gradient is summed where it stands. What follows has to make one that nobody else sees, as a linear layer does.
+    The all_reduce overwrites the gradient that it is given. So the layer behind f has to return a fresh one, as a
+    linear layer does.
     """
 
     @staticmethod
@@ -127,7 +79,7 @@ class Copy(torch.autograd.Function):
 
 
 class Reduce(torch.autograd.Function):
-    """g. Forward: all_reduce, in place. Backward: identity, for the loss behind it is the same one on every rank."""
+    """g. Forward: all_reduce, in place. Backward: identity, because every rank computes the same loss behind it."""
 
     @staticmethod
     def forward(ctx: Any, partial: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -148,8 +100,8 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 class ColumnParallelLinear(nn.Module):
     """This rank's outputs of a linear layer: [..., D] to [..., sizes[rank]].
 
-    Named for the columns of the paper's x·A, which are the rows of torch's weight. x has come through `Region.enter`,
-    once for all the layers that take it: one sum of gradients for q, k and v together.
+    It is named for the columns of the paper's x·A, which are the rows of torch's weight. Its caller applies
+    `Region.enter` to x, once for all layers that take x: one sum of gradients for q, k and v together.
     """
 
     def __init__(self, dense: nn.Linear, sizes: tuple[int, ...], rank: int) -> None:
@@ -157,16 +109,17 @@ class ColumnParallelLinear(nn.Module):
         self.slices = {name: Slice(0, sizes) for name, _ in dense.named_parameters()}
         self.weight = nn.Parameter(self.slices["weight"].piece(dense.weight, rank))
         self.bias = None if dense.bias is None else nn.Parameter(self.slices["bias"].piece(dense.bias, rank))
-        self.product: Product = F.linear  # a pipeline may split its backward pass (pipeline.py)
+        self.product: Product = F.linear  # a pipeline may split its backward pass (zero_bubble.py)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.product(x, self.weight, self.bias)  # [..., D/tp]
 
 
 class RowParallelLinear(nn.Module):
-    """This rank's inputs of a linear layer: [..., sizes[rank]] to [..., D], which `region` sums over the ranks.
+    """The outputs [..., D] of a linear layer from this rank's inputs [..., sizes[rank]]; `region` sums them over the
+    ranks.
 
-    The bias is whole on every rank and is added once, to the sum: added to each part it would count N times.
+    Every rank holds the whole bias and adds it to the sum: added to each part it would count N times.
     """
 
     def __init__(self, dense: nn.Linear, sizes: tuple[int, ...], rank: int, region: Region) -> None:
@@ -184,14 +137,14 @@ class RowParallelLinear(nn.Module):
 
 # The two ends of a language model, cut by the rows of the vocabulary: embedding and cross-entropy.
 #
-# The largest matrices of a small model stand here, and with tied weights they are one, so both ends cut it alike.
-# What a rank does not hold is another's: a token of another rank's rows adds zeros to the sum over the ranks; and of
-# the scores, as many as the vocabulary for each token, none is ever sent. A softmax needs of the others only its
-# maximum and its sum (Shoeybi et al. 2019, section 3: b·s numbers for b·s·v).
+# They are the largest matrices of a small model. With tied weights they are one matrix, so both ends cut it in the
+# same way. Where a token belongs to another rank's rows, this rank adds zeros to the sum over the ranks. The scores, as
+# many as the vocabulary for each token, are never sent: a softmax needs only the maximum and the sum of the other
+# ranks' scores (Shoeybi et al. 2019, section 3: b·s numbers in place of b·s·v).
 
 
 class VocabularyParallelEmbedding(nn.Module):
-    """Tokens [rows, ...] to vectors [rows, ..., D], of which this rank holds some, summed by `region`."""
+    """The vectors [rows, ..., D] of tokens [rows, ...]; each rank holds some rows of the table, and `region` sums."""
 
     def __init__(self, dense: nn.Embedding, sizes: tuple[int, ...], rank: int, region: Region) -> None:
         super().__init__()
@@ -208,7 +161,7 @@ class VocabularyParallelEmbedding(nn.Module):
 
 
 class VocabularyParallelCrossEntropy(nn.Module):
-    """Sum over all tokens of -log p(token), from this rank's scores [..., V/tp]; the same number on every rank."""
+    """The sum over all tokens of -log p(token), from this rank's scores [..., V/tp]; the same on every rank."""
 
     def __init__(self, sizes: tuple[int, ...], group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -246,7 +199,7 @@ class CrossEntropy(torch.autograd.Function):
 
 
 def own_tokens(tokens: Tensor, first: int, num_rows: int) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Where those of `tokens` stand that are one of `num_rows` from `first` on, and which of these each is."""
+    """Find the tokens between `first` and `first + num_rows`: their places in `tokens`, and their rows in the slice."""
     rows = tokens - first
     own = ((rows >= 0) & (rows < num_rows)).nonzero(as_tuple=True)
     return own, rows[own]
@@ -254,22 +207,22 @@ def own_tokens(tokens: Tensor, first: int, num_rows: int) -> tuple[tuple[Tensor,
 
 # Sequence parallelism: between the slices each rank keeps a part of the rows, not all of them.
 #
-# What stands between two slices, norms and residual sums, works on each row by itself; with f and g every rank does
-# all of it and holds all of it. An all_reduce is a reduce_scatter and then an all_gather: stop between the two, let
-# each rank work on its rows there, and go on where the next slice begins. The bytes are the same, the activations
-# between the slices a t-th (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models",
-# section 4.2.2). What every rank holds whole, but used on its rows alone, has a part of its gradient on each: a norm's
-# gain, a row-parallel bias.
+# Norms and residual sums, which lie between two slices, work on each row by itself. With f and g every rank computes
+# and holds all rows there. An all_reduce is a reduce_scatter followed by an all_gather: sequence parallelism stops
+# between the two, lets each rank work on its own rows, and gathers where the next slice begins. It sends the same
+# bytes, and the activations between slices are a t-th (Korthikanti et al. 2022, "Reducing Activation Recomputation in
+# Large Transformer Models", section 4.2.2). A parameter that every rank holds whole but uses on its own rows, such as a
+# norm's gain or a row-parallel bias, has a part of its gradient on each rank.
 
 # How the rows are scattered, by backend.
 SCATTERING = {"gloo": "exchange", "tcp": "direct", "nccl": "backend"}
 
 
-class Sequence:
+class SequenceParallelRegion:
     """Rank r holds chunk r of the rows (dim 0: positions, or samples): Korthikanti's g and g-bar.
 
-    Any number of rows will do, and a chunk may be empty (the `tensor_split` of Collective). How many there are is noted
-    where they are cut, by `own` and `leave`, so one of them has to stand before the first `enter` of a forward pass.
+    The number of rows need not divide by that of ranks, and a chunk may be empty (the `tensor_split` of Collective).
+    `own` and `leave`, which cut the rows, note their number for `enter`: call one of them before the first `enter`.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -283,12 +236,12 @@ class Sequence:
         self.num_rows = 0
 
     def own(self, rows: Tensor) -> Tensor:
-        """This rank's chunk of rows that all ranks hold. Backward: zeros for the others."""
+        """Return this rank's chunk of rows that all ranks hold. Backward: zeros for the other chunks."""
         self.num_rows = len(rows)
         return rows.tensor_split(self.gathering.peers.world_size)[self.gathering.peers.rank]
 
     def enter(self, x: Tensor) -> Tensor:
-        """The gather: own rows to all rows. Backward: reduce_scatter of the ranks' parts of the gradient."""
+        """Gather all ranks' rows. Backward: reduce_scatter of the ranks' parts of the gradient."""
         num_rows = self.num_rows
         return linear(
             x,
@@ -297,7 +250,7 @@ class Sequence:
         )
 
     def leave(self, partial: Tensor) -> Tensor:
-        """The scatter: partial sums of all rows to sums of own rows. Backward: all_gather of their gradients."""
+        """Sum all ranks' partial rows, and return this rank's. Backward: all_gather of their gradients."""
         num_rows = self.num_rows = len(partial)
         return linear(
             partial,
@@ -314,7 +267,7 @@ def all_gather(chunk: Tensor, collective: Collective, num_rows: int) -> Tensor:
 
 
 def reduce_scatter(rows: Tensor, collective: Collective) -> Tensor:
-    """This rank's chunk of the sum of all ranks' rows."""
+    """Return this rank's chunk of the sum of all ranks' rows."""
     peers = collective.peers
     chunk = torch.empty_like(rows.tensor_split(peers.world_size)[peers.rank], memory_format=torch.contiguous_format)
     with phase("reduce_scatter"):
@@ -330,13 +283,10 @@ def sum_together(gradients: list[Tensor], group: dist.ProcessGroup) -> None:
         gradient.copy_(total.view_as(gradient))
 
 
-# What sequence parallelism needs beside its region: rows come first in what a model works on, for they are sliced.
+def rows_first(model: Model, region: SequenceParallelRegion) -> None:
+    """Put rows, which are sliced between blocks, in the first dimension: [B, S, ...] becomes [S, B, ...] in gpt.
 
-
-def rows_first(model: Model, region: Sequence) -> None:
-    """Turn what the model works on: [B, S, ...] becomes [S, B, ...] in gpt, whose rows between blocks are sliced.
-
-    The rows of mlp are its samples, and come first already: they are sliced where they come in, and the targets too.
+    The rows of mlp are its samples, which are first already: the model's inputs and targets are sliced.
     """
     if model.name != "gpt":
         model.register_forward_pre_hook(lambda _, batch: tuple(region.own(rows) for rows in batch))
@@ -345,10 +295,10 @@ def rows_first(model: Model, region: Sequence) -> None:
     rows_inside(model, region)
 
 
-def rows_inside(model: Model, region: Sequence) -> None:
-    """The layers of gpt take [S, B, ...] and give it; who runs them turns what comes in."""
+def rows_inside(model: Model, region: SequenceParallelRegion) -> None:
+    """Let the layers of gpt take and return [S, B, ...]; the caller transposes the model's inputs."""
     for part in list(model.modules()):
-        if isinstance(part, Attention):  # between its projections it knows no other order than [B, S, D]
+        if isinstance(part, Attention):  # which computes on [B, S, D] between its projections
             for project in (part.q, part.k, part.v):
                 project.register_forward_hook(lambda _, __, out: out.transpose(0, 1))
             part.o.register_forward_pre_hook(lambda _, args: args[0].transpose(0, 1))
@@ -358,9 +308,9 @@ def rows_inside(model: Model, region: Sequence) -> None:
 
 
 class RowsEmbedding(nn.Module):
-    """Bytes [S, B] to this rank's rows of vectors, [S/tp, B, D]."""
+    """This rank's rows [S/tp, B, D] of the vectors of tokens [S, B]."""
 
-    def __init__(self, embedding: Embedding, region: Sequence) -> None:
+    def __init__(self, embedding: Embedding, region: SequenceParallelRegion) -> None:
         super().__init__()
         self.token, self.position, self.region = embedding.token, embedding.position, region
         self.positions = embedding.positions
@@ -369,3 +319,54 @@ class RowsEmbedding(nn.Module):
         at = slice(len(tokens)) if self.positions is None else self.positions
         hidden: Tensor = self.token(tokens)
         return hidden + self.region.own(self.position.weight[at])[:, None]
+
+
+# Slices: which part of a dense tensor each rank holds, and where that part stands in the dense tensor.
+#
+# A part is a run along one dimension. Parts are as even as whole units allow (as torch's tensor_split: the first ranks
+# get one more). A unit is a row or a column, or the rows of an attention head, which is never cut: 7 heads on 4 ranks
+# are 2, 2, 2 and 1.
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Rank r holds `sizes[r]` of the dense tensor along `dim`, after those of the ranks before it."""
+
+    dim: int
+    sizes: tuple[int, ...]
+
+    def piece(self, dense: Tensor, rank: int) -> Tensor:
+        """Copy the part of `dense` that `rank` holds, so that the dense tensor can be freed."""
+        view = dense.detach().narrow(self.dim, self.first(rank), self.sizes[rank])
+        return view.clone(memory_format=torch.contiguous_format)
+
+    def place(self, part: Tensor, rank: int) -> LocalShard:
+        """Return the part of `rank` with its offset in the dense tensor."""
+        shape, offset = list(part.shape), [0] * part.dim()
+        shape[self.dim], offset[self.dim] = sum(self.sizes), self.first(rank)
+        return LocalShard(torch.Size(shape), [(tuple(offset), part)] if part.numel() else [])
+
+    def placed(self, piece: LocalShard, rank: int) -> LocalShard:
+        """Do the same for a piece of that part."""
+        shape, first = list(piece.shape), self.first(rank)
+        shape[self.dim] = sum(self.sizes)
+        moved = [((*at[: self.dim], at[self.dim] + first, *at[self.dim + 1 :]), box) for at, box in piece.boxes]
+        return LocalShard(torch.Size(shape), moved)
+
+    def first(self, rank: int) -> int:
+        return sum(self.sizes[:rank])
+
+
+def partition_sizes(num_units: int, num_ranks: int, unit: int = 1) -> tuple[int, ...]:
+    """Share out `num_units` units, each `unit` long; return the size of each rank's part."""
+    each, more = divmod(num_units, num_ranks)
+    return tuple((each + (rank < more)) * unit for rank in range(num_ranks))
+
+
+def slices_of(model: nn.Module) -> dict[str, Slice]:
+    """Return the slice of each parameter that is not held whole, by name, from the modules' `slices`."""
+    return {
+        f"{name}.{parameter}" if name else parameter: part
+        for name, module in model.named_modules()
+        for parameter, part in getattr(module, "slices", {}).items()
+    }

@@ -222,6 +222,10 @@ def test_once_ranks_may_leave_the_others_go_on_and_one_comes_back(world: World) 
     assert [entry.rank for entry in gone.lost] == [2] and "rank 2 lost" in gone.sentence
     world.join(2, life=2, token="another")
     assert world.until(2, Refused).sentence == "the run that this rank had left is over"
+    world.server.views.ended = True
+    world.join(2, life=2, token=TOKEN)
+    assert world.until(2, Refused).sentence == "the run that this rank had left is over"
+    world.server.views.ended = False
     world.join(2, life=2, token=TOKEN)
     assert {member.rank: member.life for member in world.until(2, Sealed).members} == {0: 1, 1: 1, 2: 2}
     assert world.until(1, Back).member.life == 2

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from distlab.lab.cluster.messages import Ask, Decide, Done, Living, Meet, Plan, Reborn, View
-from distlab.lab.cluster.views import AGAIN, BEGIN, Views
+from distlab.lab.cluster.views import AGAIN, BEGIN, END, Views
 
 
 class World:
@@ -64,6 +64,20 @@ def test_those_who_are_left_agree_without_the_one_that_is_gone(dead: int) -> Non
     world.views.lost(dead)
     assert world.decided(left[0]) == left
     assert dead not in world.last(left[0], Living).lives
+
+
+def test_who_comes_back_while_all_meet_for_the_end_is_waited_for_and_then_nobody_is_let_in() -> None:
+    world = World(3)
+    world.views.lost(2)
+    world.meet(0, 1, why=END)
+    world.views.joined(2, 22)
+    world.plan(0, [0, 1])
+    assert world.last(1, View) is None and not world.views.ended
+    world.meet(2, why=END)
+    assert world.decided(0) == [0, 1, 2]
+    world.plan(0, [0, 1, 2])
+    assert world.last(2, View).members == [(0, 10), (1, 11), (2, 22)]
+    assert world.views.ended
 
 
 def test_the_first_dies_while_it_decides() -> None:

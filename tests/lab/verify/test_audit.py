@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distlab.contract import Held, Instead, Mistake, Mode, Strategy, Variant
+from distlab.contract import Held, Instead, Mistake, Mode, Strategy, Variant, replaced
 from distlab.lab.config import Config
 from distlab.lab.lab import Lab
 from distlab.lab.report.reading import from_line
@@ -26,6 +26,7 @@ from distlab.lab.workload.optimizer import make_optimizer
 from distlab.techniques.data_parallel.buckets import GradientBuckets
 from distlab.techniques.data_parallel.strategy import Replica, begin_alike
 from distlab.techniques.mesh.grid import Mesh
+from distlab.techniques.sharded import flat_parameter
 from distlab.techniques.sharded.flat_parameter import FlatParameter, Sharded
 from distlab.techniques.sharded.zero import Zero
 from tests.labs import one_rank
@@ -38,12 +39,15 @@ ADAMW = {"LAB_OPTIMIZER": "adamw", "LAB_LR": "0.01"}
 Run: TypeAlias = dict[str, Any]
 
 
-def flat(model: Model, mesh: Mesh, config: Config, kind: type[Replica] = Replica) -> Strategy:
+Faulty = Replica  # a fault takes its place
+
+
+def flat(model: Model, mesh: Mesh, config: Config) -> Strategy:
     """Data parallelism with one bucket, in a class that may be faulty where it does not compute in float64."""
     begin_alike(model, mesh.group, config)
     buckets = GradientBuckets(model.parameters(), mesh.group, float("inf"), overlap=False)
     exact = next(model.parameters()).dtype == torch.float64
-    return (Replica if exact else kind)(model, config, buckets)
+    return (Replica if exact else Faulty)(model, config, buckets)
 
 
 class NeverUpdates(Replica):
@@ -112,13 +116,14 @@ class Unpublished(FlatParameter):
         """Keep what was stepped to itself."""
 
 
-class NeverPublishes(Zero):
-    unit_class = Unpublished
+def never_publishes(*args: Any, right: type[Zero] = Zero, **kwargs: Any) -> Zero:
+    with replaced(vars(flat_parameter), {"FlatParameter": Unpublished}):
+        return right(*args, **kwargs)
 
 
-def zero2(model: Model, mesh: Mesh, config: Config, zero: type[Zero] = Zero) -> Strategy:
+def zero2(model: Model, mesh: Mesh, config: Config) -> Strategy:
     """Float32 masters where the weights are of 16 bits."""
-    return Sharded(model, zero(model, list(model.layers), mesh.group, stage=2), mesh.group, config)
+    return Sharded(model, Zero(model, list(model.layers), mesh.group, stage=2), mesh.group, config)
 
 
 def without_step_3(names: list[str], step: int) -> list[str]:
@@ -138,10 +143,10 @@ KIND: dict[str, tuple[type[Replica], dict[str, str], str]] = {
     "leaves_one_update_out": (SkipsOneUpdate, {}, "timed losses"),
     "never_updates_in_bfloat16": (NeverUpdates, {"LAB_DTYPE": "bfloat16"}, "timed losses"),
 }
-FAULTS = {name: (Instead(("flat",), {"kind": kind}), given, check) for name, (kind, given, check) in KIND.items()} | {
+FAULTS = {name: (Instead(("flat",), {"Faulty": kind}), given, check) for name, (kind, given, check) in KIND.items()} | {
     "stays_at_batch_0": (Instead(batches=FirstBatch), {}, "timed losses"),
     "masters_never_reach_16_bits": (
-        Instead(("zero2",), {"zero": NeverPublishes}),
+        Instead(("zero2",), {"Zero": never_publishes}),
         {"LAB_DTYPE": "bfloat16"},
         "timed losses",
     ),

@@ -133,6 +133,18 @@ def test_layers_run_to_the_end_and_gradients_come_back_and_are_dropped() -> None
     assert max(each.highest for each in happenings) > 4000
 
 
+def test_what_was_there_before_may_end_meanwhile() -> None:
+    lab, left = lab_of(), [torch.ones(1000)]
+    dealt = lab.dealt
+
+    def deal(batches: Batches, step: int) -> Any:
+        left.clear()
+        return dealt(batches, step)
+
+    lab.dealt = deal
+    assert outlined(lab) == outlined(lab_of())
+
+
 def test_two_microbatches_pass_one_after_the_other_and_hold_less() -> None:
     one, two = (max(each.highest for each in outlined(lab_of(LAB_MICROBATCHES=number))) for number in ("1", "2"))
     assert two < one

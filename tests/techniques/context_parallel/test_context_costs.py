@@ -17,7 +17,7 @@ from distlab.techniques.context_parallel.costs import (
     ulysses_messages,
 )
 from distlab.techniques.context_parallel.strategy import contiguous, zigzag
-from distlab.techniques.tensor_parallel.layers import shares
+from distlab.techniques.tensor_parallel.layers import partition_sizes
 
 RANKS = st.integers(1, 8)
 
@@ -42,7 +42,7 @@ def test_all_ranks_together_send_what_has_to_go(ranks: int, length: int) -> None
     for cut in (contiguous, zigzag):
         rows = cut(length, ranks).num_rows
         assert sum(ring_bytes(rows, 1, rank) for rank in range(ranks)) == 3 * (ranks - 1) * length
-    rows, heads = contiguous(length, ranks).num_rows, shares(5, ranks)
+    rows, heads = contiguous(length, ranks).num_rows, partition_sizes(5, ranks)
     kept = sum(row * head for row, head in zip(rows, heads, strict=True))
     assert sum(ulysses_bytes(rows, heads, 1, rank) for rank in range(ranks)) == 8 * (length * 5 - kept)
 
@@ -50,7 +50,7 @@ def test_all_ranks_together_send_what_has_to_go(ranks: int, length: int) -> None
 @given(RANKS, st.integers(1, 20))
 def test_folded_keys_that_go_where_they_are_seen_are_three_quarters_of_a_ring(ranks: int, each: int) -> None:
     positions = zigzag(2 * ranks * each, ranks)
-    seen = [[positions.seen(rank, other).num_keys for other in range(ranks)] for rank in range(ranks)]
+    seen = [[positions.visible_keys(rank, other).num_keys for other in range(ranks)] for rank in range(ranks)]
     sent = [sum(shift_rows(seen, rank)) for rank in range(ranks)]
     around = 3 * (ranks - 1) * 2 * each
     assert sum(sent) == ranks * around * 3 / 4

@@ -151,20 +151,25 @@ def test_keys_that_go_where_they_are_seen_do_the_same(
     found = ranks(world_size, differences, ShiftAttention, cut, length, heads)
     assert max(chain(*(apart.values() for apart, _ in found))) < 1e-14
     positions = cut(length, world_size)
-    seen = [[positions.seen(rank, other).num_keys for other in range(world_size)] for rank in range(world_size)]
+    seen = [[positions.visible_keys(rank, other).num_keys for other in range(world_size)] for rank in range(world_size)]
     assert [calls for _, calls in found] == [
         sum(sent > 0 for sent in shift_rows(seen, rank)) for rank in range(world_size)
     ]
 
 
+def average(part: Part, more: Part) -> None:
+    part.out.add_(more.out).mul_(0.5)
+
+
 class Unweighed(RingAttention):
-    @staticmethod
-    def merge(part: Part, more: Part) -> None:
-        part.out.add_(more.out).mul_(0.5)
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ring, "merge", average)
+            return super().__call__(q, k, v)
 
 
 class Left(RingAttention):
-    def hand_home(self, parts: Iterator[tuple[int, Tensor]], own: Tensor) -> Tensor:
+    def return_gradients(self, parts: Iterator[tuple[int, Tensor]], own: Tensor) -> Tensor:
         for _ in parts:
             pass
         return own
@@ -228,7 +233,7 @@ def sources(group: dist.ProcessGroup) -> list[int]:
     """The ranks whose keys come by, each of which sends its own number."""
     ring = RingAttention(group, contiguous(6, group.size()))
     mine = torch.full((2, 1, 1, 6 // group.size(), 1), float(group.rank()))
-    came = [(source, there.unique().tolist()) for source, there in ring.around(mine)]
+    came = [(source, there.unique().tolist()) for source, there in ring.receive_keys(mine)]
     assert all(numbers == [source] for source, numbers in came)
     return [source for source, _ in came]
 

@@ -35,7 +35,7 @@ def test_what_is_seen_is_the_rectangle_that_a_causal_mask_leaves(
         rows = positions.of(rank)
         for other in set(range(ranks)) - {rank}:
             mask = rows[:, None] >= positions.of(other)
-            first_row, num_keys = positions.seen(rank, other)
+            first_row, num_keys = positions.visible_keys(rank, other)
             rectangle = torch.zeros_like(mask)
             rectangle[first_row:, :num_keys] = True
             assert torch.equal(mask, rectangle), (rank, other)
@@ -61,9 +61,9 @@ def test_folded_parts_have_the_same_work_and_contiguous_ones_have_not(ranks: int
 def test_five_positions_on_two_ranks() -> None:
     assert contiguous(5, 2).runs == ((range(3),), (range(3, 5),))
     assert zigzag(5, 2).runs == ((range(2), range(4, 5)), (range(2, 3), range(3, 4)))
-    assert zigzag(5, 2).seen(0, 1) == VisibleKeys(2, 2)  # position 4 sees 2 and 3
-    assert zigzag(5, 2).seen(1, 0) == VisibleKeys(0, 2)  # positions 2 and 3 see 0 and 1
-    assert contiguous(5, 2).seen(0, 1) == VisibleKeys(3, 0)
+    assert zigzag(5, 2).visible_keys(0, 1) == VisibleKeys(2, 2)  # position 4 sees 2 and 3
+    assert zigzag(5, 2).visible_keys(1, 0) == VisibleKeys(0, 2)  # positions 2 and 3 see 0 and 1
+    assert contiguous(5, 2).visible_keys(0, 1) == VisibleKeys(3, 0)
 
 
 def test_own_rows_are_those_of_the_positions() -> None:

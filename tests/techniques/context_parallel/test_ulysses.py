@@ -8,10 +8,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distlab.techniques.collectives.point_to_point import Peers
+from distlab.techniques.context_parallel import ulysses
 from distlab.techniques.context_parallel.costs import ulysses_messages
 from distlab.techniques.context_parallel.strategy import contiguous
 from distlab.techniques.context_parallel.ulysses import Swap, UlyssesAttention
-from distlab.techniques.tensor_parallel.layers import shares
+from distlab.techniques.tensor_parallel.layers import partition_sizes
 from tests.techniques.context_parallel.attending import all_of, differences
 from tests.warm_ranks import Ranks
 
@@ -24,17 +25,21 @@ pytestmark = pytest.mark.timeout(120)
 def test_ulysses_does_what_one_process_does(ranks: Ranks, world_size: int, length: int, heads: int) -> None:
     found = ranks(world_size, differences, UlyssesAttention, contiguous, length, heads)
     assert max(chain(*(apart.values() for apart, _ in found))) < 1e-14
-    rows, of_heads = contiguous(length, world_size).num_rows, shares(heads, world_size)
+    rows, of_heads = contiguous(length, world_size).num_rows, partition_sizes(heads, world_size)
     sent = [sum(pairs > 0 for pairs in ulysses_messages(rows, of_heads, rank)) for rank in range(world_size)]
     assert [calls for _, calls in found] == sent
 
 
-class Unsorted(UlyssesAttention):
-    class InTurn(Swap):
-        def exchange(self, parts: tuple[Tensor, ...], shapes: list[tuple[int, int]]) -> list[Tensor]:
-            return super().exchange(parts, shapes)[::-1]
+class InTurn(Swap):
+    def exchange(self, parts: tuple[Tensor, ...], shapes: list[tuple[int, int]]) -> list[Tensor]:
+        return super().exchange(parts, shapes)[::-1]
 
-    swap = InTurn
+
+class Unsorted(UlyssesAttention):
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ulysses, "Swap", InTurn)
+            return super().__call__(q, k, v)
 
 
 def test_parts_in_another_order_are_seen(ranks: Ranks) -> None:
@@ -47,7 +52,7 @@ def there_and_back(group: dist.ProcessGroup) -> tuple[list[int], list[int]]:
     rank, size = group.rank(), group.size()
     rows = torch.arange(5).tensor_split(size)[rank]
     x = (10 * rows + torch.arange(3)[:, None]).double()[None, None, :, :, None]
-    swap = Swap(Peers(group), contiguous(5, size).num_rows, shares(3, size))
+    swap = Swap(Peers(group), contiguous(5, size).num_rows, partition_sizes(3, size))
     by_heads = swap.to_heads(x)
     assert torch.equal(swap.to_rows(by_heads), x)
     return by_heads.flatten().int().tolist(), rows.tolist()

@@ -93,7 +93,7 @@ def around(
     rank, computed = group.rank(), []
     carries = Dispatch(held, range(group.size()), rank, AllToAll(group))
     sorted_rows = rows_of(rank, sum(admitted[rank]))
-    rows = sorted_rows[carries.addressed(admitted)].requires_grad_()
+    rows = sorted_rows[carries.send_order(admitted)].requires_grad_()
 
     def compute(there: torch.Tensor, counts: list[int]) -> torch.Tensor:
         computed.append(counts)
@@ -103,7 +103,7 @@ def around(
     back = carries(rows, admitted, compute)
     back.sum().backward()
     assert rows.grad is not None
-    return back.tolist(), rows.grad.tolist(), computed, carries.numbers(admitted)
+    return back.tolist(), rows.grad.tolist(), computed, carries.count_rows(admitted)
 
 
 ADMITTED = [[2, 0, 1], [1, 3, 0], [0, 0, 0]]

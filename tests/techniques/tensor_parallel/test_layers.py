@@ -20,13 +20,13 @@ from distlab.techniques.collectives.sharded_tensor import assembled
 from distlab.techniques.tensor_parallel.layers import (
     ColumnParallelLinear,
     Region,
+    ReplicatedRegion,
     RowParallelLinear,
-    Sequence,
+    SequenceParallelRegion,
     Slice,
     VocabularyParallelCrossEntropy,
     VocabularyParallelEmbedding,
-    Whole,
-    shares,
+    partition_sizes,
     slices_of,
     sum_together,
 )
@@ -41,12 +41,12 @@ pytestmark = pytest.mark.timeout(120)
 @given(st.integers(0, 300), st.integers(1, 8), st.integers(1, 9))
 def test_shares_are_those_of_tensor_split(num_units: int, num_ranks: int, unit: int) -> None:
     wanted = [unit * len(part) for part in torch.arange(num_units).tensor_split(num_ranks)]
-    assert list(shares(num_units, num_ranks, unit)) == wanted
+    assert list(partition_sizes(num_units, num_ranks, unit)) == wanted
 
 
 def test_heads_stay_whole() -> None:
-    assert shares(7, 4, 16) == (32, 32, 32, 16)
-    assert shares(24, 5) == (5, 5, 5, 5, 4)
+    assert partition_sizes(7, 4, 16) == (32, 32, 32, 16)
+    assert partition_sizes(24, 5) == (5, 5, 5, 5, 4)
 
 
 def test_a_piece_is_a_copy_of_its_own() -> None:
@@ -98,25 +98,25 @@ class Sliced(nn.Module):
         return out
 
     def slice(self, group: dist.ProcessGroup, region: Region) -> "Sliced":
-        sizes = shares(self.up.out_features, group.size())
+        sizes = partition_sizes(self.up.out_features, group.size())
         self.register_module("up", ColumnParallelLinear(self.up, sizes, group.rank()))
         self.register_module("down", RowParallelLinear(self.down, sizes, group.rank(), region))
         return self
 
 
-class Twice(Whole):
+class Twice(ReplicatedRegion):
     """An all_reduce in the backward pass of g, of a gradient that every rank has whole."""
 
     def leave(self, partial: Tensor) -> Tensor:
         return autograd.all_reduce(partial, self.group, loss="own")
 
 
-class NoF(Whole):
+class NoF(ReplicatedRegion):
     def enter(self, x: Tensor) -> Tensor:
         return x
 
 
-SEAMS: dict[str, Any] = {"whole": Whole, "sequence": Sequence, "twice": Twice, "no_f": NoF}
+SEAMS: dict[str, Any] = {"whole": ReplicatedRegion, "sequence": SequenceParallelRegion, "twice": Twice, "no_f": NoF}
 
 
 def differences(group: dist.ProcessGroup, kind: str, num_rows: int, hidden: int) -> dict[str, float]:
@@ -170,7 +170,7 @@ def test_without_f_the_gradient_of_what_lies_before_is_partial(ranks: Ranks) -> 
 
 
 def places(group: dist.ProcessGroup) -> list[bool]:
-    region = Whole(group)
+    region = ReplicatedRegion(group)
     x = torch.ones(3, requires_grad=True)
     partial = x * 1
     place = partial.data_ptr()
@@ -259,13 +259,13 @@ def embedded(group: dist.ProcessGroup, vocabulary: int, by_rows: bool, all_the_s
     tokens = torch.zeros(5, 2, dtype=torch.long)  # every rank but the first has none of them
     if not all_the_same:
         tokens = torch.randint(vocabulary, (5, 2), generator=generator)
-    sizes = shares(vocabulary, group.size())
-    region = Sequence(group) if by_rows else Whole(group)
+    sizes = partition_sizes(vocabulary, group.size())
+    region = SequenceParallelRegion(group) if by_rows else ReplicatedRegion(group)
     part = VocabularyParallelEmbedding(dense, sizes, group.rank(), region)
     found, wanted = part(tokens), dense(tokens)
     factor = torch.arange(30.0).view(5, 2, VECTOR).double()  # a gradient that differs from place to place
     (wanted * factor).sum().backward()
-    if isinstance(region, Sequence):
+    if isinstance(region, SequenceParallelRegion):
         wanted, factor = region.own(wanted), region.own(factor)
     (found * factor).sum().backward()
     assert part.weight.grad is not None and dense.weight.grad is not None
@@ -288,7 +288,7 @@ def losses(group: dist.ProcessGroup, vocabulary: int, scale: float, dtype: torch
     generator = torch.Generator().manual_seed(6)
     dense = (torch.randn(4, 3, vocabulary, generator=generator).double() * scale).to(dtype).requires_grad_()
     targets = torch.randint(vocabulary, (4, 3), generator=generator)
-    sizes = shares(vocabulary, group.size())
+    sizes = partition_sizes(vocabulary, group.size())
     scores = dense.detach().split(sizes, -1)[group.rank()].clone().requires_grad_()
     with Calls() as calls:
         loss = VocabularyParallelCrossEntropy(sizes, group)(scores, targets)

@@ -8,7 +8,7 @@ nothing else explains why calls that all have made do not end, the queued ones c
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
@@ -142,12 +142,22 @@ def groups_apart(past: Past) -> Iterator[Finding]:
     for name in sorted({name for groups in past.own.values() for name in groups}):
         sides = ranks_by({rank: groups[name][1] for rank, groups in past.own.items() if name in groups})
         if len(sides) > 1:
-            told = " and ".join(f"of {name_ranks(ranks)} on {name_ranks(holders)}" for ranks, holders in sides.items())
+            told = " and ".join(
+                f"of {name_ranks(ranks)} on {name_ranks(holders)}{first_use(past, name, holders)}"
+                for ranks, holders in sides.items()
+            )
             sentence = (
                 f"group {name} is {told}: a new_group that not all ranks made, or made in another order; let all ranks"
                 " make each new_group, also the ranks outside of it"
             )
             yield Finding(MATCH, sentence, tuple(sorted(past.own)), ends=True)
+
+
+def first_use(past: Past, name: str, holders: Collection[int]) -> str:
+    """The first call of these ranks in the group that they know by this name, where one has a line."""
+    calls = (call for call in past.calls if call.group.name == name and call.rank in holders and call.place.line)
+    first = min(calls, key=attrgetter("began_s"), default=None)
+    return f" (used in {first.kind.op} at {first.place})" if first is not None else ""
 
 
 def wait_in(call: Call) -> Wait:

@@ -18,9 +18,13 @@ HANGS = (
     "save_rank_0", "store_wait", "raises", "os_exit", "sys_exit", "src_in_pair", "objects_apart", "buffers_on_one",
     "dcp_thread", "thread", "extra",
 )  # fmt: skip
-# What a live check says and no dump has: the line of a rank that has ended well, of the new_group that others have left,
-# and where a thread was started.
-UNSEEN = {"extra": {"a", "b"}, "some_make_group": {"a"}, "dcp_thread": {"a", "torch.distributed.checkpoint.async_save"}}
+# What a live check says and no dump has: the line of a rank that has ended well, of a new_group that ranks have left (in
+# some_make_group by which ranks met under one name, a race), and where a thread was started.
+UNSEEN = {
+    "extra": {"a", "b"},
+    "some_make_group": {"a", "b"},
+    "dcp_thread": {"a", "torch.distributed.checkpoint.async_save"},
+}
 RIGHT_ONES = (
     "alone_first", "buckets_async", "by_hand", "coalescing", "ddp", "ddp_accumulation", "ddp_join", "ddp_two",
     "ddp_unused", "fsdp", "fsdp_save", "functional", "local_sgd", "rank_0_saves", "scheduler", "tensor_parallel",

@@ -157,7 +157,9 @@ def test_a_name_of_two_groups_is_a_new_group_that_not_all_made(tmp_path: Path) -
     }  # fmt: skip
     sentences = [finding.sentence for finding in verdict_of(left(tmp_path, dumps)).findings]
     assert any(
-        "group 1 is of ranks 0 and 1 on ranks 0 and 1 and of ranks 1 and 2 on rank 2" in each for each in sentences
+        "group 1 is of ranks 0 and 1 on ranks 0 and 1 (used in all_reduce at train.py:20) and of ranks 1 and 2 on rank 2:"
+        in each
+        for each in sentences
     )
 
 
