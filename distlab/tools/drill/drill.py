@@ -10,16 +10,21 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from distlab.lab.config import ConfigError
 from distlab.lab.report.table import Table, log_line, wrapped
 from distlab.tools.check.start.script import Job
-from distlab.tools.drill.recording import DISK, KILL, SAVE, STEP, TERM, watch
-from distlab.tools.drill.runs import Fault, Ranks, Recorded
+from distlab.tools.drill.recording import DISK, KILL, TERM, Fault, watch
+from distlab.tools.drill.runs import Ranks, Recorded
 from distlab.tools.drill.verdict import Row, Whole, judged, trained, whole_of
 
-FAULTS = {"kill": (KILL, STEP), "kill@save": (KILL, SAVE), "term@save": (TERM, SAVE), "disk@save": (DISK, SAVE)}
-NAMES = {KILL: "kill", TERM: "SIGTERM", DISK: "full disk"}
+SAVES = {
+    "kill@save": (KILL, "kill @ save"),
+    "term@save": (TERM, "SIGTERM @ save"),
+    "disk@save": (DISK, "full disk @ save"),
+}
+FAULTS = ("kill", *SAVES)
 TITLES = ("run", "ranks", "steps", "weights", "samples", "lost", "twice", "from")
 
 
@@ -28,17 +33,13 @@ class Options(NamedTuple):
 
     kill: tuple[int, int] | None = None  # rank, and the step in which it is killed, from 1
     resume: Sequence[int] = ()  # numbers of ranks; empty: as many as before
-    faults: Sequence[str] = tuple(FAULTS)
+    faults: Sequence[str] = FAULTS
     resume_words: Sequence[str] = ()
     state: Path | None = None
     as_json: bool = False
 
 
-class Refused(Exception):
-    """The drill cannot be made; the message is a sentence that says what to do."""
-
-
-class Failed(Refused):
+class Failed(Exception):
     """The script fails before there is anything to resume."""
 
 
@@ -58,13 +59,13 @@ class Drill:
         if not any(True for _ in whole.run.all("saves")):
             raise Failed(f"the script writes no file in its {last} steps: there is nothing to resume from")
         target = largest_file(whole.run)
-        for kind, at in (FAULTS[each] for each in self._options.faults):
-            if at == STEP:
+        for fault in self._options.faults:
+            if fault == "kill":
                 before = self._fail("kill", self._kill(whole))
                 for size in self._options.resume or (self._size,):
                     yield self._resumed(f"kill, resume {size}", whole, before, size, "kill")
             elif target is not None:
-                name = f"{NAMES[kind]} @ save"
+                kind, name = SAVES[fault]
                 before = self._fail(name, target._replace(kind=kind))
                 yield self._resumed(name, whole, before, self._size, name, target.step)
 
@@ -76,11 +77,11 @@ class Drill:
             outside = next((each for _, each in runs[-1].all("outside")), None)
             if outside is not None:
                 what = f"{outside['at']} writes {outside['outside']}, outside of the drill's copy of the working folder"
-                raise Refused(f"{what}: name its folder by --state")
+                raise ConfigError([f"{what}: name its folder by --state"])
             if runs[-1].failed:
                 raise Failed(f"the whole run failed: {runs[-1].failed}")
             if not runs[-1].num_steps:
-                raise Refused("no optimizer took a step in the whole run")
+                raise ConfigError(["no optimizer took a step in the whole run"])
         return whole_of(*runs)
 
     def _words(self, work: Path, more: Sequence[str] = ()) -> list[str]:
@@ -96,11 +97,11 @@ class Drill:
         if self._options.kill is not None:
             rank, step = self._options.kill
             if step > last:
-                raise Refused(f"--kill names step {step}: the whole run has {last}")
-            return Fault(KILL, rank, STEP, step - 1)
+                raise ConfigError([f"--kill names step {step}: the whole run has {last}"])
+            return Fault(KILL, rank, step - 1)
         saved = sorted({each["after"] for _, each in whole.run.all("saves")})
         middle = [each for each in saved if each <= last // 2] or saved
-        return Fault(KILL, self._size - 1, STEP, min(middle[-1], last - 1))
+        return Fault(KILL, self._size - 1, min(middle[-1], last - 1))
 
     def _fail(self, name: str, fault: Fault) -> Recorded:
         work = self._ranks.prepare(name)
@@ -119,23 +120,13 @@ class Drill:
 
 def largest_file(run: Recorded) -> Fault | None:
     """A file to fail in: the largest of those that are written at a later checkpoint than the first."""
-    sizes: list[dict[str, Any]] = []
-    for rank, facts in enumerate(run.facts):
-        opened: list[dict[str, Any]] = []
-        for each in facts:
-            if "saves" in each:
-                kept = {"path": each["saves"], "step": each["after"], "file": each["file"]}
-                opened.append(kept | {"rank": rank, "size": 0})
-            elif "size" in each:
-                for one in opened:
-                    one["size"] = one["size"] or (each["size"] if one["path"] == each["of"] else 0)
-        sizes += opened
-    steps = sorted({each["step"] for each in sizes if each["size"]})
+    sized = [(rank, each) for rank, each in run.all("size") if each["size"]]
+    steps = sorted({each["after"] for _, each in sized})
     if not steps:
         return None
     step = steps[min(len(steps) - 1, max(1, len(steps) // 2))]
-    most = max((each for each in sizes if each["step"] == step), key=lambda each: int(each["size"]))
-    return Fault(KILL, most["rank"], SAVE, step, most["file"], max(1, int(most["size"]) // 2))
+    rank, most = max((each for each in sized if each[1]["after"] == step), key=lambda each: int(each[1]["size"]))
+    return Fault(KILL, rank, step, most["file"], max(1, most["size"] // 2))
 
 
 def drill(options: Options, job: Job, size: int, hang_after_s: float, bound_s: float) -> int:
@@ -147,10 +138,10 @@ def drill(options: Options, job: Job, size: int, hang_after_s: float, bound_s: f
     try:
         for row in Drill(options, job, size, ranks).rows():
             rows.append(row)
-    except Refused as error:
-        has_failed = isinstance(error, Failed)
-        print("\n".join(wrapped("FAIL" if has_failed else "refused", str(error))), flush=True)
-        return 1 if has_failed else 2
+    except Failed as error:
+        said = {"verdict": "fail", "why": str(error), "runs": [row._asdict() for row in rows]}
+        print(json.dumps(said) if options.as_json else "\n".join(wrapped("FAIL", str(error))), flush=True)
+        return 1
     finally:
         shutil.rmtree(top, ignore_errors=True)
     tell(rows, as_json=options.as_json)

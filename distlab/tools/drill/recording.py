@@ -30,10 +30,19 @@ from distlab.tools.prove.script_ledger import states_of
 from distlab.tools.prove.script_samples import Samples, rows_in, tensors_in
 from distlab.tools.prove.script_steps import Proving, ScriptSteps, is_made_by_checkpoint, piece
 
-STEP, SAVE = "step", "save"  # where a fault comes
 KILL, TERM, DISK = "kill", "term", "disk"
 MOST_BYTES = 1 << 28  # of weights that are kept whole
 ALLOWED = ("/dev/", "/proc/", "/sys/")  # where a script may write beside its working folder
+
+
+class Fault(NamedTuple):
+    """What comes, to which rank, and when; `kind` empty: nothing."""
+
+    kind: str = ""
+    rank: int = 0
+    step: int = 0  # steps done before it comes
+    file: int = 0  # of the files that this rank writes between that step and the next, the how-manieth
+    limit_bytes: int = 0  # of the file, that are written; 0: it comes in the step
 
 
 class Drilled(NamedTuple):
@@ -43,16 +52,13 @@ class Drilled(NamedTuple):
     work: str
     rank: int
     world_size: int
-    fault: str = ""
-    at: str = STEP
-    step: int = 0  # steps done before it comes
-    file: int = 0  # of the files that this rank writes between that step and the next, the how-manieth
-    limit_bytes: int = 0  # of the file, that are written
+    fault: Fault
 
 
 def watch(recorder: Recorder, told: str) -> None:
     """Record the script that begins after this, and put its fault in place."""
-    drilled = Drilled(**json.loads(told))
+    *places, fault = json.loads(told)
+    drilled = Drilled._make([*places, Fault._make(fault)])
     folder = Path(drilled.folder)
     log = os.open(folder / f"rank{drilled.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
@@ -151,7 +157,7 @@ class Facts:
         self.recorder = steps.recorder
         self._places = steps.recorder.places
         self._saved = 0  # files since the last step
-        self._opened: list[str] = []
+        self._opened: list[dict[str, Any]] = []
         self._moved: dict[str, str] = {}
         self._kept_bytes = 0
         self._in_ours = False
@@ -185,16 +191,14 @@ class Facts:
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if is_made_by_checkpoint():
             return
-        number, drilled = self._steps.number, self._drilled
+        number, fault = self._steps.number, self._drilled.fault
         self._tell_sizes()
         self._write(self._facts(optimizer) | {"step": number, "line": self._places.line_of(1)})
         if number == 0 or self._saved:
             self._keep(number)
         self._saved = 0
-        if (drilled.fault, drilled.at, drilled.step) == (KILL, STEP, number):
+        if (fault.kind, fault.step, fault.limit_bytes) == (KILL, number, 0):
             os.kill(os.getpid(), signal.SIGKILL)
-        if (drilled.fault, drilled.at, drilled.step) == (TERM, STEP, number):
-            self._terminate()
 
     def _facts(self, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
         numpy: Any = sys.modules.get("numpy")
@@ -203,7 +207,7 @@ class Facts:
         drawn = torch.get_rng_state(), str(random.getstate()), str(numpy.random.get_state()) if numpy else ""
         return {
             "weights": checksum(list(self._steps.parameters.values())), "read": read,
-            "state": checksum(states_of(optimizer)) if optimizer else 0,
+            "state": [checksum(states_of(optimizer))] if optimizer else [],
             "rates": [float(group.get("lr", 0.0)) for group in optimizer.param_groups] if optimizer else [],
             "random": [checksum([each]) for each in drawn],  # of torch, Python and numpy
             "passes": len(self._samples.passes),
@@ -267,39 +271,33 @@ class Facts:
             raise PermissionError(f"{path} is outside of the drill's working folder")
         if appends or not self._steps.number or path.startswith(ALLOWED) or is_cache(path):
             return
-        line = self._places.line_of(1)
-        self._write({"saves": path, "after": self._steps.number, "file": self._saved, "at": line})
-        self._opened.append(path)
-        mine = (drilled.at, drilled.step, drilled.file) == (SAVE, self._steps.number, self._saved)
+        self._opened.append({"saves": path, "after": self._steps.number, "file": self._saved})
+        self._write(self._opened[-1])
+        fault = drilled.fault
+        mine = fault.limit_bytes and (fault.step, fault.file) == (self._steps.number, self._saved)
         self._saved += 1
-        if mine and drilled.fault:
-            self._write({"fault": drilled.fault, "path": path})
-            self._fail()
+        if mine:
+            self._write({"fault": fault.kind})
+            self._fail(fault)
 
-    def _fail(self) -> None:
+    def _fail(self, fault: Fault) -> None:
         """Let the file end in its middle: by a limit of the process, at which the kernel kills it, or a write fails."""
-        drilled = self._drilled
-        if drilled.fault == TERM and signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, None):
-            self._terminate()
+        if fault.kind == TERM and signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, None):
+            os.kill(os.getpid(), signal.SIGTERM)
             return
-        if drilled.fault != DISK:
+        if fault.kind != DISK:
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
         _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (drilled.limit_bytes, hard))
-
-    def _terminate(self) -> None:
-        self._write({"fault": TERM, "path": ""})
-        os.kill(os.getpid(), signal.SIGTERM)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (fault.limit_bytes, hard))
 
     def _tell_sizes(self) -> None:
         """How large the files are that were written since the last step."""
-        for path in self._opened:
-            now = Path(self._moved.get(path, path))
+        for each in self._opened:
+            now = Path(self._moved.get(each["saves"], each["saves"]))
             if now.is_file():
-                self._write({"size": now.stat().st_size, "of": path})
-        self._opened = []
-        self._moved = {}
+                self._write({"size": now.stat().st_size, "after": each["after"], "file": each["file"]})
+        self._opened, self._moved = [], {}
 
 
 def real(name: Any) -> str:

@@ -10,9 +10,12 @@ import os
 import secrets
 import shutil
 import signal
+import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +26,7 @@ from distlab.tools.check.judge.coordinator import Doctor
 from distlab.tools.check.start.script import PROVING, STORE_KEY, Job
 from distlab.tools.check.start.script_process import Bedside, Hearing, started
 from distlab.tools.check.watch.telling import now
-from distlab.tools.drill.recording import TERM, Drilled
+from distlab.tools.drill.recording import TERM, Drilled, Fault
 
 MOST_COPIED = 1 << 28  # bytes of a working folder
 LISTEN_S = 0.05
@@ -31,15 +34,7 @@ GRACE_S = 10.0  # from SIGTERM to SIGKILL
 AT_LEAST_S, TIMES = 60.0, 5.0  # for a run after the whole one: seconds, or so many times what that took
 
 
-class Fault(NamedTuple):
-    """What comes, to which rank, and when (recording.py); `kind` empty: nothing."""
-
-    kind: str = ""
-    rank: int = 0
-    at: str = "step"
-    step: int = 0
-    file: int = 0
-    limit_bytes: int = 0
+NO_FAULT = Fault()
 
 
 class Recorded(NamedTuple):
@@ -87,7 +82,7 @@ class Ranks:
         (work / "tmp").mkdir(exist_ok=True)
         return work
 
-    def run(self, name: str, work: Path, size: int, words: Sequence[str], fault: Fault = Fault()) -> Recorded:  # noqa: B008
+    def run(self, name: str, work: Path, size: int, words: Sequence[str], fault: Fault = NO_FAULT) -> Recorded:
         """One run to its end, or to its fault; none of its processes is left."""
         folder = self._top / name / f"facts-{len(list((self._top / name).iterdir()))}"
         folder.mkdir(parents=True)
@@ -110,16 +105,13 @@ class Ranks:
     def _begin(self, bedsides: Sequence[Bedside], folder: Path, work: Path, fault: Fault) -> None:
         port, key, size = free_port(), secrets.token_hex(32), len(bedsides)
         for rank, bedside in enumerate(bedsides):
-            told = Drilled(str(folder), str(work), rank, size)
-            if fault.rank == rank:
-                what = {name: value for name, value in fault._asdict().items() if name not in ("kind", "rank")}
-                told = told._replace(fault=fault.kind, **what)
+            told = Drilled(str(folder), str(work), rank, size, fault if fault.rank == rank else NO_FAULT)
             variables: dict[str, Any] = {
                 "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": 0,
                 "ROLE_RANK": rank, "ROLE_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
                 STORE_KEY: key, "DISTLAB_FOLDER": work, "TMPDIR": work / "tmp", "TORCHELASTIC_RUN_ID": "drill",
                 "TORCHELASTIC_USE_AGENT_STORE": "False", "TORCHELASTIC_RESTART_COUNT": 0,
-                PROVING: json.dumps(told._asdict()),
+                PROVING: json.dumps(told),
             }  # fmt: skip
             bedside.begin({name: str(value) for name, value in variables.items()})
 
@@ -189,44 +181,28 @@ def copy_folder(folder: Path, work: Path, state: Path | None) -> None:
     """What stands beside the script: copied, hidden entries as links; with `state` that is copied, and the rest links.
     Raises ConfigError for a folder that is too large."""
     work.mkdir(parents=True)
-    left = MOST_COPIED
+    total = 0
     for entry in sorted(folder.iterdir()):
         own = state is None or state == entry or entry in state.parents
         if work.is_relative_to(entry):
             continue  # the folders of the drill
-        if entry.name.startswith(".") or entry.name == "__pycache__" or not own:
+        if entry.name.startswith(".") or entry.name == "__pycache__" or not own or not entry.exists():
             (work / entry.name).symlink_to(entry.resolve())
             continue
-        left -= size_of(entry, left)
-        if left < 0:
-            limit = f"{MOST_COPIED >> 20} MiB"
-            raise ConfigError([f"{folder} is larger than {limit}: name what the script writes there by --state DIR"])
-        if entry.is_dir():
-            shutil.copytree(entry, work / entry.name, symlinks=True, ignore=uncopied)
-        else:
-            shutil.copy2(entry, work / entry.name)
+        for file in chain([entry], entry.rglob("*")):
+            total += file.lstat().st_size
+            if total > MOST_COPIED:
+                what = f"{folder} is larger than {MOST_COPIED >> 20} MiB"
+                raise ConfigError([f"{what}: name what the script writes there by --state DIR"])
+        copy = partial(shutil.copytree, symlinks=True, ignore=uncopied) if entry.is_dir() else shutil.copy2
+        copy(entry, work / entry.name)
     if state is not None and not state.is_relative_to(folder):
-        shutil.copytree(state, work / "state", symlinks=True, ignore=uncopied) if state.exists() else (
-            work / "state"
-        ).mkdir()
+        (work / "state").mkdir()
+        if state.exists():
+            shutil.copytree(state, work / "state", symlinks=True, ignore=uncopied, dirs_exist_ok=True)
 
 
 def uncopied(folder: str, names: list[str]) -> list[str]:
     """Sockets and pipes."""
-    return [
-        each
-        for each in names
-        if not (path := Path(folder, each)).is_symlink() and not (path.is_file() or path.is_dir())
-    ]
-
-
-def size_of(entry: Path, most: int) -> int:
-    """Bytes of a file or a folder; counted no further than `most`."""
-    if not entry.is_dir():
-        return entry.stat().st_size
-    total = 0
-    for place, _, names in os.walk(entry):
-        total += sum(Path(place, name).lstat().st_size for name in names)
-        if total > most:
-            break
-    return total
+    copied = stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK
+    return [each for each in names if stat.S_IFMT(Path(folder, each).lstat().st_mode) not in copied]

@@ -113,13 +113,8 @@ def ledger(whole: Whole, before: Recorded, after: Recorded, begins: int) -> Ledg
     lost, twice = wanted - found, found - wanted
     if len(after.facts) != whole.size:
         lost, twice = on_other_ranks(whole, found, lost, twice, len(after.facts))
-    names = Counter({name: 0 for _, name in lost})
-    for (_, name), count in lost.items():
-        names[name] += count
-    again = Counter[Any]()
-    for (_, name), count in twice.items():
-        again[name] += count
-    moved = sum((names & again).values())
+    names, again = (Counter(name for _, name in each.elements()) for each in (lost, twice))
+    moved = (names & again).total()
     return Ledger(found.total(), lost.total() - moved, twice.total() - moved, moved, lost, twice)
 
 
@@ -128,7 +123,7 @@ def on_other_ranks(
 ) -> tuple[Counter[Sample], Counter[Sample]]:
     """Without what another number of ranks reads by right: a sampler pads each epoch to a multiple of the ranks, and
     the last epoch ends where the steps do."""
-    wanted = trained(whole.run, range(whole.run.num_steps))
+    wanted = found - twice + lost
     last = max((epoch for epoch, _ in wanted), default=-1)
     spare = max(size, whole.size) - 1
     batch = max((len(tuple(samples_of(each))) for each in whole.run.steps()), default=0)
@@ -169,19 +164,16 @@ def begins_at(whole: Whole, before: Recorded, after: Recorded) -> int | None:
     no step's."""
     if not after.num_steps:
         return None
-    first = [mine["weights"] for mine in at_step(after, 0)]
-    for run in (before, whole.run):
+    first, runs = [mine["weights"] for mine in at_step(after, 0)], (before, whole.run)
+    for run in runs:
         for number in reversed(range(run.num_steps)):
             theirs = [mine["weights"] for mine in at_step(run, number)]
             if theirs == first if len(first) == len(theirs) else {*first} == {*theirs} and len({*first}) == 1:
                 return number
     kept = weights_at(after, 0)
-    for run in (before, whole.run):
-        files = run.folder.glob("rank0-*.pt")
-        for number in sorted((int(each.stem.partition("-")[2]) for each in files), reverse=True):
-            if kept and difference(kept, weights_at(run, number)) == 0:
-                return number
-    return None
+    kept_at = ((run, int(file.stem.partition("-")[2])) for run in runs for file in run.folder.glob("rank0-*.pt"))
+    same = (number for run, number in kept_at if kept and difference(kept, weights_at(run, number)) == 0)
+    return max(same, default=None)
 
 
 # One resume
@@ -243,8 +235,9 @@ def first_difference(whole: Whole, after: Recorded, begins: int) -> str:
             return f"the resumed run goes on after step {whole.run.num_steps}, where the whole run ends"
         for rank, (one, two) in enumerate(zip(mine, theirs, strict=False)):
             for key, what, loads in STATES:
-                parts = whole.drawn if key == "random" else None
-                if (key == "state" and whole.noise) or of(one[key], parts) == of(two[key], parts):
+                parts = whole.drawn if key == "random" else range(len(two[key]))
+                same = len(one[key]) == len(two[key]) and all(one[key][each] == two[key][each] for each in parts)
+                if same or (key == "state" and whole.noise):
                     continue
                 values = f" ({shown(one[key])}, not {shown(two[key])})" if key == "rates" else ""
                 since = f"from step {begins + number + 1} on{values}"
@@ -254,10 +247,6 @@ def first_difference(whole: Whole, after: Recorded, begins: int) -> str:
         if [[*samples_of(one)] for one in mine] != [[*samples_of(two)] for two in theirs]:
             return ""
     return ""
-
-
-def of(value: Any, parts: Sequence[int] | None) -> Any:
-    return value if parts is None else [value[each] for each in parts]
 
 
 def shown(rates: Any) -> str:
