@@ -3,6 +3,7 @@
 Exit codes: 0 every resume passed; 1 one failed; 2 refused; 130 stopped by Ctrl-C.
 """
 
+import json
 import os
 import shlex
 import sys
@@ -12,7 +13,15 @@ from typing import Any
 
 from distlab.lab.cluster.launch import heed_stops, refuse_too_few
 from distlab.lab.config import ConfigError, commands
-from distlab.tools.check.start.command import SHARED, CheckOptions, Errand, configured, own_variables, understood
+from distlab.tools.check.start.command import (
+    SHARED,
+    CheckOptions,
+    Errand,
+    configured,
+    own_variables,
+    quieten_torch,
+    understood,
+)  # fmt: skip
 
 HELP = """usage: distlab drill [NAME=VALUE ...] [OPTION ...] SCRIPT [ARGS ...]
 
@@ -38,38 +47,36 @@ VALUED = ("--kill", "--faults", "--resume", "--resume-words", "--state")
 
 def main(words: Sequence[str]) -> int:
     """Drill the script; returns the exit code."""
-    errand = Errand("drill", HELP, "script", CheckOptions, SHARED, lambda config: None)  # noqa: ARG005
     if not words or words[0] in commands.HELP:
         print(HELP.format(own=", ".join(own_variables(CheckOptions))))
         return 0
-    found, rest, faults = parsed(words)
     try:
-        environ, script, arguments, module = understood(errand, [*found.pop("settings"), *rest])
-        os.environ.update(environ)
-        in_rank = ["RANK is set: drill starts its ranks itself, so unset it"] if "RANK" in os.environ else []
-        typed = os.environ.get("WORLD_SIZE", "4")
-        options, more = read_options(found, int(typed) if typed.isdecimal() else 8)
-        config = configured(errand, os.environ, [*faults, *in_rank, *more], script)
-        refuse_too_few(config.world_size)
+        return drilled(*parsed(words))
     except ConfigError as error:
-        for fault in error.faults:
-            print(f"refused    {fault}", flush=True)
+        refused = [f"refused    {fault}" for fault in error.faults]
+        says = json.dumps({"verdict": "refused", "why": error.faults}) if "--json" in words else "\n".join(refused)
+        print(says, flush=True)
         return 2
+
+
+def drilled(found: dict[str, Any], rest: Sequence[str], faults: Sequence[str]) -> int:
+    """Drill what is named by the options and the words behind them; raises ConfigError."""
+    errand = Errand("drill", HELP, "script", CheckOptions, SHARED, lambda config: None)  # noqa: ARG005
+    environ, script, arguments, module = understood(errand, [*found["settings"], *rest])
+    os.environ.update(environ)
+    in_rank = ["RANK is set: drill starts its ranks itself, so unset it"] if "RANK" in os.environ else []
+    typed = os.environ.get("WORLD_SIZE", "4")
+    options, more = read_options(found, int(typed) if typed.isdecimal() else 8)
+    config = configured(errand, os.environ, [*faults, *in_rank, *more], script)
+    refuse_too_few(config.world_size)
     heed_stops()
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    for name, value in (("TORCH_CPP_LOG_LEVEL", "ERROR"), ("KINETO_LOG_LEVEL", "6")):
-        os.environ.setdefault(name, value)
+    quieten_torch()
     from distlab.tools.check.start.script import Job
     from distlab.tools.drill.drill import Options, drill
 
     own: Any = config.own(CheckOptions)
     job = Job(script.resolve(), str(script), tuple(arguments), own.hang_after_s, "drill", own.every, module=module)
-    try:
-        return drill(Options(**options), job, config.world_size, own.hang_after_s, config.collective_timeout_s)
-    except ConfigError as error:
-        for fault in error.faults:
-            print(f"refused    {fault}", flush=True)
-        return 2
+    return drill(Options(**options), job, config.world_size, own.hang_after_s, config.collective_timeout_s)
 
 
 def parsed(words: Sequence[str]) -> tuple[dict[str, Any], list[str], list[str]]:
@@ -85,9 +92,13 @@ def parsed(words: Sequence[str]) -> tuple[dict[str, Any], list[str], list[str]]:
                 faults.append(f"{name} has no value behind it")
             found[name] = value if equals else rest.pop(0) if rest else ""
         elif word == "--json":
-            found["--json"] = bool(rest.pop(0))
+            found["--json"] = rest.pop(0)
         elif equals and not word.startswith("-") and not Path(word).exists():
             found["settings"].append(rest.pop(0))
+            if name == "RUN_MODE":
+                run = f"distlab run {word} LAB_CHECKPOINT_EVERY=2 LAB_FAULTS=kill:rank1@step3"
+                said = f"{word} is a mode of the lab: {run} injects a fault and judges it, LAB_RESUME goes on after it"
+                raise ConfigError([said])
         elif word.startswith("--"):
             faults.append(f"{word} is no option of drill: allowed are {', '.join(VALUED)} and --json before the script")
             rest.pop(0)
