@@ -8,6 +8,7 @@ that exist and a quick one that is not slow itself.
 from collections.abc import Iterable
 
 PROOF = "tests/experiments/test_proofs.py::test_n_ranks_do_what_one_process_does"
+DRILL = "tests/tools/drill/test_drill.py"
 # The beginning of the names of slow tests: the test in which the claim is held in `make test`.
 SLOW = {
     # The other notebooks.
@@ -106,6 +107,11 @@ SLOW = {
     "tests/tools/prove/test_bugs.py::test_a_right_file_is_left_alone": (
         "tests/tools/prove/test_bugs.py::test_a_right_file_is_left_alone[by_hand-3]"
     ),
+    f"{DRILL}::test_what_is_wrong_is_named": f"{DRILL}::test_what_is_wrong_is_named[loader_forgotten]",
+    f"{DRILL}::test_what_is_wrong_is_named[not_atomic": f"{DRILL}::test_what_is_wrong_is_named[position_by_rank]",
+    f"{DRILL}::test_the_mended_twin_is_left_alone": f"{DRILL}::test_the_mended_twin_is_left_alone[position_by_rank]",
+    f"{DRILL}::test_a_right_script_is_left_alone": f"{DRILL}::test_the_mended_twin_is_left_alone[loader_forgotten]",
+    f"{DRILL}::test_the_scripts_that_mine_shows": f"{DRILL}::test_what_is_wrong_is_named[loader_forgotten]",
     "tests/tools/puzzle/test_verify.py::test_a_reference_passes_with_each_number_of_ranks": (
         "tests/tools/puzzle/test_verify.py::test_a_reference_passes_with_each_number_of_ranks[15]"
     ),

@@ -94,12 +94,13 @@ FLOORS: dict[str, list[str]] = {
         f"{D}.tools.check.watch", f"{D}.tools.check.judge", CONFIG, REPORT, MEASURE, CLUSTER, *MESSAGES, RANK,
     ],
     f"{D}.tools.prove": [CONFIG, REPORT, MEASURE, CLUSTER, TRANSPORT, f"{COLLECTIVES}.plain_values", WORKLOAD, GRID, f"{D}.tools.check"],
+    f"{D}.tools.drill": [CONFIG, REPORT, MEASURE, CLUSTER, f"{D}.tools.check", f"{D}.tools.prove"],
     f"{D}.tools.ranks": [CONFIG, f"{D}.tools.check", CLUSTER, TRANSPORT],
     f"{D}.tools.testing": [CONFIG, f"{D}.tools.check", f"{D}.tools.prove", f"{D}.tools.ranks"],
     f"{D}.tools.puzzle": [REPORT, MEASURE, f"{D}.tools.check", f"{D}.tools.ranks"],
     f"{D}.cli": [
         CONFIG, CONTRACT, REPORT, CLUSTER, MEASURE, WORKLOAD, RANK, CHECKPOINT, *COSTS,
-        *(f"{D}.tools.{name}" for name in ("plan", "check", "prove", "puzzle", "testing")),
+        *(f"{D}.tools.{name}" for name in ("plan", "check", "prove", "drill", "puzzle", "testing")),
     ],
     f"{D}.experiments": [
         *COMMON, MEASURE, CONTRACT, LAB, VERIFY, TRANSPORT, *TECHNIQUES, f"{CHECKPOINT}.bugs",
@@ -343,7 +344,7 @@ def test_only_config_reads_the_environment() -> None:
         "distlab.lab.rank.preflight",  # how many ranks a launcher put on this machine
         "distlab.lab.report.terminal",  # NO_COLOR and TERM
         "distlab.tools.ranks.preloaded", "distlab.tools.ranks.rank", "distlab.tools.testing.rank",  # what torch and pytest read
-        "distlab.tools.check.start.command",  # sets what torch reads as it comes in
+        "distlab.cli.drill", "distlab.tools.check.start.command",  # set what torch reads as it comes in
         "distlab.tools.check.start.rank_supervisor",  # what torchrun sets
         "distlab.tools.check.start.script",  # what torchrun sets, and the script's own
         "distlab.tools.check.start.fork_servers",  # whether PYTHONHASHSEED is one for all

@@ -57,6 +57,7 @@ KEPT = (
     r"\bheld[ -]out\b",  # samples: machine learning's own word, and the name of a check
     r"\bmoments held\b",  # the name of a check
     r"\bdrill(?= failed|:|$)",  # the name of a check
+    r"\bdrill(?= {7}|, puzzle| needs)|(?<=distlab )drill|(?<=option of )drill|\bdrill(?= starts)",  # the command
 )
 
 

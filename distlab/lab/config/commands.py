@@ -39,6 +39,7 @@ COMMANDS = {
     "explain": Command("distlab.cli.explain", "the description of a mode without a run; with LAB_BUG what that bug breaks", takes_settings=True),
     "check": Command("distlab.cli.check", "your own script on WORLD_SIZE ranks: why it hangs, or computes garbage"),
     "prove": Command("distlab.cli.prove", "your own model or strategy: whether N ranks compute what one process does"),
+    "drill": Command("distlab.cli.drill", "your own training script: whether it survives a kill, and reads each sample once"),
     "puzzle": Command("distlab.cli.puzzle", "strategies to write yourself, each judged on real ranks"),
     "plan": Command("distlab.cli.plan", "every strategy for a model on paper, and which to take"),
     "report": Command("distlab.cli.report", "judge a finished run again, compare two, or remove old ones"),

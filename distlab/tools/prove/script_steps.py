@@ -52,17 +52,18 @@ class Proving(NamedTuple):
 class ScriptSteps:
     """Of this process; `install` once."""
 
-    def __init__(self, recorder: Recorder, proving: Proving) -> None:
+    def __init__(self, recorder: Recorder, proving: Proving, most: int = MOST_STEPS) -> None:
         self.recorder, self.proving = recorder, proving
         self.number = 0  # of the next step
         self.backwards = 0  # since the last step
         self.all_backwards = 0
-        self.most = MOST_STEPS
+        self.most = most
         self.parameters: dict[str, Tensor] = {}
         self.first: dict[str, int] = {}  # of each the checksum before the first step
         self.rates: list[list[float]] = []
         self.in_low = False
         self.on_model: list[Callable[[], None]] = []  # called when a model makes its first forward pass
+        self.on_input: list[Callable[[list[Tensor]], None]] = []  # called with what a model is trained on
         self.on_evaluation: list[Callable[[nn.Module], None]] = []  # called with the module that is evaluated
         self.stop: Callable[[], None] = lambda: None  # the reference, when it has done enough
         self._names: dict[int, str] = {}
@@ -123,9 +124,12 @@ class ScriptSteps:
             return
         if id(first) not in self._names:
             self._name_all(outermost(module))
+        given = list(given_to(module))
+        for look in self.on_input:
+            look([value for _, value in given])
         if self.number < self.most:
             self._begin("inputs", self._inputs)
-            for name, value in given_to(module):
+            for name, value in given:
                 rows = value.detach().reshape(len(value), -1)[:MOST_ROWS]
                 self._inputs[f"{name} {list(value.shape[1:])}"] |= {zlib.crc32(raw(row)) for row in rows}
 
@@ -183,13 +187,15 @@ class ScriptSteps:
 
     @harmless
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if is_made_by_checkpoint():
+            return
         stepped = parameters(optimizer)
         for index, each in enumerate(stepped):
             self._name(f"parameter {index}", each)
         self.rates.append([float(group.get("lr", 0.0)) for group in optimizer.param_groups])
         if self.number == 0:
             held = sum(each.numel() * each.element_size() for each in stepped)
-            self.most = max(1, min(MOST_STEPS, MOST_BYTES // max(1, 4 * held)))
+            self.most = min(self.most, max(1, MOST_BYTES // max(1, 4 * held)))
         if self.number < self.most:
             self._before = self._pieces(stepped)
             self._gradients = {
@@ -202,6 +208,8 @@ class ScriptSteps:
 
     @harmless
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if is_made_by_checkpoint():
+            return
         if self.number < self.most:
             after, line = self._pieces(parameters(optimizer)), self.recorder.places.line_of(2)
             low = self.in_low or any(each.dtype in LOW for each in parameters(optimizer))
@@ -217,6 +225,14 @@ class ScriptSteps:
             )  # fmt: skip
         self.number += 1
         self.backwards = 0
+
+
+def is_made_by_checkpoint() -> bool:
+    """Whether torch.distributed.checkpoint steps the optimizer: with a rate of 0, so that it has a state to load."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "_init_optim_state":
+        frame = frame.f_back
+    return frame is not None
 
 
 def outermost(module: nn.Module) -> nn.Module:

@@ -91,9 +91,7 @@ def start(errand: Errand, words: Sequence[str]) -> int:
         for fault in error.faults:
             print(f"refused    {fault}", flush=True)
         return 2
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    for name, value in (("TORCH_CPP_LOG_LEVEL", "ERROR"), ("KINETO_LOG_LEVEL", "6")):
-        os.environ.setdefault(name, value)
+    quieten_torch()
     servers = start_servers(config)
     from distlab.tools.check.start.script import Job
 
@@ -121,6 +119,12 @@ def start(errand: Errand, words: Sequence[str]) -> int:
         code = launch(config, be_rank)
         complete(code, folder)
     return code
+
+
+def quieten_torch() -> None:
+    """What torch reads as it comes in, unless the user has set it."""
+    for name, value in (("OMP_NUM_THREADS", "1"), ("TORCH_CPP_LOG_LEVEL", "ERROR"), ("KINETO_LOG_LEVEL", "6")):
+        os.environ.setdefault(name, value)
 
 
 def start_servers(config: Config) -> dict[int, ForkServer]:

@@ -1,0 +1,146 @@
+"""`distlab drill SCRIPT`: whether a training script survives a kill, and reads every sample once.
+
+Exit codes: 0 every resume passed; 1 one failed; 2 refused; 130 stopped by Ctrl-C.
+"""
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from distlab.lab.cluster.launch import heed_stops, refuse_too_few
+from distlab.lab.config import ConfigError, commands
+from distlab.tools.check.start.command import (
+    SHARED,
+    CheckOptions,
+    Errand,
+    configured,
+    own_variables,
+    quieten_torch,
+    understood,
+)  # fmt: skip
+
+HELP = """usage: distlab drill [NAME=VALUE ...] [OPTION ...] SCRIPT [ARGS ...]
+
+Runs SCRIPT, or the module behind -m, unchanged and whole on WORLD_SIZE ranks, twice; then again with a rank killed, and
+with a checkpoint cut in its middle by SIGKILL, SIGTERM and a full disk. Each time it starts the script again, and
+compares samples, weights, optimizer, rates and random state with those of the whole run. Every run has a working
+folder of its own, a copy of the script's.
+
+  --kill rank2@step7     the rank that is killed, and in which step of its optimizer, from 1; unset: the last rank, in
+                         the step after a checkpoint near the middle of the run
+  --resume 4,2           numbers of ranks to resume with after that kill; unset: WORLD_SIZE
+  --faults kill,kill@save,term@save,disk@save
+                         those that are made; unset: all of these
+  --resume-words "..."   words that the script gets behind its own where it is resumed, such as "--resume auto"
+  --state DIR            a folder that the script writes to: each run gets a copy of it
+  --json                 print the verdict as JSON
+
+variables   WORLD_SIZE (4), {own}
+exit codes  0 every resume passed, 1 one failed, 2 refused, 130 stopped"""
+FAULTS = ("kill", "kill@save", "term@save", "disk@save")
+VALUED = ("--kill", "--faults", "--resume", "--resume-words", "--state")
+
+
+def main(words: Sequence[str]) -> int:
+    """Drill the script; returns the exit code."""
+    if not words or words[0] in commands.HELP:
+        print(HELP.format(own=", ".join(own_variables(CheckOptions))))
+        return 0
+    try:
+        return drilled(*parsed(words))
+    except ConfigError as error:
+        refused = [f"refused    {fault}" for fault in error.faults]
+        says = json.dumps({"verdict": "refused", "why": error.faults}) if "--json" in words else "\n".join(refused)
+        print(says, flush=True)
+        return 2
+
+
+def drilled(found: dict[str, Any], rest: Sequence[str], faults: Sequence[str]) -> int:
+    """Drill what is named by the options and the words behind them; raises ConfigError."""
+    errand = Errand("drill", HELP, "script", CheckOptions, SHARED, lambda config: None)  # noqa: ARG005
+    environ, script, arguments, module = understood(errand, [*found["settings"], *rest])
+    os.environ.update(environ)
+    in_rank = ["RANK is set: drill starts its ranks itself, so unset it"] if "RANK" in os.environ else []
+    typed = os.environ.get("WORLD_SIZE", "4")
+    options, more = read_options(found, int(typed) if typed.isdecimal() else 8)
+    config = configured(errand, os.environ, [*faults, *in_rank, *more], script)
+    refuse_too_few(config.world_size)
+    heed_stops()
+    quieten_torch()
+    from distlab.tools.check.start.script import Job
+    from distlab.tools.drill.drill import Options, drill
+
+    own: Any = config.own(CheckOptions)
+    job = Job(script.resolve(), str(script), tuple(arguments), own.hang_after_s, "drill", own.every, module=module)
+    return drill(Options(**options), job, config.world_size, own.hang_after_s, config.collective_timeout_s)
+
+
+def parsed(words: Sequence[str]) -> tuple[dict[str, Any], list[str], list[str]]:
+    """The options before the script, what is left, and what is wrong with them."""
+    rest, faults = list(words), []
+    found: dict[str, Any] = {"settings": []}
+    while rest:
+        word = rest[0]
+        name, equals, value = word.partition("=")
+        if name in VALUED:
+            rest.pop(0)
+            if not equals and not rest:
+                faults.append(f"{name} has no value behind it")
+            found[name] = value if equals else rest.pop(0) if rest else ""
+        elif word == "--json":
+            found["--json"] = rest.pop(0)
+        elif equals and not word.startswith("-") and not Path(word).exists():
+            found["settings"].append(rest.pop(0))
+            if name == "RUN_MODE":
+                run = f"distlab run {word} LAB_CHECKPOINT_EVERY=2 LAB_FAULTS=kill:rank1@step3"
+                said = f"{word} is a mode of the lab: {run} injects a fault and judges it, LAB_RESUME goes on after it"
+                raise ConfigError([said])
+        elif word.startswith("--"):
+            faults.append(f"{word} is no option of drill: allowed are {', '.join(VALUED)} and --json before the script")
+            rest.pop(0)
+        else:
+            break
+    return found, rest, faults
+
+
+def read_options(found: dict[str, Any], size: int) -> tuple[dict[str, Any], list[str]]:
+    """The fields of Options, and all that is wrong with them."""
+    options: dict[str, Any] = {"as_json": bool(found.get("--json"))}
+    faults = []
+    if "--kill" in found:
+        rank, _, step = str(found["--kill"]).removeprefix("rank").partition("@step")
+        if not (rank.isdecimal() and step.isdecimal() and int(rank) < size and int(step) >= 1):
+            faults.append(
+                f"--kill is {found['--kill']!r}: expected rank0 to rank{size - 1} and a step from 1, as rank0@step7"
+            )
+        else:
+            options["kill"] = int(rank), int(step)
+    if "--resume" in found:
+        sizes = str(found["--resume"]).split(",")
+        if not all(each.isdecimal() and 1 <= int(each) <= 8 for each in sizes):
+            faults.append(f"--resume is {found['--resume']!r}: expected numbers of ranks, 1 to 8, as 4,2")
+        else:
+            options["resume"] = [int(each) for each in sizes]
+    if "--faults" in found:
+        options["faults"] = str(found["--faults"]).split(",")
+        if not set(options["faults"]) <= set(FAULTS):
+            faults.append(f"--faults is {found['--faults']!r}: expected any of {','.join(FAULTS)}")
+    if "--resume-words" in found:
+        try:
+            options["resume_words"] = shlex.split(found["--resume-words"])
+        except ValueError as error:
+            faults.append(f"--resume-words is {found['--resume-words']!r}: {error}")
+    if "--state" in found:
+        state = Path(found["--state"])
+        if state.exists() and not state.is_dir():
+            faults.append(f"--state is {found['--state']!r}: expected a folder")
+        options["state"] = state.resolve()
+    return options, faults
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

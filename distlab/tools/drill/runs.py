@@ -1,0 +1,208 @@
+"""Start the ranks of one run of a drill in a working folder of their own, follow them, and end them all.
+
+The ranks are forked from the drill's own process, and their supervisor is that of `distlab check`, so a hang, a
+mismatch or an exception of a script is told as there. Once the fault has come, all other ranks are killed, as a
+launcher does.
+"""
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import stat
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from distlab.lab.cluster import name_ranks
+from distlab.lab.cluster.launch import free_port
+from distlab.lab.config import ConfigError
+from distlab.tools.check.judge.coordinator import Doctor
+from distlab.tools.check.start.script import PROVING, STORE_KEY, Job
+from distlab.tools.check.start.script_process import Bedside, Hearing, started
+from distlab.tools.check.watch.telling import now
+from distlab.tools.drill.recording import TERM, Drilled, Fault
+
+MOST_COPIED = 1 << 28  # bytes of a working folder
+LISTEN_S = 0.05
+GRACE_S = 10.0  # from SIGTERM to SIGKILL
+AT_LEAST_S, TIMES = 60.0, 5.0  # for a run after the whole one: seconds, or so many times what that took
+
+
+NO_FAULT = Fault()
+
+
+class Recorded(NamedTuple):
+    """What the ranks of a run have left, and how it ended."""
+
+    folder: Path
+    facts: Sequence[Sequence[Mapping[str, Any]]]  # of each rank
+    failed: str  # a sentence; empty where it ended well, or by its fault
+    hit: bool  # whether the fault came
+
+    def steps(self, rank: int = 0) -> list[Mapping[str, Any]]:
+        return [each for each in self.facts[rank] if "step" in each]
+
+    @property
+    def ended(self) -> Sequence[Mapping[str, Any]]:
+        """The last fact of each rank that came to its end."""
+        return [each for mine in self.facts for each in mine if "ended" in each]
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that all ranks have begun."""
+        return min((len(self.steps(rank)) for rank in range(len(self.facts))), default=0)
+
+    def all(self, kind: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+        return ((rank, each) for rank, mine in enumerate(self.facts) for each in mine if kind in each)
+
+
+class Ranks:
+    """Starts runs of one script; all that they write is under `top`."""
+
+    def __init__(self, job: Job, top: Path, state: Path | None, hang_after_s: float, bound_s: float) -> None:
+        self._job, self._top, self._state = job, top, state
+        self._hang_after_s, self._collective_s, self._bound_s = hang_after_s, bound_s, float("inf")
+
+    def work_of(self, name: str) -> Path:
+        return self._top / name / "work"
+
+    def prepare(self, name: str, before: Path | None = None) -> Path:
+        """A working folder for the runs of this name: a copy of one of `before`, or of the script's own."""
+        work = self.work_of(name)
+        if before is not None:
+            shutil.copytree(before, work, symlinks=True, ignore=uncopied)
+        else:
+            copy_folder(self._job.folder, work, self._state)
+        (work / "tmp").mkdir(exist_ok=True)
+        return work
+
+    def run(self, name: str, work: Path, size: int, words: Sequence[str], fault: Fault = NO_FAULT) -> Recorded:
+        """One run to its end, or to its fault; none of its processes is left."""
+        folder = self._top / name / f"facts-{len(list((self._top / name).iterdir()))}"
+        folder.mkdir(parents=True)
+        began = time.monotonic()
+        job = self._job._replace(words=tuple(words))
+        bedsides: list[Bedside] = []
+        try:
+            bedsides += [started(job, None) for _ in range(size)]
+            self._begin(bedsides, folder, work, fault)
+            failed, hit = self._follow(bedsides, folder, fault)
+        finally:
+            for each in bedsides:
+                each.kill()
+                each.close()
+        if self._bound_s == float("inf"):
+            self._bound_s = max(AT_LEAST_S, TIMES * (time.monotonic() - began))
+        facts = [read_facts(folder / f"rank{rank}.jsonl") for rank in range(size)]
+        return Recorded(folder, facts, failed, hit)
+
+    def _begin(self, bedsides: Sequence[Bedside], folder: Path, work: Path, fault: Fault) -> None:
+        port, key, size = free_port(), secrets.token_hex(32), len(bedsides)
+        for rank, bedside in enumerate(bedsides):
+            told = Drilled(str(folder), str(work), rank, size, fault if fault.rank == rank else NO_FAULT)
+            variables: dict[str, Any] = {
+                "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": 0,
+                "ROLE_RANK": rank, "ROLE_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+                STORE_KEY: key, "DISTLAB_FOLDER": work, "TMPDIR": work / "tmp", "TORCHELASTIC_RUN_ID": "drill",
+                "TORCHELASTIC_USE_AGENT_STORE": "False", "TORCHELASTIC_RESTART_COUNT": 0,
+                PROVING: json.dumps(told),
+            }  # fmt: skip
+            bedside.begin({name: str(value) for name, value in variables.items()})
+
+    def _follow(self, bedsides: Sequence[Bedside], folder: Path, fault: Fault) -> tuple[str, bool]:
+        """Until all have ended, one has failed, or the fault has come: why the run failed, and whether that came."""
+        doctor = Doctor(len(bedsides), self._hang_after_s, self._collective_s, lambda _: None)
+        hearings = [Hearing(each) for each in bedsides]
+        until = time.monotonic() + self._bound_s
+        while not doctor.over:
+            for rank, each in enumerate(hearings):
+                doctor.take(rank, each.lines(LISTEN_S / len(hearings)), now())
+            victim = bedsides[fault.rank].process if fault.kind else None
+            if victim is not None and victim.exitcode is not None and victim.exitcode < 0:
+                return "", True
+            if fault.kind == TERM and has_fault(folder / f"rank{fault.rank}.jsonl"):
+                self._stop_all(bedsides)
+                return "", True
+            if all(case.exit_code is not None for case in doctor.cases):
+                break
+            doctor.look(now())
+            if time.monotonic() > until:
+                late = [rank for rank, case in enumerate(doctor.cases) if case.exit_code is None]
+                return f"{name_ranks(late)} had not ended after {self._bound_s:.0f} s", False
+        doctor.look(now())
+        return why_failed(doctor), bool(fault.kind) and has_fault(folder / f"rank{fault.rank}.jsonl")
+
+    def _stop_all(self, bedsides: Sequence[Bedside]) -> None:
+        """SIGTERM to every rank that is left, and time to end by itself."""
+        for each in bedsides:
+            with suppress(ProcessLookupError):
+                os.kill(each.process.pid or 0, signal.SIGTERM)
+        until = time.monotonic() + GRACE_S
+        hearings = [Hearing(each) for each in bedsides]
+        ended = set[int]()
+        while time.monotonic() < until and len(ended) < len(bedsides):
+            for rank, hearing in enumerate(hearings):
+                told = hearing.lines(LISTEN_S / len(hearings))
+                if any(b'"ended"' in line or b'"gone"' in line for line in told):
+                    ended.add(rank)
+
+
+def why_failed(doctor: Doctor) -> str:
+    raised = [case.raised for case in doctor.cases if case.raised is not None]
+    if raised:
+        text = str(raised[0].text).strip().partition("\n")[0].partition(". ")[0]
+        return f"{raised[0].kind}: {text} ({raised[0].place})"
+    if any(case.exit_code for case in doctor.cases) or not doctor.whole:
+        codes = [f"rank {case.rank} exited with {case.exit_code}" for case in doctor.cases if case.exit_code]
+        return next((each.sentence for each in doctor.findings), ", ".join(codes))
+    return ""
+
+
+def has_fault(file: Path) -> bool:
+    return file.exists() and b'{"fault"' in file.read_bytes()
+
+
+def read_facts(file: Path) -> list[Mapping[str, Any]]:
+    """The lines of a rank; the last one may be cut."""
+    found = []
+    for line in file.read_text().splitlines() if file.exists() else ():
+        with suppress(ValueError):
+            found.append(json.loads(line))
+    return found
+
+
+def copy_folder(folder: Path, work: Path, state: Path | None) -> None:
+    """What stands beside the script: copied, hidden entries as links; with `state` that is copied, and the rest links.
+    Raises ConfigError for a folder that is too large."""
+    work.mkdir(parents=True)
+    total = 0
+    for entry in sorted(folder.iterdir()):
+        own = state is None or state == entry or entry in state.parents
+        if work.is_relative_to(entry):
+            continue  # the folders of the drill
+        if entry.name.startswith(".") or entry.name == "__pycache__" or not own or not entry.exists():
+            (work / entry.name).symlink_to(entry.resolve())
+            continue
+        for file in chain([entry], entry.rglob("*")):
+            total += file.lstat().st_size
+            if total > MOST_COPIED:
+                what = f"{folder} is larger than {MOST_COPIED >> 20} MiB"
+                raise ConfigError([f"{what}: name what the script writes there by --state DIR"])
+        copy = partial(shutil.copytree, symlinks=True, ignore=uncopied) if entry.is_dir() else shutil.copy2
+        copy(entry, work / entry.name)
+    if state is not None and not state.is_relative_to(folder):
+        (work / "state").mkdir()
+        if state.exists():
+            shutil.copytree(state, work / "state", symlinks=True, ignore=uncopied, dirs_exist_ok=True)
+
+
+def uncopied(folder: str, names: list[str]) -> list[str]:
+    """Sockets and pipes."""
+    copied = stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK
+    return [each for each in names if stat.S_IFMT(Path(folder, each).lstat().st_mode) not in copied]

@@ -1,0 +1,203 @@
+"""Scripts under `distlab drill`: wrong ones after public reports beside their mended twins, and right ones."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from distlab.cli.drill import parsed, read_options
+from tests.launched import clean, ended_warm
+
+FILES = Path(__file__).parent / "files"
+MINE = Path(__file__).parents[3] / "mine"
+WRONG = {  # options, and what is said
+    "optimizer_forgotten": ("", "the optimizer's state of rank 0", "nothing loads the optimizer"),
+    "schedule_forgotten": ("", "the learning rate of rank 0", "nothing loads the schedule"),
+    "rate_reset": ("", "the learning rate of rank 0", "it is loaded at script_resumes.py:"),
+    "random_forgotten": ("--kill rank1@step9", "the random state of rank 0", "nothing loads the random state"),
+    "loader_forgotten": ("", "read twice", "rank 1 reads"),
+    "position_before_step": ("", "8 read twice"),
+    "epoch_reset": ("--kill rank1@step11", "read in another epoch"),
+    "epoch_skipped": ("--kill rank1@step8", "the resumed run took no step"),
+    "position_by_rank": ("--resume 1", "48 read twice"),
+    "shard_of_rank_0": ("--kill rank1@step9", "16 lost"),
+    "not_atomic": ("--faults kill@save", "the resumed run failed: RuntimeError"),
+}
+RIGHT = [
+    name for name in re.findall(r"^def (\w+)\(\):", (FILES / "script_survives.py").read_text(), re.MULTILINE)
+    if name != "net"
+]  # fmt: skip
+SAVING = ("plain", "heeds_sigterm", "sharded")  # of which all faults are made
+
+
+def drilled(*words: str) -> subprocess.CompletedProcess[str]:
+    return ended_warm("distlab", ["drill", "WORLD_SIZE=2", *words], environ=clean(), timeout_s=170)
+
+
+def processes_of(place: Path) -> list[int]:
+    """Those that were started with this path in their environment."""
+    found = []
+    for each in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            found += [int(each.parent.name)] if str(place).encode() in each.read_bytes() else []
+    return found
+
+
+def told(done: subprocess.CompletedProcess[str]) -> str:
+    return " ".join(done.stdout.split())
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_named(name: str) -> None:
+    options, *says = WRONG[name]
+    words = [*(["--faults", "kill"] if "--faults" not in options else []), *options.split()]
+    done = drilled(*words, str(FILES / "script_resumes.py"), name)
+    assert done.returncode == 1, done.stdout
+    assert [each for each in says if each not in told(done)] == [], done.stdout
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("name", WRONG)
+def test_the_mended_twin_is_left_alone(name: str) -> None:
+    options = WRONG[name][0]
+    words = [*(["--faults", "kill"] if "--faults" not in options else []), *options.split()]
+    done = drilled(*words, str(FILES / "script_resumes.py"), name, "right")
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_script_is_left_alone(name: str) -> None:
+    words = [] if name in SAVING else ["--faults", "kill"]
+    done = drilled(*words, str(FILES / "script_survives.py"), name)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("to the bit") == (4 if name in SAVING else 1)
+
+
+@pytest.mark.timeout(180)
+def test_the_scripts_that_mine_shows() -> None:
+    right = drilled("--json", "--faults", "kill", str(MINE / "resume.py"), "--epochs", "1")
+    assert json.loads(right.stdout)["verdict"] == "pass"
+    wrong = drilled(str(MINE / "resume_rank_0.py"))
+    assert wrong.returncode == 1, wrong.stdout
+    assert "rank 0 waits in barrier" in told(wrong)
+
+
+# Loads its weights times a factor, saves to a folder that its words name, and starts a process.
+TIMES = """
+import os, subprocess, sys
+import torch
+import torch.distributed as dist
+folder, factor = sys.argv[1], float(sys.argv[2])
+dist.init_process_group("gloo")
+subprocess.Popen(["sleep", "100"])
+torch.manual_seed(0)
+model, begin = torch.nn.Linear(2, 1), 0
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+if "--go-on" in sys.argv:
+    found = torch.load(f"{folder}/state.pt")
+    model.load_state_dict({name: factor * each for name, each in found["model"].items()})
+    begin = found["step"]
+for step in range(begin, 6):
+    optimizer.zero_grad()
+    model(torch.full((4, 2), step + 1.0)).sum().backward()
+    optimizer.step()
+    if step % 2 and dist.get_rank() == 0:
+        torch.save({"model": model.state_dict(), "step": step + 1}, f"{folder}/state.pt")
+    dist.barrier()
+"""
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("factor", ["1", "2"])
+def test_a_folder_that_is_named_is_copied_and_other_weights_are_seen(factor: str, tmp_path: Path) -> None:
+    state, script = tmp_path / "state", tmp_path / "own" / "train.py"
+    for folder in (state, script.parent, tmp_path / "tmp"):
+        folder.mkdir()
+    (state / "state.pt").write_text("of a run before")
+    script.write_text(TIMES)
+    words = ["--faults", "kill", "--resume-words", "--go-on", "--state", str(state), str(script), str(state), factor]
+    command = [sys.executable, "-m", "distlab", "drill", "WORLD_SIZE=2", "--json", *words]
+    done = subprocess.run(
+        command, env=clean(TMPDIR=str(tmp_path / "tmp")), capture_output=True, text=True, check=False, timeout=170
+    )
+    last = json.loads(done.stdout)["runs"][-1]
+    if factor == "1":
+        assert (done.returncode, last["weights"], last["why"]) == (0, "to the bit", "")
+    else:
+        assert done.returncode == 1
+        assert "begins with weights that no step had: it is loaded at train.py:" in last["why"]
+    assert [each.read_text() for each in state.iterdir()] == ["of a run before"]
+    assert processes_of(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["RUN_MODE=dp", "LAB_CHECKPOINT_EVERY=2"], "RUN_MODE=dp is a mode of the lab: "),
+        (["--resume=9", str(FILES / "script_survives.py")], "--resume is '9': expected numbers of ranks"),
+    ],
+)
+def test_a_refusal_is_json_too(words: list[str], why: str) -> None:
+    done = drilled("--json", *words)
+    told = json.loads(done.stdout)
+    assert (done.returncode, told["verdict"]) == (2, "refused")
+    assert told["why"][0].startswith(why)
+
+
+def test_a_failure_before_any_resume_is_json_too(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("raise ValueError('no data')\n")
+    done = drilled("--json", str(tmp_path / "train.py"))
+    told = json.loads(done.stdout)
+    assert (done.returncode, told["verdict"]) == (1, "fail")
+    assert told["why"] == "the whole run failed: ValueError: no data (train.py:1)"
+
+
+def test_ctrl_c_leaves_nobody(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import time\nopen('begun', 'w').close()\ntime.sleep(60)\n")
+    command = [sys.executable, "-m", "distlab", "drill", "WORLD_SIZE=2", str(script)]
+    environ = clean(TMPDIR=str(tmp_path / "drill"))
+    (tmp_path / "drill").mkdir()
+    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE) as running:
+        until = time.monotonic() + 60
+        while not list(tmp_path.glob("drill/*/*/work/begun")) and time.monotonic() < until:
+            time.sleep(0.1)
+        assert len(processes_of(tmp_path)) > 2, "the drill and its ranks"
+        running.send_signal(signal.SIGINT)
+        assert running.wait(30) == 130
+    assert processes_of(tmp_path) == []
+    assert not list(tmp_path.glob("drill/distlab-drill-*"))
+    assert not (tmp_path / "begun").exists()
+
+
+def test_a_file_outside_of_the_copies_is_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "saves").mkdir()
+    (tmp_path / "own").mkdir()
+    script = tmp_path / "own" / "train.py"
+    script.write_text(f"open({str(tmp_path / 'saves' / 'state')!r}, 'w')\n")
+    done = drilled(str(script))
+    assert done.returncode == 2, done.stdout
+    assert "name its folder by --state" in told(done)
+    assert list((tmp_path / "saves").iterdir()) == []
+
+
+def test_all_that_is_wrong_is_said_at_once() -> None:
+    done = drilled("--kill", "rank5@step0", "--resume", "x", "--faults", "flood", "absent.py")
+    assert done.returncode == 2
+    for each in ("--kill is 'rank5@step0'", "--resume is 'x'", "--faults is 'flood'", "'absent.py' is not there"):
+        assert each in done.stdout
+
+
+def test_words_before_the_script() -> None:
+    found, rest, faults = parsed(["WORLD_SIZE=4", "--kill=rank2@step7", "--resume", "4,2", "train.py", "--steps", "9"])
+    assert (rest, faults) == (["train.py", "--steps", "9"], [])
+    options, more = read_options(found, 4)
+    assert (options["kill"], options["resume"], more) == ((2, 7), [4, 2], [])
