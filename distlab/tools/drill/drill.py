@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from distlab.lab.config import ConfigError
 from distlab.lab.report.table import Table, log_line, wrapped
+from distlab.lab.report.units import counted
 from distlab.tools.check.start.script import Job
 from distlab.tools.drill.recording import DISK, KILL, TERM, Fault, watch
 from distlab.tools.drill.runs import Ranks, Recorded
@@ -150,7 +151,7 @@ def drill(options: Options, job: Job, size: int, hang_after_s: float, bound_s: f
 
 def tell(rows: Sequence[Row], *, as_json: bool) -> None:
     failed = [row for row in rows if row.why]
-    verdict = f"{len(failed)} of {len(rows) - 1} resumes" if failed else f"{len(rows) - 1} resumes"
+    verdict = f"{len(failed)} of {counted(len(rows) - 1, 'resumes')}" if failed else counted(len(rows) - 1, "resumes")
     if as_json:
         told = {"verdict": "fail" if failed else "pass", "runs": [row._asdict() for row in rows]}
         print(json.dumps(told), flush=True)
