@@ -67,7 +67,7 @@ SIZES = {  # statements and files, at most
     "distlab/lab/verify": (1_659, 11),
     "distlab/lab/workload": (1_022, 7),
     "distlab/tools/check": (6_049, 47),
-    "distlab/tools/drill": (717, 5),
+    "distlab/tools/drill": (722, 5),
     "distlab/tools/notebook": (474, 5),
     "distlab/tools/plan": (1_725, 15),
     "distlab/tools/prove": (2_644, 16),

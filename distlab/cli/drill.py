@@ -22,6 +22,7 @@ from distlab.tools.check.start.command import (
     quieten_torch,
     understood,
 )  # fmt: skip
+from distlab.tools.drill import FAULTS
 
 HELP = """usage: distlab drill [NAME=VALUE ...] [OPTION ...] SCRIPT [ARGS ...]
 
@@ -41,7 +42,6 @@ folder of its own, a copy of the script's.
 
 variables   WORLD_SIZE (4), {own}
 exit codes  0 every resume passed, 1 one failed, 2 refused, 130 stopped"""
-FAULTS = ("kill", "kill@save", "term@save", "disk@save")
 VALUED = ("--kill", "--faults", "--resume", "--resume-words", "--state")
 
 

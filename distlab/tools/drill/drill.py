@@ -16,6 +16,7 @@ from distlab.lab.config import ConfigError
 from distlab.lab.report.table import Table, log_line, wrapped
 from distlab.lab.report.units import counted
 from distlab.tools.check.start.script import Job
+from distlab.tools.drill import FAULTS
 from distlab.tools.drill.recording import DISK, KILL, TERM, Fault, watch
 from distlab.tools.drill.runs import Ranks, Recorded
 from distlab.tools.drill.verdict import Row, Whole, judged, trained, whole_of
@@ -25,7 +26,6 @@ SAVES = {
     "term@save": (TERM, "SIGTERM @ save"),
     "disk@save": (DISK, "full disk @ save"),
 }
-FAULTS = ("kill", *SAVES)
 TITLES = ("run", "ranks", "steps", "weights", "samples", "lost", "twice", "from")
 
 
@@ -60,6 +60,10 @@ class Drill:
         if not any(True for _ in whole.run.all("saves")):
             raise Failed(f"the script writes no file in its {last} steps: there is nothing to resume from")
         target = largest_file(whole.run)
+        uncut = [each for each in self._options.faults if each in SAVES]
+        if target is None and uncut:
+            what = f"no file of a step is there a step later, so {', '.join(uncut)} cannot be made"
+            raise ConfigError([f"{what}: allowed is --faults kill"])
         for fault in self._options.faults:
             if fault == "kill":
                 before = self._fail("kill", self._kill(whole))
