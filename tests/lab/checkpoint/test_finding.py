@@ -294,4 +294,4 @@ def test_no_file_is_unpickled_anywhere_else() -> None:
         if not {"puzzle", "ranks", "script_samples.py"} & set(path.relative_to(package).parts)
     }
     calls = [line for text in sources.values() for line in re.findall(r"(?:torch|np|numpy|pickle)\.loads?\(.*", text)]
-    assert len(calls) == 4 and all("weights_only=True" in call for call in calls)
+    assert calls and all("weights_only=True" in call for call in calls)
