@@ -28,7 +28,7 @@ API = {  # the title of a page, and its modules below distlab
 PAGES = (
     ("Learn", ("lessons", "class", "modes", "choosing", "glossary")),
     ("Use", ("running", "variables", "prove", "check", "ci", "engines")),
-    ("How it does", ("performance", "reliability", "elastic")),
+    ("How it does", ("performance", "reliability")),
     ("How it is built", ("architecture",)),
 )
 
