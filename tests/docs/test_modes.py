@@ -15,6 +15,7 @@ from distlab.lab.config import Config
 from distlab.lab.config.settings import modes
 from distlab.lab.rank.mode_loader import load
 from distlab.lab.workload.model import outline
+from distlab.techniques.pipeline_parallel.costs import idle_share
 from tests.docs.pages import DOCS, README, TOP, page, place, prose
 from tests.documents import spans, tables
 
@@ -74,6 +75,12 @@ def test_a_page_names_each_bug_of_its_mode(name: str) -> None:
     text = " ".join((page(f"modes/{name}") + page("modes/README")).split())  # which has the bugs of checkpoints
     named = dict(re.findall(r"`(\w+)`:? [^`]*\(`([^`]+)`\)", text))
     assert {bug: each.check for bug, each in load(name).mistakes.items()}.items() <= named.items()
+
+
+def test_bubbles_are_those_of_the_formulas() -> None:
+    shares = [idle_share(name, 4, 8, 2) for name in ("1f1b", "interleaved", "zb_h1", "zbv")]
+    assert shares[-1] == idle_share("dualpipev", 4, 8, 2)
+    assert [f"{share:.3f}" for share in shares if f"{share:.3f}" not in page("modes/pp")] == []
 
 
 def test_bytes_of_zero_are_those_of_the_paper() -> None:
