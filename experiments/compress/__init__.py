@@ -46,7 +46,7 @@ from distlab.lab.workload.model import Model
 from distlab.techniques.compression.compressors import Cast, Compressor, Quantised, RandomK, TopK, rank_seed
 from distlab.techniques.compression.powersgd import LowRank
 from distlab.techniques.data_parallel.buckets import GradientBuckets
-from distlab.techniques.data_parallel.strategy import Replica, begin_alike
+from distlab.techniques.data_parallel.strategy import Replica, draw_and_broadcast
 from distlab.techniques.mesh.grid import Mesh
 
 from . import lesson, pytorch
@@ -65,7 +65,7 @@ Shapes: TypeAlias = list[Size]  # of the gradients of a bucket
 
 def dense(model: Model, mesh: Mesh, config: Config) -> Strategy:
     """Our buckets, whole."""
-    begin_alike(model, mesh.group, config)
+    draw_and_broadcast(model, mesh.group, config)
     return Replica(model, config, GradientBuckets(model.parameters(), mesh.group, config.bucket_mib * 2**20))
 
 
@@ -77,7 +77,7 @@ def compressed(compressor_of: Callable[..., Compressor]) -> Build:
 
     @wraps(compressor_of)
     def build(model: Model, mesh: Mesh, config: Config) -> Strategy:
-        begin_alike(model, mesh.group, config)
+        draw_and_broadcast(model, mesh.group, config)
         of_bucket = partial(compressor_of, mesh.group, config, config.own(Options))
         size = config.bucket_mib * 2**20
         return Replica(model, config, GradientBuckets(model.parameters(), mesh.group, size, all_reduce_of=of_bucket))
@@ -117,7 +117,7 @@ def powersgd(group: Group, config: Config, own: Options, shapes: Shapes) -> Comp
 
 def plain(model: Model, mesh: Mesh, config: Config) -> Strategy:
     """The lesson on one page: topk, which waits for each bucket."""
-    begin_alike(model, mesh.group, config)
+    draw_and_broadcast(model, mesh.group, config)
     size, ratio = config.bucket_mib * 2**20, config.own(Options).ratio
     buckets = GradientBuckets(
         model.parameters(), mesh.group, size, all_reduce_of=lambda _: lesson.TopK(mesh.group, ratio)

@@ -30,7 +30,7 @@ from distlab.lab.verify.proof import check_replicas
 from distlab.lab.workload.model import Model
 from distlab.lab.workload.reference import plain
 from distlab.techniques.compression.powersgd import first_factor, pays
-from distlab.techniques.data_parallel.strategy import Replica, Wrapped, begin_apart
+from distlab.techniques.data_parallel.strategy import Replica, Wrapped, draw_own_weights
 from distlab.techniques.mesh.grid import Mesh
 
 from .options import Options
@@ -80,7 +80,7 @@ def begin_with_ours(state: Any, bucket: dist.GradBucket, config: Config) -> None
 
 def wrapped(model: Model, mesh: Mesh, config: Config, state: Any, hook: Any) -> Strategy:
     """DistributedDataParallel around `model`, with a hook; its constructor broadcasts."""
-    begin_apart(model, mesh.group, config)
+    draw_own_weights(model, mesh.group, config)
     parallel = DistributedDataParallel(model, process_group=mesh.group, bucket_cap_mb=config.bucket_mib)
     parallel.register_comm_hook(state, hook)
     return Replica(model, config, Wrapped(parallel), forward=parallel, scale=mesh.group.size())

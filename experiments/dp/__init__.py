@@ -40,7 +40,7 @@ from distlab.techniques.collectives.by_hand import Collective
 from distlab.techniques.collectives.phases import phase
 from distlab.techniques.data_parallel.buckets import GradientBuckets
 from distlab.techniques.data_parallel.slow_link import all_reduce_of_buckets, swaps_buckets
-from distlab.techniques.data_parallel.strategy import Lesson, Replica, Wrapped, begin_alike, begin_apart
+from distlab.techniques.data_parallel.strategy import Lesson, Replica, Wrapped, draw_and_broadcast, draw_own_weights
 from distlab.techniques.mesh.grid import Mesh
 
 from . import lesson
@@ -50,7 +50,7 @@ from .predictions import gradient_bytes, in_unit, predict, predict_peaks
 
 def per_parameter(model: Model, mesh: Mesh, config: Config) -> Strategy:
     """One all_reduce a parameter, after the backward pass."""
-    begin_alike(model, mesh.group, config)
+    draw_and_broadcast(model, mesh.group, config)
     return Replica(model, config, OneByOne(model, mesh.group))
 
 
@@ -76,27 +76,27 @@ class OneByOne:
 
 def flat(model: Model, mesh: Mesh, config: Config) -> Strategy:
     """One all_reduce for all gradients, which lie in one bucket, after the backward pass."""
-    begin_alike(model, mesh.group, config)
+    draw_and_broadcast(model, mesh.group, config)
     return Replica(model, config, GradientBuckets(model.parameters(), mesh.group, float("inf"), overlap=False))
 
 
 def bucketed(model: Model, mesh: Mesh, config: Config) -> Strategy:
     """One all_reduce a bucket, launched as soon as its last gradient is written."""
-    begin_alike(model, mesh.group, config)
+    draw_and_broadcast(model, mesh.group, config)
     summed, size = all_reduce_of_buckets(mesh.group, config), config.bucket_mib * 2**20
     return Replica(model, config, GradientBuckets(model.parameters(), mesh.group, size, all_reduce=summed))
 
 
 def ring(model: Model, mesh: Mesh, config: Config) -> Strategy:
     """The same over our own ring: its first messages leave from the hook, the rest while the step waits."""
-    begin_alike(model, mesh.group, config)
+    draw_and_broadcast(model, mesh.group, config)
     ours, size = partial(Collective(mesh.group, "ring").all_reduce, async_op=True), config.bucket_mib * 2**20
     return Replica(model, config, GradientBuckets(model.parameters(), mesh.group, size, all_reduce=ours))
 
 
 def ddp(model: Model, mesh: Mesh, config: Config) -> Strategy:
     """PyTorch's own. It divides by the number of ranks, so the loss that it differentiates is that many times ours."""
-    begin_alike(model, mesh.group, config)
+    draw_and_broadcast(model, mesh.group, config)
     wrapped = DistributedDataParallel(
         model,
         process_group=mesh.group,
@@ -108,7 +108,7 @@ def ddp(model: Model, mesh: Mesh, config: Config) -> Strategy:
 
 def plain(model: Model, mesh: Mesh, config: Config) -> Strategy:
     """The lesson on one page: `bucketed` without what a run of it needs else."""
-    begin_apart(model, mesh.group, config)
+    draw_own_weights(model, mesh.group, config)
     return Lesson(model, config, lesson.DataParallel(model, mesh.group, config.bucket_mib * 2**20).step)
 
 

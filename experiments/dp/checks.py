@@ -23,7 +23,7 @@ from distlab.lab.verify.run_all import measured
 from distlab.lab.workload.data import Batches, permutation, shard_sizes
 from distlab.lab.workload.model import Model, outline
 from distlab.techniques.data_parallel.buckets import GradientBuckets, set_gradient_view
-from distlab.techniques.data_parallel.strategy import Replica, begin_apart
+from distlab.techniques.data_parallel.strategy import Replica, draw_own_weights
 
 from .predictions import VARIANTS, bucket_sizes
 
@@ -240,7 +240,7 @@ class HoardingBuckets(GradientBuckets):
                 self._launch_next()
 
 
-@mistake("no_broadcast", check="replicas", part="begin_alike", of=VARIANTS, needs=Needs(unless=begins_at_zero))
+@mistake("no_broadcast", check="replicas", part="draw_and_broadcast", of=VARIANTS, needs=Needs(unless=begins_at_zero))
 def unbroadcast(model: Model, group: dist.ProcessGroup, config: Config) -> None:
     """Every rank begins from weights of its own."""
-    begin_apart(model, group, config)
+    draw_own_weights(model, group, config)

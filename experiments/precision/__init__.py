@@ -42,7 +42,7 @@ from distlab.lab.workload.model import Model
 from distlab.lab.workload.optimizer import make_optimizer
 from distlab.lab.workload.user_model import is_own
 from distlab.techniques.data_parallel.buckets import GradientBuckets
-from distlab.techniques.data_parallel.strategy import Replica, Wrapped, begin_alike
+from distlab.techniques.data_parallel.strategy import Replica, Wrapped, draw_and_broadcast
 from distlab.techniques.mesh.grid import Mesh
 from distlab.techniques.precision import LossScale, Masters, all_finite
 
@@ -80,13 +80,13 @@ class HalfPrecision(Replica):
 
 def half(model: Model, mesh: Mesh, config: Config, dtype: torch.dtype) -> Strategy:
     """All of it in `dtype`."""
-    begin_alike(model, mesh.group, config)
+    draw_and_broadcast(model, mesh.group, config)
     return HalfPrecision(model, mesh.group, config, dtype)
 
 
 def fp32(model: Model, mesh: Mesh, config: Config) -> Strategy:
     """Data parallelism as in dp."""
-    begin_alike(model, mesh.group, config)
+    draw_and_broadcast(model, mesh.group, config)
     return Replica(model, config, GradientBuckets(model.parameters(), mesh.group, config.bucket_mib * 2**20))
 
 
@@ -132,7 +132,7 @@ class Autocast(Replica):
 
 def autocast(model: Model, mesh: Mesh, config: Config) -> Strategy:
     """PyTorch's own: torch.autocast in fp16 with GradScaler, around float32 weights, below DDP."""
-    begin_alike(model, mesh.group, config)
+    draw_and_broadcast(model, mesh.group, config)
     return Autocast(model, mesh.group, config)
 
 
@@ -190,7 +190,7 @@ class ClippedBeforeUnscaled(MixedPrecision):
 
 def mixed(model: Model, mesh: Mesh, config: Config, **how: Any) -> Strategy:
     """In 16 bits with what `MixedPrecision` has for what they lack."""
-    begin_alike(model, mesh.group, config)
+    draw_and_broadcast(model, mesh.group, config)
     return MixedPrecision(model, mesh.group, config, **how)
 
 
@@ -207,7 +207,7 @@ class OnePage(MixedPrecision):
 
 def plain(model: Model, mesh: Mesh, config: Config, dtype: torch.dtype = torch.float16) -> Strategy:
     """The lesson on one page: fp16_scaled, whose float32 weights stay."""
-    begin_alike(model, mesh.group, config)
+    draw_and_broadcast(model, mesh.group, config)
     return OnePage(model, mesh.group, config, dtype)
 
 

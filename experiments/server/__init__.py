@@ -42,7 +42,7 @@ from distlab.lab.workload.model import Model
 from distlab.techniques.collectives.phases import phase
 from distlab.techniques.collectives.point_to_point import Peers
 from distlab.techniques.data_parallel.buckets import GradientBuckets
-from distlab.techniques.data_parallel.strategy import Replica, begin_alike
+from distlab.techniques.data_parallel.strategy import Replica, draw_and_broadcast
 from distlab.techniques.data_parallel.vectors import Vectors
 from distlab.techniques.mesh.grid import Mesh
 from distlab.techniques.parameter_server.local_sgd import OuterStep
@@ -63,13 +63,13 @@ AVERAGE, DILOCO = (1.0, 0.0), (0.7, 0.9)  # learning rate and momentum of the ou
 
 def dp(model: Model, mesh: Mesh, config: Config) -> Strategy:
     """One all_reduce a bucket, and every rank takes the same step."""
-    begin_alike(model, mesh.group, config)
+    draw_and_broadcast(model, mesh.group, config)
     return Replica(model, config, GradientBuckets(model.parameters(), mesh.group, config.bucket_mib * 2**20))
 
 
 def sync(model: Model, mesh: Mesh, config: Config) -> Strategy:
     """Sums and counts to rank 0, weights back."""
-    begin_alike(model, mesh.group, config)
+    draw_and_broadcast(model, mesh.group, config)
     return Served(model, mesh.group, config)
 
 
@@ -149,7 +149,7 @@ class Served(Replica):
 
 def plain(model: Model, mesh: Mesh, config: Config) -> Strategy:
     """The lesson on one page: sync, by one message after the other."""
-    begin_alike(model, mesh.group, config)
+    draw_and_broadcast(model, mesh.group, config)
     return OnePage(model, mesh.group, config)
 
 
@@ -172,13 +172,13 @@ class OnePage(Served):
 
 def local_sgd(model: Model, mesh: Mesh, config: Config) -> Strategy:
     """H steps apart, then the mean of the weights."""
-    begin_alike(model, mesh.group, config)
+    draw_and_broadcast(model, mesh.group, config)
     return RoundsWorker(model, config, partial(OuterStep, group=mesh.group, lr=AVERAGE[0], momentum=AVERAGE[1]))
 
 
 def diloco(model: Model, mesh: Mesh, config: Config) -> Strategy:
     """H steps apart, then a step with momentum along what the workers moved in the mean."""
-    begin_alike(model, mesh.group, config)
+    draw_and_broadcast(model, mesh.group, config)
     return RoundsWorker(model, config, partial(OuterStep, group=mesh.group, lr=DILOCO[0], momentum=DILOCO[1]))
 
 

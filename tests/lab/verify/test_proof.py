@@ -35,7 +35,7 @@ from distlab.lab.workload.data import Batches, Microbatch
 from distlab.lab.workload.model import Model
 from distlab.lab.workload.reference import Snapshot
 from distlab.techniques.data_parallel.buckets import GradientBuckets
-from distlab.techniques.data_parallel.strategy import Replica, begin_alike
+from distlab.techniques.data_parallel.strategy import Replica, draw_and_broadcast
 from distlab.techniques.mesh.grid import Mesh
 from tests.lab.verify.test_audit import ADAMW, SIZES
 from tests.labs import TINY, failed, failed_with, lab_of, one_rank
@@ -54,7 +54,7 @@ class WithoutDecay(Replica):
 
 
 def flat(model: Model, mesh: Mesh, config: Config) -> Strategy:
-    begin_alike(model, mesh.group, config)
+    draw_and_broadcast(model, mesh.group, config)
     return WithoutDecay(model, config, GradientBuckets(model.parameters(), mesh.group, float("inf"), overlap=False))
 
 
