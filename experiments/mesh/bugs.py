@@ -116,8 +116,8 @@ class ArmedAround(ReducingPipeline):
         return True
 
     @contextmanager
-    def told(self, action: Action) -> Iterator[None]:
-        with super().told(action):
+    def reducing(self, action: Action) -> Iterator[None]:
+        with super().reducing(action):
             yield
         for buckets in self.reducers[action.stage]:
             assert isinstance(buckets, GradientBuckets)
