@@ -27,7 +27,7 @@ from distlab.lab.report.units import counted
 from distlab.lab.workload.data import Batches, Microbatch
 from distlab.lab.workload.model import outline
 from distlab.lab.workload.user_model import is_own
-from distlab.techniques.collectives.phases import heard
+from distlab.techniques.collectives.phases import listening
 from distlab.techniques.pipeline_parallel.costs import in_flight
 from distlab.techniques.sharded.costs import Happening, shown_on
 
@@ -56,7 +56,7 @@ def count(lab: Lab, variants: Mapping[str, Build]) -> dict[str, Counted]:
                 lab.count() as traffic,
                 SavedActivations(memory.saves) as activations,
                 memory.step(order),
-                heard(order.mark),
+                listening(order.mark),
                 passes.watched(),
             ):
                 train(lab, strategy, batches, range(WARMUP_STEPS, WARMUP_STEPS + steps))

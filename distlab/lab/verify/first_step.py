@@ -17,7 +17,7 @@ from distlab.lab.report import records
 from distlab.lab.verify.records import placed
 from distlab.lab.verify.told_step import ToldStep, keys_of, parts_of_storages, piece_of, weights_of, write_told
 from distlab.lab.workload.data import Batches
-from distlab.techniques.collectives.phases import Span, collectives_seen, heard
+from distlab.techniques.collectives.phases import Span, listening, observing_collectives
 
 NOBODY = -1
 IN_CALLS = ("communication", "waiting")  # the classes of time in which a rank does nothing of its own
@@ -78,7 +78,7 @@ def watched_calls(strategy: Strategy, *, told: bool) -> Iterator[Watched | None]
         messages.hear(what, kind, label)
         step.hear(what, kind)
 
-    with step.samples.watched(), collectives_seen(step.samples.by_hand), messages.recorded(), heard(hear):
+    with step.samples.watched(), observing_collectives(step.samples.by_hand), messages.recorded(), listening(hear):
         yield Watched(messages, step)
 
 

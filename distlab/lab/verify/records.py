@@ -23,7 +23,7 @@ from distlab.lab.verify.counted import alike, repeats_after
 from distlab.lab.workload.data import Microbatch
 from distlab.lab.workload.user_model import is_own
 from distlab.techniques.collectives.costs import gloo_all_reduce_messages, wire_tolerance
-from distlab.techniques.collectives.phases import COMPUTE, Span, heard, phase, recorded, slowed
+from distlab.techniques.collectives.phases import COMPUTE, Span, listening, phase, recorded, slowed
 
 # Marks are cheap enough to stay in for the timed steps (distlab/techniques/collectives/phases.py), so where a rank's
 # time went and the bubble, the median of all that were kept, are of the very steps whose time is reported.
@@ -155,7 +155,7 @@ def one(lab: Lab, name: str, prepare: Prepare, number: int) -> Recorded:
     make, messages = prepare(number), Messages()
     lab.exchange.barrier(f"recorded step {number} of {name}")
     lab.at(lab.config.steps, f"recorded step {number} of {name}")
-    with messages.recorded(), heard(messages.hear), recorded(lab.device) as spans, slowed(lab.config.slowed_to):
+    with messages.recorded(), listening(messages.hear), recorded(lab.device) as spans, slowed(lab.config.slowed_to):
         make()
     lab.work.advance()
     return lab.config.steps + number, spans, messages.found

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distlab.techniques.collectives.phases import seen, watched
+from distlab.techniques.collectives.phases import is_observed, observed_steps
 from distlab.techniques.collectives.point_to_point import GroupMessage, Pending, Steps
 
 
@@ -71,7 +71,7 @@ class OneMessage(Compressor):
     """A compressor with one message per step; it computes the residual while the message is on its way."""
 
     def __call__(self, bucket: Tensor) -> Handle:
-        before = self.residual.clone() if watched() and self.residual is not None else 0
+        before = self.residual.clone() if is_observed() and self.residual is not None else 0
         values = self.with_residual(bucket)
         message = self.encode(values)
         work, received = self.exchange(message)
@@ -82,10 +82,10 @@ class OneMessage(Compressor):
             yield GroupMessage(work, "a compressed sum of", dist.get_backend(self.group))
             self.decode(received, bucket)
 
-        if not (watched() and self.feedback):
+        if not (is_observed() and self.feedback):
             return Handle(Pending(steps()).wait)
         ranks, sent = dist.get_process_group_ranks(self.group), bucket + before - values
-        return Handle(Pending(seen("all_reduce", ranks, sent, bucket, steps(), values)).wait)
+        return Handle(Pending(observed_steps("all_reduce", ranks, sent, bucket, steps(), values)).wait)
 
     @abstractmethod
     def encode(self, values: Tensor) -> Tensor:
