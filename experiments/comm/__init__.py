@@ -27,7 +27,7 @@ from distlab.contract import Mode, Variant, untrained
 from distlab.lab.config import Config
 from distlab.lab.lab import Lab
 from distlab.lab.measure.prediction import PYTORCHS, Prediction
-from distlab.lab.verify.records import draw, hold_drawn, note_messages
+from distlab.lab.verify.records import compare_bytes, draw, note_messages
 from distlab.techniques.collectives import ring as ring_by_hand
 from distlab.techniques.collectives.by_hand import ALGORITHMS, Algorithm, Collective
 from distlab.techniques.collectives.costs import all_reduce_bytes
@@ -289,7 +289,7 @@ def draw_all(lab: Lab, collectives: Mapping[str, Collective]) -> None:
     for prediction in predict(lab.config):
         if prediction.variant in drawn:
             name, predicted = prediction.variant, prediction.value[lab.rank]
-            hold_drawn(lab, name, predicted, drawn[name].nbytes, prediction.formula)
+            compare_bytes(lab, name, predicted, drawn[name].nbytes, prediction.formula)
 
 
 def refuse(config: Config) -> list[str]:

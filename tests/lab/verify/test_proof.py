@@ -21,9 +21,9 @@ from distlab.lab.report import records
 from distlab.lab.report.reading import from_line, to_line
 from distlab.lab.report.verdict import judge
 from distlab.lab.verify.proof import (
-    Carried,
+    WrittenBuffers,
     against,
-    carried,
+    buffer_hashes,
     changed,
     check_replicas,
     check_same,
@@ -287,12 +287,12 @@ def test_a_buffer_that_one_process_leaves_alone_may_not_move(mask: float, seen: 
     model = nn.Module()
     for name in ("mask", "seen"):
         model.register_buffer(name, torch.tensor(1.0))
-    buffers: Carried = object.__new__(Carried)
+    buffers: WrittenBuffers = object.__new__(WrittenBuffers)
     said: list[Any] = []
     note: Any = lambda *claim, **words: said.append((*claim, words["variant"], words["detail"]))  # noqa: E731
-    buffers.lab, buffers.start, buffers.written = SimpleNamespace(check=note), carried(model), {"seen"}  # type: ignore[assignment]
+    buffers.lab, buffers.start, buffers.written = SimpleNamespace(check=note), buffer_hashes(model), {"seen"}  # type: ignore[assignment]
     model.mask, model.seen = torch.tensor(mask), torch.tensor(seen)
-    buffers.hold("flat", model)
+    buffers.check("flat", model)
     ((name, off, tolerance, variant, told),) = said
     assert (name, off, tolerance, variant) == ("buffers", moved, 0, "flat")
     assert told.startswith(detail)
