@@ -168,8 +168,7 @@ def by_variant(lab: Lab, sent: Mapping[str, float], losses: Mapping[str, list[fl
 
 
 def by_world(lab: Lab, sent: Mapping[str, float]) -> None:
-    """Chart the bytes relative to dense for growing N, with this run's points, and log from which N top-k sends
-    more."""
+    """Chart the bytes relative to dense for growing N, with this run's points; log where top-k sends more."""
     config, here = lab.config, lab.world_size
     methods = [name for name in METHODS if name in sent]
     lines = {name: [over_dense(config, name, worlds) for worlds in WORLDS] for name in methods}

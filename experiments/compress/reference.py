@@ -1,5 +1,4 @@
-"""The expected messages of each rank by the papers' formulas, in one process: dense tensors, loops, nothing
-distributed.
+"""The expected messages of each rank by the papers' formulas, in one process: dense tensors and loops.
 
 Compressors are compared with it step by step. Its only inputs are the ranks' gradients; it keeps its own residuals
 (Karimireddy et al. 2019, algorithm 2: v = e + g, e = v - C(v)), so if a rank loses or repeats a residual, the next
