@@ -27,8 +27,8 @@ API = {  # the title of a page, and its modules below distlab
 }
 PAGES = (
     ("Learn", ("lessons", "class", "modes", "choosing", "glossary")),
-    ("Use", ("running", "variables", "check", "your-own", "ci", "engines")),
-    ("How it does", ("performance", "reliability", "elastic")),
+    ("Use", ("running", "variables", "prove", "check", "ci", "engines")),
+    ("How it does", ("performance", "reliability")),
     ("How it is built", ("architecture",)),
 )
 

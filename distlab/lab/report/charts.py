@@ -62,7 +62,9 @@ def line_chart(
     thin = {name: thinned(curve, points) for name, curve in curves.items()}
     across = Axis([value for x, _ in thin.values() for value in x], log_x)
     up = Axis([value for _, y in thin.values() for value in y], log_y)
-    graph = pygal.XY(x_title=x_label, y_title=y_label, x_value_formatter=across.label, value_formatter=up.label, **PLAIN)
+    graph = pygal.XY(
+        x_title=x_label, y_title=y_label, x_value_formatter=across.label, value_formatter=up.label, **PLAIN
+    )
     graph.x_labels = across.ticks()
     if log_y:
         graph.y_labels = up.ticks()

@@ -88,13 +88,15 @@ def rows_as_bytes(tensor: Tensor, dim: int) -> Iterable[bytes]:
 
 
 class Place(NamedTuple):
-    """The position of a rank's piece: a dense tensor's name, and rows of it, or the part from `begin` on."""
+    """The position of a rank's piece: a dense tensor's name, and rows of it, or the part from `begin` on: an index per
+    dimension, or one among all elements."""
 
     name: str
     rows: Rows = WHOLE
     begin: tuple[int, ...] = ()
 
     def of(self, dense: Tensor, shape: torch.Size) -> Tensor:
+        dense = dense.view(-1) if len(self.begin) == 1 == len(shape) else dense
         for dim, start in enumerate(self.begin):
             dense = dense.narrow(dim, start, shape[dim])
         return self.rows.of(dense)

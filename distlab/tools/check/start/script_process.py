@@ -132,7 +132,7 @@ def threads_of(process: int) -> Threads:
 
 
 def parsed(text: str) -> dict[int, list[Frame]]:
-    """Return the stacks that faulthandler wrote, without the answering thread's."""
+    """Return the stacks in this text of faulthandler's form, without the answering thread's."""
     found: dict[int, list[Frame]] = {}
     for part in re.split(r"(?=^(?:Current thread|Thread) 0x)", text, flags=re.MULTILINE):
         head = re.match(r"(?:Current thread|Thread) 0x([0-9a-f]+)", part)
