@@ -221,9 +221,9 @@ class Begun(Fault):
             names = [name for name in seen[ranks[0]] if len({each.get(name) for each in seen.values()}) > 1]
             if names:
                 yield (
-                    f"is it meant that {name_ranks(ranks)} have other weights ({and_more(names)}) where FSDP takes them"
-                    f" at {self._told.lines[turn, ranks]}? Each keeps its own rank's part: seed or load them on all"
-                    " ranks alike, or send rank 0's to all (sync_module_states=True; set_model_state_dict with"
-                    " broadcast_from_rank0)"
+                    f"{name_ranks(ranks)} have other weights ({and_more(names)}) where FSDP shards them at"
+                    f" {self._told.lines[turn, ranks]}; is that intended? Each rank keeps its own part: seed or load"
+                    " them equally on all ranks, or send rank 0's to all (sync_module_states=True;"
+                    " set_model_state_dict with broadcast_from_rank0)"
                 )
                 return

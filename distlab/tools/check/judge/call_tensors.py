@@ -96,7 +96,7 @@ class ParameterCalls(Fault):
     def questions(self) -> Iterator[str]:
         for line, met in self._known_to_all():
             if line not in self._alike:
-                yield f"is it meant that ranks give a call other parameters ({self._differ(met)})?"
+                yield f"ranks pass different parameters to a call ({self._differ(met)}); is that intended?"
 
     def _known_to_all(self) -> Iterator[tuple[Line, dict[int, Call]]]:
         for line, met in self._apart.items():
@@ -172,6 +172,6 @@ class Lost(Fault):
     def questions(self) -> Iterator[str]:
         for line, _, _ in self._unread.whole():
             yield (
-                f"is it meant that nobody reads the result of the all_reduce at {line}? Its tensor is a temporary,"
-                " gone as the call returns: give it a name before, and read it after"
+                f"the result of the all_reduce at {line} is not used; is that intended? Its tensor is a temporary,"
+                " freed when the call returns: assign it to a name before, and read it after"
             )

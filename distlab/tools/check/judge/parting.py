@@ -159,7 +159,7 @@ def questions(courses: Sequence[Course]) -> Iterator[str]:
         skipped = skipped_batch(sides[0], other)
         if skipped is not None and is_exception(sides[0].course, other.course):
             remedy = words_of_cause(other.course.package, SKIPPED)
-            yield f"is it meant that {skipped}? Its gradients then count for less; {remedy or AS_MANY}"
+            yield f"{skipped}; is that intended? Its gradients then count for less; {remedy or AS_MANY}"
             return
 
 

@@ -189,7 +189,7 @@ class Replicas(Fault):
             if known.key == BROADCAST and known.are_apart(last):
                 _, which, odd, others = known.sides(last)
                 yield (
-                    f"is it meant that {odd} ended with another {which} than {others}?"
+                    f"{odd} ended with another {which} than {others}; is that intended?"
                     " They were broadcast at the start, and their gradients are never averaged over these ranks; the"
                     f" optimizer steps at {known.stepped_at}"
                 )

@@ -99,7 +99,7 @@ def questions(doctor: Doctor) -> Iterator[str]:
         if not doctor.findings:
             yield from parting.questions([case.course for case in doctor.cases])
             if len(doctor.cases) > 1 and not any(case.num_calls for case in doctor.cases):
-                yield "ranks made a process group and no call in it, so that nothing was compared: is that all of it?"
+                yield "ranks made a process group but no call in it, so nothing was compared; is that intended?"
 
 
 def slowest_lines(doctor: Doctor) -> list[Line]:

@@ -99,15 +99,16 @@ class Batches(Fault):
         for _, _, passes in self._counts.whole():
             for (line, _, turn), counts in passes.items():
                 if len(set(counts.values())) > 1:
-                    listed = ", ".join(f"rank {rank} {count}" for rank, count in sorted(counts.items()))
-                    yield f"are unequal numbers of batches meant (pass {turn} over the DataLoader at {line}: {listed})?"
+                    listed = ", ".join(f"rank {rank}: {count}" for rank, count in sorted(counts.items()))
+                    where = f"pass {turn} over the DataLoader at {line}"
+                    yield f"ranks read different numbers of batches in {where} ({listed}); is that intended?"
         for _, _, seen in self._first.whole():
             for first, then in (two for passes in self._shuffled.values() for two in pairwise(passes)):
                 batches = seen.get((first, 0), {})
                 if batches and batches == seen.get((then, 0)) and len(set(batches.values())) == len(batches):
                     yield (
-                        f"is it meant that pass {then[2]} over the DataLoader at {then[0]} begins with the same batches"
-                        " as the pass before? A DistributedSampler shuffles anew only after set_epoch(epoch)"
+                        f"pass {then[2]} over the DataLoader at {then[0]} begins with the same batches as the pass"
+                        " before; is that intended? A DistributedSampler shuffles again only after set_epoch(epoch)"
                     )
                     return
 
@@ -161,7 +162,7 @@ class Draws(Fault):
             sizes, found = zip(*seen.values(), strict=True)
             if len(set(sizes)) == 1 and len(set(found)) > 1:
                 yield (
-                    f"is it meant that random_split at {line} gives each rank another permutation? What one rank"
-                    " validates with, others train on: give it generator=torch.Generator().manual_seed(n)"
+                    f"random_split at {line} gives each rank another permutation; is that intended? Other ranks train"
+                    " on one rank's validation samples: pass generator=torch.Generator().manual_seed(n)"
                 )
                 return
