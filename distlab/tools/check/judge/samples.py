@@ -100,8 +100,10 @@ class Batches(Fault):
             for (line, _, turn), counts in passes.items():
                 if len(set(counts.values())) > 1:
                     listed = ", ".join(f"rank {rank}: {count}" for rank, count in sorted(counts.items()))
-                    where = f"pass {turn} over the DataLoader at {line}"
-                    yield f"ranks read different numbers of batches in {where} ({listed}); is that intended?"
+                    yield (
+                        f"ranks read different numbers of batches in pass {turn} over the DataLoader at {line}"
+                        f" ({listed}); is that intended?"
+                    )
         for _, _, seen in self._first.whole():
             for first, then in (two for passes in self._shuffled.values() for two in pairwise(passes)):
                 batches = seen.get((first, 0), {})
