@@ -61,6 +61,7 @@ def lay_out() -> None:
         TOP / "CONTRIBUTING.md",
         TOP / "CHANGELOG.md",
         TOP / "mine" / "README.md",
+        TOP / "benchmarks" / "RESULTS.md",
         *sorted((TOP / "docs").glob("*.md")),
     ):
         write(str(page.relative_to(TOP)), linked(page.read_text()))
@@ -89,7 +90,7 @@ def contents(techniques: list[str], notebooks: list[str]) -> str:
         parts.insert(1, ("Notebooks", [name.removesuffix(".ipynb") for name in notebooks]))
     parts += [
         ("Interface", [f"api/{name}" for name in API if (SOURCE / "api" / f"{name}.md").exists()]),
-        ("Project", ["CONTRIBUTING", "CHANGELOG", "mine/README"]),
+        ("Project", ["CONTRIBUTING", "CHANGELOG", "mine/README", "benchmarks/RESULTS"]),
     ]
     return "\n".join(
         f"```{{toctree}}\n:hidden:\n:maxdepth: 1\n:caption: {caption}\n\n" + "\n".join(names) + "\n```\n"
