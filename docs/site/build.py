@@ -26,8 +26,8 @@ API = {  # the title of a page, and its modules below distlab
     "notebook": ("Cells of a notebook on ranks", "notebook notebook.magics notebook.session"),
 }
 PAGES = (
-    ("Learn", ("lessons", "class", "modes", "choosing", "glossary")),
-    ("Use", ("running", "variables", "check", "your-own", "ci", "engines")),
+    ("Learn", ("practice", "modes", "choosing", "lessons", "glossary")),
+    ("Use", ("running", "variables", "your-own", "check", "notebooks", "engines")),
     ("How it does", ("performance", "reliability", "elastic")),
     ("How it is built", ("architecture",)),
 )
