@@ -49,7 +49,7 @@ def test_the_example_of_the_page_passes(tmp_path: Path) -> None:
     """docs/notebooks.md."""
     (example,) = re.findall(r"^```python\n(import torch.*?)^```$", page("notebooks"), re.DOTALL | re.MULTILINE)
     (tmp_path / "test_it.py").write_text(example)
-    done = pytest_on(str(tmp_path))
+    done = pytest_on("-o", LIGHT, str(tmp_path))
     assert done.returncode == 0 and "4 passed" in done.stdout, done.stdout
 
 
