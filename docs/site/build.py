@@ -27,8 +27,8 @@ API = {  # the title of a page, and its modules below distlab
 }
 PAGES = (
     ("Learn", ("practice", "modes", "choosing", "lessons", "glossary")),
-    ("Use", ("running", "variables", "your-own", "check", "notebooks", "engines")),
-    ("How it does", ("performance", "reliability", "elastic")),
+    ("Use", ("running", "variables", "prove", "check", "notebooks", "engines")),
+    ("How it does", ("performance", "reliability")),
     ("How it is built", ("architecture",)),
 )
 

@@ -88,13 +88,15 @@ def rows_as_bytes(tensor: Tensor, dim: int) -> Iterable[bytes]:
 
 
 class Place(NamedTuple):
-    """Where a rank's piece lies: a dense tensor's name, and rows of it, or the part that begins at `begin`."""
+    """Where a rank's piece lies: a dense tensor's name, and rows of it, or the part that begins at `begin`: an index a
+    dimension, or one among all elements."""
 
     name: str
     rows: Rows = WHOLE
     begin: tuple[int, ...] = ()
 
     def of(self, dense: Tensor, shape: torch.Size) -> Tensor:
+        dense = dense.view(-1) if len(self.begin) == 1 == len(shape) else dense
         for dim, start in enumerate(self.begin):
             dense = dense.narrow(dim, start, shape[dim])
         return self.rows.of(dense)

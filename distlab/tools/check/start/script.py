@@ -59,11 +59,33 @@ def answer(asked: int, stacks: int) -> None:
         with suppress(OSError):
             Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(ANSWERING)
         while os.read(asked, 1):
-            faulthandler.dump_traceback(file=stacks, all_threads=True)
-            os.write(stacks, END.encode())
+            os.write(stacks, (stacks_of_all_threads() + END).encode(errors="replace"))
         os.killpg(0, signal.SIGKILL)  # who asked is gone, and need not be the parent
 
     _thread.start_new_thread(answering, ())
+
+
+def stacks_of_all_threads() -> str:
+    """Return the stack of each thread as faulthandler writes it, the innermost frame first.
+
+    faulthandler.dump_traceback takes no lock on the list of threads. When gloo's thread enters Python at that moment,
+    it reads a thread state that has no frame yet, and the process ends by SIGSEGV: fully_shard on 3 ranks, asked 2,000
+    times a second, crashed within 120 s in each of 3 runs (Python 3.11.7). sys._current_frames takes that lock.
+    """
+    return "".join(
+        f"Thread 0x{thread:016x} (most recent call first):\n{stack_of(frame)}\n"
+        for thread, frame in sys._current_frames().items()
+    )
+
+
+def stack_of(frame: types.FrameType | None) -> str:
+    """Return a line for each frame, from this one to its outermost caller."""
+    lines = []
+    while frame is not None:
+        code = frame.f_code
+        lines.append(f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}\n')
+        frame = frame.f_back
+    return "".join(lines)
 
 
 # Where the ranks of a script meet: in a store of the lab's, with a key that their doctors have drawn.

@@ -132,7 +132,7 @@ def threads_of(process: int) -> Threads:
 
 
 def parsed(text: str) -> dict[int, list[Frame]]:
-    """The stacks that faulthandler wrote, but for that of the one who answered."""
+    """Return the stacks in this text of faulthandler's form, but for that of the thread that answered."""
     found: dict[int, list[Frame]] = {}
     for part in re.split(r"(?=^(?:Current thread|Thread) 0x)", text, flags=re.MULTILINE):
         head = re.match(r"(?:Current thread|Thread) 0x([0-9a-f]+)", part)
