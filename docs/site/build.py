@@ -8,7 +8,6 @@
 
 import shutil
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 from links import dead_links
@@ -19,11 +18,14 @@ TOP = Path(__file__).parents[2]
 BUILD = TOP / "build" / "site"
 SOURCE, HTML = BUILD / "source", BUILD / "html"
 API = {  # the title of a page, and its modules below distlab
-    "distlab": ("In your own tests and notebooks", "testing testing.plugin"),
+    "distlab": ("In your own tests and notebooks", "tools.testing tools.testing.plugin"),
     "contract": ("A mode, as the lab sees it", "contract"),
-    "check": ("`distlab check`: a script, watched", "check check.start check.matching check.deadlock"),
-    "prove": ("`distlab prove`: N ranks against one process", "prove prove.proof prove.user_file prove.compare"),
-    "notebook": ("Cells of a notebook on ranks", "notebook notebook.magics notebook.session"),
+    "check": ("`distlab check`: a script under observation", "tools.check.judge.matching tools.check.judge.deadlock"),
+    "prove": (
+        "`distlab prove`: N ranks and one process",
+        "tools.prove tools.prove.proof tools.prove.user_file tools.prove.compare",
+    ),
+    "notebook": ("Cells of a notebook on ranks", "tools.notebook tools.notebook.magics tools.notebook.session"),
 }
 PAGES = (
     ("Learn", ("practice", "modes", "choosing", "lessons", "glossary")),
@@ -51,9 +53,7 @@ def lay_out() -> None:
     for name, text in techniques.items():
         write(f"techniques/{name}.md", text)
     for name, (title, modules) in API.items():
-        there = [f"distlab.{each}" for each in modules.split() if find_spec(f"distlab.{each.partition('.')[0]}")]
-        if there:
-            write(f"api/{name}.md", "\n".join(api_page(title, there)))
+        write(f"api/{name}.md", "\n".join(api_page(title, [f"distlab.{each}" for each in modules.split()])))
     notebooks = sorted((TOP / "notebooks").glob("*.ipynb"))
     for notebook in notebooks:
         copy(notebook)
@@ -89,7 +89,7 @@ def contents(techniques: list[str], notebooks: list[str]) -> str:
     if notebooks:
         parts.insert(1, ("Notebooks", [name.removesuffix(".ipynb") for name in notebooks]))
     parts += [
-        ("Interface", [f"api/{name}" for name in API if (SOURCE / "api" / f"{name}.md").exists()]),
+        ("Interface", [f"api/{name}" for name in API]),
         ("Project", ["CONTRIBUTING", "CHANGELOG", "mine/README", "benchmarks/RESULTS"]),
     ]
     return "\n".join(
