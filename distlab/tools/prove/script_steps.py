@@ -1,8 +1,8 @@
-"""Record in a script's own process what it trains, step by step, by name: `ScriptSteps`.
+"""`ScriptSteps`: records in a script's process what it trains, step by step, by parameter name.
 
-A step is one `optimizer.step()`. Of the first ones a file each has the weights before and after, the gradients as the
-optimizer sees them, and what each backward pass gave to each of them, before anything is reduced: a hook on the leaf
-itself, which DistributedDataParallel's come after. Names are those in the outermost module, wrappers left out.
+A step is one `optimizer.step()`. Each of the first ones is a file with the weights before and after, the gradients that
+the optimizer uses, and each backward pass's part before any reduction: from a hook on the leaf, which runs before
+DistributedDataParallel's. Names are those in the outermost module, without wrappers' parts.
 """
 
 import gc
@@ -24,20 +24,20 @@ from distlab.tools.check.watch.recorder import Recorder
 from distlab.tools.check.watch.replicas import parameters
 from distlab.tools.prove.locate import plain_name
 
-MOST_STEPS, MOST_BYTES = 8, 1 << 28  # that are recorded in full, of a rank
-MOST_BACKWARDS = 16  # of a step, told apart
+MOST_STEPS, MOST_BYTES = 8, 1 << 28  # that are recorded in full, per rank
+MOST_BACKWARDS = 16  # of a step, recorded separately
 MOST_ROWS = 4096  # of the inputs of a step
 MOST_OUTPUTS, MOST_OUTPUT = 200, 1 << 18  # modules whose first outputs are kept, and elements of one
 LOW = (torch.bfloat16, torch.float16)
 
 
 class Proving(NamedTuple):
-    """What a process of a proof is told: its role ("ranks", "reference" or "noise"), and where files go."""
+    """The settings of a proof's process: its role ("ranks", "reference" or "noise"), and the folder for files."""
 
     folder: str
     role: str
     rank: int
-    world_size: int  # of the ranks that are proven
+    world_size: int  # of the proven ranks
     double: bool = False
     shares: int = 1  # ranks of the reference
 
@@ -50,7 +50,7 @@ class Proving(NamedTuple):
 
 
 class FlatPart(NamedTuple):
-    """What a rank has of one tensor in a flat parameter of FullyShardedDataParallel."""
+    """A rank's part of one tensor in a flat parameter of FullyShardedDataParallel."""
 
     name: str
     shape: list[int]  # of the whole tensor
@@ -58,7 +58,7 @@ class FlatPart(NamedTuple):
     where: slice  # its elements, in the rank's part of the flat parameter
 
     def of(self, flat: Tensor) -> Tensor:
-        """The tensor in its shape where the rank has it whole, else its elements in a row, which may be none."""
+        """Return the tensor in its shape if the rank has all of it, else its elements in a row, which may be none."""
         mine = flat.view(-1)[self.where]
         return mine.view(self.shape) if mine.numel() == math.prod(self.shape) else mine
 
@@ -69,7 +69,7 @@ class FlatPart(NamedTuple):
 
 
 class ScriptSteps:
-    """Of this process; `install` once."""
+    """The records of this process; `install` once."""
 
     def __init__(self, recorder: Recorder, proving: Proving, most: int = MOST_STEPS) -> None:
         self.recorder, self.proving = recorder, proving
@@ -78,20 +78,20 @@ class ScriptSteps:
         self.all_backwards = 0
         self.most = most
         self.parameters: dict[str, Tensor] = {}
-        self.first: dict[str, int] = {}  # of each the checksum before the first step
+        self.first: dict[str, int] = {}  # checksums before the first step
         self.rates: list[list[float]] = []
         self.in_low = False
-        self.on_model: list[Callable[[], None]] = []  # called when a model makes its first forward pass
-        self.on_input: list[Callable[[list[Tensor]], None]] = []  # called with what a model is trained on
-        self.on_evaluation: list[Callable[[nn.Module], None]] = []  # called with the module that is evaluated
-        self.stop: Callable[[], None] = lambda: None  # the reference, when it has done enough
+        self.on_model: list[Callable[[], None]] = []  # called at a model's first forward pass
+        self.on_input: list[Callable[[list[Tensor]], None]] = []  # called with a model's training input
+        self.on_evaluation: list[Callable[[nn.Module], None]] = []  # called with a module in evaluation
+        self.stop: Callable[[], None] = lambda: None  # ends the reference when it has done enough
         self._names: dict[int, str] = {}
         self._roots = self._depth = 0
         self._flat: dict[int, list[FlatPart]] = {}  # by the stepped parameter
         self._modules: dict[int, str] = {}
         self._outputs: dict[str, list[Any]] = {}  # of each module's first call: its input's checksum, and its output
         self._parts: dict[str, list[tuple[int, Tensor]]] = defaultdict(list)
-        self._terms = Counter[str]()  # what a loss of this step may be divided by
+        self._terms = Counter[str]()  # possible divisors of this step's loss
         self._begun: dict[str, int] = {}
         self._losses: list[float] = []
         self._inputs: dict[str, set[int]] = defaultdict(set)
@@ -153,7 +153,7 @@ class ScriptSteps:
                 self._inputs[f"{name} {list(value.shape[1:])}"] |= {zlib.crc32(raw(row)) for row in rows}
 
     def _begin(self, what: str, kept: Any) -> None:
-        """Forget what came before the last step, once something comes after it: one pass may be for two optimizers."""
+        """Forget what came before the last step, at the first new event: one pass may serve two optimizers."""
         if self._begun.get(what) != self.number:
             self._begun[what] = self.number
             kept.clear()
@@ -163,7 +163,7 @@ class ScriptSteps:
         self._terms.update(terms)
 
     def _name_all(self, model: nn.Module) -> None:
-        """A model that is new: each of its parameters gets its name, and tells its local gradients."""
+        """Name each parameter of a new model, and record its local gradients."""
         self._roots += 1
         rest = "" if self._roots == 1 else f" (model {self._roots})"
         for flat, found in flat_handles(model):
@@ -275,7 +275,7 @@ class ScriptSteps:
 
 
 def is_made_by_checkpoint() -> bool:
-    """Whether torch.distributed.checkpoint steps the optimizer: with a rate of 0, so that it has a state to load."""
+    """Return whether torch.distributed.checkpoint steps the optimizer: with a rate of 0, to create its state."""
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "_init_optim_state":
         frame = frame.f_back
@@ -283,7 +283,7 @@ def is_made_by_checkpoint() -> bool:
 
 
 def outermost(module: nn.Module) -> nn.Module:
-    """The module that this one is a part of and that is no part of any."""
+    """Return the outermost module that contains this one."""
     modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module) and "_modules" in each.__dict__]
     parents = {id(child): each for each in modules for child in each._modules.values() if child is not None}
     seen = set[int]()
@@ -294,7 +294,7 @@ def outermost(module: nn.Module) -> nn.Module:
 
 
 def flat_handles(model: nn.Module) -> Iterator[tuple[Any, list[FlatPart]]]:
-    """Each flat parameter of FullyShardedDataParallel, with what this rank has of the tensors in it, in their order."""
+    """Yield each flat parameter of FullyShardedDataParallel, with this rank's parts of its tensors, in order."""
     for prefix, module in model.named_modules():
         handle: Any = module.__dict__.get("_handle")
         if handle is not None:
@@ -308,15 +308,15 @@ def flat_handles(model: nn.Module) -> Iterator[tuple[Any, list[FlatPart]]]:
 
 
 def unflattened(flat: Any, gradient: Tensor) -> list[Tensor]:
-    """The gradients of the tensors in a whole flat parameter, without what pads them."""
+    """Return the gradients of the tensors in a whole flat parameter, without its padding."""
     parts = gradient.view(-1)[: sum(flat._numels_with_padding)].split(list(flat._numels_with_padding))
     own = [each for each, is_padding in zip(parts, flat._is_padding_mask, strict=True) if not is_padding]
     return [each.view(shape) for each, shape in zip(own, flat._shapes, strict=True)]
 
 
 def given_to(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that the outermost of the modules was called with in which this call is made; from the frame, since a
-    hook for all modules is given no keywords."""
+    """Yield the tensor inputs of the outermost module in whose forward this call is made; from the frame, since a
+    global hook gets no keywords."""
     frame: Any = sys._getframe(1)
     found: tuple[Any, Mapping[str, Any]] = ((), {})
     called: Any = nn.Module._call_impl.__code__
@@ -330,8 +330,8 @@ def given_to(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def piece(tensor: Tensor) -> list[Any]:
-    """What this rank has of a tensor, a copy: where it begins in the whole one (nothing: it does not say), the whole
-    one's shape, and the numbers."""
+    """Return a copy of this rank's part of a tensor: its start in the whole (empty if unknown), the whole shape, and
+    the values."""
     local: Tensor | None = getattr(tensor, "_local_tensor", None)
     if local is None:
         return [[], list(tensor.shape), tensor.detach().to("cpu", copy=True)]
