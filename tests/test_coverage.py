@@ -3,7 +3,7 @@
 import pytest
 
 from distlab.lab.config.settings import modes
-from tests.documents import coverage_rows, faults, names_a_file, points_somewhere, spans
+from tests.documents import TOP, coverage_rows, faults, names_a_file, points_somewhere, spans, tables
 
 ROWS = coverage_rows()
 
@@ -47,8 +47,9 @@ def test_a_page_or_a_command_is_no_file_that_does_it() -> None:
 def test_as_many_lines_as_the_lessons_have() -> None:
     counted = {heading: sum(1 for other, _ in ROWS if other == heading) for heading, _ in ROWS}
     assert counted == TAUGHT
-    numbers = [row[0] for heading, row in ROWS if heading == "Where the lessons are wrong"]
-    assert numbers == [f"W{number}" for number in range(1, 24)]
+    for rows in (ROWS, tables((TOP / "docs" / "lessons.md").read_text())):
+        numbers = [row[0] for heading, row in rows if heading == "Where the lessons are wrong"]
+        assert numbers == [f"W{number}" for number in range(1, 24)]
     named = [row[0] for heading, row in ROWS if heading == "Modes"]
     assert sorted(named) == [f"`RUN_MODE={mode}`" for mode in modes()]
 

@@ -1,4 +1,4 @@
-"""Each command of tests/coverage.toml and of docs/lessons.md where the lessons are wrong, run on real ranks: its output holds what the row says that one sees there.
+"""Each command of tests/coverage.toml, run on real ranks: its output holds what the row says that one sees there.
 
 A row's words are prose; here stands, command by command, what of rank 0's log and of the judged run would be missing if
 the row were wrong. A command without a line here fails, and so does a line that no row has. What is shown of some

@@ -1,5 +1,5 @@
 """`python -m benchmarks.gpu` without a card: parts end at their bounds, what is found is written at once, and the tables
-are those that docs/performance.md has."""
+are those that benchmarks/RESULTS.md has."""
 
 import json
 import os

@@ -3,8 +3,7 @@
 Statements are those of Python's own grammar, so several on a line count as several. Whoever makes a folder larger than
 its row in SIZES raises the row in the same commit, and says in the commit why.
 
-    python -m tests.test_size             prints the rows of SIZES as the folders stand
-    python -m tests.test_size variants    prints the table of docs/architecture.md
+    python -m tests.test_size    prints the rows of SIZES as the folders stand
 
 What one opens for a variant is counted from the function that builds it: the files of all functions and classes that it
 reaches by name, as far as they are defined in the mode's own folder or in the folder of its technique. Not counted is
@@ -78,7 +77,7 @@ SIZES = {  # statements and files, at most
     "experiments": (7_964, 89),
     "workers": (6, 2),
     "engines": (57, 1),
-    "tests": (30_663, 533),
+    "tests": (30_687, 533),
     "benchmarks": (2_419, 37),
 }
 MOST_FILES, MEDIAN_FILES, BUCKETED_LINES = 6, 3, 650
@@ -245,19 +244,6 @@ def variants() -> Iterator[Opened]:
             yield Opened(mode, variant.name, [lesson, *ordered])
 
 
-def variants_table() -> str:
-    """A row for all variants of a mode that take the same files: how many files and lines, and which beside the lesson."""
-    rows = ["| mode | variants | files | lines | beside `experiments/MODE/__init__.py` |", "|---|---|---|---|---|"]
-    alike: dict[tuple[str, tuple[Path, ...]], list[Opened]] = {}
-    for opened in variants():
-        alike.setdefault((opened.mode, tuple(opened.files)), []).append(opened)
-    for (mode, (_, *files)), group in alike.items():
-        names = ", ".join(f"`{opened.variant}`" for opened in group)
-        which = ", ".join(f"`{path.relative_to(TOP)}`" for path in files) or "nothing"
-        rows.append(f"| `{mode}` | {names} | {1 + len(files)} | {group[0].num_lines} | {which} |")
-    return "\n".join(rows)
-
-
 def test_no_folder_is_larger_than_its_row() -> None:
     """Raise the row in the commit that adds, and say there why."""
     found = sizes()
@@ -322,7 +308,4 @@ def test_closures_partials_and_classes_are_followed() -> None:
 
 
 if __name__ == "__main__":
-    if "variants" in sys.argv:
-        print(variants_table())
-    else:
-        print("\n".join(f'    "{name}": ({statements:_}, {files}),' for name, (statements, files) in sizes().items()))
+    print("\n".join(f'    "{name}": ({statements:_}, {files}),' for name, (statements, files) in sizes().items()))

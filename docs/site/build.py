@@ -9,7 +9,6 @@
 import re
 import shutil
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 from links import dead_links
@@ -22,15 +21,18 @@ TOP = Path(__file__).parents[2]
 BUILD = TOP / "build" / "site"
 SOURCE, HTML = BUILD / "source", BUILD / "html"
 API = {  # the title of a page, and its modules below distlab
-    "distlab": ("In your own tests and notebooks", "testing testing.plugin"),
+    "distlab": ("In your own tests and notebooks", "tools.testing tools.testing.plugin"),
     "contract": ("A mode, as the lab sees it", "contract"),
-    "check": ("`distlab check`: a script, watched", "check check.start check.matching check.deadlock"),
-    "prove": ("`distlab prove`: N ranks against one process", "prove prove.proof prove.user_file prove.compare"),
-    "notebook": ("Cells of a notebook on ranks", "notebook notebook.magics notebook.session"),
+    "check": ("`distlab check`: a script under observation", "tools.check.judge.matching tools.check.judge.deadlock"),
+    "prove": (
+        "`distlab prove`: N ranks and one process",
+        "tools.prove tools.prove.proof tools.prove.user_file tools.prove.compare",
+    ),
+    "notebook": ("Cells of a notebook on ranks", "tools.notebook tools.notebook.magics tools.notebook.session"),
 }
 PAGES = (
-    ("Learn", ("lessons", "class", "modes/README", "choosing", "glossary")),
-    ("Use", ("running", "variables", "prove", "check", "ci", "engines")),
+    ("Learn", ("practice", "modes/README", "choosing", "lessons", "glossary")),
+    ("Use", ("running", "variables", "prove", "check", "notebooks", "engines")),
     ("How it does", ("performance", "reliability")),
     ("How it is built", ("architecture",)),
 )
@@ -51,9 +53,7 @@ def main() -> int:
 def lay_out() -> None:
     """Write all that Sphinx reads."""
     for name, (title, modules) in API.items():
-        there = [f"distlab.{each}" for each in modules.split() if find_spec(f"distlab.{each.partition('.')[0]}")]
-        if there:
-            write(f"api/{name}.md", "\n".join(api_page(title, there)))
+        write(f"api/{name}.md", "\n".join(api_page(title, [f"distlab.{each}" for each in modules.split()])))
     notebooks = sorted((TOP / "notebooks").glob("*.ipynb"))
     for notebook in notebooks:
         copy(notebook)
@@ -61,6 +61,7 @@ def lay_out() -> None:
         TOP / "CONTRIBUTING.md",
         TOP / "CHANGELOG.md",
         TOP / "mine" / "README.md",
+        TOP / "benchmarks" / "RESULTS.md",
         *sorted((TOP / "docs").rglob("*.md")),
     ):
         more = sections(page.stem) if page.parent.name == "modes" and page.stem in modes() else ""
@@ -89,8 +90,8 @@ def contents(notebooks: list[str]) -> str:
     if notebooks:
         parts.insert(1, ("Notebooks", [name.removesuffix(".ipynb") for name in notebooks]))
     parts += [
-        ("Interface", [f"api/{name}" for name in API if (SOURCE / "api" / f"{name}.md").exists()]),
-        ("Project", ["CONTRIBUTING", "CHANGELOG", "mine/README"]),
+        ("Interface", [f"api/{name}" for name in API]),
+        ("Project", ["CONTRIBUTING", "CHANGELOG", "mine/README", "benchmarks/RESULTS"]),
     ]
     return "\n".join(
         f"```{{toctree}}\n:hidden:\n:maxdepth: 1\n:caption: {caption}\n\n" + "\n".join(names) + "\n```\n"

@@ -1,4 +1,4 @@
-"""The workflow for users' own repositories: what it shows is the file, and its steps do in a fresh folder what they say.
+"""The workflow for users' own repositories: docs/running.md names its steps, and they do in a fresh folder what they say.
 
 Those that need a network (actions, installation) are left out; the lab that they would install is a command on the PATH.
 """
@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from tests.docs.pages import TOP, page
+from tests.documents import tables
 from tests.test_distlab import MODEL, SCRIPT
 
 FILE = TOP / "engines" / "github" / "distlab.yml"
@@ -45,8 +46,10 @@ def fresh_repository(folder: Path, script: str) -> Path:
     return folder
 
 
-def test_the_page_shows_the_file() -> None:
-    assert f"```yaml\n{FILE.read_text()}```\n" in page("ci")
+def test_the_page_names_the_steps_that_can_fail() -> None:
+    rows = [row for heading, row in tables(page("running")) if heading == "In your CI"]
+    steps = [(job, name) for job in WORKFLOW["jobs"] for name in commands(job) if name.endswith("?")]
+    assert [(row[0].strip("`"), row[1]) for row in rows] == steps
 
 
 def test_no_job_is_without_a_limit_a_cache_or_what_it_left() -> None:

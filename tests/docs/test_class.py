@@ -1,4 +1,4 @@
-"""The class and the page of the lessons: each command does what the page says of it, and the minutes add up.
+"""docs/practice.md and docs/lessons.md: each command does what the page says of it, and the minutes add up.
 
 A time is not measured again, since it would be this machine's load that is tested: a command that names 20 s has a
 bound on the layers that all of its timed steps run through.
@@ -20,7 +20,7 @@ from tests.test_coverage_runs import HOLDS
 
 QUICK = {"LAB_WIDTH": "32", "LAB_DEPTH": "4", "LAB_STEPS": "5"}  # as the Makefile has it
 LAYERS_A_SECOND = 40  # of all ranks on two cores, with the start of a run and its proof; the steps here take 10 to 16
-STEP = re.compile(r"^## Step (\d): .*?(?=^## )", re.DOTALL | re.MULTILINE)
+STEP = re.compile(r"^### Step (\d): .*?(?=^##)", re.DOTALL | re.MULTILINE)
 # What step by step the page tells one to look at, as the report or the log has it.
 LOOKED_AT = {
     "1": r"A ring all_reduce",
@@ -30,7 +30,7 @@ LOOKED_AT = {
     "5": r"1f1b",
     "6": r"FAILED +bucketed losses: differs by",
 }
-STEPS = {step[1]: step[0] for step in STEP.finditer(page("class"))}
+STEPS = {step[1]: step[0] for step in STEP.finditer(page("practice"))}
 
 
 def settings(line: str) -> dict[str, str]:
@@ -63,7 +63,7 @@ def test_the_command_of_a_step_shows_what_one_is_to_look_at(step: str, tmp_path:
 
 def test_it_has_six_steps_of_90_minutes_with_two_questions_each() -> None:
     assert list(STEPS) == list(LOOKED_AT)
-    rows = [row for heading, row in tables(page("class")) if heading == "How do I teach it in 90 minutes?"]
+    rows = [row for heading, row in tables(page("practice")) if heading == "A class of 90 minutes"]
     assert sum(int(row[1]) for row in rows) == 90
     for step in STEPS.values():
         asked, _, answers = step.partition("<details><summary>Answers</summary>")
@@ -72,11 +72,11 @@ def test_it_has_six_steps_of_90_minutes_with_two_questions_each() -> None:
 
 
 def test_the_path_goes_through_every_mode_once() -> None:
-    rows = [row for heading, row in tables(page("class")) if heading == "The path through all modes"]
+    rows = [row for heading, row in tables(page("practice")) if heading == "The path through all modes"]
     assert sorted(row[0].strip("`") for row in rows) == sorted(modes())
     hours, minutes = divmod(sum(int(row[1]) for row in rows), 60)
     assert (hours, minutes) == (5, 10)
-    assert "five hours and ten minutes" in page("class")
+    assert "five hours and ten minutes" in page("practice")
 
 
 def test_each_command_of_the_lessons_page_is_one_that_is_run() -> None:

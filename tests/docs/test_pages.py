@@ -16,6 +16,7 @@ from tests.tools.prove.planted import PLANTED
 
 LINK = re.compile(r"\]\((?P<path>[^)#\s]*)(?:#(?P<anchor>[^)\s]+))?\)")
 WIDEST = 120
+MOST_PAGES, PAGE_BYTES, DOCS_BYTES, WITHOUT_MODES_BYTES = 18, 16_384, 200_000, 150_000
 VARIABLES = {*names(), "COMPOSE_FILE"}
 
 
@@ -87,6 +88,29 @@ def test_lines_are_not_too_long(page: Path) -> None:
     free = ("|", "<!--", "![")  # tables, and what nobody reads as text
     lines = [line for line in prose(page.read_text()).splitlines() if not line.startswith(free)]
     assert [line for line in lines if len(line) > WIDEST] == []
+
+
+def too_large(docs: Path) -> list[str]:
+    """The pages of a folder that have too many bytes, and so their sums and their number."""
+    sizes = {str(path.relative_to(docs)): path.stat().st_size for path in docs.glob("**/*.md")}
+    without_modes = sum(size for name, size in sizes.items() if not name.startswith("modes"))
+    bounds = [(name, size, PAGE_BYTES) for name, size in sizes.items()] + [
+        ("all pages", sum(sizes.values()), DOCS_BYTES),
+        ("all pages but the modes", without_modes, WITHOUT_MODES_BYTES),
+        ("number of pages", sum("/" not in name for name in sizes), MOST_PAGES),
+    ]
+    return [f"{name}: {found:_}, at most {most:_}" for name, found, most in bounds if found > most]
+
+
+def test_the_pages_are_short_and_few() -> None:
+    """What a page loses has a place: outputs in benchmarks/RESULTS.md, files and tests in tests/coverage.toml."""
+    assert too_large(TOP / "docs") == []
+
+
+def test_what_is_too_large_is_seen(tmp_path: Path) -> None:
+    for number in range(MOST_PAGES + 1):
+        (tmp_path / f"{number}.md").write_text("a" * (PAGE_BYTES + 1))
+    assert len(too_large(tmp_path)) == MOST_PAGES + 1 + 3, "each page, both sums, and the number of pages"
 
 
 def test_every_page_is_reached_from_the_readme() -> None:

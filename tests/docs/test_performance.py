@@ -1,14 +1,14 @@
-"""docs/performance.md: what `make bench` printed is judged as it stands, by the targets and the choices of this
-code."""
+"""benchmarks/RESULTS.md is judged by the targets and the choices of this code, and docs/performance.md shows its figures."""
 
 import re
 
 from benchmarks import collectives, compress, cp, ledgers, link, pp, steps
 from benchmarks.rounds import judge
 from distlab.techniques.collectives.by_hand import pick
-from tests.docs.pages import page
+from tests.docs.pages import TOP, page
+from tests.documents import tables
 
-PAGE = page("performance")
+PAGE = (TOP / "benchmarks" / "RESULTS.md").read_text()
 
 BENCHED = re.compile(
     r"^(?P<op>all_\w+|reduce_scatter) +(?P<size>\d+) (?P<unit>[KM])iB +(?P<picked>\w+) +[\d.]+ +(?P<target>[\d.]+)x +"
@@ -116,3 +116,25 @@ def test_the_targets_of_slow_links_are_judged_as_they_stand() -> None:
     for name, row in rows.items():
         assert [row["limit"], row["held"]] == judge([float(row["ratio"])], compress.TARGETS.get(name, ()))
         assert (row["wire"] == "yes") == (abs(float(row["off"][:-1])) <= 100 * compress.WIRE_TARGET)
+
+
+SHOWN = {
+    suffix: [row for heading, row in tables(page("performance")) if heading == wanted]
+    for suffix, wanted in (("", "Speed"), (" over tcp", "What does a small message cost?"))
+}
+
+
+def printed(mode: str, ranks: str, variant: str, time: str, target: str = "") -> bool:
+    """Whether the results have this time and target for a variant."""
+    line = rf"^{mode} +{ranks} +{variant} +[\d.]+ +{re.escape(time)} \(\S+\) +\S+(?: \(\S+\))? +{re.escape(target)}"
+    return bool(re.search(line, PAGE, re.MULTILINE))
+
+
+def test_the_page_shows_what_was_printed() -> None:
+    assert [len(rows) for rows in SHOWN.values()] == [9, 7]
+    for suffix, rows in SHOWN.items():
+        for mode, ranks, variant, _, time, target, last in rows:
+            assert printed(mode, ranks, variant + suffix, time, target), (mode, ranks, variant)
+            assert not suffix or printed(mode, ranks, f"{variant} over gloo", last), (mode, ranks, variant)
+    assert not printed("dp", "2", "bucketed", "0.92x", "1.00x")
+    assert not printed("dp", "2", "bucketed", "0.93x", "0.90x")

@@ -34,7 +34,7 @@ def test_what_it_quotes_of_a_page_stands_there(block: tuple[str, str]) -> None:
 
 def test_it_answers_four_questions_with_four_lines_each() -> None:
     text = README.read_text()
-    assert [name for name, _ in QUOTED.findall(text)] == ["prove", "check", "puzzles"]
+    assert [name for name, _ in QUOTED.findall(text)] == ["prove", "check", "practice"]
     assert {len(lines.splitlines()) for _, lines in QUOTED.findall(text)} <= {4, 5}
 
 

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import distlab
 from distlab.tools.check.start.script_process import Bedside
+from tests.docs.pages import page
 from tests.launched import ended_warm
 from tests.tools.check.cases import line_of
 
@@ -42,6 +43,14 @@ def said() -> str:
 def of(said: str, name: str, case: str = "") -> str:
     """What was said of one test."""
     return re.split(r"\n_{3,} ", said.partition(f"_ {name}[{case}")[2])[0]
+
+
+def test_the_example_of_the_page_passes(tmp_path: Path) -> None:
+    """docs/notebooks.md."""
+    (example,) = re.findall(r"^```python\n(import torch.*?)^```$", page("notebooks"), re.DOTALL | re.MULTILINE)
+    (tmp_path / "test_it.py").write_text(example)
+    done = pytest_on("-o", LIGHT, str(tmp_path))
+    assert done.returncode == 0 and "4 passed" in done.stdout, done.stdout
 
 
 def test_an_assert_is_shown_as_pytest_does_with_what_each_rank_printed(said: str) -> None:
