@@ -65,7 +65,7 @@ SIZES = {  # statements and files, at most
     "distlab/lab/report": (3_432, 26),
     "distlab/lab/verify": (1_659, 11),
     "distlab/lab/workload": (1_022, 7),
-    "distlab/tools/check": (6_060, 47),
+    "distlab/tools/check": (6_059, 47),
     "distlab/tools/drill": (722, 5),
     "distlab/tools/notebook": (474, 5),
     "distlab/tools/plan": (1_725, 15),
