@@ -4,7 +4,7 @@
     pause:rank1:1s@4s            rank 1 stands still for a second, 4 s after the ranks begin
 
 An entry is a kind, what it needs between colons in any order, and a moment; a rank that it leaves out LAB_SEED draws
-(`planned` below). Nothing here does anything: distlab/lab/faults/ does it.
+(`planned` below). Nothing here does anything: distlab/lab/rank/fault_injection.py does it.
 """
 
 import random
