@@ -8,19 +8,21 @@ import fcntl
 import json
 import os
 import re
+import secrets
 import select
 import signal
 import struct
 import termios
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from distlab.lab.cluster.launch import CONTEXT
+from distlab.lab.cluster.launch import CONTEXT, free_port
+from distlab.tools.check.judge.coordinator import Doctor
 from distlab.tools.check.judge.rank_state import Frame
 from distlab.tools.check.start import script
 from distlab.tools.check.start.fork_servers import ForkServer, TravellingFiles
@@ -239,11 +241,24 @@ def started(job: Job, server: ForkServer | None) -> Bedside:
     return Bedside(process, ours)
 
 
+def begin_all(bedsides: Sequence[Bedside], folder: Path, told: Callable[[int], str], more: Mapping[str, Any]) -> None:
+    """Let the processes of a script begin in `folder`, a rank each, with what each is `told` and `more` variables."""
+    port, key, size = free_port(), secrets.token_hex(32), len(bedsides)
+    for rank, bedside in enumerate(bedsides):
+        variables = {
+            "RANK": rank, "LOCAL_RANK": rank, "ROLE_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size,
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "False",
+            script.STORE_KEY: key, script.PROVING: told(rank), "DISTLAB_FOLDER": folder, **more,
+        }  # fmt: skip
+        bedside.begin({name: str(value) for name, value in variables.items()})
+
+
 # What a doctor hears of a process: the lines that it tells, and how it is where it tells nothing.
 
 LOOK_S = 0.5  # between two looks at the process
 SILENT_S = 0.6  # after so long without a word its stacks are looked at
 STACKS_AGAIN_S = 1.0
+LISTEN_S = 0.05  # to all of a script's
 
 
 class Hearing:
@@ -275,3 +290,13 @@ class Hearing:
             self._gone_told = True
             lines.append(json.dumps(["gone", self.bedside.process.exitcode]).encode())
         return lines
+
+
+def heard(bedsides: Sequence[Bedside], doctor: Doctor) -> Iterator[None]:
+    """Let a doctor hear all of them, and look, again and again until all have ended or it knows enough."""
+    hearings = [Hearing(each) for each in bedsides]
+    while not doctor.over and any(case.exit_code is None for case in doctor.cases):
+        for rank, each in enumerate(hearings):
+            doctor.take(rank, each.lines(LISTEN_S / len(hearings)), now())
+        doctor.look(now())
+        yield
