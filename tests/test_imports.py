@@ -91,7 +91,7 @@ FLOORS: dict[str, list[str]] = {
         f"{D}.tools.check.watch", f"{D}.tools.check.judge", CONFIG, REPORT, MEASURE, CLUSTER, *MESSAGES, RANK,
     ],
     f"{D}.tools.prove": [CONFIG, REPORT, MEASURE, CLUSTER, TRANSPORT, f"{COLLECTIVES}.plain_values", WORKLOAD, GRID, f"{D}.tools.check"],
-    f"{D}.tools.drill": [CONFIG, REPORT, MEASURE, CLUSTER, LAB, VERIFY, RANK, f"{D}.tools.check", f"{D}.tools.prove"],
+    f"{D}.tools.drill": [CONFIG, REPORT, MEASURE, CLUSTER, CONTRACT, LAB, CHECKPOINT, VERIFY, RANK, f"{D}.tools.check", f"{D}.tools.prove"],
     f"{D}.tools.ranks": [CONFIG, f"{D}.tools.check", CLUSTER, TRANSPORT],
     f"{D}.tools.testing": [CONFIG, f"{D}.tools.check", f"{D}.tools.prove", f"{D}.tools.ranks"],
     f"{D}.tools.puzzle": [REPORT, MEASURE, f"{D}.tools.check", f"{D}.tools.ranks"],

@@ -144,7 +144,7 @@ class Job(NamedTuple):
     # What is done with the script: (job, telling, recorder, waits). None: it is run as `python SCRIPT WORDS` does.
     play: Callable[["Job", Telling, Recorder, Waits], None] | None = None
     module: str = ""  # the script's name where it was named by -m: it runs where the command was typed
-    watch: Callable[[Recorder, str], None] | None = None  # what else watches the script, with what it is told
+    watch: Callable[[Recorder, str], Any] | None = None  # what else watches the script, with what it is told
     reruns: Callable[..., Any] | None = None  # what runs it again: on rank 0 alone, of (config, job, server)
 
     @property
