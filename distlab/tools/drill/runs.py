@@ -105,11 +105,7 @@ class Ranks:
             mine = fault if fault.rank == rank else NO_FAULT
             return json.dumps(Drilled(str(folder), str(work), rank, len(bedsides), mine))
 
-        of_torchrun = {
-            "GROUP_RANK": 0, "ROLE_WORLD_SIZE": len(bedsides), "TORCHELASTIC_RUN_ID": "drill",
-            "TORCHELASTIC_RESTART_COUNT": 0,
-        }  # fmt: skip
-        begin_all(bedsides, work, told, {"TMPDIR": work / "tmp", **of_torchrun})
+        begin_all(bedsides, work, told, TMPDIR=work / "tmp")
 
     def _follow(self, bedsides: Sequence[Bedside], folder: Path, fault: Fault) -> tuple[str, bool]:
         """Until all have ended, one has failed, or the fault has come: why the run failed, and whether that came."""

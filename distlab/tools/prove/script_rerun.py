@@ -78,7 +78,7 @@ class Reruns:
         scratch.mkdir(parents=True)
         for name in self._beside:
             (scratch / name).symlink_to(self._job.folder.resolve() / name)
-        begin_all(bedsides, scratch, partial(self._proving, folder, role), {})
+        begin_all(bedsides, scratch, partial(self._proving, folder, role))
 
     def _until_the_end(self, bedsides: Sequence[Bedside], bound_s: float) -> str:
         """Why it has not come to its end, if so."""

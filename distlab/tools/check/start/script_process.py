@@ -14,12 +14,12 @@ import signal
 import struct
 import termios
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from distlab.lab.cluster.launch import CONTEXT, free_port
 from distlab.tools.check.judge.coordinator import Doctor
@@ -241,13 +241,21 @@ def started(job: Job, server: ForkServer | None) -> Bedside:
     return Bedside(process, ours)
 
 
-def begin_all(bedsides: Sequence[Bedside], folder: Path, told: Callable[[int], str], more: Mapping[str, Any]) -> None:
+# What torchrun tells each rank of a job on one node beside its place; its store is not opened here.
+OF_TORCHRUN = {
+    "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "ROLE_NAME": "default", "TORCHELASTIC_RESTART_COUNT": 0,
+    "TORCHELASTIC_MAX_RESTARTS": 0, "TORCHELASTIC_USE_AGENT_STORE": "False",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": 1,
+}  # fmt: skip
+
+
+def begin_all(bedsides: Sequence[Bedside], folder: Path, told: Callable[[int], str], **more: Path) -> None:
     """Let the processes of a script begin in `folder`, a rank each, with what each is `told` and `more` variables."""
     port, key, size = free_port(), secrets.token_hex(32), len(bedsides)
     for rank, bedside in enumerate(bedsides):
-        variables = {
+        variables = OF_TORCHRUN | {
             "RANK": rank, "LOCAL_RANK": rank, "ROLE_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size,
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "False",
+            "ROLE_WORLD_SIZE": size, "TORCHELASTIC_RUN_ID": "distlab", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
             script.STORE_KEY: key, script.PROVING: told(rank), "DISTLAB_FOLDER": folder, **more,
         }  # fmt: skip
         bedside.begin({name: str(value) for name, value in variables.items()})
