@@ -83,10 +83,11 @@ def drilled(words: Sequence[str]) -> int:
     quieten_torch()
     from distlab.tools.check.start.script import Job
     from distlab.tools.drill.drill import Options, drill
-    from distlab.tools.drill.mode import job_of
     from distlab.tools.drill.recording import watch
 
     if is_mode:
+        from distlab.tools.drill.mode import job_of
+
         job = job_of(config, CheckOptions.model_fields["hang_after_s"].default)
     else:
         own: Any = config.own(CheckOptions)

@@ -98,6 +98,7 @@ class TrainedSamples(Samples):
         self._last: Read | None = None  # that was trained on
         self._seen: list[Read] = []  # by a model, since the last backward pass
         self._epoch = -1
+        self.pads = False  # a DistributedSampler deals every sample, and some of them twice
 
     def install(self) -> None:
         super().install()
@@ -106,6 +107,8 @@ class TrainedSamples(Samples):
 
     def _next(self, method: Function, loading: Any) -> Any:
         sampler = getattr(loading._index_sampler, "sampler", loading._index_sampler)
+        drops = getattr(loading._index_sampler, "drop_last", True) or getattr(sampler, "drop_last", True)
+        self.pads = isinstance(sampler, torch.utils.data.DistributedSampler) and not drops
         epoch = getattr(sampler, "epoch", -1)
         self._epoch = epoch if isinstance(epoch, int) else -1
         return super()._next(method, loading)
@@ -178,7 +181,6 @@ class Facts:
             Patch(torch, "load", does("loads a file")),
             Patch(nn.Module, "load_state_dict", does("loads the weights")),
             Patch(torch.optim.Optimizer, "load_state_dict", does("loads the optimizer")),
-            Patch(torch.optim.Optimizer, "state_dict", does("saves the optimizer")),
             Patch(LRScheduler, "load_state_dict", does("loads the schedule")),
             Patch(torch, "set_rng_state", does("loads the random state")),
             Patch(torch.random, "set_rng_state", does("loads the random state")),
@@ -220,7 +222,7 @@ class Facts:
         return {
             "weights": checksum(list(self.steps.parameters.values())), "read": read,
             "random": [checksum([each]) for each in drawn],  # of torch, Python and numpy
-            "passes": len(self.samples.passes),
+            "passes": len(self.samples.passes), "pads": self.samples.pads,
         }  # fmt: skip
 
     def _keep(self, number: int) -> None:

@@ -13,6 +13,8 @@ import pytest
 
 from distlab.cli.drill import VALUED, read_options
 from distlab.tools.check.start.command import words_before
+from distlab.tools.drill.runs import Recorded
+from distlab.tools.drill.verdict import Whole, ledger
 from tests.launched import clean, ended_warm
 
 FILES = Path(__file__).parent / "files"
@@ -170,6 +172,29 @@ def test_a_rank_that_goes_round_for_ever_is_named(tmp_path: Path) -> None:
     assert "rank 1 took no step for 3 s (LAB_COLLECTIVE_TIMEOUT_S) after step 0 before its first call" in told(done)
 
 
+def padded(epochs: list[list[int]], size: int, folder: Path) -> Recorded:
+    """A run of one step an epoch, whose samples a DistributedSampler deals and pads."""
+    parts = [[samples + samples[: -len(samples) % size] for samples in epochs] for _ in range(size)]
+    facts = [
+        [{"step": step, "pads": True, "read": [[step, samples[rank::size]]]} for step, samples in enumerate(mine)]
+        for rank, mine in enumerate(parts)
+    ]
+    return Recorded(folder, facts, "", hit=False)
+
+
+@pytest.mark.parametrize(
+    ("left_out", "again", "lost", "twice"), [(0, 0, 0, 0), (1, 0, 1, 0), (2, 0, 2, 0), (0, 3, 0, 5), (1, 3, 1, 3)]
+)
+def test_what_a_sampler_pads_is_counted(left_out: int, again: int, lost: int, twice: int, tmp_path: Path) -> None:
+    """10 samples: on 4 ranks 12 are read in an epoch, on 2 none twice, on 3 another 12."""
+    everything = list(range(10))
+    whole = Whole(padded([everything] * 3, 4, tmp_path), 0.0, [])
+    resumed = padded([everything, everything[left_out:] + everything[3 : 3 + again], everything], 3, tmp_path)
+    before = padded([], 4, tmp_path)
+    told = ledger(whole, before, resumed, 0)
+    assert (told.lost, told.twice) == (lost, twice)
+
+
 def test_ctrl_c_leaves_nobody(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import time\nopen('begun', 'w').close()\ntime.sleep(60)\n")
@@ -232,10 +257,11 @@ SMALL = {"LAB_STEPS": "8", "LAB_DEPTH": "1", "LAB_WIDTH": "16", "LAB_SEQ": "16",
 @pytest.mark.parametrize("mode", ["dp", "fsdp", "tp"])
 def test_a_mode_of_the_lab_is_drilled(mode: str) -> None:
     words = [f"{name}={value}" for name, value in (SMALL | {"RUN_MODE": mode}).items()]
-    done = drilled("--json", "--faults", "kill", "--resume", "2,1", *words)
+    done = drilled("--json", "--faults", "kill,kill@save", "--resume", "2,1", *words)
     found = json.loads(done.stdout)
     assert (done.returncode, found["verdict"]) == (0, "pass"), done.stdout
-    whole, again, alone = found["runs"]
+    whole, again, alone, saving = found["runs"]
+    assert "half written" in saving["begins"], "a file in a folder that is renamed behind it"
     assert (whole["steps"], whole["samples"]) == (8, 64)
     assert [again[name] for name in ("weights", "begins", "samples")] == ["to the bit", "step 4", 64]
     assert [alone[name] for name in ("ranks", "samples", "lost", "twice")] == [1, 64, 0, 0]
