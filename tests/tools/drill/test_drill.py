@@ -195,6 +195,47 @@ def test_what_a_sampler_pads_is_counted(left_out: int, again: int, lost: int, tw
     assert (told.lost, told.twice) == (lost, twice)
 
 
+# On 2 ranks it trains on all 10 samples of each epoch, on others on the first ones, as many as its word says.
+LEAVES_OUT = """
+import os, sys
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+data = Subset(TensorDataset(torch.randn(10, 4)), range(10 if dist.get_world_size() == 2 else int(sys.argv[1])))
+sampler = DistributedSampler(data, seed=1)
+loader = DataLoader(data, 5, sampler=sampler)
+model, begin = torch.nn.Linear(4, 1), 0
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+if os.path.exists("state.pt"):
+    found = torch.load("state.pt")
+    model.load_state_dict(found["model"])
+    begin = found["epoch"]
+for epoch in range(begin, 6):
+    sampler.set_epoch(epoch)
+    for (x,) in loader:
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        for each in model.parameters():
+            dist.all_reduce(each.grad)
+        optimizer.step()
+    if dist.get_rank() == 0:
+        torch.save({"model": model.state_dict(), "epoch": epoch + 1}, "state.tmp")
+        os.replace("state.tmp", "state.pt")
+    dist.barrier()
+"""
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(("kept", "code"), [("10", 0), ("9", 1)])
+def test_one_sample_less_than_a_sampler_pads_is_lost(kept: str, code: int, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(LEAVES_OUT)
+    done = drilled("--faults", "kill", "--kill", "rank1@step2", "--resume", "3", str(tmp_path / "train.py"), kept)
+    assert done.returncode == code, done.stdout
+    assert (" lost" in told(done).partition("why")[2]) == bool(code), done.stdout
+
+
 def test_ctrl_c_leaves_nobody(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import time\nopen('begun', 'w').close()\ntime.sleep(60)\n")
