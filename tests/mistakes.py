@@ -59,7 +59,7 @@ def whole(run_mode: str) -> dict[str, str]:
 
 
 def shown(run_mode: str) -> dict[str, str]:
-    """The run of a mode on WORLD_SIZE_SHOWN ranks whose logs docs/modes.md has; comm and train have no model."""
+    """The run of a mode on WORLD_SIZE_SHOWN ranks whose logs docs/modes has; comm and train have no model."""
     sizes = {} if run_mode in ("comm", "train") else {"LAB_STEPS": "5", "LAB_DEPTH": "1"}
     return {"RUN_MODE": run_mode} | sizes | SHOWN.get(run_mode, {})
 

@@ -78,7 +78,7 @@ SLOW = {
         "tests/compose/test_runs.py::test_the_other_modes_hold_with_three_ranks[train-settings1]"
     ),
     "tests/docs/test_site.py::test_the_site_is_built": (
-        "tests/docs/test_site.py::test_a_techniques_page_has_all_that_the_code_says_of_it[dp]"
+        "tests/docs/test_site.py::test_the_page_of_a_mode_has_all_that_the_code_says_of_it[dp]"
     ),
     "tests/docs/test_class.py::test_the_command_of_a_step": (
         "tests/docs/test_class.py::test_each_command_of_the_lessons_page_is_one_that_is_run"
@@ -138,7 +138,7 @@ SLOW = {
     # Every documented command.
     "tests/docs/test_outputs.py::test_a_block_is_what_its_command_prints": (
         "tests/docs/test_outputs.py::test_a_block_is_what_its_command_prints["
-        "LAB_LOG=full RUN_MODE=dp WORLD_SIZE=3 LAB_STEPS=5 LAB_WIDTH=32 LAB_DEPTH=2 python -m workers]"
+        "python -m distlab plan --params 7B --gpus 64 --gpu-memory 80GB]"
     ),
     "tests/docs/test_ci.py::test_the_steps_of_local_processes": (
         "tests/docs/test_ci.py::test_the_steps_of_local_processes[hangs]"

@@ -131,7 +131,7 @@ def test_each_command_of_the_page_has_something_to_show_and_nothing_else_has() -
 
 
 def settings(command: str) -> dict[str, str]:
-    """The run in which a row is looked for: that of docs/modes.md where the row asks for variants alone."""
+    """The run in which a row is looked for: that of docs/modes where the row asks for variants alone."""
     words = dict(word.split("=", 1) for word in shlex.split(command))
     mode, bug = words["RUN_MODE"], words.get("LAB_BUG", "")
     chosen = {name: value for name, value in words.items() if name not in ("LAB_VARIANT", "RUN_MODE")}

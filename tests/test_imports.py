@@ -103,7 +103,7 @@ FLOORS: dict[str, list[str]] = {
         *COMMON, MEASURE, CONTRACT, LAB, VERIFY, TRANSPORT, *TECHNIQUES, f"{CHECKPOINT}.bugs",
         *(f"{CLUSTER}.{name}" for name in ("membership", "messages", "views")),  # elastic's members
     ],
-    f"{D}.experiments.__main__": [CONFIG, RANK],
+    f"{D}.experiments.__main__": [CONFIG, RANK, f"{CHECKPOINT}.bugs"],
     D: [CONTRACT, f"{D}.cli", f"{D}.tools.testing", f"{D}.tools.puzzle"],
     "workers": [f"{D}.cli"],
     "benchmarks": [D, "tests"],

@@ -31,7 +31,7 @@ from distlab.lab.workload.user_model import is_own
 from distlab.techniques.collectives.costs import wire_tolerance
 from distlab.techniques.collectives.phases import phase
 from distlab.techniques.mesh.grid import Mesh
-from distlab.techniques.transport.handshake import TurnedAway, unheeded
+from distlab.techniques.transport.handshake import TurnedAway, uncounted
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class RunHooks:
     # How ranks of this run connect: where this one listens, their common key, and what counts a stranger's connection.
     own_ip: str = "127.0.0.1"
     secret: bytes = b""
-    turned_away: TurnedAway = unheeded
+    turned_away: TurnedAway = uncounted
 
     # Fault injection (fault_injection.py): as a step of the training begins.
     on_step: Callable[[int, str], None] = lambda _step, _variant: None

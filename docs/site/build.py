@@ -1,19 +1,22 @@
 """The site, without a network: `make docs`, into build/site/html.
 
-1. The pages of README and docs/, a page a technique and pages of the interface are laid out in build/site/source as
-   they lie in the repository, so that their links hold.
+1. The pages of README and docs/, those of modes with what the code says of each, and pages of the interface are laid
+   out in build/site/source as they lie in the repository, so that their links hold.
 2. Sphinx runs the notebooks and makes HTML of all; a warning is an error.
 3. Each link inside of the site has to lead to a file, and to an anchor in it.
 """
 
+import re
 import shutil
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 from links import dead_links
+from mode_pages import sections
 from sphinx.cmd.build import main as sphinx_build
-from technique_pages import technique_pages
+
+from distlab.lab.config.settings import modes
 
 TOP = Path(__file__).parents[2]
 BUILD = TOP / "build" / "site"
@@ -26,9 +29,9 @@ API = {  # the title of a page, and its modules below distlab
     "notebook": ("Cells of a notebook on ranks", "notebook notebook.magics notebook.session"),
 }
 PAGES = (
-    ("Learn", ("lessons", "class", "modes", "choosing", "glossary")),
-    ("Use", ("running", "variables", "check", "your-own", "ci", "engines")),
-    ("How it does", ("performance", "reliability", "elastic")),
+    ("Learn", ("lessons", "class", "modes/README", "choosing", "glossary")),
+    ("Use", ("running", "variables", "prove", "check", "ci", "engines")),
+    ("How it does", ("performance", "reliability")),
     ("How it is built", ("architecture",)),
 )
 
@@ -47,9 +50,6 @@ def main() -> int:
 
 def lay_out() -> None:
     """Write all that Sphinx reads."""
-    techniques = dict(technique_pages())
-    for name, text in techniques.items():
-        write(f"techniques/{name}.md", text)
     for name, (title, modules) in API.items():
         there = [f"distlab.{each}" for each in modules.split() if find_spec(f"distlab.{each.partition('.')[0]}")]
         if there:
@@ -61,9 +61,10 @@ def lay_out() -> None:
         TOP / "CONTRIBUTING.md",
         TOP / "CHANGELOG.md",
         TOP / "mine" / "README.md",
-        *sorted((TOP / "docs").glob("*.md")),
+        *sorted((TOP / "docs").rglob("*.md")),
     ):
-        write(str(page.relative_to(TOP)), linked(page.read_text()))
+        more = sections(page.stem) if page.parent.name == "modes" and page.stem in modes() else ""
+        write(str(page.relative_to(TOP)), linked(page.read_text()) + more)
     for file in (TOP / "LICENSE", *(TOP / "docs").glob("*.svg"), *(TOP / "docs").glob("figures/*.svg")):
         copy(file)
     for folder in ("experiments", "distlab", "engines"):
@@ -71,20 +72,20 @@ def lay_out() -> None:
     for folder in ("distlab", "engines", "experiments"):  # which the pages link to
         (SOURCE / folder).symlink_to(SOURCE / "code" / folder)
     index = linked((TOP / "README.md").read_text())
-    write("index.md", f"{index}\n{contents(list(techniques), [str(each.relative_to(TOP)) for each in notebooks])}")
+    write("index.md", f"{index}\n{contents([str(each.relative_to(TOP)) for each in notebooks])}")
 
 
 def linked(text: str) -> str:
     """A page whose links to the README lead to the site's first page."""
-    return text.replace("README.md", "index.md") if "](../README.md" in text else text
+    return re.sub(r"\]\(((?:\.\./)+)README\.md", r"](\1index.md", text)
 
 
-def contents(techniques: list[str], notebooks: list[str]) -> str:
+def contents(notebooks: list[str]) -> str:
     """The tables of contents of the first page, which are the site's menu."""
     parts = [(caption, [f"docs/{name}" for name in names]) for caption, names in PAGES]
     known = {name for _, names in PAGES for name in names}
     parts[0][1].extend(f"docs/{page.stem}" for page in sorted((TOP / "docs").glob("*.md")) if page.stem not in known)
-    parts.insert(1, ("A page a technique", [f"techniques/{name}" for name in techniques]))
+    parts.insert(1, ("Modes", [f"docs/modes/{name}" for name in modes()]))
     if notebooks:
         parts.insert(1, ("Notebooks", [name.removesuffix(".ipynb") for name in notebooks]))
     parts += [

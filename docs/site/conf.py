@@ -32,7 +32,6 @@ autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 python_use_unqualified_type_hints = True
 toc_object_entries_show_parents = "hide"
-suppress_warnings = ["myst.header"]  # a page may begin below its first level: the logs in modes.md do
 
 CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 

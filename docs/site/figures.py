@@ -1,4 +1,4 @@
-"""The figures of the technique pages, one of a small run of each mode, kept in docs/figures/: each is the picture of a
+"""The figures of the pages of modes, one of a small run of each mode, kept in docs/figures/: each is the picture of a
 step, or where a mode trains no variant by itself the first figure of its report.
 
     python docs/site/figures.py           runs all modes, some minutes

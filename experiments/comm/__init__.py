@@ -1,17 +1,16 @@
-"""How ranks talk: every primitive forward and backward, and what an all_reduce costs, algorithm by algorithm.
+"""Communication: every primitive forward and backward, and the cost of an all_reduce by each algorithm.
 
-A collective moves tensors between ranks as a function moves them within one; so it has a backward pass too, and which
-one is right depends on whose the loss is. And it has a price: a latency for each round, and the bytes that pass the
-busiest link. The algorithms of distlab/techniques/collectives give the same sum to every rank and differ only in this
-price.
+A collective moves tensors between ranks as a function moves them within one, so it has a backward pass too; the right
+one depends on which ranks have the loss. Its cost is a latency per round, and the bytes on the busiest link. The
+algorithms of distlab/techniques/collectives give every rank the same sum and differ only in this cost.
 
   predicted   S = bytes of the tensor, N = ranks; bytes sent by a rank in an all_reduce
               ring, direct   2(N-1)/N·S  under 2·S for every N, in 2(N-1) rounds (ring) or 2 (direct; 1 for N = 2)
-              tree           2(N-1)/N·S  in 2·log2 N rounds; 2·S more beside it where N is no power of two. It is
-                             Rabenseifner's halving and doubling; NCCL's tree is another one, of two binary trees
-              server         (N-1)·S on rank 0, which grows with N: the wall of a parameter server
-              gloo           2(N-1)/N·S, and for its reduce_scatter twice what is needed
-              tcp            the server's up to 512 KiB, then direct's; the same messages, and no library's threads
+              tree           2(N-1)/N·S  in 2·log2 N rounds; 2·S more if N is no power of two. This is Rabenseifner's
+                             algorithm; NCCL uses the name for another one: two binary trees
+              server         (N-1)·S on rank 0, which grows with N: the limit of a parameter server
+              gloo           2(N-1)/N·S, and for its reduce_scatter twice the minimum
+              tcp            like server up to 512 KiB, like direct above; without a library's threads
   shapes      x [2], rows [N, 2] for the primitives; [S/4] float32 in the sweep
 """
 
@@ -28,7 +27,7 @@ from distlab.contract import Mode, Variant, untrained
 from distlab.lab.config import Config
 from distlab.lab.lab import Lab
 from distlab.lab.measure.prediction import PYTORCHS, Prediction
-from distlab.lab.verify.records import draw, hold_drawn, note_messages
+from distlab.lab.verify.records import compare_bytes, draw, note_messages
 from distlab.techniques.collectives import ring as ring_by_hand
 from distlab.techniques.collectives.by_hand import ALGORITHMS, Algorithm, Collective
 from distlab.techniques.collectives.costs import all_reduce_bytes
@@ -47,11 +46,10 @@ GLOO, TCP = "gloo", "tcp"
 
 
 def one_by_one(tensor: Tensor, group: dist.ProcessGroup) -> None:
-    """An all_reduce of sends and receives: all to rank 0, which adds one after the other, and its sum to each in turn.
+    """An all_reduce of sends and receives: all to rank 0, which adds one after the other, and then the sum to each.
 
-    Right, and slow twice over: 2(N-1) messages wait for each other, and all of them pass the one link of rank 0.
-    `server` is the same with its messages under way at once; `direct`, `tree` and `ring` give every rank a chunk of the
-    adding.
+    Correct, but slow twice: 2(N-1) messages wait for each other, and all pass the one link of rank 0. `server` has the
+    same messages in parallel; in `direct`, `tree` and `ring` every rank adds a chunk.
     """
     if group.rank() == 0:
         arriving = torch.empty_like(tensor)
@@ -66,7 +64,7 @@ def one_by_one(tensor: Tensor, group: dist.ProcessGroup) -> None:
 
 
 class OnePage:
-    """The lesson's ring as an algorithm: its messages are waited for one by one, so nothing is left to do."""
+    """The lesson's ring as an algorithm: it waits for each message itself, so no steps are left."""
 
     def all_reduce(self, peers: Peers, tensor: Tensor, /) -> Steps:
         lesson.all_reduce(tensor, peers.group)
@@ -82,7 +80,7 @@ class OnePage:
 
 
 def everyones_sum(lab: Lab, collectives: Mapping[str, Collective]) -> None:
-    """An all_reduce of sends and receives beside the variants, on the numbers of the ring."""
+    """Run an all_reduce of sends and receives besides the variants, on the ring's numbers."""
     ways: dict[str, Callable[[Tensor], object]] = {"one_by_one": lambda tensor: one_by_one(tensor, lab.group)}
     ways |= {name: collective.all_reduce for name, collective in collectives.items()}
     rows = []
@@ -97,15 +95,15 @@ def everyones_sum(lab: Lab, collectives: Mapping[str, Collective]) -> None:
     lab.table(title, ["by", "rank 0 then holds, chunk by chunk"], rows)
 
 
-# Two small programs to follow number by number: the lesson's broadcast, slice and gather, and a ring all_reduce.
+# Two small programs with every number shown: the lesson's broadcast, slice and gather, and a ring all_reduce.
 #
-# The demo slices with `tensor_split`: the lesson's `len // N` loses the remainder where N does not divide 4, and gives
-# ranks beyond 4 nothing to say. The ring is the variant's own (distlab/techniques/collectives/ring.py): its messages
-# tell by their digits which chunk they are and whose parts they hold.
+# The demo slices with `tensor_split`: the lesson's `len // N` loses the remainder if N does not divide 4, and gives
+# ranks beyond 4 nothing. The ring is the variant's own (distlab/techniques/collectives/ring.py): the digits of its
+# numbers show the chunk and the ranks whose parts are in the sum.
 
 
 def broadcast_slice_gather(lab: Lab) -> None:
-    """Rank 0's four numbers to all, each rank works on its slice, and everyone gets all results."""
+    """Send rank 0's four numbers to all; each rank works on its slice, and everyone gathers all results."""
     lab.at(0, "demo")
     # The lesson draws the first number; its printed run drew 37, which is what the default seed of 1 gives here.
     full_data = torch.arange(4) + 36 + lab.config.seed if lab.rank == 0 else torch.zeros(4, dtype=torch.long)
@@ -126,14 +124,14 @@ def broadcast_slice_gather(lab: Lab) -> None:
 
 
 class RecordingPeers(Peers):
-    """Peers that note the messages of each round: (receiver, first number of what is sent)."""
+    """Peers that record the messages of each round: (receiver, first number sent)."""
 
     def __init__(self, group: dist.ProcessGroup, chunks: list[Tensor]) -> None:
         super().__init__(group)
         self.chunks, self.sent, self.held = chunks, list[tuple[int, int]](), list[str]()
 
     def post(self, tag: int, receives: Addressed = (), sends: Addressed = ()) -> tuple[list[Message], list[Message]]:
-        """As `Peers.post`; what the chunks hold now is what the round before left."""
+        """Record the chunks, which still have the previous round's result, then post as `Peers.post`."""
         sends = list(sends)
         self.held.append(digits(self.chunks))
         self.sent += [(peer, int(tensor[0])) for peer, tensor in sends]
@@ -141,8 +139,8 @@ class RecordingPeers(Peers):
 
 
 def marked(lab: Lab) -> tuple[Tensor, Tensor]:
-    """2N + 1 numbers to sum, and their sum: in chunk c rank r puts in (c+1)·10^r, so the digit names the chunk, and its
-    places the ranks whose parts are in it."""
+    """Return 2N + 1 numbers and their sum. In chunk c rank r has (c+1)·10^r: the digit identifies the chunk, its places
+    the ranks whose parts are in it."""
     ranks, digit = range(lab.world_size), torch.empty(2 * lab.world_size + 1, dtype=torch.long, device=lab.device)
     for number, chunk in enumerate(split(digit, lab.world_size), 1):
         chunk.fill_(number)
@@ -150,7 +148,7 @@ def marked(lab: Lab) -> tuple[Tensor, Tensor]:
 
 
 def ring(lab: Lab, algorithm: Algorithm = ring_by_hand) -> None:
-    """The ring all_reduce of the variant `ring`, told round by round."""
+    """Run the ring all_reduce of the variant `ring` and log it round by round."""
     tensor, wanted = marked(lab)
     chunks = split(tensor, lab.world_size)
     peers = RecordingPeers(lab.group, chunks)
@@ -170,12 +168,12 @@ def ring(lab: Lab, algorithm: Algorithm = ring_by_hand) -> None:
 
 
 def copies(moves: Iterable[tuple[int, int]], finished: set[int]) -> bool:
-    """Whether what goes round in a round are sums of all ranks, which their receivers copy."""
+    """Return whether a round passes complete sums, which their receivers copy."""
     return {value for _, value in moves} <= finished
 
 
 def note_ring(lab: Lab, everyone: Sequence[Sequence[tuple[int, int]]], held: Sequence[str], finished: set[int]) -> None:
-    """In each rank's log: what it sends and gets in each round, and what it holds then."""
+    """Log on each rank what it sends and receives in each round, and its numbers after it."""
     ranks, me = lab.world_size, lab.rank
     if ranks == 1:
         return
@@ -193,12 +191,12 @@ def note_ring(lab: Lab, everyone: Sequence[Sequence[tuple[int, int]]], held: Seq
 
 
 def chunk_of(value: int) -> int:
-    """The chunk that a number of `marked` is in."""
+    """Return the chunk of a number from `marked`."""
     return int(str(value)[0]) - 1
 
 
 def digits(chunks: list[Tensor]) -> str:
-    """The first number of each chunk."""
+    """Return the first number of each chunk."""
     return " ".join(str(int(chunk[0])) for chunk in chunks)
 
 
@@ -206,12 +204,12 @@ def digits(chunks: list[Tensor]) -> str:
 
 
 def title(config: Config) -> str:
-    """What is run, for headings."""
+    """Return the title of the run."""
     return f"{len(primitives.PRIMITIVES)} primitives, {len(MODE.asked(config.variant).names)} ways to all_reduce"
 
 
 def predict(config: Config) -> list[Prediction]:
-    """Bytes of one all_reduce of 4 MiB, by each algorithm."""
+    """Return the bytes of an all_reduce of 4 MiB with each algorithm."""
     ranks = config.world_size
     return [
         Prediction(
@@ -226,7 +224,7 @@ def predict(config: Config) -> list[Prediction]:
 def run(
     lab: Lab, algorithms: Mapping[str, Algorithm] = ALGORITHMS, backward_of: Convention = as_it_is
 ) -> None:  # fmt: skip
-    """The lesson, from one message to the price of the largest."""
+    """Run the lesson, from one message to the cost of the largest tensor."""
     for prediction in lab.mode.foretold(predict(lab.config)):
         lab.say(
             f"{prediction.variant}: {prediction.formula} = {max(prediction.value) / 1e6:.3g} MB for an all_reduce of"
@@ -242,7 +240,7 @@ def run(
 
 
 def compare(lab: Lab, algorithms: Mapping[str, Algorithm], groups: Mapping[str, dist.ProcessGroup]) -> None:
-    """The variants beside each other: what they leave, the ring message by message, a picture, and the sweep."""
+    """Compare the variants: their results, the ring message by message, a picture, and the sweep."""
     ways = {**algorithms, "plain": OnePage()}
     collectives = {
         name: Collective(groups.get(name, lab.group), "backend" if name in groups else name, ways)
@@ -257,8 +255,8 @@ def compare(lab: Lab, algorithms: Mapping[str, Algorithm], groups: Mapping[str, 
 
 @contextmanager
 def groups_of(lab: Lab) -> Iterator[dict[str, dist.ProcessGroup]]:
-    """All ranks over gloo (or what LAB_BACKEND has in its place) and over plain TCP: of these two the world is one, and
-    the other is made for the block."""
+    """Yield all ranks as a gloo group (or LAB_BACKEND's) and as one over plain TCP: one of them is the world, the other
+    exists during the block."""
     world = TCP if lab.config.backend == TCP else GLOO
     other = GLOO if world == TCP else TCP
     groups = {world: lab.group} if lab.wants(world) else {}
@@ -276,7 +274,7 @@ def groups_of(lab: Lab) -> Iterator[dict[str, dist.ProcessGroup]]:
 
 
 def draw_all(lab: Lab, collectives: Mapping[str, Collective]) -> None:
-    """One all_reduce of 4 MiB by each, message by message, for the picture; as many bytes as are predicted."""
+    """Record one all_reduce of 4 MiB by each variant, message by message, for the picture; its bytes as predicted."""
     tensor = torch.ones(PREDICTED_BYTES // 4, device=lab.device)
 
     def prepared(collective: Collective, number: int) -> Callable[[], object]:  # noqa: ARG001  all are alike
@@ -291,11 +289,11 @@ def draw_all(lab: Lab, collectives: Mapping[str, Collective]) -> None:
     for prediction in predict(lab.config):
         if prediction.variant in drawn:
             name, predicted = prediction.variant, prediction.value[lab.rank]
-            hold_drawn(lab, name, predicted, drawn[name].nbytes, prediction.formula)
+            compare_bytes(lab, name, predicted, drawn[name].nbytes, prediction.formula)
 
 
 def refuse(config: Config) -> list[str]:
-    """A model of one's own, and messages that gloo cannot send; whatever the sizes are."""
+    """Return errors for user models, and for messages that gloo cannot send."""
     why = "LAB_BACKEND=gloo sends no tensor that lives on a GPU, and comm is made of sends"
     return untrained(config) + [f"{why}: set LAB_BACKEND=nccl, or leave LAB_DEVICE=cpu"] * config.gloo_on_gpus
 
@@ -304,11 +302,11 @@ MODE = Mode(
     options=Options,
     variants=(
         Variant("gloo", by_torch=True),
-        Variant("ring"),  # round the ring, a chunk at a time: distlab/techniques/collectives/ring.py
-        Variant("direct"),  # all to all at once: direct.py beside it
-        Variant("tree"),  # Rabenseifner's: halves, quarters, ... and back, no tree of NCCL's: tree.py
+        Variant("ring"),  # each chunk around the ring: distlab/techniques/collectives/ring.py
+        Variant("direct"),  # all to all at once: direct.py
+        Variant("tree"),  # Rabenseifner's: halves, quarters, ... and back, not NCCL's tree: tree.py
         Variant("server"),  # through rank 0: rooted.py
-        Variant(TCP),  # with no library under it: tcp.py, rooted.py, direct.py
+        Variant(TCP),  # without a library: tcp.py, rooted.py, direct.py
         Variant("plain", by_name=True),  # the ring once more, on one page: lesson.py
     ),
     run=run,
@@ -322,7 +320,7 @@ MODE = Mode(
         "lost_fold": "LAB_BUG=lost_own_part fails the same check",
     },
     unsaved="trains nothing that could be saved",
-    in_lesson={"skipped_round": ("range(ranks - 1):  # a finished chunk each", "range(ranks - 2):")},
+    in_lesson={"skipped_round": ("range(ranks - 1):  # one finished chunk per round", "range(ranks - 2):")},
     reading=(
         "experiments/comm/lesson.py: the idea on one page, which runs alone and as the variant `plain`",
         "experiments/comm/__init__.py: an all_reduce made of sends and receives one by one, a ring message by"

@@ -1,8 +1,8 @@
-"""What a collective costs from 1 KiB to 64 MiB: latency, bandwidth, bytes on the wire, beside gloo's own.
+"""The cost of collectives from 1 KiB to 64 MiB: latency, bandwidth and bytes sent, compared with gloo's own.
 
 Definitions as in nccl-tests: algbw = S / time, busbw = algbw x 2(N-1)/N for an all_reduce and (N-1)/N for its halves,
-so that the busbw of every algorithm and N can be held against the speed of the link. The time of a call is the slowest
-rank's, the median of a few interleaved rounds.
+so the busbw of every algorithm and N compares with the link's speed. The time of a call is the slowest rank's, the
+median of some interleaved rounds.
 """
 
 import statistics
@@ -28,7 +28,7 @@ from distlab.techniques.collectives.costs import (
 
 from .checks import Trial, uneven
 
-# What one collective costs at one size: the slowest rank's seconds a call, and the bytes that a rank sends.
+# The cost of a collective at one size: the slowest rank's seconds per call, and the bytes that a rank sends.
 
 KIB, MIB = 1 << 10, 1 << 20
 SMALL = 64 * KIB  # below it speeds are in MB/s
@@ -41,20 +41,20 @@ BYTES: dict[str, Callable[[str, int, int, int], float]] = {
 
 @dataclass
 class Cost:
-    """One operation by one variant at one size: the slowest rank's seconds a call, and this rank's bytes."""
+    """An operation by a variant at one size: the slowest rank's seconds per call, and this rank's bytes."""
 
     rounds_s: list[float] = field(default_factory=list)
     wire_bytes: float | None = None
-    off: float = 0.0  # the largest difference that any call left
+    off: float = 0.0  # the largest error of any call
 
     @property
     def seconds(self) -> float:
-        """The median round."""
+        """Return the median round's time."""
         return statistics.median(self.rounds_s)
 
 
 def algorithm(variant: str) -> str:
-    """What a variant's formulas are those of: the lesson's is a ring."""
+    """Return the algorithm whose formulas a variant has: the lesson's is a ring."""
     return "ring" if variant == "plain" else variant
 
 
@@ -69,11 +69,11 @@ def size(nbytes: int) -> str:
 
 
 def even(nbytes: int, world_size: int) -> int:
-    """The next smaller size of which every rank has an equal chunk of whole floats, at the least one each."""
+    """Return the next smaller size with equal chunks of whole floats, at least one per rank."""
     return max(nbytes - nbytes % (4 * world_size), 4 * world_size)
 
 
-# What the sweep's figures are drawn from: latency, bandwidth and bytes by size, and the server's wall.
+# The data of the sweep's figures: latency, bandwidth and bytes by size, and the server's limit.
 #
 # T = rounds·α + bytes/B, fitted to each algorithm's times, splits them into a latency α of a round and a bandwidth B
 # of the busiest link.
@@ -110,13 +110,13 @@ def tables(lab: Lab, op: str, costs: Costs, variants: list[str], sizes: list[int
 
 
 def speed_cell(nbytes: int, bytes_per_s: float) -> str:
-    """A speed with its unit, by the size of the call: of a small one GB/s would be nothing but zeros."""
+    """Return a speed with a unit that suits the call's size: small calls in GB/s would be zeros."""
     unit, scale = ("MB/s", 1e6) if nbytes < SMALL else ("GB/s", 1e9)
     return f"{bytes_per_s / scale:.3f} {unit}"
 
 
 def crossings(lab: Lab, op: str, costs: Costs, sizes: list[int]) -> None:
-    """From which size on which of gloo and plain TCP is the faster one, where both were timed."""
+    """Log the sizes from which gloo or plain TCP is faster, if both were timed."""
     if any((op, nbytes, name) not in costs for nbytes in sizes for name in ("gloo", "tcp")):
         return
     ratios = [costs[op, nbytes, "gloo"].seconds / costs[op, nbytes, "tcp"].seconds for nbytes in sizes]
@@ -128,7 +128,7 @@ def crossings(lab: Lab, op: str, costs: Costs, sizes: list[int]) -> None:
 
 
 def fits(lab: Lab, costs: Costs, variants: list[str], sizes: list[int]) -> None:
-    """Latency of a round and bandwidth of the busiest link, for each algorithm's all_reduce."""
+    """Log the latency per round and the bandwidth of the busiest link of each algorithm's all_reduce."""
     rows: list[list[object]] = []
     for name in variants:
         times = {nbytes: costs["all_reduce", nbytes, name].seconds for nbytes in sizes}
@@ -151,7 +151,7 @@ def fit(name: str, world_size: int, times: Mapping[int, float]) -> tuple[float, 
 
 
 def wall(lab: Lab, costs: Costs, variants: list[str], largest: int) -> None:
-    """The busiest rank's bytes over S, for any N by the formula, and as counted on rank 0 at this one."""
+    """Chart the busiest rank's bytes over S, for any N by formula, and as counted on rank 0 here."""
     worlds = list(range(2, 9))
     series = {
         name: [
@@ -186,7 +186,7 @@ TIMED_HALVES = (
     "direct",
     "tcp",
 )  # of reduce_scatter and all_gather; of the others the bytes are counted alone
-# As the papers write it; where an algorithm has an entry of its own it comes first.
+# As in the papers; an algorithm's own entry has precedence.
 FORMULAS = {
     ("all_reduce", "server"): "(N-1)·S on rank 0, S elsewhere",
     ("all_reduce", "tree"): "2(P-1)/P·S, and 2·S for each rank beyond P = 2^k",
@@ -200,7 +200,7 @@ FORMULAS = {
 
 
 def formula(op: str, variant: str) -> str:
-    """Bytes that a rank sends in `op` by `variant`, of a tensor of S bytes over N ranks."""
+    """Return the formula of the bytes that a rank sends in `op` by `variant`, of S bytes over N ranks."""
     return FORMULAS.get((op, variant), "2(N-1)/N·S" if op == "all_reduce" else "(N-1)/N·S")
 
 
@@ -208,7 +208,7 @@ REPEATED_BYTES = 16 * MIB  # small calls are repeated up to this many bytes, and
 
 
 def run(lab: Lab, collectives: Mapping[str, Collective], largest_bytes: int) -> None:
-    """Sweep, hold the contents and the bytes against the formula, and show where the time goes."""
+    """Run the sweep, check contents and bytes against the formulas, and show the times."""
     variants, sizes = list(collectives), [nbytes for nbytes in SIZES if nbytes <= largest_bytes]
     costs: Costs = {}
     swept_mib = {(nbytes, op): calls(op, nbytes, variants) * nbytes / MIB for nbytes in sizes for op in BYTES}
@@ -230,7 +230,7 @@ def run(lab: Lab, collectives: Mapping[str, Collective], largest_bytes: int) -> 
 
 
 def calls(op: str, nbytes: int, variants: Iterable[str]) -> int:
-    """How many calls `price` times of one operation at one size."""
+    """Return how many calls `price` times for an operation at one size."""
     return rounds(nbytes) * repeats(nbytes) * len(timed(op, variants))
 
 
@@ -239,7 +239,7 @@ def timed(op: str, variants: Iterable[str]) -> list[str]:
 
 
 def rounds(nbytes: int) -> int:
-    """In which the variants take turns."""
+    """Return the number of rounds in which the variants take turns."""
     return 3 if nbytes < 16 * MIB else 2
 
 
@@ -249,9 +249,9 @@ def repeats(nbytes: int) -> int:
 
 
 def price(lab: Lab, op: str, nbytes: int, collectives: Mapping[str, Collective]) -> dict[str, Cost]:
-    """The bytes of one call, which also warms up, and the time of a few rounds in which the variants take turns.
+    """Return the bytes of one call, which also warms up, and the times of some interleaved rounds.
 
-    Each call has numbers of its own; they are laid out before what is timed, and what came of them is looked at after.
+    Each call has different numbers; they are prepared before the timing and checked after it.
     """
     in_a_row, names = repeats(nbytes), timed(op, collectives)
     numel = even(nbytes, lab.world_size) // 4
@@ -276,7 +276,7 @@ def price(lab: Lab, op: str, nbytes: int, collectives: Mapping[str, Collective])
 
 
 def prepare(trials: list[Trial], collective: Collective, first: int) -> None:
-    """New numbers for each call, from repeat `first` on, and scratch memory that holds none of the last ones."""
+    """Fill in new numbers for each call, from repeat `first` on, and overwrite the scratch memory."""
     for repeat, trial in enumerate(trials, first):
         trial.prepare(repeat)
     collective.peers.memory.spoil()
@@ -287,7 +287,7 @@ def run_next(trials: Iterator[Trial], collective: Collective) -> None:
 
 
 def check_contents(lab: Lab, costs: Costs, collectives: Mapping[str, Collective]) -> None:
-    """What every call left, at all sizes of the sweep and at lengths that nothing divides, is the formula's."""
+    """Check the result of every call, at all sizes of the sweep and at uneven lengths, against the formula."""
     for name, collective in collectives.items():
         for op in BYTES:
             lab.at(0, f"contents of {op} by {name}")
@@ -297,7 +297,7 @@ def check_contents(lab: Lab, costs: Costs, collectives: Mapping[str, Collective]
 
 
 def compare(lab: Lab, costs: Costs) -> None:
-    """Wire bytes of the larger sizes against the formula; gloo's are only shown."""
+    """Check the sent bytes of the larger sizes against the formula; gloo's are informational."""
     for (op, nbytes, name), cost in costs.items():
         if nbytes in COMPARED and cost.wire_bytes is not None:
             predicted = BYTES[op](algorithm(name), lab.world_size, even(nbytes, lab.world_size), lab.rank)

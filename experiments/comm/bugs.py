@@ -1,5 +1,5 @@
-"""The classic mistakes of communication, made on purpose by LAB_BUG: a round too few, a part left out, and a backward
-that fits another loss."""
+"""Classic bugs of communication, injected by LAB_BUG: a missing round, a missing part, and a backward for another
+loss."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ DIRECT = Needs(proof=False, variants=("direct",))
 
 @dataclass(frozen=True)
 class Like:
-    """The three operations of `right`, for a mistake to replace one."""
+    """The three operations of `right`; a bug overrides one."""
 
     right: Algorithm
 
@@ -36,13 +36,13 @@ class Like:
 
 
 def all_but(name: str, right: Algorithm) -> Callable[[type[Like]], Mapping[str, Algorithm]]:
-    """Puts an algorithm like `right` in the place of the one of this name."""
+    """Return a decorator that replaces one algorithm by a class based on `right`."""
     return lambda wrong: {**ALGORITHMS, name: wrong(right)}
 
 
 @mistake("skipped_round", check="ring", part="algorithms", needs=RING, put=all_but("ring", ring))
 class SkippedRound(Like):
-    """The ring leaves out its last round: each rank's last chunk keeps an unfinished sum."""
+    """The ring skips its last round: each rank's last chunk has an incomplete sum."""
 
     def all_reduce(self, peers: Peers, tensor: Tensor) -> Steps:
         steps, last = self.right.all_reduce(peers, tensor), peers.after(2)
@@ -62,6 +62,6 @@ class LostOwnPart(Like):
 
 @mistake("wrong_backward", check="gradients", part="backward_of", needs=Needs(proof=False))
 def lessons_backward(primitive: Primitive, loss: Loss) -> Loss:
-    """Each primitive keeps the backward that the lesson's table gives it, whatever the loss: all_gather's slice
-    forgets the other ranks' losses, all_reduce's all_reduce counts a replicated loss N times."""
+    """Each primitive has the backward of the lesson's table, whatever the loss: all_gather's slice ignores the other
+    ranks' losses, all_reduce's all_reduce counts a replicated loss N times."""
     return loss_of_lesson(primitive, loss)

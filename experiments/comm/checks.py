@@ -1,9 +1,9 @@
-"""What each rank puts into a collective, and what has to come out of it: by a formula, not by another collective.
+"""Inputs of each rank in a collective, and the expected outputs: by formula, not by another collective.
 
-Every number depends on the rank, the place and the repeat, so a stale chunk, a part that was left out and a wrong
-offset change what comes out. Numbers are whole and up to 65,521: the sum of eight ranks is exact in float32, whatever
-the order, and nothing is tolerated. What a call is to fill is NaN before, and so is the scratch memory: a place that
-nobody wrote is seen even where the right numbers lay from the call before.
+Every number depends on rank, position and repeat, so a stale chunk, a missing part or a wrong offset changes the
+result. Numbers are integers up to 65,521: the sum of eight ranks is exact in float32 in any order, so the tolerance is
+0. Outputs and scratch memory are NaN before, so an unwritten position shows even if the previous call left the right
+number there.
 """
 
 import math
@@ -20,40 +20,40 @@ from distlab.lab.measure.tensors import largest
 from distlab.techniques.collectives.by_hand import Collective
 from distlab.techniques.collectives.point_to_point import split
 
-# Numbers repeat after a prime of places, which no chunk of the sweep has a multiple of: what is one chunk off is wrong.
+# Numbers repeat after a prime of positions, of which no chunk size is a multiple: an offset of one chunk is detected.
 PERIOD = 65_521
 
 
-REPEATS = 5  # after so many calls the same numbers come again; a period and its sums are kept, 256 KiB each
+REPEATS = 5  # the numbers repeat after so many calls; a period and its sums are kept, 256 KiB each
 
 
 @cache
 def numbers(rank: int, repeat: int, device: torch.device) -> Tensor:
-    """The first period of what `rank` puts in. Each rank takes steps of its own, or two wrong offsets could cancel."""
+    """Return the first period of `rank`'s input. Each rank has its own increment, or two wrong offsets could cancel."""
     places = torch.arange(PERIOD, device=device)
     return ((places * (1009 + 97 * rank) + 389 * repeat * (rank + 1)) % PERIOD + 1).float()
 
 
 @cache
 def total(world_size: int, repeat: int, device: torch.device) -> Tensor:
-    """The first period of the sum of all ranks' numbers."""
+    """Return the first period of the sum of all ranks' numbers."""
     return torch.stack([numbers(rank, repeat, device) for rank in range(world_size)]).sum(0)
 
 
 def turned_by(period: Tensor, start: int) -> Tensor:
-    """The period as it begins at place `start`."""
+    """Return the period from position `start` on."""
     return period.roll(-(start % PERIOD)) if start % PERIOD else period
 
 
 def fill(tensor: Tensor, period: Tensor, start: int = 0) -> None:
-    """Lay `period` into the flat `tensor`, over and over, from its place `start` on."""
+    """Fill the flat `tensor` with repetitions of `period`, from its position `start` on."""
     turned = turned_by(period, start)
     for run in tensor.split(PERIOD):
         run.copy_(turned[: run.numel()])
 
 
 def largest_difference(found: Tensor, period: Tensor, start: int = 0) -> float:
-    """The largest difference of the flat `found` from what `fill` would lay there; infinite where one is NaN."""
+    """Return the largest difference of the flat `found` from what `fill` would write; infinite if one is NaN."""
     turned = turned_by(period, start)
     wrong = [run - turned[: run.numel()] for run in found.split(PERIOD) if not torch.equal(run, turned[: run.numel()])]
     return max(map(largest, wrong), default=0.0)
@@ -78,12 +78,12 @@ class Trial:
 
     @property
     def starts(self) -> list[int]:
-        """Where each rank's chunk begins."""
+        """Return the start of each rank's chunk."""
         sizes = [chunk.numel() for chunk in split(self.whole, self.world_size)]
         return [sum(sizes[:rank]) for rank in range(self.world_size)]
 
     def prepare(self, repeat: int) -> None:
-        """New numbers in what goes in, NaN in what is to be filled."""
+        """Write new numbers into the inputs, and NaN into the outputs."""
         self.repeat = repeat % REPEATS
         mine = numbers(self.rank, self.repeat, self.whole.device)
         if self.op == "all_gather":
@@ -94,7 +94,7 @@ class Trial:
             fill(self.whole, mine)
 
     def run(self, collective: Collective) -> None:
-        """The call itself; nothing else, since it is timed."""
+        """Run the call and nothing else, since it is timed."""
         if self.op == "all_reduce":
             collective.all_reduce(self.whole)
         elif self.op == "reduce_scatter":
@@ -103,7 +103,7 @@ class Trial:
             collective.all_gather(self.whole, self.chunk)
 
     def off(self) -> float:
-        """How far the result is from the sum, or from what all ranks put in, by the formula."""
+        """Return the error of the result, compared with the formula."""
         device = self.whole.device
         if self.op == "all_gather":
             places = enumerate(zip(split(self.whole, self.world_size), self.starts, strict=True))
@@ -117,12 +117,12 @@ class Trial:
 
 
 def lengths(world_size: int) -> list[int]:
-    """Lengths that no number of ranks divides: empty chunks, chunks of one and two, and more than a period."""
+    """Return uneven lengths: empty chunks, chunks of one and two, and more than a period."""
     return [1, world_size + 1, 2 * world_size + 1, 1021, PERIOD + 1021]
 
 
 def uneven(collective: Collective, op: str, device: torch.device) -> float:
-    """The worst difference over all `lengths`, each three times, as scratch memory is used again."""
+    """Return the worst error over all `lengths`, each three times, since scratch memory is reused."""
     rank, world_size, worst = collective.peers.rank, collective.peers.world_size, 0.0
     for numel in lengths(world_size):
         trial = Trial.of(op, rank, world_size, numel, device)
@@ -136,7 +136,7 @@ def uneven(collective: Collective, op: str, device: torch.device) -> float:
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Inside, torch hands out memory that is NaN, or for whole numbers the largest."""
+    """Make torch fill new memory with NaN, or integers with their maximum, inside the block."""
     before = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode("error")  # use_deterministic_algorithms imports the compiler: 812 modules
     try:
@@ -150,7 +150,7 @@ PRIMITIVES, GRADIENTS = 9, 12
 
 
 def claims(mode: Mode, sweep_mib: float) -> Sequence[Claims]:
-    """The primitives and their gradients, and of each way to sum what it leaves and sends."""
+    """Return the checks of primitives and gradients, and of each all_reduce's result and bytes."""
     sizes = [name for mib, name in COMPARED.items() if mib <= sweep_mib]
     sent = [f"wire bytes {operation} {size}" for operation in OPERATIONS for size in sizes]
     wrong = "test_a_wrong_primitive_is_seen"

@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def pass_on(outgoing: Tensor, incoming: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Send to the next rank and receive from the one before, both at once; returns what came."""
+    """Send to the next rank and receive from the one before, both at once; returns the received tensor."""
     after, before = ((group.rank() + step) % group.size() for step in (1, -1))
     ends = [
         dist.P2POp(dist.isend, outgoing, group=group, group_peer=after),
@@ -18,7 +18,7 @@ def pass_on(outgoing: Tensor, incoming: Tensor, group: dist.ProcessGroup) -> Ten
 
 
 def reduce_scatter(chunks: list[Tensor], group: dist.ProcessGroup) -> Tensor:
-    """The sum of all ranks' chunk `rank`. Each of N-1 rounds moves a chunk: (N-1)/N of all bytes."""
+    """Returns the sum of all ranks' chunk `rank`. Each of N-1 rounds moves one chunk: (N-1)/N of all bytes."""
     rank, ranks = group.rank(), group.size()
     total = chunks[rank - 1]
     for turn in range(ranks - 1):
@@ -28,16 +28,16 @@ def reduce_scatter(chunks: list[Tensor], group: dist.ProcessGroup) -> Tensor:
 
 
 def all_gather(chunks: list[Tensor], group: dist.ProcessGroup) -> None:
-    """Every rank's chunk `rank` to all, in the place of theirs: in each round the chunk that came in the last."""
+    """Sends every rank's chunk `rank` to all others: in each round the chunk received in the last one."""
     rank, ranks = group.rank(), group.size()
-    for turn in range(ranks - 1):  # a finished chunk each
+    for turn in range(ranks - 1):  # one finished chunk per round
         pass_on(chunks[(rank - turn) % ranks], chunks[(rank - turn - 1) % ranks], group)
 
 
 def all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> None:
-    """The sum of all ranks' `tensor`, in place, the same to the bit on each: 2(N-1)/N of its bytes a rank, for any N.
+    """Sums all ranks' `tensor` in place, equal to the bit on each: 2(N-1)/N of its bytes per rank, for any N.
 
-    An all_reduce is the other two: one sum of each chunk, then copies of it.
+    An all_reduce is the other two: a sum of each chunk on one rank, then copies of it.
     """
     chunks = list(tensor.tensor_split(group.size()))  # views, of any length
     chunks[group.rank()].copy_(reduce_scatter(chunks, group))
@@ -45,7 +45,7 @@ def all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def demo(group: dist.ProcessGroup) -> float:
-    """11 numbers, which no N from 2 on divides; how far their sum is from a formula's."""
+    """Sum 11 numbers, which no N above 1 divides; return the largest error against a formula."""
     mine = torch.arange(11.0) * 10 ** group.rank()
     all_reduce(mine, group)
     return (mine - torch.arange(11.0) * sum(10**rank for rank in range(group.size()))).abs().max().item()

@@ -1,6 +1,6 @@
 """Every primitive: what each rank holds before and after.
 
-Each stands here twice: across ranks, and as a function of all ranks' inputs on one process, which says what is right.
+Each is here twice: across ranks, and as a function of all ranks' inputs in one process, the expected result.
 """
 
 from collections.abc import Callable
@@ -29,14 +29,14 @@ class Primitive:
     rows: bool  # the input is [N, 2], else [2]
     call: Callable[[Tensor, dist.ProcessGroup, ours.Loss], Tensor]
     dense: Callable[[list[Tensor]], list[Tensor]]
-    backward: dict[str, str]  # by whose the loss is
+    backward: dict[str, str]  # by which ranks have the loss
     lesson: Literal[
         "own", "replicated", "both", ""
-    ]  # whose loss the lesson's table has in mind; "" where it has no such line
+    ]  # the loss for which the lesson's table is right; "" if the table lacks the primitive
 
     @property
     def replicates(self) -> bool:
-        """Whether all ranks end with the same tensor: only then a loss can be replicated on it."""
+        """Return whether all ranks end with the same tensor: only then can a loss be replicated on it."""
         return self.backward["own"] != self.backward["replicated"]
 
 
@@ -98,8 +98,8 @@ def sum_of(tensors: list[Tensor]) -> Tensor:
 
 
 def inputs(lab: Lab, primitive: Primitive, repeat: int = 0) -> list[Tensor]:
-    """What each rank puts in: rank r's tensor holds 10·(r+1), 10·(r+1)+1, ..., so that one sees where a number came
-    from; a hundred more in each repeat."""
+    """Return each rank's input: rank r has 10·(r+1), 10·(r+1)+1, ..., so a number shows its origin; 100 more per
+    repeat."""
     shape = (lab.world_size, 2) if primitive.rows else (2,)
     numel = 2 * lab.world_size if primitive.rows else 2
     return [
@@ -109,7 +109,7 @@ def inputs(lab: Lab, primitive: Primitive, repeat: int = 0) -> list[Tensor]:
 
 
 def forward(lab: Lab) -> None:
-    """What each rank holds before and after, printed and checked; twice, in memory that is NaN before it is written."""
+    """Log and check each rank's tensors before and after; twice, in memory that is NaN before."""
     rows = []
     for primitive in PRIMITIVES:
         lab.at(0, primitive.name)
@@ -129,32 +129,32 @@ def forward(lab: Lab) -> None:
 
 
 def text(x: Tensor) -> str:
-    """A tensor as a cell of a table: its numbers, of rows the first three."""
+    """Return a tensor as a table cell: its numbers, of rows the first three."""
     if x.numel() == 0:
         return "-"
     numbers = [" ".join(f"{value:g}" for value in row) for row in x.reshape(-1, x.shape[-1]).tolist()]
     return " | ".join(numbers[:3]) + (" | ..." if len(numbers) > 3 else "")
 
 
-# What comes back: the gradient of each primitive, by autograd across ranks, against autograd on one process.
+# Backward passes: the gradient of each primitive, by autograd across ranks, compared with autograd in one process.
 #
-# Twice where it matters: each rank has its own loss and their sum is minimised, or all ranks compute one and the same
-# loss. The lesson's table gives each primitive one backward and mixes the two: its slice for all_gather is right for
-# a replicated loss, its sums for broadcast and all_reduce for each rank's own. Both ways are run, so the table shows
-# what each would give.
+# There are two cases: each rank has its own loss and their sum is minimised, or all ranks compute the same loss. The
+# lesson's table gives each primitive one backward and mixes the cases: its slice for all_gather is right for a
+# replicated loss, its sums for broadcast and all_reduce for each rank's own. Both cases are run, so the table shows
+# what each would return.
 
 TOLERANCE = 1e-12
 LOSSES: tuple[Loss, ...] = ("own", "replicated")
-Convention: TypeAlias = Callable[[Primitive, Loss], Loss]  # for whose loss a primitive's backward is taken
+Convention: TypeAlias = Callable[[Primitive, Loss], Loss]  # the loss for which a primitive's backward is chosen
 
 
 def as_it_is(primitive: Primitive, loss: Loss) -> Loss:  # noqa: ARG001  whatever the primitive
-    """The loss itself: its own backward is right."""
+    """Return the loss itself: its own backward is right."""
     return loss
 
 
 def backward(lab: Lab, backward_of: Convention = as_it_is) -> None:
-    """Check each gradient, and show it beside what the lesson's backward gives."""
+    """Check each gradient, and show it next to that of the lesson's backward."""
     rows: list[list[object]] = []
     for primitive in PRIMITIVES:
         for loss in LOSSES if primitive.replicates else LOSSES[:1]:
@@ -176,7 +176,7 @@ COLUMNS = ["primitive", "loss", "backward", "it gives", "one process", "the less
 def table_row(
     primitive: Primitive, loss: Loss, backward: str, measured: Tensor, true: Tensor, lessons: Tensor
 ) -> list[object]:
-    """A line of the table: what went back here, what is right, and what the lesson's backward would give."""
+    """Return a table row: the gradient here, the right one, and that of the lesson's backward."""
     whose = loss if primitive.replicates else "either"
     gives = text(lessons) if largest_difference(lessons, true) <= TOLERANCE else f"WRONG: {text(lessons)}"
     lesson = [primitive.backward[loss_of_lesson(primitive, loss)], gives] if primitive.lesson else ["-", "-"]
@@ -184,18 +184,18 @@ def table_row(
 
 
 def loss_of_lesson(primitive: Primitive, loss: Loss) -> Loss:
-    """The loss for which the lesson's backward of this primitive is right, whatever the loss is."""
+    """Return the loss for which the lesson's backward of this primitive is right."""
     return primitive.lesson if primitive.lesson in LOSSES else loss
 
 
 def loss_on(rank: int, output: Tensor, loss: Loss) -> Tensor:
-    """A rank's loss: half the sum of w·y², with weights w = 1, 2, ... that grow with the rank in its own loss."""
+    """Return a rank's loss: half the sum of w·y², with weights w = 1, 2, ..., in its own loss by rank."""
     weights = torch.arange(1, output.numel() + 1, dtype=output.dtype, device=output.device).reshape(output.shape)
     return (weights * output**2).sum() / 2 * (rank + 1 if loss == "own" else 1)
 
 
 def gradient(lab: Lab, primitive: Primitive, convention: Loss, loss: Loss) -> Tensor:
-    """x's gradient on this rank, across ranks, with the backward that `convention` wants."""
+    """Return x's gradient on this rank, computed across ranks with the backward for `convention`."""
     x = inputs(lab, primitive)[lab.rank].requires_grad_()
     with poisoned():
         loss_on(lab.rank, primitive.call(x, lab.group, convention), loss).backward()
@@ -204,7 +204,7 @@ def gradient(lab: Lab, primitive: Primitive, convention: Loss, loss: Loss) -> Te
 
 
 def one_process(lab: Lab, primitive: Primitive, loss: Loss) -> Tensor:
-    """The gradient of this rank's x, by one process that holds everyone's: of all losses, or of the one."""
+    """Return this rank's gradient computed in one process with everyone's tensors: of all losses, or of the one."""
     xs = [x.requires_grad_() for x in inputs(lab, primitive)]
     outputs = primitive.dense(xs)
     counted = range(lab.world_size) if loss == "own" else range(1)
@@ -215,7 +215,7 @@ def one_process(lab: Lab, primitive: Primitive, loss: Loss) -> Tensor:
 
 
 def nothing_recorded(lab: Lab) -> None:
-    """torch.distributed records nothing of these calls, where the lesson says that autograd knows their backward."""
+    """Check that torch.distributed records no autograd graph, although the lesson lists backwards for its calls."""
     x = torch.ones(2, device=lab.device, requires_grad=True)
     gathered = [torch.zeros(2, device=lab.device) for _ in range(lab.world_size)]
     dist.all_gather(gathered, x, group=lab.group)

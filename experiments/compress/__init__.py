@@ -1,33 +1,32 @@
-"""Gradients compressed: less on the wire, and what it does to training.
+"""Gradient compression: fewer bytes per step, and the effect on training.
 
-A slow link makes data parallelism wait: S bytes of gradients go around at each step, however small the model's news in
-them. So send less: fewer bits a number, fewer numbers, or fewer dimensions. What is left out is kept and added to the
-next step's gradients (error feedback, LAB_ERROR_FEEDBACK): late, not lost.
+On a slow link data parallelism waits: each step sends S bytes of gradients, however little information they have. So
+send less: fewer bits per number, fewer numbers, or fewer dimensions. The unsent part is kept and added to the next
+step's gradients (error feedback, LAB_ERROR_FEEDBACK): it is late, not lost.
 
-  predicted   bytes a rank and step, for n numbers of s bytes on N ranks, f = 2(N-1)/N, k = LAB_RATIO·n,
+  predicted   bytes per rank and step, for n numbers of s bytes on N ranks, f = 2(N-1)/N, k = LAB_RATIO·n,
               r = LAB_LOW_RANK:
-              dense f·s·n; fp16 f·2n; int8 f·(n + 4); topk (N-1)·(4 + s)k; randomk f·s·k; powersgd f·s·r(m + n) a
-              matrix [m, n]. All but topk stay bounded as N grows: their messages can be added on the way. topk sends
-              more than dense from N = 1/LAB_RATIO on (in float32)
-              one call a bucket, int8 and powersgd two
-              at rest a gradient more on every rank, the residual (among the activations, which are all that is in no
-              other class)
-  the model   width 64, depth 4 unless set: all variants are proven and trained beside each other
+              dense f·s·n; fp16 f·2n; int8 f·(n + 4); topk (N-1)·(4 + s)k; randomk f·s·k; powersgd f·s·r(m + n) per
+              matrix [m, n]. All but topk stay bounded as N grows, since their messages can be added. topk sends more
+              than dense from N = 1/LAB_RATIO on (in float32)
+              one call per bucket, int8 and powersgd two
+              at rest one more gradient on every rank, the residual (it is counted as activations, the class of
+              everything that is in no other class)
+  the model   width 64, depth 4 by default: all variants are proven and trained in the same run
   shapes      a bucket [n] flat, of whole gradients; P [m, r], Q [n, r]
 
-The variants; from fp16 on each bucket goes through an all_reduce that sends less
-(distlab/techniques/compression/compressors.py):
+The variants; from fp16 on each bucket has its own compressor (distlab/techniques/compression/compressors.py):
 
   dense     our buckets, nothing compressed
-  fp16      16 bits a number
-  int8      8 bits, one scale a bucket for all ranks, stochastic rounding, sums that cannot overflow
-  topk      the largest numbers of a bucket and their places
-  randomk   numbers at places that all ranks draw alike
-  powersgd  two thin factors a matrix
+  fp16      16 bits per number
+  int8      8 bits, one scale per bucket for all ranks, stochastic rounding, sums that cannot overflow
+  topk      the largest numbers of a bucket and their positions
+  randomk   numbers at random positions, equal on all ranks
+  powersgd  two low-rank factors per matrix
   ddp_fp16, ddp_powersgd  PyTorch's DistributedDataParallel with its own hooks
 
-LAB_ERROR_FEEDBACK=0 is each without error feedback: what is left out is lost, and what is never among the largest never
-moves.
+LAB_ERROR_FEEDBACK=0 disables error feedback: the unsent part is lost, and a number that is never among the largest
+never changes.
 """
 
 from collections.abc import Callable
@@ -46,7 +45,7 @@ from distlab.lab.workload.model import Model
 from distlab.techniques.compression.compressors import Cast, Compressor, Quantised, RandomK, TopK, rank_seed
 from distlab.techniques.compression.powersgd import LowRank
 from distlab.techniques.data_parallel.buckets import GradientBuckets
-from distlab.techniques.data_parallel.strategy import Replica, begin_alike
+from distlab.techniques.data_parallel.strategy import Replica, draw_and_broadcast
 from distlab.techniques.mesh.grid import Mesh
 
 from . import lesson, pytorch
@@ -64,20 +63,20 @@ Shapes: TypeAlias = list[Size]  # of the gradients of a bucket
 
 
 def dense(model: Model, mesh: Mesh, config: Config) -> Strategy:
-    """Our buckets, whole."""
-    begin_alike(model, mesh.group, config)
+    """Our buckets, uncompressed."""
+    draw_and_broadcast(model, mesh.group, config)
     return Replica(model, config, GradientBuckets(model.parameters(), mesh.group, config.bucket_mib * 2**20))
 
 
 def compressed(compressor_of: Callable[..., Compressor]) -> Build:
-    """A replica of which each bucket is summed through a compressor of its own, made for the shapes of its gradients.
+    """Build a replica in which each bucket has its own compressor, made for the shapes of its gradients.
 
-    Each does so: values = residual + bucket; a message of them travels; residual = values - what the message says.
+    Each computes values = residual + bucket, sends a message of them, and keeps residual = values - message.
     """
 
     @wraps(compressor_of)
     def build(model: Model, mesh: Mesh, config: Config) -> Strategy:
-        begin_alike(model, mesh.group, config)
+        draw_and_broadcast(model, mesh.group, config)
         of_bucket = partial(compressor_of, mesh.group, config, config.own(Options))
         size = config.bucket_mib * 2**20
         return Replica(model, config, GradientBuckets(model.parameters(), mesh.group, size, all_reduce_of=of_bucket))
@@ -87,37 +86,37 @@ def compressed(compressor_of: Callable[..., Compressor]) -> Build:
 
 @compressed
 def fp16(group: Group, _: Config, own: Options, __: Shapes) -> Compressor:
-    """11 bits of precision and a small range."""
+    """16 bits with 11 bits of precision and a small range."""
     return Cast(group, feedback=own.error_feedback)
 
 
 @compressed
 def int8(group: Group, config: Config, own: Options, _: Shapes) -> Compressor:
-    """Codes on one scale, rounded at random: each rank draws for itself."""
+    """Codes with a common scale, rounded at random: each rank has its own seed."""
     return Quantised(group, rank_seed(config.seed, group.rank()), feedback=own.error_feedback)
 
 
 @compressed
 def topk(group: Group, _: Config, own: Options, __: Shapes) -> Compressor:
-    """The largest."""
+    """The numbers of largest magnitude."""
     return TopK(group, own.ratio, feedback=own.error_feedback)
 
 
 @compressed
 def randomk(group: Group, config: Config, own: Options, _: Shapes) -> Compressor:
-    """Some: all ranks draw the same."""
+    """Random numbers, at the same positions on all ranks."""
     return RandomK(group, own.ratio, config.seed, feedback=own.error_feedback)
 
 
 @compressed
 def powersgd(group: Group, config: Config, own: Options, shapes: Shapes) -> Compressor:
-    """Two thin factors."""
+    """Two low-rank factors per matrix."""
     return LowRank(group, shapes, own.low_rank, config.seed, feedback=own.error_feedback)
 
 
 def plain(model: Model, mesh: Mesh, config: Config) -> Strategy:
-    """The lesson on one page: topk, which waits for each bucket."""
-    begin_alike(model, mesh.group, config)
+    """The lesson on one page: topk without overlap."""
+    draw_and_broadcast(model, mesh.group, config)
     size, ratio = config.bucket_mib * 2**20, config.own(Options).ratio
     buckets = GradientBuckets(
         model.parameters(), mesh.group, size, all_reduce_of=lambda _: lesson.TopK(mesh.group, ratio)
@@ -129,7 +128,7 @@ def plain(model: Model, mesh: Mesh, config: Config) -> Strategy:
 
 
 def run(lab: Lab) -> None:
-    """Predict, prove, measure; then what was sent and what it cost in loss."""
+    """Predict, prove and measure; then show the bytes sent and the losses reached."""
     predictions = predict(lab.config)
     lab.say(summary(lab.config), "predict")
     proofs: dict[str, Proof] = dict.fromkeys((*METHODS, "plain"), partial(by_the_formula, lab))

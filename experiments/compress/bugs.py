@@ -1,4 +1,4 @@
-"""The classic mistakes of compression, made on purpose by LAB_BUG, each with the check that has to see it."""
+"""Classic bugs of compression, injected by LAB_BUG, each with the check that must catch it."""
 
 from collections.abc import Iterable
 
@@ -18,11 +18,11 @@ from .predictions import METHODS
 mistake = Mistakes()
 
 
-# --- the settings that hide one ---
+# --- settings that hide a bug ---
 
 
 def all_sent(config: Config) -> str:
-    """Or what is not sent is dropped on purpose."""
+    """Return a sentence if everything is sent, or error feedback is off anyway."""
     own = config.own(Options)
     if not own.error_feedback:
         return "LAB_ERROR_FEEDBACK=0: there is none to forget"
@@ -31,12 +31,12 @@ def all_sent(config: Config) -> str:
 
 
 def every_place(config: Config) -> str:
-    """Where there is no choice of places, seeds do not matter."""
+    """If all positions are drawn, seeds do not matter."""
     return "LAB_RATIO=1: all places are drawn" if config.own(Options).ratio == 1 else ""
 
 
 def few_rows(config: Config) -> str:
-    """No gradient of a matrix has a higher rank than the batch has rows, so products of that rank are exact."""
+    """A matrix's gradient has at most as high a rank as the batch has rows, so factors of that rank are exact."""
     rows = config.batch * (config.seq if config.model == "gpt" else 1)
     low_rank = config.own(Options).low_rank
     if low_rank < rows:
@@ -44,11 +44,11 @@ def few_rows(config: Config) -> str:
     return f"LAB_LOW_RANK={low_rank}: gradients of {rows} rows have no higher rank, allowed: less than {rows}"
 
 
-# --- the mistakes ---
+# --- the bugs ---
 
 
 class Forgetful:
-    """A compressor whose residual is gone before the next step."""
+    """A compressor that loses its residual before the next step."""
 
     residual = None
 
@@ -68,7 +68,7 @@ class Forgetful:
     needs=Needs(ranks=1, unless=all_sent),
 )
 class ForgetfulBuckets(GradientBuckets):
-    """What is not sent is dropped, although error feedback is on: it never reaches the weights."""
+    """The unsent part is dropped although error feedback is on: it never reaches the weights."""
 
     def __init__(
         self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, bucket_bytes: float, *,
@@ -84,7 +84,7 @@ class ForgetfulBuckets(GradientBuckets):
 
 @mistake("unshared_seed", check="formula", part="RandomK", of=("randomk",), needs=Needs(unless=every_place))
 class OwnPlaces(RandomK):
-    """Each rank draws random-k's places from a seed of its own: numbers of different places are added."""
+    """Each rank draws random-k's positions with its own seed: numbers of different positions are added."""
 
     def __init__(self, group: dist.ProcessGroup, ratio: float, seed: int, *, feedback: bool) -> None:
         super().__init__(group, ratio, rank_seed(seed, group.rank()), feedback=feedback)
@@ -94,7 +94,7 @@ class OwnPlaces(RandomK):
 class Overflowing(Quantised):
     """Codes of up to 127 are added in 8 bits: 127 + 127 wraps to -2.
 
-    As many levels as 8 bits have, whatever the number of codes that are added.
+    It uses all levels of 8 bits, for any number of added codes.
     """
 
     def __init__(self, group: dist.ProcessGroup, seed: int, *, feedback: bool) -> None:
@@ -104,7 +104,7 @@ class Overflowing(Quantised):
 
 @mistake("per_rank_powersgd", check="rank", part="LowRank", of=("powersgd",), needs=Needs(unless=few_rows))
 class PerRank(LowRank):
-    """Each rank factors its gradient alone and products are added: rank N·r, and a dense tensor is sent."""
+    """Each rank factors its gradient alone and the products are added: rank N·r, and a dense tensor is sent."""
 
     def __call__(self, bucket: Tensor) -> Handle:
         values = self.with_residual(bucket)

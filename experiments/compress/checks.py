@@ -1,15 +1,15 @@
-"""How a compressor is proven that does not compute what one process computes.
+"""The proof of compressors, whose results differ from one process's by design.
 
-Four steps in float64, watched at every bucket. Rank 0 gets all ranks' gradients, keeps residuals of its own, and
-computes in one process what each should have sent (reference.py; for PowerSGD what its sum has to satisfy). Then
+Four steps in float64, observed at every bucket. Rank 0 gets all ranks' gradients, keeps its own residuals, and computes
+in one process what each rank should send (reference.py; for PowerSGD, conditions on the sum). Then
 
-  gradients        what the ranks' gradients add up to, before anything is left out, is that of one process
-  formula          the sum that all ranks hold is the sum of what each should have sent, by the paper's formula
-  residuals        what a step finds as its residual is what the step before left, to the bit, three times
-  sent + residual  what was sent and what is left over all ranks is what came in: gradients, and residuals of before
-  weights          the weights of all steps are those of one process that steps by these sums
+  gradients        the sum of the ranks' gradients before compression is that of one process
+  formula          the sum on all ranks is the sum of what each should send by the paper's formula
+  residuals        the residual that a step starts with is the one that the last step left, to the bit, three times
+  sent + residual  sent and unsent parts of all ranks add up to the input: gradients and earlier residuals
+  weights          after all steps, the weights are those of one process that steps by these sums
   rank             PowerSGD: no matrix of the sum has more than rank r
-  replicas         all ranks hold the same weights, to the bit
+  replicas         all ranks have the same weights, to the bit
 """
 
 from collections.abc import Sequence
@@ -40,17 +40,17 @@ from .reference import (
 )
 
 PROVEN_STEPS = 4
-TOLERANCE = 1e-12  # over the largest number that is summed
-RANK_RTOL = 1e-10  # singular values below it, over the largest one, are rounding
+TOLERANCE = 1e-12  # relative to the largest number that is summed
+RANK_RTOL = 1e-10  # smaller singular values, relative to the largest, are rounding
 
 
 def in_buckets(tensors: Sequence[Tensor], members: list[list[int]]) -> list[Tensor]:
-    """A tensor a parameter as a flat one a bucket."""
+    """Return one flat tensor per bucket from one tensor per parameter."""
     return [torch.cat([tensors[index].flatten() for index in bucket]) for bucket in members]
 
 
 def of_parameters(sums: list[Tensor], parameters: Sequence[Tensor], members: list[list[int]]) -> list[Tensor]:
-    """The same the other way round."""
+    """Return one tensor per parameter from one per bucket."""
     order = [index for bucket in members for index in bucket]
     pieces = torch.cat(sums).split([parameters[index].numel() for index in order])
     return [piece for _, piece in sorted(zip(order, pieces, strict=True), key=itemgetter(0))]
@@ -80,7 +80,7 @@ def by_the_formula(lab: Lab, name: str, build: Build) -> None:
         wanted: Sequence[Tensor | None] = [None] * len(witnesses)
         if lab.rank == 0:
             wanted = in_buckets(gradients(alone.model, [batches.full(step)])[1], members)
-        # Of the largest gradient of all: that of a key's bias is nothing but rounding.
+        # Relative to the largest gradient of all: that of a key's bias is only rounding.
         size = max([TINY, *(largest(dense) for dense in wanted if dense is not None)])
         for witness, reference, dense in zip(witnesses, references, wanted, strict=True):
             for check, value in differences(lab, witness, reference, dense).items():
@@ -103,8 +103,8 @@ def by_the_formula(lab: Lab, name: str, build: Build) -> None:
 def differences(
     lab: Lab, witness: Witness, reference: Reference | Projection, dense: Tensor | None
 ) -> dict[str, float]:
-    """Of one bucket's last step, on rank 0: how far its claims are off, over what is summed; the gradients, of which
-    `dense` is that of one process, by what they are."""
+    """Return one bucket's errors of the last step on rank 0, relative to what is summed; `dense` is one process's
+    gradient, whose error is relative to the gradients."""
     of_ranks = [torch.empty_like(witness.gradient) for _ in range(lab.world_size)] if lab.rank == 0 else None
     dist.gather(witness.gradient, of_ranks, group=lab.group, group_dst=0)
     kept = torch.stack([witness.before, witness.rest, witness.before.abs()])
@@ -114,7 +114,7 @@ def differences(
     before, rest, size = kept
     came_in = added(of_ranks) + before
     size = size + added([each.abs() for each in of_ranks])
-    # What was sent is what the messages say: rounding on the wire, hop by hop, is nobody's residual.
+    # The message is compared after decoding; rounding of the sum at each hop is in no residual.
     formula, sent = reference.judge(of_ranks, witness.total)
     return {
         "gradients": largest(added(of_ranks) - dense),
@@ -131,17 +131,17 @@ def check_rank(lab: Lab, name: str, witnesses: list[Witness], shapes: list[list[
 
 
 def rank_of(total: Tensor, shapes: list[Size], rank: int) -> int:
-    """The highest rank of any matrix of a bucket's sum that was sent in factors of `rank`."""
+    """Return the highest rank of any matrix of a bucket's sum that was sent in factors of `rank`."""
     pieces = total.split([shape.numel() for shape in shapes])
     matrices = [piece.view(shape[0], -1) for shape, piece in zip(shapes, pieces, strict=True) if factored(shape, rank)]
     return max((int(torch.linalg.matrix_rank(matrix, rtol=RANK_RTOL)) for matrix in matrices), default=0)
 
 
-# What a run of compression has to claim, so that a check that vanishes is missed.
+# The checks that a run of compression must contain, so that a missing one is noticed.
 
 
 def claims(mode: Mode, config: Config) -> Sequence[Claims]:
-    """Of all variants by hand bytes and calls; of those that compress what their method promises."""
+    """Return the checks: bytes and calls of all variants by hand, and each method's properties."""
     proof, feedback = config.proof, config.own(Options).error_feedback
     beside = ("losses beside ours", "gradients beside ours")
     return (

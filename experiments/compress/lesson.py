@@ -6,9 +6,9 @@ from torch import Tensor
 
 
 class TopK:
-    """In place of the all_reduce of a bucket: each rank sends the k = ratio·n largest of n numbers, and their places.
+    """Replaces a bucket's all_reduce: each rank sends the k = ratio·n largest of n numbers, and their positions.
 
-    (N-1)·(4 + s)k bytes of s a number, where an all_reduce takes 2(N-1)/N·s·n: it pays while N < 1/ratio.
+    It sends (N-1)·(4 + s)k bytes for s bytes per number, an all_reduce 2(N-1)/N·s·n: it pays while N < 1/ratio.
     """
 
     def __init__(self, group: dist.ProcessGroup, ratio: float) -> None:
@@ -16,21 +16,21 @@ class TopK:
 
     def __call__(self, bucket: Tensor) -> None:
         """Leaves in `bucket` [n] the sum of what all ranks sent."""
-        values = bucket.clone() if self.residual is None else bucket + self.residual  # late, and not lost
+        values = bucket.clone() if self.residual is None else bucket + self.residual  # sent late, not lost
         k = max(1, round(self.ratio * len(values)))
         places = values.abs().topk(k).indices.int()
         message = torch.cat([places.view(torch.uint8), values[places].view(torch.uint8)])  # [(4 + s)k] bytes
         self.residual = values.index_fill(0, places.long(), 0)
         received = [torch.empty_like(message) for _ in range(self.group.size())]
-        dist.all_gather(received, message, group=self.group)  # the places differ: no all_reduce could add these
+        dist.all_gather(received, message, group=self.group)  # positions differ, so no all_reduce could add these
         bucket.zero_()
-        for each in received:  # in one order on all ranks, so that their sums are the same to the bit
+        for each in received:  # in the same order on all ranks, so that their sums are equal to the bit
             places, numbers = each[: 4 * k].clone().view(torch.int32), each[4 * k :].clone().view(bucket.dtype)
             bucket.index_add_(0, places, numbers)
 
 
 def demo(group: dist.ProcessGroup) -> float:
-    """20 steps that send 5 of 100 numbers; how far what was sent, and is still to be sent, is from all gradients."""
+    """Take 20 steps that send 5 of 100 numbers; return the error of sent plus residual against all gradients."""
     torch.manual_seed(group.rank())
     compressed, came, sent = TopK(group, ratio=0.05), torch.zeros(100).double(), torch.zeros(100).double()
     for _ in range(20):

@@ -1,10 +1,10 @@
-"""The variables of RUN_MODE=compress, and its own sizes. torch is not imported here: they are read before it."""
+"""The variables and default sizes of RUN_MODE=compress. Do not import torch here: this is read before it."""
 
 from distlab.lab.config.settings import Field, ModeOptions
 
 
 class Options(ModeOptions):
-    """How much is left out, and what becomes of it."""
+    """How much is not sent, and what becomes of it."""
 
     sizes = {"width": 64, "depth": 4}  # noqa: RUF012  eight variants in 20 s
     ratio: float = Field(

@@ -1,8 +1,8 @@
-"""What compression predicts before it runs: bytes, calls and memory at rest of each variant; and sizes that it
-cannot take. After it bytes beside loss, and where top-k stops paying.
+"""Predictions of compression: bytes, calls and memory at rest of each variant, and unsupported sizes. After the run:
+losses by bytes sent, and the N at which top-k stops paying.
 
-n is the numbers of a bucket, s their bytes each, f = 2(N-1)/N what an all_reduce sends of its tensor: under twice its
-message however many ranks there are. An all_gather's bytes grow with N - 1. Sources, by method:
+n is the numbers of a bucket, s their bytes each, f = 2(N-1)/N the factor of an all_reduce: it sends less than twice its
+message for any number of ranks. An all_gather's bytes grow with N - 1. Sources, by method:
 
   topk, randomk  Stich, Cordonnier, Jaggi: Sparsified SGD with Memory (NeurIPS 2018)
   powersgd       Vogels, Karimireddy, Jaggi: PowerSGD (NeurIPS 2019), table 3: r(m + n) in place of m·n
@@ -43,7 +43,7 @@ FORMULAS = {
 
 
 def refuse(config: Config) -> list[str]:
-    """What this mode cannot run: a rank that was asked for and that no matrix can be factored by, before all else."""
+    """Return errors for this mode, such as a rank with which no matrix can be factored."""
     wants_low_rank = not config.variant or any(METHOD_OF.get(name) == "powersgd" for name in config.variant)
     reason = no_factors(config) if "low_rank" in config.options.model_fields_set and wants_low_rank else ""
     return ([reason] if reason else []) + untrainable(config)
@@ -59,7 +59,7 @@ def cannot(config: Config) -> dict[str, str]:
 
 
 def no_factors(config: Config) -> str:
-    """Why PowerSGD cannot factor with these settings; empty if it can."""
+    """Return why PowerSGD cannot factor with these settings; empty if it can."""
     low_rank, side = config.own(Options).low_rank, smallest_side(config)
     if low_rank > side:
         what = f"LAB_LOW_RANK={low_rank} is above the smallest side of a weight matrix of this model"
@@ -74,7 +74,7 @@ def smallest_side(config: Config) -> int:
 
 
 def bucket_members(config: Config, itemsize: int) -> list[list[int]]:
-    """Which parameters lie in each bucket, by their number, in its order."""
+    """Return the parameters of each bucket by number, in the bucket's order."""
     return layout([size * itemsize for size in outline(config).sizes], config.bucket_mib * 2**20)
 
 
@@ -92,13 +92,13 @@ def sent_bytes(config: Config, variant: str, world_size: int) -> float:
 
 
 def calls(config: Config, variant: str) -> int:
-    """Collectives in a step."""
+    """Return the number of collectives in a step."""
     low_rank, buckets = config.own(Options).low_rank, bucket_shapes(config, config.itemsize)
     return sum(bucket_calls(METHOD_OF[variant], shapes, low_rank) for shapes in buckets)
 
 
 def messages(config: Config, variant: str, world_size: int) -> int:
-    """Messages of a rank in a step: 2(N-1) an all_gather; of all_reduces the longest may be more than 4(N-1)."""
+    """Return a rank's messages in a step: 2(N-1) per all_gather; a long all_reduce may have more than 4(N-1)."""
     if METHOD_OF[variant] == "topk":
         return 2 * (world_size - 1) * calls(config, variant)
     short = gloo_all_reduce_messages(world_size, 1)
@@ -108,7 +108,7 @@ def messages(config: Config, variant: str, world_size: int) -> int:
 
 
 def predict(config: Config) -> list[Prediction]:
-    """Bytes and calls of one step of each variant; at rest what dp holds, and the residual: a gradient more."""
+    """Return bytes and calls of a step per variant; at rest dp's bytes, and the residual: one more gradient."""
     ranks, found, (whole, each) = config.world_size, list[Prediction](), whole_rest(config)
     names = [name for name in METHOD_OF if name not in cannot(config)]
     for name in names:
@@ -122,7 +122,7 @@ def predict(config: Config) -> list[Prediction]:
     return found
 
 
-# --- what is shown of a run: bytes beside loss, and where top-k stops paying ---
+# --- shown after a run: losses by bytes, and the N at which top-k stops paying ---
 
 WORLDS = (2, 4, 8, 16, 32, 64, 128, 256)
 
@@ -148,7 +148,7 @@ def bytes_of(counted: Counted) -> float:
 
 
 def by_variant(lab: Lab, sent: Mapping[str, float], losses: Mapping[str, list[float]]) -> None:
-    """What each variant sends and reaches, and the way there: loss against the bytes that it took."""
+    """Show what each variant sends, the loss that it reaches, and the loss by bytes sent."""
     rows: list[list[str]] = []
     config = lab.config
     dense = sent_bytes(config, "dense", config.world_size)
@@ -168,7 +168,7 @@ def by_variant(lab: Lab, sent: Mapping[str, float], losses: Mapping[str, list[fl
 
 
 def by_world(lab: Lab, sent: Mapping[str, float]) -> None:
-    """Bytes over dense as N grows, by the formulas, with the points of this run; and from where on top-k sends more."""
+    """Chart the bytes relative to dense for growing N, with this run's points; log where top-k sends more."""
     config, here = lab.config, lab.world_size
     methods = [name for name in METHODS if name in sent]
     lines = {name: [over_dense(config, name, worlds) for worlds in WORLDS] for name in methods}
@@ -190,12 +190,12 @@ def by_world(lab: Lab, sent: Mapping[str, float]) -> None:
 
 
 def over_dense(config: Config, method: str, world_size: int) -> float:
-    """The formula's bytes of a step, as part of the dense sum's."""
+    """Return the formula's bytes of a step relative to the dense sum's."""
     return sent_bytes(config, method, world_size) / sent_bytes(config, "dense", world_size)
 
 
 def part_of(sent: float, dense: float) -> str:
-    """As part of the dense sum; nothing is sent by one rank alone."""
+    """Return bytes relative to the dense sum; a single rank sends nothing."""
     return f"{sent / dense:.4f}" if dense else "-"
 
 
@@ -204,7 +204,7 @@ def figure(values: list[float]) -> str:
 
 
 def bucket_bytes(method: str, world_size: int, shapes: Shapes, itemsize: int, *, ratio: float, low_rank: int) -> float:
-    """Bytes that each rank sends to sum a bucket of gradients of `shapes`."""
+    """Return the bytes that each rank sends to sum a bucket of gradients of `shapes`."""
     numel = sum(math.prod(shape) for shape in shapes)
     k, factor, scale = num_kept(numel, ratio), algorithmic_factor("all_reduce", world_size), max(4, itemsize)
     if method == "topk":
@@ -220,12 +220,12 @@ def bucket_bytes(method: str, world_size: int, shapes: Shapes, itemsize: int, *,
 
 
 def bucket_calls(method: str, shapes: Shapes, low_rank: int) -> int:
-    """Collectives a bucket: int8 agrees on a scale first, PowerSGD sends Q after P where it has a matrix to factor."""
+    """Return the collectives per bucket: int8 needs a scale first; PowerSGD sends Q after P if it factors a matrix."""
     if method == "powersgd":
         return 1 + any(factors(shape, low_rank) < math.prod(shape) for shape in shapes)
     return 2 if method == "int8" else 1
 
 
 def topk_pays_below(ratio: float, itemsize: int = 4) -> float:
-    """The N at which top-k sends as much as a dense sum: (N-1)(4+s)·ratio·n = 2(N-1)/N·s·n."""
+    """Return the N at which top-k sends as much as a dense sum: (N-1)(4+s)·ratio·n = 2(N-1)/N·s·n."""
     return 2 * itemsize / ((4 + itemsize) * ratio)

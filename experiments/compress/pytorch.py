@@ -1,17 +1,16 @@
 """PyTorch's own: DistributedDataParallel with its communication hooks for fp16 and for PowerSGD.
 
-It averages where ours sums, so the loss that it differentiates is N times ours, and its hooks see N times our
-gradients:
+DDP averages where we sum, so its loss is N times ours, and its hooks see N times our gradients:
 
-  fp16      it divides by N after the cast, we weigh before: the same for a power of two, else another rounding, and
-            another one below 6e-5, where fp16 has fewer bits. It has no error feedback. Held against `fp16` without,
-            within the roundings
-  powersgd  P is summed, Q averaged: N times our matrices, divided by N at the end. It draws Q from numpy, so it is
-            given ours here. It begins after two dense steps, when DDP has laid out its buckets anew; in the proof these
-            change no weight. It orthonormalises Q as well as P, which changes the basis and not the space. So results
-            are the same up to rounding. Its second and third collective start in callbacks on gloo's threads, for
-            several buckets in another order on each rank, which gloo answers by ending the process: so a bucket is
-            waited for here before the next one begins
+  fp16      DDP divides by N after the cast, we weight before it: equal if N is a power of two; otherwise roundings
+            differ, more below 6e-5, where fp16 has fewer bits. It has no error feedback, and is compared with `fp16`
+            without it, up to these roundings
+  powersgd  P is summed, Q averaged: N times our matrices, divided by N at the end. It draws Q with numpy, so it gets
+            ours here. It begins after two dense steps, when DDP has rebuilt its buckets; in the proof they change no
+            weight. It orthonormalises Q as well as P, which changes the basis but not the space, so results are equal
+            up to rounding. Its second and third collective start in callbacks on gloo's threads, for several buckets
+            in a different order on each rank, upon which gloo ends the process: so each bucket is waited for before
+            the next one begins
 """
 
 from collections.abc import Callable, Mapping
@@ -30,7 +29,7 @@ from distlab.lab.verify.proof import check_replicas
 from distlab.lab.workload.model import Model
 from distlab.lab.workload.reference import plain
 from distlab.techniques.compression.powersgd import first_factor, pays
-from distlab.techniques.data_parallel.strategy import Replica, Wrapped, begin_apart
+from distlab.techniques.data_parallel.strategy import Replica, Wrapped, draw_own_weights
 from distlab.techniques.mesh.grid import Mesh
 
 from .options import Options
@@ -67,7 +66,7 @@ def ddp_powersgd(model: Model, mesh: Mesh, config: Config) -> Strategy:
 
 
 def begin_with_ours(state: Any, bucket: dist.GradBucket, config: Config) -> None:
-    """Fill the memory in which it looks for P and Q: those of one shape together, in the order of their first."""
+    """Fill the memory where it looks for P and Q: those of one shape together, ordered by their first."""
     rank = config.own(Options).low_rank
     factored = [gradient for gradient in bucket.gradients() if pays(gradient.shape, rank)]
     together = sorted(factored, key=lambda gradient: [other.shape for other in factored].index(gradient.shape))
@@ -79,18 +78,18 @@ def begin_with_ours(state: Any, bucket: dist.GradBucket, config: Config) -> None
 
 
 def wrapped(model: Model, mesh: Mesh, config: Config, state: Any, hook: Any) -> Strategy:
-    """DistributedDataParallel around `model`, with a hook; its constructor broadcasts."""
-    begin_apart(model, mesh.group, config)
+    """Return DistributedDataParallel around `model`, with a hook; its constructor broadcasts."""
+    draw_own_weights(model, mesh.group, config)
     parallel = DistributedDataParallel(model, process_group=mesh.group, bucket_cap_mb=config.bucket_mib)
     parallel.register_comm_hook(state, hook)
     return Replica(model, config, Wrapped(parallel), forward=parallel, scale=mesh.group.size())
 
 
-# --- held against ours ---
+# --- compared with ours ---
 
 
 def proofs(lab: Lab, fp16: Build, powersgd: Build) -> Mapping[str, Callable[[str, Build], None]]:
-    """Its two hooks beside our `fp16` and `powersgd`, from the same weights, on the same batches."""
+    """Return proofs that compare its two hooks with our `fp16` and `powersgd`, on the same weights and batches."""
     fp16_rounding = lab.world_size * 2.0**-10  # a cast on each rank and as many additions, on both sides
     forgets = lab.config.with_own(error_feedback=False)
     return {
@@ -102,11 +101,11 @@ def proofs(lab: Lab, fp16: Build, powersgd: Build) -> Mapping[str, Callable[[str
 def check_beside(
     lab: Lab, other: str, build_ours: Build, config: Config, tolerance: float, name: str, build: Build
 ) -> None:
-    """Three steps of both in float64: losses, and gradients over the largest one."""
+    """Compare three steps of both in float64: losses, and gradients relative to the largest one."""
     config = plain(config)
     batches = lab.batches(torch.float64, proof=True)
     theirs, ours = (each(lab.model(torch.float64), lab.mesh, config) for each in (build, build_ours))
-    for _ in range(DENSE_STEPS):  # without an update: DDP lays out its buckets, and its PowerSGD waits for that
+    for _ in range(DENSE_STEPS):  # without an update: DDP rebuilds its buckets, and its PowerSGD waits for that
         theirs.backward(lab.dealt(batches, 0))
     worst = Worst(("losses beside ours", "gradients beside ours"))
     for step in range(STEPS):

@@ -1,9 +1,9 @@
-"""What each rank sends of a bucket, by the papers' formulas, in one process: dense tensors, loops, nothing distributed.
+"""The expected messages of each rank by the papers' formulas, in one process: dense tensors and loops.
 
-The compressors are held against it step by step. It gets the ranks' gradients and no more: the
-residuals are its own (Karimireddy et al. 2019, algorithm 2: v = e + g, e = v - C(v)), so that what a rank forgets, or
-keeps twice, shows in the next step's sum. It shares the seeds with them, and no code. Where a paper leaves a choice, it
-is held by what it has to satisfy, below: the places of random-k, and PowerSGD.
+Compressors are compared with it step by step. Its only inputs are the ranks' gradients; it keeps its own residuals
+(Karimireddy et al. 2019, algorithm 2: v = e + g, e = v - C(v)), so if a rank loses or repeats a residual, the next
+step's sum differs. It has the same seeds, but shares no code. Where a paper leaves a choice (random-k's positions,
+PowerSGD), the result must satisfy the conditions below.
 """
 
 import math
@@ -21,11 +21,11 @@ from distlab.techniques.data_parallel.strategy import Replica
 
 from .options import Options
 
-ROUNDING = {"fp16": 2.0**-11}  # of one addition on the wire, over the summands
+ROUNDING = {"fp16": 2.0**-11}  # of one addition in the sum, relative to the summands
 
 
 class Reference:
-    """One bucket of all ranks. It remembers what the method remembers: residuals and random generators."""
+    """One bucket of all ranks, with the state of the method: residuals and random generators."""
 
     def __init__(self, method: str, config: Config, *, feedback: bool) -> None:
         self.method, self.ratio, self.feedback = method, config.own(Options).ratio, feedback
@@ -34,9 +34,9 @@ class Reference:
         self.residuals: list[Tensor] = []
 
     def judge(self, gradients: list[Tensor], total: Tensor) -> tuple[float, Tensor]:
-        """How far the ranks' `total` [n] is from the sum of what each should have sent, over it, and that sum.
+        """Return the relative error of the ranks' `total` [n] against the expected sum, and that sum.
 
-        `gradients` [n] a rank, float64.
+        `gradients` are float64 [n] per rank.
         """
         residuals = self.residuals or [torch.zeros_like(each) for each in gradients]
         values = [gradient + residual for gradient, residual in zip(gradients, residuals, strict=True)]
@@ -44,12 +44,12 @@ class Reference:
         if self.feedback:
             self.residuals = [value - of_rank for value, of_rank in zip(values, sent, strict=True)]
         size = added([each.abs() for each in sent])
-        if self.method not in ROUNDING:  # a rounding is relative to its own number, all else to the largest one
+        if self.method not in ROUNDING:  # rounding is relative to each number, other errors to the largest one
             size = size.max()
         return largest((total - added(sent)) / size.clamp(min=TINY)), added(sent)
 
     def sent(self, values: list[Tensor]) -> list[Tensor]:
-        """What each rank's message says, dense: `values` [n] a rank are gradient and residual, float64."""
+        """Return each rank's message as a dense tensor; `values` [n] per rank are gradient plus residual, float64."""
         found: list[Tensor] = getattr(self, self.method)(values)
         return found
 
@@ -61,7 +61,7 @@ class Reference:
         return [value.clamp(-most, most).half().double() for value in values]
 
     def int8(self, values: list[Tensor]) -> list[Tensor]:
-        """Codes between two integers, the upper one with the probability of the remainder; N of them within 127."""
+        """Return codes rounded up with the probability of the remainder; N of them are within 127."""
         scale = max(value.abs().max().item() for value in values) / (127 // len(values))
         draws = [
             torch.rand(value.shape, generator=g, dtype=value.dtype).to(value.device)
@@ -72,7 +72,7 @@ class Reference:
         return [torch.floor(value / scale + draw) * scale for value, draw in zip(values, draws, strict=True)]
 
     def topk(self, values: list[Tensor]) -> list[Tensor]:
-        """The k largest; of equal ones the first."""
+        """Return the k largest; among equal ones the first."""
         sent = []
         for value in values:
             sizes = value.abs()
@@ -82,9 +82,9 @@ class Reference:
         return sent
 
     def randomk(self, values: list[Tensor], total: Tensor) -> list[Tensor]:
-        """At most k places, which are those where there is a sum: all ranks have to have drawn the same."""
+        """Return the numbers at the nonzero positions of the sum, at most k: all ranks must have drawn the same."""
         places, k = total.nonzero().flatten(), self.kept(values)
-        scale = 1.0 if self.feedback else len(total) / k  # unbiased where nothing comes later
+        scale = 1.0 if self.feedback else len(total) / k  # unbiased if nothing is sent later
         return [masked(value, places[:k]) * scale for value in values]
 
 
@@ -98,20 +98,20 @@ def added(tensors: list[Tensor]) -> Tensor:
     return sum(tensors[1:], tensors[0])
 
 
-# What a bucket gets, gives and keeps, written down while it is summed: on what the proof rests.
+# A record of each bucket's input, output and residual during the sum, for the proof.
 
 
 class Witness:
-    """An AllReduce that stands before another, and knows of the last step on this rank, flat:"""
+    """An AllReduce that wraps another and records this rank's last step, flat:"""
 
-    gradient: Tensor  # as the backward pass left it
-    before: Tensor  # residual that the step found
-    rest: Tensor  # residual that it left
-    total: Tensor  # what all ranks then hold as their sum
+    gradient: Tensor  # from the backward pass
+    before: Tensor  # residual at the start of the step
+    rest: Tensor  # residual at its end
+    total: Tensor  # the sum, on all ranks
 
     def __init__(self, watched: Any) -> None:
         self.watched = watched
-        self.lost = 0.0  # the largest difference of a residual found from the one that the step before left
+        self.lost = 0.0  # the largest difference between a step's first residual and the last one of the step before
 
     def __call__(self, bucket: Tensor) -> Handle:
         self.gradient, self.before = bucket.clone(), self.residual(bucket).clone()
@@ -127,13 +127,13 @@ class Witness:
         return Handle(end)
 
     def residual(self, like: Tensor) -> Tensor:
-        """What is kept, zero where nothing is."""
+        """Return the residual, or zeros if there is none."""
         residual: Tensor | None = getattr(self.watched, "residual", None)
         return torch.zeros_like(like) if residual is None else residual
 
 
 def watch_buckets(strategy: Strategy) -> list[Witness]:
-    """From here on a witness of each bucket of a strategy."""
+    """Wrap each bucket of a strategy in a witness from now on."""
     assert isinstance(strategy, Replica)
     buckets = strategy.gradients
     assert isinstance(buckets, GradientBuckets)
@@ -143,15 +143,15 @@ def watch_buckets(strategy: Strategy) -> list[Witness]:
     return witnesses
 
 
-# PowerSGD's sum, held against what algorithm 1 makes of it whatever basis it took (Vogels et al. 2019).
+# PowerSGD's sum, checked by conditions that algorithm 1 satisfies for any basis (Vogels et al. 2019).
 #
-# The algorithm leaves a choice: P' is any orthonormal basis of the columns of M Q, and where fewer than r of them are
-# independent, any that holds theirs. That is no corner: an embedding's gradient has as many rows as the batch has
-# distinct bytes, so its Q has columns of nothing but rounding. Two right programs take two bases there, and a step
-# later, when the matrix has more rows, their sums differed by 0.45 of it. So no second program is run here. With S
-# the sum of all ranks' matrices and R what all ranks hold for it,
+# The algorithm leaves a choice: P' is any orthonormal basis of the columns of M Q, and if fewer than r of them are
+# independent, any basis that includes them. This is common: an embedding's gradient has as many rows as the batch has
+# distinct bytes, so some columns of its Q are only rounding. Two correct programs choose different bases there, and a
+# step later, when the matrix has more rows, their sums differed by 0.45 of it. So no second program is run here. With S
+# the sum of all ranks' matrices and R the result on all ranks,
 #
-#     (S - R) Q = 0       what lies in Q's space arrives whole
+#     (S - R) Q = 0       the part in Q's space arrives completely
 #     R^T (S - R) = 0     R is S projected onto a space, and nothing else
 #     rank R <= r         a space of r dims at most (checks.py)
 #
@@ -164,17 +164,17 @@ def watch_buckets(strategy: Strategy) -> list[Witness]:
 
 
 class Projection:
-    """One bucket of all ranks, step by step; `shapes` of the gradients in it, `feedback` if residuals are kept."""
+    """One bucket of all ranks, step by step; `shapes` of its gradients, `feedback` if residuals are kept."""
 
     def __init__(self, config: Config, shapes: list[Size], *, feedback: bool) -> None:
         self.feedback, self.left = feedback, torch.zeros(())
         self.low_rank, self.seed, self.shapes = config.own(Options).low_rank, config.seed, shapes
-        self.starts: dict[int, Tensor] = {}  # [n, *] by the matrix' place: its columns span this step's Q
+        self.starts: dict[int, Tensor] = {}  # [n, *] by the matrix' index: its columns span this step's Q
 
     def judge(self, gradients: list[Tensor], total: Tensor) -> tuple[float, Tensor]:
-        """How far `total` [n] is from the algorithm's, over what is summed, and what was sent: `total` itself.
+        """Return the relative error of `total` [n] against the algorithm, and the sent sum: `total` itself.
 
-        `gradients` [n] a rank, float64.
+        `gradients` are float64 [n] per rank.
         """
         sizes = [shape.numel() for shape in self.shapes]
         summed = torch.stack(gradients).sum(dim=0) + self.left
@@ -186,7 +186,7 @@ class Projection:
             if factored(shape, self.low_rank):
                 found = self._projected(index, s.view(shape[0], -1), r.view(shape[0], -1), size.norm())
             else:
-                found = over(s - r, size.norm())  # sent whole
+                found = over(s - r, size.norm())  # sent uncompressed
             worst = max(worst, found)
         return worst, total
 
@@ -200,7 +200,7 @@ class Projection:
 
 
 def factored(shape: Size, low_rank: int) -> bool:
-    """Whether a gradient of this shape travels as two factors: where they are smaller."""
+    """Return whether a gradient of this shape is sent as two factors: if they are smaller."""
     if len(shape) < 2:
         return False
     m, n = shape[0], math.prod(shape[1:])

@@ -1,22 +1,22 @@
-"""Data parallelism: the same model on every rank, another part of the batch on each, one gradient for all.
+"""Data parallelism: the same model on every rank, a different part of the batch on each, one summed gradient.
 
-The gradient of a mean over a batch is the weighted mean of its parts' gradients. So N ranks that each take a part, add
-up what they found and take the same step do exactly what one process does with the whole batch: not an approximation,
-the same arithmetic rearranged. What it costs is the sum: each rank sends the gradients, S bytes, once around.
+The gradient of a mean over a batch is the weighted mean of its parts' gradients. So N ranks that each take a part, sum
+their gradients and take the same step do exactly what one process does with the whole batch: it is no approximation,
+only another order of additions. The cost is the all_reduce of the gradients, S bytes.
 
-  predicted   2(N-1)/N x S bytes a rank and step, under 2S for every N (all_reduce: a reduce_scatter and an all_gather
-              of (N-1)/N x S each; Patarasuk and Yuan 2009, theorem 1), and a latency for each call: one a parameter, or
-              one a bucket
-  at rest     16 bytes a parameter on every rank with adamw in float32 (weight, gradient, two moments), 8 with sgd
-  shapes      inputs [B/N, S] a rank, B = LAB_BATCH samples of S = LAB_SEQ bytes; weights and gradients whole on each
+  predicted   2(N-1)/N x S bytes per rank and step, under 2S for any N (all_reduce: reduce_scatter and all_gather
+              of (N-1)/N x S each; Patarasuk and Yuan 2009, theorem 1), and a latency per call: one per parameter, or
+              one per bucket
+  at rest     16 bytes per parameter on every rank with adamw in float32 (weight, gradient, two moments), 8 with sgd
+  shapes      inputs [B/N, S] per rank, B = LAB_BATCH samples of S = LAB_SEQ bytes; every rank has all weights
 
-The variants differ in how many calls they make, and when:
+The variants differ in the number of calls and in their time:
 
-  per_parameter  one a parameter, after the backward pass: right, and slow
-  flat           one for all gradients in one flat bucket: fewest calls, and the link idles during the backward pass
-  bucketed       one a bucket of LAB_BUCKET_MIB, from hooks while the backward pass still runs; two ranks on a slow link
-                 swap theirs
-  ring           the same buckets over the ring all_reduce by hand (distlab/techniques/collectives/ring.py)
+  per_parameter  one call per parameter, after the backward pass: correct, and slow
+  flat           one call for all gradients in one flat bucket: fewest calls, but the link idles in the backward pass
+  bucketed       one call per bucket of LAB_BUCKET_MIB, from hooks during the backward pass; two ranks on a slow link
+                 exchange whole buckets
+  ring           the same buckets with our own ring all_reduce (distlab/techniques/collectives/ring.py)
   ddp            PyTorch's DistributedDataParallel, which does what `bucketed` does, in C++
 
 With LAB_MODEL=line it is the first lesson's y = wx + b.
@@ -40,7 +40,7 @@ from distlab.techniques.collectives.by_hand import Collective
 from distlab.techniques.collectives.phases import phase
 from distlab.techniques.data_parallel.buckets import GradientBuckets
 from distlab.techniques.data_parallel.slow_link import all_reduce_of_buckets, swaps_buckets
-from distlab.techniques.data_parallel.strategy import Lesson, Replica, Wrapped, begin_alike, begin_apart
+from distlab.techniques.data_parallel.strategy import Lesson, Replica, Wrapped, draw_and_broadcast, draw_own_weights
 from distlab.techniques.mesh.grid import Mesh
 
 from . import lesson
@@ -49,13 +49,13 @@ from .predictions import gradient_bytes, in_unit, predict, predict_peaks
 
 
 def per_parameter(model: Model, mesh: Mesh, config: Config) -> Strategy:
-    """One all_reduce a parameter, after the backward pass."""
-    begin_alike(model, mesh.group, config)
+    """One all_reduce per parameter, after the backward pass."""
+    draw_and_broadcast(model, mesh.group, config)
     return Replica(model, config, OneByOne(model, mesh.group))
 
 
 class OneByOne:
-    """Sums each gradient by itself."""
+    """Sums each gradient in its own call."""
 
     def __init__(self, model: Model, group: dist.ProcessGroup) -> None:
         self.model, self.group = model, group
@@ -63,52 +63,52 @@ class OneByOne:
     def zero(self) -> None:
         self.model.zero_grad()
 
-    def accumulate(self, *, last: bool) -> AbstractContextManager[None]:  # noqa: ARG002  it sums when all are done
+    def accumulate(self, *, last: bool) -> AbstractContextManager[None]:  # noqa: ARG002  it sums at the end
         return nullcontext()
 
     def finish(self) -> None:
         for parameter in self.model.parameters():
-            if parameter.grad is None:  # every rank must make the same calls, or each waits for another's
+            if parameter.grad is None:  # every rank must make the same calls, or they wait for each other
                 parameter.grad = torch.zeros_like(parameter)
             with phase("all_reduce"):
                 dist.all_reduce(parameter.grad, group=self.group)
 
 
 def flat(model: Model, mesh: Mesh, config: Config) -> Strategy:
-    """One all_reduce for all gradients, which lie in one bucket, after the backward pass."""
-    begin_alike(model, mesh.group, config)
+    """One all_reduce for all gradients in one bucket, after the backward pass."""
+    draw_and_broadcast(model, mesh.group, config)
     return Replica(model, config, GradientBuckets(model.parameters(), mesh.group, float("inf"), overlap=False))
 
 
 def bucketed(model: Model, mesh: Mesh, config: Config) -> Strategy:
-    """One all_reduce a bucket, launched as soon as its last gradient is written."""
-    begin_alike(model, mesh.group, config)
+    """One all_reduce per bucket, launched as soon as the bucket's last gradient is written."""
+    draw_and_broadcast(model, mesh.group, config)
     summed, size = all_reduce_of_buckets(mesh.group, config), config.bucket_mib * 2**20
     return Replica(model, config, GradientBuckets(model.parameters(), mesh.group, size, all_reduce=summed))
 
 
 def ring(model: Model, mesh: Mesh, config: Config) -> Strategy:
-    """The same over our own ring: its first messages leave from the hook, the rest while the step waits."""
-    begin_alike(model, mesh.group, config)
+    """Like bucketed, with our own ring: hooks send its first messages, and the end of the step the others."""
+    draw_and_broadcast(model, mesh.group, config)
     ours, size = partial(Collective(mesh.group, "ring").all_reduce, async_op=True), config.bucket_mib * 2**20
     return Replica(model, config, GradientBuckets(model.parameters(), mesh.group, size, all_reduce=ours))
 
 
 def ddp(model: Model, mesh: Mesh, config: Config) -> Strategy:
-    """PyTorch's own. It divides by the number of ranks, so the loss that it differentiates is that many times ours."""
-    begin_alike(model, mesh.group, config)
+    """PyTorch's own. It divides by the number of ranks, so its loss is multiplied by that number."""
+    draw_and_broadcast(model, mesh.group, config)
     wrapped = DistributedDataParallel(
         model,
         process_group=mesh.group,
         bucket_cap_mb=config.bucket_mib,
-        init_sync=False,  # the replicas are alike already
+        init_sync=False,  # the replicas are equal already
     )
     return Replica(model, config, Wrapped(wrapped), forward=wrapped, scale=mesh.group.size())
 
 
 def plain(model: Model, mesh: Mesh, config: Config) -> Strategy:
-    """The lesson on one page: `bucketed` without what a run of it needs else."""
-    begin_apart(model, mesh.group, config)
+    """The lesson on one page: `bucketed` and nothing else."""
+    draw_own_weights(model, mesh.group, config)
     return Lesson(model, config, lesson.DataParallel(model, mesh.group, config.bucket_mib * 2**20).step)
 
 
@@ -142,7 +142,7 @@ def run(lab: Lab) -> None:
 
 MODE = Mode(
     variants=(
-        # 0.7 s a step on four ranks, where the others take 0.1.
+        # 0.7 s per step on four ranks, where the others take 0.1.
         Variant("per_parameter", per_parameter, formerly="naive", timed_part=4),
         Variant("flat", flat),
         Variant("bucketed", bucketed),
@@ -168,7 +168,7 @@ MODE = Mode(
     },
     reading=(
         "experiments/dp/lesson.py: the idea on one page, which runs alone and as the variant `plain`",
-        "experiments/dp/__init__.py: the variants, the simplest first, and what a run of them claims",
+        "experiments/dp/__init__.py: the variants, the simplest first, and what a run of them checks",
         "distlab/techniques/data_parallel/buckets.py: gradients in flat buckets, launched from hooks",
         "distlab/techniques/collectives/ring.py: the all_reduce of `ring`",
         "distlab/techniques/data_parallel/strategy.py: the loop that all variants share",

@@ -1,9 +1,9 @@
-"""Overlap, decided from the order of a step and not from the clock: which sums began before the backward pass was over.
+"""Check overlap by the order of events in a step, not by time: which sums began during the backward pass.
 
-A sum belongs to the gradients that lie in the memory which it sends. Autograd says when it hands each of them over, so
-nothing here asks the buckets what they did, or how they are laid out: that they are in the reverse order of
-registration, which is roughly that of the backward pass (Li et al. 2020, section 3.2.3), is held by how many bytes
-wait. Below are the injected bugs that these checks and the proof have to catch.
+A sum belongs to the gradients in the memory that it sends, and autograd reports when each gradient is ready, so the
+checks do not rely on the buckets. Buckets must be in reverse order of registration, roughly that of the backward pass
+(Li et al. 2020, section 3.2.3): this is checked by the number of bytes that wait. Below are the injected bugs that
+these checks and the proof have to catch.
 """
 
 import weakref
@@ -23,24 +23,24 @@ from distlab.lab.verify.run_all import measured
 from distlab.lab.workload.data import Batches, permutation, shard_sizes
 from distlab.lab.workload.model import Model, outline
 from distlab.techniques.data_parallel.buckets import GradientBuckets, set_gradient_view
-from distlab.techniques.data_parallel.strategy import Replica, begin_apart
+from distlab.techniques.data_parallel.strategy import Replica, draw_own_weights
 
 from .predictions import VARIANTS, bucket_sizes
 
-EARLY = ("bucketed", "ring", "plain")  # their first messages leave from hooks
+EARLY = ("bucketed", "ring", "plain")  # hooks send their first messages
 SENDS = ("all_reduce", "send")
 
 
 def early(order: Order) -> int:
-    """Sums that began before the last backward pass was over."""
+    """Return the number of sums that began before the end of the backward pass."""
     over = max(order.where("end", "backward"), default=-1)
     return sum(1 for place in order.launches(*SENDS) if place < over)
 
 
 def waiting(order: Order, sizes: Mapping[str, int]) -> int:
-    """The most bytes that waited, as another gradient came, though nothing was missing for their sum: of parameters
-    from the last one that is registered on, all of whose gradients had come by then. `sizes` are in order of
-    registration. Of several microbatches the last one's gradients are complete."""
+    """Return the most bytes that waited while another gradient was computed, though their sum missed nothing: gradients
+    of the last registered parameters, all computed by then. `sizes` are in order of registration. With several
+    microbatches, the last one's gradients count."""
     last = max(order.where("begin", "backward"), default=0)
     begun = {place: sum(sizes[name] for name in names) for place, names in order.launches(*SENDS).items()}
     come: set[str] = set()
@@ -55,7 +55,7 @@ def waiting(order: Order, sizes: Mapping[str, int]) -> int:
 
 
 def gradient_sizes(config: Config) -> dict[str, int]:
-    """The bytes of each gradient by its name in an `Order`, as registered; a tied one is the first layer's."""
+    """Return the bytes of each gradient by its name in an `Order`, as registered; a tied one once."""
     itemsize, found = config.itemsize, dict[nn.Parameter, tuple[str, int]]()
     for index, layer in enumerate(outline(config).layers):
         for name, parameter in layer.named_parameters():
@@ -63,12 +63,12 @@ def gradient_sizes(config: Config) -> dict[str, int]:
     return dict(found.values())
 
 
-FEW_NUMBERS = "of a bucket with fewer numbers than ranks some ranks send nothing at first"
-BY_HOST = "over gloo what a GPU sends goes by way of the host's memory, where no gradient lies"
+FEW_NUMBERS = "with fewer numbers in a bucket than ranks, some ranks send nothing at first"
+BY_HOST = "over gloo a GPU's data is sent from host memory, where no gradient is"
 
 
 def check_overlap(lab: Lab, measured: Mapping[str, Measured]) -> None:
-    """Hold when the sums of each variant began: from hooks at once, or after the backward pass."""
+    """Check when each variant's sums began: from hooks during the backward pass, or after it."""
     sizes, bucket_bytes = bucket_sizes(lab.config), lab.config.bucket_mib * 2**20
     for name, seen in measured.items():
         if name == "ddp":
@@ -79,7 +79,7 @@ def check_overlap(lab: Lab, measured: Mapping[str, Measured]) -> None:
                 shown="it is PyTorch's own",
             )  # fmt: skip
             continue
-        silent = name == "ring" and lab.world_size == 1  # it has nobody to send to
+        silent = name == "ring" and lab.world_size == 1  # no other rank to send to
         predicted = len(sizes) if name in EARLY and not silent else 0
         few, host = name == "ring" and min(sizes) < lab.world_size, name == "ring" and lab.config.gloo_on_gpus
         shows = not (few or host)
@@ -99,7 +99,7 @@ def check_overlap(lab: Lab, measured: Mapping[str, Measured]) -> None:
 
 
 def claims(mode: Mode, config: Config) -> Sequence[Claims]:
-    """Of all variants by hand bytes, calls where they are foretold, and when their sums begin."""
+    """Return the checks of all variants by hand: bytes, predicted calls, and when sums begin."""
     orders = "tests/experiments/test_orders.py::"
     return (
         *measured(mode, config),
@@ -108,27 +108,27 @@ def claims(mode: Mode, config: Config) -> Sequence[Claims]:
         Claims(("called bytes", "wire bytes", "rest bytes", "launched early"), mode.by_hand),
         Claims(("peak bytes",), mode.by_hand, fails_in=f"{orders}test_dp_graphs_that_are_kept_show_in_the_peak"),
         Claims(("calls",), VARIANTS[:3]),
-        Claims(("launch order",), ("bucketed",)),  # ring's too, but of buckets of fewer numbers than ranks
+        Claims(("launch order",), ("bucketed",)),  # also ring's, except for buckets with fewer numbers than ranks
         Claims(("waiting gradients",), (), fails_in=f"{orders}test_dp_buckets_that_wait_for_the_first_layer_are_seen"),
     )
 
 
-# The classic mistakes of data parallelism, made by LAB_BUG: three deal the samples wrongly, six are in the variants.
+# Classic bugs of data parallelism, injected by LAB_BUG: three distribute samples wrongly, six are in the variants.
 
 mistake = Mistakes()
 
 
-# --- the settings that hide one ---
+# --- settings that hide a bug ---
 
 
 def equal_shards(config: Config) -> str:
-    """Means of equal shards are the mean."""
+    """The mean of equal shards' means is the correct mean."""
     equal = len(set(shard_sizes(config.batch, config.world_size, uneven=True))) == 1
     return "as many samples on every rank: shards must differ in size, raise LAB_BATCH" if equal else ""
 
 
 def equal_epochs(config: Config) -> str:
-    """Where the second epoch begins as the first did, nothing is repeated by mistake."""
+    """If two epochs begin equally, the bug repeats nothing."""
     if config.model == "line":
         return "LAB_MODEL=line: its batch is the whole data set"
     orders = (permutation(config.seed, epoch, 2 * config.batch) for epoch in (0, 1))
@@ -137,24 +137,24 @@ def equal_epochs(config: Config) -> str:
 
 
 def begins_at_zero(config: Config) -> str:
-    """The line's weights are drawn by nobody."""
+    """All ranks begin with the line's weights at zero."""
     return "LAB_MODEL=line: all its ranks begin at zero" if config.model == "line" else ""
 
 
 def one_bucket(config: Config) -> str:
-    """The only bucket is launched by the last gradient either way."""
+    """The last gradient launches the only bucket in any case."""
     return "LAB_BUCKET_MIB: all gradients are in one bucket, lower it" if len(bucket_sizes(config)) == 1 else ""
 
 
-# --- the mistakes ---
+# --- the bugs ---
 
 
 @mistake("means_of_shards", check="gradients", part="batches", needs=Needs(unless=equal_shards))
 class MeansOfShards(Batches):
-    """Each rank divides by its own count: the mean of means weighs a small shard's samples more."""
+    """Each rank divides by its own count: a mean of means gives a small shard's samples too much weight."""
 
     def share(self, num_samples: int, num_shards: int) -> float:
-        """One over the shard's own terms, and over the shards."""
+        """Return 1 / (terms of the shard x number of shards)."""
         return 1 / (num_samples * self.samples.terms * num_shards)
 
 
@@ -163,7 +163,7 @@ class NoSampler(Batches):
     """Every rank takes its samples from the start of the batch: some count N times, others never."""
 
     def sample_ids(self, step: int, shard: int, num_shards: int) -> list[int]:
-        """As many as are its own, the same for all."""
+        """Return as many samples as this rank's own, but the same for all ranks."""
         return self.full_ids(step)[: len(super().sample_ids(step, shard, num_shards))]
 
 
@@ -172,13 +172,13 @@ class NoSetEpoch(Batches):
     """Every epoch repeats the order of the first one."""
 
     def sample_ids(self, step: int, shard: int, num_shards: int) -> list[int]:
-        """Those of the same step of the first epoch."""
+        """Return the samples of the same step in the first epoch."""
         return super().sample_ids(step % self.num_batches, shard, num_shards)
 
 
 @mistake("unwrapped_forward", check="replicas", part="Replica", of=("ddp",))
 def bare(*given: Any, forward: nn.Module, scale: float) -> Replica:  # noqa: ARG001
-    """The forward pass runs through the bare model, so that DDP never sums: replicas drift apart."""
+    """The forward pass calls the bare model, so DDP never sums: replicas drift apart."""
     return Replica(*given, scale=scale)
 
 
@@ -186,18 +186,17 @@ def bare(*given: Any, forward: nn.Module, scale: float) -> Replica:  # noqa: ARG
     "stale_bucket", check="gradients", part="GradientBuckets", of=("flat", "bucketed", "ring"), needs=Needs(ranks=1)
 )
 class StaleBuckets(GradientBuckets):
-    """The buckets are not emptied between steps: each gradient has all former ones in it."""
+    """The buckets are not emptied between steps: each gradient includes all earlier ones."""
 
     def zero(self) -> None:
-        """Leave the last step's sums where this step's gradients are added."""
+        """Keep the last step's sums, to which this step's gradients are added."""
 
 
 @mistake("hook_race", check="gradients", part="GradientBuckets", of=("bucketed", "ring"))
 class RacingBuckets(GradientBuckets):
     """A bucket is launched by a hook that runs before the gradient is written to it.
 
-    It waits for the sum at once, so that the race is always lost: each bucket's last gradient stays this rank's
-    own.
+    It waits for the sum at once, so the race is always lost: each bucket's last gradient is this rank's only.
     """
 
     def _watch(self, parameter: nn.Parameter, view: Tensor, index: int) -> None:
@@ -230,7 +229,7 @@ class LateBuckets(GradientBuckets):
     needs=Needs(proof=False, unless=one_bucket),
 )
 class HoardingBuckets(GradientBuckets):
-    """No bucket is launched before the last one is full: within the backward pass still, and nothing is hidden."""
+    """No bucket is launched before the last one is full: still in the backward pass, but nothing overlaps."""
 
     def _complete(self, index: int) -> None:
         if self._launches:
@@ -240,7 +239,7 @@ class HoardingBuckets(GradientBuckets):
                 self._launch_next()
 
 
-@mistake("no_broadcast", check="replicas", part="begin_alike", of=VARIANTS, needs=Needs(unless=begins_at_zero))
+@mistake("no_broadcast", check="replicas", part="draw_and_broadcast", of=VARIANTS, needs=Needs(unless=begins_at_zero))
 def unbroadcast(model: Model, group: dist.ProcessGroup, config: Config) -> None:
-    """Every rank begins from weights of its own."""
-    begin_apart(model, group, config)
+    """Every rank begins with different weights."""
+    draw_own_weights(model, group, config)

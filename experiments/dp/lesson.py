@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 
-class Bucket:  # the gradients of some parameters end to end in one vector, so that one call sums them all
+class Bucket:  # some parameters' gradients in one vector, so that one call sums them all
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters, self.missing = parameters, 0  # gradients that are not written yet
         self.flat = torch.cat([torch.zeros_like(parameter).flatten() for parameter in parameters])  # [P]
@@ -33,14 +33,14 @@ class DataParallel:
             bucket.missing = len(bucket.parameters)
             bucket.flat.zero_()
         for number, (inputs, targets, share) in enumerate(microbatches, 1):
-            if number == len(microbatches):  # till then gradients add up here, and nothing is sent
+            if number == len(microbatches):  # until then gradients are summed locally, and nothing is sent
                 hooks = [each.register_post_accumulate_grad_hook(self.launch) for each in self.bucket_of]
             loss = self.model(inputs, targets) * share  # a sum of terms / the terms of the whole batch, on all ranks
             loss.backward()
             losses.append(loss.detach())
         for hook in hooks:
             hook.remove()
-        self.launch()  # what this rank's loss did not reach all of: another's may have
+        self.launch()  # buckets that this rank's loss did not complete: another's may have
         for work in self.sums:
             work.wait()
         return torch.stack(losses).sum()
@@ -61,7 +61,7 @@ class Regression(nn.Sequential):
 
 
 def demo(group: dist.ProcessGroup) -> float:
-    """11 samples [11, 4] dealt to the ranks, in two microbatches; how far a gradient is from one process's."""
+    """Train on 11 samples [11, 4] split over the ranks; return the largest gradient error against one process."""
     inputs, targets = torch.randn(2, 11, 4, generator=torch.Generator().manual_seed(1)).double()
     torch.manual_seed(group.rank())  # weights of its own
     model = Regression(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)).double()

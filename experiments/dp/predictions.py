@@ -1,4 +1,4 @@
-"""What data parallelism predicts before it runs: bytes sent and held, and calls."""
+"""Predictions of data parallelism: bytes sent and stored, and calls."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -30,7 +30,7 @@ from distlab.techniques.sharded.costs import (
 
 
 def gradient_bytes(config: Config) -> int:
-    """S: the bytes of all gradients."""
+    """Return S, the bytes of all gradients."""
     return outline(config).num_parameters() * config.itemsize
 
 
@@ -38,17 +38,17 @@ VARIANTS = ("per_parameter", "flat", "bucketed", "ring", "ddp")
 
 
 def in_unit(nbytes: int) -> tuple[float, str]:
-    """Bytes as a number and a unit that a sentence can go on with."""
+    """Return bytes as a number and a unit, for a sentence."""
     return (nbytes / 1e6, "MB") if nbytes >= 1e5 else (nbytes, "B")
 
 
 def bucket_sizes(config: Config) -> list[int]:
-    """Numbers in each bucket."""
+    """Return the numbers in each bucket."""
     return [nbytes // config.itemsize for nbytes in bucket_bytes(config)]
 
 
 def predict(config: Config) -> list[Prediction]:
-    """Bytes and calls of one step of each variant, and what stands in memory between two steps, a value a rank."""
+    """Return bytes and calls of a step and the bytes stored between steps, per variant and rank."""
     ranks, itemsize, formula = config.world_size, config.itemsize, "2(N-1)/N x S"
     sizes, buckets = [size * itemsize for size in outline(config).sizes], bucket_bytes(config)
 
@@ -57,7 +57,7 @@ def predict(config: Config) -> list[Prediction]:
 
     passed_on = sum(all_reduce_messages("ring", ranks, size, itemsize=itemsize) for size in buckets)
     own = [sum(all_reduce_bytes("ring", ranks, size, rank, itemsize) for size in buckets) for rank in range(ranks)]
-    theirs = len(buckets) + 1  # its first bucket is of 1 MiB
+    theirs = len(buckets) + 1  # its first bucket has 1 MiB
     whole, each = whole_rest(config)
     return [
         *of_a_step("per_parameter", formula, summed(sizes), of_calls="1 a parameter"),
@@ -69,11 +69,11 @@ def predict(config: Config) -> list[Prediction]:
     ]
 
 
-# The most that a replica holds in a step, predicted: all of the model, its gradients, and one process's passes.
+# The predicted peak of a step: the whole model, its gradients, and the passes of one process.
 
 
 def peak_bytes(config: Config, name: str, passes: list[Happening], *, swapped: bool = False) -> float:
-    """What variant `name` keeps and the highest of the passes; or, if it holds more, the update."""
+    """Return the stored bytes plus the highest of the passes; or, if it is larger, the update."""
     sizes = outline(config).sizes
     held, adam = whole_rest_bytes(sizes, config), config.optimizer == "adamw"
     constant = held["parameters"] + held["optimizer"] + message_bytes(name, config, swapped=swapped)
@@ -83,8 +83,8 @@ def peak_bytes(config: Config, name: str, passes: list[Happening], *, swapped: b
 
 
 def message_bytes(name: str, config: Config, *, swapped: bool) -> float:
-    """What comes from other ranks: of a ring two chunks for each bucket, since all buckets are under way at once; of a
-    swap the bucket; the backend's own all_reduce keeps what it needs to itself."""
+    """Return the bytes of receive buffers: two chunks per bucket in the ring, since all buckets run concurrently; the
+    whole bucket in an exchange; the backend's own buffers are not counted."""
     sizes, ranks = bucket_sizes(config), config.world_size
     if name == "ring" and ranks > 1:
         return float(sum(2 * -(-size // ranks) for size in sizes) * config.itemsize)
@@ -92,7 +92,7 @@ def message_bytes(name: str, config: Config, *, swapped: bool) -> float:
 
 
 def predict_peaks(lab: Lab, measured: Mapping[str, Measured]) -> list[Prediction]:
-    """The most that each variant of ours holds."""
+    """Return the peak bytes of each of our variants."""
     swapped = swaps_buckets(lab.group, lab.config)
 
     def formula_of(name: str) -> str:

@@ -1,32 +1,32 @@
-"""Elastic training: ranks die, come back and are taken in, and the training goes on with those who are there.
+"""Elastic training: ranks die, come back and rejoin, and training continues with the present ones.
 
-Large runs lose a rank every few hours. Who ends and begins again pays for all ranks: the start, and every step since
-the last checkpoint. But a group is no more than its connections. A process that is killed hangs up, so the others know
-at once; they leave the group, agree on who is there and on the last step that stands, and make a new group in the same
-processes (Horovod Elastic; torchft). No rank is a special case: each keeps a store, and the first that lives calls.
+Large runs lose a rank every few hours. Restarting costs all ranks the start and every step since the last checkpoint.
+But a process group is only a set of connections. A killed process closes them, so the others know at once; they leave
+the group, agree on the members and on the last valid step, and create a new group in the same processes (Horovod
+Elastic; torchft). No rank is special: each has a store, and the lowest living rank coordinates.
 
-  rule        the global batch stays the same, and whoever is in at a step divides it; with LAB_RESCALE=1 each keeps
-              its part: with fewer members the batch is smaller, and the learning rate by as much (the linear scaling
-              rule; Goyal et al. 2017). So whatever happens, the run equals one process: weights, moments and losses to
-              1e-12, and each sample of each epoch is seen once
-  kept        a step that any survivor has applied stands, and whoever lacks it takes it over
-  redone      a step that none has applied is computed again, by those who are left
-  predicted   a loss costs at most one step again (`restart`, `zero1`: those since the checkpoint, up to
-              LAB_SAVED_EVERY); a step sends 2(N-1)/N x 8 B x (P + E + 2) a rank, where state is sharded E + 3 of them;
-              a newcomer is sent 8 B x (3P + LAB_STEPS x (E + 1)), or P/N of moments; moments take 16 B x P, in shards
+  rule        the global batch stays the same, divided by the members of the step; with LAB_RESCALE=1 each rank
+              keeps its part: fewer members make the batch smaller, and the learning rate too (the linear scaling rule;
+              Goyal et al. 2017). In any case the run equals one process: weights, moments and losses to 1e-12, and
+              each sample is used once per epoch
+  kept        a step that any survivor has applied is valid, and ranks that lack it copy it
+  redone      a step that no survivor has applied is computed again by the survivors
+  predicted   a loss costs at most one repeated step (`restart`, `zero1`: those since the checkpoint, at most
+              LAB_SAVED_EVERY); a step sends 2(N-1)/N x 8 B x (P + E + 2) per rank, E + 3 with sharded state; a
+              newcomer receives 8 B x (3P + LAB_STEPS x (E + 1)), or P/N of moments; moments take 16 B x P, sharded
               16 B x P/N
-  shapes      weights [P] and AdamW's moments [2, P] as flat vectors in float64, E samples an epoch
+  shapes      weights [P] and AdamW's moments [2, P] as flat vectors in float64, E samples per epoch
 
-  restart     what torchrun does: all begin again from the last checkpoint
+  restart     like torchrun: all ranks restart from the last checkpoint
   shrink      the survivors continue with N-1
-  join        whoever died comes back as a process that has nothing, and joins at the next step
-  zero1       as join, with the optimizer's state in shards (ZeRO-1), which are cut anew whenever the members change;
-              a loss takes a shard along, so all go back to the last checkpoint
+  join        a dead rank comes back as an empty process, and joins at the next step
+  zero1       join with the optimizer's state sharded (ZeRO-1) and resharded when the members change; a loss also
+              loses a shard, so all ranks return to the last checkpoint
 
-Fault injection kills LAB_LOSSES ranks of each variant, at moments that LAB_SEED draws: they close their sockets as the
-kernel does for a killed process, and forget all. With LAB_LOSSES=0 nothing dies unless you do it: `docker kill`.
-A rank that is paused or partitioned sends no heartbeats: after LAB_LOST_AFTER_S the majority declares it dead; the
-minority ends and says so.
+Fault injection kills LAB_LOSSES ranks of each variant, at steps that LAB_SEED draws: they close their sockets as the
+kernel does for a killed process, and lose all state. With LAB_LOSSES=0 only you kill ranks: `docker kill`. A paused or
+partitioned rank sends no heartbeats: after LAB_LOST_AFTER_S the majority declares it dead; the minority stops with a
+message.
 """
 
 import time
@@ -57,7 +57,7 @@ POLICIES = (
     Policy("zero1", returns=True, sharded=True),
     Policy("plain"),
 )
-# Variants and bugs of before.
+# Former variants and bugs.
 GONE = {
     "spare": "LAB_VARIANT=join takes in a rank as well, the one that died",
     "peer_memory": "LAB_VARIANT=zero1 has the same shards, which come back from a checkpoint",
@@ -68,15 +68,15 @@ GONE = {
 
 
 class OnePage(Survivor):
-    """A replica that keeps, takes over or repeats a step as the lesson on one page says."""
+    """A replica that keeps, copies or repeats a step with the lesson's functions."""
 
     def decide(self, reports: Mapping[int, Report], newcomers: Iterable[int]) -> Report:
-        """Of those who were in; whoever is new lacks all."""
+        """Decide from the members' reports; newcomers lack everything."""
         applied, source, behind = lesson.decide({rank: int(report["applied"]) for rank, report in reports.items()})
         return {"applied": applied, "source": source, "behind": [*behind, *newcomers]}
 
     def enter(self, group: Regroup, ranks: Sequence[int], plan: Report) -> None:
-        """Go on in a new group."""
+        """Continue in a new group."""
         any_group: Any = group
         source = ranks.index(plan["source"])
         state = lesson.catch_up(self.state(), any_group, source, plan["behind"], self.rank)
@@ -85,7 +85,7 @@ class OnePage(Survivor):
 
 
 def cannot(config: Config) -> dict[str, str]:
-    """Who is alone has no survivors."""
+    """Exclude variants that need survivors if there is one rank."""
     if config.world_size > 1:
         return {}
     return dict.fromkeys(
@@ -94,7 +94,7 @@ def cannot(config: Config) -> dict[str, str]:
 
 
 def refuse(config: Config) -> list[str]:
-    """What cannot be trained, and what is not float64 on a CPU."""
+    """Return errors for models that cannot be trained, and for anything but float64 on a CPU."""
     refusals = untrainable(config)
     if config.device != "cpu":
         refusals.append(
@@ -104,7 +104,7 @@ def refuse(config: Config) -> list[str]:
 
 
 def run(lab: Lab, survivor: type[Survivor] = Survivor, sharded: type[ShardedSurvivor] = ShardedSurvivor) -> None:
-    """Every variant with its losses; then whoever is left holds each against one process."""
+    """Run every variant with its losses; then the survivors compare each with one process."""
     back = lab.hooks.membership is not None and lab.hooks.membership.rejoined
     unable = lab.mode.cannot(lab.config)
     wanted = [policy for policy in POLICIES if policy.name in lab.mode.names and lab.wants(policy.name)]
@@ -140,7 +140,7 @@ def run(lab: Lab, survivor: type[Survivor] = Survivor, sharded: type[ShardedSurv
 
 
 def note_course(lab: Lab, course: Course) -> None:
-    """In each rank's own log: what it computed of a variant, when it was killed, and who was in from then on."""
+    """Log on each rank its steps of a variant, when it was killed, and the members after each change."""
     me = course.policy.name
     killed = [loss.step for loss in course.drill.losses if loss.rank == lab.rank]
     lab.note(me, "all ranks begin" + "".join(f"; I am killed at step {step}" for step in killed))
@@ -155,13 +155,13 @@ def note_course(lab: Lab, course: Course) -> None:
 
 
 def view_origin(event: Event) -> str:
-    """Why a view began, and how long it took until the next step; of one that another change cut short only why."""
+    """Return the cause of a view and the time to its next step; only the cause if another change came first."""
     took = f", {1000 * (event.next_step_at - event.began_at):.0f} ms" if event.next_step_at else ""
     return what_changed(event) + took
 
 
 def maker(lab: Lab, kind: type[Survivor]) -> Callable[..., Survivor]:
-    """What gives a fresh training of this rank, of one kind; its argument is called between the parts of a step."""
+    """Return a factory for this rank's fresh trainings of one kind; its argument is called between parts of a step."""
 
     def make(at: Callable[[str], None] = lambda moment: None) -> Survivor:  # noqa: ARG005
         batches, rescale = lab.batches(torch.float64, proof=True), lab.config.own(Options).rescale
@@ -171,7 +171,7 @@ def maker(lab: Lab, kind: type[Survivor]) -> Callable[..., Survivor]:
 
 
 def way_in(net: Net, courses: list[Course]) -> tuple[View | None, list[Course]]:
-    """In a rank that has come back: be let in to the variant that is under way, or wait for the next one to begin.
+    """On a rank that has come back: join the running variant, or wait for the next one.
 
     Returns the view that it is in, if any, and the variants that it takes part in.
     """
@@ -182,7 +182,7 @@ def way_in(net: Net, courses: list[Course]) -> tuple[View | None, list[Course]]:
 
 
 def prepare(lab: Lab, net: Net, policy: Policy, make: Callable[..., Survivor], *, dies: bool) -> Course:
-    """This rank's way through one variant, to be run; whether it `dies` on purpose where LAB_SEED draws it."""
+    """Return this rank's course through a variant; `dies` enables the deaths that LAB_SEED draws."""
     config, own = lab.config, lab.config.own(Options)
     members = list(range(lab.world_size))
     seed = 1000 * config.seed + POLICIES.index(policy)

@@ -1,4 +1,4 @@
-"""The classic mistakes of training that survives, made on purpose by LAB_BUG."""
+"""Classic bugs of elastic training, injected by LAB_BUG."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -16,25 +16,25 @@ from .options import Options
 mistake = Mistakes()
 
 
-# --- the settings that hide one ---
+# --- settings that hide a bug ---
 
 
 def unlost(config: Config) -> str:
-    """Why no check could see a mistake that is made after a loss."""
+    """Return why no check can detect a bug that acts after a loss."""
     if not config.own(Options).losses:
         return "LAB_LOSSES=0: nobody dies"
     return f"LAB_STEPS={config.steps}: nobody dies in fewer than 4" if config.steps < 4 else ""
 
 
 def unsaved(config: Config) -> str:
-    """Why no restart could find a checkpoint of before its loss."""
+    """Return why no restart would find a checkpoint from before its loss."""
     if config.own(Options).saved_every * 3 > config.steps:
         return "LAB_SAVED_EVERY above a third of LAB_STEPS: nothing is saved before the last loss"
     return unlost(config)
 
 
 def unscaled(config: Config) -> str:
-    """Why no rate could have to follow the members."""
+    """Return why the learning rate need not follow the members."""
     return unlost(config) if config.own(Options).rescale else "LAB_RESCALE=0: the batch stays, and the rate with it"
 
 
@@ -42,12 +42,12 @@ def needs_loss(variant: str, ranks: int = 2, unless: Callable[[Config], str] = u
     return Needs(ranks=ranks, proof=False, variants=(variant,), unless=unless)
 
 
-# --- the mistakes ---
+# --- the bugs ---
 
 
 @mistake("stale_deal", check="samples", part="survivor", needs=needs_loss("shrink"))
 class StaleDeal(Survivor):
-    """Survivors deal the batch among as many as there were at the start: the lost rank's samples are left out."""
+    """Survivors split the batch for the original number of ranks: the lost rank's samples are left out."""
 
     first: tuple[int, int] | None = None
 
@@ -58,7 +58,7 @@ class StaleDeal(Survivor):
 
 @mistake("oldest_state", check="updates kept", part="survivor", needs=needs_loss("join", ranks=3))
 class Oldest(Survivor):
-    """After a loss all go on from the rank that is behind: updates that others had applied are lost."""
+    """After a loss all continue from the rank that is behind: updates that others had applied are lost."""
 
     def decide(self, reports: Mapping[int, Report], newcomers: Iterable[int]) -> Report:
         applied = {rank: int(report["applied"]) for rank, report in reports.items()}
@@ -70,9 +70,9 @@ class Oldest(Survivor):
 
 @mistake("unsent_state", check="replicas", part="survivor", needs=needs_loss("join"))
 class Unsent(Survivor):
-    """A newcomer is told the step and not sent the state: it goes on from the first weights.
+    """A newcomer gets the step but not the state: it continues from its first weights.
 
-    It begins from the weights of LAB_SEED, as it did when it was started first.
+    These are the weights of LAB_SEED, as at its first start.
     """
 
     def enter(self, group: Regroup, ranks: Sequence[int], plan: Report) -> None:
@@ -83,7 +83,7 @@ class Unsent(Survivor):
 
 @mistake("weights_alone", check="optimizer", part="survivor", needs=needs_loss("restart", unless=unsaved))
 class WeightsAlone(Survivor):
-    """What is taken over has no moments of the optimizer: AdamW begins anew in the midst of the training."""
+    """The copied state lacks the optimizer's moments: AdamW restarts in the middle of the training."""
 
     def take(self, state: Tensor, applied: int) -> None:
         super().take(state, applied)
@@ -92,7 +92,7 @@ class WeightsAlone(Survivor):
 
 @mistake("seldom_saved", check="save interval", part="survivor", needs=needs_loss("restart", unless=unsaved))
 class Seldom(Survivor):
-    """Every second checkpoint is not written: a loss leads back further than LAB_SAVED_EVERY says."""
+    """Every second checkpoint is not written: a loss goes back further than LAB_SAVED_EVERY."""
 
     left_out = False
 
@@ -104,7 +104,7 @@ class Seldom(Survivor):
 
 @mistake("redone_twice", check="weights", part="survivor", needs=needs_loss("shrink"))
 class Twice(Survivor):
-    """After a change of members each applies its own gradient of the step once more."""
+    """After a change of members each applies its own gradient of the step again."""
 
     def enter(self, group: Regroup, ranks: Sequence[int], plan: Report) -> None:
         super().enter(group, ranks, plan)
@@ -114,7 +114,7 @@ class Twice(Survivor):
 
 @mistake("rate_kept", check="learning rate", part="survivor", needs=needs_loss("join", unless=unscaled))
 class RateKept(Survivor):
-    """The batch shrinks with the members, and the learning rate stays: fewer samples move the weights as far."""
+    """The batch shrinks with the members but the learning rate does not: fewer samples move the weights equally far."""
 
     def factor(self) -> float:
         return 1.0
@@ -122,9 +122,9 @@ class RateKept(Survivor):
 
 @mistake("old_cut", check="optimizer", part="sharded", needs=needs_loss("zero1", ranks=3))
 class OldCut(ShardedSurvivor):
-    """When the members change each keeps the shard of the old cut: moments lie at other weights' places.
+    """When the members change, each keeps the shard of the old cut: moments belong to other weights.
 
-    Keeps the shard that it had, from its first number on, where the new cut has it begin elsewhere.
+    The shard keeps its numbers although it begins elsewhere in the new cut.
     """
 
     def enter(self, group: Regroup, ranks: Sequence[int], plan: Report) -> None:

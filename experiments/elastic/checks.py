@@ -1,7 +1,7 @@
-"""What a variant came to, held against one process that goes through the membership record step by step.
+"""Check each variant against one process that replays the membership record step by step.
 
-The process deals each step's batch to those who were in at it, adds up what each of them would have computed, and
-takes the update. It shares no line with the ranks but the model, the data and the rule by which samples are dealt.
+The process splits each step's batch over that step's members, sums what each would have computed, and takes the update.
+It shares only the model, the data and the rule for distributing samples with the ranks.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -47,19 +47,19 @@ def members_at(record: list[list[Any]], step: int) -> list[int]:
 
 
 def is_first(lab: Lab, course: Course) -> bool:
-    """Whether this rank is the first member at the end, which speaks for all."""
+    """Return whether this rank is the first member at the end, which reports for all."""
     return course.finished and lab.rank == members_at(course.record, course.training.steps)[0]
 
 
 def batch_at(batches: Batches, course: Course, step: int) -> int:
-    """Samples of a step: LAB_BATCH, or what its members have kept of it."""
+    """Return the samples of a step: LAB_BATCH, or its members' part of it with LAB_RESCALE."""
     if course.training.rescale:
         return sum(batches.kept_sizes(len(members_at(course.record, step))))
     return batches.batch
 
 
 def deals(batches: Batches, course: Course) -> Iterator[list[list[int]]]:
-    """Of each step which samples its members should have, in their order."""
+    """Yield for each step the samples that its members should have, in member order."""
     seen = 0
     for step in range(course.training.steps):
         size = len(members_at(course.record, step))
@@ -74,7 +74,7 @@ def deals(batches: Batches, course: Course) -> Iterator[list[list[int]]]:
 
 
 def replay(lab: Lab, course: Course) -> tuple[Snapshot, list[float]]:
-    """One process: what is left after all steps, and the losses; of a smaller batch with a smaller learning rate."""
+    """Return weights and losses of one process after all steps; smaller batches have smaller learning rates."""
     batches = lab.batches(torch.float64, proof=True)
     one, losses = OneProcess(lab.model(torch.float64), lab.config), list[float]()
     for deal in deals(batches, course):
@@ -92,7 +92,7 @@ def named(vector: Tensor, like: Mapping[str, Tensor]) -> list[tuple[str, Tensor]
 
 
 def owners(lab: Lab, course: Course) -> Tensor:
-    """Who should have seen what: [steps, E], 1 + (rank + 1)/1024 where one rank sees a sample once."""
+    """Return the expected owners: [steps, E], 1 + (rank + 1)/1024 where one rank uses a sample once."""
     batches = lab.batches(torch.float64, proof=True)
     rows = torch.zeros(course.training.steps, batches.num_batches * batches.batch, dtype=torch.float64)
     for step, deal in enumerate(deals(batches, course)):
@@ -103,17 +103,17 @@ def owners(lab: Lab, course: Course) -> Tensor:
 
 def check_claims(lab: Lab, course: Course) -> None:
     name, training = course.policy.name, course.training
-    if not course.policy.restarts:  # where all start again
+    if not course.policy.restarts:  # otherwise all start again
         detail = "updates that this rank had applied and that do not stand"
         lab.check("updates kept", course.taken_back, 0, name, detail)
     if not course.finished:
         return
     lab.check("replicas", course.apart, 0, name, "this rank's weights, moments and history beside the first member's")
     course.audit.decide()
-    hold_redone(lab, course)
-    hold_interval(lab, course)
-    hold_shards(lab, course)
-    hold_rates(lab, course)
+    check_redone(lab, course)
+    check_interval(lab, course)
+    check_shards(lab, course)
+    check_rates(lab, course)
     if not is_first(lab, course):
         return
     alone, losses = replay(lab, course)
@@ -127,11 +127,11 @@ def check_claims(lab: Lab, course: Course) -> None:
         found.note("losses", abs(mine - loss), TOLERANCE, f"step {step} of all that stand")
     for check, off in found.found.items():
         lab.check(check, *off[:2], name, off.where)
-    hold_samples(lab, course)
+    check_samples(lab, course)
 
 
-def hold_redone(lab: Lab, course: Course) -> None:
-    """A loss costs at most the step that was under way, or what has been computed since the last checkpoint."""
+def check_redone(lab: Lab, course: Course) -> None:
+    """Check that a loss costs at most the current step, or the steps since the last checkpoint."""
     changes = [event for event in course.events if event.why.startswith("lost") or event.restored]
     if course.lives > 1 or not course.record or lab.rank not in course.record[0][1] or course.record[0][0] > 0:
         return
@@ -141,9 +141,9 @@ def hold_redone(lab: Lab, course: Course) -> None:
     lab.check("redone", max(0, again - most), 0, course.policy.name, detail)
 
 
-def hold_interval(lab: Lab, course: Course) -> None:
-    """Whoever goes back to a checkpoint has done fewer steps since than lie between two; where all save together, and
-    one may die in it, as many."""
+def check_interval(lab: Lab, course: Course) -> None:
+    """Check that a return to a checkpoint redoes fewer steps than lie between two; or as many, if all save together and
+    one may die meanwhile."""
     back = [event.applied_before - event.applied for event in course.events if event.restored]
     if back:
         most = course.saved_every - (not course.policy.sharded)
@@ -151,8 +151,8 @@ def hold_interval(lab: Lab, course: Course) -> None:
         lab.check("save interval", max(0, *back), most, course.policy.name, detail)
 
 
-def hold_shards(lab: Lab, course: Course) -> None:
-    """No more of the shards was sent than was lacking."""
+def check_shards(lab: Lab, course: Course) -> None:
+    """Check that no more of the shards was sent than was missing."""
     training = course.training
     if not isinstance(training, ShardedSurvivor):
         return
@@ -165,17 +165,17 @@ def hold_shards(lab: Lab, course: Course) -> None:
 
 
 def lacking_bytes(training: ShardedSurvivor, recut: Recut, rank: int) -> int:
-    """What `rank` needed of the new cut and had not, number by number."""
+    """Return the bytes of the new cut that `rank` needed and did not have."""
     if recut.restored:
-        return 0  # all came from the disk of one
+        return 0  # all came from one member's disk
     wanted, had = torch.zeros(2, training.total, dtype=torch.bool)
     wanted[slice(*part(training.total, recut.ranks.index(rank), len(recut.ranks)))] = True
     had[slice(*recut.has.get(rank, (0, 0)))] = True
     return 8 * len(training.piece.moments) * int((wanted & ~had).sum())
 
 
-def hold_rates(lab: Lab, course: Course) -> None:
-    """Each step that this rank has applied itself had the learning rate of as many samples as its members kept."""
+def check_rates(lab: Lab, course: Course) -> None:
+    """Check the learning rate of each step that this rank applied itself, for its members' number of samples."""
     training = course.training
     if not training.rescale:
         return
@@ -189,8 +189,8 @@ def hold_rates(lab: Lab, course: Course) -> None:
         lab.check(check, *off[:2], course.policy.name, off.where)
 
 
-def hold_samples(lab: Lab, course: Course) -> None:
-    """Each sample of each epoch exactly once, and by whom the record says."""
+def check_samples(lab: Lab, course: Course) -> None:
+    """Check that each epoch uses each sample once, on the rank that the record names."""
     name, steps = course.policy.name, course.training.steps
     batches, seen = lab.batches(torch.float64, proof=True), course.training.history[:, :-1]
     stream = torch.tensor([sample for step in range(steps) for sample in batches.full_ids(step)])
@@ -204,14 +204,14 @@ def hold_samples(lab: Lab, course: Course) -> None:
     lab.check("record", apart, 0, name, detail)
 
 
-# What a step sends and what is held between two steps, beside their formulas: before the first loss, with all ranks.
+# Bytes sent in a step and stored between steps, compared with their formulas: before the first loss, on all ranks.
 #
-# Each variant takes two steps in a group of all ranks, the second of which is counted: as called by the group, and on
-# the wire by what the kernel says of the sockets.
+# Each variant takes two steps in a group of all ranks, and the second is counted: by the group's calls, and by the
+# kernel's byte counts of the sockets.
 
 
 def count(lab: Lab, net: Net, policy: Policy, training: Survivor) -> None:
-    """Hold a step of one variant against its formulas; a collective of all ranks, none of which may be lost yet."""
+    """Check a step of a variant against its formulas; a collective of all ranks, before any is lost."""
     size, ranks, group = lab.world_size, list(range(lab.world_size)), net.group
     net.form_of(f"count {policy.name}", lab.rank, size)
     lab.exchange.barrier("all have the group")
@@ -238,7 +238,7 @@ def count(lab: Lab, net: Net, policy: Policy, training: Survivor) -> None:
 
 
 def step_bytes(lab: Lab, training: Survivor) -> tuple[float, str]:
-    """What this rank should send in a step, and the formula."""
+    """Return the bytes that this rank should send in a step, and the formula."""
     size, total, samples = lab.world_size, len(training.vectors.weights), training.epoch
     if not isinstance(training, ShardedSurvivor):
         return replica_step_bytes(size, total, samples), STEP["replica"]
@@ -246,15 +246,15 @@ def step_bytes(lab: Lab, training: Survivor) -> tuple[float, str]:
 
 
 def own_numbers(training: ShardedSurvivor, place: int, size: int) -> int:
-    """How many numbers the part of a member has."""
+    """Return how many numbers a member's part has."""
     begin, end = part(training.total, place, size)
     return end - begin
 
 
 def claims(mode: Mode, config: Config, options: Options) -> Sequence[Claims]:
-    """Of all variants bytes before the first loss, and by whoever is left that each is as one process."""
+    """Return the checks: bytes before the first loss, and the survivors' comparisons with one process."""
     chosen, line, more = mode.names, "test_a_wrong_line_fails_by_name", "test_a_step_that_sends_more_fails_by_name"
-    there = options.losses < config.world_size - 1  # else nobody may be there from begin to end
+    there = options.losses < config.world_size - 1  # otherwise no rank may be present throughout
     return (
         Claims(("called bytes",), chosen, fails_in=more),
         Claims(("wire bytes",), chosen, when=config.world_size > 1, fails_in=more),
@@ -271,7 +271,7 @@ def claims(mode: Mode, config: Config, options: Options) -> Sequence[Claims]:
     )
 
 
-# What the losses of a run did, in words: who was in when, and what each change cost.
+# A summary of a run's losses: the members over time, and the cost of each change.
 
 AGREED, NEXT = "agreed after (ms)", "next step after (ms)"
 COLUMNS = [
@@ -281,7 +281,7 @@ ROUNDED_S = 1e-4  # to tenths of a millisecond in a row
 
 
 def show(lab: Lab, courses: list[Course]) -> None:
-    """Each variant as its first member saw it; all who are left call it together."""
+    """Show each variant as its first member recorded it; all survivors call it together."""
     for course in courses:
         for event in course.events:
             lab.changed(course.policy.name, event.applied, event.began_at, what_changed(event), event.after)
@@ -310,7 +310,7 @@ def show(lab: Lab, courses: list[Course]) -> None:
 
 
 def result(rows: Sequence[Sequence[Any]], variants: int) -> str:
-    """What the losses cost, in a line: seconds from the begin of a change to the next step, and who lost steps."""
+    """Return the losses' cost in one line: seconds from a change to the next step, variants with redone steps."""
     changes = [dict(zip(COLUMNS, row, strict=True)) for row in rows if row[1] == "lost"]
     if not changes:
         return "no rank was lost"
@@ -322,8 +322,8 @@ def result(rows: Sequence[Sequence[Any]], variants: int) -> str:
 
 
 def check_times(lab: Lab, course: Course) -> None:
-    """What a row says of a change is from its begin on: agreed before the next step stood, which is the first one after
-    that, and both moments in their order."""
+    """Check that a row's times begin with the change: agreed before the next step, which is the first one after that,
+    and both in order."""
     faults = [fault for event in course.events for fault in wrong(event, [at for at, _ in course.commits])]
     if course.events:
         detail = faults[0] if faults else f"{len(course.events)} changes on this rank"
@@ -331,7 +331,7 @@ def check_times(lab: Lab, course: Course) -> None:
 
 
 def wrong(event: Event, stood_at: Sequence[float]) -> Iterator[str]:
-    """A sentence for each thing that a change's times cannot be, of steps that stood then."""
+    """Yield a sentence for each impossible time of a change, given the times of steps."""
     told = dict(zip(COLUMNS, ["", *event_row(event, 0.0)], strict=True))
     began_at, agreed_s = event.began_at, told[AGREED] / 1000
     if not began_at <= event.met_at <= event.agreed_at:
@@ -347,12 +347,12 @@ def wrong(event: Event, stood_at: Sequence[float]) -> Iterator[str]:
 
 
 def what_changed(event: Event) -> str:
-    """In a word: a rank was lost, one asked to be let in, or all began again from a checkpoint."""
+    """Name the change: a rank was lost, one asked to join, or all restarted from a checkpoint."""
     return "asked" if event.why == "asked" else "restart" if event.restored else "lost"
 
 
 def rescaled(course: Course, record: list[list[Any]]) -> str:
-    """Which batch and learning rate the members made, from which step on."""
+    """Return the batches and learning rates, with the step from which each applied."""
     batches, found = course.training.batches, []
     for first, ranks in record:
         samples = sum(batches.kept_sizes(len(ranks)))
@@ -362,7 +362,7 @@ def rescaled(course: Course, record: list[list[Any]]) -> str:
 
 
 def event_row(event: Event, first_at: float) -> list[Any]:
-    """The cells of one change, in a run whose first step stood at `first_at`; empty where no step came after it."""
+    """Return the cells of a change, in a run whose first step ended at `first_at`; empty without a step after it."""
     redone = max(0, event.applied_before - event.applied)
     members = [" ".join(map(str, ranks)) for ranks in (event.before, event.after)]
     source = "checkpoint" if event.restored else "memory"

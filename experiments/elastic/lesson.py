@@ -9,36 +9,36 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-LOST_AFTER_S = 1.0  # who has not called the others by then is lost
+LOST_AFTER_S = 1.0  # a rank that has not reported by then is lost
 
 
 class Group:
-    """Some ranks in a gloo group of their own. What waits in it raises RuntimeError where a member hangs up."""
+    """A separate gloo group of some ranks. A wait in it raises RuntimeError if a member disconnects."""
 
     def __init__(self, store: dist.Store, name: str, members: list[int], rank: int) -> None:
         here = dist.PrefixStore(name, store)
         self.gloo = dist.ProcessGroupGloo(here, members.index(rank), len(members), timedelta(seconds=20))
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Of all members' tensors; a new one, so that what this rank has stays as it was until the sum is there."""
+        """Returns the sum of all members in a new tensor, so that this rank's own stays until the sum is there."""
         total = tensor.clone()
         self.gloo.allreduce([total]).wait()
         return total
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
-        """What member number `source` has."""
+        """Returns the tensor of member number `source`."""
         options, got = dist.BroadcastOptions(), tensor.clone()
         options.rootRank = source
         self.gloo.broadcast([got], options).wait()
         return got
 
     def leave(self) -> None:
-        """Hang up: whoever waits for this rank raises, and leaves too."""
+        """Disconnects: members that wait for this rank raise an error, and leave too."""
         self.gloo = None
 
 
 def meet(store: dist.Store, view: int, rank: int, applied: int) -> dict[int, int]:
-    """Who is left, each with its number of applied steps: the same answer for all, given by the first that calls."""
+    """Returns the survivors with their applied steps: the same for all, decided by the first to call."""
     store.set(f"{view}/{rank}", str(applied))
     if store.add(f"{view}/first", 1) == 1:
         time.sleep(LOST_AFTER_S)
@@ -48,9 +48,9 @@ def meet(store: dist.Store, view: int, rank: int, applied: int) -> dict[int, int
 
 
 def decide(applied: dict[int, int]) -> tuple[int, int, list[int]]:
-    """Which steps stand, who has them, and who lacks one: a step that any survivor has applied is kept.
+    """Returns the number of valid steps, a rank that has them, and those behind: a step on any survivor is kept.
 
-    Nobody is further behind: the next sum needs everybody. What none has applied is computed again by who is left.
+    No rank is further behind, as each sum needs all. A step that no survivor has is computed again.
     """
     most = max(applied.values())
     source = next(rank for rank, steps in applied.items() if steps == most)
@@ -58,13 +58,13 @@ def decide(applied: dict[int, int]) -> tuple[int, int, list[int]]:
 
 
 def catch_up(state: Tensor, group: Group, source: int, behind: list[int], rank: int) -> Tensor | None:
-    """What a rank that is behind goes on from: all that member number `source` has; None where nothing is missing."""
+    """Returns the state from which a rank behind continues: member `source`'s; None if nothing is missing."""
     newest = group.broadcast(state, source) if behind else None
     return newest if rank in behind else None
 
 
 def train(model: nn.Module, batches: list[tuple[Tensor, Tensor]], store: dist.Store, rank: int, ranks: int) -> None:
-    """A step a batch; whoever is in divides it, so that the run equals one process whatever happens."""
+    """Takes one step per batch, divided by the members, so that the run equals one process whatever happens."""
     applied, view, members, group = 0, 0, list(range(ranks)), Group(store, "group 0", list(range(ranks)), rank)
     while applied < len(batches):
         (inputs, targets), mine = batches[applied], slice(members.index(rank), None, len(members))
@@ -72,7 +72,7 @@ def train(model: nn.Module, batches: list[tuple[Tensor, Tensor]], store: dist.St
         ((model(inputs[mine]) - targets[mine]).square().sum() / targets.numel()).backward()
         gradient = parameters_to_vector(parameter.grad for parameter in model.parameters())
         if (rank, applied) == (ranks - 1, 3):
-            group.leave()  # it dies with its gradient: nobody gets this sum
+            group.leave()  # it dies with its gradient: no rank gets this sum
             return
         try:
             total = group.sum(gradient)
@@ -93,7 +93,7 @@ def train(model: nn.Module, batches: list[tuple[Tensor, Tensor]], store: dist.St
 
 
 def demo(group: dist.ProcessGroup) -> float:
-    """8 steps; the last rank dies in one, rank 1 misses a sum; how far weights are from one process's."""
+    """Run 8 steps; the last rank dies in one, rank 1 misses a sum; return the largest error of the weights."""
     store = (
         dist.TCPStore("127.0.0.1", 0, is_master=True) if group.rank() == 0 else None
     )  # a cluster's is its launcher's

@@ -1,4 +1,4 @@
-"""What connects a rank to the others through all losses: who is in, and the group of now."""
+"""The network of one rank through all losses: the members, and the current process group."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,18 +10,18 @@ from distlab.lab.cluster.views import END
 from distlab.lab.lab import Lab
 from distlab.techniques.elastic.process_group import Regroup
 
-BACK = "back"  # what a rank that was started again asks as
+BACK = "back"  # the request of a restarted rank
 
 
 @dataclass
 class Net:
-    """Of one rank."""
+    """The membership and the process group of one rank."""
 
     membership: Membership
     group: Regroup
 
     def form(self, view: View) -> None:
-        """The group of `view`, over the run's store; raises RuntimeError where one of its members is gone."""
+        """Form the group of `view`, over the run's store; raises RuntimeError if one of its members has gone."""
         members = view.members
         if gone := [member.rank for member in members if not self.membership.lives(member)]:
             raise RuntimeError(f"ranks {gone} are gone before the group stood")
@@ -30,15 +30,15 @@ class Net:
         self.form_of(name, place, len(members), lambda: self.membership.stands(members))
 
     def form_of(self, name: str, place: int, size: int, stands: Callable[[], bool] = lambda: True) -> None:
-        """A group of `size` over the run's store, in which this rank is number `place`."""
+        """Form a group of `size` over the run's store, with this rank as number `place`."""
         self.group.form(name, place, size, self.membership.cluster.server_at, stands)
 
     def changed(self) -> None:
-        """On the thread of the watch: what ends the group wakes whoever waits in it."""
+        """Cut the group, on the watch's thread, which wakes all waits in it."""
         self.group.cut()
 
     def die(self) -> None:
-        """Hang up as the kernel does for a process that is killed, and forget all."""
+        """Disconnect as the kernel does for a killed process, and drop all state."""
         self.group.leave()
         self.membership.be_reborn()
 
@@ -54,7 +54,7 @@ def open_net(lab: Lab) -> Net:
 
 
 def let_leave(lab: Lab, net: Net) -> None:
-    """From here on each rank may be lost, and may come back; all call it together, and who has come back alone."""
+    """Allow ranks to be lost and to come back from now on; all call it together, a returned rank alone."""
     if not net.membership.rejoined:
         lab.exchange.barrier("ranks may leave")
     lab.hooks.let_leave(partial(left, net))
@@ -62,13 +62,13 @@ def let_leave(lab: Lab, net: Net) -> None:
 
 
 def left(net: Net, rank: int) -> None:
-    """On the thread of the watch: `rank` was lost."""
+    """Handle the loss of `rank`, on the watch's thread."""
     if rank in net.membership.view.ranks:
         net.group.cut()
 
 
 def settle(lab: Lab, net: Net) -> None:
-    """All that is left: who is still here is collected for by the rank that serves."""
+    """Finish: the serving rank collects from those who are still present."""
     view = net.membership.assemble(END, {}, lambda there, reports: {"members": there})  # noqa: ARG005
     assert view is not None
     lab.hooks.move()

@@ -1,12 +1,12 @@
-"""The variables of RUN_MODE=elastic, and its own sizes. torch is not imported here: they are read before it."""
+"""The variables and default sizes of RUN_MODE=elastic. Do not import torch here: this is read before it."""
 
 from distlab.lab.config.settings import Field, ModeOptions
 
 
 class Options(ModeOptions):
-    """How often ranks are lost on purpose, how often they save, and whether the batch follows the members."""
+    """How many ranks are killed, how often they save, and whether the batch follows the members."""
 
-    # Larger steps grow roundings past 1e-12 in some hundreds of them.
+    # Larger learning rates grow rounding errors past 1e-12 within some hundred steps.
     sizes = {"width": 32, "depth": 2, "optimizer": "adamw", "lr": 1e-4}  # noqa: RUF012
     losses: int = Field(
         2, alias="LAB_LOSSES", ge=0, le=10_000, description="ranks of each variant that fault injection kills; 0: none"

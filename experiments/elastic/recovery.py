@@ -1,10 +1,10 @@
-"""The way of one rank through one variant: in, out, and in again, until all steps are done.
+"""One rank's course through one variant: joining, leaving and rejoining, until all steps are done.
 
-assemble -> in the view: make a group, take over what is missing, train
-               a member is gone   leave the group, meet, go on in the next view
-               somebody asks      after the step leave the group, meet, go on
-               this rank dies     hang up, forget everything, come back to wait outside
-            outside: ask, until a view has this rank in it, or the training is over
+assemble -> in the view: form a group, copy missing state, train
+               a member is gone   leave the group, meet, continue in the next view
+               a rank asks        after the step leave the group, meet, continue
+               this rank dies     disconnect, drop all state, come back and wait outside
+            outside: ask, until a view has this rank, or the training is over
 """
 
 import random
@@ -24,20 +24,20 @@ from distlab.techniques.elastic.strategy import Report, ShardedSurvivor, Survivo
 
 from .network import BACK, Net
 
-# What a variant does about a loss, as data: `Course` goes by it.
+# A variant's reaction to a loss, as data for `Course`.
 
-MEMBER, NOBODY = "member", "nobody"  # what a rank outside asks to be let in as
+MEMBER, NOBODY = "member", "nobody"  # a rank's request to join
 
 
 class Policy(NamedTuple):
     name: str
-    restarts: bool = False  # all begin again from the last checkpoint
-    returns: bool = False  # whoever died comes back and asks to be let in
-    sharded: bool = False  # no member has another's part of the optimizer's state
+    restarts: bool = False  # all restart from the last checkpoint
+    returns: bool = False  # a dead rank comes back and asks to join
+    sharded: bool = False  # members do not have each other's parts of the optimizer's state
 
     @property
     def wishes(self) -> set[str]:
-        """Who is taken in, by what it asks as: in a variant in which ranks come back those of drills and real ones."""
+        """Return the requests that are granted: where ranks come back, those from fault tests and real ones."""
         return {MEMBER, BACK} if self.returns or self.restarts else {MEMBER}
 
     @property
@@ -46,15 +46,15 @@ class Policy(NamedTuple):
 
     @property
     def wish(self) -> str:
-        """What a rank that died comes back as."""
+        """Return the request that a dead rank comes back with."""
         return MEMBER if self.returns else NOBODY
 
 
-# Silent corruption where ranks come and go: who is in at a step compares hashes, and the odd one is named.
+# Silent corruption with changing members: the members of a step compare hashes, and the odd one is named.
 #
-# Every LAB_AUDIT_EVERY steps each member hashes the gradients once they are summed and the weights once they are
-# updated, where all members hold them whole. One all_gather takes the hashes to all of them: any of them may be the
-# last, so all know what was named. The first member says it. An audit that a loss ends is left out.
+# Every LAB_AUDIT_EVERY steps each member hashes the summed gradients and the updated weights, if all members have them
+# whole. An all_gather sends the hashes to all members, since any may be the last survivor, so all know the result. The
+# first member logs it. An audit interrupted by a loss is skipped.
 
 NONE = -1  # in place of a hash, which is never negative
 
@@ -72,11 +72,11 @@ class Audit(Corruption):
         self.holders[self.name] = {parameter: sorted(ranks) for parameter, _ in compared}
 
     def see(self, kind: str, training: Survivor, step: int) -> None:
-        """This member's "gradients" or "weights" of a step are there: hash them."""
+        """Hash this member's "gradients" or "weights" of a step."""
         self.hash(kind, self.name, training, step)
 
     def gathered(self, name: str, mine: Hashes) -> Sequence[Hashes]:
-        """A collective of all members; of a rank that is not in nothing."""
+        """Return all members' hashes, none for ranks that are no members; a collective."""
         assert self._group is not None, "who audits is in"
         labels = [f"{kind}.{parameter}" for kind in KINDS for parameter in self.holders[name]]
         rows = self._group.all_gather(torch.tensor([mine.get(label, NONE) for label in labels])).view(-1, len(labels))
@@ -95,29 +95,28 @@ class Audit(Corruption):
             self.decide_one(self.name)
 
 
-# Losses on purpose: which rank dies, at which step, and where in it, all drawn by LAB_SEED.
+# Injected losses: which rank dies, at which step and where in it, all drawn by LAB_SEED.
 #
-# A rank that dies here closes its sockets without a word, as the kernel does for a process that is killed, and
-# forgets all that it had: its peers cannot tell the difference. For real it is `docker kill`, or `python -m
-# benchmarks.elastic`.
+# A rank that dies here closes its sockets without a message, as the kernel does for a killed process, and drops all
+# state: its peers cannot tell the difference. For real deaths use `docker kill`, or `python -m benchmarks.elastic`.
 #
-#     computed   it has its gradient, and gives it to nobody: the step is redone without it
-#     torn       it dies in the all_reduce, and so late that some have the sum and one has not: the step is kept
+#     computed   it has its gradient but has not sent it: the step is redone without it
+#     torn       it dies late in the all_reduce: some have the sum and one does not, so the step is kept
 
 COMPUTED, TORN = "computed", "torn"
-BACK_AFTER = 2  # steps that the others go on without a rank that comes back
+BACK_AFTER = 2  # steps without a rank that comes back
 
 
 class Killed(Exception):
-    """What a rank raises where it dies."""
+    """Raised by a rank where it dies."""
 
 
 class Torn(RuntimeError):
-    """What gloo raises where the sum does not come."""
+    """Raised in place of gloo's error if the sum does not arrive."""
 
 
 class Loss(NamedTuple):
-    """Rank `rank` dies in `step`; where it is torn, `without` is the survivor that does not get the sum."""
+    """Rank `rank` dies in `step`; if torn, the survivor `without` does not get the sum."""
 
     step: int
     rank: int
@@ -126,10 +125,10 @@ class Loss(NamedTuple):
 
 
 def draw_losses(seed: int, ranks: list[int], steps: int, losses: int, *, comes_back: bool) -> list[Loss]:
-    """Up to `losses` of them in a training of `steps` steps by `ranks`, in the order of steps.
+    """Return up to `losses` of them in a training of `steps` steps by `ranks`, in step order.
 
-    Somebody is always left: where nobody comes back, of N ranks N - 1 can be lost. After the last one there are steps
-    enough for whoever comes back.
+    One rank always survives: if none comes back, at most N - 1 of N are lost. After the last loss there are enough
+    steps for a rank to come back.
     """
     draw = random.Random(seed)
     there, made = list(ranks), list[Loss]()
@@ -148,14 +147,14 @@ def draw_losses(seed: int, ranks: list[int], steps: int, losses: int, *, comes_b
 
 
 class Drill:
-    """The losses as one rank meets them: `at` is called between the parts of each step."""
+    """The losses for one rank: `at` is called between the parts of each step."""
 
     def __init__(self, losses: list[Loss], rank: int) -> None:
         self.losses, self.rank = losses, rank
         self._ahead = list(losses)
 
     def at(self, step: int, moment: str) -> None:
-        """Raise `Killed` where this rank dies now, `Torn` where it is left without the sum; each once."""
+        """Raise `Killed` if this rank dies now, `Torn` if it misses the sum; each once."""
         for loss in self._ahead:
             place = "computed" if loss.moment == COMPUTED else "summed"
             if loss.step == step and place == moment and self.rank in (loss.rank, loss.without):
@@ -163,32 +162,32 @@ class Drill:
                 raise Killed if loss.rank == self.rank else Torn("the sum did not come")
 
     def waits_for(self, step: int) -> bool:
-        """Whether at `step` the others wait for a rank that comes back, so that it shows however fast the steps are."""
+        """Return whether the others wait at `step` for a returning rank, so that it rejoins even if steps are fast."""
         return any(loss.step + BACK_AFTER == step for loss in self.losses)
 
 
-AWAY_S = 0.2  # from a death in a drill to the return
-WAIT_S = 10.0  # for a rank that comes back, at most
-EVENT_KINDS = {"reduced": "gradients", "applied": "weights"}  # what an audit compares when
+AWAY_S = 0.2  # from an injected death to the return
+WAIT_S = 10.0  # for a returning rank, at most
+EVENT_KINDS = {"reduced": "gradients", "applied": "weights"}  # what an audit compares, and when
 
 
 class Event(NamedTuple):
-    """A change of who is in, as one member saw it."""
+    """A change of members, as one member recorded it."""
 
     why: str
-    began_at: float  # Unix time: it met with an error, or was asked
-    met_at: float  # it had left, and began to agree
+    began_at: float  # Unix time: the error, or the request
+    met_at: float  # it had left the group, and began to agree
     agreed_at: float
     next_step_at: float  # the next step was applied
     before: list[int]
     after: list[int]
     applied_before: int  # steps, by this rank
-    applied: int  # and what all go on from
+    applied: int  # from which all continue
     restored: bool  # from a checkpoint
 
 
 class Course:
-    """One rank in one variant; `make` gives a fresh training, which calls its argument between the parts of a step."""
+    """One rank in one variant; `make` returns a fresh training that calls its argument between the parts of a step."""
 
     def __init__(
         self, net: Net, policy: Policy, make: Callable[[Callable[[str], None]], Survivor], drill: Drill, audit: Audit,
@@ -202,27 +201,27 @@ class Course:
         self.events: list[Event] = []
         self.commits: list[tuple[float, int]] = []  # Unix time, steps applied
         self.lives = 1
-        self.taken_back = 0  # updates that this rank had applied and that do not stand, in all of its lives
-        self.computed = 0  # steps, those that were computed again included
+        self.taken_back = 0  # updates applied on this rank that are not valid, in all its lives
+        self.computed = 0  # steps, including repeated ones
         self.finished = False
-        self.apart = 0.0  # how far this rank's state is from the first member's at the end
+        self.apart = 0.0  # largest difference of this rank's state from the first member's at the end
         self.moments: torch.Tensor | None = None
 
     def fresh(self) -> Survivor:
         def at(moment: str) -> None:
             self.computed += moment == COMPUTED
-            if len(self.net.membership.view.members) > 1:  # the last one dies only if you kill it
+            if len(self.net.membership.view.members) > 1:  # only you can kill the last one
                 self.drill.at(self.training.applied, moment)
             if moment in EVENT_KINDS:
                 self.audit.see(EVENT_KINDS[moment], training, self.computing)
 
         training = self.make(at)
-        if isinstance(training, ShardedSurvivor):  # what a loss may lead back to, whatever an earlier life has saved
+        if isinstance(training, ShardedSurvivor):  # a loss may return to this, whatever an earlier life saved
             training.save(self.saved, self.net.group)
         return training
 
     def run(self, view: View | None = None) -> None:
-        """Take part until the training is over; with a `view`, which a process that has come back was let in to."""
+        """Take part until the training is over; `view` is the one that a returned process joined."""
         if view is None:
             view = self.net.membership.assemble(f"{BEGIN} {self.policy.name}", self.training.report(), self.first)
         else:
@@ -231,7 +230,7 @@ class Course:
             view = self.within(view)
 
     def within(self, view: View) -> View | None:
-        """Be in `view`, or outside of it, until the next one; None at the end."""
+        """Train in `view`, or wait outside, until the next one; None at the end."""
         if self.net.membership.me not in view.members:
             return self.net.membership.ask({"as": self.policy.wish})
         try:
@@ -250,7 +249,7 @@ class Course:
         self.audit.enter(self.net.group, view.ranks, self.training)
 
     def train(self, view: View) -> View | None:
-        """Step until somebody asks to be let in, or until the end."""
+        """Train until a rank asks to join, or until the end."""
         membership, group = self.net.membership, self.net.group
         place, size = view.members.index(membership.me), len(view.members)
         while self.training.applied < self.training.steps:
@@ -266,14 +265,14 @@ class Course:
         self.moments = self.training.moments(group)
         mine = self.training.state()
         self.apart = float((group.broadcast(mine.clone(), 0) - mine).abs().max())
-        group.sum(torch.zeros(1))  # whoever has come here knows that all have every step
+        group.sum(torch.zeros(1))  # now every member knows that all have every step
         membership.finish()
         group.leave()
         self.finished = True
         return None
 
     def committed(self) -> None:
-        """A step stands on this rank."""
+        """Record that a step is valid on this rank."""
         now = time.time()
         self.commits.append((now, self.training.applied))
         if self.events and not self.events[-1].next_step_at:
@@ -281,10 +280,10 @@ class Course:
         if self.policy.saves and self.training.applied % self.saved_every == 0:
             self.training.save(self.saved, self.net.group)
 
-    # --- when who is in changes ---
+    # --- when the members change ---
 
     def regroup(self, why: str, before: View) -> View | None:
-        """Leave the group and agree on who goes on, and from where."""
+        """Leave the group and agree on the members and on the state to continue from."""
         began_at, applied = time.time(), self.training.applied
         self.net.group.leave()
         membership, met_at = self.net.membership, time.time()
@@ -302,14 +301,14 @@ class Course:
         return view
 
     def restart(self) -> View | None:
-        """What a process that is started again does: nothing is left but what lies on the disk."""
+        """Act as a restarted process: keep only what is on disk."""
         self.training = self.fresh()
         if self.saved.exists():
             self.training.load(self.saved)
         return self.net.membership.assemble(f"restart {self.policy.name}", self.training.report(), self.first)
 
     def die(self) -> View | None:
-        """Hang up as a killed process does, and come back as another one that has nothing."""
+        """Disconnect like a killed process, and come back as an empty one."""
         self.net.die()
         self.lives += 1
         self.training, self.events, self.commits, self.computed = self.fresh(), [], [], 0
@@ -319,7 +318,7 @@ class Course:
         return self.net.membership.ask({"as": self.policy.wish})
 
     def wait_for_returns(self) -> None:
-        """In a drill: the first member waits until whoever comes back has asked."""
+        """In a fault test, let the first member wait until the returning rank has asked."""
         membership, deadline = self.net.membership, time.monotonic() + WAIT_S
         if self.policy.returns and self.drill.waits_for(self.training.applied):
             while not self.newcomers() and len(membership.view.members) < len(membership.world):
@@ -328,19 +327,19 @@ class Course:
                 time.sleep(0.01)
 
     def newcomers(self) -> list[Member]:
-        """Who asks, and is to be let in."""
+        """Return the members that ask to join and may."""
         return [member for member, wish in self.net.membership.asking.items() if wish["as"] in self.policy.wishes]
 
-    # --- what the first member decides ---
+    # --- decisions of the first member ---
 
     def first(self, there: list[Member], reports: dict[Member, Report]) -> Report:
-        """The view in which all begin, or begin again with whoever asks."""
+        """Return the view in which all begin, or restart together with those who ask."""
         return self.planned(there, self.newcomers() if self.record else [], reports)
 
     def next(self, there: list[Member], reports: dict[Member, Report]) -> Report:
-        """The view of those who are left, and of whom they let in."""
+        """Return the view of the survivors and the newcomers that they accept."""
         members = [member for member in there if reports[member]]
-        others = [member for member in there if member not in members]  # asked, and were let in by a view that fell
+        others = [member for member in there if member not in members]  # accepted by a view that failed
         return self.planned(members, [*others, *self.newcomers()], reports)
 
     def planned(self, members: list[Member], newcomers: list[Member], reports: dict[Member, Report]) -> Report:

@@ -1,28 +1,26 @@
-"""Large batches: k times the samples a step, k times fewer steps, and what the learning rate has to do about it.
+"""Large batches: k times the samples per step, k times fewer steps, and the learning rate that this needs.
 
-More ranks are of use only if a step has more samples, and for the same samples there are then fewer steps. If nothing
-else changes, training is k times slower where it matters. So each step is made longer, and from some k on that fails:
-the weights move so far in one step that its gradient no longer says anything about the end of it. That k, the
-break-down, is what the run looks for.
+More ranks help only if a step has more samples, and the same samples then make fewer steps. With the same learning
+rate, training is k times slower in samples. So each step is made longer, and from some k on that fails: the weights
+move so far that the gradient is no longer valid at the end of the step. The run looks for this k, the break-down.
 
-  predicted   k steps of η along gradients that are nearly equal are one step of kη, up to η² (Goyal et al. 2017,
-              section 2.1)
-              one all_reduce a step, 2(N-1)/N x S bytes, so a k-th of all bytes for the same samples
-  shapes      effective batch k x LAB_BATCH = microbatch x accumulated x ranks; gradients one flat vector [P]
+  predicted   k steps of η along nearly equal gradients are one step of kη, up to η² (Goyal et al. 2017, section 2.1)
+              one all_reduce per step, 2(N-1)/N x S bytes, so 1/k of all bytes for the same samples
+  shapes      effective batch k x LAB_BATCH = microbatch x accumulated x ranks; gradients as one flat vector [P]
 
 The variants are recipes for the rate, each on k = 1, 2, 4, 8, 16 and 32 times LAB_BATCH:
 
-  unscaled    the base rate, as if nothing had changed: what goes wrong most often
+  unscaled    the base rate, unchanged: the most common error
   linear      k times the base rate
-  warmup      linear, but from the base rate on, over the first quarter of the steps (Goyal et al. 2017, section 2.2)
-  lars        a rate for each layer by ‖w‖ / (‖g‖ + β‖w‖), linear with warm-up (You et al. 2017)
+  warmup      linear, rising from the base rate over the first quarter of the steps (Goyal et al. 2017, section 2.2)
+  lars        a rate per layer from ‖w‖ / (‖g‖ + β‖w‖), linear with warm-up (You et al. 2017)
   lamb        the same idea for Adam, √k with warm-up (You et al. 2020)
 
-The first three are plain SGD and coincide at k = 1. LAB_STEPS counts the steps at k = 1; a k that does not divide it
-is left out, since it would see other samples. LAB_LR is SGD's base rate; unset: 0.05. Break-down: the smallest k whose
-loss on held-out samples is more than twice that at k = 1, or above that of a model that never trained, which may be so
-at k = 1 already. It is found, never checked: the verdict hangs on the proof, the rates, the samples and the bytes. The
-model is tiny unless sizes are set, since hundreds of steps are taken.
+The first three are plain SGD and coincide at k = 1. LAB_STEPS counts the steps at k = 1; a k that does not divide it is
+left out, since it would use other samples. LAB_LR is SGD's base rate; unset: 0.05. Break-down: the smallest k whose
+held-out loss is more than twice that at k = 1, or above that of an untrained model, possibly at k = 1 already. It is
+reported, not checked: the verdict depends on the proof, the rates, the samples and the bytes. The model is tiny by
+default, since hundreds of steps are taken.
 """
 
 import copy
@@ -60,27 +58,27 @@ VARIANTS = tuple(Variant(name, by_name=name == "plain", like="warmup" * (name ==
 
 
 def chosen(config: Config) -> dict[str, Recipe]:
-    """Those of LAB_VARIANT, or all but what runs by name."""
+    """Return the recipes of LAB_VARIANT, or all but those that run only by name."""
     named = config.variant or [variant.name for variant in VARIANTS if not variant.by_name]
     return {name: recipe for name, recipe in RECIPES.items() if name in named}
 
 
 @mistake("lr_unscaled", check="learning rate", part="recipe", needs=Needs(ranks=1, variants=("linear", "warmup")))
 class UnscaledRecipe(Recipe):
-    """The batch grows k times and the learning rate stays, although the recipe says k times: as many samples move the
+    """The batch grows k times but the learning rate does not, although the recipe says so: the same samples move the
     weights k times less, and the run looks healthy while it learns too little (the first classic bug of multi-GPU
     training)."""
 
     def factor(self, k: int, step: int, steps: int) -> float:
-        """One, where the target is k."""
+        """Return 1, where the target is k."""
         return 1.0 if self.target is optimizers.linear else super().factor(k, step, steps)
 
 
-# --- why k times the rate ---
+# --- the reason for k times the rate ---
 
 
 def check_equality(lab: Lab) -> None:
-    """k steps of η and one of kη end as far apart as η²: half the rate, a quarter of the distance."""
+    """Check that k steps of η and one of kη end η² apart: with half the rate, a quarter of the distance."""
     stream = Stream(lab.config, lab.config.seed, K, lab.device, torch.float64)
     dense = build_model(lab.config, lab.config.seed).to(lab.device, torch.float64)
     whole, half = (distance_of_k_steps(dense, stream, lab.config, rate, lab.group) for rate in (SMALL, SMALL / 2))
@@ -89,7 +87,7 @@ def check_equality(lab: Lab) -> None:
 
 
 def distance_of_k_steps(dense: Model, stream: Stream, config: Config, rate: float, group: dist.ProcessGroup) -> float:
-    """How far K steps of `rate` end from one step of K times it, over the same samples."""
+    """Return the distance between the end of K steps of `rate` and of one step of K times it, on the same samples."""
     ends, config = [], config.model_copy(update={"lr": rate})
     for k in (1, K):
         trainee = Trainee(copy.deepcopy(dense), stream, Recipe(optimizers.linear, sgd), k, K // k, config, group)
@@ -134,10 +132,10 @@ MODE = Mode(
     in_lesson={"lr_unscaled": ("return float(k)", "return 1.0")},
     reading=(
         "experiments/largebatch/lesson.py: the idea on one page, which runs alone and as the variant `plain`",
-        "experiments/largebatch/__init__.py: the recipes, and what a run of them claims",
+        "experiments/largebatch/__init__.py: the recipes, and what a run of them checks",
         "experiments/largebatch/training.py: the samples of each k, and a step of a recipe",
         "distlab/techniques/large_batch/__init__.py: the learning rate by k, and LARS and LAMB with a rate for each"
         " layer",
-        "experiments/largebatch/checks.py: the formulas once more, and each step compared with them",
+        "experiments/largebatch/checks.py: the same formulas again, and each step compared with them",
     ),
 )

@@ -1,18 +1,18 @@
-"""One process that trains by what the papers say, and the checks that hold the ranks to it.
+"""The papers' formulas in one process, and the checks that compare the ranks with them.
 
-A model, the samples of a step, and the formulas themselves, tensor by tensor, that share no line with what the ranks
-run: rates from the number of the step, plain SGD, LARS (You et al. 2017, algorithm 1) and LAMB (You et al. 2020,
-algorithm 2). What this mode chose for itself (base rates, trust, decay) is taken from the recipes.
+A model, the samples of a step, and the formulas tensor by tensor, without any code of the ranks: rates by step number,
+plain SGD, LARS (You et al. 2017, algorithm 1) and LAMB (You et al. 2020, algorithm 2). The mode's own choices (base
+rates, trust, decay) come from the recipes.
 
     factor    1, √k or k at step s; with warm-up over the first W steps 1 + (factor - 1)·s/W
     LARS      v = μv + γλ(g + βw),  w = w - v,  λ = η‖w‖/(‖g‖ + β‖w‖);  η where a norm is zero
     LAMB      m, v as Adam's, m̂ = m/(1 - β1^t), v̂ = v/(1 - β2^t), u = m̂/(√v̂ + ε) + λw
               w = w - γ·min(‖w‖, 10)/‖u‖·u;  w - γu where a norm is zero
 
-Biases and gains (vectors) are neither decayed nor scaled by a norm. A step is checked from the state that the step
-before left, not from the state that the step says it found: a recipe that forgets its momentum in between fails. The
-proof checks the first steps of every recipe in float64, through warm-up and past it, with uneven shards and the base
-rate of all proofs; the sweep, in LAB_DTYPE, has its first and last steps checked in the same way (sweep.py).
+Biases and gains (vectors) have no decay and no ratio of norms. A step is checked from the state after the previous
+step, not from the state that the step itself reports: a recipe that loses its momentum in between fails. The proof
+checks the first steps of every recipe in float64, through warm-up and past it, with uneven shards and the base rate of
+all proofs; in the sweep, in LAB_DTYPE, first and last steps are checked in the same way (sweep.py).
 """
 
 import math
@@ -41,7 +41,7 @@ from .training import (
     base_rate,
 )
 
-K, STEPS, HORIZON = 4, 3, 8  # of 8 steps a quarter warms up: the base rate, on the way, the whole rate
+K, STEPS, HORIZON = 4, 3, 8  # of 8 steps a quarter warms up: base rate, between, full rate
 LAYER_STEPS = 4
 RATE_TOLERANCE = 1e-9  # relative: an update of 1e-3 of a weight leaves 13 of its 16 digits
 # In epsilons of LAB_DTYPE. Gradients: n roundings of half an epsilon add up to √n/2 if they are independent, 45 for the
@@ -60,25 +60,25 @@ WARMED, LAYERWISE = ("warmup", "lars", "lamb", "plain"), ("lars", "lamb")
 
 
 def rate_of(name: str, sgd_rate: float, k: int, step: int, steps: int) -> float:
-    """The learning rate of a recipe at `step` (from 0) of `steps`; the first quarter warms up."""
+    """Return the learning rate of a recipe at `step` (from 0) of `steps`; the first quarter warms up."""
     base = {"lars": LARS_RATE, "lamb": LAMB_RATE}.get(name, sgd_rate)
     target, warm = math.pow(k, TARGETS[name]), steps // 4
     return base * (1 + (target - 1) * step / warm if name in WARMED and step < warm else target)
 
 
 class Row(NamedTuple):
-    """A parameter between two steps of a recipe: its weight and two moments."""
+    """A parameter between two steps: its weight and two moments."""
 
     weight: Tensor
     first: Tensor  # LARS' momentum, LAMB's m; unused by SGD
     second: Tensor  # LAMB's v
 
 
-State = list[Row]  # of a model, a row a parameter
+State = list[Row]  # of a model, one row per parameter
 
 
 def state_of(trainee: Trainee) -> State:
-    """A copy of a training's weights and moments; moments that it has not made yet are zero."""
+    """Return a copy of a training's weights and moments; moments that do not exist yet are zero."""
     rows = []
     for weight in trainee.model.parameters():
         zeros, state = torch.zeros_like(weight), trainee.optimizer.state.get(weight, {})
@@ -88,7 +88,7 @@ def state_of(trainee: Trainee) -> State:
 
 
 def stepped(rows: State, name: str, gradients: Sequence[Tensor], rate: float, t: int) -> State:
-    """The state after step `t` (from 1) of a recipe at `rate`."""
+    """Return the state after step `t` (from 1) of a recipe at `rate`."""
     found = []
     for (w, first, second), g in zip(rows, gradients, strict=True):
         if name == "lars":
@@ -101,7 +101,7 @@ def stepped(rows: State, name: str, gradients: Sequence[Tensor], rate: float, t:
 
 
 def lars(w: Tensor, g: Tensor, v: Tensor, rate: float) -> tuple[Tensor, Tensor]:
-    """w and v after a step."""
+    """Return w and v after a step."""
     if w.dim() < 2:
         v = MOMENTUM * v + rate * g
         return w - v, v
@@ -112,7 +112,7 @@ def lars(w: Tensor, g: Tensor, v: Tensor, rate: float) -> tuple[Tensor, Tensor]:
 
 
 def lamb(w: Tensor, g: Tensor, m: Tensor, v: Tensor, rate: float, t: int) -> tuple[Tensor, Tensor, Tensor]:
-    """w, m and v after step t."""
+    """Return w, m and v after step t."""
     m = FIRST * m + (1 - FIRST) * g
     v = SECOND * v + (1 - SECOND) * g * g
     u = (m / (1 - FIRST**t)) / ((v / (1 - SECOND**t)) ** 0.5 + EPSILON)
@@ -129,18 +129,18 @@ def length(tensor: Tensor) -> float:
 
 
 def gradients_alone(trainee: Trainee, before: State, step: int, parts: int) -> list[Tensor]:
-    """Of the mean loss over the k·LAB_BATCH samples that are due at `step`, computed by one process in `parts`."""
+    """Return the mean loss's gradient over the k·LAB_BATCH samples of `step`, by one process in `parts`."""
     stream = trainee.stream
     model = build_model(stream.config, stream.config.seed).to(stream.device, stream.dtype)
     weights = {name: row.weight for (name, _), row in zip(model.named_parameters(), before, strict=True)}
     return gradients(model, divided(stream.full(step), parts), weights)[1]
 
 
-# --- what a step is checked for ---
+# --- checks of a step ---
 
 
 def check_step(lab: Lab, name: str, trainee: Trainee, before: State, step: int, *, proof: bool) -> None:
-    """Gradients and new weights of a training that took `step` from the state `before`, against one process."""
+    """Compare gradients and new weights of a `step` from the state `before` with one process."""
     stream, kind = trainee.stream, "" if proof else "trained "
     wanted = gradients_alone(trainee, before, step, 1 if proof else lab.world_size)
     if not all(bool(tensor.isfinite().all()) for tensor in wanted):
@@ -164,7 +164,7 @@ def check_step(lab: Lab, name: str, trainee: Trainee, before: State, step: int, 
 
 
 def prove(lab: Lab, recipes: Mapping[str, Recipe]) -> None:
-    """Gradients, weights and rates of the first steps of every recipe, against one process."""
+    """Compare gradients, weights and rates of the first steps of every recipe with one process."""
     config = lab.config.model_copy(update={"lr": LEARNING_RATE})
     stream = Stream(config, config.seed, K * STEPS, lab.device, torch.float64, uneven=True)
     for name, recipe in recipes.items():
@@ -184,7 +184,7 @@ def prove(lab: Lab, recipes: Mapping[str, Recipe]) -> None:
 
 
 def check_rate(lab: Lab, name: str, trainee: Trainee, before: State, right: float) -> None:
-    """The rate of plain SGD's step, as the length of the update along the gradient, -<Δw, g> / <g, g>."""
+    """Check the rate of plain SGD's step: the length of the update along the gradient, -<Δw, g> / <g, g>."""
     model = trainee.model
     weights, start, gradient = (
         parameters_to_vector(each).detach()
@@ -195,19 +195,19 @@ def check_rate(lab: Lab, name: str, trainee: Trainee, before: State, right: floa
     lab.check("learning rate", abs(measured / right - 1), RATE_TOLERANCE, variant=name, detail=detail)
 
 
-# --- LARS and LAMB on layers that no model begins with ---
+# --- LARS and LAMB on extreme layers ---
 
 
 def drawn_layers(seed: int, device: torch.device) -> list[Tensor]:
-    """Five matrices and a bias of normal numbers, float64."""
+    """Return five matrices and a bias of normal numbers, float64."""
     draw = torch.Generator().manual_seed(seed)
     shapes = [(6, 5), (4, 3), (3, 7), (5, 4), (7, 2), (5,)]  # [rows, columns]
     return [torch.randn(shape, generator=draw, dtype=torch.float64).to(device) for shape in shapes]
 
 
 def check_layers(lab: Lab, name: str, recipe: Recipe) -> None:
-    """A few steps of LARS or LAMB on layers at the corners of their formulas: whole on every rank, and with some rows
-    on each, where the norm of a weight is that of all parts."""
+    """Check some steps of LARS or LAMB on layers that are extreme for their formulas: whole on every rank, and with
+    some rows on each, where the norm is that of all parts."""
     weights = drawn_layers(lab.config.seed, lab.device)
     weights[1] = torch.zeros_like(weights[1])
     weights[3] *= 40 / weights[3].norm()
@@ -232,10 +232,10 @@ def check_layers(lab: Lab, name: str, recipe: Recipe) -> None:
 
 
 def own_rows(tensors: Iterable[Tensor], lab: Lab) -> list[Tensor]:
-    """This rank's part of each, a run of rows: parts are uneven, and may be empty."""
+    """Return this rank's rows of each tensor: uneven, and maybe empty."""
     return [tensor.tensor_split(lab.world_size)[lab.rank] for tensor in tensors]
 
 
 def apart(found: Iterable[Tensor], wanted: Iterable[Tensor]) -> float:
-    """The largest difference of any tensor."""
+    """Return the largest difference of any tensor."""
     return max(largest_difference(one, other) for one, other in zip(found, wanted, strict=True))

@@ -8,12 +8,12 @@ from torch import Tensor, nn
 
 
 def linear(k: float) -> float:
-    """k steps of η along gradients that are nearly equal are one step of kη: a batch k times as large, a rate too."""
+    """Returns the factor k: k steps of η along nearly equal gradients are one step of kη."""
     return float(k)
 
 
 def warmup(target: float, step: int, warmup_steps: int) -> float:
-    """From the base rate to `target` times it: gradients that change with each step are not nearly equal at first."""
+    """Rises from 1 to `target`: early gradients change with each step and are not nearly equal."""
     if step >= warmup_steps:
         return float(target)
     return 1.0 + (target - 1.0) * step / warmup_steps

@@ -1,9 +1,8 @@
-"""The sweep: every recipe on batches of every multiple of the base, over the same samples; what it refuses, sends and
-claims, and the k at which each recipe breaks down.
+"""The sweep: every recipe at every multiple of the base batch, on the same samples; its errors, bytes and checks, and
+the k at which each recipe breaks down.
 
-Its losses decide nothing, so what they are made of is checked. Of every training the first step and the last are held
-against one process. No sample to judge by is trained on, and the ranks take each sample of a step once and end with the
-same weights.
+Losses decide nothing, so their ingredients are checked. The first and last step of every training are compared with one
+process. Held-out samples are never trained on, and the ranks use each sample of a step once and end with equal weights.
 """
 
 from collections import Counter
@@ -28,14 +27,14 @@ from .checks import LAYERWISE, STEPS, check_step, state_of
 from .training import LAMB_RATE, LARS_RATE, Recipe, Stream, Trainee, base_rate, sgd
 
 MULTIPLES = (1, 2, 4, 8, 16, 32)
-WORSE = 2.0  # times the loss at k = 1, and a recipe has broken down
+WORSE = 2.0  # a recipe has broken down at this multiple of its loss at k = 1
 EQUALITY = "k steps of η against one of kη"
 
 Losses = dict[int, float]  # held-out, by k
 
 
 def multiples(config: Config) -> list[int]:
-    """The k that divide the steps: all of them then see the same samples."""
+    """Return the k that divide the steps, so that all use the same samples."""
     return [k for k in MULTIPLES if config.steps % k == 0]
 
 
@@ -70,13 +69,13 @@ def refuse(config: Config, recipes: Mapping[str, Recipe]) -> list[str]:
 
 
 def predict(config: Config) -> list[Prediction]:
-    """Bytes of one step of any training, a value a rank."""
+    """Return the bytes of one step of any training, per rank."""
     cost = all_reduce_cost(config.world_size, outline(config).num_parameters() * config.itemsize)
     return of_a_step(config.model, "2(N-1)/N x S", [cost] * config.world_size)
 
 
 def claims(mode: Mode, config: Config) -> Sequence[Claims]:
-    """The proof of each recipe, at every k of the sweep its samples, two steps and replicas, and bytes."""
+    """Return the checks: the proof of each recipe; samples, two steps and replicas at every k of the sweep; bytes."""
     batches, proof = len(multiples(config)), config.proof
     plain = [name for name in mode.names if name not in LAYERWISE]
 
@@ -110,7 +109,7 @@ class SweepResults(NamedTuple):
 
 
 def note_losses(lab: Lab, k: int, stream: Stream, losses: Mapping[str, Losses]) -> None:
-    """In each rank's own log: its part of the batch at this `k`, and where each recipe came with it."""
+    """Log on each rank its part of the batch at this `k`, and the loss that each recipe reached."""
     ids = stream.sample_ids(0, lab.rank, lab.world_size)
     ended = ", ".join(f"{name} {of[k]:.3g}" for name, of in losses.items())
     number = lab.config.steps // k
@@ -119,7 +118,7 @@ def note_losses(lab: Lab, k: int, stream: Stream, losses: Mapping[str, Losses]) 
 
 
 def sweep(lab: Lab, recipes: Mapping[str, Recipe]) -> SweepResults:
-    """Train by all `recipes`, k after k."""
+    """Train all `recipes`, one k after the other."""
     config, dtype, ks = lab.config, getattr(torch, lab.config.dtype), multiples(lab.config)
     stream = Stream(config, config.seed, config.steps, lab.device, dtype)
 
@@ -147,7 +146,7 @@ def sweep(lab: Lab, recipes: Mapping[str, Recipe]) -> SweepResults:
 
 
 def train(lab: Lab, name: str, trainee: Trainee) -> None:
-    """Take all steps of one training, and check the first and the last."""
+    """Run all steps of one training, and check the first and the last."""
     steps, label = trainee.steps, f"{name} at k = {trainee.k}"
     corruption = Corruption(lab, {label: trainee}, lab.config.audit_every)
     checked = {0, steps - 1} if lab.config.proof and lab.rank == 0 else set()
@@ -163,17 +162,17 @@ def train(lab: Lab, name: str, trainee: Trainee) -> None:
             check_step(lab, name, trainee, before, step, proof=False)
     corruption.decide()
     held = (weight.flatten() for _, weight in trainee.alike("weights"))
-    check_same(lab, name, [weight.view(torch.uint8) for weight in held])  # a training may leave the range of numbers
+    check_same(lab, name, [weight.view(torch.uint8) for weight in held])  # a diverged training may have inf or NaN
 
 
 def check_held_out(lab: Lab, stream: Stream) -> None:
-    """No sample to judge by is among those that are dealt."""
+    """Check that no held-out sample is trained on."""
     seen = len({*stream.held_out.tolist()} & {*stream.trained.tolist()})
     lab.check("held out", seen, 0, detail="samples to judge by that are trained on")
 
 
 def check_samples(lab: Lab, stream: Stream) -> None:
-    """All ranks together take the whole batch of the first step, each sample once."""
+    """Check that all ranks together use each sample of the first step once."""
     everyone = lab.exchange.gather("samples", stream.sample_ids(0, lab.rank, lab.world_size))
     if everyone is not None:
         times, wanted = Counter(sample for of_rank in everyone for sample in of_rank), Counter(stream.full_ids(0))
@@ -182,7 +181,7 @@ def check_samples(lab: Lab, stream: Stream) -> None:
         lab.check("effective batch", wrong, 0, detail=detail)
 
 
-# --- what is shown of it ---
+# --- results ---
 
 
 def show_settings(lab: Lab) -> None:
@@ -202,7 +201,7 @@ def show_settings(lab: Lab) -> None:
 
 
 def show_found(lab: Lab, found: SweepResults) -> None:
-    """A table and a chart of the losses, and the k at which each recipe breaks down."""
+    """Show the losses as a table and a chart, and the k at which each recipe breaks down."""
     ks, untrained, ends = multiples(lab.config), found.untrained, {}
     rows: list[list[object]] = []
     for name, losses in found.losses.items():
@@ -229,7 +228,7 @@ def show_found(lab: Lab, found: SweepResults) -> None:
 
 
 def learned(loss: float, untrained: float) -> bool:
-    """Whether it is no worse than that of a model that never trained, and a number at all."""
+    """Return whether the loss is a number and not above that of an untrained model."""
     return loss <= untrained
 
 

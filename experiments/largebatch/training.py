@@ -1,8 +1,8 @@
-"""What trains: a recipe for the learning rate, and fresh samples for every step.
+"""A training of a recipe: its learning rate, and fresh samples for every step.
 
-Each training is data parallel: every rank has a replica, and takes its part of the batch. A batch of k times the base
-at step s is what k steps of the base batch take one after the other, from k·s on. So every k sees the same samples,
-each once, and differs in nothing but how many it takes at a time.
+Each training is data parallel: every rank has a replica and takes its part of the batch. Step s of a batch k times the
+base has the samples of base steps k·s to k·s + k - 1. So every k uses the same samples, each once, and differs only in
+how many it takes at a time.
 """
 
 import copy
@@ -21,16 +21,16 @@ from distlab.lab.workload.optimizer import PlainSGD
 from distlab.techniques.data_parallel.buckets import GradientBuckets
 from distlab.techniques.large_batch import Lamb, Lars, Layerwise, decayed_apart, set_rates
 
-# Base rates are those of k = 1, found by trying on the tiny models of this mode; LAB_LR sets SGD's for others.
+# Base rates at k = 1, found by experiment on this mode's tiny models; LAB_LR sets SGD's.
 SGD_RATE, LARS_RATE, LAMB_RATE = 0.05, 0.2, 0.02
-LARS_TRUST = 0.02  # the paper's 0.001 is for 90 epochs of ResNet-50; here some 200 steps have to do
+LARS_TRUST = 0.02  # the paper's 0.001 is for 90 epochs of ResNet-50; here there are some 200 steps
 LARS_DECAY, LAMB_DECAY = 1e-4, 1e-2
 HELD_OUT = 256
 Stepper: TypeAlias = PlainSGD | Layerwise
 
 
 class Recipe(NamedTuple):
-    """`target(k)` times the base rate for k times the batch, at once or after warm-up, with a fresh `optimizer`."""
+    """`target(k)` times the base rate for k times the batch, at once or after warm-up, with a new `optimizer`."""
 
     target: Callable[[float], float]
     optimizer: Callable[..., Stepper]  # (model, config), and for LARS and LAMB `sharded_over`, see `Layerwise`
@@ -38,13 +38,13 @@ class Recipe(NamedTuple):
     warmup: Callable[[float, int, int], float] = lambda *given: optimizers.warmup(*given)
 
     def factor(self, k: int, step: int, steps: int) -> float:
-        """What the base rate is multiplied with at `step` of `steps`."""
+        """Return the factor of the base rate at `step` of `steps`."""
         target = self.target(k)
         return self.warmup(target, step, warmup_steps(steps)) if self.warms_up else target
 
 
 def warmup_steps(steps: int) -> int:
-    """The first quarter; Goyal et al. took 5 of 90 epochs, which would be no whole step here."""
+    """Return a quarter of the steps; Goyal et al. used 5 of 90 epochs, less than one step here."""
     return steps // 4
 
 
@@ -53,23 +53,23 @@ def base_rate(config: Config) -> float:
 
 
 def sgd(model: nn.Module, config: Config) -> Stepper:
-    """Plain, so that an update is the gradient times the rate, and nothing else."""
+    """Return plain SGD, so that an update is exactly the gradient times the rate."""
     return PlainSGD(model.parameters(), base_rate(config))
 
 
 def layerwise_sgd(model: nn.Module, _: Config, sharded_over: dist.ProcessGroup | None = None) -> Stepper:
-    """LARS, which neither scales nor decays biases and gains."""
+    """Return LARS, which neither scales nor decays biases and gains."""
     groups = decayed_apart(model.parameters(), LARS_DECAY)
     return Lars(groups, LARS_RATE, trust=LARS_TRUST, sharded_over=sharded_over)
 
 
 def layerwise_adam(model: nn.Module, _: Config, sharded_over: dist.ProcessGroup | None = None) -> Stepper:
-    """LAMB, which neither scales nor decays biases and gains."""
+    """Return LAMB, which neither scales nor decays biases and gains."""
     return Lamb(decayed_apart(model.parameters(), LAMB_DECAY), LAMB_RATE, sharded_over=sharded_over)
 
 
 class Stream(Batches):
-    """`steps` base batches of LAB_BATCH samples in an order drawn by `seed`, and others to judge by; no epoch."""
+    """`steps` base batches of LAB_BATCH samples in an order drawn by `seed`, and held-out samples; no epochs."""
 
     def __init__(
         self, config: Config, seed: int, steps: int, device: torch.device, dtype: torch.dtype, *, uneven: bool = False
@@ -78,13 +78,13 @@ class Stream(Batches):
         self.samples, self.trained, self.held_out = draw(config, seed, steps * config.batch)
 
     def times(self, k: int) -> "Stream":
-        """The same samples, k base batches a step."""
+        """Return the same samples with k base batches per step."""
         stream = copy.copy(self)
         stream.batch = k * self.config.batch
         return stream
 
     def judged(self) -> Microbatch:
-        """The samples to judge by, in float32."""
+        """Return the held-out samples, in float32."""
         inputs, targets = self.samples.take(self.held_out)
         inputs, targets = (each.float() if each.is_floating_point() else each for each in (inputs, targets))
         return Microbatch(inputs.to(self.device), targets.to(self.device), 1 / targets.numel())
@@ -94,7 +94,7 @@ class Stream(Batches):
 
 
 def draw(config: Config, seed: int, num_samples: int) -> tuple[Samples, Tensor, Tensor]:
-    """The data set, and the numbers of the samples to train on and to judge by; a short text is read over again."""
+    """Return the data set, and the numbers of training and held-out samples; a short text is repeated."""
     if config.model == "mlp":
         ids = torch.arange(num_samples + HELD_OUT)
         return Points(len(ids), config.width, seed), ids[:num_samples], ids[num_samples:]
@@ -119,10 +119,10 @@ class Trainee:
         self.buckets = GradientBuckets(model.parameters(), group, float("inf"), overlap=False)
 
     def backward(self, step: int) -> None:
-        """The gradients of this rank's samples, summed over the ranks.
+        """Sum the gradients of this rank's samples over the ranks.
 
-        A term counts by its share, one over those of all k times LAB_BATCH samples: a gradient is a mean, as long as
-        that of the base. So with the base rate a step is no longer than before, and there are k times fewer.
+        Each loss term is divided by the number of terms of all k times LAB_BATCH samples: the gradient is a mean, as
+        long as the base's. So with the base rate a step is no longer than before, and there are k times fewer.
         """
         self.buckets.zero()
         for inputs, targets, share in self.stream.dealt(step, self.group.rank(), self.group.size()):
@@ -134,7 +134,7 @@ class Trainee:
         self.optimizer.step()
 
     def alike(self, kind: str) -> Iterator[tuple[str, Tensor]]:
-        """The summed "gradients" or the "weights", which all ranks hold whole."""
+        """Yield the summed "gradients" or the "weights", which all ranks have whole."""
         for name, weight in self.model.named_parameters():
             tensor = weight.detach() if kind == "weights" else weight.grad
             if tensor is not None:
@@ -142,7 +142,7 @@ class Trainee:
 
     @torch.no_grad()
     def held_out_loss(self) -> float:
-        """The mean loss over samples that no step has seen, in float32; nothing can be trained any more after it."""
+        """Return the mean loss over held-out samples, in float32; the model cannot be trained afterwards."""
         inputs, targets, share = self.stream.judged()
         loss: float = (self.model.float()(inputs, targets) * share).item()
         return loss

@@ -1,33 +1,33 @@
-"""Every axis at once: one model sliced, in stages and replicated, on one grid of ranks.
+"""Combined parallelism: one model sliced, cut into stages and replicated, on one grid of ranks.
 
-Each axis alone has a limit: replicas hold everything, slices talk in every layer, pipelines idle. Large models take
-all of them, and ranks stand in a grid: those that differ along one axis alone are a group. Nothing new is needed, since
-each mechanism works on what the one below it left. What breaks breaks where axes meet: a gradient summed over the wrong
-group, too early or twice; a norm in which an element counts t times or not at all.
+Each axis alone has a limit: replicas store everything, slices communicate in every layer, pipelines idle. Large models
+use all of them, with ranks in a grid: those that differ only along one axis are a group. The techniques combine without
+change, since each works on the result of the one before. Bugs arise where axes meet: a gradient summed over the wrong
+group, too early or twice; a norm that counts an element t times or not at all.
 
-  predicted   along each axis what it sends alone, of what is left for it: over dp 2(d-1)/d of a rank's own weights,
-              P/(t·p) of them; over tp 2(t-1)/t x b·s·h a sum of its own layers, for its own samples; over pp b·s·h at
-              an end, b·s·h/t with sequence parallelism (Narayanan et al. 2021, "Megatron-LM", section 3.2); over cp
-              3(c-1)/c of K and V of its own heads and samples a layer. Of s positions a rank has s/c, and gradients
-              are summed over dp and cp together. At rest P/(t·p) of everything, and what ZeRO leaves of that
+  predicted   along each axis what it sends alone, for the part of the model on the rank: over dp 2(d-1)/d of its own
+              weights, P/(t·p) of them; over tp 2(t-1)/t x b·s·h per sum in its own layers, for its own samples; over pp
+              b·s·h per end of a stage, b·s·h/t with sequence parallelism (Narayanan et al. 2021, "Megatron-LM", section
+              3.2); over cp 3(c-1)/c of K and V of its heads and samples per layer. A rank has s/c of s positions, and
+              gradients are summed over dp and cp together. At rest P/(t·p) of everything, and less with ZeRO
   shapes      inputs [B/d, S/c] in m microbatches; between stages [b, S/c, D], or rows [b, S/(c·t), D]; weights of a
               rank [D/t, D] of L/p layers
 
-LAB_MESH names the axes from the outermost to the innermost, as pp2,dp2,tp2; tp sends most, so its ranks are neighbours.
-With a cp samples are folded over its ranks, and keys and values go round (zigzag of RUN_MODE=cp).
+LAB_MESH lists the axes from outermost to innermost, such as pp2,dp2,tp2; tp sends most, so its ranks are neighbours.
+With cp, samples are folded over its ranks, and keys and values are passed around (zigzag of RUN_MODE=cp).
 
-  1f1b             a stage a rank, in turns as pp's 1f1b; buckets, launched inside the last backward pass of the
+  1f1b             one stage per rank, like pp's 1f1b; buckets are launched during the last backward pass of the
                    pipeline
-  sequence         1f1b over sequence parallelism: what is whole on a rank of a slice is used on its rows, and summed
-  zero1            sequence, and each replica keeps and steps its part of the optimizer's state
-  zero2            and of the gradients, summed in each backward pass of the pipeline
-  zero3            and of the weights, gathered for each pass of each microbatch: a pipeline makes many
-  ulysses          1f1b, whose ranks along cp swap positions for heads around attention
+  sequence         1f1b with sequence parallelism: gradients of replicated parameters are summed over the rows' ranks
+  zero1            sequence, and each replica stores and updates its part of the optimizer's state
+  zero2            zero1, with sharded gradients, summed in each backward pass of the pipeline
+  zero3            zero2, with sharded weights, gathered for each pass of each microbatch: a pipeline has many
+  ulysses          1f1b whose ranks along cp exchange positions for heads around attention
   dtensor_fsdp2    PyTorch's own on two axes: parallelize_module, and fully_shard over its DTensors
   pipelining_fsdp2 PyTorch's own on the other two: torch.distributed.pipelining over fully_shard
 
-With LAB_DROPOUT masks belong to samples and positions: alike along tp where activations are, others along dp, along cp
-and where rows are cut (distlab/lab/workload/model.py). 16-bit weights have float32 masters.
+LAB_DROPOUT draws masks per sample and position: equal along tp where activations are replicated, different along dp,
+along cp and where rows are cut (distlab/lab/workload/model.py). 16-bit weights have float32 masters.
 """
 
 from functools import partial
@@ -54,7 +54,7 @@ from .stack import plain, stack
 
 
 def trained(config: Config, seed: int) -> Model:
-    """The model of LAB_MODEL, whose blocks drop LAB_DROPOUT of what they add."""
+    """Return the model of LAB_MODEL, whose blocks drop LAB_DROPOUT of what they add."""
     return dropping(build_model(config, seed), config, config.own(Options).dropout)
 
 
@@ -82,7 +82,7 @@ def run(lab: Lab) -> None:
 
 
 def held_in_flight(lab: Lab, name: str, strategy: Strategy) -> None:
-    """Of the variants by hand, that no stage holds more than its schedule says."""
+    """Check for variants by hand that no stage stores more microbatches than its schedule allows."""
     if name in HOW:
         assert isinstance(strategy, Stacked)
         check_in_flight(lab, name, strategy, "1f1b")
@@ -133,11 +133,10 @@ MODE = Mode(
     recomputes=True,
     reading=(
         "experiments/mesh/lesson.py: the idea on one page, which runs alone and as the variant `plain`",
-        "experiments/mesh/__init__.py: the variants, and what a run of them claims",
+        "experiments/mesh/__init__.py: the variants, and what a run of them checks",
         "experiments/mesh/stack.py: the whole order of composition",
         "distlab/techniques/mesh/grid.py: one group for each axis",
-        "distlab/techniques/mesh/strategy.py: the training step, what of a stage is replicated or sharded, and the"
-        " one norm",
+        "distlab/techniques/mesh/strategy.py: the training step, replicated or sharded stages, and the one norm",
         "distlab/techniques/mesh/reducing_pipeline.py: gradients summed in the last backward pass of each stage",
     ),
 )

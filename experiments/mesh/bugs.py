@@ -1,4 +1,4 @@
-"""The classic mistakes of stacked axes, made on purpose by LAB_BUG; all but the last were found in public."""
+"""Classic bugs of combined axes, injected by LAB_BUG; all but the last were found in public repositories."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,51 +20,51 @@ from distlab.techniques.pipeline_parallel.strategy import sum_shared
 from .placement import axes
 from .stack import Keep, own_masks
 
-KEPT = ("1f1b", "zero1")  # whole and in shards
+KEPT = ("1f1b", "zero1")  # replicated and sharded
 BY_ROWS = ("sequence", "zero2")
 BY_POSITIONS = ("1f1b", "zero2", "ulysses")
 DROPPED = ("1f1b", "zero2")
 mistake = Mistakes()
 
 
-# --- the settings that hide one ---
+# --- settings that hide a bug ---
 
 
 def short(axis: str) -> Callable[[Config], str]:
-    """A sentence where this axis is one rank long."""
+    """Return a sentence if this axis is one rank long."""
     sentence = f"a mesh without {axis}: give LAB_MESH a {axis} of 2 or more"
     return lambda config: sentence if axes(config)[axis] == 1 else ""
 
 
 def unreplicated(config: Config) -> str:
-    """Where no two ranks hold the same."""
+    """Return a sentence if no two ranks have the same parameters."""
     sizes = axes(config)
     return "" if sizes["dp"] * sizes["cp"] > 1 else "a mesh without dp and cp: give LAB_MESH a dp of 2 or more"
 
 
 def untied(config: Config) -> str:
-    """Where no weight is on two stages."""
+    """Return a sentence if no weight is on two stages."""
     if config.model != "gpt" or not config.tie:
         return "LAB_TIE=0 or another model than gpt: no two stages share a weight"
     return short("pp")(config)
 
 
 def undropped(config: Config) -> str:
-    """Where nothing is dropped, or nothing is replicated."""
+    """Return a sentence if nothing is dropped or replicated."""
     return short("dp")(config) if getattr(config.options, "dropout", 0) else "LAB_DROPOUT=0: nothing is dropped"
 
 
 def rowless(config: Config) -> str:
-    """Where no rows are cut."""
+    """Return a sentence if no rows are cut."""
     return short("tp")(config) if config.model == "gpt" else f"LAB_MODEL={config.model}: its rows are not cut"
 
 
-# --- the mistakes ---
+# --- the bugs ---
 
 
 @mistake("norm_by_all", check="clipped gradients", part="Stacked", of=KEPT, needs=Needs(clip=True, unless=short("tp")))
 class CountedByAll(Stacked):
-    """What all ranks of a slice hold whole is in the norm once a rank, t times (NeMo-RL pull request 3788)."""
+    """The norm counts parameters that all ranks of a slice have t times, once per rank (NeMo-RL pull request 3788)."""
 
     def in_norm(self, held: StageShard) -> bool:
         return self.first_replica(held) and self.first_stage(held)
@@ -72,10 +72,9 @@ class CountedByAll(Stacked):
 
 @mistake("tied_too_early", check="gradients", part="Stacked", of=("zero2",), needs=Needs(unless=untied))
 class TiedTooEarly(Stacked):
-    """A tied embedding's gradient is summed over the stages beside ZeRO's shards, which were taken before
-    (Megatron-LM issue 844).
+    """A tied embedding's gradient is summed over the stages after ZeRO's shards were taken (Megatron-LM issue 844).
 
-    Sums what the layers themselves have left of the gradient of a tied weight, of which ZeRO took shards before.
+    It sums the gradient of a tied weight in the layers, from which ZeRO has already taken its shards.
     """
 
     def sum_over_stages(self) -> None:
@@ -90,8 +89,8 @@ class TiedTooEarly(Stacked):
 
 @mistake("scaled_by_cp", check="gradients", part="Stacked", of=BY_POSITIONS, needs=Needs(unless=short("cp")))
 class TimesCp(Stacked):
-    """The loss is multiplied by the ranks along cp, and its gradients are summed over them all the same: c times
-    too large (Megatron-LM issue 906)."""
+    """The loss is multiplied by the ranks along cp, but its gradients are summed over them anyway: c times too large
+    (Megatron-LM issue 906)."""
 
     def backward(self, microbatches: list[Microbatch]) -> Tensor | None:
         return super().backward([each._replace(share=each.share * self.mesh.size("cp")) for each in microbatches])
@@ -105,19 +104,19 @@ class TimesCp(Stacked):
     needs=Needs(microbatches=2, unless=unreplicated),
 )
 class ArmedAround(ReducingPipeline):
-    """Buckets are armed around the whole pipeline and launched by its first backward pass: the sums are of one
-    microbatch (picotron pull request 5).
+    """Buckets are armed for the whole pipeline, so its first backward pass launches them: sums of one microbatch
+    (picotron pull request 5).
 
-    They are waited for at once: else the next pass adds to what is being summed, and where that is slow the sum is
-    right by chance, as it was in one run of the tests.
+    They are waited for at once: otherwise the next pass adds to the running sum, which was correct by chance in one run
+    of the tests.
     """
 
     def is_last(self, action: Action) -> bool:  # noqa: ARG002
         return True
 
     @contextmanager
-    def told(self, action: Action) -> Iterator[None]:
-        with super().told(action):
+    def reducing(self, action: Action) -> Iterator[None]:
+        with super().reducing(action):
             yield
         for buckets in self.reducers[action.stage]:
             assert isinstance(buckets, GradientBuckets)
@@ -129,13 +128,13 @@ class ArmedAround(ReducingPipeline):
 
 @mistake("rows_not_summed", check="gradients", part="Keep", of=BY_ROWS, needs=Needs(unless=rowless))
 def without_sums_of_rows(*given: Any, rows: bool, zero: int) -> Keep:  # noqa: ARG001
-    """Sequence parallelism leaves each rank its own rows' part of a norm's gradient, and nobody adds them up
+    """With sequence parallelism each rank has its rows' part of a norm's gradient, and the parts are never summed
     (Megatron-LM issue 1446)."""
     return Keep(*given, rows=False, zero=zero)
 
 
 class ByPlace(Dropouts):
-    """Draws by the place of a sample in its replica's microbatch, as generators of one seed on all replicas do."""
+    """Draws masks by a sample's index in its replica's microbatch, as generators with one seed on all replicas do."""
 
     def checksums(self, inputs: Tensor) -> list[int]:
         return list(range(len(inputs)))
@@ -143,15 +142,15 @@ class ByPlace(Dropouts):
 
 @mistake("dropout_alike", check="losses", part="own_masks", of=DROPPED, needs=Needs(unless=undropped))
 def drawn_alike(dropouts: Dropouts, *given: Any, rows: bool) -> None:
-    """Generators of one seed on all replicas: dropout takes the same numbers of other samples (transformers issue
-    31412)."""
+    """All replicas' generators have the same seed: dropout uses the same numbers for different samples (transformers
+    issue 31412)."""
     own_masks(dropouts, *given, rows=rows)
     dropouts.__class__ = ByPlace
 
 
 @mistake("late_buckets", check="overlap", part="Replicas", of=("1f1b",), needs=Needs(proof=False, unless=unreplicated))
 def launched_late(*given: Any, **more: Any) -> Replicas:
-    """Buckets are launched when the pipeline is through: right, and nothing is hidden under its last backward pass."""
+    """Buckets are launched after the pipeline: correct, but nothing overlaps its last backward pass."""
     buckets = Replicas(*given, **more)
     buckets.overlap = False
     return buckets

@@ -1,6 +1,5 @@
-"""What a run of a mesh is held to beside its sums: bytes along each axis, the order of its pipelines, and when buckets
-are launched.
-"""
+"""Checks of a mesh besides the proof: bytes along each axis, the order of its pipelines, and when buckets are
+launched."""
 
 from collections.abc import Mapping, Sequence
 
@@ -16,7 +15,7 @@ from .traffic import FORMULAS, by_axis
 
 
 def tell(lab: Lab, sizes: Mapping[str, int]) -> None:
-    """The grid, and what 1f1b sends along each of its axes."""
+    """Log the grid, and what 1f1b sends along each of its axes."""
     grid = " x ".join(f"{axis} {ranks}" for axis, ranks in sizes.items())
     for axis, cost in by_axis(Rank(lab.config, sizes, 0, HOW["1f1b"])).items():
         lab.say(f"{grid}: 1f1b sends {cost.nbytes / 1e6:.3g} MB over {axis}, calls: {cost.calls}", "predict")
@@ -26,7 +25,7 @@ def tell(lab: Lab, sizes: Mapping[str, int]) -> None:
 
 
 def compare_axes(lab: Lab, name: str, rank: Rank, measured: Measured) -> None:
-    """Called bytes of each axis, exactly."""
+    """Check the bytes along each axis, exactly."""
     for axis, cost in by_axis(rank).items():
         called = sum(op.called_bytes for op in measured.traffic.called if op.axis == axis)
         lab.compare(
@@ -35,12 +34,12 @@ def compare_axes(lab: Lab, name: str, rank: Rank, measured: Measured) -> None:
 
 
 def check_order(lab: Lab, name: str, rank: Rank, measured: Measured) -> None:
-    """Each row along pp works in the order of 1f1b, and idles no more than its formula."""
+    """Check that each row along pp follows the order of 1f1b, and idles no more than its formula."""
     check_schedule(lab, name, measured.order, Piped("1f1b", lab.config.num_microbatches, [*range(rank.p)]))
 
 
 def check_overlap(lab: Lab, name: str, measured: Measured) -> None:
-    """Buckets are launched inside a backward pass, as soon as their gradients are there."""
+    """Check that buckets are launched inside a backward pass, as soon as their gradients are ready."""
     if HOW[name].zero or HOW[name].plain or lab.mesh.size("dp") == lab.mesh.size("cp") == 1:
         return
     sums = measured.order.launches("all_reduce")
@@ -51,13 +50,13 @@ def check_overlap(lab: Lab, name: str, measured: Measured) -> None:
 
 
 def within_backward(order: Order, place: int) -> bool:
-    """Whether something happened inside of a backward pass."""
+    """Return whether an event happened inside a backward pass."""
     begun, ended = (sum(other < place for other in order.where(what, "backward")) for what in ("begin", "end"))
     return begun > ended
 
 
 def claims(mode: Mode, config: Config) -> Sequence[Claims]:
-    """Of all variants by hand bytes, calls, and the order of passes with what comes of it."""
+    """Return the checks of all variants by hand: bytes, calls, and the order of passes with its memory and bubble."""
     sizes = mode.axes(config)
     along = [axis for axis, ranks in sizes.items() if axis != "cp" and ranks > 1]
     launched = [name for name in mode.by_hand if name in HOW and not HOW[name].zero and not HOW[name].plain]
@@ -66,7 +65,7 @@ def claims(mode: Mode, config: Config) -> Sequence[Claims]:
         Claims(("in flight",), mode.by_hand, when=config.proof),
         Claims(("called bytes", "wire bytes", "rest bytes", "calls"), mode.by_hand),
         Claims(("schedule", "bubble on paper"), mode.by_hand),
-        # else gradients go over two axes at once
+        # otherwise gradients are summed over two axes at once
         Claims([f"called bytes over {axis}" for axis in along], mode.by_hand, when=sizes["cp"] == 1),
         Claims(("called bytes over ",), (), fails_in="test_bytes_along_a_wrong_axis_fail"),
         Claims(("overlap",), launched, when=sizes["dp"] > 1),

@@ -11,11 +11,11 @@ from torch.nn import functional as F
 
 
 def grid(sizes: dict[str, int]) -> dict[str, dist.ProcessGroup]:
-    """This rank's group along each axis: those that differ along it alone. The last axis is the innermost."""
+    """Returns this rank's group along each axis: ranks that differ only along it. The last axis is innermost."""
     ranks, groups = torch.arange(math.prod(sizes.values())).view(*sizes.values()), {}
     for dim, (axis, size) in enumerate(sizes.items()):
         for row in ranks.movedim(dim, -1).reshape(-1, size).tolist():
-            group = dist.new_group(row)  # every rank makes every group, in one order
+            group = dist.new_group(row)  # every rank creates every group, in one order
             if dist.get_rank() in row:
                 groups[axis] = group
     return groups
@@ -38,7 +38,7 @@ class SumOneWay(torch.autograd.Function):  # tp (experiments/tp/lesson.py): f su
 
 
 def slice_layers(block: nn.Module, columns: list[str], row: str, group: dist.ProcessGroup, unit: int = 1) -> None:
-    """Leaves this rank's slice of `block`: its input goes to the layers `columns`, and what they give to `row`."""
+    """Replaces layers of `block` by this rank's slices: `columns` get its input, and `row` gets their output."""
 
     def share(whole: Tensor, dim: int) -> nn.Parameter:
         units = whole.detach().unflatten(dim, (-1, unit))
@@ -90,7 +90,7 @@ class Pipeline:  # pp (experiments/pp/lesson.py): a run of sliced layers a rank,
 
 
 def demo(group: dist.ProcessGroup) -> float:
-    """Four blocks on three grids of an even number of ranks; how far a gradient is from one process's."""
+    """Train four blocks on three grids of an even number of ranks; return the largest error of a gradient."""
     half, worst, loss = group.size() // 2, 0.0, nn.MSELoss(reduction="sum")
     for pp, dp, tp in ((2, half, 1), (2, 1, half), (1, 2, half)):
         axes = grid({"pp": pp, "dp": dp, "tp": tp})

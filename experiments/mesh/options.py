@@ -1,10 +1,10 @@
-"""The variables of RUN_MODE=mesh, and its own sizes. torch is not imported here: they are read before it."""
+"""The variables and default sizes of RUN_MODE=mesh. Do not import torch here: this is read before it."""
 
 from distlab.lab.config.settings import Field, PipelineOptions
 
 
 class Options(PipelineOptions):
-    """What a mesh alone knows."""
+    """The variables that only a mesh has."""
 
     sizes = {"microbatches": 4, "batch": 32}  # noqa: RUF012  ModeOptions says that it is the class's
     mesh: str = Field(

@@ -1,6 +1,6 @@
-"""What a rank of the mesh holds, on paper: its place in the grid, its stage, and of each parameter its slice.
+"""The predicted contents of a rank of the mesh: its position in the grid, its stage, and its slice of each parameter.
 
-Derived from the dense model's outline and the rules of the papers alone, and not from what slices and cuts it in a run.
+This uses only the dense model's outline and the papers' rules, not the code that slices and cuts in a run.
 """
 
 import math
@@ -23,21 +23,21 @@ BY_HEADS = ("attention.q.weight", "attention.q.bias", "attention.k.weight", "att
             "attention.v.bias", "attention.o.weight")  # fmt: skip
 BY_UNITS = ("mlp.up.weight", "mlp.up.bias", "mlp.down.weight")
 BY_VOCABULARY = ("token.weight", "project.weight")
-REPLICATED = ("dp", "cp")  # the axes along which all ranks hold the same
+REPLICATED = ("dp", "cp")  # along these all ranks have the same parameters
 
 
 class How(NamedTuple):
-    """What a variant is made of, and a sentence on it."""
+    """The techniques that a variant combines, and a sentence on it."""
 
     sentence: str
-    rows: bool = False  # sequence parallelism, where there is a text and a tp
+    rows: bool = False  # sequence parallelism, if there is a text and a tp
     zero: int = 0
-    plain: bool = False  # gpt's ends whole on every rank of a slice, and gradients summed one by one
-    swaps: bool = False  # positions for heads along cp (Ulysses), where others send keys round
+    plain: bool = False  # gpt's ends on every rank of a slice, and gradients summed one by one
+    swaps: bool = False  # exchanges positions for heads along cp (Ulysses), instead of passing keys around
 
     @property
     def cut(self) -> Callable[[int, int], Positions]:
-        """Which rank along cp holds which positions."""
+        """Return the rule for which rank along cp has which positions."""
         return contiguous if self.swaps else zigzag
 
 
@@ -58,11 +58,11 @@ class Local(NamedTuple):
     name: str
     numel: int  # of this rank's slice
     whole: bool  # every rank of a slice has all of it
-    shared: bool  # by the first and the last stage, which are not the same
+    shared: bool  # by the first and the last stage, if they differ
 
 
 class Rank:
-    """Rank `rank` of a grid of `sizes`, in a variant that is made as `how` says."""
+    """Rank `rank` of a grid of `sizes`, in a variant built as `how` describes."""
 
     def __init__(self, config: Config, sizes: Mapping[str, int], rank: int, how: How) -> None:
         self.config, self.sizes, self.how = config, sizes, how
@@ -83,12 +83,12 @@ class Rank:
 
     @property
     def replicas(self) -> int:
-        """Ranks that hold the same of the model: with other samples, or with other positions of the same."""
+        """Return the number of ranks with the same part of the model, but other samples or positions."""
         return self.d * self.c
 
     @property
     def replica(self) -> int:
-        """This one's place among them, in the order of the grid."""
+        """Return this rank's index among them, in the order of the grid."""
         place = 0
         for axis in (axis for axis in self.sizes if axis in REPLICATED):
             place = place * self.sizes[axis] + self.at[axis]
@@ -96,12 +96,12 @@ class Rank:
 
     @property
     def replicated(self) -> str:
-        """The axis, or both, along which they lie: the name of their group."""
+        """Return the axis or axes along which they differ: the name of their group."""
         return "_".join(axis for axis in REPLICATED if self.sizes[axis] > 1) or "dp"
 
     @property
     def num_blocks(self) -> int:
-        """Layers of this rank that are no ends of gpt."""
+        """Return the number of this rank's layers that are not gpt's ends."""
         return len(self.layers) - (self.is_first + self.is_last) * self.is_gpt
 
     @property
@@ -113,12 +113,12 @@ class Rank:
         return self.at["pp"] == self.p - 1
 
     def own_rows(self) -> int:
-        """Positions that this rank has of each sample between two slices, of those along cp."""
+        """Return the positions that this rank has of each sample between two slices, of its part along cp."""
         return partition_sizes(self.seq, self.t)[self.at["tp"]] if self.rows else self.seq
 
     @cached_property
     def units(self) -> list[list[Local]]:
-        """The parameters of its stage by layer; tied ends are one, and between two stages one by itself."""
+        """Return the parameters of its stage by layer; tied ends are one unit, and a separate one if on two stages."""
         layers = outline(self.config).layers
         tied = self.config.tie and self.is_gpt
         found = {index: list(self.of_layer(layers[index])) for index in self.layers}
@@ -132,13 +132,13 @@ class Rank:
 
     @property
     def uneven(self) -> bool:
-        """Whether ranks of a slice have parameters of other sizes."""
+        """Return whether ranks of a slice have different numbers of parameters."""
         names = [name for name, _ in outline(self.config).named_parameters()]
         counts = {self.share(name.split(".", 2)[-1])[1] for name in names}
         return any(count > 1 and count % self.t for count in counts)
 
     def of_layer(self, layer: nn.Module) -> Iterator[Local]:
-        """Of one layer, in the order of the model."""
+        """Yield the parameters of one layer, in the order of the model."""
         shared = self.config.tie and self.is_gpt and self.p > 1
         for name, parameter in layer.named_parameters():
             share, of = self.share(name)
@@ -146,7 +146,7 @@ class Rank:
             yield Local(name, numel, share == of, shared and name in BY_VOCABULARY)
 
     def share(self, name: str) -> tuple[int, int]:
-        """How many units of a parameter this rank has, and of how many: heads, hidden units or bytes of a text."""
+        """Return this rank's units of a parameter, and the total: heads, hidden units or vocabulary rows."""
         units = {BY_HEADS: self.config.heads, BY_UNITS: 4 * self.config.width}
         units |= {} if self.how.plain else {BY_VOCABULARY: VOCABULARY}
         count = next((units[names] for names in units if name in names), 1)
@@ -154,21 +154,21 @@ class Rank:
 
 
 def at(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
-    """The place of a rank along each axis; the last axis is the innermost."""
+    """Return the index of a rank along each axis; the last axis is the innermost."""
     place = {}
     for axis in reversed(list(sizes)):
         rank, place[axis] = divmod(rank, sizes[axis])
     return place
 
 
-# LAB_MESH: the axes of the grid, from the outermost to the innermost, and how many ranks lie along each.
+# LAB_MESH: the axes of the grid, from outermost to innermost, and the ranks along each.
 
-AXES = ("pp", "dp", "cp", "tp")  # as ranks are laid out by default: tp sends most, so its ranks are neighbours
-HANDED = ("dp", "tp", "pp")  # who gets the next factor of WORLD_SIZE where LAB_MESH is unset; cp takes a text
+AXES = ("pp", "dp", "cp", "tp")  # the default order; tp sends most, so its ranks are neighbours
+HANDED = ("dp", "tp", "pp")  # receive the factors of WORLD_SIZE in turn if LAB_MESH is unset; cp needs a text
 
 
 def sizes_of(mesh: str, world_size: int) -> dict[str, int]:
-    """Ranks along each axis, in the order of the grid; an axis that is not named is one rank long."""
+    """Return the ranks along each axis, in grid order; a missing axis is one rank long."""
     if not mesh:
         return default(world_size)
     named = {axis: int(size) for axis, size in re.findall(r"([a-z]+)(\d+)", mesh)}
@@ -176,7 +176,7 @@ def sizes_of(mesh: str, world_size: int) -> dict[str, int]:
 
 
 def default(world_size: int) -> dict[str, int]:
-    """The prime factors of WORLD_SIZE, the largest first, handed out in turn: 8 is dp2, tp2, pp2."""
+    """Distribute the prime factors of WORLD_SIZE over the axes in turn, largest first: 8 is dp2, tp2, pp2."""
     sizes = dict.fromkeys(AXES, 1)
     for axis, factor in zip(cycle(HANDED), sorted(factors(world_size), reverse=True), strict=False):
         sizes[axis] *= factor
@@ -184,7 +184,7 @@ def default(world_size: int) -> dict[str, int]:
 
 
 def factors(number: int) -> list[int]:
-    """Its prime factors; none of 1."""
+    """Return its prime factors; none for 1."""
     for divisor in range(2, math.isqrt(number) + 1):
         if number % divisor == 0:
             return [divisor, *factors(number // divisor)]
@@ -192,7 +192,7 @@ def factors(number: int) -> list[int]:
 
 
 def misfit(mesh: str, world_size: int) -> list[str]:
-    """Sentences why LAB_MESH is no grid of WORLD_SIZE ranks."""
+    """Return errors if LAB_MESH is no grid of WORLD_SIZE ranks."""
     parts = mesh.split(",") if mesh else []
     found = [re.fullmatch(r"([a-z]+)([1-9]\d{0,4})", part.strip()) for part in parts]
     names = [match[1] for match in found if match]
@@ -212,7 +212,7 @@ def misfit(mesh: str, world_size: int) -> list[str]:
 
 
 def of_experts(mesh: str) -> str:
-    """The run that shows the axes of experts in LAB_MESH: it knows no stages and no positions."""
+    """Return the command that shows LAB_MESH's axes of experts: without stages and positions."""
     sizes = {axis: int(size) for axis, size in re.findall(r"([a-z]+)(\d+)", mesh)}
     grid = {axis: sizes[axis] for axis in ("dp", "ep", "tp") if axis in sizes}
     named = ",".join(f"{axis}{ranks}" for axis, ranks in grid.items())
@@ -220,5 +220,5 @@ def of_experts(mesh: str) -> str:
 
 
 def axes(config: Config) -> dict[str, int]:
-    """Ranks along each axis of these settings, the innermost last."""
+    """Return the ranks along each axis of these settings, the innermost last."""
     return sizes_of(getattr(config.options, "mesh", ""), config.world_size)

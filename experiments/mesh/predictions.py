@@ -1,4 +1,4 @@
-"""What a mesh predicts, a value a rank: what it sends (traffic.py), what it holds and how long it idles."""
+"""Predictions of a mesh, per rank: messages (traffic.py), stored bytes and the bubble."""
 
 from collections.abc import Mapping
 
@@ -15,13 +15,13 @@ from distlab.techniques.sharded.costs import FULLY_SHARD_DIES, rest_bytes
 from .placement import HOW, Rank, misfit, sizes_of
 from .traffic import by_axis, owned, stage_of
 
-# What a mesh cannot run: settings that are no grid, and sizes that an axis cannot take.
+# What a mesh cannot run: settings that are no grid, and sizes that an axis does not support.
 
 NO_POSITIONS = "PyTorch's context_parallel has no path on a CPU (RUN_MODE=cp says why): set cp1 in LAB_MESH"
 
 
 def refuse(config: Config, mesh: str) -> list[str]:
-    """No grid of these ranks, a model that cannot be cut, too little of it for an axis; and what makes no batch."""
+    """Return errors for an invalid grid, a model that cannot be cut or is too small, and invalid batches."""
     if config.model not in ("gpt", "mlp"):
         more = "; pp takes its layers, dp and fsdp take it whole, and `distlab prove` proves how you cut it"
         where = more if is_own(config.model) else ""
@@ -39,7 +39,7 @@ def refuse(config: Config, mesh: str) -> list[str]:
 
 
 def too_small(config: Config, sizes: dict[str, int]) -> list[str]:
-    """Fewer heads, units or layers than ranks along an axis."""
+    """Return errors if there are fewer heads, units or layers than ranks along an axis."""
     sliced = {f"LAB_HEADS={config.heads}": config.heads, f"the vocabulary of {VOCABULARY}": VOCABULARY}
     counts = (sliced if config.model == "gpt" else {}) | {f"4 x LAB_WIDTH={config.width}": 4 * config.width}
     found = [
@@ -55,7 +55,7 @@ def too_small(config: Config, sizes: dict[str, int]) -> list[str]:
 
 
 def cannot(config: Config, sizes: dict[str, int]) -> dict[str, str]:
-    """The variants that cannot take these sizes, each with the reason; PyTorch's own have several."""
+    """Return the variants that cannot run these sizes, with the reason; PyTorch's own have several."""
     rows = "the rows that it cuts are positions of a text, and mlp has none: set LAB_MODEL=gpt"
     every = "every rank has all positions of its samples: give LAB_MESH a cp of 2 or more"
     theirs = {"dtensor_fsdp2": slices_over_shards(config, sizes), "pipelining_fsdp2": stages_over_shards(config, sizes)}
@@ -74,7 +74,7 @@ def cannot(config: Config, sizes: dict[str, int]) -> dict[str, str]:
 
 
 def slices_over_shards(config: Config, sizes: dict[str, int]) -> list[tuple[bool, str]]:
-    """What keeps DTensors from being sharded by fully_shard."""
+    """Return the reasons that prevent fully_shard on DTensors."""
     t = sizes["tp"]
     parts = {f"LAB_HEADS={config.heads}": config.heads, f"4 x LAB_WIDTH={config.width}": 4 * config.width}
     uneven = [name for name, count in parts.items() if count % t] or [""]
@@ -90,8 +90,8 @@ def slices_over_shards(config: Config, sizes: dict[str, int]) -> list[tuple[bool
 
 
 def stages_over_shards(config: Config, sizes: dict[str, int]) -> list[tuple[bool, str]]:
-    """What keeps PyTorch's pipelines from stages that fully_shard has taken over; the schedules without a bubble hang
-    over gloo then, so it is 1F1B."""
+    """Return the reasons that prevent PyTorch's pipelines with fully_shard; its schedules without a bubble hang over
+    gloo then, so 1F1B is used."""
     replicas, p, m = sizes["dp"], sizes["pp"], config.num_microbatches
     dealt = [*shard_sizes(config.batch, replicas), *shard_sizes(config.batch, replicas, uneven=True)]
     given = f"LAB_BATCH={config.batch} on dp {replicas} deals {min(dealt)} to {max(dealt)} samples"
@@ -106,11 +106,11 @@ def stages_over_shards(config: Config, sizes: dict[str, int]) -> list[tuple[bool
     ]
 
 
-# What a rank of the mesh holds between two steps: the formulas of ZeRO, with what other axes leave of the model.
+# Bytes that a rank of the mesh stores between steps: ZeRO's formulas, for the rank's part of the model.
 
 
 def at_rest(rank: Rank) -> float:
-    """Weights, gradients and optimizer state; ZeRO's units and chunks have their padding too."""
+    """Return the bytes of weights, gradients and optimizer state, with the padding of ZeRO's units and chunks."""
     config, adam = rank.config, rank.config.optimizer == "adamw"
     masters = config.dtype == "bfloat16"
     held = 0.0
@@ -129,7 +129,7 @@ def at_rest(rank: Rank) -> float:
 
 
 def predict(config: Config, sizes: Mapping[str, int], excluded: Mapping[str, str]) -> list[Prediction]:
-    """Bytes and calls of a step, bytes at rest and the bubble of each variant that can run, a value a rank."""
+    """Return bytes and calls of a step, bytes at rest and the bubble, per variant that can run and per rank."""
     found: list[Prediction] = []
     idle = (bubble(sizes["pp"], config.num_microbatches),) * config.world_size
     for name, how in HOW.items():

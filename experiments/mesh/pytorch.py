@@ -1,7 +1,7 @@
-"""PyTorch's own on two of the three axes at a time: fully_shard over DTensors, and pipelining over fully_shard.
+"""PyTorch's own on two of the three axes at a time: fully_shard on DTensors, and pipelining with fully_shard.
 
-On all three, as torchtitan stacks them, its schedules want a plan that knows stages, and gloo carries neither DDP over
-DTensors nor the schedules without a bubble over fully_shard: what cannot run says why (predictions.py).
+All three together, as in torchtitan, need a plan that knows stages; and over gloo neither DDP on DTensors works nor the
+schedules without a bubble with fully_shard. predictions.py gives the reason for each.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ from distlab.techniques.tensor_parallel.strategy import plan, tie
 
 def dtensor_fsdp2(model: Model, mesh: Mesh, config: Config) -> Strategy:
     """parallelize_module over tp, then fully_shard over dp: a DeviceMesh of two axes."""
-    # Not at the top: they take a rank a second, and no other variant needs them.
+    # Imported here because they take a second per rank, and no other variant needs them.
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import parallelize_module
@@ -45,7 +45,7 @@ def dtensor_fsdp2(model: Model, mesh: Mesh, config: Config) -> Strategy:
 
 
 class OfShardedDTensors(FullySharded):
-    """One whose weights are DTensors on two axes, and whose loss takes scores that are one on the second."""
+    """A model with DTensor weights on two axes, and a loss whose scores are a DTensor on the second."""
 
     def __init__(self, model: Model, mesh: Mesh, config: Config) -> None:
         super().__init__(model, mesh["dp"], config)
@@ -59,7 +59,7 @@ class OfShardedDTensors(FullySharded):
         return share if self.mesh.index("tp") == 0 else None
 
     def full(self, kind: str) -> Iterator[tuple[str, Tensor]]:
-        """Gathered over both axes, on rank 0 of all."""
+        """Yield tensors gathered over both axes, on rank 0 of all."""
         for label, tensor in named_tensors(self.model, self.optimizer, kind):
             whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
             if self.mesh.world.rank() == 0:
@@ -80,10 +80,10 @@ def pipelining_fsdp2(model: Model, mesh: Mesh, config: Config) -> Strategy:
 
 
 class OfShardedStages:
-    """A Strategy around one stage that fully_shard has taken over and PyTorch's schedule runs.
+    """A Strategy with one stage under fully_shard, run by PyTorch's schedule.
 
-    It cuts the replica's batch into microbatches by itself; fully_shard averages over the replicas, so the loss that is
-    differentiated is as many times ours.
+    The schedule cuts the replica's batch into microbatches itself; fully_shard averages over the replicas, so the loss
+    is multiplied by their number.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class OfShardedStages:
         self.optimizer.step()
 
     def full(self, kind: str) -> Iterator[tuple[str, Tensor]]:
-        """Gathered over the replicas, then from the first of each stage."""
+        """Yield tensors gathered over the replicas, then from the first of each stage."""
         whole = [
             (label, whole_piece(tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor))
             for label, tensor in named_tensors(self.stage, self.optimizer, kind)
@@ -126,4 +126,4 @@ class OfShardedStages:
         return dict(live_state(self.stage.named_parameters(), self.optimizer))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing is left to do: the state was filled in place."""
+        """Do nothing: the state was filled in place."""

@@ -1,8 +1,7 @@
-"""The whole order of composition: positions of all samples, slices of all layers, stages of those, what each replica
-keeps of a stage, one step.
+"""The order of composition: positions of samples, slices of layers, stages of slices, replicas of stages, one step.
 
-Each line works on what the one before left, and none knows how: a pipeline cuts whatever layers there are, buckets and
-shards take whatever parameters a stage has.
+Each line works on the result of the one before, without knowing it: a pipeline cuts whatever layers there are, buckets
+and shards use whatever parameters a stage has.
 """
 
 from collections.abc import Mapping
@@ -45,8 +44,8 @@ from .placement import HOW
 
 
 def stack(model: Model, mesh: Mesh, config: Config, *, name: str) -> Strategy:
-    """Positions, then slices, then stages of them, then what is kept of each stage over the replicas, then one step
-    around all; as the variant `name` is made."""
+    """Build the variant `name`: cut positions, slice layers, cut stages, store each stage over its replicas, then wrap
+    all in one step."""
     how, schedule = HOW[name], one_forward_one_backward(mesh.size("pp"), config.num_microbatches)
     rows = how.rows and model.name == "gpt" and mesh.size("tp") > 1
     positions = how.cut(config.seq, mesh.size("cp")) if mesh.size("cp") > 1 else None
@@ -72,7 +71,7 @@ def stack(model: Model, mesh: Mesh, config: Config, *, name: str) -> Strategy:
 
 
 def plain(model: Model, mesh: Mesh, config: Config) -> Strategy:
-    """The lesson on one page, in the same order."""
+    """Build the lesson on one page, in the same order."""
     slices = slice_by_lesson(model, mesh["tp"], lesson.slice_layers) if mesh.size("tp") > 1 else {}
     parts = parts_of(model, mesh["pp"])
     ((number, stage),) = parts.stages.items()
@@ -84,7 +83,7 @@ def plain(model: Model, mesh: Mesh, config: Config) -> Strategy:
 
 
 class SummedByLesson:
-    """`named` whole on every replica, and summed when the pipeline is through."""
+    """All of `named` on every replica, with gradients summed after the pipeline."""
 
     everywhere = True
 
@@ -99,7 +98,7 @@ class SummedByLesson:
         return nullcontext()
 
     def finish(self) -> None:
-        """Nothing is left, nor to deliver or to publish: what computes is stepped itself."""
+        """Do nothing, as in deliver and publish: the optimizer steps the computing weights directly."""
 
     deliver = publish = finish
 
@@ -113,28 +112,28 @@ class SummedByLesson:
 def prepared(
     positions: Positions | None, place: int, dropouts: Dropouts | None, microbatches: list[Microbatch]
 ) -> list[Microbatch]:
-    """This rank's positions of each microbatch; masks are drawn by the whole samples."""
+    """Return this rank's positions of each microbatch; masks are drawn for the whole samples."""
     if dropouts is not None:
         dropouts.deal([microbatch.inputs for microbatch in microbatches])
     return microbatches if positions is None else own_positions(microbatches, positions, place)
 
 
 def sliced(model: Model, mesh: Mesh, num_rows: int | None) -> dict[str, Slice]:
-    """This rank's slices of all layers, in place; says which parameters they are. With `num_rows`, of a sample, what
-    lies between two slices is this rank's part of them."""
+    """Replace all layers by this rank's slices, and return the slices by parameter name. With `num_rows` per sample,
+    activations between two slices are this rank's part of the rows."""
     if mesh.size("tp") == 1:
         return {}
     region = ReplicatedRegion(mesh["tp"]) if num_rows is None else SequenceParallelRegion(mesh["tp"])
     slice_layers(model, mesh["tp"], region)
     if isinstance(region, SequenceParallelRegion) and num_rows is not None:
         rows_inside(model, region)
-        region.num_rows = num_rows  # a later stage meets no embedding
+        region.num_rows = num_rows  # a later stage has no embedding
     return slices_of(model)
 
 
 def own_masks(dropouts: Dropouts, positions: Positions | None, mesh: Mesh, *, rows: bool) -> None:
-    """Cut each sample's mask, as one process draws it, to this rank's rows: its positions along cp, and of those its
-    rows along tp."""
+    """Cut each sample's mask, as one process draws it, to this rank's rows: its positions along cp, and its rows of
+    those along tp."""
     if positions is None and not rows:
         return
     own = torch.arange(dropouts.shape[0]) if positions is None else positions.of(mesh.index("cp"))
@@ -143,17 +142,17 @@ def own_masks(dropouts: Dropouts, positions: Positions | None, mesh: Mesh, *, ro
 
 
 class Keep:
-    """What is kept of this rank's stages: everything on each replica, or with `zero` shards of it."""
+    """Creates the stores of this rank's stages: everything on each replica, or with `zero` shards."""
 
     def __init__(
         self, parts: Parts, slices: dict[str, Slice], mesh: Mesh, config: Config, *, rows: bool, zero: int
     ) -> None:
         self.parts, self.mesh, self.config, self.zero = parts, mesh, config, zero
-        self.group = mesh.across("dp", "cp")  # ranks with other samples, or other positions, of the same stage's slice
+        self.group = mesh.across("dp", "cp")  # ranks with other samples or positions, but the same slice of the stage
         self.whole = [p for name, p in parts.parameters.items() if rows and name not in slices]
         self.shared = [parts.parameters[name] for name in parts.shared if name in parts.parameters]
-        # By its place in a buffer gloo adds up an element of three ranks and more in another order. Slices of unlike
-        # sizes would move what is whole to other places on each rank of a slice, so it has buckets of its own.
+        # With three ranks or more gloo's order of additions depends on the position in a buffer. Slices of different
+        # size would shift replicated parameters differently on each rank of a slice, so those have separate buckets.
         self.apart = set(slices) if any(len(set(cut.sizes)) > 1 for cut in slices.values()) else set[str]()
 
     def stage(self, number: int) -> list[ParameterStore]:
@@ -171,7 +170,7 @@ class Keep:
 
 
 class Turned(nn.Module):
-    """A stage's layers: samples come first in what it takes and gives, [b, S, ...]; inside of it rows, with `rows`."""
+    """A stage's layers; inputs and outputs are [b, S, ...], samples first, but inside come rows first, with `rows`."""
 
     def __init__(self, layers: nn.ModuleDict, *, rows: bool, recompute: bool) -> None:
         super().__init__()
@@ -180,13 +179,13 @@ class Turned(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         hidden = hidden.transpose(0, 1) if self.rows else hidden
         for layer in self.layers.values():
-            again = self.recompute and hidden.is_floating_point()  # an embedding keeps what it is given, and no more
+            again = self.recompute and hidden.is_floating_point()  # an embedding saves only its input
             hidden = recomputed(layer, hidden) if again else layer(hidden)
         return hidden.transpose(0, 1) if self.rows else hidden
 
 
 def pretend(pipeline: ReducingPipeline, mesh: Mesh, config: Config) -> None:
-    """With LAB_SLEEP_MS stages pretend to compute longer, each replica's microbatches alike."""
+    """With LAB_SLEEP_MS, let stages simulate longer compute, the same for each replica's microbatches."""
     sleep_ms: float = getattr(config.options, "sleep_ms", 0.0)
     if sleep_ms:
         of_replica = config.model_copy(update={"batch": config.batch / mesh.size("dp")})

@@ -1,4 +1,4 @@
-"""What sending costs a rank: bytes, calls and messages, that add up over whatever is sent."""
+"""The cost of a rank's messages: bytes, calls and messages, which can be added."""
 
 from collections.abc import Callable, Mapping
 
@@ -20,12 +20,11 @@ from distlab.techniques.tensor_parallel.layers import partition_sizes
 
 from .placement import Local, Rank
 
-# What the ranks of a slice send each other in a step: sums at the ends of their slices, or gathers and scatters of
-# rows.
+# Messages between the ranks of a slice in a step: sums at the ends of slices, or gathers and scatters of rows.
 
 
 def over_tp(rank: Rank) -> Cost:
-    """Sums at the ends of slices, or gathers and scatters of rows; the loss; and what rows leave to be summed."""
+    """Return the cost of sums at the ends of slices, or gathers and scatters of rows, with loss and gradients."""
     costs = [rows_at_rest(rank)] if rank.rows else []
     for samples in rank.microbatches:
         costs.append(in_rows(rank, samples) if rank.rows else in_sums(rank, samples))
@@ -36,22 +35,22 @@ def over_tp(rank: Rank) -> Cost:
 
 
 def ends_of_slices(rank: Rank) -> int:
-    """Where activations or their gradients are summed: forward and backward of each slice, and a half at gpt's ends."""
+    """Count the sums of activations or gradients: forward and backward of each slice, half of them at gpt's ends."""
     slices = 2 if rank.is_gpt else 1
     ends = (rank.is_first + rank.is_last) * rank.is_gpt * (not rank.how.plain)
     return 2 * slices * rank.num_blocks + ends
 
 
 def in_sums(rank: Rank, samples: int) -> Cost:
-    """All_reduces of b·s·h; a block that is computed again sums its attention again, with a mask its MLP too."""
+    """Return the cost of all_reduces of b·s·h; a recomputed block sums its attention again, with a mask its MLP too."""
     again = rank.num_blocks * (1 + rank.drops) if rank.config.recompute and rank.is_gpt else 0
     nbytes = samples * rank.seq * rank.config.width * rank.itemsize
     return all_reduce_cost(rank.t, nbytes).times(ends_of_slices(rank) + again)
 
 
 def in_rows(rank: Rank, samples: int) -> Cost:
-    """A gather and a scatter of rows in place of each; computed again, a block gathers for both slices and scatters
-    once, with a mask behind its MLP twice, and the head gathers."""
+    """Return the cost of a gather and a scatter of rows instead of each sum; a recomputed block gathers for both slices
+    and scatters once, with a mask after its MLP twice, and the head gathers."""
     row_bytes = samples * rank.config.width * rank.itemsize
     both = ends_of_slices(rank)
     again = rank.num_blocks if rank.config.recompute else 0
@@ -63,7 +62,7 @@ def in_rows(rank: Rank, samples: int) -> Cost:
 
 
 def gathered(rank: Rank, row_bytes: int) -> Cost:
-    """An all_gather of the text's rows: equal chunks by the backend, in one call; others one to each rank."""
+    """Return the cost of an all_gather of the text's rows: equal chunks in one call; others one call per rank."""
     t, own = rank.t, rank.at["tp"]
     nbytes = all_gather_bytes("direct", t, rank.seq * row_bytes, own, row_bytes)
     if rank.seq % t == 0:
@@ -72,22 +71,21 @@ def gathered(rank: Rank, row_bytes: int) -> Cost:
 
 
 def scattered(rank: Rank, row_bytes: int) -> Cost:
-    """A reduce_scatter of rows: to each other rank its own."""
+    """Return the cost of a reduce_scatter of rows: each other rank gets its own."""
     t, own = rank.t, rank.at["tp"]
     nbytes = reduce_scatter_bytes("direct", t, rank.seq * row_bytes, own, row_bytes)
     return Cost(nbytes, scatter_calls(chunk_bytes(t, rank.seq, 1), own, rank.config.backend), t - 1)
 
 
 def rows_at_rest(rank: Rank) -> Cost:
-    """Gradients of what every rank holds whole and used on its rows: of a stage in one sum, or of a unit of ZeRO."""
+    """Return the cost of summing gradients of replicated parameters used on rows: per stage, or per unit of ZeRO."""
     wholes = [sum(local.numel for local in unit if local.whole) * rank.itemsize for unit in rank.units]
     times = len(rank.microbatches) if rank.how.zero > 1 else 1
     sums = [nbytes for nbytes in wholes if nbytes] if rank.how.zero else [sum(wholes)]
     return total_cost(*(all_reduce_cost(rank.t, nbytes).times(times) for nbytes in sums))
 
 
-# What each variant sends along each axis in a step: the formulas of one axis, with what the others leave of the model
-# and of the batch.
+# Messages of each variant along each axis in a step: the formulas of one axis, for the rank's part of model and batch.
 
 FORMULAS = {
     "dp": "2(d-1)/d x P/(t·p), in ZeRO of chunks",
@@ -102,13 +100,13 @@ FORMULAS = {
 
 
 def over_replicas(rank: Rank) -> Cost:
-    """Buckets of its stage, or what ZeRO moves of each unit."""
+    """Return the cost of the buckets of its stage, or of ZeRO's messages per unit."""
     return total_cost(*(in_shards(rank, unit) for unit in rank.units)) if rank.how.zero else in_buckets(rank)
 
 
 def in_buckets(rank: Rank) -> Cost:
-    """An all_reduce of each; a weight that two stages share is the first in the order of both. What is whole has its
-    own where slices are of unlike sizes."""
+    """Return the cost of an all_reduce per bucket; a weight that two stages share is first in both. Replicated
+    parameters have separate buckets if slices differ in size."""
     ordered = sorted((local for unit in rank.units for local in unit), key=lambda local: not local.shared)
     if rank.how.plain:
         return total_cost(*(all_reduce_cost(rank.replicas, local.numel * rank.itemsize) for local in ordered))
@@ -124,7 +122,7 @@ def in_buckets(rank: Rank) -> Cost:
 
 
 def in_shards(rank: Rank, unit: list[Local]) -> Cost:
-    """Sums and gathers of chunks; a unit that two layers compute with stays gathered from the one to the other."""
+    """Return the cost of sums and gathers of chunks; a unit that two layers use stays gathered between them."""
     zero, microbatches, replicas = stage_of(rank, unit), len(rank.microbatches), rank.replicas
     gathers = 1 if spans(rank, unit) else 2
     chunk = -(-sum(local.numel for local in unit) // replicas)
@@ -134,12 +132,12 @@ def in_shards(rank: Rank, unit: list[Local]) -> Cost:
 
 
 def stage_of(rank: Rank, unit: list[Local]) -> int:
-    """ZeRO's stage of a unit: what another stage of the pipeline computes with too stays whole."""
+    """Return ZeRO's stage of a unit: a unit that another pipeline stage uses too stays whole."""
     return min(rank.how.zero, 2) if unit[0].shared else rank.how.zero
 
 
 def spans(rank: Rank, unit: list[Local]) -> bool:
-    """Whether both ends of gpt lie in it."""
+    """Return whether it has both ends of gpt."""
     return rank.config.tie and rank.p == 1 and unit[0].name == "token.weight"
 
 
@@ -147,8 +145,8 @@ def spans(rank: Rank, unit: list[Local]) -> bool:
 
 
 def over_cp(rank: Rank) -> Cost:
-    """Keys and values on their way round and their gradients behind them, or heads for positions and back; a block
-    that is computed again sends what it sent forward once more."""
+    """Return the cost of passing keys, values and their gradients around, or of exchanging heads for positions; a
+    recomputed block repeats its forward messages."""
     head_bytes = rank.config.width // rank.config.heads * rank.itemsize
     own = partition_sizes(rank.config.heads, rank.t)[rank.at["tp"]]
     heads, again, place = partition_sizes(own, rank.c), rank.config.recompute, rank.at["cp"]
@@ -167,7 +165,7 @@ def over_cp(rank: Rank) -> Cost:
 
 
 def over_pp(rank: Rank) -> Cost:
-    """What passes at the ends of its stage, and the gradient of a weight that the first and the last one share."""
+    """Return the cost at the ends of its stage, and of the gradient that the first and last stage share."""
     ends, row_bytes = pipeline_ends(rank.p, 1, rank.at["pp"]), rank.config.width * rank.itemsize
     passed = [samples * rank.own_rows() * row_bytes for samples in rank.microbatches]
     costs = [Cost(ends * nbytes, ends, ends) for nbytes in passed if nbytes]
@@ -178,7 +176,7 @@ def over_pp(rank: Rank) -> Cost:
 
 
 def owned(rank: Rank, unit: list[Local]) -> int:
-    """Numbers of a unit that this rank steps."""
+    """Return how many numbers of a unit this rank steps."""
     numel = sum(local.numel for local in unit)
     chunk = -(-numel // rank.replicas)
     return max(0, min(chunk, numel - rank.replica * chunk))
@@ -188,7 +186,7 @@ OVER: Mapping[str, Callable[[Rank], Cost]] = {"cp": over_cp, "tp": over_tp, "pp"
 
 
 def by_axis(rank: Rank) -> dict[str, Cost]:
-    """What a rank sends in each group: along each axis of more than one rank, and over dp and cp together."""
+    """Return the cost in each group: along each axis of more than one rank, and over dp and cp together."""
     long = {axis: ranks for axis, ranks in rank.sizes.items() if ranks > 1}
     costs = {axis: [OVER[axis](rank)] if axis in OVER else [] for axis in long}
     for axis, ranks in long.items():

@@ -1,29 +1,29 @@
-"""Pipeline parallelism: the layers of one model in stages, a stage a rank, and microbatches on their way through them.
+"""Pipeline parallelism: the layers of a model in stages, one stage per rank, and microbatches that pass through them.
 
-A model that is cut between its layers needs little communication, an activation at each cut, and a rank holds a p-th of
-it. But a rank can work only on what the rank before it is done with. With the batch in one piece all ranks but one
-wait at any time; in m microbatches they fill the pipe, and the waiting shrinks to its filling and draining, the bubble.
+A model cut between its layers needs little communication, one activation per cut, and a rank stores only a p-th of it.
+But a rank can work only on what the rank before it has finished. With the batch in one piece all ranks but one wait at
+any time; m microbatches fill the pipe, and only filling and draining it idles: the bubble.
 
   predicted   bubble: (p-1)/(m+p-1) of all ranks' time (Narayanan et al. 2021, "Megatron-LM", section 2.2).
-              Bytes: A = B·S·D elements a cut and direction, so 2A a rank, A for the first and the last one; 2v·A with
-              chunks, less A at the model's two ends. In flight: m microbatches in gpipe, min(m, p-r) in 1f1b
+              Bytes: A = B·S·D elements per cut and direction, so 2A per rank, A for the first and the last one; 2v·A
+              with chunks, less A at the model's two ends. In flight: m microbatches in gpipe, min(m, p-r) in 1f1b
   shapes      inputs [B, S] on every rank; between stages [b, S, D], b samples of a microbatch (mlp: [b, D])
 
-The variants do the same arithmetic, in another order:
+The variants compute the same in different orders:
 
   one_microbatch  the whole batch as one microbatch: the model is split, the work is not
-  gpipe           all microbatches forward, then all backward: every rank holds the activations of all m
-  1f1b            a backward as soon as there can be one: the bubble of gpipe, and rank r holds at most p - r of the m
-  interleaved     1f1b with two stages a rank: the pipe fills twice as fast, for twice the messages
-  zb_h1           1f1b that sends the gradients of inputs before it computes those of weights, which its later ranks put
-                  off to where they would wait
-  zbv             the same with two stages a rank, that lie like a V: the last rank hands itself its second one
-  dualpipev       on the same V a forward and a backward in turn; from 2p microbatches on
+  gpipe           all microbatches forward, then all backward: every rank stores the activations of all m
+  1f1b            backwards as early as possible: the bubble of gpipe, but rank r stores at most p - r of the m
+  interleaved     1f1b with two stages per rank: the pipe fills twice as fast, for twice the messages
+  zb_h1           1f1b that sends gradients of inputs before it computes those of weights, which later ranks defer to
+                  the time when they would wait
+  zbv             the same with two stages per rank, arranged like a V: the last rank has two neighbouring stages
+  dualpipev       on the same V, forwards and backwards alternate; needs at least 2p microbatches
   torch_...       torch.distributed.pipelining's Schedule1F1B, ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble
                   and ScheduleDualPipeV
 
-Ranks that share cores show no bubble, since one computes while another waits: LAB_SLEEP_MS pretends compute that
-takes no core.
+Ranks that share cores show no bubble, since one computes while another waits: LAB_SLEEP_MS simulates compute without
+using a core.
 """
 
 from collections.abc import Callable
@@ -67,7 +67,7 @@ from .checks import check_order, claims
 from .options import Options
 from .predictions import cannot, owners_of, passed_bytes, predict, refuse
 
-Scheduled: TypeAlias = Callable[[int, int], schedules.Schedule]  # of p ranks and m microbatches
+Scheduled: TypeAlias = Callable[[int, int], schedules.Schedule]  # by p ranks and m microbatches
 SCHEDULES: dict[str, Scheduled] = {
     "gpipe": schedules.gpipe,
     "1f1b": schedules.one_forward_one_backward,
@@ -81,7 +81,7 @@ SCHEDULES: dict[str, Scheduled] = {
 
 
 def one_microbatch(model: Model, mesh: Mesh, config: Config) -> Strategy:
-    """The whole batch goes from rank to rank and back."""
+    """The whole batch passes from rank to rank and back."""
     parts = parts_of(model, mesh.group)
     pretend_compute(parts.stages, config, config.own(Options).sleep_ms, {})
     width = config.width if model.name == "gpt" or is_own(config.model) else None
@@ -89,7 +89,7 @@ def one_microbatch(model: Model, mesh: Mesh, config: Config) -> Strategy:
 
 
 class InTurn:
-    """An engine of plain messages: each rank waits for the one before it, and on the way back for the one behind it."""
+    """An engine of blocking messages: each rank waits for the previous one, in the backward for the next one."""
 
     def __init__(self, parts: Parts, loss: nn.Module, group: dist.ProcessGroup, width: int | None) -> None:
         (self.stage,) = parts.stages.values()
@@ -118,15 +118,15 @@ class InTurn:
         return output.detach() if rank == last else None
 
     def send(self, tensor: Tensor, rank: int) -> None:
-        """Return when `rank` has it, which waits for it by then."""
+        """Send; returns when `rank` has received it."""
         with phase("send", "0"):
             self.peers.send(0, rank, sendable(tensor, self.peers)).wait()
 
     def received(self, rank: int, inputs: Tensor) -> Tensor:
-        """What `rank` sends: a whole batch as it lies between stages, [B, S, D] of gpt, [B, D] of mlp."""
+        """Return what `rank` sends: a whole batch between stages, [B, S, D] for gpt, [B, D] for mlp."""
         shape = inputs.shape if self.width is None else (*inputs.shape, self.width)
         dtype, host = next(self.stage.parameters()).dtype, None if self.peers.batched else "cpu"
-        buffer = inputs.new_empty(shape, dtype=dtype, device=host)  # gloo sends no tensor that lives on a GPU
+        buffer = inputs.new_empty(shape, dtype=dtype, device=host)  # gloo cannot send GPU tensors
         with phase("receive", "0"):
             self.peers.receive(0, rank, buffer).wait()
         return buffer.to(inputs.device)
@@ -136,7 +136,7 @@ class InTurn:
 
 
 def by_hand(model: Model, mesh: Mesh, config: Config, *, name: str) -> Strategy:
-    """Our pipeline does this rank's part of the schedule `name` on its stages."""
+    """Our pipeline runs this rank's part of the schedule `name`."""
     schedule = schedule_of(config, name)
     assert schedule is not None
     owners = schedules.owners(schedule)
@@ -147,7 +147,7 @@ def by_hand(model: Model, mesh: Mesh, config: Config, *, name: str) -> Strategy:
 
 
 def plain(model: Model, mesh: Mesh, config: Config) -> Strategy:
-    """The lesson on one page: 1f1b by plain messages."""
+    """The lesson on one page: 1f1b with plain messages."""
     parts = parts_of(model, mesh.group)
     rows = (config.seq,) if model.name == "gpt" or is_own(config.model) else ()
     pretend_compute(parts.stages, config, config.own(Options).sleep_ms, {})
@@ -157,8 +157,8 @@ def plain(model: Model, mesh: Mesh, config: Config) -> Strategy:
 
 
 def by_torch(model: Model, mesh: Mesh, config: Config, *, name: str) -> Strategy:
-    """A schedule of PyTorch's on the same stages."""
-    from .pytorch import ByTorch  # most of a second, for these alone
+    """A schedule of PyTorch on the same stages."""
+    from .pytorch import ByTorch  # its import takes most of a second
 
     parts = parts_of(model, mesh.group, owners_of(name, mesh.group.size(), config.own(Options).chunks))
     pretend_compute(parts.stages, config, config.own(Options).sleep_ms, {})
@@ -186,13 +186,13 @@ def run(lab: Lab) -> None:
 
 
 def held_in_flight(lab: Lab, name: str, strategy: Strategy) -> None:
-    """A variant is named like its schedule."""
+    """Check the microbatches in flight; variants have their schedules' names."""
     assert isinstance(strategy, Pipelined)
     check_in_flight(lab, name, strategy, order_of(name))
 
 
 def schedule_of(config: Config, variant: str) -> schedules.Schedule | None:
-    """The schedule of a variant, PyTorch's too where we know it; None of a strategy of one's own."""
+    """Return the schedule of a variant, PyTorch's too where it is known; None for a user's strategy."""
     ranks, microbatches = config.world_size, config.num_microbatches
     known: dict[str, Scheduled] = {
         "one_microbatch": lambda ranks, _: schedules.one_microbatch(ranks),
@@ -204,12 +204,12 @@ def schedule_of(config: Config, variant: str) -> schedules.Schedule | None:
 
 
 def order_of(variant: str) -> str:
-    """The name of a variant's schedule."""
+    """Return the name of a variant's schedule."""
     return "1f1b" if variant == "plain" else variant
 
 
 def holds(config: Config, rank: int) -> str:
-    """The layers of a rank's stage, for its own log."""
+    """Return the layers of a rank's stage, for its log."""
     num_layers = len(outline(config).layers)
     run = runs_of(config.model, num_layers, config.world_size)[rank]
     return f"with one stage a rank {len(run)} of {num_layers} layers: {', '.join(map(str, run))}"
@@ -268,9 +268,9 @@ MODE = Mode(
     },
     reading=(
         "experiments/pp/lesson.py: the idea on one page, which runs alone and as the variant `plain`",
-        "experiments/pp/__init__.py: the variants, the simplest first, and what a run of them claims",
+        "experiments/pp/__init__.py: the variants, the simplest first, and what a run of them checks",
         "distlab/techniques/pipeline_parallel/schedules.py: which rank works on which microbatch when",
-        "distlab/techniques/pipeline_parallel/pipeline.py: does a schedule's actions with real layers",
+        "distlab/techniques/pipeline_parallel/pipeline.py: runs a schedule with real layers",
         "distlab/techniques/pipeline_parallel/zero_bubble.py: backward passes in two",
         "distlab/techniques/pipeline_parallel/strategy.py: a model cut into stages, and the training step that all"
         " variants share",

@@ -1,5 +1,4 @@
-"""The classic mistakes of pipelines, made on purpose by LAB_BUG: what a loss counts, what passes between
-stages, and in which order."""
+"""Classic bugs of pipelines, injected by LAB_BUG: in the loss, in the messages between stages, and in their order."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -23,26 +22,26 @@ from distlab.techniques.pipeline_parallel.schedules import (
 )
 from distlab.techniques.pipeline_parallel.strategy import Pipelined
 
-SPLIT = ("zb_h1", "zbv", "dualpipev")  # ours, whose backward passes are in two
-BOUNDED = ("1f1b", "interleaved", "zb_h1", "zbv")  # ours, which hold fewer than all microbatches
+SPLIT = ("zb_h1", "zbv", "dualpipev")  # ours with split backward passes
+BOUNDED = ("1f1b", "interleaved", "zb_h1", "zbv")  # ours that store fewer than all microbatches
 TORCHS = ("torch_1f1b", "torch_interleaved_zb", "torch_zbv", "torch_dualpipev")
 PIPELINED = ("gpipe", "1f1b", "interleaved", *SPLIT, *TORCHS)
-ONE_STAGE = ("gpipe", "1f1b", "zb_h1")  # ours, with a stage a rank
+ONE_STAGE = ("gpipe", "1f1b", "zb_h1")  # ours with one stage per rank
 mistake = Mistakes()
 
 
-# --- the settings that hide one ---
+# --- settings that hide a bug ---
 
 
 def one_in_flight(config: Config) -> str:
-    """A rank that holds one activation at a time needs no more than one buffer."""
+    """A rank with one activation at a time needs only one buffer."""
     chosen = set(config.variant or ONE_STAGE) & set(ONE_STAGE)
     alone = chosen <= {"1f1b"} and config.world_size == 2
     return "1f1b on 2 ranks: its second rank holds one microbatch at a time" if alone else ""
 
 
 def nothing_behind(config: Config) -> str:
-    """As many microbatches as ranks and fewer leave nothing to run ahead with, and nothing to wait for."""
+    """With no more microbatches than ranks, nothing can run ahead or wait."""
     most = config.num_microbatches
     return (
         f"LAB_MICROBATCHES={most}: it takes more than WORLD_SIZE={config.world_size}"
@@ -56,7 +55,7 @@ AHEAD_TIMED = Needs(proof=False, microbatches=2, unless=nothing_behind)
 IN_FLIGHT = Needs(microbatches=2, unless=one_in_flight)
 
 
-# --- the mistakes ---
+# --- the bugs ---
 
 ordered_by = partial(
     mistake, part="schedule_of", put=lambda made: lambda config, _: made(config.world_size, config.num_microbatches)
@@ -65,13 +64,13 @@ ordered_by = partial(
 
 @ordered_by("gpipes_order", check="schedule", of=("1f1b",), needs=Needs(ranks=1, proof=False, microbatches=2))
 def all_ahead(ranks: int, microbatches: int) -> Schedule:
-    """1f1b does all forwards first, as gpipe does: the same numbers and the same bubble, and all m are kept."""
+    """1f1b runs all forwards first, like gpipe: the same numbers and bubble, but all m activations are stored."""
     return gpipe(ranks, microbatches)
 
 
 @ordered_by("one_more_ahead", check="in flight", of=("1f1b",), needs=AHEAD)
 def one_more_ahead(ranks: int, microbatches: int) -> Schedule:
-    """1f1b runs ahead by one microbatch more than there are ranks behind: it holds one more."""
+    """1f1b runs ahead by one microbatch too many, and stores one more."""
     schedule = []
     for rank, actions in enumerate(one_forward_one_backward(ranks, microbatches)):
         forwards, backwards = ([each for each in actions if each.kind == kind] for kind in ("forward", "backward"))
@@ -83,7 +82,7 @@ def one_more_ahead(ranks: int, microbatches: int) -> Schedule:
 
 @mistake("clinging_passes", check="activation bytes", part="Pipeline", of=BOUNDED, needs=AHEAD_TIMED)
 class Clinging(Pipeline):
-    """A stage keeps what a microbatch saved until the step ends: the order of 1f1b, and the memory of gpipe."""
+    """A stage keeps a microbatch's activations until the step ends: the order of 1f1b with the memory of gpipe."""
 
     def step(self, inputs: Sequence[Tensor], loss: Loss) -> Tensor | None:
         self._clung: list[Tensor] = []
@@ -97,8 +96,7 @@ class Clinging(Pipeline):
 
 @ordered_by("weights_at_once", check="bubble on paper", of=("zbv",), needs=AHEAD_TIMED)
 def at_once(ranks: int, microbatches: int) -> Schedule:
-    """zbv computes the gradients of weights right behind each input's: every rule of its order holds, and it
-    waits."""
+    """zbv computes the gradients of weights directly after each input's: its order is valid, but ranks wait."""
     back = [[action for action in actions if action.kind != "weight"] for actions in zbv(ranks, microbatches)]
     whole = [[each._replace(kind="backward") if each.kind == "input" else each for each in own] for own in back]
     return [in_two(actions) for actions in whole]
@@ -106,7 +104,7 @@ def at_once(ranks: int, microbatches: int) -> Schedule:
 
 @mistake("forgotten_weights", check="gradients", part="Pipeline", of=SPLIT, needs=Needs(ranks=1))
 class Forgetful(Pipeline):
-    """A microbatch's gradients of weights are put off and never computed."""
+    """A microbatch's gradients of weights are deferred and never computed."""
 
     def _weight(self, action: Action) -> None:
         if action.microbatch > 0:
@@ -117,7 +115,7 @@ class Forgetful(Pipeline):
 
 @mistake("undivided_loss", check="gradients", part="Pipelined", of=PIPELINED, needs=Needs(ranks=1, microbatches=2))
 class Undivided(Pipelined):
-    """Each microbatch's mean loss is not divided by their number: gradients m times too large."""
+    """Each microbatch's mean loss is not divided by their number: gradients are m times too large."""
 
     def backward(self, microbatches: list[Microbatch]) -> Tensor | None:
         batch = sum(len(each.inputs) for each in microbatches)
@@ -136,7 +134,7 @@ class StaleBoundaries(Boundaries):
     """Receives every activation in the same buffer."""
 
     def receive_for(self, action: Action) -> Tensor:
-        """A view of the buffer; `.data`, since autograd's count of changes would give the mistake away."""
+        """Return a view of the buffer; by `.data`, since autograd's version counter would reveal the bug."""
         received = super().receive_for(action)
         if action.kind == "backward":
             return received

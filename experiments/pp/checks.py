@@ -1,6 +1,6 @@
-"""What a pipeline's run is held against, beyond the proof and its schedule: the memory that comes of the order.
+"""Checks of a pipeline's memory, which depends on the order of its passes.
 
-What a pass saves is gone as soon as the part of its backward that needs it is over.
+What a pass saves must be freed as soon as the part of its backward that needs it is over.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from distlab.techniques.pipeline_parallel.strategy import joined, runs_of
 
 
 def check_left(lab: Lab, name: str, measured: Measured, owners: list[int]) -> None:
-    """Of a step nothing is left but a number for each end of a stage, which knows the type of what passes there."""
+    """Check that a step leaves nothing but a number per end of a stage, which has the dtype of its messages."""
     if not is_own(lab.config.model):
         numbers = 2 * owners.count(lab.rank) * lab.config.itemsize
         left = measured.rest["activations"]
@@ -29,7 +29,7 @@ def check_left(lab: Lab, name: str, measured: Measured, owners: list[int]) -> No
 
 
 def check_order(lab: Lab, name: str, measured: Measured, schedule: str, owners: list[int]) -> None:
-    """The passes come in the order of the schedule, and what they save is gone after their backward."""
+    """Check that passes follow the schedule, and that what they save is freed after their backward."""
     number = 1 if name == "one_microbatch" else lab.config.num_microbatches
     done = check_schedule(lab, name, measured.order, Piped(schedule, number, owners))
     if done:
@@ -43,8 +43,8 @@ def check_order(lab: Lab, name: str, measured: Measured, schedule: str, owners: 
 
 
 def most_held(done: list[Pass], kept: dict[tuple[int, int], Saved]) -> int:
-    """The most bytes held for what is left of the backward passes, of passes that save so much: {(chunk, microbatch):
-    kept}; behind the input's gradient there are left the inputs of linear layers."""
+    """Return the most bytes stored for backward passes, if passes save {(chunk, microbatch): kept}; after the input's
+    gradient only the inputs of linear layers are left."""
     held = most = 0
     for kind, chunk, microbatch in done:
         whole, linear = kept[chunk, microbatch]
@@ -54,8 +54,8 @@ def most_held(done: list[Pass], kept: dict[tuple[int, int], Saved]) -> int:
 
 
 def saved_by_pass(lab: Lab, owners: list[int], number: int, *, as_one: bool) -> dict[tuple[int, int], Saved]:
-    """What one process saves of each microbatch of `number` in each chunk of this rank; `as_one` where a batch in one
-    piece is a copy, and no view of the samples."""
+    """Return what one process saves of each of `number` microbatches in each chunk of this rank; with `as_one` a batch
+    in one piece is a copy, not a view of the samples."""
     config = lab.config.model_copy(update={"microbatches": number})
     batches = lab.mode.batches(config, proof=False, device=lab.device, dtype=getattr(torch, config.dtype))
     microbatches = [joined(lab.dealt(batches, 0))] if as_one else lab.dealt(batches, 0)
@@ -74,7 +74,7 @@ def saved_by_pass(lab: Lab, owners: list[int], number: int, *, as_one: bool) -> 
 
 
 def claims(mode: Mode, config: Config) -> Sequence[Claims]:
-    """Of all variants by hand bytes, calls, and the order of passes with what comes of it."""
+    """Return the checks of all variants by hand: bytes, calls, and the order of passes with its memory and bubble."""
     return (
         *measured(mode, config),
         Claims(("in flight",), mode.by_hand, when=config.proof),

@@ -9,20 +9,20 @@ from torch import Tensor, nn
 
 
 def one_forward_one_backward(rank: int, ranks: int, microbatches: int) -> list[str]:
-    """The order of a rank's passes: as far ahead as there are ranks behind it, then in turn, then what is left."""
+    """Returns a rank's passes in order: a forward per rank behind it, then in turn, then the last backwards."""
     ahead = min(ranks - 1 - rank, microbatches)
     return ["forward"] * ahead + ["forward", "backward"] * (microbatches - ahead) + ["backward"] * ahead
 
 
 class Pipeline:
-    """One stage a rank. Ranks idle for (p-1)/(m+p-1) of a step, and rank r holds p - r of m microbatches at most."""
+    """One stage per rank. Ranks idle for (p-1)/(m+p-1) of a step, and rank r stores at most p - r of m microbatches."""
 
     def __init__(self, stage: nn.Module, loss: Callable, between: tuple[int, ...], group: dist.ProcessGroup) -> None:
-        self.stage, self.loss, self.between, self.group = stage, loss, between, group  # stages pass on [b, *between]
+        self.stage, self.loss, self.between, self.group = stage, loss, between, group  # messages are [b, *between]
         self.rank, self.last = group.rank(), group.size() - 1
 
     def step(self, microbatches: list[tuple[Tensor, Tensor, float]]) -> Tensor | None:
-        """Adds all gradients of this stage's parameters; returns the batch's loss where the last stage is."""
+        """Adds all gradients of this stage's parameters; returns the batch's loss on the last stage's rank."""
         self.held, self.sent, self.total = deque(), [], 0.0
         dealt = iter(microbatches)  # every rank has the whole batch: the first needs its inputs, the last its targets
         for action in one_forward_one_backward(self.rank, self.last + 1, len(microbatches)):
@@ -39,7 +39,7 @@ class Pipeline:
         else:
             output = self.loss(output, targets) * share  # a sum of terms / the terms of the whole batch
             self.total = self.total + output.detach()
-        self.held.append((hidden, output))  # what autograd saved stays until the backward pass
+        self.held.append((hidden, output))  # the graph stays until the backward pass
 
     def backward(self) -> None:
         hidden, output = self.held.popleft()  # the oldest
@@ -49,7 +49,7 @@ class Pipeline:
             self.send(hidden.grad, self.rank - 1)
 
     def send(self, tensor: Tensor, rank: int) -> None:
-        """Without waiting: two neighbours that both waited for their sends would wait for ever."""
+        """Does not wait: two neighbours that both waited for their sends would wait for ever."""
         self.sent.append(dist.isend(tensor.contiguous(), group=self.group, group_dst=rank))
 
     def receive(self, rank: int, samples: int) -> Tensor:
@@ -59,7 +59,7 @@ class Pipeline:
 
 
 def demo(group: dist.ProcessGroup) -> float:
-    """A layer a rank, 11 samples [11, 4] in 4 microbatches; how far a gradient is from one process's."""
+    """Train a layer per rank on 11 samples in 4 microbatches; return the largest error of a gradient."""
     torch.manual_seed(1)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(group.size()))).double()
     inputs, targets, mine = *torch.randn(2, 11, 4).double(), model[group.rank()]

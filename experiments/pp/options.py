@@ -1,4 +1,4 @@
-"""The variables of RUN_MODE=pp, and its own sizes. torch is not imported here: they are read before it."""
+"""The variables and default sizes of RUN_MODE=pp. Do not import torch here: this is read before it."""
 
 from typing import ClassVar
 
@@ -9,4 +9,4 @@ class Options(PipelineOptions):
     """Microbatches."""
 
     sizes = {"microbatches": 4}  # noqa: RUF012  ModeOptions says that it is the class's
-    chunks: ClassVar[int] = 2  # stages that a rank holds in the interleaved schedules
+    chunks: ClassVar[int] = 2  # stages per rank in the interleaved schedules

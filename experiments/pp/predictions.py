@@ -1,4 +1,4 @@
-"""What a pipeline predicts before it runs: bytes, calls and the bubble, and what a rank keeps of one's own model."""
+"""Predictions of a pipeline: bytes, calls, the bubble, and the bytes that a rank stores of a user's model."""
 
 import torch
 
@@ -14,18 +14,18 @@ from distlab.techniques.pipeline_parallel.costs import FOLDED, idle_share, pipel
 from distlab.techniques.pipeline_parallel.strategy import runs_of
 from distlab.techniques.sharded.costs import whole_rest
 
-# What a pipeline cannot run: models of too few layers, and sizes that some of its schedules cannot take.
+# What a pipeline cannot run: models with too few layers, and sizes that some schedules do not support.
 
 
 def depth(config: Config) -> int:
-    """Layers that are divided; gpt's embedding and head go with the first and the last one."""
+    """Return the number of layers to divide; gpt's embedding and head go with the first and the last one."""
     if user_model.is_own(config.model):
         return len(outline(config).layers)
     return 1 if config.model == "line" else config.depth
 
 
 def refuse(config: Config) -> list[str]:
-    """Fewer layers than stages; and what makes no batch for all of them."""
+    """Return errors for too few layers, and for batches that cannot be split."""
     broken = untrainable(config, 1)
     if user_model.is_own(config.model) and broken:
         return broken
@@ -39,7 +39,7 @@ def refuse(config: Config) -> list[str]:
 
 
 def misshapen(config: Config) -> list[str]:
-    """A sentence if layers of one's own give each other anything but LAB_SEQ rows of LAB_WIDTH numbers a sample."""
+    """Return an error if a layer of the user's model does not return [LAB_SEQ, LAB_WIDTH] per sample."""
     if not user_model.is_own(config.model):
         return []
     shapes = user_model.passed_on(config.model, config.seed, config.seq)
@@ -53,7 +53,7 @@ def misshapen(config: Config) -> list[str]:
 
 
 def cannot(config: Config, chunks: int) -> dict[str, str]:
-    """The variants that cannot take these sizes, each with the reason; `chunks` are stages of a rank."""
+    """Return the variants that cannot run these sizes, each with the reason; `chunks` are stages per rank."""
     ranks, microbatches, batch, layers = config.world_size, config.num_microbatches, config.batch, depth(config)
     given, rounds = f"LAB_MICROBATCHES={microbatches}", max(1, microbatches // ranks)
     on_ranks, more = f"on {ranks} ranks makes", f"stages, more than the {layers} layers"
@@ -79,7 +79,7 @@ def cannot(config: Config, chunks: int) -> dict[str, str]:
 
 
 def passed_bytes(config: Config) -> int:
-    """A: the bytes of a whole batch between two stages."""
+    """Return A: the bytes of a whole batch between two stages."""
     seq = config.seq if config.model == "gpt" or is_own(config.model) else 1
     return config.batch * seq * config.width * config.itemsize
 
@@ -89,8 +89,8 @@ TORCHS = ("torch_1f1b", "torch_interleaved_zb", "torch_zbv", "torch_dualpipev")
 
 
 def bubble_formula(name: str, ranks: int, microbatches: int) -> str:
-    """Idle of the time of a step, of p ranks, m microbatches and v chunks; empty where no paper sums it up, as of
-    PyTorch's interleaved zero bubble, whose order is the end of a search."""
+    """Return the formula of a step's idle share for p ranks, m microbatches and v chunks; empty where no paper has one,
+    as for PyTorch's interleaved zero bubble, whose order is found by a search."""
     few = {
         "interleaved": "1-m/(p+(m-1)/v)" if microbatches < ranks else "",
         "zb_h1": "(2p-m-1)/(3m+2p-m-1)" if microbatches < ranks else "",
@@ -111,7 +111,7 @@ def bubble_formula(name: str, ranks: int, microbatches: int) -> str:
 
 
 def predict(config: Config, chunks: int) -> list[Prediction]:
-    """Bytes, calls and bubble of one step of each variant that can run, a value a rank, of `chunks` stages each."""
+    """Return bytes, calls and bubble of a step, per variant that can run and per rank, with `chunks` stages each."""
     ranks, microbatches = config.world_size, config.num_microbatches
     excluded = cannot(config, chunks)
     predictions: list[Prediction] = []
@@ -142,17 +142,17 @@ def owners_of(name: str, ranks: int, chunks: int) -> list[int]:
 
 
 def rest(config: Config, owners: list[int], rank: int) -> float:
-    """Bytes that `rank` keeps between two steps of the layers of its stages, of which stage s is on `owners[s]`."""
+    """Return the bytes that `rank` stores between steps for its stages, of which stage s is on `owners[s]`."""
     layers, dtype = model.outline(config).layers, getattr(torch, config.dtype)
     runs = runs_of(config.model, len(layers), len(owners))
     own = [layers[index] for run, owner in zip(runs, owners, strict=True) if owner == rank for index in run]
-    # A tied weight counts once, on each of its ranks.
+    # A tied weight counts once on each of its ranks.
     sizes = [each.numel() for each in dict.fromkeys(each for layer in own for each in layer.parameters())]
     return whole_rest(config, sizes)[0] + sum(model.carried_bytes(layer, dtype) for layer in own)
 
 
 def tied_weight_traffic(config: Config, *, folded: bool = False) -> list[Cost]:
-    """What each rank sends beside a pipeline's own: a tied gradient, unless it is `folded`, and the norm."""
+    """Return each rank's additional messages: a tied gradient, unless `folded`, and the norm."""
     ranks, norm = config.world_size, norm_cost(config.world_size, config.clip)
     tied = ranks > 1 and config.tie and config.model == "gpt" and not folded
     shared = Cost(model.VOCABULARY * config.width * config.itemsize, 1, 1)

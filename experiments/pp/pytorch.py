@@ -1,8 +1,7 @@
 """PyTorch's own pipeline, torch.distributed.pipelining, as an engine of the same strategy.
 
-It cuts a batch into equal microbatches by itself, so it is handed the whole one; what it computes with them is ours:
-the same stages, and the same loss with the same share. Its import takes most of a second: only the variants that need
-it make it.
+It cuts a batch into equal microbatches itself, so it gets the whole one. Everything else is ours: the stages, and the
+loss with its share. Its import takes most of a second, so only the variants that need it import it.
 """
 
 from typing import Any
@@ -30,7 +29,7 @@ SCHEDULES = {
 
 
 class MarkedStage(PipelineStage):
-    """Marks when it computes, so that its bubble can be measured as ours is."""
+    """Marks its passes, so that its bubble can be measured like ours."""
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with phase("forward", str(fwd_chunk_id)):
@@ -46,7 +45,7 @@ class MarkedStage(PipelineStage):
 
 
 class ByTorch:
-    """Runs the schedule `name` on this rank's stages; how many microbatches those hold is torch's own business."""
+    """Runs the schedule `name` on this rank's stages; torch does not report its microbatches in flight."""
 
     most_in_flight = None
 

@@ -1,27 +1,26 @@
-"""16 bits: half the memory and half the bytes on the wire, and what their range and their steps lose.
+"""16-bit training: half the memory and half the bytes sent, and what the formats' range and precision lose.
 
-A float has a range, by its exponent, and steps, by its fraction. fp16 has fine steps and no range: it ends at 2^-24 and
-at 65504, and gradients are small. bf16 has the range of float32 and steps of a 128th: gradients live, but an update of
-less than half a step leaves no trace. So fp16 needs its loss scaled, and both need float32 weights to add small updates
-up in.
+A float has a range, set by its exponent, and a precision, set by its fraction. fp16 is precise but has little range:
+from 2^-24 to 65504, and gradients are small. bf16 has the range of float32 but steps of 1/128: gradients survive, but
+an update below half a step is lost. So fp16 needs loss scaling, and both need float32 weights to accumulate small
+updates.
 
-  predicted   each rank sends 2(N-1)/N x 2P bytes a step, half of float32: gradients are summed in their 16 bits
-              at rest 2 + 2 bytes a parameter, and 4 more for float32 master weights (with adamw 2 + 2 + 4 + 4 + 4 = 16)
-  shapes      inputs [B/N, S] a rank; weights and gradients whole on each, P numbers of 16 bits; masters P of 32
+  predicted   each rank sends 2(N-1)/N x 2P bytes per step, half of float32: gradients are summed in 16 bits
+              at rest 2 + 2 bytes per parameter, 4 more for float32 master weights (with adamw 2 + 2 + 4 + 4 + 4 = 16)
+  shapes      inputs [B/N, S] per rank; all weights and gradients on each, P numbers of 16 bits; masters P of 32
 
-  bf16         all of it in bf16, naively: small updates vanish
-  fp16         all of it in fp16: small gradients vanish before that
-  fp32         weights, gradients and optimizer in float32: what the others are compared with
-  fp16_scaled  the loss is scaled, dynamically; unscaled and stepped in float32, rounded back to fp16
+  bf16         everything in bf16: small updates vanish
+  fp16         everything in fp16: small gradients vanish already
+  fp32         weights, gradients and optimizer in float32: the baseline
+  fp16_scaled  dynamic loss scaling; gradients are unscaled and stepped in float32, weights rounded back to fp16
   bf16_master  computes in bf16, steps float32 master weights
   autocast     PyTorch's own torch.autocast with GradScaler: float32 weights and gradients, passes in fp16
 
-fp32 is proven in float64 against one process. The others cannot be exact: their gradients are compared to one process
-of the same arithmetic and, where nothing underflows, against float64 too, within some units of the format's precision;
-their updates to half a unit in the last place; unscaling to the bit. Overflows are injected:
-the scale, the step that is skipped and the weights have to follow the rule. Neither the losses nor what was lost
-decide. The model is small unless sizes are set, since 16-bit arithmetic is slow on most CPUs; on a GPU
-(LAB_DEVICE=cuda) the times are the point.
+fp32 is proven in float64 against one process. The others cannot be exact: their gradients are compared with one process
+of the same arithmetic and, where nothing underflows, also with float64, within some units of the format's precision;
+their updates to half a unit in the last place; unscaling to the bit. Overflows are injected: the scale, the skipped
+step and the weights must follow the rule. Losses and lost numbers are informational. The model is small by default,
+since 16-bit arithmetic is slow on most CPUs; on a GPU (LAB_DEVICE=cuda) the times are of interest.
 """
 
 from functools import partial
@@ -42,7 +41,7 @@ from distlab.lab.workload.model import Model
 from distlab.lab.workload.optimizer import make_optimizer
 from distlab.lab.workload.user_model import is_own
 from distlab.techniques.data_parallel.buckets import GradientBuckets
-from distlab.techniques.data_parallel.strategy import Replica, Wrapped, begin_alike
+from distlab.techniques.data_parallel.strategy import Replica, Wrapped, draw_and_broadcast
 from distlab.techniques.mesh.grid import Mesh
 from distlab.techniques.precision import LossScale, Masters, all_finite
 
@@ -55,49 +54,49 @@ from .predictions import SCALED, converted, predict, refuse
 mistake = Mistakes()
 
 
-# --- the variants: all of it in 16 bits ---
+# --- variants entirely in 16 bits ---
 
 
 class HalfPrecision(Replica):
-    """All of it in `dtype`, 16 bits: weights, gradients, their sum over the ranks, and the optimizer's state."""
+    """Everything in `dtype`, 16 bits: weights, gradients, their sum over the ranks, and the optimizer's state."""
 
     def __init__(self, model: Model, group: dist.ProcessGroup, config: Config, dtype: torch.dtype) -> None:
-        model.to(dtype)  # every float32 weight is rounded here, and nobody keeps what it was
+        model.to(dtype)  # every float32 weight is rounded here, and its exact value is lost
         buckets = GradientBuckets(model.parameters(), group, config.bucket_mib * 2**20)  # in the weights' dtype
         super().__init__(model, config, buckets)
         self.dtype = dtype
 
     def backward(self, microbatches: list[Microbatch]) -> Tensor:
-        """The passes of any replica: a gradient that is too small for the format is zero when it arrives."""
+        """Run the passes of any replica: gradients too small for the format become zero."""
         return super().backward([converted(microbatch, self.dtype) for microbatch in microbatches])
 
     def update(self) -> None:
-        """w - lr·g, rounded to 16 bits: where that is nearest to w, nothing happens, at this step or at any other."""
+        """Compute w - lr·g, rounded to 16 bits: if w is the nearest number, the update is lost."""
         if self.config.clip is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
         self.optimizer.step()
 
 
 def half(model: Model, mesh: Mesh, config: Config, dtype: torch.dtype) -> Strategy:
-    """All of it in `dtype`."""
-    begin_alike(model, mesh.group, config)
+    """Everything in `dtype`."""
+    draw_and_broadcast(model, mesh.group, config)
     return HalfPrecision(model, mesh.group, config, dtype)
 
 
 def fp32(model: Model, mesh: Mesh, config: Config) -> Strategy:
-    """Data parallelism as in dp."""
-    begin_alike(model, mesh.group, config)
+    """Data parallelism in float32, as in dp."""
+    draw_and_broadcast(model, mesh.group, config)
     return Replica(model, config, GradientBuckets(model.parameters(), mesh.group, config.bucket_mib * 2**20))
 
 
-# --- PyTorch's own: autocast computes in 16 bits what it knows to be safe, GradScaler scales the loss, and DDP sums the
+# PyTorch's own: autocast computes in 16 bits where that is safe, GradScaler scales the loss, and DDP sums the
 # gradients, which stay float32 as the weights do ---
 
 
 class Autocast(Replica):
     """float32 weights, passes in fp16 where autocast chooses it, and a loss that GradScaler scales.
 
-    In float64 autocast leaves everything as it is, so that the proof compares it as any other variant.
+    In float64 autocast changes nothing, so the proof compares it like any other variant.
     """
 
     def __init__(self, model: Model, group: dist.ProcessGroup, config: Config) -> None:
@@ -112,7 +111,7 @@ class Autocast(Replica):
         self.device_type = config.device
 
     def backward(self, microbatches: list[Microbatch]) -> Tensor:
-        """DDP gives the mean over the ranks, and ours is the sum of their shares, so it is multiplied in the end."""
+        """Run the passes; DDP averages over the ranks and we sum, so gradients are multiplied at the end."""
         self.scale = float(self.scaler.scale(torch.ones((), device=self.device_type)))
         with torch.autocast(self.device_type, torch.float16):
             share = super().backward(microbatches)
@@ -123,7 +122,7 @@ class Autocast(Replica):
         return share
 
     def update(self) -> None:
-        """A step that GradScaler skips where a gradient is inf or NaN."""
+        """Step with GradScaler, which skips if a gradient is inf or NaN."""
         if self.config.clip is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
         self.scaler.step(self.stepped)
@@ -132,19 +131,19 @@ class Autocast(Replica):
 
 def autocast(model: Model, mesh: Mesh, config: Config) -> Strategy:
     """PyTorch's own: torch.autocast in fp16 with GradScaler, around float32 weights, below DDP."""
-    begin_alike(model, mesh.group, config)
+    draw_and_broadcast(model, mesh.group, config)
     return Autocast(model, mesh.group, config)
 
 
-# --- and with what they lack ---
+# --- variants with float32 weights or loss scaling ---
 
 
 class MixedPrecision(HalfPrecision):
-    """Computes in 16 bits and steps in float32: copies of the weights, let go after an update, or masters, which stay.
+    """Computes in 16 bits and steps in float32: with temporary copies of the weights, or with permanent masters.
 
     Args:
         scaled: whether the loss is scaled, so that small gradients do not vanish.
-        kept: whether what is stepped stays: masters add up what 16 bits cannot see.
+        kept: whether the float32 weights are permanent: masters accumulate updates that 16 bits would lose.
     """
 
     def __init__(
@@ -154,24 +153,24 @@ class MixedPrecision(HalfPrecision):
         exact = [parameter.detach().float().clone() for parameter in model.parameters()]
         super().__init__(model, group, config, dtype)
         self.loss_scale = LossScale() if scaled else None
-        self.scale = self.loss_scale.value if self.loss_scale else 1.0  # by which Replica multiplies the loss
+        self.scale = self.loss_scale.value if self.loss_scale else 1.0  # Replica multiplies the loss by it
         self.masters = Masters(list(model.parameters()), exact, kept=kept)
         self.optimizer = make_optimizer(self.masters.parameters, config)
 
     def deliver(self) -> None:
-        """Give the masters the gradients without the scale of the loss; then clip them by their true norm."""
+        """Copy the unscaled gradients to the masters; then clip them by their true norm."""
         self.masters.deliver(self.scale)
         if self.config.clip is not None:
             nn.utils.clip_grad_norm_(self.masters.parameters, self.config.clip)
 
     def update(self) -> None:
-        """Take the step if its gradients are numbers, where the loss is scaled; then mind the scale."""
+        """With loss scaling, step only if all gradients are finite, then adjust the scale."""
         summed = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         taken = self.loss_scale is None or all_finite(summed)
         if taken:
             self.deliver()
             self.optimizer.step()
-            self.masters.refresh()  # rounded back into the weights that compute
+            self.masters.refresh()  # rounded into the computing weights
         if self.loss_scale is not None:
             self.loss_scale.adjust(overflowed=not taken)
             self.scale = self.loss_scale.value
@@ -179,8 +178,8 @@ class MixedPrecision(HalfPrecision):
 
 @mistake("unscaled_clip", check="clipped gradients", part="MixedPrecision", of=SCALED[:1], needs=Needs(ranks=1))
 class ClippedBeforeUnscaled(MixedPrecision):
-    """Gradients are clipped while they still carry the scale of the loss: their norm is 65536 times too large, so
-    that what is left after unscaling is far too small."""
+    """Gradients are clipped before unscaling: their norm is 65536 times too large, so the unscaled gradients are far
+    too small."""
 
     def deliver(self) -> None:
         if self.config.clip is not None:
@@ -189,13 +188,13 @@ class ClippedBeforeUnscaled(MixedPrecision):
 
 
 def mixed(model: Model, mesh: Mesh, config: Config, **how: Any) -> Strategy:
-    """In 16 bits with what `MixedPrecision` has for what they lack."""
-    begin_alike(model, mesh.group, config)
+    """Compute in 16 bits with the options of `MixedPrecision`."""
+    draw_and_broadcast(model, mesh.group, config)
     return MixedPrecision(model, mesh.group, config, **how)
 
 
 class OnePage(MixedPrecision):
-    """The lesson's masters and its scale of the loss, in the step of all."""
+    """The lesson's masters and loss scale, in the common step."""
 
     def __init__(self, model: Model, group: dist.ProcessGroup, config: Config, dtype: torch.dtype) -> None:
         masters: Any = lesson.Masters(model.parameters())
@@ -206,8 +205,8 @@ class OnePage(MixedPrecision):
 
 
 def plain(model: Model, mesh: Mesh, config: Config, dtype: torch.dtype = torch.float16) -> Strategy:
-    """The lesson on one page: fp16_scaled, whose float32 weights stay."""
-    begin_alike(model, mesh.group, config)
+    """The lesson on one page: fp16_scaled with permanent float32 weights."""
+    draw_and_broadcast(model, mesh.group, config)
     return OnePage(model, mesh.group, config, dtype)
 
 
@@ -215,7 +214,7 @@ def plain(model: Model, mesh: Mesh, config: Config, dtype: torch.dtype = torch.f
 
 
 def prove_16_bit(lab: Lab, name: str, build: Build) -> None:
-    """The proof of a 16-bit variant, and what a few steps would not show of it."""
+    """Prove a 16-bit variant, with injected overflows that a few steps would not have."""
     prove(lab, name, build)
     if name in SCALED:
         rehearse(lab, name, build)
@@ -267,6 +266,6 @@ MODE = Mode(
         "experiments/precision/lesson.py: the idea on one page, which runs alone and as the variant `plain`",
         "experiments/precision/__init__.py: the variants, all of it in 16 bits first",
         "distlab/techniques/precision/__init__.py: float32 master weights, and loss scaling",
-        "experiments/precision/checks.py: what of it can be exact, and how far off the rest may be",
+        "experiments/precision/checks.py: what is exact, and the tolerances of the rest",
     ),
 )

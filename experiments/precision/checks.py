@@ -1,20 +1,20 @@
-"""The proof of the 16-bit variants: what can be exact is exact, and the rest is within a few units of the format.
+"""The proof of the 16-bit variants: exact checks where possible, and tolerances of some units of the format.
 
-  gradients          N ranks against one process of the same arithmetic: only the order of sums differs
-  float64 gradients  against the exact ones at the same weights, where nothing underflows: not for plain fp16
-  given              what the optimizer is given is what was summed, without the scale, to the bit
-  clipped gradients  with LAB_CLIP: what the optimizer is given, unscaled and clipped, against what was summed, clipped
-  update             weights against w - lr·g of the gradient that was given, from the weights that the last step left,
-                     in units in the last place: half a unit to the nearest
+  gradients          N ranks against one process with the same arithmetic: only the order of sums differs
+  float64 gradients  against exact ones at the same weights, if nothing underflows: not for plain fp16
+  given              the optimizer's input is the summed gradient without the scale, to the bit
+  clipped gradients  with LAB_CLIP: the optimizer's input against the summed gradient, clipped
+  update             weights against w - lr·g of the optimizer's input, from the weights of the last step, in units in
+                     the last place: half a unit for rounding to nearest
   first masters      masters begin as the float32 weights, to the bit
-  copied back        the weights that compute are the masters, rounded
-  unscaled           in float32, where nothing under- or overflows: scaled and unscaled again are the same to the bit
-  replicas           the same weights on all ranks, to the bit
+  copied back        the computing weights are the rounded masters
+  unscaled           in float32, without under- or overflow: scaling and unscaling changes no bit
+  replicas           all ranks have the same weights, to the bit
 
-Scaled variants are rehearsed beside that: overflows are made on purpose (below).
+Scaled variants also get injected overflows (below).
 
-Gradients are compared by the norm of the difference over the norm, in units of the format's epsilon; the tolerances are
-in those units. Plain SGD, as in every proof: Adam would divide an error of scale away.
+Gradients are compared by the norm of the difference divided by the norm, in units of the format's epsilon. All proofs
+use plain SGD: Adam would cancel a wrong scale.
 """
 
 import copy
@@ -41,10 +41,10 @@ from distlab.techniques.precision import ulp
 from .display import flat, gradient_of, remembered
 from .predictions import SCALED, converted
 
-SAME_ARITHMETIC, EXACT = 8.0, 16.0  # epsilons: sums in another order; all roundings of a forward and a backward pass
-# To the nearest: half a unit of the 16 bits, and half a unit of the float32 that is rounded, 2^-13 of them in fp16.
+SAME_ARITHMETIC, EXACT = 8.0, 16.0  # epsilons: a different order of sums; all roundings of forward and backward
+# Rounding to nearest: half a unit of the 16 bits, and half a float32 unit, which is 2^-13 of an fp16 unit.
 NEAREST = 0.5 + 2.0**-14
-# Rounded twice: fp16 rounds lr·g as well, where it ends, by half a unit of a weight that is as small.
+# Two roundings: near its smallest numbers fp16 also rounds lr·g, by up to half a unit of an equally small weight.
 WHOLE = 1.0
 LAST_PLACE = "units in the last place"
 LEARNING_RATE = 2.0**-7  # a power of two: its product with a gradient is exact, so that an update is rounded once
@@ -53,7 +53,7 @@ MOST_HALVINGS = 40  # from 65536 to far below 1
 
 
 class Witness(PlainSGD):
-    """Plain SGD that writes down what it is given, as a vector in float64."""
+    """Plain SGD that records its gradients, as a vector in float64."""
 
     given: Tensor | None = None
 
@@ -87,7 +87,7 @@ def prove(lab: Lab, name: str, build: Build) -> None:
 
 
 def backward(strategy: Replica, parts: list[Microbatch]) -> None:
-    """Gradients at the largest scale that they bear: every overflow halves it, as in training."""
+    """Compute gradients at the largest scale without an overflow: every overflow halves it, as in training."""
     for _ in range(MOST_HALVINGS):
         strategy.backward(parts)
         scaled = getattr(strategy, "loss_scale", None) is not None
@@ -97,7 +97,7 @@ def backward(strategy: Replica, parts: list[Microbatch]) -> None:
 
 
 def check_gradients(lab: Lab, name: str, strategy: Replica, batches: Batches, step: int) -> None:
-    """The sum over all ranks, on rank 0, against one process in the same arithmetic and in float64."""
+    """Compare the sum over all ranks, on rank 0, with one process in the same arithmetic and in float64."""
     dtype, found, batch = dtype_of(strategy), summed_gradient(strategy), batches.full(step)
     wanted = {"gradients": (one_process(strategy.model, batch, dtype, strategy.scale), SAME_ARITHMETIC)}
     if name != "fp16":
@@ -108,7 +108,7 @@ def check_gradients(lab: Lab, name: str, strategy: Replica, batches: Batches, st
 
 
 def check_update(lab: Lab, name: str, strategy: Replica, witness: Witness, start: Tensor) -> Tensor:
-    """What the optimizer is given and what becomes of the weights `start`, on every rank; returns those after it."""
+    """Check the optimizer's input and the update of the weights `start` on every rank; return the new weights."""
     wanted, dtype = summed_gradient(strategy), dtype_of(strategy)
     witness.given = None
     strategy.update()
@@ -138,12 +138,12 @@ def clipped(gradient: Tensor, clip: float) -> Tensor:
 
 
 def of_type(unit: str, dtype: torch.dtype) -> str:
-    """`epsilons of bfloat16`."""
+    """Return a unit such as `epsilons of bfloat16`."""
     return f"{unit} of {str(dtype).removeprefix('torch.')}"
 
 
 def check_unscaled(lab: Lab, name: str, build: Build, parts: list[Microbatch]) -> None:
-    """A power of two changes no digit: the variant in float32 has the gradients of a replica without a scale."""
+    """Check that a scale, a power of two, changes no digit: the float32 variant equals a replica without a scale."""
     model, bucket_bytes = lab.model(torch.float32), lab.config.bucket_mib * 2**20  # of one size: added in one order
     exact = Replica(model, lab.config, GradientBuckets(model.parameters(), lab.mesh.group, bucket_bytes))
     strategy = build(lab.model(torch.float32), lab.mesh, lab.config, dtype=torch.float32)
@@ -155,7 +155,7 @@ def check_unscaled(lab: Lab, name: str, build: Build, parts: list[Microbatch]) -
 
 
 def one_process(model: Model, batch: Microbatch, dtype: torch.dtype, scale: float) -> Tensor:
-    """The unscaled gradient of the batch at the weights of `model`, computed in `dtype`, as a vector in float64."""
+    """Return the unscaled gradient of the batch at `model`'s weights, computed in `dtype`, as a float64 vector."""
     alone, part = copy.deepcopy(model).to(dtype), converted(batch, dtype)
     return flat(gradients(alone, [part._replace(share=part.share * scale)])[1]) / scale
 
@@ -165,33 +165,33 @@ def dtype_of(strategy: Replica) -> torch.dtype:
 
 
 def summed_gradient(strategy: Replica) -> Tensor:
-    """The gradient over all ranks as it was summed, unscaled, as a vector in float64."""
+    """Return the summed gradient over all ranks, unscaled, as a float64 vector."""
     return gradient_of(strategy) / strategy.scale
 
 
 def epsilons(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> float:
-    """The norm of the difference over the norm, in units of the epsilon of `dtype`."""
+    """Return the norm of the difference divided by the norm, in epsilons of `dtype`."""
     return over(found - wanted, wanted.norm()) / torch.finfo(dtype).eps
 
 
-# Overflows made on purpose, and what has to follow: the scale, the step that is not taken, the weights.
+# Injected overflows, and their required effects: on the scale, on the skipped step, on the weights.
 #
-# A run of a few steps may never overflow, and never takes 2000 good steps in a row. So a scaled variant is rehearsed: a
-# loss of one rank that is 2^40 times too large, a single inf and a single NaN in the summed gradient, and good steps
-# between them, two of which are made the 2000th. Of each step
+# A short run may never overflow, and never takes 2000 good steps in a row. So a scaled variant gets a test sequence: a
+# rank's loss that is 2^40 times too large, a single inf and a single NaN in the summed gradient, and good steps between
+# them, two of which are set to be the 2000th. For each step
 #
-#     loss scale         scale and count of good steps are those of torch's own rule (torch._amp_update_scale_, which
-#                        GradScaler calls), for the gradients that were seen
-#     skipped            where one is no number, no weight moves and the optimizer is not asked; else it is
-#     clipped gradients  what the optimizer is given is clip(g/S): the scale is gone before the norm is bound
-#     weights            over all steps that are taken, w - lr·clip(g/S) in float64 from the first weights on
+#     loss scale         scale and count of good steps follow torch's own rule (torch._amp_update_scale_, which
+#                        GradScaler calls), for the same gradients
+#     skipped            with a non-finite gradient no weight moves and the optimizer is not called; else it is
+#     clipped gradients  the optimizer's input is clip(g/S): unscaled before the norm is bounded
+#     weights            over all taken steps, w - lr·clip(g/S) in float64 from the first weights on
 #
-# The norm is bound by LAB_CLIP or CLIP, so that every run sees in which order it clips and unscales.
+# The norm is bounded by LAB_CLIP or CLIP, so that every run tests the order of clipping and unscaling.
 
 CLIP = 0.05
-TOO_LARGE = 2.0**40  # fp16 holds 2^-24 to 2^16: what is neither zero nor out of it before is out of it then
+TOO_LARGE = 2.0**40  # fp16 ranges from 2^-24 to 2^16: any number in it but zero overflows with this factor
 SCALE, GROWTH, BACKOFF, INTERVAL = 65536.0, 2.0, 0.5, 2000  # torch.amp.GradScaler's defaults
-# What each step is, and how many good steps are made to have gone before it; None: those that have.
+# The kind of each step, and the count of good steps to set before it; None: unchanged.
 REHEARSED_STEPS: tuple[tuple[str, int | None], ...] = (
     ("a rank", None), ("good", None), ("one inf", INTERVAL - 1), ("good", None), ("good", INTERVAL - 1),
     ("good", None), ("one nan", None), ("good", None),
@@ -199,7 +199,7 @@ REHEARSED_STEPS: tuple[tuple[str, int | None], ...] = (
 
 
 class Rule:
-    """The scale as torch minds it."""
+    """The scale by torch's rule."""
 
     def __init__(self, scale: float) -> None:
         self.scale, self.good = torch.tensor(scale), torch.tensor(0, dtype=torch.int32)
@@ -209,24 +209,24 @@ class Rule:
 
 
 class Rehearsal:
-    """A scaled strategy, the rule, and the largest of each difference so far."""
+    """A scaled strategy, the rule, and the largest difference so far of each kind."""
 
     def __init__(self, strategy: Replica, witness: Witness, clip: float) -> None:
         self.strategy, self.witness, self.clip = strategy, witness, clip
         self.mind = strategy.loss_scale  # type: ignore[attr-defined]
         self.rule = Rule(strategy.scale)
         self.exact = flat(remembered(strategy))  # by the formula
-        self.unit = torch.zeros_like(self.exact)  # in the last place, the largest on the way
+        self.unit = torch.zeros_like(self.exact)  # in the last place, the largest so far
         self.taken = 0
         self.seen = Worst(("loss scale", "skipped", "clipped gradients", "weights"))
 
     def pretend(self, good_steps: int) -> None:
-        """So many have gone without an overflow."""
+        """Set the count of steps without an overflow."""
         self.mind.good_steps = good_steps
         self.rule.good.fill_(good_steps)
 
     def update(self, *, wanted: bool) -> None:
-        """One update of gradients that hold an overflow if it is `wanted`, and may hold one if not."""
+        """Run one update; its gradients must have an overflow if it is `wanted`, and may have one otherwise."""
         gradient, before, scaled_by = summed_gradient(self.strategy), self.weights(), self.strategy.scale
         self.witness.given = None
         self.strategy.update()
@@ -238,7 +238,7 @@ class Rehearsal:
         if overflowed:
             self.seen.note("skipped", largest_difference(self.weights(), before))
         if overflowed == (self.witness.given is not None) or (wanted and not overflowed) or scaled_by == 0:
-            self.seen.note("skipped", math.inf)  # a step is taken, or not, against the rule; or nothing was rehearsed
+            self.seen.note("skipped", math.inf)  # a step was wrongly taken or skipped; or there was no overflow
         if self.witness.given is not None and not overflowed:
             self.follow(gradient, self.witness.given)
 
@@ -256,7 +256,7 @@ class Rehearsal:
 
 
 def rehearse(lab: Lab, name: str, build: Build) -> None:
-    """All steps of one scaled variant, on every rank; nothing is sent but gradients."""
+    """Run all steps of one scaled variant, on every rank; only gradients are sent."""
     clip = lab.config.clip or CLIP
     config = plain(lab.config, lr=LEARNING_RATE, clip=clip)
     strategy = build(lab.model(torch.float32), lab.mesh, config)
@@ -265,7 +265,7 @@ def rehearse(lab: Lab, name: str, build: Build) -> None:
     strategy.optimizer = witness
     begins = abs(math.log2(strategy.scale / SCALE))
     parts = lab.dealt(lab.batches(torch.float32, proof=True), 0)
-    backward(strategy, parts)  # down to a scale that good steps bear
+    backward(strategy, parts)  # down to a scale at which good steps do not overflow
     found = Rehearsal(strategy, witness, clip)
     found.seen.note("loss scale", begins)
     for step, (kind, gone) in enumerate(REHEARSED_STEPS):
@@ -290,7 +290,7 @@ def rehearse(lab: Lab, name: str, build: Build) -> None:
 
 
 def overflow(strategy: Replica, kind: str, parts: list[Microbatch], *, mine: bool) -> None:
-    """One backward pass, good or with something in it that is no number; `mine` if this rank is the one that errs."""
+    """Run one backward pass, good or with a non-finite number; `mine` if this rank is the faulty one."""
     if kind == "a rank" and mine:
         parts = [part._replace(share=part.share * TOO_LARGE) for part in parts]
     strategy.backward(parts)
@@ -300,7 +300,7 @@ def overflow(strategy: Replica, kind: str, parts: list[Microbatch], *, mine: boo
 
 
 def claims(mode: Mode, config: Config) -> Sequence[Claims]:
-    """Of all variants bytes; of those in 16 bits what a format allows, and of scaled ones what an overflow does."""
+    """Return the checks: bytes of all variants, the formats' tolerances, and the effects of overflows."""
     in_16_bits, proof, clips = [name for name in mode.by_hand if name != "fp32"], config.proof, config.clip is not None
     exact = [name for name in in_16_bits if name != "fp16"]
     masters, gradients = "test_masters_that_go_wrong_fail_the_run", "test_gradients_that_are_wrong_fail_the_run"

@@ -1,4 +1,4 @@
-"""What 16 bits lost on the way, by a training that is looked at: a table."""
+"""A table of what 16 bits lost during training."""
 
 import math
 from collections.abc import Iterable
@@ -16,29 +16,29 @@ from distlab.techniques.data_parallel.buckets import GradientBuckets
 from distlab.techniques.data_parallel.strategy import Replica
 from distlab.techniques.precision import Masters
 
-# What 16 bits lost on the way: gradients that became zero, that left the range, and updates that left no trace.
+# Numbers lost in 16 bits: gradients that became zero or left the range, and updates without effect.
 #
-# Each variant is trained anew and looked at around each update, which the timed steps do not pay for. What underflows
-# is seen against the float32 gradient of the same samples at the same weights, element by element.
+# Each variant is trained again and observed around each update, outside the timed steps. Underflow is found by
+# comparison with the float32 gradient of the same samples at the same weights, element by element.
 
 
 @dataclass
 class TrainingTrace:
-    """One variant's training: a value a step, of all P elements."""
+    """Records of one variant's training: a value per step, over all P elements."""
 
     shares: list[float | None] = field(default_factory=list)  # of the loss, this rank's
     losses: list[float] = field(default_factory=list)  # of the batch, on rank 0
     scales: list[float] = field(default_factory=list)
     overflowed: list[int] = field(default_factory=list)  # elements of the gradient that are inf or NaN
-    # Share that is zero, and is not in float32: first and last step.
+    # Share that is zero but not in float32: first and last step.
     underflowed: list[float] = field(default_factory=list)
-    # Share of nonzero gradients whose update left the weight as it was.
+    # Share of nonzero gradients whose update did not change the weight.
     vanished: list[float] = field(default_factory=list)
     skipped: int = 0
 
 
 def observe(lab: Lab, name: str, build: Build) -> TrainingTrace:
-    """Train LAB_STEPS steps, and look."""
+    """Train LAB_STEPS steps, and record the losses of precision."""
     batches, seen = lab.batches(torch.float32), TrainingTrace()
     strategy = build(lab.model(torch.float32), lab.mesh, lab.config)
     assert isinstance(strategy, Replica)
@@ -67,7 +67,7 @@ def observe(lab: Lab, name: str, build: Build) -> TrainingTrace:
 
 
 def exact_replica(lab: Lab) -> Replica:
-    """A replica in float32, for its gradients alone."""
+    """Return a replica in float32, for its gradients only."""
     model = lab.model(torch.float32)
     return Replica(model, lab.config, GradientBuckets(model.parameters(), lab.group, float("inf"), overlap=False))
 
@@ -79,7 +79,7 @@ def copy_weights(source: Replica, target: Replica) -> None:
 
 
 def gradient_at(strategy: Replica, exact: Replica, parts: list[Microbatch]) -> Tensor:
-    """The float32 gradient over all ranks, at the weights that `strategy` computes with."""
+    """Return the float32 gradient over all ranks, at `strategy`'s computing weights."""
     copy_weights(strategy, exact)
     exact.backward(parts)
     return gradient_of(exact)
@@ -90,13 +90,13 @@ def gradient_of(replica: Replica) -> Tensor:
 
 
 def remembered(replica: Replica) -> list[nn.Parameter]:
-    """The weights from which the next update starts: masters that are kept, or those that compute."""
+    """Return the weights that the next update changes: permanent masters, or the computing weights."""
     masters: Masters | None = getattr(replica, "masters", None)
     return masters.parameters if masters and masters.kept else list(replica.model.parameters())
 
 
 def flat(tensors: Iterable[Tensor | None]) -> Tensor:
-    """A copy of all numbers of some tensors as one vector in float64."""
+    """Return a copy of all numbers of some tensors as one float64 vector."""
     return torch.cat([tensor.detach().double().flatten() for tensor in tensors if tensor is not None])
 
 

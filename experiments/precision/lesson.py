@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class Masters:
-    """float32 weights that the optimizer steps, behind the 16-bit ones that compute: 2 + 2 + 4 bytes a parameter."""
+    """float32 weights that the optimizer updates, behind 16-bit ones that compute: 2 + 2 + 4 bytes per parameter."""
 
     def __init__(self, computing: Iterable[nn.Parameter]) -> None:  # before they are rounded to 16 bits
         self.computing = list(computing)
@@ -16,26 +16,26 @@ class Masters:
 
     @torch.no_grad()
     def deliver(self, scale: float) -> None:
-        """The gradients in float32, and there without the scale of the loss: in 16 bits they would underflow again."""
+        """Copies the gradients to float32 and unscales them there: in 16 bits they would underflow again."""
         for weight, master in zip(self.computing, self.parameters, strict=True):
             master.grad = weight.grad.float() / scale
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Round what was stepped: a master adds up updates of which 16 bits would see none."""
+        """Rounds the updated masters into the weights: masters accumulate updates that 16 bits would lose."""
         for weight, master in zip(self.computing, self.parameters, strict=True):
             weight.copy_(master)
             master.grad = None
 
 
 class LossScale:
-    """fp16 ends at 2^-24, and small gradients would be 0: the loss is multiplied by as much as they bear."""
+    """fp16 ends at 2^-24, below which gradients become 0: the loss is scaled up as far as they allow."""
 
     def __init__(self) -> None:
         self.value, self.good_steps = 65536.0, 0
 
     def adjust(self, *, overflowed: bool) -> None:
-        """Half after an overflow, whose step is skipped; twice after 2000 good steps."""
+        """Halves the scale after an overflow, whose step is skipped; doubles it after 2000 good steps."""
         self.good_steps = 0 if overflowed else (self.good_steps + 1) % 2000
         if overflowed:
             self.value /= 2  # a power of two stays one: no digit of a gradient is rounded by it
@@ -61,7 +61,7 @@ def step(
 
 
 def demo(group: dist.ProcessGroup) -> float:
-    """10 steps with a gradient that fp16 has no number for, beside one that overflows at first."""
+    """Run 10 steps with a gradient too small for fp16, and another that overflows at first."""
     model = nn.Linear(2, 1, bias=False)
     nn.init.ones_(model.weight)
     masters, scale = Masters(model.parameters()), LossScale()

@@ -1,4 +1,4 @@
-"""What 16 bits predict before they run: bytes sent and held; and the settings that they cannot take."""
+"""Predictions of 16-bit training: bytes sent and stored; and unsupported settings."""
 
 import torch
 
@@ -24,7 +24,7 @@ def refuse(config: Config) -> list[str]:
 
 
 def predict(config: Config) -> list[Prediction]:
-    """Bytes of one step of each variant, and what stands in memory between two steps, a value a rank."""
+    """Return the bytes of a step and the bytes stored between steps, per variant and rank."""
     found: list[Prediction] = []
     for name in NAMES:
         itemsize, shown = format_of(name).itemsize, PYTORCHS * (name == "autocast")
@@ -34,7 +34,7 @@ def predict(config: Config) -> list[Prediction]:
 
 
 def at_rest(config: Config, name: str) -> Prediction:
-    """What stands in memory: of float32 copies that are not kept nothing but their moments, in float32 too."""
+    """Return the stored bytes: of temporary float32 copies only their float32 moments remain."""
     total, tensors = outline(config).num_parameters(), (config.optimizer == "adamw") * len(outline(config).sizes)
     classes = rest_bytes(
         0, total, total, masters=name in STEPPED_IN_FLOAT32, itemsize=format_of(name).itemsize,
@@ -46,7 +46,7 @@ def at_rest(config: Config, name: str) -> Prediction:
 
 
 def format_of(name: str) -> torch.dtype:
-    """The type of its weights; autocast keeps those in float32."""
+    """Return the dtype of its weights; autocast has float32."""
     if name in ("fp32", "autocast"):
         return torch.float32
     return torch.float16 if name.startswith("fp16") or name == "plain" else torch.bfloat16

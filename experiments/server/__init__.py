@@ -1,27 +1,27 @@
-"""The parameter server and what came of it: one place that holds the weights, and workers that need not keep step.
+"""The parameter server and its successors: weights on one rank, and workers that may run out of step.
 
-Before the ring there was the server (Dean et al. 2012; Li et al. 2014): workers send what they found, it steps, they
-fetch. In step with all workers it computes what one process does, and its link is the wall. Out of step it need wait
-for nobody: a straggler costs its own share alone, and a worker that dies no more than that. What that costs are
-gradients of weights that others have moved meanwhile. Or workers train apart for H steps, and one all_reduce makes
-their weights one again: a hundredth of the bytes.
+Before the ring there was the parameter server (Dean et al. 2012; Li et al. 2014): workers send gradients, the server
+steps, they fetch weights. With all workers in step it computes what one process does, limited by the server's link. Out
+of step nobody waits: a slow or dead worker costs only its own share. The price is gradients of weights that others have
+changed meanwhile. Alternatively workers train independently for H steps, and then one all_reduce averages their
+weights: a hundredth of the bytes.
 
-  predicted   bytes sent a step: a worker S, rank 0 (N-1)·S, and as much comes in there; an all_reduce 2(N-1)/N·S a
-              rank; every H-th step alone: /H
-  shapes      weights and gradients as one flat vector [P] each (`Vectors`), S = P x bytes; inputs [B/N, S] a worker
+  predicted   bytes sent per step: a worker S, rank 0 (N-1)·S, and it receives as much; an all_reduce 2(N-1)/N·S per
+              rank; if only every H-th step sends: /H
+  shapes      weights and gradients as one flat vector [P] each (`Vectors`), S = P x bytes; inputs [B/N, S] per worker
 
-  dp          one all_reduce of gradients a step: what the others are compared with
-  sync        sums and counts to the server, which divides by the count of all and steps; weights back (as in the first
-              two lessons)
-  local_sgd   LAB_LOCAL_STEPS steps apart, then the mean of all weights, weighted by samples (Stich 2019)
-  diloco      the same, and the server's step on their mean difference has Nesterov momentum (Douillard et al. 2023)
-  downpour    asynchronous: LAB_LOCAL_STEPS steps on the way, their sum pushed, weights fetched (Dean et al. 2012). With
-              LAB_STALENESS nobody starts more than that many steps ahead of the slowest (Ho et al. 2013)
+  dp          one all_reduce of gradients per step: the baseline
+  sync        sums and counts to the server, which divides by the total count and steps; weights back (as in the
+              first two lessons)
+  local_sgd   LAB_LOCAL_STEPS local steps, then the mean of all weights, weighted by samples (Stich 2019)
+  diloco      the same, with Nesterov momentum on the mean weight change (Douillard et al. 2023)
+  downpour    asynchronous: LAB_LOCAL_STEPS local steps, push their sum, fetch weights (Dean et al. 2012). With
+              LAB_STALENESS a worker is at most that many steps ahead of the slowest (Ho et al. 2013)
 
 `dp` and `sync` are proven against one process, `local_sgd` and `diloco` against one process at H = 1 and against their
-formula for all workers in one process at the H given, the timed pass too. What is asynchronous repeats only in an order
-of events that is given: it is proven in one drawn by LAB_SEED, against one process that goes along; a real run, in
-whatever order messages come, is shown (asynchronous.py). LAB_SLOW_RANK=2:0.5 makes a straggler.
+formula for all workers in one process at the given H, also in the timed pass. An asynchronous run is reproducible only
+in a fixed order of events: it is proven in an order drawn by LAB_SEED, against one process that follows it. A real run,
+in order of arrival, is informational (asynchronous.py). LAB_SLOW_RANK=2:0.5 makes a straggler.
 """
 
 from collections.abc import Callable, Iterator
@@ -42,7 +42,7 @@ from distlab.lab.workload.model import Model
 from distlab.techniques.collectives.phases import phase
 from distlab.techniques.collectives.point_to_point import Peers
 from distlab.techniques.data_parallel.buckets import GradientBuckets
-from distlab.techniques.data_parallel.strategy import Replica, begin_alike
+from distlab.techniques.data_parallel.strategy import Replica, draw_and_broadcast
 from distlab.techniques.data_parallel.vectors import Vectors
 from distlab.techniques.mesh.grid import Mesh
 from distlab.techniques.parameter_server.local_sgd import OuterStep
@@ -50,7 +50,7 @@ from distlab.techniques.parameter_server.server import ParameterServer, Worker
 
 from . import asynchronous, lesson
 from .bugs import mistake
-from .checks import Rounds, hold_timed, prove_rounds
+from .checks import Rounds, check_timed, prove_rounds
 from .options import Options
 from .predictions import DOWNPOUR, cannot, claims, predict, refuse, show_bytes
 
@@ -58,18 +58,18 @@ SERVER = 0
 AVERAGE, DILOCO = (1.0, 0.0), (0.7, 0.9)  # learning rate and momentum of the outer step; DiLoCo's own (section 3.1)
 
 
-# --- in step ---
+# --- synchronous variants ---
 
 
 def dp(model: Model, mesh: Mesh, config: Config) -> Strategy:
-    """One all_reduce a bucket, and every rank takes the same step."""
-    begin_alike(model, mesh.group, config)
+    """One all_reduce per bucket, and every rank takes the same step."""
+    draw_and_broadcast(model, mesh.group, config)
     return Replica(model, config, GradientBuckets(model.parameters(), mesh.group, config.bucket_mib * 2**20))
 
 
 def sync(model: Model, mesh: Mesh, config: Config) -> Strategy:
     """Sums and counts to rank 0, weights back."""
-    begin_alike(model, mesh.group, config)
+    draw_and_broadcast(model, mesh.group, config)
     return Served(model, mesh.group, config)
 
 
@@ -86,13 +86,13 @@ class LocalGradients:
         return nullcontext()
 
     def finish(self) -> None:
-        """Nobody else is asked."""
+        """Do nothing: gradients stay local."""
 
 
 class Served(Replica):
-    """A worker's replica, and on rank 0 the server beside it.
+    """A worker's replica, and on rank 0 also the server.
 
-    It adds in the order of ranks, not of arrival: a sum of floats depends on it.
+    It adds in rank order, not in order of arrival, since a sum of floats depends on the order.
     """
 
     def __init__(self, model: Model, group: dist.ProcessGroup, config: Config) -> None:
@@ -108,13 +108,13 @@ class Served(Replica):
         return total * microbatches[0].share
 
     def send(self, count: Tensor) -> None:
-        """A worker's message: how many terms, and the sum of their gradients; means would weigh a small shard more."""
+        """Send this worker's number of terms and the sum of their gradients; means would overweight small shards."""
         _, sent = self.peers.post(self.peers.new_tag(), sends=[(SERVER, count), (SERVER, self.vectors.gradients)])
         for message in sent:
             message.wait()
 
     def collect(self, count: Tensor) -> None:
-        """The server's side: add up all sums and all counts, and divide once."""
+        """Add all sums and counts on the server, and divide once."""
         tag, gradients = self.peers.new_tag(), self.vectors.gradients
         theirs, arrived = torch.empty_like(count), torch.empty_like(gradients)
         for worker in range(1, self.peers.world_size):
@@ -126,7 +126,7 @@ class Served(Replica):
         gradients /= count
 
     def update(self) -> None:
-        """The server alone steps; everyone gets its weights."""
+        """Step on the server; everyone gets its weights."""
         tag, weights = self.peers.new_tag(), self.vectors.weights
         if self.peers.rank == SERVER:
             super().update()
@@ -139,22 +139,22 @@ class Served(Replica):
 
     @property
     def steps(self) -> bool:
-        """Whether gradients are read once they are there: a worker has sent its own."""
+        """Return whether gradients are used after the sum: a worker has sent its own."""
         return self.peers.rank == SERVER
 
     def alike(self, kind: str) -> Iterator[tuple[str, Tensor]]:
-        """The weights; of gradients the server alone has the mean."""
+        """Yield the weights; only the server has the mean gradient."""
         return super().alike(kind) if kind == "weights" else iter(())
 
 
 def plain(model: Model, mesh: Mesh, config: Config) -> Strategy:
-    """The lesson on one page: sync, by one message after the other."""
-    begin_alike(model, mesh.group, config)
+    """The lesson on one page: sync with blocking messages."""
+    draw_and_broadcast(model, mesh.group, config)
     return OnePage(model, mesh.group, config)
 
 
 class OnePage(Served):
-    """The lesson's messages around the same passes."""
+    """The lesson's messages with the same passes."""
 
     def send(self, count: Tensor) -> None:
         lesson.push(count, self.vectors.gradients, self.peers.group)
@@ -167,44 +167,44 @@ class OnePage(Served):
         lesson.fetch(self.vectors.weights, self.peers.group)
 
 
-# --- in rounds ---
+# --- variants in rounds ---
 
 
 def local_sgd(model: Model, mesh: Mesh, config: Config) -> Strategy:
-    """H steps apart, then the mean of the weights."""
-    begin_alike(model, mesh.group, config)
+    """H local steps, then the mean of the weights."""
+    draw_and_broadcast(model, mesh.group, config)
     return RoundsWorker(model, config, partial(OuterStep, group=mesh.group, lr=AVERAGE[0], momentum=AVERAGE[1]))
 
 
 def diloco(model: Model, mesh: Mesh, config: Config) -> Strategy:
-    """H steps apart, then a step with momentum along what the workers moved in the mean."""
-    begin_alike(model, mesh.group, config)
+    """H local steps, then a momentum step along the workers' mean weight change."""
+    draw_and_broadcast(model, mesh.group, config)
     return RoundsWorker(model, config, partial(OuterStep, group=mesh.group, lr=DILOCO[0], momentum=DILOCO[1]))
 
 
 class RoundsWorker(Replica):
-    """A worker that steps by its own gradients, with an optimizer of its own, and now and then meets the others."""
+    """A worker with its own optimizer and gradients, which synchronises every H steps."""
 
     def __init__(self, model: Model, config: Config, outer: Callable[..., OuterStep]) -> None:
         self.vectors = Vectors(model.parameters())
         super().__init__(model, config, LocalGradients(self.vectors))
-        self.repeats_after = config.own(Options).local_steps  # steps, the last of which makes a call
+        self.repeats_after = config.own(Options).local_steps  # the last of so many steps makes a call
         self.outer = outer(self.vectors.weights, local_steps=self.repeats_after)
         self.share = 0.0
 
     def backward(self, microbatches: list[Microbatch]) -> Tensor:
-        """The gradient of the mean over this worker's own samples; the loss returned is its share of the batch's."""
+        """Compute the gradient of the mean over this worker's own samples; return its share of the batch's loss."""
         self.share = sum(part.share * part.targets.numel() for part in microbatches)
         self.scale = 1 / self.share
         return super().backward(microbatches)
 
     def update(self) -> None:
-        """A step of its own; every H-th time the outer step."""
+        """Take a local step; every H-th time also the outer step."""
         super().update()
         self.outer.step(self.share)
 
     def alike(self, kind: str) -> Iterator[tuple[str, Tensor]]:  # noqa: ARG002
-        """Nothing: in a round each has weights of its own."""
+        """Yield nothing: within a round weights differ."""
         return iter(())
 
 
@@ -212,7 +212,7 @@ class RoundsWorker(Replica):
 
 
 def run(lab: Lab, rules: type[ParameterServer] = ParameterServer, worker: type[Worker] = Worker) -> None:
-    """What waits is proven and measured; then what does not, with which ranks may leave."""
+    """Prove and measure the synchronous variants, then the asynchronous one, in which ranks may leave."""
     local_steps = lab.config.own(Options).local_steps
     predictions = lab.mode.predict(lab.config)
     show_bytes(lab)
@@ -220,14 +220,14 @@ def run(lab: Lab, rules: type[ParameterServer] = ParameterServer, worker: type[W
         check_samples(lab)
     rounds = {"local_sgd": Rounds(local_steps, *AVERAGE), "diloco": Rounds(local_steps, *DILOCO)}
     proofs = {name: partial(prove_rounds, lab, each) for name, each in rounds.items()}
-    # In the middle of a round each worker has weights of its own; the losses are held by hold_timed.
+    # In the middle of a round each worker has different weights; check_timed checks the losses.
     together = Held(why="compared with all workers in one process", replicas=lab.config.steps % local_steps == 0)
     measured = measure(
         lab,
         also=partial(check_replicas, lab),
         proofs=proofs,
         held=dict.fromkeys(rounds, together),
-        timed=partial(hold_timed, lab, rounds),
+        timed=partial(check_timed, lab, rounds),
     )
     lab.hold(predictions, measured)
     asynchronous.run(lab, rules, worker)
@@ -259,7 +259,7 @@ MODE = Mode(
     unsaved="makes none, since out of step there is no step at which all workers hold the same state",
     reading=(
         "experiments/server/lesson.py: the idea on one page, which runs alone and as the variant `plain`",
-        "experiments/server/__init__.py: in step by all_reduce and by a server, in rounds, and what a run claims",
+        "experiments/server/__init__.py: in step by all_reduce and by a server, in rounds, and what a run checks",
         "distlab/techniques/data_parallel/strategy.py: the loop that the variants in step and in rounds share",
         "distlab/techniques/parameter_server/local_sgd.py: the outer step of a round, local_sgd's and diloco's",
         "distlab/techniques/parameter_server/server.py: the rules of who may go on, and a worker of downpour, which"

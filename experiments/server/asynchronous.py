@@ -1,12 +1,12 @@
-"""Workers that do not wait: `downpour`, with rank 0 as the server, and a link of its own to each worker.
+"""The asynchronous variant `downpour`, with rank 0 as the server and a separate link to each worker.
 
-Twice. First in an order of events that LAB_SEED draws, where one process that goes along must come to the same pushes
-and weights (checks.py). Then for real, in whatever order messages come: that does not repeat, so it is shown, and held
-to what holds in any order: nobody starts more than LAB_STALENESS steps ahead of the slowest, the budget of steps is
-spent, every update that was pushed counts once, and all ranks end with the server's weights. All workers together take
-N x LAB_STEPS steps, who is faster more of them; each weighs its gradient by its share of the batch, so that as many
-samples move the weights as far as in `dp`. In the real run a worker may die: the server goes on with the others, and
-only what it had under way is lost.
+It runs twice. First in an order of events drawn by LAB_SEED, where one process follows it and must get the same pushes
+and weights (checks.py). Then in order of arrival: that is not reproducible, so it is informational, except for what
+holds in any order: no worker starts more than LAB_STALENESS steps ahead of the slowest, the budget of steps is used up,
+every pushed update counts once, and all ranks end with the server's weights. All workers together take N x LAB_STEPS
+steps, faster ones more of them; each weights its gradient by its share of the batch, so that the same number of samples
+moves the weights as far as in `dp`. In this run a worker may die: the server continues with the others, and only its
+steps under way are lost.
 """
 
 import random
@@ -41,12 +41,12 @@ from .checks import Audit, audit, prove_asynchronous
 from .options import Options
 from .predictions import DOWNPOUR, RUN_BYTES, weight_bytes
 
-RULE_EVENTS = 200  # drawn to try who may start
+RULE_EVENTS = 200  # drawn to test the rules
 
 
 @dataclass
 class Report:
-    """The run of one worker, as it tells it."""
+    """The run of one worker, in its own report."""
 
     pushes: int
     steps: int
@@ -54,16 +54,16 @@ class Report:
 
 
 class Finished(NamedTuple):
-    """A real run, as rank 0 knows it."""
+    """A real run, with all that rank 0 knows of it."""
 
     seen: list[Event]
     audit: Audit
     weights: Tensor  # [P] the server's, at the end
-    reports: dict[int, Report]  # of the workers that are still here
+    reports: dict[int, Report]  # of the workers that have not left
 
 
 def run(lab: Lab, rules: type[ParameterServer], worker: type[Worker]) -> None:
-    """Prove `downpour`, then let its workers go of each other under `rules`."""
+    """Prove `downpour`, then run its workers asynchronously under `rules`."""
     if not lab.wants(DOWNPOUR):
         return
     if unable := lab.mode.cannot(lab.config).get(DOWNPOUR):
@@ -80,7 +80,7 @@ def run(lab: Lab, rules: type[ParameterServer], worker: type[Worker]) -> None:
 
 
 def open_links(lab: Lab) -> dict[int, Link]:
-    """At the server a link to each worker, by rank; at a worker its own."""
+    """Return a link to each worker by rank on the server, and its own on a worker."""
     at_server, timeout_s = lab.rank == 0, lab.config.collective_timeout_s
     workers = range(1, lab.world_size) if at_server else [lab.rank]
     stores = {worker: dist.PrefixStore(f"link {worker}", lab.exchange.store) for worker in workers}
@@ -88,7 +88,7 @@ def open_links(lab: Lab) -> dict[int, Link]:
 
 
 def run_freely(lab: Lab, links: dict[int, Link], kind: type[ParameterServer], make_worker: type[Worker]) -> Finished:
-    """A run in the order in which messages come; what each rank saw is brought together on rank 0."""
+    """Run in order of arrival; the records of all ranks are gathered on rank 0."""
     config, dtype = lab.config, getattr(torch, lab.config.dtype)
     lab.at(0, DOWNPOUR)
     recorder = Recorder(rank for rank in range(lab.world_size) if rank not in lab.exchange.gone)
@@ -106,7 +106,7 @@ def run_freely(lab: Lab, links: dict[int, Link], kind: type[ParameterServer], ma
         lab.count(calls=False) as traffic,
         slowed(config.slowed_to),
     ):
-        lab.exchange.barrier(DOWNPOUR)  # who began later would find steps taken by the others
+        lab.exchange.barrier(DOWNPOUR)  # a late worker would find steps already taken by the others
         worker.train(client, config.own(Options).local_steps)
         if threads is not None:
             threads.join()
@@ -122,7 +122,7 @@ def run_freely(lab: Lab, links: dict[int, Link], kind: type[ParameterServer], ma
 
 
 def note_versions(lab: Lab, report: Report, seen: Audit) -> None:
-    """In each worker's own log: which versions of the weights it computed with, and how stale its updates were."""
+    """Log on each worker the versions of the weights that it used, and how stale its updates were."""
     by_worker = {str(worker): pairs for worker, pairs in seen.versions.items()}
     own = lab.exchange.share(f"versions of {DOWNPOUR}", by_worker).get(str(lab.rank), [])
     first = ", ".join(f"{taken} to {pushed}" for taken, pushed in own[:6]) + (
@@ -137,7 +137,7 @@ def note_versions(lab: Lab, report: Report, seen: Audit) -> None:
 
 
 def compare_bytes(lab: Lab, reports: Mapping[int, Report], wire_bytes: float) -> None:
-    """Pushes of this worker, or at the server fetches of the others, beside what was sent."""
+    """Compare the bytes of this worker's pushes, or of the others' fetches on the server, with those sent."""
     if len(reports) < lab.world_size:
         lab.waive(RUN_BYTES, "a worker has left", DOWNPOUR)
         return
@@ -152,7 +152,7 @@ def compare_bytes(lab: Lab, reports: Mapping[int, Report], wire_bytes: float) ->
 def open_server(
     lab: Lab, links: dict[int, Link], kind: type[ParameterServer], recorder: Recorder, worker: Worker
 ) -> tuple[ParameterServer, Client, Threads | None]:
-    """The rules, and this rank's client; on rank 0 the server too, which hears of every worker that leaves."""
+    """Return the rules and this rank's client; on rank 0 also the server, which is notified of workers that leave."""
     config, weights, workers = lab.config, worker.vectors.weights, list(recorder.finished)
     budget, start = lab.world_size * config.steps, weights.cpu().clone()
     rules = kind(start, workers, lr=config.learning_rate, budget=budget, staleness=config.own(Options).staleness)
@@ -160,16 +160,16 @@ def open_server(
     lab.hooks.let_leave(server.leave)
     if lab.rank > 0:
         return rules, Remote(links[lab.rank], weights), None
-    for rank in lab.exchange.gone & set(workers):  # it left while the server was made
+    for rank in lab.exchange.gone & set(workers):  # it left while the server was created
         server.leave(rank)
     return rules, Local(server, 0), Threads(server, {rank: links[rank] for rank in workers if rank})
 
 
-# --- what holds in any order ---
+# --- checks for any order ---
 
 
 def check_run(lab: Lab, run: Finished, kind: type[ParameterServer]) -> None:
-    """Check a real run by its events and by the workers that are still here; its rules, of `kind`, are tried too."""
+    """Check a real run by its events and its remaining workers, and test its rules, of `kind`."""
 
     def hold(check: str, wrong: int, detail: str) -> None:
         lab.check(check, wrong, 0, DOWNPOUR, detail)
@@ -197,7 +197,7 @@ def check_run(lab: Lab, run: Finished, kind: type[ParameterServer]) -> None:
 
 
 def miscounted(seen: Audit, reports: Mapping[int, Report]) -> int:
-    """Updates that were not applied once, in their worker's order; and steps that went missing."""
+    """Count updates not applied exactly once and in order, and missing steps."""
     wrong = seen.wrong_numbers
     for rank, report in reports.items():
         wrong += abs(report.pushes - len(seen.steps[rank])) + abs(report.steps - sum(seen.steps[rank]))
@@ -205,10 +205,10 @@ def miscounted(seen: Audit, reports: Mapping[int, Report]) -> int:
 
 
 def misjudged(kind: type[ParameterServer], workers: int, staleness: int | None, seed: int) -> int:
-    """How often rules of `kind` and the bound disagree about who may start, over events drawn by `seed`.
+    """Count how often rules of `kind` and the bound disagree about a start, over events drawn by `seed`.
 
-    Who has finished c steps may start another if the slowest has finished c - staleness at least (Ho et al. 2013,
-    section 2). The last worker is slow, and leaves halfway.
+    A worker that has finished c steps may start another if the slowest has finished at least c - staleness (Ho et al.
+    2013, section 2). The last worker is slow, and leaves halfway.
     """
     rules = kind(torch.zeros(1), range(workers), lr=0.0, budget=2 * RULE_EVENTS, staleness=staleness)
     draw, clocks, busy, wrong = random.Random(seed), dict.fromkeys(range(workers), 0), set[int](), 0
@@ -232,7 +232,7 @@ def misjudged(kind: type[ParameterServer], workers: int, staleness: int | None, 
 
 
 def show_run(lab: Lab, run: Finished) -> None:
-    """What the server saw, by worker, and the loss over the samples that had moved the weights."""
+    """Show the server's record by worker, and the loss by samples applied."""
     steps = ", ".join(str(sum(of_worker)) for of_worker in run.audit.steps.values())
     stale = run.audit.staleness
     mean = f"{fmean(stale or [0]):.2f}"
@@ -245,7 +245,7 @@ def show_run(lab: Lab, run: Finished) -> None:
 
 
 def smoothed(seen: list[Event], num_workers: int) -> list[list[float]]:
-    """The losses of the pushes in the order in which they were applied, in means of as many as there are workers."""
+    """Return the losses of the pushes in order of application, averaged over as many as there are workers."""
     losses = [event.loss for event in seen if event.kind == PUSH]
     ends = range(1, len(losses) + 1)
     return [[float(end - 1) for end in ends], [fmean(losses[max(0, end - num_workers) : end]) for end in ends]]

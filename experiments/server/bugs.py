@@ -1,4 +1,4 @@
-"""The classic mistakes of a server, of its workers and of rounds, made on purpose by LAB_BUG."""
+"""Classic bugs of a server, of its workers and of rounds, injected by LAB_BUG."""
 
 from functools import partial
 
@@ -19,11 +19,11 @@ of_a_worker = partial(mistake, part="worker", needs=Needs(variants=(DOWNPOUR,)))
 of_diloco = partial(mistake, check="weights at H = 1", part="OuterStep", of=("diloco",), needs=Needs(ranks=1))
 
 
-# --- the settings that hide one ---
+# --- settings that hide a bug ---
 
 
 def too_few_steps(config: Config) -> str:
-    """Nobody gets too far ahead without a bound, nor in fewer steps than the bound, one more and those of a start."""
+    """No worker gets too far ahead without a bound, or in too few steps: the bound, one more and those of a start."""
     own = config.own(Options)
     if own.staleness is None:
         return "LAB_STALENESS unset: nobody is bound"
@@ -33,12 +33,12 @@ def too_few_steps(config: Config) -> str:
 
 
 def all_alike(config: Config) -> str:
-    """Shards of one sample each cannot be uneven, as those of a proof are wherever they can."""
+    """Shards of one sample each cannot be uneven; those of a proof are uneven if possible."""
     alike = config.batch <= config.world_size
     return f"LAB_BATCH={config.batch}: every worker has one sample, and all weigh the same" if alike else ""
 
 
-# --- the mistakes ---
+# --- the bugs ---
 
 
 @mistake(
@@ -48,10 +48,10 @@ def all_alike(config: Config) -> str:
     needs=Needs(proof=False, variants=(DOWNPOUR,), unless=too_few_steps),
 )
 class Unbounded(ParameterServer):
-    """The server forgets to let the fast wait: gradients of a slow worker get as old as they like.
+    """The server never lets fast workers wait: a slow worker's gradients become arbitrarily old.
 
-    Who is ahead by how much would depend on the machine, and the mistake might not show. So the last worker takes its
-    first step only once another is too far ahead: a straggler, the same each time.
+    The lead would depend on the machine, and the bug might not show. So the last worker takes its first step only once
+    another is too far ahead: a reproducible straggler.
     """
 
     def may_start(self, worker: int) -> bool:
@@ -61,7 +61,7 @@ class Unbounded(ParameterServer):
 
 @mistake("update_lost", check="weights", part="rules", needs=Needs(ranks=1, variants=(DOWNPOUR,)))
 class Forgetful(ParameterServer):
-    """The server counts every second push of a worker and does not apply it."""
+    """The server counts every second push of a worker but does not apply it."""
 
     def push(self, worker: int, number: int, update: Tensor) -> None:
         super().push(worker, number, torch.zeros_like(update) if number % 2 else update)
@@ -98,16 +98,16 @@ class Unheard(Worker):
 
 @mistake("never_averaged", check="replicas", part="OuterStep", of=ROUNDS)
 class Unaveraged(OuterStep):
-    """A round ends without the all_reduce: every worker trains a model of its own."""
+    """A round ends without the all_reduce: every worker trains its own model."""
 
     def average(self, moved: Tensor) -> None:
-        """Leave it as it is."""
+        """Leave it unchanged."""
         moved.mul_(dist.get_world_size(self.group))
 
 
 @mistake("mean_of_workers", check="weights at H = 1", part="OuterStep", of=ROUNDS, needs=Needs(unless=all_alike))
 class Unweighted(OuterStep):
-    """A round takes the mean over workers, not over samples: who has few counts as much as who has many."""
+    """A round averages over workers, not over samples: a worker with few samples counts as much as any."""
 
     def step(self, share: float) -> None:  # noqa: ARG002
         super().step(1 / dist.get_world_size(self.group))
@@ -115,7 +115,7 @@ class Unweighted(OuterStep):
 
 @of_diloco("momentum_forgotten")
 class Memoryless(OuterStep):
-    """The outer momentum of DiLoCo begins anew every round."""
+    """DiLoCo's outer momentum restarts every round."""
 
     def step(self, share: float) -> None:
         if self.done == 0 and self.velocity is not None:
@@ -125,7 +125,7 @@ class Memoryless(OuterStep):
 
 @of_diloco("no_nesterov")
 class HeavyBall(OuterStep):
-    """The outer step of DiLoCo is plain momentum, without Nesterov's look ahead."""
+    """DiLoCo's outer step is plain momentum, without Nesterov's look-ahead."""
 
     def along(self, moved: Tensor) -> Tensor:
         assert self.velocity is not None

@@ -1,21 +1,21 @@
-"""What is proven here, and one process that computes it: asynchronous pushes in a drawn order, and rounds.
+"""The proofs of the server mode, and one process that computes the same: pushes in a drawn order, and rounds.
 
-The process shares nothing with the workers but the model, the data and the rule by which samples are dealt, which the
-tests compare with their definition; so a worker that takes another's shard, weighs a loss twice or pushes N times
-differs from it:
+The process shares only the model, the data and the rule for distributing samples with the workers; the tests compare
+these with their definition. So a worker that takes another's shard, weights a loss twice or pushes N times differs from
+it:
 
     gradient  sum over a shard's loss terms / terms of the whole batch
-    push      of n steps: sum of n gradients, each at weights that the ones before have moved (Dean et al. 2012,
+    push      of n steps: sum of n gradients, each at weights that include the earlier ones (Dean et al. 2012,
               algorithm 7.1)
 
-`downpour`: which weights a gradient was computed at, and which updates came between, is all that asynchrony
-adds to SGD, and both follow from the order in which workers start and push. So the order is drawn by LAB_SEED: workers
-compute where they are, the server takes their messages in that order, and the process goes along, event by event, with
-weights of its own that only its own gradients move. Every push and the weights at the end must be its own.
+`downpour`: asynchrony only changes the weights at which a gradient is computed and the updates in between, and both
+follow from the order in which workers start and push. So LAB_SEED draws an order: workers compute in parallel, the
+server takes their messages in that order, and the process follows event by event, with its own weights that only its
+own gradients change. Every push and the final weights must be equal.
 
-`local_sgd` and `diloco`: what their workers compute is on purpose not what one process computes, but for H = 1. So they
-are proven twice: at H = 1 against one process with the whole batch, and at the H given, on one layer, against all
-workers in one process. The first rounds of the timed pass are held against the same process in LAB_DTYPE.
+`local_sgd` and `diloco`: for H > 1 their result differs from one process's by design. So they are proven twice: at H =
+1 against one process with the whole batch, and at the given H, on one layer, against all workers in one process. The
+first rounds of the timed pass are compared with the same process in LAB_DTYPE.
 """
 
 import math
@@ -55,27 +55,27 @@ from distlab.techniques.parameter_server.server import (
 from .options import Options
 from .predictions import DOWNPOUR, MOST_PROVEN
 
-# Learning rate and momentum of the outer step: the mean (Stich 2019, algorithm 1), and Nesterov's with the paper's own
-# (Douillard et al. 2023, section 3.1). Written down once more, since what is proven takes the variants' own numbers.
+# Learning rate and momentum of the outer step: averaging (Stich 2019, algorithm 1), and Nesterov's with the paper's
+# values (Douillard et al. 2023, section 3.1). Repeated here, since the proof takes the variants' own numbers.
 PUBLISHED = {"local_sgd": (1.0, 0.0), "diloco": (0.7, 0.9)}
-PUSHES = 2  # of a worker in the drawn order, in the mean
-MOST_AT_ONCE = 4  # steps between a fetch and its push there
+PUSHES = 2  # per worker in the drawn order, on average
+MOST_AT_ONCE = 4  # steps between a fetch and its push in that order
 
 
 class Workers(OneProcess):
-    """The dense `model`, which becomes this object's own, and the samples of all workers of `config`."""
+    """The dense `model`, owned by this object, and the samples of all workers of `config`."""
 
     def __init__(self, model: Model, config: Config, batches: Batches) -> None:
         super().__init__(model, config)
         self.batches, self.parameters = batches, self.trained
 
     def dealt(self, step: int, rank: int) -> tuple[list[Microbatch], float]:
-        """What `rank` trains on at `step`, and its share of the batch's loss terms."""
+        """Return the samples of `rank` at `step`, and its share of the batch's loss terms."""
         parts = self.batches.dealt(step, rank, self.config.world_size)
         return parts, sum(part.share * part.targets.numel() for part in parts)
 
     def push(self, weights: Tensor, first_step: int, steps: int, rank: int) -> tuple[Tensor, float]:
-        """What `rank` should push that has taken `weights` [P] for `steps` steps; the update [P], and the mean loss."""
+        """Return `rank`'s expected push after `steps` steps from `weights` [P]: update [P] and mean loss."""
         weights = weights.to(self.parameters[0].device)
         update, losses = torch.zeros_like(weights), 0.0
         for step in range(first_step, first_step + steps):
@@ -92,7 +92,7 @@ class Workers(OneProcess):
 
 
 def shallow(config: Config) -> Config:
-    """The same with one layer, for proofs in which one process does the work of all workers, and of many steps."""
+    """Return the same with one layer, for proofs where one process does the work of all workers and many steps."""
     return config.model_copy(update={"depth": 1})
 
 
@@ -100,20 +100,20 @@ def model_of(lab: Lab, config: Config) -> Model:
     return build_model(config, config.seed).to(lab.device, torch.float64)
 
 
-# --- what the events at a server say of it ---
+# --- checks from a server's events ---
 
 
 class Audit(NamedTuple):
-    lead: int  # the most finished steps that any worker was ahead of the slowest at a start
-    staleness: list[int]  # of each push: updates of others since its worker took the weights
+    lead: int  # the largest lead in finished steps over the slowest worker at a start
+    staleness: list[int]  # of each push: updates of others since the worker's fetch
     steps: dict[int, list[int]]  # of each worker's pushes
-    granted: int  # steps that the server let anybody begin
+    granted: int  # steps that the server granted to all
     wrong_numbers: int  # pushes that are not their worker's next
     versions: dict[int, list[tuple[int, int]]]  # of each worker's pushes: the updates before its fetch, and before it
 
 
 def audit(seen: Iterable[Event], workers: Iterable[int]) -> Audit:
-    """Read the events of `workers` from the first on."""
+    """Evaluate the events of `workers` from the first on."""
     clocks = dict.fromkeys(workers, 0)
     steps: dict[int, list[int]] = {worker: [] for worker in clocks}
     staleness: list[int] = []
@@ -140,7 +140,7 @@ def audit(seen: Iterable[Event], workers: Iterable[int]) -> Audit:
 
 
 class Replay(Recorder):
-    """A recorder at a server that computes every push itself, and compares what arrives."""
+    """A recorder at a server that computes every push itself, and compares it with the received one."""
 
     def __init__(self, one: Workers, weights: Tensor, workers: int) -> None:
         super().__init__(range(workers))
@@ -165,7 +165,7 @@ class Replay(Recorder):
 def prove_asynchronous(
     lab: Lab, links: dict[int, Link], kind: type[ParameterServer], make_worker: type[Worker]
 ) -> None:
-    """Run in a drawn order under rules of `kind`, with one process that goes along on rank 0."""
+    """Run in a drawn order under rules of `kind`, with one process on rank 0 that follows it."""
     name, own = DOWNPOUR, lab.config.own(Options)
     lab.at(0, f"proof of {name}")
     most = min(own.local_steps, MOST_AT_ONCE)
@@ -199,8 +199,8 @@ def prove_asynchronous(
 
 
 def differences(replay: Replay, weights: Tensor, samples: list[list[str]]) -> dict[str, float]:
-    """How far the run is from the process that went along, by check; `weights` are the server's at the end, `samples`
-    the digests of each rank's pushes."""
+    """Return the differences between the run and the process, by check; `weights` are the server's final ones,
+    `samples` the digests of each rank's pushes."""
     dealt = 0
     for rank, steps in audit(replay.seen, range(len(samples))).steps.items():
         wanted = [replay.one.digest(sum(steps[:index]), number, rank) for index, number in enumerate(steps)]
@@ -210,14 +210,14 @@ def differences(replay: Replay, weights: Tensor, samples: list[list[str]]) -> di
 
 
 def misordered(seen: list[Event], order: list[tuple[str, int]], workers: int, staleness: int | None) -> int:
-    """Events that came elsewhere than in `order`, and steps that a start was beyond the bound on staleness."""
+    """Count events in another place than in `order`, and steps by which a start exceeded the staleness bound."""
     lead = audit(seen, range(workers)).lead
     beyond = 0 if staleness is None else max(0, lead - staleness)
     return apart([(event.kind, event.worker) for event in seen], order) + beyond
 
 
 def apart(found: Sequence[object], wanted: Sequence[object]) -> int:
-    """The places at which two lists differ, and those that only one of them has."""
+    """Count the positions where two lists differ, and those that only one of them has."""
     return sum(one != other for one, other in zip_longest(found, wanted))
 
 
@@ -233,7 +233,7 @@ class Rounds(NamedTuple):
 
 
 def prove_rounds(lab: Lab, rounds: Rounds, name: str, build: Build) -> None:
-    """Check the variant that `build` makes at H = 1 and at the H given."""
+    """Check the variant that `build` makes at H = 1 and at the given H."""
     config = plain(lab.config)
     check_outer(lab, name, build, config)
     check_against(lab, name, build, config, rounds._replace(local_steps=1), workers=1)
@@ -246,7 +246,7 @@ def prove_rounds(lab: Lab, rounds: Rounds, name: str, build: Build) -> None:
 
 
 def check_outer(lab: Lab, name: str, build: Build, config: Config) -> None:
-    """Two outer steps after rounds in which every worker moved by one: lr·(1 + m) and lr·(1 + m + m²) far."""
+    """Check two outer steps after rounds where every worker moved by one: lr·(1 + m) and lr·(1 + m + m²)."""
     config = shallow(config.with_own(local_steps=1))
     strategy = build(model_of(lab, config), lab.mesh, config)
     weights, (lr, momentum) = strategy.vectors.weights, PUBLISHED[name]  # type: ignore[attr-defined]
@@ -263,7 +263,7 @@ def check_outer(lab: Lab, name: str, build: Build, config: Config) -> None:
 def check_against(
     lab: Lab, name: str, build: Build, config: Config, rounds: Rounds, *, workers: int, when: str = ""
 ) -> None:  # fmt: skip
-    """Losses and weights of two rounds against `workers` workers in one process; last, all ranks are equal."""
+    """Compare losses and weights of two rounds with `workers` workers in one process; and all ranks at the end."""
     config = config.with_own(local_steps=rounds.local_steps)
     when, steps = f" at H = {rounds.local_steps}{when}", 2 * rounds.local_steps
     batches = lab.batches(torch.float64, proof=True)
@@ -290,11 +290,11 @@ def check_against(
 
 
 def in_one_process(one: Workers, rounds: Rounds, steps: int) -> tuple[list[float], Tensor]:
-    """All workers of `one`, one after the other: the batch's loss at each step, and the common weights [P] at the end.
+    """Run all workers of `one`, one after the other; return the batch's loss at each step, and the final weights [P].
 
-    A round as local SGD has it (Stich 2019, algorithm 1) and DiLoCo (Douillard et al. 2023, algorithm 1): every worker
-    goes on from the common weights; what they moved in the mean over samples is the outer gradient. A last round that
-    is not complete moves only its workers.
+    Rounds follow local SGD (Stich 2019, algorithm 1) and DiLoCo (Douillard et al. 2023, algorithm 1): every worker
+    continues from the common weights; their mean weight change over samples is the outer gradient. An incomplete last
+    round changes only its workers' weights.
     """
     local_steps, lr, momentum = rounds
     workers = [OneProcess(one.model, one.config) for _ in range(one.config.world_size)]  # each with its own state
@@ -319,9 +319,9 @@ def in_one_process(one: Workers, rounds: Rounds, steps: int) -> tuple[list[float
     return losses, common
 
 
-def hold_timed(lab: Lab, rounds: dict[str, Rounds]) -> None:
-    """The losses of the timed pass up to the step that sees the second outer step (the first, where it has no
-    momentum), against all workers in one process."""
+def check_timed(lab: Lab, rounds: dict[str, Rounds]) -> None:
+    """Compare the timed pass's losses up to the step that uses the second outer step (the first, without momentum) with
+    all workers in one process."""
     lab.at(0, "one process, in rounds")
     config, dtype, found = lab.config, getattr(torch, lab.config.dtype), lab.losses()
     for name in (name for name in rounds if name in found and config.proof):
@@ -338,11 +338,11 @@ def hold_timed(lab: Lab, rounds: dict[str, Rounds]) -> None:
 
 
 def loss_rounding(dtype: torch.dtype, config: Config, steps: int, terms: int) -> float:
-    """What rounding may put between two losses of the same mean, as a share of them.
+    """Return the relative error that rounding may cause between two losses of the same mean.
 
-    The sum of the terms, in float32 or finer and in another order: half an eps for each level of a tree, twice. And
-    the passes in `dtype`, of about 20 results in each layer whose roundings have nothing to do with each other, nor
-    those of one step with another's or of one term with another's: their root, over that of the terms.
+    The terms are summed in float32 or finer in another order: half an eps per level of a tree, twice. The passes in
+    `dtype` have about 20 results per layer whose roundings are independent, also between steps and terms: the root of
+    their number, divided by that of the terms.
     """
     summing = torch.finfo(torch.promote_types(dtype, torch.float32)).eps * (1 + math.log2(terms))
     passes = torch.finfo(dtype).eps / 2 * math.sqrt(20 * (config.depth + 2) * steps / terms)

@@ -5,13 +5,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-SERVER = 0  # which is a worker, too
+SERVER = 0  # also a worker
 
 
 def push(count: Tensor, gradients: Tensor, group: dist.ProcessGroup) -> None:
-    """Each worker's sum of gradients [P] and of how many terms; the server then holds the mean over all.
+    """Sends each worker's sum of gradients [P] and its number of terms; the server then has the mean over all.
 
-    A worker sends S bytes. (N-1)·S come in at the server, which grows with N: its link is the wall.
+    A worker sends S bytes. The server receives (N-1)·S, which grows with N: its link is the limit.
     """
     if group.rank() != SERVER:
         dist.send(count, group=group, group_dst=SERVER)
@@ -23,11 +23,11 @@ def push(count: Tensor, gradients: Tensor, group: dist.ProcessGroup) -> None:
         dist.recv(arriving, group=group, group_src=worker)
         count += theirs
         gradients += arriving
-    gradients /= count  # once: a mean of means would weigh the samples of a small shard more
+    gradients /= count  # divide once: a mean of means would overweight a small shard's samples
 
 
 def fetch(weights: Tensor, group: dist.ProcessGroup) -> None:
-    """The server's weights [P] to all workers: (N-1)·S bytes out of one rank."""
+    """Sends the server's weights [P] to all workers: (N-1)·S bytes from one rank."""
     if group.rank() != SERVER:
         dist.recv(weights, group=group, group_src=SERVER)
         return
@@ -36,7 +36,7 @@ def fetch(weights: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def step(model: nn.Module, inputs: Tensor, targets: Tensor, lr: float, group: dist.ProcessGroup) -> None:
-    """One step of all: the server alone has an optimizer."""
+    """Takes one step of all: only the server has an optimizer."""
     model.zero_grad()
     (model(inputs) - targets).square().sum().backward()  # the sum over this worker's samples
     gradients = parameters_to_vector(parameter.grad for parameter in model.parameters())

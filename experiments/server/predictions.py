@@ -1,4 +1,4 @@
-"""Bytes that a step of the server and its like sends, settings that they cannot take, and the claims of a run."""
+"""Predictions of the server mode: bytes per step, unsupported settings, and the checks of a run."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,9 +16,9 @@ from .options import Options
 
 DOWNPOUR, ROUNDS = "downpour", ("local_sgd", "diloco")
 RUN_BYTES = "wire bytes of the run"
-COUNT_BYTES = 8  # beside its gradients a worker of `sync` says of how many terms they are the sum
+COUNT_BYTES = 8  # a worker of `sync` also sends the number of terms in its sum
 SHOWN_RANKS = (2, 4, 8, 16, 32, 64)
-MOST_PROVEN = 12  # local steps of a proven round: two rounds of them are run, whatever H is
+MOST_PROVEN = 12  # local steps of a proven round: two rounds of them are run, for any H
 
 
 def refuse(config: Config) -> list[str]:
@@ -37,12 +37,12 @@ def cannot(config: Config) -> dict[str, str]:
 
 
 def weight_bytes(config: Config) -> int:
-    """S: the bytes of all weights, as of all gradients."""
+    """Return S: the bytes of all weights, or of all gradients."""
     return outline(config).num_parameters() * config.itemsize
 
 
 def predict(config: Config) -> list[Prediction]:
-    """Bytes that each rank sends in a step, and in how many calls; if asynchronous, where all take as many steps."""
+    """Return each rank's bytes and calls per step; if asynchronous, for equal numbers of steps."""
     ranks, nbytes, h = config.world_size, weight_bytes(config), config.own(Options).local_steps
     averaged = Cost(averaging_bytes(ranks, nbytes, h), 1, gloo_all_reduce_messages(ranks, nbytes) / h)
     served, seldom = ([server_bytes(ranks, nbytes, rank, steps) for rank in range(ranks)] for steps in (1, h))
@@ -61,7 +61,7 @@ def predict(config: Config) -> list[Prediction]:
 
 
 def show_bytes(lab: Lab) -> None:
-    """The busiest rank's bytes as N grows: the server's wall, and the ring that stays under 2S."""
+    """Show the busiest rank's bytes as N grows: the server's limit, and the ring, which stays below 2S."""
     nbytes, h = weight_bytes(lab.config), lab.config.own(Options).local_steps
     size, ranks = nbytes / 1e6, lab.world_size
     ring = 2 * (ranks - 1) / ranks * size
@@ -84,7 +84,7 @@ def show_bytes(lab: Lab) -> None:
 
 
 def claims(mode: Mode, config: Config) -> Sequence[Claims]:
-    """Of all that keep step bytes, of rounds what all workers in one process do, out of step what any order allows."""
+    """Return the checks: bytes of synchronous variants, rounds compared with one process, and rules of downpour."""
     local_steps = config.own(Options).local_steps
     out_of_step = "tests/experiments/test_server_asynchronous.py::"
     in_step = [name for name in mode.by_hand if name not in ROUNDS]
@@ -120,13 +120,13 @@ def claims(mode: Mode, config: Config) -> Sequence[Claims]:
     )
 
 
-# --- bytes a step; S is the bytes of all weights, as of all gradients, H the local steps between two messages ---
+# --- bytes per step; S is the bytes of all weights or all gradients, H the local steps between two messages ---
 
 
 def server_bytes(world_size: int, nbytes: int, rank: int, local_steps: int = 1) -> float:
-    """Bytes that `rank` sends a step: a worker its update, rank 0, server and worker at once, weights to all others.
+    """Return the bytes that `rank` sends per step: a worker its update, rank 0 the weights to all others.
 
-    What rank 0 receives is (N-1)·S too: in and out 2(N-1)·S pass one link (a server that is no worker: 2N·S), where a
+    Rank 0 also receives (N-1)·S: 2(N-1)·S in both directions pass one link (a server that is no worker: 2N·S), where a
     ring's links each carry 2(N-1)/N·S (Li et al.: Scaling Distributed Machine Learning with the Parameter Server, OSDI
     2014).
     """
@@ -134,5 +134,5 @@ def server_bytes(world_size: int, nbytes: int, rank: int, local_steps: int = 1) 
 
 
 def averaging_bytes(world_size: int, nbytes: int, local_steps: int) -> float:
-    """Bytes that a rank sends a step when weights are averaged by an all_reduce every H steps: 2(N-1)/N·S / H."""
+    """Return a rank's bytes per step if an all_reduce averages the weights every H steps: 2(N-1)/N·S / H."""
     return 2 * (world_size - 1) / world_size * nbytes / local_steps

@@ -1,14 +1,14 @@
-"""Who gets which samples: DistributedSampler, its arithmetic by hand, and what it does where N leaves a rest.
+"""Data sharding: DistributedSampler, the same by hand, and padding where N does not divide the data set.
 
-Every rank shuffles all indices alike, by (seed, epoch), and takes each N-th of them, starting at its own rank. No rank
-asks another: the shards are disjoint because all ranks drew the same order. Two things are easily missed:
+Every rank shuffles all indices in the same way, by (seed, epoch), and takes every N-th of them, starting at its rank.
+No communication is needed: shards are disjoint because all ranks drew the same order. Two things are easily missed:
 
-  set_epoch   the epoch is part of the seed. Without it every epoch deals the same shards in the same order
-  padding     shards must be equally long, or a collective would wait for a rank that has finished. Where N does not
-              divide the length, the first samples of the order are dealt again: "no overlap" is then not quite true
+  set_epoch   the epoch is part of the seed. Without it every epoch has the same shards in the same order
+  padding     shards must be equally long, or a collective would wait for a rank that has finished. If N does not
+              divide the length, the first samples of the order are used again: so "no overlap" is not quite true
 
-  shapes      indices [ceil(1000 / N)] a rank; a batch [4] a rank; gathered [4 N]
-  predicted   the all_gather of a batch sends (N-1) x 4 x 8 B a rank, over again for each of the two epochs
+  shapes      indices [ceil(1000 / N)] per rank; a batch [4] per rank; gathered [4 N]
+  predicted   the all_gather of a batch sends (N-1) x 4 x 8 B per rank, once in each of the two epochs
 """
 
 from collections import Counter
@@ -32,7 +32,7 @@ LENGTH, BATCH, SEED, EPOCHS = 1000, 4, 42, 2  # the lesson's
 
 
 class Numbers(Dataset[Tensor]):
-    """The lesson's data: sample i is the number i, so that one sees who got what."""
+    """The lesson's data: sample i is the number i, which shows which rank got it."""
 
     def __len__(self) -> int:
         return LENGTH
@@ -42,47 +42,47 @@ class Numbers(Dataset[Tensor]):
 
 
 def by_hand(epoch: int, rank: int, world_size: int) -> list[int]:
-    """The sampler by hand, the indices of `rank`: each N-th of the epoch's order, begun again to fill the rest."""
+    """Return the indices of `rank`: every N-th of the epoch's order, which is repeated to fill the last shards."""
     order: list[int] = torch.randperm(LENGTH, generator=torch.Generator().manual_seed(SEED + epoch)).tolist()
     return (order + repeats(order, world_size))[rank::world_size]
 
 
 def repeats(order: list[int], world_size: int) -> list[int]:
-    """The samples that are dealt twice, so that all shards are equally long."""
+    """Return the samples that are used twice to make all shards equally long."""
     return order[: -LENGTH % world_size]
 
 
 def pytorchs(rank: int, world_size: int) -> Sampler[Any]:
-    """PyTorch's own, as in the lesson."""
+    """Return PyTorch's sampler, as in the lesson."""
     return DistributedSampler(Numbers(), num_replicas=world_size, rank=rank, shuffle=True, seed=SEED)
 
 
 def on_one_page(rank: int, world_size: int) -> Sampler[Any]:
-    """The lesson's, which LAB_VARIANT=plain deals by."""
+    """Return the lesson's sampler, for LAB_VARIANT=plain."""
     return lesson.DistributedSampler(LENGTH, rank, world_size, SEED)  # type: ignore[return-value]
 
 
 # --- the run ---
 
-# Parts that a mistake replaces: which sampler a rank has, and how it hears of an epoch.
+# Parts that a bug replaces: the sampler of a rank, and how it gets the epoch.
 MakeSampler: TypeAlias = Callable[[int, int], Sampler[Any]]
 BeginEpoch: TypeAlias = Callable[[Any, int], None]
 
 
-def told(sampler: Any, epoch: int) -> None:
-    """Of the epoch that begins, where it asks for it: a sampler that deals all to everyone does not."""
+def set_epoch(sampler: Any, epoch: int) -> None:
+    """Set the sampler's epoch, if it has one."""
     if hasattr(sampler, "set_epoch"):
         sampler.set_epoch(epoch)
 
 
 def predict(config: Config) -> list[Prediction]:
-    """Bytes of the all_gathers of the whole lesson."""
+    """Return the bytes of all all_gathers of the lesson."""
     value = float(EPOCHS * (config.world_size - 1) * BATCH * 8)
     return [Prediction("", "called bytes", "B", "2 x (N-1) x 4 x 8 B", (value,) * config.world_size, EPOCHS)]
 
 
-def run(lab: Lab, sampler_of: MakeSampler = pytorchs, begin_epoch: BeginEpoch = told) -> None:
-    """The lesson's two epochs, then what is true of all their shards."""
+def run(lab: Lab, sampler_of: MakeSampler = pytorchs, begin_epoch: BeginEpoch = set_epoch) -> None:
+    """Run the lesson's two epochs, then check all shards."""
     if "plain" in lab.config.variant and sampler_of is pytorchs:
         sampler_of = on_one_page
     prediction = predict(lab.config)[0]
@@ -104,7 +104,7 @@ def run(lab: Lab, sampler_of: MakeSampler = pytorchs, begin_epoch: BeginEpoch = 
 
 
 def show(lab: Lab, epoch: int, batch: Tensor) -> None:
-    """The lesson's computation on the first batch, gathered on all ranks, and its printed lines."""
+    """Run the lesson's computation on the first batch, gather it on all ranks, and log its lines."""
     data = batch.to(lab.device)
     result, gathered = computed(lab, data)
     lab.note("I get", f"epoch {epoch}, batch 0")
@@ -118,7 +118,7 @@ def show(lab: Lab, epoch: int, batch: Tensor) -> None:
 
 
 def computed(lab: Lab, data: Tensor) -> tuple[Tensor, Tensor]:
-    """Each rank's samples times its rank + 1: this rank's [4], and those of all ranks [4 N]."""
+    """Return each rank's samples times its rank + 1: this rank's [4], and those of all ranks [4 N]."""
     result = data * (lab.rank + 1)
     gathered = [torch.zeros_like(result) for _ in range(lab.world_size)]
     dist.all_gather(gathered, result, group=lab.group)
@@ -126,7 +126,7 @@ def computed(lab: Lab, data: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check(lab: Lab, everyone: list[list[list[int]]]) -> None:
-    """What holds of all shards; `everyone[rank][epoch]` lists the samples in the order in which they were dealt."""
+    """Check all shards; `everyone[rank][epoch]` lists the samples in the order in which the rank got them."""
     for epoch in range(EPOCHS):
         shards = [of_rank[epoch] for of_rank in everyone]
         wrong, twice = misdealt(shards)
@@ -147,24 +147,24 @@ def check(lab: Lab, everyone: list[list[list[int]]]) -> None:
 
 
 def misdealt(shards: list[list[int]]) -> tuple[int, list[int]]:
-    """Samples that are missing or dealt more often than padding needs, and which were dealt more than once."""
+    """Return the samples that are missing or repeated more often than padding needs, and all repeated ones."""
     times = Counter(sample for shard in shards for sample in shard)
     surplus = times.total() - LENGTH - (-LENGTH % len(shards))
     return LENGTH - len(times) + abs(surplus), [sample for sample, count in times.items() if count > 1]
 
 
 def places_apart(one: list[int], other: list[int]) -> int:
-    """At how many places two lists differ."""
+    """Return the number of positions where two lists differ."""
     return sum(a != b for a, b in zip_longest(one, other))
 
 
 def shorten(samples: list[int]) -> str:
-    """At most the first seven, which is all that padding can need on 8 ranks."""
+    """Return at most the first seven, all that padding can need on 8 ranks."""
     return ", ".join(map(str, samples[:7])) + (f" and {len(samples) - 7} more" if len(samples) > 7 else "")
 
 
 def claims(mode: Mode, config: Config) -> Sequence[Claims]:  # noqa: ARG001  whatever the settings
-    """What a run has to claim, so that a check that vanishes is missed."""
+    """Return the checks that a run must contain, so that a missing one is noticed."""
     gather = "test_a_wrong_gather_fails_by_name"
     return (
         Claims(("called bytes",), fails_in=gather),
@@ -175,19 +175,19 @@ def claims(mode: Mode, config: Config) -> Sequence[Claims]:  # noqa: ARG001  wha
     )
 
 
-# --- the classic mistakes, made on purpose by LAB_BUG ---
+# --- classic bugs, injected by LAB_BUG ---
 
 mistake = Mistakes()
 
 
 @mistake("no_set_epoch", check="reshuffled", part="begin_epoch", needs=Needs(ranks=1, proof=False))
 def untold(sampler: Any, epoch: int) -> None:
-    """The sampler is never told the epoch: every epoch deals the same shards in the same order."""
+    """The sampler never gets the epoch: every epoch has the same shards in the same order."""
 
 
 @mistake("no_sampler", check="shards", part="sampler_of", needs=Needs(proof=False))
-def unsampled(rank: int, world_size: int) -> Sampler[Any]:  # noqa: ARG001  the same, whoever asks
-    """Every rank loads the whole data set: each sample is trained on N times an epoch."""
+def unsampled(rank: int, world_size: int) -> Sampler[Any]:  # noqa: ARG001  the same on every rank
+    """Every rank loads the whole data set: each sample is used N times per epoch."""
     return RandomSampler(range(LENGTH), generator=torch.Generator().manual_seed(SEED))
 
 

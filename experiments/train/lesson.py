@@ -8,13 +8,13 @@ import torch.distributed as dist
 
 
 class DistributedSampler:
-    """Deals `length` samples to N ranks, each epoch in another order, and asks nobody: all draw the same order."""
+    """Splits `length` samples over N ranks without communication: all draw the same order, a new one each epoch."""
 
     def __init__(self, length: int, rank: int, ranks: int, seed: int) -> None:
         self.length, self.rank, self.ranks, self.seed, self.epoch = length, rank, ranks, seed, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Before each epoch, or all of them have the order of the first."""
+        """To be called before each epoch; otherwise all have the order of the first."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -23,7 +23,7 @@ class DistributedSampler:
     def __iter__(self) -> Iterator[int]:
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         order = torch.randperm(self.length, generator=generator).tolist()
-        order += order[: -self.length % self.ranks]  # the first ones again, where N does not divide the length
+        order += order[: -self.length % self.ranks]  # repeat the first ones if N does not divide the length
         return iter(order[self.rank :: self.ranks])  # each N-th, from this rank on
 
 

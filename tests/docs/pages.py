@@ -5,13 +5,19 @@ from pathlib import Path
 
 TOP = Path(__file__).parents[2]
 README = TOP / "README.md"
-PAGES = [README, TOP / "CONTRIBUTING.md", *sorted((TOP / "docs").glob("*.md"))]
+DOCS = sorted((TOP / "docs").rglob("*.md"))
+PAGES = [README, TOP / "CONTRIBUTING.md", *DOCS]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 def page(name: str) -> str:
     """The text of docs/<name>.md."""
     return (TOP / "docs" / f"{name}.md").read_text()
+
+
+def place(path: Path) -> str:
+    """Its path in the repository, by which a test of it is called."""
+    return path.relative_to(TOP).as_posix()
 
 
 def prose(text: str) -> str:

@@ -1,22 +1,91 @@
-"""docs/modes.md: a part for each mode of the table, and the limit of `make fit` by the formulas."""
+"""docs/modes: a short page per mode with one question, its figures those of the code, the limit of `make fit` by the
+formulas."""
 
 import re
+from pathlib import Path
 from statistics import fmean
+
+import pytest
 
 from distlab.cli import fit
 from distlab.experiments.cp.checks import busiest, predicted_share
 from distlab.experiments.cp.predictions import BY_HAND, layer_cost
+from distlab.experiments.fsdp.predictions import published
 from distlab.lab.config import Config
 from distlab.lab.config.settings import modes
+from distlab.lab.rank.mode_loader import load
 from distlab.lab.workload.model import outline
-from tests.docs.pages import README, anchors, page
+from distlab.techniques.pipeline_parallel.costs import idle_share
+from tests.docs.pages import DOCS, README, TOP, page, place, prose
 from tests.documents import spans, tables
 
+MODES = TOP / "docs" / "modes"
+PAGES = [path for path in DOCS if path.parent == MODES]
+MOST_BYTES, MOST_BYTES_OF_ALL = 5_000, 50_000
+TITLE = re.compile(r"\A# [^?\n]+\?\n\n[^#`|<!\n]")  # one question, and its answer begins below it
 
-def test_every_mode_has_a_row_in_the_readme_and_a_part_of_the_page() -> None:
+
+def page_faults(text: str) -> list[str]:
+    """Return what is wrong with a page: its length, its title, another title, text that a reader has to open."""
+    faults = [f"{size} bytes"] if (size := len(text.encode())) > MOST_BYTES else []
+    faults += [] if TITLE.match(text) else ["its title is not one question with the answer below it"]
+    faults += [] if len(re.findall(r"^# ", prose(text), re.MULTILINE)) == 1 else ["more than one title"]
+    return faults + (["hidden text"] if "<details>" in text else [])
+
+
+def test_every_mode_has_a_row_in_the_readme_and_a_page() -> None:
     rows = [row for heading, row in tables(README.read_text()) if heading == "Modes"]
     assert [spans(row[0])[0] for row in rows] == modes()
-    assert set(modes()) <= anchors(page("modes"))
+    assert sorted(path.stem for path in PAGES) == sorted(["README", *modes()])
+
+
+@pytest.mark.parametrize("path", PAGES, ids=place)
+def test_a_page_is_short_and_answers_one_question(path: Path) -> None:
+    assert page_faults(path.read_text()) == []
+
+
+def test_all_pages_together_are_short() -> None:
+    assert sum(path.stat().st_size for path in PAGES) <= MOST_BYTES_OF_ALL
+
+
+@pytest.mark.parametrize(
+    ("text", "num_faults"),
+    [
+        ("# Why?\n\nBecause.\n", 0),
+        ("# Why?\n\n" + "é" * 2_497 + "\n", 1),
+        ("# Why\n\nBecause.\n", 1),
+        ("# Why? How?\n\nSo.\n", 1),
+        ("# Why?\n\n## Because\n", 1),
+        ("# Why?\n\nSo.\n\n# How?\n", 1),
+        ("# Why?\n\nSo.\n<details>\n", 1),
+    ],
+)
+def test_what_is_wrong_with_a_page_is_seen(text: str, num_faults: int) -> None:
+    assert len(page_faults(text)) == num_faults
+
+
+def test_the_table_of_modes_has_the_questions_of_their_pages() -> None:
+    rows = [row for heading, row in tables(page("modes/README")) if heading == "What does each mode show?"]
+    titles = {f"[{name}]({name}.md)": page(f"modes/{name}").partition("\n")[0].removeprefix("# ") for name in modes()}
+    assert dict(rows) == titles
+
+
+@pytest.mark.parametrize("name", modes())
+def test_a_page_names_each_bug_of_its_mode(name: str) -> None:
+    text = " ".join((page(f"modes/{name}") + page("modes/README")).split())  # which has the bugs of checkpoints
+    named = dict(re.findall(r"`(\w+)`:? [^`]*\(`([^`]+)`\)", text))
+    assert {bug: each.check for bug, each in load(name).mistakes.items()}.items() <= named.items()
+
+
+def test_bubbles_are_those_of_the_formulas() -> None:
+    shares = [idle_share(name, 4, 8, 2) for name in ("1f1b", "interleaved", "zb_h1", "zbv")]
+    assert shares[-1] == idle_share("dualpipev", 4, 8, 2)
+    assert [f"{share:.3f}" for share in shares if f"{share:.3f}" not in page("modes/pp")] == []
+
+
+def test_bytes_of_zero_are_those_of_the_paper() -> None:
+    rows = {row[0].strip("`"): row[-1] for heading, row in tables(page("modes/fsdp")) if len(row) == 4}
+    assert rows == {name: of_64 for name, of_64, _ in published()[2]}
 
 
 def test_the_limit_of_make_fit_is_what_the_formulas_give() -> None:
@@ -29,7 +98,7 @@ def test_the_limit_of_make_fit_is_what_the_formulas_give() -> None:
     }  # compose/fit.sh
     config = Config.read(sizes)
     layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in outline(config).layers]
-    held, block = fit.activations(config), page("modes").partition("<!-- of: make fit -->")[2]
+    held, block = fit.activations(config), page("modes/fsdp").partition("<!-- of: make fit -->")[2]
     dp, zero3 = fit.dp_need(sum(layers), held), fit.zero3_need(layers, 4, held)
     (base,) = re.findall(r"^no model +(\d+) MB", block, re.MULTILINE)
     for name, need in (("dp", dp), ("zero3", zero3)):
@@ -41,7 +110,9 @@ def test_the_limit_of_make_fit_is_what_the_formulas_give() -> None:
 
 
 def test_the_figures_of_when_the_ring_and_when_ulysses_are_those_of_a_run() -> None:
-    rows = {row[0]: row[1:] for heading, row in tables(page("modes")) if heading == "When the ring, and when Ulysses"}
+    rows = {
+        row[0]: row[1:] for heading, row in tables(page("modes/cp")) if heading == "When the ring, and when Ulysses"
+    }
     for ranks in (2, 4, 8):
         config = Config.read({"RUN_MODE": "cp", "WORLD_SIZE": str(ranks)})
         everything = 2 * config.seq * config.width * 4

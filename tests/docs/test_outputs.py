@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from distlab.lab.report.table import INDENT, WIDTH
-from tests.docs.pages import PAGES, TOP
+from tests.docs.pages import PAGES, TOP, place
 from tests.launched import clean, ended, ended_warm
 
 BLOCK = re.compile(r"<!-- output of: (?P<command>.*?) -->\n(?P<output>.*?)<!-- end -->\n", re.DOTALL)
@@ -37,7 +37,7 @@ def output_of(command: str) -> str:
     program = [sys.executable if word == "python" else word for word in words if not re.match(r"[A-Z_]+=", word)]
     environ = clean(**settings)
     environ.pop("CI", None)
-    if program[1:2] == ["-m"] and program[2] in ("distlab", "workers"):
+    if program[1:2] == ["-m"] and program[2] in ("distlab", "distlab.experiments", "workers"):
         done = ended_warm(program[2], program[3:], cwd=TOP, environ=environ, timeout_s=110)
     else:
         done = ended(program, cwd=TOP, environ=environ, timeout_s=110)
@@ -123,7 +123,7 @@ def test_a_block_is_what_its_command_prints(command: str) -> None:
         assert places(shown, output_of(command)) is not None, output_of(command)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=place)
 def test_every_block_ends(page: Path) -> None:
     text = page.read_text()
     assert len(re.findall(r"^<!-- output of: ", text, re.MULTILINE)) == len(BLOCK.findall(text))

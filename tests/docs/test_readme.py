@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.docs.pages import README, TOP, fenced, page
+from tests.docs.pages import DOCS, README, TOP, fenced, page, place
 
 MOST_LINES = 120
 MOST_CHANGELOG_BYTES = 12_000
@@ -34,21 +34,21 @@ def test_what_it_quotes_of_a_page_stands_there(block: tuple[str, str]) -> None:
 
 def test_it_answers_four_questions_with_four_lines_each() -> None:
     text = README.read_text()
-    assert [name for name, _ in QUOTED.findall(text)] == ["your-own", "check", "puzzles"]
+    assert [name for name, _ in QUOTED.findall(text)] == ["prove", "check", "puzzles"]
     assert {len(lines.splitlines()) for _, lines in QUOTED.findall(text)} <= {4, 5}
 
 
-@pytest.mark.parametrize("path", sorted((TOP / "docs").glob("*.md")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", DOCS, ids=place)
 def test_the_title_of_a_page_is_its_question(path: Path) -> None:
     assert re.match(r"# .*\?\n", path.read_text())
 
 
 def test_the_picture_is_of_the_command_beside_it() -> None:
-    assert "](picture.svg)" in page("modes")
+    assert "](../picture.svg)" in page("modes/pp")
     texts = [
         text.text or ""
         for text in ElementTree.parse(TOP / "docs" / "picture.svg").iter("{http://www.w3.org/2000/svg}text")
     ]
     (settings,) = (text for text in texts if text.startswith("RUN_MODE="))
     chosen = set(settings.replace(".0 ", " ").split()) - {"WORLD_SIZE=4", "LAB_SEED=1"}  # the defaults
-    assert chosen in [set(line.removesuffix(" make run").split()) for line in fenced(page("modes"), "sh")]
+    assert chosen in [set(line.removesuffix(" make run").split()) for line in fenced(page("modes/pp"), "sh")]

@@ -25,25 +25,19 @@ def module(name: str) -> ModuleType:
     return made
 
 
-@pytest.fixture(scope="module")
-def techniques() -> dict[str, str]:
-    return dict(module("technique_pages").technique_pages())
-
-
 @pytest.mark.parametrize("name", modes())
-def test_a_techniques_page_has_all_that_the_code_says_of_it(techniques: dict[str, str], name: str) -> None:
-    mode, page = load(name), techniques[name]
-    assert page.lower().startswith(f"# {name}: {mode.idea.lower()[:7]}")
+def test_the_page_of_a_mode_has_all_that_the_code_says_of_it(name: str) -> None:
+    mode, page = load(name), module("mode_pages").sections(name)
+    assert mode.idea.partition("\n")[0] in page
     assert [each.name for each in mode.variants if f"| `{each.name}` |" not in page] == []
-    assert [bug for bug in mode.mistakes if f"| `{bug}` |" not in page] == []
-    config = {each.formula for each in mode.predict(module("technique_pages").Config.read({"RUN_MODE": name}))}
+    config = {each.formula for each in mode.predict(module("mode_pages").Config.read({"RUN_MODE": name}))}
     assert [formula for formula in config if formula.replace("|", r"\|") not in page] == []
-    assert f"```{{literalinclude}} ../code/experiments/{name}/lesson.py\n" in page
+    assert f"```{{literalinclude}} ../../code/experiments/{name}/lesson.py\n" in page
 
 
-def test_papers_are_found_and_years_alone_are_not(techniques: dict[str, str]) -> None:
-    assert "| Patarasuk and Yuan 2009, theorem 1 |" in techniques["dp"]
-    paper = module("technique_pages").PAPER
+def test_papers_are_found_and_years_alone_are_not() -> None:
+    assert "| Patarasuk and Yuan 2009, theorem 1 |" in module("mode_pages").sections("dp")
+    paper = module("mode_pages").PAPER
     assert paper.findall("as Goyal et al. 2017, section 2 has it, and (You et al. 2017)") == [
         "Goyal et al. 2017, section 2",
         "You et al. 2017",
@@ -72,6 +66,6 @@ def test_the_site_is_built_without_a_warning_and_its_links_lead_somewhere() -> N
     )
     assert done.returncode == 0, done.stdout + done.stderr
     html = TOP / "build" / "site" / "html"
-    assert all((html / "techniques" / f"{name}.html").is_file() for name in modes())
+    assert all((html / "docs" / "modes" / f"{name}.html").is_file() for name in modes())
     assert (html / "searchindex.js").is_file()
     assert "all 4 ranks | the same on all" in (html / "notebooks" / "1_talk.html").read_text(), "outputs are shown"

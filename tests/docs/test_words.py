@@ -20,7 +20,7 @@ from distlab.lab.report.page import page
 from distlab.lab.report.reading import read_run
 from distlab.lab.report.records import Ranks
 from distlab.lab.report.verdict import judge
-from tests.docs.pages import PAGES, TOP
+from tests.docs.pages import PAGES, TOP, place
 from tests.lab.report.made_up import drilled_run, good_run, mistaken, pipeline_run
 
 REFUSED = {
@@ -128,7 +128,7 @@ def outside_code(text: str) -> str:
     )
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", PAGES, ids=place)
 def test_the_pages(path: Path) -> None:
     assert found(outside_code(path.read_text())) == []
 

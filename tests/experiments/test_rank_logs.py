@@ -1,6 +1,7 @@
 """The logs of all ranks of every mode, laid side by side: their numbers add up, and each rank tells the same of them.
 
-docs/modes.md shows that of rank 1; what differs from run to run is compared by its place alone.
+The pages of docs/modes show that of rank 1 up to what it sent; what differs from run to run is compared by its place
+alone.
 
     WRITE_PAGE=1 python -m pytest tests/experiments/test_rank_logs.py -k page      writes them anew
 """
@@ -9,7 +10,7 @@ import io
 import os
 import re
 from contextlib import redirect_stdout
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from distlab.lab.config.settings import modes
 from distlab.lab.report import records
 from distlab.lab.report.rank_log import MOST_LINES, MOST_WITH_CHART, WIDTH, RankLog
 from distlab.lab.report.reading import write_atomically
-from tests.docs.pages import TOP
+from tests.docs.pages import README, TOP
 from tests.labs import Ran, Runs
 from tests.mistakes import WORLD_SIZE_SHOWN as WORLD_SIZE
 from tests.mistakes import shown
@@ -33,6 +34,8 @@ WITH_CHART = ("pp", "mesh")
 NUMBER = r"[-+]\d[\d.]*(?:e[-+]\d+)?"
 EACH = rf"(?:rank \d+|me) {NUMBER}"
 LINE = re.compile(rf"({EACH}(?:, {EACH})+)(?:: ({NUMBER}))?")
+AT_THE_END = ("losses", "PASS")  # where a page's log ends: the rest is in every run
+CUT = "..."
 PROMISES = {  # what the log of rank 1 says beside that
     "tp": ["block 1, attention: my", "of them cut"], "pp": ["on paper", "measured", "no samples: what the ranks"],
     "fsdp": ["gather unit 0 (embedding)", "were whole at once"], "cp": ["positions", "to rank 2", "from rank 0"],
@@ -217,9 +220,6 @@ def test_every_rank_has_the_curve(runs: Runs) -> None:
     assert curves[0] == curves[1] == curves[2] != []
 
 
-PAGE = TOP / "docs" / "modes.md"
-
-
 def shape(lines: list[str]) -> list[str]:
     """The sections of a log, and its first lines without their numbers: how many of a step's calls have room, and who
     was waited for, differs from run to run."""
@@ -227,11 +227,15 @@ def shape(lines: list[str]) -> list[str]:
     return [*first, *(line.split("  ")[0] for line in lines if not line.startswith(" "))]
 
 
-@pytest.mark.parametrize(("page", "mode"), [*((PAGE, mode) for mode in MODES), (TOP / "README.md", "tp")])
+@pytest.mark.parametrize(
+    ("page", "mode"), [*((TOP / "docs" / "modes" / f"{mode}.md", mode) for mode in MODES), (README, "tp")]
+)
 def test_a_page_shows_the_log_of_rank_1(page: Path, mode: str, runs: Runs) -> None:
     text = page.read_text()
     block = re.compile(rf"(<!-- log of: {mode} 1 -->\n\n?```text\n)(.*?)(```\n)", re.DOTALL)
     lines = lines_of(run_of(runs, mode), 1)
+    if page != README:
+        lines = [*takewhile(lambda line: not line.startswith(AT_THE_END), lines), CUT]
     if os.environ.get("WRITE_PAGE") and (old := block.search(text)):
         text = text[: old.start(2)] + "\n".join(lines) + "\n" + text[old.end(2) :]
         write_atomically(page, [text])

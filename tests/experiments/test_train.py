@@ -76,7 +76,7 @@ class Blocks:
         return iter(order[self.rank * size : self.rank * size + size])
 
 
-def told(sampler: Blocks, epoch: int) -> None:
+def set_epoch(sampler: Blocks, epoch: int) -> None:
     sampler.epoch = epoch
 
 
@@ -111,7 +111,7 @@ def failed_with(ranks: Ranks, folder: Path, computed: Any = train_computed, **pa
 
 
 def test_shards_of_blocks_fail_by_name(ranks: Ranks, tmp_path: Path) -> None:
-    assert failed_with(ranks, tmp_path, sampler_of=Blocks, begin_epoch=told) == {"by hand", "gathered"}
+    assert failed_with(ranks, tmp_path, sampler_of=Blocks, begin_epoch=set_epoch) == {"by hand", "gathered"}
 
 
 def test_a_wrong_gather_fails_by_name(ranks: Ranks, tmp_path: Path) -> None:

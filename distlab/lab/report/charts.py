@@ -1,8 +1,8 @@
-"""The charts of the pages: SVG by pygal, with no ground of its own and colours that can be read on light and dark.
+"""The charts of the pages: SVG drawn by pygal, without background, in colours that work on light and dark.
 
-pygal draws what a chart is made of and names each part by a class; how these look stands once in the page
-(templates/charts.css), so that a chart follows the reader's light or dark, and nothing of a script is in it. A chart is
-2 to 8 kB; long curves are cut to a share of `MOST_POINTS`, and numbers to a tenth of a pixel, before they reach the page.
+pygal draws the shapes and gives each part a class; the page defines their look once (templates/charts.css), so that
+charts follow the reader's light or dark mode without scripts. A chart has 2 to 8 kB: long curves are thinned to a share
+of `MOST_POINTS`, and numbers rounded to a tenth of a pixel.
 """
 
 import math
@@ -17,20 +17,20 @@ from markupsafe import Markup
 
 from distlab.lab.report.units import round_step
 
-# Each has a contrast of 3:1 and more to white and to the dark card (#151b24), as WCAG 1.4.11 asks of graphics.
+# Each has a contrast of at least 3:1 to white and to the dark card (#151b24), as WCAG 1.4.11 requires for graphics.
 PALETTE = ("#3b82f6", "#e0691b", "#12966a", "#a667e6", "#d9488b", "#8a8216", "#0e93a8", "#c0504d")
 GREY = "#7d8897"
 PREDICTED, CALLED, WIRE = GREY, PALETTE[0], PALETTE[1]
-MOST_POINTS = 3000  # of all curves of a page together, about 40 kB
-WIDTH = 480  # of a chart's own coordinates: 12 of them are a letter, 9 pixels of a phone
+MOST_POINTS = 3000  # of all curves of a page, about 40 kB
+WIDTH = 480  # in a chart's own coordinates: 12 are a letter, 9 pixels on a phone
 MOST_TICKS = 6
-LEAST_DOTTED = 24  # points: a longer curve is a line alone
+LEAST_DOTTED = 24  # longer curves have no dots
 
 Curve = tuple[Sequence[float | None], Sequence[float | None]]
 
 
 class Pen(NamedTuple):
-    """How a series is drawn."""
+    """The look of a series."""
 
     hue: str
     width: float = 2.0
@@ -38,7 +38,7 @@ class Pen(NamedTuple):
 
 
 class Figure(NamedTuple):
-    """A chart, and the pens of its series in their order."""
+    """A chart, and the pens of its series in order."""
 
     graph: Any  # pygal's
     pens: list[Pen]
@@ -46,7 +46,7 @@ class Figure(NamedTuple):
 
 
 def colours(names: Iterable[str]) -> dict[str, str]:
-    """A colour for each variant, the same in all charts of a page; one process is grey."""
+    """Return a colour for each variant, the same in all charts of a page; one process is grey."""
     variants = [name for name in dict.fromkeys(names) if name != "one process"]
     return {name: PALETTE[index % len(PALETTE)] for index, name in enumerate(variants)} | {"one process": GREY}
 
@@ -55,14 +55,16 @@ def line_chart(
     curves: dict[str, Curve], x_label: str, y_label: str, colour: dict[str, str], *, points: int, layered: bool = False,
     log_x: bool = False, log_y: bool = False,
 ) -> Figure:  # fmt: skip
-    """Curves by name, each of at most `points` points; `layered` curves lie on top of each other, lower ones wider.
+    """Draw curves by name, each with at most `points` points; `layered` curves overlap, lower ones wider.
 
-    Where there are more names than colours, the second of a colour is drawn in dashes.
+    If there are more names than colours, the second use of a colour is dashed.
     """
     thin = {name: thinned(curve, points) for name, curve in curves.items()}
     across = Axis([value for x, _ in thin.values() for value in x], log_x)
     up = Axis([value for _, y in thin.values() for value in y], log_y)
-    graph = pygal.XY(x_title=x_label, y_title=y_label, x_value_formatter=across.told, value_formatter=up.told, **PLAIN)
+    graph = pygal.XY(
+        x_title=x_label, y_title=y_label, x_value_formatter=across.label, value_formatter=up.label, **PLAIN
+    )
     graph.x_labels = across.ticks()
     if log_y:
         graph.y_labels = up.ticks()
@@ -78,12 +80,12 @@ def line_chart(
 
 
 def _pairs(x: Sequence[float | None], y: Sequence[float | None]) -> list[tuple[float, float] | None]:
-    """The points that can be drawn; a gap where one cannot."""
+    """Return the points that can be drawn; a gap where one cannot."""
     return [None if across is None or up is None else (across, up) for across, up in zip(x, y, strict=True)]
 
 
 def rank_bars(bars: dict[str, list[float | None]], colour: dict[str, str], top: float) -> Figure:
-    """Bytes by rank, a bar a source; `top` is the largest value of all charts that stand beside this one."""
+    """Draw bytes by rank, one bar per source; `top` is the largest value of all neighbouring charts."""
     shown = {name: values for name, values in bars.items() if any(value is not None for value in values)}
     graph = pygal.Bar(x_title="rank", range=(0, top or 1), value_formatter=_bytes, **PLAIN)
     graph.x_labels = [str(rank) for rank in range(max(map(len, shown.values()), default=0))]
@@ -93,9 +95,9 @@ def rank_bars(bars: dict[str, list[float | None]], colour: dict[str, str], top: 
 
 
 def spreads(samples: dict[str, list[float]], colour: dict[str, str], x_label: str) -> Figure:
-    """A box a name, from the quartiles, with whiskers at the 5th and 95th percentile.
+    """Draw one box per name, from the quartiles, with whiskers at the 5th and 95th percentile.
 
-    pygal takes quartiles of what it is given: three of each leave it no choice.
+    pygal computes the quartiles again: three copies of each leave them unchanged.
     """
     most = 0.0
     graph = pygal.Box(y_title=x_label, box_mode="extremes", value_formatter=si, **PLAIN)
@@ -110,7 +112,7 @@ def spreads(samples: dict[str, list[float]], colour: dict[str, str], x_label: st
 
 
 def layers(rows: dict[str, dict[str, int]], colour: dict[str, str]) -> Figure:
-    """A bar of bytes a row, stacked by class."""
+    """Draw one bar of bytes per row, stacked by class."""
     kinds = [kind for kind in colour if any(row.get(kind) for row in rows.values())]
     graph = pygal.HorizontalStackedBar(value_formatter=_bytes, **PLAIN)
     graph.x_labels = list(reversed(rows))  # pygal begins at the bottom
@@ -120,7 +122,7 @@ def layers(rows: dict[str, dict[str, int]], colour: dict[str, str]) -> Figure:
 
 
 def stacked(held: dict[str, list[float]], duration_ms: float, colour: dict[str, str], unit: str, top: float) -> Figure:
-    """Amounts over time by class, one upon the other; each value stands for an equal part of the time."""
+    """Draw amounts over time by class, stacked; each value is for an equal part of the time."""
     parts = max(map(len, held.values()), default=1)
     graph = pygal.StackedLine(
         x_title="ms", y_title=unit, fill=True, show_dots=False, range=(0, top or 1), value_formatter=si,
@@ -134,9 +136,9 @@ def stacked(held: dict[str, list[float]], duration_ms: float, colour: dict[str, 
     return Figure(graph, [Pen(colour[kind]) for kind in held])
 
 
-# --- how they look ---
+# --- styles ---
 
-# No script, no style and no ground of pygal's: the page has its own.
+# No script, style or background of pygal's: the page has its own.
 PLAIN: dict[str, Any] = {
     "js": [], "css": [], "width": WIDTH, "no_prefix": True, "disable_xml_declaration": True, "show_legend": False,
     "margin": 6, "max_scale": MOST_TICKS, "min_scale": 2, "no_data_text": "no data", "strict": False,
@@ -147,17 +149,16 @@ DECIMALS = re.compile(r"-?\d+\.\d\d+(e-\d+)?")
 
 
 class Drawing(NamedTuple):
-    """A chart as it stands on a page (templates/parts.html) and in a file (export.py)."""
+    """A chart on a page (templates/parts.html) or in a file (export.py)."""
 
-    title: str  # names it to a screen reader
+    title: str  # for screen readers
     svg: Markup
-    legend: list[tuple[str, Pen]]  # of its series, where there are several
+    legend: list[tuple[str, Pen]]  # of its series, if there are several
     height: int  # in its own coordinates, of which it is WIDTH wide
 
 
 def render_chart(figure: Figure, title: str, height: int) -> Drawing:
-    """What pygal draws, without what only its own script and style would use; its series in a legend, where it has
-    one."""
+    """Return pygal's drawing without the parts for its own script and style; with a legend of its series, if any."""
     figure.graph.config.height = height
     names = [str(options["title"]) for _, options in figure.graph.raw_series]
     figure.graph.add_xml_filter(partial(_lean, pens=figure.pens, names=names))
@@ -173,8 +174,8 @@ def _lean(root: Any, pens: Sequence[Pen], names: Sequence[str]) -> Any:
             if unused or (child.tag == "desc" and kind != "value"):
                 parent.remove(child)
             elif child.tag == "desc":
-                child.tag = "title"  # what a browser tells where the pointer is
-                child.attrib.clear()  # where lxml is installed pygal takes it, whose elements keep their dict
+                child.tag = "title"  # shown by browsers under the pointer
+                child.attrib.clear()  # pygal uses lxml if installed, whose elements keep their dict
     for part in root.iter():
         for name, value in part.attrib.items():
             if name in PLACES:
@@ -194,7 +195,7 @@ def _lean(root: Any, pens: Sequence[Pen], names: Sequence[str]) -> Any:
 
 
 def si(value: float) -> str:
-    """Three digits and a prefix: 12000 as "12k"."""
+    """Return three digits and a prefix: 12000 as "12k"."""
     size = abs(value)
     for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if size >= 0.9995 * limit:
@@ -207,25 +208,25 @@ def _bytes(value: float) -> str:
 
 
 class Axis:
-    """Where values stand, and its labels; a logarithmic one has the logarithms, and those of no number are left out."""
+    """The scale and labels of an axis; a logarithmic one plots logarithms, and omits values without one."""
 
     def __init__(self, values: Iterable[float | None], log: bool) -> None:
         self.log = log
         self.values = [value for value in self.placed(list(values)) if value is not None]
 
     def placed(self, values: Sequence[float | None]) -> list[float | None]:
-        """As pygal is to draw them."""
+        """Return the coordinates for pygal."""
         known = [value if value is not None and math.isfinite(value) else None for value in values]
         if not self.log:
             return known
         return [math.log10(value) if value is not None and value > 0 else None for value in known]
 
-    def told(self, value: float) -> str:
-        """A label, or what a point is."""
+    def label(self, value: float) -> str:
+        """Return the label of a value."""
         return si(10**value if self.log else value)
 
     def ticks(self) -> list[float]:
-        """At most about MOST_TICKS round numbers from the first to the last; of a logarithmic axis powers of ten."""
+        """Return about MOST_TICKS round numbers at most, from first to last; powers of ten on a logarithmic axis."""
         if not self.values:
             return []
         least, most = min(self.values), max(self.values)
@@ -237,7 +238,7 @@ class Axis:
 
 
 def thinned(curve: Curve, points: int) -> tuple[list[float | None], list[float | None]]:
-    """At most `points` points of a curve, evenly spaced, its first and its last among them."""
+    """Return at most `points` points of a curve, evenly spaced, with its first and last."""
     x, y = curve
     kept = min(len(x), max(2, points))
     picked = [round(index * (len(x) - 1) / max(1, kept - 1)) for index in range(kept)]
@@ -245,5 +246,5 @@ def thinned(curve: Curve, points: int) -> tuple[list[float | None], list[float |
 
 
 def rounded(values: Iterable[float | None]) -> list[float | None]:
-    """Six digits are more than a screen shows."""
+    """Return six digits of each number, more than a screen shows."""
     return [None if value is None else float(f"{value:.6g}") for value in values]

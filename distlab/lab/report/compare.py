@@ -1,4 +1,4 @@
-"""Two runs in one table: verdicts, the settings that differ, and what each variant took, the new run's over the old
+"""Two runs in one table: verdicts, settings that differ, and each variant's costs, the new run's relative to the old
 one's."""
 
 from collections.abc import Iterator, Sequence
@@ -15,9 +15,9 @@ from distlab.lab.report.verdict import slowest
 
 Judged = tuple[Path, Run, Ranks]  # the folder, the verdict, the records
 Row = list[Any]
-# Who a rank is and where its files go says nothing of what is run.
+# A rank's identity and its folder say nothing about what is run.
 OF_NO_ACCOUNT = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "LAB_RUN_ID", "LAB_RUNS_DIR")
-# What is compared of each variant: its name in the table, and the field of run.json.
+# The compared numbers of each variant: name in the table, and field of run.json.
 MEASURES = {
     "ms a step, slowest rank's median": "step_seconds",
     "sent a step, rank that sends most": "wire_bytes",
@@ -27,14 +27,14 @@ MEASURES = {
 
 
 def names(old: Judged, new: Judged) -> list[str]:
-    """What the runs go by: their ids, else their folders' names, else the whole paths."""
+    """Return names for the runs: their ids, else their folders' names, else the whole paths."""
     both = (old, new)
     tried = ([run["run_id"] for _, run, _ in both], [folder.resolve().name for folder, _, _ in both])
     return next((found for found in tried if found[0] != found[1]), [str(folder) for folder, _, _ in both])
 
 
 def comparison(old: Judged, new: Judged) -> Table:
-    """A row for what was set otherwise, what was claimed with another end, and each number of either run."""
+    """Return one row per different setting, per claim with another result, and per number of either run."""
     runs = [old[1], new[1]]
     rows = [["verdict", *(run["verdict"].upper() for run in runs), ""]]
     rows += [*settings(runs), *claims(runs), *last_losses([old[2], new[2]]), *measured(runs)]
@@ -44,7 +44,7 @@ def comparison(old: Judged, new: Judged) -> Table:
 
 
 def settings(runs: Sequence[Run]) -> Iterator[Row]:
-    """The mode, the settings and the versions in which they are not alike."""
+    """Yield mode, settings and versions that differ."""
     if runs[0]["run_mode"] != runs[1]["run_mode"]:
         yield ["RUN_MODE", *(run["run_mode"] for run in runs), ""]
     for kind, word in (("config", ""), ("versions", "version of ")):
@@ -55,7 +55,7 @@ def settings(runs: Sequence[Run]) -> Iterator[Row]:
 
 
 def claims(runs: Sequence[Run]) -> Iterator[Row]:
-    """Checks and comparisons that failed in a run, or were made by one alone."""
+    """Yield checks and comparisons that failed in a run, or that only one run made."""
     found = [{claim_name(each): verdict([each]) for each in run["checks"] + run["comparisons"]} for run in runs]
     for name in dict.fromkeys([*found[0], *found[1]]):
         words = [of_run.get(name, "-") for of_run in found]
@@ -64,7 +64,7 @@ def claims(runs: Sequence[Run]) -> Iterator[Row]:
 
 
 def last_losses(of_runs: Sequence[Ranks]) -> Iterator[Row]:
-    """The loss of each curve's last step."""
+    """Yield the loss of each curve's last step."""
     found = [{name: y[-1] for name, (_, y) in curves(records).items() if y} for records in of_runs]
     for name in dict.fromkeys([*found[0], *found[1]]):
         values = [of_run.get(name) for of_run in found]
@@ -72,7 +72,7 @@ def last_losses(of_runs: Sequence[Ranks]) -> Iterator[Row]:
 
 
 def measured(runs: Sequence[Run]) -> Iterator[Row]:
-    """The numbers of each variant that either run measured."""
+    """Yield the numbers of each variant that either run measured."""
     of_runs = [{variant["name"]: variant for variant in run["variants"]} for run in runs]
     for variant in dict.fromkeys([*of_runs[0], *of_runs[1]]):
         for what, field in MEASURES.items():

@@ -1,5 +1,4 @@
-"""What a run cost, as the page draws it: bytes by rank and from rank to rank, the time of a step, and what was held in
-memory, by class and over a step."""
+"""Charts of a run's costs: bytes by rank and between ranks, step times, and memory by class and over a step."""
 
 import math
 from typing import Any
@@ -12,13 +11,12 @@ from distlab.lab.report.tables import fullest, ranks
 from distlab.lab.report.units import byte_unit, human_bytes
 from distlab.lab.report.verdict import slowest
 
-MATRIX_RANKS = 16  # rows and columns of who sends to whom: of 64 ranks three figures had 230 kB of cells
+MATRIX_RANKS = 16  # the largest matrix of senders and receivers: of 64 ranks three figures had 230 kB of cells
 SOURCES = {"predicted": charts.PREDICTED, "called": charts.CALLED, "wire": charts.WIRE}
 
 
 def traffic(run: Run, records: Ranks) -> list[dict[str, Any]]:
-    """By variant predicted, called and wire bytes of each rank, and who sent how much to whom where that was
-    counted."""
+    """Return by variant each rank's predicted, called and sent bytes, and the bytes between ranks if counted."""
     every = {variant["name"]: _bars(variant, run, records) for variant in run["variants"]}
     bars = {name: rows for name, rows in every.items() if any(slowest(row) is not None for row in rows.values())}
     top = max((value or 0 for rows in bars.values() for row in rows.values() for value in row), default=0)
@@ -36,7 +34,7 @@ def traffic(run: Run, records: Ranks) -> list[dict[str, Any]]:
 
 
 def _bars(variant: Run, run: Run, records: Ranks) -> dict[str, list[float | None]]:
-    """Predicted, called and wire bytes of a variant, by rank."""
+    """Return a variant's predicted, called and sent bytes by rank."""
     predicted: dict[int, float] = {}
     for rank, entry in select(records, Comparison):
         if entry.variant == variant["name"] and entry.name in ("called bytes", "wire bytes"):
@@ -49,7 +47,7 @@ def _bars(variant: Run, run: Run, records: Ranks) -> dict[str, list[float | None
 
 
 def _sent(records: Ranks) -> dict[str, dict[tuple[int, int], float]]:
-    """Wire bytes a step from rank to rank, by variant."""
+    """Return the bytes on the wire per step from rank to rank, by variant."""
     found: dict[str, dict[tuple[int, int], float]] = {}
     for rank, wire in select(records, Wire):
         cells = found.setdefault(wire.variant, {})
@@ -58,8 +56,8 @@ def _sent(records: Ranks) -> dict[str, dict[tuple[int, int], float]]:
 
 
 def _matrix(cells: dict[tuple[int, int], float], world_size: int, most: float) -> dict[str, Any]:
-    """Rows send, columns receive: (what is written, how strong its ground is in per cent), the more bytes the
-    stronger."""
+    """Return a matrix, rows send and columns receive: (text, background strength in per cent), stronger for more
+    bytes."""
     scale, unit = byte_unit(most)
 
     def cell(sent: float | None) -> tuple[str, int]:
@@ -70,11 +68,11 @@ def _matrix(cells: dict[tuple[int, int], float], world_size: int, most: float) -
 
     ranks = range(world_size)
     rows = [[cell(cells.get((sender, to))) for to in ranks] for sender in ranks]
-    return {"unit": unit, "rows": rows, "least_rem": 2.4 + 2.2 * world_size}  # 8 ranks fit into a phone of 390 px
+    return {"unit": unit, "rows": rows, "least_rem": 2.4 + 2.2 * world_size}  # 8 ranks fit on a phone of 390 px
 
 
 def step_times(records: Ranks, colour: dict[str, str]) -> Drawing | None:
-    """How long a step took with each variant, and its spread; None where no step was timed."""
+    """Draw the spread of each variant's step times; None if no step was timed."""
     found = {name: [1000 * step_s for step_s in values] for name, values in samples(records).items()}
     if not found:
         return None
@@ -82,7 +80,7 @@ def step_times(records: Ranks, colour: dict[str, str]) -> Drawing | None:
 
 
 def samples(records: Ranks) -> dict[str, list[float]]:
-    """By variant the seconds of each timed step, those of its slowest rank."""
+    """Return by variant each timed step's seconds on its slowest rank."""
     taken: dict[str, list[list[float]]] = {}
     for _, steps in select(records, Steps):
         taken.setdefault(steps.variant, []).append(steps.step_seconds)
@@ -94,7 +92,7 @@ def samples(records: Ranks) -> dict[str, list[float]]:
 
 COLOUR_OF_CLASS = {"parameters": 0, "gradients": 2, "optimizer": 3, "activations": 1, "communication": 5}
 MEMORY_COLOURS = {name: charts.PALETTE[place] for name, place in COLOUR_OF_CLASS.items()}
-MOST_PARTS = 600  # of all lines over a step together: 14 variants of 200 parts each took a fifth of the page
+MOST_PARTS = 600  # of all lines over a step: 14 variants of 200 parts each took a fifth of the page
 HELD = {
     "rest_bytes": "At rest",
     "peak_bytes": "At most in the whole pass: its making, and what was there before, included",
@@ -103,7 +101,7 @@ HELD = {
 
 
 def memory_by_class(run: Run) -> Drawing | None:
-    """Bars of each variant's fullest rank, at rest and at the peak; None where no rank counted by class."""
+    """Draw bars of each variant's fullest rank, at rest and at the peak; None if no rank counted by class."""
     rows = {}
     for variant in run["variants"]:
         rank = fullest(variant["peak_by_class"])
@@ -118,7 +116,7 @@ def memory_by_class(run: Run) -> Drawing | None:
 
 
 def memory_over_the_step(records: Ranks) -> dict[str, Drawing]:
-    """A figure a variant, all on one scale of bytes."""
+    """Draw one figure per variant, with the same scale of bytes."""
     lines: dict[str, MemoryLine] = {}
     for _, line in select(records, MemoryLine):
         lines[line.variant] = max(line, lines.get(line.variant, line), key=_most)
@@ -134,7 +132,7 @@ def memory_over_the_step(records: Ranks) -> dict[str, Drawing]:
 
 
 def coarser(held_bytes: dict[str, list[int]], parts: int) -> dict[str, list[int]]:
-    """The line in at most so many parts: of those that become one the part that held most, so that the peak stays."""
+    """Merge a line into at most `parts` parts; each gets the fullest of its parts, so the peak stays."""
     columns = list(zip(*held_bytes.values(), strict=True))
     step = max(1, math.ceil(len(columns) / parts))
     kept = [max(columns[start : start + step], key=sum) for start in range(0, len(columns), step)]
@@ -146,7 +144,7 @@ def _most(line: MemoryLine) -> int:
 
 
 def memory_by_rank(run: Run) -> dict[str, Table]:
-    """By heading a row a variant and a column a rank; none where no rank wrote that kind."""
+    """Return by heading one row per variant and one column per rank; none without such records."""
     found = {}
     for kind, heading in HELD.items():
         rows = [

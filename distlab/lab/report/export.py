@@ -1,8 +1,8 @@
-"""A run as files for other programs: each figure of its report as SVG (`./run report RUN --figures DIR`); its checks
-as JUnit XML, which every CI can show (`--junit FILE`).
+"""A run as files for other programs: each figure of its report as SVG (`./run report RUN --figures DIR`); its checks as
+JUnit XML, for any CI (`--junit FILE`).
 
-A figure is what stands on the page, on a white ground and with the light page's colours put in, since a file has no
-style sheet of its own.
+Figures are those of the page on a white background, with the light page's colours filled in, since a file has no
+external style sheet.
 """
 
 import re
@@ -32,9 +32,9 @@ SERIES = re.compile(r'data-n="([^"]*)" style="--hue:(#\w+);')
 
 
 def write_figures(folder: Path, run: Run, records: Ranks) -> list[Path]:
-    """Write all figures of a run into `folder`, each as NAME.svg; returns them.
+    """Write all figures of a run into `folder`, each as NAME.svg; return them.
 
-    Raises Untimed where there is nothing to draw, OSError where it cannot be written.
+    Raises Untimed if there is nothing to draw, OSError if a file cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     found = dict(figures(run, records))
@@ -46,7 +46,7 @@ def write_figures(folder: Path, run: Run, records: Ranks) -> list[Path]:
 
 
 def figures(run: Run, records: Ranks) -> Iterator[tuple[str, str]]:
-    """(name, SVG) of each: the picture where steps were recorded, and every chart of the page."""
+    """Yield (name, SVG): the timeline if steps were recorded, and every chart of the page."""
     with suppress(Untimed):
         yield "picture", picture(run, records)
     used: dict[str, int] = {}
@@ -57,7 +57,7 @@ def figures(run: Run, records: Ranks) -> Iterator[tuple[str, str]]:
 
 
 def drawings(part: Any) -> Iterator[Drawing]:
-    """The charts in what a page shows, in its order."""
+    """Yield the charts in a page's contents, in order."""
     if isinstance(part, Drawing):
         yield part
     elif isinstance(part, dict | list | tuple):
@@ -66,7 +66,7 @@ def drawings(part: Any) -> Iterator[Drawing]:
 
 
 def chart_alone(drawing: Drawing) -> str:
-    """A chart of the page as a file, its legend above it."""
+    """Return a chart of the page as a file, its legend above it."""
     series = {Markup(name).unescape(): hue for name, hue in SERIES.findall(drawing.svg)}
     places = accumulate((22 + 7 * len(name) + 16 for name in series), initial=8)
     marks = re.sub(r'style="--hue:(#\w+);([^"]*)"', r'style="\2" data-hue="\1"', str(drawing.svg))
@@ -78,7 +78,7 @@ def chart_alone(drawing: Drawing) -> str:
 
 
 def style_of(marks: str) -> Markup:
-    """The style of the charts with each series' colour in the place of its variable."""
+    """Return the charts' style with each series' colour instead of its variable."""
     rules = str(resolved(asset("charts.css").replace("var(--hue)", "var(--ink)")))
     for hue in dict.fromkeys(re.findall(r'data-hue="(#\w+)"', marks)):
         series = f'[data-hue="{hue}"]'
@@ -89,10 +89,10 @@ def style_of(marks: str) -> Markup:
     return Markup(rules)
 
 
-# The timeline of a run as a file of its own, on a ground of its own, so that it reads in a light page and in a dark
-# one: templates/picture.svg. On the page it can be played, zoomed and asked (templates/timeline.js).
+# The timeline of a run as a separate file, with its own background for light and dark pages: templates/picture.svg. On
+# the page it is interactive (templates/timeline.js).
 
-WIDTH, LEFT, RIGHT, TOP, BELOW = 960, 82, 28, 98, 88  # pixels, of all and of what is free around the bars
+WIDTH, LEFT, RIGHT, TOP, BELOW = 960, 82, 28, 98, 88  # pixels, of the whole and of the margins
 LETTER = 6  # pixels of one in the name of a row
 HEADING, GAP = 26, 14  # pixels of the line above a variant's rows, and below them
 LIGHT = {
@@ -101,15 +101,14 @@ LIGHT = {
 
 
 class Untimed(Refusal):
-    """A run that nothing can be drawn of: the sentence to end with."""
+    """Nothing of this run can be drawn; the message is the sentence to end with."""
 
 
 STEP = "One recorded step of each variant, of three the one of median length, on rank 0's clock"
 
 
 def picture(run: Run, records: Ranks, title: str = "", told: str = STEP) -> str:
-    """The whole SVG, with a title that says what is drawn and a line below it; raises Untimed where no rank marked its
-    steps."""
+    """Return the whole SVG, with a title and a caption; raises Untimed if no rank marked its steps."""
     rows = Rows(21, 7)
     drawn = timeline(run, records, rows)
     if drawn is None:
@@ -137,26 +136,26 @@ def picture(run: Run, records: Ranks, title: str = "", told: str = STEP) -> str:
 
 
 def resolved(style: str) -> Markup:
-    """With the colours of the light page in the place of its variables, which a file has not."""
+    """Return the style with the light page's colours instead of its variables."""
     return Markup(re.sub(r"var\((--\w+)\)", lambda name: LIGHT[name[1]], str(style)))
 
 
-# The run as JUnit XML: a test case a check and a comparison, one a rank that is gone.
+# The run as JUnit XML: one test case per check and comparison, one per lost rank.
 
 UNPRINTABLE = re.compile(
     "[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]"
-)  # XML 1.0, section 2.2: no words for these
+)  # XML 1.0, section 2.2: not allowed in XML
 
 
 def write_junit(path: Path, run: Run) -> None:
-    """Write the run to `path`; raises OSError where that cannot be."""
+    """Write the run to `path`; raises OSError if it cannot."""
     tree = junit(run)
     ET.indent(tree)
     write_atomically(path, [ET.tostring(tree, encoding="unicode", xml_declaration=False), "\n"])
 
 
 def junit(run: Run) -> ET.Element:
-    """<testsuites> with one suite: failed checks are failures, lost ranks errors, what is informational is skipped."""
+    """Return <testsuites> with one suite: failed checks are failures, lost ranks errors, informational ones skipped."""
     suite = ET.Element("testsuite", name=_clean(f"{run['run_mode']} {run['run_id']}"))
     for claim in run["checks"] + run["comparisons"]:
         case = _case(suite, run, claim["variant"], claim["name"])

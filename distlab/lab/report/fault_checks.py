@@ -1,16 +1,15 @@
-"""Drills: of each fault that was planned, what should have come of it and what did, from the records alone.
+"""Fault tests: the expected and the observed effect of each planned fault, from the records alone.
 
-    lost      every survivor names the rank, in the same sentence, within the bound, and ends with 3; or, where ranks
-              may leave, the others go on without it
-    broken    every survivor names the rank as an end of a broken link, and ends with 3: who hears nobody and is heard
-              may be either end of it
-    survived  nobody is lost by it
-    full      every rank ends with 1 and the sentence of a disk that is full
-    open      either: a pause that ends about when it would be named
+    lost      every survivor names the rank, in the same sentence and in time, and ends with 3; or, if ranks may
+              leave, the others continue without it
+    broken    every survivor names the rank as an end of a broken link, and ends with 3: without heartbeats in both
+              directions, either end may be at fault
+    survived  no rank is lost
+    full      every rank ends with 1 and a sentence about the full disk
+    open      either: a pause about as long as the limit
 
-A drill is no verdict of its own: a killed rank ends a run with 3 as any loss does. `held` is None where there is
-nothing to check: the fault did not come, because the run had ended, or an older lab planned it for what is not judged
-any more.
+These are no verdict: a killed rank ends a run with 3 like any loss. `held` is None if there is nothing to check: the
+fault did not occur before the run's end, or an older lab planned it and it is no longer checked.
 """
 
 from collections.abc import Callable
@@ -31,7 +30,7 @@ SHOULD = {
 
 
 class Case(NamedTuple):
-    """One fault that was made, and all that can tell what came of it."""
+    """A fault that was injected, and all records about its effect."""
 
     records: Ranks
     plan: Planned
@@ -39,7 +38,7 @@ class Case(NamedTuple):
 
 
 def drills(records: Ranks) -> list[Run]:
-    """An entry a planned fault: event, should, did, held."""
+    """Return one entry per planned fault: event, should, did, held."""
     planned = {each.number: each for _, each in select(records, Planned)}
     made = {each.number: each for _, each in select(records, Injected)}
     entries = []
@@ -54,18 +53,19 @@ def drills(records: Ranks) -> list[Run]:
 
 
 def fault_sentence(drill: Run) -> str:
-    """A drill in a line."""
+    """Return a fault test as one line."""
     how = {True: "as expected", False: f"expected: {drill['should']}", None: "nothing to check"}[drill["held"]]
     return f"{drill['event']}: {drill['did']} ({how})"
 
 
 def _missing(records: Ranks, plan: Planned) -> tuple[bool | None, str]:
-    """A fault that did not come: no wonder where the run broke before, or its second was after the end."""
+    """Return the result for a fault that did not occur: excused if the run broke before, or its time was after the
+    end."""
     excused = plan.step is None or any(True for _ in select(records, Failed))
     return None if excused else False, "did not occur"
 
 
-# Each judge says whether what should have come of the fault did, and what came of it.
+# Each function returns whether the expected effect occurred, and the observed one.
 
 
 def _lost(case: Case) -> tuple[bool, str]:
@@ -86,7 +86,7 @@ def _lost(case: Case) -> tuple[bool, str]:
 
 
 def _apart(case: Case) -> bool:
-    """A cut between two ranks alone: each side names the other."""
+    """Return whether only two ranks were separated: each side then names the other."""
     (start, *_) = (each for _, each in select(case.records, Start))
     return case.plan.kind == "cut" and start.world_size == 2 and any(True for _ in select(case.records, Lost))
 

@@ -1,6 +1,6 @@
-"""Pages from templates/: every value is escaped, and all that a page needs is put into it.
+"""Pages from templates/: every value is escaped.
 
-The style sheets and scripts lie there as files of their own; a page holds them, so that it stays one file.
+Style sheets and scripts are separate files there; a page includes them, so that it is one file.
 """
 
 import re
@@ -18,18 +18,18 @@ TEMPLATES = resources.files("distlab.lab.report") / "templates"
 
 
 def source(name: str) -> str:
-    """The text of a file in templates/."""
+    """Return the text of a file in templates/."""
     return (TEMPLATES / name).read_text(encoding="utf-8")
 
 
 @cache
 def asset(name: str) -> Markup:
-    """A style sheet or a script, as a page holds it."""
+    """Return a style sheet or a script for inclusion in a page."""
     return Markup(source(name))
 
 
 def headings(body: str) -> list[tuple[str, Markup]]:
-    """(id, title) of each section in it: its table of contents."""
+    """Return (id, title) of each section: the table of contents."""
     found = re.findall(r'<section id="([^"]+)">\s*<h2>(.*?)</h2>', str(body))
     return [(place, Markup(title)) for place, title in found]
 
@@ -42,5 +42,5 @@ ENVIRONMENT.filters["headings"] = headings
 
 
 def render(template: str, **values: Any) -> str:
-    """The whole page."""
+    """Return the whole page."""
     return ENVIRONMENT.get_template(template).render(values)

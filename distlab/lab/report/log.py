@@ -1,7 +1,7 @@
-"""Rank 0's log: what was proven, what was measured beside what was predicted, the verdict, how to repeat it.
+"""Rank 0's log: the proof, measured against predicted, the verdict, and the command to repeat the run.
 
-A person reads this and often nothing else. Every line begins with one of a few words in the first eleven columns, and
-the last line alone says all that a script needs: the verdict, the report's path and the command that reruns it.
+Most readers see only this. Every line begins with one of a few words in the first eleven columns, and the last line has
+all that a script needs: the verdict, the report's path and the command that reruns it.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -18,14 +18,14 @@ DIGITS = len("2.8e-17")  # as wide as a difference gets
 
 
 def proof(run: Run, names: Sequence[str] = ()) -> list[str]:
-    """The proof, row by row: `names` are all variants that will be proven, so that those that are told one by one stand
-    in line."""
+    """Return the proof row by row; `names` are all variants that will be proven, so that rows printed one by one are
+    aligned."""
     least = [max(map(len, ("", *names))), *[DIGITS] * len(tables.PROOF)]
     note = sentences.proof_note(run)
     return tables.proof(run).under("proof", least) or ([log_line("proof", note)] if note else [])
 
 
-# What is told as soon as it is known, while the run goes on, in the order in which one learns it; the proof row by row.
+# Lines printed during the run as soon as they are known, in this order; the proof row by row.
 SECTIONS: dict[str, Callable[[Run, Ranks, Sequence[str]], list[str]]] = {
     "skipped": lambda run, _records, _rows: in_lines(sentences.skipped(run, by_name=0)),
     "proof": lambda run, _records, rows: proof(run, rows),
@@ -37,16 +37,16 @@ SECTIONS: dict[str, Callable[[Run, Ranks, Sequence[str]], list[str]]] = {
 
 
 def mistake(run: Run) -> list[str]:
-    """The first line of a run with an injected bug: which one, by name."""
+    """Return the first line of a run with an injected bug: its name."""
     return wrapped("bug", sentences.mistake_sentence(run)) if run["mistake"] else []
 
 
 def end_lines(
-    run: Run, records: Ranks, report: Path | None, level: Level, told: Collection[str] = ()
+    run: Run, records: Ranks, report: Path | None, level: Level, printed: Collection[str] = ()
 ) -> list[str]:  # fmt: skip
-    """What rank 0 says at the end, by LAB_LOG; of someone's own script or model there is no shorter way to say it."""
+    """Return rank 0's last lines, by LAB_LOG; a user's script or model has only one form."""
     if level == "full" or (level == "normal" and run["run_mode"] in (SCRIPT, PROOF)):
-        return verdict_lines(run, records, report, told)
+        return verdict_lines(run, records, report, printed)
     failed = [*sentences.failed(run), *sentences.troubles(run)]
     if level == "quiet":
         return in_lines([*failed, *sentences.ending(run, records, report)])
@@ -58,16 +58,16 @@ def end_lines(
     return [*summary.table_lines(run, records), *in_lines(parts)]
 
 
-def verdict_lines(run: Run, records: Ranks, report: Path | None, told: Collection[str] = ()) -> list[str]:
-    """All lines, in the order in which one learns, but for those that were `told` while the run went on.
+def verdict_lines(run: Run, records: Ranks, report: Path | None, printed: Collection[str] = ()) -> list[str]:
+    """Return all lines in order, without those `printed` during the run.
 
-    `report` is the page's path, None where none was written.
+    `report` is the page's path, None if none was written.
     """
     alone = [] if run["run_mode"] in (SCRIPT, PROOF) else sentences.alone(run)
     ends = [*sentences.troubles(run), *alone, *sentences.times(run), *sentences.ending(run, records, report)]
     return [
-        *rows_not_yet_printed(mistake(run), told),
-        *(each for section in SECTIONS.values() for each in rows_not_yet_printed(section(run, records, ()), told)),
+        *rows_not_yet_printed(mistake(run), printed),
+        *(each for section in SECTIONS.values() for each in rows_not_yet_printed(section(run, records, ()), printed)),
         *in_lines(sentences.failed(run)),
         *more_checks(run),
         *compared(run),
@@ -77,7 +77,7 @@ def verdict_lines(run: Run, records: Ranks, report: Path | None, told: Collectio
 
 
 def more_checks(run: Run) -> list[str]:
-    """The checks that passed and that no table above has."""
+    """Return the checks that passed and are in no table above."""
     held = [check for check in run["checks"] if check["passed"] and check["name"] not in (*tables.PROOF, *tables.TIMED)]
     lines = tables.checks(check for check in held if check["unit"] != sentences.FINDINGS).under("checks")
     names: dict[bool, list[str]] = {}
@@ -91,25 +91,25 @@ def more_checks(run: Run) -> list[str]:
 
 
 def compared(run: Run) -> list[str]:
-    """The comparisons that passed or are informational and that no table above has."""
+    """Return the comparisons that passed or are informational and are in no table above."""
     timed = {variant["name"] for variant in run["variants"]}
     in_tables = (*tables.TRAFFIC, tables.DRAWN, tables.ON_WIRE, *tables.MEMORY)
     left = (c for c in run["comparisons"] if c["passed"] and not (c["name"] in in_tables and c["variant"] in timed))
     return tables.comparisons(left).under("compared")
 
 
-def rows_not_yet_printed(block: list[str], told: Collection[str]) -> list[str]:
-    """Of a block the rows that were not told yet, each under its heading, which may have been; nothing where all
+def rows_not_yet_printed(block: list[str], printed: Collection[str]) -> list[str]:
+    """Return a block's rows that were not printed yet, each under its heading, which may have been; nothing if all
     were."""
     left: list[str] = []
     heading = ""
     for row in block:
         heading = heading if row.startswith(" ") else row
-        if words_of_row(row) not in told:
+        if words_of_row(row) not in printed:
             left += [row] if heading in (row, *left) else [heading, row]
     return left
 
 
 def words_of_row(row: str) -> str:
-    """A row without the widths of its columns, which grow with the rows below."""
+    """Return a row without its column widths, which grow with later rows."""
     return " ".join(row.split())

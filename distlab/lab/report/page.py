@@ -1,6 +1,6 @@
-"""The report of one run, from its records: what was claimed, whether it held, what it cost, and how to repeat it.
+"""The report of one run, from its records: claims, results, costs, and the command to repeat it.
 
-What it says and in which order stands in templates/report.html; here is what it shows.
+The order and the text are in templates/report.html; this file provides the data.
 """
 
 from collections.abc import Iterator
@@ -23,29 +23,29 @@ from distlab.lab.report.units import allowed, counted, difference, human_bytes, 
 from distlab.lab.report.verdict import PROOF as PROVEN
 from distlab.lab.report.verdict import SCRIPT, first, passes, pytorch_own, slowest
 
-LEAST_SAMPLES = 4  # steps of each variant: of fewer the quartiles say nothing
-MOST_STORIES = 16  # ranks beside each other
+LEAST_SAMPLES = 4  # steps of each variant: with fewer, quartiles say nothing
+MOST_STORIES = 16  # ranks next to each other
 STORY_COLUMNS = 80
-MOST_ROWS = 400  # of all tables of the lesson together, about 60 kB
+MOST_ROWS = 400  # of all tables of the lesson, about 60 kB
 
 
 def write_page(
     folder: Path, run: Run, records: Ranks, path: Path | None = None, plan: tables.Plan | None = None
 ) -> Path:
-    """Write `report.html` into the folder of the run, or to another path; returns it."""
+    """Write `report.html` into the folder of the run, or to another path; return the path."""
     path = path or folder / "report.html"
     write_atomically(path, [page(run, records, plan)])
     return path
 
 
 def page(run: Run, records: Ranks, plan: tables.Plan | None = None) -> str:
-    """The whole page as HTML; `plan` is what the planner says of the run, if it has a word for it."""
+    """Return the whole page as HTML; `plan` is the planner's prediction for the run, if there is one."""
     planned = tables.planned(run, plan) if plan else None
     return render("report.html", **contents(run, records), plan=plan, planned=planned)
 
 
 def contents(run: Run, records: Ranks) -> dict[str, Any]:
-    """What the page shows, in its order, by its name in the template."""
+    """Return the page's contents, in order, by name in the template."""
     start = first(records)
     colour = charts.colours(variant["name"] for variant in run["variants"])
     drawn = timeline(run, records)
@@ -79,7 +79,7 @@ def contents(run: Run, records: Ranks) -> dict[str, Any]:
 
 
 def stories(records: Ranks, verdict: str) -> list[tuple[int, list[Line]]]:
-    """The log of each rank, of the first MOST_STORIES that have told a step or anything of their own."""
+    """Return the logs of the first MOST_STORIES ranks that have a step or notes."""
     found = []
     for rank in sorted(records)[:MOST_STORIES]:
         log = RankLog(width=STORY_COLUMNS)
@@ -92,7 +92,7 @@ def stories(records: Ranks, verdict: str) -> list[tuple[int, list[Line]]]:
 
 
 def claims(run: Run) -> dict[str, Any]:
-    """The tables of what was claimed, and whether it passed."""
+    """Return the tables of claims and results."""
     checks = [check for check in run["checks"] if check["name"] not in tables.PROOF]
     return {
         "proof": tables.proof(run),
@@ -105,7 +105,7 @@ def claims(run: Run) -> dict[str, Any]:
 
 
 def costs_of(run: Run, records: Ranks, colour: dict[str, str]) -> dict[str, Any]:
-    """Losses, bytes, time and memory."""
+    """Return losses, bytes, times and memory."""
     losses = curves(records)
     profile = tables.profile(run, records, slowest_only=False)
     many = len(profile.rows) > tables.MOST_PROFILES
@@ -128,7 +128,7 @@ def costs_of(run: Run, records: Ranks, colour: dict[str, str]) -> dict[str, Any]
 
 
 def wrong(run: Run) -> Iterator[str]:
-    """What failed, and what ended a rank."""
+    """Yield what failed, and what ended a rank."""
     yield from map(sentences.failure_sentence, sentences.failures(run))
     yield from map(sentences.lost_sentence, run["lost"])
     yield from sentences.error_sentences(run)
@@ -137,14 +137,14 @@ def wrong(run: Run) -> Iterator[str]:
 
 
 def tiles(run: Run, records: Ranks, drawn: Drawn | None) -> Iterator[tuple[str, str]]:
-    """The few numbers that a reader should take away, and what each is."""
+    """Yield the most important numbers, each with its meaning."""
     proof = [check for check in run["checks"] if check["name"] in tables.PROOF]
     if proof:
         failed, plain = ([c for c in proof if not c["passed"]], [c for c in proof if not c["unit"]])
-        # Numbers of several units have no largest one, but one that is closest to its bound.
+        # For numbers of several units there is no largest, so the one closest to its tolerance is taken.
         worst = max(failed or plain or proof, key=lambda check: check["max_abs_diff"] / (check["tolerance"] or 1.0))
         names = {check["name"] for check in proof}
-        # Where there are no losses nothing was trained: primitives are compared, not a run with one process.
+        # Without losses nothing was trained: primitives are compared, not a run with one process.
         what = "from one process" if "losses" in names else f"of {' and '.join(sorted(names))}"
         what += " in float64" if plain and len(plain) < len(proof) else ""
         yield difference(worst["max_abs_diff"]), f"largest difference {what}, {allowed(worst)} allowed"
@@ -173,8 +173,8 @@ def tiles(run: Run, records: Ranks, drawn: Drawn | None) -> Iterator[tuple[str, 
 
 
 def fastest(seconds: dict[str, float], records: Ranks, drawn: Drawn | None) -> str:
-    """The variant whose steps are the shortest; empty where the quartiles of another one overlap with its own or come
-    of too few steps, and where the picture, of a step that was not timed, shows another one as shorter."""
+    """Return the variant with the shortest steps; empty if another's quartiles overlap, if there are too few steps, or
+    if the timeline, of a step that was not timed, shows another as shorter."""
     best = min(seconds, key=lambda name: seconds[name])
     taken = {name: values for name, values in cost_charts.samples(records).items() if name in seconds}
     spread = {name: quartiles(values) for name, values in taken.items()}
@@ -188,13 +188,13 @@ def fastest(seconds: dict[str, float], records: Ranks, drawn: Drawn | None) -> s
 
 
 def quartiles(values: list[float]) -> tuple[float, float]:
-    """The lower and the upper one."""
+    """Return the lower and the upper quartile."""
     low, _, high = quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
     return low, high
 
 
 def lesson_of(run: Run, lesson: Lesson) -> dict[str, Any]:
-    """The idea in paragraphs, the variants that ran in a sentence each, the predictions with their numbers."""
+    """Return the idea in paragraphs, a sentence per variant that ran, and the predictions with their numbers."""
     ran = {variant["name"] for variant in run["variants"]}
     variants = [[name, sentence] for name, sentence in lesson.variants.items() if name in ran]
     predicted = [Column(title) for title in ("variant", "predicted", "formula", "a rank and step", "calls")]
@@ -208,7 +208,7 @@ def lesson_of(run: Run, lesson: Lesson) -> dict[str, Any]:
 def mode_tables_and_charts(
     records: Ranks, colour: dict[str, str]
 ) -> Iterator[tuple[str, Drawing | None, Table | None, int]]:
-    """The charts and tables that the lesson made itself, in its order: title, which it is, and the rows left out."""
+    """Return the mode's own charts and tables, in order: title, kind, and the number of omitted rows."""
     found = [record for rank in sorted(records) for record in records[rank] if isinstance(record, Chart | OwnTable)]
     most = max(8, MOST_ROWS // max(1, sum(isinstance(record, OwnTable) for record in found)))
     series = sum(len(record.series) for record in found if isinstance(record, Chart))
@@ -221,7 +221,7 @@ def mode_tables_and_charts(
 
 
 def own_chart(record: Chart, colour: dict[str, str], points: int) -> Drawing:
-    """A chart of the lesson's own; a variant has its colour, where no two series would share one."""
+    """Draw a mode's own chart; a variant has its colour, unless two series would share one."""
     hues = charts.colours(record.series) | {name: colour[name] for name in record.series if name in colour}
     if len(set(hues.values())) < len(hues):
         hues = charts.colours(record.series)
@@ -233,7 +233,7 @@ def own_chart(record: Chart, colour: dict[str, str], points: int) -> Drawing:
 
 
 def curves(records: Ranks) -> dict[str, charts.Curve]:
-    """The loss curves by variant, one process first; where several ranks wrote one, the lowest rank's."""
+    """Return the loss curves by variant, one process first; of several ranks, the lowest one's."""
     found: dict[str, charts.Curve] = {}
     for _, losses in select(records, Losses):
         found.setdefault(losses.variant, (list(range(len(losses.values))), losses.numbers))
@@ -241,7 +241,7 @@ def curves(records: Ranks) -> dict[str, charts.Curve]:
 
 
 def loss_chart(found: dict[str, charts.Curve], colour: dict[str, str]) -> Drawing | None:
-    """All curves in one chart, None where no loss was written."""
+    """Draw all curves in one chart; None without losses."""
     if not found:
         return None
     points = charts.MOST_POINTS // 2 // len(found)
@@ -250,13 +250,13 @@ def loss_chart(found: dict[str, charts.Curve], colour: dict[str, str]) -> Drawin
 
 
 def first_and_last(found: dict[str, charts.Curve]) -> Table:
-    """A row a curve."""
+    """Return one row per curve."""
     rows = [[name, len(y), f"{y[0]:.6g}", f"{y[-1]:.6g}"] for name, (_, y) in found.items() if y]
     return Table([Column(""), *(Column(title, "number") for title in ("steps", "first loss", "last loss"))], rows)
 
 
 def ranks(run: Run, records: Ranks) -> Table:
-    """Where each rank ran and how it ended."""
+    """Return where each rank ran and how it ended."""
     unseen = {each["rank"]: each["host"] or "" for each in run["unseen"]}
     hosts = unseen | {rank: start.host for rank, start in select(records, Start)}
     ends = dict(select(records, End))
@@ -276,12 +276,12 @@ def ranks(run: Run, records: Ranks) -> Table:
 
 
 def skipped(run: Run) -> Table:
-    """The variants that could not take part."""
+    """Return the variants that could not run."""
     return Table([Column("variant"), Column("reason")], [[skip["variant"], skip["reason"]] for skip in run["skipped"]])
 
 
 def setting_text(value: Any) -> str:
-    """A setting as one would write it; "unset" for what has no value."""
+    """Return a setting as a user would write it; "unset" without a value."""
     if value is None or value in ("", [], ()):
         return "unset"
     if isinstance(value, bool):

@@ -1,9 +1,8 @@
-"""How far the work under way has come: a heartbeat in rank 0's log, every ten seconds at most, a line that is rewritten
-on a terminal.
+"""Progress of the work under way: a line in rank 0's log at least every ten seconds, rewritten in place on a terminal.
 
-A pass says of how many units it is, and counts those that are done; the watch's thread tells it. There is one estimate:
-what is left takes as long a unit as what was done, from the first unit's end on, since the first one holds imports and
-buffers. While less than a tenth is done, or where nobody knows how many units there are, it is said to be unknown.
+A pass declares its number of units and counts finished ones; the watch's thread prints them. The estimate assumes that
+the remaining units take as long as those already done, not counting the first, which includes imports and buffers.
+While less than a tenth is done, or the number of units is unknown, the time left is "unknown".
 """
 
 import threading
@@ -18,16 +17,16 @@ from distlab.lab.report.units import duration
 
 REWRITTEN_EVERY_S = 1.0
 EVERY_S = 9.5  # the watch looks four times a second: a line is there within ten
-SURE = 0.1  # the share of the work from which on an estimate is said
+SURE = 0.1  # estimates are printed from this share of the work on
 
 
 class Task:
-    """One piece of work of `total` units, `what` they are called; a `total` of 0 is not known."""
+    """A piece of work of `total` units, called `what`; a `total` of 0 means unknown."""
 
     def __init__(self, total: float, what: str, now: float) -> None:
         self.total, self.what, self.began_at = total, what, now
         self.done = 0.0
-        self._first: tuple[float, float] | None = None  # when the first was done, and how much then
+        self._first: tuple[float, float] | None = None  # the time when the first was done, and the units done then
 
     def advance(self, units: float, now: float) -> None:
         """Count `units` more as done."""
@@ -35,14 +34,14 @@ class Task:
         self._first = self._first or (now, self.done)
 
     def left_s(self, now: float) -> float | None:
-        """Seconds that the rest may take, at time `now`; None where nothing says so."""
+        """Return the estimated seconds left at time `now`; None if unknown."""
         if self._first is None or self.done < SURE * self.total or self.done <= self._first[1]:
             return None
         began_at, before = self._first
         return (now - began_at) * max(0.0, self.total - self.done) / (self.done - before)
 
-    def told(self, now: float) -> str:
-        """What is done of it, since when, and how long it may still take."""
+    def progress_text(self, now: float) -> str:
+        """Return how much is done, for how long it has run, and the time left."""
         left_s = self.left_s(now)
         left = "time left unknown" if left_s is None else f"about {duration(left_s)} left"
         done = min(self.done, self.total)
@@ -50,15 +49,15 @@ class Task:
 
 
 class Work:
-    """The work under way on a rank, a task within a task; written by the main thread, read by the watch's."""
+    """The work of a rank, as nested tasks; written by the main thread, read by the watch's."""
 
     def __init__(self) -> None:
         self._tasks: tuple[Task, ...] = ()
 
     @contextmanager
     def of(self, total: float, what: str = "") -> Iterator[None]:
-        """Around work of `total` units, each counted by `advance`; of 0 if nobody knows how many, and what is counted
-        within counts for nothing around it."""
+        """Wrap work of `total` units, counted by `advance`; of 0 if the number is unknown, and then units inside are
+        not counted."""
         before = self._tasks
         self._tasks = (*before, Task(total, what, time.monotonic()))
         try:
@@ -72,27 +71,27 @@ class Work:
             self._tasks[-1].advance(units, time.monotonic())
 
     def reach(self, done: float) -> None:
-        """So many units of the innermost work are done by now."""
+        """Set the number of finished units of the innermost work."""
         if self._tasks:
             self.advance(done - self._tasks[-1].done)
 
-    def told(self) -> str:
-        """How far the innermost work is of which the units are known; empty where there is none."""
+    def progress_text(self) -> str:
+        """Return the progress of the innermost work with known units; empty if there is none."""
         known = [task for task in self._tasks if task.total]
-        return known[-1].told(time.monotonic()) if known else ""
+        return known[-1].progress_text(time.monotonic()) if known else ""
 
 
 class Heartbeat:
-    """What rank 0 says of itself while it works, so that whoever waits learns that it goes on, and for how long."""
+    """Rank 0's progress lines during work, which show that it continues and how long it will take."""
 
     def __init__(self, journal: Journal, work: Work, started_at: float, *, rewrites: bool = False) -> None:
-        """`started_at` in Unix time: the run's beginning; a terminal `rewrites` the line, a log has one more."""
+        """`started_at` is the run's start in Unix time; a terminal `rewrites` the line, a log gets a new one."""
         self._journal, self._work, self._started_at = journal, work, started_at
         self._every_s = REWRITTEN_EVERY_S if rewrites else EVERY_S
         self._said_at = self._kept_at = time.monotonic()
 
     def beat(self, _step: int, phase: str) -> None:
-        """Say where the run is, if it has not been said for long; `Work` knows the step in units of its own."""
+        """Print the progress if the last line is old; `Work` counts the step in its own units."""
         now = time.monotonic()
         if now - self._said_at < self._every_s:
             return
@@ -100,13 +99,12 @@ class Heartbeat:
         kept = now - self._kept_at >= EVERY_S
         self._kept_at = now if kept else self._kept_at
         unknown = f", {duration(time.time() - self._started_at)} since the start, time left unknown"
-        self._journal.say(log_line("working", f"{phase}{self._work.told() or unknown}"), "normal", kept=kept)
+        self._journal.say(log_line("working", f"{phase}{self._work.progress_text() or unknown}"), "normal", kept=kept)
 
 
 @contextmanager
 def telling(what: str, *, told: bool = True) -> Iterator[None]:
-    """Around what says nothing of itself for long, such as an import: say every ten seconds that it goes on, where it
-    is to be `told`."""
+    """Wrap silent work such as an import: print every ten seconds that it continues, if `told`."""
     over, began_at = threading.Event(), time.monotonic()
 
     def tell() -> None:
@@ -121,4 +119,4 @@ def telling(what: str, *, told: bool = True) -> Iterator[None]:
     finally:
         over.set()
         if told:
-            thread.join()  # no rank is forked beside it
+            thread.join()  # no rank is forked while it runs

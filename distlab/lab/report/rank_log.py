@@ -1,8 +1,8 @@
-"""A rank's own log: the story of that rank, from what it holds to what it ends with.
+"""A rank's own log: the story of that rank, from its part of the model to its result.
 
-Each line is made from records, when the record that completes it is written: so `distlab report RUN --rank 2` prints
-the same lines again. The first step of one variant is told (story.py), every other variant is a phrase; with
-LAB_LOG=full the steps of all are. A log has at most MOST_LINES lines, and none is longer than its width.
+Lines are made from records, as soon as a line's last record is written, so `distlab report RUN --rank 2` prints the
+same lines again. The first step of one variant is told in full (story.py), other variants in a phrase; LAB_LOG=full
+tells the steps of all. A log has at most MOST_LINES lines, none longer than its width.
 """
 
 from collections import defaultdict
@@ -21,35 +21,35 @@ from distlab.lab.report.units import counted, difference, human_bytes, milliseco
 from distlab.lab.report.verdict import passes
 
 WIDTH = 96  # columns of its file
-MOST_LINES = 25  # of a normal log, with its verdict; of one that draws a schedule MOST_WITH_CHART
+MOST_LINES = 25  # in a normal log, with its verdict; with a chart of the schedule MOST_WITH_CHART
 MOST_WITH_CHART = 30
-AT_THE_END = 7  # of them: two each of what was sent and of the other variants, losses, one of its mode, the verdict
+AT_THE_END = 7  # lines: two each for bytes sent and other variants; losses, one of the mode, the verdict
 CHART_COLUMNS = 56
 FEW_SAMPLES = 4
 FEW_LOSSES = 8
-HEADERS_SHARE = 0.01  # of what goes to the peer that gets most: less than that are only acknowledgements and headers
+HEADERS_SHARE = 0.01  # relative to the peer that gets most: less than that is only acknowledgements and headers
 Log = Literal["quiet", "normal", "full"]
 
 
 class RankLog:
-    """The lines of one rank, record after record."""
+    """The lines of one rank, from its records."""
 
     def __init__(self, log: Log = "normal", width: int = WIDTH) -> None:
         self.log, self.width = log, width
         self.before: list[Record] = []
         self.said = 0  # lines
-        self._waiting: list[records.Noted] = []  # what its mode says of the step, until that is told
+        self._waiting: list[records.Noted] = []  # its mode's notes on the step, until the step is told
 
     @classmethod
     def of(cls, written: Sequence[Record], log: Log = "normal", width: int = WIDTH) -> "RankLog":
-        """That of a rank which wrote these."""
+        """Return the log of a rank with these records."""
         made = cls(log, width)
         for record in written:
             made.lines(record)
         return made
 
     def lines(self, record: Record) -> list[Line]:
-        """What is said of this record, given those before it."""
+        """Return the lines that this record adds, given those before it."""
         told = list(self._lines_of(record)) if self.log != "quiet" else []
         self.before.append(record)
         self.said += len(told)
@@ -71,7 +71,7 @@ class RankLog:
             yield from self.end()
 
     def all(self, kind: type[records.Kind]) -> Iterator[records.Kind]:
-        """The records of a kind so far."""
+        """Yield the records of a kind so far."""
         return (record for record in self.before if isinstance(record, kind))
 
     def last(self, kind: type[records.Kind]) -> records.Kind | None:
@@ -83,17 +83,17 @@ class RankLog:
 
     @property
     def trains(self) -> bool:
-        """Whether a step will be told."""
+        """Return whether a step will be told."""
         expected = next(self.all(records.Expected), records.Expected([]))
         return any(name == "timed steps" for _, name, *_ in expected.claims)
 
     def wrapped(self, word: str, text: str, key: str = "") -> list[Line]:
         return [Line(line, key or word) for line in table.wrapped(word, table.with_units(text), self.width)]
 
-    # --- who it is, what it holds and gets ---
+    # --- its place, its parameters and samples ---
 
     def place(self, record: records.Placed) -> Iterator[Line]:
-        """Who this rank is, what its mode is about, and what is wrong on purpose."""
+        """Yield this rank's place, its mode's idea, and the injected bug."""
         start = self.start
         idea = (start.idea or start.title).partition(": ")
         head = f"rank {start.rank} of {start.world_size} · {start.run_mode} · {idea[2] or idea[0]}".rstrip(".")
@@ -103,11 +103,11 @@ class RankLog:
             yield from self.wrapped("I am", ", ".join(axes), "place")
         if self.log == "full":
             yield from self.wrapped("machine", f"{start.host} ({record.ip}) · {record.device} · {start.title}")
-        if start.mistake and start.rank:  # rank 0's log has begun with it
+        if start.mistake and start.rank:  # rank 0's log began with it
             yield from self.wrapped("bug", f"LAB_BUG={start.mistake['name']}: {start.mistake['what']}")
 
     def step(self, holds: records.Holds, told: records.Told) -> Iterator[Line]:
-        """What it holds and gets, then the step."""
+        """Yield its parameters and samples, then the step."""
         first = next(each for each in self.all(records.FirstStep) if each.variant == told.variant)
         story = Story(self.start, first, told, self.width)
         lines = [*self.holding(holds, story, told), *self.given()]
@@ -119,12 +119,12 @@ class RankLog:
         lines += [Line(text, "step") for text in table.filled(sentence, self.width, INDENT)]
         lines += self.chart(first)
         most = MOST_WITH_CHART if len({span[1] for span in first.spans if span[0] == "forward"}) > 1 else MOST_LINES
-        room = most * WIDTH // self.width - AT_THE_END - self.said - len(lines)  # narrow lines are more
+        room = most * WIDTH // self.width - AT_THE_END - self.said - len(lines)  # narrow lines take more rows
         yield from lines
         yield from story.lines(1000 if self.log == "full" else max(8, room))
 
     def holding(self, holds: records.Holds, story: Story, told: records.Told) -> list[Line]:
-        """How much of the model it has, in its mode's words, and the numbers of one parameter."""
+        """Return its share of the model, in its mode's words, and the numbers of one parameter."""
         mine = sum(each[4] for each in holds.parameters)
         cut = sum(bool(each[3]) for each in holds.parameters)
         own = [note.text for note in self._waiting if note.heading == "holds"]
@@ -138,7 +138,7 @@ class RankLog:
         return lines
 
     def given(self) -> list[Line]:
-        """The samples that it works on."""
+        """Return the samples that it works on."""
         given, placed = self.last(records.Given), self.last(records.Placed)
         if given is None:
             return []
@@ -154,7 +154,7 @@ class RankLog:
         return self.wrapped("I get", text)
 
     def chart(self, first: records.FirstStep) -> list[Line]:
-        """The microbatches of this rank on one axis of time, where it has several."""
+        """Return this rank's microbatches on a time axis, if there are several."""
         spans = sorted((Span(*span) for span in first.spans), key=lambda span: (span.start_s, -span.end_s))
         if len({span.label for span in spans if span.kind == "forward"}) < 2:
             return []
@@ -162,7 +162,7 @@ class RankLog:
         drawn = chart_row(spans, step_seconds([spans]), columns)
         return self.wrapped("measured", f"{'me':<12} {drawn} {1000 * step_seconds([spans]):.0f} ms")
 
-    # --- what it ends with ---
+    # --- its results ---
 
     @property
     def headline(self) -> str:
@@ -171,7 +171,7 @@ class RankLog:
         return told.variant if told is not None else next(iter(wires), "")
 
     def end(self) -> Iterator[Line]:
-        """Bytes, memory, losses, the other variants, and this rank's checks."""
+        """Yield bytes, memory, losses, the other variants, and this rank's checks."""
         for note in self._waiting:  # no step was told: a resumed run may have none left
             yield from self.wrapped(note.heading, note.text)
         yield from self.sent()
@@ -180,7 +180,7 @@ class RankLog:
         yield from self.failures()
 
     def sent(self) -> list[Line]:
-        """What its sockets sent in a step of the told variant, to whom, beside the formula."""
+        """Return the bytes sent by its sockets in a step of the told variant, by peer, with the formula."""
         of = [each for each in self.all(records.Wire) if each.variant == self.headline]
         most = max((wire.sent_bytes for wire in of), default=0)
         peers = {wire.peer: wire.sent_bytes for wire in of if wire.sent_bytes > HEADERS_SHARE * most}
@@ -196,7 +196,7 @@ class RankLog:
         return self.wrapped("I sent", text)
 
     def course(self) -> list[Line]:
-        """The losses of the told variant, its first and its last; what a step of it takes of time and memory."""
+        """Return the told variant's first and last losses, and a step's time and memory."""
         of = [each for each in self.all(records.Losses) if each.variant == self.headline]
         values = [f"{value:.3f}" for value in (of[-1].numbers if of else [])]
         if len(values) > FEW_LOSSES:
@@ -211,7 +211,7 @@ class RankLog:
         return self.wrapped("losses" if values else "a step", " · ".join(parts)) if parts else []
 
     def others(self) -> list[Line]:
-        """Every other variant in a phrase: its step's time, and what it sent."""
+        """Return every other variant in a phrase: its step time, and its bytes."""
         sent: dict[str, float] = defaultdict(float)
         for wire in self.all(records.Wire):
             sent[wire.variant] += wire.sent_bytes
@@ -223,7 +223,7 @@ class RankLog:
         return self.wrapped("also", " · ".join(map(unbroken, told))) if told else []
 
     def failures(self) -> list[Line]:
-        """The claims of this rank that failed, each with its number."""
+        """Return the failed checks of this rank, each with its number."""
         failed = [each for each in self.made() if not passes(each)]
         lines = []
         for each in failed[:3]:
@@ -239,11 +239,11 @@ class RankLog:
         return lines
 
     def made(self) -> list[records.Check | records.Comparison]:
-        """The claims of this rank that decide."""
+        """Return the checks of this rank that decide."""
         return [*self.all(records.Check), *(each for each in self.all(records.Comparison) if each.decides)]
 
     def verdict(self, verdict: str, folder: Path) -> list[Line]:
-        """The last line: this rank's checks, and what became of the run."""
+        """Return the last line: this rank's checks, and the run's verdict."""
         made = self.made()
         held = sum(passes(each) for each in made)
         own = f"{held} of {counted(len(made), 'checks')} of mine passed" if made else "no check is mine"

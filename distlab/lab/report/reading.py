@@ -1,6 +1,6 @@
-"""Records as lines of a file: a JSON object each, with the record's type name under "record" and its fields beside it.
+"""Records as lines of a file: one JSON object each, the type's name under "record" and the fields next to it.
 
-Files are written whole or not at all, and one that is broken is refused with its name and the line.
+Files are written completely or not at all; a broken one is rejected with its name and the line.
 """
 
 import errno
@@ -20,16 +20,16 @@ import msgspec
 from distlab.lab.config import Refusal
 from distlab.lab.report.records import Ranks, Record
 
-# The files in a run's folder as their readers open them: regular ones up to a size, and nothing that waits.
+# Safe reading of files in a run's folder: only regular files up to a size, and never blocking.
 #
-# Whoever can write to a folder of runs can leave anything there: a pipe, which an open waits for, a link to a device
-# without an end, a folder, a file larger than memory. Each is an OSError at once, whose words say what is there.
+# Anybody who can write to a folder of runs can put anything there: a pipe, on which open blocks, a link to an endless
+# device, a folder, a file larger than memory. Each is an OSError at once, with a message that says what it is.
 
 
 @contextmanager
 def regular(path: Path, most_bytes: int) -> Iterator[BinaryIO]:
-    """The file, open to be read; raises OSError where it is none, or a larger one."""
-    _refuse(path, path.stat(), most_bytes)  # before the open, which means something to a device
+    """Open the file for reading; raises OSError if it is not regular, or larger than that."""
+    _refuse(path, path.stat(), most_bytes)  # before the open, which has effects on a device
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:
         _refuse(path, os.fstat(descriptor), most_bytes)
@@ -37,7 +37,7 @@ def regular(path: Path, most_bytes: int) -> Iterator[BinaryIO]:
 
 
 def read_regular(path: Path, most_bytes: int) -> bytes:
-    """All of it, and what it has grown by meanwhile up to so many bytes; raises OSError."""
+    """Return its content, up to so many bytes if it grows meanwhile; raises OSError."""
     with regular(path, most_bytes) as file:
         return file.read(most_bytes)
 
@@ -50,13 +50,13 @@ def _refuse(path: Path, found: os.stat_result, most_bytes: int) -> None:
         raise OSError(errno.EFBIG, why, str(path))
 
 
-# JSON as the files of a run have it: valid for every reader, and read however it was damaged.
+# JSON of a run's files: valid for every reader, and readable even if damaged.
 #
-# JSON has no word for a number that is not finite, so one is written as {"float": "nan"}, "inf" or "-inf"; what
-# Python itself writes for them, a bare NaN, is still read: files from before had it.
+# JSON has no infinite numbers or NaN, so they are written as {"float": "nan"}, "inf" or "-inf"; Python's own form, a
+# bare NaN, is also read, since older files have it.
 
 FLOAT, NOT_FINITE = "float", ("nan", "inf", "-inf")
-LARGEST_BITS = 1023  # of an integer that is a float too
+LARGEST_BITS = 1023  # of an integer that fits in a float
 
 
 def to_json(value: Any) -> str:
@@ -68,11 +68,11 @@ def to_json(value: Any) -> str:
 
 
 def from_json(content: str | bytes) -> Any:
-    """What `to_json` was given; half of a surrogate pair is read as "?". Raises ValueError for all that is no JSON."""
+    """Parse the output of `to_json`; half a surrogate pair becomes "?". Raises ValueError for anything but JSON."""
     try:
         text = content if isinstance(content, str) else content.decode()
         value = json.loads(text, object_hook=_number, parse_int=_whole)
-        if "\\ud" in text.lower():  # else whoever prints it meets an error of its own
+        if "\\ud" in text.lower():  # otherwise printing it would raise an error
             value = json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
     except RecursionError:
         raise ValueError("nested too deeply") from None
@@ -80,7 +80,7 @@ def from_json(content: str | bytes) -> Any:
 
 
 def replace_not_finite(value: Any, instead: Callable[[float], Any]) -> Any:
-    """The value with what `instead` makes of each number in it that is not finite."""
+    """Return the value with each number that is not finite replaced by `instead` of it."""
     if isinstance(value, dict):
         return {key: replace_not_finite(entry, instead) for key, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -100,31 +100,31 @@ def _number(found: dict[str, Any]) -> Any:
 
 
 MOST_RECORD_BYTES = 256 << 20  # of one rank's records: 1000 steps of 5 variants are some 100 kB
-# What records raise in those who draw them that are each right, and do not fit each other.
+# Raised when records that are each valid do not fit each other.
 MAKE_ONE = "make one with ./run or `distlab run`"
 MISFITS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
 class BrokenRecord(Refusal):
-    """A record file that cannot be read; the message names the file and the line."""
+    """A record file that cannot be read; the message has the file and the line."""
 
 
 def to_line(record: Record) -> str:
-    """The record as one line of JSON, without the newline."""
+    """Return the record as one line of JSON, without the newline."""
     return to_json(msgspec.to_builtins(record, enc_hook=plain_text))
 
 
 def plain_text(value: Any) -> str:
-    """A text whose class is one of its own, as torch's version; raises TypeError for all else."""
+    """Return a text of a subclass of str, such as torch's version, as str; raises TypeError for anything else."""
     if isinstance(value, str):
         return str.__str__(value)
     raise TypeError(f"a record has a value of type {type(value).__name__}")
 
 
 def from_line(line: str | bytes, where: str = "record") -> Record:
-    """The record that `to_line` wrote; raises BrokenRecord that begins with `where`.
+    """Return the record that `to_line` wrote; raises BrokenRecord with a message that begins with `where`.
 
-    A field with a default may be missing: a run from before there was such a field is still read.
+    A field with a default may be missing, so that older runs can be read.
     """
     try:
         record: Record = msgspec.convert(from_json(line), Record)
@@ -134,7 +134,7 @@ def from_line(line: str | bytes, where: str = "record") -> Record:
 
 
 def read_records(path: Path) -> list[Record]:
-    """All records of one rank's file; raises BrokenRecord naming file and line."""
+    """Return all records of one rank's file; raises BrokenRecord with file and line."""
     try:
         lines = read_regular(path, MOST_RECORD_BYTES).splitlines()
     except OSError as error:
@@ -143,7 +143,7 @@ def read_records(path: Path) -> list[Record]:
 
 
 def read_run(run: Path) -> Ranks:
-    """The records of every rank of a run, by rank; raises BrokenRecord if there are none."""
+    """Return the records of every rank of a run, by rank; raises BrokenRecord if there are none."""
     if not run.is_dir():
         none_yet = "" if any(run.parent.glob("*/rank*.jsonl")) else f": none is there yet, {MAKE_ONE}"
         raise BrokenRecord(f"{run} is not the folder of a run{none_yet}")
@@ -154,24 +154,24 @@ def read_run(run: Path) -> Ranks:
 
 
 def record_files(run: Path) -> dict[int, Path]:
-    """The records of each rank's last attempt, in the order of ranks."""
+    """Return the record files of each rank's last attempt, by rank."""
     named = [(re.fullmatch(r"rank(\d+)\.jsonl", path.name), path) for path in run.glob("rank*.jsonl")]
     return dict(sorted((int(found[1]), path) for found, path in named if found))
 
 
 def write_atomically(path: Path, lines: Iterable[str]) -> None:
-    """Write a file so that a reader sees all of it or nothing, even if the writer dies."""
+    """Write a file so that readers see all of it or nothing, even if the writer dies."""
     write_bytes_atomically(path, "".join(lines).encode(errors="backslashreplace"))  # a file's name may be no text
 
 
 def write_bytes_atomically(path: Path, content: bytes) -> None:
-    """The same for what is no text. A draft has a name of its own: containers number their processes alike."""
+    """Write bytes in the same way. Drafts have random names, since containers use equal process numbers."""
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         draft.write_bytes(content)
         os.replace(draft, path)
     except OSError as error:
-        error.filename = str(path)  # a write to a full disk names none
+        error.filename = str(path)  # the error of a write to a full disk has no name
         raise
     finally:
         draft.unlink(missing_ok=True)

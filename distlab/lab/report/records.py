@@ -1,7 +1,7 @@
-"""What a rank writes down: one record a line in `rank<r>.jsonl`, and nothing that could be computed from others.
+"""The records of a rank: one per line in `rank<r>.jsonl`, without anything that follows from other records.
 
-Records are the only bridge between a run and its report: `verdict.py` reads nothing else, so that a finished run can be
-judged again. Lengths of bytes and seconds carry their unit in the field's name.
+The report uses nothing but records: `verdict.py` reads only them, so that a finished run can be judged again. Fields
+with bytes or seconds have the unit in their name.
 """
 
 import math
@@ -17,23 +17,23 @@ WorldSize = Annotated[int, msgspec.Meta(ge=1, le=MAX_WORLD_SIZE)]
 Scalar = str | int | float | bool | None
 Flat = Scalar | list[Scalar] | dict[str, Scalar]
 Setting = Scalar | list[Flat] | dict[str, Flat]
-# What the rows of some records have to be, which are lists as JSON has no tuples.
+# Row types of some records, as lists since JSON has no tuples.
 Span = tuple[str, str, float, float]  # [kind, label, start_s, end_s]
 # [operation, ranks, bytes that this rank sends, bytes of its tensors, tag, start_s, end_s]; the ranks of a send or
-# receive are from whom to whom.
+# receive are [source, destination].
 Call = tuple[str, list[int], float, float, int | None, float, float]
 Axes = tuple[list[float | None], list[float | None]]  # [x values, y values]
-# [parameter, shape of what this rank has of it, shape of the whole, first and last index of each of its boxes along the
-# first axis that is cut, bytes]
+# [parameter, shape on this rank, full shape, first and last index of each of its boxes along the first axis that is
+# cut, bytes]
 HeldParameter = tuple[str, list[int], list[int], list[list[int]], int]
-# A Call, the tensors that it carries in words, and how long this rank waited in it for which one; -1 for nobody.
+# A Call, its tensors in words, and how long this rank waited in it for which one; -1 for none.
 FirstCall = tuple[str, list[int], float, float, int | None, float, float, str, float, int]
 
 
 class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="record", tag=str.lower):
-    """A record: in its file it has the name of its type under "record"."""
+    """A record; in its file, "record" has the name of its type."""
 
-    INSIDE: ClassVar[Mapping[str, Any]] = {}  # of fields that are declared as lists or mappings: of what exactly
+    INSIDE: ClassVar[Mapping[str, Any]] = {}  # the element types of list and mapping fields
 
     def __post_init__(self) -> None:
         for name, kind in self.INSIDE.items():
@@ -41,7 +41,7 @@ class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="r
 
 
 class Start(Line, frozen=True):
-    """The first record of a rank: who it is and with what it runs."""
+    """The first record of a rank: its identity and its settings."""
 
     rank: int
     run_id: str
@@ -49,30 +49,30 @@ class Start(Line, frozen=True):
     world_size: WorldSize
     host: str
     config: dict[str, Any]  # by variable name, each a Setting
-    repeat: dict[str, str]  # only those that were set: what repeats the run
+    repeat: dict[str, str]  # only the variables that were set: they repeat the run
     versions: dict[str, str]  # python, torch, lab (hash of the sources), ...
-    title: str = ""  # what is run, for a heading: "gpt, 1.6M parameters"
+    title: str = ""  # for a heading: "gpt, 1.6M parameters"
     by_torch: list[str] = field(default_factory=list)  # the variants that are PyTorch's own
-    mistake: dict[str, str] = field(default_factory=dict)  # that LAB_BUG makes: name, what, check; empty without one
-    says_claims: bool = False  # whether an Expected follows; False in the records of a lab that had none
+    mistake: dict[str, str] = field(default_factory=dict)  # injected by LAB_BUG: name, what, check; empty without one
+    says_claims: bool = False  # whether an Expected follows; False in records of older labs
     idea: str = ""  # of the mode, in a sentence
     stories: dict[str, str] = field(default_factory=dict)  # what a rank does in each variant
-    started_by: str = ""  # the command that started the ranks, such as ./run; empty in records of before
+    started_by: str = ""  # the command that started the ranks, such as ./run; empty in older records
 
     INSIDE = {"config": dict[str, Setting]}
 
 
 class Placed(Line, frozen=True):
-    """Where this rank is: its address, its device, its place along each axis of the mesh, and who is next to it."""
+    """This rank's place: address, device, index along each axis of the mesh, and neighbours."""
 
     ip: str
     device: str
-    axes: dict[str, list[int]]  # by name [its index, the ranks along it]
+    axes: dict[str, list[int]]  # by name [index, ranks along it]
     neighbours: dict[str, int]  # "previous stage": rank
 
 
 class Given(Line, frozen=True):
-    """What this rank works on in a step: the samples of the global batch by number, and how it takes them."""
+    """This rank's input of a step: sample numbers in the global batch, and its microbatches."""
 
     step: int
     samples: list[int]
@@ -81,7 +81,7 @@ class Given(Line, frozen=True):
 
 
 class Holds(Line, frozen=True):
-    """The parameters of a variant that this rank has, whole or in part."""
+    """The parameters of a variant on this rank, whole or in part."""
 
     variant: str
     parameters: list[list[Any]]  # each a HeldParameter
@@ -90,8 +90,8 @@ class Holds(Line, frozen=True):
 
 
 class FirstStep(Line, frozen=True):
-    """The first step of a variant on this rank: its spans and its calls, in seconds since the first rank began it, on
-    rank 0's clock."""
+    """The first step of a variant on this rank: spans and calls, in seconds since the first rank began, on rank 0's
+    clock."""
 
     variant: str
     step: int
@@ -103,75 +103,74 @@ class FirstStep(Line, frozen=True):
 
 
 class CallSample(msgspec.Struct, frozen=True):
-    """What one call of a told step carried, or a collective by hand: numbers from one place on, before and after."""
+    """Sample numbers of one call in the told step, before and after, from the same positions on all ranks."""
 
     op: str
-    ranks: list[int]  # of the group; of a send or receive from whom to whom
-    calls: list[int]  # of the FirstStep, which it is made of
-    label: str  # of the phase that it is made in, such as "unit 1"
-    parameters: list[str]  # those that it carries, or whose gradients
-    shape: list[int]  # of what goes in
-    inside: str  # the module in whose pass it is made: "1.attention"
+    ranks: list[int]  # of the group; [source, destination] of a send or receive
+    calls: list[int]  # of the FirstStep, by index
+    label: str  # of the phase around it, such as "unit 1"
+    parameters: list[str]  # whose values or gradients it has
+    shape: list[int]  # of the input
+    inside: str  # the module whose pass makes it: "1.attention"
     backward: bool
-    at_once: bool  # whether it was waited for before anything else happened
-    wait_s: list[float]  # when the wait for it began and ended; empty where nothing waited for it by itself
-    tensor: str  # the parameter in which the numbers are; empty of what has no name
+    at_once: bool  # whether it was waited for before any other event
+    wait_s: list[float]  # start and end of the wait for it; empty without its own wait
+    tensor: str  # the sampled parameter; empty if it has no name
     given: list[float]
     taken: list[float]
     of_ranks: list[tuple[int, float]]  # each rank, and its first number
     start_s: float = 0.0
-    left: list[float] = field(default_factory=list)  # what was not sent, and is kept for the next step
+    left: list[float] = field(default_factory=list)  # kept for the next step instead of sent
 
 
 class WeightSample(msgspec.Struct, frozen=True):
-    """Numbers of a parameter before and after the update, and of its gradient where that was sent."""
+    """Numbers of a parameter before and after the update, and of its gradient if it was sent."""
 
     name: str
     shape: list[int]  # of the whole
     before: list[float]
     gradient: list[float]
     after: list[float]
-    rate: float  # of the optimizer; 0 where that is not known
+    rate: float  # of the optimizer; 0 if unknown
 
 
 class Told(Line, frozen=True):
-    """What makes a story of the first step of a variant: the numbers of each of its calls, in the order of those of its
-    FirstStep."""
+    """The numbers of each call in the first step of a variant, in the order of its FirstStep."""
 
     variant: str
     step: int
     calls: list[CallSample]
     weight: WeightSample | None
-    shares: list[float | None]  # of the loss, of each rank
+    shares: list[float | None]  # of the loss, per rank
 
 
 class Reached(Line, frozen=True):
-    """How far the timed steps are: of each variant the last step's seconds on this rank, those of them in calls and
-    waiting (None where a variant marks none), and the last loss that is known."""
+    """Progress of the timed steps: per variant the last step's seconds on this rank, the part in calls and waits (None
+    if the variant marks none), and the last known loss."""
 
     steps: int
     step_seconds: dict[str, float]
     called_seconds: dict[str, float | None]
     losses: dict[str, float | None]
-    sent_bytes: float | None  # by all sockets of this rank, since the record before
+    sent_bytes: float | None  # by all sockets of this rank, since the last such record
 
 
 class Noted(Line, frozen=True):
-    """A line of this rank's own log that only its mode can write."""
+    """A line of this rank's log written by its mode."""
 
     heading: str
     text: str
 
 
 class Expected(Line, frozen=True):
-    """The checks and comparisons that a run of these settings has to have made, by whoever comes through to its end."""
+    """The checks that a complete run with these settings must contain."""
 
-    claims: list[list[Any]]  # [variant, name, times, whether one rank has to, or each]
+    claims: list[list[Any]]  # [variant, name, times, whether one rank or each must]
 
 
 class Waived(Line, frozen=True):
-    """An expected claim that this rank did not make since there was nothing to hold, and why; a name that ends
-    in a space stands for all that begin so."""
+    """An expected claim that this rank did not make because there was nothing to check, and why; a name with a final
+    space stands for all that begin with it."""
 
     variant: str
     name: str
@@ -180,7 +179,7 @@ class Waived(Line, frozen=True):
 
 
 class Lesson(Line, frozen=True):
-    """What a mode is about; on rank 0."""
+    """The description of a mode; on rank 0."""
 
     idea: list[str]  # paragraphs
     variants: dict[str, str]  # each in a sentence
@@ -188,26 +187,26 @@ class Lesson(Line, frozen=True):
 
 
 class Said(Line, frozen=True):
-    """A sentence of the lesson that belongs into the report, under a heading such as "predict"."""
+    """A sentence of the lesson for the report, under a heading such as "predict"."""
 
     heading: str
     text: str
 
 
 class Check(Line, frozen=True):
-    """A claim that was tested: it holds if `max_abs_diff <= tolerance` on every rank that wrote one."""
+    """A tested claim: it holds if `max_abs_diff <= tolerance` on every rank that wrote one."""
 
-    variant: str  # "" where a check belongs to no variant
+    variant: str  # "" if it belongs to no variant
     name: str
     max_abs_diff: float
     tolerance: float
-    detail: str = ""  # what was seen, where the number alone does not say it
-    control: str = ""  # what makes it fail: `LAB_BUG=<mistake>`, or `tests/<file>::<test>`
-    unit: str = ""  # of both, where they are no plain numbers: "epsilons of bfloat16"
+    detail: str = ""  # what was observed, if the number does not say it
+    control: str = ""  # what makes it fail: `LAB_BUG=<bug>`, or `tests/<file>::<test>`
+    unit: str = ""  # of both, if they are not plain numbers: "epsilons of bfloat16"
 
 
 class Comparison(Line, frozen=True):
-    """Predicted beside measured on one rank; decides like a check if `decides`."""
+    """Predicted and measured on one rank; decides like a check if `decides`."""
 
     variant: str
     name: str  # "wire bytes", "called bytes", "peak bytes", "bubble", ...
@@ -218,24 +217,24 @@ class Comparison(Line, frozen=True):
     formula: str = ""
     decides: bool = True
     control: str = ""  # as of a Check
-    shown: str = ""  # why it is only shown
+    shown: str = ""  # why it is informational
 
 
 class Losses(Line, frozen=True):
     """The loss of the global batch at each step; `variant` is "one process" for the dense run."""
 
     variant: str
-    # None: of before a resume, and no rank knew all shares of it.
+    # None: before a resume, if no rank knew all shares of it.
     values: Sequence[float | None]
 
     @property
     def numbers(self) -> list[float]:
-        """NaN where it is not known."""
+        """Return the losses, NaN if unknown."""
         return [math.nan if value is None else value for value in self.values]
 
 
 class Steps(Line, frozen=True):
-    """The timed pass of one variant on one rank, a value a step, warm-up dropped."""
+    """The timed pass of one variant on one rank, one value per step without warm-up."""
 
     variant: str
     step_seconds: list[float]
@@ -243,7 +242,7 @@ class Steps(Line, frozen=True):
 
 
 class Called(Line, frozen=True):
-    """Bytes and calls of one operation on one axis, a step: tensor bytes times the operation's algorithmic factor."""
+    """Bytes and calls of one operation on one axis per step: tensor bytes times the operation's algorithmic factor."""
 
     variant: str
     op: str
@@ -254,7 +253,7 @@ class Called(Line, frozen=True):
 
 
 class Wire(Line, frozen=True):
-    """Bytes a step that this rank's sockets sent to `peer`, first transmissions alone; retransmits stand apart."""
+    """Bytes per step that this rank's sockets sent to `peer`, without retransmits, which are separate."""
 
     variant: str
     peer: int
@@ -263,15 +262,15 @@ class Wire(Line, frozen=True):
 
 
 class Memory(Line, frozen=True):
-    """Bytes held by one variant on this rank at the peak of its memory pass, its making and what was there before
-    included."""
+    """Bytes of one variant on this rank at the peak of its memory pass, with its construction and what existed
+    before."""
 
     variant: str
     peak_bytes: int
 
 
 class Classes(Line, frozen=True):
-    """Bytes that one variant held on this rank by class: between two steps, and when the counted step held most."""
+    """Bytes of one variant on this rank by class: between two steps, and at the counted step's peak."""
 
     variant: str
     rest_bytes: dict[str, int]  # parameters, gradients, optimizer, activations, communication
@@ -279,49 +278,48 @@ class Classes(Line, frozen=True):
 
 
 class MemoryLine(Line, frozen=True):
-    """Bytes by class over the counted step: of each of many equal parts of it those at the part's own peak."""
+    """Bytes by class over the counted step: for each of many equal parts, those at its peak."""
 
     variant: str
-    step_s: float  # longer than a timed step: it is counted meanwhile
+    step_s: float  # longer than a timed step, because of the counting
     held_bytes: dict[str, list[int]]
 
 
 class Activations(Line, frozen=True):
-    """The most bytes that this rank held for the backward pass of one variant."""
+    """The most bytes that this rank kept for the backward pass of one variant."""
 
     variant: str
     peak_bytes: int
 
 
 class Clock(Line, frozen=True):
-    """What this rank's perf_counter must be given to read as rank 0's, and how far off that may be."""
+    """The offset from this rank's perf_counter to rank 0's, and its uncertainty."""
 
     offset_s: float
     uncertainty_s: float
 
 
 class Timeline(Line, frozen=True):
-    """One recorded step of a variant on this rank, on rank 0's clock; 0 is the earliest start of all ranks in that
-    step."""
+    """One recorded step of a variant on this rank, on rank 0's clock; 0 is the earliest start of any rank."""
 
     variant: str
     step: int
-    spans: list[list[Any]]  # each a Span, in the order of their ends; they may nest
+    spans: list[list[Any]]  # each a Span, by end; they may nest
 
     INSIDE = {"spans": list[Span]}
 
 
 class Messages(Line, frozen=True):
-    """What this rank called in the step of its timeline, on the same clock."""
+    """This rank's calls in the step of its timeline, on the same clock."""
 
     variant: str
-    calls: list[list[Any]]  # each a Call, in the order of their starts
+    calls: list[list[Any]]  # each a Call, by start
 
     INSIDE = {"calls": list[Call]}
 
 
 class Ideal(Line, frozen=True):
-    """The step as the schedule of a variant has it, if no message took time: each rank's spans; on rank 0."""
+    """A variant's step by its schedule, if messages took no time: each rank's spans; on rank 0."""
 
     variant: str
     spans: list[list[list[Any]]]  # of each rank
@@ -330,15 +328,15 @@ class Ideal(Line, frozen=True):
 
 
 class Profile(Line, frozen=True):
-    """Where the time of a step went on this rank: median seconds by class, each moment in the innermost class alone."""
+    """Time of a step on this rank: median seconds by class; each moment counts for the innermost class."""
 
     variant: str
     seconds: dict[str, float]  # data, forward, backward, communication, optimizer, waiting
 
 
 class Overlap(Line, frozen=True):
-    """Of a step under a profiler, which an older run may have: time in communication, and how much of it this rank's
-    backward pass computed meanwhile."""
+    """From older runs: communication time of a profiled step, and the part during which this rank's backward pass
+    computed."""
 
     variant: str
     communication_s: float
@@ -346,7 +344,7 @@ class Overlap(Line, frozen=True):
 
 
 class Resumed(Line, frozen=True):
-    """Where a run goes on that was stopped before; on rank 0."""
+    """The step from which a stopped run continues; on rank 0."""
 
     epoch: int
     step: int
@@ -356,29 +354,29 @@ class Resumed(Line, frozen=True):
 class Saved(Line, frozen=True):
     """A checkpoint, or why there is none; on rank 0."""
 
-    step: int  # how many steps are done
+    step: int  # number of finished steps
     seconds: float  # until it was complete
-    held_s: float  # of these the training stood still
+    held_s: float  # the part during which training waited
     num_bytes: int
     error: str = ""
 
 
 class Digest(Line, frozen=True):
-    """The sha256 of all final weights of a variant, by which two runs are compared to the bit; on rank 0."""
+    """The sha256 of all final weights of a variant, to compare two runs to the bit; on rank 0."""
 
     variant: str
     sha256: str
 
 
 class Skipped(Line, frozen=True):
-    """A variant that cannot take these sizes, and why."""
+    """A variant that cannot run with these sizes, and why."""
 
     variant: str
     reason: str
 
 
 class Table(Line, frozen=True):
-    """A table of the lesson's own; cells are text or numbers."""
+    """A table of the mode; cells are text or numbers."""
 
     title: str
     columns: list[str]
@@ -388,7 +386,7 @@ class Table(Line, frozen=True):
 
 
 class Chart(Line, frozen=True):
-    """A line chart of the lesson's own."""
+    """A line chart of the mode."""
 
     title: str
     x_label: str
@@ -401,7 +399,7 @@ class Chart(Line, frozen=True):
 
 
 class Finding(Line, frozen=True):
-    """What is wrong with a script that was checked: a sentence that can be acted on, and whose it is; on rank 0."""
+    """A fault in a checked script: an actionable sentence, and the ranks; on rank 0."""
 
     check: str
     sentence: str
@@ -409,82 +407,82 @@ class Finding(Line, frozen=True):
 
 
 class Dropped(Line, frozen=True):
-    """The messages that came to this rank and were not believed: counted by what was wrong, and by whose address."""
+    """Rejected messages on this rank: counted by fault and by source address."""
 
     by_fault: dict[str, int]
     by_source: dict[str, int]
 
 
 class Corrupted(Line, frozen=True):
-    """A tensor of a variant that ranks held alike and that differed, the first of an audit; on rank 0."""
+    """A tensor that must be equal on some ranks and differed, the first of an audit; on rank 0."""
 
     variant: str
     step: int
     tensor: str  # "gradients.<parameter>" or "weights.<parameter>"
-    ranks: list[int]  # by majority the odd ones, else all that hold it
+    ranks: list[int]  # by majority the odd ones, else all that have it
     majority: bool
     others: int  # tensors that differed in the same audit
 
 
 class Planned(Line, frozen=True):
-    """A fault that LAB_FAULTS plans: what it is, and what should come of it; on every rank."""
+    """A fault planned by LAB_FAULTS, and its expected effect; on every rank."""
 
     number: int
     event: str  # in words: "kill rank 2 at step 5"
     kind: str
     rank: int
-    outcome: str  # what should come of it, as distlab/lab/report/fault_checks.py names it
-    bound_s: float  # within which
+    outcome: str  # the expected effect, as distlab/lab/report/fault_checks.py names it
+    bound_s: float  # the limit for it
     step: int | None = None
     checks: list[str] = field(
         default_factory=list
-    )  # of the mode, that see a flipped bit; none: those of the timed steps
+    )  # checks of the mode that detect a flipped bit; none: those of the timed steps
 
 
 class Injected(Line, frozen=True):
-    """A planned fault that was made, by the rank that made it, just before."""
+    """An injected fault, written by its rank just before."""
 
     number: int
     rank: int
     step: int
     variant: str
     at: float  # Unix time, in seconds
-    detail: str = ""  # of a flipped bit the tensor and the numbers; of a checkpoint the file
-    outcome: str = ""  # where it is another than was planned: "named" where other ranks hold a copy
+    detail: str = ""  # a flipped bit's tensor and numbers; a checkpoint's file
+    outcome: str = ""  # if not the planned one: "named" if other ranks have a copy
 
 
 class Refused(Line, frozen=True):
-    """What was said of a checkpoint that a drill had damaged, by a look such as a resumed run takes."""
+    """The error of a checkpoint that a fault test damaged, when opened as for a resume."""
 
     number: int
     sentence: str
 
 
 class Stood(Line, frozen=True):
-    """When steps of a variant stood on this rank, in Unix times; runs of before have it, and nobody reads it."""
+    """Times when steps of a variant were valid on this rank, in Unix time; only in older runs, not used."""
 
     variant: str
     at: list[float]
 
 
 class Changed(Line, frozen=True):
-    """The members of a run whose ranks come and go are others from a step on, as one that went on saw it."""
+    """A change of an elastic run's members from a step on, as one remaining member recorded it."""
 
     variant: str
     step: int
-    at: float  # Unix time: it noticed
-    what: str  # "lost", "asked" to be let in, or all "restart"
+    at: float  # Unix time of its detection
+    what: str  # "lost", "asked" to join, or all "restart"
     members: list[int]  # from then on
 
 
 class Unshared(Line, frozen=True):
-    """The machines share no disk, so each holds what its own ranks write: the host of every rank."""
+    """The machines share no disk, so each has only its own ranks' files: the host of every rank."""
 
     hosts: list[str]
 
 
 class Lost(Line, frozen=True):
-    """A rank that is gone, as the survivors agreed."""
+    """A lost rank, as the survivors agreed."""
 
     rank: int
     step: int
@@ -492,16 +490,16 @@ class Lost(Line, frozen=True):
 
 
 class Left(Line, frozen=True):
-    """A rank that is gone, and that the others went on without; the words of one of them."""
+    """A rank that has gone while the others continued; recorded by one of them."""
 
     rank: int
     step: int
     reason: str
-    back: bool = False  # it was started again, and found its way back
+    back: bool = False  # it was restarted and rejoined
 
 
 class Failed(Line, frozen=True):
-    """An error that ended this rank's run: its exit code and its sentence."""
+    """An error that ended this rank's run: exit code and sentence."""
 
     exit_code: int
     error: str
@@ -509,25 +507,25 @@ class Failed(Line, frozen=True):
 
 
 class End(Line, frozen=True):
-    """The last record of a rank that came through to the end; Unix times, in seconds."""
+    """The last record of a rank that finished; Unix times, in seconds."""
 
     rank: int
-    started_at: float  # the rank's program began, torch not yet imported
-    first_step_at: float | None  # the first step of a strategy was done; None in a mode that trains nothing
+    started_at: float  # the start of the rank's program, before torch is imported
+    first_step_at: float | None  # the end of the first training step; None in a mode without training
     ended_at: float
-    watch_cpu_s: float  # what the heartbeats took of a core in all
+    watch_cpu_s: float  # total CPU time of the heartbeats
 
 
 class Load(Line, frozen=True):
-    """What this rank's machine had to do as the run began or ended; None where the system does not tell."""
+    """The load of this rank's machine at the run's start or end; None if the system does not report it."""
 
     moment: str  # "start" or "end"
-    machine: str  # the kernel's own number for this boot: containers of one machine have it in common
-    cores: int  # that the rank may run on
+    machine: str  # the kernel's boot id, equal in all containers of one machine
+    cores: int  # available to the rank
     processor: str
     load_average: float | None  # of the last minute
-    runnable: int | None  # threads of the machine that run or could, the rank itself left out
-    cpu_pressure: float | None  # the share of ten seconds in which some thread waited for a core
+    runnable: int | None  # runnable threads of the machine, without the rank's own
+    cpu_pressure: float | None  # share of ten seconds in which some thread waited for a core
     at: float  # Unix time, in seconds
 
 
@@ -541,7 +539,7 @@ Run = dict[str, Any]  # run.json, or an entry in one of its lists
 
 
 def select(records: Ranks, kind: type[Kind]) -> Iterator[tuple[int, Kind]]:
-    """All records of one kind with their rank, lowest rank first."""
+    """Yield all records of one kind with their rank, lowest rank first."""
     for rank in sorted(records):
         for record in records[rank]:
             if isinstance(record, kind):

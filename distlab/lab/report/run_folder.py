@@ -1,9 +1,8 @@
-"""What ranks leave in the folder of a run: each its log and its records, and together one `run.json`.
+"""Files of a run: the log and the records of each rank, and one `run.json` for all.
 
-A run that is refused before its ranks have joined leaves nothing, so lines that are said earlier wait in memory until
-`open` names the folder. Every line is one write to the file: what a killed rank had said can be read, and no line is
-half. A run that goes on in its own folder keeps one log, and the records of each attempt apart: only the last ones are
-judged.
+A run that is refused before its ranks have joined leaves nothing, so earlier lines wait in memory until `open` gets the
+folder. Every line is one write: a killed rank's lines can be read, and none is cut. A run that is resumed in its own
+folder has one log, but separate records for each attempt; only the last ones are judged.
 """
 
 import errno
@@ -28,10 +27,10 @@ from distlab.lab.report.verdict import as_lines
 
 
 class Unwritable(Exception):
-    """The folder of the run takes no more: the sentence to end with, exit code 1."""
+    """The folder of the run cannot be written any more: the sentence to end with, exit code 1."""
 
 
-Level = Literal["quiet", "normal", "full"]  # how much a log says: LAB_LOG
+Level = Literal["quiet", "normal", "full"]  # how much a log has: LAB_LOG
 LEVELS: tuple[Level, ...] = get_args(Level)
 
 
@@ -42,7 +41,7 @@ class Journal:
         self.level = level
         self.screen = Screen(sys.stdout)
         self.records: list[Record] = []
-        # What its log has of a record, and what is printed of it.
+        # The log's text of a record, and the printed one.
         self.lines_of: Callable[[Record], list[str]] = lambda record: []  # noqa: ARG005
         self.shown_of: Callable[[Record], list[str]] = lambda record: []  # noqa: ARG005
         self.folder: Path | None = None
@@ -51,7 +50,7 @@ class Journal:
         self._lock = threading.RLock()
 
     def open(self, folder: Path, rank: int) -> None:
-        """Begin `rank<r>.jsonl` in `folder`, and begin or go on with `rank<r>.log`; raises OSError where it cannot be
+        """Create `rank<r>.jsonl` in `folder`, and create or continue `rank<r>.log`; raises OSError if they cannot be
         written."""
         with self._lock:
             folder.mkdir(parents=True, exist_ok=True)
@@ -64,7 +63,7 @@ class Journal:
             self.folder = folder
 
     def begin(self, folder: Path, rank: int, start: Callable[[], Record]) -> None:
-        """Open it and write the first record, unless that was done: the main thread and the watch may both come to
+        """Open the folder and write the first record, unless that was done: the main thread and the watch may both do
         it."""
         with self._lock:
             if self.folder is None:
@@ -73,28 +72,28 @@ class Journal:
 
     @property
     def open_files(self) -> list[int]:
-        """The descriptors of its two files, once there is a folder."""
+        """Return the descriptors of its two files, once there is a folder."""
         return [] if self.folder is None else [self._log, self._lines]
 
     def say(self, text: str, at: Level = "quiet", *, kept: bool = True) -> None:
-        """Print `text`, and keep it in the log, where LAB_LOG is `at` or says more; who prints nothing any more has it
-        in the log alone. What is not `kept` is on a terminal only until the next line."""
+        """Print `text`, and write it to the log, if LAB_LOG is `at` or higher; if printing has failed before, only to
+        the log. A line that is not `kept` is on a terminal only until the next line."""
         if LEVELS.index(self.level) < LEVELS.index(at):
             return
         with self._lock:
-            why = printed(self.screen.shown(text), end="")  # first: a disk that is full keeps nothing
+            why = printed(self.screen.shown(text), end="")  # first, since a full disk may fail the log
             if kept:
                 self._keep(text)
             if why:
                 self._keep(UNHEARD.format(why))
 
     def keep(self, text: str) -> None:
-        """A line of the log alone, which nobody sees on a terminal."""
+        """Write a line to the log only."""
         with self._lock:
             self._keep(text)
 
     def unheard(self, why: str) -> None:
-        """Keep in the log that what is said is printed nowhere any more, and why."""
+        """Write to the log that output cannot be printed any more, and why."""
         with self._lock:
             self._keep(UNHEARD.format(why))
 
@@ -105,7 +104,7 @@ class Journal:
             _append(self._log, text)
 
     def write(self, record: Record) -> None:
-        """Keep `record`, in memory and as a line of the file, and print what is said of it."""
+        """Keep `record` in memory and as a line of the file, and print its text."""
         with self._lock:
             self.records.append(record)
             if self.folder is not None:
@@ -119,8 +118,8 @@ class Journal:
 
 
 def put_aside(folder: Path, ranks: Iterable[int]) -> int:
-    """Rename the records of an earlier attempt of these ranks, so that nobody takes them for this one's; how many there
-    were."""
+    """Rename the records of an earlier attempt of these ranks, so that they are not taken for this one's; return their
+    number."""
     attempts = 0
     for rank in ranks:
         path = folder / f"rank{rank}.jsonl"
@@ -132,7 +131,7 @@ def put_aside(folder: Path, ranks: Iterable[int]) -> int:
 
 
 def ranks_beyond(folder: Path, world_size: int) -> list[int]:
-    """The ranks of an attempt with more ranks that has left records in `folder`."""
+    """Return the ranks of an earlier, larger attempt that left records in `folder`."""
     names = [path.stem.removeprefix("rank") for path in folder.glob("rank*.jsonl")]
     return sorted(int(name) for name in names if name.isdecimal() and int(name) >= world_size)
 
@@ -142,33 +141,32 @@ def _create(path: Path) -> int:
 
 
 def _append(file: int, line: str) -> None:
-    """One write a line: a kill comes before it or after it, and what a full disk takes of it is taken back."""
+    """Write a line at once: a kill comes before or after it, and a part written to a full disk is removed."""
     data, before = f"{line}\n".encode(errors="backslashreplace"), os.fstat(file).st_size
     try:
         if os.write(file, data) < len(data):
             os.ftruncate(file, before)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # what the next write would have met
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # the next write's error
     except OSError as error:
         raise Unwritable(
             f"the run cannot be written any more ({error.strerror}): free space, or set LAB_RUNS_DIR"
         ) from error
 
 
-# One run a folder: whoever claims `runs/<run_id>` first has it, until the last of its ranks is gone.
+# A folder has one run: the first to claim `runs/<run_id>` has it until the last of its ranks has gone.
 #
-# The file `.run` in it holds the token of the run, the same on all of its ranks and another in every other run. A
-# rank holds a shared lock on it (flock), which the kernel takes back when the process ends, however it ends, and
-# which holds between the containers of one machine. Two runs with one LAB_RUN_ID both find no folder before they
-# join; one of them writes its token here, under an exclusive lock, and the other is refused before it has touched
-# anything. A run that goes on (LAB_RESUME=auto) takes the folder over, once no rank of the attempt before holds it
-# any more.
+# The file `.run` in it has the run's token, equal on all of its ranks and different in every other run. A rank has a
+# shared lock on it (flock), which the kernel releases when the process ends, and which works between containers of one
+# machine. Two runs with one LAB_RUN_ID both find no folder before they join; one of them writes its token here, under
+# an exclusive lock, and the other is refused before it has written anything. A resumed run (LAB_RESUME=auto) takes over
+# the folder once no rank of the earlier attempt has the lock.
 
 
 FILE = ".run"
 GONE_S = 10.0  # ranks of a broken attempt end within 5 s of each other
-PATIENCE_S = 2.0  # for a lock that somebody holds for two calls of the kernel
+PATIENCE_S = 2.0  # for a lock that is needed for two system calls
 TOKEN_BYTES = 256
-MOST_BYTES = 1 << 20  # of the file, whose lock is looked at and not its words
+MOST_BYTES = 1 << 20  # of the file; its lock matters, not its content
 
 
 class FolderInUse(Exception):
@@ -176,10 +174,9 @@ class FolderInUse(Exception):
 
 
 def claim(folder: Path, token: str, *, goes_on: bool) -> int:
-    """Make `folder` if need be and hold it for the run of this token; returns what holds it, a descriptor to be left
-    open.
+    """Create `folder` if necessary and claim it for the run of this token; return a descriptor that must stay open.
 
-    Raises Taken where another run has it, OSError where it cannot be written.
+    Raises FolderInUse if another run has it, OSError if it cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = os.open(folder / FILE, os.O_RDWR | os.O_CREAT, 0o644)
@@ -191,17 +188,17 @@ def claim(folder: Path, token: str, *, goes_on: bool) -> int:
         if (owner and not goes_on) or time.monotonic() > deadline:
             os.close(file)
             raise FolderInUse(f"another run writes to {folder}")
-        # Nobody's, or that of an attempt before: it is taken by the one who finds nobody else at it.
+        # Unused, or an earlier attempt's: the first to find no other rank there takes it.
         if owner is not None and locked(file, fcntl.LOCK_EX) and os.pread(file, TOKEN_BYTES, 0) == owner:
             os.ftruncate(file, 0)
             os.pwrite(file, token.encode(), 0)
         else:
             locked(file, fcntl.LOCK_UN)
-            time.sleep(random.uniform(0.005, 0.05))  # two who wait for each other do not go on doing so in step
+            time.sleep(random.uniform(0.005, 0.05))  # random, so that two waiting ranks do not stay in step
 
 
 def has_claimed(folder: Path, token: str) -> bool:
-    """Whether the run of this token has the folder."""
+    """Return whether the run of this token has the folder."""
     try:
         return (folder / FILE).read_bytes() == token.encode()
     except OSError:
@@ -209,7 +206,7 @@ def has_claimed(folder: Path, token: str) -> bool:
 
 
 def is_held(folder: Path) -> bool:
-    """Whether a rank of the run in this folder is alive, as far as this machine's kernel knows."""
+    """Return whether a rank of the run in this folder is alive, as far as this machine's kernel knows."""
     try:
         with regular(folder / FILE, MOST_BYTES) as file:
             return not locked(file.fileno(), fcntl.LOCK_EX)
@@ -218,30 +215,30 @@ def is_held(folder: Path) -> bool:
 
 
 def locked(file: int, how: int) -> bool:
-    """Whether the open file could be locked, at once."""
+    """Try to lock the open file; return whether that worked at once."""
     try:
         fcntl.flock(file, how | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # a file system without locks: as if there were none
+    except OSError:  # a file system without locks: as if none existed
         return True
     return True
 
 
-# runs/latest, the link to the newest run: put in place in one step, whatever an earlier process left beside it.
+# runs/latest, the link to the newest run: replaced atomically, whatever an earlier process left there.
 
 LATEST = "latest"
-STALE_S = 60.0  # a draft lives for two calls of the kernel
+STALE_S = 60.0  # a draft exists for two system calls
 
 
 def point_latest(folder: Path) -> None:
-    """Make `latest` beside `folder` a link to it; two runs that end at once leave one of the two, never none.
+    """Make `latest` next to `folder` a link to it; two runs that end at once leave one of the two, never none.
 
-    A draft has a name of its own: containers number their processes alike, and one that was killed leaves its draft.
+    Drafts have random names: containers use equal process numbers, and a killed process leaves its draft.
     """
     runs = folder.parent
     for draft in runs.glob(f".{LATEST}.*"):
-        with suppress(OSError):  # another run's, which is done with it
+        with suppress(OSError):  # another run has removed it
             if time.time() - draft.lstat().st_mtime > STALE_S:
                 draft.unlink()
     draft = runs / f".{LATEST}.{secrets.token_hex(8)}"
@@ -252,47 +249,47 @@ def point_latest(folder: Path) -> None:
         draft.unlink(missing_ok=True)
 
 
-# `run.json` is written once for each attempt of a run, by whoever comes first, and by nobody after that.
+# `run.json` is written once per attempt of a run, by the first rank to do it.
 #
-# A rank that was paused while it wrote and declared dead meanwhile may wake at any line. So what became of an attempt
-# is claimed by a hard link, which the file system makes for one rank alone, with all of its content; `run.json` then
-# only shows what was claimed. Rank 0 lays its verdict and report ready before the ranks agree on them: should it die
-# after that, another rank that shares the disk puts them in place.
+# A rank that was paused while writing and declared dead may wake at any line. So an attempt's outcome is claimed by a
+# hard link, which the file system creates for one rank only, with all of its content; `run.json` then shows the claimed
+# one. Rank 0 writes verdict and report before the ranks agree on them: should it die after that, another rank that
+# shares the disk publishes them.
 
 
 class Unpublished(Exception):
-    """What all ranks agreed on could not be put in place: the sentence to end with."""
+    """The agreed outcome could not be published: the sentence to end with."""
 
 
 class Outcome:
-    """What became of one attempt of the run in `folder`; `token` is the same on all of its ranks, and in no other.
+    """The outcome of one attempt of the run in `folder`; `token` is equal on all of its ranks, and unique.
 
-    What is laid ready bears the rank that laid it: one that was declared dead and wakes shares no file with the others.
+    Prepared files have their rank's number: a rank that was declared dead and wakes shares no file with the others.
     """
 
     def __init__(self, folder: Path, token: str) -> None:
         self.folder = folder
         self._token = token
-        self._laid: str | None = None  # by this rank
+        self._laid: str | None = None  # the file prepared by this rank
         self._claim = folder / f".run.{token}.json"
 
     def page(self, rank: int) -> Path:
-        """Where `rank` draws its report until the ranks have agreed."""
+        """Return where `rank` draws its report until the ranks have agreed."""
         return self.folder / f".report.{self._token}.{rank}.html"
 
     def claimed(self) -> bool:
-        """Whether a rank that shares this disk has written it."""
+        """Return whether a rank that shares this disk has published it."""
         return self._claim.exists()
 
     def lay_ready(self, run: Run, rank: int) -> None:
-        """Write what `publish` of the same rank will claim."""
+        """Write the file that `publish` of the same rank will use."""
         self._laid = "".join(as_lines(run))
         write_atomically(self._ready(rank), [self._laid])
 
     def publish(self, rank: int) -> None:
-        """Put in place what `rank` laid ready, once: a second call changes nothing.
+        """Publish the file that `rank` prepared, once: a second call changes nothing.
 
-        Raises Unpublished where it is not there, or another outcome came first.
+        Raises Unpublished if it is missing, or another outcome came first.
         """
         try:
             laid = self._ready(rank).read_text(encoding="utf-8")
@@ -303,24 +300,24 @@ class Outcome:
                 ) from None
             if self._laid is None:
                 return  # by another call
-            laid = self._laid  # which another survivor has put in place, or removed for an outcome of its own
+            laid = self._laid  # another survivor has published it, or removed it for another outcome
         self._take(self._ready(rank))
         if self._claim.read_text(encoding="utf-8") != laid:
             raise Unpublished(f"another verdict than that of rank {rank} stands in {self.folder / 'run.json'}")
-        with suppress(FileNotFoundError):  # where it could not be drawn, or another call has moved it
+        with suppress(FileNotFoundError):  # if it could not be drawn, or another call has moved it
             os.replace(self.page(rank), self.folder / "report.html")
         self._ready(rank).unlink(missing_ok=True)
 
     def write(self, run: Run) -> bool:
-        """Make `run` the outcome; False if there is one already."""
-        draft = self.folder / f".{secrets.token_hex(8)}.json"  # processes of two containers have the same numbers
+        """Make `run` the outcome; return False if there is one already."""
+        draft = self.folder / f".{secrets.token_hex(8)}.json"  # two containers may have equal process numbers
         write_atomically(draft, as_lines(run))
         mine = self._take(draft)
         draft.unlink(missing_ok=True)
         return mine
 
     def discard(self) -> None:
-        """Remove what any rank laid ready: for the one whose `write` has become the outcome in its place."""
+        """Remove all prepared files: called by the rank whose `write` became the outcome instead."""
         for kind in ("ready", "report"):
             for path in self.folder.glob(f".{kind}.{self._token}.*"):
                 with suppress(OSError):
@@ -330,8 +327,8 @@ class Outcome:
         return self.folder / f".ready.{self._token}.{rank}.json"
 
     def _take(self, draft: Path) -> bool:
-        """Claim the attempt with `draft`, whose file stays; False where it is claimed. Either way `run.json` shows the
-        claim afterwards, though the rank that claimed it had ended in between."""
+        """Claim the attempt with `draft`, whose file stays; return False if it is claimed already. In both cases
+        `run.json` then shows the claim, even if the claiming rank died in between."""
         mine = True
         try:
             os.link(draft, self._claim)

@@ -1,4 +1,4 @@
-"""A run in sentences: the verdict, what did not hold, who is gone, which mistake was made, how to repeat it."""
+"""A run in sentences: verdict, failed checks, lost ranks, the injected bug, and the command to repeat it."""
 
 import shlex
 from collections.abc import Iterator
@@ -15,8 +15,8 @@ from distlab.lab.report.verdict import PROOF, SCRIPT, first, times_steps
 
 COMPOSE = "docker compose up"
 FINDINGS = "findings"  # the unit of a check that counts them
-UNTIL_ENDED = "until the run was ended at its first finding"  # the detail of a check in which nothing was found by then
-# What is told of a check of a script that failed: its name in run.json says what holds where it passed.
+UNTIL_ENDED = "until the run was ended at its first finding"  # the detail of a check without a finding by then
+# Names for failed checks of a script; the name in run.json states what holds if it passes.
 WHEN_FAILED = {
     "calls match": "calls do not match",
     "nothing hangs": "ranks hang",
@@ -31,18 +31,18 @@ WHEN_FAILED = {
     "all is trained": "not all is trained",
     "dropout by axis": "dropout is wrong along an axis",
 }
-UNSEEN = "not visible"  # of what a library sends and waits for inside of its own passes
+UNSEEN = "not visible"  # traffic and waits inside a library's own passes
 
 
 class Shares(NamedTuple):
-    """Of all ranks' time in a step that is drawn, as parts of 1."""
+    """Shares of all ranks' time in the drawn step, as parts of 1."""
 
     compute: float
-    communication: float  # and waiting for other ranks
+    communication: float  # including waiting for other ranks
     idle: float
 
-    def told(self, *, seen: bool) -> str:
-        """In words; where communication is not `seen`, what a library computes has it inside."""
+    def in_words(self, *, seen: bool) -> str:
+        """Return the shares in words; if communication is not `seen`, a library's compute includes it."""
         if not seen:
             whole = self.compute + self.communication
             return f"compute with communication and waiting inside {whole:.0%} (apart: {UNSEEN}), idle {self.idle:.0%}"
@@ -50,7 +50,7 @@ class Shares(NamedTuple):
 
 
 def headline(run: Run) -> str:
-    """The verdict in one phrase: how many checks passed, or the names of those that failed."""
+    """Return the verdict in one phrase: the number of passed checks, or the names of failed ones."""
     if run["verdict"] in ("lost", "refused"):
         ends = [lost_sentence(lost) for lost in run["lost"]] or [error["error"] for error in run["errors"]]
         return "; ".join(dict.fromkeys(ends))
@@ -66,7 +66,7 @@ def headline(run: Run) -> str:
 
 
 def load_sentence(machine: Run) -> str:
-    """The ranks, the cores, what else ran, and what follows from it."""
+    """Return the ranks, the cores, the other load, and what this means for the times."""
     num_ranks, cores = len(machine["ranks"]), machine["cores"]
     others = others_runnable(machine)
     shares = f"{counted(num_ranks, 'ranks')} on {counted(cores, 'cores')}"
@@ -75,24 +75,24 @@ def load_sentence(machine: Run) -> str:
 
 
 def others_runnable(machine: Run) -> int | None:
-    """The most threads beside the ranks that ran or could, as the run began or ended; None where it is not known."""
+    """Return the most threads besides the ranks that were runnable at start or end; None if unknown."""
     seen = [machine[moment]["runnable"] for moment in ("start", "end") if machine[moment]]
     known = [count for count in seen if count is not None]
     return max(0, max(known) - len(machine["ranks"]) + 1) if known else None
 
 
 def is_crowded(machine: Run) -> bool:
-    """Whether ranks had to wait for a core: their times say as much of the machine as of the variants."""
+    """Return whether ranks had to wait for a core: their times then depend on the machine too."""
     return bool(len(machine["ranks"]) + (others_runnable(machine) or 0) > machine["cores"])
 
 
 def failures(run: Run) -> list[Run]:
-    """The checks and comparisons that failed."""
+    """Return the checks and comparisons that failed."""
     return [claim for claim in run["checks"] + run["comparisons"] if not claim["passed"]]
 
 
 def failure_sentence(claim: Run) -> str:
-    """What was expected and what was seen."""
+    """Return expected and observed."""
     if claim.get("unit") == FINDINGS:
         return f"{claim_name(claim)}: {claim['detail']}"
     detail = f" ({claim['detail']})" if claim.get("detail") else ""
@@ -100,7 +100,7 @@ def failure_sentence(claim: Run) -> str:
 
 
 def _off(claim: Run) -> str:
-    """By how much a claim is off."""
+    """Return the size of a claim's error."""
     if "max_abs_diff" in claim:
         return f"differs by {difference(claim['max_abs_diff'])} where {allowed(claim)} is allowed"
     predicted, measured, bound = (quantity(claim[key], claim["unit"]) for key in ("predicted", "measured", "tolerance"))
@@ -108,21 +108,20 @@ def _off(claim: Run) -> str:
 
 
 def claim_name(claim: Run) -> str:
-    """The variant and the check, such as "bucketed gradients"; of one that counts findings what is wrong, if it
-    failed."""
+    """Return the variant and the check, such as "bucketed gradients"; for a failed check of findings, the fault."""
     failed = claim.get("unit") == FINDINGS and not claim["passed"]
     name = WHEN_FAILED.get(claim["name"], claim["name"]) if failed else claim["name"]
     return f"{claim['variant']} {name}".strip()
 
 
 def lost_sentence(lost: Run) -> str:
-    """Who is gone, since when and why."""
+    """Return which rank is lost, when and why."""
     step = "" if lost["step"] is None else f" at step {lost['step']}"
     return f"rank {lost['rank']} lost{step}: {lost['reason']}"
 
 
 def dropped_sentence(run: Run) -> str:
-    """How many messages were not believed, what was wrong with them, and where they came from."""
+    """Return how many messages were rejected, why, and from which addresses."""
     dropped = run["dropped"]
     faults = ", ".join(f"{count} {fault}" for fault, count in dropped["by_fault"].items())
     sources = ", ".join(f"{source} ({count})" for source, count in dropped["by_source"].items())
@@ -130,7 +129,7 @@ def dropped_sentence(run: Run) -> str:
 
 
 def unseen_sentence(run: Run) -> str:
-    """Whose records the verdict does not rest on, and where they are."""
+    """Return the ranks whose records are missing from the verdict, and where these are."""
     hosts = {each["rank"]: each["host"] for each in run["unseen"]}
     who = ", ".join(f"rank {rank} (on {host})" if host else f"rank {rank}" for rank, host in hosts.items())
     elsewhere = any(hosts.values())
@@ -139,22 +138,22 @@ def unseen_sentence(run: Run) -> str:
 
 
 def error_sentences(run: Run) -> list[str]:
-    """What ended ranks, a line for all that ended alike."""
+    """Return the errors that ended ranks, one line for all with the same."""
     alike: dict[tuple[int, str], list[int]] = {}
     for error in run["errors"]:
         alike.setdefault((error["exit_code"], error["error"]), []).append(error["rank"])
     return [f"{name_ranks(ranks)} ended with code {exit_code}: {error}" for (exit_code, error), ranks in alike.items()]
 
 
-# What rank 0's log says beside its tables: the word that a line begins with, and the sentence.
+# Lines of rank 0's log outside its tables: the first word, and the sentence.
 
 MOST_NAMED = 8  # checks
-MOST_FAILED = 4  # failed claims that have a sentence in a normal log; the report has all
+MOST_FAILED = 4  # failed checks with a sentence in a normal log; the report has all
 Said = Iterator[tuple[str, str]]
 
 
 def skipped(run: Run, by_name: int = 3) -> Said:
-    """The variants that these settings rule out: why, or of so many their names."""
+    """Yield the variants that these settings exclude, with reasons, or only their names if many."""
     left_out = run["skipped"]
     if by_name and len(left_out) >= by_name:
         names = ", ".join(skip["variant"] for skip in left_out)
@@ -164,12 +163,12 @@ def skipped(run: Run, by_name: int = 3) -> Said:
 
 
 def failed(run: Run) -> Said:
-    """What did not hold."""
+    """Yield the failed checks."""
     yield from (("FAILED", failure_sentence(claim)) for claim in failures(run))
 
 
 def first_failures(run: Run) -> Said:
-    """The first of what did not hold, and where to read on."""
+    """Yield the first failed checks, and where to find the others."""
     found = failures(run)
     yield from list(failed(run))[:MOST_FAILED]
     if len(found) > MOST_FAILED:
@@ -179,8 +178,7 @@ def first_failures(run: Run) -> Said:
 
 
 def where_to_read(run: Run, claim: Run) -> str:
-    """For a claim that failed: the file of what it is about, how to run that alone, and what makes it fail on
-    purpose."""
+    """Return for a failed check: the variant's file, the command to run it alone, and the bug that makes it fail."""
     variant, mode = claim["variant"], run["run_mode"]
     place = variant.rpartition(":")[0] or (mode if is_path(mode) else f"experiments/{mode}/")
     alone = f"; LAB_VARIANT={variant} runs it alone" if variant else ""
@@ -189,19 +187,19 @@ def where_to_read(run: Run, claim: Run) -> str:
 
 
 def alone(run: Run) -> Said:
-    """Of one rank, why its table has no bytes."""
+    """Yield why the table of a single rank has no bytes."""
     if run["world_size"] == 1:
         yield "alone", "WORLD_SIZE=1: there is nothing to communicate"
 
 
 def times(run: Run) -> Said:
-    """How far the times above can be trusted: of each machine how many ranks shared its cores with how much else."""
+    """Yield how reliable the times are: for each machine, its ranks, cores and other load."""
     if times_steps(run):
         yield from (("times", load_sentence(machine)) for machine in run["machines"])
 
 
 def decided(run: Run) -> Said:
-    """Of a mode that times no steps the checks that decided, by name: what its table leaves unsaid."""
+    """Yield the names of the deciding checks, for a mode without timed steps, since its table lacks them."""
     names = list(dict.fromkeys(check["name"] for check in run["checks"]))
     if names and not times_steps(run):
         more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
@@ -209,8 +207,7 @@ def decided(run: Run) -> Said:
 
 
 def troubles(run: Run) -> Said:
-    """What else happened to the run: injected faults, messages that were not believed, errors, and ranks that are gone
-    or whose records are not here."""
+    """Yield other events: injected faults, rejected messages, errors, lost ranks and missing records."""
     yield from (("fault", fault_sentence(each)) for each in run.get("drills", []))
     if run.get("dropped"):
         yield "dropped", dropped_sentence(run)
@@ -221,14 +218,14 @@ def troubles(run: Run) -> Said:
 
 
 def where_ended(run: Run, report: Path | None) -> Said:
-    """The log of each rank that an error ended."""
+    """Yield the log of each rank that ended with an error."""
     logs = [f"rank{error['rank']}.log" for error in run["errors"]]
     if logs and report:
         yield "read", f"{', '.join(logs)} in {report.parent}"
 
 
 def ending(run: Run, records: Ranks, report: Path | None) -> Said:
-    """The verdict, where the report is, and how to repeat the run."""
+    """Yield the verdict, the report's path, and the command to repeat the run."""
     why = [explanation(run)] if run["mistake"] else []
     yield run["verdict"].upper(), " · ".join([headline(run), *why])
     yield "report", str(report) if report else "none was written"
@@ -236,7 +233,7 @@ def ending(run: Run, records: Ranks, report: Path | None) -> Said:
 
 
 def of_a_loss(run: Run, records: Ranks, report: Path | None, folder: Path) -> Said:
-    """For a cluster that broke, whose ranks have said why: where to read on, the report, and how to repeat the run."""
+    """Yield for a broken cluster where to read on, the report's path, and the command to repeat the run."""
     if logs := ", ".join(f"rank{lost['rank']}.log" for lost in run["lost"]):
         yield "read", f"the last lines of {logs} in {folder}"
     if report:
@@ -245,13 +242,13 @@ def of_a_loss(run: Run, records: Ranks, report: Path | None, folder: Path) -> Sa
 
 
 def mistake_sentence(run: Run) -> str:
-    """The injected bug, and which check is meant to catch it."""
+    """Return the injected bug, and the check that must catch it."""
     mistake = run["mistake"]
     return f"LAB_BUG={mistake['name']}: {mistake['what']}; the check that catches it: {mistake['check']}"
 
 
 def seen_sentence(run: Run) -> str:
-    """Whether that check caught it: which claims failed and by how much, or how it missed it."""
+    """Return whether that check caught it: the failed claims and their errors, or why not."""
     check = run["mistake"]["check"]
     found = [claim for claim in failures(run) if claim["name"] == check]
     if found:
@@ -261,7 +258,7 @@ def seen_sentence(run: Run) -> str:
 
 
 def explanation(run: Run) -> str:
-    """For the last line: the injected bug, and whether the check that is meant to catch it did, by its first claim."""
+    """Return the last line's part on the injected bug: whether its check caught it, by the first failed claim."""
     mistake = run["mistake"]
     found = next((claim for claim in failures(run) if claim["name"] == mistake["check"]), None)
     seen = f"caught by {claim_name(found)}, as expected: {_off(found)}" if found else seen_sentence(run)
@@ -269,7 +266,7 @@ def explanation(run: Run) -> str:
 
 
 def missed(run: Run) -> str:
-    """How the check that is meant for the injected bug missed it; empty if it failed, as expected."""
+    """Return how the bug's check missed it; empty if it failed, as expected."""
     check = run["mistake"]["check"]
     held = [claim["passed"] for claim in run["checks"] + run["comparisons"] if claim["name"] == check]
     if not held:
@@ -278,14 +275,14 @@ def missed(run: Run) -> str:
 
 
 def proof_note(run: Run) -> str:
-    """Why a run that did not fail is still not proven; empty where it is."""
+    """Return why a run that did not fail is still not proven; empty if it is."""
     if run["proven"] or run["verdict"] != "pass" or run["run_mode"] == SCRIPT:
         return ""
     return "not proven: no check was made" if not run["checks"] else "not proven: LAB_PROOF=0 left the proof out"
 
 
 def repeat_command(records: Ranks) -> str:
-    """The command that runs the same again, in the way that it was started."""
+    """Return the command that repeats the run, in the way it was started."""
     start = first(records)
     started_by = start.started_by or (COMPOSE if start.world_size <= ON_ONE_MACHINE else EACH_RANK)
     settings = [f"{name}={shlex.quote(value)}" for name, value in start.repeat.items()]

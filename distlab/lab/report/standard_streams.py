@@ -1,7 +1,7 @@
-"""Standard streams that cannot be written end nothing: the work goes on without them, and learns why.
+"""Standard streams that cannot be written: the work continues without them, and learns the reason.
 
-A stream that was closed before the start is one whose first write fails. Its number is taken by /dev/null at once:
-else a socket or a file of ours would get it, and whatever is printed would go there.
+A stream that was closed before the start counts as one whose first write fails. Its number is given to /dev/null at
+once: otherwise a socket or file would get it, together with everything printed.
 """
 
 import errno
@@ -17,27 +17,26 @@ UNHEARD = "output     nothing more is printed ({}): the run continues, and its l
 
 
 def open_standard_streams() -> None:
-    """Take the numbers 0, 1 and 2 where they are free, before anything else does; print by whole lines."""
+    """Occupy the numbers 0, 1 and 2 if they are free, before anything else is opened; print by whole lines."""
     for number, name in enumerate(STREAMS):
         with suppress(OSError):
             os.fstat(number)
             continue
-        # Of what is printed somebody may be told that nobody reads it: so the write has to fail. Errors are said to
-        # nobody in any case.
-        os.open(os.devnull, os.O_WRONLY if number == 2 else os.O_RDONLY)  # takes the lowest number that is free: this
-        os.set_inheritable(number, True)  # else a file of a process that this one starts has the number
+        # Failed prints must be noticed, so the write has to fail, except for errors, which have no other stream.
+        os.open(os.devnull, os.O_WRONLY if number == 2 else os.O_RDONLY)  # gets the lowest free number: this one
+        os.set_inheritable(number, True)  # otherwise a file of a child process gets the number
         mode = "r" if number == 0 else "w"
         setattr(sys, name, open(number, mode, buffering=1, encoding="utf-8", closefd=False))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # With PYTHONUNBUFFERED each argument of `print` is a write of its own, and the lines of ranks that share a
-            # stream, as under torchrun, were mixed. What a terminal cannot show is escaped, and ends nothing.
+            # With PYTHONUNBUFFERED each argument of `print` is a separate write, which mixed the lines of ranks that
+            # share a stream, as under torchrun. Characters that a terminal cannot show are escaped, and raise no error.
             stream.reconfigure(line_buffering=True, write_through=False, errors="backslashreplace")
 
 
 @contextmanager
 def output_as_errors() -> Iterator[None]:
-    """What is printed meanwhile goes to the standard error, of processes that are started too."""
+    """Redirect output to the standard error inside the block, also that of started processes."""
     sys.stdout.flush()
     output = os.dup(1)
     os.dup2(2, 1)
@@ -50,7 +49,7 @@ def output_as_errors() -> Iterator[None]:
 
 
 def printed(text: str, end: str = "\n") -> str:
-    """Print `text`; why it could not be, empty where it was. After that nothing more is tried."""
+    """Print `text`; return the reason if it failed, else "". After a failure nothing more is printed."""
     try:
         print(text, end=end, flush=True)
     except (OSError, ValueError) as error:
@@ -59,12 +58,12 @@ def printed(text: str, end: str = "\n") -> str:
 
 
 def of_a_stream(error: OSError) -> bool:
-    """Whether it is of a write to a descriptor, as that of the standard output is, and not of a file by its name."""
+    """Return whether the error is of a write to a descriptor, such as standard output, and not of a named file."""
     return error.errno in OF_A_STREAM and error.filename is None
 
 
 def silenced(error: Exception) -> str:
-    """Send to /dev/null what is printed from now on, what waits to be written too; returns the reason in words."""
+    """Redirect all output to /dev/null from now on, also buffered output; return the reason in words."""
     with suppress(OSError, ValueError, AttributeError):
         nothing = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nothing, sys.stdout.fileno())

@@ -1,9 +1,9 @@
-"""The story of one step on one rank: what it computed, sent, waited for and then had, in the order of time.
+"""The story of one step on one rank: computation, messages, waits and results, in order of time.
 
-It is made of two records, FirstStep (spans and calls) and Told (the numbers that these carried), by one rule for all
-modes: a call is told at the moment when it began, with three numbers that went in, and when it was over with three that
-came out, from the same places on every rank; of one of them the first numbers of all ranks stand in one line, which a
-reader adds up. Calls that are alike are told once, and counted.
+It is built from two records, FirstStep (spans and calls) and Told (sample numbers), by one rule for all modes: a call
+is printed when it begins, with three input numbers, and when it ends, with three output numbers from the same positions
+on every rank. For one call the first numbers of all ranks are on one line, for the reader to add. Calls of the same
+kind are printed once, and counted.
 """
 
 import math
@@ -17,38 +17,38 @@ from distlab.lab.report.table import INDENT, filled, unbroken, with_units
 from distlab.lab.report.timeline import Span
 from distlab.lab.report.units import counted, human_bytes, milliseconds, name_ranks
 
-NUMBERS = 31  # columns of three numbers and of the gap before them
-SMALL = 1e-3  # below it six decimals would say too little
-FEW = 6  # calls that are alike and carry parameters: each is told
+NUMBERS = 31  # columns for three numbers and the gap before them
+SMALL = 1e-3  # below it six decimals are too few
+FEW = 6  # calls of a kind with parameters: all are printed
 ROUNDS = 3  # of exchanges in one layer
 SUMS = ("all_reduce", "reduce", "reduce_scatter")
 MESSAGES = ("send", "recv")
-ROUNDED, WRONG = 1e-4, 0.02  # of the largest number: by how much a sum in 16 bits may be off, and by how much none
-WAITED_S = 1e-3  # a wait that is worth a word
+ROUNDED, WRONG = 1e-4, 0.02  # relative to the largest number: rounding error of a 16-bit sum, and a real error
+WAITED_S = 1e-3  # shorter waits are not mentioned
 PASSES = ("forward", "backward", "input")
-CLOSE_S = 1e-3  # between a message and the pass that it is of
-TINY = 0.01  # of the largest call: what is smaller has a line without a story
+CLOSE_S = 1e-3  # between a message and the pass it belongs to
+TINY = 0.01  # relative to the largest call: smaller ones get one line
 RESULTS = {"all_reduce": "the sum", "reduce": "the sum", "reduce_scatter": "my part of the sum"}
 
 
-Kind = tuple[object, ...]  # what acts that are alike have in common
+Kind = tuple[object, ...]  # the properties that define acts of one kind
 
 
 class Line(NamedTuple):
-    """One line of the log; lines of several ranks that have the same key tell of the same thing."""
+    """One line of the log; lines of several ranks with the same key are about the same event."""
 
     text: str
     key: str = ""
 
 
 class Act(NamedTuple):
-    """A call, or several messages at once, as this rank made it."""
+    """A call, or several simultaneous messages, on this rank."""
 
     samples: list[CallSample]
     start_s: float
     end_s: float
     nbytes: float
-    waited: "Counter[int]"  # seconds, by the rank that was waited for
+    waited: "Counter[int]"  # seconds by the rank waited for
 
     @property
     def first(self) -> CallSample:
@@ -60,33 +60,33 @@ class Act(NamedTuple):
 
     @property
     def is_header(self) -> bool:
-        """Whether it is a message of whole numbers, such as a shape."""
+        """Return whether it is a message of integers, such as a shape."""
         values = self.first.given or self.first.taken
         return self.is_exchange and len(self.first.shape) == 1 and digits_for(values) < 0
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What acts that are alike have in common."""
+        """Return the properties that define acts of one kind."""
         first = self.first
         module = first.inside.partition(".")[2] or bool(first.inside)
         if self.is_exchange and not first.inside:
             return (first.op, *first.ranks, len(first.shape))
         label = re.sub(r"\d+", "", first.label)
-        if label or first.parameters:  # where a unit is gathered ahead, or a bucket is full, is no part of what it is
+        if label or first.parameters:  # when a unit is gathered or a bucket is full does not matter
             module = ""
         op = "exchange" if self.is_exchange else first.op
         return (op, first.backward, module, label, bool(first.parameters), first.at_once)
 
 
 class Chunk(NamedTuple):
-    """Some lines that stand at one moment of the step."""
+    """Some lines for one moment of the step."""
 
     at_s: float
     lines: list[Line]
 
 
 def digits_for(values: Sequence[float]) -> int:
-    """Decimals: six, none of whole numbers (-1), powers of ten (0) of small ones."""
+    """Return the decimals: six, none for integers (-1), exponents (0) for small ones."""
     if values and all(value == int(value) for value in values) and any(values):
         return -1
     return 6 if max(map(abs, values), default=0) >= SMALL else 0
@@ -102,13 +102,13 @@ def numbers(values: Sequence[float]) -> str:
 
 
 class Story:
-    """Makes the lines of a told step, `width` columns wide."""
+    """Makes the lines of a step, `width` columns wide."""
 
     def __init__(self, start: Start, first: FirstStep, told: Told, width: int) -> None:
         self.me, self.width = start.rank, width
         self.config = start.config
         self.first, self.told = first, told
-        compressed = any(sample.left for sample in told.calls)  # then the messages are no numbers to read
+        compressed = any(sample.left for sample in told.calls)  # then messages are not readable numbers
         self.acts = merged([self.act(sample) for sample in told.calls if sample.parameters or not compressed])
         self.main = self.main_act()
 
@@ -125,7 +125,7 @@ class Story:
         return Act([sample], start_s, max(ends, default=start_s), nbytes, waited)
 
     def main_act(self) -> Act | None:
-        """The one whose numbers of all ranks are told: a sum with the told parameter in it, else the largest."""
+        """Return the act whose numbers of all ranks are printed: a sum with the sampled parameter, or the largest."""
         name = self.told.weight.name if self.told.weight else ""
         able = [act for act in self.acts if len(act.first.of_ranks) > 1 and act.first.op in (*SUMS, "all_gather")]
         ranked = sorted(
@@ -144,7 +144,7 @@ class Story:
     # --- lines ---
 
     def at(self, seconds: float | None, text: str, values: Sequence[float] = (), key: str = "") -> list[Line]:
-        """A line at a moment, with numbers at its right end; on two lines where they have no room on one."""
+        """Return a line for a moment, with numbers at its right end, on two lines if they do not fit."""
         time = "" if seconds is None else f"{1000 * seconds:7.1f}"
         head = f"{time:<{INDENT}}"
         right = f"{numbers(values):>{NUMBERS}}" if values else ""
@@ -158,7 +158,7 @@ class Story:
         return [Line(each, key) for each in lines]
 
     def where(self, sample: CallSample) -> str:
-        """The layer and its part, and which pass: "block 1, attention, backward"."""
+        """Return the layer, its part and the pass: "block 1, attention, backward"."""
         index, _, part = sample.inside.partition(".")
         name = self.layer(int(index)) if index else "loss" if sample.op in SUMS else ""
         parts = [name, part if name.startswith("block") else "", "backward" if sample.backward else ""]
@@ -171,12 +171,12 @@ class Story:
         return "embedding" if index == 0 else "head" if index > depth else f"block {index}"
 
     def layers(self, names: Sequence[str]) -> str:
-        """The layers of some parameters: "block 1 to head"."""
+        """Return the layers of some parameters: "block 1 to head"."""
         found = list(dict.fromkeys(int(each) for each in re.findall(r"layers\.(\d+)\.", " ".join(names))))
         return " to ".join(dict.fromkeys(self.layer(index) for index in (found[0], found[-1]))) if found else ""
 
     def carried(self, sample: CallSample) -> str:
-        """What a call carries, in words."""
+        """Return the contents of a call, in words."""
         layers = self.layers(sample.parameters)
         if sample.label.startswith("unit"):
             return f"{sample.label} ({layers})" if layers else sample.label
@@ -185,7 +185,7 @@ class Story:
         return f"{layers} ({counted(len(sample.parameters), 'tensors')})"
 
     def of_ranks(self, sample: CallSample, total: Sequence[float], key: str) -> list[Line]:
-        """The line that a reader adds up."""
+        """Return the line whose numbers the reader can add."""
         values = [value for _, value in sample.of_ranks]
         digits = digits_for(values)
         names = ["me" if rank == self.me else f"rank {rank}" for rank, _ in sample.of_ranks]
@@ -211,7 +211,7 @@ class Story:
     # --- one act ---
 
     def full(self, act: Act) -> Iterator[Chunk]:
-        """An act with its numbers, its beginning and its end each at its moment."""
+        """Yield an act with its numbers, its start and end each at its time."""
         sample = act.first
         if act.is_exchange:
             yield from self.exchange(act)
@@ -242,7 +242,7 @@ class Story:
         yield Chunk(act.end_s, lines + (self.of_ranks(sample, sample.taken, key) if act is self.main else []))
 
     def exchange(self, act: Act) -> Iterator[Chunk]:
-        """Messages: to whom what, from whom what; one each way in one line."""
+        """Yield messages with peers and contents; one in each direction share a line."""
         where = f"{self.where(act.first)}: " if act.first.inside else ""
         if [each.op for each in act.samples] in (["recv", "send"], ["send", "recv"]):
             sent, got = sorted(act.samples, key=lambda each: each.op, reverse=True)
@@ -270,7 +270,7 @@ class Story:
                 yield Chunk(at_s, self.at(at_s, text, (), key))
 
     def microbatch(self, act: Act) -> str:
-        """For which pass a message came, or of which it is the result, where a step has several microbatches."""
+        """Return the pass that a message is for or from, if a step has several microbatches."""
         spans = [Span(*span) for span in self.first.spans if span[0] in PASSES]
         if len({span.label for span in spans}) < 2:
             return ""
@@ -281,7 +281,7 @@ class Story:
         return f", of {before[-1].kind} {before[-1].label}" if before else ""
 
     def short(self, acts: Sequence[Act]) -> Chunk:
-        """Acts that are alike in one line."""
+        """Return acts of one kind in one line."""
         act, sample = acts[0], acts[0].first
         size = human_bytes(sum(each.nbytes for each in acts))
         if act.is_exchange:
@@ -299,8 +299,8 @@ class Story:
     # --- the step ---
 
     def lines(self, room: int) -> list[Line]:
-        """All of the step in at most about `room` lines: where it has more, groups of calls lose their numbers, and
-        then their line, those of the backward pass and small ones first."""
+        """Return the step in about `room` lines at most: if it has more, groups of calls lose their numbers, then their
+        line, first those of the backward pass and small ones."""
         groups: dict[Kind, list[Act]] = {}
         for act in self.acts:
             groups.setdefault(act.kind, []).append(act)
@@ -347,7 +347,7 @@ class Story:
             yield Chunk(float("inf"), self.at(None, text))
 
     def first_of(self, acts: Sequence[Act], rounds: int) -> Iterator[Chunk]:
-        """The first of acts that are alike, of exchanges those of one layer, or the main one; then how many more."""
+        """Yield the first act of a kind, or one layer's exchanges, or the main one; then the number of others."""
         shown = [act for act in acts if act is self.main] or [acts[0]]
         if acts[0].kind[0] in MESSAGES:
             shown = [max(acts, key=lambda act: act.nbytes)]
@@ -356,7 +356,7 @@ class Story:
         for act in shown:
             yield from self.full(act)
         others = [act for act in acts if act not in shown]
-        if not others or (acts[0].is_exchange and not acts[0].first.inside):  # `messages` tells of these together
+        if not others or (acts[0].is_exchange and not acts[0].first.inside):  # `messages` prints these together
             return
         first = acts[0].first
         noun = "exchanges" if acts[0].is_exchange else first.op
@@ -365,7 +365,7 @@ class Story:
         yield Chunk(max(act.end_s for act in shown) + 1e-9, self.at(None, text, (), f"more {acts[0].kind}"))
 
     def messages(self, groups: dict[Kind, list[Act]], but: set[Kind]) -> Iterator[Chunk]:
-        """The messages outside of any layer that are like those which were told: how many, to and from whom."""
+        """Yield the messages outside of layers like those already printed: how many, and the peers."""
         found = {
             kind: sorted(acts, key=lambda act: -act.nbytes)[1:]
             for kind, acts in groups.items()
@@ -388,14 +388,14 @@ class Story:
         return Chunk(act.start_s, self.at(act.start_s, text, (), f"launch {self.carried(act.first)}"))
 
     def places(self, acts: Sequence[Act]) -> str:
-        """The layers of some acts, or what their marks are."""
+        """Return the layers of some acts, or their labels."""
         labels = [act.first.label for act in acts if act.first.label.startswith("unit")]
         found = [self.layer(int(act.first.inside.partition(".")[0])) for act in acts if act.first.inside]
         ends = labels or found
         return f", {' to '.join(dict.fromkeys((ends[0], ends[-1])))}" if ends else ""
 
     def passes(self) -> Iterator[Chunk]:
-        """Where the forward and the backward pass begin, the loss, and the update."""
+        """Yield the starts of forward and backward, the loss, and the update."""
         spans = [Span(*span) for span in self.first.spans]
         forward = [span for span in spans if span.kind == "forward"]
         backward = [span for span in spans if span.kind in ("backward", "input")]
@@ -425,7 +425,7 @@ class Story:
 
 
 def merged(acts: Sequence[Act]) -> list[Act]:
-    """Messages to and from several ranks that a layer sends at once are one act."""
+    """Merge messages that a layer exchanges with several ranks at once into one act."""
     found: list[Act] = []
     for act in acts:
         before = found[-1] if found else None
@@ -440,7 +440,7 @@ def merged(acts: Sequence[Act]) -> list[Act]:
 
 
 def together(before: Act, act: Act) -> bool:
-    """Whether two acts in a row are of one exchange: no peer twice in one direction, and nothing waited for between."""
+    """Return whether two consecutive acts are one exchange: no repeated peer, no wait in between."""
     if not (before.is_exchange and act.is_exchange and act.first.inside):
         return False
     same = (before.first.inside, before.first.backward) == (act.first.inside, act.first.backward)

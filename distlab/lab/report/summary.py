@@ -1,6 +1,6 @@
-"""The table of rank 0's log at LAB_LOG=normal: a row a variant with what a person wants to know.
+"""The summary table of rank 0's log at LAB_LOG=normal, with one row per variant.
 
-It is as wide as a terminal of 80 columns has room for behind the prefix that Compose puts in front of a line.
+It fits into 80 columns with the prefix that Compose puts before each line.
 """
 
 from distlab.lab.report import tables
@@ -15,14 +15,13 @@ Values = dict[str, float | None]  # by variant
 
 
 def table_lines(run: Run, records: Ranks) -> list[str]:
-    """The table under two lines of titles, as wide as a terminal has room for; nothing where there are verdicts
-    alone."""
+    """Return the table under two lines of titles, as wide as the terminal allows; nothing if it has only verdicts."""
     made = table(run, records)
     return made.text(WIDTH) if len(made.columns) > 2 else []
 
 
 def table(run: Run, records: Ranks) -> Table:
-    """A row a variant; no column is empty, and a value that is not there is an empty cell."""
+    """Return one row per variant; empty columns are dropped, missing values are empty cells."""
     names, own = variants(run), pytorch_own(run)
     of = {each["name"]: each for each in run["variants"]}
     seconds = {name: slowest(each["step_seconds"]) for name, each in of.items()}
@@ -49,19 +48,19 @@ def table(run: Run, records: Ranks) -> Table:
 
 
 def own_title(own: str) -> str:
-    """Of the column of ratios to PyTorch's own variant, in two lines where its name is long."""
+    """Return the title of the ratio to PyTorch's own variant, on two lines if its name is long."""
     theirs, _, name = own.rpartition("_")
     parts = (f"x {theirs}".rstrip(), name) if len(own) > len("fsdp2") else ("", f"x {own}")
     return "\n".join(middle_cut(part, MOST_TITLE) for part in parts if part)
 
 
 def written(values: Values, scale: float) -> dict[str, str]:
-    """Each value that is there, in three digits of that unit."""
+    """Return the known values with three digits in that unit."""
     return {name: three_digits(value / scale) for name, value in values.items() if value is not None}
 
 
 def variants(run: Run) -> list[str]:
-    """Those that ran, in the order in which they did; "" alone where the mode has none."""
+    """Return the variants that ran, in order; only "" if the mode has none."""
     claims = (claim["variant"] for claim in run["checks"] + run["comparisons"])
     skipped = {skip["variant"] for skip in run["skipped"]}
     named = dict.fromkeys([*(each["name"] for each in run["variants"]), *claims])
@@ -73,7 +72,7 @@ def claims_of(run: Run, variant: str) -> list[Run]:
 
 
 def exact(run: Run, variant: str) -> str:
-    """The largest difference of a variant's proof, "-" where it was left out; of what is not trained that of all its
+    """Return the largest difference of a variant's proof, "-" if it was left out; without training, of all its
     checks."""
     found = [check for check in run["checks"] if check["variant"] == variant and variant]
     proof = [check for check in found if check["name"] in tables.PROOF]
@@ -88,13 +87,13 @@ def exact(run: Run, variant: str) -> str:
 
 
 def judged(run: Run, variant: str) -> str:
-    """One word for all claims of a variant."""
+    """Return one word for all checks of a variant."""
     return tables.verdict(claims_of(run, variant)).replace("informational", "shown")
 
 
 def traffic(run: Run, records: Ranks) -> tuple[Values, Values]:
-    """By variant the bytes that the rank sends that sends most: as predicted, and on the wire or, where that is not
-    measured, as called. In a mode that times calls and no steps that of the largest call."""
+    """Return by variant the bytes of the rank that sends most: predicted, and on the wire or, if not measured, by
+    calls. If a mode times calls instead of steps, those of the largest call."""
     predicted: Values = {name: tables.most_predicted(records, name) for name in variants(run)}
     seen = {each["name"]: [slowest(each[kind]) for kind in ("wire_bytes", "called_bytes")] for each in run["variants"]}
     sent = {name: next((value for value in values if value is not None), None) for name, values in seen.items()}
@@ -107,6 +106,6 @@ def traffic(run: Run, records: Ranks) -> tuple[Values, Values]:
 
 
 def peak_bytes(variant: Run) -> float | None:
-    """What the fullest rank held at its peak."""
+    """Return the peak bytes of the rank with the highest peak."""
     rank = tables.fullest(variant["peak_by_class"])
     return slowest(variant["peak_bytes"]) if rank is None else sum(variant["peak_by_class"][rank].values())

@@ -1,6 +1,6 @@
-"""One model of a table: made once from what a run wrote, written by logs as text and by the page as HTML.
+"""A table, built once from a run's records, and printed as text by logs and as HTML by the page.
 
-The page's side is the macro `table` in templates/parts.html.
+The HTML is made by the macro `table` in templates/parts.html.
 """
 
 import re
@@ -9,25 +9,25 @@ from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from typing import Any, Literal, NamedTuple, Self
 
-TERMINAL = 80  # columns of whoever reads
+TERMINAL = 80  # columns of a terminal
 COMMANDS = ("see it", "together", "rerun")  # words before a command
-WIDTH = TERMINAL - len("worker0-1  | ")  # of a log's line: behind what Compose puts before it, or "rank 0 | "
-INDENT = 11  # of what stands under its word
+WIDTH = TERMINAL - len("worker0-1  | ")  # of a log line after Compose's prefix, or "rank 0 | "
+INDENT = 11  # of continuation lines
 
 Kind = Literal["text", "number", "value"]
 
 
 class Column(NamedTuple):
-    """A column; a "number" stands to the right, a "value" (a number with words or an exponent) on the page alone."""
+    """A column; a "number" is right-aligned, a "value" (a number with words or an exponent) only on the page."""
 
-    title: str  # in a log of as many lines as it has
+    title: str  # may have several lines in a log
     kind: Kind = "text"
     in_log: bool = True
-    inline: str = ""  # what the log writes before each cell where it leaves the titles out
+    inline: str = ""  # printed before each cell in a log without titles
 
 
 class Verdict(NamedTuple):
-    """A cell that judges its row: one word, and what else is to be said of it."""
+    """A cell that judges its row: one word, and an explanation."""
 
     word: str
     remark: str = ""
@@ -37,7 +37,7 @@ class Verdict(NamedTuple):
 
 
 class Wrong(str):
-    """A cell whose number failed."""
+    """A cell whose number failed its check."""
 
     __slots__ = ()
     wrong = True
@@ -48,11 +48,11 @@ class Table(NamedTuple):
 
     columns: Sequence[Column]
     rows: Sequence[Sequence[Any]]
-    titled: bool = True  # whether the log has the columns' titles above the rows
+    titled: bool = True  # whether the log prints the columns' titles above the rows
 
     @classmethod
     def of(cls, titles: Sequence[str], rows: Sequence[Sequence[Any]]) -> Self:
-        """Titles and cells as they are: a column of numbers, and of cells without a value, stands to the right."""
+        """Build a table from titles and cells: columns with only numbers and empty cells are right-aligned."""
         columns = []
         for index, title in enumerate(titles):
             cells = [row[index] for row in rows if row[index] != ""]
@@ -61,9 +61,9 @@ class Table(NamedTuple):
         return cls(columns, [[f"{cell:.4g}" if isinstance(cell, float) else cell for cell in row] for row in rows])
 
     def text(self, width: int = 0, apart: int = 2, least: Iterable[int] = ()) -> list[str]:
-        """The lines of a log: so many blanks between two columns, of which the first ones are at `least` so wide.
+        """Return a log's lines, with `apart` blanks between columns, of which the first ones have `least` widths.
 
-        Where they would be longer than `width`, columns stand closer, and the first one is cut in its middle.
+        If they are longer than `width`, columns move closer, and the first one is shortened in its middle.
         """
         shown = [(index, column) for index, column in enumerate(self.columns) if column.in_log]
         rows = [[("" if self.titled else column.inline) + str(row[i]) for i, column in shown] for row in self.rows]
@@ -88,18 +88,18 @@ class Table(NamedTuple):
         ]
 
     def under(self, word: str, least: Iterable[int] = ()) -> list[str]:
-        """The lines under their `word`; none where there is no row."""
+        """Return the lines under their `word`; none if there is no row."""
         lines = self.text(apart=3, least=least) if self.rows else []
         return [log_line("" if place else word, text) for place, text in enumerate(lines)]
 
 
 def aligned(titles: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
-    """The lines of a table of these titles and cells."""
+    """Return the lines of a table with these titles and cells."""
     return Table.of(titles, rows).text()
 
 
 def middle_cut(name: str, most: int) -> str:
-    """A name in so many columns, without its middle where it is longer."""
+    """Return a name in at most `most` columns, without its middle if it is longer."""
     if len(name) <= most:
         return name
     kept = max(0, most - 2)
@@ -107,43 +107,43 @@ def middle_cut(name: str, most: int) -> str:
 
 
 def shortened(text: str, width: int) -> str:
-    """At most so many columns."""
+    """Return a text in at most `width` columns."""
     return text if len(text) <= width else f"{text[: width - 3].rstrip()}..."
 
 
 def printable(name: str) -> str:
-    """The name of a file on one line of a terminal, whatever is in it."""
+    """Return a file name that is safe to print on one line of a terminal."""
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in name)
 
 
 def log_line(word: str, text: str) -> str:
-    """A line of the log under its word."""
+    """Return a line of the log with its word."""
     return f"{word:<{INDENT - 1}} {text}".rstrip()
 
 
 def filled(text: str, width: int, indent: int = INDENT) -> list[str]:
-    """On as many lines as it takes, none longer than that but for a path or a name, which are not broken."""
+    """Wrap a text to this width; only paths and names may be longer, since they are not broken."""
     lines = textwrap.wrap(text, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
     return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
 
 
 def wrapped(word: str, text: str, width: int = WIDTH) -> list[str]:
-    """A sentence under its word."""
+    """Wrap a sentence under its word."""
     return filled(f"{word:<{INDENT}}{text}", width)
 
 
 def unbroken(text: str) -> str:
-    """The text with spaces at which `filled` breaks no line, as between a rank's name and its number."""
+    """Return the text with spaces at which `filled` breaks no line, such as between "rank" and its number."""
     return text.replace(" ", "\N{NO-BREAK SPACE}")
 
 
 def with_units(text: str) -> str:
-    """The text in which no line ends between a number and its unit, a rank and its number, or before an arrow."""
+    """Protect a text from line breaks between a number and its unit, "rank" and its number, or before an arrow."""
     return re.sub(r"(?<=\d) (?=(?:[kMGT]?B|ms|s)\b)|(?<=\brank) (?=\d)| (?=->)|(?<=->) ", "\N{NO-BREAK SPACE}", text)
 
 
 def in_lines(told: Iterable[tuple[str, str]]) -> list[str]:
-    """Sentences under their words, paths and commands whole."""
+    """Wrap sentences under their words, but keep paths and commands on one line."""
     return [
         line
         for word, text in told
@@ -152,7 +152,7 @@ def in_lines(told: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def on_terminal(lines: Iterable[str]) -> list[str]:
-    """Lines without a rank before them, those that are too long wrapped under their word; a command stays whole."""
+    """Wrap lines without a rank prefix that are too long under their word; commands stay on one line."""
     found: list[str] = []
     for line in lines:
         text = line.lstrip()

@@ -1,6 +1,6 @@
-"""The tables of a run, a function each: what was proven, measured beside predicted, in memory, and where time went.
+"""The tables of a run, one function each: proof, measured and predicted values, memory, and time.
 
-Log and page are both made of them; the log leaves out some columns.
+Both log and page use them; the log omits some columns.
 """
 
 from collections import Counter
@@ -25,19 +25,19 @@ from distlab.lab.report.verdict import first, pytorch_own, slowest
 
 PROOF = ("gradients", "weights", "losses")
 TRAFFIC = ("wire bytes", "called bytes")
-# What the timed steps are held to, by the names of their checks: distlab/lab/verify/audit.py.
+# The checks of the timed steps, by name: distlab/lab/verify/audit.py.
 TIMED = ("timed losses", "audited loss", "audited weights", "audited optimizer", "timed replicas", "timed steps")
-DRAWN, ON_WIRE = "drawn bytes", "wire as drawn"  # of the report's picture: it is there that they are told
-REST = "rest bytes"  # of memory, the comparison with the formula
-OUTSIDE = ("process", "container", "allocator")  # who else counts, each at rest and, some, at the peak
+DRAWN, ON_WIRE = "drawn bytes", "wire as drawn"  # shown with the report's timeline
+REST = "rest bytes"  # in the memory table, the comparison with the formula
+OUTSIDE = ("process", "container", "allocator")  # other counters, each at rest and, some, at the peak
 MEMORY = (REST, *(f"{source}{moment} bytes" for source in OUTSIDE for moment in ("", " peak")))
-MOST_PROFILES = 64  # rows, of variants and ranks: 14 of 8 took 26 kB of the page
+MOST_PROFILES = 64  # rows, of variants and ranks: 14 variants on 8 ranks took 26 kB of the page
 
 
 def proof(run: Run) -> Table:
-    """A row a variant: its largest differences from the single-process reference.
+    """Return one row per variant: its largest differences from the single-process reference.
 
-    The heading is that of the first one, and a row to which another type or tolerance applies says so.
+    The heading is the first one's; rows with another dtype or tolerance say so.
     """
     proven = _by_variant(run["checks"], PROOF)
     first_row = list(next(iter(proven.values()), {}).values())
@@ -62,7 +62,7 @@ def proof(run: Run) -> Table:
 
 
 def _by_variant(checks: Iterable[Run], names: Container[str]) -> dict[str, dict[str, Run]]:
-    """The checks of these names, by variant and by name."""
+    """Return the checks with these names, by variant and by name."""
     found: dict[str, dict[str, Run]] = {}
     for check in checks:
         if check["name"] in names:
@@ -78,14 +78,14 @@ def _difference(check: Run | None) -> str:
 
 
 def _own_tolerances(checks: Iterable[Run], common: Container[float]) -> list[str]:
-    """The tolerances of differences that have a unit, or whose tolerance is not a `common` one."""
+    """Return the tolerances of differences that have a unit, or whose tolerance is not a `common` one."""
     own = [each for each in checks if each["unit"] or each["tolerance"] not in common]
     told = (allowed(each) if each["unit"] else f"{each['tolerance']:g} in float64" for each in own)
     return list(dict.fromkeys(f"(tolerance {each})" for each in told))
 
 
 def timed(run: Run) -> Table:
-    """A row a variant: the differences of its timed steps, each beside its tolerance."""
+    """Return one row per variant: the differences of its timed steps, each with its tolerance."""
     found = _by_variant(run["checks"], TIMED)
     kinds = [kind for kind in TIMED if any(kind in row for row in found.values())]
     rows = [
@@ -98,13 +98,13 @@ def timed(run: Run) -> Table:
 
 
 def _of_allowed(check: Run) -> str:
-    """A difference beside its tolerance, where it has one."""
+    """Return a difference with its tolerance, if it has one."""
     off = difference(check["max_abs_diff"])
     return f"{off} / {difference(check['tolerance'])}" if check["tolerance"] else off
 
 
 def checks(of: Iterable[Run]) -> Table:
-    """A row a check, such as those that the table of the proof does not show."""
+    """Return one row per check, for checks outside the proof's table."""
     return Table(
         [
             Column("check"), Column("largest difference", "value"), Column("tolerance", "value", inline="tolerance "),
@@ -122,7 +122,7 @@ def checks(of: Iterable[Run]) -> Table:
 
 
 def comparisons(of: Iterable[Run]) -> Table:
-    """A row a comparison: predicted beside what the rank measured that was farthest off."""
+    """Return one row per comparison: predicted, and the measured value farthest from it."""
     return Table(
         [
             Column("comparison"), Column("predicted", "value", inline="predicted "),
@@ -143,7 +143,7 @@ def comparisons(of: Iterable[Run]) -> Table:
 
 
 def measured(run: Run, records: Ranks) -> Table:
-    """A row a variant: time of its slowest rank, bytes of the rank that sends most."""
+    """Return one row per variant: time of its slowest rank, bytes of the rank that sends most."""
     own = pytorch_own(run)
     own_s = next((slowest(variant["step_seconds"]) for variant in run["variants"] if variant["name"] == own), None)
     rows = []
@@ -174,15 +174,15 @@ def measured(run: Run, records: Ranks) -> Table:
 
 
 class Plan(NamedTuple):
-    """What the planner says of a run: of the variants that it knows seconds of a step and bytes at the peak, and in
-    words where its numbers are from, or why there are none."""
+    """The planner's prediction of a run: seconds per step and peak bytes of the variants that it knows, and the source
+    of its numbers, or the reason why there are none."""
 
     variants: dict[str, tuple[float, float]]
     told: list[str]
 
 
 def planned(run: Run, plan: Plan) -> Table:
-    """A row for each variant that the planner knows: predicted beside the slowest rank's step and the fullest's
+    """Return one row per variant known to the planner: predicted values, the slowest rank's step and the fullest's
     peak."""
     rows = []
     for variant in run["variants"]:
@@ -207,26 +207,26 @@ def _error(predicted: float, measured: float) -> str:
 
 
 def _traffic(variant: Run, records: Ranks) -> list[float | None]:
-    """Bytes that the rank sends that sends most: as predicted, as called and on the wire."""
+    """Return the bytes of the rank that sends most: predicted, by calls and on the wire."""
     return [most_predicted(records, variant["name"]), *(slowest(variant[of]) for of in ("called_bytes", "wire_bytes"))]
 
 
 def most_predicted(records: Ranks, variant: str) -> float | None:
-    """Of the bytes that a rank sends: each has its own formula."""
+    """Return the largest prediction of bytes per rank: each rank has its own formula."""
     claims = [each for _, each in select(records, Comparison) if each.variant == variant and each.name in TRAFFIC]
     return max((each.predicted for each in claims), default=None)
 
 
 def _wide(claims: Iterable[Run]) -> str:
-    """How far bytes may be off, where that is more than a tenth of what is predicted: each message has a header."""
+    """Return the tolerance of bytes if it exceeds a tenth of the prediction: each message has a header."""
     wide = [c["tolerance"] for c in claims if c["decides"] and c["tolerance"] > 0.1 * c["predicted"]]
     return f", ± {human_bytes(max(wide))}" if wide else ""
 
 
 def memory(run: Run, records: Ranks) -> Table:
-    """A row a variant: what its fullest rank held, by class and as the process and the container count it.
+    """Return one row per variant: its fullest rank's bytes by class, and those of process and container.
 
-    Cells are "at rest / at the peak", one number where they are the same; no column is empty.
+    Cells are "at rest / at the peak", one number if they are equal; empty columns are dropped.
     """
     amounts: dict[str, dict[str, list[float]]] = {}
     for variant in run["variants"]:
@@ -250,13 +250,13 @@ def memory(run: Run, records: Ranks) -> Table:
 
 
 def fullest(held: Iterable[dict[str, int] | None]) -> int | None:
-    """The rank that holds most, of all ranks' bytes by class; None where no rank wrote any."""
+    """Return the rank with the most bytes over all classes; None if no rank has any."""
     totals = {rank: sum(of_rank.values()) for rank, of_rank in enumerate(held) if of_rank}
     return max(totals, key=lambda rank: totals[rank], default=None)
 
 
 def _amounts(variant: Run, rank: int, records: Ranks) -> dict[str, list[float]]:
-    """Bytes of one rank by column: at rest and at the peak, or at rest alone."""
+    """Return the bytes of one rank by column: at rest and at the peak, or only at rest."""
     rest, peak = variant["rest_by_class"][rank], variant["peak_by_class"][rank]
     found = {kind: [rest[kind], peak.get(kind, 0)] for kind in rest}
     found["total"] = [sum(rest.values()), sum(peak.values())]
@@ -276,19 +276,19 @@ def _memory_cell(values: Sequence[float], scale: float) -> str:
     return " / ".join(dict.fromkeys(numbers)) or "-"
 
 
-# Where the time of a step went, and who is slowest: the rank with the most time in work of its own. Time in
-# communication does not tell: a collective ends for all at once, so the ranks that wait for a slow one spend it inside
-# the call, and a total with communication would name any of them. (DDP waits unmarked inside its backward pass: there
-# ranks come out alike.)
+# Time of a step by class, and the slowest rank: the one with the most time in its own work. Communication time does not
+# show it: a collective ends for all at once, so the ranks that wait for a slow one spend that time in the call, and a
+# total with communication would be equal for all. (DDP waits unmarked inside its backward pass: there ranks look
+# equal.)
 
 CLASSES = ("data", "forward", "backward", "communication", "optimizer", "waiting")
 INSIDE = ("communication", "waiting")
 NOTHING = "-"  # no time at all
-Profiles = list[dict[str, float] | None]  # seconds of a step by class, of each rank
+Profiles = list[dict[str, float] | None]  # seconds of a step by class, per rank
 
 
 def profiles(records: Ranks, world_size: int) -> dict[str, Profiles]:
-    """By variant where the time of a step went on each rank; None where a rank wrote nothing."""
+    """Return by variant the times of a step by class on each rank; None for ranks without records."""
     found: dict[str, Profiles] = {}
     for rank, profile in select(records, Profile):
         found.setdefault(profile.variant, [None] * world_size)[rank] = profile.seconds
@@ -296,19 +296,19 @@ def profiles(records: Ranks, world_size: int) -> dict[str, Profiles]:
 
 
 def own_work(seconds: dict[str, float]) -> float:
-    """Seconds of a step in which no other rank can hold this one up."""
+    """Return the seconds of a step in which this rank waits for no other."""
     return sum(seconds.get(kind, 0.0) for kind in OWN_WORK)
 
 
 def slowest_rank(of_ranks: Profiles) -> tuple[int, float]:
-    """The rank with the most work of its own, and its ratio to the rank with the least (infinite if that has none)."""
+    """Return the rank with the most own work, and its ratio to the rank with the least (infinite if that is 0)."""
     work = {rank: own_work(seconds) for rank, seconds in enumerate(of_ranks) if seconds is not None}
     slowest, least = max(work, key=lambda rank: work[rank]), min(work.values())
     return slowest, work[slowest] / least if least else float("inf")
 
 
 def profile(run: Run, records: Ranks, *, slowest_only: bool) -> Table:
-    """Where the time of a step went: a row a variant and rank, or a variant's slowest rank alone."""
+    """Return a step's times by class: one row per variant and rank, or only the variant's slowest rank."""
     rows = []
     for variant, of_ranks in profiles(records, run["world_size"]).items():
         most, ratio = slowest_rank(of_ranks)
@@ -317,7 +317,7 @@ def profile(run: Run, records: Ranks, *, slowest_only: bool) -> Table:
                 continue
             total_s = sum(seconds.values())
             cells = [share(seconds.get(kind, 0.0), total_s) for kind in CLASSES]
-            if variant in run["by_torch"]:  # which sends and waits inside of its own passes
+            if variant in run["by_torch"]:  # PyTorch sends and waits inside its own passes
                 cells = [
                     UNSEEN if kind in INSIDE and cell == NOTHING else cell
                     for kind, cell in zip(CLASSES, cells, strict=True)
@@ -335,12 +335,12 @@ def profile(run: Run, records: Ranks, *, slowest_only: bool) -> Table:
 
 
 def ranks(run: Run, kind: Kind) -> list[Column]:
-    """A column a rank."""
+    """Return one column per rank."""
     return [Column(f"rank {rank}", kind) for rank in range(run["world_size"])]
 
 
 def verdict(claims: Iterable[Run]) -> str:
-    """One word for several claims; "informational" where none of them decides."""
+    """Return one word for several claims; "informational" if none of them decides."""
     claims = list(claims)
     if not all(claim["passed"] for claim in claims):
         return "FAILED"
@@ -350,21 +350,21 @@ def verdict(claims: Iterable[Run]) -> str:
 
 
 def faults(run: Run) -> Table:
-    """A row a fault of LAB_FAULTS."""
+    """Return one row per fault of LAB_FAULTS."""
     word = {True: "passed", False: "FAILED", None: "informational"}
     rows = [[each["event"], each["should"], each["did"], Verdict(word[each["held"]])] for each in run["drills"]]
     return Table([Column("fault"), Column("expected"), Column("observed"), Column("")], rows)
 
 
-# The staircase of a pipeline as text: a row a rank, a column a 64th of the step, for whoever reads only the log.
+# The schedule of a pipeline as text: one row per rank, one column per 64th of the step, for readers of the log.
 #
 #     timeline   1f1b: bubble 0.27 measured, 0.27 by (p-1)/(m+p-1)
 #                rank 0 |000111222333aaaaaa...|
 #
-# A column shows what took most of it. Inside a span that holds others, the inner one counts.
+# A column shows what took most of it. Of nested spans the inner one counts.
 
 COLUMNS = 64
-FINE = 8  # samples a column
+FINE = 8  # samples per column
 IDLE = "."
 LEGEND = (
     "0-9 forward of that microbatch, a-z its backward, A-Z its weights apart, - communication, + optimizer, . waits"
@@ -372,7 +372,7 @@ LEGEND = (
 
 
 def staircases(run: Run, records: Ranks) -> Iterator[str]:
-    """The chart of each variant whose bubble was compared, without the log's first column; a legend at the end."""
+    """Yield the chart of each variant with a compared bubble, without the log's first column; a legend at the end."""
     drawn = False
     for variant, of_ranks in timelines(records, run["world_size"]).items():
         if claim := bubble_of(run, variant):
@@ -385,13 +385,13 @@ def staircases(run: Run, records: Ranks) -> Iterator[str]:
 
 
 def rows(of_ranks: Sequence[Sequence[Span]], columns: int = COLUMNS) -> list[str]:
-    """A row a rank, from the first start to the last end of all."""
+    """Return one row per rank, from the first start to the last end of all."""
     step_s = step_seconds(of_ranks)
     return [f"rank {rank} |{row(spans, step_s, columns)}|" for rank, spans in enumerate(of_ranks)]
 
 
 def row(spans: Sequence[Span], step_s: float, columns: int) -> str:
-    """One rank's step of `step_s` seconds; outer spans come before those inside them, which paint over them."""
+    """Return one rank's step of `step_s` seconds; outer spans come first, and inner ones are drawn over them."""
     fine = [IDLE] * (columns * FINE)
     for span in spans:
         first, last = (round(time_s / step_s * len(fine)) for time_s in (span.start_s, span.end_s))
@@ -401,8 +401,8 @@ def row(spans: Sequence[Span], step_s: float, columns: int) -> str:
 
 
 def sign(span: Span) -> str:
-    """One letter for a span: a digit for a forward, a letter for a backward of the same microbatch, a large one for its
-    weights where they come apart."""
+    """Return the letter of a span: a digit for a forward, a lower-case letter for a backward of the same microbatch, an
+    upper-case one for a separate pass for its weights."""
     number = int(span.label) if span.label.isdecimal() else 0
     if span.kind == "forward":
         return str(number % 10)

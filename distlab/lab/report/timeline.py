@@ -1,10 +1,10 @@
-"""The timeline of a run: who did what when, every message from its sender to its receiver, each collective with who
-came last, and how much of the time is computed, communicated and idle; a row a rank, all variants on one axis of time.
+"""The timeline of a run, per rank and variant: spans, messages from sender to receiver, collectives with their last
+rank, and the shares of compute, communication and idle time.
 
-timeline_panels.py makes bars of it, templates/timeline.html shows it on the page, templates/picture.svg in a file, and
-both draw a variant by templates/marks.svg. The n-th send of a rank to another belongs to the n-th receive of that one
-from it, with the same tag; the n-th collective of a group to the n-th of each of its ranks. Where there is more than a
-page can hold, short spans are joined with their neighbours and small messages left out, and `cut` says so.
+timeline_panels.py converts it to bars, templates/timeline.html shows it on the page, templates/picture.svg in a file,
+and both draw a variant with templates/marks.svg. The n-th send from one rank to another matches that one's n-th receive
+from it with the same tag; the n-th collective of a group matches the n-th of its other ranks. If there is too much for
+a page, short spans are merged with neighbours and small messages omitted; `cut` says so.
 """
 
 from collections import defaultdict, deque
@@ -15,7 +15,7 @@ from distlab.lab.report.records import Ideal, Messages, Ranks, Run, Timeline, se
 from distlab.lab.report.sentences import Shares
 from distlab.lab.report.units import human_bytes, milliseconds
 
-# Outer kinds first: later ones are drawn over them, and lower. Colours hold 4.5:1 to white text, 3:1 to both grounds.
+# Outer kinds first: later ones are drawn over them, and lower. Contrast is 4.5:1 to white text, 3:1 to backgrounds.
 KINDS = {
     "data": ("data", "#8a6a3a", 0.82), "forward": ("forward", "#2b6ce0", 0.82),
     "backward": ("backward", "#bf4f10", 0.82), "input": ("backward: inputs", "#bf4f10", 0.82),
@@ -24,11 +24,11 @@ KINDS = {
     "all_gather": ("all-gather", "#b83c86", 0.56), "reduce_scatter": ("reduce-scatter", "#0b7f8c", 0.56),
     "send": ("send", "#7a6a12", 0.56), "receive": ("receive", "#6b7686", 0.16), "wait": ("wait", "#6b7686", 0.16),
 }  # fmt: skip
-NUMBERED = ("forward", "backward", "input", "weight")  # bars that bear their microbatch
+NUMBERED = ("forward", "backward", "input", "weight")  # bars with their microbatch's number
 
 
 class Span(NamedTuple):
-    """A stretch of one rank's step, in seconds since the step's start."""
+    """An interval of one rank's step, in seconds since the step's start."""
 
     kind: str
     label: str
@@ -37,7 +37,7 @@ class Span(NamedTuple):
 
 
 def timelines(records: Ranks, world_size: int) -> dict[str, list[list[Span]]]:
-    """By variant the spans of each rank in one step, outer ones before those that lie inside them."""
+    """Return by variant the spans of each rank in one step, outer ones before those inside them."""
     found: dict[str, list[list[Span]]] = {}
     for rank, timeline in select(records, Timeline):
         of_ranks = found.setdefault(timeline.variant, [[] for _ in range(world_size)])
@@ -47,24 +47,24 @@ def timelines(records: Ranks, world_size: int) -> dict[str, list[list[Span]]]:
 
 
 def step_seconds(of_ranks: Sequence[Sequence[Span]]) -> float:
-    """The end of the last span of all ranks."""
+    """Return the end of the last span of all ranks."""
     return max((span.end_s for spans in of_ranks for span in spans), default=0.0)
 
 
 def bubble_of(run: Run, variant: str) -> Run | None:
-    """The comparison of its bubble with the formula, None where none was made."""
+    """Return the comparison of its bubble with the formula, None if there is none."""
     made = (claim for claim in run["comparisons"] if (claim["variant"], claim["name"]) == (variant, "bubble"))
     return next(made, None)
 
 
 LEAST_SHARE = 1 / 4000  # of a step: a quarter of a pixel on a desk
-OWN_WORK = ("data", "forward", "backward", "input", "weight", "optimizer")  # in which no other rank is waited for
+OWN_WORK = ("data", "forward", "backward", "input", "weight", "optimizer")  # classes without waiting for other ranks
 
 OfRanks = list[list[Span]]
 
 
 class Arrow(NamedTuple):
-    """One message: from its sender's send to its receiver's receive."""
+    """A message: from its sender's send to its receiver's receive."""
 
     sender: int
     to: int
@@ -74,7 +74,7 @@ class Arrow(NamedTuple):
 
 
 class Band(NamedTuple):
-    """One collective: when each of its ranks came, and when it had left."""
+    """A collective: when each rank entered and left it."""
 
     op: str
     nbytes: int  # of the tensor
@@ -83,47 +83,47 @@ class Band(NamedTuple):
 
     @property
     def last(self) -> int:
-        """The rank that came last."""
+        """Return the rank that entered last."""
         return max(self.starts_s, key=lambda rank: self.starts_s[rank])
 
     @property
     def late_s(self) -> float:
-        """How long after the first."""
+        """Return how long after the first it entered."""
         return max(self.starts_s.values()) - min(self.starts_s.values())
 
     @property
     def told(self) -> str:
-        """What is said of it under the pointer."""
+        """Return the text under the pointer."""
         late = f"rank {self.last} came last, {milliseconds(self.late_s)} ms after the first"
         return f"{self.op} of {human_bytes(self.nbytes)}: {late}"
 
 
 class Scene(NamedTuple):
-    """One variant."""
+    """The data of one variant."""
 
     variant: str
     of_ranks: OfRanks
     arrows: list[Arrow]
     bands: list[Band]
-    sent_bytes: list[float]  # by rank, of all messages, drawn or not
+    sent_bytes: list[float]  # by rank, of all messages, including omitted ones
     ideal: OfRanks
-    cut: str  # what is not drawn as it was; empty where all is
-    steps: int = 1  # that are drawn together
+    cut: str  # a note on what was merged or omitted; empty if nothing was
+    steps: int = 1  # number of steps drawn together
 
     @property
     def step_s(self) -> float:
-        """How long the step took."""
+        """Return the duration of the step."""
         ends = [arrow.end_s for arrow in self.arrows] + [end for band in self.bands for end in band.ends_s.values()]
         return max(step_seconds(self.of_ranks), *ends, 0.0)
 
     @property
     def computes(self) -> bool:
-        """Whether any rank does."""
+        """Return whether any rank computes."""
         return any(span.kind in OWN_WORK for spans in self.of_ranks for span in spans)
 
     @property
     def shares(self) -> Shares:
-        """How much of the ranks' time is computed, is in a marked call, also one inside of a pass, and is neither."""
+        """Return the shares of the ranks' time: compute, marked calls (also inside passes), and the rest."""
         calls = [[span for span in spans if span.kind not in OWN_WORK] for spans in self.of_ranks]
         whole_s = len(self.of_ranks) * self.step_s or 1.0
         marked, called = (sum(map(union_s, spans)) / whole_s for spans in (self.of_ranks, calls))
@@ -131,7 +131,7 @@ class Scene(NamedTuple):
 
 
 def scenes(run: Run, records: Ranks, most: int) -> list[Scene]:
-    """All variants of a run that recorded a step, of together at most about `most` marks."""
+    """Return all variants with a recorded step, in about `most` marks in total."""
     found = timelines(records, run["world_size"])
     calls: dict[str, dict[int, list[Any]]] = defaultdict(dict)
     for rank, entry in select(records, Messages):
@@ -145,7 +145,7 @@ def scenes(run: Run, records: Ranks, most: int) -> list[Scene]:
 
 
 def scene(name: str, of_ranks: OfRanks, calls: dict[int, list[Any]], ideal: OfRanks, most: int) -> Scene:
-    """One variant in at most about `most` marks: all of its spans first, then its largest messages."""
+    """Return one variant in about `most` marks: all of its spans first, then its largest messages."""
     arrows, bands = arrows_of(calls), bands_of(calls)
     spans = fitted(of_ranks, most * 2 // 3)
     room = max(0, most - sum(map(len, spans)))
@@ -164,7 +164,7 @@ def scene(name: str, of_ranks: OfRanks, calls: dict[int, list[Any]], ideal: OfRa
 
 
 def left_out(what: str, all_: Sequence[Arrow | Band], drawn: Sequence[Arrow | Band]) -> str:
-    """How much of what was sent is not drawn."""
+    """Return a note on how many messages and bytes are drawn."""
     if len(all_) == len(drawn):
         return ""
     share = sum(each.nbytes for each in drawn) / (sum(each.nbytes for each in all_) or 1)
@@ -172,7 +172,7 @@ def left_out(what: str, all_: Sequence[Arrow | Band], drawn: Sequence[Arrow | Ba
 
 
 def largest(all_: list[Any], costs: Sequence[int], room: int) -> list[Any]:
-    """Those with the most bytes that fit, in their old order."""
+    """Return those with the most bytes that fit, in their old order."""
     kept, spent = set(), 0
     for index in sorted(range(len(all_)), key=lambda index: (-all_[index].nbytes, index)):
         if spent + costs[index] > room:
@@ -183,7 +183,7 @@ def largest(all_: list[Any], costs: Sequence[int], room: int) -> list[Any]:
 
 
 def arrows_of(calls: dict[int, list[Any]]) -> list[Arrow]:
-    """Each send with its receive; one that nobody received ends with its own call."""
+    """Match each send with its receive; a send without a receive ends with its own call."""
     receives: dict[tuple[int, int, int], deque[list[Any]]] = defaultdict(deque)
     for rank in sorted(calls):
         for call in calls[rank]:
@@ -194,14 +194,14 @@ def arrows_of(calls: dict[int, list[Any]]) -> list[Arrow]:
         for op, ranks, _, nbytes, tag, start_s, end_s in calls[rank]:
             if op != "send":
                 continue
-            waiting = receives[rank, ranks[1], tag] or receives[-1, ranks[1], tag]  # -1: from whoever sends
+            waiting = receives[rank, ranks[1], tag] or receives[-1, ranks[1], tag]  # -1: from any sender
             received_s = waiting.popleft()[6] if waiting else end_s
             found.append(Arrow(rank, ranks[1], nbytes, start_s, max(received_s, start_s)))
     return found
 
 
 def bands_of(calls: dict[int, list[Any]]) -> list[Band]:
-    """Each collective with the same one of the other ranks in its group."""
+    """Match each collective with the same one on the other ranks of its group."""
     found: dict[tuple[tuple[int, ...], int], Band] = {}
     for rank in sorted(calls):
         turns: dict[tuple[int, ...], int] = defaultdict(int)
@@ -216,7 +216,7 @@ def bands_of(calls: dict[int, list[Any]]) -> list[Band]:
 
 
 def fitted(of_ranks: OfRanks, most: int) -> OfRanks:
-    """The spans as at most about `most` bars: all of them, or without those below a share of their step that grows."""
+    """Return the spans as about `most` bars at most: all, or without those below a growing share of their step."""
     share, bars = LEAST_SHARE, of_ranks
     while share < 1 and sum(map(len, bars)) > most:
         bars = [coarse(spans, share * step_seconds(of_ranks)) for spans in of_ranks]
@@ -225,8 +225,7 @@ def fitted(of_ranks: OfRanks, most: int) -> OfRanks:
 
 
 def coarse(spans: Sequence[Span], least_s: float) -> list[Span]:
-    """One rank's spans: short ones of a kind that lie close together as one without a label; what stays short left
-    out."""
+    """Merge one rank's short, close spans of a kind into one without a label; drop those that stay short."""
     of_kind: dict[str, list[Span]] = {}
     for span in spans:
         row = of_kind.setdefault(span.kind, [])
@@ -241,7 +240,7 @@ def coarse(spans: Sequence[Span], least_s: float) -> list[Span]:
 
 
 def union_s(spans: Iterable[Span]) -> float:
-    """Seconds that any of them covers."""
+    """Return the seconds that any of them covers."""
     covered, until = 0.0, 0.0
     for span in sorted(spans, key=lambda span: span.start_s):
         covered += max(0.0, span.end_s - max(span.start_s, until))
@@ -250,8 +249,8 @@ def union_s(spans: Iterable[Span]) -> float:
 
 
 def chunk_of(spans: Sequence[Span]) -> dict[int, int]:
-    """By the index of a forward, a backward or part of one: which of the rank's chunks it is; a microbatch passes them
-    in order, and backward in the other."""
+    """Return the rank's chunk number for each forward and backward (part), by index; a microbatch passes the chunks in
+    order, and in reverse in the backward."""
     times: dict[tuple[str, str], list[int]] = defaultdict(list)
     for index, span in enumerate(spans):
         if span.kind in NUMBERED and span.label:

@@ -1,10 +1,10 @@
-"""The timeline as the page and a file draw it: a row a rank, the bars of each variant on one axis of time, the legend,
-and what is said beside it. What is drawn is found in timeline.py.
+"""The drawn timeline for the page and files: bars per rank, all variants on one time axis, a legend and notes. Its data
+come from timeline.py.
 
-Places are per cent of the axis, not pixels, so that bars stretch with the page while their numbers keep their size.
-Light bars are forward, dark ones backward, in the colour of their microbatch, the same on all ranks; a rank's second
-chunk of the model has a prime behind its number and a dashed edge. A collective is a strip below each of its ranks'
-bars, joined by a line where the last one came; a message is an arrow.
+Positions are per cent of the axis, not pixels, so that bars stretch with the page while numbers keep their size. Light
+bars are forward, dark ones backward, in their microbatch's colour, which is the same on all ranks; a second chunk of
+the model has a prime after its number and a dashed edge. A collective is a strip below its ranks' bars, with a line
+where the last one entered; a message is an arrow.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,62 +15,62 @@ from distlab.lab.report.timeline import KINDS, NUMBERED, Scene, Span, bubble_of,
 from distlab.lab.report.units import counted, human_bytes, milliseconds, round_step
 from distlab.lab.report.verdict import PROOF, SCRIPT
 
-HUES = ("blue", "orange", "lime", "crimson")  # of microbatches, in turn: no phase has one like them
+HUES = ("blue", "orange", "lime", "crimson")  # of microbatches, in turn; no phase has a similar one
 ORDER = list(KINDS)  # outer kinds first: the others lie over them
-PRIME = "\u2032"  # behind a number: of the rank's second chunk
+PRIME = "\u2032"  # after a number: the rank's second chunk
 LEAST_NUMBERED_PX = 9  # a narrower bar has no room for its number
-WIDTHS_PX = (300, 500, 700, 1000, 1500, 2500, 5000, 10000)  # of the axis, from which a number is shown
+WIDTHS_PX = (300, 500, 700, 1000, 1500, 2500, 5000, 10000)  # of the axis, at which a number appears
 
 
 class Rows(NamedTuple):
-    """Where the rows of a panel stand, in pixels."""
+    """The positions of a panel's rows, in pixels."""
 
     height: float  # of a rank's bars
     gap: float
 
     def top(self, rank: int) -> float:
-        """The upper edge of a rank's bars."""
+        """Return the upper edge of a rank's bars."""
         return rank * (self.height + self.gap) + 2
 
     def middle(self, rank: int) -> float:
-        """The middle of them."""
+        """Return the middle of a rank's bars."""
         return self.top(rank) + self.height / 2
 
     def whole(self, num_ranks: int) -> float:
-        """All ranks."""
+        """Return the height of all ranks."""
         return self.top(num_ranks)
 
 
 class Axis(NamedTuple):
-    """The axis of time that all variants share."""
+    """The time axis that all variants share."""
 
     longest_s: float
 
     def percent(self, moment_s: float) -> str:
-        """Where a moment lies, to a thousandth of a per cent: 0.1 pixels at the widest zoom."""
+        """Return the position of a moment, to a thousandth of a per cent: 0.1 pixels at the widest zoom."""
         return f"{100 * moment_s / (self.longest_s or 1):.3f}".rstrip("0").rstrip(".") + "%"
 
     def least_width_px(self, bar: "Bar") -> int:
-        """Of the axis, from which a bar has room for its number; 0 where it has none at any width, or no number."""
+        """Return the axis width from which a bar has room for its number; 0 if it never has, or has no number."""
         share = (bar.end_s - bar.start_s) / self.longest_s
         least_px = LEAST_NUMBERED_PX * max(1, len(bar.number) * 0.7)
         return next((width for width in WIDTHS_PX if bar.number and share * width >= least_px), 0)
 
 
 class Bar(NamedTuple):
-    """A span as it is drawn."""
+    """A drawn span."""
 
     kind: str
     look: str  # its classes
     share: float  # of the height of its row
     label: str
-    number: str  # of its microbatch, which it bears where there are several
+    number: str  # of its microbatch, if there are several
     start_s: float
     end_s: float
 
 
 def bars(spans: Sequence[Span]) -> list[Bar]:
-    """The bars of a rank, outer ones first; lighter or darker in the colour of their microbatch."""
+    """Return the bars of a rank, outer ones first; lighter or darker in the colour of their microbatch."""
     chunks = chunk_of(spans)
     several = len({span.label for span in spans if span.kind in NUMBERED}) > 1
     found = []
@@ -86,12 +86,11 @@ def bars(spans: Sequence[Span]) -> list[Bar]:
 
 
 MOST_TICKS = 8
-MOST_MARKS = 4500  # of all variants of a run of four ranks; more ranks may have more
+MOST_MARKS = 4500  # of all variants in a run of four ranks; more ranks may have more
 
 
 class Panel(NamedTuple):
-    """One variant: what is told beside its name, the bars of each rank, and those of its schedule on paper, if there is
-    one."""
+    """One variant: its caption, the bars of each rank, and those of its simulated schedule, if there is one."""
 
     scene: Scene
     told: str
@@ -100,23 +99,23 @@ class Panel(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """All that is drawn, and said of it."""
+    """The complete drawing, with its texts."""
 
     heading: str
     num_ranks: int
     axis: Axis
     rows: Rows
     panels: list[Panel]
-    ticks: list[tuple[str, str]]  # where along the axis, and the label
+    ticks: list[tuple[str, str]]  # position along the axis, and label
     key: list[tuple[str, str]]  # class and name of each kind of mark
     note: str
     names: list[str]  # of the rows
-    look: str  # one sentence: what to see in it
-    microbatches: int  # colours of microbatches that are used; 0 where there is no more than one microbatch
+    look: str  # one sentence: what to look at
+    microbatches: int  # number of microbatch colours; 0 with a single microbatch
 
 
 def timeline(run: Run, records: Ranks, rows: Rows | None = None) -> Drawn | None:
-    """What is drawn of a run, None where no step was recorded."""
+    """Return the drawing of a run, None if no step was recorded."""
     found = scenes(run, records, MOST_MARKS * max(4, min(32, run["world_size"])) // 4)
     if not found:
         return None
@@ -131,7 +130,7 @@ def timeline(run: Run, records: Ranks, rows: Rows | None = None) -> Drawn | None
         for scene in found
     ]
     numbers = {bar.number.rstrip(PRIME) for panel in panels for of_rank in panel.bars for bar in of_rank if bar.number}
-    # All variants are to be seen at once, and each row still to be read.
+    # All variants should fit on the screen, with readable rows.
     height = max(9.0, min(20.0, 360 / (run["world_size"] * len(found))))
     return Drawn(
         heading(run, found),
@@ -149,14 +148,14 @@ def timeline(run: Run, records: Ranks, rows: Rows | None = None) -> Drawn | None
 
 
 def row_names(run: Run, records: Ranks) -> list[str]:
-    """Of each rank its number, on a mesh of several axes with its place on it: "rank 5 · dp1 pp0 tp1"."""
+    """Return each rank's name, on a mesh of several axes with its position: "rank 5 · dp1 pp0 tp1"."""
     places = coordinates(records)
     return [" · ".join(filter(None, [f"rank {rank}", places.get(rank, "")])) for rank in range(run["world_size"])]
 
 
 def coordinates(records: Ranks) -> dict[int, str]:
-    """By rank its index along each axis of several ranks; none of a rank that did not write it, or where there is one
-    axis alone."""
+    """Return each rank's index along each axis with several ranks; empty without records of it, or with a single
+    axis."""
     return {
         rank: " ".join(f"{axis}{index}" for axis, (index, size) in placed.axes.items() if size > 1)
         for rank, placed in select(records, Placed)
@@ -165,7 +164,7 @@ def coordinates(records: Ranks) -> dict[int, str]:
 
 
 def what_to_see(run: Run, found: Sequence[Scene]) -> str:
-    """One sentence on what the picture shows, from its own numbers; empty where they say nothing."""
+    """Return one sentence on what the timeline shows, from its own numbers; empty if they show nothing."""
     if run["run_mode"] in (SCRIPT, PROOF):
         return ""
     bubbles = {scene.variant: claim["measured"] for scene in found if (claim := bubble_of(run, scene.variant))}
@@ -179,7 +178,7 @@ def what_to_see(run: Run, found: Sequence[Scene]) -> str:
 
 
 def extremes(shares: dict[str, float]) -> str:
-    """The smallest and the largest share of the ranks' time, each with its variant."""
+    """Return the smallest and the largest share of the ranks' time, each with its variant."""
     least, most = (pick(shares, key=lambda name: shares[name]) for pick in (min, max))
     low, high = f"{shares[least]:.0%}", f"{shares[most]:.0%}"
     if low == high:
@@ -188,7 +187,7 @@ def extremes(shares: dict[str, float]) -> str:
 
 
 def heading(run: Run, found: Sequence[Scene]) -> str:
-    """What is seen."""
+    """Return the title of the timeline."""
     ranks = counted(run["world_size"], "ranks")
     if run["run_mode"] in (SCRIPT, PROOF):
         return f"What {ranks} call, by the lines of the script"
@@ -196,15 +195,15 @@ def heading(run: Run, found: Sequence[Scene]) -> str:
 
 
 def share_words(run: Run, scene: Scene) -> str:
-    """How much of the ranks' time is bubble, as run.json has it; else the shares of the step that is drawn; of one that
-    computes nothing there are none."""
+    """Return the bubble's share of the ranks' time from run.json; else the drawn step's shares, or nothing if it
+    computes nothing."""
     if claim := bubble_of(run, scene.variant):
         return f"idle {claim['measured']:.0%}, {claim['predicted']:.0%} by {claim['formula'] or 'the formula'}"
-    return scene.shares.told(seen=scene.variant not in run["by_torch"]) if scene.computes else ""
+    return scene.shares.in_words(seen=scene.variant not in run["by_torch"]) if scene.computes else ""
 
 
 def ticks(axis: Axis) -> Iterator[tuple[str, str]]:
-    """Round milliseconds along the axis: where each is, and its label."""
+    """Yield round milliseconds along the axis: position and label."""
     longest_ms = 1000 * axis.longest_s
     step_ms = round_step(longest_ms or 1.0, MOST_TICKS)
     for tick in range(int(longest_ms / step_ms) + 1):
@@ -212,7 +211,7 @@ def ticks(axis: Axis) -> Iterator[tuple[str, str]]:
 
 
 def key(run: Run, found: Sequence[Scene]) -> list[tuple[str, str]]:
-    """(class, name) of all that is drawn."""
+    """Return (class, name) of all drawn kinds."""
     used = {span.kind for scene in found for spans in scene.of_ranks for span in spans}
     entries = [(f"{kind} blue", KINDS[kind][0]) for kind in NUMBERED if kind in used]
     others = [kind for kind in KINDS if kind in used and kind not in (*NUMBERED, "receive", "wait")]
@@ -222,7 +221,7 @@ def key(run: Run, found: Sequence[Scene]) -> list[tuple[str, str]]:
 
 
 def notes(run: Run, found: Sequence[Scene]) -> Iterator[str]:
-    """From what it was drawn, how many bytes it holds beside those of the sockets, and what was cut."""
+    """Yield notes: the step's origin, its bytes compared with the sockets', and what was omitted."""
     if run["run_mode"] in (SCRIPT, PROOF):
         yield "From the first call on; the lines stand under the pointer."
         return

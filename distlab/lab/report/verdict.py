@@ -1,7 +1,7 @@
-"""From records to a verdict: what every rank wrote goes in, `run.json` comes out, and nothing else is looked at.
+"""The verdict: computes `run.json` from the records of all ranks, and from nothing else.
 
-A claim is held only if it was seen to hold: a difference that is not a finite number fails, and so does a run in which
-a rank has no last word. The same records give the same verdict, on the cluster and years later without one.
+A claim holds only if it was observed to hold: a difference that is not finite fails, and so does a run in which a rank
+has no last record. The same records give the same verdict at any time, on the cluster or elsewhere.
 """
 
 import json
@@ -48,29 +48,29 @@ from distlab.lab.report.units import name_ranks
 
 Claim = TypeVar("Claim", Check, Comparison)
 
-# What the ranks claim, brought together: a check or comparison that several ranks wrote becomes one entry, the worst.
+# Claims of all ranks, merged: a check or comparison of several ranks becomes one entry, the worst.
 #
-# A claim that cannot be tested does not hold: a difference that is not a finite number is over every tolerance.
+# A claim that cannot be tested fails: a difference that is not finite exceeds every tolerance.
 
 
 def merge_checks(records: Ranks) -> list[Run]:
-    """One entry a claim, merged over ranks and repetitions: the largest difference, NaN above all."""
+    """Return one entry per claim, merged over ranks and repetitions: the largest difference, NaN first."""
     return as_entries(check for _, check in _worst(records, Check))
 
 
 def as_entries(checks: Iterable[Check]) -> list[Run]:
-    """Checks as run.json holds them."""
+    """Return checks as entries of run.json."""
     return [asdict(check) | {"passed": passes(check)} for check in checks]
 
 
 def merge_comparisons(records: Ranks) -> list[Run]:
-    """One entry a comparison: that of the rank farthest off, where one that decides and fails comes before all."""
+    """Return one entry per comparison: of the rank with the largest error, but a deciding failure comes first."""
     found = _worst(records, Comparison)
     return [asdict(entry) | {"passed": passes(entry), "rank": rank} for rank, entry in found]
 
 
 def _worst(records: Ranks, kind: type[Claim]) -> list[tuple[int, Claim]]:
-    """Of the claims of one variant and name that of the rank where it is worst: a failed one above all that hold."""
+    """Return for each variant and name the claim of the rank where it is worst: failed ones first."""
     merged: dict[tuple[str, str], tuple[int, Claim]] = {}
     for rank, claim in select(records, kind):
         key = claim.variant, claim.name
@@ -85,29 +85,29 @@ def _badness(claim: Check | Comparison) -> tuple[bool, float]:
 
 
 def _off(claim: Check | Comparison) -> float:
-    """By how much."""
+    """Return the size of its error."""
     return claim.max_abs_diff if isinstance(claim, Check) else abs(claim.measured - claim.predicted)
 
 
 def passes(claim: Check | Comparison) -> bool:
-    """Whether a claim of one rank holds; one that is informational always does."""
+    """Return whether a claim of one rank holds; informational ones always do."""
     off = _off(claim)
     informational = isinstance(claim, Comparison) and not claim.decides
     return informational or (math.isfinite(off) and abs(off) <= claim.tolerance)
 
 
-# Claims that a run of these settings has to have made and that are not there: a check that vanishes is a failure.
+# Missing claims: a check that a run of these settings needs and that is not there counts as failed.
 #
-# What has to be there is written down as a run begins (`Expected`), from the settings and the lesson's list alone,
-# and not by the code that makes the claims. A variant that was skipped aloud need not claim anything, nor a rank that
-# left; and a rank may say that there was nothing to hold (`Waived`).
+# The needed claims are recorded when a run begins (`Expected`), from the settings and the lesson's list, independently
+# of the code that makes them. Skipped variants and ranks that left need not make any; a rank may record that there was
+# nothing to check (`Waived`).
 
 NAME = "claims"
 CONTROL = "tests/lab/report/test_expected.py::test_a_claim_that_vanishes_is_missed"
 
 
 def missing(records: Ranks) -> list[Check]:
-    """A failed check for each variant of which a claim is not there, of ranks that came through to the end."""
+    """Return a failed check for each variant with a missing claim, of ranks that finished."""
     found = next((each.claims for _, each in select(records, Expected)), None)
     if found is None:
         return [Check("", NAME, 1, 0, "no rank says which claims these settings need", CONTROL)]
@@ -130,7 +130,7 @@ def missing(records: Ranks) -> list[Check]:
 
 
 def claims_of(records: Ranks) -> tuple[Counter[tuple[int, str, str]], dict[int, set[str]]]:
-    """How often each rank made or waived a claim, and beginnings of names that it waived for all variants."""
+    """Return how often each rank made or waived a claim, and name prefixes waived for all variants."""
     made: Counter[tuple[int, str, str]] = Counter()
     waived: dict[int, set[str]] = {}
     for claims in (select(records, Check), select(records, Comparison)):
@@ -143,28 +143,28 @@ def claims_of(records: Ranks) -> tuple[Counter[tuple[int, str, str]], dict[int, 
 
 
 def missing_claim_sentence(name: str, times: int, seen: int, ranks: list[int]) -> str:
-    """Which claim is not there, and of whom."""
+    """Return which claim is missing, and on which ranks."""
     who = name_ranks(ranks) if ranks else "some rank"
     often = f"{times} times, and found are {seen}" if times > 1 else "and it is not there"
     return f"these settings need {name!r} of {who} {often}"
 
 
-SCRIPT, PROOF = "check", "prove"  # the run_mode of someone's script, in which nothing is proven, and of their model
+SCRIPT, PROOF = "check", "prove"  # the run_mode of a user's script, in which nothing is proven, and of a user's model
 EXIT_CODES = {"pass": 0, "fail": 1, "refused": 2, "lost": 3}
 
 
 def judge(records: Ranks) -> Run:
-    """The run as `run.json` holds it, from the records of each rank; raises BrokenRecord if they are not of one run.
+    """Return the run as in `run.json`, from the records of each rank; raises BrokenRecord if they are of several runs.
 
-    Lists inside a variant have one entry a rank, None where that rank wrote no such record. Beyond the fields that
-    scripts rely on, `proven` says whether the proof was made and held, `timed_held` whether the timed steps were held
-    against one process (LAB_PROOF=0 leaves it out), `errors` what ended a rank, `unseen` whose records are not here,
-    and a comparison names the `rank` that was farthest off and whether it `decides`.
+    Lists inside a variant have one entry per rank, None if that rank has no such record. Besides the stable fields,
+    `proven` says whether the proof was made and passed, `timed_held` whether the timed steps were compared with one
+    process (LAB_PROOF=0 leaves it out), `errors` what ended ranks, `unseen` whose records are missing, and a comparison
+    has the `rank` with the largest error and whether it `decides`.
     """
     start = first(records)
     checks, comparisons = merge_checks(records), merge_comparisons(records)
     left = {entry.rank: _named(entry) for _, entry in select(records, Left)}
-    # How one ended that had left before does not decide: the others had gone on.
+    # The end of a rank that had left before does not count: the others continued.
     ends = [(rank, end) for rank, end in select(records, Failed) if rank not in left]
     errors = [{"rank": rank, "exit_code": end.exit_code, "error": end.error} for rank, end in ends]
     lost = _lost(records, start.world_size, errors, left)
@@ -203,12 +203,12 @@ def judge(records: Ranks) -> Run:
 
 
 def proof_on(config: Run) -> bool:
-    """Whether the settings of a run leave the proof in."""
+    """Return whether the settings of a run include the proof."""
     return str(config.get("LAB_PROOF", 1)).lower() not in ("0", "false")
 
 
 def exit_code(run: Run) -> int:
-    """The code that every rank of this run returns; 143 or 130 if it was stopped and nothing else went wrong."""
+    """Return the exit code of every rank of this run; 143 or 130 if it was stopped and nothing else failed."""
     if run["verdict"] == "lost" and not run["lost"]:
         codes = [error["exit_code"] for error in run["errors"]]
         return 3 if 3 in codes else max(codes)
@@ -216,17 +216,17 @@ def exit_code(run: Run) -> int:
 
 
 def as_lines(run: Run) -> list[str]:
-    """The text of `run.json`; NaN and infinity become null, since JSON has no word for them."""
+    """Return the text of `run.json`; NaN and infinity become null, which JSON lacks."""
     return [json.dumps(replace_not_finite(run, lambda _: None), indent=1, allow_nan=False), "\n"]
 
 
 def write_run(folder: Path, run: Run) -> None:
-    """Write `run.json` in place of the one that is there: for a run that is over (run_folder.py)."""
+    """Replace `run.json`, for a run that is over (run_folder.py)."""
     write_atomically(folder / "run.json", as_lines(run))
 
 
 def first(records: Ranks) -> Start:
-    """The start of the lowest rank; raises BrokenRecord where there is none or the ranks are not of one run."""
+    """Return the start of the lowest rank; raises BrokenRecord if it is missing or ranks are of several runs."""
     starts = list(select(records, Start))
     if not starts:
         raise BrokenRecord("no rank has a Start record: nothing says what was run")
@@ -245,31 +245,31 @@ def first(records: Ranks) -> Start:
 
 
 def slowest(seconds: list[float | None]) -> float | None:
-    """The time of a step is that of its slowest rank; None if no rank timed it."""
+    """Return the time of a step on its slowest rank; None if no rank timed it."""
     return max((value for value in seconds if value is not None), default=None)
 
 
 def times_steps(run: Run) -> bool:
-    """Whether the steps of any variant were timed."""
+    """Return whether the steps of any variant were timed."""
     return any(slowest(variant["step_seconds"]) for variant in run["variants"])
 
 
 def pytorch_own(run: Run) -> str | None:
-    """The variant of this run that is PyTorch's own, if it was timed."""
+    """Return this run's PyTorch variant, if it was timed."""
     timed = {variant["name"] for variant in run["variants"] if slowest(variant["step_seconds"])}
     return next((name for name in run["by_torch"] if name in timed), None)
 
 
 def _unseen(records: Ranks, world_size: int) -> list[Run]:
-    """The ranks that wrote nothing here: on a disk of their own, on which host, or not at all, and then None."""
+    """Return the ranks without records here, with the host that has them, or None if there are none at all."""
     seen = {rank for rank, _ in select(records, Start)}
     hosts = next((entry.hosts for _, entry in select(records, Unshared)), [None] * world_size)
     return [{"rank": rank, "host": hosts[rank]} for rank in range(world_size) if rank not in seen]
 
 
 def machines(records: Ranks) -> list[Run]:
-    """An entry a machine, which several containers may share: its ranks, and its load as the lowest of them began and
-    ended. None of a run whose records do not tell it."""
+    """Return one entry per machine, which several containers may share: its ranks, and its load at the start and end of
+    the lowest one. Empty if the records lack it."""
     found: dict[str, Run] = {}
     for rank, load in select(records, Load):
         new = {"cores": load.cores, "processor": load.processor, "ranks": [], "start": None, "end": None}
@@ -281,7 +281,7 @@ def machines(records: Ranks) -> list[Run]:
 
 
 def _dropped(records: Ranks) -> Run | None:
-    """What came to all ranks and was not believed; None where nothing did."""
+    """Return the rejected messages of all ranks; None if there were none."""
     by_fault: Counter[str] = Counter()
     by_source: Counter[str] = Counter()
     for _, entry in select(records, Dropped):
@@ -298,13 +298,13 @@ def _verdict(errors: list[Run], lost: list[Run], held: bool) -> str:
         return "refused"
     if any(code != 3 and code < 128 for code in codes):
         return "fail"
-    if lost or codes:  # before the checks: the ranks ended with 3, whatever had been checked until then
+    if lost or codes:  # before the checks: lost ranks mean exit code 3, whatever was checked before
         return "lost"
     return "pass" if held else "fail"
 
 
 def _lost(records: Ranks, world_size: int, errors: list[Run], left: Container[int]) -> list[Run]:
-    """The ranks that the survivors named; if nothing explains the end, those that have no last word themselves."""
+    """Return the ranks that the survivors named; if nothing explains the end, those without a last record."""
     named = {
         lost.rank: _named(lost) for rank, lost in select(records, Lost) if rank not in left and lost.rank not in left
     }
@@ -326,7 +326,7 @@ def _variant_names(records: Ranks) -> list[str]:
 
 
 def _variant(name: str, records: Ranks, world_size: int) -> Run:
-    """One variant's numbers, a list entry a rank: medians of the timed steps, bytes a step, the peak."""
+    """Return one variant's numbers, one list entry per rank: medians of timed steps, bytes per step, the peak."""
 
     def a_rank(
         kind: type[Any], numbers: Callable[[Any], list[float]], merge: Callable[[list[float]], float]

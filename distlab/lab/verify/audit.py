@@ -1,11 +1,10 @@
-"""What the timed pass is held to: one process that trains the same steps in the same type, and audits of sampled steps.
+"""Check the timed pass against a single process in the same dtype, and against audits of sampled steps.
 
-The proof is made in float64 with a small rate, on strategies that are thrown away: what only float32 does, or only the
-strategies that are timed, it does not see. So before the first step, the last one and one in between that LAB_SEED
-draws, rank 0 gathers weights and optimizer state (`Strategy.full`); after it again. From the weights before, one
-process computes loss and gradient of the whole batch in LAB_DTYPE, and the formulas below what becomes of weights and
-state. Variants that hold the same weights to the bit share that computation, as all do before the first step. None
-of it is in the timed interval: ranks wait for each other before a step begins.
+The proof uses float64, a small rate and temporary strategies, so it cannot detect errors that only float32 or the timed
+strategies have. So before the first step, the last one and one in between drawn by LAB_SEED, rank 0 gathers weights and
+optimizer state (`Strategy.full`), and again after it. From the weights before, one process computes loss and gradient
+of the whole batch in LAB_DTYPE, and the formulas below the new weights and state. Variants with equal weights share
+that computation, as all do before the first step. None of it is timed: ranks wait for each other before a step begins.
 """
 
 import math
@@ -31,30 +30,29 @@ from distlab.techniques.collectives.sharded_tensor import LocalShard
 
 # --- one process ---
 #
-# Ranks add up in another order than one process does, so their losses part by rounding, and what parts grows from step
-# to step: by how much depends on the type, the number of terms and steps, the learning rate and the loss's curvature.
-# No formula in these alone bounds it tightly enough to see a mistake in 16 bits. So a twin is trained beside it, on
-# rank 1: it begins with every weight moved by one unit in its last place, and adds each batch up in as many parts as
-# the ranks do. By what that changes, MARGIN times, may the ranks be off; and by the rounding of the loss, a sum of n
-# terms, which Higham and Mary (2019, "A New Approach to Probabilistic Rounding Error Analysis", theorem 2.4) bound by
-# sqrt(n) units.
+# Ranks add in another order than one process, so losses differ by rounding, and the difference grows from step to step,
+# depending on the dtype, the number of terms and steps, the learning rate and the loss's curvature. No formula of these
+# is tight enough to detect a bug in 16 bits. So a twin is trained on rank 1: its weights begin one unit in the last
+# place off, and it adds each batch in as many parts as there are ranks. The ranks may differ by MARGIN times the twin's
+# difference, plus the rounding of the loss, a sum of n terms, which Higham and Mary (2019, "A New Approach to
+# Probabilistic Rounding Error Analysis", theorem 2.4) bound by sqrt(n) units.
 
-# Ranks were off by up to twice what the twin is, in all modes, models and types; mistakes by 100 times that and more.
+# In all modes, models and dtypes, ranks differed by up to twice the twin's difference; bugs by at least 100 times.
 MARGIN = 8.0
 
 
 @dataclass(frozen=True)
 class ReferenceRun:
-    """One process, on rank 0."""
+    """The single process's run, on rank 0."""
 
     losses: list[float]  # of every step
-    allowed: list[float]  # by how much a rank's may differ, up to the step at which a loss is no number any more
+    allowed: list[float]  # the allowed difference of a rank's, up to the first loss that is not finite
     gradients: dict[str, float]  # the norm of each parameter's first gradient
-    rounding: dict[str, float]  # and of what rounding may change of it
+    rounding: dict[str, float]  # the possible effect of rounding on these norms
 
 
 def one_process(lab: Lab, batches: Batches, dtype: torch.dtype, *, masters: bool = False) -> ReferenceRun | None:
-    """The one process on rank 0, with float32 `masters` of its weights or without; None elsewhere, or without the
+    """Run the single process on rank 0, with or without float32 `masters`; return None on other ranks, or without the
     proof, since a model may not fit into one process."""
     lab.at(0, "one process")
     steps = lab.config.steps if lab.config.proof else 0
@@ -65,7 +63,7 @@ def one_process(lab: Lab, batches: Batches, dtype: torch.dtype, *, masters: bool
         if is_twin:
             reference.move_by_a_unit(model, lab.config.seed)
             return reference.losses(model, batches, lab.config, steps, masters=masters, parts=parts)
-        model.register_forward_hook(lambda *_: lab.work.advance())  # each batch goes through the model whole
+        model.register_forward_hook(lambda *_: lab.work.advance())  # each batch is one pass
         with lab.work.of(steps, "steps while the others wait"):
             return reference.losses(model, batches, lab.config, steps, masters=masters)
 
@@ -85,7 +83,7 @@ def one_process(lab: Lab, batches: Batches, dtype: torch.dtype, *, masters: bool
 
 
 def allowed(losses: Sequence[float], twin: Sequence[float], unit: float) -> list[float]:
-    """MARGIN times what the twin has been off up to each step, and `unit` of the loss, until one is no number."""
+    """Return MARGIN times the twin's largest difference so far, plus `unit` of the loss, until one is not finite."""
     bounds: list[float] = []
     apart = largest = 0.0
     for ours, theirs in zip(losses, twin, strict=True):
@@ -98,22 +96,21 @@ def allowed(losses: Sequence[float], twin: Sequence[float], unit: float) -> list
 
 # --- one update of a tensor, by its published formula ---
 #
-# It shares no line with the optimizers that train (distlab/lab/workload/optimizer.py, torch.optim). AdamW divides a
-# gradient by its own size, so that rounding becomes an update where a gradient is nothing but rounding. So what is
-# held against one process are its moments, which are linear and square in the gradient; and the weights against the
-# formula of the moments that are there (Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization",
-# algorithm 2).
+# The code is independent of the optimizers that train (distlab/lab/workload/optimizer.py, torch.optim). AdamW divides a
+# gradient by its own size, which turns rounding into an update where a gradient is only rounding. So its moments, which
+# are linear and quadratic in the gradient, are compared with one process, and its weights with the formula for the
+# present moments (Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization", algorithm 2).
 #
-# Norms of differences are held, in float64. A number that is stored in a type whose unit is coarse moves by whole
-# units or not at all: where it is off by d before it is rounded, it differs after that by a unit in d/unit of all
-# cases, so in the norm by sqrt(unit · d).
+# Compared are norms of differences, in float64. A number in a coarse dtype changes by whole units or not at all: if it
+# differs by d before rounding, it differs by a unit afterwards in d/unit of all cases, so in the norm by sqrt(unit ·
+# d).
 
 BETA_1, BETA_2, EPSILON, DECAY = 0.9, 0.999, 1e-8, 0.01  # AdamW's, which the lab does not set
-ROUNDINGS = 4  # of an element in one update, at most: decay, ratio, product, sum
+ROUNDINGS = 4  # of an element per update, at most: decay, ratio, product, sum
 
 
 def sgd(weight: Tensor, gradient: Tensor, found: Tensor, rounding: float, config: Config) -> dict[str, Off]:
-    """`found` is w - lr·g; `rounding` is the norm of what may be wrong with the gradient."""
+    """Check that `found` is w - lr·g; `rounding` is the norm of the gradient's possible error."""
     wanted = weight.clone().add_(gradient, alpha=-config.learning_rate)
     return {"weights": stored_difference(found, wanted, config.learning_rate * rounding)}
 
@@ -122,11 +119,11 @@ def adamw(
     weight: Tensor, gradient: Tensor, before: dict[str, Tensor], found: Tensor, after: dict[str, Tensor], step: int,
     rounding: float, config: Config,
 ) -> dict[str, Off]:  # fmt: skip
-    """The update after `step` others: moments against the gradient, weights against the moments that are there."""
+    """Check the update after `step` others: moments against the gradient, weights against the present moments."""
     taken = (before.get("step"), after.get("step"))
     counts = tuple(0.0 if count is None else count.item() for count in taken)
     if counts != (step, step + 1) or not {"exp_avg", "exp_avg_sq"} <= set(after):
-        return {"optimizer": Off(math.inf, 0.0)}  # begun anew, or not begun
+        return {"optimizer": Off(math.inf, 0.0)}  # restarted, or never begun
     first = before.get("exp_avg", torch.zeros_like(found)).lerp(gradient, 1 - BETA_1)
     second = before.get("exp_avg_sq", torch.zeros_like(found)) * BETA_2
     second.addcmul_(gradient, gradient, value=1 - BETA_2)
@@ -148,7 +145,7 @@ def adamw(
 
 
 def stored_difference(found: Tensor, wanted: Tensor, uncertain: float) -> Off:
-    """The difference of what is stored, where it may be `uncertain` before it is rounded; both as norms."""
+    """Return the difference of stored numbers that may be `uncertain` before rounding; both as norms."""
     unit = torch.finfo(wanted.dtype).eps
     exact = torch.finfo(torch.promote_types(wanted.dtype, torch.float32)).eps
     size = wanted.double().norm().item()
@@ -161,19 +158,19 @@ def stored_difference(found: Tensor, wanted: Tensor, uncertain: float) -> Off:
 # --- the audited steps ---
 
 Tensors = dict[str, Tensor]
-State = dict[str, Tensors]  # of each parameter its "weights", and the optimizer's state by key
+State = dict[str, Tensors]  # each parameter's "weights", and the optimizer's state by key
 Gradient = tuple[float, Tensors]  # the loss of a batch, and its gradient
 MISSING = {"weights": Off(math.inf, 0.0)}
 
 
 def sampled(steps: range, seed: int) -> list[int]:
-    """Those of `steps` that are audited: both ends, and one in between."""
+    """Return the audited ones of `steps`: both ends, and one in between."""
     drawn = [random.Random(seed).choice(steps[1:-1])] if steps[1:-1] else []
     return sorted({steps[0], *drawn, steps[-1]}) if steps else []
 
 
 class Audit:
-    """The audited steps of some variants, each held against its one process: all ranks go `around` every step."""
+    """The audited steps of some variants, compared with their single process; all ranks call `around` every step."""
 
     def __init__(
         self, lab: Lab, batches: Batches, alone: Mapping[str, ReferenceRun | None], steps: Mapping[str, range]
@@ -182,12 +179,12 @@ class Audit:
         self.steps = {name: sampled(of, lab.config.seed) for name, of in steps.items()}
         self.done: dict[str, list[int]] = {name: [] for name in alone}
         self.found = {name: Worst() for name in alone}
-        self.numberless: dict[str, set[str]] = {}  # kinds of which one process had no number in a step
-        self._known: tuple[str, Gradient] | None = None  # the last gradient, by what it was computed from
+        self.numberless: dict[str, set[str]] = {}  # kinds that were not finite in the single process in some step
+        self._known: tuple[str, Gradient] | None = None  # the last gradient, with the key of its input
 
     @contextmanager
     def around(self, name: str, strategy: Strategy, step: int, data_step: int) -> Iterator[list[float | None]]:
-        """Around one step of a variant on the batch `data_step`; its share of the loss goes into what is yielded."""
+        """Wrap a variant's step on the batch `data_step`; the caller appends its loss share to the yielded list."""
         shares: list[float | None] = []
         if step not in self.steps.get(name, ()):
             yield shares
@@ -236,7 +233,7 @@ class Audit:
         return adamw(weight, gradient, before, found, after, step, rounding, config)
 
     def _gradient(self, before: State, data_step: int) -> Gradient:
-        """Loss and gradient of the whole batch at these weights, in one process and LAB_DTYPE."""
+        """Return loss and gradient of the whole batch at these weights, in one process and LAB_DTYPE."""
         model = self.lab.model(getattr(torch, self.lab.config.dtype))
         reference.fill(model, {name: each["weights"] for name, each in before.items() if "weights" in each})
         key = f"{data_step} {digest_of(model.parameters())}"
@@ -247,7 +244,7 @@ class Audit:
 
 
 def gathered(lab: Lab, strategy: Strategy) -> State:
-    """A copy of all weights and of the optimizer's state on rank 0; nothing elsewhere."""
+    """Return a copy of all weights and of the optimizer's state on rank 0; nothing elsewhere."""
     state = defaultdict[str, Tensors](dict)
     for kind in ("weights", "optimizer"):
         for label, tensor in strategy.full(kind):  # a collective
@@ -261,18 +258,18 @@ def norm(tensors: Tensors) -> float:
     return math.hypot(*(tensor.double().norm().item() for tensor in tensors.values()))
 
 
-# --- what decides ---
+# --- the checks ---
 #
-# timed losses       of every step, against the one process that trains the same steps in the same type
+# timed losses       every step, against one process that trains the same steps in the same dtype
 # audited loss, audited weights, audited optimizer
-#                    of sampled steps, against one process from the same weights and state
-# timed replicas     ranks that hold a weight, or the same part of it, hold the same to the bit after the last step
-# timed steps        every rank has done every step, and all that were to be audited were
+#                    sampled steps, against one process from the same weights and state
+# timed replicas     ranks with the same weight, or the same part of it, have equal bits after the last step
+# timed steps        every rank has run every step, and all chosen steps were audited
 #
-# PyTorch's own are shown beside them. So is what on purpose is not what one process computes, unless `Held` names
-# what it is held to. In 16 bits a strategy may step float32 copies of its weights: then the one process does so too.
+# PyTorch's variants are informational. So are those that by design differ from one process, unless `Held` names a
+# reference for them. In 16 bits a strategy may step float32 copies of its weights: then the single process does too.
 
-Curves = dict[str, list[float | None]]  # the loss of the batch at each step, by variant; None where nobody knows it
+Curves = dict[str, list[float | None]]  # the batch's loss at each step, by variant; None if unknown
 
 NAMES = {False: "one process", True: "one process, float32 masters"}
 
@@ -288,14 +285,14 @@ CONTROLS = {
 
 
 class TimedPassChecks:
-    """All ranks call every method; without the proof none decides but the number of steps and replicas."""
+    """The checks of the timed pass, called on all ranks; without the proof only steps and replicas decide."""
 
     def __init__(
         self, lab: Lab, course: TrainingPosition, strategies: Mapping[str, Strategy], ends: Mapping[str, int],
         dtype: torch.dtype, held: Mapping[str, Held],
     ) -> None:  # fmt: skip
         self.lab, self.held = lab, {name: held.get(name, Held()) for name in strategies}
-        self.starts, self.ends = dict(course.done), ends  # the steps that each had done before, and is to have done
+        self.starts, self.ends = dict(course.done), ends  # the steps that each had done before, and must have done
         kept = in_float32(lab, strategies, dtype)
         self.masters = {name: name in kept for name, each in self.held.items() if not each.why}
         self.alone = {
@@ -311,7 +308,7 @@ class TimedPassChecks:
 
     @property
     def losses(self) -> dict[str, list[float]]:
-        """The curves of one process, by name, on rank 0."""
+        """Return the curves of the single processes, by name, on rank 0."""
         return {NAMES[masters]: alone.losses for masters, alone in self.alone.items() if alone is not None}
 
     def decide(self, strategies: Mapping[str, Strategy], curves: Curves, shares: Curves) -> None:
@@ -353,13 +350,13 @@ class TimedPassChecks:
                 worst.note("losses", abs(value - wanted), bound, f"step {step} of {len(curve)}{numbers}")
         if not worst.found:
             self.lab.waive("timed losses", "neither has a loss that is a number", name)
-        elif len(curve) == len(expected):  # else the number of steps has a check of its own
+        elif len(curve) == len(expected):  # otherwise the check of the number of steps fails
             off = worst.found["losses"]
             self.lab.check("timed losses", *off[:2], name, off.where, control=CONTROLS["losses"])
 
 
 def in_float32(lab: Lab, strategies: Mapping[str, Strategy], dtype: torch.dtype) -> set[str]:
-    """The strategies that keep their weights in a finer type than `dtype`, which they compute in."""
+    """Return the strategies whose weights have a finer dtype than `dtype`, in which they compute."""
     found: set[str] = set()
     if dtype.itemsize < 4:
         for name, strategy in strategies.items():
@@ -369,8 +366,8 @@ def in_float32(lab: Lab, strategies: Mapping[str, Strategy], dtype: torch.dtype)
 
 
 def own_weights(lab: Lab, strategy: Strategy) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights that this rank holds, a box of one by where it stands: replicas of a slice hold the same. Of a mode
-    that saves nothing, what its strategy gives as dense."""
+    """Yield this rank's weights, boxes by position, so that replicas of a slice compare. In a mode that saves nothing,
+    yield what its strategy returns as dense."""
     if lab.mode.unsaved and not hasattr(strategy, "state_dict"):
         yield from strategy.full("weights")
         return
@@ -382,7 +379,7 @@ def own_weights(lab: Lab, strategy: Strategy) -> Iterator[tuple[str, torch.Tenso
 
 
 def check_alike(lab: Lab, name: str, strategy: Strategy) -> None:
-    """Ranks that hold the same weight, or the same box of it, hold the same to the bit, by the checksum of each."""
+    """Check that ranks with the same weight, or the same box of it, have equal bits, by checksums."""
     lab.at(lab.config.steps, f"the weights of {name}")
     mine = {label: digest_of([weight]) for label, weight in own_weights(lab, strategy)}
     everyone = lab.exchange.gather("checksums", mine)

@@ -1,8 +1,8 @@
-"""The counted pass: what a step of a variant sends and holds.
+"""The counted pass: the bytes that a step of a variant sends and stores.
 
-One step, after two that warm up, with one variant alive at a time, under the ledger and the meters of memory, whose
-cost the timed pass does not see. A strategy whose steps are not alike says after how many they repeat
-(`repeats_after`): so many are counted.
+It runs one step after two warm-up steps, with one variant alive at a time, under the ledger and the memory meters,
+whose cost the timed pass does not have. If a strategy's steps differ, it declares after how many they repeat
+(`repeats_after`), and so many are counted.
 """
 
 import gc
@@ -27,16 +27,16 @@ from distlab.lab.report.units import counted
 from distlab.lab.workload.data import Batches, Microbatch
 from distlab.lab.workload.model import outline
 from distlab.lab.workload.user_model import is_own
-from distlab.techniques.collectives.phases import heard
+from distlab.techniques.collectives.phases import listening
 from distlab.techniques.pipeline_parallel.costs import in_flight
 from distlab.techniques.sharded.costs import Happening, shown_on
 
 WARMUP_STEPS = 2  # DDP rebuilds its buckets after the first step
-COUNTED_STEPS = WARMUP_STEPS + 1  # of a variant whose steps are alike
+COUNTED_STEPS = WARMUP_STEPS + 1  # of a variant whose steps are equal
 
 
 def count(lab: Lab, variants: Mapping[str, Build]) -> dict[str, Counted]:
-    """What a step of each variant sends, and the most that it holds, with one variant alive at a time."""
+    """Count the bytes that a step of each variant sends, and its peak memory, with one variant alive at a time."""
     dtype = getattr(torch, lab.config.dtype)
     batches = lab.batches(dtype)
     counted = {}
@@ -44,9 +44,9 @@ def count(lab: Lab, variants: Mapping[str, Build]) -> dict[str, Counted]:
     for number, (name, build) in enumerate(variants.items()):
         lab.at(0, f"count of {name}")
         if number == 0 and lab.config.backend == "nccl":
-            # It lets go of what PyTorch's own variants sent with the group's next call: 77 MB of DDP's on an H200.
+            # The group's next call frees what PyTorch's variants sent: 77 MB of DDP's on an H200.
             train(lab, build(lab.model(dtype), lab.mesh, lab.config.untimed()), batches, range(1))
-        gc.collect()  # torch's optimizers refer to themselves: what the pass before trained would stand beside this
+        gc.collect()  # torch's optimizers have reference cycles, and would keep the last pass's memory
         with MemoryLedger(lab.device) as memory:
             strategy = build(lab.model(dtype), lab.mesh, lab.config.untimed())
             train(lab, strategy, batches, range(WARMUP_STEPS))
@@ -56,7 +56,7 @@ def count(lab: Lab, variants: Mapping[str, Build]) -> dict[str, Counted]:
                 lab.count() as traffic,
                 SavedActivations(memory.saves) as activations,
                 memory.step(order),
-                heard(order.mark),
+                listening(order.mark),
                 passes.watched(),
             ):
                 train(lab, strategy, batches, range(WARMUP_STEPS, WARMUP_STEPS + steps))
@@ -74,18 +74,18 @@ def count(lab: Lab, variants: Mapping[str, Build]) -> dict[str, Counted]:
 
 
 def repeats_after(strategy: Strategy) -> int:
-    """After how many steps it makes the same calls again; of one that never does, how many are counted."""
+    """Return after how many steps its calls repeat; if they never do, how many are counted."""
     steps: int = getattr(strategy, "repeats_after", 1)
     return max(1, steps)
 
 
 def alike(strategy: Strategy) -> bool:
-    """Whether it ever makes the same calls again."""
+    """Return whether its calls ever repeat."""
     return getattr(strategy, "repeats_after", 1) > 0
 
 
 def write_memory(lab: Lab, name: str, memory: MemoryLedger) -> None:
-    """What tensors held, and beside it what the process and the container count, which see more than tensors."""
+    """Write the tensors' bytes, and those that process and container count, which include more."""
     lab.journal.write(records.Memory(name, memory.peak_bytes))
     lab.journal.write(records.Classes(name, memory.rest, memory.peak))
     lab.journal.write(records.MemoryLine(name, memory.step_s, memory.line()))
@@ -110,29 +110,29 @@ def write_traffic(lab: Lab, name: str, traffic: Traffic) -> None:
         lab.say(traffic.wire_error, heading="no wire")
 
 
-# What a model's layers hold by themselves: one process's passes over this rank's samples, with no strategy around.
+# Memory of a model's layers alone: one process's passes over this rank's samples, without a strategy.
 #
-# Activations are what a formula knows least about: which tensors an operation saves is torch's affair. So they are
-# counted where nothing is split, gathered or scheduled, and what a strategy adds or saves is predicted on top of them
+# Activations are hard to predict by formula: torch decides which tensors an operation saves. So they are counted where
+# nothing is split, gathered or scheduled, and the effect of a strategy is predicted on top
 # (distlab/techniques/sharded/costs.py).
 
 ACTIVATIONS_CONTROL = "tests/experiments/test_orders.py::test_layers_that_keep_what_they_compute_again_are_seen"
 
 
 class Saved(NamedTuple):
-    """Bytes that a forward pass leaves for its backward pass."""
+    """Bytes that a forward pass saves for its backward pass."""
 
     all_bytes: int
-    linear_bytes: int  # of these the inputs of linear layers, which the gradients of their weights need
+    linear_bytes: int  # the part in inputs of linear layers, for their weights' gradients
 
 
 def saved_bytes(lab: Lab, run: range, microbatch: Microbatch) -> int:
-    """What one forward pass of `microbatch` through the layers `run` leaves for its backward pass."""
+    """Return the bytes that a forward pass of `microbatch` through the layers `run` saves for its backward pass."""
     return saved(lab, run, microbatch).all_bytes
 
 
 def saved(lab: Lab, run: range, microbatch: Microbatch) -> Saved:
-    """The same by kind; behind the last layer the loss, too. What comes in from the layer before is made up."""
+    """Return the same by kind, after the last layer with the loss; the input of the first layer is made up."""
     dtype = getattr(torch, lab.config.dtype)
     model = lab.model(dtype)
     hidden, targets, share = microbatch
@@ -159,13 +159,13 @@ def most_of_a_layer(lab: Lab, dealt: Callable[[list[Microbatch]], list[Microbatc
 
 
 def checks_recomputed(lab: Lab) -> bool:
-    """Whether layers are run again, and what they save is known: of one's own model it is not."""
+    """Return whether layers are recomputed, with known saved bytes: those of a user's model are not known."""
     return lab.config.recompute and not is_own(lab.config.model) and not shown_on(lab.config.device)
 
 
 def check_recomputed(lab: Lab, name: str, peak_bytes: float, again_bytes: float, layer_bytes: int) -> None:
-    """With LAB_RECOMPUTE a step holds at most what one does in which every layer keeps its input alone (`again`), and
-    what one layer saves. What is predicted elsewhere is outlined by the very code that computes again."""
+    """Check that with LAB_RECOMPUTE a step's peak is at most that of a step where every layer keeps only its input
+    (`again`), plus the saved bytes of one layer. Other predictions come from the recomputing code itself."""
     bound = again_bytes + layer_bytes
     detail = f"{peak_bytes:.0f} B held at most, {bound:.0f} where every layer is run again"
     lab.check("recomputed peak", max(0.0, peak_bytes - bound), 0, name, detail, control=ACTIVATIONS_CONTROL)
@@ -180,8 +180,8 @@ def predicted_peaks(
     unlike: Mapping[str, bool] | None = None,
     dealt: Callable[[list[Microbatch]], list[Microbatch]] = list,
 ) -> list[Prediction]:
-    """The most that each variant of ours holds on this rank, by `peak_of(name, one process's passes)`; where layers are
-    run again, that bound is held, too. Those in `unlike` run all of them again, or none, whatever LAB_RECOMPUTE says.
+    """Predict each variant's peak on this rank, by `peak_of(name, one process's passes)`; if layers are recomputed,
+    check that bound too. Variants in `unlike` recompute all layers or none, whatever LAB_RECOMPUTE says.
     """
     recomputes, found, unlike = checks_recomputed(lab), list[Prediction](), unlike or {}
     whole = outlined(lab, again=True, recompute=False, dealt=dealt) if recomputes else []
@@ -211,10 +211,10 @@ def outlined(
     recompute: bool | None = None,
     dealt: Callable[[list[Microbatch]], list[Microbatch]] = list,
 ) -> list[Happening]:
-    """A step's passes over this rank's microbatches in one process, which drops each gradient when it has it.
+    """Record a step's passes over this rank's microbatches in one process, which frees each gradient at once.
 
-    again: every layer is computed again as a whole for its backward pass. recompute: LAB_RECOMPUTE's way, by default as
-    it is set. dealt: what a strategy makes of its microbatches.
+    again: every layer is recomputed as a whole for its backward pass. recompute: LAB_RECOMPUTE's way, by default as
+    set. dealt: turns microbatches into those of the strategy.
     """
     dtype = getattr(torch, lab.config.dtype)
     model, batches = lab.model(dtype), lab.batches(dtype)
@@ -233,14 +233,14 @@ def outlined(
 
 
 class Watch:
-    """Notes what happens in a model's passes, and what is alive then."""
+    """Records events of a model's passes, and the live bytes at each."""
 
     def __init__(self, device: torch.device) -> None:
         self.storages = Storages(device.type)
         self.happenings: list[Happening] = []
 
     def begin(self) -> None:
-        # Kept alive: one that dies meanwhile, such as a message that gloo's thread lets go of, would count below 0.
+        # Keep existing tensors alive: if one were freed, such as a message in gloo's thread, counts would be negative.
         self._kept = label_before(self.storages)
         self.before = self.storages.live_bytes
         self.storages.peak_bytes = self.before
@@ -251,11 +251,11 @@ class Watch:
         self.storages.peak_bytes = live
 
     def over(self, layers: Iterable[tuple[int, nn.Module]], *, again: bool = False) -> None:
-        """Hear of these layers, each with its number in the model, and of their gradients."""
+        """Record the passes and gradients of these layers, given by number in the model."""
         seen: set[nn.Parameter] = set()
         for index, layer in layers:
             if again:
-                anchor = torch.zeros((), requires_grad=True)  # bytes of text have no gradient, and no graph without
+                anchor = torch.zeros((), requires_grad=True)  # bytes of text have no gradient, hence no graph
                 layer.forward = partial(Again.apply, layer.forward, partial(self.note, "computed", index), anchor)
             layer.register_forward_pre_hook(lambda *_, index=index: self.note("layer", index))
             layer.register_forward_hook(partial(self._left, index))
@@ -281,7 +281,7 @@ class Watch:
 
 
 class Again(torch.autograd.Function):
-    """A layer that keeps its input alone, and is computed once more, all of it, for its backward pass."""
+    """A layer that keeps only its input, and is recomputed completely for its backward pass."""
 
     @staticmethod
     def forward(
@@ -301,16 +301,16 @@ class Again(torch.autograd.Function):
         return None, None, None, hidden.grad
 
 
-# What a strategy keeps for the backward pass of some microbatches: at most, in one step.
+# The most that a strategy keeps for the backward pass of its microbatches during a step.
 
 
-# Microbatches in flight: how many a rank of a pipeline held for what was left of their backward pass, at most.
+# Microbatches in flight: the most that a pipeline's rank kept for their backward pass.
 
 IN_FLIGHT_CONTROL = "tests/lab/verify/test_counted.py::test_too_many_in_flight_fail"
 
 
 def check_in_flight(lab: Lab, name: str, strategy: Any, schedule: str) -> None:
-    """No rank holds more than `schedule` says; of an engine that does not count them nothing is claimed."""
+    """Check that no rank keeps more than `schedule` allows; engines that do not count them are not checked."""
     held, mesh, chunks = strategy.engine.most_in_flight, lab.mesh, len(strategy.parts.stages)
     if held is None:
         return
@@ -319,14 +319,14 @@ def check_in_flight(lab: Lab, name: str, strategy: Any, schedule: str) -> None:
     lab.check("in flight", max(0, held - allowed), 0, name, detail, control=IN_FLIGHT_CONTROL)
 
 
-# With LAB_RECOMPUTE=1 each layer is passed again in the backward pass. What is predicted of that is counted by running
-# the same code alone, so it is counted by the layers' own hooks, and by whether autograd is at work then.
+# With LAB_RECOMPUTE=1 the backward pass runs each layer again. Predictions come from the same code, so the passes are
+# counted independently: by the layers' hooks, and by whether autograd is running.
 
 PASSES_CONTROL = "tests/lab/verify/test_counted.py::test_a_layer_that_is_not_computed_again_is_seen"
 
 
 class Passes:
-    """How often each of `layers` is computed, first and again in a backward pass."""
+    """Counts how often each of `layers` is computed, first and again in a backward pass."""
 
     def __init__(self, layers: Mapping[int, nn.Module]) -> None:
         self.layers = layers
@@ -345,11 +345,11 @@ class Passes:
 
     def _passed(self, index: int, _layer: nn.Module, inputs: tuple[Any, ...]) -> None:
         if inputs and isinstance(inputs[0], Tensor) and not inputs[0].is_floating_point():
-            return  # an embedding, which keeps what it is given, and no more
+            return  # an embedding, which saves only its input
         (self.again if in_backward() else self.first)[index] += 1
 
     def missing(self) -> int:
-        """Passes of a layer that were not made once more, or that were without need."""
+        """Return the number of passes that were not recomputed, or recomputed without need."""
         return sum(abs(self.first[index] - self.again[index]) for index in self.first | self.again)
 
 

@@ -1,8 +1,8 @@
-"""What each rank's own log tells of the timed pass: what a rank holds and is given, its first step call by call.
+"""Data of each rank's log about the timed pass: its parameters and samples, and the calls of its first step.
 
-The first step is one that no median counts (distlab/lab/verify/timed.py), so it may be watched: each call, and how
-long this rank waited in it for whom; what it carries is told_step.py's. A collective ends when the last of its ranks
-has come, a receive when its sender has sent: all ranks tell each other when they began each call, on one clock.
+The first step is in no median (distlab/lab/verify/timed.py), so it may be observed: each call, and how long this rank
+waited in it for which rank; told_step.py adds the contents. A collective ends when its last rank has entered, a receive
+when its sender has sent: all ranks exchange the start times of their calls, on one clock.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,24 +17,24 @@ from distlab.lab.report import records
 from distlab.lab.verify.records import placed
 from distlab.lab.verify.told_step import ToldStep, keys_of, parts_of_storages, piece_of, weights_of, write_told
 from distlab.lab.workload.data import Batches
-from distlab.techniques.collectives.phases import Span, collectives_seen, heard
+from distlab.techniques.collectives.phases import Span, listening, observing_collectives
 
 NOBODY = -1
-IN_CALLS = ("communication", "waiting")  # the classes of time in which a rank does nothing of its own
+IN_CALLS = ("communication", "waiting")  # classes of time without work of this rank's own
 
-# --- what it holds and what it gets ---
+# --- parameters and samples ---
 
 
 def write_holdings(lab: Lab, strategies: Mapping[str, Strategy]) -> None:
-    """The parameters of each variant that this rank has, whole or in part; once they have taken a step, since asking
-    for a state makes that of an optimizer which has none yet."""
+    """Write the parameters of each variant that this rank has, whole or in part; called after a step, since asking for
+    an optimizer's state would create it."""
     for name, strategy in strategies.items():
         rows = [held_parameter(label, tensor) for label, tensor in weights_of(strategy)]
         lab.journal.write(records.Holds(name, [list(row) for row in rows if row[4]]))
 
 
 def held_parameter(name: str, tensor: Any) -> records.HeldParameter:
-    """How a record says it: the first axis along which the boxes are shorter than the whole is the one that is cut."""
+    """Return a record of the tensor; the first axis along which its boxes are shorter than the whole is the cut one."""
     piece = piece_of(tensor)
     dense, boxes = list(piece.shape), piece.boxes
     nbytes = sum(box.numel() * box.element_size() for _, box in boxes)
@@ -49,17 +49,17 @@ def held_parameter(name: str, tensor: Any) -> records.HeldParameter:
 
 
 def write_given(lab: Lab, batches: Batches, step: int) -> None:
-    """The samples of `step` that this rank works on."""
+    """Write this rank's samples of `step`."""
     ids = batches.sample_ids(step, lab.mesh.index("dp"), lab.mesh.size("dp"))
     sizes = [len(microbatch.inputs) for microbatch in batches.dealt(step, lab.mesh.index("dp"), lab.mesh.size("dp"))]
     lab.journal.write(records.Given(step, ids, batches.batch, sizes))
 
 
-# --- its first step ---
+# --- the first step ---
 
 
 class Watched(NamedTuple):
-    """What is noted of a told step: its calls, and what they carried."""
+    """The records of a told step: its calls, and their contents."""
 
     messages: Messages
     told: ToldStep
@@ -67,18 +67,18 @@ class Watched(NamedTuple):
 
 @contextmanager
 def watched_calls(strategy: Strategy, *, told: bool) -> Iterator[Watched | None]:
-    """Around a step: if it is `told`, its calls are noted and the numbers that they carry."""
+    """Record a step's calls and their numbers, if it is `told`."""
     if not told:
         yield None
         return
     step = ToldStep(strategy)
     messages = Messages(step.samples)
 
-    def hear(what: str, kind: str, label: str) -> None:
+    def on_phase(what: str, kind: str, label: str) -> None:
         messages.hear(what, kind, label)
-        step.hear(what, kind)
+        step.on_phase(what, kind)
 
-    with step.samples.watched(), collectives_seen(step.samples.by_hand), messages.recorded(), heard(hear):
+    with step.samples.watched(), observing_collectives(step.samples.by_hand), messages.recorded(), listening(on_phase):
         yield Watched(messages, step)
 
 
@@ -86,7 +86,7 @@ def write_first_step(
     lab: Lab, name: str, step: int, strategy: Strategy, spans: Sequence[Span], watched: Watched, clock: Clock,
     share: float | None,
 ) -> None:  # fmt: skip
-    """The step as this rank saw it, and for whom it waited; all ranks call it together."""
+    """Write this rank's step, with the ranks it waited for; all ranks call it together."""
     messages, told = watched
     inside = [span for span in spans if span.kind != "data"]
     began_s = min((span.start_s for span in inside), default=0.0) + clock.offset_s
@@ -99,7 +99,7 @@ def write_first_step(
     idle = union(span for span in inside if CLASSES[span.kind] in IN_CALLS)  # each moment counts for one call
     rows: list[list[Any]] = []
     for message, (rank, came_s) in zip(messages.found, last, strict=True):
-        idle, waited_s = taken(idle, message.start_s, min(came_s - clock.offset_s, message.end_s))
+        idle, waited_s = without_interval(idle, message.start_s, min(came_s - clock.offset_s, message.end_s))
         start_s, end_s = (round(each + shift_s, 6) for each in (message.start_s, message.end_s))
         rows.append([
             message.op, list(message.ranks), float(round(message.sent_bytes)), float(message.nbytes), message.tag,
@@ -113,8 +113,8 @@ def write_first_step(
 def last_to_come(
     calls: Sequence[Sequence[Sequence[Any]]], keys: Sequence[Sequence[tuple[Any, ...]]], me: int
 ) -> list[tuple[int, float]]:
-    """For each call of rank `me` the rank that came to it last, and when; `calls` are [op, ranks, tag, start_s] of each
-    rank, and `keys` their names."""
+    """Return for each call of rank `me` the rank that entered it last, and when; `calls` are [op, ranks, tag, start_s]
+    per rank, and `keys` their names."""
     starts = [
         {key: call[3] for key, call in zip(names, of_rank, strict=True)}
         for names, of_rank in zip(keys, calls, strict=True)
@@ -129,10 +129,10 @@ def last_to_come(
     return found
 
 
-def taken(
+def without_interval(
     moments: Iterable[tuple[float, float]], start_s: float, end_s: float
 ) -> tuple[list[tuple[float, float]], float]:
-    """These moments without what lies between the two times, and how many seconds that is."""
+    """Return these intervals without the part between the two times, and the seconds removed."""
     left, seconds = list[tuple[float, float]](), 0.0
     for begin, end in moments:
         first, last = max(begin, start_s), min(end, end_s)

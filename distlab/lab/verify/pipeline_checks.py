@@ -1,19 +1,19 @@
-"""The schedule that ran, held against the rules of the papers: predicates on the recorded order of passes.
+"""Check the executed schedule against the papers' rules: predicates on the recorded order of passes.
 
-Nothing here comes from distlab/techniques/pipeline_parallel/schedules.py, which makes the schedules: a wrong line there
-would be allowed here too. A pass is known by the layers that it runs through and, on its way back, by those whose
-gradients autograd hands over; its microbatch is the mark of whoever runs it.
+This file does not use distlab/techniques/pipeline_parallel/schedules.py, which makes the schedules: otherwise a wrong
+line there would be accepted here. A pass is identified by the layers that run in it or, in a backward, by the
+parameters that get gradients; its microbatch by the phase's label.
 
   gpipe         all forwards, then all backwards (Huang et al. 2019, section 2.3)
-  1f1b          p-1-r forwards ahead, then one forward and one backward in turn, then the backwards that are left
-                (Narayanan et al. 2021, section 2.2.1): min(m, p-r) microbatches are held
-  interleaved   chunk by chunk for a group of microbatches, 2(p-1-r) + (v-1)·g passes ahead, g being the first group's
-                size (section 2.2.2; Megatron's own, whose groups are of p). Groups share m as evenly as it goes
+  1f1b          p-1-r forwards ahead, then one forward and one backward in turn, then the remaining backwards (Narayanan
+                et al. 2021, section 2.2.1): min(m, p-r) microbatches are kept
+  interleaved   chunk by chunk per group of microbatches, 2(p-1-r) + (v-1)·g passes ahead, g being the first group's
+                size (section 2.2.2; Megatron's groups have p). Groups share m as evenly as possible
   zb_h1         forwards and inputs' gradients as in 1f1b, those of weights r microbatches later (Qi et al. 2023, 3.1)
-  zbv           each chunk takes its microbatches in order, down before up (section 6)
+  zbv           each chunk processes its microbatches in order, down before up (section 6)
   dualpipev     the same
 
-Both parts of a split backward pass count.
+Both parts of a split backward pass are checked.
 """
 
 from collections import Counter, defaultdict
@@ -32,11 +32,11 @@ from distlab.lab.workload.data import shard_sizes
 from distlab.techniques.pipeline_parallel.costs import FOLDED, IN_ONE, ahead, idle_share
 from distlab.techniques.pipeline_parallel.schedules import Action, Kind, Schedule, simulate, stages_of
 
-BACK = ("backward", "input")  # the passes that hand a gradient on
+BACK = ("backward", "input")  # the passes that send a gradient
 
 
 class Pass(NamedTuple):
-    """One microbatch through one of this rank's chunks, one way or the other."""
+    """A pass of a microbatch through one of this rank's chunks, forward or backward."""
 
     kind: Kind
     chunk: int  # counted from the model's first layers
@@ -56,7 +56,7 @@ def passes(order: Order) -> list[Pass]:
 
 
 def told_apart(done: list[Pass], chunks: int) -> list[Pass]:
-    """The same, where a weight pass showed nothing: that of a chunk without a linear layer, as an embedding's. A
+    """Assign weight passes without visible events to their chunk, one without a linear layer, such as an embedding's. A
     microbatch comes back through its last chunk first."""
     silent = [chunk for chunk in range(chunks) if ("weight", chunk) not in {(kind, of) for kind, of, _ in done}]
     left = defaultdict[int, list[int]](silent.copy)
@@ -69,14 +69,14 @@ def told_apart(done: list[Pass], chunks: int) -> list[Pass]:
 
 
 def layer_of(event: Event) -> str | None:
-    """The layer that runs, that autograd comes to, or whose parameter gets its gradient."""
+    """Return the layer of an event: running, reached by autograd, or owner of a parameter with a new gradient."""
     if (event.what, event.name) in (("begin", "layer"), ("back", "layer")):
         return event.label
     return event.label.split(".")[0] if event.what == "gradient" else None
 
 
 def chunk_of(seen: Counter[str], chunks: list[frozenset[str]]) -> int:
-    """The chunk with most of what was seen (a tied weight is known by another's layer); -1 where nothing was."""
+    """Return the chunk with most of the events (a tied weight has another layer's name); -1 without events."""
     if len(chunks) == 1:
         return 0
     found = [sum(seen[layer] for layer in chunk) for chunk in chunks]
@@ -84,7 +84,7 @@ def chunk_of(seen: Counter[str], chunks: list[frozenset[str]]) -> int:
 
 
 def broken(name: str, done: list[Pass], rank: int, ranks: int, microbatches: int, chunks: int) -> list[str]:
-    """Sentences for the rules of schedule `name` that the passes of `rank` break; `chunks` a rank."""
+    """Return sentences for the rules of schedule `name` that `rank`'s passes break; `chunks` per rank."""
     whole = name in IN_ONE
     by_kind = {kind: [each for each in done if each.kind == kind] for kind in get_args(Kind)}
     every = sorted((chunk, number) for chunk in range(chunks) for number in range(microbatches))
@@ -120,7 +120,7 @@ def broken(name: str, done: list[Pass], rank: int, ranks: int, microbatches: int
 
 
 def untimely(done: list[Pass], late: int) -> list[str]:
-    """A sentence if weights do not come right behind the input's gradient of `late` microbatches later, or last."""
+    """Return a sentence if weights do not directly follow the input's gradient of `late` microbatches later, or end."""
     inputs, wanted = [each for each in done if each.kind == "input"], []
     for each in done:
         if each.kind != "weight":
@@ -133,13 +133,13 @@ def untimely(done: list[Pass], late: int) -> list[str]:
 
 
 def group_of(microbatches: int, ranks: int) -> list[int]:
-    """The group of each microbatch: at least p in each where there are as many, the larger groups first."""
+    """Return the group of each microbatch: at least p in each if there are as many, larger groups first."""
     sizes = shard_sizes(microbatches, max(1, microbatches // ranks))
     return [group for group, size in enumerate(sizes) for _ in range(size)]
 
 
-# The orders of all ranks of a pipeline, put on paper with passes of one length, idle for what the formula says: one
-# that keeps all rules and waits where it need not is found so. On a mesh each row of ranks along pp is a pipeline.
+# All ranks' orders, simulated with passes of equal length, must idle as long as the formula says: this detects a valid
+# order that waits without need. On a mesh each row of ranks along pp is a pipeline.
 
 CONTROL = "tests/lab/verify/test_pipeline_checks.py::"
 THIRDS: dict[Kind, float] = {"forward": 1, "input": 1, "weight": 1, "backward": 2}  # of a microbatch's work on a stage
@@ -152,9 +152,9 @@ class Piped(NamedTuple):
 
 
 def check_schedule(lab: Lab, name: str, order: Order, piped: Piped) -> list[Pass]:
-    """The passes come in the order of the schedule, and idle no more than its formula; a collective of all ranks.
+    """Check that passes follow the schedule, and idle no more than its formula; a collective of all ranks.
 
-    Returns this rank's passes, none if it breaks a rule.
+    Return this rank's passes, none if it breaks a rule.
     """
     place, ranks = lab.mesh.index("pp"), lab.mesh.size("pp")
     done, chunks = passes(order), len(stages_of(place, piped.owners))
@@ -175,7 +175,7 @@ def along_pp(lab: Lab, name: str, done: list[Pass]) -> list[list[Any]]:
 
 
 def check_on_paper(lab: Lab, name: str, everyone: list[list[Any]], piped: Piped) -> None:
-    """What ran on all ranks, with passes of one length and messages of none, idles as long as the formula says."""
+    """Check that the executed order, with passes of equal length and instant messages, idles as the formula says."""
     owners, ranks = piped.owners, len(everyone)
     ran = [
         [Action(kind, stages_of(rank, owners)[chunk], mb) for kind, chunk, mb in done]
@@ -196,8 +196,8 @@ PAPER_COLUMNS, PAPER_NAMES = 56, 12
 
 
 def note_schedule(lab: Lab, schedule_of: Callable[[str], Schedule | None]) -> None:
-    """In each rank's log, of the variant that it tells: who works on which microbatch when, if no message took time and
-    a backward pass two forward ones."""
+    """Log on each rank the told variant's schedule: who works on which microbatch when, if messages took no time and a
+    backward twice as long as a forward."""
     names = [name for name in (lab.mode.headline[0], *lab.mode.names) if lab.wants(name)]
     schedule = next(map(schedule_of, names), None)
     if schedule is None:
@@ -206,7 +206,7 @@ def note_schedule(lab: Lab, schedule_of: Callable[[str], Schedule | None]) -> No
     found = [
         [Span(each.kind, each.label, each.start_s, each.end_s) for each in of] for of in simulate(schedule, lengths)
     ]
-    drawn: dict[str, list[int]] = defaultdict(list)  # the ranks of a stage have one row
+    drawn: dict[str, list[int]] = defaultdict(list)  # the ranks of a stage share a row
     for rank, spans in enumerate(found):
         drawn[row(spans, step_seconds(found), PAPER_COLUMNS)].append(rank)
     lab.note("schedule", "0-9 forward of that microbatch, a-z its backward, . waits")
@@ -216,7 +216,7 @@ def note_schedule(lab: Lab, schedule_of: Callable[[str], Schedule | None]) -> No
 
 
 def draw_on_paper(lab: Lab, schedule_of: Callable[[str], Schedule | None]) -> None:
-    """On rank 0 the ideal of each variant that recorded a step: its own passes' lengths, and messages of no time."""
+    """Write on rank 0 each recorded variant's ideal step: its own passes' durations, and instant messages."""
     for drawn in [each for each in lab.journal.records if isinstance(each, records.Timeline)]:
         schedule = schedule_of(drawn.variant)
         if schedule is None or lab.rank:
@@ -225,7 +225,7 @@ def draw_on_paper(lab: Lab, schedule_of: Callable[[str], Schedule | None]) -> No
         for passed, _, start_s, end_s in drawn.spans:
             if passed in lengths:
                 lengths[passed].append(end_s - start_s)
-        if not all(lengths.values()):  # of PyTorch's, which splits some backward passes and others not
+        if not all(lengths.values()):  # PyTorch splits some backward passes and not others
             continue
         found = simulate(schedule, {kind: median(seconds) for kind, seconds in lengths.items()})
         spans = [[[span.kind, span.label, round(span.start_s, 6), round(span.end_s, 6)] for span in of] for of in found]

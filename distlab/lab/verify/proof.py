@@ -1,9 +1,9 @@
 """The proof: a few steps in float64 with plain SGD, against the dense single process, whatever the timed pass uses.
 
-Rank 0 alone computes the single process, the others wait with a bound. Losses, gradients and updated weights are
-compared at every step, since each alone hides something: Adam divides an error of scale away, and a loss is right for
-one step whatever the gradients are. With adamw or LAB_CLIP two more steps compare clipped gradients, the optimizer's
-state and the weights that it makes.
+Only rank 0 computes the single process, while the others wait with a timeout. Losses, gradients and updated weights are
+compared at every step, since each alone hides some errors: Adam cancels an error of scale, and a loss is right for one
+step whatever the gradients are. With adamw or LAB_CLIP two more steps compare clipped gradients, the optimizer's state
+and the resulting weights.
 """
 
 import math
@@ -24,11 +24,10 @@ from distlab.lab.workload.data import Batches
 from distlab.lab.workload.reference import Snapshot, plain
 from distlab.lab.workload.user_model import is_own
 
-# Buffers of a model of one's own in the proof: what one process leaves as it was stays so on every rank, to the bit.
+# Buffers of a user's model in the proof: those that one process does not change must not change on any rank.
 #
-# What a forward pass writes, a count or a running mean, comes from the samples that it saw, and ranks see others:
-# that differs by design. It is said, and not compared; `distlab prove` holds it against what one process makes of the
-# rank's own samples.
+# Buffers that a forward pass changes, such as a count or a running mean, depend on the rank's samples, and so differ by
+# design. They are reported but not compared; `distlab prove` compares them with one process on the rank's own samples.
 
 BUFFERS = "buffers"
 BUFFERS_CONTROL = "tests/lab/workload/test_user_model.py::test_a_buffer_that_a_step_writes_fails_by_name"
@@ -36,7 +35,7 @@ BUFFERS_CONTROL = "tests/lab/workload/test_user_model.py::test_a_buffer_that_a_s
 Hashes = dict[str, int]
 
 
-def carried(model: nn.Module) -> Hashes:
+def buffer_hashes(model: nn.Module) -> Hashes:
     return {name: hash_of(buffer) for name, buffer in model.named_buffers()}
 
 
@@ -44,16 +43,16 @@ def changed(before: Hashes, after: Hashes) -> set[str]:
     return {name for name, value in after.items() if before.get(name) != value}
 
 
-class Carried:
-    """What one process writes, which all ranks know; `start` is what every model of LAB_SEED begins with."""
+class WrittenBuffers:
+    """The buffers that one process changes, known on all ranks; `start` has the initial ones of LAB_SEED."""
 
     def __init__(self, lab: Lab, dense: nn.Module | None) -> None:
-        """By all ranks, after one process has taken its steps on `dense`, which rank 0 has."""
+        """Called on all ranks, after one process has trained `dense`, which rank 0 has."""
         self.lab = lab
-        self.start = carried(lab.model(torch.float64)) if is_own(lab.config.model) else {}
+        self.start = buffer_hashes(lab.model(torch.float64)) if is_own(lab.config.model) else {}
         self.written = set[str]()
         if self.start:
-            mine = sorted(changed(self.start, carried(dense))) if dense is not None else []
+            mine = sorted(changed(self.start, buffer_hashes(dense))) if dense is not None else []
             self.written.update(lab.exchange.everyone("buffers that one process writes", mine)[0])
         for name in sorted(self.written):
             lab.say(
@@ -62,11 +61,11 @@ class Carried:
                 BUFFERS,
             )
 
-    def hold(self, name: str, model: nn.Module) -> None:
-        """After a variant's steps on `model`: what one process leaves as it was has to be as it was here."""
+    def check(self, name: str, model: nn.Module) -> None:
+        """Check, after a variant's steps on `model`, the buffers that one process does not change."""
         if not self.start:
             return
-        moved = sorted(changed(self.start, carried(model)) - self.written)
+        moved = sorted(changed(self.start, buffer_hashes(model)) - self.written)
         kept = len(self.start) - len(self.written)
         detail = ", ".join(moved) if moved else f"{kept} of {len(self.start)} that one process leaves as they were"
         self.lab.check(BUFFERS, len(moved), 0, variant=name, detail=detail, control=BUFFERS_CONTROL)
@@ -79,8 +78,8 @@ TOLERANCE = 1e-12
 TUNED_STEPS, AFTER_TWO = 2, "weights after two steps"
 PLAIN = ("losses", "gradients", "weights")
 TUNED = {"clipped gradients": "gradients", "optimizer state": "optimizer", AFTER_TWO: "weights"}  # kinds of a Snapshot
-# AdamW's updates are as large as the rate, whatever the gradient: what rounding does to them grows with it. At the
-# default five steps are off by 8e-15.
+# AdamW's updates are as large as the rate, whatever the gradient, so rounding errors grow with the rate. At the default
+# rate five steps differ by 8e-15.
 RATE_OF_ADAMW = 0.001
 PROOF_CONTROLS = {
     AFTER_TWO: "tests/lab/verify/test_proof.py::test_weights_under_adamw_are_compared",
@@ -95,7 +94,7 @@ def prove(
     lab: Lab, variants: Mapping[str, Build], also: AlsoCheck | None, apart: Mapping[str, Callable[[str, Build], None]],
     checkpoints: "Checkpoints | None" = None,
 ) -> None:  # fmt: skip
-    """Check each variant against one process, or by what stands in `apart`; `also(name, strategy)` adds checks."""
+    """Check each variant against one process, or by its function in `apart`; `also(name, strategy)` adds checks."""
     config = lab.config.untimed()
     configs = [plain(config), *[config] * (config.optimizer == "adamw" or config.clip is not None)]
     batches = lab.batches(torch.float64, proof=True)
@@ -105,7 +104,7 @@ def prove(
         for name, build in variants.items():
             if name in apart:
                 lab.at(0, f"proof of {name}")
-                with lab.work.of(0):  # steps of its own
+                with lab.work.of(0):  # the function counts its own steps
                     apart[name](name, build)
                 lab.work.advance(steps)
             else:
@@ -117,8 +116,8 @@ def prove(
             lab.finished("proof", tuple(variants))
 
 
-def train_reference(lab: Lab, configs: list[Config], batches: Batches) -> tuple[list[list[Snapshot]], Carried]:
-    """The snapshots of one process on rank 0, of the steps of each config; nothing elsewhere."""
+def train_reference(lab: Lab, configs: list[Config], batches: Batches) -> tuple[list[list[Snapshot]], WrittenBuffers]:
+    """Return one process's snapshots on rank 0, for the steps of each config; nothing elsewhere."""
     lab.at(0, "one process")
     models = [lab.model(torch.float64) for _ in configs] if lab.rank == 0 else []
     dense: list[list[Snapshot]] = [[] for _ in configs]
@@ -127,32 +126,32 @@ def train_reference(lab: Lab, configs: list[Config], batches: Batches) -> tuple[
             kept.append(snapshot)
             lab.work.advance()
     lab.exchange.barrier("one process")
-    return dense, Carried(lab, models[0] if models else None)
+    return dense, WrittenBuffers(lab, models[0] if models else None)
 
 
 def compare(
     lab: Lab, name: str, build: Build, configs: list[Config], batches: Batches, dense: list[list[Snapshot]],
-    buffers: Carried, also: AlsoCheck | None,
+    buffers: WrittenBuffers, also: AlsoCheck | None,
 ) -> None:  # fmt: skip
-    """Check one variant, with plain SGD and with what was asked for, each against its `dense` run."""
-    lab.at(0, f"the making of {name}")  # where PyTorch's own import themselves, seconds on busy cores
+    """Check one variant, with plain SGD and with the chosen optimizer, each against its `dense` run."""
+    lab.at(0, f"the making of {name}")  # PyTorch's variants import modules here, for seconds on busy cores
     model = lab.model(torch.float64)
     strategy = build(model, lab.mesh, configs[0])
-    planned = dict.fromkeys(PLAIN, 3)  # of which the third begins another epoch
+    planned = dict.fromkeys(PLAIN, 3)  # the third begins another epoch
     planned |= dict.fromkeys(TUNED, TUNED_STEPS) if configs[1:] else {}
     found = Worst(planned)
     against(lab, strategy, name, batches, dense[0], found)
-    buffers.hold(name, model)
+    buffers.check(name, model)
     for config, wanted in zip(configs[1:], dense[1:], strict=True):
         against(lab, build(lab.model(torch.float64), lab.mesh, config), name, batches, wanted, found, tuned=True)
     if lab.rank == 0:
         write_checks(lab, name, found, planned)
-    if also is not None and not is_own(name):  # what a lesson claims of its own
+    if also is not None and not is_own(name):  # a lesson's additional checks
         also(name, strategy)
 
 
 def write_checks(lab: Lab, name: str, found: Worst, planned: Mapping[str, int]) -> None:
-    """The checks of one variant, and whether each was made as often as is `planned`: at every step of its own."""
+    """Write the checks of one variant, and whether each was made as often as `planned`: at every step."""
     for check, off in found.found.items():
         grown = max(1.0, lab.config.learning_rate / RATE_OF_ADAMW) if check == AFTER_TWO else 1.0
         lab.check(
@@ -169,8 +168,8 @@ def against(
     lab: Lab, strategy: Strategy, name: str, batches: Batches, dense: list[Snapshot], found: Worst, *,
     tuned: bool = False,
 ) -> None:  # fmt: skip
-    """Compare each step on rank 0: losses, gradients and weights; of `tuned` ones, with the optimizer that was asked
-    for, what TUNED names, and the second goes on from the first one's state."""
+    """Compare each step on rank 0: losses, gradients and weights; `tuned` steps use the chosen optimizer and compare
+    TUNED's kinds, the second from the first one's state."""
     shares: list[float | None] = []
 
     def hold(step: int, kinds: Mapping[str, str]) -> None:
@@ -192,22 +191,22 @@ def against(
 
 
 def summed_losses(lab: Lab, shares: list[float | None]) -> list[float]:
-    """The mean loss of the global batch at each step, from every rank's shares, on rank 0; nothing elsewhere.
+    """Return the global batch's mean loss at each step, from all ranks' shares, on rank 0; nothing elsewhere.
 
-    One exchange for all steps: one a step took a fifth of the 201 steps of a line's table.
+    There is one exchange for all steps: one per step took a fifth of the 201 steps of a line's table.
     """
     everyone = lab.exchange.gather("losses", shares) or []
-    here = [of_rank for of_rank in everyone if of_rank is not None]  # a rank may have left a run that goes on
+    here = [of_rank for of_rank in everyone if of_rank is not None]  # a rank may have left an elastic run
     return [math.fsum(value for value in of_step if value is not None) for of_step in zip(*here, strict=True)]
 
 
-# What data parallelism claims beside the proof: every sample once a step, and replicas that stay equal to the bit.
+# More checks of data parallelism: every sample once per step, and replicas that stay equal to the bit.
 
 REPLICA_CONTROLS = "tests/lab/verify/test_proof.py::{}"
 
 
 def check_samples(lab: Lab) -> None:
-    """Each sample of the global batch is worked on exactly once a step."""
+    """Check that each sample of the global batch is used exactly once per step."""
     batches = lab.batches(torch.float64, proof=True)
     steps = min(3, batches.proof_steps)
     mine = [batches.sample_ids(step, lab.rank, lab.world_size) for step in range(steps)]
@@ -234,7 +233,7 @@ def check_replicas(lab: Lab, name: str, strategy: Strategy) -> None:
 
 
 def check_same(lab: Lab, name: str, weights: Sequence[Tensor]) -> None:
-    """All ranks hold the same in these, to the bit."""
+    """Check that these are equal on all ranks, to the bit."""
     mine = torch.cat([weight.flatten() for weight in weights])
     first = mine.clone()
     dist.broadcast(first, group=lab.group, group_src=0)

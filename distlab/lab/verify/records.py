@@ -1,7 +1,7 @@
-"""The recorded steps: what each rank does when, and every message between them, on one clock.
+"""The recorded steps: each rank's phases, and every message between ranks, on one clock.
 
-Three steps of each variant after the timed ones, with the marks of the phases and a kernel that notes each call
-(distlab/lab/measure/traffic.py), which the timed steps do without; of these the one of median length is drawn.
+Three steps of each variant after the timed ones are recorded with phase marks and a kernel that notes each call
+(distlab/lab/measure/traffic.py), which the timed steps do not use; the one of median length is drawn.
 """
 
 from collections import deque
@@ -23,12 +23,12 @@ from distlab.lab.verify.counted import alike, repeats_after
 from distlab.lab.workload.data import Microbatch
 from distlab.lab.workload.user_model import is_own
 from distlab.techniques.collectives.costs import gloo_all_reduce_messages, wire_tolerance
-from distlab.techniques.collectives.phases import COMPUTE, Span, heard, phase, recorded, slowed
+from distlab.techniques.collectives.phases import COMPUTE, Span, listening, phase, recorded, slowed
 
-# Marks are cheap enough to stay in for the timed steps (distlab/techniques/collectives/phases.py), so where a rank's
-# time went and the bubble, the median of all that were kept, are of the very steps whose time is reported.
+# Marks are cheap enough for the timed steps (distlab/techniques/collectives/phases.py), so times by class and bubbles
+# are medians over the same steps whose time is reported.
 
-KEPT_STEPS = 20  # of a long run the last ones: what goes to rank 0 does not grow with LAB_STEPS
+KEPT_STEPS = 20  # the last ones of a long run: the data sent to rank 0 does not grow with LAB_STEPS
 
 Bounds = list[Any]  # of a step on one rank: [start_s, end_s, [[kind, start_s, end_s] of each forward and backward]]
 
@@ -40,7 +40,7 @@ class Chronicle:
         self.steps: dict[str, deque[tuple[int, list[Span]]]] = {name: deque(maxlen=KEPT_STEPS) for name in variants}
 
     def add(self, variant: str, step: int, spans: list[Span]) -> None:
-        """Note what ran in `step`; all ranks note the same steps."""
+        """Record the spans of `step`; all ranks record the same steps."""
         self.steps[variant].append((step, spans))
 
     def profile(self, variant: str) -> dict[str, float]:
@@ -54,12 +54,12 @@ class Chronicle:
 
 
 def in_step(spans: list[Span]) -> list[Span]:
-    """Without the fetching of data, after which ranks wait for each other before the step begins."""
+    """Return the spans without data loading, after which ranks wait for each other before the step begins."""
     return [span for span in spans if span.kind != "data"]
 
 
 def bounds(spans: list[Span], offset_s: float) -> Bounds:
-    """When a step began and ended on this rank, and its passes, on rank 0's clock."""
+    """Return start, end and passes of a step on this rank, on rank 0's clock."""
     inside = in_step(spans)
     passes = [[span.kind, span.start_s + offset_s, span.end_s + offset_s] for span in inside if span.kind in COMPUTE]
     return [min(span.start_s for span in inside) + offset_s, max(span.end_s for span in inside) + offset_s, passes]
@@ -70,7 +70,7 @@ def placed(span: Span, shift_s: float) -> list[Any]:
 
 
 def bubbles(everyone: list[dict[str, list[list[list[Any]]]]]) -> dict[str, float | None]:
-    """The median bubble of each variant; of all ranks [kind, start_s, end_s] of the passes of each step in."""
+    """Return the median bubble of each variant, from all ranks' [kind, start_s, end_s] of each step's passes."""
     found: dict[str, float | None] = {}
     for name in everyone[0]:
         steps = zip(*(of_rank[name] for of_rank in everyone), strict=True)
@@ -83,30 +83,30 @@ def bubbles(everyone: list[dict[str, list[list[list[Any]]]]]) -> dict[str, float
 
 
 RECORDED_STEPS = 3
-AS_PRICED = {"send", "recv", "all_reduce", "all_gather", "all_to_all"}  # operations of which gloo sends what is least
+AS_PRICED = {"send", "recv", "all_reduce", "all_gather", "all_to_all"}  # gloo sends the minimum of these operations
 CONTROL = "tests/lab/verify/test_records.py::test_a_message_that_is_not_drawn_is_seen"
 
 
 class Drawn(NamedTuple):
-    """What this rank sends in what is drawn."""
+    """The bytes and messages that this rank sends in the drawn step."""
 
     nbytes: float
-    messages: float  # of gloo, or receives where these are more
+    messages: float  # of gloo, or receives if these are more
     ops: frozenset[str] = frozenset()
-    alike: bool = True  # whether its steps send the same
+    alike: bool = True  # whether its steps send equally
 
     def per(self, steps: int) -> "Drawn":
         return self._replace(nbytes=self.nbytes / steps, messages=self.messages / steps)
 
 
 Recorded: TypeAlias = tuple[int, list[Span], list[Message]]  # one step on this rank, by its number
-Prepare: TypeAlias = Callable[[int], Callable[[], object]]  # of a step's number what makes it
+Prepare: TypeAlias = Callable[[int], Callable[[], object]]  # returns a function that runs the step of this number
 
 
 def record(lab: Lab, strategies: Mapping[str, Strategy], course: TrainingPosition) -> dict[str, Drawn]:
-    """Record a step of each variant that is trained; returns what this rank sends a step in what is drawn.
+    """Record a step of each trained variant; return what this rank sends per drawn step.
 
-    Of a strategy whose steps are not alike as many are one, and drawn together, as it takes until they repeat.
+    If a strategy's steps differ, as many are recorded and drawn together as it takes until they repeat.
     """
 
     def prepared(strategy: Strategy, number: int) -> Callable[[], object]:
@@ -129,7 +129,7 @@ def train(strategy: Strategy, steps: list[list[Microbatch]]) -> None:
 
 
 def draw(lab: Lab, steps: Mapping[str, Prepare]) -> dict[str, Drawn]:
-    """Write a timeline and the messages of each; returns what this rank sends in what is drawn."""
+    """Write a timeline and the messages of each; return what this rank sends in the drawn steps."""
     clock = align(lab.group)
     taken = {
         name: [one(lab, name, prepare, number) for number in range(RECORDED_STEPS)] for name, prepare in steps.items()
@@ -155,14 +155,14 @@ def one(lab: Lab, name: str, prepare: Prepare, number: int) -> Recorded:
     make, messages = prepare(number), Messages()
     lab.exchange.barrier(f"recorded step {number} of {name}")
     lab.at(lab.config.steps, f"recorded step {number} of {name}")
-    with messages.recorded(), heard(messages.hear), recorded(lab.device) as spans, slowed(lab.config.slowed_to):
+    with messages.recorded(), listening(messages.hear), recorded(lab.device) as spans, slowed(lab.config.slowed_to):
         make()
     lab.work.advance()
     return lab.config.steps + number, spans, messages.found
 
 
 def median_step(of_ranks: list[list[list[float]]]) -> tuple[int, float]:
-    """The index and the start of the step of median length; each rank's starts and ends in."""
+    """Return index and start of the step of median length, from each rank's starts and ends."""
     steps = list(zip(*of_ranks, strict=True))
     lengths = [max(end for _, end in step) - min(start for start, _ in step) for step in steps]
     index = lengths.index(median_low(lengths))
@@ -175,7 +175,7 @@ def written(message: Message, shift_s: float) -> list[object]:
 
 
 def number_of(messages: list[Message]) -> int:
-    """Messages on the wire: of sends or receives what is more, of collectives gloo's."""
+    """Return the messages on the wire: the larger of sends and receives, gloo's for collectives."""
     ways = [sum(message.op == op for message in messages) for op in ("send", "recv")]
     return max(ways) + sum(gloo_messages(message) for message in messages if message.op not in ("send", "recv"))
 
@@ -187,11 +187,11 @@ def gloo_messages(message: Message) -> int:
 
 
 def compare_drawn(lab: Lab, drawn: Mapping[str, Drawn], counted: Mapping[str, Counted]) -> None:
-    """The picture is of all that is sent: as many bytes as the ledger saw called, and as the sockets counted.
+    """Check that the timeline is complete: its bytes equal those of the ledger's calls and of the sockets.
 
-    Within 1 %, and gloo's frames on the wire. Of PyTorch's own that is only shown: what its hooks call on gloo's
-    thread, ddp_powersgd's second factor, the ledger does not see. So is that of a strategy whose steps are never alike,
-    as one's own may not be; and on the wire what has an operation that gloo sends otherwise, as reduce_scatter twice.
+    Within 1 %, plus gloo's frames on the wire. It is informational for PyTorch's variants, since the ledger misses
+    calls in gloo's thread (ddp_powersgd's second factor), and for strategies whose steps never repeat, as a user's may;
+    on the wire also for operations that gloo sends differently, such as reduce_scatter, which it sends twice.
     """
     for name, sent in drawn.items():
         traffic, shown = counted[name].traffic, PYTORCHS if name in lab.mode.by_torch else ""
@@ -199,7 +199,7 @@ def compare_drawn(lab: Lab, drawn: Mapping[str, Drawn], counted: Mapping[str, Co
             shown = "your own: its steps may not be alike"
         if not sent.alike:
             shown = shown or "no two of its steps send the same"
-        hold_drawn(lab, name, traffic.called_bytes, sent.nbytes, "bytes as called", shown)
+        compare_bytes(lab, name, traffic.called_bytes, sent.nbytes, "bytes as called", shown)
         if traffic.wire_error is None:
             tolerance = wire_tolerance(sent.nbytes, sent.messages)
             other = ", ".join(sorted(sent.ops - AS_PRICED))
@@ -211,14 +211,13 @@ def compare_drawn(lab: Lab, drawn: Mapping[str, Drawn], counted: Mapping[str, Co
             )  # fmt: skip
 
 
-def hold_drawn(lab: Lab, variant: str, wanted: float, drawn: float, formula: str, shown: str = "") -> None:
-    """What is drawn of a variant is as many bytes as are `wanted`, within 1 %."""
+def compare_bytes(lab: Lab, variant: str, wanted: float, drawn: float, formula: str, shown: str = "") -> None:
+    """Check that a variant's drawn bytes are `wanted`, within 1 %."""
     lab.compare(DRAWN, wanted, drawn, "B", 0.01 * wanted, variant, formula, shown=shown, control=CONTROL)
 
 
 def note_messages(lab: Lab, predicted_bytes: Mapping[str, float]) -> None:
-    """In each rank's log: of each collective that is drawn its messages, to whom, how long it took, and how many bytes
-    were predicted."""
+    """Log on each rank the drawn collectives' messages: receivers, duration, and predicted bytes."""
     written = lab.journal.records
     spans = {each.variant: each.spans for each in written if isinstance(each, records.Timeline)}
     for each in [each for each in written if isinstance(each, records.Messages)]:

@@ -1,7 +1,7 @@
-"""All passes over all variants, in their order: prove, time and count.
+"""Run all passes over all variants, in order: prove, time and count.
 
-Each pass makes its strategies anew, so that none inherits what another left. What is measured is held against what the
-mode predicted; a mode that says no more than its variants is run by `everything`.
+Each pass creates new strategies, so that none inherits state. Measured values are compared with the mode's predictions;
+a mode that only declares variants is run by `everything`.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -19,16 +19,16 @@ from distlab.lab.verify.timed import time_steps
 from distlab.lab.workload.data import effective_batch
 from distlab.lab.workload.user_model import is_own
 
-# Some variants are in a run for what they show, not for their speed: the small all_reduces of dp's per_parameter
-# took over gloo half of the default run's timed steps. Beside others such a variant takes one of `timed_part` steps
-# (contract.py), by a rule and not by a clock, so that a run is repeatable to the bit. Whoever asks for a variant
-# alone gets all of its steps, and so does who saves, resumes or drills, where all have to have done the same ones.
+# Some variants are in a run for comparison, not for speed: with gloo the small all_reduces of dp's per_parameter took
+# half of the default run's timed steps. Together with others such a variant takes one of `timed_part` steps
+# (contract.py), by a fixed rule, so that a run is reproducible to the bit. A variant chosen alone gets all of its
+# steps, and so do runs that save, resume or inject faults, where all need the same steps.
 
-LEAST_STEPS = 5  # two that are not timed, and three for a median
+LEAST_STEPS = 5  # two untimed ones, and three for a median
 
 
 def timed_ends(lab: Lab, chosen: Collection[str], *, alike: bool) -> dict[str, int]:
-    """The step before which each of these variants ends; LAB_STEPS for all where they are to stay `alike`."""
+    """Return the step before which each variant ends; LAB_STEPS for all if they must stay `alike`."""
     steps = lab.config.steps
     if alike or len(chosen) < 2 or lab.config.backend != "gloo" or lab.config.world_size < 2:
         return dict.fromkeys(chosen, steps)
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 
 def everything(lab: Lab) -> None:
-    """The run of a mode that has none of its own: measure its variants, and hold them against its predictions."""
+    """Run a mode without its own run function: measure its variants, and compare them with its predictions."""
     predictions = lab.mode.predict(lab.config)
     for prediction in predictions:
         if lab.wants(prediction.variant):
@@ -71,13 +71,13 @@ def measure(
     held: Mapping[str, Held] | None = None,
     timed: Callable[[], None] | None = None,
 ) -> dict[str, Measured]:
-    """Prove, time and count every variant that LAB_VARIANT asks for; `also(name, strategy)` adds checks to each proof,
-    `timed()` to the timed steps.
+    """Prove, time and count every variant of LAB_VARIANT; `also(name, strategy)` adds checks to each proof, `timed()`
+    to the timed steps.
 
-    Variants that these settings rule out are skipped, for the reason that the mode gives. Variants in `proofs` do on
-    purpose not compute what one process does: each is proven by what stands there in its place, and its timed steps
-    are held to what `held` says, or only shown. Returns what was measured on this rank; rank 0 tells what was proven
-    and timed when it is, what was counted once it is held against predictions.
+    Variants excluded by these settings are skipped, with the mode's reason. Variants in `proofs` differ from one
+    process by design: each has its own proof there, and its timed steps are checked as `held` says, or informational.
+    Returns this rank's measurements; rank 0 prints proofs and times at once, counts after the comparison with
+    predictions.
     """
     lab.say(effective_batch(lab.config, lab.mesh.size("dp")), "batch")
     chosen, checkpoints = choose(lab)
@@ -99,17 +99,17 @@ def measure(
     return {
         name: Measured(**vars(each), bubble=bubbles.get(name))
         for name, each in counted.items()
-        if not is_own(name)  # of whose bytes, calls and memory no lesson predicts anything
+        if not is_own(name)  # no lesson predicts its bytes, calls and memory
     }
 
 
 def choose(lab: Lab) -> tuple[dict[str, Build], "Checkpoints | None"]:
-    """The variants that LAB_VARIANT asks for and that these settings allow, and the checkpoints that are asked for."""
+    """Return the variants chosen by LAB_VARIANT that these settings allow, and the requested checkpoints."""
     chosen = {each.name: each.build for each in lab.mode.variants if each.build is not None and lab.wants(each.name)}
     checkpoints = None
     reasons = dict(lab.mode.cannot(lab.config))
     if lab.config.checkpoint_every is not None or lab.config.resume is not None:
-        from distlab.lab.checkpoint.resume import prepare  # torch's checkpoints: 0.7 s that other runs need not wait
+        from distlab.lab.checkpoint.resume import prepare  # torch's checkpoints take 0.7 s to import
 
         checkpoints = prepare(lab)
         reasons |= checkpoints.missing(chosen)
@@ -120,25 +120,25 @@ def choose(lab: Lab) -> tuple[dict[str, Build], "Checkpoints | None"]:
 
 
 def steps_left(ends: Mapping[str, int], checkpoints: "Checkpoints | None") -> int:
-    """The steps of all variants that are to be timed: behind those that a checkpoint holds."""
+    """Return the number of steps to time, of all variants, after those in a checkpoint."""
     found = checkpoints.resumed if checkpoints is not None else None
     done = found.manifest.steps if found is not None else {}
     return sum(max(0, end - done.get(name, 0)) for name, end in ends.items())
 
 
-# What a run has to claim, from its settings alone: what the passes check of all variants, and each lesson's own list.
+# The claims that a run needs, from its settings only: the passes' checks of all variants, and each lesson's list.
 #
-# Nothing here asks the code that makes a claim: the report misses what is listed and was not claimed
-# (distlab/lab/report/verdict.py). Where it depends on what a run meets, such as a loss that is no number, that code
-# says why there is nothing to hold (`Lab.waive`), or it is not listed.
+# This does not use the code that makes the claims, so the report detects a claim that is missing
+# (distlab/lab/report/verdict.py). If a claim depends on the run, such as a loss that is not finite, that code records
+# why there is nothing to check (`Lab.waive`), or it is not listed.
 
-SURE_STEPS = 5  # that every variant takes of the timed steps, if LAB_STEPS has them
+SURE_STEPS = 5  # of the timed steps that every variant takes, if LAB_STEPS has them
 PROVEN = ("losses", "gradients", "weights")
 TUNED = ("clipped gradients", "optimizer state", "weights after two steps")
 
 
 def expected(config: Config, mode: Mode) -> Expected:
-    """All claims that a run of these settings needs, of the variants that are asked for and that can run."""
+    """Return all claims that a run with these settings needs, for the variants that are chosen and can run."""
     own = mode.claims or (measured if mode.run is None else None)
     impossible = {*mode.cannot(config), *mode.left_out}
     wanted = [
@@ -155,12 +155,12 @@ def measured(
     mode: Mode, config: Config, apart: Sequence[str] = (), unlike: Sequence[str] = (),
     copied: Sequence[str] | None = None,
 ) -> tuple[Claims, ...]:  # fmt: skip
-    """What the passes claim of the variants that they train.
+    """Return the passes' checks of the variants that they train.
 
     Args:
-        apart: those that are not held against one process.
-        unlike: those of which ranks need not hold the same weights after the last step.
-        copied: those of which ranks hold something alike; by default all by hand, unless ranks share one copy.
+        apart: those that are not compared with one process.
+        unlike: those whose ranks may have different weights after the last step.
+        copied: those with replicated tensors; default: all by hand, unless ranks share one copy.
     """
     trained = [each.name for each in mode.variants if each.build is not None]
     by_hand = [name for name in trained if name not in mode.by_torch]

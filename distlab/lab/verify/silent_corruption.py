@@ -1,14 +1,13 @@
-"""Silent corruption: which rank holds another gradient or weight than the others that hold the same one.
+"""Silent corruption: find the rank whose gradient or weight differs from the other replicas.
 
-A bit that flips in a memory or a processor raises no error, and a training goes on with it. But what is replicated has
-to be the same on all its ranks, to the bit. So every LAB_AUDIT_EVERY steps each rank hashes the bytes of what it holds
-alike with others (`Strategy.alike`): the gradients once they are summed, the weights once they are updated. Rank 0
-compares the hashes. Of three ranks and more that hold a tensor the odd one is named by majority; of two it is only
-known that these two differ.
+A bit that flips in memory or in a processor raises no error, and training continues with it. But replicated tensors
+must be equal on all their ranks, to the bit. So every LAB_AUDIT_EVERY steps each rank hashes its replicated tensors
+(`Strategy.alike`): the gradients after their sum, the weights after the update. Rank 0 compares the hashes. With three
+or more ranks the odd one is named by majority; with two it is only known that they differ.
 
-What is not replicated is not compared: slices of tp, layers of one stage of pp, shards of fsdp; nor is a gradient
-before it is summed, since each rank's is another, and once it is summed all have the same wrong sum. Sampled steps,
-held against one process, see those (audit.py).
+Tensors that are not replicated are not compared: slices of tp, layers of a stage of pp, shards of fsdp; nor are
+gradients before their sum, which differ between ranks, and a wrong sum is equal on all. Audits of sampled steps against
+one process detect those (audit.py).
 """
 
 import time
@@ -31,7 +30,7 @@ Hashes = dict[str, int]  # of one rank, by '<kind>.<parameter>'
 
 
 class Odd(NamedTuple):
-    """The ranks that hold another tensor than the others: by `majority`, or all that hold it where none has one."""
+    """The ranks whose tensor differs from the others': by `majority`, or all that have it if there is none."""
 
     label: str
     ranks: list[int]
@@ -49,17 +48,17 @@ class Odd(NamedTuple):
 class Corruption:
     """The audits of some strategies in training. All ranks call every method, at the same steps.
 
-    A weight that differs stays different: it is named once.
+    A weight that differs stays different, so it is reported once.
     """
 
     def __init__(self, lab: Lab, strategies: Mapping[str, object], every: int | None) -> None:
         self.lab, self.every = lab, every
-        self.holders: dict[str, dict[str, list[int]]] = {}  # of each variant: the ranks that hold a parameter
+        self.holders: dict[str, dict[str, list[int]]] = {}  # by variant, the ranks that have a parameter
         self.audits: Counter[str] = Counter()
         self.seconds: dict[str, float] = defaultdict(float)
         self.wrong: Counter[str] = Counter()  # tensors that differed, or that a rank should have hashed and did not
         self.found: dict[str, str] = {}  # the first sentence of each variant
-        self._known: dict[str, list[Odd]] = defaultdict(list)  # what has been named of each variant
+        self._known: dict[str, list[Odd]] = defaultdict(list)  # the reported ones of each variant
         self._hashes: Hashes = {}
         for name, strategy in strategies.items() if every is not None else ():
             self.holders[name] = self._held(name, strategy)
@@ -87,7 +86,7 @@ class Corruption:
         self.seconds[name] += time.perf_counter() - started
 
     def compare(self, name: str, step: int) -> None:
-        """On rank 0: who differs, of what all ranks have hashed in this step."""
+        """Report on rank 0 which ranks differ, from all hashes of this step."""
         if not self.due(name, step):
             return
         started = time.perf_counter()
@@ -104,7 +103,7 @@ class Corruption:
         self.seconds[name] += time.perf_counter() - started
 
     def gathered(self, name: str, mine: Hashes) -> Sequence[Hashes] | None:
-        """The hashes of all ranks, by rank, where they are to be judged; None elsewhere."""
+        """Return all ranks' hashes, by rank, where they are compared; None elsewhere."""
         return self.lab.exchange.gather(f"hashes of {name}", mine)
 
     def _find(self, name: str, step: int, odd: list[Odd]) -> None:
@@ -114,18 +113,18 @@ class Corruption:
         self.tell(name, step, odd, sentence)
 
     def tell(self, name: str, step: int, odd: list[Odd], sentence: str) -> None:
-        """Say it and write it down, as the one rank that does."""
+        """Log and record it, on the one rank that does."""
         first = odd[0]
         self.lab.say(f"{name}: {sentence}", "corrupt", all_ranks=True, at="quiet")
         self.lab.journal.write(records.Corrupted(name, step, first.label, first.ranks, first.majority, len(odd) - 1))
 
     def decide(self) -> None:
-        """On rank 0 a check a variant: nothing differed, and nothing was left out."""
+        """Write on rank 0 one check per variant: nothing differed, and no hash was missing."""
         for name in self.audits if self.lab.rank == 0 else ():
             self.decide_one(name)
 
     def decide_one(self, name: str) -> None:
-        """The check of a variant, as this rank saw it."""
+        """Write the check of a variant, as seen by this rank."""
         audits = self.audits[name]
         done = f"{audits} audit(s) of {len(self.holders[name])} parameters that ranks hold alike"
         self.lab.say(f"{name}: {done}, {1000 * self.seconds[name] / audits:.1f} ms each", "audit")
@@ -134,21 +133,21 @@ class Corruption:
 
 
 def alike(strategy: object, kind: str) -> list[tuple[str, Tensor]]:
-    """What this rank holds alike with others; nothing where a strategy does not say."""
+    """Return this rank's replicated tensors; nothing if a strategy does not declare them."""
     of_kind = getattr(strategy, "alike", None)
     return list(of_kind(kind)) if of_kind is not None else []
 
 
 def judged(everyone: Sequence[Hashes], holders: Mapping[str, list[int]]) -> tuple[list[Odd], int]:
-    """The tensors that differ, gradients first, and how many hashes are missing: of a tensor that one rank has hashed
-    all that hold its parameter have to."""
+    """Return the tensors that differ, gradients first, and the number of missing hashes: if one rank has hashed a
+    tensor, all with its parameter must."""
     odd, missing = [], 0
     labels = dict.fromkeys(label for of_rank in everyone for label in of_rank)
     for kind in KINDS:
         for parameter, ranks in holders.items():
             label = f"{kind}.{parameter}"
             if label not in labels and kind == "gradients":
-                continue  # a variant whose gradients differ by design, or a parameter that has none
+                continue  # gradients that differ by design, or a parameter without one
             found = {rank: everyone[rank][label] for rank in ranks if label in everyone[rank]}
             missing += len(ranks) - len(found)
             named = odd_ones(found)
@@ -157,8 +156,7 @@ def judged(everyone: Sequence[Hashes], holders: Mapping[str, list[int]]) -> tupl
 
 
 def odd_ones(found: Mapping[int, int]) -> tuple[list[int], bool] | None:
-    """Of ranks and their hashes those that differ from more than half; all, where no hash has more than half; None
-    where they are alike."""
+    """Return the ranks whose hashes differ from the majority's; all, if there is no majority; None if all are equal."""
     ((most, count), *others) = Counter(found.values()).most_common() or [(0, 0)]
     if not others:
         return None

@@ -1,7 +1,7 @@
-"""The timed pass: LAB_STEPS steps in LAB_DTYPE, variants interleaved so that a drifting machine touches all alike.
+"""The timed pass: LAB_STEPS steps in LAB_DTYPE, with variants interleaved so that changes of the machine affect all.
 
-It is the training that a checkpoint saves and a resumed run goes on with. Strategies are built anew, so that none
-inherits what the proof left.
+It is the training that a checkpoint saves and a resumed run continues. Strategies are created anew, so that none
+inherits state from the proof.
 """
 
 import hashlib
@@ -44,7 +44,7 @@ class Stopwatch:
     def step(
         self, name: str, strategy: Strategy, lab: Lab, course: TrainingPosition, step: int, corruption: Corruption
     ) -> None:  # fmt: skip
-        """One step, from its first forward to its update; all ranks begin together."""
+        """Run one step, from its first forward to its update; all ranks begin together."""
         told = step == course.first and name in self.told
         with (
             watched_calls(strategy, told=told) as watched, recorded(lab.device) as spans,
@@ -53,7 +53,7 @@ class Stopwatch:
             microbatches = lab.dealt(course.batches, course.data_step(step))
             self._meet(lab, course, f"step {step} of {name}")
             lab.begin_step(step, name)
-            if lab.device.type == "cuda":  # on a card that ranks share, what was fetched may arrive after the launch
+            if lab.device.type == "cuda":  # on a shared GPU, loaded data may arrive after the launch
                 torch.cuda.synchronize(lab.device)
             with Lap() as lap:
                 share = strategy.backward(microbatches)
@@ -73,14 +73,14 @@ class Stopwatch:
         lab.stepped()
 
     def _meet(self, lab: Lab, course: TrainingPosition, name: str) -> None:
-        """A barrier at which each rank tells its share of the loss before, which each rank's log has."""
+        """Wait at a barrier, where ranks exchange their last share of the loss for their logs."""
         told = self._untold
         everyone = lab.exchange.everyone(name, None if told is None else [self.shares[told][-1]])
         if told is not None:
             course.hear(told, everyone)
 
     def write(self, lab: Lab) -> None:
-        """Write the seconds of all steps but the first ones, and where time went."""
+        """Write the seconds of all steps but the first ones, and the times by class."""
         for name, laps in self.laps.items():
             kept = laps[WARMUP_STEPS:] if len(laps) > WARMUP_STEPS else laps
             lab.journal.write(records.Steps(name, [lap.wall_s for lap in kept], [lap.cpu_s for lap in kept]))
@@ -92,9 +92,9 @@ def time_steps(
     lab: Lab, variants: Mapping[str, Build], ends: Mapping[str, int], held: Mapping[str, Held],
     checkpoints: "Checkpoints | None" = None,
 ) -> tuple[dict[str, float | None], dict[str, Drawn]]:  # fmt: skip
-    """Train all variants side by side, each up to where it `ends`, held against one process or to what `held` says.
+    """Train all variants in turn, each up to where it `ends`, compared with one process or as `held` says.
 
-    Returns the bubble of each variant, on rank 0, and what this rank sends in the step of each that is drawn.
+    Return each variant's bubble on rank 0, and what this rank sends in its drawn step.
     """
     dtype = getattr(torch, lab.config.dtype)
     batches = lab.batches(dtype)
@@ -118,7 +118,7 @@ def time_steps(
     with saving(lab, strategies, course, watch.shares, checkpoints) as passed:
         for step in steps:
             for name in rotated(list(variants), step):
-                # A rank that saved by itself may have been between two variants.
+                # A rank that saved by itself may have stopped between two variants.
                 if course.done[name] == step < ends[name]:
                     with holding.audit.around(name, strategies[name], step, course.data_step(step)) as shares:
                         watch.step(name, strategies[name], lab, course, step, corruption)
@@ -138,7 +138,7 @@ def time_steps(
 
 
 def told_variants(lab: Lab, variants: Mapping[str, Build]) -> list[str]:
-    """Those whose first step is told: the headline of the mode, or the first by hand; with LAB_LOG=full all."""
+    """Return the variants whose first step is logged: the headline, or the first by hand; all with LAB_LOG=full."""
     if lab.config.log == "full":
         return list(variants)
     return [name for name in (lab.mode.headline[0], *lab.mode.by_hand, *variants) if name in variants][:1]
@@ -147,7 +147,7 @@ def told_variants(lab: Lab, variants: Mapping[str, Build]) -> list[str]:
 def begun(
     lab: Lab, batches: Batches, strategies: dict[str, Strategy], checkpoints: "Checkpoints | None"
 ) -> TrainingPosition:
-    """The course from step 0, or from where LAB_RESUME leaves it, with the strategies as they were there."""
+    """Return the course from step 0, or from LAB_RESUME's checkpoint, with the strategies in that state."""
     found = checkpoints.resumed if checkpoints is not None else None
     course = TrainingPosition(batches, strategies, found.manifest if found else None, lab.mode.resumed_batch)
     if found is not None:
@@ -165,7 +165,7 @@ def saving(
     lab: Lab, strategies: dict[str, Strategy], course: TrainingPosition, shares: dict[str, list[float | None]],
     checkpoints: "Checkpoints | None",
 ) -> Iterator[Callable[[int], None]]:  # fmt: skip
-    """Around the steps: what to call after each, which saves as LAB_CHECKPOINT_EVERY says."""
+    """Wrap the steps; yield a function to call after each, which saves every LAB_CHECKPOINT_EVERY steps."""
     if checkpoints is None:
         yield lambda step: None  # noqa: ARG005
         return
@@ -191,7 +191,7 @@ def saving(
 
 
 def rotated(names: list[str], step: int) -> list[str]:
-    """Every variant is first as often as it is last: none profits from its place."""
+    """Rotate the variants so that each is at every position equally often, and none gains from its place."""
     first = step % len(names) if names else 0
     return names[first:] + names[:first]
 
@@ -199,9 +199,8 @@ def rotated(names: list[str], step: int) -> list[str]:
 def write_losses(
     lab: Lab, alone: Mapping[str, list[float]], course: TrainingPosition, shares: dict[str, list[float | None]]
 ) -> Curves:
-    """The loss curves: one process, and each variant as the sum over its ranks, behind what a checkpoint held of it;
-    returns those of the variants on rank 0, None where no rank knows a loss. Every other rank has in its log that of
-    the variant that it tells."""
+    """Write the loss curves: one process, and each variant as the sum over its ranks, after those from a checkpoint;
+    return the variants' on rank 0, None for unknown losses. Every other rank logs the variant that it tells."""
     everyone = lab.exchange.everyone("losses", shares)
     if not lab.speaks:
         for told in (each for each in lab.journal.records if isinstance(each, records.Told)):
@@ -221,7 +220,7 @@ def write_losses(
 
 
 def write_digests(lab: Lab, strategies: dict[str, Strategy]) -> None:
-    """A checksum of all final weights of each variant: to the bit the same, or not."""
+    """Write a checksum of all final weights of each variant, to compare runs to the bit."""
     for name, strategy in strategies.items():
         lab.at(lab.config.steps, f"the weights of {name}")
         digest = hashlib.sha256()

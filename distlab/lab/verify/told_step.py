@@ -1,9 +1,9 @@
-"""The told step: what a rank's log needs to tell the story of one step, beside its calls and spans.
+"""The numbers in the story of one step in a rank's log, besides its calls and spans.
 
-Of each call the numbers before and after, at a place that is the same on every rank; of one parameter its weight before
-and after the update; each rank's share of the loss. Which place is told is decided after the step, by numbers that all
-ranks of the call have: the sum of an all_reduce, all parts of an all_gather, a message at both of its ends. Of a
-reduce_scatter each rank has a sum of its own, so it tells the others where, and they tell it what they gave.
+These are each call's numbers before and after, from the same position on every rank; one parameter's weight before and
+after the update; and each rank's share of the loss. The position is chosen after the step, from numbers that all ranks
+of the call have: the sum of an all_reduce, all parts of an all_gather, a message at both of its ends. In a
+reduce_scatter each rank has its own sum, so it sends its position to the others, and they return their numbers.
 """
 
 import re
@@ -23,13 +23,13 @@ from distlab.lab.report import records
 from distlab.lab.report.story import SUMS
 from distlab.techniques.collectives.sharded_tensor import LocalShard, whole_piece
 
-ALLOWED_BYTES = 256 << 20  # of copies in a told step
-LIMIT_SHARE = 32  # a container's limit over its copies: those of 10.9M parameters under zero3 were 196 MB of 377
+ALLOWED_BYTES = 256 << 20  # of copies in a step
+LIMIT_SHARE = 32  # of a container's memory limit: copies for 10.9M parameters under zero3 were 196 MB of 377
 MATRIX = 2  # dimensions
 LAYER = re.compile(r"layers\.(\d+)\.")
 
 Storages = Mapping[tuple[int, int], Sequence["Part"]]
-Parts = list[tuple["Part", int]]  # each with where it begins
+Parts = list[tuple["Part", int]]  # each with its start
 
 
 class Part(NamedTuple):
@@ -42,21 +42,21 @@ class Part(NamedTuple):
 
 
 def allowed_bytes(limit_bytes: int | None) -> int:
-    """How much of what calls carried is copied, in a container with this limit of memory."""
+    """Return how many bytes of calls' contents may be copied, with this memory limit of the container."""
     return ALLOWED_BYTES if limit_bytes is None else min(ALLOWED_BYTES, limit_bytes // LIMIT_SHARE)
 
 
 class ToldStep:
-    """Around one step of a strategy: its samples, and the parameter that is told."""
+    """Records one step of a strategy: its samples, and the chosen parameter."""
 
     def __init__(self, strategy: Strategy) -> None:
         self.samples = Samples(getattr(strategy, "layers", {}), allowed_bytes(ContainerMemory().limit_bytes))
         self._strategy = strategy
-        self.weight: Tensor | None = None  # live, of the parameter that is told
+        self.weight: Tensor | None = None  # the chosen parameter itself, not a copy
         self.name, self.shape, self.before, self.rate = "", list[int](), torch.empty(0), 0.0
 
-    def hear(self, what: str, kind: str) -> None:
-        """Before the update: choose the parameter, and keep its numbers."""
+    def on_phase(self, what: str, kind: str) -> None:
+        """Before the update, choose the parameter and copy its numbers."""
         if (what, kind) == ("begin", "optimizer"):
             self._choose()
 
@@ -78,11 +78,11 @@ class ToldStep:
             self.rate = float(groups[0]["lr"]) if groups else 0.0
 
 
-# --- what a rank has of the model ---
+# --- a rank's parts of the model ---
 
 
 def weights_of(strategy: Strategy) -> Iterator[tuple[str, Any]]:
-    """Each parameter of which this rank has anything: a Tensor, a DTensor or a LocalShard."""
+    """Yield each parameter of which this rank has a part: a Tensor, a DTensor or a LocalShard."""
     state = strategy.state_dict() if hasattr(strategy, "state_dict") else {}
     for label, tensor in state.items():
         if label.startswith("weights."):
@@ -90,12 +90,12 @@ def weights_of(strategy: Strategy) -> Iterator[tuple[str, Any]]:
 
 
 def piece_of(tensor: Any) -> LocalShard:
-    """Where what this rank has of a parameter stands in the dense one."""
+    """Return the position of this rank's part in the dense parameter."""
     if isinstance(tensor, LocalShard):
         return tensor
     if not hasattr(tensor, "to_local"):
         return whole_piece(tensor)
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # where a DTensor is, it is there
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # exists if a DTensor does
 
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     local: Tensor = tensor.to_local()
@@ -103,8 +103,8 @@ def piece_of(tensor: Any) -> LocalShard:
 
 
 def parts_of_storages(strategy: Strategy) -> dict[tuple[int, int], list[Part]]:
-    """Which parameters, or whose gradients, lie in a storage, by its key and its bytes: memory that was given back and
-    taken again in the step has another size as a rule."""
+    """Return the parameters or gradients in each storage, by its key and size: memory that was freed and reused in the
+    step usually has another size."""
     found: dict[tuple[int, int], list[Part]] = defaultdict(list)
 
     def note(name: str, tensor: Any) -> None:
@@ -123,11 +123,11 @@ def parts_of_storages(strategy: Strategy) -> dict[tuple[int, int], list[Part]]:
     return found
 
 
-# --- which place, and what the other ranks have there ---
+# --- the position of the numbers, and the other ranks' ---
 
 
 class Places(NamedTuple):
-    """Of one call: where its sample begins in what went in and in what came out, and in which parameter that is."""
+    """The start of a call's sample in its input and output, and its parameter."""
 
     given: int = -1
     taken: int = -1
@@ -135,8 +135,8 @@ class Places(NamedTuple):
 
 
 def places_of(sample: Sample, parts: Parts, told: str, me: int) -> Places:
-    """The places of a call on this rank, who is the `me`-th of its group; all of its ranks come to the same, but for
-    those of a reduce_scatter."""
+    """Return the positions in a call on this rank, the `me`-th of its group; equal on all its ranks, except in a
+    reduce_scatter."""
     given, taken = sample.given, sample.taken or Copies(None, [])
     if sample.op == "all_to_all":
         return Places()
@@ -154,7 +154,7 @@ def places_of(sample: Sample, parts: Parts, told: str, me: int) -> Places:
 
 
 def gathered_place(given: Copies, taken: Copies, parts: Parts, num_ranks: int) -> Places:
-    """The first place of a part at which the parts of all ranks tell something."""
+    """Return the first position in a part where all ranks' parts have useful numbers."""
     if taken.numbers is None or given.numbers is None or taken.numbers.numel() != num_ranks * given.numbers.numel():
         return Places(0, -1) if given.numbers is not None else Places()
     everyone = taken.numbers.view(num_ranks, -1)
@@ -164,8 +164,8 @@ def gathered_place(given: Copies, taken: Copies, parts: Parts, num_ranks: int) -
 
 
 def parts_of(samples: Sequence[Sample], storages: Storages) -> list[Parts]:
-    """The parameters that each call carries. A call whose memory has no name has those of another with the same label
-    and as many numbers: what is reduced and scattered of a unit stands as its weights were gathered."""
+    """Return the parameters in each call. A call with unnamed memory gets those of another with the same label and
+    size: a unit's reduced gradients are laid out as its gathered weights."""
     known: dict[tuple[str, int], Parts] = {}
     for sample in samples:
         if sample.label and (parts := list(parts_in(sample.given.stretches, storages))):
@@ -179,7 +179,7 @@ def parts_of(samples: Sequence[Sample], storages: Storages) -> list[Parts]:
 
 
 def parts_in(stretches: Sequence[Stretch], storages: Storages) -> Iterator[tuple[Part, int]]:
-    """The parameters that lie in some tensors, and where each begins in their row."""
+    """Yield the parameters in some tensors, each with its start in their concatenation."""
     before = 0
     for stretch in stretches:
         for part in storages.get(stretch.storage, ()):
@@ -190,19 +190,19 @@ def parts_in(stretches: Sequence[Stretch], storages: Storages) -> Iterator[tuple
 
 
 def chosen_part(parts: Parts, told: str) -> tuple[Part | None, int]:
-    """The told parameter where it is among them, else the first matrix; nothing of tensors without names."""
+    """Return the chosen parameter if it is there, else the first matrix; none for unnamed tensors."""
     ranked = [each for each in parts if bare(each[0].name) == told] or [each for each in parts if each[0].is_matrix]
     return next(iter([*ranked, *parts]), (None, 0))
 
 
 def bare(name: str) -> str:
-    """The parameter whose gradient this is, or which it is."""
+    """Return the name of the parameter, also for its gradient."""
     return name.removeprefix("gradient of ")
 
 
 def keys_of(calls: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
-    """A name for each call of a rank, [op, ranks, tag, start_s] each, which the others of its group have for it too:
-    the n-th collective of a group is that of each of its ranks, the n-th receive takes the n-th send."""
+    """Return a name for each call [op, ranks, tag, start_s] of a rank that is the same on all ranks of its group: by
+    the n-th collective of a group, and the n-th receive for the n-th send."""
     turns: dict[tuple[Any, ...], count[int]] = defaultdict(count)
     keys = list[tuple[Any, ...]]()
     for op, ranks, tag, _ in calls:
@@ -214,7 +214,7 @@ def keys_of(calls: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
 def first_numbers(
     lab: Lab, label: str, samples: Sequence[Sample], places: Sequence[Places]
 ) -> list[dict[int, float]]:  # fmt: skip
-    """Of each call the first number of the sample of every rank: what is summed, or what they gave. A collective."""
+    """Return for each call the first sample number of every rank: summands, or inputs. A collective."""
     keys = keys_of([[each.op, each.ranks, each.tag, 0.0] for each in samples])
     mine = [" ".join(map(str, key)) for key in keys]
     scatters = [sample.op == "reduce_scatter" for sample in samples]
@@ -247,13 +247,13 @@ def number_at(copies: Copies, place: int) -> float | None:
     return float(copies.numbers[place]) if copies.numbers is not None and 0 <= place < copies.numbers.numel() else None
 
 
-# --- what is written ---
+# --- the record ---
 
 
 def write_told(
     lab: Lab, name: str, step: int, told: ToldStep, share: float | None, storages: Storages, shift_s: float
 ) -> None:  # fmt: skip
-    """The record of the step; all ranks call it together. `shift_s` makes of a `time.perf_counter` seconds since the
+    """Write the step's record; all ranks call it together. `shift_s` converts `time.perf_counter` to seconds since the
     first rank began the step."""
     samples = told.samples.found
     parts = parts_of(samples, storages)
@@ -286,8 +286,8 @@ def left_at(sample: Sample, place: Places) -> list[float]:
 def ends(
     sample: Sample, place: Places, of_ranks: dict[int, float]
 ) -> tuple[list[float], list[float], dict[int, float]]:  # fmt: skip
-    """The numbers before and after; of an all_gather after is what each rank gave, of an all_to_all what each sends
-    this one."""
+    """Return the numbers before and after; for an all_gather, after are each rank's inputs, for an all_to_all the parts
+    sent to this rank."""
     taken, ranks = sample.taken or Copies(None, []), sample.ranks
     if sample.op == "all_gather":
         return sample.given.at(place.given), [], of_ranks
@@ -304,7 +304,7 @@ def ends(
 def weight_of(
     told: ToldStep, samples: Sequence[Sample], places: Sequence[Places], parts: Sequence[Parts]
 ) -> records.WeightSample | None:
-    """The told parameter before and after the update, where its gradient was told if that was sent."""
+    """Return the chosen parameter before and after the update, at the position of its gradient if that was sent."""
     if told.weight is None:
         return None
     after, place, gradient = told.weight.reshape(-1), -1, list[float]()

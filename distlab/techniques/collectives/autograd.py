@@ -1,21 +1,21 @@
-"""Communication with a backward pass: every primitive as a linear map between ranks, and its transpose.
+"""Differentiable communication: every primitive as a linear map between ranks, and its transpose.
 
-`torch.distributed` records nothing for autograd: a loss behind `dist.all_gather` sends no gradient back. Each function
-here does, and its docstring names forward and backward. Which backward is right depends on what the loss is:
+`torch.distributed` records nothing for autograd: a loss after `dist.all_gather` sends no gradient back. These functions
+do; each docstring names forward and backward. The right backward depends on the loss:
 
-  own         each rank has a loss of its own, and what is minimised is their sum, as in data parallel training. The
-              backward is then the transpose of the forward, for every primitive.
-  replicated  all ranks compute the same loss from the same tensor, as behind Megatron's g. That loss counts once, and
-              every rank holds its whole gradient already: to sum it over the ranks would count it N times.
+  own         each rank has its own loss, and their sum is minimised, as in data-parallel training. The backward is
+              then the transpose of the forward, for every primitive.
+  replicated  all ranks compute the same loss from the same tensor, as after Megatron's g. That loss counts once, and
+              every rank already has its full gradient: a sum over the ranks would count it N times.
 
 The two differ only where the forward leaves the same tensor on every rank: broadcast, all_gather, all_reduce. Elsewhere
-the parts of a loss differ from rank to rank, and one transpose serves both. Source: Shoeybi et al., "Megatron-LM"
+each rank has a different part of the loss, and the transpose serves both. Source: Shoeybi et al., "Megatron-LM"
 (2019), section 3, for f and g; Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models"
 (2022), section 4.2, for all_gather and reduce_scatter as each other's transpose.
 
-Each is a tensor in on every rank and a new tensor out, nothing changed in place. "Rows" are tensors [N, ...] with a row
-a rank; ranks are those of the group. Where a rank gets nothing (a gather's other ranks) its output is empty, so that
-every rank can call `backward` on the sum.
+Each function takes a tensor on every rank and returns a new one; nothing is changed in place. "Rows" are tensors [N,
+...] with one row per rank of the group. Ranks that receive nothing (all but the root in a gather) return an empty
+tensor, so that every rank can call `backward` on the sum.
 """
 
 from collections.abc import Callable
@@ -42,24 +42,23 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        """`backward_map` of the one gradient."""
+        """Return `backward_map` of the one gradient."""
         return ctx.backward_map(gradients[0].contiguous()), None, None
 
 
 def linear(x: Tensor, forward_map: Map, backward_map: Map) -> Tensor:
-    """`forward_map(x)`, with `backward_map` in its backward pass."""
+    """Return `forward_map(x)`, with `backward_map` in the backward pass."""
     result: Tensor = Linear.apply(x, forward_map, backward_map)  # type: ignore[no-untyped-call]
     return result
 
 
 def on_root(x: Tensor, group: dist.ProcessGroup, root: int, shape: torch.Size) -> Tensor:
-    """x on the root, zeros of `shape` elsewhere: only the root's input had a say."""
+    """Return x on the root, and zeros of `shape` elsewhere: only the root's input affected the output."""
     return x if group.rank() == root else x.new_zeros(shape)
 
 
 def send(x: Tensor, group: dist.ProcessGroup, source: int, destination: int) -> Tensor:
-    """Forward: x of `source`, on `destination`; x has the same shape on both. Backward: send the gradient the other
-    way."""
+    """Forward: move x of `source` to `destination`; x has the same shape on both. Backward: send the gradient back."""
     rank = group.rank()
 
     def forward_map(x: Tensor) -> Tensor:
@@ -160,7 +159,7 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup, loss: Loss = "own") -> Tenso
 
 
 def copy(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Forward: identity, on a tensor that all ranks hold. Backward: all_reduce, as every rank used it (Megatron's
+    """Forward: identity, on a tensor that all ranks have. Backward: all_reduce, since every rank used it (Megatron's
     f)."""
     return linear(x, Tensor.clone, lambda gradient: all_reduce(gradient, group))
 

@@ -1,12 +1,12 @@
 """all_reduce, reduce_scatter and all_gather by hand.
 
     collective = Collective(group)
-    collective.all_reduce(tensor)                              # returns when the sum stands in `tensor`
-    pending = collective.all_reduce(tensor, async_op=True)     # the first round's messages are under way
-    pending.wait()                                             # the other rounds
+    collective.all_reduce(tensor)                              # returns when `tensor` has the sum
+    pending = collective.all_reduce(tensor, async_op=True)     # starts the messages of the first round
+    pending.wait()                                             # runs the other rounds
 
-The sum is repeatable to the bit (its order is fixed) and the same to the bit on every rank (one rank sums a chunk, the
-others get copies). Chunk r of a tensor is the r-th of torch's `tensor_split` along dim 0, so any length will do, even
+Results are deterministic (the order of summation is fixed) and equal to the bit on every rank (one rank sums a chunk,
+the others get copies). Chunk r of a tensor is the r-th of torch's `tensor_split` along dim 0, so any length works, even
 0, and a tensor of rows is cut between rows.
 """
 
@@ -19,14 +19,14 @@ from torch import Tensor
 
 from distlab.techniques.collectives import direct, ring, rooted, tree
 from distlab.techniques.collectives.direct import add_up, all_gather, all_reduce
-from distlab.techniques.collectives.phases import seen
+from distlab.techniques.collectives.phases import observed_steps
 from distlab.techniques.collectives.point_to_point import GroupMessage, Peers, Pending, Steps, split
 from distlab.techniques.transport.tcp import Channel
 
-# Which algorithm to take at which size: over gloo's messages, and over plain TCP.
+# The algorithm by size of the tensor: over gloo's messages, and over plain TCP.
 
-# Speed against gloo's own, medians of interleaved rounds, on two cores: 4 ranks idle, in brackets 2 ranks on busy
-# cores. `python -m benchmarks.collectives` prints the table that decides.
+# Time of gloo's own call divided by ours, medians of interleaved rounds, on two cores: 4 ranks idle, in brackets 2
+# ranks on busy cores. The thresholds come from `python -m benchmarks.collectives`.
 #
 #                            64 KiB      256 KiB     1 MiB       4 MiB       16 MiB      64 MiB
 #   all_reduce      server   4.9  (9)    2.8  (4)    1.6  (3)    1.0  (.9)   0.8  (0.8)  0.7
@@ -36,9 +36,8 @@ from distlab.techniques.transport.tcp import Channel
 #   all_gather      server   2.8         3.1         1.6         1.2         1.1         1.7
 #                   direct   1.1  (0.1)  0.9  (0.4)  1.2  (.5)   1.4  (0.8)  1.5  (1.5)  2.5  (3.5)
 #
-# Where ranks share cores each message costs a change of context, and the server needs 2(N-1) in all where others need
-# 2N(N-1); what it can take is bounded by its one link, (N-1)·S. gloo's all_reduce of large tensors is at the link's
-# limit.
+# Where ranks share cores each message costs a context switch, and the server needs 2(N-1) messages in total, the others
+# 2N(N-1); but its one link carries (N-1)·S. gloo's all_reduce of large tensors already saturates the link.
 NEVER = 1 << 62
 SERVER_UP_TO_BYTES = {
     "all_reduce": (1 << 20, 3 << 20),
@@ -48,7 +47,7 @@ SERVER_UP_TO_BYTES = {
 DIRECT_FROM_BYTES = {"all_reduce": (NEVER, NEVER), "reduce_scatter": (4 << 20, 0), "all_gather": (16 << 20, 2 << 20)}
 
 
-# Over plain TCP, ms by `Collective(group, algorithm, carrier=channel)`, medians of 15 interleaved rounds on two cores:
+# Over plain TCP, in ms of `Collective(group, algorithm, carrier=channel)`, medians of 15 interleaved rounds, two cores:
 #
 #                   4 ranks  64 KiB  512 KiB  1 MiB  4 MiB  16 MiB  64 MiB   2 ranks  64 KiB  1 MiB  16 MiB  64 MiB
 #   all_reduce      server   0.20    0.7      1.7                                     0.03
@@ -58,13 +57,13 @@ DIRECT_FROM_BYTES = {"all_reduce": (NEVER, NEVER), "reduce_scatter": (4 << 20, 0
 #   all_gather      server   0.32    0.6      1.3                                     0.04
 #                   direct   0.30    0.6      0.8    2.8    9.9     38.3              0.03    0.2    3.8     15.4
 #
-# Two ranks swap, one hop in place of two. Through rank 0 a reduce_scatter and an all_gather send more bytes than the
-# least.
+# Two ranks exchange directly, one hop instead of two. Through rank 0 a reduce_scatter or all_gather sends more bytes
+# than necessary.
 SERVER_OVER_TCP_BYTES = {"all_reduce": 512 << 10, "reduce_scatter": 64 << 10, "all_gather": 16 << 10}
 
 
 def pick(op: str, nbytes: int, world_size: int) -> str:
-    """The fastest of "server", "direct" and "backend" (gloo's own) for `op` on a tensor of `nbytes` in all."""
+    """Return the fastest of "server", "direct" and "backend" (gloo's own) for `op` on a tensor of `nbytes` in total."""
     several = world_size > 2
     if (world_size - 1) * nbytes <= SERVER_UP_TO_BYTES[op][several]:
         return "server"
@@ -72,12 +71,12 @@ def pick(op: str, nbytes: int, world_size: int) -> str:
 
 
 def pick_over_tcp(op: str, nbytes: int, world_size: int) -> str:
-    """The same over plain TCP, of "server" and "direct"."""
+    """Return the faster of "server" and "direct" over plain TCP."""
     return "server" if nbytes <= SERVER_OVER_TCP_BYTES[op] and world_size > 2 else "direct"
 
 
 class Algorithm(Protocol):
-    """What a file of an algorithm has; tensors are flat, or whole rows, and contiguous."""
+    """The functions of an algorithm's file; tensors are flat, or whole rows, and contiguous."""
 
     def all_reduce(self, peers: Peers, tensor: Tensor, /) -> Steps: ...
 
@@ -90,11 +89,11 @@ ALGORITHMS: Mapping[str, Algorithm] = {"ring": ring, "direct": direct, "tree": t
 
 
 class Collective:
-    """The collectives of one group. It owns their scratch memory, which is kept for the next call.
+    """The collectives of one group. It owns their scratch memory, which is reused by the next call.
 
-    `algorithm` is ring, direct, tree, server, backend (what torch.distributed does), or auto: `pick` at each call.
-    All ranks of the group must make the same calls in the same order. Tensors are contiguous; a wrong size, or one that
-    is not, raises ValueError. A message that fails or times out raises RuntimeError naming its rank.
+    `algorithm` is ring, direct, tree, server, backend (torch.distributed's own), or auto: `pick` at each call. All
+    ranks of the group must make the same calls in the same order. A tensor of wrong size, or not contiguous, raises
+    ValueError. A message that fails or times out raises RuntimeError with the peer's rank.
     """
 
     def __init__(
@@ -133,14 +132,14 @@ class Collective:
         return self._start("all_gather", whole, whole, async_op, given=chunk)
 
     def picked(self, op: str, whole: Tensor) -> str:
-        """The algorithm that `op` on the tensor `whole` takes; `pick` knows gloo alone, and leaves NCCL to itself."""
+        """Return the algorithm of `op` on the full tensor `whole`; `pick` knows gloo only, so NCCL keeps its own."""
         if self.peers.channel:
             auto = pick_over_tcp(op, whole.nbytes, self.peers.world_size)
         else:
             auto = "backend" if self.peers.batched else pick(op, whole.nbytes, self.peers.world_size)
         name = auto if self.algorithm == "auto" else self.algorithm
         uneven = whole.shape[0] % self.peers.world_size and op != "all_reduce"
-        return "direct" if name == "backend" and uneven else name  # the backend's take even chunks alone
+        return "direct" if name == "backend" and uneven else name  # the backend supports even chunks only
 
     def _check_chunk(self, name: str, chunk: Tensor, whole: Tensor) -> Tensor:
         mine = split(whole, self.peers.world_size)[self.peers.rank]
@@ -163,14 +162,14 @@ class Collective:
             steps = _by_hand(self.algorithms[name], op, whole, result, peers)
         if peers.world_size > 1:
             ranks = dist.get_process_group_ranks(peers.group)
-            steps = seen(op, ranks, whole if given is None else given, result, steps)
+            steps = observed_steps(op, ranks, whole if given is None else given, result, steps)
         pending = Pending(steps)
         if not async_op:
             pending.wait()
         return pending
 
     def _over_host(self, name: str, op: str, whole: Tensor, result: Tensor) -> Steps:
-        """gloo sends no tensor that lives on a GPU."""
+        """Run `op` through host memory, since gloo cannot send GPU tensors."""
         host = whole.cpu()
         host_result = host if result is whole else torch.empty_like(result, device="cpu")
         yield from _by_hand(self.algorithms[name], op, host, host_result, self.peers)
@@ -184,7 +183,7 @@ def _by_hand(algorithm: Algorithm, op: str, whole: Tensor, result: Tensor, peers
 
 
 def _backend(op: str, whole: Tensor, result: Tensor, peers: Peers) -> Steps:
-    """What torch.distributed calls; the group's methods, since the functions around them were renamed in torch 2.13."""
+    """Call torch.distributed's own; by the group's methods, since torch 2.13 renamed the functions around them."""
     if op == "all_reduce":
         work = peers.group.allreduce([whole])
     elif op == "reduce_scatter":
@@ -195,7 +194,7 @@ def _backend(op: str, whole: Tensor, result: Tensor, peers: Peers) -> Steps:
 
 
 def _copied(whole: Tensor, result: Tensor) -> Steps:
-    """A world of one."""
+    """Return the tensor itself, in a world of one."""
     if whole.data_ptr() != result.data_ptr():
         result.copy_(whole.view_as(result))
     return
@@ -203,7 +202,7 @@ def _copied(whole: Tensor, result: Tensor) -> Steps:
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """A contiguous tensor of at least one dim; a wrong one raises ValueError."""
+    """Return a contiguous tensor of at least one dim; raises ValueError if it is not contiguous."""
     return _flat(tensor).view(tensor.shape or (1,))
 
 
@@ -216,12 +215,12 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor.view(-1)
 
 
-# Exchange: a reduce_scatter that is one all_to_all of the backend's and a sum; what is left is direct's.
+# Exchange: a reduce_scatter made of one all_to_all of the backend and a sum; everything else is direct's.
 #
-# gloo posts and awaits all parts of an all_to_all in one work of its own thread, where direct.py has a work for each
-# send and each receive, which are handed over one by one and waited for one by one. The bytes are the same,
-# (N-1)/N·S, and the order of the sum too, so the result is direct's to the bit. Of 512 KiB between two ranks, two
-# others at it too, it takes 1.7 ms where direct takes 3.5. The price is scratch memory for this
+# gloo runs all parts of an all_to_all as one work on its own thread, where direct.py has one work per send and receive,
+# each started and awaited separately. The bytes are the same, (N-1)/N·S, and so is the order of the sum, so the results
+# are equal to the bit. For 512 KiB between two ranks, with two other ranks on the same cores, it takes 1.7 ms instead
+# of 3.5. The price is scratch memory for this rank's own part, S instead of (N-1)/N·S.
 # rank's own part, S in place of (N-1)/N·S.
 
 __all__ = ["all_gather", "all_reduce", "reduce_scatter"]

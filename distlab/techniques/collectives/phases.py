@@ -1,13 +1,13 @@
-"""Phases: where a rank's time went, marked in the mechanisms and read by whoever measures.
+"""Phases: marks in the techniques that record how a rank spends its time.
 
     with phase("forward", "3"): ...         # in a mechanism: microbatch 3
     with recorded() as spans: step()        # around a step: what ran in it, and when
     with slowed(0.5): step()                # around a step: as on a processor of half the speed
-    with heard(listener): step()            # around a step: each begin and end, when it comes
+    with listening(listener): step()        # around a step: calls the listener at each begin and end
 
-A mark costs under a microsecond, whether somebody records or not, so it may stay in for the timed steps. On CUDA,
-where a call returns before its kernels have run, `recorded(device)` takes the times of the device: an event at both
-ends of each phase, read when the block is over. What hears (`heard`) is told when the processor launches.
+A mark costs less than a microsecond, recorded or not, so it stays in the timed steps. On CUDA, where a call returns
+before its kernels have run, `recorded(device)` uses the device's times: an event at both ends of each phase, read after
+the block. A listener is called when the processor launches.
 """
 
 import time
@@ -21,17 +21,17 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-COMPUTE = ("forward", "backward", "input", "weight")  # what a slower processor would take longer for
+COMPUTE = ("forward", "backward", "input", "weight")  # the kinds that a slower processor prolongs
 
 
 class Span(NamedTuple):
-    """A stretch of one rank's time, in seconds of `time.perf_counter`. Spans nest: an all_reduce inside a forward
+    """An interval of one rank's time, in seconds of `time.perf_counter`. Spans nest: an all_reduce inside a forward
     pass."""
 
     # data, forward, backward (or its parts, input and weight), send, receive, all_reduce, all_gather, reduce_scatter,
     # optimizer or wait
     kind: str
-    label: str  # the microbatch, where it has one
+    label: str  # the microbatch, if there is one
     start_s: float
     end_s: float
 
@@ -39,10 +39,10 @@ class Span(NamedTuple):
 T = TypeVar("T")
 
 
-# As torch's own profiler is: a mechanism should not have to hand a recorder down to where the time goes.
+# Like torch's own profiler, so that no technique has to pass a recorder down the call stack.
 class Ambient(Generic[T]):
-    """A value of this thread, and of the backward passes that it runs: on CUDA autograd has a thread for each device,
-    which knows nothing of the context of who called it, and the caller waits meanwhile."""
+    """A value of this thread and of the backward passes that it runs: on CUDA autograd has one thread per device,
+    without the caller's context, and the caller waits meanwhile."""
 
     def __init__(self, name: str, nothing: T) -> None:
         self._of_thread: ContextVar[T] = ContextVar(name, default=nothing)
@@ -66,12 +66,12 @@ class Ambient(Generic[T]):
 
 
 class DeviceClock:
-    """Reads what a CUDA device did when, in seconds of `time.perf_counter`; nothing waits until it is read."""
+    """Clock of a CUDA device, in seconds of `time.perf_counter`; nothing waits until a mark is read."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         torch.cuda.synchronize(device)
-        self._began_s = time.perf_counter()  # before the event: what is read is never late
+        self._began_s = time.perf_counter()  # before the event, so that no reading is late
         self._begin = self.mark()
 
     def mark(self) -> Any:
@@ -80,13 +80,13 @@ class DeviceClock:
         return event
 
     def read(self, mark: Any) -> float:
-        """When the device came to `mark`, which has to be over (`torch.cuda.synchronize`)."""
+        """Return when the device reached `mark`, which must be over (`torch.cuda.synchronize`)."""
         elapsed_ms: float = self._begin.elapsed_time(mark)
         return self._began_s + elapsed_ms / 1000
 
 
 class Recorder:
-    """The `spans` of a block, in the order of their ends; of a device complete once `read` was called."""
+    """The `spans` of a block, in the order of their ends; on a device they are complete after `read`."""
 
     def __init__(self, clock: DeviceClock | None) -> None:
         self.spans: list[Span] = []
@@ -101,7 +101,7 @@ class Recorder:
             self._marks.append((begin, self.clock.mark()))
 
     def read(self) -> None:
-        """Turn launches into what the device did: never before it was asked for, nor before the begin."""
+        """Replace launch times by the device's times; no span begins before its launch or ends before it begins."""
         if self.clock is None:
             return
         torch.cuda.synchronize(self.clock.device)
@@ -113,10 +113,10 @@ class Recorder:
 
 _recorder: Ambient[Recorder | None] = Ambient("recorder", None)
 _listener: Ambient[Callable[[str, str, str], None] | None] = Ambient("listener", None)
-# Around the steps of each collective by hand: its operation, the group's ranks, what this rank gives, what it gets.
+# Called with each hand-written collective's operation, ranks, input, output and steps; returns the steps to run.
 AroundCollective = Callable[..., Any]
 _around: Ambient[AroundCollective | None] = Ambient("around", None)
-_lag = Ambient("lag", 0.0)  # seconds to sleep for a second of compute
+_lag = Ambient("lag", 0.0)  # seconds to sleep per second of compute
 
 
 class phase:  # noqa: N801  it is used like a function
@@ -153,8 +153,8 @@ class phase:  # noqa: N801  it is used like a function
 
 @contextmanager
 def marked(module: torch.nn.Module) -> Iterator[None]:
-    """Mark both passes of each call of `module` inside the block, microbatch by microbatch, for a step that marks
-    nothing itself. A backward pass begins with the gradient of what the module gave, and ends when autograd is done."""
+    """Mark both passes of each call of `module` in the block, per microbatch, for a step without marks. A backward pass
+    begins with the gradient of the module's output, and ends when autograd is done."""
     numbers, passing = count(), list[phase]()
 
     def enter(*_: Any) -> None:
@@ -181,8 +181,8 @@ def marked(module: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def recorded(device: torch.device | None = None) -> Iterator[list[Span]]:
-    """The phases of this thread that end inside the block, in the order of their ends; an inner block hides an
-    outer. Of a CUDA `device` the times are the device's, and the block ends when it has done all of them."""
+    """Record the phases of this thread that end inside the block, in the order of their ends; an inner block hides an
+    outer one. With a CUDA `device` the times are the device's, and the block ends when it has run everything."""
     clock = DeviceClock(device) if device is not None and device.type == "cuda" else None
     recorder = Recorder(clock)
     with _recorder.set_to(recorder):
@@ -191,37 +191,36 @@ def recorded(device: torch.device | None = None) -> Iterator[list[Span]]:
 
 
 @contextmanager
-def heard(listener: Callable[[str, str, str], None]) -> Iterator[None]:
-    """Tell `listener` ("begin" or "end", kind, label) of every phase of this thread inside the block."""
+def listening(listener: Callable[[str, str, str], None]) -> Iterator[None]:
+    """Call `listener` ("begin" or "end", kind, label) for every phase of this thread inside the block."""
     with _listener.set_to(listener):
         yield
 
 
 @contextmanager
-def collectives_seen(around: AroundCollective) -> Iterator[None]:
-    """Have `around` make of the steps of each collective by hand those that are taken inside the block."""
+def observing_collectives(around: AroundCollective) -> Iterator[None]:
+    """Pass the steps of each hand-written collective in the block through `around`."""
     with _around.set_to(around):
         yield
 
 
-def seen(op: str, ranks: Sequence[int], given: Any, result: Any, steps: Any, left: Any = None) -> Any:
-    """The steps of a collective by hand, as whoever watches has them; `left` is what this rank keeps of its part."""
+def observed_steps(op: str, ranks: Sequence[int], given: Any, result: Any, steps: Any, left: Any = None) -> Any:
+    """Return a collective's steps as the observer wants them; `left` is the part that this rank keeps."""
     around = _around.get()
     return steps if around is None else around(op, ranks, given, result, steps, left)
 
 
-def watched() -> bool:
-    """Whether somebody wants to know what collectives by hand send."""
+def is_observed() -> bool:
+    """Return whether hand-written collectives are observed."""
     return _around.get() is not None
 
 
 @contextmanager
 def slowed(share: float) -> Iterator[None]:
-    """Compute of this thread takes 1/share times as long: a forward or backward phase of c CPU seconds sleeps c(1/share
-    - 1).
+    """Make compute of this thread take 1/share times as long: a phase of c CPU seconds sleeps c(1/share - 1).
 
-    The thread's CPU time counts and not the clock's, so that what a phase waited for, a message or a core, is not drawn
-    out. With a share of 1 nothing sleeps. A phase is to begin and end inside the block, or outside.
+    CPU time counts, not the clock, so waiting for a message or a core is not prolonged. With a share of 1 nothing
+    sleeps. A phase must begin and end inside the block, or outside.
     """
     with _lag.set_to(1 / share - 1):
         yield

@@ -1,8 +1,8 @@
-"""Values of plain kinds to every rank of a group, as bytes in which nothing can be called.
+"""Exchange of plain values between the ranks of a group, in a format that cannot run code.
 
-c10d's `all_gather_object` sends pickles, and whoever reads a pickle runs what is in it: a connection of gloo's
-proves nothing of who is at its other end. Here a value is JSON and the memory of its tensors. What is read is a
-number, a text, a list, a tuple, a set, a dict, a tensor, or a record of a class that the reader names.
+c10d's `all_gather_object` sends pickles, and reading a pickle runs the code in it; gloo does not verify who is at the
+other end of a connection. Here a value is JSON plus the memory of its tensors. Values are numbers, text, lists, tuples,
+sets, dicts, tensors, and records of classes that the reader names.
 
     length of the JSON, 8 | JSON | tensor, tensor ...
 """
@@ -19,22 +19,22 @@ from torch import Tensor
 
 HEAD = struct.Struct("!Q")
 DTYPES = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
-AS_THEY_ARE = {type(None), bool, int, float, str}  # in JSON; most of what is read, so no call is made for them
+AS_THEY_ARE = {type(None), bool, int, float, str}  # native in JSON; most values are, so no call is made for them
 MAX_BYTES = 1 << 34
 
 
 def all_gather_plain(
     mine: Any, group: dist.ProcessGroup, classes: Sequence[type] = (), root: int | None = None
 ) -> list[Any]:
-    """What each rank of `group` has, on all, or on rank `root` alone, which alone reads it: others have an empty list;
-    a collective. Raises ValueError where it cannot be read."""
+    """Return each rank's value on all ranks, or on rank `root` only, where others get an empty list; a collective.
+    Raises ValueError for data that cannot be read."""
     device = "cuda" if "nccl" in str(dist.get_backend(group)) else "cpu"
     data = torch.frombuffer(bytearray(to_bytes(mine, classes)), dtype=torch.uint8).to(device)
     lengths = torch.zeros(group.size(), dtype=torch.int64, device=device)
     dist.all_gather(list(lengths.split(1)), torch.tensor([len(data)], device=device), group=group)
     counts = lengths.tolist()
     if not all(0 < count <= MAX_BYTES for count in counts):
-        raise ValueError(f"ranks send {counts} B: allowed are up to {MAX_BYTES} B each")
+        raise ValueError(f"ranks send {counts} B, allowed are up to {MAX_BYTES} B each")
     padded = torch.zeros(max(counts), dtype=torch.uint8, device=device)
     padded[: len(data)] = data
     rows = [torch.empty_like(padded) for _ in counts]
@@ -45,14 +45,14 @@ def all_gather_plain(
 
 
 def to_bytes(value: Any, classes: Sequence[type] = ()) -> bytes:
-    """The bytes of a value; raises TypeError where it is of another kind."""
+    """Return the bytes of a value; raises TypeError for other kinds of values."""
     memories: list[bytes] = []
     text = json.dumps(_plain(value, {each: each.__name__ for each in classes}, memories)).encode()
     return HEAD.pack(len(text)) + text + b"".join(memories)
 
 
 def _plain(value: Any, names: dict[type, str], memories: list[bytes]) -> Any:
-    """As JSON has it: what JSON does not know is a dict of one entry."""
+    """Return the value as JSON types; types that JSON lacks become a dict of one entry."""
 
     def each_of(values: Any) -> list[Any]:
         return [each if type(each) in AS_THEY_ARE else _plain(each, names, memories) for each in values]
@@ -77,23 +77,23 @@ def _plain(value: Any, names: dict[type, str], memories: list[bytes]) -> Any:
 
 
 def from_bytes(data: bytes, classes: Sequence[type] = ()) -> Any:
-    """The value of these bytes; raises ValueError where they are none."""
+    """Return the value of these bytes; raises ValueError if they are invalid."""
     try:
         (length,) = HEAD.unpack_from(data)
         if length > len(data):
-            raise ValueError("it is cut")
+            raise ValueError("it is truncated")
         text = json.loads(data[HEAD.size : HEAD.size + length])
         reader = _Reader(memoryview(data)[HEAD.size + length :], {each.__name__: each for each in classes})
         value = reader.read(text)
     except Exception as error:
-        raise ValueError(f"what a rank has sent cannot be read: {error}") from None
+        raise ValueError(f"a rank's value cannot be read: {error}") from None
     if len(reader.memory):
-        raise ValueError("what a rank has sent is longer than it says")
+        raise ValueError("a rank's value is longer than its header says")
     return value
 
 
 class _Reader:
-    """Makes values of JSON; `memory` is that of the tensors that are still to come."""
+    """Builds values from JSON; `memory` has the tensors that are still unread."""
 
     def __init__(self, memory: memoryview, classes: dict[str, type]) -> None:
         self.memory, self._classes = memory, classes
@@ -120,7 +120,7 @@ class _Reader:
         made = DTYPES[dtype]
         count = torch.Size(shape).numel() * made.itemsize
         if count > len(self.memory):
-            raise ValueError("a tensor that is cut")
+            raise ValueError("a truncated tensor")
         taken, self.memory = bytearray(self.memory[:count]), self.memory[count:]
         if not count:
             return torch.empty(shape, dtype=made)

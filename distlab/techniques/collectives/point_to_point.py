@@ -1,12 +1,12 @@
-"""Messages between the ranks of one group: what every hand-written collective is made of.
+"""Messages between the ranks of a group, from which every hand-written collective is built.
 
-gloo has no eager buffer: a send ends when its receive has been posted and filled, so two ranks that both send first
-wait for ever, at 4 bytes already. Two rules keep every algorithm here free of that: the receives of a round are posted
-before its sends, and nobody waits for a send whose receive its peer posts later.
+gloo does not buffer sends: a send ends when its receive was posted and filled, so two ranks that both send first wait
+for ever, even for 4 bytes. Two rules avoid this in every algorithm here: a round's receives are posted before its
+sends, and no rank waits for a send whose receive its peer posts later.
 
-A collective is written as a generator that yields each message at the point where it needs it (`Steps`). Driven to its
-end it is a blocking call; driven to its first yield its messages are under way while the caller computes (`Pending`).
-No thread is needed, gloo moves the bytes on its own.
+A collective is a generator that yields each message when it needs it (`Steps`). Run to its end it is a blocking call;
+run to its first yield its messages are under way while the caller computes (`Pending`). No thread is needed, since gloo
+transfers the bytes itself.
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -22,18 +22,18 @@ from torch import Tensor
 
 from distlab.techniques.transport.tcp import Channel
 
-# Scratch memory that is used again from call to call.
+# Scratch memory, reused from call to call.
 
 
 class Scratch:
-    """Buffers that no call uses now are kept for the next one."""
+    """Keeps unused buffers for the next call."""
 
     def __init__(self) -> None:
-        self._free: list[tuple[Tensor, Tensor]] = []  # bytes, and the tensor of them that was lent last
+        self._free: list[tuple[Tensor, Tensor]] = []  # bytes, and the tensor last viewed on them
 
     @contextmanager
     def lent(self, numel: int, like: Tensor) -> Iterator[Tensor]:
-        """`numel` elements of unknown content, on the device and of the dtype of `like`, until the block ends."""
+        """Yield `numel` uninitialised elements like `like` (device and dtype), until the block ends."""
         buffer, tensor = self._same(numel, like) or self._fitting(numel, like)
         try:
             yield tensor
@@ -41,7 +41,7 @@ class Scratch:
             self._free.append((buffer, tensor))
 
     def _same(self, numel: int, like: Tensor) -> tuple[Tensor, Tensor] | None:
-        """One that was lent like this before: to view bytes anew takes 4 us, a tenth of a small call."""
+        """Return a buffer with the same view as before: a new view takes 4 us, a tenth of a small call."""
         for index, (_, tensor) in enumerate(self._free):
             if tensor.numel() == numel and tensor.dtype == like.dtype and tensor.device == like.device:
                 return self._free.pop(index)
@@ -55,48 +55,48 @@ class Scratch:
             self._free = [free for free in self._free if free is not smallest]
             buffer = smallest[0]
         else:
-            # One that is too small for this call goes, so that growing sizes do not pile up.
+            # Drop a buffer that is too small for this call, so that growing sizes do not pile up.
             self._free = self._free[1:]
             buffer = torch.empty(nbytes, dtype=torch.uint8, device=like.device)
         return buffer, buffer[:nbytes].view(like.dtype)
 
     def spoil(self) -> None:
-        """Overwrite what is kept with bytes that are NaN in every floating type: who reads it before it is written is
-        seen."""
+        """Overwrite free buffers with bytes that are NaN in every floating type, to expose reads of uninitialised
+        memory."""
         for buffer, _ in self._free:
             buffer.fill_(255)
 
     def release(self) -> None:
-        """Keep nothing."""
+        """Free all buffers."""
         self._free = []
 
 
 class Message(Protocol):
-    """A tensor under way to or from a peer."""
+    """A tensor that is being sent or received."""
 
     @property
     def done(self) -> bool:
-        """Whether it is over, where that is known without a wait."""
+        """Return whether it is over, where that is known without waiting."""
 
     def wait(self) -> None:
-        """Return once the tensor is received, or may be changed again; raises RuntimeError naming the peer."""
+        """Return once the tensor is received, or may be changed again; raises RuntimeError with the peer's rank."""
 
 
 RECEIVE, SEND = "receive from", "send to"
-TAGS_A_CALL = 256  # of a call that runs beside others
+TAGS_A_CALL = 256  # for a call that runs concurrently with others
 
 
 @dataclass(slots=True)
 class GroupMessage:
-    """One that a process group carries. A world of one, and an empty chunk, send nothing: `work` is None then."""
+    """A message of a process group. A world of one, and an empty chunk, send nothing: `work` is None then."""
 
     work: dist.Work | None
-    what: str  # "receive from": an error names whom it waited for
+    what: str  # such as "receive from", for errors
     whom: str
 
     @property
     def done(self) -> bool:
-        """Whether there is nothing to wait for: gloo knows of what it carries by a wait alone."""
+        """Return whether there is nothing to wait for; gloo's messages are known to be over only after a wait."""
         return self.work is None
 
     def wait(self) -> None:
@@ -117,20 +117,20 @@ Begin = Callable[[list[Tensor], int, int], Message]  # ([tensor], peer, tag)
 
 
 class Pending:
-    """A collective under way. Ranks must start, and finish, their collectives in the same order."""
+    """A running collective. Ranks must start, and finish, their collectives in the same order."""
 
     def __init__(self, steps: Iterator[Message]) -> None:
         self._steps = steps
         self._awaited = next(steps, None)
 
     def advance(self) -> bool:
-        """Go on as far as messages have come, of a carrier that knows; whether it is finished."""
+        """Continue as far as messages have arrived, if the carrier knows; return whether it is finished."""
         while self._awaited is not None and self._awaited.done:
             self._awaited = next(self._steps, None)
         return self._awaited is None
 
     def wait(self) -> None:
-        """Finish; returns once the result stands in its tensor. Further calls return at once."""
+        """Finish; the result is then in its tensor. Further calls return at once."""
         if self._awaited is not None:
             self._awaited.wait()
             for message in self._steps:
@@ -139,7 +139,7 @@ class Pending:
 
 
 class Peers:
-    """The other ranks of `group`, by their rank in it, and scratch memory that is used again from call to call.
+    """The other ranks of `group`, by their rank in it, and reusable scratch memory.
 
     Their messages go over the group's own send and receive, or over a `channel` of plain TCP.
     """
@@ -156,12 +156,12 @@ class Peers:
         self._tags: Iterator[int] = cycle(range(1, 2**20))
 
     def new_tag(self) -> int:
-        """A tag for the next collective, the same on all ranks, so that two under way do not mix."""
+        """Return a tag for the next collective, the same on all ranks, so that concurrent ones do not mix."""
         return next(self._tags)
 
     def of_call(self, number: int) -> "Peers":
-        """The same for one call of several under way: its tags are its own, in whatever order they take turns, and its
-        scratch memory goes with it."""
+        """Return the same peers for one of several concurrent calls, with its own tags and scratch memory, so that the
+        calls may run in any order."""
         return self._with(_tags=count(-number * TAGS_A_CALL), memory=Scratch())
 
     def _with(self, **changed: object) -> "Peers":
@@ -170,12 +170,11 @@ class Peers:
         return own
 
     def after(self, distance: int) -> int:
-        """The rank `distance` further around the ring; negative: before."""
+        """Return the rank `distance` further around the ring; negative: before."""
         return (self.rank + distance) % self.world_size
 
     def post(self, tag: int, receives: Addressed = (), sends: Addressed = ()) -> tuple[list[Message], list[Message]]:
-        """Begin one round's messages, receives first; empty tensors are not sent. Returns (receives, sends) in
-        order."""
+        """Start one round's messages, receives first; empty tensors are not sent. Return (receives, sends) in order."""
         if self.batched:
             return self._post_batch(list(receives), list(sends))
         receive, send = self._receive, self._send
@@ -183,11 +182,11 @@ class Peers:
         return received, [send([tensor], peer, tag) if tensor.numel() else NOTHING for peer, tensor in sends]
 
     def send(self, tag: int, peer: int, tensor: Tensor) -> Message:
-        """Begin to send one tensor to a rank."""
+        """Start to send one tensor to a rank."""
         return self.post(tag, sends=[(peer, tensor)])[1][0]
 
     def receive(self, tag: int, peer: int, tensor: Tensor) -> Message:
-        """Begin to receive one tensor of a rank, into `tensor`."""
+        """Start to receive one tensor from a rank, into `tensor`."""
         return self.post(tag, receives=[(peer, tensor)])[0][0]
 
     def _carried(self, what: str, tensors: list[Tensor], peer: int, tag: int) -> Message:
@@ -197,7 +196,7 @@ class Peers:
     def _post_batch(
         self, receives: list[tuple[int, Tensor]], sends: list[tuple[int, Tensor]]
     ) -> tuple[list[Message], list[Message]]:
-        """NCCL runs messages in stream order: those of a round must be one launch, or two ranks wait for each other."""
+        """Post a round in one launch: NCCL runs messages in stream order, and two ranks could wait for each other."""
         wanted = [(RECEIVE, *entry) for entry in receives] + [(SEND, *entry) for entry in sends]
         operations = [
             dist.P2POp(dist.irecv if what == RECEIVE else dist.isend, tensor, group=self.group, group_peer=peer)
@@ -212,23 +211,23 @@ class Peers:
         return messages[: len(receives)], messages[len(receives) :]
 
     def scratch(self, numel: int, like: Tensor) -> AbstractContextManager[Tensor]:
-        """`numel` elements of unknown content, on the device and of the dtype of `like`, until the block ends."""
+        """Return `numel` uninitialised elements, on the device and of the dtype of `like`, until the block ends."""
         return self.memory.lent(numel, like)
 
 
 def copy_own(tensor: Tensor, place: Tensor) -> None:
-    """Copy a rank's own part to its place among all ranks', unless it lies there."""
+    """Copy a rank's own part to its place in the result, unless it is there already."""
     if place.data_ptr() != tensor.data_ptr():
         place.copy_(tensor)
 
 
 def split(tensor: Tensor, parts: int) -> list[Tensor]:
-    """Flat views of the contiguous `tensor`, cut along dim 0 as even as it goes: the first a row longer, some may be
-    empty."""
+    """Return flat views of the contiguous `tensor`, cut along dim 0 as evenly as possible: the first are a row longer,
+    and some may be empty."""
     chunks = tensor.tensor_split(parts)
     return list(chunks) if tensor.dim() == 1 else [chunk.view(-1) for chunk in chunks]
 
 
 def sendable(tensor: Tensor, peers: Peers) -> Tensor:
-    """`tensor` as it can be sent: in one piece, and for gloo on the host."""
+    """Return `tensor` in a form that can be sent: contiguous, and for gloo on the host."""
     return tensor.contiguous() if peers.batched else tensor.cpu().contiguous()

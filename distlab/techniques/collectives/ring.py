@@ -1,9 +1,9 @@
-"""The ring: every rank talks to its two neighbours alone, and each link carries the same bytes in every round.
+"""The ring: every rank talks only to its two neighbours, and each link carries the same bytes in every round.
 
-N-1 rounds of send-and-add leave each rank with one finished chunk (reduce_scatter), N-1 rounds more pass the finished
-chunks on (all_gather). A rank sends (N-1)/N·S in each half, 2(N-1)/N·S in all: under 2·S for every N, but in 2(N-1)
-rounds, each of which costs a latency. Source: Patarasuk and Yuan, "Bandwidth Optimal All-reduce Algorithms for Clusters
-of Workstations" (JPDC 2009), section 3.
+N-1 rounds of send-and-add leave each rank with one finished chunk (reduce_scatter), N-1 more rounds pass the finished
+chunks on (all_gather). A rank sends (N-1)/N·S in each half, 2(N-1)/N·S in total: less than 2·S for every N, but in
+2(N-1) rounds, each of which costs a latency. Source: Patarasuk and Yuan, "Bandwidth Optimal All-reduce Algorithms for
+Clusters of Workstations" (JPDC 2009), section 3.
 """
 
 import torch
@@ -15,7 +15,7 @@ from distlab.techniques.collectives.point_to_point import Peers, Steps, split
 def all_reduce(peers: Peers, tensor: Tensor) -> Steps:
     """Sum the flat `tensor` over all ranks, in place."""
     chunks = split(tensor, peers.world_size)
-    # In the lessons rank r sends chunk r first; it then ends with the sum of chunk r + 1.
+    # In the lessons rank r first sends chunk r, and so ends with the sum of chunk r + 1.
     chunks = chunks[1:] + chunks[:1]
     yield from _reduce_scatter(peers, chunks, chunks[peers.rank])
     yield from _all_gather(peers, chunks)
@@ -27,7 +27,7 @@ def reduce_scatter(peers: Peers, tensor: Tensor, output: Tensor) -> Steps:
 
 
 def all_gather(peers: Peers, tensor: Tensor) -> Steps:
-    """Fill `tensor`, of which every rank holds its own chunk."""
+    """Fill `tensor`, in which every rank has written its own chunk."""
     return _all_gather(peers, split(tensor, peers.world_size))
 
 

@@ -1,11 +1,11 @@
 """Rooted: rank 0 collects everyone's tensor, sums, and sends the sum back. The parameter server of the lessons.
 
-Two rounds and 2(N-1) messages in all, the fewest there can be: so it is the fastest for small tensors. But all bytes
-pass one link: rank 0 receives (N-1)·S and sends as much, a wall that grows with N where the ring's stays under 2·S.
+Two rounds and 2(N-1) messages in total, the minimum, so it is the fastest for small tensors. But all bytes pass one
+link: rank 0 receives (N-1)·S and sends as much, which grows with N, where the ring stays below 2·S.
 Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server" (OSDI 2014), here with one server
 and every worker in step.
 
-The four halves are collectives by themselves, to or from any root: reduce, broadcast, gather, scatter.
+Its four halves are collectives themselves, with any root: reduce, broadcast, gather, scatter.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ SERVER = 0
 
 
 def all_reduce(peers: Peers, tensor: Tensor, fold: Callable[..., Any] = torch.add) -> Steps:
-    """Sum the flat `tensor` over all ranks, in place; or fold it by another function of two tensors, with `out`."""
+    """Sum the flat `tensor` over all ranks, in place; or combine with `fold`, a function of two tensors with `out`."""
     yield from reduce(peers, tensor, SERVER, fold)
     yield from broadcast(peers, tensor, SERVER)
 
@@ -39,20 +39,20 @@ def reduce_scatter(peers: Peers, tensor: Tensor, output: Tensor) -> Steps:
 
 
 def all_gather(peers: Peers, tensor: Tensor) -> Steps:
-    """Fill `tensor`, of which every rank holds its own chunk."""
+    """Fill `tensor`, in which every rank has written its own chunk."""
     chunks = split(tensor, peers.world_size)
     yield from gather(peers, chunks, chunks[peers.rank], SERVER)
     yield from broadcast(peers, tensor, SERVER)
 
 
 def reduce(peers: Peers, tensor: Tensor, root: int, fold: Callable[..., Any] = torch.add) -> Steps:
-    """Fold everyone's flat `tensor` into the root's, in the order of ranks after its own."""
+    """Combine everyone's flat `tensor` in the root's: its own first, then the others in rank order."""
     tag = peers.new_tag()
     if peers.rank != root:
         yield from peers.post(tag, sends=[(root, tensor)])[1]
         return
     others = _others(peers, root)
-    # One rank's tensor is received while the one before is added: two places, however many ranks there are.
+    # A tensor is received while the previous one is added: two buffers suffice for any number of ranks.
     with peers.scratch(tensor.numel(), tensor) as even, peers.scratch(tensor.numel(), tensor) as odd:
         receives = list(zip(others, cycle((even, odd)), strict=False))
         arriving, _ = peers.post(tag, receives[:2])
@@ -72,7 +72,7 @@ def broadcast(peers: Peers, tensor: Tensor, root: int) -> Steps:
 
 
 def gather(peers: Peers, places: Sequence[Tensor], tensor: Tensor, root: int) -> Steps:
-    """Lay everyone's `tensor` in the root's `places`, which no other rank needs."""
+    """Copy everyone's `tensor` to the root's `places`; no other rank needs them."""
     if peers.rank != root:
         yield from peers.post(peers.new_tag(), sends=[(root, tensor)])[1]
         return
@@ -82,7 +82,7 @@ def gather(peers: Peers, places: Sequence[Tensor], tensor: Tensor, root: int) ->
 
 
 def scatter(peers: Peers, place: Tensor, tensors: Sequence[Tensor], root: int) -> Steps:
-    """Lay the root's r-th tensor in rank r's `place`."""
+    """Copy the root's r-th tensor to rank r's `place`."""
     if peers.rank != root:
         yield from peers.post(peers.new_tag(), receives=[(root, place)])[0]
         return

@@ -1,9 +1,9 @@
-"""A piece: what one rank holds of a dense tensor, said in the dense tensor's own coordinates.
+"""A piece: one rank's part of a dense tensor, described in the coordinates of the dense tensor.
 
-Every strategy cuts its tensors another way: whole rows, whole columns, a run of a flat vector that begins in the middle
-of a row. Said as boxes of the dense tensor they all fit together again, so a checkpoint of any strategy can be read by
-any other number of ranks. A run of a flat vector is at most 2d - 1 boxes of a tensor of d dims: the end of its first
-row, whole rows, the beginning of its last.
+Every strategy cuts its tensors differently: whole rows, whole columns, a run of a flat vector that begins in the middle
+of a row. Described as boxes of the dense tensor they all fit together, so any number of ranks can read any strategy's
+checkpoint. A run of a flat vector is at most 2d - 1 boxes of a tensor of d dims: the end of its first row, whole rows,
+the beginning of its last.
 """
 
 import math
@@ -17,29 +17,29 @@ from torch import Tensor
 from distlab.techniques.collectives.plain_values import all_gather_plain
 from distlab.techniques.collectives.point_to_point import Peers, sendable
 
-Block = tuple[tuple[int, ...], Tensor]  # the offset of its first element in the dense tensor, and the elements
+Block = tuple[tuple[int, ...], Tensor]  # offset in the dense tensor, and the elements
 
 
 @dataclass(frozen=True)
 class LocalShard:
-    """Some boxes of a dense tensor of `shape`, each a view of this rank's memory."""
+    """Boxes of a dense tensor of `shape`, each a view of this rank's memory."""
 
     shape: torch.Size
     boxes: list[Block]
 
 
 def whole_piece(tensor: Tensor) -> LocalShard:
-    """All of a tensor."""
+    """Return a piece with all of a tensor."""
     return LocalShard(tensor.shape, [((0,) * tensor.dim(), tensor)])
 
 
 def flat_piece(run: Tensor, start: int, shape: torch.Size) -> LocalShard:
-    """The piece that the 1-D `run` is, where `run[0]` is element `start` of the dense tensor, flattened."""
+    """Return the piece of the 1-D `run`, where `run[0]` is element `start` of the flattened dense tensor."""
     return LocalShard(shape, boxes_of(run, start, shape))
 
 
 def boxes_of(run: Tensor, start: int, shape: torch.Size) -> list[Block]:
-    """The boxes of elements `start` to `start + len(run)` of a contiguous tensor of `shape`, in their order."""
+    """Return the boxes of elements `start` to `start + len(run)` of a contiguous tensor of `shape`, in order."""
     if not run.numel():
         return []
     if len(shape) <= 1:
@@ -50,25 +50,24 @@ def boxes_of(run: Tensor, start: int, shape: torch.Size) -> list[Block]:
         whole = (last_full - first) * row
         box = ((first, *[0] * (len(shape) - 1)), run[:whole].view(last_full - first, *shape[1:]))
         return [box, *boxes_of(run[whole:], start + whole, shape)]
-    # Within one row, the first or the last one: the rest of it, or as much as there is.
+    # Within the first or the last row: the rest of the row, or as much as there is.
     length = min(run.numel(), row - start % row)
     inside = boxes_of(run[:length], start % row, torch.Size(shape[1:]))
     boxes = [((first, *offset), part.unsqueeze(0)) for offset, part in inside]
     return boxes + (boxes_of(run[length:], start + length, shape) if end > first else [])
 
 
-# Dense tensors from what many ranks hold, whatever cut them: every rank sends its boxes once, the first puts them in
-# place.
+# Dense tensors from the parts on all ranks, however they were cut: every rank sends its boxes once, rank 0 assembles.
 #
-# A tensor may be cut along several axes at once, a stage's slice in shards. Each rank knows where its parts stand in
-# the dense tensor (below), so nobody has to undo the cuts one after the other. What several ranks hold, one of
-# them sends; a tensor of which a part is missing, or there twice, is an error.
+# A tensor may be cut along several axes, such as a stage's slice in shards. Each rank knows the position of its parts
+# in the dense tensor, so the cuts need not be undone one after the other. If several ranks have a part, one of them
+# sends it; a tensor with a missing or repeated part is an error.
 
 Labelled = tuple[str, LocalShard]
 
 
 class Place(NamedTuple):
-    """Where a box belongs."""
+    """The position of a box in a dense tensor."""
 
     label: str
     dense: torch.Size
@@ -78,13 +77,13 @@ class Place(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """What it sends."""
+        """Return the number of bytes to send."""
         return self.shape.numel() * self.dtype.itemsize
 
 
 def assembled(pieces: Sequence[Labelled], peers: Peers) -> Iterator[tuple[str, Tensor]]:
-    """The dense tensors of all ranks' `pieces` on rank 0 of `peers`, by label in the order of their first box; nothing
-    elsewhere. A collective. Raises ValueError if the boxes of a tensor are not the whole of it."""
+    """Yield the dense tensors of all ranks' `pieces` on rank 0 of `peers`, by label in the order of their first box;
+    nothing elsewhere. A collective. Raises ValueError if the boxes do not make up a whole tensor."""
     boxes = [(label, piece.shape, *block) for label, piece in pieces for block in piece.boxes]
     mine = [Place(label, dense, offset, box.shape, box.dtype) for label, dense, offset, box in boxes]
     parts = [box.reshape(-1).view(torch.uint8) for *_, box in boxes]  # as bytes, since their types differ
@@ -103,13 +102,13 @@ def assembled(pieces: Sequence[Labelled], peers: Peers) -> Iterator[tuple[str, T
 
 
 def put_together(places: Sequence[Sequence[Place]], flats: dict[int, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Every rank's boxes, end to end in its flat tensor, at their places."""
+    """Yield tensors from every rank's boxes, which are end to end in its flat tensor."""
     dense: dict[str, Tensor] = {}
     filled: dict[str, int] = {}
     for rank, of_rank in enumerate(places):
         parts = flats[rank].to(flats[0].device).split([place.nbytes for place in of_rank])
         for place, part in zip(of_rank, parts, strict=True):
-            box = part.clone().view(place.dtype)  # a copy, which begins where numbers of this type may
+            box = part.clone().view(place.dtype)  # a copy, for the alignment of this dtype
             if place.label not in dense:
                 dense[place.label], filled[place.label] = box.new_empty(place.dense), 0
             ends = (slice(first, first + length) for first, length in zip(place.offset, place.shape, strict=True))
@@ -117,7 +116,5 @@ def put_together(places: Sequence[Sequence[Place]], flats: dict[int, Tensor]) ->
             filled[place.label] += box.numel()
     for label, tensor in dense.items():
         if filled[label] != tensor.numel():
-            raise ValueError(
-                f"{label} has {tensor.numel()} elements, and all ranks together hold {filled[label]} of it"
-            )
+            raise ValueError(f"{label} has {tensor.numel()} elements, but all ranks together have {filled[label]}")
         yield label, tensor

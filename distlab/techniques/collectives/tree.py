@@ -1,12 +1,12 @@
 """The tree: recursive halving, then recursive doubling, log2 N rounds each way in place of the ring's N-1.
 
-This is Rabenseifner's algorithm, whose rounds pair ranks like the levels of a tree. It is not what NCCL calls tree:
-that is two binary trees, each of which reduces half of the tensor up and broadcasts it down (Sanders, Speck, Träff,
-"Two-tree algorithms for full bandwidth broadcast, reduction and scan", Parallel Computing 2009).
+This is Rabenseifner's algorithm, which pairs ranks like the levels of a tree. NCCL uses the name for another one: two
+binary trees, each of which reduces half of the tensor up and broadcasts it down (Sanders, Speck, Träff, "Two-tree
+algorithms for full bandwidth broadcast, reduction and scan", Parallel Computing 2009).
 
-In a reduce_scatter ranks at distance P/2 swap halves and add, then quarters at distance P/4, and so on; an all_gather
-is the same backwards. P is the largest power of two within N; rank P+i folds its whole tensor into rank i before, and
-gets the result from it after, which costs those pairs S more each way. Source: Thakur, Rabenseifner, Gropp,
+In a reduce_scatter ranks at distance P/2 exchange halves and add, then quarters at distance P/4, and so on; an
+all_gather is the reverse. P is the largest power of two within N; rank P+i first folds its tensor into rank i, and gets
+the result from it at the end, which costs these pairs S more each way. Source: Thakur, Rabenseifner, Gropp,
 "Optimization of Collective Communication Operations in MPICH" (IJHPCA 2005), sections 4.4 and 4.5.
 """
 
@@ -19,7 +19,7 @@ from distlab.techniques.collectives.point_to_point import Peers, Steps, split
 
 
 class Core:
-    """The flat `tensor` as the P ranks of the core see it: rank r of them owns the elements of the r-th width."""
+    """The flat `tensor` for the P ranks of the core: rank r owns the elements of the r-th width."""
 
     def __init__(self, peers: Peers, tensor: Tensor, widths: list[int]) -> None:
         self.peers, self.tensor, self.size = peers, tensor, len(widths)
@@ -27,12 +27,12 @@ class Core:
         self.inside = peers.rank < self.size
 
     def block(self, rank: int, width: int) -> Tensor:
-        """What the aligned run of `width` core ranks around `rank` owns together."""
+        """Return the elements that the aligned block of `width` core ranks around `rank` owns."""
         first = rank // width * width
         return self.tensor[self.bounds[first] : self.bounds[first + width]]
 
     def fold(self) -> Steps:
-        """Rank P+i adds its tensor to rank i's."""
+        """Add rank P+i's tensor to rank i's."""
         rank, tag = self.peers.rank, self.peers.new_tag()
         if not self.inside:
             _, sent = self.peers.post(tag, sends=[(rank - self.size, self.tensor)])
@@ -101,7 +101,7 @@ def reduce_scatter(peers: Peers, tensor: Tensor, output: Tensor) -> Steps:
 
 
 def all_gather(peers: Peers, tensor: Tensor) -> Steps:
-    """Fill `tensor`, of which every rank holds its own chunk."""
+    """Fill `tensor`, in which every rank has written its own chunk."""
     chunks = split(tensor, peers.world_size)
     with peers.scratch(tensor.numel(), tensor) as paired:
         core, places = _paired(peers, paired, chunks)
@@ -114,12 +114,12 @@ def all_gather(peers: Peers, tensor: Tensor) -> Steps:
 
 
 def core_size(world_size: int) -> int:
-    """P, the largest power of two that is at most N."""
+    """Return P, the largest power of two that is at most N."""
     return 1 << (world_size.bit_length() - 1)
 
 
 def _paired(peers: Peers, paired: Tensor, chunks: list[Tensor]) -> tuple[Core, dict[int, Tensor]]:
-    """Lay the chunks of ranks i and P+i side by side, since rank i stands for both; returns the core and their
+    """Put the chunks of ranks i and P+i side by side, since rank i represents both; return the core and their
     places."""
     size = core_size(peers.world_size)
     pairs = [[rank for rank in (index, index + size) if rank < peers.world_size] for index in range(size)]

@@ -3,12 +3,12 @@
     M [m, n]  this rank's gradient and residual       P [m, r] = M Q     all-reduced, then orthonormal columns P'
     Q [n, r]  of the step before (warm start)         Q [n, r] = M^T P'  all-reduced;  the sum of M is about P' Q^T
 
-One step of subspace iteration on the sum of all ranks' matrices, since both products are linear in M and both are
-summed over the ranks: P' is the same on all, so the result has rank r, however many ranks there are. Ranks that
-compress alone, with random factors of their own, and then add, get rank N·r and send N times as much or a dense tensor.
-The starting Q is drawn from one seed, and every later one is the last sum: the directions that carried most. Biases and
-gains, and matrices too small to gain by it, travel whole, in the message of P. So a bucket costs two calls: all P and
-what is whole, and all Q.
+This is one step of subspace iteration on the sum of all ranks' matrices: both products are linear in M and both are
+summed over the ranks, so P' is equal on all and the result has rank r, for any number of ranks. If every rank
+compressed alone, with its own random factors, the sum would have rank N·r and need N times the bytes, or a dense
+tensor. The first Q is drawn from one seed; each later one is the last sum, whose directions carried most. Biases, gains
+and matrices too small to gain are sent uncompressed, in the message of P. So a bucket costs two calls: all P and the
+uncompressed tensors, then all Q.
 """
 
 import math
@@ -24,7 +24,7 @@ from distlab.techniques.compression.compressors import Compressor, Handle
 class LowRank(Compressor):
     """PowerSGD of rank `rank` for a bucket whose members have `shapes`; `seed` is the same on every rank.
 
-    A tensor of more than two dims is taken as a matrix of its first dim by all others.
+    A tensor of more than two dims becomes a matrix: its first dim by the product of all others.
     """
 
     def __init__(
@@ -41,8 +41,7 @@ class LowRank(Compressor):
             self.factors = Factors(matrices, whole, self.rank, self.seed)
         factors = self.factors
         for matrix, p, q in zip(matrices, factors.ps, factors.qs, strict=True):
-            # The same space; but of the last sum itself M Q would grow as the square of gradients, out of float32's
-            # range.
+            # Same column space; without this, M Q would grow like the square of the gradients, beyond float32's range.
             q.copy_(orthonormal(q))
             torch.mm(matrix, q, out=p)
         for tensor, place in zip(whole, factors.whole, strict=True):
@@ -54,7 +53,7 @@ class LowRank(Compressor):
             self.second_half(factors, values)
             self.decode(factors, bucket)
             if self.feedback:
-                # An equal share each of what all sent together: only the sum of all residuals ever counts.
+                # Each rank takes an equal share of the common result: only the sum of all residuals matters.
                 values.sub_(bucket, alpha=1 / self.group.size())
                 for tensor in whole:
                     tensor.zero_()
@@ -77,14 +76,14 @@ class LowRank(Compressor):
             tensor.copy_(place)
 
     def members(self, flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Views of a bucket: the matrices that are factored, [m, n] each, and the flat rest."""
+        """Return views of a bucket: the matrices that are factored, [m, n] each, and the others, flat."""
         pieces = list(zip(self.shapes, flat.split([shape.numel() for shape in self.shapes]), strict=True))
         matrices = [piece.view(shape[0], -1) for shape, piece in pieces if pays(shape, self.rank)]
         return matrices, [piece for shape, piece in pieces if not pays(shape, self.rank)]
 
 
 class Factors:
-    """What a bucket's ranks sum: P of each matrix and what is sent whole in one flat tensor, Q of each in another."""
+    """The tensors that a bucket's ranks sum: all P and the uncompressed tensors in one, all Q in another."""
 
     def __init__(self, matrices: list[Tensor], whole: list[Tensor], rank: int, seed: int) -> None:
         like = [*matrices, *whole][0]
@@ -99,14 +98,14 @@ class Factors:
 
 
 def flat_of(shapes: Sequence[Sequence[int]], like: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """A flat tensor for `shapes`, and a view of it for each."""
+    """Return a flat tensor for `shapes`, and a view of it for each."""
     sizes = [Size(shape).numel() for shape in shapes]
     flat = like.new_empty(sum(sizes))
     return flat, [piece.view(*shape) for shape, piece in zip(shapes, flat.split(sizes), strict=True)]
 
 
 def factors(shape: Sequence[int], low_rank: int) -> int:
-    """Numbers that PowerSGD sends for a gradient: r(m + n), or all of it where that is no less."""
+    """Return how many numbers PowerSGD sends for a gradient: r(m + n), or all of it where that is no less."""
     whole = math.prod(shape)
     if len(shape) < 2:
         return whole
@@ -115,21 +114,21 @@ def factors(shape: Sequence[int], low_rank: int) -> int:
 
 
 def pays(shape: Size, rank: int) -> bool:
-    """Whether a gradient of this shape is smaller as two factors."""
+    """Return whether a gradient of this shape is smaller as two factors."""
     return factors(shape, rank) < shape.numel()
 
 
 def first_factor(shape: Size, seed: int) -> Tensor:
-    """Q before the first step: normal numbers by the seed, alike on all ranks and for all matrices of one width."""
+    """Return Q of the first step: seeded normal numbers, equal on all ranks and for all matrices of the same width."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def orthonormal(columns: Tensor) -> Tensor:
-    """An orthonormal basis of the columns of [m, r], r <= m.
+    """Return an orthonormal basis of the columns of [m, r], r <= m.
 
-    By Householder's QR, which yields one for zero and for dependent columns too, where Gram-Schmidt divides by nothing;
-    it takes 10 us for [320, 4]. On all ranks it is of the same bits, since P is.
+    Householder's QR also works for zero and dependent columns, where Gram-Schmidt would divide by zero; it takes 10 us
+    for [320, 4]. P is equal on all ranks, so the basis is too, to the bit.
     """
-    wide = columns.to(torch.promote_types(columns.dtype, torch.float32))  # it knows no 16 bits
+    wide = columns.to(torch.promote_types(columns.dtype, torch.float32))  # QR has no 16-bit version
     basis: Tensor = torch.linalg.qr(wide).Q
     return basis.to(columns.dtype)

@@ -1,14 +1,13 @@
 """Gradients in flat buckets, summed over a group while the backward pass still runs.
 
-A collective costs a latency whatever its size, so a gradient at a time is slow; one collective after the backward
-pass leaves the link idle while the cores work. Between them stand buckets (Li et al. 2020, "PyTorch Distributed",
-section 3.2): parameters in reverse order of registration, which is roughly the order in which the backward pass
-reaches them, laid out once in flat buffers of which every gradient is a view. A bucket is launched when the
-last of its gradients is written, and always after those before it: ranks that launched in different orders would sum
-one bucket with another.
+A collective costs a latency whatever its size, so one call per gradient is slow; one call after the backward pass
+leaves the link idle while the cores compute. Buckets are the compromise (Li et al. 2020, "PyTorch Distributed", section
+3.2): parameters in reverse order of registration, which is roughly the order of the backward pass, laid out once in
+flat buffers. Every gradient is a view of its bucket. A bucket is launched when its last gradient is written, and only
+after all buckets before it: ranks that launched in different orders would sum different buckets.
 
-Gradients are summed and never divided: whoever scales each rank's loss by its share of the global batch gets the mean,
-however unevenly the batch was dealt.
+Gradients are summed and never divided. The sum is the mean if each rank scales its loss by its share of the global
+batch, however unevenly the batch is split.
 """
 
 import weakref
@@ -27,15 +26,14 @@ from distlab.techniques.collectives.phases import phase
 
 # Begins to sum a flat tensor over the group, in place; returns a handle to `wait` for, or None if it is done.
 AllReduce = Callable[[Tensor], Any]
-# The same for one bucket alone, made for the shapes of the gradients that lie in it: it may keep something between
-# steps.
+# Makes the AllReduce of one bucket from the shapes of its gradients; it may keep state between steps.
 AllReduceOf = Callable[[list[torch.Size]], AllReduce]
 
 
 def layout(sizes: Sequence[int], bucket_bytes: float) -> list[list[int]]:
-    """Which parameters share a bucket: indices into `sizes` (bytes, in order of registration), last parameter first.
+    """Return the indices of each bucket's parameters in `sizes` (bytes, in order of registration), last one first.
 
-    A bucket is closed once it holds `bucket_bytes`, so that none is smaller but the last. A tensor is never cut.
+    A bucket is closed once it has `bucket_bytes`, so only the last one may be smaller. No tensor is split.
     """
     buckets: list[list[int]] = []
     held = bucket_bytes
@@ -49,7 +47,7 @@ def layout(sizes: Sequence[int], bucket_bytes: float) -> list[list[int]]:
 
 
 def broadcast_parameters(parameters: Iterable[Tensor], group: dist.ProcessGroup) -> None:
-    """Give every rank of `group` the values of its first one, in a single broadcast."""
+    """Copy the values of the first rank of `group` to all its ranks, in a single broadcast."""
     tensors = [parameter.detach() for parameter in parameters]
     flat = torch.cat([tensor.flatten() for tensor in tensors])
     dist.broadcast(flat, group=group, group_src=0)
@@ -60,18 +58,18 @@ def broadcast_parameters(parameters: Iterable[Tensor], group: dist.ProcessGroup)
 
 @dataclass(eq=False)
 class Bucket:
-    """Some parameters, whose gradients lie one after the other in one flat tensor."""
+    """Some parameters whose gradients lie one after the other in a flat tensor."""
 
     flat: Tensor  # [n]
     parameters: list[nn.Parameter]
     views: list[Tensor]  # of `flat`, in the parameters' shapes
     all_reduce: AllReduce
     missing: int = 0  # gradients of this step that are not written yet
-    handle: Any = None  # of its sum, once it is launched
+    handle: Any = None  # of the running all_reduce, once it is launched
 
     @classmethod
     def of(cls, parameters: list[nn.Parameter], all_reduce: AllReduce) -> "Bucket":
-        """A bucket for these parameters, all of one dtype and device."""
+        """Return a bucket for these parameters, all of one dtype and device."""
         sizes = [parameter.numel() for parameter in parameters]
         flat = torch.zeros(sum(sizes), dtype=parameters[0].dtype, device=parameters[0].device)
         views = [piece.view_as(parameter) for parameter, piece in zip(parameters, flat.split(sizes), strict=True)]
@@ -87,17 +85,17 @@ class GradientBuckets:
                 loss(microbatch).backward()
         buckets.finish()
 
-    Autograd hands over a fresh tensor for each gradient; a hook copies it to its place and makes `parameter.grad` that
-    view of the bucket, where later microbatches are added. A bucket so is never filled with zeros and added to, which
-    costs twice the memory traffic: 3 to 5 % of a step of a GPT of 10M parameters on 2 ranks.
+    Autograd makes a fresh tensor for each gradient; a hook copies it to its place and sets `parameter.grad` to that
+    view of the bucket, to which later microbatches are added. Filling the bucket with zeros and adding instead costs
+    twice the memory traffic: 3 to 5 % of a step of a GPT of 10M parameters on 2 ranks.
 
     Args:
         parameters: in order of registration, of one dtype and device; a tied one counts once.
         group: the ranks that hold replicas.
         bucket_bytes: size at which a bucket is closed.
-        all_reduce: what sums every bucket; by default the group's own, asynchronous.
-        all_reduce_of: what makes each bucket an all_reduce of its own instead, such as one that compresses.
-        overlap: launch from hooks during the last backward pass, or all together after it.
+        all_reduce: sums every bucket; default: `dist.all_reduce` of the group, asynchronous.
+        all_reduce_of: makes a separate all_reduce for each bucket instead, such as one that compresses.
+        overlap: launch from hooks during the last backward pass; else all together after it.
     """
 
     def __init__(
@@ -124,13 +122,13 @@ class GradientBuckets:
             bucket.missing, bucket.handle = len(bucket.parameters), None
 
     def zero(self) -> None:
-        """Begin a step: no gradients. The buckets keep their numbers until the new ones are written over them."""
+        """Begin a step: clear all gradients. A bucket keeps its old numbers until new ones are written over them."""
         for parameter in chain.from_iterable(bucket.parameters for bucket in self.buckets):
             parameter.grad = None
 
     @contextmanager
     def accumulate(self, *, last: bool) -> Iterator[None]:
-        """Around forward and backward of one microbatch; only the last one's gradients are complete, and launched."""
+        """Wrap forward and backward of one microbatch; buckets are launched in the last one."""
         self._launches = last and self.overlap
         try:
             yield
@@ -138,7 +136,7 @@ class GradientBuckets:
             self._launches = False
 
     def _complete(self, index: int) -> None:
-        """One more gradient of this bucket is written: launch it if it was the last, and those behind that wait."""
+        """Count a written gradient of this bucket; launch all buckets that are complete and in turn."""
         if not self._launches:
             return
         self.buckets[index].missing -= 1
@@ -152,7 +150,7 @@ class GradientBuckets:
         self._next += 1
 
     def finish(self) -> None:
-        """Launch what no hook launched, and wait for all sums; every parameter then has its gradient."""
+        """Launch the buckets that no hook launched, and wait for all sums; then every parameter has its gradient."""
         for bucket in self.buckets[self._next :]:
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 if parameter.grad is None:  # the loss did not reach it here, but may have on another rank
@@ -165,10 +163,10 @@ class GradientBuckets:
         self._begin()
 
     def _watch(self, parameter: nn.Parameter, view: Tensor, index: int) -> None:
-        """Hear of a gradient after it was accumulated: an earlier hook would launch what is not yet written.
+        """Register a hook that runs after a gradient was accumulated; an earlier hook would launch unwritten values.
 
-        The hook knows the buckets by a weak reference alone: torch keeps hooks where Python's garbage collector does
-        not look, so a cycle through one is never freed (every strategy of a run stayed alive, 13 MB each).
+        The hook has only a weak reference to the buckets: Python's garbage collector does not see hooks that torch
+        stores, so a cycle through one is never freed (every strategy of a run stayed alive, 13 MB each).
         """
         buckets = weakref.ref(self)
 
@@ -182,7 +180,7 @@ class GradientBuckets:
 
 
 def set_gradient_view(parameter: Tensor, view: Tensor) -> None:
-    """Make `view` the gradient of `parameter`, with the numbers that autograd just left there."""
+    """Make `view` the gradient of `parameter`, with the values that autograd has just written."""
     if parameter.grad is not None and parameter.grad is not view:
         view.copy_(parameter.grad)
         parameter.grad = view

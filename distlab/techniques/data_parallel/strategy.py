@@ -1,8 +1,8 @@
-"""What every data-parallel variant shares: a whole model on each rank, one start for all, an optimizer each.
+"""The parts that all data-parallel variants share: a full model, equal initial weights and an optimizer on each rank.
 
-A variant differs in one thing only: how the gradients of the replicas become one (`Gradients`). The rest is the same
-loop. Each rank begins from weights of its own, as a script without a seed would, and rank 0's are broadcast; then the
-same sum of gradients and the same optimizer keep the replicas equal, to the bit, without ever sending a weight again.
+Variants differ only in how the gradients of the replicas are summed (`Gradients`); the rest is the same loop. Each rank
+draws its own weights, as a script without a seed would, and rank 0's are broadcast. After that the same gradient sum
+and the same optimizer keep the replicas equal to the bit, without sending a weight again.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,20 +23,20 @@ from distlab.techniques.data_parallel.buckets import broadcast_parameters
 
 
 class Gradients(Protocol):
-    """How the gradients of all replicas become one; `GradientBuckets` is the real one."""
+    """How the gradients of all replicas are summed; `GradientBuckets` is the real implementation."""
 
     def zero(self) -> None:
-        """Before the first microbatch."""
+        """Run before the first microbatch."""
 
     def accumulate(self, *, last: bool) -> AbstractContextManager[None]:
-        """Around forward and backward of a microbatch."""
+        """Wrap forward and backward of a microbatch."""
 
     def finish(self) -> None:
-        """After the last one: every gradient is the sum over all ranks."""
+        """Run after the last microbatch; then every gradient is the sum over all ranks."""
 
 
 class Replica(HoldsLayers):
-    """A Strategy: `model` is this rank's replica, `forward` what its passes run through if not the model itself.
+    """A Strategy with `model` as this rank's replica; `forward` is called in its place where one is given.
 
     `scale` multiplies the loss that is differentiated, for a variant that averages where the others sum.
     """
@@ -56,7 +56,7 @@ class Replica(HoldsLayers):
         self.scale = scale
 
     def backward(self, microbatches: list[Microbatch]) -> Tensor:
-        """Sum the gradients of all microbatches here, then once over all ranks, not once a microbatch."""
+        """Sum the gradients of all microbatches locally, then once per step over all ranks."""
         shares: list[Tensor] = []
         self.gradients.zero()
         for number, microbatch in enumerate(microbatches):
@@ -66,17 +66,17 @@ class Replica(HoldsLayers):
         return torch.stack(shares).sum()
 
     def full(self, kind: str) -> Iterator[tuple[str, Tensor]]:
-        """A replica holds everything: nothing is sent."""
+        """Return this rank's tensors; a replica has all of them, so nothing is sent."""
         return self.held(kind)
 
     def alike(self, kind: str) -> Iterator[tuple[str, Tensor]]:
-        """The same on every rank, to the bit."""
+        """Return the tensors that are equal on every rank, to the bit."""
         return self.held(kind)
 
 
 class Lesson(HoldsLayers):
-    """A Strategy whose passes are those of a lesson.py: `step(microbatches)` leaves every gradient, summed, on this
-    rank's replica `model`, and returns the share of the loss."""
+    """A Strategy that runs the `step(microbatches)` of a lesson.py. The step leaves the summed gradients on this rank's
+    replica `model` and returns its share of the loss."""
 
     full = alike = HoldsLayers.held
 
@@ -85,14 +85,13 @@ class Lesson(HoldsLayers):
         self.step = step
 
     def backward(self, microbatches: list[Microbatch]) -> Tensor:
-        """The lesson's step, whose passes are marked from outside."""
+        """Run the lesson's step, with its passes marked from outside."""
         with marked(self.model):
             return self.step(microbatches)
 
 
 class Wrapped:
-    """PyTorch's DistributedDataParallel as `Gradients`: it sums inside of `backward`, unless it is told that more
-    microbatches follow."""
+    """DistributedDataParallel as `Gradients`: it sums inside `backward`, except under `no_sync`."""
 
     def __init__(self, parallel: DistributedDataParallel) -> None:
         self.parallel = parallel
@@ -104,16 +103,16 @@ class Wrapped:
         return nullcontext() if last else self.parallel.no_sync()
 
     def finish(self) -> None:
-        """Nothing is left: DDP waits at the end of `backward`."""
+        """Do nothing: DDP has waited at the end of `backward`."""
 
 
-def begin_apart(model: Model, group: dist.ProcessGroup, config: Config) -> None:
+def draw_own_weights(model: Model, group: dist.ProcessGroup, config: Config) -> None:
     """Draw this rank's own weights, as a script without a seed would."""
     if group.rank() > 0:
         model.initialise(config.seed + group.rank())
 
 
-def begin_alike(model: Model, group: dist.ProcessGroup, config: Config) -> None:
-    """Draw this rank's own weights, then give all ranks those of rank 0."""
-    begin_apart(model, group, config)
+def draw_and_broadcast(model: Model, group: dist.ProcessGroup, config: Config) -> None:
+    """Draw this rank's own weights, then overwrite them with rank 0's."""
+    draw_own_weights(model, group, config)
     broadcast_parameters(model.parameters(), group)

@@ -1,4 +1,4 @@
-"""A model as two flat vectors, all weights and all gradients: what is pushed, fetched or averaged is one tensor."""
+"""A model as two flat vectors, of all weights and of all gradients, so that each is sent or averaged as one tensor."""
 
 from collections.abc import Iterable
 
@@ -7,10 +7,10 @@ from torch import nn
 
 
 class Vectors:
-    """The `parameters` of a model, which become views of `weights`, and their gradients views of `gradients`.
+    """The `parameters` of a model as views of `weights`, and their gradients as views of `gradients`.
 
-        weights     [P]  the numbers stay; whatever is written here, the model computes with
-        gradients   [P]  the backward passes add to it, until `zero`
+        weights     [P]  keeps its values; the model computes with whatever is written here
+        gradients   [P]  backward passes add to it, until `zero`
 
     All parameters are of one dtype and device; a tied one counts once.
     """
@@ -26,5 +26,5 @@ class Vectors:
             parameter.grad = gradient.view_as(parameter)
 
     def zero(self) -> None:
-        """Begin a step."""
+        """Begin a step: set all gradients to zero."""
         self.gradients.zero_()

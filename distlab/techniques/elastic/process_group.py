@@ -1,12 +1,12 @@
-"""A gloo group of some of the processes, made and left again in the same process: torch's global state has no part.
+"""A gloo group of some of the processes, created and left repeatedly in one process, without torch's global state.
 
-A collective waits in C++ until its peers send or hang up. What wakes it is the end of its sockets, so to `cut` a group
-is to shut them down: the waiting thread raises, and so do the peers that wait for this one. `abort` of
-ProcessGroupGloo does not (torch 2.13: the thread waits on).
+A collective waits in C++ until its peers send or disconnect. Only the end of its sockets wakes it, so `cut` shuts them
+down: the waiting thread raises, and so do peers that wait for this one. ProcessGroupGloo's `abort` does not do that
+(torch 2.13: the thread keeps waiting).
 
-Nor does the end of a socket always: a send of gloo's that is under way then may never be told, and `waitSend` waits out
-its own bound (100 KB among 3 members: in 6 of 60 ends). So a thread of its own waits, and whoever wants the result
-looks whether the group was cut.
+Even the end of a socket is not always noticed: a send of gloo that is under way may never be notified, and `waitSend`
+waits for its full timeout (100 KB among 3 members: in 6 of 60 cuts). So a separate thread waits, and the caller polls
+whether the group was cut.
 """
 
 import os
@@ -25,10 +25,10 @@ from torch import Tensor
 
 from distlab.techniques.transport.store import KeyedStore
 
-# To hang up: the sockets that a process has open, and the end of those that nobody else told it of.
+# Disconnecting: the sockets that a process has open, and how to end them.
 #
-# gloo and torch's store give no access to their sockets, so those of a group are told by when they were opened. A
-# descriptor's number is given to another socket as soon as it is closed; its inode is that of one socket alone.
+# gloo and torch's store do not expose their sockets, so a group's sockets are those opened while it was created. A
+# closed descriptor's number is reused for other sockets; an inode identifies one socket.
 
 
 class Open(NamedTuple):
@@ -39,7 +39,7 @@ class Open(NamedTuple):
 def sockets() -> set[Open]:
     found = set()
     for descriptor in map(int, os.listdir("/proc/self/fd")):
-        with suppress(OSError):  # that of the listing itself
+        with suppress(OSError):  # the listing's own
             status = os.fstat(descriptor)
             if stat.S_ISSOCK(status.st_mode):
                 found.add(Open(descriptor, status.st_ino))
@@ -47,39 +47,39 @@ def sockets() -> set[Open]:
 
 
 def shut_down(descriptor: int) -> None:
-    """End a connection for both sides; a socket that listens is left alone, since gloo aborts the process over it."""
+    """End a connection for both sides; listening sockets are left alone, since gloo aborts the process over them."""
     with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
         connection.getpeername()
         connection.shutdown(socket.SHUT_RDWR)
 
 
-ASK_S = 0.3  # for a store's host to accept: torch's own client tries again and again where nobody listens
+ASK_S = 0.3  # for a store's host to accept: torch's own client retries for a long time
 FORM_S = 10.0
 LOOK_S = 0.02
 Result = TypeVar("Result")
-Addressed = tuple[int, Tensor]  # goes to the member of this number, or is filled with what comes from it
+Addressed = tuple[int, Tensor]  # sent to, or received from, the member of this number
 
 
 class Regroup:
-    """Groups of one process, one at a time. `others` are the sockets that are no group's, whenever they were opened."""
+    """Groups of one process, one at a time. `others` are sockets that belong to no group, whenever they were opened."""
 
     def __init__(
         self, ip: str, key: bytes, timeout_s: float, others: Callable[[], set[int]], purpose: str = "store"
     ) -> None:
         self.ip, self.timeout_s, self._key, self._others, self._purpose = ip, timeout_s, key, others, purpose
-        self.called_bytes = 0.0  # of all collectives so far: what the best algorithm sends of them a member
+        self.called_bytes = 0.0  # of all collectives so far, per member, if the best algorithm ran them
         self.place = self._size = 0
-        self._is_cut = False  # since the group began to be made
-        self._stuck = False  # a wait in it has not come to a good end: gloo may wait on
-        self._members: KeyedStore | None = None  # in which those of the group have met: C++ does not keep it
+        self._is_cut = False  # since the group's creation began
+        self._stuck = False  # a wait in it has failed: gloo may still wait
+        self._members: KeyedStore | None = None  # of the current group; C++ does not keep it alive
         self._gloo: Any = None  # a ProcessGroup, whose methods torch declares in part
-        self._before: set[Open] | None = None  # the sockets that were open before the group; None where there is none
+        self._before: set[Open] | None = None  # sockets open before the group was created; None without a group
 
     def form(self, name: str, place: int, size: int, host: tuple[str, int], stands: Callable[[], bool]) -> None:
-        """Be number `place` of `size` in a new group, over the store at `host`, an address and a port.
+        """Become member `place` of `size` in a new group, over the store at `host`, an address and a port.
 
-        Raises RuntimeError where it fails, soon after it no longer `stands` or was cut: a member that dies meanwhile
-        would be waited for, and sockets are opened after one cut that only another ends.
+        Raises RuntimeError on failure, soon after `stands()` turns false or after a cut: otherwise a member that dies
+        meanwhile would be waited for, and sockets opened after one cut need another.
         """
         self.leave()
         self.place, self._size = place, size
@@ -93,7 +93,7 @@ class Regroup:
             formed.set()
             watcher.join()
         if self._is_cut or not stands():
-            raise RuntimeError("a member went while the group was made, or called the others")
+            raise RuntimeError("a member left while the group was created, or cut it")
 
     def _cut_unless(self, stands: Callable[[], bool], formed: threading.Event) -> None:
         while not formed.wait(LOOK_S):
@@ -117,10 +117,10 @@ class Regroup:
         return group
 
     def _store(self, host: tuple[str, int]) -> KeyedStore:
-        """Connect to it.
+        """Connect to the store.
 
-        A host that dies after it was asked leaves no connection for a cut to end. A short bound would fail where this
-        process has no core: 0.3 s did, in tests.
+        If the host dies after the request, there is no connection that a cut could end. A short timeout would fail
+        where this process gets no core: 0.3 s did, in tests.
         """
         went = f"the store of {host[0]}:{host[1]} went while it was connected to"
         try:
@@ -129,14 +129,14 @@ class Regroup:
             raise RuntimeError(f"{went}: {error}") from None
 
     def _unless_cut(self, wait_for: Callable[[], Result], words: str) -> Result:
-        """What comes of it, in a thread that is left to itself where this group is cut meanwhile; raises RuntimeError
-        then."""
+        """Return the result of `wait_for`, run in a thread; if this group is cut meanwhile, abandon the thread and
+        raise RuntimeError."""
         came: Future[Result] = Future()
 
         def come() -> None:
             try:
                 came.set_result(wait_for())
-            except Exception as error:  # or nobody would hear of it
+            except Exception as error:  # passed to the caller
                 came.set_exception(error)
 
         threading.Thread(target=come, daemon=True).start()
@@ -146,7 +146,7 @@ class Regroup:
         return came.result()
 
     def cut(self) -> None:
-        """From any thread: whoever waits in the group, or for it to stand, raises RuntimeError."""
+        """Cut the group, from any thread: whoever waits in it, or for its creation, raises RuntimeError."""
         before, self._is_cut = self._before, True
         if before is not None:
             opened, others = sockets() - before, self._others()
@@ -155,16 +155,16 @@ class Regroup:
                     shut_down(each.descriptor)
 
     def leave(self) -> None:
-        """Hang up; who still waits for this process raises RuntimeError."""
+        """Disconnect; members that still wait for this process raise RuntimeError."""
         self.cut()
         self._before = None
         held, self._gloo = [self._gloo, self._members], None
         self._members = None
-        if self._stuck:  # its end waits for a thread of gloo's that waits
+        if self._stuck:  # its destructor waits for a thread of gloo that waits
             threading.Thread(target=held.clear, daemon=True).start()
             self._stuck = False
 
-    # --- collectives; all raise RuntimeError where a member is gone ---
+    # --- collectives; all raise RuntimeError if a member has gone ---
 
     def _wait_for(self, works: Sequence[dist.Work]) -> None:
         def all_of_them() -> None:
@@ -176,27 +176,27 @@ class Regroup:
         self._stuck = False
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """In place, the sum over all members."""
+        """Sum over all members, in place."""
         self._wait_for([self._gloo.allreduce([tensor])])
         self.called_bytes += 2 * (self._size - 1) / self._size * tensor.nbytes
         return tensor
 
     def broadcast(self, tensor: Tensor, root: int) -> Tensor:
-        """In place, that of the member number `root`."""
+        """Copy the tensor of member number `root`, in place."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
         self._wait_for([self._gloo.broadcast([tensor], options)])
         return tensor
 
     def all_gather(self, mine: Tensor) -> Tensor:
-        """The tensors of all members [n], all of one length, one after the other: [N·n]."""
+        """Return the tensors of all members [n], all of one length, concatenated: [N·n]."""
         whole = mine.new_empty(self._size * len(mine))
         self._wait_for([self._gloo.allgather([list(whole.split(len(mine)))], [mine])])
         self.called_bytes += (self._size - 1) * mine.nbytes
         return whole
 
     def exchange(self, sent: Iterable[Addressed], received: Iterable[Addressed]) -> None:
-        """Send and fill all of these at once; between two members they are matched in their order."""
+        """Send and receive all of these at once; messages between two members match in their order."""
         sent = list(sent)
         calls = [(self._gloo.recv, *each) for each in received] + [(self._gloo.send, *each) for each in sent]
         self._wait_for([call([tensor], peer, 0) for call, peer, tensor in calls if tensor.numel()])

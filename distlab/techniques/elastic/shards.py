@@ -1,10 +1,10 @@
-"""Who of the members holds which part of a flat vector, and what moves when the members change.
+"""Which member has which part of a flat vector, and what is sent when the members change.
 
     cut      P numbers over N members: member i has those from i·c to (i+1)·c, with c = P/N rounded up
-    moves    each member wants its part of the new cut. What it has stays where it is, the rest comes from one who
+    moves    each member needs its part of the new cut. It keeps what it has, and receives the rest from a member that
              has it
 
-What nobody has any more is lost (`gaps`). Ranges are [begin, end); ranks stand in the order of their members.
+What no member has any more is lost (`gaps`). Ranges are [begin, end); `ranks` are in the order of members.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,18 +28,18 @@ class Move(NamedTuple):
 
 
 def chunk(total: int, size: int) -> int:
-    """The length of all parts of `total` numbers but the last ones, which are shorter or empty."""
+    """Return the length of all parts of `total` numbers except the last ones, which are shorter or empty."""
     return -(-total // size)
 
 
 def part(total: int, place: int, size: int) -> Range:
-    """What member number `place` of `size` holds."""
+    """Return the part of member number `place` of `size`."""
     length = chunk(total, size)
     return min(place * length, total), min((place + 1) * length, total)
 
 
 def gaps(wanted: Range, has: Iterable[Range]) -> list[Range]:
-    """What of `wanted` is in none of `has`."""
+    """Return the ranges of `wanted` that are in none of `has`."""
     found = [wanted]
     for begin, end in has:
         found = [
@@ -52,7 +52,7 @@ def gaps(wanted: Range, has: Iterable[Range]) -> list[Range]:
 
 
 def moves(has: Mapping[int, Range], wants: Mapping[int, Range]) -> list[Move]:
-    """All that has to be sent, in an order that is the same on all ranks; everything is had by somebody."""
+    """Return all moves, in an order that is the same on all ranks; every number must be on some rank."""
     found: list[Move] = []
     for target, wanted in wants.items():
         for begin, end in gaps(wanted, [has[target]] if target in has else []):
@@ -64,11 +64,10 @@ def moves(has: Mapping[int, Range], wants: Mapping[int, Range]) -> list[Move]:
     return found
 
 
-# The parts of a sharded state that a rank has, by version: which steps are in them, and how they were cut.
+# Versions of a rank's shards: which steps they include, and how they were cut.
 #
-# Who dies leaves some with a step and some without, or some with new shards and some with old ones. So a rank keeps
-# more than one version until it knows which of them stands, and those who are left compare what they have by these
-# names.
+# If a member dies, some ranks may have a step and others not, or some the new shards and others the old. So a rank
+# keeps more than one version until it knows which one is valid, and the survivors compare these names.
 
 
 class Version(NamedTuple):
@@ -76,26 +75,26 @@ class Version(NamedTuple):
 
     number: int
     applied: int
-    ranks: tuple[int, ...]  # in the order of their members; empty where nothing was cut yet and everyone has all
+    ranks: tuple[int, ...]  # in the order of members; empty if not cut yet, when everyone has all
 
     @classmethod
-    def told(cls, words: Sequence[Any]) -> "Version":
-        return cls(int(words[0]), int(words[1]), tuple(words[2]))
+    def parse(cls, fields: Sequence[Any]) -> "Version":
+        return cls(int(fields[0]), int(fields[1]), tuple(fields[2]))
 
     def range_of(self, rank: int, total: int) -> Range:
-        """Which of `total` numbers a rank has."""
+        """Return which of `total` numbers a rank has."""
         return part(total, self.ranks.index(rank), len(self.ranks)) if self.ranks else (0, total)
 
 
 class HeldVersion(NamedTuple):
-    """What one rank has of a version: [rows, n] of the n numbers from `begin` on."""
+    """One rank's part of a version: [rows, n] of the n numbers from `begin` on."""
 
     version: Version
     begin: int
     part: Tensor
 
     def of(self, wanted: Range) -> Tensor:
-        """That of a range which lies in the part."""
+        """Return the numbers of a range within the part."""
         begin, end = wanted
         assert self.begin <= begin <= end <= self.begin + self.part.shape[1], f"{wanted} is not held"
         return self.part[:, begin - self.begin : end - self.begin]
@@ -106,11 +105,11 @@ class HeldVersion(NamedTuple):
 
 
 class Recut(NamedTuple):
-    """Shards that were cut anew: who had what, for whom, and what this rank was sent."""
+    """The result of a new cut: which rank had what, the new parts, and the bytes that this rank received."""
 
     has: dict[int, Range]
     ranks: tuple[int, ...]
-    restored: bool  # from a checkpoint, since something was lost
+    restored: bool  # from a checkpoint, since a part was lost
     received_bytes: int
 
 
@@ -118,8 +117,8 @@ def move_shards(
     group: Regroup, ranks: Sequence[int], rank: int, held: HeldVersion | None, has: Mapping[int, Range],
     wants: Mapping[int, Range], like: Tensor,
 ) -> tuple[Tensor, int]:  # fmt: skip
-    """A collective of `ranks`: this rank's part of the new cut, a new tensor like `like` [rows, ...], and the bytes
-    that it was sent for it."""
+    """Return this rank's part of the new cut, a new tensor like `like` [rows, ...], and the bytes received for it. A
+    collective of `ranks`."""
     first, last = wants[rank]
     mine = like.new_empty(len(like), last - first)
     sent, received, pieces = list[Addressed](), list[Addressed](), list[tuple[int, Tensor]]()
@@ -140,28 +139,28 @@ def move_shards(
     return mine, sum(tensor.nbytes for _, tensor in received)
 
 
-# An optimizer's step on a piece of the flat vector of weights: plain SGD, or AdamW (Loshchilov and Hutter 2019).
+# The optimizer's step on a piece of the flat weight vector: plain SGD, or AdamW (Loshchilov and Hutter 2019).
 #
-# Both compute a weight from its own gradient and moments alone, so a piece is stepped like the whole, and pieces can
-# be cut anew at any time. Nothing is changed in place: whoever steps may still take it back.
+# Both compute a weight from its own gradient and moments alone, so a piece is stepped like the whole, and pieces can be
+# cut anew at any time. Nothing is changed in place, so a step can still be undone.
 
-BETA_1, BETA_2, ADAM_EPSILON, DECAY = 0.9, 0.999, 1e-8, 0.01  # torch.optim.AdamW's own
+BETA_1, BETA_2, ADAM_EPSILON, DECAY = 0.9, 0.999, 1e-8, 0.01  # as in torch.optim.AdamW
 
 
 class Piece(NamedTuple):
-    """What is stepped: `weights` [n], and AdamW's moments as the two rows of [2, n]; SGD's have no rows, [0, n]."""
+    """The tensors of a step: `weights` [n], and AdamW's moments as the rows of [2, n]; SGD has no moments, [0, n]."""
 
     weights: Tensor
     moments: Tensor
 
 
 def fresh(weights: Tensor, optimizer: str) -> Piece:
-    """The piece before the first step."""
+    """Return the piece before the first step."""
     return Piece(weights.clone(), weights.new_zeros(2 if optimizer == "adamw" else 0, len(weights)))
 
 
 def stepped(piece: Piece, gradient: Tensor, lr: float, number: int) -> Piece:
-    """The piece after its step `number`, which counts from 1; `gradient` [n]."""
+    """Return the piece after its step `number`, which counts from 1; `gradient` [n]."""
     weights, moments = piece
     if not len(moments):
         return Piece(weights - lr * gradient, moments)

@@ -1,13 +1,13 @@
-"""LARS: momentum SGD whose every layer moves by a share of its own size (You et al. 2017, algorithm 1).
+"""LARS: momentum SGD in which every layer's update is proportional to the layer's norm (You et al. 2017, algorithm 1).
 
     λ = η·‖w‖ / (‖g‖ + β·‖w‖)        the layer's rate, η the trust coefficient, β the weight decay
     v = μ·v + γ·λ·(g + β·w)           γ the learning rate, μ the momentum
     w = w - v
 
-The denominator is the sum of two norms, not ‖g + βw‖: decay pulls along w, and where it points against the gradient the
-norm of the sum would nearly vanish and the rate jump. Where a norm is zero the ratio ‖w‖ / (‖g‖ + β‖w‖) is taken as 1,
-and λ = η, the factor that all other layers carry: with ‖w‖ = 0 the formula would hold a fresh layer at zero for ever,
-and a bare 1 would let it run 1/η times as fast as the rest. With ‖g‖ = 0 only decay is left, at that same rate.
+The denominator is the sum of two norms, not ‖g + βw‖: decay points along w, and where it opposes the gradient that norm
+would nearly vanish and the rate jump. Where a norm is zero the ratio ‖w‖ / (‖g‖ + β‖w‖) is taken as 1, so λ = η, the
+factor of all other layers: with ‖w‖ = 0 the formula would keep a fresh layer at zero for ever, and λ = 1 would make it
+1/η times as fast as the rest. With ‖g‖ = 0 only decay is left, at the same rate.
 """
 
 import math
@@ -19,23 +19,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Learning rates a layer: what LARS and LAMB share.
+# Per-layer learning rates: the part that LARS and LAMB share.
 #
-# A large batch takes few steps, so each has to be long, and one rate for all layers is bounded by the layer whose
-# weights are small beside their gradients. A layer-wise optimizer scales each weight's update by a ratio of two
-# norms, so that every layer moves by about the same share of its own size (You et al. 2017, section 4).
+# A large batch means few steps, so each has to be long, and a single rate is bounded by the layer whose weights are
+# smallest relative to their gradients. A layer-wise optimizer scales each weight's update by a ratio of two norms, so
+# that every layer changes by about the same fraction of its norm (You et al. 2017, section 4).
 #
-# Biases and the gains of norms are left out, of the ratio and of weight decay: a bias begins at zero, where a share
-# of its size is no step at all. A norm is that of the whole weight. Where ranks hold parts of it, the squares of all
-# parts are summed over them, in one call for all norms of a step; a part's own norm would give every rank another
-# ratio, and turn the update.
+# Biases and the gains of norms get no ratio and no weight decay: a bias begins at zero, and any fraction of zero is no
+# step at all. A norm is that of the whole weight. Where ranks have parts of it, the squares of all parts are summed
+# over them, in one call for all norms of a step; with the norms of its parts alone every rank would get another ratio.
 
 # Of parameters: {"params": [...], "lr": ..., "weight_decay": ..., "adapted": whether a ratio scales it}.
 Group = dict[str, Any]
 
 
 def decayed_apart(parameters: Iterable[Tensor], weight_decay: float) -> list[Group]:
-    """Two groups: matrices, which are scaled and decayed, and vectors (biases, gains), which are neither."""
+    """Return two groups: matrices, which get a ratio and decay, and vectors (biases, gains), which get neither."""
     every = list(parameters)
     matrices, vectors = [each for each in every if each.dim() > 1], [each for each in every if each.dim() <= 1]
     return [
@@ -45,11 +44,11 @@ def decayed_apart(parameters: Iterable[Tensor], weight_decay: float) -> list[Gro
 
 
 class Layerwise:
-    """An optimizer of parameter groups, as torch's are; a subclass says what a group's update is.
+    """An optimizer of parameter groups, like those of torch; a subclass defines the update of a group.
 
-    Args: groups: as `decayed_apart` makes them. Where weights are sharded, every rank lists the same ones, its parts of
-        them. lr: the rate of all groups that have none of their own. sharded_over: the ranks that hold parts of the
-        weights; None where each holds them whole.
+    Args: groups: as `decayed_apart` returns them. Where weights are sharded, every rank lists its parts of the same
+    weights. lr: the rate of groups without a rate. sharded_over: the ranks that have parts of the weights; None where
+    each has them whole.
     """
 
     def __init__(self, groups: list[Group], lr: float, sharded_over: dist.ProcessGroup | None = None) -> None:
@@ -59,19 +58,19 @@ class Layerwise:
 
     @torch.no_grad()
     def step(self) -> None:
-        """One update of every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         for group in self.param_groups:
             trained = [parameter for parameter in group["params"] if parameter.grad is not None]
             if trained:
                 self.update(trained, group)
 
     def update(self, parameters: list[Tensor], group: Group) -> None:
-        """Step `parameters` of one group by their gradients."""
+        """Update the `parameters` of one group from their gradients."""
         raise NotImplementedError
 
     def norms(self, *lists: list[Tensor]) -> list[Tensor]:
-        """The norm of each tensor, a vector a list, in a single all_reduce; they stay on the device, so that no step
-        waits for it."""
+        """Return the norms of each list of tensors as a vector, all in a single all_reduce; they stay on the device, so
+        no step waits for them."""
         tensors = [tensor for one in lists for tensor in one]
         norms = torch.stack([torch.linalg.vector_norm(tensor) for tensor in tensors])
         if self.sharded_over is not None:
@@ -93,7 +92,7 @@ class Lars(Layerwise):
         self.momentum, self.trust = momentum, trust
 
     def update(self, parameters: list[Tensor], group: Group) -> None:
-        """v and w of one group."""
+        """Update v and w of one group."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         rates: Sequence[Tensor | float] = [1.0] * len(parameters)
         if group["adapted"]:
@@ -107,21 +106,20 @@ class Lars(Layerwise):
             parameter.sub_(state["momentum"])
 
     def rates(self, weights: list[Tensor], gradients: list[Tensor], decay: float) -> tuple[Tensor, ...]:
-        """λ of each layer, scalars."""
+        """Return λ of each layer, scalars."""
         w, g = self.norms(weights, gradients)
         ratios = torch.where((w > 0) & (g > 0), w / (g + decay * w), 1.0)
         return (self.trust * ratios).unbind()
 
 
-# LAMB: Adam whose every layer moves by a share of its own size (You et al. 2020, algorithm 2).
+# LAMB: Adam in which every layer's update is proportional to the layer's norm (You et al. 2020, algorithm 2).
 #
 #     m = β1·m + (1-β1)·g        v = β2·v + (1-β2)·g²        m̂ = m/(1-β1^t)        v̂ = v/(1-β2^t)
 #     r = m̂ / (√v̂ + ε)
 #     w = w - γ·φ(‖w‖)/‖r + λw‖·(r + λw)        γ the learning rate, λ the weight decay, φ(z) = min(max(z, low), high)
 #
-# φ keeps a layer whose weights have grown from taking ever longer steps. Where a norm is zero the ratio is 1, and the
-# layer takes Adam's step: with φ(‖w‖) = 0 a fresh layer would never leave zero, and with ‖r + λw‖ = 0 there is
-# nothing to scale.
+# φ bounds the steps of a layer whose weights have grown. Where a norm is zero the ratio is 1, and the layer takes
+# Adam's step: with φ(‖w‖) = 0 a fresh layer would stay zero for ever, and with ‖r + λw‖ = 0 there is nothing to scale.
 
 
 class Lamb(Layerwise):
@@ -136,7 +134,7 @@ class Lamb(Layerwise):
         self.betas, self.eps, self.bounds = betas, eps, bounds
 
     def update(self, parameters: list[Tensor], group: Group) -> None:
-        """m, v and w of one group."""
+        """Update m, v and w of one group."""
         steps = [self.adam(parameter).add_(parameter, alpha=group["weight_decay"]) for parameter in parameters]
         ratios: Sequence[Tensor | float] = [1.0] * len(parameters)
         if group["adapted"]:
@@ -145,7 +143,7 @@ class Lamb(Layerwise):
             parameter.sub_(step * ratio, alpha=group["lr"])
 
     def adam(self, parameter: Tensor) -> Tensor:
-        """r, of moments without the bias towards their zero beginning."""
+        """Return r, from moments with bias correction."""
         assert parameter.grad is not None
         state = self.state[parameter]
         if not state:
@@ -159,22 +157,22 @@ class Lamb(Layerwise):
         return m.div_(v.sqrt_().add_(self.eps))
 
     def ratios(self, weights: list[Tensor], steps: list[Tensor]) -> tuple[Tensor, ...]:
-        """φ(‖w‖)/‖r + λw‖ of each layer, scalars."""
+        """Return φ(‖w‖)/‖r + λw‖ of each layer, scalars."""
         w, u = self.norms(weights, steps)
         return torch.where((w > 0) & (u > 0), w.clamp(*self.bounds) / u, 1.0).unbind()
 
 
 # Learning rates for a batch of k times the base: pure functions of k and the step, as factors of the base rate.
 #
-#     unscaled    1           as many samples in k times fewer steps of the same length: slow
+#     unscaled    1           the same learning rate for k times fewer steps: slow
 #     sqrt        √k          keeps the variance of an update: k times the samples have 1/k of the noise
 #                             (Krizhevsky 2014, section 5)
 #     linear      k           k steps of η along nearly equal gradients are one step of kη
 #                             (Goyal et al. 2017, section 2.1)
-#     warmup      1 to k      linear, but it gets there in equal steps, since early gradients are not nearly equal
+#     warmup      1 to k      linear, reached in equal increments, since early gradients are not nearly equal
 #                             (section 2.2)
 #
-# A factor leaves every parameter group its own base rate: one rate for all groups would undo what they are there for.
+# Each parameter group keeps its own base rate and is scaled by the factor: one rate for all groups would undo them.
 
 
 def unscaled(k: float) -> float:  # noqa: ARG001
@@ -190,7 +188,7 @@ def linear(k: float) -> float:
 
 
 def warmup(target: float, step: int, warmup_steps: int) -> float:
-    """From the base rate at step 0 to `target` times it at `warmup_steps`, and no further ever after; steps count from
+    """Return a factor that rises from 1 at step 0 to `target` at `warmup_steps`, and stays there; steps count from
     0."""
     if step >= warmup_steps:
         return float(target)
@@ -198,7 +196,7 @@ def warmup(target: float, step: int, warmup_steps: int) -> float:
 
 
 def set_rates(groups: Iterable[dict[str, Any]], factor: float) -> None:
-    """Give every parameter group `factor` times its own base rate, which is the one it was made with."""
+    """Set the rate of every parameter group to `factor` times its base rate, the one that it was created with."""
     for group in groups:
         group.setdefault("base_lr", group["lr"])
         group["lr"] = factor * group["base_lr"]

@@ -1,14 +1,14 @@
-"""One grid of named axes, and a group for each: the ranks that differ along that axis alone.
+"""A grid of named axes with a process group for each: the ranks that differ only along that axis.
 
     Mesh.grid({"dp": 2, "tp": 3}, world)      rank = 3·dp + tp, the last axis innermost, so that tp's ranks are
                                               neighbours
     mesh["tp"]                                the group of this rank's three
-    mesh.size("pp"), mesh.index("pp")         1 and 0: an axis that is not there is one rank long
-    mesh.across("dp", "cp")                   the group of those that differ along dp, along cp or along both
+    mesh.size("pp"), mesh.index("pp")         1 and 0: a missing axis is one rank long
+    mesh.across("dp", "cp")                   the group of ranks that differ along dp, cp or both
 
-Today's strategies take one axis, of which `mesh.group` is the group; those that stack take what they need by name. The
-grid is that of Megatron-LM (Narayanan et al. 2021, section 3) and of DeviceMesh. Nothing here is global: whoever builds
-gets it as an argument.
+Simple strategies use one axis, whose group is `mesh.group`; combined strategies name the axes that they need. The grid
+is that of Megatron-LM (Narayanan et al. 2021, section 3) and of DeviceMesh. There is no global mesh: it is passed as an
+argument.
 """
 
 import math
@@ -31,12 +31,10 @@ class Mesh:
 
     @classmethod
     def grid(cls, sizes: Mapping[str, int], world: dist.ProcessGroup, timeout_s: float = 300.0) -> "Mesh":
-        """Lay the ranks of `world` out in rows; a collective. Raises ValueError if they are not as many."""
+        """Arrange the ranks of `world` as a grid; a collective. Raises ValueError if their number does not fit."""
         if math.prod(sizes.values()) != world.size():
             product = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
-            raise ValueError(
-                f"a mesh of {product} takes {math.prod(sizes.values())} ranks, and there are {world.size()}"
-            )
+            raise ValueError(f"a mesh of {product} needs {math.prod(sizes.values())} ranks, not {world.size()}")
         if len(sizes) == 1:
             return cls(dict.fromkeys(sizes, world), world, timeout_s)
         ranks = torch.tensor(dist.get_process_group_ranks(world)).view(*sizes.values())
@@ -47,8 +45,8 @@ class Mesh:
         return cls(groups, world, timeout_s)
 
     def across(self, *axes: str) -> dist.ProcessGroup:
-        """The group of the ranks that differ along these axes alone, in the order of the grid. Where more than one of
-        them is longer than one rank it is made the first time, by a collective of all ranks."""
+        """Return the group of the ranks that differ only along these axes, in grid order. Several axes longer than one
+        rank get a new group at the first call, by a collective of all ranks."""
         long = tuple(axis for axis in self.groups if axis in axes and self.size(axis) > 1)
         if len(long) < 2:
             return self.groups[(*long, *axes)[0]]
@@ -64,32 +62,32 @@ class Mesh:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The group of the only axis that is longer than one rank, or of the only one."""
+        """Return the group of the only axis that is longer than one rank, or of the only axis."""
         long = [group for group in self.groups.values() if group.size() > 1] or list(self.groups.values())[:1]
         if len(long) > 1:
-            raise ValueError(f"a mesh of {', '.join(self.groups)} has no one group: name the axis")
+            raise ValueError(f"a mesh of {', '.join(self.groups)} has several groups: name the axis")
         return long[0]
 
     @property
     def world(self) -> dist.ProcessGroup:
-        """All ranks of the grid."""
+        """Return the group of all ranks of the grid."""
         return self._world or self.group
 
     def __getitem__(self, axis: str) -> dist.ProcessGroup:
         return self.groups[axis]
 
     def size(self, axis: str) -> int:
-        """Ranks along `axis`."""
+        """Return the number of ranks along `axis`."""
         return self.groups[axis].size() if axis in self.groups else 1
 
     def index(self, axis: str) -> int:
-        """This rank's place along `axis`."""
+        """Return this rank's index along `axis`."""
         return self.groups[axis].rank() if axis in self.groups else 0
 
 
 def group_of_row(rows: list[list[int]], world: dist.ProcessGroup, timeout_s: float, name: str) -> dist.ProcessGroup:
-    """The group of this rank's row. Every rank makes every row's group, in the same order: torch counts them to give
-    each its name."""
+    """Return the group of this rank's row. Every rank creates every row's group, in the same order, because torch
+    derives a group's name from their number."""
     me = dist.get_global_rank(world, world.rank())
     timeout, backend = timedelta(seconds=timeout_s), dist.get_backend(world)
     made = [dist.new_group(row, timeout, backend, group_desc=f"mesh_{name}") for row in rows]

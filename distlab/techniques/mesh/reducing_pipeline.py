@@ -1,12 +1,12 @@
-"""A pipeline over which gradients are summed: each stage's in the last backward pass that goes through it.
+"""A pipeline with data parallelism: a stage's gradients are summed during its last backward pass.
 
-Data parallelism sums a step's gradients once, and begins while the backward pass still runs. In a pipeline a step
-has many backward passes, and only a stage's last one leaves its gradients complete: what is summed before is a part
-of them, on every rank another part, and no error says so. Armed around the whole schedule, buckets are launched by
-the first microbatch's gradients. So whoever sums is told of each backward pass, and which is the last (Narayanan et
-al. 2021, "Megatron-LM", section 3, sums after the whole pipeline; its later releases as here).
+Data parallelism sums the gradients once per step, overlapped with the backward pass. In a pipeline a step has many
+backward passes, and a stage's gradients are complete only in the last one: a sum before that adds partial gradients,
+different on every rank, without any error. With hooks armed for the whole schedule, the first microbatch would launch
+the buckets. So each reducer is notified of every backward pass, and which is the last (Narayanan et al. 2021,
+"Megatron-LM", section 3, sum after the whole pipeline; later releases do as here).
 
-The ranks along the data-parallel axis go down one list of actions, so their sums meet in one order.
+Ranks along the data-parallel axis run the same list of actions, so their sums have the same order.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,20 +21,20 @@ from distlab.techniques.pipeline_parallel.schedules import Action
 
 
 class Reducer(Protocol):
-    """How some parameters' gradients become one over all replicas, and whatever is kept of them."""
+    """How some parameters' gradients are summed over all replicas, and what is stored of them."""
 
     def begin(self) -> None:
-        """Before the first microbatch."""
+        """Run before the first microbatch."""
 
     def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
-        """Around the backward pass of a microbatch."""
+        """Wrap the backward pass of a microbatch."""
 
     def finish(self) -> None:
-        """After the last one: every gradient is the sum over all replicas."""
+        """Run after the last microbatch; then every gradient is the sum over all replicas."""
 
 
 class ReducingPipeline(Pipeline):
-    """`Pipeline`, whose stages' gradients `reducers` sum; `turn_to` hears which microbatch is worked on next."""
+    """`Pipeline` whose stages' gradients `reducers` sum; `turn_to(microbatch)` is called before each backward."""
 
     def __init__(
         self, stages: Mapping[int, nn.Module], actions: Sequence[Action], group: dist.ProcessGroup,
@@ -42,7 +42,7 @@ class ReducingPipeline(Pipeline):
     ) -> None:  # fmt: skip
         super().__init__(stages, actions, group)
         self.reducers, self.turn_to = reducers, turn_to
-        # The last one of each stage: a later one takes the place of those before.
+        # The last backward of each stage: later ones overwrite earlier ones.
         self.last_microbatch = {action.stage: action.microbatch for action in actions if action.kind != "forward"}
 
     def _forward(self, action: Action) -> None:
@@ -50,12 +50,12 @@ class ReducingPipeline(Pipeline):
         super()._forward(action)
 
     def _backward(self, action: Action) -> None:
-        with self.told(action):
+        with self.reducing(action):
             super()._backward(action)
 
     @contextmanager
-    def told(self, action: Action) -> Iterator[None]:
-        """Around a backward pass."""
+    def reducing(self, action: Action) -> Iterator[None]:
+        """Wrap a backward pass."""
         self.turn_to(action.microbatch)  # a layer may be computed again
         last = self.is_last(action)
         with ExitStack() as stack:
@@ -64,5 +64,5 @@ class ReducingPipeline(Pipeline):
             yield
 
     def is_last(self, action: Action) -> bool:
-        """Whether the stage's gradients are complete with it."""
+        """Return whether this action completes the gradients of its stage."""
         return action.microbatch == self.last_microbatch[action.stage]

@@ -1,14 +1,14 @@
-"""One model on a grid of axes: slices of its layers, in stages, on replicas; a step, and the way back to dense tensors.
+"""One model on a grid of axes: its layers sliced, cut into stages and replicated; a step, and the dense tensors back.
 
-The mechanisms stack because each works on what the one below it left: tensor parallelism replaces layers, a pipeline
-takes runs of what stands there then, data parallelism sums whatever parameters a stage has. What belongs to no single
-axis is here: which gradients are summed over which ranks once the pipeline is through, the norm in which each element
-counts once, and where each part stands in the dense model.
+The techniques combine because each works on the result of the one before it: tensor parallelism replaces layers, a
+pipeline takes runs of the layers that are there then, data parallelism sums the parameters of each stage. This file has
+what belongs to no single axis: which gradients are summed over which ranks after the pipeline, the norm that counts
+each element once, and the position of each part in the dense model.
 
-  over dp   every stage's gradients, in its last backward pass (its pipeline.py does it); and over cp with them, since
+  over dp   every stage's gradients, in its last backward pass (reducing_pipeline.py); over cp together with dp, since
             ranks with other positions are replicas like those with other samples
-  over tp   what sequence parallelism keeps whole and uses on its rows (below)
-  over pp   a weight that two stages share, after the sums over dp: its shards lie opposite each other
+  over tp   parameters that sequence parallelism replicates but uses on its rows only (below)
+  over pp   a weight that two stages share, after the sums over dp: its shards are at the same positions
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -33,17 +33,17 @@ from distlab.techniques.sharded.flat_parameter import as_many_as_all
 from distlab.techniques.sharded.zero import Zero
 from distlab.techniques.tensor_parallel.layers import Slice, sum_together
 
-# ZeRO over sequence parallelism: what was used on some rows is summed over the ranks that had the others.
+# ZeRO with sequence parallelism: partial gradients are summed over the ranks that have the other rows.
 #
-# Between its slices a rank of sequence parallelism has its own rows alone, so a norm's gradient there is a part of
-# the whole one (layers.py). ZeRO lays a layer's gradients end to end and sums that vector over the replicas; of the
-# sum a rank keeps a run, which begins and ends somewhere else on the rank beside it along the tensor axis, since
-# their slices are not of one size. After that sum the parts no longer lie opposite each other. So they are added up
-# before it, in the unit's vector, as soon as its last gradient is there.
+# With sequence parallelism a rank has only its own rows between two slices, so a norm's gradient there is partial
+# (layers.py). ZeRO concatenates a layer's gradients, sums that vector over the replicas, and keeps a run of it on each
+# rank. Along the tensor axis these runs begin and end at different positions, since slices differ in size, so after
+# ZeRO's sum the partial gradients no longer match. They are therefore summed before it, in the unit's vector, as soon
+# as its last gradient is written.
 
 
 class ZeroByRows(Zero):
-    """`Zero`, of which the parameters `whole` have a part of their gradient on each rank of `rows`."""
+    """`Zero` where the gradients of the parameters `whole` are partial on each rank of `rows`."""
 
     def __init__(
         self, model: nn.Module, layers: Sequence[nn.Module], group: dist.ProcessGroup, stage: int, *,
@@ -54,7 +54,7 @@ class ZeroByRows(Zero):
 
     @torch.no_grad()
     def _complete(self, index: int) -> None:
-        if self.rows is not None and (self.stage > 1 or self._last):  # of stage 1 the vector is kept, and summed once
+        if self.rows is not None and (self.stage > 1 or self._last):  # stage 1 keeps the vector and sums it once
             flat = self._flat_gradient(index)
             named = zip(self.units[index].named.values(), flat.places, strict=True)
             parts = [place for parameter, place in named if parameter in self.whole]
@@ -63,44 +63,44 @@ class ZeroByRows(Zero):
         super()._complete(index)
 
 
-# What a rank keeps of a stage's parameters, and how their gradients become one over all replicas.
+# How a rank stores a stage's parameters, and how their gradients are summed over all replicas.
 #
-# Over a pipeline and its slices data parallelism is what it is over a whole model: `Replicas` keeps everything on
-# every replica and sums gradients in buckets, `Shards` is ZeRO. Both say of each tensor that an optimizer steps which
-# part of which parameter it is, so that whoever clips, saves or gathers need not know how it was laid out.
+# Data parallelism over a stage and its slices works as over a whole model: `Replicas` stores all on every replica and
+# sums gradients in buckets, `Shards` is ZeRO. Both describe each tensor of the optimizer as a part of a parameter, so
+# that clipping, saving and gathering do not depend on the layout.
 
 Named = Mapping[str, nn.Parameter]  # by dense name
 
 
 class Entry(NamedTuple):
-    """A tensor that an optimizer steps."""
+    """A tensor that the optimizer steps."""
 
-    names: tuple[str, ...]  # of the parameters that it is, or that it has a part of
+    names: tuple[str, ...]  # of the parameters that it contains, whole or in part
     stepped: nn.Parameter
-    summed: nn.Parameter  # whose `grad` is the gradient, in the type of what computes: itself, or what it is copied to
+    summed: nn.Parameter  # has the gradient, in the computing dtype: itself, or its 16-bit copy
     pieces: Callable[[Tensor], Iterable[tuple[str, LocalShard]]]  # a tensor of its shape, as parts of these parameters
 
 
 class ParameterStore(Reducer, Protocol):
-    """Some parameters of a stage on this rank."""
+    """Stores some parameters of a stage on this rank."""
 
-    everywhere: bool  # whether every replica keeps the same
+    everywhere: bool  # whether every replica stores the same
 
     def entries(self) -> list[Entry]:
-        """What is stepped."""
+        """Return the tensors that the optimizer steps."""
 
     def deliver(self) -> None:
-        """Hand the gradients to what is stepped."""
+        """Copy the gradients to the tensors that the optimizer steps."""
 
     def publish(self) -> None:
-        """After the optimizer's step, or a load: what computes has the new weights."""
+        """Copy new weights to the parameters that compute, after the optimizer's step or a load."""
 
 
 class Replicas(GradientBuckets):
-    """`named` whole on every replica. 16-bit weights have float32 masters.
+    """All parameters of `named` on every replica. 16-bit weights have float32 masters.
 
     Args:
-        rows: of the parameters `whole` each rank of this group has a part of the gradient (sequence parallelism).
+        rows: the group over which gradients of the parameters `whole` are partial (sequence parallelism).
     """
 
     everywhere = True
@@ -123,7 +123,7 @@ class Replicas(GradientBuckets):
     microbatch = GradientBuckets.accumulate
 
     def finish(self) -> None:
-        """Wait for all sums, and add up over the rows what every rank has a part of: sums may come in any order."""
+        """Wait for all sums, and sum partial gradients over the rows; sums commute, so their order does not matter."""
         super().finish()
         if self.rows is not None and self.whole:
             sum_together([p.grad for p in self.whole if p.grad is not None], self.rows)
@@ -145,10 +145,10 @@ class Replicas(GradientBuckets):
 
 
 class Shards(ZeroByRows):
-    """ZeRO over the replicas of a stage: of each of `layers` this rank owns a run.
+    """ZeRO over the replicas of a stage: this rank owns a run of each of `layers`.
 
     Args:
-        names: the dense name of each parameter: a stage may know a tied one by another.
+        names: the dense name of each parameter: a stage may name a tied one differently.
     """
 
     everywhere = False
@@ -174,12 +174,12 @@ class Shards(ZeroByRows):
 
 
 class Rest(nn.Module):
-    """A layer's parameters but those that another stage holds too, in the place of the layer that runs."""
+    """The parameters of a layer without those that another stage has too; it takes the place of the layer in ZeRO."""
 
     def __init__(self, layer: nn.Module, shared: Collection[nn.Parameter]) -> None:
         super().__init__()
         self.own = nn.ParameterList([p for p in layer.parameters() if p not in set(shared)])
-        self.runs = (layer,)  # in a tuple, or its parameters were this module's
+        self.runs = (layer,)  # a tuple, so that its parameters are not registered here
 
 
 def shards_of(
@@ -187,11 +187,11 @@ def shards_of(
     names: Mapping[nn.Parameter, str], shared: Collection[nn.Parameter], whole: Collection[nn.Parameter],
     rows: dist.ProcessGroup | None,
 ) -> list[Shards]:  # fmt: skip
-    """ZeRO over one stage.
+    """Return ZeRO over one stage.
 
-    What another stage holds too is a unit of its own on both: alike, so that a rank's shard here lies opposite the same
-    one there, and gradients are summed over the stages after they were summed over the replicas. It stays whole between
-    the steps, since two layers far apart compute with it.
+    Parameters that another stage has too form a separate unit, laid out equally on both: a rank's shard here matches
+    the one there, and gradients are summed over the stages after the sum over the replicas. The unit stays whole
+    between steps, since two layers far apart compute with it.
     """
     tied = [parameter for parameter in stage.parameters() if parameter in set(shared)]
     rest = [Rest(layer, tied) for layer in layers] if tied else layers
@@ -206,19 +206,19 @@ class StageShard(NamedTuple):
     """A part of a dense tensor on this rank."""
 
     label: str
-    name: str  # of the parameter that it belongs to
+    name: str  # of its parameter
     piece: LocalShard
-    everywhere: bool  # whether every replica holds the same
+    everywhere: bool  # whether every replica has the same
 
 
 class Stacked:
     """A Strategy on a mesh with the axes dp, cp, tp and pp.
 
     Args:
-        parts: this rank's stages, of layers that are sliced already.
+        parts: this rank's stages, whose layers are sliced already.
         slices: which parameters are slices, by dense name.
-        kept: what keeps the parameters of each of the stages.
-        engine: what sends microbatches through them.
+        kept: the stores of the parameters of each stage.
+        engine: sends microbatches through the stages.
     """
 
     def __init__(
@@ -232,17 +232,17 @@ class Stacked:
         self.norm: Tensor | None = None  # of the last clipped gradient
 
     def backward(self, microbatches: list[Microbatch]) -> Tensor | None:
-        """All microbatches of this replica through its pipeline, then what is left to sum."""
+        """Send all microbatches of this replica through its pipeline, then finish all gradient sums."""
         for each in self.kept:
             each.begin()
         loss = self.engine.step(as_many_as_all(microbatches, self.config))
         for each in self.kept:
             each.finish()
         self.sum_over_stages()
-        return loss if self.mesh.index("tp") == 0 else None  # the ranks of a slice have the same one
+        return loss if self.mesh.index("tp") == 0 else None  # the ranks of a slice have the same loss
 
     def sum_over_stages(self) -> None:
-        """The gradient of a tied weight is that of both its copies, or of the shards of both."""
+        """Sum the gradients of tied weights over both copies, or over the shards of both."""
         shared = set(self.parts.shared)
         if shared:
             summed = {name: entry.summed for entry in self.entries() for name in shared.intersection(entry.names)}
@@ -253,7 +253,7 @@ class Stacked:
         return self.parts.layers
 
     def update(self) -> None:
-        """Clip by the one norm, step what is kept here, and give the others what is new."""
+        """Clip by the global norm, step this rank's parameters, and publish the new weights."""
         if self.config.clip is not None:
             once = [box for held in filter(self.in_norm, self.held("gradients")) for _, box in held.piece.boxes]
             every = [entry.summed.grad for entry in self.entries() if entry.summed.grad is not None]
@@ -265,13 +265,13 @@ class Stacked:
         for each in self.kept:
             each.publish()
 
-    # --- where everything stands in the dense model ---
+    # --- positions in the dense model ---
 
     def entries(self) -> list[Entry]:
         return [entry for each in self.kept for entry in each.entries()]
 
     def held(self, kind: str) -> Iterator[StageShard]:
-        """This rank's "gradients", "weights" or "optimizer" state."""
+        """Yield this rank's "gradients", "weights" or "optimizer" state."""
         for each in self.kept:
             for entry in each.entries():
                 for key, tensor in tensors_of(kind, self.optimizer, entry.stepped, entry.summed).items():
@@ -282,16 +282,16 @@ class Stacked:
                         )
 
     def placed(self, name: str, part: LocalShard) -> LocalShard:
-        """A part of this rank's slice, as a part of the dense tensor."""
+        """Return a part of this rank's slice as a part of the dense tensor."""
         cut = self.slices.get(name)
         return part if cut is None or not part.shape else cut.placed(part, self.mesh.index("tp"))
 
     def counts(self, held: StageShard) -> bool:
-        """Whether it counts here: of all ranks that hold the same, on the first."""
+        """Return whether it counts here: of all ranks with the same shard, on the first."""
         return self.first_slice(held) and self.first_replica(held) and self.first_stage(held)
 
     def first_slice(self, held: StageShard) -> bool:
-        """Of the ranks of a slice; a number, AdamW's count of steps, all of them have."""
+        """Return whether this is the first rank that has it along tp; AdamW's step counts are on all of them."""
         return (held.name in self.slices and bool(held.piece.shape)) or self.mesh.index("tp") == 0
 
     def first_replica(self, held: StageShard) -> bool:
@@ -305,16 +305,16 @@ class Stacked:
         return self.counts(held)
 
     def once(self, kind: str) -> Iterator[StageShard]:
-        """What counts on this rank: over all ranks each element of the dense model once."""
+        """Yield what counts on this rank: over all ranks each element of the dense model once."""
         return filter(self.counts, self.held(kind))
 
     def full(self, kind: str) -> Iterator[tuple[str, Tensor]]:
-        """Dense tensors on rank 0, in the model's order; nothing elsewhere."""
+        """Yield dense tensors on rank 0, in the model's order; nothing elsewhere."""
         pieces = [(held.label, held.piece) for held in self.once(kind)]
         return in_order(pieces, self.ranks, self.parts.holders)
 
     def alike(self, kind: str) -> Iterator[tuple[str, Tensor]]:
-        """What all replicas hold: along dp, and what is no slice along tp too; shards are of one rank each."""
+        """Yield what all replicas have: equal along dp, and along tp if it is no slice. Shards are on one rank each."""
         for held in self.held(kind):
             if held.everywhere:
                 own = f" slice {self.mesh.index('tp')}" if held.name in self.slices else ""
@@ -322,7 +322,7 @@ class Stacked:
                 yield f"{held.label}{own}", whole
 
     def state_dict(self) -> dict[str, Any]:
-        """Of a parameter that this rank holds whole the tensor, of any other its piece."""
+        """Return whole tensors for parameters that this rank has whole, and pieces for the others."""
         prime(self.optimizer)
         state: dict[str, Any] = {}
         for kind in ("weights", "optimizer"):
@@ -332,7 +332,7 @@ class Stacked:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: ARG002  it was filled in place
-        """What is kept is loaded: what computes gets it."""
+        """Publish the loaded weights to the parameters that compute."""
         for each in self.kept:
             each.publish()
 

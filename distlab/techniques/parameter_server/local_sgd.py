@@ -1,15 +1,15 @@
-"""Local steps and an outer step: workers train apart, and now and then their weights become one.
+"""Local steps and an outer step: workers train independently, and their weights are averaged now and then.
 
-Each worker takes H steps of its own from common weights w. Then the mean of what they moved, weighted by the samples
-that each has seen, is taken as a gradient:
+Each worker takes H local steps from common weights w. The mean of their weight changes, weighted by the samples that
+each has processed, is then used as a gradient:
 
     d = sum_k f_k (w - w_k)     f_k: the share of worker k in the samples, sum_k f_k = 1
     v = m·v + d                 momentum
     w = w - lr·(d + m·v)        Nesterov's form, as torch.optim.SGD has it
 
 With lr = 1 and m = 0 the weights are simply averaged: local SGD (Stich 2019, "Local SGD Converges Fast and Communicates
-Little"). With momentum it is DiLoCo's outer optimizer (Douillard et al. 2023, "DiLoCo", algorithm 1). At H = 1, plain
-SGD and no momentum d is lr times the gradient of the mean over the whole batch: data parallelism. What it sends is one
+Little"). With momentum it is DiLoCo's outer optimizer (Douillard et al. 2023, "DiLoCo", algorithm 1). With H = 1, plain
+SGD and no momentum, d is lr times the gradient of the mean over the whole batch: data parallelism. It sends one
 all_reduce every H steps.
 """
 
@@ -19,13 +19,13 @@ from torch import Tensor
 
 
 class OuterStep:
-    """Every `local_steps` calls of `step`, one outer step of all ranks of `group`.
+    """An outer step of all ranks of `group` after every `local_steps` calls of `step`.
 
     Args:
-        weights: [P] flat, what this worker trains; common to all ranks now and after each outer step.
+        weights: [P] flat, trained by this worker; equal on all ranks now and after each outer step.
         group: the workers.
         local_steps: H.
-        lr, momentum: the outer ones.
+        lr, momentum: of the outer step.
     """
 
     def __init__(
@@ -39,8 +39,7 @@ class OuterStep:
         self._share = 0.0
 
     def step(self, share: float) -> None:
-        """After a local step on the `share` of the global batch that is this worker's: shares of all ranks add up to
-        one."""
+        """Count a local step on this worker's `share` of the global batch; the shares of all ranks add up to one."""
         self._share += share
         self.done += 1
         if self.done < self.local_steps:
@@ -54,10 +53,10 @@ class OuterStep:
         self.done, self._share = 0, 0.0
 
     def average(self, moved: Tensor) -> None:
-        """Of what each worker moved, weighed already, the sum over all."""
+        """Sum the weighted changes of all workers, in place."""
         dist.all_reduce(moved, group=self.group)
 
     def along(self, moved: Tensor) -> Tensor:
-        """The direction of the outer step: `moved` and a look ahead along the momentum, as Nesterov's."""
+        """Return the direction of the outer step: `moved` plus Nesterov's look-ahead along the momentum."""
         assert self.velocity is not None
         return moved.add_(self.velocity.mul_(self.momentum).add_(moved), alpha=self.momentum)

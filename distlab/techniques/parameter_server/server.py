@@ -1,17 +1,17 @@
-"""The parameter server as a state machine: weights, a clock for each worker, and the rules of who may go on.
+"""The parameter server as a state machine: weights, a clock per worker, and the rules for the next step.
 
-A worker asks to start, computes a gradient at the weights that it is given, and pushes it. Meanwhile others push
-theirs, so what it pushes was computed at old weights: its staleness is the number of updates that were applied in
-between. Without a bound that is asynchronous SGD (Dean et al. 2012, "Large Scale Distributed Deep Networks", section
+A worker asks to start, computes a gradient with the weights that it receives, and pushes it. Meanwhile other workers
+push theirs, so its gradient belongs to old weights: its staleness is the number of updates that were applied in
+between. Without a bound this is asynchronous SGD (Dean et al. 2012, "Large Scale Distributed Deep Networks", section
 4.1, Downpour). With a bound it is stale synchronous parallel (Ho et al. 2013, "More Effective Distributed ML via a
-Stale Synchronous Parallel Parameter Server", section 2): who has finished c steps may start the next if the slowest has
-finished c - s at least; s = 0 is lockstep.
+Stale Synchronous Parallel Parameter Server", section 2): a worker that has finished c steps may start the next one if
+the slowest has finished at least c - s; s = 0 is lockstep.
 
-There is no process, no thread and no clock in here: whoever carries the messages calls in the order in which they come,
-and the same order gives the same weights. A budget of steps ends the run: who is faster takes more of them.
+The rules use no process, thread or time: they depend only on the order of calls, and the same order gives the same
+weights. A run ends after a budget of steps, of which faster workers take more.
 
     weights   [P]  flat, changed in place
-    update    [P]  a gradient, or the sum of those of several steps: w becomes w - lr·update
+    update    [P]  a gradient, or the sum over several steps: w becomes w - lr·update
 """
 
 import random
@@ -38,19 +38,19 @@ class Event(NamedTuple):
     kind: str  # START, PUSH or LEAVE
     worker: int
     steps: int  # granted, delivered or lost
-    number: int = 0  # of a push: its worker's first is 1
-    loss: float = 0.0  # of a push, where a recorder heard of it: the mean that its worker computed
+    number: int = 0  # of a push, counted per worker from 1
+    loss: float = 0.0  # of a push: the worker's mean loss, where a recorder was given it
 
 
 class ParameterServer:
-    """The weights and the rules. `staleness` None sets no bound; `budget` is the number of steps of all workers
-    together."""
+    """The weights and the rules. `staleness` None sets no bound; `budget` is the total number of steps of all
+    workers."""
 
     def __init__(
         self, weights: Tensor, workers: Iterable[int], *, lr: float, budget: int, staleness: int | None = None
     ) -> None:
         self.weights, self.lr, self.budget, self.staleness = weights, lr, budget, staleness
-        self.clocks = dict.fromkeys(workers, 0)  # steps that each worker has finished, of those who are here
+        self.clocks = dict.fromkeys(workers, 0)  # steps that each present worker has finished
         self.history: list[Event] = []
         self._granted: dict[int, int] = {}  # steps under way
         self._numbers = dict.fromkeys(self.clocks, 0)  # pushes of each worker that were applied
@@ -60,15 +60,15 @@ class ParameterServer:
         return self.budget <= 0
 
     def lead(self, worker: int) -> int:
-        """Finished steps that `worker` is ahead of the slowest."""
+        """Return how many finished steps `worker` is ahead of the slowest."""
         return self.clocks[worker] - min(self.clocks.values())
 
     def may_start(self, worker: int) -> bool:
-        """Whether `start` may be answered now; when nothing is left, that answer is 0."""
+        """Return whether `start` may be answered now; at the end of the budget its answer is 0."""
         return self.spent or self.staleness is None or self.lead(worker) <= self.staleness
 
     def start(self, worker: int, most: int = 1) -> int:
-        """Grant up to `most` steps from the present weights; 0: the run is over."""
+        """Grant up to `most` steps from the present weights; 0 means that the run is over."""
         if worker in self._granted:
             raise ValueError(f"rank {worker} starts anew with steps under way")
         granted = min(most, self.budget)
@@ -79,11 +79,11 @@ class ParameterServer:
         return granted
 
     def may_push(self, worker: int) -> bool:  # noqa: ARG002  an order of events asks for the worker
-        """Whether `push` may be applied now: always, unless an order of events is kept."""
+        """Return whether `push` may be applied now: always, unless the order of events is fixed."""
         return True
 
     def push(self, worker: int, number: int, update: Tensor) -> None:
-        """Apply the `number`-th update of `worker`: each exactly once, without gap or repetition, or ValueError."""
+        """Apply the `number`-th update of `worker`; raises ValueError unless each comes exactly once, in order."""
         if worker not in self.clocks:
             raise ValueError(f"rank {worker} has left: its update is not applied")
         if number != self._numbers[worker] + 1 or worker not in self._granted:
@@ -95,17 +95,17 @@ class ParameterServer:
         self.history.append(Event(PUSH, worker, steps, number))
 
     def may_finish(self) -> bool:
-        """Whether the weights are final: nothing is left to grant, and nothing under way."""
+        """Return whether the weights are final: no steps are left to grant, and none under way."""
         return self.spent and not self._granted
 
     def leave(self, worker: int) -> None:
-        """Go on without `worker`: nobody waits for its clock, and what it had under way is lost."""
+        """Continue without `worker`: its clock no longer counts, and its steps under way are lost."""
         if worker in self.clocks:
             self.history.append(Event(LEAVE, worker, self._granted.pop(worker, 0)))
             del self.clocks[worker]
 
     def behind(self) -> list[int]:
-        """For whom the others wait: the slowest, and at the end who has steps under way."""
+        """Return the workers that the others wait for: the slowest, and at the end those with steps under way."""
         slowest = min(self.clocks.values(), default=0)
         return [
             rank for rank, clock in self.clocks.items() if (rank in self._granted if self.spent else clock == slowest)
@@ -113,7 +113,7 @@ class ParameterServer:
 
 
 class Ordered(ParameterServer):
-    """Lets events come in the given order alone: workers compute where they are, and the result repeats to the bit."""
+    """Accepts events only in the given order: workers still compute in parallel, and the result is reproducible."""
 
     def __init__(
         self, order: list[tuple[str, int]], weights: Tensor, workers: Iterable[int], *, lr: float, budget: int
@@ -132,7 +132,7 @@ class Ordered(ParameterServer):
 
 
 def draw_order(seed: int, rules: ParameterServer, most: int = 1) -> list[tuple[str, int]]:
-    """An order of events that `rules` allow, drawn by `seed`; any worker that may go on is as likely to be the next.
+    """Return an order of events that `rules` allow, drawn by `seed`; all workers that may act are equally likely.
 
     `rules` are used up: their clocks have run when this returns.
     """
@@ -151,46 +151,44 @@ def draw_order(seed: int, rules: ParameterServer, most: int = 1) -> list[tuple[s
     return [(event.kind, event.worker) for event in rules.history]
 
 
-# A parameter server at work: its rules behind a lock, and a link to each worker with a thread of its own.
+# A running parameter server: the rules behind a lock, and a link with its own thread for each worker.
 #
-# The rules above know neither threads nor messages. Rank 0 is the server and a worker too:
-# it calls. Each other worker has a link, a gloo connection of two ends that nobody shares, so that the death of one
-# worker breaks one link.
+# The rules above know neither threads nor messages. Rank 0 is the server and also a worker, which calls directly. Each
+# other worker has a link, a private gloo connection of two ends, so the death of a worker breaks only its own link.
 #
-#     header   [4] float64   asked: what, number of the push, most steps, loss; answered: the steps granted
+#     header   [4] float64   request: kind, number of the push, most steps, loss; answer: the steps granted
 #     vector   [P]           an update, or weights
 
 ASK_START, ASK_PUSH, ASK_FINISH = 0, 1, 2
-JOIN_S = 0.2  # how often it is looked whether a worker has left
+JOIN_S = 0.2  # interval for checking whether a worker has left
 
 
 class Recorder:
-    """The events at a server of `workers` in the order in which it took them, whatever its rules keep of them; called
-    behind the server's lock."""
+    """Records the events at a server of `workers` in order, whatever its rules; called under the server's lock."""
 
     def __init__(self, workers: Iterable[int]) -> None:
         self.seen: list[Event] = []
-        self.finished = dict.fromkeys(workers, 0)  # steps by worker, of those who left too
+        self.finished = dict.fromkeys(workers, 0)  # steps by worker, including those who left
         self._granted: dict[int, int] = {}
 
     def started(self, worker: int, steps: int) -> None:
-        """`worker` has the weights of now, for `steps` steps."""
+        """Record that `worker` received the weights for `steps` steps."""
         self.seen.append(Event(START, worker, steps))
         self._granted[worker] = steps
 
     def pushed(self, worker: int, number: int, update: Tensor, loss: float) -> None:  # noqa: ARG002
-        """An update of `worker` was applied."""
+        """Record that an update of `worker` was applied."""
         steps = self._granted.pop(worker)
         self.seen.append(Event(PUSH, worker, steps, number, loss))
         self.finished[worker] += steps
 
     def left(self, worker: int) -> None:
-        """`worker` is gone, and what it had under way with it."""
+        """Record that `worker` has gone, and its steps under way with it."""
         self.seen.append(Event(LEAVE, worker, self._granted.pop(worker, 0)))
 
 
 class Server:
-    """The rules behind a lock, for any thread to ask. Every wait is bounded, and names for whom the server waited."""
+    """The rules behind a lock, for any thread. Every wait has a timeout, whose error names the slow ranks."""
 
     def __init__(self, rules: ParameterServer, timeout_s: float, recorder: Recorder) -> None:
         self.rules, self.timeout_s, self.recorder = rules, timeout_s, recorder
@@ -215,13 +213,13 @@ class Server:
             self._changed.notify_all()
 
     def finish(self, worker: int, weights: Tensor) -> None:
-        """Wait until no update is under way any more; fills `weights` with the final ones."""
+        """Wait until no update is under way; fills `weights` with the final ones."""
         with self._changed:
             self._wait(worker, self.rules.may_finish, "fetch the final weights")
             weights.copy_(self.rules.weights)
 
     def leave(self, worker: int) -> None:
-        """From now on nobody waits for `worker`."""
+        """Stop waiting for `worker`."""
         with self._changed:
             if worker in self.rules.clocks:
                 self.recorder.left(worker)
@@ -240,7 +238,7 @@ class Server:
 
 
 class Client(Protocol):
-    """The server as one worker sees it, from wherever it is; calls as in `Server`."""
+    """The server as one worker sees it, local or remote; calls as in `Server`."""
 
     def start(self, most: int, weights: Tensor) -> int: ...
 
@@ -264,7 +262,7 @@ class Local:
 
 
 class Link:
-    """One end of a connection of two; each message takes `timeout_s` at most, or raises RuntimeError."""
+    """One end of a two-ended connection; each message takes at most `timeout_s`, or raises RuntimeError."""
 
     def __init__(self, store: dist.Store, *, at_server: bool, timeout_s: float) -> None:
         self._other = int(at_server)
@@ -324,7 +322,7 @@ def serve(server: Server, link: Link, worker: int) -> None:
 
 
 class Threads:
-    """A thread for each link. Where a link breaks its worker leaves; what else goes wrong is kept for `check`."""
+    """A thread per link. If a link breaks its worker leaves; other errors are kept for `check`."""
 
     def __init__(self, server: Server, links: dict[int, Link]) -> None:
         self.server = server
@@ -341,27 +339,27 @@ class Threads:
     def _run(self, link: Link, worker: int) -> None:
         try:
             serve(self.server, link, worker)
-        except (RuntimeError, ConnectionError):  # the other end is gone, or silent for too long
+        except (RuntimeError, ConnectionError):  # the other end has gone, or was silent for too long
             self.server.leave(worker)
         except Exception as error:
             self._errors.append(error)
             self.server.leave(worker)
 
     def join(self) -> None:
-        """Return once every worker that is still here has its final weights; raises what went wrong in a thread."""
+        """Return once every present worker has its final weights; raises errors of the threads."""
         for worker, thread in self._threads.items():
-            while thread.is_alive() and worker in self.server.rules.clocks:  # each of its waits is bounded
+            while thread.is_alive() and worker in self.server.rules.clocks:  # each of its waits has a timeout
                 thread.join(JOIN_S)
         if self._errors:
             raise self._errors[0]
 
 
-# A worker of an asynchronous run: it asks to start, takes some steps from the weights that come, and pushes the sum of
+# A worker of an asynchronous run: it asks to start, takes some steps from the received weights, and pushes the sum of
 # their gradients.
 
 
 class Worker:
-    """One worker's model and data, and what it did; `noted(step)` is called before each step."""
+    """One worker's model and data, and a record of its steps; `noted(step)` is called before each step."""
 
     def __init__(
         self, model: Model, config: Config, batches: Batches, rank: int, lr: float,
@@ -370,11 +368,11 @@ class Worker:
         self.model, self.vectors = model, Vectors(model.parameters())
         self.batches, self.rank, self.num_workers, self.lr, self.noted = batches, rank, config.world_size, lr, noted
         self.steps = 0
-        self.samples: list[str] = []  # digests of those behind each push
+        self.samples: list[str] = []  # digests of the samples behind each push
         self._taken: list[Tensor] = []  # inputs and targets since the last push
 
     def train(self, client: Client, most: int) -> None:
-        """Work until the server has no more steps to grant; the weights are the final ones then."""
+        """Train until the server has no more steps to grant; the weights are the final ones then."""
         update = torch.zeros_like(self.vectors.weights)
         while granted := self.fetch(client, most):
             loss = self.accumulate(update, granted)
@@ -382,13 +380,13 @@ class Worker:
         client.finish(self.vectors.weights)
 
     def fetch(self, client: Client, most: int) -> int:
-        """Take the server's weights, for up to `most` steps; returns how many it grants."""
+        """Fetch the server's weights for up to `most` steps; return how many it grants."""
         return client.start(most, self.vectors.weights)
 
     def accumulate(self, update: Tensor, steps: int) -> float:
         """Fill `update` with the sum of the gradients of `steps` steps, and return the mean loss.
 
-        Each gradient is taken at weights that those before it have moved.
+        Each gradient is computed after the updates of those before it.
         """
         update.zero_()
         losses = []
@@ -403,7 +401,7 @@ class Worker:
         return sum(losses) / len(losses)
 
     def backward(self) -> float:
-        """The gradient of this worker's next samples, weighed by their share of the batch; returns their mean loss."""
+        """Compute the gradient of this worker's next samples, weighted by their share; return their mean loss."""
         self.vectors.zero()
         microbatches, summed = self.batches.dealt(self.steps, self.rank, self.num_workers), 0.0
         for index, part in enumerate(microbatches):

@@ -1,16 +1,16 @@
-"""Pipelines: p ranks, m microbatches, v stages a rank (Narayanan et al. 2021, "Megatron-LM", section 2.2; Qi et al.
-2023, "Zero Bubble Pipeline Parallelism")."""
+"""Cost formulas of pipelines with p ranks, m microbatches and v stages per rank (Narayanan et al. 2021, "Megatron-LM",
+section 2.2; Qi et al. 2023, "Zero Bubble Pipeline Parallelism")."""
 
-IN_ONE = ("one_microbatch", "gpipe", "1f1b", "interleaved")  # whose backward passes are not split
-FOLDED = ("zbv", "dualpipev")  # two stages a rank, that lie like a V
+IN_ONE = ("one_microbatch", "gpipe", "1f1b", "interleaved")  # their backward passes are not split
+FOLDED = ("zbv", "dualpipev")  # two stages per rank, arranged like a V
 
 
 def bubble(ranks: int, microbatches: int, chunks: int = 1) -> float:
-    """The part of all ranks' time that idles where a backward pass is one piece: (p-1)/(m+p-1), with chunks
+    """Return the idle part of all ranks' time where backward passes are not split: (p-1)/(m+p-1), with chunks
     (p-1)/(v·m+p-1).
 
-    With chunks a microbatch comes back to a rank after p others. Where there are fewer, m < p, the first rank waits for
-    it: a step takes the time of p + (m-1)/v microbatches (by simulation; Megatron allows multiples of p alone).
+    With chunks a microbatch comes back to a rank after p others. If there are fewer, m < p, the first rank waits for
+    it: a step takes the time of p + (m-1)/v microbatches (by simulation; Megatron allows only multiples of p).
     """
     if chunks > 1 and microbatches < ranks:
         return 1 - microbatches / (ranks + (microbatches - 1) / chunks)
@@ -18,10 +18,11 @@ def bubble(ranks: int, microbatches: int, chunks: int = 1) -> float:
 
 
 def idle_share(schedule: str, ranks: int, microbatches: int, chunks: int = 1) -> float:
-    """The part of all ranks' time that idles in `schedule`, where a forward, the gradient of an input and those of
-    weights take as long.
+    """Return the idle part of all ranks' time in `schedule`, if forwards, input gradients and weight gradients take
+    equally long.
 
-    Counted in that time, of one stage: 3·m are work, 6·m of two. Raises KeyError for a schedule that has no formula.
+    In units of that time a rank with one stage works 3·m, with two 6·m. Raises KeyError for a schedule without a
+    formula.
     """
     if schedule in IN_ONE:
         return bubble(ranks, microbatches, chunks if schedule == "interleaved" else 1)
@@ -35,12 +36,12 @@ def idle_share(schedule: str, ranks: int, microbatches: int, chunks: int = 1) ->
 
 
 def ahead(schedule: str, ranks: int, microbatches: int, rank: int, chunks: int = 1) -> int:
-    """Passes forward that `rank` makes before its first backward, with chunks each apart: p-r in 1f1b and zb_h1,
-    m in gpipe, 1 in one_microbatch.
+    """Return how many forwards `rank` runs before its first backward, each chunk's counted separately: p-r in 1f1b and
+    zb_h1, m in gpipe, 1 in one_microbatch.
 
-    interleaved: 2(p-1-r) + (v-1)·g ahead and the one in turn, of v·m; g is the size of the first group, p where m is a
-    multiple of it (Narayanan et al. 2021, section 2.2.2), else the larger share of m in m//p. On a V all that go down
-    before the first comes back, and those behind it on the way up: 2p, where there are as many.
+    interleaved: 2(p-1-r) + (v-1)·g and the current one, at most v·m; g is the size of the first group, p if m is a
+    multiple of it (Narayanan et al. 2021, section 2.2.2), else the larger share of m in m//p. On a V: all forwards of
+    the way down before the first one comes back, and those after it on the way up: 2p if there are as many.
     """
     if schedule == "interleaved":
         group = -(-microbatches // max(1, microbatches // ranks))
@@ -57,8 +58,8 @@ def ahead(schedule: str, ranks: int, microbatches: int, rank: int, chunks: int =
 
 
 def in_flight(schedule: str, ranks: int, microbatches: int, rank: int, chunks: int = 1) -> int:
-    """Microbatches that `rank` holds at most for what is left of their backward pass, with chunks each apart: as many
-    as run ahead; in zb_h1, whose later ranks put more off, min(m, p) on every rank, in dualpipev 2p+1."""
+    """Return the most microbatches that `rank` keeps for their backward pass, each chunk's counted separately: as many
+    as run ahead; min(m, p) on every rank in zb_h1, whose later ranks defer more; 2p+1 in dualpipev."""
     if schedule == "zb_h1":
         return min(microbatches, ranks)
     if schedule == "dualpipev":
@@ -67,11 +68,10 @@ def in_flight(schedule: str, ranks: int, microbatches: int, rank: int, chunks: i
 
 
 def pipeline_ends(ranks: int, chunks: int, rank: int, *, folded: bool = False) -> int:
-    """Ends of `rank`'s stages with another rank behind them: at each it sends an activation, or a gradient, a
-    microbatch.
+    """Return how many ends of `rank`'s stages border another rank: at each it sends one tensor per microbatch.
 
-    One for the first and the last rank and two between, and with v chunks 2v, less the model's own two ends. Folded
-    like a V both ends of the model are on rank 0, and the last rank's two stages are neighbours.
+    The first and the last rank have one, those between have two; with v chunks 2v, without the model's own two ends. On
+    a V rank 0 has both ends of the model, and the last rank's two stages are neighbours.
     """
     if ranks == 1:
         return 0

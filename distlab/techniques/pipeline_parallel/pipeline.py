@@ -1,11 +1,11 @@
-"""The pipeline: does a schedule's actions with real layers, whatever the schedule is.
+"""The pipeline: runs the actions of any schedule with real layers.
 
-Each rank goes down its list. A forward takes its input from the stage before, keeps input and output for the backward
-pass, and gives the output on; a backward takes the gradient of that output, runs autograd through the stage, and gives
-the gradient of the input back. Of a schedule that splits its backward passes the first part gives that gradient back,
-and the second one adds those of the weights. What was kept goes with its backward, so a schedule's order alone decides
-how much a rank holds. Losses are what the caller's function returns for a microbatch: weighed by their share of the
-batch, microbatches of any sizes add up to the gradient of the whole.
+Each rank works through its list of actions. A forward receives its input from the previous stage, keeps input and
+output for the backward pass, and sends the output to the next stage. A backward receives the gradient of that output,
+runs autograd through the stage, and sends the gradient of the input back. If the schedule splits backward passes, the
+first part sends that gradient and the second adds those of the weights. The backward frees what the forward kept, so
+the schedule's order alone decides how much a rank stores. The caller's function returns the loss of a microbatch,
+weighted by its share of the batch: microbatches of any sizes add up to the gradient of the whole.
 """
 
 from collections import deque
@@ -27,11 +27,11 @@ Loss = Callable[[int, Tensor], Tensor]
 
 
 class Pipeline:
-    """One rank of a pipeline; gradients are added to those that its parameters have.
+    """One rank of a pipeline; gradients are added to those that the parameters have already.
 
     Args:
-        stages: this rank's, by their number; every rank has as many. The first dimension of all that passes between
-            them counts samples. Where the schedule splits backward passes their linear layers learn to do so.
+        stages: this rank's stages by number; every rank has as many. Dimension 0 of all tensors between stages counts
+            samples. Where the schedule splits backward passes, their linear layers are changed to do so.
         actions: this rank's part of a schedule.
         group: the ranks of the pipeline.
         owners: the rank of each stage; by default stage s is on rank s % p.
@@ -47,20 +47,20 @@ class Pipeline:
         halved = any(action.kind == "weight" for action in actions)
         self.splits = {number: SplitBackward(stage) for number, stage in stages.items()} if halved else {}
         self.agreed = False
-        self.most_in_flight = 0  # microbatches between forward and backward, each chunk's apart, at most so far
+        self.most_in_flight = 0  # the most so far between forward and backward, each chunk's counted separately
 
     def step(self, inputs: Sequence[Tensor], loss: Loss) -> Tensor | None:
-        """Forward and backward of all microbatches; returns the sum of losses, detached, where the last stage is.
+        """Run forward and backward of all microbatches; return the sum of losses, detached, on the last stage's rank.
 
-        `inputs` are all microbatches' on every rank, though only their sizes count beyond the first stage. A message
-        that fails raises RuntimeError naming its rank.
+        Every rank gets the `inputs` of all microbatches, but after the first stage only their sizes count. A failed
+        message raises RuntimeError with the peer's rank.
         """
         if not self.agreed:
             self.boundaries.agree(self.stages, inputs[0][:1])
             self.agreed = True
         self._inputs, self._loss = inputs, loss
         self._held: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # (stage, microbatch): input and output
-        self._parts: dict[tuple[int, int], list[LeftOver]] = {}  # what is left to do for the weights
+        self._parts: dict[tuple[int, int], list[LeftOver]] = {}  # work that is left for the weights
         self._losses: list[Tensor] = []
         self.boundaries.begin(self.actions, [len(microbatch) for microbatch in inputs])
         for action in self.actions:
@@ -72,7 +72,7 @@ class Pipeline:
                 self._backward(action)
         self.boundaries.finish()
         losses = self._losses
-        del self._inputs, self._loss, self._losses  # the batch, which nobody needs between two steps
+        del self._inputs, self._loss, self._losses  # do not keep the batch between steps
         return torch.stack(losses).sum() if losses else None
 
     def _forward(self, action: Action) -> None:
@@ -85,8 +85,8 @@ class Pipeline:
                 self._losses.append(output.detach())
         self._held[stage, microbatch] = hidden, output
         if self.splits:
-            self._parts[stage, microbatch] = self.splits[stage].taken()
-        # Where there are parts, each outlives what is held of its microbatch.
+            self._parts[stage, microbatch] = self.splits[stage].take_parts()
+        # With split backward passes the parts are kept longer than inputs and outputs.
         self.most_in_flight = max(self.most_in_flight, len(self._parts if self.splits else self._held))
         self.boundaries.send_result(action, output.detach())
 
@@ -103,34 +103,33 @@ class Pipeline:
             finish(self._parts.pop((action.stage, action.microbatch)))
 
 
-# Boundaries: the tensors that pass between stages, activations forward and gradients back.
+# Boundaries: the messages between stages, activations forward and gradients back.
 #
-# gloo ends a send when its receive was posted and filled, so the rules here are about not waiting. Receives are
-# posted before they are needed, `AHEAD` of them, each under a tag of its own, so that a transfer runs while the rank
-# computes. A send is waited for only when something proves that it is over: the gradient of a microbatch comes back
-# after its activation went out. What nothing proves is waited for at the end of the step.
+# In gloo a send ends when its receive was posted and filled, so these rules avoid waiting. Receives are posted before
+# they are needed, `AHEAD` of them, each with its own tag, so that transfers run while the rank computes. A send is
+# waited for only when it must be over: the gradient of a microbatch comes back after its activation was sent. The
+# remaining sends are waited for at the end of the step.
 #
-# NCCL runs messages in the order of their launch and knows no tags. There a receive is launched together with the
-# send that goes before it, as Megatron does, or two ranks that both send would wait for each other. Tests prove this
-# rule on the schedules, as they do gloo's; on GPUs it was never run. `interleaved` it does not serve: ranks would
-# wait in a circle.
+# NCCL runs messages in launch order and has no tags. There a receive is launched together with the send before it, as
+# Megatron does; otherwise two ranks that both send would wait for each other. Tests prove this rule on the schedules,
+# as they do gloo's; it never ran on GPUs. It does not support `interleaved`: ranks would wait in a circle.
 
-# Posted receives: their memory does not grow with m, and 4, or all 8 of `python -m benchmarks.pp`, were not faster
-# beyond its spread.
+# Receives posted ahead: their memory does not grow with m. 4, or all 8 of `python -m benchmarks.pp`, were not
+# measurably faster.
 AHEAD = 2
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class Boundaries:
-    """What one rank exchanges at the ends of its stages; stage s is on rank `owners[s]` of the group."""
+    """The messages that one rank exchanges at the ends of its stages; stage s is on rank `owners[s]` of the group."""
 
     def __init__(self, peers: Peers, owners: Sequence[int]) -> None:
         self.peers, self.owners, self.num_stages = peers, owners, len(owners)
-        self._sent: dict[Action, Message] = {}  # by the action that takes what is sent
-        self._samples: dict[tuple[str, int], Tensor] = {}  # what a stage takes forward and back: one sample of it
+        self._sent: dict[Action, Message] = {}  # by the action that receives it
+        self._samples: dict[tuple[str, int], Tensor] = {}  # a sample of each tensor that a stage receives
 
     def agree(self, stages: Mapping[int, nn.Module], sample: Tensor) -> None:
-        """Learn all shapes, once: `sample` [1, ...] goes through the first stage, its shape alone to the next."""
+        """Exchange all shapes, once: each stage runs on a sample [1, ...] and sends the shape of its output."""
         self.device = sample.device
         wire = self.device if self.peers.batched else torch.device("cpu")  # gloo sends no tensor that lives on a GPU
         outline = torch.empty(16, dtype=torch.long, device=wire)  # dtype, number of dimensions, dimensions
@@ -149,21 +148,21 @@ class Boundaries:
                 sent.append(self.peers.send(stage + 1, after, outline.clone()))
         for message in sent:
             message.wait()
-        # Shapes and types, for all the steps to come: a number each.
+        # Keep shapes and dtypes for all later steps: one number each.
         self._samples = {end: known.new_zeros(()).expand(known.shape) for end, known in self._samples.items()}
 
     def begin(self, actions: Sequence[Action], sizes: Sequence[int]) -> None:
-        """Begin a step of this rank's `actions`, on microbatches of so many samples: post its first receives."""
+        """Begin a step of this rank's `actions`, on microbatches of these `sizes`: post the first receives."""
         self.sizes = sizes
         sources = ((action, self._peer(needs(action, self.num_stages))) for action in actions)
         self._due = deque((action, source) for action, source in sources if source is not None)  # receives to post
-        self._following = dict(pairwise(action for action in actions if action.kind != "weight"))  # those take nothing
+        self._following = dict(pairwise(action for action in actions if action.kind != "weight"))  # weights get none
         self._posted: dict[Action, tuple[Message, Tensor]] = {}
-        self._handed: dict[Action, Tensor] = {}  # from a stage of this rank to the next one, which is here too
+        self._handed: dict[Action, Tensor] = {}  # from a stage of this rank to the next one on this rank
         self._post_ahead()
 
     def receive_for(self, action: Action) -> Tensor:
-        """What `action` works on: the input of its stage, or the gradient of its output."""
+        """Return the input of the stage of `action`, or the gradient of its output."""
         if action in self._handed:
             return self._handed.pop(action)
         if action not in self._posted:
@@ -174,11 +173,11 @@ class Boundaries:
             message.wait()
         answered = Action("forward", action.stage + 1, action.microbatch)
         if action.kind != "forward" and answered in self._sent:
-            self._sent.pop(answered).wait()  # its gradient is here, so it has arrived: let go of the activation
+            self._sent.pop(answered).wait()  # its gradient is here, so it has arrived: free the activation
         return tensor.to(self.device)
 
     def send_result(self, action: Action, tensor: Tensor) -> None:
-        """Pass the result of `action` on, if a neighbouring stage takes it; nobody may change it afterwards."""
+        """Send the result of `action` to the neighbouring stage that needs it; it must not be changed afterwards."""
         taker = gives(action, self.num_stages)
         if taker is None:
             return
@@ -194,31 +193,31 @@ class Boundaries:
                 self._sent[taker] = self.peers.send(self.tag(taker), peer, outgoing)
 
     def finish(self) -> None:
-        """End the step: wait for the sends that nothing has answered."""
+        """End the step: wait for all sends that are not known to be over."""
         with phase("wait"):
             while self._sent:
                 self._sent.popitem()[1].wait()
 
     def tag(self, action: Action) -> int:
-        """The tag of what `action` takes: another for each direction, stage and microbatch."""
+        """Return the tag of what `action` receives: unique per direction, stage and microbatch."""
         return 2 * (action.stage * len(self.sizes) + action.microbatch) + (action.kind != "forward")
 
     def _peer(self, action: Action | None) -> int | None:
-        """The other rank that does `action`; None if there is no such action, or if it is this rank's own."""
+        """Return the other rank that does `action`; None if there is no such action or it is this rank's."""
         return None if action is None else self._owner(action.stage)
 
     def _owner(self, stage: int) -> int | None:
-        """The other rank that has `stage`; None if there is no such stage, or if it is this rank's own."""
+        """Return the other rank that has `stage`; None if there is no such stage or it is this rank's."""
         rank = self.owners[stage] if 0 <= stage < self.num_stages else self.peers.rank
         return None if rank == self.peers.rank else rank
 
     def _post_ahead(self) -> None:
-        """With NCCL a receive holds up all that is launched behind it: none is posted before it is needed."""
+        """Post receives ahead, except with NCCL, where a receive delays everything launched after it."""
         while self._due and len(self._posted) < AHEAD and not self.peers.batched:
             self._receive()
 
     def _receive(self, together_with: Sequence[tuple[int, Tensor]] = ()) -> list[Message]:
-        """Post the next receive that is due, and for NCCL a send in the same launch; returns the sends."""
+        """Post the next receive in turn, with NCCL in one launch with a send; return the sends."""
         action, source = self._due.popleft()
         buffer = self._buffer(action)
         received, sent = self.peers.post(self.tag(action), [(source, buffer)], together_with)
@@ -226,19 +225,19 @@ class Boundaries:
         return sent
 
     def _buffer(self, action: Action) -> Tensor:
-        """Memory for what `action` takes [samples, ...], for gloo on the host."""
+        """Return memory for the tensor that `action` receives [samples, ...]; for gloo on the host."""
         sample = self._samples["forward" if action.kind == "forward" else "back", action.stage]
         device = self.device if self.peers.batched else "cpu"
         return sample.new_empty([self.sizes[action.microbatch], *sample.shape[1:]], device=device)
 
 
 def outlined(tensor: Tensor) -> Tensor:
-    """The dtype and the shape of a tensor of up to 14 dimensions, as 16 numbers."""
+    """Return the dtype and the shape of a tensor of up to 14 dimensions, as 16 numbers."""
     numbers = [DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
     return torch.tensor(numbers + [0] * (16 - len(numbers)))
 
 
 def zeros_like_outline(outline: Tensor, device: torch.device) -> Tensor:
-    """A tensor of zeros with the dtype and the shape that `outlined` wrote down."""
+    """Return a tensor of zeros with the dtype and the shape from `outlined`."""
     dtype, dim, *shape = outline.tolist()
     return torch.zeros(shape[:dim], dtype=DTYPES[dtype], device=device)

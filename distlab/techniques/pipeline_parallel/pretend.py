@@ -1,10 +1,9 @@
-"""Pretended compute: stages that sleep, so that two cores can show the bubble of four ranks.
+"""Simulated compute: stages that sleep, so that two cores can show the bubble of four ranks.
 
-Four ranks that compute on two cores take turns, whatever the schedule says. Four that sleep do not. LAB_SLEEP_MS is
-the time of one microbatch's samples forward through one rank, twice that backward: once for the gradient of the
-input, once for those of the weights, a product each. Of v chunks each takes its share, and a microbatch with more
-samples takes longer. The rank of LAB_SLOW_RANK sleeps longer by as much as it is slower. The real layers are still
-there, and what they take comes on top.
+Four ranks that compute on two cores take turns in any schedule; four that sleep do not. LAB_SLEEP_MS is the forward
+time of one microbatch through one rank. The backward takes twice that: once for the gradient of the input, once for
+those of the weights. Each of v chunks takes its share, and microbatches with more samples take longer. The rank of
+LAB_SLOW_RANK sleeps proportionally longer. The real layers still run, and their time is added.
 """
 
 import time
@@ -21,11 +20,11 @@ from distlab.techniques.pipeline_parallel.zero_bubble import SplitBackward
 
 
 class Sleep(torch.autograd.Function):
-    """Identity; sleeps so many seconds in forward, and so many in backward."""
+    """Identity that sleeps `forward_s` in forward and `backward_s` in backward."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, forward_s: float, backward_s: float) -> Tensor:
-        """A copy: torch's schedules detach a stage's output in place, which a view does not allow."""
+        """Return a copy: torch's schedules detach a stage's output in place, which a view does not allow."""
         ctx.seconds = backward_s
         if forward_s:
             time.sleep(forward_s)
@@ -33,13 +32,13 @@ class Sleep(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        """The gradient as it came."""
+        """Return the gradient unchanged, after the sleep."""
         time.sleep(ctx.seconds)
         return gradients[0], None, None
 
 
 class DeferredSleep(NamedTuple):
-    """What is left of a backward pass, to be slept."""
+    """The sleep of the deferred part of a backward pass."""
 
     seconds: float
 
@@ -50,8 +49,8 @@ class DeferredSleep(NamedTuple):
 def pretend_compute(
     stages: Mapping[int, nn.Module], config: Config, sleep_ms: float, splits: Mapping[int, SplitBackward]
 ) -> None:
-    """Let each of a rank's `stages` sleep, `sleep_ms` a microbatch in all; those that split their backward pass, in
-    `splits`, sleep in both parts of it."""
+    """Let each of a rank's `stages` sleep, `sleep_ms` per microbatch in total; stages in `splits` sleep in both parts
+    of their backward pass."""
     samples = config.batch / config.num_microbatches
     per_sample_s = sleep_ms / config.slowed_to / 1e3 / len(stages) / samples
     for number, stage in stages.items() if sleep_ms else ():
@@ -69,7 +68,7 @@ def pretend_compute(
 
 
 def sleeps(forward_s: float, backward_s: float, _stage: nn.Module, _inputs: tuple[Tensor], output: Tensor) -> Tensor:
-    """A hook: the output, that much later for each sample."""
+    """Forward hook: delay the output by so much per sample."""
     slept: Tensor = Sleep.apply(output, forward_s * len(output), backward_s * len(output))  # type: ignore[no-untyped-call]
     return slept
 
@@ -77,12 +76,12 @@ def sleeps(forward_s: float, backward_s: float, _stage: nn.Module, _inputs: tupl
 def sleeps_later(
     split: SplitBackward, seconds: float, _stage: nn.Module, _inputs: tuple[Tensor], output: Tensor
 ) -> None:
-    """A hook: one part more is left of the backward pass."""
+    """Hook: add a sleep to the deferred part of the backward pass."""
     if torch.is_grad_enabled():
         split.left.append(DeferredSleep(seconds * len(output)))
 
 
 def sleeps_with_weight(linear: nn.Linear, seconds: float, inputs: Tensor) -> Tensor:
-    """The layer itself, whose weight's gradient comes later: what PyTorch's schedules put off, they put off with it."""
+    """Apply the layer, and sleep with its weight's gradient, which PyTorch's schedules defer."""
     weight: Tensor = Sleep.apply(linear.weight, 0.0, seconds * len(inputs))  # type: ignore[no-untyped-call]
     return F.linear(inputs, weight, linear.bias)

@@ -1,23 +1,22 @@
-"""Schedules: which rank works on which microbatch when, as plain data that can be proven and drawn without a process.
+"""Schedules: which rank works on which microbatch when, as plain data that is tested and drawn without a process.
 
-A model is cut into stages, and stage s lives on rank s % p: with one stage a rank stage and rank are the same, with v
-of them (chunks) every rank comes by v times. A rank's part of a schedule is a list of actions, which it does in order.
-Each waits for the one other action whose result it takes (`needs`), and that is all there is to know: no schedule says
-when anything is sent.
+A model is cut into stages, and stage s is on rank s % p. With one stage per rank, stage and rank are the same; with v
+of them (chunks) every microbatch passes each rank v times. A rank's part of a schedule is an ordered list of actions.
+Each action waits for one other action, whose result it needs (`needs`). Schedules do not say when messages are sent.
 
-A backward pass is two products: the gradient of the stage's input, which the stage before waits for, and the gradients
-of its weights, for which nobody does. gpipe, 1f1b and interleaved do both in one ("backward"), as their papers and
-Megatron do. Those in the second half of this file do the input's first, send it on, and put the weights' off ("input",
+A backward pass computes two things: the gradient of the stage's input, which the previous stage waits for, and the
+gradients of its weights, which can wait. gpipe, 1f1b and interleaved do both together ("backward"), as their papers and
+Megatron do. Those in the second half of this file compute the input's first, send it, and defer the weights' ("input",
 "weight").
 
 All of them interleave a list of forwards and a list of backwards and differ in how many forwards run ahead:
 
-  one_microbatch  a rank works while all others wait                                         bubble (p-1)/p
-  gpipe        all m ahead (Huang et al. 2019, section 2.3)                                  (p-1)/(m+p-1)
-  1f1b         as few as the pipe is long behind this rank, p-1-r, and only min(m, p-r) microbatches are held for their
+  one_microbatch  one rank works while all others wait                                       bubble (p-1)/p
+  gpipe        all m run ahead (Huang et al. 2019, section 2.3)                              (p-1)/(m+p-1)
+  1f1b         p-1-r run ahead, one per stage behind this one; only min(m, p-r) microbatches are kept for their
                backward pass (PipeDream-Flush: Narayanan et al. 2021, "Megatron-LM", section 2.2.1)
                                                                                              (p-1)/(m+p-1)
-  interleaved  v chunks a rank, so that a microbatch reaches the last rank v times as fast   (p-1)/(v·m+p-1)
+  interleaved  v chunks per rank, so that a microbatch is at the last rank v times as fast   (p-1)/(v·m+p-1)
                (section 2.2.2)
 """
 
@@ -30,7 +29,7 @@ Kind = Literal["forward", "backward", "input", "weight"]
 
 
 class Action(NamedTuple):
-    """A microbatch goes through a stage, one way or the other; back as a whole, or in two parts."""
+    """The pass of one microbatch through a stage: forward, backward, or one of the two parts of a backward."""
 
     kind: Kind
     stage: int
@@ -41,18 +40,18 @@ Schedule = list[list[Action]]  # the actions of each rank, in the order in which
 
 
 def one_microbatch(ranks: int) -> Schedule:
-    """The whole batch as one microbatch: the model is split, the work is not."""
+    """Return the schedule with the whole batch as one microbatch: the model is split, the work is not."""
     return gpipe(ranks, 1)
 
 
 def gpipe(ranks: int, microbatches: int) -> Schedule:
-    """All forwards, then all backwards."""
+    """Return the schedule with all forwards first, then all backwards."""
     orders = (_orders(rank, ranks, [microbatches], 1) for rank in range(ranks))
     return [_alternate(forwards, backwards, ahead=microbatches) for forwards, backwards in orders]
 
 
 def one_forward_one_backward(ranks: int, microbatches: int) -> Schedule:
-    """A backward as soon as there can be one: the last rank's first follows its first forward."""
+    """Return 1f1b: backwards as early as possible; the last rank's first one follows its first forward."""
     orders = (_orders(rank, ranks, [microbatches], 1) for rank in range(ranks))
     return [
         _alternate(forwards, backwards, ahead=ranks - 1 - rank) for rank, (forwards, backwards) in enumerate(orders)
@@ -60,26 +59,25 @@ def one_forward_one_backward(ranks: int, microbatches: int) -> Schedule:
 
 
 def interleaved(ranks: int, microbatches: int, chunks: int) -> Schedule:
-    """1f1b over `chunks` stages a rank, in groups of microbatches that go through all chunks one after the other.
+    """Return 1f1b with `chunks` stages per rank; groups of microbatches pass all chunks one group after the other.
 
-    Megatron's groups are of p, so m must be a multiple of p. Here the groups share m as evenly as it goes, at least p
-    in each where there are as many, the larger ones first: a larger one behind a smaller would need a forward before
-    its turn.
+    Megatron's groups have p microbatches, so m must be a multiple of p. Here the groups share m as evenly as possible,
+    with at least p each if there are as many, larger ones first: a larger group behind a smaller one would need a
+    forward too early.
     """
     num_groups = max(1, microbatches // ranks)
     groups = [microbatches // num_groups + (group < microbatches % num_groups) for group in range(num_groups)]
     schedule = []
     for rank in range(ranks):
         forwards, backwards = _orders(rank, ranks, groups, chunks)
-        # What the last rank needs before its first backward, and a forward and its backward for each rank behind this
-        # one.
+        # Forwards that the last rank needs before its first backward, and one forward and its backward per later rank.
         ahead = (chunks - 1) * groups[0] + 2 * (ranks - 1 - rank)
         schedule.append(_alternate(forwards, backwards, ahead))
     return schedule
 
 
 def in_two(actions: list[Action]) -> list[Action]:
-    """Each backward as the gradient of its input and, right behind, those of its weights."""
+    """Split each backward into the gradient of its input and, directly after it, those of its weights."""
     found = []
     for action in actions:
         split = action.kind == "backward"
@@ -88,7 +86,7 @@ def in_two(actions: list[Action]) -> list[Action]:
 
 
 def _orders(rank: int, ranks: int, groups: list[int], chunks: int) -> tuple[list[Action], list[Action]]:
-    """This rank's forwards and backwards: a group through all chunks, then the next; backwards from the last."""
+    """Return this rank's forwards and backwards: a group passes all chunks, then the next; backwards from the last."""
     forwards, backwards, first = [], [], 0
     for size in groups:
         numbers = range(first, first + size)
@@ -100,7 +98,7 @@ def _orders(rank: int, ranks: int, groups: list[int], chunks: int) -> tuple[list
 
 
 def _alternate(forwards: list[Action], backwards: list[Action], ahead: int) -> list[Action]:
-    """`ahead` forwards, then one forward and one backward in turn, then the backwards that are left."""
+    """Return `ahead` forwards, then one forward and one backward in turn, then the remaining backwards."""
     ahead = min(ahead, len(forwards))
     turns = [action for pair in zip(forwards[ahead:], backwards, strict=False) for action in pair]
     return forwards[:ahead] + turns + backwards[len(forwards) - ahead :]
@@ -116,51 +114,50 @@ def stages_of(rank: int, owners: Sequence[int]) -> list[int]:
 
 
 def needs(action: Action, num_stages: int) -> Action | None:
-    """The action at the neighbouring stage whose result `action` takes; None at the end where there is none, and for
-    gradients of weights, which take what is here."""
+    """Return the action at the neighbouring stage whose result `action` needs; None at either end of the model, and for
+    gradients of weights, which need no message."""
     return _neighbour(action, num_stages, -1)
 
 
 def gives(action: Action, num_stages: int) -> Action | None:
-    """The action that takes the result of `action`; None if its result stays where it is."""
+    """Return the action that needs the result of `action`; None if no other stage does."""
     return _neighbour(action, num_stages, 1)
 
 
 def _neighbour(action: Action, num_stages: int, way: int) -> Action | None:
-    """The action on the same way at the next stage, or with `way` -1 at the one before."""
+    """Return the same action at the next stage, or with `way` -1 at the previous one."""
     if action.kind == "weight":
         return None
     neighbour = action.stage + (way if action.kind == "forward" else -way)
     return action._replace(stage=neighbour) if 0 <= neighbour < num_stages else None
 
 
-# Schedules that put off the gradients of weights, to do them where a rank would wait (Qi et al. 2023, "Zero Bubble
+# Schedules that defer the gradients of weights, to compute them where a rank would wait (Qi et al. 2023, "Zero Bubble
 # Pipeline Parallelism").
 #
-# In units of a third of a microbatch's work (F forward, I the gradient of the input, W those of the weights, all
-# alike) a step of m microbatches is 3m of work on each of p ranks, and the last microbatch's way back is what is
-# waited for.
+# In units of a third of a microbatch's work (F forward, I the gradient of the input, W those of the weights, all equal)
+# a step of m microbatches is 3m of work on each of p ranks; the idle time comes from the last microbatch's way back.
 #
-#   zb_h1      1f1b whose rank r does the weights r microbatches late. As much is held as on the first rank of 1f1b,
-#              min(m, p), now on every rank. Idle: max(p-1, 2(p-1)-(m-1)); (p-1)(F+B-2W) in the paper, whose B is I+W
-#   zbv        two chunks a rank that lie like a V: stage r, and 2p-1-r on the way back. The last rank gets its second
-#              chunk from itself, and the loss is on the first. 2p halves are held. Idle: max(p-1, 4(p-1)-2(m-1)) halves
+#   zb_h1      1f1b with rank r's weights deferred by r microbatches. Every rank stores as much as rank 0 of 1f1b,
+#              min(m, p). Idle: max(p-1, 2(p-1)-(m-1)); (p-1)(F+B-2W) in the paper, whose B is I+W
+#   zbv        two chunks per rank, arranged like a V: stage r, and 2p-1-r on the way back. The last rank's second chunk
+#              follows its first, and rank 0 has the loss. 2p halves are stored. Idle: max(p-1, 4(p-1)-2(m-1)) halves
 #              (Qi et al. 2023, section 6)
-#   dualpipev  the same V; forwards of one chunk and backwards of the other in turn, so that on an accelerator the one's
-#              messages hide behind the other's work (the half of DeepSeek's DualPipe, 2024). From m = 2p on; 2p+1
-#              halves are held. Idle: p-1 halves; (p-1)(F&B+B-3W) in its README, where nothing overlaps F&B is F+B
+#   dualpipev  the same V; forwards of one chunk and backwards of the other alternate, so that on an accelerator one's
+#              messages overlap the other's work (half of DeepSeek's DualPipe, 2024). Needs m >= 2p; 2p+1 halves are
+#              stored. Idle: p-1 halves; (p-1)(F&B+B-3W) in its README, where F&B is F+B without overlap
 #
-# What is predicted holds for F = I = W. The optimizer's step waits for nobody's bubble either: a rank updates when
-# its own last weights are done, and checks afterwards (section 4).
+# The predictions assume F = I = W. The optimizer's step does not wait for the bubble either: a rank updates when its
+# own last weights are done, and checks afterwards (section 4).
 
 
 def folded(ranks: int) -> list[int]:
-    """The rank of each of 2p stages that lie like a V: down the ranks, and up again."""
+    """Return the rank of each of 2p stages arranged like a V: down the ranks, and up again."""
     return [*range(ranks), *reversed(range(ranks))]
 
 
 def zb_h1(ranks: int, microbatches: int) -> Schedule:
-    """1f1b, whose rank r does the gradients of weights r microbatches late."""
+    """Return 1f1b with rank r's gradients of weights deferred by r microbatches."""
     schedule = []
     for rank in range(ranks):
         forwards, inputs, weights = (
@@ -176,22 +173,22 @@ def zb_h1(ranks: int, microbatches: int) -> Schedule:
 
 
 class Chunks:
-    """The actions of one rank's two chunks, each of which takes its microbatches in order."""
+    """The actions of one rank's two chunks, each of which processes its microbatches in order."""
 
     def __init__(self, ranks: int, rank: int) -> None:
         self.stages = rank, 2 * ranks - 1 - rank
         self.actions: list[Action] = []
         self._numbers: dict[tuple[Kind, int], int] = {}
-        self._late: list[int] = []  # chunks whose weights were put off, in their order
+        self._late: list[int] = []  # chunks whose weights were deferred, in order
 
     def do(self, kind: Kind, chunk: int) -> None:
-        """The next microbatch of `chunk`."""
+        """Process the next microbatch of `chunk`."""
         number = self._numbers.get((kind, chunk), 0)
         self._numbers[kind, chunk] = number + 1
         self.actions.append(Action(kind, self.stages[chunk], number))
 
     def back(self, chunk: int, *, late: bool = False) -> None:
-        """Input and weights; where `late` the weights are put off."""
+        """Compute the gradients of input and weights; with `late` defer the weights."""
         self.do("input", chunk)
         if late:
             self._late.append(chunk)
@@ -199,18 +196,18 @@ class Chunks:
             self.do("weight", chunk)
 
     def catch_up(self) -> None:
-        """The weights that were put off first."""
+        """Compute the weights that were deferred first."""
         self.do("weight", self._late.pop(0))
 
     def count(self, kind: Kind, chunk: int) -> int:
-        """How many microbatches of `chunk` are through."""
+        """Return how many microbatches of `chunk` are done."""
         return self._numbers.get((kind, chunk), 0)
 
 
 def zbv(ranks: int, microbatches: int) -> Schedule:
-    """The V of zero bubble, whose peak is 1f1b's.
+    """Return the zero-bubble V, whose peak memory is 1f1b's.
 
-    It is made for 2p-1 microbatches and more; of fewer the actions of those that are missing are left out.
+    It is built for at least 2p-1 microbatches; for fewer, the actions of the missing ones are dropped.
     """
     made_for = max(microbatches, 2 * ranks - 1)
     return [
@@ -248,7 +245,7 @@ def _v_of(ranks: int, rank: int, microbatches: int) -> Chunks:
 
 
 def dualpipev(ranks: int, microbatches: int) -> Schedule:
-    """Both directions in turn, on one V; raises ValueError for fewer than 2p microbatches."""
+    """Return the schedule with both directions in turn, on one V; raises ValueError for fewer than 2p microbatches."""
     if microbatches < 2 * ranks:
         raise ValueError(f"dualpipev takes at least 2p = {2 * ranks} microbatches, not {microbatches}")
     return [list(_dual_of(ranks, rank, microbatches)) for rank in range(ranks)]
@@ -274,7 +271,7 @@ def _dual_of(ranks: int, rank: int, microbatches: int) -> Iterator[Action]:
         chunks.back(up)
         chunks.do("forward", up)
         chunks.back(down)
-    for turn in range(2 * (rank + 1)):  # nor up: the second half puts its weights off
+    for turn in range(2 * (rank + 1)):  # nor up: the second half defers its weights
         chunks.back(up if turn % 2 == 0 else down, late=turn > rank)
     for _ in range(behind):
         chunks.catch_up()
@@ -284,13 +281,13 @@ def _dual_of(ranks: int, rank: int, microbatches: int) -> Iterator[Action]:
     yield from chunks.actions
 
 
-# Schedules on paper: when each rank does what, if messages took no time. A formula's bubble is that of such a run.
+# Simulated schedules: when each rank does what, if messages take no time. The bubble formulas describe such a run.
 
 
 def simulate(schedule: Schedule, durations_s: Mapping[Kind, float]) -> list[list[Span]]:
-    """When each rank does what, if an action of a kind takes so long and a message no time: a span an action, in order.
+    """Return each rank's actions as spans in order, if an action takes `durations_s[kind]` and a message no time.
 
-    Raises ValueError naming a rank and what it waits for, if the schedule can never end.
+    Raises ValueError with the rank and the missing action if the schedule can never end.
     """
     num_stages = 1 + max(action.stage for actions in schedule for action in actions)
     ended: dict[Action, float] = {}

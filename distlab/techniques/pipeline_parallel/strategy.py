@@ -1,7 +1,7 @@
-"""What every pipelined variant shares: its part of the model, gradients in place, an optimizer, and the way to rank 0.
+"""The parts that all pipeline variants share: stages, tied gradients, the optimizer, and dense tensors on rank 0.
 
-A variant differs in one thing only: the order of its work (`Engine`). Everything else is the same for all: this rank's
-stages, tied gradients summed over the ranks that hold them, one global norm to clip by.
+Variants differ only in the order of their work (`Engine`). Everything else is the same: this rank's stages, tied
+gradients summed over the ranks that have them, one global norm for clipping.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -22,17 +22,16 @@ from distlab.techniques.collectives.point_to_point import Peers, sendable
 from distlab.techniques.pipeline_parallel.pipeline import Pipeline
 from distlab.techniques.pipeline_parallel.schedules import stages_of
 
-# Stages: a model's layers cut into runs, and who holds which parameter afterwards.
+# Stages: a model's layers cut into runs, and which ranks have which parameter afterwards.
 #
-# Every rank builds the whole model from the seed, keeps its own stages and lets the rest go, so that nothing differs
-# by initialisation. Parameters keep their dense names. A weight that two layers share (the embedding and the output
-# layer) may end up on two ranks, each with a copy of its own: its gradient is then the sum of both copies' gradients,
-# and both ranks must come to the same bits, or the copies drift apart (Narayanan et al. 2021, "Megatron-LM", ties
-# them so too).
+# Every rank builds the whole model from the seed, keeps its own stages and drops the rest, so initial weights do not
+# depend on the cut. Parameters keep their dense names. A weight that two layers share (embedding and output layer) may
+# be on two ranks, each with its own copy. Its gradient is then the sum of both copies' gradients, and both ranks must
+# compute the same bits, or the copies drift apart (Narayanan et al. 2021, "Megatron-LM", tie them in the same way).
 
 
 class Stage(nn.Module):
-    """A run of layers under their dense names, "layers.3" even if it is the first one here."""
+    """A run of layers under their dense names: "layers.3" even if it is the first one here."""
 
     def __init__(self, layers: dict[int, nn.Module]) -> None:
         super().__init__()
@@ -45,10 +44,10 @@ class Stage(nn.Module):
 
 
 def divide(num_layers: int, num_stages: int, *, first: int = 0, last: int = 0) -> list[range]:
-    """The layers of each stage, as even as it goes (torch's tensor_split: the first stages one more).
+    """Return the layers of each stage, as even as possible (torch's tensor_split: the first stages get one more).
 
-    The `first` and `last` layers of the model do not count: they go with the first and the last stage. Raises
-    ValueError if a stage would stay empty.
+    The model's `first` and `last` layers are not counted: they go with the first and the last stage. Raises ValueError
+    if a stage would be empty.
     """
     counted = num_layers - first - last
     if counted < num_stages:
@@ -61,25 +60,25 @@ def divide(num_layers: int, num_stages: int, *, first: int = 0, last: int = 0) -
 
 @dataclass(frozen=True)
 class Parts:
-    """What a rank holds of a model that was cut, and what all hold."""
+    """One rank's part of a model that was cut into stages, and the ranks of every parameter."""
 
     stages: dict[int, Stage]  # this rank's, by their number
     parameters: dict[str, nn.Parameter]  # this rank's, by their dense name
-    holders: dict[str, tuple[int, ...]]  # of every parameter of the model: the ranks that hold it, ascending
+    holders: dict[str, tuple[int, ...]]  # of every parameter of the model: the ranks that have it, ascending
 
     @property
     def layers(self) -> dict[int, nn.Module]:
-        """This rank's layers, by number in the model."""
+        """Return this rank's layers, by number in the model."""
         return {int(index): layer for stage in self.stages.values() for index, layer in stage.layers.items()}
 
     @property
     def shared(self) -> list[str]:
-        """The parameters that several ranks hold."""
+        """Return the names of the parameters that several ranks have."""
         return [name for name, ranks in self.holders.items() if len(ranks) > 1]
 
 
 def cut(model: nn.Module, layers: Sequence[nn.Module], runs: list[range], rank: int, owners: Sequence[int]) -> Parts:
-    """Rank `rank`'s part of `model`, whose parameters are all in `layers`; stage s goes to rank `owners[s]`."""
+    """Return rank `rank`'s part of `model`, whose parameters are all in `layers`; stage s goes to rank `owners[s]`."""
     names = {parameter: name for name, parameter in model.named_parameters()}  # a tied one by its first name
     modules = {stage: [layers[index] for index in run] for stage, run in enumerate(runs)}
     held = {
@@ -99,9 +98,9 @@ def cut(model: nn.Module, layers: Sequence[nn.Module], runs: list[range], rank: 
 
 
 def sum_shared(parts: Parts, peers: Peers) -> None:
-    """Sum the gradients of shared parameters over exactly the ranks that hold them, in the order of ranks.
+    """Sum the gradients of shared parameters over exactly the ranks that have them, in rank order.
 
-    Each rank sends its own to every other holder and adds up all of them: the same order, so the same bits on each.
+    Each rank sends its gradient to the others and adds all of them: in the same order, so to the same bits.
     """
     for name in parts.shared:
         ranks, tag = parts.holders[name], peers.new_tag()
@@ -120,7 +119,7 @@ def sum_shared(parts: Parts, peers: Peers) -> None:
 
 
 def exchange(peers: Peers, tag: int, tensor: Tensor, others: list[int]) -> list[Tensor]:
-    """The tensors of `others`, all of one shape, in exchange for this rank's."""
+    """Send this rank's tensor to `others` and return theirs, all of one shape."""
     mine = sendable(tensor, peers)
     theirs = [torch.empty_like(mine) for _ in others]
     received, sent = peers.post(tag, list(zip(others, theirs, strict=True)), [(other, mine) for other in others])
@@ -131,7 +130,7 @@ def exchange(peers: Peers, tag: int, tensor: Tensor, others: list[int]) -> list[
 
 # Engines: how the microbatches of a step go through the stages.
 #
-# Here is what runs any schedule of ours; the lesson of pipelines has one by hand, and one that is PyTorch's.
+# This one runs any of our schedules; the pipeline lesson has one by hand and one of PyTorch's.
 
 
 class Engine(Protocol):
@@ -139,17 +138,17 @@ class Engine(Protocol):
 
     @property
     def most_in_flight(self) -> int | None:
-        """Microbatches that this rank held for their backward pass, at most so far; None where nobody counts them."""
+        """Return the most microbatches that this rank has kept for their backward pass so far; None if not counted."""
 
     def step(self, microbatches: list[Microbatch]) -> Tensor | None:
-        """Add all microbatches' gradients to the parameters' own; returns the mean loss where the last stage is."""
+        """Add all microbatches' gradients to the parameters' own; return the mean loss on the last stage's rank."""
 
 
 Prepare: TypeAlias = Callable[[list[Microbatch]], list[Microbatch]]
 
 
 class ByHand:
-    """Our own pipeline; `prepare` makes of a replica's microbatches those that this rank works on."""
+    """Our own pipeline; `prepare` turns a replica's microbatches into those that this rank works on."""
 
     def __init__(self, pipeline: Pipeline, loss: nn.Module, prepare: Prepare = lambda each: each) -> None:
         self.pipeline, self.loss, self.prepare = pipeline, loss, prepare
@@ -169,16 +168,16 @@ class ByHand:
 
 
 class Lesson:
-    """The pipeline of a lesson.py, whose passes are marked and whose microbatches are counted from outside; `given` is
-    what its step takes beside them."""
+    """The pipeline of a lesson.py; its passes are marked and its microbatches counted from outside. `arguments` follow
+    the microbatches in calls of its step."""
 
-    def __init__(self, pipeline: Any, *given: Any) -> None:
-        self.pipeline, self.given, self.most_in_flight = pipeline, given, 0
+    def __init__(self, pipeline: Any, *arguments: Any) -> None:
+        self.pipeline, self.arguments, self.most_in_flight = pipeline, arguments, 0
         pipeline.stage.register_forward_hook(self._passed)
 
     def step(self, microbatches: list[Microbatch]) -> Tensor | None:
         with marked(self.pipeline.stage):
-            loss: Tensor | None = self.pipeline.step(microbatches, *self.given)
+            loss: Tensor | None = self.pipeline.step(microbatches, *self.arguments)
         return loss
 
     def _passed(self, *_: Any) -> None:
@@ -186,21 +185,21 @@ class Lesson:
 
 
 def joined(microbatches: list[Microbatch]) -> Microbatch:
-    """All microbatches as one; they are of one batch, so of one share."""
+    """Return all microbatches as one; they belong to one batch, so they have one share."""
     inputs = torch.cat([microbatch.inputs for microbatch in microbatches])
     targets = torch.cat([microbatch.targets for microbatch in microbatches])
     return Microbatch(inputs, targets, microbatches[0].share)
 
 
 class Pipelined(HoldsParts):
-    """A Strategy: `parts` are this rank's stages, `engine` what sends microbatches through them."""
+    """A Strategy: `parts` are this rank's stages, `engine` sends microbatches through them."""
 
     def __init__(self, parts: Parts, engine: Engine, group: dist.ProcessGroup, config: Config) -> None:
         super().__init__(parts.parameters, parts.layers, group, config)
         self.parts, self.engine = parts, engine
 
     def backward(self, microbatches: list[Microbatch]) -> Tensor | None:
-        """Every rank gets the whole batch: the first stage reads its inputs, the last one its targets."""
+        """Run a step; every rank gets the whole batch: the first stage reads its inputs, the last its targets."""
         for parameter in self.parts.parameters.values():
             parameter.grad = None
         loss = self.engine.step(microbatches)
@@ -208,7 +207,7 @@ class Pipelined(HoldsParts):
         return loss
 
     def counts(self, name: str, tensor: Tensor) -> bool:  # noqa: ARG002
-        """On the first of the ranks that hold it: of a tied one there are two."""
+        """Return whether this rank is the first of those that have the parameter: a tied one is on two."""
         return self.parts.holders[name][0] == self.peers.rank
 
     def dense_names(self) -> Iterable[str]:
@@ -216,13 +215,13 @@ class Pipelined(HoldsParts):
 
 
 def runs_of(name: str, num_layers: int, num_stages: int) -> list[range]:
-    """The layers of each stage: gpt's embedding goes with the first block and its head with the last."""
+    """Return the layers of each stage: gpt's embedding goes with the first block, its head with the last."""
     ends = 1 if name == "gpt" else 0
     return divide(num_layers, num_stages, first=ends, last=ends)
 
 
 def parts_of(model: Model, group: dist.ProcessGroup, owners: Sequence[int] = ()) -> Parts:
-    """This rank's stages, of which stage s is on rank `owners[s]`; by default every rank has one."""
+    """Return this rank's stages; stage s is on rank `owners[s]`, by default one stage per rank."""
     owners = owners or range(group.size())
     runs = runs_of(model.name, len(model.layers), len(owners))
     return cut(model, list(model.layers), runs, group.rank(), owners)

@@ -1,17 +1,17 @@
-"""A backward pass in two: the gradient of a stage's input first, those of its weights whenever there is time.
+"""Split backward passes: the gradient of a stage's input now, the gradients of its weights later.
 
-The stage before waits for the one and nobody for the other (Qi et al. 2023, "Zero Bubble Pipeline Parallelism",
-section 2). What is put off are the two products of a linear layer that make no gradient of an input, dW = dYᵀ·X and
-the sum of dY for its bias: nearly all of a weight's work in a transformer. Gains, embeddings and whatever else a
-stage has are small, and get their gradients with the input's.
+The previous stage waits for the first but not for the second (Qi et al. 2023, "Zero Bubble Pipeline Parallelism",
+section 2). Deferred are the two products of a linear layer that produce no gradient of an input, dW = dYᵀ·X and the sum
+of dY for its bias: nearly all weight-gradient work in a transformer. Gains, embeddings and other parameters are small,
+and their gradients are computed with the input's.
 
-A linear layer is torch's own, or any module that multiplies by its `product`, as slices of one do
+A linear layer is torch's own, or any module that calls its `product`, as tensor-parallel slices do
 (distlab/techniques/tensor_parallel/layers.py).
 
-A linear layer's output is that of weights without gradients, which makes the first part torch's own; a hook on it
-keeps dY. Beside it the layer leaves a `Part`, which keeps its input X the way autograd does and whose products are
-the second one. They go through autograd to the weights, so that hooks of parameters are called when their gradient
-comes. What waits for the second part is each layer's X, and dY, as many bytes.
+A linear layer's output is computed from detached weights, so the first part is plain autograd; a hook on it saves dY.
+The layer also leaves a `Part`, which saves its input X as autograd does, and computes the two products later. They
+reach the weights through autograd, so that hooks of parameters run when their gradient is ready. X and dY of each
+layer, equally large, are stored until the second part.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,13 +28,13 @@ Product: TypeAlias = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # F.line
 
 
 class LeftOver(Protocol):
-    """Work of a backward pass that nobody waits for."""
+    """Deferred work of a backward pass."""
 
     def finish(self) -> None: ...
 
 
 class Part:
-    """What is left to do for the weights of one layer, once the first part has come to its output."""
+    """The deferred weight gradients of one layer; complete once the first part has reached its output."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, inputs: Tensor) -> None:
         self.weights = weight, bias
@@ -42,7 +42,7 @@ class Part:
         self.gradient: Tensor | None = None
 
     def reach(self, gradients: tuple[Tensor, ...]) -> None:
-        """The first part comes to the layer's output."""
+        """Save dY when the first part reaches the layer's output."""
         (self.gradient,) = gradients
 
     def finish(self) -> None:
@@ -59,7 +59,7 @@ class Part:
 
 
 class SplitBackward:
-    """Lets the linear layers of `stage` leave their weights for later: `left` has a part of each that was run."""
+    """Makes the linear layers of `stage` defer their weights: `left` has a part for each layer that ran."""
 
     def __init__(self, stage: nn.Module) -> None:
         self.left: list[LeftOver] = []
@@ -69,8 +69,8 @@ class SplitBackward:
             elif hasattr(module, "product"):
                 setattr(module, "product", self._product)  # noqa: B010  mypy takes any attribute for a parameter
 
-    def taken(self) -> list[LeftOver]:
-        """The parts of what ran since they were taken last."""
+    def take_parts(self) -> list[LeftOver]:
+        """Return the parts of all layers that ran since the last call."""
         parts, self.left = self.left, []
         return parts
 
@@ -79,11 +79,11 @@ class SplitBackward:
             return F.linear(inputs, weight, bias)
         part = Part(weight, bias, inputs)
         self.left.append(part)
-        given = inputs if inputs.requires_grad else inputs.detach().requires_grad_()  # or the output has no graph
-        output = F.linear(given, weight.detach(), None if bias is None else bias.detach())  # [..., out]
+        traced = inputs if inputs.requires_grad else inputs.detach().requires_grad_()  # or the output has no graph
+        output = F.linear(traced, weight.detach(), None if bias is None else bias.detach())  # [..., out]
         node = output.grad_fn
         assert node is not None
-        node.register_prehook(part.reach)  # behind a sleep 35 us less than a hook of the tensor
+        node.register_prehook(part.reach)  # 35 us less after a sleep than a hook of the tensor
         return output
 
 
@@ -92,6 +92,6 @@ def linear(product: Product, layer: nn.Linear, inputs: Tensor) -> Tensor:
 
 
 def finish(parts: Sequence[LeftOver]) -> None:
-    """Do what is left of one backward pass, the last layer's first."""
+    """Do the deferred work of one backward pass, the last layer's first."""
     for part in reversed(parts):
         part.finish()

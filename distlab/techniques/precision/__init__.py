@@ -1,10 +1,10 @@
-"""float32 weights behind 16-bit ones: what computes is small, what is stepped is exact.
+"""Mixed precision: the model computes with 16-bit weights, and the optimizer updates float32 copies.
 
-A weight of 1 in bf16 has its next neighbour at 1 + 2^-7: an update of a thousandth is rounded away, at this step and at
-all that follow. Master weights in float32 add up what 16 bits cannot see, and the weights that compute are their
-rounded copies, made anew after each step (Micikevicius et al. 2018, section 3.1). It costs 4 bytes a parameter. Without
-`kept` the float32 copies live for the update alone: then gradients can be unscaled and the update computed in float32,
-but its result is rounded to 16 bits every time.
+The next bf16 number after 1 is 1 + 2^-7: an update of a thousandth is rounded away, at this step and at all later ones.
+Master weights in float32 accumulate such small updates, and the weights of the model are their rounded copies, renewed
+after each step (Micikevicius et al. 2018, section 3.1). They cost 4 bytes per parameter. Without `kept` the float32
+copies exist during the update only: gradients are unscaled and the update is computed in float32, but the result is
+rounded to 16 bits every time.
 """
 
 import math
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 
 class Masters:
-    """The optimizer steps `parameters` (float32); `computing` (16 bits, in the same order) are their copies.
+    """The float32 `parameters` that the optimizer steps; `computing` (16 bits, same order) are their rounded copies.
 
     Args:
         computing: the model's parameters, with their summed gradients.
@@ -29,7 +29,7 @@ class Masters:
 
     @torch.no_grad()
     def deliver(self, scale: float) -> None:
-        """Give every master its gradient in float32, divided by the `scale` of the loss: in 16 bits it would underflow
+        """Copy every gradient to its master in float32, divided by the loss `scale`: in 16 bits it would underflow
         again."""
         for weight, master in zip(self.computing, self.parameters, strict=True):
             if not self.kept:
@@ -39,39 +39,39 @@ class Masters:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Round the stepped masters into the weights, and let go of what is not kept."""
+        """Round the updated masters into the model's weights, and free the masters unless they are kept."""
         for weight, master in zip(self.computing, self.parameters, strict=True):
-            weight.copy_(master)  # to the nearest
+            weight.copy_(master)  # rounds to nearest
             master.grad = None
             if not self.kept:
                 master.data = master.new_empty(0)
 
 
-# Dynamic loss scaling: gradients that fp16 would round to zero are made larger, and made small again where there is
-# room.
+# Dynamic loss scaling: gradients that fp16 would round to zero are scaled up before the backward pass and down after
+# it.
 #
-# fp16 ends at 2^-24, and gradients do not care. A loss that is multiplied by S has gradients S times as large, so
-# that they pass through the backward pass, and are divided by S in float32 (Micikevicius et al. 2018, section 3.2). S
-# is a power of two, so that nothing is rounded by it. It has to be as large as can be without an overflow, and nobody
-# knows how large that is: so it is halved after a step with an inf or a NaN in it, whose update is skipped, and
-# doubled after 2000 good ones.
+# The smallest fp16 number is 2^-24, and gradients are often smaller. A loss multiplied by S has gradients S times as
+# large, which survive the backward pass and are divided by S in float32 (Micikevicius et al. 2018, section 3.2). S is a
+# power of two, so scaling rounds nothing. It has to be as large as possible without an overflow, and that limit is not
+# known in advance: S is halved after a step with an inf or a NaN, whose update is skipped, and doubled after 2000 good
+# steps.
 
-LARGEST = torch.finfo(torch.float32).max  # a scale is a float32 in torch, which does not grow it past that either
+LARGEST = torch.finfo(torch.float32).max  # scales are float32 in torch, which does not grow them further either
 
 
 class LossScale:
     """The scale S and its rule, with the defaults and the semantics of torch.amp.GradScaler.
 
-    Ranks agree on an overflow without a message of its own: their gradients are summed, and an inf on one is an inf or
-    a NaN in the sum.
+    Ranks agree on an overflow without an extra message: gradients are summed, so an inf on one rank is an inf or a NaN
+    in everyone's sum.
     """
 
     def __init__(self, value: float = 65536.0, growth: float = 2.0, backoff: float = 0.5, interval: int = 2000) -> None:
         self.value, self.growth, self.backoff, self.interval = value, growth, backoff, interval
-        self.good_steps = 0  # in a row, since the scale last changed
+        self.good_steps = 0  # consecutive ones since the scale last changed
 
     def adjust(self, *, overflowed: bool) -> None:
-        """After each step, whether it was taken or skipped."""
+        """Update the scale after each step, whether it was taken or skipped."""
         if overflowed:
             self.value *= self.backoff
             self.good_steps = 0
@@ -87,7 +87,7 @@ def all_finite(gradients: Iterable[Tensor]) -> bool:
 
 
 def ulp(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """The distance of neighbouring numbers of `dtype` at each of `values`, a unit in the last place, in float64."""
+    """Return the spacing of `dtype` at each of `values` (a unit in the last place), in float64."""
     limits = torch.finfo(dtype)
     _, exponents = torch.frexp(values.double().abs().clamp(min=limits.smallest_normal))  # |value| in [2^(e-1), 2^e)
     ones = torch.ones(values.shape, dtype=torch.float64, device=values.device)

@@ -1,16 +1,16 @@
-"""Both ends of a new connection prove that they have the key, before either believes a byte that the other has sent.
+"""Mutual authentication of a new connection: each end proves that it has the run's key before its bytes are used.
 
     dialler   MAGIC, its nonce
-    listener  MAGIC, its nonce, who it is, the proof of it
-    dialler   who it is, the proof of it
-    listener  LET_IN
+    listener  MAGIC, its nonce, its identity and proof
+    dialler   its identity and proof
+    listener  ACCEPTED
 
-A proof is an HMAC-SHA256 over which end it comes from, what the port is for, both nonces and who that end is: what was
-heard on another connection proves nothing on this one. What follows is neither sealed nor hidden: who can change bytes
-on the wire can change those of a connection that stands.
+A proof is an HMAC-SHA256 over the end's role, the purpose of the port, both nonces and the end's identity, so a proof
+from one connection is useless on another. Later bytes are neither signed nor encrypted: an attacker who can change
+traffic can change that of an accepted connection.
 
-Anybody may connect to a port. So a Door reads from all who have connected at once, MOST of them for PROVE_S each at
-most, and the oldest gives way to the newest: silent connections hold up nobody.
+Anybody may connect to a port. So a Listener reads from all unverified connections at once, at most MOST of them for
+PROVE_S each, and the oldest is closed for the newest: silent connections block nobody.
 """
 
 import hmac
@@ -24,23 +24,23 @@ from contextlib import suppress
 from typing import NamedTuple
 
 MAGIC, NONCE_BYTES = b"rkh1", 16
-LET_IN = b"+"
+ACCEPTED = b"+"
 HELLO_BYTES = len(MAGIC) + NONCE_BYTES
 WHO = struct.Struct("!iQ")
 PROOF_BYTES = WHO.size + 32
-MOST = 64  # unproven connections at once; one that proves itself is through in some milliseconds
+MOST = 64  # unverified connections at once; a valid one is accepted within milliseconds
 PROVE_S = 5.0
 FULL_S = 0.05
 BACKLOG = 128
-TurnedAway = Callable[[str, tuple[str, int]], None]  # hears what was wrong, and from which address and port it came
+TurnedAway = Callable[[str, tuple[str, int]], None]  # is called with the fault, and the address and port it came from
 
 
-def unheeded(fault: str, source: tuple[str, int]) -> None:
-    """What becomes of strangers where nobody counts them."""
+def uncounted(fault: str, source: tuple[str, int]) -> None:
+    """Ignore a rejected connection: the default where they are not counted."""
 
 
 class Who(NamedTuple):
-    """The process at one end: a rank, and a number of its own where a rank may come back."""
+    """The process at one end: a rank, and a number that distinguishes its lives if a rank may come back."""
 
     rank: int
     life: int = 0
@@ -50,11 +50,11 @@ NOBODY = Who(-1)
 
 
 class Unproven(ConnectionError):
-    """The other end does not have the key, or did not say so in time."""
+    """The other end does not have the key, or did not prove it in time."""
 
 
 class Closed(Unproven):
-    """The other end hung up before anything was proven: it may have had too much to do."""
+    """The other end closed the connection before anything was proven; it may have been busy."""
 
 
 class Foreign(Unproven):
@@ -62,21 +62,21 @@ class Foreign(Unproven):
 
 
 def proof(key: bytes, end: bytes, purpose: str, nonces: bytes, who: Who) -> bytes:
-    """Who this end is, and the proof of it."""
-    said = WHO.pack(*who)
-    return said + hmac.digest(key, end + nonces + said + purpose.encode(), "sha256")
+    """Return this end's identity, and the proof of it."""
+    message = WHO.pack(*who)
+    return message + hmac.digest(key, end + nonces + message + purpose.encode(), "sha256")
 
 
-def proven(key: bytes, end: bytes, purpose: str, nonces: bytes, said: bytes) -> Who:
-    """Who says this; raises Unproven where it does not have the key."""
-    who = Who(*WHO.unpack_from(said))
-    if not hmac.compare_digest(said, proof(key, end, purpose, nonces, who)):
+def proven(key: bytes, end: bytes, purpose: str, nonces: bytes, message: bytes) -> Who:
+    """Return the identity in `message`; raises Unproven if its proof does not match the key."""
+    who = Who(*WHO.unpack_from(message))
+    if not hmac.compare_digest(message, proof(key, end, purpose, nonces, who)):
         raise Unproven("it does not have the key of this run")
     return who
 
 
 def prove(connection: socket.socket, key: bytes, purpose: str, me: Who, timeout_s: float) -> Who:
-    """As the one who has dialled: who listens there, once both ends have proven themselves; raises OSError."""
+    """Authenticate as the dialler: return who listens, once both ends have proven themselves; raises OSError."""
     deadline = time.monotonic() + timeout_s
     nonce = os.urandom(NONCE_BYTES)
     connection.settimeout(max(0.01, timeout_s))
@@ -87,7 +87,7 @@ def prove(connection: socket.socket, key: bytes, purpose: str, me: Who, timeout_
     nonces = nonce + answer[:NONCE_BYTES]
     listener = proven(key, b"listener", purpose, nonces, answer[NONCE_BYTES:])
     connection.sendall(proof(key, b"dialler", purpose, nonces, me))
-    _read(connection, len(LET_IN), deadline)
+    _read(connection, len(ACCEPTED), deadline)
     return listener
 
 
@@ -105,9 +105,9 @@ def _read(connection: socket.socket, count: int, deadline: float) -> bytes:
 def dialled(
     ip: str, port: int, key: bytes, purpose: str, me: Who, deadline: float
 ) -> tuple[socket.socket, Who]:  # fmt: skip
-    """A connection whose both ends are proven, and who is at the other one; raises OSError.
+    """Return a connection whose both ends are proven, and the other end's identity; raises OSError.
 
-    A listener that hangs up was busy with others, strangers perhaps: it is dialled again until the deadline.
+    A listener that closes the connection was busy, perhaps with strangers: it is dialled again until the deadline.
     """
     while True:
         connection = socket.create_connection((ip, port), max(0.01, deadline - time.monotonic()))
@@ -123,7 +123,7 @@ def dialled(
             raise
 
 
-class Guest:
+class Unverified:
     """A connection that has proven nothing yet."""
 
     def __init__(self, connection: socket.socket, source: tuple[str, int]) -> None:
@@ -132,7 +132,7 @@ class Guest:
         self.deadline = time.monotonic() + PROVE_S
 
     def read(self) -> bool:
-        """Whether all of what is awaited next has come, and not a byte of what follows it; raises OSError."""
+        """Return whether the next expected message is complete, and no byte after it was read; raises OSError."""
         wanted = PROOF_BYTES if self.nonces else HELLO_BYTES
         with suppress(BlockingIOError):
             new = self.connection.recv(wanted - len(self.received))
@@ -143,98 +143,98 @@ class Guest:
 
 
 def listen(ip: str, port: int = 0) -> socket.socket:
-    """A TCP socket that listens at this address alone."""
+    """Return a TCP socket that listens at this address only."""
     return socket.create_server((ip, port), family=socket.AF_INET6 if ":" in ip else socket.AF_INET, backlog=BACKLOG)
 
 
-class Door:
-    """A socket that listens, for those who have the key; used by one thread, whose `selector` also has its own."""
+class Listener:
+    """A listening socket that accepts peers with the key; for one thread, whose `selector` may have other sockets."""
 
     def __init__(
         self, listening: socket.socket, selector: selectors.BaseSelector, key: bytes, purpose: str,
-        me: Callable[[], Who] = lambda: NOBODY, turned_away: TurnedAway = unheeded,
+        me: Callable[[], Who] = lambda: NOBODY, turned_away: TurnedAway = uncounted,
     ) -> None:  # fmt: skip
-        listening.setblocking(False)  # whoever called may have hung up before it is accepted
+        listening.setblocking(False)  # the caller may have disconnected before it is accepted
         self._listening, self._selector, self._key, self._purpose = listening, selector, key, purpose
         self._me, self._turned_away = me, turned_away
-        self._guests: dict[socket.socket, Guest] = {}
+        self._unverified: dict[socket.socket, Unverified] = {}
         selector.register(listening, selectors.EVENT_READ, self)
 
     def owns(self, key: selectors.SelectorKey) -> bool:
-        """Whether an event of the selector is for `step`."""
-        return key.data is self or isinstance(key.data, Guest)
+        """Return whether an event of the selector is for `step`."""
+        return key.data is self or isinstance(key.data, Unverified)
 
     def sockets(self) -> list[socket.socket]:
-        """All that are open here."""
-        return [self._listening, *self._guests]
+        """Return all sockets that are open here."""
+        return [self._listening, *self._unverified]
 
     def step(self, key: selectors.SelectorKey) -> tuple[Who, socket.socket] | None:
-        """Go on with what has come; a connection once it is proven, which is its taker's from then on."""
-        if not isinstance(key.data, Guest):
-            self._let_in()
+        """Process an event; return a connection once it is proven. It then belongs to the caller."""
+        if not isinstance(key.data, Unverified):
+            self._accept()
             return None
-        guest = key.data
+        peer = key.data
         try:
-            if not guest.read():
+            if not peer.read():
                 return None
-            if not guest.nonces:
-                self._answer(guest)
+            if not peer.nonces:
+                self._answer(peer)
                 return None
-            who = proven(self._key, b"dialler", self._purpose, guest.nonces, guest.received)
-            guest.connection.send(LET_IN)
+            who = proven(self._key, b"dialler", self._purpose, peer.nonces, peer.received)
+            peer.connection.send(ACCEPTED)
         except OSError:
-            # One that hangs up at this end's proof has another key; one without a word only looked who listens.
-            said = guest.received or guest.nonces
-            self._send_away(guest, "whose ends do not both have the key" if said else "")
+            # A peer that closes after this end's proof has another key; a silent one only looked who listens.
+            sent = peer.received or peer.nonces
+            self._reject(peer, "whose ends do not both have the key" if sent else "")
             return None
-        self._forget(guest)
-        return who, guest.connection
+        self._forget(peer)
+        return who, peer.connection
 
     def expire(self) -> None:
-        """Send away who has taken too long."""
+        """Reject connections that have taken too long."""
         now = time.monotonic()
-        for guest in [guest for guest in self._guests.values() if now > guest.deadline]:
-            self._send_away(guest, "that proves nothing")
+        for peer in [peer for peer in self._unverified.values() if now > peer.deadline]:
+            self._reject(peer, "that proves nothing")
 
     def close(self) -> None:
-        """Listen no more; whoever has proven nothing until now is sent away."""
-        for guest in list(self._guests.values()):
-            self._send_away(guest, "")
+        """Stop listening; all unverified connections are rejected."""
+        for peer in list(self._unverified.values()):
+            self._reject(peer, "")
         with suppress(KeyError, ValueError):
             self._selector.unregister(self._listening)
         self._listening.close()
 
-    def _let_in(self) -> None:
+    def _accept(self) -> None:
         try:
             connection, source = self._listening.accept()
-        except (BlockingIOError, ConnectionError):  # it has hung up
+        except (BlockingIOError, ConnectionError):  # the caller has disconnected
             return
-        except OSError:  # no descriptor is left: its turn comes again
+        except OSError:  # no descriptor is free: try again later
             time.sleep(FULL_S)
             return
         connection.setblocking(False)
-        guest = self._guests[connection] = Guest(connection, (str(source[0]), int(source[1])))
-        self._selector.register(connection, selectors.EVENT_READ, guest)
-        if len(self._guests) > MOST:
-            self._send_away(next(iter(self._guests.values())), "that proves nothing")
+        peer = self._unverified[connection] = Unverified(connection, (str(source[0]), int(source[1])))
+        self._selector.register(connection, selectors.EVENT_READ, peer)
+        if len(self._unverified) > MOST:
+            self._reject(next(iter(self._unverified.values())), "that proves nothing")
 
-    def _answer(self, guest: Guest) -> None:
-        """Prove this end to one that has greeted; raises OSError."""
-        if not guest.received.startswith(MAGIC):
+    def _answer(self, peer: Unverified) -> None:
+        """Send this end's proof to a peer that has sent its nonce; raises OSError."""
+        if not peer.received.startswith(MAGIC):
             raise Unproven("it does not speak this protocol")
         nonce = os.urandom(NONCE_BYTES)
-        guest.nonces, guest.received = guest.received[len(MAGIC) :] + nonce, b""
-        answer = MAGIC + nonce + proof(self._key, b"listener", self._purpose, guest.nonces, self._me())
-        if guest.connection.send(answer) < len(answer):
+        peer.nonces, peer.received = peer.received[len(MAGIC) :] + nonce, b""
+        answer = MAGIC + nonce + proof(self._key, b"listener", self._purpose, peer.nonces, self._me())
+        if peer.connection.send(answer) < len(answer):
             raise Unproven("it does not read")
 
-    def _send_away(self, guest: Guest, fault: str) -> None:
-        self._forget(guest)
+    def _reject(self, peer: Unverified, fault: str) -> None:
+        self._forget(peer)
         if fault:
-            self._turned_away(fault, guest.source)  # before it sees that it was: whoever reads the count next finds it
-        guest.connection.close()
+            self._turned_away(fault, peer.source)  # before the peer notices, so that it can read the new count
+        peer.connection.close()
 
-    def _forget(self, guest: Guest) -> None:
-        self._guests.pop(guest.connection, None)
+    def _forget(self, peer: Unverified) -> None:
+        self._unverified.pop(peer.connection, None)
         with suppress(KeyError, ValueError):
-            self._selector.unregister(guest.connection)
+            self._selector.unregister(peer.connection)

@@ -1,16 +1,16 @@
-"""A process group over plain TCP: what torch.distributed, DDP, fully_shard, DTensor and pipelining call, by hand.
+"""A process group over plain TCP, for all calls of torch.distributed, DDP, fully_shard, DTensor and pipelining.
 
-Each rank of a group listens, writes where into the group's store, and dials those before it; two ranks that met in an
-earlier group have their connection. Both ends prove the key of the run (handshake.py) before a byte of the other is
-believed. Every wait has a bound, one for all connections together, and names whom it waited for.
+Each rank of a group listens, writes its address into the group's store, and dials the ranks before it; two ranks that
+met in an earlier group reuse their connection. Both ends prove the run's key (handshake.py) first. Every wait has a
+timeout, and its error names the rank.
 
-A call is done when it returns, but for one that was asked for as `async_op`, which is begun. c10d hands calls to a
-group that is written in Python before its dispatcher sees them. So that whoever counts calls sees these as any others,
-each is told to the class above first, whose backend does nothing.
+A call is done when it returns, except with `async_op`, when it has only begun. c10d passes calls to a Python group
+before its dispatcher sees them. So each call first goes to the base class, whose backend does nothing, and call
+counters see it like any other.
 """
 
 # mypy: disable-error-code="override,assignment,call-arg"
-# c10d's stubs have each method in its spellings of ten years; who calls these gives lists and options.
+# c10d's stubs have every old signature of each method; callers of these pass lists and options.
 import inspect
 import selectors
 import socket
@@ -29,16 +29,16 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from distlab.techniques.collectives.point_to_point import Message, Peers, Pending, Steps
 from distlab.techniques.transport import tcp_collectives
-from distlab.techniques.transport.handshake import Door, TurnedAway, Who, dialled, listen, unheeded
+from distlab.techniques.transport.handshake import Listener, TurnedAway, Who, dialled, listen, uncounted
 from distlab.techniques.transport.tcp import Channel, LinkError, Transport
 from distlab.techniques.transport.tcp_collectives import rows_of
 
-# What a call on a group over TCP returns: a `Work` that its own process has to move on. One that was begun and not
-# awaited goes on whenever the process waits for anything over TCP (`Transport.background`).
+# The results of calls on a group over TCP: `Work` that this process itself has to drive. A call that has begun and is
+# not awaited continues whenever the process waits for anything over TCP (`Transport.background`).
 
 
 def unseen() -> AbstractContextManager[None]:
-    """What a group does by itself is no modes' business, as gloo's is none: the program called one thing."""
+    """Hide a group's internal messages from recorders, as gloo hides its own: the program made one call."""
     if torch._C._len_torch_dispatch_stack():
         return _disable_current_modes()
     return nullcontext()
@@ -60,7 +60,7 @@ class Posted(dist.Work):
 
 
 class Running(dist.Work):
-    """A collective, whose result stands in `results`."""
+    """A running collective; `results` has its result."""
 
     def __init__(self, results: list[Tensor], transport: Transport) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Running(dist.Work):
         self._pending: Pending | None = None
 
     def begin(self, steps: Iterator[Message], is_async: bool) -> None:
-        """Send its first messages; the others follow at once, or as this process waits for something."""
+        """Send the first messages; the others follow at once, or while this process waits for something."""
         with unseen():
             self._pending = Pending(steps)
             if not is_async:
@@ -78,14 +78,14 @@ class Running(dist.Work):
 
     def wait(self, timeout: Any = None) -> bool:  # noqa: ARG002
         if self._pending is not None:
-            # Its messages are awaited one by one here, so nobody else may go on with it meanwhile.
+            # Its messages are awaited one by one here, so no other wait may advance it meanwhile.
             self._transport.background = [each for each in self._transport.background if each != self.advance]
             with unseen():
                 self._pending.wait()
         return True
 
     def advance(self) -> bool:
-        """Go on as far as messages have come; whether it is at its end."""
+        """Continue as far as messages have arrived; return whether it is finished."""
         with unseen():
             return self._pending is None or self._pending.advance()
 
@@ -93,7 +93,7 @@ class Running(dist.Work):
         return self.advance()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Its result, ended first: who waits for a future (DDP's reducer) moves nothing."""
+        """Return a future of the result, finished first: a waiter for a future (DDP's reducer) drives no messages."""
         self.wait()
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(self._results)
@@ -101,10 +101,10 @@ class Running(dist.Work):
 
 
 Tensors = list[Tensor]
-# The class's own methods, whatever a recorder has put around them: those would come back here, as would those of which
-# c10d looks for two names (all_to_all_single and alltoall_base), and each that is called elsewhere than in the method
-# of its name: pybind11 looks at the calling frame.
-TOLD = {
+# The base class's methods, without a recorder's wrappers: those would call back into this class. So would methods with
+# two names in c10d (all_to_all_single and alltoall_base), and any called from a method of another name, since pybind11
+# inspects the calling frame.
+BASE_CALLS = {
     name: inspect.unwrap(getattr(dist.ProcessGroup, name))
     for name in (
         "allreduce", "allreduce_coalesced", "reduce", "reduce_scatter", "_reduce_scatter_base", "broadcast",
@@ -116,7 +116,7 @@ TOLD = {
 class TcpGroup(dist.ProcessGroup):
     """The ranks of a channel; tensors are on the CPU, of any dtype and layout.
 
-    Where a call has two names, the second is that of torch 2.13 and the first that of 2.11, or the other way round.
+    Calls with two names have that of torch 2.13 and that of 2.11.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -136,30 +136,30 @@ class TcpGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> Running:
         opts, work = opts or dist.AllreduceOptions(), self._begin(tensors)
-        TOLD["allreduce"](self, tensors, opts)
+        BASE_CALLS["allreduce"](self, tensors, opts)
         return self._run(work, opts, tcp_collectives.all_reduce, [(each, opts.reduceOp.op) for each in tensors])
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Running:
         opts, work = opts or dist.AllreduceCoalescedOptions(), self._begin(tensors)
-        TOLD["allreduce_coalesced"](self, tensors, opts)
+        BASE_CALLS["allreduce_coalesced"](self, tensors, opts)
         return self._run(work, opts, tcp_collectives.all_reduce, [(each, opts.reduceOp.op) for each in tensors])
 
     def reduce(self, tensors: Tensors, opts: Any) -> Running:
         work = self._begin(tensors)
-        TOLD["reduce"](self, tensors, opts)
+        BASE_CALLS["reduce"](self, tensors, opts)
         return self._run(
             work, opts, tcp_collectives.reduce, [(each, opts.reduceOp.op, opts.rootRank) for each in tensors]
         )
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> Running:
         opts, work = opts or dist.ReduceScatterOptions(), self._begin(outputs)
-        TOLD["reduce_scatter"](self, outputs, inputs, opts)
+        BASE_CALLS["reduce_scatter"](self, outputs, inputs, opts)
         pairs = zip(outputs, inputs, strict=True)
         return self._run(work, opts, tcp_collectives.reduce_scatter, [(*pair, opts.reduceOp.op) for pair in pairs])
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Running:
         opts, work = opts or dist.ReduceScatterOptions(), self._begin([output])
-        TOLD["_reduce_scatter_base"](self, output, tensor, opts)
+        BASE_CALLS["_reduce_scatter_base"](self, output, tensor, opts)
         rows = rows_of(tensor, self.size())
         return self._run(work, opts, tcp_collectives.reduce_scatter, [(output, rows, opts.reduceOp.op)])
 
@@ -169,7 +169,7 @@ class TcpGroup(dist.ProcessGroup):
         opts, work = opts or dist.ReduceScatterOptions(), self._begin(outputs)
         pairs = [*zip(outputs, inputs, strict=True)]
         for pair in pairs:
-            TOLD["_reduce_scatter_base"](self, *pair, opts)
+            BASE_CALLS["_reduce_scatter_base"](self, *pair, opts)
         halves = [(output, rows_of(tensor, self.size())) for output, tensor in pairs]
         return self._run(work, opts, tcp_collectives.reduce_scatter, [(*half, opts.reduceOp.op) for half in halves])
 
@@ -177,18 +177,18 @@ class TcpGroup(dist.ProcessGroup):
 
     def broadcast(self, tensors: Tensors, opts: Any) -> Running:
         work = self._begin(tensors)
-        TOLD["broadcast"](self, tensors, opts)
+        BASE_CALLS["broadcast"](self, tensors, opts)
         return self._run(work, opts, tcp_collectives.broadcast, [(each, opts.rootRank) for each in tensors])
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> Running:
         opts, work = opts or AllgatherOptions(), self._begin([*chain(*outputs)])
-        TOLD["allgather"](self, outputs, inputs, opts)
+        BASE_CALLS["allgather"](self, outputs, inputs, opts)
         pairs = zip(outputs, inputs, strict=True)
         return self._run(work, opts, tcp_collectives.all_gather, [(*pair,) for pair in pairs])
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Running:
         opts, work = opts or AllgatherOptions(), self._begin([output])
-        TOLD["_allgather_base"](self, output, tensor, opts)
+        BASE_CALLS["_allgather_base"](self, output, tensor, opts)
         return self._run(work, opts, tcp_collectives.all_gather, [(rows_of(output, self.size()), tensor)])
 
     _allgather_base = all_gather_single
@@ -197,7 +197,7 @@ class TcpGroup(dist.ProcessGroup):
         opts, work = opts or AllgatherOptions(), self._begin(outputs)
         pairs = [*zip(outputs, inputs, strict=True)]
         for pair in pairs:
-            TOLD["_allgather_base"](self, *pair, opts)
+            BASE_CALLS["_allgather_base"](self, *pair, opts)
         halves = [(rows_of(output, self.size()), tensor) for output, tensor in pairs]
         return self._run(work, opts, tcp_collectives.all_gather, [(*half,) for half in halves])
 
@@ -205,17 +205,17 @@ class TcpGroup(dist.ProcessGroup):
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> Running:
         work = self._begin([*chain(*outputs)])
-        TOLD["gather"](self, outputs, inputs, opts)
+        BASE_CALLS["gather"](self, outputs, inputs, opts)
         return self._run(work, opts, tcp_collectives.gather, [([*chain(*outputs)], inputs[0], opts.rootRank)])
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> Running:
         work = self._begin(outputs)
-        TOLD["scatter"](self, outputs, inputs, opts)
+        BASE_CALLS["scatter"](self, outputs, inputs, opts)
         return self._run(work, opts, tcp_collectives.scatter, [(outputs[0], [*chain(*inputs)], opts.rootRank)])
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Running:
         opts, work = opts or AllToAllOptions(), self._begin(outputs)
-        TOLD["alltoall"](self, inputs, inputs, opts)  # who is told copies one to the other, even sizes alone
+        BASE_CALLS["alltoall"](self, inputs, inputs, opts)  # the base class copies input to output, for even sizes only
         return self._run(work, opts, tcp_collectives.all_to_all, [(outputs, inputs)])
 
     def alltoall_base(
@@ -228,20 +228,20 @@ class TcpGroup(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None) -> Running:
         opts, work = opts or BarrierOptions(), self._begin([])
-        TOLD["barrier"](self, opts)
+        BASE_CALLS["barrier"](self, opts)
         token = torch.zeros(1, dtype=torch.uint8)
         return self._run(work, opts, tcp_collectives.all_reduce, [(token, dist.ReduceOp.SUM)])
 
     def send(self, tensors: Tensors, peer: int, tag: int) -> Posted:
         self._begun += 1
         work = Posted(self.channel.send(tensors, peer, tag))
-        TOLD["send"](self, tensors, peer, tag)
+        BASE_CALLS["send"](self, tensors, peer, tag)
         return work
 
     def recv(self, tensors: Tensors, peer: int, tag: int) -> Posted:
         self._begun += 1
         work = Posted(self.channel.recv(tensors, peer, tag))
-        TOLD["recv"](self, tensors, peer, tag)
+        BASE_CALLS["recv"](self, tensors, peer, tag)
         return work
 
     def shutdown(self) -> None:
@@ -249,14 +249,14 @@ class TcpGroup(dist.ProcessGroup):
 
     def _begin(self, results: Tensors) -> Running:
         self._begun += 1
-        self._collectives += 1  # of which all ranks make the same, as of sends they do not
+        self._collectives += 1  # equal on all ranks, unlike the number of sends
         return Running(results, self.channel.transport)
 
     def _run(
         self, work: Running, opts: Any, collective: Callable[..., Steps], arguments: Iterable[Sequence[Any]]
     ) -> Running:
-        """Make the collective with each of the `arguments`, one after the other."""
-        peers = self._peers = self._peers or Peers(self, self.channel)  # torch knows a group's ranks once it is made
+        """Run the collective with each of the `arguments`, one after the other."""
+        peers = self._peers = self._peers or Peers(self, self.channel)  # torch knows a group's ranks once it is created
         number = self._collectives
         steps = chain.from_iterable(collective(peers.of_call(number), *each) for each in arguments)
         work.begin(steps, opts.asyncOp)
@@ -267,15 +267,15 @@ TICK_S = 0.5
 
 
 class TcpBackend:
-    """The connections of this process, which listens at `host` for those with the key; `register` makes "tcp" a backend
-    of torch's."""
+    """The connections of this process, which listens at `host` for ranks with the key; `register` adds the torch
+    backend "tcp"."""
 
-    def __init__(self, host: str, key: bytes, turned_away: TurnedAway = unheeded) -> None:
+    def __init__(self, host: str, key: bytes, turned_away: TurnedAway = uncounted) -> None:
         self.host, self.key, self.turned_away = host, key, turned_away
         self.transport: Transport | None = None
 
     def register(self) -> None:
-        """Let `init_process_group("tcp")` and `new_group(backend="tcp")` make groups over these connections."""
+        """Let `init_process_group("tcp")` and `new_group(backend="tcp")` create groups over these connections."""
         dist.Backend.register_backend("tcp", self._create, extended_api=True, devices=["cpu"])
 
     def _create(self, options: Any, _: Any) -> TcpGroup:
@@ -284,7 +284,7 @@ class TcpBackend:
         return TcpGroup(self.channel(options.store, ranks, options.group_rank, name, options.timeout.total_seconds()))
 
     def channel(self, store: dist.Store, ranks: Sequence[int], place: int, name: str, timeout_s: float) -> Channel:
-        """A channel of `ranks`, of which this process is number `place`; raises LinkError naming who is missing."""
+        """Return a channel of `ranks` with this process as number `place`; raises LinkError naming missing ranks."""
         if self.transport is None or (not self.transport.groups and not self.transport.ranks):
             self.transport = Transport(timeout_s)
         own = ranks[place]
@@ -295,17 +295,17 @@ class TcpBackend:
         return Channel(self.transport, ranks, place, name)
 
     def connect(self, store: dist.Store, own: int, others: Sequence[int], timeout_s: float) -> dict[int, socket.socket]:
-        """A connection to each of `others`, all of whom call this too."""
+        """Return a connection to each of `others`, all of which call this too."""
         deadline = time.monotonic() + timeout_s
         with listen(self.host) as listening, selectors.DefaultSelector() as selector:
-            door = Door(listening, selector, self.key, purpose(own), lambda: Who(own), self.turned_away)
+            incoming = Listener(listening, selector, self.key, purpose(own), lambda: Who(own), self.turned_away)
             store.set(f"tcp/{own}", f"{self.host} {listening.getsockname()[1]}")
             try:
                 found = {rank: self._dial(store, rank, own, deadline) for rank in others if rank < own}
-                found |= accepted(door, selector, {rank for rank in others if rank > own}, deadline)
-            finally:  # all who dial have read it, and a later group may have this one's name
+                found |= accepted(incoming, selector, {rank for rank in others if rank > own}, deadline)
+            finally:  # all diallers have read it, and a later group may reuse the name
                 store.delete_key(f"tcp/{own}")
-                door.close()
+                incoming.close()
         return found
 
     def _dial(self, store: dist.Store, rank: int, own: int, deadline: float) -> socket.socket:
@@ -322,27 +322,27 @@ class TcpBackend:
 
 
 def accepted(
-    door: Door, selector: selectors.BaseSelector, waiting: set[int], deadline: float
+    incoming: Listener, selector: selectors.BaseSelector, waiting: set[int], deadline: float
 ) -> dict[int, socket.socket]:
-    """A connection from each rank of `waiting`; strangers are heard beside them, and hold up nobody."""
+    """Return a connection from each rank of `waiting`; strangers are handled concurrently and block nobody."""
     found: dict[int, socket.socket] = {}
     while missing := waiting - found.keys():
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             raise LinkError(f"no connection from rank {', '.join(map(str, sorted(missing)))}: it did not dial")
         for key, _ in selector.select(min(left_s, TICK_S)):
-            come = door.step(key)
-            if come is None:
+            arrival = incoming.step(key)
+            if arrival is None:
                 continue
-            (rank, _life), connection = come
+            (rank, _life), connection = arrival
             if rank in missing and rank not in found:
                 found[rank] = connection
             else:
                 connection.close()
-        door.expire()
+        incoming.expire()
     return found
 
 
 def purpose(rank: int) -> str:
-    """What the port of a rank is for."""
+    """Return the purpose string of a rank's port."""
     return f"transport of rank {rank}"

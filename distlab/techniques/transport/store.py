@@ -1,8 +1,8 @@
-"""A store that only ranks of the run can read and write: what torch's process groups meet in, and the lab's exchanges.
+"""A store that only ranks of the run can access: torch's process groups meet in it, and the lab exchanges data.
 
-A `dist.Store` written in Python: gloo and NCCL call it from C++ for every set, get, wait, check and add
+It is a `dist.Store` written in Python: gloo and NCCL call it from C++ for every set, get, wait, check and add
 (tests/techniques/transport/test_store.py). store_server.py hosts it; both ends prove the key first (handshake.py), so a
-stranger that finds the port can neither list nor read nor write a key.
+stranger that finds the port can neither list, read nor write keys.
 """
 
 import socket
@@ -14,7 +14,7 @@ from datetime import timedelta
 import msgspec
 import torch.distributed as dist
 
-from distlab.techniques.transport.handshake import NOBODY, TurnedAway, dialled, listen, unheeded
+from distlab.techniques.transport.handshake import NOBODY, TurnedAway, dialled, listen, uncounted
 from distlab.techniques.transport.store_server import (
     READ_BYTES,
     Add,
@@ -32,15 +32,15 @@ from distlab.techniques.transport.store_server import (
     take_frames,
 )
 
-LATE_S = 2.0  # beyond a wait's own bound, for a host that is paused to answer
+LATE_S = 2.0  # extra time beyond a wait's timeout, for a paused host to answer
 ANSWERS = msgspec.msgpack.Decoder(Answer)
 
 
 class KeyedStore(dist.Store):
-    """The store hosted at `ip`:`port`; the constructor raises OSError where it cannot be reached in `timeout_s`.
+    """A client of the store at `ip`:`port`; the constructor raises OSError if it cannot be reached within `timeout_s`.
 
-    Every call raises RuntimeError after its bound, by default `timeout_s`, or once the host is gone. `purpose` is that
-    of the server's port.
+    Every call raises RuntimeError after its timeout, by default `timeout_s`, or once the host has gone. `purpose` is
+    that of the server's port.
     """
 
     def __init__(self, ip: str, port: int, key: bytes, timeout_s: float, purpose: str = "store") -> None:
@@ -79,7 +79,7 @@ class KeyedStore(dist.Store):
         return int(self._ask(Count(0)))
 
     def clone(self) -> "KeyedStore":
-        """Another connection to the same store: a wait on one holds up none on the other."""
+        """Return another connection to the same store, so that a wait on one does not block the other."""
         return KeyedStore(self.ip, self.port, self._key, self._timeout_s, self._purpose)
 
     deleteKey, getNumKeys, compareSet = delete_key, num_keys, compare_set  # noqa: N815  as C++ calls them
@@ -89,7 +89,7 @@ class KeyedStore(dist.Store):
 
     @property
     def _timeout_s(self) -> float:
-        """What `set_timeout` has set, called on this or, in C++, on a PrefixStore of it."""
+        """Return the timeout from `set_timeout`, called on this or, in C++, on a PrefixStore of it."""
         bound: timedelta = self.timeout  # type: ignore[attr-defined]
         return max(0.001, bound.total_seconds())
 
@@ -103,16 +103,16 @@ class KeyedStore(dist.Store):
                 self._connection.sendall(framed(request))
                 value = self._answer(self._number, time.monotonic() + bound_s + LATE_S)
             except (OSError, ValueError) as error:
-                self._connection.close()  # half a request may have gone
+                self._connection.close()  # half a request may have been sent
                 raise dist.DistNetworkError(f"the store of {self.ip}:{self.port} is gone: {error}") from None
         if value is None:
             raise dist.DistStoreError(f"wait timeout after {bound_s:g} s{keys_of(request)}")
         return value
 
     def _answer(self, number: int, deadline: float) -> bytes | None:
-        """The answer to request `number`; raises OSError.
+        """Return the answer to request `number`; raises OSError.
 
-        A host that is paused says nothing: this request has timed out, and what is said to it later is passed over.
+        A paused host sends nothing: the request times out, and its late answer is skipped.
         """
         while number not in self._answers:
             self._connection.settimeout(max(0.001, deadline - time.monotonic()))
@@ -129,10 +129,10 @@ class KeyedStore(dist.Store):
 
 
 class HostedStore(KeyedStore):
-    """The store in the process that hosts it, at `listening`, a socket or the address to open one at."""
+    """The store in its host process, at `listening`: a socket, or the address to open one at."""
 
     def __init__(
-        self, listening: socket.socket | str, key: bytes, timeout_s: float, turned_away: TurnedAway = unheeded
+        self, listening: socket.socket | str, key: bytes, timeout_s: float, turned_away: TurnedAway = uncounted
     ) -> None:
         opened = listen(listening) if isinstance(listening, str) else listening
         ip = reachable(opened)
@@ -140,13 +140,13 @@ class HostedStore(KeyedStore):
         super().__init__(ip, self.host.port, key, timeout_s)
 
     def close(self) -> None:
-        """End it for all."""
+        """Close the store for all."""
         super().close()
         self.host.close()
 
 
 class Prefixed(dist.PrefixStore):
-    """The keys of `store` that begin with `prefix`; torch's own holds the C++ half alone, and calls what is gone."""
+    """The keys of `store` with `prefix`; torch's own keeps only the C++ half alive, and would call a freed object."""
 
     def __init__(self, prefix: str, store: dist.Store) -> None:
         super().__init__(prefix, store)
@@ -154,17 +154,17 @@ class Prefixed(dist.PrefixStore):
 
 
 def reachable(listening: socket.socket) -> str:
-    """An address of this machine at which it is reached."""
+    """Return an address of this machine at which the socket is reached."""
     ip = str(listening.getsockname()[0])
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(ip, ip)
 
 
 def keys_of(request: StoreRequest) -> str:
-    """The keys of a request that has timed out, behind a sentence."""
+    """Return the keys of a timed-out request, to append to a message."""
     keys = request.keys if isinstance(request, Wait | Check) else [getattr(request, "key", b"")]
     return f", keys: {', '.join(key.decode(errors='replace') for key in keys)}"
 
 
 def in_bytes(value: str | bytes) -> bytes:
-    """What C++ gives as bytes and Python mostly as text."""
+    """Return bytes for a value that C++ passes as bytes and Python mostly as text."""
     return value.encode() if isinstance(value, str) else bytes(value)

@@ -1,8 +1,8 @@
-"""A server that answers messages on a thread of its own, for those who have proven the key; and a store served so.
+"""A server thread that answers messages of authenticated peers; and a store on top of it.
 
-PyTorch's TCPStore gives anybody who connects all keys (`list_keys`) and all values, to read and to write. This one is
-the same for the ranks of a run, and closed to all others (handshake.py). No message ends the server: one that cannot be
-decoded ends its own connection.
+PyTorch's TCPStore lets anybody who connects list, read and write all keys and values. This one offers the same to the
+ranks of the run only (handshake.py). No message stops the server: a message that cannot be decoded closes its own
+connection.
 
     message   length, 4 B | MessagePack of one struct of a tagged union (msgspec)
 """
@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from distlab.techniques.transport.handshake import NOBODY, Door, TurnedAway, Who, unheeded
+from distlab.techniques.transport.handshake import NOBODY, Listener, TurnedAway, Who, uncounted
 
 LENGTH = struct.Struct("!I")
 MAX_MESSAGE_BYTES = 1 << 28  # from a rank of the run: records of a run, lines of a script
 READ_BYTES = 1 << 18
 TICK_S = 0.1
-FLUSH_S = 1.0  # that a closing server spends on what it has not sent yet
+FLUSH_S = 1.0  # time for a closing server to send its remaining data
 
 
 class Message(msgspec.Struct, tag=True, array_like=True, forbid_unknown_fields=True):
@@ -35,18 +35,18 @@ ENCODER = msgspec.msgpack.Encoder()
 
 
 def framed(message: Message) -> bytes:
-    """The bytes of a message."""
+    """Return the bytes of a message."""
     body = ENCODER.encode(message)
     return LENGTH.pack(len(body)) + body
 
 
 def take_frames(received: bytearray) -> list[bytes]:
-    """Remove the whole messages at the beginning of `received` and return them; raises ValueError for one too long."""
+    """Remove the complete messages at the start of `received` and return them; raises ValueError if one is too long."""
     found, at = [], 0
     while len(received) - at >= LENGTH.size:
         (length,) = LENGTH.unpack_from(received, at)
         if length > MAX_MESSAGE_BYTES:
-            raise ValueError(f"a message of {length} B: allowed are {MAX_MESSAGE_BYTES}")
+            raise ValueError(f"a message of {length} B, allowed are up to {MAX_MESSAGE_BYTES}")
         end = at + LENGTH.size + length
         if end > len(received):
             break
@@ -57,7 +57,7 @@ def take_frames(received: bytearray) -> list[bytes]:
 
 
 class Peer:
-    """One connection of a process that has proven the key. Compared by identity."""
+    """One connection of an authenticated process. Compared by identity."""
 
     def __init__(self, connection: socket.socket, who: Who = NOBODY) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -66,7 +66,7 @@ class Peer:
 
     @property
     def source(self) -> tuple[str, int]:
-        """The address and the port at its other end; empty once it has gone."""
+        """Return the address and the port at its other end; empty once it has gone."""
         try:
             name = self.connection.getpeername()
         except OSError:
@@ -75,16 +75,21 @@ class Peer:
 
 
 class MessageServer:
-    """Serves at `listening` until `close`. A subclass says what it does with a message; all runs on the one thread."""
+    """Serves `listening` until `close`, all on one thread. Subclasses handle the messages."""
 
     def __init__(
-        self, listening: socket.socket, key: bytes, purpose: str, messages: Any, turned_away: TurnedAway = unheeded
+        self,
+        listening: socket.socket,
+        key: bytes,
+        purpose: str,
+        messages: Any,
+        turned_away: TurnedAway = uncounted,
     ) -> None:
         self.port = int(listening.getsockname()[1])
         self._decoder = msgspec.msgpack.Decoder(messages)
         self._turned_away = turned_away
         self._selector = selectors.DefaultSelector()
-        self._door = Door(listening, self._selector, key, purpose, turned_away=turned_away)
+        self._incoming = Listener(listening, self._selector, key, purpose, turned_away=turned_away)
         self.peers: set[Peer] = set()
         self._wakes, self._wake = socket.socketpair()
         self._selector.register(self._wakes, selectors.EVENT_READ)
@@ -93,25 +98,25 @@ class MessageServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Send what is left to send, then end the thread and all connections."""
+        """Send the remaining data, then stop the thread and close all connections."""
         self._closed = True
         self._wake.close()
         self._thread.join()
 
     def filenos(self) -> set[int]:
-        """The descriptors of its connections; from any thread."""
-        return {each.fileno() for each in (*self._door.sockets(), *(peer.connection for peer in list(self.peers)))}
+        """Return the descriptors of its connections; from any thread."""
+        return {each.fileno() for each in (*self._incoming.sockets(), *(peer.connection for peer in list(self.peers)))}
 
-    # What a subclass does.
+    # To be overridden.
 
     def came(self, peer: Peer, message: Any) -> None:
-        """A message has come; whatever is raised ends the connection."""
+        """Handle a message; an exception closes the connection."""
 
     def ended(self, peer: Peer) -> None:
-        """A connection has ended."""
+        """Handle the end of a connection."""
 
     def tick(self, now: float) -> None:
-        """Called after each look at the connections, TICK_S apart at most."""
+        """Run after each poll of the connections, at least every TICK_S."""
 
     # The thread.
 
@@ -122,7 +127,7 @@ class MessageServer:
         deadline = time.monotonic() + FLUSH_S
         while any(peer.unsent for peer in self.peers) and time.monotonic() < deadline:
             self._look(TICK_S)
-        self._door.close()
+        self._incoming.close()
         for peer in list(self.peers):
             self.drop(peer)
         self._selector.close()
@@ -134,11 +139,11 @@ class MessageServer:
                 self._selector.unregister(self._wakes)
             elif isinstance(key.data, Peer):
                 self._serve(key.data, events)
-            elif (come := self._door.step(key)) is not None:
+            elif (come := self._incoming.step(key)) is not None:
                 peer = Peer(come[1], come[0])
                 self.peers.add(peer)
                 self._selector.register(peer.connection, selectors.EVENT_READ, peer)
-        self._door.expire()
+        self._incoming.expire()
 
     def _serve(self, peer: Peer, events: int) -> None:
         try:
@@ -159,13 +164,13 @@ class MessageServer:
             self._end(peer)
 
     def send(self, peer: Peer, message: Message) -> None:
-        """Send now what the kernel takes, and the rest once it takes it."""
+        """Send what the kernel accepts now, and the rest later."""
         self.send_bytes(peer, framed(message))
 
     def send_bytes(self, peer: Peer, message: bytes) -> None:
-        """The same of a message that `framed` has encoded, once for many."""
+        """Send a message that `framed` has encoded, once for many peers."""
         peer.unsent += message
-        with suppress(OSError):  # its end is seen when it is read from
+        with suppress(OSError):  # its end is noticed at the next read
             self._flush(peer)
 
     def _flush(self, peer: Peer) -> None:
@@ -188,7 +193,7 @@ class MessageServer:
             self.ended(peer)
 
 
-# The store: the requests of a `dist.Store`, each with a number that its answer has too.
+# The store: the requests of a `dist.Store`, each with a number that its answer repeats.
 
 
 class Request(Message):
@@ -203,14 +208,14 @@ class Set(Request):
 
 
 class Get(Request):
-    """The value of `key`, once it is there."""
+    """The value of `key`, answered once it exists."""
 
     key: bytes
     timeout_s: float
 
 
 class Wait(Request):
-    """Answered once all `keys` are there."""
+    """Answered once all `keys` exist."""
 
     keys: list[bytes]
     timeout_s: float
@@ -250,7 +255,7 @@ StoreRequest = Set | Get | Wait | Check | Add | CompareSet | Delete | Count
 
 
 class Pending(NamedTuple):
-    """A request that is answered once all `keys` are there, or at its deadline."""
+    """A request that is answered once all `keys` exist, or at its deadline."""
 
     peer: Peer
     request: Get | Wait
@@ -259,10 +264,10 @@ class Pending(NamedTuple):
 
 
 class StoreServer(MessageServer):
-    """Keys and values in one process; `messages` and `purpose` are others where a server does more than this."""
+    """Keys and values in one process; subclasses that do more pass other `messages` and `purpose`."""
 
     def __init__(
-        self, listening: socket.socket, key: bytes, turned_away: TurnedAway = unheeded,
+        self, listening: socket.socket, key: bytes, turned_away: TurnedAway = uncounted,
         purpose: str = "store", messages: Any = StoreRequest,
     ) -> None:  # fmt: skip
         self._values: dict[bytes, bytes] = {}
@@ -305,7 +310,7 @@ class StoreServer(MessageServer):
         self._pending = [each for each in self._pending if each not in answered]
 
     def _answered(self, pending: Pending) -> bool:
-        """Whether all that is waited for is there; then it was sent."""
+        """Return whether all awaited keys exist, in which case the answer was sent."""
         if not all(key in self._values for key in pending.keys):
             return False
         value = self._values[pending.keys[0]] if isinstance(pending.request, Get) else b""

@@ -1,11 +1,11 @@
-"""Messages over plain TCP, moved by the thread that waits: no thread of its own.
+"""Messages over plain TCP, moved by whichever thread waits; there is no background thread.
 
-gloo hands each message on through three threads of a rank, which is 32 changes of context for an all_reduce of 256 B
-among 4 ranks, 5 to 10 ms on two cores. Here a send writes at once what the kernel takes, and whoever waits for anything
-moves all that is under way: both directions, all peers, all groups. So no order of sends and receives deadlocks, at
-any size. What the kernel did not take lies still while nobody waits: it holds SOCKET_BYTES a connection and direction.
+gloo passes each message through three threads of a rank: 32 context switches for an all_reduce of 256 B among 4 ranks,
+5 to 10 ms on two cores. Here a send writes at once what the kernel accepts, and a wait for any message moves all
+messages: both directions, all peers, all groups. So no order of sends and receives deadlocks, at any size. Data that
+the kernel did not accept stays until some wait; the kernel buffers SOCKET_BYTES per connection and direction.
 
-There is one connection between each two ranks, whatever groups they share; a key tells the groups' messages apart.
+Every two ranks share one connection for all their groups; a key separates the groups' messages.
 """
 
 import ctypes
@@ -20,94 +20,94 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-# A message on a connection: a head, of its key and its length, and a tensor's own memory.
+# A message on a connection: a header with its key and length, then the tensor's own memory.
 
 KEY_BYTES = 16
-# 64 B in all, so that both ends copy a tensor between addresses that are aligned alike: a third of a read's time.
+# 64 B, so that both ends copy between equally aligned addresses: saves a third of a read's time.
 HEAD = struct.Struct(f"={KEY_BYTES}sQ40x")
 MEMORY = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
     ("PyMemoryView_FromMemory", ctypes.pythonapi)
 )
-PYBUF_WRITE = 0x200  # of CPython's API: it may be written to
-Wait = Callable[["Message"], None]  # returns once it is done
+PYBUF_WRITE = 0x200  # from CPython's API: the buffer is writable
+Wait = Callable[["Message"], None]  # returns once the message is done
 
 
 class Message:
-    """A tensor to or from rank `peer`, `done` once it may be changed again, or is there.
+    """A tensor to or from rank `peer`; `done` once it may be changed again, or has arrived.
 
-    `rest` is what the kernel has not taken yet, or the place of what is awaited. `heir` is a receive that was posted
-    when this message had begun to come: it gets a copy. Who holds a message holds its memory.
+    `rest` is what the kernel has not accepted yet, or the memory still to be filled. `late_receive` is a receive posted
+    while this message was arriving: it gets a copy. The message keeps the tensor's memory alive.
     """
 
-    __slots__ = ("_wait", "done", "head", "heir", "memory", "peer", "rest")
+    __slots__ = ("_wait", "done", "head", "late_receive", "memory", "peer", "rest")
 
     def __init__(self, wait: Wait, peer: int, head: bytes, memory: object, rest: list[memoryview]) -> None:
         self._wait, self.peer, self.head, self.memory, self.rest = wait, peer, head, memory, rest
         self.done = False
-        self.heir: Message | None = None
+        self.late_receive: Message | None = None
 
     def wait(self) -> None:
-        """Return once it is done; raises RuntimeError where the connection has ended."""
+        """Return once it is done; raises RuntimeError if the connection has ended."""
         if not self.done:
             self._wait(self)
 
 
-def inherit(early: Message) -> None:
-    """Copy what came early to where it is awaited; raises OSError where it has another size."""
-    heir = early.heir
-    assert heir is not None
-    if heir.head != early.head:
-        raise wrong_size(heir, early.head)
-    heir.rest[0][:] = early.rest[0]
-    heir.done = True
+def copy_early(early: Message) -> None:
+    """Copy an early message to its late receive; raises OSError if their sizes differ."""
+    late_receive = early.late_receive
+    assert late_receive is not None
+    if late_receive.head != early.head:
+        raise wrong_size(late_receive, early.head)
+    late_receive.rest[0][:] = early.rest[0]
+    late_receive.done = True
 
 
 def unless_closed(count: int) -> int:
-    """So many bytes were read; raises OSError where there were none, at the end of the connection."""
+    """Return `count` of bytes read; raises OSError if it is 0, at the end of the connection."""
     if count == 0:
         raise ConnectionResetError("it was closed")
     return count
 
 
 def wrong_size(awaited: Message, head: bytes) -> OSError:
-    """What is raised where two ranks do not agree how long a message is."""
+    """Return the error for two ranks that disagree about the length of a message."""
     return ConnectionAbortedError(f"it sent {HEAD.unpack(head)[1]} bytes where {len(awaited.rest[0])} are awaited")
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor. Not by `tensor.numpy()`, after which its storage could not be resized again:
-    ZeRO-3 frees by that. Nor by an array of ctypes, which makes a type for each length: 20 us."""
+    """Return the bytes of a contiguous tensor. `tensor.numpy()` would forbid resizing its storage, by which ZeRO-3
+    frees memory; a ctypes array would create a type per length, 20 us."""
     memory: memoryview = MEMORY(tensor.data_ptr(), tensor.numel() * tensor.element_size(), PYBUF_WRITE)
     return memory
 
 
 # The connection to one rank as a stream of messages.
 #
-# A message goes from the tensor's own memory, head and bytes in one call, and arrives in the tensor that was posted
-# for its key. What comes before its receive was posted is kept aside, so that what lies behind it can be read.
-# Nothing here waits; who waits for what is the transport's.
+# A message is sent from the tensor's own memory, with its header in one call, and arrives in the tensor posted for its
+# key. A message that arrives before its receive is kept aside, so that those behind it can be read. Nothing here waits;
+# that is done by Transport.
 
-BUFFER_BYTES = 4096  # of what is read before it is known whose it is: this much is copied once more
+BUFFER_BYTES = 4096  # read before the addressee is known, so this much is copied once more
 
 
 class Stream:
-    """One connection: what goes, what is awaited, and what came unasked."""
+    """One connection: outgoing messages, posted receives, and early messages."""
 
     def __init__(self, wait: Wait, rank: int, connection: socket.socket) -> None:
         self.rank, self.connection = rank, connection
-        self.ended = ""  # why
+        self.ended = ""  # the reason
         self.going: deque[Message] = deque()
         self._wait = wait
-        self._over = Message(wait, rank, b"", None, [])  # what the kernel took at once, or had
+        self._over = Message(wait, rank, b"", None, [])  # for messages that are complete at once
         self._over.done = True
         self._posted: list[Message] = []
         self._early: list[Message] = []
-        self._left = b""  # the beginning of a head
+        self._left = b""  # the start of a header
         self._coming: Message | None = None
-        self._place = memoryview(b"")  # of the message that is coming, what is still to be filled
+        self._place = memoryview(b"")  # memory to fill of the arriving message
 
     def send(self, key: bytes, tensor: Tensor) -> Message:
-        """Begin to send; raises OSError where the connection has ended."""
+        """Start to send; raises OSError if the connection has ended."""
         memory = memory_of(tensor)
         head = HEAD.pack(key, len(memory))
         if not self.going:
@@ -122,21 +122,21 @@ class Stream:
         return message
 
     def receive(self, key: bytes, tensor: Tensor) -> Message:
-        """Let the next message of `key` come to `tensor`; at once, if it is here."""
+        """Receive the next message of `key` into `tensor`; at once, if it is here."""
         memory = memory_of(tensor)
         awaited = Message(self._wait, self.rank, HEAD.pack(key, len(memory)), tensor, [memory])
         for index, early in enumerate(self._early):
             if early.head[:KEY_BYTES] == key:
                 del self._early[index]
-                early.heir = awaited
+                early.late_receive = awaited
                 if early.done:
-                    inherit(early)
+                    copy_early(early)
                 return awaited
         self._posted.append(awaited)
         return awaited
 
     def write(self) -> None:
-        """Give the kernel what it takes now of what is going; raises OSError where the connection has ended."""
+        """Write as much outgoing data as the kernel accepts now; raises OSError if the connection has ended."""
         while self.going:
             message = self.going[0]
             count = self._write(message.rest)
@@ -155,8 +155,8 @@ class Stream:
             return 0
 
     def read(self) -> None:
-        """Take what has come, a long message to its place; BlockingIOError: nothing has; another OSError: nothing ever
-        will."""
+        """Read arrived data, a long message directly to its tensor. BlockingIOError: nothing has arrived; other
+        OSErrors: nothing ever will."""
         if self._coming is not None:
             count = self.connection.recv_into(self._place, 0, socket.MSG_DONTWAIT)
             self._fill(self._coming, unless_closed(count))
@@ -179,16 +179,16 @@ class Stream:
         self._left = data[at:]
 
     def _fill(self, message: Message, count: int) -> None:
-        """`count` bytes more of the message that is coming have come."""
+        """Count `count` more bytes of the arriving message."""
         if count < len(self._place):
             self._place = self._place[count:]
             return
         self._coming, message.done = None, True
-        if message.heir is not None:
-            inherit(message)
+        if message.late_receive is not None:
+            copy_early(message)
 
     def _whose(self, head: bytes) -> Message:
-        """The message that was posted for this head, or a new one that is kept aside."""
+        """Return the message that was posted for this header, or a new early one."""
         for index, awaited in enumerate(self._posted):
             if awaited.head == head:
                 del self._posted[index]
@@ -202,42 +202,42 @@ class Stream:
 
 
 SOCKET_BYTES = 4 << 20
-# How often who waits looks at once, and lets others have the core, before it sleeps: a core on which all sleep halts,
-# and to wake it costs more than a small message.
+# How often a waiting process polls, yielding the core, before it sleeps: a core without work halts, and waking it costs
+# more than a small message.
 LOOKS = 60
 READABLE = select.POLLIN | select.POLLHUP | select.POLLERR
 
 
 class LinkError(RuntimeError):
-    """The connection to a rank has ended, or nothing came over it in time."""
+    """The connection to a rank has ended, or a message timed out."""
 
 
 class Transport:
-    """This rank's connections, by the rank at their other end; no wait is longer than `timeout_s`."""
+    """This rank's connections, by the peer's rank; no wait is longer than `timeout_s`."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
-        # What was begun and not awaited: goes on as far as messages have come; whether it is at its end.
+        # Calls that have begun and are not awaited; each continues when called, and returns whether it is finished.
         self.background: list[Callable[[], bool]] = []
-        self.groups = 0  # that use the connections
+        self.groups = 0  # the number that use the connections
         self._streams: dict[int, Stream] = {}
         self._by_descriptor: dict[int, Stream] = {}
         self._poll = select.poll()
-        self._full: set[int] = set()  # the ranks to which something is going that the kernel did not take
+        self._full: set[int] = set()  # ranks with outgoing data that the kernel did not accept
 
     @property
     def ranks(self) -> set[int]:
-        """To whom there is a connection."""
+        """Return the ranks with a connection."""
         return set(self._streams)
 
     def add(self, rank: int, connection: socket.socket) -> None:
-        """Send to and receive from `rank` by this connection from now on."""
+        """Use this connection for `rank` from now on."""
         tune(connection)
         stream = self._streams[rank] = self._by_descriptor[connection.fileno()] = Stream(self.wait, rank, connection)
         self._poll.register(stream.connection, select.POLLIN)
 
     def send(self, peer: int, key: bytes, tensor: Tensor) -> Message:
-        """Begin to send the contiguous `tensor` to rank `peer`; raises LinkError."""
+        """Start to send the contiguous `tensor` to rank `peer`; raises LinkError."""
         stream = self._streams[peer]
         if stream.ended:
             raise lost(stream)
@@ -251,7 +251,7 @@ class Transport:
         return message
 
     def receive(self, peer: int, key: bytes, tensor: Tensor) -> Message:
-        """Let the next message of `key` from rank `peer` come to the contiguous `tensor`; raises LinkError."""
+        """Receive the next message of `key` from rank `peer` into the contiguous `tensor`; raises LinkError."""
         stream = self._streams[peer]
         try:
             return stream.receive(key, tensor)
@@ -260,7 +260,7 @@ class Transport:
             raise lost(stream) from None
 
     def wait(self, message: Message) -> None:
-        """Move what is under way until `message` is done; raises LinkError naming the rank."""
+        """Move all messages until `message` is done; raises LinkError naming the rank."""
         stream = self._streams[message.peer]
         for _ in range(LOOKS):
             if message.done or stream.ended:
@@ -277,7 +277,7 @@ class Transport:
             self._move(left_s)
 
     def _move(self, timeout_s: float) -> None:
-        """Read and write wherever it can be done now; if nowhere, wait until it can."""
+        """Read and write wherever possible now; if nowhere, wait until it is."""
         for descriptor, events in self._poll.poll(timeout_s * 1000):
             stream = self._by_descriptor[descriptor]
             try:
@@ -294,7 +294,7 @@ class Transport:
             self.background = [advance for advance in self.background if not advance()]
 
     def _ask(self, stream: Stream) -> None:
-        """Have the poll say when a connection takes more, as long as something is going."""
+        """Poll for writability only while there is outgoing data."""
         if bool(stream.going) != (stream.rank in self._full):
             self._poll.modify(stream.connection, select.POLLIN | (select.POLLOUT if stream.going else 0))
             self._full ^= {stream.rank}
@@ -305,13 +305,13 @@ class Transport:
         self._poll.unregister(stream.connection)
 
     def flush(self) -> None:
-        """Send what is still going, for at most `timeout_s`."""
+        """Send all outgoing data, for at most `timeout_s`."""
         deadline = time.monotonic() + self.timeout_s
         while self._full and time.monotonic() < deadline:
             self._move(0.1)
 
     def leave(self) -> None:
-        """One group less uses the connections; with the last one they are closed, once all was sent."""
+        """Count one group less; with the last one, send all data and close the connections."""
         self.groups -= 1
         self.flush()
         if self.groups == 0:
@@ -322,40 +322,40 @@ class Transport:
 
 
 def lost(stream: Stream) -> LinkError:
-    """What is raised where a connection has ended."""
+    """Return the error for a connection that has ended."""
     return LinkError(f"the connection to rank {stream.rank} has ended: {stream.ended}")
 
 
 def tune(connection: socket.socket) -> None:
-    """No waiting for more to send, and large buffers."""
+    """Disable Nagle's delay, and enlarge the buffers."""
     connection.setblocking(True)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):
         connection.setsockopt(socket.SOL_SOCKET, buffer, SOCKET_BYTES)
 
 
-# A group's own messages on the connections that all groups of a process share: the channel in their keys.
+# A group's messages on the connections that all groups of a process share, separated by the channel in their keys.
 #
-# `send` and `recv` are those of a process group, so that every collective by hand goes over it by one argument:
+# `send` and `recv` are those of a process group, so every hand-written collective can use it by one argument:
 # `Collective(group, carrier=channel)`.
 
 KEY = struct.Struct("=8sq")
 
 
 class Channel:
-    """Messages between `ranks` (of the world, in the order of the group), of which this is number `rank`; another
-    group's are told from them by `name`."""
+    """Messages between `ranks` (of the world, in group order); this process is number `rank`. `name` separates them
+    from other groups' messages."""
 
     def __init__(self, transport: Transport, ranks: Sequence[int], rank: int, name: str) -> None:
         self.transport, self.ranks, self.rank = transport, list(ranks), rank
         self._name = hashlib.blake2b(name.encode(), digest_size=8).digest()
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Message:
-        """Begin to send the one contiguous tensor to rank `peer` of the group."""
+        """Start to send the one contiguous tensor to rank `peer` of the group."""
         return self.transport.send(self.ranks[peer], self._key(tag), tensors[0])
 
     def recv(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Message:
-        """Let the next one with this tag come to the one contiguous tensor."""
+        """Receive the next message with this tag into the one contiguous tensor."""
         return self.transport.receive(self.ranks[peer], self._key(tag), tensors[0])
 
     def _key(self, tag: int) -> bytes:

@@ -1,8 +1,7 @@
-"""The collectives of a process group over plain TCP, for tensors as torch hands them over: any layout, any operation.
+"""The collectives of a process group over plain TCP, for all tensors that torch may pass: any layout, any operation.
 
-What is sent lies in one piece; a tensor that does not is copied there, and back if it is a result. Small sums go to
-rank 0 and back (rooted.py), all else straight from rank to rank (direct.py): one round and the fewest bytes, whatever
-the sizes, for parts may differ in length.
+Messages are contiguous; other tensors are copied before, and results back. Small sums go through rank 0 (rooted.py),
+all else directly from rank to rank (direct.py): one round and the fewest bytes, also for parts of different length.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +30,7 @@ FOLDS: Mapping[Any, Callable[..., Tensor]] = {
 
 
 def fold_of(op: Any) -> Callable[..., Tensor]:
-    """The function that folds two tensors into one; raises ValueError for an operation that has none here."""
+    """Return the function that combines two tensors; raises ValueError for operations without one."""
     if op not in FOLDS:
         allowed = ", ".join(each.name for each in FOLDS)
         raise ValueError(f"{getattr(op, 'name', op)} is no operation over tcp, allowed: {allowed}")
@@ -39,12 +38,12 @@ def fold_of(op: Any) -> Callable[..., Tensor]:
 
 
 def rows_of(tensor: Tensor, parts: int, sizes: Sequence[int] = ()) -> list[Tensor]:
-    """The parts of a tensor along dim 0: `sizes` of it, or equal ones."""
+    """Return the parts of a tensor along dim 0: of these `sizes`, or equal ones."""
     return list(tensor.split(list(sizes)) if sizes else tensor.chunk(parts) if tensor.dim() else [tensor])
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy of it, as one piece of one dim."""
+    """Return the tensor, or a copy, as one contiguous dim."""
     if tensor.device.type != "cpu":
         raise ValueError(f"a tensor on {tensor.device} is not sent over tcp, allowed: cpu")
     return tensor.detach().contiguous().view(-1)
@@ -52,7 +51,7 @@ def flat(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def contiguous(*places: Tensor) -> Iterator[list[Tensor]]:
-    """The places as flat tensors; what is written there stands in the places at the end."""
+    """Yield the places as flat tensors; at the end, what was written there is copied back."""
     pieces = [flat(place) for place in places]
     yield pieces
     for place, piece in zip(places, pieces, strict=True):
@@ -72,13 +71,13 @@ def all_reduce(peers: Peers, tensor: Tensor, op: Any) -> Steps:
 
 
 def average(peers: Peers, piece: Tensor, op: Any) -> None:
-    """Make a mean of the sum, if that is the operation."""
+    """Divide the sum by the number of ranks, if the operation is a mean."""
     if op == ReduceOp.AVG:
         piece.div_(peers.world_size)
 
 
 def reduce(peers: Peers, tensor: Tensor, op: Any, root: int) -> Steps:
-    """The same, for the root alone."""
+    """Like all_reduce, with the result on the root only."""
     with contiguous(tensor) as (piece,):
         yield from rooted.reduce(peers, piece, root, fold_of(op))
         if peers.rank == root:
@@ -86,7 +85,7 @@ def reduce(peers: Peers, tensor: Tensor, op: Any, root: int) -> Steps:
 
 
 def reduce_scatter(peers: Peers, place: Tensor, parts: Sequence[Tensor], op: Any) -> Steps:
-    """Everyone's part r, summed, in rank r's `place`."""
+    """Sum everyone's part r into rank r's `place`."""
     chunks = [flat(part) for part in parts]
     with contiguous(place) as (piece,):
         if peers.world_size == 1:
@@ -98,29 +97,29 @@ def reduce_scatter(peers: Peers, place: Tensor, parts: Sequence[Tensor], op: Any
 
 
 def broadcast(peers: Peers, tensor: Tensor, root: int) -> Steps:
-    """The root's `tensor`, on every rank."""
+    """Copy the root's `tensor` to every rank."""
     with contiguous(tensor) as (piece,):
         yield from rooted.broadcast(peers, piece, root)
 
 
 def all_gather(peers: Peers, places: Sequence[Tensor], tensor: Tensor) -> Steps:
-    """Everyone's `tensor`, in everyone's `places`."""
+    """Copy everyone's `tensor` to everyone's `places`."""
     return all_to_all(peers, places, [tensor] * peers.world_size)
 
 
 def gather(peers: Peers, places: Sequence[Tensor], tensor: Tensor, root: int) -> Steps:
-    """Everyone's `tensor`, in the root's `places`; others have none."""
+    """Copy everyone's `tensor` to the root's `places`; other ranks have none."""
     with contiguous(*places) as pieces:
         yield from rooted.gather(peers, pieces, flat(tensor), root)
 
 
 def scatter(peers: Peers, place: Tensor, parts: Sequence[Tensor], root: int) -> Steps:
-    """The root's part r, in rank r's `place`."""
+    """Copy the root's part r to rank r's `place`."""
     with contiguous(place) as (piece,):
         yield from rooted.scatter(peers, piece, [flat(part) for part in parts], root)
 
 
 def all_to_all(peers: Peers, places: Sequence[Tensor], parts: Sequence[Tensor]) -> Steps:
-    """Rank s's part r, in rank r's s-th place."""
+    """Copy rank s's part r to rank r's s-th place."""
     with contiguous(*places) as pieces:
         yield from direct.all_to_all(peers, pieces, [flat(part) for part in parts])

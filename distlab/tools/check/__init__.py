@@ -1,11 +1,11 @@
-"""A user's own script, watched: which rank waits for whom at which line, which calls do not match, who sent what.
+"""Runs a user's script under observation and reports hangs, mismatched collectives and traffic per rank.
 
     distlab check SCRIPT     settings -> join -> [ script | its supervisor ] on each rank -> findings -> exit code
 
-start/  the script runs unchanged in a process of its own (script.py) beside the supervisor of its rank
+start/  runs the script unchanged in its own process (script.py), next to the supervisor of its rank
         (script_process.py, rank_supervisor.py)
-watch/  there each of its calls is recorded before it is made (recorder.py); the records go through a pipe, which
-        outlives its writer (telling.py)
-judge/  the coordinator of rank 0 (coordinator.py) compares what all ranks have told (rank_state.py, matching.py,
+watch/  records each of its calls before it is made (recorder.py) and writes them to a pipe, which can be read even
+        after the script has died (telling.py)
+judge/  compares all ranks' records in the coordinator on rank 0 (coordinator.py, rank_state.py, matching.py,
         deadlock.py, silent_faults.py)
 """

@@ -1,5 +1,5 @@
-"""`distlab prove FILE`: whether N ranks compute what one process computes, for a model or a strategy of one's own.
+"""`distlab prove FILE`: check whether N ranks compute what one process computes, for a user's model or strategy.
 
-A proof runs as a check does (distlab/tools/check): someone's code in a process of its own, its doctor beside it. What
-is added is the one process, and by which tensor, on which rank and by which factor the ranks part from it.
+A proof runs like a check (distlab/tools/check): the user's code in a separate process, with a supervisor. A proof adds
+the single process, and reports which tensor differs from it, on which rank and by which factor.
 """

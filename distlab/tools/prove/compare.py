@@ -1,4 +1,4 @@
-"""How far each tensor of a rank is from one process's, step by step, and whether the ranks together train all of it."""
+"""Differences between each tensor of a rank and one process's, step by step, and whether the ranks train all of it."""
 
 import math
 from collections import Counter, defaultdict
@@ -20,8 +20,8 @@ from distlab.tools.prove.locate import LocatedTensor, Rows, plain_name
 from distlab.tools.prove.reference import Dense
 from distlab.tools.prove.user_file import UserFile
 
-TOLERANCE = 1e-11  # of the largest value of all tensors of a kind, or of one where that is more
-CLIP_EPSILON = 1e-6  # torch's clip_grad_norm_ adds it to the norm; whoever clips by hand need not
+TOLERANCE = 1e-11  # relative to the largest value of all tensors of a kind, or of one if that is larger
+CLIP_EPSILON = 1e-6  # torch's clip_grad_norm_ adds it to the norm; manual clipping may not
 GRADIENTS, WEIGHTS, LOSSES = "gradients", "weights", "losses"
 
 
@@ -30,11 +30,11 @@ class Deviation(NamedTuple):
 
     step: int
     kind: str
-    name: str  # as the rank has it
+    name: str  # on this rank
     rank: int
-    difference: float  # the largest; infinite where it is missing or no number
+    difference: float  # the largest; infinite if the tensor is missing or not finite
     allowed: float
-    factor: float | None  # of one process's, where it is a multiple of that
+    factor: float | None  # relative to one process's, if it is a multiple
 
     @property
     def is_wrong(self) -> bool:
@@ -42,10 +42,10 @@ class Deviation(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What a rank has kept of one step, by the names that its tensors have there."""
+    """One rank's record of a step, by the tensors' names there."""
 
-    share: float | None  # the rank's share of the loss, None where it sees none
-    gradients: Mapping[str, LocatedTensor]  # as the optimizer saw them
+    share: float | None  # the rank's share of the loss, None if it has none
+    gradients: Mapping[str, LocatedTensor]  # at the optimizer's step
     weights: Mapping[str, LocatedTensor]
 
     def of(self, kind: str) -> Mapping[str, LocatedTensor]:
@@ -67,19 +67,19 @@ def compared(
 
 
 def difference_and_factor(found: LocatedTensor, dense: Tensor | None) -> tuple[float, float | None]:
-    """The largest difference, and the factor where there is one."""
+    """Return the largest difference, and the factor if there is one."""
     wanted = None if dense is None else found.rows.of(dense)
     if found.tensor is None or wanted is None:
         given = found.tensor if wanted is None else wanted
         missing = given is not None and bool(given.any())
-        # A gradient that one process has not may be zeros here; one that is zero there may be missing here.
+        # A gradient that one process lacks may be zeros here; one that is zero there may be missing here.
         return (math.inf if missing else 0.0), None
     off = tensors.largest_difference(found.tensor.double(), wanted)
     return off, factor(found.tensor.double(), wanted) if math.isfinite(off) else None
 
 
 def tolerance(wanted: Iterable[Tensor], alone: Snapshot, clip: float | None) -> float:
-    """What rounding may change, and with a clip what its epsilon may."""
+    """Return the difference that rounding may cause, and with clipping its epsilon."""
     largest = max((each.abs().max().item() for each in wanted if each.numel()), default=0.0)
     epsilon = 0.0 if clip is None else CLIP_EPSILON / max(alone.norm, CLIP_EPSILON)
     return TOLERANCE * max(1.0, largest) + epsilon * largest
@@ -88,7 +88,7 @@ def tolerance(wanted: Iterable[Tensor], alone: Snapshot, clip: float | None) -> 
 def not_held(
     rows_by_rank: Sequence[Mapping[str, Rows]], canonical: Mapping[str, str], dense: Dense
 ) -> list[tuple[str, list[int]]]:
-    """Parameters that no rank has, and of those that are cut the rows that none has; an empty list is all of it."""
+    """Return the parameters that no rank has, with the missing rows of sharded ones; an empty list means all."""
     held = defaultdict[str, list[Rows]](list)
     for rows in rows_by_rank:
         for name, each in rows.items():
@@ -102,11 +102,11 @@ def not_held(
     return missing
 
 
-# Dropout in a proof: it drops nothing, and which rank would have drawn what is compared along the axes of the mesh.
+# Dropout in a proof: nothing is dropped, and the ranks' random draws are compared along the axes of the mesh.
 #
-# N ranks cannot draw what one process draws, so no tensor could be compared. What can be said is who has to draw
-# alike: ranks that hold the same activations (tensor parallelism's, where they are not cut), and who has to draw
-# anew: ranks with other samples, or other parts of the activations.
+# N ranks cannot draw what one process draws, so no tensor could be compared. What can be checked is which ranks must
+# draw equally: those with the same activations (replicated in tensor parallelism), and which must differ: those with
+# other samples, or other parts of the activations.
 
 FUNCTIONS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 LOADED = "scaled_dot_product_attention"
@@ -116,13 +116,13 @@ class Draw(NamedTuple):
     """One dropout of one rank's first step."""
 
     module: str
-    turn: int  # how often this module had drawn before
+    turn: int  # earlier draws of this module
     state: int  # of the random generator
-    given: int  # checksum of what it drops from
+    given: int  # checksum of its input
 
 
 class Draws:
-    """Stands in for torch's dropouts; `watch` names the modules that draw."""
+    """Replaces torch's dropouts; `watch` records the modules that draw."""
 
     def __init__(self) -> None:
         self.drawn: list[Draw] = []
@@ -130,7 +130,7 @@ class Draws:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Drop nothing meanwhile; the generator goes on as it would."""
+        """Drop nothing inside the block; the random generator advances as usual."""
         place: Any = F
         before = {name: getattr(F, name) for name in (*FUNCTIONS, LOADED)}
         for name in FUNCTIONS:
@@ -143,7 +143,7 @@ class Draws:
                 setattr(place, name, function)
 
     def watch(self, model: nn.Module) -> None:
-        """Note the draws of this rank's model from here on."""
+        """Record the draws of this rank's model from now on."""
         self.drawn = []
         for name, module in model.named_modules():
             shown = plain_name(f"{name}.").rstrip(".")
@@ -162,12 +162,12 @@ class Draws:
         self.drawn.append(Draw(name, turn, hash_of(state), hash_of(local)))
 
     def _instead(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        function = getattr(function, "__wrapped__", function)  # without who else watches
+        function = getattr(function, "__wrapped__", function)  # without other observers
 
         def instead(given: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: ARG001
             if training and p > 0:
                 self._note(given)
-                function(given.detach(), p, True)  # so that the generator goes on
+                function(given.detach(), p, True)  # advances the generator
             return given
 
         return instead
@@ -179,7 +179,7 @@ class Draws:
         ) -> Tensor:  # fmt: skip
             if dropout_p > 0:
                 self._note(query)
-                torch.rand(1, device=query.device)  # the generator goes on
+                torch.rand(1, device=query.device)  # advances the generator
             return function(query, key, value, attn_mask, 0.0, *args, **named)
 
         return attention
@@ -188,7 +188,7 @@ class Draws:
 def wrong_draws(
     by_rank: Sequence[Sequence[Draw]], neighbours: Callable[[int], Mapping[str, Sequence[int]]]
 ) -> Iterator[tuple[str, list[int]]]:
-    """A sentence for each axis along which ranks draw alike where they must not, or not where they must; and which."""
+    """Yield a sentence per axis along which ranks draw equally or differently by mistake, with these ranks."""
     faults: dict[str, tuple[str, list[int], list[str]]] = {}
     by_dropout = [{(each.module, each.turn): each for each in draws} for draws in by_rank]
     for rank, draws in enumerate(by_dropout):
@@ -215,14 +215,14 @@ def fault_of(axis: str, one: Draw, two: Draw) -> str:
     return ""
 
 
-# Where the forward pass parts first: the first module whose input is one process's and whose output is not.
+# The first wrong module of the forward pass: its input equals one process's, but its output does not.
 #
-# Looked for only where something is wrong already, on each rank's first microbatch. A module that is cut has inputs
-# or outputs of another shape, and these are not compared; the one that puts the parts together is.
+# It is searched only if there is a difference, on each rank's first microbatch. A sharded module has inputs or outputs
+# of another shape, which are not compared; the module that combines the parts is.
 
 
 class Passed(NamedTuple):
-    """One module's first call."""
+    """The first call of a module."""
 
     kind: str
     given: Tensor | None
@@ -230,7 +230,7 @@ class Passed(NamedTuple):
 
 
 class Passes:
-    """The first call of each module of a model, in the order in which they end."""
+    """The first call of each module of a model, in the order of their ends."""
 
     def __init__(self) -> None:
         self.calls: dict[str, Passed] = {}
@@ -252,13 +252,13 @@ class Passes:
 
 
 def copied(value: Any) -> Tensor | None:
-    """A copy of a plain tensor; None of all else, DTensors too."""
+    """Return a copy of a plain tensor; None for anything else, also DTensors."""
     plain = isinstance(value, Tensor) and not hasattr(value, "full_tensor")
     return value.detach().clone() if plain else None
 
 
 def parted(theirs: UserFile, mine: Passes, first: Microbatch) -> str:
-    """A sentence on the first module that parts from one process's, on the rank that calls this; empty if none does."""
+    """Return a sentence on the first module that differs from one process's, on this rank; empty if none does."""
     model = theirs.model(theirs.config.seed)
     alone = Passes()
     with alone.watched(model), torch.no_grad():
@@ -281,7 +281,7 @@ def differs(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def how(difference: Tensor, wanted: Tensor, module: nn.Module, name: str) -> str:
-    """What it has too much, or by which factor it is off."""
+    """Return what it has in excess, or the factor by which it is wrong."""
     for own, parameter in module.named_parameters(recurse=False):
         if parameter.dim() == 1 and parameter.shape[0] == difference.shape[-1]:
             times = factor(difference, parameter.detach().expand_as(difference))

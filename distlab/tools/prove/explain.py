@@ -1,10 +1,9 @@
-"""Why a gradient is not one process's: in which numbers the samples of each rank and microbatch count in it.
+"""Explain a wrong gradient by how often each rank's and microbatch's samples count in it.
 
-A gradient is a sum over samples. So what a rank has instead is looked for as another sum of the same parts, by least
-squares over what each microbatch gives alone (and of a tied weight each of its uses): all by one factor is an error of
-scale, the rank's own alone is a sum that was never made, the last microbatch alone is one that was overwritten, and
-weights of one over a part's number of terms are a mean of means. What is no such sum may be one beside its neighbours'
-along an axis of the mesh.
+A gradient is a sum over samples. So a wrong one is expressed as another sum of the same parts, by least squares over
+each microbatch's gradient (and for a tied weight each of its uses): one factor for all is an error of scale, only the
+rank's own part is a missing sum, only the last microbatch is an overwritten sum, and weights of 1 / a part's number of
+terms are a mean of means. If it is no such sum, its sum with the neighbours' along an axis of the mesh may be.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -24,18 +23,18 @@ UNEXPLAINED = "no sum of what the samples give"
 
 
 class Scene(NamedTuple):
-    """Where it happened."""
+    """The context of a wrong gradient."""
 
     rank: int
     shard: int  # of the rank, along dp
     axes: Mapping[str, int]  # sizes
-    neighbours: Mapping[str, Sequence[int]]  # ranks along each axis, this one among them
+    neighbours: Mapping[str, Sequence[int]]  # ranks along each axis, including this one
     terms: Mapping[tuple[int, int], int]  # loss terms of each microbatch of each shard
     world_size: int
 
 
 def why(scene: Scene, found: Sequence[LocatedTensor | None], wanted: Tensor, parts: Mapping[Part, Tensor]) -> str:
-    """A phrase behind "gradients of X on rank r are ..."; `found` is by rank, `wanted` one process's."""
+    """Return a phrase after "gradients of X on rank r are ..."; `found` is by rank, `wanted` one process's."""
     mine = found[scene.rank]
     assert mine is not None
     if mine.tensor is None:
@@ -55,7 +54,7 @@ def why(scene: Scene, found: Sequence[LocatedTensor | None], wanted: Tensor, par
 
 
 def counted(found: Tensor, parts: Mapping[Part, Tensor]) -> dict[Part, float] | None:
-    """How often each part is in `found`; None where it is no sum of them, or of several."""
+    """Return how often each part counts in `found`; None if it is no sum of them, or not a unique one."""
     columns = torch.stack([each.flatten() for each in parts.values()], dim=1)  # [numel, parts]
     if columns.shape[0] < columns.shape[1]:
         return None
@@ -139,7 +138,7 @@ def of_microbatches(scene: Scene, counts: Mapping[tuple[int, int], list[float]])
 
 
 def scaled(scene: Scene, value: float) -> str:
-    """One factor for all of it, and what has that size."""
+    """Return a sentence on one factor for all, and what has that size."""
     known = [(f"the {size} ranks of {axis}", size) for axis, size in scene.axes.items() if size > 1]
     if len(scene.axes) > 1:
         known.append((f"all {scene.world_size} ranks", scene.world_size))
@@ -158,7 +157,7 @@ def scaled(scene: Scene, value: float) -> str:
 
 
 def neighbours_have_rest(scene: Scene, found: Sequence[LocatedTensor | None], wanted: Tensor) -> str:
-    """Whether the neighbours along an axis have the rest of it."""
+    """Return a sentence if the neighbours along an axis have the rest of it."""
     mine = found[scene.rank]
     assert mine is not None
     for axis, ranks in scene.neighbours.items():
@@ -177,7 +176,7 @@ def neighbours_have_rest(scene: Scene, found: Sequence[LocatedTensor | None], wa
 
 
 def in_rows(found: Tensor, wanted: Tensor) -> str:
-    """Where it is wrong, if some of it is right."""
+    """Return where it is wrong, if some of it is right."""
     for dim in range(found.dim()):
         off = (found - wanted).movedim(dim, 0).reshape(found.shape[dim], -1).abs().amax(1) > NEAR * wanted.abs().max()
         wrong = off.nonzero().flatten().tolist()
@@ -187,8 +186,8 @@ def in_rows(found: Tensor, wanted: Tensor) -> str:
 
 
 def blocks(found: Tensor, wanted: Tensor) -> list[tuple[range, float]]:
-    """Where each row along dim 0 is a multiple of the wanted one: the multiples, and the rows of each, in order; rows
-    of zeros go with those before. None where a row is no multiple."""
+    """Return ranges of rows along dim 0 with their factors relative to the wanted ones, in order; zero rows join those
+    before. Empty if a row is no multiple."""
     seen: list[tuple[range, float]] = []
     for row, (mine, right) in enumerate(zip(found, wanted, strict=True)):
         if not mine.any() and not right.any():
@@ -221,7 +220,7 @@ def alike(values: Sequence[float]) -> bool:
 
 
 def times(value: float) -> str:
-    """0.889 times, not at all, once."""
+    """Return "0.889 times", "not at all" or "once"."""
     return "not at all" if abs(value) <= NEAR else "once" if near(value, 1) else f"{value:.3f} times"
 
 

@@ -1,8 +1,8 @@
-"""Where in the dense model lies what a rank holds: found by its numbers, whatever cut it.
+"""Find the position of a rank's tensors in the dense model, by their values, whatever sharded them.
 
-Before the first step every weight is the model's own, and none is equal to another (user_file.py). So a tensor of the
-dense shape is held whole, and one that is shorter in one dim is as many rows of it, each found by its bytes:
-halves, the interleaved heads of a fused projection, a vocabulary in parts. A DTensor knows it by itself.
+Before the first step every weight equals the model's, and no two weights are equal (user_file.py). So a tensor of the
+dense shape is the whole, and one that is shorter in one dim is a selection of rows, each found by its bytes: halves,
+the interleaved heads of a fused projection, a vocabulary in parts. A DTensor knows its position.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-CPU = torch.device("cpu")  # where all is compared that ranks and one process keep, whatever device they compute on
+CPU = torch.device("cpu")  # for comparisons, whatever device ranks and the single process compute on
 PREFIXES = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
 
 class Rows(NamedTuple):
-    """Which rows along a dim of the dense tensor; `dim` -1 is all of it."""
+    """Rows along a dim of the dense tensor; `dim` -1 means all of it."""
 
     dim: int
     lines: list[int]
@@ -30,36 +30,36 @@ WHOLE = Rows(-1, [])
 
 
 class LocatedTensor(NamedTuple):
-    """One tensor of a rank, and where in the dense model it lies."""
+    """A tensor of a rank, and its position in the dense model."""
 
     rows: Rows
-    tensor: Tensor | None  # None: a gradient that is not there
+    tensor: Tensor | None  # None: a missing gradient
 
 
 class Misfit(Exception):
-    """A rank's tensor is no part of the dense one; the message says how, to stand behind the tensor's name."""
+    """A rank's tensor is no part of the dense one; the message follows the tensor's name."""
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without what wrappers put into it."""
+    """Return a parameter's name without wrappers' parts."""
     for each in PREFIXES:
         name = name.replace(each, "")
     return name
 
 
 def named(model: nn.Module) -> dict[str, nn.Parameter]:
-    """All parameters under all of their names, wrappers left out."""
+    """Return all parameters under all of their names, without wrappers' parts."""
     return {plain_name(name): each for name, each in model.named_parameters(remove_duplicate=False)}
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What is compared of a tensor, a copy; of a DTensor all of it, which is a collective."""
+    """Return a copy of the tensor for comparison; of a DTensor all of it, by a collective."""
     whole = getattr(tensor, "full_tensor", None)
     return (whole() if whole is not None else tensor).detach().to(CPU, copy=True)
 
 
 def locate_in_dense(found: Tensor, dense: Tensor) -> Rows:
-    """Where `found` lies in `dense`, both before the first step; raises Misfit."""
+    """Return the position of `found` in `dense`, both before the first step; raises Misfit."""
     if found.shape == dense.shape:
         if not torch.equal(found.to(dense.dtype), dense):
             raise Misfit("begins with other weights than the model's")
@@ -84,17 +84,19 @@ def rows_as_bytes(tensor: Tensor, dim: int) -> Iterable[bytes]:
         yield row.contiguous().numpy().tobytes()
 
 
-# The same for a script's own tensors, whose weights may be equal to each other (ones, zeros) or begin at random.
+# The same for a script's tensors, whose weights may be equal (ones, zeros) or random at first.
 
 
 class Place(NamedTuple):
-    """Where a rank's piece lies: a dense tensor's name, and rows of it, or the part that begins at `begin`."""
+    """The position of a rank's piece: a dense tensor's name, and rows of it, or the part from `begin` on: an index per
+    dimension, or one among all elements."""
 
     name: str
     rows: Rows = WHOLE
     begin: tuple[int, ...] = ()
 
     def of(self, dense: Tensor, shape: torch.Size) -> Tensor:
+        dense = dense.view(-1) if len(self.begin) == 1 == len(shape) else dense
         for dim, start in enumerate(self.begin):
             dense = dense.narrow(dim, start, shape[dim])
         return self.rows.of(dense)
@@ -108,8 +110,8 @@ class Place(NamedTuple):
 
 
 def places_of(pieces: Mapping[str, Sequence[Any]], dense: Mapping[str, Tensor]) -> dict[str, Place]:
-    """Where each piece of a rank lies, before the first step: by its own word, else by its numbers, else by its name;
-    what has no numbers of its own lies as the rest of its module does. Some may be found nowhere."""
+    """Return the position of each piece of a rank before the first step: declared, else by values, else by name; pieces
+    without distinctive values are placed like the rest of their module. Some may not be found."""
     found: dict[str, Place] = {}
     for name, (begin, shape, tensor) in pieces.items():
         same = dense.get(name)

@@ -1,7 +1,6 @@
-"""The proof on one rank, top to bottom: one process on rank 0, then the file's own steps on all, then who is off.
+"""The proof on one rank, in order: one process on rank 0, then the file's steps on all ranks, then the comparison.
 
-Everything that ranks send each other for the sake of the proof is unseen by the doctor: what it counts, compares and
-times is the file's alone.
+The proof's own messages between ranks are hidden from the supervisor, which counts, compares and times only the file's.
 """
 
 from collections import Counter
@@ -33,18 +32,17 @@ from distlab.tools.prove.reference import STEPS, Dense, names_of
 from distlab.tools.prove.user_file import NAMES, Refused, UserFile, from_names, load
 from distlab.tools.prove.verdict import Everything, Grid, Mine, Say, tell
 
-# What the file's own steps send: the sockets' counters over each step, without what the proof sends meanwhile.
+# Bytes of the file's own steps: the sockets' counters over each step, without the proof's messages.
 #
-# A proof sends more than what it proves: one process's numbers to all, everyone's tensors to each other, and inside
-# of a step the whole of a sharded gradient, as the optimizer is about to step. All of that runs in `unseen`, and what
-# the sockets sent in it is taken away again. Collectives are over when a step returns, so its bytes are with the
-# kernel.
+# A proof sends more than the file does: one process's tensors to all, everyone's tensors to each other, and during a
+# step all of a sharded gradient, before the optimizer steps. All of that runs in `unseen`, and its bytes are
+# subtracted. Collectives are over when a step returns, so the kernel has its bytes.
 
 Sent: TypeAlias = Counter[tuple[tuple[str, int], tuple[str, int]]]  # bytes by the two ends of a connection
 
 
 class Wire:
-    """Counts the steps of one rank; `tell` at the end. Where the system has no counters, nothing is told."""
+    """Counts the steps of one rank; `tell` at the end. Without the system's counters it reports nothing."""
 
     def __init__(self, telling: Telling, recorder: Recorder, waits: Waits) -> None:
         self._telling, self._recorder, self._waits = telling, recorder, waits
@@ -55,7 +53,7 @@ class Wire:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """One step of the file's: its calls and its bytes count."""
+        """Count calls and bytes of one step of the file."""
         before = self._now()
         self._inside = True
         self._telling.say("counting", True)
@@ -69,7 +67,7 @@ class Wire:
 
     @contextmanager
     def unseen(self) -> Iterator[None]:
-        """What is called meanwhile is the proof's own: it is not told, and its bytes do not count."""
+        """Hide the proof's own calls and bytes."""
         outermost = self._inside and not self._recorder.hidden()
         before = self._now() if outermost else Counter()
         with self._recorder.unseen():
@@ -89,16 +87,15 @@ class Wire:
             self._sent[ends] += sign * (sent - before[ends])
 
 
-# What a rank trains: a prepared module with train_step, or a strategy. Each step leaves what a proof compares.
+# What a rank trains: a prepared module with train_step, or a strategy. Each step returns what the proof compares.
 #
-# Gradients are taken as the optimizer is about to step, by a hook of its own: after all that train_step does with
-# them, and before zero_grad takes them away.
+# A hook takes gradients when the optimizer is about to step: after all processing in train_step, and before zero_grad.
 
-Unseen: TypeAlias = Callable[[], AbstractContextManager[None]]  # what runs in it is no call of the file's
+Unseen: TypeAlias = Callable[[], AbstractContextManager[None]]  # hides calls that are not the file's
 
 
 class Stepped:
-    """The file's train_step, or the lab's, on what the file's prepare made of the model."""
+    """The file's train_step, or the lab's, on the module that the file's prepare returned."""
 
     def __init__(
         self, theirs: UserFile, model: nn.Module, group: Any, start: Mapping[str, Tensor], unseen: Unseen
@@ -115,12 +112,12 @@ class Stepped:
         self.optimizer.register_step_pre_hook(lambda *_: self._seen())
         self._gradients: dict[str, LocatedTensor] = {}
         self._steps = 0
-        self.misfits: dict[str, str] = {}  # parameters that are no part of the model's, and how
+        self.misfits: dict[str, str] = {}  # parameters that are not the model's, with the reason
         with unseen():
             self._rows = self._placed(start)
 
     def _placed(self, start: Mapping[str, Tensor]) -> dict[str, Rows]:
-        """Where each of this rank's parameters lies, by the name that it has here."""
+        """Return the position of each of this rank's parameters, by its name here."""
         found = {}
         for name, parameter in named(self.module).items():
             if name not in self._canonical:
@@ -135,7 +132,7 @@ class Stepped:
         return found
 
     def step(self, microbatches: list[Microbatch]) -> Step:
-        """By the file's train_step; raises Refused where it does not step its optimizer once."""
+        """Run the file's train_step; raises Refused unless it steps its optimizer once."""
         before = self._steps
         if "train_step" in self.theirs:
             share = self.theirs["train_step"](self.module, self.optimizer, microbatches, self.group)
@@ -161,7 +158,7 @@ class Stepped:
 
 
 class OfStrategy:
-    """The file's strategy: what `full` gives on this rank, which holds it whole."""
+    """The file's strategy: the results of `full` on this rank."""
 
     def __init__(self, theirs: UserFile, model: nn.Module, mesh: Mesh, unseen: Unseen) -> None:
         self._unseen, self._clips = unseen, theirs.found.get("clip") is not None
@@ -173,7 +170,7 @@ class OfStrategy:
         share = self.strategy.backward(microbatches)
         before = {} if self._clips else self._full("gradients")
         self.strategy.update()
-        gradients = self._full("gradients") if self._clips else before  # clipped in `update`, and they stay
+        gradients = self._full("gradients") if self._clips else before  # clipping in `update` changes them
         return Step(None if share is None else float(share), gradients, self._full("weights"))
 
     def _full(self, kind: str) -> dict[str, LocatedTensor]:
@@ -186,7 +183,7 @@ def train_step(
     theirs: UserFile, model: nn.Module, optimizer: torch.optim.Optimizer, microbatches: list[Microbatch],
     group: dist.ProcessGroup,
 ) -> float:  # fmt: skip
-    """The lab's own, where the file has none: each gradient summed over all ranks."""
+    """Train a step as the lab does, if the file does not: each gradient is summed over all ranks."""
     optimizer.zero_grad()
     total = 0.0
     for inputs, targets, share in microbatches:
@@ -195,7 +192,7 @@ def train_step(
         total += loss.item()
     for parameter in model.parameters():
         if parameter.requires_grad:
-            if parameter.grad is None:  # every rank makes the same calls
+            if parameter.grad is None:  # every rank must make the same calls
                 parameter.grad = torch.zeros_like(parameter)
             dist.all_reduce(parameter.grad, group=group)
     clip = theirs.found.get("clip")
@@ -206,13 +203,13 @@ def train_step(
     return total
 
 
-# The proof on one rank, from one process to the verdict.
+# The proof on one rank, from the single process to the verdict.
 
-SENT = (Dense, Snapshot, reference.Buffers, Mine, Deviation, Rows, LocatedTensor, Draw)  # what ranks send each other
+SENT = (Dense, Snapshot, reference.Buffers, Mine, Deviation, Rows, LocatedTensor, Draw)  # types that ranks exchange
 
 
 def play(job: Job, telling: Telling, recorder: Recorder, waits: Waits, config: Config) -> None:
-    """In the place of a script: prove the file, tell what was found."""
+    """Prove the file, in place of running a script, and report the findings."""
     enter(job)
     heed_endings(raise_exited)
     try:
@@ -230,7 +227,7 @@ def play(job: Job, telling: Telling, recorder: Recorder, waits: Waits, config: C
 
 
 class Proof:
-    """One rank's part."""
+    """One rank's part of the proof."""
 
     def __init__(self, theirs: UserFile, say: Say, unseen: Unseen, stepping: Unseen = nullcontext) -> None:
         self.theirs, self.say, self.unseen, self.stepping = theirs, say, unseen, stepping
@@ -238,7 +235,7 @@ class Proof:
         self.seed = theirs.config.seed
         self.grid = Grid(theirs.axes(self.world_size))
         with unseen():
-            self.ours = dist.new_group()  # for what the proof itself sends
+            self.ours = dist.new_group()  # for the proof's own messages
 
     def run(self) -> None:
         model = self.theirs.model(self.seed)
@@ -280,7 +277,7 @@ class Proof:
         return self.dealing.dealt(step, self.grid.index(self.rank, "dp"))
 
     def _kept(self, trained: nn.Module, start: dict[str, Tensor], dense: Dense) -> reference.Buffers:
-        """This rank's buffers, and what one process would make of its samples."""
+        """Return this rank's buffers, and those of one process on its samples."""
         own = reference.by_own_samples(self.theirs, dense, [self._dealt(step) for step in range(STEPS)])
         uncompared = ""
         if self.rank and isinstance(trained, DistributedDataParallel) and trained.broadcast_buffers:
@@ -325,26 +322,26 @@ class Proof:
         self.say("said", "deal", f"{STEPS} steps in float64, plain SGD; samples by shard and microbatch: {shown}")
 
     def everyone(self, mine: Any) -> list[Any]:
-        """What each rank has, on all."""
+        """Return each rank's value, on all ranks."""
         with self.unseen():
             return all_gather_plain(mine, self.ours, SENT)
 
 
 def refuse_strangers(step: Step, canonical: Mapping[str, str]) -> None:
-    """Raises Refused where a strategy gives a tensor by a name that the model does not have."""
+    """Raises Refused if a strategy returns a tensor by a name that the model does not have."""
     strange = sorted({*step.gradients, *step.weights} - set(canonical))
     if strange:
         raise Refused(f"the strategy's full() gives {strange[0]!r}, which is no parameter of the model")
 
 
-# A proof inside of a test: the same as `distlab prove`, in the ranks that are there already.
+# A proof inside a test: like `distlab prove`, on ranks that already run.
 
 
 def same_as_one_process(*, seed: int = 1, microbatches: int = 2, **own: Any) -> None:
-    """Raise AssertionError on every rank, with the sentence of the proof, unless all ranks compute what one does.
+    """Raise AssertionError on every rank, with the proof's sentence, unless all ranks compute what one process does.
 
-    `own` are the names of a file for `distlab prove`: model, loss, batch, train_step, prepare, strategy, mesh, ...
-    Raises TypeError for another name, and ValueError for what cannot be proven.
+    `own` are the names of a `distlab prove` file: model, loss, batch, train_step, prepare, strategy, mesh, ... Raises
+    TypeError for other names, and ValueError for what cannot be proven.
     """
     strange = sorted(set(own) - set(NAMES))
     if strange:

@@ -1,4 +1,4 @@
-"""One process: the whole batch, plain SGD in float64, and in which order its backward pass reaches the parameters."""
+"""The single process: the whole batch, plain SGD in float64, and the order of parameters in its backward pass."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -13,14 +13,14 @@ from distlab.lab.workload.reference import OneProcess, Snapshot, backward, fill,
 from distlab.tools.prove.locate import CPU, local, plain_name
 from distlab.tools.prove.user_file import Refused, UserFile
 
-# The whole batch of a step, and each rank's microbatches of it, uneven wherever the batch allows it.
+# The whole batch of a step, and each rank's microbatches of it, uneven if the batch allows it.
 #
-# Equal parts hide a mean of means: a loss that is averaged over a rank's own samples, or a microbatch's own tokens,
-# is right there and wrong everywhere else. A file whose strategy takes equal parts alone says `even = True`.
+# Equal parts hide a mean of means: a loss averaged over a rank's samples, or a microbatch's tokens, is right with them
+# and wrong otherwise. A file whose strategy needs equal parts sets `even = True`.
 
 
 class Dealing:
-    """The batches of a proof, dealt along the axis dp, on the model's `device`."""
+    """The batches of a proof, distributed along the axis dp, on the model's `device`."""
 
     def __init__(self, theirs: UserFile, num_shards: int, device: torch.device = CPU) -> None:
         self.theirs, self.num_shards, self.device = theirs, num_shards, device
@@ -36,7 +36,7 @@ class Dealing:
         return Microbatch(inputs, targets, 1 / terms)
 
     def dealt(self, step: int, shard: int) -> list[Microbatch]:
-        """What one shard works on."""
+        """Return the microbatches of one shard."""
         inputs, targets, share = self.whole(step)
         sizes = self.sizes(len(inputs))
         start = sum(sum(each) for each in sizes[:shard])
@@ -47,7 +47,7 @@ class Dealing:
         return parts
 
     def sizes(self, batch: int) -> list[list[int]]:
-        """Samples of each microbatch of each shard; raises Refused where they cannot be dealt."""
+        """Return the samples of each microbatch of each shard; raises Refused if they cannot be distributed."""
         shards, parts = self.num_shards, self.theirs.config.num_microbatches
         if self.even and batch % (shards * parts):
             raise Refused(
@@ -76,15 +76,15 @@ class Dealing:
         return inputs.to(self.device), targets.to(self.device)
 
 
-# Buffers: what a model carries beside its weights, a mask, a table of frequencies, a running mean.
+# Buffers: a model's tensors that are no parameters, such as a mask, a frequency table or a running mean.
 #
-# No gradient reaches them, so no gradient shows by itself that they are wrong. What one process leaves as it was is
-# to be so on every rank, to the bit. What its forward pass writes comes from the samples that it saw, and a rank has
-# seen others: there a rank has to end with what one process has, or with what one process would make of the rank's
-# own microbatches, one after another. All else is named.
+# No gradient reaches them, so gradients do not show errors in them. Buffers that one process does not change must not
+# change on any rank, to the bit. Buffers that its forward pass writes depend on the samples, which differ per rank:
+# there a rank must end with one process's, or with what one process would get from the rank's own microbatches in
+# order. Anything else is reported.
 
 BUFFERS = "buffers"
-ROUNDED = 1e-11  # of the largest value of a buffer
+ROUNDED = 1e-11  # relative to the largest value of a buffer
 
 
 class Buffers(NamedTuple):
@@ -92,22 +92,22 @@ class Buffers(NamedTuple):
 
     start: Mapping[str, Tensor]
     end: Mapping[str, Tensor]
-    own: Mapping[str, Tensor]  # what one process would make of this rank's samples alone
-    uncompared: str = ""  # why those that are written say nothing about this rank
+    own: Mapping[str, Tensor]  # one process's result from only this rank's samples
+    uncompared: str = ""  # why written ones cannot be compared on this rank
 
 
 def copy_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """As they are now, wrappers left out of their names."""
+    """Return copies of the current buffers, named without wrappers' parts."""
     return {plain_name(name): local(each) for name, each in model.named_buffers(remove_duplicate=False)}
 
 
 def wrong(ranks: Sequence[Buffers], dense: Buffers) -> Iterator[tuple[str, list[int]]]:
-    """Sentences for what one process leaves as it was and ranks do not, each with the ranks."""
+    """Yield sentences for buffers that ranks change and one process does not, with the ranks."""
     for name, start in dense.start.items():
         held = {rank: mine for rank, mine in enumerate(ranks) if name in mine.start and name in mine.end}
         whole = {rank: mine.start[name] for rank, mine in held.items() if mine.start[name].shape == start.shape}
         other = [rank for rank, begun in whole.items() if not same(begun.to(start.dtype), start)]
-        if other:  # of the model's shape: one that is cut may be a rank's own
+        if other:  # of the model's shape: a sharded one may be the rank's own
             numbers = f"{head_of(whole[other[0]].double())}, not {head_of(start)}"
             yield (
                 f"{name}, a buffer, begins with other numbers on {name_ranks(other)} than the model's ({numbers}): no"
@@ -139,7 +139,7 @@ def wrong(ranks: Sequence[Buffers], dense: Buffers) -> Iterator[tuple[str, list[
 
 
 def written(ranks: Sequence[Buffers], dense: Buffers) -> Iterator[str]:
-    """Of each buffer that one process writes a sentence: whether ranks have the same, and why not."""
+    """Yield a sentence for each buffer that one process writes: whether ranks agree, and why not."""
     for name, end in dense.end.items():
         if same(dense.start[name], end):
             continue
@@ -153,7 +153,7 @@ def written(ranks: Sequence[Buffers], dense: Buffers) -> Iterator[str]:
 
 
 def times(start: Tensor, found: Tensor, wanted: Tensor) -> str:
-    """How many times as far it went as it had to, where it is that."""
+    """Return how far it moved relative to what it should, if it is a multiple."""
     if found.shape != wanted.shape or start.shape != wanted.shape:
         return ""
     far = factor(found.double() - start.double(), wanted.double() - start.double())
@@ -161,7 +161,7 @@ def times(start: Tensor, found: Tensor, wanted: Tensor) -> str:
 
 
 def same(one: Tensor, other: Tensor) -> bool:
-    """To the bit, whatever bits stand for no number."""
+    """Return whether they are equal to the bit; any NaN equals any other."""
     return one.shape == other.shape and one.dtype == other.dtype and raw(one) == raw(other)
 
 
@@ -180,20 +180,20 @@ STEPS = 3
 
 
 class Dense(NamedTuple):
-    """The whole training of one process."""
+    """The complete training of one process."""
 
     start: dict[str, Tensor]
     steps: list[Snapshot]
-    order: list[str]  # of the backward pass
+    order: list[str]  # in the backward pass
     carried: Buffers = Buffers({}, {}, {})
 
     def before(self, step: int) -> dict[str, Tensor]:
-        """The weights that a step begins with."""
+        """Return the weights before a step."""
         return self.steps[step - 1].weights if step else self.start
 
 
 def one_process(theirs: UserFile, dealing: Dealing) -> Dense:
-    """Train alone; raises Refused where nothing is trained."""
+    """Train in one process; raises Refused if nothing is trained."""
     model = theirs.model(theirs.config.seed)
     named = dict(model.named_parameters())
     start = {name: local(each) for name, each in named.items()}
@@ -219,7 +219,7 @@ def one_process(theirs: UserFile, dealing: Dealing) -> Dense:
 
 
 def by_own_samples(theirs: UserFile, dense: Dense, dealt: Sequence[Sequence[Microbatch]]) -> dict[str, Tensor]:
-    """The buffers that one process would end with on these microbatches of each step alone, at the right weights."""
+    """Return the buffers of one process after only these microbatches of each step, with the right weights."""
     model = theirs.model(theirs.config.seed)
     for step, parts in enumerate(dealt):
         fill(model, dense.before(step))
@@ -233,9 +233,9 @@ def by_own_samples(theirs: UserFile, dense: Dense, dealt: Sequence[Sequence[Micr
 def contributions(
     theirs: UserFile, dealing: Dealing, weights: Mapping[str, Tensor], step: int, name: str
 ) -> dict[tuple[str, int, int], Tensor]:
-    """What each microbatch of each shard gives to the gradient of one parameter, by use of it, shard and microbatch.
+    """Return the part of each microbatch of each shard in the gradient of one parameter, by use, shard and microbatch.
 
-    A parameter that is tied has a use a name: the sum of all is its gradient.
+    A tied parameter has one use per name: the sum of all is its gradient.
     """
     model = theirs.model(theirs.config.seed)
     aliases = [alias for alias, canonical in names_of(model).items() if canonical == name]
@@ -255,7 +255,7 @@ def contributions(
 
 
 def names_of(model: nn.Module) -> dict[str, str]:
-    """All names of all parameters, with the one that stands for a tied one."""
+    """Return all names of all parameters, each with the first name of a tied one."""
     first: dict[int, str] = {}
     found = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -1,8 +1,8 @@
-"""Why the gradients of a script are not those of one rank: a phrase behind "gradients of X are ...".
+"""Explain why a script's gradients differ from one rank's: a phrase after "gradients of X are ...".
 
-What the optimizer saw, and what one rank has, are each solved as a sum of what every rank's backward passes gave before
-anything was reduced. The two sums side by side are the cause: one's own samples alone, one factor for all, each rank by
-its own number of terms.
+The optimizer's gradients and one rank's are both expressed as sums of all ranks' backward passes before any reduction.
+Their comparison gives the cause: only a rank's own samples, one factor for all, each rank divided by its own number of
+terms.
 """
 
 import math
@@ -15,22 +15,22 @@ from torch import Tensor
 from distlab.lab.cluster import name_ranks
 from distlab.tools.prove.locate import Place
 
-CLOSE = 2e-3  # relative, of coefficients
-MOST_ELEMENTS = 2048  # of a tensor that are solved for
+CLOSE = 2e-3  # relative, for coefficients
+MOST_ELEMENTS = 2048  # of a tensor that are used for solving
 SHOWN = 4
 
 Source = tuple[int, int]  # a rank and its backward pass
 
 
 class Scene(NamedTuple):
-    """One step: of each rank what it recorded and where its tensors lie, and the reference's whole gradients."""
+    """One step: each rank's records and tensor positions, and the reference's full gradients."""
 
     ranks: Sequence[Mapping[str, Any]]
     places: Sequence[Mapping[str, Place]]
     dense: Mapping[str, Tensor]
-    local: Mapping[str, Tensor]  # the reference's, before any clip
+    local: Mapping[str, Tensor]  # the reference's, before clipping
     outputs: Mapping[str, Any]  # of the reference's modules, in the first step
-    gathered: str  # where tensors were gathered in a forward pass, if they were
+    gathered: str  # where tensors were gathered in a forward pass, if anywhere
 
     @property
     def size(self) -> int:
@@ -47,7 +47,7 @@ class Scene(NamedTuple):
 
 
 def cause(scene: Scene, rank: int, names: Sequence[str]) -> str:
-    """Why these gradients of a rank, all of them wrong, are what they are."""
+    """Return why these wrong gradients of a rank are what they are."""
     if any(scene.places[rank][name].name not in scene.dense for name in names):
         return "there, where one rank has none: its loss does not depend on them"
     if any(scene.gradient(rank, name) is None for name in names):
@@ -62,7 +62,7 @@ def cause(scene: Scene, rank: int, names: Sequence[str]) -> str:
 
 
 def parted(scene: Scene, rank: int) -> str:
-    """The first module whose input is one rank's and whose output is not, and what that has too much."""
+    """Return the first module whose input equals one rank's and whose output does not, with its excess."""
     mine = scene.ranks[rank]
     for name, (given, found) in mine["outputs"].items():
         begin, wanted = scene.outputs.get(name, (0, found))
@@ -83,7 +83,7 @@ def parted(scene: Scene, rank: int) -> str:
 
 
 def is_whole(scene: Scene, name: str) -> bool:
-    """Whether every rank has all of it, and has told its own part of the gradient."""
+    """Return whether every rank has all of it, and has reported its own part of the gradient."""
     return all(
         name in places and places[name].rows.dim < 0 and not places[name].begin and told["parts"].get(name)
         for places, told in zip(scene.places, scene.ranks, strict=True)
@@ -91,7 +91,7 @@ def is_whole(scene: Scene, name: str) -> bool:
 
 
 def in_sums(scene: Scene, rank: int, names: Sequence[str]) -> str:
-    """By the numbers in which each rank's backward passes are in it."""
+    """Explain it by how often each rank's backward passes count in it."""
     sources: list[Source] = sorted(
         {(each, index) for name in names for each in range(scene.size) for index, _ in scene.ranks[each]["parts"][name]}
     )
@@ -127,7 +127,7 @@ def in_sums(scene: Scene, rank: int, names: Sequence[str]) -> str:
 
 
 def solved(table: Tensor, found: Tensor) -> list[float] | None:
-    """How often each column is in it; None where it is no sum of them, or of several."""
+    """Return how often each column is in it; None if it is no sum of them, or not a unique one."""
     if table.shape[0] < table.shape[1]:
         return None
     scale = table.norm(dim=0).clamp_min(1e-30)
@@ -139,7 +139,7 @@ def solved(table: Tensor, found: Tensor) -> list[float] | None:
 
 
 def ratio(found: Tensor, wanted: Tensor) -> float | None:
-    """The factor between two tensors, if there is one."""
+    """Return the factor between two tensors, if there is one."""
     square = float((wanted * wanted).sum())
     if not square or not torch.isfinite(found).all():
         return None
@@ -152,7 +152,7 @@ def close(one: float, other: float) -> bool:
 
 
 def factor(scene: Scene, times: float) -> str:
-    """One factor for all of it."""
+    """Return a sentence on one factor for all of it."""
     size = scene.size
     if close(times, size):
         return (
@@ -173,7 +173,7 @@ def factor(scene: Scene, times: float) -> str:
 
 
 def weighed(scene: Scene, sources: Sequence[Source], counts: Sequence[float], target: Sequence[float]) -> str:
-    """Each source by a number of its own: a mean of means, or microbatches that count otherwise."""
+    """Return a sentence if each source has its own factor: a mean of means, or wrongly weighted microbatches."""
     shares = [one / other if other else math.inf for one, other in zip(counts, target, strict=True)]
     by_rank = {
         each: [value for (of, _), value in zip(sources, shares, strict=True) if of == each] for each, _ in sources
@@ -200,7 +200,7 @@ def weighed(scene: Scene, sources: Sequence[Source], counts: Sequence[float], ta
 
 
 def terms_behind(scene: Scene, target: Mapping[int, float]) -> tuple[str, tuple[int, ...]] | None:
-    """What the ranks have in these shares: samples, or tokens that are not padding."""
+    """Return what the ranks have in these shares: samples, or tokens that are not padding."""
     for what in scene.ranks[0]["terms"]:
         numbers = tuple(int(told["terms"].get(what, 0)) for told in scene.ranks)
         if sum(numbers) and max(numbers) > min(numbers):
@@ -211,7 +211,7 @@ def terms_behind(scene: Scene, target: Mapping[int, float]) -> tuple[str, tuple[
 
 
 def scaled(scene: Scene, rank: int, names: Sequence[str]) -> str:
-    """One factor for each of them: by the number of ranks, or by a norm that all are clipped to."""
+    """Return a sentence on one factor for each: the number of ranks, or a common clipping norm."""
     found = {name: ratio(gradient_of(scene, rank, name), scene.wanted(rank, name)) for name in names}
     if None in found.values():
         return ""
@@ -232,7 +232,7 @@ def gradient_of(scene: Scene, rank: int, name: str) -> Tensor:
 
 
 def clipped(scene: Scene, rank: int, times: float) -> str:
-    """Whether all of a rank's gradients are off by another norm than that of the whole model's."""
+    """Return a sentence if all of a rank's gradients were clipped by another norm than the whole model's."""
     squares = {name: float(each.double().square().sum()) for name, each in scene.local.items()}
     norm = math.sqrt(sum(squares.values()))
     clip = math.sqrt(sum(float(each.double().square().sum()) for each in scene.dense.values()))
@@ -259,7 +259,7 @@ def clipped(scene: Scene, rank: int, times: float) -> str:
 
 
 def parts_of_sum(scene: Scene, rank: int, names: Sequence[str]) -> str:
-    """Whether what the ranks have adds up to it."""
+    """Return a sentence if the ranks' tensors add up to it."""
     for name in names[:1]:
         found = [scene.gradient(each, name) for each in range(scene.size)]
         tensors = [each for each in found if each is not None]

@@ -1,6 +1,6 @@
-"""What a rerun of a script can't tell, written down in its process: `Ledger`.
+"""`Ledger`: records in the script's process what a rerun cannot show.
 
-Random states by step, learning rates, schedules, what is reduced beside the gradients, the statistics that a model is
+These are random states by step, learning rates, schedules, other reduced values, the statistics that a model is
 evaluated with, and whether the optimizer has the model's parameters.
 """
 
@@ -25,13 +25,13 @@ from distlab.tools.prove.script_steps import ScriptSteps
 MOST_METRICS, MOST_VALUES = 200, 16
 MOST_STATES = 10_000
 MOST_EVALUATIONS = 100
-FIRST = 3  # steps in which an optimizer without gradients is looked into
+FIRST = 3  # steps in which an optimizer without gradients is examined
 LENGTHS = ("total_steps", "total_iters", "T_max")  # of a schedule
 REDUCING = ("all_reduce", "reduce", "all_gather", "gather")
 
 
 class Ledger:
-    """Of this process; `install` once, `write` at its end."""
+    """The ledger of this process; `install` once, `write` at its end."""
 
     def __init__(self, steps: ScriptSteps, samples: Samples) -> None:
         self.steps, self.samples, self.recorder = steps, samples, steps.recorder
@@ -71,7 +71,7 @@ class Ledger:
     def _dropout(
         self, function: Function, given: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
     ) -> Tensor:  # fmt: skip
-        """Drop nothing, and let the random generator go on as it would."""
+        """Drop nothing, but advance the random generator as usual."""
         if not training or p == 0:
             found: Tensor = function(given, p, training, inplace)
             return found
@@ -91,7 +91,7 @@ class Ledger:
         self, function: Function, given: Tensor, running_mean: Tensor | None, running_var: Tensor | None,
         weight: Tensor | None = None, bias: Tensor | None = None, training: bool = False, *rest: Any, **named: Any,
     ) -> Tensor:  # fmt: skip
-        """On one rank each rank's samples are normalised by themselves, as they were there."""
+        """Normalise each rank's samples separately in the reference, as on the ranks."""
         chunks = self.samples.given.chunks if self.samples.given else []
         if training:
             self._normalised = "BatchNorm"
@@ -104,7 +104,7 @@ class Ledger:
 
     @harmless
     def _evaluate(self, model: nn.Module) -> None:
-        """What a model has, the first time that it is evaluated after a backward pass: each tensor's checksum."""
+        """Record checksums of a model's tensors when it is first evaluated after a backward pass."""
         known = self.steps.all_backwards, id(model)
         if known in self._evaluated or not self.steps.all_backwards or len(self._evaluated) > MOST_EVALUATIONS:
             return
@@ -116,7 +116,7 @@ class Ledger:
 
     @harmless
     def _note_state(self, what: str, tensors: Sequence[Tensor]) -> None:
-        """A checksum of what an optimizer has, as its state is taken or put back."""
+        """Record a checksum of an optimizer's state when it is saved or loaded."""
         if len(self._kept) < MOST_METRICS:
             self._kept.append([what, self.steps.number, checksum(tensors), self.recorder.places.line_of(3)])
 
@@ -130,7 +130,7 @@ class Ledger:
 
     @harmless
     def _note_call(self, name: str, args: tuple[Any, ...], call: Call, group: Group) -> None:  # noqa: ARG002
-        """What a script reduces by itself: what it gathers in a forward pass, and numbers."""
+        """Record what a script itself reduces: tensors gathered in a forward pass, and numbers."""
         if not call.by_script or call.op not in REDUCING or call.parameter is not None:
             return
         line = self.recorder.places.line_of(3)
@@ -154,8 +154,8 @@ class Ledger:
 
     @harmless
     def _scheduled(self, _: Any, schedule: Any, *__: Any, **___: Any) -> None:
-        """Of a schedule its class, how often it was stepped, its length where it says one, and where it is stepped, but
-        for the first time, which is its making."""
+        """Record a schedule's class, its steps, its length if known, and where it is stepped, except for its
+        creation."""
         known = self._schedules.get(id(schedule))
         line = "" if known is None else known[3] or self.recorder.places.line_of(3)
         lengths = [getattr(schedule, name) for name in LENGTHS if isinstance(getattr(schedule, name, None), int)]
@@ -182,7 +182,7 @@ class Ledger:
 
     @harmless
     def write(self) -> None:
-        """At the end, and as the reference has done enough."""
+        """Write the records at the end, also when the reference has done enough."""
         told = {
             "passes": self.samples.passes, "lengths": self.samples.lengths, "rates": self.steps.rates,
             "steps": self.steps.number, "states": self._states, "set": self._set, "metrics": self._metrics,
@@ -195,6 +195,6 @@ class Ledger:
 
 
 def states_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """The tensors of an optimizer's state, in the order of its parameters."""
+    """Return the tensors of an optimizer's state, in the order of its parameters."""
     states = [optimizer.state.get(each, {}) for each in parameters(optimizer)]
     return [state[name] for state in states for name in sorted(state) if isinstance(state[name], Tensor)]

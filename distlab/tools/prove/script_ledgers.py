@@ -1,4 +1,4 @@
-"""What the ledgers of all ranks say by themselves, of samples, schedules, metrics, random states and optimizers."""
+"""Findings from the ledgers of all ranks alone: samples, schedules, metrics, random states and optimizers."""
 
 import math
 from collections import Counter
@@ -15,14 +15,14 @@ SAMPLES, SCHEDULE, METRICS, RANDOM, OPTIMIZER, STATISTICS, STATES = CHECKS = (
     "states put back",
 )  # fmt: skip
 RUNNING = ("running_mean", "running_var")
-LONGER, FEWEST = 1.5, 4  # times its length that a schedule goes on; steps
+LONGER, FEWEST = 1.5, 4  # a schedule continues for so many times its length; steps
 CLOSE, TIMES = 1e-4, 10
 
 Ledger = Mapping[str, Any]
 
 
 def ledger_findings(ranks: Sequence[Ledger], alone: Ledger | None) -> Iterator[Finding]:
-    """What is certain."""
+    """Yield the certain findings."""
     everyone = tuple(range(len(ranks)))
     for check, sentences in (
         (SAMPLES, [*read_twice(ranks), *dealt_wrongly(ranks)]),
@@ -36,7 +36,7 @@ def ledger_findings(ranks: Sequence[Ledger], alone: Ledger | None) -> Iterator[F
 
 
 def passes_of(ranks: Sequence[Ledger]) -> Iterator[list[Mapping[str, Any]]]:
-    """Each pass over a loader that all ranks made."""
+    """Yield each pass over a loader that all ranks made."""
     by_rank = [{(each["line"], each["turn"]): each for each in told["passes"]} for told in ranks]
     for key in by_rank[0]:
         if all(key in each for each in by_rank):
@@ -44,7 +44,7 @@ def passes_of(ranks: Sequence[Ledger]) -> Iterator[list[Mapping[str, Any]]]:
 
 
 def read_twice(ranks: Sequence[Ledger]) -> Iterator[str]:
-    """Samples of an evaluation that several ranks have read, where the ranks' parts are put together."""
+    """Yield evaluation samples that several ranks have read, if the ranks' parts are combined."""
     size = len(ranks)
     for passes in passes_of(ranks):
         first = passes[0]
@@ -68,8 +68,8 @@ def read_twice(ranks: Sequence[Ledger]) -> Iterator[str]:
 
 
 def dealt_wrongly(ranks: Sequence[Ledger]) -> Iterator[str]:
-    """Samples of a whole epoch of training that several parts of the data have, or none, beyond what a sampler pads or
-    drops. Ranks that read the same samples, as along a tensor-parallel axis, have one part."""
+    """Yield samples of a training epoch that are in several parts of the data, or in none, beyond a sampler's padding
+    or dropping. Ranks that read the same samples, as along a tensor-parallel axis, have one part."""
     for passes in passes_of(ranks):
         first = passes[0]
         parts = list(dict.fromkeys(tuple(each["indices"]) for each in passes))
@@ -102,7 +102,7 @@ def dealt_wrongly(ranks: Sequence[Ledger]) -> Iterator[str]:
 
 
 def stepped_too_often(ranks: Sequence[Ledger]) -> Iterator[str]:
-    """A schedule that is at its end after 1/N of the steps, since each step of the optimizer steps it N times."""
+    """Yield a schedule that ends after 1/N of the steps, since each optimizer step steps it N times."""
     size, first = len(ranks), ranks[0]
     steps = first["steps"]
     for kind, stepped, length, line in first["schedules"]:
@@ -122,7 +122,7 @@ def stepped_too_often(ranks: Sequence[Ledger]) -> Iterator[str]:
 
 
 def set_alike(ranks: Sequence[Ledger]) -> Iterator[str]:
-    """A random state that all ranks take from one, where each had its own before, and that is drawn from then on."""
+    """Yield a random state that all ranks take from one, if each had its own before, and that is then used."""
     if len(ranks) < 2 or not all(told["set"] for told in ranks):
         return
     for each in zip(*(told["set"] for told in ranks), strict=False):
@@ -141,7 +141,7 @@ def set_alike(ranks: Sequence[Ledger]) -> Iterator[str]:
 
 
 def of_others(ranks: Sequence[Ledger]) -> Iterator[str]:
-    """An optimizer none of whose parameters gets a gradient, while a model has parameters that do."""
+    """Yield an optimizer whose parameters get no gradient, while a model has others that do."""
     found = [told["strangers"] for told in ranks]
     steps = min(told["steps"] for told in ranks)
     if all(len(each) >= min(3, steps) > 0 and all(others for _, others, _ in each) for each in found):
@@ -153,8 +153,8 @@ def of_others(ranks: Sequence[Ledger]) -> Iterator[str]:
 
 
 def evaluated_apart(ranks: Sequence[Ledger]) -> Iterator[str]:
-    """A model that ranks evaluate with other tensors, such as statistics of BatchNorm, or a copy that one rank
-    updates. Where the ranks began with other weights, as those of a slice each, only statistics count."""
+    """Yield a model that ranks evaluate with different tensors, such as BatchNorm statistics, or a copy that one rank
+    updates. If initial weights differed, as for slices, only statistics count."""
     begun_alike = len({tuple(sorted(told["first"].items())) for told in ranks}) == 1
     for each in zip(*(told["statistics"] for told in ranks), strict=False):
         steps, (first, *others) = {number for number, _, _ in each}, [states for _, states, _ in each]
@@ -179,8 +179,8 @@ def evaluated_apart(ranks: Sequence[Ledger]) -> Iterator[str]:
 
 
 def put_back_wrongly(ranks: Sequence[Ledger]) -> Iterator[str]:
-    """An optimizer that gets its state back on one rank and another's on others: each has a state of its own, as where
-    it is sharded, and a file has rank 0's alone."""
+    """Yield an optimizer that gets back its own state on one rank and another's on others: each state is different, as
+    when sharded, and the file has only rank 0's."""
     kept = [told["kept"] for told in ranks]
     if len({tuple((what, step) for what, step, _, _ in mine) for mine in kept}) > 1:
         return
@@ -201,7 +201,7 @@ def put_back_wrongly(ranks: Sequence[Ledger]) -> Iterator[str]:
 
 
 def means_of_means(ranks: Sequence[Ledger], alone: Ledger) -> Iterator[str]:
-    """A number that is the mean of the ranks' means, where one rank has the mean over all samples."""
+    """Yield a number that is the mean of the ranks' means, where one rank has the mean over all samples."""
     wanted = {(each["line"], each["turn"]): each for each in alone["metrics"]}
     by_rank = [{(each["line"], each["turn"]): each for each in told["metrics"]} for told in ranks]
     for key, right in wanted.items():
@@ -225,7 +225,7 @@ def means_of_means(ranks: Sequence[Ledger], alone: Ledger) -> Iterator[str]:
 
 
 def asked(ranks: Sequence[Ledger], alone: Sequence[Ledger], size: int) -> Iterator[str]:
-    """What is different by nature, or may be meant: it decides nothing."""
+    """Yield remarks on differences by design, or perhaps intended ones; they do not fail the proof."""
     first = ranks[0]
     if any(told["dropped"] for told in ranks):
         yield "dropout was off, on the ranks and in the reference"

@@ -1,6 +1,6 @@
-"""The same script on one rank: it begins with the ranks' weights, reads all that they read, and stops where they did.
+"""The same script on one rank: it starts with the ranks' weights, reads all their samples, and stops where they did.
 
-After each step it goes on from the ranks' weights, so that a step is compared by itself: what differs in a later one
+After each step it continues from the ranks' weights, so each step is compared separately: a difference in a later step
 comes from that step.
 """
 
@@ -20,11 +20,11 @@ from distlab.tools.prove.script_ledger import Ledger
 from distlab.tools.prove.script_samples import Given, Samples
 from distlab.tools.prove.script_steps import Proving, ScriptSteps
 
-RANKS = "ranks"  # the role of those that are proven
+RANKS = "ranks"  # the role of the proven processes
 
 
 def watch(recorder: Recorder, told: str) -> None:
-    """In a script's process, before it begins: record it, and be the reference where this is one."""
+    """Record a script's process, and make it the reference if it has that role."""
     proving = Proving(**json.loads(told))
     steps = ScriptSteps(recorder, proving)
     given = None
@@ -48,7 +48,7 @@ def watch(recorder: Recorder, told: str) -> None:
 
 
 class Reference:
-    """Of this process; `install` once, after `Steps`."""
+    """The reference in this process; `install` once, after `ScriptSteps`."""
 
     def __init__(self, steps: ScriptSteps, ledger: Ledger) -> None:
         self.steps, self.recorder, self._ledger = steps, steps.recorder, ledger
@@ -56,7 +56,7 @@ class Reference:
         self._folders = [steps.proving.place_of(RANKS, rank) for rank in ranks]
         self._recorded = min(len(list(each.glob("step-*.pt"))) for each in self._folders)
         self._first: list[dict[str, Any]] = [{} for _ in ranks]  # the first weights of each rank
-        self._after: list[list[dict[str, Any]]] = []  # by step, of each rank
+        self._after: list[list[dict[str, Any]]] = []  # by step, per rank
         self._places: list[dict[str, Place]] = [{} for _ in ranks]
 
     def install(self) -> None:
@@ -75,7 +75,7 @@ class Reference:
 
     @harmless
     def _begin(self) -> None:
-        """A model is there: find where the ranks' parts of it lie, and give it their weights."""
+        """Find the ranks' parts in a new model, and load their weights."""
         dense = {name: local_of(each).detach() for name, each in self.steps.parameters.items()}
         self._places = [places_of(first, dense) for first in self._first]
         self._load(self._first)
@@ -96,7 +96,7 @@ class Reference:
         self._load(self._after[self.steps.number - 1])
 
     def _stop(self) -> None:
-        """Enough is known; whoever waits for this rank in a call is ended with it."""
+        """Stop: enough is known; ranks that wait for this one in a call are ended with it."""
         self._ledger.write()
         sys.stdout.flush()
         self.recorder.telling.say("ended", 0, now())

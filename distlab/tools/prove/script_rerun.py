@@ -1,8 +1,8 @@
-"""Run a script again on one rank, beside rank 0's supervisor: the reference, and the same with its samples in another
-order, which says what rounding changes.
+"""Run a script again on one rank, next to rank 0's supervisor: as the reference, and with reordered samples, which
+shows the effect of rounding.
 
-Their processes are made with the ranks', before there is any thread, and wait; both run at once when the ranks are
-done, in a folder of their own that links to what stood beside the script before.
+The processes are created with the ranks', before any thread exists, and wait; both run at once after the ranks, in a
+separate folder with links to the script's neighbours.
 """
 
 import json
@@ -24,21 +24,21 @@ from distlab.tools.check.start.script_process import Bedside, begin_all, heard, 
 from distlab.tools.prove.script_steps import Proving
 from distlab.tools.prove.script_verdict import Compared, compared
 
-FOLDER = "script"  # of the run's folder
+FOLDER = "script"  # in the run's folder
 ROLES = ("reference", "noise")
-AT_LEAST_S, TIMES = 30.0, 4.0  # for the reference: seconds, or so many times what the ranks took
+AT_LEAST_S, TIMES = 30.0, 4.0  # the reference's limit: seconds, or so many times the ranks' time
 
 
 class ScriptOptions(NamedTuple):
-    """What stands before the file."""
+    """The options before the file."""
 
-    reference: int = 1  # its ranks
+    reference: int = 1  # its number of ranks
     double: bool = False
-    words: tuple[str, ...] | None = None  # the reference's, where they are others
+    words: tuple[str, ...] | None = None  # the reference's arguments, if they differ
 
 
 class Reruns:
-    """Of rank 0; `close` whatever happens."""
+    """The reruns on rank 0; always `close` them."""
 
     def __init__(self, options: ScriptOptions, config: Config, job: Job, server: ForkServer | None) -> None:
         self._options, self._config, self._job = options, config, job
@@ -66,7 +66,7 @@ class Reruns:
         where = folder / FOLDER
         try:
             found: Compared = compared(where, self._config.world_size, self._options.reference, why_not)
-        except Exception as error:  # a defect of ours may not end the run, whose calls were looked at
+        except Exception as error:  # a bug of ours must not end the run, whose calls were checked
             found = Compared([("reference", f"not compared: {error!r}")], [], [])
         shutil.rmtree(folder / FOLDER, ignore_errors=True)
         for heading, text in found.said:
@@ -81,7 +81,7 @@ class Reruns:
         begin_all(bedsides, scratch, partial(self._proving, folder, role))
 
     def _until_the_end(self, bedsides: Sequence[Bedside], bound_s: float) -> str:
-        """Why it has not come to its end, if so."""
+        """Return why it did not finish, or "" if it did."""
         doctor = Doctor(len(bedsides), self._job.hang_after_s, bound_s, lambda _: None)
         until = time.monotonic() + bound_s
         for _ in heard(bedsides, doctor):

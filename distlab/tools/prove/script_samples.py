@@ -1,8 +1,8 @@
-"""What a script reads from its DataLoaders: recorded on N ranks, and on one rank given back, all of it.
+"""Batches from a script's DataLoaders: recorded on N ranks, and replayed together on one rank.
 
-A pass over a loader is known by the script's line and how often that line began one. The reference reads nothing
-itself: batch b of a pass is what the N ranks read there, one after the other, and ranks that read the same samples
-count once. Where a script makes its batches itself, `distlab.batch(x, y)` around them is a pass too.
+A pass over a loader is identified by the script's line and its number there. The reference reads nothing itself: batch
+b of a pass is what the N ranks read there, concatenated, and ranks that read the same samples count once. If a script
+makes its batches itself, `distlab.batch(x, y)` around them counts as a pass.
 """
 
 import json
@@ -22,19 +22,19 @@ from distlab.tools.prove.script_steps import ScriptSteps
 
 MOST_READ_BYTES = 1 << 28
 MOST_INDICES = 1_000_000
-IGNORED = -100  # a target that is no loss term
+IGNORED = -100  # a target outside the loss
 
 
 class Mixed(Exception):
-    """Batches that cannot be put together; the message says why."""
+    """Batches that cannot be combined; the message says why."""
 
 
 class Unrecorded(Exception):
-    """A batch that the ranks have read after all that was recorded."""
+    """A batch after all that the ranks recorded."""
 
 
 class Samples:
-    """Of this process; `install` once. Without `given` what is read is recorded, else given back from there."""
+    """The batches of this process; `install` once. Without `given` batches are recorded, otherwise replayed from it."""
 
     def __init__(self, steps: ScriptSteps, given: "Given | None" = None) -> None:
         self.steps, self.recorder, self.given = steps, steps.recorder, given
@@ -59,7 +59,7 @@ class Samples:
         loading.__dict__.setdefault("_distlab_drawn", []).append(indices)
 
     def _length(self, length: Function, loader: Any) -> int:
-        """As long as on the ranks, where schedules and loops count by it."""
+        """Return the length on the ranks, since schedules and loops depend on it."""
         line = self.recorder.places.line_of(2)
         turn = len(self.lengths[line])
         given = self.given.length(line, turn) if self.given else None
@@ -96,7 +96,7 @@ class Samples:
         return self._taken(mine, batch, drawn)
 
     def batch(self, *tensors: Any) -> Any:
-        """distlab.batch: the same tensors on the ranks that are proven, those of all ranks on one."""
+        """distlab.batch: return the same tensors on the proven ranks, and those of all ranks on one."""
         line = self.recorder.places.line_of(1)
         mine = self._by_hand.get(line) or self._by_hand.setdefault(line, self._pass(line, -1))
         mine["trains"] = True
@@ -105,7 +105,7 @@ class Samples:
         return found[0] if len(tensors) == 1 else tuple(found)
 
     def read_since(self) -> int:
-        """Samples that were read since the last backward pass."""
+        """Return the samples read since the last backward pass."""
         backwards, count = self._read
         return count if backwards == self.steps.all_backwards else 0
 
@@ -139,7 +139,7 @@ class Samples:
 
 
 class Given:
-    """What the ranks have read, for the reference; `mixed`, the samples of a batch come in another order."""
+    """The ranks' recorded samples, for the reference; with `mixed` the samples of a batch are reordered."""
 
     def __init__(self, folders: Sequence[Path], shares: Sequence[int], *, mixed: bool) -> None:
         self._folders, self._mixed = folders, mixed
@@ -153,7 +153,7 @@ class Given:
         return int(found[turn]) if turn < len(found) else None
 
     def batch(self, mine: Mapping[str, Any], fetch: Callable[[list[Any]], Any] | None) -> Any:
-        """The next batch of a pass: all that the ranks read; raises StopIteration after the last."""
+        """Return the next batch of a pass: all that the ranks read; raises StopIteration after the last."""
         number = mine["batches"]
         theirs = [each.get((mine["line"], mine["turn"])) for each in self._passes]
         has = {rank: each for rank, each in enumerate(theirs) if each is not None and each["batches"] > number}
@@ -182,13 +182,12 @@ class Given:
 
 
 def fetched(loading: Any, indices: list[Any]) -> Any:
-    """The samples of a data set as a batch of the script's own making."""
+    """Return samples of a data set as a batch, built by the script's own code."""
     return loading._collate_fn([loading._dataset[index] for index in indices])
 
 
 def whole_of(data: Any) -> tuple[Any, Any]:
-    """The data set behind a Subset, or one of a Subset, and which of its samples that has; None where they are not
-    numbers."""
+    """Return the data set behind a Subset, also nested, and the indices in it; None if they are not numbers."""
     chosen: Any = range(size_of(data)) if size_of(data) >= 0 else None
     while isinstance(data, torch.utils.data.Subset) and chosen is not None:
         chosen = [data.indices[each] for each in chosen]
@@ -208,7 +207,7 @@ def name_of(mine: Mapping[str, Any], number: int) -> str:
 
 
 def united(parts: Sequence[Any]) -> Any:
-    """One batch of several, sample after sample; raises Mixed."""
+    """Concatenate several batches; raises Mixed."""
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -233,7 +232,7 @@ def united(parts: Sequence[Any]) -> Any:
 
 
 def each_in(batch: Any, change: Callable[[Any], Any]) -> Any:
-    """The same batch, each of its tensors and lists of other things changed."""
+    """Apply a change to each tensor of a batch, and to lists of other things."""
     if isinstance(batch, Mapping):
         found = {name: each_in(each, change) for name, each in batch.items()}
         return found if type(batch) is dict else type(batch)(found)  # type: ignore[call-arg]
@@ -244,14 +243,14 @@ def each_in(batch: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def turned(samples: Any) -> Any:
-    """The same samples, the last one first."""
+    """Return the samples in reverse order."""
     if isinstance(samples, Tensor):
         return samples.flip(0) if samples.dim() else samples
     return samples[::-1] if isinstance(samples, list | tuple) else samples
 
 
 def doubled(samples: Any) -> Any:
-    """In float64, if they are floating-point numbers."""
+    """Return floating-point numbers in float64, others unchanged."""
     return samples.double() if isinstance(samples, Tensor) and samples.is_floating_point() else samples
 
 
@@ -263,12 +262,12 @@ def tensors_in(batch: Any) -> list[Tensor]:
 
 
 def rows_in(batch: Any) -> int:
-    """Samples of a batch: the rows of its first tensor."""
+    """Return the samples of a batch: the rows of its first tensor."""
     return next((len(each) for each in tensors_in(batch) if each.dim()), 1)
 
 
 def terms_in(batch: Any) -> dict[str, int]:
-    """What a loss may be divided by: samples, and elements of whole numbers that are not padding."""
+    """Return possible divisors of a loss: samples, and integer elements that are not padding."""
     found = {"samples": rows_in(batch)}
     for index, each in enumerate(tensors_in(batch)):
         if each.dim() > 1 and not each.is_floating_point():

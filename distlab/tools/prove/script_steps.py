@@ -1,11 +1,12 @@
-"""Record in a script's own process what it trains, step by step, by name: `ScriptSteps`.
+"""`ScriptSteps`: records in a script's process what it trains, step by step, by parameter name.
 
-A step is one `optimizer.step()`. Of the first ones a file each has the weights before and after, the gradients as the
-optimizer sees them, and what each backward pass gave to each of them, before anything is reduced: a hook on the leaf
-itself, which DistributedDataParallel's come after. Names are those in the outermost module, wrappers left out.
+A step is one `optimizer.step()`. Each of the first ones is a file with the weights before and after, the gradients that
+the optimizer uses, and each backward pass's part before any reduction: from a hook on the leaf, which runs before
+DistributedDataParallel's. Names are those in the outermost module, without wrappers' parts.
 """
 
 import gc
+import math
 import sys
 import warnings
 import zlib
@@ -23,21 +24,20 @@ from distlab.tools.check.watch.recorder import Recorder
 from distlab.tools.check.watch.replicas import parameters
 from distlab.tools.prove.locate import plain_name
 
-MOST_STEPS, MOST_BYTES = 8, 1 << 28  # that are recorded in full, of a rank
-MOST_BACKWARDS = 16  # of a step, told apart
+MOST_STEPS, MOST_BYTES = 8, 1 << 28  # that are recorded in full, per rank
+MOST_BACKWARDS = 16  # of a step, recorded separately
 MOST_ROWS = 4096  # of the inputs of a step
 MOST_OUTPUTS, MOST_OUTPUT = 200, 1 << 18  # modules whose first outputs are kept, and elements of one
-FLAT = ("_flat_param", "_fsdp_wrapped_module")  # of FullyShardedDataParallel: rows of no tensor of the model
 LOW = (torch.bfloat16, torch.float16)
 
 
 class Proving(NamedTuple):
-    """What a process of a proof is told: its role ("ranks", "reference" or "noise"), and where files go."""
+    """The settings of a proof's process: its role ("ranks", "reference" or "noise"), and the folder for files."""
 
     folder: str
     role: str
     rank: int
-    world_size: int  # of the ranks that are proven
+    world_size: int  # of the proven ranks
     double: bool = False
     shares: int = 1  # ranks of the reference
 
@@ -49,8 +49,27 @@ class Proving(NamedTuple):
         return Path(self.folder) / role / str(rank)
 
 
+class FlatPart(NamedTuple):
+    """A rank's part of one tensor in a flat parameter of FullyShardedDataParallel."""
+
+    name: str
+    shape: list[int]  # of the whole tensor
+    begin: int  # its first element, in the whole tensor's
+    where: slice  # its elements, in the rank's part of the flat parameter
+
+    def of(self, flat: Tensor) -> Tensor:
+        """Return the tensor in its shape if the rank has all of it, else its elements in a row, which may be none."""
+        mine = flat.view(-1)[self.where]
+        return mine.view(self.shape) if mine.numel() == math.prod(self.shape) else mine
+
+    def piece(self, flat: Tensor) -> list[Any]:
+        mine = self.of(flat.detach())
+        begin = [] if list(mine.shape) == self.shape else [self.begin]
+        return [begin, self.shape, mine.to("cpu", copy=True)]
+
+
 class ScriptSteps:
-    """Of this process; `install` once."""
+    """The records of this process; `install` once."""
 
     def __init__(self, recorder: Recorder, proving: Proving, most: int = MOST_STEPS) -> None:
         self.recorder, self.proving = recorder, proving
@@ -59,20 +78,20 @@ class ScriptSteps:
         self.all_backwards = 0
         self.most = most
         self.parameters: dict[str, Tensor] = {}
-        self.first: dict[str, int] = {}  # of each the checksum before the first step
+        self.first: dict[str, int] = {}  # checksums before the first step
         self.rates: list[list[float]] = []
         self.in_low = False
-        self.on_model: list[Callable[[], None]] = []  # called when a model makes its first forward pass
-        self.on_input: list[Callable[[list[Tensor]], None]] = []  # called with what a model is trained on
-        self.on_evaluation: list[Callable[[nn.Module], None]] = []  # called with the module that is evaluated
-        self.stop: Callable[[], None] = lambda: None  # the reference, when it has done enough
+        self.on_model: list[Callable[[], None]] = []  # called at a model's first forward pass
+        self.on_input: list[Callable[[list[Tensor]], None]] = []  # called with a model's training input
+        self.on_evaluation: list[Callable[[nn.Module], None]] = []  # called with a module in evaluation
+        self.stop: Callable[[], None] = lambda: None  # ends the reference when it has done enough
         self._names: dict[int, str] = {}
         self._roots = self._depth = 0
-        self._flat: set[int] = set()
+        self._flat: dict[int, list[FlatPart]] = {}  # by the stepped parameter
         self._modules: dict[int, str] = {}
         self._outputs: dict[str, list[Any]] = {}  # of each module's first call: its input's checksum, and its output
         self._parts: dict[str, list[tuple[int, Tensor]]] = defaultdict(list)
-        self._terms = Counter[str]()  # what a loss of this step may be divided by
+        self._terms = Counter[str]()  # possible divisors of this step's loss
         self._begun: dict[str, int] = {}
         self._losses: list[float] = []
         self._inputs: dict[str, set[int]] = defaultdict(set)
@@ -122,7 +141,7 @@ class ScriptSteps:
         first = next((each for each in module.parameters() if each.requires_grad), None)
         if first is None:
             return
-        if id(first) not in self._names:
+        if id(first) not in self._names and id(first) not in self._flat:
             self._name_all(outermost(module))
         given = list(given_to(module))
         for look in self.on_input:
@@ -134,7 +153,7 @@ class ScriptSteps:
                 self._inputs[f"{name} {list(value.shape[1:])}"] |= {zlib.crc32(raw(row)) for row in rows}
 
     def _begin(self, what: str, kept: Any) -> None:
-        """Forget what came before the last step, once something comes after it: one pass may be for two optimizers."""
+        """Forget what came before the last step, at the first new event: one pass may serve two optimizers."""
         if self._begun.get(what) != self.number:
             self._begun[what] = self.number
             kept.clear()
@@ -144,17 +163,36 @@ class ScriptSteps:
         self._terms.update(terms)
 
     def _name_all(self, model: nn.Module) -> None:
-        """A model that is new: each of its parameters gets its name, and tells its local gradients."""
+        """Name each parameter of a new model, and record its local gradients."""
         self._roots += 1
         rest = "" if self._roots == 1 else f" (model {self._roots})"
+        for flat, found in flat_handles(model):
+            self._name_flat(flat, [each._replace(name=each.name + rest) for each in found])
         for name, parameter in model.named_parameters():
-            if any(each in name for each in FLAT):
-                self._flat.add(id(parameter))
-            self._name(f"{plain_name(name)}{rest}", parameter)
+            if id(parameter) not in self._flat:
+                self._name(f"{plain_name(name)}{rest}", parameter)
         named = {id(each): f"{plain_name(name + '.')[:-1]}{rest}" for name, each in model.named_modules()}
         self._modules |= {number: name for number, name in named.items() if number not in self._modules}
         for begin in self.on_model:
             begin()
+
+    def _name_flat(self, flat: Any, parts: list[FlatPart]) -> None:
+        """The tensors in a flat parameter; with `use_orig_params` the optimizer steps each by itself."""
+        if flat._params is None:
+            self._flat[id(flat)] = parts
+        else:
+            each_whole = [part._replace(where=slice(None)) for part in parts]
+            self._flat |= {id(own): [part] for own, part in zip(flat._params, each_whole, strict=True)}
+        for part, stepped in zip(parts, flat._params or [flat] * len(parts), strict=True):
+            kept = next(each for each in self._flat[id(stepped)] if each.name == part.name)
+            self._name(part.name, kept.of(stepped.detach()))
+
+        def part_all(gradient: Tensor) -> None:
+            for part, own in zip(parts, unflattened(flat, gradient), strict=True):
+                self._part(part.name, own)
+
+        if flat.requires_grad:
+            flat.register_hook(part_all)
 
     def _name(self, name: str, parameter: Tensor) -> None:
         if id(parameter) in self._names:
@@ -191,20 +229,28 @@ class ScriptSteps:
             return
         stepped = parameters(optimizer)
         for index, each in enumerate(stepped):
-            self._name(f"parameter {index}", each)
+            if id(each) not in self._flat:
+                self._name(f"parameter {index}", each)
         self.rates.append([float(group.get("lr", 0.0)) for group in optimizer.param_groups])
         if self.number == 0:
             held = sum(each.numel() * each.element_size() for each in stepped)
             self.most = min(self.most, max(1, MOST_BYTES // max(1, 4 * held)))
         if self.number < self.most:
             self._before = self._pieces(stepped)
-            self._gradients = {
-                self._names[id(each)]: piece(each.grad)
-                for each in stepped if each.grad is not None and id(each) not in self._flat
-            }  # fmt: skip
+            self._gradients = self._pieces(stepped, gradients=True)
 
-    def _pieces(self, stepped: Sequence[Tensor]) -> dict[str, list[Any]]:
-        return {self._names[id(each)]: piece(each) for each in stepped if id(each) not in self._flat}
+    def _pieces(self, stepped: Sequence[Tensor], gradients: bool = False) -> dict[str, list[Any]]:
+        """What this rank has of each tensor, or of its gradient, by name."""
+        found: dict[str, list[Any]] = {}
+        for each in stepped:
+            tensor = each.grad if gradients else each
+            if tensor is None:
+                continue
+            if id(each) in self._flat:
+                found |= {part.name: part.piece(tensor) for part in self._flat[id(each)] if part.of(tensor).numel()}
+            else:
+                found[self._names[id(each)]] = piece(tensor)
+        return found
 
     @harmless
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -213,10 +259,11 @@ class ScriptSteps:
         if self.number < self.most:
             after, line = self._pieces(parameters(optimizer)), self.recorder.places.line_of(2)
             low = self.in_low or any(each.dtype in LOW for each in parameters(optimizer))
+            mine = {part.name for each in parameters(optimizer) for part in self._flat.get(id(each), ())} | after.keys()
             torch.save(
                 {
                     "before": self._before, "gradients": self._gradients, "after": after, "low": low,
-                    "parts": {name: self._parts.pop(name) for name in after if name in self._parts},
+                    "parts": {name: self._parts.pop(name) for name in mine if name in self._parts},
                     "stepped_at": line, "losses": self._losses, "inputs": dict(self._inputs), "line": self._line,
                     "rates": self.rates[-1], "backwards": self.backwards, "terms": dict(self._terms),
                     "outputs": self._outputs if self.number == 0 else {},
@@ -228,7 +275,7 @@ class ScriptSteps:
 
 
 def is_made_by_checkpoint() -> bool:
-    """Whether torch.distributed.checkpoint steps the optimizer: with a rate of 0, so that it has a state to load."""
+    """Return whether torch.distributed.checkpoint steps the optimizer: with a rate of 0, to create its state."""
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "_init_optim_state":
         frame = frame.f_back
@@ -236,7 +283,7 @@ def is_made_by_checkpoint() -> bool:
 
 
 def outermost(module: nn.Module) -> nn.Module:
-    """The module that this one is a part of and that is no part of any."""
+    """Return the outermost module that contains this one."""
     modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module) and "_modules" in each.__dict__]
     parents = {id(child): each for each in modules for child in each._modules.values() if child is not None}
     seen = set[int]()
@@ -246,9 +293,30 @@ def outermost(module: nn.Module) -> nn.Module:
     return module
 
 
+def flat_handles(model: nn.Module) -> Iterator[tuple[Any, list[FlatPart]]]:
+    """Yield each flat parameter of FullyShardedDataParallel, with this rank's parts of its tensors, in order."""
+    for prefix, module in model.named_modules():
+        handle: Any = module.__dict__.get("_handle")
+        if handle is not None:
+            flat, found = handle.flat_param, list[FlatPart]()
+            for fqn, shape, info in zip(flat._fqns, flat._shapes, flat._shard_param_infos, strict=True):
+                first, numel = info.offset_in_shard or 0, info.numel_in_shard or 0
+                where = slice(first, first + numel)
+                name = plain_name(f"{prefix}.{fqn}").lstrip(".")
+                found.append(FlatPart(name, list(shape), info.intra_param_start_idx or 0, where))
+            yield flat, found
+
+
+def unflattened(flat: Any, gradient: Tensor) -> list[Tensor]:
+    """Return the gradients of the tensors in a whole flat parameter, without its padding."""
+    parts = gradient.view(-1)[: sum(flat._numels_with_padding)].split(list(flat._numels_with_padding))
+    own = [each for each, is_padding in zip(parts, flat._is_padding_mask, strict=True) if not is_padding]
+    return [each.view(shape) for each, shape in zip(own, flat._shapes, strict=True)]
+
+
 def given_to(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that the outermost of the modules was called with in which this call is made; from the frame, since a
-    hook for all modules is given no keywords."""
+    """Yield the tensor inputs of the outermost module in whose forward this call is made; from the frame, since a
+    global hook gets no keywords."""
     frame: Any = sys._getframe(1)
     found: tuple[Any, Mapping[str, Any]] = ((), {})
     called: Any = nn.Module._call_impl.__code__
@@ -262,8 +330,8 @@ def given_to(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def piece(tensor: Tensor) -> list[Any]:
-    """What this rank has of a tensor, a copy: where it begins in the whole one (nothing: it does not say), the whole
-    one's shape, and the numbers."""
+    """Return a copy of this rank's part of a tensor: its start in the whole (empty if unknown), the whole shape, and
+    the values."""
     local: Tensor | None = getattr(tensor, "_local_tensor", None)
     if local is None:
         return [[], list(tensor.shape), tensor.detach().to("cpu", copy=True)]

@@ -1,8 +1,8 @@
-"""Whether a script's ranks train what one rank trains: the steps side by side, tensor by tensor.
+"""Compare a script's training on several ranks with one rank: step by step, tensor by tensor.
 
-A difference counts from 10 times what another order of the samples changes on one rank, and from what the type rounds.
-Steps are compared whose inputs are the same: each row that reaches the model on one rank reaches it on a rank, and the
-other way round.
+A difference counts if it is 10 times that of another sample order on one rank, and more than the dtype's rounding.
+Steps are compared if their inputs are equal: each row that reaches the model on one rank reaches it on some rank, and
+vice versa.
 """
 
 import json
@@ -30,15 +30,15 @@ CONTROL = "tests/tools/prove/test_scripts.py::test_what_is_wrong_is_named"
 GRADIENTS, UPDATES = "the gradients", "the updates"
 TIMES_NOISE = 10
 RELATIVE = {torch.float64: 1e-9, torch.float32: 1e-4}  # of the largest value of a tensor, that counts at least
-LOW, OF_ALL = 5e-2, 1e-2  # the same in 16 bits; and of the largest of all tensors this share of it
-LEAST_GRADIENT = 1e-3  # of the largest one: what is smaller may be rounding, which Adam makes as long as any
-MOST_UPDATE, MOST_NOISE = 0.05, 0.05  # of the length of an update, of a gradient
+LOW, OF_ALL = 5e-2, 1e-2  # the same in 16 bits; and relative to the largest of all tensors
+LEAST_GRADIENT = 1e-3  # relative to the largest: smaller ones may be rounding, which Adam scales up
+MOST_UPDATE, MOST_NOISE = 0.05, 0.05  # relative to the length of an update, of a gradient
 
 Steps = Sequence[Mapping[str, Any]]  # of each rank
 
 
 class Compared(NamedTuple):
-    """What is said, found and written down."""
+    """Notes, findings and records of the comparison."""
 
     said: list[tuple[str, str]]  # a heading and a text
     findings: list[Finding]
@@ -46,7 +46,7 @@ class Compared(NamedTuple):
 
 
 class Told:
-    """What the processes of one role have recorded."""
+    """The records of all processes with one role."""
 
     def __init__(self, folder: Path, count: int) -> None:
         self._folders = [folder / str(rank) for rank in range(count)]
@@ -62,7 +62,7 @@ class Told:
         return [torch.load(each / f"step-{number}.pt", weights_only=True) for each in self._folders]
 
     def first(self) -> list[dict[str, Any]]:
-        """The first weights of each rank, by name."""
+        """Return the first weights of each rank, by name."""
         found: list[dict[str, Any]] = [{} for _ in self._folders]
         for number in range(self.steps):
             for mine, step in zip(found, self.step(number), strict=True):
@@ -71,7 +71,7 @@ class Told:
 
 
 class Off(NamedTuple):
-    """A tensor of a rank that is not the reference's."""
+    """A rank's tensor that differs from the reference's."""
 
     rank: int
     name: str
@@ -84,7 +84,7 @@ class Off(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A step: losses, the largest differences as shares of the largest value, rates, and what is wrong."""
+    """A step: losses, the largest relative differences, learning rates, and what is wrong."""
 
     number: int
     losses: tuple[float, float]
@@ -97,7 +97,7 @@ class Row(NamedTuple):
 
 
 def dense_of(pieces: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-    """Whole tensors of what the reference's ranks have."""
+    """Return whole tensors from the reference's ranks."""
     found: dict[str, Tensor] = {}
     for mine in reversed(pieces):
         for name, (begin, shape, tensor) in mine.items():
@@ -110,7 +110,7 @@ def dense_of(pieces: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
 
 
 class Comparison:
-    """The ranks beside the reference."""
+    """The ranks compared with the reference."""
 
     def __init__(self, ranks: Told, reference: Told, noise: Told) -> None:
         self.ranks, self._reference, self._noise = ranks, reference, noise
@@ -171,7 +171,7 @@ class Comparison:
         return Off(rank, name, difference, max(TIMES_NOISE * noise.get(place.name, 0.0), least))
 
     def _updates(self, number: int, ranks: Steps, largest: float, dense: Mapping[str, Tensor]) -> Iterator[Off]:
-        """How far each update is from one rank's, as a share of its length."""
+        """Yield how far each update is from one rank's, relative to its length."""
         alone = {kind: self._dense(self._reference, number, kind) for kind in ("before", "after")}
         again = self._noise if number < self._noise.steps else self._reference
         other = {kind: self._dense(again, number, kind) for kind in ("before", "after")}
@@ -193,7 +193,7 @@ class Comparison:
                 yield Off(rank, name, float((moved - wanted).norm()) / (length or 1.0), allowed / (length or 1.0))
 
     def _inputs_differ(self, ranks: Steps, alone: Steps) -> str:
-        """Why a step can't be compared: other rows reach the model."""
+        """Return why a step cannot be compared: other rows reach the model."""
         if len({each["stepped_at"] for each in (*ranks, *alone)}) > 1:
             return "other steps"
         stepped = {name for each in alone for name in each["before"]}
@@ -211,7 +211,7 @@ class Comparison:
         return ""
 
     def cause(self, row: Row, gathered: str) -> str:
-        """Of the gradients of the first step that are wrong: which, what they are, and where."""
+        """Return which gradients of the first wrong step are wrong, why, and where."""
         ranks = self.ranks.step(row.number)
         local = {
             name: torch.stack([each for _, each in parts]).sum(0)
@@ -237,7 +237,7 @@ def largest_of(tensor: Tensor) -> float:
 
 
 def loss_of(ranks: Steps, alone: Mapping[str, Any]) -> tuple[float, float]:
-    """One rank's, and the ranks': their mean, or their sum where that is it."""
+    """Return one rank's loss, and the ranks': their mean, or their sum if that matches."""
     wanted = sum(alone["losses"])
     sums = [sum(each["losses"]) for each in ranks]
     mean, total = sum(sums) / len(sums), sum(sums)
@@ -245,7 +245,7 @@ def loss_of(ranks: Steps, alone: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def compared(folder: Path, size: int, references: int, why_not: str) -> Compared:
-    """All that is known of a run and its reference."""
+    """Return all that is known of a run and its reference."""
     ranks = Told(folder / "ranks", size)
     alone = "1 rank" if references == 1 else f"{references} ranks"
     if not ranks.is_whole:
@@ -276,7 +276,7 @@ def compared(folder: Path, size: int, references: int, why_not: str) -> Compared
 
 
 def judged(comparison: Comparison, rows: Sequence[Row], gathered: str, alone: str) -> Iterator[Finding]:
-    """The first step that is wrong."""
+    """Yield the first wrong step."""
     for row in rows:
         if row.wrong:
             odd = tuple(sorted({each.rank for each in row.wrong}))
@@ -294,7 +294,7 @@ def judged(comparison: Comparison, rows: Sequence[Row], gathered: str, alone: st
 
 
 def uncompared(ranks: Told, rows: Sequence[Row], why_not: str, alone: str) -> str:
-    """Why there is no reference to compare with, and what to do."""
+    """Return why there is no comparison with a reference, and what to do."""
     if why_not:
         return f"not compared: on {alone} {why_not}; compare with more by --reference 2"
     if not ranks.steps:
@@ -315,7 +315,7 @@ def uncompared(ranks: Told, rows: Sequence[Row], why_not: str, alone: str) -> st
 
 
 def table_of(rows: Sequence[Row], size: int, alone: str) -> tuple[str, list[str], list[list[Any]]]:
-    """A row a step."""
+    """Return a table with one row per step."""
     shown: list[list[Any]] = []
     for row in rows:
         wanted, found = row.losses

@@ -1,18 +1,18 @@
-"""What a file of someone's own holds for a proof; what it leaves out is the lab's.
+"""The contents of a user's file for a proof; the lab provides what it leaves out.
 
     model(seed)                                       an nn.Module; its weights a function of the seed
     loss(model, inputs, targets)                      the sum over all loss terms, a scalar
     batch(seed, step)                                 inputs and targets of the whole batch, samples first
-    terms(targets)                                    how many terms that loss has; unset: targets that are not -100
+    terms(targets)                                    the number of these terms; unset: targets that are not -100
     train_step(model, optimizer, microbatches, group) one step of a rank; returns its share of the loss, or nothing
     prepare(model, group)                             the module that is trained: DDP(model), fully_shard(model), ...
-    strategy(model, mesh, config)                     in the place of both: a Strategy, as in distlab.contract
+    strategy(model, mesh, config)                     instead of both: a Strategy, as in distlab.contract
     mesh                                              axes and sizes as {"dp": -1, "tp": 2}; unset: all ranks are dp
-    after_step(model)                                 what a step ends with beside the update, as an average of weights
-    clip                                              the norm that train_step clips to; unset: none
-    even                                              True: shards and microbatches have to be of one size
+    after_step(model)                                 changes after the update, such as an average of weights
+    clip                                              the norm to which train_step clips; unset: none
+    even                                              True: shards and microbatches must be of equal size
 
-A microbatch is (inputs, targets, share): `loss * share`, added up over all microbatches of all ranks, is the mean loss.
+A microbatch is (inputs, targets, share): the sum of `loss * share` over all microbatches of all ranks is the mean loss.
 """
 
 import inspect
@@ -48,12 +48,12 @@ NAMES = (*WORDS, *VALUES)
 
 
 class Refused(Exception):
-    """The file cannot be proven; the message is one sentence that says why."""
+    """The file cannot be proven; the message is one sentence with the reason."""
 
 
 @dataclass(frozen=True)
 class UserFile:
-    """The file's own, by name, and the lab's where it has none."""
+    """The file's functions by name, or the lab's for missing ones."""
 
     found: Mapping[str, Any]
     config: Config
@@ -65,10 +65,9 @@ class UserFile:
         return self.found[name]
 
     def model(self, seed: int) -> nn.Module:
-        """The model in float64, none of its weights zero or equal to another: each is moved by 1 % of a normal draw.
+        """Return the model in float64, with all weights distinct and not zero: each is moved by 1 % of a normal draw.
 
-        A weight that is zero hides the gradients of those that it multiplies, and a row that is equal to another where
-        it lies.
+        A zero weight would hide the gradients of what it multiplies, and equal rows could not be located.
         """
         if "model" not in self:
             return jittered(build_model(self.config, seed).double(), seed)
@@ -78,11 +77,11 @@ class UserFile:
         return jittered(made.double(), seed)
 
     def loss(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The sum over all terms."""
+        """Return the sum over all terms."""
         if "loss" in self:
             found: Tensor = self["loss"](model, inputs, targets)
         elif "model" not in self:
-            found = model(inputs, targets)  # the lab's own model sums by itself
+            found = model(inputs, targets)  # the lab's own models return the sum
         else:
             found = default_loss(model(inputs), targets)
         if not isinstance(found, Tensor) or found.dim():
@@ -101,7 +100,7 @@ class UserFile:
         return targets.numel() if targets.is_floating_point() else int((targets != user_model.IGNORED).sum())
 
     def axes(self, world_size: int) -> dict[str, int]:
-        """The mesh, its sizes multiplied to the number of ranks."""
+        """Return the mesh; its sizes multiply to the number of ranks."""
         mesh = self.found.get("mesh", {"dp": world_size})
         sizes = dict(mesh(world_size) if callable(mesh) else mesh)
         known = math.prod(size for size in sizes.values() if size != -1)
@@ -114,7 +113,7 @@ class UserFile:
 
     @property
     def described(self) -> str:
-        """Which parts are the file's, and which the lab's."""
+        """Return which parts are the file's, and which the lab's."""
         steps = [name for name in ("strategy", "prepare", "train_step") if name in self]
         ours = [name for name in ("model", "loss", "batch") if name not in self]
         ours += [] if {"strategy", "train_step"} & set(steps) else ["train_step"]
@@ -123,13 +122,13 @@ class UserFile:
 
 
 def load(file: Path, config: Config) -> UserFile:
-    """Run the file and take what it holds; raises Refused, or what the file raises."""
+    """Run the file and return its contents; raises Refused, or the file's own exception."""
     module = user_model.module_of(str(file))
     return from_names({name: getattr(module, name) for name in NAMES if hasattr(module, name)}, config, file.name)
 
 
 def from_names(found: Mapping[str, Any], config: Config, where: str) -> UserFile:
-    """What is given by name; raises Refused for what cannot be called as a proof does."""
+    """Return the named functions; raises Refused for those that a proof cannot call."""
     if not found:
         raise Refused(f"{where} holds none of {', '.join(NAMES)}: there is nothing of its own to prove")
     for name in set(found) & set(WORDS):
@@ -142,11 +141,11 @@ def from_names(found: Mapping[str, Any], config: Config, where: str) -> UserFile
 
 
 def why_not_called(function: Any, name: str) -> str:
-    """A sentence if this cannot be called as a proof does."""
+    """Return a sentence if a proof cannot call this."""
     wanted = f"{name}({', '.join(WORDS[name])})"
     if not callable(function):
         return f"{name} is a {type(function).__name__}: expected a function {wanted}"
-    with suppress(ValueError):  # of C: its signature is unknown
+    with suppress(ValueError):  # a C function: its signature is unknown
         signature = inspect.signature(function)
         try:
             signature.bind(*WORDS[name])
@@ -156,7 +155,7 @@ def why_not_called(function: Any, name: str) -> str:
 
 
 def default_loss(outputs: Any, targets: Tensor) -> Tensor:
-    """The loss of a model that has none of its own: cross entropy where targets are classes, else squares."""
+    """Return the default loss: cross entropy if targets are classes, else squares."""
     if not isinstance(outputs, Tensor):
         raise Refused(f"the model returned a {type(outputs).__name__}: write loss(model, inputs, targets) beside it")
     return user_model.default_loss(outputs, targets)
@@ -164,7 +163,7 @@ def default_loss(outputs: Any, targets: Tensor) -> Tensor:
 
 @torch.no_grad()
 def jittered(model: nn.Module, seed: int) -> nn.Module:
-    """Move every weight a little, the same in every process."""
+    """Move every weight a little, by the same amount in every process."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         moved = 0.01 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
@@ -172,11 +171,11 @@ def jittered(model: nn.Module, seed: int) -> nn.Module:
     return model
 
 
-# What no number of ranks can compute as one process does, refused in a sentence before anything is trained.
+# Models that no number of ranks can compute like one process, rejected with a sentence before any training.
 
 
 def refuse(model: nn.Module) -> None:
-    """Raises Refused for a model that sees which samples stand beside each other, or draws where nobody can look."""
+    """Raises Refused for a model whose output depends on neighbouring samples, or that draws inside C++."""
     for name, module in model.named_modules():
         if isinstance(module, nn.SyncBatchNorm) and module.training:
             why = "which torch runs on GPUs alone, and each microbatch would still be normalised by itself"
@@ -193,12 +192,12 @@ def refuse(model: nn.Module) -> None:
 
 
 def digest(model: nn.Module, inputs: Tensor, targets: Tensor) -> list[str]:
-    """Checksums of what every rank has to begin with alike: the model, and the first batch."""
+    """Return checksums of what must be equal on all ranks at the start: the model, and the first batch."""
     return [digest_of(model.parameters()), digest_of([inputs, targets])]
 
 
 def refuse_other_beginnings(digests: Sequence[Sequence[str]], seed: int) -> None:
-    """Raises Refused where a seed gives ranks another model, or another batch."""
+    """Raises Refused if a seed gives ranks different models, or different batches."""
     calls: list[Any] = [f"model({seed})", f"batch({seed}, 0)"]
     for index, call in enumerate(calls):
         odd = [rank for rank, each in enumerate(digests) if each[index] != digests[0][index]]

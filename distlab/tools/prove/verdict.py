@@ -1,7 +1,7 @@
-"""What all ranks have brought, as a verdict: the first tensor that is off, why, and a table of modules.
+"""The verdict from all ranks' records: the first wrong tensor, the reason, and a table of modules.
 
-The first is that of the first step, gradients before weights, in the order of one process's backward pass: what comes
-later may be off because of it.
+The first one is in the first wrong step, gradients before weights, in the order of one process's backward pass: later
+differences may follow from it.
 """
 
 import math
@@ -29,21 +29,21 @@ DROPOUT, BEGINNING, WHOLE_MODEL = "dropout by axis", "ranks begin with the model
 MOST_MODULES = 40
 
 
-Say = Callable[..., None]  # one thing that is found: its kind ("finding", "record", "said") and values
+Say = Callable[..., None]  # reports one result: its kind ("finding", "record", "said") and values
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Where each rank stands in the file's mesh, whose `axes` have sizes: the last innermost, as in a DeviceMesh."""
+    """Each rank's position in the file's mesh, whose `axes` have sizes; the last is innermost, as in a DeviceMesh."""
 
     axes: Mapping[str, int]
 
     def index(self, rank: int, axis: str) -> int:
-        """A rank's place along an axis; 0 along one that is not there."""
+        """Return a rank's index along an axis; 0 if the axis does not exist."""
         return self.neighbours(rank)[axis].index(rank) if axis in self.axes else 0
 
     def neighbours(self, rank: int) -> dict[str, list[int]]:
-        """Along each axis the ranks that differ in it alone, this one among them."""
+        """Return along each axis the ranks that differ only in it, including this one."""
         names, sizes, ranks = list(self.axes), list(self.axes.values()), range(self.size)
         rows = {axis: groups_of(axis, names, sizes, ranks) for axis in names}
         return {axis: next(row for row in rows[axis] if rank in row) for axis in names}
@@ -54,7 +54,7 @@ class Grid:
 
 
 class Mine(NamedTuple):
-    """What one rank brings."""
+    """The records of one rank."""
 
     offs: list[Deviation]
     rows: dict[str, Rows]
@@ -66,7 +66,7 @@ class Mine(NamedTuple):
 
 
 class Everything(NamedTuple):
-    """What all ranks have brought."""
+    """The records of all ranks."""
 
     theirs: UserFile
     dealing: Dealing
@@ -76,7 +76,7 @@ class Everything(NamedTuple):
     ranks: Sequence[Mine]
 
     def offs(self, step: int | None = None, kind: str = "") -> list[Deviation]:
-        """Of all ranks; with `step` those of a step, with `kind` those of a kind."""
+        """Return the deviations of all ranks; only of a `step`, only of a `kind`, if given."""
         offs = [each for mine in self.ranks for each in mine.offs]
         return [each for each in offs if step in (None, each.step) and kind in ("", each.kind)]
 
@@ -92,12 +92,12 @@ class Everything(NamedTuple):
         return min(self.wrong(), key=turn, default=None)
 
     def _of_shard(self, shares: Sequence[float]) -> float:
-        """The loss of one shard: what all of its ranks see (tensor parallelism), or the sum of their parts."""
+        """Return the loss of one shard: the one that all of its ranks have (tensor parallelism), or their sum."""
         alike = max(shares) - min(shares) <= self.loss_tolerance()
         return shares[0] if alike else math.fsum(shares)
 
     def without_gradient(self) -> list[str]:
-        """Parameters whose gradient no rank gave in some step, and one process has."""
+        """Return the parameters whose gradient was missing on all ranks in some step, but not in one process."""
         given = {(each.step, self.canonical[each.name]) for each in self.offs(kind=GRADIENTS)}
         missing = [
             name for step, alone in enumerate(self.dense.steps) for name in alone.gradients if (step, name) not in given
@@ -105,7 +105,7 @@ class Everything(NamedTuple):
         return list(dict.fromkeys(missing))
 
     def loss_tolerance(self) -> float:
-        """What rounding may change of a loss, and by way of the weights a clip's epsilon."""
+        """Return the difference in a loss that rounding, and a clip's epsilon in the weights, may cause."""
         clip = self.theirs.found.get("clip") or 0.0
         by_clip = STEPS * LEARNING_RATE * clip * CLIP_EPSILON
         return TOLERANCE * max(1.0, *(abs(each.loss) for each in self.dense.steps)) + by_clip
@@ -115,7 +115,7 @@ class Everything(NamedTuple):
         return off or self.first() is not None
 
     def losses(self) -> list[float | None]:
-        """Of each step the largest difference from one process's; None where no rank saw a loss."""
+        """Return each step's largest difference from one process's loss; None if no rank had a loss."""
         found: list[float | None] = []
         for step, alone in enumerate(self.dense.steps):
             by_shard = defaultdict[int, list[float]](list)
@@ -131,7 +131,7 @@ class Everything(NamedTuple):
 def tell(
     all_: Everything, first: Deviation | None, tensors: Sequence[LocatedTensor | None], parted: Sequence[str], say: Say
 ) -> None:
-    """Findings, checks and the table, to the doctor of rank 0."""
+    """Report findings, checks and the table to rank 0's coordinator."""
     sentences = defaultdict[str, list[str]](list)
 
     def find(check: str, sentence: str, ranks: Sequence[int]) -> None:
@@ -157,7 +157,7 @@ def tell(
         said = sentence_of(all_, first, tensors)
         find(first.kind, said + (where if UNEXPLAINED in said else ""), sorted({each.rank for each in all_.wrong()}))
     step = next((step for step, each in enumerate(losses) if each is not None and each > allowed), None)
-    if step is not None and (first is None or step <= first.step):  # else it is off because of the weights
+    if step is not None and (first is None or step <= first.step):  # else the wrong weights explain it
         find(LOSSES, loss_sentence(all_, step) + where, odd or range(len(all_.ranks)))
     for sentence, odd in compare.wrong_draws([mine.drawn for mine in all_.ranks], all_.grid.neighbours):
         find(DROPOUT, sentence, odd)
@@ -226,7 +226,7 @@ def reason(all_: Everything, off: Deviation, tensors: Sequence[LocatedTensor | N
 
 
 def norm(all_: Everything, off: Deviation, wrong: Sequence[Deviation]) -> str:
-    """With a clip: whether all gradients of a rank are off by one factor, so that it is the norm that is wrong."""
+    """Return a sentence if clipping explains it: all gradients of a rank have one factor, so the norm is wrong."""
     clip = all_.theirs.found.get("clip")
     factors = [each.factor for each in all_.offs(off.step, off.kind) if each.rank == off.rank and each.factor]
     if clip is None or off.factor is None or len(factors) < 2 or not all(near(each, off.factor) for each in factors):
@@ -243,7 +243,7 @@ def norm(all_: Everything, off: Deviation, wrong: Sequence[Deviation]) -> str:
 
 
 def norm_by_shard(all_: Everything, off: Deviation, mine: LocatedTensor | None) -> str:
-    """The same of a parameter whose rows, brought together from several ranks, are off by a factor for each of them."""
+    """Return the same for a parameter whose rows, from several ranks, each have their own factor."""
     clip, alone = all_.theirs.found.get("clip"), all_.dense.steps[off.step]
     if clip is None or mine is None or mine.tensor is None or mine.tensor.dim() == 0:
         return ""
@@ -260,14 +260,14 @@ def norm_by_shard(all_: Everything, off: Deviation, mine: LocatedTensor | None) 
 
 
 def own_norm(all_: Everything, off: Deviation) -> float:
-    """How long the gradients of one process, clipped, are in what this rank has of the parameters."""
+    """Return the norm of one process's clipped gradients in this rank's parts of the parameters."""
     gradients = all_.dense.steps[off.step].gradients
     rows = {all_.canonical[name]: mine for name, mine in all_.ranks[off.rank].rows.items()}
     return math.hypot(*(float(rows[name].of(gradients[name]).norm()) for name in rows if name in gradients))
 
 
 def update(all_: Everything, off: Deviation, tensors: Sequence[LocatedTensor | None]) -> str:
-    """How weights are off where their gradient is right."""
+    """Return how weights are wrong although their gradient is right."""
     mine, name = tensors[off.rank], all_.canonical[off.name]
     if mine is None or mine.tensor is None:
         return "are missing"
@@ -293,7 +293,7 @@ def loss_sentence(all_: Everything, step: int) -> str:
 
 
 def modules(all_: Everything, first: Deviation) -> records.Table:
-    """By module what is off in the first step that is, in the order of the backward pass."""
+    """Return a table by module of the first wrong step, in the order of the backward pass."""
     place = {name: index for index, name in enumerate(all_.dense.order)}
     rows = defaultdict[str, list[Deviation]](list)
     for each in sorted(all_.offs(first.step, first.kind), key=lambda each: place[all_.canonical[each.name]]):

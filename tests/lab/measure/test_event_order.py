@@ -9,7 +9,7 @@ from torch import nn
 
 from distlab.lab.measure.event_order import Message, Messages, Order, key_of
 from distlab.lab.measure.memory import MemoryLedger
-from distlab.techniques.collectives.phases import heard, phase
+from distlab.techniques.collectives.phases import listening, phase
 from distlab.techniques.collectives.point_to_point import Peers, Pending
 from distlab.techniques.collectives.ring import all_reduce
 from tests.warm_ranks import Ranks
@@ -18,7 +18,7 @@ from tests.warm_ranks import Ranks
 def recorded(net: nn.Sequential) -> Order:
     """A step of two layers."""
     order = Order(dict(enumerate(net)))
-    with MemoryLedger() as memory, memory.step(order), heard(order.mark):
+    with MemoryLedger() as memory, memory.step(order), listening(order.mark):
         with phase("forward", "0"):
             loss = net(torch.ones(2, 3)).sum()
         with phase("backward", "0"):

@@ -50,8 +50,8 @@ def test_a_curve_stands_where_its_numbers_are_and_has_a_gap_where_there_is_none(
 def test_a_logarithmic_axis_has_powers_of_ten_and_leaves_out_what_has_no_logarithm() -> None:
     axis = Axis([0.0, 100.0, 1e6, None], log=True)
     assert axis.placed([0.0, 100.0, None, 1e6]) == [None, 2.0, None, 6.0]
-    assert [axis.told(tick) for tick in axis.ticks()] == ["100", "1k", "10k", "100k", "1M"]
-    assert [Axis([3.0, 97.0], log=False).told(tick) for tick in Axis([3.0, 97.0], log=False).ticks()] == [
+    assert [axis.label(tick) for tick in axis.ticks()] == ["100", "1k", "10k", "100k", "1M"]
+    assert [Axis([3.0, 97.0], log=False).label(tick) for tick in Axis([3.0, 97.0], log=False).ticks()] == [
         "20", "40", "60", "80"]  # fmt: skip
     assert Axis([], log=False).ticks() == []
 

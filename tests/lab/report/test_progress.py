@@ -98,7 +98,7 @@ def left_after(clock: Clock, done: int, total: int) -> str:
         for _ in range(done):
             clock.now += 1.0
             work.advance()
-        return work.told().rpartition(", ")[2]
+        return work.progress_text().rpartition(", ")[2]
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_a_unit_that_takes_longer_moves_the_estimate_on(clock: Clock) -> None:
             clock.now += 1.0
             work.advance()
         clock.now += 9.0
-        assert work.told() == " (2 of 4 steps), 11 s, about 20 s left"  # 10 s for the one since the first
+        assert work.progress_text() == " (2 of 4 steps), 11 s, about 20 s left"  # 10 s for the one since the first
 
 
 def test_work_within_work_is_told_and_counts_for_itself() -> None:
@@ -135,13 +135,13 @@ def test_work_within_work_is_told_and_counts_for_itself() -> None:
         work.advance()
         with work.of(3, "steps while the others wait"):
             work.advance(2)
-            assert work.told().startswith(" (2 of 3 steps while the others wait)")
+            assert work.progress_text().startswith(" (2 of 3 steps while the others wait)")
         with work.of(0):  # of whose own steps nobody knows the number
             work.advance(7)
-            assert work.told().startswith(" (1 of 10 timed steps)")
-        assert work.told().startswith(" (1 of 10 timed steps)")
+            assert work.progress_text().startswith(" (1 of 10 timed steps)")
+        assert work.progress_text().startswith(" (1 of 10 timed steps)")
         work.reach(4)
-        assert work.told().startswith(" (4 of 10 timed steps)")
-    assert work.told() == ""
+        assert work.progress_text().startswith(" (4 of 10 timed steps)")
+    assert work.progress_text() == ""
     work.advance()  # where nothing is counted
-    assert work.told() == ""
+    assert work.progress_text() == ""

@@ -316,8 +316,8 @@ def test_who_ended_alike_who_is_unseen_and_what_was_dropped() -> None:
 
 def test_parts_of_a_step_in_words() -> None:
     shares = sentences.Shares(0.5, 0.3, 0.2)
-    assert shares.told(seen=True) == "compute 50%, communication and waiting 30%, idle 20%"
-    assert shares.told(seen=False) == (
+    assert shares.in_words(seen=True) == "compute 50%, communication and waiting 30%, idle 20%"
+    assert shares.in_words(seen=False) == (
         "compute with communication and waiting inside 80% (apart: not visible), idle 20%"
     )
 

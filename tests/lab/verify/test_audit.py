@@ -24,7 +24,7 @@ from distlab.lab.workload.data import Batches, Microbatch
 from distlab.lab.workload.model import Model
 from distlab.lab.workload.optimizer import make_optimizer
 from distlab.techniques.data_parallel.buckets import GradientBuckets
-from distlab.techniques.data_parallel.strategy import Replica, begin_alike
+from distlab.techniques.data_parallel.strategy import Replica, draw_and_broadcast
 from distlab.techniques.mesh.grid import Mesh
 from distlab.techniques.sharded import flat_parameter
 from distlab.techniques.sharded.flat_parameter import FlatParameter, Sharded
@@ -44,7 +44,7 @@ Faulty = Replica  # a fault takes its place
 
 def flat(model: Model, mesh: Mesh, config: Config) -> Strategy:
     """Data parallelism with one bucket, in a class that may be faulty where it does not compute in float64."""
-    begin_alike(model, mesh.group, config)
+    draw_and_broadcast(model, mesh.group, config)
     buckets = GradientBuckets(model.parameters(), mesh.group, float("inf"), overlap=False)
     exact = next(model.parameters()).dtype == torch.float64
     return (Replica if exact else Faulty)(model, config, buckets)

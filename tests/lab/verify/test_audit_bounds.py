@@ -70,7 +70,7 @@ def test_what_ranks_may_be_off_is_8_times_what_a_twin_is_and_a_unit_of_the_root_
         assert masters
         for _ in range(steps):
             model(torch.ones(1, dtype=dtype))
-            told.append(work.told().partition(",")[0])
+            told.append(work.progress_text().partition(",")[0])
         return Losses([-4.0, 3.0], {"w": torch.tensor([3.0, 4.0 if parts == 1 else 4.5])})
 
     monkeypatch.setattr("distlab.lab.workload.reference.losses", train)

@@ -5,7 +5,7 @@ import torch
 
 from distlab.lab.measure.samples import stretch_of
 from distlab.lab.report import records
-from distlab.lab.verify.first_step import held_parameter, last_to_come, taken
+from distlab.lab.verify.first_step import held_parameter, last_to_come, without_interval
 from distlab.lab.verify.told_step import allowed_bytes, keys_of, parts_of_storages
 from distlab.techniques.collectives.sharded_tensor import LocalShard
 from tests.labs import Runs
@@ -38,9 +38,9 @@ def test_a_call_of_a_rank_that_has_left_is_waited_for_by_nobody() -> None:
 
 
 def test_each_idle_moment_counts_for_one_call() -> None:
-    left, seconds = taken([(0.0, 2.0), (3.0, 4.0)], 1.0, 3.5)
+    left, seconds = without_interval([(0.0, 2.0), (3.0, 4.0)], 1.0, 3.5)
     assert (left, seconds) == ([(0.0, 1.0), (3.5, 4.0)], 1.5)
-    assert taken(left, 1.0, 3.5) == (left, 0.0)
+    assert without_interval(left, 1.0, 3.5) == (left, 0.0)
 
 
 def test_what_a_rank_has_of_a_parameter() -> None:

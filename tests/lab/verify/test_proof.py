@@ -21,9 +21,9 @@ from distlab.lab.report import records
 from distlab.lab.report.reading import from_line, to_line
 from distlab.lab.report.verdict import judge
 from distlab.lab.verify.proof import (
-    Carried,
+    WrittenBuffers,
     against,
-    carried,
+    buffer_hashes,
     changed,
     check_replicas,
     check_same,
@@ -35,7 +35,7 @@ from distlab.lab.workload.data import Batches, Microbatch
 from distlab.lab.workload.model import Model
 from distlab.lab.workload.reference import Snapshot
 from distlab.techniques.data_parallel.buckets import GradientBuckets
-from distlab.techniques.data_parallel.strategy import Replica, begin_alike
+from distlab.techniques.data_parallel.strategy import Replica, draw_and_broadcast
 from distlab.techniques.mesh.grid import Mesh
 from tests.lab.verify.test_audit import ADAMW, SIZES
 from tests.labs import TINY, failed, failed_with, lab_of, one_rank
@@ -54,7 +54,7 @@ class WithoutDecay(Replica):
 
 
 def flat(model: Model, mesh: Mesh, config: Config) -> Strategy:
-    begin_alike(model, mesh.group, config)
+    draw_and_broadcast(model, mesh.group, config)
     return WithoutDecay(model, config, GradientBuckets(model.parameters(), mesh.group, float("inf"), overlap=False))
 
 
@@ -287,12 +287,12 @@ def test_a_buffer_that_one_process_leaves_alone_may_not_move(mask: float, seen: 
     model = nn.Module()
     for name in ("mask", "seen"):
         model.register_buffer(name, torch.tensor(1.0))
-    buffers: Carried = object.__new__(Carried)
+    buffers: WrittenBuffers = object.__new__(WrittenBuffers)
     said: list[Any] = []
     note: Any = lambda *claim, **words: said.append((*claim, words["variant"], words["detail"]))  # noqa: E731
-    buffers.lab, buffers.start, buffers.written = SimpleNamespace(check=note), carried(model), {"seen"}  # type: ignore[assignment]
+    buffers.lab, buffers.start, buffers.written = SimpleNamespace(check=note), buffer_hashes(model), {"seen"}  # type: ignore[assignment]
     model.mask, model.seen = torch.tensor(mask), torch.tensor(seen)
-    buffers.hold("flat", model)
+    buffers.check("flat", model)
     ((name, off, tolerance, variant, told),) = said
     assert (name, off, tolerance, variant) == ("buffers", moved, 0, "flat")
     assert told.startswith(detail)

@@ -54,7 +54,7 @@ def test_without_the_proof_there_is_no_such_section(ranks: Ranks, tmp_path: Path
 def counted(group: dist.ProcessGroup, settings: dict[str, str], folder: str) -> list[str]:
     """Where rank 0 is, and of how many units how many are done, as its heartbeat tells it at each change of place."""
     lab, found = lab_of(group, settings, folder), []
-    lab.at = lambda _step, phase: found.append(phase + lab.work.told().partition(",")[0])
+    lab.at = lambda _step, phase: found.append(phase + lab.work.progress_text().partition(",")[0])
     everything(lab)
     return found
 

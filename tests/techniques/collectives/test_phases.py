@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from distlab.techniques.collectives.phases import heard, phase, recorded, slowed
+from distlab.techniques.collectives.phases import listening, phase, recorded, slowed
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -64,7 +64,7 @@ def test_a_backward_pass_on_another_thread_belongs_to_who_called_it() -> None:
             return gradient
 
     number.register_hook(summed)
-    with recorded() as spans, heard(lambda what, kind, label: told.append(f"{what} {kind} {label}")):
+    with recorded() as spans, listening(lambda what, kind, label: told.append(f"{what} {kind} {label}")):
         engine = threading.Thread(target=(number * 2).backward)
         engine.start()
         engine.join()

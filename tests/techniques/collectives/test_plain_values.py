@@ -89,7 +89,7 @@ def said(plain: Any, memory: bytes = b"") -> bytes:
     ids=range(13),
 )  # fmt: skip
 def test_what_is_no_value_is_refused(data: bytes) -> None:
-    with pytest.raises(ValueError, match="what a rank has sent"):
+    with pytest.raises(ValueError, match="a rank's value"):
         from_bytes(data, CLASSES)
 
 

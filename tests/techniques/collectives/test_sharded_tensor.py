@@ -94,8 +94,8 @@ def test_boxes_of_all_ranks_make_the_dense_tensors_on_rank_0(ranks: Ranks) -> No
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("missing", "matrix has 15 elements, and all ranks together hold 14"),
-        ("twice", "number has 1 elements, .* hold 2"),
+        ("missing", "matrix has 15 elements, but all ranks together have 14"),
+        ("twice", "number has 1 elements, .* have 2"),
     ],
 )
 def test_what_is_not_there_once_is_said(ranks: Ranks, fault: str, said: str) -> None:

@@ -76,7 +76,7 @@ def refused(group: dist.ProcessGroup, sizes: dict[str, int], axis: str) -> str:
 
 
 def test_what_is_no_grid_is_refused(ranks: Ranks) -> None:
-    assert ranks(3, refused, {"dp": 2, "tp": 2}, "") == ["a mesh of dp 2 x tp 2 takes 4 ranks, and there are 3"] * 3
+    assert ranks(3, refused, {"dp": 2, "tp": 2}, "") == ["a mesh of dp 2 x tp 2 needs 4 ranks, not 3"] * 3
 
 
 @pytest.mark.parametrize(("sizes", "words"), [({"dp": 2, "tp": 4}, "name the axis"), ({"dp": 1, "tp": 8}, "8")])

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from distlab.techniques.transport import handshake
 from distlab.techniques.transport.handshake import (
+    ACCEPTED,
     HELLO_BYTES,
-    LET_IN,
     MAGIC,
     MOST,
     NONCE_BYTES,
     PROOF_BYTES,
     Closed,
-    Door,
+    Listener,
     Unproven,
     Who,
     dialled,
@@ -35,7 +35,7 @@ ANSWER_BYTES = len(MAGIC) + NONCE_BYTES + PROOF_BYTES
 KEY, PURPOSE, RANK = b"the key", "a test", Who(1, 2)
 
 
-class Doorkeeper:
+class ListenerThread:
     """A door on a thread of its own; who came, and what was wrong with those that did not."""
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Doorkeeper:
         self.faults: list[str] = []
         listening, self._selector = listen(HERE), selectors.DefaultSelector()
         self.port = int(listening.getsockname()[1])
-        self.door = Door(
+        self.door = Listener(
             listening, self._selector, KEY, PURPOSE, lambda: Who(7, 3), lambda fault, source: self.faults.append(fault)
         )
         self._closed = False
@@ -65,13 +65,13 @@ class Doorkeeper:
 
 
 @contextmanager
-def kept() -> Iterator[Doorkeeper]:
-    doorkeeper = Doorkeeper()
+def kept() -> Iterator[ListenerThread]:
+    listener = ListenerThread()
     try:
-        yield doorkeeper
-        assert doorkeeper.thread.is_alive(), "nothing that it read has ended it"
+        yield listener
+        assert listener.thread.is_alive(), "nothing that it read has ended it"
     finally:
-        doorkeeper.close()
+        listener.close()
 
 
 def dial(port: int, me: Who = RANK, key: bytes = KEY, purpose: str = PURPOSE, bound_s: float = 5.0) -> Who:
@@ -81,61 +81,61 @@ def dial(port: int, me: Who = RANK, key: bytes = KEY, purpose: str = PURPOSE, bo
 
 
 def test_each_end_knows_who_the_other_is() -> None:
-    with kept() as doorkeeper:
-        assert dial(doorkeeper.port) == Who(7, 3)
-        while not doorkeeper.come:  # it notes who came once it has let them in
+    with kept() as listener:
+        assert dial(listener.port) == Who(7, 3)
+        while not listener.come:  # it notes who came once it has let them in
             time.sleep(0.01)
-        assert doorkeeper.come == [RANK]
+        assert listener.come == [RANK]
 
 
 def test_who_has_another_key_or_means_another_port_finds_that_out() -> None:
-    with kept() as doorkeeper:
+    with kept() as listener:
         with pytest.raises(Unproven, match="does not have the key"):
-            dial(doorkeeper.port, key=b"another")
+            dial(listener.port, key=b"another")
         with pytest.raises(Unproven, match="does not have the key"):
-            dial(doorkeeper.port, purpose="another port")
-        assert doorkeeper.come == []
+            dial(listener.port, purpose="another port")
+        assert listener.come == []
 
 
 def test_what_is_forged_lets_nobody_in_and_is_counted() -> None:
-    with kept() as doorkeeper:
-        answers = told_all(doorkeeper.port)
-        assert doorkeeper.come == []
-        assert all(LET_IN not in answer[ANSWER_BYTES:] for answer in answers.values())
-        assert len(doorkeeper.faults) == len(FORGED) - 1, "all but who said nothing, who may only have looked"
-        assert dial(doorkeeper.port) == Who(7, 3)
+    with kept() as listener:
+        answers = told_all(listener.port)
+        assert listener.come == []
+        assert all(ACCEPTED not in answer[ANSWER_BYTES:] for answer in answers.values())
+        assert len(listener.faults) == len(FORGED) - 1, "all but who said nothing, who may only have looked"
+        assert dial(listener.port) == Who(7, 3)
 
 
 def test_what_was_heard_on_another_connection_proves_nothing() -> None:
     """Neither replayed to the same port, nor the listener's own proof sent back to it."""
-    with kept() as doorkeeper:
+    with kept() as listener:
         nonce = bytes(NONCE_BYTES)
-        with socket.create_connection((HERE, doorkeeper.port)) as first:
+        with socket.create_connection((HERE, listener.port)) as first:
             first.sendall(MAGIC + nonce)
             answer = first.recv(ANSWER_BYTES, socket.MSG_WAITALL)[len(MAGIC) :]
             right = proof(KEY, b"dialler", PURPOSE, nonce + answer[:NONCE_BYTES], Who(1))
             first.sendall(right)
-            assert first.recv(1) == LET_IN
+            assert first.recv(1) == ACCEPTED
         for said in (right, answer[NONCE_BYTES:]):
-            assert told(doorkeeper.port, MAGIC + nonce + said)[ANSWER_BYTES:] == b""
-        assert doorkeeper.come == [Who(1)]
+            assert told(listener.port, MAGIC + nonce + said)[ANSWER_BYTES:] == b""
+        assert listener.come == [Who(1)]
 
 
 def test_200_silent_connections_hold_up_nobody() -> None:
-    with kept() as doorkeeper, silent(doorkeeper.port, 200):
+    with kept() as listener, silent(listener.port, 200):
         began = time.monotonic()
         for rank in range(5):
-            assert dial(doorkeeper.port, Who(rank)) == Who(7, 3)
+            assert dial(listener.port, Who(rank)) == Who(7, 3)
         assert time.monotonic() - began < 5
-        assert len(doorkeeper.door.sockets()) <= MOST + 1
+        assert len(listener.door.sockets()) <= MOST + 1
 
 
 def test_silence_ends_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handshake, "PROVE_S", 0.2)
-    with kept() as doorkeeper, socket.create_connection((HERE, doorkeeper.port)) as connection:
+    with kept() as listener, socket.create_connection((HERE, listener.port)) as connection:
         connection.settimeout(5)
         assert connection.recv(1) == b""
-        assert doorkeeper.faults == ["that proves nothing"]
+        assert listener.faults == ["that proves nothing"]
 
 
 def test_who_is_turned_away_is_counted_before_it_sees_so() -> None:
@@ -148,7 +148,7 @@ def test_who_is_turned_away_is_counted_before_it_sees_so() -> None:
                 connection.recv(1)
             seen.append(fault)
 
-        door = Door(listen(HERE), selector, KEY, PURPOSE, turned_away=look)
+        door = Listener(listen(HERE), selector, KEY, PURPOSE, turned_away=look)
         with socket.create_connection(door.sockets()[0].getsockname()) as connection:
             connection.setblocking(False)
             connection.sendall(b"x" * HELLO_BYTES)
@@ -180,7 +180,7 @@ def test_a_listener_that_says_anything_is_not_believed() -> None:
 def test_no_bytes_end_a_door(parts: list[bytes]) -> None:
     """Without a thread: what ended it would be raised here."""
     with selectors.DefaultSelector() as selector:
-        door = Door(listen(HERE), selector, KEY, PURPOSE)
+        door = Listener(listen(HERE), selector, KEY, PURPOSE)
         with socket.create_connection(door.sockets()[0].getsockname()) as connection:
             for part in (*parts, None):
                 with suppress(OSError):

@@ -184,15 +184,15 @@ PLANTED = (
     Planted("tp_own_norm", 2, 1, ("clip_grad_norm_", "own part", "all_reduce the squares"), ("a",), (0, 1)),
     Planted("tp_by_hand", 2, 1, ("tensor parallelism", "other samples"), ("b",), (0, 1)),
     Planted(
-        "fsdp1_seeds", 2, 0, ("is it meant", "other weights (0.weight and 3 more)", "sync_module_states"), ("a",), ()
+        "fsdp1_seeds", 2, 0, ("intended?", "other weights (0.weight and 3 more)", "sync_module_states"), ("a",), ()
     ),
-    Planted("fully_shard_seeds", 2, 0, ("is it meant", "other weights (0.weight and 3 more)"), ("a",), ()),
+    Planted("fully_shard_seeds", 2, 0, ("intended?", "other weights (0.weight and 3 more)"), ("a",), ()),
     Planted(
         "buffers_written", 2, 1, ("other buffers (buffer scale)", "broadcast_buffers", "since step 2"), ("a",), (1,)
     ),
     Planted("epoch_of_rank_0", 2, 1, ("epoch", "permutation"), ("a",), (1,)),
     Planted("split_by_rank", 2, 1, ("subset", "permutation"), ("a",), (1,)),
-    Planted("temporary", 2, 0, ("nobody reads",), ("a",), ()),
+    Planted("temporary", 2, 0, ("is not used",), ("a",), ()),
     Planted("columns_scattered", 2, 1, ("scatter", "not contiguous"), ("a",), (0,), 0),
     Planted("transposed_on_one", 2, 1, ("reduce", "not contiguous"), ("a",), (1,), 0),
     Planted("numpy_in_flight", 2, 0, (), (), ()),  # these two write where no version counter is told
@@ -210,7 +210,7 @@ PLANTED = (
     Planted("mixed_up", 2, 1, ("0.weight on rank 0, 1.weight on rank 1",), ("a",), (0, 1), 8),
     Planted("buffer_order", 2, 1, ("'mean'", "'scale'", "buffer 0"), ("a",), (1,)),
     Planted("skipped_average", 2, 1, ("other gradients", "from step 3"), ("a", "b"), (1,)),
-    Planted("own_heads", 2, 0, ("is it meant", "weight"), ("a",), (1,)),
+    Planted("own_heads", 2, 0, ("intended?", "weight"), ("a",), (1,)),
     Planted("same_data", 2, 1, ("same",), ("a",), (0, 1)),
     Planted("dropout_seed", 2, 1, ("dropout",), ("a",), (0, 1)),
     Planted("sys_exit", 3, 1, ("3", "all_reduce"), ("a",), (1,), 1),

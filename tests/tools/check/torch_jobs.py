@@ -1,6 +1,5 @@
 """Six classic faults of torch's own libraries, each a change of a right job, and what has to be said of it."""
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 
@@ -73,21 +72,3 @@ FAULTS = {
     (job, fault): Fault(*CHANGES.get(f"{fault} {job}", CHANGES[fault]), says)
     for job, faults in SAYS.items() for fault, says in faults.items()
 }  # fmt: skip
-
-# The job's library, and the fault in words, as docs/check.md has them.
-LIBRARIES = {
-    "dcp_job": "torch.distributed.checkpoint", "pipeline_job": "torch.distributed.pipelining",
-    "dtensor_job": "torch.distributed.tensor",
-}  # fmt: skip
-IN_WORDS = {
-    "skips": "a rank skips a batch", "evaluates": "evaluation on rank 0 alone", "stops": "an early stop on one rank",
-    "saves": "a save around a collective on one rank", "uneven": "an uneven data set", "metric": "a metric on one rank",
-}  # fmt: skip
-
-
-def rows() -> Iterator[str]:
-    """Those of docs/check.md's table."""
-    for job, library in LIBRARIES.items():
-        yield f"| {library} | right | nothing |"
-        for fault, words in IN_WORDS.items():
-            yield f"| | {words} | {' … '.join(FAULTS[job, fault].says)} |"

@@ -23,6 +23,7 @@ WRONG = {  # what is said of each on so many ranks
     "norm_of_parts": (2, "never averaged over the 2 ranks"),
     "norm_twice": (2, "counts what every rank has a copy of once a rank (", "norm.weight"),
     "clipped_apart": (3, "each rank clips by the norm of its own part"),
+    "clipped_flat": (3, "each rank clips by the norm of its own part"),
     "row_bias": (3, "the forward pass parts first at the model, whose output has bias 3 times"),
     "padded": (2, "is read twice (0): the sampler pads them to a multiple of 2 ranks"),
     "mean_of_means": (2, "is a mean of the ranks' means", "the ranks have 7, 6 samples"),

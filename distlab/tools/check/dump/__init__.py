@@ -1,1 +1,1 @@
-"""Why a job hung, judged from what it left behind: `distlab check --dump DIR`."""
+"""Find why a job hung from the dumps that it left: `distlab check --dump DIR`."""

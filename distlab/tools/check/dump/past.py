@@ -1,10 +1,10 @@
-"""The dumps of all ranks as the doctor's own RankState and Call, so that its rules judge them like a live run.
+"""Convert all ranks' dumps to check's RankState and Call, so that its rules judge them like a live run.
 
-A call has its number from `collective_seq_id`, its place from the recorder's frames by the rules of a live run. It is
+A call's number is its `collective_seq_id`, its place comes from the recorder's frames by the rules of a live run. It is
 open until the recorder says that it has ended: by `state`, or for gloo, whose state is always "scheduled", by
-`retired`. The recorder keeps the last calls only: where some are lost, messages that have ended have no number and are
-left out. It has no reduce operations, roots and tags, and of gloo no sends and receives: a rank that waits in one of
-these, or makes a group, is known by its stack.
+`retired`. The recorder keeps only the last calls: if some are missing, ended messages have no number and are left out.
+It has no reduce operations, roots and tags, and for gloo no sends and receives: a rank in one of these, or in the
+creation of a group, is known by its stack.
 """
 
 import math
@@ -24,14 +24,14 @@ DTYPES = {
     "Float": "float32", "Double": "float64", "Half": "float16", "Long": "int64", "Int": "int32", "Short": "int16",
     "Char": "int8", "Byte": "uint8",
 }  # fmt: skip
-LEFT_OUT = ("_base", "_oop", "_coalesced", "_into_tensor", "_tensor", "_single")  # endings of names of one operation
-BY_OUTPUT = ("scatter", "recv")  # whose result is what all ranks have alike
+LEFT_OUT = ("_base", "_oop", "_coalesced", "_into_tensor", "_tensor", "_single")  # suffixes of one operation's names
+BY_OUTPUT = ("scatter", "recv")  # the result's size is equal on all ranks
 DEFAULT = "default_pg"  # torch's description of the group of all ranks
-UNCOUNTED = -1  # of a call that a stack shows: nobody knows how many came before
+UNCOUNTED = -1  # for a call known by a stack: the number of earlier ones is unknown
 NO_GROUP = GroupKey(())  # until all dumps are read
-MOST_LOOKED = 200  # entries, for the script's folder
+MOST_LOOKED = 200  # entries, to find the script's folder
 C10D = "torch/distributed/distributed_c10d.py"
-# Functions of torch that wait and that no dump has, by the name in a stack.
+# Functions of torch that wait and are in no dump, by the name in a stack.
 UNRECORDED = ("send", "recv", "new_group", "monitored_barrier", "init_process_group")
 
 
@@ -48,13 +48,13 @@ class PastPlaces(Places):
         self._found: dict[tuple[Line, ...], CallPlace] = {}
 
     def kind(self, file: str) -> str:
-        """Whose file it is, where Python and torch stand in other folders than here."""
+        """Return a file's owner, if Python and torch are in other folders than here."""
         found = super().kind(file)
         elsewhere = "/lib/python3" in file or ("/torch/" in file and not any(each in file for each in PACKAGES))
         return "library" if found == "user" and elsewhere else found
 
     def of(self, lines: tuple[Line, ...]) -> CallPlace:
-        """The place of a stack, innermost line first."""
+        """Return the place of a stack, innermost line first."""
         if lines not in self._found:
             frame: Any = None
             for file, number, function in reversed(within_script(lines)):
@@ -68,7 +68,7 @@ class PastPlaces(Places):
 
 
 def within_script(lines: Sequence[Line]) -> Sequence[Line]:
-    """The stack without what runs the script."""
+    """Return the stack without the frames that run the script."""
     runner = (
         at for at, line in enumerate(lines) if line[0] in ("<frozen runpy>", "<string>") or "/runpy.py" in line[0]
     )
@@ -76,7 +76,7 @@ def within_script(lines: Sequence[Line]) -> Sequence[Line]:
 
 
 def folder_of(lines: Sequence[Line]) -> Path | None:
-    """The folder of the script: of the line of a module's own that is no library's."""
+    """Return the script's folder: that of a module-level line outside of libraries."""
     own = [file for file, _, name in within_script(lines) if name == "<module>" and not library(file)]
     return Path(own[-1]).parent if own else None
 
@@ -86,35 +86,35 @@ def library(file: str) -> bool:
 
 
 class Past:
-    """All ranks of the job: give it each dump, then `settle` it."""
+    """All ranks of the job: `take` each dump, then `settle`."""
 
     def __init__(self) -> None:
         self.states: list[RankState] = []
         self.calls: list[Call] = []  # of all ranks
         self.backends: set[str] = set()
         self.has_messages = False
-        self.unread = 0  # entries that are not as the recorder writes them
+        self.unread = 0  # entries in an unknown format
         self.written_s: dict[int, float] = {}  # of each rank with a dump
         self.cut: set[int] = set()  # ranks whose recorder has dropped their first calls
-        self.unnamed: set[str] = set()  # groups of which no dump names the ranks
+        self.unnamed: set[str] = set()  # groups whose ranks are in no dump
         self.has_lines = False
-        self.by_stack: dict[int, Call] = {}  # what ranks wait in that no dump has
+        self.by_stack: dict[int, Call] = {}  # waits that are in no dump
         self.stood: dict[int, CallPlace] = {}  # by the stacks
         self._by_rank: dict[int, RankState] = {}
         self._configured: dict[str, Group] = {}
-        self.own: dict[int, dict[str, Group]] = {}  # the groups in the dump of each rank that left one
+        self.own: dict[int, dict[str, Group]] = {}  # the groups in each rank's dump
         self._of_group: dict[tuple[str, str], dict[int, list[Call]]] = {}  # by name and description, by rank
         self._kinds: dict[str, Kind] = {}
-        self._keys: dict[GroupKey, GroupKey] = {}  # one object each, which is compared at once
+        self._keys: dict[GroupKey, GroupKey] = {}  # one object each, for fast comparison
         self._places: PastPlaces | None = None
 
     def waited_s(self, wait: Wait) -> float:
-        """For how long when the dump of its rank was written; 0 where nobody knows."""
+        """Return how long it had waited when its rank's dump was written; 0 if unknown."""
         written_s = self.written_s.get(wait.call.rank, -math.inf) if wait.call is not None else -math.inf
         return max(0.0, written_s - wait.since_s)
 
     def take(self, dump: Dump) -> None:
-        """One rank's dump, of which nothing but its calls is kept."""
+        """Take the calls from one rank's dump."""
         state = self._by_rank[dump.rank] = RankState(dump.rank, 0)
         self.written_s[dump.rank] = dump.written_s
         self.own[dump.rank] = dump.groups
@@ -138,14 +138,14 @@ class Past:
     def _take_entry(
         self, state: RankState, entry: Mapping[str, Any], groups: dict[tuple[str, str], dict[int, Call]]
     ) -> None:
-        """Into `groups`, by name and description; there a collective has its sequence number, and a message one below
-        0."""
+        """Add it to `groups`, by name and description; collectives have their sequence number there, messages a
+        negative one."""
         name, number, frames = entry["profiling_name"], entry["collective_seq_id"], entry.get("frames") or ()
         calls = groups.setdefault(tuple(entry["process_group"]), {})
         if message := " " in name:
             number = -1 - len(calls)
         elif entry.get("is_p2p") is True:
-            return  # the bracket around messages that are sent together
+            return  # encloses messages that are sent together
         ended = entry["state"] == "completed" or (entry.get("retired") is True and name.startswith("gloo"))
         if (earlier := calls.get(number)) is not None:  # a part of one coalesced call
             if ended:
@@ -163,7 +163,7 @@ class Past:
         state.num_calls += 1
 
     def _kind(self, name: str, entry: Mapping[str, Any]) -> Kind:
-        """What the entry says of its operation and tensors; the peer is a rank of the group until `settle`."""
+        """Return operation and tensors of the entry; the peer is a rank of the group until `settle`."""
         key = f"{name}{entry['input_sizes']}{entry['output_sizes']}{entry['input_dtypes']}"
         found = self._kinds.get(key)
         if found is None:
@@ -183,7 +183,7 @@ class Past:
         return found
 
     def settle(self, stacks: Mapping[int, Sequence[Sequence[Frame]]]) -> None:
-        """All has been read: give each call its group and each rank its stack."""
+        """After all dumps: give each call its group and each rank its stack."""
         named = [rank for _, ranks in self._configured.values() for rank in ranks]
         size = max([*named, *self._by_rank, *stacks], default=-1) + 1
         self.states = [self._by_rank.get(rank) or RankState(rank, 0) for rank in range(size)]
@@ -202,7 +202,7 @@ class Past:
                 self._take_stack(self.states[rank], threads)
 
     def _ranks(self, rank: int, name: str, description: str, calls: Mapping[int, Sequence[Call]]) -> tuple[int, ...]:
-        """Those of the group, as the dump of one of them says, else any dump; else those that have called in it."""
+        """Return the group's ranks from a member's dump, else from any dump; else those that have called in it."""
         if (found := self.own[rank].get(name) or self._configured.get(name)) is not None and rank in found[1]:
             return found[1]
         if description == DEFAULT:
@@ -211,7 +211,7 @@ class Past:
         return tuple(sorted(calls))
 
     def _take_stack(self, state: RankState, threads: Sequence[Sequence[Frame]]) -> None:
-        """Where the rank stood; of what no dump has, such as a new group, this is its wait."""
+        """Set the rank's place; for a call outside dumps, such as a new group, also its wait."""
         main = main_thread(threads)
         state.stacks = {0: list(main)}
         self._places = self._places or PastPlaces(folder_of(main) or Path("/"))
@@ -225,7 +225,7 @@ class Past:
         others = [rank for rank in world if rank != state.rank]
         if op in ("send", "recv"):
             key, kind = GroupKey(world), Kind(op, peer=others[0] if len(others) == 1 else -1)
-        else:  # those that stand at one line make one group
+        else:  # ranks at one line form one group
             key, kind = GroupKey(world, stood.line, MADE), Kind(op)
         call = Call(state.rank, stood, key, kind, UNCOUNTED, 0, math.inf)
         self.by_stack[state.rank] = call
@@ -233,7 +233,7 @@ class Past:
 
 
 def named_operation(op: str) -> str:
-    """The operation in the doctor's words: "all_gather" for "_all_gather_base"."""
+    """Return the operation in check's terms: "all_gather" for "_all_gather_base"."""
     if op.endswith("barrier") and op != "monitored_barrier":
         return "barrier"
     op = op.removeprefix("_").replace("allgather", "all_gather").replace("allreduce", "all_reduce")
@@ -243,7 +243,7 @@ def named_operation(op: str) -> str:
 
 
 def number(calls: Sequence[Call], key: GroupKey, *, all_kept: bool) -> None:
-    """Give the calls of one rank in one group that group, and messages their numbers among those of the same ends."""
+    """Set the group of one rank's calls, and number messages among those of the same ends."""
     turns = Counter[tuple[str, int]]()
     for call in calls:
         call.group = key
@@ -256,6 +256,6 @@ def number(calls: Sequence[Call], key: GroupKey, *, all_kept: bool) -> None:
 
 
 def main_thread(threads: Sequence[Sequence[Frame]]) -> Sequence[Frame]:
-    """The thread that runs the script, which faulthandler writes last and py-spy first."""
+    """Return the thread of the script, which faulthandler writes last and py-spy first."""
     whole = [thread for thread in threads if any(frame.function == "<module>" for frame in thread)]
     return whole[-1] if whole else threads[0]

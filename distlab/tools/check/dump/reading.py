@@ -1,8 +1,8 @@
-"""The files that a job left behind, each recognized by its content: recorder dumps, Python stacks and logs.
+"""Read the files of a hung job, recognised by their content: recorder dumps, Python stacks and logs.
 
-A dump comes from someone else, so nothing of it is run: the unpickler builds dicts, lists, tuples, text, numbers and
-None, and refuses a file that asks for anything with a name. A file that cannot be read is one sentence, and the others
-are judged without it. The rank of a file is the number behind "rank" in its name, else the last number in it.
+A dump may come from anybody, so no code in it is run: the unpickler builds only dicts, lists, tuples, text, numbers and
+None, and rejects files that name anything else. An unreadable file becomes one sentence, and the others are judged
+without it. A file's rank is the number after "rank" in its name, else the last number in it.
 """
 
 import io
@@ -17,20 +17,20 @@ from typing import Any, NamedTuple, NoReturn
 
 from distlab.tools.check.judge.rank_state import Frame
 
-NEWEST = (2, 10)  # the version of a dump that torch 2.13 writes; torch 2.5 wrote 2.4
+NEWEST = (2, 10)  # the version that torch 2.13 writes; torch 2.5 wrote 2.4
 MOST_FILES, MOST_RANKS, MOST_BYTES = 100_000, 1 << 15, 1 << 30
-MOST_LOG_BYTES = 1 << 24  # the end of a log is what tells how its rank ended
+MOST_LOG_BYTES = 1 << 24  # the end of a log says how its rank ended
 NO_RANK = "its name has no rank: expected a number, such as dump_3 or rank3.json"
 
 Group = tuple[str, tuple[int, ...]]  # its description and its ranks
 
 
 class Unreadable(Exception):
-    """A file that is not what its beginning says; the text is the reason."""
+    """The file's content does not match its type; the text is the reason."""
 
 
 class Dump(NamedTuple):
-    """What one rank's flight recorder wrote."""
+    """The content of one rank's flight recorder dump."""
 
     rank: int
     version: str
@@ -47,21 +47,21 @@ class Stacks(NamedTuple):
 
 
 class Log(NamedTuple):
-    """A file of text."""
+    """A text file."""
 
     by_rank: dict[int, str]
-    summary: str  # of a launcher, which says how ranks ended
+    summary: str  # of a launcher, on how ranks ended
 
 
 class PlainUnpickler(pickle.Unpickler):
-    """Builds plain values alone."""
+    """Builds plain values only."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
         raise Unreadable(f"it asks for {module}.{name}, where a dump has only dicts, lists, text and numbers")
 
 
 def files_in(places: Iterable[Path]) -> list[Path]:
-    """The files that were named, and those in folders that were."""
+    """Return the named files, and those in the named folders."""
     found: list[Path] = []
     for place in places:
         inside = sorted(each for each in place.rglob("*") if each.is_file()) if place.is_dir() else [place]
@@ -70,7 +70,7 @@ def files_in(places: Iterable[Path]) -> list[Path]:
 
 
 def read(path: Path) -> Dump | Stacks | Log:
-    """What is in the file; raises Unreadable."""
+    """Return the file's content; raises Unreadable."""
     try:
         size = path.stat().st_size
         if size > MOST_BYTES:
@@ -96,7 +96,7 @@ def unpickled(data: bytes) -> Any:
         return PlainUnpickler(io.BytesIO(data)).load()
     except Unreadable:
         raise
-    except Exception as error:  # of any kind: the bytes are a stranger's
+    except Exception as error:  # of any type: the bytes are untrusted
         raise Unreadable(f"its pickle cannot be read, so it may be cut off ({type(error).__name__})") from None
 
 
@@ -118,7 +118,7 @@ def from_json(data: bytes, path: Path, written_s: float) -> Dump | Stacks:
 
 
 def dump_of(value: Any, path: Path, written_s: float) -> Dump:
-    """The dump in what was read; raises Unreadable."""
+    """Return the dump in a value; raises Unreadable."""
     if not isinstance(value, dict) or not isinstance(value.get("entries", []), list) or "version" not in value:
         raise Unreadable("it is no dump of torch's flight recorder, which has a version and entries")
     entries = [each for each in value.get("entries", []) if isinstance(each, dict)]
@@ -132,7 +132,7 @@ def dump_of(value: Any, path: Path, written_s: float) -> Dump:
 
 
 def ranks_in(text: Any) -> tuple[int, ...]:
-    """The ranks of a group, which a dump has as the text of a list; none where it is no list of ranks."""
+    """Return the ranks of a group, which a dump has as text of a list; none if it is not one."""
     try:
         found = json.loads(text) if isinstance(text, str) else text
         return tuple(each for each in found if type(each) is int and 0 <= each < MOST_RANKS)
@@ -141,7 +141,7 @@ def ranks_in(text: Any) -> tuple[int, ...]:
 
 
 def version_fault(version: str) -> str:
-    """What is to be said of a dump's version; empty where it is one that is known."""
+    """Return the remark on an unknown version of a dump; empty for a known one."""
     parts = re.fullmatch(r"(\d+)\.(\d+)", version)
     if parts and (2, 0) <= (int(parts[1]), int(parts[2])) <= NEWEST:
         return ""
@@ -149,7 +149,7 @@ def version_fault(version: str) -> str:
 
 
 def rank_of(path: Path) -> int:
-    """By the file's name, else by the folder's, as torchrun names one for each rank's logs; raises Unreadable."""
+    """Return the rank in the file's name, else the folder's, as in torchrun's log folders; raises Unreadable."""
     for name in (path.name.removesuffix(path.suffix) if not path.suffix[1:].isdigit() else path.name, path.parent.name):
         found = re.findall(r"rank[_\-. ]?(\d{1,6})(?!\d)", name) or re.findall(r"(?<!\d)(\d{1,6})(?!\d)", name)
         if found and int(found[-1]) < MOST_RANKS:
@@ -157,7 +157,7 @@ def rank_of(path: Path) -> int:
     raise Unreadable(NO_RANK)
 
 
-# Stacks, as faulthandler and py-spy write them.
+# Stacks in the formats of faulthandler and py-spy.
 
 FAULTHANDLER = re.compile(r'^  File "([^"]*)", line (\d+) in (.*)$', re.MULTILINE)
 PY_SPY = re.compile(r"^    (\S.*) \((.+):(\d+)\)$", re.MULTILINE)
@@ -165,7 +165,7 @@ THREAD = re.compile(r"^(?=(?:Current thread|Thread) )", re.MULTILINE)
 
 
 def python_stacks(text: str) -> list[list[Frame]]:
-    """Of each thread in the text; none where it is no such text."""
+    """Return each thread's stack in the text; none if it has none."""
     found = []
     for part in THREAD.split(text)[1:]:
         frames = [Frame(file, int(line), name) for file, line, name in FAULTHANDLER.findall(part)]
@@ -175,20 +175,20 @@ def python_stacks(text: str) -> list[list[Frame]]:
 
 
 def in_package(file: str) -> str:
-    """The file with the folder of libraries, where py-spy names it from its package on."""
+    """Return the file with the libraries' folder, if py-spy names it only from its package on."""
     package = file.partition("/")[0].removesuffix(".py")
     if package in sys.stdlib_module_names:
         return f"/lib/python3/{file}"
     return f"site-packages/{file}" if package == "torch" else file
 
 
-# Logs: a file of a rank's own, or one of many ranks, whose uncaught exceptions torch writes behind "[rank3]: ".
+# Logs: of one rank, or of many, whose uncaught exceptions torch prefixes with "[rank3]: ".
 
 OF_A_RANK = re.compile(r"^(?:\S*\s*)?\[rank(\d{1,6})\]:? ?(.*)$", re.MULTILINE)
 
 
 def log_of(text: str, path: Path) -> Log:
-    """The lines of each rank; a file without such lines is of the rank in its name, if there is one."""
+    """Return the lines by rank; a file without prefixes belongs to the rank in its name, if there is one."""
     found: dict[int, list[str]] = {}
     for rank, line in OF_A_RANK.findall(text):
         found.setdefault(int(rank), []).append(line)

@@ -1,9 +1,9 @@
-"""A script of a few gloo ranks that makes the calls of a dump and hangs alike: `distlab check repro.py`.
+"""Write a script for a few gloo ranks that makes a dump's calls and hangs equally: `distlab check repro.py`.
 
-Of ranks that stand in the same call at the same line one is enough, so a job of hundreds folds to at most four; groups
-and messages are kept among these. Calls before the last few of a group are made as sums of one element, first of all,
-so that the others have their numbers. Each call is compiled under the file and line that the dump has, so that it is
-told alike.
+One of the ranks in the same call at the same line is enough, so a job of hundreds is reduced to at most four; groups
+and messages between these are kept. Calls before the last few of a group are replaced by sums of one element, so that
+the others keep their numbers. Each call is compiled with the file and line of the dump, so that reports name the same
+places.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,11 +14,11 @@ from distlab.tools.check.judge.deadlock import met_in, standings
 from distlab.tools.check.judge.rank_state import Call, GroupKey
 
 MOST_RANKS = 4
-LAST = 3  # calls of a group that are made as they were
-MOST_DIGITS = 7  # of a line's number
+LAST = 3  # calls of a group that are made unchanged
+MOST_DIGITS = 7  # of a line number
 MESSAGES = ("send", "recv")
 MARK = "# Written by distlab check --dump"
-# By the operation of a call, with the names that the script has.
+# By operation, with the names defined in the script.
 STATEMENTS = {
     "all_reduce": "dist.all_reduce(T[0], group=G)",
     "broadcast": "dist.broadcast(T[0], R[0], group=G)",
@@ -57,7 +57,7 @@ for file, line, statement, shapes, dtype, number, P, R in CALLS.get(rank, ()):
 
 
 def chosen(verdict: Verdict) -> list[int]:
-    """The ranks that matter: all of a small job, else one for each call that ranks wait in and each rank at fault."""
+    """Return the relevant ranks: all of a small job, else one per awaited call and each rank at fault."""
     cases = verdict.past.states
     if len(cases) <= MOST_RANKS:
         return list(range(len(cases)))
@@ -71,7 +71,7 @@ def chosen(verdict: Verdict) -> list[int]:
 
 
 def script_of(verdict: Verdict, name: str) -> str:
-    """The text of the script; empty where nothing hangs."""
+    """Return the text of the script; empty if nothing hangs."""
     if not verdict.findings:
         return ""
     number = {rank: index for index, rank in enumerate(chosen(verdict))}
@@ -100,19 +100,19 @@ def script_of(verdict: Verdict, name: str) -> str:
 
 
 def inside(group: GroupKey, number: Mapping[int, int]) -> list[int]:
-    """The ranks of a group as the script counts them."""
+    """Return the ranks of a group in the script's numbering."""
     return [number[rank] for rank in group.ranks if rank in number]
 
 
 def begin_of(group: GroupKey, calls: Sequence[Call], number: Mapping[int, int]) -> int:
-    """The first call of the group that is made as it was: of a rank without a dump the ones before are not known."""
+    """Return the first call of the group that is made unchanged: calls before a rank's dump are unknown."""
     last = {call.rank: call.turn for call in calls}
     whole = all(rank in last for rank in group.ranks if rank in number)
     return max(0, min(last.values()) - (LAST if whole else 0))
 
 
 def row_of(call: Call, made: Sequence[GroupKey], number: Mapping[int, int]) -> tuple[object, ...]:
-    """The call as a row of the script."""
+    """Return the call as a row of the script."""
     file, _, line = call.place.line.rpartition(":")
     at = (file, int(line)) if file and line.isdecimal() and len(line) < MOST_DIGITS else ("<unknown>", 1)
     members = inside(call.group, number)

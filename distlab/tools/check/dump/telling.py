@@ -1,4 +1,4 @@
-"""The command: read, judge, print as a live check does, and write the script that hangs alike."""
+"""The command: read, judge, print like a live check, and write the script that hangs equally."""
 
 import gc
 import json
@@ -16,13 +16,13 @@ from distlab.tools.check.dump.verdict import Verdict, judge
 from distlab.tools.check.judge.rank_state import HANG, MATCH
 from distlab.tools.check.judge.report import where_lines
 
-MOST_FAULTS = 8  # of files, in the log
+MOST_FAULTS = 8  # file errors in the log
 MOST_ROWS = 24
 
 
 def tell(places: Sequence[Path], script: Path, still_s: float, *, as_json: bool) -> int:
-    """Print the verdict on the dumps in these folders and files; returns the exit code."""
-    gc.disable()  # a million calls without a circle: the collector took half of the time
+    """Print the verdict on the dumps in these folders and files; return the exit code."""
+    gc.disable()  # a million calls without a cycle: the collector took half of the time
     try:
         verdict = judge(places, still_s)
     except Unreadable as error:
@@ -47,7 +47,7 @@ def tell(places: Sequence[Path], script: Path, still_s: float, *, as_json: bool)
 
 
 def lines_of(verdict: Verdict, what: str, script: Path | None) -> Iterator[str]:
-    """The verdict, in the form of a live check."""
+    """Yield the lines of the verdict, in the form of a live check."""
     yield from wrapped("dump", f"{what} · {verdict.what}")
     for fault in verdict.faults[:MOST_FAULTS]:
         yield from wrapped("left out", fault)
@@ -75,7 +75,7 @@ def lines_of(verdict: Verdict, what: str, script: Path | None) -> Iterator[str]:
 
 
 def folded(rows: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Rows that say the same of several ranks as one."""
+    """Merge rows that are equal except for the rank."""
     ranks: dict[tuple[str, ...], list[int]] = {}
     for who, *rest in rows:
         ranks.setdefault(tuple(rest), []).append(int(who.removeprefix("rank ")))
@@ -83,7 +83,7 @@ def folded(rows: Sequence[Sequence[str]]) -> list[list[str]]:
 
 
 def in_json(verdict: Verdict, script: Path | None) -> dict[str, Any]:
-    """The verdict for tools."""
+    """Return the verdict for tools."""
     checks = {finding.check for finding in verdict.findings}
     return {
         "exit_code": verdict.exit_code, "dumps": verdict.what, "ranks": len(verdict.past.states),

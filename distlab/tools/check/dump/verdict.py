@@ -1,9 +1,9 @@
-"""What the dumps of a job say: who waits for whom, why as far as it can be known, what was ruled out, what is unknown.
+"""The verdict on a job's dumps: which rank waits for whom, the known causes, those ruled out, and what is unknown.
 
-The calls are matched, and the ranks that never go on are found, by matching.py and deadlock.py, as for a live run. Two
-things are decided here, because a dump is one moment and not a run. A rank of which nothing says where it is may be at
-work, so those that wait for it are a wait and no hang. And a GPU has calls queued behind one that has not ended: where
-nothing else explains why calls that all have made do not end, the queued ones count as not made.
+Calls are matched, and hung ranks found, by matching.py and deadlock.py, as in a live run. Two things are decided here,
+because a dump shows one moment and not a run. A rank in an unknown place may be busy, so ranks that wait for it only
+wait and are not hung. And a GPU has calls queued behind one that has not ended: if nothing else explains why a call
+made by all does not end, the queued ones count as not made.
 """
 
 import re
@@ -37,36 +37,36 @@ from distlab.tools.check.judge.rank_state import (
 )  # fmt: skip
 from distlab.tools.check.judge.source_lines import source_line
 
-IN_TORCH = "/site-packages/torch/"  # where a rank stands that waits in a call
-MOST_GROUPS = 4  # that are named
-TERMINATED = -15  # what a launcher ends the other ranks with
+IN_TORCH = "/site-packages/torch/"  # the place of a rank that waits in a call
+MOST_GROUPS = 4  # that are listed
+TERMINATED = -15  # a launcher's signal to the other ranks
 
 
 @dataclass
 class Verdict:
-    """What is told of the dumps."""
+    """The verdict on the dumps."""
 
     past: Past
     matching: Matching
     findings: list[Finding] = field(default_factory=list)
-    waiting: str = ""  # who waits, where nobody knows whether that ever ends
-    is_late: bool = False  # and has waited for long
+    waiting: str = ""  # ranks that wait, if it is unknown whether that ends
+    is_late: bool = False  # they have waited for long
     stalled: bool = False  # in a call that all have made
-    rows: list[list[str]] = field(default_factory=list)  # where each rank is
+    rows: list[list[str]] = field(default_factory=list)  # each rank's place
     faults: list[str] = field(default_factory=list)  # of files
     ruled_out: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
-    what: str = ""  # how many dumps of how many ranks, of what
+    what: str = ""  # number of dumps and ranks, and their source
 
     @property
     def exit_code(self) -> int:
-        """As of a live check; 1 too where ranks wait and it is not known why."""
+        """Return the code as in a live check; also 1 if ranks wait for an unknown reason."""
         return 1 if self.findings or self.is_late else 0
 
 
 def judge(places: Iterable[Path], still_s: float) -> Verdict:
-    """Read and judge; a wait counts that had lasted `still_s` when the dumps were written. Raises Unreadable where no
-    file is a dump."""
+    """Read and judge; waits of at least `still_s` at the time of the dumps count. Raises Unreadable if no file is a
+    dump."""
     past, stacks, texts, faults = Past(), dict[int, Sequence[Sequence[Frame]]](), dict[int, str](), list[str]()
     versions, summaries, more = Counter[str](), "", 0
     for path in files_in(places):
@@ -105,7 +105,7 @@ def judge(places: Iterable[Path], still_s: float) -> Verdict:
 
 
 def judged(past: Past, still_s: float) -> Verdict:
-    """The doctor's rules over all calls."""
+    """Apply check's rules to all calls."""
     cases, size = past.states, len(past.states)
     matching = Matching(size)
     for call in sorted(past.calls, key=attrgetter("began_s")):
@@ -138,7 +138,7 @@ def judged(past: Past, still_s: float) -> Verdict:
 
 
 def groups_apart(past: Past) -> Iterator[Finding]:
-    """That a name is of one group on some ranks and of another one on others: torch counts the groups that are made."""
+    """Yield a finding if a name belongs to different groups on different ranks: torch numbers groups by creation."""
     for name in sorted({name for groups in past.own.values() for name in groups}):
         sides = ranks_by({rank: groups[name][1] for rank, groups in past.own.items() if name in groups})
         if len(sides) > 1:
@@ -154,7 +154,7 @@ def groups_apart(past: Past) -> Iterator[Finding]:
 
 
 def first_use(past: Past, name: str, holders: Collection[int]) -> str:
-    """The first call of these ranks in the group that they know by this name, where one has a line."""
+    """Return the first call of these ranks in the group of this name, if one has a line."""
     calls = (call for call in past.calls if call.group.name == name and call.rank in holders and call.place.line)
     first = min(calls, key=attrgetter("began_s"), default=None)
     return f" (used in {first.kind.op} at {first.place})" if first is not None else ""
@@ -165,7 +165,7 @@ def wait_in(call: Call) -> Wait:
 
 
 def made_by_all(past: Past, stalled: Sequence[Call]) -> str:
-    """That a call does not end which all have made, as far as is known."""
+    """Return a remark on a call that does not end although all have made it, as far as known."""
     call = stalled[0]
     ranks = [each.rank for each in stalled if (each.group, each.turn) == (call.group, call.turn)]
     why = (
@@ -181,8 +181,8 @@ def made_by_all(past: Past, stalled: Sequence[Call]) -> str:
 
 
 def put_wait(past: Past, case: RankState, matching: Matching) -> None:
-    """Know what the rank waits in: what its stack shows, else the first of its open calls that another has not made,
-    else the first that does not match."""
+    """Set the rank's wait: from its stack, else its first open call that another rank has not made, else its first
+    mismatched one."""
     case.waits.clear()
     if case.over:
         return
@@ -200,7 +200,7 @@ def put_wait(past: Past, case: RankState, matching: Matching) -> None:
 
 
 def still_waiting(past: Past, matching: Matching, waits: Mapping[int, Standing]) -> str:
-    """Who waits for a rank of which nothing says that it never comes."""
+    """Return the ranks that wait for a rank which may still come."""
     first, size = waits[min(waits)], len(past.states)
     other = next((rank for rank in sorted(first.needs) if rank not in waits), min(first.needs))
     where = deadlock.elsewhere(past.states[other], matching, first.wait, dict(waits), size)
@@ -218,7 +218,7 @@ def still_waiting(past: Past, matching: Matching, waits: Mapping[int, Standing])
 
 
 def how_often(past: Past, stuck: Mapping[int, Standing]) -> str:
-    """That of the ranks which part one has made the call of the waiting one's line less often: a loop that it left."""
+    """Return the remark that a diverged rank has made the awaited line's call less often: it left a loop."""
     first = stuck[min(stuck)]
     call = first.wait.call
     if call is None or not call.place.line or past.cut:
@@ -235,8 +235,8 @@ def how_often(past: Past, stuck: Mapping[int, Standing]) -> str:
 
 
 def queued(past: Past) -> set[int]:
-    """The calls, by id, that stand behind the first one of their rank which cannot end while each rank makes one after
-    another, as one stream of a GPU does; empty where all end so."""
+    """Return the ids of calls queued behind each rank's first one that cannot end, as in a GPU's stream; empty if all
+    end that way."""
     if "gloo" in past.backends:
         return set()
     queues = {case.rank: list(case.open.values()) for case in past.states if case.open}
@@ -252,7 +252,7 @@ def queued(past: Past) -> set[int]:
     return {id(call) for queue in queues.values() for call in queue[1:]}
 
 
-# How ranks ended, from their logs.
+# Ends of ranks, from their logs.
 
 SUMMARY = re.compile(r"rank\s*:\s*(\d+)\s.*?exitcode\s*:\s*(-?\d+)", re.DOTALL)
 TRACEBACK = re.compile(
@@ -263,13 +263,13 @@ AT = re.compile(r'File "([^"]*)", line (\d+)')
 
 
 def take_ends(cases: Sequence[RankState], texts: Mapping[int, str], summaries: str) -> None:
-    """How ranks ended that are in no call: by an exception that is not about another's end, or by an exit code."""
+    """Set the ends of ranks outside calls: an exception that is not about another's end, or an exit code."""
     for case in cases:
         if case.open or not (tracebacks := list(TRACEBACK.finditer(texts.get(case.rank, "")))):
             continue
         last = tracebacks[-1]
         if not case.missing and texts[case.rank][last.end() :].strip():
-            continue  # it went on
+            continue  # it continued
         own = [(file, line) for file, line in AT.findall(last["frames"]) if not library(file)]
         place = f"{Path(own[-1][0]).name}:{own[-1][1]}" if own else ""
         raised = Raised(last["kind"].rpartition(".")[2], last["text"] or "", last[0], place, 0.0)
@@ -280,11 +280,11 @@ def take_ends(cases: Sequence[RankState], texts: Mapping[int, str], summaries: s
             cases[rank].gone = code if code < 0 else None
 
 
-# What else is told.
+# The rest of the report.
 
 
 def described(past: Past, versions: Counter[str]) -> str:
-    """How many dumps of how many ranks, by whom, and of which groups."""
+    """Return the number of dumps and ranks, their writers and groups."""
     groups = sorted(dict.fromkeys(call.group for call in past.calls if call.group.instance >= 0))
     size = len(past.states)
     names = [group_words(group, size) for group in groups[:MOST_GROUPS]]
@@ -298,7 +298,7 @@ def described(past: Past, versions: Counter[str]) -> str:
 
 
 def ruled_out(verdict: Verdict, texts: Mapping[int, str]) -> Iterator[str]:
-    """Causes that the files show not to be."""
+    """Yield causes that the files exclude."""
     past = verdict.past
     if not any(finding.check == MATCH for finding in verdict.findings):
         yield f"other operations, shapes or dtypes ({counted(len(past.calls), 'calls')} were compared)"
@@ -309,7 +309,7 @@ def ruled_out(verdict: Verdict, texts: Mapping[int, str]) -> Iterator[str]:
 
 
 def unknown(past: Past) -> Iterator[str]:
-    """What no file says."""
+    """Yield what no file says."""
     yield "reduce operations and roots, which the recorder does not hold"
     if "gloo" in past.backends and not past.by_stack:
         yield "sends, receives and new groups on gloo, which are known by stacks alone"

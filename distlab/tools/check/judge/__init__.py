@@ -1,1 +1,1 @@
-"""On rank 0: what all ranks have told, compared."""
+"""Rank 0's side of check: compares what all ranks report."""

@@ -1,4 +1,4 @@
-"""What ranks along one axis of a device mesh should hold alike, or each for itself: copies, samples, norms, dropout."""
+"""Faults along one axis of a device mesh: copies that must be equal, samples that must differ, norms, dropout."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -13,11 +13,10 @@ AXIS = "tp"
 
 
 class Dropouts(Fault):
-    """Dropout inside a tensor-parallel group: ranks that hold the same activations have to drop the same of them.
+    """Dropout in a tensor-parallel group: ranks with the same activations must drop the same elements.
 
-    Which ranks those are the script's own device mesh says, by an axis called tp, or LAB_MESH. Where activations
-    differ they are cut, and there each rank has to draw its own: so ranks are compared only where their inputs are
-    equal.
+    The groups come from the script's device mesh, by an axis called tp, or from LAB_MESH. Where activations are sharded
+    each rank must draw its own masks, so only ranks with equal inputs are compared.
     """
 
     def __init__(self, world_size: int, mesh: Sequence[tuple[str, int]]) -> None:
@@ -26,7 +25,7 @@ class Dropouts(Fault):
         self._seen: dict[int, dict[int, tuple[int, int, str]]] = defaultdict(dict)  # random state, input, line
 
     def take_mesh(self, case: RankState, names: list[str], ranks: Any) -> None:  # noqa: ARG002
-        """A device mesh of the script's, as nested lists of ranks."""
+        """Record a device mesh of the script, given as nested lists of ranks."""
         sizes, level = [], ranks
         while isinstance(level, list):
             sizes.append(len(level))
@@ -54,7 +53,7 @@ class Dropouts(Fault):
 
 
 def groups_of(axis: str, names: Sequence[str], sizes: Sequence[int], ranks: Sequence[int]) -> list[list[int]]:
-    """The groups along an axis of a mesh whose `ranks` stand in order, the outermost axis first; none without it."""
+    """Return the groups along an axis of a mesh with `ranks` in order, outermost axis first; none without the axis."""
     if axis not in names or len(names) != len(sizes) or prod(sizes) != len(ranks):
         return []
     position = list(names).index(axis)
@@ -67,18 +66,19 @@ def flat(nested: Any) -> list[int]:
     return [number for each in nested for number in flat(each)] if isinstance(nested, list) else [nested]
 
 
-# Copies that a DTensor declares: along an axis on which it is replicated, ranks hold the same bits.
+# Copies that a DTensor declares: ranks along an axis on which it is replicated must have equal bits.
 #
-# The last step that all told decides, and those before it say since when: a script may bring ranks together again.
-# Rounding is let pass, which other machines do in another way: norms that differ by less than one part in 100,000.
+# The last step reported by all decides; earlier ones give the first step with a difference, since a script may make
+# ranks equal again. Rounding, which differs between machines, is allowed: norms that differ by less than one part in
+# 100,000.
 
-Held = tuple[int, float]  # the bits of a tensor as a checksum, and its norm
+Held = tuple[int, float]  # checksum of a tensor's bits, and its norm
 ROUNDING = 1e-5
-END = -1  # in the place of a step
+END = -1  # used as a step number
 
 
 class Copies(Fault):
-    """Replicated parameters, and tensors that `DTensor.from_local` was told are replicated."""
+    """Replicated parameters, and tensors declared Replicate in `DTensor.from_local`."""
 
     def __init__(self) -> None:
         self._held: Table[str, int, dict[str, Held]] = Table()
@@ -109,7 +109,7 @@ class Copies(Fault):
                     yield Finding(REPLICAS, sentence, ranks)
 
     def _parameters_apart(self) -> Iterator[Finding]:
-        """Of each axis one sentence, whatever number of groups it has."""
+        """Yield one sentence per axis, for any number of groups."""
         found: dict[tuple[str, str], list[tuple[int, ...]]] = defaultdict(list)
         for axis, ranks, whole in self._held.whole():
             if not (names := names_apart(whole[END if END in whole else max(whole)])):
@@ -127,7 +127,7 @@ class Copies(Fault):
 
 
 def names_apart(seen: dict[int, dict[str, Held]]) -> list[str]:
-    """The tensors that all ranks have told, and not alike."""
+    """Return the tensors that all ranks have reported with different bits."""
     return [
         name for name in next(iter(seen.values()))
         if all(name in held for held in seen.values()) and differ([held[name] for held in seen.values()])
@@ -135,7 +135,7 @@ def names_apart(seen: dict[int, dict[str, Held]]) -> list[str]:
 
 
 def differ(held: Sequence[Held]) -> bool:
-    """Whether tensors are not the same, by more than rounding."""
+    """Return whether tensors differ by more than rounding."""
     norms = [norm for _, norm in held]
     return len({bits for bits, _ in held}) > 1 and max(norms) - min(norms) > ROUNDING * max(norms)
 
@@ -145,7 +145,7 @@ BY_HAND = (
     "all_reduce the squares of these norms over the group, and scale by the root of their sum"
     " (torch.nn.utils.clip_grads_with_norm_)"
 )
-CUT = {  # what a rank has, and what to do, by what cuts the gradients
+CUT = {  # the part that a rank has, and the remedy, by what shards the gradients
     "FSDP": ("shard", "call clip_grad_norm_ of the FullyShardedDataParallel module"),
     "reduce_scatter": ("shard", BY_HAND),
     "": ("part", BY_HAND),
@@ -153,8 +153,7 @@ CUT = {  # what a rank has, and what to do, by what cuts the gradients
 
 
 class Norms(Fault):
-    """What clip_grad_norm_ has returned for gradients that are cut over ranks, and the norm that it cuts to: each
-    rank's own is not the norm."""
+    """The results of clip_grad_norm_ on sharded gradients, and its limit: a rank's own norm is not the norm."""
 
     def __init__(self) -> None:
         self._told: Table[str, At, tuple[float, float, str]] = Table()
@@ -187,8 +186,8 @@ ENOUGH_STEPS = 2
 
 
 class Parts(Fault):
-    """Tensor parallelism by hand: the first inputs of ranks that sum their parts of an activation, which are of one
-    batch, or mean nothing. In such a group nobody averages gradients."""
+    """Manual tensor parallelism: ranks that sum partial activations must have inputs of one batch. Such a group
+    averages no gradients."""
 
     def __init__(self) -> None:
         self._told: Table[str, int, int] = Table()
@@ -208,8 +207,7 @@ class Parts(Fault):
 
 
 class Begun(Fault):
-    """The weights of each rank where FSDP took its part of that rank's own model, and nothing was loaded until the
-    first forward pass."""
+    """The weights of each rank's model when FSDP took its shard, if nothing was loaded before the first forward."""
 
     def __init__(self) -> None:
         self._told: Table[int, int, dict[str, int]] = Table()
@@ -223,9 +221,9 @@ class Begun(Fault):
             names = [name for name in seen[ranks[0]] if len({each.get(name) for each in seen.values()}) > 1]
             if names:
                 yield (
-                    f"is it meant that {name_ranks(ranks)} have other weights ({and_more(names)}) where FSDP takes them"
-                    f" at {self._told.lines[turn, ranks]}? Each keeps its own rank's part: seed or load them on all"
-                    " ranks alike, or send rank 0's to all (sync_module_states=True; set_model_state_dict with"
-                    " broadcast_from_rank0)"
+                    f"{name_ranks(ranks)} have other weights ({and_more(names)}) where FSDP shards them at"
+                    f" {self._told.lines[turn, ranks]}; is that intended? Each rank keeps its own part: seed or load"
+                    " them equally on all ranks, or send rank 0's to all (sync_module_states=True;"
+                    " set_model_state_dict with broadcast_from_rank0)"
                 )
                 return

@@ -1,5 +1,5 @@
-"""The handles and tensors of calls: not waited for, written meanwhile, of other parameters, laid out in a way that gloo
-cannot read, read by nobody."""
+"""Faults of calls' handles and tensors: not waited for, overwritten in flight, of different parameters, in a layout
+that gloo cannot read, or with an unused result."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ from distlab.tools.check.judge.rank_state import (
 
 
 class Handles(Fault):
-    """Calls whose handles or tensors were not left alone, each line once; certain however a run ends."""
+    """Calls whose handles or tensors were misused, one finding per line; certain however a run ends."""
 
     def __init__(self) -> None:
         self._told: dict[tuple[CallPlace, CallPlace | None], tuple[str, list[int]]] = {}  # by call and its wait
@@ -55,28 +55,27 @@ class Handles(Fault):
             yield Finding(WAITED if waited_at is None else AT_REST, sentence, tuple(ranks))
 
 
-Line = tuple[GroupKey, str]  # a line of the script, and the group of its calls
+Line = tuple[GroupKey, str]  # a line of the script, and its calls' group
 
 
 class ParameterCalls(Fault):
-    """Calls by hand on weights and gradients: the first ones of each line to which ranks give another parameter.
+    """Manual calls on weights and gradients: the first ones per line where ranks pass different parameters.
 
-    Tensors of one shape fit, whoever's they are, so nothing of torch sees it: where one rank leaves out a gradient that
-    is None, the next parameter's takes its place. Ranks that hold other parts of a model may mean it (tied embeddings
-    of the first and the last stage); so all of them must have both parameters, and the line must else give the same
-    one.
+    Tensors of one shape fit, so torch does not notice: if one rank skips a gradient that is None, the next parameter's
+    takes its place. Ranks with different parts of a model may mean it (tied embeddings of the first and last stage), so
+    all ranks must have both parameters, and other calls of the line must pass the same one.
     """
 
     def __init__(self) -> None:
         self._names: dict[int, set[str]] = defaultdict(set)  # of all parameters, by rank
-        self._alike: set[Line] = set()  # lines whose calls have given all ranks' same parameter
+        self._alike: set[Line] = set()  # lines whose calls had the same parameter on all ranks
         self._apart: dict[Line, dict[int, Call]] = {}
 
     def take_parameters(self, case: RankState, names: list[str]) -> None:
         self._names[case.rank] |= {str(name) for name in names}
 
     def take(self, met: dict[int, Call]) -> None:
-        """A collective that all its ranks have made."""
+        """Compare a collective that all its ranks have called."""
         names = {call.kind.parameter for call in met.values()}
         lines = {call.place.line for call in met.values()}
         if "" not in names and len(lines) == 1:
@@ -97,7 +96,7 @@ class ParameterCalls(Fault):
     def questions(self) -> Iterator[str]:
         for line, met in self._known_to_all():
             if line not in self._alike:
-                yield f"is it meant that ranks give a call other parameters ({self._differ(met)})?"
+                yield f"ranks pass different parameters to a call ({self._differ(met)}); is that intended?"
 
     def _known_to_all(self) -> Iterator[tuple[Line, dict[int, Call]]]:
         for line, met in self._apart.items():
@@ -113,10 +112,10 @@ class ParameterCalls(Fault):
 
 
 class Layouts(Fault):
-    """Tensors that are not contiguous, in the calls for which gloo takes the bytes as they lie.
+    """Non-contiguous tensors in calls for which gloo ignores strides.
 
-    A rank knows by itself of a tensor with gaps. One without, such as a transposed matrix, is right where all ranks
-    have the same strides, so it is looked for at the end whether all told the same.
+    A tensor with gaps is a fault on its own rank. One without, such as a transposed matrix, is correct if all ranks
+    have the same strides, which is checked at the end.
     """
 
     def __init__(self) -> None:
@@ -141,7 +140,7 @@ class Layouts(Fault):
         self._wrong.setdefault((call.kind.op, call.place), (text, []))[1].append(call.rank)
 
     def findings(self) -> Iterator[Finding]:
-        """Each line once."""
+        """Yield one finding per line."""
         for (group, _, _), seen in sorted(self._permuted.items(), key=lambda each: each[0][2]):
             if set(seen) != set(group.ranks) or len({str(layout(*each[1:])) for each in seen.values()}) > 1:
                 for call, shape, strides in seen.values():
@@ -157,12 +156,12 @@ class Layouts(Fault):
 
 
 def layout(shape: list[int], strides: list[int]) -> list[int]:
-    """The strides of dimensions with more than one element: those of the others mean nothing."""
+    """Return the strides of dimensions with more than one element; other strides have no meaning."""
     return [stride for size, stride in zip(shape, strides, strict=True) if size != 1]
 
 
 class Lost(Fault):
-    """Results in temporaries, which nobody can read, by line: asked, as a script may want the wait alone."""
+    """Results in temporaries, which cannot be read; a question per line, as a script may only want to wait."""
 
     def __init__(self) -> None:
         self._unread: Table[str, int, bool] = Table()
@@ -173,6 +172,6 @@ class Lost(Fault):
     def questions(self) -> Iterator[str]:
         for line, _, _ in self._unread.whole():
             yield (
-                f"is it meant that nobody reads the result of the all_reduce at {line}? Its tensor is a temporary,"
-                " gone as the call returns: give it a name before, and read it after"
+                f"the result of the all_reduce at {line} is not used; is that intended? Its tensor is a temporary,"
+                " freed when the call returns: assign it to a name before, and read it after"
             )

@@ -1,8 +1,8 @@
-"""The doctor of rank 0: takes what all ranks tell, compares, and says as soon as it is sure what is wrong.
+"""Rank 0's coordinator: collects all ranks' reports, compares them, and reports a fault as soon as it is certain.
 
-A mismatch ends the run, and so does a hang, a script that failed, and a rank that is gone. What is only found at the
-end (drifted replicas) is told then. A rank that computes for long while others wait for it is no hang: it is named
-every 10 s, so that nobody takes the silence for one.
+A mismatch ends the run, and so does a hang, a failed script and a lost rank. Faults found only at the end (drifted
+replicas) are reported then. A rank that computes for a long time while others wait is no hang: it is named every 10 s,
+so that the silence is explained.
 """
 
 import json
@@ -21,16 +21,16 @@ from distlab.tools.check.judge.rank_state import HANG, Finding, RankState
 from distlab.tools.check.judge.silent_faults import Quiet
 from distlab.tools.check.watch.telling import now
 
-GATHER_S = 1.5  # from the first sign of a fault until it is told: what others have told meanwhile is on its way
-SURE_S = 3.0  # how long at least ranks have to stand in calls that do not match, to be called hung
-LATE_S = 10.0  # at most from a failure until it is told
-SILENT_S = 1.0  # a rank that told nothing for so long is where its stack says
-STOPPED_S = 2.5  # how long a process may be stopped before its rank counts as lost
+GATHER_S = 1.5  # from the first sign of a fault to the report: other ranks' messages may be on their way
+SURE_S = 3.0  # the time after which ranks in mismatched calls count as hung
+LATE_S = 10.0  # at most from a failure to the report
+SILENT_S = 1.0  # after so long without a report, a rank's stack is read
+STOPPED_S = 2.5  # a process stopped for so long counts as lost
 
 
 class Doctor:
-    """All cases of a run. `say` prints on rank 0; `bound_s` is for how long one may stand still while others wait.
-    With `promises` a rank that leaves before it has told of its end has failed."""
+    """The states of all ranks. `say` prints on rank 0; `bound_s` is the limit for an idle rank that others wait for.
+    With `promises` a rank that leaves without reporting its end has failed."""
 
     def __init__(
         self, world_size: int, hang_after_s: float, bound_s: float, say: Callable[[str], None],
@@ -41,19 +41,19 @@ class Doctor:
         self.matching = Matching(world_size, self.quiet.parameter_calls)
         self.findings: list[Finding] = []
         self.changed: dict[str, list[int]] = {}
-        self.unread = Counter[int]()  # lines of each rank that were not as they are written
-        self.over = False  # nothing more is to be waited for
-        self.whole = False  # all scripts have ended, and nothing had ended the run before
-        self.refused = ""  # why nothing was run, as rank 0 would have it said
-        self.records: list[Record] = []  # that a proof has told
+        self.unread = Counter[int]()  # malformed lines of each rank
+        self.over = False  # whether to stop waiting
+        self.whole = False  # all scripts have ended, and nothing ended the run before
+        self.refused = ""  # why nothing was run, as rank 0 prints it
+        self.records: list[Record] = []  # reported by a proof
         self.compared: list[Record] = []  # of a script and its reference
         self.lost: dict[int, str] = {}  # ranks whose process was killed or stopped from outside, and how
         self._waiting, self._still = Waiting(hang_after_s), Still(bound_s, say)
         self._say = say
         self._gather_s, self._hang_after_s = gather_s, hang_after_s
         self._first_sign: float | None = None
-        self._at_limit: Finding | None = None  # who was at work while the others' limit passed, as it was seen last
-        self._stuck: dict[int, Standing] = {}  # in calls that do not match, as it was seen last
+        self._at_limit: Finding | None = None  # the last seen rank that was busy when the others' timeout passed
+        self._stuck: dict[int, Standing] = {}  # the last seen ranks in mismatched calls
         self._stopped: dict[int, float] = {}
 
     def take(self, rank: int, lines: Sequence[bytes], time_s: float) -> None:
@@ -71,16 +71,16 @@ class Doctor:
 
     @contextmanager
     def _dropping(self, rank: int) -> Iterator[None]:
-        """Go on without what a rank has told and what cannot be taken: the script has the pipe, too."""
+        """Skip a malformed report of a rank: the script can write to the pipe too."""
         try:
             yield
-        except Exception:  # of any kind: nobody knows what stands there
+        except Exception:  # of any type, as the content is arbitrary
             self.unread[rank] += 1
             if self.unread[rank] == 1:
                 self._say(f"dropped    a line of rank {rank} that is not as its kind is written; more are only counted")
 
     def look(self, now: float) -> None:
-        """Compare what has come; `over` and `findings` say what became of it."""
+        """Compare the reports so far; sets `over` and `findings`."""
         if self.refused:
             self.over = True
             return
@@ -93,7 +93,7 @@ class Doctor:
             self._suspect(now)
         if self._first_sign is None and (found := self._waiting.look(self.cases, self.matching, now)) is not None:
             self.findings.append(found)
-            self._suspect(now - self._gather_s)  # it has stood for long enough
+            self._suspect(now - self._gather_s)  # the mismatch has lasted long enough
         if self._first_sign is not None:
             self.over = self._gathered(now - self._first_sign, now)
         elif all(case.over for case in self.cases):
@@ -110,15 +110,15 @@ class Doctor:
             self.findings += failures(self.cases, self.matching, self.lost, self._at_limit, explained=known)
 
     def _gathered(self, since_s: float, now: float) -> bool:
-        """Whether all is known that comes of the first sign: ranks that stand in calls which do not match are looked at
-        for as long as a hang takes, and after a failure the others have as long to come to where they stand still."""
+        """Return whether all consequences of the first sign are known: mismatched calls are observed as long as a hang;
+        after a failure the other ranks have as long to become idle."""
         if since_s < self._gather_s:
             return False
         if self.lost or any(finding.check == HANG for finding in self.findings):
             return True
         apart = [case for case in self.cases if case.waiting(self.matching.is_apart)]
         stuck = standing_apart(self.cases, self.matching)
-        answered = all(case.frames() for case in apart)  # else one was asked where it is, and has not answered yet
+        answered = all(case.frames() for case in apart)  # else one has not reported its stack yet
         if stuck or (answered and not self._stand_as_before()):
             self._stuck = stuck
         bound_s = max(SURE_S, self._hang_after_s)
@@ -129,24 +129,24 @@ class Doctor:
         return True
 
     def _stand_as_before(self) -> bool:
-        """Whether all that were seen to hang are still in the same call; beside busy processes one that waits for a
-        core looks like one that computes."""
+        """Return whether all hung ranks are still in the same call; with busy processes, waiting for a core looks like
+        computing."""
         return bool(self._stuck) and all(
             any(call is each.wait.call for call in self.cases[rank].open.values()) for rank, each in self._stuck.items()
         )
 
     def _late(self, now: float, *, within: bool) -> bool:
-        """Whether one that has not failed is to be waited for: `within` the time that a hang takes until it stands
-        still or has ended, and after that until it is known where it is."""
+        """Return whether to wait for a rank without a failure: `within` the hang's time, until it is idle or has ended;
+        after that, until its place is known."""
         failed = [case for case in self.cases if has_failed(case)]
         late = unsettled(self.cases, self.matching) if failed else []
         if any(not case.frames() and now - case.moved_at > SILENT_S for case in late):
             return True  # it was asked, and has not answered yet
-        at_limit = limit_passed(self.cases, self.matching)  # who is at work is the fault, and told as that
+        at_limit = limit_passed(self.cases, self.matching)  # the busy rank is the fault, and reported as such
         return within and any(at_limit is None or case.rank not in at_limit.ranks for case in late)
 
     def _take_proof(self, fact: list[Any]) -> None:
-        """What `distlab prove` has found, in words and records of its own."""
+        """Record what `distlab prove` has found."""
         kind, *values = fact
         if kind == "refused":
             self.refused = self.refused or values[0]
@@ -167,12 +167,12 @@ class Doctor:
         self.changed.setdefault(sentence, []).append(rank)
 
     def _suspect(self, now: float) -> None:
-        """A sign that something is wrong; the first one counts."""
+        """Note a sign of a fault; the first one counts."""
         if self._first_sign is None:
             self._first_sign = now
 
     def _look_for_ends(self, now: float) -> None:
-        """Ranks that failed, that are gone, or that somebody has stopped."""
+        """Find ranks that failed, have gone, or were stopped."""
         for case in self.cases:
             if has_failed(case):
                 self._suspect(now)

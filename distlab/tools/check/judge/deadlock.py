@@ -1,8 +1,8 @@
-"""Who waits for whom: ranks that wait for nobody but each other, or for one that has ended, are hung.
+"""Deadlock detection: ranks that wait only for each other, or for a rank that has ended, are hung.
 
-A rank that waits hangs if a rank that it needs hangs or is over. So begin with all that wait, and take away who needs
-none of those and none that is over; whoever is left never goes on (the circular wait of Coffman, Elphick, Shoshani
-1971). A rank that computes, or sleeps, holds the others up and hangs nobody.
+A waiting rank hangs if a rank that it needs hangs or has ended. So start with all waiting ranks, and remove those that
+need none of the others and none that has ended; the rest can never continue (the circular wait of Coffman, Elphick,
+Shoshani 1971). A rank that computes or sleeps delays others but hangs nobody.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,15 +28,15 @@ from distlab.tools.check.judge.rank_state import (
 )
 from distlab.tools.check.judge.source_lines import source_line
 
-SURE_AFTER_S = 1.0  # of a rank that waits for one which is over: what it told last may be on its way
+SURE_AFTER_S = 1.0  # after a rank has ended: its last reports may be on their way
 OWN = "distlab/tools/check/"
 LIBRARIES = ("site-packages/", "dist-packages/", "/lib/python3", "<frozen", "/distlab/")
-MOST_NAMED = 8  # ranks of a circle
+MOST_NAMED = 8  # ranks listed for a circle
 
 
 class Standing(NamedTuple):
-    """What a rank waits in, and the ranks that have to come; one of them is enough (`any_of`) for a store's key or a
-    receive from any rank."""
+    """A rank's wait, and the ranks that must come; one of them is enough (`any_of`) for a store's key or a receive from
+    any rank."""
 
     wait: Wait
     needs: frozenset[int]
@@ -44,7 +44,7 @@ class Standing(NamedTuple):
 
 
 def standings(cases: Sequence[RankState], matching: Matching) -> dict[int, Standing]:
-    """Of the ranks that wait for another."""
+    """Return the waits of all ranks that wait for another."""
     found = {}
     for case in cases:
         wait = case.waiting(matching.absent)
@@ -59,7 +59,7 @@ def standings(cases: Sequence[RankState], matching: Matching) -> dict[int, Stand
 
 
 def hung(waits: dict[int, Standing], over: set[int]) -> dict[int, Standing]:
-    """Those of the waits that nothing can end."""
+    """Return the waits that nothing can end."""
     left = dict(waits)
     while True:
         never = over | set(left)
@@ -73,21 +73,21 @@ def hung(waits: dict[int, Standing], over: set[int]) -> dict[int, Standing]:
 
 
 def unsettled(cases: Sequence[RankState], matching: Matching) -> list[RankState]:
-    """The ranks that may still go on: they have not ended, and stand in no call that never ends."""
+    """Return the ranks that may still continue: not ended, and in no call that never ends."""
     stuck = hung(standings(cases, matching), {case.rank for case in cases if case.over})
     left = [case for case in cases if not case.over and case.rank not in stuck]
     return [case for case in left if case.waiting(matching.is_apart) is None]
 
 
 class Waiting:
-    """Looks at the waits again and again; `hang_after_s` is for how long nothing may move."""
+    """Checks the waits repeatedly; `hang_after_s` is how long nothing may change."""
 
     def __init__(self, hang_after_s: float) -> None:
         self._hang_after_s = hang_after_s
         self._since: dict[int, tuple[object, float]] = {}
 
     def look(self, cases: Sequence[RankState], matching: Matching, now: float) -> Finding | None:
-        """The hang, once it has stood for long enough."""
+        """Return the hang, once it has lasted long enough."""
         waits = standings(cases, matching)
         over = {case.rank for case in cases if case.over}
         stuck = hung(waits, over)
@@ -109,8 +109,8 @@ class Waiting:
 def diagnosis(
     cases: Sequence[RankState], matching: Matching, waits: dict[int, Standing], stuck: dict[int, Standing]
 ) -> Finding:
-    """The hang in a sentence: who waits in which call for whom, and where that one is instead."""
-    first = stuck[min(stuck, key=lambda rank: (stuck[rank].any_of, rank))]  # the same in each run, whoever came first
+    """Return the hang as a sentence: which rank waits in which call for whom, and where that rank is instead."""
+    first = stuck[min(stuck, key=lambda rank: (stuck[rank].any_of, rank))]  # the same in each run, whatever the timing
     together = sorted(rank for rank, each in stuck.items() if met_in(each.wait) == met_in(first.wait))
     whom = sorted(first.needs)
     where = " and ".join(dict.fromkeys(str(stuck[rank].wait.place) for rank in together))
@@ -121,7 +121,7 @@ def diagnosis(
     else:
         sentence += f" for {name_ranks(whom)}"
     chain, seen = list(whom), {*whom, *together}
-    for rank in chain:  # it grows: who is waited for may wait itself
+    for rank in chain:  # grows: a rank that is waited for may wait itself
         more = sorted(waits[rank].needs - seen) if rank in waits and not waits[rank].any_of else []
         chain += more
         seen |= set(more)
@@ -140,7 +140,7 @@ def diagnosis(
 def parting(
     cases: Sequence[RankState], matching: Matching, waits: Mapping[int, Standing], waiting: int, other: int
 ) -> Parting:
-    """By what two ranks parted, the first of these that is known: two threads, a branch, the steps and batches."""
+    """Return the first known reason why two ranks diverged: two threads, a branch, steps and batches."""
     calls = {rank: each.wait.call for rank, each in waits.items() if each.wait.call is not None}
     call = calls.get(waiting)
     if call is None:
@@ -152,20 +152,20 @@ def parting(
 
 
 def met_in(wait: Wait) -> object:
-    """The same for all that wait in the same call of the same group."""
+    """Return a key that is equal for all waits in the same call of a group."""
     if wait.call is None or wait.call.kind.op in ("send", "recv"):
         return wait
     return wait.call.group, wait.call.turn
 
 
 def wait_text(wait: Wait, world_size: int) -> str:
-    """What is waited in, a call with its group."""
+    """Return the awaited thing, a call with its group."""
     call = wait.call
     if call is None:
         return wait.what
     if call.kind.op in ("send", "recv"):
         return call_text(call)
-    if call.group.instance == MADE and not call.kind.dims:  # known by a stack alone
+    if call.group.instance == MADE and not call.kind.dims:  # known only by a stack
         return call.kind.op
     if call.group.instance == MADE:
         return f"new_group({list(call.kind.dims[0])}), the {ordinal(call.turn)} group that is made,"
@@ -173,7 +173,7 @@ def wait_text(wait: Wait, world_size: int) -> str:
 
 
 def ordinal(index: int) -> str:
-    """1st for 0."""
+    """Return "1st" for 0."""
     number = index + 1
     ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
     return f"{number}{ending}"
@@ -201,10 +201,10 @@ def elsewhere(case: RankState, matching: Matching, waited: Wait, waits: dict[int
 
 
 def circle(first: Standing, stuck: dict[int, Standing]) -> str:
-    """What kind of circle it is, where that has a name."""
+    """Return the kind of circle, if it has a name."""
     calls = [each.wait.call for each in stuck.values() if each.wait.call is not None]
     ops = {call.kind.op for call in calls}
-    closed = len(calls) > 1 and all(each.needs <= set(stuck) for each in stuck.values())  # nobody in it has ended
+    closed = len(calls) > 1 and all(each.needs <= set(stuck) for each in stuck.values())  # no rank in it has ended
     if ops == {"send"} and closed:
         return ". Each sends first, and none receives: let one of two receive before it sends, or use isend"
     if ops == {"recv"} and closed:
@@ -222,7 +222,7 @@ def circle(first: Standing, stuck: dict[int, Standing]) -> str:
 
 
 def way_out(first: Standing, waits: Mapping[int, Standing], cases: Sequence[RankState]) -> str:
-    """What to change so that a wait in no circle with a name ends."""
+    """Return how to change a wait that is in no named circle."""
     call, other = first.wait.call, cases[min(first.needs)]
     if call is None:
         return f"let a rank set the key of {first.wait.what} before it waits itself"
@@ -233,17 +233,17 @@ def way_out(first: Standing, waits: Mapping[int, Standing], cases: Sequence[Rank
     own = waits.get(other.rank)
     theirs = own.wait.call if own is not None else None
     if theirs is not None and theirs.place.line and call.place.below and not call.place.named_call:
-        call = theirs  # a call in a backward pass, say, is made by who gets there
+        call = theirs  # such as a call in a backward pass, whose callers differ
     return all_or_none(call)
 
 
 def standing_at(case: RankState) -> str:
-    """The line of the script that its main thread is in, with the innermost function below it."""
+    """Return the script's line in the main thread, with the innermost function below it."""
     return str(main_place(case))
 
 
 def main_place(case: RankState) -> CallPlace:
-    """The line of the script that its main thread is in."""
+    """Return the script's line in the main thread."""
     frames = [frame for frame in case.frames() if OWN not in frame.file]
     mine = next((frame for frame in frames if not library(frame)), None)
     if mine is None:
@@ -279,20 +279,20 @@ def table(cases: Sequence[RankState], waits: dict[int, Standing]) -> list[list[s
     return rows
 
 
-# A hang behind calls that do not match: all have come, each to another call, and none of them ends.
+# Hangs after mismatched calls: all ranks have called, but different calls, and none ends.
 #
-# gloo ends some such calls with wrong sums, and a rank tells that a wait has ended with its next call alone. So a rank
-# hangs there only if its main thread stands in torch, without processor time.
+# gloo ends some such calls with wrong sums, and a rank reports the end of a wait only with its next call. So a rank
+# counts as hung only if its main thread is in torch, without CPU time.
 
 
 def standing_apart(cases: Sequence[RankState], matching: Matching) -> dict[int, Standing]:
-    """The ranks that hang because calls do not match, with those that wait for them."""
+    """Return the ranks that hang because of mismatched calls, with those that wait for them."""
     apart = {}
     for case in cases:
         wait = case.waiting(matching.is_apart)
         if wait is not None and wait.call is not None and case.is_idle and stands_in_torch(case):
             others = frozenset(wait.call.group.ranks) - {case.rank}
-            apart[case.rank] = Standing(wait, others, any_of=True)  # whoever goes on may end it yet
+            apart[case.rank] = Standing(wait, others, any_of=True)  # any of them may still end it
     stuck = hung(standings(cases, matching) | apart, {case.rank for case in cases if case.over})
     return stuck if set(stuck) & set(apart) else {}
 
@@ -303,7 +303,7 @@ def stands_in_torch(case: RankState) -> bool:
 
 
 def apart_finding(stuck: Mapping[int, Standing], world_size: int) -> Finding:
-    """The hang in a sentence; what does not match and where each rank was stands in the other finding."""
+    """Return the hang as a sentence; the mismatch and each rank's place are in the other finding."""
     by_place = ranks_by(
         {rank: f"in {wait_text(each.wait, world_size)} at {each.wait.place}" for rank, each in stuck.items()}
     )
@@ -311,17 +311,17 @@ def apart_finding(stuck: Mapping[int, Standing], world_size: int) -> Finding:
     return Finding(HANG, f"{who}: the calls do not match, so none of them ends", tuple(sorted(stuck)), ends=True)
 
 
-# Ranks that others wait for and that make no call: at work or asleep they are no hang, and are named every 10 s.
+# Ranks that others wait for and that make no call: busy or asleep they are no hang, and are named every 10 s.
 #
-# A rank that had no processor time at all for LAB_COLLECTIVE_TIMEOUT_S while others waited for it stands in something
-# that is no call (a queue, a lock, a file): that is told as what it is, so that nothing waits for ever.
+# A rank without any CPU time for LAB_COLLECTIVE_TIMEOUT_S while others waited is blocked in something that is no call
+# (a queue, a lock, a file): this is reported as such, so that a run never waits for ever.
 
 SAY_S = 10.0
 AT_WORK = 0.5  # of a core
 
 
 class Still:
-    """Looks again and again; `bound_s` is for how long a rank may stand still while others wait for it."""
+    """Checks repeatedly; `bound_s` is how long a rank may be idle while others wait for it."""
 
     def __init__(self, bound_s: float, say: Callable[[str], None]) -> None:
         self._bound_s, self._say = bound_s, say
@@ -329,7 +329,7 @@ class Still:
         self._idle_since: dict[int, float] = {}
 
     def _all_asleep(self, cases: Sequence[RankState], now: float) -> Finding | None:
-        """Ranks that neither call nor compute, with nobody left who does."""
+        """Return a finding if no rank is in a call or busy."""
         left = [case for case in cases if not case.over]
         if not left or any(not case.is_idle or now - case.moved_at < self._bound_s for case in left):
             return None
@@ -339,7 +339,7 @@ class Still:
         return Finding(HANG, sentence, ranks, table(cases, {}), ends=True)
 
     def look(self, cases: Sequence[RankState], matching: Matching, now: float) -> Finding | None:
-        """Say who computes, if it is time to; a finding where one has stood still for too long."""
+        """Log busy ranks at intervals; return a finding if one was idle for too long."""
         waits = standings(cases, matching)
         if (asleep := self._all_asleep(cases, now)) is not None:
             return asleep

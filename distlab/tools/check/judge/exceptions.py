@@ -1,6 +1,6 @@
-"""The words of an exception in a sentence: the line that says what happened, what to change, and what is alike of two.
+"""Turn an exception into one sentence: what happened, where, and what to change; with a key for similar ones.
 
-Torch's own words are for who knows torch: some are followed here by what to write instead.
+PyTorch's messages assume that you know PyTorch. For some we add what to write instead.
 """
 
 import re
@@ -9,22 +9,22 @@ from collections.abc import Callable
 
 from distlab.tools.check.judge.rank_state import Raised
 
-MOST = 400  # characters of the words
+MOST = 400  # characters of the message
 Remedy = str | Callable[[re.Match[str]], str]
 
 
 def how_it_ended(exit_code: int) -> str:
-    """In words that follow "rank 2 "."""
+    """Return the end in words that follow "rank 2 "."""
     if exit_code < 0:
         return f"was killed by {signal.Signals(-exit_code).name}"
     return f"left by os._exit({exit_code})"
 
 
 def describe_exception(raised: Raised, at: str) -> str:
-    """What the script did, behind "rank 2 "; `at` is where, one line or several."""
+    """Return what the script raised, in words that follow "rank 2 "; `at` is one line or several."""
     if raised.kind == "SystemExit":
         what = f"called sys.exit with {raised.text}"
-    elif raised.kind == "Exited":  # which says where by itself
+    elif raised.kind == "Exited":  # has its own place
         return raised.text
     else:
         said, remedy = first_words(raised.text), remedy_of(raised.text)
@@ -35,7 +35,7 @@ def describe_exception(raised: Raised, at: str) -> str:
 
 
 def first_words(text: str) -> str:
-    """The first line that says something, cut between two words; of another process's traceback its last one."""
+    """Return the first informative line, shortened at a word; for another process's traceback its last line."""
     lines = [line.strip() for line in shown(text).splitlines() if line.strip()]
     if not lines:
         return ""
@@ -46,17 +46,17 @@ def first_words(text: str) -> str:
 
 
 def cut(text: str, most: int = MOST) -> str:
-    """The text, or its first words."""
+    """Return the text, or its first words."""
     return text if len(text) <= most else f"{text[: most - 4].rpartition(' ')[0] or text[: most - 4]} ..."
 
 
 def shown(text: str) -> str:
-    """Without addresses of objects, which say nothing."""
+    """Return the text without addresses of objects."""
     return re.sub(r"<(?:\w+\.)*(\w+)(?: object)? at 0x[0-9a-fA-F]+>", r"<\1>", text)
 
 
 def folded(text: str, rank: int) -> str:
-    """The same for ranks that failed alike: without addresses, ports, process ids, times, and their own number."""
+    """Return a key for ranks that failed in the same way: without addresses, ports, process ids, times and rank."""
     text = re.sub(r"0x[0-9a-fA-F]+", "0x", shown(text))
     text = re.sub(rf"\b([Rr]anks?|[Rr]ank:|cuda:|process|Process) ?{rank}\b", r"\1 <own>", text)
     text = re.sub(r"(?<=[:\]])\d{4,5}\b", "<port>", text)
@@ -92,7 +92,7 @@ REMEDIES: tuple[tuple[str, Remedy], ...] = (
 
 
 def remedy_of(text: str) -> str:
-    """What to change, where that is known of these words; else empty."""
+    """Return what to change, if that is known for this message; else empty."""
     for words, remedy in REMEDIES:
         found = re.search(words, text)
         if found:

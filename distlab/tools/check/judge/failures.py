@@ -1,9 +1,8 @@
-"""The script's own failures: the one that was first, with those that come of it folded into its sentence.
+"""Failures of the script: the first one, with its consequences on other ranks in the same sentence.
 
-Of ranks whose neighbour has failed each raises "Connection closed by peer", and one reads as many tracebacks as
-there are ranks, all but one of them about nothing. An exception in words of a connection or of a bound is taken for
-a consequence where another rank has failed, ended or been killed; alone it is told by the call that it was raised
-in.
+If a rank fails, its neighbours raise "Connection closed by peer": as many tracebacks as ranks, only one of them about
+the cause. An exception about a connection or a timeout counts as a consequence if another rank has failed, ended or
+been killed; otherwise it is reported with the call that raised it.
 """
 
 import re
@@ -22,7 +21,7 @@ from distlab.tools.check.judge.rank_state import END, Finding, Raised, RankState
 from distlab.tools.check.watch.own_ranks import INSTEAD
 
 ABORTS = tuple(-number for number in (signal.SIGABRT, signal.SIGSEGV, signal.SIGFPE, signal.SIGILL, signal.SIGBUS))
-# Which no connection raises.
+# Messages that no connection raises.
 OWN_KINDS = ("SystemExit", "Exited", "ValueError", "TypeError", "AssertionError", "KeyError")
 
 
@@ -30,8 +29,8 @@ def failures(
     cases: Sequence[RankState], matching: Matching, lost: Mapping[int, str], at_limit: Finding | None = None, *,
     explained: bool,
 ) -> Iterator[Finding]:  # fmt: skip
-    """How the scripts failed, where `lost` ranks do not tell it; `explained` is whether something else may, and
-    `at_limit` what `limit_passed` said last."""
+    """Yield how the scripts failed, unless `lost` ranks explain it; `explained` is whether something else may,
+    `at_limit` the last result of `limit_passed`."""
     waits = standings(cases, matching)
     late = still_at([case for case in unsettled(cases, matching) if case.rank not in waits])
     left = [case for case in cases if case.exit_code is None and case.gone is not None and case.rank not in lost]
@@ -58,8 +57,8 @@ def failures(
 
 
 def blamed(cases: Sequence[RankState], matching: Matching, at_limit: Finding | None) -> Finding:
-    """Of scripts that failed for a lost connection or a bound alone: the calls that they failed in, and who was not
-    there."""
+    """Return a finding for scripts that failed only by lost connections or timeouts: their calls, and the missing
+    ranks."""
     failed = {case.rank: case.raised for case in cases if case.raised is not None}
     first = min(failed, key=lambda rank: failed[rank].at_s)
     waits = failed_in(cases, matching)
@@ -68,7 +67,7 @@ def blamed(cases: Sequence[RankState], matching: Matching, at_limit: Finding | N
     if (late := limit_passed(cases, matching)) is not None:
         return late
     if not stuck and at_limit is not None:
-        return at_limit  # who was late has come to the call meanwhile
+        return at_limit  # the late rank has come to the call meanwhile
     if not stuck:
         return Finding(END, how, (first,), table(cases, waits), traceback=failed[first].traceback)
     found = diagnosis(cases, matching, waits, stuck)
@@ -76,7 +75,7 @@ def blamed(cases: Sequence[RankState], matching: Matching, at_limit: Finding | N
 
 
 def failed_in(cases: Sequence[RankState], matching: Matching) -> dict[int, Standing]:
-    """Of the ranks that wait, and of those that raised the calls that they did it in, if not all had come to those."""
+    """Return the waits of ranks that wait, and of those that raised in a call that not all ranks had reached."""
     waits = standings(cases, matching)
     for case in cases:
         call = next(iter(case.open.values()), case.last)
@@ -87,8 +86,8 @@ def failed_in(cases: Sequence[RankState], matching: Matching) -> dict[int, Stand
 
 
 def limit_passed(cases: Sequence[RankState], matching: Matching) -> Finding | None:
-    """Of ranks whose limit passed while they waited for one that is still at work: that, and no hang; None where a rank
-    failed by itself."""
+    """Return a finding for ranks whose timeout passed while they waited for a busy rank; None if a rank failed by
+    itself."""
     if any(has_failed(case) and (case.raised is None or not blameless(case.raised)) for case in cases):
         return None
     failed = {case.rank: case.raised for case in cases if case.raised is not None}
@@ -114,7 +113,7 @@ def limit_passed(cases: Sequence[RankState], matching: Matching) -> Finding | No
 
 
 def consequences(cases: Sequence[RankState], waits: Mapping[int, Standing], ranks: Sequence[int]) -> str:
-    """Who waits for one of these ranks, and who failed because of them."""
+    """Return which ranks wait for one of these, and which failed because of them."""
     waiting = [rank for rank, each in waits.items() if not each.needs.isdisjoint(ranks) and not each.any_of]
     failed = [case for case in cases if case.raised is not None and case.rank not in ranks and blameless(case.raised)]
     parts = []
@@ -129,7 +128,7 @@ def consequences(cases: Sequence[RankState], waits: Mapping[int, Standing], rank
 
 
 def still_at(late: Sequence[RankState]) -> str:
-    """Where those stood that had not ended when the failure was told, and that wait for nobody."""
+    """Return where the other ranks were that had not ended at the time of the report, and wait for nobody."""
     at = {case.rank: f" at {standing_at(case)}" if case.frames() else last_call(case) for case in late}
     does = {case.rank: "still stand" if case.is_idle else "still compute" for case in late}
     by_place = ranks_by({rank: (does[rank], at[rank]) for rank in at})
@@ -138,33 +137,33 @@ def still_at(late: Sequence[RankState]) -> str:
 
 
 def last_call(case: RankState) -> str:
-    """The last that is known of a rank, behind how it ended."""
+    """Return the last known call of a rank, to append to its end."""
     if case.last is None:
         return " before its first call"
     return f", its last call was {call_text(case.last)} at {case.last.place}"
 
 
 def has_failed(case: RankState) -> bool:
-    """Whether the script has raised, or its process is gone before the script had ended."""
+    """Return whether the script has raised, or its process has gone before the script ended."""
     return case.raised is not None or case.left_early
 
 
 def aborted(case: RankState) -> bool:
-    """Whether a library ended the process itself, as gloo does where tensors do not fit."""
+    """Return whether a library aborted the process, as gloo does if tensors do not fit."""
     return case.gone in ABORTS
 
 
 def blameless(raised: Raised) -> bool:
-    """Whether another rank's end may be behind an exception."""
+    """Return whether an exception may be caused by another rank's end."""
     return raised.kind not in OWN_KINDS and any(word in raised.text.lower() for word in BLAMELESS)
 
 
-# Ranks that have nothing to do with each other: of those nothing was checked, and that is no pass.
+# Scripts whose ranks do not communicate: nothing was checked, so they do not pass.
 
 
 def nothing_distributed(cases: Sequence[RankState]) -> Iterator[Finding]:
-    """Of scripts that have all ended well: that none made a group or called another rank, or that each trained alone,
-    and why."""
+    """Yield a finding for scripts that ended well without a group or calls, or trained on each rank alone, with the
+    reason."""
     words, called = words_of_cause(cases[0].course.package, ALONE), any(case.num_calls for case in cases)
     if len(cases) == 1:
         return
@@ -182,7 +181,7 @@ def nothing_distributed(cases: Sequence[RankState]) -> Iterator[Finding]:
 
 
 def why_no_group(cases: Sequence[RankState], words: str) -> str:
-    """The reason, with what to do; `words` are the framework's."""
+    """Return the reason and the remedy; `words` are the framework's."""
     starts = next((case.starts for case in cases if case.starts is not None), None)
     if starts is not None:
         return (

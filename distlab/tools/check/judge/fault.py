@@ -1,8 +1,8 @@
-"""The one shape of a fault that hangs nobody: the facts that it takes of each rank, and what it finds or asks of them.
+"""The interface of faults that do not hang: the reports that a fault takes from each rank, and its findings.
 
-watch/ tells a fact by `say(KIND, ...)`, and the method `take_KIND` of a fault takes it: by that name the two are one,
-and the types of its parameters are those that a told value has to have. What ranks should have alike, or each for
-itself, is a table by what it is and whose it is; it is looked at where all these ranks have told.
+watch/ reports with `say(KIND, ...)`, and the fault's method `take_KIND` receives it: they match by name, and the
+method's parameter types are those required of the values. Values that must be equal on some ranks, or differ, are kept
+in a table by name and ranks, and compared once all these ranks have reported.
 """
 
 from collections import defaultdict
@@ -14,32 +14,32 @@ from distlab.tools.check.judge.rank_state import Finding, RankState
 What = TypeVar("What")
 Turn = TypeVar("Turn")
 Value = TypeVar("Value")
-At = tuple[str, str, int]  # a line, the lines that called it, and how often it was reached before
+At = tuple[str, str, int]  # a line, its callers, and how often it was reached before
 
 
 class Fault:
-    """Of one kind, on all ranks."""
+    """One kind of fault, on all ranks."""
 
     def findings(self) -> Iterator[Finding]:
-        """What is certain, once all scripts have ended."""
+        """Yield what is certain, once all scripts have ended."""
         yield from ()
 
     def questions(self) -> Iterator[str]:
-        """What only looks wrong: asked, and it decides nothing."""
+        """Yield what may be a mistake: questions, which do not fail the run."""
         yield from ()
 
 
 class Table(Generic[What, Turn, Value]):
-    """What ranks have told, by what it is and whose it is, turn by turn."""
+    """The ranks' reports by name, ranks and turn."""
 
     def __init__(self) -> None:
         self._told: dict[tuple[What, tuple[int, ...]], dict[Turn, dict[int, Value]]] = {}
-        self.lines: dict[tuple[What, tuple[int, ...]], str] = {}  # where it was told last
+        self.lines: dict[tuple[What, tuple[int, ...]], str] = {}  # the line of the last report
 
     def put(
         self, case: RankState, what: What, ranks: Sequence[int], turn: Turn, value: Value, place: int | None = None
     ) -> None:  # fmt: skip
-        """Of the rank `case`; raises ValueError where it is none of the ranks."""
+        """Store a value of the rank `case`; raises ValueError if `ranks` are invalid."""
         if case.rank not in ranks or not all(type(each) is int and 0 <= each < case.world_size for each in ranks):
             raise ValueError(f"the ranks {ranks} told by rank {case.rank} of {case.world_size}")
         whose = what, tuple(ranks)
@@ -48,7 +48,7 @@ class Table(Generic[What, Turn, Value]):
         self._told.setdefault(whose, defaultdict(dict))[turn][case.rank] = value
 
     def whole(self, least: int = 2) -> Iterator[tuple[What, tuple[int, ...], dict[Turn, dict[int, Value]]]]:
-        """The turns that all ranks told, of those that are at least so many."""
+        """Yield the turns that all ranks reported, if there are at least `least`."""
         for (what, ranks), turns in sorted(self._told.items(), key=lambda each: each[0]):
             found = {turn: seen for turn, seen in turns.items() if len(seen) == len(ranks)}
             if found and len(ranks) >= least:
@@ -60,14 +60,14 @@ def world(case: RankState) -> range:
 
 
 def at(case: RankState, place: int, turn: int) -> At:
-    """What comes again and again is known by its line and its number there: a rank may do more of it alone at other
+    """Return a key for repeated events: a line and its count there, since a rank may have more of them at other
     lines."""
     found = case.place(place)
     return found.line, found.callers, turn
 
 
 def and_more(names: Sequence[Any]) -> str:
-    """ "bias and 2 more"."""
+    """Return "bias and 2 more"."""
     return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else str(names[0])
 
 

@@ -1,7 +1,7 @@
-"""What to change, in the words of the framework that a script trains by: accelerate, transformers, Lightning.
+"""Remedies in the terms of the training framework: accelerate, transformers, Lightning.
 
-`CALLS` are calls of all ranks that scripts make on one: what the framework has for what was meant. `CAUSES` is by what
-ranks part in a loop.
+`CALLS` are calls for all ranks that scripts make on one, with the framework's alternative. `CAUSES` are the reasons why
+ranks diverge in a loop.
 """
 
 UNEVEN, STOPPED, SKIPPED, ALONE = "uneven", "stopped", "skipped", "alone"
@@ -66,10 +66,10 @@ CAUSES["pytorch_lightning"] = CAUSES["lightning"]
 
 
 def words_of_call(function: str) -> str:
-    """Behind a call that one rank alone makes; empty where there is nothing to say."""
+    """Return a remark for a call that only one rank makes; empty if there is none."""
     return CALLS.get(function, "")
 
 
 def words_of_cause(package: str, cause: str) -> str:
-    """What to change where ranks part by this."""
+    """Return the remedy if ranks diverge for this reason."""
     return CAUSES.get(package, {}).get(cause, "")

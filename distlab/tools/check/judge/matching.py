@@ -1,8 +1,8 @@
-"""The n-th call of a group is one call: compared over its ranks as it comes, beside the training.
+"""Matches the n-th calls of a group on all its ranks, during training, and reports the first mismatch.
 
-gloo compares nothing: where operations, shapes, types or roots differ it hangs, aborts or returns wrong sums without an
-error. Collectives are numbered by group, messages by their two ends and tag. The first of a group that does not match
-is told, as all that follows in it is shifted by it.
+gloo does not check: with different operations, shapes, dtypes or roots it hangs, aborts or returns wrong sums without
+an error. Collectives are numbered per group, messages per pair of ends and tag. Only the first mismatch of a group is
+reported, since all later calls are shifted by it.
 """
 
 import math
@@ -30,14 +30,14 @@ from distlab.tools.check.judge.rank_state import (
 )
 from distlab.tools.check.judge.source_lines import branch_of, source_line
 
-# Who comes last to the collectives of a line, and how long the others wait there.
+# Statistics of late ranks: which rank comes last to a line's collectives, and how long the others wait.
 
 RECENT = 64  # calls that are kept for a hint
 
 
 @dataclass
 class Line:
-    """All calls of one line of the script that met."""
+    """All matched calls of one line of the script."""
 
     op: str
     place: CallPlace
@@ -45,20 +45,20 @@ class Line:
     nbytes: int = 0
     size: int = 0  # of the group
     last: Counter[int] = field(default_factory=Counter)  # how often each rank came last
-    waited_s: dict[int, float] = field(default_factory=lambda: defaultdict(float))  # each for the last one, in all
-    met: list[dict[int, Call]] = field(default_factory=list)  # those whose ends are still to come
-    took_s: float = 0.0  # from the last one's call to its end
+    waited_s: dict[int, float] = field(default_factory=lambda: defaultdict(float))  # by rank, in total for the last one
+    met: list[dict[int, Call]] = field(default_factory=list)  # calls that have not ended yet
+    took_s: float = 0.0  # from the last rank's call to its end
 
 
 class Lateness:
-    """Of all lines; a call counts for the line of its lowest rank."""
+    """Statistics of all lines; a call counts for the line of its lowest rank."""
 
     def __init__(self) -> None:
         self.lines: dict[tuple[str, CallPlace], Line] = {}
         self.recent: deque[Call] = deque(maxlen=RECENT)
 
     def take(self, met: dict[int, Call]) -> None:
-        """A collective that all its ranks have begun."""
+        """Record a collective that all its ranks have begun."""
         first = met[min(met)]
         self.recent.append(first)
         line = self.lines.setdefault((first.kind.op, first.place), Line(first.kind.op, first.place))
@@ -72,7 +72,7 @@ class Lateness:
         line.met.append(met)
 
     def settle(self) -> None:
-        """Add the times of those that have ended meanwhile."""
+        """Add the times of calls that have ended meanwhile."""
         for line in self.lines.values():
             rest = []
             for met in line.met:
@@ -84,13 +84,13 @@ class Lateness:
             line.met = rest[-1000:]
 
 
-SYMMETRIC = ("all_reduce", "all_gather", "reduce_scatter", "barrier")  # as a rule called from one line
+SYMMETRIC = ("all_reduce", "all_gather", "reduce_scatter", "barrier")  # usually called from one line
 
 Messages = dict[str, dict[int, Call]]  # by "send" and "recv", by number
 
 
 class Matching:
-    """All calls that have not met all of theirs."""
+    """All calls that are not matched on all their ranks yet."""
 
     def __init__(self, world_size: int, parameter_calls: ParameterCalls | None = None) -> None:
         self.world_size = world_size
@@ -99,13 +99,13 @@ class Matching:
         self._met: dict[tuple[GroupKey, int], dict[int, Call]] = {}
         self._broken: dict[GroupKey, dict[int, Call]] = {}
         self._unfit: list[tuple[Call, Call]] = []
-        self._parted: dict[GroupKey, dict[int, Call]] = {}  # the first call that matched, from several lines
+        self._parted: dict[GroupKey, dict[int, Call]] = {}  # the first matched call with several lines
         self._messages: dict[tuple[int, int, GroupKey, int], Messages] = {}
         self._from_any: set[tuple[int, GroupKey, int]] = set()
-        self._last_of: dict[tuple[GroupKey, int], dict[bool, Call]] = defaultdict(dict)  # outside and inside of threads
+        self._last_of: dict[tuple[GroupKey, int], dict[bool, Call]] = defaultdict(dict)  # inside and outside of threads
 
     def take(self, call: Call) -> bool:
-        """Compare a call with what the others made of it; whether they do not match."""
+        """Compare a call with the others'; return whether they mismatch."""
         if call.kind.op in ("send", "recv"):
             return self._take_message(call)
         met = self._met.setdefault((call.group, call.turn), {})
@@ -128,7 +128,7 @@ class Matching:
         return False
 
     def _take_message(self, call: Call) -> bool:
-        if call.kind.peer < 0:  # from any rank: whose it will be nobody knows yet
+        if call.kind.peer < 0:  # from any rank: the sender is not known yet
             self._from_any.add((call.rank, call.group, call.kind.tag))
             return False
         here = self._messages.setdefault(ends(call), {"send": {}, "recv": {}})
@@ -156,7 +156,7 @@ class Matching:
             yield Finding(MATCH, sentence, (sent.rank, received.rank), call_rows([sent, received]), ends=True)
 
     def absent(self, call: Call) -> set[int]:
-        """The ranks that have not made this call of theirs."""
+        """Return the ranks that have not made this call yet."""
         if call.kind.op in ("send", "recv"):
             if call.kind.peer < 0:
                 return set(call.group.ranks) - {call.rank}
@@ -166,21 +166,21 @@ class Matching:
         return set() if met is None else set(call.group.ranks) - set(met)
 
     def is_apart(self, call: Call) -> bool:
-        """Whether a call that is under way is one that does not match the others', or one after it."""
+        """Return whether a running call mismatches, or follows a mismatch."""
         met = self._broken.get(call.group)
         return met is not None and call.ended_s is None and call.turn >= next(iter(met.values())).turn
 
     def _taken_from_any(self, call: Call) -> bool:
-        """Whether a receive from any rank may have taken it, so that numbers say nothing."""
+        """Return whether a receive from any rank may have taken it, so that numbers do not count."""
         _, receiver, group, tag = ends(call)
         return (receiver, group, tag) in self._from_any
 
     def before(self, group: GroupKey, rank: int) -> Call | None:
-        """The last call of a rank in a group that was taken."""
+        """Return the last recorded call of a rank in a group."""
         return max(self._last_of.get((group, rank), {}).values(), key=lambda call: call.turn, default=None)
 
     def unmatched(self) -> Iterator[Finding]:
-        """Of scripts that have all ended: the first call of each group, and the messages, that not all made."""
+        """Yield for ended scripts each group's first call, and the messages, that some ranks lack."""
         seen: set[GroupKey] = set()
         for (group, _), met in sorted(self._met.items(), key=lambda item: (item[0][0], item[0][1])):
             if group in seen or group in self._broken:
@@ -204,7 +204,7 @@ class Matching:
         return f" (its last there was {call_text(found[0])} at {found[0].place})" if len(found) == 1 else ""
 
     def parted(self, group: GroupKey) -> str:
-        """Where the ranks of a group, having matched until then, called from several lines for the first time."""
+        """Return where a group's ranks, after matching calls, first called from different lines."""
         met = self._parted.get(group)
         if met is None:
             return ""
@@ -213,7 +213,7 @@ class Matching:
         return f"; their lines part at {call_text(met[min(met)])}: {sides}"
 
     def shared_by_threads(self, group: GroupKey) -> Parting:
-        """That two threads of a rank call one group, the order of whose calls nobody knows."""
+        """Return the remark that two threads of a rank use one group, whose calls have no fixed order."""
         for rank in group.ranks:
             if len(found := self._last_of.get((group, rank), {})) > 1:
                 one, other = found[False].place, found[True].place
@@ -226,7 +226,7 @@ class Matching:
         return Parting()
 
     def _mismatch(self, met: dict[int, Call], fault: str, cases: Sequence[RankState]) -> Finding:
-        """Those that are fewer are called wrong, in a tie those that are not with the lowest rank."""
+        """Return a finding; the minority is called wrong, in a tie those unlike the lowest rank."""
         call = met[min(met)]
         sides: dict[Kind, list[Call]] = {}
         for rank in sorted(met):
@@ -237,7 +237,7 @@ class Matching:
         wrong = "; ".join(self._side(calls, fault) for calls in others)
         two = sides[right][0], others[0][0]
         way = self.shared_by_threads(call.group)
-        if not way.remedy and two[0].place != two[1].place:  # two calls, whatever they differ in
+        if not way.remedy and two[0].place != two[1].place:  # two calls, whatever their difference
             way = parted(cases, two[0].rank, two[1].rank, met)
             by_some = made_by_some(*two) if fault in ("operation", "shape", "type") else Parting()
             way = Parting(way.text if two[0].place.framework else "", by_some.remedy) if by_some.remedy else way
@@ -258,7 +258,7 @@ class Matching:
         return f"{who} {called} at {places(calls)}"
 
     def _hint(self, odd: list[Call], others: list[Call]) -> str:
-        """Whether the odd one seems to have made one call more; where two sides are even nobody is."""
+        """Return a hint if the odd rank seems to have repeated a call; there is none if the sides are equal."""
         wrong, right = odd[0], others[0]
         if len(odd) >= len(others) or wrong.group.instance < 0 or wrong.kind.op == right.kind.op:
             return ""
@@ -270,7 +270,7 @@ class Matching:
 
 BUFFERS = "torch/nn/parallel/distributed.py"  # DDP, which broadcasts buffers before a forward pass
 
-# What to do about calls that do not match, by what they differ in.
+# Remedies for mismatched calls, by their difference.
 REMEDIES = {
     "list of ranks": "give new_group the same list on all ranks, also on those outside of it",
     "reduce operation": "give all ranks the same reduce operation",
@@ -282,7 +282,7 @@ REMEDIES = {
 
 
 def remedy(sides: Sequence[list[Call]], fault: str) -> str:
-    """What to change: of two operations the one that the script calls itself, made by fewer ranks."""
+    """Return the remedy: for two operations, about the one that the script itself calls on fewer ranks."""
     if fault != "operation":
         return REMEDIES[fault]
     first = min(sides, key=lambda calls: (bool(calls[0].place.below), len(calls)))[0]
@@ -290,20 +290,20 @@ def remedy(sides: Sequence[list[Call]], fault: str) -> str:
 
 
 def made_by_some(one: Call, other: Call | None) -> Parting:
-    """What to do where of two calls in which ranks part one stands in a branch that not all ranks take."""
+    """Return the remedy if one of two calls is in a branch that not all ranks take."""
     calls = [each for each in (one, other) if each is not None and each.kind.op not in ("send", "recv")]
     found = [each for each in calls if branch_of(each.place)]
     return Parting("", all_or_none(found[0])) if len(found) == 1 else Parting()
 
 
 def all_or_none(call: Call) -> str:
-    """What to do about a call that some ranks alone make."""
+    """Return the remedy for a call that only some ranks make."""
     branch = branch_of(call.place)
     under = f"; it {branch}" if branch else ""
     line, below = call.place.line or call.place, call.place.below
     named = call.place.typed if branch or not call.place.called_by else ""
     if named := named or call.place.named_call:
-        if call.kind.op in ("send", "recv"):  # each rank has its part of it
+        if call.kind.op in ("send", "recv"):  # each rank has its part
             under = f" (called at {call.place.callers})" if call.place.callers else ""
         words = words_of_call(named)
         return f"let all ranks call {named} at {line}, or none{under}{words and f': {words}'}"
@@ -316,7 +316,7 @@ def all_or_none(call: Call) -> str:
 
 
 def fault_of(met: dict[int, Call], *, whole: bool) -> str:
-    """The first thing in which calls that meet differ; empty where they match."""
+    """Return the first difference between matched calls; empty if they agree."""
     kinds = [met[rank].kind for rank in sorted(met)]
     first = kinds[0]
     if any(kind.op != first.op for kind in kinds):
@@ -337,7 +337,7 @@ def fault_of(met: dict[int, Call], *, whole: bool) -> str:
 
 
 def exchanged(met: dict[int, Call]) -> bool:
-    """Whether of an all_to_all each gets as much as the other gives it."""
+    """Return whether in an all_to_all each rank's receive sizes equal the others' send sizes."""
     ranks = next(iter(met.values())).group.ranks
     return all(
         met[giver].kind.splits[0][ranks.index(taker)] == met[taker].kind.splits[1][ranks.index(giver)]
@@ -347,7 +347,7 @@ def exchanged(met: dict[int, Call]) -> bool:
 
 
 def alike(kind: Kind, fault: str) -> Kind:
-    """The kind without what is no part of this fault."""
+    """Return the kind with only the fields that matter for this fault."""
     if fault == "split":
         return kind
     of = {"operation": "op", "reduce operation": "reduce", "root": "root", "type": "dtypes"}.get(fault, "dims")
@@ -355,7 +355,7 @@ def alike(kind: Kind, fault: str) -> Kind:
 
 
 def detailed(kind: Kind, fault: str) -> str:
-    """The call with what is at fault, and what else tells it apart."""
+    """Return the call with the differing field, and other distinguishing ones."""
     if kind.op == "new_group":
         return f"new_group({list(kind.dims[0])})"
     parts = [kind.op]
@@ -393,13 +393,13 @@ def call_rows(calls: Iterable[Call]) -> list[list[str]]:
 
 
 def ends(call: Call) -> tuple[int, int, GroupKey, int]:
-    """Of a message: sender, receiver, group and tag."""
+    """Return a message's sender, receiver, group and tag."""
     two = (call.rank, call.kind.peer) if call.kind.op == "send" else (call.kind.peer, call.rank)
     return *two, call.group, call.kind.tag
 
 
 def every_call(cases: Iterable[RankState]) -> Iterator[Call]:
-    """All calls that have come since the last time, in the order of their beginning."""
+    """Yield all calls since the last time, by start time."""
     found = [call for case in cases for call in case.calls]
     for case in cases:
         case.calls = []

@@ -1,9 +1,9 @@
-"""By what two ranks parted before they stood in different calls: uneven data, a batch skipped, a loop left, callers.
+"""Explain why two ranks reached different collectives: uneven data, a skipped batch, an early exit, other callers.
 
-In a framework's loop, or a helper of the script's own, ranks that part stand in one line; and a rank that has fewer
-batches, stops or skips one is apart before any call differs. A pass over a DataLoader is known by its line and its
-number there, alike on all ranks until they part: at one batch of one pass ranks have made as many backward passes,
-unless one skipped a batch.
+In a framework's loop, or a helper of the script, diverged ranks are at the same line; and a rank with fewer batches, an
+early stop or a skipped batch has diverged before any call differs. A pass over a DataLoader is identified by its line
+and its number there, equal on all ranks until they diverge: at the same batch of a pass ranks have made equally many
+backward passes, unless one skipped a batch.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,11 +16,11 @@ from distlab.tools.check.judge.progress import Course, Pass, Progress
 from distlab.tools.check.judge.rank_state import Call, CallPlace, RankState, ranks_by
 from distlab.tools.check.judge.source_lines import is_within, loop_at
 
-FEW = 4  # batches that come to one that is skipped, for it to be asked after
+FEW = 4  # batches per skipped one, at least, for a question about it
 
 
 def called_from(calls: Iterable[Call]) -> str:
-    """Who called the one line that ranks call from, where that is not the same on all."""
+    """Return who called the one line of several ranks, if the callers differ."""
     places = {call.rank: call.place for call in calls}
     by_callers = ranks_by({rank: place.callers for rank, place in places.items()})
     if len({place.line for place in places.values()}) > 1 or len(by_callers) == 1:
@@ -30,7 +30,7 @@ def called_from(calls: Iterable[Call]) -> str:
 
 
 class Side(NamedTuple):
-    """A rank where it parted from another, and how far it was."""
+    """A rank at its divergence from another, and its progress."""
 
     rank: int
     course: Course
@@ -39,14 +39,14 @@ class Side(NamedTuple):
 
 
 class Parting(NamedTuple):
-    """By what two ranks parted, and what to change where that is known."""
+    """Why two ranks diverged, and the remedy, if known."""
 
     text: str = ""
     remedy: str = ""
 
 
 def parted(cases: Sequence[RankState], waiting: int, other: int, calls: Mapping[int, Call]) -> Parting:
-    """What is known of the ways of two ranks, where each stands in one of these calls, or in none of them any more."""
+    """Return what is known of two ranks' divergence, each at one of these calls or after all of them."""
     one, two = (side_of(cases[rank], calls.get(rank)) for rank in (waiting, other))
     if not one.place.framework:
         one, two = two, one
@@ -75,8 +75,8 @@ def side_of(case: RankState, call: Call | None) -> Side:
 
 
 def parted_in_loader(one: Side, two: Side) -> str:
-    """Of a script's own loops: that a rank has taken fewer batches of one pass over its DataLoader, or is through with
-    it before another."""
+    """Return for a script's own loop that a rank has had fewer batches of a pass over its DataLoader, or has finished
+    it before the other."""
     if not one.course.passes or not two.course.passes:
         return ""
     mine, theirs = (side.course.passes[max(side.course.passes)] for side in (one, two))
@@ -93,7 +93,7 @@ def parted_in_loader(one: Side, two: Side) -> str:
 
 
 def cause_of(one: Side, other: Side) -> tuple[str, str]:
-    """What set the two apart before their calls differed, and the words for it; empty where that is not known."""
+    """Return why the two diverged before their calls differed, with its text; empty if not known."""
     for a, b in ((one, other), (other, one)):
         for here, there in common(a.course, b.course):
             if there.has_all and max(here.drawn, here.length) > there.drawn:
@@ -110,7 +110,7 @@ def cause_of(one: Side, other: Side) -> tuple[str, str]:
 
 
 def common(one: Course, other: Course) -> Iterator[tuple[Pass, Pass]]:
-    """Passes with one number and line, the newest first."""
+    """Yield passes with equal number and line, the newest first."""
     others = {each.key: each for each in other.passes.values()}
     for here in reversed(one.passes.values()):
         if here.key in others:
@@ -118,7 +118,7 @@ def common(one: Course, other: Course) -> Iterator[tuple[Pass, Pass]]:
 
 
 def skipped_batch(one: Side, other: Side) -> str | None:
-    """The first batch before which one of two ranks had made fewer backward passes."""
+    """Return the first batch at which one of two ranks had made fewer backward passes."""
     for here, there in reversed(list(common(one.course, other.course))):
         for index, (made, theirs) in enumerate(zip(since_begin(here), since_begin(there), strict=False)):
             if made != theirs:
@@ -136,15 +136,15 @@ def skipped_batch(one: Side, other: Side) -> str | None:
 
 
 def since_begin(found: Pass) -> list[int]:
-    """Backward passes from its begin to each of its batches."""
+    """Return the backward passes from its start to each of its batches."""
     return [each - found.backwards[0] for each in found.backwards]
 
 
 def has_left(here: Pass, there: Pass, a: Side, b: Side) -> bool:
-    """Whether rank b is out of the pass that rank a is in."""
+    """Return whether rank b has left the pass that rank a is in."""
     newest, theirs = (side.course.passes[max(side.course.passes)] for side in (a, b))
     if b.place.called_by or a.place.called_by or newest is not here:
-        return False  # in a function of the user's that a framework's loop calls; or in an evaluation
+        return False  # in a user's function called by a framework's loop, or in an evaluation
     loop = b.course.loop
     if loop and loop == a.place.framework:
         return b.place.framework != loop or here.drawn > there.drawn or theirs is not there
@@ -153,18 +153,18 @@ def has_left(here: Pass, there: Pass, a: Side, b: Side) -> bool:
 
 
 def questions(courses: Sequence[Course]) -> Iterator[str]:
-    """Of a run without a finding: whether a rank was meant to skip a batch."""
+    """Yield for a run without findings whether a rank was meant to skip a batch."""
     sides = [Side(rank, course, CallPlace(), course.now) for rank, course in enumerate(courses)]
     for other in sides[1:]:
         skipped = skipped_batch(sides[0], other)
         if skipped is not None and is_exception(sides[0].course, other.course):
             remedy = words_of_cause(other.course.package, SKIPPED)
-            yield f"is it meant that {skipped}? Its gradients then count for less; {remedy or AS_MANY}"
+            yield f"{skipped}; is that intended? Its gradients then count for less; {remedy or AS_MANY}"
             return
 
 
 def is_exception(one: Course, other: Course) -> bool:
-    """Whether ranks that have made other numbers of backward passes have made nearly as many."""
+    """Return whether ranks with different numbers of backward passes have nearly equally many."""
     drawn = min(sum(each.drawn for each in course.passes.values()) for course in (one, other))
     apart = abs(one.now.backwards - other.now.backwards)
     return 0 < apart * FEW <= min(drawn, one.now.backwards, other.now.backwards)

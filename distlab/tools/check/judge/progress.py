@@ -1,4 +1,4 @@
-"""How far a rank's training has come: its optimizer's steps, its backward passes, its passes over DataLoaders."""
+"""A rank's progress in training: optimizer steps, backward passes, and passes over DataLoaders."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -6,21 +6,21 @@ from typing import NamedTuple
 
 from distlab.lab.report.units import counted
 
-MOST_DRAWN = 100_000  # batches of a pass of which the backward passes before them are known
+MOST_DRAWN = 100_000  # batches of a pass for which the earlier backward passes are known
 MOST_PASSES = 64
-NO_LOOPS = ("step", "backward")  # endings of a framework's functions that are called in a loop of the user's own
+NO_LOOPS = ("step", "backward")  # suffixes of framework functions that are called in a user's loop
 
 
 @dataclass
 class Pass:
     """One pass over a DataLoader."""
 
-    key: tuple[str, str, int]  # its line, the lines that called it, and how many passes were made there before
+    key: tuple[str, str, int]  # its line, its callers, and the number of earlier passes there
     file: str
-    length: int = -1  # batches that it is to have; below 0 where that is not known
+    length: int = -1  # expected batches; negative if unknown
     drawn: int = 0
     ended: bool = False
-    backwards: list[int] = field(default_factory=list)  # that were made before each of its batches, and at its end
+    backwards: list[int] = field(default_factory=list)  # made before each of its batches, and at its end
 
     @property
     def line(self) -> str:
@@ -32,20 +32,20 @@ class Pass:
 
     @property
     def has_all(self) -> bool:
-        """Whether its last batch is drawn."""
+        """Return whether its last batch was read."""
         return self.ended or 0 <= self.length <= self.drawn
 
 
 class Progress(NamedTuple):
-    """What a rank has done until now."""
+    """A rank's progress so far."""
 
     steps: int = 0
     backwards: int = 0
-    batches: int = -1  # of the newest pass; below 0 where there is none
+    batches: int = -1  # of the newest pass; negative without one
 
     @property
     def text(self) -> str:
-        """ "9 optimizer steps / 9 batches of its DataLoader"."""
+        """Return "9 optimizer steps / 9 batches of its DataLoader"."""
         batches = f" / {counted(self.batches, 'batches')} of its DataLoader" if self.batches >= 0 else ""
         return counted(self.steps, "optimizer steps") + batches
 
@@ -55,15 +55,15 @@ NOWHERE = Progress()
 
 @dataclass
 class Course:
-    """One rank's way so far."""
+    """The history of one rank so far."""
 
     now: Progress = NOWHERE
-    loop: str = ""  # the framework's function that has the loop
+    loop: str = ""  # the framework's function with the loop
     package: str = ""  # the framework's
-    idle: int = 0  # steps without a backward pass since the one before
-    stepped_after: int = -1  # backward passes, at the last step
+    idle: int = 0  # steps without a backward pass since the last one
+    stepped_after: int = -1  # backward passes at the last step
     passes: dict[int, Pass] = field(default_factory=dict)
-    begun: Counter[tuple[str, str]] = field(default_factory=Counter)  # passes at each line, by its callers
+    begun: Counter[tuple[str, str]] = field(default_factory=Counter)  # passes at each line, by callers
 
     def begin_pass(self, number: int, line: str, file: str, length: int = -1, callers: str = "") -> None:
         self.passes[number] = Pass((line, callers, self.begun[line, callers]), file, length)
@@ -72,7 +72,7 @@ class Course:
             del self.passes[next(iter(self.passes))]
 
     def key(self, number: int) -> tuple[str, str, int]:
-        """What a pass is known by on all ranks; of one that is long over its number on this rank."""
+        """Return a pass's key, equal on all ranks; for an old one its number on this rank."""
         return self.passes[number].key if number in self.passes else ("", "", number)
 
     def draw(self, number: int, drawn: int) -> None:

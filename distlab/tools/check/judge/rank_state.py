@@ -1,8 +1,8 @@
-"""What one rank's script has told, as the doctor of rank 0 knows it: its open calls, what it waits in, how it ended.
+"""Rank 0's view of one rank: its open calls, what it waits in, how it ended.
 
-A rank waits where a thread of it has entered a wait and not left it. C++ that waits tells nothing (DDP's reducer in the
-backward pass): then a call is open, the process has no processor time, and its main thread stands in a frame of
-torch's. Whoever stands in a line of the script itself, asleep or at work, waits for nobody.
+A rank waits if one of its threads has entered a wait and not left it. C++ code that waits reports nothing (DDP's
+reducer in the backward pass): then a call is open, the process has no CPU time, and its main thread is in a frame of
+torch. A rank in a line of the script itself, asleep or busy, waits for nobody.
 """
 
 import math
@@ -14,19 +14,19 @@ from distlab.lab.cluster import name_ranks
 from distlab.lab.measure.traffic import sent_bytes
 from distlab.tools.check.judge.progress import NOWHERE, Course, Progress
 
-IDLE_SHARE = 0.05  # of a core, over the last look: who has less computes nothing
+IDLE_SHARE = 0.05  # of a core, since the last look: below it a rank is idle
 LIBRARY_WAITS = ("threading.py", "queue.py", "selectors.py", "concurrent/futures/")  # for another thread of the script
 ENGINE = "_engine_run_backward"
 IN_A_THREAD = ", in a thread of its own"
 OBJECTS = ("_object", "_object_list")
 LOADERS = "torch/utils/data/"
-MADE, INITIALISED = -1, -2  # instances of what is no collective of the group, and met by all its ranks
-KNOWN = 50_000  # calls whose handles may still be spoken of
+MADE, INITIALISED = -1, -2  # instances for non-collectives, reached by all of a group's ranks
+KNOWN = 50_000  # calls whose handles may still be used
 Value = TypeVar("Value")
 
 
 class CallPlace(NamedTuple):
-    """A line of the script, and what lies between it and the call; any part may be empty."""
+    """A line of the script, and the code between it and the call; any part may be empty."""
 
     line: str = ""
     below: str = ""  # the library's line that made the call, or torch's function for Python objects
@@ -34,23 +34,22 @@ class CallPlace(NamedTuple):
     typed: str = ""  # the framework's function that the line calls
     called_by: str = ""  # the framework's function that called the line, and where the user called that
     callers: str = ""  # the user's own lines that called it, the nearest first
-    in_thread: bool = False  # that Python started
+    in_thread: bool = False  # started by Python
     package: str = ""  # the framework's
 
     @property
     def named_call(self) -> str:
-        """torch.distributed's function that the script called by its name, which makes calls; or empty."""
+        """Return the torch.distributed function that the script called by name and that makes calls; or empty."""
         return self.below.removesuffix(IN_A_THREAD) if self.below.startswith("torch.distributed.") else ""
 
     @property
     def object_call(self) -> str:
-        """torch.distributed's function for Python objects that the script called, which makes calls of tensors; or
-        empty."""
+        """Return the torch.distributed function for Python objects that the script called; or empty."""
         return self.below if self.below.endswith(OBJECTS) else ""
 
     @property
     def framework(self) -> str:
-        """The framework's function that the user called, above the line or in it."""
+        """Return the framework's function that the user called, above the line or in it."""
         return self.called_by.partition(" at ")[0] or self.typed
 
     def __str__(self) -> str:
@@ -63,20 +62,20 @@ class CallPlace(NamedTuple):
 
 
 class GroupKey(NamedTuple):
-    """A process group: its ranks, torch's name for it (none for the default group), and the how-manieth of this name it
-    is; below 0 what is no collective."""
+    """A process group: its ranks, torch's name for it (none for the default group), and its number among groups of this
+    name; negative for non-collectives."""
 
     ranks: tuple[int, ...]
     name: str = ""
     instance: int = 0
 
     def __hash__(self) -> int:
-        """Of a part of the ranks: a hash of all of them took most of the time of a job of 512."""
+        """Hash only some of the ranks: a hash of all took most of the time of a job of 512."""
         return hash((self.ranks[:4], len(self.ranks), self.name, self.instance))
 
 
 class Kind(NamedTuple):
-    """All that calls which meet each other have to have alike, and the bytes of the whole tensor."""
+    """The fields that matched calls must have in common, and the bytes of the full tensor."""
 
     op: str
     dims: tuple[tuple[int, ...], ...] = ()
@@ -87,13 +86,13 @@ class Kind(NamedTuple):
     tag: int = 0
     nbytes: int = 0
     splits: tuple[tuple[int, ...], ...] = ()
-    parameter: str = ""  # of which a weight or a gradient is given by hand; ranks need not have it alike
+    parameter: str = ""  # passed explicitly, as weight or gradient; may differ between ranks
 
 
 @dataclass(slots=True)
 class Call:
-    """One call of one rank; `turn` is its number in its group, or among the messages of the same two ends; below 0
-    where that is not known."""
+    """One call of one rank; `turn` is its number in its group, or among messages of the same ends; negative if
+    unknown."""
 
     rank: int
     place: CallPlace
@@ -115,7 +114,7 @@ class Frame(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """What a thread waits in: a call, or a function of another kind in its own words."""
+    """What a thread waits in: a call, or another function in its own words."""
 
     call: Call | None
     what: str
@@ -135,36 +134,36 @@ class Raised(NamedTuple):
 
 @dataclass
 class RankState:
-    """One rank; `take` is given all that it tells, in order."""
+    """The state of one rank; `take` gets all of its reports, in order."""
 
     rank: int
     world_size: int
-    calls: list[Call] = field(default_factory=list)  # begun since they were last taken away
+    calls: list[Call] = field(default_factory=list)  # begun since the last removal
     open: dict[int, Call] = field(default_factory=dict)
     last: Call | None = None
     waits: dict[int, Wait] = field(default_factory=dict)  # by thread
     raised: Raised | None = None
     exit_code: int | None = None  # the script has ended
-    gone: int | None = None  # its process is gone, with this exit code
+    gone: int | None = None  # the process has gone, with this exit code
     num_calls: int = 0
-    called_bytes: float = 0.0  # what the best algorithm sends for them
+    called_bytes: float = 0.0  # sent by the best algorithm for them
     state: str = "R"
-    cpu_share: float = 1.0  # of a core, since the look before
-    starved_share: float = 0.0  # of the same time, in which it could have run and had no core
+    cpu_share: float = 1.0  # of a core, since the last look
+    starved_share: float = 0.0  # share of that time in which it was runnable without a core
     peak_bytes: int = 0
     stacks: dict[int, list[Frame]] = field(default_factory=dict)
-    moved_at: float = 0.0  # the last time that it told anything, on the clock of rank 0's doctor
+    moved_at: float = 0.0  # time of its last report, on rank 0's clock
     sockets: dict[tuple[Any, ...], int] = field(default_factory=dict)
-    counting: bool = True  # whether what is called counts: in a proof the steps alone
-    grouped: bool = False  # it has made the group of all ranks
+    counting: bool = True  # whether calls count: in a proof only those of the steps
+    grouped: bool = False  # it has created the group of all ranks
     course: Course = field(default_factory=Course)
-    trained: int = 0  # elements of what its optimizers step
-    exchanged: int = 0  # elements of numbers with fractions that it has given to collectives
-    starts: CallPlace | None = None  # where it starts processes of its own, the first of them
-    counts: CallPlace | None = None  # where it asks how many GPUs there are, and is told of one a rank
-    counted_steps: int = 0  # of a proof; then `sockets` has what they sent, and nothing else
-    promises: bool = False  # to tell how it has ended: of a script that leaves with 0 nothing more is asked
-    missing: str = ""  # why nothing is known of it, behind "rank 2 "
+    trained: int = 0  # elements that its optimizers step
+    exchanged: int = 0  # floating-point elements that it has passed to collectives
+    starts: CallPlace | None = None  # the first place where it starts processes
+    counts: CallPlace | None = None  # where it asks for the number of GPUs, and gets one per rank
+    counted_steps: int = 0  # of a proof; `sockets` then has only what they sent
+    promises: bool = False  # whether it always reports its end; otherwise a script that exits with 0 is fine
+    missing: str = ""  # why nothing is known of it, after "rank 2 "
 
     def __post_init__(self) -> None:
         self._places: dict[int, CallPlace] = {}
@@ -176,8 +175,8 @@ class RankState:
         self._looked: tuple[float, float, float] | None = None
 
     def take(self, told: list[Any], now: float) -> bool:
-        """One line that the rank told, at `now`: whether it is of its state, and no fact for a fault. Raises an
-        exception of any kind where it is not as it is written."""
+        """Process one report of the rank, received at `now`; return whether it belongs to its state, not to a fault.
+        Raises any exception if it is malformed."""
         kind, *values = told
         if kind not in ("look", "stacks"):
             self.moved_at = now
@@ -325,7 +324,7 @@ class RankState:
         return self._places[number]
 
     def known_call(self, number: int) -> Call | None:
-        """A call whose handle may still be spoken of."""
+        """Return a call whose handle may still be used."""
         return self._known.get(number)
 
     def group(self, number: int) -> GroupKey:
@@ -338,23 +337,23 @@ class RankState:
 
     @property
     def steps(self) -> int:
-        """Of its optimizers."""
+        """Return the number of optimizer steps."""
         return self.course.now.steps
 
     @property
     def over(self) -> bool:
-        """Whether its script calls nothing any more."""
+        """Return whether its script makes no more calls."""
         ended = self.exit_code is not None or self.gone is not None or self.raised is not None
         return ended or bool(self.missing)
 
     def waiting(self, absent: Callable[[Call], object]) -> Wait | None:
-        """What it waits in; None where it is over, or at work, or asleep. Of open calls it is one that somebody is
-        `absent` from."""
+        """Return what it waits in; None if it has ended, is busy or asleep. Among open calls, one from which a rank is
+        `absent`."""
         if self.over:
             return None
         told = self.waits.get(self._main)
         if told is not None and (told.call is None or absent(told.call)):
-            return told  # else it is over, and that is told with the next call
+            return told  # else it is over, which the next call reports
         if not self.frames():
             return None
         file = self.frames()[0].file
@@ -370,21 +369,21 @@ class RankState:
 
     @property
     def left_early(self) -> bool:
-        """Whether its process is gone before it had ended, as it has to."""
+        """Return whether its process has gone before reporting its end."""
         return self.exit_code is None and self.gone is not None and (self.gone != 0 or self.promises)
 
     @property
     def is_idle(self) -> bool:
-        """Whether it neither computes nor waits for a core."""
+        """Return whether it neither computes nor waits for a core."""
         return self.cpu_share + self.starved_share < IDLE_SHARE
 
     def frames(self) -> list[Frame]:
-        """The stack of the main thread, innermost frame first."""
+        """Return the main thread's stack, innermost frame first."""
         return self.stacks.get(self._main, [])
 
 
 def typed(values: list[Any], hints: list[Any]) -> list[Any]:
-    """The same values; raises TypeError for one of another type than its hint, which is an outer one alone."""
+    """Return the values; raises TypeError if one does not have its hinted type (only the outer type is checked)."""
     for value, hint in zip(values, hints, strict=False):
         if hint is not Any and type(value) not in ((int, float) if hint is float else (get_origin(hint) or hint,)):
             raise TypeError(f"{value!r} is no {hint}")
@@ -392,7 +391,7 @@ def typed(values: list[Any], hints: list[Any]) -> list[Any]:
 
 
 def ranks_by(values: Mapping[int, Value]) -> dict[Value, list[int]]:
-    """The ranks that have each value, the value of the lowest rank first."""
+    """Return the ranks by value, the value of the lowest rank first."""
     found: dict[Value, list[int]] = {}
     for rank in sorted(values):
         found.setdefault(values[rank], []).append(rank)
@@ -406,16 +405,16 @@ def ranks_do(ranks: Iterable[int], verb: str) -> str:
 
 
 def group_words(group: GroupKey, world_size: int) -> str:
-    """ "all ranks", or which."""
+    """Return "all ranks", or which."""
     if len(group.ranks) == world_size and not group.name:
         return "all ranks"
-    if group.name.isdigit():  # torch counts them
+    if group.name.isdigit():  # torch's number for it
         return f"group {group.name} ({name_ranks(group.ranks)})"
     return f"the group of {name_ranks(group.ranks)}"
 
 
 def call_text(call: Call) -> str:
-    """The call in the words of a sentence."""
+    """Return the call in words for a sentence."""
     counted = f"{call.kind.op} #{call.turn}" if call.turn >= 0 else call.kind.op
     if call.kind.op == "send":
         return f"{counted} to {f'rank {call.kind.peer}' if call.kind.peer >= 0 else 'another rank'}"
@@ -425,7 +424,7 @@ def call_text(call: Call) -> str:
 
 
 def called_bytes(kind: Kind, size: int, rank: int) -> float:
-    """What a rank has to send for a call of this kind in a group of this size; on average where ranks differ."""
+    """Return the bytes that a rank sends for a call of this kind in a group of this size; the mean if ranks differ."""
     if kind.op in ("recv", "barrier"):
         return 0.0
     if kind.op == "gather":
@@ -433,9 +432,9 @@ def called_bytes(kind: Kind, size: int, rank: int) -> float:
     return sent_bytes(kind.op, kind.nbytes, size)
 
 
-# What the doctor has found: a sentence that can be acted on, whose it is, and both sides as a table.
+# A finding of check: a sentence that can be acted on, the ranks, and both sides as a table.
 
-# What is looked for, in the order of the verdict; each is a check of the run, which holds where nothing was found.
+# The checks of a run in the order of the verdict; each passes if it has no finding.
 MATCH, HANG, END = "calls match", "nothing hangs", "the script ends well"
 WAITED, AT_REST = "handles are waited for", "tensors are at rest in flight"
 REPLICAS, DATA = "replicas agree", "ranks train on their own data"
@@ -445,11 +444,11 @@ CHECKS = (MATCH, HANG, END, WAITED, AT_REST, REPLICAS, DATA, DROPOUT, DEVICES)
 
 @dataclass(frozen=True)
 class Finding:
-    """`ends` is whether the run can only go wrong from here on, so that it is ended."""
+    """`ends` is whether the run cannot succeed any more, so that it is ended."""
 
     check: str
     sentence: str
     ranks: tuple[int, ...] = ()
-    rows: Sequence[Sequence[str]] = field(default=())  # rank, where it is, in which call, for whom, the line's text
+    rows: Sequence[Sequence[str]] = field(default=())  # rank, place, call, ranks waited for, text of the line
     ends: bool = False
     traceback: str = ""

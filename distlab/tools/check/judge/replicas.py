@@ -1,9 +1,9 @@
-"""Replicas that ranks should hold alike: whether they do at the end, since which step they do not, and why.
+"""Compare parameters that must be equal on all ranks, and find the first step at which they differ, and why.
 
-DDP sums the n-th parameter of a rank with the n-th of the others and looks at shapes alone. Weights are compared as
-checksums: replicas that got the same sums and do the same with them agree to the bit. Ranks may part on the way
-(local SGD), so the end decides, and the way says since when: of each step a few elements are known, of steps 1, 2, 4,
-8, ... all. The cause is what differs first, and it is looked for in the order in which one thing leads to another.
+DDP sums the n-th parameter of each rank and checks only shapes. Weights are compared by checksums: replicas with the
+same sums and the same updates are equal to the bit. Ranks may differ temporarily (local SGD), so the end decides, and
+earlier steps give the first difference: of each step some elements are known, of steps 1, 2, 4, 8, ... all. The cause
+is the first quantity that differs, in the order in which one leads to another.
 """
 
 from collections import defaultdict
@@ -15,9 +15,9 @@ from distlab.lab.cluster import name_ranks
 from distlab.tools.check.judge.fault import Fault
 from distlab.tools.check.judge.rank_state import MATCH, REPLICAS, Finding, RankState, ranks_by
 
-END, BEGINNING = -1, 0  # in the place of a step
-BROADCAST = "broadcast"  # the key of parameters that were broadcast, and whose gradients nobody has averaged
-MOST_PENDING = 1000  # steps that not all ranks have told
+END, BEGINNING = -1, 0  # used as step numbers
+BROADCAST = "broadcast"  # the key of parameters that were broadcast and whose gradients were never averaged
+MOST_PENDING = 1000  # steps that some ranks have not reported
 MOST_OPTIONS = 1000  # changes of options that are remembered
 SHOWN = 3  # ranks or parameters
 
@@ -26,19 +26,19 @@ Sums = dict[int, dict[int, dict[str, int]]]  # checksums by step, rank and name
 
 @dataclass
 class Unaveraged:
-    """What lets gradients arise without an average, at its first steps."""
+    """A reason why gradients are not averaged, at its first steps."""
 
     kind: str
     step: int
     names: list[str]
-    place: str  # empty where it is not known
+    place: str  # empty if unknown
 
 
 @dataclass
 class Replica:
-    """All that ranks have told of parameters that they should hold alike."""
+    """All ranks' reports about parameters that must be equal."""
 
-    key: str  # what holds them
+    key: str  # the module or optimizer of the parameters
     ranks: tuple[int, ...]
     weights: Sums = field(default_factory=lambda: defaultdict(dict))
     gradients: Sums = field(default_factory=lambda: defaultdict(dict))
@@ -46,28 +46,28 @@ class Replica:
     buffers: Sums = field(default_factory=lambda: defaultdict(dict))
     traces: dict[int, dict[int, tuple[int, int, int]]] = field(default_factory=lambda: defaultdict(dict))
     orders: dict[str, dict[int, list[str]]] = field(default_factory=lambda: defaultdict(dict))  # names on each rank
-    told: bool = False  # that an order differs
-    differ: dict[str, int] = field(default_factory=dict)  # since which step gradients, options, weights do
-    agreed: int = 0  # the last step after which the weights were seen equal
+    told: bool = False  # whether an order differs
+    differ: dict[str, int] = field(default_factory=dict)  # the first step at which gradients, options or weights differ
+    agreed: int = 0  # the last step after which the weights were equal
     options: dict[tuple[int, int], dict[int, list[dict[str, str]]]] = field(default_factory=lambda: defaultdict(dict))
-    by_name: bool = True  # else a copy of all its elements was reduced, which may be the weights' (local SGD)
-    elsewhere: bool = False  # its gradients were averaged in other groups too (gossip)
+    by_name: bool = True  # else a copy of all its elements was reduced, perhaps the weights' (local SGD)
+    elsewhere: bool = False  # its gradients were also averaged in other groups (gossip)
     faults: list[Unaveraged] = field(default_factory=list)
-    made_at: str = ""  # where the DDP was made, or where gradients are averaged by hand
+    made_at: str = ""  # where the DDP was created, or gradients are averaged explicitly
     stepped_at: str = "an unknown line"
 
     def are_apart(self, sums: dict[int, dict[str, int]]) -> bool:
-        """Whether all these ranks have told, and not the same of what they all have."""
+        """Return whether all these ranks have reported, with differences in the names that all have."""
         return set(sums) == set(self.ranks) and any(
             len({sums[rank][name] for rank in self.ranks}) > 1 for name in common(sums)
         )
 
     def apart_at(self, what: Sums) -> list[int]:
-        """The steps at which all have told of this, and not the same."""
+        """Return the steps at which all have reported this, with differences."""
         return [step for step, sums in sorted(what.items()) if self.are_apart(sums)]
 
     def sides(self, sums: dict[int, dict[str, int]]) -> tuple[list[str], str, str, str]:
-        """Where ranks are apart: the names that differ, in words with their number, the fewer ranks, and the others."""
+        """Return the names that differ, in words with their number, the minority of ranks, and the others."""
         odd, names = smaller_side(sums)
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         which = f"parameter {names[0]}{more}" if names else "parameter"
@@ -75,12 +75,12 @@ class Replica:
 
     @property
     def was_averaged(self) -> bool:
-        """Whether the gradients of all ranks were equal at a step that was looked at."""
+        """Return whether the gradients of all ranks were equal at some observed step."""
         return any(set(sums) == set(self.ranks) and not self.are_apart(sums) for sums in self.gradients.values())
 
     @property
     def since(self) -> tuple[int, int]:
-        """The last step after which the weights were seen equal, and the first after which they were not any more."""
+        """Return the last step with equal weights, and the first one with different weights."""
         agreed, apart = self.agreed, self.differ.get("weights", 0)
         for step in sorted(step for step in self.weights if step > 0):
             if self.are_apart(self.weights[step]):
@@ -91,7 +91,7 @@ class Replica:
 
 
 class Replicas(Fault):
-    """The parameters and checksums that ranks have told."""
+    """All ranks' parameters and checksums."""
 
     def __init__(self, parameter_calls: Fault) -> None:
         self._mixed_up = parameter_calls
@@ -126,7 +126,7 @@ class Replicas(Fault):
     def take_sums(
         self, case: RankState, what: str, key: str, group: int, step: int, sums: list[list[Any]], place: int
     ) -> None:
-        """Checksums of weights, gradients, states of the optimizer, or buffers."""
+        """Record checksums of weights, gradients, states of the optimizer, or buffers."""
         found = {str(name): int(checksum) for name, checksum in sums}
         known = self._of(case, key, group, place)
         of = {"weights": known.weights, "gradients": known.gradients, "states": known.states, "buffers": known.buffers}
@@ -173,7 +173,7 @@ class Replicas(Fault):
         self._of(case, key, group, stepped_at).faults.append(found)
 
     def findings(self) -> Iterator[Finding]:
-        """Of groups of ranks whose calls by hand mix parameters up, no more than that is said."""
+        """Yield findings; groups whose explicit calls mix parameters up have only that finding."""
         explained = {finding.ranks for finding in self._mixed_up.findings()}
         for known in self._known.values():
             hand = not known.key.startswith(("DDP", "FSDP"))
@@ -189,7 +189,7 @@ class Replicas(Fault):
             if known.key == BROADCAST and known.are_apart(last):
                 _, which, odd, others = known.sides(last)
                 yield (
-                    f"is it meant that {odd} ended with another {which} than {others}?"
+                    f"{odd} ended with another {which} than {others}; is that intended?"
                     " They were broadcast at the start, and their gradients are never averaged over these ranks; the"
                     f" optimizer steps at {known.stepped_at}"
                 )
@@ -200,7 +200,7 @@ def line_of(case: RankState, place: int) -> str:
 
 
 def other_order(what: str, kind: str, seen: dict[int, list[str]], odd: int) -> str:
-    """Which of two orders of names differs first."""
+    """Return the first difference between two orders of names."""
     first = min(seen)
     theirs, order = seen[first], seen[odd]
     length = min(len(theirs), len(order))
@@ -222,12 +222,12 @@ def other_order(what: str, kind: str, seen: dict[int, list[str]], odd: int) -> s
 
 
 def common(sums: dict[int, dict[str, int]]) -> list[str]:
-    """The names that all ranks have told, in the order of one."""
+    """Return the names that all ranks have reported, in one rank's order."""
     return [name for name in next(iter(sums.values()), {}) if all(name in each for each in sums.values())]
 
 
 def smaller_side(sums: dict[int, dict[str, int]]) -> tuple[list[int], list[str]]:
-    """The ranks that are fewer, and the parameters in which the first of them differs from the others."""
+    """Return the minority of ranks, and the parameters in which the first of them differs from the others."""
     names = common(sums)
     sides = ranks_by({rank: tuple(sums[rank][name] for name in names) for rank in sums})
     right = max(sides.values(), key=lambda ranks: (len(ranks), -ranks[0]))
@@ -235,11 +235,11 @@ def smaller_side(sums: dict[int, dict[str, int]]) -> tuple[list[int], list[str]]
     return odd, [name for name in names if sums[odd[0]][name] != sums[right[0]][name]]
 
 
-# Why replicas are apart: each cause gives its clause, with what to do, or nothing where it is another one.
+# Causes of differing replicas: each function returns its clause with the remedy, or nothing if the cause is another.
 
 
 def why_apart(known: Replica) -> str:
-    """The whole sentence."""
+    """Return the whole sentence."""
     names, which, odd, others = known.sides(known.weights[END])
     if known.key.startswith("FSDP"):
         return (
@@ -276,7 +276,7 @@ def since_words(known: Replica) -> str:
 
 
 def from_beginning(known: Replica) -> str:
-    """Replicas that had other weights before the first step."""
+    """Return the clause if weights differed before the first step."""
     _, which, odd, others = known.sides(known.weights[BEGINNING])
     before = f"before the first step, at {known.stepped_at}"
     if known.key.startswith("DDP"):
@@ -293,7 +293,7 @@ def from_beginning(known: Replica) -> str:
 
 
 def late_parameters(known: Replica, names: list[str]) -> str:
-    """Parameters that a DDP does not know, or did not when it was made."""
+    """Return the clause for parameters that a DDP does not know, or did not when it was created."""
     texts = {
         "added": f"was added after DDP at {known.made_at}; its gradient is never averaged: put it into the model before"
         " DDP is made",
@@ -309,7 +309,7 @@ def late_parameters(known: Replica, names: list[str]) -> str:
 
 
 def other_options(known: Replica) -> str:
-    """The first option of a parameter group that ranks have not alike."""
+    """Return the clause for the first option of a parameter group that differs."""
     _, apart = known.since
     step = known.differ.get("options", 0)
     if not step or (apart and step > apart):
@@ -333,18 +333,18 @@ def other_options(known: Replica) -> str:
 
 
 def at_step(told: dict[int, list[dict[str, str]]], step: int) -> list[dict[str, str]]:
-    """The options that were in effect."""
+    """Return the options in effect at a step."""
     steps = [each for each in told if each <= step]
     return told[max(steps)] if steps else []
 
 
 def by_value(values: dict[int, str]) -> str:
-    """ "0.1 on rank 0, 0.05 on ranks 1 and 2"."""
+    """Return "0.1 on rank 0, 0.05 on ranks 1 and 2"."""
     return ", ".join(f"{value} on {name_ranks(of)}" for value, of in list(ranks_by(values).items())[:SHOWN])
 
 
 def without_average(known: Replica) -> str:
-    """Backward passes of a DDP after which nothing was averaged."""
+    """Return the clause for backward passes of a DDP without an average."""
     agreed, apart = known.since
     first = known.differ.get("gradients", 0)
     for fault in known.faults:

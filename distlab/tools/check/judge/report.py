@@ -1,4 +1,4 @@
-"""What rank 0 writes down of a check: the findings, and the tables of lines, peers and ranks."""
+"""The records that rank 0 writes of a check: findings, and tables by line, peer and rank."""
 
 import json
 import math
@@ -20,13 +20,13 @@ CONTROL = "tests/tools/check/test_faults.py::test_it_is_named"
 OF_DEVICES = "tests/tools/check/judge/test_parts.py::test_two_ranks_on_one_gpu_of_a_host_are_found"
 MOST_LINES = 60
 SHOWN = 3  # lines of the script in the log
-OFTEN, MOSTLY = 10, 0.8  # of the calls of a line, for a rank to be called late there
+OFTEN, MOSTLY = 10, 0.8  # share of a line's calls from which a rank counts as late there
 WIRE = "Wire: who sent how much to whom"
 MAKERS = ("init_process_group", "new_group")
 
 
 def written(doctor: Doctor) -> Iterator[records.Record]:
-    """The records of rank 0, in the order of the page."""
+    """Yield the records of rank 0, in the order of the page."""
     if doctor.refused:
         yield records.Failed(2, doctor.refused)
         return
@@ -61,12 +61,12 @@ def written(doctor: Doctor) -> Iterator[records.Record]:
 
 
 def log_lines(doctor: Doctor) -> Iterator[str]:
-    """What the log says beside the checks: tracebacks, where each rank was, and questions."""
+    """Yield the log's lines besides the checks: tracebacks, places of ranks, and questions."""
     for finding in doctor.findings:
         yield from finding.traceback.rstrip().splitlines()
         yield from where_lines(finding.rows)
     yield from format_tables(doctor.records)
-    if doctor.records:  # of a proof, whose steps are few and alike
+    if doctor.records:  # a proof has few, equal steps
         yield from format_tables(wire(doctor.cases))
     for sentence in questions(doctor):
         yield from wrapped("question", sentence)
@@ -82,7 +82,7 @@ def log_lines(doctor: Doctor) -> Iterator[str]:
 
 
 def where_lines(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Where each rank was, and below it the text of that line of the script."""
+    """Yield each rank's place, and below it that line of the script."""
     widths = [max(len(row[column]) for row in rows) for column in range(3)] if rows else []
     for row in rows:
         *cells, code = row
@@ -93,23 +93,23 @@ def where_lines(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def questions(doctor: Doctor) -> Iterator[str]:
-    """What may be meant so; of what is proven, or not, there is none."""
+    """Yield questions about what may be intended; a proof has none."""
     if not doctor.records and not doctor.refused:
         yield from doctor.quiet.questions()
         if not doctor.findings:
             yield from parting.questions([case.course for case in doctor.cases])
             if len(doctor.cases) > 1 and not any(case.num_calls for case in doctor.cases):
-                yield "ranks made a process group and no call in it, so that nothing was compared: is that all of it?"
+                yield "ranks made a process group but no call in it, so nothing was compared; is that intended?"
 
 
 def slowest_lines(doctor: Doctor) -> list[Line]:
-    """The lines of the script that met, those first where most time goes."""
+    """Return the matched lines of the script, the slowest first."""
     lines = [line for line in doctor.matching.lateness.lines.values() if line.op not in MAKERS]
     return sorted(lines, key=lambda line: -sum(line.waited_s.values()) - line.took_s)
 
 
 def steps(doctor: Doctor) -> int:
-    """Steps of an optimizer that every rank took; 0 where there is none."""
+    """Return the optimizer steps that every rank took; 0 without any."""
     return min((case.steps for case in doctor.cases), default=0)
 
 
@@ -125,12 +125,12 @@ def late(lines: list[Line], steps: int) -> Iterator[str]:
 
 
 def waited(line: Line) -> float:
-    """Seconds that a rank other than the last waited, on average over the ranks, in all."""
+    """Return the total seconds that ranks other than the last waited, averaged over them."""
     return sum(line.waited_s.values()) / max(1, line.size - 1)
 
 
 def wait(line: Line, steps: int) -> str:
-    """How long the others wait for the last one: a step, or a call where the line is not part of each step."""
+    """Return how long the others wait for the last rank: per step, or per call if the line is not in each step."""
     in_steps = 0 < steps <= line.calls
     return f"{1000 * waited(line) / (steps if in_steps else line.calls):.1f} ms a {'step' if in_steps else 'call'}"
 
@@ -151,7 +151,7 @@ def format_tables(tables: Iterable[records.Record]) -> Iterator[str]:
 
 
 def wire(cases: list[RankState]) -> Iterator[records.Record]:
-    """Who sent how much to whom, beside what was called; of a proof a step of the file's."""
+    """Yield tables of the bytes sent between ranks, and of the calls; in a proof per step."""
     owner = {(near, far): case.rank for case in cases for near, far in case.sockets}
     sent: dict[tuple[int, int], int] = defaultdict(int)
     for case in cases:

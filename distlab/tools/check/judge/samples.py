@@ -1,7 +1,7 @@
-"""What the ranks train on: whether each has its own samples, as many of them, and all draw from one permutation.
+"""The ranks' training data: whether each rank has its own samples, equally many, from the same permutation.
 
-Data parallel ranks that see the same samples compute one rank's gradient as often as there are ranks, and nothing but
-the loss curve shows it. Inputs are compared to the bit: one pair may be equal by chance, two are not.
+If data-parallel ranks use the same samples, they compute the same gradient, and only the loss curve shows it. Inputs
+are compared to the bit: one equal pair may be chance, two are not.
 """
 
 from collections import defaultdict
@@ -12,8 +12,8 @@ from distlab.lab.cluster import name_ranks
 from distlab.tools.check.judge.fault import At, Fault, Table, all_of, at, world
 from distlab.tools.check.judge.rank_state import DATA, Finding, RankState, ranks_do, typed
 
-ENOUGH = 2  # inputs, or steps, that have to be alike
-PassKey = tuple[str, str, int]  # line, callers, and number there of a pass over a DataLoader
+ENOUGH = 2  # equal inputs, or steps, that are needed for a finding
+PassKey = tuple[str, str, int]  # line, callers and number of a pass over a DataLoader
 
 
 class SameInputs(Fault):
@@ -38,11 +38,11 @@ class SameInputs(Fault):
 
 
 class SameShares(Fault):
-    """The same along a data-parallel axis.
+    """Equal inputs along a data-parallel axis.
 
-    Of FullyShardedDataParallel and fully_shard the first inputs of a step are compared. Where a script sums gradients
-    by itself, nobody knows which inputs belong to them: there the gradients that go into the sum are, which differ
-    wherever ranks have other samples, or other parts of one sample.
+    For FullyShardedDataParallel and fully_shard the first inputs of a step are compared. If a script sums gradients
+    itself, the inputs are unknown, so the gradients before the sum are compared, which differ if ranks have different
+    samples, or different parts of one.
     """
 
     def __init__(self) -> None:
@@ -55,12 +55,12 @@ class SameShares(Fault):
         self._told.put(case, "", case.group(group).ranks, step, found, place)
 
     def findings(self) -> Iterator[Finding]:
-        """Of each axis one sentence, whatever number of groups it has."""
+        """Yield one sentence per axis, for any number of groups."""
         found: dict[tuple[str, str, int], list[tuple[int, ...]]] = defaultdict(list)
         for axis, ranks, turns in self._told.whole():
             same = [set(seen.values()) for seen in turns.values()]
             alike = [each for each in same if len(each) == 1]
-            # Not the same input each time: that would be a constant.
+            # The input must change between steps, otherwise it is a constant.
             if len(alike) == len(same) >= ENOUGH and len(set.union(*alike)) > 1:
                 found[axis, self._told.lines[axis, ranks], len(alike)].append(ranks)
         for (axis, line, steps), groups in sorted(found.items()):
@@ -78,12 +78,12 @@ class SameShares(Fault):
 
 
 class Batches(Fault):
-    """The passes over DataLoaders: how many batches they had, and whether they begin alike."""
+    """Passes over DataLoaders: their numbers of batches, and whether they begin equally."""
 
     def __init__(self) -> None:
-        self._first: Table[str, tuple[PassKey, int], int] = Table()  # by pass over a loader, and number
+        self._first: Table[str, tuple[PassKey, int], int] = Table()  # by pass over a loader, and batch number
         self._counts: Table[str, PassKey, int] = Table()
-        self._shuffled: dict[int, list[PassKey]] = defaultdict(list)  # passes that train, by rank 0's sampler
+        self._shuffled: dict[int, list[PassKey]] = defaultdict(list)  # training passes, by rank 0's sampler
 
     def take_batch(self, case: RankState, turn: int, index: int, found: int) -> None:
         self._first.put(case, "", world(case), (case.course.key(turn), index), found)
@@ -99,15 +99,18 @@ class Batches(Fault):
         for _, _, passes in self._counts.whole():
             for (line, _, turn), counts in passes.items():
                 if len(set(counts.values())) > 1:
-                    listed = ", ".join(f"rank {rank} {count}" for rank, count in sorted(counts.items()))
-                    yield f"are unequal numbers of batches meant (pass {turn} over the DataLoader at {line}: {listed})?"
+                    listed = ", ".join(f"rank {rank}: {count}" for rank, count in sorted(counts.items()))
+                    yield (
+                        f"ranks read different numbers of batches in pass {turn} over the DataLoader at {line}"
+                        f" ({listed}); is that intended?"
+                    )
         for _, _, seen in self._first.whole():
             for first, then in (two for passes in self._shuffled.values() for two in pairwise(passes)):
                 batches = seen.get((first, 0), {})
                 if batches and batches == seen.get((then, 0)) and len(set(batches.values())) == len(batches):
                     yield (
-                        f"is it meant that pass {then[2]} over the DataLoader at {then[0]} begins with the same batches"
-                        " as the pass before? A DistributedSampler shuffles anew only after set_epoch(epoch)"
+                        f"pass {then[2]} over the DataLoader at {then[0]} begins with the same batches as the pass"
+                        " before; is that intended? A DistributedSampler shuffles again only after set_epoch(epoch)"
                     )
                     return
 
@@ -123,8 +126,8 @@ SAMPLING = (
 
 
 class Draws(Fault):
-    """Permutations that ranks have to draw alike, to take other parts of them: of a DistributedSampler, and what
-    random_split gave."""
+    """Permutations that ranks must draw equally, to take different parts of them: of a DistributedSampler, and of
+    random_split."""
 
     def __init__(self) -> None:
         self._drawn: Table[str, At, tuple[int, ...]] = Table()
@@ -140,11 +143,11 @@ class Draws(Fault):
         self._splits.put(case, "", world(case), at(case, place, turn), (tuple(sizes), found))
 
     def findings(self) -> Iterator[Finding]:
-        """The first pass in which ranks draw from other permutations."""
+        """Yield the first pass in which ranks have different permutations."""
         passes = [each for _, _, turns in self._drawn.whole() for each in turns.items()]
         for (line, _, turn), seen in passes:
             if len({each[3:] for each in seen.values()}) > 1:
-                continue  # other data sets, or other passes
+                continue  # different data sets, or different passes
             for index, (what, remedy) in enumerate(SAMPLING):
                 odd = [rank for rank in sorted(seen) if seen[rank][index] != seen[0][index]]
                 if odd:
@@ -161,7 +164,7 @@ class Draws(Fault):
             sizes, found = zip(*seen.values(), strict=True)
             if len(set(sizes)) == 1 and len(set(found)) > 1:
                 yield (
-                    f"is it meant that random_split at {line} gives each rank another permutation? What one rank"
-                    " validates with, others train on: give it generator=torch.Generator().manual_seed(n)"
+                    f"random_split at {line} gives each rank another permutation; is that intended? Other ranks train"
+                    " on one rank's validation samples: pass generator=torch.Generator().manual_seed(n)"
                 )
                 return

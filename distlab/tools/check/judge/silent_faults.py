@@ -1,7 +1,7 @@
-"""What goes wrong without hanging: each fact that a rank tells goes to the fault that takes its kind.
+"""Faults that do not hang: each report of a rank goes to the fault for its kind.
 
-`Quiet.faults` are all of them, in the order in which they are told: who adds one writes it there. A finding is
-certain; what only looks wrong is asked as a question, and decides nothing.
+`Quiet.faults` lists them in the order of their reports; a new one is added there. A finding is certain; something that
+may be intended is a question, and does not fail the run.
 """
 
 from collections import defaultdict
@@ -18,7 +18,7 @@ from distlab.tools.check.judge.samples import Batches, Draws, SameInputs, SameSh
 
 
 class Devices(Fault):
-    """Each card on which several ranks compute, where their host shows them a card a rank; on fewer they have to."""
+    """GPUs used by several ranks, if their host has one per rank; with fewer they must share."""
 
     def __init__(self) -> None:
         self._told: dict[str, dict[int, tuple[int, str, int]]] = defaultdict(dict)  # number, id, cards: of each rank
@@ -40,7 +40,7 @@ class Devices(Fault):
 
 
 class Quiet:
-    """All facts of a run so far."""
+    """All reports of a run so far."""
 
     def __init__(self, world_size: int, mesh: Sequence[tuple[str, int]] = ()) -> None:
         self.parameter_calls, self.handles = ParameterCalls(), Handles()
@@ -55,8 +55,8 @@ class Quiet:
         }  # fmt: skip
 
     def take(self, case: RankState, fact: list[Any]) -> Iterable[Finding]:
-        """One fact of one rank; what is wrong with it at once. Raises an exception of any kind where a value is not of
-        the type that its taker names: what is kept is looked at later, where nobody asks whose it was."""
+        """Process one report of one rank; return its immediate findings. Raises any exception if a value does not have
+        the type that its method declares, since stored values are used later, without knowing their rank."""
         kind, *values = fact
         taker = self._takers.get(kind)
         if taker is None:
@@ -66,7 +66,7 @@ class Quiet:
         return taker(case, *values) or ()
 
     def at_end(self) -> Iterator[Finding]:
-        """Of scripts that have all ended."""
+        """Yield findings once all scripts have ended."""
         for each in self.faults:
             yield from each.findings()
 

@@ -1,7 +1,7 @@
-"""The script's own text at a line that a rank was in, and the condition above it that only some ranks meet.
+"""The source text of a rank's line, and the condition above it that only some ranks satisfy.
 
-It is read from rank 0's disk after the run, by a name that a script has told: what is no Python file of usual size has
-no text.
+It is read from rank 0's disk after the run, by a file name that a script reported: anything but a Python file of usual
+size has no text.
 """
 
 import ast
@@ -12,28 +12,28 @@ from pathlib import Path
 from distlab.tools.check.judge.rank_state import CallPlace
 
 MOST_BYTES = 4_000_000
-SHOWN = 160  # characters of a line
-# In the condition of a branch, or the name of a decorator, that not all ranks take.
+SHOWN = 160  # of a line
+# In the condition of a branch, or the name of a decorator, that not all ranks satisfy.
 OF_A_RANK = ("rank", "is_main", "is_master", "leader", "process_zero", "global_zero", "process_index", "main_process")
 
 
 def source_line(place: CallPlace) -> str:
-    """The text of the line without its indent; empty where it is not to be had."""
+    """Return the text of the line without its indent; empty if unavailable."""
     lines, number = text_of(place).splitlines(), number_of(place)
     return lines[number - 1].strip()[:SHOWN] if 0 < number <= len(lines) else ""
 
 
 def branch_of(place: CallPlace) -> str:
-    """The condition that names a rank and decides whether the line is reached, and where it stands, as the words behind
-    "it": of the line itself, else of the nearest of its callers."""
+    """Return the condition on a rank that decides whether the line is reached, with its place, as words after "it": of
+    the line itself, else of the nearest caller."""
     return next((found for each in (place, *callers_of(place)) if (found := branch_at(each))), "")
 
 
 def branch_at(place: CallPlace) -> str:
-    """The innermost such condition: around the line, before it in its block, or of a decorator of its function."""
+    """Return the innermost such condition: around the line, before it in its block, or of a decorator."""
     number, found, file = number_of(place), "", place.line.rpartition(":")[0]
     with suppress(SyntaxError, ValueError, RecursionError):
-        for node in ast.walk(ast.parse(text_of(place))):  # from the outside to the inside
+        for node in ast.walk(ast.parse(text_of(place))):  # from the outside in
             if not is_around(node, number):
                 continue
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -51,7 +51,7 @@ def branch_at(place: CallPlace) -> str:
 
 
 def is_around(node: ast.AST, number: int) -> bool:
-    """Whether the line is inside of the node, and not its first; of a branch, in what it decides on."""
+    """Return whether the line is inside the node, but not its first; for a branch, in its body."""
     if isinstance(node, ast.Module):
         return True
     first = node.body[0].lineno if isinstance(node, ast.If) else getattr(node, "lineno", number) + 1
@@ -59,7 +59,7 @@ def is_around(node: ast.AST, number: int) -> bool:
 
 
 def left_before(node: ast.AST, number: int) -> Iterator[ast.If]:
-    """Branches by which some ranks leave a block of this node before the part of it that the line is in."""
+    """Yield branches in which some ranks leave a block of this node before the part with the line."""
     for block in (getattr(node, name, None) for name in ("body", "orelse", "finalbody")):
         if isinstance(block, list) and block and block[0].lineno <= number <= (block[-1].end_lineno or 0):
             for each in block:
@@ -73,7 +73,7 @@ def names_rank(words: str) -> bool:
 
 
 def callers_of(place: CallPlace) -> list[CallPlace]:
-    """The user's lines above, the nearest first: files of the same folder as the line's own."""
+    """Return the user's lines above, the nearest first: from files in the line's folder."""
     named = place.line.rpartition(":")[0]
     folder = place.file.removesuffix(named) if named and place.file.endswith(named) else ""
     lines = place.callers.split(" from ") if folder and place.callers else []
@@ -81,7 +81,7 @@ def callers_of(place: CallPlace) -> list[CallPlace]:
 
 
 def loop_at(place: CallPlace) -> tuple[str, int, int] | None:
-    """The file and the first and last line of the loop whose head the line is."""
+    """Return file, first and last line of the loop whose head is this line."""
     number = number_of(place)
     with suppress(SyntaxError, ValueError, RecursionError):
         for node in ast.walk(ast.parse(text_of(place))):
@@ -91,19 +91,19 @@ def loop_at(place: CallPlace) -> tuple[str, int, int] | None:
 
 
 def is_within(place: CallPlace, lines: tuple[str, int, int]) -> bool:
-    """Whether the line, or one of its callers, is among the lines of a file."""
+    """Return whether the line, or one of its callers, is among these lines of a file."""
     file, first, last = lines
     return any(each.file == file and first <= number_of(each) <= last for each in (place, *callers_of(place)))
 
 
 def number_of(place: CallPlace) -> int:
-    """The number of the line; 0 where there is none."""
+    """Return the number of the line; 0 without one."""
     number = place.line.rpartition(":")[2]
     return int(number) if number.isascii() and number.isdecimal() and len(number) < len(str(MOST_BYTES)) else 0
 
 
 def text_of(place: CallPlace) -> str:
-    """The file's text; empty where it cannot be read."""
+    """Return the file's text; empty if it cannot be read."""
     with suppress(OSError, ValueError):
         path = Path(place.file)
         if path.suffix == ".py" and path.is_file() and path.stat().st_size <= MOST_BYTES:

@@ -1,1 +1,1 @@
-"""From what is typed to the processes of each rank: its doctor's and its script's."""
+"""From the command line to each rank's processes: its supervisor's and its script's."""

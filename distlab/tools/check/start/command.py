@@ -1,7 +1,7 @@
-"""From what is typed to the ranks: settings, the file and its words, then be a rank or start all of them.
+"""From the command line to the ranks: parse settings and file, then be a rank or start all of them.
 
-`check` and `prove` are two errands on one road, each with its own variables beside those that a run has too. With RANK
-in the environment (a container, torchrun, Slurm) this process is that rank; else it starts WORLD_SIZE local ones.
+`check` and `prove` share this code, each with its own variables besides those of a run. With RANK in the environment (a
+container, torchrun, Slurm) this process is that rank; otherwise it starts WORLD_SIZE local ones.
 """
 
 import os
@@ -24,7 +24,7 @@ SHARED = {
 
 
 class FileOptions(ModeOptions):
-    """What both commands can be told."""
+    """The options of both commands."""
 
     hang_after_s: float = Field(
         5, alias="LAB_HANG_AFTER_S", ge=0.5, le=10**6, allow_inf_nan=False,
@@ -33,7 +33,7 @@ class FileOptions(ModeOptions):
 
 
 class CheckOptions(FileOptions):
-    """The variables that `check` alone knows."""
+    """The variables of `check` only."""
 
     every: int = Field(
         100, alias="LAB_CHECK_EVERY", ge=1, le=10**9,
@@ -50,7 +50,7 @@ class CheckOptions(FileOptions):
 
 
 class ProofOptions(FileOptions):
-    """The variables of a proof, and the sizes of the lab's own model and batch where a file leaves them out."""
+    """The variables of a proof, and the sizes of the lab's own model and batch if a file leaves them out."""
 
     sizes = {"width": 32, "depth": 2, "heads": 4, "seq": 16, "microbatches": 2, "batch": 16}  # noqa: RUF012
 
@@ -61,19 +61,19 @@ class ProofOptions(FileOptions):
 
 
 class Errand(NamedTuple):
-    """One command that takes a file of someone's own onto all ranks."""
+    """A command that runs a user's file on all ranks."""
 
     command: str
     help: str
-    what: str  # the file, in a sentence
+    what: str  # the file, in words
     options: type[FileOptions]
-    used: set[str]  # the fields of Config that it takes
-    play: Callable[[Config], Any]  # what makes of the settings the function that a rank's process runs
-    job: Mapping[str, Any] = {}  # fields of the Job beside those
+    used: set[str]  # the fields of Config that it uses
+    play: Callable[[Config], Any]  # makes the function that a rank's process runs from the settings
+    job: Mapping[str, Any] = {}  # additional fields of the Job
 
 
 def start(errand: Errand, words: Sequence[str]) -> int:
-    """Run the file; returns the exit code."""
+    """Run the file; return the exit code."""
     started_at = time.time()
     if not words or words[0] in commands.HELP:
         print(errand.help.format(own=", ".join(own_variables(errand.options))))
@@ -122,13 +122,13 @@ def start(errand: Errand, words: Sequence[str]) -> int:
 
 
 def quieten_torch() -> None:
-    """What torch reads as it comes in, unless the user has set it."""
+    """Set what torch reads at import, unless the user has set it."""
     for name, value in (("OMP_NUM_THREADS", "1"), ("TORCH_CPP_LOG_LEVEL", "ERROR"), ("KINETO_LOG_LEVEL", "6")):
         os.environ.setdefault(name, value)
 
 
 def start_servers(config: Config) -> dict[int, ForkServer]:
-    """One for each rank that this process starts or is, importing torch from now on; none where all ranks have one hash
+    """Start one server per rank that this process starts or is, which import torch; none if all ranks share a hash
     seed."""
     if is_one_for_all():
         return {}
@@ -140,7 +140,7 @@ def start_servers(config: Config) -> dict[int, ForkServer]:
 
 
 def keep_server(servers: Mapping[int, ForkServer], rank: int, *, forked: bool) -> ForkServer | None:
-    """In a rank's process, which the launcher has `forked` or an engine has started: its own alone."""
+    """Return this rank's server, in a process that the launcher has `forked` or an engine has started."""
     for other, server in servers.items():
         if other != rank:
             server.close()
@@ -178,7 +178,7 @@ def words_before(
 
 
 def understood(errand: Errand, words: Sequence[str]) -> tuple[dict[str, str], Path, list[str], str]:
-    """Settings, file, its words, and its name where it was named by -m; raises ConfigError."""
+    """Return settings, file, its arguments, and its name if given by -m; raises ConfigError."""
     given: dict[str, str] = {}
     rest = list(words)
     while rest and "=" in rest[0] and not Path(rest[0]).exists():
@@ -193,7 +193,7 @@ def understood(errand: Errand, words: Sequence[str]) -> tuple[dict[str, str], Pa
 
 
 def file_of(module: str) -> Path:
-    """The file that `python -m MODULE` would run from here, without importing its packages; raises ConfigError."""
+    """Return the file that `python -m MODULE` would run here, without importing packages; raises ConfigError."""
     first, *rest = module.split(".")
     spec = PathFinder.find_spec(first, [str(Path.cwd()), *sys.path]) if first else None
     inside = [Path(each, *rest) for each in (spec and spec.submodule_search_locations) or ()]
@@ -214,12 +214,12 @@ def axes_of(mesh: str | None) -> list[tuple[str, int]]:
 
 
 def usable(environ: os._Environ[str] | dict[str, str]) -> dict[str, str]:
-    """The environment without what only a run of the lab's own takes."""
+    """Return the environment without variables of the lab's own runs."""
     return {name: value for name, value in environ.items() if name != "RUN_MODE"}
 
 
 def configured(errand: Errand, environ: os._Environ[str], faults: Sequence[str], script: Path) -> Config:
-    """The settings; raises ConfigError with all faults at once."""
+    """Return the settings; raises ConfigError with all faults at once."""
     found = list(faults) + list(why_not(errand, script))
     config = Config.read(usable(environ), found, options=errand.options)
     strange = sorted(

@@ -1,10 +1,9 @@
-"""An interpreter for each rank, from which its processes are forked: it has imported torch, and has a hash seed of its
-own.
+"""An interpreter for each rank from which its processes are forked, with torch imported and its own hash seed.
 
-Under torchrun each rank is a new interpreter, and the order of a set of strings is another on each. What is forked from
-one interpreter has one order, which nothing can change later. So each rank has a server of its own, multiprocessing's
-forkserver: it imports torch while the launcher does, and what it forks after a failure is there in a tenth of a second.
-With PYTHONHASHSEED set all ranks have one order under torchrun too, and one interpreter is enough.
+Under torchrun each rank is a new interpreter, and the order of a set of strings differs between ranks. Processes forked
+from one interpreter have the same order, which cannot be changed later. So each rank has its own server,
+multiprocessing's forkserver: it imports torch while the launcher does, and forks again after a failure in a tenth of a
+second. With PYTHONHASHSEED all ranks have one order under torchrun too, and one interpreter is enough.
 """
 
 import os
@@ -19,12 +18,12 @@ from typing import Any
 
 
 def is_one_for_all() -> bool:
-    """Whether each new interpreter has the same hash seed."""
+    """Return whether each new interpreter has the same hash seed."""
     return os.environ.get("PYTHONHASHSEED", "random") != "random"
 
 
 class TravellingFiles:
-    """Open files on their way to another process, which gets a tuple of what gives a descriptor by `detach`."""
+    """Open files for another process, which gets a tuple of objects with `detach`."""
 
     def __init__(self, *descriptors: int) -> None:
         self._descriptors = descriptors
@@ -36,7 +35,7 @@ class TravellingFiles:
 class ForkServer:
     """One interpreter that has imported `preload` and forks; `start` it before it is needed.
 
-    It ends once each process that has it, and each that it forked, has closed it or ended.
+    It ends once all processes with its pipe, including forked ones, have closed it or ended.
     """
 
     def __init__(self, preload: Sequence[str]) -> None:
@@ -44,22 +43,21 @@ class ForkServer:
         self._server.set_forkserver_preload(list(preload))
 
     def start(self) -> None:
-        """Nothing if it runs."""
+        """Start it, unless it runs."""
         self._server.ensure_running()
 
     def adopt(self) -> None:
-        """In a process that was forked from the one that started it: use it, and do not ask how it is, which its parent
-        alone can."""
+        """Use it in a process forked from its starter, without checking its state, which only the parent can do."""
         self._server.ensure_running = lambda: None
 
     def close(self) -> None:
-        """Let go of it."""
+        """Release it."""
         if self._server._forkserver_alive_fd is not None:
             os.close(self._server._forkserver_alive_fd)
             self._server._forkserver_alive_fd = None
 
     def started(self, target: Callable[..., None], args: tuple[Any, ...], name: str) -> process.BaseProcess:
-        """A process that calls target(*args), which travel to it."""
+        """Return a process that calls target(*args), which are sent to it."""
         found = ForkServerProcess(target=target, args=args, name=name, daemon=True)
         with self._asked():
             found.start()
@@ -67,7 +65,7 @@ class ForkServer:
 
     @contextmanager
     def _asked(self) -> Iterator[None]:
-        """Have multiprocessing ask this server, and the new process import no main module of ours."""
+        """Make multiprocessing use this server, and keep the new process from importing our main module."""
         module: Any = forkserver
         connect, main = module.connect_to_new_process, sys.modules["__main__"]
         module.connect_to_new_process, sys.modules["__main__"] = (
@@ -81,10 +79,10 @@ class ForkServer:
 
 
 def leave_to_others() -> None:
-    """In a process that a server has forked: close its end of the pipe by which the server knows that it is needed.
+    """In a process that a server has forked, close its end of the pipe that keeps the server alive.
 
-    multiprocessing gives one to each process, so that it may fork others there. Then whoever started the server and is
-    killed leaves a server that its own processes keep alive; without, they end with it.
+    multiprocessing gives one to each process, so that it can fork others. If the starter were killed, the server's own
+    processes would keep it alive; without the pipe it ends with them.
     """
     server: Any = forkserver._forkserver
     if server._forkserver_alive_fd is not None:
@@ -93,7 +91,7 @@ def leave_to_others() -> None:
 
 
 def be_main_process() -> None:
-    """Be as a process that nobody has forked is: by multiprocessing's word, and by its random states."""
+    """Look like a process that was not forked: to multiprocessing, and in its random states."""
     ours: Any = process
     ours._parent_process = None
     me: Any = process.current_process()
@@ -104,7 +102,7 @@ def be_main_process() -> None:
 
 
 def draw_random_states() -> None:
-    """What a new process begins with; of CUDA's generators that is one constant, which a fork leaves as it is."""
+    """Set the random states of a new process; CUDA generators begin with a constant, which a fork keeps."""
     random.seed()
     for name in ("torch", "numpy"):
         module: Any = sys.modules.get(name)

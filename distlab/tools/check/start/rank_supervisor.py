@@ -1,8 +1,8 @@
-"""One rank of a check: its doctor joins the others, lets the script begin, hears it, and ends with the run's verdict.
+"""The supervisor of one rank of a check: joins the others, runs the script, reads its reports, ends with the run.
 
-What a script tells goes on to rank 0 over the store, a batch four times a second, and into `rank<r>.calls` on this
-disk. Rank 0 says when it is over. The store is that of the doctors: the script has one of its own, on a port that rank
-0 draws (under torchrun the agent's), so that nothing of the lab is among its connections.
+A script's reports go to rank 0 through the store, in batches four times a second, and into `rank<r>.calls` on this
+disk. Rank 0 decides when the run is over. The store belongs to the supervisors: the script has another one, on a port
+that rank 0 draws (under torchrun the agent's), so that none of its connections is the lab's.
 """
 
 import hashlib
@@ -45,18 +45,18 @@ from distlab.tools.check.start.script_process import OF_TORCHRUN, Hearing, start
 from distlab.tools.check.watch.telling import now
 
 POST_S = 0.25
-SAME_CLOCK_S = 60.0  # apart at most: of two machines clocks are further apart, but by chance
-LET_GO_S = 5.0  # for an ended script's process
+SAME_CLOCK_S = 60.0  # closer clocks are one machine's; those of two differ more, except by chance
+LET_GO_S = 5.0  # to end an ended script's process
 
 
 class Rank:
-    """One rank's doctor."""
+    """The supervisor of one rank."""
 
     def __init__(self, config: Config, job: Job, started_at: float, engine: str, server: ForkServer | None) -> None:
         self.config, self.job, self.started_at = config, job, started_at
         self.bedside = started(
             job._replace(reruns=None), server
-        )  # first: nothing else of this process is in the script's
+        )  # first: nothing else of this process may be in the script's
         self.reruns = job.reruns(config, job, server) if job.reruns is not None and not config.rank else None
         self.parent = LauncherPipe()
         self.journal = Journal(config.log)
@@ -64,7 +64,7 @@ class Rank:
         if engine:
             self.journal.say(f"engine     {engine}", "normal")
         self._posted = 0
-        self._ended_s = 0.0  # when the run was over
+        self._ended_s = 0.0  # the time when the run was over
 
     def live(self) -> int:
         self.parent.begin_to_wait()
@@ -79,7 +79,7 @@ class Rank:
         folder = self.config.runs_dir / cluster.run_id
         outcome = Outcome(folder, cluster.token)
         watch = Watchdog(cluster, self.config, self.journal.say, partial(self._bury, outcome=outcome))
-        watch.tells_waits = False  # a doctor waits for rank 0's, which says what the scripts wait for
+        watch.tells_waits = False  # a supervisor waits only for rank 0, which reports the scripts' waits
         watch.start()
         try:
             lock_folder(folder, cluster, self.config)
@@ -98,7 +98,7 @@ class Rank:
         return code
 
     def _begin(self, exchange: Exchange, cluster: Cluster, folder: Path) -> None:
-        """Agree on the script's own port, and let it begin."""
+        """Agree on the script's port, and start it."""
         agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         port = self.config.master_port if agent else exchange.share("port", free_port() if cluster.rank == 0 else None)
         hosts = exchange.everyone("hosts", socket.gethostname())
@@ -115,7 +115,7 @@ class Rank:
                 "ROLE_RANK": cluster.rank,
                 "ROLE_WORLD_SIZE": cluster.world_size,
             }
-            # A job's own, by which scripts name files: torchrun's "none" had a run resume what another had left.
+            # Unique per job, since scripts name files by it: torchrun's "none" let a run resume another's files.
             variables |= OF_TORCHRUN | {"TORCHELASTIC_RUN_ID": cluster.run_id}
         if self.job.watch is not None:
             variables[PROVING] = json.dumps(
@@ -125,7 +125,7 @@ class Rank:
                 }
             )  # fmt: skip
         interface = interface_of(cluster.members[cluster.rank].ip)
-        if interface is not None and "GLOO_SOCKET_IFNAME" not in os.environ:  # as a run of the lab's own sets it
+        if interface is not None and "GLOO_SOCKET_IFNAME" not in os.environ:  # as the lab's own runs set it
             variables["GLOO_SOCKET_IFNAME"] = interface
         if not os.access(self.job.folder, os.W_OK) and self.config.local_rank is None:
             variables["DISTLAB_FOLDER"] = scratch(exchange, folder, self.job)
@@ -136,7 +136,7 @@ class Rank:
         self.bedside.begin({name: str(value) for name, value in variables.items()})
 
     def _attend(self, watch: Watchdog, exchange: Exchange, cluster: Cluster, folder: Path, outcome: Outcome) -> int:
-        """Hear, pass on and look until rank 0 says that it is over; then bring all together."""
+        """Read, forward and watch until rank 0 ends the run; then collect the results."""
         doctor = None
         if cluster.rank == 0:
             doctor = Doctor(
@@ -178,7 +178,7 @@ class Rank:
             self._posted += 1
 
     def _close(self, watch: Watchdog, exchange: Exchange, doctor: Doctor | None, folder: Path, outcome: Outcome) -> int:
-        """Write down what was found, and agree on the verdict."""
+        """Write the findings, and agree on the verdict."""
         sections = Sections(exchange, self.journal)
         if doctor is not None:
             if doctor.whole and not doctor.findings and self.job.play is None:
@@ -226,7 +226,7 @@ def fetched(store: dist.Store, rank: int, taken: dict[int, int]) -> list[bytes]:
 
 
 def scratch(exchange: Exchange, folder: Path, job: Job) -> str:
-    """A folder to work in where the script's own is read-only: what stands beside the script, and room for more."""
+    """Return a working folder if the script's is read-only: links to the script's neighbours, and space."""
     place = folder / "scratch"
     if exchange.rank == 0:
         place.mkdir(exist_ok=True)
@@ -238,13 +238,13 @@ def scratch(exchange: Exchange, folder: Path, job: Job) -> str:
 
 
 def contents(job: Job) -> dict[str, str]:
-    """What all ranks have to run alike."""
+    """Return what must be equal on all ranks."""
     digest = hashlib.sha256(job.script.read_bytes()).hexdigest()[:12]
     return {"the sha256 of the script": digest, "the words of the script": json.dumps(list(job.words))[:400]}
 
 
 def start_record(config: Config, job: Job, cluster: Cluster) -> records.Start:
-    """Who this rank is, and how the check is repeated."""
+    """Return this rank's identity, and the command that repeats the check."""
     import torch
 
     versions: dict[str, Any] = {

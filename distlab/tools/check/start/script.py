@@ -1,9 +1,9 @@
-"""The process in which someone's script runs, unchanged: as `__main__`, in its folder, with its words in sys.argv.
+"""The process of a user's script, which runs unchanged: as `__main__`, in its folder, with its arguments in sys.argv.
 
-It is forked from an interpreter of its rank's (fork_servers.py), or from its doctor before that has any thread. All of
-the lab's modules are forgotten before the script begins: one of its own may be called `workers` too. How it ended is
-told and not printed: of ranks that fail because one has failed, the one is to be read. Then the process stays, its
-connections open, until the doctor lets it go: who still waits for it goes on waiting, and is asked where.
+It is forked from its rank's interpreter (fork_servers.py), or from its supervisor before that has any thread. All of
+the lab's modules are removed before the script begins, which may have a module called `workers` too. Its end is
+reported, not printed: if one failure makes other ranks fail, only that one is shown. Then the process stays, with its
+connections open, until the supervisor releases it: ranks that wait for it still wait, and can be asked where.
 """
 
 import _thread
@@ -41,17 +41,17 @@ from distlab.tools.check.watch.script_error import described, place_of
 from distlab.tools.check.watch.telling import Telling, now
 from distlab.tools.check.watch.watchers import recorded, watch_training
 
-# The process tells its Python stacks to who asks (script_process.py).
+# The process sends its Python stacks on request (script_process.py).
 
-ANSWERING = "answers"  # the name of the thread that does, at most 15 letters for the kernel
-STACKS = signal.SIGRTMAX - 1 if sys.platform == "linux" else signal.SIGUSR2  # the last way to ask for them
+ANSWERING = "answers"  # the answering thread's name, at most 15 letters for the kernel
+STACKS = signal.SIGRTMAX - 1 if sys.platform == "linux" else signal.SIGUSR2  # the last way to request them
 END = "\n\n"
 
 
 def answer(asked: int, stacks: int) -> None:
-    """In the process under watch, once: whoever writes into the pipe `asked` gets its stacks from the pipe `stacks`.
+    """Start once, in the watched process: a write to the pipe `asked` is answered with its stacks in the pipe `stacks`.
 
-    No thread of threading's, which the script would count and wait for.
+    It uses no thread of threading, which the script would count and wait for.
     """
     faulthandler.register(STACKS, file=stacks, all_threads=True, chain=False)
 
@@ -59,24 +59,46 @@ def answer(asked: int, stacks: int) -> None:
         with suppress(OSError):
             Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(ANSWERING)
         while os.read(asked, 1):
-            faulthandler.dump_traceback(file=stacks, all_threads=True)
-            os.write(stacks, END.encode())
-        os.killpg(0, signal.SIGKILL)  # who asked is gone, and need not be the parent
+            os.write(stacks, (stacks_of_all_threads() + END).encode(errors="replace"))
+        os.killpg(0, signal.SIGKILL)  # the requester has gone, and may not be the parent
 
     _thread.start_new_thread(answering, ())
 
 
-# Where the ranks of a script meet: in a store of the lab's, with a key that their doctors have drawn.
+def stacks_of_all_threads() -> str:
+    """Return the stack of each thread as faulthandler writes it, the innermost frame first.
+
+    faulthandler.dump_traceback takes no lock on the list of threads. When gloo's thread enters Python at that moment,
+    it reads a thread state that has no frame yet, and the process ends by SIGSEGV: fully_shard on 3 ranks, asked 2,000
+    times a second, crashed within 120 s in each of 3 runs (Python 3.11.7). sys._current_frames takes that lock.
+    """
+    return "".join(
+        f"Thread 0x{thread:016x} (most recent call first):\n{stack_of(frame)}\n"
+        for thread, frame in sys._current_frames().items()
+    )
+
+
+def stack_of(frame: types.FrameType | None) -> str:
+    """Return a line for each frame, from this one to its outermost caller."""
+    lines = []
+    while frame is not None:
+        code = frame.f_code
+        lines.append(f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}\n')
+        frame = frame.f_back
+    return "".join(lines)
+
+
+# The store of a script's ranks: one of the lab's, with a key that the supervisors have drawn.
 #
-# Left alone, `init_process_group` opens PyTorch's store on all addresses of the host, where anybody can list, read
-# and write, and where forged bytes ended rank 0 by SIGSEGV (torch 2.13, once in the fuzz of ports). A store that a
-# script opens by itself is its own, and so is that of an agent under torchrun.
+# `init_process_group` alone opens PyTorch's store on all addresses of the host, where anybody can list, read and write,
+# and where forged bytes ended rank 0 by SIGSEGV (torch 2.13, once in the fuzz of ports). A store that a script opens
+# itself is its own, and so is the agent's under torchrun.
 
 AGAIN_S = 0.05
 
 
 class Meeting:
-    """The store of all ranks at MASTER_PORT, for those with `key`; `install` once."""
+    """The store of all ranks at MASTER_PORT, for ranks with `key`; `install` once."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
@@ -84,8 +106,8 @@ class Meeting:
         self._times = Counter[int]()  # by number of ranks
 
     def install(self) -> None:
-        """Have `init_process_group` meet there."""
-        # A function of torch.distributed's has the module's name.
+        """Make `init_process_group` use this store."""
+        # A torch.distributed function looks like one of its module.
         put(Patch(importlib.import_module("torch.distributed.rendezvous"), "_create_c10d_store", self._meet))
 
     def _meet(
@@ -98,15 +120,15 @@ class Meeting:
         return self._met(host, port, rank, world_size, timeout.total_seconds())
 
     def _met(self, host: str, port: int, rank: int, world_size: int, timeout_s: float) -> dist.Store:
-        """A store without keys: what a group before this one has left in it is under another prefix, and what one of
-        fewer ranks has, which the others did not meet for."""
+        """Return a store without keys: an earlier group's keys have another prefix, and so have those of fewer
+        ranks."""
         self._times[world_size] += 1
         if self._store is None:
             self._store = self._opened(host, port, rank, timeout_s)
         return Prefixed(f"meeting {self._times[world_size]} of {world_size}", self._store)
 
     def _opened(self, host: str, port: int, rank: int, timeout_s: float) -> KeyedStore:
-        """Rank 0 hosts it; the others wait until it listens. Raises DistNetworkError, as torch does."""
+        """Open it: rank 0 hosts it, the others wait until it listens. Raises DistNetworkError, as torch does."""
         deadline = time.monotonic() + timeout_s
         try:
             address = resolve(host, timeout_s, print)
@@ -126,41 +148,41 @@ class Meeting:
 PR_SET_PDEATHSIG = 1
 OURS = ("distlab", "workers", "benchmarks", "tests")
 
-STORE_KEY = "DISTLAB_STORE_KEY"  # what the doctor tells the process with its other variables
-PROVING = "DISTLAB_PROVING"  # the same, of a script that is proven
+STORE_KEY = "DISTLAB_STORE_KEY"  # set for the process by its supervisor
+PROVING = "DISTLAB_PROVING"  # the same, if the script is proven
 
 
 class Job(NamedTuple):
-    """What is run."""
+    """The script and how to run it."""
 
     script: Path
-    shown: str  # as it was typed
+    shown: str  # as typed by the user
     words: Sequence[str]
     hang_after_s: float
     command: str = "check"
     every: int = 100  # LAB_CHECK_EVERY
     mesh: Sequence[tuple[str, int]] = ()  # LAB_MESH
-    double: bool = False  # compute in float64, as far as torch's default type decides
-    # What is done with the script: (job, telling, recorder, waits). None: it is run as `python SCRIPT WORDS` does.
+    double: bool = False  # use float64 as torch's default dtype
+    # How to run the script: (job, telling, recorder, waits). None: as `python SCRIPT WORDS` does.
     play: Callable[["Job", Telling, Recorder, Waits], None] | None = None
-    module: str = ""  # the script's name where it was named by -m: it runs where the command was typed
-    watch: Callable[[Recorder, str], Any] | None = None  # what else watches the script, with what it is told
-    reruns: Callable[..., Any] | None = None  # what runs it again: on rank 0 alone, of (config, job, server)
+    module: str = ""  # the script's name if given by -m: it runs in the current folder
+    watch: Callable[[Recorder, str], Any] | None = None  # another observer of the script, with its argument
+    reruns: Callable[..., Any] | None = None  # runs it again, only on rank 0, with (config, job, server)
 
     @property
     def typed(self) -> list[str]:
-        """The script and its words, as they were typed."""
+        """Return the script and its arguments, as typed."""
         return [*(["-m", self.module] if self.module else [self.shown]), *self.words]
 
     @property
     def folder(self) -> Path:
-        """Where the script runs, and what it imports by name."""
+        """Return the folder in which the script runs and from which it imports."""
         return Path.cwd() if self.module else self.script.parent
 
 
 class Ends(NamedTuple):
-    """One end of each of four pipes: what the script's process tells, where its stacks go, where it is asked for them,
-    and what it waits at."""
+    """One end of each of four pipes: for the script's reports, for its stacks, for requests of these, and for its start
+    and end."""
 
     told: int
     stacks: int
@@ -173,13 +195,13 @@ class Ends(NamedTuple):
 
 
 def run_forked(job: Job, ends: Ends, doctors: Ends, doctor: int) -> None:
-    """In a process that the doctor has forked from itself."""
+    """Run in a process that the supervisor has forked from itself."""
     doctors.close()
     run(job, ends, doctor)
 
 
 def run_served(job: Job, files: Sequence[Any]) -> None:
-    """In a process of the rank's fork server; `files` are its ends of the pipes, and the doctor's streams."""
+    """Run in a process of the rank's fork server; `files` are its pipe ends and the supervisor's streams."""
     told, stacks, asked, gate, *streams = (each.detach() for each in files)
     for number, descriptor in enumerate(streams):
         os.dup2(descriptor, number)
@@ -191,15 +213,15 @@ def run_served(job: Job, files: Sequence[Any]) -> None:
 
 
 def run(job: Job, ends: Ends, parent: int) -> None:
-    """Wait until the ranks have met, run the script, tell how it ended, wait to be let go."""
+    """Wait until the ranks have met, run the script, report its end, wait to be released."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(137)
-    signal.signal(STACKS, signal.SIG_IGN)  # until there are stacks to show: left alone it kills
-    os.setpgid(0, 0)  # so that what it starts ends with it
+    signal.signal(STACKS, signal.SIG_IGN)  # until stacks can be sent: by default it kills
+    os.setpgid(0, 0)  # so that processes it starts end with it
     variables = os.read(ends.gate, 65536)
-    if not variables:  # there is no run
+    if not variables:  # the run was cancelled
         os._exit(0)
     for line in variables.decode().splitlines():
         name, _, value = line.partition("=")
@@ -214,7 +236,7 @@ def run(job: Job, ends: Ends, parent: int) -> None:
     if job.watch is not None:
         job.watch(recorder, os.environ.pop(PROVING))
     play = job.play or partial(run_as_main, stand_in=stand_in)
-    if job.play is None:  # a proof heeds by itself
+    if job.play is None:  # a proof does this itself
         heed_endings(partial(tell_before, telling, recorder))
     answer(ends.asked, ends.stacks)
     telling.say("main", threading.get_ident())
@@ -227,7 +249,7 @@ def run(job: Job, ends: Ends, parent: int) -> None:
 
 
 def flush_streams() -> None:
-    """What was printed is there; a stream that the user's code has closed is opened anew, for whoever comes next."""
+    """Flush all output; a stream that the user's code has closed is reopened for later output."""
     for number, name in ((1, "stdout"), (2, "stderr")):
         try:
             getattr(sys, name).flush()
@@ -236,7 +258,7 @@ def flush_streams() -> None:
 
 
 def ended(play: Callable[[], None], telling: Telling, recorder: Recorder) -> int:
-    """Run the script to its end, its threads and what it left for its exit too; its exit code."""
+    """Run the script to its end, with its threads and exit handlers; return its exit code."""
     try:
         play()
         code = 0
@@ -255,15 +277,15 @@ def ended(play: Callable[[], None], telling: Telling, recorder: Recorder) -> int
 
 
 def tell_end(recorder: Recorder) -> None:
-    """What is compared of scripts that end well."""
+    """Report what is compared for scripts that end well."""
     for tell in recorder.at_end:
-        with suppress(Exception):  # a module whose memory is gone
+        with suppress(Exception):  # a module whose memory was freed
             tell()
 
 
 def tell_before(telling: Telling, recorder: Recorder, call: str, place: str) -> None:
-    """The script is about to end its process: what is compared at the end is told first; of a program that takes its
-    place nothing is seen."""
+    """Report what is compared at the end, before the script ends its process itself; a program that replaces it is not
+    observed."""
     if call == "os._exit(0)":
         tell_end(recorder)
     elif call.startswith("os.exec"):
@@ -271,8 +293,8 @@ def tell_before(telling: Telling, recorder: Recorder, call: str, place: str) -> 
 
 
 def enter(job: Job) -> None:
-    """Stand where the script does: its folder, its words, a main process."""
-    atexit._clear()  # what the doctor's process left there is not the script's
+    """Take the script's place: its folder, its arguments, a main process."""
+    atexit._clear()  # exit handlers of the supervisor's process
     folder = job.folder
     os.chdir(os.environ.pop("DISTLAB_FOLDER", str(folder)))
     sys.path.insert(0, str(folder))
@@ -282,16 +304,16 @@ def enter(job: Job) -> None:
 def run_as_main(
     job: Job, telling: Telling, recorder: Recorder, waits: Waits, stand_in: cuda_stand_in.CudaStandIn | None  # noqa: ARG001
 ) -> None:  # fmt: skip
-    """What `python SCRIPT WORDS` does, in the script's folder; twice where it wants a GPU that it is shown then."""
+    """Run like `python SCRIPT WORDS`, in the script's folder; twice if it needs a GPU that it is shown then."""
     program = compile(job.script.read_bytes(), str(job.script), "exec")
-    kept = {} if job.watch is None else {"distlab": sys.modules["distlab"]}  # whose `batch` the script may call
+    kept = {} if job.watch is None else {"distlab": sys.modules["distlab"]}  # the script may call its `batch`
     for name in [name for name in sys.modules if name.partition(".")[0] in OURS]:
         del sys.modules[name]
     sys.modules.update(kept)
     enter(job)
     top = Path(__file__).parents[4]
-    # A checkout holds `tests` and `workers` too, names that the script may have for itself; an installed package stands
-    # in site-packages, which the script needs.
+    # A checkout has `tests` and `workers` too, names that the script may use; an installed package is in site-packages,
+    # which the script needs.
     hidden = ("", str(top)) if (top / "pyproject.toml").is_file() else ("",)
     sys.path[1:] = [each for each in sys.path[1:] if each not in hidden]
     left = None
@@ -311,7 +333,7 @@ def run_as_main(
 
 
 def execute(program: types.CodeType, job: Job) -> None:
-    """The script as a new main module."""
+    """Run the script as a new main module."""
     sys.argv = [str(job.script), *job.words]
     main = types.ModuleType("__main__")
     main.__dict__.update(__file__=str(job.script), __builtins__=__builtins__, __cached__=None)
@@ -323,7 +345,7 @@ def execute(program: types.CodeType, job: Job) -> None:
 
 
 def exit_code(error: SystemExit, telling: Telling) -> int:
-    """Of sys.exit(...): None is 0, a number itself, and a text is printed and 1."""
+    """Return the exit code of sys.exit(...): 0 for None, a number itself, and 1 for a text, which is printed."""
     if error.code is None or isinstance(error.code, int):
         code = error.code or 0
     else:

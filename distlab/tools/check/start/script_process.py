@@ -1,7 +1,7 @@
-"""A rank's doctor and its script: starts the process, hears what it tells, looks how it is, and ends it.
+"""A supervisor's access to its script's process: start it, read its reports, look at its state, and end it.
 
-Nothing here waits for the script's interpreter, which may be stuck in C++ with its lock held: its state and its
-processor time are the kernel's words (proc(5)), and its Python stacks come where it can tell them.
+Nothing here waits for the script's interpreter, which may be stuck in C++ with the GIL: its state and CPU time come
+from the kernel (proc(5)), and its Python stacks when it can send them.
 """
 
 import fcntl
@@ -30,29 +30,29 @@ from distlab.tools.check.start.script import Ends, Job
 from distlab.tools.check.watch.telling import now
 
 TICKS = os.sysconf("SC_CLK_TCK")
-READ_BYTES = PIPE_BYTES = 1 << 20  # some 15,000 calls between two looks
-KILLED_S = 1.0  # until the kernel has taken a killed process away
+READ_BYTES = PIPE_BYTES = 1 << 20  # some 15,000 calls between two reads
+KILLED_S = 1.0  # until the kernel has removed a killed process
 NANOSECONDS = 1e9
 
 
-# The Python stacks of a process under watch, taken without harm to it.
+# Python stacks of a watched process, without harming it.
 #
-# A thread of its own answers, with the interpreter's lock, when nothing changes a stack. faulthandler's signal needs
-# no lock, and reads whatever a frame is at that moment: of a process of Python 3.11 that called functions it killed
-# one in some thousand signals (python/cpython#116008), and once a script's rank in our own tests. So the signal is
-# for an interpreter whose lock is held in C, where no frame changes: the question was read, and for STACK_S nobody
-# got the lock though its holder slept or had a core. On a busy machine the one who answers may have the lock and no
-# core, or the lock's holder be a thread that waits for one while the main thread sleeps: neither gets the signal.
+# A separate thread answers, with the GIL, when no stack changes. faulthandler's signal needs no GIL and reads frames in
+# any state: in Python 3.11 it killed a process that called functions once in some thousand signals
+# (python/cpython#116008), and once a script's rank in our own tests. So the signal is only for an interpreter whose GIL
+# is held in C, where no frame changes: the request was read, and for STACK_S no thread got the GIL although its holder
+# slept or had a core. On a busy machine the answering thread may have the GIL and no core, or the GIL's holder may wait
+# for a core while the main thread sleeps: neither gets the signal.
 
-STACK_S = 0.5  # from a question until its answer is there; nothing else is done meanwhile
-WAITS = 3  # for the lock, of 5 ms each, after which who answers was not for want of a core without it
-HELD_CPU_S = 0.05  # of a process that nobody else in it gets the lock from: ten times the interval of a switch
+STACK_S = 0.5  # from a request to its answer; nothing else is done meanwhile
+WAITS = 3  # for the GIL, of 5 ms each, after which the answering thread had a core but no GIL
+HELD_CPU_S = 0.05  # of a process in which no other thread gets the GIL: ten switch intervals
 FRAME = r'File "([^"]*)", line (\d+) in (.*)'
 
 
 class Look(NamedTuple):
-    """How the script's process is, by the kernel: its state, seconds of processor time that its threads had, and those
-    in which its main thread could have run and had no core."""
+    """The kernel's view of the script's process: its state, its threads' CPU seconds, and the seconds in which its main
+    thread was runnable without a core."""
 
     state: str
     cpu_s: float
@@ -61,7 +61,7 @@ class Look(NamedTuple):
 
 
 class Stacks:
-    """Asks a process, by our ends of its pipes; `look` is how it is."""
+    """Requests stacks from a process, by our ends of its pipes; `look` returns its state."""
 
     def __init__(self, process: int, asked: int, stacks: int, look: Callable[[], Look | None]) -> None:
         self._process, self._asked, self._stacks, self._look = process, asked, stacks, look
@@ -69,10 +69,10 @@ class Stacks:
         os.set_blocking(stacks, False)
 
     def taken(self) -> dict[int, list[Frame]]:
-        """The stack of each thread by its number, innermost frame first; empty where none came."""
-        self._read()  # what came too late for an earlier question
+        """Return the stack of each thread by its number, innermost frame first; empty if none came."""
+        self._read()  # late answers to an earlier request
         if not self._unanswered:
-            with suppress(OSError):  # it is gone
+            with suppress(OSError):  # it has gone
                 os.write(self._asked, b"?")
                 self._unanswered = True
         text = self._come()
@@ -83,11 +83,11 @@ class Stacks:
         return parsed(text)
 
     def _unread(self) -> int:
-        """Bytes of our question that nobody has read: the process is stopped, or had no core."""
+        """Return the bytes of our request that were not read: the process is stopped, or had no core."""
         return int(struct.unpack("i", fcntl.ioctl(self._asked, termios.FIONREAD, struct.pack("i", 0)))[0])
 
     def _lock_is_held(self) -> bool:
-        """Whether the one who was asked gets no lock though its holder sleeps, or has had a core."""
+        """Return whether the answering thread gets no GIL although its holder sleeps, or has had a core."""
         before, threads = self._look(), threads_of(self._process)
         ready, _, _ = select.select([self._stacks], [], [], STACK_S)
         after, now_threads = self._look(), threads_of(self._process)
@@ -113,14 +113,14 @@ class Stacks:
 
 
 class Threads(NamedTuple):
-    """Those of a process: how often the one who answers waited for something, and who else has a core or needs one."""
+    """A process's threads: how often the answering one waited, and which others have or need a core."""
 
     waits: int
     runnable: frozenset[str]
 
 
 def threads_of(process: int) -> Threads:
-    """By the kernel's words (proc(5)); of a process that is gone none."""
+    """Return them from the kernel (proc(5)); none for a process that has gone."""
     waits, runnable = 0, set()
     with suppress(OSError):
         for thread in Path(f"/proc/{process}/task").iterdir():
@@ -134,7 +134,7 @@ def threads_of(process: int) -> Threads:
 
 
 def parsed(text: str) -> dict[int, list[Frame]]:
-    """The stacks that faulthandler wrote, but for that of the one who answered."""
+    """Return the stacks in this text of faulthandler's form, without the answering thread's."""
     found: dict[int, list[Frame]] = {}
     for part in re.split(r"(?=^(?:Current thread|Thread) 0x)", text, flags=re.MULTILINE):
         head = re.match(r"(?:Current thread|Thread) 0x([0-9a-f]+)", part)
@@ -146,7 +146,7 @@ def parsed(text: str) -> dict[int, list[Frame]]:
 
 
 class Bedside:
-    """One process under watch, with our ends of its pipes."""
+    """One watched process, with our ends of its pipes."""
 
     def __init__(self, process: BaseProcess, ends: Ends) -> None:
         self.process, self._ends = process, ends
@@ -156,17 +156,17 @@ class Bedside:
         self._stacks = Stacks(process.pid or 0, ends.asked, ends.stacks, self.look)
 
     def close(self) -> None:
-        """Our ends of the pipes, of a process that is gone."""
+        """Close our ends of the pipes of a process that has gone."""
         self._ends.close()
 
     def begin(self, variables: dict[str, str]) -> None:
         os.write(self._ends.gate, "\n".join(f"{name}={value}" for name, value in variables.items()).encode())
 
     def hear(self, for_s: float) -> list[bytes]:
-        """The lines that were told meanwhile; sooner where the process ends.
+        """Return the lines reported meanwhile, or earlier if the process ends.
 
-        Not as they come: a doctor that wakes with each line takes its cores from the script, and made a step of
-        fully_shard on 4 ranks and two cores 1.3 times as long.
+        It does not return at each line: a supervisor that wakes each time takes cores from the script, and made a step
+        of fully_shard on 4 ranks and two cores 1.3 times as long.
         """
         if self.process.exitcode is None:
             wait([self.process.sentinel], for_s)
@@ -180,7 +180,7 @@ class Bedside:
         return lines
 
     def look(self) -> Look | None:
-        """How the process is; None once it is gone."""
+        """Return the state of the process; None once it has gone."""
         if self.process.exitcode is not None:
             return None
         place = Path(f"/proc/{self.process.pid}")
@@ -195,18 +195,18 @@ class Bedside:
         return Look(fields[0], cpu_s, self.peak_bytes, self.starved_s())
 
     def starved_s(self) -> float:
-        """Seconds so far in which its main thread could have run and had no core (proc(5), schedstat); 0 where the
+        """Return the seconds so far in which its main thread was runnable without a core (proc(5), schedstat); 0 if the
         kernel does not count them."""
         with suppress(OSError, IndexError, ValueError):
             return int(Path(f"/proc/{self.process.pid}/schedstat").read_text().split()[1]) / NANOSECONDS
         return 0.0
 
     def stacks(self) -> dict[int, list[Frame]]:
-        """The Python stack of each thread by its number, innermost frame first; empty where none came."""
+        """Return the Python stack of each thread by its number, innermost frame first; empty if none came."""
         return self._stacks.taken()
 
     def let_go(self, at_most_s: float) -> None:
-        """Let an ended script's process end; what is left of it and of what it started is killed after that."""
+        """Let an ended script's process end; after the time, kill it and processes that it started."""
         if at_most_s > 0:
             with suppress(OSError):
                 os.write(self._ends.gate, b".")
@@ -222,14 +222,14 @@ class Bedside:
 
 
 def pipes() -> tuple[Ends, Ends]:
-    """Our ends of the four pipes, and the watched process's."""
+    """Return our ends of the four pipes, and the watched process's."""
     told, stacks, asked, gate = (os.pipe() for _ in Ends._fields)
     fcntl.fcntl(told[1], fcntl.F_SETPIPE_SZ, PIPE_BYTES)
     return Ends(told[0], stacks[0], asked[1], gate[1]), Ends(told[1], stacks[1], asked[0], gate[0])
 
 
 def started(job: Job, server: ForkServer | None) -> Bedside:
-    """A script's process, forked by the server, or without one from this process before that has any other thread."""
+    """Return a script's process, forked by the server, or without one from this process before it has other threads."""
     ours, theirs = pipes()
     process: BaseProcess
     if server is None:
@@ -241,7 +241,7 @@ def started(job: Job, server: ForkServer | None) -> Bedside:
     return Bedside(process, ours)
 
 
-# What torchrun tells each rank of a job on one node beside its place; its store is not opened here.
+# Other variables that torchrun sets for each rank of a job on one node; its store is not opened here.
 OF_TORCHRUN = {
     "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "ROLE_NAME": "default", "TORCHELASTIC_RESTART_COUNT": 0,
     "TORCHELASTIC_MAX_RESTARTS": 0, "TORCHELASTIC_USE_AGENT_STORE": "False",
@@ -261,16 +261,16 @@ def begin_all(bedsides: Sequence[Bedside], folder: Path, told: Callable[[int], s
         bedside.begin({name: str(value) for name, value in variables.items()})
 
 
-# What a doctor hears of a process: the lines that it tells, and how it is where it tells nothing.
+# A supervisor's input from a process: its reports, and its state when it reports nothing.
 
 LOOK_S = 0.5  # between two looks at the process
-SILENT_S = 0.6  # after so long without a word its stacks are looked at
+SILENT_S = 0.6  # after so long without a report its stacks are read
 STACKS_AGAIN_S = 1.0
 LISTEN_S = 0.05  # to all of a script's
 
 
 class Hearing:
-    """Of one process; what is seen of it is a line like those that it tells."""
+    """Input from one process; its observed state is a line like its reports."""
 
     def __init__(self, bedside: Bedside) -> None:
         self.bedside = bedside
@@ -279,7 +279,7 @@ class Hearing:
         self._gone_told = False
 
     def lines(self, at_most_s: float) -> list[bytes]:
-        """What was told within so many seconds, and seen."""
+        """Return the lines reported within so many seconds, and the observed state."""
         lines = self.bedside.hear(at_most_s)
         time_s = now()
         if lines:

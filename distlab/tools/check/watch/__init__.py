@@ -1,1 +1,1 @@
-"""In the script's process: what it does, told before it is done."""
+"""In the script's process: records each action before it happens."""

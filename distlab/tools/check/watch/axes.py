@@ -1,8 +1,8 @@
-"""What this process holds and is given along the axes of a mesh: copies that should be alike, samples that should not.
+"""Record per mesh axis which tensors must be equal across ranks and which samples must differ.
 
-A parameter that is a DTensor says itself along which axes it is replicated, and so does what `DTensor.from_local` is
-told to be Replicate. Copies are told at the optimizer's steps 1, 2, 4, 8, ... and at the end, everything else of first
-steps and calls alone; whether ranks agree is for rank 0 to say (axes.py).
+A DTensor parameter knows the axes along which it is replicated, and so does a tensor declared Replicate in
+`DTensor.from_local`. Copies are reported at the optimizer's steps 1, 2, 4, 8, ... and at the end, everything else only
+for first steps and calls; rank 0 compares them (axes.py).
 """
 
 import math
@@ -21,15 +21,15 @@ from distlab.tools.check.watch.patches import Function, Patch, after, before, ha
 from distlab.tools.check.watch.recorder import Call, Group, Recorder, flat
 from distlab.tools.check.watch.replicas import FIRST, checksum, parameters
 
-MOST_NAMED = 500  # tensors that are told by name, and passes over samplers
-MOST_DECLARED = 32  # tensors declared Replicate along an axis that are looked at
-MOST_BYTES = 16 << 20  # of a gradient whose bits are looked at
+MOST_NAMED = 500  # tensors reported by name, and passes over samplers
+MOST_DECLARED = 32  # reported tensors declared Replicate along an axis
+MOST_BYTES = 16 << 20  # of a gradient whose bits are reported
 
-Axis = tuple[str, list[int]]  # its name, and the ranks along it that this rank is among
+Axis = tuple[str, list[int]]  # its name, and the ranks along it, including this one
 
 
 class Copy(NamedTuple):
-    """What ranks along an axis should hold alike."""
+    """Tensors that must be equal on the ranks along an axis."""
 
     name: str
     axis: Axis
@@ -37,7 +37,7 @@ class Copy(NamedTuple):
 
 
 class Summand(NamedTuple):
-    """What the script has summed over a group, as it was before."""
+    """A tensor that the script summed over a group, as it was before the sum."""
 
     tensor: "weakref.ref[torch.Tensor]"
     group: Group
@@ -47,7 +47,7 @@ class Summand(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """What FSDP has taken of this rank's weights: their checksums before, and that of its part then."""
+    """Weights that FSDP sharded on this rank: their checksums before, and the checksum of its shard then."""
 
     sums: list[list[Any]]
     ranks: list[int]
@@ -57,7 +57,7 @@ class Taken(NamedTuple):
 
 
 class Axes:
-    """Watches this process; `install` once."""
+    """Observes this process; `install` once."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder, self._telling = recorder, recorder.telling
@@ -65,12 +65,12 @@ class Axes:
         self._copies: dict[int, list[Copy]] = {}  # by id of the optimizer that steps them
         self._names: dict[int, str] = {}  # of parameters, by id
         self._summed: list[Summand] = []  # since the last step
-        self._given_at = -1  # the step in which the first inputs were told
+        self._given_at = -1  # the step whose first inputs were reported
         self._times: Counter[str] = Counter()
         self._sharded: dict[int, list[int]] = {}  # ranks that FullyShardedDataParallel cuts a parameter over, by its id
         self._scattered: dict[int, list[int]] = {}  # ranks of the script's reduce_scatter since the last step, by size
-        self._entered = -1, 0  # a step, and the checksum of the samples whose activations were summed in it
-        self._parts: dict[int, tuple[Group, int]] = {}  # groups that sum activations, by number, and where
+        self._entered = -1, 0  # a step, and the checksum of the samples behind its summed activations
+        self._parts: dict[int, tuple[Group, int]] = {}  # groups that sum activations, by number, with the place
         self._averages: set[int] = set()  # numbers of groups that average gradients
         self._taken: list[Taken] = []
         self._wrapping = False
@@ -95,7 +95,7 @@ class Axes:
 
     @harmless
     def _look_at_classes(self, *_: Any, **__: Any) -> None:
-        """Those that take a second to import are watched once the script has imported them."""
+        """Observe classes that are slow to import once the script has imported them."""
         tensors, sharded = (sys.modules.get(f"torch.distributed.{name}") for name in ("tensor", "fsdp"))
         if tensors is not None and not self._turn("tensor"):
             put(Patch(tensors.DTensor, "from_local", after(self._declared)))
@@ -135,7 +135,7 @@ class Axes:
                 self._tell_given([axis_of(mesh, index) for index in range(mesh.ndim)], [*args, *named.values()])
 
     def _is_first(self) -> bool:
-        """Whether no input was told in this step, which is one of the first."""
+        """Return whether no input was reported in this step, which is one of the first."""
         if self._steps >= FIRST or self._given_at == self._steps or not torch.is_grad_enabled():
             return False
         self._given_at = self._steps
@@ -145,10 +145,10 @@ class Axes:
         for name, ranks in axes:
             self._telling.say("given", self._steps, name, ranks, checksum(inputs), self.recorder.places.here(3)[0])
 
-    # What FSDP takes
+    # FSDP's sharding
 
     def _wraps(self, make: Function, own: Any, module: torch.nn.Module, *args: Any, **named: Any) -> None:
-        """FullyShardedDataParallel's, the outermost of those that one wrapping makes."""
+        """Handle FullyShardedDataParallel, the outermost that one wrapping creates."""
         if self._wrapping or named.get("sync_module_states"):
             make(own, module, *args, **named)
             return
@@ -188,17 +188,17 @@ class Axes:
             self._taken.append(Taken(sums, ranks(), self.recorder.places.here(4)[0], now, checksum(now)))
 
     def _tell_taken(self) -> None:
-        """At the first forward pass: of what was not loaded since."""
+        """Report at the first forward pass the weights that were not loaded since."""
         taken, self._taken = self._taken, []
         for each in taken:
             turn = self._turn(f"taken {each.ranks}")
             if checksum(each.part) == each.bits:
                 self._telling.say("taken", turn, each.ranks, each.sums, each.place)
 
-    # Tensor parallelism by hand
+    # Manual tensor parallelism
 
     def _note_part(self, name: str, args: tuple[Any, ...], call: Call, group: Group) -> None:
-        """A call that cuts gradients over a group, averages them, or sums parts of an activation."""
+        """Note a call that shards gradients over a group, averages them, or sums partial activations."""
         if call.op == "reduce_scatter" and call.by_script:
             self._scattered[sum(each.numel() for each in flat(args[0]))] = group.ranks
         if call.op == "reduce_scatter" or (call.op == "all_reduce" and not call.by_script):
@@ -215,7 +215,7 @@ class Axes:
 
     @harmless
     def _note_sum(self, name: str, args: tuple[Any, ...], call: Call, group: Group) -> None:
-        """Before an all_reduce of the script's own: it may be of gradients."""
+        """Note an all_reduce of the script, which may be of gradients."""
         self._look_at_classes()
         if self._steps < FIRST:
             self._note_part(name, args, call, group)
@@ -229,7 +229,7 @@ class Axes:
 
     @harmless
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Gradients that were all summed by the script are told, by one checksum of what went in."""
+        """Report gradients that the script has all summed, by one checksum of the inputs."""
         self._look_at_classes()
         summed, self._summed = self._summed, []
         self._scattered.clear()
@@ -240,7 +240,7 @@ class Axes:
             self._tell_entered()
 
     def _tell_entered(self) -> None:
-        """The samples of a rank that sums activations over a group, and averages no gradients there."""
+        """Report the samples of a rank that sums activations over a group without averaging gradients there."""
         if self._entered[0] == self._steps:
             for number, (_, place) in self._parts.items():
                 if number not in self._averages:
@@ -279,7 +279,7 @@ class Axes:
         for (axis, along), held in by_axis.items():
             self._telling.say("copies", step, axis, list(along), held[:MOST_NAMED])
 
-    # What else is alike or meant to be
+    # Other values that must be equal
 
     @harmless
     def _declared(self, made: Any, *args: Any, **named: Any) -> None:
@@ -309,7 +309,7 @@ class Axes:
             self._telling.say("clipped", turn, float(norm), float(max_norm), ranks, by, place)
 
     def _cut_over(self, given: list[torch.Tensor]) -> tuple[list[int], str]:
-        """The ranks that these gradients are cut over, and by what."""
+        """Return the ranks over which these gradients are sharded, and by what."""
         by_fsdp = next((self._sharded[id(each)] for each in given if id(each) in self._sharded), None)
         if by_fsdp is not None:
             return by_fsdp, "FSDP"
@@ -321,7 +321,7 @@ class Axes:
 
     @harmless
     def _drawn(self, sampler: Any) -> None:
-        """A pass over a DistributedSampler begins."""
+        """Record the start of a pass over a DistributedSampler."""
         place = self.recorder.places.here(3)[0]
         turn = self._turn(f"drawn {place}")
         if sampler.num_replicas > 1 and turn < MOST_NAMED:
@@ -338,14 +338,14 @@ class Axes:
         self._telling.say("split", self._turn(f"split {place}"), sizes, found, place)
 
     def _turn(self, what: str) -> int:
-        """How often this came before."""
+        """Return how often this came before."""
         turn = self._times[what]
         self._times[what] += 1
         return turn
 
 
 def not_yet_taken(module: torch.nn.Module, kind: type) -> list[tuple[str, torch.Tensor]]:
-    """The parameters of a module that no module of this kind in it has taken."""
+    """Return the module's parameters that no submodule of this kind has sharded."""
     inner = {id(one) for each in module.modules() if isinstance(each, kind) for one in each.parameters()}
     return [(name, each) for name, each in module.named_parameters() if id(each) not in inner]
 
@@ -356,7 +356,7 @@ def with_names(taken: Sequence[torch.Tensor], modules: Sequence[torch.nn.Module]
 
 
 def outermost_inputs() -> list[torch.Tensor]:
-    """The tensors that the outermost of the modules was called with in which this call is made."""
+    """Return the tensor inputs of the outermost module in whose forward this call is made."""
     frame: Any = sys._getframe(1)
     inputs: tuple[Any, ...] = ()
     called: Any = torch.nn.Module._call_impl.__code__
@@ -368,7 +368,7 @@ def outermost_inputs() -> list[torch.Tensor]:
 
 
 def are_summed(summed: list[Summand], gradients: list[torch.Tensor]) -> bool:
-    """Whether these calls summed all of these gradients: themselves, or copies of the same norm, or of that before a
+    """Return whether these calls summed all of these gradients: directly, or as copies with the same norm, also after a
     division by the number of ranks."""
     if sum(each.numel for each in summed) != sum(each.numel() for each in gradients):
         return False
@@ -381,14 +381,14 @@ def are_summed(summed: list[Summand], gradients: list[torch.Tensor]) -> bool:
 
 
 def axis_of(mesh: Any, index: int) -> Axis:
-    """The axis of a mesh with this number, and the ranks along it that this rank is among."""
+    """Return a mesh's axis with this number, and the ranks along it, including this one."""
     coordinates = mesh.get_coordinate()
     along = mesh.mesh.movedim(index, -1)[tuple(each for at, each in enumerate(coordinates) if at != index)]
     return ((mesh.mesh_dim_names or {}) and mesh.mesh_dim_names[index]) or str(index), along.tolist()
 
 
 def bits_and_norm(tensor: torch.Tensor) -> tuple[int, float]:
-    """The checksum of what this rank has of a tensor, and its norm: -1 where it is no number."""
+    """Return the checksum of this rank's part of a tensor, and its norm: -1 if it is not finite."""
     local: torch.Tensor = getattr(tensor, "_local_tensor", getattr(tensor, "_local_shard", tensor)).detach()
     norm = float(torch.linalg.vector_norm(local.double())) if local.numel() else 0.0
     return hash_of(local), norm if math.isfinite(norm) else -1.0

@@ -1,11 +1,10 @@
-"""A script for GPUs on a machine without one: what is honest is done on the CPU and said once, the rest is refused.
+"""Run a script for GPUs on a machine without one: map what has a CPU equivalent, with a notice, and refuse the rest.
 
-Which rank calls what with which shapes is the same on a CPU. So devices that name CUDA become the CPU, a rank's device
-is its number and nothing else, and autocast computes in bfloat16, as gloo has no GPU to reduce on. `is_available` is
-False at first, as who asks mostly has a way of his own; a script that has none, and leaves before it makes a group, is
-run once more and told True. Streams, graphs and kernels have no counterpart, and end in a sentence, as does whatever
-else torch raises for want of a GPU. A torch function costs 2 us more in a script that names CUDA; any other script is
-left alone.
+The order, ranks and shapes of calls are the same on a CPU. So CUDA devices become the CPU, a rank's device is only a
+number, and autocast computes in bfloat16. `is_available` is False at first, since most scripts have a CPU path; a
+script that has none, and exits before it creates a group, is run again with True. Streams, graphs and kernels have no
+equivalent and end with a message, as does any error of torch about a missing GPU. A torch function costs 2 us more in a
+script that names CUDA; other scripts are unaffected.
 """
 
 import contextlib
@@ -33,23 +32,23 @@ NOTHING = (
     "synchronize", "empty_cache", "empty_host_cache", "ipc_collect", "reset_peak_memory_stats",
     "reset_max_memory_allocated", "reset_accumulated_memory_stats",
 )  # fmt: skip
-RANDOM = ("set_rng_state", "set_rng_state_all")  # what is drawn is the CPU's, whose state a script sets as well
-MARKS = ("range_push", "range_pop", "mark")  # of a profiler's
+RANDOM = ("set_rng_state", "set_rng_state_all")  # random numbers come from the CPU, whose state a script sets as well
+MARKS = ("range_push", "range_pop", "mark")  # of a profiler
 ZERO = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
 IN_CUDA = "/torch/cuda/"
 NAMES = re.compile(r"cuda|torch\.accelerator|import accelerator")
-NO_GPU = re.compile("cuda|gpu|accelerator|NoneType", re.IGNORECASE)  # in the words of an exception that there is none
+NO_GPU = re.compile("cuda|gpu|accelerator|NoneType", re.IGNORECASE)  # in an exception's message about a missing GPU
 NEEDS_GPU = re.compile(
     r"not compiled with CUDA|requires CUDA|dummy base class|NVIDIA driver|no attribute '_cuda|CUDA is not available"
 )
 HALF = (None, torch.float16, torch.bfloat16)
 GPUS = ("device_ids", "output_device")  # of a DDP
-MOST_BYTES = 1_000_000  # of a file that is looked into
-FOR_CPU = {"ACCELERATE_USE_CPU": "true"}  # what a framework needs to start ranks without a GPU, by the variable
+MOST_BYTES = 1_000_000  # of a file that is searched
+FOR_CPU = {"ACCELERATE_USE_CPU": "true"}  # variables that frameworks need to start ranks without a GPU
 
 
 def on_cpu(device: Any) -> Any:
-    """The CPU in the place of a device that names CUDA, by its number too; all else as it is."""
+    """Return the CPU for a device that names CUDA, also by number; anything else unchanged."""
     if isinstance(device, int) and not isinstance(device, bool):
         return "cpu"
     names_cuda = isinstance(device, (str, torch.device)) and str(device).startswith("cuda")
@@ -57,7 +56,7 @@ def on_cpu(device: Any) -> Any:
 
 
 class OnCpu(TorchFunctionMode):
-    """Maps the devices of all functions of torch that this thread calls."""
+    """Maps the devices in all torch functions that this thread calls."""
 
     def __init__(self, used: Callable[[], None]) -> None:
         super().__init__()
@@ -77,7 +76,7 @@ class OnCpu(TorchFunctionMode):
 
 
 class Event:
-    """In the place of torch.cuda.Event: the CPU has done all that came before."""
+    """Replaces torch.cuda.Event: the CPU has finished everything before it."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self._at_s = 0.0
@@ -103,13 +102,13 @@ class CudaStandIn:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder, self._telling = recorder, recorder.telling
         self._device, self._said = 0, False
-        self._asked_at = ""  # the script's line that was told that there is no GPU
-        self._has_a_way = False  # whether it has made a group all the same
-        self._shown = False  # whether the script is told that there are GPUs
+        self._asked_at = ""  # the script's line that was told there is no GPU
+        self._has_a_way = False  # whether it has created a group nevertheless
+        self._shown = False  # whether the script sees GPUs
 
     def turns_away(self, left: BaseException | None) -> bool:
-        """Whether the script has ended, by this or well, since it was told that there is no GPU; from then on it is
-        told that there is one a rank, to be run once more."""
+        """Return whether the script has ended, by this or normally, after it saw no GPU; then set it to see one per
+        rank, to be run again."""
         said = isinstance(left, Exception) and NO_GPU.search(str(left)) is None
         if not self._asked_at or self._has_a_way or self._shown or said or isinstance(left, KeyboardInterrupt):
             return False
@@ -126,7 +125,7 @@ class CudaStandIn:
         return True
 
     def refuse(self, error: Exception) -> None:
-        """Raise SystemExit(2), which is said, where it is torch that has raised this for want of a GPU."""
+        """Raise SystemExit(2) with a message if torch raised this error because there is no GPU."""
         raised = traceback.extract_tb(error.__traceback__)[-1]
         by_script = self._recorder.places.kind(raised.filename) == "user" and str(raised.line).startswith("raise")
         if NEEDS_GPU.search(str(error)) and not by_script:
@@ -188,7 +187,7 @@ class CudaStandIn:
         accelerator.device_index = self._noted(lambda device: contextlib.nullcontext(device))
 
     def _map_counts(self, module: Any) -> None:
-        """What torch.cuda and torch.accelerator have alike."""
+        """Map the functions that torch.cuda and torch.accelerator have in common."""
         for name in NOTHING:
             if hasattr(module, name):
                 setattr(module, name, self._noted(lambda *_, **__: None))
@@ -233,7 +232,7 @@ class CudaStandIn:
         self._device = index if index is not None else self._device
 
     def _by_user(self) -> bool:
-        """Whether the script itself called a function of torch.cuda."""
+        """Return whether the script itself called a function of torch.cuda."""
         frame: Any = sys._getframe(2)
         while frame is not None and (
             self._recorder.places.kind(frame.f_code.co_filename) == "passed on" or IN_CUDA in frame.f_code.co_filename
@@ -242,18 +241,18 @@ class CudaStandIn:
         return frame is not None and self._recorder.places.kind(frame.f_code.co_filename) == "user"
 
     def _availability(self, shown: Any, right: Function, *args: Any, **named: Any) -> Any:
-        """Whether there is a GPU, or which: none for torch, and none for the script until it was shown one."""
+        """Answer whether there is a GPU, or which: none for torch, and none for the script before it may see one."""
         if not self._asked_by_user():
             return right(*args, **named)
         self._asked_at = self._asked_at or self._recorder.places.line_of(2)
         return shown if self._shown else right(*args, **named)
 
     def _asked_by_user(self) -> bool:
-        """Whether the script's own line calls what calls this: torch asks too, for other reasons."""
+        """Return whether the script's own line called this function's caller: torch asks too, for other reasons."""
         return self._recorder.places.kind(sys._getframe(3).f_code.co_filename) == "user"
 
     def _count(self, right: Function) -> int:
-        """A GPU a rank of this machine, for the script's own lines."""
+        """Return one GPU per rank of this machine to the script's own lines."""
         if not self._asked_by_user():
             return int(right())
         self._used()
@@ -263,10 +262,10 @@ class CudaStandIn:
     def _lazy_init(self, right: Function) -> None:
         if self._by_user():
             self._refuse(f"torch.cuda's {sys._getframe(2).f_code.co_name} at {self._recorder.places.line_of(2)}")
-        right()  # raises: a library asks whether there is a GPU
+        right()  # raises: a library checks for a GPU
 
     def _device_first(self, position: int, name: str, function: Function, *args: Any, **named: Any) -> Any:
-        """A function that takes a device at this position, or by this name."""
+        """Wrap a function that takes a device at this position, or by this name."""
         given = args[position] if len(args) > position else named.get(name)
         found = on_cpu(given)
         if found is not given:
@@ -278,7 +277,7 @@ class CudaStandIn:
         return function(*args, **named)
 
     def _without(self, names: Sequence[str], position: int, method: Function, *args: Any, **named: Any) -> Any:
-        """Without arguments that name a GPU, from the position on that they have."""
+        """Drop arguments that name a GPU, from this position on."""
         if len(args) > position or any(named.get(name) is not None for name in names):
             self._used()
         kept = {name: value for name, value in named.items() if name not in names}
@@ -286,7 +285,7 @@ class CudaStandIn:
         return method(*given, **kept)
 
     def _on_cpu(self, method: Function, *args: Any, **named: Any) -> None:
-        """Of FSDP, which asks for a device_id where there is no GPU."""
+        """Wrap FSDP, which wants a device_id if there is no GPU."""
         method(*args, **named | {"device_id": torch.device("cpu")})
 
     def _in_bfloat16(
@@ -303,7 +302,7 @@ class CudaStandIn:
 
 
 def names_cuda(script: Path) -> bool:
-    """Whether the script, or a module beside it that it imports, names CUDA or the accelerator."""
+    """Return whether the script, or a module next to it that it imports, names CUDA or the accelerator."""
     text = text_of(script)
     near = [script.parent / f"{name}.py" for name in re.findall(r"^\s*(?:from|import) +(\w+)", text, re.MULTILINE)]
     return any(NAMES.search(each) for each in (text, *map(text_of, near)))
@@ -317,7 +316,7 @@ def text_of(path: Path) -> str:
 
 
 class Frameworks(importlib.abc.MetaPathFinder):
-    """Says which variable was set for a framework, when that is imported: it finds nothing itself."""
+    """Prints which variable was set for a framework when that is imported; it finds no modules itself."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
@@ -331,7 +330,7 @@ class Frameworks(importlib.abc.MetaPathFinder):
 
 
 def install(recorder: Recorder, script: Path) -> CudaStandIn | None:
-    """What stands in for GPUs on a machine without one, for a script that names them."""
+    """Install the stand-in on a machine without GPUs, for a script that names them."""
     if torch.cuda.is_available():
         return None
     sys.meta_path.insert(0, Frameworks(lambda sentence: recorder.telling.say("changed", sentence)))

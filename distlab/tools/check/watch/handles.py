@@ -1,11 +1,9 @@
-"""The handles of calls: which one a thread waits for, which is never waited for, and whether its tensor was written
-meanwhile.
+"""Record the handles of calls: waits, handles that are never waited for, and tensors that were written in flight.
 
-A handle that the script got (`async_op=True`, isend, irecv) has to be waited for before its tensor is used: one that
-goes without that is told with the line of its call. Between call and wait nobody may write into the tensor, which its
-version counter shows where it has its storage for itself.
-`Work.wait` and the methods of ProcessGroup are replaced by ones that tell, which is why C++ that waits is not seen
-here: then a rank stands in a library's frame with a call that has not ended (rank_state.py).
+The script must wait for a handle (`async_op=True`, isend, irecv) before it uses the tensor: a handle freed without a
+wait is reported with the line of its call. Between call and wait nobody may write to the tensor; its version counter
+shows it, if it alone uses its storage. `Work.wait` and the methods of ProcessGroup are wrapped, so waits inside C++ are
+not seen here: then a rank is in a library's frame with an open call (rank_state.py).
 """
 
 import sys
@@ -38,11 +36,11 @@ IN_PLACE = ("all_reduce", "broadcast", "reduce", "send", "recv")  # whose result
 
 
 class Handle:
-    """What is known of one handle that the script may hold."""
+    """The state of a handle that the script may have."""
 
     def __init__(self, call: Call, watched: bool) -> None:
         self.call, self.waited = call.number, False
-        # Of several tensors gloo copies its result into each, which counts as a write.
+        # For several tensors gloo copies its result into each, which counts as a write.
         tensors = call.tensors if watched and call.op in IN_PLACE and len(call.tensors) == 1 else ()
         self._tensors = [(weakref.ref(tensor), tensor._version) for tensor in tensors if owns_storage(tensor)]
 
@@ -51,11 +49,11 @@ class Handle:
 
 
 class Handles:
-    """Watches the handles of this process; `install` once."""
+    """Observes the handles of this process; `install` once."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder, self._telling = recorder, recorder.telling
-        self._of: dict[int, Handle] = {}  # by id of the Work object, which takes its entry with it
+        self._of: dict[int, Handle] = {}  # by id of the Work object, whose end removes the entry
 
     def install(self) -> None:
         calls = [Patch(dist.ProcessGroup, name, self._made) for name in CALLS if hasattr(dist.ProcessGroup, name)]
@@ -65,7 +63,7 @@ class Handles:
     def _made(self, method: Function, group: dist.ProcessGroup, *args: Any, **named: Any) -> Any:
         thread = self._recorder.thread
         thread.made, thread.reduce = None, reduce_of(args, named)
-        # Of an average gloo divides in a thread of its own, which counts as a write.
+        # For an average gloo divides in its own thread, which counts as a write.
         watched = is_asynchronous(args, sys._getframe(2).f_code) and thread.reduce != "avg"
         try:
             work = method(group, *args, **named)
@@ -107,20 +105,20 @@ class Handles:
 
 
 def owns_storage(tensor: torch.Tensor) -> bool:
-    """Whether nothing else lies in the tensor's storage, so that its version counter is its own."""
+    """Return whether the tensor is alone in its storage, so that its version counter is its own."""
     if tensor.is_inference() or tensor.is_sparse:
         return False
     return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 
 def is_asynchronous(args: tuple[Any, ...], caller: CodeType) -> bool:
-    """Whether a method of ProcessGroup was asked for a handle; otherwise torch.distributed waits itself, at once."""
+    """Return whether a handle was requested from a ProcessGroup method; otherwise torch.distributed waits at once."""
     by_function = caller.co_filename.endswith(PASSED_ON) and caller.co_name not in ("isend", "irecv")
     return not by_function or any(getattr(each, "asyncOp", False) for each in args)
 
 
 def reduce_of(args: tuple[Any, ...], named: dict[str, Any]) -> str:
-    """The reduce operation among the arguments of a method of ProcessGroup; empty where there is none."""
+    """Return the reduce operation in the arguments of a ProcessGroup method; empty without one."""
     for value in (*args, *named.values()):
         found = getattr(value, "reduceOp", value)
         if isinstance(found, dist.ReduceOp):
@@ -130,21 +128,21 @@ def reduce_of(args: tuple[Any, ...], named: dict[str, Any]) -> str:
     return ""
 
 
-# What a rank can wait in beside collectives: a key of a store, a group that is being made.
+# Other waits of a rank: for a key of a store, or for a group that is being created.
 #
-# Each is a function of torch's that Python calls, and is told as it is entered and left, with what it waits for. To
-# make a group takes all ranks of the world, unless its members synchronise alone.
+# Each is a torch function called from Python, and is recorded when entered and left, with what it waits for. Creating a
+# group needs all ranks of the world, unless only its members synchronise.
 
 STORE = ("wait", "get", "multi_get")
 
 
 class Waits:
-    """Watches these functions; `install` once. `said` hears what the user has to know of a changed call."""
+    """Observes these functions; `install` once. `said` is called with notices about changed calls."""
 
     def __init__(self, recorder: Recorder, said: Callable[[str], None], store_port: int) -> None:
-        self._store_port = store_port  # its connections are no wire of the training's
+        self._store_port = store_port  # its connections are not the training's traffic
         self._recorder, self._telling, self._said = recorder, recorder.telling, said
-        self._inside = threading.local()  # .depth: torch's own waits inside of one are part of it
+        self._inside = threading.local()  # .depth: torch's own waits inside one are part of it
 
     def install(self) -> None:
         c10d = dist.distributed_c10d
@@ -153,7 +151,7 @@ class Waits:
         put(*(Patch(store, name, partial(self._waits, f"store.{name}")) for store, name in keys))
         for place in (c10d, dist):
             put(*(Patch(place, name, partial(self._waits, name)) for name in ("init_process_group", "new_group")))
-            # The sockets' counters go with the sockets.
+            # Sockets' counters vanish with them.
             put(Patch(place, "destroy_process_group", before(self.tell_sockets)))
 
     def _waits(self, name: str, function: Function, *args: Any, **named: Any) -> Any:
@@ -175,18 +173,18 @@ class Waits:
                 self._telling.say("leave", thread, now())
 
     def tell_sockets(self, *_: Any, **__: Any) -> None:
-        """What each connection of this process has sent until now."""
+        """Report the bytes that each connection of this process has sent so far."""
         self._telling.say("sockets", [(near, far, sent) for (near, far), sent in self.sent().items()])
 
     def sent(self) -> dict[tuple[Endpoint, Endpoint], int]:
-        """The bytes that each connection has sent, by its two ends; none where the system does not tell."""
+        """Return the bytes that each connection has sent, by its two ends; none if the system has no counters."""
         with suppress(NoDiagnostics):
             found = traffic.connections(self._store_port).values()
             return {(each.local, each.remote): each.sent_bytes for each in found}
         return {}
 
     def _on_gloo(self, args: tuple[Any, ...], named: dict[str, Any], position: int) -> tuple[tuple[Any, ...], Any]:
-        """The same call with gloo where NCCL is asked for and no GPU is there."""
+        """Return the same call with gloo if NCCL is requested and there is no GPU."""
         if torch.cuda.is_available():
             return args, named
         backend = named.get("backend", args[position] if len(args) > position else None)
@@ -199,8 +197,8 @@ class Waits:
         return (*args[:position], "gloo", *args[position + 1 :]), named
 
     def _described(self, name: str, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """What is waited for: keys of a store, the ranks of a new group and whether its members alone make it, or how
-        many ranks make the first one and which this is, where the script says that."""
+        """Return what is waited for: keys of a store, a new group's ranks and whether only its members create it, or
+        the world's size and this rank, if the script gives them."""
         if name.startswith("store"):
             keys = args[1] if len(args) > 1 else named.get("keys", named.get("key", ""))
             return [str(each) for each in keys] if isinstance(keys, (list, tuple)) else [str(keys)]

@@ -1,9 +1,9 @@
-"""How the tensors of a call lie in memory.
+"""Record the memory layout of the tensors in calls.
 
-gloo moves the bytes from a tensor's first element on, whatever its strides are: run with torch 2.13, all_reduce,
-broadcast, reduce, scatter and the output of reduce_scatter or all_to_all_single go wrong so, while all_gather, gather
-and the rest copy to a contiguous tensor first. A tensor with gaps (a column) is wrong in itself. One without, such as a
-transposed matrix, is right where all ranks, and input and output, have the same strides.
+gloo transfers the bytes from a tensor's first element on and ignores strides: with torch 2.13, all_reduce, broadcast,
+reduce, scatter and the output of reduce_scatter or all_to_all_single are wrong then, while all_gather, gather and the
+others copy to a contiguous tensor first. A tensor with gaps (a column) is always wrong. One without, such as a
+transposed matrix, is correct if all ranks, and input and output, have the same strides.
 """
 
 from typing import Any
@@ -12,9 +12,9 @@ import torch
 
 from distlab.tools.check.watch.recorder import Call, Group, Recorder, flat
 
-MOST_TOLD = 200  # calls of a group, from its first, of which a layout is told
+MOST_TOLD = 200  # calls of a group, from its first, whose layouts are reported
 
-# Where in a c10d operation's arguments gloo takes the bytes as they lie: what is written, and what is read beside it.
+# For each c10d operation, the arguments whose bytes gloo transfers directly: what is written, and what is read.
 AS_THEY_LIE = {
     "allreduce_": (0, -1), "broadcast_": (0, -1), "reduce_": (0, -1), "scatter_": (0, 1), "reduce_scatter_": (0, 1),
     "alltoall_base_": (0, -1),
@@ -22,7 +22,7 @@ AS_THEY_LIE = {
 
 
 class Layouts:
-    """Looks at the tensors of this process's calls; `install` once."""
+    """Observes the tensors of this process's calls; `install` once."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -31,16 +31,16 @@ class Layouts:
         self._recorder.on_call.append(self._look)
 
     def _look(self, name: str, args: tuple[Any, ...], call: Call, group: Group) -> None:
-        """Before the call is made."""
+        """Report the layout before the call is made."""
         if name not in AS_THEY_LIE or len(group.ranks) < 2 or group.begun > MOST_TOLD:
             return
         written, read = (flat(args[position]) if position >= 0 else () for position in AS_THEY_LIE[name])
         if not all(map(is_plain, (*written, *read))) or all(each.is_contiguous() for each in (*written, *read)):
             return
-        if not group.is_on_gloo:  # the lab's own transport takes them as they are
+        if not group.is_on_gloo:  # the lab's own transport handles strides
             return
         out = layout(written[0])
-        # Of a reduce_scatter gloo copies the inputs, gaps and all; of a scatter it does not.
+        # In a reduce_scatter gloo copies the inputs, in a scatter it does not.
         gaps = any(map(has_gaps, written)) or (name == "scatter_" and any(map(has_gaps, read)))
         wrong = gaps or name == "alltoall_base_" or any(layout(each) != out for each in read if not has_gaps(each))
         odd = next((each for each in (*written, *read) if not each.is_contiguous()), written[0])
@@ -48,12 +48,12 @@ class Layouts:
 
 
 def has_gaps(tensor: torch.Tensor) -> bool:
-    """Whether its elements are not one piece of memory, each there once."""
+    """Return whether its elements are not one block of memory with each element once."""
     return not torch.ops.aten.is_non_overlapping_and_dense(tensor)
 
 
 def layout(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Its strides in the dimensions that have more than one element."""
+    """Return its strides in the dimensions with more than one element."""
     return tuple(stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1)
 
 

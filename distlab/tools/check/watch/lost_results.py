@@ -1,7 +1,7 @@
-"""What a collective gives and nobody can use: the result in a temporary.
+"""Detect collective results that are lost because they are written to a temporary.
 
-`dist.all_reduce(loss.detach() / n)` sums into a tensor that is gone as the call returns: nothing but the call's own
-arguments refers to it, which reference counts show, held against those of a temporary of our own.
+`dist.all_reduce(loss.detach() / n)` sums into a tensor that is freed when the call returns: only the call's own
+arguments refer to it, as reference counts show when compared with those of a known temporary.
 """
 
 import sys
@@ -17,11 +17,11 @@ References = tuple[int, int, int]
 
 
 class LostResults:
-    """Watches this process; `install` once."""
+    """Observes this process; `install` once."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder, self._telling = recorder, recorder.telling
-        self._alone: dict[bool, References] = {}  # by whether the tensor is given by its place
+        self._alone: dict[bool, References] = {}  # by whether the tensor is passed by position
 
     def install(self) -> None:
         count = in_place_of(self._count, self._count)  # called as `_read` is
@@ -37,7 +37,7 @@ class LostResults:
     def _read(self, function: Function, *args: Any, **named: Any) -> Any:
         try:
             alone = references(args, named) == self._alone[bool(args)]
-        except Exception:  # it is given no tensor, and torch says so
+        except Exception:  # no tensor is given, and torch reports it
             alone = False
         if alone:
             self._tell_unread(*args, **named)
@@ -47,7 +47,7 @@ class LostResults:
     def _tell_unread(self, *args: Any, **named: Any) -> None:
         tensor = args[0] if args else named["tensor"]
         waits = not named.get("async_op", args[3] if len(args) > 3 else False)
-        # Of memory that NumPy has, and of ones and zeros, which are summed to wait for each other.
+        # Exclude memory of NumPy, and ones and zeros, which are summed only to synchronise.
         if waits and tensor.untyped_storage().resizable() and not bool(((tensor == 0) | (tensor == 1)).all()):
             group: Any = named.get("group", args[2] if len(args) > 2 else None) or dist.group.WORLD
             number = self.recorder.group_of(group).number
@@ -55,7 +55,7 @@ class LostResults:
 
 
 def references(args: tuple[Any, ...], named: dict[str, Any]) -> References:
-    """How many refer to the tensor that a call is given, to what it is in C++, and to its memory."""
+    """Return the reference counts of a call's tensor, of its C++ object, and of its memory."""
     tensor = args[0] if args else named["tensor"]
     memory = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return sys.getrefcount(tensor), tensor._use_count(), memory

@@ -1,10 +1,9 @@
-"""Scripts that start their own ranks, by torch.multiprocessing.spawn, multiprocessing.Process, a pool or a launcher.
+"""Scripts that start their own ranks: torch.multiprocessing.spawn, multiprocessing.Process, a pool or a launcher.
 
-Here each rank is a process already. So a function that makes a process group is not given to another process: it is
-called in this one, with the arguments of this rank, and meets the others at their store wherever the script wanted to
-meet. What cannot be taken over so is refused in a sentence: a pool's worker takes whatever comes next, and the ranks of
-a launcher are another's. A process that makes no group (a loader, a helper) starts
-as ever.
+Under check each rank is a process already. So a function that creates a process group is called in this process, with
+this rank's arguments, and joins the others at their store, whatever address the script wanted. What cannot be replaced
+in this way is refused with a message: a pool's worker takes any task, and a launcher's ranks are not check's. Processes
+that create no group (a loader, a helper) start as usual.
 """
 
 import importlib
@@ -29,7 +28,7 @@ from distlab.tools.check.watch.patches import Function, Patch, before, put
 from distlab.tools.check.watch.recorder import Recorder
 
 MAKERS = {"init_process_group", "init_device_mesh", "Accelerator", "PartialState"}  # what makes the group of all ranks
-MOST_FUNCTIONS = 300  # that are looked through
+MOST_FUNCTIONS = 300  # functions that are searched
 LAUNCHERS = {"torchrun", "deepspeed", "torch.distributed.run", "torch.distributed.launch"}
 TAKES_WORK: dict[type, tuple[str, ...]] = {  # methods whose first argument is a function for a process of the pool
     Pool: ("apply_async", "_map_async", "imap", "imap_unordered"), ProcessPoolExecutor: ("submit", "map"),
@@ -42,12 +41,12 @@ SHARED = ("queues", "connection", "synchronize", "sharedctypes", "managers")  # 
 
 
 class Done:
-    """In the place of a started process: it has ended well."""
+    """Takes the place of a started process that has ended well."""
 
     returncode = 0
 
     def __init__(self) -> None:
-        self.pid, self.sentinel = os.getpid(), os.open(os.devnull, os.O_RDONLY)  # which can always be read
+        self.pid, self.sentinel = os.getpid(), os.open(os.devnull, os.O_RDONLY)  # always readable
 
     def wait(self, timeout: float | None = None) -> int:  # noqa: ARG002
         return 0
@@ -64,7 +63,7 @@ class Done:
 
 
 class Joined:
-    """What `spawn(..., join=False)` gives back of ranks that have ended."""
+    """The result of `spawn(..., join=False)`: ranks that have ended."""
 
     processes: tuple[()] = ()
 
@@ -76,14 +75,14 @@ class Joined:
 
 
 class OwnRanks:
-    """Of this process; `install` once, when RANK, WORLD_SIZE and the address are those of the check."""
+    """Observes this process; `install` once, when RANK, WORLD_SIZE and the address are set by check."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder, self._telling = recorder, recorder.telling
         self._rank, self._world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self._address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        self._started = 0  # ranks that the script would have started by now
-        self._all_started = False  # whether it has once started as many as there are: then it may start fewer
+        self._started = 0  # ranks that the script would have started so far
+        self._all_started = False  # whether it has started a full world once; later it may start fewer
         self._taken_at = ""  # the line that starts them
 
     def install(self) -> None:
@@ -101,7 +100,7 @@ class OwnRanks:
         self, start: Function, fn: Any, args: Iterable[Any] = (), nprocs: int = 1, join: bool = True, *more: Any,
         **named: Any,
     ) -> Any:  # fmt: skip
-        """`torch.multiprocessing.spawn`, whose function gets the rank before its other arguments."""
+        """Replace `torch.multiprocessing.spawn`, whose function gets the rank as first argument."""
         if self._group_is_there() or not makes_group(fn, self._is_own):
             self._tell_start()
             return start(fn, args, nprocs, join, *more, **named)
@@ -115,7 +114,7 @@ class OwnRanks:
         return None if join else Joined()
 
     def _start(self, start: Function, started: Any) -> None:
-        """`multiprocessing.Process.start`: the n-th that makes a group is rank n."""
+        """Replace `multiprocessing.Process.start`: the n-th process that creates a group is rank n."""
         work = started._target if type(started).run is process.BaseProcess.run else type(started).run
         if (self._group_is_there() and not self._started) or not makes_group(work, self._is_own):
             if (function := plain(work)[0]) is not None and self._is_own(function.__code__.co_filename):
@@ -131,7 +130,7 @@ class OwnRanks:
                 started.run()
 
     def _hand(self, pool: type, method: Function, own: Any, *args: Any, **named: Any) -> Any:
-        """A method that gives a function to a process of a pool."""
+        """Replace a method that passes a function to a pool's process."""
         work = args[0] if args else named.get("func", named.get("fn"))
         if not isinstance(own, ThreadPool) and not self._group_is_there() and makes_group(work, self._is_own):
             place = self._recorder.places.line_of(2)
@@ -139,7 +138,7 @@ class OwnRanks:
         return method(own, *args, **named)
 
     def _refuse_launcher(self, own: Any, args: Any, *_: Any, **__: Any) -> None:  # noqa: ARG002
-        """`subprocess.Popen`, where the command is that of a launcher."""
+        """Replace `subprocess.Popen`, if the command is a launcher's."""
         if (launcher := launcher_in(args)) and not self._group_is_there():
             place = self._recorder.places.line_of(2)
             self._refuse(
@@ -154,7 +153,7 @@ class OwnRanks:
         return self._recorder.places.kind(file) == "user"
 
     def _tell_start(self) -> None:
-        """A process that makes no group, or none that is seen: the reason if there is none at the end."""
+        """Report a process that creates no visible group: the reason if there is none at the end."""
         self._telling.say("starts", self._recorder.places.here(3)[0])
 
     def _take(self, by: str, arguments: Iterable[Any]) -> None:
@@ -189,7 +188,7 @@ class OwnRanks:
 
     @contextmanager
     def _as_its_own_process(self) -> Iterator[None]:
-        """sys.exit(0) ends the rank's process alone."""
+        """Turn sys.exit(0) into the end of this rank's function."""
         try:
             yield
         except SystemExit as error:
@@ -197,7 +196,7 @@ class OwnRanks:
                 raise
 
     def _meet(self, make: Function, host: str, port: int, rank: int, world_size: int, *more: Any) -> dist.Store:
-        """The store of an `init_process_group`: of ranks that were taken over that of all ranks of the check."""
+        """Return the store of an `init_process_group`: for replaced ranks that of all ranks of the check."""
         if self._taken_at:
             self._refuse_other_size(world_size)
             host, port = self._address
@@ -207,7 +206,7 @@ class OwnRanks:
 
 
 def launcher_in(command: Any) -> str:
-    """The launcher of ranks that is the program of a command, or python's module; empty where none is."""
+    """Return the launcher that is a command's program, or python's module; empty without one."""
     words = command.split() if isinstance(command, str) else [command] if isinstance(command, PurePath) else command
     names = [PurePath(os.fsdecode(each)).name for each in [*words][:6]]
     module = names[names.index("-m") + 1 :][:1] if "-m" in names else []
@@ -215,7 +214,7 @@ def launcher_in(command: Any) -> str:
 
 
 def plain(function: Any) -> tuple[FunctionType | None, Any]:
-    """The function that a call of this runs, and the class whose method it is; None where it is no Python."""
+    """Return the function that a call of this runs, and its class for a method; None if it is not Python."""
     while isinstance(function, partial):
         function = function.func
     owner: Any = None
@@ -229,7 +228,7 @@ def plain(function: Any) -> tuple[FunctionType | None, Any]:
 
 
 def makes_group(function: Any, is_own: Callable[[str], bool]) -> bool:
-    """Whether the function, or one of the script's own that it names, makes the process group of all ranks."""
+    """Return whether the function, or one of the script's that it names, creates the group of all ranks."""
     left, seen = [plain(function)], set[FunctionType]()
     while left and len(seen) < MOST_FUNCTIONS:
         one, owner = left.pop()
@@ -249,14 +248,14 @@ def makes_group(function: Any, is_own: Callable[[str], bool]) -> bool:
 
 
 def named(holder: Any, names: set[str]) -> list[FunctionType]:
-    """The functions of a class or a module that have one of these names."""
+    """Return the functions of a class or a module with one of these names."""
     found = [inspect.getattr_static(holder, name, None) for name in names] if holder is not None else []
-    found = [getattr(each, "__func__", each) for each in found]  # of a class method, of a static one
+    found = [getattr(each, "__func__", each) for each in found]  # for class methods and static methods
     return [each for each in found if isinstance(each, FunctionType)]
 
 
 def names_in(code: CodeType) -> set[str]:
-    """All names that it uses, in functions inside of it too."""
+    """Return all names that it uses, also in nested functions."""
     found = set(code.co_names)
     for each in code.co_consts:
         if isinstance(each, CodeType):

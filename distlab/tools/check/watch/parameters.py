@@ -1,8 +1,8 @@
-"""The names of this process's parameters and buffers, and of gradients and copies that lie in their memory.
+"""The names of this process's parameters and buffers, also for gradients and copies in their memory.
 
-The modules that hold them are looked for among the objects that Python's garbage collector knows. Nothing of torch is
-changed for it, so deep copies, loaded modules and those of a library have names too. A look takes some 50 ms, so it is
-taken where a tensor is met that has no name, after 1, 2, 4, 8, ... of them.
+Modules are found among the objects of Python's garbage collector. Nothing in torch is changed for this, so deep copies,
+loaded modules and those of libraries have names too. A search takes some 50 ms, so it runs only for tensors without a
+name, after 1, 2, 4, 8, ... of them.
 """
 
 import gc
@@ -18,24 +18,24 @@ from torch import nn
 from distlab.tools.check.watch.recorder import Named
 from distlab.tools.check.watch.telling import Telling
 
-MOST_NAMES = 500  # that are told
+MOST_NAMES = 500  # that are reported
 MOST_LOOKS = 10
 FSDP = {"FSDPModule", "FullyShardedDataParallel"}  # classes of torch.distributed.fsdp, which is slow to import
 WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
 
 class Parameters:
-    """Of all modules that the script has."""
+    """The names of all modules of the script."""
 
     def __init__(self, telling: Telling) -> None:
         self._telling = telling
         self._names: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
         self._by_shape: dict[tuple[torch.Size, torch.dtype], list[int]] = defaultdict(list)
-        self._turn: dict[tuple[torch.Size, torch.dtype], int] = {}  # where the last one was found
+        self._turn: dict[tuple[torch.Size, torch.dtype], int] = {}  # the index of the last match
         self._unnamed = self._looks = 0
 
     def named(self, tensor: torch.Tensor) -> Named | None:
-        """What lies where this tensor does, as a whole."""
+        """Return the named tensor that is exactly at this tensor's memory."""
         found = self._found(tensor)
         if found is None and tensor.is_floating_point():
             self._unnamed += 1
@@ -53,7 +53,7 @@ class Parameters:
         kind = tensor.shape, tensor.dtype
         alike, place = self._by_shape.get(kind, ()), tensor.data_ptr()
         begin = self._turn.get(kind, 0)
-        for step in range(len(alike)):  # scripts go through them in order: the next one is the first to be looked at
+        for step in range(len(alike)):  # scripts use them in order, so the next one is checked first
             index = (begin + step) % len(alike)
             reference, name = self._names[alike[index]]
             parameter = reference()
@@ -66,7 +66,7 @@ class Parameters:
         return None
 
     def look(self) -> None:
-        """Take the names anew."""
+        """Search the names again."""
         self._names.clear()
         self._by_shape.clear()
         for name, tensor in all_named():
@@ -77,7 +77,7 @@ class Parameters:
 
 
 def all_named() -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers of all modules, by their names in the outermost one."""
+    """Yield parameters and buffers of all modules, by their names in the outermost one."""
     modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
     inner = {id(child) for each in modules for child in each.__dict__.get("_modules", {}).values()}
     for module in modules:
@@ -89,8 +89,8 @@ def all_named() -> Iterator[tuple[str, torch.Tensor]]:
 def outside_of_shards(
     stepped: Sequence[torch.Tensor],
 ) -> tuple[dist.ProcessGroup | None, list[tuple[str, torch.Tensor]]]:
-    """Parameters of FSDP modules that are stepped whole, since FSDP does not shard them, and the group it shards over;
-    none where there are several."""
+    """Return FSDP modules' parameters that are stepped whole, since FSDP does not shard them, and the sharding group;
+    none if there are several."""
     modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
     sharding = [each for each in modules if FSDP & {kind.__name__ for kind in type(each).__mro__}]
     wanted = {id(each): each for each in stepped if each.grad is not None}
@@ -115,7 +115,7 @@ def outside_of_shards(
 
 
 def plain_name(name: str) -> str:
-    """The name without what wrappers put before it."""
+    """Return the name without wrappers' prefixes."""
     for each in WRAPPERS:
         while name.startswith(each):
             name = name[len(each) :]

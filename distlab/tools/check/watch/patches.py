@@ -1,9 +1,8 @@
-"""What of torch and of Python is replaced in the script's process, each by one row; and what torch.compile sees of it:
-nothing.
+"""The replaced functions of torch and Python in the script's process, one row each, hidden from torch.compile.
 
-Where it traces a function that calls one of ours, it traces the one that ours stands for, so the graph is that of a run
-without check; that is asked of torch.compiler, which is there without its compiler. Where it runs one of ours instead,
-it leaves its frame and those of all that it calls of check alone.
+When torch.compile traces a function that calls one of ours, it traces the original, so the graph is that of a run
+without check; torch.compiler tells which case it is, without importing its compiler. When it runs one of ours, it skips
+that frame and all of check's frames below.
 """
 
 import functools
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-OURS = (  # modules whose functions are called from the script's calls
+OURS = (  # modules whose functions the script's calls reach
     "distlab.tools.check.", "distlab.tools.prove.", "distlab.lab.measure.",
 )  # fmt: skip
 
@@ -23,8 +22,8 @@ Function = Callable[..., Any]
 
 
 class Patch(NamedTuple):
-    """`around(function, *args, **named)` is called in the place of what an object or a module has by this name; with
-    `traced` torch.compile sees it too."""
+    """Replace an attribute of an object or module by `around(function, *args, **named)`; if `traced`, torch.compile
+    sees it too."""
 
     holder: Any
     name: str
@@ -33,7 +32,7 @@ class Patch(NamedTuple):
 
 
 def put(*patches: Patch) -> None:
-    """Put each in its place."""
+    """Apply all patches."""
     for holder, name, around, traced in patches:
         made = in_place_of(getattr(holder, name), around, traced)
         static = isinstance(inspect.getattr_static(holder, name), staticmethod)
@@ -51,7 +50,7 @@ def in_place_of(function: Function, around: Function, traced: bool = False) -> F
 
 
 def before(look: Function) -> Function:
-    """The same function, whose arguments `look` is told first."""
+    """Return the function preceded by a call of `look` with its arguments."""
 
     def both(function: Function, *args: Any, **named: Any) -> Any:
         look(*args, **named)
@@ -61,7 +60,7 @@ def before(look: Function) -> Function:
 
 
 def after(look: Function) -> Function:
-    """The same function, whose result and arguments `look` is told."""
+    """Return the function followed by a call of `look` with its result and arguments."""
 
     def both(function: Function, *args: Any, **named: Any) -> Any:
         result = function(*args, **named)
@@ -72,12 +71,12 @@ def after(look: Function) -> Function:
 
 
 def hook(look: Function) -> Function:
-    """What is given to torch to be called, and is nothing for torch.compile."""
+    """Return a hook for torch that torch.compile ignores."""
     return in_place_of(lambda *_, **__: None, lambda _, *args, **named: look(*args, **named))
 
 
 def harmless(look: Callable[..., None]) -> Callable[..., None]:
-    """The same method of what has a recorder; its exceptions are told."""
+    """Wrap a method of an object with a recorder so that its exceptions are only reported."""
 
     @functools.wraps(look)
     def tried(watch: Any, *args: Any, **named: Any) -> None:
@@ -88,8 +87,8 @@ def harmless(look: Callable[..., None]) -> Callable[..., None]:
 
 
 def leave_uncompiled() -> None:
-    """Let torch.compile skip the frames of all functions of check that are there now, and those of what they call. What
-    a function has inside of it may be what stands for another one, whose own calls are to be compiled as ever."""
+    """Make torch.compile skip the frames of all current functions of check, and those below. Nested functions may
+    replace others, whose own calls must be compiled as usual."""
     dynamo: Any = torch._C._dynamo.eval_frame
     skip, as_ever = dynamo._FrameAction.SKIP, dynamo._FrameAction.DEFAULT
     for name, module in list(sys.modules.items()):
@@ -101,7 +100,7 @@ def leave_uncompiled() -> None:
 
 
 def functions_of(values: Iterable[Any], module: str) -> Iterator[FunctionType]:
-    """Those among these that a module has written, and the methods of its classes."""
+    """Yield the functions among these that a module defines, and its classes' methods."""
     for value in values:
         function = getattr(value, "fget", None) or inspect.unwrap(getattr(value, "__func__", value))
         if isinstance(value, type) and value.__module__ == module:

@@ -1,11 +1,11 @@
-"""Where in the source a call is made: the user's own line, the framework's call that it typed, and what lies below.
+"""The place of a call in the source: the user's line, the framework's function called there, and the code below.
 
-A frame belongs to the user unless its file is Python's, a package's or the lab's. Below the user's line stands the
-innermost frame of a library that says more than torch.distributed's own functions do: `loss.backward()` made the
-call, and autograd's engine in it, or fully_shard's all_gather. Of a framework (a package that is not torch) the
-function that the user called says more than its innards: Trainer.train, Accelerator.gather_for_metrics; so does one of
-torch.distributed's checkpoint, pipelining and tensor. Above the line stand the user's own callers, and a framework that
-called it. A thread in which no line is the user's has the line that started it, or gave a pool's thread its task.
+A frame is the user's unless its file is Python's, a package's or the lab's. Below the user's line, the innermost
+informative library frame is reported: `loss.backward()` made the call, in autograd's engine, or fully_shard's
+all_gather. For a framework (a package other than torch) the function that the user called is more informative than its
+internals: Trainer.train, Accelerator.gather_for_metrics; the same holds for torch.distributed's checkpoint, pipelining
+and tensor. Above the line are the user's own callers, and a framework that called it. A thread without a user's line
+gets the line that started it, or that submitted its task to a pool.
 """
 
 import functools
@@ -22,24 +22,24 @@ from distlab.tools.check.watch.telling import Telling
 
 CHECK = Path(__file__).parents[1]
 LAB = f"{CHECK.parents[1]}/"  # distlab/
-WRAPPERS, RUNNER = f"{CHECK}/", f"{CHECK}/start/script.py"  # what lies between a script's frames, and below them all
+WRAPPERS, RUNNER = f"{CHECK}/", f"{CHECK}/start/script.py"  # between a script's frames, and below them all
 PACKAGES = ("site-packages/", "dist-packages/")
 TORCH = tuple(f"{each}torch/" for each in PACKAGES)
 PASSED_ON = (
     "torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py", "torch/_ops.py",
-    "-packages/typing_extensions.py",  # around functions that torch calls deprecated
+    "-packages/typing_extensions.py",  # around functions that torch has deprecated
 )  # fmt: skip
-OBJECTS = ("_object", "_object_list")  # the ends of torch.distributed's functions for Python objects
+OBJECTS = ("_object", "_object_list")  # suffixes of torch.distributed's functions for Python objects
 PARTS = tuple(f"torch/distributed/{each}/" for each in ("checkpoint", "pipelining", "tensor"))
 ENGINE = "_engine_run_backward"
 IN_A_THREAD = ", in a thread of its own"
-MOST_CALLERS = 12  # frames of the user's
+MOST_CALLERS = 12  # frames of the user
 
 At = tuple[CodeType, int]
 
 
 class Own(NamedTuple):
-    """A frame of the user's, and the framework's function that it called on the way to the call."""
+    """A user's frame, and the framework's function that it called on the way to the call."""
 
     code: CodeType
     line: int
@@ -47,16 +47,16 @@ class Own(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """What is told of a stack."""
+    """The reported parts of a stack."""
 
     own: list[Own]
     below: At | None  # the innermost frame of a library
-    named: CodeType | None  # torch.distributed's function that the user called, where that says more
-    passed_on: str  # its function for Python objects
+    named: CodeType | None  # the torch.distributed function that the user called, if more informative
+    passed_on: str  # torch's function for Python objects
 
 
 class Places:
-    """Of one process; `folder` is the script's."""
+    """The places of one process; `folder` is the script's."""
 
     def __init__(self, telling: Telling, folder: Path) -> None:
         self._telling, self._folder = telling, folder
@@ -66,7 +66,7 @@ class Places:
         self._codes: dict[int, tuple[CodeType, str, bool]] = {}
 
     def install(self) -> None:
-        """Know where threads are started."""
+        """Record where threads are started."""
 
         def started(thread: threading.Thread, *_: Any, **__: Any) -> None:
             thread.__dict__["_distlab"] = self._starter(2)
@@ -88,8 +88,8 @@ class Places:
         return stack if stack.own or before is None else before
 
     def here(self, depth: int = 1) -> tuple[int, bool]:
-        """The number of the place that the caller's `depth`-th frame stands in, and whether the script itself called:
-        no library but torch.distributed's own functions lies between."""
+        """Return the number of the place of the caller's `depth`-th frame, and whether the script itself called: no
+        library except torch.distributed's own functions is in between."""
         stack = self._stack(frame_at(depth))
         starter: Stack | None = threading.current_thread().__dict__.get("_distlab")
         by_script = stack.below is None
@@ -128,22 +128,21 @@ class Places:
                 if code.co_filename == RUNNER or (
                     code.co_filename.startswith(LAB) and not code.co_filename.startswith(WRAPPERS)
                 ):
-                    break  # who runs the script
+                    break  # the code that runs the script
             elif below is None and code.co_name.endswith(OBJECTS):
                 passed_on = code.co_name
             frame = frame.f_back
         return Stack(own, below, named, passed_on)
 
     def _code(self, code: CodeType) -> tuple[CodeType, str, bool]:
-        """What is known of a frame's code, and the code, so that its id stays its own. Looked up in each frame: by its
-        file and name alone that took a step of fully_shard 4 % more time, and a code's own hash is one of all its
-        constants."""
+        """Return cached data of a frame's code, with the code, so that its id stays unique. Looked up for each frame:
+        by file and name a step of fully_shard took 4 % longer, and a code's hash covers all its constants."""
         found = self._codes[id(code)] = code, self.kind(code.co_filename), is_named(code)
         return found
 
     def _told(self, stack: Stack, in_thread: bool, by_starter: bool) -> list[Any]:
-        """Line, what lies below, file, the framework's call typed there, the framework that called it, callers,
-        whether it is in a thread that Python started, and the framework's package."""
+        """Return line, code below, file, framework call there, calling framework, callers, whether Python started the
+        thread, and the framework's package."""
         shown = self._shown(stack.below) or stack.passed_on
         if stack.named is not None:
             part = stack.named.co_filename.rpartition("torch/distributed/")[2].partition("/")[0]
@@ -162,14 +161,14 @@ class Places:
         return [self._shown(first[:2]), shown, first.code.co_filename, typed, called_by, called, in_thread, package]
 
     def line_of(self, depth: int = 1) -> str:
-        """The script's own line below the caller's `depth`-th frame, in words."""
+        """Return the script's own line below the caller's `depth`-th frame, in words."""
         frame = frame_at(depth)
         while frame is not None and self.kind(frame.f_code.co_filename) != "user":
             frame = frame.f_back
         return self._shown((frame.f_code, frame.f_lineno) if frame is not None else None)
 
     def kind(self, file: str) -> str:
-        """Whose file it is: "user", "framework", another "library", or "passed on" by what says nothing."""
+        """Return the owner of a file: "user", "framework", another "library", or "passed on" if uninformative."""
         found = self._kinds.get(file)
         if found is None:
             package = any(each in file for each in PACKAGES)
@@ -197,8 +196,8 @@ class Places:
 
 
 def frame_at(depth: int) -> FrameType | None:
-    """The caller's `depth`-th frame. On a thread of C++'s own there may be none: a GPU has its backward passes on one,
-    and whoever asked for the pass waits in autograd's engine meanwhile."""
+    """Return the caller's `depth`-th frame. A C++ thread may have none: a GPU's backward passes run on one, while the
+    caller waits in autograd's engine."""
     try:
         return sys._getframe(depth + 1)
     except ValueError:
@@ -206,7 +205,7 @@ def frame_at(depth: int) -> FrameType | None:
 
 
 def package_of(code: CodeType | None) -> str:
-    """The package that a function stands in; empty where it is none of a framework's."""
+    """Return the package of a function; empty if it is not a framework's."""
     for each in PACKAGES if code is not None else ():
         if code is not None and each in code.co_filename:
             return code.co_filename.rpartition(each)[2].partition("/")[0].removesuffix(".py")
@@ -214,13 +213,13 @@ def package_of(code: CodeType | None) -> str:
 
 
 def name_of(code: CodeType) -> str:
-    """Of a function, with its class."""
+    """Return the name of a function, with its class."""
     named: Any = code
     return str(getattr(named, "co_qualname", code.co_name))
 
 
 def is_named(code: CodeType) -> bool:
-    """Whether it is a function of torch.distributed's that users know by its name."""
+    """Return whether it is a torch.distributed function that users know by name."""
     if not any(each in code.co_filename for each in PARTS):
         return False
     return not any(each.startswith(("_", "<")) for each in name_of(code).split("."))

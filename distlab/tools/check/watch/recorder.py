@@ -1,12 +1,12 @@
-"""Every collective, send and receive of a process, told before it is made: whoever makes it, on whatever thread.
+"""Record every collective, send and receive of a process before it is made, from any caller and thread.
 
-PyTorch hands each c10d call through its dispatcher, DDP's reducer in C++, fully_shard, DTensor and pipelining too. So a
-kernel of ours stands at BackendSelect, which every call passes just before its device's own kernel, tells, and passes
-it on. What that costs a run is measured by `python -m benchmarks.beside_torchrun`. It is passed on by
-`redispatch`, which lets go of the interpreter's lock: to call the device's kernel as one of Python's keeps it, and
-gloo's thread, which needs it to free what Python has seen, holds a mutex that the kernel waits for. Nor is gloo's
-thread asked to tell when a call has ended: it would wait for that lock too, up to 5 ms a call, and a step of
-fully_shard on 4 ranks took 1.3 times as long. Calls that have ended are looked for with the next one instead.
+PyTorch passes each c10d call through its dispatcher, also from DDP's C++ reducer, fully_shard, DTensor and pipelining.
+So our kernel is registered at BackendSelect, which every call reaches just before its device's kernel; it records the
+call and passes it on. `python -m benchmarks.beside_torchrun` measures the cost. It uses `redispatch`, which releases
+the GIL: calling the device's kernel from Python keeps it, while gloo's thread, which needs the GIL to free tensors that
+Python has seen, has a mutex that the kernel waits for. Ends of calls are not reported by gloo's thread either: it would
+wait for the GIL too, up to 5 ms per call, and a step of fully_shard on 4 ranks took 1.3 times as long. Ended calls are
+found at the next call instead.
 """
 
 import threading
@@ -24,18 +24,18 @@ from distlab.lab.measure.traffic import BELOW, HERE, OPERATIONS, RESULT, SHAPES,
 from distlab.tools.check.watch.places import Places
 from distlab.tools.check.watch.telling import Telling, now
 
-# Functional collectives: where their reduce operation stands.
+# Functional collectives: position of their reduce operation.
 FUNCTIONAL = {"all_reduce": 1, "all_reduce_": 1, "reduce_scatter_tensor": 1}
-NAMED = ("all_reduce", "broadcast", "reduce")  # of which the parameter is told that was given
-LEAST_HELD, MOST_HELD, MOST_HELD_BYTES = 2, 16, 1 << 24  # works of calls that are over
-MOST_OPEN = 64  # calls that are looked after: what nobody waits for is not kept for ever
+NAMED = ("all_reduce", "broadcast", "reduce")  # calls whose parameter is reported
+LEAST_HELD, MOST_HELD, MOST_HELD_BYTES = 2, 16, 1 << 24  # works of ended calls
+MOST_OPEN = 64  # calls that are observed: handles without a wait are not kept for ever
 
 Kernel = Callable[..., Any]
-Ending: TypeAlias = dist.Work | torch.cuda.Event  # what tells that a call has ended
+Ending: TypeAlias = dist.Work | torch.cuda.Event  # shows when a call has ended
 
 
 class Group:
-    """One process group: its ranks, and how many of its collectives this rank has begun."""
+    """One process group: its ranks, and the number of collectives that this rank has begun."""
 
     def __init__(self, number: int, ranks: list[int], group: dist.ProcessGroup) -> None:
         self.number, self.ranks, self.begun = number, ranks, 0
@@ -43,9 +43,9 @@ class Group:
 
     @property
     def is_on_gloo(self) -> bool:
-        """Whether gloo makes its calls for tensors of the CPU."""
+        """Return whether gloo runs its calls for CPU tensors."""
         group: Any = self._group()
-        with suppress(Exception):  # it has no backend for them
+        with suppress(Exception):  # no backend for them
             return bool(group._get_backend(torch.device("cpu")).name() == "gloo")
         return False
 
@@ -59,7 +59,7 @@ class Named(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A call that was made: its number, whether the script itself made it, and what it was given."""
+    """A recorded call: its number, whether the script itself made it, and its arguments."""
 
     number: int
     by_script: bool
@@ -67,30 +67,30 @@ class Call(NamedTuple):
     tensors: tuple[torch.Tensor, ...]
     size: int  # of the group
     place: int
-    parameter: Named | None = None  # of which it was given the weight or the gradient
+    parameter: Named | None = None  # whose weight or gradient it was given
 
 
 class Recorder:
-    """Tells the calls of this process; `install` once, before the script begins."""
+    """Records the calls of this process; `install` once, before the script begins."""
 
     def __init__(self, telling: Telling, places: Places) -> None:
         self.telling, self.places = telling, places
-        self.thread = threading.local()  # .made, the last call; .reduce, what torch.distributed was asked to reduce by
+        self.thread = threading.local()  # .made, the last call; .reduce, the requested reduce operation
         self.named: Callable[[torch.Tensor], Named | None] = lambda tensor: None  # noqa: ARG005
         self.on_call: list[Callable[[str, tuple[Any, ...], Call, Group], None]] = []  # with the call's arguments
-        self.at_end: list[Callable[[], None]] = []  # what is called when the script has ended well
+        self.at_end: list[Callable[[], None]] = []  # called when the script has ended well
         self._groups: dict[int, tuple[weakref.ref[dist.ProcessGroup], Group]] = {}
         self._instances: dict[tuple[str, tuple[int, ...]], int] = {}
         self._lock = threading.Lock()
         self._libraries: list[torch.library.Library] = []
-        self._open: dict[int, tuple[Ending, int]] = {}  # with the bytes of their tensors
+        self._open: dict[int, tuple[Ending, int]] = {}  # with their tensors' bytes
         self._held: deque[tuple[Ending, int]] = deque()
         self._held_bytes = 0
         self._is_completed: Callable[[dist.Work], bool] = dist.Work.is_completed
 
     def install(self) -> None:
-        """Stand before all c10d operations, and before the functional ones that wait or that know by what they
-        reduce."""
+        """Register before all c10d operations, and before functional ones that wait or that have the reduce
+        operation."""
         self._stand("c10d", {name: partial(self._recorded, name, shape) for name, shape in SHAPES.items()})
         functional: dict[str, Callable[[Kernel], Kernel]] = {
             name: partial(self._reducing, position) for name, position in FUNCTIONAL.items()
@@ -110,11 +110,11 @@ class Recorder:
                 return pass_on(keys & BELOW, *args)
             try:
                 call = self._begin(name, shape, args)
-            except Exception as error:  # a defect of ours may not end the script
+            except Exception as error:  # a bug of ours must not end the script
                 self.telling.say("unrecorded", name, repr(error))
                 return pass_on(keys & BELOW, *args)
             result = pass_on(keys & BELOW, *args)
-            if shape.op in ("send", "recv"):  # which end with their wait alone
+            if shape.op in ("send", "recv"):  # only a wait ends them
                 return result
             ending = ending_of(name, result)
             if ending is None:
@@ -151,7 +151,7 @@ class Recorder:
 
     @contextmanager
     def unseen(self) -> Iterator[None]:
-        """What this thread calls meanwhile is the lab's own, and not told."""
+        """Hide this thread's calls inside the block, which are the lab's own."""
         self.thread.unseen = getattr(self.thread, "unseen", 0) + 1
         try:
             yield
@@ -160,14 +160,14 @@ class Recorder:
 
     @contextmanager
     def telling_what_fails(self, what: str) -> Iterator[None]:
-        """A defect of ours, a class of another torch, or a tensor that nobody can read, may not end the script."""
+        """Report exceptions instead of raising: our bugs, unknown classes of torch or unreadable tensors."""
         try:
             yield
         except Exception as error:
             self.telling.say("unrecorded", what, repr(error))
 
     def hidden(self) -> bool:
-        """Whether this thread is in `unseen`."""
+        """Return whether this thread is in `unseen`."""
         return bool(getattr(self.thread, "unseen", 0))
 
     def _begin(self, name: str, shape: Shape, args: tuple[Any, ...]) -> Call:
@@ -197,8 +197,8 @@ class Recorder:
     def _kind(
         self, name: str, shape: Shape, args: tuple[Any, ...], tensors: tuple[Any, ...], group: Group, parameter: str
     ) -> int:  # fmt: skip
-        """The number of calls like this one; told in full the first time."""
-        # Ranks may take parts of other sizes (over plain TCP, and NCCL): of a reduce_scatter the whole is alike.
+        """Return the number of this kind of call; the first time it is reported in full."""
+        # Ranks may have parts of different sizes (over plain TCP, and NCCL): a reduce_scatter's whole is equal.
         given = flat(args[shape.whole]) if shape.reduce and shape.whole else tensors
         dims = tuple(tuple(each.shape) for each in given)
         dtypes = tuple(dict.fromkeys(str(each.dtype).removeprefix("torch.") for each in tensors))
@@ -213,14 +213,14 @@ class Recorder:
         return self.telling.number("kind", (name, *alike, *rest), values)
 
     def sweep(self) -> None:
-        """Tell which calls have ended since the last look; without waiting."""
+        """Report the calls that have ended since the last check, without waiting."""
         for number, (ending, _) in list(self._open.items()):
             if self._is_completed(ending) if isinstance(ending, dist.Work) else ending.query():
                 self.ended(number)
                 self.telling.write_later(f'["end",{number},{now():.6f}]')
 
     def forget(self) -> None:
-        """Let go of all calls, at the script's end: a handle that nobody else has is gone then."""
+        """Drop all calls at the script's end, so that unreferenced handles are freed."""
         self.sweep()
         self._open.clear()
         self._held.clear()
@@ -228,18 +228,18 @@ class Recorder:
         self.thread.made = None
 
     def anew(self) -> None:
-        """Forget all calls and groups: what comes is told to somebody else."""
+        """Forget all calls and groups, for a new reader."""
         self.forget()
         self._groups.clear()
         self._instances.clear()
         self.telling.anew()
 
     def ended(self, number: int) -> None:
-        """A call is over. Its work is held on to for some calls more.
+        """Record the end of a call, and keep its work for some more calls.
 
-        Were gloo's thread the last to let go of it, which it does a moment after the end, it would need the
-        interpreter's lock to free a tensor that Python has seen, and destroy_process_group waits for that thread with
-        the lock held: 1 of 85 runs beside busy loops hung so.
+        If gloo's thread were the last to release it, shortly after the end, it would need the GIL to free a tensor that
+        Python has seen, while destroy_process_group waits for that thread with the GIL: 1 of 85 runs next to busy loops
+        hung.
         """
         over = self._open.pop(number, None)
         if over is not None:
@@ -249,14 +249,14 @@ class Recorder:
                 self._held_bytes -= self._held.popleft()[1]
 
     def group_of(self, group: dist.ProcessGroup) -> Group:
-        """What is known of a process group; told the first time, by its ranks and torch's name for it, which all ranks
-        give it alike, and as the how-manieth of these: a name comes again where a script makes its groups anew."""
+        """Return the record of a process group; reported the first time, with its ranks, torch's name, equal on all
+        ranks, and its number among groups of that name, which scripts may create again."""
         entry = self._groups.get(id(group))
         if entry is not None and entry[0]() is group:
             return entry[1]
         try:
             ranks = list(dist.get_process_group_ranks(group))
-        except Exception:  # torch has not written it down yet
+        except Exception:  # torch has not registered it yet
             ranks = list(range(group.size()))
         name = "" if group.group_desc == "default_pg" else group.group_name
         with self._lock:
@@ -269,9 +269,9 @@ class Recorder:
 
 
 def ending_of(name: str, result: Any) -> Ending | None:
-    """What tells when a call has ended that returned this; None where it has, or nothing does.
+    """Return what shows the end of a call with this result; None if it has ended, or nothing shows it.
 
-    NCCL makes a handle only where somebody asks for one: else the call is over when the GPU's stream comes to its end.
+    NCCL makes a handle only on request: otherwise the call is over when the GPU's stream reaches its end.
     """
     if name == "monitored_barrier_":
         return None
@@ -284,20 +284,20 @@ def ending_of(name: str, result: Any) -> Ending | None:
 
 
 def flat(tensors: Any) -> tuple[torch.Tensor, ...]:
-    """All tensors in a list of lists."""
+    """Return all tensors in nested lists."""
     if isinstance(tensors, torch.Tensor):
         return (tensors,)
     return tuple(tensor for each in tensors for tensor in flat(each))
 
 
 def whole_bytes(name: str, args: tuple[Any, ...]) -> int:
-    """Bytes of the whole tensor, as distlab/lab/measure/traffic.py counts them; of a gather this rank's part."""
+    """Return the full tensor's bytes, as distlab/lab/measure/traffic.py counts them; for a gather this rank's part."""
     _, position = OPERATIONS.get(f"c10d::{name}", ("", RESULT))
     return nbytes_of(args[position]) if position != RESULT else 0
 
 
 def splits_of(name: str, args: tuple[Any, ...], size: int) -> tuple[Any, ...]:
-    """How many elements go to each rank of the group, and how many come from it."""
+    """Return the numbers of elements sent to each rank of the group, and received from each."""
     if name == "alltoall_":
         return tuple(each.numel() for each in args[1]), tuple(each.numel() for each in args[0])
 

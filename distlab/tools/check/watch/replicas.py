@@ -1,9 +1,9 @@
-"""What this process tells of its replicas, step by step: parameters that a group of ranks should hold alike.
+"""Report this process's replicated parameters step by step: those that must be equal on a group of ranks.
 
-Those are the parameters of each DistributedDataParallel, those whose gradients the script averages by hand, and those
-that it has only broadcast. At steps 1, 2, 4, 8, ... and at each LAB_CHECK_EVERY-th all of their weights, gradients and
-optimizer state are told as checksums; at every step a few elements of them, which say since when, and the options of
-the optimizer when they change. Whether ranks agree, and why not, rank 0 says (replicas.py).
+These are the parameters of each DistributedDataParallel, those whose gradients the script averages itself, and those
+that it only broadcasts. At steps 1, 2, 4, 8, ... and at each LAB_CHECK_EVERY-th, checksums of all of their weights,
+gradients and optimizer state are reported; at every step some elements of them, which show the first difference, and
+changed options of the optimizer. Rank 0 compares them (replicas.py).
 """
 
 import sys
@@ -22,22 +22,22 @@ from distlab.tools.check.watch.parameters import MOST_NAMES, Parameters, outside
 from distlab.tools.check.watch.patches import Patch, before, harmless, hook, put
 from distlab.tools.check.watch.recorder import Call, Group, Recorder
 
-FIRST = 3  # steps, inputs and dropouts that are looked into
-END = -1  # in the place of a step
-SAMPLED = 16  # tensors of which an element is told at each step
-STATE_ELEMENTS = 1024  # of a tensor of an optimizer's state
+FIRST = 3  # steps, inputs and dropouts that are reported
+END = -1  # used as a step number
+SAMPLED = 16  # tensors with an element reported at each step
+STATE_ELEMENTS = 1024  # of a tensor in an optimizer's state
 MOST_HELD = 4  # replicas whose memory is kept
-SEARCHED_STEPS = 8  # of an optimizer, in which an averaging by hand is looked for
+SEARCHED_STEPS = 8  # of an optimizer, in which manual averaging is detected
 MOST_TOLD = 4  # steps of one kind of fault
 NO_PLACE = -1
-BROADCAST = "broadcast"  # the key of parameters that the script has broadcast, and whose gradients nobody has averaged
+BROADCAST = "broadcast"  # the key of parameters that the script has broadcast and whose gradients were never averaged
 
 Named = list[tuple[str, torch.Tensor]]
 
 
 @dataclass
 class Forwards:
-    """Forward passes of a DDP since the last step, those that its backward pass averages after and the others."""
+    """Forward passes of a DDP since the last step: those whose backward averages, and the others."""
 
     total: int = 0
     averaged: int = 0
@@ -49,23 +49,23 @@ class Forwards:
 
 @dataclass
 class Replica:
-    """Parameters that a group of ranks should hold alike."""
+    """Parameters that must be equal on a group of ranks."""
 
     kind: str
     key: str
     group: Group
     references: list[tuple[str, "weakref.ref[torch.Tensor]"]]
-    held: Named  # keeps them beyond the script's main function, which the end is told after
+    held: Named  # keeps them beyond the script's main function, for the report at the end
     module: "weakref.ref[Any] | None" = None  # the DDP
-    frozen: frozenset[int] = frozenset()  # ids of those that wanted no gradient when DDP was made
-    inputs: int = 0  # of the DDP that were told
+    frozen: frozenset[int] = frozenset()  # ids of those without requires_grad when DDP was created
+    inputs: int = 0  # of the DDP that were reported
     step: int = 0
     sampled: int = 0  # of the gradients of this step
     stepped_at: int = NO_PLACE
     past_at: int = NO_PLACE  # where the script last took the module out of its DDP, to call it
     forwards: Forwards = field(default_factory=Forwards)
     options: dict[int, list[dict[str, str]]] = field(default_factory=dict)  # by number of its optimizer, as told last
-    told: dict[str, int] = field(default_factory=dict)  # how often a kind of fault was
+    told: dict[str, int] = field(default_factory=dict)  # count by kind of fault
 
     @property
     def named(self) -> Named:
@@ -73,7 +73,7 @@ class Replica:
 
     @property
     def wrapped(self) -> bool:
-        """Whether it is a DDP's or FSDP's to average the gradients."""
+        """Return whether DDP or FSDP averages the gradients."""
         return self.kind in ("DDP", "FSDP")
 
     @property
@@ -92,10 +92,10 @@ class Replica:
 
 @dataclass
 class Reduced:
-    """What was reduced in a group by hand since the last step."""
+    """Tensors that the script reduced in a group since the last step."""
 
     group: Group
-    num_elements: int = 0  # of what is no parameter's gradient or weight by its place, such as a flat copy
+    num_elements: int = 0  # of tensors that are not at a parameter's place, such as a flat copy
     numbers: set[int] = field(default_factory=set)  # ids of parameters whose gradients they were
     place: int = NO_PLACE
 
@@ -108,9 +108,9 @@ class ReplicaSteps:
         self._parameters = Parameters(recorder.telling)
         self._replicas: list[Replica] = []
         self._known: weakref.WeakKeyDictionary[Any, Known] = weakref.WeakKeyDictionary()  # by optimizer
-        self._broadcast: dict[int, Group] = {}  # by address of what the script has broadcast, before its first step
+        self._broadcast: dict[int, Group] = {}  # by address of what the script has broadcast before its first step
         self._reduced: dict[int, Reduced] = {}  # by group, since the last step
-        self._begun = self._over = False  # whether there was a step, and whether `_reduced` was before the last one
+        self._begun = self._over = False  # whether there was a step, and whether `_reduced` is from before the last one
 
     def install(self) -> None:
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -125,8 +125,8 @@ class ReplicaSteps:
         put(Patch(parallel, "__init__", before(self._wrap)), Patch(parallel, "forward", before(self._forward)))
 
     def _wrap(self, parallel: Any, module: torch.nn.Module, *args: Any, **named: Any) -> None:
-        """A DDP is made, and has not compared the ranks yet: it lets them compare the shapes of parameters, not their
-        names, and of buffers neither, which it may send to all ranks."""
+        """Handle a new DDP before it compares the ranks: it checks the shapes of parameters, not their names, and no
+        buffers, which it may send to all ranks."""
         given = named.get("process_group") or next((each for each in args if isinstance(each, dist.ProcessGroup)), None)
         default: Any = dist.group.WORLD
         group = self.recorder.group_of(given or default)
@@ -144,18 +144,18 @@ class ReplicaSteps:
         self._telling.say("module", replica.key, group.number, place, shown, buffers[:MOST_NAMES] if sent else [])
 
     def _watch(self, kind: str, group: Group, named: Named) -> Replica:
-        """The how-manieth of its kind on these ranks: one rank alone may have others on fewer ranks."""
+        """Return a replica numbered by kind and ranks, since one rank may have others on fewer ranks."""
         before = sum(each.kind == kind and each.group.ranks == group.ranks for each in self._replicas)
         replica = Replica(kind, kind if kind == BROADCAST else f"{kind} {before}", group, [], [])
         replica.add(named)
         for each in [each for each in self._replicas if each.held][: -MOST_HELD + 1]:
-            if each.step:  # of a training before this one
+            if each.step:  # of an earlier training
                 each.held = []
         self._replicas.append(replica)
         return replica
 
     def _module(self, parallel: Any) -> torch.nn.Module:
-        """DDP's attribute `module`, of which it is known that the script takes it: it may call it past DDP."""
+        """Return DDP's attribute `module`, noting where the script took it: it may call it without DDP."""
         try:
             module: torch.nn.Module = parallel.__dict__["_modules"]["module"]
         except KeyError:
@@ -167,7 +167,7 @@ class ReplicaSteps:
         return module
 
     def _forward(self, parallel: Any, *inputs: Any, **named: Any) -> None:
-        """A forward pass of a DDP."""
+        """Record a forward pass of a DDP."""
         replica: Replica | None = parallel.__dict__.get("_distlab")
         if replica is None or not torch.is_grad_enabled():
             return
@@ -188,7 +188,7 @@ class ReplicaSteps:
             made.unaveraged_at = self.recorder.places.here(3)[0]
 
     def _note_call(self, name: str, args: tuple[Any, ...], call: Call, group: Group) -> None:  # noqa: ARG002
-        """What the script itself broadcasts before its first step, and what it sums."""
+        """Note what the script itself broadcasts before its first step, and what it sums."""
         if call.op in ("broadcast", "scatter", "gather") and call.by_script and not self._begun:
             self._broadcast |= {tensor.data_ptr(): group for tensor in call.tensors if tensor.numel()}
         if call.op != "all_reduce" or not call.by_script or call.size < 2:
@@ -240,7 +240,7 @@ class ReplicaSteps:
         self._begun = self._over = True
 
     def _tell_end(self) -> None:
-        """The weights of all replicas, as the script has left them."""
+        """Report the weights of all replicas at the script's end."""
         for replica in self._replicas:
             if len(replica.named) == len(replica.references):
                 self._tell("weights", replica, END, replica.named)
@@ -255,8 +255,8 @@ class ReplicaSteps:
         self._telling.say("sums", kind, replica.key, replica.group.number, step, shown, replica.stepped_at)
 
     def _tell_options(self, replica: Replica, optimizer: torch.optim.Optimizer) -> None:
-        """Those of its parameter groups, where they are others than at the step before. Its number is that of the first
-        parameter which it steps: a rank may have made other optimizers before."""
+        """Report the options of its parameter groups, if they have changed. Its number is that of its first parameter,
+        since a rank may have created other optimizers before."""
         found = [options_of(group) for group in optimizer.param_groups]
         stepped = {id(each) for each in parameters(optimizer)}
         number = next((index for index, (_, each) in enumerate(replica.named) if id(each) in stepped), 0)
@@ -266,7 +266,7 @@ class ReplicaSteps:
             self._telling.say("options", replica.key, replica.group.number, *values)
 
     def _tell_faults(self, replica: Replica, optimizer: torch.optim.Optimizer) -> None:
-        """What lets the gradients of a DDP arise without an average."""
+        """Report why gradients of a DDP were not averaged."""
         named = [(name, each) for name, each in replica.named if each.grad is not None]
         if replica.module is None or not named:
             return
@@ -289,10 +289,10 @@ class ReplicaSteps:
             values = kind, replica.step, list(names)[:MOST_NAMES], place
             self._telling.say("fault", replica.key, replica.group.number, *values, replica.stepped_at)
 
-    # Which replicas an optimizer steps.
+    # The replicas that an optimizer steps.
 
     def _known_of(self, optimizer: torch.optim.Optimizer) -> "Known":
-        """Looked for anew where it has got other parameters, and for its first steps."""
+        """Search again if its parameters have changed, and in its first steps."""
         made = sum(each.kind == "DDP" for each in self._replicas)
         numbers = made, *(id(each) for each in parameters(optimizer))
         known = self._known.get(optimizer)
@@ -309,11 +309,11 @@ class ReplicaSteps:
             known.searched += 1
             known.replicas = self._averaged_by_hand(optimizer)
             for each in known.replicas:
-                each.step = known.searched - 1  # were it not the first one, ranks may have parted before
+                each.step = known.searched - 1  # otherwise ranks may have diverged before
         return known
 
     def _add_late(self, optimizer: torch.optim.Optimizer) -> None:
-        """Parameters that were put into the module of a DDP after it was made."""
+        """Add parameters that were put into the module of a DDP after its creation."""
         taken = {number for each in self._replicas for number in each.numbers}
         late = {id(each): each for each in parameters(optimizer) if id(each) not in taken}
         for replica in self._replicas if late else ():
@@ -326,14 +326,14 @@ class ReplicaSteps:
                 self._tell_fault(replica, "added", [name for name, _ in added], NO_PLACE)
 
     def _watch_outside(self, optimizer: torch.optim.Optimizer) -> None:
-        """Parameters of an FSDP module that it does not shard: its gradients of them are each rank's own."""
+        """Add parameters that an FSDP module does not shard: their gradients differ per rank."""
         taken = {number for each in self._replicas for number in each.numbers}
         group, named = outside_of_shards([each for each in parameters(optimizer) if id(each) not in taken])
         if group is not None and named:
             self._watch("FSDP", self.recorder.group_of(group), named)
 
     def _add_averaged(self, replica: Replica, optimizer: torch.optim.Optimizer) -> None:
-        """Parameters whose gradients are averaged by hand at this step for the first time; or in another group."""
+        """Add parameters whose gradients the script averages for the first time, or in another group."""
         others = [each for each in self._reduced.values() if each.group is not replica.group]
         if not replica.wrapped and any(each.numbers & replica.numbers for each in others):
             replica.told["elsewhere"] = replica.told.get("elsewhere", 0) + 1
@@ -346,7 +346,7 @@ class ReplicaSteps:
             replica.add(self._named(mine))
 
     def _averaged_by_hand(self, optimizer: torch.optim.Optimizer) -> list[Replica]:
-        """Those of its parameters whose gradients were reduced in one group alone, by name or as a copy of all."""
+        """Return the parameters whose gradients were reduced in only one group, by name or as a copy of all."""
         taken = {each for replica in self._replicas if replica.key != BROADCAST for each in replica.numbers}
         mine = {id(each): each for each in parameters(optimizer) if is_plain(each) and id(each) not in taken}
         total = sum(each.numel() for each in mine.values() if each.grad is not None)
@@ -367,7 +367,7 @@ class ReplicaSteps:
         return made
 
     def _watch_broadcast(self, optimizer: torch.optim.Optimizer, place: int) -> None:
-        """Parameters that were broadcast, and whose gradients nobody has averaged."""
+        """Add parameters that were broadcast, and whose gradients were never averaged."""
         taken = {each for replica in self._replicas for each in replica.numbers}
         mine = [each for each in parameters(optimizer) if id(each) not in taken and is_plain(each)]
         for number in {self._broadcast[each.data_ptr()].number for each in mine if each.data_ptr() in self._broadcast}:
@@ -376,7 +376,7 @@ class ReplicaSteps:
             replica.stepped_at = place
 
     def _named(self, tensors: Sequence[torch.Tensor]) -> Named:
-        """With their names, or with their positions where there is none or where two have one."""
+        """Return them with their names, or positions if names are missing or not unique."""
         if any(self._parameters.name_of(each) is None for each in tensors):
             self._parameters.look()
         names = [self._parameters.name_of(each) or str(index) for index, each in enumerate(tensors)]
@@ -387,7 +387,7 @@ class ReplicaSteps:
 
 @dataclass
 class Known:
-    """Of an optimizer: its parameters when they were last looked at, and the replicas it steps."""
+    """An optimizer's parameters at the last search, and the replicas that it steps."""
 
     numbers: tuple[int, ...] = ()
     replicas: list[Replica] = field(default_factory=list)
@@ -395,7 +395,7 @@ class Known:
 
 
 def buffers_of(replica: Replica) -> Named:
-    """Those of a DDP's module; a rank's own statistics of its batches are no cause of anything in training."""
+    """Return the buffers of a DDP's module, without statistics of a rank's batches, which do not affect training."""
     parallel = replica.module() if replica.module is not None else None
     module: Any = parallel._modules["module"] if parallel is not None else torch.nn.Identity()
     norms = [each for each in module.modules() if isinstance(each, torch.nn.modules.batchnorm._NormBase)]
@@ -408,12 +408,12 @@ def parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether it is no part of a sharded one."""
+    """Return whether it is no part of a sharded tensor."""
     return tensor.is_floating_point() and not hasattr(tensor, "_local_tensor") and not hasattr(tensor, "_sharding_spec")
 
 
 def options_of(group: dict[str, Any]) -> dict[str, str]:
-    """The numbers and words of a parameter group, and how many parameters it has."""
+    """Return the numbers and words of a parameter group, and its number of parameters."""
     kept = {name: value for name, value in group.items() if isinstance(value, (int, float, str, tuple))}
     kept |= {
         name: value.item() for name, value in group.items() if isinstance(value, torch.Tensor) and value.numel() == 1
@@ -422,7 +422,7 @@ def options_of(group: dict[str, Any]) -> dict[str, str]:
 
 
 def sample(tensors: Sequence[torch.Tensor]) -> int:
-    """A number for an element each of some of the tensors, the same for the same bits."""
+    """Return a checksum of one element each of some of the tensors."""
     some = tensors[:: max(len(tensors) // SAMPLED, 1)]
     dense = [each.detach() for each in some if each.layout == torch.strided and each.numel()]
     middle = [each[tuple(size // 2 for size in each.shape)].item() for each in dense]
@@ -430,13 +430,13 @@ def sample(tensors: Sequence[torch.Tensor]) -> int:
 
 
 def heads(state: Any) -> list[Any]:
-    """The first elements of each tensor of an optimizer's state."""
+    """Return the first elements of each tensor of an optimizer's state."""
     values = state.values() if isinstance(state, dict) else ()
     return [each.detach().flatten()[:STATE_ELEMENTS] if isinstance(each, torch.Tensor) else each for each in values]
 
 
 def checksum(values: Iterable[Any]) -> int:
-    """One number for all tensors and numbers in nested lists and dicts, the same for the same bits."""
+    """Return a checksum of all tensors and numbers in nested lists and dicts."""
     found = 0
     for value in values:
         if isinstance(value, torch.Tensor):

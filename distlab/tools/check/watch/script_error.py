@@ -1,7 +1,7 @@
-"""The exception that ended a script, as it is told: its words, the frames that are the user's own, its line.
+"""The exception that ended a script, as reported: its message, the user's frames and its line.
 
-Of a failure in torch or a framework ten frames say what one does: of each run of library frames their number is left,
-and the innermost frame of all, where it was raised.
+Ten frames of a library say no more than one: each run of library frames is replaced by their number, except the
+innermost frame, which raised.
 """
 
 import os
@@ -16,14 +16,14 @@ MOST_TEXT = 20_000  # characters of an exception
 
 
 def described(error: BaseException, kind: Callable[[str], str]) -> list[Any]:
-    """Its type, its words, its traceback, and the innermost line of the script's folder; `kind` is whose a file is."""
+    """Return type, message, traceback, and innermost line of the script's folder; `kind` returns a file's owner."""
     told = traceback.TracebackException.from_exception(error)
     text = "".join(shortened(told, kind))
     return [type(error).__name__, str(error)[:MOST_TEXT], text, place_of(error)]
 
 
 def shortened(told: traceback.TracebackException, kind: Callable[[str], str]) -> Iterable[str]:
-    """The lines of a traceback, and of those behind it, without the frames that are no user's."""
+    """Yield the lines of a traceback and its causes, without library frames."""
     before = told.__cause__ or (None if told.__suppress_context__ else told.__context__)
     if before is not None:
         yield from shortened(before, kind)
@@ -32,7 +32,7 @@ def shortened(told: traceback.TracebackException, kind: Callable[[str], str]) ->
     yield "Traceback (most recent call last):\n"
     frames = list(told.stack)[-MOST_FRAMES:]
     left_out = 0
-    begun = False  # what called the script is no part of it
+    begun = False  # the script's caller is not included
     for index, frame in enumerate(frames):
         mine = kind(frame.filename) == "user"
         if mine or index == len(frames) - 1:
@@ -47,7 +47,7 @@ def shortened(told: traceback.TracebackException, kind: Callable[[str], str]) ->
 
 
 def place_of(error: BaseException) -> str:
-    """The innermost line that is no library's."""
+    """Return the innermost line that is not a library's."""
     folder = str(Path(sys.argv[0]).parent)
     mine = [
         each for each in traceback.extract_tb(error.__traceback__)

@@ -1,9 +1,8 @@
-"""What the script's process tells its doctor: one JSON list a line, in a pipe, before the call that it tells of.
+"""The reports of the script's process to its supervisor: one JSON list per line, piped before the reported call.
 
-What stands in a pipe is read even if the writer has died meanwhile: gloo aborts a process whose tensors do not fit,
-and os._exit asks nobody. A line is 40 to 100 bytes: what comes again and again (a place in the source, a group, a
-kind of call) is told once and has a number from then on. A process that the script forks has the pipe too and says
-nothing.
+Data in a pipe can be read even if the writer has died: gloo aborts a process if tensors do not fit, and os._exit runs
+no handlers. A line has 40 to 100 bytes: repeated things (a source place, a group, a kind of call) are reported once and
+then have a number. A process that the script forks has the pipe too but writes nothing.
 """
 
 import itertools
@@ -34,24 +33,24 @@ class Telling:
         self.write(json.dumps([kind, *values], default=repr))
 
     def write(self, line: str) -> None:
-        """Tell what is JSON already."""
+        """Write a line that is JSON already."""
         if self._pipe < 0:
             return
-        with self._lock, suppress(OSError):  # nobody listens any more: the script goes on
+        with self._lock, suppress(OSError):  # no reader any more: the script continues
             data = f"{''.join(self._later)}{line}\n".encode()
             self._later.clear()
             while data:
                 data = data[os.write(self._pipe, data) :]
 
     def write_later(self, line: str) -> None:
-        """The same with the next thing that is told: of what is over, nobody waits for the news."""
+        """Write it together with the next report: the end of a call is not urgent."""
         if self._pipe >= 0:
             with self._lock:
                 self._later.append(f"{line}\n")
 
     def number(self, kind: str, key: Hashable, values: Callable[[], Sequence[Any]]) -> int:
-        """The number of what is called `key` among its kind; the `values` of a new one are told, before any thread has
-        the number."""
+        """Return the number of `key` among its kind; the `values` of a new one are written before any thread gets the
+        number."""
         found = self._numbers.get((kind, key))
         if found is None:
             with self._lock:
@@ -61,7 +60,7 @@ class Telling:
         return found
 
     def anew(self) -> None:
-        """Number all things from the beginning, for who has heard nothing yet."""
+        """Number all things again, for a new reader."""
         with self._lock:
             self._numbers.clear()
             self._later.clear()
@@ -69,5 +68,5 @@ class Telling:
 
 
 def now() -> float:
-    """The clock of all that is told: one for all processes of a machine."""
+    """Return the time of a report: one clock for all processes of a machine."""
     return time.monotonic()

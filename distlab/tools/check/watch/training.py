@@ -1,7 +1,6 @@
-"""What a script trains, as far as it shows without a change: steps, batches, dropout, meshes.
+"""Record a script's training, as far as it is visible without changes: steps, batches, dropout, meshes.
 
-Whether ranks agree is the doctor's to say: a process knows itself alone. Of batches and dropouts only the first are
-looked into.
+Rank 0 compares the ranks, since a process knows only itself. Only the first batches and dropouts are recorded.
 """
 
 import math
@@ -20,7 +19,7 @@ from distlab.tools.check.watch.replicas import FIRST, checksum, parameters
 
 
 class Training:
-    """Watches optimizers and loaders of this process; `install` once."""
+    """Observes optimizers and loaders of this process; `install` once."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder, self._telling = recorder, recorder.telling
@@ -55,7 +54,7 @@ class Training:
         self._telling.write(f'["step",{self._steps},{self._stepped_at}]')
 
     def _backward(self, *_: Any, **__: Any) -> None:
-        """A backward pass that is none inside of another (checkpointing)."""
+        """Count a backward pass, unless it is inside another one (checkpointing)."""
         if torch._C._current_graph_task_id() < 0:
             self._backwards += 1
             self._telling.write_later(f'["backward",{self._backwards}]')
@@ -72,7 +71,7 @@ class Training:
             self._telling.say("pass", self._loaders, self._recorder.places.here(2)[0], length_of(loading))
             self._loaders += 1
         turn = loading.__dict__["_distlab"]
-        if self._steps > turn[2]:  # a pass that trains
+        if self._steps > turn[2]:  # a training pass
             turn[2] = math.inf
             sampler = getattr(loading._index_sampler, "sampler", loading._index_sampler)
             if hasattr(sampler, "set_epoch") and getattr(sampler, "shuffle", True):
@@ -83,7 +82,7 @@ class Training:
             self._telling.write_later(f'["fetched",{turn[0]},{turn[1]},true]')
             self._telling.say("batches", turn[0], turn[1])
             if loading._persistent_workers:
-                del loading.__dict__["_distlab"]  # the next pass has the same object
+                del loading.__dict__["_distlab"]  # the next pass uses the same object
             raise
         if turn[1] < 2:
             self._telling.say("batch", turn[0], turn[1], checksum([batch]))
@@ -104,7 +103,7 @@ class Training:
 
 
 def length_of(loading: Any) -> int:
-    """How many batches a pass over a loader is to have; -1 where nobody knows."""
-    with suppress(Exception):  # a sampler of the script's own may raise anything
+    """Return the number of batches in a pass over a loader; -1 if unknown."""
+    with suppress(Exception):  # a user's sampler may raise anything
         return len(loading._index_sampler)
     return -1

@@ -1,4 +1,4 @@
-"""All that watches a process: its calls, whoever makes them (`recorded`), and what it trains with them."""
+"""All observers of a process: of its calls (`recorded`), and of the training."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from distlab.tools.check.watch.training import Training
 
 
 def recorded(telling: Telling, folder: Path, store_port: int) -> tuple[Recorder, Waits]:
-    """Put what watches calls, handles and waits in its place; `folder` is the script's."""
+    """Install the observers of calls, handles and waits; `folder` is the script's."""
     places = Places(telling, folder)
     places.install()
     recorder = Recorder(telling, places)
@@ -29,7 +29,7 @@ def recorded(telling: Telling, folder: Path, store_port: int) -> tuple[Recorder,
 
 
 def watch_training(recorder: Recorder, every: int) -> None:
-    """And what watches training; replicas are compared at each so many steps."""
+    """Install the observers of training; replicas are compared every so many steps."""
     Training(recorder).install()
     ReplicaSteps(recorder, every).install()
     Axes(recorder).install()

@@ -1,9 +1,11 @@
 """A process tells its stacks while it computes, waits or holds the lock in C, and comes to no harm."""
 
+import faulthandler
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from distlab.tools.check.start import script_process
-from distlab.tools.check.start.script import STACKS, answer
+from distlab.tools.check.start.script import STACKS, answer, stacks_of_all_threads
 from distlab.tools.check.start.script_process import Look, Stacks, Threads, parsed, threads_of
 
 CALLING = """
@@ -82,6 +84,28 @@ def test_the_signal_alone_kills_it() -> None:  # why it is asked: the day this f
             stacks._read()
             time.sleep(0.0005)
         assert child.returncode == -signal.SIGSEGV
+
+
+def test_faulthandler_is_not_what_answers() -> None:
+    """It reads the state of a thread that C++ is just bringing into Python: fully_shard on 3 ranks ended by SIGSEGV."""
+    with process(f"{WAITING}\nimport faulthandler\nfaulthandler.dump_traceback = None") as (child, stacks):
+        assert is_heard(stacks)
+        assert child.poll() is None
+
+
+def test_stacks_are_written_as_faulthandler_writes_them(tmp_path: Path) -> None:
+    wait = threading.Event()
+    thread = threading.Thread(target=wait.wait, args=(60,))
+    thread.start()
+    time.sleep(0.2)  # it is in wait() by then
+    assert thread.ident is not None
+    with (tmp_path / "stacks").open("w") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+    ours, theirs = parsed(stacks_of_all_threads()), parsed((tmp_path / "stacks").read_text())
+    wait.set()
+    thread.join()
+    assert ours[thread.ident] == theirs[thread.ident] and len(ours[thread.ident]) >= 4
+    assert ours.keys() == theirs.keys()
 
 
 @pytest.mark.parametrize("source", [WAITING, HELD_ASLEEP, HELD_AT_WORK], ids=["asleep", "lock", "lock-at-work"])

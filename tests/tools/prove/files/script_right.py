@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as differentiable
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 dist.init_process_group("gloo")
 RANK, WORLD = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
+CPU = torch.device("cpu")
 INPUTS = torch.randn(48, 8)
 DATA = TensorDataset(INPUTS, INPUTS.sum(1, keepdim=True).sin())
 
@@ -59,6 +61,16 @@ def dropout():
     torch.manual_seed(RANK)
     model = DistributedDataParallel(net(nn.Dropout(0.5)))
     train(model, sgd(model))
+
+
+def sharded_flat():
+    model = FullyShardedDataParallel(net(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), device_id=CPU)
+    train(model, torch.optim.AdamW(model.parameters(), 0.01), before=lambda: model.clip_grad_norm_(0.1))
+
+
+def sharded_flat_by_name():
+    model = FullyShardedDataParallel(net(), device_id=CPU, use_orig_params=True)
+    train(model, sgd(model, momentum=0.9))
 
 
 def layer_norm():

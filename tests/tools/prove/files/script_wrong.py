@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as differentiable
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset
@@ -171,6 +171,16 @@ def clipped_apart():  # pytorch 89814
             dist.all_reduce(square)
         for each in model.parameters():
             each.grad.mul_(0.01 / float(square.sqrt()))
+        optimizer.step()
+
+
+def clipped_flat():  # the warning of FullyShardedDataParallel.clip_grad_norm_
+    model = FullyShardedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 1)), device_id=torch.device("cpu"))
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    for x, y in loader():
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        model.clip_grad_norm_(0.01) if RIGHT else nn.utils.clip_grad_norm_(model.parameters(), 0.01)
         optimizer.step()
 
 
