@@ -23,9 +23,7 @@ CONFIG, REPORT, MEASURE, CLUSTER, WORKLOAD = (
     f"{D}.lab.{name}" for name in ("config", "report", "measure", "cluster", "workload")
 )
 CONTRACT = f"{D}.contract"
-LAB, CHECKPOINT, FAULTS, VERIFY, RANK = (
-    f"{D}.lab.{name}" for name in ("lab", "checkpoint", "faults", "verify", "rank")
-)
+LAB, CHECKPOINT, VERIFY, RANK = (f"{D}.lab.{name}" for name in ("lab", "checkpoint", "verify", "rank"))
 COLLECTIVES, TRANSPORT = f"{D}.techniques.collectives", f"{D}.techniques.transport"
 MESSAGES = [f"{TRANSPORT}.{name}" for name in ("tcp", "handshake", "store", "store_server")]
 GRID, PREDICTION = f"{D}.techniques.mesh.grid", f"{MEASURE}.prediction"
@@ -82,9 +80,8 @@ FLOORS: dict[str, list[str]] = {
     CONTRACT: [CONFIG, MEASURE, WORKLOAD],
     LAB: BELOW_LAB,
     CHECKPOINT: [*BELOW_LAB, LAB],
-    FAULTS: [MEASURE],
     VERIFY: [*BELOW_LAB, LAB, CHECKPOINT],
-    RANK: [*BELOW_LAB, LAB, CHECKPOINT, FAULTS, VERIFY, f"{D}.techniques.data_parallel.strategy", f"{D}.techniques.tensor_parallel.costs"],
+    RANK: [*BELOW_LAB, LAB, CHECKPOINT, VERIFY, f"{D}.techniques.data_parallel.strategy", f"{D}.techniques.tensor_parallel.costs"],
     f"{D}.tools.plan": [CONFIG, MEASURE, REPORT, WORKLOAD, *COSTS],
     f"{D}.tools.check": [],
     f"{D}.tools.check.watch": [MEASURE],
@@ -94,7 +91,7 @@ FLOORS: dict[str, list[str]] = {
         f"{D}.tools.check.watch", f"{D}.tools.check.judge", CONFIG, REPORT, MEASURE, CLUSTER, *MESSAGES, RANK,
     ],
     f"{D}.tools.prove": [CONFIG, REPORT, MEASURE, CLUSTER, TRANSPORT, f"{COLLECTIVES}.plain_values", WORKLOAD, GRID, f"{D}.tools.check"],
-    f"{D}.tools.drill": [CONFIG, REPORT, MEASURE, CLUSTER, f"{D}.tools.check", f"{D}.tools.prove"],
+    f"{D}.tools.drill": [CONFIG, REPORT, MEASURE, CLUSTER, CONTRACT, LAB, CHECKPOINT, VERIFY, RANK, f"{D}.tools.check", f"{D}.tools.prove"],
     f"{D}.tools.ranks": [CONFIG, f"{D}.tools.check", CLUSTER, TRANSPORT],
     f"{D}.tools.testing": [CONFIG, f"{D}.tools.check", f"{D}.tools.prove", f"{D}.tools.ranks"],
     f"{D}.tools.puzzle": [REPORT, MEASURE, f"{D}.tools.check", f"{D}.tools.ranks"],
@@ -345,6 +342,7 @@ def test_only_config_reads_the_environment() -> None:
         "distlab.lab.report.terminal",  # NO_COLOR and TERM
         "distlab.tools.ranks.preloaded", "distlab.tools.ranks.rank", "distlab.tools.testing.rank",  # what torch and pytest read
         "distlab.cli.drill", "distlab.tools.check.start.command",  # set what torch reads as it comes in
+        "distlab.tools.drill.mode",  # sets what its ranks read
         "distlab.tools.check.start.rank_supervisor",  # what torchrun sets
         "distlab.tools.check.start.script",  # what torchrun sets, and the script's own
         "distlab.tools.check.start.fork_servers",  # whether PYTHONHASHSEED is one for all

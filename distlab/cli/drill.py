@@ -1,4 +1,4 @@
-"""`distlab drill SCRIPT`: whether a training script survives a kill, and reads every sample once.
+"""`distlab drill SCRIPT`: whether a script, or a mode of the lab, survives a kill and reads every sample once.
 
 Exit codes: 0 every resume passed; 1 one failed; 2 refused; 130 stopped by Ctrl-C.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from distlab.lab.cluster.launch import heed_stops, refuse_too_few
-from distlab.lab.config import ConfigError, commands
+from distlab.lab.config import Config, ConfigError, commands
 from distlab.tools.check.start.command import (
     SHARED,
     CheckOptions,
@@ -21,15 +21,17 @@ from distlab.tools.check.start.command import (
     own_variables,
     quieten_torch,
     understood,
+    words_before,
 )  # fmt: skip
 from distlab.tools.drill import FAULTS
 
 HELP = """usage: distlab drill [NAME=VALUE ...] [OPTION ...] SCRIPT [ARGS ...]
+       distlab drill RUN_MODE=dp [NAME=VALUE ...] [OPTION ...]
 
 Runs SCRIPT, or the module behind -m, unchanged and whole on WORLD_SIZE ranks, twice; then again with a rank killed, and
 with a checkpoint cut in its middle by SIGKILL, SIGTERM and a full disk. Each time it starts the script again, and
 compares samples, weights, optimizer, rates and random state with those of the whole run. Every run has a working
-folder of its own, a copy of the script's.
+folder of its own, a copy of the script's. With RUN_MODE it is a mode of the lab that is drilled, one variant of it.
 
   --kill rank2@step7     the rank that is killed, and in which step of its optimizer, from 1; unset: the last rank, in
                          the step after a checkpoint near the middle of the run
@@ -40,7 +42,8 @@ folder of its own, a copy of the script's.
   --state DIR            a folder that the script writes to: each run gets a copy of it
   --json                 print the verdict as JSON
 
-variables   WORLD_SIZE (4), {own}
+variables   WORLD_SIZE (4), {own};
+            of a mode those of its runs
 exit codes  0 every resume passed, 1 one failed, 2 refused, 130 stopped"""
 VALUED = ("--kill", "--faults", "--resume", "--resume-words", "--state")
 
@@ -51,7 +54,7 @@ def main(words: Sequence[str]) -> int:
         print(HELP.format(own=", ".join(own_variables(CheckOptions))))
         return 0
     try:
-        return drilled(*parsed(words))
+        return drilled(words)
     except ConfigError as error:
         refused = [f"refused    {fault}" for fault in error.faults]
         says = json.dumps({"verdict": "refused", "why": error.faults}) if "--json" in words else "\n".join(refused)
@@ -59,57 +62,43 @@ def main(words: Sequence[str]) -> int:
         return 2
 
 
-def drilled(found: dict[str, Any], rest: Sequence[str], faults: Sequence[str]) -> int:
+def drilled(words: Sequence[str]) -> int:
     """Drill what is named by the options and the words behind them; raises ConfigError."""
+    found, settings, rest, faults = words_before(words, VALUED, ("--json",))
+    is_mode = any(each.startswith("RUN_MODE=") for each in settings)
     errand = Errand("drill", HELP, "script", CheckOptions, SHARED, lambda config: None)  # noqa: ARG005
-    environ, script, arguments, module = understood(errand, [*found["settings"], *rest])
-    os.environ.update(environ)
-    in_rank = ["RANK is set: drill starts its ranks itself, so unset it"] if "RANK" in os.environ else []
+    if is_mode:
+        os.environ.update(commands.settings([*settings, *rest]))
+        script, arguments, module = Path(), list[str](), ""
+    else:
+        environ, script, arguments, module = understood(errand, [*settings, *rest])
+        os.environ.update(environ)
+    faults += ["RANK is set: drill starts its ranks itself, so unset it"] if "RANK" in os.environ else []
     typed = os.environ.get("WORLD_SIZE", "4")
     options, more = read_options(found, int(typed) if typed.isdecimal() else 8)
-    config = configured(errand, os.environ, [*faults, *in_rank, *more], script)
+    faults += more
+    config = Config.read(found_before=faults) if is_mode else configured(errand, os.environ, faults, script)
     refuse_too_few(config.world_size)
     heed_stops()
     quieten_torch()
     from distlab.tools.check.start.script import Job
     from distlab.tools.drill.drill import Options, drill
+    from distlab.tools.drill.recording import watch
 
-    own: Any = config.own(CheckOptions)
-    job = Job(script.resolve(), str(script), tuple(arguments), own.hang_after_s, "drill", own.every, module=module)
-    return drill(Options(**options), job, config.world_size, own.hang_after_s, config.collective_timeout_s)
+    if is_mode:
+        from distlab.tools.drill.mode import job_of
 
-
-def parsed(words: Sequence[str]) -> tuple[dict[str, Any], list[str], list[str]]:
-    """The options before the script, what is left, and what is wrong with them."""
-    rest, faults = list(words), []
-    found: dict[str, Any] = {"settings": []}
-    while rest:
-        word = rest[0]
-        name, equals, value = word.partition("=")
-        if name in VALUED:
-            rest.pop(0)
-            if not equals and not rest:
-                faults.append(f"{name} has no value behind it")
-            found[name] = value if equals else rest.pop(0) if rest else ""
-        elif word == "--json":
-            found["--json"] = rest.pop(0)
-        elif equals and not word.startswith("-") and not Path(word).exists():
-            found["settings"].append(rest.pop(0))
-            if name == "RUN_MODE":
-                run = f"distlab run {word} LAB_CHECKPOINT_EVERY=2 LAB_FAULTS=kill:rank1@step3"
-                said = f"{word} is a mode of the lab: {run} injects a fault and judges it, LAB_RESUME goes on after it"
-                raise ConfigError([said])
-        elif word.startswith("--"):
-            faults.append(f"{word} is no option of drill: allowed are {', '.join(VALUED)} and --json before the script")
-            rest.pop(0)
-        else:
-            break
-    return found, rest, faults
+        job = job_of(config, CheckOptions.model_fields["hang_after_s"].default)
+    else:
+        own: Any = config.own(CheckOptions)
+        job = Job(script.resolve(), str(script), tuple(arguments), own.hang_after_s, "drill", own.every)
+        job = job._replace(module=module, watch=watch)
+    return drill(Options(**options), job, config.world_size, config.collective_timeout_s)
 
 
 def read_options(found: dict[str, Any], size: int) -> tuple[dict[str, Any], list[str]]:
     """The fields of Options, and all that is wrong with them."""
-    options: dict[str, Any] = {"as_json": bool(found.get("--json"))}
+    options: dict[str, Any] = {"as_json": "--json" in found}
     faults = []
     if "--kill" in found:
         rank, _, step = str(found["--kill"]).removeprefix("rank").partition("@step")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from distlab.lab.config import Config
-from distlab.tools.check.start.command import SHARED, CheckOptions, Errand, ProofOptions, start
+from distlab.tools.check.start.command import SHARED, CheckOptions, Errand, ProofOptions, start, words_before
 
 HELP = """usage: distlab prove [NAME=VALUE ...] [--reference N] [--vary "--tp=1,2"] [--double] FILE [ARGS ...]
 
@@ -79,27 +79,16 @@ def main(words: Sequence[str]) -> int:
 
 def parsed(words: Sequence[str]) -> tuple[Before, list[str]]:
     """The words before the file, and the file with those behind it."""
-    rest, found = list(words), Before([])
-    while rest:
-        word = rest[0]
-        name, _, value = word.partition("=")
-        if name in ("--reference", "--vary"):
-            rest.pop(0)
-            value = value if "=" in word else rest.pop(0) if rest else ""
-            if name == "--vary" and not (value.startswith("-") and "=" in value):
-                return found._replace(fault=f"--vary is {value!r}: expected an argument and values, as --tp=1,2"), rest
-            if name == "--reference" and not (value.isdigit() and 1 <= int(value) <= 8):
-                return found._replace(fault=f"--reference is {value!r}: expected a number of ranks, 1 to 8"), rest
-            found = found._replace(vary=value) if name == "--vary" else found._replace(reference=int(value))
-        elif name == "--words":
-            found = found._replace(words=tuple(shlex.split(rest.pop(0).partition("=")[2])))
-        elif word == "--double":
-            found = found._replace(double=bool(rest.pop(0)))
-        elif "=" in word and not word.startswith("-") and not Path(word).exists():
-            found.settings.append(rest.pop(0))
-        else:
-            break
-    return found, rest
+    found, settings, rest, faults = words_before(words, ("--reference", "--vary", "--words"), ("--double",))
+    vary, reference = found.get("--vary", "-="), found.get("--reference", "1")
+    if not (vary.startswith("-") and "=" in vary):
+        faults.append(f"--vary is {vary!r}: expected an argument and values, as --tp=1,2")
+    if not (reference.isdigit() and 1 <= int(reference) <= 8):
+        faults.append(f"--reference is {reference!r}: expected a number of ranks, 1 to 8")
+    if faults:
+        return Before(settings, fault=faults[0]), rest
+    its_words = tuple(shlex.split(found["--words"])) if "--words" in found else None
+    return Before(settings, int(reference), found.get("--vary", ""), "--double" in found, its_words), rest
 
 
 def is_script(source: bytes) -> bool:

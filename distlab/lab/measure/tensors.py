@@ -141,6 +141,8 @@ def digest_of(tensors: Iterable[Tensor]) -> str:
 
 def raw(tensor: Tensor) -> memoryview:
     """The bytes, in the order of its elements. By DLPack, as memory that `numpy()` has seen cannot be resized any more,
-    which FullyShardedDataParallel does."""
+    which FullyShardedDataParallel does; none of one whose memory is freed, as a sharded one's is between uses."""
+    if not tensor.untyped_storage().nbytes():
+        return memoryview(b"")
     data: memoryview = np.from_dlpack(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)).data
     return data

@@ -1,13 +1,23 @@
 """Drills: the faults of LAB_FAULTS, made when their moment comes, and what should come of each written down before.
 
-Every rank has the same plan. As a step begins, or by a clock of its own, the rank that an event names makes it
-(distlab/lab/faults/). What came of it is judged from the records at the end (distlab/lab/report/fault_checks.py).
+Every rank has the same plan (distlab/lab/config/fault_spec.py). As a step begins, or by a clock of its own, the rank
+that an event names makes it, by a mechanism that takes no privilege: the kernel kills, stops or slows the process, its
+heartbeats are dropped, its sockets let out little, or the disk is full. What came of it is judged from the records at
+the end (distlab/lab/report/fault_checks.py).
 """
 
+import os
+import signal
+import socket
+import struct
+import subprocess
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
 
-from distlab.lab import faults
 from distlab.lab.cluster.join import Cluster
 from distlab.lab.cluster.link import bits_s
 from distlab.lab.config import Config
@@ -17,7 +27,6 @@ from distlab.lab.report.run_folder import Journal
 
 NAMED_S = 2.5  # beside LAB_LOST_AFTER_S: until all tables agree, the words go round, and a busy machine
 UNSURE_S = 1.5  # so much after LAB_LOST_AFTER_S a silence may be forgiven still
-HEARTBEATS = "heartbeats alone, since this kernel wants NET_ADMIN to drop what comes by TCP"
 
 
 class Drills:
@@ -56,46 +65,34 @@ class Drills:
 
     # --- making them ---
 
-    def _note(self, event: FaultSpec, step: int, detail: str = "") -> None:
-        self.journal.write(Injected(event.number, self.rank, step, "", time.time(), detail))
-        self.journal.say(f"fault      {event.label}{f': {detail}' if detail else ''}", "normal")
-
     def _make(self, event: FaultSpec, step: int) -> None:
         self._made.add(event.number)
         if event.rank != self.rank:
             return
-        if event.kind == "cut":
-            self._cut(event, step)
-            return
-        self._note(event, step)
+        self.journal.write(Injected(event.number, self.rank, step, "", time.time()))
+        self.journal.say(f"fault      {event.label}", "normal")
         if event.kind == "kill":
-            faults.kill()
+            os.kill(os.getpid(), signal.SIGKILL)  # as the kernel does where memory is short: nothing of it says a word
+        elif event.kind == "cut":
+            self._cut(event)
         elif event.kind == "pause":
-            faults.pause(event.duration_s or 0.0)
+            pause(event.duration_s or 0.0)
         elif event.kind == "slow_rank":
-            faults.slow_down(event.share or 1.0)
+            slow_down(event.share or 1.0)
         elif event.kind == "slow_link":
-            faults.set_pace(round(bits_s(event.rate) / 8))
+            set_pace(round(bits_s(event.rate) / 8))
         elif event.kind == "full_disk":
-            faults.fill(self.journal.open_files)
+            fill(self.journal.open_files)
             self.journal.say("fault      disk-full fault injected", "normal")
 
-    def _cut(self, event: FaultSpec, step: int) -> None:
-        """The rank stops hearing the others, or being heard by them, or both."""
+    def _cut(self, event: FaultSpec) -> None:
+        """Heartbeats are dropped: the rank stops hearing the others, or being heard by them, or both. For good, its
+        connections send next to nothing either, but for heartbeats that go on; a packet that waits so long waits on."""
         self._mute(deaf=event.way != "out", mute=event.way != "in")
-        # A filter drops acknowledgements too: after TCP's first timeout a rank that only hears nobody would be mute.
-        line = self.cluster.line.connection if event.way == "in" else None
-        whole = event.way == "out" or faults.hear_nobody(but=line)
-        self._note(event, step, detail="" if whole else HEARTBEATS)
-        if event.way == "out" or not (whole or event.duration_s):
-            faults.send_nothing()
-        if event.duration_s is not None:
-            threading.Timer(event.duration_s, self._mend).start()
-
-    def _mend(self) -> None:
-        """A cut is over."""
-        self._mute(deaf=False, mute=False)
-        faults.hear_again()
+        if event.duration_s is None:
+            set_pace(NOTHING_S, but=self.cluster.line.connection if event.way == "in" else None)
+        else:
+            threading.Timer(event.duration_s, partial(self._mute, deaf=False, mute=False)).start()
 
     def _mute(self, *, deaf: bool, mute: bool) -> None:
         """Whether this rank hears and is heard over its connection to the server; the one that serves hears itself."""
@@ -115,3 +112,89 @@ def outcome_of(event: FaultSpec, lost_after_s: float) -> str:
     if event.way == "in":
         return "broken"
     return "full" if event.kind == "full_disk" else "lost"
+
+
+# A disk that is full: Linux's /dev/full, on which every write fails as on a disk without room. It takes the place of
+# this rank's log and records, so no other process meets it.
+
+FULL = Path("/dev/full")
+
+
+def fill(descriptors: list[int]) -> None:
+    """From now on each write to these open files meets a disk that is full; raises OSError on a system without
+    /dev/full."""
+    full = os.open(FULL, os.O_WRONLY | os.O_APPEND)
+    try:
+        for each in descriptors:
+            os.dup2(full, each)
+    finally:
+        os.close(full)
+
+
+# Links that get slow: a pace of each connection (socket(7), SO_MAX_PACING_RATE), above which it sends no data. Delays,
+# and rates of a whole container, are compose/net.yaml's.
+
+SO_MAX_PACING_RATE = 47
+NOTHING_S, UNBOUND = 1, 0xFFFFFFFF  # bytes a second
+
+
+def set_pace(bytes_s: int, but: socket.socket | None = None) -> None:
+    """The most that each connection of this process to another one sends in a second, `but` one."""
+    for each in _own():
+        if but is None or each.getsockname() != but.getsockname():
+            each.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, struct.pack("=I", min(bytes_s, UNBOUND)))
+
+
+def _own() -> Iterator[socket.socket]:
+    near = {each.getsockname()[:2] for each in _connections()}
+    for each in _connections():
+        if each.getpeername()[:2] not in near:  # else both ends are here: rank 0's line to its own server
+            yield each
+
+
+def _connections() -> Iterator[socket.socket]:
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError), _again(int(name)) as found:  # a file, or the listing itself, closed by now
+            if found.family in (socket.AF_INET, socket.AF_INET6) and found.getpeername():
+                yield found
+
+
+@contextmanager
+def _again(descriptor: int) -> Iterator[socket.socket]:
+    """The socket of a descriptor, through another one, which is closed again; raises OSError where it is none."""
+    again = os.dup(descriptor)
+    try:
+        found = socket.socket(fileno=again)
+    except OSError:
+        os.close(again)
+        raise
+    with found:
+        yield found
+
+
+# A rank's process stands still for a while, or gets less of its core: all by the kernel.
+#
+# The rank is stopped by SIGSTOP, which no thread of it sees. A process that stands still cannot wake itself: a small
+# shell beside it does, and sleeps until then.
+
+TURN_S = 0.1  # in which a slow rank runs for its share, and stands still for the rest: no heartbeat is late by it
+WAKE = 'sleep "$1"; kill -CONT "$0"'
+SLOW = 'while kill -STOP "$0" 2>/dev/null && sleep "$1" && kill -CONT "$0"; do sleep "$2"; done'
+
+
+def pause(duration_s: float) -> None:
+    """Stand still, all threads of this process."""
+    _beside(WAKE, duration_s)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def slow_down(share: float) -> None:
+    """From now on run for `share` of the time: what a neighbour does that takes the rest of the core."""
+    _beside(SLOW, TURN_S * (1 - share), TURN_S * share)
+
+
+def _beside(script: str, *seconds: float) -> None:
+    subprocess.Popen(
+        ["sh", "-c", script, str(os.getpid()), *(f"{each:.3f}" for each in seconds)], cwd="/",
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip

@@ -17,7 +17,7 @@ from distlab.lab.report.table import Table, log_line, wrapped
 from distlab.lab.report.units import counted
 from distlab.tools.check.start.script import Job
 from distlab.tools.drill import FAULTS
-from distlab.tools.drill.recording import DISK, KILL, TERM, Fault, watch
+from distlab.tools.drill.recording import DISK, KILL, TERM, Fault
 from distlab.tools.drill.runs import Ranks, Recorded
 from distlab.tools.drill.verdict import Row, Whole, judged, trained, whole_of
 
@@ -134,11 +134,11 @@ def largest_file(run: Recorded) -> Fault | None:
     return Fault(KILL, rank, step, most["file"], max(1, most["size"] // 2))
 
 
-def drill(options: Options, job: Job, size: int, hang_after_s: float, bound_s: float) -> int:
+def drill(options: Options, job: Job, size: int, bound_s: float) -> int:
     """Make the drill and print its table; returns the exit code."""
     importlib.import_module("torch._dynamo")  # as DistributedDataParallel does: once, and not in each rank, 1.5 s each
     top = Path(tempfile.mkdtemp(prefix="distlab-drill-")).resolve()
-    ranks = Ranks(job._replace(watch=watch), top, options.state, hang_after_s, bound_s)
+    ranks = Ranks(job, top, options.state, bound_s)
     rows: list[Row] = []
     try:
         for row in Drill(options, job, size, ranks).rows():

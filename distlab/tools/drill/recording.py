@@ -55,8 +55,9 @@ class Drilled(NamedTuple):
     fault: Fault
 
 
-def watch(recorder: Recorder, told: str) -> None:
-    """Record the script that begins after this, and put its fault in place."""
+def watch(recorder: Recorder, told: str, *, by_optimizer: bool = True) -> "Facts":
+    """Record the script that begins after this, and put its fault in place; its steps by what the optimizer does, or as
+    `step_begins` and `end` are called."""
     *places, fault = json.loads(told)
     drilled = Drilled._make([*places, Fault._make(fault)])
     folder = Path(drilled.folder)
@@ -72,8 +73,11 @@ def watch(recorder: Recorder, told: str) -> None:
     samples = TrainedSamples(steps)
     samples.install()
     facts.install(samples)
+    if by_optimizer:
+        facts.heed_optimizers()
     imported: Any = sys.modules["distlab"]  # by the script
     imported.batch = samples.batch
+    return facts
 
 
 class Read(NamedTuple):
@@ -94,6 +98,7 @@ class TrainedSamples(Samples):
         self._last: Read | None = None  # that was trained on
         self._seen: list[Read] = []  # by a model, since the last backward pass
         self._epoch = -1
+        self.pads = False  # a DistributedSampler deals every sample, and some of them twice
 
     def install(self) -> None:
         super().install()
@@ -102,6 +107,8 @@ class TrainedSamples(Samples):
 
     def _next(self, method: Function, loading: Any) -> Any:
         sampler = getattr(loading._index_sampler, "sampler", loading._index_sampler)
+        drops = getattr(loading._index_sampler, "drop_last", True) or getattr(sampler, "drop_last", True)
+        self.pads = isinstance(sampler, torch.utils.data.DistributedSampler) and not drops
         epoch = getattr(sampler, "epoch", -1)
         self._epoch = epoch if isinstance(epoch, int) else -1
         return super()._next(method, loading)
@@ -153,7 +160,7 @@ class Facts:
     """What one rank does, a line each; `install` once."""
 
     def __init__(self, steps: ScriptSteps, drilled: Drilled, out: TextIO) -> None:
-        self._steps, self._drilled, self._out = steps, drilled, out
+        self.steps, self._drilled, self._out = steps, drilled, out
         self.recorder = steps.recorder
         self._places = steps.recorder.places
         self._saved = 0  # files since the last step
@@ -164,11 +171,8 @@ class Facts:
 
     def install(self, samples: TrainedSamples) -> None:
         from torch.optim.lr_scheduler import LRScheduler
-        from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-        self._samples = samples
-        register_optimizer_step_pre_hook(hook(self._before_step))
-        self._steps.recorder.at_end.append(self._end)
+        self.samples = samples
 
         def does(what: str) -> Function:
             return before(lambda *_, **__: self._did(what))
@@ -177,7 +181,6 @@ class Facts:
             Patch(torch, "load", does("loads a file")),
             Patch(nn.Module, "load_state_dict", does("loads the weights")),
             Patch(torch.optim.Optimizer, "load_state_dict", does("loads the optimizer")),
-            Patch(torch.optim.Optimizer, "state_dict", does("saves the optimizer")),
             Patch(LRScheduler, "load_state_dict", does("loads the schedule")),
             Patch(torch, "set_rng_state", does("loads the random state")),
             Patch(torch.random, "set_rng_state", does("loads the random state")),
@@ -187,50 +190,60 @@ class Facts:
 
     # Steps
 
+    def heed_optimizers(self) -> None:
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+        register_optimizer_step_pre_hook(hook(self._before_step))
+        self.steps.recorder.at_end.append(self.end)
+
     @harmless
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if is_made_by_checkpoint():
-            return
-        number, fault = self._steps.number, self._drilled.fault
+        if not is_made_by_checkpoint():
+            self.step_begins(states_of(optimizer), [float(each.get("lr", 0.0)) for each in optimizer.param_groups])
+
+    def step_begins(self, states: list[Tensor], rates: list[float]) -> None:
+        number, fault = self.steps.number, self._drilled.fault
         self._tell_sizes()
-        self._write(self._facts(optimizer) | {"step": number, "line": self._places.line_of(1)})
+        self._write(
+            self._facts()
+            | {"state": [checksum(states)], "rates": rates, "step": number, "line": self._places.line_of(1)}
+        )
         if number == 0 or self._saved:
             self._keep(number)
         self._saved = 0
         if (fault.kind, fault.step, fault.limit_bytes) == (KILL, number, 0):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def _facts(self, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    def _facts(self) -> dict[str, Any]:
         numpy: Any = sys.modules.get("numpy")
-        read = [[each.epoch, each.samples] for each in self._samples.trained]
-        self._samples.trained = []
+        read = [[each.epoch, each.samples] for each in self.samples.trained]
+        self.samples.trained = []
         drawn = torch.get_rng_state(), str(random.getstate()), str(numpy.random.get_state()) if numpy else ""
         return {
-            "weights": checksum(list(self._steps.parameters.values())), "read": read,
-            "state": [checksum(states_of(optimizer))] if optimizer else [],
-            "rates": [float(group.get("lr", 0.0)) for group in optimizer.param_groups] if optimizer else [],
+            "weights": checksum(list(self.steps.parameters.values())), "read": read,
             "random": [checksum([each]) for each in drawn],  # of torch, Python and numpy
-            "passes": len(self._samples.passes),
+            "passes": len(self.samples.passes), "pads": self.samples.pads,
         }  # fmt: skip
 
     def _keep(self, number: int) -> None:
         """The weights as they are, for a comparison with other numbers of ranks."""
-        kept = {name: piece(each) for name, each in self._steps.parameters.items()}
+        kept = {name: piece(each) for name, each in self.steps.parameters.items()}
         self._kept_bytes += sum(tensor.numel() * tensor.element_size() for _, _, tensor in kept.values())
         if self._kept_bytes < MOST_BYTES:
             with self._unlimited():
                 torch.save(kept, Path(self._drilled.folder) / f"rank{self._drilled.rank}-{number}.pt")
 
     @harmless
-    def _end(self) -> None:
+    def end(self) -> None:
+        """The training is over."""
         self._tell_sizes()
-        self._write(self._facts(None) | {"ended": self._steps.number})
+        self._write(self._facts() | {"ended": self.steps.number})
         self._kept_bytes = 0
-        self._keep(self._steps.number)
+        self._keep(self.steps.number)
 
     def _did(self, what: str) -> None:
         if not self._in_ours:
-            self._write({"did": what, "at": self._places.line_of(1), "after": self._steps.number})
+            self._write({"did": what, "at": self._places.line_of(1), "after": self.steps.number})
 
     def _write(self, fact: dict[str, Any]) -> None:
         with self._unlimited():
@@ -269,12 +282,12 @@ class Facts:
         if not path.startswith((f"{drilled.work}/", *ALLOWED)) and not is_cache(path):
             self._write({"outside": path, "at": self._places.line_of(1)})
             raise PermissionError(f"{path} is outside of the drill's working folder")
-        if appends or not self._steps.number or path.startswith(ALLOWED) or is_cache(path):
+        if appends or not self.steps.number or path.startswith(ALLOWED) or is_cache(path):
             return
-        self._opened.append({"saves": path, "after": self._steps.number, "file": self._saved})
+        self._opened.append({"saves": path, "after": self.steps.number, "file": self._saved})
         self._write(self._opened[-1])
         fault = drilled.fault
-        mine = fault.limit_bytes and (fault.step, fault.file) == (self._steps.number, self._saved)
+        mine = fault.limit_bytes and (fault.step, fault.file) == (self.steps.number, self._saved)
         self._saved += 1
         if mine:
             self._write({"fault": fault.kind})
@@ -294,7 +307,9 @@ class Facts:
     def _tell_sizes(self) -> None:
         """How large the files are that were written since the last step."""
         for each in self._opened:
-            now = Path(self._moved.get(each["saves"], each["saves"]))
+            now = Path(each["saves"])
+            for old, new in self._moved.items():  # the file, or a folder that it is in
+                now = Path(new, now.relative_to(old)) if now.is_relative_to(old) else now
             if now.is_file():
                 self._write({"size": now.stat().st_size, "after": each["after"], "file": each["file"]})
         self._opened, self._moved = [], {}

@@ -7,7 +7,6 @@ launcher does.
 
 import json
 import os
-import secrets
 import shutil
 import signal
 import stat
@@ -20,16 +19,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from distlab.lab.cluster import name_ranks
-from distlab.lab.cluster.launch import free_port
 from distlab.lab.config import ConfigError
 from distlab.tools.check.judge.coordinator import Doctor
-from distlab.tools.check.start.script import PROVING, STORE_KEY, Job
-from distlab.tools.check.start.script_process import Bedside, Hearing, started
+from distlab.tools.check.judge.failures import last_call
+from distlab.tools.check.start.script import Job
+from distlab.tools.check.start.script_process import LISTEN_S, Bedside, Hearing, begin_all, heard, started
 from distlab.tools.check.watch.telling import now
 from distlab.tools.drill.recording import TERM, Drilled, Fault
 
 MOST_COPIED = 1 << 28  # bytes of a working folder
-LISTEN_S = 0.05
 GRACE_S = 10.0  # from SIGTERM to SIGKILL
 AT_LEAST_S, TIMES = 60.0, 5.0  # for a run after the whole one: seconds, or so many times what that took
 
@@ -65,9 +63,9 @@ class Recorded(NamedTuple):
 class Ranks:
     """Starts runs of one script; all that they write is under `top`."""
 
-    def __init__(self, job: Job, top: Path, state: Path | None, hang_after_s: float, bound_s: float) -> None:
+    def __init__(self, job: Job, top: Path, state: Path | None, collective_s: float) -> None:
         self._job, self._top, self._state = job, top, state
-        self._hang_after_s, self._collective_s, self._bound_s = hang_after_s, bound_s, float("inf")
+        self._collective_s, self._bound_s = collective_s, float("inf")
 
     def work_of(self, name: str) -> Path:
         return self._top / name / "work"
@@ -103,38 +101,36 @@ class Ranks:
         return Recorded(folder, facts, failed, hit)
 
     def _begin(self, bedsides: Sequence[Bedside], folder: Path, work: Path, fault: Fault) -> None:
-        port, key, size = free_port(), secrets.token_hex(32), len(bedsides)
-        for rank, bedside in enumerate(bedsides):
-            told = Drilled(str(folder), str(work), rank, size, fault if fault.rank == rank else NO_FAULT)
-            variables: dict[str, Any] = {
-                "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": 0,
-                "ROLE_RANK": rank, "ROLE_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-                STORE_KEY: key, "DISTLAB_FOLDER": work, "TMPDIR": work / "tmp", "TORCHELASTIC_RUN_ID": "drill",
-                "TORCHELASTIC_USE_AGENT_STORE": "False", "TORCHELASTIC_RESTART_COUNT": 0,
-                PROVING: json.dumps(told),
-            }  # fmt: skip
-            bedside.begin({name: str(value) for name, value in variables.items()})
+        def told(rank: int) -> str:
+            mine = fault if fault.rank == rank else NO_FAULT
+            return json.dumps(Drilled(str(folder), str(work), rank, len(bedsides), mine))
+
+        begin_all(bedsides, work, told, TMPDIR=work / "tmp")
 
     def _follow(self, bedsides: Sequence[Bedside], folder: Path, fault: Fault) -> tuple[str, bool]:
         """Until all have ended, one has failed, or the fault has come: why the run failed, and whether that came."""
-        doctor = Doctor(len(bedsides), self._hang_after_s, self._collective_s, lambda _: None)
-        hearings = [Hearing(each) for each in bedsides]
-        until = time.monotonic() + self._bound_s
-        while not doctor.over:
-            for rank, each in enumerate(hearings):
-                doctor.take(rank, each.lines(LISTEN_S / len(hearings)), now())
+        doctor = Doctor(len(bedsides), self._job.hang_after_s, self._collective_s, lambda _: None)
+        began = moved = time.monotonic()
+        num_bytes = 0
+        for _ in heard(bedsides, doctor):
             victim = bedsides[fault.rank].process if fault.kind else None
             if victim is not None and victim.exitcode is not None and victim.exitcode < 0:
                 return "", True
             if fault.kind == TERM and has_fault(folder / f"rank{fault.rank}.jsonl"):
                 self._stop_all(bedsides)
                 return "", True
-            if all(case.exit_code is not None for case in doctor.cases):
-                break
-            doctor.look(now())
-            if time.monotonic() > until:
-                late = [rank for rank, case in enumerate(doctor.cases) if case.exit_code is None]
-                return f"{name_ranks(late)} had not ended after {self._bound_s:.0f} s", False
+            written = sum(file.stat().st_size for file in folder.glob("*.jsonl"))
+            if written != num_bytes:
+                num_bytes, moved = written, time.monotonic()
+            late = [case for case in doctor.cases if case.exit_code is None]
+            if late and time.monotonic() - moved > self._collective_s:
+                steps = len([each for each in read_facts(folder / f"rank{late[0].rank}.jsonl") if "step" in each])
+                return (
+                    f"{name_ranks([case.rank for case in late])} took no step for {self._collective_s:g} s"
+                    f" (LAB_COLLECTIVE_TIMEOUT_S) after step {steps}{last_call(late[0])}"
+                ), False
+            if late and time.monotonic() - began > self._bound_s:
+                return f"{name_ranks([case.rank for case in late])} had not ended after {self._bound_s:.0f} s", False
         doctor.look(now())
         return why_failed(doctor), bool(fault.kind) and has_fault(folder / f"rank{fault.rank}.jsonl")
 

@@ -112,29 +112,37 @@ def ledger(whole: Whole, before: Recorded, after: Recorded, begins: int) -> Ledg
     found = trained(before, range(begins)) + trained(after, range(after.num_steps))
     lost, twice = wanted - found, found - wanted
     if len(after.facts) != whole.size:
-        lost, twice = on_other_ranks(whole, found, lost, twice, len(after.facts))
+        lost, twice = on_other_ranks(whole, found, lost, twice, after)
     names, again = (Counter(name for _, name in each.elements()) for each in (lost, twice))
     moved = (names & again).total()
     return Ledger(found.total(), lost.total() - moved, twice.total() - moved, moved, lost, twice)
 
 
 def on_other_ranks(
-    whole: Whole, found: Counter[Sample], lost: Counter[Sample], twice: Counter[Sample], size: int
+    whole: Whole, found: Counter[Sample], lost: Counter[Sample], twice: Counter[Sample], after: Recorded
 ) -> tuple[Counter[Sample], Counter[Sample]]:
     """Without what another number of ranks reads by right: a sampler pads each epoch to a multiple of the ranks, and
-    the last epoch ends where the steps do."""
-    wanted = found - twice + lost
-    last = max((epoch for epoch, _ in wanted), default=-1)
+    the last epoch ends where the steps do. DistributedSampler's padding is counted, in epochs that the resumed run
+    reads from their beginning; any other is less than the ranks, or than a step."""
+    wanted, size = found - twice + lost, len(after.facts)
+    in_epoch = Counter(epoch for epoch, _ in wanted)
+    last, num_samples = max(in_epoch, default=-1), max(in_epoch.values(), default=0)
+    first = next((epoch for each in after.steps() for epoch, _ in samples_of(each)), last)
+    pads = all(each.get("pads") for each in (*whole.run.steps(), *after.steps()))
     spare = max(size, whole.size) - 1
     batch = max((len(tuple(samples_of(each))) for each in whole.run.steps()), default=0)
     drops = spare if found.total() == wanted.total() else max(spare, batch * max(size, whole.size) - 1)
     kept_lost, kept_twice = Counter[Sample](), Counter[Sample]()
     for epoch in {epoch for epoch, _ in (*lost, *twice)}:
+        counted = pads and epoch > first
         mine = Counter({each: count for each, count in lost.items() if each[0] == epoch})
-        more = Counter({each: found[each] - 1 for each in twice if each[0] == epoch and found[each] > 1})
-        if mine.total() > drops and (epoch != last or more):
+        if counted:  # what was padded before, and is there once now, is not lost
+            mine = Counter({each for each in mine if not found[each]})
+        among = found if counted else twice
+        more = Counter({each: found[each] - 1 for each in among if each[0] == epoch and found[each] > 1})
+        if mine.total() > (0 if counted else drops) and (epoch != last or more):
             kept_lost += mine
-        if more.total() > spare:
+        if more.total() > (-num_samples % size if counted else spare):
             kept_twice += more
     return kept_lost, kept_twice
 

@@ -6,30 +6,27 @@ separate folder with links to the script's neighbours.
 """
 
 import json
-import secrets
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from distlab.lab.cluster.launch import free_port
 from distlab.lab.config import Config
 from distlab.lab.report.records import Record
 from distlab.lab.report.table import wrapped
 from distlab.tools.check.judge.coordinator import Doctor
 from distlab.tools.check.judge.rank_state import Finding
 from distlab.tools.check.start.fork_servers import ForkServer
-from distlab.tools.check.start.script import PROVING, STORE_KEY, Job
-from distlab.tools.check.start.script_process import Bedside, Hearing, started
-from distlab.tools.check.watch.telling import now
+from distlab.tools.check.start.script import Job
+from distlab.tools.check.start.script_process import Bedside, begin_all, heard, started
 from distlab.tools.prove.script_steps import Proving
 from distlab.tools.prove.script_verdict import Compared, compared
 
 FOLDER = "script"  # in the run's folder
 ROLES = ("reference", "noise")
 AT_LEAST_S, TIMES = 30.0, 4.0  # the reference's limit: seconds, or so many times the ranks' time
-LISTEN_S = 0.05
 
 
 class ScriptOptions(NamedTuple):
@@ -81,25 +78,13 @@ class Reruns:
         scratch.mkdir(parents=True)
         for name in self._beside:
             (scratch / name).symlink_to(self._job.folder.resolve() / name)
-        port, key = free_port(), secrets.token_hex(32)
-        for rank, bedside in enumerate(bedsides):
-            variables: dict[str, Any] = {
-                "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": len(bedsides), "LOCAL_WORLD_SIZE": len(bedsides),
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, STORE_KEY: key, "DISTLAB_FOLDER": str(scratch),
-                "TORCHELASTIC_USE_AGENT_STORE": "False",
-                PROVING: self._proving(folder, role, rank),
-            }  # fmt: skip
-            bedside.begin({name: str(value) for name, value in variables.items()})
+        begin_all(bedsides, scratch, partial(self._proving, folder, role))
 
     def _until_the_end(self, bedsides: Sequence[Bedside], bound_s: float) -> str:
         """Return why it did not finish, or "" if it did."""
         doctor = Doctor(len(bedsides), self._job.hang_after_s, bound_s, lambda _: None)
-        hearings = [Hearing(each) for each in bedsides]
         until = time.monotonic() + bound_s
-        while not doctor.over and not all(case.exit_code is not None for case in doctor.cases):
-            for rank, each in enumerate(hearings):
-                doctor.take(rank, each.lines(LISTEN_S), now())
-            doctor.look(now())
+        for _ in heard(bedsides, doctor):
             if time.monotonic() > until:
                 return f"it was not done after {bound_s:.0f} s"
         raised = [case.raised for case in doctor.cases if case.raised is not None]

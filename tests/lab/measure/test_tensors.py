@@ -185,3 +185,9 @@ def test_a_tensor_can_be_resized_after_a_look_at_its_bytes() -> None:
     tensor = torch.ones(3, requires_grad=True)
     assert hash_of(tensor) == hash_of(tensor.detach().clone())
     assert tensor.untyped_storage().resizable()
+
+
+def test_a_tensor_whose_memory_is_freed_has_no_bytes() -> None:
+    freed = torch.ones(4)
+    freed.untyped_storage().resize_(0)
+    assert hash_of(freed) == hash_of(torch.empty(0))

@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from distlab.cli.drill import parsed, read_options
+from distlab.cli.drill import VALUED, read_options
+from distlab.tools.check.start.command import words_before
+from distlab.tools.drill.runs import Recorded
+from distlab.tools.drill.verdict import Whole, ledger
 from tests.launched import clean, ended_warm
 
 FILES = Path(__file__).parent / "files"
@@ -141,7 +144,9 @@ def test_a_folder_that_is_named_is_copied_and_other_weights_are_seen(factor: str
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (["RUN_MODE=dp", "LAB_CHECKPOINT_EVERY=2"], "RUN_MODE=dp is a mode of the lab: "),
+        (["RUN_MODE=server"], "RUN_MODE=server makes none, since out of step there is no step at which all"),
+        (["RUN_MODE=dp", "LAB_RESUME=auto"], "LAB_RESUME is for drill to set: leave it out"),
+        (["RUN_MODE=dp", "LAB_VARIANT=ring,flat"], "LAB_VARIANT=ring,flat are several: expected one, such as bucketed"),
         (["--resume=9", str(FILES / "script_survives.py")], "--resume is '9': expected numbers of ranks"),
     ],
 )
@@ -158,6 +163,77 @@ def test_a_failure_before_any_resume_is_json_too(tmp_path: Path) -> None:
     told = json.loads(done.stdout)
     assert (done.returncode, told["verdict"]) == (1, "fail")
     assert told["why"] == "the whole run failed: ValueError: no data (train.py:1)"
+
+
+def test_a_rank_that_goes_round_for_ever_is_named(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import os\nwhile os.environ['RANK'] == '1':\n    pass\n")
+    done = drilled("LAB_COLLECTIVE_TIMEOUT_S=3", str(tmp_path / "train.py"))
+    assert done.returncode == 1, done.stdout
+    assert "rank 1 took no step for 3 s (LAB_COLLECTIVE_TIMEOUT_S) after step 0 before its first call" in told(done)
+
+
+def padded(epochs: list[list[int]], size: int, folder: Path) -> Recorded:
+    """A run of one step an epoch, whose samples a DistributedSampler deals and pads."""
+    parts = [[samples + samples[: -len(samples) % size] for samples in epochs] for _ in range(size)]
+    facts = [
+        [{"step": step, "pads": True, "read": [[step, samples[rank::size]]]} for step, samples in enumerate(mine)]
+        for rank, mine in enumerate(parts)
+    ]
+    return Recorded(folder, facts, "", hit=False)
+
+
+@pytest.mark.parametrize(
+    ("left_out", "again", "lost", "twice"), [(0, 0, 0, 0), (1, 0, 1, 0), (2, 0, 2, 0), (0, 3, 0, 5), (1, 3, 1, 3)]
+)
+def test_what_a_sampler_pads_is_counted(left_out: int, again: int, lost: int, twice: int, tmp_path: Path) -> None:
+    """10 samples: on 4 ranks 12 are read in an epoch, on 2 none twice, on 3 another 12."""
+    everything = list(range(10))
+    whole = Whole(padded([everything] * 3, 4, tmp_path), 0.0, [])
+    resumed = padded([everything, everything[left_out:] + everything[3 : 3 + again], everything], 3, tmp_path)
+    before = padded([], 4, tmp_path)
+    told = ledger(whole, before, resumed, 0)
+    assert (told.lost, told.twice) == (lost, twice)
+
+
+# On 2 ranks it trains on all 10 samples of each epoch, on others on the first ones, as many as its word says.
+LEAVES_OUT = """
+import os, sys
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+data = Subset(TensorDataset(torch.randn(10, 4)), range(10 if dist.get_world_size() == 2 else int(sys.argv[1])))
+sampler = DistributedSampler(data, seed=1)
+loader = DataLoader(data, 5, sampler=sampler)
+model, begin = torch.nn.Linear(4, 1), 0
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+if os.path.exists("state.pt"):
+    found = torch.load("state.pt")
+    model.load_state_dict(found["model"])
+    begin = found["epoch"]
+for epoch in range(begin, 6):
+    sampler.set_epoch(epoch)
+    for (x,) in loader:
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        for each in model.parameters():
+            dist.all_reduce(each.grad)
+        optimizer.step()
+    if dist.get_rank() == 0:
+        torch.save({"model": model.state_dict(), "epoch": epoch + 1}, "state.tmp")
+        os.replace("state.tmp", "state.pt")
+    dist.barrier()
+"""
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(("kept", "code"), [("10", 0), ("9", 1)])
+def test_one_sample_less_than_a_sampler_pads_is_lost(kept: str, code: int, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(LEAVES_OUT)
+    done = drilled("--faults", "kill", "--kill", "rank1@step2", "--resume", "3", str(tmp_path / "train.py"), kept)
+    assert done.returncode == code, done.stdout
+    assert (" lost" in told(done).partition("why")[2]) == bool(code), done.stdout
 
 
 def test_ctrl_c_leaves_nobody(tmp_path: Path) -> None:
@@ -197,7 +273,44 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
 
 
 def test_words_before_the_script() -> None:
-    found, rest, faults = parsed(["WORLD_SIZE=4", "--kill=rank2@step7", "--resume", "4,2", "train.py", "--steps", "9"])
-    assert (rest, faults) == (["train.py", "--steps", "9"], [])
+    words = ["WORLD_SIZE=4", "--kill=rank2@step7", "--json", "--resume", "4,2", "train.py", "--steps", "9"]
+    found, settings, rest, faults = words_before(words, VALUED, ("--json",))
+    assert (settings, rest, faults) == (["WORLD_SIZE=4"], ["train.py", "--steps", "9"], [])
     options, more = read_options(found, 4)
-    assert (options["kill"], options["resume"], more) == ((2, 7), [4, 2], [])
+    assert (options["kill"], options["resume"], options["as_json"], more) == ((2, 7), [4, 2], True, [])
+
+
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        (["--state"], "--state has no value behind it"),
+        (["--fast", "train.py"], "--fast is no option of this command: "),
+    ],
+)
+def test_an_option_that_is_wrong_is_named(words: list[str], fault: str) -> None:
+    assert words_before(words, VALUED, ("--json",))[3][0].startswith(fault)
+
+
+SMALL = {"LAB_STEPS": "8", "LAB_DEPTH": "1", "LAB_WIDTH": "16", "LAB_SEQ": "16", "LAB_BATCH": "8"}
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("mode", ["dp", "fsdp", "tp"])
+def test_a_mode_of_the_lab_is_drilled(mode: str) -> None:
+    words = [f"{name}={value}" for name, value in (SMALL | {"RUN_MODE": mode}).items()]
+    done = drilled("--json", "--faults", "kill,kill@save", "--resume", "2,1", *words)
+    found = json.loads(done.stdout)
+    assert (done.returncode, found["verdict"]) == (0, "pass"), done.stdout
+    whole, again, alone, saving = found["runs"]
+    assert "half written" in saving["begins"], "a file in a folder that is renamed behind it"
+    assert (whole["steps"], whole["samples"]) == (8, 64)
+    assert [again[name] for name in ("weights", "begins", "samples")] == ["to the bit", "step 4", 64]
+    assert [alone[name] for name in ("ranks", "samples", "lost", "twice")] == [1, 64, 0, 0]
+
+
+@pytest.mark.timeout(240)
+def test_a_mode_whose_data_go_on_from_the_wrong_place_fails() -> None:
+    words = [f"{name}={value}" for name, value in SMALL.items()]
+    done = drilled("--faults", "kill", *words, "RUN_MODE=dp", "LAB_BUG=resume_repeats_epoch")
+    assert done.returncode == 1, done.stdout
+    assert "samples: 32 lost and 32 read twice" in told(done)

@@ -153,6 +153,30 @@ def own_variables(options: type[FileOptions]) -> list[str]:
     return [str(field.alias) for field in options.model_fields.values()]
 
 
+def words_before(
+    words: Sequence[str], valued: Sequence[str], flags: Sequence[str]
+) -> tuple[dict[str, str], list[str], list[str], list[str]]:
+    """Before a file: its options by name, and the settings; the file with all behind it; and what is wrong."""
+    found: dict[str, str] = {}
+    settings, rest, faults = list[str](), list(words), list[str]()
+    while rest:
+        name, equals, value = rest[0].partition("=")
+        if name in valued:
+            rest.pop(0)
+            faults += [f"{name} has no value behind it"] if not (equals or rest) else []
+            found[name] = value if equals or not rest else rest.pop(0)
+        elif rest[0] in flags:
+            found[rest.pop(0)] = ""
+        elif equals and not name.startswith("-") and not Path(rest[0]).exists():
+            settings.append(rest.pop(0))
+        elif name.startswith("--"):
+            allowed = ", ".join([*valued, *flags])
+            faults.append(f"{rest.pop(0)} is no option of this command: allowed before the file are {allowed}")
+        else:
+            break
+    return found, settings, rest, faults
+
+
 def understood(errand: Errand, words: Sequence[str]) -> tuple[dict[str, str], Path, list[str], str]:
     """Return settings, file, its arguments, and its name if given by -m; raises ConfigError."""
     given: dict[str, str] = {}

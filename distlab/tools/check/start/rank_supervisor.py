@@ -41,17 +41,11 @@ from distlab.tools.check.judge.failures import nothing_distributed
 from distlab.tools.check.judge.report import log_lines, spans_of, written
 from distlab.tools.check.start.fork_servers import ForkServer
 from distlab.tools.check.start.script import PROVING, STORE_KEY, Job
-from distlab.tools.check.start.script_process import Hearing, started
+from distlab.tools.check.start.script_process import OF_TORCHRUN, Hearing, started
 from distlab.tools.check.watch.telling import now
 
 POST_S = 0.25
 SAME_CLOCK_S = 60.0  # closer clocks are one machine's; those of two differ more, except by chance
-# Other variables that torchrun sets for each rank of a job on one node; its store is not opened here.
-OF_TORCHRUN = {
-    "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "ROLE_NAME": "default", "TORCHELASTIC_RESTART_COUNT": 0,
-    "TORCHELASTIC_MAX_RESTARTS": 0, "TORCHELASTIC_USE_AGENT_STORE": "False",
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": 1,
-}  # fmt: skip
 LET_GO_S = 5.0  # to end an ended script's process
 
 

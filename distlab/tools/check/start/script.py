@@ -166,7 +166,7 @@ class Job(NamedTuple):
     # How to run the script: (job, telling, recorder, waits). None: as `python SCRIPT WORDS` does.
     play: Callable[["Job", Telling, Recorder, Waits], None] | None = None
     module: str = ""  # the script's name if given by -m: it runs in the current folder
-    watch: Callable[[Recorder, str], None] | None = None  # another observer of the script, with its argument
+    watch: Callable[[Recorder, str], Any] | None = None  # another observer of the script, with its argument
     reruns: Callable[..., Any] | None = None  # runs it again, only on rank 0, with (config, job, server)
 
     @property

@@ -8,19 +8,21 @@ import fcntl
 import json
 import os
 import re
+import secrets
 import select
 import signal
 import struct
 import termios
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NamedTuple
 
-from distlab.lab.cluster.launch import CONTEXT
+from distlab.lab.cluster.launch import CONTEXT, free_port
+from distlab.tools.check.judge.coordinator import Doctor
 from distlab.tools.check.judge.rank_state import Frame
 from distlab.tools.check.start import script
 from distlab.tools.check.start.fork_servers import ForkServer, TravellingFiles
@@ -239,11 +241,32 @@ def started(job: Job, server: ForkServer | None) -> Bedside:
     return Bedside(process, ours)
 
 
+# Other variables that torchrun sets for each rank of a job on one node; its store is not opened here.
+OF_TORCHRUN = {
+    "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "ROLE_NAME": "default", "TORCHELASTIC_RESTART_COUNT": 0,
+    "TORCHELASTIC_MAX_RESTARTS": 0, "TORCHELASTIC_USE_AGENT_STORE": "False",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": 1,
+}  # fmt: skip
+
+
+def begin_all(bedsides: Sequence[Bedside], folder: Path, told: Callable[[int], str], **more: Path) -> None:
+    """Let the processes of a script begin in `folder`, a rank each, with what each is `told` and `more` variables."""
+    port, key, size = free_port(), secrets.token_hex(32), len(bedsides)
+    for rank, bedside in enumerate(bedsides):
+        variables = OF_TORCHRUN | {
+            "RANK": rank, "LOCAL_RANK": rank, "ROLE_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size,
+            "ROLE_WORLD_SIZE": size, "TORCHELASTIC_RUN_ID": "distlab", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+            script.STORE_KEY: key, script.PROVING: told(rank), "DISTLAB_FOLDER": folder, **more,
+        }  # fmt: skip
+        bedside.begin({name: str(value) for name, value in variables.items()})
+
+
 # A supervisor's input from a process: its reports, and its state when it reports nothing.
 
 LOOK_S = 0.5  # between two looks at the process
 SILENT_S = 0.6  # after so long without a report its stacks are read
 STACKS_AGAIN_S = 1.0
+LISTEN_S = 0.05  # to all of a script's
 
 
 class Hearing:
@@ -275,3 +298,13 @@ class Hearing:
             self._gone_told = True
             lines.append(json.dumps(["gone", self.bedside.process.exitcode]).encode())
         return lines
+
+
+def heard(bedsides: Sequence[Bedside], doctor: Doctor) -> Iterator[None]:
+    """Let a doctor hear all of them, and look, again and again until all have ended or it knows enough."""
+    hearings = [Hearing(each) for each in bedsides]
+    while not doctor.over and any(case.exit_code is None for case in doctor.cases):
+        for rank, each in enumerate(hearings):
+            doctor.take(rank, each.lines(LISTEN_S / len(hearings)), now())
+        doctor.look(now())
+        yield
