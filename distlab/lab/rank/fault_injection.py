@@ -1,7 +1,7 @@
-"""Drills: the faults of LAB_FAULTS, made when their moment comes, and what should come of each written down before.
+"""Inject the faults of LAB_FAULTS at their moments, and record beforehand what each must lead to.
 
-Every rank has the same plan. As a step begins, or by a clock of its own, the rank that an event names makes it
-(distlab/lab/faults/). What came of it is judged from the records at the end (distlab/lab/report/fault_checks.py).
+Every rank has the same plan. At the start of a step, or by its own clock, the rank of an event injects it
+(distlab/lab/faults/). The outcome is judged from the records at the end (distlab/lab/report/fault_checks.py).
 """
 
 import threading
@@ -15,23 +15,23 @@ from distlab.lab.config.fault_spec import FaultSpec, planned
 from distlab.lab.report.records import Injected, Planned
 from distlab.lab.report.run_folder import Journal
 
-NAMED_S = 2.5  # beside LAB_LOST_AFTER_S: until all tables agree, the words go round, and a busy machine
-UNSURE_S = 1.5  # so much after LAB_LOST_AFTER_S a silence may be forgiven still
+NAMED_S = 2.5  # added to LAB_LOST_AFTER_S: until all tables agree, messages arrive, and for a busy machine
+UNSURE_S = 1.5  # for this long after LAB_LOST_AFTER_S a silence may still be forgiven
 HEARTBEATS = "heartbeats alone, since this kernel wants NET_ADMIN to drop what comes by TCP"
 
 
 class Drills:
-    """The drills of one rank."""
+    """The fault injection of one rank."""
 
     def __init__(self, config: Config, journal: Journal, cluster: Cluster) -> None:
         assert config.rank is not None, "a rank has RANK"
         self.config, self.rank, self.journal, self.cluster = config, config.rank, journal, cluster
         self.events = planned(config.planned_faults, config.seed, config.world_size)
-        self._step = 0  # of the training itself, that began last
+        self._step = 0  # of the training itself, the latest begun
         self._made: set[int] = set()
 
     def begin(self) -> None:
-        """From now on faults come: write down what should come of each, and begin to count seconds."""
+        """Let faults come from now on: record the expected outcome of each, and begin to count seconds."""
         for event in self.events:
             assert event.rank is not None
             outcome, bound_s = outcome_of(event, self.config.lost_after_s), NAMED_S + self.config.lost_after_s
@@ -41,7 +41,7 @@ class Drills:
         threading.Thread(target=self._by_the_clock, name="drills", daemon=True).start()
 
     def step(self, step: int, _variant: str) -> None:
-        """A step begins: what comes at a step comes once, in the first variant."""
+        """Inject the faults of a step at its start, once, in the first variant."""
         self._step = step
         for event in self.events:
             if event.step == step and event.number not in self._made:
@@ -54,7 +54,7 @@ class Drills:
             time.sleep(max(0.0, began + at_s - time.monotonic()))
             self._make(event, self._step)
 
-    # --- making them ---
+    # --- injecting faults ---
 
     def _note(self, event: FaultSpec, step: int, detail: str = "") -> None:
         self.journal.write(Injected(event.number, self.rank, step, "", time.time(), detail))
@@ -81,9 +81,9 @@ class Drills:
             self.journal.say("fault      disk-full fault injected", "normal")
 
     def _cut(self, event: FaultSpec, step: int) -> None:
-        """The rank stops hearing the others, or being heard by them, or both."""
+        """Stop this rank from receiving from the others, from sending to them, or both."""
         self._mute(deaf=event.way != "out", mute=event.way != "in")
-        # A filter drops acknowledgements too: after TCP's first timeout a rank that only hears nobody would be mute.
+        # A filter drops acknowledgements too: after TCP's first timeout a rank cut only inwards could not send.
         line = self.cluster.line.connection if event.way == "in" else None
         whole = event.way == "out" or faults.hear_nobody(but=line)
         self._note(event, step, detail="" if whole else HEARTBEATS)
@@ -93,12 +93,12 @@ class Drills:
             threading.Timer(event.duration_s, self._mend).start()
 
     def _mend(self) -> None:
-        """A cut is over."""
+        """End a cut."""
         self._mute(deaf=False, mute=False)
         faults.hear_again()
 
     def _mute(self, *, deaf: bool, mute: bool) -> None:
-        """Whether this rank hears and is heard over its connection to the server; the one that serves hears itself."""
+        """Set whether this rank receives and sends over its server connection; the host still reaches itself."""
         if self.cluster.server is not None:
             self.cluster.server.cut_off = deaf or mute
         else:
@@ -106,7 +106,7 @@ class Drills:
 
 
 def outcome_of(event: FaultSpec, lost_after_s: float) -> str:
-    """What should come of an event, as distlab/lab/report/fault_checks.py names it."""
+    """Return the expected outcome of an event, as distlab/lab/report/fault_checks.py names it."""
     if event.kind in ("slow_link", "slow_rank"):
         return "survived"
     if event.kind in ("pause", "cut") and event.duration_s is not None:
