@@ -1,1 +1,1 @@
-"""What carries a run: its settings, its ranks, what they train, and the checks, meters and records around them."""
+"""The parts that carry a run: its settings, ranks and workload, and the checks, meters and records around them."""

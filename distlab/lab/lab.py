@@ -1,8 +1,8 @@
-"""Lab: all that an experiment may ask for on one rank, but for the passes.
+"""Lab: everything that an experiment may use on one rank, except the passes.
 
-An experiment reads top to bottom like its lesson because what is around the lesson is here: the model and this rank's
-part of the batch, checks and comparisons that decide the verdict, and words and tables that reach both the log and the
-report. It holds no clock, no print, no file and no os.environ; what is done to every variant is in verify/.
+An experiment reads like its lesson because the rest is here: the model and this rank's part of the batch, checks and
+comparisons that decide the verdict, and text and tables for both log and report. It uses no clock, no print, no file
+and no os.environ; the passes over each variant are in verify/.
 """
 
 import statistics
@@ -36,32 +36,32 @@ from distlab.techniques.transport.handshake import TurnedAway, uncounted
 
 @dataclass(frozen=True)
 class RunHooks:
-    """What a rank's run gives to its Lab, and hears from it; by default there is no run around it, as in a test."""
+    """The callbacks and data that a rank's run gives to its Lab; by default there is no run, as in a test."""
 
-    at: Callable[[int, str], None] = lambda _step, _phase: None  # where the main thread is, for the other ranks
-    work: Work = field(default_factory=Work)  # of how many units, and how many are done
-    # By all ranks when a section of rank 0's log (log.py) is complete, or one row more of all its `rows`: it is
-    # told then, and not at the end.
+    at: Callable[[int, str], None] = lambda _step, _phase: None  # reports the main thread's place to the other ranks
+    work: Work = field(default_factory=Work)  # the number of units, and of those done
+    # All ranks call it when a section of rank 0's log (log.py) is complete, or one more of its `rows`: rank 0 prints it
+    # then, and not at the end.
     finished: Callable[..., None] = lambda _section, _rows=(): None
-    side_group: dist.ProcessGroup | None = None  # of gloo and all ranks, for what goes on beside the training
+    side_group: dist.ProcessGroup | None = None  # of gloo and all ranks, for communication next to the training
 
-    # How ranks of this run connect: where this one listens, their common key, and what counts a stranger's connection.
+    # How ranks of this run connect: this one's address, their common key, and a counter of refused connections.
     own_ip: str = "127.0.0.1"
     secret: bytes = b""
     turned_away: TurnedAway = uncounted
 
-    # Fault injection (fault_injection.py): as a step of the training begins.
+    # Fault injection (fault_injection.py), at the start of a training step.
     on_step: Callable[[int, str], None] = lambda _step, _variant: None
 
-    # Where ranks may be lost and the run goes on: from when on, and what to do then; the rank that serves collects for
-    # all who are left; in a mode whose ranks come and go, who is in.
+    # In runs that continue after losses: from when on, and the action then; the serving rank collects for all that
+    # remain; in an elastic mode, the members.
     let_leave: Callable[[Callable[[int], None]], None] = lambda _then: None
     move: Callable[[], None] = lambda: None
     membership: Membership | None = None
 
 
 class Lab:
-    """One rank's laboratory: the run's settings, the ranks as a group, and the verbs of an experiment."""
+    """The interface of an experiment to its run on one rank: the settings, the ranks as a group, and all actions."""
 
     def __init__(
         self, config: Config, mode: Mode, device: torch.device, group: dist.ProcessGroup, exchange: Exchange,
@@ -80,37 +80,37 @@ class Lab:
         self.first_step_at: float | None = None
         self._ledger = ledger
 
-    # --- what is trained ---
+    # --- the workload ---
 
     def model(self, dtype: torch.dtype) -> Model:
-        """The dense model by LAB_SEED: the same on every rank."""
+        """Return the dense model by LAB_SEED: the same on every rank."""
         return self.mode.model(self.config, self.config.seed).to(self.device, dtype)
 
     def batches(self, dtype: torch.dtype, *, proof: bool = False) -> Batches:
-        """The global batches, and each rank's part of them."""
+        """Return the global batches, with each rank's part of them."""
         return self.mode.batches(self.config, proof=proof, device=self.device, dtype=dtype)
 
     def dealt(self, batches: Batches, step: int) -> list[Microbatch]:
-        """This rank's microbatches of the batch of `step`: dealt along the mesh's axis dp, alike to all elsewhere."""
+        """Return this rank's microbatches of `step`: split along the mesh's axis dp, equal along other axes."""
         with phase("data"):
             return batches.dealt(step, self.mesh.index("dp"), self.mesh.size("dp"))
 
     def begin_step(self, step: int, variant: str) -> None:
-        """The main thread begins a step of the training itself, and not of what is beside it."""
+        """Mark the start of a step of the training itself, not of other passes."""
         self.at(step, variant)
         self.hooks.on_step(step, variant)
 
-    # --- what is said ---
+    # --- output ---
 
     @property
     def speaks(self) -> bool:
-        """Whether this rank speaks for all: rank 0, or who keeps the store where rank 0 has left."""
+        """Return whether this rank writes for all: rank 0, or the one that runs the store after rank 0 has left."""
         return self.rank == self.exchange.host
 
     def say(self, text: str, heading: str = "", *, all_ranks: bool = False, at: Level | None = None) -> None:
-        """A line in the log of rank 0, or of every rank; with a heading it stands in the report too.
+        """Print a line in the log of rank 0, or of every rank; with a heading it is in the report too.
 
-        It is printed from this level of LAB_LOG on: "normal", or "full" for what rank 0 says under a heading.
+        LAB_LOG must be at least this level: "normal", or by default "full" for rank 0's lines with a heading.
         """
         if self.speaks or all_ranks:
             level: Level = at or ("full" if heading and not all_ranks else "normal")
@@ -119,7 +119,7 @@ class Lab:
             self.journal.write(records.Said(heading, text))
 
     def table(self, title: str, columns: list[str], rows: list[list[Any]]) -> None:
-        """A table of the lesson's own, in rank 0's log and in the report."""
+        """Write a table of the lesson, in rank 0's log and in the report."""
         if self.speaks:
             self.journal.say("\n".join([title, *aligned(columns, rows)]), "full")
             self.journal.write(records.Table(title, columns, rows))
@@ -128,41 +128,40 @@ class Lab:
         self, title: str, x_label: str, y_label: str, series: dict[str, list[list[float]]], *,
         log_x: bool = False, log_y: bool = False,
     ) -> None:  # fmt: skip
-        """A line chart in the report: `series` maps a name to [x values, y values]."""
+        """Write a line chart to the report: `series` maps a name to [x values, y values]."""
         if self.speaks:
             self.journal.write(records.Chart(title, x_label, y_label, series, log_x, log_y))
 
     def changed(self, variant: str, step: int, at: float, what: str, members: list[int]) -> None:
-        """From `step` on others are in, as this rank noticed at Unix time `at`: one was "lost" or "asked" to be let in,
-        or all "restart"."""
+        """Record new members from `step` on, as this rank noticed at Unix time `at`: a rank was "lost" or has "asked"
+        for admission, or all "restart"."""
         self.journal.write(records.Changed(variant, step, at, what, members))
 
     def note(self, heading: str, text: str) -> None:
-        """A line of this rank's own log, under a heading of at most ten letters."""
+        """Write a line to this rank's own log, under a heading of at most ten letters."""
         self.journal.write(records.Noted(heading, text))
 
-    # --- what decides ---
+    # --- the verdict ---
 
     def check(
         self, name: str, max_abs_diff: float, tolerance: float, variant: str = "", detail: str = "", *,
         unit: str = "", control: str = "",
     ) -> None:  # fmt: skip
-        """A claim of this rank: holds if `max_abs_diff <= tolerance`. The run passes if all claims of all ranks hold.
+        """Record a check of this rank: it passes if `max_abs_diff <= tolerance`. The run passes if all checks do.
 
-        `unit` names what both count where they are no plain numbers, such as "epsilons of bfloat16". What makes it fail
-        is stated by the mode's table, or for a check of every mode by `control`.
+        `unit` names the unit of both if they are no plain numbers, such as "epsilons of bfloat16". The mode's table
+        names what makes it fail, or for a check of every mode `control` does.
         """
         control = self.mistake_for(name) or control or self.fails_in(name)
         self.journal.write(records.Check(variant, name, float(max_abs_diff), float(tolerance), detail, control, unit))
 
     def mistake_for(self, check: str) -> str:
-        """The first mistake of the mode that this check is meant to see, as LAB_BUG names it; empty if there is
-        none."""
+        """Return the first injected bug of the mode that this check has to catch, in LAB_BUG's form; empty if none."""
         meant = (name for name, mistake in self.mode.mistakes.items() if mistake.check == check)
         return next((f"LAB_BUG={name}" for name in meant), "")
 
     def fails_in(self, name: str) -> str:
-        """What makes a claim fail by the mode's table, if it has one; a name that is in none of its rows raises."""
+        """Return what makes a check fail by the mode's table, if it has one; raises for a name that is in no row."""
         if self.mode.claims is None:
             return ""
         for row in self.mode.claims(self.mode, self.config):
@@ -176,9 +175,9 @@ class Lab:
         self, name: str, predicted: float, measured: float, unit: str = "B", tolerance: float = 0.0, variant: str = "",
         formula: str = "", *, shown: str = "", control: str = "",
     ) -> None:  # fmt: skip
-        """Predicted beside measured on this rank; within `tolerance` (in `unit`), or the run fails.
+        """Compare a predicted with a measured value on this rank; beyond `tolerance` (in `unit`) the run fails.
 
-        With `shown`, a phrase why, it decides nothing. `control` is as in `check`.
+        With `shown`, a reason, the comparison is informational. `control` is as in `check`.
         """
         if name == "peak bytes" and is_own(self.config.model):
             shown = shown or "what a layer of one's own holds in its midst is in no formula"
@@ -190,30 +189,30 @@ class Lab:
         )  # fmt: skip
 
     def waive(self, name: str, why: str, variant: str = "", times: int = 1) -> None:
-        """Say that this rank does not make an expected claim since there is nothing to hold; a name that ends in a
-        space stands for all that begin so."""
+        """Record that this rank omits an expected check that has no data; a name that ends in a space covers all names
+        with this prefix."""
         self.journal.write(records.Waived(variant, name, why, times))
 
     def skip(self, variant: str, reason: str) -> None:
-        """Leave out a variant that cannot take these sizes, and say why; all ranks call it together."""
+        """Leave out a variant that cannot take these sizes, with the reason; all ranks call it together."""
         if self.rank == 0:
             self.journal.write(records.Skipped(variant, reason))
         self.finished("skipped")
 
-    # --- what is measured ---
+    # --- measurements ---
 
     @contextmanager
     def count(self, *, calls: bool = True) -> Iterator[Traffic]:
-        """Calls and wire bytes of what runs inside the block, or the wire alone; all ranks enter and leave together."""
+        """Count calls and wire bytes of the block, or only the wire bytes; all ranks enter and leave together."""
         with self._ledger.count(calls=calls) as traffic:
             yield traffic
         if traffic.wire_error is not None:
             self.waive("wire ", traffic.wire_error)
 
     def seconds(self, call: Callable[[], object], repeats: int = 1) -> float:
-        """Seconds of one of `repeats` calls in a row on this rank; all ranks begin together.
+        """Return the mean seconds of `repeats` calls in a row on this rank; all ranks begin together.
 
-        One call alone would time the end of the barrier more than itself.
+        A single call would mostly measure the end of the barrier.
         """
         self.exchange.barrier("seconds")
         started = time.perf_counter()
@@ -224,35 +223,35 @@ class Lab:
         return (time.perf_counter() - started) / repeats
 
     def losses(self) -> dict[str, list[float]]:
-        """The loss curves of the timed pass by variant, and of one process, on rank 0, NaN where a loss is not known;
-        nothing elsewhere."""
+        """Return the loss curves of the timed pass by variant, and of one process, on rank 0, with NaN for an unknown
+        loss; empty on other ranks."""
         written = (record for record in self.journal.records if isinstance(record, records.Losses))
         return {record.variant: record.numbers for record in written} if self.speaks else {}
 
     def first_calls(self) -> dict[str, list[list[Any]]]:
-        """The calls of the first step of each variant on this rank, as a FirstStep has them."""
+        """Return the calls of the first step of each variant on this rank, as in a FirstStep."""
         found = (record for record in self.journal.records if isinstance(record, records.FirstStep))
         return {record.variant: record.calls for record in found}
 
     def profiles(self) -> dict[str, dict[str, float]]:
-        """Where the time of a median timed step went on this rank: seconds by class, of each variant."""
+        """Return the seconds by class of a median timed step on this rank, for each variant."""
         return {
             record.variant: record.seconds for record in self.journal.records if isinstance(record, records.Profile)
         }
 
     def stepped(self, units: float = 1) -> None:
-        """A step of a strategy is done, so many units of the work under way; the first one ends the start-up of the
-        run."""
+        """Record that a step of a strategy is done, so many units of the current work; the first one ends the run's
+        start-up."""
         self.first_step_at = self.first_step_at or time.time()
         self.work.advance(units)
 
     def wants(self, variant: str) -> bool:
-        """Whether LAB_VARIANT names this variant, or none."""
+        """Return whether LAB_VARIANT names this variant, or is unset."""
         return not self.config.variant or variant in self.config.variant
 
     def hold(self, predictions: Sequence[Prediction], measured: Mapping[str, Counted]) -> None:
-        """Hold what was measured of each variant against all that is predicted of it, by the kind of each prediction;
-        rank 0 tells both then."""
+        """Compare the measurements of each variant with all its predictions, by their kinds; rank 0 then prints
+        both."""
         foretold = [each for each in self.mode.foretold(predictions) if each.variant in measured]
         for name, kind in KINDS.items():
             for each in [each for each in foretold if each.name == name]:
@@ -272,7 +271,7 @@ class Lab:
         name: str = "",
         predicted: float | None = None,
     ) -> None:
-        """Hold one number of this rank against its prediction; under another `name`, or as `predicted` is instead."""
+        """Compare one number of this rank with its prediction, optionally under another `name` or with `predicted`."""
         wanted = prediction.value[self.rank] if predicted is None else predicted
         control = KINDS[prediction.name].control if prediction.name in KINDS else ""
         self.compare(
@@ -281,10 +280,10 @@ class Lab:
         )  # fmt: skip
 
     def hold_bytes(self, prediction: Prediction, traffic: Traffic) -> None:
-        """As called exactly, on the wire within 1 % and the frames that gloo adds to each message.
+        """Compare called bytes exactly, and wire bytes within 1 % and the frames that gloo adds to each message.
 
-        Called and predicted bytes are multiples of 1/N B that were added up in another order: rounded to 1/1000 B they
-        are equal, or another number of bytes.
+        Called and predicted bytes are multiples of 1/N B, summed in different orders: rounded to 1/1000 B they are
+        either equal or really different.
         """
         predicted = prediction.value[self.rank]
         self.hold_one(prediction, round(traffic.called_bytes, 3), 0.0, "called bytes", round(predicted, 3))
@@ -294,8 +293,8 @@ class Lab:
             self.hold_one(prediction, sent, tolerance, predicted=wanted)
 
     def of_ranks(self, label: str, wanted_bytes: float, wire_bytes: float) -> tuple[float, float]:
-        """What is held against each other on the wire: this rank's bytes. Over plain TCP small sums go to rank 0 and
-        back, so ranks differ and the formula is their mean: there both are the mean of all ranks."""
+        """Return the wire bytes to compare: this rank's. Over plain TCP small sums go to rank 0 and back, so ranks
+        differ and the formula is their mean: there both are the mean of all ranks."""
         if self.config.backend != "tcp":
             return wanted_bytes, wire_bytes
         everyone = self.exchange.everyone(label, (wanted_bytes, wire_bytes))
@@ -303,16 +302,16 @@ class Lab:
 
 
 class Kind(NamedTuple):
-    """How a prediction of a kind is held: what is seen of it, how far off that may be, and what makes it fail."""
+    """How to check a prediction of a kind: the measured value, its tolerance, and what makes the check fail."""
 
-    seen: Callable[[Any], float | None]  # None where there is nothing to hold
+    seen: Callable[[Any], float | None]  # None if there is nothing to check
     relative: float = 0.0
     absolute: float = 0.0
-    control: str = ""  # as of `Lab.check`
+    control: str = ""  # as in `Lab.check`
 
 
-# At rest are weights, gradients, optimizer state, and what else should be gone by then; buffers of messages that are
-# kept for the next step are no part of the formulas, and only shown. A bubble is there where the passes were marked.
+# At rest there are weights, gradients, optimizer state, and leaks; message buffers that stay for the next step are not
+# in the formulas and only informational. A bubble is measured if the passes were marked.
 TESTS = "tests/lab/test_lab.py::"
 KINDS = {
     "wire bytes": Kind(lambda seen: None, control=f"{TESTS}test_bytes_beside_their_formula_fail"),  # noqa: ARG005

@@ -1,7 +1,6 @@
-"""Which host is MASTER_ADDR, by which of its own addresses and interfaces a rank reaches it, and the sockets there.
+"""Resolve MASTER_ADDR, find the local address and interface that lead to it, and open sockets there.
 
-Everything here is bounded: a resolver that has no answer can keep a thread for half a minute, so it gets one of its
-own.
+Every call has a time limit: a resolver without an answer can block for half a minute, so it runs on its own thread.
 """
 
 import ipaddress
@@ -23,7 +22,7 @@ LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
 class Address(NamedTuple):
-    """A host as the socket calls want it: its name for people, its family and its numeric address."""
+    """A host as socket calls need it: its name for messages, its address family and its numeric address."""
 
     name: str
     family: socket.AddressFamily
@@ -31,7 +30,7 @@ class Address(NamedTuple):
 
 
 def bounded(call: Callable[[], Result], timeout_s: float, refusal: str) -> Result:
-    """`call()`, or ClusterError(refusal) after `timeout_s`; errors of `call` are raised here."""
+    """Return `call()`, or raise ClusterError(refusal) after `timeout_s`; errors of `call` are raised here."""
     answers: queue.SimpleQueue[tuple[bool, Result | BaseException]] = queue.SimpleQueue()
 
     def run() -> None:
@@ -51,9 +50,9 @@ def bounded(call: Callable[[], Result], timeout_s: float, refusal: str) -> Resul
 
 
 def resolve(name: str, timeout_s: float, say: Callable[[str], None]) -> Address:
-    """The address of `name`, IPv4 first; says every SAID_AFTER_S that it has none yet.
+    """Return the address of `name`, IPv4 first; print every SAID_AFTER_S that there is none yet.
 
-    Raises ClusterError if it is unknown for `timeout_s` seconds, at once where no host can have this name.
+    Raises ClusterError if the name stays unknown for `timeout_s` seconds, and at once if no host can have it.
     """
     deadline = time.monotonic() + timeout_s
     refusal = (
@@ -65,7 +64,7 @@ def resolve(name: str, timeout_s: float, say: Callable[[str], None]) -> Address:
             found = bounded(
                 lambda: socket.getaddrinfo(name, None, type=socket.SOCK_DGRAM), min(SAID_AFTER_S, deadline - now), ""
             )
-        except UnicodeError:  # a label that no host name can hold
+        except UnicodeError:  # a label that a host name cannot contain
             break
         except (OSError, ClusterError):
             if time.monotonic() >= say_at:
@@ -79,7 +78,7 @@ def resolve(name: str, timeout_s: float, say: Callable[[str], None]) -> Address:
 
 
 def is_local(address: Address) -> bool:
-    """Whether `address` belongs to this machine: only then can a socket be bound to it."""
+    """Return whether `address` belongs to this machine: only then can a socket be bound to it."""
     with socket.socket(address.family, socket.SOCK_DGRAM) as probe:
         try:
             probe.bind((address.ip, 0))
@@ -89,7 +88,7 @@ def is_local(address: Address) -> bool:
 
 
 def source_ip(family: int, target_ip: str) -> str | None:
-    """This machine's address on the way to `target_ip`, or None without a route; sends nothing."""
+    """Return this machine's address on the way to `target_ip`, or None without a route; sends nothing."""
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((target_ip, 9))
@@ -99,18 +98,18 @@ def source_ip(family: int, target_ip: str) -> str | None:
 
 
 def outward_ip(family: int) -> str:
-    """This machine's address on its default route, or "" if it has none (addresses of RFC 5737 and 3849 are
-    nobody's)."""
+    """Return this machine's address on its default route, or "" if it has none (RFC 5737 and 3849 addresses are
+    assigned to no host)."""
     return source_ip(family, "192.0.2.1" if family == socket.AF_INET else "2001:db8::1") or ""
 
 
 def is_loopback(ip: str) -> bool:
-    """Whether `ip` reaches its own machine alone, as the 127.0.1.1 that Debian gives a host's own name."""
+    """Return whether `ip` reaches this machine only, such as the 127.0.1.1 that Debian assigns to a host's own name."""
     return ipaddress.ip_address(ip.partition("%")[0]).is_loopback
 
 
 def interface_of(ip: str) -> str | None:
-    """The network interface that holds an IPv4 address, such as `eth0`; None where the system does not tell."""
+    """Return the network interface with an IPv4 address, such as `eth0`; None if the system does not report it."""
     try:
         import fcntl
     except ImportError:
@@ -127,9 +126,9 @@ def interface_of(ip: str) -> str | None:
 
 
 def listening_socket(address: Address, port: int = 0) -> socket.socket:
-    """A TCP socket that listens; raises OSError where the port is taken.
+    """Return a listening TCP socket; raises OSError if the port is taken.
 
-    It listens where `own_ip` says.
+    It listens at the address that `own_ip` returns.
     """
     tcp = socket.socket(address.family, socket.SOCK_STREAM)
     try:
@@ -143,8 +142,8 @@ def listening_socket(address: Address, port: int = 0) -> socket.socket:
 
 
 def own_ip(address: Address) -> str:
-    """Where rank 0 opens its ports: at its own address alone.
+    """Return where rank 0 opens its ports: at its own address only.
 
-    At all where that is a loopback's under another name, as Debian gives a host's own: others know it by another.
+    If that one is a loopback under another name, as on Debian, rank 0 uses all: other hosts know it by another.
     """
     return address.ip if address.name in LOOPBACK_NAMES or not is_loopback(address.ip) else ""

@@ -1,8 +1,8 @@
-"""Who is let in to a run: what rank 0's server makes of the processes that claim to be ranks.
+"""Decide which of the processes that claim to be ranks rank 0's server admits to a run.
 
-A pure state machine over connections and time, so that a doubled rank, a differing setting or a fast restart is tested
-without a socket. Until all are there a fault ends the start for everybody, with the same sentence on every rank. After
-that the run is whole: a process that comes late is refused alone, or waits for the end of a run whose rank it replaces.
+A pure state machine over connections and time, so that duplicate ranks, differing settings and fast restarts are tested
+without a socket. Until all are there, a fault ends the start for all ranks, with the same sentence. After that the run
+is complete: a late process is refused alone, or waits for the end of a run whose rank it replaces.
 """
 
 import os
@@ -17,14 +17,14 @@ from distlab.lab.cluster.address import is_loopback
 from distlab.lab.cluster.messages import MAX_TEXT, Claim, Member
 from distlab.lab.config import Config, text_of
 
-# A rank that restarts fast is no double of its dead predecessor: that one has to give a sign of life so long after the
-# newcomer came. Signs that were on their way are older.
+# A rank that restarts fast is no duplicate of its dead predecessor, unless that one sends a sign of life this long
+# after the newcomer joined. Earlier signs may have been in transit.
 CROSSING_S = 0.6
-# A stranger of a larger world is judged only so long after it came: a second rank 0 may show by then that it belongs to
-# another run.
+# A stranger of a larger world is judged only this long after it joined: by then a second rank 0 may show that it
+# belongs to another run.
 STRANGER_S = 2.0
-# What ranks may see differently: where they are, their paths, their bounds and their container's limits. The key is
-# shown to nobody: a rank with another one is not let in.
+# What may differ between ranks: their location, paths, timeouts and container limits. The key is never sent: a rank
+# with another key is not admitted.
 OWN = {
     "rank", "world_size", "run_mode", "local_rank", "master_addr", "master_port", "key",
     "join_timeout_s", "lost_after_s", "collective_timeout_s", "cpus", "memory",
@@ -35,8 +35,8 @@ def claim_of(
     config: Config, version: str, outward_ip: str, contents: Mapping[str, str] | None = None,
     listening: socket.socket | None = None,
 ) -> Claim:  # fmt: skip
-    """The claim of this process; `contents` are checksums of what the settings name, which ranks need alike, and
-    `listening` is where it will serve if the run goes on without rank 0."""
+    """Return the claim of this process; `contents` are checksums of the files that settings name, equal on all ranks,
+    and `listening` is where it will serve if the run continues without rank 0."""
     assert config.rank is not None, "a rank is started with RANK"
     settings = shared_settings(config) | dict(contents or {})
     return Claim(
@@ -47,12 +47,12 @@ def claim_of(
 
 
 def too_long(claim: Claim) -> bool:
-    """Whether a setting is longer than a server reads."""
+    """Return whether a setting is longer than a server reads."""
     return any(len(each) > MAX_TEXT for each in (claim.run_mode, *claim.settings, *claim.settings.values()))
 
 
 def shared_settings(config: Config) -> dict[str, str]:
-    """What all ranks need alike and this one sets: the mode's own variables too."""
+    """Return the settings of this rank that must be equal on all ranks, the mode's own variables included."""
     shared = {}
     for part in (config, config.options):
         for name, entry in type(part).model_fields.items():
@@ -69,7 +69,7 @@ def default_of(alias: str) -> str:
 
 
 def differences(one: Claim, other: Claim) -> str:
-    """What differs between two claims of one run, both values each; empty where nothing does."""
+    """Return what differs between two claims of one run, with both values; empty if nothing does."""
     pairs = [
         ("WORLD_SIZE", str(one.world_size), str(other.world_size)),
         ("RUN_MODE", one.run_mode, other.run_mode),
@@ -87,14 +87,14 @@ def differences(one: Claim, other: Claim) -> str:
 
 
 def twice(first: Claim, second: Claim) -> str:
-    """The sentence about two processes of one rank."""
+    """Return the sentence about two processes of one rank."""
     hosts = [f"host {one.host} (pid {one.pid})" for one in (first, second)]
     return f"rank {first.rank} runs twice, on {hosts[0]} and on {hosts[1]}: give each its own RANK"
 
 
 @dataclass
 class Asker:
-    """One process that asks to be let in, by its connection `peer`."""
+    """A process that asks for admission, through its connection `peer`."""
 
     peer: Hashable
     claim: Claim
@@ -107,7 +107,7 @@ class Asker:
 
 @dataclass(frozen=True)
 class Reply:
-    """What a connection is told: to wait, or that it is refused."""
+    """The answer to a connection: wait, or refused."""
 
     peer: Hashable
     sentence: str
@@ -115,26 +115,26 @@ class Reply:
 
 
 class Admission:
-    """`own` is rank 0's claim. `refusal` is the sentence that ends the start for all, once there is one; `window_s` is
-    how long after the seal a rank of a larger world still ends it."""
+    """The admission of processes to a run; `own` is rank 0's claim, `refusal` the sentence that ends the start for all.
+    For `window_s` after the seal a rank of a larger world still ends it."""
 
     def __init__(self, own: Claim, run_id: str, window_s: float, lost_after_s: float) -> None:
         self.own, self.run_id, self.window_s, self.lost_after_s = own, run_id, window_s, lost_after_s
         self.refusal = ""
         self.members: dict[int, Asker] = {}
         self.sealed_at: float | None = None
-        self._waiting: list[Asker] = []  # its rank is taken, or it came late
-        self._second_host: Claim | None = None  # a rank 0 that came after the seal: another run wants this port
+        self._waiting: list[Asker] = []  # its rank is taken, or it is late
+        self._second_host: Claim | None = None  # a rank 0 that asked after the seal: another run needs this port
         self._largest = own.world_size
         self._told: set[int] = set()
 
     def missing(self) -> list[int]:
-        """The ranks that are not here."""
+        """Return the ranks that have not joined."""
         here = {rank for rank, asker in self.members.items() if asker.ended_at is None}
         return [rank for rank in range(self.own.world_size) if rank not in here]
 
     def ask(self, peer: Hashable, claim: Claim, ip: str, now: float, life: int = 0) -> None:
-        """A process asks for its place."""
+        """Record that a process asks for its place."""
         asker = Asker(peer, claim, ip, life, now, now)
         self._largest = max(self._largest, claim.world_size)
         fault = differences(claim, self.own)
@@ -154,26 +154,26 @@ class Admission:
             self.members[claim.rank] = asker
 
     def hear(self, peer: Hashable, now: float) -> None:
-        """A sign of life of a connection."""
+        """Record a sign of life of a connection."""
         for asker in (*self.members.values(), *self._waiting):
             if asker.peer == peer:
                 asker.heard_at = now
 
     def end(self, peer: Hashable, now: float) -> None:
-        """A connection has ended."""
+        """Record that a connection has ended."""
         self._waiting = [asker for asker in self._waiting if asker.peer != peer]
         for asker in self.members.values():
             if asker.peer == peer:
                 asker.ended_at = now
 
     def forgive(self, now: float) -> None:
-        """This process did not run itself: nobody's silence counts until now."""
+        """Ignore all silence until now, because this process itself did not run."""
         for asker in (*self.members.values(), *self._waiting):
             asker.heard_at = now
             asker.ended_at = None if asker.ended_at is None else now
 
     def look(self, now: float) -> list[Reply]:
-        """What each connection is to be told now; members that are let in have nothing but who is missing."""
+        """Return the reply that each connection gets now; admitted members only get the ranks that are missing."""
         if self.sealed_at is not None:
             return [reply for asker in self._waiting if (reply := self._late(asker, now, self.sealed_at))]
         for asker in list(self._waiting) if not self.refusal else []:
@@ -189,7 +189,7 @@ class Admission:
         return [Reply(asker.peer, waits.get(asker.claim.uid, sentence), False) for asker in askers]
 
     def _fill(self, asker: Asker, now: float) -> None:
-        """A rank that is here already, once more: the double of it, or its successor."""
+        """Process a second claim to a rank that is already here: from its duplicate, or from its successor."""
         holder = self.members[asker.claim.rank]
         if holder.ended_at is not None or now - holder.heard_at > self.lost_after_s:
             self.members[asker.claim.rank] = asker
@@ -198,7 +198,7 @@ class Admission:
             self.refusal = twice(holder.claim, asker.claim)
 
     def _give_up(self, now: float) -> None:
-        """End the start where a rank has come and gone: nobody else tells the others."""
+        """End the start if a rank has joined and left: the others learn it from here only."""
         ended = {rank: asker.ended_at for rank, asker in self.members.items() if asker.ended_at is not None}
         gone = sorted(rank for rank, at in ended.items() if now - at > self.lost_after_s)
         silent = sorted(
@@ -210,9 +210,9 @@ class Admission:
             self.refusal = f"{name_ranks(gone or silent)} lost before all ranks had joined: {why}"
 
     def _late(self, asker: Asker, now: float, sealed_at: float) -> Reply | None:
-        """What is said to a process that comes after the seal, when the run is whole.
+        """Return the reply to a process that asks after the seal, when the run is complete.
 
-        One of a larger world shows that the ranks were not all meant to be this few: that ends the start for all.
+        One of a larger world shows that more ranks were meant to start: that ends the start for all.
         """
         claim, fault = asker.claim, differences(asker.claim, self.own)
         if claim.rank == 0:
@@ -233,7 +233,7 @@ class Admission:
         return Reply(asker.peer, fault, True)
 
     def all_told(self) -> bool:
-        """Whether every rank has heard the refusal, those of the largest WORLD_SIZE that anyone has named."""
+        """Return whether every rank has received the refusal, up to the largest WORLD_SIZE in any claim."""
         return self._told | {0} >= set(range(self._largest))
 
     def seal(self, now: float) -> list[Member]:
@@ -246,6 +246,6 @@ class Admission:
         on_loopback = all(is_loopback(asker.ip) for asker in self.members.values())
         for rank, asker in sorted(self.members.items()):
             claim, ip = asker.claim, asker.ip
-            # A rank on rank 0's own machine may have come by 127.0.0.1, where ranks of other machines do not find it.
+            # A rank on rank 0's machine may connect from 127.0.0.1, where ranks of other machines cannot reach it.
             reachable = ip if on_loopback or not is_loopback(ip) else claim.outward_ip or ip
             yield Member(rank, claim.host, reachable, claim.pid, asker.life, claim.next_port)

@@ -1,7 +1,7 @@
-"""How a rank ends when it has failed, was stopped, or the cluster broke: its sentence, its records, its exit code.
+"""End a rank that has failed, was stopped, or lost its cluster: with a sentence, its records and an exit code.
 
-The main thread may hang in C++ and a disk may hang under the records, so the end has a bound of its own, and
-`os._exit` asks nobody.
+The main thread may hang in C++ and a disk may block the records, so the end has its own time limit, and `os._exit` runs
+no cleanup.
 """
 
 import errno
@@ -21,9 +21,9 @@ from distlab.lab.cluster.messages import Place, Verdict
 from distlab.lab.config import ConfigError
 from distlab.lab.report.records import Lost
 
-# A rank whose main thread raised: what it ends with, what others say of it, and whether a loss may be the cause.
+# A rank whose main thread raised: its own verdict, the verdict for the others, and whether a loss may be the cause.
 
-# Words of errors behind which a lost rank may stand: gloo, NCCL and the store name an address at best.
+# Parts of error messages that a lost rank can cause: gloo, NCCL and the store name an address at best.
 BLAMELESS = ("gloo", "nccl", "store", "connection", "socket", "pipe", "timed out", "peer")
 
 
@@ -31,9 +31,9 @@ DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
 def failed(rank: int, place: Place, error: BaseException, waited_for: Iterable[str]) -> tuple[Verdict, Verdict]:
-    """The verdict that `rank` ends with, and the one that it tells the others.
+    """Return the verdict that `rank` ends with, and the one that it sends to the others.
 
-    A refusal is the run's and no rank's own: all say the same sentence, and nobody is lost.
+    A refusal concerns the run and no single rank: all ranks print the same sentence, and none is lost.
     """
     if isinstance(error, ConfigError):
         refused = Verdict(2, f"refused    {'; '.join(error.faults)}")
@@ -49,9 +49,9 @@ def failed(rank: int, place: Place, error: BaseException, waited_for: Iterable[s
 
 
 def disk_refuses(error: BaseException | None) -> bool:
-    """Whether a disk that is full, or that cannot be written any more, stands behind `error`.
+    """Return whether the cause of `error` is a disk that is full or not writable any more.
 
-    It is the run's disk and no rank's own: all end alike, those too that were only waiting.
+    The disk belongs to the run and to no single rank: all ranks end in the same way, also those that only waited.
     """
     while error is not None:
         if isinstance(error, OSError) and error.errno in DISK:
@@ -61,7 +61,7 @@ def disk_refuses(error: BaseException | None) -> bool:
 
 
 def may_be_a_loss(error: BaseException | None) -> bool:
-    """Whether a lost rank can be the cause of `error`, itself or in what it was raised from."""
+    """Return whether a lost rank can be the cause of `error`, or of an error in its chain."""
     while error is not None:
         if isinstance(error, ConnectionError):
             return True
@@ -77,19 +77,19 @@ def may_be_a_loss(error: BaseException | None) -> bool:
 # nothing: it cannot know what happened since.
 
 LOOK_S = 0.05
-WRITING_S = 2.5  # how long a rank that is alive may take to write run.json, 0.1 to 1.2 s as a rule: its disk may hang
-NEXT_S = 0.75  # and so much longer for each other survivor in between: they take it up one after another
+WRITING_S = 2.5  # how long a living rank may take to write run.json, usually 0.1 to 1.2 s: its disk may hang
+NEXT_S = 0.75  # and this much longer for each other survivor in between: they take over one after another
 
 
 class Succession:
-    """The survivors as one of them knows them, on the thread that ends it; made as soon as the loss is named."""
+    """The survivors that one of them knows of, on the thread that ends it; made as soon as the loss is named."""
 
     def __init__(self, rank: int, survivors: Iterable[int], *, given_up: bool = False) -> None:
         self.rank, self.survivors, self.given_up = rank, sorted(survivors), given_up
         self.named_at = time.monotonic()
 
     def turn(self, written: Callable[[], bool]) -> bool:
-        """Wait until it is this rank's turn to write; False if another has written, which `written` sees."""
+        """Wait until it is this rank's turn to write; False if another rank has written, according to `written`."""
         if self.given_up or self.rank not in self.survivors:
             return False
         before = self.survivors.index(self.rank)
@@ -106,11 +106,11 @@ class Succession:
 # Python runs a signal's handler on the main thread, which does not come back from a collective while it waits for a
 # rank; the wake-up descriptor is written by the handler in C. Must be made and closed on the main thread.
 
-EXIT_CODES = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGHUP: 143}  # a terminal that is gone stops a run, too
+EXIT_CODES = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGHUP: 143}  # a closed terminal stops a run, too
 
 
 def heeded() -> list[signal.Signals]:
-    """The stop signals but those that whoever started this process had it ignore, as nohup does."""
+    """Return the stop signals, except those that the parent of this process made it ignore, as nohup does."""
     return [number for number in EXIT_CODES if signal.getsignal(number) is not signal.SIG_IGN]
 
 
@@ -125,28 +125,28 @@ class Signals:
         self._previous_fd = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
 
     def close(self) -> None:
-        """Give them back."""
+        """Restore Python's handling."""
         signal.set_wakeup_fd(self._previous_fd)
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
     def wake(self) -> None:
-        """End a `wait` that is under way, on another thread, with None."""
-        with suppress(OSError):  # it is full: whoever waits wakes anyway
+        """End a `wait` on another thread, with None."""
+        with suppress(OSError):  # it is full: the waiting thread wakes anyway
             self._sender.send(b"\0")
 
     def wait(self, timeout_s: float) -> signal.Signals | None:
-        """The first stop signal within `timeout_s`; None earlier after `wake`."""
+        """Return the first stop signal within `timeout_s`; None earlier after `wake`."""
         ready, _, _ = select.select([self.receiver], [], [], max(0.0, timeout_s))
         if self.receiver not in ready:
             return None
         return next((signal.Signals(number) for number in self.receiver.recv(64) if number in EXIT_CODES), None)
 
 
-# The end itself, once, by whichever thread comes first. SIGTERM outranks a loss in a rank's own code, even while the
+# The end itself, once, on whichever thread comes first. SIGTERM outranks a loss in a rank's exit code, even while the
 # records of the loss are being written.
 
-LAST_WORDS_S = 7.0  # for run.json and report of a broken run (finish.py), in 5 s as a rule; a signal cuts it short
+LAST_WORDS_S = 7.0  # for run.json and report of a broken run (finish.py), usually 5 s; a signal cuts it short
 STOP_S = 0.6  # after a signal: `docker stop` ends a rank in under a second
 
 
@@ -160,14 +160,14 @@ class Departure:
         self._leaving = threading.Lock()
 
     def leave(self, verdict: Verdict, succession: Succession | None) -> NoReturn:
-        """Say the verdict, let the entry point write it down if there is anything to write, and exit with its code."""
+        """Print the verdict, let the entry point write records if there are any, and exit with its code."""
         if not self._leaving.acquire(blocking=False):
             if verdict.exit_code in EXIT_CODES.values():
                 exit_now(verdict.exit_code)
             while True:  # the other thread is ending the process, within LAST_WORDS_S
                 time.sleep(LAST_WORDS_S)
         threading.Thread(target=self._cut_short, args=(verdict.exit_code,), daemon=True).start()
-        with suppress(Exception):  # nobody reads what is printed
+        with suppress(Exception):  # the reader of the output is gone
             self._say(verdict.sentence)
         with suppress(Exception):  # a full disk must not keep a rank of a broken cluster alive
             if succession is not None:
@@ -179,7 +179,7 @@ class Departure:
             time.sleep(STOP_S)
         else:
             number, end_by = None, time.monotonic() + LAST_WORDS_S
-            # `Signals.wake` ends a wait early: then the rest is waited for.
+            # `Signals.wake` ends a wait early: then wait for the rest of the time.
             while number is None and (left_s := end_by - time.monotonic()) > 0:
                 number = self._signals.wait(left_s)
             exit_code = EXIT_CODES[number] if number is not None else exit_code
@@ -187,7 +187,7 @@ class Departure:
 
 
 def exit_now(exit_code: int) -> NoReturn:
-    """Flush what was printed, if that does not hang for long, and end the process."""
+    """Flush the output, if that does not hang for long, and end the process."""
     flushing = threading.Thread(target=_flush, daemon=True)
     flushing.start()
     flushing.join(timeout=0.2)

@@ -1,8 +1,8 @@
-"""Which ranks are lost: a pure function of connections and time.
+"""Decide which ranks are lost: a pure function of connections and time.
 
-A connection that ends without a word is a death, which the kernel tells at once. A rank that is silent for
-LAB_LOST_AFTER_S is declared dead: its machine is gone, or it was stopped. All that are lost within SETTLE_S are named
-together, so that one sentence tells of a machine with two ranks.
+A connection that ends without a message is a death, which the kernel reports at once. A rank that is silent for
+LAB_LOST_AFTER_S is declared dead: its machine is gone, or it was stopped. All losses within SETTLE_S are named
+together, so that one sentence covers a machine with two ranks.
 """
 
 import time
@@ -26,17 +26,17 @@ OOM_SHARE = 0.85  # a container that was killed for memory had at least this sha
 
 @dataclass
 class RankState:
-    """What is known of one rank."""
+    """The state of one rank, as far as the server knows it."""
 
     heard_at: float
     place: Place = field(default_factory=Place)
     ended_at: float | None = None  # its connection has ended
-    how: str = ""  # how its process ended, where that is known
-    left: bool = False  # it had come to its end
+    how: str = ""  # how its process ended, if known
+    left: bool = False  # it ended normally
 
 
 def lost_ranks(ranks: Mapping[int, RankState], lost_after_s: float, now: float) -> dict[int, str]:
-    """The ranks that are lost `now`, each with the reason."""
+    """Return the ranks that are lost `now`, each with the reason."""
     found = {}
     for rank, state in sorted(ranks.items()):
         if state.left:
@@ -49,16 +49,16 @@ def lost_ranks(ranks: Mapping[int, RankState], lost_after_s: float, now: float) 
 
 
 def killed_for_memory(place: Place) -> str:
-    """What a rank's last heartbeat says of its memory."""
+    """Return what a rank's last heartbeat reports about its memory."""
     if place.memory is None or place.memory < OOM_SHARE:
         return ""
     return f", with memory at {place.memory:.0%} of its limit in the last heartbeat: probably killed by the OOM killer"
 
 
 def verdict_on(lost: Mapping[int, str], ranks: Mapping[int, RankState], host: int | None = None) -> Verdict:
-    """The sentence about lost ranks that all others say; `host` is the rank whose process judges.
+    """Return the sentence about lost ranks for all others; `host` is the rank whose process judges.
 
-    Where it hears nobody any more, though no connection of several has ended, it is the one that is cut off.
+    If all of several others are silent, and no connection has ended, the host itself is partitioned.
     """
     others = [rank for rank in ranks if rank != host and not ranks[rank].left]
     deaf = len(others) > 1 and all(rank in lost and ranks[rank].ended_at is None for rank in others)
@@ -77,10 +77,10 @@ class FailureDetector:
         self.host = host
         self.ranks = {rank: RankState(heard_at=now) for rank in ranks}
         self.lost_after_s = lost_after_s
-        self._lost_at: float | None = None  # the first of those that are to be named together
+        self._lost_at: float | None = None  # the first of the losses that are named together
 
     def verdict(self, now: float) -> Verdict | None:
-        """On all that are lost, once the first has been for SETTLE_S."""
+        """Return the verdict on all lost ranks, once the first has been lost for SETTLE_S."""
         lost = lost_ranks(self.ranks, self.lost_after_s, now)
         if not lost:
             self._lost_at = None
@@ -89,17 +89,17 @@ class FailureDetector:
         return verdict_on(lost, self.ranks, self.host) if now - self._lost_at >= SETTLE_S else None
 
     def add(self, rank: int, now: float) -> None:
-        """A rank is here, or here again."""
+        """Record that a rank has joined, or joined again."""
         self.ranks[rank] = RankState(heard_at=now)
 
     def forget(self, ranks: Iterable[int]) -> None:
-        """The run goes on without them."""
+        """Forget these ranks: the run continues without them."""
         for rank in ranks:
             self.ranks.pop(rank, None)
         self._lost_at = None
 
     def forgive(self, now: float) -> None:
-        """This process did not run itself: nobody's silence counts until now."""
+        """Ignore all silence until now, because this process itself did not run."""
         for state in self.ranks.values():
             state.heard_at = now
 
@@ -112,35 +112,34 @@ class FailureDetector:
 # what it takes itself, another may take twice.
 
 SLOW_S, SLOW_AGAIN_S = 3.0, 5.0
-NORMAL = 2.0  # times this rank's own longest work
-# Phases, by their first words, in which these ranks compute on purpose what all others wait for: rank 0 the one process
-# or the report, rank 1 the twin of the one process. Rank 0's own log says how far it is.
+NORMAL = 2.0  # times the longest work of this rank
+# Phases, by their first words, in which these ranks compute by design what all others wait for: rank 0 the one process
+# or the report, rank 1 the twin of the one process. Rank 0's own log shows its progress.
 ALONE, COMPUTING = ("one process", "report"), (0, 1)
 
 
 def waited_for(place: Place, others: Mapping[int, Place]) -> dict[int, Place]:
-    """Of the other ranks those that have changed place, or begun collectives in this place, less often."""
+    """Return the other ranks that have changed place, or begun collectives in this place, less often."""
     return {rank: each for rank, each in sorted(others.items()) if (each.turn, each.calls) < (place.turn, place.calls)}
 
 
 def behind(place: Place, others: Mapping[int, Place], but: Container[int] = ()) -> list[str]:
-    """The same, each with where it is, without those in `but`."""
+    """Return the same ranks, each with its place, except those in `but`."""
     late = waited_for(place, others)
     return [f"rank {rank} ({each} for {each.in_phase_s:.1f} s)" for rank, each in late.items() if rank not in but]
 
 
 class Slowness:
-    """Where this rank was last seen, how long it worked in one place at most, and when it last said for whom it
-    waits."""
+    """The last seen place of this rank, its longest work in one place, and when it last reported a wait."""
 
     def __init__(self, now: float) -> None:
         self._place, self._since = Place(), now
-        self._waited = False  # for another, when it was last looked at there
+        self._waited = False  # for another rank, at the last look there
         self._longest_s = 0.0
         self._said_at = 0.0
 
     def sentence(self, place: Place, others: Mapping[int, Place], now: float) -> str:
-        """Whom this rank waits for, if it is time to say so; else empty. `place` has the collectives begun there."""
+        """Return whom this rank waits for, if it is time to report it; else empty. `place` counts collectives too."""
         if (place.turn, place.calls) != (self._place.turn, self._place.calls):
             self._note_work(now)
             self._place, self._since = place, now
@@ -157,22 +156,21 @@ class Slowness:
         return f"waiting for {waits_s:.1f} s {place} for {', '.join(named)}"
 
     def _note_work(self, now: float) -> None:
-        """It leaves its place: what it did there was work of its own, if it waited for nobody and had begun."""
+        """Record that it leaves its place: its time there was its own work, if it waited for no rank and had begun."""
         if not self._waited and self._place.turn > 0 and not self._place.phase.startswith(ALONE):
             self._longest_s = max(self._longest_s, now - self._since)
 
 
-# Where the main thread of a rank is: at which step, in which phase, and how many collectives it has begun there.
-#
-# The watch's thread tells it to the others with each heartbeat, so that a loss is named with the place it happened at,
-# and of ranks that wait for each other the one that is behind can be found.
+# Where the main thread of a rank is: at which step, in which phase, and how many collectives it has begun there. The
+# watch's thread sends this to the others with each heartbeat, so that a loss is named with its place, and that of ranks
+# waiting for each other the one that is behind can be found.
 
 
 class MainThreadProgress:
-    """Written by the main thread, read by the watch's.
+    """The progress of the main thread, which writes it; the watch's thread reads it.
 
-    `work` is the step and phase with waits for other ranks left out; `together` is whether all ranks change place
-    together, so that who has done so less often is behind: not once ranks may leave, when each goes at its own pace.
+    `work` is the step and phase without waits for other ranks; `together` is whether all ranks change place together,
+    so that one with fewer changes is behind: not once ranks may leave, when each has its own pace.
     """
 
     def __init__(self) -> None:
@@ -183,28 +181,28 @@ class MainThreadProgress:
         self._calls_begun: Callable[[], int] = lambda: 0
 
     def follow(self, group: "dist.ProcessGroup") -> None:
-        """From now on count the collectives that this rank begins in `group`: gloo and NCCL number them."""
+        """Count the collectives that this rank begins in `group` from now on: gloo and NCCL number them."""
         self._calls_begun = group._get_sequence_number_for_group  # type: ignore[attr-defined]
 
     def at(self, step: int, phase: str) -> None:
-        """Note where the main thread is."""
+        """Record where the main thread is."""
         self.work = step, phase
         self._move(step, phase)
 
     def part(self) -> None:
-        """From now on each rank goes at its own pace: who has changed place how often says nothing."""
+        """Let each rank have its own pace from now on: the number of changes of place no longer shows who is behind."""
         self.together, self.place = False, replace(self.place, turn=0)
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Around a wait for the other ranks, outside of any collective."""
+        """Mark a wait for the other ranks, outside of any collective."""
         before = self.place
         self._move(before.step, f"the wait at {what}")
         yield
         self._move(before.step, before.phase)
 
     def here(self) -> Place:
-        """Where it is, with the collectives that it began there."""
+        """Return the main thread's place, with the collectives that it began there."""
         calls, in_phase_s = self._calls_begun() - self._calls_before, time.monotonic() - self._since
         return replace(self.place, calls=calls, in_phase_s=round(in_phase_s, 2))
 

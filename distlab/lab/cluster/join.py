@@ -1,9 +1,9 @@
-"""Ranks find each other: rank 0 serves at MASTER_ADDR:MASTER_PORT, all others connect to it until every rank is there.
+"""Let ranks find each other: rank 0 serves at MASTER_ADDR:MASTER_PORT, and all others connect until all are there.
 
-What cannot run together is refused by the server with one sentence, which every rank says: a doubled RANK, another
-WORLD_SIZE, RUN_MODE, version or setting, ranks that never came. A process without the key of the run gets nothing from
-it. Under torchrun the agent owns MASTER_PORT: rank 0 writes into its store, which is open to all, where it serves.
-Nothing waits longer than LAB_JOIN_TIMEOUT_S.
+The server refuses what cannot run together, with one sentence that every rank prints: a duplicate RANK, another
+WORLD_SIZE, RUN_MODE, version or setting, missing ranks. A process without the run's key gets nothing from it. Under
+torchrun the agent owns MASTER_PORT: rank 0 writes its server's address into the agent's store, which is open to all. No
+wait is longer than LAB_JOIN_TIMEOUT_S.
 """
 
 import errno
@@ -49,21 +49,21 @@ if TYPE_CHECKING:
 
     from distlab.techniques.transport.store import KeyedStore
 
-ASK_EVERY_S = 0.1  # a port at which nothing listens
+ASK_EVERY_S = 0.1  # at a port without a listener
 DIAL_S = 1.0
-SAY_AFTER_S = 3.0  # what is waited for: most ranks come sooner
+SAY_AFTER_S = 3.0  # what this rank waits for: most ranks join sooner
 SAY_EVERY_S = 9.5
-# A port that accepts connections, while nobody answers as rank 0 for so long, is another program's. A dying earlier run
-# frees it sooner.
+# A port that accepts connections without a rank 0 for this long belongs to another program. An earlier run that is
+# ending frees it sooner.
 FOREIGN_S = 4.0
-LINGER_S = 6.0  # how long rank 0 stays for ranks that are still importing torch, to tell them why there is no run
+LINGER_S = 6.0  # how long rank 0 stays to send ranks that still import torch the reason why there is no run
 STORE_TIMEOUT_S = 20.0
-Where = Callable[[], tuple[Address, int] | None]  # where rank 0 serves, if that is known
+Where = Callable[[], tuple[Address, int] | None]  # where rank 0 serves, if known
 ANSWERS = msgspec.msgpack.Decoder(FromServer)
 
 
 class Line:
-    """This rank's connection to the server. Used by one thread, but for `send`."""
+    """This rank's connection to the server. One thread uses it, except for `send`."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.settimeout(STORE_TIMEOUT_S)
@@ -71,12 +71,12 @@ class Line:
         self.connection = connection
         self.ended = False
         self.deaf = self.mute = False  # by fault injection
-        self.unread: list[FromServer] = []  # what has come and was not for whoever read before
+        self.unread: list[FromServer] = []  # messages that were not for an earlier reader
         self._received = bytearray()
         self._lock = threading.Lock()
 
     def send(self, message: Message) -> None:
-        """Send it, unless the connection has ended."""
+        """Send a message, unless the connection has ended."""
         try:
             with self._lock:
                 if not self.mute:
@@ -85,7 +85,7 @@ class Line:
             self.ended = True
 
     def messages(self, timeout_s: float = 0.0) -> list[FromServer]:
-        """All that has come; waits for the first one."""
+        """Return all messages that have arrived; waits for the first one."""
         unread, self.unread = self.unread, []
         if unread or self.ended or not select.select([self.connection], [], [], max(0.0, timeout_s))[0]:
             return unread
@@ -106,7 +106,7 @@ class Line:
 
 
 def refuses(member: Member) -> bool:
-    """Whether nothing listens any more where this rank would serve, as its process does to its end."""
+    """Return whether `member` has closed its standby port, which its process keeps open to its end."""
     try:
         socket.create_connection((member.ip, member.next_port), DIAL_S).close()
     except ConnectionRefusedError:
@@ -117,7 +117,7 @@ def refuses(member: Member) -> bool:
 
 
 def dial(ip: str, port: int, key: bytes, who: Who, timeout_s: float = DIAL_S) -> Line:
-    """A connection to the server there, both of whose ends have proven the key; raises OSError."""
+    """Return a connection to that server, after both ends have proven the key; raises OSError."""
     connection = socket.create_connection((ip, port), timeout_s)
     try:
         prove(connection, key, PURPOSE, who, timeout_s)
@@ -129,28 +129,28 @@ def dial(ip: str, port: int, key: bytes, who: Who, timeout_s: float = DIAL_S) ->
 
 @dataclass
 class Cluster:
-    """All ranks, agreed: what each needs to speak with the others."""
+    """All ranks after they have agreed: what each needs to communicate with the others."""
 
     rank: int
     world_size: int
     store: "dist.Store"
     members: dict[int, Member]
     run_id: str
-    token: str  # the same on all ranks of this run, another in every other run
+    token: str  # the same on all ranks of this run, different in every other run
     key: bytes
-    strangers: Strangers  # what came to this rank and was not believed
-    # The server, and this rank's connection to it: another one's where rank 0 is lost and the run goes on.
+    strangers: Strangers  # unauthenticated connections to this rank
+    # The server and this rank's connection to it: another rank's if rank 0 is lost and the run continues.
     line: Line
     server_at: tuple[str, int]
     claim: Claim
     life: int
     server: RankServer | None = None  # in the process of rank `host`
-    next_listening: socket.socket | None = None  # where this rank serves if the run goes on without rank 0
+    next_listening: socket.socket | None = None  # where this rank serves if the run continues without rank 0
     host: int = 0
-    gone: frozenset[int] = frozenset()  # of a run that this rank has come back to
+    gone: frozenset[int] = frozenset()  # of a run that this rank has rejoined
 
     def tell_death(self, rank: int, how: str) -> None:
-        """Whoever started rank `rank` knows how its process ended."""
+        """Record how the process of rank `rank` ended, as its parent reports it."""
         if self.server is not None:
             self.server.tell_death(rank, how)
 
@@ -160,7 +160,7 @@ def join(
     *, goes_on: bool = False,
 ) -> Cluster:  # fmt: skip
     """Wait for all ranks and agree with them, on the checksums `contents` too; raises ClusterError with the sentence
-    that every rank concerned says. The run `goes_on` without a rank that is lost, rank 0 among them."""
+    that every rank concerned prints. If the run `goes_on`, it survives the loss of any rank, including rank 0."""
     assert config.rank is not None and config.master_addr is not None, "a rank has RANK and MASTER_ADDR"  # noqa: PT018
     address = resolve(config.master_addr, config.join_timeout_s, say)
     import torch.distributed  # noqa: F401 (takes seconds: before the bound begins, and others count on an answer)
@@ -185,7 +185,7 @@ def join(
 
 @dataclass
 class Joining:
-    """What one rank carries while it joins."""
+    """The state of one rank while it joins."""
 
     config: Config
     claim: Claim
@@ -199,7 +199,7 @@ class Joining:
     _said_at: float = field(init=False)
     _foreign_since: float | None = None
     _other_key: bool = False
-    _ended_at: float | None = None  # when the connection to a rank 0 ended that gathered ranks, this one among them
+    _ended_at: float | None = None  # when the connection ended to a rank 0 that had accepted this rank
 
     def __post_init__(self) -> None:
         self.strangers, self._said_at = Strangers(self.say), self.started
@@ -213,7 +213,7 @@ class Joining:
         return f"in {self.config.join_timeout_s:g} s (LAB_JOIN_TIMEOUT_S)"
 
     def progress(self, sentence: str) -> None:
-        """Say what is being waited for, after `SAY_AFTER_S` and then every `SAY_EVERY_S`."""
+        """Print what this rank waits for, after `SAY_AFTER_S` and then every `SAY_EVERY_S`."""
         if sentence and time.monotonic() - self._said_at >= self._pause_s:
             self._said_at, self._pause_s = time.monotonic(), SAY_EVERY_S
             self.say(sentence)
@@ -221,7 +221,7 @@ class Joining:
     # As rank 0.
 
     def own_port(self, address: Address) -> socket.socket:
-        """MASTER_PORT, to serve at; raises ClusterError where another program or run keeps it."""
+        """Return a socket at MASTER_PORT; raises ClusterError if another program or run keeps it."""
         port = self.config.master_port
         while True:
             try:
@@ -230,7 +230,7 @@ class Joining:
                 if error.errno != errno.EADDRINUSE:
                     said = f"MASTER_PORT={port} cannot be opened on {address.name}: {error.strerror}"
                     raise ClusterError(said) from None
-            # Another run's rank 0 answers here too: it knows whether this one is its double or its successor.
+            # Another run's rank 0 answers here too: it knows whether this one is its duplicate or its successor.
             waiting = self.ask_once(address, port)
             if time.monotonic() > self.deadline:
                 held = f"MASTER_PORT={port} on {address.name} was still held by an earlier run {self.bound}"
@@ -239,7 +239,7 @@ class Joining:
             time.sleep(ASK_EVERY_S)
 
     def serve(self, address: Address, listening: socket.socket) -> Cluster:
-        """Open the server, and join by it like any other rank."""
+        """Open the server, and join through it like any other rank."""
         config = self.config
         ip = address.ip if is_local(address) else source_ip(address.family, address.ip) or address.ip
         admission = Admission(self.claim, config.run_id or "", config.join_timeout_s, config.lost_after_s)
@@ -260,7 +260,7 @@ class Joining:
     # As any rank.
 
     def until_sealed(self, where: Where, server: RankServer | None = None) -> Cluster:
-        """Ask the server that is where `where` says, anew each time that it does not answer, until all are there."""
+        """Ask the server at the address from `where`, again whenever it does not answer, until all ranks are there."""
         while True:
             asked_at = time.monotonic()
             board = where()
@@ -273,7 +273,7 @@ class Joining:
                 waiting = found
             now = time.monotonic()
             if self._ended_at is not None and now - asked_at > FROZEN_S + DIAL_S:
-                self._ended_at = now  # this rank did not run itself
+                self._ended_at = now  # this process was paused
             if self._ended_at is not None and now - self._ended_at > self.config.lost_after_s:
                 raise ClusterError("rank 0 lost before all ranks had joined: its connection ended")
             if now > self.deadline:
@@ -282,9 +282,9 @@ class Joining:
             time.sleep(max(0.0, asked_at + ASK_EVERY_S - time.monotonic()))
 
     def ask_once(self, address: Address, port: int, server: RankServer | None = None) -> Any:
-        """Ask to be let in by one connection: the cluster, or in words what is waited for once that has ended.
+        """Ask for admission with one connection: return the cluster, or a text of what to wait for once it has ended.
 
-        Raises ClusterError with the server's refusal, or where another program has the port.
+        Raises ClusterError with the server's refusal, or if another program has the port.
         """
         where = f"{address.name} ({address.ip}):{port}"
         nobody = f"waiting for rank 0: nothing listens at {where}"
@@ -294,7 +294,7 @@ class Joining:
             line = dial(address.ip, port, self.key, Who(self.claim.rank, self.life))
         except (Foreign, TimeoutError):
             found = "accepts connections and does not answer"
-        except (Closed, ConnectionResetError, BrokenPipeError):  # it may have had too much to do
+        except (Closed, ConnectionResetError, BrokenPipeError):  # the server may have been overloaded
             found = "closes connections"
         except Unproven:
             self._other_key = True
@@ -309,7 +309,7 @@ class Joining:
         return self._is_foreign(address, port, f"waiting for rank 0: {where} {found}")
 
     def _wait_in(self, line: Line, address: Address, port: int, server: RankServer | None) -> Any:
-        """Beat until all are there, the server refuses, or the connection ends."""
+        """Send heartbeats until all ranks are there, the server refuses, or the connection ends."""
         waiting, let_in, heard_at = "", False, time.monotonic()
         while not line.ended:
             line.send(Beat(Place(phase="join")))
@@ -327,11 +327,11 @@ class Joining:
                         let_in = not sentence or sentence.startswith(("waiting for rank ", "waiting for ranks "))
             now = time.monotonic()
             if server is not None and server.stands_still(now):
-                heard_at = now  # it lacks a core, and its rank is not dead for that
+                heard_at = now  # the server's thread got no core; rank 0 is not dead
             if let_in and now - heard_at > (bound_s := self.config.lost_after_s):
                 line.close()
                 raise ClusterError(f"rank 0 lost before all ranks had joined: no heartbeat for {bound_s:g} s")
-            # A server that answers has the word: its own bound is near, and every rank says its sentence.
+            # Leave the decision to a server that answers: its own timeout is near, and every rank prints its sentence.
             if now > max(self.deadline, heard_at) + SAY_AFTER_S:
                 line.close()
                 raise ClusterError(f"rank {self.claim.rank} could not join {self.bound}: {waiting}")
@@ -340,7 +340,7 @@ class Joining:
         return waiting
 
     def _is_foreign(self, address: Address, port: int, waiting: str) -> str:
-        """What is waited for; raises ClusterError once another program has had the port for FOREIGN_S."""
+        """Return what this rank waits for; raises ClusterError once another program has had the port for FOREIGN_S."""
         self._foreign_since = self._foreign_since or time.monotonic()
         if time.monotonic() - self._foreign_since > FOREIGN_S and port == self.config.master_port:
             at = f"MASTER_PORT={port} on {address.name}"
@@ -363,11 +363,11 @@ class Joining:
         )  # fmt: skip
 
     def by_the_agents_store(self, address: Address) -> Cluster:
-        """Under torchrun: the agent's store is there before the ranks are; rank 0 writes into it where it serves.
+        """Find rank 0 under torchrun: the agent's store exists before the ranks, and rank 0 writes its address into it.
 
-        The store outlives its ranks, and agents count restarts apart (a change of members counts for none of them):
-        nothing that a rank is given names an attempt that all ranks share. So where rank 0 serves is read again until
-        that one lets this rank in: the server of an attempt before answers no more.
+        The store outlives its ranks, and each agent counts its own restarts (no count after a change of members): no
+        variable of a rank names an attempt that all ranks share. So this rank reads rank 0's address again until that
+        server admits it: the server of an earlier attempt does not answer any more.
         """
         import torch.distributed as dist
 
@@ -387,7 +387,7 @@ class Joining:
             said = store.get("server")
             place = said.decode(errors="replace").partition(" ")[2]
             if not hmac.compare_digest(said, in_an_agents_store(self.key, place).encode()):
-                return None  # somebody else's word, or a server with another key
+                return None  # another program's value, or a server with another key
             port, _, ip = place.partition(" ")
             return address._replace(ip=ip or address.ip), int(port)
 
@@ -395,7 +395,7 @@ class Joining:
 
 
 def store_at(ip: str, port: int, key: bytes) -> "KeyedStore":
-    """The store of the server there; raises ClusterError."""
+    """Return the store at that server; raises ClusterError."""
     from distlab.techniques.transport.store import KeyedStore  # torch comes with it
 
     try:
@@ -405,7 +405,7 @@ def store_at(ip: str, port: int, key: bytes) -> "KeyedStore":
 
 
 def in_an_agents_store(key: bytes, place: str) -> str:
-    """Where rank 0 serves, port and address, behind what only ranks with the key can write, in a store open to all."""
+    """Return the value that publishes rank 0's port and address, with a mark that needs the run's key to compute."""
     return f"{derive_name(key, f'server at {place}')} {place}"
 
 
@@ -413,8 +413,8 @@ def agents_store(ip: str, port: int) -> "dist.Store":
     import torch.distributed as dist
 
     timeout = timedelta(seconds=STORE_TIMEOUT_S)
-    # The constructor's own timeout does not hold against a port that accepts and stays silent; where it does, it comes
-    # first, or the process would end under a thread that is in C++ and abort.
+    # The constructor's own timeout fails on a port that accepts and stays silent; where it works, it comes first, or
+    # the process would end under a thread in C++ and abort.
     refusal = f"the agent's store at {ip}:{port} did not answer in {STORE_TIMEOUT_S:g} s"
     try:
         return bounded(
@@ -426,10 +426,10 @@ def agents_store(ip: str, port: int) -> "dist.Store":
 
 
 def init_process_group(cluster: Cluster, config: Config) -> None:
-    """The default process group over the cluster's store, with LAB_COLLECTIVE_TIMEOUT_S a collective.
+    """Create the default process group on the cluster's store, with LAB_COLLECTIVE_TIMEOUT_S per collective.
 
-    gloo is bound to the interface that holds this rank's own address. Left alone it takes the address of the host's
-    name, which many machines give as 127.0.1.1. It reads the choice from the environment, where subgroups find it too.
+    gloo is bound to the interface with this rank's own address. By default it uses the address of the host's name,
+    which is often 127.0.1.1. It reads the choice from the environment, also for subgroups.
     """
     import torch.distributed as dist
 
@@ -461,16 +461,16 @@ DERIVED = (
 
 
 class Key(NamedTuple):
-    """32 bytes, and whether anybody could have derived them."""
+    """A key of 32 bytes, and whether strangers could have derived it."""
 
     secret: bytes
     derived: bool
 
 
 def key_of(config: Config, agent_run: str = "", secret: Path = SECRET) -> Key:
-    """The key of the run that these settings are of; `agent_run` tells runs of one torchrun port apart.
+    """Return the run's key for these settings; `agent_run` separates runs at one torchrun port.
 
-    Raises ConfigError where there is a secret that cannot be read.
+    Raises ConfigError if there is a secret that cannot be read.
     """
     words = config.key.get_secret_value() if config.key is not None else _read(config.key_file or secret)
     what = f"given\0{words}" if words else f"derived\0{config.master_port}\0{agent_run}"
@@ -478,7 +478,7 @@ def key_of(config: Config, agent_run: str = "", secret: Path = SECRET) -> Key:
 
 
 def _read(secret: Path) -> str:
-    """Its words; empty where there is no such file, or an empty one."""
+    """Return the secret in a file; empty if the file is missing or empty."""
     try:
         words = read_key(secret) if secret.is_file() else ""
     except OSError as error:
@@ -491,5 +491,5 @@ def _read(secret: Path) -> str:
 
 
 def derive_name(key: bytes, what: str) -> str:
-    """A name that only who has the key can know, such as the prefix of a run's keys in a store."""
+    """Return a name that only owners of the key can compute, such as the prefix of a run's keys in a store."""
     return hmac.digest(key, what.encode(), "sha256")[:16].hex()

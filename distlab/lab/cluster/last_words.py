@@ -1,9 +1,9 @@
-"""The last words of a rank that the kernel has killed: `python -m distlab.lab.cluster.last_words`.
+"""Report the death of a rank that the kernel has killed: `python -m distlab.lab.cluster.last_words`.
 
-The kernel kills the largest process of a container whose memory is full, and gives it no time to speak; its last
-heartbeat may be older than the growth that killed it. So the watch leaves its words, and where to say them, in a file,
-and the shell that started the rank (workers/entrypoint.sh) reads the kernel's count of such kills when the rank is
-gone, and runs this module: of the standard library alone, since the others wait half a second for it.
+When a container's memory is full, the kernel kills its largest process without warning, whose last heartbeat may be
+older than the growth that killed it. So the watch writes a message and its destination to a file. When the rank has
+ended, the shell that started it (workers/entrypoint.sh) reads the kernel's count of such kills and runs this module,
+with the standard library alone, because the others wait only half a second for it.
 """
 
 import json
@@ -16,14 +16,14 @@ from typing import Any
 
 from distlab.techniques.transport.handshake import Who, dialled
 
-# The entry point makes it, empty, where it stays behind; a rank without one leaves nothing.
+# An entry point that stays running creates it, empty; a rank without one writes nothing.
 PLACE = Path("/tmp/distlab-last-words")
 BOUND_S = 2.0
 HOW = "killed by the OOM killer: its container's limit is LAB_MEMORY"
 
 
 def leave(rank: int, server: tuple[str, int], key: bytes, purpose: str, words: bytes, place: Path = PLACE) -> None:
-    """Write down what to tell and whom, for this user alone, if somebody will be there to read it."""
+    """Write the message and its destination, for this user alone, if a reader exists."""
     if place.exists():
         written = place.with_suffix(".new")
         will = {"rank": rank, "server": server, "key": key.hex(), "purpose": purpose, "words": words.hex()}
@@ -33,10 +33,10 @@ def leave(rank: int, server: tuple[str, int], key: bytes, purpose: str, words: b
 
 
 def speak(place: Path = PLACE) -> str:
-    """Tell rank 0's server, if this rank had come to know it; returns the sentence for its own log."""
+    """Send the message to rank 0's server, if this rank knew it; returns the sentence for the rank's own log."""
     try:
         will: dict[str, Any] = json.loads(place.read_text())
-    except (OSError, ValueError):  # it had not met the others yet
+    except (OSError, ValueError):  # the rank had not joined yet
         return "this rank was killed by the OOM killer before it met the others"
     who, deadline = Who(will["rank"]), time.monotonic() + BOUND_S
     with suppress(OSError):

@@ -1,14 +1,14 @@
-"""All ranks as processes of this machine, for when no container or scheduler started them.
+"""Run all ranks as processes of this machine, if no container or scheduler started them.
 
-Importing torch takes a core 3 to 4 s: this process does so once, and each rank is forked from it (8 ranks on two cores
-stood after 4 s where they took 17). What a rank prints is passed on line by line with the rank in front. Signals go to
-every rank, a rank that does not end is killed, and none outlives the launcher.
+Importing torch takes a core 3 to 4 s: this process does so once and forks each rank (8 ranks on two cores started in 4
+s instead of 17). Each line that a rank prints is passed on with the rank in front. Signals go to every rank, a rank
+that does not end is killed, and none outlives the launcher.
 
-A rank that dies is named at once, and the others end with it if they have not met it yet: the launcher hands each rank
-one end of a socket and names it in the environment. A rank tells it that it has joined; until then it ends with 3 as
-soon as it is told who died, even while torch is being imported. After that the watch speaks. A rank that refused its
-settings or said why it broke has spoken for itself, and the others come to the same words by themselves while they
-can: they heed the launcher only when they begin to wait for the one that is gone.
+The launcher names a rank that dies at once, and the others end with it if they have not joined yet: each rank has one
+end of a socket, whose number is in the environment. A rank reports to the launcher that it has joined; until then it
+ends with 3 as soon as it learns who died, even during the import of torch. After that the watch reports deaths. A rank
+that refused its settings or printed its error needs no report, and the others reach the same sentence by themselves if
+they can: they heed the launcher only when they begin to wait for the dead rank.
 """
 
 import ctypes
@@ -39,22 +39,22 @@ from distlab.lab.config.settings import claim_run_id
 from distlab.lab.report.standard_streams import printed
 from distlab.lab.report.terminal import REWRITES, Screen
 
-STOP_GRACE_S = 10.0  # from a signal to the kill: as long as `docker stop` gives
-FAILED_GRACE_S = 30.0  # beside LAB_JOIN_TIMEOUT_S, for the others once a rank has ended badly
-# On other systems their own libraries do not stand a fork: a rank is a new interpreter there, and imports torch itself.
+STOP_GRACE_S = 10.0  # from a signal to the kill, as in `docker stop`
+FAILED_GRACE_S = 30.0  # added to LAB_JOIN_TIMEOUT_S, for the others once a rank has failed
+# The libraries of other systems do not survive a fork: a rank is a new interpreter there, and imports torch itself.
 CONTEXT: ForkContext | SpawnContext = (
     multiprocessing.get_context("fork") if sys.platform == "linux" else multiprocessing.get_context("spawn")
 )
-STOPPED, SPOKE = (130, 143), (2, 3)  # exit codes of a rank that was stopped, and of one that has said why it ends
+STOPPED, SPOKE = (130, 143), (2, 3)  # exit codes of a stopped rank, and of one that has printed why it ends
 UNMET = "before all ranks had joined"
 POLL_S = 0.05
 VARIABLE = "DISTLAB_PARENT"  # the number of a rank's descriptor
 JOINED, MAY_LEAVE = b"joined", b"may leave"
-FIRST_PORT = 16384  # of those that a launcher chooses: below are the ports of well-known services
+FIRST_PORT = 16384  # of the launcher's choices: ports below are those of well-known services
 
 
 def launch(config: Config, be_rank: Callable[[], int]) -> int:
-    """Run WORLD_SIZE local ranks to their end, each `be_rank` with its variables; returns the worst of their codes."""
+    """Run WORLD_SIZE local ranks to their end, each as `be_rank` with its variables; returns the worst exit code."""
     drawn = "" if config.key_file is not None else secrets.token_hex(16)
     port, key = free_port(), config.key.get_secret_value() if config.key else drawn
     ranks: list[LocalRank] = []
@@ -67,7 +67,7 @@ def launch(config: Config, be_rank: Callable[[], int]) -> int:
     def say(line: bytes) -> None:
         with talking:
             why = printed(screen.shown(line.decode(errors="backslashreplace")), end="")
-        if why:  # nobody reads: the ranks go on, and the log of the first says so
+        if why:  # the output has no reader: the ranks continue, and the first one's log says so
             ranks[0].line.tell(Unheard(why))
 
     def forward(number: int, _: FrameType | None) -> None:
@@ -81,15 +81,15 @@ def launch(config: Config, be_rank: Callable[[], int]) -> int:
         for rank in range(config.world_size):
             given = variables(config, rank, port, key) | ({REWRITES: "1"} if screen.rewrites else {})
             ranks.append(LocalRank(rank, given, be_rank, say))
-        for each in ranks:  # no rank is forked beside a thread, which may hold a lock
+        for each in ranks:  # no rank is forked while a thread exists, which may have a lock
             each.printer.start()
-        if stopped_at:  # while they were started: not all were there to hear it
+        if stopped_at:  # during the start: not all ranks existed to receive it
             for each in ranks:
                 each.send_signal(signal.SIGTERM)
         _wait(ranks, stopped_at, FAILED_GRACE_S + config.join_timeout_s, say)
         for each in ranks:
-            each.printer.join(timeout=2.0)  # a process that a rank has left behind may hold its pipe
-        if stopped_by and not any(each.line.joined() for each in ranks):  # after that each says it itself
+            each.printer.join(timeout=2.0)  # an orphan process of a rank may keep its pipe open
+        if stopped_by and not any(each.line.joined() for each in ranks):  # afterwards each rank prints it itself
             say(f"stopped    by {signal.Signals(stopped_by[0]).name} {UNMET}".encode())
         if standing := screen.cleared():
             printed(standing, end="")
@@ -105,9 +105,8 @@ def launch(config: Config, be_rank: Callable[[], int]) -> int:
 
 @contextmanager
 def named_run(config: Config) -> Iterator[Path]:
-    """The folder of the run that is started here, whose ranks find its name in the environment; gone after, if nothing
-    was written to it."""
-    if config.run_id is not None or config.resume == "auto":  # which is refused without a name
+    """Create the folder of this run, whose name ranks find in the environment; remove it later if it is empty."""
+    if config.run_id is not None or config.resume == "auto":  # the latter is refused without a name
         yield config.runs_dir / str(config.run_id)
         return
     os.environ["LAB_RUN_ID"] = claim_run_id(config.runs_dir, config.mode_name)
@@ -120,10 +119,10 @@ def named_run(config: Config) -> Iterator[Path]:
 
 
 def heed_stops() -> None:
-    """From now on a stop signal ends this process with a word and its exit code, where `launch` does not pass it on."""
+    """Let a stop signal end this process with a message and its exit code, unless `launch` passes it on."""
 
     def stop(number: int, _: FrameType | None) -> NoReturn:
-        with suppress(OSError):  # by the kernel alone: the signal may have come in the midst of a print
+        with suppress(OSError):  # with a system call: the signal may interrupt a print
             os.write(1, f"stopped    by {signal.Signals(number).name}\n".encode())
         sys.exit(EXIT_CODES[signal.Signals(number)])
 
@@ -132,7 +131,7 @@ def heed_stops() -> None:
 
 
 class Died(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """A launcher's word: who died, how, and whether that rank has said why itself."""
+    """A launcher's message: who died, how, and whether that rank has printed why."""
 
     rank: int
     how: str
@@ -141,7 +140,7 @@ class Died(msgspec.Struct, tag=True, forbid_unknown_fields=True):
 
 
 class Unheard(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """A launcher's word: what the ranks say is printed no more, and why."""
+    """A launcher's message: the ranks' output is not printed any more, and why."""
 
     why: str
 
@@ -158,21 +157,21 @@ class Child:
         self._told: set[bytes] = set()
 
     def joined(self) -> bool:
-        """Whether the rank has told that it has met the others."""
+        """Return whether the rank has reported that it has joined."""
         return JOINED in self._heard()
 
     def may_leave(self) -> bool:
-        """Whether it has told that it goes on without those that die."""
+        """Return whether it has reported that it continues without ranks that die."""
         return MAY_LEAVE in self._heard()
 
     def _heard(self) -> set[bytes]:
-        with suppress(OSError):  # nothing more is there
+        with suppress(OSError):  # the other end is closed
             while word := self._socket.recv(64):
                 self._told.add(word)
         return self._told
 
     def tell(self, word: Died | Unheard) -> None:
-        """Say it to the rank, unless that has ended too."""
+        """Send a message to the rank, unless it has ended too."""
         with suppress(OSError):
             texts = {name: each for name in word.__struct_fields__ if isinstance(each := getattr(word, name), str)}
             plain = {name: text.encode(errors="replace").decode() for name, text in texts.items()}
@@ -183,7 +182,7 @@ class Child:
 
 
 class LocalRank:
-    """One child, its line to the launcher, and the thread that prints what it says."""
+    """One child, its socket to the launcher, and the thread that prints its output."""
 
     def __init__(
         self, rank: int, variables: dict[str, str], be_rank: Callable[[], int], say: Callable[[bytes], None]
@@ -202,7 +201,7 @@ class LocalRank:
         self.printer = threading.Thread(target=self._pass_on, daemon=True)
 
     def _let_go(self) -> None:
-        """In a rank: the launcher's ends are not for it."""
+        """Close the launcher's ends in a rank."""
         self._said.close()
         self.line.close()
 
@@ -214,16 +213,16 @@ class LocalRank:
                 self._say(b"rank %d | %s" % (self.rank, words))
 
     def send_signal(self, number: int) -> None:
-        """Nothing if it has ended."""
+        """Send a signal, unless it has ended."""
         if self.process.exitcode is None and self.process.pid is not None:
             os.kill(self.process.pid, number)
 
     def obituary(self) -> Died | None:
-        """Who died and how, if nobody else says it."""
+        """Return who died and how, if no other process reports it."""
         code, joined = self.process.exitcode or 0, self.line.joined()
         if code < 0:
             how, spoke = f"was killed by {signal.Signals(-code).name}", False
-        elif code in STOPPED or code == 0 or joined or self.told:  # then it ends for another
+        elif code in STOPPED or code == 0 or joined or self.told:  # then it ends because of another
             return None
         else:
             how, spoke = f"ended with exit code {code}", code in SPOKE
@@ -234,10 +233,10 @@ class LocalRank:
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nobody uses, and that nobody is given before it is used.
+    """Return a TCP port of this machine that is free, and that the kernel assigns to no other program.
 
-    Programs that ask for any port get one of the range in ip_local_port_range, connections too: of a port from there
-    that was free here, rank 0 found a second later that it was taken (once in 6,100 tests).
+    Programs that ask for any port get one from ip_local_port_range, connections too: a free port of that range was
+    taken a second later, when rank 0 opened it (once in 6,100 tests).
     """
     given_from = 0
     with suppress(OSError):
@@ -249,7 +248,7 @@ def free_port() -> int:
 
 
 def variables(config: Config, rank: int, port: int, key: str) -> dict[str, str]:
-    """What tells a process that it is this rank; without a `key` it finds one by LAB_KEY_FILE."""
+    """Return the variables that make a process this rank; without a `key` it finds one by LAB_KEY_FILE."""
     return {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(config.world_size),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **({"LAB_KEY": key} if key else {}),
@@ -259,9 +258,9 @@ def variables(config: Config, rank: int, port: int, key: str) -> dict[str, str]:
 def be_child(
     be_rank: Callable[[], int], given: dict[str, str], line: socket.socket, said: Connection, parent: int
 ) -> None:
-    """In the child: a session, streams and variables of its own, then the rank; ends with its exit code."""
-    os.setsid()  # a terminal's Ctrl-C comes through `forward`, once
-    die_with(parent)  # elsewhere a rank ends at the next line that it prints
+    """Run the rank in the child, with its own session, streams and variables; ends with its exit code."""
+    os.setsid()  # Ctrl-C comes through `forward` only, once
+    die_with(parent)  # elsewhere a rank ends at its next print
     for number in heeded():
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     streams(said)
@@ -273,8 +272,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with(parent: int) -> None:
-    """Ask the kernel for SIGKILL at the death of process `parent`, which started this one; nothing elsewhere than on
-    Linux."""
+    """Ask the kernel for SIGKILL when process `parent`, which started this one, dies; does nothing except on Linux."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -283,7 +281,7 @@ def die_with(parent: int) -> None:
 
 
 def streams(said: Connection) -> None:
-    """Nothing on the standard input; what is printed goes to `said`, a line at a time."""
+    """Close the standard input, and send all output to `said`, one line at a time."""
     with Path(os.devnull).open("rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     for number in (1, 2):
@@ -295,7 +293,7 @@ def streams(said: Connection) -> None:
 
 
 def _wait(ranks: list[LocalRank], stopped_at: list[float], failed_grace_s: float, say: Callable[[bytes], None]) -> None:
-    """Until every rank has ended; those that outlive a signal or a failed rank for too long are killed."""
+    """Wait until every rank has ended; kill those that outlive a signal or a failed rank for too long."""
     failed_at = None
     while any(each.process.exitcode is None for each in ranks):
         now = time.monotonic()
@@ -326,7 +324,7 @@ def _bury(ranks: list[LocalRank], say: Callable[[bytes], None]) -> None:
 
 
 def worst(return_codes: list[int]) -> int:
-    """The worst of the ranks' codes: 2, 1, 3, a signal's 128+n, 143, 0."""
+    """Return the worst of the ranks' codes: 2, 1, 3, a signal's 128+n, 143, 0."""
     codes = {143 if code == -signal.SIGHUP else 128 - code if code < 0 else code for code in return_codes}
     for code in (2, 1, 3):
         if code in codes:
@@ -336,16 +334,16 @@ def worst(return_codes: list[int]) -> int:
 
 
 def needed(world_size: int) -> int:
-    """How many files each process of a run of so many local ranks may open.
+    """Return how many files each process of a run with this many local ranks may open.
 
-    A launcher has 7 + 4N at most, a rank 68 at N=4 and 94 at N=8 (moe, whose grid has a group an axis): this is above
-    each by 20 at least.
+    A launcher has 7 + 4N at most, a rank 68 at N=4 and 94 at N=8 (moe, whose grid has a group per axis): the result
+    exceeds each by at least 20.
     """
     return 56 + 8 * world_size
 
 
 def refuse_too_few(world_size: int) -> None:
-    """Raise ConfigError where this process, and so each that it starts, may open fewer."""
+    """Raise ConfigError if this process, and so each child, may open too few files."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if allowed != resource.RLIM_INFINITY and allowed < needed(world_size):
         raise ConfigError(
@@ -357,7 +355,7 @@ def refuse_too_few(world_size: int) -> None:
 
 
 class LauncherPipe:
-    """A rank's end; where no launcher has started it, nothing is ever heard."""
+    """A rank's end of the socket; without a launcher nothing ever arrives."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -369,32 +367,32 @@ class LauncherPipe:
         self._socket: socket.socket | None = None
         number = os.environ.pop(VARIABLE, "")
         if number:
-            with suppress(OSError, ValueError):  # a variable that somebody else has set
+            with suppress(OSError, ValueError):  # a variable from another program
                 self._socket = socket.socket(fileno=int(number))
         if self._socket is not None:
             threading.Thread(target=self._listen, args=(self._socket,), name="parent", daemon=True).start()
 
     def tell_unheard(self, tell: Callable[[str], None]) -> None:
-        """Call `tell` once the launcher cannot print any more, with the reason; at once where it is so already."""
+        """Call `tell` with the reason once the launcher cannot print any more; at once if that is so already."""
         with self._lock:
             self._on_unheard = tell
             if self._unheard:
                 tell(self._unheard)
 
     def begin_to_wait(self) -> None:
-        """From now on this rank waits for all others."""
+        """Record that this rank waits for all others from now on."""
         with self._lock:
             self._waits = True
             self._heed()
 
     def joined(self, tell_death: Callable[[int, str], None] = lambda rank, how: None) -> None:  # noqa: ARG005
-        """All ranks have met: from now on rank 0's server names those that die, and `tell_death` hears how."""
+        """Leave dead ranks to rank 0's server, because all have joined now; `tell_death` gets how they ended."""
         with self._lock:
             self._joined, self._tell_death = True, tell_death
         self._tell(JOINED)
 
     def may_leave(self) -> None:
-        """From now on ranks that die end nobody else: the others need as long as they need."""
+        """Record that a dead rank ends no other from now on: the others need as long as they need."""
         self._tell(MAY_LEAVE)
 
     def _tell(self, word: bytes) -> None:
@@ -405,24 +403,24 @@ class LauncherPipe:
     def _listen(self, from_parent: socket.socket) -> None:
         with suppress(OSError):
             while data := from_parent.recv(65536):
-                with suppress(ValueError), self._lock:  # it is no word: the descriptor may be another's
+                with suppress(ValueError), self._lock:  # invalid data: the descriptor may belong to another program
                     word = WORD.decode(data)
                     if isinstance(word, Unheard):
                         self._hear_unheard(word.why)
                     elif self._joined:
                         self._tell_death(word.rank, word.how)
                     else:
-                        self._word = self._word or word  # what comes later comes of it
+                        self._word = self._word or word  # later ones are consequences of the first
                         self._heed()
 
     def _hear_unheard(self, why: str) -> None:
         first, self._unheard = not self._unheard, why
         if first and self._on_unheard is not None:
-            with suppress(Exception):  # a full disk takes no line of it either
+            with suppress(Exception):  # a full disk may refuse even one line
                 self._on_unheard(why)
 
     def _heed(self) -> None:
-        """End, if there is a reason to."""
+        """End this rank, if there is a reason."""
         if self._word is None or self._joined or (self._word.spoke and not self._waits):
             return
         printed(f"broken     {self._word.sentence}")

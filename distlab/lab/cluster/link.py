@@ -1,17 +1,15 @@
-"""The link: this container's way out, as slow as LAB_NET_RATE and LAB_NET_DELAY ask for.
+"""The network link of this container, as slow as LAB_NET_RATE and LAB_NET_DELAY require.
 
-    exec python -m distlab.lab.cluster.link COMMAND   shape the link, give the capability up, and go on as COMMAND
+exec python -m distlab.lab.cluster.link COMMAND   shape the link, drop the capability, and continue as COMMAND
 
-The entry point runs this where compose/net.yaml gave NET_ADMIN, as root, before the rank drops its uid. Before every
-interface that leads to other ranks stand netem, which holds each packet back for the delay, and behind it a token
-bucket (tbf), which lets bytes through at the rate. So a packet that waits for its turn has been delayed already, and
-both are paid once. What was done is written to a file, which the rank reads: to refuse a link that nobody shaped, and
-to say what the kernel lacks.
+The entry point runs this with NET_ADMIN from compose/net.yaml, as root, before the rank drops its uid. Every interface
+that leads to other ranks gets a netem queue, which delays each packet, and behind it a token bucket (tbf), which limits
+the rate. So a packet in the bucket has been delayed already, and each cost counts once. A file records the result: the
+rank reads it to refuse an unshaped link and to report what the kernel lacks.
 
-The rate is that of what ranks send: packets carry 1448 bytes of theirs in 1514, so a bucket lets through 4.6 % more. It
-holds a millisecond's worth. With less the link would idle while the kernel wakes up to open it; with more, messages of
-that size would pass as if there were no limit. Packets that TCP hands over in one piece (up to 64 KiB) are cut where
-they are larger than that.
+The rate is that of the ranks' data: packets carry 1448 bytes of it in 1514, so a bucket lets through 4.6 % more. Its
+size is a millisecond's worth. With less the link would idle while the kernel wakes up to open it; with more, messages
+of that size would pass without a limit. Larger packets that TCP passes in one piece (up to 64 KiB) are cut.
 """
 
 import ctypes
@@ -31,7 +29,7 @@ COMMAND = "docker compose -f docker-compose.yaml -f compose/net.yaml up"
 
 @dataclass(frozen=True)
 class Shaped:
-    """What the rank is told of its link: what was asked for, and a sentence for what the kernel could not do."""
+    """The state of a rank's link: the requested variables, and a sentence for what the kernel could not do."""
 
     rate: str | None
     delay: str | None
@@ -39,24 +37,24 @@ class Shaped:
 
 
 def bits_s(rate: str) -> float:
-    """LAB_NET_RATE in bits a second: 100mbit is 1e8."""
+    """Return LAB_NET_RATE in bits per second: 100mbit is 1e8."""
     return float(rate[:-4]) * {"k": 1e3, "m": 1e6, "g": 1e9}[rate[-4]]
 
 
 def seconds(delay: str) -> float:
-    """LAB_NET_DELAY in seconds: 5ms is 0.005."""
+    """Return LAB_NET_DELAY in seconds: 5ms is 0.005."""
     number = delay.rstrip("ums")
     return float(number) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[delay.removeprefix(number)]
 
 
 def asked(config: Config) -> str:
-    """The variables as they were set, for sentences; empty if neither was."""
+    """Return the variables as they were set, for sentences; empty if neither was."""
     values = {"LAB_NET_RATE": config.net_rate, "LAB_NET_DELAY": config.net_delay}
     return " and ".join(f"{name}={value}" for name, value in values.items() if value is not None)
 
 
 def refusals(config: Config) -> list[str]:
-    """A sentence if a slow link was asked for and this rank has none."""
+    """Return a sentence if a slow link was requested and this rank has none."""
     if not asked(config) or config.world_size == 1:  # one rank sends nothing, over no link
         return []
     if config.local_rank is not None:
@@ -67,7 +65,7 @@ def refusals(config: Config) -> list[str]:
 
 
 def shaped(config: Config) -> Shaped | None:
-    """What was done to this container's link for these settings; None if nothing was."""
+    """Return how this container's link was shaped for these settings; None if it was not."""
     if not SHAPED.exists():
         return None
     found = Shaped(**json.loads(SHAPED.read_text(encoding="utf-8")))
@@ -75,15 +73,15 @@ def shaped(config: Config) -> Shaped | None:
 
 
 def tell_rank(done: Shaped) -> None:
-    """Tell the rank what was done."""
+    """Write for the rank how its link was shaped."""
     SHAPED.write_text(json.dumps(asdict(done)), encoding="utf-8")
 
 
-BURST_S = 1e-3  # of the rate: what the bucket holds
-# Of the rate, and at least: what may wait before it. TCP itself keeps it short; losses do not.
+BURST_S = 1e-3  # of the rate: the size of the bucket
+# Share of the rate, and minimum: the queue before the bucket. TCP itself keeps it short; losses do not.
 QUEUE_S, QUEUE_BYTES = 0.1, 1 << 20
-DELAYED_PACKETS = 100_000  # that may be on their way through the delay
-MAX_BITS_S, MAX_DELAY_S = 34e9, 100.0  # tbf counts bytes a second in 32 bits, netem 64 ns in as many
+DELAYED_PACKETS = 100_000  # at most, in the delay queue
+MAX_BITS_S, MAX_DELAY_S = 34e9, 100.0  # tbf counts bytes per second in 32 bits, netem 64 ns in as many
 HEADER_BYTES, TCP_BYTES = 14, 52  # of Ethernet, before a packet's MTU; of IP and TCP with timestamps, inside of it
 
 IFF_UP, IFF_LOOPBACK = 1, 8  # net/if.h
@@ -93,11 +91,11 @@ PR_SET_NO_NEW_PRIVS = 38
 
 
 class LinkError(Exception):
-    """The link cannot be what was asked for; the message says why, in one sentence."""
+    """The link cannot be shaped as requested; the message says why, in one sentence."""
 
 
 def shape(route: Any, config: Config) -> Shaped:
-    """Put the queues before all interfaces that lead out, through pyroute2's IPRoute `route`; raises LinkError."""
+    """Install the queues on all interfaces that lead out, through pyroute2's IPRoute `route`; raises LinkError."""
     rate = bits_s(config.net_rate) if config.net_rate is not None else None
     delay = seconds(config.net_delay) if config.net_delay is not None else 0.0
     if rate is not None and rate > MAX_BITS_S:
@@ -122,7 +120,7 @@ def shape(route: Any, config: Config) -> Shaped:
 
 
 def ways_out(route: Any) -> list[tuple[int, int]]:
-    """Index and MTU of each interface that is up and no loopback; raises LinkError if there is none."""
+    """Return index and MTU of each interface that is up and no loopback; raises LinkError if there is none."""
     up = [link for link in route.get_links() if link["flags"] & (IFF_UP | IFF_LOOPBACK) == IFF_UP]
     if not up:
         raise LinkError("this container has no network interface that is up, so there is no link to shape")
@@ -130,7 +128,7 @@ def ways_out(route: Any) -> list[tuple[int, int]]:
 
 
 def bucket(rate: float, mtu: int) -> dict[str, int]:
-    """tbf's parameters, in bytes and bytes a second, for `rate` bits a second of what ranks send."""
+    """Return tbf's parameters, in bytes and bytes per second, for `rate` bits per second of the ranks' data."""
     packet = mtu + HEADER_BYTES
     bytes_s = rate / 8 * packet / (mtu - TCP_BYTES)
     burst = max(round(bytes_s * BURST_S), 2 * packet)
@@ -138,7 +136,7 @@ def bucket(rate: float, mtu: int) -> dict[str, int]:
 
 
 def put(route: Any, command: str, kind: str, index: int, **parameters: Any) -> bool:
-    """Put a queue there; False if the kernel does not know its kind. Raises LinkError."""
+    """Install a queue; returns False if the kernel does not know its kind. Raises LinkError."""
     from pyroute2.netlink.exceptions import NetlinkError
 
     try:
@@ -151,7 +149,7 @@ def put(route: Any, command: str, kind: str, index: int, **parameters: Any) -> b
 
 
 def give_up() -> None:
-    """Lose NET_ADMIN for good: root too gets no capability back from a new program that no_new_privs denies it
+    """Drop NET_ADMIN for good: with no_new_privs, root too gets no capability back from a new program
     (capabilities(7))."""
     libc = ctypes.CDLL(None, use_errno=True)
     header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0)  # of this process
@@ -168,13 +166,13 @@ def main() -> int:
     try:
         config = Config.read()
         if asked(config):
-            from pyroute2 import IPRoute  # 0.3 s that a rank need not wait for
+            from pyroute2 import IPRoute  # its import takes 0.3 s, which a rank without a slow link saves
 
             with IPRoute() as route:
                 done = shape(route, config)
             tell_rank(done)
     except ConfigError:
-        pass  # the rank says all that is wrong with its settings
+        pass  # the rank prints all errors in its settings
     except (LinkError, OSError) as error:
         print(f"refused    {error}", flush=True)
         return 2

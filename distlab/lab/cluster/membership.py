@@ -1,8 +1,8 @@
-"""Who is in, as one rank knows it: it agrees with the others, again and again, on the next view (views.py).
+"""Let one rank agree with the others, again and again, on the next view: which ranks are members (views.py).
 
-Nobody is left out but who is known to be gone: its connection has ended, or the server has declared it dead. When rank
-0's process dies the lowest survivor serves, at a port that all know since the start; all others connect to it, and say
-again what they wait for.
+A view leaves out only ranks that are known to be gone: the connection has ended, or the server has declared them dead.
+When rank 0's process dies, the lowest survivor serves, at a port that all know since the start; all others connect to
+it and repeat what they wait for.
 """
 
 import json
@@ -31,7 +31,7 @@ class Member(NamedTuple):
 
 
 class View(NamedTuple):
-    """Who is in, from `plan` on; `plan` is what `decide` made of all reports."""
+    """The members from `plan` on; `plan` is the result of `decide` for all reports."""
 
     number: int
     members: tuple[Member, ...]
@@ -46,44 +46,44 @@ Decision = Callable[[list[Member], dict[Member, Report]], Report]
 
 
 class Membership:
-    """What one process knows of who is in, each wait for the others at most `timeout_s`. Used by the main thread alone,
-    but for what the watch's thread hears."""
+    """The membership as one process knows it; each wait for the others takes at most `timeout_s`. Used by the main
+    thread, except for messages that the watch's thread receives."""
 
     def __init__(
         self, cluster: Cluster, watch: Watchdog, timeout_s: float, publish: Callable[[], None], *, rejoined: bool
     ) -> None:
-        self.publish, self.rejoined = publish, rejoined  # where this run is served, for ranks that rejoin
+        self.publish, self.rejoined = publish, rejoined  # publish the addresses of this run, for ranks that rejoin
         self.cluster, self.watch, self.timeout_s = cluster, watch, timeout_s
         self.me = Member(cluster.rank, cluster.life)
         self.world = set(range(cluster.world_size))
         self.view = View(0, (), {})
-        self.on_change: Callable[[], None] = lambda: None  # on the thread of the watch: somebody went, or meets
+        self.on_change: Callable[[], None] = lambda: None  # on the watch's thread: a rank left, or meets
         self._living = Living({rank: member.life for rank, member in cluster.members.items()}, [], {}, 0)
         self._heard: queue.SimpleQueue[Decide | Decided] = queue.SimpleQueue()
-        self._waits: Meet | Ask | None = None  # what a server is told that takes over
+        self._waits: Meet | Ask | None = None  # what a server that takes over is told
         self._dialling = threading.Lock()
         watch.on_message, watch.succeed = self._hear, self._succeed
 
-    # What is known.
+    # The known state.
 
     @property
     def asking(self) -> dict[Member, Report]:
-        """Who wants to be let in, and as what."""
+        """Return which ranks ask for admission, and as what."""
         return {Member(rank, life): json.loads(wish) for rank, life, wish in self._living.asking}
 
     def lives(self, member: Member) -> bool:
         return member == self.me or self._living.lives.get(member.rank) == member.life
 
     def stands(self, members: tuple[Member, ...]) -> bool:
-        """Whether all of them live, and nobody meets for another view."""
+        """Return whether all members live, and none meets for another view."""
         return all(self.lives(each) for each in members) and not set(self._living.met) - {self.me.rank}
 
     def begun(self) -> str:
-        """What all are called to that is new; empty where nobody has called."""
+        """Return the new phase that all are called to; empty without a call."""
         return next((why for why in self._living.met.values() if why.startswith(BEGIN)), "")
 
     def _over(self) -> bool:
-        """Whether the view has come to its end: somebody says so, or calls all to something new."""
+        """Return whether the view has ended: a rank reports it, or calls all to something new."""
         return self._living.done >= self.view.number > 0 or bool(self.begun())
 
     def _hear(self, message: Any) -> None:
@@ -95,29 +95,29 @@ class Membership:
             self._heard.put(message)
 
     def filenos(self) -> set[int]:
-        """The sockets by which this process is in the run, whatever group it is in."""
+        """Return the sockets that connect this process to the run, whatever group it is in."""
         with self._dialling:
             server = self.cluster.server
             return {self.cluster.line.connection.fileno()} | (server.filenos() if server is not None else set())
 
-    # To meet.
+    # Meetings.
 
     def meet(self, report: Report, decide: Decision) -> View | None:
-        """Agree on the next view with all members who live; None where this one has come to its end meanwhile."""
+        """Agree on the next view with all living members; returns None if this view has ended meanwhile."""
         return self._agree(AGAIN, report, decide)
 
     def assemble(self, why: str, report: Report, decide: Decision) -> View | None:
         """Agree on a view with all ranks that live and are not outside.
 
-        All give the same `why`, another each time; BEGIN in front of it begins something new, and is never over. Else
-        None where the view has come to its end meanwhile.
+        All pass the same `why`, different in each call; with BEGIN in front it begins something new and is never over.
+        Otherwise returns None if the view has ended meanwhile.
         """
         return self._agree(why, report, decide)
 
     def ask(self, wish: Report) -> View | None:
-        """Wait outside until a view takes this process in; None once the training has come to its end without it.
+        """Wait outside until a view includes this process; returns None if the training has ended without it.
 
-        Raises TimeoutError once nobody has been left for long who could let it in.
+        Raises TimeoutError once no rank that could admit it has been there for long.
         """
         self._say(Ask(json.dumps(wish).encode()))
         hopeful_at = time.monotonic()
@@ -135,11 +135,11 @@ class Membership:
         return None
 
     def finish(self) -> None:
-        """All members have come to the end: whoever still meets about this view need not."""
+        """Report that all members have finished: ranks that still meet about this view can stop."""
         self.cluster.line.send(Done(self.view.number))
 
     def be_reborn(self) -> None:
-        """This process forgets all that it had, and is another one to all others."""
+        """Forget all state of this process, which is a new one for all others."""
         self.me = Member(self.me.rank, time.time_ns())
         self._waits = None
         self.cluster.line.send(Reborn(self.me.life))
@@ -164,7 +164,7 @@ class Membership:
         self.cluster.line.send(message)
 
     def _next(self, decide: Decision) -> View | None:
-        """The next view, if it has come; decides on it where this process is the first."""
+        """Return the next view, if it has arrived; decides on it if this process is the first."""
         try:
             message = self._heard.get(timeout=POLL_S)
         except queue.Empty:
@@ -181,10 +181,10 @@ class Membership:
         self.view = View(message.number, tuple(Member(*each) for each in message.members), json.loads(message.plan))
         return self.view
 
-    # Where rank 0's server is gone, on the thread of the watch.
+    # After the loss of rank 0's server, on the watch's thread.
 
     def _succeed(self) -> None:
-        """Go to the next server, which the lowest survivor opens; raises ConnectionError if there is none."""
+        """Connect to the next server, which the lowest survivor opens; raises ConnectionError if there is none."""
         with self._dialling:
             self._go_on()
 
@@ -213,7 +213,7 @@ class Membership:
         raise ConnectionError("no rank serves in place of the one that is gone")
 
     def _serve(self, living: dict[int, int]) -> RankServer:
-        """This rank's own server, for those that live."""
+        """Return this rank's own server, for the living ranks."""
         cluster, config = self.cluster, self.watch.config
         assert cluster.next_listening is not None, "a run that goes on has opened it"
         admission = Admission(cluster.claim, cluster.run_id, 0.0, config.lost_after_s)
@@ -222,6 +222,6 @@ class Membership:
             cluster.token, 0.0, "", cluster.strangers, members=cluster.members, living=living,
         )  # fmt: skip
         for rank in living.keys() - {self.me.rank}:
-            if refuses(cluster.members[rank]):  # it died before the server that is gone could tell
+            if refuses(cluster.members[rank]):  # it died before the lost server could report it
                 server.tell_gone(rank)
         return server

@@ -1,7 +1,7 @@
-"""What a rank and rank 0's server send each other, beside the requests of the store: one tagged union of structs.
+"""The messages between a rank and rank 0's server, except requests to the store: one tagged union of structs.
 
-Only a process that has proven the key of the run is listened to (distlab/techniques/transport/handshake.py). What it
-sends is decoded to these types and bounds; anything else ends its connection.
+A process must first prove the run's key (distlab/techniques/transport/handshake.py). Its messages are then decoded to
+these types and bounds; anything else ends the connection.
 """
 
 from typing import Annotated
@@ -12,7 +12,7 @@ from distlab.lab.config import MAX_WORLD_SIZE
 from distlab.lab.report.records import Lost
 from distlab.techniques.transport.store_server import Message, StoreRequest
 
-PURPOSE = "rank 0's server"  # what the port is for, which both ends of a connection prove
+PURPOSE = "rank 0's server"  # the purpose of the port, which both ends of a connection prove
 MAX_TEXT = 1024  # characters of a sentence or a setting
 
 Rank = Annotated[int, Meta(ge=0, lt=MAX_WORLD_SIZE)]
@@ -21,24 +21,24 @@ Port = Annotated[int, Meta(ge=0, lt=1 << 16)]
 
 
 class Claim(Struct, frozen=True):
-    """One process that wants to be a rank, and what it was started with."""
+    """A process that wants to be a rank, and the settings that it was started with."""
 
     rank: Rank
     world_size: Annotated[int, Meta(ge=1, le=MAX_WORLD_SIZE)]
     run_mode: Text
     version: Text  # hash of the sources
-    settings: dict[Text, Text] = {}  # by variable: what must agree and is not the default
+    settings: dict[Text, Text] = {}  # by variable: settings that must be equal and differ from the default
     host: Text = ""
     pid: int = 0
-    uid: Text = ""  # tells two processes of one rank apart
+    uid: Text = ""  # distinguishes two processes of one rank
     outward_ip: Text = ""
-    next_port: Port = 0  # where it will serve if the run goes on without rank 0; 0 where it would not
+    next_port: Port = 0  # where it will serve if the run continues without rank 0; 0 if it would not
 
 
 class Member(Struct, frozen=True):
-    """A rank of the run: where it runs, and at which port it would serve in rank 0's place.
+    """A rank of the run: its address, and the port at which it would serve in place of rank 0.
 
-    `life` tells two processes apart that are the same rank one after the other.
+    `life` distinguishes two processes that are the same rank one after the other.
     """
 
     rank: Rank
@@ -50,7 +50,7 @@ class Member(Struct, frozen=True):
 
 
 class Place(Struct, frozen=True):
-    """Where a rank is in its run; `turn` counts its changes of place, the same on all ranks of a step.
+    """The place of a rank in its run; `turn` counts its changes of place, the same on all ranks of a step.
 
     `calls` are the collectives that it has begun in this place: of two ranks in one place, the one with fewer is
     behind. `memory` is its share of the container's limit.
@@ -68,7 +68,7 @@ class Place(Struct, frozen=True):
 
 
 class Verdict(Struct, frozen=True):
-    """Why ranks end, and which ranks were lost."""
+    """The reason why ranks end, and the ranks that were lost."""
 
     exit_code: Annotated[int, Meta(ge=0, lt=256)]
     sentence: str
@@ -92,42 +92,42 @@ class Beat(Message):
 
 
 class Ending(Message):
-    """This rank ends by itself, and the others with this verdict; `stopped` by a signal, which they may get too."""
+    """The end of this rank, with this verdict for the others; `stopped` by a signal, which they may get too."""
 
     verdict: Verdict
     stopped: bool
 
 
 class Acknowledge(Message):
-    """This rank has the verdict of the finished run, and will return it."""
+    """A rank's receipt for the verdict of the finished run, which it will return."""
 
 
 class Killed(Message):
-    """The process of a rank was killed, as whoever started it knows."""
+    """The process of a rank was killed, as its parent reports."""
 
     rank: Rank
     how: Text
 
 
 class Leave(Message):
-    """This rank has come to its normal end, or goes on without the server."""
+    """The normal end of this rank, or of its use of this server."""
 
 
 class MayLeave(Message):
-    """From now on the run goes on without a rank that is lost."""
+    """From now on the run continues without a rank that is lost."""
 
 
 class Meet(Message):
-    """This rank has left its group, and meets the others to agree on the next view: `why`, and what it has."""
+    """A rank has left its group and meets the others to agree on the next view: `why`, and its state."""
 
     view: int
-    members: list[tuple[Rank, int]]  # of that view, ranks and their lives
+    members: list[tuple[Rank, int]]  # members of that view, ranks and their lives
     why: Text
     report: bytes
 
 
 class Ask(Message):
-    """This rank is outside, and asks to be taken in."""
+    """A rank outside the view asks for admission."""
 
     wish: bytes
 
@@ -141,13 +141,13 @@ class Plan(Message):
 
 
 class Done(Message):
-    """The view of this number has come to its end."""
+    """The view of this number has ended."""
 
     number: int
 
 
 class Reborn(Message):
-    """This process has forgotten all that it had, as one that was killed and started again: another `life`."""
+    """A process has forgotten its state, like one that was killed and restarted: it has another `life`."""
 
     life: int
 
@@ -162,13 +162,13 @@ class Waiting(Message):
 
 
 class Refused(Message):
-    """This process is not let in."""
+    """The server refuses this process."""
 
     sentence: str
 
 
 class Sealed(Message):
-    """All ranks are there; or, of a run that goes on: all that it has had, each as the process that it was last."""
+    """All ranks are there; in a run that continues: all ranks that it ever had, each as its last process."""
 
     token: Text
     run_id: Text
@@ -178,7 +178,7 @@ class Sealed(Message):
 
 
 class Places(Message):
-    """Where the ranks are; a heartbeat of the server."""
+    """The places of the ranks; also a heartbeat of the server."""
 
     places: list[tuple[Rank, Place]]
 
@@ -191,24 +191,24 @@ class Over(Message):
 
 
 class Gone(Message):
-    """Ranks were lost, and the run goes on."""
+    """Ranks were lost, and the run continues."""
 
     lost: list[Lost]
     sentence: str
 
 
 class Back(Message):
-    """A rank that was lost is here again, as this member."""
+    """A lost rank is back, as this member."""
 
     member: Member
 
 
 class Committed(Message):
-    """All ranks have acknowledged the verdict: it stands."""
+    """All ranks have acknowledged the verdict: it is final."""
 
 
 class Living(Message):
-    """The ranks that live, what those that are outside ask for, and why others meet; `done` as in Done."""
+    """The living ranks, the requests of ranks outside, and why others meet; `done` as in Done."""
 
     lives: dict[Rank, int]
     asking: list[tuple[Rank, int, bytes]]
@@ -217,14 +217,14 @@ class Living(Message):
 
 
 class Decide(Message):
-    """To the first member: all have met, with these reports; decide on view `number`."""
+    """A request to the first member: all have met, with these reports; decide on view `number`."""
 
     number: int
     reports: list[tuple[Rank, int, bytes]]
 
 
 class View(Message):
-    """The members that go on, in their order, and the first one's plan."""
+    """The members that continue, in their order, and the first one's plan."""
 
     number: int
     members: list[tuple[Rank, int]]

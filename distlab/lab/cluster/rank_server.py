@@ -1,9 +1,9 @@
-"""Rank 0's server: ranks join, beat, use the store and end through it, each by one connection (and one for the store).
+"""Rank 0's server: ranks join, beat, use the store and end, each through one connection (and one for the store).
 
 It runs on a thread of rank 0, on MASTER_PORT; under torchrun, whose agent has that port, on one that rank 0 publishes.
-It decides who is let in (admission.py), which ranks are lost (failure_detector.py), and when the verdict of a run that
-came through stands: once all others have acknowledged it, rank 0 writes it, and then all are told. What it decides it
-tells all ranks in the same words, rank 0 itself among them.
+It decides which processes it admits (admission.py), which ranks are lost (failure_detector.py), and when a finished
+run's verdict is final: after all others have acknowledged it, rank 0 writes it, and then informs all. It sends its
+decisions to all ranks in the same words, including rank 0.
 """
 
 import socket
@@ -42,16 +42,16 @@ from distlab.lab.report.records import Lost
 from distlab.techniques.transport.handshake import NOBODY
 from distlab.techniques.transport.store_server import Message, Peer, StoreServer, framed
 
-PERIOD_S = 0.25  # between two heartbeats, both ways
-FROZEN_S = 1.0  # between two looks, which come ten times a second: this process did not run
-STILL_S = 0.5  # the same of its thread: with the last message up to PERIOD_S before, within the least LAB_LOST_AFTER_S
-SAY_AGAIN_S = PERIOD_S  # to a process that waits: a heartbeat for it
+PERIOD_S = 0.25  # between two heartbeats, in both directions
+FROZEN_S = 1.0  # between two looks, normally ten per second: this process did not run
+STILL_S = 0.5  # the same for its thread: with up to PERIOD_S since its last message, below the least LAB_LOST_AFTER_S
+SAY_AGAIN_S = PERIOD_S  # to a waiting process, as a heartbeat
 
 
 class Strangers:
-    """Connections of who has not the key, or does not speak as a rank: counted, and said once for each fault."""
+    """Connections without the run's key or with an invalid message: counted, and reported once per fault."""
 
-    MOST = 16  # sources that are counted one by one
+    MOST = 16  # sources that are counted separately
     OTHER_KEY = "whose ends do not both have the key"
 
     def __init__(self, say: Callable[[str], None]) -> None:
@@ -61,7 +61,7 @@ class Strangers:
         self._say = say
 
     def turned_away(self, fault: str, source: tuple[str, int]) -> None:
-        """Count a connection from `source`, an address and a port, and say so if its fault is a new one."""
+        """Count a connection from `source`, an address and a port, and report it if its fault is new."""
         self.by_fault[fault] += 1
         self.last_source[fault] = source[0]
         known = source[0] in self.by_source or len(self.by_source) < self.MOST
@@ -75,7 +75,7 @@ class Strangers:
         return self.by_fault.total()
 
     def said_beside_the_missing(self) -> str:
-        """Who is not let in for want of the key, if anybody was there: the missing may be among them."""
+        """Return which processes were refused without the key, if any: missing ranks may be among them."""
         count = self.by_fault[self.OTHER_KEY]
         if not count:
             return ""
@@ -86,10 +86,10 @@ class Strangers:
 
 
 class RankServer(StoreServer):
-    """The server of one run, in the process of rank `host`, whose address is `ip`. `deadline` bounds the joining, and
-    `name` claims one for a run that has none.
+    """The server of one run, in the process of rank `host` at address `ip`. `deadline` limits the joining, and `name`
+    claims a run's name if it has none.
 
-    With `living`, the life of each rank that lives, it takes over a run that goes on, of these `members`.
+    With `living`, the life of each living rank, it takes over a run that continues, of these `members`.
     """
 
     def __init__(
@@ -100,17 +100,17 @@ class RankServer(StoreServer):
     ) -> None:  # fmt: skip
         self.host, self.ip, self.token, self.strangers = host, ip, token, strangers
         self.admission, self._deadline, self._bound, self._name = admission, deadline, bound, name
-        self.ranks: dict[int, Peer] = {}  # the connection of each rank that is let in
+        self.ranks: dict[int, Peer] = {}  # the connection of each admitted rank
         self.members = dict(members or {})
         self.over: Over | None = None
         self.judged = False  # the host has the verdict, and waits for all others to acknowledge it
-        self.bound = False  # they have: losses change it no more
-        self.cut_off = False  # by fault injection: it hears and tells its own rank alone
+        self.bound = False  # they have: losses do not change it any more
+        self.cut_off = False  # by fault injection: it communicates with its own rank only
         self._detector = FailureDetector(host, (), admission.lost_after_s, 0.0)
         self._acknowledged: set[int] = set()
         self._may_leave = living is not None
         self.views = Views(self._tell)
-        if living is not None:  # it takes over a run that goes on
+        if living is not None:  # it takes over a run that continues
             now = admission.sealed_at = time.monotonic()
             self._detector = FailureDetector(host, living, admission.lost_after_s, now)
             self.views.lives = dict(living)
@@ -118,33 +118,33 @@ class RankServer(StoreServer):
         self.looked_at, self._beat_at, self._frozen_until = time.monotonic(), 0.0, 0.0
         super().__init__(listening, key, strangers.turned_away, PURPOSE, FromRank)
 
-    # What other threads of this process ask.
+    # Queries from other threads of this process.
 
     def unacknowledged(self) -> list[int]:
-        """The ranks that have not acknowledged the verdict."""
+        """Return the ranks that have not acknowledged the verdict."""
         return sorted(set(self._detector.ranks) - self._acknowledged - {self.host})
 
     def staying(self) -> list[int]:
-        """The other ranks that have not left and are not lost."""
+        """Return the other ranks that have not left and are not lost."""
         states = list(self._detector.ranks.items())
         return [rank for rank, each in states if not (each.left or each.ended_at) and rank != self.host]
 
     def stands_still(self, now: float) -> bool:
-        """Whether its thread has had no core for a while: what it did not say is no silence of its rank."""
+        """Return whether its thread has had no core for a while: then missing messages are no silence of its rank."""
         return now - self.looked_at > STILL_S
 
     def all_told(self) -> bool:
-        """Whether all have been sent why the run, or its start, ends."""
+        """Return whether all have been sent why the run, or its start, ends."""
         sent = not any(peer.unsent for peer in list(self.peers))
         return sent and (self.over is not None or self.admission.all_told())
 
     def tell_death(self, rank: int, how: str) -> None:
-        """The launcher knows how the process of `rank` ended."""
+        """Record how the process of `rank` ended, as the launcher reports."""
         if (state := self._detector.ranks.get(rank)) is not None:
             state.how = how
 
     def tell_gone(self, rank: int) -> None:
-        """The process of `rank` ended before this server took over."""
+        """Record that the process of `rank` ended before this server took over."""
         self._detector.ranks[rank].ended_at = time.monotonic()
 
     # On the server's thread.
@@ -183,7 +183,7 @@ class RankServer(StoreServer):
             super().send_bytes(peer, message)
 
     def _is_cut_off(self, peer: Peer) -> bool:
-        """Not the store's, which come from nobody by name: of a cut that ends, what it was told would be lost."""
+        """Return whether a connection is cut off; not the store's, whose lost data would be missing after the cut."""
         return self.cut_off and peer.who.rank not in (NOBODY.rank, self.host)
 
     def ended(self, peer: Peer) -> None:
@@ -201,7 +201,7 @@ class RankServer(StoreServer):
     def tick(self, now: float) -> None:
         super().tick(now)
         if now - self.looked_at > FROZEN_S:
-            self._frozen_until = now + FROZEN_S  # what came meanwhile is read by then
+            self._frozen_until = now + FROZEN_S  # messages of the meantime are read by then
             self.admission.forgive(now)
             self._detector.forgive(now)
         self.looked_at = now
@@ -211,7 +211,7 @@ class RankServer(StoreServer):
         else:
             self._watch(now)
 
-    # Who is let in.
+    # Admission.
 
     def _join(self, peer: Peer, claim: Any, token: str, now: float) -> None:
         if token:
@@ -221,7 +221,7 @@ class RankServer(StoreServer):
             self.admission.ask(peer, claim, ip, now, peer.who.life)
 
     def _rejoin(self, peer: Peer, claim: Any, token: str, now: float) -> None:
-        """A rank that had left comes back as another process, or one that goes on comes from a server that is gone."""
+        """Readmit a lost rank with a new process, or a rank that comes from a lost server."""
         fault = differences(claim, self.admission.own)
         if token != self.token or self.bound or self.views.ended or not self._may_leave:
             fault = "the run that this rank had left is over"
@@ -244,7 +244,7 @@ class RankServer(StoreServer):
         self.views.joined(claim.rank, peer.who.life)
 
     def _answer_askers(self, now: float) -> None:
-        """Tell each process that waits what it waits for, when that changes and once a second."""
+        """Send each waiting process what it waits for, when that changes and once per second."""
         for reply in self.admission.look(now):
             if not isinstance(reply.peer, Peer):
                 continue
@@ -260,7 +260,7 @@ class RankServer(StoreServer):
             return
         missing = admission.missing()
         if not missing:
-            admission.run_id = admission.run_id or self._name()  # not earlier: a start that fails leaves no folder
+            admission.run_id = admission.run_id or self._name()  # not earlier: a failed start leaves no folder
             members = admission.seal(now)
             self.members = {member.rank: member for member in members}
             self.ranks = {rank: asker.peer for rank, asker in admission.members.items()}  # type: ignore[misc]
@@ -272,7 +272,7 @@ class RankServer(StoreServer):
             came_not = f"{name_ranks(missing)} of {admission.own.world_size} did not come {self._bound}"
             admission.refusal = came_not + self.strangers.said_beside_the_missing()
 
-    # While the run goes on.
+    # While the run continues.
 
     def _watch(self, now: float) -> None:
         if self.over is not None:
@@ -289,7 +289,7 @@ class RankServer(StoreServer):
             self._lose(verdict)
 
     def _tell_places(self) -> None:
-        """Where the ranks are, as heartbeats of this server."""
+        """Send the places of the ranks, as heartbeats of this server."""
         self._tell(self.ranks, Places([(rank, state.place) for rank, state in self._detector.ranks.items()]))
 
     def _lose(self, verdict: Verdict) -> None:
@@ -299,15 +299,15 @@ class RankServer(StoreServer):
             return
         self._detector.forget(lost)
         for rank in lost:
-            if (peer := self.ranks.pop(rank, None)) is not None:  # it may wake: it reads that it was declared dead
+            if (peer := self.ranks.pop(rank, None)) is not None:  # it may wake: then it reads that it was declared dead
                 self.send(peer, Over(verdict, False))
         self._tell(self.ranks, Gone(list(verdict.lost), verdict.sentence))
         for rank in lost:
             self.views.lost(rank)
 
     def _end_by(self, rank: int, verdict: Verdict, stopped: bool, *, frozen: bool) -> None:
-        """A rank ends the run. One that hears this server no more says that its host is lost: so it is if this process
-        was frozen meanwhile, else the way from here to that rank is broken."""
+        """Let a rank end the run. If it reports the loss of this host because it receives nothing, then this process
+        was frozen, or else the path from here to that rank is broken."""
         self._detector.ranks[rank].left = True
         if self.host in {entry.rank for entry in verdict.lost} and rank != self.host and not frozen:
             state = self._detector.ranks[rank]
@@ -324,14 +324,14 @@ class RankServer(StoreServer):
             self._finish(verdict, stopped, but=rank)
 
     def _finish(self, verdict: Verdict, stopped: bool = False, but: int | None = None) -> None:
-        """The run ends with this verdict for all ranks; `but` is the one that has ended by it already."""
+        """End the run with this verdict for all ranks except `but`, which has ended with it already."""
         if self.over is None:
             over = Over(verdict, stopped)
             self._tell([rank for rank in self.ranks if rank != but], over)
-            self.over = over  # once all have been sent it: see all_told
+            self.over = over  # after all have been sent it: see all_told
 
     def _acknowledge(self, rank: int) -> None:
-        """Once all others have acknowledged the verdict its host may write it; once that has, all are told."""
+        """Let the host write the verdict once all others have acknowledged it; after that, tell all ranks."""
         self._acknowledged.add(rank)
         if rank == self.host:
             self._tell([each for each in self.ranks if each != self.host], Committed())

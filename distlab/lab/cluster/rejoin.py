@@ -1,9 +1,9 @@
-"""What lets a rank that is started again rejoin a run which went on without it.
+"""Let a restarted rank rejoin a run that continued without it.
 
-Where the ranks of a run serve lies in the run's folder: `ranks.json` names the run and at which ports its ranks serve,
-or would if it went on without rank 0. Whoever finds a run of its own settings that is alive, and in which the process
-that it was before has ended, goes there and does not wait for a new run at rank 0's port. Each process holds a lock of
-its rank, which the kernel takes back when it ends: so a second process of a rank that lives finds no run.
+The run's folder has the addresses of its ranks: `ranks.json` names the run and the ports at which its ranks serve, or
+would serve without rank 0. A process that finds a living run of its own settings, in which its predecessor has ended,
+connects there and does not wait for a new run at rank 0's port. Each process locks its rank, and the kernel releases
+the lock at its end: so a second process of a living rank finds no run.
 """
 
 import fcntl
@@ -26,12 +26,12 @@ from distlab.lab.report.run_folder import is_held
 from distlab.techniques.transport.handshake import Who
 
 FILE = "ranks.json"
-MOST_BYTES = 1 << 22  # of it: 1024 members have 60 kB
+MOST_BYTES = 1 << 22  # limit for the file: 1024 members have 60 kB
 ANSWER_S = 5.0
 
 
 class LeftRun(NamedTuple):
-    """A run that goes on, as its file has it."""
+    """A run that continues, as described by its file."""
 
     folder: Path
     run: dict[str, Any]
@@ -39,7 +39,7 @@ class LeftRun(NamedTuple):
 
 
 def identity(config: Config, run_id: str, token: str) -> dict[str, Any]:
-    """What a rank that rejoins has to have alike, and which run it rejoins."""
+    """Return the settings that a rejoining rank must share with the run, and the run that it rejoins."""
     where = {"mode": config.mode_name, "world_size": config.world_size, "port": config.master_port}
     return {
         "run_id": run_id,
@@ -50,16 +50,16 @@ def identity(config: Config, run_id: str, token: str) -> dict[str, Any]:
 
 
 def publish(cluster: Cluster, config: Config, folder: Path) -> None:
-    """From now on ranks of this run may rejoin, and this one is alive in it."""
+    """Let ranks of this run rejoin from now on, and mark this one as alive in it."""
     lock_rank(folder, cluster.rank)
     next_ports = [[member.ip, member.next_port] for _, member in sorted(cluster.members.items())]
     content = {"run": identity(config, cluster.run_id, cluster.token), "at": [list(cluster.server_at), *next_ports]}
-    with suppress(OSError):  # a disk that is full: nobody rejoins
+    with suppress(OSError):  # a disk that is full: no rank can rejoin
         write_atomically(folder / FILE, [json.dumps(content)])
 
 
 def find_left_run(config: Config) -> LeftRun | None:
-    """The run that this rank belongs to and has left; None where there is none, and a new one begins."""
+    """Return the run that this rank belongs to and has left; None if there is none, and a new one begins."""
     assert config.rank is not None, "a rank has RANK"
     for file in sorted(config.runs_dir.glob(f"*/{FILE}"), key=lambda file: -file.stat().st_mtime):
         if file.parent.is_symlink() or not is_held(file.parent):
@@ -74,7 +74,7 @@ def find_left_run(config: Config) -> LeftRun | None:
 
 
 def lock_rank(folder: Path, rank: int) -> bool:
-    """Hold the lock of this rank until the process ends; False where another process has it."""
+    """Lock this rank until the process ends; returns False if another process has the lock."""
     lock = os.open(folder / f".rank{rank}", os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -87,7 +87,7 @@ def lock_rank(folder: Path, rank: int) -> bool:
 
 
 def rejoin(left: LeftRun, config: Config, version: str, say: Callable[[str], None]) -> Cluster:
-    """The cluster as its server has it, with this process in the place of the one before; raises ClusterError."""
+    """Return the cluster as its server describes it, with this process in place of the old one; raises ClusterError."""
     assert config.master_addr is not None, "a rank has MASTER_ADDR"
     address = resolve(config.master_addr, config.join_timeout_s, say)
     own = address._replace(ip=source_ip(address.family, address.ip) or address.ip)
@@ -110,7 +110,7 @@ def rejoin(left: LeftRun, config: Config, version: str, say: Callable[[str], Non
 
 
 def answered(line: Line) -> Sealed | Refused | None:
-    """What the server says of a rank that comes back, if it answers."""
+    """Return the server's answer to a returning rank, if it answers."""
     deadline = time.monotonic() + ANSWER_S
     while not line.ended and time.monotonic() < deadline:
         messages = line.messages(ANSWER_S)

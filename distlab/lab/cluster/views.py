@@ -1,4 +1,4 @@
-"""Numbered views of a run whose ranks come and go: who goes on with whom, decided once all who live have met.
+"""Numbered views of a run whose ranks come and go: the members, decided once all living ranks have met.
 
     a member's group breaks, or somebody asks to be taken in
       -> it leaves the group and meets         Meet, with what it has
@@ -6,8 +6,8 @@
       -> once all have, the first decides      Decide, Plan: who is in, and from where all go on
       -> all make a group of the view          View; should that fail, or one more die, they meet again
 
-Pure: the server hands in what has come, and `tell` sends. A server that takes over begins with no more than the lives
-that are known: whoever waits for it says again what it waits for.
+Pure: the server passes in the messages, and `tell` sends. A server that takes over begins with only the known lives:
+ranks that wait for it repeat what they wait for.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterable
 from distlab.lab.cluster.messages import AboutViews, Ask, Decide, Done, Living, Meet, Plan, Reborn, View
 from distlab.techniques.transport.store_server import Message
 
-BEGIN = "begin"  # in front of why ranks meet: all of them, to something new
-END = f"{BEGIN} the end"  # of the training: who comes back after that comes too late
+BEGIN = "begin"  # prefix of a meeting's reason: all ranks meet, for something new
+END = f"{BEGIN} the end"  # of the training: ranks that return later are too late
 AGAIN = "meet"  # why members meet: one is gone or asks
 Tell = Callable[[Iterable[int], Message], None]
 
 
 class Views:
-    """The ranks that live, and how far they are with the next view."""
+    """The living ranks, and their progress towards the next view."""
 
     def __init__(self, tell: Tell) -> None:
         self._tell = tell
@@ -30,24 +30,24 @@ class Views:
         self.asking: dict[int, bytes] = {}
         self._met: dict[int, Meet] = {}
         self._done = 0
-        self._decides: tuple[int, list[int], str] | None = None  # the number of the view, who is there, and why
+        self._decides: tuple[int, list[int], str] | None = None  # the number of the view, its ranks, and why
         self.ended = False  # the view of the end is decided
 
     def joined(self, rank: int, life: int) -> None:
-        """A process is rank `rank` from now on; one that only comes from another server is the same as before."""
+        """Record that a process is rank `rank` from now on; one that only changed its server is the same as before."""
         if self.lives.get(rank) != life:
             self._forget(rank)
             self.lives[rank] = life
         self._look()
 
     def lost(self, rank: int) -> None:
-        """The run goes on without it."""
+        """Record that the run continues without a rank."""
         self._forget(rank)
         self.lives.pop(rank, None)
         self._look()
 
     def came(self, rank: int, message: AboutViews) -> None:
-        """A rank has said this."""
+        """Process a message from a rank."""
         match message:
             case Meet():
                 self._met[rank] = message
@@ -65,7 +65,7 @@ class Views:
         self._look()
 
     def _forget(self, rank: int) -> None:
-        """What a process that is gone has said; a decision in which it had a part is open again."""
+        """Forget the messages of a process that is gone; a decision that includes it is open again."""
         self.asking.pop(rank, None)
         self._met.pop(rank, None)
         if self._decides is not None and rank in self._decides[1]:
@@ -77,7 +77,7 @@ class Views:
         self._tell(self.lives, Living(self.lives, asking, met, self._done))
 
     def _look(self) -> None:
-        """Tell all how it stands, and let the first decide once all are there."""
+        """Send the state to all, and let the first decide once all are there."""
         self._tell_living()
         if self._decides is not None:
             return
@@ -91,7 +91,7 @@ class Views:
                 return
 
     def _expected(self, why: str) -> list[int]:
-        """Who has to meet for this: members of the newest view that anyone is in, or all that are not outside."""
+        """Return who has to meet: members of the newest view that any rank is in, or all that are not outside."""
         if why != AGAIN:
             outside = set() if why.startswith(BEGIN) else set(self.asking)
             return sorted(set(self.lives) - outside)
@@ -105,13 +105,13 @@ class Views:
             return
         (_, there, why), self._decides = self._decides, None
         if any(self.lives.get(each) != life for each, life in members):
-            return  # one of them is gone meanwhile: all are asked anew
+            return  # one of them is gone meanwhile: all are asked again
         if why.startswith(BEGIN) and self._expected(why) != there:
-            return  # one has come back meanwhile, and would wait outside of it for ever
+            return  # one has returned meanwhile, and would wait outside of it for ever
         self.ended = why == END
         for each in {*there, *(each for each, _ in members)}:
             self._met.pop(each, None)
         for each, _ in members:
             self.asking.pop(each, None)
-        self._tell_living()  # before the view: who is in it may not take the meeting before for another one
+        self._tell_living()  # before the view: its members must not take the earlier meeting for another one
         self._tell({*there, *(each for each, _ in members)}, View(number, members, plan))

@@ -1,8 +1,8 @@
-"""The watch of a rank: a thread that sends heartbeats, hears who is lost, and ends the process when the run is broken.
+"""The watch of a rank: a thread that sends heartbeats, receives losses, and ends the process of a broken run.
 
-It has the rank's one connection to rank 0's server (rank_server.py). The server names those that are lost, and its own
-end or silence is the loss of its rank, which each rank names by itself in the same words. The main thread may be stuck
-in C++ for as long as gloo likes, so a verdict ends the process from here, by `os._exit`.
+It has the rank's one connection to rank 0's server (rank_server.py). The server names the lost ranks. Its own end or
+silence is the loss of its rank, which each rank names by itself in the same words. The main thread may be stuck in C++
+for as long as gloo likes, so a verdict ends the process from here, by `os._exit`.
 """
 
 import select
@@ -49,15 +49,15 @@ from distlab.lab.measure.memory import ContainerMemory
 from distlab.lab.report.records import Lost
 from distlab.techniques.transport.store_server import framed
 
-RAISES_S = 5.0  # how long a main thread may take to raise what NCCL has given up; its calls raise at once as a rule
-OWN_SIGTERM_S = 1.0  # `docker compose stop` reaches all ranks within this: each then ends by its own SIGTERM
-TOLD_S = 0.5  # for what this process has decided to leave it, before it ends
+RAISES_S = 5.0  # how long a main thread may take to raise after NCCL aborts; its calls usually raise at once
+OWN_SIGTERM_S = 1.0  # `docker compose stop` reaches all ranks within this time: each then ends by its own SIGTERM
+TOLD_S = 0.5  # for this process to send its decision before it ends
 LOOK_S = 0.02
 AFTER = "after the verdict, which stands"
 
 
 class Watchdog(threading.Thread):
-    """The heartbeats of one rank. Made and finished on the main thread; `start` after `join`."""
+    """The heartbeats of one rank. Created and finished on the main thread; `start` after `join`."""
 
     def __init__(
         self,
@@ -69,18 +69,18 @@ class Watchdog(threading.Thread):
         super().__init__(name="watch", daemon=True)
         self.cluster, self.config, self.say = cluster, config, say
         self.main = MainThreadProgress()
-        # Hears of it, on this thread.
+        # Callbacks, on this thread.
         self.on_period: Callable[[int, str], None] = lambda step, phase: None  # noqa: ARG005
         self.on_message: Callable[[Any], None] = lambda message: None  # noqa: ARG005  of views
         self.on_left: Callable[[Lost], None] | None = None
         self.on_back: Callable[[Member], None] = lambda member: None  # noqa: ARG005
-        self.succeed: Callable[[], None] | None = None  # goes to another server, where rank 0's is gone
-        self.tells_waits = True  # for whom this rank waits, where that takes long
-        self.gave_up: Callable[[], bool] = lambda: False  # whether NCCL has given up a collective
+        self.succeed: Callable[[], None] | None = None  # connects to another server after the loss of rank 0's
+        self.tells_waits = True  # reports for whom this rank waits, if that takes long
+        self.gave_up: Callable[[], bool] = lambda: False  # whether NCCL has aborted a collective
         self.cpu_seconds, self.woken, self.longest_gap_s = 0.0, 0, 0.0
         self.others = {rank: Place() for rank in cluster.members if rank not in {cluster.rank, *cluster.gone}}
         self._server_state = RankState(heard_at=time.monotonic())
-        self._failure: tuple[Verdict, Verdict] | None = None  # of the main thread: own, and to the others
+        self._failure: tuple[Verdict, Verdict] | None = None  # of the main thread: its own, and for the others
         self._slowness, self._pressure = Slowness(time.monotonic()), ContainerMemory()
         self._failed_at: float | None = None
         self._acknowledged = False
@@ -97,15 +97,15 @@ class Watchdog(threading.Thread):
     # On the main thread.
 
     def let_leave(self, on_left: Callable[[Lost], None]) -> None:
-        """From now on the loss of any rank but the server's does not end the others: each calls `on_left`, on the
-        watch's thread, and goes on. All ranks call this at the same point of the run; a later call puts another
-        `on_left` in the place of the first."""
+        """Let the run continue from now on after the loss of any rank except the server's: each other rank calls
+        `on_left` on the watch's thread. All ranks call this at the same point of the run; a later call replaces
+        `on_left`."""
         self.on_left = on_left
         self.main.part()
         self.line.send(MayLeave())
 
     def agree(self, publish: Callable[[], None]) -> None:
-        """Acknowledge the verdict that the host gave; returns once it stands. The host calls `publish` before it does.
+        """Acknowledge the host's verdict; returns once it is final. The host calls `publish` before it does.
 
         Raises TimeoutError naming the ranks that have not acknowledged it in LAB_COLLECTIVE_TIMEOUT_S.
         """
@@ -124,7 +124,7 @@ class Watchdog(threading.Thread):
             raise TimeoutError(f"timed out waiting for rank {self.cluster.host} at the verdict after {bound_s:g} s")
 
     def finish(self) -> None:
-        """A normal end. The host leaves last, though after LAB_COLLECTIVE_TIMEOUT_S it waits for nobody any more."""
+        """End normally. The host leaves last, but does not wait longer than LAB_COLLECTIVE_TIMEOUT_S."""
         server, deadline = self.cluster.server, time.monotonic() + self.config.collective_timeout_s
         while server is not None and (staying := server.staying()) and time.monotonic() < deadline:
             if all(rank not in self.others for rank in staying):
@@ -133,20 +133,20 @@ class Watchdog(threading.Thread):
         self.line.send(Leave())
         self._ending.set()
         self._signals.wake()
-        # Not until its last line: torch's process group may go with the thread, which aborts the process if the
-        # interpreter ends meanwhile (half of all runs did that did not import torch's compiler).
+        # Wait for the thread's last line: its end may destroy torch's process group, which aborts the process if the
+        # interpreter ends meanwhile (as in half of all runs without an import of torch's compiler).
         if self.is_alive():
             self.join()
         self._signals.close()
         self.line.close()
 
     def fail(self, error: BaseException) -> NoReturn:
-        """The main thread raised: end with the verdict on the rank that caused it, or as the one that failed.
+        """End after the main thread raised: with the verdict on the rank that caused it, or as the failed rank.
 
-        The watch's thread does it, after it has heard what the others say: a rank that was paused and declared dead
-        finds its connections closed, and may not take that for a failure of its own.
+        The watch's thread does it, after it has received the others' messages: a rank that was paused and declared dead
+        finds its connections closed, and must not report that as its own failure.
         """
-        self.gave_up = lambda: False  # the main thread says it itself
+        self.gave_up = lambda: False  # the main thread reports it itself
         suspects = bool(self.others) and may_be_a_loss(error)
         if suspects and self.is_alive():
             time.sleep(self.config.lost_after_s + SETTLE_S + 2 * PERIOD_S)
@@ -156,13 +156,13 @@ class Watchdog(threading.Thread):
             self._end(*failure)
         self._failure = failure
         self._signals.wake()
-        while True:  # the thread ends the process
+        while True:  # until the watch's thread ends the process
             time.sleep(PERIOD_S)
 
-    # On the thread of the watch.
+    # On the watch's thread.
 
     def run(self) -> None:
-        """Beat until the end; a watch that cannot go on ends its rank, which nobody else would."""
+        """Send heartbeats until the end; a failure of the watch ends its rank, because no other code would."""
         try:
             while not self._ending.is_set():
                 self._period()
@@ -171,7 +171,7 @@ class Watchdog(threading.Thread):
         self.cpu_seconds = time.thread_time()
 
     def _period(self) -> None:
-        """One heartbeat, and all that comes until the next."""
+        """Send one heartbeat, and process all messages until the next."""
         began = time.monotonic()
         self.woken += 1
         self.line.send(Beat(replace(self.main.here(), memory=self._pressure.share())))
@@ -187,8 +187,8 @@ class Watchdog(threading.Thread):
         self.cpu_seconds = time.thread_time()
         gap_s = time.monotonic() - began - PERIOD_S
         self.longest_gap_s = max(self.longest_gap_s, gap_s)
-        # What was said while this process did not run is read before anybody's silence counts; so is what its own
-        # server could not say for want of a core: of 200 runs at a load of ten a core one had its rank 0 declare itself
+        # Messages from a pause of this process are read before any rank's silence counts; so are those that its own
+        # server could not send without a core: in one of 200 runs at a load of ten per core, rank 0 declared itself
         # dead.
         server = self.cluster.server
         if gap_s > FROZEN_S or (server is not None and server.stands_still(time.monotonic())):
@@ -196,7 +196,7 @@ class Watchdog(threading.Thread):
         self._judge_server(time.monotonic())
 
     def _wait(self, timeout_s: float) -> None:
-        """Until something comes from the server or a signal does."""
+        """Wait until the server sends a message or a signal arrives."""
         sources = [self._signals.receiver] + ([] if self.line.ended else [self.line.connection])
         ready, _, _ = select.select(sources, [], [], timeout_s)
         if self._signals.receiver in ready and (number := self._signals.wait(0.0)) is not None:
@@ -224,7 +224,7 @@ class Watchdog(threading.Thread):
                 self._part(lost, sentence)
             case Back(member):
                 self._take_back(member)
-            case Sealed(members=members):  # of the next server, to which some may have come back before this rank
+            case Sealed(members=members):  # from the next server, to which some may have returned before this rank
                 for member in members:
                     self._take_back(member)
             case Committed():
@@ -239,7 +239,7 @@ class Watchdog(threading.Thread):
             self.on_back(member)
 
     def _part(self, lost: list[Lost], sentence: str) -> None:
-        """The run goes on without those; once the verdict stands nothing else comes of it."""
+        """Continue the run without the lost ranks; a final verdict stays unchanged."""
         self.say(f"{sentence}: {AFTER}" if self.on_left is None else f"{sentence}; the remaining ranks continue")
         for entry in lost:
             self.others.pop(entry.rank, None)
@@ -247,7 +247,7 @@ class Watchdog(threading.Thread):
                 self.on_left(entry)
 
     def _judge_server(self, now: float) -> None:
-        """Whether the rank that serves is lost, which no server tells."""
+        """Decide whether the serving rank is lost, which no server can report."""
         state, host = self._server_state, self.cluster.host
         if self._ending.is_set() or (self._committed.is_set() and self.cluster.server is None):
             return
@@ -262,7 +262,7 @@ class Watchdog(threading.Thread):
             self._leave(Verdict(3, f"{verdict.sentence}, {since}", verdict.lost), {host})
         if self.succeed is not None and self.on_left is not None:
             self._part(list(verdict.lost), verdict.sentence)
-            self.line.send(Ending(verdict, False))  # a server that was stopped reads it once it wakes
+            self.line.send(Ending(verdict, False))  # a paused server reads it once it wakes
             self.line.close()
             self.succeed()
             self._server_state = RankState(heard_at=time.monotonic())
@@ -271,7 +271,7 @@ class Watchdog(threading.Thread):
         self._leave(verdict, {host})
 
     def _adopt(self, verdict: Verdict, stopped: bool) -> None:
-        """End as the server says; a stop of all ranks reaches this one too, and then counts as its own."""
+        """End as the server decides; a stop of all ranks reaches this one too, and then counts as its own."""
         if stopped and (number := self._signals.wait(OWN_SIGTERM_S)) is not None:
             self._stopped(number)
         lost = {entry.rank for entry in verdict.lost}
@@ -281,8 +281,8 @@ class Watchdog(threading.Thread):
         self._leave(verdict, lost)
 
     def _judge_device(self) -> None:
-        """End this rank where NCCL has given up a collective, and the main thread waits for its GPU all the same: a
-        kernel that does not end keeps the calls behind it from raising."""
+        """End this rank if NCCL has aborted a collective and the main thread still waits for its GPU: an endless kernel
+        keeps later calls from raising."""
         if not self.gave_up():
             return
         now = time.monotonic()
@@ -294,7 +294,7 @@ class Watchdog(threading.Thread):
             self._end(*failed(self.cluster.rank, place, error, behind(place, self.others)))
 
     def _end(self, own: Verdict, to_others: Verdict, stopped: bool = False) -> NoReturn:
-        """An end of this rank's own; where the verdict of the run stands already it changes that for nobody else."""
+        """End for this rank's own reason; once the run's verdict is final, nothing changes for the others."""
         if self._acknowledged:
             self.line.send(Leave())
             self._departure.leave(own, None)

@@ -1,9 +1,9 @@
 """Every variable of the lab, once: its name, type, default, unit, check and one line of help.
 
-A run is configured by its environment alone, as a container is. `Config.read()` turns the environment into one
-frozen object, or raises `ConfigError` with every fault at once, a line each, before torch is imported.
-Variables of the cluster keep the names that torchrun and Kubernetes use; all others begin with `LAB_`. Those that one mode alone
-knows stand in its lesson (its options.py). A name that is in neither is refused, with the nearest one suggested.
+The environment alone configures a run, as it does a container. `Config.read()` turns it into one frozen object, or
+raises `ConfigError` with every fault at once, one per line, before torch is imported. Variables of the cluster keep the
+names of torchrun and Kubernetes; all others begin with `LAB_`. Those of a single mode are in its options.py. A name in
+neither place is refused, with the nearest one suggested.
 """
 
 import json
@@ -21,20 +21,20 @@ from distlab.lab.config import fault_spec as planned
 from distlab.lab.config import settings, user_code
 from distlab.lab.config.settings import ModeOptions, aliases, declared, fault_sentence, named_value, quoted
 
-MAX_WORLD_SIZE = 1024  # of ranks that an engine starts
-ON_ONE_MACHINE = 8  # as containers or local processes: what the Compose file holds
-MOST = 10**9  # of anything that is counted: beyond any machine, and far from where numbers of 64 bits end
-MOST_LAYERS = 1000  # of which an outline is made within seconds
-MOST_SIZE = 10**6  # of a model's width, a sample and a batch: a square of it times 32 is far from that end, too
+MAX_WORLD_SIZE = 1024  # of ranks that a launcher starts
+ON_ONE_MACHINE = 8  # as containers or local processes: the size of the Compose file
+MOST = 10**9  # of any count: beyond any machine, and far from the limit of 64-bit integers
+MOST_LAYERS = 1000  # an outline of this many takes seconds
+MOST_SIZE = 10**6  # of a model's width, a sample and a batch: its square times 32 is far from that limit, too
 MOST_SEED = 2**32 - 1  # an epoch's generator is seeded with a million times as much, in 64 bits
-MOST_SECONDS = 10**6  # twelve days; a thread cannot wait for longer than 292 years, nor gloo for longer than it counts
+MOST_SECONDS = 10**6  # twelve days; a thread can wait for at most 292 years, gloo for less
 Own = TypeVar("Own", bound=ModeOptions)
 LINE_POINTS = 32  # the first lesson's: 8, 6, 9 and 9 for four workers
 
 
 class Refusal(Exception):
-    """What was asked for cannot be done; `faults` holds a sentence for each reason. A command that raises it ends
-    with 2."""
+    """The request cannot be fulfilled; `faults` has a sentence for each reason. A command that raises it ends with
+    2."""
 
     def __init__(self, *faults: str) -> None:
         self.faults = list(faults)
@@ -42,11 +42,11 @@ class Refusal(Exception):
 
 
 VOCABULARY = 256  # of gpt, which reads bytes
-BUCKETS = 5  # of gradients, about
+BUCKETS = 5  # of gradients, approximately
 
 
 class ConfigError(Refusal):
-    """The environment cannot be run."""
+    """The settings in the environment cannot run."""
 
     def __init__(self, faults: Sequence[str]) -> None:
         super().__init__(*map(settings.shorten_words, faults))
@@ -68,7 +68,7 @@ class Config(BaseSettings):
     key_file: Annotated[Path, AfterValidator(settings.key_file)] | None = Field(None, alias="LAB_KEY_FILE", exclude=True, description="file with the key of the run in place of LAB_KEY, which whoever may look at a process or a container can read; containers have it as a secret")
     local_rank: int | None = Field(None, alias="LOCAL_RANK", ge=0, le=MOST, description="index among the ranks of this machine, as torchrun sets it")
 
-    # What is run.
+    # What to run.
     variant: Annotated[tuple[str, ...], NoDecode] = Field((), alias="LAB_VARIANT", description="variants to run, separated by commas, a strategy of your own as mine/wave.py:wave; empty: all but plain, the mode's page of code")
     model: Annotated[str, AfterValidator(settings.known_model)] = Field("gpt", alias="LAB_MODEL", description="what is trained: line, mlp, gpt, or a function of a file of your own such as mine/model.py:model")
     width: int = Field(128, alias="LAB_WIDTH", ge=1, le=MOST_SIZE, description="width of the model")
@@ -88,7 +88,7 @@ class Config(BaseSettings):
     proof: bool = Field(True, alias="LAB_PROOF", description="0: leave the proof out")
     bug: str | None = Field(None, alias="LAB_BUG", description="a bug to inject; `make explain` lists those of a mode")
 
-    # How it is run.
+    # How to run it.
     backend: Literal["gloo", "nccl", "tcp"] = Field("gloo", alias="LAB_BACKEND", description="what moves the bytes: a library, or the lab's own transport over plain TCP")
     device: Literal["cpu", "cuda"] = Field("cpu", alias="LAB_DEVICE", description="where tensors live; nccl means cuda")
     bucket: float | None = Field(None, alias="LAB_BUCKET_MIB", gt=0, le=2**20, allow_inf_nan=False, description="size of a gradient bucket in MiB; unset: a fifth of the lab's own model, of another 1")
@@ -98,11 +98,11 @@ class Config(BaseSettings):
     net_delay: Annotated[str, AfterValidator(settings.delay)] | None = Field(None, alias="LAB_NET_DELAY", description="delay of each message, such as 5ms (containers with compose/net.yaml, where the kernel has netem)")
     slow_rank: Annotated[str, AfterValidator(settings.slow_rank)] | None = Field(None, alias="LAB_SLOW_RANK", description="a rank that computes at a share of its speed in the timed pass, such as 2:0.5")
 
-    # What survives it.
+    # Checkpoints.
     checkpoint_every: int | None = Field(None, alias="LAB_CHECKPOINT_EVERY", ge=1, le=MOST, description="steps from one checkpoint to the next; unset: none")
     resume: str | None = Field(None, alias="LAB_RESUME", description="continue from a checkpoint: auto (LAB_RUN_ID's own, if there is one), a run id, or a path")
 
-    # What is to go wrong, and what looks for it.
+    # Injected faults, and the checks that look for them.
     faults: str | None = Field(None, alias="LAB_FAULTS", description="what is to go wrong, and when: kill:rank2@step5, pause:rank1:1s@4s, ..., separated by commas; a rank that is left out LAB_SEED draws")
     audit_every: int | None = Field(None, alias="LAB_AUDIT_EVERY", ge=1, le=MOST, description="steps from one audit of replicated tensors to the next: a weight or gradient that differs is named by rank; unset: none")
 
@@ -110,10 +110,10 @@ class Config(BaseSettings):
     runs_dir: Path = Field(Path("runs"), alias="LAB_RUNS_DIR", description="folder of all runs")
     run_id: Annotated[str, AfterValidator(settings.run_name)] | None = Field(None, alias="LAB_RUN_ID", description="name of this run; unset: mode and time")
 
-    # What is seen of it while it goes on.
+    # Output during the run.
     log: Literal["quiet", "normal", "full"] = Field("normal", alias="LAB_LOG", description="what ranks print; quiet: the verdict alone, full: every table and check on rank 0 too")
 
-    # Bounds.
+    # Limits.
     join_timeout_s: float = Field(60, alias="LAB_JOIN_TIMEOUT_S", ge=0.1, le=MOST_SECONDS, allow_inf_nan=False, description="seconds to wait for all ranks to arrive")
     lost_after_s: float = Field(2.5, alias="LAB_LOST_AFTER_S", ge=1, le=MOST_SECONDS, allow_inf_nan=False, description="seconds of silence after which a rank is lost")
     collective_timeout_s: float = Field(300, alias="LAB_COLLECTIVE_TIMEOUT_S", ge=0.1, le=MOST_SECONDS, allow_inf_nan=False, description="seconds that one collective may take")
@@ -122,13 +122,13 @@ class Config(BaseSettings):
 
     options: ModeOptions = Field(
         default_factory=ModeOptions, exclude=True
-    )  # the mode's own; `own` gives them with their type
+    )  # the mode's own; `own` returns them with their type
 
     @classmethod
     def settings_customise_sources(
         cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, *others: Any, **more: Any
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Take nothing but the mapping that `read` passes: no dotenv file, no secrets folder."""
+        """Read only the mapping that `read` passes: no dotenv file, no secrets folder."""
         del settings_cls, others, more
         return (init_settings,)
 
@@ -139,12 +139,12 @@ class Config(BaseSettings):
         found_before: Sequence[str] = (),
         options: type[ModeOptions] | None = None,
     ) -> Self:
-        """Check `environ` as a whole; raises ConfigError with all faults at once, `found_before` among them.
+        """Check `environ` as a whole; raises ConfigError with all faults at once, including `found_before`.
 
-        `options` are taken in the place of the mode's own.
+        `options` replaces the mode's own.
         """
         named = environ.get("RUN_MODE", "").strip() or "dp"
-        mode = named if settings.fault_of(settings.known_mode, named) == "" else "dp"  # of another no file is touched
+        mode = named if settings.fault_of(settings.known_mode, named) == "" else "dp"  # else no file is read
         kind = options or _own_of(mode, environ.get("LAB_JOIN_TIMEOUT_S", ""))
         common, own = aliases(cls), aliases(kind)
         given = {name: environ[name].strip() for name in common | own if environ.get(name, "").strip()}
@@ -177,7 +177,7 @@ class Config(BaseSettings):
         return cls._with_own_sizes(config.model_copy(update={"options": found[kind.__name__]}))
 
     def _with_own_sizes(self) -> Self:
-        """The same with the sizes of its mode and model where none are set, and NCCL's device; they do not count as
+        """Return the settings with the default sizes of mode and model, and NCCL's device; these do not count as
         set."""
         sizes: dict[str, Any] = {"batch": LINE_POINTS} if self.model == "line" else {}
         sizes |= {"device": "cuda"} if self.backend == "nccl" else {}
@@ -191,21 +191,21 @@ class Config(BaseSettings):
         return sized
 
     def own(self, kind: type[Own]) -> Own:
-        """The mode's own settings, as the class Options of its lesson."""
+        """Return the mode's own settings, as the class Options of its lesson."""
         return kind(**self.options.model_dump(exclude_unset=True))
 
     def with_own(self, **update: Any) -> Self:
-        """The same with other values of the mode's own settings."""
+        """Return the settings with other values of the mode's own."""
         return self.model_copy(update={"options": self.options.model_copy(update=update)})
 
     @property
     def mode_name(self) -> str:
-        """RUN_MODE, or of a path its last part: what a run is named by."""
+        """Return RUN_MODE, or the last part of a path: it names the run."""
         return settings.mode_name(self.run_mode)
 
     @property
     def bucket_mib(self) -> float:
-        """Size of a gradient bucket; unset such that a model of the lab's has several, or overlap could not be seen."""
+        """Return the size of a gradient bucket; if unset, a lab model gets several, which makes overlap visible."""
         if self.bucket is not None:
             return self.bucket
         numbers = {
@@ -216,46 +216,46 @@ class Config(BaseSettings):
 
     @property
     def learning_rate(self) -> float:
-        """LAB_LR, or the default of the optimizer."""
+        """Return LAB_LR, or the default of the optimizer."""
         return self.lr or {"sgd": 0.1, "adamw": 0.001}[self.optimizer]
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a number of LAB_DTYPE."""
+        """Return the bytes of a number of LAB_DTYPE."""
         return {"float64": 8, "float32": 4, "bfloat16": 2}[self.dtype]
 
     @property
     def gloo_on_gpus(self) -> bool:
-        """Whether the ranks' tensors are on GPUs and gloo is between them, which sums and gathers those, but cannot
-        send one to a single rank: it ends the process ("Bad address"), as fully_shard over it does."""
+        """Return whether gloo connects ranks with tensors on GPUs: it sums and gathers those, but a send to a single
+        rank ends the process ("Bad address"), as does fully_shard over it."""
         return self.device == "cuda" and self.backend == "gloo" and self.world_size > 1
 
     @property
     def num_microbatches(self) -> int:
-        """LAB_MICROBATCHES, or one."""
+        """Return LAB_MICROBATCHES, or one."""
         return self.microbatches or 1
 
     @property
     def slowed_to(self) -> float:
-        """The share of its speed at which this rank computes, by LAB_SLOW_RANK."""
+        """Return the share of its speed at which this rank computes, by LAB_SLOW_RANK."""
         rank, _, share = (self.slow_rank or "").partition(":")
         return float(share) if rank and int(rank) == self.rank else 1.0
 
     @property
     def planned_faults(self) -> list[planned.FaultSpec]:
-        """The entries of LAB_FAULTS."""
+        """Return the entries of LAB_FAULTS."""
         return planned.parse_faults(self.faults or "")[0]
 
     def untimed(self) -> Self:
-        """The same for passes that measure no time."""
+        """Return the same settings for passes that measure no time."""
         return self.model_copy(update={"options": self.options.untimed()})
 
     def environ(self) -> dict[str, str]:
-        """The variables that were set, as text: what repeats this run."""
+        """Return the variables that were set, as text: they repeat this run."""
         return dict(sorted((_set_in(self) | _set_in(self.options)).items()))
 
     def written(self) -> dict[str, Any]:
-        """All variables with their values, as JSON has them."""
+        """Return all variables with their values, in JSON's types."""
         dumped: dict[str, Any] = {}
         for part in (self, self.options):
             dumped |= json.loads(part.model_dump_json(by_alias=True))
@@ -263,7 +263,7 @@ class Config(BaseSettings):
 
 
 def _contradictions(config: Config) -> list[str]:
-    """Faults of several variables together; those of one mode are found by distlab/lab/rank/preflight.py."""
+    """Return faults of several variables together; distlab/lab/rank/preflight.py finds those of one mode."""
     refusals = []
     if config.rank is not None and config.rank >= config.world_size:
         last = config.world_size - 1
@@ -293,7 +293,7 @@ def _contradictions(config: Config) -> list[str]:
 
 
 def _too_many(world_size: str, on_one_machine: bool) -> list[str]:
-    """More ranks than one machine takes, where no engine started this one; what no engine takes is told by its type."""
+    """Return a fault if one machine has too many ranks without a launcher; the type limits those of launchers."""
     if not (
         on_one_machine and re.fullmatch("[0-9]{1,9}", world_size) and ON_ONE_MACHINE < int(world_size) <= MAX_WORLD_SIZE
     ):
@@ -305,7 +305,7 @@ def _too_many(world_size: str, on_one_machine: bool) -> list[str]:
 
 
 def _stranger(name: str, value: str, mode: str, known: list[str]) -> str:
-    """A sentence for a variable that neither the lab nor this mode has."""
+    """Return a sentence for a variable that neither the lab nor this mode has."""
     owners = [other for other in settings.modes() if name in aliases(declared(other))]
     if owners:
         return f"{name}={quoted(value.strip())} belongs to RUN_MODE={' or '.join(owners)}: {mode} has no such setting"
@@ -316,22 +316,22 @@ def _stranger(name: str, value: str, mode: str, known: list[str]) -> str:
 
 
 def _own_of(mode: str, join_timeout_s: str) -> type[ModeOptions]:
-    """The class Options of the mode; raises ConfigError where its options.py is none."""
+    """Return the class Options of the mode; raises ConfigError if its options.py is invalid."""
     bound_s = Config.model_fields["join_timeout_s"].default
-    with suppress(ValueError):  # which is told with all other faults
+    with suppress(ValueError):  # reported with all other faults
         bound_s = min(max(float(join_timeout_s), 0.1), MOST_SECONDS)
     try:
         with user_code.refused_where_it_ends(bound_s, ConfigError):
             return declared(mode)
     except ConfigError:
         raise
-    except Exception as error:  # whatever a user's file raises
+    except Exception as error:  # any exception of a user's file
         why = f"{type(error).__name__}: {error}"
         raise ConfigError([f"RUN_MODE={mode!r} has an options.py that cannot be imported: {why}"]) from error
 
 
 def text_of(value: Any) -> str:
-    """The value of a setting as its variable has it."""
+    """Return the value of a setting as text for its variable."""
     if isinstance(value, tuple):
         return ",".join(value)
     return str(int(value)) if isinstance(value, bool) else str(value)
@@ -339,6 +339,6 @@ def text_of(value: Any) -> str:
 
 def _set_in(part: BaseModel) -> dict[str, str]:
     set_fields = {name: type(part).model_fields[name] for name in part.model_fields_set}
-    return {  # without the key: a run is repeated with another
+    return {  # without the key: a repeated run has another
         entry.alias or name: text_of(getattr(part, name)) for name, entry in set_fields.items() if not entry.exclude
     }

@@ -1,8 +1,8 @@
-"""What is typed: `distlab COMMAND ...`, `./run COMMAND ...` and `python -m workers COMMAND ...` are one and the same.
+"""The command line: `distlab COMMAND ...`, `./run COMMAND ...` and `python -m workers COMMAND ...` are equivalent.
 
-Each command stands in COMMANDS, once; `./run` reads these lines too. `run` and `explain` take settings as words, a mode
-by its name or path alone: `run dp WORLD_SIZE=3` is RUN_MODE=dp WORLD_SIZE=3 in the environment. All others read their
-words themselves.
+COMMANDS lists each command once; `./run` reads these lines too. `run` and `explain` take settings as arguments, and a
+mode by its name or path alone: `run dp WORLD_SIZE=3` is RUN_MODE=dp WORLD_SIZE=3 in the environment. All other commands
+parse their own arguments.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ RUN_HELP = [
 
 
 class Command(NamedTuple):
-    """The module that does it, one line of help, whether its words are settings, and whether help offers it."""
+    """The module of a command, one line of help, whether its arguments are settings, and whether help lists it."""
 
     module: str
     what: str
@@ -50,17 +50,17 @@ COMMANDS = {
 
 
 class Typed(NamedTuple):
-    """One command: the words that are left to it, and the variables that its settings stand for."""
+    """One command: its remaining arguments, and the variables from its settings."""
 
     command: str
     words: Sequence[str] = ()
     settings: Mapping[str, str] = MappingProxyType({})
-    as_json: bool = False  # run.json on the standard output, and nothing else
+    as_json: bool = False  # only run.json on the standard output
 
 
 def parse_words(words: Sequence[str]) -> Typed:
-    """What `words` ask for, "help" or "version" if that is it and "run" without any; raises ConfigError for a word that
-    says nothing."""
+    """Return the command in `words`: "help" or "version" if requested and "run" without any; raises ConfigError for an
+    unknown argument."""
     if words and words[0] in HELP:
         return Typed("help")
     if list(words) == ["--version"]:
@@ -80,13 +80,13 @@ def parse_words(words: Sequence[str]) -> Typed:
 
 
 def offered() -> list[str]:
-    """The names of the commands for users."""
+    """Return the names of the commands for users."""
     return [name for name, command in COMMANDS.items() if command.for_users]
 
 
 def settings(words: Sequence[str], commands: Sequence[str] = ()) -> dict[str, str]:
-    """The variables that the words stand for; raises ConfigError with a sentence for each that is none, nor one of
-    `commands`."""
+    """Return the variables in the arguments; raises ConfigError with a sentence for each that is neither a variable nor
+    one of `commands`."""
     variables = [field.alias for field in Config.model_fields.values() if field.alias]
     found: dict[str, str] = {}
     faults = []
@@ -110,7 +110,7 @@ def settings(words: Sequence[str], commands: Sequence[str] = ()) -> dict[str, st
 
 
 def help_lines(command: str | None = None) -> list[str]:
-    """What there is to type: all commands, or one that takes settings."""
+    """Return the help for all commands, or for one that takes settings."""
     if command is None:
         lines = ["usage: distlab COMMAND ...", "", *(f"  {name:<12}{COMMANDS[name].what}" for name in offered()), ""]
         lines += [

@@ -1,10 +1,10 @@
-"""What is to go wrong, and when: the text of LAB_FAULTS as plain data.
+"""Parse LAB_FAULTS, the faults to inject and their times, into plain data.
 
     kill:rank2@step5             rank 2 is killed as step 5 begins
     pause:rank1:1s@4s            rank 1 stands still for a second, 4 s after the ranks begin
 
-An entry is a kind, what it needs between colons in any order, and a moment; a rank that it leaves out LAB_SEED draws
-(`planned` below). Nothing here does anything: distlab/lab/rank/fault_injection.py does it.
+An entry is a kind, its arguments between colons in any order, and a moment; LAB_SEED draws a rank that is left out
+(`planned` below). This module injects nothing: distlab/lab/rank/fault_injection.py does.
 """
 
 import random
@@ -20,20 +20,20 @@ WAYS = ("in", "out")
 NUMBER = r"[0-9]{1,9}(?:\.[0-9]{1,9})?"
 SECONDS = re.compile(rf"({NUMBER})(ms|s|m|h)")
 UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
-PAUSE_S = 5.0  # longer than LAB_LOST_AFTER_S is by default
-# By kind, what an entry may say beside its rank; what stands in NEEDS it has to.
+PAUSE_S = 5.0  # longer than the default LAB_LOST_AFTER_S
+# By kind, the possible arguments besides the rank; those in NEEDS are required.
 KINDS = {
     "kill": (), "pause": ("duration",), "cut": ("duration", "way"), "slow_link": ("rate",), "slow_rank": ("share",),
     "full_disk": (),
 }  # fmt: skip
-NEEDS = {"slow_link": "10mbit", "slow_rank": "0.5"}  # an example each
+NEEDS = {"slow_link": "10mbit", "slow_rank": "0.5"}  # one example each
 EXAMPLES = {"duration": "500ms or 3s", "way": "in or out", "rate": "10mbit", "share": "0.5"}
-AT_STEPS = ("full_disk",)  # come as a step begins, and not at any second
+AT_STEPS = ("full_disk",)  # these come at a step only, not at a second
 
 
 @dataclass(frozen=True)
 class FaultSpec:
-    """One entry, or the event that it is once it has a rank; None and "" where the text says nothing."""
+    """One entry, or its event once it has a rank; None and "" for arguments that the text omits."""
 
     text: str  # the entry as it was written
     kind: str
@@ -41,14 +41,14 @@ class FaultSpec:
     step: int | None = None
     at_s: float | None = None  # after the ranks begin
     duration_s: float | None = None
-    way: str = ""  # of a cut: "in" hears nobody, "out" is heard by nobody, "" both
+    way: str = ""  # of a cut: "in" stops receiving, "out" stops sending, "" both
     rate: str = ""
     share: float | None = None
     number: int = 0  # of the event, from 0 in the order of the entries
 
     @property
     def label(self) -> str:
-        """The event in words: `kill rank 2 at step 5`."""
+        """Return the event as text: `kill rank 2 at step 5`."""
         verb = {"slow_rank": "slow", "slow_link": "slow the link of", "full_disk": "fill the disk of"}
         words = [verb.get(self.kind, self.kind), f"rank {self.rank}", self.rate and f"to {self.rate}"]
         words.append({"in": "from what it hears", "out": "from those who hear it"}.get(self.way, ""))
@@ -59,7 +59,7 @@ class FaultSpec:
 
 
 def parse_faults(text: str) -> tuple[list[FaultSpec], list[str]]:
-    """The entries of LAB_FAULTS, and a sentence for each that cannot be read."""
+    """Return the entries of LAB_FAULTS, and a sentence for each that cannot be read."""
     entries, wrong = [], []
     for part in filter(None, (each.strip() for each in text.split(","))):
         try:
@@ -125,7 +125,7 @@ def _seconds(text: str) -> float:
 
 
 def misfits(entries: Sequence[FaultSpec], world_size: int, steps: int) -> list[str]:
-    """Sentences on entries that these settings cannot have."""
+    """Return sentences on entries that these settings cannot have."""
     wrong = []
     for each in entries:
         if each.rank is not None and each.rank >= world_size:
@@ -141,7 +141,7 @@ def misfits(entries: Sequence[FaultSpec], world_size: int, steps: int) -> list[s
 
 
 def planned(entries: Sequence[FaultSpec], seed: int, world_size: int) -> list[FaultSpec]:
-    """The events of all entries, each with a rank: the same on every rank, so that nobody has to tell another."""
+    """Return the events of all entries, each with a rank: the same on every rank, without communication."""
     drawn = [random.Random(f"{seed} {index}").randrange(world_size) for index in range(len(entries))]
     return [
         replace(each, rank=drawn[index] if each.rank is None else each.rank, number=index)

@@ -1,14 +1,14 @@
-"""Who a rank is, by the engine that started it: its names become RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+"""Read a rank from its launcher's variables: they become RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
     torchrun, Compose, Ray   RANK, WORLD_SIZE, MASTER_ADDR: as they stand
     Slurm                    SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID; rank 0 is on the first node of the step
     Kubernetes               JOB_COMPLETION_INDEX, pod 0 by the name of this pod; WORLD_SIZE is the manifest's
     SkyPilot, dstack         SKYPILOT_NODE_RANK, DSTACK_NODE_RANK and their siblings, a rank a node
 
-A rank that its engine's variables do not reach would start a world of its own, and three such worlds pass side by side:
-`srun -n 3` did. So the first engine of this table that has started several ranks is taken and said; what contradicts
-it, or is not a rank although the engine starts several, is refused, and so is a rank that Open MPI's variables alone
-name.
+A rank that does not get its launcher's variables would start its own world, and three such worlds pass side by side, as
+with `srun -n 3`. So the first launcher of this table that has started several ranks is used and printed. A
+contradiction, a process without a rank under such a launcher, and a rank that only Open MPI's variables name are
+refused.
 """
 
 import os
@@ -19,18 +19,18 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-STARTED_BY = "DISTLAB_STARTED_BY"  # the command to repeat a run by: ./run, make and the Compose file set it
+STARTED_BY = "DISTLAB_STARTED_BY"  # the command that repeats a run: ./run, make and the Compose file set it
 EACH_RANK = "python -m workers, as each rank of an engine"
 NO_MPI = (
     "OMPI_COMM_WORLD_RANK={OMPI_COMM_WORLD_RANK} is set and RANK is not, and Open MPI's variables are not read: start"
     " the ranks by torchrun or Slurm's srun, or set RANK, WORLD_SIZE and MASTER_ADDR in each yourself"
 )
-FIRST_PORT, PORTS = 20_000, 10_000  # below the ports that kernels give away, which begin at 32768
+FIRST_PORT, PORTS = 20_000, 10_000  # below the ports that kernels assign, which begin at 32768
 
 
 class Engine(NamedTuple):
-    """The variables of one engine: this rank's number and how many there are, the same on this machine; and how rank 0
-    is found, host and port."""
+    """The variables of one launcher: this rank's number and the number of ranks, in total and on this machine; and how
+    to find rank 0, host and port."""
 
     name: str
     rank: str
@@ -42,7 +42,7 @@ class Engine(NamedTuple):
 
 
 class LaunchedRank(NamedTuple):
-    """What an engine says a rank is: variables in the names of all others, a line that tells so, and faults."""
+    """A rank according to its launcher: variables with the common names, a line that reports them, and faults."""
 
     variables: dict[str, str]
     told: str = ""
@@ -50,9 +50,9 @@ class LaunchedRank(NamedTuple):
 
 
 def read_launcher(environ: Mapping[str, str]) -> LaunchedRank:
-    """Map the variables of the engine that started this process; nothing where none did, or torchrun."""
+    """Map the variables of the launcher that started this process; empty for none, or for torchrun."""
     given = {name: value.strip() for name, value in environ.items() if value.strip()}
-    if "TORCHELASTIC_RUN_ID" in given:  # its own names are right, whatever runs its agents
+    if "TORCHELASTIC_RUN_ID" in given:  # its own names are right, whatever starts its agents
         return LaunchedRank({})
     # Inside of a Slurm job mpirun's daemons are tasks of srun, so these come before Slurm's.
     if "OMPI_COMM_WORLD_RANK" in given and given.get("OMPI_COMM_WORLD_SIZE") != "1":
@@ -68,17 +68,17 @@ def read_launcher(environ: Mapping[str, str]) -> LaunchedRank:
 
 
 def started_by() -> str:
-    """The command that started this rank, as whoever typed it or started it has said."""
+    """Return the command that started this rank, as set by its user or launcher."""
     return os.environ.get(STARTED_BY, "")
 
 
 def on_one_machine() -> bool:
-    """Whether this is a rank of the Compose file, all of which are on one machine."""
+    """Return whether this is a rank of the Compose file, all of which are on one machine."""
     return "RANKS_ON_HOST" in os.environ
 
 
 def starting_command(environ: Mapping[str, str], program: str) -> str:
-    """What started this process, where nobody has said so: torchrun, an engine, or a person who typed `program`."""
+    """Return what started this process, if no variable tells: torchrun, a launcher, or a user who typed `program`."""
     if environ.get(STARTED_BY):
         return environ[STARTED_BY]
     if "TORCHELASTIC_RUN_ID" in environ and environ.get("LOCAL_WORLD_SIZE") == environ.get("WORLD_SIZE"):
@@ -89,11 +89,11 @@ def starting_command(environ: Mapping[str, str], program: str) -> str:
 
 
 def of_engine(engine: Engine, given: Mapping[str, str]) -> LaunchedRank | None:
-    """What `engine` says; None if it did not start several ranks."""
+    """Return the rank according to `engine`; None if it did not start several ranks."""
     rank, size = given.get(engine.rank, ""), given.get(engine.size, "")
     if not (rank or size) or (engine.size == "WORLD_SIZE" and not rank):
         return None
-    if size == "1" and engine.size != "WORLD_SIZE":  # it starts one process, and that one starts all ranks
+    if size == "1" and engine.size != "WORLD_SIZE":  # it starts one process, which starts all ranks
         return None
     if not rank.isdecimal() or not size.isdecimal():
         return LaunchedRank({}, faults=(unranked(engine, given),))
@@ -114,7 +114,7 @@ def of_engine(engine: Engine, given: Mapping[str, str]) -> LaunchedRank | None:
 
 
 def unranked(engine: Engine, given: Mapping[str, str]) -> str:
-    """An engine that starts several ranks started this process as none of them."""
+    """Report that a launcher of several ranks started this process as none of them."""
     named = ", ".join(f"{name}={given[name]}" for name in (engine.rank, engine.size) if name in given)
     missing = engine.size if engine.rank in given else engine.rank
     return (
@@ -123,37 +123,37 @@ def unranked(engine: Engine, given: Mapping[str, str]) -> str:
 
 
 def contradictions(engine: Engine, given: Mapping[str, str]) -> Iterator[str]:
-    """Where the names that all engines share say something else."""
+    """Report where the common names contradict the launcher's."""
     for shared, its in (("RANK", engine.rank), ("WORLD_SIZE", engine.size)):
         if shared in given and shared != its and given[shared] != given[its]:
             yield f"{shared}={given[shared]} and {its}={given[its]} differ: unset {shared}, {engine.name} sets {its}"
 
 
 def local_size(text: str) -> str:
-    """Of "4" itself; of Slurm's "4(x2),3", tasks by node, the most."""
+    """Return "4" for "4"; for Slurm's "4(x2),3", tasks by node, the largest."""
     counts = [int(part.partition("(")[0]) for part in text.split(",") if part.partition("(")[0].isdecimal()]
     return str(max(counts)) if counts else ""
 
 
 def first_host(hosts: str) -> str:
-    """Of Slurm's list of hosts, such as rack[1-2]node[03-05,9],login: rack1node03."""
+    """Return the first of Slurm's list of hosts: rack1node03 for rack[1-2]node[03-05,9],login."""
     (first,) = re.findall(r"^(?:[^,\[]|\[[^\]]*\])*", hosts)
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)
 
 
 def port_of(job: str) -> str:
-    """Of each job another port as a rule, since jobs share nodes; the same on all of its ranks."""
+    """Return a port that usually differs between jobs, which share nodes; the same on all ranks of a job."""
     return str(FIRST_PORT + zlib.crc32(job.encode()) % PORTS)
 
 
 def slurms(given: Mapping[str, str]) -> tuple[str, str]:
-    """The first node of the step has rank 0; a step has a number of its own within the job."""
+    """Return rank 0's host, the first node of the step, and a port by job and step number."""
     hosts = given.get("SLURM_STEP_NODELIST") or given.get("SLURM_JOB_NODELIST", "")
     return first_host(hosts), port_of(f"{given.get('SLURM_JOB_ID', '')}.{given.get('SLURM_STEP_ID', '')}")
 
 
 def kubernetes(given: Mapping[str, str]) -> tuple[str, str]:
-    """Pods of an Indexed Job are called <job>-<index>; a headless Service names each <job>-<index>.<service>."""
+    """Return rank 0's host: a pod of an Indexed Job is <job>-<index>, by a headless Service <job>-<index>.<service>."""
     pod, _, domain = socket.getfqdn().partition(".")
     job, _, index = pod.rpartition("-")
     return f"{job}-0.{domain}" if domain and index == given.get("JOB_COMPLETION_INDEX") else "", ""

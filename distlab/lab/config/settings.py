@@ -1,5 +1,4 @@
-"""What the text of a variable may be where a type and a range do not say it: a sentence on all else, after its name and
-value."""
+"""Check the text of variables beyond type and range: one sentence per fault, to follow the name and the value."""
 
 import difflib
 import importlib.util
@@ -15,10 +14,10 @@ from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
-MOST_NAME_BYTES = 200  # of 255 that a file system allows: drafts put a prefix and an ending to it
+MOST_NAME_BYTES = 200  # of 255 that a file system allows: drafts add a prefix and a suffix
 MOST_HOST_LETTERS = 253  # RFC 1035, section 2.3.4
 MODELS = ("line", "mlp", "gpt")
-# Variables and commands of before, and what to use in their place; `./run` reads these lines too.
+# Old variables and commands, and their replacements; `./run` reads these lines too.
 GONE = {
     "LAB_LIVE": "the live page is gone: read each rank's log in the run's folder, and its report.html at the end",
     "LAB_LIVE_PORT": "the live page is gone: read each rank's log in the run's folder, and its report.html at the end",
@@ -37,25 +36,25 @@ GONE = {
     "lesson": "its exercises are distlab puzzle 21, 22 and 23, and its demonstrations the scripts of docs/examples/",
     "reveal": "no bug is hidden any more: the log and the report name it, and distlab report RUN prints it again",
 }
-MIN_KEY = 16  # characters: a word that can be guessed is no key
+MIN_KEY = 16  # characters: a key that can be guessed is useless
 MOST_KEY_BYTES = 2**16
-LESSONS = "distlab.experiments"  # the package, a module or a package in which is a mode
+LESSONS = "distlab.experiments"  # the package whose modules and packages are modes
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 
 
 def modes() -> list[str]:
-    """The names of all modes: a file or a folder in experiments/ is a mode."""
+    """Return the names of all modes: a file or a folder in experiments/ is a mode."""
     names = {path.stem for path in EXPERIMENTS.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
     return sorted(names - {"__init__", "__main__"})
 
 
 def is_path(run_mode: str) -> bool:
-    """Whether RUN_MODE is the path of a lesson outside of experiments/."""
+    """Return whether RUN_MODE is the path of a lesson outside of experiments/."""
     return "/" in run_mode or run_mode.endswith(".py")
 
 
 def lesson_file(run_mode: str) -> Path:
-    """The file in which the mode's object is made; it need not exist."""
+    """Return the file that makes the mode's object; it need not exist."""
     place = Path(run_mode) if is_path(run_mode) else EXPERIMENTS / run_mode
     if place.suffix == ".py":
         return place
@@ -63,12 +62,12 @@ def lesson_file(run_mode: str) -> Path:
 
 
 def mode_name(run_mode: str) -> str:
-    """The mode's name, for headings and names of runs."""
+    """Return the mode's name, for headings and names of runs."""
     return Path(run_mode).stem if is_path(run_mode) else run_mode
 
 
 def fault_of(check: Callable[[str], object], value: str) -> str:
-    """What `check` says against `value`; empty if nothing."""
+    """Return the fault that `check` finds in `value`; empty if none."""
     try:
         check(value)
     except (ValueError, OSError) as error:
@@ -88,7 +87,7 @@ def known_mode(value: str) -> str:
 
 
 def known_model(value: str) -> str:
-    """One of the lab's, or FILE:name; whether the file makes a model is found out by running it."""
+    """Return a lab model's name, or FILE:name; only running the file shows whether it makes a model."""
     file, colon, name = value.rpartition(":")
     if not colon:
         if value not in MODELS:
@@ -107,7 +106,7 @@ def _is_file(run_mode: str) -> bool:
 
 
 def run_name_of(path: str) -> str:
-    """The path itself, if a run can be named by its last part."""
+    """Return the path itself, if its last part can name a run."""
     if not mode_name(path).isidentifier():
         raise ValueError(
             f"is no name of a Python module: {mode_name(path)!r} has to be a word of letters, digits and '_'"
@@ -126,10 +125,10 @@ def run_name(value: str) -> str:
 
 
 def claim_run_id(runs: Path, mode: str) -> str:
-    """Mode and time, with a number behind it where a run of this second has that folder.
+    """Return mode and time, with a number if a run of this second has that folder.
 
-    The folder is made here, which the file system does for one process alone: of two runs that begin in one second each
-    gets a name of its own. Where none can be made, the run says why when it opens its folder.
+    The folder is created here, which the file system permits one process only: two runs of one second get different
+    names. If none can be created, the run reports why when it opens its folder.
     """
     name = f"{mode}-{time.strftime('%Y%m%d-%H%M%S')}"
     numbered = (f"{name}-{number}" for number in count(2))
@@ -145,10 +144,10 @@ def _is_made(folder: Path) -> bool:
 
 
 def host_name(value: str) -> str:
-    """A name or an address; whether anybody answers to it is found out by asking."""
+    """Return a name or an address; only a connection shows whether it exists."""
     try:
         value.encode("idna")
-    except UnicodeError:  # a part of more than 63 letters, or none
+    except UnicodeError:  # a part of more than 63 letters, or an empty one
         raise ValueError("is not the name or the address of a host") from None
     if len(value) > MOST_HOST_LETTERS or any(letter.isspace() or letter in "/@?#" for letter in value):
         raise ValueError("is not the name or the address of a host")
@@ -162,7 +161,7 @@ def key(value: SecretStr) -> SecretStr:
 
 
 def read_key(path: Path) -> str:
-    """The words of a file with a key: of as many bytes as it has, none of one that gives them out as they come."""
+    """Return the text of a key file, up to the file's size: nothing from files that generate their contents."""
     with path.open("rb") as file:
         num_bytes = min(os.fstat(file.fileno()).st_size, MOST_KEY_BYTES)  # 0 in /proc
         return file.read(num_bytes).decode(errors="surrogateescape").strip()
@@ -205,12 +204,12 @@ def slow_rank(value: str) -> str:
 
 
 def suggest(value: str, allowed: Sequence[str]) -> str:
-    """The nearest of `allowed` as a question in brackets, or nothing."""
+    """Return the nearest of `allowed` as a question in brackets, or an empty text."""
     close = difflib.get_close_matches(value, allowed, n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
-# Letters that are next to each other on a keyboard stand next to each other here.
+# Adjacent letters are adjacent keys on a keyboard.
 KEYS = (
     "QWERTYUIOP ASDFGHJKL ZXCVBNM QAZ WSX EDC RFV TGB YHN UJM IK OL"
     " AW SE DR FT GY HU JI KO LP ZS XD CF VG BH NJ MK 0_ P_"
@@ -218,9 +217,9 @@ KEYS = (
 
 
 def slips(name: str) -> set[str]:
-    """`name` with one slip of the fingers: two letters in the wrong order, one left out, doubled, or the key beside it.
+    """Return `name` with one typing error: two letters swapped, one left out, doubled, or replaced by an adjacent key.
 
-    Another letter in front, behind or in between makes the name of something else, as RUN_MODEL is.
+    An added letter makes the name of something else, as in RUN_MODEL.
     """
     made = set()
     for at, letter in enumerate(name):
@@ -231,31 +230,31 @@ def slips(name: str) -> set[str]:
     return made - {name}
 
 
-# What is wrong with the text of a variable, as a sentence: its name, its value, and what is allowed.
+# Describe a fault in the text of a variable in one sentence: its name, its value, and what is allowed.
 
 SECRET = ("LAB_KEY",)
-MOST_SHOWN = 120  # letters of a value: nobody reads more of one that is wrong
+MOST_SHOWN = 120  # letters of a value: more of a wrong one is useless
 
 
 def quoted(value: object) -> str:
-    """A value in quotes, with letters that no terminal shows escaped, and cut where it is long."""
+    """Return a value in quotes, with invisible letters escaped, and shortened if it is long."""
     text = str(value)
     cut = text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
     return repr(cut) + (f" ({len(text)} letters)" if cut != text else "")
 
 
 def shorten_words(sentence: str) -> str:
-    """The sentence with the start alone of a word that is longer than any path: a mode shows the values of its own."""
+    """Return the sentence with words longer than any path shortened: a mode may quote its own values."""
     return re.sub(r"\S{4096,}", lambda word: f"{word[0][:MOST_SHOWN]}...", sentence)
 
 
 def named_value(name: str, value: object) -> str:
-    """A variable with its value, but not that of a key, since what is printed may be read by others."""
+    """Return a variable with its value, except that of a key, since others may read the output."""
     return f"{name}=(not shown)" if name in SECRET else f"{name}={quoted(value)}"
 
 
 def fault_sentence(fault: Any, given: str, field: Any) -> str:
-    """One of pydantic's faults as a sentence; `given` is the text of the variable that fills pydantic's `field`."""
+    """Return one of pydantic's faults as a sentence; `given` is the text of the variable for pydantic's `field`."""
     value = named_value(field.alias, given)
     kind = fault["type"]
     if kind == "literal_error":
@@ -292,27 +291,27 @@ def _range(field: Any) -> str:
 #         sizes = {"width": 64}  # defaults of common variables that differ here
 #         ratio: float = Field(0.01, alias="LAB_RATIO", gt=0, le=1, description="share of the gradients that are sent")
 #
-# Settings are checked before torch is imported, and a lesson imports torch. So options.py imports nothing but this
-# file, and is loaded without the package around it. `config.own(Options)` gives the lesson its values. What the
-# lessons of pipelines have in common stands here once, for them to build on.
+# Settings are checked before torch is imported, and a lesson imports torch. So options.py imports this file only,
+# and is loaded without its package. `config.own(Options)` returns the values to the lesson. Common options of pipeline
+# lessons are here once, as a base class.
 
 __all__ = ["Field", "ModeOptions", "PipelineOptions", "aliases", "declared"]
 
 
 class ModeOptions(BaseModel):
-    """The variables that one mode alone knows; frozen, each with an alias that begins with LAB_."""
+    """The variables of a single mode; frozen, each with an alias that begins with LAB_."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
 
     sizes: ClassVar[Mapping[str, Any]] = {}  # by field of Config
 
     def untimed(self) -> Self:
-        """The same for passes that measure no time: a mode that pretends compute leaves it out there."""
+        """Return the options for passes that measure no time; a mode with pretended compute omits it."""
         return self
 
 
 class PipelineOptions(ModeOptions):
-    """What only pipelines know."""
+    """The options of pipelines only."""
 
     sleep_ms: float = Field(
         0, alias="LAB_SLEEP_MS", ge=0, le=60_000, allow_inf_nan=False,
@@ -320,12 +319,12 @@ class PipelineOptions(ModeOptions):
     )  # fmt: skip
 
     def untimed(self) -> Self:
-        """Without pretended compute."""
+        """Return the options without pretended compute."""
         return self.model_copy(update={"sleep_ms": 0})
 
 
 def declared(run_mode: str) -> type[ModeOptions]:
-    """The class Options of a mode, ModeOptions where its folder has no options.py; raises whatever that file raises."""
+    """Return the class Options of a mode, ModeOptions if it has no options.py; raises any error of that file."""
     lesson = lesson_file(run_mode)
     file = lesson.with_name("options.py")
     if lesson.name != "__init__.py" or not file.is_file():
@@ -336,7 +335,7 @@ def declared(run_mode: str) -> type[ModeOptions]:
 
 
 def loaded(name: str, file: Path) -> ModuleType:
-    """The module in this file, which then whoever imports it by its name gets; the package is not imported for it."""
+    """Return the module in this file, also registered for imports by its name; its package is not imported."""
     there = sys.modules.get(name)
     if there is not None and there.__file__ == str(file):
         return there
@@ -354,5 +353,5 @@ def loaded(name: str, file: Path) -> ModuleType:
 
 
 def aliases(kind: type[BaseModel]) -> dict[str, str]:
-    """The field of each variable."""
+    """Return the field of each variable."""
     return {field.alias: name for name, field in kind.model_fields.items() if field.alias}

@@ -1,7 +1,6 @@
-"""A user's code in a process of the lab's: what would end the process is an exception, and before the ranks watch each
-other it has a bound.
+"""Run a user's code in a lab process: its exits become exceptions, and before the watch starts it has a time limit.
 
-A file that ends by sys.exit(0) or os._exit(0) would else end its rank like one that has made all its checks.
+A file that ends by sys.exit(0) or os._exit(0) would otherwise end its rank as if all checks had run.
 """
 
 import os
@@ -17,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-ENDINGS = ("_exit", "abort", "execv", "execve")  # of os: all that end this program without an exception
+ENDINGS = ("_exit", "abort", "execv", "execve")  # of os: those that end this program without an exception
 LIBRARIES = ("<frozen", str(Path(__file__).parents[2]), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
 
 
@@ -25,21 +24,21 @@ heeding_in = set[int]()  # processes
 
 
 class Exited(BaseException):
-    """A user's code has ended the process, or would have; the message says by which call, and where."""
+    """A user's code has ended the process, or tried to; the message names the call and the line."""
 
 
 def is_users(file: str) -> bool:
-    """Whether a file is neither a library's nor the lab's."""
+    """Return whether a file belongs neither to a library nor to the lab."""
     return not file.startswith(LIBRARIES)
 
 
 def place_in(frames: Iterable[tuple[str, int]]) -> str:
-    """File and line of the first frame that is a user's; empty where none is."""
+    """Return file and line of the first frame in a user's file; empty if there is none."""
     return next((f"{Path(file).name}:{line}" for file, line in frames if is_users(file)), "")
 
 
 def place_of(error: BaseException) -> str:
-    """The innermost line of a user's that an exception came through."""
+    """Return the innermost line in a user's file that an exception passed."""
     frames = reversed(traceback.extract_tb(error.__traceback__))
     return place_in((each.filename, each.lineno or 0) for each in frames)
 
@@ -63,8 +62,8 @@ def raise_exited(call: str, place: str) -> NoReturn:
 
 
 def heed_endings(heed: Callable[[str, str], None]) -> None:
-    """From now on `heed` hears of each call by which a user's code ends this process, and of the line, before that
-    happens; where it raises, it does not happen. A child that the code forks may end as it likes. Once a process."""
+    """Call `heed` with each call by which a user's code ends this process, and its line, before the end; if `heed`
+    raises, the process goes on. Children that the code forks are exempt. Once per process."""
     process = os.getpid()
     if process in heeding_in:
         return
@@ -88,7 +87,7 @@ def heed_endings(heed: Callable[[str, str], None]) -> None:
 
 
 def exited(error: BaseException) -> BaseException:
-    """The same error; of sys.exit's an Exited, with its traceback."""
+    """Return the same error; for sys.exit's, an Exited with its traceback."""
     if not isinstance(error, SystemExit):
         return error
     call = f"sys.exit({'' if error.code is None else repr(error.code)})"
@@ -97,21 +96,21 @@ def exited(error: BaseException) -> BaseException:
 
 @contextmanager
 def exits_raised() -> Iterator[None]:
-    """Inside, what sys.exit raises is an Exited."""
+    """Turn sys.exit inside the block into an Exited."""
     try:
         yield
     except SystemExit as error:
         raise exited(error) from None
 
 
-# Before the ranks watch each other: no rank misses one that ends or stands in a user's code.
+# Before the watch starts, no rank notices that another ends or hangs in a user's code.
 
 
 @contextmanager
 def bounded(bound_s: float, late: Callable[[str], None]) -> Iterator[None]:
-    """Tell `late`, on another thread, where a user's code stands that has not ended after `bound_s`."""
+    """Call `late`, on another thread, with the line of a user's code that has not ended after `bound_s`."""
     over, main = threading.Event(), threading.get_ident()
-    callers = list(outwards(sys._getframe()))  # of which one may be a user's, too
+    callers = list(outwards(sys._getframe()))  # one of them may be a user's, too
 
     def wait() -> None:
         while not over.wait(bound_s):
@@ -132,8 +131,8 @@ def bounded(bound_s: float, late: Callable[[str], None]) -> Iterator[None]:
 
 @contextmanager
 def refused_where_it_ends(bound_s: float, refusal: Callable[[list[str]], Exception]) -> Iterator[None]:
-    """Inside, a user's code that ends the process, or that raises the KeyboardInterrupt of Ctrl-C itself, raises
-    `refusal` with a sentence; one that stands for longer than `bound_s` ends the process with exit code 2."""
+    """Raise `refusal` with a sentence if a user's code in the block ends the process, or raises Ctrl-C's
+    KeyboardInterrupt itself; if it runs longer than `bound_s`, end the process with exit code 2."""
     heed_endings(raise_exited)
     stopped: list[int] = []
 

@@ -1,4 +1,4 @@
-"""All variables as the Markdown table of docs/variables.md, and the other things that are made of them.
+"""Print all variables as the Markdown table of docs/variables.md, and generate other text from them.
 
 python -m distlab.lab.config.variables              the table
 python -m distlab.lab.config.variables --check      whether the variables that are set can be run, for `./run`
@@ -18,7 +18,7 @@ from distlab.lab.config import Config, ConfigError
 from distlab.lab.config.settings import aliases, declared, modes
 
 HEAD = ["| variable | default | what it is |", "|---|---|---|"]
-WIDEST = 120  # columns of a line that is no table
+WIDEST = 120  # columns of a line outside of tables
 
 COMPOSE_FILE = Path(__file__).parents[3] / "docker-compose.yaml"
 BEGIN = (
@@ -26,13 +26,13 @@ BEGIN = (
     " and only if, the shell has it."
 )
 END = "  # End of what is written."
-# A service has values of its own for these, LOCAL_RANK is torchrun's, what LAB_RUNS_DIR names is
-# mounted at runs/, and LAB_KEY_FILE as a secret.
+# A service sets these itself, LOCAL_RANK is torchrun's, the folder in LAB_RUNS_DIR is mounted at runs/, and
+# LAB_KEY_FILE as a secret.
 NOT_PASSED_ON = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "LOCAL_RANK", "LAB_RUNS_DIR", "LAB_KEY_FILE")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print, check or write what was asked for; returns the exit code."""
+    """Print, check or write as requested; returns the exit code."""
     made = argparse.ArgumentParser(
         prog="python -m distlab.lab.config.variables", description="All variables, with defaults, as a Markdown table."
     )
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def table() -> str:
-    """A line a variable: those of all modes, then under each mode's name its own."""
+    """Return one line per variable: those of all modes, then each mode's own under its name."""
     lines = [*HEAD, *_rows(Config)]
     for mode in modes():
         own = declared(mode)
@@ -80,18 +80,18 @@ def _allowed(field: Any) -> str:
 
 
 def names() -> list[str]:
-    """Every variable, those of all modes too, in the order of the table; what two modes know is one."""
+    """Return every variable, those of all modes too, in the order of the table; shared ones once."""
     own = (name for mode in modes() for name in aliases(declared(mode)))
     return list(dict.fromkeys([*aliases(Config), *own]))
 
 
 def compose_lines() -> str:
-    """The block of a Compose file, between its two comments."""
+    """Return the block of a Compose file, between its two comments."""
     return "\n".join([BEGIN, *(f"  {name}:" for name in names() if name not in NOT_PASSED_ON), END])
 
 
 def written(text: str) -> str:
-    """The Compose file with its block made anew; raises ValueError where it has none."""
+    """Return the Compose file with a new block; raises ValueError if it has none."""
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
@@ -100,7 +100,7 @@ def written(text: str) -> str:
 
 
 def check() -> int:
-    """Say what is wrong with the environment; returns the exit code."""
+    """Print the faults in the environment; returns the exit code."""
     try:
         Config.read()
     except ConfigError as error:

@@ -1,10 +1,10 @@
-"""A rank's life: how it starts, on which device and over which links, and how it ends.
+"""The life of a rank: its start, its device and links, and its end.
 
-main.py            the numbered steps, from what it refuses before it joins to the experiment's end
-mode_loader.py     a mode by its name or path, and what else is loaded before the run
-preflight.py       why these settings cannot run, and a warning where they may not fit
-link_speed.py      rate and delay of links that LAB_NET_RATE and LAB_NET_DELAY made slow
-fault_injection.py the faults of LAB_FAULTS, made and compared with what was expected
-rejoin.py          how a restarted rank comes back into an elastic run
-finish.py          the rest of the records, judged and drawn; last words when the cluster breaks
+main.py            the numbered steps, from the refusal of settings to the experiment's end
+mode_loader.py     a mode by its name or path, and other imports before the run
+preflight.py       why these settings cannot run, and a warning if they may not fit
+link_speed.py      rate and delay of links that LAB_NET_RATE and LAB_NET_DELAY have slowed
+fault_injection.py the faults of LAB_FAULTS, injected and compared with their expected outcome
+rejoin.py          how a restarted rank joins an elastic run again
+finish.py          the last records, judged and drawn; a failure report when the cluster breaks
 """

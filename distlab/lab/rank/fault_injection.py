@@ -1,9 +1,9 @@
-"""Drills: the faults of LAB_FAULTS, made when their moment comes, and what should come of each written down before.
+"""Inject the faults of LAB_FAULTS at their moments, and record beforehand what each must lead to.
 
-Every rank has the same plan (distlab/lab/config/fault_spec.py). As a step begins, or by a clock of its own, the rank
-that an event names makes it, by a mechanism that takes no privilege: the kernel kills, stops or slows the process, its
-heartbeats are dropped, its sockets let out little, or the disk is full. What came of it is judged from the records at
-the end (distlab/lab/report/fault_checks.py).
+Every rank has the same plan (distlab/lab/config/fault_spec.py). At the start of a step, or by its own clock, the rank of
+an event injects it, without any privilege: the kernel kills, stops or slows the process, its heartbeats are dropped,
+its sockets are paced, or the disk is full. The outcome is judged from the records at the end
+(distlab/lab/report/fault_checks.py).
 """
 
 import os
@@ -25,22 +25,22 @@ from distlab.lab.config.fault_spec import FaultSpec, planned
 from distlab.lab.report.records import Injected, Planned
 from distlab.lab.report.run_folder import Journal
 
-NAMED_S = 2.5  # beside LAB_LOST_AFTER_S: until all tables agree, the words go round, and a busy machine
-UNSURE_S = 1.5  # so much after LAB_LOST_AFTER_S a silence may be forgiven still
+NAMED_S = 2.5  # added to LAB_LOST_AFTER_S: until all tables agree, messages arrive, and for a busy machine
+UNSURE_S = 1.5  # for this long after LAB_LOST_AFTER_S a silence may still be forgiven
 
 
 class Drills:
-    """The drills of one rank."""
+    """The fault injection of one rank."""
 
     def __init__(self, config: Config, journal: Journal, cluster: Cluster) -> None:
         assert config.rank is not None, "a rank has RANK"
         self.config, self.rank, self.journal, self.cluster = config, config.rank, journal, cluster
         self.events = planned(config.planned_faults, config.seed, config.world_size)
-        self._step = 0  # of the training itself, that began last
+        self._step = 0  # of the training itself, the latest begun
         self._made: set[int] = set()
 
     def begin(self) -> None:
-        """From now on faults come: write down what should come of each, and begin to count seconds."""
+        """Let faults come from now on: record the expected outcome of each, and begin to count seconds."""
         for event in self.events:
             assert event.rank is not None
             outcome, bound_s = outcome_of(event, self.config.lost_after_s), NAMED_S + self.config.lost_after_s
@@ -50,7 +50,7 @@ class Drills:
         threading.Thread(target=self._by_the_clock, name="drills", daemon=True).start()
 
     def step(self, step: int, _variant: str) -> None:
-        """A step begins: what comes at a step comes once, in the first variant."""
+        """Inject the faults of a step at its start, once, in the first variant."""
         self._step = step
         for event in self.events:
             if event.step == step and event.number not in self._made:
@@ -63,7 +63,7 @@ class Drills:
             time.sleep(max(0.0, began + at_s - time.monotonic()))
             self._make(event, self._step)
 
-    # --- making them ---
+    # --- injecting faults ---
 
     def _make(self, event: FaultSpec, step: int) -> None:
         self._made.add(event.number)
@@ -86,8 +86,8 @@ class Drills:
             self.journal.say("fault      disk-full fault injected", "normal")
 
     def _cut(self, event: FaultSpec) -> None:
-        """Heartbeats are dropped: the rank stops hearing the others, or being heard by them, or both. For good, its
-        connections send next to nothing either, but for heartbeats that go on; a packet that waits so long waits on."""
+        """Drop heartbeats to this rank, from it, or both; without a duration pace its connections to a byte a second,
+        too, since a packet that is paced for so long stays late after the end of a cut."""
         self._mute(deaf=event.way != "out", mute=event.way != "in")
         if event.duration_s is None:
             set_pace(NOTHING_S, but=self.cluster.line.connection if event.way == "in" else None)
@@ -95,7 +95,7 @@ class Drills:
             threading.Timer(event.duration_s, partial(self._mute, deaf=False, mute=False)).start()
 
     def _mute(self, *, deaf: bool, mute: bool) -> None:
-        """Whether this rank hears and is heard over its connection to the server; the one that serves hears itself."""
+        """Set whether this rank receives and sends over its server connection; the host still reaches itself."""
         if self.cluster.server is not None:
             self.cluster.server.cut_off = deaf or mute
         else:
@@ -103,7 +103,7 @@ class Drills:
 
 
 def outcome_of(event: FaultSpec, lost_after_s: float) -> str:
-    """What should come of an event, as distlab/lab/report/fault_checks.py names it."""
+    """Return the expected outcome of an event, as distlab/lab/report/fault_checks.py names it."""
     if event.kind in ("slow_link", "slow_rank"):
         return "survived"
     if event.kind in ("pause", "cut") and event.duration_s is not None:

@@ -1,10 +1,9 @@
-"""How a run ends: the last of its records brought together, judged and drawn, or its last words when the cluster broke
-underneath.
+"""End a run: collect the last records, judge and draw them, or write a failure report when the cluster breaks.
 
-Rank 0 judges a run that came through and lays verdict and report ready; only when all ranks have acknowledged the
-verdict (distlab/lab/cluster/rank_server.py) are they put in place, and every rank returns it. Of a broken cluster the
-lowest rank that survives writes `run.json`: records reach rank 0 over the store, since nodes need not share a disk, but
-a store may be gone.
+Rank 0 judges a finished run and prepares verdict and report; once all ranks have acknowledged the verdict
+(distlab/lab/cluster/rank_server.py) it publishes both, and every rank returns the verdict. After a broken cluster the
+lowest survivor writes `run.json`: records reach rank 0 through the store, because nodes need not share a disk, but a
+store may be gone.
 """
 
 import os
@@ -36,30 +35,30 @@ from distlab.lab.report.table import in_lines, log_line
 from distlab.lab.report.verdict import EXIT_CODES, exit_code, judge
 from distlab.techniques.transport.store import Prefixed
 
-# Each section of rank 0's log is told as soon as it is finished: each rank gives the records since the last one, some
-# kilobytes over the store, outside of all timed steps. What was told then is not told again at the end.
+# Each section of rank 0's log is printed as soon as it is complete: each rank sends its records since the last section,
+# some kilobytes over the store, outside of all timed steps. The end does not print them again.
 
 
 class Sections:
-    """What rank 0 knows of all ranks so far, and the rows that it has told; every rank finishes the same sections."""
+    """The records that rank 0 has of all ranks so far, and its printed rows; all ranks finish the same sections."""
 
     def __init__(self, exchange: Exchange, journal: Journal, told: Iterable[str] = ()) -> None:
-        """`told` are the rows that rank 0 has said before there were any sections."""
+        """`told` are the rows that rank 0 has printed before the first section."""
         self.exchange, self.journal = exchange, journal
         self.by_rank: Ranks = {}
-        self.left: set[int] = set()  # the ranks that gave nothing any more
+        self.left: set[int] = set()  # the ranks that have stopped sending
         self.told = {words_of_row(row) for row in told}
-        self._last = ""  # the section that was told last
+        self._last = ""  # the last printed section
         self._given = 0
 
     def again(self) -> None:
-        """Another rank collects from now on: it is given all that was ever written."""
+        """Send all records again, because another rank collects from now on."""
         self.by_rank, self._given = {}, 0
 
     def finished(self, name: str, rows: Sequence[str] = ()) -> None:
-        """Tell what is new in the section of this name in `log.SECTIONS`; all ranks call it together.
+        """Print the new rows of the section of this name in `log.SECTIONS`; all ranks call it together.
 
-        `rows` are the first cells of all that the section will hold, where it is told row by row: columns stay in line.
+        `rows` are the first cells of all rows of a section that is printed row by row, so that its columns align.
         """
         if not self.bring(name):
             return
@@ -67,13 +66,13 @@ class Sections:
         for row in new:
             if (
                 name != self._last or words_of_row(row) not in self.told
-            ):  # a heading that stands above the rows before does
+            ):  # omit a heading that stands above an earlier row
                 self.journal.say(row, "full")
                 self.told.add(words_of_row(row))
         self._last = name if new else self._last
 
     def bring(self, name: str) -> bool:
-        """Give rank 0 what was written since the last time; whether this is rank 0, which has it in `by_rank` now."""
+        """Send new records to rank 0; return whether this is rank 0, which then has them in `by_rank`."""
         new = self.journal.records[self._given :]
         self._given += len(new)
         everyone = self.exchange.gather(name, [to_line(record) for record in new])
@@ -87,16 +86,16 @@ class Sections:
 
 REPORT_TIMEOUT_S = 60.0
 CONTROL = "tests/lab/rank/test_finish.py::test_a_mistake_that_did_not_show_does_not_pass_for_a_check_that_held"
-LAST_WORDS_S = 1.0  # survivors write theirs within a heartbeat of each other
-DRAWN_BY_S = 4.5  # after the loss was named: then the report of a broken run is left to whoever wants it
+LAST_WORDS_S = 1.0  # survivors write their reasons within a heartbeat of each other
+DRAWN_BY_S = 4.5  # after the loss was named: later, users draw the report of a broken run themselves
 
 
 def finish_run(lab: Lab, outcome: Outcome, sections: Sections, agree: Callable[[Callable[[], None]], None]) -> int:
-    """Bring the rest of the records together, judge all on rank 0, and return the same exit code on every rank, once
-    all ranks `agree` on it.
+    """Collect the remaining records, judge all on rank 0, and return the same exit code on every rank, once all ranks
+    `agree` on it.
 
-    A mistake that was made (LAB_BUG) has to be caught by the check that is meant for it: what did not show would pass
-    for a check that held, and where that check did not run nothing could show.
+    An injected bug (LAB_BUG) has to be caught by its own check: a bug that goes unnoticed looks like a passed check,
+    and if that check did not run it could not catch anything.
     """
     if not sections.bring("records"):
         code = int(lab.exchange.share("verdict"))
@@ -128,15 +127,15 @@ def judged(by_rank: records.Ranks, rank: int) -> tuple[Run, list[records.Check]]
 def settle(
     run: Run, by_rank: records.Ranks, sections: Sections, outcome: Outcome, agree: Callable[[Callable[[], None]], None]
 ) -> int:
-    """On rank 0: write and draw the judged run, and put it in place once all ranks `agree`; the exit code of all.
+    """Write and draw the judged run on rank 0, publish it once all ranks `agree`, and return the exit code of all.
 
-    Raises Unpublished where it cannot be put in place.
+    Raises Unpublished if it cannot be published.
     """
     rank = sections.exchange.rank
     outcome.lay_ready(run, rank)
     written = outcome.folder / "report.html" if draw(outcome.folder, outcome.page(rank), REPORT_TIMEOUT_S) else None
-    # A report that could not be written is a full disk or a defect of the lab: the run does not pass for one that has
-    # it.
+    # A report that could not be written means a full disk or a defect of the lab: the run must not pass as if it had
+    # one.
     code = exit_code(run) if written else exit_code(run) or 1
     sections.exchange.share("verdict", code)
     agree(lambda: outcome.publish(rank))
@@ -148,11 +147,11 @@ def settle(
 
 
 def everything_written(sections: Sections, folder: Path) -> records.Ranks:
-    """The records of all ranks on rank 0, each in its file: nodes need not share a disk."""
+    """Return the records of all ranks on rank 0, each in its file: nodes need not share a disk."""
     by_rank = dict(sections.by_rank)
     for rank in range(sections.exchange.world_size):
         path = folder / f"rank{rank}.jsonl"
-        if rank in sections.left:  # what it wrote until then has to do
+        if rank in sections.left:  # its earlier records must be enough
             by_rank |= {rank: read_records(path)} if path.exists() else {}
         elif not path.exists():
             write_atomically(path, (to_line(record) + "\n" for record in by_rank[rank]))
@@ -162,8 +161,8 @@ def everything_written(sections: Sections, folder: Path) -> records.Ranks:
 def let_leave(
     watch: Watchdog, exchange: Exchange, journal: Journal, parent: LauncherPipe, then: Callable[[int], None]
 ) -> None:
-    """From now on a rank that is lost leaves a run that goes on: nobody waits for it, it is written down, and `then`
-    hears of it."""
+    """Let the run continue from now on after the loss of a rank: no rank waits for it, a record is written, and `then`
+    is called."""
 
     def left(lost: records.Lost) -> None:
         journal.write(records.Left(lost.rank, lost.step, f"{lost.reason}; the remaining ranks continued"))
@@ -182,7 +181,7 @@ def let_leave(
 
 
 def move(watch: Watchdog, exchange: Exchange, sections: Sections) -> None:
-    """From now on the rank whose process serves speaks and writes for all who are left, who call this together."""
+    """Let the serving rank print and write for all remaining ranks from now on, who call this together."""
     cluster = watch.cluster
     cluster.store = store_at(*cluster.server_at, cluster.key)
     exchange.move(Prefixed("the rest", cluster.store), cluster.host)
@@ -201,12 +200,12 @@ def draw(folder: Path, page: Path, timeout_s: float) -> bool:
 
 
 def complete(code: int, folder: Path) -> None:
-    """By the launcher, once its ranks have ended with `code`: run.json of a run whose ranks were all stopped, and left
-    it to each other, and the report that a rank which wrote run.json had no time to draw."""
+    """Complete the folder in the launcher, after its ranks ended with `code`: write run.json if all ranks were stopped
+    and none wrote it, and the report that its writer had no time to draw."""
     try:
         outcome = Outcome(folder, (folder / CLAIM).read_text())
         written = not outcome.claimed() and outcome.write(judge(read_run(folder)))
-    except (OSError, BrokenRecord):  # no rank came so far, or the disk takes nothing
+    except (OSError, BrokenRecord):  # no rank came this far, or the disk is full
         return
     page = folder / "report.html"
     is_missing = written or (code == EXIT_CODES["lost"] and not page.exists())
@@ -215,11 +214,11 @@ def complete(code: int, folder: Path) -> None:
 
 
 def write_failure_report(verdict: Verdict, succession: Succession, journal: Journal, outcome: Outcome) -> None:
-    """On the watch's thread, before this rank ends: who was lost, and run.json by the lowest rank that survives, then
-    its report as far as there is time.
+    """Write on the watch's thread, before this rank ends, who was lost; the lowest survivor also writes run.json, then
+    the report if there is time.
 
-    A rank that was declared dead has no part in the run any more: what it knows is as old as its last heartbeat, and
-    what lies in the folder is the others'.
+    A rank that was declared dead writes nothing: its knowledge is as old as its last heartbeat, and the folder belongs
+    to the others.
     """
     if succession.given_up:
         return
@@ -251,12 +250,12 @@ def write_failure_report(verdict: Verdict, succession: Succession, journal: Jour
 
 
 def last_words(folder: Path, survivors: list[int]) -> records.Ranks:
-    """The records of all ranks that share this disk, once every survivor has written why it ends."""
+    """Return the records of all ranks that share this disk, once every survivor has written why it ends."""
     deadline = time.monotonic() + LAST_WORDS_S
     while True:
         try:
             found = read_run(folder)
-        except BrokenRecord:  # a disk that is full: this rank's own records have to do
+        except BrokenRecord:  # a disk that is full: this rank's own records must be enough
             return {}
         ended = {rank for rank, _ in records.select(found, records.Failed)}
         if set(survivors) <= ended or time.monotonic() > deadline:

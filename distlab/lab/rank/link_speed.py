@@ -1,9 +1,9 @@
-"""How slow a link is that was made slow (LAB_NET_RATE, LAB_NET_DELAY), measured outside of every count.
+"""Measure the speed of a link that LAB_NET_RATE or LAB_NET_DELAY has slowed, outside of every count.
 
-Every rank sends to its right neighbour at once. The rate is the median over windows of a few pieces, in the second
-half of a long message: what TCP needs to find its pace, the bucket that was full at the start, who began when, and a
-stall on the way are then no part of it. The receiver holds the watch, since a sender is done once its kernel took the
-bytes; so each rank is told what its right neighbour saw. The round trip is that of eight bytes, the median of ten.
+Every rank sends to its right neighbour at the same time. The rate is the median over windows of a few pieces, in the
+second half of a long message, which excludes TCP's slow start, the initially full bucket, different start times and
+short stalls. The receiver takes the time, because a sender is done once its kernel has the bytes; it then sends the
+result back. The round trip is that of eight bytes, the median of ten.
 """
 
 import itertools
@@ -18,14 +18,14 @@ from distlab.lab.cluster import link
 from distlab.lab.lab import Lab
 from distlab.lab.report.units import human_bits, milliseconds
 
-PIECES, SKIPPED_PIECES = 64, 32  # of a message, and of those the first: at 10 Mbit/s TCP finds its pace in a second
+PIECES, SKIPPED_PIECES = 64, 32  # of a message, and the first ones: at 10 Mbit/s TCP reaches its rate in a second
 WINDOW_PIECES = 4
-MESSAGE_S, LEAST_MESSAGE_BYTES, MOST_BYTES = 3.2, 1 << 15, 1 << 29  # of a message, at the rate that was asked for
+MESSAGE_S, LEAST_MESSAGE_BYTES, MOST_BYTES = 3.2, 1 << 15, 1 << 29  # of a message, at the requested rate
 PINGS = 10
 
 
 def measure_link(lab: Lab) -> None:
-    """Say what was asked for and what was measured, if a slow link was asked for."""
+    """Report the requested and the measured speed, if a slow link was requested."""
     wanted = link.asked(lab.config)
     if not wanted:
         return
@@ -57,7 +57,7 @@ def measure_link(lab: Lab) -> None:
 
 
 def neighbours(rank: int, world_size: int) -> tuple[int, int]:
-    """Of this rank, in a ring: the left one, which sends to it, and the right one."""
+    """Return this rank's neighbours in a ring: the left one, which sends to it, and the right one."""
     return (rank - 1) % world_size, (rank + 1) % world_size
 
 
@@ -69,17 +69,17 @@ def finish(works: Iterable[dist.Work | None]) -> None:
 
 
 def message_bytes(bits_s: float | None) -> int:
-    """The size of the message that is timed; the largest where no rate was asked for."""
+    """Return the size of the timed message; the largest if no rate was requested."""
     return MOST_BYTES if bits_s is None else int(min(max(bits_s / 8 * MESSAGE_S, LEAST_MESSAGE_BYTES), MOST_BYTES))
 
 
 def measured_bits_s(lab: Lab, message: int) -> float:
-    """Bits a second from this rank to its right neighbour, while all ranks send `message` bytes."""
+    """Return bits per second from this rank to its right neighbour, while all ranks send `message` bytes."""
     left, right = neighbours(lab.rank, lab.world_size)
     piece = torch.zeros(message // PIECES, dtype=torch.uint8, device=lab.device)
-    arriving = torch.empty_like(piece)  # pieces may overwrite each other: nobody reads them
+    arriving = torch.empty_like(piece)  # pieces may overwrite each other: their contents are not used
     arrivals = [dist.irecv(arriving, left, lab.group, tag) for tag in range(PIECES)]
-    dist.barrier(lab.group)  # not the store's: its answers would queue behind what the first ranks already send
+    dist.barrier(lab.group)  # not the store's: its answers would queue behind the first ranks' messages
     sent = [dist.isend(piece, right, lab.group, tag) for tag in range(PIECES)]
     arrived_s = []
     for arrival in arrivals:
@@ -91,7 +91,7 @@ def measured_bits_s(lab: Lab, message: int) -> float:
 
 
 def median_bits_s(piece_bytes: int, arrived_s: list[float]) -> float:
-    """The median window's bits a second, of pieces that arrived at `arrived_s`, the first ones skipped."""
+    """Return the median window's bits per second, of pieces that arrived at `arrived_s`, without the first ones."""
     ends = arrived_s[SKIPPED_PIECES - 1 :: WINDOW_PIECES]
     return statistics.median(
         8 * piece_bytes * WINDOW_PIECES / (after - before) for before, after in itertools.pairwise(ends)
@@ -99,7 +99,7 @@ def median_bits_s(piece_bytes: int, arrived_s: list[float]) -> float:
 
 
 def round_trip_s(lab: Lab) -> float:
-    """Seconds of a word to the right neighbour and back, while all ranks send one."""
+    """Return the seconds of a small message to the right neighbour and back, while all ranks send one."""
     left, right = neighbours(lab.rank, lab.world_size)
     word = torch.zeros(1, dtype=torch.float64, device=lab.device)
     asked, answered = (

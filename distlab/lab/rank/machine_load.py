@@ -1,6 +1,6 @@
-"""What this rank shares its cores with, as a run begins and as it ends: it says how far measured times can be trusted.
+"""Read the load of this rank's cores at the start and end of a run: it shows how reliable measured times are.
 
-Linux tells it in /proc; what a system does not tell is None.
+Linux reports it in /proc; values that a system does not report are None.
 """
 
 import os
@@ -15,19 +15,19 @@ PROC = Path("/proc")
 
 
 def read_load(moment: Literal["start", "end"], proc: Path = PROC) -> Load:
-    """The load of this machine now."""
+    """Return the load of this machine now."""
     average, runnable = load_average(proc)
     machine = text_of(proc / "sys/kernel/random/boot_id").strip() or socket.gethostname()
     return Load(moment, machine, num_cores(), processor_model(proc), average, runnable, cpu_pressure(proc), time.time())
 
 
 def num_cores() -> int:
-    """The cores that this process may run on."""
+    """Return the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def processor_model(proc: Path) -> str:
-    """The first processor's name; empty where the system does not tell it."""
+    """Return the first processor's name; empty if the system does not report it."""
     for line in text_of(proc / "cpuinfo").splitlines():
         name, _, value = line.partition(":")
         if name.strip() == "model name":
@@ -36,7 +36,7 @@ def processor_model(proc: Path) -> str:
 
 
 def load_average(proc: Path) -> tuple[float | None, int | None]:
-    """Of the last minute, and the threads of the whole machine that run or could, this one left out."""
+    """Return the load of the last minute, and the machine's threads that run or could, without this one."""
     words = text_of(proc / "loadavg").split()
     try:
         return float(words[0]), max(0, int(words[3].split("/")[0]) - 1)
@@ -45,7 +45,7 @@ def load_average(proc: Path) -> tuple[float | None, int | None]:
 
 
 def cpu_pressure(proc: Path) -> float | None:
-    """The share of the last ten seconds in which some thread waited for a core."""
+    """Return the share of the last ten seconds in which some thread waited for a core."""
     for word in text_of(proc / "pressure" / "cpu").partition("\n")[0].split():
         if word.startswith("avg10="):
             return float(word.removeprefix("avg10=")) / 100
@@ -53,7 +53,7 @@ def cpu_pressure(proc: Path) -> float | None:
 
 
 def text_of(path: Path) -> str:
-    """The text of a file, empty where it cannot be read."""
+    """Return the text of a file, empty if it cannot be read."""
     try:
         return path.read_text()
     except OSError:

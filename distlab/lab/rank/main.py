@@ -1,4 +1,4 @@
-"""One rank, from what it refuses before it joins to the experiment's end."""
+"""Run one rank, from the refusal of settings to the experiment's end."""
 
 import hashlib
 import platform
@@ -57,7 +57,7 @@ from distlab.techniques.mesh.grid import Mesh
 from distlab.techniques.transport.process_group import TcpBackend
 from distlab.techniques.transport.store import Prefixed
 
-ALONE_S = 60.0  # a bound of collectives that nobody else is in
+ALONE_S = 60.0  # timeout of collectives with a single rank
 UNSEEN = (
     "wire bytes are not visible: NCCL sends past the sockets where it can (NCCL_DEBUG=INFO says which way), so called"
     " bytes decide"
@@ -69,12 +69,12 @@ if TYPE_CHECKING:
 
 def be_rank(config: Config, started_at: float, parent: LauncherPipe, engine: str = "") -> int:
     """Join the others, run the experiment, and return the run's verdict as an exit code; `started_at` in Unix time,
-    `engine` a line that tells who says which rank this is."""
+    `engine` a line on which launcher numbered this rank."""
     mode = load_for(config)
     config = with_names_of_today(config, mode)
     if mode.takes_back and (left := find_left_run(config)) is not None:
         return rejoin_run(left, config, mode, started_at, parent, engine)
-    # 1. Refuse what cannot run.
+    # 1. Refuse settings that cannot run.
     refuse(config, mode, link.refusals(config))
     mode, device = mode.mistaken(config.bug), pick_device(config, engine)
     journal, told = begin_log(config, mode, parent, engine)
@@ -92,13 +92,13 @@ def be_rank(config: Config, started_at: float, parent: LauncherPipe, engine: str
     run = RankRun(config, mode, device, cluster, journal, parent, started_at, told)
     run.watch.start()
     try:
-        # 3. Keep the run's folder to this run, and begin its records.
+        # 3. Lock the run's folder for this run, and begin its records.
         lock_folder(run.folder, cluster, config)
         apart = preflight.find_separate_disks(run.exchange, run.folder, cluster.token, config)
         run.begin_records()
         if apart is not None:
             journal.write(records.Unshared(apart.hosts))
-        # 4. Open the process group of all ranks, and what an experiment needs on it.
+        # 4. Open the process group of all ranks, and other communication of an experiment.
         run.register_transport()
         check_cards(config, device, run.exchange)
         init_process_group(cluster, config)
@@ -113,7 +113,7 @@ def be_rank(config: Config, started_at: float, parent: LauncherPipe, engine: str
         code = run.run_experiment(lab)
     except BaseException as error:
         return run.watch.fail(user_code.exited(error))
-    # 6. Leave once all others have heard that this rank is done.
+    # 6. Leave once all others know that this rank is done.
     run.leave()
     return code
 
@@ -121,12 +121,12 @@ def be_rank(config: Config, started_at: float, parent: LauncherPipe, engine: str
 def rejoin_run(
     left: LeftRun, config: Config, mode: Mode, started_at: float, parent: LauncherPipe, engine: str
 ) -> int:  # fmt: skip
-    """The same for a rank that is started again in a run which went on without it.
+    """Join a run again that continued without this rank, and run like `be_rank`.
 
-    It takes no part in what all ranks did together at the start, nor in fault injection, which the process before it
-    had; until its mode lets it in it has a process group of its own.
+    It takes no part in the common start of all ranks, nor in fault injection, which its previous process had; until its
+    mode admits it, it has its own process group.
     """
-    config = config.model_copy(update={"run_id": None})  # the folder is there already, and its own
+    config = config.model_copy(update={"run_id": None})  # the folder exists already, and is its own
     refuse(config, mode, link.refusals(config))
     mode, device = mode.mistaken(config.bug), pick_device(config)
     journal, told = begin_log(config, mode, parent, engine)
@@ -154,7 +154,7 @@ def rejoin_run(
 
 
 class RankRun:
-    """One rank's part in a run that it has joined: its watch, its folder, what it exchanges, and its Lab."""
+    """One rank's part in a run that it has joined: its watch, folder, exchange and Lab."""
 
     def __init__(
         self, config: Config, mode: Mode, device: torch.device, cluster: Cluster, journal: Journal,
@@ -170,7 +170,7 @@ class RankRun:
             self.watch.main.waiting,
         )  # fmt: skip
         self.sections = Sections(self.exchange, journal, told)
-        self.key = bytes.fromhex(derive_name(cluster.key, f"run {cluster.token}"))  # of this run alone
+        self.key = bytes.fromhex(derive_name(cluster.key, f"run {cluster.token}"))  # of this run only
         self.membership: Membership | None = None
         if mode.takes_back:
             publishes = partial(publish, cluster, config, self.folder)
@@ -180,7 +180,7 @@ class RankRun:
         self.work = Work()
 
     def begin_records(self) -> None:
-        """Write who this rank is and which claims are expected of it."""
+        """Write this rank's data and its expected checks."""
         self._write_start()
         if self.cluster.rank == 0:
             put_aside(self.folder, ranks_beyond(self.folder, self.cluster.world_size))  # of an attempt with more ranks
@@ -190,12 +190,12 @@ class RankRun:
         self.journal.write(read_load("start"))
 
     def register_transport(self) -> None:
-        """With LAB_BACKEND=tcp: make the lab's own transport the backend of all groups of this process."""
+        """Make the lab's own transport the backend of all groups of this process, with LAB_BACKEND=tcp."""
         if self.config.backend == "tcp":
             TcpBackend(self.own_ip, self.key, self.cluster.strangers.turned_away).register()
 
     def open_lab(self, drills: "Drills | None" = None) -> Lab:
-        """The Lab on the default group, with a word of who is in it."""
+        """Return the Lab on the default group, and record this rank's place in it."""
         world = dist.group.WORLD
         assert world is not None
         self.watch.main.follow(world)
@@ -219,14 +219,14 @@ class RankRun:
             let_leave=partial(let_leave, watch, exchange, journal, self.parent),
             move=partial(move, watch, exchange, self.sections),
         )  # fmt: skip
-        if self.config.checkpoint_every is not None:  # a save meets none of the training's calls
+        if self.config.checkpoint_every is not None:  # saves use none of the training's calls
             hooks = replace(hooks, side_group=dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)))
         if drills is not None:
             hooks = replace(hooks, on_step=drills.step)
         return hooks
 
     def run_experiment(self, lab: Lab) -> int:
-        """The experiment, its last records, and the exit code that all ranks agree on."""
+        """Run the experiment, write its last records, and return the exit code that all ranks agree on."""
         (lab.mode.run or everything)(lab)
         lab.at(self.config.steps, "report")
         self._write_dropped()
@@ -243,10 +243,10 @@ class RankRun:
         self.journal.begin(self.folder, self.cluster.rank, partial(start_record, self.config, self.cluster, self.mode))
 
     def _write_failure(self, verdict: Verdict, succession: Succession) -> None:
-        """The cluster broke: what has come until then that was not believed, then the last words.
+        """Write the refused connections so far, then the failure report, because the cluster broke.
 
-        The folder may be there and the records not begun, as all ranks wait for each other in between; a run that was
-        refused there leaves none.
+        The folder may exist without records, because all ranks wait for each other in between; a run that was refused
+        there writes none.
         """
         if not succession.given_up:
             if verdict.exit_code != 2 and has_claimed(self.folder, self.cluster.token):
@@ -261,7 +261,7 @@ class RankRun:
 
 
 def begin_log(config: Config, mode: Mode, parent: LauncherPipe, engine: str) -> tuple[Journal, list[str]]:
-    """The journal, which has no folder yet, and the rows of rank 0's log that are told already."""
+    """Return the journal, which has no folder yet, and the printed rows of rank 0's log."""
     journal = Journal(config.log)
     tell_story(journal, config)
     parent.tell_unheard(journal.unheard)
@@ -276,7 +276,7 @@ def begin_log(config: Config, mode: Mode, parent: LauncherPipe, engine: str) -> 
 
 
 def tell_story(journal: Journal, config: Config) -> None:
-    """Have the journal write this rank's story into its log, and print rank 0's, in the width of a terminal; with
+    """Let the journal write this rank's story to its log, and print rank 0's, in the width of a terminal; with
     LAB_LOG=full that of each."""
     own, shown = RankLog(config.log), RankLog(config.log, WIDTH)
     journal.lines_of = lambda record: [line.text for line in own.lines(record)]
@@ -285,15 +285,15 @@ def tell_story(journal: Journal, config: Config) -> None:
 
 
 def import_for_ranks(config: Config) -> None:
-    """Import in the launcher, from which ranks are forked, what each would; a lesson from outside each does itself."""
+    """Import in the launcher, before it forks ranks, what each needs; each imports an outside lesson itself."""
     if not is_path(config.run_mode):
         mode = load(config.run_mode)
         import_and_freeze(with_names_of_today(config, mode), mode)
 
 
 def init_group_alone(mode: Mode) -> Mode:
-    """Open a default group of this process alone, until the mode hands it that of all who are left; returns the mode on
-    a mesh of one rank."""
+    """Open a default group of this process alone, until the mode replaces it by that of the remaining ranks; returns
+    the mode on a mesh of one rank."""
     dist.init_process_group(
         "gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=ALONE_S)
     )  # fmt: skip
@@ -301,24 +301,24 @@ def init_group_alone(mode: Mode) -> Mode:
 
 
 def drills_of(run: RankRun) -> "Drills | None":
-    """The faults of LAB_FAULTS, if there are any."""
+    """Return the fault injection of LAB_FAULTS, if there is any."""
     if run.config.faults is None:
         return None
     from distlab.lab.rank.fault_injection import (
-        Drills,  # torch's checkpoints come with it, which other runs need not wait for
+        Drills,  # it imports torch's checkpoints, for which other runs need not wait
     )
 
     return Drills(run.config, run.journal, run.cluster)
 
 
 def contents(config: Config) -> dict[str, str]:
-    """Checksums of what all ranks read, by what they are called in a sentence."""
+    """Return checksums of what all ranks read, by their names in a sentence."""
     found = data.digest(config)[:12] if reads_text(config.model) else ""
     return {"the sha256 of the text": found} if found else {}
 
 
 def lock_folder(folder: Path, cluster: Cluster, config: Config) -> None:
-    """Keep the folder to this run as long as this process lives; raises ConfigError where another run has it."""
+    """Lock the folder for this run while this process lives; raises ConfigError if another run has it."""
     try:
         claim(folder, cluster.token, goes_on=config.resume == "auto")
     except FolderInUse:
@@ -328,7 +328,7 @@ def lock_folder(folder: Path, cluster: Cluster, config: Config) -> None:
 
 
 def source_version(config: Config) -> str:
-    """A hash of all sources, those of a mode from elsewhere too: ranks of different code must not train together."""
+    """Return a hash of all sources, also of an outside mode: ranks of different code must not train together."""
     top = Path(__file__).parents[2]
     digest = hashlib.sha256()
     for path in sorted({*top.glob("**/*.py"), *top.glob("experiments/**/*.py")}):
@@ -356,7 +356,7 @@ def start_record(config: Config, cluster: Cluster, mode: Mode) -> records.Start:
         "WORLD_SIZE": str(config.world_size),
         "LAB_SEED": str(config.seed),
     } | config.environ()
-    if config.resume == "auto":  # it means this very run, and a repeated one is another
+    if config.resume == "auto":  # it means this run only, and a repetition is another
         here.add("LAB_RESUME")
     repeat = {name: value for name, value in repeat.items() if name not in here}
     return records.Start(
@@ -379,18 +379,18 @@ def start_record(config: Config, cluster: Cluster, mode: Mode) -> records.Start:
 
 
 def unseen_on(backend: str, world_size: int) -> str:
-    """Why nobody looks at sockets; empty where they tell all that is sent."""
+    """Return why sockets are not measured; empty if they show all traffic."""
     return UNSEEN if backend == "nccl" and world_size > 1 else ""
 
 
 def greet(lab: Lab, cluster: Cluster) -> None:
-    """Where this rank is among the others."""
+    """Record this rank's place among the others."""
     lab.journal.write(records.Placed(cluster.members[lab.rank].ip, str(lab.device), *places_of(lab.mesh)))
 
 
 def places_of(mesh: Mesh) -> tuple[dict[str, list[int]], dict[str, int]]:
-    """The index of this rank along each axis and how many there are, and the ranks beside it: of a pipeline the stages
-    before and after, along every other axis the next ones of a ring."""
+    """Return this rank's index along each axis, the axis size, and the neighbouring ranks: the stages before and after
+    in a pipeline, the next ones of a ring along every other axis."""
     axes = {axis: [mesh.index(axis), mesh.size(axis)] for axis in mesh.groups}
     beside: dict[str, int] = {}
     for axis, group in mesh.groups.items():

@@ -1,5 +1,5 @@
-"""What a rank loads before its run: the MODE of a lesson, by the name of a mode in experiments/ or by the path of one
-that is not there, what torch would import by itself later, and the device."""
+"""Load what a rank needs before its run: the MODE of a lesson, by its name in experiments/ or by the path of an outside
+one, the later imports of torch, and the device."""
 
 import gc
 import importlib
@@ -29,7 +29,7 @@ from distlab.lab.workload.user_model import is_own
 
 
 def load(run_mode: str) -> Mode:
-    """The mode with its idea, the docstring of its lesson; raises ConfigError where a lesson from outside is none."""
+    """Return the mode with its idea, the docstring of its lesson; raises ConfigError if that is not a lesson."""
     module = _from_outside(run_mode) if is_path(run_mode) else importlib.import_module(f"{LESSONS}.{run_mode}")
     mode = getattr(module, "MODE", None)
     if not isinstance(mode, Mode):
@@ -47,7 +47,7 @@ def load(run_mode: str) -> Mode:
 
 
 def load_for(config: Config) -> Mode:
-    """The mode, with the strategies of one's own that LAB_VARIANT names as FILE:name; raises ConfigError."""
+    """Return the mode, with a user's strategies that LAB_VARIANT names as FILE:name; raises ConfigError."""
     faults, variants = [], []
     with user_code.refused_where_it_ends(config.join_timeout_s, ConfigError):
         mode = load(config.run_mode)
@@ -55,7 +55,7 @@ def load_for(config: Config) -> Mode:
             if is_own(spec):
                 try:
                     variants.append(Variant(spec, maker(spec)))
-                except Exception as error:  # whatever a user's file raises
+                except Exception as error:  # any exception of a user's file
                     how = "" if isinstance(error, TypeError) else f"cannot be used: {type(error).__name__}: "
                     faults.append(f"LAB_VARIANT={spec!r} {how}{error}")
     if faults:
@@ -64,18 +64,18 @@ def load_for(config: Config) -> Mode:
 
 
 def with_names_of_today(config: Config, mode: Mode) -> Config:
-    """The same settings, where LAB_VARIANT may name a variant by the name that it had before."""
+    """Return the same settings with current names in LAB_VARIANT, which may have older ones."""
     names = tuple(dict.fromkeys(mode.formerly.get(name, name) for name in config.variant))
     return config if names == config.variant else config.model_copy(update={"variant": names})
 
 
 def modes_that(have: Callable[[Mode], bool]) -> str:
-    """The names of all modes in experiments/ of which `have` is true, for a sentence; it imports them all."""
+    """Return the names of all modes in experiments/ for which `have` is true, for a sentence; it imports them all."""
     return ", ".join(name for name in modes() if have(load(name)))
 
 
 def _from_outside(run_mode: str) -> ModuleType:
-    """Import a lesson from its file, as a module of its own name; its siblings can be imported beside it."""
+    """Import a lesson from its file, as a module of its own name; it can import modules next to it."""
     file, name = lesson_file(run_mode), mode_name(run_mode)
     folder = [str(file.parent)] if file.name == "__init__.py" else None
     spec = importlib.util.spec_from_file_location(name, file, submodule_search_locations=folder)
@@ -86,44 +86,44 @@ def _from_outside(run_mode: str) -> ModuleType:
     sys.path.insert(0, str(file.parent))
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # whatever a user's lesson raises
+    except Exception as error:  # any exception of a user's lesson
         raise ConfigError([f"RUN_MODE={run_mode!r} cannot be imported: {_where(error, file)}"]) from error
     return module
 
 
 def _states_options(module: ModuleType, mode: Mode) -> bool:
-    """Whether a lesson states its own variables where they cannot be read before torch is imported."""
+    """Return whether a lesson declares variables where they cannot be read before torch is imported."""
     stated = getattr(module, "Options", mode.options)
     return isinstance(stated, type) and issubclass(stated, ModeOptions) and stated is not ModeOptions
 
 
 def _where(error: Exception, file: Path) -> str:
-    """The error in a line, with the last line of the lesson that it came through."""
+    """Return the error in one line, with the last line of the lesson that raised it."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == file]
     line = error.lineno if isinstance(error, SyntaxError) else next(reversed(lines), None)
     said = error.msg if isinstance(error, SyntaxError) else str(error)
     return f"{type(error).__name__}: {said}" + (f" (line {line})" if line else "")
 
 
-# The lesson of a mode as the report tells it: its idea, a sentence a variant, the predictions with their numbers.
+# The lesson of a mode in the report: its idea, a sentence per variant, the predictions with their numbers.
 
 PREDICTED = ["variant", "predicted a rank and step", "formula", "value", "calls"]
 
 
 def lesson(config: Config, mode: Mode) -> records.Lesson:
-    """What a reader of the report should know before its numbers."""
+    """Return what a reader of the report should know before its numbers."""
     variants = {each.name: each.told for each in mode.variants if each.told}
     return records.Lesson(paragraphs(mode.idea), variants, prediction_rows(mode.foretold(mode.predict(config))))
 
 
 def paragraphs(idea: str) -> list[str]:
-    """The text of a docstring without its tables, which are indented."""
+    """Return the text of a docstring without its tables, which are indented."""
     found = [" ".join(part.split()) for part in idea.split("\n\n") if not part.startswith("  ")]
     return [part for part in found if not part.endswith(":")]  # which announces a table
 
 
 def prediction_rows(predictions: list[Prediction]) -> list[list[str]]:
-    """A row a prediction, as PREDICTED names its columns; where ranks differ, the least and the most."""
+    """Return a row per prediction, as PREDICTED names its columns; if ranks differ, the least and the most."""
     rows = []
     for prediction in predictions:
         shown = [
@@ -135,16 +135,16 @@ def prediction_rows(predictions: list[Prediction]) -> list[list[str]]:
     return rows
 
 
-# What torch imports at its first use is imported before the run, so that it can be frozen with the rest: a collection
-# walks every object that is not frozen, and so do the meters that look for tensors (distlab/lab/measure/memory.py).
-# torch's compiler, which DDP, fully_shard and the optimizers of torch.optim bring with them, is 812 modules of 118,000
-# objects, its checkpoints are 690 modules more. In the middle of a run they made each walk 0.1 to 0.2 s.
+# The later imports of torch come before the run, so that they can be frozen with the rest: a collection walks every
+# object that is not frozen, and so do the meters that look for tensors (distlab/lab/measure/memory.py). torch's
+# compiler, which DDP, fully_shard and torch.optim import, is 812 modules of 118,000 objects, its checkpoints are 690
+# modules more. In the middle of a run they made each walk 0.1 to 0.2 s.
 
 COMPILER, CHECKPOINTS = "torch._dynamo", "torch.distributed.checkpoint"
 
 
 def import_and_freeze(config: Config, mode: Mode) -> None:
-    """Import what the run of `mode` will use, and leave all that is there now out of every later walk."""
+    """Import what the run of `mode` will use, and exclude all current objects from later walks."""
     for module in needed(config, mode):
         importlib.import_module(module)
     gc.collect()
@@ -159,11 +159,11 @@ def needed(config: Config, mode: Mode) -> list[str]:
 
 
 def pick_device(config: Config, engine: str = "") -> torch.device:
-    """The device of this rank, which `engine` started; raises ConfigError if the card that it needs is not there.
+    """Return the device of this rank, which `engine` started; raises ConfigError if its card is missing.
 
-    NCCL wants a card of its own for each rank: the one of LOCAL_RANK. An engine (Slurm's --gpus-per-task, Kubernetes)
-    may show each rank its card alone; where nobody has numbered the ranks of a machine it is RANK modulo the cards, and
-    `check_cards` sees two ranks on one. Ranks over gloo may share cards.
+    NCCL needs one card per rank: the one of LOCAL_RANK. An engine (Slurm's --gpus-per-task, Kubernetes) may show each
+    rank its card alone; without local numbers it is RANK modulo the cards, and `check_cards` reports two ranks on one.
+    Ranks over gloo may share cards.
     """
     if config.device == "cpu":
         return torch.device("cpu")
@@ -192,7 +192,7 @@ def pick_device(config: Config, engine: str = "") -> torch.device:
 
 
 def check_cards(config: Config, device: torch.device, exchange: Exchange) -> None:
-    """Raise ConfigError where two ranks have one card, which NCCL would refuse without a name."""
+    """Raise ConfigError if two ranks have one card, which NCCL would refuse without a name."""
     if config.backend != "nccl":
         return
     mine = str(torch.cuda.get_device_properties(device).uuid)
@@ -209,7 +209,7 @@ def check_cards(config: Config, device: torch.device, exchange: Exchange) -> Non
 
 
 def nccl_gave_up() -> bool:
-    """Whether NCCL has given up a collective of any group: a peer was lost, or it took longer than its bound."""
+    """Return whether NCCL has aborted a collective of any group: a peer was lost, or it timed out."""
     fine = torch._C._distributed_c10d.ErrorType.SUCCESS
     backends = [group._get_backend(torch.device("cuda")) for group in dist.distributed_c10d._world.pg_map]
     return any(each.get_error() != fine for each in backends if each.name() == "nccl" and hasattr(each, "get_error"))

@@ -1,5 +1,4 @@
-"""What a rank refuses before it joins: every reason why these settings cannot run in this mode, a sentence each, all at
-once."""
+"""Check settings before a rank joins: every reason why they cannot run in this mode, one sentence each, all at once."""
 
 import errno
 import os
@@ -25,19 +24,19 @@ from distlab.lab.workload.model import outline
 from distlab.lab.workload.user_model import is_own, is_step
 from distlab.techniques.tensor_parallel.costs import layer_activation_bytes
 
-# The longest path below LAB_RUNS_DIR that a run writes: a run id, a checkpoint's draft, a file of it.
+# The longest path below LAB_RUNS_DIR that a run writes: a run id, a checkpoint's draft, a file in it.
 DEEPEST = Path("x" * 200, "checkpoints", ".step-000000000000.partial", "x" * 40)
 
 
 def refuse(config: Config, mode: Mode, of_this_rank: Sequence[str] = ()) -> None:
-    """Raise ConfigError with all that the mode cannot run; `of_this_rank` are sentences that others have found."""
+    """Raise ConfigError with all that the mode cannot run; `of_this_rank` are sentences from other checks."""
     with user_code.refused_where_it_ends(config.join_timeout_s, ConfigError):
         refusals = [*unknown(config, mode), *idle(config, mode), *mode.refuse(config)]
-        # Of sizes that the mode can take.
+        # Checks of sizes.
         refusals = refusals or [*excluded(config, mode), *out_of_place(config, mode), *hidden(config, mode)]
     refusals += [*unwritable(config), *of_this_rank]
     if config.resume is not None or config.checkpoint_every is not None:
-        from distlab.lab.checkpoint import locate  # a run without checkpoints need not wait for it
+        from distlab.lab.checkpoint import locate  # runs without checkpoints need not wait for it
 
         refusals += locate.refusals(config, mode.formerly)
     if refusals:
@@ -45,7 +44,7 @@ def refuse(config: Config, mode: Mode, of_this_rank: Sequence[str] = ()) -> None
 
 
 def unknown(config: Config, mode: Mode) -> Iterator[str]:
-    """A variant or a mistake that the mode does not have."""
+    """Report a variant or an injected bug that the mode does not have."""
     for name in config.variant:
         if name not in mode.names:
             known = (*mode.names, *mode.left_out)
@@ -60,12 +59,12 @@ def unknown(config: Config, mode: Mode) -> Iterator[str]:
 
 
 def instead(name: str, mode: Mode) -> str:
-    """What to use in the place of a variant or a bug that is gone."""
+    """Return the replacement of a removed variant or bug."""
     return f" any more: {mode.gone[name]}" if name in mode.gone else ""
 
 
 def idle(config: Config, mode: Mode) -> Iterator[str]:
-    """A variable that asks for something which this mode never does."""
+    """Report a variable for something that this mode never does."""
     if not mode.timed and config.slow_rank is not None:
         what = f"LAB_SLOW_RANK={config.slow_rank!r} slows a rank in the timed training of each variant"
         yield f"{what}, and {config.mode_name} has none, allowed: {modes_that(lambda other: other.timed)}"
@@ -85,7 +84,7 @@ def idle(config: Config, mode: Mode) -> Iterator[str]:
 
 
 def undrilled(config: Config, mode: Mode) -> Iterator[str]:
-    """A fault whose moment never comes in this mode, or an audit of what it never holds."""
+    """Report a fault whose moment never comes in this mode, or an audit of data that it never has."""
     if mode.audits:
         return
     name, allowed = config.mode_name, modes_that(lambda other: other.audits)
@@ -98,14 +97,14 @@ def undrilled(config: Config, mode: Mode) -> Iterator[str]:
 
 
 def excluded(config: Config, mode: Mode) -> Iterator[str]:
-    """A variant that was asked for by name and cannot take these settings."""
+    """Report a variant that was requested by name and cannot take these settings."""
     for name, reason in mode.cannot(config).items():
         if name in config.variant:
             yield f"LAB_VARIANT={name!r} cannot run: {reason}"
 
 
 def out_of_place(config: Config, mode: Mode) -> Iterator[str]:
-    """A strategy of one's own where no variant is trained by itself, or a replica's step where ranks share samples."""
+    """Report a user's strategy where no variant trains by itself, or a replica's step where ranks share samples."""
     timed = any(each.build is not None for each in mode.variants if not is_own(each.name))
     shared = [axis for axis, size in mode.axes(config).items() if axis != "dp" and size > 1]
     for name in filter(is_own, config.variant):
@@ -121,21 +120,21 @@ def out_of_place(config: Config, mode: Mode) -> Iterator[str]:
 
 
 def hidden(config: Config, mode: Mode) -> Iterator[str]:
-    """A mistake that could not show: a check that cannot fail would only look like one that held."""
+    """Report an injected bug that could not show: a check that cannot fail would look like one that passed."""
     mistake = mode.mistakes.get(config.bug or "")
     if mistake is not None and (reason := mistake.hidden(mode, config)):
         yield f"LAB_BUG={config.bug} cannot be detected with {reason}"
 
 
 def unwritable(config: Config) -> list[str]:
-    """Why no run can be written where LAB_RUNS_DIR and LAB_RUN_ID say."""
+    """Return why no run can be written at the path of LAB_RUNS_DIR and LAB_RUN_ID."""
     runs = config.runs_dir
     try:
         os.lstat(runs.absolute() / DEEPEST)
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
             return [f"LAB_RUNS_DIR={quoted(runs)} is too long for the names of files in it: name another folder"]
-    # A link to nowhere or in a circle is there, too, and is no folder.
+    # A dangling or circular link exists, too, and is no folder.
     nearest = next(folder for folder in [runs, *runs.absolute().parents] if os.path.lexists(folder))
     fault = _no_folder_in(nearest)
     if fault:
@@ -154,7 +153,7 @@ def unwritable(config: Config) -> list[str]:
 
 
 def _is_empty(folder: Path) -> bool:
-    """Whether it is a folder in which no run has written: a launcher that chose the name has made it."""
+    """Return whether it is a folder without a run's files: a launcher that chose the name has made it."""
     try:
         return not folder.is_symlink() and not any(folder.iterdir())
     except OSError:
@@ -162,16 +161,16 @@ def _is_empty(folder: Path) -> bool:
 
 
 def _no_folder_in(nearest: Path) -> str:
-    """Why no folder can be made in this one, found out by making one, and removing it; empty if it can.
+    """Return why no folder can be made in this one, by making and removing one; empty if it can.
 
-    Permissions do not say it: /proc and a file system that is mounted to be read have those that allow it.
+    Permissions do not show it: /proc and a read-only file system have those that allow it.
     """
     probe = nearest / f".probe.{secrets.token_hex(8)}"
     try:
         probe.mkdir()
         probe.rmdir()
     except OSError as error:
-        # A disk that is full is no fault of the settings: the run says so where it meets it, and ends with 1.
+        # A full disk is no fault of the settings: the run reports it when it meets it, and ends with 1.
         return "" if error.errno == errno.ENOSPC else error.strerror or str(error)
     return ""
 
@@ -195,7 +194,7 @@ MEMINFO = Path("/proc/meminfo")
 
 
 def warnings(config: Config, mode: Mode) -> list[str]:
-    """A sentence if the run will likely not fit into memory."""
+    """Return a sentence if the run will likely not fit into memory."""
     for here, there in rooms(config):
         needed = needed_bytes(config, mode, here)
         if needed > there:
@@ -208,8 +207,8 @@ def warnings(config: Config, mode: Mode) -> list[str]:
 
 
 def needed_bytes(config: Config, mode: Mode, here: int) -> float:
-    """Memory of `here` ranks that share it, of which rank 0, which holds most, is one."""
-    # Trainings beside each other: the variants that are run, or what the mode says.
+    """Return the memory of `here` ranks that share it, including rank 0, which needs most."""
+    # Simultaneous trainings: the selected variants, or the mode's own number.
     num_trained = mode.at_once or sum(
         each.build is not None and (not config.variant or each.name in config.variant) for each in mode.variants
     )
@@ -229,7 +228,7 @@ def needed_bytes(config: Config, mode: Mode, here: int) -> float:
 
 
 def activation_bytes(config: Config, samples: int, itemsize: int) -> float:
-    """What the forward pass of so many samples leaves, with gpt's scores for each byte."""
+    """Return the activation bytes of a forward pass with so many samples, with gpt's scores for each byte."""
     if config.model == "line":
         return 0.0
     positions = config.seq if config.model == "gpt" else 1
@@ -242,8 +241,8 @@ def activation_bytes(config: Config, samples: int, itemsize: int) -> float:
 
 
 def rooms(config: Config) -> list[tuple[int, float]]:
-    """Ranks that share a memory, and its bytes: the limit of this container, and what is free of the machine, which
-    ranks in other containers fill too (RANKS_ON_HOST, from the Compose file)."""
+    """Return the ranks that share a memory, and its bytes: the limit of this container, and the machine's free memory,
+    which ranks in other containers fill too (RANKS_ON_HOST, from the Compose file)."""
     here, limit, free = ranks_here(config), ContainerMemory().limit_bytes, free_bytes()
     beside = os.environ.get("RANKS_ON_HOST", "")
     on_host = min(int(beside), config.world_size) if beside.isdecimal() else 0
@@ -251,7 +250,7 @@ def rooms(config: Config) -> list[tuple[int, float]]:
 
 
 def free_bytes() -> float | None:
-    """Memory of this machine that is free or can be made so; None where nobody says."""
+    """Return this machine's memory that is free or can be freed; None if unknown."""
     try:
         lines = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines())
         return 1024.0 * int(lines["MemAvailable"].split()[0])
@@ -260,28 +259,28 @@ def free_bytes() -> float | None:
 
 
 def ranks_here(config: Config) -> int:
-    """Ranks that share this machine: all where the launcher starts them, as many as torchrun's agent has, or one."""
+    """Return the ranks on this machine: all if the launcher starts them, as many as torchrun's agent has, or one."""
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
     if config.rank is None or (config.master_addr or "").startswith(("127.", "localhost", "::1")):
         return config.world_size
     return min(int(local), config.world_size) if local.isdecimal() and int(local) else 1
 
 
-# Machines need not share a disk; checkpoints need one. Rank 0 leaves a file in the run's folder and each rank looks for
-# it by name, which no rank has asked for before: so a network file system has to ask its server.
+# Machines need not share a disk; checkpoints need one. Rank 0 writes a file to the run's folder and each rank looks for
+# its name for the first time, so a network file system has to ask its server.
 
 
 class SeparateDisks(NamedTuple):
-    """The host of every rank, and what rank 0 says of those whose logs stay elsewhere."""
+    """The host of every rank, and rank 0's sentence about logs that stay on other hosts."""
 
     hosts: list[str]
     told: str
 
 
 def find_separate_disks(exchange: Exchange, folder: Path, token: str, config: Config) -> SeparateDisks | None:
-    """What comes of machines that share no disk; None where all ranks see one folder.
+    """Return the consequences of machines that share no disk; None if all ranks see one folder.
 
-    Raises ConfigError on every rank where the run saves or resumes and some rank does not see rank 0's folder.
+    Raises ConfigError on every rank if the run saves or resumes and some rank does not see rank 0's folder.
     """
     hosts, unseen = seen_by(exchange, folder, token)
     if not unseen:
@@ -304,7 +303,7 @@ def find_separate_disks(exchange: Exchange, folder: Path, token: str, config: Co
 
 
 def take_back(folder: Path) -> None:
-    """Remove a folder that holds no more than the claim of this run; one that goes on holds the attempts before."""
+    """Remove a folder with nothing but the claim of this run; a run that continues has earlier attempts in it."""
     with suppress(OSError):  # another rank of this machine was faster
         if [path.name for path in folder.iterdir()] == [run_folder.FILE]:
             (folder / run_folder.FILE).unlink()
@@ -312,7 +311,7 @@ def take_back(folder: Path) -> None:
 
 
 def seen_by(exchange: Exchange, folder: Path, token: str) -> tuple[list[str], list[int]]:
-    """The host of every rank, and the ranks that do not see rank 0's folder."""
+    """Return the host of every rank, and the ranks that do not see rank 0's folder."""
     mark = folder / f".seen-{token[:16]}"
     if exchange.rank == 0:
         mark.touch()

@@ -1,7 +1,7 @@
-"""A strategy of one's own in a mode: LAB_VARIANT=...,FILE:name stands as a column beside the lab's and PyTorch's.
+"""Run a user's strategy in a mode: LAB_VARIANT=...,FILE:name adds a column next to the lab's and PyTorch's.
 
 `name(model, mesh, config)` makes a Strategy, as a lesson's variants do; `name(model, optimizer, microbatches, group)`
-is a whole training step, which is cut in two where it steps its optimizer: what comes before is the backward pass.
+is a whole training step, which is split at its optimizer step: everything before is the backward pass.
 """
 
 import inspect
@@ -20,7 +20,7 @@ from distlab.techniques.mesh.grid import Mesh
 
 
 def maker(spec: str) -> Callable[..., Any]:
-    """What makes a strategy on a rank; raises TypeError where the file has no such function."""
+    """Return the function that makes a strategy on a rank; raises TypeError if the file has no such function."""
     function: Callable[..., Any] | None = find_in_file(spec, spec.rpartition(":")[2])
     if function is None or not callable(function):
         raise TypeError(f"has no function {spec.rpartition(':')[2]!r}")
@@ -36,7 +36,7 @@ def maker(spec: str) -> Callable[..., Any]:
 
 
 class Deferred:
-    """The optimizer as a training step sees it: its `step` is taken later, by `update`."""
+    """The optimizer as a training step sees it: `update` takes its `step` later."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
@@ -46,32 +46,32 @@ class Deferred:
         return getattr(self._optimizer, name)
 
     def step(self) -> None:
-        """Note that it was asked for."""
+        """Record that a step was requested."""
         self.steps += 1
 
 
 class TrainStepStrategy(StepsParameters):
-    """A Strategy of a whole training step."""
+    """A Strategy made from a whole training step."""
 
     def __init__(self, step: Callable[..., Any], model: Model, mesh: Mesh, config: Config) -> None:
         super().__init__(model, config)
         self._step, self._group = step, mesh.group
 
     def backward(self, microbatches: list[Microbatch]) -> Tensor | None:
-        """All of it but the optimizer's step."""
+        """Run all of it except the optimizer's step."""
         deferred = Deferred(self.optimizer)
         share = self._step(self.model, deferred, microbatches, self._group)
         if deferred.steps != 1:
             raise ValueError(f"the training step called optimizer.step() {deferred.steps} times, expected once")
-        if share is None:  # then the lab asks for it itself: losses are held too
+        if share is None:  # then the lab asks for it itself: losses are checked too
             with torch.no_grad():
                 share = sum(self.model(inputs, targets) * weight for inputs, targets, weight in microbatches)
-        return torch.tensor(float(share), dtype=torch.float64)  # of a Python number torch keeps half the digits
+        return torch.tensor(float(share), dtype=torch.float64)  # torch rounds a Python number to float32
 
     def update(self) -> None:
-        """The step that was asked for: it clips by itself."""
+        """Take the requested step: it clips by itself."""
         self.optimizer.step()
 
     def full(self, kind: str) -> Iterator[tuple[str, Tensor]]:
-        """A replica holds everything."""
+        """Return the parameters; a replica has all of them."""
         return self.held(kind)
