@@ -29,6 +29,10 @@ KINDS = {
 NEEDS = {"slow_link": "10mbit", "slow_rank": "0.5"}  # one example each
 EXAMPLES = {"duration": "500ms or 3s", "way": "in or out", "rate": "10mbit", "share": "0.5"}
 AT_STEPS = ("full_disk",)  # these come at a step only, not at a second
+GONE = {
+    "flip": "flips no bit any more: LAB_AUDIT_EVERY=1 with a LAB_BUG such as no_broadcast shows an audit that fails",
+    "corrupt_checkpoint": "damages no checkpoint any more: change a byte of one of its files, and set LAB_RESUME",
+}
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,8 @@ def parse_faults(text: str) -> tuple[list[FaultSpec], list[str]]:
 def _entry(text: str) -> FaultSpec:
     said, at, moment = text.partition("@")
     kind, *parts = said.split(":")
+    if kind in GONE:
+        raise ValueError(GONE[kind])
     if kind not in KINDS:
         raise ValueError(f"is no kind of fault{settings.suggest(kind, list(KINDS))}, allowed: {', '.join(KINDS)}")
     found: dict[str, Any] = {}
@@ -98,6 +104,8 @@ def _part(part: str, kind: str) -> tuple[str, Any]:
     may = KINDS[kind]
     if re.fullmatch(r"rank[0-9]{1,9}", part):
         return "rank", int(part.removeprefix("rank"))
+    if part.startswith("1/"):
+        raise ValueError(f"comes again and again no more ({part}), allowed: one moment, @step5 or @12s")
     if SECONDS.fullmatch(part) and "duration" in may:
         return "duration_s", _seconds(part)
     if "way" in may and part in WAYS:

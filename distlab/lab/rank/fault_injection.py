@@ -1,7 +1,7 @@
 """Inject the faults of LAB_FAULTS at their moments, and record beforehand what each must lead to.
 
-Every rank has the same plan (distlab/lab/config/fault_spec.py). At the start of a step, or by its own clock, the rank of
-an event injects it, without any privilege: the kernel kills, stops or slows the process, its heartbeats are dropped,
+Every rank has the same plan (distlab/lab/config/fault_spec.py). At the start of a step, or by its own clock, the rank
+of an event injects it, without any privilege: the kernel kills, stops or slows the process, its heartbeats are dropped,
 its sockets are paced, or the disk is full. The outcome is judged from the records at the end
 (distlab/lab/report/fault_checks.py).
 """

@@ -31,10 +31,13 @@ def test_an_entry_is_what_it_says(text: str, fields: dict[str, object]) -> None:
     [
         ("kil@step1", "did you mean 'kill'?"),
         ("kill", "needs one moment"),
+        ("kill:1/3s", "comes again and again no more (1/3s), allowed: one moment, @step5 or @12s"),
         ("kill:1s@step1", "says '1s', allowed: rank0"),
         ("kill@5", "no moment and no time"),
         ("kill@0s", "no moment and no time"),
         ("kill:rank1:rank2@step1", "says its rank twice"),
+        ("flip:gradient@step3", "flips no bit any more: LAB_AUDIT_EVERY=1 with a LAB_BUG"),
+        ("corrupt_checkpoint@step5", "damages no checkpoint any more: change a byte"),
         ("full_disk@3s", "comes as a step begins"),
         ("slow_link@step3", "expected 10mbit"),
         ("slow_link:5ms@step3", "LAB_NET_DELAY with compose/net.yaml"),
