@@ -45,7 +45,7 @@ def test_so_is_a_folder(tmp_path: Path) -> None:
 def test_a_variant_keeps_its_sentence_where_a_mistake_is_made_in_it() -> None:
     mode = load("dp")
     assert [each.told for each in mode.mistaken("no_broadcast").variants] == [each.told for each in mode.variants]
-    assert mode.variants[1].told.startswith("One all_reduce for all gradients, which lie in one bucket")
+    assert mode.variants[1].told.startswith("One all_reduce for all gradients in one bucket")
 
 
 @pytest.mark.parametrize(

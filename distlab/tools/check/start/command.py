@@ -169,7 +169,7 @@ def words_before(
             found[rest.pop(0)] = ""
         elif equals and not name.startswith("-") and not Path(rest[0]).exists():
             settings.append(rest.pop(0))
-        elif name.startswith("--"):
+        elif name.startswith("--") and name != "--help":
             allowed = ", ".join([*valued, *flags])
             faults.append(f"{rest.pop(0)} is no option of this command: allowed before the file are {allowed}")
         else:
