@@ -58,7 +58,7 @@ SIZES = {  # statements and files, at most
     "distlab/techniques/transport": (1_082, 7),
     "distlab/lab/checkpoint": (877, 8),
     "distlab/lab/cluster": (2_386, 16),
-    "distlab/lab/config": (920, 7),
+    "distlab/lab/config": (925, 7),
     "distlab/lab/measure": (1_240, 9),
     "distlab/lab/rank": (1_132, 9),
     "distlab/lab/report": (3_432, 26),

@@ -1,1 +1,1 @@
-"""What a container starts: `python -m workers`, the command `distlab` that without a word runs."""
+"""The package that a container starts: `python -m workers`, the same as `distlab`, by default `run`."""

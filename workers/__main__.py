@@ -1,4 +1,4 @@
-"""`python -m workers`, `torchrun -m workers`: this rank, or all ranks as local processes; with words, that command."""
+"""Run `python -m workers` or `torchrun -m workers`: this rank, all ranks as local processes, or a command."""
 
 import sys
 

@@ -1,7 +1,7 @@
-"""The commands of `distlab`, a module for each; `distlab/lab/config/commands.py` lists them with their help.
+"""The commands of `distlab`, one module each; `distlab/lab/config/commands.py` lists them with their help.
 
-The `main` of a command's module reads its own words and returns the exit code. `run.py` reads which command was typed;
-`run` and `explain` alone take settings as words.
+The `main` of a command's module parses its own arguments and returns the exit code. `run.py` parses the command's
+name; only `run` and `explain` accept settings as arguments.
 """
 
 import errno
@@ -18,8 +18,8 @@ Words = ParamSpec("Words")
 
 
 def tells_refusals(main: Callable[Words, int]) -> Callable[Words, int]:
-    """A command whose refusals are told on the standard error, a line for each reason, and end with 2; so does a file
-    that cannot be written, with 1 where the disk is full."""
+    """Wrap a command: print refusals on the standard error, one line per reason, and exit with 2; likewise for a file
+    that cannot be written, with 1 if the disk is full."""
 
     @wraps(main)
     def told(*args: Words.args, **kwargs: Words.kwargs) -> int:

@@ -15,8 +15,8 @@ from pathlib import Path
 from distlab.cli import tells_refusals
 from distlab.lab.config import MAX_WORLD_SIZE, Config, Refusal, commands
 
-NUMBERS = {"ranks": 1, "restarts": 3}  # marks before which a number stands, and how many times the ranks it is
-OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "LAB_RUNS_DIR")  # what a manifest says itself
+NUMBERS = {"ranks": 1, "restarts": 3}  # marks after a number, and its multiple of the ranks
+OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "LAB_RUNS_DIR")  # variables that a manifest sets itself
 ENGINES = Path(__file__).parents[1] / "engines"
 
 
@@ -33,12 +33,12 @@ def main(words: Sequence[str]) -> int:
 
 
 def kinds(engine: str) -> list[str]:
-    """The manifests of an engine, by name; the first in the alphabet is its plain one."""
+    """Return an engine's manifests by name; the first in the alphabet is the plain one."""
     return sorted(path.stem for path in (ENGINES / engine).glob("*.yaml"))
 
 
 def checked(ranks: int, words: Sequence[str]) -> dict[str, str]:
-    """The variables that the words stand for, as a rank there would judge them; raises ConfigError with all faults."""
+    """Return the arguments as variables, checked as a rank would; raises ConfigError with all faults."""
     settings = commands.settings(words)
     faults = [
         f"{name}={settings[name]} is the manifest's to say: --ranks sets how many there are, a volume holds their runs"
@@ -53,7 +53,7 @@ def checked(ranks: int, words: Sequence[str]) -> dict[str, str]:
 
 
 def manifest(text: str, ranks: int, image: str, settings: Mapping[str, str]) -> str:
-    """The manifest `text` for these ranks and this image, with these variables in the place of its own."""
+    """Return the manifest `text` for these ranks and this image, with these variables in place of its own."""
     lines: list[str] = []
     for line in text.splitlines():
         mark = re.search(r"# (ranks|restarts|image|settings)$", line)
@@ -72,7 +72,7 @@ def manifest(text: str, ranks: int, image: str, settings: Mapping[str, str]) -> 
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     engines = sorted(path.name for path in ENGINES.iterdir() if kinds(path.name)) if ENGINES.is_dir() else []
     made = argparse.ArgumentParser(
         prog="distlab engine", allow_abbrev=False, description=(__doc__ or "").split("\n\n")[0]

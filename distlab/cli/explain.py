@@ -1,4 +1,4 @@
-"""The lesson without the run: the idea, its page of code, and the prediction for the settings given.
+"""Print a lesson without running it: the idea, its code, and the prediction for the given settings.
 
 make explain RUN_MODE=dp WORLD_SIZE=3            the mode's docstring, its lesson.py, its predictions
 make explain RUN_MODE=dp LAB_BUG=no_sampler      and what that injected bug breaks, and which check catches it
@@ -16,7 +16,7 @@ from distlab.lab.report.table import aligned
 
 
 def explain(config: Config, mode: Mode) -> list[str]:
-    """The lines of the lesson; in the end the files that it is read in."""
+    """Return the lines of the lesson; at the end its files."""
     settings = {"RUN_MODE": config.run_mode, "WORLD_SIZE": str(config.world_size)} | config.environ()
     text = lesson(config.run_mode)
     lines = [mode.idea, "", *([text, ""] if text else [])]
@@ -35,19 +35,19 @@ def explain(config: Config, mode: Mode) -> list[str]:
 
 
 def lesson(run_mode: str) -> str:
-    """The mode's idea on a page of code, where it has one."""
+    """Return the mode's idea as a page of code, if it has one."""
     file = lesson_file(run_mode).with_name("lesson.py")
     return file.read_text().rstrip() if file.exists() else ""
 
 
 def diff(text: str, right: str, wrong: str) -> list[str]:
-    """The one line of the lesson in which the mistake is made, before and after."""
+    """Return the line of the lesson that the injected bug changes, before and after."""
     line = next(line for line in text.splitlines() if right in line)
     return ["", "In lesson.py:", "", f"-{line}", f"+{line.replace(right, wrong)}"]
 
 
 def mistake_lines(mode: Mode) -> list[str]:
-    """A row for each mistake of the mode."""
+    """Return a row per injected bug of the mode."""
     rows = [[name, mistake.what, mistake.check] for name, mistake in mode.mistakes.items()]
     return aligned(["bug", "what breaks", "check"], rows)
 

@@ -1,12 +1,12 @@
-"""It does not fit, and then it does: the sizes of `make fit` (compose/fit.sh), from arithmetic alone, and its verdict.
+"""`make fit` (compose/fit.sh): compute a memory limit that dp exceeds and fsdp keeps, and judge its runs.
 
     limit      a memory limit between what a rank of fsdp (zero3) needs and what one of dp needs, halfway
     judge      whether dp was killed within that limit, fsdp was not, and both trained to the same losses (without a
                limit, dp)
 
-Both need what a rank holds before it has a model, which is measured, and what the formulas of `measure` say: dp 16·P
-bytes for float32 with Adam; zero3 16·P/N, the layers that are whole at the same time, and at its start the dense model
-that it shards, 4·P.
+Both need a rank's memory without a model, which is measured, and the bytes of `measure`'s formulas: dp 16·P for
+float32 with Adam; zero3 16·P/N, the layers that are whole at the same time, and at its start the dense model that it
+shards, 4·P.
 """
 
 import subprocess
@@ -38,20 +38,20 @@ LOSS_TOLERANCE = 1e-4
 
 
 class Need(NamedTuple):
-    """Bytes of tensors that one rank has to hold, and how that came about."""
+    """Bytes of tensors on one rank, with the calculation in words."""
 
     nbytes: float
     formula: str
 
 
 def dp_need(num_parameters: int, activation_bytes: int) -> Need:
-    """Everything, on every rank."""
+    """Return dp's need: everything on every rank."""
     rest = sum(rest_bytes(0, num_parameters, num_parameters).values())
     return Need(rest + activation_bytes, f"16·P = {mb(rest)}, activations {mb(activation_bytes)}")
 
 
 def zero3_need(layers: Sequence[int], num_ranks: int, activation_bytes: int) -> Need:
-    """The larger of its start, when the dense model is still there, and of a step; `layers` in parameters."""
+    """Return the larger of its start, with the dense model, and of a step; `layers` in parameters."""
     total, layer = sum(layers), FLOAT32_BYTES * max(layers)
     start = FLOAT32_BYTES * (total + total / num_ranks) + layer
     rest = sum(rest_bytes(3, total, total / num_ranks).values())
@@ -63,7 +63,7 @@ def zero3_need(layers: Sequence[int], num_ranks: int, activation_bytes: int) -> 
 
 
 def activations(config: Config) -> int:
-    """Bytes that a rank's forward pass leaves for its backward pass: counted on a model without numbers."""
+    """Return a rank's activation bytes, counted on a model without data."""
     batches = Batches(config, proof=False, device=torch.device("cpu"), dtype=torch.float32)
     inputs, targets, _ = batches.dealt(0, 0, config.world_size)[0]
     model = outline(config)
@@ -73,7 +73,7 @@ def activations(config: Config) -> int:
 
 
 def base() -> int:
-    """Bytes of a rank that has no model to speak of: the most that a tiny run has of its own.
+    """Return a rank's bytes without a model: the most private memory of a tiny run.
 
     The kernel cannot take them back. Code and other files that it has mapped are left out: under a limit they go first.
     """
@@ -97,7 +97,7 @@ def base() -> int:
 
 
 def own_bytes(pid: int) -> int:
-    """Bytes of a process that no file could give back."""
+    """Return a process' bytes that are not backed by files."""
     try:
         lines = (line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     except OSError:  # it has ended
@@ -106,7 +106,7 @@ def own_bytes(pid: int) -> int:
 
 
 def limit(config: Config) -> int:
-    """The limit in MiB; the arithmetic goes to standard error."""
+    """Return the limit in MiB; the calculation goes to standard error."""
     if config.world_size == 1:
         raise SystemExit("WORLD_SIZE=1 has nobody to share with: set 2 or more")
     layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in outline(config).layers]
@@ -125,7 +125,7 @@ def limit(config: Config) -> int:
 
 
 def unmet(free: Path, dp: Path, fsdp: Path) -> list[str]:
-    """What does not hold of the three runs: dp without a limit, dp and fsdp within it."""
+    """Return the unmet expectations of three runs: dp without a limit, dp and fsdp within it."""
     lost = judge(read_run(dp))["lost"]
     killed = [entry["rank"] for entry in lost if "killed by the OOM killer" in entry["reason"]]
     print(
@@ -148,7 +148,7 @@ def unmet(free: Path, dp: Path, fsdp: Path) -> list[str]:
 
 
 def losses(run: Path, variant: str) -> list[float]:
-    """The loss curve of a variant."""
+    """Return the loss curve of a variant."""
     return next((each.numbers for _, each in select(read_run(run), Losses) if each.variant == variant), [])
 
 

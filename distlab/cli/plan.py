@@ -1,7 +1,7 @@
-"""Pick and predict: `distlab plan --model llama3-70b --gpus 64 --gpu h100`, or `--params 7B --gpus 64 --gpu-memory 80GB`.
+"""Plan a job: `distlab plan --model llama3-70b --gpus 64 --gpu h100`, or `--params 7B --gpus 64 --gpu-memory 80GB`.
 
-Prints what is assumed, a table of strategies, and the one to take with its reason; with --layout what one given layout
-holds and takes. Of 16 kinds those are shown that say something (Plan.shown). Exit codes: 0 an answer, also if the answer
+Prints the assumptions, a table of strategies, and the recommended one with its reason; with --layout the memory and
+time of a given layout. Plan.shown picks its rows. Exit codes: 0 an answer, also if the answer
 is that nothing fits (a calculator has not failed then), 2 refused, a sentence for each fault.
 """
 
@@ -32,20 +32,20 @@ from distlab.tools.plan.model import Shape, from_config, guessed, named, table
 from distlab.tools.plan.rows import published, read_rows
 from distlab.tools.plan.step_time import AGAIN
 
-# The command line of the calculator: what can be said, what is taken if it is not, and every fault at once.
+# The command line of the planner: options, defaults, and all faults at once.
 
 
 class Precision(NamedTuple):
-    """Bytes of a weight or gradient, and whether there are masters in float32."""
+    """Bytes of a weight or gradient, and whether there are float32 master weights."""
 
     itemsize: int
     masters: bool
 
 
 PRECISIONS = {"mixed": Precision(2, True), "bf16": Precision(2, False), "fp32": Precision(4, False)}
-# Numbers that are remembered of each parameter, and the bytes of one: those of the weights that are stepped, or 1.
+# Optimizer numbers per parameter, and the bytes of one: those of the updated weights, or 1.
 OPTIMIZERS = {"adam": (2, None), "adamw": (2, None), "adamw8bit": (2, 1), "paged-adamw8bit": (2, 1), "sgd": (0, None)}
-PAGED = "paged-adamw8bit"  # bitsandbytes' in memory that the host lends
+PAGED = "paged-adamw8bit"  # bitsandbytes' in paged host memory
 DISPATCHERS = ("deepep", "alltoall")
 DTYPES = ("bf16", "fp8")
 BASES = {"bf16": 2.0, "nf4": NF4_BYTES}
@@ -58,14 +58,14 @@ GONE = {
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose own complaints are faults like all others."""
+    """An ArgumentParser whose own errors are faults like all others."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError([message])
 
 
-# Name, how it is read or which words it may be, default, help. A default is text too, so that it can be printed as it
-# would be typed; "" is one that other options decide, as its help says.
+# Name, parser or allowed words, default, help. A default is text too, so that it can be printed as it
+# would be typed; "" depends on other options, as its help says.
 OPTIONS: tuple[tuple[str, Callable[[str], Any] | Sequence[str], str | None, str], ...] = (
     ("params", sizes.count, "", "parameters of the model, such as 7B, 350M or 1.3B (or --model, or --config)"),
     ("gpus", sizes.whole_number, None, "number of GPUs, or of ranks (needed)"),
@@ -106,7 +106,7 @@ OPTIONS: tuple[tuple[str, Callable[[str], Any] | Sequence[str], str | None, str]
 
 
 def parser() -> Parser:
-    """The command line; every option is text here, and read by `sizes`."""
+    """Return the parser; every option is text here, and parsed by `sizes`."""
     made = Parser(
         prog="distlab plan", allow_abbrev=False,
         description="Memory, bytes and time of every strategy for a model on paper, by the formulas that the lab's modes are "
@@ -158,7 +158,7 @@ SWITCHES = (
 
 
 class Asked(NamedTuple):
-    """What was asked: the job, where its numbers are from in words, a given layout, stages of ZeRO, and tokens."""
+    """The question: the job, its numbers' sources in words, a given layout, ZeRO stages, and tokens."""
 
     job: Job
     told: list[str]
@@ -168,13 +168,13 @@ class Asked(NamedTuple):
 
 
 def read_job(arguments: Sequence[str] | None) -> tuple[Job, list[str]]:
-    """The job, and in words where its guessed and measured numbers are from; raises ConfigError with all faults at
-    once."""
+    """Return the job, and the sources of guessed and measured numbers in words; raises ConfigError with all
+    faults."""
     return read_asked(arguments)[:2]
 
 
 def read_asked(arguments: Sequence[str] | None) -> Asked:
-    """All that was asked; raises ConfigError with all faults at once."""
+    """Return the whole question; raises ConfigError with all faults at once."""
     made = parser()
     asked, unknown = made.parse_known_args(arguments)
     if asked.score:
@@ -208,7 +208,7 @@ def read_asked(arguments: Sequence[str] | None) -> Asked:
 
 
 def _values(asked: argparse.Namespace, faults: list[str]) -> dict[str, Any]:
-    """What was given of OPTIONS, read, or its default."""
+    """Return the parsed values of OPTIONS, or their defaults."""
     values: dict[str, Any] = {}
     for name, read, default, words in OPTIONS:
         written = getattr(asked, name.replace("-", "_"))
@@ -229,7 +229,7 @@ def _values(asked: argparse.Namespace, faults: list[str]) -> dict[str, Any]:
 def _model(
     asked: argparse.Namespace, values: dict[str, Any], faults: list[str]
 ) -> tuple[Shape, float, list[str]] | None:
-    """Shape, parameters, and in words where they are from."""
+    """Return shape, parameters, and their source in words."""
     given = [name for name in ("model", "config", "params") if getattr(asked, name) is not None]
     if len(given) != 1:
         named_ = " and ".join(f"--{name}" for name in given)
@@ -270,7 +270,7 @@ def _measured(folders: Sequence[Path], faults: list[str]) -> list[Measured]:
 
 
 def _contradictions(asked: argparse.Namespace, values: dict[str, Any]) -> Iterator[str]:
-    """What does not go together."""
+    """Yield contradictions between options."""
     gpus, samples, trained = values["gpus"], values["batch"], values.get("global-batch")
     if "gpu-memory" not in values and asked.gpu is None:
         yield "--gpu or --gpu-memory is missing: the memory of one GPU, such as 80GB or 900MB"
@@ -325,7 +325,7 @@ def _job(
 
 
 def _card(asked: argparse.Namespace, values: dict[str, Any], gpu: Gpu, precision: Precision) -> Gpu:
-    """The card that was named or assumed, with what was said of it; products of float32 are TF32's, half as fast."""
+    """Return the named or assumed card with given values; float32 products run as TF32, half as fast."""
     if precision.itemsize == 4:
         gpu = replace(
             gpu, flops=gpu.flops / 2, told=f"{gpu.told}; in TF32 half of its peak, where PyTorch is allowed it"
@@ -341,7 +341,7 @@ def _card(asked: argparse.Namespace, values: dict[str, Any], gpu: Gpu, precision
     return gpu
 
 
-# The layout that was taken, as a run of this lab: the same axes on at most 8 ranks, with `--see`.
+# The chosen layout as a run of this lab: the same axes on at most 8 ranks, with `--see`.
 #
 # What a layout is made of shows on few ranks: which axes there are, which are neighbours, and what its replicas
 # shard. So each axis is halved, the longest first, until the product is small enough, and none that there is gets
@@ -351,7 +351,7 @@ MOST_RANKS = 8
 
 
 def shrunk(layout: Layout) -> dict[str, int]:
-    """Ranks along each axis, the outermost first, as layouts are laid out: replicas, stages, samples, slices."""
+    """Return the ranks per axis, outermost first, in the order of layouts: replicas, stages, samples, slices."""
     sizes = {"dp": layout.replicas, "pp": layout.pipeline, "cp": layout.context, "tp": layout.tensor}
     if min(sizes.values()) > 1:
         sizes["dp"] = 1
@@ -362,7 +362,7 @@ def shrunk(layout: Layout) -> dict[str, int]:
 
 
 def command(layout: Layout, job: Job) -> str:
-    """What runs it, with the formulas of the planner held against what is measured."""
+    """Return the command that runs it and compares the planner's formulas with measurements."""
     sizes = shrunk(layout)
     ranks = math.prod(sizes.values())
     mesh = ",".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1) or "dp1"
@@ -401,7 +401,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _score(path: Path, *, as_json: bool) -> list[str]:
-    """The score of the planner's own rows, or of a file's."""
+    """Return the score of the planner's own rows, or of a file's."""
     rows, asks = (published(), []) if path == Path() else read_rows(path)
     if as_json:
         return [json.dumps(score.score_json(rows, asks), indent=1, allow_nan=False)]

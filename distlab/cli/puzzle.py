@@ -1,6 +1,6 @@
-"""`distlab puzzle`: tasks of distributed training to fill in, judged on real ranks.
+"""`distlab puzzle`: fill-in tasks of distributed training, judged on real ranks.
 
-Exit codes: 0 passed, or nothing was judged; 1 wrong, or not filled in; 2 a word that says nothing.
+Exit codes: 0 passed, or nothing was judged; 1 wrong, or not filled in; 2 an invalid argument.
 """
 
 import argparse
@@ -23,7 +23,7 @@ FOLDER = Path("puzzles")
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the words of this command."""
+    """Return the parser of the command line."""
     made = argparse.ArgumentParser(
         "distlab puzzle",
         description=f"Without a word: the list of the {len(TASKS)} tasks. With a NUMBER: writes "
@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
 
 @tells_refusals
 def main(words: Sequence[str]) -> int:
-    """Do what is asked for; returns the exit code."""
+    """Run the command; returns the exit code."""
     typed = parser().parse_args(words)
     if fault := refused(typed):
         raise Refusal(fault)
@@ -47,7 +47,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def done(typed: argparse.Namespace) -> int:
-    """What the words ask for; raises ConfigError where no ranks can be started."""
+    """Run the parsed command; raises ConfigError if no ranks can be started."""
     folder = Folder(FOLDER)
     chosen = [TASKS[typed.number]] if typed.number else list(TASKS.values())
     if typed.all:
@@ -63,7 +63,7 @@ def done(typed: argparse.Namespace) -> int:
 
 
 def refused(typed: argparse.Namespace) -> str:
-    """Why the words cannot be followed; empty if they can."""
+    """Return why the arguments are invalid; empty if they are valid."""
     if typed.number is not None and typed.number not in TASKS:
         return f"there is no puzzle {typed.number}, allowed: 1 to {max(TASKS)}"
     if typed.number is None and typed.hint:
@@ -86,7 +86,7 @@ def work_on(folder: Folder, task: Task, junit: Path | None) -> int:
 
 
 def judge_all(folder: Folder, tasks: Sequence[Task], junit: Path | None) -> int:
-    """Judge the files of these tasks; a word for all where they are several."""
+    """Judge the files of these tasks, with a summary if there are several."""
     runner, verdicts = Runner(folder.path), {}
     try:
         for task in tasks:
@@ -104,7 +104,7 @@ def judge_all(folder: Folder, tasks: Sequence[Task], junit: Path | None) -> int:
 
 
 def write_junit(file: Path, verdicts: dict[Task, Verdict | None]) -> None:
-    """A test case a task; what is not filled in is skipped."""
+    """Write a test case per task; unfilled ones are skipped."""
     failed = sum(verdict is not None and not verdict.passed for verdict in verdicts.values())
     skipped = sum(verdict is None for verdict in verdicts.values())
     counts = {"tests": len(verdicts), "failures": failed, "errors": 0, "skipped": skipped}

@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     made = argparse.ArgumentParser(
         prog="distlab report",
         description="Judge a finished run again from its records alone: rewrites run.json and report.html, prints the "
@@ -92,20 +92,20 @@ def parser() -> argparse.ArgumentParser:
         "--clean", type=days, metavar="DAYS", help="remove the runs of LAB_RUNS_DIR older than this, after asking"
     )
     made.add_argument("--yes", action="store_true", help="with --clean: remove without asking")
-    made.add_argument("--parent", type=int, help=argparse.SUPPRESS)  # the process with which this one ends
+    made.add_argument("--parent", type=int, help=argparse.SUPPRESS)  # exit when this process exits
     made.add_argument("--page", type=Path, metavar="FILE", help="where to write it instead; only with --page-only")
     return made
 
 
 def rank_or_level(word: str) -> str:
-    """A rank's number, or how much a log says."""
+    """Parse a rank's number or a log level."""
     if word.isdecimal() or word in ("normal", "full"):
         return word
     raise argparse.ArgumentTypeError(f"{word!r} is neither a rank's number, such as 2, nor normal or full")
 
 
 def read_and_judge(folder: Path) -> tuple[Run, Ranks]:
-    """The verdict on the records in `folder`; raises BrokenRecord naming file and line."""
+    """Judge the records in `folder`; raises BrokenRecord naming file and line."""
     records = read_run(folder)
     try:
         return judge(records), records
@@ -116,13 +116,13 @@ def read_and_judge(folder: Path) -> tuple[Run, Ranks]:
 
 
 def compare(old: Path, new: Path) -> int:
-    """Print one table of two runs."""
+    """Print a table that compares two runs."""
     print("\n".join(comparison((old, *read_and_judge(old)), (new, *read_and_judge(new))).under("compare")))
     return 0
 
 
 def print_rank(folder: Path, run: Run, records: Ranks, rank: int, log: Log) -> int:
-    """The own log of one rank, from its records, and the verdict of all."""
+    """Print one rank's log, from its records, and the verdict."""
     if rank not in records:
         ranks = ", ".join(map(str, sorted(records)))
         raise Refusal(f"--rank {rank} has no records here, allowed: {ranks}")
@@ -136,7 +136,7 @@ def print_rank(folder: Path, run: Run, records: Ranks, rank: int, log: Log) -> i
 
 
 def draw_figures(run: Run, records: Ranks, into: Path) -> int:
-    """Write the figures and say where."""
+    """Write the figures and print their path."""
     from distlab.lab.report.export import write_figures
 
     drawn = write_figures(into, run, records)
@@ -145,7 +145,7 @@ def draw_figures(run: Run, records: Ranks, into: Path) -> int:
 
 
 def rebuild(folder: Path, run: Run, records: Ranks, junit: Path | None, page_only: bool, path: Path | None) -> int:
-    """Write what was asked for, and print the verdict as rank 0 did."""
+    """Write the requested files, and print the verdict like rank 0."""
     from distlab.lab.report.page import write_page
 
     page = write_page(folder, run, records, path, plan_of(folder, records))
@@ -161,7 +161,7 @@ def rebuild(folder: Path, run: Run, records: Ranks, junit: Path | None, page_onl
 
 
 def plan_of(folder: Path, records: Ranks) -> Plan | None:
-    """What the planner says of the variants of this run; None of a mode that it has no word for."""
+    """Return the planner's numbers for this run's variants; None for a mode it does not model."""
     from distlab.tools.plan.own_runs import planned
 
     found = planned(folder, records)
@@ -171,7 +171,7 @@ def plan_of(folder: Path, records: Ranks) -> Plan | None:
 
 
 def days(text: str) -> int:
-    """How old a run may be."""
+    """Parse the greatest age of a run."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of days such as 7, 1 at least")
     return int(text)
@@ -190,14 +190,14 @@ def clean(days: int, *, unasked: bool) -> int:
     elif not unasked and not agreed(f"remove {len(found)} {'run' if len(found) == 1 else 'runs'}? [y/N] "):
         print("nothing is removed")
     else:
-        still_old = old_runs(runs, days)  # one may go on again since it was listed
+        still_old = old_runs(runs, days)  # one may have resumed since it was listed
         for folder in filter(still_old.__contains__, found):
             remove(folder)
     return 0
 
 
 def remove(folder: Path) -> None:
-    """Remove a run and say so."""
+    """Remove a run and report it."""
     try:
         shutil.rmtree(folder)
     except OSError as error:
@@ -207,14 +207,14 @@ def remove(folder: Path) -> None:
 
 
 def agreed(question: str) -> bool:
-    """Whether the person at the terminal says yes; whatever else is said, and Ctrl-D, is a no."""
+    """Return whether the user types yes; any other answer, and Ctrl-D, is no."""
     print(question, end="", flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 def old_runs(runs: Path, days: int) -> list[Path]:
-    """The runs in this folder that have written nothing for so many days, the oldest first; not the newest one, nor
-    that of runs/latest, nor one with a rank that is alive. A link to a run is none."""
+    """Return the runs without writes for so many days, oldest first; except the newest, that of
+    runs/latest, runs with a live rank, and links."""
     written_at = {}
     for folder in runs.iterdir() if runs.is_dir() else ():
         marks = [*record_files(folder).values(), *(folder / name for name in ("run.json", FILE))]

@@ -1,6 +1,6 @@
-"""What `distlab` and `python -m workers` do: dispatch a command, by default `run`, the whole path of a rank.
+"""The entry point of `distlab` and `python -m workers`: dispatch a command, by default `run`, a rank's whole path.
 
-    words, environment -> Config -> rendezvous -> Lab -> distlab.experiments.<mode>.run(lab)
+    arguments, environment -> Config -> rendezvous -> Lab -> distlab.experiments.<mode>.run(lab)
         -> runs/<run_id>/ -> report -> exit code
 
 `run` with RANK in the environment is that rank; with neither RANK nor MASTER_ADDR it starts all ranks as local
@@ -59,7 +59,7 @@ def main(words: Sequence[str] = ()) -> int:
 
 
 def version() -> str:
-    """That of the package; of a checkout that is not installed, its own."""
+    """Return the package's version, or an uninstalled checkout's own."""
     try:
         return metadata.version("distlab")
     except metadata.PackageNotFoundError:
@@ -68,14 +68,14 @@ def version() -> str:
 
 
 def refuse(error: Refusal) -> int:
-    """Print what is wrong; returns the exit code."""
+    """Print the errors; returns the exit code."""
     for fault in error.faults:
         standard_streams.printed(log_line("refused", fault))
     return 2
 
 
 def start(started_at: float) -> int:
-    """A run of the settings in the environment, or one rank of it; returns the exit code, raises ConfigError."""
+    """Start a run with the environment's settings, or one rank of it; returns the exit code, raises ConfigError."""
     engine = launchers.read_launcher(os.environ)
     os.environ.update(engine.variables)
     os.environ[launchers.STARTED_BY] = launchers.starting_command(os.environ, sys.argv[0])
@@ -83,7 +83,7 @@ def start(started_at: float) -> int:
 
 
 def print_json(started_at: float) -> int:
-    """A run of which the standard output has run.json and nothing else, and the standard error all that is said."""
+    """Start a run that prints only run.json on standard output, and all else on standard error."""
     with standard_streams.output_as_errors():
         try:
             config = Config.read()
@@ -98,7 +98,7 @@ def print_json(started_at: float) -> int:
                     verdict.parent.rmdir()
         except ConfigError as error:
             return refuse(error)
-    written = verdict.is_file() and verdict.stat().st_mtime >= started_at  # not by a run of before
+    written = verdict.is_file() and verdict.stat().st_mtime >= started_at  # not by an earlier run
     return 1 if written and standard_streams.printed(verdict.read_text().rstrip("\n")) else code
 
 
@@ -111,16 +111,16 @@ def run(config: Config, started_at: float, engine: str = "") -> int:
         os.environ.setdefault(name, value)
     if config.rank is None:
         return start_all(config)
-    parent = LauncherPipe()  # hears of a rank that dies while this one still imports torch
+    parent = LauncherPipe()  # reports a rank that dies while this one still imports torch
     with telling("importing PyTorch", told=config.rank == 0 and config.log != "quiet"):
-        from distlab.lab.rank.main import be_rank  # faults above are said without waiting for it
+        from distlab.lab.rank.main import be_rank  # errors above are printed without waiting for it
 
     with user_code.exits_raised():
         return be_rank(config, started_at, parent, engine)
 
 
 def start_all(config: Config) -> int:
-    """All ranks as local processes, with what each of them imports already there; raises ConfigError where they cannot
+    """Start all ranks as local processes, with their imports preloaded; raises ConfigError if they cannot
     be started."""
     refuse_too_few(config.world_size)
     heed_stops()
@@ -128,7 +128,7 @@ def start_all(config: Config) -> int:
         from distlab.lab.rank.finish import complete
         from distlab.lab.rank.main import import_for_ranks
 
-    if sys.platform == "linux":  # where ranks are forked from this process
+    if sys.platform == "linux":  # there ranks are forked from this process
         with telling("importing what the ranks need", told=config.log != "quiet"):
             import_for_ranks(config)
     with named_run(config) as folder:
@@ -138,9 +138,9 @@ def start_all(config: Config) -> int:
 
 
 def be_module(module: str, words: Sequence[str]) -> int:
-    """What the module of a command returns; where it exits by itself, this does not return.
+    """Run a command's module and return its exit code; a module may exit by itself.
 
-    What it prints is what it is called for: 1 where that cannot be written.
+    The exit code is 1 if its output cannot be written.
     """
     try:
         try:

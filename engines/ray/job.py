@@ -2,8 +2,8 @@
 
     python -m engines.ray.job --ranks 4 fsdp LAB_STEPS=100
 
-Ray is where it finds its cluster (RAY_ADDRESS). The same Python has to find the lab on every node: installed there, or
-in a folder that all nodes see, which checkpoints need too.
+RAY_ADDRESS names the cluster. Python must find the lab on every node: installed there, or in a folder that
+all nodes share, which checkpoints need too.
 """
 
 import argparse
@@ -20,19 +20,19 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from distlab.lab.cluster.launch import worst
 from distlab.lab.config import ConfigError, commands
 
-ROOM_S = 300.0  # until the cluster has room for all ranks
+ROOM_S = 300.0  # until the cluster has resources for all ranks
 
 
-@ray.remote(num_cpus=1, max_restarts=0)  # one rank alone cannot come back: when it is lost the others end too
+@ray.remote(num_cpus=1, max_restarts=0)  # a single rank cannot restart: if it is lost the others end too
 class Rank:
-    """The process of one rank, beside its actor."""
+    """An actor that runs the process of one rank."""
 
     def address(self) -> str:
-        """Of its node."""
+        """Return its node's address."""
         return str(ray.util.get_node_ip_address())
 
     def run(self, folder: str, variables: dict[str, str]) -> int:
-        """Print each line as it comes, which Ray shows at the driver; returns the exit code."""
+        """Run the rank and print its lines, which Ray shows at the driver; returns the exit code."""
         process = subprocess.Popen(
             [sys.executable, "-m", "workers"], cwd=folder, env=os.environ | variables,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -43,7 +43,7 @@ class Rank:
 
 
 def main(words: Sequence[str]) -> int:
-    """Run so many ranks; returns the exit code."""
+    """Run the ranks; returns the exit code."""
     typed = parser().parse_intermixed_args(words)
     try:
         settings = dict(commands.settings(typed.settings))
@@ -65,7 +65,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def started(room: PlacementGroup, ranks: int, settings: dict[str, str]) -> list[int]:
-    """The exit codes of the ranks; rank 0 is wherever the first actor came to be."""
+    """Run all ranks and return their exit codes; rank 0 is on the first actor's node."""
     actors = [
         Rank.options(
             scheduling_strategy=PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=rank)
@@ -81,7 +81,7 @@ def started(room: PlacementGroup, ranks: int, settings: dict[str, str]) -> list[
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     made = argparse.ArgumentParser(prog="python -m engines.ray.job", description=(__doc__ or "").split("\n\n")[0])
     made.add_argument("--ranks", type=int, default=4, help="how many (4)")
     made.add_argument("settings", nargs="*", metavar="MODE|NAME=VALUE", help="the mode, and its settings")

@@ -1,6 +1,6 @@
-"""Checkpoints: sharded, atomic, checked, and read again by any number of ranks.
+"""Checkpoints: sharded, atomic, verified, and loadable by any number of ranks.
 
-    manifest.py   where a run stands in its data, and what a checkpoint says of itself: settings, losses, checksums
+    manifest.py   a run's position in its data, and a checkpoint's manifest: settings, losses, checksums
     storage.py    one checkpoint, written by all ranks with torch.distributed.checkpoint: everything of it or nothing
     save.py       every LAB_CHECKPOINT_EVERY steps, beside the training or before it continues; what a save claims is
                   checked by another way than it was made

@@ -1,7 +1,7 @@
-"""The injected bugs of a save and of a resume, for every mode that makes checkpoints.
+"""Injected bugs of saving and resuming, for every mode that makes checkpoints.
 
-save_without_barrier: rank 0 asks nobody and publishes what it sees. Whether the others' files are there then is a race;
-here they always lose it. resume_repeats_epoch: a resumed run forgets how far into its epoch it was.
+save_without_barrier: rank 0 publishes without waiting. Whether the others' files exist by then is a race; here they
+always lose it. resume_repeats_epoch: a resumed run forgets how far into its epoch it was.
 """
 
 from pathlib import Path
@@ -13,7 +13,7 @@ mistake = Mistakes()
 
 
 def one_batch(config: Config) -> str:
-    """Why an epoch that is begun anew would not show."""
+    """Return why restarting an epoch could not be detected."""
     return "LAB_MODEL=line: its epoch is one batch" if config.model == "line" else ""
 
 

@@ -1,8 +1,8 @@
-"""The checkpoint to resume from: what LAB_RESUME names, the newest that is whole, and of the same model and data.
+"""Find the checkpoint to resume from: the newest complete one at LAB_RESUME, of the same model and data.
 
-Whatever a person can get wrong is refused before the ranks join, by every rank for itself, from the manifests alone. A
-checkpoint that one run loads is not removed by another that keeps only its last ones: who reads one holds a shared lock
-(flock) on its manifest, who removes one an exclusive lock.
+Every rank refuses a user's mistakes before the ranks join, from the manifests alone. A checkpoint that one run loads is
+not removed by another that keeps only its last ones: a reader has a shared lock (flock) on its manifest, a remover an
+exclusive lock.
 """
 
 import fcntl
@@ -22,7 +22,7 @@ from distlab.lab.report.run_folder import locked
 
 
 def lock_for_reading(folder: Path) -> int | None:
-    """Keep the checkpoint in `folder` until `release`; None where it is none, or one that is just being removed."""
+    """Lock the checkpoint in `folder` until `release`; None if it is none, or is being removed."""
     if (file := _opened(folder)) is None:
         return None
     try:
@@ -40,8 +40,8 @@ def release(held: int | None) -> None:
 
 
 def remove(folder: Path) -> bool:
-    """Remove the checkpoint, all of it at once for whoever looks for one; False where somebody holds it."""
-    if (file := _opened(folder)) is None:  # nobody can hold what has no manifest
+    """Remove the checkpoint atomically; return False if a run has it locked."""
+    if (file := _opened(folder)) is None:  # without a manifest there is no lock
         shutil.rmtree(folder, ignore_errors=True)
         return True
     try:
@@ -62,12 +62,12 @@ def _opened(folder: Path) -> int | None:
     return None
 
 
-# Refusals come from the manifests alone. After that rank 0 reads every byte of the newest checkpoint; if a checksum
-# differs, it says so and takes the one before, and all others follow.
+# Refusals need the manifests alone. Then rank 0 reads every byte of the newest checkpoint; if a checksum differs, it
+# reports it and takes the one before, on all ranks.
 
 FOLDER = "checkpoints"
 NAME = re.compile(r"step-(\d{8,})")
-NO_NAMES: Mapping[str, str] = {}  # of a mode whose variants have always been called as they are
+NO_NAMES: Mapping[str, str] = {}  # of a mode whose variants were never renamed
 
 
 @dataclass(frozen=True)
@@ -77,16 +77,16 @@ class FoundCheckpoint:
     folder: Path
     manifest: Manifest
     held: int | None = None  # the lease that keeps it there, while it is being read
-    saved_as: Mapping[str, str] = field(default_factory=dict)  # by variant the name of before that its tensors have
+    saved_as: Mapping[str, str] = field(default_factory=dict)  # by variant the former name of its tensors
 
     def with_names_of_today(self, formerly: Mapping[str, str]) -> "FoundCheckpoint":
-        """The same, whose manifest names variants as they are named today; see `Mode.formerly`."""
+        """Return a copy whose manifest has the variants' current names; see `Mode.formerly`."""
         saved_as = {formerly[name]: name for name in self.manifest.steps if name in formerly}
         return replace(self, manifest=manifest.with_names_of_today(self.manifest, formerly), saved_as=saved_as)
 
 
 def refusals(config: Config, formerly: Mapping[str, str] = NO_NAMES) -> list[str]:
-    """Sentences if LAB_RESUME or LAB_CHECKPOINT_EVERY cannot be what this run does; `formerly` is the mode's."""
+    """Return errors of LAB_RESUME and LAB_CHECKPOINT_EVERY for this run; `formerly` is the mode's."""
     if config.resume == "auto" and config.run_id is None:
         return ["LAB_RESUME=auto continues the run that LAB_RUN_ID names: set LAB_RUN_ID"]
     try:
@@ -118,7 +118,7 @@ def _unfit(config: Config, formerly: Mapping[str, str]) -> list[str]:
 
 
 def misfit(saved: Manifest, config: Config, formerly: Mapping[str, str] = NO_NAMES) -> str:
-    """Why a run of `config` cannot go on from this checkpoint; the sentence goes on after its path. Empty if it can."""
+    """Return why a run of `config` cannot resume from this checkpoint, to follow its path; empty if it can."""
     different = manifest.differences(saved, config)
     if different:
         return f"{different}: set the same, or leave LAB_RESUME out"
@@ -130,7 +130,7 @@ def misfit(saved: Manifest, config: Config, formerly: Mapping[str, str] = NO_NAM
 
 
 def _unwritable(config: Config) -> list[str]:
-    """Why nothing can be saved in the folder of the run that goes on."""
+    """Return why the resumed run's folder is not writable."""
     folder = config.runs_dir / str(config.run_id) / FOLDER
     nearest = next(path for path in [folder, *folder.absolute().parents] if path.exists())
     if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK):
@@ -140,7 +140,7 @@ def _unwritable(config: Config) -> list[str]:
 
 
 def resume_path(config: Config) -> Path:
-    """What LAB_RESUME names: a run by its id, or any path."""
+    """Return the path that LAB_RESUME names: a run's id, or any path."""
     if config.resume == "auto":
         return config.runs_dir / str(config.run_id)
     run = config.runs_dir / str(config.resume)
@@ -148,7 +148,7 @@ def resume_path(config: Config) -> Path:
 
 
 def candidates(source: Path) -> list[Path]:
-    """The checkpoints of a run, of its folder of checkpoints, or the one itself, the newest first."""
+    """Return the checkpoints of a run or of its checkpoint folder, or a single one, newest first."""
     if NAME.fullmatch(source.name) or (source / manifest.FILE).exists():
         return [source] if source.is_dir() else []
     folder = source / FOLDER if (source / FOLDER).is_dir() else source
@@ -163,9 +163,9 @@ def step_of(folder: Path) -> int:
 def choose(
     config: Config, say: Callable[[str], None], formerly: Mapping[str, str] = NO_NAMES
 ) -> FoundCheckpoint | None:
-    """The newest good checkpoint, every byte of it read; what is passed over is said aloud.
+    """Return the newest good checkpoint, with every byte read; skipped ones are reported.
 
-    None where there is none at all and LAB_RESUME=auto; raises ConfigError where there are some and none is good.
+    None if there is none and LAB_RESUME=auto; raises ConfigError if there are some and none is good.
     """
     try:
         found = newest_good(resume_path(config), say, lambda saved: misfit(saved, config, formerly))
@@ -179,10 +179,10 @@ def choose(
 def newest_good(
     source: Path, say: Callable[[str], None], unfit: Callable[[Manifest], str] = lambda _: ""
 ) -> FoundCheckpoint | None:
-    """The newest checkpoint of `source` that is whole and not `unfit`; `say` takes a sentence for each that is passed
-    over.
+    """Return the newest complete checkpoint of `source` that is not `unfit`; `say` gets a sentence for each skipped
+    one.
 
-    None where there is none at all; raises Unreadable, with all reasons, where none is good.
+    None if there is none at all; raises Unreadable, with all reasons, if none is good.
     """
     passed: list[str] = []
     for folder in candidates(source):
@@ -204,13 +204,13 @@ def newest_good(
 
 
 def listed_steps(folder: Path) -> set[int]:
-    """The steps of all checkpoints in a folder, by their names."""
+    """Return the steps of all checkpoints in a folder, by their names."""
     names = [path.name.removeprefix("step-") for path in folder.glob("step-*")]
     return {int(name) for name in names if name.isdecimal()}
 
 
 def passed_over(source: Path, taken: int, good: Callable[[Path], bool]) -> list[int]:
-    """The steps of checkpoints of a run that are newer than the one that was taken, and good."""
+    """Return the steps of a run's good checkpoints that are newer than the chosen one."""
     folders = {step: folder for folder in (source, source / "checkpoints") for step in listed_steps(folder)}
     return [
         step for step, folder in sorted(folders.items()) if step > taken and good(folder / manifest.folder_name(step))
@@ -218,7 +218,7 @@ def passed_over(source: Path, taken: int, good: Callable[[Path], bool]) -> list[
 
 
 def damage(folder: Path, saved: Manifest) -> list[str]:
-    """What is not as the manifest says, a sentence a file that goes on after the checkpoint's path."""
+    """Return differences from the manifest, a sentence per file, to follow the checkpoint's path."""
     from distlab.lab.checkpoint import (
         storage,
     )  # 690 modules of torch, for which a run without checkpoints need not wait

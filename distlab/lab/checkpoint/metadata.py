@@ -1,8 +1,8 @@
-"""Which part of which tensor stands where in the files of a checkpoint: `.metadata`, as JSON.
+"""The index of a checkpoint: which part of which tensor is where in its files. `.metadata`, as JSON.
 
-torch.distributed.checkpoint pickles it, and whoever reads a pickle runs what is in it. So JSON is written, and of the
-pickles that earlier versions wrote data alone are read: each of torch's classes is a record of its fields there, and
-any other name ends the reading.
+torch.distributed.checkpoint pickles it, and loading a pickle runs code in it. So JSON is written, and of pickles from
+earlier versions only data are read: each of torch's classes becomes a record of its fields, and any other name is an
+error.
 """
 
 import io
@@ -24,11 +24,11 @@ from torch.distributed.checkpoint.metadata import (
 from distlab.lab.report.reading import read_regular
 
 FILE = ".metadata"
-MOST_BYTES = 1 << 30  # some 200 a box
+MOST_BYTES = 1 << 30  # some 200 per box
 
 
 class Box(msgspec.Struct, forbid_unknown_fields=True):
-    """A part of a tensor: its place in the tensor, and that of its bytes in a file."""
+    """A part of a tensor: its position in the tensor, and that of its bytes in a file."""
 
     offset: tuple[int, ...]
     size: tuple[int, ...]
@@ -49,7 +49,7 @@ Stored = dict[str, StoredTensor]  # by dense name
 
 
 def to_json(metadata: Metadata) -> bytes:
-    """What a writer of torch.distributed.checkpoint knows once all ranks have written."""
+    """Return the metadata that torch.distributed.checkpoint has after all ranks have written."""
     stored: Stored = {}
     for name, held in metadata.state_dict_metadata.items():
         assert isinstance(held, TensorStorageMetadata), "a state holds tensors alone"
@@ -63,14 +63,14 @@ def to_json(metadata: Metadata) -> bytes:
 
 
 def read(folder: Path) -> Metadata:
-    """As torch has it; raises OSError, or whatever a file raises that is none."""
+    """Return torch's metadata; raises OSError, or any error of an invalid file."""
     content = read_regular(folder / FILE, MOST_BYTES)
     is_json = content.startswith(b"{")
     return as_metadata(msgspec.json.decode(content, type=Stored) if is_json else from_pickle(content))
 
 
 def as_metadata(stored: Stored) -> Metadata:
-    """Raises ValueError for a type of numbers that torch has not."""
+    """Return torch's metadata; raises ValueError for an unknown dtype."""
     tensors: dict[str, Any] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
     for name, held in stored.items():
@@ -87,7 +87,7 @@ def as_metadata(stored: Stored) -> Metadata:
 
 
 class _Plain:
-    """In the place of every class of torch's in a pickle: what it was made of, and nothing that could run."""
+    """Replaces every class of torch's in a pickle: its arguments, without code."""
 
     def __init__(self, *made_of: Any) -> None:
         self.made_of = made_of
@@ -110,7 +110,7 @@ KNOWN = {
 
 
 class DataOnly(pickle.Unpickler):
-    """Reads a pickle whose names are all known, without a call of anything that they name."""
+    """Reads a pickle whose names are all known, and calls none of them."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name in KNOWN.get(module, ()):
@@ -124,7 +124,7 @@ class DataOnly(pickle.Unpickler):
 
 
 def from_pickle(content: bytes) -> Stored:
-    """What torch.distributed.checkpoint had pickled; raises whatever other bytes raise."""
+    """Return what torch.distributed.checkpoint pickled; raises any error of other bytes."""
     metadata = DataOnly(io.BytesIO(content)).load().state
     places = {
         (index.state["fqn"], index.state["offset"]): place.state for index, place in metadata["storage_data"].items()

@@ -1,7 +1,7 @@
-"""Going on: rank 0 chooses a checkpoint, every rank loads its part of it, and the run says from where.
+"""Resume a run: rank 0 chooses a checkpoint, every rank loads its part, and the run logs its step.
 
-Every wait for the others goes over the store, and each rank reads the files by itself: it takes what it needs from
-whatever ranks wrote them, so another WORLD_SIZE is no special case.
+Ranks wait for each other through the store, and each reads the files by itself: it loads what it needs from the files
+of any rank, so another WORLD_SIZE is no special case.
 """
 
 import shutil
@@ -28,13 +28,13 @@ NEWEST_CONTROL = "tests/lab/checkpoint/test_proofs.py::test_a_newer_one_that_is_
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """What a run has of checkpoints: the one to go on from, and the process group over which it saves, if it does."""
+    """A run's checkpoints: the one to resume from, and the process group for saving, if any."""
 
     resumed: FoundCheckpoint | None
     group: dist.ProcessGroup | None
 
     def missing(self, variants: Iterable[str]) -> dict[str, str]:
-        """Which of `variants` the checkpoint that is resumed does not hold, and a sentence for each."""
+        """Return which `variants` the resumed checkpoint lacks, with a sentence for each."""
         held = self.resumed.manifest.steps if self.resumed is not None else None
         return {
             name: f"the checkpoint that is resumed does not hold {name}"
@@ -44,7 +44,7 @@ class Checkpoints:
 
 
 def prepare(lab: Lab) -> Checkpoints:
-    """Choose, and tidy up."""
+    """Choose a checkpoint, and tidy up."""
     found = agree(lab) if lab.config.resume is not None else None
     if found is None and lab.config.resume is not None:
         for claim in ("resumed generators", "resumed samples", "newest checkpoint"):
@@ -58,7 +58,7 @@ def prepare(lab: Lab) -> Checkpoints:
 
 
 def agree(lab: Lab) -> FoundCheckpoint | None:
-    """Rank 0's choice, on every rank; raises ConfigError on all where no checkpoint is good."""
+    """Return rank 0's choice on every rank; raises ConfigError on all if no checkpoint is good."""
     lab.at(0, "the choice of a checkpoint")
     choice: dict[str, str] = {}
     found: FoundCheckpoint | None = None
@@ -77,7 +77,7 @@ def agree(lab: Lab) -> FoundCheckpoint | None:
         return None
     folder = Path(choice["folder"])
     held = locate.lock_for_reading(folder) if found is None else found.held
-    lab.exchange.barrier("leases")  # until here rank 0's keeps it for all
+    lab.exchange.barrier("leases")  # until here rank 0's lock protects it for all
     try:
         return FoundCheckpoint(folder, manifest.read(folder), held).with_names_of_today(lab.mode.formerly)
     except Unreadable as error:
@@ -85,7 +85,7 @@ def agree(lab: Lab) -> FoundCheckpoint | None:
 
 
 def hold_newest(lab: Lab, found: FoundCheckpoint) -> None:
-    """No newer checkpoint than the one that was taken is whole and of these settings; on rank 0."""
+    """Check on rank 0 that no newer checkpoint is complete and of these settings."""
 
     def good(folder: Path) -> bool:
         try:
@@ -100,8 +100,8 @@ def hold_newest(lab: Lab, found: FoundCheckpoint) -> None:
 
 
 def tidy(lab: Lab, found: FoundCheckpoint | None) -> None:
-    """In the run's own folder: half-written checkpoints go, and what was passed over is put aside, for the steps come
-    again."""
+    """In the run's own folder remove partial checkpoints, and put skipped ones aside, since their steps are
+    repeated."""
     assert lab.journal.folder is not None
     own = lab.journal.folder / locate.FOLDER
     for path in own.glob(".step-*"):
@@ -116,7 +116,7 @@ def tidy(lab: Lab, found: FoundCheckpoint | None) -> None:
 
 
 def resume(lab: Lab, strategies: Mapping[str, Strategy], course: TrainingPosition, found: FoundCheckpoint) -> None:
-    """Fill all variants, and the generators of a rank that was there before; say where the run goes on."""
+    """Load all variants, and the generators of a rank that existed before; log the step."""
     saved = found.manifest
     for name, strategy in strategies.items():
         lab.at(course.first, f"the loading of {name}")
@@ -139,19 +139,19 @@ def resume(lab: Lab, strategies: Mapping[str, Strategy], course: TrainingPositio
 
 
 def load(strategy: Strategy, variant: str, folder: Path, group: dist.ProcessGroup) -> None:
-    """Fill one strategy from what the checkpoint in `folder` has under `variant`; raises storage.Damaged."""
+    """Load one strategy from the checkpoint's `variant`; raises storage.Damaged."""
     state = strategy.state_dict()
     storage.load_state({f"{variant}/{name}": held for name, held in state.items()}, folder, group)
     strategy.load_state_dict(state)
 
 
 def give_back_generators(lab: Lab, saved: Manifest) -> None:
-    """Go on with the random numbers of this rank, if there was such a rank."""
+    """Restore this rank's generators, if the rank existed before."""
     manifest.set_generators(saved.generators.get(str(lab.rank), []), lab.device)
 
 
 def wrongly_drawn(lab: Lab, saved: Manifest) -> float:
-    """How far this rank's next random numbers are from those that were foretold; they are given back after."""
+    """Return how far this rank's next random numbers are from the stored ones; restores the generators."""
     worst = 0.0
     for generator, foretold in zip(manifest.generators(lab.device), saved.draws[str(lab.rank)], strict=False):
         before = generator.get_state()
@@ -165,9 +165,9 @@ def wrongly_drawn(lab: Lab, saved: Manifest) -> float:
 # stopped.
 #
 # In float64 and on the proof's data, whose epoch has two batches, so that the stop is in the middle of one and the
-# second epoch begins behind it. The strategy that resumes is a new one that began from other weights: what the
-# checkpoint does not give back stays wrong. It goes the way of a real resume, file by file: DCP, manifest, position.
-# All that is ours has to be equal to the bit; PyTorch's DDP lays its buckets out anew after its first step, and so
+# second epoch begins after it. A new strategy with other initial weights resumes: what the checkpoint does not
+# restore stays wrong. It takes the path of a real resume, file by file: DCP, manifest, position.
+# Our variants must be bitwise equal; PyTorch's DDP rebuilds its buckets after its first step, and so
 # sums in another order.
 
 STEPS = 3
@@ -199,10 +199,10 @@ def drill(lab: Lab, name: str, build: Build, settings: Iterable[Config], group: 
 def stop_and_go(
     lab: Lab, name: str, build: Build, config: Config, group: dist.ProcessGroup
 ) -> tuple[float, int, float]:
-    """The largest difference of a weight, on rank 0, the samples that were wrongly seen, and how far the random numbers
-    are."""
+    """Return rank 0's largest weight difference, the number of wrongly used samples, and the difference of random
+    numbers."""
     assert lab.journal.folder is not None
-    # The next start tidies it away, should this one be killed.
+    # The next start removes it if this one is killed.
     folder = lab.journal.folder / locate.FOLDER / ".step-drill"
     batches = lab.batches(torch.float64, proof=True)
     strategy = build(lab.mode.model(config, config.seed).to(lab.device, torch.float64), lab.mesh, config)
@@ -230,10 +230,10 @@ def stop_and_go(
 
 
 def drawn_after(lab: Lab, saved: Manifest) -> float:
-    """How far a resumed rank's random numbers are from the foretold ones; the run's own stream goes on as it was."""
+    """Return how far a resumed rank's random numbers are from the stored ones; restores the run's stream."""
     kept = manifest.generator_states(lab.device)
     try:
-        torch.rand(1, device=lab.device)  # what a run that goes on draws, and one that resumes must not see
+        torch.rand(1, device=lab.device)  # changes the stream; a resumed run must not be affected
         torch.rand(1)
         give_back_generators(lab, saved)
         return wrongly_drawn(lab, saved)
@@ -242,7 +242,7 @@ def drawn_after(lab: Lab, saved: Manifest) -> float:
 
 
 def train(lab: Lab, name: str, strategy: Strategy, course: TrainingPosition, steps: range) -> None:
-    """Steps as the timed pass makes them, noted in `course`."""
+    """Train steps like the timed pass, recorded in `course`."""
     for step in steps:
         strategy.backward(lab.dealt(course.batches, course.data_step(step)))
         strategy.update()

@@ -1,6 +1,6 @@
-"""When to save: every LAB_CHECKPOINT_EVERY steps, before the training goes on, and the last ones are kept.
+"""Save every LAB_CHECKPOINT_EVERY steps, before training continues, and keep the newest checkpoints.
 
-A save that fails does not end the run, which goes on with the last good one.
+A failed save does not end the run, which still has the last good one.
 """
 
 import time
@@ -17,7 +17,7 @@ from distlab.lab.lab import Lab
 from distlab.lab.report import records
 from distlab.lab.report.units import human_bytes
 
-KEPT = 2  # the newest ones: should a run die while it writes one, the one before is whole
+KEPT = 2  # newest ones: if a run dies while it writes one, the one before is complete
 SAY_EVERY_S = 1.0
 CONTROL = "tests/experiments/test_bugs.py::test_each_bug_fails_the_check_that_is_meant_for_it"
 
@@ -31,7 +31,7 @@ class Saver:
         self, lab: Lab, group: dist.ProcessGroup, strategies: Mapping[str, Strategy], course: TrainingPosition,
         shares: Shares,
     ) -> None:  # fmt: skip
-        """`shares` and `course` go on as the training does; `group` is one of gloo's that nothing else uses."""
+        """`shares` and `course` are updated by the training; `group` is a gloo group for saving alone."""
         assert lab.journal.folder is not None
         self.lab, self.group, self.strategies, self.course, self.shares = lab, group, strategies, course, shares
         self.folder = lab.journal.folder / locate.FOLDER
@@ -39,7 +39,7 @@ class Saver:
         self._said_at = 0.0
 
     def after(self, step: int) -> None:
-        """All variants have done `step`: save, if it is time."""
+        """Save if it is time, after all variants have done `step`."""
         every = self.lab.config.checkpoint_every
         assert every is not None
         if (step + 1) % every:
@@ -62,7 +62,7 @@ class Saver:
             self._check(published, began_at)
 
     def _check(self, published: Manifest, began_at: float) -> None:
-        """On rank 0: whether all that the manifest names is there; remove older ones, and say it."""
+        """On rank 0, check that all files of the manifest exist, remove older checkpoints, and log it."""
         lab, step = self.lab, published.step
         faults = locate.damage(self.folder / published.name, published)
         if not faults:
@@ -86,7 +86,7 @@ class Saver:
 
 
 def state_of(strategies: Mapping[str, Strategy]) -> storage.State:
-    """The states of all variants as one, under '<variant>/<name>'."""
+    """Return the states of all variants as one, under '<variant>/<name>'."""
     return {
         f"{variant}/{name}": held
         for variant, strategy in strategies.items()
@@ -95,7 +95,7 @@ def state_of(strategies: Mapping[str, Strategy]) -> storage.State:
 
 
 def manifest_of(lab: Lab, course: TrainingPosition, step: int) -> Manifest:
-    """What this rank knows of the checkpoint after `step` steps."""
+    """Return this rank's draft of the manifest after `step` steps."""
     start = lab.journal.records[0]
     assert isinstance(start, records.Start)
     epoch, batch = course.position(step)
@@ -112,5 +112,5 @@ def manifest_of(lab: Lab, course: TrainingPosition, step: int) -> Manifest:
 def keep_last(folder: Path, count: int) -> None:
     """Remove all checkpoints but the `count` newest, and those that another run is loading."""
     for path in locate.candidates(folder)[count:]:
-        with suppress(OSError):  # a disk's own trouble: the checkpoint stays
+        with suppress(OSError):  # a disk error: the checkpoint stays
             locate.remove(path)

@@ -1,8 +1,8 @@
-"""One checkpoint, written by all ranks into one folder: everything of it or nothing.
+"""Write a checkpoint from all ranks into one folder, atomically.
 
     .step-00000020.partial/   made by rank 0; every rank writes its shards of all variants, and syncs them to the disk
-    manifest.json             written last, by rank 0, when all ranks have said that their files are there
-    step-00000020/            the same folder under its own name: a rename, which happens or does not
+    manifest.json             written last, by rank 0, when all ranks have reported that their files exist
+    step-00000020/            the same folder under its own name: an atomic rename
 
 So a process killed at any moment leaves the checkpoint before this one as it was, and a partial folder that the next
 start removes. An error of any rank reaches all, so nobody waits for files that never come; then the partial folder goes
@@ -38,23 +38,23 @@ from distlab.lab.report.units import human_bytes
 from distlab.techniques.collectives.plain_values import all_gather_plain
 from distlab.techniques.collectives.sharded_tensor import LocalShard
 
-# A strategy's state to torch.distributed.checkpoint and back, whatever the strategy has cut and however.
+# Convert a strategy's state for torch.distributed.checkpoint and back, for any sharding.
 #
 # A Piece becomes a DTensor whose local part is a list of boxes with their offsets (torch's LocalShardsWrapper):
-# DTensor passes DCP's questions on to it. DCP files every box under the dense tensor's name and offset, so it can fill
-# the boxes of any other cut from them, by any number of ranks. A tensor that several ranks hold whole is written by
-# one of them, the one that has least to write.
+# DTensor forwards DCP's calls to it. DCP stores every box under the dense tensor's name and offset, so it can fill
+# the boxes of any other sharding, on any number of ranks. A tensor that several ranks store whole is written by
+# one of them, the one with least to write.
 
 State = Mapping[str, Any]  # under dense names: Tensor, Piece or DTensor
 AS_IT_IS = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
 
 
 class Damaged(Exception):
-    """Files that DCP cannot read, or that lack what is asked of them."""
+    """Raised for files that DCP cannot read, or that lack requested tensors."""
 
 
 class Reader(dcp.FileSystemReader):
-    """Reads the lab's own metadata, and of torch's pickles data alone."""
+    """Reads the lab's own metadata, and only data from torch's pickles."""
 
     def read_metadata(self, *arguments: Any, **named: Any) -> Metadata:  # noqa: ARG002
         """As torch's."""
@@ -62,11 +62,11 @@ class Reader(dcp.FileSystemReader):
 
 
 class Writer(dcp.FileSystemWriter):
-    """Says of a disk that refuses what the disk says: torch's archive hides it behind a complaint of its own. Writes
-    metadata that are no pickle."""
+    """Reports a disk's own error, which torch's archive hides behind another one. Writes metadata without
+    pickle."""
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """As torch's, on the rank that gathers what all have written."""
+        """Finish like torch's writer, on the rank that gathers all results."""
         metadata.storage_data = {each.index: each.storage_data for of_rank in results for each in of_rank}
         with (Path(self.path) / FILE).open("wb") as file:
             file.write(to_json(metadata))
@@ -74,7 +74,7 @@ class Writer(dcp.FileSystemWriter):
             os.fsync(file.fileno())
 
     def write_data(self, *arguments: Any) -> Any:
-        """As torch's; raises OSError."""
+        """Write like torch's; raises OSError."""
         try:
             return super().write_data(*arguments)
         except Exception as error:
@@ -82,7 +82,7 @@ class Writer(dcp.FileSystemWriter):
 
 
 def save_state(state: State, folder: Path, group: dist.ProcessGroup | None) -> list[Path]:
-    """Write `state` into `folder`, a collective over `group` (None: this rank alone); this rank's files.
+    """Write `state` into `folder`, a collective over `group` (None: this rank alone); return this rank's files.
 
     Raises OSError on every rank if one of them cannot write.
     """
@@ -99,7 +99,7 @@ def save_state(state: State, folder: Path, group: dist.ProcessGroup | None) -> l
 
 
 def load_state(state: State, folder: Path, group: dist.ProcessGroup | None) -> None:
-    """Fill `state` in place with what `folder` holds; every rank of `group` reads for itself. Raises Damaged."""
+    """Fill `state` in place from `folder`; every rank of `group` reads for itself. Raises Damaged."""
     planner, reader = DefaultLoadPlanner(**AS_IT_IS), Reader(folder)
     with _quiet():
         try:
@@ -109,7 +109,7 @@ def load_state(state: State, folder: Path, group: dist.ProcessGroup | None) -> N
 
 
 def load_dense(folder: Path, prefix: str) -> dict[str, Tensor]:
-    """All tensors whose name begins so, whole, on the CPU, under the rest of their name; raises Damaged."""
+    """Load whole tensors with this prefix, on the CPU, named without it; raises Damaged."""
     stored = {name: held for name, held in _metadata(folder).state_dict_metadata.items() if name.startswith(prefix)}
     state = {name: torch.empty(held.size, dtype=held.properties.dtype) for name, held in stored.items()}
     load_state(state, folder, None)
@@ -117,7 +117,7 @@ def load_dense(folder: Path, prefix: str) -> dict[str, Tensor]:
 
 
 def files_named(folder: Path) -> set[str]:
-    """The files that the metadata in `folder` speaks of: those of all ranks. Raises Damaged."""
+    """Return the files of all ranks, as the metadata in `folder` lists them. Raises Damaged."""
     return {str(info.relative_path) for info in _metadata(folder).storage_data.values()}
 
 
@@ -133,7 +133,7 @@ def to_dcp(state: State, group: dist.ProcessGroup | None) -> dict[str, Any]:
 
 
 def as_dtensor(piece: LocalShard, group: dist.ProcessGroup | None) -> Tensor:
-    """The boxes as the local part of a DTensor of the dense shape; a number is itself."""
+    """Return the boxes as the local part of a DTensor of the dense shape; a number is unchanged."""
     if not piece.shape:
         return piece.boxes[0][1]
     assert group is not None, "a piece is one of several ranks'"
@@ -144,7 +144,7 @@ def as_dtensor(piece: LocalShard, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def of_the_disk(error: BaseException | None) -> OSError | None:
-    """The OSError behind `error`, itself or what it was raised in the handling of."""
+    """Return the OSError behind `error`: itself, or in its chain of contexts."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return error
@@ -156,7 +156,7 @@ def _first_failure(error: Any) -> BaseException:
 
 
 class _quiet(warnings.catch_warnings):  # noqa: N801  it is used like a function
-    """DCP warns wherever one rank works by itself, which is what we ask of it."""
+    """Silence DCP's warnings that one rank works by itself, which is intended."""
 
     def __enter__(self) -> Any:
         log = super().__enter__()
@@ -168,15 +168,15 @@ class _quiet(warnings.catch_warnings):  # noqa: N801  it is used like a function
 
 Result = TypeVar("Result")
 ENTRY_BYTES = 2048  # torch's archive around a tensor, and its line in the metadata
-SPARE_BYTES = 1 << 20  # a checkpoint leaves so much of the disk to the logs and records of the run
+SPARE_BYTES = 1 << 20  # disk space left for the run's logs and records
 
 
 class Unsaved(Exception):
-    """A checkpoint that could not be written, on every rank; the disk's own words."""
+    """Raised on every rank if a checkpoint could not be written, with the disk's error."""
 
 
 def needed_bytes(state: State, group: dist.ProcessGroup) -> int:
-    """What all ranks are going to write, a collective; a tensor that several hold whole is written by one of them."""
+    """Return the bytes that all ranks will write, a collective; replicated tensors are written once."""
     everyone = all_gather_plain({name: own_bytes(held) for name, held in state.items()}, group)
     entries = [(name, *size) for of_rank in everyone for name, size in of_rank.items()]
     whole: dict[str, int] = {name: nbytes for name, is_whole, nbytes in entries if is_whole}
@@ -185,7 +185,7 @@ def needed_bytes(state: State, group: dist.ProcessGroup) -> int:
 
 
 def own_bytes(held: Any) -> tuple[bool, int]:
-    """Whether this rank has one entry of a state whole, and the bytes of what it has."""
+    """Return whether this rank has one entry of a state whole, and the bytes of its part."""
     if isinstance(held, LocalShard):
         return False, sum(box.nbytes for _, box in held.boxes)
     return not hasattr(held, "placements"), (held.to_local() if hasattr(held, "to_local") else held).nbytes
@@ -195,11 +195,11 @@ def write_checkpoint(
     folder: Path, draft: Manifest, state: State, group: dist.ProcessGroup, shares: Mapping[str, list[float | None]],
     *, needed_bytes: int, shards_written: ShardsWritten = all_there,
 ) -> Manifest:  # fmt: skip
-    """Write `state` as `folder/step-<step>`, a collective; returns the manifest as it was published, or raises Unsaved
+    """Write `state` as `folder/step-<step>`, a collective; returns the published manifest, or raises Unsaved
     on every rank.
 
     Args:
-        state: what this rank has of all variants, under '<variant>/<name>'.
+        state: this rank's part of all variants, under '<variant>/<name>'.
         draft: the manifest as far as this rank knows it.
         shares: this rank's shares of the losses since those that `draft` holds.
         needed_bytes: what all ranks are going to write.
@@ -227,12 +227,12 @@ def write_checkpoint(
     except (OSError, Unsaved) as error:
         if rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
-        dist.barrier(group=group)  # the room that the partial folder took is there again when anybody writes a line
+        dist.barrier(group=group)  # the partial folder's space is free again before any rank writes
         raise Unsaved(str(error) if isinstance(error, Unsaved) else _in_words(error)) from None
 
 
 def together(group: dist.ProcessGroup, call: Callable[[], Result]) -> list[Result]:
-    """What `call` returns on each rank, on every rank; raises Unsaved on all if it raises OSError on one."""
+    """Return every rank's result of `call`; raises Unsaved on all if it raises OSError on one."""
     try:
         outcome: tuple[Any, str | None] = call(), None
     except OSError as error:
@@ -249,7 +249,7 @@ def _in_words(error: OSError) -> str:
 
 
 def _prepare(partial: Path, needed_bytes: int) -> None:
-    """An empty folder, if there is room for what is going to be written."""
+    """Make an empty folder, if the disk has enough space."""
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     disk = os.statvfs(partial)
@@ -260,21 +260,21 @@ def _prepare(partial: Path, needed_bytes: int) -> None:
 
 
 def described(files: list[Path], partial: Path) -> dict[str, list[Any]]:
-    """Size and checksum of each, by its path within the checkpoint."""
+    """Return each file's size and checksum, by its path within the checkpoint."""
     return {str(path.relative_to(partial)): [path.stat().st_size, manifest.sha256(path)] for path in files}
 
 
 def sum_losses(of_ranks: list[list[float | None]]) -> list[float | None]:
-    """The loss of each step from the shares of all ranks."""
+    """Return the loss of each step from the shares of all ranks."""
     return [math.fsum(share for share in step if share is not None) for step in zip(*of_ranks, strict=True)]
 
 
 def publish(partial: Path, published: Manifest) -> None:
-    """Write the manifest, have the disk hold all of the folder, and give it its name; raises OSError."""
+    """Write the manifest, sync the folder to disk, and rename it; raises OSError."""
     for path in (manifest.write(partial, published), partial):
         _sync(path)
     final = partial.with_name(published.name)
-    if final.exists():  # of an earlier attempt that this one does not go on from
+    if final.exists():  # from an earlier attempt that is not resumed here
         final.rename(partial.with_name(f".{published.name}.replaced"))
     partial.rename(final)
     _sync(final.parent)

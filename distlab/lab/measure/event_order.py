@@ -1,17 +1,17 @@
-"""The order: what happened in a step, one thing after another, whatever a clock says.
+"""Record the order of events in a step, independent of clocks.
 
     begin, end   a phase that a mechanism marks (forward, backward, wait, ...), its microbatch the label; and "layer",
                  the forward pass of one, its number the label
     gradient     autograd hands over the gradient of a parameter, which the label names
-    back         autograd comes to the output of a layer, its number the label
+    back         autograd reaches the output of a layer, its number the label
     call         a collective, a send or a receive begins, on these storages
-    held         the storage of weights comes or goes: so many bytes from then on
+    held         the storage of weights is allocated or freed: its bytes from then on
 
-Overlap, a schedule and "a layer at a time" are claims about order, so they are decided from here: a loaded machine
-changes every duration, and none of these. What is recorded comes from hooks of torch's own and its dispatcher, but for
-the phases, which the mechanisms mark; a claim that needs none of these marks should use none.
+Overlap, a schedule and "a layer at a time" are claims about order, so they are checked here: a loaded machine changes
+every duration, but not the order. Events come from torch's hooks and dispatcher, except the phases, which the
+mechanisms mark; a claim that does not need these marks should not use them.
 
-`Messages` notes what is sent in a step, with times, for what is drawn.
+`Messages` records what is sent in a step, with times, for the timeline.
 """
 
 import time
@@ -40,13 +40,13 @@ RECEIVES = ("c10d::recv_", "c10d::recv_any_source_")
 
 
 class Event(NamedTuple):
-    """One thing that happened."""
+    """One event."""
 
     what: str  # begin, end, gradient, back, call or held
     name: str  # the phase, or the operation; empty of gradients and storages
     label: str = ""  # the microbatch, the layer's number, or the parameter's name
-    nbytes: int = 0  # of the tensors of a call, or held from now on
-    storages: frozenset[int] = frozenset()  # of a call's tensors, or the one that comes or goes
+    nbytes: int = 0  # of a call's tensors, or of the weights from now on
+    storages: frozenset[int] = frozenset()  # of a call's tensors, or the one that changes
 
 
 class Order:
@@ -73,7 +73,7 @@ class Order:
         self.events.append(Event(what, name, label))
 
     def called(self, name: str, args: Any, result: Any, tensors: list[Tensor]) -> None:
-        """The operation `name` of torch's schema is called on `tensors`; barriers and waits are none."""
+        """Record a call of torch's operation `name` on `tensors`, except barriers and waits."""
         if name not in OPERATIONS and name not in RECEIVES:
             return
         op, position = OPERATIONS.get(name, ("receive", 0))
@@ -86,7 +86,7 @@ class Order:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Hear of layers and gradients inside the block, and learn at its end where the gradients lie."""
+        """Record layers and gradients inside the block, and at its end the gradients' storages."""
         hooks: list[Any] = []
         for index, layer in self.layers.items():
             begin, end = Event("begin", "layer", str(index)), Event("end", "layer", str(index))
@@ -103,7 +103,7 @@ class Order:
                 hook.remove()
         named = self._parameters.items()
         self.gradients = {name: key_of(p.grad) for name, p in named if p.grad is not None}
-        self.layers, self._parameters = {}, {}  # the strategy goes, its order stays
+        self.layers, self._parameters = {}, {}  # the strategy is freed, its order stays
 
     def _left(self, event: Event, _layer: nn.Module, _inputs: Any, output: Any) -> None:
         if isinstance(output, Tensor) and output.requires_grad:
@@ -119,14 +119,14 @@ class Order:
         ]
 
     def within(self, phase: str) -> list[tuple[str, list[Event]]]:
-        """(label, events inside) of every phase of this name, in their order; they do not nest."""
+        """Return (label, events inside) of every phase of this name in order; they do not nest."""
         begins, ends = self.where("begin", phase), self.where("end", phase)
         return [
             (self.events[begin].label, self.events[begin + 1 : end]) for begin, end in zip(begins, ends, strict=True)
         ]
 
     def launches(self, *operations: str) -> dict[int, set[str]]:
-        """The gradients of each sum, by the place of its first call: those that lie in the storage which it sends."""
+        """Return each sum's gradients by the position of its first call: those in the storage that it sends."""
         held: dict[int, set[str]] = {}
         for name, storage in self.gradients.items():
             held.setdefault(storage, set()).add(name)
@@ -138,9 +138,9 @@ class Order:
         return found
 
     def untimely(self, launches: Mapping[int, set[str]]) -> list[int]:
-        """The places of sums that began before their gradients were there, or later than at once.
+        """Return the positions of sums that began before their gradients were ready, or not immediately.
 
-        At once is before autograd hands over any further gradient, but never before the sums ahead, since all ranks
+        Immediately is before autograd produces another gradient, but never before the sums ahead, since all ranks
         must launch in one order.
         """
         written = {event.label: place for place, event in enumerate(self.events) if event.what == "gradient"}
@@ -154,7 +154,7 @@ class Order:
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage:
-    """The memory behind a tensor; a DTensor's is that of its local part."""
+    """Return a tensor's storage; a DTensor's is that of its local part."""
     local: Tensor = getattr(tensor, "_local_tensor", tensor)
     return local.untyped_storage()
 
@@ -165,21 +165,21 @@ def key_of(tensor: Tensor) -> int:
 
 # --- messages: every collective, send and receive of a step, and when it began and ended ---
 #
-# A kernel of ours stands at BackendSelect while it is recorded, and only then, since it takes some 10 microseconds a
-# call: it sees what DDP's reducer, fully_shard and DTensor send as well as what is sent by hand. When a call has
-# ended nobody tells: it is looked for with the next call and at each mark of a phase (`look`), so an end is drawn
-# late by up to the time between two of these, and never early. Whether a send or receive of gloo is over is known
-# once it was waited for.
+# Our kernel is registered at BackendSelect only while recording, since it takes some 10 microseconds per
+# call: it sees what DDP's reducer, fully_shard and DTensor send as well as hand-written sends. No event reports the
+# end of a call: it is checked with the next call and at each mark of a phase (`look`), so an end is recorded
+# late by up to the time between two of these, and never early. The end of a gloo send or receive is known
+# after its wait.
 
 LEAST_RANKS = 2  # a group of one sends nothing
 
 
 class Message(NamedTuple):
-    """One call on this rank, in seconds of `time.perf_counter`."""
+    """One call on this rank, with times in seconds of `time.perf_counter`."""
 
     op: str
-    ranks: tuple[int, ...]  # of a send or receive from whom to whom, else all of the group; global ranks
-    sent_bytes: float  # what this rank sends by the best algorithm (`Calls`); of a receive nothing
+    ranks: tuple[int, ...]  # source and destination of a send or receive, else the group; global ranks
+    sent_bytes: float  # sent by this rank with the best algorithm (`Calls`); 0 for a receive
     nbytes: int  # of the tensors
     tag: int  # of a send or receive
     start_s: float
@@ -190,7 +190,7 @@ class Messages:
     """`with Messages().recorded() as messages: step()`, then `messages.found`."""
 
     def __init__(self, samples: Samples | None = None) -> None:
-        """`samples` take what the messages carry."""
+        """`samples` record the messages' contents."""
         self.found: list[Message] = []
         self._samples = samples
         self._phases: list[str] = []
@@ -198,7 +198,7 @@ class Messages:
 
     @contextmanager
     def recorded(self) -> Iterator["Messages"]:
-        """Hear of all calls inside the block; what is still open at its end ends there."""
+        """Record all calls inside the block; open calls end with it."""
         library = torch.library.Library("c10d", "IMPL")
         for name, shape in SHAPES.items():
             pass_on = getattr(torch.ops.c10d, name).default.redispatch
@@ -211,7 +211,7 @@ class Messages:
             self._open.clear()
 
     def look(self) -> None:
-        """Note the end of all calls that are over by now."""
+        """Record the end of all calls that are done by now."""
         now, still = time.perf_counter(), []
         for index, work in self._open:
             self.found[index] = self.found[index]._replace(end_s=now)
@@ -222,7 +222,7 @@ class Messages:
         self._open = still
 
     def hear(self, what: str, kind: str, label: str) -> None:
-        """A phase begins or ends: what is over by now is noted, and what is under way."""
+        """Record the begin or end of a phase, and which calls are done by now."""
         self.look()
         if what == "begin":
             self._phases.append(f"{kind} {label}".rstrip())
@@ -241,7 +241,7 @@ class Messages:
             result = pass_on(keys & BELOW, *args)
             if message is not None:
                 work = result[-1] if isinstance(result, tuple) else result
-                # A group that is written in Python only tells of its calls here, and says which it does now.
+                # A process group written in Python reports its calls only here, and which it runs now.
                 told = getattr(dist.ProcessGroup.unbox(args[shape.group]), "told", None)
                 handle = told or dist.Work.unbox(work)
                 if sample is not None and self._samples is not None:
@@ -254,7 +254,7 @@ class Messages:
 
 
 def message_of(name: str, shape: Shape, args: tuple[Any, ...]) -> Message | None:
-    """What a call is; None of a barrier, and in a group of one."""
+    """Describe a call; None for a barrier, and in a group of one."""
     group = dist.ProcessGroup.unbox(args[shape.group])
     if "barrier" in name or group.size() < LEAST_RANKS:
         return None

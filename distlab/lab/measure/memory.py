@@ -1,4 +1,4 @@
-"""The memory ledger: what a variant holds on this rank, by class, at rest and over a step.
+"""The memory ledger: a variant's memory on this rank, by class, at rest and over a step.
 
     with MemoryLedger(device) as memory:
         strategy = ...                        # made, and warm
@@ -7,11 +7,11 @@
             strategy.update()
     memory.rest, memory.peak, memory.history(), memory.line()
 
-At rest is after the update, before the next step: gradients are still held, the batch and what autograd saved are gone.
-Bytes that were alive before the block, a data set's, belong to no class. Classes are told apart afterwards
-(below): a storage that turns out to be a gradient was one from its first byte.
+At rest is after the update, before the next step: gradients are still alive, the batch and saved activations are not.
+Bytes alive before the block, such as a data set, belong to no class. Classes are assigned afterwards
+(below): a storage that becomes a gradient counts as one from its allocation.
 
-The process sees the same memory from outside: `seen_outside` puts both side by side.
+The system counts the same memory: `seen_outside` compares both.
 """
 
 import ctypes
@@ -29,21 +29,21 @@ from torch import Tensor, nn
 from distlab.lab.measure.event_order import Order
 from distlab.lab.measure.storages import BEFORE, COMMUNICATION, Life, Storages, alive, label_before
 
-# Purposes: what a storage is for, found without a word from the strategy that made it.
+# Purposes: what a storage is for, found without help of its strategy.
 #
 #     parameters      the memory behind every nn.Parameter alive
-#     optimizer       what a torch.optim.Optimizer remembers of them, and master weights: the lab's models are of one
-#                     dtype, so a parameter that is kept more exactly than another is its master
-#     gradients       every `.grad`, and what autograd hands over for a parameter: ZeRO-2 consumes it at once
-#     communication   what a collective, a send or a receive was given
-#     activations     all else: what autograd saves for the backward pass, the batch, what an operation leaves for the
-#                     next
+#     optimizer       state of a torch.optim.Optimizer, and master weights: the lab's models have one
+#                     dtype, so a parameter of higher precision than another is its master
+#     gradients       every `.grad`, and what autograd produces for a parameter: ZeRO-2 consumes it at once
+#     communication   arguments of a collective, a send or a receive
+#     activations     all else: tensors that autograd saves for the backward pass, the batch, results of
+#                     operations
 #
-# Who is two things is the stronger one: parameters, optimizer, gradients, saved activations, communication. So a
-# bucket of which gradients are views is a gradient although it is summed over the ranks, and a gathered weight is a
+# Of several purposes the first counts: parameters, optimizer, gradients, saved activations, communication. So a
+# bucket with gradients as views is a gradient although it is summed over the ranks, and a gathered weight is a
 # parameter.
 
-# As they are drawn, from the ground up.
+# In the order of the chart, from the bottom up.
 CLASSES = ("parameters", "gradients", "optimizer", "activations", COMMUNICATION)
 SAVED = "saved"
 _STRONGEST_FIRST = ("parameters", "optimizer", "gradients", SAVED, COMMUNICATION)
@@ -55,16 +55,16 @@ def class_of(life: Life) -> str:
 
 
 class Owners:
-    """Who gives memory its purpose, as far as it is alive now: parameters, with their gradients, and optimizers."""
+    """The live objects that give memory its purpose: parameters, with gradients, and optimizers."""
 
     def __init__(self, storages: Storages) -> None:
         self._storages = storages
         found = list(alive((Tensor, torch.optim.Optimizer)))
-        # fully_shard's are DTensors by type; an outline's, on the meta device, hold nothing.
+        # fully_shard's are DTensors by type; those on the meta device have no memory.
         self.parameters = [
             thing for thing in found if isinstance(thing, nn.Parameter) and thing.device.type == storages.device_type
         ]
-        # What was alive before is another's: a leftover in 16 bits would make masters of all weights.
+        # Skip older objects: a leftover in 16 bits would make all weights masters.
         ours = [parameter.itemsize for parameter in self.parameters if not storages.was(parameter, BEFORE)]
         self._model_itemsize = min(ours, default=0)
         self.optimizers = [thing for thing in found if isinstance(thing, torch.optim.Optimizer)]
@@ -74,7 +74,7 @@ class Owners:
             self._storages.add(tensor, label)
 
     def let_go(self) -> None:
-        """Wait until messages that nobody here owns are dead: gloo's thread holds one a little longer than its call."""
+        """Wait until messages without owner are freed: gloo's thread keeps one slightly longer than its call."""
         self._storages.let_go([tensor for tensor, _ in self._held()])
 
     def _held(self) -> Iterator[tuple[Tensor, str]]:
@@ -87,7 +87,7 @@ class Owners:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Label every gradient that autograd hands to a parameter inside the block."""
+        """Label every gradient that autograd produces for a parameter inside the block."""
         add = self._storages.add
         hooks = [
             parameter.register_hook(lambda gradient: add(gradient, "gradients"))
@@ -122,7 +122,7 @@ class MemoryLedger:
 
     @contextmanager
     def step(self, order: Order | None = None) -> Iterator[None]:
-        """Around one step, recorded in `order`; afterwards the rank is at rest."""
+        """Measure one step, recorded in `order`; afterwards the rank is at rest."""
         order = order or Order({})
         owners = Owners(self._storages)
         owners.label()
@@ -136,18 +136,18 @@ class MemoryLedger:
         self._outside.end_step()
         owners.label()
         del owners
-        gc.collect()  # what a cycle keeps goes at the collector's whim
+        gc.collect()  # memory in cycles is freed at arbitrary times
         Owners(self._storages).let_go()
         self._rested = time.perf_counter()
         self._outside.at_rest()
 
     def saves(self, tensor: Tensor) -> None:
-        """Autograd keeps this tensor for the backward pass."""
+        """Record that autograd saves this tensor for the backward pass."""
         self._storages.add(tensor, SAVED)
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes alive at once since the block began, those from before too; on CUDA the allocator's own."""
+        """Return the peak bytes since the block began, with earlier ones; on CUDA the allocator's number."""
         return self._storages.peak_bytes if self._outside.most_bytes is None else self._outside.most_bytes
 
     @property
@@ -160,12 +160,12 @@ class MemoryLedger:
 
     @property
     def most(self) -> ByClass:
-        """Bytes of each class when the step held most of it."""
+        """Return each class' peak bytes in the step."""
         held = [held for _, held in self.history()]
         return {name: max(each[name] for each in held) for name in CLASSES}
 
     def history(self) -> list[tuple[float, ByClass]]:
-        """(time_s, bytes by class) at the begin, after every change, and at the end of the step."""
+        """Return (time_s, bytes by class) at the step's begin, after every change, and at its end."""
         held = self._held(self._began)
         history = [(self._began, held)]
         for moment, name, change in self._changes:
@@ -175,9 +175,9 @@ class MemoryLedger:
         return [*history, (self._ended, held)]
 
     def line(self, points: int = POINTS) -> dict[str, list[int]]:
-        """Bytes by class in each of `points` equal parts of the step, each when it held most: the peak is among them.
+        """Return bytes by class at the peak of each of `points` equal parts of the step.
 
-        A part may hold many changes, so a line need not begin at rest: `history` has each change.
+        A part may have many changes, so a line need not begin at rest: `history` has each change.
         """
         history = self.history()
         highest = [history[0][1]] * points
@@ -192,11 +192,11 @@ class MemoryLedger:
 
     @property
     def step_s(self) -> float:
-        """How long the step took under the ledger, which slows it down."""
+        """Return the step's time with the ledger, which slows it down."""
         return self._ended - self._began
 
     def seen_outside(self) -> dict[str, tuple[int, int]]:
-        """(counted, seen) bytes by name of a comparison, such as "process bytes"; only what can be seen here."""
+        """Return (counted, seen) bytes by name, such as "process bytes", as far as the system reports them."""
         rest, peak = total(self.rest), total(self.peak)
         return {f"{source} bytes": (rest, seen) for source, seen in self._outside.rest.items()} | {
             f"{source} peak bytes": (peak, seen) for source, seen in self._outside.peak.items()
@@ -210,7 +210,7 @@ class MemoryLedger:
 
     @cached_property
     def _changes(self) -> list[tuple[float, str, int]]:
-        """(time_s, class, bytes more) of everything that was not there before, in order of time."""
+        """Return (time_s, class, added bytes) of all new storages, in order of time."""
         changes = []
         for life in self._storages.lives:
             if BEFORE not in life.labels:
@@ -223,7 +223,7 @@ def total(held: ByClass) -> int:
     return sum(held.values())
 
 
-# --- the same memory as others count it ---
+# --- the same memory as the system counts it ---
 #
 # The process's resident pages and the container's hold more than tensors (code touched for the first time, gloo's
 # and Python's buffers) and whole pages, so what counts is their growth since before the strategy was made. What malloc
@@ -240,7 +240,7 @@ UNLIMITED_BYTES = 1 << 50  # v1 writes a number near 2^63 where there is no limi
 
 
 class ContainerMemory:
-    """`used_bytes()` of this container, `limit_bytes` and their `share()`; None where there is no such thing."""
+    """`used_bytes()` of this container, `limit_bytes` and their `share()`; None outside of a container."""
 
     def __init__(self, cgroup: Path = CGROUP) -> None:
         v1 = cgroup / "memory"
@@ -261,11 +261,11 @@ class ContainerMemory:
         return limit if limit < UNLIMITED_BYTES else None
 
     def used_bytes(self) -> int | None:
-        """Of all processes of the container; in v1 only under a limit, else it may be the whole machine."""
+        """Return the bytes of all its processes; in v1 only with a limit, else it may be the whole machine."""
         return self._used_without("inactive_file")
 
     def kept_bytes(self) -> int | None:
-        """The same without any page cache: what the kernel cannot take back when the limit is near."""
+        """Return the bytes without page cache, which the kernel cannot reclaim near the limit."""
         return self._used_without("inactive_file", "active_file")
 
     def _used_without(self, *caches: str) -> int | None:
@@ -287,9 +287,9 @@ PROCESS = Path("/proc/self")
 
 
 class Process:
-    """How the process and its container grew: `rest` and `peak` in bytes by source, empty where nobody can tell."""
+    """Growth of the process and its container: `rest` and `peak` in bytes by source, empty if unknown."""
 
-    most_bytes = None  # since `begin`: only an allocator tells
+    most_bytes = None  # since `begin`: only an allocator knows
 
     def __init__(self, container: ContainerMemory) -> None:
         self.rest: dict[str, int] = {}
@@ -301,9 +301,9 @@ class Process:
         self._start = self._now()
 
     def begin_step(self) -> None:
-        """Forget the peak until now."""
+        """Reset the peak."""
         give_back()
-        with suppress(OSError):  # it may be forbidden: the mark then is an older one, and is not shown
+        with suppress(OSError):  # it may be forbidden: then the mark is older and not used
             (PROCESS / "clear_refs").write_text("5")
             self.peak = {"process": 0}
 
@@ -325,7 +325,7 @@ class Process:
 
 
 class Allocator:
-    """The same of CUDA's caching allocator, which rounds up to 512 bytes."""
+    """Growth of CUDA's caching allocator, which rounds up to 512 bytes."""
 
     def __init__(self, device: torch.device) -> None:
         self.rest: dict[str, int] = {}
@@ -335,7 +335,7 @@ class Allocator:
 
     @property
     def most_bytes(self) -> int:
-        """The allocator's peak since `begin`."""
+        """Return the allocator's peak since `begin`."""
         return max(self._most_until_step, torch.cuda.max_memory_allocated(self._device))
 
     def begin(self) -> None:
@@ -354,12 +354,12 @@ class Allocator:
 
 
 def outside(device: torch.device) -> Process | Allocator:
-    """Who else counts the memory of this device."""
+    """Return the system's counter of this device's memory."""
     return Allocator(device) if device.type == "cuda" else Process(ContainerMemory())
 
 
 def give_back() -> None:
-    """Return freed memory to the kernel (glibc alone can be told to)."""
+    """Return freed memory to the kernel (only with glibc)."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -1,7 +1,7 @@
-"""Every prediction, once: bytes on the wire and in memory, rounds, bubbles and seconds, as the papers give them.
+"""Predictions of bytes on the wire and in memory, rounds, bubbles and seconds, as in the papers.
 
-Pure functions of sizes, a file for each part of the lab. N is `world_size`, S is `nbytes`. The modes are checked
-against them, and `distlab plan` adds them up for models that fit into no laptop.
+The functions are pure, in one file per part of the lab. N is `world_size`, S is `nbytes`. The modes are checked
+against them, and `distlab plan` adds them up for models too large for a laptop.
 """
 
 from collections.abc import Sequence
@@ -12,30 +12,30 @@ PYTORCHS = "PyTorch's own, which ours stand beside"
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one variant should measure in a step: a value a rank, in `unit`, by `formula`, in `calls` calls a rank.
+    """A variant's expected measurement per step: a value per rank, in `unit`, by `formula`, in `calls` calls per rank.
 
     `messages` are those that each rank sends, or receives where these are more
     (distlab/techniques/collectives/costs.py); left out, each call counts as one of gloo's short all_reduces.
     """
 
     variant: str
-    name: str  # as the comparison: "wire bytes", "called bytes", ...
+    name: str  # as in the comparison: "wire bytes", "called bytes", ...
     unit: str
     formula: str
     value: tuple[float, ...]
     calls: int
-    shown: str = ""  # why it is only shown; empty where it decides
+    shown: str = ""  # why it is informational; empty if it decides
     messages: tuple[float, ...] = ()
 
     def messages_of(self, rank: int) -> float:
-        """What `rank` sends."""
+        """Return the messages that `rank` sends."""
         return self.messages[rank] if self.messages else 4 * (len(self.value) - 1) * self.calls
 
 
 def of_a_step(
     variant: str, formula: str, costs: Sequence[tuple[float, int, float]], shown: str = "", of_calls: str = ""
 ) -> list[Prediction]:
-    """What each rank sends in a step, its (bytes, calls, messages); the calls decide where they have a formula."""
+    """Predict each rank's (bytes, calls, messages) per step; calls decide if they have a formula."""
     nbytes, calls, messages = zip(*costs, strict=True)
     most = max(calls)
     found = [Prediction(variant, "wire bytes", "B", formula, nbytes, most, shown, messages if any(messages) else ())]

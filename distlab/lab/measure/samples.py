@@ -1,11 +1,11 @@
-"""Samples: the numbers that a step's messages carried, before and after each, and where in the model each was made.
+"""Sample numbers from a step's messages, before and after each, with the module that made the call.
 
     watch = Samples(strategy.layers, allowed_bytes)
     messages = Messages(watch)
 
-What goes in is copied when a call begins, and what comes out when it was waited for, before the program goes on. Copies
-are of whole tensors, since which places are told is decided after the step (`place_of`), when every rank has the same
-result to decide by. They cost a pass over the memory that the call sends, and end where `allowed_bytes` are kept.
+Inputs are copied when a call begins, and outputs after its wait, before the program continues. Whole tensors are
+copied, since the sampled positions are chosen after the step (`place_of`), when every rank has the same result to
+choose by. This costs a pass over the memory that the call sends, and stops at `allowed_bytes`.
 """
 
 import time
@@ -21,72 +21,72 @@ from torch import Tensor, nn
 from distlab.lab.measure.traffic import tensors_in
 
 TOLD = 3  # numbers of a sample
-FAINT = 1e-3  # of the largest number: what is smaller would be printed as zeros
+FAINT = 1e-3  # of the largest number: smaller ones would be printed as zeros
 
-# In a c10d operation's arguments: where what goes in stands, if it is not also what comes out, the first one.
+# The position of the input in a c10d operation's arguments, if it is not also the output, the first one.
 BACKWARD = ("backward", "input", "weight")
 GIVEN_APART = ("all_gather", "reduce_scatter", "scatter", "gather", "all_to_all")
 
 
 class Stretch(NamedTuple):
-    """Where a tensor lies in its storage."""
+    """A tensor's position in its storage."""
 
-    storage: tuple[int, int]  # its key, and its bytes: memory given back and taken again has others as a rule
+    storage: tuple[int, int]  # its key, and its bytes: reallocated memory usually has others
     offset: int  # in numbers
     numel: int
 
 
 @dataclass(frozen=True)
 class Copies:
-    """The numbers of some tensors in a row, and where each of these lay; no numbers where no more may be kept."""
+    """The numbers of several tensors and their positions; without numbers beyond the allowed bytes."""
 
     numbers: Tensor | None
     stretches: list[Stretch]
 
     def at(self, place: int) -> list[float]:
-        """TOLD numbers from a place on."""
+        """Return TOLD numbers from a position on."""
         return [] if self.numbers is None or place < 0 else self.numbers[place : place + TOLD].tolist()
 
 
 @dataclass(eq=False)
 class Sample:
-    """What one call carried on this rank."""
+    """The contents of one call on this rank."""
 
     op: str
     inside: str  # the module in whose forward or backward pass it was made: "1.attention", empty outside of any
     backward: bool
-    shape: tuple[int, ...]  # of the first tensor that goes in
-    given: "Copies"  # what goes in
-    results: list[Tensor]  # what comes out, live until it was copied
-    ranks: tuple[int, ...]  # of the group; of a send or receive from whom to whom
+    shape: tuple[int, ...]  # of the first input
+    given: "Copies"  # inputs
+    results: list[Tensor]  # outputs, until they are copied
+    ranks: tuple[int, ...]  # of the group; of a send or receive its source and destination
     tag: int
     label: str  # of the phase around it
     start_s: float  # of `time.perf_counter`
-    taken: "Copies | None" = None  # what came out
-    left: Tensor | None = None  # what was not sent of it, and is kept
-    calls: list[int] = field(default_factory=list)  # the messages that it is made of, by their number in the step
+    taken: "Copies | None" = None  # outputs
+    left: Tensor | None = None  # the part that was not sent
+    calls: list[int] = field(default_factory=list)  # its messages, by their number in the step
     wait_s: tuple[float, float] | None = None  # of `time.perf_counter`
-    turn: int = 0  # of all that happened in the step
-    at_once: bool = False  # whether it was waited for before anything else happened
+    turn: int = 0  # its number among the step's events
+    at_once: bool = False  # whether the wait came before any other event
 
 
 class Samples:
-    """The samples of one step, in the order in which they began: one of each call, and one of each collective by hand
-    in place of the sends and receives that it is made of."""
+    """The samples of one step in order of their begin: one per call, and one per hand-written collective in place
+    of its sends and receives."""
 
     def __init__(self, layers: Mapping[int, nn.Module], allowed_bytes: int) -> None:
         self.found: list[Sample] = []
         self._layers, self._left_bytes = layers, allowed_bytes
         self._stack: list[str] = []  # of modules whose forward pass runs, the outermost first
-        self._returned = ""  # the module whose output autograd came to last
+        self._returned = ""  # the module whose output autograd reached last
         self._works: list[tuple[Any, Sample]] = []
-        self._turn = 0  # grows with everything that happens
-        self._by_hand: list[Sample] = []  # the collectives by hand that the program is in the midst of
+        self._turn = 0  # counts events
+        self._by_hand: list[Sample] = []  # the hand-written collectives that are running
         self.phases: list[str] = []
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Hear of modules and of waits inside the block."""
+        """Track modules and waits inside the block."""
         hooks = [hook for index, layer in self._layers.items() for hook in self._hooked(index, layer)]
         wait = dist.Work.wait
 
@@ -120,7 +120,7 @@ class Samples:
 
     def _leave(self, path: str, output: Any) -> None:
         self._turn += 1
-        while self._stack and self._stack.pop() != path:  # those that ended by an exception told nothing
+        while self._stack and self._stack.pop() != path:  # those left by an exception ran no hook
             pass
         if isinstance(output, Tensor) and output.requires_grad:
             output.register_hook(lambda _: self._come_to(path))
@@ -130,13 +130,13 @@ class Samples:
         self._turn += 1
 
     def happened(self, phases: list[str]) -> None:
-        """A phase begins or ends; these are open now, the outermost first."""
+        """Record that a phase begins or ends; these are open now, the outermost first."""
         self._turn += 1
         self.phases = phases
 
     def begin(self, number: int, message: Any, args: Sequence[Any]) -> Sample | None:
-        """Message `number` of the step begins, with these arguments of its c10d operation; None where it belongs to a
-        collective by hand."""
+        """Begin message `number` of the step, with its c10d operation's arguments; None if it belongs to a
+        hand-written collective."""
         if self._by_hand:
             self._by_hand[-1].calls.append(number)
             return None
@@ -164,7 +164,7 @@ class Samples:
         self, op: str, ranks: Sequence[int], given: Tensor, result: Tensor, steps: Generator[Any, None, None],
         left: Tensor | None = None,
     ) -> Generator[Any, None, None]:  # fmt: skip
-        """The `steps` of a collective by hand: what it sends between two of them belongs to it. `left` is what this
+        """Run the `steps` of a hand-written collective, which owns the sends between them. `left` is what this
         rank does not send."""
         sample = self._sample(op, [given], [result], tuple(ranks))
         sample.left = None if left is None else left.detach().reshape(-1).clone()
@@ -187,11 +187,11 @@ class Samples:
         self._turn += 1
 
     def launched(self, sample: Sample, work: Any) -> None:
-        """The call has returned what is to be waited for."""
+        """Record the work object that the call returned."""
         self._works.append((work, sample))
 
     def ended(self, work: Any) -> None:
-        """It is known that the call is over."""
+        """Record that the call is done."""
         for index, (mine, sample) in enumerate(self._works):
             if mine is work:
                 self._take(sample)
@@ -219,18 +219,18 @@ class Samples:
 
 
 def stretch_of(tensor: Tensor) -> Stretch:
-    """Where it lies; of a DTensor its local part."""
+    """Return its position in its storage; of a DTensor its local part's."""
     local: Tensor = getattr(tensor, "_local_tensor", tensor)
     storage = local.untyped_storage()
     return Stretch((int(storage._cdata), storage.nbytes()), int(local.storage_offset()), local.numel())
 
 
-# Which numbers are told: the same places on every rank, and never numbers that are 0 or 1 by construction, such as the
+# The sampled numbers: the same positions on every rank, and never numbers that are 0 or 1 by construction, such as the
 # gradient of an embedding's row that no sample has, or a norm's weights.
 
 
 def place_of(values: Tensor, start: int = 0, length: int | None = None) -> int:
-    """The first place in `values` [n], from `start` on for `length` numbers, at which TOLD numbers tell something."""
+    """Return the first position in `values` [n], within `length` from `start`, with TOLD informative numbers."""
     part = values[start : None if length is None else start + length].float()
     if part.numel() == 0:
         return start

@@ -1,11 +1,11 @@
-"""What memory tensors hold: all of it, from when each piece is born until it dies, and what autograd saves.
+"""Track the memory of tensors from allocation until it is freed, and what autograd saves.
 
-On the CPU no allocator keeps count, so a dispatch mode does (`Storages`): it meets every storage that an operation
-takes or returns, once for all its views, and a weak reference tells when it dies. Storages grow and shrink too
+On the CPU no allocator counts, so a dispatch mode does (`Storages`): it sees every storage that an operation takes
+or returns, once for all its views, and a weak reference reports when it is freed. Storages grow and shrink too
 (fully_shard frees its parameters with `resize_(0)`), so UntypedStorage.resize_ is wrapped meanwhile. What a kernel
-allocates and frees inside one operation stays unseen. Of each storage a `Life` stays behind: its sizes over time, and
-the labels that somebody gave it. What a storage was for is often known only later (a gradient is one when autograd
-hands it over), so the lives are read when all is done.
+allocates and frees inside one operation stays unseen. Each storage leaves a `Life`: its sizes over time, and
+its labels. What a storage was for is often known only later (a gradient is one when autograd
+hands it over), so the lives are read at the end.
 
 Activations are the bytes that autograd holds for the backward pass (`SavedActivations`): every tensor that an operation
 saves passes through a hook, which counts its storage until the last reference of the graph to it is gone. So one that
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from distlab.lab.measure.event_order import Order, key_of, storage_of
 from distlab.lab.measure.traffic import DispatchMode
 
-COMMUNICATION = "communication"  # the label of what a collective, a send or a receive was given
+COMMUNICATION = "communication"  # the label of arguments of a collective, a send or a receive
 LET_GO_S = 0.05  # of three ranks on two cores the longest took 4 ms
 
 
@@ -70,7 +70,7 @@ class Storages(DispatchMode):
                 self.measure(storage).labels.update(labels)
 
     def was(self, tensor: torch.Tensor, label: str) -> bool:
-        """Whether memory of this tensor is counted under a label."""
+        """Return whether this tensor's memory has a label."""
         self._bury()
         keys = [plain.untyped_storage()._cdata for plain in _plain(tensor)]
         return any(label in self._alive[key][1].labels for key in keys if key in self._alive)
@@ -92,17 +92,17 @@ class Storages(DispatchMode):
         return life
 
     def _died_at(self) -> float | None:
-        """Now; None where another thread let go last, which it does some time after the rank: then the storage ended
-        when it was last met.
+        """Return the time; None if another thread freed it, some time after the rank: then the storage ended at its
+        last use.
 
-        With 10 busy processes beside 5 ranks a message of a sum stood in the peak of the next one in 1 of 8 runs.
+        With 10 busy processes beside 5 ranks a message of a sum counted in the peak of the next one in 1 of 8 runs.
         """
         return time.perf_counter() if threading.get_ident() == self._thread else None
 
     def let_go(self, owned: Iterable[torch.Tensor]) -> None:
-        """Wait until all that a call was given is dead, but for what is `owned`; what a strategy keeps takes LET_GO_S.
+        """Wait until calls' arguments are freed, except `owned` ones; what a strategy keeps takes LET_GO_S.
 
-        A call has returned before gloo's thread lets go of its tensors (one of six in a loop of all_reduces), and that
+        A call returns before gloo's thread releases its tensors (one of six in a loop of all_reduces), and that
         thread must first get the interpreter's lock.
         """
         kept = {plain.untyped_storage()._cdata for tensor in owned for plain in _plain(tensor)}
@@ -180,7 +180,7 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors that hold the memory: a DTensor's local one, itself where it is dense."""
+    """Yield the tensors with the memory: a DTensor's local one, a dense tensor itself."""
     if hasattr(tensor, "__tensor_flatten__"):
         for part in (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]):
             if isinstance(part, torch.Tensor):  # since torch 2.13 the mesh is a part, too
@@ -189,11 +189,11 @@ def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield tensor
 
 
-BEFORE = "before"  # the label of what is no part of a step
+BEFORE = "before"  # the label of memory outside of steps
 
 
 def label_before(storages: Storages) -> list[Tensor]:
-    """Count all tensors alive, their gradients too, as there before, and return them."""
+    """Label all live tensors and their gradients BEFORE, and return them."""
     gc.collect()  # or garbage would count
     found = list[Tensor](alive(Tensor))
     found += [tensor.grad for tensor in found if tensor.is_leaf and tensor.grad is not None]
@@ -222,7 +222,7 @@ class SavedActivations:
     """`with SavedActivations() as saved: ...` then `saved.peak_bytes`; forward passes outside of the block do not
     count.
 
-    `also` hears of every tensor that is saved and is no weight.
+    `also` is called with every saved tensor that is no weight.
     """
 
     def __init__(self, also: Callable[[Tensor], None] = lambda _: None) -> None:

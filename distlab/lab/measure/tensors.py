@@ -1,7 +1,7 @@
-"""How far tensors are from what they should be: what proofs and audits are decided by.
+"""Distances between tensors, used by proofs and audits.
 
-A difference is infinite where a tensor is missing, unknown, of another shape or no number. `Worst` keeps of each kind
-of comparison the one that is farthest off for what is allowed there, and where that was.
+A difference is infinite if a tensor is missing, unknown, of another shape or not a number. `Worst` keeps per kind of
+comparison the one with the largest share of its tolerance, and its position.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 TINY = torch.finfo(torch.float64).tiny
-NEAR = 1e-6  # relative, of two numbers that are one but for rounding
+NEAR = 1e-6  # relative, of two numbers that are equal up to rounding
 
 
 class Off(NamedTuple):
@@ -28,7 +28,7 @@ class Off(NamedTuple):
 
     @property
     def share(self) -> float:
-        """The difference as a share of what is allowed; infinite where it is no number."""
+        """Return the difference divided by its tolerance; infinite if not a number."""
         if not math.isfinite(self.value):
             return math.inf
         return self.value / self.allowed if self.allowed else math.inf if self.value else 0.0
@@ -42,7 +42,7 @@ class Worst:
         self.times: Counter[str] = Counter()
 
     def note(self, kind: str, value: float, allowed: float = 0.0, where: str = "") -> None:
-        """One comparison was made."""
+        """Record one comparison."""
         self.times[kind] += 1
         off = Off(larger(value, 0.0), allowed, where)
         if self.times[kind] == 1 or (off.share, off.value) > (self.found[kind].share, self.found[kind].value):
@@ -52,7 +52,7 @@ class Worst:
         self, kind: str, found: Iterable[tuple[str, Tensor]], wanted: Mapping[str, Tensor] | None,
         allowed: float = 0.0, where: str = "",
     ) -> None:  # fmt: skip
-        """Compare tensors by name: one comparison, of which the worst tensor is named behind `where`.
+        """Compare tensors by name as one comparison; the worst tensor's name follows `where`.
 
         `found` is a collective, which every rank consumes; one without `wanted` compares nothing.
         """
@@ -66,8 +66,8 @@ class Worst:
 def differences(
     found: Iterable[tuple[str, Tensor]], wanted: Mapping[str, Tensor] | None
 ) -> Iterator[tuple[str, float]]:
-    """The name of each tensor and its largest absolute difference; nothing without `wanted`, though `found` is consumed
-    all the same."""
+    """Yield each tensor's name and its largest absolute difference; nothing without `wanted`, but `found` is still
+    consumed."""
     names = set()
     for name, tensor in found:
         names.add(name)
@@ -82,31 +82,31 @@ def difference(found: Iterable[tuple[str, Tensor]], wanted: Mapping[str, Tensor]
 
 
 def largest_difference(found: Tensor, wanted: Tensor) -> float:
-    """The largest absolute difference of two tensors."""
+    """Return the largest absolute difference of two tensors."""
     return largest(found - wanted) if found.shape == wanted.shape else math.inf
 
 
 def largest(tensor: Tensor) -> float:
-    """The largest magnitude; 0 of nothing."""
+    """Return the largest magnitude; 0 if empty."""
     if not tensor.numel():
         return 0.0
     return larger(tensor.detach().abs().max().item(), 0.0)  # torch's max is NaN where any is
 
 
 def distance(found: Tensor, wanted: Tensor) -> float:
-    """The norm of the difference, in float64."""
+    """Return the norm of the difference, in float64."""
     norm: float = (found.double() - wanted.double()).norm().item()
     return norm
 
 
 def over(difference: Tensor, size: Tensor) -> float:
-    """The norm of a difference over a size; infinite where that is no number."""
+    """Return a difference's norm divided by a size; infinite if not a number."""
     share: float = (difference.double().norm() / size.double().clamp(min=TINY)).item()
     return share if math.isfinite(share) else math.inf
 
 
 def factor(found: Tensor, wanted: Tensor) -> float | None:
-    """How many times `wanted` is `found`; None where it is no multiple of it."""
+    """Return the factor by which `found` is a multiple of `wanted`; None if it is none."""
     square = (wanted * wanted).sum().item()
     if square == 0.0:
         return None
@@ -116,23 +116,23 @@ def factor(found: Tensor, wanted: Tensor) -> float | None:
 
 
 def larger(one: float, other: float) -> float:
-    """The larger of two differences, where not a number is the largest of all."""
+    """Return the larger of two differences; NaN counts as the largest."""
     return math.inf if math.isnan(one) or math.isnan(other) else max(one, other)
 
 
 # Replicas are compared every few steps by CRC-32 (Peterson and Brown 1961, "Cyclic Codes for Error Detection"), made
 # for bits that change by themselves: a flip of one bit always shows, so do two, and any number within 32 in a row; of
-# all else one change in four billion does not. It reads 2.7 GB/s on one busy core where SHA-256 reads 1.4. Against who
-# means harm a checkpoint has SHA-256, and so have final weights.
+# all else one change in four billion does not. It reads 2.7 GB/s on one busy core where SHA-256 reads 1.4. Against
+# manipulation checkpoints and final weights have SHA-256.
 
 
 def hash_of(tensor: Tensor) -> int:
-    """32 bits of a tensor's bytes, equal where all bytes are, whatever its shape and device."""
+    """Return a 32-bit hash of a tensor's bytes, independent of shape and device."""
     return zlib.crc32(raw(tensor))
 
 
 def digest_of(tensors: Iterable[Tensor]) -> str:
-    """SHA-256 of the bytes of all tensors, one after the other, in hexadecimal digits."""
+    """Return the SHA-256 of all tensors' bytes, in hexadecimal digits."""
     found = hashlib.sha256()
     for tensor in tensors:
         found.update(raw(tensor))
@@ -140,8 +140,8 @@ def digest_of(tensors: Iterable[Tensor]) -> str:
 
 
 def raw(tensor: Tensor) -> memoryview:
-    """The bytes, in the order of its elements. By DLPack, as memory that `numpy()` has seen cannot be resized any more,
-    which FullyShardedDataParallel does; none of one whose memory is freed, as a sharded one's is between uses."""
+    """Return the bytes in order of the elements, none if the memory is freed, as a sharded tensor's is between uses. By
+    DLPack, since memory exported by `numpy()` cannot be resized, which FullyShardedDataParallel does."""
     if not tensor.untyped_storage().nbytes():
         return memoryview(b"")
     data: memoryview = np.from_dlpack(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)).data

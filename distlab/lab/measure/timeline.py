@@ -1,4 +1,4 @@
-"""The timeline: clocks of several ranks read as one, and what the spans of a step add up to.
+"""The timeline: align the ranks' clocks, and sum up the spans of a step.
 
 A span is a stretch of one rank's time, (kind, label, start_s, end_s). Spans of one rank nest or follow each other: an
 all_reduce may lie inside a forward, and then that time is communication and no longer forward.
@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, Self
 import torch
 import torch.distributed as dist
 
-ROUNDS = 16  # the best of them counts; more find a shorter one seldom
+ROUNDS = 16  # the best counts; more rarely find a shorter one
 
-# Every kind of span, and the class that it counts for. Inside a call one communicates; for a message one waits.
+# Every kind of span, and its class. A call is communication; to wait for a message is waiting.
 CLASSES = {
     "data": "data", "forward": "forward", "backward": "backward", "input": "backward", "weight": "backward",
     "send": "communication",
@@ -25,18 +25,18 @@ Span = tuple[str, str, float, float]  # kind, label (the microbatch as text, or 
 
 
 class Clock(NamedTuple):
-    """A clock of rank 0 for this rank: its own time plus `offset_s` is rank 0's, `uncertainty_s` off at most."""
+    """Rank 0's clock on this rank: own time plus `offset_s` is rank 0's, within `uncertainty_s`."""
 
     offset_s: float
     uncertainty_s: float
 
 
 def align(group: dist.ProcessGroup, read: Callable[[], float] = time.perf_counter) -> Clock:
-    """This rank's clock against rank 0's: a collective of ROUNDS small messages to and fro for each other rank.
+    """Compare this rank's clock with rank 0's: a collective with ROUNDS small round trips per rank.
 
-    Rank 0 takes the time when it asks and when the answer is there; the answer says when the question came and when the
-    answer left. Of all rounds the one with the least time on the way counts, since half of that is all that the offset
-    can be wrong by (Cristian 1989; RFC 5905, section 8). Clocks drift apart, a few microseconds each second: align
+    Rank 0 takes the time when it asks and when the answer arrives; the answer has the times when the question arrived
+    and the answer left. The round with the least time on the way counts, since the offset's error is at most half of
+    that (Cristian 1989; RFC 5905, section 8). Clocks drift apart, a few microseconds each second: align
     anew where it matters. Bounded by the group's own timeout.
     """
     clock = Clock(0.0, 0.0)
@@ -49,7 +49,7 @@ def align(group: dist.ProcessGroup, read: Callable[[], float] = time.perf_counte
 
 
 def _ask(group: dist.ProcessGroup, rank: int, read: Callable[[], float]) -> None:
-    """Rank 0's side: ask, take the times, and at last tell `rank` how its clock stands."""
+    """On rank 0: ask, take the times, and send `rank` its clock's offset."""
     answer = _times(group)
     best = Clock(0.0, float("inf"))
     for _ in range(ROUNDS):
@@ -82,7 +82,7 @@ def _times(group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def profile(spans: Iterable[Span]) -> dict[str, float]:
-    """Seconds of one rank by class, all six of CLASSES; each moment counts for the innermost span alone."""
+    """Return one rank's seconds by class, all six of CLASSES; only the innermost span counts."""
     seconds = dict.fromkeys(CLASSES.values(), 0.0)
     around: list[Span] = []  # the spans that are open, the innermost last
     for span in sorted(spans, key=lambda span: (span[2], -span[3])):
@@ -97,7 +97,7 @@ def profile(spans: Iterable[Span]) -> dict[str, float]:
 
 
 def bubble(spans_by_rank: Sequence[Iterable[Span]]) -> float | None:
-    """The share of the ranks' time in which they compute nothing, from the first forward to the last backward.
+    """Return the share of the ranks' time without compute, from the first forward to the last backward.
 
     1 - sum(forward + backward) / (ranks x time), a backward as a whole or in parts; None where nobody computes. All on
     one clock.
@@ -110,7 +110,7 @@ def bubble(spans_by_rank: Sequence[Iterable[Span]]) -> float | None:
 
 
 def union(spans: Iterable[Span]) -> list[tuple[float, float]]:
-    """The moments that any of the spans covers, as (start, end) in order, apart from each other."""
+    """Return the union of the spans, as disjoint (start, end) in order."""
     found: list[tuple[float, float]] = []
     for start, end in sorted((start, end) for _, _, start, end in spans):
         if found and start <= found[-1][1]:
@@ -125,7 +125,7 @@ def length(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 class Lap:
-    """Wall and CPU seconds of what runs inside the block, from `began_s` to `ended_s` of `time.perf_counter`.
+    """Wall and CPU seconds of the block, from `began_s` to `ended_s` of `time.perf_counter`.
 
     CPU seconds are those of all threads of this process. They are read inside of the wall's, so that however a rank is
     interrupted they are no more than cores x `wall_s`.

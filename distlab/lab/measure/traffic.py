@@ -1,9 +1,9 @@
-"""The ledger: what a stretch of the program called, and what its sockets sent meanwhile, by operation, axis and peer.
+"""The ledger: which collectives a block of code called, and what its sockets sent, by operation, axis and peer.
 
-Two of the three sources of every byte count stand here side by side: called (`Calls`) and wire (`connections`); the
-third is the prediction (each technique's costs.py). Each rank counts what it sends itself. To name the rank at the
-other end of a connection, all ranks tell each other the ends of theirs: so the names are right between containers, and
-between local ranks, which all have one address. Row r of the matrix "who sent how much to whom" is rank r's `wire`.
+Two of the three sources of every byte count are here: called (`Calls`) and wire (`connections`); the third is the
+prediction (each technique's costs.py). Each rank counts what it sends itself. To name the rank at the other end of a
+connection, all ranks exchange the ends of theirs: so the names are right between containers, and between
+local ranks, which share one address. Row r of the matrix "who sent how much to whom" is rank r's `wire`.
 """
 
 import ipaddress
@@ -22,10 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 # The calls: a dispatch mode that sees every collective and every send while it is on.
 #
-# PyTorch hands each c10d call through its dispatcher, so a TorchDispatchMode sees it whoever made it: the lesson, a
+# PyTorch passes each c10d call through its dispatcher, so a TorchDispatchMode sees it from any caller: the lesson, a
 # gradient hook in the backward pass, DDP's reducer in C++, fully_shard, DTensor, a functional collective. Called
 # bytes are what the best algorithm sends of the whole tensor (`sent_bytes`; `given_bytes` of an all_to_all), worked
-# out here and not by a costs.py: what is predicted is held against them exactly, so neither may come from the other.
+# out here and not by a costs.py: predictions are compared with them exactly, so neither may use the other.
 # Barriers and receives send nothing of their own, and are not counted.
 #
 # A mode belongs to a thread: a call from a thread that the lesson started itself is not seen. On the CPU the backward
@@ -39,7 +39,7 @@ BELOW = torch._C._dispatch_keyset_full_after(HERE)
 
 
 class Shape(NamedTuple):
-    """Where in a c10d operation's arguments stands what ranks give alike, and what is sent; -1 for what it has not."""
+    """Positions in a c10d operation's arguments of what must be equal on ranks and of what is sent; -1 for none."""
 
     op: str
     compared: int  # the tensors
@@ -95,7 +95,7 @@ OPERATIONS = {f"c10d::{name}": (shape.op, shape.whole) for name, shape in SHAPES
 
 @dataclass
 class CalledOp:
-    """All calls of one operation on one axis. `raw_bytes` are the tensors', `called_bytes` what they must send."""
+    """All calls of an operation on an axis. `raw_bytes` are the tensors', `called_bytes` what they must send."""
 
     op: str
     axis: str  # the mesh axis ("dp"), "world", or the group's own name
@@ -105,7 +105,7 @@ class CalledOp:
 
 
 class DispatchMode(TorchDispatchMode):
-    """One that costs no import of torch's compiler, 822 modules, to leave it out of what nobody compiles here."""
+    """A dispatch mode that does not import torch's compiler (822 modules) to disable it, as torch's own does."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -120,7 +120,7 @@ class Calls(DispatchMode):
         self._ops: dict[tuple[str, str], CalledOp] = {}
 
     def ops(self) -> list[CalledOp]:
-        """What was called so far, by operation and axis in the order of their first call."""
+        """Return the calls so far, by operation and axis in the order of their first call."""
         return list(self._ops.values())
 
     def __torch_dispatch__(
@@ -145,7 +145,7 @@ class Calls(DispatchMode):
 
 
 def sent_by_call(op: str, nbytes: int, name: str, args: tuple[Any, ...], group: dist.ProcessGroup) -> float:
-    """What this rank sends in one call of the operation that torch's schema calls `name`."""
+    """Return the bytes that this rank sends in one call of torch's operation `name`."""
     if op == "gather":  # the argument is this rank's part; all send theirs but the root, args[3]
         return float(nbytes if args[3] != group.rank() else 0)
     if op == "all_to_all":
@@ -154,7 +154,7 @@ def sent_by_call(op: str, nbytes: int, name: str, args: tuple[Any, ...], group: 
 
 
 def sent_bytes(op: str, nbytes: int, group_size: int) -> float:
-    """What a rank sends of a tensor of `nbytes` in all: to a peer all of it, to the others all but its own Nth.
+    """Return what a rank sends of a tensor of `nbytes`: all of it to a peer, in collectives all but its own Nth.
 
     An all_reduce sends the parts once to be summed, and once as sums. Where ranks differ (broadcast, reduce, scatter)
     it is their mean.
@@ -170,7 +170,7 @@ GIVEN = {"c10d::alltoall_base_": (1, 4), "_c10d_functional::all_to_all_single": 
 
 
 def given_bytes(name: str, args: tuple[Any, ...], group: dist.ProcessGroup) -> float:
-    """What a rank sends in an all_to_all, whose parts may be uneven: all but what it keeps."""
+    """Return the bytes that a rank sends in an all_to_all, perhaps uneven: all but its own part."""
     if name not in GIVEN:  # a list of parts
         return float(nbytes_of(args[1]) - nbytes_of(args[1][group.rank()]))
     tensor, rows = (args[position] for position in GIVEN[name])
@@ -182,7 +182,7 @@ def given_bytes(name: str, args: tuple[Any, ...], group: dist.ProcessGroup) -> f
 
 
 def axis_of(group: dist.ProcessGroup) -> str:
-    """The mesh axis that a group belongs to, "world" for the default group, or the description it was made with."""
+    """Return a group's mesh axis, "world" for the default group, or the group's description."""
     description = group.group_desc
     if description == "default_pg":
         return "world"
@@ -190,13 +190,13 @@ def axis_of(group: dist.ProcessGroup) -> str:
 
 
 def _group(args: tuple[Any, ...]) -> dist.ProcessGroup:
-    """The first boxed object of a c10d call, the last argument of a functional collective."""
+    """Return the process group: a c10d call's first boxed object, a functional collective's last argument."""
     boxed = [value for value in args if isinstance(value, torch.ScriptObject)]
     return dist.ProcessGroup.unbox(boxed[0]) if boxed else dist.distributed_c10d._resolve_process_group(args[-1])
 
 
 def tensors_in(args: Any) -> Iterator[torch.Tensor]:
-    """The tensors of a call, in lists too."""
+    """Yield the tensors of a call, in lists too."""
     for each in args:
         if isinstance(each, torch.Tensor):
             yield each
@@ -205,7 +205,7 @@ def tensors_in(args: Any) -> Iterator[torch.Tensor]:
 
 
 def nbytes_of(tensors: Any) -> int:
-    """Bytes of a tensor, or of all tensors in lists of lists."""
+    """Return the bytes of a tensor, or of all tensors in lists of lists."""
     if isinstance(tensors, torch.Tensor):
         return tensors.numel() * tensors.element_size()
     return sum(map(nbytes_of, tensors))
@@ -233,7 +233,7 @@ Endpoint = tuple[str, int]  # address, port
 
 
 class NoDiagnostics(Exception):
-    """The kernel does not tell what sockets sent; the message says why, in one sentence."""
+    """Raised if the kernel does not report what sockets sent; the message has the reason."""
 
 
 @dataclass(frozen=True)
@@ -242,13 +242,13 @@ class Connection:
 
     local: Endpoint
     remote: Endpoint
-    sent_bytes: int  # handed to the connection, each byte once, those that still wait in the send buffer included
+    sent_bytes: int  # written to the connection, each byte once, including those in the send buffer
     retransmitted_bytes: int
 
 
 def connections(*store_ports: int) -> dict[int, Connection]:
-    """This process's TCP connections by inode, but for those that have one of `store_ports` at either end; raises
-    NoDiagnostics where the kernel does not give them."""
+    """Return this process's TCP connections by inode, except those with one of `store_ports` at either end; raises
+    NoDiagnostics if the kernel does not report them."""
     try:
         mine = set(_open_sockets())
         families = (socket.AF_INET, socket.AF_INET6)
@@ -261,7 +261,7 @@ def connections(*store_ports: int) -> dict[int, Connection]:
 
 
 def _open_sockets() -> Iterator[int]:
-    """The inode of each."""
+    """Yield the inode of each open socket."""
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # the descriptor of the listing itself is closed by now
             status = os.fstat(int(name))
@@ -270,7 +270,7 @@ def _open_sockets() -> Iterator[int]:
 
 
 def _dump(family: int, mine: set[int]) -> Iterator[tuple[int, Connection]]:
-    """The TCP connections of one address family whose inode is among `mine`; the kernel lists all of the namespace."""
+    """Yield one address family's TCP connections with an inode in `mine`; the kernel lists the whole namespace."""
     request = REQUEST.pack(family, socket.IPPROTO_TCP, 1 << (INET_DIAG_INFO - 1), STATES)
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETLINK_SOCK_DIAG) as netlink:
         netlink.settimeout(TIMEOUT_S)
@@ -317,7 +317,7 @@ def _attribute(attributes: memoryview, wanted: int) -> memoryview:
 
 
 def _address(family: int, raw: bytes) -> str:
-    """As text; an IPv4 address that an IPv6 socket speaks to (::ffff:127.0.0.1) as the IPv4 address it is."""
+    """Return an address as text; an IPv4 address in an IPv6 socket (::ffff:127.0.0.1) as IPv4."""
     if family == socket.AF_INET:
         return socket.inet_ntoa(raw[:4])
     address = ipaddress.IPv6Address(raw)
@@ -329,7 +329,7 @@ def _address(family: int, raw: bytes) -> str:
 
 @dataclass(frozen=True)
 class WireBytes:
-    """Bytes to one peer: each byte sent once, and apart from it what TCP had to send again."""
+    """Bytes to one peer: each byte sent once, and separately TCP's retransmissions."""
 
     sent: float = 0
     retransmitted: float = 0
@@ -337,14 +337,14 @@ class WireBytes:
 
 @dataclass
 class Traffic:
-    """What one `count()` saw; complete when its block has ended."""
+    """The result of one `count()`; complete when its block has ended."""
 
     called: list[CalledOp] = field(default_factory=list)
     wire: dict[int, WireBytes] = field(default_factory=dict)  # one entry for every other rank
     wire_error: str | None = None  # why `wire` is empty, where the system gives no counters
 
     def per(self, steps: int) -> "Traffic":
-        """The same, divided by the number of `steps` that were counted together."""
+        """Return the traffic divided by the number of `steps` that were counted together."""
         return Traffic(
             [
                 CalledOp(op.op, op.axis, op.calls / steps, op.raw_bytes / steps, op.called_bytes / steps)
@@ -368,8 +368,8 @@ class Traffic:
 
 
 class Ledger:
-    """`exchange(key, value)` returns all ranks' values in rank order, and must not use the group; `unseen` says why
-    sockets are not looked at, where a backend sends past them."""
+    """`exchange(key, value)` returns all ranks' values in rank order, and must not use the group; `unseen` is the
+    reason if a backend does not send through sockets."""
 
     def __init__(
         self, rank: int, world_size: int, exchange: Callable[[str, Any], list[Any]], store_ports: Collection[int] = (),
@@ -383,9 +383,9 @@ class Ledger:
     def count(self, *, calls: bool = True) -> Iterator[Traffic]:
         """Count inside the block. Every rank must enter and leave it: its end names the peers, by `exchange`.
 
-        What was called is to be waited for inside the block. An error inside the block passes through, uncounted. To
-        see calls costs each operation of this thread some time, and other threads' are not seen: without `calls` the
-        wire alone is read.
+        Calls must be waited for inside the block. An error inside the block is raised, and nothing counted.
+        Recording calls slows each operation of this thread, and other threads are not seen: without `calls` only
+        the wire is read.
         """
         traffic = Traffic()
         before = self._connections()
@@ -393,7 +393,7 @@ class Ledger:
         with seen if calls else nullcontext():
             yield traffic
             if torch.cuda.is_initialized():
-                torch.cuda.synchronize()  # NCCL sends when its stream comes to it
+                torch.cuda.synchronize()  # NCCL sends when its stream reaches the call
         after = self._connections()
         traffic.called = seen.ops()
         self._name_peers(traffic, before, after)
@@ -409,7 +409,7 @@ class Ledger:
     def _name_peers(
         self, traffic: Traffic, before: dict[int, Connection] | str, after: dict[int, Connection] | str
     ) -> None:
-        """Fill in the wire: only what all ranks can measure is measured, or the matrix would lack rows."""
+        """Fill in the wire, only if all ranks can measure it, or the matrix would lack rows."""
         self._count += 1
         if self.unseen:
             traffic.wire_error = self.unseen
@@ -441,7 +441,7 @@ class Ledger:
 
 
 def unmatched(rank: int, near: Endpoint, far: Endpoint) -> str:
-    """Why nobody can say to which rank some bytes went."""
+    """Return why the receiving rank of some bytes is unknown."""
     return (
         f"wire bytes are not known: rank {rank} has a connection from {near[0]}:{near[1]} to {far[0]}:{far[1]} of which"
         " no rank has the other end, as where addresses are translated on the way or a proxy stands between"
@@ -449,6 +449,6 @@ def unmatched(rank: int, near: Endpoint, far: Endpoint) -> str:
 
 
 def _add(total: WireBytes, now: Connection, then: Connection | None) -> WireBytes:
-    """`total` and what a connection sent since `then`, or since it was opened."""
+    """Return `total` plus what a connection sent since `then`, or since it was opened."""
     sent, retransmitted = (then.sent_bytes, then.retransmitted_bytes) if then else (0, 0)
     return WireBytes(total.sent + now.sent_bytes - sent, total.retransmitted + now.retransmitted_bytes - retransmitted)

@@ -1,6 +1,6 @@
 """Cells of a notebook on ranks: `%load_ext distlab`, then `%%ranks 4` above a cell.
 
-magics.py   what is typed, and what is shown of a cell; IPython is imported there alone
+magics.py   the magics and their output; only this file imports IPython
 session.py  the ranks of a notebook, in its kernel: a doctor watches each cell
 rank.py     one rank: names that stay from cell to cell, and a process group
 shown.py    a cell's outputs by rank, equal ones once; its faults with the lines of the cell

@@ -21,7 +21,7 @@ SHOWS = ("wire", "timeline", "memory")
 
 
 class Words(argparse.ArgumentParser):
-    """Raises UsageError, which a notebook shows as one line."""
+    """A parser that raises UsageError, which a notebook shows as one line."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"%%ranks: {message}; {self.format_usage().strip()}")
@@ -59,7 +59,7 @@ def shows(text: str) -> list[str]:
 
 @magics_class
 class RanksMagics(Magics):
-    """Of one notebook, with its ranks."""
+    """The magics of one notebook, with its ranks."""
 
     def __init__(self, shell: InteractiveShell) -> None:
         super().__init__(shell)
@@ -115,7 +115,7 @@ class RanksMagics(Magics):
         if count != self.session.world_size:
             self._start(count)
         assert self.shell is not None
-        number = len(self.shell.user_ns["In"]) - 1  # as it stands beside the cell, whichever way this IPython counts
+        number = len(self.shell.user_ns["In"]) - 1  # as shown next to the cell, however this IPython counts
         result = self.session.run_cell(number, cell, typed.only, measured=bool(typed.show))
         self._show(result, typed.show, cell)
 
@@ -138,7 +138,7 @@ class RanksMagics(Magics):
 
 
 def load(shell: Any) -> None:
-    """What `%load_ext distlab` does; a second time new ranks take the place of the old."""
+    """Implement `%load_ext distlab`; a second time new ranks replace the old."""
     before = shell.magics_manager.registry.get("RanksMagics")
     if before is not None:
         before.session.close()

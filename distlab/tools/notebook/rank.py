@@ -1,7 +1,7 @@
-"""Cells on a warm rank, in names of its own, which stay, and a process group that all ranks share.
+"""Run cells on a warm rank, in a persistent namespace, with a process group that all ranks share.
 
-A rank that waits in C++ for others can be called back: its group's connections are shut down, the call raises, and the
-rank with all its names is there for the next cell.
+A rank that waits in C++ for others can be interrupted: its group's connections are shut down, the call raises, and the
+rank keeps all its names for the next cell.
 """
 
 import ast
@@ -27,14 +27,14 @@ SHOWN_LETTERS = 20_000  # of a value
 
 
 class Cell(NamedTuple):
-    """What a rank runs; the source is empty on one that takes no part."""
+    """A cell for a rank; the source is empty on a rank that does not take part."""
 
     file: str
     source: str
-    measured: bool = False  # whether the bytes and the memory of this cell are asked for
+    measured: bool = False  # whether to measure this cell's bytes and memory
 
 
-GIVEN = {"rank", "world_size", "group", "dist", "torch", "distlab"}  # what each rank has without a cell
+GIVEN = {"rank", "world_size", "group", "dist", "torch", "distlab"}  # names that each rank has from the start
 
 
 class Frame(NamedTuple):
@@ -52,13 +52,13 @@ class Ended(ranks.Ended):
     value: str = ""
     html: str = ""
     frames: list[Frame] = field(default_factory=list)
-    before_bytes: int = 0  # of the process, before the cell and at the most
+    before_bytes: int = 0  # of the process, before the cell and at its peak
     peak_bytes: int = 0
-    names: list[str] = field(default_factory=list)  # that cells have made there, the oldest first
+    names: list[str] = field(default_factory=list)  # defined by cells, oldest first
 
 
 class Cells(ranks.Player):
-    """Runs cells, which are files of `start.folder`, and joins the group that a work is in the place of a cell."""
+    """Runs cells, which are files of `start.folder`; a work that is a group is joined instead."""
 
     keeps_group = True
 
@@ -66,11 +66,11 @@ class Cells(ranks.Player):
         super().__init__(rank)
         self.main = types.ModuleType("__main__")
         sys.modules["__main__"] = self.main
-        self.inside = False  # a cell's code
+        self.inside = False  # whether a cell's code runs
         signal.signal(signal.SIGINT, self.on_interrupt)
 
     def play(self, work: Cell | ranks.Group) -> ranks.Ended:
-        """The cell's code in this rank's names."""
+        """Run the cell's code in this rank's namespace."""
         if isinstance(work, ranks.Group):
             return self.join(work)
         waits = self.rank.waits
@@ -98,15 +98,15 @@ class Cells(ranks.Player):
         return ranks.Ended("passed")
 
     def names(self) -> list[str]:
-        """What cells have defined and imported here, the oldest first."""
+        """Return what cells have defined and imported here, oldest first."""
         return [name for name in self.main.__dict__ if name not in GIVEN and not name.startswith("_")]
 
     def failed(self, error: BaseException) -> Ended:
-        text = traceback.format_exception_only(error)[-1].strip()  # before it stands the line of a syntax error
+        text = traceback.format_exception_only(error)[-1].strip()  # after the line of a syntax error
         return Ended("failed", text, frames=frames_of(error, self.rank.start.folder), names=self.names())
 
     def call_back(self) -> None:
-        """Shut down the group's connections, and interrupt what computes."""
+        """Shut down the group's connections, and interrupt computation."""
         shut_down(self.rank.start.port)
         main = threading.main_thread().ident
         assert main is not None
@@ -118,7 +118,7 @@ class Cells(ranks.Player):
 
 
 def execute(cell: Cell, names: dict[str, Any]) -> Any:
-    """Run the source; returns the value of its last expression, None where the last statement is none."""
+    """Run the source; returns the last expression's value, None if the last statement is none."""
     tree = ast.parse(cell.source, cell.file)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     exec(compile(tree, cell.file, "exec"), names)
@@ -131,20 +131,20 @@ def execute(cell: Cell, names: dict[str, Any]) -> Any:
 
 
 def shown(value: Any) -> str:
-    """As the last expression of a cell is shown; empty for None."""
+    """Return a cell's last value as text; empty for None."""
     return "" if value is None else repr(value)[:SHOWN_LETTERS]
 
 
 def as_html(value: Any) -> str:
-    """What it has for notebooks itself, as a table of pandas has; else nothing."""
+    """Return its own HTML, as pandas' tables have; else an empty text."""
     made = getattr(value, "_repr_html_", None)
-    with suppress(Exception):  # a class of the user's, or a type itself
+    with suppress(Exception):  # a user's class, or a type itself
         return str(made() or "")[:SHOWN_LETTERS] if made is not None and not isinstance(value, type) else ""
     return ""
 
 
 def frames_of(error: BaseException, cells: str) -> list[Frame]:
-    """The frames from that of a cell on, of which `cells` is the folder; of a syntax error its line."""
+    """Return the frames from a cell of folder `cells` on; of a syntax error its line."""
     if isinstance(error, SyntaxError) and error.filename and error.filename.startswith(cells):
         return [Frame(error.filename, error.lineno or 1, "")]
     found = [Frame(each.filename, each.lineno or 0, each.name) for each in traceback.extract_tb(error.__traceback__)]
@@ -153,7 +153,7 @@ def frames_of(error: BaseException, cells: str) -> list[Frame]:
 
 
 def begin_memory() -> int:
-    """Forget the peak of the process until now; returns what it has, in bytes."""
+    """Reset the process' peak memory; returns its current bytes."""
     with suppress(OSError):  # it may be forbidden: then the peak is an older one
         Path("/proc/self/clear_refs").write_text("5")
     return status_bytes("VmRSS")
@@ -167,10 +167,10 @@ def status_bytes(name: str) -> int:
 
 
 def shut_down(store_port: int) -> None:
-    """End all TCP connections of this process but those to the ranks' store: who waits for one of them raises."""
+    """Shut down this process' TCP connections except to the ranks' store: calls that wait for one raise."""
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError, ValueError):
-            one = socket.socket(fileno=os.dup(int(name)))  # raises OSError where it is no socket
+            one = socket.socket(fileno=os.dup(int(name)))  # raises OSError if it is no socket
             with one:
                 ends = [one.getsockname(), one.getpeername()]
                 if one.family in (socket.AF_INET, socket.AF_INET6) and store_port not in (each[1] for each in ends):

@@ -1,8 +1,8 @@
-"""The ranks of a notebook, in its kernel: each runs the cell in names of its own, and a doctor watches.
+"""The ranks of a notebook, in its kernel: each runs the cell in its own namespace, and a doctor watches.
 
-Ranks outlive what goes wrong. Those that wait for each other are called back (rank.py), and all meet in a new process
-group; a rank that does not come back within BACK_S, or whose process is gone, is made anew, which is said, since its
-names are gone with it.
+Ranks survive failures. Those that wait for each other are interrupted (rank.py), and all join a new process
+group; a rank that does not return within BACK_S, or whose process is gone, is restarted, which is reported, since its
+names are lost.
 """
 
 import math
@@ -20,21 +20,21 @@ from distlab.tools.check.judge.coordinator import Doctor
 from distlab.tools.notebook.rank import Cell, Cells, Ended
 from distlab.tools.ranks.pool import Outcome, WarmRanks, Watching
 
-NEVER_S = 86_400.0  # a cell may take as long as it likes: the doctor ends what hangs
-BACK_S = 1.5  # for a rank to come back from a call that has ended
+NEVER_S = 86_400.0  # a cell has no time limit: the doctor ends hangs
+BACK_S = 1.5  # for a rank to return from an interrupted call
 MOST = 64  # ranks, of one machine
 
 
 @dataclass
 class Result:
-    """What became of a cell, by rank."""
+    """The outcome of a cell, by rank."""
 
     file: str
     outcome: Outcome
     interrupted: bool
     made_anew: list[int] = field(default_factory=list)  # ranks that have lost their names
     doctor: Doctor | None = None
-    told: list[list[bytes]] = field(default_factory=list)  # the lines of each rank, where they were asked for
+    told: list[list[bytes]] = field(default_factory=list)  # each rank's reports, if requested
 
     @property
     def ended(self) -> dict[int, Ended]:
@@ -47,14 +47,14 @@ class Session(WarmRanks):
     def __init__(self) -> None:
         self._cells = Path(tempfile.mkdtemp(prefix="distlab-cells-"))
         super().__init__(Cells, str(Path.cwd()), str(self._cells), [Cells.__module__], apart=True)
-        self.names: dict[int, list[str]] = {}  # by rank, after its last cell; of a rank made anew none
+        self.names: dict[int, list[str]] = {}  # by rank, after its last cell; none for a restarted rank
 
     @property
     def world_size(self) -> int:
         return len(self._ranks)
 
     def start(self, world_size: int) -> None:
-        """New ranks, in the place of those that are there; raises RuntimeError if one does not start."""
+        """Start new ranks in place of existing ones; raises RuntimeError if one does not start."""
         self.kill()
         self.names.clear()
         self._root = str(Path.cwd())
@@ -62,7 +62,7 @@ class Session(WarmRanks):
         self._meet()
 
     def _meet(self) -> None:
-        """Have all ranks make a new process group."""
+        """Make all ranks join a new process group."""
         group = self.next_group(self.world_size, NEVER_S)
         for rank in self._ranks:
             rank.control.send(group)
@@ -70,7 +70,7 @@ class Session(WarmRanks):
             self.hear(rank, "meet the others")
 
     def run_cell(self, number: int, source: str, only: Sequence[int] = (), *, measured: bool = False) -> Result:
-        """The cell `number` on the ranks `only`, or on all; returns once all have ended, or something is wrong."""
+        """Run cell `number` on the ranks `only`, or on all; returns when all have ended or one failed."""
         file = self._cells / f"cell_{number}.py"
         file.write_text(source)
         lost = [rank for rank, (_, nbytes) in enumerate(self.memory_bytes()) if not nbytes]
@@ -92,7 +92,7 @@ class Session(WarmRanks):
         return result
 
     def _recover(self, outcome: Outcome) -> list[int]:
-        """Call back who is still in the cell, make anew who is gone, and have all meet; returns the ranks made anew."""
+        """Interrupt ranks still in the cell, restart dead ones, and regroup all; returns the restarted ranks."""
         away = {
             rank for rank, each in enumerate(self._ranks)
             if rank not in outcome.ended and each.bedside.process.exitcode is None
@@ -105,7 +105,7 @@ class Session(WarmRanks):
             for each in wait(list(controls), left_s):
                 assert isinstance(each, Connection)
                 away.discard(rank := controls[each])
-                with suppress(EOFError, OSError):  # its process is gone, which is seen below
+                with suppress(EOFError, OSError):  # its process is gone, which is detected below
                     self.names[rank] = each.recv().names
         gone = {rank for rank, (_, nbytes) in enumerate(self.memory_bytes()) if not nbytes}
         anew = sorted(away | gone)
@@ -119,7 +119,7 @@ class Session(WarmRanks):
         self._meet()
 
     def memory_bytes(self) -> list[tuple[int, int]]:
-        """Of each rank its process, and what that has in memory; 0 where it is gone."""
+        """Return each rank's process and its memory; 0 if it is gone."""
         found = []
         for rank in self._ranks:
             pid, nbytes = rank.bedside.process.pid or 0, 0
@@ -129,6 +129,6 @@ class Session(WarmRanks):
         return found
 
     def close(self) -> None:
-        """End all ranks; nothing of them is left."""
+        """End all ranks and free their resources."""
         super().close()
         shutil.rmtree(self._cells, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""What is shown of a cell: outputs by rank, equal ones once; faults with the lines of the cell at which ranks stand."""
+"""Format a cell's results: outputs by rank, equal ones once; faults with the cell's lines where ranks are."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,12 +16,12 @@ from distlab.tools.notebook.rank import Ended, Frame
 from distlab.tools.notebook.session import Result
 
 NEWEST = 8  # names of a rank that are listed
-AROUND = 2  # lines of the cell before and behind one that is marked
+AROUND = 2  # lines of the cell before and after a marked one
 RED, BOLD, PLAIN = "\x1b[31m", "\x1b[1m", "\x1b[0m"
 
 
 def grouped(texts: Mapping[int, str]) -> Iterator[tuple[str, list[int]]]:
-    """Each text once, with the ranks that have it, in the order of the first; empty ones are left out."""
+    """Yield each text once, with its ranks, in the order of the first; empty ones are left out."""
     ranks: dict[str, list[int]] = {}
     for rank, text in sorted(texts.items()):
         if text.strip():
@@ -34,7 +34,7 @@ def name(ranks: Sequence[int], world_size: int) -> str:
 
 
 def outputs(result: Result) -> Iterator[str]:
-    """What ranks printed, and the value of the last expression, with whose it is in front."""
+    """Yield what ranks printed and their last values, after the ranks' names."""
     world_size = len(result.outcome.printed)
     values = {rank: f"= {each.value}" if each.value else "" for rank, each in result.ended.items()}
     for texts in (result.outcome.printed, values):
@@ -43,7 +43,7 @@ def outputs(result: Result) -> Iterator[str]:
 
 
 def by_line(texts: Mapping[int, str]) -> Iterator[tuple[str, list[int]]]:
-    """Equal texts once; where ranks have as many lines, equal lines once, in their order."""
+    """Yield equal texts once; if ranks have as many lines, equal lines once, in their order."""
     lines = {rank: text.splitlines() for rank, text in texts.items() if text.strip()}
     if len(lines) > 1 and len({len(each) for each in lines.values()}) == 1:
         for each in zip(*lines.values(), strict=True):
@@ -56,7 +56,7 @@ def by_line(texts: Mapping[int, str]) -> Iterator[tuple[str, list[int]]]:
 
 
 class CellFailed(Exception):
-    """A cell failed on ranks; a notebook shows the sentences and the marked lines in the place of a traceback."""
+    """Raised if a cell failed; a notebook shows the sentences and marked lines in place of a traceback."""
 
     def __init__(self, lines: Sequence[str]) -> None:
         super().__init__(re.sub(r"\x1b\[\d+m", "", lines[0]) if lines else "the cell failed")
@@ -67,10 +67,10 @@ class CellFailed(Exception):
 
 
 def failure(result: Result, source: str) -> CellFailed:
-    """All that is to be said of a cell that went wrong, the sentence first."""
+    """Return the report of a failed cell, the sentence first."""
     outcome, world_size = result.outcome, len(result.outcome.printed)
     said = [f"rank {rank} {how}" for rank, how in outcome.lost.items()]
-    # A rank whose process ended has raised nothing that could be shown below.
+    # A rank whose process ended has no exception to show below.
     found = [
         each for each in outcome.findings if each.check in (HANG, MATCH) or result.ended.keys().isdisjoint(each.ranks)
     ]
@@ -83,7 +83,7 @@ def failure(result: Result, source: str) -> CellFailed:
     lines = [f"{BOLD}{RED}{sentence}{PLAIN}" for sentence in map(without_path, said)]
     if marks:
         lines += ["", *marked(source, marks, world_size)]
-    if not (found or outcome.lost):  # what ranks raise then comes of it
+    if not (found or outcome.lost):  # ranks' exceptions then follow from it
         raised = {rank: result.ended[rank] for rank in outcome.raised() or outcome.failed}
         lines += list(tracebacks(raised, result.file, source, world_size))
     if result.made_anew:
@@ -98,12 +98,12 @@ def began_anew(ranks: Sequence[int]) -> str:
 
 
 def without_path(sentence: str) -> str:
-    """The words that a reader sees beside the cell, in the place of its file and line."""
+    """Return the sentence with the cell's name in place of its file and line."""
     return re.sub(r"(?:\S*/)?cell_(\d+)\.py:(\d+)", r"cell \1, line \2", sentence)
 
 
 def places(rows: Iterable[Sequence[str]], file: str) -> Iterator[tuple[int, int]]:
-    """Rank and line of each row that says where in the cell a rank stands."""
+    """Yield rank and line of each row with a rank's position in the cell."""
     for row in rows:
         text = " ".join(row)
         rank, line = re.search(r"\brank (\d+)", text), re.search(rf"{re.escape(Path(file).name)}:(\d+)", text)
@@ -112,12 +112,12 @@ def places(rows: Iterable[Sequence[str]], file: str) -> Iterator[tuple[int, int]
 
 
 def line_in(frames: Iterable[object], file: str) -> int:
-    """The line of the cell in which the innermost of its frames stands; 0 where none does."""
+    """Return the cell's line in its innermost frame; 0 without one."""
     return next((each.line for each in frames if each.file == file), 0)  # type: ignore[attr-defined]
 
 
 def marked(source: str, marks: Mapping[int, int], world_size: int) -> Iterator[str]:
-    """The lines of the cell around those that are marked, with the ranks that stand there."""
+    """Yield the cell's lines around the marked ones, with the ranks at them."""
     lines = source.splitlines()
     there: dict[int, list[int]] = {}
     for rank, line in sorted(marks.items()):
@@ -135,7 +135,7 @@ def marked(source: str, marks: Mapping[int, int], world_size: int) -> Iterator[s
 
 
 def tracebacks(raised: Mapping[int, Ended], file: str, source: str, world_size: int) -> Iterator[str]:
-    """Each exception once, with its ranks, the frames below the cell, and the line of the cell marked."""
+    """Yield each exception once, with its ranks, the frames below the cell, and the cell's line marked."""
     alike: dict[tuple[str, tuple[Frame, ...]], list[int]] = {}
     for rank, each in sorted(raised.items()):
         alike.setdefault((each.text, tuple(Frame(*frame) for frame in each.frames)), []).append(rank)
@@ -153,17 +153,17 @@ def tracebacks(raised: Mapping[int, Ended], file: str, source: str, world_size: 
         yield f"{BOLD}{text}{PLAIN}"
 
 
-# What is measured of a cell, where it is asked for.
+# Measurements of a cell, if requested.
 
 
 def wire_table(result: Result) -> str:
-    """Who sent how much to whom in this cell, and what was called."""
+    """Return the bytes sent per pair of ranks in this cell, and its calls."""
     cases = result.doctor.cases if result.doctor is not None else []
     return "\n".join(format_tables(wire(list(cases)))) or "nothing was sent: no rank called another"
 
 
 def names(made: Sequence[str]) -> str:
-    """The names that live on a rank, how many and the newest of them."""
+    """Return the number of names on a rank, and the newest."""
     listed = ", ".join([*["..."] * (len(made) > NEWEST), *made[-NEWEST:]])
     return f"{counted(len(made), 'names')}: {listed}" if made else "no names yet"
 
@@ -178,14 +178,14 @@ def memory_table(result: Result) -> str:
 
 
 def spans(result: Result) -> list[list[tuple[str, str, float, float]]]:
-    """The calls of each rank, in seconds since the first of all."""
+    """Return each rank's calls, in seconds since the first of all."""
     found = [spans_of(lines)[0] for lines in result.told]
     began_s = min((start_s for of_rank in found for _, _, start_s, _ in of_rank), default=0.0)
     return [[(kind, label, start - began_s, end - began_s) for kind, label, start, end in of_rank] for of_rank in found]
 
 
 def timeline(result: Result) -> str:
-    """The drawing of a report, SVG; empty where no rank called another."""
+    """Return a report's timeline as SVG; empty if no rank called another."""
     found = spans(result)
     if not any(found):
         return ""

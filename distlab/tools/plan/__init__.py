@@ -1,5 +1,5 @@
-"""Pick and predict: memory, bytes and seconds of every strategy for a model on paper, and which one to take.
+"""The planner: estimate memory, bytes and seconds of every strategy for a model, and recommend one.
 
-arguments -> Job (what is asked, every guess stated) -> layouts (how N ranks can be cut) -> costs (by the formulas of
-the techniques' costs.py, those that the modes are checked against) -> advice (what fits, what to take, what would fit)
+arguments -> Job (the question, with every guess stated) -> layouts (how to arrange N ranks) -> costs (by the formulas
+of the techniques' costs.py, which the modes are checked against) -> advice (what fits, the choice, remedies)
 """

@@ -1,5 +1,5 @@
-"""From prices to a choice: the cheapest way of each kind, the one to take with its reason, and what would fit if
-nothing does."""
+"""Choose a layout from costs: the best one of each kind, the recommended one with its reason, and remedies if
+nothing fits."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,15 +11,15 @@ from distlab.tools.plan.job import Job, Savings, Weights
 from distlab.tools.plan.layout import KINDS, Layout, impossible, layouts
 from distlab.tools.plan.memory import held_bytes
 
-# What is simpler may take so much longer: the estimate is no better than that, and people's time counts too.
+# A simpler layout may be slower by this: the estimate is no more exact, and people's time counts too.
 SLACK = 1.10
-TOLD_FROM = 0.01  # of a step: what is faster by less is not worth a word
+TOLD_FROM = 0.01  # of a step: smaller differences are not mentioned
 MOST_GPUS = 1 << 17
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The best layout of each kind, the kinds that these sizes do not allow with the reason, and the one to take."""
+    """The best layout of each kind, the impossible kinds with their reasons, and the recommended layout."""
 
     costs: dict[str, Cost]
     left_out: dict[str, str]
@@ -27,15 +27,14 @@ class Plan:
 
     @property
     def fitting(self) -> list[Cost]:
-        """Those that a GPU's memory holds."""
+        """Layouts that fit into a GPU's memory."""
         return [each for each in self.costs.values() if each.fits]
 
     @property
     def shown(self) -> list[Cost]:
-        """Rows of the table: all that shard alone; of each product the simplest and the fastest that fit, and the one
-        to take.
+        """Rows of the table: layouts that only shard; per product the simplest and fastest that fit; the chosen one.
 
-        Of a product that does not fit what holds least. All that cut samples count as one product.
+        If none of a product fits, its smallest one. All layouts that cut samples count as one product.
         """
         rows = [self.pick] if self.pick else []
         for axes, group in groupby(self.costs.values(), key=lambda each: family_of(each.layout)):
@@ -54,12 +53,12 @@ ALONE = (False, False, False)  # neither samples nor the model are cut
 
 
 def family_of(layout: Layout) -> tuple[bool, bool, bool]:
-    """Whether samples are cut, and if not the axes of the model."""
+    """Return whether samples are cut, and otherwise which model axes are."""
     return (True, False, False) if layout.context > 1 else (False, *layout.axes)
 
 
 def plan(job: Job, stages: Sequence[int] = range(4)) -> Plan:
-    """Weigh every kind of these stages of ZeRO, and only if none fits those that cut samples, too."""
+    """Compare every kind with these ZeRO stages; include layouts that cut samples only if none fits."""
     costs, left_out = weighed(job, stages)
     if not any(each.fits for each in costs.values()):
         costs |= weighed(job, stages, context=True)[0]
@@ -70,15 +69,15 @@ def plan(job: Job, stages: Sequence[int] = range(4)) -> Plan:
 
 
 def weighed(job: Job, stages: Sequence[int], *, context: bool = False) -> tuple[dict[str, Cost], dict[str, str]]:
-    """Of each kind the fastest that fits, or else the one that holds least; and why there is none. With `context` of
-    those that cut samples."""
+    """Return per kind the fastest that fits, or else the smallest, and the reasons for missing kinds; with `context` of
+    layouts that cut samples."""
     costs, left_out = {}, {}
     for kind, tensor, pipeline, stage in (each for each in KINDS if each[3] in stages):
         name = f"cp x {kind}" if context else kind
         held = [(held_bytes(job, each), each) for each in layouts(job, tensor, pipeline, stage, context)]
         if fitting := [layout for nbytes, layout in held if nbytes <= job.usable_bytes]:
             costs[name] = min((cost(job, layout) for layout in fitting), key=lambda each: each.step_s)
-        elif held:  # of what does not fit no time is asked
+        elif held:  # time does not matter if nothing fits
             costs[name] = cost(job, min(held, key=lambda each: each[0])[1])
         else:
             left_out[name] = impossible(job, tensor, pipeline, stage)
@@ -86,7 +85,7 @@ def weighed(job: Job, stages: Sequence[int], *, context: bool = False) -> tuple[
 
 
 def reason(chosen: Plan, job: Job) -> str:
-    """Why the pick is the pick, in a sentence."""
+    """Return a sentence that gives the reason for the choice."""
     pick = chosen.pick
     assert pick is not None
     fastest = min(chosen.fitting, key=lambda each: each.step_s)
@@ -111,7 +110,7 @@ def reason(chosen: Plan, job: Job) -> str:
 
 
 def loses(each: Cost, pick: Cost | None, job: Job) -> str:
-    """Why a layout is not the one to take, by what it has more of."""
+    """Return why a layout was not chosen: what it needs more of."""
     if not each.fits:
         largest = human_bytes(each.memory[each.largest])
         return (
@@ -130,7 +129,7 @@ def loses(each: Cost, pick: Cost | None, job: Job) -> str:
     return f"{ratio:.0%} slower: {three_digits(more[worst])} s more of {waits}"
 
 
-# What would make something fit: less to keep, more GPUs, the host's memory, larger GPUs, another training.
+# Remedies: less memory per rank, more GPUs, the host's memory, larger GPUs, another training.
 
 BF16 = Weights(2, masters=False, moment_bytes=2)
 LEANER: tuple[tuple[str, Callable[[Job], Job]], ...] = (
@@ -146,7 +145,7 @@ NF4_BYTES = (
 
 
 def remedies(job: Job) -> Iterator[str]:
-    """What would make something fit."""
+    """Yield changes that would make it fit."""
     changes: list[tuple[str, Callable[[Job], Job]]] = [
         ("--recompute", lambda given: replace(given, recompute="full")),
         ("--batch 1", lambda given: replace(given, samples=1)),
@@ -157,7 +156,7 @@ def remedies(job: Job) -> Iterator[str]:
         if (pick := plan(change(job)).pick) is not None:
             yield f"{name}: then {fitted(pick)}"
     all_changes = "".join(f" {name}" for name, _ in useful)
-    if plan(leanest).pick is not None:  # nothing else is needed beside it: the other remedies are for the step as it is
+    if plan(leanest).pick is not None:  # this is enough: the other remedies keep the step as it is
         leanest, all_changes = job, ""
     yield from more_gpus(job, leanest, all_changes)
     costs, beside = plan(leanest).costs, f", with{all_changes}" if all_changes else ""
@@ -168,8 +167,8 @@ def remedies(job: Job) -> Iterator[str]:
 
 
 def other_trainings(job: Job, leanest: Job, all_changes: str) -> Iterator[str]:
-    """Trainings of these parameters that are not what was asked for and fit: all weights in 16 bits, or adapters beside
-    weights that stay. Each with the first of --recompute and --batch 1 that it needs."""
+    """Yield other trainings of these parameters that fit: all weights in 16 bits, or adapters with frozen
+    weights. Each with the first of --recompute and --batch 1 that it needs."""
     if job.gpus > job.gpus_per_node:
         return
     for name, change in LEANER:
@@ -184,7 +183,7 @@ def fitted(pick: Cost) -> str:
 
 
 def more_gpus(job: Job, leanest: Job, all_changes: str) -> Iterator[str]:
-    """The first doubling of the GPUs that fits, as it is or with all that saves memory."""
+    """Yield the first doubled number of GPUs that fits, unchanged or with all memory savings."""
     gpus = full_nodes(job, job.gpus * 2)
     while gpus <= MOST_GPUS:
         for given, words in ((job, ""), (leanest, all_changes)):
@@ -195,12 +194,12 @@ def more_gpus(job: Job, leanest: Job, all_changes: str) -> Iterator[str]:
 
 
 def full_nodes(job: Job, gpus: int) -> int:
-    """As many or a few more: where there are several nodes, each is full."""
+    """Round up to full nodes if there are several nodes."""
     return gpus if gpus <= job.gpus_per_node else -(-gpus // job.gpus_per_node) * job.gpus_per_node
 
 
 def offload(job: Job, sharded: Cost, all_changes: str) -> Iterator[str]:
-    """The optimizer's state in the host's memory, where the rest fits."""
+    """Yield offloading the optimizer's state to the host's memory, if the rest fits."""
     left = held_bytes(replace(job, savings=replace(job.savings, offload=True)), sharded.layout)
     if left <= job.usable_bytes and sharded.memory["optimizer"]:
         host = sharded.memory["optimizer"] * job.node_gpus
@@ -211,7 +210,7 @@ def offload(job: Job, sharded: Cost, all_changes: str) -> Iterator[str]:
         )
 
 
-# What people take for a layout, and the modes of this lab that show how it works.
+# Frameworks for a layout, and the modes of this lab that show how it works.
 
 # Where samples are cut, by whether ZeRO shards more than the optimizer's state.
 OF_POSITIONS = (
@@ -249,7 +248,7 @@ TOOLS = {
 
 
 def framework(layout: Layout) -> tuple[str, list[str]]:
-    """What people take for it, and the modes of this lab that show how it works."""
+    """Return a framework for the layout, and the modes of this lab that show how it works."""
     modes = ["RUN_MODE=tp"] * (layout.tensor > 1) + ["RUN_MODE=pp"] * (layout.pipeline > 1)
     modes += ["RUN_MODE=cp"] * (layout.context > 1)
     modes += [f"RUN_MODE=fsdp LAB_VARIANT=zero{layout.stage}"] * (layout.stage > 0)

@@ -1,4 +1,4 @@
-"""The planner's answer: as lines for a terminal, and as JSON with all numbers of it."""
+"""The planner's answer, as lines for a terminal and as JSON with all its numbers."""
 
 import math
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ DAY_S = 86400.0
 
 
 def answer_lines(job: Job, told: Sequence[str], chosen: Plan, tokens: float | None = None) -> list[str]:
-    """The whole answer where a layout is to be chosen."""
+    """Return the whole answer if the planner chooses the layout."""
     said = [*heading(job, told), "", *aligned(COLUMNS, [strategy_line(job, each) for each in chosen.shown]), ""]
     reasons = dict.fromkeys(chosen.left_out.values())
     said += [
@@ -56,7 +56,7 @@ def answer_lines(job: Job, told: Sequence[str], chosen: Plan, tokens: float | No
 
 
 def layout_lines(job: Job, told: Sequence[str], given: Cost, chosen: Plan, tokens: float | None = None) -> list[str]:
-    """The whole answer for a given layout."""
+    """Return the whole answer for a given layout."""
     said = [*heading(job, told), ""]
     held, usable = human_bytes(given.held_bytes), human_bytes(job.usable_bytes)
     classes = ", ".join(f"{name} {human_bytes(nbytes)}" for name, nbytes in given.memory.items() if nbytes)
@@ -83,7 +83,7 @@ def layout_lines(job: Job, told: Sequence[str], given: Cost, chosen: Plan, token
 
 
 def fit_words(job: Job, each: Cost) -> str:
-    """Whether it fits, or may: planned bytes are no better known than their band."""
+    """Return whether it fits, or may fit: planned bytes are only as exact as their band."""
     over = each.held_bytes - job.usable_bytes
     plain = f"no, by {human_bytes(over)}" if over > 0 else "yes"
     may = f"may or may not: planned memory is known to x/÷ {band('memory'):.2f} (as planned: {plain})"
@@ -91,7 +91,7 @@ def fit_words(job: Job, each: Cost) -> str:
 
 
 def band_lines(job: Job, each: Cost) -> list[str]:
-    """From where to where the step may be, by published runs of that kind; none where this machine was measured."""
+    """Return the step's range by published runs of that kind; empty if this machine was measured."""
     if job.gpu.name == "measured":
         return []
     factor = band(kind := job.shape.kind(fp8=job.fp8))
@@ -102,14 +102,14 @@ def band_lines(job: Job, each: Cost) -> list[str]:
 
 
 def beside(each: Cost, given: Cost) -> str:
-    """Another layout, by what it holds and takes."""
+    """Describe another layout by its memory and time."""
     ratio = each.step_s / given.step_s - 1
     speed = f"{abs(ratio):.0%} {'slower' if ratio > 0 else 'faster'}"
     return f"{human_bytes(each.held_bytes)}, {three_digits(each.step_s)} s a step, {speed}, MFU {each.mfu:.0%}"
 
 
 def step_line(each: Cost) -> str:
-    """The step by part."""
+    """Return the line of the step's parts."""
     parts = ", ".join(f"{name} {three_digits(seconds)}" for name, seconds in each.parts.items() if seconds >= 5e-4 * each.step_s)  # fmt: skip
     waits = [name for name in EXPOSED if each.parts[name] >= 5e-4 * each.step_s]
     exposed = f" ({', '.join(waits)} {'are' if len(waits) > 1 else 'is'} messages that nothing hides)" if waits else ""
@@ -117,7 +117,7 @@ def step_line(each: Cost) -> str:
 
 
 def hidden_lines(job: Job, each: Cost) -> list[str]:
-    """How much of each axis' messages goes on under compute; no line where there are none."""
+    """Return how much of each axis' messages overlaps with compute; empty without messages."""
     whole = whole_messages(job, each.layout)
     told = [
         f"{name} {three_digits(seconds)} s, {1 - each.parts[name] / seconds:.0%} of it under compute"
@@ -135,7 +135,7 @@ def rate_line(job: Job, each: Cost) -> str:
 
 
 def training(job: Job, each: Cost, tokens: float) -> dict[str, float]:
-    """Days and GPU-hours of a training of so many tokens, without a pause."""
+    """Return days and GPU-hours to train on this many tokens without a pause."""
     seconds = tokens / each.tokens_per_s
     return {"tokens": tokens, "steps": tokens / job.step_tokens, "days": seconds / DAY_S, "gpu_hours": seconds / 3600 * job.gpus}  # fmt: skip
 
@@ -153,7 +153,7 @@ def heading(job: Job, told: Sequence[str]) -> list[str]:
 
 
 def assumed(job: Job, told: Sequence[str]) -> list[tuple[str, str]]:
-    """Every number that was given, guessed or measured, by heading."""
+    """Return every given, guessed or measured number, by heading."""
     shape = job.shape
     keys = f", {shape.kv_heads} of keys and values" if shape.kv_heads != shape.heads else ""
     experts = (
@@ -180,7 +180,7 @@ def assumed(job: Job, told: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def rest(job: Job) -> str:
-    """Bytes of a parameter before the first activation."""
+    """Return the bytes per parameter before the first activation."""
     if job.savings.lora:
         trained = adapter_parameters(job)
         return (
@@ -200,7 +200,7 @@ def rest(job: Job) -> str:
 
 
 def compute(job: Job) -> str:
-    """How operations and activations are counted."""
+    """Return how operations and activations are counted."""
     kept = {
         "none": "kept", "selective": "kept but for scores", "half": "half recomputed", "full": "recomputed",
     }[job.recompute]  # fmt: skip
@@ -218,13 +218,13 @@ def compute(job: Job) -> str:
 
 
 def link(of: Link) -> str:
-    """A rate, what rings get of it, and a latency."""
+    """Describe a link: its rate, the ring's share of it, and its latency."""
     got = f" ({of.share:.0%} of it)" if of.share != 1 else ""
     return f"{human_bytes(of.bytes_per_s)}/s{got} and {of.latency_s * 1e6:.3g} us"
 
 
 def strategy_line(job: Job, each: Cost) -> list[object]:
-    """One strategy's line."""
+    """Return the table row of one strategy."""
     return [
         each.layout.name, human_bytes(each.held_bytes), each.fit(job.usable_bytes), human_bytes(each.sent_bytes),
         three_digits(each.exposed_s), three_digits(each.step_s), f"{each.mfu:.0%}",
@@ -237,7 +237,7 @@ def strategy_line(job: Job, each: Cost) -> list[object]:
 def as_json(
     job: Job, told: Sequence[str], chosen: Plan, given: Cost | None = None, tokens: float | None = None
 ) -> dict[str, Any]:
-    """All that the lines say, with numbers in bytes and seconds."""
+    """Return the content of the lines, with numbers in bytes and seconds."""
     taken, kind = given or chosen.pick, job.shape.kind(fp8=job.fp8)
     return {
         "assumed": dict(assumed(job, told)),
@@ -255,7 +255,7 @@ def as_json(
 
 
 def job_as_json(job: Job) -> dict[str, Any]:
-    """All that was asked; JSON has no infinity, and the memory of a card that was measured whole has no rate of its own."""
+    """Return the question; a card measured as a whole has no memory rate, and JSON has no infinity."""
     found = asdict(job)
     if math.isinf(job.gpu.memory_bytes_per_s):
         found["gpu"]["memory_bytes_per_s"] = None
@@ -263,7 +263,7 @@ def job_as_json(job: Job) -> dict[str, Any]:
 
 
 def ranked(chosen: Plan) -> list[Cost]:
-    """All that were weighed: those that fit, the fastest first, then the others, the smallest first."""
+    """Return all compared layouts: those that fit, fastest first, then the others, smallest first."""
     return sorted(
         chosen.costs.values(), key=lambda each: (not each.fits, each.step_s if each.fits else each.held_bytes)
     )

@@ -1,6 +1,5 @@
-"""What a finished run measured in place of a data sheet: a `comm` run gives the link, a run that trained gives FLOP/s,
-so that a step of the lab's own ranks is predicted with numbers of their machine; the file of benchmarks.gpu gives a
-card's.
+"""Use measured numbers in place of data sheets: links from `comm` runs, FLOP/s from training runs, so that a step of
+the lab's own ranks is predicted with numbers of their machine; and a card's from the file of benchmarks.gpu.
 """
 
 import math
@@ -20,13 +19,13 @@ from distlab.tools.plan.model import Shape
 from distlab.tools.plan.step_time import executed_flops
 
 PREFERRED = ("gloo", "ring")  # what dp's variants call
-BY_HAND = "direct"  # what sharded strategies call for their halves
+BY_HAND = "direct"  # what sharded strategies call for both halves
 VOCABULARY = 256  # of the lab's models, whose tokens are bytes (distlab/lab/workload/model.py, which imports torch)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What one run says: a link or a rank's FLOP/s, and the words that say where it is from; or what a card does.
+    """What was measured: a run's link or FLOP/s per rank with its source in words, or a card.
 
     `crowded`: its ranks filled all cores of their machine, which then move the bytes too and hide no message.
     """
@@ -38,7 +37,7 @@ class Measured:
     crowded: bool = False
 
     def of_shape(self, shape: Shape, seq: int, samples: int) -> "Measured":
-        """The same with the FLOP/s that a card reaches on this model's products, where it was one that was measured."""
+        """Return a copy with the FLOP/s that a measured card reaches on this model's products."""
         if self.card is None:
             return self
         step_s = self.card.step_s(shape.layers, shape.width, seq, samples, shape.vocabulary)
@@ -60,7 +59,7 @@ def calibrate(folder: Path) -> Measured:
 
 
 def link_of(folder: Path, records: Ranks) -> Measured:
-    """The latency and the rate that `comm` fitted to its all_reduce, gloo's own first."""
+    """Return the latency and rate that `comm` fitted to its all_reduce, preferably to gloo's own."""
     table = next((table for _, table in select(records, Table) if table.title == FITTED), None)
     rows = {} if table is None else {row[0]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
     name = next((name for name in (*PREFERRED, *rows) if name in rows), None)
@@ -87,8 +86,8 @@ LEAST_BYTES = ("MiB", "GiB")  # sizes at which bytes count more than latency
 
 
 def halves_of(records: Ranks, name: str) -> float:
-    """The time of both halves by hand over that of an all_reduce, the median of the large sizes that `comm` swept; 1
-    where it did not."""
+    """Return the time of both hand-written halves divided by an all_reduce's, the median of `comm`'s large sizes; 1
+    without a sweep."""
     taken: dict[str, dict[str, float]] = {}
     for _, table in select(records, Table):
         if table.title in (*HALVES, "all_reduce") and {"size", "variant", "us"} <= set(table.columns):
@@ -108,7 +107,7 @@ def _number(folder: Path, value: Any) -> float:
 
 
 def flops_of(folder: Path, records: Ranks, start: Start) -> Measured:
-    """FLOP/s of a rank of a dp or fsdp run of gpt; raises BrokenRecord if it is no such run, or timed no step."""
+    """Return FLOP/s per rank of a dp or fsdp run of gpt; raises BrokenRecord for other runs, or without timed steps."""
     gpt = start.config.get("LAB_MODEL") == "gpt"
     found = reached(folder, records, start) if gpt and start.run_mode in ("dp", "fsdp") else None
     if found is None:
@@ -120,11 +119,11 @@ def flops_of(folder: Path, records: Ranks, start: Start) -> Measured:
 
 
 def reached(folder: Path, records: Ranks, start: Start) -> Measured | None:
-    """FLOP/s of a rank: 1/N of what a step computes over the seconds of its forward and backward pass; None of a run
-    that timed no step.
+    """Return FLOP/s per rank: 1/N of a step's operations divided by forward and backward seconds; None if the run
+    timed no step.
 
-    The variant by hand whose slowest rank computes fastest counts: in the others communication takes the same cores
-    meanwhile, and PyTorch's own communicate inside of their passes.
+    The hand-written variant whose slowest rank is fastest counts: in others communication competes for the cores,
+    and PyTorch's own communicate during their passes.
     """
     compute: dict[str, list[float]] = {}
     for _, profile in select(records, Profile):
@@ -146,26 +145,26 @@ def reached(folder: Path, records: Ranks, start: Start) -> Measured | None:
 
 
 def shape_of(config: dict[str, Any]) -> Shape:
-    """The lab's own GPT, as its settings say."""
+    """Return the shape of the lab's GPT with these settings."""
     layers, width, heads = (int(config[name]) for name in ("LAB_DEPTH", "LAB_WIDTH", "LAB_HEADS"))
     return Shape(layers, width, heads, heads, 4 * width, False, VOCABULARY, bool(config.get("LAB_TIE")))
 
 
 def lab_parameters(shape: Shape, positions: int) -> float:
-    """Of the lab's GPT all: matrices, and biases and norms of its layers, 13·h each, and behind them, 2·h, and a vector
-    for each position (distlab/lab/workload/model.py)."""
+    """Count all parameters of the lab's GPT: matrices; biases and norms, 13·h per layer and 2·h at the end; a vector
+    per position (distlab/lab/workload/model.py)."""
     return shape.body + shape.ends + shape.width * (13 * shape.layers + 2 + positions)
 
 
 def fills_cores(records: Ranks, threads: int) -> bool:
-    """Whether the ranks of some machine compute with as many threads as it has cores."""
+    """Return whether the ranks of any machine use as many threads as it has cores."""
     loads = dict(select(records, Load))
     ranks = Counter(load.machine for load in loads.values())
     return any(ranks[load.machine] * threads >= load.cores for load in loads.values())
 
 
 def measured_card(gpu: Gpu, flops: float) -> Gpu:
-    """A card of which is known how fast all of a step computes: nothing else of it counts."""
+    """Return a card with the measured FLOP/s of a whole step; its other rates do not count."""
     return replace(
         gpu, name="measured", flops=flops, memory_bytes_per_s=math.inf, shares=Shares(1.0, 1.0, 1.0), told="measured"
     )

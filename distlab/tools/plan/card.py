@@ -1,11 +1,11 @@
-"""A card as `python -m benchmarks.gpu` measured it, and what a step of a GPT takes on it by the sum of its parts.
+"""A card as measured by `python -m benchmarks.gpu`, and the time of a GPT's step on it as the sum of its parts.
 
-A share of the peak that all products reach alike is off by a third between models: a product of 1024 columns reaches
-half of what one of 8192 does, norms and scores are bound by memory, and attention by neither. So a card is a table of
-products by size, of attention by length, and of seconds a number for what reads and writes memory; a step is
+One share of the peak for all products is wrong by a third between models: a product of 1024 columns reaches half
+the rate of one of 8192, norms and scores are bound by memory, and attention by neither. So a card is a table of
+products by size, of attention by length, and of seconds per number for memory-bound operations; a step is
 
     products    each linear layer's three, forward and for the gradients of its input and its weight
-    attention   4·s·h operations a token, causal half of them, and 2.5 times as many backward (Dao et al. 2022)
+    attention   4·s·h operations per token, causal half of them, and 2.5 times as many backward (Dao et al. 2022)
     memory      norms, activation functions, sums of the residual stream, copies between them
     loss        scores of the vocabulary in float32, their softmax and its gradient
     update      AdamW of masters, from gradients and to weights of 16 bits
@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 
 from distlab.lab.report.reading import BrokenRecord, from_json
 
-NEAREST = 4  # products that one of another size is guessed from
+NEAREST = 4  # products from which one of another size is estimated
 BACKWARD_ATTENTION = 2.5
 FAULT = "is no card that benchmarks.gpu has measured"
 
 
 class Product(NamedTuple):
-    """[rows, inner] times [inner, columns], in FLOP/s."""
+    """FLOP/s of the product [rows, inner] times [inner, columns]."""
 
     rows: int
     inner: int
@@ -35,7 +35,7 @@ class Product(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """Causal attention of samples of so many positions, in FLOP/s."""
+    """FLOP/s of causal attention over this many positions."""
 
     positions: int
     forward: float
@@ -43,7 +43,7 @@ class Attention(NamedTuple):
 
 
 class Card(NamedTuple):
-    """What was measured; `number_s` are seconds a number of norm, gelu, add, copy, loss (forward and backward) and
+    """The measurements; `number_s` are seconds per number of norm, gelu, add, copy, loss (forward and backward) and
     update, `peak` FLOP/s by the data sheet."""
 
     name: str
@@ -51,10 +51,10 @@ class Card(NamedTuple):
     products: list[Product]
     attention: list[Attention]
     number_s: dict[str, float]
-    memory: float  # bytes a second, read and written
+    memory: float  # bytes per second, read and written
 
     def product_s(self, rows: int, inner: int, columns: int) -> float:
-        """Seconds of one product: by the FLOP/s of those of about its size."""
+        """Return the seconds of one product, by the FLOP/s of products of similar size."""
         place = [math.log2(size) for size in (rows, inner, columns)]
         apart = sorted((math.dist(place, [math.log2(size) for size in each[:3]]), each.flops) for each in self.products)
         if not apart[0][0]:
@@ -64,7 +64,7 @@ class Card(NamedTuple):
         return 2 * rows * inner * columns / flops
 
     def linear_s(self, tokens: int, inputs: int, outputs: int) -> float:
-        """Forward, the gradient of the input, and that of the weight."""
+        """Return the seconds of forward, input gradient and weight gradient."""
         forward, back = self.product_s(tokens, inputs, outputs), self.product_s(tokens, outputs, inputs)
         return forward + back + self.product_s(outputs, tokens, inputs)
 
@@ -74,7 +74,7 @@ class Card(NamedTuple):
         return flops / near.forward + BACKWARD_ATTENTION * flops / near.backward
 
     def step_s(self, layers: int, width: int, positions: int, samples: int, vocabulary: int) -> float:
-        """Forward, backward and update of a GPT in 16 bits with masters, nothing computed again."""
+        """Return the seconds of a GPT's step in 16 bits with master weights, without recomputation."""
         return sum(seconds for _, seconds in self.parts(layers, width, positions, samples, vocabulary))
 
     def parts(
@@ -85,8 +85,8 @@ class Card(NamedTuple):
         yield "products", layers * sum(self.linear_s(tokens, *shape) for shape in shapes)
         yield "scores", self.linear_s(tokens, width, vocabulary)
         yield "attention", layers * self.attention_s(tokens, positions, width)
-        # Of a layer two norms, an activation of 4h, four sums (two of gradients), and copies: what attention gives and
-        # takes in another order, and half a copy for each gradient of a bias, which is a sum that is read.
+        # Per layer: two norms, an activation of 4h, four sums (two of gradients), and copies: attention's inputs and
+        # outputs in another order, and half a copy per bias gradient, which is a sum that is only read.
         of_layer = {"norm": 2.0, "gelu": 4.0, "add": 4.0, "copy": 5.0 + 9 / 2}
         yield "memory", layers * stream * sum(self.number_s[kind] * count for kind, count in of_layer.items())
         yield "loss", tokens * vocabulary * self.number_s["loss"]
@@ -95,7 +95,7 @@ class Card(NamedTuple):
 
 
 def read_card(path: Path) -> Card:
-    """The card in a file that benchmarks.gpu wrote; raises BrokenRecord."""
+    """Return the card in a file that benchmarks.gpu wrote; raises BrokenRecord."""
     try:
         card = from_json(path.read_bytes())["card"]
         products = [Product(int(m), int(k), int(n), positive(flops)) for m, k, n, flops in card["products"]]

@@ -1,7 +1,7 @@
-"""What one layout costs a rank: memory by class, bytes a step, seconds by part.
+"""The cost of one layout per rank: memory by class, bytes per step, seconds by part.
 
 Every number is a formula of the techniques' costs.py with this layout's sizes. Each of d replicas runs M = B/(b·d)
-microbatches a step, so that every layout trains the same global batch of B samples.
+microbatches per step, so that every layout trains the same global batch of B samples.
 """
 
 from dataclasses import dataclass
@@ -19,11 +19,11 @@ EXPOSED = ("tensor", "context", "expert", "pipeline", "data")
 
 @dataclass(frozen=True)
 class Cost:
-    """One layout's price a rank; of ranks that differ the one that holds or sends most."""
+    """A layout's cost per rank; if ranks differ, of the one that stores or sends most."""
 
     layout: Layout
     memory: dict[str, float]  # bytes: parameters, gradients, optimizer, gathered, activations, logits
-    sent: dict[str, float]  # bytes a step: data, tensor, context, expert, pipeline
+    sent: dict[str, float]  # bytes per step: data, tensor, context, expert, pipeline
     parts: dict[str, float]  # seconds: those of COMPUTE and EXPOSED, bubble and update
     bubble: float  # share of the pipeline's time
     tokens_per_s: float
@@ -35,7 +35,7 @@ class Cost:
         return sum(self.memory.values())
 
     def fit(self, usable_bytes: float) -> str:
-        """yes or no, or may where the memory lies within the band of what is held."""
+        """Return yes or no, or may if the GPU's memory lies within the estimate's band."""
         if 1 / band("memory") < self.held_bytes / usable_bytes < band("memory"):
             return "may"
         return "yes" if self.fits else "no"
@@ -58,7 +58,7 @@ class Cost:
 
     @property
     def largest(self) -> str:
-        """The class that holds most."""
+        """Return the largest class of memory."""
         return max(self.memory, key=lambda name: self.memory[name])
 
 

@@ -1,9 +1,9 @@
-"""GPUs on paper: peaks and links by data sheets, and what of them a training reaches, by published runs.
+"""GPUs as the planner knows them: peaks and links from data sheets, shares reached in published runs.
 
-gpus.json has both. `python -m benchmarks.plan_fit` writes what it fitted to published runs: `fitted` by kind, which is a
-chip, or a chip with its software, since the same chip reaches other shares with other kernels; `left_out`, the same
-without the rows of one source each, by which `distlab plan --score` predicts that source; and `bands`. A kind without
-rows takes the shares of its chip, and a chip without rows those of FALLBACK; the answer says so.
+gpus.json has both. `python -m benchmarks.plan_fit` writes its fit to published runs: `fitted` by kind, which is a
+chip, or a chip with its software, since other kernels reach other shares on the same chip; `left_out`, the same
+without the rows of one source each, with which `distlab plan --score` predicts that source; and `bands`. A kind
+without rows uses its chip's shares, and a chip without rows FALLBACK's; the answer states it.
 """
 
 import json
@@ -17,21 +17,21 @@ from distlab.lab.config.settings import suggest
 
 TABLE = Path(__file__).with_name("gpus.json")
 FALLBACK = "A100"
-# What runs on a chip, by what its published runs used.
+# The default software per chip: what its published runs used.
 SOFTWARE = {
     "torchtitan": "PyTorch's own products, attention and FSDP, compiled; on H100s those of 500 W",
     "megatron": "Megatron-LM, NeMo and their kin with Transformer Engine, on DGX",
     "mpt": "llm-foundry with the PyTorch and the attention of 2023",
 }
-# What a ring of NCCL gets of a link's rate with large messages: busbw of nccl-tests' all_reduce, some 230 of 300 GB/s on
+# What NCCL's rings reach of a link with large messages: busbw of nccl-tests' all_reduce, some 230 of 300 GB/s on
 # an A100's NVLink and 360 of 450 on an H100's; of InfiniBand 40 to 42 of 50 GB/s a card (nccl issue 1218, all 8 cards).
 NODE_LINK_SHARE, LINK_SHARE = 0.75, 0.8
 
 
 @dataclass(frozen=True)
 class Shares:
-    """What a training reaches: of the peak in large matrix products and in attention, and of the memory's rate; in 8 bits
-    `fp8` of what it would with the share of products, and in those of experts, which are many and small, `experts`."""
+    """Shares that a training reaches: of the peak in large matrix products and in attention, and of the memory's rate;
+    `fp8` and `experts` are factors on the products' share, in 8 bits and in the many small products of experts."""
 
     matrix: float
     attention: float
@@ -42,8 +42,8 @@ class Shares:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One card: dense FLOP/s in 16 bits and in 8 (0: it has none), bytes, and bytes a second of its memory, of its link
-    inside a node and of its own to others, one way."""
+    """One card: dense FLOP/s in 16 bits and in 8 (0: none), its memory's bytes, and bytes per second of its memory, its
+    link inside a node and its link to other nodes, one way."""
 
     name: str
     flops: float
@@ -54,7 +54,7 @@ class Gpu:
     link_bytes_per_s: float
     gpus_per_node: int
     shares: Shares
-    told: str  # where that is from, in words
+    told: str  # the source, in words
 
 
 @cache
@@ -68,30 +68,30 @@ def gpu_names() -> list[str]:
 
 
 def fitted(chip: str, software: str, without: str = "") -> tuple[str, dict[str, Any]]:
-    """The nearest kind that has rows and what was fitted to it, without those of one source."""
+    """Return the nearest kind with rows, and its fit without the rows of one source."""
     rows = tables()["fitted"] | tables()["left_out"].get(without, {})
     kind = next(kind for kind in (f"{chip} {software}", chip, FALLBACK) if rows.get(kind))
     return kind, rows[kind]
 
 
 def shares_of(chip: str, software: str = "", without: str = "") -> Shares:
-    """What a chip reaches with this software, as far as it is known without one source."""
+    """Return the shares of a chip with this software, fitted without one source."""
     row = fitted(chip, software, without)[1]
     return Shares(*(row[f"{part}_share"] for part in ("matrix", "attention", "memory", "fp8", "expert")))
 
 
 def loss_of(software: str, *, fp8: bool) -> str:
-    """How scores of the vocabulary are kept: torchtitan compiles its loss with its products in 8 bits."""
+    """Return how vocabulary scores are stored: torchtitan compiles its loss with its products in 8 bits."""
     return "fused" if fp8 and software == "torchtitan" else "fp32"
 
 
 def band(kind: str) -> float:
-    """By what factor nine of ten published numbers of a kind lie off, of sources that were left out of the fit."""
+    """Return the factor within which nine of ten numbers of a kind are predicted, with their source left out."""
     return float(tables()["bands"][kind])
 
 
 def gpu_named(name: str, software: str = "", without: str = "") -> Gpu:
-    """One of the table; raises ConfigError."""
+    """Return a GPU of the table; raises ConfigError."""
     key = name.lower().replace("_", "-")
     key = {"a100": "a100-80gb", "a100-80": "a100-80gb", "a100-40": "a100-40gb", "h100-sxm": "h100", "4090": "rtx4090", "3090": "rtx3090"}.get(key, key)  # fmt: skip
     row = tables()["gpus"].get(key)

@@ -1,7 +1,7 @@
-"""What is asked: a model, a machine, and how a step is made.
+"""The planner's question: a model, a machine, and the settings of a step.
 
-What was not said is guessed, by rules that are printed, or taken from a finished run: a `comm` run gives the link, a
-run that trained gives FLOP/s, so that a step of the lab's own ranks is predicted with numbers of their machine.
+Missing values are guessed by rules that are printed, or come from finished runs: the link from a `comm` run, FLOP/s
+from a training run, so that a step of the lab's own ranks is predicted with numbers of their machine.
 """
 
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ from distlab.tools.plan.model import Shape
 
 @dataclass(frozen=True)
 class Link:
-    """What a message costs: a latency, and its bytes at a rate that is one rank's, one way; a ring gets `share` of it.
+    """The cost of a message: a latency, and its bytes at one rank's rate, one way; a ring reaches `share` of it.
 
     `halves`: the time of a reduce_scatter and an all_gather over that of an all_reduce, which sends the same.
     """
@@ -29,8 +29,8 @@ class Link:
 
 @dataclass(frozen=True)
 class Weights:
-    """What is stored of a parameter: bytes of a weight and of a gradient, whether the optimizer keeps weights of its own
-    in float32, and bytes of what else it remembers (8 with Adam)."""
+    """Bytes stored per parameter: weight, gradient, whether the optimizer keeps float32 master weights, and its other
+    state (8 with Adam)."""
 
     itemsize: int
     masters: bool
@@ -39,10 +39,10 @@ class Weights:
 
 @dataclass(frozen=True)
 class Savings:
-    """Less memory for more time or for less training, and with `no_sync` more memory for fewer messages, weights and
-    gradients whole until a step's end: the optimizer's state in the host's memory, all with ZeRO-3; each layer's step as
-    soon as its gradient is there; adapters of rank `lora` that are trained in place of weights, which then take
-    `base_itemsize` bytes."""
+    """Options that save memory for time or for fewer trained weights: the optimizer's state on the host (with
+    ZeRO-3 all state); each layer's update as soon as its gradient exists; adapters of rank `lora`, with frozen weights
+    of `base_itemsize` bytes. `no_sync` does the reverse: whole weights and gradients until the step's end, for fewer
+    messages."""
 
     offload: bool = False
     step_in_backward: bool = False
@@ -53,7 +53,7 @@ class Savings:
 
 @dataclass(frozen=True)
 class Job:
-    """Everything that a cost depends on. Bytes are bytes, seconds seconds."""
+    """All inputs of a cost, in bytes and seconds."""
 
     num_parameters: float
     gpus: int
@@ -71,20 +71,20 @@ class Job:
     recompute: str
     flash: bool  # attention keeps no scores
     sequence_parallel: bool
-    reserve: float  # share of the memory that is left to the GPU's runtime, its libraries and fragmentation
+    reserve: float  # share of the memory for the GPU's runtime, its libraries and fragmentation
     fp8: bool = False  # products of layers in 8 bits
-    overlap_tp: bool = False  # sums of tensor parallelism go on beside the products that they belong to
-    chunks: int = 1  # stages of a pipeline's rank
+    overlap_tp: bool = False  # tensor parallelism's sums overlap with their products
+    chunks: int = 1  # pipeline stages per rank
     savings: Savings = Savings()
-    loss: str = "fp32"  # what is kept of the scores over the vocabulary: a key of memory.LOGIT_BYTES
-    once_a_node: bool = True  # a token goes to another node once, not once for each of its experts there
-    overlap_ep: bool = False  # a token's way to its experts and back goes on beside another microbatch's compute
+    loss: str = "fp32"  # how vocabulary scores are stored: a key of memory.LOGIT_BYTES
+    once_a_node: bool = True  # a token is sent to a node once, not once per expert there
+    overlap_ep: bool = False  # expert messages overlap with another microbatch's compute
     balanced: bool = False  # stages of a pipeline have fewer layers where embedding and output layer are
-    hides: bool = True  # compute goes on beside messages, as on a GPU; not where ranks fill the cores that move them
+    hides: bool = True  # compute overlaps with messages, as on a GPU; not if ranks use all cores
 
     @property
     def node_gpus(self) -> int:
-        """GPUs that share a node. Neighbours share one wherever they stand only if their number divides this."""
+        """Return the GPUs per node. Groups of neighbours always share one only if their size divides this."""
         return min(self.gpus, self.gpus_per_node)
 
     @property
@@ -96,7 +96,7 @@ class Job:
         return self.global_samples * self.seq
 
     def on(self, gpus: int) -> "Job":
-        """The same on more GPUs: with a batch as much larger, unless it was given."""
+        """Return the job on more GPUs, with a proportionally larger batch unless it was given."""
         factor = gpus / self.gpus if self.grows else 1
         return replace(self, gpus=gpus, global_samples=round(self.global_samples * factor))
 
@@ -109,7 +109,7 @@ COUNTS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
 def shown_count(value: float) -> str:
-    """7e9 as "7B"."""
+    """Format 7e9 as "7B"."""
     for letter in ("T", "B", "M", "K"):
         if value >= COUNTS[letter]:
             return f"{value / COUNTS[letter]:.4g}{letter}"

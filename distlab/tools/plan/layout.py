@@ -1,12 +1,12 @@
-"""How N ranks can be cut: t that share each layer, c that share each sample, p that share the layers, d replicas of
-that, sharded by ZeRO or not; and e of the t·d·c among which a mixture's experts are dealt, each cut over
-`expert_tensor` of the t ranks (Megatron-LM's ETP, 1 unless it is given).
+"""Layouts of N ranks: t ranks split each layer, c each sample, p the layers, d replicas of that, sharded by ZeRO or
+not; a mixture's experts are distributed over e of the t·d·c ranks, each split over `expert_tensor` of the t ranks
+(Megatron-LM's ETP, by default 1).
 
-Neighbours are ranks of a tensor-parallel group, inside of one node, then those that have other positions of a sample,
-then the replicas, then the stages of a pipeline, as Megatron-LM lays them out. Stages may have unequal numbers of
+Neighbours are ranks of a tensor-parallel group, inside of one node, then those with other positions of a sample, then
+the replicas, then the stages of a pipeline, in Megatron-LM's order. Stages may have unequal numbers of
 layers, as those of Llama 3 405B do (126 layers in 16 stages): the fullest sets the pace. Every replica gets the same
-number of microbatches, and every rank along a sample two of 2c equal runs of its positions, so that all have as much to
-do (RUN_MODE=cp, zigzag).
+number of microbatches, and every rank of a sample two of 2c equal runs of its positions, to balance the work
+(RUN_MODE=cp, zigzag).
 """
 
 import math
@@ -20,7 +20,7 @@ from distlab.tools.plan.job import Job
 
 @dataclass(frozen=True)
 class Layout:
-    """One way: t·p·d·c is the number of ranks; `stage` is ZeRO's, over the d·c ranks that keep the same. Each rank of a
+    """A layout: t·p·d·c ranks; `stage` is ZeRO's, over the d·c ranks with equal parameters. Each rank of a
     pipeline has `chunks` stages; `expert` groups of `expert_tensor` ranks of the t·d·c share the experts."""
 
     tensor: int
@@ -34,7 +34,7 @@ class Layout:
 
     @property
     def name(self) -> str:
-        """tp 8 x cp 2 x pp 2 x zero1 4; a factor of 1 is left out, and ZeRO over cp alone is named without one."""
+        """Return a name like tp 8 x cp 2 x pp 2 x zero1 4; factors of 1 are left out, ZeRO over cp alone has none."""
         data = sharing(self.stage)
         axes = {"tp": self.tensor, "cp": self.context, "ep": self.expert, "etp": self.expert_tensor, "pp": self.pipeline}  # fmt: skip
         parts = [f"{axis} {ranks}" for axis, ranks in axes.items() if ranks > 1]
@@ -48,44 +48,44 @@ class Layout:
 
     @property
     def holding(self) -> int:
-        """Ranks that keep the same of the model, of other samples or of other positions: what ZeRO shards over."""
+        """Count the ranks with equal parameters, for other samples or positions: ZeRO shards over these."""
         return self.replicas * self.context
 
     @property
     def expert_span(self) -> int:
-        """Neighbouring ranks that have all experts once."""
+        """Count the neighbouring ranks that have every expert once."""
         return self.expert * self.expert_tensor
 
     @property
     def summing(self) -> int:
-        """The stage of ZeRO by whose messages gradients are summed: in a pipeline 2 sums once a step, as 1 does."""
+        """Return the ZeRO stage whose messages sum gradients: in a pipeline 2 sums once per step, like 1."""
         return 1 if self.stage == 2 and self.pipeline > 1 else self.stage
 
     @property
     def effort(self) -> tuple[bool, bool, bool, bool, int]:
-        """What it takes of a model's code, to be compared: sharding alone little, pipelines and cut layers much."""
+        """Return a sort key of the changes to a model's code: few for sharding, many for pipelines and cut layers."""
         return (self.context > 1, *self.axes, self.expert > 1, self.stage)
 
     @property
     def megatron(self) -> bool:
-        """Whether it is Megatron-LM's, plainly or with its distributed optimizer: gradients are summed in float32."""
+        """Return whether it is Megatron-LM's, with or without distributed optimizer: it sums gradients in float32."""
         return max(self.tensor, self.pipeline, self.context, self.expert) > 1 and self.stage < 2
 
     @property
     def axes(self) -> tuple[bool, bool]:
-        """Whether there are pipelines, and cut layers."""
+        """Return whether there are pipelines, and cut layers."""
         return (self.pipeline > 1, self.tensor > 1)
 
 
 def sharing(stage: int) -> str:
-    """What the replicas do: all keep all of it, dp, or they shard it by a stage of ZeRO."""
+    """Return how replicas share state: dp if each keeps all of it, or a stage of ZeRO."""
     return f"zero{stage}" if stage else "dp"
 
 
-# What is weighed, with each sample whole or cut by its positions: a name, whether layers are cut inside, whether they are
-# cut between, and ZeRO's stage over the replicas. In a pipeline stages 2 and 3 are weighed too: a rank has a p-th of the
-# layers, but ZeRO-3 gathers them for p times as many microbatches, so that it sends as much as without a pipeline, and
-# the price says so (zero_bytes).
+# The compared kinds, with whole samples or samples cut by position: a name, whether layers are cut inside, whether they
+# are cut between, and the replicas' ZeRO stage. Pipelines with stages 2 and 3 are compared too: a rank has a p-th of
+# the layers, but ZeRO-3 gathers them for p times as many microbatches, so it sends as much as without a pipeline, which
+# the cost includes (zero_bytes).
 KINDS = tuple(
     (axes + sharing(stage), tensor, pipeline, stage)
     for axes, tensor, pipeline in (
@@ -99,7 +99,7 @@ KINDS = tuple(
 
 
 def layouts(job: Job, tensor: bool, pipeline: bool, stage: int, context: bool = False) -> Iterator[Layout]:
-    """All ways of one kind that these sizes allow, with `context` those that cut samples; where one rank alone has a part there is nothing to shard over."""
+    """Yield possible layouts of one kind, with `context` those that cut samples; one replica is not sharded."""
     for t in _divisors(math.gcd(job.node_gpus, job.shape.heads)) if tensor else [1]:
         for c in [c for c in _divisors(job.gpus // t) if job.seq % (2 * c) == 0] if context else [1]:
             for p in _divisors(job.gpus // (t * c)) if pipeline else [1]:
@@ -111,12 +111,12 @@ def layouts(job: Job, tensor: bool, pipeline: bool, stage: int, context: bool = 
 
 
 def experts_dealt(job: Job, holding: int) -> list[int]:
-    """Along how many ranks a mixture's experts are dealt: any number that divides both, and of a dense model 1."""
+    """Return over how many ranks experts can be distributed: common divisors, for a dense model 1."""
     return [1, *_divisors(math.gcd(job.shape.experts, holding))] if job.shape.experts else [1]
 
 
 def impossible(job: Job, tensor: bool, pipeline: bool, stage: int) -> str:
-    """Why there is no way of this kind; its name says which stage of ZeRO it is."""
+    """Return why no layout of this kind is possible; its name has the ZeRO stage."""
     if job.gpus == 1:
         return "one GPU has nobody to share with"
     reasons = []
@@ -137,7 +137,7 @@ def impossible(job: Job, tensor: bool, pipeline: bool, stage: int) -> str:
 
 
 def faults_of(job: Job, layout: Layout) -> list[str]:
-    """Why a layout can't be, a sentence for each fault with what could."""
+    """Return why a layout is impossible, a sentence per fault with allowed values."""
     shape, found = job.shape, []
     for name, size, whole, of in (
         ("tp", layout.tensor, shape.heads, "attention heads"),
@@ -180,7 +180,7 @@ AXES = ("tp", "pp", "dp", "cp", "ep", "etp")
 
 
 def given_layout(written: str, job: Job, stage: int) -> tuple[Layout | None, list[str]]:
-    """tp8,pp16,dp64,cp1,ep1,etp1 as a layout, with the faults it has; dp is what is left of the GPUs where it is not named."""
+    """Parse tp8,pp16,dp64,cp1,ep1,etp1; returns the layout and its faults. Without dp it takes the remaining GPUs."""
     sizes: dict[str, int] = {}
     faults = []
     for word in written.lower().split(","):
@@ -213,6 +213,6 @@ def given_layout(written: str, job: Job, stage: int) -> tuple[Layout | None, lis
 
 @cache
 def _divisors(number: int) -> Sequence[int]:
-    """From 2 on."""
+    """Return the divisors from 2 on."""
     small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
     return sorted({*small, *(number // divisor for divisor in small)} - {1})

@@ -1,8 +1,8 @@
-"""What one rank of a layout holds, by class: of ranks that differ the one that holds most.
+"""Memory per rank of a layout, by class; if ranks differ, of the one that needs most.
 
-At rest stands what ZeRO's stage leaves of weights, gradients and optimizer state (distlab/techniques/sharded/costs.py). Beside it
-are the whole layers that ZeRO-3 has gathered, what the forward pass keeps for the backward pass, and the scores over the
-vocabulary while the loss is computed. The last stage of a pipeline has the scores and one microbatch in flight, the
+At rest a rank stores its ZeRO shard of weights, gradients and optimizer state (distlab/techniques/sharded/costs.py).
+Added to it are the layers that ZeRO-3 has gathered, the activations saved for the backward pass, and the scores over
+the vocabulary while the loss is computed. The last stage of a pipeline has the scores and one microbatch in flight, the
 first one has p.
 """
 
@@ -12,36 +12,36 @@ from distlab.techniques.tensor_parallel.costs import layer_activation_bytes
 from distlab.tools.plan.job import Job
 from distlab.tools.plan.layout import Layout
 
-ROUNDED = 0.025  # of a mixture's published number of parameters
-ADAPTER_BYTES = 16  # of a trained number of LoRA: 2 + 2 + 12, as of any weight in mixed precision
+ROUNDED = 0.025  # error of a mixture's published number of parameters
+ADAPTER_BYTES = 16  # per trained parameter of LoRA: 2 + 2 + 12, as in mixed precision
 
 
 def microbatches(job: Job, layout: Layout) -> int:
-    """M = B/(b·d)."""
+    """Return M = B/(b·d), the microbatches per replica and step."""
     return job.global_samples // (job.samples * layout.replicas)
 
 
 def layers(job: Job, layout: Layout) -> int:
-    """Of the fullest stage: ⌈L/p⌉."""
+    """Return the layers of the fullest stage, ⌈L/p⌉."""
     return -(-job.shape.layers // layout.pipeline)
 
 
 def rank_tokens(job: Job, layout: Layout) -> float:
-    """b·s/c: rows of a rank's products, of one microbatch."""
+    """Return b·s/c, the rows of a rank's products per microbatch."""
     return job.samples * job.seq / layout.context
 
 
 def dense_parameters(job: Job, layout: Layout) -> float:
-    """Of one rank of the fullest stage, before ZeRO shards them, without experts: its layers, and embedding or output
-    layer, which are on two stages."""
+    """Count a rank's parameters in the fullest stage, before ZeRO and without experts: its layers, and embedding or
+    output layer, which are on two stages."""
     shape = job.shape
     ends = min(job.num_parameters, shape.ends) if layout.pipeline == 1 else min(job.num_parameters, shape.vocabulary * shape.width)  # fmt: skip
     return (dense_body(job) * layers(job, layout) / shape.layers + ends) / layout.tensor
 
 
 def dense_body(job: Job) -> float:
-    """Parameters of all layers without experts: what was given less what the shape says of the rest. A mixture's number is
-    published to a few percent of what are nearly all experts: then the shape says it all."""
+    """Count the parameters of all layers without experts: the given number minus the shape's other parts. A mixture's
+    published number is rounded too coarsely for that, so the shape alone decides."""
     shape, given = job.shape, job.num_parameters - job.shape.ends - job.shape.expert_parameters
     of_shape = shape.body - shape.expert_parameters
     close = shape.experts and abs(given - of_shape) < ROUNDED * job.num_parameters
@@ -49,7 +49,7 @@ def dense_body(job: Job) -> float:
 
 
 def expert_parameters(job: Job, layout: Layout) -> float:
-    """The same of the experts that are dealt to this rank."""
+    """Count the parameters of this rank's experts."""
     return job.shape.expert_parameters * layers(job, layout) / job.shape.layers / layout.expert_span
 
 
@@ -58,16 +58,16 @@ def own_parameters(job: Job, layout: Layout) -> float:
 
 
 def gradient_itemsize(job: Job, layout: Layout) -> int:
-    """Bytes of a gradient: 4 where Megatron-LM sums those of 16-bit weights, and ZeRO-2 in a pipeline; else a weight's."""
+    """Return a gradient's bytes: 4 for Megatron-LM with 16-bit weights and ZeRO-2 in a pipeline; else a weight's."""
     whole = layout.megatron or (layout.stage == 2 and layout.pipeline > 1)
     return 4 if whole and job.weights.masters else job.itemsize
 
 
 def memory_by_class(job: Job, layout: Layout) -> dict[str, float]:
-    """Bytes of a rank at its peak: parameters, gradients, optimizer, gathered, activations, logits.
+    """Return a rank's bytes at its peak: parameters, gradients, optimizer, gathered, activations, logits.
 
-    One process with one microbatch has no gradients yet when it has all activations, nor these when it has all
-    gradients: what counts is the larger.
+    One process with one microbatch has all activations before any gradient, and all gradients after the last
+    activation: the larger counts.
     """
     kept, logits = passing_bytes(job, layout)
     rest = at_rest(job, layout)
@@ -77,12 +77,12 @@ def memory_by_class(job: Job, layout: Layout) -> dict[str, float]:
 
 
 def held_bytes(job: Job, layout: Layout) -> float:
-    """Of a rank, all classes together."""
+    """Return a rank's bytes of all classes together."""
     return sum(memory_by_class(job, layout).values())
 
 
 def at_rest(job: Job, layout: Layout) -> dict[str, float]:
-    """What stands between two steps. In a pipeline ZeRO-2's gradients are added up whole, in float32, until the last
+    """Return the bytes between two steps. In a pipeline ZeRO-2 accumulates whole gradients in float32 until the last
     microbatch (Llama 3, section 3.3.2, and PyTorch's pipelines over fully_shard)."""
     if job.savings.lora:
         return adapters_at_rest(job, layout)
@@ -104,13 +104,13 @@ def at_rest(job: Job, layout: Layout) -> dict[str, float]:
         total = {name: total[name] + part[name] for name in total}
     if job.savings.step_in_backward:
         total["gradients"] /= layers(job, layout)
-    if job.savings.offload:  # FSDP's CPU offload has all shards there, ZeRO-Offload the optimizer's alone
+    if job.savings.offload:  # FSDP offloads all shards, ZeRO-Offload only the optimizer's
         total = total | {"optimizer": 0.0} if layout.stage < 3 else dict.fromkeys(total, 0.0)
     return total
 
 
 def adapters_at_rest(job: Job, layout: Layout) -> dict[str, float]:
-    """LoRA (Hu et al. 2021): r·(inner + outer) numbers a matrix are trained, all others are stored as they are; embedding
+    """Return LoRA's bytes (Hu et al. 2021): r·(inner + outer) numbers per matrix are trained, others frozen; embedding
     and output layer in 16 bits."""
     own, shared = own_parameters(job, layout), layout.holding if layout.stage == 3 else 1
     ends = min(own, job.shape.ends / layout.tensor)
@@ -130,7 +130,7 @@ def adapter_parameters(job: Job) -> float:
 
 
 def gathered_bytes(job: Job, layout: Layout) -> float:
-    """Weights that are whole for a while: ZeRO-3's layers, or at least the embedding or the output layer."""
+    """Return the bytes of gathered weights: ZeRO-3's layers, or at least embedding or output layer."""
     if layout.stage != 3 or layout.holding == 1:
         return 0.0
     own, item = own_parameters(job, layout), job.savings.base_itemsize if job.savings.lora else job.itemsize
@@ -140,7 +140,7 @@ def gathered_bytes(job: Job, layout: Layout) -> float:
 
 
 def passing_bytes(job: Job, layout: Layout) -> tuple[float, float]:
-    """Activations and logits of the stage that holds more of them: the first, or the last."""
+    """Return activations and logits of the stage with more of them: the first or the last."""
     whole, kept = layer_bytes(job, layout), kept_bytes(job, layout)
     again = whole if job.recompute in ("half", "full") else 0.0
     depth, scores = layers(job, layout), logits_bytes(job, layout)
@@ -152,7 +152,7 @@ def passing_bytes(job: Job, layout: Layout) -> tuple[float, float]:
 
 
 def flying(job: Job, layout: Layout) -> float:
-    """Microbatches that the first stage keeps: min(p, M); with v chunks 1 + (p-1)/(p·v) times as many (Korthikanti
+    """Return microbatches in flight in stage 1: min(p, M); with v chunks 1 + (p-1)/(p·v) times as many (Korthikanti
     4.2.3)."""
     p, v, parts = layout.pipeline, layout.chunks, microbatches(job, layout)
     if p == 1:
@@ -163,22 +163,22 @@ def flying(job: Job, layout: Layout) -> float:
 
 
 def kept_bytes(job: Job, layout: Layout) -> float:
-    """What stays of one layer and microbatch until its backward pass."""
+    """Return the bytes saved per layer and microbatch until its backward pass."""
     whole = layer_bytes(job, layout)
     given = boundary_bytes(job, layout) / sliced(job, layout)
     return {"none": whole, "selective": whole, "half": (whole + given) / 2, "full": given}[job.recompute]
 
 
 def sliced(job: Job, layout: Layout) -> int:
-    """Over how many ranks sequence parallelism deals what is between the sliced parts."""
+    """Return over how many ranks sequence parallelism splits activations."""
     return layout.tensor if job.sequence_parallel else 1
 
 
 def layer_bytes(job: Job, layout: Layout) -> float:
-    """All that one layer of one microbatch keeps if nothing is done again, but for what attention does not keep.
+    """Return the activation bytes per layer and microbatch without recomputation, except what attention recomputes.
 
     A gated layer without dropout keeps the inputs of its norms, of attention and of the feed-forward part, 4·h numbers
-    a token, which sequence parallelism cuts, and queries, keys, values, attention's output and three times the inner
+    per token, which sequence parallelism cuts, and queries, keys, values, attention's output and three times the inner
     width, which tensor parallelism cuts. Any other is Korthikanti's, with dropout (distlab/techniques/tensor_parallel/costs.py).
     """
     shape, tokens, t = job.shape, rank_tokens(job, layout), layout.tensor
@@ -198,7 +198,7 @@ def layer_bytes(job: Job, layout: Layout) -> float:
 
 
 def boundary_bytes(job: Job, layout: Layout) -> float:
-    """b·s·h/c: one microbatch between two layers."""
+    """Return the bytes of one microbatch between two layers, of b·s·h/c numbers."""
     return rank_tokens(job, layout) * job.shape.width * job.itemsize
 
 
@@ -208,6 +208,6 @@ LOGIT_BYTES = {"fp32": 12.0, "fused": 5.0, "chunked": 12 / 8}
 
 
 def logits_bytes(job: Job, layout: Layout) -> float:
-    """Scores of the vocabulary, their softmax and their gradient, b·s·V/t of each."""
+    """Return the bytes of vocabulary scores, softmax and gradient, b·s·V/t numbers each."""
     of_score = LOGIT_BYTES[job.loss] * max(1, job.itemsize / 4)
     return rank_tokens(job, layout) * job.shape.vocabulary / layout.tensor * of_score

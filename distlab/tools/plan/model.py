@@ -1,7 +1,7 @@
-"""A model on paper: its shape, how many parameters it has, and where that is from.
+"""A model as the planner knows it: its shape, its number of parameters, and their source.
 
-Published shapes are in models.json, each with its source; a `config.json` of transformers says the same of any other;
-and of a number of parameters alone a GPT's shape is guessed.
+Published shapes are in models.json, each with its source; other models are read from a transformers `config.json`;
+from a number of parameters alone a GPT's shape is guessed.
 """
 
 import json
@@ -23,11 +23,11 @@ TABLE = Path(__file__).with_name("models.json")
 class Shape:
     """A transformer of `layers` blocks, `heads` heads wide.
 
-    `kv_heads` are those of keys and values (fewer in grouped-query attention), `mlp_width` what is between the matrices
-    of the feed-forward part, three where it is `gated`. Of `experts` each token takes `experts_a_token`, in `moe_layers`
+    `kv_heads` are those of keys and values (fewer in grouped-query attention), `mlp_width` is the feed-forward part's
+    inner width, with three matrices if `gated`. Of `experts` each token uses `experts_a_token`, in `moe_layers`
     layers. `tied`: embedding and output layer are one matrix of `vocabulary` rows.
 
-    What is 0 follows from the rest: `head_dim`, numbers of a query's and a key's head, is width / heads; `value_dim`, of
+    Fields of 0 follow from others: `head_dim`, numbers of a query's and a key's head, is width / heads; `value_dim`, of
     a value's head, is head_dim; `dense_width`, between the matrices of a layer without experts, is mlp_width.
     `shared_width` is that of the experts that every token takes. Latent attention (DeepSeek-V2, arXiv 2405.04434,
     section 2.1) has keys and values of `kv_rank` numbers, queries of `q_rank`, and `rope_dim` numbers of each head that
@@ -59,7 +59,7 @@ class Shape:
 
     @cached_property
     def head(self) -> float:
-        """Numbers of one head's query and key, `value` of its value."""
+        """Return the width of a head's query and key; `value` is the width of its value."""
         return self.head_dim or self.width / self.heads
 
     @cached_property
@@ -68,12 +68,12 @@ class Shape:
 
     @cached_property
     def keys(self) -> float:
-        """Numbers of a token's keys and values that attention reads."""
+        """Return how many numbers of a token's keys and values attention reads."""
         return (self.heads if self.kv_rank else self.kv_heads) * (self.head + self.value)
 
     @cached_property
     def attention(self) -> list[tuple[float, float]]:
-        """[inner, outer] of the matrices of one attention; the last one makes its output."""
+        """Return [inner, outer] of the matrices of one attention; the last is its output projection."""
         output = (self.heads * self.value, float(self.width))
         queries = self.heads * self.head
         if not self.kv_rank:
@@ -83,13 +83,13 @@ class Shape:
         return [*asks, (self.width, self.kv_rank + self.rope_dim), (self.kv_rank, up), output]
 
     def feed_forward(self, inner: int) -> list[tuple[float, float]]:
-        """[inner, outer] of one feed-forward part of such a width."""
+        """Return [inner, outer] of the matrices of a feed-forward part of this width."""
         return [(self.width, inner * (2 if self.gated else 1)), (inner, self.width)]
 
     @cached_property
     def mlp(self) -> list[tuple[float, float]]:
-        """Of one expert, or where there are none of the feed-forward part; `dense`: of a layer without experts;
-        `beside_experts`: what every token meets in a layer with them, the router and the shared experts."""
+        """Return the matrices of one expert, or without experts of the feed-forward part; `dense`: of a layer without
+        experts; `beside_experts`: what every token uses in a layer with them, router and shared experts."""
         return self.feed_forward(self.mlp_width)
 
     @cached_property
@@ -102,7 +102,7 @@ class Shape:
 
     @cached_property
     def body(self) -> float:
-        """Parameters of all matrices between embedding and output layer, as far as the shape says; a GPT's are 12·L·h²."""
+        """Count the parameters of all matrices between embedding and output layer by the shape; a GPT has 12·L·h²."""
         whole = self.layers * numel(self.attention) + (self.layers - self.moe_layers) * numel(self.dense)
         return whole + self.moe_layers * numel(self.beside_experts) + self.expert_parameters
 
@@ -112,15 +112,15 @@ class Shape:
 
     @cached_property
     def ends(self) -> float:
-        """Of the embedding and the output layer."""
+        """Count the parameters of embedding and output layer."""
         return float(self.vocabulary * self.width * (1 if self.tied else 2))
 
     def kind(self, *, fp8: bool) -> str:
-        """What published runs are scored by, and an answer's band is of."""
+        """Return the kind by which published runs are scored, and which decides an answer's band."""
         return f"{'experts' if self.experts else 'dense'} {'fp8' if fp8 else 'bf16'}"
 
     def seen(self, seq: int) -> float:
-        """Positions that a token of a sample sees, in the mean of tokens and layers."""
+        """Return how many positions a token attends to, averaged over tokens and layers."""
         near = min(self.window or seq, seq)
         in_window = near * (1 - near / (2 * seq))
         return seq / 2 + self.window_layers / self.layers * (in_window - seq / 2)
@@ -131,13 +131,13 @@ def numel(products: Iterable[tuple[float, float]]) -> float:
 
 
 def active(shape: Shape, num_parameters: float) -> float:
-    """Parameters that a token meets: all but the experts that it does not take."""
+    """Count the parameters that a token uses: all except unselected experts."""
     if not shape.experts:
         return num_parameters
     return num_parameters - shape.expert_parameters * (1 - shape.experts_a_token / shape.experts)
 
 
-# Of a number of parameters alone: a GPT.
+# A GPT guessed from a number of parameters alone.
 
 ASPECT = 128  # width over layers, as in GPT-3 of 6.7B (4096 over 32) and of 175B (12288 over 96)
 GPT2_VOCABULARY = 50304  # filled up to a multiple of 64
@@ -147,8 +147,8 @@ def guessed(
     num_parameters: float, layers: int | None = None, width: int | None = None, heads: int | None = None,
     vocabulary: int | None = None,
 ) -> Shape:  # fmt: skip
-    """A GPT-like shape of P = 12·L·h² with h = 128·L; whatever is given stays. 7B: 32 layers, 4096 wide; 175B: 96,
-    12288. It chooses from GPT-2's tokens, or in a small model from as many as take a third of its parameters."""
+    """Guess a GPT's shape from P = 12·L·h² with h = 128·L; given values stay. 7B: 32 layers, 4096 wide; 175B: 96,
+    12288. It has GPT-2's vocabulary, or in a small model one that takes a third of its parameters."""
     layers = layers or guessed_layers(num_parameters, width)
     width = width or guessed_width(math.sqrt(num_parameters / (12 * layers)), heads)
     heads = heads or guessed_heads(width)
@@ -157,7 +157,7 @@ def guessed(
 
 
 def guessed_layers(num_parameters: float, width: int | None) -> int:
-    """L = P/(12·h²), or with h = 128·L a multiple of 4."""
+    """Return L = P/(12·h²), or with h = 128·L a multiple of 4."""
     if width is not None:
         return max(1, round(num_parameters / (12 * width**2)))
     exact: float = (num_parameters / (12 * ASPECT**2)) ** (1 / 3)
@@ -165,7 +165,7 @@ def guessed_layers(num_parameters: float, width: int | None) -> int:
 
 
 def guessed_width(exact: float, heads: int | None) -> int:
-    """The nearest multiple of the heads; or of 8 heads, each of 128 numbers or, in a narrow model, a smaller power of
+    """Return a multiple of the heads; or of 8 heads, each of 128 numbers or, in a narrow model, a smaller power of
     two."""
     if heads is None:
         heads = 8 * min(128, 1 << max(0, int(math.log2(max(1.0, exact / 16)))))
@@ -173,22 +173,22 @@ def guessed_width(exact: float, heads: int | None) -> int:
 
 
 def guessed_heads(width: int) -> int:
-    """As many as divide the width, of 128 numbers or more each; in a narrow model 8 at most."""
+    """Return a number of heads that divides the width, each 128 wide or more; in a narrow model at most 8."""
     return max(count for count in range(1, max(8, width // 128) + 1) if width % count == 0)
 
 
-# By name, or by the config.json that stands beside its weights.
+# By name, or by the config.json next to its weights.
 
 
 @cache
 def table() -> dict[str, dict[str, Any]]:
-    """Published shapes by name."""
+    """Return published shapes by name."""
     found: dict[str, dict[str, Any]] = json.loads(TABLE.read_text())
     return found
 
 
 def named(name: str) -> tuple[Shape, float, str]:
-    """Shape, parameters and source of a published model; raises ConfigError."""
+    """Return shape, parameters and source of a published model; raises ConfigError."""
     key = name.lower().replace("_", "-")
     if key not in table():
         raise ConfigError(
@@ -201,7 +201,7 @@ def named(name: str) -> tuple[Shape, float, str]:
 
 
 class Config:
-    """The fields of a transformers config.json, which remembers those that were asked for and what is wrong of them."""
+    """The fields of a transformers config.json; it records which were read and their faults."""
 
     def __init__(self, path: Path, fields: Mapping[str, Any]) -> None:
         self.told, self.fields = f"--config={str(path)!r}", fields
@@ -213,7 +213,7 @@ class Config:
         return next((self.fields[name] for name in names if self.fields.get(name) is not None), None)
 
     def number(self, *names: str, otherwise: int | None = None) -> int:
-        """A whole number by any of these names; 0 counts as not said."""
+        """Return a whole number by any of these names; 0 counts as missing."""
         value = self.value(*names)
         if value is None or (value == 0 and otherwise is not None and value is not False):
             if otherwise is None:
@@ -226,8 +226,8 @@ class Config:
         return value
 
     def refuse_unknown(self) -> None:
-        """Fields that say something of the shape which is not understood here: numbers, lists and tables of layers,
-        heads, widths and their kind."""
+        """Report unknown fields that affect the shape: numbers, lists and tables of layers,
+        heads, widths and the like."""
         for name, value in self.fields.items():
             large = (isinstance(value, int) and not isinstance(value, bool) and value > 0) or (value and isinstance(value, list | dict))  # fmt: skip
             if large and name not in self.known and SHAPING.search(name) and not SHAPELESS.search(name):
@@ -245,13 +245,13 @@ SHAPELESS = re.compile(
 
 
 def from_config(path: Path) -> tuple[Shape, float, str]:
-    """Shape and parameters by a transformers config.json; raises ConfigError, all that is missing at once."""
+    """Return shape and parameters by a transformers config.json; raises ConfigError with all missing fields."""
     try:
         found = json.loads(path.read_bytes())
         fields: dict[str, Any] = found if isinstance(found, dict) else {}
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError([f"--config={str(path)!r} is no JSON file that can be read: {error}"]) from None
-    for part in ("text_config", "attn_config", "ffn_config"):  # of models that see too, and of MPT and DBRX
+    for part in ("text_config", "attn_config", "ffn_config"):  # of vision models, and of MPT and DBRX
         fields |= inside if isinstance(inside := fields.pop(part, {}), dict) else {}
     config = Config(path, fields)
     shape = plain_shape(config)
@@ -266,7 +266,7 @@ def from_config(path: Path) -> tuple[Shape, float, str]:
 
 
 def plain_shape(config: Config) -> Shape:
-    """What every decoder has; latent attention where keys and values have a rank."""
+    """Return the fields of every decoder; latent attention if keys and values have a rank."""
     family = str(config.value("model_type"))
     layers = config.number("num_hidden_layers", "n_layer", "n_layers", "num_layers")
     width = config.number("hidden_size", "n_embd", "n_embed", "d_model")
@@ -293,7 +293,7 @@ def plain_shape(config: Config) -> Shape:
 
 
 def experts_of(config: Config, layers: int) -> dict[str, Any]:
-    """Fields of a mixture of experts, of which each family says in its own way which layers have them."""
+    """Return the fields of a mixture of experts; each family names the layers with experts in its own way."""
     experts = config.number("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts", otherwise=0)
     taken = config.number("num_experts_per_tok", "experts_per_token", "num_experts_per_token", "moe_top_k", otherwise=1)
     shared = config.number("shared_expert_intermediate_size", "shared_intermediate_size", otherwise=0)
@@ -306,7 +306,7 @@ def experts_of(config: Config, layers: int) -> dict[str, Any]:
     groups = config.number("topk_group", otherwise=0)
     if not experts:
         return {}
-    after = 0 if config.value("moe_layer_freq") else 1  # DeepSeek begins a step with one, others end it
+    after = 0 if config.value("moe_layer_freq") else 1  # DeepSeek begins a period with one, others end it
     sparse = listed or [i for i in range(first, layers) if (i + after) % step == 0 and i not in plain]
     found = {"experts": experts, "experts_a_token": taken, "moe_layers": len(sparse), "mlp_width": inner}
     if len(sparse) < layers and dense != inner:
@@ -315,7 +315,7 @@ def experts_of(config: Config, layers: int) -> dict[str, Any]:
 
 
 def windows_of(config: Config, layers: int) -> dict[str, Any]:
-    """How many layers see a window alone, and its width."""
+    """Return how many layers attend only to a window, and its width."""
     window = config.number("sliding_window", "sliding_window_size", "attention_chunk_size", otherwise=0)
     kinds, usual = config.value("layer_types") or [], PATTERNS.get(str(config.value("model_type")), 0)
     pattern = config.number("sliding_window_pattern", "no_rope_layer_interval", otherwise=usual)
@@ -328,5 +328,10 @@ def windows_of(config: Config, layers: int) -> dict[str, Any]:
 
 
 GATED = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma", "deepseek", "gpt_oss", "dbrx", "jetmoe")
-PATTERNS = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4, "llama4_text": 4}  # the last of so many layers sees all
-TIED = ("gpt2", "opt", "bloom", "gemma", "mpt", "falcon", "gpt_bigcode", "xglm")  # where a config.json does not say it
+PATTERNS = {
+    "gemma2": 2,
+    "gemma3_text": 6,
+    "cohere2": 4,
+    "llama4_text": 4,
+}  # each period's last layer sees all
+TIED = ("gpt2", "opt", "bloom", "gemma", "mpt", "falcon", "gpt_bigcode", "xglm")  # if config.json does not state it

@@ -1,7 +1,7 @@
-"""The lab's own runs as rows of the planner: a variant by hand as a job and a layout, and what that costs.
+"""The lab's own runs as rows of the planner: a hand-written variant as a job and a layout, with its cost.
 
-Sizes are those of the run's first record, its axes those where its ranks said they are. FLOP/s are what its own forward
-and backward passes reached, or another run's (`--calibrate`), the link is a `comm` run's of as many ranks.
+Sizes come from the run's first record, axes from its ranks' records. FLOP/s are those of its own forward and backward
+passes, or of another run (`--calibrate`); the link comes from a `comm` run with as many ranks.
 """
 
 import math
@@ -22,8 +22,8 @@ from distlab.tools.plan.step_time import SLICES
 
 
 class Way(NamedTuple):
-    """How a variant trains: its stage of ZeRO, whether gradients are whole in buckets that stay from step to step,
-    whether rows between slices are dealt over their ranks, and whether a rank has several stages."""
+    """How a variant trains: its ZeRO stage, whether persistent buckets store whole gradients, whether activations
+    between slices are split over ranks (sequence parallelism), and whether a rank has several stages."""
 
     stage: int = 0
     buckets: bool = True
@@ -31,7 +31,7 @@ class Way(NamedTuple):
     chunks: bool = False
 
 
-# By mode the variants by hand whose messages and memory are what the planner prices: one sum or gather a layer, 1F1B.
+# By mode the hand-written variants whose messages and memory the planner models: one sum or gather per layer, 1F1B.
 WAYS = {
     "dp": {"flat": Way(), "bucketed": Way()},
     "fsdp": {"dp": Way(), "zero1": Way(1), "zero2": Way(2, False), "zero3": Way(3, False)},
@@ -43,22 +43,22 @@ WAYS = {
     },
 }  # fmt: skip
 ITEMSIZES = {"float32": 4, "float64": 8, "bfloat16": 2}
-# What a link's rate and latency depend on: a `comm` run with others says nothing of this run's messages.
+# Settings that change a link's rate and latency: a `comm` run with others does not describe this run's messages.
 ALIKE = ("LAB_BACKEND", "LAB_DEVICE", "LAB_NET_RATE", "LAB_NET_DELAY")
 MOST_LINE_BYTES = 1 << 20  # of a first record
-CHANGED = ("LAB_SLOW_RANK", "LAB_SLEEP_MS", "LAB_FAULTS", "LAB_OFFLOAD")  # steps with these are made longer on purpose
+CHANGED = ("LAB_SLOW_RANK", "LAB_SLEEP_MS", "LAB_FAULTS", "LAB_OFFLOAD")  # these make steps longer
 
 
 class Planned(NamedTuple):
-    """Of each variant that the planner knows seconds of a step and bytes at the peak, and in words where they are from
-    or why there are none."""
+    """Seconds per step and peak bytes of each variant that the planner models, with their source, or why there are
+    none."""
 
     costs: dict[str, Cost]
     told: list[str]
 
 
 def priced(records: Ranks, measured: Sequence[Measured]) -> dict[str, Cost]:
-    """What the planner says of the variants that it knows, with these runs in place of data sheets."""
+    """Return the planner's costs of the variants that it models, with these runs in place of data sheets."""
     return {
         name: replace(cost(job, layout), memory=at_one_moment(job, layout, way))
         for name, (way, job, layout) in known(records, measured).items()
@@ -66,7 +66,7 @@ def priced(records: Ranks, measured: Sequence[Measured]) -> dict[str, Cost]:
 
 
 def known(records: Ranks, measured: Sequence[Measured]) -> dict[str, tuple[Way, Job, Layout]]:
-    """The variants that the planner knows, each as a job and a layout that can be."""
+    """Return the variants that the planner models, each as a job and a possible layout."""
     start = next((start for _, start in select(records, Start)), None)
     axes = next((placed.axes for _, placed in select(records, Placed)), {})
     sizes = {name: size for name, (_, size) in axes.items() if size > 1}
@@ -86,11 +86,11 @@ def known(records: Ranks, measured: Sequence[Measured]) -> dict[str, tuple[Way, 
 
 
 def at_one_moment(job: Job, layout: Layout, way: Way) -> dict[str, float]:
-    """Bytes by class when a rank's tensors hold most, as the lab's ledger counts them; the planner adds up what each
-    class reaches, which is what an allocator keeps.
+    """Return bytes by class at the peak of a rank's tensors, as the lab's ledger counts them; the planner adds up the
+    peaks of each class, as an allocator keeps them.
 
-    Gradients of a single microbatch that lie in no bucket come as activations go. With dealt rows a slice by hand keeps
-    its gathered input, where the planner gathers it again: Korthikanti's 26/t + 8 in place of 34/t.
+    Gradients of a single microbatch outside buckets appear as activations go. With sequence parallelism hand-written
+    slices keep their gathered input; the planner gathers it again: Korthikanti's 26/t + 8 in place of 34/t.
     """
     memory = memory_by_class(job, layout)
     if not way.buckets and microbatches(job, layout) == 1:
@@ -102,7 +102,7 @@ def at_one_moment(job: Job, layout: Layout, way: Way) -> dict[str, float]:
 
 
 def plannable(start: Start, sizes: dict[str, int]) -> bool:
-    """Whether it trains the lab's GPT, at its own pace, on axes that the planner has."""
+    """Return whether it trains the lab's GPT, without added delays, on axes that the planner has."""
     config = start.config
     return (
         start.run_mode in WAYS and config.get("LAB_MODEL") == "gpt" and config.get("LAB_DTYPE") in ITEMSIZES
@@ -117,7 +117,7 @@ def layout_of(start: Start, sizes: dict[str, int], way: Way) -> Layout:
 
 
 def job_of(start: Start, sizes: dict[str, int], way: Way, measured: Sequence[Measured]) -> Job:
-    """The run's model and batch on ranks of which nothing is known but what was measured."""
+    """Return the run's model and batch, on ranks with measured numbers alone."""
     config, shape = start.config, shape_of(start.config)
     samples = int(config["LAB_BATCH"])
     parts = sizes.get("dp", 1) * int(config.get("LAB_MICROBATCHES") or 1)
@@ -134,8 +134,8 @@ def job_of(start: Start, sizes: dict[str, int], way: Way, measured: Sequence[Mea
 
 
 def planned(folder: Path, records: Ranks) -> Planned | None:
-    """The same for the report of the run in `folder`, with its own FLOP/s and the newest link beside it; None of a run
-    that the planner has no word for."""
+    """Plan the run in `folder` for its report, with its own FLOP/s and the newest link next to it; None if the planner
+    does not model its mode."""
     start = next((start for _, start in select(records, Start)), None)
     if start is None or start.run_mode not in WAYS:
         return None
@@ -153,7 +153,7 @@ def planned(folder: Path, records: Ranks) -> Planned | None:
 
 
 def links(folder: Path, start: Start) -> Iterator[Measured]:
-    """What the finished `comm` runs beside `folder` fitted whose ranks and transport are the same, the newest first."""
+    """Yield the links of finished `comm` runs next to `folder` with the same ranks and transport, newest first."""
     beside = [path for path in folder.resolve().parent.glob("*/rank0.jsonl") if not path.parent.is_symlink()]
     for path in sorted(beside, key=lambda path: path.stat().st_mtime, reverse=True):
         try:
@@ -171,6 +171,6 @@ def same_link(other: Start, start: Start) -> bool:
 
 
 def how(start: Start) -> str:
-    """What a `comm` run of the same ranks and transport is started with."""
+    """Return the settings that start a `comm` run with the same ranks and transport."""
     repeated = "".join(f" {name}={start.repeat[name]}" for name in ALIKE if name in start.repeat)
     return f"RUN_MODE=comm WORLD_SIZE={start.world_size}{repeated}"

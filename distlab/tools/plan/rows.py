@@ -1,7 +1,7 @@
-"""Published runs as rows: those of published.json, which the shares of gpus.json are fitted to, and a user's own file.
+"""Rows of published runs: those of published.json, to which gpus.json's shares are fitted, and a user's file.
 
-A user's file is a list of flat rows, a model, a layout and what was measured. What a row does not say and nothing can be
-assumed of is asked for by name; what of its model it leaves out is taken from the published shape that it otherwise is.
+A user's file is a list of flat rows: a model, a layout and the measurements. Missing fields without a default are
+reported by name; missing fields of the model come from the published shape that it otherwise equals.
 """
 
 import re
@@ -28,7 +28,7 @@ WEIGHTS = {
     "bf16": Weights(2, masters=False, moment_bytes=4),
     "fp32": Weights(4, masters=False, moment_bytes=8),
 }
-# Whose kernels a source runs, by its words; the first that is found.
+# The software of a source, by words in its name; the first match counts.
 OF_SOURCE = {"torchtitan": "torchtitan", "kempner": "torchtitan", "korthikanti": "megatron", "narayanan": "megatron", "llm-foundry": "mpt", "mosaicml": "mpt", "megatron": "megatron", "nvidia": "megatron", "nemo": "megatron", "simumax": "megatron"}  # fmt: skip
 
 
@@ -36,7 +36,7 @@ Size = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """A published run: model, layout and what was measured of a step and of a GPU's memory.
+    """A published run: model, layout and measurements of a step and of a GPU's memory.
 
     `dtypes`: whether the types of its weights and its optimizer's state are published, without which bytes say little.
     """
@@ -78,13 +78,13 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def publication(self) -> str:
-        """Its source as what is left out at once: a repository, or a paper's authors and year."""
+        """Return the unit in which sources are left out: a repository, or a paper's authors and year."""
         first = self.source.split(maxsplit=1)[0]
         return first if "/" in first else re.split("[,:]", self.source)[0]
 
     @property
     def left_out(self) -> str:
-        """The source that it is predicted without: its own, unless no row of its page is in published.json."""
+        """Return the source to predict it without: its own, unless published.json has no row of its page."""
         page = self.source.split()[:2]
         return self.publication if any(row.source.split()[:2] == page for row in published()) else ""
 
@@ -95,7 +95,7 @@ def published() -> list[Row]:
 
 
 def asked(row: Row, without: str = "") -> tuple[Job, Layout]:
-    """The row as a job on paper, by shares to which the rows of one source were not fitted."""
+    """Return the row as a job, with shares fitted without the rows of one source."""
     card = gpu_named(row.gpu, row.software, without)
     job = Job(
         row.parameters, row.gpus, card.memory_bytes, row.shape, row.sequence, row.microbatch, row.global_batch, False, card,
@@ -122,8 +122,8 @@ SHAPE = tuple(field.name for field in fields(Shape))
 
 
 def read_rows(path: Path) -> tuple[list[Row], list[str]]:
-    """The rows of a user's file, and in words what they leave out: what is taken for it, or why a row is not scored;
-    raises ConfigError if none can be."""
+    """Return the rows of a user's file, and sentences on missing fields: the default, or why a row is not scored;
+    raises ConfigError if no row can be."""
     try:
         found = msgspec.json.decode(path.read_bytes())
     except (OSError, msgspec.DecodeError, RecursionError) as error:
@@ -146,7 +146,7 @@ def read_rows(path: Path) -> tuple[list[Row], list[str]]:
 
 
 def row_of(name: str, given: Mapping[str, Any]) -> tuple[Row, list[str]]:
-    """One row, and what it leaves out in words; raises ConfigError or msgspec.ValidationError."""
+    """Return one row and sentences on its missing fields; raises ConfigError or msgspec.ValidationError."""
     said = {field: given.get(field, given.get(alias)) for field in Row.__struct_fields__ for alias in [ALIASES.get(field, field)]}  # fmt: skip
     said = {field: value for field, value in said.items() if value is not None} | {"name": name}
     flat = dict(given["shape"]) if isinstance(given.get("shape"), dict) else dict(given)
@@ -171,7 +171,7 @@ def row_of(name: str, given: Mapping[str, Any]) -> tuple[Row, list[str]]:
     row = msgspec.convert(said, Row)
     faults = [f"tp{row.tp} x pp{row.pp} x cp{row.cp} x dp{row.dp} are not its {row.gpus} GPUs"]
     if row.tp * row.pp * row.cp * row.dp == row.gpus:
-        job, layout = asked(row)  # whose microbatches need be no multiple of its stages: it ran
+        job, layout = asked(row)  # its microbatches need not be a multiple of its stages: it ran
         faults = faults_of(job, replace(layout, chunks=1))
     if faults:
         raise ConfigError(faults)
@@ -184,7 +184,7 @@ def row_of(name: str, given: Mapping[str, Any]) -> tuple[Row, list[str]]:
 
 
 def as_published(shape: Mapping[str, Any]) -> dict[str, Any]:
-    """What else is known of the published mixture that is as wide; fewer layers of it may be asked about."""
+    """Return the other fields of the published mixture of this width; a row may have fewer of its layers."""
     for name in table():
         known = asdict(named(name)[0])
         alike = all(shape.get(field) == known[field] for field in ("width", "heads", "mlp_width", "experts"))

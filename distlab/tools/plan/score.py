@@ -1,8 +1,8 @@
-"""The planner held to published runs, each predicted without the rows of its own source, and the bands that follow.
+"""Compare the planner with published runs, each predicted without the rows of its own source; derive its bands.
 
-`distlab plan --score` predicts every row of published.json, or of a user's file, by shares that were fitted to the other
-sources (gpus.json, `left_out`), and says by kind by how much it is off and how many rows lie inside the band that the
-errors of the other sources of that kind make. The errors of all sources are the band that every answer prints.
+`distlab plan --score` predicts every row of published.json, or of a user's file, with shares fitted to the other
+sources (gpus.json, `left_out`), and prints per kind its error and how many rows lie inside the band of the errors of
+the other sources of that kind. The errors of all sources are the band that every answer prints.
 """
 
 import math
@@ -18,12 +18,12 @@ from distlab.tools.plan.costs import cost
 from distlab.tools.plan.rows import Row, asked, published
 
 NEAR, MEMORY_NEAR = 0.25, 0.10
-INSIDE = 0.9  # of the rows of a kind that its band holds
+INSIDE = 0.9  # share of a kind's rows inside its band
 
 
 @dataclass(frozen=True)
 class Compared:
-    """One published number beside the predicted one."""
+    """One published number and its prediction."""
 
     row: Row
     what: str  # step, peak, rest, activations
@@ -44,7 +44,7 @@ class Compared:
 
 
 def compared(rows: Iterable[Row]) -> list[Compared]:
-    """Every published number, in the order of the rows."""
+    """Return every published number with its prediction, in the order of the rows."""
     found = []
     for row in rows:
         priced = cost(*asked(row, row.left_out))
@@ -61,15 +61,15 @@ def compared(rows: Iterable[Row]) -> list[Compared]:
 
 
 def band_of(found: Iterable[Compared], kind: str, without: str = "") -> float:
-    """The factor that holds nine of ten predictions of a kind, or where it has none of other sources of any kind. Of
-    memory those count whose types are published."""
+    """Return the factor within which nine of ten predictions of a kind lie, or of any kind if no other source has it.
+    Memory counts only rows with published types."""
     others = [each for each in found if each.row.publication != without and each.row.dtypes | (each.kind != "memory")]
     near = sorted(each.factor for each in others if each.kind == kind) or sorted(each.factor for each in others)
     return near[min(len(near) - 1, math.ceil(INSIDE * (len(near) + 1)) - 1)]
 
 
 def bands() -> dict[str, float]:
-    """By kind, as `python -m benchmarks.plan_fit` writes them to gpus.json."""
+    """Return the bands by kind, as `python -m benchmarks.plan_fit` writes them to gpus.json."""
     return {kind: round(band_of(known_errors(), kind), 2) for kind in sorted({each.kind for each in known_errors()})}
 
 
@@ -79,15 +79,15 @@ def known_errors() -> list[Compared]:
 
 
 def inside(each: Compared) -> bool:
-    """Whether the measured number lies in the band that other sources make."""
+    """Return whether the measured number lies in the band of the other sources."""
     return each.factor <= band_of(known_errors(), each.kind, each.row.left_out)
 
 
-# What is printed.
+# Output.
 
 
 def groups(found: Sequence[Compared]) -> dict[str, list[Compared]]:
-    """Steps by card and software, all memory, and last steps by kind of model and all of them."""
+    """Return rows by name: steps by card and software, all memory, then steps by kind of model and all steps."""
     named: dict[str, list[Compared]] = {}
     for each in found:
         card = f"{each.row.gpu} {each.row.software}".strip()
@@ -100,7 +100,7 @@ def groups(found: Sequence[Compared]) -> dict[str, list[Compared]]:
 
 
 def summary(found: Sequence[Compared]) -> dict[str, Any]:
-    """Of some rows the median error, its sign, and how many are near and inside their bands."""
+    """Return the rows' median error, its sign, and how many are near and inside their bands."""
     near = NEAR if found[0].what == "step" else MEMORY_NEAR
     errors = [each.error for each in found]
     return {
@@ -110,7 +110,7 @@ def summary(found: Sequence[Compared]) -> dict[str, Any]:
 
 
 def score_lines(rows: Sequence[Row], asks: Sequence[str] = ()) -> list[str]:
-    """A table of steps and one of memory, worst first, what rows leave out, and sums by kind."""
+    """Return a table of steps and one of memory, worst first, missing fields, and sums by kind."""
     found = compared(rows)
     steps = [each for each in found if each.what == "step"]
     memory = [each for each in found if each.what != "step"]
@@ -135,7 +135,7 @@ def table_of(found: Sequence[Compared], shown: Callable[[float], str]) -> list[s
 
 
 def score_json(rows: Sequence[Row], asks: Sequence[str] = ()) -> dict[str, Any]:
-    """The same with all numbers."""
+    """Return the score with all numbers, for JSON."""
     found = compared(rows)
     return {
         "asked": list(asks),

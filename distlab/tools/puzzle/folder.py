@@ -1,4 +1,4 @@
-"""The learner's folder: a file a task, which is written once and never again, and what became of each the last time."""
+"""The learner's folder: one file per task, which is written only once, and the latest result of each."""
 
 import ast
 import hashlib
@@ -36,7 +36,7 @@ IMPORTS = "import torch\nimport torch.distributed as dist\nfrom torch import Ten
 
 @dataclass
 class Result:
-    """Of one task: whether it passed, which content that was, the reason where it did not, and the hints given."""
+    """A task's result: whether it passed, of which content, the reason if not, and the hints given."""
 
     passed: bool | None = None  # None: it was not run
     digest: str = ""
@@ -45,7 +45,7 @@ class Result:
 
 
 class Folder:
-    """`puzzles/` of a learner."""
+    """A learner's folder `puzzles/`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -64,7 +64,7 @@ class Folder:
         return True
 
     def state(self, task: Task) -> str:
-        """In a word or two."""
+        """Return the task's state in a word or two."""
         if not self.file(task).exists():
             return "-"
         if unfilled(self.file(task).read_text()):
@@ -92,7 +92,7 @@ class Folder:
 
 
 def stub_of(task: Task) -> str:
-    """What is written for the learner."""
+    """Return the content of the learner's new file."""
     allowed = " and ".join(sorted(task.allowed)) or "nothing"
     if task.allowed == {"send", "recv"}:
         allowed = "send and receive (send, recv, isend, irecv, batch_isend_irecv)"
@@ -111,7 +111,7 @@ def stub_of(task: Task) -> str:
 
 
 def unfilled(source: str) -> list[str]:
-    """The functions whose body is still `...`; none where the source is no Python."""
+    """Return the functions whose body is still `...`; none if the source is not Python."""
     try:
         functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
     except SyntaxError:

@@ -1,7 +1,7 @@
-"""Whether what the ranks did is right: calls, tensors, bounds. What is wrong is a sentence.
+"""Judge the ranks' results: calls, tensors, bounds. Each error is a sentence.
 
-The tensors are compared with those of one process, and the first that differs is explained: by a typical error that
-gives just these numbers, by a factor, or by where the numbers that differ stand.
+The tensors are compared with those of one process, and the first that differs is explained: by a typical error with
+exactly these numbers, by a factor, or by the positions of the differing numbers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,13 +11,13 @@ from torch import Tensor
 
 from distlab.tools.puzzle.task import MESSAGES, TOLERANCE, Bound, Report, Task, Tensors
 
-# Beside the numbers gloo sends a header a message, and asks for it: measured 48 bytes each way, once for each chunk.
-OVERHEAD_BYTES = 256  # a message
+# Gloo also sends a header and a request per message: measured 48 bytes each way, once per chunk.
+OVERHEAD_BYTES = 256  # per message
 ROUNDING = 0.01  # bounds are fractions of bytes
 
 
 def judge(task: Task, world_size: int, reports: Sequence[Report]) -> str:
-    """A sentence on what is wrong; empty where all is right."""
+    """Return a sentence on the first error; empty if all is right."""
     looks: list[Callable[[Task, int, Sequence[Report]], str]] = [forbidden, unequal, inspected, too_much]
     return next((sentence for look in looks if (sentence := look(task, world_size, reports))), "")
 
@@ -36,7 +36,7 @@ def forbidden(task: Task, world_size: int, reports: Sequence[Report]) -> str:  #
 
 
 def unequal(task: Task, world_size: int, reports: Sequence[Report]) -> str:
-    """The first tensor that differs, in the order of the task and then of the ranks."""
+    """Describe the first tensor that differs, in order of the task, then of the ranks."""
     expected, suspects = task.expected(world_size), task.suspects(world_size)
     for name in dict.fromkeys(name for tensors in expected for name in tensors):
         for rank in range(world_size):
@@ -50,7 +50,7 @@ def unequal(task: Task, world_size: int, reports: Sequence[Report]) -> str:
 
 
 def difference(found: Tensor | None, expected: Tensor) -> str:
-    """How a tensor differs, in words; empty where it does not."""
+    """Describe how a tensor differs; empty if it does not."""
     if not isinstance(found, Tensor):
         return f"it is {found!r}, not a tensor"
     if found.shape != expected.shape:
@@ -78,7 +78,7 @@ def explained(
     expected: Sequence[Tensors],
     suspects: Mapping[str, Sequence[Tensors]],
 ) -> str:
-    """Why, where that is known: "; ..." or nothing."""
+    """Return the reason, if known, as "; ...", else an empty text."""
     found, right = reports[rank].tensors.get(name), expected[rank][name]
     if not isinstance(found, Tensor) or found.shape != right.shape:
         return ""
@@ -98,7 +98,7 @@ def explained(
 
 
 def factor_of(found: Tensor, right: Tensor) -> float | None:
-    """The number by which all of it is too large; None where it is no multiple."""
+    """Return the factor by which all numbers are too large; None if there is none."""
     found, right = found.double(), right.double()
     size = float((right * right).sum())
     if size == 0 or not bool(torch.isfinite(found).all()):
@@ -108,7 +108,7 @@ def factor_of(found: Tensor, right: Tensor) -> float | None:
 
 
 def too_much(task: Task, world_size: int, reports: Sequence[Report]) -> str:
-    """The first bound that is not kept."""
+    """Return the first bound that is exceeded."""
     bound = task.bound(world_size)
     n = f"with {world_size} rank{'s' * (world_size > 1)}"
     if bound.all_bytes is not None and (sent := sum(each.sent_bytes for each in reports)) > bound.all_bytes + ROUNDING:
@@ -128,8 +128,8 @@ def too_much(task: Task, world_size: int, reports: Sequence[Report]) -> str:
 
 
 def unexplained(task: Task, report: Report, bound: Bound) -> str:
-    """What the sockets sent and no recorded call explains, where messages are all that is allowed: their bytes are
-    known, while gloo sends for some collectives more than the best algorithm does."""
+    """Report sent bytes that no recorded call explains, if only messages are allowed: their bytes are known,
+    while gloo sends more than the best algorithm in some collectives."""
     if report.wire_bytes is None or bound.rank_bytes is None or not task.allowed <= MESSAGES:
         return ""
     explained_bytes = report.sent_bytes + OVERHEAD_BYTES * (1 + len(report.calls))

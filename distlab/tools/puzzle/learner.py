@@ -1,4 +1,4 @@
-"""What a learner does with a task, and what is said of it: the list, the next hint, an answer that is judged; and the
+"""A learner's actions: list tasks, show the next hint, judge an answer; and the
 same in a notebook: `%puzzle` lists them, `%puzzle 7` makes a cell to fill in, which begins with `%%puzzle 7` and is
 judged when it is run, `%puzzle 7 --hint` gives the next hint."""
 
@@ -16,7 +16,7 @@ from distlab.tools.puzzle.tasks import TASKS
 
 
 def listed(folder: Folder) -> list[str]:
-    """The tasks, how far each is, and how many passed."""
+    """Return the list of tasks, the state of each, and how many passed."""
     states = {number: folder.state(task) for number, task in TASKS.items()}
     passed = sum(state == "passed" for state in states.values())
     rows = [f"{number:2}  {states[number]:<10}  {task.title}" for number, task in TASKS.items()]
@@ -24,7 +24,7 @@ def listed(folder: Folder) -> list[str]:
 
 
 def next_hint(folder: Folder, task: Task) -> str:
-    """The next hint, and after the last the last again."""
+    """Return the next hint; after the last the last again."""
     result = folder.result(task)
     given = min(result.num_hints, len(task.hints) - 1)
     result.num_hints = given + 1
@@ -33,7 +33,7 @@ def next_hint(folder: Folder, task: Task) -> str:
 
 
 def judge_file(folder: Folder, task: Task, runner: Runner) -> Verdict | None:
-    """What became of a file; None where it is not filled in."""
+    """Judge a file; return None if it is not filled in."""
     source = folder.file(task).read_text()
     if unfilled(source):
         return None
@@ -44,7 +44,7 @@ def judge_file(folder: Folder, task: Task, runner: Runner) -> Verdict | None:
 
 
 def unusable(file: Path, source: str, task: Task) -> Verdict | None:
-    """What is wrong with a file that cannot be run; None if it can be."""
+    """Return the error of a file that cannot be run; None if it can."""
     try:
         missing = [name for name in task.functions if name not in functions_of(source)]
     except SyntaxError as error:
@@ -55,7 +55,7 @@ def unusable(file: Path, source: str, task: Task) -> Verdict | None:
 
 
 def told(task: Task, verdict: Verdict | None, place: Path) -> list[str]:
-    """The verdict as it is printed; `place` is of the answer."""
+    """Return the verdict's lines; `place` names the answer."""
     head = f"puzzle {task.number}, {task.title}"
     if verdict is None:
         return [f"{head}: to fill in, there is still `...` in {place}"]
@@ -76,8 +76,8 @@ def ranks_text(count: int) -> str:
 
 
 class Cells:
-    """The answers of one notebook, its cells: they are judged as files of a folder that ends with the kernel, whose
-    lines count as the cell's. `shell` is IPython's."""
+    """The cells of a notebook as answers: they are judged as files of a folder that ends with the kernel; the files'
+    lines are the cell's. `shell` is IPython's."""
 
     def __init__(self, shell: Any) -> None:
         self._shell = shell
@@ -86,7 +86,7 @@ class Cells:
         atexit.register(self.close)
 
     def puzzle(self, line: str, cell: str | None = None) -> None:
-        """What is typed behind `%puzzle` or `%%puzzle`, and the cell below."""
+        """Run `%puzzle` or `%%puzzle` with its arguments and the cell below."""
         words = line.split()
         hint = words[1:] == ["--hint"] and cell is None
         task = TASKS.get(int(words[0])) if words and words[0].isdigit() else None
@@ -106,7 +106,7 @@ class Cells:
             print("\n".join(told(task, judge_file(self._folder, task, self._runner), Path("the cell"))))
 
     def close(self) -> None:
-        """End the ranks; nothing of them is left."""
+        """End the ranks and free their resources."""
         self._runner.close()
         shutil.rmtree(self._folder.path, ignore_errors=True)
         atexit.unregister(self.close)

@@ -1,4 +1,4 @@
-"""Answers on a warm rank: each in a process group of its own, its calls counted."""
+"""Run answers on a warm rank, each in its own process group, and count their calls."""
 
 import pickle
 import sys
@@ -33,13 +33,13 @@ class Job(NamedTuple):
 
 @dataclass(frozen=True)
 class Ended(ranks.Ended):
-    """How it ended on a rank; the report is pickled, for tensors would travel as shared memory."""
+    """How it ended on a rank; the report is pickled, since tensors would be sent as shared memory."""
 
     report: bytes = b""
 
 
 class OnRank:
-    """What a task has on a rank (task.Bench)."""
+    """A task's tools on a rank (task.Bench)."""
 
     def __init__(self, rank: ranks.Rank, job: Job) -> None:
         assert dist.group.WORLD is not None
@@ -96,7 +96,7 @@ class OnRank:
 
 
 def names_in(file: str) -> dict[str, Any]:
-    """What a file of functions defines, by name; raises what the file raises."""
+    """Return the names that a file defines; raises what the file raises."""
     module = types.ModuleType("answer")
     module.__file__ = file
     exec(compile(Path(file).read_text(), file, "exec"), module.__dict__)
@@ -104,7 +104,7 @@ def names_in(file: str) -> dict[str, Any]:
 
 
 class Answers(ranks.Player):
-    """Plays tasks with answers, which are files of `start.folder`."""
+    """Runs tasks with answers, which are files of `start.folder`."""
 
     def __init__(self, rank: ranks.Rank) -> None:
         super().__init__(rank)
@@ -119,5 +119,5 @@ class Answers(ranks.Player):
         return Ended("passed", report=pickle.dumps(report))
 
     def failed(self, error: BaseException) -> Ended:  # noqa: ARG002
-        """The doctor says what was raised, and at which line."""
+        """Return no text: the doctor reports exception and line."""
         return Ended("failed")

@@ -1,4 +1,4 @@
-"""Judges answers: on 1, 2, 3 and 4 warm ranks, forked once, in at most 10 s, under the eyes of the doctor."""
+"""Judge answers on 1, 2, 3 and 4 warm ranks, forked once, in at most 10 s, watched by the doctor."""
 
 import pickle
 import shutil
@@ -19,18 +19,18 @@ GROUP_S = 60.0  # of a call: longer than any try
 
 
 class Figures(NamedTuple):
-    """With so many ranks, of the rank that has the most."""
+    """Measurements of one world size, of the rank with the most."""
 
     world_size: int
     num_messages: int
     num_calls: int
     sent_bytes: float
-    peak_bytes: int  # 0 where memory is not bounded
+    peak_bytes: int  # 0 if memory is not bounded
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether an answer passed, why not, and what it took; `world_size` is the last that was run."""
+    """Whether an answer passed, why not, and its costs; `world_size` is the last that was run."""
 
     passed: bool
     world_size: int
@@ -44,14 +44,14 @@ class Verdict:
 
 
 class Runner(WarmRanks):
-    """The ranks, all from one interpreter: a try begins after one import of torch, not after four."""
+    """The ranks, all from one interpreter: a run waits for one import of torch, not four."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(Answers, str(folder.resolve()), preload=[Answers.__module__])
 
     def judge(self, task: Task, file: Path, world_sizes: Sequence[int] = WORLD_SIZES) -> Verdict:
-        """Run it with each number of ranks; the first that is wrong ends it."""
-        self.have(max(world_sizes))  # which is no part of a try
+        """Run it with each number of ranks, up to the first error."""
+        self.have(max(world_sizes))  # not counted as a run's time
         begun = time.monotonic()
         figures: list[Figures] = []
         for world_size in world_sizes:
@@ -65,7 +65,7 @@ class Runner(WarmRanks):
         return Verdict(True, world_sizes[-1], time.monotonic() - begun, (), figures)
 
     def _tried(self, task: Task, file: Path, world_size: int, left_s: float) -> tuple[list[Report], list[str]]:
-        """The reports of the ranks, or what is wrong, the sentence first."""
+        """Return the ranks' reports, or the lines of an error, the sentence first."""
         files = tempfile.mkdtemp(prefix="distlab-puzzle-")
 
         def run(*, resumes: bool = False, meters_memory: bool = False) -> Outcome:
@@ -95,13 +95,13 @@ class Runner(WarmRanks):
 
 
 def reports_of(outcome: Outcome) -> list[Report]:
-    """By rank, of ranks that have all ended well."""
+    """Return the reports by rank, if all ranks passed."""
     ended = [outcome.ended[rank] for rank in sorted(outcome.ended)]
     return [pickle.loads(each.report) for each in ended if isinstance(each, Ended)]
 
 
 def told(outcome: Outcome) -> list[str]:
-    """What went wrong on the ranks, and what they printed."""
+    """Return the ranks' errors, and what they printed."""
     printed = [f"rank {rank} printed: {text.strip()[-300:]}" for rank, text in outcome.printed.items() if text.strip()]
     return outcome.lines() + printed
 

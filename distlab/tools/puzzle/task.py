@@ -1,4 +1,4 @@
-"""What a task is: an idea, a function to fill in, hints, what one process computes, and what an answer may cost."""
+"""A task: an idea, a function to fill in, hints, one process' result, and bounds of an answer's cost."""
 
 import ast
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-WORLD_SIZES = (2, 3, 4, 1)  # with 2 ranks most errors show, and read best
+WORLD_SIZES = (2, 3, 4, 1)  # 2 ranks show most errors, in the shortest form
 TOLERANCE = 1e-12  # relative to the largest number of a tensor, or to 1 if that is less
 FLOAT64_BYTES = 8
 MESSAGES = frozenset({"send", "recv"})
@@ -19,23 +19,23 @@ Tensors = dict[str, Tensor]
 
 
 class Made(NamedTuple):
-    """A call of torch.distributed on one rank: the bytes that it has to send, and the line of the answer."""
+    """A call of torch.distributed on one rank: the bytes that it must send, and its line in the answer."""
 
     op: str
     sent_bytes: float
     line: str
-    waits: bool = False  # until it is over, before it returns
+    waits: bool = False  # until it is done, before it returns
 
 
 @dataclass(frozen=True)
 class Report:
-    """What one rank did: its tensors by name, its calls, what its sockets sent, and what else was looked at."""
+    """One rank's results: tensors by name, calls, bytes sent by its sockets, and other observations."""
 
     tensors: Tensors = field(default_factory=dict)
     calls: Sequence[Made] = ()
-    wire_bytes: int | None = None  # None where the kernel does not count
-    peak_bytes: int = 0  # of all tensors that the answer made or was given, at one time
-    seen: Mapping[str, Any] = field(default_factory=dict)  # what a task has noted on the way
+    wire_bytes: int | None = None  # None if the kernel does not count
+    peak_bytes: int = 0  # of all tensors that the answer made or received, at one time
+    seen: Mapping[str, Any] = field(default_factory=dict)  # what a task has recorded
 
     @property
     def sent_bytes(self) -> float:
@@ -51,17 +51,17 @@ class Report:
 
 
 class Bound(NamedTuple):
-    """The most that an answer may cost; None is not bounded."""
+    """The largest cost of an answer; None is not bounded."""
 
     rank_bytes: float | None = None  # that any rank sends
     all_bytes: float | None = None  # that all ranks send together
-    messages: int | None = None  # that any rank sends: rounds, where they follow each other
+    messages: int | None = None  # that any rank sends: rounds, if sequential
     calls: int | None = None  # of collectives, on any rank
     peak_bytes: float | None = None  # of tensors on any rank
 
 
 class Bench(Protocol):
-    """What a task has on a rank."""
+    """A task's tools on a rank."""
 
     rank: int
     world_size: int
@@ -69,36 +69,36 @@ class Bench(Protocol):
     folder: str  # for files, of all ranks
 
     def measured(self) -> AbstractContextManager[None]:
-        """What the answer does inside is counted; enter it once."""
+        """Return a context that measures the answer; enter it once."""
 
     def num_calls(self) -> int:
-        """Calls that were made so far inside `measured`."""
+        """Return the number of calls so far inside `measured`."""
 
     def note(self, name: str, value: Any) -> None:
-        """Put it into the report's `seen`."""
+        """Record a value in the report's `seen`."""
 
 
 Play = Callable[[Any, Bench], Tensors]
 
 
 def nothing(world_size: int) -> dict[str, list[Tensors]]:  # noqa: ARG001
-    """No suspect."""
+    """Return no suspects."""
     return {}
 
 
 def all_is_well(world_size: int, reports: Sequence[Report]) -> str:  # noqa: ARG001
-    """Nothing else is asked for."""
+    """Require nothing else."""
     return ""
 
 
 def unbounded(world_size: int) -> Bound:  # noqa: ARG001
-    """No bound."""
+    """Return no bound."""
     return Bound()
 
 
 @dataclass(frozen=True)
 class Task:
-    """One task. Functions of a world size compute in one process, and give a list by rank."""
+    """One task. Functions of a world size compute in one process, and return a list by rank."""
 
     number: int
     name: str
@@ -108,12 +108,12 @@ class Task:
     hints: Sequence[str]
     allowed: frozenset[str]  # operations of torch.distributed that an answer may call
     limits: str  # the bound in words
-    play: Play  # on a rank: calls the answer, and returns what is compared
+    play: Play  # on a rank: calls the answer, and returns the tensors to compare
     expected: Callable[[int], list[Tensors]]
     bound: Callable[[int], Bound] = unbounded
-    suspects: Callable[[int], dict[str, list[Tensors]]] = nothing  # what typical errors give, in words
-    inspect: Callable[[int, Sequence[Report]], str] = all_is_well  # what else has to hold: a sentence where it does not
-    resume: Play | None = None  # with it the ranks are killed while `play` runs, and new ones do this
+    suspects: Callable[[int], dict[str, list[Tensors]]] = nothing  # results of typical errors, by a description
+    inspect: Callable[[int, Sequence[Report]], str] = all_is_well  # other requirements: a sentence if one is not met
+    resume: Play | None = None  # if given, ranks are killed in `play`, and new ones run this
 
     @property
     def file(self) -> str:
@@ -121,17 +121,17 @@ class Task:
 
     @property
     def functions(self) -> list[str]:
-        """The names that an answer has to define."""
+        """Return the names that an answer must define."""
         return functions_of(self.stub)
 
 
 def functions_of(source: str) -> list[str]:
-    """The functions at the top of a source; raises SyntaxError."""
+    """Return a source's top-level functions; raises SyntaxError."""
     return [node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
 
 
 def sizes_of(total: int, parts: int) -> list[int]:
-    """Parts that are all different, in no order, and sum up to `total`."""
+    """Return different, unsorted sizes that add up to `total`."""
     weights = [5 + 3 * ((2 * part + 1) % 5) + part for part in range(parts)]
     sizes = [total * weight // sum(weights) for weight in weights]
     sizes[-1] += total - sum(sizes)
@@ -139,10 +139,10 @@ def sizes_of(total: int, parts: int) -> list[int]:
 
 
 def numbers(seed: int, *shape: int) -> Tensor:
-    """Normal numbers in float64, the same on every rank that asks with this seed."""
+    """Return normal numbers in float64, equal on all ranks with this seed."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def all_reduce_bytes(nbytes: float, world_size: int) -> float:
-    """What the best all_reduce sends on each rank."""
+    """Return the bytes per rank of the best all_reduce."""
     return 2 * nbytes * (world_size - 1) / world_size

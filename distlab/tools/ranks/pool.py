@@ -1,8 +1,8 @@
-"""The ranks of a pool, in the process that has them: pytest's, a notebook's kernel, or the judge's of puzzles.
+"""A pool of ranks, in the process that owns it: pytest, a notebook's kernel, or the judge of puzzles.
 
 Ranks are forked from fork servers, as many as the largest work so far has asked for, and stay for the next one; a
-doctor watches each work. After a failure they are killed as a whole, but for those of a notebook: who knows what a rank
-that raised has left behind; the next work forks new ones, which takes a tenth of a second each.
+doctor watches each work. After a failure all are killed, except a notebook's, since a failed rank's
+state is unknown; the next work forks new ones, which takes a tenth of a second each.
 """
 
 import atexit
@@ -29,13 +29,13 @@ from distlab.tools.check.watch.telling import now
 from distlab.tools.ranks.rank import CALL_BACK, Ended, Group, Player, Rank, Start, serve
 
 PRELOADED = "distlab.tools.ranks.preloaded"
-START_S = 60.0  # for a rank to be there, on a machine that does much else
+START_S = 60.0  # for a rank to start, on a busy machine
 LISTEN_S = 0.25
-HANG_AFTER_S = 3.0  # without progress, until ranks that wait for each other are called hung
+HANG_AFTER_S = 3.0  # without progress, until ranks that wait for each other count as hung
 AT_ONCE_S = 0.02
 LAST_S = 1.0
 KEY_BYTES = 32
-GATHER_S = 0.5  # what ranks have told is in a pipe of this process, and on no store
+GATHER_S = 0.5  # ranks report through a pipe of this process, not a store
 
 
 class WarmRank:
@@ -53,18 +53,18 @@ class WarmRank:
 
     def begin(self, work: Any) -> None:
         self.output.truncate(0)
-        while self.bedside.hear(0.0):  # what a rank tells that was called back is of the work before
+        while self.bedside.hear(0.0):  # reports of a rank that was called back are of the work before
             pass
         self.hearing = Hearing(self.bedside)
         self._starved_before_s = self.bedside.starved_s()
         self.control.send(work)
 
     def call_back(self) -> None:
-        """From the work that it does."""
+        """Interrupt its work."""
         self.control.send_bytes(CALL_BACK)
 
     def starved_s(self) -> float:
-        """For how long the work could have gone on here and had no core."""
+        """Return how long the work was runnable here without a core."""
         return self.bedside.starved_s() - self._starved_before_s
 
     def printed(self) -> str:
@@ -79,13 +79,13 @@ class WarmRank:
 
 @dataclass
 class Outcome:
-    """What became of a work."""
+    """The outcome of a work."""
 
     ended: dict[int, Ended]
     findings: list[Finding]
     printed: dict[int, str]
-    lost: Mapping[int, str]  # ranks whose process was killed, and how
-    late: str = ""  # why it was ended, where that is no finding
+    lost: Mapping[int, str]  # ranks whose processes were killed, and how
+    late: str = ""  # why it was ended, if not for a finding
     rows: list[tuple[str, str]] = field(default_factory=list)  # where each rank was then
 
     @property
@@ -94,18 +94,18 @@ class Outcome:
 
     @property
     def is_bad(self) -> bool:
-        """Whether the work has failed."""
+        """Return whether the work has failed."""
         return bool(self.late or self.findings or self.lost or self.failed)
 
     def raised(self) -> dict[int, Ended]:
-        """Who failed by itself: whom the doctor blames, or all that failed where it has found nothing."""
+        """Return the ranks that failed first: those the doctor blames, or all failed ones without a finding."""
         blamed = {rank for finding in self.findings if finding.check == END for rank in finding.ranks}
         own = {rank: each for rank, each in self.failed.items() if rank in blamed}
         return own or ({} if self.findings or self.lost else self.failed)
 
     def lines(self) -> list[str]:
-        """What is said of a failure: the doctor's sentences, where each rank was, and the text of who failed itself."""
-        said = [f"rank {rank} {how}" for rank, how in self.lost.items()]  # what others raised came of it
+        """Return the report of a failure: the doctor's sentences, where each rank was, and the first errors."""
+        said = [f"rank {rank} {how}" for rank, how in self.lost.items()]  # the other errors follow from it
         said += [finding.sentence for finding in self.findings]
         said += [self.late] * bool(self.late)
         said = said or [f"{name_ranks(list(self.failed))} failed"]
@@ -122,7 +122,7 @@ class Outcome:
 class WarmRanks:
     """Ranks that are forked once and stay, each with a `player` (rank.py), and the store in which they meet.
 
-    `folder` has the user's files; `apart`, each is forked from an interpreter of its own, as under torchrun.
+    `folder` has the user's files; with `apart`, each is forked from its own interpreter, as under torchrun.
     """
 
     target = staticmethod(serve)  # of a rank's process
@@ -142,18 +142,18 @@ class WarmRanks:
 
     @property
     def port(self) -> int:
-        """Of the store, which is opened with the first use."""
+        """Return the store's port; opens the store at its first use."""
         if self._store is None:
             self._store = StoreServer(listen("127.0.0.1"), self._key)
         return self._store.port
 
     def next_group(self, world_size: int, bound_s: float, backend: str = "gloo") -> Group:
-        """For so many ranks to join."""
+        """Return a new group for this many ranks."""
         self._groups += 1
         return Group(self._groups, world_size, bound_s, backend)
 
     def run(self, works: Sequence[Any], timeout_s: float) -> Outcome:
-        """One work a rank; ends after at most `timeout_s`, and is raised for as `have` is."""
+        """Run one work per rank, for at most `timeout_s`; raises like `have`."""
         self.have(len(works))
         for rank, work in zip(self._ranks, works, strict=False):
             rank.begin(work)
@@ -163,13 +163,13 @@ class WarmRanks:
         return outcome
 
     def have(self, count: int) -> None:
-        """At least so many ranks; raises ConfigError where too few files may open, RuntimeError where one does not
-        start."""
+        """Start at least this many ranks; raises ConfigError if too few files may be open, RuntimeError if one does
+        not start."""
         for new in self.fork(count):
             self.hear(new, "start")
 
     def fork(self, count: int) -> list[WarmRank]:
-        """The ranks that are missing from `count`, not yet ready."""
+        """Fork the ranks missing from `count`, not yet ready."""
         refuse_too_few(count)
         for _ in range(len(self._servers), count if self._apart else 1):
             self._servers.append(ForkServer(self._preload))
@@ -180,7 +180,7 @@ class WarmRanks:
 
     @staticmethod
     def hear(rank: WarmRank, what: str) -> None:
-        """Wait for a rank's word that it did `what`; raises RuntimeError where it does not come."""
+        """Wait for a rank's report that it did `what`; raises RuntimeError if none comes."""
         if not rank.control.poll(START_S):
             raise RuntimeError(f"a rank did not {what} in {START_S:g} s")
         try:
@@ -192,7 +192,7 @@ class WarmRanks:
             ) from None
 
     def replace(self, rank: int) -> None:
-        """A new process in the place of this rank's."""
+        """Replace this rank's process with a new one."""
         self._ranks[rank].kill()
         self._ranks[rank] = self._made(rank)
         self.hear(self._ranks[rank], "start")
@@ -207,13 +207,13 @@ class WarmRanks:
         self._ranks = []
 
     def close_store(self) -> None:
-        """Ranks that are forked from here on begin with an empty one."""
+        """Close the store; ranks forked later begin with an empty one."""
         if self._store is not None:
             self._store.close()
         self._store = None
 
     def close(self) -> None:
-        """End all ranks; nothing of them is left."""
+        """End all ranks and free their resources."""
         self.kill()
         for server in self._servers:
             server.close()
@@ -223,7 +223,7 @@ class WarmRanks:
 
 
 class Watching:
-    """One work on its ranks, from the beginning to its end; `told` are the lines of each rank where it `keeps` them."""
+    """One work on its ranks, from begin to end; `told` has each rank's lines if it `keeps` them."""
 
     def __init__(self, ranks: Sequence[WarmRank], timeout_s: float, *, keeps: bool = False) -> None:
         self._ranks, self._timeout_s = ranks, timeout_s
@@ -239,7 +239,7 @@ class Watching:
         self._ended: dict[int, Ended] = {}
 
     def until_the_end(self) -> Outcome:
-        """Listen until all have ended, or nothing more is to be waited for."""
+        """Receive reports until all have ended, or waiting is useless."""
         deadline = time.monotonic() + self._timeout_s
         listened = time.monotonic()
         while len(self._ended) < len(self._ranks) and not self.doctor.over:
@@ -247,14 +247,14 @@ class Watching:
             if time.monotonic() - listened > LISTEN_S:
                 listened = time.monotonic()
                 self._listen()
-            # What the bound does not count, once it is over: ranks that wait for a core on a busy machine do not hang.
+            # Time that the bound excludes: ranks that wait for a core on a busy machine do not hang.
             starved_s = max(rank.starved_s() for rank in self._ranks) if time.monotonic() > deadline else 0.0
             if time.monotonic() > deadline + starved_s:
                 self._listen()
                 return self.outcome(f"not done after {self._timeout_s:g} s")
         until = time.monotonic() + LAST_S
         while self.doctor.whole and len(self._ended) < len(self._ranks) and time.monotonic() < until:
-            self._receive(AT_ONCE_S)  # a rank tells the doctor of its end, and then sends how it was
+            self._receive(AT_ONCE_S)  # a rank reports its end to the doctor, then sends its result
         failed = any(each.outcome == "failed" for each in self._ended.values())
         while not self.doctor.over:
             self._listen()
@@ -270,7 +270,7 @@ class Watching:
                 try:
                     self._ended[controls[each]] = each.recv()
                 except (EOFError, OSError):
-                    time.sleep(for_s)  # its process is gone, which is heard
+                    time.sleep(for_s)  # its process is gone, which is detected
 
     def _listen(self) -> None:
         for number, rank in enumerate(self._ranks):
@@ -281,7 +281,7 @@ class Watching:
         self.doctor.look(now())
 
     def outcome(self, late: str = "") -> Outcome:
-        """What is known now."""
+        """Return the outcome as known now."""
         rows = [(f"rank {case.rank}", where(case.frames())) for case in self.doctor.cases if not case.over]
         printed = {number: rank.printed() for number, rank in enumerate(self._ranks)}
         kept = [each for each in self.doctor.findings if each.check in (MATCH, HANG, END)]

@@ -1,8 +1,8 @@
-"""What each rank of a pool has imported before it is forked, by a process that does nothing else.
+"""Import what each rank of a pool needs before it is forked, in a process that does nothing else.
 
-That process, a fork server, has no thread and has computed nothing: torch and OpenMP make theirs when they first
-compute, and a fork beside these would inherit their locks held. So forking from it is safe, which forking from pytest
-is not: xdist has threads there, and a test may have computed.
+That process, a fork server, has no threads and has not computed: torch and OpenMP start theirs when they first
+compute, and a fork would inherit their locks in locked state. So forking from it is safe, unlike from pytest, where
+xdist has threads and a test may have computed.
 """
 
 import gc
@@ -19,6 +19,6 @@ import torch.distributed  # noqa: E402
 from distlab.tools.ranks import rank  # noqa: E402
 
 gc.collect()
-gc.freeze()  # what is there now stays shared, and no collection walks it again
+gc.freeze()  # existing objects stay shared, and the collector skips them
 
 __all__ = ["rank", "torch"]

@@ -1,8 +1,8 @@
-"""One warm rank of a pool: it waits for a work, runs it, and says how it ended.
+"""One warm rank of a pool: it waits for a work, runs it, and reports how it ended.
 
 All calls of the work are recorded for the doctor in the pool's process, as those of a script under `distlab check`. A
-thread reads what the pool sends while a work runs. So a rank that waits in C++ for others can be called back, and a
-rank ends with the process that has it, whatever it does.
+thread reads what the pool sends while a work runs. So a rank that waits in C++ for others can be interrupted, and a
+rank always ends with the process that owns it.
 """
 
 import _thread
@@ -33,23 +33,23 @@ from distlab.tools.check.watch.telling import Telling, now
 from distlab.tools.check.watch.watchers import recorded
 
 STORE_S = 60.0
-CALL_BACK = b""  # in the place of a work
+CALL_BACK = b""  # in place of a work
 
 
 class Start(NamedTuple):
-    """What a rank is told as it is forked."""
+    """What a rank gets when it is forked."""
 
     rank: int
     port: int  # of the pool's store
-    key: bytes  # that opens it
-    root: str  # the folder that it stands in
+    key: bytes  # its password
+    root: str  # its working folder
     path: Sequence[str]  # sys.path
-    folder: str  # whose files are the user's
+    folder: str  # with the user's files
     player: "Callable[[Rank], Player]"
 
 
 class Group(NamedTuple):
-    """A process group: its number in this pool, with which its keys begin, and how long a call may take."""
+    """A process group: its number in this pool, the prefix of its keys, and a call's time limit."""
 
     number: int
     world_size: int
@@ -66,7 +66,7 @@ class Ended:
 
 
 class Player:
-    """What a rank does with a work; there is one on each rank, as long as the rank lives."""
+    """Runs works; there is one on each rank, as long as the rank lives."""
 
     keeps_group = False  # from work to work
 
@@ -74,27 +74,27 @@ class Player:
         self.rank = rank
 
     def play(self, work: Any) -> Ended:
-        """Do it; whatever is raised is told the doctor, and `failed` says how it is shown."""
+        """Run the work; exceptions are reported to the doctor, and formatted by `failed`."""
         raise NotImplementedError
 
     def failed(self, error: BaseException) -> Ended:
         raise NotImplementedError
 
     def call_back(self) -> None:
-        """Have `play` come back from where it waits; in another thread."""
+        """Make `play` return from its wait; called in another thread."""
 
 
 class Rank:
-    """A rank: what tells of its calls, the store in which all meet, and its process group."""
+    """A rank: the reporter of its calls, the common store, and its process group."""
 
     def __init__(self, start: Start, told: int) -> None:
         self.start, self.telling = start, Telling(told)
         self.recorder, self.waits = recorded(self.telling, Path(start.folder), start.port)
-        # One for all works: a store made anew for each took 5 s of every tenth.
+        # One for all works: with a new store per work every tenth took 5 s.
         self.store = KeyedStore("127.0.0.1", start.port, start.key, STORE_S)
 
     def join(self, group: Group) -> None:
-        """Leave the group before, and make this one with all its ranks."""
+        """Leave the former group, and make this one with all its ranks."""
         rank, world_size = self.start.rank, group.world_size
         os.environ.update(
             RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size),
@@ -107,7 +107,7 @@ class Rank:
             if group.backend == "tcp":
                 TcpBackend("127.0.0.1", self.start.key).register()
             dist.init_process_group(group.backend, store=keys, rank=rank, world_size=world_size, timeout=bound)
-            # A work without a collective would else end here, and close its connections before others have theirs.
+            # Otherwise a work without a collective could close its connections before others have opened theirs.
             keys.set(f"joined/{rank}", "")
             keys.wait([f"joined/{other}" for other in range(world_size)], bound)
 
@@ -117,7 +117,7 @@ class Rank:
                 dist.destroy_process_group()
 
     def played(self, player: Player, work: Any) -> Ended:
-        """How the work ended, which the doctor is told first."""
+        """Run the work and return how it ended, after reporting it to the doctor."""
         self.recorder.anew()
         self.telling.say("main", threading.get_ident())
         try:
@@ -134,7 +134,7 @@ class Rank:
 
 
 def at_home(start: Start, files: Sequence[Any]) -> int:
-    """Settle down in a new process that tells its stacks; where its lines go.
+    """Set up a new process that can report its stacks; return the file for its reports.
 
     `files` are the process's ends of its four pipes, and what it prints into.
     """
@@ -155,7 +155,7 @@ def at_home(start: Start, files: Sequence[Any]) -> int:
 
 
 def serve(start: Start, files: Sequence[Any], control: Connection) -> None:
-    """Play what comes until nothing does."""
+    """Run works until none comes."""
     rank = Rank(start, at_home(start, files))
     player = start.player(rank)
     works: queue.SimpleQueue[bytes] = queue.SimpleQueue()

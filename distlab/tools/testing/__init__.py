@@ -38,7 +38,7 @@ def ranks(
 
 
 def refuse(world_sizes: Sequence[Any], mesh: Mapping[str, int]) -> None:
-    """Raise ValueError with a sentence."""
+    """Raise ValueError for invalid ranks or mesh."""
     wrong = [each for each in world_sizes if not isinstance(each, int) or isinstance(each, bool) or each < 1]
     if wrong:
         raise ValueError(f"ranks got {wrong[0]!r}, allowed: numbers of ranks from 1, as in @distlab.ranks(2, 4)")
@@ -50,6 +50,6 @@ def refuse(world_sizes: Sequence[Any], mesh: Mapping[str, int]) -> None:
 
 def same_as_one_process(**own: Any) -> None:
     """In a test on ranks: that these compute what one process does; see distlab/tools/prove/proof.py."""
-    from distlab.tools.prove.proof import same_as_one_process as proven  # torch comes in here
+    from distlab.tools.prove.proof import same_as_one_process as proven  # imports torch
 
     proven(**own)

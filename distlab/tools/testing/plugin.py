@@ -1,7 +1,7 @@
-"""The pytest plugin: a test marked with `distlab.ranks` has its body run on a pool of ranks, all else stays pytest's.
+"""The pytest plugin: run the body of a test marked with `distlab.ranks` on a pool of ranks.
 
-Collection, fixtures, -k, -x, --lf, xdist are as ever: only the call of the test's function is other. Its arguments
-travel to the ranks, but for `rank`, `world_size`, `group` and `mesh`, which each rank makes by itself.
+Collection, fixtures, -k, -x, --lf, xdist are pytest's: only the call of the test's function differs. Its arguments
+are sent to the ranks, except `rank`, `world_size`, `group` and `mesh`, which each rank makes by itself.
 """
 
 import argparse
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from distlab.tools.ranks.pool import WarmRanks
 
 POOL = pytest.StashKey["WarmRanks"]()
-GRACE_S = 30.0  # of a collective beyond the test's own bound: the pool ends it before
+GRACE_S = 30.0  # for a collective after the test's own bound: the pool ends it before
 LAB = {"distlab"}
 CASE, PRELOAD = "_distlab_case", "distlab_preload"
 
@@ -34,14 +34,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def world_sizes(text: str) -> list[int]:
-    """Those of --ranks; raises ArgumentTypeError, which pytest says and exits with 4."""
+    """Parse --ranks; raises ArgumentTypeError, which pytest prints and exits with 4."""
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
         raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers of ranks, allowed: such as 4 or 1,2,4")
     return [int(each) for each in text.split(",")]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """So that --strict-markers knows the mark; and the lab's own asserts stay as they are.
+    """Register the mark for --strict-markers, and keep the lab's own asserts unchanged.
 
     pytest rewrites all of a package that has a plugin, and its loader cannot be run by runpy.
     """
@@ -82,7 +82,7 @@ def sizes_of(mark: pytest.Mark, config: pytest.Config) -> list[int]:
 
 @pytest.fixture
 def _distlab_case(request: pytest.FixtureRequest) -> Any:
-    """World size, backend and bound of a test."""
+    """Return world size, backend and bound of a test."""
     return request.param
 
 
@@ -118,7 +118,7 @@ def ranks() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run the body on the ranks."""
+    """Run the test's body on the ranks."""
     mark = pyfuncitem.get_closest_marker("ranks")
     if mark is None:
         return None
@@ -148,7 +148,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 def arguments_of(item: pytest.Function) -> dict[str, Any]:
-    """The arguments of the test's function, which have to travel."""
+    """Return the test function's arguments, which must be picklable."""
     names = item._fixtureinfo.argnames
     arguments = {name: item.funcargs[name] for name in names if name != CASE}
     for name, value in arguments.items():
@@ -169,7 +169,7 @@ def name_of(item: pytest.Function) -> str:
 
 
 def pool_of(config: pytest.Config) -> "WarmRanks":
-    """The pool of this process, which the first test that needs it starts."""
+    """Return this process' pool; the first test that needs it starts it."""
     if POOL not in config.stash:
         from distlab.tools.ranks.pool import WarmRanks
 

@@ -1,4 +1,4 @@
-"""A test's body on a warm rank: it runs in a process group of its own, with its asserts rewritten as pytest does."""
+"""Run a test's body on a warm rank, in its own process group, with asserts rewritten as by pytest."""
 
 import importlib
 import importlib.util
@@ -22,14 +22,14 @@ from distlab.tools.ranks.rank import Ended, Group, Player, Rank
 
 # The test file on a rank, its asserts rewritten as pytest does in its own process.
 
-AUTOLOAD = "PYTEST_DISABLE_PLUGIN_AUTOLOAD"  # other plugins have no part in an assert
+AUTOLOAD = "PYTEST_DISABLE_PLUGIN_AUTOLOAD"  # other plugins do not affect asserts
 
 
 def install(patterns: Sequence[str]) -> None:
-    """Rewrite what is imported from here on and fits; explain comparisons as pytest does."""
+    """Rewrite asserts of matching modules imported later; explain comparisons as pytest does."""
     autoload = os.environ.get(AUTOLOAD)
     os.environ[AUTOLOAD] = "1"
-    try:  # pytest's settings as they are without a file of settings
+    try:  # pytest's settings without a configuration file
         words = ["-c", os.devnull, "--rootdir", os.curdir, "--noconftest", "-p", "no:cacheprovider"]
         config = pytest.Config.fromdictargs({}, words)
     finally:
@@ -48,7 +48,7 @@ def install(patterns: Sequence[str]) -> None:
 
 
 def test_module(name: str, file: str) -> ModuleType:
-    """The module of a test file, imported once."""
+    """Return a test file's module, imported once."""
     hook = next(each for each in sys.meta_path if isinstance(each, AssertionRewritingHook))
     if file not in hook.fnpats:
         hook.fnpats.append(file)  # whatever it is called
@@ -69,7 +69,7 @@ def is_of(module: ModuleType, file: str) -> bool:
     return module.__file__ is not None and Path(module.__file__).resolve() == Path(file).resolve()
 
 
-# What travels from pytest to a rank, and what becomes of it there.
+# What pytest sends to a rank, and what the rank does with it.
 
 
 @dataclass(frozen=True)
@@ -86,13 +86,13 @@ class Task:
 
 @dataclass(frozen=True)
 class OnRank:
-    """In the place of an argument that a rank makes by itself: its group, its mesh, its number."""
+    """Placeholder of an argument that a rank makes by itself: its group, its mesh, its number."""
 
     what: str
 
 
 class Body(Player):
-    """Runs bodies; `patterns` are those of files in which asserts are rewritten."""
+    """Runs bodies; `patterns` name the files in which asserts are rewritten."""
 
     def __init__(self, patterns: Sequence[str], rank: Rank) -> None:
         super().__init__(rank)
@@ -100,7 +100,7 @@ class Body(Player):
 
     def play(self, work: Task) -> Ended:
         function = find_function(work)
-        draw_random_states()  # what an earlier test has seeded
+        draw_random_states()  # undo an earlier test's seed
         self.rank.join(work.group)
         try:
             function(**arguments(self.rank.start.rank, work))
@@ -109,12 +109,12 @@ class Body(Player):
         return Ended("passed")
 
     def failed(self, error: BaseException) -> Ended:
-        """With the traceback as pytest draws it, of the frames that are no library's."""
+        """Format the error with pytest's traceback, without frames of libraries."""
         info = ExceptionInfo.from_exception(error)
         own = info.traceback.filter(lambda frame: self.rank.recorder.places.kind(str(frame.path)) == "user")
         info.traceback = own if len(own) else info.traceback
         text = str(info.getrepr(style="long", chain=False))
-        return Ended("failed", text if text[:1].isspace() else f"    {text}")  # the first line has lost its own
+        return Ended("failed", text if text[:1].isspace() else f"    {text}")  # the first line has lost its indentation
 
 
 def find_function(task: Task) -> Any:
@@ -125,7 +125,7 @@ def find_function(task: Task) -> Any:
 
 
 def arguments(rank: int, task: Task) -> dict[str, Any]:
-    """The test's arguments, with what this rank makes by itself."""
+    """Return the test's arguments, with those that this rank makes by itself."""
     world_size = task.group.world_size
     made: dict[str, Any] = {"rank": rank, "world_size": world_size, "group": dist.group.WORLD}
     if any(isinstance(value, OnRank) and value.what == "mesh" for value in task.arguments.values()):

@@ -18,7 +18,7 @@ def inputs(world_size: int) -> list[Tensor]:
 
 
 def root_of(world_size: int) -> int:
-    """Not 0, where there is another."""
+    """Return the root: not 0, if possible."""
     return (world_size - 1) // 2 + (world_size == 2)
 
 

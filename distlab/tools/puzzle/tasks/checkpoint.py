@@ -8,17 +8,17 @@ import torch
 
 from distlab.tools.puzzle.task import Bench, Task, Tensors, numbers
 
-SIZE = 20_011  # 160 kB a rank
+SIZE = 20_011  # 160 kB per rank
 KILL_AT_BYTES = 70_000  # of any file
 
 
 def shard(rank: int, step: int) -> torch.Tensor:
-    """Of uneven size."""
+    """Return a shard of uneven size."""
     return numbers(1900 + 10 * step + rank, SIZE + 7 * rank)
 
 
 def play(answer: Any, bench: Bench) -> Tensors:
-    """Save step 1, and be killed while step 2 is saved: whoever lets a file grow further gets SIGXFSZ."""
+    """Save step 1, and be killed while saving step 2: a process that lets a file grow further gets SIGXFSZ."""
     with bench.measured():
         answer.save(shard(bench.rank, 1), 1, bench.folder, bench.group)
     if bench.rank == bench.world_size - 1:
@@ -29,7 +29,7 @@ def play(answer: Any, bench: Bench) -> Tensors:
 
 
 def resume(answer: Any, bench: Bench) -> Tensors:
-    """New ranks load what is there, save step 3, and load that."""
+    """Load the checkpoint on new ranks, save step 3, and load that."""
     with bench.measured():
         step, found = answer.load(bench.folder, bench.group)
         answer.save(shard(bench.rank, 3), 3, bench.folder, bench.group)

@@ -12,7 +12,7 @@ BATCH = 29  # samples
 
 
 def own_gradients(rank: int) -> list[torch.Tensor]:
-    """Of one rank; the last is a transposed view, as of a tied weight."""
+    """Return a rank's gradients; the last is a transposed view, as of a tied weight."""
     found = [numbers(300 + 10 * rank + place, *shape) for place, shape in enumerate(SHAPES.values())]
     return [*found[:-1], found[-1].T]
 
@@ -22,7 +22,7 @@ def named(gradients: list[torch.Tensor]) -> Tensors:
 
 
 def combined(shares: list[float]) -> Tensors:
-    """The sum of the ranks' gradients, each times its share."""
+    """Return the sum of the ranks' gradients, each times its share."""
     parts = [own_gradients(rank) for rank in range(len(shares))]
     weighted = [[share * each for each in part] for share, part in zip(shares, parts, strict=True)]
     return named([sum(each[1:], each[0]) for each in zip(*weighted, strict=True)])

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from distlab.tools.puzzle.task import FLOAT64_BYTES, Bench, Bound, Task, Tensors, all_reduce_bytes, numbers
 
-PARAMETERS = 5  # beside the lesson's two
+PARAMETERS = 5  # besides the lesson's two
 
 
 def float64(*values: float) -> Tensor:
@@ -15,12 +15,12 @@ def float64(*values: float) -> Tensor:
 
 
 def alike(world_size: int, tensors: Tensors) -> list[Tensors]:
-    """The same on each rank."""
+    """Return equal tensors on each rank."""
     return [tensors] * world_size
 
 
 def bound_of(world_size: int) -> Bound:
-    """One all_reduce of the lesson's two numbers, and one of the others."""
+    """Allow one all_reduce of the lesson's two numbers, and one of the others."""
     return Bound(rank_bytes=all_reduce_bytes((2 + PARAMETERS) * FLOAT64_BYTES, world_size), calls=2)
 
 
@@ -90,7 +90,7 @@ def averaged(gradient: Tensor, num_workers: int) -> Tensor:
 )
 
 
-# A batch in microbatches, on each rank by itself.
+# A batch in microbatches, on each rank alone.
 
 BATCHES = ((4, 16), (5, 35))  # microbatch, batch
 SUMS = ([2.0, 4.0, 6.0, 8.0], [1.0, 3.0, 5.0])  # of microbatches
@@ -184,7 +184,7 @@ def gradient_of(name: str, rank: int) -> Tensor:
 
 
 def stepped(world_size: int, share: float, factor: float = -1.0, rate: float | None = None) -> list[Tensors]:
-    """The sum of the gradients times `share`, and the weights plus `factor` times the rate times that."""
+    """Return `share` times the sum of gradients, and the weights plus `factor` times the rate times that."""
     found = {}
     for name, (weights, own_rate) in STEPS.items():
         gradient = share * torch.stack([gradient_of(name, rank) for rank in range(world_size)]).sum(0)

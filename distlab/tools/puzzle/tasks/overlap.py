@@ -36,14 +36,14 @@ NUMBERS = DEPTH * (WIDTH * WIDTH + WIDTH)
 
 
 def samples(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of a rank [its part of the batch, width]."""
+    """Return a rank's inputs and targets [its part of the batch, width]."""
     sizes = sizes_of(BATCH, world_size)
     inputs, targets = numbers(750, BATCH, WIDTH).split(sizes)[rank], numbers(751, BATCH, WIDTH).split(sizes)[rank]
     return inputs, targets
 
 
 def loss(layers: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    """The sum over the samples."""
+    """Return the sum over the samples."""
     summed: Tensor = ((layers(inputs).tanh() - targets) ** 2).sum()
     return summed
 
@@ -53,7 +53,7 @@ def gradients(layers: nn.Module) -> Tensors:
 
 
 def gradients_by_rank(world_size: int) -> list[Tensors]:
-    """Of each rank's own sum."""
+    """Return the gradients of each rank's own sum."""
     found = []
     for rank in range(world_size):
         layers = model()
@@ -101,7 +101,7 @@ def suspected_hooks(world_size: int) -> dict[str, list[Tensors]]:
 
 
 def overlaps(world_size: int, reports: Sequence[Report]) -> str:
-    """Whether calls are launched while the backward pass goes on, and nothing waits in it."""
+    """Check that calls are launched during the backward pass, and nothing waits in it."""
     for rank, report in enumerate(reports):
         waiting = [each for each in report.calls[: report.seen["after the backward pass"]] if each.waits]
         if waiting:
@@ -155,7 +155,7 @@ def attach(model: torch.nn.Module, bucket_bytes: int, group: dist.ProcessGroup) 
 
 
 def microbatches(rank: int, world_size: int) -> list[tuple[Tensor, Tensor]]:
-    """Three a rank, of uneven sizes."""
+    """Return three per rank, of uneven sizes."""
     inputs, targets = samples(rank, world_size)
     sizes = sizes_of(len(inputs), 3)
     return list(zip(inputs.split(sizes), targets.split(sizes), strict=True))

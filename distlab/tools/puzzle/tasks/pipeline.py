@@ -15,7 +15,7 @@ Schedule = list[tuple[str, int]]
 
 
 def counts(num_stages: int) -> tuple[int, int]:
-    """Of microbatches: more than stages, and fewer where that can be."""
+    """Return numbers of microbatches: more than stages, and fewer if possible."""
     return 2 * num_stages + 1, max(1, num_stages - 1)
 
 
@@ -35,7 +35,7 @@ def inspect_schedules(world_size: int, reports: Sequence[Report]) -> str:
 
 
 def schedule_fault(schedules: Sequence[Schedule], num_microbatches: int) -> str:
-    """What is wrong with the schedules of all stages: a microbatch that is not there, a deadlock, memory, bubble."""
+    """Return the error of all stages' schedules: a missing microbatch, a deadlock, memory, bubble."""
     num_stages = len(schedules)
     for stage, actions in enumerate(schedules):
         wanted = sorted((action, number) for action in "BF" for number in range(num_microbatches))
@@ -57,7 +57,7 @@ def schedule_fault(schedules: Sequence[Schedule], num_microbatches: int) -> str:
 
 
 def in_flight(actions: Schedule) -> int:
-    """The most microbatches that are forward and not yet backward."""
+    """Return the most microbatches after forward and before backward."""
     now = most = 0
     for action, _ in actions:
         now += 1 if action == "F" else -1
@@ -66,7 +66,7 @@ def in_flight(actions: Schedule) -> int:
 
 
 def simulated(schedules: Sequence[Schedule]) -> tuple[dict[tuple[str, int, int], int], str]:
-    """When each (action, stage, microbatch) ends, and who waits for what where nobody can go on."""
+    """Return when each (action, stage, microbatch) ends, and what stages wait for in a deadlock."""
     ends: dict[tuple[str, int, int], int] = {}
     free, done = [0] * len(schedules), [0] * len(schedules)
     while any(done[stage] < len(actions) for stage, actions in enumerate(schedules)):
@@ -143,7 +143,7 @@ def stage_of(rank: int) -> nn.Module:
 
 
 def loss(outputs: Tensor, microbatch: int) -> Tensor:
-    """The microbatch's part of the mean over the batch."""
+    """Return the microbatch's part of the mean over the batch."""
     part: Tensor = ((outputs - TARGETS[microbatch]) ** 2).sum() / BATCH
     return part
 

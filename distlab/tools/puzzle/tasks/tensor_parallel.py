@@ -167,7 +167,7 @@ def row_linear(x: Tensor, weight: Tensor, bias: Tensor, group: dist.ProcessGroup
 
 TOKENS, VOCABULARY = 11, 37
 LOGITS = 40 * numbers(910, TOKENS, VOCABULARY)
-LOGITS[:, 3] += 700  # exp of it is no number of float64 any more, unless the largest is taken off before
+LOGITS[:, 3] += 700  # exp of it overflows float64, unless the largest is subtracted first
 TARGETS = torch.randint(0, VOCABULARY, (TOKENS,), generator=torch.Generator().manual_seed(911))
 
 

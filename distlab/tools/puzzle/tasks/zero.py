@@ -13,18 +13,18 @@ SIZE, STEPS, LR, BETA = 1003, 3, 0.1, 0.9
 
 
 def shard_size(total: int, world_size: int) -> int:
-    """The last shard has some numbers less of the model, and is padded."""
+    """Return a shard's size; the last has fewer numbers and is padded."""
     return -(-total // world_size)
 
 
 def real(rank: int, world_size: int, tensor: Tensor) -> Tensor:
-    """This rank's part of a whole, without the padding."""
+    """Return this rank's part of a tensor, without padding."""
     part: Tensor = tensor.split(shard_size(SIZE, world_size))[rank]
     return part
 
 
 def gradient_of(rank: int, step: int, weights: Tensor) -> Tensor:
-    """Depends on the weights, so that wrong ones show in the next step."""
+    """Return a gradient that shows wrong weights in the next step."""
     return numbers(1400 + 10 * step + rank, SIZE) + 0.5 * weights
 
 
@@ -39,7 +39,7 @@ def play_zero1(answer: Any, bench: Bench) -> Tensors:
 
 
 def sgd(world_size: int, factor: float) -> list[Tensors]:
-    """One process; its gradient is the sum of the ranks' times `factor`."""
+    """Train in one process; its gradient is the ranks' sum times `factor`."""
     weights, momentum = numbers(1490, SIZE), torch.zeros(SIZE, dtype=torch.float64)
     for step in range(STEPS):
         gradient = factor * torch.stack([gradient_of(rank, step, weights) for rank in range(world_size)]).sum(0)
@@ -50,7 +50,7 @@ def sgd(world_size: int, factor: float) -> list[Tensors]:
 
 def suspected_zero1(world_size: int) -> dict[str, list[Tensors]]:
     own = []
-    for rank in range(world_size):  # only this rank's own gradient goes in
+    for rank in range(world_size):  # only this rank's own gradient is used
         weights, momentum = numbers(1490, SIZE), torch.zeros(SIZE, dtype=torch.float64)
         for step in range(STEPS):
             momentum = BETA * momentum + gradient_of(rank, step, weights)
@@ -64,7 +64,7 @@ def suspected_zero1(world_size: int) -> dict[str, list[Tensors]]:
 
 
 def without_gathering(world_size: int) -> list[Tensors]:
-    """Each rank updates its own part of the weights alone."""
+    """Update only the own part of the weights on each rank."""
     weights = [numbers(1490, SIZE) for _ in range(world_size)]
     momentum = [torch.zeros_like(real(rank, world_size, each)) for rank, each in enumerate(weights)]
     for step in range(STEPS):
@@ -138,7 +138,7 @@ def play_zero3(answer: Any, bench: Bench) -> Tensors:
 
 
 def gradients_of(world_size: int) -> list[list[Tensor]]:
-    """Of each rank's own loss, by layer."""
+    """Return the gradients of each rank's own loss, by layer."""
     found = []
     for rank in range(world_size):
         layers = [weights_of(layer).requires_grad_() for layer in range(DEPTH)]
