@@ -328,10 +328,5 @@ def windows_of(config: Config, layers: int) -> dict[str, Any]:
 
 
 GATED = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma", "deepseek", "gpt_oss", "dbrx", "jetmoe")
-PATTERNS = {
-    "gemma2": 2,
-    "gemma3_text": 6,
-    "cohere2": 4,
-    "llama4_text": 4,
-}  # each period's last layer sees all
+PATTERNS = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4, "llama4_text": 4}  # the last of a period sees all
 TIED = ("gpt2", "opt", "bloom", "gemma", "mpt", "falcon", "gpt_bigcode", "xglm")  # if config.json does not state it

@@ -1,4 +1,4 @@
-"""Seconds of a step by part: what a rank computes, what of its messages no compute hides, its bubble, its update.
+"""Seconds of a step by part: a rank's compute, its messages that compute does not hide, its bubble, its update.
 
 A rank of the fullest stage does, of each of its M microbatches, for each layer
 
@@ -55,14 +55,14 @@ from distlab.tools.plan.memory import (
 )
 from distlab.tools.plan.model import Shape
 
-SLICES = 2  # of a layer: attention and the two matrices behind it
+SLICES = 2  # of a layer: attention and the feed-forward part
 BACKWARD_ATTENTION = 2.5
 AGAIN = {"none": 0.0, "selective": 0.0, "half": 0.5, "full": 1.0}  # of the forward pass
-# Numbers of h that a layer reads and writes beside its products, forward: two norms (4), two residual sums (6), rotary
+# Numbers of h that a layer reads and writes besides its products, forward: two norms (4), two residual sums (6), rotary
 # positions and copies round attention (6); backward twice as many.
 # Each copy of a token is sorted by rank and by expert on its way to an expert's rows and on its way back: 2·4.
 NORM_PASSES, COPY_PASSES, ROUTED_PASSES = 10, 6, 8
-PIECES = 4  # that a sum is cut into to go on beside a product
+PIECES = 4  # into which a sum is cut to overlap with a product
 LOGIT_PASSES = 6 * 4  # bytes of a score: six passes in float32
 PCIE_BYTES_PER_S, HOST_BYTES_PER_S = 25e9, 50e9  # of one GPU's link to the host, and its share of the host's memory
 
@@ -71,7 +71,7 @@ PCIE_BYTES_PER_S, HOST_BYTES_PER_S = 25e9, 50e9  # of one GPU's link to the host
 
 
 def compute_parts(job: Job, layout: Layout) -> dict[str, float]:
-    """Seconds of all M microbatches on a rank of the fullest stage."""
+    """Return the seconds of all M microbatches on a rank of the fullest stage."""
     parts, depth = microbatches(job, layout), layers(job, layout)
     named = {"products": products_s, "attention": attention_s, "elementwise": elementwise_s}
     layer = {name: of_layer(job, layout) for name, of_layer in named.items()}
@@ -80,7 +80,7 @@ def compute_parts(job: Job, layout: Layout) -> dict[str, float]:
 
 
 def left_of_ends_s(job: Job, layout: Layout, layer_s: float, ends_s: float) -> float:
-    """What the output layer adds to the pace of a microbatch. The last stage has as many layers as the fullest, where p
+    """Return the output layer's extra seconds per microbatch. The last stage has as many layers as the fullest, where p
     divides them, or else what is left of them; balanced stages share layers and output layer."""
     whole, depth = job.shape.layers, layers(job, layout)
     last = max(0, whole - depth * (layout.pipeline - 1))
@@ -90,8 +90,8 @@ def left_of_ends_s(job: Job, layout: Layout, layer_s: float, ends_s: float) -> f
 
 
 def passes(job: Job) -> float:
-    """Of a product: forward, for the gradients of its input and its weight, and forward again; LoRA leaves the weight's
-    out."""
+    """Count passes of a product: forward, input gradient, weight gradient (not with LoRA), and recomputed
+    forward."""
     return (2 if job.savings.lora else 3) + AGAIN[job.recompute]
 
 
@@ -107,7 +107,7 @@ def memory_rate(job: Job) -> float:
 
 
 def products_s(job: Job, layout: Layout) -> float:
-    """One microbatch through one layer's matrices, all passes; of a mixture's layer through the experts that it takes."""
+    """Return the seconds of a microbatch in one layer's matrices, all passes; in a mixture with its experts."""
     shape, tokens, t = job.shape, rank_tokens(job, layout), layout.tensor
     mixed = shape.moe_layers / shape.layers
     once = sliced_s(job, tokens, shape.attention, t) + (1 - mixed) * sliced_s(job, tokens, shape.dense, t)
@@ -121,32 +121,32 @@ def products_s(job: Job, layout: Layout) -> float:
 
 
 def sliced_s(job: Job, rows: float, matrices: Sequence[tuple[float, float]], slices: int, share: float = 1.0) -> float:
-    """One pass of so many rows through matrices of which the last is cut by its rows, the others by their columns."""
+    """Return the seconds of one pass of rows through matrices, the last cut by rows, the others by columns."""
     *columns, (inner, outer) = matrices
     cut = [(width, each / slices) for width, each in columns] + [(inner / slices, outer)]
     return sum(product_s(job, rows, *each, fp8=job.fp8, share=share) for each in cut)
 
 
 def scale(job: Job) -> float:
-    """Parameters without experts as they were given over those of the shape."""
+    """Return given parameters without experts divided by the shape's."""
     of_shape = job.shape.body - job.shape.expert_parameters
     return dense_body(job) / of_shape if dense_body(job) > 0 else 1.0
 
 
 def attention_s(job: Job, layout: Layout) -> float:
-    """Its two products with the positions that a token sees, of s/2 in the mean under a causal mask."""
+    """Return the seconds of its two products with a token's positions, with a causal mask s/2 on average."""
     flops = attention_token_flops(job.shape, job.seq) * rank_tokens(job, layout) / layout.tensor
     again = 1.0 if job.recompute == "full" else 0.0
     return flops * (1 + BACKWARD_ATTENTION + again) / (job.gpu.flops * job.gpu.shares.attention)
 
 
 def attention_token_flops(shape: Shape, seq: int) -> float:
-    """Of one token and layer, forward; a GPT's are 2·s·h."""
+    """Return forward FLOP per token and layer; a GPT's are 2·s·h."""
     return 2 * shape.seen(seq) * shape.heads * (shape.head + shape.value)
 
 
 def elementwise_s(job: Job, layout: Layout) -> float:
-    """What reads and writes memory; without FlashAttention the scores too, five times forward."""
+    """Return memory-bound seconds; without FlashAttention also of scores, five times forward."""
     shape, t = job.shape, layout.tensor
     mixed = shape.moe_layers / shape.layers
     inner = (1 - mixed) * (shape.dense_width or shape.mlp_width)
@@ -163,18 +163,18 @@ def elementwise_s(job: Job, layout: Layout) -> float:
 
 
 def vocabulary_s(job: Job, layout: Layout) -> float:
-    """One microbatch's output layer, which is never in 8 bits and never done again, and its loss."""
+    """Return seconds of output layer (never in 8 bits or recomputed) and loss per microbatch."""
     tokens, outer = rank_tokens(job, layout), job.shape.vocabulary / layout.tensor
     if not job.shape.vocabulary:
         return 0.0
     return 3 * product_s(job, tokens, job.shape.width, outer) + tokens * outer * LOGIT_PASSES / memory_rate(job)
 
 
-# Messages: bytes of a step by axis, and what of their time nothing hides.
+# Messages: bytes per step by axis, and the part of their time that nothing hides.
 
 
 def sent(job: Job, layout: Layout) -> dict[str, float]:
-    """Bytes that a rank of the fullest stage, between two others, sends in a step by axis."""
+    """Return the bytes per step and axis that a rank of the fullest, middle stage sends."""
     parts = microbatches(job, layout)
     ends = pipeline_ends(layout.pipeline, layout.chunks, 1 if layout.pipeline > 2 else 0)
     return {
@@ -187,8 +187,8 @@ def sent(job: Job, layout: Layout) -> dict[str, float]:
 
 
 def copies(job: Job, layout: Layout) -> list[tuple[float, int, int]]:
-    """What ranks keep the same of and sum: parameters, in how many ranks, and how far from each other these stand. Experts
-    that are dealt are in fewer ranks, which stand farther apart, mostly on a node each."""
+    """Return replicated parameters: their number, their number of ranks, and the distance of these ranks. Distributed
+    experts are on fewer ranks, which are farther apart, mostly one per node."""
     dense, experts = dense_parameters(job, layout), expert_parameters(job, layout)
     ranks = layout.tensor * layout.holding // layout.expert_span
     alike = [(dense, layout.holding, layout.tensor), (experts, ranks, layout.expert_span)]
@@ -196,7 +196,7 @@ def copies(job: Job, layout: Layout) -> list[tuple[float, int, int]]:
 
 
 def summed_bytes(job: Job, layout: Layout, own: float, ranks: int) -> float:
-    """Bytes of a step that a rank sends for its own parameters, which so many ranks have."""
+    """Return the bytes per step that a rank sends for its parameters with this many replicas."""
     weights, gradients = own * job.itemsize, own * gradient_itemsize(job, layout)
     if job.savings.lora or ranks == 1:
         return 0.0
@@ -207,49 +207,49 @@ def summed_bytes(job: Job, layout: Layout, own: float, ranks: int) -> float:
 
 
 def left_s(job: Job, messages_s: float, compute_s: float) -> float:
-    """What is left of messages beside so much compute: all, where both take the same cores."""
+    """Return message time that compute does not hide: all, if both use the same cores."""
     return exposed_seconds(messages_s, compute_s if job.hides else 0.0)
 
 
 def waited_for(job: Job, layout: Layout) -> float:
-    """Bytes of a step that slices wait for: what g and f sum."""
+    """Return the bytes per step that slices wait for: the sums of g and f."""
     slices = SLICES * layers(job, layout) * microbatches(job, layout)
     recompute = "full" if job.recompute == "full" else "none"
     return slices * tensor_parallel_bytes(layout.tensor, 1, int(boundary_bytes(job, layout)), recompute)
 
 
 def gathered_again(job: Job, layout: Layout) -> float:
-    """And with sequence parallelism the inputs that backward passes gather again, under their compute."""
+    """Return the bytes of inputs that sequence parallelism gathers again in backward passes."""
     slices = SLICES * layers(job, layout) * microbatches(job, layout)
     again = gathered_again_bytes(layout.tensor, 1, int(boundary_bytes(job, layout)))
     return slices * again if job.sequence_parallel else 0.0
 
 
 def turned(job: Job, layout: Layout) -> float:
-    """Bytes of a step that go round the ranks of a sample: K and V of this rank's heads, and their gradients."""
+    """Return the bytes per step around a sample's ring: K and V of this rank's heads, and their gradients."""
     both = job.samples * job.seq * job.shape.keys / layout.tensor * job.itemsize
     of_layer = even_ring_bytes(both, layout.context, again=job.recompute == "full")
     return layers(job, layout) * microbatches(job, layout) * of_layer
 
 
 def dispatched(job: Job, layout: Layout) -> float:
-    """Bytes of a step that go to other ranks' experts and back, forward and backward: 4·k·b·s·h·(e-1)/e a layer."""
+    """Return the bytes per step to other ranks' experts and back: 4·k·b·s·h·(e-1)/e per layer."""
     return trips(job, layout) * job.shape.experts_a_token * trip_bytes(job, layout) * (1 - 1 / layout.expert)
 
 
 def trips(job: Job, layout: Layout) -> float:
-    """How often a step takes a microbatch's tokens to experts or back: four times a mixture's layer."""
+    """Count a step's transfers of tokens to experts or back: four per microbatch and mixture layer."""
     return 4 * layers(job, layout) * job.shape.moe_layers / job.shape.layers * microbatches(job, layout)
 
 
 def trip_bytes(job: Job, layout: Layout) -> float:
-    """One copy of a rank's own tokens, of a microbatch."""
+    """Return the bytes of a rank's tokens in a microbatch."""
     return boundary_bytes(job, layout) / layout.tensor
 
 
 def copies_to_nodes(job: Job, layout: Layout) -> float:
-    """How often a token goes to another node: once for each expert there, or once for each node that has some, of as many
-    nodes as its groups of experts are on at most."""
+    """Count a token's copies to other nodes: one per expert there, or one per node with experts, at most as many as its
+    groups of experts."""
     nodes = max(1.0, layout.expert_span / job.node_gpus)
     taken = job.shape.experts_a_token
     if not job.once_a_node:
@@ -259,7 +259,7 @@ def copies_to_nodes(job: Job, layout: Layout) -> float:
 
 
 def link_of(job: Job, ranks_apart: int, cards: int = 1) -> Link:
-    """The link of a group that spans so many neighbouring ranks, of which `cards` are in each node: inside a node its
+    """Return the link of a group over so many neighbouring ranks, of which `cards` are in each node: inside a node its
     own link, between nodes those of its cards together, which are no faster than the node's."""
     if job.node_gpus % ranks_apart == 0:
         return job.node_link
@@ -268,7 +268,7 @@ def link_of(job: Job, ranks_apart: int, cards: int = 1) -> Link:
 
 
 def exposed_parts(job: Job, layout: Layout, compute: dict[str, float]) -> dict[str, float]:
-    """Seconds of a step that each axis waits for beside `compute`, which is by part."""
+    """Return the seconds per step that each axis waits for, given `compute` by part."""
     compute_s, attention, products = sum(compute.values()), compute["attention"], compute["products"]
     return {
         "tensor": tensor_s(job, layout, products),
@@ -280,12 +280,12 @@ def exposed_parts(job: Job, layout: Layout, compute: dict[str, float]) -> dict[s
 
 
 def whole_messages(job: Job, layout: Layout) -> dict[str, float]:
-    """Seconds of each axis' messages if nothing hid them: beside them nothing is computed."""
+    """Return the seconds of each axis' messages without overlap."""
     return exposed_parts(job, layout, dict.fromkeys(("products", "attention"), 0.0))
 
 
 def tensor_s(job: Job, layout: Layout, products: float) -> float:
-    """All sums of a layer's parts; cut into pieces that go on beside the products (--overlap-tp, as Megatron-LM's
+    """Return seconds of a layer's sums; in pieces that overlap the products (--overlap-tp, as Megatron-LM's
     tp_comm_overlap does) they hide but for one piece in four."""
     sums = SLICES * layers(job, layout) * microbatches(job, layout) * slice_sums("full" if job.recompute == "full" else "none")  # fmt: skip
     rounds = sums * all_reduce_rounds("ring", layout.tensor)
@@ -295,8 +295,8 @@ def tensor_s(job: Job, layout: Layout, products: float) -> float:
 
 
 def ring_s(job: Job, layout: Layout, attention: float) -> float:
-    """What attention does not hide of keys and values on their way round: of each layer the last turn of the gradients,
-    behind which nothing is computed."""
+    """Return the ring's seconds that attention does not hide: per layer also the gradients' last turn,
+    after which nothing is computed."""
     if layout.context == 1:
         return 0.0
     link = link_of(job, layout.tensor * layout.context)
@@ -308,7 +308,7 @@ def ring_s(job: Job, layout: Layout, attention: float) -> float:
 
 
 def expert_s(job: Job, layout: Layout) -> float:
-    """To other nodes over a rank's own card, and inside of a node over its fast links, at once."""
+    """Return seconds to other nodes over a rank's own card, and at once inside a node."""
     if layout.expert == 1:
         return 0.0
     near, far, calls = job.node_link, link_of(job, layout.expert_span), trips(job, layout)
@@ -331,7 +331,7 @@ def pipeline_s(job: Job, layout: Layout) -> float:
 
 
 def data_s(job: Job, layout: Layout, compute_s: float) -> float:
-    """What no compute hides of the sums and gathers over all that keep the same."""
+    """Return seconds of sums and gathers over replicas that no compute hides."""
     parts, depth, stage = microbatches(job, layout), layers(job, layout), layout.summing
     backward_s = compute_s * 2 / 3 / parts
     moves = {0: 1, 1: 2, 2: parts + 1, 3: 3 * parts}[stage]
@@ -339,14 +339,14 @@ def data_s(job: Job, layout: Layout, compute_s: float) -> float:
     if not move_s or stage == 0:
         return left_s(job, move_s, backward_s)
     if stage == 3:
-        # Forward and backward: nothing computes yet beside the gather of the layer that a pass begins with.
+        # Forward and backward: nothing computes during the gather of a pass' first layer.
         first_s = 2 * parts * move_s / depth
         return first_s + left_s(job, moves * move_s - first_s, compute_s)
     return left_s(job, move_s, backward_s) * (parts if stage == 2 else 1) + move_s
 
 
 def move_seconds(job: Job, layout: Layout, moves: int, own: float, ranks: int, apart: int) -> float:
-    """One sum or gather of all layers' parameters of one kind, or of plain data parallelism both halves of a sum."""
+    """Return seconds of one sum or gather of all layers, or in plain data parallelism both halves of a sum."""
     link = link_of(job, apart * ranks, min(max(1, job.node_gpus // apart), ranks))
     rounds = all_reduce_rounds("ring", ranks) * layers(job, layout) / (2 if layout.stage else 1)
     halves = link.halves if layout.stage else 1.0
@@ -355,7 +355,7 @@ def move_seconds(job: Job, layout: Layout, moves: int, own: float, ranks: int, a
 
 
 def update_s(job: Job, layout: Layout) -> float:
-    """Gradients, masters and moments are read, the latter two and the weights written; on the host with --offload."""
+    """Return the update's seconds: read gradients, masters, moments; write the latter two and the weights."""
     own = own_parameters(job, layout) / (layout.holding if layout.stage else 1)
     if job.savings.lora or math.isinf(memory_rate(job)):
         return 0.0
@@ -367,7 +367,7 @@ def update_s(job: Job, layout: Layout) -> float:
 
 
 def step_parts(job: Job, layout: Layout) -> dict[str, float]:
-    """Seconds of a step by part; their sum is the step."""
+    """Return the seconds of a step by part."""
     compute = compute_parts(job, layout)
     exposed = exposed_parts(job, layout, compute)
     inside = sum(compute.values()) + exposed["tensor"] + exposed["context"] + exposed["expert"]
@@ -375,26 +375,26 @@ def step_parts(job: Job, layout: Layout) -> dict[str, float]:
     return compute | exposed | {"bubble": inside * idle / (1 - idle), "update": update_s(job, layout)}
 
 
-# Operations as they are counted.
+# Counts of operations.
 
 
 def model_flops(job: Job) -> float:
-    """Of a step, as MFU counts them (Chowdhery et al. 2022, appendix B, with a causal mask): 6 a parameter and token that
-    are multiplied, 6·L·s·h a token of attention; what is done again does not count."""
+    """Count a step as MFU does (Chowdhery et al. 2022, appendix B, with a causal mask): 6 per parameter and token that
+    are multiplied, 6·L·s·h per token in attention; recomputation does not count."""
     shape = job.shape
     multiplied = max(0.0, job.num_parameters - shape.expert_parameters * unused(job) - shape.ends) + shape.vocabulary * shape.width  # fmt: skip
     products = training_flops(multiplied, job.step_tokens)
-    attended = attention_token_flops(shape, job.seq) / (2 * job.seq)  # numbers of a token that meet all positions
+    attended = attention_token_flops(shape, job.seq) / (2 * job.seq)  # numbers per token that multiply all positions
     return products + attention_flops(shape.layers, round(attended), job.seq, job.step_tokens)
 
 
 def unused(job: Job) -> float:
-    """The share of the experts that a token does not take."""
+    """Return the share of the experts that a token does not use."""
     return 1 - job.shape.experts_a_token / job.shape.experts if job.shape.experts else 0.0
 
 
 def executed_flops(shape: Shape, num_parameters: float, seq: int, tokens: float, recompute: str = "none") -> float:
-    """What a step of so many tokens computes, with what is done again: products, attention and vocabulary as above."""
+    """Count a step's FLOP for this many tokens, with recomputation: products, attention and vocabulary."""
     again = AGAIN[recompute]
     experts = shape.expert_parameters * (1 - shape.experts_a_token / shape.experts) if shape.experts else 0.0
     products = 2 * (3 + again) * max(0.0, num_parameters - shape.ends - experts)
