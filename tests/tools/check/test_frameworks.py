@@ -137,7 +137,7 @@ def test_ranks_that_train_alone_are_no_pass(tmp_path: Path) -> None:
 
 def test_a_pass_of_ranks_that_called_nobody_is_asked_about(tmp_path: Path) -> None:
     made = "import torch.distributed as dist\n\ndist.init_process_group('gloo')\nprint(dist.get_rank())\n"
-    asked = "question ranks made a process group and no call in it, so that nothing was compared"
+    asked = "question ranks made a process group but no call in it, so nothing was compared"
     assert_ended(check_text(made, tmp_path), 0, asked)
 
 

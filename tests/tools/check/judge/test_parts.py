@@ -169,7 +169,7 @@ def test_unequal_numbers_of_batches_are_asked_about() -> None:
     alone: list[Any] = ["place", 2, "train.py:30", "", "train.py"]  # a pass that rank 0 alone makes
     first = [at, alone, ["pass", 0, 2, -1], ["pass", 7, 1, -1], ["batches", 7, 4]]
     (question,) = doctor_of(first, [at, ["pass", 7, 1, -1], ["batches", 7, 3]]).quiet.questions()
-    assert "rank 0 4, rank 1 3" in question
+    assert "rank 0: 4, rank 1: 3" in question
 
 
 CALLED = called("all_reduce", "train.py:4")
