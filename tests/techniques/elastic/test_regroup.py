@@ -45,7 +45,7 @@ def made(monkeypatch: pytest.MonkeyPatch, *, cut: bool) -> Regroup:
 
 
 def test_a_call_that_comes_while_a_group_is_made_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RuntimeError, match="called the others"):
+    with pytest.raises(RuntimeError, match="left while the group was created, or cut it"):
         made(monkeypatch, cut=True)
 
 
