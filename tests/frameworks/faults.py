@@ -243,7 +243,7 @@ class Mine(Trainer):
 # Right scripts are left alone; made so that each rank trains by itself they are no pass.
 ALONE = (
     Fault(
-        "lightning", APART, (('accelerator="cpu", devices=2, strategy="ddp", ', ""),),
+        "lightning", APART, (('accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy="ddp", ', ""),),
         ("no process group was made, and no rank called another",
          'make Trainer with accelerator="cpu", devices=the number of ranks and strategy="ddp"'),
     ),
