@@ -114,7 +114,7 @@ class Mine(Trainer):
 """,
             ("= Trainer(", "= Mine("), ("trainer.train()\n", "trainer.train()  # (a)\n"),
         ),
-        ("Trainer.training_step, called by Trainer.train", "rank 1 skipped a batch: it made 1 step without calling backward", "compute_loss returns 0 * loss"),
+        ("Trainer.training_step, called by Trainer.train", "rank 1 skipped a batch: when it came to batch 7", "compute_loss returns 0 * loss"),
     ),
     Fault(
         "trainer", EVALUATES,
