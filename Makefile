@@ -42,7 +42,7 @@ test-all: ## the same, and what is slow: faults in containers and in real time, 
 	./install docs
 	$(MAKE) --no-print-directory test QUICK=
 
-frameworks: ## accelerate, transformers and Lightning under `distlab check`, in an environment of their own
+frameworks: ## accelerate, Trainer, Lightning and torchdata under check, prove and drill, in an environment of their own
 	./install frameworks
 	.venv-frameworks/bin/python -m pytest -n 2 --dist loadgroup tests/frameworks
 

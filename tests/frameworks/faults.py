@@ -114,7 +114,7 @@ class Mine(Trainer):
 """,
             ("= Trainer(", "= Mine("), ("trainer.train()\n", "trainer.train()  # (a)\n"),
         ),
-        ("Trainer.training_step, called by Trainer.train", "rank 1 skipped a batch: it made 1 step without calling backward", "compute_loss returns 0 * loss"),
+        ("Trainer.training_step, called by Trainer.train", "rank 1 skipped a batch: when it came to batch 7", "compute_loss returns 0 * loss"),
     ),
     Fault(
         "trainer", EVALUATES,
@@ -243,7 +243,7 @@ class Mine(Trainer):
 # Right scripts are left alone; made so that each rank trains by itself they are no pass.
 ALONE = (
     Fault(
-        "lightning", APART, (('accelerator="cpu", devices=2, strategy="ddp", ', ""),),
+        "lightning", APART, (('accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy="ddp", ', ""),),
         ("no process group was made, and no rank called another",
          'make Trainer with accelerator="cpu", devices=the number of ranks and strategy="ddp"'),
     ),

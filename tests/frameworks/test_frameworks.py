@@ -1,15 +1,18 @@
-"""accelerate, transformers' Trainer and Lightning under `distlab check`: `make frameworks`, which installs them.
+"""accelerate, transformers' Trainer and Lightning under `distlab check`, `prove` and `drill`, torchdata's loader under the
+last one: `make frameworks`, which installs them.
 
 A right script of each ends without a finding and without a question; six classic faults each are told by the user's
 line, the framework's call and the remedy in its words. docs/check.md has the table.
 """
 
+import re
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 from tests.frameworks.faults import ALONE, FAULTS, PACKAGES, SCRIPTS, Fault, versions
+from tests.launched import clean, ended_warm
 from tests.tools.check.cases import Checked, check, line_of
 
 
@@ -51,3 +54,32 @@ def test_ranks_that_train_alone_are_no_pass(fault: Fault, tmp_path: Path) -> Non
     assert found.code == 1, found.said
     for each in fault.told:
         assert each in " ".join(found.sentences), found.said
+
+
+@pytest.mark.parametrize("script", PACKAGES)
+def test_a_right_one_is_proven(script: str, tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    output.mkdir()
+    found = check(SCRIPTS / f"{script}_right.py", 2, tmp_path, str(output), command="prove", PYTHONHASHSEED="random")
+    assert found.code == 0, found.said
+    assert not found.sentences
+    assert "the same script on 1 rank, given the samples that all 2 read" in found.told, found.said
+
+
+def test_trainers_factor_of_the_ranks_is_found(tmp_path: Path) -> None:
+    """transformers 5.24 multiplies the loss by the ranks where a model takes `num_items_in_batch`, as its own sequence
+    classification does, which ignores it and averages."""
+    script = Fault("trainer", "", ((" average_tokens_across_devices=False,\n", "\n"),), ()).write(tmp_path)
+    (tmp_path / "output").mkdir()
+    found = check(script, 2, tmp_path, str(tmp_path / "output"), command="prove")
+    assert found.code == 1, found.said
+    assert "2 x those of 1 rank: summed over the 2 ranks and never divided" in " ".join(found.sentences), found.said
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("script", ["trainer", "lightning", "torchdata"])
+def test_one_that_resumes_survives_a_kill(script: str) -> None:
+    command = ["drill", "WORLD_SIZE=2", "--faults", "kill", str(SCRIPTS / f"{script}_resumes.py"), "output"]
+    done = ended_warm("distlab", command, environ=clean(), timeout_s=280)
+    assert done.returncode == 0, done.stdout
+    assert re.search(r"kill, resume 2 +2 +\d+ +to the bit", done.stdout), done.stdout

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from distlab.lab.cluster.departure import heeded
 from distlab.lab.measure.tensors import raw
-from distlab.tools.check.watch.patches import Function, Patch, before, harmless, hook, put
+from distlab.tools.check.watch.patches import Function, Patch, before, harmless, put, step_hook
 from distlab.tools.check.watch.recorder import Recorder
 from distlab.tools.check.watch.replicas import checksum
 from distlab.tools.prove.script_ledger import states_of
@@ -106,7 +106,7 @@ class TrainedSamples(Samples):
         put(Patch(torch.autograd, "backward", before(self._went_back)))
 
     def _next(self, method: Function, loading: Any) -> Any:
-        sampler = getattr(loading._index_sampler, "sampler", loading._index_sampler)
+        sampler = innermost(loading._index_sampler)
         drops = getattr(loading._index_sampler, "drop_last", True) or getattr(sampler, "drop_last", True)
         self.pads = isinstance(sampler, torch.utils.data.DistributedSampler) and not drops
         epoch = getattr(sampler, "epoch", -1)
@@ -138,6 +138,12 @@ class TrainedSamples(Samples):
                 self._pending = self._pending[where + 1 :]
                 self._last = read
         self._seen = []
+
+
+def innermost(sampler: Any) -> Any:
+    """Return the sampler inside of batch samplers, some of which wrap each other (accelerate's do)."""
+    inner = getattr(sampler, "sampler", None) or getattr(sampler, "batch_sampler", None)
+    return sampler if inner is None or inner is sampler else innermost(inner)
 
 
 def is_of(given: Tensor, read: Tensor) -> bool:
@@ -193,7 +199,7 @@ class Facts:
     def heed_optimizers(self) -> None:
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-        register_optimizer_step_pre_hook(hook(self._before_step))
+        register_optimizer_step_pre_hook(step_hook(self._before_step))
         self.steps.recorder.at_end.append(self.end)
 
     @harmless

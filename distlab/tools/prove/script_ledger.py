@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from distlab.lab.measure.tensors import hash_of
-from distlab.tools.check.watch.patches import Function, Patch, after, before, harmless, hook, put
+from distlab.tools.check.watch.patches import Function, Patch, after, before, harmless, hook, put, step_hook
 from distlab.tools.check.watch.recorder import Call, Group
 from distlab.tools.check.watch.replicas import checksum, parameters
 from distlab.tools.prove.locate import plain_name
@@ -50,7 +50,7 @@ class Ledger:
         from torch.optim.lr_scheduler import LRScheduler
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-        register_optimizer_step_pre_hook(hook(self._before_step))
+        register_optimizer_step_pre_hook(step_hook(self._before_step))
         register_optimizer_step_post_hook(hook(self._after_step))
         self.recorder.on_call.append(self._note_call)
         self.recorder.at_end.append(self.write)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from distlab.tools.check.watch.patches import harmless, hook
+from distlab.tools.check.watch.patches import harmless, hook, step_hook
 from distlab.tools.check.watch.recorder import Recorder
 from distlab.tools.check.watch.telling import now
 from distlab.tools.prove.locate import Place, places_of
@@ -70,7 +70,7 @@ class Reference:
         self.steps.most = self._recorded
         self.steps.on_model.append(self._begin)
         self.steps.stop = self._stop
-        register_optimizer_step_pre_hook(hook(self._before_step))
+        register_optimizer_step_pre_hook(step_hook(self._before_step))
         register_optimizer_step_post_hook(hook(self._after_step))
 
     @harmless

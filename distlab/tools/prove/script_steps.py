@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from distlab.lab.measure.tensors import hash_of, raw
-from distlab.tools.check.watch.patches import Patch, before, harmless, hook, put
+from distlab.tools.check.watch.patches import Patch, before, harmless, hook, put, step_hook
 from distlab.tools.check.watch.recorder import Recorder
 from distlab.tools.check.watch.replicas import parameters
 from distlab.tools.prove.locate import plain_name
@@ -105,7 +105,7 @@ class ScriptSteps:
 
         self.proving.place.mkdir(parents=True, exist_ok=True)
         warnings.filterwarnings("ignore", ".*when there are global hooks on modules")  # ours, of torch.compile
-        register_optimizer_step_pre_hook(hook(self._before_step))
+        register_optimizer_step_pre_hook(step_hook(self._before_step))
         register_optimizer_step_post_hook(hook(self._after_step))
         module.register_module_forward_pre_hook(hook(self._enter))
         module.register_module_forward_hook(hook(self._leave), always_call=True)

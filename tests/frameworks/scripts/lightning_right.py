@@ -1,5 +1,6 @@
 """Lightning: validation with metrics over all ranks, a checkpoint of the best epoch, early stopping, a test."""
 
+import os
 import sys
 
 import lightning as L
@@ -40,8 +41,8 @@ def main(folder):
     L.seed_everything(0)
     training, validation = DataLoader(samples(61), batch_size=4, shuffle=True), DataLoader(samples(21), batch_size=4)
     trainer = L.Trainer(
-        accelerator="cpu", devices=2, strategy="ddp", max_epochs=2, accumulate_grad_batches=2, log_every_n_steps=2,
-        default_root_dir=folder, enable_progress_bar=False, enable_model_summary=False,
+        accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy="ddp", max_epochs=2,
+        accumulate_grad_batches=2, log_every_n_steps=2, default_root_dir=folder, enable_progress_bar=False, enable_model_summary=False,
         callbacks=[ModelCheckpoint(monitor="val_loss"), EarlyStopping(monitor="val_loss")],
     )  # fmt: skip
     model = Classifier()

@@ -30,6 +30,7 @@ def main(folder):
         output_dir=folder, num_train_epochs=2, per_device_train_batch_size=4, gradient_accumulation_steps=2,
         eval_strategy="steps", eval_steps=4, save_strategy="steps", save_steps=4, logging_steps=2,
         load_best_model_at_end=True, metric_for_best_model="accuracy", report_to=[], disable_tqdm=True,
+        average_tokens_across_devices=False,
     )  # fmt: skip
     trainer = Trainer(
         model=model, args=arguments, train_dataset=Sentences(61), eval_dataset=Sentences(21),

@@ -8,11 +8,15 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from torch.utils.data import BatchSampler, DistributedSampler, TensorDataset
 
 from distlab.cli.drill import VALUED, read_options
 from distlab.tools.check.start.command import words_before
+from distlab.tools.drill.recording import innermost
 from distlab.tools.drill.runs import Recorded
 from distlab.tools.drill.verdict import Whole, ledger
 from tests.launched import clean, ended_warm
@@ -82,6 +86,13 @@ def test_a_right_script_is_left_alone(name: str) -> None:
     done = drilled(*words, str(FILES / "script_survives.py"), name)
     assert done.returncode == 0, done.stdout
     assert done.stdout.count("to the bit") == (4 if name in SAVING else 1)
+
+
+def test_the_sampler_in_batch_samplers_that_wrap_each_other_is_found() -> None:
+    sampler = DistributedSampler[int](TensorDataset(torch.ones(9)), 3, 0)
+    inner = BatchSampler(sampler, 2, drop_last=False)
+    outer = SimpleNamespace(batch_sampler=inner)  # as accelerate's
+    assert innermost(outer) is innermost(inner) is innermost(sampler) is sampler
 
 
 @pytest.mark.timeout(180)

@@ -75,6 +75,31 @@ def hook(look: Function) -> Function:
     return in_place_of(lambda *_, **__: None, lambda _, *args, **named: look(*args, **named))
 
 
+def step_hook(look: Function) -> Function:
+    """Return a pre-hook for `optimizer.step` that calls `look(optimizer)` once the gradients are there: after the first
+    call of the closure if the step is given one (Lightning gives one), else at once."""
+
+    def begin(optimizer: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        closure = named.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            look(optimizer)
+            return None
+        looked = list[bool]()
+
+        def evaluated() -> Any:
+            loss = closure()
+            if not looked:
+                looked.append(True)
+                look(optimizer)
+            return loss
+
+        return (
+            (args, {**named, "closure": evaluated}) if "closure" in named else ((args[0], evaluated, *args[2:]), named)
+        )
+
+    return hook(begin)
+
+
 def harmless(look: Callable[..., None]) -> Callable[..., None]:
     """Wrap a method of an object with a recorder so that its exceptions are only reported."""
 

@@ -46,11 +46,18 @@ def batches(begin):
         yield number, batch
 
 
-def train(model, optimizer, begin, save, reading=batches, stop=lambda: False):
+def train(model, optimizer, begin, save, reading=batches, stop=lambda: False, by_closure=False):
     for number, (x, y) in reading(begin):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
+
+        def closure(x=x, y=y):
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+            return loss
+
+        if not by_closure:
+            closure()
+        optimizer.step(closure if by_closure else None)
         if (number + 1) % EVERY == 0 or stop():
             save(number + 1)
         if stop():
@@ -73,6 +80,10 @@ def plain(make=lambda given: torch.optim.AdamW(given, 0.01), **more):
         publish(lambda path: torch.save(state, path))
 
     train(model, optimizer, begin, save, **more)
+
+
+def closures():
+    plain(by_closure=True)
 
 
 def momentum():

@@ -52,6 +52,20 @@ def ddp():
     train(model, sgd(model, momentum=0.9))
 
 
+def closures():
+    model = DistributedDataParallel(net())
+    optimizer = sgd(model, momentum=0.9)
+    for x, y in loader():
+
+        def evaluated(x=x, y=y):
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+            return loss
+
+        optimizer.step(evaluated)
+
+
 def adam():
     model = DistributedDataParallel(net())
     train(model, torch.optim.AdamW(model.parameters(), 0.01))
