@@ -76,6 +76,16 @@ def running(clone: Path, log: Path, variables: Mapping[str, str]) -> Iterator["s
         process.wait()
 
 
+@pytest.mark.parametrize(
+    "words", [("RUN_MODE=dp", "LAB_STEPS=8"), ("mine/resume.py", "--epochs", "1")], ids=["mode", "script"]
+)
+def test_a_drill_starts_its_ranks_in_one_container(words: tuple[str, ...], clone: Path) -> None:
+    done = run(clone, "./run", "drill", "WORLD_SIZE=2", "--faults", "kill", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"kill, resume 2 +2 +8 +to the bit +\d+ +0 +0 ", done.stdout), done.stdout
+    assert not left_over(clone)
+
+
 def test_a_run_leaves_files_of_the_clones_owner_and_no_containers_and_is_removed(clone: Path) -> None:
     done = run(clone, "./run", "dp", *(f"{name}={value}" for name, value in SMALL.items()))
     assert done.returncode == 0, done.stdout
