@@ -68,15 +68,15 @@ SIZES = {  # statements and files, at most
     "distlab/tools/drill": (807, 6),
     "distlab/tools/notebook": (474, 5),
     "distlab/tools/plan": (1_725, 15),
-    "distlab/tools/prove": (2_692, 16),
+    "distlab/tools/prove": (2_690, 16),
     "distlab/tools/puzzle": (1_600, 43),
     "distlab/tools/ranks": (364, 4),
     "distlab/tools/testing": (240, 3),
-    "distlab/cli": (1_166, 13),
+    "distlab/cli": (1_163, 13),
     "experiments": (7_964, 89),
     "workers": (6, 2),
     "engines": (57, 1),
-    "tests": (30_857, 535),
+    "tests": (30_842, 535),
     "benchmarks": (2_419, 37),
 }
 MOST_FILES, MEDIAN_FILES, BUCKETED_LINES = 6, 3, 650

@@ -167,12 +167,6 @@ class Asked(NamedTuple):
     tokens: float | None
 
 
-def read_job(arguments: Sequence[str] | None) -> tuple[Job, list[str]]:
-    """Return the job, and the sources of guessed and measured numbers in words; raises ConfigError with all
-    faults."""
-    return read_asked(arguments)[:2]
-
-
 def read_asked(arguments: Sequence[str] | None) -> Asked:
     """Return the whole question; raises ConfigError with all faults at once."""
     made = parser()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from distlab.cli.plan import MOST_RANKS, command, main, read_job, shrunk
+from distlab.cli.plan import MOST_RANKS, command, main, read_asked, shrunk
 from distlab.experiments import cp, dp, fsdp, tp
 from distlab.experiments.mesh import MODE
 from distlab.lab.config import Config, ConfigError
@@ -33,7 +33,7 @@ from distlab.tools.plan.step_time import ring_s, sent, tensor_s, turned
 
 
 def job(line: str) -> Job:
-    return read_job(line.split())[0]
+    return read_asked(line.split()).job
 
 
 SHARED = ("dp", "zero1", "zero2", "zero3")
@@ -310,7 +310,7 @@ def test_runs_take_the_place_of_data_sheets(tmp_path: Path) -> None:
     trained = run_of(
         tmp_path / "dp", "dp", Profile("flat", seconds), Profile("naive", {"forward": 9.0, "backward": 9.0})
     )
-    asked, told = read_job([*SEVEN.split(), "--calibrate", str(comm), str(trained)])
+    asked, told, *_ = read_asked([*SEVEN.split(), "--calibrate", str(comm), str(trained)])
     assert asked.link == asked.node_link
     assert (asked.link.latency_s, asked.link.bytes_per_s) == (250e-6, 12.5e6)
     # Of a token 6 FLOP a parameter but for the embedding's, and 7·s·h a layer of attention.
@@ -333,7 +333,7 @@ def test_runs_take_the_place_of_data_sheets(tmp_path: Path) -> None:
 )
 def test_a_run_that_calibrates_nothing_is_refused(tmp_path: Path, mode: str, records: list[Record], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        read_job([*SEVEN.split(), "--calibrate", str(run_of(tmp_path / "run", mode, *records))])
+        read_asked([*SEVEN.split(), "--calibrate", str(run_of(tmp_path / "run", mode, *records))])
 
 
 def test_it_needs_no_torch() -> None:
@@ -368,7 +368,7 @@ def test_no_axis_gets_lost(layout: Layout, sizes: tuple[int, ...]) -> None:
 
 
 def test_every_kind_is_a_run_that_the_lab_takes() -> None:
-    job, _ = read_job([*SEVEN.split(), "--recompute"])
+    job, *_ = read_asked([*SEVEN.split(), "--recompute"])
     for (_, tensor, pipeline, stage), context in itertools.product(KINDS, (False, True)):
         given = settings(command(next(layouts(job, tensor, pipeline, stage, context)), job))
         config = Config.read(given)

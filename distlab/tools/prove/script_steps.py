@@ -178,14 +178,13 @@ class ScriptSteps:
 
     def _name_flat(self, flat: Any, parts: list[FlatPart]) -> None:
         """The tensors in a flat parameter; with `use_orig_params` the optimizer steps each by itself."""
-        if flat._params is None:
-            self._flat[id(flat)] = parts
-        else:
-            each_whole = [part._replace(where=slice(None)) for part in parts]
-            self._flat |= {id(own): [part] for own, part in zip(flat._params, each_whole, strict=True)}
-        for part, stepped in zip(parts, flat._params or [flat] * len(parts), strict=True):
-            kept = next(each for each in self._flat[id(stepped)] if each.name == part.name)
-            self._name(part.name, kept.of(stepped.detach()))
+        stepped = flat._params or [flat] * len(parts)
+        kept = parts if flat._params is None else [part._replace(where=slice(None)) for part in parts]
+        self._flat |= {
+            id(own): [part for part, other in zip(kept, stepped, strict=True) if other is own] for own in stepped
+        }
+        for part, own in zip(kept, stepped, strict=True):
+            self._name(part.name, part.of(own.detach()))
 
         def part_all(gradient: Tensor) -> None:
             for part, own in zip(parts, unflattened(flat, gradient), strict=True):

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from distlab.cli.plan import read_job
+from distlab.cli.plan import read_asked
 from distlab.tools.plan import advice, costs
 from distlab.tools.plan.advice import SLACK, plan
 from distlab.tools.plan.job import Job
@@ -16,7 +16,7 @@ from distlab.tools.plan.step_time import compute_parts, data_s, link_of, sent, t
 
 
 def job(line: str) -> Job:
-    return read_job(line.split())[0]
+    return read_asked(line.split()).job
 
 
 def every_layout(asked: Job, most: int = 1) -> Iterator[Layout]:
