@@ -5,20 +5,8 @@ import sys
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning_right import Classifier
 from torch.utils.data import DataLoader, TensorDataset
-
-
-class Classifier(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
-
-    def training_step(self, batch, batch_idx):
-        inputs, targets = batch
-        return torch.nn.functional.cross_entropy(self.model(inputs), targets)
-
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), lr=0.01)
 
 
 def main(folder):
