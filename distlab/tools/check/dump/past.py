@@ -196,7 +196,7 @@ class Past:
                 ranks = self._ranks(rank, name, description, calls)
                 key = GroupKey(ranks, "" if description == DEFAULT else name)
                 number(of_rank, self._keys.setdefault(key, key), all_kept=rank not in self.cut)
-                self.calls += [call for call in of_rank if call.turn >= 0]
+                self.calls += [call for call in of_rank if call.seq >= 0]
         for rank, threads in stacks.items():
             if rank < size and threads:
                 self._take_stack(self.states[rank], threads)
@@ -251,7 +251,7 @@ def number(calls: Sequence[Call], key: GroupKey, *, all_kept: bool) -> None:
             local = call.kind.peer
             call.kind = call.kind._replace(peer=key.ranks[local] if 0 <= local < len(key.ranks) else local)
             if all_kept or call.ended_s is None:
-                call.turn = turns[call.kind.op, local]
+                call.seq = turns[call.kind.op, local]
                 turns[call.kind.op, local] += 1
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from operator import attrgetter
 
 from distlab.tools.check.dump.verdict import Verdict
-from distlab.tools.check.judge.deadlock import met_in, standings
+from distlab.tools.check.judge.deadlock import blocked_ranks, meeting_key
 from distlab.tools.check.judge.rank_state import Call, GroupKey
 
 MOST_RANKS = 4
@@ -58,14 +58,14 @@ for file, line, statement, shapes, dtype, number, P, R in CALLS.get(rank, ()):
 
 def chosen(verdict: Verdict) -> list[int]:
     """Return the relevant ranks: all of a small job, else one per awaited call and each rank at fault."""
-    cases = verdict.past.states
-    if len(cases) <= MOST_RANKS:
-        return list(range(len(cases)))
-    waits = standings(cases, verdict.matching)
+    states = verdict.past.states
+    if len(states) <= MOST_RANKS:
+        return list(range(len(states)))
+    waits = blocked_ranks(states, verdict.matching)
     seen: dict[str, int] = {}
     for rank in sorted({*waits, *(rank for finding in verdict.findings for rank in finding.ranks)}):
-        wait = cases[rank].waits.get(0)
-        where = (met_in(wait), wait.place) if wait is not None else (cases[rank].missing, cases[rank].last)
+        wait = states[rank].waits.get(0)
+        where = (meeting_key(wait), wait.place) if wait is not None else (states[rank].missing, states[rank].last)
         seen.setdefault(str(where), rank)
     return sorted(list(seen.values())[:MOST_RANKS])
 
@@ -89,7 +89,7 @@ def script_of(verdict: Verdict, name: str) -> str:
             for group in groups if rank in group.ranks and begins[group]
         ]  # fmt: skip
         mine = [call for call in calls if call.rank == rank]
-        mine = [call for call in mine if call.kind.op in MESSAGES or call.turn >= begins.get(call.group, -1)]
+        mine = [call for call in mine if call.kind.op in MESSAGES or call.seq >= begins.get(call.group, -1)]
         rows += [row_of(call, made, number) for call in mine]
         lines.append("".join([f"    {index}: [\n", *(f"        {row},\n" for row in rows), "    ],"]))
     return HEAD.format(
@@ -106,7 +106,7 @@ def inside(group: GroupKey, number: Mapping[int, int]) -> list[int]:
 
 def begin_of(group: GroupKey, calls: Sequence[Call], number: Mapping[int, int]) -> int:
     """Return the first call of the group that is made unchanged: calls before a rank's dump are unknown."""
-    last = {call.rank: call.turn for call in calls}
+    last = {call.rank: call.seq for call in calls}
     whole = all(rank in last for rank in group.ranks if rank in number)
     return max(0, min(last.values()) - (LAST if whole else 0))
 

@@ -19,8 +19,8 @@ from distlab.lab.report.units import counted
 from distlab.tools.check.dump.past import Past, library
 from distlab.tools.check.dump.reading import Dump, Stacks, Unreadable, files_in, read, version_fault
 from distlab.tools.check.judge import deadlock
-from distlab.tools.check.judge.deadlock import Standing, hung, standings, wait_text
-from distlab.tools.check.judge.failures import blameless, failures, has_failed
+from distlab.tools.check.judge.deadlock import Blocked, blocked_ranks, hung, wait_text
+from distlab.tools.check.judge.failures import failures, has_failed, is_consequence
 from distlab.tools.check.judge.matching import Matching
 from distlab.tools.check.judge.rank_state import (
     MATCH,
@@ -31,7 +31,7 @@ from distlab.tools.check.judge.rank_state import (
     RankState,
     Wait,
     call_text,
-    group_words,
+    group_text,
     ranks_by,
     ranks_do,
 )  # fmt: skip
@@ -106,34 +106,34 @@ def judge(places: Iterable[Path], still_s: float) -> Verdict:
 
 def judged(past: Past, still_s: float) -> Verdict:
     """Apply check's rules to all calls."""
-    cases, size = past.states, len(past.states)
+    states, size = past.states, len(past.states)
     matching = Matching(size)
     for call in sorted(past.calls, key=attrgetter("began_s")):
-        matching.take(call)
-    for case in cases:
-        put_wait(past, case, matching)
+        matching.add(call)
+    for state in states:
+        put_wait(past, state, matching)
     verdict = Verdict(past, matching)
-    waits, over = standings(cases, matching), {case.rank for case in cases if case.over}
+    waits, over = blocked_ranks(states, matching), {state.rank for state in states if state.over}
     stuck = hung(waits, over)
-    failed = {case.rank for case in cases if has_failed(case)}
+    failed = {state.rank for state in states if has_failed(state)}
     if failed:
-        verdict.findings += failures(cases, matching, {}, explained=False)
+        verdict.findings += failures(states, matching, {}, explained=False)
     found = []
     if stuck and not any(each.needs & failed for each in stuck.values()):
-        found = [deadlock.diagnosis(cases, matching, waits, stuck)]
-    elif not failed and (stuck := deadlock.standing_apart(cases, matching)):
-        found = [deadlock.apart_finding(stuck, size)]
+        found = [deadlock.diagnosis(states, matching, waits, stuck)]
+    elif not failed and (stuck := deadlock.hung_in_mismatch(states, matching)):
+        found = [deadlock.mismatch_hang(stuck, size)]
     verdict.findings += [replace(each, sentence=each.sentence + how_often(past, stuck)) for each in found]
-    verdict.findings += [*matching.mismatches(cases), *groups_apart(past)]
+    verdict.findings += [*matching.mismatches(states), *groups_apart(past)]
     if verdict.findings:
         return verdict
-    stalled = [call for case in cases if not case.over for call in list(case.open.values())[:1]]
+    stalled = [call for state in states if not state.over for call in list(state.open.values())[:1]]
     if waits:
         verdict.waiting, wait = still_waiting(past, matching, waits), waits[min(waits)].wait
     elif stalled:
         verdict.waiting, wait, verdict.stalled = made_by_all(past, stalled), wait_in(stalled[0]), True
     verdict.is_late = bool(verdict.waiting) and past.waited_s(wait) >= still_s
-    verdict.rows = deadlock.table(cases, waits)
+    verdict.rows = deadlock.table(states, waits)
     return verdict
 
 
@@ -167,7 +167,7 @@ def wait_in(call: Call) -> Wait:
 def made_by_all(past: Past, stalled: Sequence[Call]) -> str:
     """Return a remark on a call that does not end although all have made it, as far as known."""
     call = stalled[0]
-    ranks = [each.rank for each in stalled if (each.group, each.turn) == (call.group, call.turn)]
+    ranks = [each.rank for each in stalled if (each.group, each.seq) == (call.group, call.seq)]
     why = (
         "no dump names the ranks of that group, so who is missing is unknown"
         if call.group.name in past.unnamed
@@ -175,31 +175,31 @@ def made_by_all(past: Past, stalled: Sequence[Call]) -> str:
         " look at the network, the GPUs and the library's own log (NCCL_DEBUG=INFO)"
     )
     return (
-        f"{ranks_do(ranks, 'wait')} in {call_text(call)} of {group_words(call.group, len(past.states))} at"
+        f"{ranks_do(ranks, 'wait')} in {call_text(call)} of {group_text(call.group, len(past.states))} at"
         f" {call.place}, which has not ended after {past.waited_s(wait_in(call)):.3g} s: {why}"
     )
 
 
-def put_wait(past: Past, case: RankState, matching: Matching) -> None:
+def put_wait(past: Past, state: RankState, matching: Matching) -> None:
     """Set the rank's wait: from its stack, else its first open call that another rank has not made, else its first
     mismatched one."""
-    case.waits.clear()
-    if case.over:
+    state.waits.clear()
+    if state.over:
         return
-    stood = past.stood.get(case.rank)
-    open_calls = sorted(case.open.values(), key=lambda call: stood is None or call.place.line != stood.line)
-    open_calls = [*filter(None, [past.by_stack.get(case.rank)]), *open_calls]
+    stood = past.stood.get(state.rank)
+    open_calls = sorted(state.open.values(), key=lambda call: stood is None or call.place.line != stood.line)
+    open_calls = [*filter(None, [past.by_stack.get(state.rank)]), *open_calls]
     waited = next((call for call in open_calls if matching.absent(call)), None)
-    waited = waited or next((call for call in case.open.values() if matching.is_apart(call)), None)
+    waited = waited or next((call for call in state.open.values() if matching.is_mismatched(call)), None)
     if waited is None:
         return
     if not waited.place.line and not waited.place.in_thread and stood is not None:
         waited.place = stood
-    case.waits[0] = wait_in(waited)
-    case.stacks = {0: [Frame(IN_TORCH, 0, waited.kind.op), *case.frames()]}
+    state.waits[0] = wait_in(waited)
+    state.stacks = {0: [Frame(IN_TORCH, 0, waited.kind.op), *state.frames()]}
 
 
-def still_waiting(past: Past, matching: Matching, waits: Mapping[int, Standing]) -> str:
+def still_waiting(past: Past, matching: Matching, waits: Mapping[int, Blocked]) -> str:
     """Return the ranks that wait for a rank which may still come."""
     first, size = waits[min(waits)], len(past.states)
     other = next((rank for rank in sorted(first.needs) if rank not in waits), min(first.needs))
@@ -217,7 +217,7 @@ def still_waiting(past: Past, matching: Matching, waits: Mapping[int, Standing])
     )
 
 
-def how_often(past: Past, stuck: Mapping[int, Standing]) -> str:
+def how_often(past: Past, stuck: Mapping[int, Blocked]) -> str:
     """Return the remark that a diverged rank has made the awaited line's call less often: it left a loop."""
     first = stuck[min(stuck)]
     call = first.wait.call
@@ -239,11 +239,11 @@ def queued(past: Past) -> set[int]:
     end that way."""
     if "gloo" in past.backends:
         return set()
-    queues = {case.rank: list(case.open.values()) for case in past.states if case.open}
+    queues = {state.rank: list(state.open.values()) for state in past.states if state.open}
     ended = True
     while ended:
         ended = False
-        heads = {rank: (queue[0].group, queue[0].turn) for rank, queue in queues.items() if queue}
+        heads = {rank: (queue[0].group, queue[0].seq) for rank, queue in queues.items() if queue}
         for head in set(heads.values()):
             if all(heads.get(rank) == head for rank in head[0].ranks):
                 ended = True
@@ -262,22 +262,22 @@ TRACEBACK = re.compile(
 AT = re.compile(r'File "([^"]*)", line (\d+)')
 
 
-def take_ends(cases: Sequence[RankState], texts: Mapping[int, str], summaries: str) -> None:
+def take_ends(states: Sequence[RankState], texts: Mapping[int, str], summaries: str) -> None:
     """Set the ends of ranks outside calls: an exception that is not about another's end, or an exit code."""
-    for case in cases:
-        if case.open or not (tracebacks := list(TRACEBACK.finditer(texts.get(case.rank, "")))):
+    for state in states:
+        if state.open or not (tracebacks := list(TRACEBACK.finditer(texts.get(state.rank, "")))):
             continue
         last = tracebacks[-1]
-        if not case.missing and texts[case.rank][last.end() :].strip():
+        if not state.missing and texts[state.rank][last.end() :].strip():
             continue  # it continued
         own = [(file, line) for file, line in AT.findall(last["frames"]) if not library(file)]
         place = f"{Path(own[-1][0]).name}:{own[-1][1]}" if own else ""
         raised = Raised(last["kind"].rpartition(".")[2], last["text"] or "", last[0], place, 0.0)
-        case.raised = None if blameless(raised) else raised
+        state.raised = None if is_consequence(raised) else raised
     for rank, code in ((int(rank), int(code)) for rank, code in SUMMARY.findall(summaries)):
-        if rank < len(cases) and cases[rank].raised is None and not cases[rank].open and code != TERMINATED:
-            cases[rank].missing = "" if code < 0 else f"ended with exit code {code}"
-            cases[rank].gone = code if code < 0 else None
+        if rank < len(states) and states[rank].raised is None and not states[rank].open and code != TERMINATED:
+            states[rank].missing = "" if code < 0 else f"ended with exit code {code}"
+            states[rank].exited = code if code < 0 else None
 
 
 # The rest of the report.
@@ -287,9 +287,9 @@ def described(past: Past, versions: Counter[str]) -> str:
     """Return the number of dumps and ranks, their writers and groups."""
     groups = sorted(dict.fromkeys(call.group for call in past.calls if call.group.instance >= 0))
     size = len(past.states)
-    names = [group_words(group, size) for group in groups[:MOST_GROUPS]]
+    names = [group_text(group, size) for group in groups[:MOST_GROUPS]]
     more = f" and {len(groups) - MOST_GROUPS} more" if len(groups) > MOST_GROUPS else ""
-    calls = sum(case.num_calls for case in past.states)
+    calls = sum(state.num_calls for state in past.states)
     return (
         f"dumps of {len(past.own)} of {counted(size, 'ranks')} · version {', '.join(versions)}"
         f" · {counted(calls, 'calls')} by {', '.join(sorted(past.backends)) or 'nobody'} in"
@@ -304,7 +304,7 @@ def ruled_out(verdict: Verdict, texts: Mapping[int, str]) -> Iterator[str]:
         yield f"other operations, shapes or dtypes ({counted(len(past.calls), 'calls')} were compared)"
     if len(past.own) == len(past.states) and not any(map(has_failed, past.states)):
         yield "a rank that had ended before (each left a dump)"
-    if set(texts) >= set(past.own) and not any(case.raised for case in past.states):
+    if set(texts) >= set(past.own) and not any(state.raised for state in past.states):
         yield "an exception (none is in the ranks' logs)"
 
 
