@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from distlab.lab.cluster import name_ranks
 from distlab.lab.config import ConfigError
-from distlab.tools.check.judge.coordinator import Doctor
+from distlab.tools.check.judge.coordinator import Coordinator
 from distlab.tools.check.judge.failures import last_call
 from distlab.tools.check.start.script import Job
 from distlab.tools.check.start.script_process import LISTEN_S, Bedside, Hearing, begin_all, heard, started
@@ -109,7 +109,7 @@ class Ranks:
 
     def _follow(self, bedsides: Sequence[Bedside], folder: Path, fault: Fault) -> tuple[str, bool]:
         """Until all have ended, one has failed, or the fault has come: why the run failed, and whether that came."""
-        doctor = Doctor(len(bedsides), self._job.hang_after_s, self._collective_s, lambda _: None)
+        doctor = Coordinator(len(bedsides), self._job.hang_after_s, self._collective_s, lambda _: None)
         began = moved = time.monotonic()
         num_bytes = 0
         for _ in heard(bedsides, doctor):
@@ -122,7 +122,7 @@ class Ranks:
             written = sum(file.stat().st_size for file in folder.glob("*.jsonl"))
             if written != num_bytes:
                 num_bytes, moved = written, time.monotonic()
-            late = [case for case in doctor.cases if case.exit_code is None]
+            late = [case for case in doctor.states if case.exit_code is None]
             if late and time.monotonic() - moved > self._collective_s:
                 steps = len([each for each in read_facts(folder / f"rank{late[0].rank}.jsonl") if "step" in each])
                 return (
@@ -131,7 +131,7 @@ class Ranks:
                 ), False
             if late and time.monotonic() - began > self._bound_s:
                 return f"{name_ranks([case.rank for case in late])} had not ended after {self._bound_s:.0f} s", False
-        doctor.look(now())
+        doctor.evaluate(now())
         return why_failed(doctor), bool(fault.kind) and has_fault(folder / f"rank{fault.rank}.jsonl")
 
     def _stop_all(self, bedsides: Sequence[Bedside]) -> None:
@@ -149,13 +149,13 @@ class Ranks:
                     ended.add(rank)
 
 
-def why_failed(doctor: Doctor) -> str:
-    raised = [case.raised for case in doctor.cases if case.raised is not None]
+def why_failed(doctor: Coordinator) -> str:
+    raised = [case.raised for case in doctor.states if case.raised is not None]
     if raised:
         text = str(raised[0].text).strip().partition("\n")[0].partition(". ")[0]
         return f"{raised[0].kind}: {text} ({raised[0].place})"
-    if any(case.exit_code for case in doctor.cases) or not doctor.whole:
-        codes = [f"rank {case.rank} exited with {case.exit_code}" for case in doctor.cases if case.exit_code]
+    if any(case.exit_code for case in doctor.states) or not doctor.completed:
+        codes = [f"rank {case.rank} exited with {case.exit_code}" for case in doctor.states if case.exit_code]
         return next((each.sentence for each in doctor.findings), ", ".join(codes))
     return ""
 

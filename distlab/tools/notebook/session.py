@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-from distlab.tools.check.judge.coordinator import Doctor
+from distlab.tools.check.judge.coordinator import Coordinator
 from distlab.tools.notebook.rank import Cell, Cells, Ended
 from distlab.tools.ranks.pool import Outcome, WarmRanks, Watching
 
@@ -33,7 +33,7 @@ class Result:
     outcome: Outcome
     interrupted: bool
     made_anew: list[int] = field(default_factory=list)  # ranks that have lost their names
-    doctor: Doctor | None = None
+    doctor: Coordinator | None = None
     told: list[list[bytes]] = field(default_factory=list)  # each rank's reports, if requested
 
     @property

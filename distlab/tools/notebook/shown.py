@@ -10,7 +10,7 @@ from distlab.lab.report.records import Ranks, Start, Timeline
 from distlab.lab.report.units import counted, human_bytes
 from distlab.lab.report.verdict import SCRIPT
 from distlab.tools.check.judge.rank_state import HANG, MATCH
-from distlab.tools.check.judge.report import format_tables, spans_of, wire
+from distlab.tools.check.judge.report import format_tables, spans_of, traffic
 from distlab.tools.check.watch.places import PACKAGES
 from distlab.tools.notebook.rank import Ended, Frame
 from distlab.tools.notebook.session import Result
@@ -79,7 +79,7 @@ def failure(result: Result, source: str) -> CellFailed:
         said.append("interrupted")
     marks = {rank: line for each in found for rank, line in places(each.rows, result.file)}
     if result.interrupted and result.doctor is not None:
-        marks = {case.rank: line for case in result.doctor.cases if (line := line_in(case.frames(), result.file))}
+        marks = {case.rank: line for case in result.doctor.states if (line := line_in(case.frames(), result.file))}
     lines = [f"{BOLD}{RED}{sentence}{PLAIN}" for sentence in map(without_path, said)]
     if marks:
         lines += ["", *marked(source, marks, world_size)]
@@ -158,8 +158,8 @@ def tracebacks(raised: Mapping[int, Ended], file: str, source: str, world_size: 
 
 def wire_table(result: Result) -> str:
     """Return the bytes sent per pair of ranks in this cell, and its calls."""
-    cases = result.doctor.cases if result.doctor is not None else []
-    return "\n".join(format_tables(wire(list(cases)))) or "nothing was sent: no rank called another"
+    cases = result.doctor.states if result.doctor is not None else []
+    return "\n".join(format_tables(traffic(list(cases)))) or "nothing was sent: no rank called another"
 
 
 def names(made: Sequence[str]) -> str:

@@ -21,7 +21,7 @@ from distlab.lab.cluster import name_ranks
 from distlab.lab.cluster.launch import refuse_too_few
 from distlab.techniques.transport.handshake import listen
 from distlab.techniques.transport.store_server import StoreServer
-from distlab.tools.check.judge.coordinator import Doctor
+from distlab.tools.check.judge.coordinator import Coordinator
 from distlab.tools.check.judge.rank_state import END, HANG, MATCH, Finding
 from distlab.tools.check.start.fork_servers import ForkServer, TravellingFiles, is_one_for_all
 from distlab.tools.check.start.script_process import Bedside, Hearing, pipes
@@ -228,13 +228,13 @@ class Watching:
     def __init__(self, ranks: Sequence[WarmRank], timeout_s: float, *, keeps: bool = False) -> None:
         self._ranks, self._timeout_s = ranks, timeout_s
         self.told: list[list[bytes]] = [[] for _ in ranks if keeps]
-        self.doctor = Doctor(
+        self.doctor = Coordinator(
             len(ranks),
             min(HANG_AFTER_S, timeout_s / 3),
             timeout_s,
             lambda text: None,  # noqa: ARG005
             gather_s=GATHER_S,
-            promises=True,
+            reports_end=True,
         )
         self._ended: dict[int, Ended] = {}
 
@@ -253,7 +253,7 @@ class Watching:
                 self._listen()
                 return self.outcome(f"not done after {self._timeout_s:g} s")
         until = time.monotonic() + LAST_S
-        while self.doctor.whole and len(self._ended) < len(self._ranks) and time.monotonic() < until:
+        while self.doctor.completed and len(self._ended) < len(self._ranks) and time.monotonic() < until:
             self._receive(AT_ONCE_S)  # a rank reports its end to the doctor, then sends its result
         failed = any(each.outcome == "failed" for each in self._ended.values())
         while not self.doctor.over:
@@ -277,12 +277,12 @@ class Watching:
             lines = rank.hearing.lines(0.0)
             if self.told:
                 self.told[number] += lines
-            self.doctor.take(number, lines, now())
-        self.doctor.look(now())
+            self.doctor.receive(number, lines, now())
+        self.doctor.evaluate(now())
 
     def outcome(self, late: str = "") -> Outcome:
         """Return the outcome as known now."""
-        rows = [(f"rank {case.rank}", where(case.frames())) for case in self.doctor.cases if not case.over]
+        rows = [(f"rank {case.rank}", where(case.frames())) for case in self.doctor.states if not case.over]
         printed = {number: rank.printed() for number, rank in enumerate(self._ranks)}
         kept = [each for each in self.doctor.findings if each.check in (MATCH, HANG, END)]
         return Outcome(self._ended, kept, printed, self.doctor.lost, late, rows if late else [])

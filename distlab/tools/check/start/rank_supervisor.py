@@ -36,9 +36,9 @@ from distlab.lab.report.table import wrapped
 from distlab.lab.report.units import counted
 from distlab.lab.report.verdict import judge
 from distlab.techniques.transport.store import Prefixed
-from distlab.tools.check.judge.coordinator import Doctor
+from distlab.tools.check.judge.coordinator import Coordinator
 from distlab.tools.check.judge.failures import nothing_distributed
-from distlab.tools.check.judge.report import log_lines, spans_of, written
+from distlab.tools.check.judge.report import log_lines, records_of, spans_of
 from distlab.tools.check.start.fork_servers import ForkServer
 from distlab.tools.check.start.script import PROVING, STORE_KEY, Job
 from distlab.tools.check.start.script_process import OF_TORCHRUN, Hearing, started
@@ -139,9 +139,9 @@ class Rank:
         """Read, forward and watch until rank 0 ends the run; then collect the results."""
         doctor = None
         if cluster.rank == 0:
-            doctor = Doctor(
+            doctor = Coordinator(
                 cluster.world_size, self.job.hang_after_s, self.config.collective_timeout_s, self.journal.say,
-                self.job.mesh, promises=self.job.play is not None,
+                self.job.mesh, reports_end=self.job.play is not None,
             )  # fmt: skip
         taken = dict.fromkeys(range(cluster.world_size), 0)
         with (folder / f"rank{cluster.rank}.calls").open("wb") as kept:
@@ -157,13 +157,13 @@ class Rank:
                         well = exchange.store.get("over") == b"well"
                         break
                 else:
-                    doctor.take(0, lines, now())
+                    doctor.receive(0, lines, now())
                     for rank in range(1, cluster.world_size):
-                        doctor.take(rank, fetched(exchange.store, rank, taken), now())
+                        doctor.receive(rank, fetched(exchange.store, rank, taken), now())
                     self._ended_s = now()
-                    doctor.look(self._ended_s)
+                    doctor.evaluate(self._ended_s)
                     if doctor.over:
-                        well = all(case.exit_code is not None for case in doctor.cases)
+                        well = all(case.exit_code is not None for case in doctor.states)
                         exchange.store.set("over", "well" if well else "cut")
                         break
         self.bedside.let_go(LET_GO_S if well else 0.0)
@@ -177,18 +177,20 @@ class Rank:
             exchange.store.set(f"told/{exchange.rank}/{self._posted}", b"\n".join(lines).decode())
             self._posted += 1
 
-    def _close(self, watch: Watchdog, exchange: Exchange, doctor: Doctor | None, folder: Path, outcome: Outcome) -> int:
+    def _close(
+        self, watch: Watchdog, exchange: Exchange, doctor: Coordinator | None, folder: Path, outcome: Outcome
+    ) -> int:
         """Write the findings, and agree on the verdict."""
         sections = Sections(exchange, self.journal)
         if doctor is not None:
-            if doctor.whole and not doctor.findings and self.job.play is None:
-                doctor.findings += nothing_distributed(doctor.cases)
-            for record in written(doctor):
+            if doctor.completed and not doctor.findings and self.job.play is None:
+                doctor.findings += nothing_distributed(doctor.states)
+            for record in records_of(doctor):
                 self.journal.write(record)
             for text in log_lines(doctor):
                 self.journal.say(text)
             for rank, how in doctor.lost.items():
-                self.journal.write(records.Lost(rank, doctor.cases[rank].steps, how))
+                self.journal.write(records.Lost(rank, doctor.states[rank].steps, how))
         ended_s = float(exchange.share("ended at", self._ended_s))  # rank 0 ended the run
         ended_s = ended_s if abs(ended_s - self._ended_s) < SAME_CLOCK_S else self._ended_s
         spans, cut = spans_of((folder / f"rank{exchange.rank}.calls").read_bytes().splitlines(), ended_s)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from distlab.lab.cluster.launch import CONTEXT, free_port
-from distlab.tools.check.judge.coordinator import Doctor
+from distlab.tools.check.judge.coordinator import Coordinator
 from distlab.tools.check.judge.rank_state import Frame
 from distlab.tools.check.start import script
 from distlab.tools.check.start.fork_servers import ForkServer, TravellingFiles
@@ -300,11 +300,11 @@ class Hearing:
         return lines
 
 
-def heard(bedsides: Sequence[Bedside], doctor: Doctor) -> Iterator[None]:
+def heard(bedsides: Sequence[Bedside], doctor: Coordinator) -> Iterator[None]:
     """Let a doctor hear all of them, and look, again and again until all have ended or it knows enough."""
     hearings = [Hearing(each) for each in bedsides]
-    while not doctor.over and any(case.exit_code is None for case in doctor.cases):
+    while not doctor.over and any(case.exit_code is None for case in doctor.states):
         for rank, each in enumerate(hearings):
-            doctor.take(rank, each.lines(LISTEN_S / len(hearings)), now())
-        doctor.look(now())
+            doctor.receive(rank, each.lines(LISTEN_S / len(hearings)), now())
+        doctor.evaluate(now())
         yield

@@ -51,7 +51,7 @@ def test_what_has_no_counterpart_is_refused_and_the_rest_is_done(name: str, tmp_
     (tmp_path / "accelerate.py").write_text("import os\n\nassert os.environ['ACCELERATE_USE_CPU'] == 'true'\n")
     checked = check_text(BEGIN + text, tmp_path)
     assert_ended(checked, code, *says)
-    assert checked.said.count("once\n") in (0, 2), "a failure of its own is not run twice"
+    assert checked.output.count("once\n") in (0, 2), "a failure of its own is not run twice"
 
 
 def test_a_script_that_asks_first_has_its_own_way(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_a_script_that_asks_first_has_its_own_way(tmp_path: Path) -> None:
     reduces = "dist.init_process_group('gloo')\ndist.all_reduce(torch.ones(2, device=device))\n"
     checked = check_text(BEGIN + asks + reduces, tmp_path)
     assert_ended(checked, 0)
-    assert "no GPU here" not in checked.said
+    assert "no GPU here" not in checked.output
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_what_is_mapped_and_run_once_more_is_said(
 ) -> None:
     checked = check(RIGHT / f"{name}.py", 2, tmp_path, *words)
     assert_ended(checked, code)
-    assert checked.told.count(says) == times
+    assert checked.one_line.count(says) == times
 
 
 def test_what_is_set_already_stays(monkeypatch: pytest.MonkeyPatch) -> None:
