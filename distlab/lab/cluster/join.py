@@ -42,7 +42,7 @@ from distlab.lab.cluster.rank_server import FROZEN_S, PERIOD_S, RankServer, Stra
 from distlab.lab.config import Config, ConfigError
 from distlab.lab.config.settings import MIN_KEY, claim_run_id, read_key
 from distlab.techniques.transport.handshake import Closed, Foreign, Unproven, Who, prove
-from distlab.techniques.transport.store_server import READ_BYTES, Message, framed, take_frames
+from distlab.techniques.transport.store_server import READ_BYTES, Message, framed, pop_frames
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -95,7 +95,7 @@ class Line:
             self.ended = not new
             if self.deaf:
                 self._received.clear()
-            return [ANSWERS.decode(frame) for frame in take_frames(self._received)]
+            return [ANSWERS.decode(frame) for frame in pop_frames(self._received)]
         except (OSError, ValueError, msgspec.MsgspecError):
             self.ended = True
             return []

@@ -52,7 +52,7 @@ class Strangers:
     """Connections without the run's key or with an invalid message: counted, and reported once per fault."""
 
     MOST = 16  # sources that are counted separately
-    OTHER_KEY = "whose ends do not both have the key"
+    OTHER_KEY = "with another key"
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.by_fault: Counter[str] = Counter()
@@ -60,7 +60,7 @@ class Strangers:
         self.last_source: dict[str, str] = {}
         self._say = say
 
-    def turned_away(self, fault: str, source: tuple[str, int]) -> None:
+    def on_rejected(self, fault: str, source: tuple[str, int]) -> None:
         """Count a connection from `source`, an address and a port, and report it if its fault is new."""
         self.by_fault[fault] += 1
         self.last_source[fault] = source[0]
@@ -116,7 +116,7 @@ class RankServer(StoreServer):
             self.views.lives = dict(living)
         self._told: dict[Peer, tuple[str, float]] = {}
         self.looked_at, self._beat_at, self._frozen_until = time.monotonic(), 0.0, 0.0
-        super().__init__(listening, key, strangers.turned_away, PURPOSE, FromRank)
+        super().__init__(listening, key, strangers.on_rejected, PURPOSE, FromRank)
 
     # Queries from other threads of this process.
 
@@ -149,7 +149,7 @@ class RankServer(StoreServer):
 
     # On the server's thread.
 
-    def came(self, peer: Peer, message: Any) -> None:
+    def on_message(self, peer: Peer, message: Any) -> None:
         now = time.monotonic()
         rank = next((rank for rank, each in self.ranks.items() if each is peer), None)
         if self._is_cut_off(peer):
@@ -174,9 +174,9 @@ class RankServer(StoreServer):
                 self._may_leave = True
             case _ if isinstance(message, AboutViews):
                 if rank is not None:
-                    self.views.came(rank, message)
+                    self.views.on_message(rank, message)
             case _:
-                super().came(peer, message)
+                super().on_message(peer, message)
 
     def send_bytes(self, peer: Peer, message: bytes) -> None:
         if not self._is_cut_off(peer):
@@ -186,8 +186,8 @@ class RankServer(StoreServer):
         """Return whether a connection is cut off; not the store's, whose lost data would be missing after the cut."""
         return self.cut_off and peer.who.rank not in (NOBODY.rank, self.host)
 
-    def ended(self, peer: Peer) -> None:
-        super().ended(peer)
+    def on_disconnect(self, peer: Peer) -> None:
+        super().on_disconnect(peer)
         if self._is_cut_off(peer):
             return
         now = time.monotonic()

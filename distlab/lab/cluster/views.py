@@ -46,7 +46,7 @@ class Views:
         self.lives.pop(rank, None)
         self._look()
 
-    def came(self, rank: int, message: AboutViews) -> None:
+    def on_message(self, rank: int, message: AboutViews) -> None:
         """Process a message from a rank."""
         match message:
             case Meet():

@@ -192,7 +192,7 @@ class RankRun:
     def register_transport(self) -> None:
         """Make the lab's own transport the backend of all groups of this process, with LAB_BACKEND=tcp."""
         if self.config.backend == "tcp":
-            TcpBackend(self.own_ip, self.key, self.cluster.strangers.turned_away).register()
+            TcpBackend(self.own_ip, self.key, self.cluster.strangers.on_rejected).register()
 
     def open_lab(self, drills: "Drills | None" = None) -> Lab:
         """Return the Lab on the default group, and record this rank's place in it."""
@@ -214,7 +214,7 @@ class RankRun:
         watch, exchange, journal, timeout_s = self.watch, self.exchange, self.journal, self.config.collective_timeout_s
         hooks = RunHooks(
             at=watch.main.at, work=self.work, finished=self.sections.finished,
-            own_ip=self.own_ip, secret=self.key, turned_away=self.cluster.strangers.turned_away,
+            own_ip=self.own_ip, secret=self.key, on_rejected=self.cluster.strangers.on_rejected,
             membership=self.membership,
             let_leave=partial(let_leave, watch, exchange, journal, self.parent),
             move=partial(move, watch, exchange, self.sections),

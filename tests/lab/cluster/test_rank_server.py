@@ -136,7 +136,7 @@ def test_what_is_no_message_ends_its_own_connection_alone(world: World, said: by
     stranger.connection.settimeout(5)
     assert stranger.connection.recv(1) == b""
     world.seal()
-    assert any("that cannot be read" in line for line in world.said)
+    assert any("with an invalid message" in line for line in world.said)
 
 
 def test_who_has_another_key_gets_nothing_and_is_counted(world: World) -> None:

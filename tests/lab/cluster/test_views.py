@@ -25,7 +25,7 @@ class World:
     def meet(self, *ranks: int, why: str = AGAIN, view: int = 1, members: Iterable[int] = (0, 1, 2)) -> None:
         for rank in ranks:
             lives = [(each, 10 + each) for each in members]
-            self.views.came(rank, Meet(view, lives, why, b"%d" % rank))
+            self.views.on_message(rank, Meet(view, lives, why, b"%d" % rank))
 
     def last(self, rank: int, kind: type) -> Any:
         found = [each for each in self.told[rank] if isinstance(each, kind)]
@@ -39,7 +39,7 @@ class World:
     def plan(self, rank: int, members: Iterable[int]) -> None:
         decide = self.last(rank, Decide)
         lives = self.views.lives
-        self.views.came(rank, Plan(decide.number, [(each, lives[each]) for each in members], b"plan"))
+        self.views.on_message(rank, Plan(decide.number, [(each, lives[each]) for each in members], b"plan"))
 
 
 def test_all_begin_in_one_view_that_the_first_decides() -> None:
@@ -92,10 +92,10 @@ def test_the_first_dies_while_it_decides() -> None:
 
 def test_a_plan_with_a_member_that_went_meanwhile_is_asked_for_anew() -> None:
     world = World(4)
-    world.views.came(3, Ask(b"me"))
+    world.views.on_message(3, Ask(b"me"))
     world.meet(0, 1, 2)
     world.views.lost(3)
-    world.views.came(0, Plan(2, [(0, 10), (1, 11), (2, 12), (3, 13)], b"plan"))
+    world.views.on_message(0, Plan(2, [(0, 10), (1, 11), (2, 12), (3, 13)], b"plan"))
     assert world.last(1, View) is None
     assert len([each for each in world.told[0] if isinstance(each, Decide)]) == 2
 
@@ -104,15 +104,15 @@ def test_a_plan_with_a_member_that_went_meanwhile_is_asked_for_anew() -> None:
 def test_a_plan_of_another_view_or_by_another_rank_is_none(number: int) -> None:
     world = World(3)
     world.meet(0, 1, 2)
-    world.views.came(0, Plan(number, [(0, 10)], b"plan"))
-    world.views.came(1, Plan(2, [(1, 11)], b"plan"))
+    world.views.on_message(0, Plan(number, [(0, 10)], b"plan"))
+    world.views.on_message(1, Plan(2, [(1, 11)], b"plan"))
     assert world.last(1, View) is None
 
 
 def test_who_comes_back_is_another_process_and_is_let_in_behind_the_others() -> None:
     world = World(3)
-    world.views.came(2, Reborn(99))
-    world.views.came(2, Ask(b"member"))
+    world.views.on_message(2, Reborn(99))
+    world.views.on_message(2, Ask(b"member"))
     assert world.last(0, Living).asking == [(2, 99, b"member")]
     world.meet(0, 1)
     assert world.decided(0) == [0, 1], "as another process it is no member any more"
@@ -133,16 +133,16 @@ def test_members_of_a_newer_view_are_met_by_those_that_have_not_heard_of_it() ->
 
 def test_who_waits_outside_is_not_met_but_at_a_beginning() -> None:
     world = World(3)
-    world.views.came(2, Ask(b"member"))
+    world.views.on_message(2, Ask(b"member"))
     world.meet(0, 1, why="restart it")
     assert world.decided(0) == [0, 1]
     world = World(3)
-    world.views.came(2, Ask(b"member"))
+    world.views.on_message(2, Ask(b"member"))
     world.meet(0, 1, why=f"{BEGIN} more")
     assert world.decided(0) == []
 
 
 def test_the_end_is_told_to_all() -> None:
     world = World(2)
-    world.views.came(0, Done(4))
+    world.views.on_message(0, Done(4))
     assert [world.last(rank, Living).done for rank in (0, 1)] == [4, 4]
