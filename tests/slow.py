@@ -49,7 +49,7 @@ SLOW = {
     ),
     "tests/compose/test_own.py": "tests/tools/prove/test_bugs.py::test_a_right_file_is_left_alone[by_hand-3]",
     "tests/compose/test_restart.py": (
-        "tests/lab/checkpoint/test_resume.py::test_another_world_size_reads_it_and_the_losses_go_on[dp-bucketed,ddp-sizes5]"
+        "tests/lab/checkpoint/test_resume.py::test_another_world_size_continues_the_losses[dp-bucketed,ddp-sizes5]"
     ),
     # The other entries of a matrix in containers.
     "tests/compose/test_commands.py::test_a_larger_world_of_before_is_taken_down_first": (
@@ -175,8 +175,8 @@ SLOW = {
     "tests/test_standard_streams.py::test_as_many_as_are_said_to_be_needed_are_enough": (
         "tests/test_standard_streams.py::test_as_many_as_are_said_to_be_needed_are_enough[dp]"
     ),
-    "tests/lab/checkpoint/test_resume.py::test_another_world_size_reads_it_and_the_losses_go_on": (
-        "tests/lab/checkpoint/test_resume.py::test_another_world_size_reads_it_and_the_losses_go_on[dp-bucketed,ddp-sizes5]"
+    "tests/lab/checkpoint/test_resume.py::test_another_world_size_continues_the_losses": (
+        "tests/lab/checkpoint/test_resume.py::test_another_world_size_continues_the_losses[dp-bucketed,ddp-sizes5]"
     ),
 }
 
