@@ -27,11 +27,11 @@ class Net:
             raise RuntimeError(f"ranks {gone} are gone before the group stood")
         name = f"view {view.number} of {' '.join(f'{member.rank}.{member.life}' for member in members)}"
         place = members.index(self.membership.me)
-        self.form_of(name, place, len(members), lambda: self.membership.stands(members))
+        self.form_of(name, place, len(members), lambda: self.membership.is_intact(members))
 
-    def form_of(self, name: str, place: int, size: int, stands: Callable[[], bool] = lambda: True) -> None:
+    def form_of(self, name: str, place: int, size: int, is_intact: Callable[[], bool] = lambda: True) -> None:
         """Form a group of `size` over the run's store, with this rank as number `place`."""
-        self.group.form(name, place, size, self.membership.cluster.server_at, stands)
+        self.group.form(name, place, size, self.membership.cluster.server_at, is_intact)
 
     def changed(self) -> None:
         """Cut the group, on the watch's thread, which wakes all waits in it."""
@@ -40,7 +40,7 @@ class Net:
     def die(self) -> None:
         """Disconnect as the kernel does for a killed process, and drop all state."""
         self.group.leave()
-        self.membership.be_reborn()
+        self.membership.restart_as_new()
 
 
 def open_net(lab: Lab) -> Net:

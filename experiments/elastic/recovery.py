@@ -328,7 +328,7 @@ class Course:
 
     def newcomers(self) -> list[Member]:
         """Return the members that ask to join and may."""
-        return [member for member, wish in self.net.membership.asking.items() if wish["as"] in self.policy.wishes]
+        return [member for member, wish in self.net.membership.requests.items() if wish["as"] in self.policy.wishes]
 
     # --- decisions of the first member ---
 

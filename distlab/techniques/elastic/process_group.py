@@ -75,29 +75,29 @@ class Regroup:
         self._gloo: Any = None  # a ProcessGroup, whose methods torch declares in part
         self._before: set[Open] | None = None  # sockets open before the group was created; None without a group
 
-    def form(self, name: str, place: int, size: int, host: tuple[str, int], stands: Callable[[], bool]) -> None:
+    def form(self, name: str, place: int, size: int, host: tuple[str, int], is_intact: Callable[[], bool]) -> None:
         """Become member `place` of `size` in a new group, over the store at `host`, an address and a port.
 
-        Raises RuntimeError on failure, soon after `stands()` turns false or after a cut: otherwise a member that dies
-        meanwhile would be waited for, and sockets opened after one cut need another.
+        Raises RuntimeError on failure, soon after `is_intact()` turns false or after a cut: otherwise it would wait for
+        a member that dies meanwhile, and sockets opened after one cut need another.
         """
         self.leave()
         self.place, self._size = place, size
         self._is_cut, self._before = False, sockets()
         formed = threading.Event()
-        watcher = threading.Thread(target=self._cut_unless, args=(stands, formed), daemon=True)
+        watcher = threading.Thread(target=self._cut_unless, args=(is_intact, formed), daemon=True)
         watcher.start()
         try:
             self._gloo = self._formed(name, place, size, host)
         finally:
             formed.set()
             watcher.join()
-        if self._is_cut or not stands():
+        if self._is_cut or not is_intact():
             raise RuntimeError("a member left while the group was created, or cut it")
 
-    def _cut_unless(self, stands: Callable[[], bool], formed: threading.Event) -> None:
+    def _cut_unless(self, is_intact: Callable[[], bool], formed: threading.Event) -> None:
         while not formed.wait(LOOK_S):
-            if self._is_cut or not stands():
+            if self._is_cut or not is_intact():
                 self.cut()
 
     def _formed(self, name: str, place: int, size: int, host: tuple[str, int]) -> Any:
