@@ -94,11 +94,11 @@ def run_freely(lab: Lab, links: dict[int, Link], kind: type[ParameterServer], ma
     recorder = Recorder(rank for rank in range(lab.world_size) if rank not in lab.exchange.lost)
     workers = list(recorder.finished)
 
-    def noted(step: int) -> None:
+    def on_step(step: int) -> None:
         lab.begin_step(step, DOWNPOUR)
         lab.work.reach(sum(recorder.finished.values()))
 
-    worker = make_worker(lab.model(dtype), config, lab.batches(dtype), lab.rank, config.learning_rate, noted=noted)
+    worker = make_worker(lab.model(dtype), config, lab.batches(dtype), lab.rank, config.learning_rate, on_step=on_step)
     rules, client, threads = open_server(lab, links, kind, recorder, worker)
     lab.say(f"{lab.world_size * config.steps} steps in whatever order they come; workers: {len(workers)}", DOWNPOUR)
     with (
