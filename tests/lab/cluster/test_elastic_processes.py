@@ -116,7 +116,7 @@ def test_a_killed_rank_that_is_restarted_rejoins(world: Callable[..., Processes]
     others = [0 if each != rank else 128 + signal.SIGKILL for each in range(WORLD_SIZE)]
     assert ranks.codes() == [*others, 0], ranks.output(3)
     text = " ".join(ranks.output(3).split())
-    found = re.search(rf"in again with step (\d+) of {variant}, ([\d.]+) s after its first packet", text)
+    found = re.search(rf"rejoined at step (\d+) of {variant}, ([\d.]+) s after its first packet", text)
     assert found is not None, ranks.output(3)
     run = ranks.verdict()
     assert (run["verdict"], [entry["rank"] for entry in run["lost"]]) == ("pass", [rank])
