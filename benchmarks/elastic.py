@@ -122,7 +122,7 @@ class Run:
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         self.again = self.started({"RANK": str(rank), "LOCAL_RANK": str(rank), **where})
         deadline = time.monotonic() + COMING_S
-        while "finds its way back" not in self.log.read_text() and time.monotonic() < deadline:
+        while "rejoins the run" not in self.log.read_text() and time.monotonic() < deadline:
             time.sleep(0.005)
 
     def outcome(self) -> Outcome:

@@ -54,7 +54,7 @@ def rank_of_run(config: Config, folder: Path, told: Connection) -> None:
     def on_verdict(verdict: Verdict, succession: Succession) -> None:
         tell("verdict", [lost.rank for lost in verdict.lost])
         outcome = Outcome(folder, "loaded")
-        if not succession.given_up and succession.turn(outcome.claimed):
+        if not succession.declared_dead and succession.is_my_turn(outcome.claimed):
             outcome.write({"verdict": "lost"})
 
     cluster = join(config, "loaded", lambda _text: None)

@@ -187,7 +187,7 @@ def lab_of(
 class PooledWatch(Watchdog):
     """A watch whose end is not that of its process: a rank of the pool outlives the run."""
 
-    def _leave(self, own: Verdict, lost: set[int], *, given_up: bool = False) -> NoReturn:  # noqa: ARG002
+    def _leave(self, own: Verdict, lost: set[int], *, declared_dead: bool = False) -> NoReturn:  # noqa: ARG002
         self._ending.set()
         raise SystemExit  # of its thread
 
@@ -202,7 +202,7 @@ def disconnect() -> None:
         watch._ending.set()
         watch.join()
         watch._signals.close()
-        watch.line.close()
+        watch.uplink.close()
         if watch.cluster.server is not None:
             watch.cluster.server.close()
 
@@ -211,7 +211,7 @@ def membership_of(config: Config, exchange: Exchange) -> Membership:
     """What a mode has whose ranks come and go: a server of rank 0, to which all ranks of the pool connect."""
     port = exchange.share("port", free_port() if exchange.rank == 0 else None)
     config = config.model_copy(update={"master_port": port, "lost_after_s": 30.0, "run_id": "pool"})
-    cluster = join(config, "pool", lambda _line: None, goes_on=True)
+    cluster = join(config, "pool", lambda _line: None, elastic=True)
     watch = PooledWatch(cluster, config, print, lambda verdict, succession: None)
     served.append(watch)
     watch.start()

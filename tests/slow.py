@@ -29,16 +29,16 @@ SLOW = {
     },
     # The same in containers.
     "tests/compose/test_bad_input.py::test_a_doubled_rank_is_named_with_both_hosts": (
-        "tests/lab/cluster/test_join.py::test_a_doubled_rank_is_said_on_every_rank"
+        "tests/lab/cluster/test_join.py::test_a_duplicate_rank_is_named_on_every_rank"
     ),
     "tests/compose/test_bad_input.py::test_a_master_that_nobody_is": (
-        "tests/lab/cluster/test_join.py::test_an_address_of_nobody_fails_in_time"
+        "tests/lab/cluster/test_join.py::test_an_unknown_address_fails_in_time"
     ),
     "tests/compose/test_check.py": "tests/tools/check/judge/test_hang.py::test_a_barrier_under_rank_0_is_a_hang[2]",
     "tests/compose/test_ci.py": "tests/docs/test_ci.py::test_the_steps_of_local_processes[hangs]",
     "tests/compose/test_drills.py": "tests/lab/rank/test_fault_injection.py::test_each_fault_ends_as_it_should[kill@300ms-3]",
     "tests/compose/test_elastic.py": (
-        "tests/lab/cluster/test_elastic_processes.py::test_who_is_killed_and_started_again_finds_its_way_back[2-restart]"
+        "tests/lab/cluster/test_elastic_processes.py::test_a_killed_rank_that_is_restarted_rejoins[2-restart]"
     ),
     "tests/compose/test_fit.py": (
         "tests/cli/test_fit.py::test_the_verdict_says_what_does_not_hold[free dp fsdp-expected0]"
@@ -49,7 +49,7 @@ SLOW = {
     ),
     "tests/compose/test_own.py": "tests/tools/prove/test_bugs.py::test_a_right_file_is_left_alone[by_hand-3]",
     "tests/compose/test_restart.py": (
-        "tests/lab/checkpoint/test_resume.py::test_another_world_size_reads_it_and_the_losses_go_on[dp-bucketed,ddp-sizes5]"
+        "tests/lab/checkpoint/test_resume.py::test_another_world_size_continues_the_losses[dp-bucketed,ddp-sizes5]"
     ),
     # The other entries of a matrix in containers.
     "tests/compose/test_commands.py::test_a_larger_world_of_before_is_taken_down_first": (
@@ -151,7 +151,7 @@ SLOW = {
         "tests/test_strangers.py::test_a_doctor_under_attack_finds_what_it_finds[check]"
     ),
     "tests/lab/cluster/test_elastic_processes.py": (
-        "tests/lab/cluster/test_elastic_processes.py::test_who_is_killed_and_started_again_finds_its_way_back[2-restart]"
+        "tests/lab/cluster/test_elastic_processes.py::test_a_killed_rank_that_is_restarted_rejoins[2-restart]"
     ),
     "tests/lab/rank/test_fault_injection.py::test_a_killed_rank_is_named_in_time": (
         "tests/lab/rank/test_fault_injection.py::test_a_killed_rank_is_named_in_time[dp]"
@@ -159,9 +159,8 @@ SLOW = {
     "tests/lab/rank/test_fault_injection.py::test_each_fault_ends_as_it_should": (
         "tests/lab/rank/test_fault_injection.py::test_each_fault_ends_as_it_should[kill@300ms-3]"
     ),
-    "tests/lab/cluster/test_watchdog.py::test_who_was_declared_dead_and_wakes_while_the_report_is_drawn_changes_nothing": (
-        "tests/lab/cluster/test_watchdog.py::"
-        "test_who_was_declared_dead_and_wakes_while_the_report_is_drawn_changes_nothing[server]"
+    "tests/lab/cluster/test_watchdog.py::test_a_rank_declared_dead_that_wakes_changes_nothing": (
+        "tests/lab/cluster/test_watchdog.py::test_a_rank_declared_dead_that_wakes_changes_nothing[server]"
     ),
     # Other ways to start the same.
     "tests/test_distlab.py::test_a_checkout_needs_no_install": "tests/test_distlab.py::test_a_checkout_needs_no_install[]",
@@ -175,8 +174,8 @@ SLOW = {
     "tests/test_standard_streams.py::test_as_many_as_are_said_to_be_needed_are_enough": (
         "tests/test_standard_streams.py::test_as_many_as_are_said_to_be_needed_are_enough[dp]"
     ),
-    "tests/lab/checkpoint/test_resume.py::test_another_world_size_reads_it_and_the_losses_go_on": (
-        "tests/lab/checkpoint/test_resume.py::test_another_world_size_reads_it_and_the_losses_go_on[dp-bucketed,ddp-sizes5]"
+    "tests/lab/checkpoint/test_resume.py::test_another_world_size_continues_the_losses": (
+        "tests/lab/checkpoint/test_resume.py::test_another_world_size_continues_the_losses[dp-bucketed,ddp-sizes5]"
     ),
 }
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from distlab.lab.cluster.launch import needed
+from distlab.lab.cluster.launch import needed_files
 
 SMALL = {
     "RUN_MODE": "dp", "WORLD_SIZE": "2", "LAB_MODEL": "mlp", "LAB_STEPS": "2", "LAB_WIDTH": "8", "LAB_DEPTH": "1", "LAB_SEQ": "8",
@@ -80,8 +80,8 @@ def test_a_command_whose_answer_cannot_be_written_says_so(tmp_path: Path, redire
 
 def test_too_few_descriptors_are_refused_before_a_rank_is_started(tmp_path: Path) -> None:
     done = shell('ulimit -n 24; "$PYTHON" -m workers', tmp_path, **SMALL)
-    sentence = f"a process may open 24 files here, and 2 local ranks need {needed(2)} each: set"
-    assert done.returncode == 2 and done.stdout == f"refused    {sentence} `ulimit -n {needed(2)}` or more\n"
+    sentence = f"a process may open 24 files here, and 2 local ranks need {needed_files(2)} each: set"
+    assert done.returncode == 2 and done.stdout == f"refused    {sentence} `ulimit -n {needed_files(2)}` or more\n"
     assert done.stderr == "" and list(tmp_path.iterdir()) == []
     script = tmp_path / "script.py"
     script.touch()
@@ -91,7 +91,7 @@ def test_too_few_descriptors_are_refused_before_a_rank_is_started(tmp_path: Path
 @pytest.mark.parametrize("mode", ["dp", "moe"])
 def test_as_many_as_are_said_to_be_needed_are_enough(tmp_path: Path, mode: str) -> None:
     settings = SMALL | {"RUN_MODE": mode} | ({} if mode == "dp" else {"LAB_MODEL": "", "LAB_VARIANT": "ep"})
-    done = shell(f'ulimit -n {needed(2)}; "$PYTHON" -m workers', tmp_path, **settings)
+    done = shell(f'ulimit -n {needed_files(2)}; "$PYTHON" -m workers', tmp_path, **settings)
     assert done.returncode == 0 and verdict(tmp_path) == "pass", done.stdout + done.stderr
 
 

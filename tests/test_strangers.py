@@ -18,7 +18,7 @@ import pytest
 
 from distlab.lab.cluster.launch import free_port
 from tests.lab.cluster.cluster_of_processes import Rank
-from tests.techniques.transport.strangers import FORGED, as_torch, told
+from tests.techniques.transport.strangers import FORGED, answer_to, attack_as_tcp_store
 from tests.warm_ranks import Ranks
 
 TOP = Path(__file__).parents[1]
@@ -86,12 +86,12 @@ class Stranger:
             time.sleep(0.05)
 
     def _be_torch(self, port: Port) -> None:
-        self.written += [done for done in [as_torch(port.number)] if done]
+        self.written += [done for done in [attack_as_tcp_store(port.number)] if done]
 
     def _tell(self, port: Port) -> None:
         while not self._over.is_set():
             for words in FORGED.values():
-                told(port.number, words)
+                answer_to(port.number, words)
             time.sleep(0.1)
 
     def end(self) -> None:
@@ -174,8 +174,8 @@ def test_a_pool_s_store_is_closed_to_strangers(ranks: Ranks) -> None:
     ranks(1, place)
     assert ranks._store is not None
     port = ranks._store.port
-    assert as_torch(port) == ""
-    assert all(len(told(port, words)) < 100 for words in FORGED.values())
+    assert attack_as_tcp_store(port) == ""
+    assert all(len(answer_to(port, words)) < 100 for words in FORGED.values())
     assert Port("127.0.0.1", port) in ports_of(os.getpid())
     assert ranks(2, place) == [0, 1]
 

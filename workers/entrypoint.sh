@@ -30,7 +30,7 @@ killed_for_memory() {
     cat /sys/fs/cgroup/memory/memory.oom_control /sys/fs/cgroup/memory.events 2>/dev/null | grep -q '^oom_kill [1-9]'
 }
 
-: >/tmp/distlab-last-words
+: >/tmp/distlab-oom-notice
 "$@" &
 rank=$!
 trap 'kill -TERM "$rank"' TERM
@@ -39,6 +39,6 @@ code=0
 # A signal ends `wait` before what it waits for.
 while kill -0 "$rank" 2>/dev/null; do wait "$rank" && code=0 || code=$?; done
 if [ "$code" = 137 ] && killed_for_memory; then
-    python -m distlab.lab.cluster.last_words
+    python -m distlab.lab.cluster.oom_notice
 fi
 exit "$code"

@@ -71,7 +71,7 @@ def export(found: FoundCheckpoint, variant: str, out: Path) -> None:
             torch.save(content, file)
         draft.replace(out)
     except (OSError, RuntimeError) as error:
-        of_disk = storage.of_the_disk(error)
+        of_disk = storage.disk_error(error)
         if of_disk is None:
             raise
         raise OSError(of_disk.errno, of_disk.strerror, str(out)) from None

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from distlab.lab.cluster.launch import heed_stops, refuse_too_few
+from distlab.lab.cluster.launch import check_open_file_limit, handle_stop_signals
 from distlab.lab.config import Config, ConfigError, commands
 from distlab.tools.check.start.command import (
     SHARED,
@@ -78,8 +78,8 @@ def drilled(words: Sequence[str]) -> int:
     options, more = read_options(found, int(typed) if typed.isdecimal() else 8)
     faults += more
     config = Config.read(found_before=faults) if is_mode else configured(errand, os.environ, faults, script)
-    refuse_too_few(config.world_size)
-    heed_stops()
+    check_open_file_limit(config.world_size)
+    handle_stop_signals()
     quieten_torch()
     from distlab.tools.check.start.script import Job
     from distlab.tools.drill.drill import Options, drill

@@ -19,7 +19,7 @@ from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
-from distlab.lab.cluster.launch import LauncherPipe, heed_stops, launch, named_run, refuse_too_few
+from distlab.lab.cluster.launch import LauncherPipe, check_open_file_limit, handle_stop_signals, launch, named_run
 from distlab.lab.config import Config, ConfigError, Refusal, commands, launchers, user_code
 from distlab.lab.config.settings import claim_run_id
 from distlab.lab.report import standard_streams
@@ -122,8 +122,8 @@ def run(config: Config, started_at: float, engine: str = "") -> int:
 def start_all(config: Config) -> int:
     """Start all ranks as local processes, with their imports preloaded; raises ConfigError if they cannot
     be started."""
-    refuse_too_few(config.world_size)
-    heed_stops()
+    check_open_file_limit(config.world_size)
+    handle_stop_signals()
     with telling("importing PyTorch", told=config.log != "quiet"):
         from distlab.lab.rank.finish import complete
         from distlab.lab.rank.main import import_for_ranks

@@ -31,7 +31,7 @@ from distlab.lab.workload.user_model import is_own
 from distlab.techniques.collectives.costs import wire_tolerance
 from distlab.techniques.collectives.phases import phase
 from distlab.techniques.mesh.grid import Mesh
-from distlab.techniques.transport.handshake import TurnedAway, uncounted
+from distlab.techniques.transport.handshake import OnRejected, ignore_rejected
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class RunHooks:
     # How ranks of this run connect: this one's address, their common key, and a counter of refused connections.
     own_ip: str = "127.0.0.1"
     secret: bytes = b""
-    turned_away: TurnedAway = uncounted
+    on_rejected: OnRejected = ignore_rejected
 
     # Fault injection (fault_injection.py), at the start of a training step.
     on_step: Callable[[int, str], None] = lambda _step, _variant: None

@@ -263,7 +263,7 @@ def groups_of(lab: Lab) -> Iterator[dict[str, dist.ProcessGroup]]:
     if other == TCP and lab.device.type == "cuda" and lab.wants(TCP):
         lab.skip(TCP, "plain TCP sends from the memory of the CPU alone")
     elif lab.wants(other):
-        TcpBackend(lab.hooks.own_ip, lab.hooks.secret, lab.hooks.turned_away).register()
+        TcpBackend(lab.hooks.own_ip, lab.hooks.secret, lab.hooks.on_rejected).register()
         bound = timedelta(seconds=lab.config.collective_timeout_s)
         groups[other] = dist.new_group(dist.get_process_group_ranks(lab.group), bound, other)
     try:

@@ -1,7 +1,7 @@
 """Elastic training: ranks die, come back and rejoin, and training continues with the present ones.
 
 Large runs lose a rank every few hours. Restarting costs all ranks the start and every step since the last checkpoint.
-But a process group is only a set of connections. A killed process closes them, so the others know at once; they leave
+But a process group is only a set of connections. A killed process closes them, so the others notice at once; they leave
 the group, agree on the members and on the last valid step, and create a new group in the same processes (Horovod
 Elastic; torchft). No rank is special: each has a store, and the lowest living rank coordinates.
 
@@ -48,7 +48,7 @@ from .bugs import mistake
 from .checks import check_claims, claims, count, show, what_changed
 from .network import BACK, Net, let_leave, open_net, settle
 from .options import Options
-from .recovery import Audit, Course, Drill, Event, Policy, draw_losses
+from .recovery import Audit, Course, Event, LossPlan, Policy, draw_losses
 
 POLICIES = (
     Policy("restart", restarts=True),
@@ -58,12 +58,12 @@ POLICIES = (
     Policy("plain"),
 )
 # Former variants and bugs.
-GONE = {
-    "spare": "LAB_VARIANT=join takes in a rank as well, the one that died",
-    "peer_memory": "LAB_VARIANT=zero1 has the same shards, which come back from a checkpoint",
-    "rescaled": "LAB_VARIANT=join LAB_RESCALE=1 does the same",
-    "stale_copies": "no copies are kept, and LAB_BUG=old_cut has wrong shards",
-    "wrong_keeper": "no copies are kept, and LAB_BUG=old_cut has wrong shards",
+REMOVED = {
+    "spare": "use LAB_VARIANT=join, which readmits the rank that died",
+    "peer_memory": "use LAB_VARIANT=zero1, whose shards are restored from a checkpoint",
+    "rescaled": "use LAB_VARIANT=join LAB_RESCALE=1, which does the same",
+    "stale_copies": "no copies are kept; use LAB_BUG=old_cut for wrong shards",
+    "wrong_keeper": "no copies are kept; use LAB_BUG=old_cut for wrong shards",
 }
 
 
@@ -81,7 +81,7 @@ class OnePage(Survivor):
         source = ranks.index(plan["source"])
         state = lesson.catch_up(self.state(), any_group, source, plan["behind"], self.rank)
         if state is not None:
-            self.take(state, int(plan["applied"]))
+            self.set_state(state, int(plan["applied"]))
 
 
 def cannot(config: Config) -> dict[str, str]:
@@ -98,38 +98,38 @@ def refuse(config: Config) -> list[str]:
     refusals = untrainable(config)
     if config.device != "cpu":
         refusals.append(
-            f"LAB_DEVICE={config.device!r} is not possible in elastic, allowed: cpu, where gloo's groups are"
+            f"LAB_DEVICE={config.device!r} is not possible in elastic, allowed: cpu, because its groups use gloo"
         )
     return refusals
 
 
 def run(lab: Lab, survivor: type[Survivor] = Survivor, sharded: type[ShardedSurvivor] = ShardedSurvivor) -> None:
     """Run every variant with its losses; then the survivors compare each with one process."""
-    back = lab.hooks.membership is not None and lab.hooks.membership.rejoined
+    returned = lab.hooks.membership is not None and lab.hooks.membership.rejoined
     unable = lab.mode.cannot(lab.config)
     wanted = [policy for policy in POLICIES if policy.name in lab.mode.names and lab.wants(policy.name)]
     kinds = {policy.name: sharded if policy.sharded else survivor for policy in POLICIES}
     kinds["plain"] = OnePage if survivor is Survivor else survivor
-    for policy in [] if back else wanted:
+    for policy in [] if returned else wanted:
         if policy.name in unable:
             lab.skip(policy.name, unable[policy.name])
     chosen = [policy for policy in wanted if policy.name not in unable]
     makers = {policy: maker(lab, kinds[policy.name]) for policy in chosen}
     net = open_net(lab)
-    for policy in [] if back else chosen:
+    for policy in [] if returned else chosen:
         count(lab, net, policy, makers[policy]())
-    courses = [prepare(lab, net, policy, makers[policy], dies=not back) for policy in chosen]
+    courses = [prepare(lab, net, policy, makers[policy], dies=not returned) for policy in chosen]
     called_at = time.time()
     let_leave(lab, net)
-    view, courses = way_in(net, courses) if back else (None, courses)
+    view, courses = find_entry(net, courses) if returned else (None, courses)
     for course in courses:
-        deaths = ", ".join(f"rank {loss.rank} at step {loss.step}" for loss in course.drill.losses)
-        lab.say(f"{course.policy.name}: {deaths or 'nobody'} is killed by fault injection", "drill")
+        deaths = ", ".join(f"rank {loss.rank} at step {loss.step}" for loss in course.loss_plan.losses)
+        lab.say(f"{course.policy.name}: {deaths or 'no rank'} is killed by fault injection", "drill")
         course.run(view)
         note_course(lab, course)
         if view is not None and course.commits:
             at, step = course.commits[0]
-            after = f"in again with step {step} of {course.policy.name}, {at - called_at:.2f} s after its first packet"
+            after = f"rejoined at step {step} of {course.policy.name}, {at - called_at:.2f} s after its first packet"
             lab.say(after, "back", all_ranks=True)
         view = None
     settle(lab, net)
@@ -142,16 +142,13 @@ def run(lab: Lab, survivor: type[Survivor] = Survivor, sharded: type[ShardedSurv
 def note_course(lab: Lab, course: Course) -> None:
     """Log on each rank its steps of a variant, when it was killed, and the members after each change."""
     me = course.policy.name
-    killed = [loss.step for loss in course.drill.losses if loss.rank == lab.rank]
+    killed = [loss.step for loss in course.loss_plan.losses if loss.rank == lab.rank]
     lab.note(me, "all ranks begin" + "".join(f"; I am killed at step {step}" for step in killed))
     for event in course.events:
-        ranks = (
-            f"ranks {', '.join(map(str, event.after))} go" if len(event.after) > 1 else f"rank {event.after[0]} goes"
-        )
-        lab.note("", f"from step {event.applied} on {ranks} on ({view_origin(event)})")
-    applied = f"my weights took {course.training.applied} steps, of which I computed {course.computed}"
-    lives = f" in {course.lives} lives: each begins from what was saved or sent" if course.lives > 1 else ""
-    lab.note("", "I was not taken in again" if killed and not course.training.applied else applied + lives)
+        lab.note("", f"members from step {event.applied} on: {', '.join(map(str, event.after))} ({view_origin(event)})")
+    applied = f"my weights include {course.training.applied} steps, of which I computed {course.computed}"
+    lives = f" in {course.lives} lives, each from saved or received state" if course.lives > 1 else ""
+    lab.note("", "I did not rejoin" if killed and not course.training.applied else applied + lives)
 
 
 def view_origin(event: Event) -> str:
@@ -161,7 +158,7 @@ def view_origin(event: Event) -> str:
 
 
 def maker(lab: Lab, kind: type[Survivor]) -> Callable[..., Survivor]:
-    """Return a factory for this rank's fresh trainings of one kind; its argument is called between parts of a step."""
+    """Return a factory of new trainings of one kind; its argument is called between the parts of a step."""
 
     def make(at: Callable[[str], None] = lambda moment: None) -> Survivor:  # noqa: ARG005
         batches, rescale = lab.batches(torch.float64, proof=True), lab.config.own(Options).rescale
@@ -170,10 +167,10 @@ def maker(lab: Lab, kind: type[Survivor]) -> Callable[..., Survivor]:
     return make
 
 
-def way_in(net: Net, courses: list[Course]) -> tuple[View | None, list[Course]]:
-    """On a rank that has come back: join the running variant, or wait for the next one.
+def find_entry(net: Net, courses: list[Course]) -> tuple[View | None, list[Course]]:
+    """On a rank that has returned: join the running variant, or wait for the next one.
 
-    Returns the view that it is in, if any, and the variants that it takes part in.
+    Returns the view that it has joined, if any, and the variants in which it takes part.
     """
     view = net.membership.ask({"as": BACK})
     name = net.membership.begun().removeprefix(f"{BEGIN} ") if view is None else view.plan["variant"]
@@ -186,13 +183,13 @@ def prepare(lab: Lab, net: Net, policy: Policy, make: Callable[..., Survivor], *
     config, own = lab.config, lab.config.own(Options)
     members = list(range(lab.world_size))
     seed = 1000 * config.seed + POLICIES.index(policy)
-    losses = draw_losses(seed, members, config.steps, own.losses, comes_back=policy.restarts or policy.returns)
+    losses = draw_losses(seed, members, config.steps, own.losses, returns=policy.restarts or policy.returns)
     folder = lab.journal.folder
     assert folder is not None, "a rank that trains has a folder"
     return Course(
-        net, policy, make, Drill(losses if dies else [], lab.rank), Audit(lab, policy.name),
+        net, policy, make, LossPlan(losses if dies else [], lab.rank), Audit(lab, policy.name),
         saved=folder / f"{policy.name}.rank{lab.rank}.pt", saved_every=own.saved_every,
-        noted=lambda step: lab.begin_step(step, policy.name),
+        on_step=lambda step: lab.begin_step(step, policy.name),
     )  # fmt: skip
 
 
@@ -206,19 +203,19 @@ MODE = Mode(
     refuse=refuse,
     cannot=cannot,
     mistakes=mistake,
-    gone=GONE,
+    gone=REMOVED,
     stepped=True,
     takes_back=True,
-    unsaved="keeps checkpoints of its own, every LAB_SAVED_EVERY steps of restart and zero1",
+    unsaved="saves its own checkpoints, every LAB_SAVED_EVERY steps of restart and zero1",
     in_lesson={"oldest_state": ("most = max(applied.values())", "most = min(applied.values())")},
     reading=(
         "experiments/elastic/lesson.py: the idea on one page, which runs alone and as the variant `plain`",
         "experiments/elastic/__init__.py: the variants, and what a run claims",
-        "experiments/elastic/recovery.py: what one rank does until all steps are done, and its audit",
+        "experiments/elastic/recovery.py: one rank's course through a variant, and its audit",
         "distlab/techniques/elastic/strategy.py: a replica whose steps are kept or repeated, and one with shards",
         "distlab/techniques/elastic/shards.py: which rank has which part, and what moves",
         "distlab/lab/cluster/membership.py: how the remaining ranks agree on the members",
-        "distlab/techniques/elastic/process_group.py: gloo groups that are left and made again in the same process",
+        "distlab/techniques/elastic/process_group.py: gloo groups, created and left repeatedly in one process",
         "distlab/lab/cluster/rank_server.py: the connections whose end shows the death of a rank",
         "distlab/lab/cluster/rejoin.py: how a restarted rank finds the others",
         "experiments/elastic/checks.py: the single-process reference, which follows the membership record",

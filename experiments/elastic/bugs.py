@@ -19,26 +19,26 @@ mistake = Mistakes()
 # --- settings that hide a bug ---
 
 
-def unlost(config: Config) -> str:
+def no_loss(config: Config) -> str:
     """Return why no check can detect a bug that acts after a loss."""
     if not config.own(Options).losses:
-        return "LAB_LOSSES=0: nobody dies"
-    return f"LAB_STEPS={config.steps}: nobody dies in fewer than 4" if config.steps < 4 else ""
+        return "LAB_LOSSES=0: no rank dies"
+    return f"LAB_STEPS={config.steps}: no rank dies in fewer than 4 steps" if config.steps < 4 else ""
 
 
 def unsaved(config: Config) -> str:
     """Return why no restart would find a checkpoint from before its loss."""
     if config.own(Options).saved_every * 3 > config.steps:
-        return "LAB_SAVED_EVERY above a third of LAB_STEPS: nothing is saved before the last loss"
-    return unlost(config)
+        return "LAB_SAVED_EVERY above a third of LAB_STEPS: no checkpoint is saved before the last loss"
+    return no_loss(config)
 
 
 def unscaled(config: Config) -> str:
     """Return why the learning rate need not follow the members."""
-    return unlost(config) if config.own(Options).rescale else "LAB_RESCALE=0: the batch stays, and the rate with it"
+    return no_loss(config) if config.own(Options).rescale else "LAB_RESCALE=0: neither the batch nor the rate changes"
 
 
-def needs_loss(variant: str, ranks: int = 2, unless: Callable[[Config], str] = unlost) -> Needs:
+def needs_loss(variant: str, ranks: int = 2, unless: Callable[[Config], str] = no_loss) -> Needs:
     return Needs(ranks=ranks, proof=False, variants=(variant,), unless=unless)
 
 
@@ -46,7 +46,7 @@ def needs_loss(variant: str, ranks: int = 2, unless: Callable[[Config], str] = u
 
 
 @mistake("stale_deal", check="samples", part="survivor", needs=needs_loss("shrink"))
-class StaleDeal(Survivor):
+class StaleAssignment(Survivor):
     """Survivors split the batch for the original number of ranks: the lost rank's samples are left out."""
 
     first: tuple[int, int] | None = None
@@ -85,8 +85,8 @@ class Unsent(Survivor):
 class WeightsAlone(Survivor):
     """The copied state lacks the optimizer's moments: AdamW restarts in the middle of the training."""
 
-    def take(self, state: Tensor, applied: int) -> None:
-        super().take(state, applied)
+    def set_state(self, state: Tensor, applied: int) -> None:
+        super().set_state(state, applied)
         self.piece = self.piece._replace(moments=torch.zeros_like(self.piece.moments))
 
 
@@ -128,9 +128,9 @@ class OldCut(ShardedSurvivor):
     """
 
     def enter(self, group: Regroup, ranks: Sequence[int], plan: Report) -> None:
-        before = self.held[0]
+        before = self.versions[0]
         super().enter(group, ranks, plan)
-        if before.version.ranks and self.held[0].version.ranks != before.version.ranks:
-            old, own = before.part, self.held[0].part
+        if before.version.ranks and self.versions[0].version.ranks != before.version.ranks:
+            old, own = before.part, self.versions[0].part
             length = min(own.shape[1], old.shape[1])
             own[:, :length] = old[:, :length]

@@ -24,10 +24,10 @@ from distlab.techniques.elastic.strategy import (
     STEP,
     ShardedSurvivor,
     Survivor,
-    held_bytes,
     replica_step_bytes,
     sharded_step_bytes,
     step_messages,
+    stored_bytes,
 )
 
 from .network import Net
@@ -36,8 +36,8 @@ from .recovery import Course, Event, Policy
 
 TOLERANCE = 1e-12  # float64
 RULE = (
-    "an epoch is a permutation by (seed, epoch), a step takes its next LAB_BATCH samples, and whoever is in at the step"
-    " divides them; a lost rank's samples are dealt anew (LAB_RESCALE=1: it takes as many as its members have kept)"
+    "an epoch is a permutation drawn from (seed, epoch); the members of a step divide its next LAB_BATCH samples, so"
+    " the samples of a lost rank are reassigned (LAB_RESCALE=1: each member keeps its number of samples)"
 )
 
 
@@ -58,7 +58,7 @@ def batch_at(batches: Batches, course: Course, step: int) -> int:
     return batches.batch
 
 
-def deals(batches: Batches, course: Course) -> Iterator[list[list[int]]]:
+def assignments(batches: Batches, course: Course) -> Iterator[list[list[int]]]:
     """Yield for each step the samples that its members should have, in member order."""
     seen = 0
     for step in range(course.training.steps):
@@ -66,23 +66,23 @@ def deals(batches: Batches, course: Course) -> Iterator[list[list[int]]]:
         if not course.training.rescale:
             yield [batches.sample_ids(step, place, size) for place in range(size)]
             continue
-        deal = []
+        assignment = []
         for count in batches.kept_sizes(size):
-            deal.append(batches.ids_from(seen, count))
+            assignment.append(batches.ids_from(seen, count))
             seen += count
-        yield deal
+        yield assignment
 
 
 def replay(lab: Lab, course: Course) -> tuple[Snapshot, list[float]]:
     """Return weights and losses of one process after all steps; smaller batches have smaller learning rates."""
     batches = lab.batches(torch.float64, proof=True)
     one, losses = OneProcess(lab.model(torch.float64), lab.config), list[float]()
-    for deal in deals(batches, course):
-        samples = sum(map(len, deal))
+    for assignment in assignments(batches, course):
+        samples = sum(map(len, assignment))
         for group in one.optimizer.param_groups:
             group["lr"] = lab.config.learning_rate * (samples / batches.batch)
         share = 1 / (samples * batches.samples.terms)
-        losses.append(one.step([part for ids in deal for part in batches.parts(ids, share)]))
+        losses.append(one.step([part for ids in assignment for part in batches.parts(ids, share)]))
     return one.snapshot(), losses
 
 
@@ -95,20 +95,20 @@ def owners(lab: Lab, course: Course) -> Tensor:
     """Return the expected owners: [steps, E], 1 + (rank + 1)/1024 where one rank uses a sample once."""
     batches = lab.batches(torch.float64, proof=True)
     rows = torch.zeros(course.training.steps, batches.num_batches * batches.batch, dtype=torch.float64)
-    for step, deal in enumerate(deals(batches, course)):
-        for rank, ids in zip(members_at(course.record, step), deal, strict=True):
+    for step, assignment in enumerate(assignments(batches, course)):
+        for rank, ids in zip(members_at(course.record, step), assignment, strict=True):
             rows[step].index_add_(0, torch.tensor(ids), rows.new_full((len(ids),), 1 + (rank + 1) / OWNERS))
     return rows
 
 
 def check_claims(lab: Lab, course: Course) -> None:
     name, training = course.policy.name, course.training
-    if not course.policy.restarts:  # otherwise all start again
-        detail = "updates that this rank had applied and that do not stand"
-        lab.check("updates kept", course.taken_back, 0, name, detail)
+    if not course.policy.restarts:  # in a restart all ranks start again
+        detail = "updates that this rank had applied and that are not valid"
+        lab.check("updates kept", course.undone, 0, name, detail)
     if not course.finished:
         return
-    lab.check("replicas", course.apart, 0, name, "this rank's weights, moments and history beside the first member's")
+    lab.check("replicas", course.deviation, 0, name, "weights, moments and history, compared with the first member's")
     course.audit.decide()
     check_redone(lab, course)
     check_interval(lab, course)
@@ -124,7 +124,7 @@ def check_claims(lab: Lab, course: Course) -> None:
         wanted = {each: alone.optimizer[f"{key}.{each}"] for each in alone.weights}
         found.compare("optimizer", named(moments, wanted), wanted, TOLERANCE, f"{key} after all steps")
     for step, (mine, loss) in enumerate(zip(training.history[:, -1].tolist(), losses, strict=True)):
-        found.note("losses", abs(mine - loss), TOLERANCE, f"step {step} of all that stand")
+        found.note("losses", abs(mine - loss), TOLERANCE, f"step {step}")
     for check, off in found.found.items():
         lab.check(check, *off[:2], name, off.where)
     check_samples(lab, course)
@@ -147,7 +147,7 @@ def check_interval(lab: Lab, course: Course) -> None:
     back = [event.applied_before - event.applied for event in course.events if event.restored]
     if back:
         most = course.saved_every - (not course.policy.sharded)
-        detail = "steps since the checkpoint that a loss led back to, the most of all losses"
+        detail = "most steps between a checkpoint and a loss that returned to it"
         lab.check("save interval", max(0, *back), most, course.policy.name, detail)
 
 
@@ -160,7 +160,7 @@ def check_shards(lab: Lab, course: Course) -> None:
         lacked = lacking_bytes(training, recut, lab.rank)
         lab.compare(
             "moved bytes", lacked, recut.received_bytes, "B", 0.0, course.policy.name,
-            f"16 B x what rank {lab.rank} lacked of its part over ranks {recut.ranks}",
+            f"16 B x the numbers that rank {lab.rank} lacked of its part over ranks {recut.ranks}",
         )  # fmt: skip
 
 
@@ -198,10 +198,10 @@ def check_samples(lab: Lab, course: Course) -> None:
     for row, ids in zip(seen.floor(), stream[: sum(sizes)].split(sizes), strict=True):
         wrong += int((row - ids.bincount(minlength=len(row))).abs().sum())
     epochs = -(-sum(sizes) // seen.shape[1])
-    lab.check("samples", wrong, 0, name, f"of {epochs} epochs, left out or seen again; {RULE}")
-    apart = int((seen != owners(lab, course)).sum())
-    detail = "samples that others computed with than the membership record says"
-    lab.check("record", apart, 0, name, detail)
+    lab.check("samples", wrong, 0, name, f"of {epochs} epochs, not used exactly once; {RULE}")
+    differing = int((seen != owners(lab, course)).sum())
+    detail = "samples used by another rank than the membership record says"
+    lab.check("record", differing, 0, name, detail)
 
 
 # Bytes sent in a step and stored between steps, compared with their formulas: before the first loss, on all ranks.
@@ -216,25 +216,25 @@ def count(lab: Lab, net: Net, policy: Policy, training: Survivor) -> None:
     net.form_of(f"count {policy.name}", lab.rank, size)
     lab.exchange.barrier("all have the group")
     training.enter(group, ranks, training.decide({rank: training.report() for rank in ranks}, []))
-    training.step(group, lab.rank, size, wish=False)
+    training.step(group, lab.rank, size, join_request=False)
     before = group.called_bytes
     with lab.count(calls=False) as traffic:
-        training.step(group, lab.rank, size, wish=False)
+        training.step(group, lab.rank, size, join_request=False)
     called = group.called_bytes - before
     lab.exchange.barrier("all have counted")
     group.leave()
     predicted, formula = step_bytes(lab, training)
-    hold = partial(lab.compare, variant=policy.name)
-    hold("called bytes", round(predicted, 3), round(called, 3), formula=formula)
+    compare = partial(lab.compare, variant=policy.name)
+    compare("called bytes", round(predicted, 3), round(called, 3), formula=formula)
     if traffic.wire_error is None and size > 1:
         total = len(training.vectors.weights)
         messages = step_messages(size, total, training.epoch, sharded=policy.sharded)
         tolerance = wire_tolerance(predicted, messages)
-        hold("wire bytes", predicted, traffic.wire_bytes, tolerance=tolerance, formula=formula)
+        compare("wire bytes", predicted, traffic.wire_bytes, tolerance=tolerance, formula=formula)
     if isinstance(training, ShardedSurvivor):
-        own, held = own_numbers(training, lab.rank, size), sum(each.nbytes for each in training.held)
-        wanted = held_bytes(own, len(training.piece.moments))
-        hold("moments held", wanted, held, formula="16 B x own")
+        own, stored = own_numbers(training, lab.rank, size), sum(each.nbytes for each in training.versions)
+        wanted = stored_bytes(own, len(training.piece.moments))
+        compare("moments held", wanted, stored, formula="16 B x own")
 
 
 def step_bytes(lab: Lab, training: Survivor) -> tuple[float, str]:
@@ -254,7 +254,7 @@ def own_numbers(training: ShardedSurvivor, place: int, size: int) -> int:
 def claims(mode: Mode, config: Config, options: Options) -> Sequence[Claims]:
     """Return the checks: bytes before the first loss, and the survivors' comparisons with one process."""
     chosen, line, more = mode.names, "test_a_wrong_line_fails_by_name", "test_a_step_that_sends_more_fails_by_name"
-    there = options.losses < config.world_size - 1  # otherwise no rank may be present throughout
+    some_stay = options.losses < config.world_size - 1  # otherwise no rank may be present throughout
     return (
         Claims(("called bytes",), chosen, fails_in=more),
         Claims(("wire bytes",), chosen, when=config.world_size > 1, fails_in=more),
@@ -266,8 +266,8 @@ def claims(mode: Mode, config: Config, options: Options) -> Sequence[Claims]:
         Claims(("losses", "record"), chosen, one=True, fails_in=line),
         Claims(("learning rate",), chosen, one=True, when=options.rescale),
         Claims(("optimizer",), chosen, one=True, when=config.optimizer == "adamw"),
-        Claims(("redone",), chosen, one=True, when=there, fails_in=line),
-        Claims(("audited replicas",), chosen, one=True, when=there and config.audit_every == 1),
+        Claims(("redone",), chosen, one=True, when=some_stay, fails_in=line),
+        Claims(("audited replicas",), chosen, one=True, when=some_stay and config.audit_every == 1),
     )
 
 
@@ -304,7 +304,7 @@ def show(lab: Lab, courses: list[Course]) -> None:
             if course.training.rescale:
                 lab.say(f"{name}: {rescaled(course, in_when)}", "rate", at="normal")
     if rows:
-        title = "What each change of members cost, as the first member saw it; times are from the run's first step on"
+        title = "Cost of each change of members, recorded by the first member; times count from the run's first step"
         lab.table(title, COLUMNS, rows)
     lab.say(result(rows, len(courses)), "result", at="normal")
 
@@ -330,20 +330,20 @@ def check_times(lab: Lab, course: Course) -> None:
         lab.check("times of changes", len(faults), 0, course.policy.name, detail)
 
 
-def wrong(event: Event, stood_at: Sequence[float]) -> Iterator[str]:
+def wrong(event: Event, step_times: Sequence[float]) -> Iterator[str]:
     """Yield a sentence for each impossible time of a change, given the times of steps."""
-    told = dict(zip(COLUMNS, ["", *event_row(event, 0.0)], strict=True))
-    began_at, agreed_s = event.began_at, told[AGREED] / 1000
+    cells = dict(zip(COLUMNS, ["", *event_row(event, 0.0)], strict=True))
+    began_at, agreed_s = event.began_at, cells[AGREED] / 1000
     if not began_at <= event.met_at <= event.agreed_at:
         yield f"it began at {began_at}, all met at {event.met_at} and agreed at {event.agreed_at}"
     if abs(began_at + agreed_s - event.agreed_at) > ROUNDED_S:
-        yield f"agreed {agreed_s:g} s after it began, where it is {event.agreed_at - began_at:g}"
-    next_at = next((at for at in stood_at if at >= event.agreed_at), None)
+        yield f"agreed {agreed_s:g} s after it began, expected: {event.agreed_at - began_at:g}"
+    next_at = next((at for at in step_times if at >= event.agreed_at), None)
     if not event.next_step_at:  # another change came first
         return
-    next_s = told[NEXT] / 1000
+    next_s = cells[NEXT] / 1000
     if next_at != event.next_step_at or abs(began_at + next_s - next_at) > ROUNDED_S:
-        yield f"the next step {next_s:g} s after it began, where it is {(next_at or 0) - began_at:g}"
+        yield f"the next step {next_s:g} s after it began, expected: {(next_at or 0) - began_at:g}"
 
 
 def what_changed(event: Event) -> str:

@@ -85,8 +85,8 @@ def train(model: nn.Module, batches: list[tuple[Tensor, Tensor]], store: dist.St
             applied, source, behind = decide(there)
             group = Group(store, f"group {view}", members, rank)
             weights = parameters_to_vector(model.parameters()).detach()
-            taken = catch_up(weights, group, members.index(source), behind, rank)
-            vector_to_parameters(weights if taken is None else taken, model.parameters())
+            newest = catch_up(weights, group, members.index(source), behind, rank)
+            vector_to_parameters(weights if newest is None else newest, model.parameters())
             continue
         vector_to_parameters(parameters_to_vector(model.parameters()).detach() - 0.1 * total, model.parameters())
         applied += 1

@@ -10,7 +10,7 @@ from distlab.lab.cluster.views import END
 from distlab.lab.lab import Lab
 from distlab.techniques.elastic.process_group import Regroup
 
-BACK = "back"  # the request of a restarted rank
+BACK = "back"  # the join request of a restarted process
 
 
 @dataclass
@@ -21,17 +21,17 @@ class Net:
     group: Regroup
 
     def form(self, view: View) -> None:
-        """Form the group of `view`, over the run's store; raises RuntimeError if one of its members has gone."""
+        """Form the group of `view`, over the run's store; raises RuntimeError if one of its members was lost."""
         members = view.members
-        if gone := [member.rank for member in members if not self.membership.lives(member)]:
-            raise RuntimeError(f"ranks {gone} are gone before the group stood")
+        if lost := [member.rank for member in members if not self.membership.lives(member)]:
+            raise RuntimeError(f"ranks {lost} were lost before the group was created")
         name = f"view {view.number} of {' '.join(f'{member.rank}.{member.life}' for member in members)}"
         place = members.index(self.membership.me)
-        self.form_of(name, place, len(members), lambda: self.membership.stands(members))
+        self.form_of(name, place, len(members), lambda: self.membership.is_intact(members))
 
-    def form_of(self, name: str, place: int, size: int, stands: Callable[[], bool] = lambda: True) -> None:
+    def form_of(self, name: str, place: int, size: int, is_intact: Callable[[], bool] = lambda: True) -> None:
         """Form a group of `size` over the run's store, with this rank as number `place`."""
-        self.group.form(name, place, size, self.membership.cluster.server_at, stands)
+        self.group.form(name, place, size, self.membership.cluster.server_at, is_intact)
 
     def changed(self) -> None:
         """Cut the group, on the watch's thread, which wakes all waits in it."""
@@ -40,12 +40,12 @@ class Net:
     def die(self) -> None:
         """Disconnect as the kernel does for a killed process, and drop all state."""
         self.group.leave()
-        self.membership.be_reborn()
+        self.membership.restart_as_new()
 
 
 def open_net(lab: Lab) -> Net:
     membership = lab.hooks.membership
-    assert membership is not None, "a mode whose ranks come and go has one"
+    assert membership is not None, "an elastic mode has one"
     bound_s = lab.config.collective_timeout_s
     group = Regroup(lab.hooks.own_ip, membership.cluster.key, bound_s, membership.filenos, PURPOSE)
     net = Net(membership, group)
@@ -54,21 +54,21 @@ def open_net(lab: Lab) -> Net:
 
 
 def let_leave(lab: Lab, net: Net) -> None:
-    """Allow ranks to be lost and to come back from now on; all call it together, a returned rank alone."""
+    """Allow ranks to be lost and to return from now on; all call it together, a returned rank alone."""
     if not net.membership.rejoined:
         lab.exchange.barrier("ranks may leave")
-    lab.hooks.let_leave(partial(left, net))
+    lab.hooks.let_leave(partial(on_loss, net))
     net.membership.publish()
 
 
-def left(net: Net, rank: int) -> None:
+def on_loss(net: Net, rank: int) -> None:
     """Handle the loss of `rank`, on the watch's thread."""
     if rank in net.membership.view.ranks:
         net.group.cut()
 
 
 def settle(lab: Lab, net: Net) -> None:
-    """Finish: the serving rank collects from those who are still present."""
-    view = net.membership.assemble(END, {}, lambda there, reports: {"members": there})  # noqa: ARG005
+    """Finish: the serving rank collects from the ranks that are still present."""
+    view = net.membership.assemble(END, {}, lambda present, reports: {"members": present})  # noqa: ARG005
     assert view is not None
     lab.hooks.move()

@@ -3,7 +3,7 @@
 assemble -> in the view: form a group, copy missing state, train
                a member is gone   leave the group, meet, continue in the next view
                a rank asks        after the step leave the group, meet, continue
-               this rank dies     disconnect, drop all state, come back and wait outside
+               this rank dies     disconnect, drop all state, return and wait outside
             outside: ask, until a view has this rank, or the training is over
 """
 
@@ -24,7 +24,7 @@ from distlab.techniques.elastic.strategy import Report, ShardedSurvivor, Survivo
 
 from .network import BACK, Net
 
-# A variant's reaction to a loss, as data for `Course`.
+# How a variant reacts to a loss, as data for `Course`.
 
 MEMBER, NOBODY = "member", "nobody"  # a rank's request to join
 
@@ -32,12 +32,12 @@ MEMBER, NOBODY = "member", "nobody"  # a rank's request to join
 class Policy(NamedTuple):
     name: str
     restarts: bool = False  # all restart from the last checkpoint
-    returns: bool = False  # a dead rank comes back and asks to join
+    returns: bool = False  # a dead rank returns and asks to join
     sharded: bool = False  # members do not have each other's parts of the optimizer's state
 
     @property
-    def wishes(self) -> set[str]:
-        """Return the requests that are granted: where ranks come back, those from fault tests and real ones."""
+    def accepted(self) -> set[str]:
+        """Return the join requests that are accepted: those of restarted processes only where ranks return."""
         return {MEMBER, BACK} if self.returns or self.restarts else {MEMBER}
 
     @property
@@ -45,16 +45,16 @@ class Policy(NamedTuple):
         return self.restarts or self.sharded
 
     @property
-    def wish(self) -> str:
-        """Return the request that a dead rank comes back with."""
+    def request(self) -> str:
+        """Return the request of a dead rank that has returned."""
         return MEMBER if self.returns else NOBODY
 
 
-# Silent corruption with changing members: the members of a step compare hashes, and the odd one is named.
+# Silent corruption with changing members: the members of a step compare hashes, and the outlier is named.
 #
 # Every LAB_AUDIT_EVERY steps each member hashes the summed gradients and the updated weights, if all members have them
-# whole. An all_gather sends the hashes to all members, since any may be the last survivor, so all know the result. The
-# first member logs it. An audit interrupted by a loss is skipped.
+# complete. An all_gather sends the hashes to all members, because any of them may be the last survivor. The first one
+# logs the result. An audit interrupted by a loss is skipped.
 
 NONE = -1  # in place of a hash, which is never negative
 
@@ -77,7 +77,7 @@ class Audit(Corruption):
 
     def gathered(self, name: str, mine: Hashes) -> Sequence[Hashes]:
         """Return all members' hashes, none for ranks that are no members; a collective."""
-        assert self._group is not None, "who audits is in"
+        assert self._group is not None, "an auditing rank is a member"
         labels = [f"{kind}.{parameter}" for kind in KINDS for parameter in self.holders[name]]
         rows = self._group.all_gather(torch.tensor([mine.get(label, NONE) for label in labels])).view(-1, len(labels))
         of_ranks = dict(zip(self._ranks, rows.tolist(), strict=True))
@@ -104,7 +104,7 @@ class Audit(Corruption):
 #     torn       it dies late in the all_reduce: some have the sum and one does not, so the step is kept
 
 COMPUTED, TORN = "computed", "torn"
-BACK_AFTER = 2  # steps without a rank that comes back
+BACK_AFTER = 2  # steps without a rank before it returns
 
 
 class Killed(Exception):
@@ -124,30 +124,30 @@ class Loss(NamedTuple):
     without: int | None = None
 
 
-def draw_losses(seed: int, ranks: list[int], steps: int, losses: int, *, comes_back: bool) -> list[Loss]:
+def draw_losses(seed: int, ranks: list[int], steps: int, losses: int, *, returns: bool) -> list[Loss]:
     """Return up to `losses` of them in a training of `steps` steps by `ranks`, in step order.
 
-    One rank always survives: if none comes back, at most N - 1 of N are lost. After the last loss there are enough
-    steps for a rank to come back.
+    One rank always survives: if none returns, at most N - 1 of N are lost. After the last loss there are enough
+    steps for a rank to return.
     """
     draw = random.Random(seed)
-    there, made = list(ranks), list[Loss]()
+    present, drawn = list(ranks), list[Loss]()
     room = steps - 1 - BACK_AFTER
     for number in range(min(losses, max(0, room))):
-        if len(there) < 2:
+        if len(present) < 2:
             break
-        rank = draw.choice(there)
-        left = [each for each in there if each != rank]
-        torn = number % 2 == 0 and len(left) > 1
+        rank = draw.choice(present)
+        remaining = [each for each in present if each != rank]
+        torn = number % 2 == 0 and len(remaining) > 1
         step = 1 + number * room // losses
-        made.append(Loss(step, rank, TORN if torn else COMPUTED, draw.choice(left) if torn else None))
-        if not comes_back:
-            there = left
-    return made
+        drawn.append(Loss(step, rank, TORN if torn else COMPUTED, draw.choice(remaining) if torn else None))
+        if not returns:
+            present = remaining
+    return drawn
 
 
-class Drill:
-    """The losses for one rank: `at` is called between the parts of each step."""
+class LossPlan:
+    """The losses that one rank has to perform: `at` is called between the parts of each step."""
 
     def __init__(self, losses: list[Loss], rank: int) -> None:
         self.losses, self.rank = losses, rank
@@ -159,7 +159,7 @@ class Drill:
             place = "computed" if loss.moment == COMPUTED else "summed"
             if loss.step == step and place == moment and self.rank in (loss.rank, loss.without):
                 self._ahead.remove(loss)
-                raise Killed if loss.rank == self.rank else Torn("the sum did not come")
+                raise Killed if loss.rank == self.rank else Torn("the sum did not arrive")
 
     def waits_for(self, step: int) -> bool:
         """Return whether the others wait at `step` for a returning rank, so that it rejoins even if steps are fast."""
@@ -190,28 +190,28 @@ class Course:
     """One rank in one variant; `make` returns a fresh training that calls its argument between the parts of a step."""
 
     def __init__(
-        self, net: Net, policy: Policy, make: Callable[[Callable[[str], None]], Survivor], drill: Drill, audit: Audit,
-        *, saved: Path, saved_every: int, noted: Callable[[int], None],
+        self, net: Net, policy: Policy, make: Callable[[Callable[[str], None]], Survivor], loss_plan: LossPlan,
+        audit: Audit, *, saved: Path, saved_every: int, on_step: Callable[[int], None],
     ) -> None:  # fmt: skip
-        self.net, self.policy, self.make, self.drill, self.audit = net, policy, make, drill, audit
-        self.saved, self.saved_every, self.noted = saved, saved_every, noted
+        self.net, self.policy, self.make, self.loss_plan, self.audit = net, policy, make, loss_plan, audit
+        self.saved, self.saved_every, self.on_step = saved, saved_every, on_step
         self.computing = 0  # the number of the step that is under way
         self.training = self.fresh()
         self.record: list[list[Any]] = []  # [first step, members by rank], as the views have it
         self.events: list[Event] = []
         self.commits: list[tuple[float, int]] = []  # Unix time, steps applied
         self.lives = 1
-        self.taken_back = 0  # updates applied on this rank that are not valid, in all its lives
+        self.undone = 0  # updates applied on this rank that are not valid, in all its lives
         self.computed = 0  # steps, including repeated ones
         self.finished = False
-        self.apart = 0.0  # largest difference of this rank's state from the first member's at the end
+        self.deviation = 0.0  # largest difference of this rank's state from the first member's at the end
         self.moments: torch.Tensor | None = None
 
     def fresh(self) -> Survivor:
         def at(moment: str) -> None:
             self.computed += moment == COMPUTED
-            if len(self.net.membership.view.members) > 1:  # only you can kill the last one
-                self.drill.at(self.training.applied, moment)
+            if len(self.net.membership.view.members) > 1:  # the last member is never killed here
+                self.loss_plan.at(self.training.applied, moment)
             if moment in EVENT_KINDS:
                 self.audit.see(EVENT_KINDS[moment], training, self.computing)
 
@@ -232,7 +232,7 @@ class Course:
     def within(self, view: View) -> View | None:
         """Train in `view`, or wait outside, until the next one; None at the end."""
         if self.net.membership.me not in view.members:
-            return self.net.membership.ask({"as": self.policy.wish})
+            return self.net.membership.ask({"as": self.policy.request})
         try:
             self.enter(view)
             return self.train(view)
@@ -256,15 +256,15 @@ class Course:
             if place == 0:
                 self.wait_for_returns()
             self.computing = self.training.applied
-            self.noted(self.computing)
-            asked = self.training.step(group, place, size, wish=place == 0 and bool(self.newcomers()))
+            self.on_step(self.computing)
+            requested = self.training.step(group, place, size, join_request=place == 0 and bool(self.newcomers()))
             self.committed()
             self.audit.compare(self.policy.name, self.computing)
-            if asked:
+            if requested:
                 return self.regroup("asked", view)
         self.moments = self.training.moments(group)
         mine = self.training.state()
-        self.apart = float((group.broadcast(mine.clone(), 0) - mine).abs().max())
+        self.deviation = float((group.broadcast(mine.clone(), 0) - mine).abs().max())
         group.sum(torch.zeros(1))  # now every member knows that all have every step
         membership.finish()
         group.leave()
@@ -297,7 +297,7 @@ class Course:
             view.plan["applied"], restored,
         )  # fmt: skip
         self.events.append(event)
-        self.taken_back += 0 if restored else max(0, applied - event.applied)
+        self.undone += 0 if restored else max(0, applied - event.applied)
         return view
 
     def restart(self) -> View | None:
@@ -308,19 +308,19 @@ class Course:
         return self.net.membership.assemble(f"restart {self.policy.name}", self.training.report(), self.first)
 
     def die(self) -> View | None:
-        """Disconnect like a killed process, and come back as an empty one."""
+        """Disconnect like a killed process, and return as an empty one."""
         self.net.die()
         self.lives += 1
         self.training, self.events, self.commits, self.computed = self.fresh(), [], [], 0
         time.sleep(AWAY_S)
         if self.policy.restarts:
             return self.restart()
-        return self.net.membership.ask({"as": self.policy.wish})
+        return self.net.membership.ask({"as": self.policy.request})
 
     def wait_for_returns(self) -> None:
-        """In a fault test, let the first member wait until the returning rank has asked."""
+        """In a fault test, let the first member wait until the returning rank has asked to join."""
         membership, deadline = self.net.membership, time.monotonic() + WAIT_S
-        if self.policy.returns and self.drill.waits_for(self.training.applied):
+        if self.policy.returns and self.loss_plan.waits_for(self.training.applied):
             while not self.newcomers() and len(membership.view.members) < len(membership.world):
                 if time.monotonic() > deadline:
                     return
@@ -328,18 +328,18 @@ class Course:
 
     def newcomers(self) -> list[Member]:
         """Return the members that ask to join and may."""
-        return [member for member, wish in self.net.membership.asking.items() if wish["as"] in self.policy.wishes]
+        return [each for each, request in self.net.membership.requests.items() if request["as"] in self.policy.accepted]
 
     # --- decisions of the first member ---
 
-    def first(self, there: list[Member], reports: dict[Member, Report]) -> Report:
+    def first(self, present: list[Member], reports: dict[Member, Report]) -> Report:
         """Return the view in which all begin, or restart together with those who ask."""
-        return self.planned(there, self.newcomers() if self.record else [], reports)
+        return self.planned(present, self.newcomers() if self.record else [], reports)
 
-    def next(self, there: list[Member], reports: dict[Member, Report]) -> Report:
+    def next(self, present: list[Member], reports: dict[Member, Report]) -> Report:
         """Return the view of the survivors and the newcomers that they accept."""
-        members = [member for member in there if reports[member]]
-        others = [member for member in there if member not in members]  # accepted by a view that failed
+        members = [member for member in present if reports[member]]
+        others = [member for member in present if member not in members]  # accepted by a view that failed
         return self.planned(members, [*others, *self.newcomers()], reports)
 
     def planned(self, members: list[Member], newcomers: list[Member], reports: dict[Member, Report]) -> Report:

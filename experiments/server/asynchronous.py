@@ -91,14 +91,14 @@ def run_freely(lab: Lab, links: dict[int, Link], kind: type[ParameterServer], ma
     """Run in order of arrival; the records of all ranks are gathered on rank 0."""
     config, dtype = lab.config, getattr(torch, lab.config.dtype)
     lab.at(0, DOWNPOUR)
-    recorder = Recorder(rank for rank in range(lab.world_size) if rank not in lab.exchange.gone)
+    recorder = Recorder(rank for rank in range(lab.world_size) if rank not in lab.exchange.lost)
     workers = list(recorder.finished)
 
-    def noted(step: int) -> None:
+    def on_step(step: int) -> None:
         lab.begin_step(step, DOWNPOUR)
         lab.work.reach(sum(recorder.finished.values()))
 
-    worker = make_worker(lab.model(dtype), config, lab.batches(dtype), lab.rank, config.learning_rate, noted=noted)
+    worker = make_worker(lab.model(dtype), config, lab.batches(dtype), lab.rank, config.learning_rate, on_step=on_step)
     rules, client, threads = open_server(lab, links, kind, recorder, worker)
     lab.say(f"{lab.world_size * config.steps} steps in whatever order they come; workers: {len(workers)}", DOWNPOUR)
     with (
@@ -160,7 +160,7 @@ def open_server(
     lab.hooks.let_leave(server.leave)
     if lab.rank > 0:
         return rules, Remote(links[lab.rank], weights), None
-    for rank in lab.exchange.gone & set(workers):  # it left while the server was created
+    for rank in lab.exchange.lost & set(workers):  # it left while the server was created
         server.leave(rank)
     return rules, Local(server, 0), Threads(server, {rank: links[rank] for rank in workers if rank})
 

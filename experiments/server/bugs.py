@@ -127,6 +127,6 @@ class Memoryless(OuterStep):
 class HeavyBall(OuterStep):
     """DiLoCo's outer step is plain momentum, without Nesterov's look-ahead."""
 
-    def along(self, moved: Tensor) -> Tensor:
+    def outer_direction(self, moved: Tensor) -> Tensor:
         assert self.velocity is not None
         return self.velocity.mul_(self.momentum).add_(moved)

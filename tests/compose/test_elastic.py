@@ -18,7 +18,7 @@ def test_a_container_that_is_started_again_finds_its_way_back(cluster: Container
     cluster.docker("kill", 2)
     cluster.docker("start", 2)
     assert cluster.wait(timeout_s=200) == {0: 0, 1: 0, 2: 0}, cluster.logs()
-    cluster.until(2, r"in again with step \d+ of join, [\d.]+ s after its first packet")
+    cluster.until(2, r"rejoined at step \d+ of join, [\d.]+ s after its first packet")
     run = cluster.verdict()
     assert (run["verdict"], [entry["rank"] for entry in run["lost"]]) == ("pass", [2])
     assert run["lost"][0]["reason"].endswith("until it came back")

@@ -7,12 +7,22 @@ import pytest
 import torch
 
 from distlab.experiments.elastic.checks import AGREED, COLUMNS, NEXT, event_row, result, wrong
-from distlab.experiments.elastic.recovery import COMPUTED, TORN, Course, Drill, Event, Killed, Loss, Torn, draw_losses
+from distlab.experiments.elastic.recovery import (
+    COMPUTED,
+    TORN,
+    Course,
+    Event,
+    Killed,
+    Loss,
+    LossPlan,
+    Torn,
+    draw_losses,
+)
 from distlab.lab.config import Config
 from distlab.lab.rank.mode_loader import load
 from distlab.techniques.elastic import shards
 from distlab.techniques.elastic.process_group import Regroup
-from distlab.techniques.elastic.shards import HeldVersion
+from distlab.techniques.elastic.shards import StoredVersion
 from distlab.techniques.elastic.strategy import ShardedSurvivor, Survivor
 from tests.labs import Runs, failed_with
 from tests.warm_ranks import Ranks
@@ -45,8 +55,8 @@ def doubling_the_loss(right: Any) -> Any:
 def naming_others(right: Any) -> Any:
     """Writes the members into the record in another order than the one in which they deal."""
 
-    def wrong(self: Course, *given: Any) -> Any:
-        plan = right(self, *given)
+    def wrong(self: Course, *arguments: Any) -> Any:
+        plan = right(self, *arguments)
         plan["record"][-1][1] = plan["record"][-1][1][::-1]
         return plan
 
@@ -56,8 +66,8 @@ def naming_others(right: Any) -> Any:
 def sending_one_twice(right: Any) -> Any:
     """Sends the first piece that has to move once more."""
 
-    def wrong(*given: Any) -> Any:
-        found = right(*given)
+    def wrong(*arguments: Any) -> Any:
+        found = right(*arguments)
         return [*found, *found[:1]]
 
     return wrong
@@ -77,10 +87,10 @@ def summing_twice(right: Any) -> Any:
 def hoarding(right: Any) -> Any:
     """Keeps the moments of the step before."""
 
-    def wrong(self: ShardedSurvivor, held: HeldVersion, weights: torch.Tensor) -> None:
-        before = self.held[0]
-        right(self, held, weights)
-        self.held = [held, before]
+    def wrong(self: ShardedSurvivor, version: StoredVersion, weights: torch.Tensor) -> None:
+        before = self.versions[0]
+        right(self, version, weights)
+        self.versions = [version, before]
 
     return wrong
 
@@ -134,25 +144,25 @@ def test_three_ranks_lose_two_each_way(runs: Runs, rescale: str) -> None:
 
 
 def test_losses_leave_somebody_and_are_the_same_for_all_ranks() -> None:
-    losses = draw_losses(7, [0, 1, 2], 20, 5, comes_back=False)
-    assert losses == draw_losses(7, [0, 1, 2], 20, 5, comes_back=False)
+    losses = draw_losses(7, [0, 1, 2], 20, 5, returns=False)
+    assert losses == draw_losses(7, [0, 1, 2], 20, 5, returns=False)
     assert len({loss.rank for loss in losses}) == len(losses) == 2
     assert [loss.moment for loss in losses] == [TORN, COMPUTED]
-    assert len(draw_losses(7, [0, 1], 20, 5, comes_back=True)) == 5
-    assert draw_losses(7, [0], 20, 5, comes_back=True) == []
-    assert all(loss.step < 18 for loss in draw_losses(7, [0, 1, 2], 20, 17, comes_back=True))
+    assert len(draw_losses(7, [0, 1], 20, 5, returns=True)) == 5
+    assert draw_losses(7, [0], 20, 5, returns=True) == []
+    assert all(loss.step < 18 for loss in draw_losses(7, [0, 1, 2], 20, 17, returns=True))
 
 
 def test_a_rank_meets_its_own_losses_once() -> None:
     losses = [Loss(3, 1, COMPUTED), Loss(5, 2, TORN, without=1)]
-    drill = Drill(losses, rank=1)
-    drill.at(3, "summed")
+    plan = LossPlan(losses, rank=1)
+    plan.at(3, "summed")
     with pytest.raises(Killed):
-        drill.at(3, "computed")
-    drill.at(3, "computed")
+        plan.at(3, "computed")
+    plan.at(3, "computed")
     with pytest.raises(Torn):
-        drill.at(5, "summed")
-    Drill(losses, rank=0).at(3, "computed")
+        plan.at(5, "summed")
+    LossPlan(losses, rank=0).at(3, "computed")
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ PROMISES = {  # what the log of rank 1 says beside that
     "fsdp": ["gather unit 0 (embedding)", "were whole at once"], "cp": ["positions", "to rank 2", "from rank 0"],
     "moe": ["my experts ", "rows to rank"], "compress": ["of it I send", "and keep for the next step"],
     "precision": ["that became 0: bf16"], "server": ["versions late in the mean"], "mesh": ["measured"],
-    "elastic": ["from step", "my weights took"], "largebatch": ["k=1: 32 steps", "k=32: 1 step,"],
+    "elastic": ["from step", "my weights include"], "largebatch": ["k=1: 32 steps", "k=32: 1 step,"],
     "dp": ["begins: I go on", "my gradient of"], "comm": ["add 1", "copy 2"], "train": ["Local data:"],
 }  # fmt: skip
 

@@ -1,7 +1,7 @@
 """Injected bugs of saving and resuming, for every mode that makes checkpoints.
 
-save_without_barrier: rank 0 publishes without waiting. Whether the others' files exist by then is a race; here they
-always lose it. resume_repeats_epoch: a resumed run forgets how far into its epoch it was.
+save_without_barrier: rank 0 publishes without waiting. Whether the files of the others exist by then is a race, which
+they always lose here. resume_repeats_epoch: a resumed run forgets its position in the epoch.
 """
 
 from pathlib import Path
@@ -21,14 +21,14 @@ def one_batch(config: Config) -> str:
 def hold_back(files: list[Path], partial: Path, rank: int) -> tuple[list[Path], Arrive]:
     """Rank 0 declares a checkpoint complete before the other ranks have written their shards.
 
-    Of all ranks but 0: take `files` out of the partial folder, and put them into the published one once it is there.
+    On all ranks except 0: remove `files` from the partial folder, and write them into the published one later.
     """
-    waiting = {path.relative_to(partial): path.read_bytes() for path in files} if rank > 0 else {}
-    for name in waiting:
+    delayed = {path.relative_to(partial): path.read_bytes() for path in files} if rank > 0 else {}
+    for name in delayed:
         (partial / name).unlink()
 
     def arrive(final: Path) -> None:
-        for name, content in waiting.items():
+        for name, content in delayed.items():
             (final / name).write_bytes(content)
 
     return ([] if rank > 0 else files), arrive
@@ -41,5 +41,5 @@ def hold_back(files: list[Path], partial: Path, rank: int) -> tuple[list[Path], 
     needs=Needs(ranks=1, saves=True, unless=one_batch),
 )
 def first_batch(batch: int) -> int:  # noqa: ARG001
-    """A resumed run begins its epoch anew: the samples that were seen before are seen twice."""
+    """A resumed run begins its epoch again, so it uses the earlier samples twice."""
     return 0

@@ -1,6 +1,6 @@
 """Find the checkpoint to resume from: the newest complete one at LAB_RESUME, of the same model and data.
 
-Every rank refuses a user's mistakes before the ranks join, from the manifests alone. A checkpoint that one run loads is
+Before the ranks join, every rank checks the settings against the manifests alone. A checkpoint that one run loads is
 not removed by another that keeps only its last ones: a reader has a shared lock (flock) on its manifest, a remover an
 exclusive lock.
 """
@@ -34,9 +34,9 @@ def lock_for_reading(folder: Path) -> int | None:
     return None
 
 
-def release(held: int | None) -> None:
-    if held is not None:
-        os.close(held)
+def release(lock: int | None) -> None:
+    if lock is not None:
+        os.close(lock)
 
 
 def remove(folder: Path) -> bool:
@@ -47,10 +47,10 @@ def remove(folder: Path) -> bool:
     try:
         if not locked(file, fcntl.LOCK_EX):
             return False
-        gone = folder.with_name(f".{folder.name}.gone")
-        shutil.rmtree(gone, ignore_errors=True)
-        folder.rename(gone)
-        shutil.rmtree(gone, ignore_errors=True)
+        trash = folder.with_name(f".{folder.name}.gone")
+        shutil.rmtree(trash, ignore_errors=True)
+        folder.rename(trash)
+        shutil.rmtree(trash, ignore_errors=True)
         return True
     finally:
         os.close(file)
@@ -63,7 +63,7 @@ def _opened(folder: Path) -> int | None:
 
 
 # Refusals need the manifests alone. Then rank 0 reads every byte of the newest checkpoint; if a checksum differs, it
-# reports it and takes the one before, on all ranks.
+# reports that, and all ranks use the one before.
 
 FOLDER = "checkpoints"
 NAME = re.compile(r"step-(\d{8,})")
@@ -76,13 +76,13 @@ class FoundCheckpoint:
 
     folder: Path
     manifest: Manifest
-    held: int | None = None  # the lease that keeps it there, while it is being read
+    lock: int | None = None  # protects it from removal while it is being read
     saved_as: Mapping[str, str] = field(default_factory=dict)  # by variant the former name of its tensors
 
-    def with_names_of_today(self, formerly: Mapping[str, str]) -> "FoundCheckpoint":
+    def with_current_names(self, formerly: Mapping[str, str]) -> "FoundCheckpoint":
         """Return a copy whose manifest has the variants' current names; see `Mode.formerly`."""
         saved_as = {formerly[name]: name for name in self.manifest.steps if name in formerly}
-        return replace(self, manifest=manifest.with_names_of_today(self.manifest, formerly), saved_as=saved_as)
+        return replace(self, manifest=manifest.with_current_names(self.manifest, formerly), saved_as=saved_as)
 
 
 def refusals(config: Config, formerly: Mapping[str, str] = NO_NAMES) -> list[str]:
@@ -90,7 +90,7 @@ def refusals(config: Config, formerly: Mapping[str, str] = NO_NAMES) -> list[str
     if config.resume == "auto" and config.run_id is None:
         return ["LAB_RESUME=auto continues the run that LAB_RUN_ID names: set LAB_RUN_ID"]
     try:
-        wrong = _unfit(config, formerly) if config.resume is not None else []
+        wrong = _resume_faults(config, formerly) if config.resume is not None else []
     except OSError as error:  # a path that is too long, or a folder that may not be read
         wrong = [f"LAB_RESUME={quoted(config.resume)} cannot be read: {error.strerror}"]
     if config.checkpoint_every is not None and config.resume == "auto":
@@ -98,7 +98,7 @@ def refusals(config: Config, formerly: Mapping[str, str] = NO_NAMES) -> list[str
     return wrong
 
 
-def _unfit(config: Config, formerly: Mapping[str, str]) -> list[str]:
+def _resume_faults(config: Config, formerly: Mapping[str, str]) -> list[str]:
     source, named = resume_path(config), f"LAB_RESUME={quoted(config.resume)}"
     found = candidates(source)
     if config.resume != "auto" and not source.exists():
@@ -121,8 +121,8 @@ def misfit(saved: Manifest, config: Config, formerly: Mapping[str, str] = NO_NAM
     """Return why a run of `config` cannot resume from this checkpoint, to follow its path; empty if it can."""
     different = manifest.differences(saved, config)
     if different:
-        return f"{different}: set the same, or leave LAB_RESUME out"
-    today = manifest.with_names_of_today(saved, formerly).steps
+        return f"{different}: set the same values, or leave LAB_RESUME out"
+    today = manifest.with_current_names(saved, formerly).steps
     missing = [name for name in config.variant if name not in today]
     if missing:
         return f"holds {', '.join(saved.steps)} and not {', '.join(missing)}: leave LAB_VARIANT={','.join(missing)} out"
@@ -177,29 +177,28 @@ def choose(
 
 
 def newest_good(
-    source: Path, say: Callable[[str], None], unfit: Callable[[Manifest], str] = lambda _: ""
+    source: Path, say: Callable[[str], None], misfit: Callable[[Manifest], str] = lambda _: ""
 ) -> FoundCheckpoint | None:
-    """Return the newest complete checkpoint of `source` that is not `unfit`; `say` gets a sentence for each skipped
-    one.
+    """Return the newest complete checkpoint of `source` without a `misfit`; `say` gets a sentence for each skipped one.
 
     None if there is none at all; raises Unreadable, with all reasons, if none is good.
     """
-    passed: list[str] = []
+    skipped: list[str] = []
     for folder in candidates(source):
-        held = lock_for_reading(folder)
+        lock = lock_for_reading(folder)
         try:
             saved = manifest.read(folder)
-            wrong = unfit(saved) or "; ".join(damage(folder, saved)[:1])
+            wrong = misfit(saved) or "; ".join(damage(folder, saved)[:1])
         except Unreadable as error:
             wrong = str(error)
         if not wrong:
-            for sentence in passed:
-                say(f"{sentence}: taking step {saved.step}")
-            return FoundCheckpoint(folder, saved, held)
-        release(held)
-        passed.append(f"{folder} {wrong}")
-    if passed:
-        raise Unreadable("; ".join(passed))
+            for sentence in skipped:
+                say(f"{sentence}: using step {saved.step} instead")
+            return FoundCheckpoint(folder, saved, lock)
+        release(lock)
+        skipped.append(f"{folder} {wrong}")
+    if skipped:
+        raise Unreadable("; ".join(skipped))
     return None
 
 
@@ -209,11 +208,11 @@ def listed_steps(folder: Path) -> set[int]:
     return {int(name) for name in names if name.isdecimal()}
 
 
-def passed_over(source: Path, taken: int, good: Callable[[Path], bool]) -> list[int]:
+def newer_good_steps(source: Path, chosen: int, good: Callable[[Path], bool]) -> list[int]:
     """Return the steps of a run's good checkpoints that are newer than the chosen one."""
     folders = {step: folder for folder in (source, source / "checkpoints") for step in listed_steps(folder)}
     return [
-        step for step, folder in sorted(folders.items()) if step > taken and good(folder / manifest.folder_name(step))
+        step for step, folder in sorted(folders.items()) if step > chosen and good(folder / manifest.folder_name(step))
     ]
 
 
@@ -229,7 +228,7 @@ def damage(folder: Path, saved: Manifest) -> list[str]:
         if not path.is_file():
             wrong.append(f"is damaged ({name} is missing)")
         elif path.stat().st_size != size:
-            wrong.append(f"is damaged ({name} holds {path.stat().st_size} of {size} bytes)")
+            wrong.append(f"is damaged ({name} has {path.stat().st_size} of {size} bytes)")
         elif manifest.sha256(path) != checksum:
             wrong.append(f"is damaged ({name}: its checksum differs)")
     if wrong:
@@ -238,4 +237,4 @@ def damage(folder: Path, saved: Manifest) -> list[str]:
         named = storage.files_named(folder)
     except storage.Damaged as error:
         return [f"is damaged ({error})"]
-    return [f"is not whole ({name} is not there)" for name in sorted(named - set(saved.files))]
+    return [f"is incomplete ({name} is missing)" for name in sorted(named - set(saved.files))]

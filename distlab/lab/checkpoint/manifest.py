@@ -1,11 +1,10 @@
 """A run's position, and the manifest of a checkpoint: `manifest.json`, written last, so that a folder with one is
 complete.
 
-It has all that a resumed run needs besides the tensors, and what must be equal for an equal result: the
-settings that define weights and data, the steps done, the position in the data, the losses so far, the random states,
-and the size and checksum of every file. JSON, so that a person can read it, and every rank can compare settings
-without opening a tensor. Its last field is the checksum of all before it: without it 382 of 500 flipped bits went
-unnoticed.
+It has all that a resumed run needs besides the tensors: the settings that define weights and data, the steps done, the
+position in the data, the losses so far, the random states, and the size and checksum of every file. It is JSON, so that
+people can read it and every rank can compare settings without opening a tensor. Its last field is the checksum of all
+before it: without it 382 of 500 flipped bits went unnoticed.
 """
 
 import hashlib
@@ -26,7 +25,7 @@ from distlab.lab.workload import data as text
 from distlab.lab.workload.data import Batches
 from distlab.lab.workload.user_model import reads_text
 
-SCHEMA, UNSEALED = 3, 2  # the one that is written, and the one before, which had no checksum
+SCHEMA, UNSEALED = 3, 2  # the current one, and the one before, which had no checksum
 FILE = "manifest.json"
 MOST_BYTES = 1 << 30  # a sample of an epoch is a number, a loss another
 SEAL = b', "sha256": "'
@@ -69,7 +68,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return sum(size for size, _ in self.files.values())
 
 
-def with_names_of_today(saved: Manifest, formerly: Mapping[str, str]) -> Manifest:
+def with_current_names(saved: Manifest, formerly: Mapping[str, str]) -> Manifest:
     """Return the manifest with variants' current names; `formerly` maps former names to them."""
     steps, losses = (
         {formerly.get(name, name): of for name, of in each.items()} for each in (saved.steps, saved.losses)
@@ -136,14 +135,14 @@ def read(folder: Path) -> Manifest:
     except ValueError as error:
         raise Unreadable(f"has a {FILE} that cannot be read ({error})") from None
     if not isinstance(values, dict) or "schema" not in values:
-        raise Unreadable(f"has a {FILE} that is not of the lab")
+        raise Unreadable(f"has a {FILE} that the lab did not write")
     if SEAL in content:  # in any schema: a flipped bit turns 3 into 2
         body, _, _ = content.rpartition(SEAL)
         if content != sealed(body + b"}"):
             raise Unreadable(f"has a {FILE} whose checksum differs")
         del values["sha256"]
     if values["schema"] not in (SCHEMA, UNSEALED):
-        raise Unreadable(f"is of schema {values['schema']}, and this code reads {SCHEMA} and {UNSEALED}")
+        raise Unreadable(f"has schema {values['schema']}, and this version reads {SCHEMA} and {UNSEALED}")
     if (values["schema"] == SCHEMA) != (SEAL in content):
         raise Unreadable(f"has a {FILE} whose checksum is missing")
     try:
@@ -157,12 +156,11 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-# A run's position: the batch of each step, the samples that this epoch has used, the steps of each
-# variant.
+# A run's position: the batch of each step, the samples that this epoch has used, the steps of each variant.
 #
 # The samples of a step are a function of (seed, epoch, batch), so a position in the data is these two numbers, and
-# resuming means to continue counting. The samples are recorded one by one too, before and after a
-# resume, to count that each is used exactly once per epoch, instead of concluding it from the position.
+# resuming means to continue counting. The samples are also recorded one by one, before and after a resume, so that a
+# check counts whether each is used exactly once per epoch.
 
 
 class TrainingPosition:
@@ -179,10 +177,10 @@ class TrainingPosition:
         self.losses: dict[str, list[float | None]] = {
             name: resumed.losses[name] if resumed else [] for name in self.done
         }
-        self.heard: dict[str, list[float | None]] = {name: [] for name in self.done}  # since, see `hear`
+        self.new_losses: dict[str, list[float | None]] = {name: [] for name in self.done}  # see `record_loss`
         self.seen: list[int] = list(resumed.seen) if resumed else []
         self.miscounted = 0  # samples of finished epochs not used exactly once
-        self._ahead = 0  # batches that the data are ahead of the step; 0 if resumed correctly
+        self._ahead = 0  # by how many batches the data are ahead of the step; 0 if resumed correctly
         if resumed:
             self._ahead = resumed.epoch * batches.num_batches + resumed_batch(resumed.batch) - resumed.step
 
@@ -199,26 +197,26 @@ class TrainingPosition:
         """Return the epoch of `step`, and the batch within it."""
         return divmod(self.data_step(step), self.batches.num_batches)
 
-    def hear(self, variant: str, shares: Iterable[list[float | None] | None]) -> None:
-        """Record a variant's next loss, from the ranks' own shares; None from one that has left."""
-        told = list(shares)
-        known = [share for each in told if each is not None for share in each if share is not None]
-        self.heard[variant].append(math.fsum(known) if None not in told else None)
+    def record_loss(self, variant: str, parts: Iterable[list[float | None] | None]) -> None:
+        """Record a variant's next loss, the sum of the ranks' parts; a lost rank has None."""
+        of_ranks = list(parts)
+        known = [part for each in of_ranks if each is not None for part in each if part is not None]
+        self.new_losses[variant].append(math.fsum(known) if None not in of_ranks else None)
 
-    def passed(self, step: int) -> None:
+    def finish_step(self, step: int) -> None:
         """Record that all variants have done `step`, and its samples."""
         self.seen += self.batches.full_ids(self.data_step(step))
         if len(self.seen) >= self.batches.num_batches * self.batches.batch:
-            self.miscounted += self._wrong(whole=True)
+            self.miscounted += self._count_wrong(complete=True)
             self.seen = []
 
     def wrongly_seen(self) -> int:
         """Count samples not used exactly once per epoch; in the current epoch, used more than once."""
-        return self.miscounted + self._wrong(whole=False)
+        return self.miscounted + self._count_wrong(complete=False)
 
-    def _wrong(self, *, whole: bool) -> int:
+    def _count_wrong(self, *, complete: bool) -> int:
         times = Counter(self.seen)
-        left_out = self.batches.num_batches * self.batches.batch - len(times) if whole else 0
+        left_out = self.batches.num_batches * self.batches.batch - len(times) if complete else 0
         return left_out + sum(count > 1 for count in times.values())
 
 

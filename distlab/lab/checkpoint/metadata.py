@@ -1,4 +1,4 @@
-"""The index of a checkpoint: which part of which tensor is where in its files. `.metadata`, as JSON.
+"""The index of a checkpoint, `.metadata`, as JSON: in which file and position each part of a tensor is.
 
 torch.distributed.checkpoint pickles it, and loading a pickle runs code in it. So JSON is written, and of pickles from
 earlier versions only data are read: each of torch's classes becomes a record of its fields, and any other name is an
@@ -51,14 +51,14 @@ Stored = dict[str, StoredTensor]  # by dense name
 def to_json(metadata: Metadata) -> bytes:
     """Return the metadata that torch.distributed.checkpoint has after all ranks have written."""
     stored: Stored = {}
-    for name, held in metadata.state_dict_metadata.items():
-        assert isinstance(held, TensorStorageMetadata), "a state holds tensors alone"
-        places = [metadata.storage_data[MetadataIndex(name, chunk.offsets)] for chunk in held.chunks]
+    for name, tensor in metadata.state_dict_metadata.items():
+        assert isinstance(tensor, TensorStorageMetadata), "a state has tensors only"
+        places = [metadata.storage_data[MetadataIndex(name, chunk.offsets)] for chunk in tensor.chunks]
         boxes = [
             Box(tuple(chunk.offsets), tuple(chunk.sizes), place.relative_path, place.offset, place.length)
-            for chunk, place in zip(held.chunks, places, strict=True)
+            for chunk, place in zip(tensor.chunks, places, strict=True)
         ]
-        stored[name] = StoredTensor(_name_of(held.properties.dtype), tuple(held.size), boxes)
+        stored[name] = StoredTensor(_name_of(tensor.properties.dtype), tuple(tensor.size), boxes)
     return msgspec.json.encode(stored)
 
 
@@ -73,13 +73,13 @@ def as_metadata(stored: Stored) -> Metadata:
     """Return torch's metadata; raises ValueError for an unknown dtype."""
     tensors: dict[str, Any] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
-    for name, held in stored.items():
-        dtype = getattr(torch, held.dtype, None)
+    for name, entry in stored.items():
+        dtype = getattr(torch, entry.dtype, None)
         if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"{held.dtype!r} is no type of a tensor")
-        chunks = [ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.size)) for box in held.boxes]
-        tensors[name] = TensorStorageMetadata(TensorProperties(dtype), torch.Size(held.size), chunks)
-        places |= {MetadataIndex(name, box.offset): _StorageInfo(box.file, box.begin, box.length) for box in held.boxes}
+            raise ValueError(f"{entry.dtype!r} is no dtype of torch")
+        chunks = [ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.size)) for box in entry.boxes]
+        tensors[name] = TensorStorageMetadata(TensorProperties(dtype), torch.Size(entry.size), chunks)
+        places |= {MetadataIndex(name, b.offset): _StorageInfo(b.file, b.begin, b.length) for b in entry.boxes}
     return Metadata(tensors, storage_data=places)
 
 
@@ -120,24 +120,24 @@ class DataOnly(pickle.Unpickler):
             return found
         if found is torch.Size:
             return tuple
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint of the lab holds")
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint of the lab contains")
 
 
 def from_pickle(content: bytes) -> Stored:
-    """Return what torch.distributed.checkpoint pickled; raises any error of other bytes."""
+    """Return the index that torch.distributed.checkpoint pickled; invalid bytes raise any error."""
     metadata = DataOnly(io.BytesIO(content)).load().state
     places = {
         (index.state["fqn"], index.state["offset"]): place.state for index, place in metadata["storage_data"].items()
     }
     stored: Stored = {}
-    for name, held in metadata["state_dict_metadata"].items():
-        found = [(chunk.state, places[name, chunk.state["offsets"]]) for chunk in held.state["chunks"]]
+    for name, tensor in metadata["state_dict_metadata"].items():
+        found = [(chunk.state, places[name, chunk.state["offsets"]]) for chunk in tensor.state["chunks"]]
         boxes = [
             Box(chunk["offsets"], chunk["sizes"], place["relative_path"], place["offset"], place["length"])
             for chunk, place in found
         ]
-        stored[name] = StoredTensor(_name_of(held.state["properties"].state[0]), held.state["size"], boxes)
-    return msgspec.convert(msgspec.to_builtins(stored), Stored)  # of the types that its fields say
+        stored[name] = StoredTensor(_name_of(tensor.state["properties"].state[0]), tensor.state["size"], boxes)
+    return msgspec.convert(msgspec.to_builtins(stored), Stored)  # with the types of its fields
 
 
 def _name_of(dtype: torch.dtype) -> str:

@@ -22,8 +22,8 @@ from distlab.lab.lab import Lab
 from distlab.lab.measure.tensors import difference, largest_difference
 from distlab.lab.report import records
 
-CONTROL = "tests/lab/checkpoint/test_drill.py::test_generators_that_are_not_given_back_are_seen"
-NEWEST_CONTROL = "tests/lab/checkpoint/test_proofs.py::test_a_newer_one_that_is_good_is_not_passed_over"
+CONTROL = "tests/lab/checkpoint/test_drill.py::test_generators_that_are_not_restored_fail"
+NEWEST_CONTROL = "tests/lab/checkpoint/test_proofs.py::test_newer_good_checkpoints_are_found"
 
 
 @dataclass(frozen=True)
@@ -35,23 +35,23 @@ class Checkpoints:
 
     def missing(self, variants: Iterable[str]) -> dict[str, str]:
         """Return which `variants` the resumed checkpoint lacks, with a sentence for each."""
-        held = self.resumed.manifest.steps if self.resumed is not None else None
+        saved_steps = self.resumed.manifest.steps if self.resumed is not None else None
         return {
-            name: f"the checkpoint that is resumed does not hold {name}"
+            name: f"the resumed checkpoint has no {name}"
             for name in variants
-            if held is not None and name not in held
+            if saved_steps is not None and name not in saved_steps
         }
 
 
 def prepare(lab: Lab) -> Checkpoints:
-    """Choose a checkpoint, and tidy up."""
+    """Choose a checkpoint, and remove partial ones."""
     found = agree(lab) if lab.config.resume is not None else None
     if found is None and lab.config.resume is not None:
         for claim in ("resumed generators", "resumed samples", "newest checkpoint"):
             lab.waive(claim, "there is no checkpoint yet")
     if found is not None and lab.config.checkpoint_every is not None:
         done = found.manifest.step // lab.config.checkpoint_every
-        lab.waive("checkpoint", f"{done} of them were due before step {found.manifest.step}", times=done)
+        lab.waive("checkpoint", f"{done} checkpoints were due before step {found.manifest.step}", times=done)
     if lab.rank == 0:
         tidy(lab, found)
     return Checkpoints(found, lab.hooks.side_group if lab.config.checkpoint_every is not None else None)
@@ -67,7 +67,7 @@ def agree(lab: Lab) -> FoundCheckpoint | None:
             found = locate.choose(lab.config, lambda text: lab.say(text, "checkpoint", at="normal"), lab.mode.formerly)
             choice = {"folder": str(found.folder)} if found else {}
             if found is not None:
-                hold_newest(lab, found)
+                check_newest(lab, found)
         except ConfigError as error:
             choice = {"fault": error.faults[0]}
     choice = lab.exchange.share("checkpoint", choice)
@@ -76,16 +76,16 @@ def agree(lab: Lab) -> FoundCheckpoint | None:
     if not choice:
         return None
     folder = Path(choice["folder"])
-    held = locate.lock_for_reading(folder) if found is None else found.held
+    lock = locate.lock_for_reading(folder) if found is None else found.lock
     lab.exchange.barrier("leases")  # until here rank 0's lock protects it for all
     try:
-        return FoundCheckpoint(folder, manifest.read(folder), held).with_names_of_today(lab.mode.formerly)
+        return FoundCheckpoint(folder, manifest.read(folder), lock).with_current_names(lab.mode.formerly)
     except Unreadable as error:
-        raise ConfigError([f"{folder} {error} on rank {lab.rank}: all ranks need the same folder of runs"]) from None
+        raise ConfigError([f"{folder} {error} on rank {lab.rank}: all ranks need the same runs folder"]) from None
 
 
-def hold_newest(lab: Lab, found: FoundCheckpoint) -> None:
-    """Check on rank 0 that no newer checkpoint is complete and of these settings."""
+def check_newest(lab: Lab, found: FoundCheckpoint) -> None:
+    """Check on rank 0 that no newer checkpoint is complete and fits these settings."""
 
     def good(folder: Path) -> bool:
         try:
@@ -94,8 +94,8 @@ def hold_newest(lab: Lab, found: FoundCheckpoint) -> None:
             return False
         return not locate.misfit(saved, lab.config, lab.mode.formerly) and not locate.damage(folder, saved)
 
-    newer = locate.passed_over(locate.resume_path(lab.config), found.manifest.step, good)
-    detail = f"step {found.manifest.step} was taken; newer and good: {', '.join(map(str, newer)) or 'none'}"
+    newer = locate.newer_good_steps(locate.resume_path(lab.config), found.manifest.step, good)
+    detail = f"step {found.manifest.step} was chosen; newer good ones: {', '.join(map(str, newer)) or 'none'}"
     lab.check("newest checkpoint", len(newer), 0, detail=detail, control=NEWEST_CONTROL)
 
 
@@ -121,10 +121,10 @@ def resume(lab: Lab, strategies: Mapping[str, Strategy], course: TrainingPositio
     for name, strategy in strategies.items():
         lab.at(course.first, f"the loading of {name}")
         load(strategy, found.saved_as.get(name, name), found.folder, lab.group)
-    locate.release(found.held)
-    give_back_generators(lab, saved)
+    locate.release(found.lock)
+    restore_generators(lab, saved)
     if str(lab.rank) in saved.draws:
-        detail = "the next random numbers, beside those that the checkpoint foretold"
+        detail = "the next random numbers, compared with those in the checkpoint"
         lab.check("resumed generators", wrongly_drawn(lab, saved), 0.0, detail=detail, control=CONTROL)
     epoch, _ = course.position(course.first)
     lab.say(f"resumed from epoch {epoch}, step {course.first} ({found.folder})", "resume", at="normal")
@@ -132,8 +132,8 @@ def resume(lab: Lab, strategies: Mapping[str, Strategy], course: TrainingPositio
     assert isinstance(start, records.Start)
     then, now = saved.versions.get("lab"), start.versions.get("lab")
     if then != now:
-        also = "weights may end otherwise than in a run that was never stopped"
-        lab.say(f"the code has changed since, from version {then} to {now}: {also}", "resume", at="normal")
+        effect = "the weights may differ from those of an uninterrupted run"
+        lab.say(f"the code has changed from version {then} to {now}: {effect}", "resume", at="normal")
     if lab.rank == 0:
         lab.journal.write(records.Resumed(epoch, course.first, str(found.folder)))
 
@@ -145,7 +145,7 @@ def load(strategy: Strategy, variant: str, folder: Path, group: dist.ProcessGrou
     strategy.load_state_dict(state)
 
 
-def give_back_generators(lab: Lab, saved: Manifest) -> None:
+def restore_generators(lab: Lab, saved: Manifest) -> None:
     """Restore this rank's generators, if the rank existed before."""
     manifest.set_generators(saved.generators.get(str(lab.rank), []), lab.device)
 
@@ -153,50 +153,49 @@ def give_back_generators(lab: Lab, saved: Manifest) -> None:
 def wrongly_drawn(lab: Lab, saved: Manifest) -> float:
     """Return how far this rank's next random numbers are from the stored ones; restores the generators."""
     worst = 0.0
-    for generator, foretold in zip(manifest.generators(lab.device), saved.draws[str(lab.rank)], strict=False):
+    for generator, expected in zip(manifest.generators(lab.device), saved.draws[str(lab.rank)], strict=False):
         before = generator.get_state()
-        drawn = torch.rand(len(foretold), device=generator.device, dtype=torch.float64).cpu()
+        drawn = torch.rand(len(expected), device=generator.device, dtype=torch.float64).cpu()
         generator.set_state(before)
-        worst = max(worst, largest_difference(drawn, torch.tensor(foretold, dtype=torch.float64)))
+        worst = max(worst, largest_difference(drawn, torch.tensor(expected, dtype=torch.float64)))
     return worst
 
 
-# The proof of a resume: stopped after step 0 and resumed, steps 1 and 2 end in the weights of a run that was never
-# stopped.
+# The proof of a resume: a run stopped after step 0 and resumed for steps 1 and 2 ends in the weights of an
+# uninterrupted one.
 #
 # In float64 and on the proof's data, whose epoch has two batches, so that the stop is in the middle of one and the
-# second epoch begins after it. A new strategy with other initial weights resumes: what the checkpoint does not
-# restore stays wrong. It takes the path of a real resume, file by file: DCP, manifest, position.
-# Our variants must be bitwise equal; PyTorch's DDP rebuilds its buckets after its first step, and so
-# sums in another order.
+# second epoch begins after it. A new strategy with other initial weights resumes, so state that the checkpoint does not
+# restore stays wrong. It uses the code of a real resume: DCP, manifest, position. Our variants must be bitwise equal;
+# PyTorch's DDP rebuilds its buckets after its first step, and so sums in another order.
 
 STEPS = 3
 TOLERANCE = 1e-12  # for PyTorch's own
-DRILL_CONTROL = "tests/lab/checkpoint/test_drill.py::test_what_is_not_given_back_is_seen"
+DRILL_CONTROL = "tests/lab/checkpoint/test_drill.py::test_state_that_is_not_restored_fails"
 
 
-def drill(lab: Lab, name: str, build: Build, settings: Iterable[Config], group: dist.ProcessGroup) -> None:
+def prove_resume(lab: Lab, name: str, build: Build, settings: Iterable[Config], group: dist.ProcessGroup) -> None:
     """Check one variant under each of `settings`, saved over `group`."""
     worst, seen, drawn = 0.0, 0, 0.0
     for config in settings:
-        lab.at(0, f"drill of {name}")
+        lab.at(0, f"resume test of {name}")
         try:
-            found = stop_and_go(lab, name, build, config, group)
+            found = stop_and_resume(lab, name, build, config, group)
         except storage.Unsaved as error:
-            lab.say(f"whether {name} resumes rightly is not proven: nothing can be written ({error})", "checkpoint")
+            lab.say(f"the resume of {name} is not tested, because no checkpoint can be written ({error})", "checkpoint")
             for claim in ("resumed generators", "resume", "resumed samples"):
                 lab.waive(claim, str(error), name)
             return
         worst, seen, drawn = max(worst, found[0]), max(seen, found[1]), max(drawn, found[2])
-    detail = "the next random numbers after a resume, beside those that the checkpoint foretold"
+    detail = "the next random numbers after a resume, compared with those in the checkpoint"
     lab.check("resumed generators", drawn, 0.0, variant=name, detail=detail, control=CONTROL)
     if lab.rank == 0:
         lab.check("resume", worst, TOLERANCE if name in lab.mode.by_torch else 0.0, variant=name, control=DRILL_CONTROL)
-        detail = f"{STEPS} steps, resumed after the first; samples that were not seen exactly once an epoch"
+        detail = f"{STEPS} steps, resumed after the first; samples not used exactly once per epoch"
         lab.check("resumed samples", seen, 0, variant=name, detail=detail, control=DRILL_CONTROL)
 
 
-def stop_and_go(
+def stop_and_resume(
     lab: Lab, name: str, build: Build, config: Config, group: dist.ProcessGroup
 ) -> tuple[float, int, float]:
     """Return rank 0's largest weight difference, the number of wrongly used samples, and the difference of random
@@ -221,7 +220,7 @@ def stop_and_go(
         resumed = TrainingPosition(batches, [name], saved, lab.mode.resumed_batch)
         load(other, name, folder / saved.name, lab.group)
     finally:
-        lab.exchange.barrier(f"drill of {name}")
+        lab.exchange.barrier(f"resume test of {name}")
         if lab.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
     train(lab, name, other, resumed, range(resumed.first, STEPS))
@@ -235,7 +234,7 @@ def drawn_after(lab: Lab, saved: Manifest) -> float:
     try:
         torch.rand(1, device=lab.device)  # changes the stream; a resumed run must not be affected
         torch.rand(1)
-        give_back_generators(lab, saved)
+        restore_generators(lab, saved)
         return wrongly_drawn(lab, saved)
     finally:
         manifest.set_generators(kept, lab.device)
@@ -247,4 +246,4 @@ def train(lab: Lab, name: str, strategy: Strategy, course: TrainingPosition, ste
         strategy.backward(lab.dealt(course.batches, course.data_step(step)))
         strategy.update()
         course.done[name] += 1
-        course.passed(step)
+        course.finish_step(step)

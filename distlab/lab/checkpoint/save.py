@@ -18,10 +18,10 @@ from distlab.lab.report import records
 from distlab.lab.report.units import human_bytes
 
 KEPT = 2  # newest ones: if a run dies while it writes one, the one before is complete
-SAY_EVERY_S = 1.0
+PRINT_EVERY_S = 1.0
 CONTROL = "tests/experiments/test_bugs.py::test_each_bug_fails_the_check_that_is_meant_for_it"
 
-Shares = Mapping[str, list[float | None]]  # this rank's shares of the losses, by variant
+LossParts = Mapping[str, list[float | None]]  # this rank's parts of the losses, by variant
 
 
 class Saver:
@@ -29,14 +29,14 @@ class Saver:
 
     def __init__(
         self, lab: Lab, group: dist.ProcessGroup, strategies: Mapping[str, Strategy], course: TrainingPosition,
-        shares: Shares,
+        loss_parts: LossParts,
     ) -> None:  # fmt: skip
-        """`shares` and `course` are updated by the training; `group` is a gloo group for saving alone."""
+        """`loss_parts` and `course` are updated by the training; `group` is a gloo group for saving alone."""
         assert lab.journal.folder is not None
-        self.lab, self.group, self.strategies, self.course, self.shares = lab, group, strategies, course, shares
+        self.lab, self.group, self.strategies, self.course, self.loss_parts = lab, group, strategies, course, loss_parts
         self.folder = lab.journal.folder / locate.FOLDER
         self._needed_bytes: int | None = None  # the same for every save of a run
-        self._said_at = 0.0
+        self._printed_at = 0.0
 
     def after(self, step: int) -> None:
         """Save if it is time, after all variants have done `step`."""
@@ -51,12 +51,12 @@ class Saver:
             self._needed_bytes = storage.needed_bytes(state, self.group)
         try:
             published = storage.write_checkpoint(
-                self.folder, draft, state, self.group, self.shares,
+                self.folder, draft, state, self.group, self.loss_parts,
                 needed_bytes=self._needed_bytes, shards_written=self.lab.mode.shards_written,
             )  # fmt: skip
         except storage.Unsaved as error:
             if self.lab.rank == 0:
-                self._tell_failure(step + 1, time.perf_counter() - began_at, str(error))
+                self._report_failure(step + 1, time.perf_counter() - began_at, str(error))
             return
         if self.lab.rank == 0:
             self._check(published, began_at)
@@ -69,28 +69,28 @@ class Saver:
             keep_last(self.folder, KEPT)
         seconds, size = time.perf_counter() - began_at, human_bytes(published.num_bytes)
         lab.journal.write(records.Saved(step, seconds, seconds, published.num_bytes, ""))
-        found = faults[0] if faults else "every file is there, and its checksum right"
+        found = faults[0] if faults else "all files exist, with the right checksums"
         lab.check("checkpoint", len(faults), 0, detail=f"step {step}: {found}", control=CONTROL)
         now = time.monotonic()
-        if now - self._said_at >= SAY_EVERY_S:
-            self._said_at = now
+        if now - self._printed_at >= PRINT_EVERY_S:
+            self._printed_at = now
             lab.say(f"checkpoint step {step}, {size}, training paused for {seconds:.2f} s")
 
-    def _tell_failure(self, step: int, seconds: float, error: str) -> None:
+    def _report_failure(self, step: int, seconds: float, error: str) -> None:
         self.lab.journal.write(records.Saved(step, seconds, seconds, 0, error))
         good = locate.candidates(self.folder)
-        last = f"the last good one is step {locate.step_of(good[0])}" if good else "there is none yet"
-        told = f"step {step} could not be written ({error}): the run continues, {last}"
-        self.lab.say(told, "checkpoint", at="quiet")
+        last = f"the last good one is of step {locate.step_of(good[0])}" if good else "there is none yet"
+        text = f"step {step} could not be written ({error}): the run continues; {last}"
+        self.lab.say(text, "checkpoint", at="quiet")
         self.lab.waive("checkpoint", error)
 
 
 def state_of(strategies: Mapping[str, Strategy]) -> storage.State:
     """Return the states of all variants as one, under '<variant>/<name>'."""
     return {
-        f"{variant}/{name}": held
+        f"{variant}/{name}": tensor
         for variant, strategy in strategies.items()
-        for name, held in strategy.state_dict().items()
+        for name, tensor in strategy.state_dict().items()
     }
 
 

@@ -4,9 +4,9 @@
     manifest.json             written last, by rank 0, when all ranks have reported that their files exist
     step-00000020/            the same folder under its own name: an atomic rename
 
-So a process killed at any moment leaves the checkpoint before this one as it was, and a partial folder that the next
-start removes. An error of any rank reaches all, so nobody waits for files that never come; then the partial folder goes
-at once, since the disk may be full of it.
+So a process killed at any moment leaves the earlier checkpoint unchanged, and a partial folder that the next start
+removes. An error of any rank reaches all, so no rank waits for missing files. The partial folder is then removed too,
+because it may fill the disk.
 """
 
 import errno
@@ -42,11 +42,11 @@ from distlab.techniques.collectives.sharded_tensor import LocalShard
 #
 # A Piece becomes a DTensor whose local part is a list of boxes with their offsets (torch's LocalShardsWrapper):
 # DTensor forwards DCP's calls to it. DCP stores every box under the dense tensor's name and offset, so it can fill
-# the boxes of any other sharding, on any number of ranks. A tensor that several ranks store whole is written by
-# one of them, the one with least to write.
+# the boxes of any other sharding, on any number of ranks. A replicated tensor is written by one rank, the one with the
+# least to write.
 
 State = Mapping[str, Any]  # under dense names: Tensor, Piece or DTensor
-AS_IT_IS = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
+NOT_FLATTENED = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
 
 
 class Damaged(Exception):
@@ -78,7 +78,7 @@ class Writer(dcp.FileSystemWriter):
         try:
             return super().write_data(*arguments)
         except Exception as error:
-            raise of_the_disk(error) or error from None
+            raise disk_error(error) or error from None
 
 
 def save_state(state: State, folder: Path, group: dist.ProcessGroup | None) -> list[Path]:
@@ -89,7 +89,7 @@ def save_state(state: State, folder: Path, group: dist.ProcessGroup | None) -> l
     with _quiet():
         try:
             dcp.save(
-                to_dcp(state, group), storage_writer=Writer(folder), planner=DefaultSavePlanner(**AS_IT_IS),
+                to_dcp(state, group), storage_writer=Writer(folder), planner=DefaultSavePlanner(**NOT_FLATTENED),
                 process_group=group, no_dist=group is None,
             )  # fmt: skip
         except CheckpointException as error:
@@ -100,7 +100,7 @@ def save_state(state: State, folder: Path, group: dist.ProcessGroup | None) -> l
 
 def load_state(state: State, folder: Path, group: dist.ProcessGroup | None) -> None:
     """Fill `state` in place from `folder`; every rank of `group` reads for itself. Raises Damaged."""
-    planner, reader = DefaultLoadPlanner(**AS_IT_IS), Reader(folder)
+    planner, reader = DefaultLoadPlanner(**NOT_FLATTENED), Reader(folder)
     with _quiet():
         try:
             dcp.load(to_dcp(state, group), storage_reader=reader, planner=planner, no_dist=True)
@@ -110,8 +110,8 @@ def load_state(state: State, folder: Path, group: dist.ProcessGroup | None) -> N
 
 def load_dense(folder: Path, prefix: str) -> dict[str, Tensor]:
     """Load whole tensors with this prefix, on the CPU, named without it; raises Damaged."""
-    stored = {name: held for name, held in _metadata(folder).state_dict_metadata.items() if name.startswith(prefix)}
-    state = {name: torch.empty(held.size, dtype=held.properties.dtype) for name, held in stored.items()}
+    stored = {name: tensor for name, tensor in _metadata(folder).state_dict_metadata.items() if name.startswith(prefix)}
+    state = {name: torch.empty(tensor.size, dtype=tensor.properties.dtype) for name, tensor in stored.items()}
     load_state(state, folder, None)
     return {name.removeprefix(prefix): tensor for name, tensor in state.items()}
 
@@ -129,21 +129,21 @@ def _metadata(folder: Path) -> Any:
 
 
 def to_dcp(state: State, group: dist.ProcessGroup | None) -> dict[str, Any]:
-    return {name: as_dtensor(held, group) if isinstance(held, LocalShard) else held for name, held in state.items()}
+    return {name: as_dtensor(part, group) if isinstance(part, LocalShard) else part for name, part in state.items()}
 
 
 def as_dtensor(piece: LocalShard, group: dist.ProcessGroup | None) -> Tensor:
     """Return the boxes as the local part of a DTensor of the dense shape; a number is unchanged."""
     if not piece.shape:
         return piece.boxes[0][1]
-    assert group is not None, "a piece is one of several ranks'"
+    assert group is not None, "a shard belongs to a group of ranks"
     boxes = LocalShardsWrapper([box for _, box in piece.boxes], [offset for offset, _ in piece.boxes])
     mesh = DeviceMesh.from_group(group, boxes.device.type)
     strides = tuple(math.prod(piece.shape[dim + 1 :]) for dim in range(len(piece.shape)))
     return DTensor.from_local(boxes, mesh, [Shard(0)], run_check=False, shape=piece.shape, stride=strides)
 
 
-def of_the_disk(error: BaseException | None) -> OSError | None:
+def disk_error(error: BaseException | None) -> OSError | None:
     """Return the OSError behind `error`: itself, or in its chain of contexts."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
@@ -164,7 +164,7 @@ class _quiet(warnings.catch_warnings):  # noqa: N801  it is used like a function
         return log
 
 
-# One checkpoint, of all ranks.
+# One checkpoint, written by all ranks.
 
 Result = TypeVar("Result")
 ENTRY_BYTES = 2048  # torch's archive around a tensor, and its line in the metadata
@@ -177,22 +177,22 @@ class Unsaved(Exception):
 
 def needed_bytes(state: State, group: dist.ProcessGroup) -> int:
     """Return the bytes that all ranks will write, a collective; replicated tensors are written once."""
-    everyone = all_gather_plain({name: own_bytes(held) for name, held in state.items()}, group)
+    everyone = all_gather_plain({name: own_bytes(tensor) for name, tensor in state.items()}, group)
     entries = [(name, *size) for of_rank in everyone for name, size in of_rank.items()]
-    whole: dict[str, int] = {name: nbytes for name, is_whole, nbytes in entries if is_whole}
-    sizes = [*whole.values(), *(int(nbytes) for _, is_whole, nbytes in entries if not is_whole)]
+    replicated: dict[str, int] = {name: nbytes for name, is_replicated, nbytes in entries if is_replicated}
+    sizes = [*replicated.values(), *(int(nbytes) for _, is_replicated, nbytes in entries if not is_replicated)]
     return sum(sizes) + ENTRY_BYTES * len(sizes)
 
 
-def own_bytes(held: Any) -> tuple[bool, int]:
-    """Return whether this rank has one entry of a state whole, and the bytes of its part."""
-    if isinstance(held, LocalShard):
-        return False, sum(box.nbytes for _, box in held.boxes)
-    return not hasattr(held, "placements"), (held.to_local() if hasattr(held, "to_local") else held).nbytes
+def own_bytes(tensor: Any) -> tuple[bool, int]:
+    """Return whether an entry of a state is replicated, and the bytes of this rank's part."""
+    if isinstance(tensor, LocalShard):
+        return False, sum(box.nbytes for _, box in tensor.boxes)
+    return not hasattr(tensor, "placements"), (tensor.to_local() if hasattr(tensor, "to_local") else tensor).nbytes
 
 
 def write_checkpoint(
-    folder: Path, draft: Manifest, state: State, group: dist.ProcessGroup, shares: Mapping[str, list[float | None]],
+    folder: Path, draft: Manifest, state: State, group: dist.ProcessGroup, loss_parts: Mapping[str, list[float | None]],
     *, needed_bytes: int, shards_written: ShardsWritten = all_there,
 ) -> Manifest:  # fmt: skip
     """Write `state` as `folder/step-<step>`, a collective; returns the published manifest, or raises Unsaved
@@ -201,16 +201,16 @@ def write_checkpoint(
     Args:
         state: this rank's part of all variants, under '<variant>/<name>'.
         draft: the manifest as far as this rank knows it.
-        shares: this rank's shares of the losses since those that `draft` holds.
-        needed_bytes: what all ranks are going to write.
-        shards_written: what of this rank's files is there when it says that they are.
+        loss_parts: this rank's parts of the losses since those in `draft`.
+        needed_bytes: the bytes that all ranks will write.
+        shards_written: returns the files that exist when this rank reports them as written.
     """
     partial, rank = folder / f".{draft.name}.partial", group.rank()
     try:
-        together(group, lambda: _prepare(partial, needed_bytes) if rank == 0 else None)
+        gather(group, lambda: _prepare(partial, needed_bytes) if rank == 0 else None)
         own = save_state(state, partial, group)
         done, arrive = shards_written(own, partial, rank)
-        parts = together(group, lambda: (described(done, partial), dict(shares), draft.generators, draft.draws))
+        parts = gather(group, lambda: (file_entries(done, partial), dict(loss_parts), draft.generators, draft.draws))
         published = replace(
             draft,
             files={name: file for files, *_ in parts for name, file in files.items()},
@@ -221,22 +221,22 @@ def write_checkpoint(
             generators={name: state for _, _, generators, _ in parts for name, state in generators.items()},
             draws={name: values for *_, draws in parts for name, values in draws.items()},
         )  # fmt: skip
-        together(group, lambda: publish(partial, published) if rank == 0 else None)
+        gather(group, lambda: publish(partial, published) if rank == 0 else None)
         arrive(folder / draft.name)
         return published
     except (OSError, Unsaved) as error:
         if rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
         dist.barrier(group=group)  # the partial folder's space is free again before any rank writes
-        raise Unsaved(str(error) if isinstance(error, Unsaved) else _in_words(error)) from None
+        raise Unsaved(str(error) if isinstance(error, Unsaved) else _reason(error)) from None
 
 
-def together(group: dist.ProcessGroup, call: Callable[[], Result]) -> list[Result]:
+def gather(group: dist.ProcessGroup, call: Callable[[], Result]) -> list[Result]:
     """Return every rank's result of `call`; raises Unsaved on all if it raises OSError on one."""
     try:
         outcome: tuple[Any, str | None] = call(), None
     except OSError as error:
-        outcome = None, _in_words(error)
+        outcome = None, _reason(error)
     outcomes = all_gather_plain(outcome, group)
     for _, fault in outcomes:
         if fault is not None:
@@ -244,7 +244,7 @@ def together(group: dist.ProcessGroup, call: Callable[[], Result]) -> list[Resul
     return [value for value, _ in outcomes]
 
 
-def _in_words(error: OSError) -> str:
+def _reason(error: OSError) -> str:
     return error.strerror or str(error)
 
 
@@ -255,18 +255,18 @@ def _prepare(partial: Path, needed_bytes: int) -> None:
     disk = os.statvfs(partial)
     if disk.f_bavail * disk.f_frsize < needed_bytes + SPARE_BYTES:
         needed, free = human_bytes(needed_bytes + SPARE_BYTES), human_bytes(disk.f_bavail * disk.f_frsize)
-        missing = f"{needed} are needed, {human_bytes(SPARE_BYTES)} of them for the logs, and {free} are free"
+        missing = f"{needed} is needed, including {human_bytes(SPARE_BYTES)} for logs, and {free} is free"
         raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {missing}")
 
 
-def described(files: list[Path], partial: Path) -> dict[str, list[Any]]:
+def file_entries(files: list[Path], partial: Path) -> dict[str, list[Any]]:
     """Return each file's size and checksum, by its path within the checkpoint."""
     return {str(path.relative_to(partial)): [path.stat().st_size, manifest.sha256(path)] for path in files}
 
 
 def sum_losses(of_ranks: list[list[float | None]]) -> list[float | None]:
-    """Return the loss of each step from the shares of all ranks."""
-    return [math.fsum(share for share in step if share is not None) for step in zip(*of_ranks, strict=True)]
+    """Return the loss of each step from the parts of all ranks."""
+    return [math.fsum(part for part in step if part is not None) for step in zip(*of_ranks, strict=True)]
 
 
 def publish(partial: Path, published: Manifest) -> None:

@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 from distlab.lab.cluster import ClusterError
 
 Result = TypeVar("Result")
-SAID_AFTER_S = 3.0  # Compose registers a container's name when it starts it, all within about 2 s; a pod's comes later
+REPORT_AFTER_S = 3.0  # Compose registers a container's name when it starts it, within about 2 s; a pod's comes later
 RETRY_S = 0.25
 SIOCGIFADDR = 0x8915
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
@@ -50,7 +50,7 @@ def bounded(call: Callable[[], Result], timeout_s: float, refusal: str) -> Resul
 
 
 def resolve(name: str, timeout_s: float, say: Callable[[str], None]) -> Address:
-    """Return the address of `name`, IPv4 first; print every SAID_AFTER_S that there is none yet.
+    """Return the address of `name`, IPv4 first; print every REPORT_AFTER_S that there is none yet.
 
     Raises ClusterError if the name stays unknown for `timeout_s` seconds, and at once if no host can have it.
     """
@@ -58,18 +58,18 @@ def resolve(name: str, timeout_s: float, say: Callable[[str], None]) -> Address:
     refusal = (
         f"MASTER_ADDR={name!r} does not resolve to an address ({timeout_s:g} s tried): set it to the host of rank 0"
     )
-    say_at = time.monotonic() + SAID_AFTER_S
+    report_at = time.monotonic() + REPORT_AFTER_S
     while (now := time.monotonic()) < deadline:
         try:
             found = bounded(
-                lambda: socket.getaddrinfo(name, None, type=socket.SOCK_DGRAM), min(SAID_AFTER_S, deadline - now), ""
+                lambda: socket.getaddrinfo(name, None, type=socket.SOCK_DGRAM), min(REPORT_AFTER_S, deadline - now), ""
             )
         except UnicodeError:  # a label that a host name cannot contain
             break
         except (OSError, ClusterError):
-            if time.monotonic() >= say_at:
+            if time.monotonic() >= report_at:
                 say(f"waiting for MASTER_ADDR={name!r}, which does not resolve to an address yet")
-                say_at += SAID_AFTER_S
+                report_at += REPORT_AFTER_S
             time.sleep(RETRY_S)
             continue
         family, _, _, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)

@@ -21,16 +21,16 @@ from distlab.lab.cluster.messages import Place, Verdict
 from distlab.lab.config import ConfigError
 from distlab.lab.report.records import Lost
 
-# A rank whose main thread raised: its own verdict, the verdict for the others, and whether a loss may be the cause.
+# The verdicts after the main thread raised an error, and whether a lost rank may be the cause.
 
 # Parts of error messages that a lost rank can cause: gloo, NCCL and the store name an address at best.
-BLAMELESS = ("gloo", "nccl", "store", "connection", "socket", "pipe", "timed out", "peer")
+LOSS_WORDS = ("gloo", "nccl", "store", "connection", "socket", "pipe", "timed out", "peer")
 
 
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
-def failed(rank: int, place: Place, error: BaseException, waited_for: Iterable[str]) -> tuple[Verdict, Verdict]:
+def error_verdicts(rank: int, place: Place, error: BaseException, waited_for: Iterable[str]) -> tuple[Verdict, Verdict]:
     """Return the verdict that `rank` ends with, and the one that it sends to the others.
 
     A refusal concerns the run and no single rank: all ranks print the same sentence, and none is lost.
@@ -44,8 +44,8 @@ def failed(rank: int, place: Place, error: BaseException, waited_for: Iterable[s
     code = 3 if isinstance(error, ClusterError) else 1
     sentence = f"rank {rank} failed {place}: {text}"
     lost = Lost(rank, place.step, f"failed: {text}")
-    told = code if disk_refuses(error) else 3
-    return Verdict(code, sentence), Verdict(told, sentence, (lost,))
+    others_code = code if disk_refuses(error) else 3
+    return Verdict(code, sentence), Verdict(others_code, sentence, (lost,))
 
 
 def disk_refuses(error: BaseException | None) -> bool:
@@ -65,51 +65,51 @@ def may_be_a_loss(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, ConnectionError):
             return True
-        if isinstance(error, (RuntimeError, OSError)) and any(word in str(error).lower() for word in BLAMELESS):
+        if isinstance(error, (RuntimeError, OSError)) and any(word in str(error).lower() for word in LOSS_WORDS):
             return True
         error = error.__cause__ or error.__context__
     return False
 
 
-# Which rank writes down what became of a broken run: the lowest survivor, and if it goes too while it writes, the next.
+# Which rank writes run.json of a broken run: the lowest survivor, and if it is lost while it writes, the next one.
 #
-# It is seen by its file on the disk. Ranks that share no disk write one on each. A rank that was declared dead writes
-# nothing: it cannot know what happened since.
+# The others look for its file on the disk. Ranks that share no disk write one on each. A rank that was declared dead
+# writes nothing, because it does not know what happened since.
 
-LOOK_S = 0.05
+POLL_S = 0.05
 WRITING_S = 2.5  # how long a living rank may take to write run.json, usually 0.1 to 1.2 s: its disk may hang
-NEXT_S = 0.75  # and this much longer for each other survivor in between: they take over one after another
+NEXT_S = 0.75  # and this much longer for each other survivor in between
 
 
 class Succession:
-    """The survivors that one of them knows of, on the thread that ends it; made as soon as the loss is named."""
+    """The survivors as one of them knows them; created as soon as the loss is named."""
 
-    def __init__(self, rank: int, survivors: Iterable[int], *, given_up: bool = False) -> None:
-        self.rank, self.survivors, self.given_up = rank, sorted(survivors), given_up
+    def __init__(self, rank: int, survivors: Iterable[int], *, declared_dead: bool = False) -> None:
+        self.rank, self.survivors, self.declared_dead = rank, sorted(survivors), declared_dead
         self.named_at = time.monotonic()
 
-    def turn(self, written: Callable[[], bool]) -> bool:
+    def is_my_turn(self, written: Callable[[], bool]) -> bool:
         """Wait until it is this rank's turn to write; False if another rank has written, according to `written`."""
-        if self.given_up or self.rank not in self.survivors:
+        if self.declared_dead or self.rank not in self.survivors:
             return False
         before = self.survivors.index(self.rank)
-        patience_s = WRITING_S + NEXT_S * (before - 1) if before else 0.0
+        wait_s = WRITING_S + NEXT_S * (before - 1) if before else 0.0
         while not written():
-            if time.monotonic() - self.named_at >= patience_s:
+            if time.monotonic() - self.named_at >= wait_s:
                 return True
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
         return False
 
 
-# SIGTERM, SIGHUP and Ctrl-C as bytes on a socket: seen at once by a thread, though the main thread is blocked in C++.
+# SIGTERM, SIGHUP and Ctrl-C as bytes on a socket: a thread reads them although the main thread is blocked in C++.
 #
-# Python runs a signal's handler on the main thread, which does not come back from a collective while it waits for a
-# rank; the wake-up descriptor is written by the handler in C. Must be made and closed on the main thread.
+# Python runs a signal handler on the main thread, which does not return from a collective while it waits for a rank.
+# The handler in C writes to the wake-up descriptor. To be created and closed on the main thread.
 
 EXIT_CODES = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGHUP: 143}  # a closed terminal stops a run, too
 
 
-def heeded() -> list[signal.Signals]:
+def handled_signals() -> list[signal.Signals]:
     """Return the stop signals, except those that the parent of this process made it ignore, as nohup does."""
     return [number for number in EXIT_CODES if signal.getsignal(number) is not signal.SIG_IGN]
 
@@ -121,7 +121,7 @@ class Signals:
         self.receiver, self._sender = socket.socketpair()
         self.receiver.setblocking(False)
         self._sender.setblocking(False)
-        self._previous = {number: signal.signal(number, lambda *_: None) for number in heeded()}
+        self._previous = {number: signal.signal(number, lambda *_: None) for number in handled_signals()}
         self._previous_fd = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
 
     def close(self) -> None:
@@ -132,7 +132,7 @@ class Signals:
 
     def wake(self) -> None:
         """End a `wait` on another thread, with None."""
-        with suppress(OSError):  # it is full: the waiting thread wakes anyway
+        with suppress(OSError):  # the buffer is full: the waiting thread wakes anyway
             self._sender.send(b"\0")
 
     def wait(self, timeout_s: float) -> signal.Signals | None:
@@ -143,10 +143,10 @@ class Signals:
         return next((signal.Signals(number) for number in self.receiver.recv(64) if number in EXIT_CODES), None)
 
 
-# The end itself, once, on whichever thread comes first. SIGTERM outranks a loss in a rank's exit code, even while the
-# records of the loss are being written.
+# End the process once, on the first thread that asks for it. A stop signal decides the exit code even if the records of
+# a loss are being written.
 
-LAST_WORDS_S = 7.0  # for run.json and report of a broken run (finish.py), usually 5 s; a signal cuts it short
+RECORDS_S = 7.0  # for run.json and report of a broken run (finish.py), usually 5 s; a signal cuts it short
 STOP_S = 0.6  # after a signal: `docker stop` ends a rank in under a second
 
 
@@ -165,20 +165,20 @@ class Departure:
             if verdict.exit_code in EXIT_CODES.values():
                 exit_now(verdict.exit_code)
             while True:  # the other thread is ending the process, within LAST_WORDS_S
-                time.sleep(LAST_WORDS_S)
-        threading.Thread(target=self._cut_short, args=(verdict.exit_code,), daemon=True).start()
-        with suppress(Exception):  # the reader of the output is gone
+                time.sleep(RECORDS_S)
+        threading.Thread(target=self._end_in_time, args=(verdict.exit_code,), daemon=True).start()
+        with suppress(Exception):  # nobody reads the output any more
             self._say(verdict.sentence)
         with suppress(Exception):  # a full disk must not keep a rank of a broken cluster alive
             if succession is not None:
                 self._on_verdict(verdict, succession)
         exit_now(verdict.exit_code)
 
-    def _cut_short(self, exit_code: int) -> None:
+    def _end_in_time(self, exit_code: int) -> None:
         if exit_code in EXIT_CODES.values():
             time.sleep(STOP_S)
         else:
-            number, end_by = None, time.monotonic() + LAST_WORDS_S
+            number, end_by = None, time.monotonic() + RECORDS_S
             # `Signals.wake` ends a wait early: then wait for the rest of the time.
             while number is None and (left_s := end_by - time.monotonic()) > 0:
                 number = self._signals.wait(left_s)

@@ -28,7 +28,7 @@ OOM_SHARE = 0.85  # a container that was killed for memory had at least this sha
 class RankState:
     """The state of one rank, as far as the server knows it."""
 
-    heard_at: float
+    last_heartbeat_at: float
     place: Place = field(default_factory=Place)
     ended_at: float | None = None  # its connection has ended
     how: str = ""  # how its process ended, if known
@@ -43,7 +43,7 @@ def lost_ranks(ranks: Mapping[int, RankState], lost_after_s: float, now: float) 
             continue
         if state.ended_at is not None:
             found[rank] = state.how or f"its connection ended{killed_for_memory(state.place)}"
-        elif now - state.heard_at > lost_after_s:
+        elif now - state.last_heartbeat_at > lost_after_s:
             found[rank] = f"no heartbeat for {lost_after_s:g} s{killed_for_memory(state.place)}"
     return found
 
@@ -61,8 +61,8 @@ def verdict_on(lost: Mapping[int, str], ranks: Mapping[int, RankState], host: in
     If all of several others are silent, and no connection has ended, the host itself is partitioned.
     """
     others = [rank for rank in ranks if rank != host and not ranks[rank].left]
-    deaf = len(others) > 1 and all(rank in lost and ranks[rank].ended_at is None for rank in others)
-    if host is not None and host in ranks and deaf:
+    all_silent = len(others) > 1 and all(rank in lost and ranks[rank].ended_at is None for rank in others)
+    if host is not None and host in ranks and all_silent:
         reason = f"no heartbeat from {name_ranks(others)}"
         sentence = f"rank {host} is partitioned from the cluster {ranks[host].place}: {reason}"
         return Verdict(3, sentence, (Lost(host, ranks[host].place.step, reason),))
@@ -75,7 +75,7 @@ class FailureDetector:
 
     def __init__(self, host: int, ranks: Iterable[int], lost_after_s: float, now: float) -> None:
         self.host = host
-        self.ranks = {rank: RankState(heard_at=now) for rank in ranks}
+        self.ranks = {rank: RankState(last_heartbeat_at=now) for rank in ranks}
         self.lost_after_s = lost_after_s
         self._lost_at: float | None = None  # the first of the losses that are named together
 
@@ -90,7 +90,7 @@ class FailureDetector:
 
     def add(self, rank: int, now: float) -> None:
         """Record that a rank has joined, or joined again."""
-        self.ranks[rank] = RankState(heard_at=now)
+        self.ranks[rank] = RankState(last_heartbeat_at=now)
 
     def forget(self, ranks: Iterable[int]) -> None:
         """Forget these ranks: the run continues without them."""
@@ -98,24 +98,23 @@ class FailureDetector:
             self.ranks.pop(rank, None)
         self._lost_at = None
 
-    def forgive(self, now: float) -> None:
+    def restart_timeouts(self, now: float) -> None:
         """Ignore all silence until now, because this process itself did not run."""
         for state in self.ranks.values():
-            state.heard_at = now
+            state.last_heartbeat_at = now
 
 
-# For whom a rank waits: said once it has begun nothing for a while, since only then is what it knows of others newer
-# than its own place.
+# For which ranks a rank waits. It reports this only after it has waited for a while: by then it has newer heartbeats of
+# the others.
 #
-# A wait that is expected is not said: not for a rank that computes on purpose what the others wait for, and not one
-# of a length that is normal in this run. On cores that ranks share everything takes long, this rank's own work too:
-# what it takes itself, another may take twice.
+# It does not report expected waits: for a rank that computes by design what the others wait for, or no longer than is
+# normal in this run. If ranks share cores all work is slow, so another rank may take twice as long as this one.
 
 SLOW_S, SLOW_AGAIN_S = 3.0, 5.0
-NORMAL = 2.0  # times the longest work of this rank
-# Phases, by their first words, in which these ranks compute by design what all others wait for: rank 0 the one process
-# or the report, rank 1 the twin of the one process. Rank 0's own log shows its progress.
-ALONE, COMPUTING = ("one process", "report"), (0, 1)
+NORMAL = 2.0  # times the longest work of this rank: a longer wait is reported
+# Phases, by their first words, in which these ranks compute by design what all others wait for: rank 0 the reference or
+# the report, rank 1 a second reference. Rank 0's own log shows its progress.
+SERIAL_PHASES, SERIAL_RANKS = ("one process", "report"), (0, 1)
 
 
 def waited_for(place: Place, others: Mapping[int, Place]) -> dict[int, Place]:
@@ -123,10 +122,10 @@ def waited_for(place: Place, others: Mapping[int, Place]) -> dict[int, Place]:
     return {rank: each for rank, each in sorted(others.items()) if (each.turn, each.calls) < (place.turn, place.calls)}
 
 
-def behind(place: Place, others: Mapping[int, Place], but: Container[int] = ()) -> list[str]:
-    """Return the same ranks, each with its place, except those in `but`."""
+def behind(place: Place, others: Mapping[int, Place], skip: Container[int] = ()) -> list[str]:
+    """Return the same ranks, each with its place, except those to `skip`."""
     late = waited_for(place, others)
-    return [f"rank {rank} ({each} for {each.in_phase_s:.1f} s)" for rank, each in late.items() if rank not in but]
+    return [f"rank {rank} ({each} for {each.in_phase_s:.1f} s)" for rank, each in late.items() if rank not in skip]
 
 
 class Slowness:
@@ -136,41 +135,40 @@ class Slowness:
         self._place, self._since = Place(), now
         self._waited = False  # for another rank, at the last look there
         self._longest_s = 0.0
-        self._said_at = 0.0
+        self._reported_at = 0.0
 
     def sentence(self, place: Place, others: Mapping[int, Place], now: float) -> str:
-        """Return whom this rank waits for, if it is time to report it; else empty. `place` counts collectives too."""
+        """Return for which ranks this one waits, if it is time to report it; else empty."""
         if (place.turn, place.calls) != (self._place.turn, self._place.calls):
             self._note_work(now)
             self._place, self._since = place, now
         late = waited_for(place, others)
         self._waited = bool(late)
         waits_s = now - self._since
-        if waits_s < max(SLOW_S, NORMAL * self._longest_s) or now - self._said_at < SLOW_AGAIN_S:
+        if waits_s < max(SLOW_S, NORMAL * self._longest_s) or now - self._reported_at < SLOW_AGAIN_S:
             return ""
-        alone = [rank for rank in COMPUTING if rank in late and late[rank].phase.startswith(ALONE)]
-        named = behind(place, others, but=alone)
+        serial = [rank for rank in SERIAL_RANKS if rank in late and late[rank].phase.startswith(SERIAL_PHASES)]
+        named = behind(place, others, skip=serial)
         if not named:
             return ""
-        self._said_at = now
+        self._reported_at = now
         return f"waiting for {waits_s:.1f} s {place} for {', '.join(named)}"
 
     def _note_work(self, now: float) -> None:
-        """Record that it leaves its place: its time there was its own work, if it waited for no rank and had begun."""
-        if not self._waited and self._place.turn > 0 and not self._place.phase.startswith(ALONE):
+        """Record the time in the place that it leaves as its own work, if it waited for no rank there."""
+        if not self._waited and self._place.turn > 0 and not self._place.phase.startswith(SERIAL_PHASES):
             self._longest_s = max(self._longest_s, now - self._since)
 
 
-# Where the main thread of a rank is: at which step, in which phase, and how many collectives it has begun there. The
-# watch's thread sends this to the others with each heartbeat, so that a loss is named with its place, and that of ranks
-# waiting for each other the one that is behind can be found.
+# Where the main thread of a rank is: its step, its phase, and how many collectives it has begun there. Heartbeats send
+# this to the others, so that a loss is named with its place, and the rank that is behind is found.
 
 
 class MainThreadProgress:
     """The progress of the main thread, which writes it; the watch's thread reads it.
 
-    `work` is the step and phase without waits for other ranks; `together` is whether all ranks change place together,
-    so that one with fewer changes is behind: not once ranks may leave, when each has its own pace.
+    `work` is the step and phase without waits for other ranks. While `together` is set all ranks change place together,
+    so one with fewer changes is behind; once ranks may leave, each has its own pace.
     """
 
     def __init__(self) -> None:
@@ -189,7 +187,7 @@ class MainThreadProgress:
         self.work = step, phase
         self._move(step, phase)
 
-    def part(self) -> None:
+    def use_own_pace(self) -> None:
         """Let each rank have its own pace from now on: the number of changes of place no longer shows who is behind."""
         self.together, self.place = False, replace(self.place, turn=0)
 

@@ -8,7 +8,7 @@ The launcher names a rank that dies at once, and the others end with it if they 
 end of a socket, whose number is in the environment. A rank reports to the launcher that it has joined; until then it
 ends with 3 as soon as it learns who died, even during the import of torch. After that the watch reports deaths. A rank
 that refused its settings or printed its error needs no report, and the others reach the same sentence by themselves if
-they can: they heed the launcher only when they begin to wait for the dead rank.
+they can: they act on the message only when they begin to wait for the dead rank.
 """
 
 import ctypes
@@ -32,7 +32,7 @@ from typing import NoReturn
 
 import msgspec
 
-from distlab.lab.cluster.departure import EXIT_CODES, heeded
+from distlab.lab.cluster.departure import EXIT_CODES, handled_signals
 from distlab.lab.cluster.messages import MAX_TEXT
 from distlab.lab.config import Config, ConfigError
 from distlab.lab.config.settings import claim_run_id
@@ -45,8 +45,8 @@ FAILED_GRACE_S = 30.0  # added to LAB_JOIN_TIMEOUT_S, for the others once a rank
 CONTEXT: ForkContext | SpawnContext = (
     multiprocessing.get_context("fork") if sys.platform == "linux" else multiprocessing.get_context("spawn")
 )
-STOPPED, SPOKE = (130, 143), (2, 3)  # exit codes of a stopped rank, and of one that has printed why it ends
-UNMET = "before all ranks had joined"
+STOPPED, EXPLAINED = (130, 143), (2, 3)  # exit codes of a stopped rank, and of one that has printed why it ends
+BEFORE_JOINING = "before all ranks had joined"
 POLL_S = 0.05
 VARIABLE = "DISTLAB_PARENT"  # the number of a rank's descriptor
 JOINED, MAY_LEAVE = b"joined", b"may leave"
@@ -62,13 +62,13 @@ def launch(config: Config, be_rank: Callable[[], int]) -> int:
     stopped_by: list[int] = []
 
     screen = Screen(sys.stdout)
-    talking = threading.Lock()
+    print_lock = threading.Lock()
 
-    def say(line: bytes) -> None:
-        with talking:
+    def print_line(line: bytes) -> None:
+        with print_lock:
             why = printed(screen.shown(line.decode(errors="backslashreplace")), end="")
-        if why:  # the output has no reader: the ranks continue, and the first one's log says so
-            ranks[0].line.tell(Unheard(why))
+        if why:  # the output has no reader: the ranks continue, and the log of rank 0 says so
+            ranks[0].pipe.send(OutputLost(why))
 
     def forward(number: int, _: FrameType | None) -> None:
         stopped_by.append(number)
@@ -76,23 +76,23 @@ def launch(config: Config, be_rank: Callable[[], int]) -> int:
         for each in ranks:
             each.send_signal(number)
 
-    previous = {number: signal.signal(number, forward) for number in heeded()}
+    previous = {number: signal.signal(number, forward) for number in handled_signals()}
     try:
         for rank in range(config.world_size):
-            given = variables(config, rank, port, key) | ({REWRITES: "1"} if screen.rewrites else {})
-            ranks.append(LocalRank(rank, given, be_rank, say))
+            environ = variables(config, rank, port, key) | ({REWRITES: "1"} if screen.rewrites else {})
+            ranks.append(LocalRank(rank, environ, be_rank, print_line))
         for each in ranks:  # no rank is forked while a thread exists, which may have a lock
             each.printer.start()
         if stopped_at:  # during the start: not all ranks existed to receive it
             for each in ranks:
                 each.send_signal(signal.SIGTERM)
-        _wait(ranks, stopped_at, FAILED_GRACE_S + config.join_timeout_s, say)
+        _wait(ranks, stopped_at, FAILED_GRACE_S + config.join_timeout_s, print_line)
         for each in ranks:
             each.printer.join(timeout=2.0)  # an orphan process of a rank may keep its pipe open
-        if stopped_by and not any(each.line.joined() for each in ranks):  # afterwards each rank prints it itself
-            say(f"stopped    by {signal.Signals(stopped_by[0]).name} {UNMET}".encode())
-        if standing := screen.cleared():
-            printed(standing, end="")
+        if stopped_by and not any(each.pipe.joined() for each in ranks):  # afterwards each rank prints it itself
+            print_line(f"stopped    by {signal.Signals(stopped_by[0]).name} {BEFORE_JOINING}".encode())
+        if remaining := screen.cleared():
+            printed(remaining, end="")
     finally:
         for each in ranks:
             each.process.kill()
@@ -118,7 +118,7 @@ def named_run(config: Config) -> Iterator[Path]:
             folder.rmdir()
 
 
-def heed_stops() -> None:
+def handle_stop_signals() -> None:
     """Let a stop signal end this process with a message and its exit code, unless `launch` passes it on."""
 
     def stop(number: int, _: FrameType | None) -> NoReturn:
@@ -126,56 +126,56 @@ def heed_stops() -> None:
             os.write(1, f"stopped    by {signal.Signals(number).name}\n".encode())
         sys.exit(EXIT_CODES[signal.Signals(number)])
 
-    for number in heeded():
+    for number in handled_signals():
         signal.signal(number, stop)
 
 
 class Died(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """A launcher's message: who died, how, and whether that rank has printed why."""
+    """A launcher's message: which rank died, how, and whether it has printed why."""
 
     rank: int
     how: str
     sentence: str
-    spoke: bool
+    explained: bool
 
 
-class Unheard(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+class OutputLost(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     """A launcher's message: the ranks' output is not printed any more, and why."""
 
     why: str
 
 
-WORD = msgspec.json.Decoder(Died | Unheard)
+DECODER = msgspec.json.Decoder(Died | OutputLost)
 
 
-class Child:
+class RankPipe:
     """The launcher's end of one rank's socket."""
 
     def __init__(self) -> None:
-        self._socket, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket, self.rank_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setblocking(False)
-        self._told: set[bytes] = set()
+        self._received: set[bytes] = set()
 
     def joined(self) -> bool:
         """Return whether the rank has reported that it has joined."""
-        return JOINED in self._heard()
+        return JOINED in self._receive()
 
     def may_leave(self) -> bool:
         """Return whether it has reported that it continues without ranks that die."""
-        return MAY_LEAVE in self._heard()
+        return MAY_LEAVE in self._receive()
 
-    def _heard(self) -> set[bytes]:
+    def _receive(self) -> set[bytes]:
         with suppress(OSError):  # the other end is closed
-            while word := self._socket.recv(64):
-                self._told.add(word)
-        return self._told
+            while message := self._socket.recv(64):
+                self._received.add(message)
+        return self._received
 
-    def tell(self, word: Died | Unheard) -> None:
+    def send(self, message: Died | OutputLost) -> None:
         """Send a message to the rank, unless it has ended too."""
         with suppress(OSError):
-            texts = {name: each for name in word.__struct_fields__ if isinstance(each := getattr(word, name), str)}
-            plain = {name: text.encode(errors="replace").decode() for name, text in texts.items()}
-            self._socket.send(msgspec.json.encode(msgspec.structs.replace(word, **plain)))
+            fields = msgspec.structs.asdict(message).items()
+            texts = {name: each.encode(errors="replace").decode() for name, each in fields if isinstance(each, str)}
+            self._socket.send(msgspec.json.encode(msgspec.structs.replace(message, **texts)))
 
     def close(self) -> None:
         self._socket.close()
@@ -185,51 +185,51 @@ class LocalRank:
     """One child, its socket to the launcher, and the thread that prints its output."""
 
     def __init__(
-        self, rank: int, variables: dict[str, str], be_rank: Callable[[], int], say: Callable[[bytes], None]
+        self, rank: int, variables: dict[str, str], be_rank: Callable[[], int], print_line: Callable[[bytes], None]
     ) -> None:
-        self.rank, self.line, self._say = rank, Child(), say
-        self.last_words = ""
-        self.buried = self.told = False
-        self._said, theirs = CONTEXT.Pipe(duplex=False)
-        util.register_after_fork(self, LocalRank._let_go)
+        self.rank, self.pipe, self._print_line = rank, RankPipe(), print_line
+        self.last_line = ""
+        self.end_recorded = self.informed = False
+        self._output, rank_end = CONTEXT.Pipe(duplex=False)
+        util.register_after_fork(self, LocalRank._close_in_rank)
         self.process = CONTEXT.Process(
-            target=be_child, args=(be_rank, variables, self.line.theirs, theirs, os.getpid())
+            target=be_child, args=(be_rank, variables, self.pipe.rank_end, rank_end, os.getpid())
         )
         self.process.start()
-        self.line.theirs.close()
-        theirs.close()
-        self.printer = threading.Thread(target=self._pass_on, daemon=True)
+        self.pipe.rank_end.close()
+        rank_end.close()
+        self.printer = threading.Thread(target=self._print_output, daemon=True)
 
-    def _let_go(self) -> None:
+    def _close_in_rank(self) -> None:
         """Close the launcher's ends in a rank."""
-        self._said.close()
-        self.line.close()
+        self._output.close()
+        self.pipe.close()
 
-    def _pass_on(self) -> None:
-        with open(self._said.fileno(), "rb", closefd=False) as said:
-            for output in said:
-                words = output.rstrip(b"\r\n")
-                self.last_words = words.decode(errors="replace")
-                self._say(b"rank %d | %s" % (self.rank, words))
+    def _print_output(self) -> None:
+        with open(self._output.fileno(), "rb", closefd=False) as output:
+            for line in output:
+                text = line.rstrip(b"\r\n")
+                self.last_line = text.decode(errors="replace")
+                self._print_line(b"rank %d | %s" % (self.rank, text))
 
     def send_signal(self, number: int) -> None:
         """Send a signal, unless it has ended."""
         if self.process.exitcode is None and self.process.pid is not None:
             os.kill(self.process.pid, number)
 
-    def obituary(self) -> Died | None:
+    def exit_message(self) -> Died | None:
         """Return who died and how, if no other process reports it."""
-        code, joined = self.process.exitcode or 0, self.line.joined()
+        code, joined = self.process.exitcode or 0, self.pipe.joined()
         if code < 0:
-            how, spoke = f"was killed by {signal.Signals(-code).name}", False
-        elif code in STOPPED or code == 0 or joined or self.told:  # then it ends because of another
+            how, explained = f"was killed by {signal.Signals(-code).name}", False
+        elif code in STOPPED or code == 0 or joined or self.informed:  # then it ends because of another
             return None
         else:
-            how, spoke = f"ended with exit code {code}", code in SPOKE
-        when = "" if joined else f" {UNMET}"
+            how, explained = f"ended with exit code {code}", code in EXPLAINED
+        when = "" if joined else f" {BEFORE_JOINING}"
         self.printer.join(timeout=0.5)
-        why = f": {self.last_words[:MAX_TEXT]}" if spoke and self.last_words else ""
-        return Died(self.rank, how.removeprefix("was "), f"rank {self.rank} {how}{when}{why}", spoke)
+        why = f": {self.last_line[:MAX_TEXT]}" if explained and self.last_line else ""
+        return Died(self.rank, how.removeprefix("was "), f"rank {self.rank} {how}{when}{why}", explained)
 
 
 def free_port() -> int:
@@ -238,12 +238,12 @@ def free_port() -> int:
     Programs that ask for any port get one from ip_local_port_range, connections too: a free port of that range was
     taken a second later, when rank 0 opened it (once in 6,100 tests).
     """
-    given_from = 0
+    ephemeral_from = 0
     with suppress(OSError):
-        given_from = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()[0])
+        ephemeral_from = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()[0])
     while True:
-        asked = FIRST_PORT + secrets.randbelow(given_from - FIRST_PORT) if given_from > FIRST_PORT else 0
-        with suppress(OSError), socket.create_server(("127.0.0.1", asked)) as server:
+        port = FIRST_PORT + secrets.randbelow(ephemeral_from - FIRST_PORT) if ephemeral_from > FIRST_PORT else 0
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)) as server:
             return int(server.getsockname()[1])
 
 
@@ -256,15 +256,15 @@ def variables(config: Config, rank: int, port: int, key: str) -> dict[str, str]:
 
 
 def be_child(
-    be_rank: Callable[[], int], given: dict[str, str], line: socket.socket, said: Connection, parent: int
+    be_rank: Callable[[], int], environ: dict[str, str], pipe: socket.socket, output: Connection, parent: int
 ) -> None:
     """Run the rank in the child, with its own session, streams and variables; ends with its exit code."""
     os.setsid()  # Ctrl-C comes through `forward` only, once
     die_with(parent)  # elsewhere a rank ends at its next print
-    for number in heeded():
+    for number in handled_signals():
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    streams(said)
-    os.environ.update(given | {VARIABLE: str(line.detach())})
+    redirect_output(output)
+    os.environ.update(environ | {VARIABLE: str(pipe.detach())})
     sys.exit(be_rank())
 
 
@@ -280,19 +280,21 @@ def die_with(parent: int) -> None:
         os._exit(137)
 
 
-def streams(said: Connection) -> None:
-    """Close the standard input, and send all output to `said`, one line at a time."""
+def redirect_output(output: Connection) -> None:
+    """Close the standard input, and send all output to `output`, one line at a time."""
     with Path(os.devnull).open("rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     for number in (1, 2):
-        os.dup2(said.fileno(), number)
-    said.close()
+        os.dup2(output.fileno(), number)
+    output.close()
     encoding = sys.stdout.encoding
     sys.stdout = os.fdopen(1, "w", buffering=1, encoding=encoding, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, encoding=encoding, closefd=False)
 
 
-def _wait(ranks: list[LocalRank], stopped_at: list[float], failed_grace_s: float, say: Callable[[bytes], None]) -> None:
+def _wait(
+    ranks: list[LocalRank], stopped_at: list[float], failed_grace_s: float, print_line: Callable[[bytes], None]
+) -> None:
     """Wait until every rank has ended; kill those that outlive a signal or a failed rank for too long."""
     failed_at = None
     while any(each.process.exitcode is None for each in ranks):
@@ -300,27 +302,27 @@ def _wait(ranks: list[LocalRank], stopped_at: list[float], failed_grace_s: float
         if failed_at is None and any(each.process.exitcode for each in ranks):
             failed_at = now
         if not stopped_at:
-            _bury(ranks, say)
+            _record_ends(ranks, print_line)
         late = stopped_at and now - stopped_at[0] > STOP_GRACE_S
         stuck = failed_at is not None and now - failed_at > failed_grace_s
-        if late or (stuck and not any(each.line.may_leave() for each in ranks)):
+        if late or (stuck and not any(each.pipe.may_leave() for each in ranks)):
             for each in ranks:
                 each.process.kill()
         time.sleep(POLL_S)
 
 
-def _bury(ranks: list[LocalRank], say: Callable[[bytes], None]) -> None:
+def _record_ends(ranks: list[LocalRank], print_line: Callable[[bytes], None]) -> None:
     for dead in ranks:
-        if dead.buried or dead.process.exitcode is None:
+        if dead.end_recorded or dead.process.exitcode is None:
             continue
-        dead.buried = True
-        obituary = dead.obituary()
-        if obituary is not None:
-            say(obituary.sentence.encode())
+        dead.end_recorded = True
+        exit_message = dead.exit_message()
+        if exit_message is not None:
+            print_line(exit_message.sentence.encode())
             for other in ranks:
                 if other.process.exitcode is None:
-                    other.line.tell(obituary)
-                    other.told = True
+                    other.pipe.send(exit_message)
+                    other.informed = True
 
 
 def worst(return_codes: list[int]) -> int:
@@ -333,7 +335,7 @@ def worst(return_codes: list[int]) -> int:
     return max(signalled) if signalled else 143 if 143 in codes else 0
 
 
-def needed(world_size: int) -> int:
+def needed_files(world_size: int) -> int:
     """Return how many files each process of a run with this many local ranks may open.
 
     A launcher has 7 + 4N at most, a rank 68 at N=4 and 94 at N=8 (moe, whose grid has a group per axis): the result
@@ -342,14 +344,14 @@ def needed(world_size: int) -> int:
     return 56 + 8 * world_size
 
 
-def refuse_too_few(world_size: int) -> None:
+def check_open_file_limit(world_size: int) -> None:
     """Raise ConfigError if this process, and so each child, may open too few files."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if allowed != resource.RLIM_INFINITY and allowed < needed(world_size):
+    if allowed != resource.RLIM_INFINITY and allowed < needed_files(world_size):
         raise ConfigError(
             [
                 f"a process may open {allowed} files here, and {world_size} local ranks need"
-                f" {needed(world_size)} each: set `ulimit -n {needed(world_size)}` or more"
+                f" {needed_files(world_size)} each: set `ulimit -n {needed_files(world_size)}` or more"
             ]
         )
 
@@ -359,11 +361,11 @@ class LauncherPipe:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._waits = self._joined = False
-        self._tell_death: Callable[[int, str], None] = lambda rank, how: None  # noqa: ARG005
-        self._word: Died | None = None
-        self._unheard = ""
-        self._on_unheard: Callable[[str], None] | None = None
+        self._is_waiting = self._joined = False
+        self._record_death: Callable[[int, str], None] = lambda rank, how: None  # noqa: ARG005
+        self._death: Died | None = None
+        self._lost_output = ""
+        self._on_output_lost: Callable[[str], None] | None = None
         self._socket: socket.socket | None = None
         number = os.environ.pop(VARIABLE, "")
         if number:
@@ -372,56 +374,56 @@ class LauncherPipe:
         if self._socket is not None:
             threading.Thread(target=self._listen, args=(self._socket,), name="parent", daemon=True).start()
 
-    def tell_unheard(self, tell: Callable[[str], None]) -> None:
-        """Call `tell` with the reason once the launcher cannot print any more; at once if that is so already."""
+    def on_output_lost(self, callback: Callable[[str], None]) -> None:
+        """Call `callback` with the reason once the launcher cannot print any more; at once if that is so already."""
         with self._lock:
-            self._on_unheard = tell
-            if self._unheard:
-                tell(self._unheard)
+            self._on_output_lost = callback
+            if self._lost_output:
+                callback(self._lost_output)
 
-    def begin_to_wait(self) -> None:
+    def start_waiting(self) -> None:
         """Record that this rank waits for all others from now on."""
         with self._lock:
-            self._waits = True
-            self._heed()
+            self._is_waiting = True
+            self._end_if_due()
 
-    def joined(self, tell_death: Callable[[int, str], None] = lambda rank, how: None) -> None:  # noqa: ARG005
-        """Leave dead ranks to rank 0's server, because all have joined now; `tell_death` gets how they ended."""
+    def joined(self, record_death: Callable[[int, str], None] = lambda rank, how: None) -> None:  # noqa: ARG005
+        """Leave dead ranks to rank 0's server, because all have joined now; `record_death` gets how they ended."""
         with self._lock:
-            self._joined, self._tell_death = True, tell_death
-        self._tell(JOINED)
+            self._joined, self._record_death = True, record_death
+        self._send(JOINED)
 
     def may_leave(self) -> None:
         """Record that a dead rank ends no other from now on: the others need as long as they need."""
-        self._tell(MAY_LEAVE)
+        self._send(MAY_LEAVE)
 
-    def _tell(self, word: bytes) -> None:
+    def _send(self, message: bytes) -> None:
         if self._socket is not None:
             with suppress(OSError):
-                self._socket.send(word)
+                self._socket.send(message)
 
     def _listen(self, from_parent: socket.socket) -> None:
         with suppress(OSError):
             while data := from_parent.recv(65536):
                 with suppress(ValueError), self._lock:  # invalid data: the descriptor may belong to another program
-                    word = WORD.decode(data)
-                    if isinstance(word, Unheard):
-                        self._hear_unheard(word.why)
+                    message = DECODER.decode(data)
+                    if isinstance(message, OutputLost):
+                        self._handle_lost_output(message.why)
                     elif self._joined:
-                        self._tell_death(word.rank, word.how)
+                        self._record_death(message.rank, message.how)
                     else:
-                        self._word = self._word or word  # later ones are consequences of the first
-                        self._heed()
+                        self._death = self._death or message  # later ones are consequences of the first
+                        self._end_if_due()
 
-    def _hear_unheard(self, why: str) -> None:
-        first, self._unheard = not self._unheard, why
-        if first and self._on_unheard is not None:
+    def _handle_lost_output(self, why: str) -> None:
+        first, self._lost_output = not self._lost_output, why
+        if first and self._on_output_lost is not None:
             with suppress(Exception):  # a full disk may refuse even one line
-                self._on_unheard(why)
+                self._on_output_lost(why)
 
-    def _heed(self) -> None:
+    def _end_if_due(self) -> None:
         """End this rank, if there is a reason."""
-        if self._word is None or self._joined or (self._word.spoke and not self._waits):
+        if self._death is None or self._joined or (self._death.explained and not self._is_waiting):
             return
-        printed(f"broken     {self._word.sentence}")
+        printed(f"broken     {self._death.sentence}")
         os._exit(3)

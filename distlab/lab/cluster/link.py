@@ -47,20 +47,20 @@ def seconds(delay: str) -> float:
     return float(number) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[delay.removeprefix(number)]
 
 
-def asked(config: Config) -> str:
-    """Return the variables as they were set, for sentences; empty if neither was."""
+def requested(config: Config) -> str:
+    """Return the two variables with their values, for messages; empty if neither is set."""
     values = {"LAB_NET_RATE": config.net_rate, "LAB_NET_DELAY": config.net_delay}
     return " and ".join(f"{name}={value}" for name, value in values.items() if value is not None)
 
 
 def refusals(config: Config) -> list[str]:
     """Return a sentence if a slow link was requested and this rank has none."""
-    if not asked(config) or config.world_size == 1:  # one rank sends nothing, over no link
+    if not requested(config) or config.world_size == 1:  # one rank sends nothing, over no link
         return []
     if config.local_rank is not None:
-        return [f"{asked(config)}: local ranks have no link to shape, run them in containers: {COMMAND}"]
+        return [f"{requested(config)}: local ranks have no link to shape, run them in containers: {COMMAND}"]
     if shaped(config) is None:
-        return [f"{asked(config)} and this rank's link was not shaped, which takes a capability more: {COMMAND}"]
+        return [f"{requested(config)}: this rank's link was not shaped, which needs NET_ADMIN: {COMMAND}"]
     return []
 
 
@@ -72,7 +72,7 @@ def shaped(config: Config) -> Shaped | None:
     return found if (found.rate, found.delay) == (config.net_rate, config.net_delay) else None
 
 
-def tell_rank(done: Shaped) -> None:
+def write_shaped(done: Shaped) -> None:
     """Write for the rank how its link was shaped."""
     SHAPED.write_text(json.dumps(asdict(done)), encoding="utf-8")
 
@@ -99,27 +99,27 @@ def shape(route: Any, config: Config) -> Shaped:
     rate = bits_s(config.net_rate) if config.net_rate is not None else None
     delay = seconds(config.net_delay) if config.net_delay is not None else 0.0
     if rate is not None and rate > MAX_BITS_S:
-        raise LinkError(f"LAB_NET_RATE={config.net_rate} is more than the kernel's token bucket counts: 34gbit at most")
+        raise LinkError(f"LAB_NET_RATE={config.net_rate} is out of range, allowed: 34gbit at most")
     if delay > MAX_DELAY_S:
         raise LinkError(f"LAB_NET_DELAY={config.net_delay} is out of range, allowed: {MAX_DELAY_S:g}s at most")
     lacks = ""
-    for index, mtu in ways_out(route):
+    for index, mtu in outward_interfaces(route):
         place: dict[str, Any] = {"root": True}
         if delay:
-            if put(
+            if install(
                 route, "replace", "netem", index, **place, handle="1:", delay=round(delay * 1e6), limit=DELAYED_PACKETS
             ):
                 place = {"parent": "1:1"}  # the rate comes behind the delay
             else:
                 lacks = f"this kernel has no netem, so LAB_NET_DELAY={config.net_delay} delays nothing here"
-        if rate is not None and not put(route, "replace", "tbf", index, **place, handle="2:", **bucket(rate, mtu)):
+        if rate is not None and not install(route, "replace", "tbf", index, **place, handle="2:", **bucket(rate, mtu)):
             raise LinkError(
                 f"LAB_NET_RATE={config.net_rate}: this kernel has no token bucket (CONFIG_NET_SCH_TBF), leave it unset"
             )
     return Shaped(config.net_rate, config.net_delay, lacks)
 
 
-def ways_out(route: Any) -> list[tuple[int, int]]:
+def outward_interfaces(route: Any) -> list[tuple[int, int]]:
     """Return index and MTU of each interface that is up and no loopback; raises LinkError if there is none."""
     up = [link for link in route.get_links() if link["flags"] & (IFF_UP | IFF_LOOPBACK) == IFF_UP]
     if not up:
@@ -135,7 +135,7 @@ def bucket(rate: float, mtu: int) -> dict[str, int]:
     return {"rate": round(bytes_s), "burst": burst, "limit": burst + max(round(bytes_s * QUEUE_S), QUEUE_BYTES)}
 
 
-def put(route: Any, command: str, kind: str, index: int, **parameters: Any) -> bool:
+def install(route: Any, command: str, kind: str, index: int, **parameters: Any) -> bool:
     """Install a queue; returns False if the kernel does not know its kind. Raises LinkError."""
     from pyroute2.netlink.exceptions import NetlinkError
 
@@ -148,35 +148,35 @@ def put(route: Any, command: str, kind: str, index: int, **parameters: Any) -> b
     return True
 
 
-def give_up() -> None:
+def drop_net_admin() -> None:
     """Drop NET_ADMIN for good: with no_new_privs, root too gets no capability back from a new program
     (capabilities(7))."""
     libc = ctypes.CDLL(None, use_errno=True)
     header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0)  # of this process
     sets = (ctypes.c_uint32 * 6)()  # effective, permitted and inheritable, of capabilities 0 to 31, then of the others
     failed = libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or libc.capget(header, sets)
-    for place in range(3):
-        sets[place] &= ~(1 << CAP_NET_ADMIN)
+    for position in range(3):
+        sets[position] &= ~(1 << CAP_NET_ADMIN)
     if failed or libc.capset(header, sets):
-        raise OSError(ctypes.get_errno(), "NET_ADMIN cannot be given up")
+        raise OSError(ctypes.get_errno(), "NET_ADMIN cannot be dropped")
 
 
 def main() -> int:
     """Shape the link and become the command that the arguments are; returns 2 if that failed, with a sentence."""
     try:
         config = Config.read()
-        if asked(config):
+        if requested(config):
             from pyroute2 import IPRoute  # its import takes 0.3 s, which a rank without a slow link saves
 
             with IPRoute() as route:
                 done = shape(route, config)
-            tell_rank(done)
+            write_shaped(done)
     except ConfigError:
         pass  # the rank prints all errors in its settings
     except (LinkError, OSError) as error:
         print(f"refused    {error}", flush=True)
         return 2
-    give_up()
+    drop_net_admin()
     return os.execvp(sys.argv[1], sys.argv[1:])
 
 

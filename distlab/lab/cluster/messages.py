@@ -85,7 +85,7 @@ class Join(Message):
     token: Text = ""
 
 
-class Beat(Message):
+class Heartbeat(Message):
     """A heartbeat."""
 
     place: Place
@@ -129,7 +129,7 @@ class Meet(Message):
 class Ask(Message):
     """A rank outside the view asks for admission."""
 
-    wish: bytes
+    request: bytes
 
 
 class Plan(Message):
@@ -173,7 +173,7 @@ class Sealed(Message):
     token: Text
     run_id: Text
     members: list[Member]
-    gone: tuple[int, ...] = ()
+    lost: tuple[int, ...] = ()
     host: int = 0  # whose process serves
 
 
@@ -183,21 +183,21 @@ class Places(Message):
     places: list[tuple[Rank, Place]]
 
 
-class Over(Message):
+class RunEnded(Message):
     """The run ends with this verdict; `stopped` as in Ending."""
 
     verdict: Verdict
     stopped: bool
 
 
-class Gone(Message):
+class RanksLost(Message):
     """Ranks were lost, and the run continues."""
 
     lost: list[Lost]
     sentence: str
 
 
-class Back(Message):
+class Returned(Message):
     """A lost rank is back, as this member."""
 
     member: Member
@@ -211,7 +211,7 @@ class Living(Message):
     """The living ranks, the requests of ranks outside, and why others meet; `done` as in Done."""
 
     lives: dict[Rank, int]
-    asking: list[tuple[Rank, int, bytes]]
+    requests: list[tuple[Rank, int, bytes]]
     met: dict[Rank, Text]
     done: int
 
@@ -232,5 +232,5 @@ class View(Message):
 
 
 AboutViews = Meet | Ask | Plan | Done | Reborn
-FromRank = Join | Beat | Ending | Killed | Acknowledge | Leave | MayLeave | AboutViews | StoreRequest
-FromServer = Waiting | Refused | Sealed | Places | Over | Gone | Back | Committed | Living | Decide | View
+FromRank = Join | Heartbeat | Ending | Killed | Acknowledge | Leave | MayLeave | AboutViews | StoreRequest
+FromServer = Waiting | Refused | Sealed | Places | RunEnded | RanksLost | Returned | Committed | Living | Decide | View

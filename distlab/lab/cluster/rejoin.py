@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from distlab.lab.cluster import ClusterError
 from distlab.lab.cluster.address import listening_socket, outward_ip, resolve, source_ip
 from distlab.lab.cluster.admission import claim_of, shared_settings
-from distlab.lab.cluster.join import ASK_EVERY_S, Cluster, Joining, Line, dial, key_of
+from distlab.lab.cluster.join import RETRY_S, Cluster, Joining, Uplink, dial, key_of
 from distlab.lab.cluster.messages import Join, Refused, Sealed
 from distlab.lab.config import Config
 from distlab.lab.report.reading import from_json, read_regular, write_atomically
@@ -67,8 +67,8 @@ def find_left_run(config: Config) -> LeftRun | None:
         with suppress(OSError, ValueError, KeyError, TypeError):
             content = from_json(read_regular(file, MOST_BYTES))
             run = content["run"]
-            alike = identity(config, run["run_id"], run["token"]) == run
-            if alike and lock_rank(file.parent, config.rank):
+            same_run = identity(config, run["run_id"], run["token"]) == run
+            if same_run and lock_rank(file.parent, config.rank):
                 return LeftRun(file.parent, run, content["at"])
     return None
 
@@ -94,30 +94,30 @@ def rejoin(left: LeftRun, config: Config, version: str, say: Callable[[str], Non
     listening = listening_socket(own)
     claim = claim_of(config, version, outward_ip(address.family), None, listening)
     joining = Joining(config, claim, key_of(config).secret, say, time.monotonic(), listening)
-    say(f"back       rank {claim.rank} finds its way back into {left.run['run_id']}")
+    say(f"back       rank {claim.rank} rejoins the run {left.run['run_id']}")
     while time.monotonic() < joining.deadline:
         for ip, port in left.served_at:
             with suppress(OSError):
-                line = dial(ip, int(port), joining.key, Who(claim.rank, joining.life), ANSWER_S)
-                line.send(Join(claim, left.run["token"]))
-                answer = answered(line)
+                uplink = dial(ip, int(port), joining.key, Who(claim.rank, joining.life), ANSWER_S)
+                uplink.send(Join(claim, left.run["token"]))
+                answer = first_answer(uplink)
                 if isinstance(answer, Sealed):
-                    return joining.cluster(line, answer, address._replace(ip=ip), int(port), None)
+                    return joining.cluster(uplink, answer, address._replace(ip=ip), int(port), None)
                 if isinstance(answer, Refused):
                     raise ClusterError(f"rank {claim.rank} cannot rejoin: {answer.sentence}")
-        time.sleep(ASK_EVERY_S)
-    raise ClusterError(f"rank {claim.rank} cannot rejoin: no rank of {left.run['run_id']} answers {joining.bound}")
+        time.sleep(RETRY_S)
+    raise ClusterError(f"rank {claim.rank} cannot rejoin: no rank of {left.run['run_id']} answers {joining.time_limit}")
 
 
-def answered(line: Line) -> Sealed | Refused | None:
+def first_answer(uplink: Uplink) -> Sealed | Refused | None:
     """Return the server's answer to a returning rank, if it answers."""
     deadline = time.monotonic() + ANSWER_S
-    while not line.ended and time.monotonic() < deadline:
-        messages = line.messages(ANSWER_S)
+    while not uplink.ended and time.monotonic() < deadline:
+        messages = uplink.messages(ANSWER_S)
         while messages:
             message = messages.pop(0)
             if isinstance(message, Sealed):
-                line.unread = messages
+                uplink.unread = messages
             if isinstance(message, Sealed | Refused):
                 return message
     return None

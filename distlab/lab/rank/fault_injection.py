@@ -88,18 +88,18 @@ class Drills:
     def _cut(self, event: FaultSpec) -> None:
         """Drop heartbeats to this rank, from it, or both; without a duration pace its connections to a byte a second,
         too, since a packet that is paced for so long stays late after the end of a cut."""
-        self._mute(deaf=event.way != "out", mute=event.way != "in")
+        self._mute(drops_received=event.way != "out", drops_sent=event.way != "in")
         if event.duration_s is None:
-            set_pace(NOTHING_S, but=self.cluster.line.connection if event.way == "in" else None)
+            set_pace(NOTHING_S, but=self.cluster.uplink.connection if event.way == "in" else None)
         else:
-            threading.Timer(event.duration_s, partial(self._mute, deaf=False, mute=False)).start()
+            threading.Timer(event.duration_s, partial(self._mute, drops_received=False, drops_sent=False)).start()
 
-    def _mute(self, *, deaf: bool, mute: bool) -> None:
+    def _mute(self, *, drops_received: bool, drops_sent: bool) -> None:
         """Set whether this rank receives and sends over its server connection; the host still reaches itself."""
         if self.cluster.server is not None:
-            self.cluster.server.cut_off = deaf or mute
+            self.cluster.server.cut_off = drops_received or drops_sent
         else:
-            self.cluster.line.deaf, self.cluster.line.mute = deaf, mute
+            self.cluster.uplink.drops_received, self.cluster.uplink.drops_sent = drops_received, drops_sent
 
 
 def outcome_of(event: FaultSpec, lost_after_s: float) -> str:

@@ -166,14 +166,14 @@ def let_leave(
 
     def left(lost: records.Lost) -> None:
         journal.write(records.Left(lost.rank, lost.step, f"{lost.reason}; the remaining ranks continued"))
-        exchange.gone.add(lost.rank)
+        exchange.lost.add(lost.rank)
         then(lost.rank)
 
     def back(member: Member) -> None:
         lives = [each for each in journal.records if isinstance(each, records.Left) and each.rank == member.rank]
         if lives and not lives[-1].back:
             journal.write(msgspec.structs.replace(lives[-1], back=True))
-        exchange.gone.discard(member.rank)
+        exchange.lost.discard(member.rank)
 
     watch.on_back = back
     watch.let_leave(left)
@@ -220,12 +220,12 @@ def write_failure_report(verdict: Verdict, succession: Succession, journal: Jour
     A rank that was declared dead writes nothing: its knowledge is as old as its last heartbeat, and the folder belongs
     to the others.
     """
-    if succession.given_up:
+    if succession.declared_dead:
         return
     for lost in verdict.lost:
         journal.write(lost)
     journal.write(records.Failed(verdict.exit_code, verdict.sentence, time.time()))
-    if journal.folder is None or not succession.turn(outcome.claimed):
+    if journal.folder is None or not succession.is_my_turn(outcome.claimed):
         return
     by_rank = last_words(outcome.folder, succession.survivors) | {succession.rank: journal.records}
     run = judge(by_rank)

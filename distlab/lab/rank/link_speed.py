@@ -26,7 +26,7 @@ PINGS = 10
 
 def measure_link(lab: Lab) -> None:
     """Report the requested and the measured speed, if a slow link was requested."""
-    wanted = link.asked(lab.config)
+    wanted = link.requested(lab.config)
     if not wanted:
         return
     if lab.world_size == 1:

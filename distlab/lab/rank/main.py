@@ -80,15 +80,19 @@ def be_rank(config: Config, started_at: float, parent: LauncherPipe, engine: str
     journal, told = begin_log(config, mode, parent, engine)
     import_and_freeze(config, mode)
     # 2. Find the other ranks; from then on each watches all others.
-    parent.begin_to_wait()
+    parent.start_waiting()
     try:
         cluster = join(
-            config, source_version(config), partial(journal.say, at="normal"), contents(config), goes_on=mode.takes_back
+            config,
+            source_version(config),
+            partial(journal.say, at="normal"),
+            contents(config),
+            elastic=mode.takes_back,
         )
     except ClusterError as error:
         journal.say(log_line("broken", str(error)))
         return 3
-    parent.joined(cluster.tell_death)
+    parent.joined(cluster.record_death)
     run = RankRun(config, mode, device, cluster, journal, parent, started_at, told)
     run.watch.start()
     try:
@@ -131,7 +135,7 @@ def rejoin_run(
     mode, device = mode.mistaken(config.bug), pick_device(config)
     journal, told = begin_log(config, mode, parent, engine)
     import_and_freeze(config, mode)
-    parent.begin_to_wait()
+    parent.start_waiting()
     try:
         cluster = rejoin(left, config, source_version(config), partial(journal.say, at="normal"))
     except ClusterError as error:
@@ -192,7 +196,7 @@ class RankRun:
     def register_transport(self) -> None:
         """Make the lab's own transport the backend of all groups of this process, with LAB_BACKEND=tcp."""
         if self.config.backend == "tcp":
-            TcpBackend(self.own_ip, self.key, self.cluster.strangers.turned_away).register()
+            TcpBackend(self.own_ip, self.key, self.cluster.strangers.on_rejected).register()
 
     def open_lab(self, drills: "Drills | None" = None) -> Lab:
         """Return the Lab on the default group, and record this rank's place in it."""
@@ -200,7 +204,7 @@ class RankRun:
         assert world is not None
         self.watch.main.follow(world)
         if self.config.backend == "nccl":
-            self.watch.gave_up = nccl_gave_up
+            self.watch.nccl_aborted = nccl_gave_up
         exchange, config, cluster = self.exchange, self.config, self.cluster
         unseen = unseen_on(config.backend, cluster.world_size)
         ledger = Ledger(cluster.rank, cluster.world_size, exchange.everyone, [cluster.server_at[1]], unseen=unseen)
@@ -214,7 +218,7 @@ class RankRun:
         watch, exchange, journal, timeout_s = self.watch, self.exchange, self.journal, self.config.collective_timeout_s
         hooks = RunHooks(
             at=watch.main.at, work=self.work, finished=self.sections.finished,
-            own_ip=self.own_ip, secret=self.key, turned_away=self.cluster.strangers.turned_away,
+            own_ip=self.own_ip, secret=self.key, on_rejected=self.cluster.strangers.on_rejected,
             membership=self.membership,
             let_leave=partial(let_leave, watch, exchange, journal, self.parent),
             move=partial(move, watch, exchange, self.sections),
@@ -248,7 +252,7 @@ class RankRun:
         The folder may exist without records, because all ranks wait for each other in between; a run that was refused
         there writes none.
         """
-        if not succession.given_up:
+        if not succession.declared_dead:
             if verdict.exit_code != 2 and has_claimed(self.folder, self.cluster.token):
                 self._write_start()
             self._write_dropped()
@@ -264,7 +268,7 @@ def begin_log(config: Config, mode: Mode, parent: LauncherPipe, engine: str) -> 
     """Return the journal, which has no folder yet, and the printed rows of rank 0's log."""
     journal = Journal(config.log)
     tell_story(journal, config)
-    parent.tell_unheard(journal.unheard)
+    parent.on_output_lost(journal.unheard)
     told = mistake({"mistake": mode.told(config.bug)}) if config.rank == 0 else []
     for line in told:
         journal.say(line, "normal")

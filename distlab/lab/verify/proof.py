@@ -110,9 +110,9 @@ def prove(
             else:
                 compare(lab, name, build, configs, batches, dense, buffers, also)
                 if checkpoints is not None and checkpoints.group is not None:
-                    from distlab.lab.checkpoint.resume import drill
+                    from distlab.lab.checkpoint.resume import prove_resume
 
-                    drill(lab, name, build, configs, checkpoints.group)
+                    prove_resume(lab, name, build, configs, checkpoints.group)
             lab.finished("proof", tuple(variants))
 
 

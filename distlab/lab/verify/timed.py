@@ -77,7 +77,7 @@ class Stopwatch:
         told = self._untold
         everyone = lab.exchange.everyone(name, None if told is None else [self.shares[told][-1]])
         if told is not None:
-            course.hear(told, everyone)
+            course.record_loss(told, everyone)
 
     def write(self, lab: Lab) -> None:
         """Write the seconds of all steps but the first ones, and the times by class."""
@@ -174,7 +174,7 @@ def saving(
     saver = Saver(lab, checkpoints.group, strategies, course, shares) if checkpoints.group is not None else None
 
     def passed(step: int) -> None:
-        course.passed(step)
+        course.finish_step(step)
         if saver is not None:
             saver.after(step)
 
@@ -186,7 +186,7 @@ def saving(
             course.wrongly_seen(),
             0,
             detail=detail,
-            control="tests/lab/checkpoint/test_course.py::test_an_epoch_that_is_begun_anew_is_seen",
+            control="tests/lab/checkpoint/test_course.py::test_a_repeated_epoch_is_counted",
         )
 
 

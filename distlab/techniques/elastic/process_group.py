@@ -31,18 +31,18 @@ from distlab.techniques.transport.store import KeyedStore
 # closed descriptor's number is reused for other sockets; an inode identifies one socket.
 
 
-class Open(NamedTuple):
+class OpenSocket(NamedTuple):
     descriptor: int
     inode: int
 
 
-def sockets() -> set[Open]:
+def sockets() -> set[OpenSocket]:
     found = set()
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         with suppress(OSError):  # the listing's own
             status = os.fstat(descriptor)
             if stat.S_ISSOCK(status.st_mode):
-                found.add(Open(descriptor, status.st_ino))
+                found.add(OpenSocket(descriptor, status.st_ino))
     return found
 
 
@@ -53,9 +53,9 @@ def shut_down(descriptor: int) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
-ASK_S = 0.3  # for a store's host to accept: torch's own client retries for a long time
+CONNECT_S = 0.3  # for a store's host to accept: torch's own client retries for a long time
 FORM_S = 10.0
-LOOK_S = 0.02
+POLL_S = 0.02
 Result = TypeVar("Result")
 Addressed = tuple[int, Tensor]  # sent to, or received from, the member of this number
 
@@ -73,38 +73,38 @@ class Regroup:
         self._stuck = False  # a wait in it has failed: gloo may still wait
         self._members: KeyedStore | None = None  # of the current group; C++ does not keep it alive
         self._gloo: Any = None  # a ProcessGroup, whose methods torch declares in part
-        self._before: set[Open] | None = None  # sockets open before the group was created; None without a group
+        self._before: set[OpenSocket] | None = None  # sockets open before the group was created; None without a group
 
-    def form(self, name: str, place: int, size: int, host: tuple[str, int], stands: Callable[[], bool]) -> None:
+    def form(self, name: str, place: int, size: int, host: tuple[str, int], is_intact: Callable[[], bool]) -> None:
         """Become member `place` of `size` in a new group, over the store at `host`, an address and a port.
 
-        Raises RuntimeError on failure, soon after `stands()` turns false or after a cut: otherwise a member that dies
-        meanwhile would be waited for, and sockets opened after one cut need another.
+        Raises RuntimeError on failure, soon after `is_intact()` turns false or after a cut: otherwise it would wait for
+        a member that dies meanwhile, and sockets opened after one cut need another.
         """
         self.leave()
         self.place, self._size = place, size
         self._is_cut, self._before = False, sockets()
         formed = threading.Event()
-        watcher = threading.Thread(target=self._cut_unless, args=(stands, formed), daemon=True)
+        watcher = threading.Thread(target=self._cut_unless, args=(is_intact, formed), daemon=True)
         watcher.start()
         try:
-            self._gloo = self._formed(name, place, size, host)
+            self._gloo = self._create_group(name, place, size, host)
         finally:
             formed.set()
             watcher.join()
-        if self._is_cut or not stands():
+        if self._is_cut or not is_intact():
             raise RuntimeError("a member left while the group was created, or cut it")
 
-    def _cut_unless(self, stands: Callable[[], bool], formed: threading.Event) -> None:
-        while not formed.wait(LOOK_S):
-            if self._is_cut or not stands():
+    def _cut_unless(self, is_intact: Callable[[], bool], formed: threading.Event) -> None:
+        while not formed.wait(POLL_S):
+            if self._is_cut or not is_intact():
                 self.cut()
 
-    def _formed(self, name: str, place: int, size: int, host: tuple[str, int]) -> Any:
+    def _create_group(self, name: str, place: int, size: int, host: tuple[str, int]) -> Any:
         try:
-            socket.create_connection(host, ASK_S).close()
+            socket.create_connection(host, CONNECT_S).close()
         except OSError:
-            raise RuntimeError(f"nobody listens at the store of {host[0]}:{host[1]}") from None
+            raise RuntimeError(f"no store listens at {host[0]}:{host[1]}") from None
         self._members = store = self._store(host)
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=self.ip)]
@@ -122,28 +122,28 @@ class Regroup:
         If the host dies after the request, there is no connection that a cut could end. A short timeout would fail
         where this process gets no core: 0.3 s did, in tests.
         """
-        went = f"the store of {host[0]}:{host[1]} went while it was connected to"
+        lost = f"the store at {host[0]}:{host[1]} was lost while the group was created"
         try:
-            return self._unless_cut(lambda: KeyedStore(*host, self._key, FORM_S, self._purpose), went)
+            return self._unless_cut(lambda: KeyedStore(*host, self._key, FORM_S, self._purpose), lost)
         except OSError as error:
-            raise RuntimeError(f"{went}: {error}") from None
+            raise RuntimeError(f"{lost}: {error}") from None
 
-    def _unless_cut(self, wait_for: Callable[[], Result], words: str) -> Result:
+    def _unless_cut(self, wait_for: Callable[[], Result], message: str) -> Result:
         """Return the result of `wait_for`, run in a thread; if this group is cut meanwhile, abandon the thread and
         raise RuntimeError."""
-        came: Future[Result] = Future()
+        result: Future[Result] = Future()
 
-        def come() -> None:
+        def run() -> None:
             try:
-                came.set_result(wait_for())
+                result.set_result(wait_for())
             except Exception as error:  # passed to the caller
-                came.set_exception(error)
+                result.set_exception(error)
 
-        threading.Thread(target=come, daemon=True).start()
-        while not wait([came], LOOK_S).done:
+        threading.Thread(target=run, daemon=True).start()
+        while not wait([result], POLL_S).done:
             if self._is_cut:
-                raise RuntimeError(words)
-        return came.result()
+                raise RuntimeError(message)
+        return result.result()
 
     def cut(self) -> None:
         """Cut the group, from any thread: whoever waits in it, or for its creation, raises RuntimeError."""
@@ -158,13 +158,13 @@ class Regroup:
         """Disconnect; members that still wait for this process raise RuntimeError."""
         self.cut()
         self._before = None
-        held, self._gloo = [self._gloo, self._members], None
+        kept, self._gloo = [self._gloo, self._members], None
         self._members = None
         if self._stuck:  # its destructor waits for a thread of gloo that waits
-            threading.Thread(target=held.clear, daemon=True).start()
+            threading.Thread(target=kept.clear, daemon=True).start()
             self._stuck = False
 
-    # --- collectives; all raise RuntimeError if a member has gone ---
+    # --- collectives; all raise RuntimeError if a member was lost ---
 
     def _wait_for(self, works: Sequence[dist.Work]) -> None:
         def all_of_them() -> None:
@@ -172,7 +172,7 @@ class Regroup:
                 work.wait()
 
         self._stuck = True
-        self._unless_cut(all_of_them, "the group was cut, and gloo waits on")
+        self._unless_cut(all_of_them, "the group was cut while gloo waited")
         self._stuck = False
 
     def sum(self, tensor: Tensor) -> Tensor:

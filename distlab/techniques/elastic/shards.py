@@ -1,10 +1,10 @@
-"""Which member has which part of a flat vector, and what is sent when the members change.
+"""Which member has which part of a flat vector, and which parts move when the members change.
 
     cut      P numbers over N members: member i has those from i·c to (i+1)·c, with c = P/N rounded up
     moves    each member needs its part of the new cut. It keeps what it has, and receives the rest from a member that
              has it
 
-What no member has any more is lost (`gaps`). Ranges are [begin, end); `ranks` are in the order of members.
+Numbers that no member has any more are lost (`gaps`). Ranges are [begin, end); `ranks` are in the order of members.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -86,7 +86,7 @@ class Version(NamedTuple):
         return part(total, self.ranks.index(rank), len(self.ranks)) if self.ranks else (0, total)
 
 
-class HeldVersion(NamedTuple):
+class StoredVersion(NamedTuple):
     """One rank's part of a version: [rows, n] of the n numbers from `begin` on."""
 
     version: Version
@@ -96,7 +96,7 @@ class HeldVersion(NamedTuple):
     def of(self, wanted: Range) -> Tensor:
         """Return the numbers of a range within the part."""
         begin, end = wanted
-        assert self.begin <= begin <= end <= self.begin + self.part.shape[1], f"{wanted} is not held"
+        assert self.begin <= begin <= end <= self.begin + self.part.shape[1], f"{wanted} is not stored here"
         return self.part[:, begin - self.begin : end - self.begin]
 
     @property
@@ -114,7 +114,7 @@ class Recut(NamedTuple):
 
 
 def move_shards(
-    group: Regroup, ranks: Sequence[int], rank: int, held: HeldVersion | None, has: Mapping[int, Range],
+    group: Regroup, ranks: Sequence[int], rank: int, stored: StoredVersion | None, has: Mapping[int, Range],
     wants: Mapping[int, Range], like: Tensor,
 ) -> tuple[Tensor, int]:  # fmt: skip
     """Return this rank's part of the new cut, a new tensor like `like` [rows, ...], and the bytes received for it. A
@@ -124,14 +124,14 @@ def move_shards(
     sent, received, pieces = list[Addressed](), list[Addressed](), list[tuple[int, Tensor]]()
     for move in moves(has, wants):
         if move.source == rank:
-            assert held is not None, "who has something holds the version"
-            sent.append((ranks.index(move.target), held.of((move.begin, move.end)).contiguous()))
+            assert stored is not None, "a source has stored the version"
+            sent.append((ranks.index(move.target), stored.of((move.begin, move.end)).contiguous()))
         if move.target == rank:
             pieces.append((move.begin, like.new_empty(len(like), move.end - move.begin)))
             received.append((ranks.index(move.source), pieces[-1][1]))
     group.exchange(sent, received)
-    if held is not None:
-        pieces.append((held.begin, held.part))
+    if stored is not None:
+        pieces.append((stored.begin, stored.part))
     for at, piece in pieces:
         begin, end = max(at, first), min(at + piece.shape[1], last)
         if begin < end:

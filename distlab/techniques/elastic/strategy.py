@@ -1,7 +1,7 @@
 """A replica that survives the loss of its process group: applied updates are kept, late ranks copy the newest state;
 and a variant that shards the optimizer's state.
 
-    each step   gradients [P] | owner of each sample [E] | loss [1] | a wish [1]    summed in one all_reduce
+    each step   gradients [P] | owner of each sample [E] | loss [1] | a join request [1]    summed in one all_reduce
                 the update, on this rank alone; then the step counts
 
 The all_reduce either returns the sum of all members, or raises. If a member dies in it, some may have the sum and
@@ -28,9 +28,9 @@ from distlab.techniques.collectives.costs import gloo_all_reduce_messages
 from distlab.techniques.data_parallel.vectors import Vectors
 from distlab.techniques.elastic.process_group import Regroup
 from distlab.techniques.elastic.shards import (
-    HeldVersion,
     Piece,
     Recut,
+    StoredVersion,
     Version,
     chunk,
     fresh,
@@ -72,12 +72,12 @@ class Survivor:
 
     # --- a step ---
 
-    def step(self, group: Regroup, place: int, size: int, wish: bool) -> bool:
-        """Run one step as member number `place` of `size`; return whether any member has a `wish`.
+    def step(self, group: Regroup, place: int, size: int, join_request: bool) -> bool:
+        """Run one step as member number `place` of `size`; return whether any member has a `join_request`.
 
-        Raises RuntimeError if a member has gone; this rank's state is then that before or after the step.
+        Raises RuntimeError if a member was lost; this rank's state is then that before or after the step.
         """
-        payload = self.sum_of_all(group, place, size, wish)
+        payload = self.sum_of_all(group, place, size, join_request)
         self.reduced, row = payload[: len(self.vectors.weights)], payload[len(self.vectors.weights) : -1]
         self.at("reduced")
         self.apply(self.clipped(self.reduced, self.reduced.norm().item()))
@@ -86,12 +86,12 @@ class Survivor:
         self.at("applied")
         return bool(payload[-1] > 0)
 
-    def sum_of_all(self, group: Regroup, place: int, size: int, wish: bool) -> Tensor:
+    def sum_of_all(self, group: Regroup, place: int, size: int, join_request: bool) -> Tensor:
         """Return this member's results summed over all members: [P + E + 1 + 1]."""
         row = self.computed(place, size)
         self.at("computed")
-        wished = row.new_tensor([float(wish)])
-        payload = group.sum(torch.cat([self.vectors.gradients, row, wished]))
+        requested = row.new_tensor([float(join_request)])
+        payload = group.sum(torch.cat([self.vectors.gradients, row, requested]))
         self.at("summed")
         return payload
 
@@ -99,7 +99,7 @@ class Survivor:
         """Run forward and backward on this member's part of the batch; return owners and its part of the loss."""
         self.vectors.zero()
         row = self.vectors.weights.new_zeros(self.epoch + 1)
-        ids, parts = self.deal(place, size)
+        ids, parts = self.assign(place, size)
         for inputs, targets, share in parts:
             loss = self.model(inputs, targets) * share
             loss.backward()
@@ -108,11 +108,11 @@ class Survivor:
             row[sample] += 1 + (self.rank + 1) / OWNERS
         return row
 
-    def deal(self, place: int, size: int) -> tuple[list[int], list[Microbatch]]:
+    def assign(self, place: int, size: int) -> tuple[list[int], list[Microbatch]]:
         """Return the numbers of this member's samples at this step, and the samples as microbatches."""
         if not self.rescale:
-            dealt = self.batches.dealt(self.applied, place, size)
-            return self.batches.sample_ids(self.applied, place, size), dealt
+            microbatches = self.batches.dealt(self.applied, place, size)
+            return self.batches.sample_ids(self.applied, place, size), microbatches
         sizes = self.batches.kept_sizes(size)
         self.samples, seen = sum(sizes), int(self.history[: self.applied, :-1].floor().sum())
         ids = self.batches.ids_from(seen + sum(sizes[:place]), sizes[place])
@@ -153,7 +153,7 @@ class Survivor:
     # --- after a loss ---
 
     def report(self) -> Report:
-        """Return what the first member needs to know of this one to decide which step is kept."""
+        """Return the state that the first member needs to decide which step is kept."""
         return {"applied": self.applied}
 
     def decide(self, reports: Mapping[int, Report], newcomers: Iterable[int]) -> Report:
@@ -169,12 +169,12 @@ class Survivor:
         if plan["behind"]:
             state = group.broadcast(self.state(), ranks.index(plan["source"]))  # a copy, so a partial one is never used
             if self.rank in plan["behind"]:
-                self.take(state, int(plan["applied"]))
+                self.set_state(state, int(plan["applied"]))
 
     def state(self) -> Tensor:
         return torch.cat([self.piece.weights, self.piece.moments.flatten(), self.history.flatten()])
 
-    def take(self, state: Tensor, applied: int) -> None:
+    def set_state(self, state: Tensor, applied: int) -> None:
         """Continue from a `state` that was taken after so many steps."""
         parts = (self.piece.weights, self.piece.moments, self.history)
         weights, moments, history = state.split([part.numel() for part in parts])
@@ -189,7 +189,7 @@ class Survivor:
 
     def load(self, path: Path) -> None:
         saved = torch.load(path, weights_only=True)
-        self.take(saved["state"], saved["applied"])
+        self.set_state(saved["state"], saved["applied"])
 
     def moments(self, group: Regroup) -> Tensor:  # noqa: ARG002  every replica has them all
         """Return AdamW's moments of all weights, [2, P]; a collective."""
@@ -206,7 +206,7 @@ def write_whole(path: Path, saved: dict[str, Any]) -> None:
 # A replica that shards the optimizer's state (ZeRO-1), and moves shards when the members change.
 #
 #     each step   gradients   reduce-scatter: each member has the sum of its own part
-#                 owners | loss | a wish | squares of the part: summed in one small all_reduce
+#                 owners | loss | a join request | squares of the part: summed in one small all_reduce
 #                 the update of its own part: its weights, its moments
 #                 weights     all-gather; then the step counts
 #
@@ -222,30 +222,30 @@ def write_whole(path: Path, saved: dict[str, Any]) -> None:
 class ShardedSurvivor(Survivor):
     """One rank's weights, and its shard of AdamW's moments."""
 
-    def __init__(self, *given: Any, **named: Any) -> None:
-        super().__init__(*given, **named)
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
         self.total = len(self.vectors.weights)
         # The first is valid; versions that may become valid follow.
-        self.held = [HeldVersion(Version(0, 0, ()), 0, self.piece.moments)]
+        self.versions = [StoredVersion(Version(0, 0, ()), 0, self.piece.moments)]
         self.recuts: list[Recut] = []
         self.saved, self._file = 0, Path()  # steps in this rank's last checkpoint, and its file
 
     # --- a step ---
 
-    def step(self, group: Regroup, place: int, size: int, wish: bool) -> bool:
+    def step(self, group: Regroup, place: int, size: int, join_request: bool) -> bool:
         """Run a step like a replica; the new version becomes valid once all members have sent their weights."""
-        stands, mine = self.held[0], part(self.total, place, size)
+        valid, mine = self.versions[0], part(self.total, place, size)
         row = self.computed(place, size)
         self.at("computed")
         self.reduced = self.summed_part(group, place, size)
         self.at("reduced")
         gradient = self.reduced
-        summed = group.sum(torch.cat([row, row.new_tensor([float(wish), float(gradient.square().sum())])]))
-        before = Piece(self.piece.weights[slice(*mine)], stands.of(mine))
+        summed = group.sum(torch.cat([row, row.new_tensor([float(join_request), float(gradient.square().sum())])]))
+        before = Piece(self.piece.weights[slice(*mine)], valid.of(mine))
         gradient = self.clipped(gradient, summed[-1].item() ** 0.5)
         after = stepped(before, gradient, self.rate(), self.applied + 1)
-        ready = HeldVersion(stands.version._replace(applied=self.applied + 1), mine[0], after.moments)
-        self.held = [stands, ready]
+        ready = StoredVersion(valid.version._replace(applied=self.applied + 1), mine[0], after.moments)
+        self.versions = [valid, ready]
         weights = group.all_gather(self.padded(after.weights, size))[: self.total]
         self.at("summed")
         self.history[self.applied] = summed[:-2]
@@ -257,19 +257,19 @@ class ShardedSurvivor(Survivor):
         """Return the sum of all members' gradients for this member's part, added in member order: a reduce-scatter."""
         gradients = self.vectors.gradients
         begin, end = part(self.total, place, size)
-        theirs = {each: gradients.new_empty(end - begin) for each in range(size) if each != place}
-        parts = [(each, gradients[slice(*part(self.total, each, size))]) for each in theirs]
-        group.exchange(parts, theirs.items())
+        received = {each: gradients.new_empty(end - begin) for each in range(size) if each != place}
+        parts = [(each, gradients[slice(*part(self.total, each, size))]) for each in received]
+        group.exchange(parts, received.items())
         total = gradients.new_zeros(end - begin)
         for each in range(size):
-            total += theirs.get(each, gradients[begin:end])
+            total += received.get(each, gradients[begin:end])
         return total
 
-    def commit(self, held: HeldVersion, weights: Tensor) -> None:
+    def commit(self, stored: StoredVersion, weights: Tensor) -> None:
         """Make this version the only valid one."""
-        self.held = [held]
+        self.versions = [stored]
         self.put(weights, self.piece.moments[:, :0].clone())
-        self.applied = held.version.applied
+        self.applied = stored.version.applied
 
     def alike(self, kind: str) -> list[tuple[str, Tensor]]:
         """Gather the weights of all members; gradients are of each member's own part."""
@@ -284,11 +284,11 @@ class ShardedSurvivor(Survivor):
     # --- when the members change ---
 
     def report(self) -> Report:
-        return {"applied": self.applied, "saved": self.saved, "held": [each.version for each in self.held]}
+        return {"applied": self.applied, "saved": self.saved, "versions": [each.version for each in self.versions]}
 
     def decide(self, reports: Mapping[int, Report], newcomers: Iterable[int]) -> Report:
         """Choose the newest version that is valid anywhere, or a checkpoint if a part of it is lost."""
-        versions = {rank: [Version.parse(each) for each in report["held"]] for rank, report in reports.items()}
+        versions = {rank: [Version.parse(each) for each in report["versions"]] for rank, report in reports.items()}
         newest = max((of_rank[0] for of_rank in versions.values()), key=lambda version: version[:2])
         has = {rank: newest.range_of(rank, self.total) for rank, of_rank in versions.items() if newest in of_rank}
         applied, restored = {rank: of_rank[0].applied for rank, of_rank in versions.items()}, False
@@ -315,14 +315,14 @@ class ShardedSurvivor(Survivor):
         else:
             if plan["behind"]:
                 state = group.broadcast(state, ranks.index(plan["source"]))
-            base = next((each for each in self.held if each.version == Version.parse(plan["version"])), None)
+            base = next((each for each in self.versions if each.version == Version.parse(plan["version"])), None)
             mine, received_bytes = move_shards(group, ranks, self.rank, base, has, wants, self.piece.moments)
-        kept = [self.held[0]] if base is None or base is self.held[0] else [self.held[0], base]
-        self.held = [*kept, HeldVersion(version, wants[self.rank][0], mine)]
-        group.sum(torch.zeros(1))  # wait until all have theirs
+        kept = [self.versions[0]] if base is None or base is self.versions[0] else [self.versions[0], base]
+        self.versions = [*kept, StoredVersion(version, wants[self.rank][0], mine)]
+        group.sum(torch.zeros(1))  # wait until all members have their shards
         weights, history = state.split([self.total, self.history.numel()])
         self.history = history.view_as(self.history).clone()
-        self.commit(self.held[-1], weights)
+        self.commit(self.versions[-1], weights)
         self.recuts.append(Recut(has, tuple(ranks), plan["restored"], received_bytes))
 
     def state(self) -> Tensor:
@@ -330,11 +330,11 @@ class ShardedSurvivor(Survivor):
 
     def moments(self, group: Regroup) -> Tensor:
         """Return AdamW's moments of all weights, [2, P]; a collective if they are sharded."""
-        held = self.held[0]
-        if not held.version.ranks:
-            return held.part
-        rows = [group.all_gather(self.padded(row, len(held.version.ranks)))[: self.total] for row in held.part]
-        return torch.stack(rows) if rows else held.part.new_zeros(0, self.total)
+        stored = self.versions[0]
+        if not stored.version.ranks:
+            return stored.part
+        rows = [group.all_gather(self.padded(row, len(stored.version.ranks)))[: self.total] for row in stored.part]
+        return torch.stack(rows) if rows else stored.part.new_zeros(0, self.total)
 
     # --- on disk ---
 
@@ -355,7 +355,7 @@ class ShardedSurvivor(Survivor):
 # The bytes that one member sends in a step and stores between steps, in float64.
 #
 # P is `parameters`, E the samples of an epoch, N the members; a member's own part has `own` of the P numbers. E + 2
-# numbers are sent with the gradients: the owners of samples, the loss and a wish.
+# numbers are sent with the gradients: the owners of samples, the loss and a join request.
 
 BYTES = 8  # of a float64
 STEP = {
@@ -372,11 +372,11 @@ def replica_step_bytes(size: int, parameters: int, samples: int) -> float:
 def sharded_step_bytes(size: int, parameters: int, samples: int, own: int) -> float:
     """Return the bytes of a reduce-scatter of gradients, a small all_reduce that includes the norm, and an all-gather
     of weights in parts of c = P/N rounded up."""
-    beside = 2 * (size - 1) / size * BYTES * (samples + 3)
-    return BYTES * (parameters - own) + beside + (size - 1) * BYTES * -(-parameters // size)
+    small = 2 * (size - 1) / size * BYTES * (samples + 3)
+    return BYTES * (parameters - own) + small + (size - 1) * BYTES * -(-parameters // size)
 
 
-def held_bytes(own: int, rows: int) -> int:
+def stored_bytes(own: int, rows: int) -> int:
     """Return the bytes of the moments that a member stores between steps, of `rows` numbers each."""
     return BYTES * rows * own
 

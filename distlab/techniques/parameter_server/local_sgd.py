@@ -3,7 +3,7 @@
 Each worker takes H local steps from common weights w. The mean of their weight changes, weighted by the samples that
 each has processed, is then used as a gradient:
 
-    d = sum_k f_k (w - w_k)     f_k: the share of worker k in the samples, sum_k f_k = 1
+    d = sum_k f_k (w - w_k)     f_k: worker k's fraction of the samples, sum_k f_k = 1
     v = m·v + d                 momentum
     w = w - lr·(d + m·v)        Nesterov's form, as torch.optim.SGD has it
 
@@ -36,27 +36,27 @@ class OuterStep:
         self.common = weights.clone()
         self.velocity = torch.zeros_like(weights) if momentum else None
         self.done = 0  # local steps since the last outer one
-        self._share = 0.0
+        self._fraction = 0.0
 
-    def step(self, share: float) -> None:
-        """Count a local step on this worker's `share` of the global batch; the shares of all ranks add up to one."""
-        self._share += share
+    def step(self, fraction: float) -> None:
+        """Count a local step on this worker's `fraction` of the global batch; those of all ranks add up to one."""
+        self._fraction += fraction
         self.done += 1
         if self.done < self.local_steps:
             return
-        moved = torch.sub(self.common, self.weights).mul_(self._share / self.done)
+        moved = torch.sub(self.common, self.weights).mul_(self._fraction / self.done)
         self.average(moved)
         if self.velocity is not None:
-            moved = self.along(moved)
+            moved = self.outer_direction(moved)
         self.common.add_(moved, alpha=-self.lr)
         self.weights.copy_(self.common)
-        self.done, self._share = 0, 0.0
+        self.done, self._fraction = 0, 0.0
 
     def average(self, moved: Tensor) -> None:
         """Sum the weighted changes of all workers, in place."""
         dist.all_reduce(moved, group=self.group)
 
-    def along(self, moved: Tensor) -> Tensor:
+    def outer_direction(self, moved: Tensor) -> Tensor:
         """Return the direction of the outer step: `moved` plus Nesterov's look-ahead along the momentum."""
         assert self.velocity is not None
         return moved.add_(self.velocity.mul_(self.momentum).add_(moved), alpha=self.momentum)

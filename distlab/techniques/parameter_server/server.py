@@ -39,7 +39,7 @@ class Event(NamedTuple):
     worker: int
     steps: int  # granted, delivered or lost
     number: int = 0  # of a push, counted per worker from 1
-    loss: float = 0.0  # of a push: the worker's mean loss, where a recorder was given it
+    loss: float = 0.0  # of a push: the worker's mean loss, if a recorder got it
 
 
 class ParameterServer:
@@ -70,7 +70,7 @@ class ParameterServer:
     def start(self, worker: int, most: int = 1) -> int:
         """Grant up to `most` steps from the present weights; 0 means that the run is over."""
         if worker in self._granted:
-            raise ValueError(f"rank {worker} starts anew with steps under way")
+            raise ValueError(f"rank {worker} starts again before it has pushed its last steps")
         granted = min(most, self.budget)
         if granted > 0:
             self.budget -= granted
@@ -159,7 +159,7 @@ def draw_order(seed: int, rules: ParameterServer, most: int = 1) -> list[tuple[s
 #     header   [4] float64   request: kind, number of the push, most steps, loss; answer: the steps granted
 #     vector   [P]           an update, or weights
 
-ASK_START, ASK_PUSH, ASK_FINISH = 0, 1, 2
+REQUEST_START, REQUEST_PUSH, REQUEST_FINISH = 0, 1, 2
 JOIN_S = 0.2  # interval for checking whether a worker has left
 
 
@@ -183,7 +183,7 @@ class Recorder:
         self.finished[worker] += steps
 
     def left(self, worker: int) -> None:
-        """Record that `worker` has gone, and its steps under way with it."""
+        """Record that `worker` has left, and that its steps under way are lost."""
         self.seen.append(Event(LEAVE, worker, self._granted.pop(worker, 0)))
 
 
@@ -227,13 +227,13 @@ class Server:
             self._changed.notify_all()
 
     def _wait(self, worker: int, ready: Callable[[], bool], what: str) -> None:
-        def gone() -> bool:
+        def has_left() -> bool:
             return worker not in self.rules.clocks
 
-        if not self._changed.wait_for(lambda: gone() or ready(), self.timeout_s):
+        if not self._changed.wait_for(lambda: has_left() or ready(), self.timeout_s):
             ranks = ", ".join(f"rank {rank}" for rank in self.rules.behind())
-            raise TimeoutError(f"rank {worker} timed out waiting for {ranks}, to {what}, after {self.timeout_s:g} s")
-        if gone():
+            raise TimeoutError(f"rank {worker} could not {what} in {self.timeout_s:g} s: timed out waiting for {ranks}")
+        if has_left():
             raise ConnectionError(f"rank {worker} was declared dead: its request came too late")
 
 
@@ -284,18 +284,18 @@ class Remote:
         self._vector = torch.empty_like(like, device="cpu")
 
     def start(self, most: int, weights: Tensor) -> int:
-        self.link.send(header(ASK_START, most=most))
+        self.link.send(header(REQUEST_START, most=most))
         granted = int(self.link.receive(header())[0])
         if granted:
             weights.copy_(self.link.receive(self._vector))
         return granted
 
     def push(self, number: int, update: Tensor, loss: float) -> None:
-        self.link.send(header(ASK_PUSH, number, loss=loss))
+        self.link.send(header(REQUEST_PUSH, number, loss=loss))
         self.link.send(self._vector.copy_(update))
 
     def finish(self, weights: Tensor) -> None:
-        self.link.send(header(ASK_FINISH))
+        self.link.send(header(REQUEST_FINISH))
         weights.copy_(self.link.receive(self._vector))
 
 
@@ -308,12 +308,12 @@ def serve(server: Server, link: Link, worker: int) -> None:
     vector = torch.empty_like(server.rules.weights)
     while True:
         what, number, most, loss = link.receive(header()).tolist()
-        if what == ASK_START:
+        if what == REQUEST_START:
             granted = server.start(worker, int(most), vector)
             link.send(header(granted))
             if granted:
                 link.send(vector)
-        elif what == ASK_PUSH:
+        elif what == REQUEST_PUSH:
             server.push(worker, int(number), link.receive(vector), loss)
         else:
             server.finish(worker, vector)
@@ -339,7 +339,7 @@ class Threads:
     def _run(self, link: Link, worker: int) -> None:
         try:
             serve(self.server, link, worker)
-        except (RuntimeError, ConnectionError):  # the other end has gone, or was silent for too long
+        except (RuntimeError, ConnectionError):  # the other end has closed, or was silent for too long
             self.server.leave(worker)
         except Exception as error:
             self._errors.append(error)
@@ -359,17 +359,17 @@ class Threads:
 
 
 class Worker:
-    """One worker's model and data, and a record of its steps; `noted(step)` is called before each step."""
+    """One worker's model and data, and a record of its steps; `on_step(step)` is called before each step."""
 
     def __init__(
         self, model: Model, config: Config, batches: Batches, rank: int, lr: float,
-        noted: Callable[[int], None] = lambda step: None,  # noqa: ARG005
+        on_step: Callable[[int], None] = lambda step: None,  # noqa: ARG005
     ) -> None:  # fmt: skip
         self.model, self.vectors = model, Vectors(model.parameters())
-        self.batches, self.rank, self.num_workers, self.lr, self.noted = batches, rank, config.world_size, lr, noted
+        self.batches, self.rank, self.num_workers, self.lr, self.on_step = batches, rank, config.world_size, lr, on_step
         self.steps = 0
         self.samples: list[str] = []  # digests of the samples behind each push
-        self._taken: list[Tensor] = []  # inputs and targets since the last push
+        self._used: list[Tensor] = []  # inputs and targets since the last push
 
     def train(self, client: Client, most: int) -> None:
         """Train until the server has no more steps to grant; the weights are the final ones then."""
@@ -391,13 +391,13 @@ class Worker:
         update.zero_()
         losses = []
         for _ in range(steps):
-            self.noted(self.steps)
+            self.on_step(self.steps)
             losses.append(self.backward())
             update += self.vectors.gradients
             self.vectors.weights.add_(self.vectors.gradients, alpha=-self.lr)
             self.steps += 1
-        self.samples.append(digest_of(self._taken))
-        self._taken = []
+        self.samples.append(digest_of(self._used))
+        self._used = []
         return sum(losses) / len(losses)
 
     def backward(self) -> float:
@@ -406,5 +406,5 @@ class Worker:
         microbatches, summed = self.batches.dealt(self.steps, self.rank, self.num_workers), 0.0
         for index, part in enumerate(microbatches):
             summed += forward_backward(self.model, part, index).item()
-            self._taken += part[:2]
+            self._used += part[:2]
         return summed / sum(part.share * part.targets.numel() for part in microbatches)

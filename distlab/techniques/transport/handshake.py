@@ -28,14 +28,14 @@ ACCEPTED = b"+"
 HELLO_BYTES = len(MAGIC) + NONCE_BYTES
 WHO = struct.Struct("!iQ")
 PROOF_BYTES = WHO.size + 32
-MOST = 64  # unverified connections at once; a valid one is accepted within milliseconds
+MAX_UNVERIFIED = 64  # unverified connections at once; a valid one is accepted within milliseconds
 PROVE_S = 5.0
-FULL_S = 0.05
+RETRY_S = 0.05
 BACKLOG = 128
-TurnedAway = Callable[[str, tuple[str, int]], None]  # is called with the fault, and the address and port it came from
+OnRejected = Callable[[str, tuple[str, int]], None]  # is called with the fault, and the address and port it came from
 
 
-def uncounted(fault: str, source: tuple[str, int]) -> None:
+def ignore_rejected(fault: str, source: tuple[str, int]) -> None:
     """Ignore a rejected connection: the default where they are not counted."""
 
 
@@ -97,7 +97,7 @@ def _read(connection: socket.socket, count: int, deadline: float) -> bytes:
         connection.settimeout(max(0.01, deadline - time.monotonic()))
         new = connection.recv(count - len(received))
         if not new:
-            raise Closed("it hung up before anything was proven")
+            raise Closed("it closed the connection before it had proven the key")
         received += new
     return received
 
@@ -132,12 +132,12 @@ class Unverified:
         self.deadline = time.monotonic() + PROVE_S
 
     def read(self) -> bool:
-        """Return whether the next expected message is complete, and no byte after it was read; raises OSError."""
+        """Read up to the end of the next expected message; return whether it is complete. Raises OSError."""
         wanted = PROOF_BYTES if self.nonces else HELLO_BYTES
         with suppress(BlockingIOError):
             new = self.connection.recv(wanted - len(self.received))
             if not new:
-                raise Closed("hung up before it had proven anything")
+                raise Closed("it closed the connection before it had proven the key")
             self.received += new
         return len(self.received) == wanted
 
@@ -152,11 +152,11 @@ class Listener:
 
     def __init__(
         self, listening: socket.socket, selector: selectors.BaseSelector, key: bytes, purpose: str,
-        me: Callable[[], Who] = lambda: NOBODY, turned_away: TurnedAway = uncounted,
+        me: Callable[[], Who] = lambda: NOBODY, on_rejected: OnRejected = ignore_rejected,
     ) -> None:  # fmt: skip
         listening.setblocking(False)  # the caller may have disconnected before it is accepted
         self._listening, self._selector, self._key, self._purpose = listening, selector, key, purpose
-        self._me, self._turned_away = me, turned_away
+        self._me, self._on_rejected = me, on_rejected
         self._unverified: dict[socket.socket, Unverified] = {}
         selector.register(listening, selectors.EVENT_READ, self)
 
@@ -183,9 +183,9 @@ class Listener:
             who = proven(self._key, b"dialler", self._purpose, peer.nonces, peer.received)
             peer.connection.send(ACCEPTED)
         except OSError:
-            # A peer that closes after this end's proof has another key; a silent one only looked who listens.
+            # A peer that closes after this end's proof has another key; a silent one only probed the port.
             sent = peer.received or peer.nonces
-            self._reject(peer, "whose ends do not both have the key" if sent else "")
+            self._reject(peer, "with another key" if sent else "")
             return None
         self._forget(peer)
         return who, peer.connection
@@ -194,7 +194,7 @@ class Listener:
         """Reject connections that have taken too long."""
         now = time.monotonic()
         for peer in [peer for peer in self._unverified.values() if now > peer.deadline]:
-            self._reject(peer, "that proves nothing")
+            self._reject(peer, "that did not prove the key")
 
     def close(self) -> None:
         """Stop listening; all unverified connections are rejected."""
@@ -210,13 +210,13 @@ class Listener:
         except (BlockingIOError, ConnectionError):  # the caller has disconnected
             return
         except OSError:  # no descriptor is free: try again later
-            time.sleep(FULL_S)
+            time.sleep(RETRY_S)
             return
         connection.setblocking(False)
         peer = self._unverified[connection] = Unverified(connection, (str(source[0]), int(source[1])))
         self._selector.register(connection, selectors.EVENT_READ, peer)
-        if len(self._unverified) > MOST:
-            self._reject(next(iter(self._unverified.values())), "that proves nothing")
+        if len(self._unverified) > MAX_UNVERIFIED:
+            self._reject(next(iter(self._unverified.values())), "that did not prove the key")
 
     def _answer(self, peer: Unverified) -> None:
         """Send this end's proof to a peer that has sent its nonce; raises OSError."""
@@ -226,12 +226,12 @@ class Listener:
         peer.nonces, peer.received = peer.received[len(MAGIC) :] + nonce, b""
         answer = MAGIC + nonce + proof(self._key, b"listener", self._purpose, peer.nonces, self._me())
         if peer.connection.send(answer) < len(answer):
-            raise Unproven("it does not read")
+            raise Unproven("it reads nothing")
 
     def _reject(self, peer: Unverified, fault: str) -> None:
         self._forget(peer)
         if fault:
-            self._turned_away(fault, peer.source)  # before the peer notices, so that it can read the new count
+            self._on_rejected(fault, peer.source)  # before the peer notices, so that it can read the new count
         peer.connection.close()
 
     def _forget(self, peer: Unverified) -> None:

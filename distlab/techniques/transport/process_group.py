@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from distlab.techniques.collectives.point_to_point import Message, Peers, Pending, Steps
 from distlab.techniques.transport import tcp_collectives
-from distlab.techniques.transport.handshake import Listener, TurnedAway, Who, dialled, listen, uncounted
+from distlab.techniques.transport.handshake import Listener, OnRejected, Who, dialled, ignore_rejected, listen
 from distlab.techniques.transport.tcp import Channel, LinkError, Transport
 from distlab.techniques.transport.tcp_collectives import rows_of
 
@@ -37,7 +37,7 @@ from distlab.techniques.transport.tcp_collectives import rows_of
 # not awaited continues whenever the process waits for anything over TCP (`Transport.background`).
 
 
-def unseen() -> AbstractContextManager[None]:
+def hide_from_recorders() -> AbstractContextManager[None]:
     """Hide a group's internal messages from recorders, as gloo hides its own: the program made one call."""
     if torch._C._len_torch_dispatch_stack():
         return _disable_current_modes()
@@ -69,7 +69,7 @@ class Running(dist.Work):
 
     def begin(self, steps: Iterator[Message], is_async: bool) -> None:
         """Send the first messages; the others follow at once, or while this process waits for something."""
-        with unseen():
+        with hide_from_recorders():
             self._pending = Pending(steps)
             if not is_async:
                 self._pending.wait()
@@ -80,13 +80,13 @@ class Running(dist.Work):
         if self._pending is not None:
             # Its messages are awaited one by one here, so no other wait may advance it meanwhile.
             self._transport.background = [each for each in self._transport.background if each != self.advance]
-            with unseen():
+            with hide_from_recorders():
                 self._pending.wait()
         return True
 
     def advance(self) -> bool:
         """Continue as far as messages have arrived; return whether it is finished."""
-        with unseen():
+        with hide_from_recorders():
             return self._pending is None or self._pending.advance()
 
     def is_completed(self) -> bool:
@@ -270,8 +270,8 @@ class TcpBackend:
     """The connections of this process, which listens at `host` for ranks with the key; `register` adds the torch
     backend "tcp"."""
 
-    def __init__(self, host: str, key: bytes, turned_away: TurnedAway = uncounted) -> None:
-        self.host, self.key, self.turned_away = host, key, turned_away
+    def __init__(self, host: str, key: bytes, on_rejected: OnRejected = ignore_rejected) -> None:
+        self.host, self.key, self.on_rejected = host, key, on_rejected
         self.transport: Transport | None = None
 
     def register(self) -> None:
@@ -298,7 +298,7 @@ class TcpBackend:
         """Return a connection to each of `others`, all of which call this too."""
         deadline = time.monotonic() + timeout_s
         with listen(self.host) as listening, selectors.DefaultSelector() as selector:
-            incoming = Listener(listening, selector, self.key, purpose(own), lambda: Who(own), self.turned_away)
+            incoming = Listener(listening, selector, self.key, purpose(own), lambda: Who(own), self.on_rejected)
             store.set(f"tcp/{own}", f"{self.host} {listening.getsockname()[1]}")
             try:
                 found = {rank: self._dial(store, rank, own, deadline) for rank in others if rank < own}
@@ -329,7 +329,7 @@ def accepted(
     while missing := waiting - found.keys():
         left_s = deadline - time.monotonic()
         if left_s <= 0:
-            raise LinkError(f"no connection from rank {', '.join(map(str, sorted(missing)))}: it did not dial")
+            raise LinkError(f"no connection from rank {', '.join(map(str, sorted(missing)))} within the timeout")
         for key, _ in selector.select(min(left_s, TICK_S)):
             arrival = incoming.step(key)
             if arrival is None:

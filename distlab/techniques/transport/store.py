@@ -14,7 +14,7 @@ from datetime import timedelta
 import msgspec
 import torch.distributed as dist
 
-from distlab.techniques.transport.handshake import NOBODY, TurnedAway, dialled, listen, uncounted
+from distlab.techniques.transport.handshake import NOBODY, OnRejected, dialled, ignore_rejected, listen
 from distlab.techniques.transport.store_server import (
     READ_BYTES,
     Add,
@@ -29,7 +29,7 @@ from distlab.techniques.transport.store_server import (
     StoreServer,
     Wait,
     framed,
-    take_frames,
+    pop_frames,
 )
 
 LATE_S = 2.0  # extra time beyond a wait's timeout, for a paused host to answer
@@ -54,29 +54,29 @@ class KeyedStore(dist.Store):
         self._lock = threading.Lock()
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._ask(Set(0, key.encode(), in_bytes(value)))
+        self._request(Set(0, key.encode(), to_bytes(value)))
 
     def get(self, key: str) -> bytes:
-        return self._ask(Get(0, key.encode(), self._timeout_s))
+        return self._request(Get(0, key.encode(), self._timeout_s))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         bound_s = self._timeout_s if timeout is None else max(0.001, timeout.total_seconds())
-        self._ask(Wait(0, [key.encode() for key in keys], bound_s), bound_s)
+        self._request(Wait(0, [key.encode() for key in keys], bound_s), bound_s)
 
     def check(self, keys: Sequence[str]) -> bool:
-        return bool(self._ask(Check(0, [key.encode() for key in keys])))
+        return bool(self._request(Check(0, [key.encode() for key in keys])))
 
     def add(self, key: str, value: int) -> int:
-        return int(self._ask(Add(0, key.encode(), value)))
+        return int(self._request(Add(0, key.encode(), value)))
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
-        return self._ask(CompareSet(0, key.encode(), in_bytes(expected_value), in_bytes(desired_value)))
+        return self._request(CompareSet(0, key.encode(), to_bytes(expected_value), to_bytes(desired_value)))
 
     def delete_key(self, key: str) -> bool:
-        return bool(self._ask(Delete(0, key.encode())))
+        return bool(self._request(Delete(0, key.encode())))
 
     def num_keys(self) -> int:
-        return int(self._ask(Count(0)))
+        return int(self._request(Count(0)))
 
     def clone(self) -> "KeyedStore":
         """Return another connection to the same store, so that a wait on one does not block the other."""
@@ -93,7 +93,7 @@ class KeyedStore(dist.Store):
         bound: timedelta = self.timeout  # type: ignore[attr-defined]
         return max(0.001, bound.total_seconds())
 
-    def _ask(self, request: StoreRequest, bound_s: float | None = None) -> bytes:
+    def _request(self, request: StoreRequest, bound_s: float | None = None) -> bytes:
         bound_s = self._timeout_s if bound_s is None else bound_s
         with self._lock:
             self._number += 1
@@ -104,7 +104,7 @@ class KeyedStore(dist.Store):
                 value = self._answer(self._number, time.monotonic() + bound_s + LATE_S)
             except (OSError, ValueError) as error:
                 self._connection.close()  # half a request may have been sent
-                raise dist.DistNetworkError(f"the store of {self.ip}:{self.port} is gone: {error}") from None
+                raise dist.DistNetworkError(f"the store at {self.ip}:{self.port} is unreachable: {error}") from None
         if value is None:
             raise dist.DistStoreError(f"wait timeout after {bound_s:g} s{keys_of(request)}")
         return value
@@ -123,7 +123,7 @@ class KeyedStore(dist.Store):
             if not new:
                 raise ConnectionResetError("it was closed")
             self._received += new
-            found = [ANSWERS.decode(frame) for frame in take_frames(self._received)]
+            found = [ANSWERS.decode(frame) for frame in pop_frames(self._received)]
             self._answers = {answer.number: answer.value for answer in found if answer.number >= number}
         return self._answers.pop(number)
 
@@ -132,11 +132,11 @@ class HostedStore(KeyedStore):
     """The store in its host process, at `listening`: a socket, or the address to open one at."""
 
     def __init__(
-        self, listening: socket.socket | str, key: bytes, timeout_s: float, turned_away: TurnedAway = uncounted
+        self, listening: socket.socket | str, key: bytes, timeout_s: float, on_rejected: OnRejected = ignore_rejected
     ) -> None:
         opened = listen(listening) if isinstance(listening, str) else listening
-        ip = reachable(opened)
-        self.host = StoreServer(opened, key, turned_away)
+        ip = reachable_ip(opened)
+        self.host = StoreServer(opened, key, on_rejected)
         super().__init__(ip, self.host.port, key, timeout_s)
 
     def close(self) -> None:
@@ -150,10 +150,10 @@ class Prefixed(dist.PrefixStore):
 
     def __init__(self, prefix: str, store: dist.Store) -> None:
         super().__init__(prefix, store)
-        self.whole = store
+        self.wrapped = store
 
 
-def reachable(listening: socket.socket) -> str:
+def reachable_ip(listening: socket.socket) -> str:
     """Return an address of this machine at which the socket is reached."""
     ip = str(listening.getsockname()[0])
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(ip, ip)
@@ -165,6 +165,6 @@ def keys_of(request: StoreRequest) -> str:
     return f", keys: {', '.join(key.decode(errors='replace') for key in keys)}"
 
 
-def in_bytes(value: str | bytes) -> bytes:
+def to_bytes(value: str | bytes) -> bytes:
     """Return bytes for a value that C++ passes as bytes and Python mostly as text."""
     return value.encode() if isinstance(value, str) else bytes(value)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from distlab.techniques.transport.handshake import NOBODY, Listener, TurnedAway, Who, uncounted
+from distlab.techniques.transport.handshake import NOBODY, Listener, OnRejected, Who, ignore_rejected
 
 LENGTH = struct.Struct("!I")
 MAX_MESSAGE_BYTES = 1 << 28  # from a rank of the run: records of a run, lines of a script
@@ -40,13 +40,13 @@ def framed(message: Message) -> bytes:
     return LENGTH.pack(len(body)) + body
 
 
-def take_frames(received: bytearray) -> list[bytes]:
+def pop_frames(received: bytearray) -> list[bytes]:
     """Remove the complete messages at the start of `received` and return them; raises ValueError if one is too long."""
     found, at = [], 0
     while len(received) - at >= LENGTH.size:
         (length,) = LENGTH.unpack_from(received, at)
         if length > MAX_MESSAGE_BYTES:
-            raise ValueError(f"a message of {length} B, allowed are up to {MAX_MESSAGE_BYTES}")
+            raise ValueError(f"a message has {length} bytes, allowed: at most {MAX_MESSAGE_BYTES}")
         end = at + LENGTH.size + length
         if end > len(received):
             break
@@ -83,16 +83,16 @@ class MessageServer:
         key: bytes,
         purpose: str,
         messages: Any,
-        turned_away: TurnedAway = uncounted,
+        on_rejected: OnRejected = ignore_rejected,
     ) -> None:
         self.port = int(listening.getsockname()[1])
         self._decoder = msgspec.msgpack.Decoder(messages)
-        self._turned_away = turned_away
+        self._on_rejected = on_rejected
         self._selector = selectors.DefaultSelector()
-        self._incoming = Listener(listening, self._selector, key, purpose, turned_away=turned_away)
+        self._incoming = Listener(listening, self._selector, key, purpose, on_rejected=on_rejected)
         self.peers: set[Peer] = set()
-        self._wakes, self._wake = socket.socketpair()
-        self._selector.register(self._wakes, selectors.EVENT_READ)
+        self._wake_receiver, self._wake_sender = socket.socketpair()
+        self._selector.register(self._wake_receiver, selectors.EVENT_READ)
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=purpose, daemon=True)
         self._thread.start()
@@ -100,7 +100,7 @@ class MessageServer:
     def close(self) -> None:
         """Send the remaining data, then stop the thread and close all connections."""
         self._closed = True
-        self._wake.close()
+        self._wake_sender.close()
         self._thread.join()
 
     def filenos(self) -> set[int]:
@@ -109,10 +109,10 @@ class MessageServer:
 
     # To be overridden.
 
-    def came(self, peer: Peer, message: Any) -> None:
+    def on_message(self, peer: Peer, message: Any) -> None:
         """Handle a message; an exception closes the connection."""
 
-    def ended(self, peer: Peer) -> None:
+    def on_disconnect(self, peer: Peer) -> None:
         """Handle the end of a connection."""
 
     def tick(self, now: float) -> None:
@@ -122,25 +122,25 @@ class MessageServer:
 
     def _run(self) -> None:
         while not self._closed:
-            self._look(TICK_S)
+            self._poll(TICK_S)
             self.tick(time.monotonic())
         deadline = time.monotonic() + FLUSH_S
         while any(peer.unsent for peer in self.peers) and time.monotonic() < deadline:
-            self._look(TICK_S)
+            self._poll(TICK_S)
         self._incoming.close()
         for peer in list(self.peers):
             self.drop(peer)
         self._selector.close()
-        self._wakes.close()
+        self._wake_receiver.close()
 
-    def _look(self, timeout_s: float) -> None:
+    def _poll(self, timeout_s: float) -> None:
         for key, events in self._selector.select(timeout_s):
-            if key.fileobj is self._wakes:
-                self._selector.unregister(self._wakes)
+            if key.fileobj is self._wake_receiver:
+                self._selector.unregister(self._wake_receiver)
             elif isinstance(key.data, Peer):
                 self._serve(key.data, events)
-            elif (come := self._incoming.step(key)) is not None:
-                peer = Peer(come[1], come[0])
+            elif (arrival := self._incoming.step(key)) is not None:
+                peer = Peer(arrival[1], arrival[0])
                 self.peers.add(peer)
                 self._selector.register(peer.connection, selectors.EVENT_READ, peer)
         self._incoming.expire()
@@ -155,12 +155,12 @@ class MessageServer:
                     if not new:
                         raise ConnectionResetError
                     peer.received += new
-                for frame in take_frames(peer.received):
-                    self.came(peer, self._decoder.decode(frame))
+                for frame in pop_frames(peer.received):
+                    self.on_message(peer, self._decoder.decode(frame))
         except OSError:
             self._end(peer)
         except Exception:  # a message that no rank of this version sends
-            self._turned_away("that cannot be read", peer.source)
+            self._on_rejected("with an invalid message", peer.source)
             self._end(peer)
 
     def send(self, peer: Peer, message: Message) -> None:
@@ -190,7 +190,7 @@ class MessageServer:
     def _end(self, peer: Peer) -> None:
         if peer in self.peers:
             self.drop(peer)
-            self.ended(peer)
+            self.on_disconnect(peer)
 
 
 # The store: the requests of a `dist.Store`, each with a number that its answer repeats.
@@ -267,23 +267,23 @@ class StoreServer(MessageServer):
     """Keys and values in one process; subclasses that do more pass other `messages` and `purpose`."""
 
     def __init__(
-        self, listening: socket.socket, key: bytes, turned_away: TurnedAway = uncounted,
+        self, listening: socket.socket, key: bytes, on_rejected: OnRejected = ignore_rejected,
         purpose: str = "store", messages: Any = StoreRequest,
     ) -> None:  # fmt: skip
         self._values: dict[bytes, bytes] = {}
         self._pending: list[Pending] = []
-        super().__init__(listening, key, purpose, messages, turned_away)
+        super().__init__(listening, key, purpose, messages, on_rejected)
 
-    def came(self, peer: Peer, message: StoreRequest) -> None:
+    def on_message(self, peer: Peer, message: StoreRequest) -> None:
         if isinstance(message, Get | Wait):
             keys = [message.key] if isinstance(message, Get) else message.keys
             pending = Pending(peer, message, keys, time.monotonic() + message.timeout_s)
-            if not self._answered(pending):
+            if not self._answer_if_ready(pending):
                 self._pending.append(pending)
         else:
-            self.send(peer, Answer(message.number, self._done(message)))
+            self.send(peer, Answer(message.number, self._execute(message)))
 
-    def _done(self, request: StoreRequest) -> bytes:
+    def _execute(self, request: StoreRequest) -> bytes:
         values = self._values
         match request:
             case Set(_, key, value):
@@ -306,10 +306,10 @@ class StoreServer(MessageServer):
 
     def _put(self, key: bytes, value: bytes) -> None:
         self._values[key] = value
-        answered = [each for each in self._pending if key in each.keys and self._answered(each)]
+        answered = [each for each in self._pending if key in each.keys and self._answer_if_ready(each)]
         self._pending = [each for each in self._pending if each not in answered]
 
-    def _answered(self, pending: Pending) -> bool:
+    def _answer_if_ready(self, pending: Pending) -> bool:
         """Return whether all awaited keys exist, in which case the answer was sent."""
         if not all(key in self._values for key in pending.keys):
             return False
@@ -317,7 +317,7 @@ class StoreServer(MessageServer):
         self.send(pending.peer, Answer(pending.request.number, value))
         return True
 
-    def ended(self, peer: Peer) -> None:
+    def on_disconnect(self, peer: Peer) -> None:
         self._pending = [each for each in self._pending if each.peer is not peer]
 
     def tick(self, now: float) -> None:

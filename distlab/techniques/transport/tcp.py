@@ -71,7 +71,7 @@ def unless_closed(count: int) -> int:
 
 def wrong_size(awaited: Message, head: bytes) -> OSError:
     """Return the error for two ranks that disagree about the length of a message."""
-    return ConnectionAbortedError(f"it sent {HEAD.unpack(head)[1]} bytes where {len(awaited.rest[0])} are awaited")
+    return ConnectionAbortedError(f"it sent {HEAD.unpack(head)[1]} bytes, this rank expected {len(awaited.rest[0])}")
 
 
 def memory_of(tensor: Tensor) -> memoryview:
@@ -96,29 +96,29 @@ class Stream:
     def __init__(self, wait: Wait, rank: int, connection: socket.socket) -> None:
         self.rank, self.connection = rank, connection
         self.ended = ""  # the reason
-        self.going: deque[Message] = deque()
+        self.outgoing: deque[Message] = deque()
         self._wait = wait
-        self._over = Message(wait, rank, b"", None, [])  # for messages that are complete at once
-        self._over.done = True
+        self._completed = Message(wait, rank, b"", None, [])  # for messages that are complete at once
+        self._completed.done = True
         self._posted: list[Message] = []
         self._early: list[Message] = []
-        self._left = b""  # the start of a header
-        self._coming: Message | None = None
-        self._place = memoryview(b"")  # memory to fill of the arriving message
+        self._partial_head = b""  # the start of a header
+        self._arriving: Message | None = None
+        self._target = memoryview(b"")  # memory to fill of the arriving message
 
     def send(self, key: bytes, tensor: Tensor) -> Message:
         """Start to send; raises OSError if the connection has ended."""
         memory = memory_of(tensor)
         head = HEAD.pack(key, len(memory))
-        if not self.going:
+        if not self.outgoing:
             count = self._write([head, memory])
             if count == len(head) + len(memory):
-                return self._over
+                return self._completed
             rest = [memoryview(head)[count:], memory[max(0, count - len(head)) :]]
         else:
             rest = [memoryview(head), memory]
         message = Message(self._wait, self.rank, head, tensor, rest)
-        self.going.append(message)
+        self.outgoing.append(message)
         return message
 
     def receive(self, key: bytes, tensor: Tensor) -> Message:
@@ -137,8 +137,8 @@ class Stream:
 
     def write(self) -> None:
         """Write as much outgoing data as the kernel accepts now; raises OSError if the connection has ended."""
-        while self.going:
-            message = self.going[0]
+        while self.outgoing:
+            message = self.outgoing[0]
             count = self._write(message.rest)
             while message.rest and count >= len(message.rest[0]):
                 count -= len(message.rest.pop(0))
@@ -146,7 +146,7 @@ class Stream:
                 message.rest[0] = message.rest[0][count:]
                 return
             message.done = True
-            self.going.popleft()
+            self.outgoing.popleft()
 
     def _write(self, parts: Sequence[bytes | memoryview]) -> int:
         try:
@@ -157,37 +157,37 @@ class Stream:
     def read(self) -> None:
         """Read arrived data, a long message directly to its tensor. BlockingIOError: nothing has arrived; other
         OSErrors: nothing ever will."""
-        if self._coming is not None:
-            count = self.connection.recv_into(self._place, 0, socket.MSG_DONTWAIT)
-            self._fill(self._coming, unless_closed(count))
+        if self._arriving is not None:
+            count = self.connection.recv_into(self._target, 0, socket.MSG_DONTWAIT)
+            self._fill(self._arriving, unless_closed(count))
         else:
             data = self.connection.recv(BUFFER_BYTES, socket.MSG_DONTWAIT)
             unless_closed(len(data))
-            self._sort(self._left + data)
+            self._dispatch(self._partial_head + data)
 
-    def _sort(self, data: bytes) -> None:
+    def _dispatch(self, data: bytes) -> None:
         at, end = 0, len(data)
         while end - at >= HEAD.size:
-            message = self._whose(data[at : at + HEAD.size])
+            message = self._message_for(data[at : at + HEAD.size])
             at += HEAD.size
-            place = message.rest[0]
-            here = min(len(place), end - at)
-            place[:here] = data[at : at + here]
-            at += here
-            self._coming, self._place = message, place
-            self._fill(message, here)
-        self._left = data[at:]
+            target = message.rest[0]
+            count = min(len(target), end - at)
+            target[:count] = data[at : at + count]
+            at += count
+            self._arriving, self._target = message, target
+            self._fill(message, count)
+        self._partial_head = data[at:]
 
     def _fill(self, message: Message, count: int) -> None:
         """Count `count` more bytes of the arriving message."""
-        if count < len(self._place):
-            self._place = self._place[count:]
+        if count < len(self._target):
+            self._target = self._target[count:]
             return
-        self._coming, message.done = None, True
+        self._arriving, message.done = None, True
         if message.late_receive is not None:
             copy_early(message)
 
-    def _whose(self, head: bytes) -> Message:
+    def _message_for(self, head: bytes) -> Message:
         """Return the message that was posted for this header, or a new early one."""
         for index, awaited in enumerate(self._posted):
             if awaited.head == head:
@@ -204,7 +204,7 @@ class Stream:
 SOCKET_BYTES = 4 << 20
 # How often a waiting process polls, yielding the core, before it sleeps: a core without work halts, and waking it costs
 # more than a small message.
-LOOKS = 60
+POLLS = 60
 READABLE = select.POLLIN | select.POLLHUP | select.POLLERR
 
 
@@ -223,7 +223,7 @@ class Transport:
         self._streams: dict[int, Stream] = {}
         self._by_descriptor: dict[int, Stream] = {}
         self._poll = select.poll()
-        self._full: set[int] = set()  # ranks with outgoing data that the kernel did not accept
+        self._blocked: set[int] = set()  # ranks with outgoing data that the kernel did not accept
 
     @property
     def ranks(self) -> set[int]:
@@ -240,14 +240,14 @@ class Transport:
         """Start to send the contiguous `tensor` to rank `peer`; raises LinkError."""
         stream = self._streams[peer]
         if stream.ended:
-            raise lost(stream)
+            raise ended_error(stream)
         try:
             message = stream.send(key, tensor)
         except OSError as error:
-            self._lose(stream, error)
-            raise lost(stream) from None
+            self._mark_ended(stream, error)
+            raise ended_error(stream) from None
         if not message.done:
-            self._ask(stream)
+            self._poll_writable(stream)
         return message
 
     def receive(self, peer: int, key: bytes, tensor: Tensor) -> Message:
@@ -256,59 +256,59 @@ class Transport:
         try:
             return stream.receive(key, tensor)
         except OSError as error:
-            self._lose(stream, error)
-            raise lost(stream) from None
+            self._mark_ended(stream, error)
+            raise ended_error(stream) from None
 
     def wait(self, message: Message) -> None:
         """Move all messages until `message` is done; raises LinkError naming the rank."""
         stream = self._streams[message.peer]
-        for _ in range(LOOKS):
+        for _ in range(POLLS):
             if message.done or stream.ended:
                 break
-            self._move(0.0)
+            self._progress(0.0)
             os.sched_yield()
         deadline = time.monotonic() + self.timeout_s
         while not message.done:
             if stream.ended:
-                raise lost(stream)
+                raise ended_error(stream)
             left_s = deadline - time.monotonic()
             if left_s <= 0:
-                raise LinkError(f"nothing came of the message with rank {message.peer} in {self.timeout_s:g} s")
-            self._move(left_s)
+                raise LinkError(f"a message to or from rank {message.peer} was not complete in {self.timeout_s:g} s")
+            self._progress(left_s)
 
-    def _move(self, timeout_s: float) -> None:
+    def _progress(self, timeout_s: float) -> None:
         """Read and write wherever possible now; if nowhere, wait until it is."""
         for descriptor, events in self._poll.poll(timeout_s * 1000):
             stream = self._by_descriptor[descriptor]
             try:
                 if events & select.POLLOUT:
                     stream.write()
-                    self._ask(stream)
+                    self._poll_writable(stream)
                 if events & READABLE:
                     stream.read()
             except BlockingIOError:
                 continue
             except OSError as error:
-                self._lose(stream, error)
+                self._mark_ended(stream, error)
         if self.background:
             self.background = [advance for advance in self.background if not advance()]
 
-    def _ask(self, stream: Stream) -> None:
+    def _poll_writable(self, stream: Stream) -> None:
         """Poll for writability only while there is outgoing data."""
-        if bool(stream.going) != (stream.rank in self._full):
-            self._poll.modify(stream.connection, select.POLLIN | (select.POLLOUT if stream.going else 0))
-            self._full ^= {stream.rank}
+        if bool(stream.outgoing) != (stream.rank in self._blocked):
+            self._poll.modify(stream.connection, select.POLLIN | (select.POLLOUT if stream.outgoing else 0))
+            self._blocked ^= {stream.rank}
 
-    def _lose(self, stream: Stream, error: OSError) -> None:
+    def _mark_ended(self, stream: Stream, error: OSError) -> None:
         stream.ended = error.strerror or str(error)
-        self._full.discard(stream.rank)
+        self._blocked.discard(stream.rank)
         self._poll.unregister(stream.connection)
 
     def flush(self) -> None:
         """Send all outgoing data, for at most `timeout_s`."""
         deadline = time.monotonic() + self.timeout_s
-        while self._full and time.monotonic() < deadline:
-            self._move(0.1)
+        while self._blocked and time.monotonic() < deadline:
+            self._progress(0.1)
 
     def leave(self) -> None:
         """Count one group less; with the last one, send all data and close the connections."""
@@ -321,7 +321,7 @@ class Transport:
             self._by_descriptor.clear()
 
 
-def lost(stream: Stream) -> LinkError:
+def ended_error(stream: Stream) -> LinkError:
     """Return the error for a connection that has ended."""
     return LinkError(f"the connection to rank {stream.rank} has ended: {stream.ended}")
 

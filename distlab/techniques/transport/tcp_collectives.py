@@ -33,7 +33,7 @@ def fold_of(op: Any) -> Callable[..., Tensor]:
     """Return the function that combines two tensors; raises ValueError for operations without one."""
     if op not in FOLDS:
         allowed = ", ".join(each.name for each in FOLDS)
-        raise ValueError(f"{getattr(op, 'name', op)} is no operation over tcp, allowed: {allowed}")
+        raise ValueError(f"the backend tcp has no operation {getattr(op, 'name', op)}, allowed: {allowed}")
     return FOLDS[op]
 
 
@@ -45,7 +45,7 @@ def rows_of(tensor: Tensor, parts: int, sizes: Sequence[int] = ()) -> list[Tenso
 def flat(tensor: Tensor) -> Tensor:
     """Return the tensor, or a copy, as one contiguous dim."""
     if tensor.device.type != "cpu":
-        raise ValueError(f"a tensor on {tensor.device} is not sent over tcp, allowed: cpu")
+        raise ValueError(f"the backend tcp sends no tensor on {tensor.device}, allowed: cpu")
     return tensor.detach().contiguous().view(-1)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from distlab.contract import Strategy
 from distlab.lab.checkpoint.manifest import TrainingPosition
-from distlab.lab.cluster import last_words
+from distlab.lab.cluster import oom_notice
 from distlab.lab.cluster.launch import LauncherPipe
 from distlab.lab.config import Config, ConfigError, user_code
 from distlab.lab.config.settings import is_path, lesson_file
@@ -38,7 +38,7 @@ def job_of(config: Config, hang_after_s: float) -> Job:
         wrong.append(f"LAB_VARIANT={','.join(config.variant)} are several: expected one, such as {mode.headline[0]}")
     if wrong:
         raise ConfigError(wrong)
-    last_words.PLACE.unlink(missing_ok=True)  # a container's entry point reads those of one rank, and the drill is none
+    oom_notice.PATH.unlink(missing_ok=True)  # a container's entry point reads those of one rank, and the drill is none
     import_for_ranks(config)
     file = lesson_file(config.run_mode).resolve()
     usual = {

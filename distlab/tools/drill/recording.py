@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TextIO
 import torch
 from torch import Tensor, nn
 
-from distlab.lab.cluster.departure import heeded
+from distlab.lab.cluster.departure import handled_signals
 from distlab.lab.measure.tensors import raw
 from distlab.tools.check.watch.patches import Function, Patch, before, harmless, put, step_hook
 from distlab.tools.check.watch.recorder import Recorder
@@ -65,7 +65,7 @@ def watch(recorder: Recorder, told: str, *, by_optimizer: bool = True) -> "Facts
     os.dup2(log, 1)
     os.dup2(log, 2)
     tempfile.tempdir = None  # that of the drill's own process
-    for number in heeded():  # by that process
+    for number in handled_signals():  # by that process
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     steps = ScriptSteps(recorder, Proving(str(folder), "ranks", drilled.rank, drilled.world_size), most=0)
     steps.install()

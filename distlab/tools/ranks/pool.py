@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection, wait
 from typing import IO, Any
 
 from distlab.lab.cluster import name_ranks
-from distlab.lab.cluster.launch import refuse_too_few
+from distlab.lab.cluster.launch import check_open_file_limit
 from distlab.techniques.transport.handshake import listen
 from distlab.techniques.transport.store_server import StoreServer
 from distlab.tools.check.judge.coordinator import Coordinator
@@ -170,7 +170,7 @@ class WarmRanks:
 
     def fork(self, count: int) -> list[WarmRank]:
         """Fork the ranks missing from `count`, not yet ready."""
-        refuse_too_few(count)
+        check_open_file_limit(count)
         for _ in range(len(self._servers), count if self._apart else 1):
             self._servers.append(ForkServer(self._preload))
             self._servers[-1].start()

@@ -1,4 +1,4 @@
-"""Manifests and checkpoints for tests, without a run behind them."""
+"""Manifests and checkpoints for tests, made without a run."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ def config_of(**environ: str) -> Config:
 
 
 def manifest_of(step: int, config: Config | None = None, **changed: Any) -> Manifest:
-    """After `step` steps of one variant, `flat`, whose epoch has 8 batches of 3 samples."""
+    """Return a manifest after `step` steps of one variant, `flat`, whose epoch has 8 batches of 3 samples."""
     settings = manifest.defining(config or config_of())
     made = Manifest(
         schema=manifest.SCHEMA, run_id="a", world_size=1, settings=settings, data="", versions={}, step=step, steps={"flat": step},
@@ -29,10 +29,10 @@ def manifest_of(step: int, config: Config | None = None, **changed: Any) -> Mani
 
 
 def checkpoint(folder: Path, step: int, **changed: Any) -> Path:
-    """A good checkpoint with one tensor, whose numbers are the step, as a rank alone writes it."""
+    """Write a good checkpoint of one rank, with one tensor whose numbers are the step."""
     made = manifest_of(step, **changed)
     path = folder / made.name
     path.mkdir(parents=True)
     files = storage.save_state({"flat/weights.w": torch.full((3,), float(step))}, path, None)
-    manifest.write(path, replace(made, files=storage.described(files, path)))
+    manifest.write(path, replace(made, files=storage.file_entries(files, path)))
     return path

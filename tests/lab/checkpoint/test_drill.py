@@ -1,4 +1,4 @@
-"""A resume that does not give everything back fails the drill by name."""
+"""A resume that does not restore all state fails its check."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from distlab.lab.checkpoint import manifest, resume
-from distlab.lab.checkpoint.resume import drill
+from distlab.lab.checkpoint.resume import prove_resume
 from distlab.lab.config import Config
 from distlab.lab.report import records
 from distlab.lab.report.reading import from_line, to_line
@@ -28,34 +28,34 @@ SMALL = TINY | {
 
 
 class Forgetful(Replica):
-    """A replica that leaves its last parameter out of what it saves."""
+    """A replica that does not save its last parameter."""
 
     def state_dict(self) -> dict[str, Any]:
         return dict(list(super().state_dict().items())[:-1])
 
 
-def drilled(group: dist.ProcessGroup, folder: str, kind: type[Replica], lost: str = "") -> list[str]:
+def checked_resume(group: dist.ProcessGroup, folder: str, kind: type[Replica], broken: str = "") -> list[str]:
     def build(model: Model, mesh: Mesh, config: Config) -> Replica:
         return kind(model, config, GradientBuckets(model.parameters(), mesh.group, bucket_bytes=1 << 40))
 
     lab = lab_of(group, SMALL, folder)
     assert lab.hooks.side_group is not None
-    place = manifest if lost == "set_generators" else resume
-    with patch.object(place, lost, lambda *_: None) if lost else nullcontext():
-        drill(lab, "flat", build, [lab.config.untimed()], lab.hooks.side_group)
+    module = manifest if broken == "set_generators" else resume
+    with patch.object(module, broken, lambda *_: None) if broken else nullcontext():
+        prove_resume(lab, "flat", build, [lab.config.untimed()], lab.hooks.side_group)
     lab.journal.write(records.End(group.rank(), 0.0, None, 0.0, 0.0))
     return [to_line(record) for record in lab.journal.records]
 
 
-def test_what_is_not_given_back_is_seen(ranks: Ranks, tmp_path: Path) -> None:
+def test_state_that_is_not_restored_fails(ranks: Ranks, tmp_path: Path) -> None:
     for kind, fails in ((Forgetful, {"resume"}), (Replica, set())):
-        lines = ranks(2, drilled, str(tmp_path / kind.__name__), kind)
+        lines = ranks(2, checked_resume, str(tmp_path / kind.__name__), kind)
         run = judge({rank: [from_line(line) for line in of_rank] for rank, of_rank in enumerate(lines)})
         assert failed(run) == fails
 
 
-@pytest.mark.parametrize("lost", ["give_back_generators", "set_generators"])
-def test_generators_that_are_not_given_back_are_seen(ranks: Ranks, tmp_path: Path, lost: str) -> None:
-    lines = ranks(2, drilled, str(tmp_path), Replica, lost)
+@pytest.mark.parametrize("broken", ["restore_generators", "set_generators"])
+def test_generators_that_are_not_restored_fail(ranks: Ranks, tmp_path: Path, broken: str) -> None:
+    lines = ranks(2, checked_resume, str(tmp_path), Replica, broken)
     run = judge({rank: [from_line(line) for line in of_rank] for rank, of_rank in enumerate(lines)})
     assert failed(run) == {"resumed generators"}

@@ -1,4 +1,4 @@
-"""Which checkpoint is taken, and what is refused by name: before the ranks join, and after, when every byte is read."""
+"""Which checkpoint is chosen, and which are refused: before the ranks join, and later, when every byte is read."""
 
 import json
 import math
@@ -29,7 +29,7 @@ def resuming(source: Path | str, runs: Path, **environ: str) -> Config:
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
-    """A folder of runs with one, `a`, that has saved after 10, 20 and 30 steps."""
+    """Return a folder with a run `a`, which has checkpoints after 10, 20 and 30 steps."""
     for step in (10, 20, 30):
         checkpoint(tmp_path / "a" / "checkpoints", step)
     return tmp_path
@@ -43,7 +43,7 @@ def test_a_run_is_named_by_its_id_or_by_any_path(runs: Path, source: str) -> Non
     assert found is not None and found.manifest.step == 30
 
 
-def test_auto_goes_on_with_the_run_of_its_own_name_and_begins_it_where_there_is_none(runs: Path) -> None:
+def test_auto_continues_the_run_with_its_name_or_begins_it(runs: Path) -> None:
     config = resuming("auto", runs, LAB_RUN_ID="a", LAB_CHECKPOINT_EVERY="5")
     found = locate.choose(config, pytest.fail)
     assert locate.refusals(config) == [] and found is not None and found.manifest.step == 30
@@ -52,13 +52,13 @@ def test_auto_goes_on_with_the_run_of_its_own_name_and_begins_it_where_there_is_
 
 
 def change(folder: Path, **values: Any) -> None:
-    """With a checksum that fits."""
+    """Change fields of a manifest, with a right checksum."""
     unsealed(folder, **{"schema": manifest.SCHEMA} | values)
     (folder / manifest.FILE).write_bytes(manifest.sealed((folder / manifest.FILE).read_bytes().strip()))
 
 
 def unsealed(folder: Path, **values: Any) -> None:
-    """As manifests were before they had a checksum."""
+    """Change fields of a manifest of the schema without a checksum."""
     path = folder / manifest.FILE
     found = {name: value for name, value in json.loads(path.read_text()).items() if name != "sha256"}
     path.write_text(json.dumps(found | {"schema": manifest.UNSEALED} | values) + "\n")
@@ -93,36 +93,39 @@ UNREAD = "manifest.json that cannot be read"
 WRONG = "missing or wrong fields (Expected `int`, got `str`"
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a flipped byte": (flip_a_byte, "__0_0.distcp: its checksum differs"),
-    "truncated": (lambda folder: os.truncate(folder / "__0_0.distcp", 100), "__0_0.distcp holds 100 of "),
+    "truncated": (lambda folder: os.truncate(folder / "__0_0.distcp", 100), "__0_0.distcp has 100 of "),
     "a missing file": (lambda folder: (folder / ".metadata").unlink(), ".metadata is missing"),
     "foreign": (lambda folder: (folder / manifest.FILE).unlink(), "has no manifest.json"),
     "half a manifest": (lambda folder: os.truncate(folder / manifest.FILE, 100), f"{UNREAD} ("),
-    "another json": (lambda folder: (folder / manifest.FILE).write_text("[1]"), "manifest.json that is not of the lab"),
+    "another json": (
+        lambda folder: (folder / manifest.FILE).write_text("[1]"),
+        "manifest.json that the lab did not write",
+    ),
     "a wrong field": (lambda folder: change(folder, step="x"), f"{WRONG} - at `$.step`)"),
     "an entry of the wrong type": (lambda folder: change(folder, seen=[0, "x"]), f"{WRONG} - at `$.seen[1]`)"),
-    "another schema": (lambda folder: change(folder, schema=1), "is of schema 1, and this code reads 3 and 2"),
+    "another schema": (lambda folder: change(folder, schema=1), "has schema 1, and this version reads 3 and 2"),
     "no checksum": (lambda folder: unsealed(folder, schema=manifest.SCHEMA), "manifest.json whose checksum is missing"),
     "a pipe": (a_pipe, f"{UNREAD} (it is no regular file"),
     "an endless device": (a_link_to_a_device, f"{UNREAD} (it is no regular file"),
     "nested too deeply": (nest_deeply, f"{UNREAD} (nested too deeply)"),
     "other settings": (lambda folder: change(folder, settings={}), "was saved with RUN_MODE=unset"),
-    "a shard nobody listed": (leave_a_shard_out, "is not whole (__0_0.distcp is not there)"),
+    "an unlisted shard": (leave_a_shard_out, "is incomplete (__0_0.distcp is missing)"),
 }
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_a_bad_one_is_passed_over_by_name_and_the_one_before_is_taken(runs: Path, kind: str) -> None:
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(runs: Path, kind: str) -> None:
     damage, sentence = DAMAGE[kind]
     newest = runs / "a" / "checkpoints" / "step-00000030"
     damage(newest)
-    said: list[str] = []
-    found = locate.choose(resuming("a", runs), said.append)
+    printed: list[str] = []
+    found = locate.choose(resuming("a", runs), printed.append)
     assert found is not None and found.manifest.step == 20
-    (line,) = said
-    assert line.startswith(str(newest)) and sentence in line and line.endswith(": taking step 20")
+    (line,) = printed
+    assert line.startswith(str(newest)) and sentence in line and line.endswith(": using step 20 instead")
 
 
-def test_a_flipped_bit_of_a_manifest_is_refused_by_name_and_the_checkpoint_before_is_taken(runs: Path) -> None:
+def test_a_flipped_bit_of_a_manifest_is_named_and_the_checkpoint_before_is_used(runs: Path) -> None:
     newest = runs / "a" / "checkpoints" / "step-00000030"
     path = newest / manifest.FILE
     good, draw = path.read_bytes(), random.Random(1)
@@ -130,33 +133,33 @@ def test_a_flipped_bit_of_a_manifest_is_refused_by_name_and_the_checkpoint_befor
     flipped = [good[: bit // 8] + bytes([good[bit // 8] ^ (1 << bit % 8)]) + good[bit // 8 + 1 :] for bit in bits]
     for content in [*flipped, *(good[:length] for length in range(0, len(good) - 1, 7))]:
         path.write_bytes(content)
-        with pytest.raises(Unreadable, match=r"manifest\.json|is of schema"):
+        with pytest.raises(Unreadable, match=r"manifest\.json|has schema"):
             manifest.read(newest)
     for content in (flipped[0], good[: len(good) // 2]):
         path.write_bytes(content)
-        said: list[str] = []
-        found = locate.choose(resuming("a", runs), said.append)
-        assert found is not None and found.manifest.step == 20 and said[0].startswith(f"{newest} ")
+        printed: list[str] = []
+        found = locate.choose(resuming("a", runs), printed.append)
+        assert found is not None and found.manifest.step == 20 and printed[0].startswith(f"{newest} ")
 
 
-def test_a_manifest_of_before_is_read_with_what_it_wrote_for_a_loss_that_is_no_number(runs: Path) -> None:
+def test_a_manifest_of_the_old_schema_is_read_with_its_nan_losses(runs: Path) -> None:
     folder = runs / "a" / "checkpoints" / "step-00000030"
     unsealed(folder, losses={"flat": [1.0, float("nan"), None]})
     assert b"NaN" in (folder / manifest.FILE).read_bytes()
     found = locate.choose(resuming("a", runs), pytest.fail)
     assert found is not None and found.folder == folder
-    known, unknown, nobody = found.manifest.losses["flat"]
-    assert known == 1.0 and unknown is not None and math.isnan(unknown) and nobody is None
+    known, nan, missing = found.manifest.losses["flat"]
+    assert known == 1.0 and nan is not None and math.isnan(nan) and missing is None
 
 
-def test_a_loss_that_is_no_number_is_written_as_json(tmp_path: Path) -> None:
+def test_an_infinite_loss_is_written_as_json(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path, 3, losses={"flat": [1.0, math.inf, None]})
     values = json.loads((folder / manifest.FILE).read_text(), parse_constant=pytest.fail)
     assert values["losses"] == {"flat": [1.0, {"float": "inf"}, None]}
     assert manifest.read(folder).losses == {"flat": [1.0, math.inf, None]}
 
 
-def test_where_none_is_good_each_is_named_and_auto_does_not_begin_anew(runs: Path) -> None:
+def test_if_no_checkpoint_is_good_each_is_named_and_auto_does_not_start_again(runs: Path) -> None:
     for folder in (runs / "a" / "checkpoints").iterdir():
         flip_a_byte(folder)
     with pytest.raises(ConfigError) as error:
@@ -164,8 +167,8 @@ def test_where_none_is_good_each_is_named_and_auto_does_not_begin_anew(runs: Pat
     assert error.value.faults[0].count("checksum differs") == 3
 
 
-def test_metadata_that_is_no_metadata_is_damage(runs: Path) -> None:
-    """With a checksum that fits: whoever wrote it was no checkpoint's writer."""
+def test_invalid_metadata_is_damage(runs: Path) -> None:
+    """Even without a wrong checksum."""
     folder = runs / "a" / "checkpoints" / "step-00000030"
     (folder / ".metadata").write_bytes(pickle.dumps({"not": "metadata"})[:-3])
     saved = manifest.read(folder)
@@ -175,42 +178,44 @@ def test_metadata_that_is_no_metadata_is_damage(runs: Path) -> None:
 
 
 class Evil:
-    """A pickle that makes a file where it is read."""
+    """A pickle that creates a file when it is loaded."""
 
-    def __init__(self, made: Path) -> None:
-        self.made = made
+    def __init__(self, path: Path) -> None:
+        self.path = path
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self.made,)
+        return Path.touch, (self.path,)
 
 
 def evil(name: str, made: Path) -> bytes:
-    """The bytes of metadata that run something, or that would have torch run it."""
+    """Return metadata that execute code, or make torch execute it."""
     if name == "a call":
         return pickle.dumps(Evil(made))
-    held: Any = BytesStorageMetadata() if name == "bytes, which torch unpickles" else Evil(made)
-    return pickle.dumps(Metadata({"flat/weights.w": held}, storage_data={}))
+    entry: Any = BytesStorageMetadata() if name == "bytes, which torch unpickles" else Evil(made)
+    return pickle.dumps(Metadata({"flat/weights.w": entry}, storage_data={}))
 
 
 @pytest.mark.parametrize("name", ["a call", "a call inside", "bytes, which torch unpickles"])
-def test_metadata_that_would_run_code_are_refused_before_they_do(
+def test_metadata_that_would_run_code_are_refused(
     runs: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder,) = [path for path in (runs / "a" / "checkpoints").iterdir() if path.name == "step-00000030"]
     (folder / metadata.FILE).write_bytes(evil(name, tmp_path / "made"))
-    change(folder, files=storage.described([path for path in folder.iterdir() if path.name != manifest.FILE], folder))
+    change(
+        folder, files=storage.file_entries([path for path in folder.iterdir() if path.name != manifest.FILE], folder)
+    )
     with pytest.raises(
-        ConfigError, match=r"\.metadata cannot be read \(it names .*which no checkpoint of the lab holds"
+        ConfigError, match=r"\.metadata cannot be read \(it names .*which no checkpoint of the lab contains"
     ):
         locate.choose(resuming(str(folder), runs), pytest.fail)
     assert main(["export", str(folder), str(tmp_path / "out.pt")]) == 2
-    assert "which no checkpoint of the lab holds" in capsys.readouterr().err
-    with pytest.raises(storage.Damaged):  # as each rank reads it for itself
+    assert "which no checkpoint of the lab contains" in capsys.readouterr().err
+    with pytest.raises(storage.Damaged):  # as each rank loads it
         storage.load_state({"flat/weights.w": torch.zeros(3)}, folder, None)
     assert not (tmp_path / "made").exists()
 
 
-def test_metadata_as_torch_pickles_them_are_read_as_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pickled_metadata_are_read_without_running_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor(7, dtype=torch.int64), "c": torch.ones(2).bfloat16()}
     storage.save_state(state, tmp_path / "json", None)
     monkeypatch.setattr(storage.Writer, "finish", FileSystemWriter.finish)
@@ -225,9 +230,9 @@ def test_metadata_as_torch_pickles_them_are_read_as_data(tmp_path: Path, monkeyp
         )
 
 
-def test_metadata_of_a_type_that_torch_has_not_are_damage(tmp_path: Path) -> None:
+def test_metadata_with_an_unknown_dtype_are_damage(tmp_path: Path) -> None:
     (tmp_path / metadata.FILE).write_text('{"a": {"dtype": "save", "size": [], "boxes": []}}')
-    with pytest.raises(storage.Damaged, match="'save' is no type of a tensor"):
+    with pytest.raises(storage.Damaged, match="'save' is no dtype of torch"):
         storage.files_named(tmp_path)
 
 
@@ -243,7 +248,7 @@ def test_metadata_of_a_type_that_torch_has_not_are_damage(tmp_path: Path) -> Non
         ("a", {"LAB_VARIANT": "flat,ring"}, ["holds flat and not ring"]),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_refused_before_the_ranks_join(
+def test_a_misfit_is_refused_before_the_ranks_join(
     runs: Path, source: str, environ: dict[str, str], sentences: list[str]
 ) -> None:
     (sentence,) = locate.refusals(resuming(source.format(runs), runs, **environ))
@@ -253,11 +258,11 @@ def test_what_does_not_fit_is_refused_before_the_ranks_join(
 @pytest.mark.parametrize(
     "environ", [{"WORLD_SIZE": "3"}, {"LAB_STEPS": "99"}, {"LAB_LOG": "full"}, {"LAB_VARIANT": "flat"}]
 )
-def test_what_may_differ(runs: Path, environ: dict[str, str]) -> None:
+def test_settings_that_may_differ(runs: Path, environ: dict[str, str]) -> None:
     assert locate.refusals(resuming("a", runs, **environ)) == []
 
 
-def test_a_variant_that_was_saved_under_a_former_name_fits(runs: Path) -> None:
+def test_a_variant_saved_under_a_former_name_fits(runs: Path) -> None:
     config = resuming("a", runs, LAB_VARIANT="per_bucket")
     assert locate.refusals(config, {"flat": "per_bucket"}) == []
     (sentence,) = locate.refusals(config, {"naive": "per_bucket"})
@@ -270,7 +275,7 @@ def test_a_folder_that_cannot_be_written_is_refused(runs: Path, monkeypatch: pyt
     assert sentence.startswith(f"LAB_CHECKPOINT_EVERY=5: {runs / 'a' / 'checkpoints'} cannot be written by user")
 
 
-def test_the_last_ones_are_kept(runs: Path) -> None:
+def test_the_newest_checkpoints_are_kept(runs: Path) -> None:
     folder = runs / "a" / "checkpoints"
     (folder / "notes").mkdir()
     keep_last(folder, 2)
@@ -285,8 +290,7 @@ def test_a_manifest_reads_as_it_was_written(runs: Path) -> None:
 
 
 def test_no_file_is_unpickled_anywhere_else() -> None:
-    """But what processes of one command give each other by a pipe or in a folder of their own, and the
-    files of a puzzle, whose code runs anyway."""
+    """Except messages between processes of one command, and the files of a puzzle, whose code runs anyway."""
     package = Path(locate.__file__).parents[2]
     sources = {
         path: path.read_text()

@@ -1,4 +1,4 @@
-"""Which checkpoints of a folder are taken, kept and removed."""
+"""Which checkpoints of a folder are chosen, kept and removed."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from distlab.lab.checkpoint import locate, manifest
-from distlab.lab.checkpoint.locate import listed_steps, passed_over
+from distlab.lab.checkpoint.locate import listed_steps, newer_good_steps
 from distlab.lab.checkpoint.save import keep_last
 
 
@@ -18,21 +18,19 @@ def saved(folder: Path, *steps: int) -> None:
 
 
 @pytest.mark.parametrize(("good", "newer"), [(lambda _: True, [3, 4]), (lambda _: False, [])])
-def test_a_newer_one_that_is_good_is_not_passed_over(
-    tmp_path: Path, good: Callable[[Path], bool], newer: list[int]
-) -> None:
+def test_newer_good_checkpoints_are_found(tmp_path: Path, good: Callable[[Path], bool], newer: list[int]) -> None:
     saved(tmp_path / "checkpoints", 1, 2, 3, 4)
     (tmp_path / "checkpoints" / "step-later").mkdir()
     assert listed_steps(tmp_path / "checkpoints") == {1, 2, 3, 4}
-    assert passed_over(tmp_path, 2, good) == newer
-    assert passed_over(tmp_path, 4, good) == []
+    assert newer_good_steps(tmp_path, 2, good) == newer
+    assert newer_good_steps(tmp_path, 4, good) == []
 
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_checkpoint_that_is_loaded_outlives_newer_ones(tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_being_loaded_is_not_removed(tmp_path: Path) -> None:
     first = tmp_path / manifest.folder_name(1)
     saved(tmp_path, 1)
     readers = [locate.lock_for_reading(first) for _ in range(2)]
@@ -46,7 +44,7 @@ def test_a_checkpoint_that_is_loaded_outlives_newer_ones(tmp_path: Path) -> None
     assert names(tmp_path) == ["step-00000004"]
 
 
-def test_what_is_gone_cannot_be_held(tmp_path: Path) -> None:
+def test_a_removed_checkpoint_cannot_be_locked(tmp_path: Path) -> None:
     folder = tmp_path / manifest.folder_name(1)
     saved(tmp_path, 1)
     assert locate.remove(folder)

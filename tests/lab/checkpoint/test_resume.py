@@ -1,4 +1,4 @@
-"""Stopped and resumed: the weights of a run that was never stopped, to the bit, in every mode, and on any number of
+"""A stopped and resumed run has the weights of an uninterrupted one, to the bit, in every mode and on other numbers of
 ranks."""
 
 import shutil
@@ -20,7 +20,7 @@ SMALL = {
     "LAB_STEPS": "6", "LAB_CHECKPOINT_EVERY": "2", "LAB_OPTIMIZER": "adamw", "LAB_CLIP": "0.5",
     "LAB_DTYPE": "float64", "LAB_BATCH": "11", "LAB_PROOF": "0", "LAB_DEPTH": "1",
 }  # fmt: skip
-# A cut through layers needs one with heads, all others ask nothing of a layer; a stage may have one more than another.
+# Modes that split layers need one with heads, others run any layer; a stage may have one layer more than another.
 MODELS = {key: {"LAB_MODEL": "mlp", "LAB_DEPTH": depth} for key, depth in (("dp", "2"), ("fsdp", "2"), ("pp", "4"))}
 VARIANTS = {"dp": "bucketed,ring,ddp", "fsdp": "zero1,zero3,fsdp2", "tp": "gathered,megatron", "pp": "1f1b"}
 Records = dict[int, list[records.Record]]
@@ -34,9 +34,9 @@ def curves(by_rank: Records) -> dict[str, list[float]]:
     return {record.variant: record.numbers for _, record in records.select(by_rank, records.Losses)}
 
 
-def farthest(ours: dict[str, list[float]], theirs: dict[str, list[float]]) -> float:
-    assert set(ours) == set(theirs)
-    return max(abs(a - b) for name in ours for a, b in zip(ours[name], theirs[name], strict=True))
+def largest_gap(one: dict[str, list[float]], other: dict[str, list[float]]) -> float:
+    assert set(one) == set(other)
+    return max(abs(a - b) for name in one for a, b in zip(one[name], other[name], strict=True))
 
 
 @pytest.mark.parametrize("mode", VARIANTS)
@@ -50,7 +50,7 @@ def test_a_resumed_run_ends_in_the_same_weights_to_the_bit(ranks: Ranks, tmp_pat
     assert any(check["name"] == "resumed samples" for check in resumed["checks"])
     ours = [name for name in digests(whole) if name not in load(mode).by_torch]
     assert ours and all(digests(whole)[name] == digests(resumed)[name] for name in ours)
-    assert farthest(curves(of_whole), curves(of_resumed)) <= 1e-12  # PyTorch's own too; one curve, from step 0 on
+    assert largest_gap(curves(of_whole), curves(of_resumed)) <= 1e-12  # PyTorch's own too; one curve, from step 0 on
     assert sorted(path.name for path in (tmp_path / "b" / "checkpoints").iterdir()) == ["step-00000006"]
 
 
@@ -61,7 +61,7 @@ def test_a_resumed_run_ends_in_the_same_weights_to_the_bit(ranks: Ranks, tmp_pat
         ("tp", "gathered,megatron", (4, 3)), ("pp", "1f1b", (2, 3)), ("dp", "bucketed,ddp", (3, 2)),
     ],
 )  # fmt: skip
-def test_another_world_size_reads_it_and_the_losses_go_on(
+def test_another_world_size_continues_the_losses(
     ranks: Ranks, tmp_path: Path, mode: str, variant: str, sizes: tuple[int, ...]
 ) -> None:
     settings = SMALL | MODELS.get(mode, {}) | {"RUN_MODE": mode, "LAB_VARIANT": variant, "LAB_STEPS": "4"}
@@ -71,10 +71,12 @@ def test_another_world_size_reads_it_and_the_losses_go_on(
     for size in sizes[1:]:
         resumed, of_resumed = run_experiment(ranks, size, tmp_path / f"on-{size}", **settings)
         assert failed(resumed) == set() and resumed["resumed"]["step"] == 2
-        assert farthest(curves(of_whole), curves(of_resumed)) <= 1e-12
+        assert largest_gap(curves(of_whole), curves(of_resumed)) <= 1e-12
 
 
-def test_a_plain_file_holds_the_dense_weights(ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_exported_file_has_the_dense_weights(
+    ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out, source = tmp_path / "out.pt", str(tmp_path / "a")
     settings = SMALL | {"RUN_MODE": "fsdp", "LAB_VARIANT": "zero3", "LAB_STEPS": "2"}
     run, _ = run_experiment(ranks, 3, tmp_path / "a", **settings)
@@ -90,21 +92,21 @@ def test_a_plain_file_holds_the_dense_weights(ranks: Ranks, tmp_path: Path, caps
     assert checkpoint.main(["export", source, str(out), "--variant", "zero9"]) == 2
     assert checkpoint.main(["export", str(tmp_path / "absent"), str(out)]) == 2
     assert checkpoint.main(["export", source, str(tmp_path / "no" / "out.pt")]) == 2
-    assert "holds zero3, and not zero9" in (said := capsys.readouterr().err)
-    assert "absent holds no checkpoint" in said and "cannot be written: No such file or directory" in said
+    assert "holds zero3, and not zero9" in (errors := capsys.readouterr().err)
+    assert "absent holds no checkpoint" in errors and "cannot be written: No such file or directory" in errors
     assert run["checkpoints"][0]["bytes"] > 0
 
 
-def test_with_nothing_left_to_train_the_run_still_ends_with_a_verdict(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_resumed_run_without_steps_left_has_a_verdict(ranks: Ranks, tmp_path: Path) -> None:
     settings = SMALL | {"LAB_VARIANT": "flat", "LAB_STEPS": "2"}
     whole, _ = run_experiment(ranks, 2, tmp_path / "a", **settings)
     settings |= {"LAB_STEPS": "1", "LAB_RESUME": str(tmp_path / "a")}
     again, of_again = run_experiment(ranks, 2, tmp_path / "b", **settings)
     assert again["verdict"] == "pass" and digests(again) == digests(whole)
-    assert any("nothing more is trained" in said.text for _, said in records.select(of_again, records.Said))
+    assert any("nothing more is trained" in line.text for _, line in records.select(of_again, records.Said))
 
 
-def test_variants_that_the_checkpoint_lacks_are_skipped_by_name(ranks: Ranks, tmp_path: Path) -> None:
+def test_variants_missing_in_the_checkpoint_are_skipped(ranks: Ranks, tmp_path: Path) -> None:
     run_experiment(ranks, 2, tmp_path / "a", **SMALL | {"LAB_VARIANT": "flat", "LAB_STEPS": "2"})
     run, _ = run_experiment(ranks, 2, tmp_path / "b", **SMALL | {"LAB_RESUME": str(tmp_path / "a")})
     assert set(digests(run)) == {"flat"}
@@ -112,17 +114,17 @@ def test_variants_that_the_checkpoint_lacks_are_skipped_by_name(ranks: Ranks, tm
 
 
 def saved_under(name: str, source: Path, path: Path) -> None:
-    """The checkpoint of one variant, written as a lab would that calls the variant `name`."""
+    """Write the checkpoint of one variant under another `name` of the variant."""
     made = manifest.read(source)
     (variant,) = made.steps
     dense = storage.load_dense(source, f"{variant}/")
     path.mkdir(parents=True)
     files = storage.save_state({f"{name}/{label}": tensor for label, tensor in dense.items()}, path, None)
     steps, losses = {name: made.step}, {name: made.losses[variant]}
-    manifest.write(path, replace_fields(made, steps=steps, losses=losses, files=storage.described(files, path)))
+    manifest.write(path, replace_fields(made, steps=steps, losses=losses, files=storage.file_entries(files, path)))
 
 
-def test_a_checkpoint_of_a_variant_by_its_name_of_before_is_resumed(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_checkpoint_with_a_former_variant_name_is_resumed(ranks: Ranks, tmp_path: Path) -> None:
     settings = SMALL | {"LAB_VARIANT": "per_parameter", "LAB_STEPS": "4"}
     whole, of_whole = run_experiment(ranks, 2, tmp_path / "a", **settings)
     old = tmp_path / "old" / "checkpoints" / "step-00000002"
@@ -130,4 +132,4 @@ def test_a_checkpoint_of_a_variant_by_its_name_of_before_is_resumed(ranks: Ranks
     resumed, of_resumed = run_experiment(ranks, 2, tmp_path / "b", **settings, LAB_RESUME=str(old.parent.parent))
     assert failed(resumed) == set() and resumed["resumed"]["step"] == 2
     assert digests(resumed) == digests(whole)
-    assert farthest(curves(of_whole), curves(of_resumed)) <= 1e-12
+    assert largest_gap(curves(of_whole), curves(of_resumed)) <= 1e-12

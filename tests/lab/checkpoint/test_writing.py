@@ -1,4 +1,4 @@
-"""One checkpoint of several ranks: whatever they have cut, everything or nothing, though a rank fails or is killed."""
+"""One checkpoint of several ranks: for any sharding, complete or absent even if a rank fails or is killed."""
 
 import os
 import re
@@ -20,8 +20,8 @@ from tests.warm_ranks import Ranks
 MATRIX = torch.arange(35.0).view(5, 7)
 
 
-def cut(rank: int, ranks: int, matrix: torch.Tensor) -> storage.State:
-    """A run of the matrix, as a flat shard has it, a vector that all have, a number in pieces, and one that the last rank has."""
+def state_of(rank: int, ranks: int, matrix: torch.Tensor) -> storage.State:
+    """Return a flat shard of the matrix, a replicated vector, a number in pieces, and a tensor of the last rank."""
     chunk = -(-matrix.numel() // ranks)
     run = matrix.flatten()[rank * chunk :][:chunk].clone()
     state = {"flat/weights.m": flat_piece(run, rank * chunk, matrix.shape), "flat/weights.v": matrix[0] + 1}
@@ -30,45 +30,45 @@ def cut(rank: int, ranks: int, matrix: torch.Tensor) -> storage.State:
             "flat/optimizer.step.m": flat_piece(matrix.flatten()[-1:], 0, torch.Size([])),
             "flat/weights.last": matrix[-1] + 1,
         }
-    return {name: held for name, held in state.items() if not (hasattr(held, "boxes") and not held.boxes)}
+    return {name: tensor for name, tensor in state.items() if not (hasattr(tensor, "boxes") and not tensor.boxes)}
 
 
-def save_cut(group: dist.ProcessGroup, folder: str) -> int:
-    state = cut(group.rank(), group.size(), MATRIX)
-    shares: dict[str, list[float | None]] = {"flat": [0.25 * (group.rank() + 1)]}
-    storage.write_checkpoint(Path(folder), manifest_of(1, losses={"flat": []}), state, group, shares, needed_bytes=0)
+def save_sharded(group: dist.ProcessGroup, folder: str) -> int:
+    state = state_of(group.rank(), group.size(), MATRIX)
+    loss_parts: dict[str, list[float | None]] = {"flat": [0.25 * (group.rank() + 1)]}
+    storage.write_checkpoint(
+        Path(folder), manifest_of(1, losses={"flat": []}), state, group, loss_parts, needed_bytes=0
+    )
     return storage.needed_bytes(state, group)
 
 
-def parts(held: Any) -> list[torch.Tensor]:
-    return [box for _, box in held.boxes] if hasattr(held, "boxes") else [held]
+def parts(tensor: Any) -> list[torch.Tensor]:
+    return [box for _, box in tensor.boxes] if hasattr(tensor, "boxes") else [tensor]
 
 
-def load_cut(group: dist.ProcessGroup, folder: str) -> bool:
-    state, wanted = (cut(group.rank(), group.size(), matrix) for matrix in (torch.zeros(5, 7), MATRIX))
+def load_sharded(group: dist.ProcessGroup, folder: str) -> bool:
+    state, wanted = (state_of(group.rank(), group.size(), matrix) for matrix in (torch.zeros(5, 7), MATRIX))
     storage.load_state(state, Path(folder) / "step-00000001", group)
-    ours, theirs = ([part for held in each.values() for part in parts(held)] for each in (state, wanted))
-    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    loaded, expected = ([part for tensor in each.values() for part in parts(tensor)] for each in (state, wanted))
+    return all(torch.equal(a, b) for a, b in zip(loaded, expected, strict=True))
 
 
 @pytest.mark.parametrize(("saved_by", "read_by"), [(3, 2), (1, 8), (8, 3)])
-def test_any_number_of_ranks_reads_what_any_other_wrote(
-    ranks: Ranks, tmp_path: Path, saved_by: int, read_by: int
-) -> None:
-    foretold = set(ranks(saved_by, save_cut, str(tmp_path)))
-    assert ranks(read_by, load_cut, str(tmp_path)) == [True] * read_by
+def test_any_number_of_ranks_loads_any_checkpoint(ranks: Ranks, tmp_path: Path, saved_by: int, read_by: int) -> None:
+    predicted = set(ranks(saved_by, save_sharded, str(tmp_path)))
+    assert ranks(read_by, load_sharded, str(tmp_path)) == [True] * read_by
     dense = storage.load_dense(tmp_path / "step-00000001", "flat/")
     assert torch.equal(dense["weights.m"], MATRIX) and torch.equal(dense["weights.last"], MATRIX[-1] + 1)
     saved = manifest.read(tmp_path / "step-00000001")
     assert locate.damage(tmp_path / "step-00000001", saved) == []
-    assert len(foretold) == 1
-    assert (max(foretold) - 4 * (35 + 7 + 1 + 7)) % storage.ENTRY_BYTES == 0  # each number once
-    assert saved.num_bytes < 1.5 * max(foretold)
+    assert len(predicted) == 1
+    assert (max(predicted) - 4 * (35 + 7 + 1 + 7)) % storage.ENTRY_BYTES == 0  # each number once
+    assert saved.num_bytes < 1.5 * max(predicted)
     assert saved.losses == {"flat": [sum(0.25 * (rank + 1) for rank in range(saved_by))]}
 
 
 def save_on_a_bad_disk(group: dist.ProcessGroup, folder: str) -> str:
-    """Rank 1's disk takes no file of more than 4 KiB."""
+    """Save with a limit of 4 KiB per file on rank 1."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if group.rank() == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
@@ -82,13 +82,13 @@ def save_on_a_bad_disk(group: dist.ProcessGroup, folder: str) -> str:
     return "saved"
 
 
-def test_a_disk_that_refuses_one_rank_is_told_to_all_and_leaves_the_one_before(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_disk_error_of_one_rank_reaches_all_and_keeps_the_checkpoint_before(ranks: Ranks, tmp_path: Path) -> None:
     checkpoint(tmp_path, 10)
     assert ranks(3, save_on_a_bad_disk, str(tmp_path)) == ["File too large"] * 3
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000010"]
 
 
-def save_more_than_there_is_room(group: dist.ProcessGroup, folder: str) -> str:
+def save_more_than_fits(group: dist.ProcessGroup, folder: str) -> str:
     try:
         storage.write_checkpoint(Path(folder), manifest_of(20), {}, group, {"flat": []}, needed_bytes=1 << 60)
     except storage.Unsaved as error:
@@ -96,10 +96,11 @@ def save_more_than_there_is_room(group: dist.ProcessGroup, folder: str) -> str:
     return "saved"
 
 
-def test_a_disk_without_room_is_not_written_to(ranks: Ranks, tmp_path: Path) -> None:
-    said = ranks(2, save_more_than_there_is_room, str(tmp_path))
+def test_a_disk_without_enough_space_is_not_written_to(ranks: Ranks, tmp_path: Path) -> None:
+    errors = ranks(2, save_more_than_fits, str(tmp_path))
     assert all(
-        re.fullmatch("No space left on device: .* are needed, .* for the logs, and .* are free", text) for text in said
+        re.fullmatch("No space left on device: .* is needed, including .* for logs, and .* is free", text)
+        for text in errors
     )
     assert list(tmp_path.iterdir()) == []
 
@@ -120,7 +121,7 @@ storage.write_checkpoint(folder, manifest_of(20), {"flat/weights.w": torch.zeros
 
 
 @pytest.mark.parametrize("moment", ["data", "manifest"])
-def test_a_process_killed_in_the_middle_of_a_save_leaves_the_one_before(tmp_path: Path, moment: str) -> None:
+def test_a_process_killed_during_a_save_keeps_the_checkpoint_before(tmp_path: Path, moment: str) -> None:
     checkpoint(tmp_path, 10)
     done = ended_warm("-c", [KILLED, str(tmp_path), moment], environ=os.environ, timeout_s=60)
     assert done.returncode == -signal.SIGKILL

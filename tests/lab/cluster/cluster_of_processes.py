@@ -1,4 +1,4 @@
-"""Real ranks as processes for tests: start them, read what they print, signal them, and wait with a bound."""
+"""Real ranks as processes for tests: start them, read their output, send signals, and wait with a timeout."""
 
 import contextlib
 import re
@@ -20,9 +20,9 @@ END_S = 45.0
 
 
 class Rank:
-    """One started process, its lines as they come and the times at which they came."""
+    """One started process, and its lines with the times at which they arrived."""
 
-    def __init__(self, command: list[str], variables: dict[str, str], handed: Sequence[int] = ()) -> None:
+    def __init__(self, command: list[str], variables: dict[str, str], descriptors: Sequence[int] = ()) -> None:
         quiet = {
             "TORCH_CPP_LOG_LEVEL": "ERROR",
             "OMP_NUM_THREADS": "1",
@@ -32,14 +32,14 @@ class Rank:
         }
         environ = clean(**quiet | variables)
         self.process: subprocess.Popen[str] | Warm
-        if command[:2] == [sys.executable, "-m"] and not handed:
+        if command[:2] == [sys.executable, "-m"] and not descriptors:
             self.process = Warm(command[2], command[3:], environ)
         elif command[:2] == [sys.executable, "-c"]:
             self.process = Warm("-c", command[2:], environ)
         else:
             self.process = subprocess.Popen(
                 command, cwd=TOP, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT, text=True, pass_fds=handed,
+                stderr=subprocess.STDOUT, text=True, pass_fds=descriptors,
             )  # fmt: skip
         self.lines: list[tuple[float, str]] = []
         self.ended_at = 0.0
@@ -52,8 +52,8 @@ class Rank:
             self.lines.append((time.monotonic(), line.rstrip("\n")))
         self.ended_at = time.monotonic()
 
-    def tell(self, line: str) -> None:
-        """A line of its standard input."""
+    def write(self, line: str) -> None:
+        """Send a line to its standard input."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"{line}\n")
         self.process.stdin.flush()
@@ -64,22 +64,22 @@ class Rank:
 
     @property
     def after_import_s(self) -> float:
-        """How long it ran after torch was imported."""
+        """Return how long it ran after the import of torch."""
         return self.ended_at - self.lines[0][0]
 
-    def said_after_s(self, words: str) -> float:
-        """How long after torch was imported the first line with these words came."""
+    def printed_after_s(self, words: str) -> float:
+        """Return when, after the import of torch, it printed the first line with these words."""
         return next(at for at, line in self.lines if words in line) - self.lines[0][0]
 
     def until(self, pattern: str, timeout_s: float = END_S) -> None:
-        """Wait for a line that matches; fails with all that was printed."""
+        """Wait for a line that matches; fails with all printed lines."""
         deadline = time.monotonic() + timeout_s
         while not re.search(pattern, self.text):
             assert time.monotonic() < deadline, f"no {pattern!r} in {timeout_s} s:\n{self.text}"
             time.sleep(0.02)
 
     def end(self, timeout_s: float = END_S) -> int:
-        """The exit code, as a shell would give it; fails with all that was printed if there is none in time."""
+        """Return the exit code as a shell does; fails with all printed lines if there is none in time."""
         try:
             code = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired as error:
@@ -89,7 +89,7 @@ class Rank:
 
 
 class Processes:
-    """All processes of one test; none is left behind."""
+    """All processes of one test; `close` ends them."""
 
     def __init__(self, runs: Path) -> None:
         self.all: list[Rank] = []
@@ -97,7 +97,7 @@ class Processes:
         self.runs = runs
 
     def rank(
-        self, rank: int, world_size: int, *, version: str = "v1", steps: int = 400, deed: str = "", **variables: str
+        self, rank: int, world_size: int, *, version: str = "v1", steps: int = 400, action: str = "", **variables: str
     ) -> Rank:
         """Start `one_rank.py` as a rank."""
         environ = {
@@ -105,11 +105,11 @@ class Processes:
             "LAB_JOIN_TIMEOUT_S": "30", "LAB_RUNS_DIR": str(self.runs),
         }  # fmt: skip
         return self.run(
-            [sys.executable, "-m", "tests.lab.cluster.one_rank", version, str(steps), deed], environ | variables
+            [sys.executable, "-m", "tests.lab.cluster.one_rank", version, str(steps), action], environ | variables
         )
 
-    def world(self, world_size: int, **how: Any) -> list[Rank]:
-        return [self.rank(rank, world_size, **how) for rank in range(world_size)]
+    def world(self, world_size: int, **options: Any) -> list[Rank]:
+        return [self.rank(rank, world_size, **options) for rank in range(world_size)]
 
     def run(self, command: list[str], variables: dict[str, str]) -> Rank:
         started = Rank(command, variables)
@@ -117,8 +117,8 @@ class Processes:
         return started
 
     def close(self) -> None:
-        for one in self.all:
+        for each in self.all:
             with contextlib.suppress(ProcessLookupError):
-                one.process.send_signal(signal.SIGCONT)
-            one.process.kill()
-            one.process.wait()
+                each.process.send_signal(signal.SIGCONT)
+            each.process.kill()
+            each.process.wait()

@@ -1,4 +1,4 @@
-"""A fixture for real processes, none of which outlives its test."""
+"""A fixture for real processes, which ends them after the test."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""A rank of the lab that kills itself once it has come to a step, or stops itself until it is sent SIGCONT:
+"""A rank of the lab that kills itself at a step, or stops itself until it gets SIGCONT:
 `python -m tests.lab.cluster.dying_rank PHASE STEP [SIGSTOP]`.
 
-It stands still there for three heartbeats first, so that the others know where it was, however fast the machine is.
+It first waits for three heartbeats there, so that the others know its place on any machine.
 """
 
 import os

@@ -1,9 +1,9 @@
-"""A rank that joins, watches and all-reduces: what the tests of the cluster start, signal and kill.
+"""A rank that joins, sends heartbeats and calls all_reduce, for tests of the cluster.
 
-Its environment is that of a rank; its arguments are a version, the number of steps, and what this rank does at step 2:
-nothing, `raise`, `sleep` (for 6 s, before the collective), `leave_late`, `still`: its server has no core for 2 s, or
-`deaf`: nothing comes from the server any more; with `agree` all wait for a line of their input, acknowledge a verdict, and rank 0 publishes it. It prints a line
-a step.
+Its environment is that of a rank; its arguments are a version, the number of steps, and its action at step 2: nothing,
+`raise`, `sleep` (for 6 s, before the collective), `leave_late`, `stall` (its server gets no core for 2 s), or `deaf` (it
+drops all messages of the server). With `agree` all wait for a line of their input and acknowledge a verdict, which rank 0
+publishes. It prints a line per step.
 """
 
 import sys
@@ -27,8 +27,8 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
-def main(version: str, steps: int, deed: str) -> int:
-    say("imported")  # bounds are counted from here: a busy machine takes seconds for torch
+def main(version: str, steps: int, action: str) -> int:
+    say("imported")  # times count from here: on a busy machine torch takes seconds to import
     config = Config.read()
     try:
         cluster = join(config, version, say)
@@ -42,14 +42,14 @@ def main(version: str, steps: int, deed: str) -> int:
         say(f"verdict {verdict.exit_code} lost {lost} survivors {succession.survivors}")
 
     watch = Watchdog(cluster, config, say, on_verdict)
-    heard, started = set[str](), time.monotonic()
-    watch.on_period = lambda step, phase: heard.add(phase)
+    phases, started = set[str](), time.monotonic()
+    watch.on_period = lambda step, phase: phases.add(phase)
     watch.start()
     try:
-        train(watch, cluster, config, steps, deed)
+        train(watch, cluster, config, steps, action)
     except Exception as error:
         watch.fail(error)
-    if deed == "agree":
+    if action == "agree":
         say("ready")
         sys.stdin.readline()
         try:
@@ -59,36 +59,36 @@ def main(version: str, steps: int, deed: str) -> int:
         say("agreed")
         sys.stdin.readline()
     watch.finish()
-    assert not watch.is_alive(), "a thread that is left behind takes the process group with it"
-    say(f"heard of {', '.join(sorted(heard))}")
+    assert not watch.is_alive(), "a running thread would destroy the process group with it"
+    say(f"phases {', '.join(sorted(phases))}")
     say(f"finished, the watch woke {watch.woken} times in {time.monotonic() - started:.3f} s")
     return 0
 
 
-def train(watch: Watchdog, cluster: Cluster, config: Config, steps: int, deed: str) -> None:
+def train(watch: Watchdog, cluster: Cluster, config: Config, steps: int, action: str) -> None:
     init_process_group(cluster, config)
     for step in range(steps):
         watch.main.at(step, "compute")
         time.sleep(STEP_S)
-        if step == 2 and deed == "raise":
+        if step == 2 and action == "raise":
             raise ValueError("a made-up failure")
-        if step == 2 and deed == "deaf":
-            watch.line.deaf = True
-        if step == 2 and deed == "still" and cluster.server is not None:
-            stand_still(cluster.server)
-        if step == 2 and deed == "sleep":
+        if step == 2 and action == "deaf":
+            watch.uplink.drops_received = True
+        if step == 2 and action == "stall" and cluster.server is not None:
+            stall_server(cluster.server)
+        if step == 2 and action == "sleep":
             time.sleep(6.0)
         watch.main.at(step, "all_reduce")
         total = torch.ones(4)
         dist.all_reduce(total)
         assert total[0] == cluster.world_size
         say(f"step {step}")
-    if deed == "leave_late":
+    if action == "leave_late":
         watch.main.at(steps, "compute")
         time.sleep(2 * config.lost_after_s)
 
 
-def stand_still(server: RankServer) -> None:
+def stall_server(server: RankServer) -> None:
     tick = server.tick
 
     def late(now: float) -> None:

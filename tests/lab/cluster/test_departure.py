@@ -1,4 +1,4 @@
-"""What a rank that failed ends with, and which survivor writes what became of the run."""
+"""The exit code and sentence of a failed rank, and which survivor writes run.json."""
 
 import errno
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from distlab.lab.cluster import ClusterError, departure
-from distlab.lab.cluster.departure import Succession, failed, may_be_a_loss
+from distlab.lab.cluster.departure import Succession, error_verdicts, may_be_a_loss
 from distlab.lab.cluster.messages import Place, Verdict
 from distlab.lab.config import ConfigError
 from distlab.lab.report.records import Said
@@ -16,11 +16,11 @@ from distlab.lab.report.run_folder import Journal, Unwritable
 
 
 def codes(error: BaseException) -> tuple[int, int]:
-    """Its own and that of the others."""
-    own, told = failed(1, Place(step=3, phase="flat"), error, [])
-    assert own.sentence == told.sentence
+    """Return the exit codes of the failed rank and of the others."""
+    own, for_others = error_verdicts(1, Place(step=3, phase="flat"), error, [])
+    assert own.sentence == for_others.sentence
     assert own.sentence.startswith("rank 1 failed at step 3 in flat: ")
-    return own.exit_code, told.exit_code
+    return own.exit_code, for_others.exit_code
 
 
 @pytest.mark.parametrize(
@@ -32,13 +32,13 @@ def codes(error: BaseException) -> tuple[int, int]:
         (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), (1, 1)),
     ],
 )
-def test_a_failure_is_a_loss_to_the_others_and_a_full_disk_ends_all_alike(
+def test_others_end_with_3_after_a_failure_and_with_1_on_a_full_disk(
     error: BaseException, expected: tuple[int, int]
 ) -> None:
     assert codes(error) == expected
 
 
-def test_the_error_of_a_full_journal_is_that_of_its_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_journal_counts_as_one_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = Journal()
     journal.open(tmp_path, 1)
 
@@ -51,15 +51,17 @@ def test_the_error_of_a_full_journal_is_that_of_its_disk(tmp_path: Path, monkeyp
     assert codes(raised.value) == (1, 1)
 
 
-def test_a_refusal_is_one_sentence_of_all_ranks() -> None:
-    verdicts = [failed(rank, Place(step=rank), ConfigError(["one", "two"]), []) for rank in (0, 1)]
+def test_a_refusal_has_the_same_sentence_on_all_ranks() -> None:
+    verdicts = [error_verdicts(rank, Place(step=rank), ConfigError(["one", "two"]), []) for rank in (0, 1)]
     assert {verdict for each in verdicts for verdict in each} == {Verdict(2, "refused    one; two")}
 
 
-def test_whom_it_waited_for_stands_in_its_sentence() -> None:
-    own, told = failed(1, Place(step=3, phase="flat"), RuntimeError("gloo timed out"), ["rank 2 (at step 1)"])
+def test_the_sentence_names_the_ranks_that_it_waited_for() -> None:
+    own, for_others = error_verdicts(
+        1, Place(step=3, phase="flat"), RuntimeError("gloo timed out"), ["rank 2 (at step 1)"]
+    )
     assert own.sentence.endswith("RuntimeError: gloo timed out; it waited for rank 2 (at step 1)")
-    assert [(entry.rank, entry.step) for entry in told.lost] == [(1, 3)]
+    assert [(entry.rank, entry.step) for entry in for_others.lost] == [(1, 3)]
 
 
 @pytest.mark.parametrize(
@@ -69,7 +71,7 @@ def test_whom_it_waited_for_stands_in_its_sentence() -> None:
         (RuntimeError("a shape"), False), (ValueError("gloo"), False),
     ],
 )  # fmt: skip
-def test_behind_which_errors_a_lost_rank_may_stand(error: BaseException, may: bool) -> None:
+def test_which_errors_a_lost_rank_may_cause(error: BaseException, may: bool) -> None:
     assert may_be_a_loss(error) == may
     outer = ValueError("outer")
     outer.__cause__ = error
@@ -80,18 +82,18 @@ def test_behind_which_errors_a_lost_rank_may_stand(error: BaseException, may: bo
     ("rank", "written_after_s", "writes", "at_s"),
     [(1, None, True, 0.0), (2, None, True, 0.2), (3, None, True, 0.3), (2, 0.1, False, 0.1), (0, None, False, 0.0)],
 )
-def test_the_lowest_survivor_writes_and_the_next_where_it_does_not(
+def test_the_lowest_survivor_writes_or_else_the_next(
     monkeypatch: pytest.MonkeyPatch, rank: int, written_after_s: float | None, writes: bool, at_s: float
 ) -> None:
-    """Rank 0 is lost; of the others each waits so much longer for the ones before it."""
+    """Rank 0 is lost; each of the others waits longer than the one before it."""
     monkeypatch.setattr(departure, "WRITING_S", 0.2)
     monkeypatch.setattr(departure, "NEXT_S", 0.1)
-    monkeypatch.setattr(departure, "LOOK_S", 0.01)
+    monkeypatch.setattr(departure, "POLL_S", 0.01)
     began = time.monotonic()
 
     def written() -> bool:
         return written_after_s is not None and time.monotonic() - began >= written_after_s
 
-    assert Succession(rank, [3, 1, 2]).turn(written) == writes
+    assert Succession(rank, [3, 1, 2]).is_my_turn(written) == writes
     assert at_s <= time.monotonic() - began < at_s + 0.1
-    assert not Succession(rank, [1, 2, 3], given_up=True).turn(written)
+    assert not Succession(rank, [1, 2, 3], declared_dead=True).is_my_turn(written)

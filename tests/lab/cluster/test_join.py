@@ -1,5 +1,4 @@
-"""Real processes that try to join: what does not belong together ends on every rank with the same sentence and code
-3."""
+"""Real processes that try to join: ranks that do not fit together all end with the same sentence and code 3."""
 
 import contextlib
 import http.server
@@ -15,15 +14,15 @@ import pytest
 import torch.distributed as dist
 
 from distlab.lab.cluster.address import resolve
-from distlab.lab.cluster.join import in_an_agents_store, key_of
+from distlab.lab.cluster.join import key_of, signed_address
 from distlab.lab.cluster.launch import free_port
 from distlab.lab.config import Config
 from tests.lab.cluster.cluster_of_processes import Processes, Rank
-from tests.techniques.transport.strangers import silent, told_all
+from tests.techniques.transport.strangers import answers_to_forged, silent
 
 
 def refusals(ranks: list[Rank]) -> set[str]:
-    """The sentences of ranks that all ended with 3, none with a traceback."""
+    """Return the sentences of ranks that all ended with 3 and without a traceback."""
     assert [rank.end() for rank in ranks] == [3] * len(ranks), "\n".join(rank.text for rank in ranks)
     assert not any("Traceback" in rank.text or "frame #" in rank.text for rank in ranks)
     return {
@@ -41,7 +40,7 @@ def test_three_ranks_join_and_agree(processes: Processes) -> None:
     assert len(joined) == 1
     found = re.fullmatch(r"joined (dp-\d{8}-\d{6}) 0@127.0.0.1 1@127.0.0.1 2@127.0.0.1", joined.pop())
     assert found
-    assert [path.name for path in processes.runs.iterdir()] == [found[1]]  # no other run is given that name
+    assert [path.name for path in processes.runs.iterdir()] == [found[1]]  # no other run can claim that name
 
 
 def test_the_run_id_is_taken_from_the_environment(processes: Processes) -> None:
@@ -49,13 +48,13 @@ def test_the_run_id_is_taken_from_the_environment(processes: Processes) -> None:
     assert "joined mine" in processes.all[0].text
 
 
-def test_a_doubled_rank_is_said_on_every_rank(processes: Processes) -> None:
-    said = refusals([processes.rank(0, 3), processes.rank(1, 3), processes.rank(1, 3)])
-    assert len(said) == 1
-    assert socket.gethostname() in said.pop().partition("rank 1 runs twice")[2]
+def test_a_duplicate_rank_is_named_on_every_rank(processes: Processes) -> None:
+    sentences = refusals([processes.rank(0, 3), processes.rank(1, 3), processes.rank(1, 3)])
+    assert len(sentences) == 1
+    assert socket.gethostname() in sentences.pop().partition("rank 1 runs twice")[2]
 
 
-def test_a_doubled_rank_that_comes_late_ends_alone(processes: Processes) -> None:
+def test_a_late_duplicate_rank_ends_alone(processes: Processes) -> None:
     ranks = processes.world(2, steps=4000)
     for rank in ranks:
         rank.until("step 1")
@@ -65,32 +64,32 @@ def test_a_doubled_rank_that_comes_late_ends_alone(processes: Processes) -> None
 
 
 @pytest.mark.parametrize("joined_first", [False, True])
-def test_another_world_size_breaks_all(processes: Processes, joined_first: bool) -> None:
+def test_another_world_size_ends_all(processes: Processes, joined_first: bool) -> None:
     ranks = processes.world(2)
     if joined_first:
         ranks[1].until("step 1")
-    said = refusals([*ranks, processes.rank(2, 3)])
-    assert len(said) == 1
-    assert re.match(r"WORLD_SIZE=3 on rank 2 .* but WORLD_SIZE=2 on rank 0", said.pop())
+    sentences = refusals([*ranks, processes.rank(2, 3)])
+    assert len(sentences) == 1
+    assert re.match(r"WORLD_SIZE=3 on rank 2 .* but WORLD_SIZE=2 on rank 0", sentences.pop())
 
 
 def test_mode_version_and_settings_must_agree(processes: Processes) -> None:
-    said = refusals([processes.rank(0, 2), processes.rank(1, 2, version="v2", RUN_MODE="comm", LAB_STEPS="9")])
-    assert len(said) == 1
-    sentence = said.pop()
+    sentences = refusals([processes.rank(0, 2), processes.rank(1, 2, version="v2", RUN_MODE="comm", LAB_STEPS="9")])
+    assert len(sentences) == 1
+    sentence = sentences.pop()
     assert "RUN_MODE=comm, the version of the code is v2, LAB_DEPTH=8, LAB_STEPS=9 on rank 1" in sentence
     assert "RUN_MODE=dp, the version of the code is v1, LAB_DEPTH=4, LAB_STEPS=20 on rank 0" in sentence
 
 
-def test_the_missing_are_listed_while_waiting_and_at_the_end(processes: Processes) -> None:
-    said = refusals([processes.rank(rank, 4, LAB_JOIN_TIMEOUT_S="6") for rank in (0, 2)])
-    assert said == {"ranks 1 and 3 of 4 did not come in 6 s (LAB_JOIN_TIMEOUT_S)"}
+def test_missing_ranks_are_named_during_the_wait_and_at_the_end(processes: Processes) -> None:
+    sentences = refusals([processes.rank(rank, 4, LAB_JOIN_TIMEOUT_S="6") for rank in (0, 2)])
+    assert sentences == {"ranks 1 and 3 of 4 did not join in 6 s (LAB_JOIN_TIMEOUT_S)"}
     assert all("waiting for ranks 1 and 3" in rank.text for rank in processes.all)
 
 
-def test_without_rank_0_the_others_say_so(processes: Processes) -> None:
-    said = refusals([processes.rank(1, 2, LAB_JOIN_TIMEOUT_S="5")])
-    assert "waiting for rank 0: nothing listens at 127.0.0.1" in said.pop()
+def test_a_missing_rank_0_is_named(processes: Processes) -> None:
+    sentences = refusals([processes.rank(1, 2, LAB_JOIN_TIMEOUT_S="5")])
+    assert "waiting for rank 0: nothing listens at 127.0.0.1" in sentences.pop()
 
 
 class Silent(http.server.BaseHTTPRequestHandler):
@@ -98,7 +97,7 @@ class Silent(http.server.BaseHTTPRequestHandler):
 
 
 @pytest.mark.parametrize("kind", ["silent", "http"])
-def test_a_taken_port_is_said_on_all_ranks(processes: Processes, kind: str) -> None:
+def test_a_port_of_another_program_is_named_on_all_ranks(processes: Processes, kind: str) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", processes.port))
         taken.listen()
@@ -107,42 +106,42 @@ def test_a_taken_port_is_said_on_all_ranks(processes: Processes, kind: str) -> N
             server.socket.close()
             server.socket = taken
             threading.Thread(target=server.serve_forever, daemon=True).start()
-        said = refusals(processes.world(2))
+        sentences = refusals(processes.world(2))
         if kind == "http":
             server.shutdown()
-    assert said == {
-        f"MASTER_PORT={processes.port} on 127.0.0.1 is taken by another program, not by rank 0: choose another port"
+    assert sentences == {
+        f"MASTER_PORT={processes.port} on 127.0.0.1 is used by another program, not by rank 0: choose another port"
     }
-    assert all(rank.said_after_s("is taken by another program") < 12 for rank in processes.all)
+    assert all(rank.printed_after_s("is used by another program") < 12 for rank in processes.all)
 
 
-def test_a_rank_with_another_key_is_said_so_on_both_ends(processes: Processes) -> None:
+def test_another_key_is_named_on_both_ends(processes: Processes) -> None:
     keys = [f"the key of {name} ......" for name in ("ours", "theirs")]
     ranks = [processes.rank(rank, 2, LAB_KEY=key, LAB_JOIN_TIMEOUT_S="12") for rank, key in enumerate(keys)]
     assert [rank.end() for rank in ranks] == [3, 3]
-    assert re.search(r"rank 1 of 2 did not come in 12 s .*; \d+ connections came that have another key, the last one from"
+    assert re.search(r"rank 1 of 2 did not join in 12 s .*; \d+ connections had another key, the last one from"
                      r" 127.0.0.1: set the same LAB_KEY on all ranks", ranks[0].text)  # fmt: skip
-    assert "is held by a rank 0 with another key: set the same LAB_KEY on all ranks of a run" in ranks[1].text
+    assert "is used by a rank 0 with another key: set the same LAB_KEY on all ranks of a run" in ranks[1].text
     assert "theirs" not in ranks[0].text + ranks[1].text
 
 
-def test_what_strangers_say_while_ranks_join_run_and_end_changes_nothing(processes: Processes) -> None:
+def test_messages_of_strangers_change_nothing_at_any_time(processes: Processes) -> None:
     ranks = [processes.rank(0, 2, steps=20)]
     ranks[0].until("waiting for rank 1")
     ranks.append(processes.rank(1, 2, steps=20))
-    told = 0
+    answers = 0
     with silent(processes.port, 20):
         while any(rank.process.poll() is None for rank in ranks):
             with contextlib.suppress(ConnectionError):
-                told += len(told_all(processes.port))
+                answers += len(answers_to_forged(processes.port))
     assert [rank.end() for rank in ranks] == [0, 0], ranks[0].text
-    assert told and "dropped    a connection whose ends do not both have the key, from 127.0.0.1" in ranks[0].text
+    assert answers and "dropped    a connection with another key, from 127.0.0.1" in ranks[0].text
 
 
-def test_an_address_of_nobody_fails_in_time(processes: Processes) -> None:
-    nobody: dict[str, Any] = {"MASTER_ADDR": "nobody.invalid", "LAB_JOIN_TIMEOUT_S": "5"}
-    said = refusals([processes.rank(rank, 2, **nobody) for rank in (0, 1)])
-    assert said == {
+def test_an_unknown_address_fails_in_time(processes: Processes) -> None:
+    unknown: dict[str, Any] = {"MASTER_ADDR": "nobody.invalid", "LAB_JOIN_TIMEOUT_S": "5"}
+    sentences = refusals([processes.rank(rank, 2, **unknown) for rank in (0, 1)])
+    assert sentences == {
         "MASTER_ADDR='nobody.invalid' does not resolve to an address (5 s tried): set it to the host of rank 0"
     }
     for rank in processes.all:
@@ -150,9 +149,9 @@ def test_an_address_of_nobody_fails_in_time(processes: Processes) -> None:
         assert rank.after_import_s < 10
 
 
-def test_an_address_that_becomes_known_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As that of a pod: its name comes when it runs."""
-    known_at, said = time.monotonic() + 4.0, list[str]()
+def test_an_address_may_become_known_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Like that of a pod, which gets its name when it runs."""
+    known_at, printed = time.monotonic() + 4.0, list[str]()
     found = [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("10.1.2.3", 0))]
 
     def getaddrinfo(*_: object, **__: object) -> object:
@@ -161,8 +160,8 @@ def test_an_address_that_becomes_known_late_is_waited_for(monkeypatch: pytest.Mo
         return found
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
-    assert resolve("job-0.job", 30.0, said.append).ip == "10.1.2.3"
-    assert said == ["waiting for MASTER_ADDR='job-0.job', which does not resolve to an address yet"]
+    assert resolve("job-0.job", 30.0, printed.append).ip == "10.1.2.3"
+    assert printed == ["waiting for MASTER_ADDR='job-0.job', which does not resolve to an address yet"]
 
 
 def test_a_fast_restart_waits_for_the_end_of_the_old_run(processes: Processes) -> None:
@@ -184,7 +183,7 @@ def test_ctrl_c_while_waiting_ends_a_rank_at_once(processes: Processes) -> None:
     assert rank.end(5) == 143
 
 
-def test_torchrun_gives_its_store(processes: Processes) -> None:
+def test_ranks_join_over_the_store_of_torchrun(processes: Processes) -> None:
     command = [
         sys.executable,
         "-m",
@@ -199,9 +198,9 @@ def test_torchrun_gives_its_store(processes: Processes) -> None:
     assert agent.text.count("step 2") == 2
 
 
-def test_ranks_whose_agents_count_restarts_apart_meet_where_the_server_is_now(processes: Processes) -> None:
-    """An agent's store outlives the ranks: there stands where the server of the attempt before was. And it is open to
-    all: what is not made with the key is no server."""
+def test_ranks_with_different_restart_counts_find_the_current_server(processes: Processes) -> None:
+    """An agent's store outlives the ranks, so it may have the address of an earlier server. It is open to all, so values
+    without the key are ignored."""
     store = dist.TCPStore("127.0.0.1", processes.port, None, True, wait_for_workers=False)
     before = free_port()
     open_to_all = dist.PrefixStore("distlab/job", store)
@@ -210,13 +209,13 @@ def test_ranks_whose_agents_count_restarts_apart_meet_where_the_server_is_now(pr
     late = processes.rank(1, 2, steps=2, **agent, TORCHELASTIC_RESTART_COUNT="0")
     late.until("waiting for rank 0$")
     key = key_of(Config.read({"MASTER_PORT": str(processes.port)}), "job").secret
-    open_to_all.set("server", in_an_agents_store(key, f"{before} "))
+    open_to_all.set("server", signed_address(key, f"{before} "))
     late.until(f"waiting for rank 0: nothing listens at 127.0.0.1 .*:{before}")
     first = processes.rank(0, 2, steps=2, **agent, TORCHELASTIC_RESTART_COUNT="1")
     assert [first.end(), late.end()] == [0, 0], late.text
 
 
-def test_a_rank_0_that_had_let_a_rank_in_and_is_gone_is_lost(processes: Processes) -> None:
+def test_rank_0_is_lost_if_it_ends_after_it_admitted_a_rank(processes: Processes) -> None:
     ranks = [processes.rank(rank, 3, LAB_LOST_AFTER_S="1") for rank in (0, 1)]
     for rank in ranks:
         rank.until("waiting for rank 2")
@@ -225,7 +224,7 @@ def test_a_rank_0_that_had_let_a_rank_in_and_is_gone_is_lost(processes: Processe
     assert "rank 0 lost before all ranks had joined: its connection ended" in ranks[1].text
 
 
-def test_a_rank_that_had_come_and_is_gone_ends_the_start_for_all(processes: Processes) -> None:
+def test_a_rank_that_dies_after_joining_cancels_the_start_for_all(processes: Processes) -> None:
     ranks = [processes.rank(rank, 3, LAB_LOST_AFTER_S="1") for rank in (0, 1)]
     for rank in ranks:
         rank.until("waiting for rank 2")

@@ -1,4 +1,4 @@
-"""Rank 0's server at its port, to which ranks of this process connect: what it tells whom."""
+"""Rank 0's server with connections from this process: which messages each rank gets."""
 
 import socket
 import time
@@ -9,28 +9,28 @@ from typing import Any
 
 import pytest
 
-from distlab.lab.cluster import last_words
+from distlab.lab.cluster import oom_notice
 from distlab.lab.cluster.admission import Admission
-from distlab.lab.cluster.join import Line, dial, in_an_agents_store, store_at
+from distlab.lab.cluster.join import Uplink, dial, signed_address, store_at
 from distlab.lab.cluster.messages import (
     PURPOSE,
     Acknowledge,
     Ask,
-    Back,
-    Beat,
     Claim,
     Committed,
     Ending,
-    Gone,
+    Heartbeat,
     Join,
     Killed,
     Leave,
     Living,
     MayLeave,
-    Over,
     Place,
     Places,
+    RanksLost,
     Refused,
+    Returned,
+    RunEnded,
     Sealed,
     Verdict,
     Waiting,
@@ -50,32 +50,32 @@ def claim(rank: int, life: int = 1) -> Claim:
 
 
 class World:
-    """The server of a run of three, and the lines of its ranks."""
+    """The server of a run of three ranks, and their connections."""
 
     def __init__(self) -> None:
         admission = Admission(claim(0), "dp-1", 60.0, LOST_AFTER_S)
-        self.said: list[str] = []
+        self.printed: list[str] = []
         deadline = time.monotonic() + 30
         self.server = RankServer(
-            listen(HERE), KEY, 0, HERE, admission, TOKEN, deadline, "in 30 s", Strangers(self.said.append)
+            listen(HERE), KEY, 0, HERE, admission, TOKEN, deadline, "in 30 s", Strangers(self.printed.append)
         )
-        self.lines: dict[int, Line] = {}
-        self.come: dict[int, list[Any]] = {}
+        self.uplinks: dict[int, Uplink] = {}
+        self.messages: dict[int, list[Any]] = {}
 
     def join(self, rank: int, life: int = 1, token: str = "") -> None:
-        line = self.lines[rank] = dial(HERE, self.server.port, KEY, Who(rank, life))
-        self.come[rank] = []
-        line.send(Join(claim(rank, life), token))
+        uplink = self.uplinks[rank] = dial(HERE, self.server.port, KEY, Who(rank, life))
+        self.messages[rank] = []
+        uplink.send(Join(claim(rank, life), token))
 
     def until(self, rank: int, kind: type, bound_s: float = 5.0) -> Any:
-        """The first message of a kind that comes to a rank from now on; all ranks beat meanwhile."""
+        """Return the next message of a kind to a rank; all ranks send heartbeats meanwhile."""
         deadline = time.monotonic() + bound_s
         while time.monotonic() < deadline:
-            for each in self.lines.values():
-                each.send(Beat(Place(step=4, phase="train")))
-            self.come[rank] += self.lines[rank].messages(0.02)
-            while self.come[rank]:
-                message = self.come[rank].pop(0)
+            for each in self.uplinks.values():
+                each.send(Heartbeat(Place(step=4, phase="train")))
+            self.messages[rank] += self.uplinks[rank].messages(0.02)
+            while self.messages[rank]:
+                message = self.messages[rank].pop(0)
                 if isinstance(message, kind):
                     return message
         raise AssertionError(f"no {kind.__name__} for rank {rank}")
@@ -88,8 +88,8 @@ class World:
         return self
 
     def close(self) -> None:
-        for line in self.lines.values():
-            line.close()
+        for uplink in self.uplinks.values():
+            uplink.close()
         self.server.close()
 
 
@@ -97,11 +97,11 @@ class World:
 def world() -> Iterator[World]:
     made = World()
     yield made
-    assert made.server._thread.is_alive(), "nothing that it read has ended it"
+    assert made.server._thread.is_alive(), "the server thread has ended"
     made.close()
 
 
-def test_all_hear_who_is_missing_and_then_who_is_there(world: World) -> None:
+def test_all_ranks_get_the_missing_ranks_and_then_the_members(world: World) -> None:
     world.join(0)
     world.join(2)
     assert world.until(2, Waiting).sentence in ("waiting for rank 1", "waiting for ranks 1 and 2")
@@ -114,40 +114,38 @@ def test_all_hear_who_is_missing_and_then_who_is_there(world: World) -> None:
         ]
 
 
-def test_a_refusal_reaches_all_that_are_there_and_those_that_come(world: World) -> None:
+def test_a_refusal_reaches_all_ranks_also_later_ones(world: World) -> None:
     world.join(0)
-    line = world.lines[1] = dial(HERE, world.server.port, KEY, Who(1))
-    world.come[1] = []
-    line.send(Join(Claim(1, 4, "dp", "v1", {}, "host")))
+    uplink = world.uplinks[1] = dial(HERE, world.server.port, KEY, Who(1))
+    world.messages[1] = []
+    uplink.send(Join(Claim(1, 4, "dp", "v1", {}, "host")))
     assert {world.until(rank, Refused).sentence.partition(" ")[0] for rank in (0, 1)} == {"WORLD_SIZE=4"}
-    assert not world.server.all_told()
+    assert not world.server.all_informed()
     for rank in (2, 3):
         world.join(rank)
         world.until(rank, Refused)
     deadline = time.monotonic() + 5
-    while not world.server.all_told():  # the last one may have read it before the server knows that it was sent
+    while not world.server.all_informed():  # the last one may have read it before the server knows that it was sent
         assert time.monotonic() < deadline
 
 
-@pytest.mark.parametrize("said", [b"\0\0\0\3abc", b"\xff\xff\xff\xff", framed(Beat(Place()))[:4] + b"\x93" * 99])
-def test_what_is_no_message_ends_its_own_connection_alone(world: World, said: bytes) -> None:
+@pytest.mark.parametrize("data", [b"\0\0\0\3abc", b"\xff\xff\xff\xff", framed(Heartbeat(Place()))[:4] + b"\x93" * 99])
+def test_an_invalid_message_ends_its_own_connection_only(world: World, data: bytes) -> None:
     stranger = dial(HERE, world.server.port, KEY, Who(2))
-    stranger.connection.sendall(said)
+    stranger.connection.sendall(data)
     stranger.connection.settimeout(5)
     assert stranger.connection.recv(1) == b""
     world.seal()
-    assert any("that cannot be read" in line for line in world.said)
+    assert any("with an invalid message" in uplink for uplink in world.printed)
 
 
-def test_who_has_another_key_gets_nothing_and_is_counted(world: World) -> None:
+def test_a_connection_with_another_key_is_refused_and_counted(world: World) -> None:
     with pytest.raises(Unproven):
         dial(HERE, world.server.port, b"another", Who(1))
     with socket.create_connection((HERE, world.server.port)):
         world.seal()
     assert world.server.strangers.by_fault == {Strangers.OTHER_KEY: 1}
-    assert "1 connections came that have another key, the last one from 127.0.0.1" in (
-        world.server.strangers.said_beside_the_missing()
-    )
+    assert "1 connections had another key, the last one from 127.0.0.1" in (world.server.strangers.wrong_key_note())
 
 
 def test_the_store_is_served_at_the_same_port(world: World) -> None:
@@ -156,7 +154,7 @@ def test_the_store_is_served_at_the_same_port(world: World) -> None:
     assert other.get("key") == b"value"
 
 
-def test_where_a_rank_is_reaches_all_others(world: World) -> None:
+def test_the_place_of_a_rank_reaches_all_others(world: World) -> None:
     world.seal()
     deadline = time.monotonic() + 5
     while (places := dict(world.until(2, Places).places))[1].step != 4:
@@ -164,62 +162,62 @@ def test_where_a_rank_is_reaches_all_others(world: World) -> None:
     assert places[1] == Place(step=4, phase="train")
 
 
-def test_the_end_of_one_is_told_to_the_others_and_no_other_verdict_after_it(world: World) -> None:
+def test_the_first_verdict_reaches_the_others_and_no_later_one(world: World) -> None:
     world.seal()
     verdict = Verdict(3, "rank 1 failed", (Lost(1, 4, "failed"),))
-    world.lines[1].send(Ending(verdict, False))
-    assert world.until(0, Over) == world.until(2, Over) == Over(verdict, False)
-    world.lines[2].send(Ending(Verdict(3, "rank 2 failed"), True))
-    world.lines[2].close()
-    with pytest.raises(AssertionError, match="no Over"):
-        world.until(0, Over, 2 * LOST_AFTER_S)
+    world.uplinks[1].send(Ending(verdict, False))
+    assert world.until(0, RunEnded) == world.until(2, RunEnded) == RunEnded(verdict, False)
+    world.uplinks[2].send(Ending(Verdict(3, "rank 2 failed"), True))
+    world.uplinks[2].close()
+    with pytest.raises(AssertionError, match="no RunEnded"):
+        world.until(0, RunEnded, 2 * LOST_AFTER_S)
 
 
-def test_a_connection_that_ends_is_told_with_what_is_known_of_it(world: World, tmp_path: Path) -> None:
-    """By the process that started the rank, which has its words from a file that the rank left."""
+def test_an_ended_connection_is_reported_with_its_cause(world: World, tmp_path: Path) -> None:
+    """The process that started the rank sends the message from a file that the rank wrote."""
     world.seal()
-    place = tmp_path / "words"
-    words = framed(Killed(2, last_words.HOW))
-    last_words.leave(2, (HERE, world.server.port), KEY, PURPOSE, words, place)
-    assert not place.exists(), "nobody is there to read it"
-    place.touch()
-    last_words.leave(2, (HERE, world.server.port), KEY, PURPOSE, words, place)
-    assert place.stat().st_mode & 0o777 == 0o600
+    path = tmp_path / "notice"
+    message = framed(Killed(2, oom_notice.HOW))
+    oom_notice.prepare(2, (HERE, world.server.port), KEY, PURPOSE, message, path)
+    assert not path.exists(), "it has no reader"
+    path.touch()
+    oom_notice.prepare(2, (HERE, world.server.port), KEY, PURPOSE, message, path)
+    assert path.stat().st_mode & 0o777 == 0o600
     world.until(0, Places)
-    world.lines.pop(2).close()
-    assert last_words.speak(place) == f"rank 2 was {last_words.HOW}"
-    over = world.until(0, Over)
-    assert over.verdict.sentence == f"rank 2 lost at step 4 in train: {last_words.HOW}"
+    world.uplinks.pop(2).close()
+    assert oom_notice.send(path) == f"rank 2 was {oom_notice.HOW}"
+    over = world.until(0, RunEnded)
+    assert over.verdict.sentence == f"rank 2 lost at step 4 in train: {oom_notice.HOW}"
     assert [entry.rank for entry in over.verdict.lost] == [2]
 
 
-def test_the_verdict_stands_once_all_others_have_acknowledged_it_and_its_host_has_written_it(world: World) -> None:
+def test_the_verdict_is_final_once_all_have_acknowledged_it_and_the_host_has_written_it(world: World) -> None:
     world.seal()
-    world.server.judged = True
-    world.lines[1].send(Acknowledge())
+    world.server.has_verdict = True
+    world.uplinks[1].send(Acknowledge())
     while world.server.unacknowledged() != [2]:
         world.until(1, Places)
-    assert not world.server.bound
-    world.lines[2].send(Acknowledge())
+    assert not world.server.is_final
+    world.uplinks[2].send(Acknowledge())
     deadline = time.monotonic() + 5
-    while not world.server.bound:
+    while not world.server.is_final:
         assert time.monotonic() < deadline
         world.until(2, Places)
-    world.lines.pop(2).close()  # from here on a loss changes nothing
-    world.lines[0].send(Acknowledge())
+    world.uplinks.pop(2).close()  # from here on a loss changes nothing
+    world.uplinks[0].send(Acknowledge())
     world.until(1, Committed)
-    world.lines[1].send(Leave())
-    world.until(0, Gone)
+    world.uplinks[1].send(Leave())
+    world.until(0, RanksLost)
     assert world.server.staying() == [] and world.server.over is None
 
 
-def test_once_ranks_may_leave_the_others_go_on_and_one_comes_back(world: World) -> None:
+def test_once_ranks_may_leave_the_others_continue_and_one_rejoins(world: World) -> None:
     world.seal()
-    world.lines[0].send(MayLeave())
+    world.uplinks[0].send(MayLeave())
     world.until(1, Places)
-    world.lines.pop(2).close()
-    gone = world.until(1, Gone)
-    assert [entry.rank for entry in gone.lost] == [2] and "rank 2 lost" in gone.sentence
+    world.uplinks.pop(2).close()
+    lost = world.until(1, RanksLost)
+    assert [entry.rank for entry in lost.lost] == [2] and "rank 2 lost" in lost.sentence
     world.join(2, life=2, token="another")
     assert world.until(2, Refused).sentence == "the run that this rank had left is over"
     world.server.views.ended = True
@@ -228,37 +226,37 @@ def test_once_ranks_may_leave_the_others_go_on_and_one_comes_back(world: World) 
     world.server.views.ended = False
     world.join(2, life=2, token=TOKEN)
     assert {member.rank: member.life for member in world.until(2, Sealed).members} == {0: 1, 1: 1, 2: 2}
-    assert world.until(1, Back).member.life == 2
-    world.lines[2].send(Ask(b"me"))
-    while not (living := world.until(1, Living)).asking:
+    assert world.until(1, Returned).member.life == 2
+    world.uplinks[2].send(Ask(b"me"))
+    while not (living := world.until(1, Living)).requests:
         pass
-    assert living.asking == [(2, 2, b"me")]
+    assert living.requests == [(2, 2, b"me")]
 
 
-def test_the_host_which_may_end_at_once_is_told_after_all_others(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_gets_the_verdict_after_all_others(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[tuple[int, bytes]] = []
     send_bytes = world.server.send_bytes
 
-    def noted(peer: Peer, message: bytes) -> None:
+    def record(peer: Peer, message: bytes) -> None:
         sent.append((peer.who.rank, message))
         send_bytes(peer, message)
 
     world.seal()
-    monkeypatch.setattr(world.server, "send_bytes", noted)
-    world.lines.pop(1).close()
-    over = world.until(0, Over)
+    monkeypatch.setattr(world.server, "send_bytes", record)
+    world.uplinks.pop(1).close()
+    over = world.until(0, RunEnded)
     assert [rank for rank, message in sent if message == framed(over)] == [2, 0]
 
 
-def test_a_rank_that_has_a_double_in_the_run_is_not_taken_back(world: World) -> None:
+def test_a_rank_whose_earlier_process_is_alive_cannot_rejoin(world: World) -> None:
     world.seal()
-    world.lines[0].send(MayLeave())
+    world.uplinks[0].send(MayLeave())
     world.until(1, Places)
-    with closing(world.lines[2]):
+    with closing(world.uplinks[2]):
         world.join(2, life=2, token=TOKEN)
         assert world.until(2, Refused).sentence == "rank 2 is still in the run"
 
 
-def test_where_rank_0_serves_is_believed_by_the_key_alone() -> None:
-    assert in_an_agents_store(KEY, "77 ") != in_an_agents_store(b"another", "77 ")
-    assert in_an_agents_store(KEY, "77 ").endswith(" 77 ")
+def test_the_address_of_rank_0_is_signed_with_the_key() -> None:
+    assert signed_address(KEY, "77 ") != signed_address(b"another", "77 ")
+    assert signed_address(KEY, "77 ").endswith(" 77 ")

@@ -1,5 +1,4 @@
-"""Real ranks that are killed, paused, stopped, and that raise: what every survivor says, how soon, and every exit
-code."""
+"""Real ranks that are killed, paused or stopped, or raise: the sentence of each survivor, its time, and all exit codes."""
 
 import json
 import re
@@ -23,15 +22,15 @@ NAMED_WITHIN_S = 2.0  # of a death; the median is under 1 s
 LOST_AFTER_S = 2.5
 
 
-def running(processes: Processes, world_size: int = 3, **how: Any) -> list[Rank]:
-    ranks = processes.world(world_size, **how)
+def running(processes: Processes, world_size: int = 3, **options: Any) -> list[Rank]:
+    ranks = processes.world(world_size, **options)
     for rank in ranks:
         rank.until("(?m)^step 3$")
     return ranks
 
 
 def sentence(rank: Rank, pattern: str, since: float, within_s: float = NAMED_WITHIN_S) -> str:
-    """The one line that matches, which came within the bound."""
+    """Return the one line that matches, printed within the time limit."""
     found = [(at, line) for at, line in rank.lines if re.search(pattern, line)]
     assert len(found) == 1, rank.text
     assert found[0][0] - since < within_s, rank.text
@@ -40,7 +39,7 @@ def sentence(rank: Rank, pattern: str, since: float, within_s: float = NAMED_WIT
 
 
 @pytest.mark.parametrize("victim", [0, 2])
-def test_a_killed_rank_is_named_by_all_survivors_alike(processes: Processes, victim: int) -> None:
+def test_a_killed_rank_is_named_in_one_sentence_by_all_survivors(processes: Processes, victim: int) -> None:
     ranks = running(processes)
     ranks[victim].process.kill()
     killed_at = time.monotonic()
@@ -51,7 +50,7 @@ def test_a_killed_rank_is_named_by_all_survivors_alike(processes: Processes, vic
     assert all(f"lost [{victim}] survivors" in rank.text for rank in survivors)
 
 
-def test_two_that_are_killed_at_once_are_named_in_one_sentence(processes: Processes) -> None:
+def test_two_ranks_killed_at_once_are_named_in_one_sentence(processes: Processes) -> None:
     ranks = running(processes, 4)
     for victim in (3, 1):
         ranks[victim].process.kill()
@@ -61,8 +60,8 @@ def test_two_that_are_killed_at_once_are_named_in_one_sentence(processes: Proces
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_paused_rank_is_given_up_and_learns_it_when_it_wakes(processes: Processes, victim: int) -> None:
-    """It changes nothing then; rank 0 finds the words of those that gave it up."""
+def test_a_paused_rank_is_declared_dead_and_reports_that_when_it_wakes(processes: Processes, victim: int) -> None:
+    """Also rank 0, which then reads the verdict of the others."""
     ranks = running(processes)
     ranks[victim].process.send_signal(signal.SIGSTOP)
     paused_at = time.monotonic()
@@ -77,7 +76,7 @@ def test_a_paused_rank_is_given_up_and_learns_it_when_it_wakes(processes: Proces
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_short_pause_is_forgiven(processes: Processes, victim: int) -> None:
+def test_a_short_pause_ends_no_rank(processes: Processes, victim: int) -> None:
     ranks = running(processes, 2, steps=60)
     ranks[victim].process.send_signal(signal.SIGSTOP)
     time.sleep(1.5)
@@ -102,7 +101,7 @@ def test_a_stopped_rank_ends_within_a_second_and_is_named(
 
 
 def test_sigterm_ends_a_rank_whose_main_thread_is_blocked_in_a_collective(processes: Processes) -> None:
-    ranks = [processes.rank(0, 2), processes.rank(1, 2, deed="sleep")]
+    ranks = [processes.rank(0, 2), processes.rank(1, 2, action="sleep")]
     ranks[0].until(r"waiting for [3-5]\.\d s .* in all_reduce")
     stopped_at = time.monotonic()
     ranks[0].process.send_signal(signal.SIGTERM)
@@ -110,7 +109,7 @@ def test_sigterm_ends_a_rank_whose_main_thread_is_blocked_in_a_collective(proces
     assert ranks[0].ended_at - stopped_at < 1.0
 
 
-def test_all_stopped_at_once_all_end_by_their_own_signal(processes: Processes) -> None:
+def test_ranks_stopped_at_once_all_end_by_their_own_signal(processes: Processes) -> None:
     ranks = running(processes)
     for rank in ranks:
         rank.process.send_signal(signal.SIGTERM)
@@ -118,30 +117,30 @@ def test_all_stopped_at_once_all_end_by_their_own_signal(processes: Processes) -
     assert [rank.end() for rank in ranks] == [143, 143, 143]
 
 
-def test_a_rank_that_hears_the_server_no_more_is_the_one_that_is_cut_off(processes: Processes) -> None:
-    ranks = [processes.rank(rank, 3, deed="deaf" if rank == 2 else "") for rank in range(3)]
+def test_a_rank_that_receives_nothing_from_the_server_is_partitioned(processes: Processes) -> None:
+    ranks = [processes.rank(rank, 3, action="deaf" if rank == 2 else "") for rank in range(3)]
     assert [rank.end() for rank in ranks] == [3, 3, 3]
     words = (
         r"^rank 2 is partitioned from the cluster at step \d+ in \w+: no heartbeat from rank 0, though both are alive"
     )
     assert len({sentence(rank, words, 1e9) for rank in ranks[:2]}) == 1
-    assert "rank 0 lost at step" in ranks[2].text, "that is all that it knows"
+    assert "rank 0 lost at step" in ranks[2].text, "it knows no more than that"
 
 
-def test_rank_0_does_not_take_a_server_that_has_no_core_for_its_death(processes: Processes) -> None:
-    rank = processes.rank(0, 1, steps=60, deed="still", LAB_LOST_AFTER_S="1")
+def test_a_server_without_a_core_is_not_the_death_of_rank_0(processes: Processes) -> None:
+    rank = processes.rank(0, 1, steps=60, action="stall", LAB_LOST_AFTER_S="1")
     assert rank.end() == 0, rank.text
 
 
 def test_a_rank_that_raises_is_named_with_its_error(processes: Processes) -> None:
-    ranks = [processes.rank(0, 3, deed="raise"), processes.rank(1, 3), processes.rank(2, 3)]
+    ranks = [processes.rank(0, 3, action="raise"), processes.rank(1, 3), processes.rank(2, 3)]
     assert [rank.end() for rank in ranks] == [1, 3, 3]
     words = "^rank 0 failed at step 2 in compute: ValueError: a made-up failure$"
     assert len({sentence(rank, words, 1e9) for rank in ranks}) == 1
 
 
 def test_a_slow_rank_is_named_and_nothing_ends(processes: Processes) -> None:
-    ranks = [processes.rank(0, 2, steps=5), processes.rank(1, 2, steps=5, deed="sleep")]
+    ranks = [processes.rank(0, 2, steps=5), processes.rank(1, 2, steps=5, action="sleep")]
     assert [rank.end() for rank in ranks] == [0, 0]
     assert re.search(
         r"waiting for [3-5]\.\d s at step 2 in all_reduce for rank 1 \(at step 2 in compute for [2-6]\.\d s\)",
@@ -149,84 +148,86 @@ def test_a_slow_rank_is_named_and_nothing_ends(processes: Processes) -> None:
     )
     assert "waiting for rank 0" not in ranks[1].text.partition("joined")[2]
     for rank, phase in zip(ranks, ("all_reduce", "compute"), strict=True):
-        assert re.search(f"(?m)^heard of .*{phase}", rank.text), "whoever asks hears each period where the rank is"
+        assert re.search(f"(?m)^phases .*{phase}", rank.text), "on_period gets the phase of each period"
         woken, seconds = re.findall(r"woke (\d+) times in (\S+) s", rank.text)[0]
         assert int(woken) <= float(seconds) / PERIOD_S + 2, "the watch is cheap"
 
 
 def test_ranks_may_leave_at_different_times(processes: Processes) -> None:
-    ranks = [processes.rank(rank, 3, steps=3, deed="leave_late" if rank == 1 else "") for rank in range(3)]
+    ranks = [processes.rank(rank, 3, steps=3, action="leave_late" if rank == 1 else "") for rank in range(3)]
     assert [rank.end() for rank in ranks] == [0, 0, 0]
     assert not any(" lost" in rank.text for rank in ranks)
 
 
-def test_a_rank_alone_ends_at_once(processes: Processes) -> None:
+def test_a_single_rank_ends_at_once(processes: Processes) -> None:
     assert processes.rank(0, 1, steps=3).end() == 0
 
 
-# The verdict: it stands once rank 0 has written it, which it does once all others have acknowledged it.
+# The verdict is final once rank 0 has written it, after all others have acknowledged it.
 
 
 def ready(processes: Processes, **variables: str) -> list[Rank]:
-    ranks = [processes.rank(rank, 3, steps=2, deed="agree", **variables) for rank in range(3)]
+    ranks = [processes.rank(rank, 3, steps=2, action="agree", **variables) for rank in range(3)]
     for rank in ranks:
         rank.until("ready")
     return ranks
 
 
-def test_all_that_acknowledge_return_the_verdict_once_it_was_written(processes: Processes) -> None:
+def test_all_ranks_return_once_the_verdict_is_written(processes: Processes) -> None:
     ranks = ready(processes)
     for rank in ranks[:2]:
-        rank.tell("now")
+        rank.write("now")
     time.sleep(0.5)
     assert not any(word in rank.text for rank in ranks for word in ("published", "agreed")), "rank 2 has not yet"
-    ranks[2].tell("now")
+    ranks[2].write("now")
     for rank in ranks:
         rank.until("agreed")
     assert "published" in ranks[0].text
     for rank in ranks:
-        rank.tell("end")
+        rank.write("end")
     assert [rank.end() for rank in ranks] == [0, 0, 0]
 
 
-def test_a_rank_that_is_killed_after_it_acknowledged_changes_nothing(processes: Processes) -> None:
+def test_a_rank_killed_after_its_acknowledgement_changes_nothing(processes: Processes) -> None:
     ranks = ready(processes)
     for rank in ranks[1:]:
-        rank.tell("now")
+        rank.write("now")
     time.sleep(0.5)
-    ranks[0].tell("now")
+    ranks[0].write("now")
     ranks[0].until("published")
     ranks[2].process.kill()
     for rank in ranks[:2]:
         rank.until("agreed")
-        rank.tell("end")
+        rank.write("end")
     assert [rank.end() for rank in ranks[:2]] == [0, 0]
 
 
-def test_rank_0_that_is_lost_when_others_have_acknowledged_leaves_the_verdict_open(processes: Processes) -> None:
+def test_the_verdict_is_open_if_rank_0_is_lost_after_acknowledgements(processes: Processes) -> None:
     ranks = ready(processes)
     for rank in ranks[1:]:
-        rank.tell("now")
+        rank.write("now")
     time.sleep(0.5)
     ranks[0].process.kill()
     assert [rank.end() for rank in ranks[1:]] == [3, 3]
-    words = r"^rank 0 lost at step .*, when this rank had acknowledged the verdict: run.json says whether it stands$"
+    words = (
+        r"^rank 0 lost at step .*, after this rank had acknowledged the verdict: run.json shows whether it is final$"
+    )
     assert len({sentence(rank, words, 1e9) for rank in ranks[1:]}) == 1
 
 
 def test_a_rank_that_never_acknowledges_is_named(processes: Processes) -> None:
     ranks = ready(processes, LAB_COLLECTIVE_TIMEOUT_S="2")
     for rank in ranks[:2]:
-        rank.tell("now")
+        rank.write("now")
     assert ranks[0].end() == 1
     assert "timed out waiting for rank 2 at the verdict after 2 s" in ranks[0].text
 
 
-def test_a_rank_whose_gpu_hangs_ends_though_nothing_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_whose_gpu_hangs_ends_without_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watches, "RAISES_S", 2 * PERIOD_S)
     ended: list[Any] = []
     watch: Any = object.__new__(Watchdog)
-    watch.gave_up, watch._failed_at, watch.others = (lambda: True), None, {}
+    watch.nccl_aborted, watch._failed_at, watch.others = (lambda: True), None, {}
     watch.config, watch.cluster = Config.read({"RANK": "0", "MASTER_ADDR": "a"}), SimpleNamespace(rank=0)
     watch.main = SimpleNamespace(here=lambda: SimpleNamespace(step=4, turn=0, calls=0, __str__=lambda _: ""))
     watch._end = lambda *verdicts: ended.extend(verdicts)
@@ -235,7 +236,7 @@ def test_a_rank_whose_gpu_hangs_ends_though_nothing_raises(monkeypatch: pytest.M
     time.sleep(2 * PERIOD_S)
     watch._judge_device()
     assert ended[0].exit_code == 1
-    assert "LAB_COLLECTIVE_TIMEOUT_S=300: NCCL gave it up, and this rank's GPU hangs" in ended[0].sentence
+    assert "LAB_COLLECTIVE_TIMEOUT_S=300: NCCL aborted it, and this rank's GPU hangs" in ended[0].sentence
 
 
 SERVER = TINY | {"RUN_MODE": "server", "LAB_STEPS": "100", "LAB_MODEL": "mlp"}
@@ -248,7 +249,7 @@ ELASTIC = TINY | {"RUN_MODE": "elastic", "LAB_STEPS": "100", "LAB_MODEL": "mlp",
 def started(
     processes: Processes, folder: Path, variant: str, dies: int, by: str = "SIGKILL", mode: dict[str, str] = SERVER
 ) -> list[Rank]:
-    """Three real ranks, of which one kills or stops itself in the middle of a variant that goes on without it."""
+    """Start three real ranks, of which one kills or stops itself in a variant that continues without it."""
     where = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(processes.port), "LAB_RUN_ID": "run"}
     common = mode | where | {"LAB_RUNS_DIR": str(folder), "LAB_VARIANT": variant}
     deadly = ["tests.lab.cluster.dying_rank", variant, str(DIES_AT_STEP), by]
@@ -259,19 +260,19 @@ def started(
     ]
 
 
-def test_the_others_go_on_without_a_worker_that_is_killed(processes: Processes, tmp_path: Path) -> None:
+def test_the_others_continue_without_a_killed_worker(processes: Processes, tmp_path: Path) -> None:
     ranks = started(processes, tmp_path, "downpour", dies=2)
     assert [rank.end() for rank in ranks] == [0, 0, 137], ranks[0].text
     words = r"^rank 2 lost at step \d+ in downpour: its connection ended; the remaining ranks continue$"
-    said = [re.findall(words, rank.text, re.MULTILINE) for rank in ranks[:2]]
-    assert len(said[0]) == 1 and said[0] == said[1], ranks[0].text + ranks[1].text
+    printed = [re.findall(words, rank.text, re.MULTILINE) for rank in ranks[:2]]
+    assert len(printed[0]) == 1 and printed[0] == printed[1], ranks[0].text + ranks[1].text
     run = json.loads((tmp_path / "run" / "run.json").read_text())
     (lost,) = run["lost"]
     assert (run["verdict"], run["errors"], lost["rank"]) == ("pass", [], 2)
     assert lost["step"] == DIES_AT_STEP and lost["reason"].endswith("; the remaining ranks continued")
     assert all(check["passed"] for check in run["checks"])
-    held = {"updates", "final weights"}
-    assert held <= {check["name"] for check in run["checks"]}, "without it the others are held to what was applied"
+    kept = {"updates", "final weights"}
+    assert kept <= {check["name"] for check in run["checks"]}, "the others are compared with the applied updates"
     assert any("PASS" in line and "without rank 2" in line for _, line in ranks[0].lines)
     report = (tmp_path / "run" / "report.html").read_text()
     assert f"rank 2 lost at step {lost['step']}" in report
@@ -295,7 +296,7 @@ sys.exit(main())
 """
 
 
-def test_a_loss_before_any_record_was_written_leaves_a_verdict_too(processes: Processes, tmp_path: Path) -> None:
+def test_a_loss_before_the_first_record_has_a_verdict_too(processes: Processes, tmp_path: Path) -> None:
     where = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(processes.port), "LAB_RUN_ID": "run"}
     common = TINY | {"RUN_MODE": "dp", "LAB_RUNS_DIR": str(tmp_path)} | where
     commands = [["-m", "workers"], ["-c", DIES_BEFORE_RECORDS], ["-m", "workers"]]
@@ -321,14 +322,14 @@ Departure(signals, print, write).leave(Verdict(3, "rank 1 lost"), object())
 """
 
 
-def test_a_wake_does_not_cut_short_what_a_rank_writes(processes: Processes) -> None:
+def test_a_wake_does_not_shorten_the_time_to_write_records(processes: Processes) -> None:
     rank = processes.run([sys.executable, "-c", WAKES_ITSELF], {})
     assert rank.end() == 3
     assert [line for _, line in rank.lines] == ["rank 1 lost", "written"]
 
 
 @pytest.mark.parametrize(("mode", "variant"), [(SERVER, "downpour"), (ELASTIC, "join")], ids=["server", "elastic"])
-def test_who_was_declared_dead_and_wakes_while_the_report_is_drawn_changes_nothing(
+def test_a_rank_declared_dead_that_wakes_changes_nothing(
     processes: Processes, tmp_path: Path, mode: dict[str, str], variant: str
 ) -> None:
     ranks = started(processes, tmp_path, variant, dies=2, by="SIGSTOP", mode=mode)

@@ -46,10 +46,10 @@ def broken_rank(folder: Path, rank: int) -> Journal:
     return journal
 
 
-def survivor(rank: int, writes: bool, given_up: bool = False) -> Any:
+def survivor(rank: int, writes: bool, declared_dead: bool = False) -> Any:
     """In place of a Succession: whether it is this rank's turn."""
     return SimpleNamespace(
-        rank=rank, survivors=[1, 2], given_up=given_up, named_at=time.monotonic(), turn=lambda _written: writes,
+        rank=rank, survivors=[1, 2], declared_dead=declared_dead, named_at=time.monotonic(), is_my_turn=lambda _written: writes,
     )  # fmt: skip
 
 
@@ -92,7 +92,7 @@ def test_a_rank_that_was_given_up_touches_nothing_of_the_others(tmp_path: Path) 
     outcome.page(0).write_text("the page")
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     verdict = Verdict(3, "rank 2 was declared dead by the other ranks", (Lost(2, 5, "no heartbeat for 2.5 s"),))
-    write_failure_report(verdict, survivor(2, writes=True, given_up=True), journal, outcome)
+    write_failure_report(verdict, survivor(2, writes=True, declared_dead=True), journal, outcome)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     outcome.publish(0)
     assert (folder / "run.json").exists() and (folder / "report.html").exists()
@@ -215,12 +215,12 @@ def test_a_mistake_that_did_not_show_does_not_pass_for_a_check_that_held(tmp_pat
 def test_who_left_and_who_is_back_is_written_down_and_waited_for_accordingly(tmp_path: Path) -> None:
     journal, told = broken_rank(tmp_path, 0), list[int]()
     watch: Any = SimpleNamespace(let_leave=lambda left: setattr(watch, "left", left))
-    exchange: Any = SimpleNamespace(gone=set())
+    exchange: Any = SimpleNamespace(lost=set())
     let_leave(watch, exchange, journal, SimpleNamespace(may_leave=lambda: None), told.append)  # type: ignore[arg-type]
     watch.left(Lost(2, 4, "its connection ended"))
-    assert (exchange.gone, told) == ({2}, [2])
+    assert (exchange.lost, told) == ({2}, [2])
     watch.on_back(Member(2, "host", "127.0.0.2", 17))
-    assert exchange.gone == set()
+    assert exchange.lost == set()
     life = Left(2, 4, "its connection ended; the remaining ranks continued")
     assert journal.records[1:] == [life, replace(life, back=True)]
 
@@ -321,7 +321,7 @@ def test_of_a_rank_that_left_what_it_wrote_has_to_do(tmp_path: Path) -> None:
     finished(ranks, "proof")
     ranks[1].journal.open(tmp_path, 1)
     ranks[1].journal.write(Left(1, 3, "killed"))  # its last word, on a disk that both see
-    ranks[0].exchange.gone.add(1)
+    ranks[0].exchange.lost.add(1)
     assert ranks[0].bring("records")
     assert everything_written(ranks[0], tmp_path)[1] == [Left(1, 3, "killed")]
     (tmp_path / "rank1.jsonl").unlink()

@@ -1,4 +1,4 @@
-"""A group that is cut while it is made does not come to stand."""
+"""Groups that are cut, during their creation and later, and groups whose store is lost."""
 
 import socket
 import threading
@@ -19,65 +19,64 @@ KEY = b"the key"
 HOST = ("127.0.0.1", 2)
 
 
-def made(monkeypatch: pytest.MonkeyPatch, *, cut: bool) -> Regroup:
-    """A group whose making takes some time, and that is cut meanwhile, once."""
+def create_group(monkeypatch: pytest.MonkeyPatch, *, cut: bool) -> Regroup:
+    """Create a group slowly; with `cut`, cut it once meanwhile."""
     group = Regroup("127.0.0.1", KEY, 5.0, set)
     again = threading.Event()
     cuts = [0]
 
-    def shut(self: Regroup, right: Any = Regroup.cut) -> None:
+    def count_cuts(self: Regroup, right: Any = Regroup.cut) -> None:
         cuts[0] += 1
         right(self)
         if cuts[0] > 1:
             again.set()
 
-    def formed(*_: Any) -> object:
+    def create(*_: Any) -> object:
         if cut:
             cuts[0] = 0
             group.cut()
-            assert again.wait(5), "what is opened after a cut has to be cut too"
+            assert again.wait(5), "sockets opened after a cut must be cut too"
         return object()
 
-    monkeypatch.setattr(Regroup, "cut", shut)
-    monkeypatch.setattr(group, "_formed", formed)
+    monkeypatch.setattr(Regroup, "cut", count_cuts)
+    monkeypatch.setattr(group, "_create_group", create)
     group.form("a name", 0, 1, HOST, lambda: True)
     return group
 
 
-def test_a_call_that_comes_while_a_group_is_made_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cut_during_the_creation_of_a_group_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="left while the group was created, or cut it"):
-        made(monkeypatch, cut=True)
+        create_group(monkeypatch, cut=True)
 
 
-def test_one_that_nobody_cuts_stands(monkeypatch: pytest.MonkeyPatch) -> None:
-    made(monkeypatch, cut=False)
+def test_a_group_that_is_not_cut_is_created(monkeypatch: pytest.MonkeyPatch) -> None:
+    create_group(monkeypatch, cut=False)
 
 
-def test_where_nobody_listens_it_is_said() -> None:
-    with pytest.raises(RuntimeError, match=r"nobody listens at the store of 127.0.0.1:2"):
+def test_a_store_that_does_not_listen_is_named() -> None:
+    with pytest.raises(RuntimeError, match=r"no store listens at 127.0.0.1:2"):
         Regroup("127.0.0.1", KEY, 5.0, set).form("a name", 0, 1, HOST, lambda: True)
 
 
-def test_a_store_that_dies_after_it_was_asked_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host's answer to the question is its last; its death is noticed 0.1 s later, on another connection."""
-    asked: list[float] = []
-
+def test_a_store_that_dies_after_the_request_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host accepts the connection and dies; another connection reports that 0.1 s later."""
+    accepted: list[float] = []
     silent: list[socket.socket] = []
 
-    def answered(*_: Any) -> socket.socket:
-        asked.append(time.monotonic())
-        ours, theirs = socket.socketpair()
-        silent.append(theirs)
-        return ours
+    def accept(*_: Any) -> socket.socket:
+        accepted.append(time.monotonic())
+        near, far = socket.socketpair()
+        silent.append(far)
+        return near
 
-    monkeypatch.setattr(socket, "create_connection", answered)
-    with pytest.raises(RuntimeError, match=r"the store of 127.0.0.1:2 went while it was connected to"):
+    monkeypatch.setattr(socket, "create_connection", accept)
+    with pytest.raises(RuntimeError, match=r"the store at 127.0.0.1:2 was lost while the group was created"):
         Regroup("127.0.0.1", KEY, 5.0, set).form(
-            "a name", 0, 1, HOST, lambda: not asked or time.monotonic() < asked[0] + 0.1
+            "a name", 0, 1, HOST, lambda: not accepted or time.monotonic() < accepted[0] + 0.1
         )
 
 
-def test_a_store_that_is_there_forms_a_group() -> None:
+def test_a_group_is_created_over_a_store() -> None:
     host = StoreServer(listen("127.0.0.1"), KEY)
     group = Regroup("127.0.0.1", KEY, 5.0, set)
     group.form("a name", 0, 1, ("127.0.0.1", host.port), lambda: True)
@@ -86,7 +85,7 @@ def test_a_store_that_is_there_forms_a_group() -> None:
 
 
 class Never:
-    """What gloo never comes to the end of."""
+    """A call of gloo that never ends."""
 
     def is_completed(self) -> bool:
         return False
@@ -97,7 +96,7 @@ class Never:
 
 
 class Waits:
-    """A ProcessGroupGloo of which a thread waits on, so that its end does."""
+    """A ProcessGroupGloo with a waiting thread, for which its destructor waits."""
 
     def __init__(self, ends: threading.Event) -> None:
         self.ends = ends
@@ -109,34 +108,34 @@ class Waits:
         self.ends.wait(20)
 
 
-def test_who_waits_for_gloo_looks_up_whether_its_group_was_cut() -> None:
+def test_a_cut_ends_a_wait_for_gloo() -> None:
     group, ends = Regroup("127.0.0.1", KEY, 5.0, set), threading.Event()
     group._gloo = Waits(ends)
     threading.Timer(0.1, group.cut).start()
     began = time.monotonic()
-    with pytest.raises(RuntimeError, match="the group was cut, and gloo waits on"):
+    with pytest.raises(RuntimeError, match="the group was cut while gloo waited"):
         group.sum(torch.ones(3))
     group.leave()
-    assert time.monotonic() - began < 5, "nor is the end of what waits waited for"
+    assert time.monotonic() - began < 5, "leaving does not wait for gloo either"
     ends.set()
 
 
-def test_any_error_of_a_wait_comes_to_who_wants_its_result() -> None:
+def test_any_error_of_a_wait_reaches_the_caller() -> None:
     group = Regroup("127.0.0.1", KEY, 5.0, set)
-    with pytest.raises(ValueError, match="of a kind that nobody expects"):
+    with pytest.raises(ValueError, match="unexpected"):
         group._unless_cut(unexpected, "cut")
 
 
 def unexpected() -> None:
-    raise ValueError("of a kind that nobody expects")
+    raise ValueError("unexpected")
 
 
-def test_what_gloo_has_met_is_raised_as_it_is(ranks: Ranks) -> None:
-    assert ranks(2, left_alone) == ["", "a sentence of gloo's"]
+def test_an_error_of_gloo_is_raised_unchanged(ranks: Ranks) -> None:
+    assert ranks(2, sum_after_leave) == ["", "an error of gloo"]
 
 
-def left_alone(group: dist.ProcessGroup) -> str:
-    """A sum with one that hangs up: what the other one is told is not that it was cut."""
+def sum_after_leave(group: dist.ProcessGroup) -> str:
+    """Sum with a member that leaves: the error is gloo's own, not that of a cut."""
     host = StoreServer(listen("127.0.0.1"), KEY) if group.rank() == 0 else None
     port = [host.port if host is not None else 0]
     dist.broadcast_object_list(port, 0, group=group)
@@ -144,14 +143,14 @@ def left_alone(group: dist.ProcessGroup) -> str:
     pair = Regroup("127.0.0.1", KEY, 20.0, lambda: own)
     pair.form("a pair", group.rank(), 2, ("127.0.0.1", port[0]), lambda: True)
     dist.barrier(group)
-    said = ""
+    outcome = ""
     if group.rank() == 0:
         pair.leave()
     else:
         try:
             pair.sum(torch.ones(3))
         except RuntimeError as error:
-            said = "a cut" if "was cut" in str(error) else "a sentence of gloo's"
+            outcome = "a cut" if "was cut" in str(error) else "an error of gloo"
     pair.leave()
     dist.barrier(group)
-    return said
+    return outcome

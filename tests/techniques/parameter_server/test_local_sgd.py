@@ -1,4 +1,4 @@
-"""The outer step against torch's own SGD, and a model as two vectors."""
+"""The outer step compared with torch's own SGD, and a model as two vectors."""
 
 import torch
 import torch.distributed as dist
@@ -10,13 +10,13 @@ from tests.warm_ranks import Ranks
 
 
 def rounds(group: dist.ProcessGroup, lr: float, momentum: float, local_steps: int) -> list[torch.Tensor]:
-    """The common weights after each of four rounds, in which rank r moves by its own gradients."""
+    """Return the common weights after each of four rounds, in which rank r uses its own gradients."""
     weights = torch.ones(5, dtype=torch.float64)
     outer = OuterStep(weights, group, local_steps, lr=lr, momentum=momentum)
-    shares, found = [0.5, 0.2, 0.3], []
+    fractions, found = [0.5, 0.2, 0.3], []
     for step in range(4 * local_steps):
         weights -= 0.1 * gradient(group.rank(), step)
-        outer.step(shares[group.rank()])
+        outer.step(fractions[group.rank()])
         if (step + 1) % local_steps == 0:
             found.append(weights.clone())
     return found
@@ -26,7 +26,7 @@ def gradient(rank: int, step: int) -> torch.Tensor:
     return torch.randn(5, generator=torch.Generator().manual_seed(100 * rank + step), dtype=torch.float64)
 
 
-def test_the_outer_step_is_nesterov_sgd_on_the_weighted_mean_of_what_workers_moved(ranks: Ranks) -> None:
+def test_the_outer_step_is_nesterov_sgd_on_the_weighted_mean_of_changes(ranks: Ranks) -> None:
     for lr, momentum, local_steps in ((1.0, 0.0, 1), (1.0, 0.0, 3), (0.7, 0.9, 2)):
         weights = torch.ones(5, dtype=torch.float64, requires_grad=True)
         reference = torch.optim.SGD([weights], lr=lr, momentum=momentum, nesterov=momentum > 0)
@@ -34,8 +34,8 @@ def test_the_outer_step_is_nesterov_sgd_on_the_weighted_mean_of_what_workers_mov
         for index in range(4):
             steps = range(index * local_steps, (index + 1) * local_steps)
             moved = torch.zeros(5, dtype=torch.float64)
-            for rank, share in enumerate((0.5, 0.2, 0.3)):
-                moved += share * torch.stack([0.1 * gradient(rank, step) for step in steps]).sum(dim=0)
+            for rank, fraction in enumerate((0.5, 0.2, 0.3)):
+                moved += fraction * torch.stack([0.1 * gradient(rank, step) for step in steps]).sum(dim=0)
             weights.grad = moved
             reference.step()
             for of_rank in every_rank:
@@ -43,7 +43,7 @@ def test_the_outer_step_is_nesterov_sgd_on_the_weighted_mean_of_what_workers_mov
                 torch.testing.assert_close(of_rank[index], weights.detach(), rtol=0, atol=1e-14)
 
 
-def test_a_model_is_two_vectors_that_it_goes_on_computing_with() -> None:
+def test_a_model_shares_memory_with_its_two_vectors() -> None:
     layer = nn.Linear(3, 2)
     before = torch.cat([parameter.detach().flatten() for parameter in layer.parameters()])
     vectors = Vectors(layer.parameters())

@@ -1,4 +1,4 @@
-"""The rules of the parameter server without a process: who may start, what counts, who is waited for."""
+"""The rules of the parameter server without processes: when workers may start, and which updates count."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def step(server: ParameterServer, worker: int, number: int) -> None:
     server.push(worker, number, ONE)
 
 
-def test_who_is_too_far_ahead_waits_for_the_slowest_and_no_longer() -> None:
+def test_a_worker_too_far_ahead_waits_for_the_slowest() -> None:
     server = server_of(3, staleness=2)
     step(server, 0, 1)
     step(server, 0, 2)
@@ -33,7 +33,7 @@ def test_who_is_too_far_ahead_waits_for_the_slowest_and_no_longer() -> None:
     assert server.weights.tolist() == [-2.5, -2.5]
 
 
-def test_no_staleness_is_lockstep_and_no_bound_is_none() -> None:
+def test_staleness_0_is_lockstep_and_none_is_unbounded() -> None:
     lockstep, unbounded = server_of(2, staleness=0), server_of(2)
     for server in (lockstep, unbounded):
         step(server, 0, 1)
@@ -42,7 +42,7 @@ def test_no_staleness_is_lockstep_and_no_bound_is_none() -> None:
     assert lockstep.may_start(0) and lockstep.may_start(1)
 
 
-def test_a_worker_that_leaves_holds_up_nobody_and_loses_what_was_under_way() -> None:
+def test_a_worker_that_leaves_blocks_nobody_and_loses_its_steps() -> None:
     server = server_of(3, budget=5, staleness=0)
     step(server, 0, 1)
     step(server, 1, 1)
@@ -57,12 +57,12 @@ def test_a_worker_that_leaves_holds_up_nobody_and_loses_what_was_under_way() -> 
     assert server.spent and server.may_finish() and server.weights.tolist() == [-2.0, -2.0]
 
 
-def test_every_update_counts_once_or_is_refused() -> None:
+def test_every_update_counts_once_or_is_an_error() -> None:
     server = server_of(2)
     step(server, 0, 1)
     with pytest.raises(ValueError, match="rank 0 pushes update 1 after 1"):
         step(server, 0, 1)
-    with pytest.raises(ValueError, match="rank 0 starts anew"):
+    with pytest.raises(ValueError, match="rank 0 starts again"):
         server.start(0)
     with pytest.raises(ValueError, match="rank 0 pushes update 3 after 1"):
         server.push(0, 3, ONE)
@@ -71,7 +71,7 @@ def test_every_update_counts_once_or_is_refused() -> None:
     assert server.weights.tolist() == [-0.5, -0.5]
 
 
-def test_the_budget_ends_the_run_for_all_once_nothing_is_under_way() -> None:
+def test_the_budget_ends_the_run_once_no_step_is_under_way() -> None:
     server = server_of(2, budget=5)
     assert server.start(0, most=4) == 4 and not server.may_finish()
     assert server.start(1, most=4) == 1 and server.spent
@@ -82,7 +82,7 @@ def test_the_budget_ends_the_run_for_all_once_nothing_is_under_way() -> None:
 
 
 @given(st.integers(1, 6), st.integers(0, 3), st.integers(1, 30), st.integers(0, 100))
-def test_any_order_that_the_rules_allow_keeps_the_bound_and_spends_the_budget(
+def test_any_allowed_order_keeps_the_bound_and_uses_the_budget(
     workers: int, staleness: int, budget: int, seed: int
 ) -> None:
     server = server_of(workers, budget, staleness)
@@ -97,14 +97,14 @@ def test_any_order_that_the_rules_allow_keeps_the_bound_and_spends_the_budget(
     assert sum(kind == PUSH for kind, _ in order) == budget
 
 
-def test_an_order_that_is_given_is_kept() -> None:
+def test_a_fixed_order_is_kept() -> None:
     order = [(START, 1), (START, 0), (PUSH, 0), (PUSH, 1)]
     server = Ordered(order, torch.zeros(2), range(2), lr=1.0, budget=2)
     assert not server.may_start(0)
     server.start(1)
     assert server.may_start(0) and not server.may_push(1)
     server.start(0)
-    assert server.may_start(1), "nothing is left: that may be said at any time"
+    assert server.may_start(1), "no steps are left, which may be answered at any time"
     assert server.may_push(0) and not server.may_push(1)
     server.push(0, 1, ONE)
     server.push(1, 1, ONE)

@@ -1,4 +1,4 @@
-"""Bytes of servers: against sums by hand, and against each other at their limits."""
+"""Bytes of servers, compared with sums by hand and with each other at their limits."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from distlab.experiments.server.predictions import averaging_bytes, server_bytes
 from distlab.techniques.collectives.costs import all_reduce_bytes
 
 
-def test_the_server_passes_all_and_a_ring_never_twice_the_tensor() -> None:
+def test_bytes_of_a_server_and_of_its_workers() -> None:
     for ranks in range(2, 65):
         sent = [server_bytes(ranks, 1000, rank) for rank in range(ranks)]
         assert (sent[0], set(sent[1:])) == (1000.0 * (ranks - 1), {1000.0})

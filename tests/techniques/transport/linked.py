@@ -1,4 +1,4 @@
-"""Ranks as threads of one process, each with a transport of its own, over the loopback."""
+"""Ranks as threads of one process, each with its own transport, over the loopback."""
 
 import threading
 from collections.abc import Callable
@@ -13,21 +13,21 @@ BOUND_S = 5.0
 
 
 def on_threads(world_size: int, run: Callable[[Channel], Any], bound_s: float = BOUND_S) -> list[Any]:
-    """What `run(channel)` returns on each rank, or the error that it raised there."""
+    """Return the result of `run(channel)` on each rank, or the error that it raised there."""
     store, results = dist.HashStore(), [None] * world_size
 
     def be_rank(rank: int) -> None:
-        dialling = TcpBackend("127.0.0.1", b"the key")
+        backend = TcpBackend("127.0.0.1", b"the key")
         try:
-            channel = dialling.channel(store, range(world_size), rank, "all", bound_s)
+            channel = backend.channel(store, range(world_size), rank, "all", bound_s)
             channel.transport.groups += 1
             results[rank] = run(channel)
             channel.transport.leave()
         except Exception as error:
             results[rank] = error  # type: ignore[call-overload]
-            if dialling.transport is not None:
-                dialling.transport.groups = 1
-                dialling.transport.leave()
+            if backend.transport is not None:
+                backend.transport.groups = 1
+                backend.transport.leave()
 
     threads = [threading.Thread(target=be_rank, args=(rank,)) for rank in range(world_size)]
     for thread in threads:

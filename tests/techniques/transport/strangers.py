@@ -1,4 +1,4 @@
-"""Who has no key and knows the protocols: what it says at a port, and what came of it."""
+"""A client without the run's key: the bytes that it sends to a port, and the answers."""
 
 import json
 import os
@@ -24,31 +24,31 @@ FORGED: dict[str, bytes] = {
     "a greeting and zeros": MAGIC + NONCE + bytes(PROOF_BYTES),
     "a request for a value": framed(Get(1, b"a", 9.0)),
     "a request to set one": REQUEST,
-    "words of a line": json.dumps({"rank": 1, "life": 1, "proof": "é"}, ensure_ascii=False).encode() + b"\n",
+    "a line of JSON": json.dumps({"rank": 1, "life": 1, "proof": "é"}, ensure_ascii=False).encode() + b"\n",
     "a lone surrogate": rb'{"rank": 1, "life": 1, "proof": "\ud800"}' + b"\n",
     "a number without end": b'{"rank": ' + b"9" * 5000 + b"}\n",
     "deep JSON": b"[" * 100_000 + b"\n",
 }
 
 
-def told(port: int, words: bytes, host: str = HERE) -> bytes:
-    """What is answered to them at a port, until it hangs up or says no more."""
+def answer_to(port: int, data: bytes, host: str = HERE) -> bytes:
+    """Return the answer of a port to `data`, up to the end of the connection or a pause of 0.3 s."""
     answer = b""
     with suppress(OSError), socket.create_connection((host, port), 2.0) as connection:
         connection.settimeout(0.3)
-        connection.sendall(words)
+        connection.sendall(data)
         while new := connection.recv(4096):
             answer += new
     return answer
 
 
-def told_all(port: int) -> dict[str, bytes]:
-    """The answers to all that is forged."""
-    return {name: told(port, words) for name, words in FORGED.items()}
+def answers_to_forged(port: int) -> dict[str, bytes]:
+    """Return the answers to all forged messages."""
+    return {name: answer_to(port, data) for name, data in FORGED.items()}
 
 
-def as_torch(port: int) -> str:
-    """What comes of torch's own client at a port: with it a stranger listed, read and wrote what ranks had written."""
+def attack_as_tcp_store(port: int) -> str:
+    """Try to list and overwrite all keys with torch's own client; return what it could do, empty if nothing."""
     try:
         store = dist.TCPStore(HERE, port, None, False, timedelta(seconds=1), wait_for_workers=False)
         keys = store.list_keys()
@@ -61,7 +61,7 @@ def as_torch(port: int) -> str:
 
 @contextmanager
 def silent(port: int, count: int) -> Iterator[None]:
-    """So many connections that say nothing."""
+    """Open `count` connections that send nothing."""
     opened = [socket.create_connection((HERE, port), 2.0) for _ in range(count)]
     try:
         yield

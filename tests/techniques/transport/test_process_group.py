@@ -1,5 +1,5 @@
-"""The process group over plain TCP: who gets a connection, every call beside gloo's at any length and layout, and what torch
-builds on it."""
+"""The process group over plain TCP: its connections, every call compared with gloo's at any length and layout, and what
+torch builds on it."""
 
 import copy
 import socket
@@ -24,7 +24,7 @@ from distlab.techniques.collectives.point_to_point import split
 from distlab.techniques.transport.process_group import TcpBackend
 from distlab.techniques.transport.tcp import Channel, LinkError
 from tests.techniques.transport.linked import on_threads
-from tests.techniques.transport.strangers import FORGED, HERE, silent, told
+from tests.techniques.transport.strangers import FORGED, HERE, answer_to, silent
 
 KEY = b"the key"
 
@@ -42,17 +42,17 @@ def test_every_two_ranks_have_one_connection() -> None:
     assert on_threads(4, lambda channel: channel.transport.ranks) == [{0, 1, 2, 3} - {rank} for rank in range(4)]
 
 
-def test_who_does_not_come_is_named_within_the_bound() -> None:
+def test_a_missing_rank_is_named_within_the_timeout() -> None:
     began = time.monotonic()
-    with pytest.raises(LinkError, match="no connection from rank 1, 2: it did not dial"):
+    with pytest.raises(LinkError, match="no connection from rank 1, 2 within the timeout"):
         connected(dist.HashStore(), 0, [1, 2], 0.3)
     with pytest.raises(LinkError, match="no connection to rank 0"):
         connected(dist.HashStore(), 1, [0], 0.3)
     assert time.monotonic() - began < 5
 
 
-def test_200_silent_connections_are_waited_for_no_longer_than_the_bound() -> None:
-    """Each took a second of its own once: at 12 s, of a bound of 2, nobody was named, nor at 52."""
+def test_200_silent_connections_do_not_delay_the_timeout() -> None:
+    """Each once took a second: 12 s and 52 s after the start, with a timeout of 2 s, no rank was named."""
     store = dist.HashStore()
 
     def intrude() -> None:
@@ -63,20 +63,20 @@ def test_200_silent_connections_are_waited_for_no_longer_than_the_bound() -> Non
     stranger = threading.Thread(target=intrude)
     stranger.start()
     began = time.monotonic()
-    with pytest.raises(LinkError, match="no connection from rank 1: it did not dial"):
+    with pytest.raises(LinkError, match="no connection from rank 1 within the timeout"):
         connected(store, 0, [1], 2.0)
     assert time.monotonic() - began < 4
     ended.set()
     stranger.join(5)
 
 
-@pytest.mark.parametrize("said", FORGED.values(), ids=FORGED)
-def test_a_stranger_is_not_listened_to(said: bytes) -> None:
-    """Though it knows what stands in the store, which was once enough to be taken for rank 1."""
+@pytest.mark.parametrize("data", FORGED.values(), ids=FORGED)
+def test_a_client_without_the_key_is_rejected(data: bytes) -> None:
+    """Although it knows the addresses in the store, which was once enough to be accepted as rank 1."""
     store = dist.HashStore()
 
     def intrude() -> None:
-        told(port_of(store, 0), said)
+        answer_to(port_of(store, 0), data)
         intruded.set()
 
     def be_rank() -> None:
@@ -97,7 +97,7 @@ def test_a_stranger_is_not_listened_to(said: bytes) -> None:
         connection.close()
 
 
-def test_a_stranger_that_listens_in_a_rank_s_place_is_not_believed() -> None:
+def test_a_stranger_that_listens_in_place_of_a_rank_is_rejected() -> None:
     store = dist.HashStore()
     with socket.create_server((HERE, 0)) as listening:
         store.set("tcp/0", f"{HERE} {listening.getsockname()[1]}")
@@ -112,7 +112,7 @@ def test_a_stranger_that_listens_in_a_rank_s_place_is_not_believed() -> None:
             connected(store, 1, [0], 2.0)
 
 
-def test_a_key_is_of_one_channel_and_tag() -> None:
+def test_each_channel_and_tag_has_its_own_key() -> None:
     def run(channel: Channel) -> int:
         keys = [
             Channel(channel.transport, channel.ranks, channel.rank, name)._key(tag)
@@ -179,23 +179,23 @@ def test_sums_of_small_integers_are_exact_in_all_types(rank: int, world_size: in
 @distlab.ranks(2, 3, backend="tcp", timeout_s=20)
 def test_some_ranks_wait_at_once_and_others_later(rank: int, world_size: int) -> None:
     for length in LENGTHS:
-        own, given = torch.full((length,), rank + 1.0), torch.full((length,), float(rank))
+        own, copied = torch.full((length,), rank + 1.0), torch.full((length,), float(rank))
         places = [torch.empty(length) for _ in range(world_size)]
         works = [
             dist.all_reduce(own, async_op=rank > 0),
-            dist.broadcast(given, 1, async_op=rank > 0),
+            dist.broadcast(copied, 1, async_op=rank > 0),
             dist.all_gather(places, torch.full((length,), float(rank)), async_op=rank > 0),
         ]
         for work in works:
             if work is not None:
                 work.wait()
         assert torch.equal(own, torch.full((length,), world_size * (world_size + 1) / 2))
-        assert torch.equal(given, torch.ones(length))
+        assert torch.equal(copied, torch.ones(length))
         assert [place.tolist() for place in places] == [[float(peer)] * length for peer in range(world_size)]
 
 
 @distlab.ranks(1, 2, 3, backend="tcp", timeout_s=60)
-def test_copies_come_where_they_belong(rank: int, world_size: int) -> None:
+def test_copies_arrive_at_the_right_ranks(rank: int, world_size: int) -> None:
     last = world_size - 1
     for length in LENGTHS:
         everyone = [numbers(length, each) for each in range(world_size)]
@@ -228,14 +228,14 @@ def test_parts_of_unequal_length(rank: int, world_size: int) -> None:
 
 
 @distlab.ranks(2, backend="tcp")
-def test_a_tensor_that_lies_in_pieces_is_summed_in_place() -> None:
+def test_a_tensor_that_is_not_contiguous_is_summed_in_place() -> None:
     across = torch.arange(6.0).view(2, 3).t()
     dist.all_reduce(across)
     assert torch.equal(across, 2 * torch.arange(6.0).view(2, 3).t())
 
 
 @distlab.ranks(3, backend="tcp", timeout_s=60)
-def test_calls_under_way_end_in_any_order(rank: int) -> None:
+def test_asynchronous_calls_end_in_any_order(rank: int) -> None:
     for length in (5, 200_003):
         tensors = [torch.full((length,), float(turn)) for turn in range(4)]
         works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
@@ -248,7 +248,7 @@ def test_calls_under_way_end_in_any_order(rank: int) -> None:
 
 
 @distlab.ranks(3, backend="tcp", timeout_s=60)
-def test_some_wait_for_a_sum_that_others_have_under_way(rank: int) -> None:
+def test_some_ranks_wait_at_once_for_a_sum_that_others_run_asynchronously(rank: int) -> None:
     for waits in range(3):
         tensor = torch.ones(5)
         work = dist.all_reduce(tensor, async_op=rank != waits)
@@ -258,26 +258,26 @@ def test_some_wait_for_a_sum_that_others_have_under_way(rank: int) -> None:
 
 
 @distlab.ranks(2, backend="tcp", timeout_s=60)
-def test_a_call_under_way_goes_on_while_something_else_is_awaited(rank: int) -> None:
-    large, word = torch.full((3_000_000,), 1.0), torch.zeros(1)
+def test_an_asynchronous_call_continues_during_another_wait(rank: int) -> None:
+    large, token = torch.full((3_000_000,), 1.0), torch.zeros(1)
     work = dist.all_reduce(large, async_op=True)
     assert work is not None
     if rank == 0:
         work.wait()
-        dist.send(word, 1)
+        dist.send(token, 1)
     else:
-        dist.recv(word, 0)  # it comes after the sum, for which rank 0 needs this rank
+        dist.recv(token, 0)  # it arrives after the sum, for which rank 0 needs this rank
         work.wait()
     assert float(large[-1]) == 2
 
 
 @distlab.ranks(2, backend="tcp")
-def test_an_operation_that_it_has_not_is_refused_in_a_sentence() -> None:
+def test_an_unknown_operation_is_refused() -> None:
     premultiplied = dist._make_nccl_premul_sum(2.0)
-    with pytest.raises(ValueError, match="PREMUL_SUM is no operation over tcp, allowed: SUM, AVG, PRODUCT"):
+    with pytest.raises(ValueError, match="the backend tcp has no operation PREMUL_SUM, allowed: SUM, AVG, PRODUCT"):
         dist.all_reduce(torch.ones(3), premultiplied)
     whole, chunk = torch.ones(4), torch.ones(2)
-    with pytest.raises(ValueError, match="PREMUL_SUM is no operation over tcp"):
+    with pytest.raises(ValueError, match="the backend tcp has no operation PREMUL_SUM"):
         dist.reduce_scatter_tensor(chunk, whole, premultiplied)
     dist.all_reduce(whole)
     assert whole.tolist() == [2.0] * 4
@@ -294,7 +294,7 @@ def test_all_send_before_they_receive(rank: int, world_size: int) -> None:
 
 
 @distlab.ranks(3, backend="tcp", timeout_s=60)
-def test_sends_of_some_do_not_count_as_everyones_calls(rank: int) -> None:
+def test_sends_do_not_change_the_number_of_collectives(rank: int) -> None:
     word = torch.full((1,), float(rank))
     if rank == 0:
         dist.send(word, 1)
@@ -306,7 +306,7 @@ def test_sends_of_some_do_not_count_as_everyones_calls(rank: int) -> None:
 
 
 @contextmanager
-def called() -> Iterator[dict[str, float]]:
+def counted_calls() -> Iterator[dict[str, float]]:
     """Calls by operation."""
     found: dict[str, float] = {}
     with Calls() as calls:
@@ -315,9 +315,9 @@ def called() -> Iterator[dict[str, float]]:
 
 
 @distlab.ranks(2, backend="tcp")
-def test_who_counts_calls_sees_them(group: dist.ProcessGroup) -> None:
+def test_call_counters_see_the_calls(group: dist.ProcessGroup) -> None:
     tensor = torch.ones(4)
-    with called() as found:
+    with counted_calls() as found:
         dist.all_reduce(tensor)
         dist.broadcast(tensor, 0)
         dist.all_gather_into_tensor(torch.empty(8), tensor)
@@ -355,7 +355,7 @@ def test_fully_shard_over_dtensor_computes_what_one_process_does(mesh: dist.Devi
 
 
 def named(op: str, collective: Collective, own: Tensor) -> Tensor:
-    """What an operation by hand leaves on this rank."""
+    """Return the result of a hand-written operation on this rank."""
     peers = collective.peers
     chunk = split(own, peers.world_size)[peers.rank].clone()
     if op == "all_reduce":
@@ -369,7 +369,7 @@ def named(op: str, collective: Collective, own: Tensor) -> Tensor:
 
 
 @distlab.ranks(1, 2, 3, timeout_s=60)
-def test_collectives_by_hand_over_a_channel_beside_a_group_of_gloo(group: dist.ProcessGroup, rank: int) -> None:
+def test_hand_written_collectives_over_a_channel_equal_those_over_gloo(group: dist.ProcessGroup, rank: int) -> None:
     store = dist.PrefixStore("channel", dist.distributed_c10d._get_default_store())
     channel = TcpBackend("127.0.0.1", b"the key").channel(store, range(group.size()), rank, "by hand", 20)
     channel.transport.groups += 1

@@ -1,4 +1,4 @@
-"""The store: what a process group asks of it from C++ comes there, and who has no key neither lists nor reads nor writes."""
+"""The store: it serves requests from C++, and a process without the key can neither list, read nor write."""
 
 import os
 import signal
@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from distlab.techniques.transport.handshake import MAGIC, NONCE_BYTES, PROOF_BYTES, Unproven, listen
 from distlab.techniques.transport.store import HostedStore, KeyedStore, Prefixed
-from distlab.techniques.transport.store_server import LENGTH, Set, StoreServer, framed, take_frames
-from tests.techniques.transport.strangers import HERE, as_torch, silent, told_all
+from distlab.techniques.transport.store_server import LENGTH, Set, StoreServer, framed, pop_frames
+from tests.techniques.transport.strangers import HERE, answers_to_forged, attack_as_tcp_store, silent
 from tests.warm_ranks import Ranks
 
 KEY = b"the key"
@@ -27,17 +27,17 @@ KEY = b"the key"
 def store() -> Iterator[HostedStore]:
     hosted = HostedStore(HERE, KEY, 5.0)
     yield hosted
-    assert hosted.host._thread.is_alive(), "nothing that it read has ended it"
+    assert hosted.host._thread.is_alive(), "the server thread has ended"
     hosted.close()
 
 
-def another(store: HostedStore) -> KeyedStore:
+def connect(store: HostedStore) -> KeyedStore:
     return KeyedStore(HERE, store.port, KEY, 5.0)
 
 
-def test_it_does_what_a_store_does(store: HostedStore) -> None:
-    """Under a prefix, by which torch calls it from C++."""
-    one, other = Prefixed("a", store), Prefixed("a", another(store))
+def test_the_calls_of_a_dist_store(store: HostedStore) -> None:
+    """Through a prefix store, because torch calls it from C++ that way."""
+    one, other = Prefixed("a", store), Prefixed("a", connect(store))
     one.set("key", "value")
     assert other.get("key") == b"value"
     assert [other.add("count", 2), one.add("count", -5)] == [2, -3]
@@ -51,14 +51,14 @@ def test_it_does_what_a_store_does(store: HostedStore) -> None:
     assert one.get("count") == b"no number"
 
 
-def test_bytes_of_any_value_come_back(store: HostedStore) -> None:
-    """As gloo writes them; torch's own store takes only text from Python."""
+def test_any_bytes_are_stored_unchanged(store: HostedStore) -> None:
+    """As gloo writes them; torch's own store accepts only text from Python."""
     store.set("bytes", bytes(range(256)) * 300)
-    assert another(store).get("bytes") == bytes(range(256)) * 300
+    assert connect(store).get("bytes") == bytes(range(256)) * 300
 
 
-def test_a_wait_ends_with_the_value_or_with_its_bound(store: HostedStore) -> None:
-    other = another(store)
+def test_a_wait_returns_the_value_or_times_out(store: HostedStore) -> None:
+    other = connect(store)
     threading.Timer(0.2, store.set, ("late", "1")).start()
     began = time.monotonic()
     other.wait(["late"], timedelta(seconds=5))
@@ -71,20 +71,20 @@ def test_a_wait_ends_with_the_value_or_with_its_bound(store: HostedStore) -> Non
         other.get("never")
 
 
-def test_a_host_that_is_gone_is_said_at_once() -> None:
+def test_a_closed_host_is_reported_at_once() -> None:
     hosted = HostedStore(HERE, KEY, 5.0)
     other = KeyedStore(HERE, hosted.port, KEY, 5.0)
     hosted.close()
     began = time.monotonic()
     for _ in range(2):
-        with pytest.raises(dist.DistNetworkError, match="is gone"):
+        with pytest.raises(dist.DistNetworkError, match="is unreachable"):
             other.get("a")
     assert time.monotonic() - began < 2
 
 
-def test_a_host_that_is_paused_is_a_wait_that_has_timed_out() -> None:
-    """And no more: what it answers later belongs to the question that was given up."""
-    port, pid = in_another_process()
+def test_a_wait_on_a_paused_host_times_out() -> None:
+    """A late answer belongs to the abandoned request, and later requests work."""
+    port, pid = fork_host()
     try:
         other = KeyedStore(HERE, port, KEY, 5.0)
         other.set("a", "1")
@@ -98,8 +98,8 @@ def test_a_host_that_is_paused_is_a_wait_that_has_timed_out() -> None:
         os.waitpid(pid, 0)
 
 
-def in_another_process() -> tuple[int, int]:
-    """The port of a host, and its process."""
+def fork_host() -> tuple[int, int]:
+    """Return the port of a host in another process, and the process id."""
     listening = listen(HERE)
     pid = os.fork()
     if pid == 0:
@@ -110,85 +110,85 @@ def in_another_process() -> tuple[int, int]:
     return port, pid
 
 
-def test_a_stranger_neither_lists_nor_reads_nor_writes(store: HostedStore) -> None:
+def test_a_client_without_the_key_cannot_list_read_or_write(store: HostedStore) -> None:
     """With torch's own client a stranger once listed all keys and wrote the verdict: the launcher returned 1 where
     run.json said pass."""
-    other = another(store)
+    other = connect(store)
     other.set("verdict", "1")
     with pytest.raises(Unproven):
         KeyedStore(HERE, store.port, b"another", 2.0)
-    answers = told_all(store.port)
+    answers = answers_to_forged(store.port)
     assert not any(
         b"verdict" in answer or len(answer) > len(MAGIC) + NONCE_BYTES + PROOF_BYTES for answer in answers.values()
     )
-    assert as_torch(store.port) == ""
+    assert attack_as_tcp_store(store.port) == ""
     assert store.get("verdict") == b"1"
-    assert other.num_keys() == 1, "nothing was written beside it"
+    assert other.num_keys() == 1, "no other key was written"
 
 
-def test_silent_connections_hold_up_no_rank(store: HostedStore) -> None:
+def test_silent_connections_block_no_rank(store: HostedStore) -> None:
     with silent(store.port, 200):
         began = time.monotonic()
-        another(store).set("a", "1")
+        connect(store).set("a", "1")
         assert time.monotonic() - began < 5
 
 
 @settings(max_examples=60)
 @given(st.binary(max_size=300))
-def test_no_bytes_of_who_has_the_key_end_the_host(said: bytes) -> None:
+def test_invalid_bytes_from_a_rank_do_not_end_the_host(data: bytes) -> None:
     hosted = HostedStore(HERE, KEY, 5.0)
-    hosted._connection.sendall(said + framed(Set(1, said, said)))
+    hosted._connection.sendall(data + framed(Set(1, data, data)))
     assert KeyedStore(HERE, hosted.port, KEY, 5.0).num_keys() in (0, 1)
     hosted.close()
 
 
 @given(st.binary(max_size=300))
-def test_frames_are_taken_from_the_beginning(said: bytes) -> None:
-    received = bytearray(said)
+def test_complete_frames_are_removed_from_the_front(data: bytes) -> None:
+    received = bytearray(data)
     try:
-        found = take_frames(received)
+        found = pop_frames(received)
     except ValueError:
         return
-    assert bytes(received) == said[sum(len(each) + LENGTH.size for each in found) :]
+    assert bytes(received) == data[sum(len(each) + LENGTH.size for each in found) :]
 
 
-def test_gloo_calls_it_from_c(ranks: Ranks) -> None:
-    """Groups of two, made over a store that keeps what it is asked: a subclass of Python's is called for each."""
-    assert ranks(2, grouped) == [(["set", "wait", "get"], 2.0)] * 2
+def test_gloo_calls_the_store_from_c(ranks: Ranks) -> None:
+    """A group of two over a store that records its calls: gloo calls the methods of a Python subclass."""
+    assert ranks(2, store_calls) == [(["set", "wait", "get"], 2.0)] * 2
 
 
-def grouped(group: dist.ProcessGroup) -> tuple[list[str], float]:
+def store_calls(group: dist.ProcessGroup) -> tuple[list[str], float]:
     port = torch.tensor([0])
     hosted = HostedStore(HERE, KEY, 20.0) if group.rank() == 0 else None
     if hosted is not None:
         port[0] = hosted.port
     dist.broadcast(port, 0, group=group)
-    asked: list[str] = []
+    calls: list[str] = []
 
-    class Told(KeyedStore):
+    class Recorded(KeyedStore):
         def set(self, key: str, value: str | bytes) -> None:
-            asked.append("set")
+            calls.append("set")
             super().set(key, value)
 
         def get(self, key: str) -> bytes:
-            asked.append("get")
+            calls.append("get")
             return super().get(key)
 
         def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
-            asked.append("wait")
+            calls.append("wait")
             super().wait(keys, timeout)
 
-    store = Told(HERE, int(port), KEY, 20.0)
+    store = Recorded(HERE, int(port), KEY, 20.0)
     gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("pair", store), group.rank(), 2, timedelta(seconds=20))
     total = torch.ones(1)
     gloo.allreduce([total]).wait()
     dist.barrier(group)
-    return sorted(set(asked), key=asked.index), float(total)
+    return sorted(set(calls), key=calls.index), float(total)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="NCCL needs a GPU")
-def test_nccl_calls_it_from_c_and_ends() -> None:
-    """Its watchdog asks the store from a thread of its own, and needs the interpreter's lock for that."""
+def test_nccl_calls_the_store_from_c_and_ends() -> None:
+    """NCCL's watchdog calls the store on its own thread, which needs the interpreter's lock."""
     hosted = HostedStore(HERE, KEY, 20.0)
     dist.init_process_group("nccl", store=Prefixed("group", hosted), rank=0, world_size=1)
     total = torch.ones(1, device="cuda")

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from distlab.lab.cluster import name_ranks
-from distlab.lab.cluster.departure import BLAMELESS
+from distlab.lab.cluster.departure import LOSS_WORDS
 from distlab.lab.report.units import counted
 from distlab.tools.check.judge.deadlock import (
     MOST_NAMED,
@@ -163,7 +163,7 @@ def aborted(state: RankState) -> bool:
 
 def is_consequence(raised: Raised) -> bool:
     """Return whether an exception may be caused by another rank's end."""
-    return raised.kind not in OWN_KINDS and any(word in raised.text.lower() for word in BLAMELESS)
+    return raised.kind not in OWN_KINDS and any(word in raised.text.lower() for word in LOSS_WORDS)
 
 
 # Scripts whose ranks do not communicate: nothing was checked, so they do not pass.

@@ -12,7 +12,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distlab.lab.cluster.launch import heed_stops, launch, named_run, refuse_too_few
+from distlab.lab.cluster.launch import check_open_file_limit, handle_stop_signals, launch, named_run
 from distlab.lab.config import Config, ConfigError, commands, launchers
 from distlab.lab.config.settings import Field, ModeOptions, suggest
 from distlab.tools.check.start.fork_servers import ForkServer, is_one_for_all
@@ -85,8 +85,8 @@ def start(errand: Errand, words: Sequence[str]) -> int:
         os.environ.update(engine.variables)
         config = configured(errand, os.environ, engine.faults, script)
         if config.rank is None:
-            refuse_too_few(config.world_size)
-            heed_stops()
+            check_open_file_limit(config.world_size)
+            handle_stop_signals()
     except ConfigError as error:
         for fault in error.faults:
             print(f"refused    {fault}", flush=True)

@@ -60,14 +60,14 @@ class Rank:
         self.reruns = job.reruns(config, job, server) if job.reruns is not None and not config.rank else None
         self.parent = LauncherPipe()
         self.journal = Journal(config.log)
-        self.parent.tell_unheard(self.journal.unheard)
+        self.parent.on_output_lost(self.journal.unheard)
         if engine:
             self.journal.say(f"engine     {engine}", "normal")
         self._posted = 0
         self._ended_s = 0.0  # the time when the run was over
 
     def live(self) -> int:
-        self.parent.begin_to_wait()
+        self.parent.start_waiting()
         try:
             say = partial(self.journal.say, at="normal")
             cluster = join(self.config, source_version(self.config), say, contents(self.job))
@@ -75,11 +75,11 @@ class Rank:
             self._kill()
             self.journal.say(f"broken     {error}")
             return 3
-        self.parent.joined(cluster.tell_death)
+        self.parent.joined(cluster.record_death)
         folder = self.config.runs_dir / cluster.run_id
         outcome = Outcome(folder, cluster.token)
         watch = Watchdog(cluster, self.config, self.journal.say, partial(self._bury, outcome=outcome))
-        watch.tells_waits = False  # a supervisor waits only for rank 0, which reports the scripts' waits
+        watch.reports_waits = False  # a supervisor waits only for rank 0, which reports the scripts' waits
         watch.start()
         try:
             lock_folder(folder, cluster, self.config)
