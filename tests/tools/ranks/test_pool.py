@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from distlab.tools.ranks.pool import Watching
-from distlab.tools.ranks.rank import Ended
+from distlab.tools.ranks.pool import TaskMonitor
+from distlab.tools.ranks.rank import RankResult
 
 
 class LateRank:
@@ -18,14 +18,14 @@ class LateRank:
     def __init__(self) -> None:
         self.control, self._other = Pipe()
         self._never, self._kept = os.pipe()
-        self.bedside = SimpleNamespace(process=SimpleNamespace(sentinel=self._never))
+        self.channel = SimpleNamespace(process=SimpleNamespace(sentinel=self._never))
         self._lines = [b'["ended",0,1.0]\n']
-        threading.Timer(0.6, lambda: self._other.send(Ended("passed", "late"))).start()
-        self.hearing = SimpleNamespace(lines=self._told)
+        threading.Timer(0.6, lambda: self._other.send(RankResult("passed", "late"))).start()
+        self.monitor = SimpleNamespace(lines=self._take_lines)
 
-    def _told(self, _timeout_s: float) -> list[bytes]:
-        told, self._lines = self._lines, []
-        return told
+    def _take_lines(self, _timeout_s: float) -> list[bytes]:
+        lines, self._lines = self._lines, []
+        return lines
 
     def starved_s(self) -> float:
         return 0.0
@@ -37,6 +37,6 @@ class LateRank:
 @pytest.mark.timeout(30)
 def test_a_rank_that_the_doctor_has_seen_end_is_still_asked_how_it_ended() -> None:
     ranks: Any = [LateRank(), LateRank()]
-    outcome = Watching(ranks, 10).until_the_end()
+    outcome = TaskMonitor(ranks, 10).follow_to_end()
     assert [outcome.ended[rank].text for rank in (0, 1)] == ["late", "late"]
     assert not outcome.is_bad

@@ -18,7 +18,7 @@ from distlab.tools.check.judge.exceptions import describe_exception, folded, how
 from distlab.tools.check.judge.framework_words import ALONE, words_of_cause
 from distlab.tools.check.judge.matching import Matching
 from distlab.tools.check.judge.rank_state import END, Finding, Raised, RankState, Wait, call_text, ranks_by, ranks_do
-from distlab.tools.check.watch.own_ranks import INSTEAD
+from distlab.tools.check.watch.spawned_ranks import INSTEAD
 
 ABORTS = tuple(-number for number in (signal.SIGABRT, signal.SIGSEGV, signal.SIGFPE, signal.SIGILL, signal.SIGBUS))
 # Messages that no connection raises.

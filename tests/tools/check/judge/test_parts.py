@@ -217,7 +217,7 @@ def test_a_foreign_fact_is_dropped_and_asked_nothing_of(foreign: list[Any]) -> N
 def test_what_watch_tells_somebody_takes_and_nothing_is_taken_that_is_not_told() -> None:
     """But for what a doctor tells of a process, and a proof of itself."""
     sources = "".join(path.read_text() for path in Path(check.__file__).parent.glob("*/*.py"))
-    told = re.findall(r"""say\(\s*"(\w+)"|write(?:_later)?\(\s*f?'\["(\w+)"|number\("(\w+)\"""", sources)
+    told = re.findall(r"""send\(\s*"(\w+)"|write(?:_later)?\(\s*f?'\["(\w+)"|number\("(\w+)\"""", sources)
     kinds = {kind for each in told for kind in each if kind} | {"look", "stacks", "gone"}
     taken = {*KINDS, *Quiet(2)._takers, "changed", "unrecorded", "refused"}
     assert kinds - taken == set()
@@ -245,12 +245,12 @@ def test_ranks_that_all_stand_still_are_a_finding_and_one_that_computes_is_none(
 
 
 def test_weights_that_cannot_be_read_do_not_end_a_script_that_gives_them_to_fsdp() -> None:
-    telling = Mock()
-    axes = Axes(Recorder(telling, Mock()))
+    reporter = Mock()
+    axes = Axes(Recorder(reporter, Mock()))
     sums: list[list[Any]] = []
     axes._note_sums(sums, lambda: [("weight", Mock(is_meta=False, detach=Mock(side_effect=RuntimeError("no data"))))])
     assert sums == []
-    telling.say.assert_called_once_with("unrecorded", "_note_sums", "RuntimeError('no data')")
+    reporter.send.assert_called_once_with("unrecorded", "_note_sums", "RuntimeError('no data')")
 
 
 def test_torch_compile_traces_what_a_function_of_check_stands_for() -> None:
