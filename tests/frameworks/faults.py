@@ -50,7 +50,7 @@ FAULTS = (
             ("        for inputs, targets in training:\n", "        for step, (inputs, targets) in enumerate(training):  # (a)\n"
              "            if step == 3 and accelerator.process_index == 1:\n                continue\n"),
         ),
-        ("rank 1 skipped a batch", "called backward 3 times in it, and rank 0 4", "accelerator.backward(0 * loss)"),
+        ("rank 1 skipped a batch", "called backward 3 times, and rank 0 4", "accelerator.backward(0 * loss)"),
         asked=True,
     ),
     Fault(
@@ -100,7 +100,7 @@ FAULTS = (
              '            mean_loss = accelerator.reduce(loss.detach(), reduction="mean").item()  # (a)\n'),
         ),
         ("let all ranks call Accelerator.reduce", "stands under `if accelerator.is_main_process`",
-         "accelerator.reduce takes the part of each rank"),
+         "accelerator.reduce needs the part of each rank"),
     ),
     Fault(
         "trainer", SKIPS,
@@ -114,7 +114,7 @@ class Mine(Trainer):
 """,
             ("= Trainer(", "= Mine("), ("trainer.train()\n", "trainer.train()  # (a)\n"),
         ),
-        ("Trainer.training_step, called by Trainer.train", "rank 1 skipped a batch: when it came to batch 7", "compute_loss returns 0 * loss"),
+        ("Trainer.training_step, called by Trainer.train", "rank 1 skipped a batch: before batch 7", "compute_loss returns 0 * loss"),
     ),
     Fault(
         "trainer", EVALUATES,
@@ -177,7 +177,7 @@ class Mine(Trainer):
             ("= Trainer(", "= Mine("),
         ),
         ("let all ranks call Accelerator.gather", "stands under `if self.is_world_process_zero()`",
-         "accelerator.gather takes the part of each rank"),
+         "accelerator.gather needs the part of each rank"),
     ),
     Fault(
         "lightning", SKIPS,
@@ -244,7 +244,7 @@ class Mine(Trainer):
 ALONE = (
     Fault(
         "lightning", APART, (('accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy="ddp", ', ""),),
-        ("no process group was made, and no rank called another",
+        ("no process group was created, and the ranks did not communicate",
          'make Trainer with accelerator="cpu", devices=the number of ranks and strategy="ddp"'),
     ),
     Fault(

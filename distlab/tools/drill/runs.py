@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from distlab.lab.cluster import name_ranks
 from distlab.lab.config import ConfigError
-from distlab.tools.check.judge.coordinator import Doctor
+from distlab.tools.check.judge.coordinator import Coordinator
 from distlab.tools.check.judge.failures import last_call
 from distlab.tools.check.start.script import Job
 from distlab.tools.check.start.script_process import READ_S, ScriptChannel, ScriptMonitor, begin_all, fork_script, poll
@@ -109,10 +109,10 @@ class Ranks:
 
     def _follow(self, channels: Sequence[ScriptChannel], folder: Path, fault: Fault) -> tuple[str, bool]:
         """Until all have ended, one has failed, or the fault has come: why the run failed, and whether that came."""
-        doctor = Doctor(len(channels), self._job.hang_after_s, self._collective_s, lambda _: None)
+        coordinator = Coordinator(len(channels), self._job.hang_after_s, self._collective_s, lambda _: None)
         began = moved = time.monotonic()
         num_bytes = 0
-        for _ in poll(channels, doctor):
+        for _ in poll(channels, coordinator):
             victim = channels[fault.rank].process if fault.kind else None
             if victim is not None and victim.exitcode is not None and victim.exitcode < 0:
                 return "", True
@@ -122,7 +122,7 @@ class Ranks:
             written = sum(file.stat().st_size for file in folder.glob("*.jsonl"))
             if written != num_bytes:
                 num_bytes, moved = written, time.monotonic()
-            late = [case for case in doctor.cases if case.exit_code is None]
+            late = [case for case in coordinator.states if case.exit_code is None]
             if late and time.monotonic() - moved > self._collective_s:
                 steps = len([each for each in read_facts(folder / f"rank{late[0].rank}.jsonl") if "step" in each])
                 return (
@@ -131,8 +131,8 @@ class Ranks:
                 ), False
             if late and time.monotonic() - began > self._bound_s:
                 return f"{name_ranks([case.rank for case in late])} had not ended after {self._bound_s:.0f} s", False
-        doctor.look(now())
-        return why_failed(doctor), bool(fault.kind) and has_fault(folder / f"rank{fault.rank}.jsonl")
+        coordinator.evaluate(now())
+        return why_failed(coordinator), bool(fault.kind) and has_fault(folder / f"rank{fault.rank}.jsonl")
 
     def _stop_all(self, channels: Sequence[ScriptChannel]) -> None:
         """SIGTERM to every rank that is left, and time to end by itself."""
@@ -149,14 +149,14 @@ class Ranks:
                     ended.add(rank)
 
 
-def why_failed(doctor: Doctor) -> str:
-    raised = [case.raised for case in doctor.cases if case.raised is not None]
+def why_failed(coordinator: Coordinator) -> str:
+    raised = [case.raised for case in coordinator.states if case.raised is not None]
     if raised:
         text = str(raised[0].text).strip().partition("\n")[0].partition(". ")[0]
         return f"{raised[0].kind}: {text} ({raised[0].place})"
-    if any(case.exit_code for case in doctor.cases) or not doctor.whole:
-        codes = [f"rank {case.rank} exited with {case.exit_code}" for case in doctor.cases if case.exit_code]
-        return next((each.sentence for each in doctor.findings), ", ".join(codes))
+    if any(case.exit_code for case in coordinator.states) or not coordinator.completed:
+        codes = [f"rank {case.rank} exited with {case.exit_code}" for case in coordinator.states if case.exit_code]
+        return next((each.sentence for each in coordinator.findings), ", ".join(codes))
     return ""
 
 

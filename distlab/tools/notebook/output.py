@@ -10,7 +10,7 @@ from distlab.lab.report.records import Ranks, Start, Timeline
 from distlab.lab.report.units import counted, human_bytes
 from distlab.lab.report.verdict import SCRIPT
 from distlab.tools.check.judge.rank_state import HANG, MATCH
-from distlab.tools.check.judge.report import format_tables, spans_of, wire
+from distlab.tools.check.judge.report import format_tables, spans_of, traffic
 from distlab.tools.check.watch.places import PACKAGES
 from distlab.tools.notebook.rank import Frame, RankResult
 from distlab.tools.notebook.session import Result
@@ -78,8 +78,8 @@ def failure(result: Result, source: str) -> CellFailed:
     if result.interrupted:
         sentences.append("interrupted")
     marks = {rank: line for each in found for rank, line in places(each.rows, result.file)}
-    if result.interrupted and result.doctor is not None:
-        marks = {case.rank: line for case in result.doctor.cases if (line := line_in(case.frames(), result.file))}
+    if result.interrupted and result.coordinator is not None:
+        marks = {each.rank: line for each in result.coordinator.states if (line := line_in(each.frames(), result.file))}
     lines = [f"{BOLD}{RED}{sentence}{PLAIN}" for sentence in map(without_path, sentences)]
     if marks:
         lines += ["", *mark_lines(source, marks, world_size)]
@@ -158,8 +158,8 @@ def tracebacks(raised: Mapping[int, RankResult], file: str, source: str, world_s
 
 def wire_table(result: Result) -> str:
     """Return the bytes sent per pair of ranks in this cell, and its calls."""
-    cases = result.doctor.cases if result.doctor is not None else []
-    return "\n".join(format_tables(wire(list(cases)))) or "nothing was sent: no rank communicated"
+    states = result.coordinator.states if result.coordinator is not None else []
+    return "\n".join(format_tables(traffic(list(states)))) or "nothing was sent: no rank communicated"
 
 
 def names(defined: Sequence[str]) -> str:

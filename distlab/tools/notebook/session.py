@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-from distlab.tools.check.judge.coordinator import Doctor
+from distlab.tools.check.judge.coordinator import Coordinator
 from distlab.tools.notebook.rank import Cell, Cells, RankResult
 from distlab.tools.ranks.pool import Outcome, TaskMonitor, WarmRanks
 
@@ -33,7 +33,7 @@ class Result:
     outcome: Outcome
     interrupted: bool
     restarted: list[int] = field(default_factory=list)  # ranks that have lost their names
-    doctor: Doctor | None = None
+    coordinator: Coordinator | None = None
     reports: list[list[bytes]] = field(default_factory=list)  # each rank's reports, if requested
 
     @property
@@ -85,7 +85,7 @@ class Session(WarmRanks):
         except KeyboardInterrupt:
             interrupted = True
             outcome = monitor.outcome("interrupted")
-        result = Result(str(file), outcome, interrupted, lost, monitor.doctor, monitor.reports)
+        result = Result(str(file), outcome, interrupted, lost, monitor.coordinator, monitor.reports)
         self.names.update({rank: each.names for rank, each in result.ended.items()})
         if outcome.is_bad or interrupted:
             result.restarted = sorted({*lost, *self._recover(outcome)})

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from distlab.lab.config import Config
 from distlab.lab.report.records import Record
 from distlab.lab.report.table import wrapped
-from distlab.tools.check.judge.coordinator import Doctor
+from distlab.tools.check.judge.coordinator import Coordinator
 from distlab.tools.check.judge.rank_state import Finding
 from distlab.tools.check.start.fork_servers import ForkServer
 from distlab.tools.check.start.script import Job
@@ -54,10 +54,12 @@ class Reruns:
             Proving(place, role, rank, self._config.world_size, self._options.double, self._options.reference)._asdict()
         )
 
-    def compare(self, folder: Path, doctor: Doctor, say: Callable[[str], None]) -> tuple[list[Finding], list[Record]]:
+    def compare(
+        self, folder: Path, coordinator: Coordinator, say: Callable[[str], None]
+    ) -> tuple[list[Finding], list[Record]]:
         """Run the reference, and compare."""
         lasted_s = time.monotonic() - self._began
-        why_not = "" if doctor.whole else "the run on all ranks was ended"
+        why_not = "" if coordinator.completed else "the run on all ranks was ended"
         for role, channels in self._worlds.items() if not why_not else ():
             self._begin(folder, role, channels)
         for channels in self._worlds.values() if not why_not else ():
@@ -82,13 +84,13 @@ class Reruns:
 
     def _until_the_end(self, channels: Sequence[ScriptChannel], bound_s: float) -> str:
         """Return why it did not finish, or "" if it did."""
-        doctor = Doctor(len(channels), self._job.hang_after_s, bound_s, lambda _: None)
+        coordinator = Coordinator(len(channels), self._job.hang_after_s, bound_s, lambda _: None)
         until = time.monotonic() + bound_s
-        for _ in poll(channels, doctor):
+        for _ in poll(channels, coordinator):
             if time.monotonic() > until:
                 return f"it was not done after {bound_s:.0f} s"
-        raised = [case.raised for case in doctor.cases if case.raised is not None]
-        failed = [finding.sentence for finding in doctor.findings if not doctor.whole]
+        raised = [case.raised for case in coordinator.states if case.raised is not None]
+        failed = [finding.sentence for finding in coordinator.findings if not coordinator.completed]
         return f"{raised[0].kind}: {raised[0].text} at {raised[0].place}" if raised else "".join(failed[:1])
 
     def close(self) -> None:

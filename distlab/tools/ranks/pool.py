@@ -21,7 +21,7 @@ from distlab.lab.cluster import name_ranks
 from distlab.lab.cluster.launch import refuse_too_few
 from distlab.techniques.transport.handshake import listen
 from distlab.techniques.transport.store_server import StoreServer
-from distlab.tools.check.judge.coordinator import Doctor
+from distlab.tools.check.judge.coordinator import Coordinator
 from distlab.tools.check.judge.rank_state import END, HANG, MATCH, Finding
 from distlab.tools.check.start.fork_servers import FilesToSend, ForkServer, has_fixed_hash_seed
 from distlab.tools.check.start.script_process import ScriptChannel, ScriptMonitor, pipes
@@ -228,13 +228,13 @@ class TaskMonitor:
     def __init__(self, ranks: Sequence[WarmRank], timeout_s: float, *, keep_reports: bool = False) -> None:
         self._ranks, self._timeout_s = ranks, timeout_s
         self.reports: list[list[bytes]] = [[] for _ in ranks if keep_reports]
-        self.doctor = Doctor(
+        self.coordinator = Coordinator(
             len(ranks),
             min(HANG_AFTER_S, timeout_s / 3),
             timeout_s,
             lambda text: None,  # noqa: ARG005
             gather_s=GATHER_S,
-            promises=True,
+            reports_end=True,
         )
         self._ended: dict[int, RankResult] = {}
 
@@ -242,7 +242,7 @@ class TaskMonitor:
         """Receive reports until all have ended, or waiting is useless."""
         deadline = time.monotonic() + self._timeout_s
         listened_at = time.monotonic()
-        while len(self._ended) < len(self._ranks) and not self.doctor.over:
+        while len(self._ended) < len(self._ranks) and not self.coordinator.over:
             self._receive(POLL_S)
             if time.monotonic() - listened_at > LISTEN_S:
                 listened_at = time.monotonic()
@@ -253,10 +253,10 @@ class TaskMonitor:
                 self._listen()
                 return self.outcome(f"not done after {self._timeout_s:g} s")
         until = time.monotonic() + RESULT_S
-        while self.doctor.whole and len(self._ended) < len(self._ranks) and time.monotonic() < until:
+        while self.coordinator.completed and len(self._ended) < len(self._ranks) and time.monotonic() < until:
             self._receive(POLL_S)  # a rank reports its end to the coordinator, then sends its result
         failed = any(each.outcome == "failed" for each in self._ended.values())
-        while not self.doctor.over:
+        while not self.coordinator.over:
             self._listen()
             if not failed:
                 break
@@ -277,15 +277,15 @@ class TaskMonitor:
             lines = rank.monitor.lines(0.0)
             if self.reports:
                 self.reports[number] += lines
-            self.doctor.take(number, lines, now())
-        self.doctor.look(now())
+            self.coordinator.receive(number, lines, now())
+        self.coordinator.evaluate(now())
 
     def outcome(self, late: str = "") -> Outcome:
         """Return the outcome as known now."""
-        rows = [(f"rank {case.rank}", format_stack(case.frames())) for case in self.doctor.cases if not case.over]
+        rows = [(f"rank {each.rank}", format_stack(each.frames())) for each in self.coordinator.states if not each.over]
         printed = {number: rank.printed() for number, rank in enumerate(self._ranks)}
-        kept = [each for each in self.doctor.findings if each.check in (MATCH, HANG, END)]
-        return Outcome(self._ended, kept, printed, self.doctor.lost, late, rows if late else [])
+        kept = [each for each in self.coordinator.findings if each.check in (MATCH, HANG, END)]
+        return Outcome(self._ended, kept, printed, self.coordinator.lost, late, rows if late else [])
 
 
 def format_stack(frames: Sequence[Any]) -> str:

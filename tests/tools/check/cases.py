@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distlab.tools.check.judge.coordinator import Doctor
+from distlab.tools.check.judge.coordinator import Coordinator
 from tests.launched import clean
 from tests.warm import Warm
 
@@ -86,12 +86,12 @@ def lines_of(*told: list[Any]) -> list[bytes]:
     return [json.dumps(line).encode() for line in told]
 
 
-def doctor_of(*ranks: Sequence[list[Any]], hang_after_s: float = 3.0, **more: Any) -> Doctor:
+def doctor_of(*ranks: Sequence[list[Any]], hang_after_s: float = 3.0, **more: Any) -> Coordinator:
     """A doctor that was told this by each rank at 0 s, and says nothing."""
-    doctor = Doctor(len(ranks), hang_after_s, 60.0, lambda _: None, **more)
+    doctor = Coordinator(len(ranks), hang_after_s, 60.0, lambda _: None, **more)
     for rank, told in enumerate(ranks):
-        doctor.take(rank, lines_of(*told), 0.0)
-    doctor.look(0.0)
+        doctor.receive(rank, lines_of(*told), 0.0)
+    doctor.evaluate(0.0)
     return doctor
 
 
@@ -182,13 +182,13 @@ PLANTED = (
     Planted("fsdp1_own_norm", 2, 1, ("clip_grad_norm_", "own shard"), ("a",), (0, 1)),
     Planted("zero_own_norm", 2, 1, ("clip_grad_norm_", "own shard", "all_reduce the squares"), ("a",), (0, 1)),
     Planted("tp_own_norm", 2, 1, ("clip_grad_norm_", "own part", "all_reduce the squares"), ("a",), (0, 1)),
-    Planted("tp_by_hand", 2, 1, ("tensor parallelism", "other samples"), ("b",), (0, 1)),
+    Planted("tp_by_hand", 2, 1, ("tensor parallelism", "different samples"), ("b",), (0, 1)),
     Planted(
-        "fsdp1_seeds", 2, 0, ("intended?", "other weights (0.weight and 3 more)", "sync_module_states"), ("a",), ()
+        "fsdp1_seeds", 2, 0, ("intended?", "different weights (0.weight and 3 more)", "sync_module_states"), ("a",), ()
     ),
-    Planted("fully_shard_seeds", 2, 0, ("intended?", "other weights (0.weight and 3 more)"), ("a",), ()),
+    Planted("fully_shard_seeds", 2, 0, ("intended?", "different weights (0.weight and 3 more)"), ("a",), ()),
     Planted(
-        "buffers_written", 2, 1, ("other buffers (buffer scale)", "broadcast_buffers", "since step 2"), ("a",), (1,)
+        "buffers_written", 2, 1, ("different buffers (buffer scale)", "broadcast_buffers", "since step 2"), ("a",), (1,)
     ),
     Planted("epoch_of_rank_0", 2, 1, ("epoch", "permutation"), ("a",), (1,)),
     Planted("split_by_rank", 2, 1, ("subset", "permutation"), ("a",), (1,)),
@@ -199,7 +199,7 @@ PLANTED = (
     Planted("sent_from_buffer", 2, 0, (), (), ()),
     Planted("drifted", 3, 1, ("drifted apart", "parameter"), ("a",), (2,)),
     Planted("ddp_drifted", 3, 1, ("bias",), ("a",), (1,)),
-    Planted("ddp_past", 2, 1, ("past", ".module", "since step 1"), ("a", "b"), (1,)),
+    Planted("ddp_past", 2, 1, ("bypassed", ".module", "since step 1"), ("a", "b"), (1,)),
     Planted("ddp_late_layer", 2, 1, ("0.down.weight", "added after ddp"), ("a",), (1,)),
     Planted("ddp_unfrozen", 2, 1, ("0.weight", "frozen when ddp", "since step 3"), ("a",), (1,)),
     Planted("fsdp_late_head", 2, 1, ("3.weight", "fsdp does not shard"), ("a",), (1,)),
@@ -209,7 +209,7 @@ PLANTED = (
     Planted("own_init", 2, 1, ("0.weight", "from the beginning"), ("a", "b"), (0, 1)),
     Planted("mixed_up", 2, 1, ("0.weight on rank 0, 1.weight on rank 1",), ("a",), (0, 1), 8),
     Planted("buffer_order", 2, 1, ("'mean'", "'scale'", "buffer 0"), ("a",), (1,)),
-    Planted("skipped_average", 2, 1, ("other gradients", "from step 3"), ("a", "b"), (1,)),
+    Planted("skipped_average", 2, 1, ("different gradients", "from step 3"), ("a", "b"), (1,)),
     Planted("own_heads", 2, 0, ("intended?", "weight"), ("a",), (1,)),
     Planted("same_data", 2, 1, ("same",), ("a",), (0, 1)),
     Planted("dropout_seed", 2, 1, ("dropout",), ("a",), (0, 1)),
@@ -219,9 +219,9 @@ PLANTED = (
     Planted("buffer_shape", 2, 1, ("buffer seen has shape (10,) on rank 0 and (11,) on rank 1",), ("a",), (1,)),
     Planted("same_data_later", 2, 1, ("same data",), ("a",), (0, 1)),
     Planted("buffers_on_one", 2, 1, ("rank 0's buffers", "model.module"), ("a", "b"), (0,)),
-    Planted("limit_passed", 2, 1, ("the limit of 3 s", "at work"), ("a",), (0, 1), 1),
-    Planted("alone", 2, 1, ("no process group was made",), (), ()),
-    Planted("ranks_by_name", 2, 1, ("no process group was made", "processes of its own"), ("a",), ()),
+    Planted("limit_passed", 2, 1, ("the timeout of 3 s", "still worked"), ("a",), (0, 1), 1),
+    Planted("alone", 2, 1, ("no process group was created",), (), ()),
+    Planted("ranks_by_name", 2, 1, ("no process group was created", "processes of its own"), ("a",), ()),
     Planted(
         "dcp_thread", 2, 1, ("torch.distributed.checkpoint.async_save", "share one process group"), ("a", "b"), (0, 1)
     ),

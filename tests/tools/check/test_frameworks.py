@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from distlab.tools.check.judge.deadlock import Standing, circle
+from distlab.tools.check.judge.deadlock import Blocked, circle
 from distlab.tools.check.judge.rank_state import Call, CallPlace, GroupKey, Kind, RankState, Wait
 from tests.frameworks.faults import table
 from tests.tools.check.cases import Checked, assert_ended, check_text
@@ -103,7 +103,7 @@ TOLD = {
         "Trainer(5 - rank, 99).train()\ndist.barrier()",
         "rank 1's loop in Trainer.train ended after 4 optimizer steps / 4 batches of its DataLoader",
         "rank 0 is at 4 optimizer steps / 5 batches of its DataLoader",
-        "has 4 batches on rank 1 and more on rank 0: uneven data", "give all ranks as many batches",
+        "has 4 batches on rank 1 and more on rank 0: uneven data", "give all ranks the same number of batches",
     ),
     "ranks that part inside of one call are told by steps": (
         "Mine(5, 2 if rank == 1 else 99).train()",
@@ -117,7 +117,7 @@ TOLD = {
     ),
     "a line of the user's in a forward pass, below DDP's, is told with the call above it": (
         "Trainer(3, 99, Net(4, 1)).train()", "train.py:19, called by Trainer.train at train.py:25",
-        "let all ranks make the all_reduce of train.py:19, or none; it stands under `if dist.get_rank() == 0`",
+        "let all ranks make the all_reduce at train.py:19, or none; it stands under `if dist.get_rank() == 0`",
     ),
 }  # fmt: skip
 
@@ -131,13 +131,13 @@ def test_it_is_told_by_the_users_line_and_the_frameworks_call(name: str, tmp_pat
 
 
 def test_ranks_that_train_alone_are_no_pass(tmp_path: Path) -> None:
-    alone = "each of the 2 ranks trains alone: in its 2 steps neither gradients nor weights went to"
+    alone = "each of the 2 ranks trains alone: in its 2 steps it sent neither gradients nor weights to"
     assert_ended(check_text(ALONE, tmp_path), 1, alone, "DistributedDataParallel")
 
 
 def test_a_pass_of_ranks_that_called_nobody_is_asked_about(tmp_path: Path) -> None:
     made = "import torch.distributed as dist\n\ndist.init_process_group('gloo')\nprint(dist.get_rank())\n"
-    asked = "question ranks made a process group but no call in it, so nothing was compared"
+    asked = "question ranks created a process group but made no call in it, so nothing was compared"
     assert_ended(check_text(made, tmp_path), 0, asked)
 
 
@@ -150,12 +150,12 @@ def test_each_sends_first_where_nobody_has_ended(needs: list[int], told: bool) -
     stuck = {}
     for rank, peer in enumerate(needs):
         call = Call(rank, CallPlace("ring.py:3"), GroupKey((0, 1, 2)), Kind("send", peer=peer), 0, 1, 0.0)
-        stuck[rank] = Standing(Wait(call, "send", call.place, 0.0), frozenset({peer}), any_of=False)
+        stuck[rank] = Blocked(Wait(call, "send", call.place, 0.0), frozenset({peer}), any_of=False)
     assert ("Each sends first" in circle(stuck[0], stuck)) == told
 
 
 def test_a_helper_is_told_with_its_callers() -> None:
     state = RankState(0, 2)
-    state.take(["place", 0, "utils.py:5", "", "utils.py", "", "", "train.py:30 from train.py:44"], 0.0)
+    state.receive(["place", 0, "utils.py:5", "", "utils.py", "", "", "train.py:30 from train.py:44"], 0.0)
     assert str(state.place(0)) == "utils.py:5"
     assert state.place(0).callers == "train.py:30 from train.py:44"

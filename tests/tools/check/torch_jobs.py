@@ -14,10 +14,14 @@ class Fault(NamedTuple):
 STEP = "torch.distributed.pipelining.PipelineScheduleSingle.step"
 PIPE = f"send #9 to rank 1 at pipeline_job.py:20 in {STEP}"
 TENSOR = "torch.distributed.tensor"
-AS_MANY = "give all ranks as many batches, and let them stop, evaluate and save at the same steps"
-SKIPPED = "rank 1's loop ended after 3 optimizer steps / 4 batches", "a batch that rank 1 skips", AS_MANY
-WENT_ON = "rank 1 went on after 3 optimizer steps / 3 batches of its DataLoader, and rank 0 has taken 4 batches"
-FEWER = "rank 1's loop ended after 2 optimizer steps / 2 batches of its DataLoader, and rank 0 has taken 3 batches"
+AS_MANY = "give all ranks the same number of batches, and let them stop, evaluate and save at the same steps"
+SKIPPED = (
+    "rank 1's loop ended after 3 optimizer steps / 4 batches",
+    "rank 1 skipped a batch, or only rank 0 makes a call",
+    AS_MANY,
+)
+WENT_ON = "rank 1 went on after 3 optimizer steps / 3 batches of its DataLoader, and rank 0 has read 4 batches"
+FEWER = "rank 1's loop ended after 2 optimizer steps / 2 batches of its DataLoader, and rank 0 has read 3 batches"
 ON_0 = "it stands under `if rank == 0`"
 OF_SAVE = "it stands under `if step == 1 and rank == 0`"
 SAVE = "torch.distributed.checkpoint.save"
@@ -42,19 +46,19 @@ SAYS: dict[str, dict[str, tuple[str, ...]]] = {
         "stops": ("dcp_job.py:33", WENT_ON, AS_MANY),
         "uneven": ("dcp_job.py:33", FEWER, AS_MANY),
         "saves": (f"let all ranks call {SAVE} at dcp_job.py:37, or none", f"{OF_SAVE} (dcp_job.py:36)"),
-        "metric": ("let all ranks make the all_reduce of dcp_job.py:40, or none", ON_0),
+        "metric": ("let all ranks make the all_reduce at dcp_job.py:40, or none", ON_0),
         "evaluates": (
-            "torch.distributed.checkpoint.load", "let all ranks make the all_gather of dcp_job.py:18, or none", ON_0
+            "torch.distributed.checkpoint.load", "let all ranks make the all_gather at dcp_job.py:18, or none", ON_0
         ),
     },
     "pipeline_job": {
         "skips": (PIPE, *SKIPPED),
         "stops": (PIPE, WENT_ON, AS_MANY),
         "uneven": (
-            STEP, "rank 1's loop ended after 3 optimizer steps / 3 batches", "rank 0 has taken 4 batches", AS_MANY
+            STEP, "rank 1's loop ended after 3 optimizer steps / 3 batches", "rank 0 has read 4 batches", AS_MANY
         ),
         "saves": (f"let all ranks call {SAVE} at pipeline_job.py:42, or none", OF_SAVE),
-        "metric": ("let all ranks make the all_reduce of pipeline_job.py:44", ON_0),
+        "metric": ("let all ranks make the all_reduce at pipeline_job.py:44", ON_0),
         "evaluates": (f"let all ranks call {STEP} at pipeline_job.py:20, or none (called at pipeline_job.py:47)",),
     },
     "dtensor_job": {
@@ -62,7 +66,7 @@ SAYS: dict[str, dict[str, tuple[str, ...]]] = {
         "stops": (f"dtensor_job.py:33 in {TENSOR}.", WENT_ON, AS_MANY),
         "uneven": (f"dtensor_job.py:33 in {TENSOR}.", FEWER, AS_MANY),
         "saves": (f"let all ranks call {TENSOR}.DTensor.full_tensor at dtensor_job.py:37", OF_SAVE),
-        "metric": ("let all ranks make the all_reduce of dtensor_job.py:40", ON_0),
+        "metric": ("let all ranks make the all_reduce at dtensor_job.py:40", ON_0),
         "evaluates": (
             f"{TENSOR}.distribute_tensor", f"let all ranks call {TENSOR}.DTensor.redistribute", ON_0
         ),

@@ -160,7 +160,7 @@ def test_a_rank_that_dies_is_named_and_made_anew(notebook: Notebook) -> None:
     ("end", "words"),
     [
         ("os._exit(0)", "Exited: ended the process by os._exit(0) at cell_"),
-        ("posix._exit(0)", "rank 1 left by os._exit(0)"),
+        ("posix._exit(0)", "rank 1 called os._exit(0)"),
     ],
 )
 def test_a_cell_that_ends_its_rank_has_failed(notebook: Notebook, end: str, words: str) -> None:

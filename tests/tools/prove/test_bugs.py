@@ -46,7 +46,7 @@ def test_a_right_file_is_left_alone(name: str, world_size: int, tmp_path: Path) 
     written = next(tmp_path.glob("*/rank0.jsonl")).read_text()
     assert "Ranks of the script" in written
     if name == "strategy":
-        rows = next(table["rows"] for table in map(json.loads, written.splitlines()) if "Wire: " in str(table))
+        rows = next(table["rows"] for table in map(json.loads, written.splitlines()) if "Traffic: " in str(table))
         for *_, sent, called in rows:  # the proof's own bytes are 10 times as many
             assert called == round(2 * 2 / 3 * 42_368 * 8)
             assert called <= sent <= 1.1 * called
@@ -214,7 +214,7 @@ def train_step(model, optimizer, microbatches, group):
         ),
         ("if group.rank() == 1: quit()", "", "rank 1 ended the process by sys.exit() at ends.py:3, before its checks"),
         ("raise KeyboardInterrupt", "", "ranks 0 and 1 raised KeyboardInterrupt at ends.py:3"),
-        ("if group.rank() == 1: import posix; posix._exit(0)", "", "rank 1 left by os._exit(0)"),
+        ("if group.rank() == 1: import posix; posix._exit(0)", "", "rank 1 called os._exit(0)"),
     ],
 )
 def test_a_file_that_ends_before_its_checks_has_failed(inside: str, last: str, words: str, tmp_path: Path) -> None:

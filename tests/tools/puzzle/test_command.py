@@ -176,7 +176,7 @@ def test_a_file_that_hangs_is_told_by_the_doctor_and_the_exit_code_is_1(typed: T
             "import os; os._exit(9)",
             "ranks 0 and 1 ended the process by os._exit(9) at 06_one_bucket.py:2",
         ),
-        ("import posix; posix._exit(0)", "rank 0 left by os._exit(0) before its first call"),
+        ("import posix; posix._exit(0)", "rank 0 called os._exit(0) before its first call"),
         ("exec('while True: pass')", "not done after 2 s"),
     ],
 )

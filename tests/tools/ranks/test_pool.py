@@ -1,4 +1,4 @@
-"""The watch over a task on warm ranks: how it ended on each is waited for."""
+"""TaskMonitor waits for the result of every rank."""
 
 import os
 import threading
@@ -13,7 +13,7 @@ from distlab.tools.ranks.rank import RankResult
 
 
 class LateRank:
-    """It has told the doctor of its end, and sends how it was 0.6 s later: after the next look."""
+    """A rank that reports its end at once, and sends its result 0.6 s later, after the coordinator's next evaluation."""
 
     def __init__(self) -> None:
         self.control, self._other = Pipe()
@@ -35,7 +35,7 @@ class LateRank:
 
 
 @pytest.mark.timeout(30)
-def test_a_rank_that_the_doctor_has_seen_end_is_still_asked_how_it_ended() -> None:
+def test_the_result_of_a_rank_that_has_ended_is_waited_for() -> None:
     ranks: Any = [LateRank(), LateRank()]
     outcome = TaskMonitor(ranks, 10).follow_to_end()
     assert [outcome.ended[rank].text for rank in (0, 1)] == ["late", "late"]

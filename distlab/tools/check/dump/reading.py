@@ -57,7 +57,7 @@ class PlainUnpickler(pickle.Unpickler):
     """Builds plain values only."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
-        raise Unreadable(f"it asks for {module}.{name}, where a dump has only dicts, lists, text and numbers")
+        raise Unreadable(f"its pickle names {module}.{name}, but a dump has only dicts, lists, text and numbers")
 
 
 def files_in(places: Iterable[Path]) -> list[Path]:
@@ -74,7 +74,7 @@ def read(path: Path) -> Dump | Stacks | Log:
     try:
         size = path.stat().st_size
         if size > MOST_BYTES:
-            raise Unreadable(f"it has {size} bytes, more than the {MOST_BYTES} that are read")
+            raise Unreadable(f"it has {size} bytes, and at most {MOST_BYTES} are read")
         data = path.read_bytes()
         written_s = path.stat().st_mtime
     except OSError as error:

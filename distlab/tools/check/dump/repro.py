@@ -1,4 +1,4 @@
-"""Write a script for a few gloo ranks that makes a dump's calls and hangs equally: `distlab check repro.py`.
+"""Write a script for a few gloo ranks that makes a dump's calls and hangs in the same way: `distlab check repro.py`.
 
 One of the ranks in the same call at the same line is enough, so a job of hundreds is reduced to at most four; groups
 and messages between these are kept. Calls before the last few of a group are replaced by sums of one element, so that
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from operator import attrgetter
 
 from distlab.tools.check.dump.verdict import Verdict
-from distlab.tools.check.judge.deadlock import met_in, standings
+from distlab.tools.check.judge.deadlock import blocked_ranks, meeting_key
 from distlab.tools.check.judge.rank_state import Call, GroupKey
 
 MOST_RANKS = 4
@@ -56,16 +56,16 @@ for file, line, statement, shapes, dtype, number, P, R in CALLS.get(rank, ()):
 """
 
 
-def chosen(verdict: Verdict) -> list[int]:
+def relevant_ranks(verdict: Verdict) -> list[int]:
     """Return the relevant ranks: all of a small job, else one per awaited call and each rank at fault."""
-    cases = verdict.past.states
-    if len(cases) <= MOST_RANKS:
-        return list(range(len(cases)))
-    waits = standings(cases, verdict.matching)
+    states = verdict.job.states
+    if len(states) <= MOST_RANKS:
+        return list(range(len(states)))
+    waits = blocked_ranks(states, verdict.matching)
     seen: dict[str, int] = {}
     for rank in sorted({*waits, *(rank for finding in verdict.findings for rank in finding.ranks)}):
-        wait = cases[rank].waits.get(0)
-        where = (met_in(wait), wait.place) if wait is not None else (cases[rank].missing, cases[rank].last)
+        wait = states[rank].waits.get(0)
+        where = (meeting_key(wait), wait.place) if wait is not None else (states[rank].missing, states[rank].last)
         seen.setdefault(str(where), rank)
     return sorted(list(seen.values())[:MOST_RANKS])
 
@@ -74,49 +74,49 @@ def script_of(verdict: Verdict, name: str) -> str:
     """Return the text of the script; empty if nothing hangs."""
     if not verdict.findings:
         return ""
-    number = {rank: index for index, rank in enumerate(chosen(verdict))}
-    calls = [call for call in verdict.past.calls if call.rank in number and call.kind.peer in (-1, *number)]
-    calls = sorted((call for call in calls if len(inside(call.group, number)) > 1), key=attrgetter("began_s"))
+    new_ranks = {rank: index for index, rank in enumerate(relevant_ranks(verdict))}
+    calls = [call for call in verdict.job.calls if call.rank in new_ranks and call.kind.peer in (-1, *new_ranks)]
+    calls = sorted((call for call in calls if len(inside(call.group, new_ranks)) > 1), key=attrgetter("began_s"))
     counted = [call for call in calls if call.kind.op not in MESSAGES and call.group.instance >= 0]
     groups = sorted({call.group for call in counted}, key=lambda group: (len(group.name), group.name))
-    begins = {group: begin_of(group, [call for call in counted if call.group == group], number) for group in groups}
-    made = [group for group in groups if group.name]
+    begins = {group: begin_of(group, [call for call in counted if call.group == group], new_ranks) for group in groups}
+    created = [group for group in groups if group.name]
     lines = []
-    for rank, index in number.items():
+    for rank, index in new_ranks.items():
         rows: list[tuple[object, ...]] = [
             ("<earlier>", 1, f"for _ in range({begins[group]}): {STATEMENTS['all_reduce']}", [(1,)], "float32",
-             made.index(group) if group in made else None, 0, inside(group, number))
+             created.index(group) if group in created else None, 0, inside(group, new_ranks))
             for group in groups if rank in group.ranks and begins[group]
         ]  # fmt: skip
         mine = [call for call in calls if call.rank == rank]
-        mine = [call for call in mine if call.kind.op in MESSAGES or call.turn >= begins.get(call.group, -1)]
-        rows += [row_of(call, made, number) for call in mine]
+        mine = [call for call in mine if call.kind.op in MESSAGES or call.seq >= begins.get(call.group, -1)]
+        rows += [row_of(call, created, new_ranks) for call in mine]
         lines.append("".join([f"    {index}: [\n", *(f"        {row},\n" for row in rows), "    ],"]))
     return HEAD.format(
-        mark=MARK, num_ranks=len(number), who=f"ranks {', '.join(map(str, number))} of {len(verdict.past.states)}",
-        groups=", ".join(f"dist.new_group({inside(group, number)})" for group in made), calls="\n".join(lines),
+        mark=MARK, num_ranks=len(new_ranks), who=f"ranks {', '.join(map(str, new_ranks))} of {len(verdict.job.states)}",
+        groups=", ".join(f"dist.new_group({inside(group, new_ranks)})" for group in created), calls="\n".join(lines),
         name=name,
     )  # fmt: skip
 
 
-def inside(group: GroupKey, number: Mapping[int, int]) -> list[int]:
+def inside(group: GroupKey, new_ranks: Mapping[int, int]) -> list[int]:
     """Return the ranks of a group in the script's numbering."""
-    return [number[rank] for rank in group.ranks if rank in number]
+    return [new_ranks[rank] for rank in group.ranks if rank in new_ranks]
 
 
-def begin_of(group: GroupKey, calls: Sequence[Call], number: Mapping[int, int]) -> int:
+def begin_of(group: GroupKey, calls: Sequence[Call], new_ranks: Mapping[int, int]) -> int:
     """Return the first call of the group that is made unchanged: calls before a rank's dump are unknown."""
-    last = {call.rank: call.turn for call in calls}
-    whole = all(rank in last for rank in group.ranks if rank in number)
-    return max(0, min(last.values()) - (LAST if whole else 0))
+    last = {call.rank: call.seq for call in calls}
+    complete = all(rank in last for rank in group.ranks if rank in new_ranks)
+    return max(0, min(last.values()) - (LAST if complete else 0))
 
 
-def row_of(call: Call, made: Sequence[GroupKey], number: Mapping[int, int]) -> tuple[object, ...]:
+def row_of(call: Call, created: Sequence[GroupKey], new_ranks: Mapping[int, int]) -> tuple[object, ...]:
     """Return the call as a row of the script."""
     file, _, line = call.place.line.rpartition(":")
     at = (file, int(line)) if file and line.isdecimal() and len(line) < MOST_DIGITS else ("<unknown>", 1)
-    members = inside(call.group, number)
-    peer = number.get(call.kind.peer, next(each for each in members if each != number[call.rank]))
-    which = made.index(call.group) if call.group in made else None
+    members = inside(call.group, new_ranks)
+    peer = new_ranks.get(call.kind.peer, next(each for each in members if each != new_ranks[call.rank]))
+    which = created.index(call.group) if call.group in created else None
     statement = STATEMENTS.get(call.kind.op, STATEMENTS["barrier"])
     return *at, statement, [*call.kind.dims[:1]], (*call.kind.dtypes, "float32")[0], which, peer, members

@@ -16,11 +16,11 @@ from pathlib import Path
 from distlab.lab.cluster import name_ranks
 from distlab.lab.report.table import printable
 from distlab.lab.report.units import counted
-from distlab.tools.check.dump.past import Past, library
+from distlab.tools.check.dump.job import DumpedJob, library
 from distlab.tools.check.dump.reading import Dump, Stacks, Unreadable, files_in, read, version_fault
 from distlab.tools.check.judge import deadlock
-from distlab.tools.check.judge.deadlock import Standing, hung, standings, wait_text
-from distlab.tools.check.judge.failures import blameless, failures, has_failed
+from distlab.tools.check.judge.deadlock import Blocked, blocked_ranks, hung, wait_text
+from distlab.tools.check.judge.failures import failures, has_failed, is_consequence
 from distlab.tools.check.judge.matching import Matching
 from distlab.tools.check.judge.rank_state import (
     MATCH,
@@ -31,7 +31,7 @@ from distlab.tools.check.judge.rank_state import (
     RankState,
     Wait,
     call_text,
-    group_words,
+    group_text,
     ranks_by,
     ranks_do,
 )  # fmt: skip
@@ -46,7 +46,7 @@ TERMINATED = -15  # a launcher's signal to the other ranks
 class Verdict:
     """The verdict on the dumps."""
 
-    past: Past
+    job: DumpedJob
     matching: Matching
     findings: list[Finding] = field(default_factory=list)
     waiting: str = ""  # ranks that wait, if it is unknown whether that ends
@@ -64,11 +64,11 @@ class Verdict:
         return 1 if self.findings or self.is_late else 0
 
 
-def judge(places: Iterable[Path], still_s: float) -> Verdict:
+def judge(places: Iterable[Path], late_after_s: float) -> Verdict:
     """Read and judge; waits of at least `still_s` at the time of the dumps count. Raises Unreadable if no file is a
     dump."""
-    past, stacks, texts, faults = Past(), dict[int, Sequence[Sequence[Frame]]](), dict[int, str](), list[str]()
-    versions, summaries, more = Counter[str](), "", 0
+    job, stacks, texts, faults = DumpedJob(), dict[int, Sequence[Sequence[Frame]]](), dict[int, str](), list[str]()
+    versions, summaries, num_duplicates = Counter[str](), "", 0
     for path in files_in(places):
         try:
             found = read(path)
@@ -78,84 +78,84 @@ def judge(places: Iterable[Path], still_s: float) -> Verdict:
         if isinstance(found, Stacks):
             stacks[found.rank] = found.threads
         elif isinstance(found, Dump):
-            more += found.rank in past.own
-            if found.rank not in past.own:
+            num_duplicates += found.rank in job.groups_of
+            if found.rank not in job.groups_of:
                 versions[found.version] += 1
-                past.take(found)
+                job.add(found)
         else:
             summaries += found.summary
             texts |= found.by_rank
-    if not past.own:
+    if not job.groups_of:
         raise Unreadable(
-            f"no file there is a dump of torch's flight recorder{': ' if faults else ''}{'; '.join(faults)}"
+            f"none of the files is a dump of torch's flight recorder{': ' if faults else ''}{'; '.join(faults)}"
         )
-    past.settle(stacks)
+    job.resolve(stacks)
     faults += filter(None, map(version_fault, versions))
-    faults += [f"{counted(more, 'dumps')} of ranks that have one already are left out"] if more else []
-    faults += [f"{counted(past.unread, 'entries')} are not as the recorder writes them"] if past.unread else []
-    take_ends(past.states, texts, summaries)
-    verdict = judged(past, still_s)
-    if verdict.stalled and (behind := queued(past)):
-        past.calls = [call for call in past.calls if id(call) not in behind]
-        verdict = judged(past, still_s)
+    faults += [f"{counted(num_duplicates, 'dumps')} of ranks that have one already"] if num_duplicates else []
+    faults += [f"{counted(job.malformed, 'entries')} in an unknown format"] if job.malformed else []
+    set_ends(job.states, texts, summaries)
+    verdict = apply_rules(job, late_after_s)
+    if verdict.stalled and (behind := queued(job)):
+        job.calls = [call for call in job.calls if id(call) not in behind]
+        verdict = apply_rules(job, late_after_s)
     verdict.faults = faults
-    verdict.what = described(past, versions)
-    verdict.ruled_out, verdict.unknown = list(ruled_out(verdict, texts)), list(unknown(past))
+    verdict.what = description(job, versions)
+    verdict.ruled_out, verdict.unknown = list(ruled_out(verdict, texts)), list(unknown(job))
     return verdict
 
 
-def judged(past: Past, still_s: float) -> Verdict:
+def apply_rules(job: DumpedJob, late_after_s: float) -> Verdict:
     """Apply check's rules to all calls."""
-    cases, size = past.states, len(past.states)
+    states, size = job.states, len(job.states)
     matching = Matching(size)
-    for call in sorted(past.calls, key=attrgetter("began_s")):
-        matching.take(call)
-    for case in cases:
-        put_wait(past, case, matching)
-    verdict = Verdict(past, matching)
-    waits, over = standings(cases, matching), {case.rank for case in cases if case.over}
+    for call in sorted(job.calls, key=attrgetter("began_s")):
+        matching.add(call)
+    for state in states:
+        set_wait(job, state, matching)
+    verdict = Verdict(job, matching)
+    waits, over = blocked_ranks(states, matching), {state.rank for state in states if state.over}
     stuck = hung(waits, over)
-    failed = {case.rank for case in cases if has_failed(case)}
+    failed = {state.rank for state in states if has_failed(state)}
     if failed:
-        verdict.findings += failures(cases, matching, {}, explained=False)
+        verdict.findings += failures(states, matching, {}, explained=False)
     found = []
     if stuck and not any(each.needs & failed for each in stuck.values()):
-        found = [deadlock.diagnosis(cases, matching, waits, stuck)]
-    elif not failed and (stuck := deadlock.standing_apart(cases, matching)):
-        found = [deadlock.apart_finding(stuck, size)]
-    verdict.findings += [replace(each, sentence=each.sentence + how_often(past, stuck)) for each in found]
-    verdict.findings += [*matching.mismatches(cases), *groups_apart(past)]
+        found = [deadlock.diagnosis(states, matching, waits, stuck)]
+    elif not failed and (stuck := deadlock.hung_in_mismatch(states, matching)):
+        found = [deadlock.mismatch_hang(stuck, size)]
+    verdict.findings += [replace(each, sentence=each.sentence + fewer_calls(job, stuck)) for each in found]
+    verdict.findings += [*matching.mismatches(states), *inconsistent_groups(job)]
     if verdict.findings:
         return verdict
-    stalled = [call for case in cases if not case.over for call in list(case.open.values())[:1]]
+    stalled = [call for state in states if not state.over for call in list(state.open.values())[:1]]
     if waits:
-        verdict.waiting, wait = still_waiting(past, matching, waits), waits[min(waits)].wait
+        verdict.waiting, wait = waiting_text(job, matching, waits), waits[min(waits)].wait
     elif stalled:
-        verdict.waiting, wait, verdict.stalled = made_by_all(past, stalled), wait_in(stalled[0]), True
-    verdict.is_late = bool(verdict.waiting) and past.waited_s(wait) >= still_s
-    verdict.rows = deadlock.table(cases, waits)
+        verdict.waiting, wait, verdict.stalled = stalled_text(job, stalled), wait_in(stalled[0]), True
+    verdict.is_late = bool(verdict.waiting) and job.waited_s(wait) >= late_after_s
+    verdict.rows = deadlock.table(states, waits)
     return verdict
 
 
-def groups_apart(past: Past) -> Iterator[Finding]:
+def inconsistent_groups(job: DumpedJob) -> Iterator[Finding]:
     """Yield a finding if a name belongs to different groups on different ranks: torch numbers groups by creation."""
-    for name in sorted({name for groups in past.own.values() for name in groups}):
-        sides = ranks_by({rank: groups[name][1] for rank, groups in past.own.items() if name in groups})
+    for name in sorted({name for groups in job.groups_of.values() for name in groups}):
+        sides = ranks_by({rank: groups[name][1] for rank, groups in job.groups_of.items() if name in groups})
         if len(sides) > 1:
-            told = " and ".join(
-                f"of {name_ranks(ranks)} on {name_ranks(holders)}{first_use(past, name, holders)}"
-                for ranks, holders in sides.items()
+            text = " and ".join(
+                f"{name_ranks(ranks)} on {name_ranks(on_ranks)}{first_use(job, name, on_ranks)}"
+                for ranks, on_ranks in sides.items()
             )
             sentence = (
-                f"group {name} is {told}: a new_group that not all ranks made, or made in another order; let all ranks"
-                " make each new_group, also the ranks outside of it"
+                f"group {name} has {text}: not all ranks called new_group, or they called it in different orders; call"
+                " each new_group on all ranks, also on those outside of the group"
             )
-            yield Finding(MATCH, sentence, tuple(sorted(past.own)), ends=True)
+            yield Finding(MATCH, sentence, tuple(sorted(job.groups_of)), ends=True)
 
 
-def first_use(past: Past, name: str, holders: Collection[int]) -> str:
+def first_use(job: DumpedJob, name: str, on_ranks: Collection[int]) -> str:
     """Return the first call of these ranks in the group of this name, if one has a line."""
-    calls = (call for call in past.calls if call.group.name == name and call.rank in holders and call.place.line)
+    calls = (call for call in job.calls if call.group.name == name and call.rank in on_ranks and call.place.line)
     first = min(calls, key=attrgetter("began_s"), default=None)
     return f" (used in {first.kind.op} at {first.place})" if first is not None else ""
 
@@ -164,86 +164,86 @@ def wait_in(call: Call) -> Wait:
     return Wait(call, call_text(call), call.place, call.began_s)
 
 
-def made_by_all(past: Past, stalled: Sequence[Call]) -> str:
+def stalled_text(job: DumpedJob, stalled: Sequence[Call]) -> str:
     """Return a remark on a call that does not end although all have made it, as far as known."""
     call = stalled[0]
-    ranks = [each.rank for each in stalled if (each.group, each.turn) == (call.group, call.turn)]
+    ranks = [each.rank for each in stalled if (each.group, each.seq) == (call.group, call.seq)]
     why = (
-        "no dump names the ranks of that group, so who is missing is unknown"
-        if call.group.name in past.unnamed
-        else "all its ranks have made it, alike as far as the recorder tells, so that it is not the order of the calls:"
-        " look at the network, the GPUs and the library's own log (NCCL_DEBUG=INFO)"
+        "no dump lists the ranks of that group, so it is unknown which are missing"
+        if call.group.name in job.groups_without_ranks
+        else "all its ranks have made it, with equal tensors as far as the recorder shows, so the order of the calls is"
+        " not the cause: look at the network, the GPUs and the library's own log (NCCL_DEBUG=INFO)"
     )
     return (
-        f"{ranks_do(ranks, 'wait')} in {call_text(call)} of {group_words(call.group, len(past.states))} at"
-        f" {call.place}, which has not ended after {past.waited_s(wait_in(call)):.3g} s: {why}"
+        f"{ranks_do(ranks, 'wait')} in {call_text(call)} of {group_text(call.group, len(job.states))} at"
+        f" {call.place}, which has not ended after {job.waited_s(wait_in(call)):.3g} s: {why}"
     )
 
 
-def put_wait(past: Past, case: RankState, matching: Matching) -> None:
+def set_wait(job: DumpedJob, state: RankState, matching: Matching) -> None:
     """Set the rank's wait: from its stack, else its first open call that another rank has not made, else its first
     mismatched one."""
-    case.waits.clear()
-    if case.over:
+    state.waits.clear()
+    if state.over:
         return
-    stood = past.stood.get(case.rank)
-    open_calls = sorted(case.open.values(), key=lambda call: stood is None or call.place.line != stood.line)
-    open_calls = [*filter(None, [past.by_stack.get(case.rank)]), *open_calls]
+    position = job.positions.get(state.rank)
+    open_calls = sorted(state.open.values(), key=lambda call: position is None or call.place.line != position.line)
+    open_calls = [*filter(None, [job.by_stack.get(state.rank)]), *open_calls]
     waited = next((call for call in open_calls if matching.absent(call)), None)
-    waited = waited or next((call for call in case.open.values() if matching.is_apart(call)), None)
+    waited = waited or next((call for call in state.open.values() if matching.is_mismatched(call)), None)
     if waited is None:
         return
-    if not waited.place.line and not waited.place.in_thread and stood is not None:
-        waited.place = stood
-    case.waits[0] = wait_in(waited)
-    case.stacks = {0: [Frame(IN_TORCH, 0, waited.kind.op), *case.frames()]}
+    if not waited.place.line and not waited.place.in_thread and position is not None:
+        waited.place = position
+    state.waits[0] = wait_in(waited)
+    state.stacks = {0: [Frame(IN_TORCH, 0, waited.kind.op), *state.frames()]}
 
 
-def still_waiting(past: Past, matching: Matching, waits: Mapping[int, Standing]) -> str:
+def waiting_text(job: DumpedJob, matching: Matching, waits: Mapping[int, Blocked]) -> str:
     """Return the ranks that wait for a rank which may still come."""
-    first, size = waits[min(waits)], len(past.states)
+    first, size = waits[min(waits)], len(job.states)
     other = next((rank for rank in sorted(first.needs) if rank not in waits), min(first.needs))
-    where = deadlock.elsewhere(past.states[other], matching, first.wait, dict(waits), size)
+    where = deadlock.elsewhere(job.states[other], matching, first.wait, dict(waits), size)
     where = where.replace("is at an unknown line", "waits in no call that is recorded")
-    code = source_line(deadlock.main_place(past.states[other])) if other in past.stood else ""
+    code = source_line(deadlock.main_place(job.states[other])) if other in job.positions else ""
     where += f" (its line is `{code}`)" if code else ""
-    asked = f"; its stack tells: py-spy dump --pid PID > rank{other}.txt, beside the dumps"
+    hint = f"; its stack does: py-spy dump --pid PID > rank{other}.txt, next to the dumps"
     together = [rank for rank, each in waits.items() if each.needs == first.needs]
     return (
         f"{ranks_do(together, 'wait')} in {wait_text(first.wait, size)} at {first.wait.place} for"
-        f" {name_ranks(first.needs)}, for {past.waited_s(first.wait):.3g} s when the dumps were written: {where}."
-        " Whether it computes, sleeps or stands in a queue, a lock or a file is not in a dump"
-        + ("" if other in past.stood else asked)
+        f" {name_ranks(first.needs)}, for {job.waited_s(first.wait):.3g} s when the dumps were written: {where}."
+        " A dump does not show whether it computes, sleeps or waits for a queue, a lock or a file"
+        + ("" if other in job.positions else hint)
     )
 
 
-def how_often(past: Past, stuck: Mapping[int, Standing]) -> str:
+def fewer_calls(job: DumpedJob, stuck: Mapping[int, Blocked]) -> str:
     """Return the remark that a diverged rank has made the awaited line's call less often: it left a loop."""
     first = stuck[min(stuck)]
     call = first.wait.call
-    if call is None or not call.place.line or past.cut:
+    if call is None or not call.place.line or job.truncated:
         return ""
     op, line = call.kind.op, call.place.line
-    made = Counter(each.rank for each in past.calls if each.place.line == line and each.group == call.group)
+    made = Counter(each.rank for each in job.calls if each.place.line == line and each.group == call.group)
     fewer = next((rank for rank in sorted(first.needs) if 0 < made[rank] < made[call.rank]), None)
     if fewer is None:
         return ""
     return (
-        f"; rank {call.rank} has come to the {op} of {line} {counted(made[call.rank], 'times')}, and rank {fewer}"
-        f" {counted(made[fewer], 'times')}: of a loop this is uneven data, or a stop decided on one rank"
+        f"; rank {call.rank} has made the {op} at {line} {counted(made[call.rank], 'times')}, and rank {fewer}"
+        f" {counted(made[fewer], 'times')}: in a loop this means uneven data, or a stop decided on one rank"
     )
 
 
-def queued(past: Past) -> set[int]:
+def queued(job: DumpedJob) -> set[int]:
     """Return the ids of calls queued behind each rank's first one that cannot end, as in a GPU's stream; empty if all
     end that way."""
-    if "gloo" in past.backends:
+    if "gloo" in job.backends:
         return set()
-    queues = {case.rank: list(case.open.values()) for case in past.states if case.open}
+    queues = {state.rank: list(state.open.values()) for state in job.states if state.open}
     ended = True
     while ended:
         ended = False
-        heads = {rank: (queue[0].group, queue[0].turn) for rank, queue in queues.items() if queue}
+        heads = {rank: (queue[0].group, queue[0].seq) for rank, queue in queues.items() if queue}
         for head in set(heads.values()):
             if all(heads.get(rank) == head for rank in head[0].ranks):
                 ended = True
@@ -262,62 +262,62 @@ TRACEBACK = re.compile(
 AT = re.compile(r'File "([^"]*)", line (\d+)')
 
 
-def take_ends(cases: Sequence[RankState], texts: Mapping[int, str], summaries: str) -> None:
+def set_ends(states: Sequence[RankState], texts: Mapping[int, str], summaries: str) -> None:
     """Set the ends of ranks outside calls: an exception that is not about another's end, or an exit code."""
-    for case in cases:
-        if case.open or not (tracebacks := list(TRACEBACK.finditer(texts.get(case.rank, "")))):
+    for state in states:
+        if state.open or not (tracebacks := list(TRACEBACK.finditer(texts.get(state.rank, "")))):
             continue
         last = tracebacks[-1]
-        if not case.missing and texts[case.rank][last.end() :].strip():
+        if not state.missing and texts[state.rank][last.end() :].strip():
             continue  # it continued
         own = [(file, line) for file, line in AT.findall(last["frames"]) if not library(file)]
         place = f"{Path(own[-1][0]).name}:{own[-1][1]}" if own else ""
         raised = Raised(last["kind"].rpartition(".")[2], last["text"] or "", last[0], place, 0.0)
-        case.raised = None if blameless(raised) else raised
+        state.raised = None if is_consequence(raised) else raised
     for rank, code in ((int(rank), int(code)) for rank, code in SUMMARY.findall(summaries)):
-        if rank < len(cases) and cases[rank].raised is None and not cases[rank].open and code != TERMINATED:
-            cases[rank].missing = "" if code < 0 else f"ended with exit code {code}"
-            cases[rank].gone = code if code < 0 else None
+        if rank < len(states) and states[rank].raised is None and not states[rank].open and code != TERMINATED:
+            states[rank].missing = "" if code < 0 else f"ended with exit code {code}"
+            states[rank].exited = code if code < 0 else None
 
 
 # The rest of the report.
 
 
-def described(past: Past, versions: Counter[str]) -> str:
+def description(job: DumpedJob, versions: Counter[str]) -> str:
     """Return the number of dumps and ranks, their writers and groups."""
-    groups = sorted(dict.fromkeys(call.group for call in past.calls if call.group.instance >= 0))
-    size = len(past.states)
-    names = [group_words(group, size) for group in groups[:MOST_GROUPS]]
+    groups = sorted(dict.fromkeys(call.group for call in job.calls if call.group.instance >= 0))
+    size = len(job.states)
+    names = [group_text(group, size) for group in groups[:MOST_GROUPS]]
     more = f" and {len(groups) - MOST_GROUPS} more" if len(groups) > MOST_GROUPS else ""
-    calls = sum(case.num_calls for case in past.states)
+    calls = sum(state.num_calls for state in job.states)
     return (
-        f"dumps of {len(past.own)} of {counted(size, 'ranks')} · version {', '.join(versions)}"
-        f" · {counted(calls, 'calls')} by {', '.join(sorted(past.backends)) or 'nobody'} in"
+        f"dumps of {len(job.groups_of)} of {counted(size, 'ranks')} · version {', '.join(versions)}"
+        f" · {counted(calls, 'calls')} by {', '.join(sorted(job.backends)) or 'no backend'} in"
         f" {counted(len(groups), 'groups')}: {', '.join(names) or 'none'}{more}"
     )
 
 
 def ruled_out(verdict: Verdict, texts: Mapping[int, str]) -> Iterator[str]:
     """Yield causes that the files exclude."""
-    past = verdict.past
+    job = verdict.job
     if not any(finding.check == MATCH for finding in verdict.findings):
-        yield f"other operations, shapes or dtypes ({counted(len(past.calls), 'calls')} were compared)"
-    if len(past.own) == len(past.states) and not any(map(has_failed, past.states)):
+        yield f"different operations, shapes or dtypes ({counted(len(job.calls), 'calls')} were compared)"
+    if len(job.groups_of) == len(job.states) and not any(map(has_failed, job.states)):
         yield "a rank that had ended before (each left a dump)"
-    if set(texts) >= set(past.own) and not any(case.raised for case in past.states):
+    if set(texts) >= set(job.groups_of) and not any(state.raised for state in job.states):
         yield "an exception (none is in the ranks' logs)"
 
 
-def unknown(past: Past) -> Iterator[str]:
-    """Yield what no file says."""
-    yield "reduce operations and roots, which the recorder does not hold"
-    if "gloo" in past.backends and not past.by_stack:
-        yield "sends, receives and new groups on gloo, which are known by stacks alone"
-    if not past.has_lines:
+def unknown(job: DumpedJob) -> Iterator[str]:
+    """Yield what no file shows."""
+    yield "reduce operations and roots, which the recorder does not store"
+    if "gloo" in job.backends and not job.by_stack:
+        yield "sends, receives and new groups on gloo, which only stacks show"
+    if not job.has_lines:
         yield "lines of the script: dumps as JSON have none"
-    if past.cut:
-        yield f"the first calls of {name_ranks(past.cut)}: the recorder kept the last ones (TORCH_FR_BUFFER_SIZE)"
-    if past.unnamed:
-        yield f"the ranks of group {', '.join(sorted(past.unnamed))}, taken to be those that called in it"
-    if away := set(range(len(past.states))) - set(past.own):
-        yield f"all of {name_ranks(away)}, without a dump"
+    if job.truncated:
+        yield f"the first calls of {name_ranks(job.truncated)}: the recorder kept the last ones (TORCH_FR_BUFFER_SIZE)"
+    if job.groups_without_ranks:
+        yield f"the ranks of group {', '.join(sorted(job.groups_without_ranks))}, assumed to be those that called in it"
+    if without_dump := set(range(len(job.states))) - set(job.groups_of):
+        yield f"everything about {name_ranks(without_dump)}, without a dump"

@@ -6,7 +6,7 @@ from math import prod
 from typing import Any
 
 from distlab.lab.cluster import name_ranks
-from distlab.tools.check.judge.fault import At, Fault, Table, all_of, and_more, at
+from distlab.tools.check.judge.fault import Fault, Occurrence, Table, and_more, occurrence, ranks_of
 from distlab.tools.check.judge.rank_state import DROPOUT, REPLICAS, Finding, RankState, typed
 
 AXIS = "tp"
@@ -24,7 +24,7 @@ class Dropouts(Fault):
         self._groups = groups_of(AXIS, [name for name, _ in mesh], sizes, list(range(world_size)))
         self._seen: dict[int, dict[int, tuple[int, int, str]]] = defaultdict(dict)  # random state, input, line
 
-    def take_mesh(self, case: RankState, names: list[str], ranks: Any) -> None:  # noqa: ARG002
+    def on_mesh(self, state: RankState, names: list[str], ranks: Any) -> None:  # noqa: ARG002
         """Record a device mesh of the script, given as nested lists of ranks."""
         sizes, level = [], ranks
         while isinstance(level, list):
@@ -34,19 +34,18 @@ class Dropouts(Fault):
         typed(numbers, [int] * len(numbers))
         self._groups = self._groups or groups_of(AXIS, names, sizes, numbers)
 
-    def take_dropout(self, case: RankState, index: int, state: int, given: int, place: int) -> None:
-        self._seen[index][case.rank] = state, given, case.place(place).line
+    def on_dropout(self, state: RankState, index: int, random_state: int, inputs: int, place: int) -> None:
+        self._seen[index][state.rank] = random_state, inputs, state.place(place).line
 
     def findings(self) -> Iterator[Finding]:
         for ranks in self._groups:
             for index, seen in sorted(self._seen.items()):
                 here = [seen[rank] for rank in ranks if rank in seen]
-                states, given = {state for state, _, _ in here}, {each for _, each, _ in here}
-                if len(here) == len(ranks) > 1 and len(given) == 1 and len(states) > 1:
+                random_states, inputs = {random_state for random_state, _, _ in here}, {each for _, each, _ in here}
+                if len(here) == len(ranks) > 1 and len(inputs) == 1 and len(random_states) > 1:
                     sentence = (
                         f"dropout #{index} at {here[0][2]}: {name_ranks(ranks)} of one tensor-parallel group have the"
-                        " same activations and another state of the random generator, so each drops others; seed them"
-                        " alike"
+                        " same activations but different random states, so they drop different elements: use one seed"
                     )
                     yield Finding(DROPOUT, sentence, tuple(ranks))
                     break
@@ -72,7 +71,7 @@ def flat(nested: Any) -> list[int]:
 # ranks equal again. Rounding, which differs between machines, is allowed: norms that differ by less than one part in
 # 100,000.
 
-Held = tuple[int, float]  # checksum of a tensor's bits, and its norm
+Digest = tuple[int, float]  # checksum of a tensor's bits, and its norm
 ROUNDING = 1e-5
 END = -1  # used as a step number
 
@@ -81,63 +80,63 @@ class Copies(Fault):
     """Replicated parameters, and tensors declared Replicate in `DTensor.from_local`."""
 
     def __init__(self) -> None:
-        self._held: Table[str, int, dict[str, Held]] = Table()
-        self._declared: Table[str, At, Held] = Table()
+        self._parameters: Table[str, int, dict[str, Digest]] = Table()
+        self._declared: Table[str, Occurrence, Digest] = Table()
 
-    def take_copies(self, case: RankState, step: int, axis: str, ranks: list[int], held: list[list[Any]]) -> None:
-        for each in held:
+    def on_copies(self, state: RankState, step: int, axis: str, ranks: list[int], digests: list[list[Any]]) -> None:
+        for each in digests:
             typed(each, [str, int, float])
-        self._held.put(case, axis, ranks, step, {name: (bits, float(norm)) for name, bits, norm in held})
+        self._parameters.put(state, axis, ranks, step, {name: (bits, float(norm)) for name, bits, norm in digests})
 
-    def take_declared(
-        self, case: RankState, turn: int, axis: str, ranks: list[int], bits: int, norm: float, place: int
+    def on_declared(
+        self, state: RankState, count: int, axis: str, ranks: list[int], bits: int, norm: float, place: int
     ) -> None:
-        self._declared.put(case, axis, ranks, at(case, place, turn), (bits, float(norm)))
+        self._declared.put(state, axis, ranks, occurrence(state, place, count), (bits, float(norm)))
 
     def findings(self) -> Iterator[Finding]:
-        yield from self._parameters_apart()
-        told: set[str] = set()
-        for axis, ranks, turns in self._declared.whole():
-            for (line, _, turn), seen in turns.items():
-                if line not in told and differ(list(seen.values())):
-                    told.add(line)
+        yield from self._differing_parameters()
+        reported: set[str] = set()
+        for axis, ranks, reports in self._declared.complete():
+            for (line, _, count), seen in reports.items():
+                if line not in reported and differ(list(seen.values())):
+                    reported.add(line)
                     sentence = (
-                        f"{name_ranks(ranks)}, one group along the axis {axis}, have other values at {line} (call"
-                        f" #{turn} of DTensor.from_local), where the tensor is declared Replicate: give all ranks of"
-                        f" the axis {axis} the same samples, or say run_check=True, which broadcasts the first rank's"
+                        f"{name_ranks(ranks)}, one group along the axis {axis}, have different values at {line} (call"
+                        f" #{count} of DTensor.from_local), where the tensor is declared Replicate: give all ranks of"
+                        f" the axis {axis} the same samples, or pass run_check=True, which broadcasts the first rank's"
                     )
                     yield Finding(REPLICAS, sentence, ranks)
 
-    def _parameters_apart(self) -> Iterator[Finding]:
+    def _differing_parameters(self) -> Iterator[Finding]:
         """Yield one sentence per axis, for any number of groups."""
         found: dict[tuple[str, str], list[tuple[int, ...]]] = defaultdict(list)
-        for axis, ranks, whole in self._held.whole():
-            if not (names := names_apart(whole[END if END in whole else max(whole)])):
+        for axis, ranks, by_step in self._parameters.complete():
+            if not (names := differing_names(by_step[END if END in by_step else max(by_step)])):
                 continue
-            since = min((step for step in whole if step > 0 and names_apart(whole[step])), default=0)
+            since = min((step for step in by_step if step > 0 and differing_names(by_step[step])), default=0)
             when = f", since step {since}{' or before' if since > 1 else ''}" if since else ""
             found[axis, f"{and_more(names)}{when}"].append(ranks)
         for (axis, which), groups in sorted(found.items()):
             sentence = (
-                f"replicas differ along the axis {axis}: {', '.join(map(name_ranks, sorted(groups)))} hold other values"
-                f" of {which}; the parameters are declared Replicate along it, and what averages gradients keeps a"
-                f" difference: begin with one seed, or one checkpoint, on all ranks of the axis {axis}"
+                f"replicas differ along the axis {axis}: {', '.join(map(name_ranks, sorted(groups)))} have different"
+                f" values of {which}; they are declared Replicate along it, and averaging gradients keeps a difference:"
+                f" begin with one seed, or one checkpoint, on all ranks of the axis {axis}"
             )
-            yield Finding(REPLICAS, sentence, all_of(groups))
+            yield Finding(REPLICAS, sentence, ranks_of(groups))
 
 
-def names_apart(seen: dict[int, dict[str, Held]]) -> list[str]:
+def differing_names(seen: dict[int, dict[str, Digest]]) -> list[str]:
     """Return the tensors that all ranks have reported with different bits."""
     return [
         name for name in next(iter(seen.values()))
-        if all(name in held for held in seen.values()) and differ([held[name] for held in seen.values()])
+        if all(name in digests for digests in seen.values()) and differ([digests[name] for digests in seen.values()])
     ]  # fmt: skip
 
 
-def differ(held: Sequence[Held]) -> bool:
+def differ(digests: Sequence[Digest]) -> bool:
     """Return whether tensors differ by more than rounding."""
-    norms = [norm for _, norm in held]
-    return len({bits for bits, _ in held}) > 1 and max(norms) - min(norms) > ROUNDING * max(norms)
+    norms = [norm for _, norm in digests]
+    return len({bits for bits, _ in digests}) > 1 and max(norms) - min(norms) > ROUNDING * max(norms)
 
 
 NEAR = 1e-4  # relative
@@ -145,39 +144,39 @@ BY_HAND = (
     "all_reduce the squares of these norms over the group, and scale by the root of their sum"
     " (torch.nn.utils.clip_grads_with_norm_)"
 )
-CUT = {  # the part that a rank has, and the remedy, by what shards the gradients
+SHARDED = {  # the part that a rank has, and the remedy, by what shards the gradients
     "FSDP": ("shard", "call clip_grad_norm_ of the FullyShardedDataParallel module"),
     "reduce_scatter": ("shard", BY_HAND),
     "": ("part", BY_HAND),
 }
 
 
-class Norms(Fault):
+class ClippedNorms(Fault):
     """The results of clip_grad_norm_ on sharded gradients, and its limit: a rank's own norm is not the norm."""
 
     def __init__(self) -> None:
-        self._told: Table[str, At, tuple[float, float, str]] = Table()
+        self._norms: Table[str, Occurrence, tuple[float, float, str]] = Table()
 
-    def take_clipped(
-        self, case: RankState, turn: int, norm: float, most: float, ranks: list[int], by: str, place: int
+    def on_clipped(
+        self, state: RankState, count: int, norm: float, limit: float, ranks: list[int], by: str, place: int
     ) -> None:
         if ranks:
-            self._told.put(case, "", ranks, at(case, place, turn), (float(norm), float(most), by))
+            self._norms.put(state, "", ranks, occurrence(state, place, count), (float(norm), float(limit), by))
 
     def findings(self) -> Iterator[Finding]:
-        told: set[str] = set()
-        for _, ranks, turns in self._told.whole():
-            for (line, _, _), seen in turns.items():
+        reported: set[str] = set()
+        for _, ranks, reports in self._norms.complete():
+            for (line, _, _), seen in reports.items():
                 norms = [norm for norm, _, _ in seen.values()]
-                scaled = any(norm > most for norm, most, _ in seen.values())
-                if line in told or not scaled or max(norms) - min(norms) <= NEAR * max(norms):
+                scaled = any(norm > limit for norm, limit, _ in seen.values())
+                if line in reported or not scaled or max(norms) - min(norms) <= NEAR * max(norms):
                     continue
-                told.add(line)
+                reported.add(line)
                 listed = ", ".join(f"{each[0]:.4g} on rank {rank}" for rank, each in sorted(seen.items()))
-                part, remedy = CUT.get(seen[ranks[0]][2], CUT[""])
+                part, remedy = SHARDED.get(seen[ranks[0]][2], SHARDED[""])
                 sentence = (
-                    f"clip_grad_norm_ at {line} gives {listed}: each rank has the norm of its own {part}, so {part}s"
-                    f" are scaled by other factors; {remedy}"
+                    f"clip_grad_norm_ at {line} returns {listed}: each rank has the norm of its own {part}, so {part}s"
+                    f" are scaled by different factors; {remedy}"
                 )
                 yield Finding(REPLICAS, sentence, ranks)
 
@@ -185,44 +184,44 @@ class Norms(Fault):
 ENOUGH_STEPS = 2
 
 
-class Parts(Fault):
+class PartialSums(Fault):
     """Manual tensor parallelism: ranks that sum partial activations must have inputs of one batch. Such a group
     averages no gradients."""
 
     def __init__(self) -> None:
-        self._told: Table[str, int, int] = Table()
+        self._inputs: Table[str, int, int] = Table()
 
-    def take_entered(self, case: RankState, step: int, group: int, found: int, place: int) -> None:
-        self._told.put(case, "", case.group(group).ranks, step, found, place)
+    def on_entered(self, state: RankState, step: int, group: int, checksum: int, place: int) -> None:
+        self._inputs.put(state, "", state.group(group).ranks, step, checksum, place)
 
     def findings(self) -> Iterator[Finding]:
-        for _, ranks, turns in self._told.whole():
-            if len(turns) >= ENOUGH_STEPS and all(len(set(seen.values())) > 1 for seen in turns.values()):
+        for _, ranks, reports in self._inputs.complete():
+            if len(reports) >= ENOUGH_STEPS and all(len(set(seen.values())) > 1 for seen in reports.values()):
                 sentence = (
-                    f"{name_ranks(ranks)} sum their parts of an activation at {self._told.lines['', ranks]} (tensor"
-                    f" parallelism), and have other samples: the inputs of their first {len(turns)} steps differ; give"
-                    " all ranks of that group the same samples, or broadcast those of one"
+                    f"{name_ranks(ranks)} sum their parts of an activation at {self._inputs.lines['', ranks]} (tensor"
+                    f" parallelism), but have different samples: the inputs of their first {len(reports)} steps differ;"
+                    " give all ranks of that group the same samples, or broadcast those of one"
                 )
                 yield Finding(REPLICAS, sentence, ranks)
 
 
-class Begun(Fault):
+class InitialWeights(Fault):
     """The weights of each rank's model when FSDP took its shard, if nothing was loaded before the first forward."""
 
     def __init__(self) -> None:
-        self._told: Table[int, int, dict[str, int]] = Table()
+        self._sums: Table[int, int, dict[str, int]] = Table()
 
-    def take_taken(self, case: RankState, turn: int, ranks: list[int], sums: list[list[Any]], place: int) -> None:
-        self._told.put(case, turn, ranks, 0, {str(name): int(found) for name, found in sums}, place)
+    def on_taken(self, state: RankState, turn: int, ranks: list[int], sums: list[list[Any]], place: int) -> None:
+        self._sums.put(state, turn, ranks, 0, {str(name): int(found) for name, found in sums}, place)
 
     def questions(self) -> Iterator[str]:
-        for turn, ranks, turns in self._told.whole():
-            seen = turns[0]
+        for turn, ranks, reports in self._sums.complete():
+            seen = reports[0]
             names = [name for name in seen[ranks[0]] if len({each.get(name) for each in seen.values()}) > 1]
             if names:
                 yield (
-                    f"{name_ranks(ranks)} have other weights ({and_more(names)}) where FSDP shards them at"
-                    f" {self._told.lines[turn, ranks]}; is that intended? Each rank keeps its own part: seed or load"
+                    f"{name_ranks(ranks)} have different weights ({and_more(names)}) when FSDP shards them at"
+                    f" {self._sums.lines[turn, ranks]}; is that intended? Each rank keeps its own part: seed or load"
                     " them equally on all ranks, or send rank 0's to all (sync_module_states=True;"
                     " set_model_state_dict with broadcast_from_rank0)"
                 )

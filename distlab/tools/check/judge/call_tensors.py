@@ -16,7 +16,7 @@ from distlab.tools.check.judge.rank_state import (
     GroupKey,
     RankState,
     call_text,
-    group_words,
+    group_text,
     ranks_by,
     ranks_do,
     typed,
@@ -27,30 +27,30 @@ class Handles(Fault):
     """Calls whose handles or tensors were misused, one finding per line; certain however a run ends."""
 
     def __init__(self) -> None:
-        self._told: dict[tuple[CallPlace, CallPlace | None], tuple[str, list[int]]] = {}  # by call and its wait
+        self._misused: dict[tuple[CallPlace, CallPlace | None], tuple[str, list[int]]] = {}  # by call and its wait
 
-    def take_unwaited(self, case: RankState, number: int) -> None:
-        self._add(case, number, None)
+    def on_unwaited(self, state: RankState, number: int) -> None:
+        self._add(state, number, None)
 
-    def take_written(self, case: RankState, number: int, place: int) -> None:
-        self._add(case, number, case.place(place))
+    def on_written(self, state: RankState, number: int, place: int) -> None:
+        self._add(state, number, state.place(place))
 
-    def _add(self, case: RankState, number: int, waited_at: CallPlace | None) -> None:
-        if (call := case.known_call(number)) is not None:
-            self._told.setdefault((call.place, waited_at), (call_text(call), []))[1].append(case.rank)
+    def _add(self, state: RankState, number: int, waited_at: CallPlace | None) -> None:
+        if (call := state.known_call(number)) is not None:
+            self._misused.setdefault((call.place, waited_at), (call_text(call), []))[1].append(state.rank)
 
     def findings(self) -> Iterator[Finding]:
-        for (place, waited_at), (called, of_ranks) in self._told.items():
+        for (place, waited_at), (called, of_ranks) in self._misused.items():
             ranks = sorted(set(of_ranks))
             if waited_at is None:
                 sentence = (
-                    f"{ranks_do(ranks, 'never wait')} for {called} of {place}: its tensor may be read or freed before"
+                    f"{ranks_do(ranks, 'never wait')} for {called} at {place}: its tensor may be read or freed before"
                     " the call has ended; keep the handle and call wait()"
                 )
             else:
                 sentence = (
                     f"{ranks_do(ranks, 'write')} into the tensor of {called} between its call at {place} and the wait"
-                    f" at {waited_at}: what is sent or summed is neither the old value nor the new one"
+                    f" at {waited_at}: the values sent or summed may be the old or the new ones"
                 )
             yield Finding(WAITED if waited_at is None else AT_REST, sentence, tuple(ranks))
 
@@ -68,47 +68,47 @@ class ParameterCalls(Fault):
 
     def __init__(self) -> None:
         self._names: dict[int, set[str]] = defaultdict(set)  # of all parameters, by rank
-        self._alike: set[Line] = set()  # lines whose calls had the same parameter on all ranks
-        self._apart: dict[Line, dict[int, Call]] = {}
+        self._equal: set[Line] = set()  # lines whose calls had the same parameter on all ranks
+        self._different: dict[Line, dict[int, Call]] = {}
 
-    def take_parameters(self, case: RankState, names: list[str]) -> None:
-        self._names[case.rank] |= {str(name) for name in names}
+    def on_parameters(self, state: RankState, names: list[str]) -> None:
+        self._names[state.rank] |= {str(name) for name in names}
 
-    def take(self, met: dict[int, Call]) -> None:
+    def compare(self, matched: dict[int, Call]) -> None:
         """Compare a collective that all its ranks have called."""
-        names = {call.kind.parameter for call in met.values()}
-        lines = {call.place.line for call in met.values()}
+        names = {call.kind.parameter for call in matched.values()}
+        lines = {call.place.line for call in matched.values()}
         if "" not in names and len(lines) == 1:
-            line = met[min(met)].group, lines.pop()
+            line = matched[min(matched)].group, lines.pop()
             if len(names) == 1:
-                self._alike.add(line)
+                self._equal.add(line)
             else:
-                self._apart.setdefault(line, met)
+                self._different.setdefault(line, matched)
 
     def findings(self) -> Iterator[Finding]:
-        for line, met in self._known_to_all():
-            if line in self._alike:
+        for line, matched in self._known_to_all():
+            if line in self._equal:
                 rule = (
-                    "their sum is of neither; give the call one parameter on all ranks (zeros for a gradient of None)"
+                    "their sum mixes them; pass one parameter to the call on all ranks (zeros for a gradient of None)"
                 )
-                yield Finding(MATCH, f"{self._differ(met)}: {rule}", tuple(sorted(met)))
+                yield Finding(MATCH, f"{self._describe(matched)}: {rule}", tuple(sorted(matched)))
 
     def questions(self) -> Iterator[str]:
-        for line, met in self._known_to_all():
-            if line not in self._alike:
-                yield f"ranks pass different parameters to a call ({self._differ(met)}); is that intended?"
+        for line, matched in self._known_to_all():
+            if line not in self._equal:
+                yield f"ranks pass different parameters to a call ({self._describe(matched)}); is that intended?"
 
     def _known_to_all(self) -> Iterator[tuple[Line, dict[int, Call]]]:
-        for line, met in self._apart.items():
-            names = {call.kind.parameter for call in met.values()}
-            if all(names <= self._names[rank] for rank in met):
-                yield line, met
+        for line, matched in self._different.items():
+            names = {call.kind.parameter for call in matched.values()}
+            if all(names <= self._names[rank] for rank in matched):
+                yield line, matched
 
-    def _differ(self, met: dict[int, Call]) -> str:
-        ranks = ranks_by({rank: call.kind.parameter for rank, call in met.items()})
+    def _describe(self, matched: dict[int, Call]) -> str:
+        ranks = ranks_by({rank: call.kind.parameter for rank, call in matched.items()})
         sides = ", ".join(f"{name} on {name_ranks(of)}" for name, of in ranks.items())
-        call = met[min(met)]
-        return f"{call_text(call)} of {group_words(call.group, len(self._names))} at {call.place.line}: {sides}"
+        call = matched[min(matched)]
+        return f"{call_text(call)} of {group_text(call.group, len(self._names))} at {call.place.line}: {sides}"
 
 
 class Layouts(Fault):
@@ -124,16 +124,16 @@ class Layouts(Fault):
             dict
         )
 
-    def take_strided(self, case: RankState, number: int, shape: list[int], strides: list[int], wrong: bool) -> None:
+    def on_strided(self, state: RankState, number: int, shape: list[int], strides: list[int], wrong: bool) -> None:
         typed([*shape, *strides], [int] * len(shape + strides))
         if len(shape) != len(strides):
             raise ValueError(f"{len(strides)} strides of {len(shape)} dimensions")
-        if (call := case.known_call(number)) is None:
+        if (call := state.known_call(number)) is None:
             return
         if wrong:
             self._add(call, shape, strides)
         else:
-            self._permuted[call.group, call.kind.op, call.turn][case.rank] = call, shape, strides
+            self._permuted[call.group, call.kind.op, call.seq][state.rank] = call, shape, strides
 
     def _add(self, call: Call, shape: list[int], strides: list[int]) -> None:
         text = f"{call_text(call)} a tensor of {tuple(shape)} with the strides {tuple(strides)}"
@@ -149,8 +149,7 @@ class Layouts(Fault):
             ranks = tuple(sorted(set(of_ranks)))
             sentence = (
                 f"{ranks_do(ranks, 'give')} {text} at {place}: it is not contiguous, and gloo ignores strides, so it"
-                " reads and writes other elements than these; call it with tensor.contiguous() and copy the result"
-                " back"
+                " reads and writes the wrong elements; pass tensor.contiguous() and copy the result back"
             )
             yield Finding(MATCH, sentence, ranks)
 
@@ -160,18 +159,18 @@ def layout(shape: list[int], strides: list[int]) -> list[int]:
     return [stride for size, stride in zip(shape, strides, strict=True) if size != 1]
 
 
-class Lost(Fault):
+class UnusedResults(Fault):
     """Results in temporaries, which cannot be read; a question per line, as a script may only want to wait."""
 
     def __init__(self) -> None:
-        self._unread: Table[str, int, bool] = Table()
+        self._unused: Table[str, int, bool] = Table()
 
-    def take_unread(self, case: RankState, op: str, group: int, place: int) -> None:  # noqa: ARG002
-        self._unread.put(case, case.place(place).line, case.group(group).ranks, 0, value=True)
+    def on_unread(self, state: RankState, op: str, group: int, place: int) -> None:  # noqa: ARG002
+        self._unused.put(state, state.place(place).line, state.group(group).ranks, 0, value=True)
 
     def questions(self) -> Iterator[str]:
-        for line, _, _ in self._unread.whole():
+        for line, _, _ in self._unused.complete():
             yield (
                 f"the result of the all_reduce at {line} is not used; is that intended? Its tensor is a temporary,"
-                " freed when the call returns: assign it to a name before, and read it after"
+                " freed when the call returns: give it a name before the call, and read it after the call"
             )

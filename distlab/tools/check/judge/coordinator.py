@@ -13,12 +13,12 @@ from typing import Any
 
 from distlab.lab.report.reading import from_line
 from distlab.lab.report.records import Record, Said
-from distlab.tools.check.judge.deadlock import Standing, Still, Waiting, apart_finding, standing_apart, unsettled
+from distlab.tools.check.judge.deadlock import Blocked, HangWatch, IdleWatch, hung_in_mismatch, mismatch_hang, unsettled
 from distlab.tools.check.judge.exceptions import how_it_ended
-from distlab.tools.check.judge.failures import aborted, failures, has_failed, last_call, limit_passed
-from distlab.tools.check.judge.matching import Matching, every_call
+from distlab.tools.check.judge.failures import aborted, failures, has_failed, last_call, timeout_passed
+from distlab.tools.check.judge.matching import Matching, new_calls
 from distlab.tools.check.judge.rank_state import HANG, Finding, RankState
-from distlab.tools.check.judge.silent_faults import Quiet
+from distlab.tools.check.judge.silent_faults import SilentFaults
 from distlab.tools.check.watch.reporter import now
 
 GATHER_S = 1.5  # from the first sign of a fault to the report: other ranks' messages may be on their way
@@ -28,86 +28,88 @@ SILENT_S = 1.0  # after so long without a report, a rank's stack is read
 STOPPED_S = 2.5  # a process stopped for so long counts as lost
 
 
-class Doctor:
-    """The states of all ranks. `say` prints on rank 0; `bound_s` is the limit for an idle rank that others wait for.
-    With `promises` a rank that leaves without reporting its end has failed."""
+class Coordinator:
+    """The states of all ranks. `log` prints on rank 0; `idle_limit_s` is the limit for an idle rank that others
+    wait for. With `reports_end` a rank that leaves without reporting its end has failed."""
 
     def __init__(
-        self, world_size: int, hang_after_s: float, bound_s: float, say: Callable[[str], None],
-        mesh: Sequence[tuple[str, int]] = (), gather_s: float = GATHER_S, *, promises: bool = False,
+        self, world_size: int, hang_after_s: float, idle_limit_s: float, log: Callable[[str], None],
+        mesh: Sequence[tuple[str, int]] = (), gather_s: float = GATHER_S, *, reports_end: bool = False,
     ) -> None:  # fmt: skip
-        self.cases = [RankState(rank, world_size, moved_at=now(), promises=promises) for rank in range(world_size)]
-        self.quiet = Quiet(world_size, mesh)
-        self.matching = Matching(world_size, self.quiet.parameter_calls)
+        self.states = [
+            RankState(rank, world_size, last_report_at=now(), reports_end=reports_end) for rank in range(world_size)
+        ]
+        self.silent_faults = SilentFaults(world_size, mesh)
+        self.matching = Matching(world_size, self.silent_faults.parameter_calls)
         self.findings: list[Finding] = []
         self.changed: dict[str, list[int]] = {}
-        self.unread = Counter[int]()  # malformed lines of each rank
+        self.malformed = Counter[int]()  # malformed lines of each rank
         self.over = False  # whether to stop waiting
-        self.whole = False  # all scripts have ended, and nothing ended the run before
+        self.completed = False  # all scripts have ended, and nothing ended the run before
         self.refused = ""  # why nothing was run, as rank 0 prints it
         self.records: list[Record] = []  # reported by a proof
         self.compared: list[Record] = []  # of a script and its reference
         self.lost: dict[int, str] = {}  # ranks whose process was killed or stopped from outside, and how
-        self._waiting, self._still = Waiting(hang_after_s), Still(bound_s, say)
-        self._say = say
+        self._hangs, self._idle_ranks = HangWatch(hang_after_s), IdleWatch(idle_limit_s, log)
+        self._log = log
         self._gather_s, self._hang_after_s = gather_s, hang_after_s
         self._first_sign: float | None = None
-        self._at_limit: Finding | None = None  # the last seen rank that was busy when the others' timeout passed
-        self._stuck: dict[int, Standing] = {}  # the last seen ranks in mismatched calls
-        self._stopped: dict[int, float] = {}
+        self._timeout_finding: Finding | None = None  # the last seen rank that was busy when the others' timeout passed
+        self._stuck: dict[int, Blocked] = {}  # the last seen ranks in mismatched calls
+        self._stopped_since: dict[int, float] = {}
 
-    def take(self, rank: int, lines: Sequence[bytes], time_s: float) -> None:
+    def receive(self, rank: int, lines: Sequence[bytes], time_s: float) -> None:
         for line in lines:
-            with self._dropping(rank):
-                told = json.loads(line)
-                if not self.cases[rank].take(told, time_s):
-                    self._take_fact(self.cases[rank], told)
+            with self._skipping_malformed(rank):
+                report = json.loads(line)
+                if not self.states[rank].receive(report, time_s):
+                    self._on_report(self.states[rank], report)
 
-    def _take_fact(self, case: RankState, fact: list[Any]) -> None:
-        if fact[0] in ("changed", "unrecorded"):
-            self._tell_change(fact, case.rank)
-        self._take_proof(fact)
-        self.findings += self.quiet.take(case, fact)
+    def _on_report(self, state: RankState, report: list[Any]) -> None:
+        if report[0] in ("changed", "unrecorded"):
+            self._log_change(report, state.rank)
+        self._on_proof_report(report)
+        self.findings += self.silent_faults.receive(state, report)
 
     @contextmanager
-    def _dropping(self, rank: int) -> Iterator[None]:
+    def _skipping_malformed(self, rank: int) -> Iterator[None]:
         """Skip a malformed report of a rank: the script can write to the pipe too."""
         try:
             yield
         except Exception:  # of any type, as the content is arbitrary
-            self.unread[rank] += 1
-            if self.unread[rank] == 1:
-                self._say(f"dropped    a line of rank {rank} that is not as its kind is written; more are only counted")
+            self.malformed[rank] += 1
+            if self.malformed[rank] == 1:
+                self._log(f"dropped    a malformed report of rank {rank}; more of them are only counted")
 
-    def look(self, now: float) -> None:
+    def evaluate(self, now: float) -> None:
         """Compare the reports so far; sets `over` and `findings`."""
         if self.refused:
             self.over = True
             return
-        for call in every_call(self.cases):
-            if self.matching.take(call):
+        for call in new_calls(self.states):
+            if self.matching.add(call):
                 self._suspect(now)
-        self._look_for_ends(now)
-        self._at_limit = limit_passed(self.cases, self.matching) or self._at_limit
+        self._find_ended_ranks(now)
+        self._timeout_finding = timeout_passed(self.states, self.matching) or self._timeout_finding
         if any(finding.ends for finding in self.findings):
             self._suspect(now)
-        if self._first_sign is None and (found := self._waiting.look(self.cases, self.matching, now)) is not None:
+        if self._first_sign is None and (found := self._hangs.find_hang(self.states, self.matching, now)) is not None:
             self.findings.append(found)
             self._suspect(now - self._gather_s)  # the mismatch has lasted long enough
         if self._first_sign is not None:
             self.over = self._gathered(now - self._first_sign, now)
-        elif all(case.over for case in self.cases):
-            self.over = self.whole = True
-            self.findings += [*self.matching.unmatched(), *self.quiet.at_end()]
+        elif all(state.over for state in self.states):
+            self.over = self.completed = True
+            self.findings += [*self.matching.unmatched(), *self.silent_faults.at_end()]
         else:
-            stands = self._still.look(self.cases, self.matching, now)
-            if stands is not None:
-                self.findings.append(stands)
+            idle = self._idle_ranks.find_idle(self.states, self.matching, now)
+            if idle is not None:
+                self.findings.append(idle)
                 self._suspect(now)
         if self.over:
-            self.findings += [*self.matching.mismatches(self.cases), *self.quiet.handles.findings()]
-            known = bool(self.lost) or any(finding.ends for finding in self.findings)
-            self.findings += failures(self.cases, self.matching, self.lost, self._at_limit, explained=known)
+            self.findings += [*self.matching.mismatches(self.states), *self.silent_faults.handles.findings()]
+            explained = bool(self.lost) or any(finding.ends for finding in self.findings)
+            self.findings += failures(self.states, self.matching, self.lost, self._timeout_finding, explained=explained)
 
     def _gathered(self, since_s: float, now: float) -> bool:
         """Return whether all consequences of the first sign are known: mismatched calls are observed as long as a hang;
@@ -116,38 +118,38 @@ class Doctor:
             return False
         if self.lost or any(finding.check == HANG for finding in self.findings):
             return True
-        apart = [case for case in self.cases if case.waiting(self.matching.is_apart)]
-        stuck = standing_apart(self.cases, self.matching)
-        answered = all(case.frames() for case in apart)  # else one has not reported its stack yet
-        if stuck or (answered and not self._stand_as_before()):
+        mismatched = [state for state in self.states if state.waiting(self.matching.is_mismatched)]
+        stuck = hung_in_mismatch(self.states, self.matching)
+        answered = all(state.frames() for state in mismatched)  # else one has not reported its stack yet
+        if stuck or (answered and not self._still_stuck()):
             self._stuck = stuck
-        bound_s = max(SURE_S, self._hang_after_s)
-        if (apart and since_s < bound_s) or (since_s < LATE_S and self._late(now, within=since_s < bound_s)):
+        early = since_s < max(SURE_S, self._hang_after_s)
+        if (mismatched and early) or (since_s < LATE_S and self._must_wait(now, within=early)):
             return False
         if self._stuck:
-            self.findings.append(apart_finding(self._stuck, len(self.cases)))
+            self.findings.append(mismatch_hang(self._stuck, len(self.states)))
         return True
 
-    def _stand_as_before(self) -> bool:
+    def _still_stuck(self) -> bool:
         """Return whether all hung ranks are still in the same call; with busy processes, waiting for a core looks like
         computing."""
         return bool(self._stuck) and all(
-            any(call is each.wait.call for call in self.cases[rank].open.values()) for rank, each in self._stuck.items()
+            any(call is one.wait.call for call in self.states[rank].open.values()) for rank, one in self._stuck.items()
         )
 
-    def _late(self, now: float, *, within: bool) -> bool:
+    def _must_wait(self, now: float, *, within: bool) -> bool:
         """Return whether to wait for a rank without a failure: `within` the hang's time, until it is idle or has ended;
         after that, until its place is known."""
-        failed = [case for case in self.cases if has_failed(case)]
-        late = unsettled(self.cases, self.matching) if failed else []
-        if any(not case.frames() and now - case.moved_at > SILENT_S for case in late):
-            return True  # it was asked, and has not answered yet
-        at_limit = limit_passed(self.cases, self.matching)  # the busy rank is the fault, and reported as such
-        return within and any(at_limit is None or case.rank not in at_limit.ranks for case in late)
+        failed = [state for state in self.states if has_failed(state)]
+        late = unsettled(self.states, self.matching) if failed else []
+        if any(not state.frames() and now - state.last_report_at > SILENT_S for state in late):
+            return True  # its stack was requested, and has not arrived yet
+        timeout_finding = timeout_passed(self.states, self.matching)  # the busy rank is the fault, and reported as such
+        return within and any(timeout_finding is None or state.rank not in timeout_finding.ranks for state in late)
 
-    def _take_proof(self, fact: list[Any]) -> None:
+    def _on_proof_report(self, report: list[Any]) -> None:
         """Record what `distlab prove` has found."""
-        kind, *values = fact
+        kind, *values = report
         if kind == "refused":
             self.refused = self.refused or values[0]
         elif kind == "finding":
@@ -157,13 +159,13 @@ class Doctor:
             self.records.append(from_line(values[0]))
         elif kind == "said":
             heading, text = values
-            self._say(f"{heading:<11}{text}")
+            self._log(f"{heading:<11}{text}")
             self.records.append(Said(heading, text))
 
-    def _tell_change(self, fact: list[str], rank: int) -> None:
-        sentence = fact[1] if fact[0] == "changed" else f"{fact[1]} is not recorded: {fact[2]}"
+    def _log_change(self, report: list[str], rank: int) -> None:
+        sentence = report[1] if report[0] == "changed" else f"{report[1]} is not recorded: {report[2]}"
         if sentence not in self.changed:
-            self._say(f"changed    {sentence}")
+            self._log(f"changed    {sentence}")
         self.changed.setdefault(sentence, []).append(rank)
 
     def _suspect(self, now: float) -> None:
@@ -171,18 +173,18 @@ class Doctor:
         if self._first_sign is None:
             self._first_sign = now
 
-    def _look_for_ends(self, now: float) -> None:
-        """Find ranks that failed, have gone, or were stopped."""
-        for case in self.cases:
-            if has_failed(case):
+    def _find_ended_ranks(self, now: float) -> None:
+        """Find ranks that failed, exited, or were stopped."""
+        for state in self.states:
+            if has_failed(state):
                 self._suspect(now)
-            if case.state == "T" and not case.over:
-                since = self._stopped.setdefault(case.rank, now)
+            if state.process_state == "T" and not state.over:
+                since = self._stopped_since.setdefault(state.rank, now)
                 if now - since > STOPPED_S:
-                    self.lost[case.rank] = f"its process was stopped (SIGSTOP){last_call(case)}"
+                    self.lost[state.rank] = f"its process was stopped (SIGSTOP){last_call(state)}"
             else:
-                self._stopped.pop(case.rank, None)
-            if case.exit_code is None and case.gone is not None and case.gone < 0 and not aborted(case):
-                self.lost[case.rank] = f"{how_it_ended(case.gone)}{last_call(case)}"
+                self._stopped_since.pop(state.rank, None)
+            if state.exit_code is None and state.exited is not None and state.exited < 0 and not aborted(state):
+                self.lost[state.rank] = f"{how_it_ended(state.exited)}{last_call(state)}"
         if self.lost:
             self._suspect(now)

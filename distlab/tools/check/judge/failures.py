@@ -13,9 +13,17 @@ from dataclasses import replace
 from distlab.lab.cluster import name_ranks
 from distlab.lab.cluster.departure import BLAMELESS
 from distlab.lab.report.units import counted
-from distlab.tools.check.judge.deadlock import MOST_NAMED, Standing, diagnosis, standing_at, standings, table, unsettled
-from distlab.tools.check.judge.exceptions import describe_exception, folded, how_it_ended
-from distlab.tools.check.judge.framework_words import ALONE, words_of_cause
+from distlab.tools.check.judge.deadlock import (
+    MOST_NAMED,
+    Blocked,
+    blocked_ranks,
+    diagnosis,
+    position_of,
+    table,
+    unsettled,
+)
+from distlab.tools.check.judge.exceptions import describe_exception, failure_key, how_it_ended
+from distlab.tools.check.judge.framework_remedies import ALONE, cause_remedy
 from distlab.tools.check.judge.matching import Matching
 from distlab.tools.check.judge.rank_state import END, Finding, Raised, RankState, Wait, call_text, ranks_by, ranks_do
 from distlab.tools.check.watch.spawned_ranks import INSTEAD
@@ -26,96 +34,96 @@ OWN_KINDS = ("SystemExit", "Exited", "ValueError", "TypeError", "AssertionError"
 
 
 def failures(
-    cases: Sequence[RankState], matching: Matching, lost: Mapping[int, str], at_limit: Finding | None = None, *,
+    states: Sequence[RankState], matching: Matching, lost: Mapping[int, str], timeout_finding: Finding | None = None, *,
     explained: bool,
 ) -> Iterator[Finding]:  # fmt: skip
     """Yield how the scripts failed, unless `lost` ranks explain it; `explained` is whether something else may,
-    `at_limit` the last result of `limit_passed`."""
-    waits = standings(cases, matching)
-    late = still_at([case for case in unsettled(cases, matching) if case.rank not in waits])
-    left = [case for case in cases if case.exit_code is None and case.gone is not None and case.rank not in lost]
-    for case in left:
-        fine = not case.left_early and all(case.rank not in each.needs for each in waits.values())
-        if not fine and not (aborted(case) and explained):
-            what = f"rank {case.rank} {how_it_ended(case.gone or 0)}{last_call(case)}"
-            sentence = f"{what}{consequences(cases, waits, [case.rank])}{late}"
-            yield Finding(END, sentence, (case.rank,), table(cases, waits))
-    raised = {case.rank: case.raised for case in cases if case.raised is not None}
-    own = {rank: each for rank, each in raised.items() if not blameless(each)}
-    alike: dict[tuple[str, str], list[int]] = {}
+    `timeout_finding` the last result of `timeout_passed`."""
+    waits = blocked_ranks(states, matching)
+    late = late_positions([state for state in unsettled(states, matching) if state.rank not in waits])
+    early = [each for each in states if each.exit_code is None and each.exited is not None and each.rank not in lost]
+    for state in early:
+        fine = not state.left_early and all(state.rank not in each.needs for each in waits.values())
+        if not fine and not (aborted(state) and explained):
+            what = f"rank {state.rank} {how_it_ended(state.exited or 0)}{last_call(state)}"
+            sentence = f"{what}{consequences(states, waits, [state.rank])}{late}"
+            yield Finding(END, sentence, (state.rank,), table(states, waits))
+    raised = {state.rank: state.raised for state in states if state.raised is not None}
+    own = {rank: each for rank, each in raised.items() if not is_consequence(each)}
+    similar: dict[tuple[str, str], list[int]] = {}
     for rank in sorted(own, key=lambda rank: own[rank].at_s):
-        alike.setdefault((own[rank].kind, folded(own[rank].text, rank)), []).append(rank)
-    for of_fault in alike.values():
-        ranks = sorted(of_fault)
-        first = own[of_fault[0]]
+        similar.setdefault((own[rank].kind, failure_key(own[rank].text, rank)), []).append(rank)
+    for failed_alike in similar.values():
+        ranks = sorted(failed_alike)
+        first = own[failed_alike[0]]
         what = " and ".join(dict.fromkeys(own[rank].place for rank in ranks if own[rank].place))
-        how = f"{describe_exception(first, what)}{consequences(cases, waits, ranks)}{late}"
+        how = f"{describe_exception(first, what)}{consequences(states, waits, ranks)}{late}"
         sentence = f"{name_ranks(ranks)} {how}"
-        yield Finding(END, sentence, tuple(ranks), table(cases, waits), traceback=first.traceback)
-    if raised and not own and not explained and not left:
-        yield blamed(cases, matching, at_limit)
+        yield Finding(END, sentence, tuple(ranks), table(states, waits), traceback=first.traceback)
+    if raised and not own and not explained and not early:
+        yield connection_failure(states, matching, timeout_finding)
 
 
-def blamed(cases: Sequence[RankState], matching: Matching, at_limit: Finding | None) -> Finding:
+def connection_failure(states: Sequence[RankState], matching: Matching, timeout_finding: Finding | None) -> Finding:
     """Return a finding for scripts that failed only by lost connections or timeouts: their calls, and the missing
     ranks."""
-    failed = {case.rank: case.raised for case in cases if case.raised is not None}
+    failed = {state.rank: state.raised for state in states if state.raised is not None}
     first = min(failed, key=lambda rank: failed[rank].at_s)
-    waits = failed_in(cases, matching)
+    waits = failed_in(states, matching)
     how = f"rank {first} {describe_exception(failed[first], failed[first].place)}"
     stuck = {rank: each for rank, each in waits.items() if not each.any_of}
-    if (late := limit_passed(cases, matching)) is not None:
+    if (late := timeout_passed(states, matching)) is not None:
         return late
-    if not stuck and at_limit is not None:
-        return at_limit  # the late rank has come to the call meanwhile
+    if not stuck and timeout_finding is not None:
+        return timeout_finding  # the late rank has come to the call meanwhile
     if not stuck:
-        return Finding(END, how, (first,), table(cases, waits), traceback=failed[first].traceback)
-    found = diagnosis(cases, matching, waits, stuck)
+        return Finding(END, how, (first,), table(states, waits), traceback=failed[first].traceback)
+    found = diagnosis(states, matching, waits, stuck)
     return replace(found, sentence=f"{found.sentence} ({how})")
 
 
-def failed_in(cases: Sequence[RankState], matching: Matching) -> dict[int, Standing]:
+def failed_in(states: Sequence[RankState], matching: Matching) -> dict[int, Blocked]:
     """Return the waits of ranks that wait, and of those that raised in a call that not all ranks had reached."""
-    waits = standings(cases, matching)
-    for case in cases:
-        call = next(iter(case.open.values()), case.last)
-        if case.raised is not None and call is not None and (needs := matching.absent(call)):
+    waits = blocked_ranks(states, matching)
+    for state in states:
+        call = next(iter(state.open.values()), state.last)
+        if state.raised is not None and call is not None and (needs := matching.absent(call)):
             wait = Wait(call, call_text(call), call.place, call.began_s)
-            waits[case.rank] = Standing(wait, frozenset(needs), any_of=False)
+            waits[state.rank] = Blocked(wait, frozenset(needs), any_of=False)
     return waits
 
 
-def limit_passed(cases: Sequence[RankState], matching: Matching) -> Finding | None:
+def timeout_passed(states: Sequence[RankState], matching: Matching) -> Finding | None:
     """Return a finding for ranks whose timeout passed while they waited for a busy rank; None if a rank failed by
     itself."""
-    if any(has_failed(case) and (case.raised is None or not blameless(case.raised)) for case in cases):
+    if any(has_failed(state) and (state.raised is None or not is_consequence(state.raised)) for state in states):
         return None
-    failed = {case.rank: case.raised for case in cases if case.raised is not None}
-    waits = failed_in(cases, matching)
+    failed = {state.rank: state.raised for state in states if state.raised is not None}
+    waits = failed_in(states, matching)
     for rank, raised in failed.items():
         own = waits.get(rank)
-        working = [cases[each] for each in sorted(own.needs)] if own is not None and not own.any_of else []
-        working = [case for case in working if not case.over and case.rank not in waits]
+        working = [states[each] for each in sorted(own.needs)] if own is not None and not own.any_of else []
+        working = [state for state in working if not state.over and state.rank not in waits]
         limit = re.search(r"[Tt]imed out (?:after )?waiting (?:for )?(\d+) ?ms|[Tt]imed? ?out", raised.text)
         if own is None or limit is None or not working:
             continue
         within = f" of {int(limit[1]) / 1000:g} s" if limit[1] else ""
         who = "; ".join(
-            f"rank {case.rank} was still at {standing_at(case)} ({case.cpu_share:.0%} of a core)" for case in working
+            f"rank {each.rank} was still at {position_of(each)} ({each.cpu_share:.0%} of a core)" for each in working
         )
         sentence = (
-            f"the limit{within} of the script's process group passed while a rank was at work: rank {rank} waited in"
-            f" {own.wait.what} at {own.wait.place} for {name_ranks(case.rank for case in working)}, and {who}; give"
-            " init_process_group a longer timeout, or let the others do their part of that work"
+            f"the timeout{within} of the script's process group passed while a rank still worked: rank {rank} waited in"
+            f" {own.wait.what} at {own.wait.place} for {name_ranks(state.rank for state in working)}, and {who}; pass"
+            " a longer timeout to init_process_group, or share that work among the ranks"
         )
-        return Finding(END, sentence, tuple(case.rank for case in working), table(cases, waits))
+        return Finding(END, sentence, tuple(state.rank for state in working), table(states, waits))
     return None
 
 
-def consequences(cases: Sequence[RankState], waits: Mapping[int, Standing], ranks: Sequence[int]) -> str:
+def consequences(states: Sequence[RankState], waits: Mapping[int, Blocked], ranks: Sequence[int]) -> str:
     """Return which ranks wait for one of these, and which failed because of them."""
     waiting = [rank for rank, each in waits.items() if not each.needs.isdisjoint(ranks) and not each.any_of]
-    failed = [case for case in cases if case.raised is not None and case.rank not in ranks and blameless(case.raised)]
+    failed = [each for each in states if each.raised and each.rank not in ranks and is_consequence(each.raised)]
     parts = []
     if waiting:
         wait, whom = waits[waiting[0]].wait, "it" if len(ranks) == 1 else "them"
@@ -123,37 +131,37 @@ def consequences(cases: Sequence[RankState], waits: Mapping[int, Standing], rank
     if failed:
         last, whom = failed[0].last, "it" if len(ranks) == 1 else "them"
         where = f" in {call_text(last)} at {last.place}" if last is not None else ""
-        parts.append(f"; {name_ranks(case.rank for case in failed)} failed because of {whom}{where}")
+        parts.append(f"; {name_ranks(state.rank for state in failed)} failed because of {whom}{where}")
     return "".join(parts)
 
 
-def still_at(late: Sequence[RankState]) -> str:
+def late_positions(late: Sequence[RankState]) -> str:
     """Return where the other ranks were that had not ended at the time of the report, and wait for nobody."""
-    at = {case.rank: f" at {standing_at(case)}" if case.frames() else last_call(case) for case in late}
-    does = {case.rank: "still stand" if case.is_idle else "still compute" for case in late}
+    at = {state.rank: f" at {position_of(state)}" if state.frames() else last_call(state) for state in late}
+    does = {state.rank: "still idle" if state.is_idle else "still compute" for state in late}
     by_place = ranks_by({rank: (does[rank], at[rank]) for rank in at})
-    told = [f"; {ranks_do(ranks, verb)}{where}" for (verb, where), ranks in by_place.items()]
-    return "".join(told[:MOST_NAMED])
+    texts = [f"; {ranks_do(ranks, verb)}{where}" for (verb, where), ranks in by_place.items()]
+    return "".join(texts[:MOST_NAMED])
 
 
-def last_call(case: RankState) -> str:
+def last_call(state: RankState) -> str:
     """Return the last known call of a rank, to append to its end."""
-    if case.last is None:
+    if state.last is None:
         return " before its first call"
-    return f", its last call was {call_text(case.last)} at {case.last.place}"
+    return f", its last call was {call_text(state.last)} at {state.last.place}"
 
 
-def has_failed(case: RankState) -> bool:
-    """Return whether the script has raised, or its process has gone before the script ended."""
-    return case.raised is not None or case.left_early
+def has_failed(state: RankState) -> bool:
+    """Return whether the script has raised, or its process exited before the script ended."""
+    return state.raised is not None or state.left_early
 
 
-def aborted(case: RankState) -> bool:
+def aborted(state: RankState) -> bool:
     """Return whether a library aborted the process, as gloo does if tensors do not fit."""
-    return case.gone in ABORTS
+    return state.exited in ABORTS
 
 
-def blameless(raised: Raised) -> bool:
+def is_consequence(raised: Raised) -> bool:
     """Return whether an exception may be caused by another rank's end."""
     return raised.kind not in OWN_KINDS and any(word in raised.text.lower() for word in BLAMELESS)
 
@@ -161,40 +169,39 @@ def blameless(raised: Raised) -> bool:
 # Scripts whose ranks do not communicate: nothing was checked, so they do not pass.
 
 
-def nothing_distributed(cases: Sequence[RankState]) -> Iterator[Finding]:
+def nothing_distributed(states: Sequence[RankState]) -> Iterator[Finding]:
     """Yield a finding for scripts that ended well without a group or calls, or trained on each rank alone, with the
     reason."""
-    words, called = words_of_cause(cases[0].course.package, ALONE), any(case.num_calls for case in cases)
-    if len(cases) == 1:
+    words, called = cause_remedy(states[0].history.package, ALONE), any(state.num_calls for state in states)
+    if len(states) == 1:
         return
-    if not called and not any(case.grouped for case in cases):
-        sentence = f"no process group was made, and no rank called another: {why_no_group(cases, words)}"
-    elif all(case.trained > case.exchanged for case in cases) and (words or not called):
+    if not called and not any(state.has_default_group for state in states):
+        sentence = f"no process group was created, and the ranks did not communicate: {why_no_group(states, words)}"
+    elif all(state.trained_elements > state.exchanged_elements for state in states) and (words or not called):
         what = words or "wrap the model in DistributedDataParallel, or average the gradients before each step"
         sentence = (
-            f"each of the {len(cases)} ranks trains alone: in its {counted(cases[0].steps, 'steps')} neither gradients"
-            f" nor weights went to another rank; {what}"
+            f"each of the {len(states)} ranks trains alone: in its {counted(states[0].steps, 'steps')} it sent neither"
+            f" gradients nor weights to another rank; {what}"
         )
     else:
         return
-    yield Finding(END, sentence, tuple(range(len(cases))))
+    yield Finding(END, sentence, tuple(range(len(states))))
 
 
-def why_no_group(cases: Sequence[RankState], words: str) -> str:
+def why_no_group(states: Sequence[RankState], words: str) -> str:
     """Return the reason and the remedy; `words` are the framework's."""
-    starts = next((case.starts for case in cases if case.starts is not None), None)
+    starts = next((state.starts_processes_at for state in states if state.starts_processes_at is not None), None)
     if starts is not None:
         return (
-            f"the script starts processes of its own at {starts.line or starts}, which check does not see into;"
-            f" {INSTEAD}"
+            f"the script starts processes of its own at {starts.line or starts}, which check cannot observe; {INSTEAD}"
         )
-    if (counts := next((case.counts for case in cases if case.counts is not None), None)) is not None:
+    if (counts := next((each.counts_gpus_at for each in states if each.counts_gpus_at is not None), None)) is not None:
         return (
-            f"the script asks at {counts.line or counts} how many GPUs there are, and ends; check shows it one a rank,"
-            f" {len(cases)} here: run it with WORLD_SIZE as large as the number that it wants"
+            f"the script asks at {counts.line or counts} how many GPUs there are, and ends; under check there is one"
+            f" per rank, {len(states)} here: set WORLD_SIZE to the number that the script needs"
         )
     what = words or (
-        "call torch.distributed.init_process_group() where RANK and WORLD_SIZE are in the environment, as torchrun and"
-        " check set them"
+        "call torch.distributed.init_process_group() if RANK and WORLD_SIZE are in the environment: torchrun and check"
+        " set them"
     )
-    return f"each of the {len(cases)} ranks ran the whole script alone; {what}"
+    return f"each of the {len(states)} ranks ran the whole script by itself; {what}"

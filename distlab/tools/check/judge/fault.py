@@ -1,7 +1,7 @@
-"""The interface of faults that do not hang: the reports that a fault takes from each rank, and its findings.
+"""The interface of faults that do not hang: the reports that a fault receives from each rank, and its findings.
 
-watch/ reports with `say(KIND, ...)`, and the fault's method `take_KIND` receives it: they match by name, and the
-method's parameter types are those required of the values. Values that must be equal on some ranks, or differ, are kept
+watch/ sends a report of some KIND, and the fault's method `on_KIND` receives it: they match by name, and the values
+must have the types of the method's parameters. Values that must be equal on some ranks, or differ, are kept
 in a table by name and ranks, and compared once all these ranks have reported.
 """
 
@@ -11,10 +11,10 @@ from typing import Any, Generic, TypeVar
 
 from distlab.tools.check.judge.rank_state import Finding, RankState
 
-What = TypeVar("What")
-Turn = TypeVar("Turn")
+Name = TypeVar("Name")
+Key = TypeVar("Key")
 Value = TypeVar("Value")
-At = tuple[str, str, int]  # a line, its callers, and how often it was reached before
+Occurrence = tuple[str, str, int]  # a line, its callers, and how often it was reached before
 
 
 class Fault:
@@ -29,41 +29,41 @@ class Fault:
         yield from ()
 
 
-class Table(Generic[What, Turn, Value]):
-    """The ranks' reports by name, ranks and turn."""
+class Table(Generic[Name, Key, Value]):
+    """The ranks' values by name, ranks and key, such as a step."""
 
     def __init__(self) -> None:
-        self._told: dict[tuple[What, tuple[int, ...]], dict[Turn, dict[int, Value]]] = {}
-        self.lines: dict[tuple[What, tuple[int, ...]], str] = {}  # the line of the last report
+        self._values: dict[tuple[Name, tuple[int, ...]], dict[Key, dict[int, Value]]] = {}
+        self.lines: dict[tuple[Name, tuple[int, ...]], str] = {}  # the line of the last report
 
     def put(
-        self, case: RankState, what: What, ranks: Sequence[int], turn: Turn, value: Value, place: int | None = None
+        self, state: RankState, name: Name, ranks: Sequence[int], key: Key, value: Value, place: int | None = None
     ) -> None:  # fmt: skip
-        """Store a value of the rank `case`; raises ValueError if `ranks` are invalid."""
-        if case.rank not in ranks or not all(type(each) is int and 0 <= each < case.world_size for each in ranks):
-            raise ValueError(f"the ranks {ranks} told by rank {case.rank} of {case.world_size}")
-        whose = what, tuple(ranks)
+        """Store a value of one rank; raises ValueError if `ranks` are invalid."""
+        if state.rank not in ranks or not all(type(each) is int and 0 <= each < state.world_size for each in ranks):
+            raise ValueError(f"the ranks {ranks} reported by rank {state.rank} of {state.world_size}")
+        about = name, tuple(ranks)
         if place is not None:
-            self.lines[whose] = case.place(place).line
-        self._told.setdefault(whose, defaultdict(dict))[turn][case.rank] = value
+            self.lines[about] = state.place(place).line
+        self._values.setdefault(about, defaultdict(dict))[key][state.rank] = value
 
-    def whole(self, least: int = 2) -> Iterator[tuple[What, tuple[int, ...], dict[Turn, dict[int, Value]]]]:
-        """Yield the turns that all ranks reported, if there are at least `least`."""
-        for (what, ranks), turns in sorted(self._told.items(), key=lambda each: each[0]):
-            found = {turn: seen for turn, seen in turns.items() if len(seen) == len(ranks)}
-            if found and len(ranks) >= least:
-                yield what, ranks, found
-
-
-def world(case: RankState) -> range:
-    return range(case.world_size)
+    def complete(self) -> Iterator[tuple[Name, tuple[int, ...], dict[Key, dict[int, Value]]]]:
+        """Yield the values that all ranks reported, if there are at least two ranks."""
+        for (name, ranks), reports in sorted(self._values.items(), key=lambda each: each[0]):
+            complete = {key: seen for key, seen in reports.items() if len(seen) == len(ranks)}
+            if complete and len(ranks) > 1:
+                yield name, ranks, complete
 
 
-def at(case: RankState, place: int, turn: int) -> At:
+def every_rank(state: RankState) -> range:
+    return range(state.world_size)
+
+
+def occurrence(state: RankState, place: int, count: int) -> Occurrence:
     """Return a key for repeated events: a line and its count there, since a rank may have more of them at other
     lines."""
-    found = case.place(place)
-    return found.line, found.callers, turn
+    found = state.place(place)
+    return found.line, found.callers, count
 
 
 def and_more(names: Sequence[Any]) -> str:
@@ -71,5 +71,5 @@ def and_more(names: Sequence[Any]) -> str:
     return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else str(names[0])
 
 
-def all_of(groups: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+def ranks_of(groups: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     return tuple(sorted(rank for group in groups for rank in group))

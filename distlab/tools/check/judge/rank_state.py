@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar, get_origin, get_type_hints
 
 from distlab.lab.cluster import name_ranks
 from distlab.lab.measure.traffic import sent_bytes
-from distlab.tools.check.judge.progress import NOWHERE, Course, Progress
+from distlab.tools.check.judge.progress import NO_PROGRESS, History, Progress
 
 IDLE_SHARE = 0.05  # of a core, since the last look: below it a rank is idle
 LIBRARY_WAITS = ("threading.py", "queue.py", "selectors.py", "concurrent/futures/")  # for another thread of the script
@@ -21,7 +21,7 @@ IN_A_THREAD = ", in a thread of its own"
 OBJECTS = ("_object", "_object_list")
 LOADERS = "torch/utils/data/"
 MADE, INITIALISED = -1, -2  # instances for non-collectives, reached by all of a group's ranks
-KNOWN = 50_000  # calls whose handles may still be used
+MOST_KNOWN_CALLS = 50_000  # calls whose handles may still be used
 Value = TypeVar("Value")
 
 
@@ -91,18 +91,17 @@ class Kind(NamedTuple):
 
 @dataclass(slots=True)
 class Call:
-    """One call of one rank; `turn` is its number in its group, or among messages of the same ends; negative if
-    unknown."""
+    """One call of one rank; `seq` counts in its group, or among messages of the same ends; negative if unknown."""
 
     rank: int
     place: CallPlace
     group: GroupKey
     kind: Kind
-    turn: int
+    seq: int
     thread: int
     began_s: float
     ended_s: float | None = None
-    reached: Progress = NOWHERE  # before it
+    reached: Progress = NO_PROGRESS  # before it
 
 
 class Frame(NamedTuple):
@@ -134,7 +133,7 @@ class Raised(NamedTuple):
 
 @dataclass
 class RankState:
-    """The state of one rank; `take` gets all of its reports, in order."""
+    """The state of one rank; `receive` gets all of its reports, in order."""
 
     rank: int
     world_size: int
@@ -144,176 +143,176 @@ class RankState:
     waits: dict[int, Wait] = field(default_factory=dict)  # by thread
     raised: Raised | None = None
     exit_code: int | None = None  # the script has ended
-    gone: int | None = None  # the process has gone, with this exit code
+    exited: int | None = None  # its process has exited, with this code
     num_calls: int = 0
     called_bytes: float = 0.0  # sent by the best algorithm for them
-    state: str = "R"
+    process_state: str = "R"
     cpu_share: float = 1.0  # of a core, since the last look
     starved_share: float = 0.0  # share of that time in which it was runnable without a core
     peak_bytes: int = 0
     stacks: dict[int, list[Frame]] = field(default_factory=dict)
-    moved_at: float = 0.0  # time of its last report, on rank 0's clock
+    last_report_at: float = 0.0  # time of its last report, on rank 0's clock
     sockets: dict[tuple[Any, ...], int] = field(default_factory=dict)
     counting: bool = True  # whether calls count: in a proof only those of the steps
-    grouped: bool = False  # it has created the group of all ranks
-    course: Course = field(default_factory=Course)
-    trained: int = 0  # elements that its optimizers step
-    exchanged: int = 0  # floating-point elements that it has passed to collectives
-    starts: CallPlace | None = None  # the first place where it starts processes
-    counts: CallPlace | None = None  # where it asks for the number of GPUs, and gets one per rank
+    has_default_group: bool = False  # it has created the group of all ranks
+    history: History = field(default_factory=History)
+    trained_elements: int = 0  # elements that its optimizers step
+    exchanged_elements: int = 0  # floating-point elements that it has passed to collectives
+    starts_processes_at: CallPlace | None = None  # the first place where it starts processes
+    counts_gpus_at: CallPlace | None = None  # where it asks for the number of GPUs, and gets one per rank
     counted_steps: int = 0  # of a proof; `sockets` then has only what they sent
-    promises: bool = False  # whether it always reports its end; otherwise a script that exits with 0 is fine
+    reports_end: bool = False  # whether it always reports its end; otherwise a script that exits with 0 is fine
     missing: str = ""  # why nothing is known of it, after "rank 2 "
 
     def __post_init__(self) -> None:
         self._places: dict[int, CallPlace] = {}
         self._groups: dict[int, GroupKey] = {}
         self._kinds: dict[int, Kind] = {}
-        self._known: dict[int, Call] = {}
+        self._known_calls: dict[int, Call] = {}
         self._main = 0
-        self._turns: dict[Any, int] = {}
-        self._looked: tuple[float, float, float] | None = None
+        self._next_seqs: dict[Any, int] = {}
+        self._last_look: tuple[float, float, float] | None = None
 
-    def take(self, told: list[Any], now: float) -> bool:
+    def receive(self, report: list[Any], now: float) -> bool:
         """Process one report of the rank, received at `now`; return whether it belongs to its state, not to a fault.
         Raises any exception if it is malformed."""
-        kind, *values = told
+        kind, *values = report
         if kind not in ("look", "stacks"):
-            self.moved_at = now
-        handler = getattr(self, f"_take_{kind}", None)
+            self.last_report_at = now
+        handler = getattr(self, f"_on_{kind}", None)
         if handler is not None:
             handler(*typed(values, list(get_type_hints(handler).values())[:-1]))
         return handler is not None
 
-    def _take_place(
+    def _on_place(
         self, number: int, line: str, below: str, file: str, typed: str = "", called_by: str = "", callers: str = "",
         in_thread: bool = False, package: str = "",
     ) -> None:  # fmt: skip
         self._places[number] = CallPlace(line, below, file, typed, called_by, callers, in_thread, package)
 
-    def _take_group(self, number: int, ranks: list[int], name: str, instance: int) -> None:
+    def _on_group(self, number: int, ranks: list[int], name: str, instance: int) -> None:
         self._groups[number] = GroupKey(tuple(ranks), name, instance)
 
-    def _take_kind(
+    def _on_kind(
         self, number: int, op: str, dims: list[list[int]], dtypes: list[str], reduce: str, root: int, peer: int,
         tag: int, nbytes: int, splits: list[list[int]], parameter: str = "",
     ) -> None:  # fmt: skip
         shapes, parts = tuple(map(tuple, dims)), tuple(map(tuple, splits))
         self._kinds[number] = Kind(op, shapes, tuple(dtypes), reduce, root, peer, tag, nbytes, parts, parameter)
 
-    def _take_call(self, number: int, place: int, group: int, kind: int, turn: int, thread: int, at_s: float) -> None:
+    def _on_call(self, number: int, place: int, group: int, kind: int, seq: int, thread: int, at_s: float) -> None:
         found = self._kinds[kind]
-        if turn < 0:
-            turn = self._turn((self._groups[group], found.op, found.peer, found.tag))
-        reached = self.course.now
-        call = Call(self.rank, self._places[place], self._groups[group], found, turn, thread, at_s, reached=reached)
-        self.open[number] = self._known[number] = self.last = call
-        if len(self._known) > KNOWN:
-            del self._known[next(iter(self._known))]
+        if seq < 0:
+            seq = self._next_seq((self._groups[group], found.op, found.peer, found.tag))
+        reached = self.history.now
+        call = Call(self.rank, self._places[place], self._groups[group], found, seq, thread, at_s, reached=reached)
+        self.open[number] = self._known_calls[number] = self.last = call
+        if len(self._known_calls) > MOST_KNOWN_CALLS:
+            del self._known_calls[next(iter(self._known_calls))]
         self.calls.append(call)
         self.num_calls += 1
         if len(call.group.ranks) > 1 and any("float" in each for each in found.dtypes):
-            self.exchanged += sum(map(math.prod, found.dims))
+            self.exchanged_elements += sum(map(math.prod, found.dims))
         if self.counting:
             self.called_bytes += called_bytes(found, len(call.group.ranks), self.rank)
 
-    def _take_end(self, number: int, at_s: float) -> None:
+    def _on_end(self, number: int, at_s: float) -> None:
         call = self.open.pop(number, None)
         if call is not None:
             call.ended_s = at_s
 
-    def _take_wait(self, number: int, thread: int, at_s: float) -> None:
-        call = self._known.get(number) if number >= 0 else next(iter(self.open.values()), None)
+    def _on_wait(self, number: int, thread: int, at_s: float) -> None:
+        call = self._known_calls.get(number) if number >= 0 else next(iter(self.open.values()), None)
         if call is not None:
             self.waits[thread] = Wait(call, call_text(call), call.place, at_s)
 
-    def _take_waited(self, number: int, thread: int, at_s: float) -> None:
+    def _on_waited(self, number: int, thread: int, at_s: float) -> None:
         if number >= 0:
-            self._take_end(number, at_s)
-            self._known.pop(number, None)
+            self._on_end(number, at_s)
+            self._known_calls.pop(number, None)
         self.waits.pop(thread, None)
 
-    def _take_enter(self, name: str, what: list[Any], place: int, thread: int, at_s: float) -> None:
+    def _on_enter(self, name: str, arguments: list[Any], place: int, thread: int, at_s: float) -> None:
         world = tuple(range(self.world_size))
         if name == "new_group":
-            ranks = tuple(range(self.world_size) if what[0] is None else what[0])
-            key = GroupKey(ranks if what[1] else world, instance=MADE)
+            ranks = tuple(range(self.world_size) if arguments[0] is None else arguments[0])
+            key = GroupKey(ranks if arguments[1] else world, instance=MADE)
             kind = Kind("new_group", (ranks,))
         elif name == "init_process_group":
-            self.grouped = True
-            size, rank = what or (-1, -1)
+            self.has_default_group = True
+            size, rank = arguments or (-1, -1)
             size = size if rank == self.rank < size < self.world_size else self.world_size
             key, kind = GroupKey(world[:size], instance=INITIALISED), Kind(name)
         else:
-            self.waits[thread] = Wait(None, f"{name}({', '.join(map(repr, what))})", self._places[place], at_s)
+            self.waits[thread] = Wait(None, f"{name}({', '.join(map(repr, arguments))})", self._places[place], at_s)
             return
-        call = Call(self.rank, self._places[place], key, kind, self._turn(key), thread, at_s)
+        call = Call(self.rank, self._places[place], key, kind, self._next_seq(key), thread, at_s)
         self.calls.append(call)
         self.waits[thread] = Wait(call, call_text(call), call.place, at_s)
 
-    def _take_starts(self, place: int) -> None:
-        self.starts = self.starts or self._places[place]
+    def _on_starts(self, place: int) -> None:
+        self.starts_processes_at = self.starts_processes_at or self._places[place]
 
-    def _take_counts(self, place: int) -> None:
-        self.counts = self.counts or self._places[place]
+    def _on_counts(self, place: int) -> None:
+        self.counts_gpus_at = self.counts_gpus_at or self._places[place]
 
-    def _take_leave(self, thread: int, at_s: float) -> None:
+    def _on_leave(self, thread: int, at_s: float) -> None:
         wait = self.waits.pop(thread, None)
         if wait is not None and wait.call is not None:
             wait.call.ended_s = at_s
 
-    def _take_main(self, thread: int) -> None:
+    def _on_main(self, thread: int) -> None:
         self._main = thread
 
-    def _take_step(self, steps: int, place: int = -1) -> None:
+    def _on_step(self, steps: int, place: int = -1) -> None:
         found = self._places.get(place, CallPlace())
-        self.course.step(steps, found.framework, found.package)
+        self.history.step(steps, found.framework, found.package)
 
-    def _take_trains(self, elements: int) -> None:
-        self.trained += elements
+    def _on_trains(self, elements: int) -> None:
+        self.trained_elements += elements
 
-    def _take_backward(self, backwards: int) -> None:
-        self.course.make_backward(backwards)
+    def _on_backward(self, backwards: int) -> None:
+        self.history.set_backwards(backwards)
 
-    def _take_pass(self, turn: int, place: int, length: int) -> None:
+    def _on_pass(self, number: int, place: int, length: int) -> None:
         at = self._places[place]
-        self.course.begin_pass(turn, at.line, at.file, length, at.callers)
+        self.history.begin_pass(number, at.line, at.file, length, at.callers)
 
-    def _take_fetched(self, turn: int, count: int, ended: bool) -> None:
+    def _on_fetched(self, number: int, count: int, ended: bool) -> None:
         if ended:
-            self.course.end_pass(turn)
+            self.history.end_pass(number)
         else:
-            self.course.draw(turn, count)
+            self.history.read_batch(number, count)
 
-    def _take_raised(self, kind: str, text: str, traceback: str, place: str, at_s: float) -> None:
+    def _on_raised(self, kind: str, text: str, traceback: str, place: str, at_s: float) -> None:
         self.raised = Raised(kind, text, traceback, place, at_s)
 
-    def _take_ended(self, code: int, at_s: float) -> None:  # noqa: ARG002
+    def _on_ended(self, code: int, at_s: float) -> None:  # noqa: ARG002
         self.exit_code = code
 
-    def _take_gone(self, code: int) -> None:
-        self.gone = code
+    def _on_gone(self, code: int) -> None:
+        self.exited = code
 
-    def _take_look(self, state: str, cpu_s: float, peak_bytes: int, starved_s: float, at_s: float) -> None:
-        self.state, self.peak_bytes = state, peak_bytes
-        if self._looked is not None and (for_s := at_s - self._looked[2]) > 0:
+    def _on_look(self, process_state: str, cpu_s: float, peak_bytes: int, starved_s: float, at_s: float) -> None:
+        self.process_state, self.peak_bytes = process_state, peak_bytes
+        if self._last_look is not None and (for_s := at_s - self._last_look[2]) > 0:
             self.cpu_share, self.starved_share = (
-                (cpu_s - self._looked[0]) / for_s,
-                (starved_s - self._looked[1]) / for_s,
+                (cpu_s - self._last_look[0]) / for_s,
+                (starved_s - self._last_look[1]) / for_s,
             )
-        self._looked = cpu_s, starved_s, at_s
+        self._last_look = cpu_s, starved_s, at_s
 
-    def _take_stacks(self, stacks: dict[str, list[list[Any]]]) -> None:
+    def _on_stacks(self, stacks: dict[str, list[list[Any]]]) -> None:
         self.stacks = {int(thread): [Frame(*each) for each in frames] for thread, frames in stacks.items()}
 
-    def _take_counting(self, counting: bool) -> None:
+    def _on_counting(self, counting: bool) -> None:
         self.counting = counting
 
-    def _take_wire(self, steps: int, found: list[list[Any]]) -> None:
+    def _on_wire(self, steps: int, found: list[list[Any]]) -> None:
         self.counted_steps = steps
         self.sockets = {(tuple(near), tuple(far)): sent for near, far, sent in found}
 
-    def _take_sockets(self, found: list[list[Any]]) -> None:
+    def _on_sockets(self, found: list[list[Any]]) -> None:
         if not self.counting or self.counted_steps:
             return
         for near, far, sent in found:
@@ -325,25 +324,25 @@ class RankState:
 
     def known_call(self, number: int) -> Call | None:
         """Return a call whose handle may still be used."""
-        return self._known.get(number)
+        return self._known_calls.get(number)
 
     def group(self, number: int) -> GroupKey:
         return self._groups[number]
 
-    def _turn(self, key: Any) -> int:
-        turn = self._turns.get(key, 0)
-        self._turns[key] = turn + 1
-        return turn
+    def _next_seq(self, key: Any) -> int:
+        seq = self._next_seqs.get(key, 0)
+        self._next_seqs[key] = seq + 1
+        return seq
 
     @property
     def steps(self) -> int:
         """Return the number of optimizer steps."""
-        return self.course.now.steps
+        return self.history.now.steps
 
     @property
     def over(self) -> bool:
         """Return whether its script makes no more calls."""
-        ended = self.exit_code is not None or self.gone is not None or self.raised is not None
+        ended = self.exit_code is not None or self.exited is not None or self.raised is not None
         return ended or bool(self.missing)
 
     def waiting(self, absent: Callable[[Call], object]) -> Wait | None:
@@ -351,9 +350,9 @@ class RankState:
         `absent`."""
         if self.over:
             return None
-        told = self.waits.get(self._main)
-        if told is not None and (told.call is None or absent(told.call)):
-            return told  # else it is over, which the next call reports
+        main_wait = self.waits.get(self._main)
+        if main_wait is not None and (main_wait.call is None or absent(main_wait.call)):
+            return main_wait  # else it is over, which the next call reports
         if not self.frames():
             return None
         file = self.frames()[0].file
@@ -369,8 +368,8 @@ class RankState:
 
     @property
     def left_early(self) -> bool:
-        """Return whether its process has gone before reporting its end."""
-        return self.exit_code is None and self.gone is not None and (self.gone != 0 or self.promises)
+        """Return whether its process exited before reporting its end."""
+        return self.exit_code is None and self.exited is not None and (self.exited != 0 or self.reports_end)
 
     @property
     def is_idle(self) -> bool:
@@ -404,7 +403,7 @@ def ranks_do(ranks: Iterable[int], verb: str) -> str:
     return f"{name_ranks(found)} {verb}{'s' if len(found) == 1 else ''}"
 
 
-def group_words(group: GroupKey, world_size: int) -> str:
+def group_text(group: GroupKey, world_size: int) -> str:
     """Return "all ranks", or which."""
     if len(group.ranks) == world_size and not group.name:
         return "all ranks"
@@ -415,7 +414,7 @@ def group_words(group: GroupKey, world_size: int) -> str:
 
 def call_text(call: Call) -> str:
     """Return the call in words for a sentence."""
-    counted = f"{call.kind.op} #{call.turn}" if call.turn >= 0 else call.kind.op
+    counted = f"{call.kind.op} #{call.seq}" if call.seq >= 0 else call.kind.op
     if call.kind.op == "send":
         return f"{counted} to {f'rank {call.kind.peer}' if call.kind.peer >= 0 else 'another rank'}"
     if call.kind.op == "recv":

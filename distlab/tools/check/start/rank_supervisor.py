@@ -36,9 +36,9 @@ from distlab.lab.report.table import wrapped
 from distlab.lab.report.units import counted
 from distlab.lab.report.verdict import judge
 from distlab.techniques.transport.store import Prefixed
-from distlab.tools.check.judge.coordinator import Doctor
+from distlab.tools.check.judge.coordinator import Coordinator
 from distlab.tools.check.judge.failures import nothing_distributed
-from distlab.tools.check.judge.report import log_lines, spans_of, written
+from distlab.tools.check.judge.report import log_lines, records_of, spans_of
 from distlab.tools.check.start.fork_servers import ForkServer
 from distlab.tools.check.start.script import PROVING, STORE_KEY, Job
 from distlab.tools.check.start.script_process import OF_TORCHRUN, ScriptMonitor, fork_script
@@ -60,17 +60,17 @@ class RankSupervisor:
         self.reruns = job.reruns(config, job, server) if job.reruns is not None and not config.rank else None
         self.parent = LauncherPipe()
         self.journal = Journal(config.log)
+        self._say = partial(self.journal.say, at="normal")
         self.parent.tell_unheard(self.journal.unheard)
         if engine:
-            self.journal.say(f"engine     {engine}", "normal")
+            self._say(f"engine     {engine}")
         self._num_forwarded = 0
         self._ended_s = 0.0  # the time when the run was over
 
     def run(self) -> int:
         self.parent.begin_to_wait()
         try:
-            say = partial(self.journal.say, at="normal")
-            cluster = join(self.config, source_version(self.config), say, contents(self.job))
+            cluster = join(self.config, source_version(self.config), self._say, contents(self.job))
         except ClusterError as error:
             self._kill()
             self.journal.say(f"broken     {error}")
@@ -137,11 +137,11 @@ class RankSupervisor:
 
     def _follow(self, watch: Watchdog, exchange: Exchange, cluster: Cluster, folder: Path, outcome: Outcome) -> int:
         """Read, forward and watch until rank 0 ends the run; then collect the results."""
-        doctor = None
+        coordinator = None
         if cluster.rank == 0:
-            doctor = Doctor(
+            coordinator = Coordinator(
                 cluster.world_size, self.job.hang_after_s, self.config.collective_timeout_s, self.journal.say,
-                self.job.mesh, promises=self.job.runner is not None,
+                self.job.mesh, reports_end=self.job.runner is not None,
             )  # fmt: skip
         received = dict.fromkeys(range(cluster.world_size), 0)
         with (folder / f"rank{cluster.rank}.calls").open("wb") as calls_file:
@@ -150,48 +150,48 @@ class RankSupervisor:
                 lines = monitor.lines(FORWARD_S)
                 calls_file.writelines(line + b"\n" for line in lines)
                 watch.main.at(0, self.job.script.name)
-                if doctor is None:
+                if coordinator is None:
                     self._forward(exchange, lines)
                     self._ended_s = now()
                     if exchange.store.check(["over"]):
                         well = exchange.store.get("over") == b"well"
                         break
                 else:
-                    doctor.take(0, lines, now())
+                    coordinator.receive(0, lines, now())
                     for rank in range(1, cluster.world_size):
-                        doctor.take(rank, fetch(exchange.store, rank, received), now())
+                        coordinator.receive(rank, fetch(exchange.store, rank, received), now())
                     self._ended_s = now()
-                    doctor.look(self._ended_s)
-                    if doctor.over:
-                        well = all(case.exit_code is not None for case in doctor.cases)
+                    coordinator.evaluate(self._ended_s)
+                    if coordinator.over:
+                        well = all(state.exit_code is not None for state in coordinator.states)
                         exchange.store.set("over", "well" if well else "cut")
                         break
         self.channel.release(RELEASE_S if well else 0.0)
-        if doctor is not None and self.reruns is not None:
-            findings, doctor.compared = self.reruns.compare(folder, doctor, partial(self.journal.say, at="normal"))
-            doctor.findings += findings
-        return self._close(watch, exchange, doctor, folder, outcome)
+        if coordinator is not None and self.reruns is not None:
+            findings, coordinator.compared = self.reruns.compare(folder, coordinator, self._say)
+            coordinator.findings += findings
+        return self._close(watch, exchange, coordinator, outcome)
 
     def _forward(self, exchange: Exchange, lines: list[bytes]) -> None:
         if lines:
             exchange.store.set(f"reports/{exchange.rank}/{self._num_forwarded}", b"\n".join(lines).decode())
             self._num_forwarded += 1
 
-    def _close(self, watch: Watchdog, exchange: Exchange, doctor: Doctor | None, folder: Path, outcome: Outcome) -> int:
+    def _close(self, watch: Watchdog, exchange: Exchange, coordinator: Coordinator | None, outcome: Outcome) -> int:
         """Write the findings, and agree on the verdict."""
         sections = Sections(exchange, self.journal)
-        if doctor is not None:
-            if doctor.whole and not doctor.findings and self.job.runner is None:
-                doctor.findings += nothing_distributed(doctor.cases)
-            for record in written(doctor):
+        if coordinator is not None:
+            if coordinator.completed and not coordinator.findings and self.job.runner is None:
+                coordinator.findings += nothing_distributed(coordinator.states)
+            for record in records_of(coordinator):
                 self.journal.write(record)
-            for text in log_lines(doctor):
+            for text in log_lines(coordinator):
                 self.journal.say(text)
-            for rank, how in doctor.lost.items():
-                self.journal.write(records.Lost(rank, doctor.cases[rank].steps, how))
+            for rank, how in coordinator.lost.items():
+                self.journal.write(records.Lost(rank, coordinator.states[rank].steps, how))
         ended_s = float(exchange.share("ended at", self._ended_s))  # rank 0 ended the run
         ended_s = ended_s if abs(ended_s - self._ended_s) < SAME_CLOCK_S else self._ended_s
-        spans, cut = spans_of((folder / f"rank{exchange.rank}.calls").read_bytes().splitlines(), ended_s)
+        spans, cut = spans_of((outcome.folder / f"rank{exchange.rank}.calls").read_bytes().splitlines(), ended_s)
         began_s = min(filter(None, exchange.everyone("begin", spans[0][2] if spans else None)), default=0.0)
         drawn = [[kind, label, start - began_s, end - began_s] for kind, label, start, end in spans]
         self.journal.write(records.Timeline(self.job.script.name, 0, drawn))

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from distlab.lab.cluster.launch import CONTEXT, free_port
-from distlab.tools.check.judge.coordinator import Doctor
+from distlab.tools.check.judge.coordinator import Coordinator
 from distlab.tools.check.judge.rank_state import Frame
 from distlab.tools.check.start import script
 from distlab.tools.check.start.fork_servers import FilesToSend, ForkServer
@@ -300,11 +300,11 @@ class ScriptMonitor:
         return lines
 
 
-def poll(channels: Sequence[ScriptChannel], doctor: Doctor) -> Iterator[None]:
+def poll(channels: Sequence[ScriptChannel], coordinator: Coordinator) -> Iterator[None]:
     """Pass the reports of all of them to the coordinator until all have ended or it knows enough; yields regularly."""
     monitors = [ScriptMonitor(each) for each in channels]
-    while not doctor.over and any(case.exit_code is None for case in doctor.cases):
+    while not coordinator.over and any(state.exit_code is None for state in coordinator.states):
         for rank, each in enumerate(monitors):
-            doctor.take(rank, each.lines(READ_S / len(monitors)), now())
-        doctor.look(now())
+            coordinator.receive(rank, each.lines(READ_S / len(monitors)), now())
+        coordinator.evaluate(now())
         yield

@@ -61,13 +61,13 @@ def test_a_dump_names_what_a_live_check_names(name: str, tmp_path: Path) -> None
 def test_the_dumps_of_a_right_script_hang_nobody(name: str, tmp_path: Path) -> None:
     verdict = left(name, "right", RIGHT[name], tmp_path)
     assert (sentences(verdict), verdict.exit_code) == ([], 0)
-    assert set(verdict.past.own) == set(range(RIGHT[name])) and not verdict.past.unread
+    assert set(verdict.job.groups_of) == set(range(RIGHT[name])) and not verdict.job.malformed
 
 
 def test_a_rank_that_sleeps_is_a_wait_and_no_hang(tmp_path: Path) -> None:
     verdict = left("sleeps", "faults", 2, tmp_path)
     assert not verdict.findings
-    assert "rank 1 is at sleeps.py:" in verdict.waiting and "Whether it computes, sleeps" in verdict.waiting
+    assert "rank 1 is at sleeps.py:" in verdict.waiting and "whether it computes, sleeps" in verdict.waiting
 
 
 @pytest.mark.parametrize("name", ["group_order", "missing", "recv_no_send"])
@@ -78,7 +78,7 @@ def test_the_script_of_a_dump_hangs_alike(name: str, tmp_path: Path) -> None:
     verdict = left(name, "faults", world_size, tmp_path / "left")
     script = tmp_path / "repro.py"
     script.write_text(repro.script_of(verdict, script.name))
-    checked = check(script, len(repro.chosen(verdict)), tmp_path, LAB_HANG_AFTER_S="2")
+    checked = check(script, len(repro.relevant_ranks(verdict)), tmp_path, LAB_HANG_AFTER_S="2")
     (live,) = [each["sentence"] for each in checked.run["findings"] if each["check"] == HANG]
     (dumped,) = [finding.sentence for finding in verdict.findings if finding.check == HANG]
     one, other = (re.sub(r"(send|recv) #\d+", r"\1", re.split("; (?:let|rank)", each)[0]) for each in (live, dumped))

@@ -42,7 +42,7 @@ def test_the_rank_is_in_the_name(name: str, tmp_path: Path) -> None:
 
 
 def test_a_pickle_runs_nothing(tmp_path: Path) -> None:
-    with pytest.raises(Unreadable, match="where a dump has only dicts"):
+    with pytest.raises(Unreadable, match="but a dump has only dicts"):
         read(written(tmp_path, "dump_0", pickle.dumps({"version": "2.10", "entries": [Runs(tmp_path / "made")]})))
     assert not (tmp_path / "made").exists()
 

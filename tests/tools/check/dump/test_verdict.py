@@ -57,7 +57,7 @@ def test_a_rank_that_came_to_the_line_less_often_has_left_its_loop(tmp_path: Pat
         1: dump(numbered(*map(dict, steps), entry("barrier", 2, 30, state="started")), {"0": [0, 1]}),
     }
     hang, match = verdict_of(left(tmp_path, dumps)).findings
-    assert "rank 0 has come to the all_reduce of train.py:12 3 times, and rank 1 2 times" in hang.sentence
+    assert "rank 0 has made the all_reduce at train.py:12 3 times, and rank 1 2 times" in hang.sentence
     assert "rank 1 calls barrier at train.py:30" in match.sentence
 
 
@@ -157,7 +157,7 @@ def test_a_name_of_two_groups_is_a_new_group_that_not_all_made(tmp_path: Path) -
     }  # fmt: skip
     sentences = [finding.sentence for finding in verdict_of(left(tmp_path, dumps)).findings]
     assert any(
-        "group 1 is of ranks 0 and 1 on ranks 0 and 1 (used in all_reduce at train.py:20) and of ranks 1 and 2 on rank 2:"
+        "group 1 has ranks 0 and 1 on ranks 0 and 1 (used in all_reduce at train.py:20) and ranks 1 and 2 on rank 2:"
         in each
         for each in sentences
     )
@@ -186,14 +186,14 @@ def test_the_command_prints_a_verdict_and_writes_a_script(
     assert (told["hangs"], told["ranks"], told["ranks_with_a_dump"], told["repro"]) == (True, 3, [0, 2], "repro.py")
     (tmp_path / "repro.py").write_text("mine = 1\n")
     assert check.main(["--dump", "dumps"]) == 1
-    assert "repro.py is a file of your own" in " ".join(capsys.readouterr().out.split())
+    assert "repro.py is your own file" in " ".join(capsys.readouterr().out.split())
     assert (tmp_path / "repro.py").read_text() == "mine = 1\n"
 
 
 def test_no_dump_is_refused_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "rank0.txt").write_text("hello\n")
     assert check.main(["--dump", str(tmp_path)]) == 2
-    assert "no file there is a dump" in " ".join(capsys.readouterr().out.split())
+    assert "none of the files is a dump" in " ".join(capsys.readouterr().out.split())
     assert check.main(["--dump", str(tmp_path / "away")]) == 2
     assert "away: No such file" in " ".join(capsys.readouterr().out.split())
 
@@ -212,7 +212,7 @@ def test_a_large_job_is_folded_to_the_ranks_that_matter(tmp_path: Path) -> None:
     dumps[5] = dump(numbered(*map(dict, before), entry("broadcast", 0, 40, group="1", state="started")), node)
     verdict = verdict_of(left(tmp_path, dumps))
     assert "and 47 more wait in all_reduce #30 of all ranks at train.py:20 for rank 5" in verdict.findings[0].sentence
-    ranks = repro.chosen(verdict)
+    ranks = repro.relevant_ranks(verdict)
     assert len(ranks) <= repro.MOST_RANKS and {0, 5} <= set(ranks)
     text = repro.script_of(verdict, "repro.py")
     assert "('train.py', 40, 'dist.broadcast(T[0], R[0], group=G)'" in text

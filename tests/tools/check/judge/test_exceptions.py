@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from distlab.tools.check.judge.coordinator import Doctor
-from distlab.tools.check.judge.exceptions import cut, describe_exception, first_words, folded
+from distlab.tools.check.judge.coordinator import Coordinator
+from distlab.tools.check.judge.exceptions import describe_exception, failure_key, first_informative_line, shorten
 from distlab.tools.check.judge.rank_state import Raised
 from distlab.tools.check.watch.script_error import describe_error
 from tests.tools.check.cases import doctor_of
@@ -19,7 +19,7 @@ UNUSED = (
 )
 
 
-def raised_on(*texts: str) -> Doctor:
+def raised_on(*texts: str) -> Coordinator:
     raised = ([["raised", "ValueError", text, "", "train.py:3", 1.0 + rank]] for rank, text in enumerate(texts))
     return doctor_of(*raised, gather_s=0.0)
 
@@ -40,28 +40,28 @@ def test_one_fault_on_several_ranks_is_one_finding(text: str) -> None:
 
 def test_two_faults_stay_two() -> None:
     assert len(raised_on("label 11 is out of range", "label 12 is out of range").findings) == 2
-    assert folded("rank 1 and rank 2", 1) != folded("rank 1 and rank 2", 2)
+    assert failure_key("rank 1 and rank 2", 1) != failure_key("rank 1 and rank 2", 2)
 
 
 def test_the_first_line_that_says_something_is_taken() -> None:
-    assert first_words("\n\n  shapes differ\nmore") == "shapes differ"
-    assert first_words(OF_A_CHILD) == "process 1 raised ValueError: no"
-    assert first_words("") == ""
+    assert first_informative_line("\n\n  shapes differ\nmore") == "shapes differ"
+    assert first_informative_line(OF_A_CHILD) == "process 1 raised ValueError: no"
+    assert first_informative_line("") == ""
 
 
 def test_words_are_not_cut_in_two() -> None:
     text = "word " * 100
-    assert cut(text, 50) == f"{'word ' * 9}..."
-    assert cut("x" * 60, 50) == "x" * 46 + " ..."
-    assert len(cut(text)) <= 400
+    assert shorten(text, 50) == f"{'word ' * 9}..."
+    assert shorten("x" * 60, 50) == "x" * 46 + " ..."
+    assert len(shorten(text)) <= 400
 
 
 def test_the_remedy_is_in_the_sentence() -> None:
     told = describe_exception(Raised("RuntimeError", UNUSED, "", "", 0.0), "train.py:9")
     assert told == (
         "raised RuntimeError: Expected to have finished reduction in the prior iteration before starting a new one at"
-        " train.py:9: parameters 2, 3 of the module got no gradient on rank 1: let each parameter take part in the loss"
-        " of each rank, or give DistributedDataParallel find_unused_parameters=True"
+        " train.py:9: parameters 2, 3 of the module got no gradient on rank 1: use each parameter in the loss"
+        " on each rank, or pass find_unused_parameters=True to DistributedDataParallel"
     )
     assert describe_exception(Raised("SystemExit", "3", "", "", 0.0), "") == "called sys.exit with 3"
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from distlab.tools.check.judge.coordinator import GATHER_S, LATE_S, Doctor
+from distlab.tools.check.judge.coordinator import GATHER_S, LATE_S, Coordinator
 from distlab.tools.check.judge.report import log_lines
 from tests.tools.check.cases import SCRIPTS, called, check, doctor_of, line_of, lines_of
 
@@ -18,19 +18,19 @@ BUSY: list[list[Any]] = [["look", "R", 1.0, 0, 0.0, 1.0], ["look", "R", 1.5, 0, 
 LIMIT = "Timed out waiting 3000ms for recv operation to complete"
 
 
-def tell(doctor: Doctor, rank: int, *lines: list[Any], at_s: float = 0.0) -> None:
-    doctor.take(rank, lines_of(*lines), at_s)
+def tell(doctor: Coordinator, rank: int, *lines: list[Any], at_s: float = 0.0) -> None:
+    doctor.receive(rank, lines_of(*lines), at_s)
 
 
-def failed(*others: list[Any], text: str = "no", kind: str = "ValueError") -> Doctor:
+def failed(*others: list[Any], text: str = "no", kind: str = "ValueError") -> Coordinator:
     """A doctor that has heard at 0 s how rank 1 raised, and this of rank 0."""
     return doctor_of(others, [["raised", kind, text, "", "train.py:3", 0.0]], hang_after_s=HANG_AFTER_S)
 
 
-def over_at(doctor: Doctor, *times_s: float) -> list[bool]:
+def over_at(doctor: Coordinator, *times_s: float) -> list[bool]:
     found = []
     for time_s in times_s:
-        doctor.look(time_s)
+        doctor.evaluate(time_s)
         found.append(doctor.over)
     return found
 
@@ -58,11 +58,11 @@ def test_who_never_answers_is_told_by_its_last_call() -> None:
     doctor = failed(*CALL, *IDLE)
     assert over_at(doctor, LATE_S - 0.1, LATE_S) == [False, True]
     (finding,) = doctor.findings
-    assert finding.sentence.endswith("rank 0 still stands, its last call was all_reduce #0 at train.py:4")
+    assert finding.sentence.endswith("rank 0 still idles, its last call was all_reduce #0 at train.py:4")
     assert list(finding.rows[0][:3]) == ["rank 0", "train.py:4", "all_reduce #0, its last call"]
 
 
-@pytest.mark.parametrize(("looks", "says"), [(BUSY, "still computes"), (IDLE, "still stands")])
+@pytest.mark.parametrize(("looks", "says"), [(BUSY, "still computes"), (IDLE, "still idles")])
 def test_who_makes_no_call_until_the_bound_is_told_where_it_is(looks: list[list[Any]], says: str) -> None:
     doctor = failed(*CALL[:1], *looks, ["stacks", {"7": [AT_WORK]}])
     assert over_at(doctor, GATHER_S, HANG_AFTER_S - 0.1, HANG_AFTER_S) == [False, False, True]
@@ -90,15 +90,15 @@ def test_who_waits_in_its_call_already_is_not_waited_for() -> None:
 def test_who_has_raised_and_whose_threads_go_on_is_told_as_raised() -> None:
     doctor = failed(*CALL, ["wait", 1, 7, 0.0])
     tell(doctor, 1, ["main", 8], ["stacks", {"8": [["/lib/python3.11/threading.py", 9, "_shutdown"]]}])
-    doctor.look(GATHER_S)
+    doctor.evaluate(GATHER_S)
     assert "raised ValueError" in " ".join(" ".join(log_lines(doctor)).partition("where")[2].split())
 
 
-def at_limit() -> Doctor:
+def at_limit() -> Coordinator:
     """Rank 0 works, while rank 1 waits for it in a call until the limit passes."""
     doctor = doctor_of([*CALL[:1], *BUSY, ["stacks", {"7": [AT_WORK]}]], CALL, hang_after_s=HANG_AFTER_S)
     tell(doctor, 1, ["raised", "RuntimeError", LIMIT, "", "train.py:4", 0.0])
-    doctor.look(0.0)
+    doctor.evaluate(0.0)
     return doctor
 
 
@@ -111,5 +111,5 @@ def test_who_was_at_work_as_a_limit_passed_is_the_cause_whether_or_not_it_comes_
     assert over_at(doctor, GATHER_S) == [True]
     (finding,) = doctor.findings
     assert finding.ranks == (0,)
-    assert "the limit of 3 s" in finding.sentence
+    assert "the timeout of 3 s" in finding.sentence
     assert "rank 0 was still at train.py:9" in finding.sentence

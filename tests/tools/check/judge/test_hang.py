@@ -11,9 +11,9 @@ from distlab.lab.report import records
 from distlab.lab.report.records import Check
 from distlab.lab.report.sentences import UNTIL_ENDED, WHEN_FAILED, claim_name
 from distlab.lab.report.verdict import as_entries
-from distlab.tools.check.judge.coordinator import SURE_S, Doctor
+from distlab.tools.check.judge.coordinator import SURE_S, Coordinator
 from distlab.tools.check.judge.rank_state import CHECKS, HANG, LOADERS, MATCH, CallPlace
-from distlab.tools.check.judge.report import log_lines, written
+from distlab.tools.check.judge.report import log_lines, records_of
 from distlab.tools.check.judge.source_lines import MOST_BYTES, branch_of, source_line
 from tests.tools.check.cases import SCRIPTS, called, check, doctor_of, lines_of
 
@@ -40,7 +40,7 @@ def test_a_barrier_under_rank_0_is_a_hang(world_size: int, tmp_path: Path) -> No
             rf"where rank \d resume_rank_0.py:{number}\b(?:(?!where).)*code {re.escape(' '.join(code.split())[:36])}"
         )
         assert re.search(where, checked.told)
-    assert "let all ranks make the barrier of" in match["sentence"]
+    assert "let all ranks make the barrier at" in match["sentence"]
     assert "it stands under `if dist.get_rank() == 0` (resume_rank_0.py:" in match["sentence"]
     assert_drawn_to_one_edge(next(tmp_path.glob("resume_rank_0-*")), world_size)
 
@@ -64,7 +64,7 @@ def test_wrong_sums_are_no_hang(tmp_path: Path) -> None:
     checked = check(SCRIPTS / "faults" / "dims.py", 2, tmp_path, LAB_HANG_AFTER_S="2")
     assert {each["check"] for each in checked.run["findings"]} == {MATCH}
     assert f"passed until the run was ended: {HANG}" in checked.said
-    assert "give all ranks tensors of one shape" in checked.said
+    assert "use tensors of one shape on all ranks" in checked.said
 
 
 def test_a_run_that_ends_by_itself_passes_without_a_reserve(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_a_run_that_ends_by_itself_passes_without_a_reserve(tmp_path: Path) -> N
     assert "until" not in checked.said
 
 
-def stood(frames: list[list[list[Any]]], cpu_s: list[float], look_at: float, starved_s: float = 0.0) -> Doctor:
+def stood(frames: list[list[list[Any]]], cpu_s: list[float], look_at: float, starved_s: float = 0.0) -> Coordinator:
     """A doctor of ranks that called a barrier, but the last an all_reduce, each now in a frame, with processor time in
     the last half second, and time in which there was no core for it."""
     told = []
@@ -82,7 +82,7 @@ def stood(frames: list[list[list[Any]]], cpu_s: list[float], look_at: float, sta
         looks = ["look", "S", 0.0, 0, 0.0, 1.0], ["look", "S", used_s, 0, starved_s, 1.5], ["stacks", {"7": stack}]
         told.append([*called(op, f"train.py:{rank + 1}", range(len(frames))), ["wait", 1, 7, 0.0], *looks])
     doctor = doctor_of(*told, hang_after_s=2.0)
-    doctor.look(look_at)
+    doctor.evaluate(look_at)
     return doctor
 
 
@@ -118,8 +118,8 @@ def test_where_a_rank_may_go_on_nothing_hangs(frames: list[list[list[Any]]], cpu
 def test_who_is_asked_again_just_then_still_hangs() -> None:
     """Where a rank is comes after it was asked: a look between the two takes nothing back, and decides nothing."""
     doctor = stood(STANDS, [0.0, 0.0, 0.0], SURE_S - 0.5)
-    doctor.take(2, lines_of(["look", "S", 0.0, 0, 0.0, 2.0], ["stacks", {}]), SURE_S - 0.4)
-    doctor.look(SURE_S)
+    doctor.receive(2, lines_of(["look", "S", 0.0, 0, 0.0, 2.0], ["stacks", {}]), SURE_S - 0.4)
+    doctor.evaluate(SURE_S)
     assert doctor.over
     assert {finding.check for finding in doctor.findings} == {HANG, MATCH}
 
@@ -127,14 +127,14 @@ def test_who_is_asked_again_just_then_still_hangs() -> None:
 def test_an_answer_that_comes_late_is_waited_for() -> None:
     doctor = stood([[IN_WAIT], [IN_WAIT], []], [0.0] * 3, SURE_S - 0.5)
     assert not doctor.over
-    doctor.take(2, lines_of(["stacks", {"7": [IN_TORCH]}]), SURE_S - 0.4)
-    doctor.look(SURE_S)
+    doctor.receive(2, lines_of(["stacks", {"7": [IN_TORCH]}]), SURE_S - 0.4)
+    doctor.evaluate(SURE_S)
     assert {finding.check for finding in doctor.findings} == {HANG, MATCH}
 
 
 def test_what_was_not_decided_says_until_when() -> None:
     doctor = stood(STANDS, [0.0, 0.0, 0.0], SURE_S)
-    checks = {each.name: each for each in written(doctor) if isinstance(each, records.Check)}
+    checks = {each.name: each for each in records_of(doctor) if isinstance(each, records.Check)}
     assert [name for name, each in checks.items() if each.detail != UNTIL_ENDED] == [MATCH, HANG]
     assert any(line.startswith("where") and "train.py:3" in line for line in log_lines(doctor))
 

@@ -15,20 +15,20 @@ from hypothesis import strategies as st
 
 from distlab.tools import check
 from distlab.tools.check.judge.axes import groups_of
-from distlab.tools.check.judge.coordinator import Doctor
-from distlab.tools.check.judge.deadlock import Standing, Still, hung
+from distlab.tools.check.judge.coordinator import Coordinator
+from distlab.tools.check.judge.deadlock import Blocked, IdleWatch, hung
 from distlab.tools.check.judge.exceptions import how_it_ended
 from distlab.tools.check.judge.matching import Matching
 from distlab.tools.check.judge.rank_state import DEVICES, HANG, CallPlace, Frame, RankState, Wait
 from distlab.tools.check.judge.report import MOST, spans_of
-from distlab.tools.check.judge.silent_faults import Quiet
+from distlab.tools.check.judge.silent_faults import SilentFaults
 from distlab.tools.check.start.script_process import parsed
 from distlab.tools.check.watch.axes import Axes
 from distlab.tools.check.watch.patches import before, in_place_of, leave_uncompiled
 from distlab.tools.check.watch.recorder import Recorder, ending_of
 from tests.tools.check.cases import called, doctor_of, lines_of
 
-KINDS = sorted(name.removeprefix("_take_") for name in vars(RankState) if name.startswith("_take_"))
+KINDS = sorted(name.removeprefix("_on_") for name in vars(RankState) if name.startswith("_on_"))
 anything = st.recursive(
     st.none()
     | st.booleans()
@@ -53,17 +53,17 @@ told_lines = (
 def test_no_line_ends_the_doctor(lines: list[bytes]) -> None:
     """Of a script that has found the pipe, or a rank that is defective."""
     said: list[str] = []
-    doctor = Doctor(2, 3.0, 60.0, said.append)
-    doctor.take(1, lines, 0.0)
-    doctor.look(0.5)
-    assert sum(doctor.unread.values()) <= 2 * len(lines)
+    doctor = Coordinator(2, 3.0, 60.0, said.append)
+    doctor.receive(1, lines, 0.0)
+    doctor.evaluate(0.5)
+    assert sum(doctor.malformed.values()) <= 2 * len(lines)
 
 
 NO_WAIT = Wait(None, "store.wait('key')", CallPlace("train.py:1"), 0.0)
 
 
-def standing(*needs: int, any_of: bool = False) -> Standing:
-    return Standing(NO_WAIT, frozenset(needs), any_of)
+def standing(*needs: int, any_of: bool = False) -> Blocked:
+    return Blocked(NO_WAIT, frozenset(needs), any_of)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def standing(*needs: int, any_of: bool = False) -> Standing:
         ({0: standing(1, 2, any_of=True), 1: standing(0), 2: standing(0)}, set(), {0, 1, 2}),
     ],
 )
-def test_who_waits_for_those_alone_that_never_come(waits: dict[int, Standing], over: set[int], stuck: set[int]) -> None:
+def test_who_waits_for_those_alone_that_never_come(waits: dict[int, Blocked], over: set[int], stuck: set[int]) -> None:
     assert set(hung(waits, over)) == stuck
 
 
@@ -101,7 +101,7 @@ def test_stacks_are_read_by_thread() -> None:
 
 def test_how_a_process_ended_is_said_in_words() -> None:
     assert how_it_ended(-9) == "was killed by SIGKILL"
-    assert how_it_ended(7) == "left by os._exit(7)"
+    assert how_it_ended(7) == "called os._exit(7)"
 
 
 HEAD = called("all_reduce", "train.py:4")[1:-1]
@@ -149,7 +149,7 @@ def test_two_ranks_on_one_gpu_of_a_host_are_found(
     devices: list[tuple[str, str]], visible: int, found: list[tuple[str, tuple[int, ...]]]
 ) -> None:
     doctor = doctor_of(*([["device", 0, uuid, host, visible]] for uuid, host in devices))
-    assert [(each.check, each.ranks) for each in doctor.quiet.at_end()] == found
+    assert [(each.check, each.ranks) for each in doctor.silent_faults.at_end()] == found
 
 
 def test_a_call_without_a_handle_ends_with_the_stream_of_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +168,7 @@ def test_unequal_numbers_of_batches_are_asked_about() -> None:
     at: list[Any] = ["place", 1, "train.py:8", "", "train.py"]
     alone: list[Any] = ["place", 2, "train.py:30", "", "train.py"]  # a pass that rank 0 alone makes
     first = [at, alone, ["pass", 0, 2, -1], ["pass", 7, 1, -1], ["batches", 7, 4]]
-    (question,) = doctor_of(first, [at, ["pass", 7, 1, -1], ["batches", 7, 3]]).quiet.questions()
+    (question,) = doctor_of(first, [at, ["pass", 7, 1, -1], ["batches", 7, 3]]).silent_faults.questions()
     assert "rank 0: 4, rank 1: 3" in question
 
 
@@ -204,13 +204,13 @@ FOREIGN: list[list[Any]] = [
 def test_a_foreign_fact_is_dropped_and_asked_nothing_of(foreign: list[Any]) -> None:
     """The script has the pipe too; what it writes there must not end the doctor when it looks at all facts."""
     said: list[str] = []
-    doctor = Doctor(2, 3.0, 60.0, said.append)
+    doctor = Coordinator(2, 3.0, 60.0, said.append)
     for rank in range(2):
-        doctor.take(rank, lines_of(*CALLED, foreign, foreign), 0.0)
-    doctor.look(0.5)
-    assert list(doctor.quiet.questions()) == []
-    assert list(doctor.quiet.at_end()) == []
-    assert doctor.unread == {0: 2, 1: 2}
+        doctor.receive(rank, lines_of(*CALLED, foreign, foreign), 0.0)
+    doctor.evaluate(0.5)
+    assert list(doctor.silent_faults.questions()) == []
+    assert list(doctor.silent_faults.at_end()) == []
+    assert doctor.malformed == {0: 2, 1: 2}
     assert len(said) == 2
 
 
@@ -219,7 +219,7 @@ def test_what_watch_tells_somebody_takes_and_nothing_is_taken_that_is_not_told()
     sources = "".join(path.read_text() for path in Path(check.__file__).parent.glob("*/*.py"))
     told = re.findall(r"""send\(\s*"(\w+)"|write(?:_later)?\(\s*f?'\["(\w+)"|number\("(\w+)\"""", sources)
     kinds = {kind for each in told for kind in each if kind} | {"look", "stacks", "gone"}
-    taken = {*KINDS, *Quiet(2)._takers, "changed", "unrecorded", "refused"}
+    taken = {*KINDS, *SilentFaults(2)._handlers, "changed", "unrecorded", "refused"}
     assert kinds - taken == set()
     assert taken - kinds == {"counting", "wire"}
 
@@ -227,21 +227,21 @@ def test_what_watch_tells_somebody_takes_and_nothing_is_taken_that_is_not_told()
 @pytest.mark.parametrize(("strides", "found"), [([1, 4], 1), ([1, 3], 0)])
 def test_a_layout_without_gaps_is_wrong_where_ranks_differ(strides: list[int], found: int) -> None:
     doctor = doctor_of(*([*CALLED, ["strided", 1, [3, 4], each, False]] for each in (strides, [1, 3])))
-    assert len(list(doctor.quiet.at_end())) == found
+    assert len(list(doctor.silent_faults.at_end())) == found
 
 
 def test_ranks_that_all_stand_still_are_a_finding_and_one_that_computes_is_none() -> None:
     said: list[str] = []
-    still, matching = Still(10.0, said.append), Matching(2)
+    still, matching = IdleWatch(10.0, said.append), Matching(2)
     cases = [RankState(rank, 2, cpu_share=0.0, exit_code=0 if rank else None) for rank in range(2)]
-    assert still.look(cases, matching, 9.0) is None
-    found = still.look(cases, matching, 10.5)
+    assert still.find_idle(cases, matching, 9.0) is None
+    found = still.find_idle(cases, matching, 10.5)
     assert found is not None
     assert (found.check, found.ranks) == (HANG, (0,))
     cases[0].cpu_share = 0.9
-    assert still.look(cases, matching, 99.0) is None
+    assert still.find_idle(cases, matching, 99.0) is None
     cases[0].cpu_share, cases[0].starved_share = 0.03, 0.9
-    assert still.look(cases, matching, 99.0) is None, "30 others have the cores"
+    assert still.find_idle(cases, matching, 99.0) is None, "30 others have the cores"
 
 
 def test_weights_that_cannot_be_read_do_not_end_a_script_that_gives_them_to_fsdp() -> None:

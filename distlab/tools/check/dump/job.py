@@ -24,12 +24,12 @@ DTYPES = {
     "Float": "float32", "Double": "float64", "Half": "float16", "Long": "int64", "Int": "int32", "Short": "int16",
     "Char": "int8", "Byte": "uint8",
 }  # fmt: skip
-LEFT_OUT = ("_base", "_oop", "_coalesced", "_into_tensor", "_tensor", "_single")  # suffixes of one operation's names
+SUFFIXES = ("_base", "_oop", "_coalesced", "_into_tensor", "_tensor", "_single")  # suffixes of one operation's names
 BY_OUTPUT = ("scatter", "recv")  # the result's size is equal on all ranks
 DEFAULT = "default_pg"  # torch's description of the group of all ranks
 UNCOUNTED = -1  # for a call known by a stack: the number of earlier ones is unknown
 NO_GROUP = GroupKey(())  # until all dumps are read
-MOST_LOOKED = 200  # entries, to find the script's folder
+MOST_ENTRIES = 200  # entries, to find the script's folder
 C10D = "torch/distributed/distributed_c10d.py"
 # Functions of torch that wait and are in no dump, by the name in a stack.
 UNRECORDED = ("send", "recv", "new_group", "monitored_barrier", "init_process_group")
@@ -39,13 +39,13 @@ Line = tuple[str, int, str]  # of a stack: file, number, function
 AS_LINE = itemgetter("filename", "line", "name")
 
 
-class PastPlaces(Places):
+class DumpPlaces(Places):
     """Places of stacks from another machine."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(cast("Any", None), folder)
-        self._past: dict[tuple[str, str], SimpleNamespace] = {}  # what Places looks at in the code of a frame
-        self._found: dict[tuple[Line, ...], CallPlace] = {}
+        self._code_of: dict[tuple[str, str], SimpleNamespace] = {}  # what Places looks at in the code of a frame
+        self._place_of: dict[tuple[Line, ...], CallPlace] = {}
 
     def kind(self, file: str) -> str:
         """Return a file's owner, if Python and torch are in other folders than here."""
@@ -55,16 +55,16 @@ class PastPlaces(Places):
 
     def of(self, lines: tuple[Line, ...]) -> CallPlace:
         """Return the place of a stack, innermost line first."""
-        if lines not in self._found:
+        if lines not in self._place_of:
             frame: Any = None
             for file, number, function in reversed(within_script(lines)):
                 code = SimpleNamespace(co_filename=file, co_name=function)
                 frame = SimpleNamespace(
-                    f_code=self._past.setdefault((file, function), code), f_lineno=number, f_back=frame
+                    f_code=self._code_of.setdefault((file, function), code), f_lineno=number, f_back=frame
                 )
             in_thread = any(name == "_bootstrap" and file.endswith("threading.py") for file, _, name in lines)
-            self._found[lines] = CallPlace(*self._values(self._stack(frame), in_thread, by_starter=False))
-        return self._found[lines]
+            self._place_of[lines] = CallPlace(*self._values(self._stack(frame), in_thread, by_starter=False))
+        return self._place_of[lines]
 
 
 def within_script(lines: Sequence[Line]) -> Sequence[Line]:
@@ -85,57 +85,57 @@ def library(file: str) -> bool:
     return file.startswith("<") or "-packages/" in file or "/lib/python3" in file
 
 
-class Past:
-    """All ranks of the job: `take` each dump, then `settle`."""
+class DumpedJob:
+    """All ranks of the job: `add` each dump, then `resolve`."""
 
     def __init__(self) -> None:
         self.states: list[RankState] = []
         self.calls: list[Call] = []  # of all ranks
         self.backends: set[str] = set()
         self.has_messages = False
-        self.unread = 0  # entries in an unknown format
+        self.malformed = 0  # entries in an unknown format
         self.written_s: dict[int, float] = {}  # of each rank with a dump
-        self.cut: set[int] = set()  # ranks whose recorder has dropped their first calls
-        self.unnamed: set[str] = set()  # groups whose ranks are in no dump
+        self.truncated: set[int] = set()  # ranks whose recorder has dropped their first calls
+        self.groups_without_ranks: set[str] = set()  # groups whose ranks are in no dump
         self.has_lines = False
         self.by_stack: dict[int, Call] = {}  # waits that are in no dump
-        self.stood: dict[int, CallPlace] = {}  # by the stacks
+        self.positions: dict[int, CallPlace] = {}  # by the stacks
         self._by_rank: dict[int, RankState] = {}
         self._configured: dict[str, Group] = {}
-        self.own: dict[int, dict[str, Group]] = {}  # the groups in each rank's dump
+        self.groups_of: dict[int, dict[str, Group]] = {}  # the groups in each rank's dump
         self._of_group: dict[tuple[str, str], dict[int, list[Call]]] = {}  # by name and description, by rank
         self._kinds: dict[str, Kind] = {}
         self._keys: dict[GroupKey, GroupKey] = {}  # one object each, for fast comparison
-        self._places: PastPlaces | None = None
+        self._places: DumpPlaces | None = None
 
     def waited_s(self, wait: Wait) -> float:
         """Return how long it had waited when its rank's dump was written; 0 if unknown."""
         written_s = self.written_s.get(wait.call.rank, -math.inf) if wait.call is not None else -math.inf
         return max(0.0, written_s - wait.since_s)
 
-    def take(self, dump: Dump) -> None:
-        """Take the calls from one rank's dump."""
+    def add(self, dump: Dump) -> None:
+        """Add the calls from one rank's dump."""
         state = self._by_rank[dump.rank] = RankState(dump.rank, 0)
         self.written_s[dump.rank] = dump.written_s
-        self.own[dump.rank] = dump.groups
+        self.groups_of[dump.rank] = dump.groups
         self._configured |= dump.groups
         if self._places is None:
-            stacks = (entry.get("frames") or () for entry in dump.entries[:MOST_LOOKED])
+            stacks = (entry.get("frames") or () for entry in dump.entries[:MOST_ENTRIES])
             folders = (folder_of(list(map(AS_LINE, frames))) for frames in stacks)
             if (folder := next(filter(None, folders), None)) is not None:
-                self._places, self.has_lines = PastPlaces(folder), True
+                self._places, self.has_lines = DumpPlaces(folder), True
         if dump.entries and dump.entries[0].get("record_id"):
-            self.cut.add(dump.rank)
+            self.truncated.add(dump.rank)
         groups: dict[tuple[str, str], dict[int, Call]] = {}
         for entry in dump.entries:
             try:
-                self._take_entry(state, entry, groups)
+                self._add_entry(state, entry, groups)
             except (KeyError, TypeError, ValueError, AttributeError, IndexError):
-                self.unread += 1
+                self.malformed += 1
         for (name, description), calls in groups.items():
             self._of_group.setdefault((str(name), str(description)), {})[dump.rank] = list(calls.values())
 
-    def _take_entry(
+    def _add_entry(
         self, state: RankState, entry: Mapping[str, Any], groups: dict[tuple[str, str], dict[int, Call]]
     ) -> None:
         """Add it to `groups`, by name and description; collectives have their sequence number there, messages a
@@ -163,7 +163,7 @@ class Past:
         state.num_calls += 1
 
     def _kind(self, name: str, entry: Mapping[str, Any]) -> Kind:
-        """Return operation and tensors of the entry; the peer is a rank of the group until `settle`."""
+        """Return operation and tensors of the entry; the peer is a rank of the group until `resolve`."""
         key = f"{name}{entry['input_sizes']}{entry['output_sizes']}{entry['input_dtypes']}"
         found = self._kinds.get(key)
         if found is None:
@@ -182,7 +182,7 @@ class Past:
             found = self._kinds[key] = Kind(op, dims, types, peer=peer, splits=splits)
         return found
 
-    def settle(self, stacks: Mapping[int, Sequence[Sequence[Frame]]]) -> None:
+    def resolve(self, stacks: Mapping[int, Sequence[Sequence[Frame]]]) -> None:
         """After all dumps: give each call its group and each rank its stack."""
         named = [rank for _, ranks in self._configured.values() for rank in ranks]
         size = max([*named, *self._by_rank, *stacks], default=-1) + 1
@@ -195,27 +195,27 @@ class Past:
             for rank, of_rank in calls.items():
                 ranks = self._ranks(rank, name, description, calls)
                 key = GroupKey(ranks, "" if description == DEFAULT else name)
-                number(of_rank, self._keys.setdefault(key, key), all_kept=rank not in self.cut)
-                self.calls += [call for call in of_rank if call.turn >= 0]
+                number(of_rank, self._keys.setdefault(key, key), all_kept=rank not in self.truncated)
+                self.calls += [call for call in of_rank if call.seq >= 0]
         for rank, threads in stacks.items():
             if rank < size and threads:
-                self._take_stack(self.states[rank], threads)
+                self._set_stack(self.states[rank], threads)
 
     def _ranks(self, rank: int, name: str, description: str, calls: Mapping[int, Sequence[Call]]) -> tuple[int, ...]:
         """Return the group's ranks from a member's dump, else from any dump; else those that have called in it."""
-        if (found := self.own[rank].get(name) or self._configured.get(name)) is not None and rank in found[1]:
+        if (found := self.groups_of[rank].get(name) or self._configured.get(name)) is not None and rank in found[1]:
             return found[1]
         if description == DEFAULT:
             return tuple(range(len(self.states)))
-        self.unnamed.add(name)
+        self.groups_without_ranks.add(name)
         return tuple(sorted(calls))
 
-    def _take_stack(self, state: RankState, threads: Sequence[Sequence[Frame]]) -> None:
+    def _set_stack(self, state: RankState, threads: Sequence[Sequence[Frame]]) -> None:
         """Set the rank's place; for a call outside dumps, such as a new group, also its wait."""
         main = main_thread(threads)
         state.stacks = {0: list(main)}
-        self._places = self._places or PastPlaces(folder_of(main) or Path("/"))
-        stood = self.stood[state.rank] = self._places.of(tuple(main))
+        self._places = self._places or DumpPlaces(folder_of(main) or Path("/"))
+        position = self.positions[state.rank] = self._places.of(tuple(main))
         inside = [line.function for line in main if line.file.endswith(C10D)]
         op = next((each for each in inside if each in UNRECORDED), "")
         recorded = op in ("send", "recv") and self.has_messages
@@ -226,8 +226,8 @@ class Past:
         if op in ("send", "recv"):
             key, kind = GroupKey(world), Kind(op, peer=others[0] if len(others) == 1 else -1)
         else:  # ranks at one line form one group
-            key, kind = GroupKey(world, stood.line, MADE), Kind(op)
-        call = Call(state.rank, stood, key, kind, UNCOUNTED, 0, math.inf)
+            key, kind = GroupKey(world, position.line, MADE), Kind(op)
+        call = Call(state.rank, position, key, kind, UNCOUNTED, 0, math.inf)
         self.by_stack[state.rank] = call
         self.calls.append(call)
 
@@ -237,7 +237,7 @@ def named_operation(op: str) -> str:
     if op.endswith("barrier") and op != "monitored_barrier":
         return "barrier"
     op = op.removeprefix("_").replace("allgather", "all_gather").replace("allreduce", "all_reduce")
-    for ending in LEFT_OUT:
+    for ending in SUFFIXES:
         op = op.removesuffix(ending)
     return "all_to_all" if op.startswith(("all_to_all", "alltoall")) else op
 
@@ -251,7 +251,7 @@ def number(calls: Sequence[Call], key: GroupKey, *, all_kept: bool) -> None:
             local = call.kind.peer
             call.kind = call.kind._replace(peer=key.ranks[local] if 0 <= local < len(key.ranks) else local)
             if all_kept or call.ended_s is None:
-                call.turn = turns[call.kind.op, local]
+                call.seq = turns[call.kind.op, local]
                 turns[call.kind.op, local] += 1
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from distlab.tools.check.judge.parting import Parting, parted, questions
-from distlab.tools.check.judge.progress import Course
+from distlab.tools.check.judge.divergence import Divergence, explain_divergence, questions
+from distlab.tools.check.judge.progress import History
 from distlab.tools.check.judge.rank_state import Call, CallPlace, GroupKey, Kind, RankState
 from distlab.tools.check.judge.source_lines import branch_of
 
@@ -20,31 +20,31 @@ for epoch in range(2):
 """
 
 
-def course(
+def history(
     place: CallPlace, drawn: int, *, ended: bool = False, skipped: int | None = None, package: str = ""
-) -> Course:
+) -> History:
     """A rank that has trained on these batches of one pass."""
-    made = Course(package=package)
+    made = History(package=package)
     made.begin_pass(0, place.line, place.file)
     backwards = 0
     for index in range(drawn):
-        made.draw(0, index + 1)
+        made.read_batch(0, index + 1)
         backwards += index != skipped
-        made.make_backward(backwards)
+        made.set_backwards(backwards)
     if ended:
         made.end_pass(0)
     return made
 
 
-def parting(*sides: tuple[Course, CallPlace]) -> Parting:
+def parting(*sides: tuple[History, CallPlace]) -> Divergence:
     """Of rank 0, which waits, and rank 1."""
-    cases = [RankState(rank, 2, course=of_rank) for rank, (of_rank, _) in enumerate(sides)]
+    cases = [RankState(rank, 2, history=of_rank) for rank, (of_rank, _) in enumerate(sides)]
     group, kind = GroupKey((0, 1)), Kind("all_reduce")
     calls = {
         rank: Call(rank, place, group, kind, 0, 1, 0.0, reached=of_rank.now)
         for rank, (of_rank, place) in enumerate(sides)
     }
-    return parted(cases, 0, 1, calls)
+    return explain_divergence(cases, 0, 1, calls)
 
 
 @pytest.fixture
@@ -61,22 +61,22 @@ PASS = "pass 0 over the DataLoader at train.py:2"
     ("ended", "at", "says"),
     [
         (True, 4, f"{PASS} has 3 batches on rank 1 and more on rank 0: uneven data"),
-        (False, 4, f"rank 1 took 3 batches of {PASS}, which has more: a stop"),
+        (False, 4, f"rank 1 read 3 batches of {PASS}, which has more: a stop"),
     ],
 )
 def test_uneven_data_and_a_loop_that_a_rank_left(ended: bool, at: int, says: str, line: Lines) -> None:
-    found = parting((course(line(2), 4), line(3)), (course(line(2), 3, ended=ended), line(at)))
+    found = parting((history(line(2), 4), line(3)), (history(line(2), 3, ended=ended), line(at)))
     assert says in found.text
-    assert "as many batches" in found.remedy
-    both_inside = parting((course(line(2), 4), line(3)), (course(line(2), 3), line(3)))
+    assert "the same number of batches" in found.remedy
+    both_inside = parting((history(line(2), 4), line(3)), (history(line(2), 3), line(3)))
     assert "a stop" not in both_inside.text
 
 
 def test_a_batch_that_was_skipped_is_found_by_the_backward_passes(line: Lines) -> None:
-    one, other = (course(line(2), 8, ended=True, skipped=skipped, package="accelerate") for skipped in (None, 3))
+    one, other = (history(line(2), 8, ended=True, skipped=skipped, package="accelerate") for skipped in (None, 3))
     found = parting((one, line(3)), (other, line(4)))
-    assert "rank 1 skipped a batch: when it came to batch 4 of pass 0" in found.text
-    assert "called backward 3 times in it, and rank 0 4" in found.text
+    assert "rank 1 skipped a batch: before batch 4 of pass 0" in found.text
+    assert "called backward 3 times, and rank 0 4" in found.text
     assert "accelerator.backward(0 * loss)" in found.remedy
     (asked,) = questions([one, other])
     assert "rank 1 skipped a batch" in asked and "is that intended?" in asked
@@ -84,9 +84,9 @@ def test_a_batch_that_was_skipped_is_found_by_the_backward_passes(line: Lines) -
 
 
 def test_a_step_without_a_backward_pass_is_a_skipped_batch(line: Lines) -> None:
-    one, other = course(line(2), 4), course(line(2), 4)
+    one, other = history(line(2), 4), history(line(2), 4)
     for number in (1, 2):
-        one.make_backward(4 + number)
+        one.set_backwards(4 + number)
         for each in (one, other):
             each.step(number, "", "")
     found = parting((one, line(3)), (other, line(3)))
@@ -95,26 +95,26 @@ def test_a_step_without_a_backward_pass_is_a_skipped_batch(line: Lines) -> None:
 
 def test_ranks_of_other_parts_are_not_asked_after_batches(line: Lines) -> None:
     """A stage of a pipeline that calls backward twice a batch, or never."""
-    one, twice = course(line(2), 8, ended=True), course(line(2), 8, ended=True)
+    one, twice = history(line(2), 8, ended=True), history(line(2), 8, ended=True)
     for each in (twice.passes[0],):
         each.backwards = [2 * made for made in each.backwards]
-    twice.make_backward(16)
-    never = course(line(2), 8, ended=True)
+    twice.set_backwards(16)
+    never = history(line(2), 8, ended=True)
     never.passes[0].backwards = [0] * 9
-    never.make_backward(0)
+    never.set_backwards(0)
     assert not list(questions([one, twice]))
     assert not list(questions([one, never]))
 
 
 def test_inside_of_one_call_of_a_framework_steps_and_batches_are_told() -> None:
     train = CallPlace("train.py:9", "x", "", "Trainer.train", package="transformers")
-    one, other = course(train, 8, package="transformers"), course(train, 6, package="transformers")
+    one, other = history(train, 8, package="transformers"), history(train, 6, package="transformers")
     for each in (one, other):
         each.step(3, "Trainer.train", "transformers")
     found = parting((one, train), (other, train))
     now = "after 3 optimizer steps / 6 batches of its DataLoader and rank 0 after 3"
     assert f"in Trainer.train rank 1 is {now}" in found.text
-    assert "rank 1 took 6 batches" in found.text
+    assert "rank 1 read 6 batches" in found.text
     assert "EarlyStoppingCallback" in found.remedy
     evaluated = parting((one, train), (one, train._replace(typed="Trainer.evaluate")))
     then = "ended after 3 optimizer steps / 8 batches of its DataLoader, rank 0 is at 3"
@@ -122,7 +122,7 @@ def test_inside_of_one_call_of_a_framework_steps_and_batches_are_told() -> None:
 
 
 def test_ranks_that_have_done_nothing_have_parted_by_nothing() -> None:
-    assert parting((Course(), CallPlace()), (Course(), CallPlace())) == Parting()
+    assert parting((History(), CallPlace()), (History(), CallPlace())) == Divergence()
 
 
 BRANCHES = """\
