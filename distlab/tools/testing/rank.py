@@ -103,7 +103,7 @@ class BodyExecutor(Executor):
         draw_random_states()  # undo an earlier test's seed
         self.rank.join(task.group)
         try:
-            function(**arguments(self.rank.start.rank, task))
+            function(**arguments(self.rank, task))
         except pytest.skip.Exception as skipped:
             return RankResult("skipped", str(skipped))
         return RankResult("passed")
@@ -124,12 +124,15 @@ def find_function(task: Task) -> Any:
     return place
 
 
-def arguments(rank: int, task: Task) -> dict[str, Any]:
+def arguments(rank: Rank, task: Task) -> dict[str, Any]:
     """Return the test's arguments, with those that this rank makes by itself."""
     world_size = task.group.world_size
-    own: dict[str, Any] = {"rank": rank, "world_size": world_size, "group": dist.group.WORLD}
+    own: dict[str, Any] = {"rank": rank.start.rank, "world_size": world_size, "group": dist.group.WORLD}
     if any(isinstance(value, OnRank) and value.what == "mesh" for value in task.arguments.values()):
         axes = task.mesh or {"dp": world_size}
         sizes = tuple(axes.values())
         own["mesh"] = dist.device_mesh.init_device_mesh("cpu", sizes, mesh_dim_names=tuple(axes))
+        # Otherwise a short test could close its groups' connections before others have opened theirs.
+        with rank.recorder.unseen():
+            dist.barrier()
     return {name: own[value.what] if isinstance(value, OnRank) else value for name, value in task.arguments.items()}

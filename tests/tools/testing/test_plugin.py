@@ -167,6 +167,12 @@ def test_without_a_call(number):
     pass
 
 
+@pytest.mark.parametrize("number", range(2))
+@distlab.ranks(mesh={"dp": 2, "tp": 2})
+def test_on_a_mesh_without_a_call(number, mesh):
+    pass
+
+
 def test_by_a_fixture_that_is_gone(ranks):
     pass
 """
@@ -175,7 +181,7 @@ def test_by_a_fixture_that_is_gone(ranks):
 def test_who_is_done_at_once_waits_for_those_that_still_connect(tmp_path: Path) -> None:
     (tmp_path / "test_late.py").write_text(LATE)
     done = pytest_on("-q", "-o", "addopts=", str(tmp_path / "test_late.py"))
-    assert "5 passed, 1 error" in done.stdout, done.stdout
+    assert "7 passed, 1 error" in done.stdout, done.stdout
     assert "the fixture `ranks` was removed: use @distlab.ranks(3)" in done.stdout
 
 
