@@ -346,7 +346,7 @@ def test_only_config_reads_the_environment() -> None:
         "distlab.tools.check.start.rank_supervisor",  # what torchrun sets
         "distlab.tools.check.start.script",  # what torchrun sets, and the script's own
         "distlab.tools.check.start.fork_servers",  # whether PYTHONHASHSEED is one for all
-        "distlab.tools.check.watch.own_ranks",  # what a script that starts its own ranks sets anew
+        "distlab.tools.check.watch.spawned_ranks",  # what a script that starts its own ranks sets anew
         "distlab.tools.check.watch.cuda_stand_in",  # what frameworks read, and the ranks of this machine
         "distlab.engines.ray.job",  # which starts ranks with an environment of its own
     }  # fmt: skip

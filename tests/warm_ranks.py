@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from distlab.techniques.transport.store import KeyedStore
-from distlab.tools.ranks.pool import WarmRanks, where
-from distlab.tools.ranks.rank import Player, Start, at_home
+from distlab.tools.ranks.pool import WarmRanks, format_stack
+from distlab.tools.ranks.rank import Executor, Start, set_up_process
 
 MAX = 8  # ranks
 COLLECTIVE_S = 40.0
@@ -63,7 +63,7 @@ def own_groups(group: dist.ProcessGroup) -> Iterator[None]:
 
 def serve(start: Start, files: Sequence[Any], control: Connection) -> None:
     """One rank: join, then run what arrives until None does."""
-    at_home(start, files)
+    set_up_process(start, files)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     bound = datetime.timedelta(seconds=COLLECTIVE_S)
     # The loopback address by name of its own device: a machine's host name need not resolve.
@@ -99,13 +99,13 @@ class Ranks(WarmRanks):
     target = staticmethod(serve)
 
     def __init__(self, root: str, preload: Sequence[str]) -> None:
-        super().__init__(Player, root, preload=preload)
+        super().__init__(Executor, root, preload=preload)
         self._sizes: frozenset[int] = frozenset()  # for which the ranks have groups
 
     def __call__(self, world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
         """Run `function` on ranks 0 to world_size - 1 at once; raises RankFailed after at most `timeout_s`."""
         if not self._ranks:
-            self.have(MAX)
+            self.ensure(MAX)
             self._sizes = frozenset()
         if world_size not in self._sizes:  # all 16 groups at the start take a pool 3 s more, on two cores
             self._sizes |= {world_size}
@@ -142,15 +142,15 @@ class Ranks(WarmRanks):
         return value
 
     def _place(self, rank: int) -> str:
-        stacks = self._ranks[rank].bedside.stacks()
-        return where(max(stacks.values(), key=len, default=[]))
+        stacks = self._ranks[rank].channel.stacks()
+        return format_stack(max(stacks.values(), key=len, default=[]))
 
     def stop(self) -> None:
         for rank in self._ranks:
-            rank.bedside.process.terminate()  # those that are not stuck in C++ still write their coverage
+            rank.channel.process.terminate()  # those that are not stuck in C++ still write their coverage
         deadline = time.monotonic() + 3
         for rank in self._ranks:
-            rank.bedside.process.join(max(0.0, deadline - time.monotonic()))
+            rank.channel.process.join(max(0.0, deadline - time.monotonic()))
         self.kill()
         self.close_store()  # new ranks begin with an empty one
 
@@ -159,5 +159,5 @@ class Ranks(WarmRanks):
         for rank in self._ranks:
             rank.control.send(None)
         for rank in self._ranks:
-            rank.bedside.process.join(20)
+            rank.channel.process.join(20)
         super().close()

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from distlab.tools.check.start.command import SHARED, CheckOptions, Errand, start
+from distlab.tools.check.start.command import SHARED, CheckOptions, FileCommand, start
 
 HELP = """usage: distlab check [NAME=VALUE ...] SCRIPT [ARGS ...]
        distlab check --dump DIR [--json] [--repro FILE]
@@ -36,7 +36,7 @@ def main(words: Sequence[str]) -> int:
         from distlab.tools.check.dump.command import diagnose  # no rank needs it
 
         return diagnose(args.dump, args.repro, CheckOptions.model_fields["hang_after_s"].default, as_json=args.json)
-    return start(Errand("check", HELP, "script", CheckOptions, SHARED, lambda config: None), words)  # noqa: ARG005
+    return start(FileCommand("check", HELP, "script", CheckOptions, SHARED), words)
 
 
 def dump_parser() -> argparse.ArgumentParser:

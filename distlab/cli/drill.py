@@ -16,12 +16,12 @@ from distlab.lab.config import Config, ConfigError, commands
 from distlab.tools.check.start.command import (
     SHARED,
     CheckOptions,
-    Errand,
-    configured,
+    FileCommand,
+    leading_options,
     own_variables,
+    parse_words,
     quieten_torch,
-    understood,
-    words_before,
+    read_config,
 )  # fmt: skip
 from distlab.tools.drill import FAULTS
 
@@ -64,20 +64,20 @@ def main(words: Sequence[str]) -> int:
 
 def drilled(words: Sequence[str]) -> int:
     """Drill what is named by the options and the words behind them; raises ConfigError."""
-    found, settings, rest, faults = words_before(words, VALUED, ("--json",))
+    found, settings, rest, faults = leading_options(words, VALUED, ("--json",))
     is_mode = any(each.startswith("RUN_MODE=") for each in settings)
-    errand = Errand("drill", HELP, "script", CheckOptions, SHARED, lambda config: None)  # noqa: ARG005
+    command = FileCommand("drill", HELP, "script", CheckOptions, SHARED)
     if is_mode:
         os.environ.update(commands.settings([*settings, *rest]))
         script, arguments, module = Path(), list[str](), ""
     else:
-        environ, script, arguments, module = understood(errand, [*settings, *rest])
+        environ, script, arguments, module = parse_words(command, [*settings, *rest])
         os.environ.update(environ)
     faults += ["RANK is set: drill starts its ranks itself, so unset it"] if "RANK" in os.environ else []
     typed = os.environ.get("WORLD_SIZE", "4")
     options, more = read_options(found, int(typed) if typed.isdecimal() else 8)
     faults += more
-    config = Config.read(found_before=faults) if is_mode else configured(errand, os.environ, faults, script)
+    config = Config.read(found_before=faults) if is_mode else read_config(command, os.environ, faults, script)
     check_open_file_limit(config.world_size)
     handle_stop_signals()
     quieten_torch()

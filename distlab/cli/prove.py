@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from distlab.lab.config import Config
-from distlab.tools.check.start.command import SHARED, CheckOptions, Errand, ProofOptions, start, words_before
+from distlab.tools.check.start.command import SHARED, CheckOptions, FileCommand, ProofOptions, leading_options, start
 
 HELP = """usage: distlab prove [NAME=VALUE ...] [--reference N] [--vary "--tp=1,2"] [--double] FILE [ARGS ...]
 
@@ -66,7 +66,7 @@ def main(words: Sequence[str]) -> int:
     words = [*before.settings, *rest]
     by_name = rest[:1] == ["-m"]
     if not by_name and (not rest or not Path(rest[0]).is_file() or not is_script(Path(rest[0]).read_bytes())):
-        return start(Errand("prove", HELP, "file", ProofOptions, USED, playing), words)
+        return start(FileCommand("prove", HELP, "file", ProofOptions, USED, playing), words)
     if before.vary:
         return varied(before, rest)
     from distlab.tools.prove.script_reference import watch
@@ -74,12 +74,12 @@ def main(words: Sequence[str]) -> int:
 
     options = ScriptOptions(before.reference, before.double, before.words)
     job = {"watch": watch, "reruns": partial(Reruns, options), "double": before.double}
-    return start(Errand("prove", HELP, "script", CheckOptions, SHARED, lambda config: None, job), words)  # noqa: ARG005
+    return start(FileCommand("prove", HELP, "script", CheckOptions, SHARED, job_fields=job), words)
 
 
 def parsed(words: Sequence[str]) -> tuple[Before, list[str]]:
     """The words before the file, and the file with those behind it."""
-    found, settings, rest, faults = words_before(words, ("--reference", "--vary", "--words"), ("--double",))
+    found, settings, rest, faults = leading_options(words, ("--reference", "--vary", "--words"), ("--double",))
     vary, reference = found.get("--vary", "-="), found.get("--reference", "1")
     if not (vary.startswith("-") and "=" in vary):
         faults.append(f"--vary is {vary!r}: expected an argument and values, as --tp=1,2")

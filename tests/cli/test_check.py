@@ -42,12 +42,12 @@ def test_help_names_its_variables_and_starts_nothing(check: Check) -> None:
 def test_a_script_that_is_not_there_is_refused_with_the_nearest_one(check: Check, script: str) -> None:
     code, said = check(script.replace("train", "trian"))
     assert code == 2
-    assert "is not there (did you mean 'train.py'?)" in said
+    assert "does not exist (did you mean 'train.py'?)" in said
 
 
 def test_no_script_is_refused(check: Check) -> None:
     assert check("WORLD_SIZE=2") == (
-        2, "refused    no script is named: distlab check [NAME=VALUE ...] SCRIPT [ARGS ...]\n",
+        2, "refused    no script given; usage: distlab check [NAME=VALUE ...] SCRIPT [ARGS ...]\n",
     )  # fmt: skip
 
 
@@ -63,10 +63,10 @@ def test_bad_syntax_is_refused_with_its_line(check: Check, tmp_path: Path) -> No
     [
         ("LAB_HANG_AFTER=3", "did you mean 'LAB_HANG_AFTER_S'?"),
         ("LAB_HANG_AFTER_S=0", "LAB_HANG_AFTER_S='0'"),
-        ("LAB_STEPS=5", "LAB_STEPS is of the lab's own runs: check runs your script"),
+        ("LAB_STEPS=5", "LAB_STEPS is a setting of the lab's own runs: check runs your script"),
         ("LAB_MESH=dp", "LAB_MESH='dp'"),
         ("WORLD_SIZE=9", "WORLD_SIZE"),
-        ("LAB_REQUIREMENTS=requirements.txt", "installed in containers alone"),
+        ("LAB_REQUIREMENTS=requirements.txt", "works only in containers"),
     ],
 )
 def test_a_setting_that_cannot_be_is_refused(check: Check, setting: str, said: str, script: str) -> None:

@@ -20,7 +20,7 @@ from distlab.lab.lab import Lab
 from distlab.lab.rank.main import be_rank, import_for_ranks
 from distlab.lab.rank.mode_loader import load_for, modes_that
 from distlab.lab.verify import timed
-from distlab.tools.check.start.script import Job, enter
+from distlab.tools.check.start.script import Job, enter_script
 from distlab.tools.check.watch.patches import Function, Patch, before, put
 from distlab.tools.check.watch.recorder import Recorder
 from distlab.tools.drill.recording import Read, contents, watch
@@ -51,7 +51,7 @@ def job_of(config: Config, hang_after_s: float) -> Job:
         "LAB_RESUME": "auto", "LAB_LOST_AFTER_S": "60",
     }  # fmt: skip
     run = ModeRun()
-    return Job(file, name, (), hang_after_s, "drill", play=run.play, watch=run.watch)
+    return Job(file, name, (), hang_after_s, "drill", runner=run.play, watch=run.watch)
 
 
 class ModeRun:
@@ -82,7 +82,7 @@ class ModeRun:
 
     def play(self, job: Job, *_: Any) -> None:
         """Raises SystemExit where the run ends before its training; what the run's own checks say decides nothing."""
-        enter(job)
+        enter_script(job)
         with user_code.exits_raised():
             code = be_rank(Config.read(), time.time(), LauncherPipe())
         if code and not self._ended:

@@ -23,8 +23,8 @@ from distlab.lab.config import ConfigError
 from distlab.tools.check.judge.coordinator import Coordinator
 from distlab.tools.check.judge.failures import last_call
 from distlab.tools.check.start.script import Job
-from distlab.tools.check.start.script_process import LISTEN_S, Bedside, Hearing, begin_all, heard, started
-from distlab.tools.check.watch.telling import now
+from distlab.tools.check.start.script_process import READ_S, ScriptChannel, ScriptMonitor, begin_all, fork_script, poll
+from distlab.tools.check.watch.reporter import now
 from distlab.tools.drill.recording import TERM, Drilled, Fault
 
 MOST_COPIED = 1 << 28  # bytes of a working folder
@@ -86,13 +86,13 @@ class Ranks:
         folder.mkdir(parents=True)
         began = time.monotonic()
         job = self._job._replace(words=tuple(words))
-        bedsides: list[Bedside] = []
+        channels: list[ScriptChannel] = []
         try:
-            bedsides += [started(job, None) for _ in range(size)]
-            self._begin(bedsides, folder, work, fault)
-            failed, hit = self._follow(bedsides, folder, fault)
+            channels += [fork_script(job, None) for _ in range(size)]
+            self._begin(channels, folder, work, fault)
+            failed, hit = self._follow(channels, folder, fault)
         finally:
-            for each in bedsides:
+            for each in channels:
                 each.kill()
                 each.close()
         if self._bound_s == float("inf"):
@@ -100,29 +100,29 @@ class Ranks:
         facts = [read_facts(folder / f"rank{rank}.jsonl") for rank in range(size)]
         return Recorded(folder, facts, failed, hit)
 
-    def _begin(self, bedsides: Sequence[Bedside], folder: Path, work: Path, fault: Fault) -> None:
+    def _begin(self, channels: Sequence[ScriptChannel], folder: Path, work: Path, fault: Fault) -> None:
         def told(rank: int) -> str:
             mine = fault if fault.rank == rank else NO_FAULT
-            return json.dumps(Drilled(str(folder), str(work), rank, len(bedsides), mine))
+            return json.dumps(Drilled(str(folder), str(work), rank, len(channels), mine))
 
-        begin_all(bedsides, work, told, TMPDIR=work / "tmp")
+        begin_all(channels, work, told, TMPDIR=work / "tmp")
 
-    def _follow(self, bedsides: Sequence[Bedside], folder: Path, fault: Fault) -> tuple[str, bool]:
+    def _follow(self, channels: Sequence[ScriptChannel], folder: Path, fault: Fault) -> tuple[str, bool]:
         """Until all have ended, one has failed, or the fault has come: why the run failed, and whether that came."""
-        doctor = Coordinator(len(bedsides), self._job.hang_after_s, self._collective_s, lambda _: None)
+        coordinator = Coordinator(len(channels), self._job.hang_after_s, self._collective_s, lambda _: None)
         began = moved = time.monotonic()
         num_bytes = 0
-        for _ in heard(bedsides, doctor):
-            victim = bedsides[fault.rank].process if fault.kind else None
+        for _ in poll(channels, coordinator):
+            victim = channels[fault.rank].process if fault.kind else None
             if victim is not None and victim.exitcode is not None and victim.exitcode < 0:
                 return "", True
             if fault.kind == TERM and has_fault(folder / f"rank{fault.rank}.jsonl"):
-                self._stop_all(bedsides)
+                self._stop_all(channels)
                 return "", True
             written = sum(file.stat().st_size for file in folder.glob("*.jsonl"))
             if written != num_bytes:
                 num_bytes, moved = written, time.monotonic()
-            late = [case for case in doctor.states if case.exit_code is None]
+            late = [case for case in coordinator.states if case.exit_code is None]
             if late and time.monotonic() - moved > self._collective_s:
                 steps = len([each for each in read_facts(folder / f"rank{late[0].rank}.jsonl") if "step" in each])
                 return (
@@ -131,32 +131,32 @@ class Ranks:
                 ), False
             if late and time.monotonic() - began > self._bound_s:
                 return f"{name_ranks([case.rank for case in late])} had not ended after {self._bound_s:.0f} s", False
-        doctor.evaluate(now())
-        return why_failed(doctor), bool(fault.kind) and has_fault(folder / f"rank{fault.rank}.jsonl")
+        coordinator.evaluate(now())
+        return why_failed(coordinator), bool(fault.kind) and has_fault(folder / f"rank{fault.rank}.jsonl")
 
-    def _stop_all(self, bedsides: Sequence[Bedside]) -> None:
+    def _stop_all(self, channels: Sequence[ScriptChannel]) -> None:
         """SIGTERM to every rank that is left, and time to end by itself."""
-        for each in bedsides:
+        for each in channels:
             with suppress(ProcessLookupError):
                 os.kill(each.process.pid or 0, signal.SIGTERM)
         until = time.monotonic() + GRACE_S
-        hearings = [Hearing(each) for each in bedsides]
+        monitors = [ScriptMonitor(each) for each in channels]
         ended = set[int]()
-        while time.monotonic() < until and len(ended) < len(bedsides):
-            for rank, hearing in enumerate(hearings):
-                told = hearing.lines(LISTEN_S / len(hearings))
+        while time.monotonic() < until and len(ended) < len(channels):
+            for rank, monitor in enumerate(monitors):
+                told = monitor.lines(READ_S / len(monitors))
                 if any(b'"ended"' in line or b'"gone"' in line for line in told):
                     ended.add(rank)
 
 
-def why_failed(doctor: Coordinator) -> str:
-    raised = [case.raised for case in doctor.states if case.raised is not None]
+def why_failed(coordinator: Coordinator) -> str:
+    raised = [case.raised for case in coordinator.states if case.raised is not None]
     if raised:
         text = str(raised[0].text).strip().partition("\n")[0].partition(". ")[0]
         return f"{raised[0].kind}: {text} ({raised[0].place})"
-    if any(case.exit_code for case in doctor.states) or not doctor.completed:
-        codes = [f"rank {case.rank} exited with {case.exit_code}" for case in doctor.states if case.exit_code]
-        return next((each.sentence for each in doctor.findings), ", ".join(codes))
+    if any(case.exit_code for case in coordinator.states) or not coordinator.completed:
+        codes = [f"rank {case.rank} exited with {case.exit_code}" for case in coordinator.states if case.exit_code]
+        return next((each.sentence for each in coordinator.findings), ", ".join(codes))
     return ""
 
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from distlab.tools.ranks import rank as ranks
 
-SHOWN_LETTERS = 20_000  # of a value
+MAX_LETTERS = 20_000  # of a value
 
 
 class Cell(NamedTuple):
@@ -34,7 +34,7 @@ class Cell(NamedTuple):
     measured: bool = False  # whether to measure this cell's bytes and memory
 
 
-GIVEN = {"rank", "world_size", "group", "dist", "torch", "distlab"}  # names that each rank has from the start
+PREDEFINED = {"rank", "world_size", "group", "dist", "torch", "distlab"}  # names that each rank has from the start
 
 
 class Frame(NamedTuple):
@@ -46,7 +46,7 @@ class Frame(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Ended(ranks.Ended):
+class RankResult(ranks.RankResult):
     """How a cell ended on a rank, with the value of its last expression, or the frames of what it raised."""
 
     value: str = ""
@@ -57,8 +57,8 @@ class Ended(ranks.Ended):
     names: list[str] = field(default_factory=list)  # defined by cells, oldest first
 
 
-class Cells(ranks.Player):
-    """Runs cells, which are files of `start.folder`; a work that is a group is joined instead."""
+class Cells(ranks.Executor):
+    """Runs cells, which are files of `start.folder`; a task that is a group is joined instead."""
 
     keeps_group = True
 
@@ -66,46 +66,46 @@ class Cells(ranks.Player):
         super().__init__(rank)
         self.main = types.ModuleType("__main__")
         sys.modules["__main__"] = self.main
-        self.inside = False  # whether a cell's code runs
+        self.is_running = False  # whether a cell's code runs
         signal.signal(signal.SIGINT, self.on_interrupt)
 
-    def play(self, work: Cell | ranks.Group) -> ranks.Ended:
+    def run(self, task: Cell | ranks.Group) -> ranks.RankResult:
         """Run the cell's code in this rank's namespace."""
-        if isinstance(work, ranks.Group):
-            return self.join(work)
+        if isinstance(task, ranks.Group):
+            return self.join(task)
         waits = self.rank.waits
-        before_bytes, sent = (begin_memory(), waits.sent()) if work.measured else (0, {})
+        before_bytes, sent_before = (begin_memory(), waits.sent_bytes()) if task.measured else (0, {})
         try:
-            self.inside = True
-            value = execute(work, self.main.__dict__)
+            self.is_running = True
+            value = execute(task, self.main.__dict__)
         finally:
-            self.inside = False
-        if work.measured:
-            now_sent = {ends: nbytes - sent.get(ends, 0) for ends, nbytes in waits.sent().items()}
-            self.rank.telling.say("sockets", [(*ends, nbytes) for ends, nbytes in now_sent.items() if nbytes])
-        peak_bytes = status_bytes("VmHWM") if work.measured else 0
-        return Ended(
-            "passed", value=shown(value), html=as_html(value), before_bytes=before_bytes, peak_bytes=peak_bytes,
+            self.is_running = False
+        if task.measured:
+            sent_bytes = {ends: nbytes - sent_before.get(ends, 0) for ends, nbytes in waits.sent_bytes().items()}
+            self.rank.reporter.send("sockets", [(*ends, nbytes) for ends, nbytes in sent_bytes.items() if nbytes])
+        peak_bytes = status_bytes("VmHWM") if task.measured else 0
+        return RankResult(
+            "passed", value=as_text(value), html=as_html(value), before_bytes=before_bytes, peak_bytes=peak_bytes,
             names=self.names(),
         )  # fmt: skip
 
-    def join(self, group: ranks.Group) -> ranks.Ended:
+    def join(self, group: ranks.Group) -> ranks.RankResult:
         self.rank.join(group)
         self.main.__dict__.update(
             rank=self.rank.start.rank, world_size=group.world_size, group=dist.group.WORLD, dist=dist, torch=torch,
             distlab=sys.modules["distlab"],
         )  # fmt: skip
-        return ranks.Ended("passed")
+        return ranks.RankResult("passed")
 
     def names(self) -> list[str]:
         """Return what cells have defined and imported here, oldest first."""
-        return [name for name in self.main.__dict__ if name not in GIVEN and not name.startswith("_")]
+        return [name for name in self.main.__dict__ if name not in PREDEFINED and not name.startswith("_")]
 
-    def failed(self, error: BaseException) -> Ended:
+    def failed(self, error: BaseException) -> RankResult:
         text = traceback.format_exception_only(error)[-1].strip()  # after the line of a syntax error
-        return Ended("failed", text, frames=frames_of(error, self.rank.start.folder), names=self.names())
+        return RankResult("failed", text, frames=frames_of(error, self.rank.start.folder), names=self.names())
 
-    def call_back(self) -> None:
+    def interrupt(self) -> None:
         """Shut down the group's connections, and interrupt computation."""
         shut_down(self.rank.start.port)
         main = threading.main_thread().ident
@@ -113,7 +113,7 @@ class Cells(ranks.Player):
         signal.pthread_kill(main, signal.SIGINT)
 
     def on_interrupt(self, *_: Any) -> None:
-        if self.inside:
+        if self.is_running:
             raise KeyboardInterrupt
 
 
@@ -130,16 +130,16 @@ def execute(cell: Cell, names: dict[str, Any]) -> Any:
     return None if ends_silently else value
 
 
-def shown(value: Any) -> str:
+def as_text(value: Any) -> str:
     """Return a cell's last value as text; empty for None."""
-    return "" if value is None else repr(value)[:SHOWN_LETTERS]
+    return "" if value is None else repr(value)[:MAX_LETTERS]
 
 
 def as_html(value: Any) -> str:
     """Return its own HTML, as pandas' tables have; else an empty text."""
-    made = getattr(value, "_repr_html_", None)
+    render = getattr(value, "_repr_html_", None)
     with suppress(Exception):  # a user's class, or a type itself
-        return str(made() or "")[:SHOWN_LETTERS] if made is not None and not isinstance(value, type) else ""
+        return str(render() or "")[:MAX_LETTERS] if render is not None and not isinstance(value, type) else ""
     return ""
 
 

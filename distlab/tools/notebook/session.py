@@ -1,8 +1,8 @@
-"""The ranks of a notebook, in its kernel: each runs the cell in its own namespace, and a doctor watches.
+"""The ranks of a notebook, in its kernel: each runs the cell in its own namespace, watched by a coordinator.
 
-Ranks survive failures. Those that wait for each other are interrupted (rank.py), and all join a new process
-group; a rank that does not return within BACK_S, or whose process is gone, is restarted, which is reported, since its
-names are lost.
+Ranks survive failures. Those that wait for each other are interrupted (rank.py), and all join a new process group. A
+rank that does not return within RETURN_S, or whose process has exited, is restarted, which is reported: it has lost its
+names.
 """
 
 import math
@@ -17,11 +17,11 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from distlab.tools.check.judge.coordinator import Coordinator
-from distlab.tools.notebook.rank import Cell, Cells, Ended
-from distlab.tools.ranks.pool import Outcome, WarmRanks, Watching
+from distlab.tools.notebook.rank import Cell, Cells, RankResult
+from distlab.tools.ranks.pool import Outcome, TaskMonitor, WarmRanks
 
-NEVER_S = 86_400.0  # a cell has no time limit: the doctor ends hangs
-BACK_S = 1.5  # for a rank to return from an interrupted call
+NEVER_S = 86_400.0  # a cell has no time limit: the coordinator ends hangs
+RETURN_S = 1.5  # for a rank to return from an interrupted call
 MOST = 64  # ranks, of one machine
 
 
@@ -32,13 +32,13 @@ class Result:
     file: str
     outcome: Outcome
     interrupted: bool
-    made_anew: list[int] = field(default_factory=list)  # ranks that have lost their names
-    doctor: Coordinator | None = None
-    told: list[list[bytes]] = field(default_factory=list)  # each rank's reports, if requested
+    restarted: list[int] = field(default_factory=list)  # ranks that have lost their names
+    coordinator: Coordinator | None = None
+    reports: list[list[bytes]] = field(default_factory=list)  # each rank's reports, if requested
 
     @property
-    def ended(self) -> dict[int, Ended]:
-        return {rank: each for rank, each in self.outcome.ended.items() if isinstance(each, Ended)}
+    def ended(self) -> dict[int, RankResult]:
+        return {rank: each for rank, each in self.outcome.ended.items() if isinstance(each, RankResult)}
 
 
 class Session(WarmRanks):
@@ -58,16 +58,16 @@ class Session(WarmRanks):
         self.kill()
         self.names.clear()
         self._root = str(Path.cwd())
-        self.have(world_size)
-        self._meet()
+        self.ensure(world_size)
+        self._join_group()
 
-    def _meet(self) -> None:
+    def _join_group(self) -> None:
         """Make all ranks join a new process group."""
         group = self.next_group(self.world_size, NEVER_S)
         for rank in self._ranks:
             rank.control.send(group)
         for rank in self._ranks:
-            self.hear(rank, "meet the others")
+            self.await_rank(rank, "join the group")
 
     def run_cell(self, number: int, source: str, only: Sequence[int] = (), *, measured: bool = False) -> Result:
         """Run cell `number` on the ranks `only`, or on all; returns when all have ended or one failed."""
@@ -75,54 +75,54 @@ class Session(WarmRanks):
         file.write_text(source)
         lost = [rank for rank, (_, nbytes) in enumerate(self.memory_bytes()) if not nbytes]
         if lost:
-            self._mend(lost)
-        watching, interrupted = Watching(self._ranks, math.inf, keeps=True), False
+            self._restart(lost)
+        monitor, interrupted = TaskMonitor(self._ranks, math.inf, keep_reports=True), False
         try:
             for rank, each in enumerate(self._ranks):
                 taking_part = not only or rank in only
                 each.begin(Cell(str(file), source if taking_part else "", measured))
-            outcome = watching.until_the_end()
+            outcome = monitor.follow_to_end()
         except KeyboardInterrupt:
             interrupted = True
-            outcome = watching.outcome("interrupted")
-        result = Result(str(file), outcome, interrupted, lost, watching.doctor, watching.told)
+            outcome = monitor.outcome("interrupted")
+        result = Result(str(file), outcome, interrupted, lost, monitor.coordinator, monitor.reports)
         self.names.update({rank: each.names for rank, each in result.ended.items()})
         if outcome.is_bad or interrupted:
-            result.made_anew = sorted({*lost, *self._recover(outcome)})
+            result.restarted = sorted({*lost, *self._recover(outcome)})
         return result
 
     def _recover(self, outcome: Outcome) -> list[int]:
         """Interrupt ranks still in the cell, restart dead ones, and regroup all; returns the restarted ranks."""
-        away = {
+        busy = {
             rank for rank, each in enumerate(self._ranks)
-            if rank not in outcome.ended and each.bedside.process.exitcode is None
+            if rank not in outcome.ended and each.channel.process.exitcode is None
         }  # fmt: skip
-        for rank in away:
-            self._ranks[rank].call_back()
-        deadline = time.monotonic() + BACK_S
-        while away and (left_s := deadline - time.monotonic()) > 0:
-            controls = {self._ranks[rank].control: rank for rank in away}
+        for rank in busy:
+            self._ranks[rank].interrupt()
+        deadline = time.monotonic() + RETURN_S
+        while busy and (left_s := deadline - time.monotonic()) > 0:
+            controls = {self._ranks[rank].control: rank for rank in busy}
             for each in wait(list(controls), left_s):
                 assert isinstance(each, Connection)
-                away.discard(rank := controls[each])
-                with suppress(EOFError, OSError):  # its process is gone, which is detected below
+                busy.discard(rank := controls[each])
+                with suppress(EOFError, OSError):  # its process has exited, which is detected below
                     self.names[rank] = each.recv().names
-        gone = {rank for rank, (_, nbytes) in enumerate(self.memory_bytes()) if not nbytes}
-        anew = sorted(away | gone)
-        self._mend(anew)
-        return anew
+        exited = {rank for rank, (_, nbytes) in enumerate(self.memory_bytes()) if not nbytes}
+        restarted = sorted(busy | exited)
+        self._restart(restarted)
+        return restarted
 
-    def _mend(self, anew: Sequence[int]) -> None:
-        for rank in anew:
+    def _restart(self, ranks: Sequence[int]) -> None:
+        for rank in ranks:
             self.names.pop(rank, None)
             self.replace(rank)
-        self._meet()
+        self._join_group()
 
     def memory_bytes(self) -> list[tuple[int, int]]:
-        """Return each rank's process and its memory; 0 if it is gone."""
+        """Return each rank's process and its memory; 0 if it has exited."""
         found = []
         for rank in self._ranks:
-            pid, nbytes = rank.bedside.process.pid or 0, 0
+            pid, nbytes = rank.channel.process.pid or 0, 0
             with suppress(OSError):
                 nbytes = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
             found.append((pid, nbytes))

@@ -21,10 +21,10 @@ from distlab.lab.workload.reference import LEARNING_RATE, Snapshot, plain
 from distlab.techniques.collectives.plain_values import all_gather_plain
 from distlab.techniques.mesh.grid import Mesh
 from distlab.tools.check.start.command import ProofOptions
-from distlab.tools.check.start.script import Job, enter
+from distlab.tools.check.start.script import Job, enter_script
 from distlab.tools.check.watch.handles import Waits
 from distlab.tools.check.watch.recorder import Recorder
-from distlab.tools.check.watch.telling import Telling
+from distlab.tools.check.watch.reporter import Reporter
 from distlab.tools.prove import reference, user_file
 from distlab.tools.prove.compare import Deviation, Draw, Draws, Passes, Step, compared, parted
 from distlab.tools.prove.locate import CPU, WHOLE, LocatedTensor, Misfit, Rows, local, locate_in_dense, named
@@ -44,23 +44,23 @@ Sent: TypeAlias = Counter[tuple[tuple[str, int], tuple[str, int]]]  # bytes by t
 class Wire:
     """Counts the steps of one rank; `tell` at the end. Without the system's counters it reports nothing."""
 
-    def __init__(self, telling: Telling, recorder: Recorder, waits: Waits) -> None:
-        self._telling, self._recorder, self._waits = telling, recorder, waits
+    def __init__(self, reporter: Reporter, recorder: Recorder, waits: Waits) -> None:
+        self._reporter, self._recorder, self._waits = reporter, recorder, waits
         self._steps = 0
         self._sent: Sent = Counter()
         self._inside = False
-        telling.say("counting", False)
+        reporter.send("counting", False)
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Count calls and bytes of one step of the file."""
         before = self._now()
         self._inside = True
-        self._telling.say("counting", True)
+        self._reporter.send("counting", True)
         try:
             yield
         finally:
-            self._telling.say("counting", False)
+            self._reporter.send("counting", False)
             self._inside = False
         self._steps += 1
         self._add(before, self._now(), 1)
@@ -77,10 +77,10 @@ class Wire:
 
     def tell(self) -> None:
         found = [(near, far, nbytes) for (near, far), nbytes in self._sent.items()]
-        self._telling.say("wire", self._steps, found)
+        self._reporter.send("wire", self._steps, found)
 
     def _now(self) -> Sent:
-        return Counter(self._waits.sent())
+        return Counter(self._waits.sent_bytes())
 
     def _add(self, before: Sent, after: Sent, sign: int) -> None:
         for ends, sent in after.items():
@@ -208,20 +208,20 @@ def train_step(
 SENT = (Dense, Snapshot, reference.Buffers, Mine, Deviation, Rows, LocatedTensor, Draw)  # types that ranks exchange
 
 
-def play(job: Job, telling: Telling, recorder: Recorder, waits: Waits, config: Config) -> None:
+def play(job: Job, reporter: Reporter, recorder: Recorder, waits: Waits, config: Config) -> None:
     """Prove the file, in place of running a script, and report the findings."""
-    enter(job)
+    enter_script(job)
     heed_endings(raise_exited)
     try:
         with exits_raised():
-            with bounded(config.join_timeout_s, partial(telling.say, "refused")):
+            with bounded(config.join_timeout_s, partial(reporter.send, "refused")):
                 theirs = load(job.script, config)
             dist.init_process_group("gloo")
-            wire = Wire(telling, recorder, waits)
-            Proof(theirs, telling.say, wire.unseen, wire.step).run()
+            wire = Wire(reporter, recorder, waits)
+            Proof(theirs, reporter.send, wire.unseen, wire.step).run()
             wire.tell()
     except Refused as refused:
-        telling.say("refused", str(refused))
+        reporter.send("refused", str(refused))
         raise SystemExit(2) from None
     dist.destroy_process_group()
 

@@ -14,7 +14,7 @@ import torch
 
 from distlab.tools.check.watch.patches import harmless, hook, step_hook
 from distlab.tools.check.watch.recorder import Recorder
-from distlab.tools.check.watch.telling import now
+from distlab.tools.check.watch.reporter import now
 from distlab.tools.prove.locate import Place, places_of
 from distlab.tools.prove.script_ledger import Ledger
 from distlab.tools.prove.script_samples import Given, Samples
@@ -99,7 +99,7 @@ class Reference:
         """Stop: enough is known; ranks that wait for this one in a call are ended with it."""
         self._ledger.write()
         sys.stdout.flush()
-        self.recorder.telling.say("ended", 0, now())
+        self.recorder.reporter.send("ended", 0, now())
         threading.Event().wait()
 
 

@@ -20,7 +20,7 @@ from distlab.tools.check.judge.coordinator import Coordinator
 from distlab.tools.check.judge.rank_state import Finding
 from distlab.tools.check.start.fork_servers import ForkServer
 from distlab.tools.check.start.script import Job
-from distlab.tools.check.start.script_process import Bedside, begin_all, heard, started
+from distlab.tools.check.start.script_process import ScriptChannel, begin_all, fork_script, poll
 from distlab.tools.prove.script_steps import Proving
 from distlab.tools.prove.script_verdict import Compared, compared
 
@@ -44,7 +44,7 @@ class Reruns:
         self._options, self._config, self._job = options, config, job
         words = job.words if options.words is None else options.words
         again = job._replace(words=words, reruns=None)
-        self._worlds = {role: [started(again, server) for _ in range(options.reference)] for role in ROLES}
+        self._worlds = {role: [fork_script(again, server) for _ in range(options.reference)] for role in ROLES}
         self._beside = [each.name for each in job.folder.iterdir()]
         self._began = time.monotonic()
 
@@ -55,15 +55,15 @@ class Reruns:
         )
 
     def compare(
-        self, folder: Path, doctor: Coordinator, say: Callable[[str], None]
+        self, folder: Path, coordinator: Coordinator, say: Callable[[str], None]
     ) -> tuple[list[Finding], list[Record]]:
         """Run the reference, and compare."""
         lasted_s = time.monotonic() - self._began
-        why_not = "" if doctor.completed else "the run on all ranks was ended"
-        for role, bedsides in self._worlds.items() if not why_not else ():
-            self._begin(folder, role, bedsides)
-        for bedsides in self._worlds.values() if not why_not else ():
-            why_not = why_not or self._until_the_end(bedsides, max(AT_LEAST_S, TIMES * lasted_s))
+        why_not = "" if coordinator.completed else "the run on all ranks was ended"
+        for role, channels in self._worlds.items() if not why_not else ():
+            self._begin(folder, role, channels)
+        for channels in self._worlds.values() if not why_not else ():
+            why_not = why_not or self._until_the_end(channels, max(AT_LEAST_S, TIMES * lasted_s))
         self.close()
         where = folder / FOLDER
         try:
@@ -75,26 +75,26 @@ class Reruns:
             say("\n".join(wrapped(heading, text)))
         return found.findings, found.records
 
-    def _begin(self, folder: Path, role: str, bedsides: Sequence[Bedside]) -> None:
+    def _begin(self, folder: Path, role: str, channels: Sequence[ScriptChannel]) -> None:
         scratch = folder / FOLDER / role / "beside"
         scratch.mkdir(parents=True)
         for name in self._beside:
             (scratch / name).symlink_to(self._job.folder.resolve() / name)
-        begin_all(bedsides, scratch, partial(self._proving, folder, role))
+        begin_all(channels, scratch, partial(self._proving, folder, role))
 
-    def _until_the_end(self, bedsides: Sequence[Bedside], bound_s: float) -> str:
+    def _until_the_end(self, channels: Sequence[ScriptChannel], bound_s: float) -> str:
         """Return why it did not finish, or "" if it did."""
-        doctor = Coordinator(len(bedsides), self._job.hang_after_s, bound_s, lambda _: None)
+        coordinator = Coordinator(len(channels), self._job.hang_after_s, bound_s, lambda _: None)
         until = time.monotonic() + bound_s
-        for _ in heard(bedsides, doctor):
+        for _ in poll(channels, coordinator):
             if time.monotonic() > until:
                 return f"it was not done after {bound_s:.0f} s"
-        raised = [case.raised for case in doctor.states if case.raised is not None]
-        failed = [finding.sentence for finding in doctor.findings if not doctor.completed]
+        raised = [case.raised for case in coordinator.states if case.raised is not None]
+        failed = [finding.sentence for finding in coordinator.findings if not coordinator.completed]
         return f"{raised[0].kind}: {raised[0].text} at {raised[0].place}" if raised else "".join(failed[:1])
 
     def close(self) -> None:
-        for bedsides in self._worlds.values():
-            for each in bedsides:
+        for channels in self._worlds.values():
+            for each in channels:
                 each.kill()
         self._worlds = {}

@@ -32,7 +32,7 @@ class Job(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Ended(ranks.Ended):
+class Ended(ranks.RankResult):
     """How it ended on a rank; the report is pickled, since tensors would be sent as shared memory."""
 
     report: bytes = b""
@@ -103,14 +103,14 @@ def names_in(file: str) -> dict[str, Any]:
     return {name: each for name, each in vars(module).items() if not name.startswith("__")}
 
 
-class Answers(ranks.Player):
+class Answers(ranks.Executor):
     """Runs tasks with answers, which are files of `start.folder`."""
 
     def __init__(self, rank: ranks.Rank) -> None:
         super().__init__(rank)
         sys.argv = [str(Path(rank.start.folder) / "answer")]  # where errors look for the user's lines
 
-    def play(self, work: Job) -> Ended:
+    def run(self, work: Job) -> Ended:
         self.rank.join(work.group)
         task = TASKS[work.task]
         bench = OnRank(self.rank, work)

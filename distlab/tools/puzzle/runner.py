@@ -51,7 +51,7 @@ class Runner(WarmRanks):
 
     def judge(self, task: Task, file: Path, world_sizes: Sequence[int] = WORLD_SIZES) -> Verdict:
         """Run it with each number of ranks, up to the first error."""
-        self.have(max(world_sizes))  # not counted as a run's time
+        self.ensure(max(world_sizes))  # not counted as a run's time
         begun = time.monotonic()
         figures: list[Figures] = []
         for world_size in world_sizes:

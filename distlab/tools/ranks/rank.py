@@ -1,8 +1,8 @@
-"""One warm rank of a pool: it waits for a work, runs it, and reports how it ended.
+"""One warm rank of a pool: it waits for a task, runs it, and reports how it ended.
 
-All calls of the work are recorded for the doctor in the pool's process, as those of a script under `distlab check`. A
-thread reads what the pool sends while a work runs. So a rank that waits in C++ for others can be interrupted, and a
-rank always ends with the process that owns it.
+All calls of the task are recorded for the coordinator in the pool's process, as those of a script under `distlab
+check`. A thread reads what the pool sends while a task runs. So a rank that waits in C++ for others can be interrupted,
+and a rank always ends with the process that owns it.
 """
 
 import _thread
@@ -26,14 +26,14 @@ import torch.distributed as dist
 from distlab.lab.config.user_code import heed_endings, raise_exited
 from distlab.techniques.transport.process_group import TcpBackend
 from distlab.techniques.transport.store import KeyedStore
-from distlab.tools.check.start.fork_servers import be_main_process, leave_to_others
-from distlab.tools.check.start.script import PR_SET_PDEATHSIG, answer, flush_streams
-from distlab.tools.check.watch.script_error import described
-from distlab.tools.check.watch.telling import Telling, now
-from distlab.tools.check.watch.watchers import recorded
+from distlab.tools.check.start.fork_servers import be_main_process, drop_server_pipe
+from distlab.tools.check.start.script import PR_SET_PDEATHSIG, answer_stack_requests, flush_streams
+from distlab.tools.check.watch.reporter import Reporter, now
+from distlab.tools.check.watch.script_error import describe_error
+from distlab.tools.check.watch.watchers import install_recorder
 
 STORE_S = 60.0
-CALL_BACK = b""  # in place of a work
+INTERRUPT = b""  # in place of a task
 
 
 class Start(NamedTuple):
@@ -45,7 +45,7 @@ class Start(NamedTuple):
     root: str  # its working folder
     path: Sequence[str]  # sys.path
     folder: str  # with the user's files
-    player: "Callable[[Rank], Player]"
+    executor: "Callable[[Rank], Executor]"
 
 
 class Group(NamedTuple):
@@ -58,39 +58,39 @@ class Group(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How a work ended on a rank: "passed", "failed" or "skipped", and the text."""
+class RankResult:
+    """How a task ended on a rank: "passed", "failed" or "skipped", and the text."""
 
     outcome: str
     text: str = ""
 
 
-class Player:
-    """Runs works; there is one on each rank, as long as the rank lives."""
+class Executor:
+    """Runs tasks; there is one on each rank, as long as the rank lives."""
 
-    keeps_group = False  # from work to work
+    keeps_group = False  # from task to task
 
     def __init__(self, rank: "Rank") -> None:
         self.rank = rank
 
-    def play(self, work: Any) -> Ended:
-        """Run the work; exceptions are reported to the doctor, and formatted by `failed`."""
+    def run(self, task: Any) -> RankResult:
+        """Run the task; exceptions are reported to the coordinator, and formatted by `failed`."""
         raise NotImplementedError
 
-    def failed(self, error: BaseException) -> Ended:
+    def failed(self, error: BaseException) -> RankResult:
         raise NotImplementedError
 
-    def call_back(self) -> None:
-        """Make `play` return from its wait; called in another thread."""
+    def interrupt(self) -> None:
+        """Make `run` return from its wait; called in another thread."""
 
 
 class Rank:
     """A rank: the reporter of its calls, the common store, and its process group."""
 
-    def __init__(self, start: Start, told: int) -> None:
-        self.start, self.telling = start, Telling(told)
-        self.recorder, self.waits = recorded(self.telling, Path(start.folder), start.port)
-        # One for all works: with a new store per work every tenth took 5 s.
+    def __init__(self, start: Start, reports: int) -> None:
+        self.start, self.reporter = start, Reporter(reports)
+        self.recorder, self.waits = install_recorder(self.reporter, Path(start.folder), start.port)
+        # One for all tasks: with a new store per task every tenth took 5 s.
         self.store = KeyedStore("127.0.0.1", start.port, start.key, STORE_S)
 
     def join(self, group: Group) -> None:
@@ -107,7 +107,7 @@ class Rank:
             if group.backend == "tcp":
                 TcpBackend("127.0.0.1", self.start.key).register()
             dist.init_process_group(group.backend, store=keys, rank=rank, world_size=world_size, timeout=bound)
-            # Otherwise a work without a collective could close its connections before others have opened theirs.
+            # Otherwise a task without a collective could close its connections before others have opened theirs.
             keys.set(f"joined/{rank}", "")
             keys.wait([f"joined/{other}" for other in range(world_size)], bound)
 
@@ -116,62 +116,62 @@ class Rank:
             with self.recorder.unseen():
                 dist.destroy_process_group()
 
-    def played(self, player: Player, work: Any) -> Ended:
-        """Run the work and return how it ended, after reporting it to the doctor."""
-        self.recorder.anew()
-        self.telling.say("main", threading.get_ident())
+    def run(self, executor: Executor, task: Any) -> RankResult:
+        """Run the task and return how it ended, after reporting it to the coordinator."""
+        self.recorder.reset()
+        self.reporter.send("main", threading.get_ident())
         try:
-            ended = player.play(work)
+            result = executor.run(task)
             self.recorder.forget()
-            if not player.keeps_group:
+            if not executor.keeps_group:
                 self.leave()
         except BaseException as error:
-            self.telling.say("raised", *described(error, self.recorder.places.kind), now())
-            ended = player.failed(error)
+            self.reporter.send("raised", *describe_error(error, self.recorder.places.kind), now())
+            result = executor.failed(error)
         flush_streams()
-        self.telling.say("ended", int(ended.outcome == "failed"), now())
-        return ended
+        self.reporter.send("ended", int(result.outcome == "failed"), now())
+        return result
 
 
-def at_home(start: Start, files: Sequence[Any]) -> int:
+def set_up_process(start: Start, files: Sequence[Any]) -> int:
     """Set up a new process that can report its stacks; return the file for its reports.
 
     `files` are the process's ends of its four pipes, and what it prints into.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    leave_to_others()
+    drop_server_pipe()
     be_main_process()
-    os.setpgid(0, 0)  # so that what a work starts ends with it
+    os.setpgid(0, 0)  # so that what a task starts ends with it
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    told, stacks, asked, _, output = (each.detach() for each in files)
-    answer(asked, stacks)
+    reports, stacks, requests, _, output = (each.detach() for each in files)
+    answer_stack_requests(requests, stacks)
     os.dup2(output, 1)
     os.dup2(1, 2)
     os.chdir(start.root)
     sys.path[:] = list(start.path)
     torch.set_num_threads(1)
     heed_endings(raise_exited)
-    return int(told)
+    return int(reports)
 
 
 def serve(start: Start, files: Sequence[Any], control: Connection) -> None:
-    """Run works until none comes."""
-    rank = Rank(start, at_home(start, files))
-    player = start.player(rank)
-    works: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    """Run tasks until the pool closes the connection."""
+    rank = Rank(start, set_up_process(start, files))
+    executor = start.executor(rank)
+    tasks: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def listen() -> None:
         try:
             while True:
                 data = control.recv_bytes()
-                if data == CALL_BACK:
-                    player.call_back()
+                if data == INTERRUPT:
+                    executor.interrupt()
                 else:
-                    works.put(data)
+                    tasks.put(data)
         except (EOFError, OSError):
             os.killpg(0, signal.SIGKILL)
 
     _thread.start_new_thread(listen, ())
     control.send(None)
     while True:
-        control.send(rank.played(player, pickle.loads(works.get())))
+        control.send(rank.run(executor, pickle.loads(tasks.get())))

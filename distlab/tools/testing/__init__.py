@@ -1,6 +1,6 @@
-"""Distributed tests that end: `@distlab.ranks(4)` runs a test's body on a pool of warm ranks under a doctor's watch.
+"""Distributed tests that end: `@distlab.ranks(4)` runs a test's body on a pool of ranks that are watched.
 
-What a test file types stands here: `@distlab.ranks(...)`, and in its body `distlab.same_as_one_process(...)`.
+What a test file uses: `@distlab.ranks(...)`, and in its body `distlab.same_as_one_process(...)`.
 """
 
 import math
@@ -19,15 +19,15 @@ def ranks(
     backend: str | Sequence[str] = "gloo",
     mesh: Mapping[str, int] | None = None,
 ) -> "pytest.MarkDecorator":
-    """Run the body of a test on this many ranks at once; several numbers, backends or bounds make a test each.
+    """Run the body of a test on this many ranks at once; several numbers, backends or bounds: one test for each.
 
     @distlab.ranks(4)                                  on four ranks
-    @distlab.ranks()                                   on as many as `pytest --ranks 2,4` says (else 2)
+    @distlab.ranks()                                   on as many as `pytest --ranks 2,4` says (default: 2)
     @distlab.ranks(1, 2, 3, timeout_s=30)              three tests
     @distlab.ranks(4, mesh={"dp": 2, "tp": 2})         the fixture `mesh` is a DeviceMesh of these axes
 
-    A test that takes longer than `timeout_s` fails with what the doctor has seen. Raises ValueError for what is no
-    number of ranks, or none that fills the mesh.
+    A test that takes longer than `timeout_s` fails, and the report says where each rank was. Raises ValueError for an
+    invalid number of ranks, or one that does not fill the mesh.
     """
     import pytest
 
@@ -45,11 +45,11 @@ def refuse(world_sizes: Sequence[Any], mesh: Mapping[str, int]) -> None:
     unfilled = [each for each in world_sizes if mesh and math.prod(mesh.values()) != each]
     if unfilled:
         axes = " x ".join(f"{axis} {size}" for axis, size in mesh.items())
-        raise ValueError(f"a mesh of {axes} is {math.prod(mesh.values())} ranks, not {unfilled[0]}")
+        raise ValueError(f"a mesh of {axes} has {math.prod(mesh.values())} ranks, not {unfilled[0]}")
 
 
 def same_as_one_process(**own: Any) -> None:
-    """In a test on ranks: that these compute what one process does; see distlab/tools/prove/proof.py."""
+    """In a test on ranks: check that these compute what one process computes; see distlab/tools/prove/proof.py."""
     from distlab.tools.prove.proof import same_as_one_process as proven  # imports torch
 
     proven(**own)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from _pytest.assertion.rewrite import assertstate_key
 
-from distlab.tools.testing.rank import Body, OnRank, Task
+from distlab.tools.testing.rank import BodyExecutor, OnRank, Task
 
 if TYPE_CHECKING:
     from distlab.tools.ranks.pool import WarmRanks
@@ -29,14 +29,14 @@ CASE, PRELOAD = "_distlab_case", "distlab_preload"
 def pytest_addoption(parser: pytest.Parser) -> None:
     sizes = "numbers of ranks on which tests marked with @distlab.ranks() run, such as 2,4 (default: 2)"
     parser.getgroup("distlab").addoption("--ranks", type=world_sizes, default=[2], metavar="N,N", help=sizes)
-    what = "modules that a pool of ranks imports once beside torch, before they are forked"
+    what = "modules that are imported once, next to torch, before the ranks are forked"
     parser.addini(PRELOAD, what, type="args", default=[])
 
 
 def world_sizes(text: str) -> list[int]:
     """Parse --ranks; raises ArgumentTypeError, which pytest prints and exits with 4."""
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers of ranks, allowed: such as 4 or 1,2,4")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers of ranks, expected such as 4 or 1,2,4")
     return [int(each) for each in text.split(",")]
 
 
@@ -49,7 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if hook is not None:
         hook._must_rewrite -= LAB
         hook._marked_for_rewrite_cache.clear()
-    config.addinivalue_line("markers", "ranks(...): the body runs on so many ranks at once (distlab.ranks)")
+    config.addinivalue_line("markers", "ranks(...): the body runs on this many ranks at once (distlab.ranks)")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -76,8 +76,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def sizes_of(mark: pytest.Mark, config: pytest.Config) -> list[int]:
     sizes: list[int] = mark.kwargs["world_sizes"]
     mesh: dict[str, int] = mark.kwargs["mesh"]
-    asked: list[int] = config.getoption("--ranks")
-    return sizes or ([math.prod(mesh.values())] if mesh else asked)
+    requested: list[int] = config.getoption("--ranks")
+    return sizes or ([math.prod(mesh.values())] if mesh else requested)
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def rank() -> OnRank:
 
 @pytest.fixture
 def world_size() -> OnRank:
-    """How many ranks run the test, on the rank."""
+    """The number of ranks that run the test, on the rank."""
     return OnRank("world_size")
 
 
@@ -112,8 +112,8 @@ def mesh() -> OnRank:
 
 @pytest.fixture
 def ranks() -> None:
-    """Refused: functions were called on ranks by it."""
-    pytest.fail("the fixture ranks is gone: @distlab.ranks(3) runs the body of a test on three ranks", pytrace=False)
+    """Refuse the name: an earlier version's fixture called functions on ranks."""
+    pytest.fail("the fixture `ranks` was removed: use @distlab.ranks(3) to run a test on three ranks", pytrace=False)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -156,8 +156,8 @@ def arguments_of(item: pytest.Function) -> dict[str, Any]:
             pickle.dumps(value)
         except Exception as error:
             pytest.fail(
-                f"the argument {name!r} cannot travel to a rank ({error}): give what can be pickled, or make it in the"
-                " body",
+                f"the argument {name!r} cannot be sent to a rank ({error}): pass what can be pickled, or create it in"
+                " the test's body",
                 pytrace=False,
             )
     return arguments
@@ -173,9 +173,9 @@ def pool_of(config: pytest.Config) -> "WarmRanks":
     if POOL not in config.stash:
         from distlab.tools.ranks.pool import WarmRanks
 
-        player = functools.partial(Body, [*config.getini("python_files"), "conftest.py"])
-        preload = [Body.__module__, *config.getini(PRELOAD)]
-        config.stash[POOL] = WarmRanks(player, str(config.rootpath), preload=preload, apart=True)
+        executor = functools.partial(BodyExecutor, [*config.getini("python_files"), "conftest.py"])
+        preload = [BodyExecutor.__module__, *config.getini(PRELOAD)]
+        config.stash[POOL] = WarmRanks(executor, str(config.rootpath), preload=preload, apart=True)
     return config.stash[POOL]
 
 

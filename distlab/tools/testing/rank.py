@@ -18,7 +18,7 @@ from _pytest.assertion import AssertionState, pytest_assertrepr_compare, util
 from _pytest.assertion.rewrite import AssertionRewritingHook, assertstate_key
 
 from distlab.tools.check.start.fork_servers import draw_random_states
-from distlab.tools.ranks.rank import Ended, Group, Player, Rank
+from distlab.tools.ranks.rank import Executor, Group, Rank, RankResult
 
 # The test file on a rank, its asserts rewritten as pytest does in its own process.
 
@@ -91,30 +91,30 @@ class OnRank:
     what: str
 
 
-class Body(Player):
+class BodyExecutor(Executor):
     """Runs bodies; `patterns` name the files in which asserts are rewritten."""
 
     def __init__(self, patterns: Sequence[str], rank: Rank) -> None:
         super().__init__(rank)
         install(patterns)
 
-    def play(self, work: Task) -> Ended:
-        function = find_function(work)
+    def run(self, task: Task) -> RankResult:
+        function = find_function(task)
         draw_random_states()  # undo an earlier test's seed
-        self.rank.join(work.group)
+        self.rank.join(task.group)
         try:
-            function(**arguments(self.rank.start.rank, work))
+            function(**arguments(self.rank, task))
         except pytest.skip.Exception as skipped:
-            return Ended("skipped", str(skipped))
-        return Ended("passed")
+            return RankResult("skipped", str(skipped))
+        return RankResult("passed")
 
-    def failed(self, error: BaseException) -> Ended:
+    def failed(self, error: BaseException) -> RankResult:
         """Format the error with pytest's traceback, without frames of libraries."""
         info = ExceptionInfo.from_exception(error)
-        own = info.traceback.filter(lambda frame: self.rank.recorder.places.kind(str(frame.path)) == "user")
-        info.traceback = own if len(own) else info.traceback
+        user_frames = info.traceback.filter(lambda frame: self.rank.recorder.places.kind(str(frame.path)) == "user")
+        info.traceback = user_frames if len(user_frames) else info.traceback
         text = str(info.getrepr(style="long", chain=False))
-        return Ended("failed", text if text[:1].isspace() else f"    {text}")  # the first line has lost its indentation
+        return RankResult("failed", text if text[:1].isspace() else f"    {text}")  # line 1 has lost its indentation
 
 
 def find_function(task: Task) -> Any:
@@ -124,12 +124,15 @@ def find_function(task: Task) -> Any:
     return place
 
 
-def arguments(rank: int, task: Task) -> dict[str, Any]:
+def arguments(rank: Rank, task: Task) -> dict[str, Any]:
     """Return the test's arguments, with those that this rank makes by itself."""
     world_size = task.group.world_size
-    made: dict[str, Any] = {"rank": rank, "world_size": world_size, "group": dist.group.WORLD}
+    own: dict[str, Any] = {"rank": rank.start.rank, "world_size": world_size, "group": dist.group.WORLD}
     if any(isinstance(value, OnRank) and value.what == "mesh" for value in task.arguments.values()):
         axes = task.mesh or {"dp": world_size}
         sizes = tuple(axes.values())
-        made["mesh"] = dist.device_mesh.init_device_mesh("cpu", sizes, mesh_dim_names=tuple(axes))
-    return {name: made[value.what] if isinstance(value, OnRank) else value for name, value in task.arguments.items()}
+        own["mesh"] = dist.device_mesh.init_device_mesh("cpu", sizes, mesh_dim_names=tuple(axes))
+        # Otherwise a short test could close its groups' connections before others have opened theirs.
+        with rank.recorder.unseen():
+            dist.barrier()
+    return {name: own[value.what] if isinstance(value, OnRank) else value for name, value in task.arguments.items()}

@@ -52,7 +52,7 @@ def test_end_comparisons_are_made_before_an_exit_too(tmp_path: Path) -> None:
     [
         ("raise KeyboardInterrupt", "ranks 0 and 1 raised KeyboardInterrupt at train.py:2"),
         ("sys.stderr.close(); sys.exit('no text')", "ranks 0 and 1 called sys.exit with no text at train.py:2"),
-        ("os.execv('/bin/true', ['true'])", "the script becomes another program by os.execv() at train.py:2"),
+        ("os.execv('/bin/true', ['true'])", "the script runs another program by os.execv() at train.py:2"),
     ],
 )
 def test_a_script_that_ends_before_it_has_begun_does_not_pass(line: str, words: str, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import BatchSampler, DistributedSampler, TensorDataset
 
 from distlab.cli.drill import VALUED, read_options
-from distlab.tools.check.start.command import words_before
+from distlab.tools.check.start.command import leading_options
 from distlab.tools.drill.recording import innermost
 from distlab.tools.drill.runs import Recorded
 from distlab.tools.drill.verdict import Whole, ledger
@@ -279,13 +279,13 @@ def test_a_file_outside_of_the_copies_is_not_touched(tmp_path: Path) -> None:
 def test_all_that_is_wrong_is_said_at_once() -> None:
     done = drilled("--kill", "rank5@step0", "--resume", "x", "--faults", "flood", "absent.py")
     assert done.returncode == 2
-    for each in ("--kill is 'rank5@step0'", "--resume is 'x'", "--faults is 'flood'", "'absent.py' is not there"):
+    for each in ("--kill is 'rank5@step0'", "--resume is 'x'", "--faults is 'flood'", "'absent.py' does not exist"):
         assert each in done.stdout
 
 
 def test_words_before_the_script() -> None:
     words = ["WORLD_SIZE=4", "--kill=rank2@step7", "--json", "--resume", "4,2", "train.py", "--steps", "9"]
-    found, settings, rest, faults = words_before(words, VALUED, ("--json",))
+    found, settings, rest, faults = leading_options(words, VALUED, ("--json",))
     assert (settings, rest, faults) == (["WORLD_SIZE=4"], ["train.py", "--steps", "9"], [])
     options, more = read_options(found, 4)
     assert (options["kill"], options["resume"], options["as_json"], more) == ((2, 7), [4, 2], True, [])
@@ -294,12 +294,12 @@ def test_words_before_the_script() -> None:
 @pytest.mark.parametrize(
     ("words", "fault"),
     [
-        (["--state"], "--state has no value behind it"),
-        (["--fast", "train.py"], "--fast is no option of this command: "),
+        (["--state"], "--state needs a value after it"),
+        (["--fast", "train.py"], "--fast is not an option of this command; "),
     ],
 )
 def test_an_option_that_is_wrong_is_named(words: list[str], fault: str) -> None:
-    assert words_before(words, VALUED, ("--json",))[3][0].startswith(fault)
+    assert leading_options(words, VALUED, ("--json",))[3][0].startswith(fault)
 
 
 SMALL = {"LAB_STEPS": "8", "LAB_DEPTH": "1", "LAB_WIDTH": "16", "LAB_SEQ": "16", "LAB_BATCH": "8"}

@@ -11,7 +11,7 @@ from IPython.core.error import UsageError
 from IPython.testing.globalipapp import get_ipython
 
 from distlab.tools.notebook.magics import RanksMagics
-from distlab.tools.notebook.shown import CellFailed
+from distlab.tools.notebook.output import CellFailed
 
 TOP = Path(__file__).parents[3]
 NOTEBOOKS = sorted((TOP / "notebooks").glob("*.ipynb"))
@@ -31,12 +31,12 @@ def typed() -> Iterator[RanksMagics]:
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ("0", "'0' is no number of ranks, allowed: 1 to 64"),
-        ("four", "'four' is no number of ranks, allowed: 1 to 64"),
-        ("65", "'65' is no number of ranks, allowed: 1 to 64"),
-        ("2 --only x", "'x' is no list of ranks, allowed: such as 0 or 0,2"),
-        ("2 --only 1,2", "--only has rank 2, and there are ranks 0 to 1"),
-        ("2 --show wires", "'wires' is nothing to show, allowed: wire, timeline, memory"),
+        ("0", "'0' is not a number of ranks, allowed: 1 to 64"),
+        ("four", "'four' is not a number of ranks, allowed: 1 to 64"),
+        ("65", "'65' is not a number of ranks, allowed: 1 to 64"),
+        ("2 --only x", "'x' is not a list of ranks, expected such as 0 or 0,2"),
+        ("2 --only 1,2", "--only has rank 2, but the ranks are 0 to 1"),
+        ("2 --show wires", "'wires' cannot be shown, allowed: wire, timeline, memory"),
         ("2 --hide", "unrecognized arguments: --hide"),
         ("2 '", "No closing quotation"),
     ],
@@ -97,7 +97,7 @@ SAYS = {
         "rank 0 waits in all_reduce #0 of all ranks at cell 3, line 2",
         "Each sends first, and none receives",
         "rank 3 was killed by SIGKILL",
-        "rank 3 began anew",
+        "rank 3 restarted",
         "model(1) gives other numbers on ranks 1, 2 and 3 than on rank 0",
     ],
 }  # fmt: skip

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from distlab.tools.notebook import shown
+from distlab.tools.notebook import output
 from distlab.tools.notebook.session import Session
 
 PAGE = Path(__file__).parents[3] / "docs" / "notebooks.md"
@@ -21,8 +21,8 @@ def test_the_page_shows_what_its_cells_give() -> None:
         session.start(int(cells[0][0]))
         for number, (_, source, wanted) in enumerate(cells, 1):
             result = session.run_cell(number, source)
-            lines = list(shown.outputs(result))
-            lines += shown.failure(result, source).lines if result.outcome.is_bad else []
+            lines = list(output.outputs(result))
+            lines += output.failure(result, source).lines if result.outcome.is_bad else []
             text = re.sub(r"\x1b\[\d+m", "", "\n".join(lines))
             assert text.splitlines() == wanted.splitlines()
     finally:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from distlab.tools.notebook import shown
+from distlab.tools.notebook import output
 from distlab.tools.notebook.session import Result, Session
 
 pytestmark = pytest.mark.timeout(120)
@@ -46,11 +46,11 @@ class Notebook:
         """What is shown of a cell that goes well."""
         result = self.cell(source, *only)
         assert not result.outcome.is_bad, self.failure(result)
-        return list(shown.outputs(result))
+        return list(output.outputs(result))
 
     def failure(self, result: Result) -> str:
-        text = "\n".join(shown.failure(result, self.source).lines)
-        for code in (shown.RED, shown.BOLD, shown.PLAIN):
+        text = "\n".join(output.failure(result, self.source).lines)
+        for code in (output.RED, output.BOLD, output.PLAIN):
             text = text.replace(code, "")
         return text
 
@@ -88,14 +88,14 @@ def test_a_deadlock_is_told_with_both_lines_and_names_stay(notebook: Notebook) -
     result = notebook.cell(
         "import time\nif rank == 0:\n    dist.all_reduce(torch.ones(2))\nelse:\n    dist.barrier()\n"
     )
-    said = notebook.failure(result)
+    text = notebook.failure(result)
     assert result.outcome.is_bad
-    assert result.made_anew == []
+    assert result.restarted == []
     number = notebook.number
-    assert f"rank 0 waits in all_reduce #0 of all ranks at cell {number}, line 3" in said
-    assert "rank 0 -->   3     dist.all_reduce(torch.ones(2))" in said
-    assert "ranks 1 and 2 -->   5     dist.barrier()" in said
-    assert "all ranks have kept what the cells before have made" in said
+    assert f"rank 0 waits in all_reduce #0 of all ranks at cell {number}, line 3" in text
+    assert "rank 0 -->   3     dist.all_reduce(torch.ones(2))" in text
+    assert "ranks 1 and 2 -->   5     dist.barrier()" in text
+    assert "all ranks have kept the results of earlier cells" in text
     assert notebook.lines("kept") == ["rank 0 | = 0", "rank 1 | = 1", "rank 2 | = 2"]
     assert notebook.lines("t = torch.ones(1)\ndist.all_reduce(t)\nt.item()") == ["all 3 ranks | = 3.0"]
 
@@ -103,35 +103,35 @@ def test_a_deadlock_is_told_with_both_lines_and_names_stay(notebook: Notebook) -
 def test_deadlocks_one_right_after_the_other_are_each_told(notebook: Notebook) -> None:
     """What ranks tell as they are called back is of the cell before."""
     for _ in range(3):
-        said = notebook.failure(notebook.cell("large = torch.zeros(10_000_000)\ndist.send(large, (rank + 1) % 3)"))
-        assert f"at cell {notebook.number}, line 2" in said.splitlines()[0]
-        assert "Each sends first, and none receives" in said
+        text = notebook.failure(notebook.cell("large = torch.zeros(10_000_000)\ndist.send(large, (rank + 1) % 3)"))
+        assert f"at cell {notebook.number}, line 2" in text.splitlines()[0]
+        assert "Each sends first, and none receives" in text
 
 
 def test_a_rank_outside_of_the_cell_is_waited_for_by_name(notebook: Notebook) -> None:
-    said = notebook.failure(notebook.cell("dist.barrier()", 0, 1))
-    assert "ranks 0 and 1 wait in barrier #0" in said.replace("rank 0 waits", "ranks 0 and 1 wait")
-    assert "rank 2 has ended without it" in said
+    text = notebook.failure(notebook.cell("dist.barrier()", 0, 1))
+    assert "ranks 0 and 1 wait in barrier #0" in text.replace("rank 0 waits", "ranks 0 and 1 wait")
+    assert "rank 2 has ended without it" in text
 
 
 def test_an_exception_is_shown_once_with_its_ranks_and_its_line(notebook: Notebook) -> None:
-    said = notebook.failure(notebook.cell("def f(x):\n    return 1 / x\n\nf(min(rank, 1))\n"))
+    text = notebook.failure(notebook.cell("def f(x):\n    return 1 / x\n\nf(min(rank, 1))\n"))
     number = notebook.number
-    assert said.count("ZeroDivisionError: division by zero") == 1
-    assert "ZeroDivisionError on rank 0" in said
-    assert f"cell {number}, line 2, in f" in said
-    assert "rank 0 -->   2     return 1 / x" in said
-    said = notebook.failure(notebook.cell("raise ValueError('on all')"))
-    assert said.splitlines()[0] == "ValueError on all 3 ranks"
-    said = notebook.failure(notebook.cell("x = (\n"))
-    assert f"cell {notebook.number}, line 1" in said
-    assert "SyntaxError: '(' was never closed" in said
+    assert text.count("ZeroDivisionError: division by zero") == 1
+    assert "ZeroDivisionError on rank 0" in text
+    assert f"cell {number}, line 2, in f" in text
+    assert "rank 0 -->   2     return 1 / x" in text
+    text = notebook.failure(notebook.cell("raise ValueError('on all')"))
+    assert text.splitlines()[0] == "ValueError on all 3 ranks"
+    text = notebook.failure(notebook.cell("x = (\n"))
+    assert f"cell {notebook.number}, line 1" in text
+    assert "SyntaxError: '(' was never closed" in text
 
 
 def test_who_raises_is_blamed_and_not_who_waits_for_it(notebook: Notebook) -> None:
-    said = notebook.failure(notebook.cell("if rank == 2:\n    raise KeyError('here')\ndist.barrier()"))
-    assert said.splitlines()[0] == "KeyError on rank 2"
-    assert "Connection" not in said
+    text = notebook.failure(notebook.cell("if rank == 2:\n    raise KeyError('here')\ndist.barrier()"))
+    assert text.splitlines()[0] == "KeyError on rank 2"
+    assert "Connection" not in text
 
 
 @pytest.mark.parametrize(
@@ -142,16 +142,16 @@ def test_an_interrupt_brings_all_back(notebook: Notebook, source: str) -> None:
     result = notebook.interrupted(source)
     assert result.interrupted
     assert "interrupted" in notebook.failure(result)
-    assert result.made_anew == []
+    assert result.restarted == []
     assert notebook.lines("kept") == ["rank 0 | = 0", "rank 1 | = 1", "rank 2 | = 2"]
 
 
 def test_a_rank_that_dies_is_named_and_made_anew(notebook: Notebook) -> None:
     notebook.lines("kept = rank")
     result = notebook.cell("import os, signal\nif rank == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()")
-    said = notebook.failure(result)
-    assert said.splitlines()[0].startswith("rank 1 was killed by SIGKILL")
-    assert "rank 1 began anew: what the cells before have made is gone there, and kept on all others" in said
+    text = notebook.failure(result)
+    assert text.splitlines()[0].startswith("rank 1 was killed by SIGKILL")
+    assert "rank 1 restarted and lost the results of earlier cells; all other ranks have kept theirs" in text
     assert [notebook.session.names.get(rank, []).count("kept") for rank in range(3)] == [1, 0, 1]
     assert notebook.lines("'kept' in dir()") == ["ranks 0 and 2 | = True", "rank 1 | = False"]
 
@@ -165,8 +165,8 @@ def test_a_rank_that_dies_is_named_and_made_anew(notebook: Notebook) -> None:
 )
 def test_a_cell_that_ends_its_rank_has_failed(notebook: Notebook, end: str, words: str) -> None:
     result = notebook.cell(f"import os, posix\nif rank == 1:\n    {end}")
-    said = notebook.failure(result)
-    assert words in said, said
+    text = notebook.failure(result)
+    assert words in text, text
 
 
 def test_names_are_those_that_cells_have_made_on_each_rank(notebook: Notebook) -> None:
@@ -174,8 +174,8 @@ def test_names_are_those_that_cells_have_made_on_each_rank(notebook: Notebook) -
     notebook.cell("stuck = 3\nif rank == 1:\n    dist.barrier()")  # called back, it tells its names too
     made = [notebook.session.names[rank][-4:] for rank in range(3)]
     assert [names[-3:] for names in made] == [["math", "own", "stuck"], *[["own", "later", "stuck"]] * 2]
-    assert shown.names([]) == "no names yet"
-    assert shown.names([*"abcdefghij"]) == "10 names: ..., c, d, e, f, g, h, i, j"
+    assert output.names([]) == "no names yet"
+    assert output.names([*"abcdefghij"]) == "10 names: ..., c, d, e, f, g, h, i, j"
 
 
 def test_a_rank_that_dies_between_two_cells_is_made_anew(notebook: Notebook) -> None:
@@ -186,28 +186,28 @@ def test_a_rank_that_dies_between_two_cells_is_made_anew(notebook: Notebook) -> 
         time.sleep(0.02)
     result = notebook.cell("dist.barrier()")
     assert not result.outcome.is_bad
-    assert result.made_anew == [2]
+    assert result.restarted == [2]
 
 
 def test_a_rank_that_does_not_come_back_is_made_anew(notebook: Notebook) -> None:
     deaf = "import ctypes\nif rank == 1:\n    ctypes.PyDLL(None).sleep(60)\ndist.barrier()"  # it keeps the interpreter
     result = notebook.interrupted(deaf)
     assert result.interrupted
-    assert result.made_anew == [1]
+    assert result.restarted == [1]
 
 
 def test_what_is_measured_is_of_this_cell(notebook: Notebook) -> None:
     notebook.lines("dist.all_reduce(torch.ones(1_000_000))")
     result = notebook.cell("t = torch.ones(250_000)\ndist.all_reduce(t)", measured=True)
-    table = shown.wire_table(result).splitlines()
+    table = output.wire_table(result).splitlines()
     assert table[1].split()[:3] == ["bytes", "sent", "by"]
     sent = [int(row.split()[-2]) for row in table[2:]]
     assert all(1_333_332 <= each < 1_400_000 for each in sent), table  # 2(N-1)/N of 1 MB, and gloo's own framing
-    assert "at the peak" in shown.memory_table(result)
-    assert shown.timeline(result).startswith("<svg")
+    assert "at the peak" in output.memory_table(result)
+    assert output.timeline(result).startswith("<svg")
     quiet = notebook.cell("1", measured=True)
-    assert shown.wire_table(quiet) == "nothing was sent: no rank called another"
-    assert shown.timeline(quiet) == ""
+    assert output.wire_table(quiet) == "nothing was sent: no rank communicated"
+    assert output.timeline(quiet) == ""
 
 
 def test_a_proof_in_a_cell_fails_and_passes(notebook: Notebook) -> None:
@@ -219,8 +219,8 @@ def test_a_proof_in_a_cell_fails_and_passes(notebook: Notebook) -> None:
         "distlab.same_as_one_process(model=model, batch=batch)\n"
     )
     assert notebook.lines(right) == []
-    said = notebook.failure(notebook.cell(right.replace("manual_seed(seed)", "manual_seed(seed + rank)")))
-    assert "model(1) gives other numbers on ranks 1 and 2 than on rank 0" in said
+    text = notebook.failure(notebook.cell(right.replace("manual_seed(seed)", "manual_seed(seed + rank)")))
+    assert "model(1) gives other numbers on ranks 1 and 2 than on rank 0" in text
 
 
 def test_ranks_end_with_the_process_that_has_them(tmp_path: Path) -> None:

@@ -274,14 +274,14 @@ ENDS = ("a", 1000), ("b", 2000)
 
 
 class Told:
-    """A Telling, a Recorder and a Waits, with counters made up here."""
+    """A Reporter, a Recorder and a Waits, with counters made up here."""
 
     def __init__(self) -> None:
         self.said: list[tuple[Any, ...]] = []
         self.bytes: int | None = 0
         self.depth = 0
 
-    def say(self, *values: Any) -> None:
+    def send(self, *values: Any) -> None:
         self.said.append(values)
 
     @contextmanager
@@ -293,7 +293,7 @@ class Told:
     def hidden(self) -> bool:
         return self.depth > 0
 
-    def sent(self) -> dict[Any, int]:
+    def sent_bytes(self) -> dict[Any, int]:
         return {} if self.bytes is None else {ENDS: self.bytes}
 
 

@@ -122,7 +122,7 @@ def test_a_module_is_named_as_python_takes_it(tmp_path: Path, monkeypatch: pytes
     assert "distlab prove -m trained.inner" in made.one_line
     absent = check(Path("-m"), 2, tmp_path, "trained.other", command="prove")
     assert absent.code == 2, absent.output
-    assert "-m 'trained.other' is not there: expected the name of a module" in absent.output
+    assert "-m 'trained.other' does not exist: expected a module" in absent.output
 
 
 def test_a_script_that_needs_two_ranks_is_compared_with_two(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ Typed = Callable[..., tuple[int, str]]
 def warm() -> Iterator[Runner]:
     """Has a fork server, which has imported torch."""
     runner = Runner(Path())
-    runner.have(1)
+    runner.ensure(1)
     yield runner
     runner.close()
 

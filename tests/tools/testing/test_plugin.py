@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import distlab
-from distlab.tools.check.start.script_process import Bedside
+from distlab.tools.check.start.script_process import ScriptChannel
 from tests.docs.pages import page
 from tests.launched import ended_warm
 from tests.tools.check.cases import line_of
@@ -72,7 +72,7 @@ def test_an_assert_is_shown_as_pytest_does_with_what_each_rank_printed(said: str
         ("test_killed", "rank 1 was killed by SIGKILL"),
         ("test_garbage", "shape mismatch"),
         ("test_slow", "not done after 1 s"),
-        ("test_cannot_travel", "the argument 'capsys' cannot travel to a rank"),
+        ("test_cannot_travel", "the argument 'capsys' cannot be sent to a rank"),
         ("test_is_not_one_process", "own samples alone: never summed over the 2 ranks of dp"),
     ],
 )  # fmt: skip
@@ -108,7 +108,7 @@ def test_a_test_that_names_no_number_of_ranks_takes_those_of_the_command_line(sa
     assert "test_as_many_as_asked_for[2 ranks]" in done.stdout and "1/" in done.stdout, "and two where none is named"
     done = pytest_on("--ranks", "0,two", "-q", str(FAILING))
     assert done.returncode == 4
-    assert "'0,two' is no list of numbers of ranks, allowed: such as 4 or 1,2,4" in done.stdout
+    assert "'0,two' is not a list of numbers of ranks, expected such as 4 or 1,2,4" in done.stdout
 
 
 LONG = """
@@ -167,6 +167,12 @@ def test_without_a_call(number):
     pass
 
 
+@pytest.mark.parametrize("number", range(2))
+@distlab.ranks(mesh={"dp": 2, "tp": 2})
+def test_on_a_mesh_without_a_call(number, mesh):
+    pass
+
+
 def test_by_a_fixture_that_is_gone(ranks):
     pass
 """
@@ -175,8 +181,8 @@ def test_by_a_fixture_that_is_gone(ranks):
 def test_who_is_done_at_once_waits_for_those_that_still_connect(tmp_path: Path) -> None:
     (tmp_path / "test_late.py").write_text(LATE)
     done = pytest_on("-q", "-o", "addopts=", str(tmp_path / "test_late.py"))
-    assert "5 passed, 1 error" in done.stdout, done.stdout
-    assert "the fixture ranks is gone: @distlab.ranks(3) runs the body of a test on three ranks" in done.stdout
+    assert "7 passed, 1 error" in done.stdout, done.stdout
+    assert "the fixture `ranks` was removed: use @distlab.ranks(3)" in done.stdout
 
 
 # What the bound leaves out, whatever this machine does: what the doctor sees of a rank is as it is.
@@ -217,15 +223,15 @@ def test_who_shares_a_core_with_another_is_starved_half_of_the_time() -> None:
     core = min(os.sched_getaffinity(0))
     busy = f"import os, time; os.sched_setaffinity(0, [{core}]); end = time.time() + 2\nwhile time.time() < end: pass"
     both = [subprocess.Popen([sys.executable, "-c", busy]) for _ in range(2)]
-    bedside = object.__new__(Bedside)
-    bedside.process = cast(Any, both[0])
+    channel = object.__new__(ScriptChannel)
+    channel.process = cast(Any, both[0])
     most = 0.0
     while both[0].poll() is None:
-        most = max(most, bedside.starved_s())
+        most = max(most, channel.starved_s())
         time.sleep(0.05)
     both[1].wait()
     assert most > 0.3
-    assert bedside.starved_s() == 0.0, "it is gone"
+    assert channel.starved_s() == 0.0, "it is gone"
 
 
 def until(holds: Callable[[], bool], timeout_s: float) -> None:
@@ -296,7 +302,7 @@ def test_a_decorator_says_what_it_takes() -> None:
 
 @pytest.mark.parametrize(("sizes", "mesh", "words"), [
     ((2, 0), None, "ranks got 0, allowed: numbers of ranks from 1"), (("4",), None, "ranks got '4'"),
-    ((4, 3), {"dp": 2, "tp": 2}, "a mesh of dp 2 x tp 2 is 4 ranks, not 3"),
+    ((4, 3), {"dp": 2, "tp": 2}, "a mesh of dp 2 x tp 2 has 4 ranks, not 3"),
 ])  # fmt: skip
 def test_a_decorator_refuses_what_is_no_number_of_ranks(sizes: Any, mesh: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):

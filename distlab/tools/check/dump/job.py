@@ -63,7 +63,7 @@ class DumpPlaces(Places):
                     f_code=self._code_of.setdefault((file, function), code), f_lineno=number, f_back=frame
                 )
             in_thread = any(name == "_bootstrap" and file.endswith("threading.py") for file, _, name in lines)
-            self._place_of[lines] = CallPlace(*self._told(self._stack(frame), in_thread, by_starter=False))
+            self._place_of[lines] = CallPlace(*self._values(self._stack(frame), in_thread, by_starter=False))
         return self._place_of[lines]
 
 

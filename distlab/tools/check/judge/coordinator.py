@@ -19,7 +19,7 @@ from distlab.tools.check.judge.failures import aborted, failures, has_failed, la
 from distlab.tools.check.judge.matching import Matching, new_calls
 from distlab.tools.check.judge.rank_state import HANG, Finding, RankState
 from distlab.tools.check.judge.silent_faults import SilentFaults
-from distlab.tools.check.watch.telling import now
+from distlab.tools.check.watch.reporter import now
 
 GATHER_S = 1.5  # from the first sign of a fault to the report: other ranks' messages may be on their way
 SURE_S = 3.0  # the time after which ranks in mismatched calls count as hung

@@ -26,7 +26,7 @@ from distlab.tools.check.judge.exceptions import describe_exception, failure_key
 from distlab.tools.check.judge.framework_remedies import ALONE, cause_remedy
 from distlab.tools.check.judge.matching import Matching
 from distlab.tools.check.judge.rank_state import END, Finding, Raised, RankState, Wait, call_text, ranks_by, ranks_do
-from distlab.tools.check.watch.own_ranks import INSTEAD
+from distlab.tools.check.watch.spawned_ranks import INSTEAD
 
 ABORTS = tuple(-number for number in (signal.SIGABRT, signal.SIGSEGV, signal.SIGFPE, signal.SIGILL, signal.SIGBUS))
 # Messages that no connection raises.

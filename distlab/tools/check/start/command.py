@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from distlab.lab.cluster.launch import check_open_file_limit, handle_stop_signals, launch, named_run
 from distlab.lab.config import Config, ConfigError, commands, launchers
 from distlab.lab.config.settings import Field, ModeOptions, suggest
-from distlab.tools.check.start.fork_servers import ForkServer, is_one_for_all
+from distlab.tools.check.start.fork_servers import ForkServer, has_fixed_hash_seed
 
 SHARED = {
     "rank", "world_size", "master_addr", "master_port", "key", "local_rank", "threads", "runs_dir", "run_id",
@@ -28,7 +28,7 @@ class FileOptions(ModeOptions):
 
     hang_after_s: float = Field(
         5, alias="LAB_HANG_AFTER_S", ge=0.5, le=10**6, allow_inf_nan=False,
-        description="seconds without progress after which ranks that wait for each other are called hung",
+        description="seconds without progress after which ranks that wait for each other count as hung",
     )  # fmt: skip
 
 
@@ -37,7 +37,7 @@ class CheckOptions(FileOptions):
 
     every: int = Field(
         100, alias="LAB_CHECK_EVERY", ge=1, le=10**9,
-        description="optimizer steps from one comparison of the replicas' weights to the next",
+        description="optimizer steps between two comparisons of the replicas' weights",
     )  # fmt: skip
     mesh: str | None = Field(
         None, alias="LAB_MESH", pattern=r"^\w+:\d+(,\w+:\d+)*$",
@@ -45,7 +45,7 @@ class CheckOptions(FileOptions):
     )  # fmt: skip
     requirements: str | None = Field(
         None, alias="LAB_REQUIREMENTS",
-        description="pip's list of what the script needs, beside it, such as requirements.txt (containers alone)",
+        description="pip requirements file next to the script, such as requirements.txt (only in containers)",
     )  # fmt: skip
 
 
@@ -56,34 +56,34 @@ class ProofOptions(FileOptions):
 
     requirements: str | None = Field(
         None, alias="LAB_REQUIREMENTS",
-        description="pip's list of what the file needs, beside it, such as requirements.txt (containers alone)",
+        description="pip requirements file next to the file, such as requirements.txt (only in containers)",
     )  # fmt: skip
 
 
-class Errand(NamedTuple):
+class FileCommand(NamedTuple):
     """A command that runs a user's file on all ranks."""
 
-    command: str
+    name: str
     help: str
-    what: str  # the file, in words
+    file_kind: str  # "script" or "file"
     options: type[FileOptions]
     used: set[str]  # the fields of Config that it uses
-    play: Callable[[Config], Any]  # makes the function that a rank's process runs from the settings
-    job: Mapping[str, Any] = {}  # additional fields of the Job
+    runner_for: Callable[[Config], Any] = lambda config: None  # noqa: ARG005  of the Job
+    job_fields: Mapping[str, Any] = {}  # additional fields of the Job
 
 
-def start(errand: Errand, words: Sequence[str]) -> int:
+def start(command: FileCommand, words: Sequence[str]) -> int:
     """Run the file; return the exit code."""
     started_at = time.time()
     if not words or words[0] in commands.HELP:
-        print(errand.help.format(own=", ".join(own_variables(errand.options))))
+        print(command.help.format(own=", ".join(own_variables(command.options))))
         return 0
     try:
-        environ, script, arguments, module = understood(errand, words)
+        environ, script, arguments, module = parse_words(command, words)
         os.environ.update(environ)
         engine = launchers.read_launcher(os.environ)
         os.environ.update(engine.variables)
-        config = configured(errand, os.environ, engine.faults, script)
+        config = read_config(command, os.environ, engine.faults, script)
         if config.rank is None:
             check_open_file_limit(config.world_size)
             handle_stop_signals()
@@ -96,27 +96,28 @@ def start(errand: Errand, words: Sequence[str]) -> int:
     from distlab.tools.check.start.script import Job
 
     shown = os.environ.get("DISTLAB_TYPED", str(script))
-    own: FileOptions = config.own(errand.options)
-    job = Job(script.resolve(), shown, tuple(arguments), own.hang_after_s, errand.command, play=errand.play(config))
+    own: FileOptions = config.own(command.options)
+    runner = command.runner_for(config)
+    job = Job(script.resolve(), shown, tuple(arguments), own.hang_after_s, command.name, runner=runner)
     if isinstance(own, CheckOptions):
-        job = job._replace(every=own.every, mesh=axes_of(own.mesh), module=module, **errand.job)
+        job = job._replace(every=own.every, mesh=parse_mesh(own.mesh), module=module, **command.job_fields)
 
-    def be_rank() -> int:
-        mine = Config.read(usable(os.environ), options=errand.options).model_copy(update={"run_mode": errand.command})
-        from distlab.tools.check.start.rank_supervisor import Rank
+    def run_rank() -> int:
+        mine = Config.read(without_run_mode(), options=command.options).model_copy(update={"run_mode": command.name})
+        from distlab.tools.check.start.rank_supervisor import RankSupervisor
 
-        told = engine.told if config.rank is not None else ""
-        return Rank(
-            mine, job, started_at, told, keep_server(servers, mine.rank or 0, forked=config.rank is None)
-        ).live()
+        launcher = engine.told if config.rank is not None else ""
+        return RankSupervisor(
+            mine, job, started_at, launcher, keep_server(servers, mine.rank or 0, forked=config.rank is None)
+        ).run()
 
     if config.rank is not None:
-        return be_rank()
+        return run_rank()
     import distlab.tools.check.start.rank_supervisor  # noqa: F401  (torch, once for all ranks)
     from distlab.lab.rank.finish import complete
 
     with named_run(config) as folder:
-        code = launch(config, be_rank)
+        code = launch(config, run_rank)
         complete(code, folder)
     return code
 
@@ -130,7 +131,7 @@ def quieten_torch() -> None:
 def start_servers(config: Config) -> dict[int, ForkServer]:
     """Start one server per rank that this process starts or is, which import torch; none if all ranks share a hash
     seed."""
-    if is_one_for_all():
+    if has_fixed_hash_seed():
         return {}
     ranks = range(config.world_size) if config.rank is None else [config.rank]
     servers = {rank: ForkServer(["distlab.tools.check.start.script"]) for rank in ranks}
@@ -153,43 +154,43 @@ def own_variables(options: type[FileOptions]) -> list[str]:
     return [str(field.alias) for field in options.model_fields.values()]
 
 
-def words_before(
+def leading_options(
     words: Sequence[str], valued: Sequence[str], flags: Sequence[str]
 ) -> tuple[dict[str, str], list[str], list[str], list[str]]:
-    """Before a file: its options by name, and the settings; the file with all behind it; and what is wrong."""
-    found: dict[str, str] = {}
+    """Return the options before a file by name, the settings, the file and all words after it, and the faults."""
+    options: dict[str, str] = {}
     settings, rest, faults = list[str](), list(words), list[str]()
     while rest:
         name, equals, value = rest[0].partition("=")
         if name in valued:
             rest.pop(0)
-            faults += [f"{name} has no value behind it"] if not (equals or rest) else []
-            found[name] = value if equals or not rest else rest.pop(0)
+            faults += [f"{name} needs a value after it"] if not (equals or rest) else []
+            options[name] = value if equals or not rest else rest.pop(0)
         elif rest[0] in flags:
-            found[rest.pop(0)] = ""
+            options[rest.pop(0)] = ""
         elif equals and not name.startswith("-") and not Path(rest[0]).exists():
             settings.append(rest.pop(0))
         elif name.startswith("--") and name != "--help":
             allowed = ", ".join([*valued, *flags])
-            faults.append(f"{rest.pop(0)} is no option of this command: allowed before the file are {allowed}")
+            faults.append(f"{rest.pop(0)} is not an option of this command; allowed before the file: {allowed}")
         else:
             break
-    return found, settings, rest, faults
+    return options, settings, rest, faults
 
 
-def understood(errand: Errand, words: Sequence[str]) -> tuple[dict[str, str], Path, list[str], str]:
-    """Return settings, file, its arguments, and its name if given by -m; raises ConfigError."""
-    given: dict[str, str] = {}
+def parse_words(command: FileCommand, words: Sequence[str]) -> tuple[dict[str, str], Path, list[str], str]:
+    """Return settings, file, its arguments, and its name if named by -m; raises ConfigError."""
+    settings: dict[str, str] = {}
     rest = list(words)
     while rest and "=" in rest[0] and not Path(rest[0]).exists():
-        given |= commands.settings([rest.pop(0)])
+        settings |= commands.settings([rest.pop(0)])
     if not rest:
-        usage = errand.help.partition("\n")[0].removeprefix("usage: ")
-        raise ConfigError([f"no {errand.what} is named: {usage}"])
-    if rest[0] == "-m" and errand.options is CheckOptions:
+        usage = command.help.partition("\n")[0].removeprefix("usage: ")
+        raise ConfigError([f"no {command.file_kind} given; usage: {usage}"])
+    if rest[0] == "-m" and command.options is CheckOptions:
         name = rest[1] if len(rest) > 1 else ""
-        return given, file_of(name), rest[2:], name
-    return given, Path(rest[0]), rest[1:], ""
+        return settings, file_of(name), rest[2:], name
+    return settings, Path(rest[0]), rest[1:], ""
 
 
 def file_of(module: str) -> Path:
@@ -202,46 +203,43 @@ def file_of(module: str) -> Path:
         files = [Path(spec.origin)]
     found = [each for each in files if each.suffix == ".py" and each.is_file()]
     if not found:
-        raise ConfigError(
-            [f"-m {module!r} is not there: expected the name of a module, as `python -m` takes it from here"]
-        )
+        raise ConfigError([f"-m {module!r} does not exist: expected a module that `python -m` finds here"])
     return found[0]
 
 
-def axes_of(mesh: str | None) -> list[tuple[str, int]]:
+def parse_mesh(mesh: str | None) -> list[tuple[str, int]]:
     parts = [each.partition(":") for each in (mesh or "").split(",") if each]
     return [(name, int(size)) for name, _, size in parts]
 
 
-def usable(environ: os._Environ[str] | dict[str, str]) -> dict[str, str]:
-    """Return the environment without variables of the lab's own runs."""
-    return {name: value for name, value in environ.items() if name != "RUN_MODE"}
+def without_run_mode() -> dict[str, str]:
+    """Return the environment without RUN_MODE, which is a variable of the lab's own runs."""
+    return {name: value for name, value in os.environ.items() if name != "RUN_MODE"}
 
 
-def configured(errand: Errand, environ: os._Environ[str], faults: Sequence[str], script: Path) -> Config:
+def read_config(command: FileCommand, environ: os._Environ[str], faults: Sequence[str], script: Path) -> Config:
     """Return the settings; raises ConfigError with all faults at once."""
-    found = list(faults) + list(why_not(errand, script))
-    config = Config.read(usable(environ), found, options=errand.options)
+    found = list(faults) + list(script_faults(command, script))
+    config = Config.read(without_run_mode(), found, options=command.options)
     strange = sorted(
-        str(Config.model_fields[name].alias) for name in config.model_fields_set - errand.used - {"options"}
+        str(Config.model_fields[name].alias) for name in config.model_fields_set - command.used - {"options"}
     )
-    own: Any = config.own(errand.options)
-    command = errand.command
+    own: Any = config.own(command.options)
     if own.requirements and "DISTLAB_TYPED" not in environ:
-        where = f"./run {command}, or pip install it here"
-        raise ConfigError([f"LAB_REQUIREMENTS is installed in containers alone: {where}"])
+        instead = f"use ./run {command.name}, or pip install the requirements here"
+        raise ConfigError([f"LAB_REQUIREMENTS works only in containers: {instead}"])
     if strange:
-        raise ConfigError([f"{name} is of the lab's own runs: {command} runs your {errand.what}" for name in strange])
-    return config.model_copy(update={"run_mode": errand.command})
+        where = f"{command.name} runs your {command.file_kind} and does not use it"
+        raise ConfigError([f"{name} is a setting of the lab's own runs: {where}" for name in strange])
+    return config.model_copy(update={"run_mode": command.name})
 
 
-def why_not(errand: Errand, script: Path) -> list[str]:
+def script_faults(command: FileCommand, script: Path) -> list[str]:
     if sys.platform != "linux":
-        command = errand.command
-        return [f"{command} needs Linux: `./run {command} {errand.what.upper()}` takes it into containers"]
+        return [f"{command.name} needs Linux; in containers: `./run {command.name} {command.file_kind.upper()}`"]
     if not script.is_file():
         near = [each.name for each in script.parent.glob("*.py")] if script.parent.is_dir() else []
-        return [f"{str(script)!r} is not there{suggest(script.name, near)}: expected the file of a Python script"]
+        return [f"{str(script)!r} does not exist{suggest(script.name, near)}: expected a Python script"]
     try:
         compile(script.read_bytes(), str(script), "exec")
     except (SyntaxError, ValueError, OSError) as error:

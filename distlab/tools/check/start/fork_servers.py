@@ -17,12 +17,12 @@ from types import ModuleType
 from typing import Any
 
 
-def is_one_for_all() -> bool:
+def has_fixed_hash_seed() -> bool:
     """Return whether each new interpreter has the same hash seed."""
     return os.environ.get("PYTHONHASHSEED", "random") != "random"
 
 
-class TravellingFiles:
+class FilesToSend:
     """Open files for another process, which gets a tuple of objects with `detach`."""
 
     def __init__(self, *descriptors: int) -> None:
@@ -56,15 +56,15 @@ class ForkServer:
             os.close(self._server._forkserver_alive_fd)
             self._server._forkserver_alive_fd = None
 
-    def started(self, target: Callable[..., None], args: tuple[Any, ...], name: str) -> process.BaseProcess:
+    def start_process(self, target: Callable[..., None], args: tuple[Any, ...], name: str) -> process.BaseProcess:
         """Return a process that calls target(*args), which are sent to it."""
-        found = ForkServerProcess(target=target, args=args, name=name, daemon=True)
-        with self._asked():
-            found.start()
-        return found
+        child = ForkServerProcess(target=target, args=args, name=name, daemon=True)
+        with self._in_use():
+            child.start()
+        return child
 
     @contextmanager
-    def _asked(self) -> Iterator[None]:
+    def _in_use(self) -> Iterator[None]:
         """Make multiprocessing use this server, and keep the new process from importing our main module."""
         module: Any = forkserver
         connect, main = module.connect_to_new_process, sys.modules["__main__"]
@@ -78,7 +78,7 @@ class ForkServer:
             module.connect_to_new_process, sys.modules["__main__"] = connect, main
 
 
-def leave_to_others() -> None:
+def drop_server_pipe() -> None:
     """In a process that a server has forked, close its end of the pipe that keeps the server alive.
 
     multiprocessing gives one to each process, so that it can fork others. If the starter were killed, the server's own

@@ -31,15 +31,15 @@ import torch.distributed as dist
 from distlab.lab.cluster.address import listening_socket, resolve
 from distlab.lab.config.user_code import heed_endings
 from distlab.techniques.transport.store import HostedStore, KeyedStore, Prefixed
-from distlab.tools.check.start.fork_servers import be_main_process, leave_to_others
+from distlab.tools.check.start.fork_servers import be_main_process, drop_server_pipe
 from distlab.tools.check.watch import cuda_stand_in
 from distlab.tools.check.watch.handles import Waits
-from distlab.tools.check.watch.own_ranks import OwnRanks
 from distlab.tools.check.watch.patches import Function, Patch, put
 from distlab.tools.check.watch.recorder import Recorder
-from distlab.tools.check.watch.script_error import described, place_of
-from distlab.tools.check.watch.telling import Telling, now
-from distlab.tools.check.watch.watchers import recorded, watch_training
+from distlab.tools.check.watch.reporter import Reporter, now
+from distlab.tools.check.watch.script_error import describe_error, place_of
+from distlab.tools.check.watch.spawned_ranks import SpawnedRanks
+from distlab.tools.check.watch.watchers import install_recorder, watch_training
 
 # The process sends its Python stacks on request (script_process.py).
 
@@ -48,8 +48,8 @@ STACKS = signal.SIGRTMAX - 1 if sys.platform == "linux" else signal.SIGUSR2  # t
 END = "\n\n"
 
 
-def answer(asked: int, stacks: int) -> None:
-    """Start once, in the watched process: a write to the pipe `asked` is answered with its stacks in the pipe `stacks`.
+def answer_stack_requests(requests: int, stacks: int) -> None:
+    """Start once, in the watched process: a write to the pipe `requests` is answered by its stacks in pipe `stacks`.
 
     It uses no thread of threading, which the script would count and wait for.
     """
@@ -58,9 +58,9 @@ def answer(asked: int, stacks: int) -> None:
     def answering() -> None:
         with suppress(OSError):
             Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(ANSWERING)
-        while os.read(asked, 1):
+        while os.read(requests, 1):
             os.write(stacks, (stacks_of_all_threads() + END).encode(errors="replace"))
-        os.killpg(0, signal.SIGKILL)  # the requester has gone, and may not be the parent
+        os.killpg(0, signal.SIGKILL)  # the requester has exited, and may not be the parent
 
     _thread.start_new_thread(answering, ())
 
@@ -94,10 +94,10 @@ def stack_of(frame: types.FrameType | None) -> str:
 # and where forged bytes ended rank 0 by SIGSEGV (torch 2.13, once in the fuzz of ports). A store that a script opens
 # itself is its own, and so is the agent's under torchrun.
 
-AGAIN_S = 0.05
+RETRY_S = 0.05
 
 
-class Meeting:
+class ScriptStore:
     """The store of all ranks at MASTER_PORT, for ranks with `key`; `install` once."""
 
     def __init__(self, key: bytes) -> None:
@@ -108,26 +108,26 @@ class Meeting:
     def install(self) -> None:
         """Make `init_process_group` use this store."""
         # A torch.distributed function looks like one of its module.
-        put(Patch(importlib.import_module("torch.distributed.rendezvous"), "_create_c10d_store", self._meet))
+        put(Patch(importlib.import_module("torch.distributed.rendezvous"), "_create_c10d_store", self._create_store))
 
-    def _meet(
-        self, right: Function, host: str, port: int, rank: int, world_size: int, timeout: timedelta, *more: Any
+    def _create_store(
+        self, original: Function, host: str, port: int, rank: int, world_size: int, timeout: timedelta, *more: Any
     ) -> dist.Store:
         by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         if by_agent or port != int(os.environ["MASTER_PORT"]):
-            store: dist.Store = right(host, port, rank, world_size, timeout, *more)
+            store: dist.Store = original(host, port, rank, world_size, timeout, *more)
             return store
-        return self._met(host, port, rank, world_size, timeout.total_seconds())
+        return self._group_store(host, port, rank, world_size, timeout.total_seconds())
 
-    def _met(self, host: str, port: int, rank: int, world_size: int, timeout_s: float) -> dist.Store:
+    def _group_store(self, host: str, port: int, rank: int, world_size: int, timeout_s: float) -> dist.Store:
         """Return a store without keys: an earlier group's keys have another prefix, and so have those of fewer
         ranks."""
         self._times[world_size] += 1
         if self._store is None:
-            self._store = self._opened(host, port, rank, timeout_s)
+            self._store = self._open(host, port, rank, timeout_s)
         return Prefixed(f"meeting {self._times[world_size]} of {world_size}", self._store)
 
-    def _opened(self, host: str, port: int, rank: int, timeout_s: float) -> KeyedStore:
+    def _open(self, host: str, port: int, rank: int, timeout_s: float) -> KeyedStore:
         """Open it: rank 0 hosts it, the others wait until it listens. Raises DistNetworkError, as torch does."""
         deadline = time.monotonic() + timeout_s
         try:
@@ -140,7 +140,7 @@ class Meeting:
                 except ConnectionRefusedError:
                     if time.monotonic() > deadline:
                         raise
-                    time.sleep(AGAIN_S)
+                    time.sleep(RETRY_S)
         except (OSError, RuntimeError) as error:
             raise dist.DistNetworkError(f"no store at {host}:{port}: {error}") from None
 
@@ -163,8 +163,8 @@ class Job(NamedTuple):
     every: int = 100  # LAB_CHECK_EVERY
     mesh: Sequence[tuple[str, int]] = ()  # LAB_MESH
     double: bool = False  # use float64 as torch's default dtype
-    # How to run the script: (job, telling, recorder, waits). None: as `python SCRIPT WORDS` does.
-    play: Callable[["Job", Telling, Recorder, Waits], None] | None = None
+    # How to run the script: (job, reporter, recorder, waits). None: as `python SCRIPT WORDS` does.
+    runner: Callable[["Job", Reporter, Recorder, Waits], None] | None = None
     module: str = ""  # the script's name if given by -m: it runs in the current folder
     watch: Callable[[Recorder, str], Any] | None = None  # another observer of the script, with its argument
     reruns: Callable[..., Any] | None = None  # runs it again, only on rank 0, with (config, job, server)
@@ -184,9 +184,9 @@ class Ends(NamedTuple):
     """One end of each of four pipes: for the script's reports, for its stacks, for requests of these, and for its start
     and end."""
 
-    told: int
+    reports: int
     stacks: int
-    asked: int
+    requests: int
     gate: int
 
     def close(self) -> None:
@@ -194,22 +194,22 @@ class Ends(NamedTuple):
             os.close(each)
 
 
-def run_forked(job: Job, ends: Ends, doctors: Ends, doctor: int) -> None:
+def run_forked(job: Job, ends: Ends, supervisor_ends: Ends, supervisor: int) -> None:
     """Run in a process that the supervisor has forked from itself."""
-    doctors.close()
-    run(job, ends, doctor)
+    supervisor_ends.close()
+    run(job, ends, supervisor)
 
 
 def run_served(job: Job, files: Sequence[Any]) -> None:
     """Run in a process of the rank's fork server; `files` are its pipe ends and the supervisor's streams."""
-    told, stacks, asked, gate, *streams = (each.detach() for each in files)
+    reports, stacks, requests, gate, *streams = (each.detach() for each in files)
     for number, descriptor in enumerate(streams):
         os.dup2(descriptor, number)
         os.close(descriptor)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    leave_to_others()
-    run(job, Ends(told, stacks, asked, gate), os.getppid())
+    drop_server_pipe()
+    run(job, Ends(reports, stacks, requests, gate), os.getppid())
 
 
 def run(job: Job, ends: Ends, parent: int) -> None:
@@ -227,23 +227,23 @@ def run(job: Job, ends: Ends, parent: int) -> None:
         name, _, value = line.partition("=")
         os.environ[name] = value
     be_main_process()
-    Meeting(bytes.fromhex(os.environ.pop(STORE_KEY))).install()
-    telling = Telling(ends.told)
-    recorder, waits = recorded(telling, job.folder, int(os.environ["MASTER_PORT"]))
+    ScriptStore(bytes.fromhex(os.environ.pop(STORE_KEY))).install()
+    reporter = Reporter(ends.reports)
+    recorder, waits = install_recorder(reporter, job.folder, int(os.environ["MASTER_PORT"]))
     watch_training(recorder, job.every)
-    OwnRanks(recorder).install()
+    SpawnedRanks(recorder).install()
     stand_in = cuda_stand_in.install(recorder, job.script)
     if job.watch is not None:
         job.watch(recorder, os.environ.pop(PROVING))
-    play = job.play or partial(run_as_main, stand_in=stand_in)
-    if job.play is None:  # a proof does this itself
-        heed_endings(partial(tell_before, telling, recorder))
-    answer(ends.asked, ends.stacks)
-    telling.say("main", threading.get_ident())
-    code = ended(partial(play, job, telling, recorder, waits), telling, recorder)
-    waits.tell_sockets()
+    runner = job.runner or partial(run_as_main, stand_in=stand_in)
+    if job.runner is None:  # a proof does this itself
+        heed_endings(partial(report_before_exit, reporter, recorder))
+    answer_stack_requests(ends.requests, ends.stacks)
+    reporter.send("main", threading.get_ident())
+    code = run_to_end(partial(runner, job, reporter, recorder, waits), reporter, recorder)
+    waits.report_sockets()
     flush_streams()
-    telling.say("ended", code, now())
+    reporter.send("ended", code, now())
     os.read(ends.gate, 1)
     os._exit(code)
 
@@ -257,18 +257,18 @@ def flush_streams() -> None:
             setattr(sys, name, open(number, "w", buffering=1, closefd=False))  # noqa: SIM115
 
 
-def ended(play: Callable[[], None], telling: Telling, recorder: Recorder) -> int:
+def run_to_end(runner: Callable[[], None], reporter: Reporter, recorder: Recorder) -> int:
     """Run the script to its end, with its threads and exit handlers; return its exit code."""
     try:
-        play()
+        runner()
         code = 0
     except SystemExit as error:
-        code = exit_code(error, telling)
+        code = exit_code(error, reporter)
     except BaseException as error:
         code = 1
-        telling.say("raised", *described(error, recorder.places.kind), now())
+        reporter.send("raised", *describe_error(error, recorder.places.kind), now())
     if code == 0:
-        tell_end(recorder)
+        report_at_end(recorder)
     recorder.forget()
     threading._shutdown()  # type: ignore[attr-defined]  # waits for its threads, as the interpreter's end does
     atexit._run_exitfuncs()
@@ -276,23 +276,23 @@ def ended(play: Callable[[], None], telling: Telling, recorder: Recorder) -> int
     return code
 
 
-def tell_end(recorder: Recorder) -> None:
+def report_at_end(recorder: Recorder) -> None:
     """Report what is compared for scripts that end well."""
-    for tell in recorder.at_end:
+    for report in recorder.at_end:
         with suppress(Exception):  # a module whose memory was freed
-            tell()
+            report()
 
 
-def tell_before(telling: Telling, recorder: Recorder, call: str, place: str) -> None:
+def report_before_exit(reporter: Reporter, recorder: Recorder, call: str, place: str) -> None:
     """Report what is compared at the end, before the script ends its process itself; a program that replaces it is not
     observed."""
     if call == "os._exit(0)":
-        tell_end(recorder)
+        report_at_end(recorder)
     elif call.startswith("os.exec"):
-        telling.say("changed", f"the script becomes another program by {call} at {place}, which check does not see")
+        reporter.send("changed", f"the script runs another program by {call} at {place}, which check does not observe")
 
 
-def enter(job: Job) -> None:
+def enter_script(job: Job) -> None:
     """Take the script's place: its folder, its arguments, a main process."""
     atexit._clear()  # exit handlers of the supervisor's process
     folder = job.folder
@@ -302,7 +302,7 @@ def enter(job: Job) -> None:
 
 
 def run_as_main(
-    job: Job, telling: Telling, recorder: Recorder, waits: Waits, stand_in: cuda_stand_in.CudaStandIn | None  # noqa: ARG001
+    job: Job, reporter: Reporter, recorder: Recorder, waits: Waits, stand_in: cuda_stand_in.CudaStandIn | None  # noqa: ARG001
 ) -> None:  # fmt: skip
     """Run like `python SCRIPT WORDS`, in the script's folder; twice if it needs a GPU that it is shown then."""
     program = compile(job.script.read_bytes(), str(job.script), "exec")
@@ -310,22 +310,22 @@ def run_as_main(
     for name in [name for name in sys.modules if name.partition(".")[0] in OURS]:
         del sys.modules[name]
     sys.modules.update(kept)
-    enter(job)
+    enter_script(job)
     top = Path(__file__).parents[4]
     # A checkout has `tests` and `workers` too, names that the script may use; an installed package is in site-packages,
     # which the script needs.
     hidden = ("", str(top)) if (top / "pyproject.toml").is_file() else ("",)
     sys.path[1:] = [each for each in sys.path[1:] if each not in hidden]
-    left = None
+    failure = None
     try:
         execute(program, job)
     except BaseException as error:
-        left = error
+        failure = error
     try:
-        if stand_in is not None and stand_in.turns_away(left):
+        if stand_in is not None and stand_in.prepare_rerun(failure):
             execute(program, job)
-        elif left is not None:
-            raise left
+        elif failure is not None:
+            raise failure
     except Exception as error:
         if stand_in is not None:
             stand_in.refuse(error)
@@ -344,7 +344,7 @@ def execute(program: types.CodeType, job: Job) -> None:
     exec(program, main.__dict__)
 
 
-def exit_code(error: SystemExit, telling: Telling) -> int:
+def exit_code(error: SystemExit, reporter: Reporter) -> int:
     """Return the exit code of sys.exit(...): 0 for None, a number itself, and 1 for a text, which is printed."""
     if error.code is None or isinstance(error.code, int):
         code = error.code or 0
@@ -353,5 +353,5 @@ def exit_code(error: SystemExit, telling: Telling) -> int:
             print(error.code, file=sys.stderr)
         code = 1
     if code:
-        telling.say("raised", "SystemExit", str(error.code), "", place_of(error), now())
+        reporter.send("raised", "SystemExit", str(error.code), "", place_of(error), now())
     return code

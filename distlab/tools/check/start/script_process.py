@@ -25,9 +25,9 @@ from distlab.lab.cluster.launch import CONTEXT, free_port
 from distlab.tools.check.judge.coordinator import Coordinator
 from distlab.tools.check.judge.rank_state import Frame
 from distlab.tools.check.start import script
-from distlab.tools.check.start.fork_servers import ForkServer, TravellingFiles
+from distlab.tools.check.start.fork_servers import FilesToSend, ForkServer
 from distlab.tools.check.start.script import Ends, Job
-from distlab.tools.check.watch.telling import now
+from distlab.tools.check.watch.reporter import now
 
 TICKS = os.sysconf("SC_CLK_TCK")
 READ_BYTES = PIPE_BYTES = 1 << 20  # some 15,000 calls between two reads
@@ -50,7 +50,7 @@ HELD_CPU_S = 0.05  # of a process in which no other thread gets the GIL: ten swi
 FRAME = r'File "([^"]*)", line (\d+) in (.*)'
 
 
-class Look(NamedTuple):
+class ProcessState(NamedTuple):
     """The kernel's view of the script's process: its state, its threads' CPU seconds, and the seconds in which its main
     thread was runnable without a core."""
 
@@ -63,39 +63,39 @@ class Look(NamedTuple):
 class Stacks:
     """Requests stacks from a process, by our ends of its pipes; `look` returns its state."""
 
-    def __init__(self, process: int, asked: int, stacks: int, look: Callable[[], Look | None]) -> None:
-        self._process, self._asked, self._stacks, self._look = process, asked, stacks, look
+    def __init__(self, process: int, requests: int, stacks: int, get_state: Callable[[], ProcessState | None]) -> None:
+        self._process, self._requests, self._stacks, self._get_state = process, requests, stacks, get_state
         self._unanswered = False
         os.set_blocking(stacks, False)
 
-    def taken(self) -> dict[int, list[Frame]]:
-        """Return the stack of each thread by its number, innermost frame first; empty if none came."""
+    def request(self) -> dict[int, list[Frame]]:
+        """Return the stack of each thread by its number, innermost frame first; empty if none arrived."""
         self._read()  # late answers to an earlier request
         if not self._unanswered:
-            with suppress(OSError):  # it has gone
-                os.write(self._asked, b"?")
+            with suppress(OSError):  # it has exited
+                os.write(self._requests, b"?")
                 self._unanswered = True
-        text = self._come()
+        text = self._await_answer()
         if not text and not self._unread() and self._lock_is_held():
             with suppress(ProcessLookupError):
                 os.kill(self._process, script.STACKS)
-            text = self._come()
+            text = self._await_answer()
         return parsed(text)
 
     def _unread(self) -> int:
         """Return the bytes of our request that were not read: the process is stopped, or had no core."""
-        return int(struct.unpack("i", fcntl.ioctl(self._asked, termios.FIONREAD, struct.pack("i", 0)))[0])
+        return int(struct.unpack("i", fcntl.ioctl(self._requests, termios.FIONREAD, struct.pack("i", 0)))[0])
 
     def _lock_is_held(self) -> bool:
         """Return whether the answering thread gets no GIL although its holder sleeps, or has had a core."""
-        before, threads = self._look(), threads_of(self._process)
+        before, threads = self._get_state(), threads_of(self._process)
         ready, _, _ = select.select([self._stacks], [], [], STACK_S)
-        after, now_threads = self._look(), threads_of(self._process)
+        after, now_threads = self._get_state(), threads_of(self._process)
         if ready or before is None or after is None or now_threads.waits - threads.waits < WAITS:
             return False
         return not threads.runnable | now_threads.runnable or after.cpu_s - before.cpu_s > HELD_CPU_S
 
-    def _come(self) -> str:
+    def _await_answer(self) -> str:
         deadline, text = time.monotonic() + STACK_S, ""
         while time.monotonic() < deadline and not text.endswith(script.END):
             ready, _, _ = select.select([self._stacks], [], [], 0.05)
@@ -120,7 +120,7 @@ class Threads(NamedTuple):
 
 
 def threads_of(process: int) -> Threads:
-    """Return them from the kernel (proc(5)); none for a process that has gone."""
+    """Return them from the kernel (proc(5)); none for a process that has exited."""
     waits, runnable = 0, set()
     with suppress(OSError):
         for thread in Path(f"/proc/{process}/task").iterdir():
@@ -145,24 +145,24 @@ def parsed(text: str) -> dict[int, list[Frame]]:
     return found
 
 
-class Bedside:
+class ScriptChannel:
     """One watched process, with our ends of its pipes."""
 
     def __init__(self, process: BaseProcess, ends: Ends) -> None:
         self.process, self._ends = process, ends
         self._rest = b""
         self.peak_bytes = 0
-        os.set_blocking(ends.told, False)
-        self._stacks = Stacks(process.pid or 0, ends.asked, ends.stacks, self.look)
+        os.set_blocking(ends.reports, False)
+        self._stacks = Stacks(process.pid or 0, ends.requests, ends.stacks, self.state)
 
     def close(self) -> None:
-        """Close our ends of the pipes of a process that has gone."""
+        """Close our ends of the pipes of a process that has exited."""
         self._ends.close()
 
     def begin(self, variables: dict[str, str]) -> None:
         os.write(self._ends.gate, "\n".join(f"{name}={value}" for name, value in variables.items()).encode())
 
-    def hear(self, for_s: float) -> list[bytes]:
+    def receive(self, for_s: float) -> list[bytes]:
         """Return the lines reported meanwhile, or earlier if the process ends.
 
         It does not return at each line: a supervisor that wakes each time takes cores from the script, and made a step
@@ -173,14 +173,14 @@ class Bedside:
         else:
             time.sleep(for_s)
         try:
-            data = os.read(self._ends.told, READ_BYTES)
+            data = os.read(self._ends.reports, READ_BYTES)
         except BlockingIOError:
             data = b""
         *lines, self._rest = (self._rest + data).split(b"\n")
         return lines
 
-    def look(self) -> Look | None:
-        """Return the state of the process; None once it has gone."""
+    def state(self) -> ProcessState | None:
+        """Return the state of the process; None once it has exited."""
         if self.process.exitcode is not None:
             return None
         place = Path(f"/proc/{self.process.pid}")
@@ -192,7 +192,7 @@ class Bedside:
         peak = re.search(r"VmHWM:\s*(\d+) kB", status)
         self.peak_bytes = max(self.peak_bytes, int(peak[1]) * 1024 if peak else 0)
         cpu_s = (int(fields[11]) + int(fields[12])) / TICKS
-        return Look(fields[0], cpu_s, self.peak_bytes, self.starved_s())
+        return ProcessState(fields[0], cpu_s, self.peak_bytes, self.starved_s())
 
     def starved_s(self) -> float:
         """Return the seconds so far in which its main thread was runnable without a core (proc(5), schedstat); 0 if the
@@ -202,10 +202,10 @@ class Bedside:
         return 0.0
 
     def stacks(self) -> dict[int, list[Frame]]:
-        """Return the Python stack of each thread by its number, innermost frame first; empty if none came."""
-        return self._stacks.taken()
+        """Return the Python stack of each thread by its number, innermost frame first; empty if none arrived."""
+        return self._stacks.request()
 
-    def let_go(self, at_most_s: float) -> None:
+    def release(self, at_most_s: float) -> None:
         """Let an ended script's process end; after the time, kill it and processes that it started."""
         if at_most_s > 0:
             with suppress(OSError):
@@ -223,12 +223,12 @@ class Bedside:
 
 def pipes() -> tuple[Ends, Ends]:
     """Return our ends of the four pipes, and the watched process's."""
-    told, stacks, asked, gate = (os.pipe() for _ in Ends._fields)
-    fcntl.fcntl(told[1], fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-    return Ends(told[0], stacks[0], asked[1], gate[1]), Ends(told[1], stacks[1], asked[0], gate[0])
+    reports, stacks, requests, gate = (os.pipe() for _ in Ends._fields)
+    fcntl.fcntl(reports[1], fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+    return Ends(reports[0], stacks[0], requests[1], gate[1]), Ends(reports[1], stacks[1], requests[0], gate[0])
 
 
-def started(job: Job, server: ForkServer | None) -> Bedside:
+def fork_script(job: Job, server: ForkServer | None) -> ScriptChannel:
     """Return a script's process, forked by the server, or without one from this process before it has other threads."""
     ours, theirs = pipes()
     process: BaseProcess
@@ -236,9 +236,9 @@ def started(job: Job, server: ForkServer | None) -> Bedside:
         process = CONTEXT.Process(target=script.run_forked, args=(job, theirs, ours, os.getpid()), name="MainProcess")
         process.start()
     else:
-        process = server.started(script.run_served, (job, TravellingFiles(*theirs, 0, 1, 2)), "MainProcess")
+        process = server.start_process(script.run_served, (job, FilesToSend(*theirs, 0, 1, 2)), "MainProcess")
     theirs.close()
-    return Bedside(process, ours)
+    return ScriptChannel(process, ours)
 
 
 # Other variables that torchrun sets for each rank of a job on one node; its store is not opened here.
@@ -249,62 +249,62 @@ OF_TORCHRUN = {
 }  # fmt: skip
 
 
-def begin_all(bedsides: Sequence[Bedside], folder: Path, told: Callable[[int], str], **more: Path) -> None:
-    """Let the processes of a script begin in `folder`, a rank each, with what each is `told` and `more` variables."""
-    port, key, size = free_port(), secrets.token_hex(32), len(bedsides)
-    for rank, bedside in enumerate(bedsides):
+def begin_all(channels: Sequence[ScriptChannel], folder: Path, proving: Callable[[int], str], **more: Path) -> None:
+    """Let the processes of a script begin in `folder`, one per rank, with `proving(rank)` and `more` as variables."""
+    port, key, size = free_port(), secrets.token_hex(32), len(channels)
+    for rank, channel in enumerate(channels):
         variables = OF_TORCHRUN | {
             "RANK": rank, "LOCAL_RANK": rank, "ROLE_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size,
             "ROLE_WORLD_SIZE": size, "TORCHELASTIC_RUN_ID": "distlab", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-            script.STORE_KEY: key, script.PROVING: told(rank), "DISTLAB_FOLDER": folder, **more,
+            script.STORE_KEY: key, script.PROVING: proving(rank), "DISTLAB_FOLDER": folder, **more,
         }  # fmt: skip
-        bedside.begin({name: str(value) for name, value in variables.items()})
+        channel.begin({name: str(value) for name, value in variables.items()})
 
 
 # A supervisor's input from a process: its reports, and its state when it reports nothing.
 
-LOOK_S = 0.5  # between two looks at the process
+STATE_S = 0.5  # between two readings of the process's state
 SILENT_S = 0.6  # after so long without a report its stacks are read
 STACKS_AGAIN_S = 1.0
-LISTEN_S = 0.05  # to all of a script's
+READ_S = 0.05  # from all processes of a script
 
 
-class Hearing:
+class ScriptMonitor:
     """Input from one process; its observed state is a line like its reports."""
 
-    def __init__(self, bedside: Bedside) -> None:
-        self.bedside = bedside
-        self._heard_at = now()
-        self._looked_at = self._stacked_at = 0.0
-        self._gone_told = False
+    def __init__(self, channel: ScriptChannel) -> None:
+        self.channel = channel
+        self._received_at = now()
+        self._state_at = self._stacks_at = 0.0
+        self._exit_reported = False
 
     def lines(self, at_most_s: float) -> list[bytes]:
         """Return the lines reported within so many seconds, and the observed state."""
-        lines = self.bedside.hear(at_most_s)
+        lines = self.channel.receive(at_most_s)
         time_s = now()
         if lines:
-            self._heard_at = time_s
-        if time_s - self._looked_at > LOOK_S:
-            self._looked_at = time_s
-            look = self.bedside.look()
-            if look is not None:
-                lines.append(json.dumps(["look", *look, time_s]).encode())
-        silent = time_s - self._heard_at > SILENT_S
-        if silent and time_s - self._stacked_at > STACKS_AGAIN_S and self.bedside.process.exitcode is None:
-            self._stacked_at = time_s
-            stacks = self.bedside.stacks()
+            self._received_at = time_s
+        if time_s - self._state_at > STATE_S:
+            self._state_at = time_s
+            state = self.channel.state()
+            if state is not None:
+                lines.append(json.dumps(["look", *state, time_s]).encode())
+        silent = time_s - self._received_at > SILENT_S
+        if silent and time_s - self._stacks_at > STACKS_AGAIN_S and self.channel.process.exitcode is None:
+            self._stacks_at = time_s
+            stacks = self.channel.stacks()
             lines.append(json.dumps(["stacks", {str(thread): frames for thread, frames in stacks.items()}]).encode())
-        if self.bedside.process.exitcode is not None and not self._gone_told and not lines:
-            self._gone_told = True
-            lines.append(json.dumps(["gone", self.bedside.process.exitcode]).encode())
+        if self.channel.process.exitcode is not None and not self._exit_reported and not lines:
+            self._exit_reported = True
+            lines.append(json.dumps(["gone", self.channel.process.exitcode]).encode())
         return lines
 
 
-def heard(bedsides: Sequence[Bedside], doctor: Coordinator) -> Iterator[None]:
-    """Let a doctor hear all of them, and look, again and again until all have ended or it knows enough."""
-    hearings = [Hearing(each) for each in bedsides]
-    while not doctor.over and any(case.exit_code is None for case in doctor.states):
-        for rank, each in enumerate(hearings):
-            doctor.receive(rank, each.lines(LISTEN_S / len(hearings)), now())
-        doctor.evaluate(now())
+def poll(channels: Sequence[ScriptChannel], coordinator: Coordinator) -> Iterator[None]:
+    """Pass the reports of all of them to the coordinator until all have ended or it knows enough; yields regularly."""
+    monitors = [ScriptMonitor(each) for each in channels]
+    while not coordinator.over and any(state.exit_code is None for state in coordinator.states):
+        for rank, each in enumerate(monitors):
+            coordinator.receive(rank, each.lines(READ_S / len(monitors)), now())
+        coordinator.evaluate(now())
         yield

@@ -46,33 +46,33 @@ class Summand(NamedTuple):
     place: int
 
 
-class Taken(NamedTuple):
+class Sharding(NamedTuple):
     """Weights that FSDP sharded on this rank: their checksums before, and the checksum of its shard then."""
 
     sums: list[list[Any]]
     ranks: list[int]
     place: int
-    part: list[torch.Tensor]
-    bits: int
+    shard: list[torch.Tensor]
+    shard_bits: int
 
 
 class Axes:
     """Observes this process; `install` once."""
 
     def __init__(self, recorder: Recorder) -> None:
-        self.recorder, self._telling = recorder, recorder.telling
+        self.recorder, self._reporter = recorder, recorder.reporter
         self._steps = 0
         self._copies: dict[int, list[Copy]] = {}  # by id of the optimizer that steps them
         self._names: dict[int, str] = {}  # of parameters, by id
         self._summed: list[Summand] = []  # since the last step
-        self._given_at = -1  # the step whose first inputs were reported
-        self._times: Counter[str] = Counter()
+        self._inputs_reported_at = -1  # the step whose first inputs were reported
+        self._counts: Counter[str] = Counter()
         self._sharded: dict[int, list[int]] = {}  # ranks that FullyShardedDataParallel cuts a parameter over, by its id
         self._scattered: dict[int, list[int]] = {}  # ranks of the script's reduce_scatter since the last step, by size
-        self._entered = -1, 0  # a step, and the checksum of the samples behind its summed activations
-        self._parts: dict[int, tuple[Group, int]] = {}  # groups that sum activations, by number, with the place
+        self._activation_inputs = -1, 0  # a step, and the checksum of the samples behind its summed activations
+        self._activation_sums: dict[int, tuple[Group, int]] = {}  # by number of the group that sums, with the place
         self._averages: set[int] = set()  # numbers of groups that average gradients
-        self._taken: list[Taken] = []
+        self._shardings: list[Sharding] = []
         self._wrapping = False
 
     def install(self) -> None:
@@ -83,36 +83,36 @@ class Axes:
         register_optimizer_step_pre_hook(hook(self._before_step))
         register_optimizer_step_post_hook(hook(self._after_step))
         self.recorder.on_call.append(self._note_sum)
-        self.recorder.at_end.append(lambda: self._tell_copies(-1))
-        look = before(self._look_at_classes)
+        self.recorder.at_end.append(lambda: self._report_copies(-1))
+        patch_late = before(self._patch_late_imports)
         put(
-            Patch(distributed.DistributedSampler, "__iter__", before(self._drawn)),
-            *(Patch(place, "random_split", after(self._split)) for place in (data, dataset)),
-            *(Patch(place, "clip_grad_norm_", self._clips) for place in (torch.nn.utils, torch.nn.utils.clip_grad)),
-            Patch(dist, "init_process_group", look),
-            *(Patch(place, "init_device_mesh", look) for place in (dist, dist.device_mesh)),
+            Patch(distributed.DistributedSampler, "__iter__", before(self._note_pass)),
+            *(Patch(place, "random_split", after(self._note_split)) for place in (data, dataset)),
+            *(Patch(place, "clip_grad_norm_", self._clip) for place in (torch.nn.utils, torch.nn.utils.clip_grad)),
+            Patch(dist, "init_process_group", patch_late),
+            *(Patch(place, "init_device_mesh", patch_late) for place in (dist, dist.device_mesh)),
         )
 
     @harmless
-    def _look_at_classes(self, *_: Any, **__: Any) -> None:
+    def _patch_late_imports(self, *_: Any, **__: Any) -> None:
         """Observe classes that are slow to import once the script has imported them."""
-        tensors, sharded = (sys.modules.get(f"torch.distributed.{name}") for name in ("tensor", "fsdp"))
-        if tensors is not None and not self._turn("tensor"):
-            put(Patch(tensors.DTensor, "from_local", after(self._declared)))
-        if sharded is not None and not self._turn("fsdp"):
-            one, within = sharded.FullyShardedDataParallel, "torch.distributed.fsdp._fully_shard._fsdp"
+        tensor_module, fsdp_module = (sys.modules.get(f"torch.distributed.{name}") for name in ("tensor", "fsdp"))
+        if tensor_module is not None and not self._count_before("tensor"):
+            put(Patch(tensor_module.DTensor, "from_local", after(self._note_declared)))
+        if fsdp_module is not None and not self._count_before("fsdp"):
+            fsdp1, within = fsdp_module.FullyShardedDataParallel, "torch.distributed.fsdp._fully_shard._fsdp"
             put(
-                Patch(one, "forward", before(self._forward_1)),
-                Patch(one, "__init__", self._wraps),
-                Patch(sys.modules[f"{within}_param_group"].FSDPParamGroup, "__init__", self._shards),
-                Patch(sys.modules[f"{within}_state"].FSDPState, "_pre_forward", before(self._forward_2)),
+                Patch(fsdp1, "forward", before(self._forward_fsdp1)),
+                Patch(fsdp1, "__init__", self._init_fsdp1),
+                Patch(sys.modules[f"{within}_param_group"].FSDPParamGroup, "__init__", self._init_fsdp2),
+                Patch(sys.modules[f"{within}_state"].FSDPState, "_pre_forward", before(self._forward_fsdp2)),
             )
 
     # First inputs
 
     @harmless
-    def _forward_1(self, module: Any, *inputs: Any, **named: Any) -> None:
-        self._tell_taken()
+    def _forward_fsdp1(self, module: Any, *inputs: Any, **named: Any) -> None:
+        self._report_shardings()
         if self._is_first():
             axes: list[Axis] = [("shard", dist.get_process_group_ranks(module.process_group))]
             between = getattr(module, "_inter_node_pg", None)
@@ -122,78 +122,78 @@ class Axes:
                 self._copies[id(module)] = [Copy(each._fqns[0], axes[1], each) for each in shards]
             if module.sharding_strategy.name != "NO_SHARD":
                 self._sharded |= {id(each): axes[0][1] for each in module.parameters()}
-            self._tell_given(axes, [*inputs, *named.values()])
+            self._report_inputs(axes, [*inputs, *named.values()])
 
     @harmless
-    def _forward_2(self, state: Any, module: torch.nn.Module, args: Any, named: Any) -> None:
-        self._tell_taken()
+    def _forward_fsdp2(self, state: Any, module: torch.nn.Module, args: Any, named: Any) -> None:
+        self._report_shardings()
         if self._is_first():
             self._names |= {id(each): name for name, each in module.named_parameters()}
             of_module = state._fsdp_param_group
             if of_module is not None:
                 mesh = of_module.mesh_info.mesh
-                self._tell_given([axis_of(mesh, index) for index in range(mesh.ndim)], [*args, *named.values()])
+                self._report_inputs([axis_of(mesh, index) for index in range(mesh.ndim)], [*args, *named.values()])
 
     def _is_first(self) -> bool:
         """Return whether no input was reported in this step, which is one of the first."""
-        if self._steps >= FIRST or self._given_at == self._steps or not torch.is_grad_enabled():
+        if self._steps >= FIRST or self._inputs_reported_at == self._steps or not torch.is_grad_enabled():
             return False
-        self._given_at = self._steps
+        self._inputs_reported_at = self._steps
         return True
 
-    def _tell_given(self, axes: list[Axis], inputs: list[Any]) -> None:
+    def _report_inputs(self, axes: list[Axis], inputs: list[Any]) -> None:
         for name, ranks in axes:
-            self._telling.say("given", self._steps, name, ranks, checksum(inputs), self.recorder.places.here(3)[0])
+            self._reporter.send("given", self._steps, name, ranks, checksum(inputs), self.recorder.places.here(3)[0])
 
     # FSDP's sharding
 
-    def _wraps(self, make: Function, own: Any, module: torch.nn.Module, *args: Any, **named: Any) -> None:
+    def _init_fsdp1(self, init: Function, fsdp: Any, module: torch.nn.Module, *args: Any, **named: Any) -> None:
         """Handle FullyShardedDataParallel, the outermost that one wrapping creates."""
         if self._wrapping or named.get("sync_module_states"):
-            make(own, module, *args, **named)
+            init(fsdp, module, *args, **named)
             return
         sums: list[list[Any]] = []
-        self._note_sums(sums, lambda: not_yet_taken(module, type(own)))
+        self._note_sums(sums, lambda: not_yet_sharded(module, type(fsdp)))
         self._wrapping = True
         try:
-            make(own, module, *args, **named)
+            init(fsdp, module, *args, **named)
         finally:
             self._wrapping = False
-        self._take(sums, lambda: dist.get_process_group_ranks(own.process_group), lambda: list(own.parameters()))
+        self._add_sharding(sums, lambda: dist.get_process_group_ranks(fsdp.process_group), lambda: [*fsdp.parameters()])
 
-    def _shards(
-        self, make: Function, own: Any, params: Any, modules: Any, mesh_info: Any, *args: Any, **named: Any
+    def _init_fsdp2(
+        self, init: Function, param_group: Any, params: Any, modules: Any, mesh_info: Any, *args: Any, **named: Any
     ) -> None:
         """fully_shard's."""
         sums: list[list[Any]] = []
         self._note_sums(sums, lambda: with_names(params, modules))
-        make(own, params, modules, mesh_info, *args, **named)
-        self._take(
+        init(param_group, params, modules, mesh_info, *args, **named)
+        self._add_sharding(
             sums, lambda: axis_of(mesh_info.mesh, mesh_info.mesh.ndim - 1)[1],
-            lambda: [each.sharded_param for each in own.fsdp_params],
+            lambda: [each.sharded_param for each in param_group.fsdp_params],
         )  # fmt: skip
 
     @harmless
-    def _note_sums(self, sums: list[list[Any]], taken: Callable[[], Sequence[tuple[str, torch.Tensor]]]) -> None:
-        named = [] if self._steps else taken()
+    def _note_sums(self, sums: list[list[Any]], find: Callable[[], Sequence[tuple[str, torch.Tensor]]]) -> None:
+        named = [] if self._steps else find()
         if not any(each.is_meta for _, each in named):
             sums += [[name, checksum([each.detach()])] for name, each in named[:MOST_NAMED]]
 
     @harmless
-    def _take(
-        self, sums: list[list[Any]], ranks: Callable[[], list[int]], part: Callable[[], list[torch.Tensor]]
+    def _add_sharding(
+        self, sums: list[list[Any]], get_ranks: Callable[[], list[int]], get_shard: Callable[[], list[torch.Tensor]]
     ) -> None:
         if sums:
-            now = part()
-            self._taken.append(Taken(sums, ranks(), self.recorder.places.here(4)[0], now, checksum(now)))
+            shard = get_shard()
+            self._shardings.append(Sharding(sums, get_ranks(), self.recorder.places.here(4)[0], shard, checksum(shard)))
 
-    def _tell_taken(self) -> None:
+    def _report_shardings(self) -> None:
         """Report at the first forward pass the weights that were not loaded since."""
-        taken, self._taken = self._taken, []
-        for each in taken:
-            turn = self._turn(f"taken {each.ranks}")
-            if checksum(each.part) == each.bits:
-                self._telling.say("taken", turn, each.ranks, each.sums, each.place)
+        shardings, self._shardings = self._shardings, []
+        for each in shardings:
+            count = self._count_before(f"taken {each.ranks}")
+            if checksum(each.shard) == each.shard_bits:
+                self._reporter.send("taken", count, each.ranks, each.sums, each.place)
 
     # Manual tensor parallelism
 
@@ -207,16 +207,16 @@ class Axes:
             (tensor, *_) = flat(args[0])
             if call.parameter is not None and call.parameter.gradient:
                 self._averages.add(group.number)
-            elif self._entered[0] != self._steps and tensor.dim() > 1 and call.parameter is None:
-                given = outermost_inputs()
-                if given and len(given[0]) == len(tensor):
-                    self._entered = self._steps, checksum(given)
-                    self._parts.setdefault(group.number, (group, call.place))
+            elif self._activation_inputs[0] != self._steps and tensor.dim() > 1 and call.parameter is None:
+                inputs = outermost_inputs()
+                if inputs and len(inputs[0]) == len(tensor):
+                    self._activation_inputs = self._steps, checksum(inputs)
+                    self._activation_sums.setdefault(group.number, (group, call.place))
 
     @harmless
     def _note_sum(self, name: str, args: tuple[Any, ...], call: Call, group: Group) -> None:
         """Note an all_reduce of the script, which may be of gradients."""
-        self._look_at_classes()
+        self._patch_late_imports()
         if self._steps < FIRST:
             self._note_part(name, args, call, group)
         if self._steps >= FIRST or name != "allreduce_" or not call.by_script:
@@ -230,28 +230,28 @@ class Axes:
     @harmless
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Report gradients that the script has all summed, by one checksum of the inputs."""
-        self._look_at_classes()
+        self._patch_late_imports()
         summed, self._summed = self._summed, []
         self._scattered.clear()
         try:
             if summed:
-                self._tell_summands(optimizer, summed)
+                self._report_summands(optimizer, summed)
         finally:
-            self._tell_entered()
+            self._report_activation_inputs()
 
-    def _tell_entered(self) -> None:
+    def _report_activation_inputs(self) -> None:
         """Report the samples of a rank that sums activations over a group without averaging gradients there."""
-        if self._entered[0] == self._steps:
-            for number, (_, place) in self._parts.items():
+        if self._activation_inputs[0] == self._steps:
+            for number, (_, place) in self._activation_sums.items():
                 if number not in self._averages:
-                    self._telling.say("entered", self._steps, number, self._entered[1], place)
+                    self._reporter.send("entered", self._steps, number, self._activation_inputs[1], place)
 
-    def _tell_summands(self, optimizer: torch.optim.Optimizer, summed: list[Summand]) -> None:
+    def _report_summands(self, optimizer: torch.optim.Optimizer, summed: list[Summand]) -> None:
         gradients = [each.grad for each in parameters(optimizer) if each.grad is not None]
         for these in (summed, [each for each in summed if each.numel > 1]):  # a loss is summed too
             if these and len({each.group.number for each in these}) == 1 and are_summed(these, gradients):
                 found = zlib.crc32(repr([each.bits for each in these]).encode())
-                self._telling.say("summands", self._steps, these[0].group.number, found, these[0].place)
+                self._reporter.send("summands", self._steps, these[0].group.number, found, these[0].place)
                 self._averages.add(these[0].group.number)
                 break
 
@@ -260,7 +260,7 @@ class Axes:
         self._steps += 1
         if self._steps.bit_count() == 1:
             self._copies[id(optimizer)] = list(self._copies_of(optimizer))
-            self._tell_copies(self._steps)
+            self._report_copies(self._steps)
 
     def _copies_of(self, optimizer: torch.optim.Optimizer) -> Iterator[Copy]:
         each: Any
@@ -271,88 +271,88 @@ class Axes:
                         name = self._names.get(id(each), f"parameter {number}")
                         yield Copy(name, axis_of(each.device_mesh, index), each)
 
-    def _tell_copies(self, step: int) -> None:
+    def _report_copies(self, step: int) -> None:
         by_axis: dict[tuple[str, tuple[int, ...]], list[list[Any]]] = {}  # an axis and its ranks
         for copies in self._copies.values():
             for name, (axis, ranks), tensor in copies:
                 by_axis.setdefault((axis, tuple(ranks)), []).append([name, *bits_and_norm(tensor)])
-        for (axis, along), held in by_axis.items():
-            self._telling.say("copies", step, axis, list(along), held[:MOST_NAMED])
+        for (axis, along), copies_along in by_axis.items():
+            self._reporter.send("copies", step, axis, list(along), copies_along[:MOST_NAMED])
 
     # Other values that must be equal
 
     @harmless
-    def _declared(self, made: Any, *args: Any, **named: Any) -> None:
+    def _note_declared(self, made: Any, *args: Any, **named: Any) -> None:
         if named.get("run_check", args[3] if len(args) > 3 else False):
             return
         for index, placement in enumerate(made.placements):
             if placement.is_replicate() and made.device_mesh.size(index) > 1:
                 axis, ranks = axis_of(made.device_mesh, index)
                 place = self.recorder.places.here(3)[0]
-                turn = self._turn(f"declared {axis} {ranks} {place}")
-                if turn < MOST_DECLARED:
+                count = self._count_before(f"declared {axis} {ranks} {place}")
+                if count < MOST_DECLARED:
                     found = bits_and_norm(made)
-                    self._telling.say("declared", turn, axis, ranks, *found, place)
+                    self._reporter.send("declared", count, axis, ranks, *found, place)
 
-    def _clips(self, function: Function, parameters: Any, max_norm: float, *args: Any, **named: Any) -> Any:
-        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        norm = function(given, max_norm, *args, **named)
-        self._clipped(norm, max_norm, given)
+    def _clip(self, function: Function, parameters: Any, max_norm: float, *args: Any, **named: Any) -> Any:
+        tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        norm = function(tensors, max_norm, *args, **named)
+        self._report_clipping(norm, max_norm, tensors)
         return norm
 
     @harmless
-    def _clipped(self, norm: Any, max_norm: Any, given: list[torch.Tensor]) -> None:
+    def _report_clipping(self, norm: Any, max_norm: Any, tensors: list[torch.Tensor]) -> None:
         place = self.recorder.places.here(3)[0]
-        turn = self._turn(f"clipped {place}")
-        if turn < FIRST and not hasattr(norm, "placements") and math.isfinite(float(norm)) and math.isfinite(max_norm):
-            ranks, by = self._cut_over(given)
-            self._telling.say("clipped", turn, float(norm), float(max_norm), ranks, by, place)
+        count = self._count_before(f"clipped {place}")
+        if count < FIRST and not hasattr(norm, "placements") and math.isfinite(float(norm)) and math.isfinite(max_norm):
+            ranks, by = self._sharded_over(tensors)
+            self._reporter.send("clipped", count, float(norm), float(max_norm), ranks, by, place)
 
-    def _cut_over(self, given: list[torch.Tensor]) -> tuple[list[int], str]:
+    def _sharded_over(self, tensors: list[torch.Tensor]) -> tuple[list[int], str]:
         """Return the ranks over which these gradients are sharded, and by what."""
-        by_fsdp = next((self._sharded[id(each)] for each in given if id(each) in self._sharded), None)
+        by_fsdp = next((self._sharded[id(each)] for each in tensors if id(each) in self._sharded), None)
         if by_fsdp is not None:
             return by_fsdp, "FSDP"
-        size = sum(each.grad.numel() for each in given if each.grad is not None)
+        size = sum(each.grad.numel() for each in tensors if each.grad is not None)
         if size in self._scattered:
             return self._scattered[size], "reduce_scatter"
-        parts = [group for number, (group, _) in self._parts.items() if number not in self._averages]
+        parts = [group for number, (group, _) in self._activation_sums.items() if number not in self._averages]
         return (parts[0].ranks, "parts") if parts else ([], "")
 
     @harmless
-    def _drawn(self, sampler: Any) -> None:
+    def _note_pass(self, sampler: Any) -> None:
         """Record the start of a pass over a DistributedSampler."""
         place = self.recorder.places.here(3)[0]
-        turn = self._turn(f"drawn {place}")
-        if sampler.num_replicas > 1 and turn < MOST_NAMED:
+        count = self._count_before(f"drawn {place}")
+        if sampler.num_replicas > 1 and count < MOST_NAMED:
             indices = getattr(sampler.dataset, "indices", None)
             order = [int(sampler.seed), int(sampler.epoch)] if sampler.shuffle else [0, 0]
             subset = zlib.crc32(repr(list(indices)).encode()) if isinstance(indices, (list, tuple)) else 0
-            self._telling.say("drawn", turn, *order, subset, len(sampler.dataset), sampler.num_replicas, place)
+            self._reporter.send("drawn", count, *order, subset, len(sampler.dataset), sampler.num_replicas, place)
 
     @harmless
-    def _split(self, parts: Any, *_: Any, **__: Any) -> None:
+    def _note_split(self, parts: Any, *_: Any, **__: Any) -> None:
         found = zlib.crc32(repr([list(each.indices) for each in parts]).encode())
         sizes = [len(each) for each in parts]
         place = self.recorder.places.here(3)[0]
-        self._telling.say("split", self._turn(f"split {place}"), sizes, found, place)
+        self._reporter.send("split", self._count_before(f"split {place}"), sizes, found, place)
 
-    def _turn(self, what: str) -> int:
-        """Return how often this came before."""
-        turn = self._times[what]
-        self._times[what] += 1
-        return turn
+    def _count_before(self, what: str) -> int:
+        """Return how often this was counted before."""
+        count = self._counts[what]
+        self._counts[what] += 1
+        return count
 
 
-def not_yet_taken(module: torch.nn.Module, kind: type) -> list[tuple[str, torch.Tensor]]:
+def not_yet_sharded(module: torch.nn.Module, kind: type) -> list[tuple[str, torch.Tensor]]:
     """Return the module's parameters that no submodule of this kind has sharded."""
     inner = {id(one) for each in module.modules() if isinstance(each, kind) for one in each.parameters()}
     return [(name, each) for name, each in module.named_parameters() if id(each) not in inner]
 
 
-def with_names(taken: Sequence[torch.Tensor], modules: Sequence[torch.nn.Module]) -> list[tuple[str, torch.Tensor]]:
+def with_names(tensors: Sequence[torch.Tensor], modules: Sequence[torch.nn.Module]) -> list[tuple[str, torch.Tensor]]:
     names = {id(each): name for module in modules for name, each in module.named_parameters()}
-    return [(names.get(id(each), "a parameter"), each) for each in taken]
+    return [(names.get(id(each), "a parameter"), each) for each in tensors]
 
 
 def outermost_inputs() -> list[torch.Tensor]:

@@ -23,7 +23,7 @@ from distlab.lab.measure.traffic import Endpoint, NoDiagnostics
 from distlab.tools.check.watch.patches import Function, Patch, before, put
 from distlab.tools.check.watch.places import PASSED_ON
 from distlab.tools.check.watch.recorder import Call, Recorder
-from distlab.tools.check.watch.telling import now
+from distlab.tools.check.watch.reporter import now
 
 CALLS = (
     "allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather", "_allgather_base", "allgather_coalesced",
@@ -31,7 +31,7 @@ CALLS = (
     "reduce_scatter_single", "reduce_scatter_tensor_coalesced", "scatter", "gather", "alltoall", "alltoall_base",
     "all_to_all_single", "barrier", "send", "recv", "recv_anysource",
 )  # fmt: skip
-LOOKS = ("is_completed", "is_success", "synchronize", "get_future", "result", "exception")  # as good as a wait
+INSPECTIONS = ("is_completed", "is_success", "synchronize", "get_future", "result", "exception")  # as good as a wait
 IN_PLACE = ("all_reduce", "broadcast", "reduce", "send", "recv")  # whose result gloo does not copy in, which counts
 
 
@@ -52,56 +52,56 @@ class Handles:
     """Observes the handles of this process; `install` once."""
 
     def __init__(self, recorder: Recorder) -> None:
-        self._recorder, self._telling = recorder, recorder.telling
-        self._of: dict[int, Handle] = {}  # by id of the Work object, whose end removes the entry
+        self._recorder, self._reporter = recorder, recorder.reporter
+        self._handles: dict[int, Handle] = {}  # by id of the Work object, whose end removes the entry
 
     def install(self) -> None:
-        calls = [Patch(dist.ProcessGroup, name, self._made) for name in CALLS if hasattr(dist.ProcessGroup, name)]
-        looks = [Patch(dist.Work, name, before(self._looked_at)) for name in LOOKS]
-        put(*calls, *looks, Patch(dist.Work, "wait", self._wait))
+        calls = [Patch(dist.ProcessGroup, name, self._record) for name in CALLS if hasattr(dist.ProcessGroup, name)]
+        inspections = [Patch(dist.Work, name, before(self._note_inspected)) for name in INSPECTIONS]
+        put(*calls, *inspections, Patch(dist.Work, "wait", self._wait))
 
-    def _made(self, method: Function, group: dist.ProcessGroup, *args: Any, **named: Any) -> Any:
+    def _record(self, method: Function, group: dist.ProcessGroup, *args: Any, **named: Any) -> Any:
         thread = self._recorder.thread
-        thread.made, thread.reduce = None, reduce_of(args, named)
+        thread.last_call, thread.reduce = None, reduce_of(args, named)
         # For an average gloo divides in its own thread, which counts as a write.
         watched = is_asynchronous(args, sys._getframe(2).f_code) and thread.reduce != "avg"
         try:
             work = method(group, *args, **named)
         finally:
             thread.reduce = ""
-        call: Call | None = thread.made
-        thread.made = None
+        call: Call | None = thread.last_call
+        thread.last_call = None
         if work is not None and call is not None:
             handle = Handle(call, watched)
-            self._of[id(work)] = handle
-            weakref.finalize(work, self._gone, id(work), handle, call.by_script)
+            self._handles[id(work)] = handle
+            weakref.finalize(work, self._on_freed, id(work), handle, call.by_script)
         return work
 
     def _wait(self, method: Function, work: dist.Work, *args: Any, **named: Any) -> Any:
-        handle = self._of.get(id(work))
+        handle = self._handles.get(id(work))
         if handle is None:
             return method(work, *args, **named)
         thread = threading.get_ident()
         if not handle.waited and handle.written():
-            self._telling.say("written", handle.call, self._recorder.places.here(2)[0])
+            self._reporter.send("written", handle.call, self._recorder.places.here(2)[0])
         handle.waited = True
-        self._telling.write(f'["wait",{handle.call},{thread},{now():.6f}]')
+        self._reporter.write(f'["wait",{handle.call},{thread},{now():.6f}]')
         try:
             return method(work, *args, **named)
         finally:
-            self._recorder.ended(handle.call)
-            self._telling.write_later(f'["waited",{handle.call},{thread},{now():.6f}]')
+            self._recorder.record_end(handle.call)
+            self._reporter.write_later(f'["waited",{handle.call},{thread},{now():.6f}]')
 
-    def _looked_at(self, work: dist.Work, *_: Any) -> None:
-        handle = self._of.get(id(work))
+    def _note_inspected(self, work: dist.Work, *_: Any) -> None:
+        handle = self._handles.get(id(work))
         if handle is not None:
             handle.waited = True
 
-    def _gone(self, key: int, handle: Handle, by_script: bool) -> None:
-        if self._of.get(key) is handle:
-            del self._of[key]
+    def _on_freed(self, key: int, handle: Handle, by_script: bool) -> None:
+        if self._handles.get(key) is handle:
+            del self._handles[key]
         if by_script and not handle.waited:
-            self._telling.say("unwaited", handle.call)
+            self._reporter.send("unwaited", handle.call)
 
 
 def owns_storage(tensor: torch.Tensor) -> bool:
@@ -139,22 +139,22 @@ STORE = ("wait", "get", "multi_get")
 class Waits:
     """Observes these functions; `install` once. `said` is called with notices about changed calls."""
 
-    def __init__(self, recorder: Recorder, said: Callable[[str], None], store_port: int) -> None:
+    def __init__(self, recorder: Recorder, notify: Callable[[str], None], store_port: int) -> None:
         self._store_port = store_port  # its connections are not the training's traffic
-        self._recorder, self._telling, self._said = recorder, recorder.telling, said
+        self._recorder, self._reporter, self._notify = recorder, recorder.reporter, notify
         self._inside = threading.local()  # .depth: torch's own waits inside one are part of it
 
     def install(self) -> None:
         c10d = dist.distributed_c10d
         stores = dict.fromkeys([dist.Store, dist.TCPStore, dist.FileStore, dist.HashStore, dist.PrefixStore])
         keys = [(store, name) for store in stores for name in STORE if name in vars(store)]
-        put(*(Patch(store, name, partial(self._waits, f"store.{name}")) for store, name in keys))
+        put(*(Patch(store, name, partial(self._record_wait, f"store.{name}")) for store, name in keys))
         for place in (c10d, dist):
-            put(*(Patch(place, name, partial(self._waits, name)) for name in ("init_process_group", "new_group")))
+            put(*(Patch(place, name, partial(self._record_wait, name)) for name in ("init_process_group", "new_group")))
             # Sockets' counters vanish with them.
-            put(Patch(place, "destroy_process_group", before(self.tell_sockets)))
+            put(Patch(place, "destroy_process_group", before(self.report_sockets)))
 
-    def _waits(self, name: str, function: Function, *args: Any, **named: Any) -> Any:
+    def _record_wait(self, name: str, function: Function, *args: Any, **named: Any) -> Any:
         if getattr(self._inside, "depth", 0):
             return function(*args, **named)
         if name in ("init_process_group", "new_group"):
@@ -162,21 +162,21 @@ class Waits:
         self._inside.depth = 1
         place, by_script = self._recorder.places.here(2)
         thread = threading.get_ident()
-        told = (by_script or not name.startswith("store")) and not self._recorder.hidden()
-        if told:
-            self._telling.say("enter", name, self._described(name, args, named), place, thread, now())
+        reported = (by_script or not name.startswith("store")) and not self._recorder.hidden()
+        if reported:
+            self._reporter.send("enter", name, self._awaited(name, args, named), place, thread, now())
         try:
             return function(*args, **named)
         finally:
             self._inside.depth = 0
-            if told:
-                self._telling.say("leave", thread, now())
+            if reported:
+                self._reporter.send("leave", thread, now())
 
-    def tell_sockets(self, *_: Any, **__: Any) -> None:
+    def report_sockets(self, *_: Any, **__: Any) -> None:
         """Report the bytes that each connection of this process has sent so far."""
-        self._telling.say("sockets", [(near, far, sent) for (near, far), sent in self.sent().items()])
+        self._reporter.send("sockets", [(*ends, nbytes) for ends, nbytes in self.sent_bytes().items()])
 
-    def sent(self) -> dict[tuple[Endpoint, Endpoint], int]:
+    def sent_bytes(self) -> dict[tuple[Endpoint, Endpoint], int]:
         """Return the bytes that each connection has sent, by its two ends; none if the system has no counters."""
         with suppress(NoDiagnostics):
             found = traffic.connections(self._store_port).values()
@@ -190,13 +190,13 @@ class Waits:
         backend = named.get("backend", args[position] if len(args) > position else None)
         if not isinstance(backend, str) or "nccl" not in backend.lower():
             return args, named
-        self._said(f"backend {backend!r} was asked for: there is no GPU here, so gloo does its work")
+        self._notify(f"the script requests backend {backend!r}: this machine has no GPU, so check uses gloo")
         named = {name: value for name, value in named.items() if name not in ("device_id", "pg_options")}
         if "backend" in named or len(args) <= position:
             return args, named | {"backend": "gloo"}
         return (*args[:position], "gloo", *args[position + 1 :]), named
 
-    def _described(self, name: str, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def _awaited(self, name: str, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Return what is waited for: keys of a store, a new group's ranks and whether only its members create it, or
         the world's size and this rank, if the script gives them."""
         if name.startswith("store"):

@@ -12,10 +12,10 @@ import torch
 
 from distlab.tools.check.watch.recorder import Call, Group, Recorder, flat
 
-MOST_TOLD = 200  # calls of a group, from its first, whose layouts are reported
+MOST_REPORTED = 200  # calls of a group, from its first, whose layouts are reported
 
 # For each c10d operation, the arguments whose bytes gloo transfers directly: what is written, and what is read.
-AS_THEY_LIE = {
+RAW_ARGUMENTS = {
     "allreduce_": (0, -1), "broadcast_": (0, -1), "reduce_": (0, -1), "scatter_": (0, 1), "reduce_scatter_": (0, 1),
     "alltoall_base_": (0, -1),
 }  # fmt: skip
@@ -28,13 +28,13 @@ class Layouts:
         self._recorder = recorder
 
     def install(self) -> None:
-        self._recorder.on_call.append(self._look)
+        self._recorder.on_call.append(self._on_call)
 
-    def _look(self, name: str, args: tuple[Any, ...], call: Call, group: Group) -> None:
+    def _on_call(self, name: str, args: tuple[Any, ...], call: Call, group: Group) -> None:
         """Report the layout before the call is made."""
-        if name not in AS_THEY_LIE or len(group.ranks) < 2 or group.begun > MOST_TOLD:
+        if name not in RAW_ARGUMENTS or len(group.ranks) < 2 or group.begun > MOST_REPORTED:
             return
-        written, read = (flat(args[position]) if position >= 0 else () for position in AS_THEY_LIE[name])
+        written, read = (flat(args[position]) if position >= 0 else () for position in RAW_ARGUMENTS[name])
         if not all(map(is_plain, (*written, *read))) or all(each.is_contiguous() for each in (*written, *read)):
             return
         if not group.is_on_gloo:  # the lab's own transport handles strides
@@ -43,8 +43,8 @@ class Layouts:
         # In a reduce_scatter gloo copies the inputs, in a scatter it does not.
         gaps = any(map(has_gaps, written)) or (name == "scatter_" and any(map(has_gaps, read)))
         wrong = gaps or name == "alltoall_base_" or any(layout(each) != out for each in read if not has_gaps(each))
-        odd = next((each for each in (*written, *read) if not each.is_contiguous()), written[0])
-        self._recorder.telling.say("strided", call.number, list(odd.shape), list(odd.stride()), wrong)
+        strided = next((each for each in (*written, *read) if not each.is_contiguous()), written[0])
+        self._recorder.reporter.send("strided", call.number, list(strided.shape), list(strided.stride()), wrong)
 
 
 def has_gaps(tensor: torch.Tensor) -> bool:

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import nn
 
 from distlab.tools.check.watch.recorder import Named
-from distlab.tools.check.watch.telling import Telling
+from distlab.tools.check.watch.reporter import Reporter
 
 MOST_NAMES = 500  # that are reported
-MOST_LOOKS = 10
+MOST_SEARCHES = 10
 FSDP = {"FSDPModule", "FullyShardedDataParallel"}  # classes of torch.distributed.fsdp, which is slow to import
 WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
@@ -27,45 +27,45 @@ WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapp
 class Parameters:
     """The names of all modules of the script."""
 
-    def __init__(self, telling: Telling) -> None:
-        self._telling = telling
+    def __init__(self, reporter: Reporter) -> None:
+        self._reporter = reporter
         self._names: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
         self._by_shape: dict[tuple[torch.Size, torch.dtype], list[int]] = defaultdict(list)
-        self._turn: dict[tuple[torch.Size, torch.dtype], int] = {}  # the index of the last match
-        self._unnamed = self._looks = 0
+        self._next_index: dict[tuple[torch.Size, torch.dtype], int] = {}  # the index of the last match
+        self._unnamed = self._searches = 0
 
     def named(self, tensor: torch.Tensor) -> Named | None:
         """Return the named tensor that is exactly at this tensor's memory."""
-        found = self._found(tensor)
+        found = self._find(tensor)
         if found is None and tensor.is_floating_point():
             self._unnamed += 1
-            if self._unnamed & (self._unnamed - 1) == 0 and self._looks < MOST_LOOKS:
-                self._looks += 1
-                self.look()
-                found = self._found(tensor)
+            if self._unnamed & (self._unnamed - 1) == 0 and self._searches < MOST_SEARCHES:
+                self._searches += 1
+                self.search()
+                found = self._find(tensor)
         return found
 
     def name_of(self, parameter: torch.Tensor) -> str | None:
         entry = self._names.get(id(parameter))
         return entry[1] if entry is not None and entry[0]() is parameter else None
 
-    def _found(self, tensor: torch.Tensor) -> Named | None:
+    def _find(self, tensor: torch.Tensor) -> Named | None:
         kind = tensor.shape, tensor.dtype
-        alike, place = self._by_shape.get(kind, ()), tensor.data_ptr()
-        begin = self._turn.get(kind, 0)
-        for step in range(len(alike)):  # scripts use them in order, so the next one is checked first
-            index = (begin + step) % len(alike)
-            reference, name = self._names[alike[index]]
+        candidates, place = self._by_shape.get(kind, ()), tensor.data_ptr()
+        begin = self._next_index.get(kind, 0)
+        for step in range(len(candidates)):  # scripts use them in order, so the next one is checked first
+            index = (begin + step) % len(candidates)
+            reference, name = self._names[candidates[index]]
             parameter = reference()
             if parameter is None:
                 continue
             gradient = parameter.grad
             if parameter.data_ptr() == place or (gradient is not None and gradient.data_ptr() == place):
-                self._turn[kind] = index + 1
-                return Named(name, alike[index], parameter.data_ptr() != place)
+                self._next_index[kind] = index + 1
+                return Named(name, candidates[index], parameter.data_ptr() != place)
         return None
 
-    def look(self) -> None:
+    def search(self) -> None:
         """Search the names again."""
         self._names.clear()
         self._by_shape.clear()
@@ -73,7 +73,7 @@ class Parameters:
             if id(tensor) not in self._names and not hasattr(tensor, "_local_tensor") and tensor.numel():
                 self._names[id(tensor)] = weakref.ref(tensor), name
                 self._by_shape[tensor.shape, tensor.dtype].append(id(tensor))
-        self._telling.say("parameters", sorted({name for _, name in self._names.values()})[:MOST_NAMES])
+        self._reporter.send("parameters", sorted({name for _, name in self._names.values()})[:MOST_NAMES])
 
 
 def all_named() -> Iterator[tuple[str, torch.Tensor]]:

@@ -34,81 +34,81 @@ class Patch(NamedTuple):
 def put(*patches: Patch) -> None:
     """Apply all patches."""
     for holder, name, around, traced in patches:
-        made = in_place_of(getattr(holder, name), around, traced)
+        replacement = in_place_of(getattr(holder, name), around, traced)
         static = isinstance(inspect.getattr_static(holder, name), staticmethod)
-        setattr(holder, name, staticmethod(made) if static else made)
+        setattr(holder, name, staticmethod(replacement) if static else replacement)
 
 
 def in_place_of(function: Function, around: Function, traced: bool = False) -> Function:
     @functools.wraps(function)
-    def either(*args: Any, **named: Any) -> Any:
+    def replaced(*args: Any, **named: Any) -> Any:
         if not traced and torch.compiler.is_compiling():
             return function(*args, **named)
         return around(function, *args, **named)
 
-    return either
+    return replaced
 
 
-def before(look: Function) -> Function:
+def before(observe: Function) -> Function:
     """Return the function preceded by a call of `look` with its arguments."""
 
-    def both(function: Function, *args: Any, **named: Any) -> Any:
-        look(*args, **named)
+    def observed(function: Function, *args: Any, **named: Any) -> Any:
+        observe(*args, **named)
         return function(*args, **named)
 
-    return both
+    return observed
 
 
-def after(look: Function) -> Function:
+def after(observe: Function) -> Function:
     """Return the function followed by a call of `look` with its result and arguments."""
 
-    def both(function: Function, *args: Any, **named: Any) -> Any:
+    def observed(function: Function, *args: Any, **named: Any) -> Any:
         result = function(*args, **named)
-        look(result, *args, **named)
+        observe(result, *args, **named)
         return result
 
-    return both
+    return observed
 
 
-def hook(look: Function) -> Function:
+def hook(observe: Function) -> Function:
     """Return a hook for torch that torch.compile ignores."""
-    return in_place_of(lambda *_, **__: None, lambda _, *args, **named: look(*args, **named))
+    return in_place_of(lambda *_, **__: None, lambda _, *args, **named: observe(*args, **named))
 
 
-def step_hook(look: Function) -> Function:
+def step_hook(observe: Function) -> Function:
     """Return a pre-hook for `optimizer.step` that calls `look(optimizer)` once the gradients are there: after the first
     call of the closure if the step is given one (Lightning gives one), else at once."""
 
-    def begin(optimizer: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def before_step(optimizer: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         closure = named.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
-            look(optimizer)
+            observe(optimizer)
             return None
-        looked = list[bool]()
+        called = list[bool]()
 
         def evaluated() -> Any:
             loss = closure()
-            if not looked:
-                looked.append(True)
-                look(optimizer)
+            if not called:
+                called.append(True)
+                observe(optimizer)
             return loss
 
         return (
             (args, {**named, "closure": evaluated}) if "closure" in named else ((args[0], evaluated, *args[2:]), named)
         )
 
-    return hook(begin)
+    return hook(before_step)
 
 
-def harmless(look: Callable[..., None]) -> Callable[..., None]:
+def harmless(observe: Callable[..., None]) -> Callable[..., None]:
     """Wrap a method of an object with a recorder so that its exceptions are only reported."""
 
-    @functools.wraps(look)
-    def tried(watch: Any, *args: Any, **named: Any) -> None:
-        with watch.recorder.telling_what_fails(look.__name__):
-            look(watch, *args, **named)
+    @functools.wraps(observe)
+    def guarded(observer: Any, *args: Any, **named: Any) -> None:
+        with observer.recorder.reporting_errors(observe.__name__):
+            observe(observer, *args, **named)
 
-    return tried
+    return guarded
 
 
 def leave_uncompiled() -> None:

@@ -18,7 +18,7 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 from distlab.tools.check.watch.patches import Function, Patch, before, put
-from distlab.tools.check.watch.telling import Telling
+from distlab.tools.check.watch.reporter import Reporter
 
 CHECK = Path(__file__).parents[1]
 LAB = f"{CHECK.parents[1]}/"  # distlab/
@@ -35,31 +35,31 @@ ENGINE = "_engine_run_backward"
 IN_A_THREAD = ", in a thread of its own"
 MOST_CALLERS = 12  # frames of the user
 
-At = tuple[CodeType, int]
+CodeLine = tuple[CodeType, int]
 
 
-class Own(NamedTuple):
+class UserFrame(NamedTuple):
     """A user's frame, and the framework's function that it called on the way to the call."""
 
     code: CodeType
     line: int
-    typed: CodeType | None
+    called: CodeType | None
 
 
 class Stack(NamedTuple):
     """The reported parts of a stack."""
 
-    own: list[Own]
-    below: At | None  # the innermost frame of a library
-    named: CodeType | None  # the torch.distributed function that the user called, if more informative
+    frames: list[UserFrame]
+    below: CodeLine | None  # the innermost frame of a library
+    api_code: CodeType | None  # the torch.distributed function that the user called, if more informative
     passed_on: str  # torch's function for Python objects
 
 
 class Places:
     """The places of one process; `folder` is the script's."""
 
-    def __init__(self, telling: Telling, folder: Path) -> None:
-        self._telling, self._folder = telling, folder
+    def __init__(self, reporter: Reporter, folder: Path) -> None:
+        self._reporter, self._folder = reporter, folder
         paths = sysconfig.get_paths()
         self._libraries = tuple({f"{Path(paths[name])}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")})
         self._kinds: dict[str, str] = {}
@@ -85,7 +85,7 @@ class Places:
     def _starter(self, depth: int) -> Stack:
         stack = self._stack(sys._getframe(depth))
         before: Stack | None = threading.current_thread().__dict__.get("_distlab")
-        return stack if stack.own or before is None else before
+        return stack if stack.frames or before is None else before
 
     def here(self, depth: int = 1) -> tuple[int, bool]:
         """Return the number of the place of the caller's `depth`-th frame, and whether the script itself called: no
@@ -93,38 +93,38 @@ class Places:
         stack = self._stack(frame_at(depth))
         starter: Stack | None = threading.current_thread().__dict__.get("_distlab")
         by_script = stack.below is None
-        by_starter = starter is not None and not stack.own
+        by_starter = starter is not None and not stack.frames
         if starter is not None and by_starter:
-            stack = starter._replace(below=starter.below or stack.below, named=starter.named or stack.named)
-        at = tuple((each.code.co_filename, each.line, each.typed and name_of(each.typed)) for each in stack.own)
+            stack = starter._replace(below=starter.below or stack.below, api_code=starter.api_code or stack.api_code)
+        at = tuple((each.code.co_filename, each.line, each.called and name_of(each.called)) for each in stack.frames)
         below = (stack.below[0].co_filename, stack.below[1]) if stack.below else stack.passed_on
-        key = at, below, stack.named, starter is not None, by_starter
-        told = functools.partial(self._told, stack, starter is not None, by_starter)
-        return self._telling.number("place", key, told), by_script
+        key = at, below, stack.api_code, starter is not None, by_starter
+        values = functools.partial(self._values, stack, starter is not None, by_starter)
+        return self._reporter.number("place", key, values), by_script
 
     def _stack(self, frame: FrameType | None) -> Stack:
-        below: At | None = None
-        typed: CodeType | None = None
-        named: CodeType | None = None
+        below: CodeLine | None = None
+        framework: CodeType | None = None
+        api_code: CodeType | None = None
         passed_on = ""
-        own: list[Own] = []
-        while frame is not None and len(own) < MOST_CALLERS:
+        frames: list[UserFrame] = []
+        while frame is not None and len(frames) < MOST_CALLERS:
             code = frame.f_code
             _, kind, named_by_users = self._codes.get(id(code)) or self._code(code)
             if kind == "user":
-                own.append(Own(code, frame.f_lineno, typed))
-                typed = None
+                frames.append(UserFrame(code, frame.f_lineno, framework))
+                framework = None
             elif kind != "passed on":
-                if not own and below is None:
+                if not frames and below is None:
                     below = code, frame.f_lineno
-                if not own and kind == "library":
-                    if named is not None and code.co_name == ENGINE:
-                        named, below = None, (code, frame.f_lineno)
+                if not frames and kind == "library":
+                    if api_code is not None and code.co_name == ENGINE:
+                        api_code, below = None, (code, frame.f_lineno)
                     elif named_by_users:
-                        named = code
-                if kind == "framework" and (typed is None or "<locals>" not in name_of(code)):
-                    typed = code
-            elif own:
+                        api_code = code
+                if kind == "framework" and (framework is None or "<locals>" not in name_of(code)):
+                    framework = code
+            elif frames:
                 if code.co_filename == RUNNER or (
                     code.co_filename.startswith(LAB) and not code.co_filename.startswith(WRAPPERS)
                 ):
@@ -132,7 +132,7 @@ class Places:
             elif below is None and code.co_name.endswith(OBJECTS):
                 passed_on = code.co_name
             frame = frame.f_back
-        return Stack(own, below, named, passed_on)
+        return Stack(frames, below, api_code, passed_on)
 
     def _code(self, code: CodeType) -> tuple[CodeType, str, bool]:
         """Return cached data of a frame's code, with the code, so that its id stays unique. Looked up for each frame:
@@ -140,32 +140,32 @@ class Places:
         found = self._codes[id(code)] = code, self.kind(code.co_filename), is_named(code)
         return found
 
-    def _told(self, stack: Stack, in_thread: bool, by_starter: bool) -> list[Any]:
+    def _values(self, stack: Stack, in_thread: bool, by_starter: bool) -> list[Any]:
         """Return line, code below, file, framework call there, calling framework, callers, whether Python started the
         thread, and the framework's package."""
-        shown = self._shown(stack.below) or stack.passed_on
-        if stack.named is not None:
-            part = stack.named.co_filename.rpartition("torch/distributed/")[2].partition("/")[0]
-            shown = f"torch.distributed.{part}.{name_of(stack.named)}"
+        below = self._format(stack.below) or stack.passed_on
+        if stack.api_code is not None:
+            part = stack.api_code.co_filename.rpartition("torch/distributed/")[2].partition("/")[0]
+            below = f"torch.distributed.{part}.{name_of(stack.api_code)}"
         if by_starter:
-            shown += IN_A_THREAD
-        if not stack.own:
-            return ["", shown, "", "", "", "", in_thread, ""]
-        first, *callers = stack.own
-        outer = next((each for each in callers if each.typed is not None), None)
-        called_by = f"{name_of(outer.typed)} at {self._shown(outer[:2])}" if outer and outer.typed else ""
-        lines = [self._shown(each[:2]) for each in callers if each.code.co_name != "<module>"]
-        typed = name_of(first.typed) if first.typed is not None else ""
-        called = " from ".join(lines)
-        package = package_of(outer.typed if outer and outer.typed else first.typed)
-        return [self._shown(first[:2]), shown, first.code.co_filename, typed, called_by, called, in_thread, package]
+            below += IN_A_THREAD
+        if not stack.frames:
+            return ["", below, "", "", "", "", in_thread, ""]
+        first, *others = stack.frames
+        outer = next((each for each in others if each.called is not None), None)
+        called_by = f"{name_of(outer.called)} at {self._format(outer[:2])}" if outer and outer.called else ""
+        lines = [self._format(each[:2]) for each in others if each.code.co_name != "<module>"]
+        called = name_of(first.called) if first.called is not None else ""
+        callers = " from ".join(lines)
+        package = package_of(outer.called if outer and outer.called else first.called)
+        return [self._format(first[:2]), below, first.code.co_filename, called, called_by, callers, in_thread, package]
 
     def line_of(self, depth: int = 1) -> str:
         """Return the script's own line below the caller's `depth`-th frame, in words."""
         frame = frame_at(depth)
         while frame is not None and self.kind(frame.f_code.co_filename) != "user":
             frame = frame.f_back
-        return self._shown((frame.f_code, frame.f_lineno) if frame is not None else None)
+        return self._format((frame.f_code, frame.f_lineno) if frame is not None else None)
 
     def kind(self, file: str) -> str:
         """Return the owner of a file: "user", "framework", another "library", or "passed on" if uninformative."""
@@ -183,7 +183,7 @@ class Places:
             self._kinds[file] = found
         return found
 
-    def _shown(self, at: At | None) -> str:
+    def _format(self, at: CodeLine | None) -> str:
         if at is None:
             return ""
         path, line = Path(at[0].co_filename), at[1]
@@ -214,8 +214,8 @@ def package_of(code: CodeType | None) -> str:
 
 def name_of(code: CodeType) -> str:
     """Return the name of a function, with its class."""
-    named: Any = code
-    return str(getattr(named, "co_qualname", code.co_name))
+    qualified: Any = code
+    return str(getattr(qualified, "co_qualname", code.co_name))
 
 
 def is_named(code: CodeType) -> bool:

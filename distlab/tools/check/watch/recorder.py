@@ -22,12 +22,12 @@ import torch.distributed as dist
 
 from distlab.lab.measure.traffic import BELOW, HERE, OPERATIONS, RESULT, SHAPES, Shape, nbytes_of
 from distlab.tools.check.watch.places import Places
-from distlab.tools.check.watch.telling import Telling, now
+from distlab.tools.check.watch.reporter import Reporter, now
 
 # Functional collectives: position of their reduce operation.
 FUNCTIONAL = {"all_reduce": 1, "all_reduce_": 1, "reduce_scatter_tensor": 1}
 NAMED = ("all_reduce", "broadcast", "reduce")  # calls whose parameter is reported
-LEAST_HELD, MOST_HELD, MOST_HELD_BYTES = 2, 16, 1 << 24  # works of ended calls
+LEAST_KEPT, MOST_KEPT, MOST_KEPT_BYTES = 2, 16, 1 << 24  # works of ended calls
 MOST_OPEN = 64  # calls that are observed: handles without a wait are not kept for ever
 
 Kernel = Callable[..., Any]
@@ -73,9 +73,9 @@ class Call(NamedTuple):
 class Recorder:
     """Records the calls of this process; `install` once, before the script begins."""
 
-    def __init__(self, telling: Telling, places: Places) -> None:
-        self.telling, self.places = telling, places
-        self.thread = threading.local()  # .made, the last call; .reduce, the requested reduce operation
+    def __init__(self, reporter: Reporter, places: Places) -> None:
+        self.reporter, self.places = reporter, places
+        self.thread = threading.local()  # .last_call; .reduce, the requested reduce operation
         self.named: Callable[[torch.Tensor], Named | None] = lambda tensor: None  # noqa: ARG005
         self.on_call: list[Callable[[str, tuple[Any, ...], Call, Group], None]] = []  # with the call's arguments
         self.at_end: list[Callable[[], None]] = []  # called when the script has ended well
@@ -84,48 +84,48 @@ class Recorder:
         self._lock = threading.Lock()
         self._libraries: list[torch.library.Library] = []
         self._open: dict[int, tuple[Ending, int]] = {}  # with their tensors' bytes
-        self._held: deque[tuple[Ending, int]] = deque()
-        self._held_bytes = 0
+        self._kept: deque[tuple[Ending, int]] = deque()
+        self._kept_bytes = 0
         self._is_completed: Callable[[dist.Work], bool] = dist.Work.is_completed
 
     def install(self) -> None:
         """Register before all c10d operations, and before functional ones that wait or that have the reduce
         operation."""
-        self._stand("c10d", {name: partial(self._recorded, name, shape) for name, shape in SHAPES.items()})
+        self._register("c10d", {name: partial(self._recording_kernel, name, shape) for name, shape in SHAPES.items()})
         functional: dict[str, Callable[[Kernel], Kernel]] = {
-            name: partial(self._reducing, position) for name, position in FUNCTIONAL.items()
+            name: partial(self._reducing_kernel, position) for name, position in FUNCTIONAL.items()
         }
-        self._stand("_c10d_functional", functional | {"wait_tensor": self._waiting})
+        self._register("_c10d_functional", functional | {"wait_tensor": self._waiting_kernel})
 
-    def _stand(self, namespace: str, makers: dict[str, Callable[[Kernel], Kernel]]) -> None:
+    def _register(self, namespace: str, makers: dict[str, Callable[[Kernel], Kernel]]) -> None:
         library = torch.library.Library(namespace, "IMPL")
         self._libraries.append(library)
         for name, maker in makers.items():
             pass_on = getattr(getattr(torch.ops, namespace), name).default.redispatch
             library.impl(name, maker(pass_on), HERE.name, with_keyset=True)
 
-    def _recorded(self, name: str, shape: Shape, pass_on: Kernel) -> Kernel:
+    def _recording_kernel(self, name: str, shape: Shape, pass_on: Kernel) -> Kernel:
         def recorded(keys: Any, *args: Any) -> Any:
             if self.hidden():
                 return pass_on(keys & BELOW, *args)
             try:
                 call = self._begin(name, shape, args)
             except Exception as error:  # a bug of ours must not end the script
-                self.telling.say("unrecorded", name, repr(error))
+                self.reporter.send("unrecorded", name, repr(error))
                 return pass_on(keys & BELOW, *args)
             result = pass_on(keys & BELOW, *args)
             if shape.op in ("send", "recv"):  # only a wait ends them
                 return result
             ending = ending_of(name, result)
             if ending is None:
-                self.telling.write(f'["end",{call.number},{now():.6f}]')
+                self.reporter.write(f'["end",{call.number},{now():.6f}]')
             else:
                 self._open[call.number] = ending, nbytes_of(call.tensors)
             return result
 
         return recorded
 
-    def _reducing(self, position: int, pass_on: Kernel) -> Kernel:
+    def _reducing_kernel(self, position: int, pass_on: Kernel) -> Kernel:
         def reducing(keys: Any, *args: Any) -> Any:
             self.thread.reduce = str(args[position]).lower()
             try:
@@ -135,17 +135,17 @@ class Recorder:
 
         return reducing
 
-    def _waiting(self, pass_on: Kernel) -> Kernel:
+    def _waiting_kernel(self, pass_on: Kernel) -> Kernel:
         def waiting(keys: Any, *args: Any) -> Any:
             if self.hidden():
                 return pass_on(keys & BELOW, *args)
             self.sweep()
             thread = threading.get_ident()
-            self.telling.write(f'["wait",-1,{thread},{now():.6f}]')
+            self.reporter.write(f'["wait",-1,{thread},{now():.6f}]')
             try:
                 return pass_on(keys & BELOW, *args)
             finally:
-                self.telling.write_later(f'["waited",-1,{thread},{now():.6f}]')
+                self.reporter.write_later(f'["waited",-1,{thread},{now():.6f}]')
 
         return waiting
 
@@ -159,12 +159,12 @@ class Recorder:
             self.thread.unseen -= 1
 
     @contextmanager
-    def telling_what_fails(self, what: str) -> Iterator[None]:
+    def reporting_errors(self, what: str) -> Iterator[None]:
         """Report exceptions instead of raising: our bugs, unknown classes of torch or unreadable tensors."""
         try:
             yield
         except Exception as error:
-            self.telling.say("unrecorded", what, repr(error))
+            self.reporter.send("unrecorded", what, repr(error))
 
     def hidden(self) -> bool:
         """Return whether this thread is in `unseen`."""
@@ -173,25 +173,25 @@ class Recorder:
     def _begin(self, name: str, shape: Shape, args: tuple[Any, ...]) -> Call:
         self.sweep()
         while len(self._open) > MOST_OPEN:
-            self.ended(next(iter(self._open)))
+            self.record_end(next(iter(self._open)))
         group = self.group_of(dist.ProcessGroup.unbox(args[shape.group]))
         place, by_script = self.places.here(3)
         tensors = flat(args[shape.compared]) if shape.compared >= 0 else ()
         by_hand = by_script and shape.op in NAMED and len(tensors) == 1 and len(group.ranks) > 1
         parameter = self.named(tensors[0]) if by_hand else None
         kind = self._kind(name, shape, args, tensors, group, parameter.name if parameter else "")
-        number = next(self.telling.calls)
+        number = next(self.reporter.calls)
         if shape.op in ("send", "recv"):
             turn = -1
         else:
             with self._lock:
                 turn, group.begun = group.begun, group.begun + 1
-        self.telling.write(
+        self.reporter.write(
             f'["call",{number},{place},{group.number},{kind},{turn},{threading.get_ident()},{now():.6f}]'
         )
-        call = self.thread.made = Call(number, by_script, shape.op, tensors, len(group.ranks), place, parameter)
-        for look in self.on_call:
-            look(name, args, call, group)
+        call = self.thread.last_call = Call(number, by_script, shape.op, tensors, len(group.ranks), place, parameter)
+        for observe in self.on_call:
+            observe(name, args, call, group)
         return call
 
     def _kind(
@@ -199,54 +199,54 @@ class Recorder:
     ) -> int:  # fmt: skip
         """Return the number of this kind of call; the first time it is reported in full."""
         # Ranks may have parts of different sizes (over plain TCP, and NCCL): a reduce_scatter's whole is equal.
-        given = flat(args[shape.whole]) if shape.reduce and shape.whole else tensors
-        dims = tuple(tuple(each.shape) for each in given)
+        sized = flat(args[shape.whole]) if shape.reduce and shape.whole else tensors
+        dims = tuple(tuple(each.shape) for each in sized)
         dtypes = tuple(dict.fromkeys(str(each.dtype).removeprefix("torch.") for each in tensors))
         reduce = getattr(self.thread, "reduce", "") if shape.reduce else ""
         root = group.ranks[args[shape.root]] if shape.root >= 0 else -1
         peer = group.ranks[args[shape.peer]] if shape.peer >= 0 else -1
         tag = args[-1] if shape.op in ("send", "recv") else 0
         splits = splits_of(name, args, len(group.ranks)) if shape.op == "all_to_all" else ()
-        alike = dims, dtypes, reduce, root, peer, tag
+        matched = dims, dtypes, reduce, root, peer, tag
         rest = splits, parameter
-        values = lambda: (shape.op, *alike, whole_bytes(name, args), *rest)  # noqa: E731
-        return self.telling.number("kind", (name, *alike, *rest), values)
+        values = lambda: (shape.op, *matched, whole_bytes(name, args), *rest)  # noqa: E731
+        return self.reporter.number("kind", (name, *matched, *rest), values)
 
     def sweep(self) -> None:
         """Report the calls that have ended since the last check, without waiting."""
         for number, (ending, _) in list(self._open.items()):
             if self._is_completed(ending) if isinstance(ending, dist.Work) else ending.query():
-                self.ended(number)
-                self.telling.write_later(f'["end",{number},{now():.6f}]')
+                self.record_end(number)
+                self.reporter.write_later(f'["end",{number},{now():.6f}]')
 
     def forget(self) -> None:
         """Drop all calls at the script's end, so that unreferenced handles are freed."""
         self.sweep()
         self._open.clear()
-        self._held.clear()
-        self._held_bytes = 0
-        self.thread.made = None
+        self._kept.clear()
+        self._kept_bytes = 0
+        self.thread.last_call = None
 
-    def anew(self) -> None:
+    def reset(self) -> None:
         """Forget all calls and groups, for a new reader."""
         self.forget()
         self._groups.clear()
         self._instances.clear()
-        self.telling.anew()
+        self.reporter.reset()
 
-    def ended(self, number: int) -> None:
+    def record_end(self, number: int) -> None:
         """Record the end of a call, and keep its work for some more calls.
 
         If gloo's thread were the last to release it, shortly after the end, it would need the GIL to free a tensor that
         Python has seen, while destroy_process_group waits for that thread with the GIL: 1 of 85 runs next to busy loops
         hung.
         """
-        over = self._open.pop(number, None)
-        if over is not None:
-            self._held.append(over)
-            self._held_bytes += over[1]
-            while len(self._held) > LEAST_HELD and (len(self._held) > MOST_HELD or self._held_bytes > MOST_HELD_BYTES):
-                self._held_bytes -= self._held.popleft()[1]
+        ending = self._open.pop(number, None)
+        if ending is not None:
+            self._kept.append(ending)
+            self._kept_bytes += ending[1]
+            while len(self._kept) > LEAST_KEPT and (len(self._kept) > MOST_KEPT or self._kept_bytes > MOST_KEPT_BYTES):
+                self._kept_bytes -= self._kept.popleft()[1]
 
     def group_of(self, group: dist.ProcessGroup) -> Group:
         """Return the record of a process group; reported the first time, with its ranks, torch's name, equal on all
@@ -263,7 +263,7 @@ class Recorder:
             instance = self._instances.get((name, tuple(ranks)), 0)
             self._instances[name, tuple(ranks)] = instance + 1
         key = name, tuple(ranks), instance
-        found = Group(self.telling.number("group", key, lambda: (ranks, name, instance)), ranks, group)
+        found = Group(self.reporter.number("group", key, lambda: (ranks, name, instance)), ranks, group)
         self._groups[id(group)] = weakref.ref(group), found
         return found
 
@@ -301,8 +301,8 @@ def splits_of(name: str, args: tuple[Any, ...], size: int) -> tuple[Any, ...]:
     if name == "alltoall_":
         return tuple(each.numel() for each in args[1]), tuple(each.numel() for each in args[0])
 
-    def rows(tensor: torch.Tensor, given: list[int]) -> tuple[int, ...]:
+    def rows(tensor: torch.Tensor, counts: list[int]) -> tuple[int, ...]:
         row = tensor.numel() // tensor.shape[0] if tensor.dim() and tensor.shape[0] else 0
-        return tuple(count * row for count in given) if given else (tensor.numel() // size,) * size
+        return tuple(count * row for count in counts) if counts else (tensor.numel() // size,) * size
 
     return rows(args[1], args[4]), rows(args[0], args[3])

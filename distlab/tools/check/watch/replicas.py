@@ -26,9 +26,9 @@ FIRST = 3  # steps, inputs and dropouts that are reported
 END = -1  # used as a step number
 SAMPLED = 16  # tensors with an element reported at each step
 STATE_ELEMENTS = 1024  # of a tensor in an optimizer's state
-MOST_HELD = 4  # replicas whose memory is kept
+MOST_KEPT = 4  # replicas whose memory is kept
 SEARCHED_STEPS = 8  # of an optimizer, in which manual averaging is detected
-MOST_TOLD = 4  # steps of one kind of fault
+MOST_REPORTED = 4  # steps of one kind of fault
 NO_PLACE = -1
 BROADCAST = "broadcast"  # the key of parameters that the script has broadcast and whose gradients were never averaged
 
@@ -55,38 +55,38 @@ class Replica:
     key: str
     group: Group
     references: list[tuple[str, "weakref.ref[torch.Tensor]"]]
-    held: Named  # keeps them beyond the script's main function, for the report at the end
+    kept: Named  # keeps them beyond the script's main function, for the report at the end
     module: "weakref.ref[Any] | None" = None  # the DDP
     frozen: frozenset[int] = frozenset()  # ids of those without requires_grad when DDP was created
     inputs: int = 0  # of the DDP that were reported
     step: int = 0
     sampled: int = 0  # of the gradients of this step
     stepped_at: int = NO_PLACE
-    past_at: int = NO_PLACE  # where the script last took the module out of its DDP, to call it
+    bypassed_at: int = NO_PLACE  # where the script last took the module out of its DDP, to call it
     forwards: Forwards = field(default_factory=Forwards)
-    options: dict[int, list[dict[str, str]]] = field(default_factory=dict)  # by number of its optimizer, as told last
-    told: dict[str, int] = field(default_factory=dict)  # count by kind of fault
+    options: dict[int, list[dict[str, str]]] = field(default_factory=dict)  # last reported, by number of its optimizer
+    fault_counts: dict[str, int] = field(default_factory=dict)  # count by kind of fault
 
     @property
     def named(self) -> Named:
         return [(name, tensor) for name, each in self.references if (tensor := each()) is not None]
 
     @property
-    def wrapped(self) -> bool:
+    def is_wrapped(self) -> bool:
         """Return whether DDP or FSDP averages the gradients."""
         return self.kind in ("DDP", "FSDP")
 
     @property
-    def numbers(self) -> set[int]:
+    def ids(self) -> set[int]:
         return {id(tensor) for _, tensor in self.named}
 
     def add(self, named: Named) -> None:
         self.references += [(name, weakref.ref(tensor)) for name, tensor in named]
-        self.held += named
+        self.kept += named
 
-    def drop(self, numbers: set[int]) -> None:
-        kept = [(name, each) for name, each in self.named if id(each) not in numbers]
-        self.references, self.held = [], []
+    def drop(self, ids: set[int]) -> None:
+        kept = [(name, each) for name, each in self.named if id(each) not in ids]
+        self.references, self.kept = [], []
         self.add(kept)
 
 
@@ -96,7 +96,7 @@ class Reduced:
 
     group: Group
     num_elements: int = 0  # of tensors that are not at a parameter's place, such as a flat copy
-    numbers: set[int] = field(default_factory=set)  # ids of parameters whose gradients they were
+    ids: set[int] = field(default_factory=set)  # ids of parameters whose gradients they were
     place: int = NO_PLACE
 
 
@@ -104,20 +104,20 @@ class ReplicaSteps:
     """All replicas of this process; `install` once."""
 
     def __init__(self, recorder: Recorder, every: int) -> None:
-        self.recorder, self._telling, self._every = recorder, recorder.telling, every
-        self._parameters = Parameters(recorder.telling)
+        self.recorder, self._reporter, self._every = recorder, recorder.reporter, every
+        self._parameters = Parameters(recorder.reporter)
         self._replicas: list[Replica] = []
-        self._known: weakref.WeakKeyDictionary[Any, Known] = weakref.WeakKeyDictionary()  # by optimizer
+        self._stepped: weakref.WeakKeyDictionary[Any, SteppedReplicas] = weakref.WeakKeyDictionary()  # by optimizer
         self._broadcast: dict[int, Group] = {}  # by address of what the script has broadcast before its first step
         self._reduced: dict[int, Reduced] = {}  # by group, since the last step
-        self._begun = self._over = False  # whether there was a step, and whether `_reduced` is from before the last one
+        self._begun = self._reduced_is_old = False  # a step was made; `_reduced` is from before the last step
 
     def install(self) -> None:
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
         self.recorder.named = self._parameters.named
         self.recorder.on_call.append(self._note_call)
-        self.recorder.at_end.append(self._tell_end)
+        self.recorder.at_end.append(self._report_end)
         register_optimizer_step_pre_hook(hook(self._before_step))
         register_optimizer_step_post_hook(hook(self._after_step))
         parallel: Any = torch.nn.parallel.DistributedDataParallel
@@ -127,30 +127,30 @@ class ReplicaSteps:
     def _wrap(self, parallel: Any, module: torch.nn.Module, *args: Any, **named: Any) -> None:
         """Handle a new DDP before it compares the ranks: it checks the shapes of parameters, not their names, and no
         buffers, which it may send to all ranks."""
-        given = named.get("process_group") or next((each for each in args if isinstance(each, dist.ProcessGroup)), None)
+        own = named.get("process_group") or next((each for each in args if isinstance(each, dist.ProcessGroup)), None)
         default: Any = dist.group.WORLD
-        group = self.recorder.group_of(given or default)
+        group = self.recorder.group_of(own or default)
         broadcast = named.get("broadcast_buffers", args[3] if len(args) > 3 else None)
         sent = broadcast is not False or named.get("forward_sync_buffers") is not None
         ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         found: Named = [(name, each) for name, each in module.named_parameters() if name not in ignored]
         buffers = [f"{name} {tuple(each.shape)}" for name, each in module.named_buffers() if name not in ignored]
         frozen = frozenset(id(each) for _, each in found if not each.requires_grad)
-        replica = self._watch("DDP", group, found)
+        replica = self._add_replica("DDP", group, found)
         replica.module, replica.frozen = weakref.ref(parallel), frozen
         parallel.__dict__["_distlab"] = replica
         place = self.recorder.places.here(3)[0]
         shown = [f"{name} {tuple(each.shape)}" for name, each in found][:MOST_NAMES]
-        self._telling.say("module", replica.key, group.number, place, shown, buffers[:MOST_NAMES] if sent else [])
+        self._reporter.send("module", replica.key, group.number, place, shown, buffers[:MOST_NAMES] if sent else [])
 
-    def _watch(self, kind: str, group: Group, named: Named) -> Replica:
+    def _add_replica(self, kind: str, group: Group, named: Named) -> Replica:
         """Return a replica numbered by kind and ranks, since one rank may have others on fewer ranks."""
         before = sum(each.kind == kind and each.group.ranks == group.ranks for each in self._replicas)
         replica = Replica(kind, kind if kind == BROADCAST else f"{kind} {before}", group, [], [])
         replica.add(named)
-        for each in [each for each in self._replicas if each.held][: -MOST_HELD + 1]:
+        for each in [each for each in self._replicas if each.kept][: -MOST_KEPT + 1]:
             if each.step:  # of an earlier training
-                each.held = []
+                each.kept = []
         self._replicas.append(replica)
         return replica
 
@@ -163,7 +163,7 @@ class ReplicaSteps:
         if not torch.compiler.is_compiling() and torch.is_grad_enabled():
             caller, replica = sys._getframe(1), parallel.__dict__.get("_distlab")
             if replica is not None and self.recorder.places.kind(caller.f_code.co_filename) == "user":
-                replica.past_at = self.recorder.places.here(2)[0]
+                replica.bypassed_at = self.recorder.places.here(2)[0]
         return module
 
     def _forward(self, parallel: Any, *inputs: Any, **named: Any) -> None:
@@ -173,19 +173,19 @@ class ReplicaSteps:
             return
         if replica.inputs < FIRST:
             found, place = checksum([*inputs, *named.values()]), self.recorder.places.here(3)[0]
-            self._telling.say("input", replica.key, replica.group.number, replica.inputs, found, place)
+            self._reporter.send("input", replica.key, replica.group.number, replica.inputs, found, place)
             replica.inputs += 1
-        made = replica.forwards
-        if made.stepped:
-            made.averaged = made.unaveraged_last = 0
-            made.stepped = False
-        made.total += 1
+        forwards = replica.forwards
+        if forwards.stepped:
+            forwards.averaged = forwards.unaveraged_last = 0
+            forwards.stepped = False
+        forwards.total += 1
         if parallel.require_backward_grad_sync:
-            made.averaged += 1
-            made.unaveraged_last = 0
+            forwards.averaged += 1
+            forwards.unaveraged_last = 0
         else:
-            made.unaveraged_last += 1
-            made.unaveraged_at = self.recorder.places.here(3)[0]
+            forwards.unaveraged_last += 1
+            forwards.unaveraged_at = self.recorder.places.here(3)[0]
 
     def _note_call(self, name: str, args: tuple[Any, ...], call: Call, group: Group) -> None:  # noqa: ARG002
         """Note what the script itself broadcasts before its first step, and what it sums."""
@@ -193,68 +193,68 @@ class ReplicaSteps:
             self._broadcast |= {tensor.data_ptr(): group for tensor in call.tensors if tensor.numel()}
         if call.op != "all_reduce" or not call.by_script or call.size < 2:
             return
-        if self._over:
+        if self._reduced_is_old:
             self._reduced.clear()
-            self._over = False
+            self._reduced_is_old = False
         found = self._reduced.setdefault(group.number, Reduced(group))
         sizes = [each.numel() for each in call.tensors if each.is_floating_point()]
         found.num_elements += 0 if call.parameter is not None else sum(size for size in sizes if size > 1)
         if call.parameter is not None and call.parameter.gradient:
-            found.numbers.add(call.parameter.number)
+            found.ids.add(call.parameter.number)
             found.place = call.place
-        elif call.parameter is None and not found.numbers:
+        elif call.parameter is None and not found.ids:
             found.place = call.place
 
     @harmless
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        known, place = self._known_of(optimizer), self.recorder.places.here(2)[0]
-        for replica in known.replicas:
+        stepped, place = self._stepped_by(optimizer), self.recorder.places.here(2)[0]
+        for replica in stepped.replicas:
             replica.step += 1
             replica.stepped_at = place
             self._add_averaged(replica, optimizer)
             if replica.step == 1:
-                self._tell("weights", replica, 0, [(name, each) for name, each in replica.named])
-            self._tell_options(replica, optimizer)
-            self._tell_faults(replica, optimizer)
+                self._report_sums("weights", replica, 0, [(name, each) for name, each in replica.named])
+            self._report_options(replica, optimizer)
+            self._report_faults(replica, optimizer)
             mine = [(name, each.grad) for name, each in replica.named if each.grad is not None]
             replica.sampled = sample([each for _, each in mine])
             if self._is_due(replica.step):
-                self._tell("gradients", replica, replica.step, mine)
+                self._report_sums("gradients", replica, replica.step, mine)
 
     @harmless
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        known = self._known[optimizer]
-        for replica in known.replicas:
+        stepped = self._stepped[optimizer]
+        for replica in stepped.replicas:
             step, named = replica.step, replica.named
             options = zlib.crc32(repr(sorted(replica.options.items())).encode())
             found = replica.sampled, options, sample([each for _, each in named])
-            self._telling.say("trace", replica.key, replica.group.number, step, *found)
+            self._reporter.send("trace", replica.key, replica.group.number, step, *found)
             if self._is_due(step):
-                self._tell("weights", replica, step, named)
+                self._report_sums("weights", replica, step, named)
                 states = [(name, optimizer.state[each]) for name, each in named if each in optimizer.state]
-                self._tell("states", replica, step, [(name, heads(state)) for name, state in states])
-                self._tell("buffers", replica, step, buffers_of(replica))
+                self._report_sums("states", replica, step, [(name, first_elements(state)) for name, state in states])
+                self._report_sums("buffers", replica, step, buffers_of(replica))
             replica.forwards.stepped = True
         if not self._begun:
-            self._watch_broadcast(optimizer, self.recorder.places.here(2)[0])
-        self._begun = self._over = True
+            self._add_broadcast(optimizer, self.recorder.places.here(2)[0])
+        self._begun = self._reduced_is_old = True
 
-    def _tell_end(self) -> None:
+    def _report_end(self) -> None:
         """Report the weights of all replicas at the script's end."""
         for replica in self._replicas:
             if len(replica.named) == len(replica.references):
-                self._tell("weights", replica, END, replica.named)
+                self._report_sums("weights", replica, END, replica.named)
 
     def _is_due(self, step: int) -> bool:
         return step & (step - 1) == 0 or step % self._every == 0
 
-    def _tell(self, kind: str, replica: Replica, step: int, named: Iterable[tuple[str, Any]]) -> None:
+    def _report_sums(self, kind: str, replica: Replica, step: int, named: Iterable[tuple[str, Any]]) -> None:
         sums = [[name, checksum([value])] for name, value in named]
         rest = [["those beyond", zlib.crc32(repr(sums[MOST_NAMES:]).encode())]] if len(sums) > MOST_NAMES else []
         shown = sums[:MOST_NAMES] + rest
-        self._telling.say("sums", kind, replica.key, replica.group.number, step, shown, replica.stepped_at)
+        self._reporter.send("sums", kind, replica.key, replica.group.number, step, shown, replica.stepped_at)
 
-    def _tell_options(self, replica: Replica, optimizer: torch.optim.Optimizer) -> None:
+    def _report_options(self, replica: Replica, optimizer: torch.optim.Optimizer) -> None:
         """Report the options of its parameter groups, if they have changed. Its number is that of its first parameter,
         since a rank may have created other optimizers before."""
         found = [options_of(group) for group in optimizer.param_groups]
@@ -263,59 +263,59 @@ class ReplicaSteps:
         if replica.options.get(number) != found:
             replica.options[number] = found
             values = number, replica.step, found, replica.stepped_at
-            self._telling.say("options", replica.key, replica.group.number, *values)
+            self._reporter.send("options", replica.key, replica.group.number, *values)
 
-    def _tell_faults(self, replica: Replica, optimizer: torch.optim.Optimizer) -> None:
+    def _report_faults(self, replica: Replica, optimizer: torch.optim.Optimizer) -> None:
         """Report why gradients of a DDP were not averaged."""
         named = [(name, each) for name, each in replica.named if each.grad is not None]
         if replica.module is None or not named:
             return
-        made = replica.forwards
-        before = made.at_step.get(id(optimizer), 0)
-        made.at_step[id(optimizer)] = made.total
+        forwards = replica.forwards
+        before = forwards.at_step.get(id(optimizer), 0)
+        forwards.at_step[id(optimizer)] = forwards.total
         thawed = [name for name, each in named if id(each) in replica.frozen and each.requires_grad]
-        if thawed and "unfrozen" not in replica.told:
-            self._tell_fault(replica, "unfrozen", thawed, NO_PLACE)
-        if made.total == before:
-            self._tell_fault(replica, "past", [], replica.past_at)
-        elif not made.averaged:
-            self._tell_fault(replica, "unaveraged", [], made.unaveraged_at)
-        elif made.unaveraged_last:
-            self._tell_fault(replica, "after the average", [], made.unaveraged_at)
+        if thawed and "unfrozen" not in replica.fault_counts:
+            self._report_fault(replica, "unfrozen", thawed, NO_PLACE)
+        if forwards.total == before:
+            self._report_fault(replica, "past", [], replica.bypassed_at)
+        elif not forwards.averaged:
+            self._report_fault(replica, "unaveraged", [], forwards.unaveraged_at)
+        elif forwards.unaveraged_last:
+            self._report_fault(replica, "after the average", [], forwards.unaveraged_at)
 
-    def _tell_fault(self, replica: Replica, kind: str, names: Sequence[str], place: int) -> None:
-        replica.told[kind] = replica.told.get(kind, 0) + 1
-        if replica.told[kind] <= MOST_TOLD:
+    def _report_fault(self, replica: Replica, kind: str, names: Sequence[str], place: int) -> None:
+        replica.fault_counts[kind] = replica.fault_counts.get(kind, 0) + 1
+        if replica.fault_counts[kind] <= MOST_REPORTED:
             values = kind, replica.step, list(names)[:MOST_NAMES], place
-            self._telling.say("fault", replica.key, replica.group.number, *values, replica.stepped_at)
+            self._reporter.send("fault", replica.key, replica.group.number, *values, replica.stepped_at)
 
     # The replicas that an optimizer steps.
 
-    def _known_of(self, optimizer: torch.optim.Optimizer) -> "Known":
+    def _stepped_by(self, optimizer: torch.optim.Optimizer) -> "SteppedReplicas":
         """Search again if its parameters have changed, and in its first steps."""
         made = sum(each.kind == "DDP" for each in self._replicas)
-        numbers = made, *(id(each) for each in parameters(optimizer))
-        known = self._known.get(optimizer)
-        if known is None:
-            known = self._known[optimizer] = Known()
-        if known.numbers != numbers:
-            known.numbers = numbers
+        ids = made, *(id(each) for each in parameters(optimizer))
+        stepped = self._stepped.get(optimizer)
+        if stepped is None:
+            stepped = self._stepped[optimizer] = SteppedReplicas()
+        if stepped.ids != ids:
+            stepped.ids = ids
             self._add_late(optimizer)
             if "torch.distributed.fsdp" in sys.modules:
-                self._watch_outside(optimizer)
-            known.replicas = [each for each in self._replicas if each.wrapped and each.numbers & set(numbers)]
-            known.searched = 0
-        if not known.replicas and known.searched < SEARCHED_STEPS and not self._over:
-            known.searched += 1
-            known.replicas = self._averaged_by_hand(optimizer)
-            for each in known.replicas:
-                each.step = known.searched - 1  # otherwise ranks may have diverged before
-        return known
+                self._add_outside_of_shards(optimizer)
+            stepped.replicas = [each for each in self._replicas if each.is_wrapped and each.ids & set(ids)]
+            stepped.searched = 0
+        if not stepped.replicas and stepped.searched < SEARCHED_STEPS and not self._reduced_is_old:
+            stepped.searched += 1
+            stepped.replicas = self._averaged_by_hand(optimizer)
+            for each in stepped.replicas:
+                each.step = stepped.searched - 1  # otherwise ranks may have diverged before
+        return stepped
 
     def _add_late(self, optimizer: torch.optim.Optimizer) -> None:
         """Add parameters that were put into the module of a DDP after its creation."""
-        taken = {number for each in self._replicas for number in each.numbers}
-        late = {id(each): each for each in parameters(optimizer) if id(each) not in taken}
+        in_replicas = {number for each in self._replicas for number in each.ids}
+        late = {id(each): each for each in parameters(optimizer) if id(each) not in in_replicas}
         for replica in self._replicas if late else ():
             parallel = replica.module() if replica.module else None
             inner = [] if parallel is None else parallel._modules["module"].named_parameters()
@@ -323,62 +323,62 @@ class ReplicaSteps:
             added = [(name, each) for name, each in inner if id(each) in late and name not in ignored]
             if added:
                 replica.add(added)
-                self._tell_fault(replica, "added", [name for name, _ in added], NO_PLACE)
+                self._report_fault(replica, "added", [name for name, _ in added], NO_PLACE)
 
-    def _watch_outside(self, optimizer: torch.optim.Optimizer) -> None:
+    def _add_outside_of_shards(self, optimizer: torch.optim.Optimizer) -> None:
         """Add parameters that an FSDP module does not shard: their gradients differ per rank."""
-        taken = {number for each in self._replicas for number in each.numbers}
-        group, named = outside_of_shards([each for each in parameters(optimizer) if id(each) not in taken])
+        in_replicas = {number for each in self._replicas for number in each.ids}
+        group, named = outside_of_shards([each for each in parameters(optimizer) if id(each) not in in_replicas])
         if group is not None and named:
-            self._watch("FSDP", self.recorder.group_of(group), named)
+            self._add_replica("FSDP", self.recorder.group_of(group), named)
 
     def _add_averaged(self, replica: Replica, optimizer: torch.optim.Optimizer) -> None:
         """Add parameters whose gradients the script averages for the first time, or in another group."""
         others = [each for each in self._reduced.values() if each.group is not replica.group]
-        if not replica.wrapped and any(each.numbers & replica.numbers for each in others):
-            replica.told["elsewhere"] = replica.told.get("elsewhere", 0) + 1
-            if replica.told["elsewhere"] == 1:
-                self._telling.say("elsewhere", replica.key, replica.group.number)
+        if not replica.is_wrapped and any(each.ids & replica.ids for each in others):
+            replica.fault_counts["elsewhere"] = replica.fault_counts.get("elsewhere", 0) + 1
+            if replica.fault_counts["elsewhere"] == 1:
+                self._reporter.send("elsewhere", replica.key, replica.group.number)
         found = self._reduced.get(replica.group.number)
-        new = found.numbers - replica.numbers if found is not None and not replica.wrapped else ()
+        new = found.ids - replica.ids if found is not None and not replica.is_wrapped else ()
         if new:
             mine = [each for each in parameters(optimizer) if id(each) in new]
             replica.add(self._named(mine))
 
     def _averaged_by_hand(self, optimizer: torch.optim.Optimizer) -> list[Replica]:
         """Return the parameters whose gradients were reduced in only one group, by name or as a copy of all."""
-        taken = {each for replica in self._replicas if replica.key != BROADCAST for each in replica.numbers}
-        mine = {id(each): each for each in parameters(optimizer) if is_plain(each) and id(each) not in taken}
+        in_replicas = {each for replica in self._replicas if replica.key != BROADCAST for each in replica.ids}
+        mine = {id(each): each for each in parameters(optimizer) if is_plain(each) and id(each) not in in_replicas}
         total = sum(each.numel() for each in mine.values() if each.grad is not None)
-        by_name = {each for found in self._reduced.values() for each in found.numbers}
+        by_name = {each for found in self._reduced.values() for each in found.ids}
         made = []
         for found in self._reduced.values():
-            others = {each for other in self._reduced.values() if other is not found for each in other.numbers}
+            others = {each for other in self._reduced.values() if other is not found for each in other.ids}
             whole = not by_name & set(mine) and found.num_elements == total > 0
-            chosen = list(mine) if whole else [each for each in mine if each in found.numbers - others]
+            chosen = list(mine) if whole else [each for each in mine if each in found.ids - others]
             if chosen:
                 named = self._named([mine[each] for each in chosen])
-                replica = self._watch("optimizer", found.group, named)
+                replica = self._add_replica("optimizer", found.group, named)
                 for each in self._replicas:
                     if each.key == BROADCAST:
                         each.drop(set(chosen))
-                self._telling.say("averaged", replica.key, found.group.number, not whole, found.place)
+                self._reporter.send("averaged", replica.key, found.group.number, not whole, found.place)
                 made.append(replica)
         return made
 
-    def _watch_broadcast(self, optimizer: torch.optim.Optimizer, place: int) -> None:
+    def _add_broadcast(self, optimizer: torch.optim.Optimizer, place: int) -> None:
         """Add parameters that were broadcast, and whose gradients were never averaged."""
-        taken = {each for replica in self._replicas for each in replica.numbers}
-        mine = [each for each in parameters(optimizer) if id(each) not in taken and is_plain(each)]
+        in_replicas = {each for replica in self._replicas for each in replica.ids}
+        mine = [each for each in parameters(optimizer) if id(each) not in in_replicas and is_plain(each)]
         for number in {self._broadcast[each.data_ptr()].number for each in mine if each.data_ptr() in self._broadcast}:
             chosen = [each for each in mine if getattr(self._broadcast.get(each.data_ptr()), "number", -1) == number]
-            replica = self._watch(BROADCAST, self._broadcast[chosen[0].data_ptr()], self._named(chosen))
+            replica = self._add_replica(BROADCAST, self._broadcast[chosen[0].data_ptr()], self._named(chosen))
             replica.stepped_at = place
 
     def _named(self, tensors: Sequence[torch.Tensor]) -> Named:
         """Return them with their names, or positions if names are missing or not unique."""
         if any(self._parameters.name_of(each) is None for each in tensors):
-            self._parameters.look()
+            self._parameters.search()
         names = [self._parameters.name_of(each) or str(index) for index, each in enumerate(tensors)]
         twice = {name for name, count in Counter(names).items() if count > 1}
         indexed = [f"{name} ({index})" if name in twice else name for index, name in enumerate(names)]
@@ -386,10 +386,10 @@ class ReplicaSteps:
 
 
 @dataclass
-class Known:
+class SteppedReplicas:
     """An optimizer's parameters at the last search, and the replicas that it steps."""
 
-    numbers: tuple[int, ...] = ()
+    ids: tuple[int, ...] = ()
     replicas: list[Replica] = field(default_factory=list)
     searched: int = 0
 
@@ -429,7 +429,7 @@ def sample(tensors: Sequence[torch.Tensor]) -> int:
     return zlib.crc32(repr(middle).encode())
 
 
-def heads(state: Any) -> list[Any]:
+def first_elements(state: Any) -> list[Any]:
     """Return the first elements of each tensor of an optimizer's state."""
     values = state.values() if isinstance(state, dict) else ()
     return [each.detach().flatten()[:STATE_ELEMENTS] if isinstance(each, torch.Tensor) else each for each in values]

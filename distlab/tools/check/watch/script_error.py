@@ -15,22 +15,22 @@ MOST_FRAMES = 40
 MOST_TEXT = 20_000  # characters of an exception
 
 
-def described(error: BaseException, kind: Callable[[str], str]) -> list[Any]:
+def describe_error(error: BaseException, kind: Callable[[str], str]) -> list[Any]:
     """Return type, message, traceback, and innermost line of the script's folder; `kind` returns a file's owner."""
-    told = traceback.TracebackException.from_exception(error)
-    text = "".join(shortened(told, kind))
+    exception = traceback.TracebackException.from_exception(error)
+    text = "".join(shortened(exception, kind))
     return [type(error).__name__, str(error)[:MOST_TEXT], text, place_of(error)]
 
 
-def shortened(told: traceback.TracebackException, kind: Callable[[str], str]) -> Iterable[str]:
+def shortened(exception: traceback.TracebackException, kind: Callable[[str], str]) -> Iterable[str]:
     """Yield the lines of a traceback and its causes, without library frames."""
-    before = told.__cause__ or (None if told.__suppress_context__ else told.__context__)
-    if before is not None:
-        yield from shortened(before, kind)
-        how = "was the direct cause of" if told.__cause__ is not None else "was raised before"
+    cause = exception.__cause__ or (None if exception.__suppress_context__ else exception.__context__)
+    if cause is not None:
+        yield from shortened(cause, kind)
+        how = "was the direct cause of" if exception.__cause__ is not None else "was raised before"
         yield f"\nThis {how} the following exception:\n\n"
     yield "Traceback (most recent call last):\n"
-    frames = list(told.stack)[-MOST_FRAMES:]
+    frames = list(exception.stack)[-MOST_FRAMES:]
     left_out = 0
     begun = False  # the script's caller is not included
     for index, frame in enumerate(frames):
@@ -43,14 +43,14 @@ def shortened(told: traceback.TracebackException, kind: Callable[[str], str]) ->
             begun = True
         else:
             left_out += 1
-    yield from told.format_exception_only()
+    yield from exception.format_exception_only()
 
 
 def place_of(error: BaseException) -> str:
     """Return the innermost line that is not a library's."""
     folder = str(Path(sys.argv[0]).parent)
-    mine = [
+    own_lines = [
         each for each in traceback.extract_tb(error.__traceback__)
         if each.filename.startswith(folder) and "site-packages/" not in each.filename
     ]  # fmt: skip
-    return f"{os.path.relpath(mine[-1].filename, folder)}:{mine[-1].lineno}" if mine else ""
+    return f"{os.path.relpath(own_lines[-1].filename, folder)}:{own_lines[-1].lineno}" if own_lines else ""

@@ -22,7 +22,7 @@ class Training:
     """Observes optimizers and loaders of this process; `install` once."""
 
     def __init__(self, recorder: Recorder) -> None:
-        self._recorder, self._telling = recorder, recorder.telling
+        self._recorder, self._reporter = recorder, recorder.reporter
         self._loaders = self._dropouts = self._steps = 0
         self._stepped_at = -1  # the place of the last step
         self._backwards = 0
@@ -32,14 +32,14 @@ class Training:
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
         from torch.utils.data import dataloader
 
-        self._recorder.at_end.append(self._tell_device)
+        self._recorder.at_end.append(self._report_device)
         register_optimizer_step_pre_hook(hook(self._before_step))
         register_optimizer_step_post_hook(hook(self._after_step))
         put(
             Patch(torch.autograd, "backward", before(self._backward)),
             Patch(torch.nn.functional, "dropout", before(self._dropout)),
             Patch(dataloader._BaseDataLoaderIter, "__next__", self._next),
-            *(Patch(place, "init_device_mesh", after(self._mesh_made)) for place in (dist, dist.device_mesh)),
+            *(Patch(place, "init_device_mesh", after(self._note_mesh)) for place in (dist, dist.device_mesh)),
         )
 
     def _before_step(self, *_: Any) -> None:
@@ -50,60 +50,60 @@ class Training:
         self._recorder.sweep()
         if id(optimizer) not in self._trained:
             self._trained.add(id(optimizer))
-            self._telling.say("trains", sum(each.numel() for each in parameters(optimizer)))
-        self._telling.write(f'["step",{self._steps},{self._stepped_at}]')
+            self._reporter.send("trains", sum(each.numel() for each in parameters(optimizer)))
+        self._reporter.write(f'["step",{self._steps},{self._stepped_at}]')
 
     def _backward(self, *_: Any, **__: Any) -> None:
         """Count a backward pass, unless it is inside another one (checkpointing)."""
         if torch._C._current_graph_task_id() < 0:
             self._backwards += 1
-            self._telling.write_later(f'["backward",{self._backwards}]')
+            self._reporter.write_later(f'["backward",{self._backwards}]')
 
-    def _tell_device(self) -> None:
+    def _report_device(self) -> None:
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             number = torch.cuda.current_device()
             uuid = str(torch.cuda.get_device_properties(number).uuid)  # two ranks that see a card each call it 0
-            self._telling.say("device", number, uuid, socket.gethostname(), torch.cuda.device_count())
+            self._reporter.send("device", number, uuid, socket.gethostname(), torch.cuda.device_count())
 
-    def _next(self, method: Function, loading: Any) -> Any:
-        if "_distlab" not in loading.__dict__:
-            loading.__dict__["_distlab"] = [self._loaders, 0, self._steps]
-            self._telling.say("pass", self._loaders, self._recorder.places.here(2)[0], length_of(loading))
+    def _next(self, method: Function, iterator: Any) -> Any:
+        if "_distlab" not in iterator.__dict__:
+            iterator.__dict__["_distlab"] = [self._loaders, 0, self._steps]
+            self._reporter.send("pass", self._loaders, self._recorder.places.here(2)[0], length_of(iterator))
             self._loaders += 1
-        turn = loading.__dict__["_distlab"]
-        if self._steps > turn[2]:  # a training pass
-            turn[2] = math.inf
-            sampler = getattr(loading._index_sampler, "sampler", loading._index_sampler)
+        progress = iterator.__dict__["_distlab"]
+        if self._steps > progress[2]:  # a training pass
+            progress[2] = math.inf
+            sampler = getattr(iterator._index_sampler, "sampler", iterator._index_sampler)
             if hasattr(sampler, "set_epoch") and getattr(sampler, "shuffle", True):
-                self._telling.say("shuffled", turn[0], id(sampler))
+                self._reporter.send("shuffled", progress[0], id(sampler))
         try:
-            batch = method(loading)
+            batch = method(iterator)
         except StopIteration:
-            self._telling.write_later(f'["fetched",{turn[0]},{turn[1]},true]')
-            self._telling.say("batches", turn[0], turn[1])
-            if loading._persistent_workers:
-                del loading.__dict__["_distlab"]  # the next pass uses the same object
+            self._reporter.write_later(f'["fetched",{progress[0]},{progress[1]},true]')
+            self._reporter.send("batches", progress[0], progress[1])
+            if iterator._persistent_workers:
+                del iterator.__dict__["_distlab"]  # the next pass uses the same object
             raise
-        if turn[1] < 2:
-            self._telling.say("batch", turn[0], turn[1], checksum([batch]))
-        turn[1] += 1
-        self._telling.write_later(f'["fetched",{turn[0]},{turn[1]},false]')
+        if progress[1] < 2:
+            self._reporter.send("batch", progress[0], progress[1], checksum([batch]))
+        progress[1] += 1
+        self._reporter.write_later(f'["fetched",{progress[0]},{progress[1]},false]')
         return batch
 
-    def _dropout(self, given: torch.Tensor, p: float = 0.5, training: bool = True, *_: Any, **__: Any) -> None:
-        if isinstance(given, FakeTensor):
+    def _dropout(self, tensor: torch.Tensor, p: float = 0.5, training: bool = True, *_: Any, **__: Any) -> None:
+        if isinstance(tensor, FakeTensor):
             return
-        if training and p > 0 and self._dropouts < FIRST and isinstance(given, torch.Tensor):
+        if training and p > 0 and self._dropouts < FIRST and isinstance(tensor, torch.Tensor):
             state = zlib.crc32(torch.get_rng_state().numpy().tobytes())
-            self._telling.say("dropout", self._dropouts, state, checksum([given]), self._recorder.places.here(3)[0])
+            self._reporter.send("dropout", self._dropouts, state, checksum([tensor]), self._recorder.places.here(3)[0])
             self._dropouts += 1
 
-    def _mesh_made(self, mesh: Any, *_: Any, **__: Any) -> None:
-        self._telling.say("mesh", list(mesh.mesh_dim_names or ()), mesh.mesh.tolist())
+    def _note_mesh(self, mesh: Any, *_: Any, **__: Any) -> None:
+        self._reporter.send("mesh", list(mesh.mesh_dim_names or ()), mesh.mesh.tolist())
 
 
-def length_of(loading: Any) -> int:
+def length_of(iterator: Any) -> int:
     """Return the number of batches in a pass over a loader; -1 if unknown."""
     with suppress(Exception):  # a user's sampler may raise anything
-        return len(loading._index_sampler)
+        return len(iterator._index_sampler)
     return -1

@@ -10,19 +10,19 @@ from distlab.tools.check.watch.patches import leave_uncompiled
 from distlab.tools.check.watch.places import Places
 from distlab.tools.check.watch.recorder import Recorder
 from distlab.tools.check.watch.replicas import ReplicaSteps
-from distlab.tools.check.watch.telling import Telling
+from distlab.tools.check.watch.reporter import Reporter
 from distlab.tools.check.watch.training import Training
 
 
-def recorded(telling: Telling, folder: Path, store_port: int) -> tuple[Recorder, Waits]:
+def install_recorder(reporter: Reporter, folder: Path, store_port: int) -> tuple[Recorder, Waits]:
     """Install the observers of calls, handles and waits; `folder` is the script's."""
-    places = Places(telling, folder)
+    places = Places(reporter, folder)
     places.install()
-    recorder = Recorder(telling, places)
+    recorder = Recorder(reporter, places)
     recorder.install()
     Layouts(recorder).install()
     Handles(recorder).install()
-    waits = Waits(recorder, lambda sentence: telling.say("changed", sentence), store_port)
+    waits = Waits(recorder, lambda sentence: reporter.send("changed", sentence), store_port)
     waits.install()
     leave_uncompiled()
     return recorder, waits

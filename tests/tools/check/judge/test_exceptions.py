@@ -7,7 +7,7 @@ import pytest
 from distlab.tools.check.judge.coordinator import Coordinator
 from distlab.tools.check.judge.exceptions import describe_exception, failure_key, first_informative_line, shorten
 from distlab.tools.check.judge.rank_state import Raised
-from distlab.tools.check.watch.script_error import described
+from distlab.tools.check.watch.script_error import describe_error
 from tests.tools.check.cases import coordinator_of
 
 OF_A_CHILD = (
@@ -73,7 +73,7 @@ def test_frames_of_libraries_are_counted_and_not_shown() -> None:
         except ValueError as inner:
             raise KeyError("settings") from inner
     except KeyError as error:
-        kind, text, trace, _ = described(error, lambda file: "user" if file == __file__ else "library")
+        kind, text, trace, _ = describe_error(error, lambda file: "user" if file == __file__ else "library")
     assert (kind, text) == ("KeyError", "'settings'")
     assert trace.count("Traceback (most recent call last):") == 2
     assert "  ... 2 lines of libraries ...\n" in trace

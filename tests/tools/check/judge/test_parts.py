@@ -219,7 +219,7 @@ def test_a_malformed_report_is_dropped_without_a_question(malformed: list[Any]) 
 def test_each_report_of_watch_has_a_handler_and_each_handler_a_report() -> None:
     """Except the reports of supervisors and proofs."""
     sources = "".join(path.read_text() for path in Path(check.__file__).parent.glob("*/*.py"))
-    reports = re.findall(r"""say\(\s*"(\w+)"|write(?:_later)?\(\s*f?'\["(\w+)"|number\("(\w+)\"""", sources)
+    reports = re.findall(r"""send\(\s*"(\w+)"|write(?:_later)?\(\s*f?'\["(\w+)"|number\("(\w+)\"""", sources)
     kinds = {kind for each in reports for kind in each if kind} | {"look", "stacks", "gone"}
     handled = {*KINDS, *SilentFaults(2)._handlers, "changed", "unrecorded", "refused"}
     assert kinds - handled == set()
@@ -247,12 +247,12 @@ def test_ranks_that_are_all_idle_are_a_finding() -> None:
 
 
 def test_unreadable_weights_do_not_end_an_fsdp_script() -> None:
-    telling = Mock()
-    axes = Axes(Recorder(telling, Mock()))
+    reporter = Mock()
+    axes = Axes(Recorder(reporter, Mock()))
     sums: list[list[Any]] = []
     axes._note_sums(sums, lambda: [("weight", Mock(is_meta=False, detach=Mock(side_effect=RuntimeError("no data"))))])
     assert sums == []
-    telling.say.assert_called_once_with("unrecorded", "_note_sums", "RuntimeError('no data')")
+    reporter.send.assert_called_once_with("unrecorded", "_note_sums", "RuntimeError('no data')")
 
 
 def test_torch_compile_traces_the_function_that_check_wraps() -> None:

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from distlab.tools.check.start import script_process
-from distlab.tools.check.start.script import STACKS, answer, stacks_of_all_threads
-from distlab.tools.check.start.script_process import Look, Stacks, Threads, parsed, threads_of
+from distlab.tools.check.start.script import STACKS, answer_stack_requests, stacks_of_all_threads
+from distlab.tools.check.start.script_process import ProcessState, Stacks, Threads, parsed, threads_of
 
 CALLING = """
 def called(n):
@@ -37,32 +37,32 @@ HELD_AT_WORK = "import re\ndef at_work():\n    re.match('(a+)+$', 'a' * 60 + 'b'
 @contextmanager
 def process(source: str) -> Iterator[tuple[subprocess.Popen[bytes], Stacks]]:
     """One that is at work, and who asks it."""
-    stacks, asked = os.pipe(), os.pipe()
-    begin = f"from distlab.tools.check.start.script import answer\nanswer({asked[0]}, {stacks[1]})"
+    stacks, requests = os.pipe(), os.pipe()
+    begin = f"from distlab.tools.check.start.script import answer_stack_requests\nanswer_stack_requests({requests[0]}, {stacks[1]})"
     begin += "\nimport time\ntime.sleep(0.2)\nprint(flush=True)\nat_work()"  # the one who answers stands by then
     command = [sys.executable, "-c", f"{source}\n{begin}"]
-    with subprocess.Popen(command, pass_fds=(asked[0], stacks[1]), stdout=subprocess.PIPE) as child:
+    with subprocess.Popen(command, pass_fds=(requests[0], stacks[1]), stdout=subprocess.PIPE) as child:
         try:
             assert child.stdout is not None
             child.stdout.readline()
             time.sleep(0.1)
-            yield child, Stacks(child.pid, asked[1], stacks[0], lambda: look(child.pid))
+            yield child, Stacks(child.pid, requests[1], stacks[0], lambda: state_of(child.pid))
         finally:
             child.kill()
-            for each in (*stacks, *asked):
+            for each in (*stacks, *requests):
                 os.close(each)
 
 
-def look(process: int) -> Look:
+def state_of(process: int) -> ProcessState:
     fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    return Look(fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"), 0)
+    return ProcessState(fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"), 0)
 
 
-def is_heard(stacks: Stacks) -> bool:
+def is_found_at_work(stacks: Stacks) -> bool:
     """Where it is, once it has had a core, which takes seconds beside other tests."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
-        for frames in stacks.taken().values():
+        for frames in stacks.request().values():
             if any(each.function == "at_work" for each in frames):
                 return True
     return False
@@ -70,7 +70,7 @@ def is_heard(stacks: Stacks) -> bool:
 
 def test_a_process_that_calls_functions_is_asked_often_and_lives() -> None:
     with process(CALLING) as (child, stacks):
-        assert all(is_heard(stacks) for _ in range(100))
+        assert all(is_found_at_work(stacks) for _ in range(100))
         assert child.poll() is None
 
 
@@ -89,7 +89,7 @@ def test_the_signal_alone_kills_it() -> None:  # why it is asked: the day this f
 def test_faulthandler_is_not_what_answers() -> None:
     """It reads the state of a thread that C++ is just bringing into Python: fully_shard on 3 ranks ended by SIGSEGV."""
     with process(f"{WAITING}\nimport faulthandler\nfaulthandler.dump_traceback = None") as (child, stacks):
-        assert is_heard(stacks)
+        assert is_found_at_work(stacks)
         assert child.poll() is None
 
 
@@ -111,7 +111,7 @@ def test_stacks_are_written_as_faulthandler_writes_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize("source", [WAITING, HELD_ASLEEP, HELD_AT_WORK], ids=["asleep", "lock", "lock-at-work"])
 def test_one_that_waits_or_holds_the_lock_in_c_is_heard(source: str) -> None:
     with process(source) as (child, stacks):
-        assert is_heard(stacks)
+        assert is_found_at_work(stacks)
         assert child.poll() is None
 
 
@@ -128,8 +128,8 @@ def test_while_a_thread_waits_for_a_core_no_signal_is_sent(
         with monkeypatch.context() as patched:
             seen = iter(waits)
             patched.setattr(script_process, "threads_of", lambda _: Threads(next(seen), frozenset(runnable)))
-            assert stacks.taken() == {}
-        assert is_heard(stacks)
+            assert stacks.request() == {}
+        assert is_found_at_work(stacks)
 
 
 def test_threads_that_compute_are_told_from_those_that_wait() -> None:
@@ -137,7 +137,7 @@ def test_threads_that_compute_are_told_from_those_that_wait() -> None:
     with process(idle + CALLING) as (child, stacks):
         first = threads_of(child.pid)
         assert first.runnable == {"python"}
-        assert is_heard(stacks)
+        assert is_found_at_work(stacks)
         assert threads_of(child.pid).waits > first.waits > 0
     assert threads_of(child.pid) == (0, NOBODY)
 
@@ -145,22 +145,22 @@ def test_threads_that_compute_are_told_from_those_that_wait() -> None:
 def test_one_that_is_stopped_is_asked_once_and_gets_no_signal() -> None:
     with process(CALLING) as (child, stacks):
         child.send_signal(signal.SIGSTOP)
-        assert [stacks.taken(), stacks.taken()] == [{}, {}]
+        assert [stacks.request(), stacks.request()] == [{}, {}]
         status = Path(f"/proc/{child.pid}/status").read_text().splitlines()
         pending = next(line for line in status if line.startswith("ShdPnd"))
         assert int(pending.split()[1], 16) & 1 << (STACKS - 1) == 0
         child.send_signal(signal.SIGCONT)
-        assert is_heard(stacks)
+        assert is_found_at_work(stacks)
 
 
 def test_one_that_is_gone_has_none() -> None:
     with process(WAITING) as (child, stacks):
         child.kill()
         child.wait()
-        assert stacks.taken() == {}
+        assert stacks.request() == {}
 
 
 def test_the_one_who_answers_is_left_out() -> None:
-    source = answer.__code__.co_filename
+    source = answer_stack_requests.__code__.co_filename
     told = f'Current thread 0x0b (most recent call first):\n  File "{source}", line 9 in answering\n\n'
     assert parsed(told + 'Thread 0x0a (most recent call first):\n  File "own.py", line 3 in step\n\n').keys() == {10}

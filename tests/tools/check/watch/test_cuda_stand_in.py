@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GP
 
 RIGHT = SCRIPTS / "right"
 BEGIN = "import torch\nimport torch.distributed as dist\n\n"
-WITHOUT = "needs a GPU, of which there is none here"
+WITHOUT = "needs a GPU, and this machine has none"
 CASES: dict[str, tuple[int, str, tuple[str, ...]]] = {  # the exit code, the text, what is told
     "no counterpart": (
         2, "torch.cuda.set_device(0)\nstream = torch.cuda.current_stream()\n",
@@ -40,7 +40,7 @@ CASES: dict[str, tuple[int, str, tuple[str, ...]]] = {  # the exit code, the tex
     ),
     "a framework": (
         0, "import accelerate\n\ndist.init_process_group('gloo')\n",
-        ("ACCELERATE_USE_CPU=true is set: without a GPU accelerate trains each rank alone",),
+        ("check sets ACCELERATE_USE_CPU=true: without it accelerate trains each rank alone",),
     ),
 }  # fmt: skip
 
@@ -59,14 +59,14 @@ def test_a_script_that_asks_first_has_its_own_way(tmp_path: Path) -> None:
     reduces = "dist.init_process_group('gloo')\ndist.all_reduce(torch.ones(2, device=device))\n"
     checked = check_text(BEGIN + asks + reduces, tmp_path)
     assert_ended(checked, 0)
-    assert "no GPU here" not in checked.output
+    assert "has no GPU" not in checked.output
 
 
 @pytest.mark.parametrize(
     ("name", "words", "code", "says", "times"),
     [
-        ("cuda_ddp", [], 0, "there is no GPU here: the CPU does what the script asks of CUDA", 1),
-        ("cuda_asked", ["3"], 0, "asks for a GPU at cuda_asked.py:17 and ends without one: it is run once more", 1),
+        ("cuda_ddp", [], 0, "this machine has no GPU: check runs the script's CUDA calls on the CPU", 1),
+        ("cuda_asked", ["3"], 0, "asks for a GPU at cuda_asked.py:17 and ends without one: check runs it again", 1),
         ("cuda_asked", ["3"], 0, "There are not enough GPUs", 2),  # whatever it ends with, and by whatever it asks
         ("spawned_halves", [], 1, "asks at spawned_halves.py:24 how many GPUs there are, and ends", 1),
         ("spawned_halves", [], 1, "one a rank, 2 here: run it with WORLD_SIZE as large as", 1),

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 
-class Telling:
+class Reporter:
     """The writing end; safe to use from every thread of the script."""
 
     def __init__(self, pipe: int) -> None:
@@ -24,12 +24,12 @@ class Telling:
         self._numbers: dict[tuple[str, Hashable], int] = {}
         self.calls = itertools.count(1)  # numbers for calls
         self._later: list[str] = []
-        os.register_at_fork(after_in_child=self._fall_silent)
+        os.register_at_fork(after_in_child=self._disconnect)
 
-    def _fall_silent(self) -> None:
+    def _disconnect(self) -> None:
         self._pipe, self._lock = -1, threading.RLock()
 
-    def say(self, kind: str, *values: Any) -> None:
+    def send(self, kind: str, *values: Any) -> None:
         self.write(json.dumps([kind, *values], default=repr))
 
     def write(self, line: str) -> None:
@@ -55,11 +55,11 @@ class Telling:
         if found is None:
             with self._lock:
                 found = self._numbers.get((kind, key), len(self._numbers))
-                self.say(kind, found, *values())
+                self.send(kind, found, *values())
                 self._numbers[kind, key] = found
         return found
 
-    def anew(self) -> None:
+    def reset(self) -> None:
         """Number all things again, for a new reader."""
         with self._lock:
             self._numbers.clear()

@@ -1,4 +1,4 @@
-"""Format a cell's results: outputs by rank, equal ones once; faults with the cell's lines where ranks are."""
+"""Format a cell's results: outputs by rank, equal ones once; faults with the cell's lines at which ranks wait."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,7 +12,7 @@ from distlab.lab.report.verdict import SCRIPT
 from distlab.tools.check.judge.rank_state import HANG, MATCH
 from distlab.tools.check.judge.report import format_tables, spans_of, traffic
 from distlab.tools.check.watch.places import PACKAGES
-from distlab.tools.notebook.rank import Ended, Frame
+from distlab.tools.notebook.rank import Frame, RankResult
 from distlab.tools.notebook.session import Result
 
 NEWEST = 8  # names of a rank that are listed
@@ -69,32 +69,32 @@ class CellFailed(Exception):
 def failure(result: Result, source: str) -> CellFailed:
     """Return the report of a failed cell, the sentence first."""
     outcome, world_size = result.outcome, len(result.outcome.printed)
-    said = [f"rank {rank} {how}" for rank, how in outcome.lost.items()]
+    sentences = [f"rank {rank} {how}" for rank, how in outcome.lost.items()]
     # A rank whose process ended has no exception to show below.
     found = [
         each for each in outcome.findings if each.check in (HANG, MATCH) or result.ended.keys().isdisjoint(each.ranks)
     ]
-    said += [each.sentence for each in found]
+    sentences += [each.sentence for each in found]
     if result.interrupted:
-        said.append("interrupted")
+        sentences.append("interrupted")
     marks = {rank: line for each in found for rank, line in places(each.rows, result.file)}
-    if result.interrupted and result.doctor is not None:
-        marks = {case.rank: line for case in result.doctor.states if (line := line_in(case.frames(), result.file))}
-    lines = [f"{BOLD}{RED}{sentence}{PLAIN}" for sentence in map(without_path, said)]
+    if result.interrupted and result.coordinator is not None:
+        marks = {each.rank: line for each in result.coordinator.states if (line := line_in(each.frames(), result.file))}
+    lines = [f"{BOLD}{RED}{sentence}{PLAIN}" for sentence in map(without_path, sentences)]
     if marks:
-        lines += ["", *marked(source, marks, world_size)]
+        lines += ["", *mark_lines(source, marks, world_size)]
     if not (found or outcome.lost):  # ranks' exceptions then follow from it
         raised = {rank: result.ended[rank] for rank in outcome.raised() or outcome.failed}
         lines += list(tracebacks(raised, result.file, source, world_size))
-    if result.made_anew:
-        lines += ["", began_anew(result.made_anew)]
+    if result.restarted:
+        lines += ["", restart_sentence(result.restarted)]
     elif found or result.interrupted:
-        lines += ["", "all ranks have kept what the cells before have made"]
+        lines += ["", "all ranks have kept the results of earlier cells"]
     return CellFailed(lines)
 
 
-def began_anew(ranks: Sequence[int]) -> str:
-    return f"{name_ranks(ranks)} began anew: what the cells before have made is gone there, and kept on all others"
+def restart_sentence(ranks: Sequence[int]) -> str:
+    return f"{name_ranks(ranks)} restarted and lost the results of earlier cells; all other ranks have kept theirs"
 
 
 def without_path(sentence: str) -> str:
@@ -116,30 +116,30 @@ def line_in(frames: Iterable[object], file: str) -> int:
     return next((each.line for each in frames if each.file == file), 0)  # type: ignore[attr-defined]
 
 
-def marked(source: str, marks: Mapping[int, int], world_size: int) -> Iterator[str]:
+def mark_lines(source: str, marks: Mapping[int, int], world_size: int) -> Iterator[str]:
     """Yield the cell's lines around the marked ones, with the ranks at them."""
     lines = source.splitlines()
-    there: dict[int, list[int]] = {}
+    ranks_at: dict[int, list[int]] = {}
     for rank, line in sorted(marks.items()):
-        there.setdefault(line, []).append(rank)
-    width = max(len(name(ranks, world_size)) for ranks in there.values())
-    near = {each for line in there for each in range(line - AROUND, line + AROUND + 1)}
+        ranks_at.setdefault(line, []).append(rank)
+    width = max(len(name(ranks, world_size)) for ranks in ranks_at.values())
+    near = {each for line in ranks_at for each in range(line - AROUND, line + AROUND + 1)}
     drawn = [number for number in range(1, len(lines) + 1) if number in near]
     for before, number in zip([0, *drawn], drawn, strict=False):
         if before and number > before + 1:
             yield f"{'':>{width}}       ..."
-        ranks = name(there[number], world_size) if number in there else ""
+        ranks = name(ranks_at[number], world_size) if number in ranks_at else ""
         arrow = "-->" if ranks else "   "
         text = f"{ranks:>{width}} {arrow} {number:>3} {lines[number - 1]}"
         yield f"{BOLD}{text}{PLAIN}" if ranks else text
 
 
-def tracebacks(raised: Mapping[int, Ended], file: str, source: str, world_size: int) -> Iterator[str]:
+def tracebacks(raised: Mapping[int, RankResult], file: str, source: str, world_size: int) -> Iterator[str]:
     """Yield each exception once, with its ranks, the frames below the cell, and the cell's line marked."""
-    alike: dict[tuple[str, tuple[Frame, ...]], list[int]] = {}
+    by_error: dict[tuple[str, tuple[Frame, ...]], list[int]] = {}
     for rank, each in sorted(raised.items()):
-        alike.setdefault((each.text, tuple(Frame(*frame) for frame in each.frames)), []).append(rank)
-    for (text, frames), ranks in alike.items():
+        by_error.setdefault((each.text, tuple(Frame(*frame) for frame in each.frames)), []).append(rank)
+    for (text, frames), ranks in by_error.items():
         yield f"{BOLD}{RED}{text.partition(':')[0]}{PLAIN} on {name(ranks, world_size)}"
         for number, frame in enumerate(frames, 1):
             if number < len(frames) and any(each in frame.file for each in (*PACKAGES, "/distlab/")):
@@ -147,7 +147,7 @@ def tracebacks(raised: Mapping[int, Ended], file: str, source: str, world_size: 
             if frame.file == file:
                 where = without_path(f"{Path(file).name}:{frame.line}")
                 yield f"{where}, in {frame.function}" if frame.function not in ("", "<module>") else where
-                yield from marked(source, dict.fromkeys(ranks, frame.line), world_size)
+                yield from mark_lines(source, dict.fromkeys(ranks, frame.line), world_size)
             else:
                 yield f"{without_path(f'{frame.file}:{frame.line}')}, in {frame.function}"
         yield f"{BOLD}{text}{PLAIN}"
@@ -158,14 +158,14 @@ def tracebacks(raised: Mapping[int, Ended], file: str, source: str, world_size: 
 
 def wire_table(result: Result) -> str:
     """Return the bytes sent per pair of ranks in this cell, and its calls."""
-    cases = result.doctor.states if result.doctor is not None else []
-    return "\n".join(format_tables(traffic(list(cases)))) or "nothing was sent: no rank called another"
+    states = result.coordinator.states if result.coordinator is not None else []
+    return "\n".join(format_tables(traffic(list(states)))) or "nothing was sent: no rank communicated"
 
 
-def names(made: Sequence[str]) -> str:
+def names(defined: Sequence[str]) -> str:
     """Return the number of names on a rank, and the newest."""
-    listed = ", ".join([*["..."] * (len(made) > NEWEST), *made[-NEWEST:]])
-    return f"{counted(len(made), 'names')}: {listed}" if made else "no names yet"
+    listed = ", ".join([*["..."] * (len(defined) > NEWEST), *defined[-NEWEST:]])
+    return f"{counted(len(defined), 'names')}: {listed}" if defined else "no names yet"
 
 
 def memory_table(result: Result) -> str:
@@ -179,13 +179,13 @@ def memory_table(result: Result) -> str:
 
 def spans(result: Result) -> list[list[tuple[str, str, float, float]]]:
     """Return each rank's calls, in seconds since the first of all."""
-    found = [spans_of(lines)[0] for lines in result.told]
+    found = [spans_of(lines)[0] for lines in result.reports]
     began_s = min((start_s for of_rank in found for _, _, start_s, _ in of_rank), default=0.0)
     return [[(kind, label, start - began_s, end - began_s) for kind, label, start, end in of_rank] for of_rank in found]
 
 
 def timeline(result: Result) -> str:
-    """Return a report's timeline as SVG; empty if no rank called another."""
+    """Return a report's timeline as SVG; empty if no rank communicated."""
     found = spans(result)
     if not any(found):
         return ""
@@ -198,5 +198,5 @@ def timeline(result: Result) -> str:
         ]
         for rank, of_rank in enumerate(found)
     }
-    title = f"What {counted(len(found), 'ranks')} call{'s' * (len(found) == 1)}, and for how long"
-    return picture(run, by_rank, title, "All calls of the cell, from their begin to their end")
+    title = f"The calls of {counted(len(found), 'ranks')} over time"
+    return picture(run, by_rank, title, "All calls of the cell, each from its begin to its end")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from distlab.tools.check.watch.own_ranks import launcher_in, makes_group
+from distlab.tools.check.watch.spawned_ranks import launcher_in, makes_group
 from tests.tools.check.cases import SCRIPTS, assert_ended, check, check_text
 
 SHARES_A_QUEUE = """
@@ -50,7 +50,7 @@ REFUSED = {
     IN_A_POOL.format(pool="ProcessPoolExecutor(2)"): POOLED,
     "import subprocess, sys\n\nsubprocess.run([sys.executable, '--version'], check=True)\n"
     "subprocess.run([sys.executable, '-m', 'torch.distributed.run', '--nproc-per-node', '2', 'train.py'])\n": (
-        "starts its own ranks at train.py:4 by torch.distributed.run, which check does not see into",
+        "starts its own ranks at train.py:4 by torch.distributed.run, which check cannot observe",
     ),
 }
 
