@@ -94,7 +94,7 @@ HOLDS = {
     "RUN_MODE=compress LAB_BUG=per_rank_powersgd": Shown((), "rank"),
     "RUN_MODE=server": Shown((r"server / ring", r"What the server saw", r"local_sgd")),
     "RUN_MODE=server LAB_VARIANT=sync": Shown((r"sync +.*passed",)),
-    "RUN_MODE=server LAB_SLOW_RANK=2:0.5 LAB_STALENESS=4": Shown((r"slowed +rank 2 computes at 0\.5", r"downpour staleness"), more="LAB_VARIANT=downpour WORLD_SIZE=3"),
+    "RUN_MODE=server LAB_SLOW_RANK=2:0.5 LAB_STALENESS=4": Shown((r"slowed +rank 2 runs at 0\.5", r"downpour staleness"), more="LAB_VARIANT=downpour WORLD_SIZE=3"),
     "RUN_MODE=server LAB_VARIANT=sync,downpour": Shown((r"sync +.*passed", r"What the server saw", r"downpour")),
     "RUN_MODE=server LAB_VARIANT=downpour": Shown((r"mean staleness", r"steps by worker")),
     "RUN_MODE=server LAB_VARIANT=downpour LAB_STALENESS=2": Shown((r"downpour staleness",)),
