@@ -54,7 +54,7 @@ HOLDS = {
     ),
     "RUN_MODE=dp LAB_MICROBATCHES=4 LAB_CLIP=1": Shown((r"4 microbatch|x 4 x", r"clipped gradients"), more="LAB_VARIANT=flat"),
     "RUN_MODE=dp LAB_VARIANT=bucketed": Shown((r"bucketed launched early",)),
-    "RUN_MODE=dp LAB_NET_RATE=100mbit": Shown((r"bucketed swaps each bucket with the other rank", r"ms a step"), more="LAB_VARIANT=bucketed,ddp"),
+    "RUN_MODE=dp LAB_NET_RATE=100mbit": Shown((r"bucketed swaps each bucket with the other rank", r"ms per step"), more="LAB_VARIANT=bucketed,ddp"),
     "RUN_MODE=tp": Shown((PROVEN, r"sequence calls", r"dtensor|gathered calls")),
     "RUN_MODE=tp LAB_VARIANT=gathered": Shown((PROVEN, r"gathered calls")),
     "RUN_MODE=tp LAB_VARIANT=gathered,megatron": Shown((r"gathered calls", r"megatron calls", r"heads")),

@@ -60,7 +60,7 @@ class Rank:
         self.reruns = job.reruns(config, job, server) if job.reruns is not None and not config.rank else None
         self.parent = LauncherPipe()
         self.journal = Journal(config.log)
-        self.parent.tell_unheard(self.journal.unheard)
+        self.parent.tell_unheard(self.journal.output_failed)
         if engine:
             self.journal.say(f"engine     {engine}", "normal")
         self._posted = 0
