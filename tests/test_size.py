@@ -62,7 +62,7 @@ SIZES = {  # statements and files, at most
     "distlab/lab/measure": (1_240, 9),
     "distlab/lab/rank": (1_132, 9),
     "distlab/lab/report": (3_432, 26),
-    "distlab/lab/verify": (1_659, 11),
+    "distlab/lab/verify": (1_658, 11),
     "distlab/lab/workload": (1_022, 7),
     "distlab/tools/check": (6_111, 47),
     "distlab/tools/drill": (807, 6),

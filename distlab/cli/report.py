@@ -21,7 +21,7 @@ from distlab.lab.report.log import verdict_lines
 from distlab.lab.report.rank_log import Log, RankLog
 from distlab.lab.report.reading import MISFITS, BrokenRecord, read_run, record_files
 from distlab.lab.report.records import Ranks, Run
-from distlab.lab.report.run_folder import FILE, LATEST, is_held
+from distlab.lab.report.run_folder import FILE, LATEST, is_running
 from distlab.lab.report.table import log_line, printable
 from distlab.lab.report.tables import Plan
 from distlab.lab.report.verdict import exit_code, judge, write_run
@@ -225,7 +225,7 @@ def old_runs(runs: Path, days: int) -> list[Path]:
     latest = os.path.realpath(runs / LATEST)
     bound = time.time() - days * DAY_S
     old = [folder for folder in by_age[:-1] if written_at[folder] < bound and os.path.realpath(folder) != latest]
-    return [folder for folder in old if not is_held(folder)]
+    return [folder for folder in old if not is_running(folder)]
 
 
 if __name__ == "__main__":

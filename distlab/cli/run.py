@@ -23,7 +23,7 @@ from distlab.lab.cluster.launch import LauncherPipe, check_open_file_limit, hand
 from distlab.lab.config import Config, ConfigError, Refusal, commands, launchers, user_code
 from distlab.lab.config.settings import claim_run_id
 from distlab.lab.report import standard_streams
-from distlab.lab.report.progress import telling
+from distlab.lab.report.progress import announcing
 from distlab.lab.report.table import log_line
 
 # torch's C++ parts print a backtrace with each warning, as when a peer closes its end, 7 to 11 lines a node under
@@ -112,7 +112,7 @@ def run(config: Config, started_at: float, engine: str = "") -> int:
     if config.rank is None:
         return start_all(config)
     parent = LauncherPipe()  # reports a rank that dies while this one still imports torch
-    with telling("importing PyTorch", told=config.rank == 0 and config.log != "quiet"):
+    with announcing("importing PyTorch", enabled=config.rank == 0 and config.log != "quiet"):
         from distlab.lab.rank.main import be_rank  # errors above are printed without waiting for it
 
     with user_code.exits_raised():
@@ -124,12 +124,12 @@ def start_all(config: Config) -> int:
     be started."""
     check_open_file_limit(config.world_size)
     handle_stop_signals()
-    with telling("importing PyTorch", told=config.log != "quiet"):
+    with announcing("importing PyTorch", enabled==config.log != "quiet"):
         from distlab.lab.rank.finish import complete
         from distlab.lab.rank.main import import_for_ranks
 
     if sys.platform == "linux":  # there ranks are forked from this process
-        with telling("importing what the ranks need", told=config.log != "quiet"):
+        with announcing("importing what the ranks need", enabled=config.log != "quiet"):
             import_for_ranks(config)
     with named_run(config) as folder:
         code = launch(config, main)

@@ -145,7 +145,7 @@ def claims(mode: Mode, config: Config) -> Sequence[Claims]:
     proof, feedback = config.proof, config.own(Options).error_feedback
     beside = ("losses beside ours", "gradients beside ours")
     return (
-        *measured(mode, config, apart=(*METHODS, *TORCHS, "plain")),
+        *measured(mode, config, not_compared=(*METHODS, *TORCHS, "plain")),
         Claims(("called bytes", "wire bytes", "rest bytes", "calls"), mode.by_hand),
         Claims(("replicas",), (*mode.by_hand, *mode.by_torch), when=proof),
         Claims(

@@ -18,7 +18,7 @@ import torch
 from distlab.lab.cluster.membership import Member, View
 from distlab.lab.cluster.views import BEGIN
 from distlab.lab.lab import Lab
-from distlab.lab.verify.silent_corruption import KINDS, LEAST, Corruption, Hashes, Odd
+from distlab.lab.verify.silent_corruption import KINDS, LEAST, Corruption, Differing, Hashes
 from distlab.techniques.elastic.process_group import Regroup
 from distlab.techniques.elastic.strategy import Report, ShardedSurvivor, Survivor
 
@@ -86,9 +86,9 @@ class Audit(Corruption):
             for rank in range(self.lab.world_size)
         ]
 
-    def tell(self, name: str, step: int, odd: list[Odd], sentence: str) -> None:
+    def report(self, name: str, step: int, differing: list[Differing], sentence: str) -> None:
         if self.lab.rank == self._ranks[0]:
-            super().tell(name, step, odd, sentence)
+            super().report(name, step, differing, sentence)
 
     def decide(self) -> None:
         if self.audits[self.name]:

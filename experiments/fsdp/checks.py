@@ -137,7 +137,7 @@ def claims(mode: Mode, config: Config) -> Sequence[Claims]:
     orders = "tests/experiments/test_orders.py::"
     too_soon = f"{orders}test_fsdp_weights_that_are_whole_too_soon_or_too_long_are_named"
     return (
-        *measured(mode, config, copied=("dp", "zero1", "zero2")),  # which hold all weights
+        *measured(mode, config, replicated=("dp", "zero1", "zero2")),  # which hold all weights
         Claims(("called bytes", "wire bytes", "rest bytes", "calls", "scratch"), mode.by_hand),
         Claims(("peak bytes",), mode.by_hand, fails_in=f"{orders}test_fsdp_gradients_that_wait_show_in_the_peak"),
         Claims(("whole units",), tuple(AHEAD)),

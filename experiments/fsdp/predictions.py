@@ -283,5 +283,5 @@ def predict_peaks(lab: Lab, measured: Mapping[str, Measured], *, reshard: bool) 
     """Predict the peak of each variant of ours; those in BLOCKING always recompute their layers."""
     return predicted_peaks(
         lab, measured, partial(peak_bytes, lab.config, lab.rank, reshard=reshard), TERMS.__getitem__,
-        unlike=dict.fromkeys(BLOCKING, True), dealt=partial(as_many_as_all, config=lab.config),
+        recompute=dict.fromkeys(BLOCKING, True), assign=partial(as_many_as_all, config=lab.config),
     )  # fmt: skip

@@ -61,7 +61,7 @@ def claims(mode: Mode, config: Config) -> Sequence[Claims]:
     along = [axis for axis, ranks in sizes.items() if axis != "cp" and ranks > 1]
     launched = [name for name in mode.by_hand if name in HOW and not HOW[name].zero and not HOW[name].plain]
     return (
-        *measured(mode, config, copied=("1f1b",) if sizes["dp"] > 1 else ()),
+        *measured(mode, config, replicated=("1f1b",) if sizes["dp"] > 1 else ()),
         Claims(("in flight",), mode.by_hand, when=config.proof),
         Claims(("called bytes", "wire bytes", "rest bytes", "calls"), mode.by_hand),
         Claims(("schedule", "bubble on paper"), mode.by_hand),

@@ -305,7 +305,7 @@ def claims(mode: Mode, config: Config) -> Sequence[Claims]:
     exact = [name for name in in_16_bits if name != "fp16"]
     masters, gradients = "test_masters_that_go_wrong_fail_the_run", "test_gradients_that_are_wrong_fail_the_run"
     return (
-        *measured(mode, config, apart=in_16_bits),
+        *measured(mode, config, not_compared=in_16_bits),
         Claims(("called bytes", "wire bytes", "rest bytes"), mode.by_hand),
         Claims(("replicas",), mode.by_hand, when=proof),
         Claims(("gradients",), in_16_bits, one=True, times=STEPS, when=proof, fails_in=gradients),

@@ -226,7 +226,7 @@ def run(lab: Lab, rules: type[ParameterServer] = ParameterServer, worker: type[W
         lab,
         also=partial(check_replicas, lab),
         proofs=proofs,
-        held=dict.fromkeys(rounds, together),
+        references=dict.fromkeys(rounds, together),
         timed=partial(check_timed, lab, rounds),
     )
     lab.hold(predictions, measured)

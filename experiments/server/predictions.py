@@ -98,7 +98,9 @@ def claims(mode: Mode, config: Config) -> Sequence[Claims]:
         return Claims((name,), (DOWNPOUR,), one=True, fails_in=f"{out_of_step}{test}")
 
     return (
-        *measured(mode, config, apart=ROUNDS, unlike=ROUNDS if config.steps % local_steps else (), copied=in_step),
+        *measured(
+            mode, config, not_compared=ROUNDS, unequal=ROUNDS if config.steps % local_steps else (), replicated=in_step
+        ),
         Claims(("called bytes", "wire bytes"), mode.by_hand),
         of_run("who may start", "test_the_rules_let_start_whom_the_bound_lets"),
         of_run("budget", "test_a_server_that_grants_more_than_its_budget_fails_by_name"),

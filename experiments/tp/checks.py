@@ -129,7 +129,7 @@ def claims(mode: Mode, config: Config) -> Sequence[Claims]:
     misplaced = "tests/experiments/test_orders.py::test_tp_a_collective_in_the_wrong_place_is_named"
     unsaved = "test_activations_that_are_not_saved_fail"
     return (
-        *measured(mode, config, copied=mode.by_hand),
+        *measured(mode, config, replicated=mode.by_hand),
         Claims(("replicas",), (*mode.by_hand, *mode.by_torch), when=config.proof),
         Claims(("called bytes", "wire bytes", "calls"), mode.by_hand),
         Claims(("order of calls",), mode.by_hand, fails_in=misplaced),

@@ -183,7 +183,7 @@ def test_it_runs_as_a_module_without_torch(tmp_path: Path) -> None:
 
 def test_where_no_run_is_the_way_to_one_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path / "latest")]) == 2
-    said = f"refused    {tmp_path}/latest is not the folder of a run: none is there yet, make one with ./run or `distlab run`"
+    said = f"refused    {tmp_path}/latest is not the folder of a run: there is none yet, make one with ./run or `distlab run`"
     assert capsys.readouterr().err == f"{said}\n"
 
 

@@ -45,7 +45,7 @@ def test_a_run_on_a_slow_link_says_what_it_asked_for_and_what_it_got(cluster: Co
         assert compared["link round trip"]["measured"] < 0.01
     else:
         assert 0.01 <= compared["link round trip"]["measured"] < 0.03
-    assert re.search(r"ms a step .* flat \d", words)
+    assert re.search(r"ms per step .* flat \d", words)
 
 
 def test_a_slow_link_without_the_overlay_is_refused_with_the_command(cluster: Containers) -> None:

@@ -191,7 +191,7 @@ def test_a_slow_rank_takes_longer_in_the_timed_pass_and_is_named(ranks: Ranks, t
     run, by_rank = run_experiment(ranks, 2, tmp_path, **settings)
     assert run["verdict"] == "pass"
     (said,) = [each.text for each in by_rank[0] if isinstance(each, Said) and each.heading == "slowed"]
-    assert said.startswith("rank 1 computes at 0.02 of its speed")
+    assert said.startswith("rank 1 runs at 0.02 of its speed")
     # Seconds by kind of phase.
     quick, slow = (next(each.seconds for each in by_rank[rank] if isinstance(each, Profile)) for rank in (0, 1))
     assert all(slow[kind] > 5 * quick[kind] for kind in ("forward", "backward"))

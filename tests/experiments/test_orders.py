@@ -23,7 +23,7 @@ from distlab.lab.rank.mode_loader import load
 from distlab.lab.report.reading import from_line
 from distlab.lab.report.verdict import judge
 from distlab.lab.verify.counted import Saved
-from distlab.lab.verify.pipeline_checks import Pass, broken, passes, told_apart
+from distlab.lab.verify.pipeline_checks import Pass, assign_weight_passes, broken_rules, passes
 from distlab.lab.workload import model as models
 from distlab.lab.workload.data import Microbatch
 from distlab.lab.workload.model import Model
@@ -130,7 +130,7 @@ def test_pp_our_schedules_keep_the_rules_of_the_papers(ranks: int, microbatches:
         made["dualpipev", 2] = schedules.dualpipev(ranks, microbatches)
     for (name, chunks), schedule in made.items():
         for rank, actions in enumerate(schedule):
-            assert broken(name, of_rank(actions, ranks), rank, ranks, microbatches, chunks) == []
+            assert broken_rules(name, of_rank(actions, ranks), rank, ranks, microbatches, chunks) == []
             assert most_in_flight(actions) == in_flight(name, ranks, microbatches, rank, chunks)
 
 
@@ -145,38 +145,40 @@ def test_pp_every_rule_is_seen_when_it_is_broken() -> None:
     right = of_rank(schedules.one_forward_one_backward(ranks, many)[1], ranks)
     split = of_rank(schedules.in_two(schedules.one_forward_one_backward(ranks, many)[1]), ranks)
     gpipe = of_rank(schedules.gpipe(ranks, many)[1], ranks)
-    assert broken("zb_h1", gpipe, 1, ranks, many, 1) == [
-        "a microbatch does not go once forward, input, weight through each chunk"
+    assert broken_rules("zb_h1", gpipe, 1, ranks, many, 1) == [
+        "not every microbatch runs forward, input, weight exactly once in each chunk"
     ]
-    assert broken("1f1b", split, 1, ranks, many, 1) == [
-        "a microbatch does not go once forward, backward through each chunk"
+    assert broken_rules("1f1b", split, 1, ranks, many, 1) == [
+        "not every microbatch runs forward, backward exactly once in each chunk"
     ]
-    assert broken("1f1b", of_rank(all_ahead(ranks, many)[1], ranks), 1, ranks, many, 1) == [
-        "6 forwards come before the first backward, where the rule says 2"
+    assert broken_rules("1f1b", of_rank(all_ahead(ranks, many)[1], ranks), 1, ranks, many, 1) == [
+        "6 forwards come before the first backward, but the rule says 2"
     ]
-    assert broken("gpipe", right, 1, ranks, many, 1)[0].startswith("2 forwards come before")
+    assert broken_rules("gpipe", right, 1, ranks, many, 1)[0].startswith("2 forwards come before")
     more = of_rank(one_more_ahead(ranks, many)[1], ranks)
-    assert broken("1f1b", more, 1, ranks, many, 1) == [
-        "3 forwards come before the first backward, where the rule says 2"
+    assert broken_rules("1f1b", more, 1, ranks, many, 1) == [
+        "3 forwards come before the first backward, but the rule says 2"
     ]
-    assert broken("1f1b", right[:-1], 1, ranks, many, 1) == [
-        "a microbatch does not go once forward, backward through each chunk"
+    assert broken_rules("1f1b", right[:-1], 1, ranks, many, 1) == [
+        "not every microbatch runs forward, backward exactly once in each chunk"
     ]
-    assert "forwards are not in the order" in broken("1f1b", swapped(right, 0, 1), 1, ranks, many, 1)[0]
-    assert any("take turns" in fault for fault in broken("1f1b", swapped(right, 3, 4), 1, ranks, many, 1))
+    assert "forwards are not in the order" in broken_rules("1f1b", swapped(right, 0, 1), 1, ranks, many, 1)[0]
+    assert any("alternate" in fault for fault in broken_rules("1f1b", swapped(right, 3, 4), 1, ranks, many, 1))
     late = [*right[:2], *right[3:], right[2]]
-    assert any("backwards are not in the order" in fault for fault in broken("1f1b", late, 1, ranks, many, 1))
-    before = broken("zb_h1", swapped(split, 2, 3), 1, ranks, many, 1)
+    assert any("backwards are not in the order" in fault for fault in broken_rules("1f1b", late, 1, ranks, many, 1))
+    before = broken_rules("zb_h1", swapped(split, 2, 3), 1, ranks, many, 1)
     assert "weight of a microbatch comes before its input" in before
-    assert broken("zb_h1", split, 1, ranks, many, 1) == [
-        "the gradients of weights do not come right behind those of the input 1 microbatches later"
+    assert broken_rules("zb_h1", split, 1, ranks, many, 1) == [
+        "the gradients of weights do not directly follow those of the input 1 microbatches later"
     ]
     v = of_rank(schedules.zbv(ranks, many)[1], ranks)
-    assert any("forwards are not in the order" in fault for fault in broken("zbv", swapped(v, 0, 1), 1, ranks, many, 2))
+    assert any(
+        "forwards are not in the order" in fault for fault in broken_rules("zbv", swapped(v, 0, 1), 1, ranks, many, 2)
+    )
     chunked = of_rank(schedules.interleaved(ranks, many, 2)[1], ranks)
     other_way = [each._replace(chunk=1 - each.chunk) if each.kind == "backward" else each for each in chunked]
-    assert broken("interleaved", chunked, 1, ranks, many, 2) == []
-    assert broken("interleaved", other_way, 1, ranks, many, 2) != []
+    assert broken_rules("interleaved", chunked, 1, ranks, many, 2) == []
+    assert broken_rules("interleaved", other_way, 1, ranks, many, 2) != []
 
 
 def test_pp_parts_of_a_backward_pass_are_known_by_their_layers_and_hold_what_is_left() -> None:
@@ -195,11 +197,14 @@ def test_pp_parts_of_a_backward_pass_are_known_by_their_layers_and_hold_what_is_
 
 def test_pp_a_weight_pass_that_shows_nothing_is_that_of_a_chunk_without_a_linear_layer() -> None:
     seen = Pass("weight", 1, 0)
-    assert told_apart([seen, Pass("weight", -1, 0)], 2) == [seen, Pass("weight", 0, 0)]
+    assert assign_weight_passes([seen, Pass("weight", -1, 0)], 2) == [seen, Pass("weight", 0, 0)]
     unseen = [Pass("weight", -1, 0)] * 2
-    assert told_apart(unseen, 2) == [Pass("weight", 1, 0), Pass("weight", 0, 0)]  # back through the last one first
-    assert told_apart([seen, *unseen], 2)[1:] == [Pass("weight", 0, 0), unseen[0]]  # one too many is nobody's
-    assert told_apart([Pass("input", -1, 0)], 1) == [Pass("input", -1, 0)]
+    assert assign_weight_passes(unseen, 2) == [
+        Pass("weight", 1, 0),
+        Pass("weight", 0, 0),
+    ]  # back through the last one first
+    assert assign_weight_passes([seen, *unseen], 2)[1:] == [Pass("weight", 0, 0), unseen[0]]  # one too many is nobody's
+    assert assign_weight_passes([Pass("input", -1, 0)], 1) == [Pass("input", -1, 0)]
 
 
 def test_pp_passes_are_known_by_their_layers() -> None:

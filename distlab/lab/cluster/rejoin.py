@@ -22,7 +22,7 @@ from distlab.lab.cluster.join import RETRY_S, Cluster, Joining, Uplink, dial, ke
 from distlab.lab.cluster.messages import Join, Refused, Sealed
 from distlab.lab.config import Config
 from distlab.lab.report.reading import from_json, read_regular, write_atomically
-from distlab.lab.report.run_folder import is_held
+from distlab.lab.report.run_folder import is_running
 from distlab.techniques.transport.handshake import Who
 
 FILE = "ranks.json"
@@ -62,7 +62,7 @@ def find_left_run(config: Config) -> LeftRun | None:
     """Return the run that this rank belongs to and has left; None if there is none, and a new one begins."""
     assert config.rank is not None, "a rank has RANK"
     for file in sorted(config.runs_dir.glob(f"*/{FILE}"), key=lambda file: -file.stat().st_mtime):
-        if file.parent.is_symlink() or not is_held(file.parent):
+        if file.parent.is_symlink() or not is_running(file.parent):
             continue
         with suppress(OSError, ValueError, KeyError, TypeError):
             content = from_json(read_regular(file, MOST_BYTES))

@@ -30,7 +30,7 @@ from distlab.lab.report.reading import BrokenRecord, from_line, read_records, re
 from distlab.lab.report.records import Ranks, Run
 from distlab.lab.report.run_folder import FILE as CLAIM
 from distlab.lab.report.run_folder import Journal, Outcome, Unwritable
-from distlab.lab.report.sentences import missed, of_a_loss, troubles
+from distlab.lab.report.sentences import lost_lines, missed, troubles
 from distlab.lab.report.table import in_lines, log_line
 from distlab.lab.report.verdict import EXIT_CODES, exit_code, judge
 from distlab.techniques.transport.store import Prefixed
@@ -132,7 +132,7 @@ def settle(
     Raises Unpublished if it cannot be published.
     """
     rank = sections.exchange.rank
-    outcome.lay_ready(run, rank)
+    outcome.prepare(run, rank)
     written = outcome.folder / "report.html" if draw(outcome.folder, outcome.page(rank), REPORT_TIMEOUT_S) else None
     # A report that could not be written means a full disk or a defect of the lab: the run must not pass as if it had
     # one.
@@ -245,7 +245,7 @@ def write_failure_report(verdict: Verdict, succession: Succession, journal: Jour
         journal.say(
             log_line("report", f"not drawn within {DRAWN_BY_S:g} s of the loss: ./run report {outcome.folder} draws it")
         )
-    for line in in_lines(of_a_loss(run, by_rank, report, outcome.folder)):
+    for line in in_lines(lost_lines(run, by_rank, report, outcome.folder)):
         journal.say(line, "normal")
 
 

@@ -268,7 +268,7 @@ def begin_log(config: Config, mode: Mode, parent: LauncherPipe, engine: str) -> 
     """Return the journal, which has no folder yet, and the printed rows of rank 0's log."""
     journal = Journal(config.log)
     tell_story(journal, config)
-    parent.on_output_lost(journal.unheard)
+    parent.on_output_lost(journal.output_failed)
     told = mistake({"mistake": mode.told(config.bug)}) if config.rank == 0 else []
     for line in told:
         journal.say(line, "normal")

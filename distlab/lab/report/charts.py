@@ -121,9 +121,11 @@ def layers(rows: dict[str, dict[str, int]], colour: dict[str, str]) -> Figure:
     return Figure(graph, [Pen(colour[kind]) for kind in kinds])
 
 
-def stacked(held: dict[str, list[float]], duration_ms: float, colour: dict[str, str], unit: str, top: float) -> Figure:
+def stacked(
+    amounts: dict[str, list[float]], duration_ms: float, colour: dict[str, str], unit: str, top: float
+) -> Figure:
     """Draw amounts over time by class, stacked; each value is for an equal part of the time."""
-    parts = max(map(len, held.values()), default=1)
+    parts = max(map(len, amounts.values()), default=1)
     graph = pygal.StackedLine(
         x_title="ms", y_title=unit, fill=True, show_dots=False, range=(0, top or 1), value_formatter=si,
         show_minor_x_labels=False, **PLAIN,
@@ -131,9 +133,9 @@ def stacked(held: dict[str, list[float]], duration_ms: float, colour: dict[str, 
     every = max(1, parts // 4)
     graph.x_labels = [si(duration_ms * part / parts) for part in range(parts)]
     graph.x_labels_major = [graph.x_labels[part] for part in range(0, parts, every)]
-    for kind, values in held.items():
+    for kind, values in amounts.items():
         graph.add(kind, [float(f"{value:.4g}") for value in values])
-    return Figure(graph, [Pen(colour[kind]) for kind in held])
+    return Figure(graph, [Pen(colour[kind]) for kind in amounts])
 
 
 # --- styles ---

@@ -16,11 +16,11 @@ from distlab.lab.report.verdict import slowest
 Judged = tuple[Path, Run, Ranks]  # the folder, the verdict, the records
 Row = list[Any]
 # A rank's identity and its folder say nothing about what is run.
-OF_NO_ACCOUNT = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "LAB_RUN_ID", "LAB_RUNS_DIR")
+IGNORED = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "LAB_RUN_ID", "LAB_RUNS_DIR")
 # The compared numbers of each variant: name in the table, and field of run.json.
 MEASURES = {
-    "ms a step, slowest rank's median": "step_seconds",
-    "sent a step, rank that sends most": "wire_bytes",
+    "ms per step, slowest rank's median": "step_seconds",
+    "sent per step, rank that sends most": "wire_bytes",
     "peak memory, fullest rank": "peak_bytes",
     "memory at rest, fullest rank": "rest_bytes",
 }
@@ -50,7 +50,7 @@ def settings(runs: Sequence[Run]) -> Iterator[Row]:
     for kind, word in (("config", ""), ("versions", "version of ")):
         for name in dict.fromkeys(name for run in runs for name in run[kind]):
             values = [run[kind].get(name) for run in runs]
-            if values[0] != values[1] and name not in (*OF_NO_ACCOUNT, "RUN_MODE"):
+            if values[0] != values[1] and name not in (*IGNORED, "RUN_MODE"):
                 yield [word + name, *map(setting_text, values), ""]
 
 

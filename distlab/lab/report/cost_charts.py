@@ -26,7 +26,7 @@ def traffic(run: Run, records: Ranks) -> list[dict[str, Any]]:
     return [
         {
             "variant": name,
-            "chart": charts.render_chart(charts.rank_bars(rows, SOURCES, top), f"bytes a step by rank, {name}", 190),
+            "chart": charts.render_chart(charts.rank_bars(rows, SOURCES, top), f"bytes per step by rank, {name}", 190),
             "matrix": _matrix(sent[name], shown, most) if name in sent else None,
         }
         for name, rows in bars.items()
@@ -76,15 +76,15 @@ def step_times(records: Ranks, colour: dict[str, str]) -> Drawing | None:
     found = {name: [1000 * step_s for step_s in values] for name, values in samples(records).items()}
     if not found:
         return None
-    return charts.render_chart(charts.spreads(found, colour, "ms a step"), "time of a step by variant", 220)
+    return charts.render_chart(charts.spreads(found, colour, "ms per step"), "time of a step by variant", 220)
 
 
 def samples(records: Ranks) -> dict[str, list[float]]:
     """Return by variant each timed step's seconds on its slowest rank."""
-    taken: dict[str, list[list[float]]] = {}
+    by_variant: dict[str, list[list[float]]] = {}
     for _, steps in select(records, Steps):
-        taken.setdefault(steps.variant, []).append(steps.step_seconds)
-    found = {name: [max(step) for step in zip(*of_ranks, strict=False)] for name, of_ranks in taken.items()}
+        by_variant.setdefault(steps.variant, []).append(steps.step_seconds)
+    found = {name: [max(step) for step in zip(*of_ranks, strict=False)] for name, of_ranks in by_variant.items()}
     return {name: values for name, values in found.items() if values}
 
 
@@ -93,10 +93,10 @@ def samples(records: Ranks) -> dict[str, list[float]]:
 COLOUR_OF_CLASS = {"parameters": 0, "gradients": 2, "optimizer": 3, "activations": 1, "communication": 5}
 MEMORY_COLOURS = {name: charts.PALETTE[place] for name, place in COLOUR_OF_CLASS.items()}
 MOST_PARTS = 600  # of all lines over a step: 14 variants of 200 parts each took a fifth of the page
-HELD = {
+MEMORY_HEADINGS = {
     "rest_bytes": "At rest",
-    "peak_bytes": "At most in the whole pass: its making, and what was there before, included",
-    "activation_bytes": "Activations kept for the backward pass, at most",
+    "peak_bytes": "Peak of the whole pass, with its construction and what existed before",
+    "activation_bytes": "Peak of the activations that are kept for the backward pass",
 }
 
 
@@ -125,8 +125,8 @@ def memory_over_the_step(records: Ranks) -> dict[str, Drawing]:
     figures = {}
     for name, line in lines.items():
         coarse = coarser(line.held_bytes, MOST_PARTS // len(lines))
-        held = {kind: [nbytes / scale for nbytes in values] for kind, values in coarse.items() if any(values)}
-        figure = charts.stacked(held, 1000 * line.step_s, MEMORY_COLOURS, unit, most / scale)
+        amounts = {kind: [nbytes / scale for nbytes in values] for kind, values in coarse.items() if any(values)}
+        figure = charts.stacked(amounts, 1000 * line.step_s, MEMORY_COLOURS, unit, most / scale)
         figures[name] = charts.render_chart(figure, f"memory over a step of {name}", 220)
     return figures
 
@@ -146,7 +146,7 @@ def _most(line: MemoryLine) -> int:
 def memory_by_rank(run: Run) -> dict[str, Table]:
     """Return by heading one row per variant and one column per rank; none without such records."""
     found = {}
-    for kind, heading in HELD.items():
+    for kind, heading in MEMORY_HEADINGS.items():
         rows = [
             [variant["name"], *("" if nbytes is None else human_bytes(nbytes) for nbytes in variant[kind])]
             for variant in run["variants"]

@@ -104,10 +104,10 @@ class Untimed(Refusal):
     """Nothing of this run can be drawn; the message is the sentence to end with."""
 
 
-STEP = "One recorded step of each variant, of three the one of median length, on rank 0's clock"
+STEP = "Of each variant the recorded step of median length, of three, on rank 0's clock"
 
 
-def picture(run: Run, records: Ranks, title: str = "", told: str = STEP) -> str:
+def picture(run: Run, records: Ranks, title: str = "", caption: str = STEP) -> str:
     """Return the whole SVG, with a title and a caption; raises Untimed if no rank marked its steps."""
     rows = Rows(21, 7)
     drawn = timeline(run, records, rows)
@@ -131,7 +131,8 @@ def picture(run: Run, records: Ranks, title: str = "", told: str = STEP) -> str:
         names=drawn.names, microbatches=HUES[: drawn.microbatches],
         ticks=[(left + width * float(place.rstrip("%")) / 100, name) for place, name in drawn.ticks],
         panels=[*zip(tops, drawn.panels, strict=False)], rows=rows, axis=drawn.axis,
-        told=f"{told} · {start.title}", settings=" ".join(f"{name}={value}" for name, value in start.repeat.items()),
+        caption=f"{caption} · {start.title}",
+        settings=" ".join(f"{name}={value}" for name, value in start.repeat.items()),
     )  # fmt: skip
 
 
@@ -162,13 +163,13 @@ def junit(run: Run) -> ET.Element:
         if not claim["passed"]:
             ET.SubElement(case, "failure", message=_clean(failure_sentence(claim)), type=claim["name"])
         elif not claim.get("decides", True):
-            ET.SubElement(case, "skipped", message=_clean(f"informational: {_told(claim)}"))
+            ET.SubElement(case, "skipped", message=_clean(f"informational: {_claim_sentence(claim)}"))
         else:
-            ET.SubElement(case, "system-out").text = _clean(_told(claim))
+            ET.SubElement(case, "system-out").text = _clean(_claim_sentence(claim))
     for skip in run["skipped"]:
         ET.SubElement(_case(suite, run, skip["variant"], "variant"), "skipped", message=_clean(skip["reason"]))
-    gone = [(lost["rank"], lost_sentence(lost)) for lost in run["lost"]]
-    for rank, sentence in gone + [(error["rank"], error["error"]) for error in run["errors"]]:
+    lost = [(lost["rank"], lost_sentence(lost)) for lost in run["lost"]]
+    for rank, sentence in lost + [(error["rank"], error["error"]) for error in run["errors"]]:
         ET.SubElement(_case(suite, run, "", f"rank {rank}"), "error", message=_clean(sentence), type=run["verdict"])
     tags = {"tests": "testcase", "failures": ".//failure", "errors": ".//error", "skipped": ".//skipped"}
     for kind, tag in tags.items():
@@ -183,7 +184,7 @@ def _case(suite: ET.Element, run: Run, variant: str, name: str) -> ET.Element:
     return ET.SubElement(suite, "testcase", classname=_clean(place), name=_clean(name))
 
 
-def _told(claim: Run) -> str:
+def _claim_sentence(claim: Run) -> str:
     if "max_abs_diff" in claim:
         return f"{claim_name(claim)} differs by {difference(claim['max_abs_diff'])}, {allowed(claim)} allowed"
     measured, predicted = (quantity(claim[kind], claim["unit"]) for kind in ("measured", "predicted"))

@@ -23,7 +23,7 @@ FULL = "cannot be written any more"
 SHOULD = {
     "lost": "named by every survivor within {bound:g} s, exit code 3",
     "broken": "named as an end of a broken link within {bound:g} s, exit code 3",
-    "survived": "nobody lost",
+    "survived": "no rank is lost",
     "full": "one error sentence, exit code 1",
     "open": "survived, or named",
 }
@@ -74,38 +74,38 @@ def _lost(case: Case) -> tuple[bool, str]:
         return True, f"rank {rank} left, and the remaining ranks continued"
     ends = list({of: end for of, end in select(case.records, Failed) if of != rank}.values())
     if not ends:
-        return False, "nobody was named"
-    said = {end.error for end in ends}
+        return False, "no rank was named"
+    sentences = {end.error for end in ends}
     codes = sorted({end.exit_code for end in ends})
     took_s = max(end.at for end in ends) - case.made.at
-    apart = _apart(case)
-    named = apart or all(f"rank {rank} " in each or f"rank {rank}:" in each for each in said)
-    held = named and (apart or len(said) == 1) and codes == [LOST_CODE] and took_s <= case.plan.bound_s
-    whom = f"rank {rank} named" if named else "another named"
-    return held, f"{whom} by {len(ends)} after {took_s:.1f} s, exit code {', '.join(map(str, codes))}: {min(said)}"
+    separated = _only_two_separated(case)
+    named = separated or all(f"rank {rank} " in each or f"rank {rank}:" in each for each in sentences)
+    held = named and (separated or len(sentences) == 1) and codes == [LOST_CODE] and took_s <= case.plan.bound_s
+    by = f"{f'rank {rank}' if named else 'another rank'} named by {len(ends)}"
+    return held, f"{by} after {took_s:.1f} s, exit code {', '.join(map(str, codes))}: {min(sentences)}"
 
 
-def _apart(case: Case) -> bool:
+def _only_two_separated(case: Case) -> bool:
     """Return whether only two ranks were separated: each side then names the other."""
     (start, *_) = (each for _, each in select(case.records, Start))
     return case.plan.kind == "cut" and start.world_size == 2 and any(True for _ in select(case.records, Lost))
 
 
 def _survived(case: Case) -> tuple[bool, str]:
-    gone = [each.reason for _, each in select(case.records, Lost) if each.rank == case.plan.rank]
-    gone += [each.reason for _, each in select(case.records, Left) if each.rank == case.plan.rank]
-    return not gone, f"rank {case.plan.rank} was lost: {gone[0]}" if gone else "nobody was lost by it"
+    reasons = [each.reason for _, each in select(case.records, Lost) if each.rank == case.plan.rank]
+    reasons += [each.reason for _, each in select(case.records, Left) if each.rank == case.plan.rank]
+    return not reasons, f"rank {case.plan.rank} was lost: {reasons[0]}" if reasons else "no rank was lost"
 
 
 def _full(case: Case) -> tuple[bool, str]:
     ends = [end for _, end in select(case.records, Failed)]
-    said = {end.error for end in ends}
-    held = len(said) == 1 and FULL in min(said) and {end.exit_code for end in ends} == {FULL_CODE}
-    return held, "; ".join(sorted(said)) or "no rank reported it"
+    sentences = {end.error for end in ends}
+    held = len(sentences) == 1 and FULL in min(sentences) and {end.exit_code for end in ends} == {FULL_CODE}
+    return held, "; ".join(sorted(sentences)) or "no rank reported it"
 
 
 def _not_judged(_: Case) -> tuple[bool | None, str]:
-    return None, "not judged any more"
+    return None, "no longer checked"
 
 
 _JUDGES: dict[str, Callable[[Case], tuple[bool | None, str]]] = {

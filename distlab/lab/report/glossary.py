@@ -4,28 +4,28 @@ docs/glossary.md."""
 from distlab.lab.report.units import BYTE_UNITS
 
 COLUMNS = {
-    "variant": "one way to do what the mode is about",
+    "variant": "one implementation of the mode's technique",
     "predicted": "by the formula, before the run",
-    "formula": "what the prediction was computed from",
-    "a rank and step": "bytes that one rank sends in one step",
+    "formula": "how the prediction was computed",
+    "per rank and step": "bytes that one rank sends in one step",
     "calls": "collectives and messages of a step",
-    "called": "bytes by the calls that were made, times what each operation sends by its algorithm",
-    "wire": "bytes that the sockets counted, headers and acknowledgements included",
-    "measured": "what the rank measured that is farthest from its prediction",
+    "called": "bytes of the calls' tensors, times the factor of each operation's algorithm",
+    "wire": "bytes that the sockets counted, with headers and acknowledgements",
+    "measured": "measured on the rank that is farthest from its prediction",
     "on rank": "the rank that is farthest from its prediction",
-    "allowed ±": "how far measured may be from predicted; in words where the comparison decides nothing",
+    "allowed ±": "how far measured may be from predicted; a reason if the comparison is informational",
     "gradients": "in a proof the largest difference of any gradient from the reference; in memory their bytes",
     "weights": "the largest difference of any updated weight from the reference",
     "losses": "the largest difference of any loss from the reference",
-    "largest difference": "of all that the check compared, on the rank where it is largest",
+    "largest difference": "of all values that the check compared, on the rank where it is largest",
     "tolerance": "the largest difference with which the check passes",
-    "ms a step": "median of the timed steps, on the slowest rank",
-    "x ...": "the time of a step as a multiple of that of PyTorch's own variant",
-    "CPU ms, all ranks": "time that cores worked in a step, of all ranks together",
+    "ms per step": "median of the timed steps, on the slowest rank",
+    "x ...": "the time of a step divided by that of PyTorch's own variant",
+    "CPU ms, all ranks": "CPU time of a step, summed over all ranks",
     "parameters": "bytes of the model's weights on the fullest rank: at rest / at the peak",
-    "optimizer": "in memory the bytes of the optimizer's state, as moments; in a profile the time of the update",
-    "activations": "bytes of what the forward pass keeps for the backward pass, and of temporaries",
-    "communication": "in memory the bytes that calls were given; in a profile the time in calls",
+    "optimizer": "in memory the bytes of the optimizer's state, such as moments; in a profile the time of the update",
+    "activations": "bytes that the forward pass keeps for the backward pass, and of temporaries",
+    "communication": "in memory the bytes of the calls' tensors; in a profile the time in calls",
     "total": "bytes of all classes together",
     "rest by formula": "bytes between two steps that the formula predicts",
     "process": "bytes of the whole process, as the kernel counts them",
@@ -34,7 +34,7 @@ COLUMNS = {
     "forward": "time of the forward pass",
     "backward": "time of the backward pass",
     "waiting": "time in which the rank waited for a message",
-    "slowest": "the rank with the most work of its own, as a multiple of the least",
+    "slowest": "the rank with the most work of its own, divided by that of the rank with the least",
     "rank": "a process of the run, counted from 0",
     "place on the mesh": "the rank's index along each axis: dp1 is the second replica, pp0 the first stage",
     "host": "the machine or container of the rank",
@@ -43,14 +43,14 @@ COLUMNS = {
     "steps": "how many steps were timed",
     "first loss": "loss of the first step, of the whole batch",
     "last loss": "loss of the last step, of the whole batch",
-    "fault": "what LAB_FAULTS asked for",
-    "expected": "what had to come of the fault",
-    "observed": "what came of it",
+    "fault": "the fault that LAB_FAULTS injects",
+    "expected": "the effect that the fault must have",
+    "observed": "the effect that it had",
 }
 
 
 def meaning(title: str) -> str:
-    """What the column of this title shows; empty where the title says it."""
+    """Return what the column of this title shows; empty if the title says it."""
     if title.startswith("x "):
         return COLUMNS["x ..."]
     unit, _, rest = title.partition(" ")

@@ -52,7 +52,7 @@ def end_lines(
         return in_lines([*failed, *sentences.ending(run, records, report)])
     parts = [
         *sentences.alone(run), *sentences.times(run), *sentences.decided(run), *sentences.skipped(run),
-        *sentences.first_failures(run), *sentences.troubles(run), *sentences.where_ended(run, report),
+        *sentences.first_failures(run), *sentences.troubles(run), *sentences.error_logs(run, report),
         *sentences.ending(run, records, report),
     ]  # fmt: skip
     return [*summary.table_lines(run, records), *in_lines(parts)]
@@ -78,15 +78,17 @@ def verdict_lines(run: Run, records: Ranks, report: Path | None, printed: Collec
 
 def more_checks(run: Run) -> list[str]:
     """Return the checks that passed and are in no table above."""
-    held = [check for check in run["checks"] if check["passed"] and check["name"] not in (*tables.PROOF, *tables.TIMED)]
-    lines = tables.checks(check for check in held if check["unit"] != sentences.FINDINGS).under("checks")
-    names: dict[bool, list[str]] = {}
-    for check in held:
+    others = [
+        check for check in run["checks"] if check["passed"] and check["name"] not in (*tables.PROOF, *tables.TIMED)
+    ]
+    lines = tables.checks(check for check in others if check["unit"] != sentences.FINDINGS).under("checks")
+    early = "passed until the run was ended"
+    names: dict[str, list[str]] = {"passed": [], early: []}
+    for check in others:
         if check["unit"] == sentences.FINDINGS:
-            names.setdefault(check["detail"] == sentences.UNTIL_ENDED, []).append(check["name"])
-    passed = {False: "passed", True: "passed until the run was ended"}
+            names[early if check["detail"] == sentences.UNTIL_ENDED else "passed"].append(check["name"])
     return lines + [
-        line for key in sorted(names) for line in wrapped("checks", f"{passed[key]}: {', '.join(names[key])}")
+        line for word, found in names.items() if found for line in wrapped("checks", f"{word}: {', '.join(found)}")
     ]
 
 

@@ -54,10 +54,10 @@ def contents(run: Run, records: Ranks) -> dict[str, Any]:
         "start": start,
         "headline": sentences.headline(run),
         "proof_note": sentences.proof_note(run),
-        "mistake": [sentences.mistake_sentence(run), sentences.seen_sentence(run)] if run["mistake"] else [],
+        "mistake": [sentences.mistake_sentence(run), sentences.caught_sentence(run)] if run["mistake"] else [],
         "wrong": list(wrong(run)),
         "timeline": drawn,
-        "look": drawn.look if drawn else "",
+        "hint": drawn.hint if drawn else "",
         "load": [sentences.load_sentence(machine) for machine in run["machines"]],
         "tiles": list(tiles(run, records, drawn)),
         "of_script": run["run_mode"] in (SCRIPT, PROVEN),
@@ -85,8 +85,8 @@ def stories(records: Ranks, verdict: str) -> list[tuple[int, list[Line]]]:
         log = RankLog(width=STORY_COLUMNS)
         lines = [line for record in records[rank] for line in log.lines(record)]
         if any(isinstance(record, Told | Noted) for record in records[rank]):
-            made = log.made()
-            own = f"{verdict.upper()}: {sum(map(passes, made))} of {counted(len(made), 'checks')} of mine passed"
+            checks = log.deciding_checks()
+            own = f"{verdict.upper()}: {sum(map(passes, checks))} of {counted(len(checks), 'checks')} of mine passed"
             found.append((rank, [*lines, Line(own)]))
     return found
 
@@ -157,28 +157,28 @@ def tiles(run: Run, records: Ranks, drawn: Drawn | None) -> Iterator[tuple[str, 
             span = " to ".join(dict.fromkeys(milliseconds(pick(by_hand.values())) for pick in (min, max)))
             yield (
                 f"{span} ms",
-                f"a step, {counted(len(by_hand), 'variants')} by hand, of which none is surely the fastest",
+                f"per step, {counted(len(by_hand), 'variants')} by hand; their times overlap, so none is the fastest",
             )
         elif len(by_hand) == 1:
-            yield f"{milliseconds(by_hand[best])} ms", f"a step of {best}, written by hand"
+            yield f"{milliseconds(by_hand[best])} ms", f"per step of {best}, written by hand"
         else:
-            yield f"{milliseconds(by_hand[best])} ms", f"a step of {best}, the fastest written by hand"
+            yield f"{milliseconds(by_hand[best])} ms", f"per step of {best}, the fastest written by hand"
         if best and own_name and (own_s := times[own_name]):
             yield f"{by_hand[best] / own_s:.2f} ×", f"the time of {own_name}, PyTorch's own"
     wire = {variant["name"]: slowest(variant["wire_bytes"]) for variant in run["variants"]}
     sent = {name: amount for name, amount in wire.items() if amount}
     if sent:
         least = min(sent, key=lambda name: sent[name])
-        yield human_bytes(sent[least]), f"on the wire a step, from the rank that sends most ({least})"
+        yield human_bytes(sent[least]), f"on the wire per step, from the rank that sends most ({least})"
 
 
 def fastest(seconds: dict[str, float], records: Ranks, drawn: Drawn | None) -> str:
     """Return the variant with the shortest steps; empty if another's quartiles overlap, if there are too few steps, or
     if the timeline, of a step that was not timed, shows another as shorter."""
     best = min(seconds, key=lambda name: seconds[name])
-    taken = {name: values for name, values in cost_charts.samples(records).items() if name in seconds}
-    spread = {name: quartiles(values) for name, values in taken.items()}
-    if len(seconds) > 1 and min(map(len, taken.values())) < LEAST_SAMPLES:
+    timed = {name: values for name, values in cost_charts.samples(records).items() if name in seconds}
+    spread = {name: quartiles(values) for name, values in timed.items()}
+    if len(seconds) > 1 and min(map(len, timed.values())) < LEAST_SAMPLES:
         return ""
     if any(spread[best][1] >= low for name, (low, _) in spread.items() if name != best):
         return ""
@@ -197,7 +197,7 @@ def lesson_of(run: Run, lesson: Lesson) -> dict[str, Any]:
     """Return the idea in paragraphs, a sentence per variant that ran, and the predictions with their numbers."""
     ran = {variant["name"] for variant in run["variants"]}
     variants = [[name, sentence] for name, sentence in lesson.variants.items() if name in ran]
-    predicted = [Column(title) for title in ("variant", "predicted", "formula", "a rank and step", "calls")]
+    predicted = [Column(title) for title in ("variant", "predicted", "formula", "per rank and step", "calls")]
     return {
         "idea": lesson.idea,
         "variants": Table([Column("variant"), Column("what it does")], variants),

@@ -88,14 +88,14 @@ class Heartbeat:
         """`started_at` is the run's start in Unix time; a terminal `rewrites` the line, a log gets a new one."""
         self._journal, self._work, self._started_at = journal, work, started_at
         self._every_s = REWRITTEN_EVERY_S if rewrites else EVERY_S
-        self._said_at = self._kept_at = time.monotonic()
+        self._printed_at = self._kept_at = time.monotonic()
 
     def beat(self, _step: int, phase: str) -> None:
         """Print the progress if the last line is old; `Work` counts the step in its own units."""
         now = time.monotonic()
-        if now - self._said_at < self._every_s:
+        if now - self._printed_at < self._every_s:
             return
-        self._said_at = now
+        self._printed_at = now
         kept = now - self._kept_at >= EVERY_S
         self._kept_at = now if kept else self._kept_at
         unknown = f", {duration(time.time() - self._started_at)} since the start, time left unknown"
@@ -103,20 +103,20 @@ class Heartbeat:
 
 
 @contextmanager
-def telling(what: str, *, told: bool = True) -> Iterator[None]:
+def announcing(what: str, *, enabled: bool = True) -> Iterator[None]:
     """Wrap silent work such as an import: print every ten seconds that it continues, if `told`."""
     over, began_at = threading.Event(), time.monotonic()
 
-    def tell() -> None:
+    def announce() -> None:
         while not over.wait(EVERY_S):
             printed(log_line("starting", f"{what}, {duration(time.monotonic() - began_at)}"))
 
-    thread = threading.Thread(target=tell, daemon=True)
-    if told:
+    thread = threading.Thread(target=announce, daemon=True)
+    if enabled:
         thread.start()
     try:
         yield
     finally:
         over.set()
-        if told:
+        if enabled:
             thread.join()  # no rank is forked while it runs

@@ -1,8 +1,8 @@
 """A rank's own log: the story of that rank, from its part of the model to its result.
 
-Lines are made from records, as soon as a line's last record is written, so `distlab report RUN --rank 2` prints the
-same lines again. The first step of one variant is told in full (story.py), other variants in a phrase; LAB_LOG=full
-tells the steps of all. A log has at most MOST_LINES lines, none longer than its width.
+Lines are made from records, as soon as a line's last record is written, so `distlab report RUN --log 2` prints the
+same lines again. The first step of one variant is printed in full (story.py), other variants in a phrase; LAB_LOG=full
+prints the steps of all. A log has at most MOST_LINES lines, none longer than its width.
 """
 
 from collections import defaultdict
@@ -37,8 +37,8 @@ class RankLog:
     def __init__(self, log: Log = "normal", width: int = WIDTH) -> None:
         self.log, self.width = log, width
         self.before: list[Record] = []
-        self.said = 0  # lines
-        self._waiting: list[records.Noted] = []  # its mode's notes on the step, until the step is told
+        self.num_lines = 0
+        self._waiting: list[records.Noted] = []  # its mode's notes on the step, until the step is printed
 
     @classmethod
     def of(cls, written: Sequence[Record], log: Log = "normal", width: int = WIDTH) -> "RankLog":
@@ -50,10 +50,10 @@ class RankLog:
 
     def lines(self, record: Record) -> list[Line]:
         """Return the lines that this record adds, given those before it."""
-        told = list(self._lines_of(record)) if self.log != "quiet" else []
+        lines = list(self._lines_of(record)) if self.log != "quiet" else []
         self.before.append(record)
-        self.said += len(told)
-        return told
+        self.num_lines += len(lines)
+        return lines
 
     def _lines_of(self, record: Record) -> Iterator[Line]:
         if isinstance(record, records.Placed):
@@ -64,9 +64,9 @@ class RankLog:
             else:
                 yield from self.wrapped(record.heading, record.text)
         elif isinstance(record, records.Holds):
-            told = next((each for each in self.all(records.Told) if each.variant == record.variant), None)
-            if told is not None:
-                yield from self.step(record, told)
+            logged = next((each for each in self.all(records.Told) if each.variant == record.variant), None)
+            if logged is not None:
+                yield from self.step(record, logged)
         elif isinstance(record, records.End):
             yield from self.end()
 
@@ -83,7 +83,7 @@ class RankLog:
 
     @property
     def trains(self) -> bool:
-        """Return whether a step will be told."""
+        """Return whether a step will be logged."""
         expected = next(self.all(records.Expected), records.Expected([]))
         return any(name == "timed steps" for _, name, *_ in expected.claims)
 
@@ -106,24 +106,24 @@ class RankLog:
         if start.mistake and start.rank:  # rank 0's log began with it
             yield from self.wrapped("bug", f"LAB_BUG={start.mistake['name']}: {start.mistake['what']}")
 
-    def step(self, holds: records.Holds, told: records.Told) -> Iterator[Line]:
+    def step(self, holds: records.Holds, logged: records.Told) -> Iterator[Line]:
         """Yield its parameters and samples, then the step."""
-        first = next(each for each in self.all(records.FirstStep) if each.variant == told.variant)
-        story = Story(self.start, first, told, self.width)
-        lines = [*self.holding(holds, story, told), *self.given()]
+        first = next(each for each in self.all(records.FirstStep) if each.variant == logged.variant)
+        story = Story(self.start, first, logged, self.width)
+        lines = [*self.parameters(holds, story, logged), *self.inputs()]
         lines += [
             line for note in self._waiting if note.heading != "holds" for line in self.wrapped(note.heading, note.text)
         ]
         self._waiting.clear()
-        sentence = f"STEP {told.step} of `{told.variant}`: {self.start.stories.get(told.variant, '')}".rstrip(": ")
-        lines += [Line(text, "step") for text in table.filled(sentence, self.width, INDENT)]
+        title = f"STEP {logged.step} of `{logged.variant}`: {self.start.stories.get(logged.variant, '')}".rstrip(": ")
+        lines += [Line(text, "step") for text in table.filled(title, self.width, INDENT)]
         lines += self.chart(first)
         most = MOST_WITH_CHART if len({span[1] for span in first.spans if span[0] == "forward"}) > 1 else MOST_LINES
-        room = most * WIDTH // self.width - AT_THE_END - self.said - len(lines)  # narrow lines take more rows
+        room = most * WIDTH // self.width - AT_THE_END - self.num_lines - len(lines)  # narrow lines take more rows
         yield from lines
         yield from story.lines(1000 if self.log == "full" else max(8, room))
 
-    def holding(self, holds: records.Holds, story: Story, told: records.Told) -> list[Line]:
+    def parameters(self, holds: records.Holds, story: Story, logged: records.Told) -> list[Line]:
         """Return its share of the model, in its mode's words, and the numbers of one parameter."""
         mine = sum(each[4] for each in holds.parameters)
         cut = sum(bool(each[3]) for each in holds.parameters)
@@ -132,25 +132,25 @@ class RankLog:
         whole = counted(len(holds.parameters), "tensors") + (f" of {layers}" if layers != "embedding to head" else "")
         parts = f", {cut} of them cut" if cut else ", each whole"
         lines = self.wrapped("I hold", f"{human_bytes(mine)}: {whole}{parts}{'; ' if own else ''}{'; '.join(own)}")
-        if told.weight is not None:
-            shape = f"[{', '.join(map(str, told.weight.shape))}]"
-            lines += story.at(None, f"my {told.weight.name} {shape} begins", told.weight.before, "I hold")
+        if logged.weight is not None:
+            shape = f"[{', '.join(map(str, logged.weight.shape))}]"
+            lines += story.at(None, f"my {logged.weight.name} {shape} begins", logged.weight.before, "I hold")
         return lines
 
-    def given(self) -> list[Line]:
+    def inputs(self) -> list[Line]:
         """Return the samples that it works on."""
-        given, placed = self.last(records.Given), self.last(records.Placed)
-        if given is None:
+        inputs, placed = self.last(records.Given), self.last(records.Placed)
+        if inputs is None:
             return []
         stage, stages = (placed.axes if placed is not None else {}).get("pp", [0, 1])
         if 0 < stage < stages - 1:
             return self.wrapped("I get", "no samples: what the ranks before and after me send")
-        few = given.samples[:FEW_SAMPLES]
-        more = f" and {len(given.samples) - len(few)} more" if len(given.samples) > len(few) else ""
-        sizes = f", in {len(given.microbatches)} microbatches" if len(given.microbatches) > 1 else ""
+        few = inputs.samples[:FEW_SAMPLES]
+        more = f" and {len(inputs.samples) - len(few)} more" if len(inputs.samples) > len(few) else ""
+        sizes = f", in {len(inputs.microbatches)} microbatches" if len(inputs.microbatches) > 1 else ""
         ids = " ".join(map(str, few))
         what = "" if stages == 1 else "the inputs of " if stage == 0 else "the targets of "
-        text = f"{what}{len(given.samples)} of {counted(given.batch, 'samples')}{sizes}: {ids}{more}"
+        text = f"{what}{len(inputs.samples)} of {counted(inputs.batch, 'samples')}{sizes}: {ids}{more}"
         return self.wrapped("I get", text)
 
     def chart(self, first: records.FirstStep) -> list[Line]:
@@ -166,65 +166,65 @@ class RankLog:
 
     @property
     def headline(self) -> str:
-        told = next(self.all(records.Told), None)
+        logged = next(self.all(records.Told), None)
         wires = [each.variant for each in self.all(records.Wire)]
-        return told.variant if told is not None else next(iter(wires), "")
+        return logged.variant if logged is not None else next(iter(wires), "")
 
     def end(self) -> Iterator[Line]:
         """Yield bytes, memory, losses, the other variants, and this rank's checks."""
-        for note in self._waiting:  # no step was told: a resumed run may have none left
+        for note in self._waiting:  # no step was logged: a resumed run may have none left
             yield from self.wrapped(note.heading, note.text)
         yield from self.sent()
-        yield from self.course()
+        yield from self.losses_and_costs()
         yield from self.others()
         yield from self.failures()
 
     def sent(self) -> list[Line]:
-        """Return the bytes sent by its sockets in a step of the told variant, by peer, with the formula."""
-        of = [each for each in self.all(records.Wire) if each.variant == self.headline]
-        most = max((wire.sent_bytes for wire in of), default=0)
-        peers = {wire.peer: wire.sent_bytes for wire in of if wire.sent_bytes > HEADERS_SHARE * most}
+        """Return the bytes sent by its sockets in a step of the logged variant, by peer, with the formula."""
+        wires = [each for each in self.all(records.Wire) if each.variant == self.headline]
+        most = max((wire.sent_bytes for wire in wires), default=0)
+        peers = {wire.peer: wire.sent_bytes for wire in wires if wire.sent_bytes > HEADERS_SHARE * most}
         if not peers:
             return []
-        whom = ", ".join(unbroken(f"{human_bytes(nbytes)} to rank {rank}") for rank, nbytes in peers.items())
-        total = f"{human_bytes(sum(wire.sent_bytes for wire in of))} a step: " if len(peers) > 1 else ""
-        text = f"{total}{whom}{' a step' if not total else ''}"
+        amounts = ", ".join(unbroken(f"{human_bytes(nbytes)} to rank {rank}") for rank, nbytes in peers.items())
+        total = f"{human_bytes(sum(wire.sent_bytes for wire in wires))} per step: " if len(peers) > 1 else ""
+        text = f"{total}{amounts}{' per step' if not total else ''}"
         claims = (c for c in self.all(records.Comparison) if c.name == "wire bytes" and c.variant == self.headline)
         claim = next(claims, None)
         if claim is not None:
             text += f"; predicted {human_bytes(claim.predicted)}{f' = {claim.formula}' if claim.formula else ''}"
         return self.wrapped("I sent", text)
 
-    def course(self) -> list[Line]:
-        """Return the told variant's first and last losses, and a step's time and memory."""
-        of = [each for each in self.all(records.Losses) if each.variant == self.headline]
-        values = [f"{value:.3f}" for value in (of[-1].numbers if of else [])]
+    def losses_and_costs(self) -> list[Line]:
+        """Return the logged variant's first and last losses, and a step's time and memory."""
+        found = [each for each in self.all(records.Losses) if each.variant == self.headline]
+        values = [f"{value:.3f}" for value in (found[-1].numbers if found else [])]
         if len(values) > FEW_LOSSES:
             values = [*values[: FEW_LOSSES - 1], "to", values[-1]]
         parts = [" ".join(values)] if values else []
         steps = (each.step_seconds for each in self.all(records.Steps) if each.variant == self.headline)
-        parts += [f"a step {milliseconds(median(seconds))} ms" for seconds in steps if seconds]
+        parts += [f"{milliseconds(median(seconds))} ms per step" for seconds in steps if seconds]
         for classes in self.all(records.Classes):
             if classes.variant == self.headline:
-                rest, peak = (human_bytes(sum(held.values())) for held in (classes.rest_bytes, classes.peak_bytes))
-                parts.append(f"memory {rest}, at the peak {peak}")
-        return self.wrapped("losses" if values else "a step", " · ".join(parts)) if parts else []
+                rest, peak = (human_bytes(sum(each.values())) for each in (classes.rest_bytes, classes.peak_bytes))
+                parts.append(f"memory {rest}, peak {peak}")
+        return self.wrapped("losses" if values else "step", " · ".join(parts)) if parts else []
 
     def others(self) -> list[Line]:
         """Return every other variant in a phrase: its step time, and its bytes."""
         sent: dict[str, float] = defaultdict(float)
         for wire in self.all(records.Wire):
             sent[wire.variant] += wire.sent_bytes
-        told = [
+        phrases = [
             f"{each.variant} {milliseconds(median(each.step_seconds))} ms {human_bytes(sent[each.variant])}"
             for each in self.all(records.Steps)
             if each.step_seconds and each.variant != self.headline
         ]
-        return self.wrapped("also", " · ".join(map(unbroken, told))) if told else []
+        return self.wrapped("also", " · ".join(map(unbroken, phrases))) if phrases else []
 
     def failures(self) -> list[Line]:
         """Return the failed checks of this rank, each with its number."""
-        failed = [each for each in self.made() if not passes(each)]
+        failed = [each for each in self.deciding_checks() if not passes(each)]
         lines = []
         for each in failed[:3]:
             off = (
@@ -235,16 +235,16 @@ class RankLog:
             detail = f" ({each.detail})" if isinstance(each, records.Check) and each.detail else ""
             lines += self.wrapped("FAILED", f"{each.variant} {each.name}: {off}{detail}".strip())
         if len(failed) > 3:
-            lines += self.wrapped("FAILED", f"and {len(failed) - 3} checks more of mine")
+            lines += self.wrapped("FAILED", f"and {len(failed) - 3} more of my checks")
         return lines
 
-    def made(self) -> list[records.Check | records.Comparison]:
+    def deciding_checks(self) -> list[records.Check | records.Comparison]:
         """Return the checks of this rank that decide."""
         return [*self.all(records.Check), *(each for each in self.all(records.Comparison) if each.decides)]
 
     def verdict(self, verdict: str, folder: Path) -> list[Line]:
         """Return the last line: this rank's checks, and the run's verdict."""
-        made = self.made()
-        held = sum(passes(each) for each in made)
-        own = f"{held} of {counted(len(made), 'checks')} of mine passed" if made else "no check is mine"
+        checks = self.deciding_checks()
+        passed = sum(passes(each) for each in checks)
+        own = f"{passed} of {counted(len(checks), 'checks')} of mine passed" if checks else "I made no check"
         return [Line(f"{verdict.upper():<{INDENT}}{own} · report {folder / 'report.html'}", "verdict")]

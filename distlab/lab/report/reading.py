@@ -44,9 +44,9 @@ def read_regular(path: Path, most_bytes: int) -> bytes:
 
 def _refuse(path: Path, found: os.stat_result, most_bytes: int) -> None:
     if not stat.S_ISREG(found.st_mode):
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     if found.st_size > most_bytes:
-        why = f"it holds {found.st_size} bytes, and at most {most_bytes} are read"
+        why = f"it has {found.st_size} bytes, more than the limit of {most_bytes}"
         raise OSError(errno.EFBIG, why, str(path))
 
 
@@ -71,7 +71,7 @@ def from_json(content: str | bytes) -> Any:
     """Parse the output of `to_json`; half a surrogate pair becomes "?". Raises ValueError for anything but JSON."""
     try:
         text = content if isinstance(content, str) else content.decode()
-        value = json.loads(text, object_hook=_number, parse_int=_whole)
+        value = json.loads(text, object_hook=_number, parse_int=_integer)
         if "\\ud" in text.lower():  # otherwise printing it would raise an error
             value = json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
     except RecursionError:
@@ -88,10 +88,10 @@ def replace_not_finite(value: Any, instead: Callable[[float], Any]) -> Any:
     return instead(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _whole(digits: str) -> int:
+def _integer(digits: str) -> int:
     number = int(digits)
     if number.bit_length() > LARGEST_BITS:
-        raise ValueError(f"an integer of {len(digits)} digits, which no float holds")
+        raise ValueError(f"an integer of {len(digits)} digits is too large for a float")
     return number
 
 
@@ -100,8 +100,8 @@ def _number(found: dict[str, Any]) -> Any:
 
 
 MOST_RECORD_BYTES = 256 << 20  # of one rank's records: 1000 steps of 5 variants are some 100 kB
-# Raised when records that are each valid do not fit each other.
 MAKE_ONE = "make one with ./run or `distlab run`"
+# Raised when records that are each valid do not fit each other.
 MISFITS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
@@ -145,11 +145,11 @@ def read_records(path: Path) -> list[Record]:
 def read_run(run: Path) -> Ranks:
     """Return the records of every rank of a run, by rank; raises BrokenRecord if there are none."""
     if not run.is_dir():
-        none_yet = "" if any(run.parent.glob("*/rank*.jsonl")) else f": none is there yet, {MAKE_ONE}"
+        none_yet = "" if any(run.parent.glob("*/rank*.jsonl")) else f": there is none yet, {MAKE_ONE}"
         raise BrokenRecord(f"{run} is not the folder of a run{none_yet}")
     files = record_files(run)
     if not files:
-        raise BrokenRecord(f"{run} holds no rank<r>.jsonl: it is not the folder of a run")
+        raise BrokenRecord(f"{run} has no rank<r>.jsonl: it is not the folder of a run")
     return {rank: read_records(path) for rank, path in files.items()}
 
 

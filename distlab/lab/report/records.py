@@ -103,7 +103,7 @@ class FirstStep(Line, frozen=True):
 
 
 class CallSample(msgspec.Struct, frozen=True):
-    """Sample numbers of one call in the told step, before and after, from the same positions on all ranks."""
+    """Sample numbers of one call in the logged step, before and after, from the same positions on all ranks."""
 
     op: str
     ranks: list[int]  # of the group; [source, destination] of a send or receive

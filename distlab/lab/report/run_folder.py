@@ -20,7 +20,7 @@ from typing import Literal, get_args
 
 from distlab.lab.report.reading import regular, to_line, write_atomically
 from distlab.lab.report.records import Record, Run
-from distlab.lab.report.standard_streams import UNHEARD, printed
+from distlab.lab.report.standard_streams import OUTPUT_FAILED, printed
 from distlab.lab.report.table import log_line
 from distlab.lab.report.terminal import Screen
 from distlab.lab.report.verdict import as_lines
@@ -45,7 +45,7 @@ class Journal:
         self.lines_of: Callable[[Record], list[str]] = lambda record: []  # noqa: ARG005
         self.shown_of: Callable[[Record], list[str]] = lambda record: []  # noqa: ARG005
         self.folder: Path | None = None
-        self._said: list[str] = []
+        self._pending: list[str] = []
         self._log = self._lines = -1  # file descriptors, once there is a folder
         self._lock = threading.RLock()
 
@@ -56,9 +56,9 @@ class Journal:
             folder.mkdir(parents=True, exist_ok=True)
             before = put_aside(folder, [rank])
             if before:
-                self._said.insert(0, log_line("again", f"attempt {before + 1} of this run"))
+                self._pending.insert(0, log_line("again", f"attempt {before + 1} of this run"))
             self._log, self._lines = (_create(folder / f"rank{rank}.{kind}") for kind in ("log", "jsonl"))
-            for text in self._said:
+            for text in self._pending:
                 _append(self._log, text)
             self.folder = folder
 
@@ -85,21 +85,21 @@ class Journal:
             if kept:
                 self._keep(text)
             if why:
-                self._keep(UNHEARD.format(why))
+                self._keep(OUTPUT_FAILED.format(why))
 
     def keep(self, text: str) -> None:
         """Write a line to the log only."""
         with self._lock:
             self._keep(text)
 
-    def unheard(self, why: str) -> None:
+    def output_failed(self, why: str) -> None:
         """Write to the log that output cannot be printed any more, and why."""
         with self._lock:
-            self._keep(UNHEARD.format(why))
+            self._keep(OUTPUT_FAILED.format(why))
 
     def _keep(self, text: str) -> None:
         if self.folder is None:
-            self._said.append(text)
+            self._pending.append(text)
         else:
             _append(self._log, text)
 
@@ -163,7 +163,7 @@ def _append(file: int, line: str) -> None:
 
 
 FILE = ".run"
-GONE_S = 10.0  # ranks of a broken attempt end within 5 s of each other
+ENDED_WITHIN_S = 10.0  # ranks of a broken attempt end within 5 s of each other
 PATIENCE_S = 2.0  # for a lock that is needed for two system calls
 TOKEN_BYTES = 256
 MOST_BYTES = 1 << 20  # of the file; its lock matters, not its content
@@ -180,7 +180,7 @@ def claim(folder: Path, token: str, *, goes_on: bool) -> int:
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = os.open(folder / FILE, os.O_RDWR | os.O_CREAT, 0o644)
-    deadline = time.monotonic() + (GONE_S if goes_on else PATIENCE_S)
+    deadline = time.monotonic() + (ENDED_WITHIN_S if goes_on else PATIENCE_S)
     while True:
         owner = os.pread(file, TOKEN_BYTES, 0) if locked(file, fcntl.LOCK_SH) else None
         if owner == token.encode():
@@ -205,7 +205,7 @@ def has_claimed(folder: Path, token: str) -> bool:
         return False
 
 
-def is_held(folder: Path) -> bool:
+def is_running(folder: Path) -> bool:
     """Return whether a rank of the run in this folder is alive, as far as this machine's kernel knows."""
     try:
         with regular(folder / FILE, MOST_BYTES) as file:
@@ -270,7 +270,7 @@ class Outcome:
     def __init__(self, folder: Path, token: str) -> None:
         self.folder = folder
         self._token = token
-        self._laid: str | None = None  # the file prepared by this rank
+        self._prepared: str | None = None  # the file prepared by this rank
         self._claim = folder / f".run.{token}.json"
 
     def page(self, rank: int) -> Path:
@@ -281,10 +281,10 @@ class Outcome:
         """Return whether a rank that shares this disk has published it."""
         return self._claim.exists()
 
-    def lay_ready(self, run: Run, rank: int) -> None:
+    def prepare(self, run: Run, rank: int) -> None:
         """Write the file that `publish` of the same rank will use."""
-        self._laid = "".join(as_lines(run))
-        write_atomically(self._ready(rank), [self._laid])
+        self._prepared = "".join(as_lines(run))
+        write_atomically(self._ready(rank), [self._prepared])
 
     def publish(self, rank: int) -> None:
         """Publish the file that `rank` prepared, once: a second call changes nothing.
@@ -292,18 +292,18 @@ class Outcome:
         Raises Unpublished if it is missing, or another outcome came first.
         """
         try:
-            laid = self._ready(rank).read_text(encoding="utf-8")
+            prepared = self._ready(rank).read_text(encoding="utf-8")
         except FileNotFoundError:
             if not self.claimed():
                 raise Unpublished(
                     f"the verdict of rank {rank} is not in {self.folder}: run.json was not written"
                 ) from None
-            if self._laid is None:
+            if self._prepared is None:
                 return  # by another call
-            laid = self._laid  # another survivor has published it, or removed it for another outcome
-        self._take(self._ready(rank))
-        if self._claim.read_text(encoding="utf-8") != laid:
-            raise Unpublished(f"another verdict than that of rank {rank} stands in {self.folder / 'run.json'}")
+            prepared = self._prepared  # another survivor has published it, or removed it for another outcome
+        self._claim_with(self._ready(rank))
+        if self._claim.read_text(encoding="utf-8") != prepared:
+            raise Unpublished(f"{self.folder / 'run.json'} has another verdict than that of rank {rank}")
         with suppress(FileNotFoundError):  # if it could not be drawn, or another call has moved it
             os.replace(self.page(rank), self.folder / "report.html")
         self._ready(rank).unlink(missing_ok=True)
@@ -312,7 +312,7 @@ class Outcome:
         """Make `run` the outcome; return False if there is one already."""
         draft = self.folder / f".{secrets.token_hex(8)}.json"  # two containers may have equal process numbers
         write_atomically(draft, as_lines(run))
-        mine = self._take(draft)
+        mine = self._claim_with(draft)
         draft.unlink(missing_ok=True)
         return mine
 
@@ -326,7 +326,7 @@ class Outcome:
     def _ready(self, rank: int) -> Path:
         return self.folder / f".ready.{self._token}.{rank}.json"
 
-    def _take(self, draft: Path) -> bool:
+    def _claim_with(self, draft: Path) -> bool:
         """Claim the attempt with `draft`, whose file stays; return False if it is claimed already. In both cases
         `run.json` then shows the claim, even if the claiming rank died in between."""
         mine = True

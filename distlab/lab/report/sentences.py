@@ -45,7 +45,7 @@ class Shares(NamedTuple):
         """Return the shares in words; if communication is not `seen`, a library's compute includes it."""
         if not seen:
             whole = self.compute + self.communication
-            return f"compute with communication and waiting inside {whole:.0%} (apart: {UNSEEN}), idle {self.idle:.0%}"
+            return f"compute, communication and waiting {whole:.0%} ({UNSEEN} separately), idle {self.idle:.0%}"
         return f"compute {self.compute:.0%}, communication and waiting {self.communication:.0%}, idle {self.idle:.0%}"
 
 
@@ -70,8 +70,8 @@ def load_sentence(machine: Run) -> str:
     num_ranks, cores = len(machine["ranks"]), machine["cores"]
     others = others_runnable(machine)
     shares = f"{counted(num_ranks, 'ranks')} on {counted(cores, 'cores')}"
-    told = f"{shares}, {'unknown' if others is None else others} other runnable"
-    return f"{told}: {'compare bytes, not times' if is_crowded(machine) else 'each rank had a core for itself'}"
+    load = f"{shares}, {'unknown' if others is None else others} other runnable thread{'s' * (others != 1)}"
+    return f"{load}: {'compare bytes, not times' if is_crowded(machine) else 'each rank had a core for itself'}"
 
 
 def others_runnable(machine: Run) -> int | None:
@@ -96,10 +96,10 @@ def failure_sentence(claim: Run) -> str:
     if claim.get("unit") == FINDINGS:
         return f"{claim_name(claim)}: {claim['detail']}"
     detail = f" ({claim['detail']})" if claim.get("detail") else ""
-    return f"{claim_name(claim)}: {_off(claim)}{detail}"
+    return f"{claim_name(claim)}: {_error_size(claim)}{detail}"
 
 
-def _off(claim: Run) -> str:
+def _error_size(claim: Run) -> str:
     """Return the size of a claim's error."""
     if "max_abs_diff" in claim:
         return f"differs by {difference(claim['max_abs_diff'])} where {allowed(claim)} is allowed"
@@ -134,40 +134,42 @@ def unseen_sentence(run: Run) -> str:
     who = ", ".join(f"rank {rank} (on {host})" if host else f"rank {rank}" for rank, host in hosts.items())
     elsewhere = any(hosts.values())
     why = "their records are on that host, not here" if elsewhere else "they ended before they wrote any"
-    return f"no records of {who}: {why}; what was measured and checked there is not part of this verdict"
+    return f"no records of {who}: {why}; this verdict has none of their measurements and checks"
 
 
 def error_sentences(run: Run) -> list[str]:
     """Return the errors that ended ranks, one line for all with the same."""
-    alike: dict[tuple[int, str], list[int]] = {}
+    by_error: dict[tuple[int, str], list[int]] = {}
     for error in run["errors"]:
-        alike.setdefault((error["exit_code"], error["error"]), []).append(error["rank"])
-    return [f"{name_ranks(ranks)} ended with code {exit_code}: {error}" for (exit_code, error), ranks in alike.items()]
+        by_error.setdefault((error["exit_code"], error["error"]), []).append(error["rank"])
+    return [
+        f"{name_ranks(ranks)} ended with code {exit_code}: {error}" for (exit_code, error), ranks in by_error.items()
+    ]
 
 
 # Lines of rank 0's log outside its tables: the first word, and the sentence.
 
 MOST_NAMED = 8  # checks
 MOST_FAILED = 4  # failed checks with a sentence in a normal log; the report has all
-Said = Iterator[tuple[str, str]]
+LogLines = Iterator[tuple[str, str]]
 
 
-def skipped(run: Run, by_name: int = 3) -> Said:
+def skipped(run: Run, by_name: int = 3) -> LogLines:
     """Yield the variants that these settings exclude, with reasons, or only their names if many."""
     left_out = run["skipped"]
     if by_name and len(left_out) >= by_name:
         names = ", ".join(skip["variant"] for skip in left_out)
-        yield "skipped", f"{len(left_out)} variants that these settings rule out, the report says why: {names}"
+        yield "skipped", f"these settings rule out {len(left_out)} variants (the report has the reasons): {names}"
     else:
         yield from (("skipped", f"{skip['variant']}: {skip['reason']}") for skip in left_out)
 
 
-def failed(run: Run) -> Said:
+def failed(run: Run) -> LogLines:
     """Yield the failed checks."""
     yield from (("FAILED", failure_sentence(claim)) for claim in failures(run))
 
 
-def first_failures(run: Run) -> Said:
+def first_failures(run: Run) -> LogLines:
     """Yield the first failed checks, and where to find the others."""
     found = failures(run)
     yield from list(failed(run))[:MOST_FAILED]
@@ -186,19 +188,19 @@ def where_to_read(run: Run, claim: Run) -> str:
     return f"{place}{alone}{bug}"
 
 
-def alone(run: Run) -> Said:
+def alone(run: Run) -> LogLines:
     """Yield why the table of a single rank has no bytes."""
     if run["world_size"] == 1:
         yield "alone", "WORLD_SIZE=1: there is nothing to communicate"
 
 
-def times(run: Run) -> Said:
+def times(run: Run) -> LogLines:
     """Yield how reliable the times are: for each machine, its ranks, cores and other load."""
     if times_steps(run):
         yield from (("times", load_sentence(machine)) for machine in run["machines"])
 
 
-def decided(run: Run) -> Said:
+def decided(run: Run) -> LogLines:
     """Yield the names of the deciding checks, for a mode without timed steps, since its table lacks them."""
     names = list(dict.fromkeys(check["name"] for check in run["checks"]))
     if names and not times_steps(run):
@@ -206,7 +208,7 @@ def decided(run: Run) -> Said:
         yield "decided by", ", ".join(names[:MOST_NAMED]) + more
 
 
-def troubles(run: Run) -> Said:
+def troubles(run: Run) -> LogLines:
     """Yield other events: injected faults, rejected messages, errors, lost ranks and missing records."""
     yield from (("fault", fault_sentence(each)) for each in run.get("drills", []))
     if run.get("dropped"):
@@ -217,14 +219,14 @@ def troubles(run: Run) -> Said:
         yield "unseen", unseen_sentence(run)
 
 
-def where_ended(run: Run, report: Path | None) -> Said:
+def error_logs(run: Run, report: Path | None) -> LogLines:
     """Yield the log of each rank that ended with an error."""
     logs = [f"rank{error['rank']}.log" for error in run["errors"]]
     if logs and report:
         yield "read", f"{', '.join(logs)} in {report.parent}"
 
 
-def ending(run: Run, records: Ranks, report: Path | None) -> Said:
+def ending(run: Run, records: Ranks, report: Path | None) -> LogLines:
     """Yield the verdict, the report's path, and the command to repeat the run."""
     why = [explanation(run)] if run["mistake"] else []
     yield run["verdict"].upper(), " · ".join([headline(run), *why])
@@ -232,7 +234,7 @@ def ending(run: Run, records: Ranks, report: Path | None) -> Said:
     yield "rerun", repeat_command(records)
 
 
-def of_a_loss(run: Run, records: Ranks, report: Path | None, folder: Path) -> Said:
+def lost_lines(run: Run, records: Ranks, report: Path | None, folder: Path) -> LogLines:
     """Yield for a broken cluster where to read on, the report's path, and the command to repeat the run."""
     if logs := ", ".join(f"rank{lost['rank']}.log" for lost in run["lost"]):
         yield "read", f"the last lines of {logs} in {folder}"
@@ -247,13 +249,13 @@ def mistake_sentence(run: Run) -> str:
     return f"LAB_BUG={mistake['name']}: {mistake['what']}; the check that catches it: {mistake['check']}"
 
 
-def seen_sentence(run: Run) -> str:
+def caught_sentence(run: Run) -> str:
     """Return whether that check caught it: the failed claims and their errors, or why not."""
     check = run["mistake"]["check"]
     found = [claim for claim in failures(run) if claim["name"] == check]
     if found:
         names, which = ", ".join(claim_name(claim) for claim in found), "the first " if len(found) > 1 else ""
-        return f"caught by {names}: {which}{_off(found[0])}"
+        return f"caught by {names}: {which}{_error_size(found[0])}"
     return f"not caught: the {check} check {missed(run)}"
 
 
@@ -261,24 +263,24 @@ def explanation(run: Run) -> str:
     """Return the last line's part on the injected bug: whether its check caught it, by the first failed claim."""
     mistake = run["mistake"]
     found = next((claim for claim in failures(run) if claim["name"] == mistake["check"]), None)
-    seen = f"caught by {claim_name(found)}, as expected: {_off(found)}" if found else seen_sentence(run)
+    seen = f"caught by {claim_name(found)}, as expected: {_error_size(found)}" if found else caught_sentence(run)
     return f"LAB_BUG={mistake['name']}: {mistake['what']}; {seen}"
 
 
 def missed(run: Run) -> str:
     """Return how the bug's check missed it; empty if it failed, as expected."""
     check = run["mistake"]["check"]
-    held = [claim["passed"] for claim in run["checks"] + run["comparisons"] if claim["name"] == check]
-    if not held:
+    results = [claim["passed"] for claim in run["checks"] + run["comparisons"] if claim["name"] == check]
+    if not results:
         return "did not run: nothing in this run could detect it"
-    return "passed: nothing in this run detects it" if all(held) else ""
+    return "passed: nothing in this run detects it" if all(results) else ""
 
 
 def proof_note(run: Run) -> str:
     """Return why a run that did not fail is still not proven; empty if it is."""
     if run["proven"] or run["verdict"] != "pass" or run["run_mode"] == SCRIPT:
         return ""
-    return "not proven: no check was made" if not run["checks"] else "not proven: LAB_PROOF=0 left the proof out"
+    return "not proven: no check was made" if not run["checks"] else "not proven: LAB_PROOF=0 skips the proof"
 
 
 def repeat_command(records: Ranks) -> str:

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 
 STREAMS = ("stdin", "stdout", "stderr")
 OF_A_STREAM = (errno.EPIPE, errno.ENOSPC, errno.EBADF, errno.EIO)
-UNHEARD = "output     nothing more is printed ({}): the run continues, and its log file has everything"
+OUTPUT_FAILED = "output     nothing more is printed ({}): the run continues, and its log file has everything"
 
 
 def open_standard_streams() -> None:

@@ -104,12 +104,12 @@ def numbers(values: Sequence[float]) -> str:
 class Story:
     """Makes the lines of a step, `width` columns wide."""
 
-    def __init__(self, start: Start, first: FirstStep, told: Told, width: int) -> None:
+    def __init__(self, start: Start, first: FirstStep, logged: Told, width: int) -> None:
         self.me, self.width = start.rank, width
         self.config = start.config
-        self.first, self.told = first, told
-        compressed = any(sample.left for sample in told.calls)  # then messages are not readable numbers
-        self.acts = merged([self.act(sample) for sample in told.calls if sample.parameters or not compressed])
+        self.first, self.logged = first, logged
+        compressed = any(sample.left for sample in logged.calls)  # then messages are not readable numbers
+        self.acts = merged([self.act(sample) for sample in logged.calls if sample.parameters or not compressed])
         self.main = self.main_act()
 
     def act(self, sample: CallSample) -> Act:
@@ -126,10 +126,10 @@ class Story:
 
     def main_act(self) -> Act | None:
         """Return the act whose numbers of all ranks are printed: a sum with the sampled parameter, or the largest."""
-        name = self.told.weight.name if self.told.weight else ""
-        able = [act for act in self.acts if len(act.first.of_ranks) > 1 and act.first.op in (*SUMS, "all_gather")]
+        name = self.logged.weight.name if self.logged.weight else ""
+        candidates = [act for act in self.acts if len(act.first.of_ranks) > 1 and act.first.op in (*SUMS, "all_gather")]
         ranked = sorted(
-            able,
+            candidates,
             key=lambda act: (
                 act.first.op not in SUMS,
                 act.first.tensor != name,
@@ -184,7 +184,7 @@ class Story:
             return f"[{', '.join(map(str, sample.shape))}]"
         return f"{layers} ({counted(len(sample.parameters), 'tensors')})"
 
-    def of_ranks(self, sample: CallSample, total: Sequence[float], key: str) -> list[Line]:
+    def rank_numbers(self, sample: CallSample, total: Sequence[float], key: str) -> list[Line]:
         """Return the line whose numbers the reader can add."""
         values = [value for _, value in sample.of_ranks]
         digits = digits_for(values)
@@ -222,7 +222,7 @@ class Story:
             text = f"gather {self.carried(sample)}, {size}: my part begins"
             yield Chunk(act.start_s, self.at(act.start_s, text, sample.given, key))
             whole = self.at(act.end_s, f"  it is whole{self.waited(act)}", (), key)
-            yield Chunk(act.end_s, whole + self.of_ranks(sample, (), key))
+            yield Chunk(act.end_s, whole + self.rank_numbers(sample, (), key))
             return
         if sample.parameters:
             begun = f"{sample.op} of {self.carried(sample)}, {size}, begins{'' if sample.at_once else ': I go on'}"
@@ -239,7 +239,7 @@ class Story:
             yield Chunk(act.start_s, self.at(act.start_s, text, sample.given, key))
         result = f"  {RESULTS.get(sample.op, sample.op)} of {len(sample.ranks)} ranks{self.waited(act)}"
         lines = self.at(act.end_s, result, sample.taken, key)
-        yield Chunk(act.end_s, lines + (self.of_ranks(sample, sample.taken, key) if act is self.main else []))
+        yield Chunk(act.end_s, lines + (self.rank_numbers(sample, sample.taken, key) if act is self.main else []))
 
     def exchange(self, act: Act) -> Iterator[Chunk]:
         """Yield messages with peers and contents; one in each direction share a line."""
@@ -250,7 +250,7 @@ class Story:
             text = f"{where}to rank {sent.ranks[1]} {ends[0]}, from rank {got.ranks[0]} {ends[1]}{self.waited(act)}"
             yield Chunk(act.end_s, self.at(act.end_s, text, (), f"{sent.ranks} {act.first.inside} {sent.backward}"))
             return
-        for op, end, at_s in (("send", "to", act.start_s), ("recv", "from", act.end_s)):
+        for op, direction, at_s in (("send", "to", act.start_s), ("recv", "from", act.end_s)):
             samples = sorted((each for each in act.samples if each.op == op), key=lambda each: each.ranks)
             peers = [each.ranks[op == "send"] for each in samples]
             values = [each.given if op == "send" else each.taken for each in samples]
@@ -259,14 +259,14 @@ class Story:
                 waited = waited.replace(f" for rank {peers[0]}", "").replace("; I waited", " after")
             key = f"{[each.ranks for each in samples]} {act.first.backward}"
             if len(samples) == 1:
-                text = f"{where}{end} rank {peers[0]}{waited}{self.microbatch(act)}: {self.carried(samples[0])}"
+                text = f"{where}{direction} rank {peers[0]}{waited}{self.microbatch(act)}: {self.carried(samples[0])}"
                 yield Chunk(at_s, self.at(at_s, text, values[0], key))
             elif samples:
                 rows = [
                     unbroken(f"rank {peer}: {each.shape[0]} {number(of[0], 6) if of else ''}".rstrip())
                     for peer, each, of in zip(peers, samples, values, strict=True)
                 ]
-                text = f"{where if op == 'send' else '  '}rows {end} {', '.join(rows)}{waited}"
+                text = f"{where if op == 'send' else '  '}rows {direction} {', '.join(rows)}{waited}"
                 yield Chunk(at_s, self.at(at_s, text, (), key))
 
     def microbatch(self, act: Act) -> str:
@@ -306,44 +306,44 @@ class Story:
             groups.setdefault(act.kind, []).append(act)
         largest = max((act.nbytes for act in self.acts), default=0)
         tiny = {kind for kind, acts in groups.items() if max(act.nbytes for act in acts) <= TINY * largest}
-        gone = {kind for kind, acts in groups.items() if (kind in tiny and acts[0].is_exchange) or acts[0].is_header}
-        short, few = tiny - gone, set[Kind]()
+        omitted = {kind for kind, acts in groups.items() if (kind in tiny and acts[0].is_exchange) or acts[0].is_header}
+        one_line, first_only = tiny - omitted, set[Kind]()
         sizes = {kind: sum(act.nbytes for act in acts) for kind, acts in groups.items() if self.main not in acts}
         order = sorted(sizes, key=lambda kind: (not groups[kind][0].first.backward, sizes[kind]))
         backward = [kind for kind in order if groups[kind][0].first.backward]
         main = [kind for kind, acts in groups.items() if self.main in acts]
-        turns = [(few, kind) for kind in [*main, *order]] + [(short, kind) for kind in backward]
-        turns += [(gone, kind) for kind in tiny] + [(short, kind) for kind in order] + [(gone, kind) for kind in order]
-        for into, kind in [*turns, (gone, ())]:
-            chunks = [*self.passes(), *self.told_groups(groups, few, short, gone)]
+        turns = [(first_only, kind) for kind in [*main, *order]] + [(one_line, kind) for kind in backward]
+        turns += [(omitted, kind) for kind in tiny] + [(level, kind) for level in (one_line, omitted) for kind in order]
+        for reduced, kind in [*turns, (omitted, ())]:
+            chunks = [*self.passes(), *self.chunks_of_groups(groups, first_only, one_line, omitted)]
             chunks.sort(key=lambda chunk: chunk.at_s)
             lines = [line for chunk in chunks for line in chunk.lines]
             if len(lines) <= room:
                 break
-            into.add(kind)
+            reduced.add(kind)
         return lines
 
-    def told_groups(
-        self, groups: dict[Kind, list[Act]], few: set[Kind], short: set[Kind], gone: set[Kind]
+    def chunks_of_groups(
+        self, groups: dict[Kind, list[Act]], first_only: set[Kind], one_line: set[Kind], omitted: set[Kind]
     ) -> Iterator[Chunk]:  # fmt: skip
         for kind, acts in groups.items():
             first = acts[0].first
-            if kind in short - gone:
+            if kind in one_line - omitted:
                 yield self.short(acts)
             elif (
-                kind not in gone | few
+                kind not in omitted | first_only
                 and len(acts) <= FEW
                 and first.parameters
                 and not (first.at_once or first.label or acts[0].is_exchange)
             ):
                 for act in acts:
                     yield from self.full(act) if act is self.main else [self.launch(act)]
-            elif kind not in gone:
-                yield from self.first_of(acts, 1 if kind in few else ROUNDS)
-        yield from self.messages(groups, short | gone)
-        left = [act for kind in gone for act in groups.get(kind, [])]
+            elif kind not in omitted:
+                yield from self.first_of(acts, 1 if kind in first_only else ROUNDS)
+        yield from self.messages(groups, one_line | omitted)
+        left = [act for kind in omitted for act in groups.get(kind, [])]
         if left:
-            text = f"and {counted(len(left), 'calls')} more, {human_bytes(sum(act.nbytes for act in left))}"
+            text = f"and {len(left)} more call{'s' * (len(left) > 1)}, {human_bytes(sum(act.nbytes for act in left))}"
             yield Chunk(float("inf"), self.at(None, text))
 
     def first_of(self, acts: Sequence[Act], rounds: int) -> Iterator[Chunk]:
@@ -359,29 +359,29 @@ class Story:
         if not others or (acts[0].is_exchange and not acts[0].first.inside):  # `messages` prints these together
             return
         first = acts[0].first
-        noun = "exchanges" if acts[0].is_exchange else first.op
+        noun = first.op if not acts[0].is_exchange else "exchange" if len(others) == 1 else "exchanges"
         size, until_ms = human_bytes(sum(act.nbytes for act in others)), 1000 * max(act.end_s for act in others)
-        text = f"{len(others)} {noun} more like it, {size}{self.places(others)}, until {until_ms:.0f} ms"
+        text = f"{len(others)} more {noun} like it, {size}{self.places(others)}, until {until_ms:.0f} ms"
         yield Chunk(max(act.end_s for act in shown) + 1e-9, self.at(None, text, (), f"more {acts[0].kind}"))
 
-    def messages(self, groups: dict[Kind, list[Act]], but: set[Kind]) -> Iterator[Chunk]:
+    def messages(self, groups: dict[Kind, list[Act]], excluded: set[Kind]) -> Iterator[Chunk]:
         """Yield the messages outside of layers like those already printed: how many, and the peers."""
         found = {
             kind: sorted(acts, key=lambda act: -act.nbytes)[1:]
             for kind, acts in groups.items()
-            if kind[0] in MESSAGES and kind not in but and acts[1:]
+            if kind[0] in MESSAGES and kind not in excluded and acts[1:]
         }
         if not found:
             return
         ends = [(acts[0].first, len(acts)) for acts in found.values()]
-        told = ", ".join(
+        peers = ", ".join(
             unbroken(f"{number} {'to' if first.op == 'send' else 'from'} rank {first.ranks[first.op == 'send']}")
             for first, number in ends
         )
         acts = [act for of_kind in found.values() for act in of_kind]
         size, until_s = human_bytes(sum(act.nbytes for act in acts)), max(act.end_s for act in acts)
-        text = f"{counted(len(acts), 'messages')} more like these: {told}; {size}, until {1000 * until_s:.0f} ms"
-        yield Chunk(until_s, self.at(None, text, (), "messages"))
+        what = f"{len(acts)} more message{'s' * (len(acts) > 1)} like these: {peers}; {size}"
+        yield Chunk(until_s, self.at(None, f"{what}, until {1000 * until_s:.0f} ms", (), "messages"))
 
     def launch(self, act: Act) -> Chunk:
         text = f"{act.first.op} of {self.carried(act.first)}, {human_bytes(act.nbytes)}, begins: I go on"
@@ -399,19 +399,19 @@ class Story:
         spans = [Span(*span) for span in self.first.spans]
         forward = [span for span in spans if span.kind == "forward"]
         backward = [span for span in spans if span.kind in ("backward", "input")]
-        known = [value for value in self.told.shares if value is not None]
+        known = [value for value in self.logged.shares if value is not None]
         if known and forward:
             last_s = max(span.end_s for span in forward)
             alone = backward and len({span.label for span in forward}) == 1
             text = self.loss(known) + ("; now backward" if alone else "")
             yield Chunk(last_s, self.at(last_s, text, (), "loss"))
         for span in spans:
-            if span.kind == "optimizer" and self.told.weight is not None:
-                yield Chunk(span.start_s + 1.0, self.update(span, self.told.weight))
+            if span.kind == "optimizer" and self.logged.weight is not None:
+                yield Chunk(span.start_s + 1.0, self.update(span, self.logged.weight))
 
     def loss(self, known: Sequence[float]) -> str:
-        share, total = self.told.shares[self.me], f"{sum(known):.6f}"
-        others = [rank for rank, value in enumerate(self.told.shares) if value is not None and rank != self.me]
+        share, total = self.logged.shares[self.me], f"{sum(known):.6f}"
+        others = [rank for rank, value in enumerate(self.logged.shares) if value is not None and rank != self.me]
         if share is None:
             return f"the loss of the whole batch is {total}"
         if not others:
@@ -429,7 +429,7 @@ def merged(acts: Sequence[Act]) -> list[Act]:
     found: list[Act] = []
     for act in acts:
         before = found[-1] if found else None
-        if before is not None and together(before, act):
+        if before is not None and is_one_exchange(before, act):
             found[-1] = Act(
                 [*before.samples, *act.samples], min(before.start_s, act.start_s), max(before.end_s, act.end_s),
                 before.nbytes + act.nbytes * (act.first.op == "send"), before.waited + act.waited,
@@ -439,7 +439,7 @@ def merged(acts: Sequence[Act]) -> list[Act]:
     return found
 
 
-def together(before: Act, act: Act) -> bool:
+def is_one_exchange(before: Act, act: Act) -> bool:
     """Return whether two consecutive acts are one exchange: no repeated peer, no wait in between."""
     if not (before.is_exchange and act.is_exchange and act.first.inside):
         return False

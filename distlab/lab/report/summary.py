@@ -29,15 +29,15 @@ def table(run: Run, records: Ranks) -> Table:
     peak = {name: peak_bytes(each) for name, each in of.items()}
     scale, unit = byte_unit(max(filter(None, (*predicted.values(), *sent.values(), *peak.values())), default=0))
     columns: list[tuple[str, dict[str, str]]] = [
-        ("exact to", {name: exact(run, name) for name in names}), ("ms a\nstep", written(seconds, 1e-3)),
+        ("exact to", {name: exact(run, name) for name in names}), ("step\nms", scaled(seconds, 1e-3)),
     ]  # fmt: skip
     if own and (own_s := seconds[own]):
         ratios = {name: f"{step_s / own_s:.2f}" for name, step_s in seconds.items() if step_s is not None}
         columns.append((own_title(own), ratios))
     if run["world_size"] > 1:
-        columns.append((f"{unit} sent\npredicted", written(predicted, scale)))
-        columns.append((f"{'a step' if any(seconds.values()) else 'at most'}\nmeasured", written(sent, scale)))
-    columns.append((f"peak\n{unit}", written(peak, scale)))
+        columns.append((f"{unit} sent\npredicted", scaled(predicted, scale)))
+        columns.append((f"{'per step' if any(seconds.values()) else 'at most'}\nmeasured", scaled(sent, scale)))
+    columns.append((f"peak\n{unit}", scaled(peak, scale)))
     columns = [(title, cells) for title, cells in columns if any(cells.values())]
     rows = [
         [name or run["run_mode"], *(cells.get(name, "") for _, cells in columns), judged(run, name)] for name in names
@@ -49,12 +49,12 @@ def table(run: Run, records: Ranks) -> Table:
 
 def own_title(own: str) -> str:
     """Return the title of the ratio to PyTorch's own variant, on two lines if its name is long."""
-    theirs, _, name = own.rpartition("_")
-    parts = (f"x {theirs}".rstrip(), name) if len(own) > len("fsdp2") else ("", f"x {own}")
+    prefix, _, name = own.rpartition("_")
+    parts = (f"x {prefix}".rstrip(), name) if len(own) > len("fsdp2") else ("", f"x {own}")
     return "\n".join(middle_cut(part, MOST_TITLE) for part in parts if part)
 
 
-def written(values: Values, scale: float) -> dict[str, str]:
+def scaled(values: Values, scale: float) -> dict[str, str]:
     """Return the known values with three digits in that unit."""
     return {name: three_digits(value / scale) for name, value in values.items() if value is not None}
 

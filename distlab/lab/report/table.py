@@ -60,7 +60,7 @@ class Table(NamedTuple):
             columns.append(Column(title, "number" if number else "text"))
         return cls(columns, [[f"{cell:.4g}" if isinstance(cell, float) else cell for cell in row] for row in rows])
 
-    def text(self, width: int = 0, apart: int = 2, least: Iterable[int] = ()) -> list[str]:
+    def text(self, width: int = 0, gap: int = 2, least: Iterable[int] = ()) -> list[str]:
         """Return a log's lines, with `apart` blanks between columns, of which the first ones have `least` widths.
 
         If they are longer than `width`, columns move closer, and the first one is shortened in its middle.
@@ -74,11 +74,11 @@ class Table(NamedTuple):
             rows = [*map(list, heads), *rows]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         widths = [max(pair) for pair in zip_longest(widths, least, fillvalue=0)]
-        if width and sum(widths) + apart * (len(widths) - 1) > width:
-            apart = 1
+        if width and sum(widths) + gap * (len(widths) - 1) > width:
+            gap = 1
             widths[0] = max(1, min(widths[0], width - sum(widths[1:]) - len(widths) + 1))
         return [
-            (" " * apart)
+            (" " * gap)
             .join(
                 cell.rjust(size) if column.kind == "number" else middle_cut(cell, size).ljust(size)
                 for cell, size, (_, column) in zip(row, widths, shown, strict=True)
@@ -89,7 +89,7 @@ class Table(NamedTuple):
 
     def under(self, word: str, least: Iterable[int] = ()) -> list[str]:
         """Return the lines under their `word`; none if there is no row."""
-        lines = self.text(apart=3, least=least) if self.rows else []
+        lines = self.text(gap=3, least=least) if self.rows else []
         return [log_line("" if place else word, text) for place, text in enumerate(lines)]
 
 
@@ -142,11 +142,11 @@ def with_units(text: str) -> str:
     return re.sub(r"(?<=\d) (?=(?:[kMGT]?B|ms|s)\b)|(?<=\brank) (?=\d)| (?=->)|(?<=->) ", "\N{NO-BREAK SPACE}", text)
 
 
-def in_lines(told: Iterable[tuple[str, str]]) -> list[str]:
+def in_lines(sentences: Iterable[tuple[str, str]]) -> list[str]:
     """Wrap sentences under their words, but keep paths and commands on one line."""
     return [
         line
-        for word, text in told
+        for word, text in sentences
         for line in ([log_line(word, text)] if word in ("report", "rerun", "") else wrapped(word, text))
     ]
 

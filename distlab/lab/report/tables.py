@@ -80,8 +80,8 @@ def _difference(check: Run | None) -> str:
 def _own_tolerances(checks: Iterable[Run], common: Container[float]) -> list[str]:
     """Return the tolerances of differences that have a unit, or whose tolerance is not a `common` one."""
     own = [each for each in checks if each["unit"] or each["tolerance"] not in common]
-    told = (allowed(each) if each["unit"] else f"{each['tolerance']:g} in float64" for each in own)
-    return list(dict.fromkeys(f"(tolerance {each})" for each in told))
+    texts = (allowed(each) if each["unit"] else f"{each['tolerance']:g} in float64" for each in own)
+    return list(dict.fromkeys(f"(tolerance {each})" for each in texts))
 
 
 def timed(run: Run) -> Table:
@@ -89,7 +89,7 @@ def timed(run: Run) -> Table:
     found = _by_variant(run["checks"], TIMED)
     kinds = [kind for kind in TIMED if any(kind in row for row in found.values())]
     rows = [
-        [name, *(_of_allowed(row[kind]) if kind in row else "-" for kind in kinds), Verdict(verdict(row.values()))]
+        [name, *(_with_tolerance(row[kind]) if kind in row else "-" for kind in kinds), Verdict(verdict(row.values()))]
         for name, row in found.items()
     ]
     proven = any(kind in TIMED[:4] for kind in kinds)
@@ -97,13 +97,13 @@ def timed(run: Run) -> Table:
     return Table([Column(heading), *(Column(kind, "value") for kind in kinds), Column("")], rows)
 
 
-def _of_allowed(check: Run) -> str:
+def _with_tolerance(check: Run) -> str:
     """Return a difference with its tolerance, if it has one."""
     off = difference(check["max_abs_diff"])
     return f"{off} / {difference(check['tolerance'])}" if check["tolerance"] else off
 
 
-def checks(of: Iterable[Run]) -> Table:
+def checks(claims: Iterable[Run]) -> Table:
     """Return one row per check, for checks outside the proof's table."""
     return Table(
         [
@@ -115,13 +115,13 @@ def checks(of: Iterable[Run]) -> Table:
                 claim_name(each), difference(each["max_abs_diff"]), allowed(each), Verdict(verdict([each])),
                 each["detail"],
             ]
-            for each in of
+            for each in claims
         ],
         titled=False,
     )  # fmt: skip
 
 
-def comparisons(of: Iterable[Run]) -> Table:
+def comparisons(claims: Iterable[Run]) -> Table:
     """Return one row per comparison: predicted, and the measured value farthest from it."""
     return Table(
         [
@@ -136,7 +136,7 @@ def comparisons(of: Iterable[Run]) -> Table:
                 quantity(each["tolerance"], each["unit"]) if each["decides"] else each.get("shown", ""),
                 Verdict(verdict([each])), each["formula"],
             ]
-            for each in of
+            for each in claims
         ],
         titled=False,
     )  # fmt: skip
@@ -164,7 +164,7 @@ def measured(run: Run, records: Ranks) -> Table:
     config = first(records).config
     columns = [
         Column(f"{config.get('LAB_STEPS')} steps, LAB_DTYPE={config.get('LAB_DTYPE')}"),
-        Column("ms a step", "number"),
+        Column("ms per step", "number"),
         *([Column(f"x {own}", "number")] if own else []),
         Column("CPU ms, all ranks", "number", in_log=False),
         *(Column(source, "number") for source in (f"{unit} predicted", "called", "wire")),
@@ -178,7 +178,7 @@ class Plan(NamedTuple):
     of its numbers, or the reason why there are none."""
 
     variants: dict[str, tuple[float, float]]
-    told: list[str]
+    sentences: list[str]
 
 
 def planned(run: Run, plan: Plan) -> Table:
@@ -186,19 +186,19 @@ def planned(run: Run, plan: Plan) -> Table:
     peak."""
     rows = []
     for variant in run["variants"]:
-        step_s, held = slowest(variant["step_seconds"]), variant["peak_by_class"]
-        rank = fullest(held)
+        step_s, by_rank = slowest(variant["step_seconds"]), variant["peak_by_class"]
+        rank = fullest(by_rank)
         if variant["name"] not in plan.variants or not step_s or rank is None:
             continue
         planned_s, planned_bytes = plan.variants[variant["name"]]
-        peak = sum(held[rank].values())
+        peak = sum(by_rank[rank].values())
         rows.append(
             [
                 variant["name"], milliseconds(planned_s), milliseconds(step_s), _error(planned_s, step_s),
                 human_bytes(planned_bytes), human_bytes(peak), _error(planned_bytes, peak),
             ]
         )  # fmt: skip
-    columns = ("ms planned", "ms a step", "error", "peak planned", "peak", "error")
+    columns = ("ms planned", "ms per step", "error", "peak planned", "peak", "error")
     return Table([Column("variant"), *(Column(title, "number") for title in columns)], rows)
 
 
@@ -249,9 +249,9 @@ def memory(run: Run, records: Ranks) -> Table:
     return Table(columns, rows)
 
 
-def fullest(held: Iterable[dict[str, int] | None]) -> int | None:
+def fullest(by_rank: Iterable[dict[str, int] | None]) -> int | None:
     """Return the rank with the most bytes over all classes; None if no rank has any."""
-    totals = {rank: sum(of_rank.values()) for rank, of_rank in enumerate(held) if of_rank}
+    totals = {rank: sum(of_rank.values()) for rank, of_rank in enumerate(by_rank) if of_rank}
     return max(totals, key=lambda rank: totals[rank], default=None)
 
 
@@ -325,7 +325,7 @@ def profile(run: Run, records: Ranks, *, slowest_only: bool) -> Table:
             remark = f"{ratio:.2f} ×" if rank == most and len(of_ranks) > 1 else ""
             rows.append([variant, f"rank {rank}", milliseconds(total_s), *cells, remark])
     columns = [
-        Column("ms a step (per cent) on"),
+        Column("ms per step (per cent) on"),
         Column("the slowest" if slowest_only else "rank", "value"),
         Column("ms", "number", in_log=False),
         *(Column(kind, "number") for kind in CLASSES),
@@ -367,7 +367,7 @@ COLUMNS = 64
 FINE = 8  # samples per column
 IDLE = "."
 LEGEND = (
-    "0-9 forward of that microbatch, a-z its backward, A-Z its weights apart, - communication, + optimizer, . waits"
+    "0-9 forward of that microbatch, a-z its backward, A-Z that of its weights, - communication, + optimizer, . waits"
 )
 
 

@@ -92,9 +92,9 @@ class Band(NamedTuple):
         return max(self.starts_s.values()) - min(self.starts_s.values())
 
     @property
-    def told(self) -> str:
+    def tooltip(self) -> str:
         """Return the text under the pointer."""
-        late = f"rank {self.last} came last, {milliseconds(self.late_s)} ms after the first"
+        late = f"rank {self.last} entered last, {milliseconds(self.late_s)} ms after the first"
         return f"{self.op} of {human_bytes(self.nbytes)}: {late}"
 
 
@@ -155,7 +155,7 @@ def scene(name: str, of_ranks: OfRanks, calls: dict[int, list[Any]], ideal: OfRa
     sent = [sum(call[2] for call in calls.get(rank, [])) for rank in range(len(of_ranks))]
     joined = sum(map(len, of_ranks)) - sum(map(len, spans))
     cuts = [
-        f"{joined} spans shorter than a pixel are joined with others of their kind" if joined else "",
+        f"{joined} spans shorter than a pixel are merged with others of their kind" if joined else "",
         left_out("collectives", bands, few_bands),
         left_out("messages", arrows, few_arrows),
     ]

@@ -93,7 +93,7 @@ class Panel(NamedTuple):
     """One variant: its caption, the bars of each rank, and those of its simulated schedule, if there is one."""
 
     scene: Scene
-    told: str
+    caption: str
     bars: list[list[Bar]]
     ideal: list[list[Bar]]
 
@@ -110,7 +110,7 @@ class Drawn(NamedTuple):
     key: list[tuple[str, str]]  # class and name of each kind of mark
     note: str
     names: list[str]  # of the rows
-    look: str  # one sentence: what to look at
+    hint: str  # one sentence: what to look at
     microbatches: int  # number of microbatch colours; 0 with a single microbatch
 
 
@@ -142,7 +142,7 @@ def timeline(run: Run, records: Ranks, rows: Rows | None = None) -> Drawn | None
         key(run, found),
         " ".join(notes(run, found)),
         row_names(run, records),
-        what_to_see(run, found),
+        hint(run, found),
         min(len(numbers), len(HUES)),
     )
 
@@ -163,7 +163,7 @@ def coordinates(records: Ranks) -> dict[int, str]:
     }
 
 
-def what_to_see(run: Run, found: Sequence[Scene]) -> str:
+def hint(run: Run, found: Sequence[Scene]) -> str:
     """Return one sentence on what the timeline shows, from its own numbers; empty if they show nothing."""
     if run["run_mode"] in (SCRIPT, PROOF):
         return ""
@@ -223,11 +223,11 @@ def key(run: Run, found: Sequence[Scene]) -> list[tuple[str, str]]:
 def notes(run: Run, found: Sequence[Scene]) -> Iterator[str]:
     """Yield notes: the step's origin, its bytes compared with the sockets', and what was omitted."""
     if run["run_mode"] in (SCRIPT, PROOF):
-        yield "From the first call on; the lines stand under the pointer."
+        yield "The picture begins with the first call. Point at a mark to see its line of the script."
         return
     sockets = {variant["name"]: variant["wire_bytes"] for variant in run["variants"]}
     yield (
-        "One recorded step of each variant, of three the one of median length, on rank 0's clock; no timed step is"
+        "Each variant shows the recorded step of median length, of three, on rank 0's clock. Timed steps are not"
         " recorded."
     )
     for scene in found:

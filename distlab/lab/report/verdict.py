@@ -80,20 +80,20 @@ def _worst(records: Ranks, kind: type[Claim]) -> list[tuple[int, Claim]]:
 
 
 def _badness(claim: Check | Comparison) -> tuple[bool, float]:
-    off = _off(claim)
-    return not passes(claim), math.inf if math.isnan(off) else off
+    error = _error_size(claim)
+    return not passes(claim), math.inf if math.isnan(error) else error
 
 
-def _off(claim: Check | Comparison) -> float:
+def _error_size(claim: Check | Comparison) -> float:
     """Return the size of its error."""
     return claim.max_abs_diff if isinstance(claim, Check) else abs(claim.measured - claim.predicted)
 
 
 def passes(claim: Check | Comparison) -> bool:
     """Return whether a claim of one rank holds; informational ones always do."""
-    off = _off(claim)
+    error = _error_size(claim)
     informational = isinstance(claim, Comparison) and not claim.decides
-    return informational or (math.isfinite(off) and abs(off) <= claim.tolerance)
+    return informational or (math.isfinite(error) and abs(error) <= claim.tolerance)
 
 
 # Missing claims: a check that a run of these settings needs and that is not there counts as failed.
@@ -110,7 +110,7 @@ def missing(records: Ranks) -> list[Check]:
     """Return a failed check for each variant with a missing claim, of ranks that finished."""
     found = next((each.claims for _, each in select(records, Expected)), None)
     if found is None:
-        return [Check("", NAME, 1, 0, "no rank says which claims these settings need", CONTROL)]
+        return [Check("", NAME, 1, 0, "no rank has recorded which checks these settings require", CONTROL)]
     skipped = {each.variant for _, each in select(records, Skipped)}
     left = {each.rank for _, each in select(records, Left)}
     ranks = [rank for rank, _ in select(records, End) if rank not in left]
@@ -119,14 +119,16 @@ def missing(records: Ranks) -> list[Check]:
     for variant, name, times, one in found:
         if variant in skipped:
             continue
-        who = [rank for rank in ranks if not name.startswith(tuple(waived.get(rank, ())))]
-        lacking = [rank for rank in who if made[rank, variant, name] < times]
+        expected = [rank for rank in ranks if not name.startswith(tuple(waived.get(rank, ())))]
+        lacking = [rank for rank in expected if made[rank, variant, name] < times]
         if one:
             lacking = lacking if all(made[rank, variant, name] < times for rank in records) else []
         if lacking:
             most = max(made[rank, variant, name] for rank in lacking)
             faults.setdefault(variant, []).append(missing_claim_sentence(name, times, most, [] if one else lacking))
-    return [Check(name, NAME, len(said), 0, "; ".join(said[:4]), CONTROL) for name, said in faults.items()]
+    return [
+        Check(name, NAME, len(sentences), 0, "; ".join(sentences[:4]), CONTROL) for name, sentences in faults.items()
+    ]
 
 
 def claims_of(records: Ranks) -> tuple[Counter[tuple[int, str, str]], dict[int, set[str]]]:
@@ -145,8 +147,8 @@ def claims_of(records: Ranks) -> tuple[Counter[tuple[int, str, str]], dict[int, 
 def missing_claim_sentence(name: str, times: int, seen: int, ranks: list[int]) -> str:
     """Return which claim is missing, and on which ranks."""
     who = name_ranks(ranks) if ranks else "some rank"
-    often = f"{times} times, and found are {seen}" if times > 1 else "and it is not there"
-    return f"these settings need {name!r} of {who} {often}"
+    found = f" {times} times, but there are {seen}" if times > 1 else ", but it is missing"
+    return f"these settings require the check {name!r} from {who}{found}"
 
 
 SCRIPT, PROOF = "check", "prove"  # the run_mode of a user's script, in which nothing is proven, and of a user's model
@@ -229,7 +231,7 @@ def first(records: Ranks) -> Start:
     """Return the start of the lowest rank; raises BrokenRecord if it is missing or ranks are of several runs."""
     starts = list(select(records, Start))
     if not starts:
-        raise BrokenRecord("no rank has a Start record: nothing says what was run")
+        raise BrokenRecord("no rank has a Start record, so it is unknown what was run")
     start = starts[0][1]
     for rank, other in starts:
         if (
@@ -238,8 +240,8 @@ def first(records: Ranks) -> Start:
             or (other.run_id, other.world_size) != (start.run_id, start.world_size)
         ):
             raise BrokenRecord(
-                f"the records of rank {rank} begin as rank {other.rank} of {other.world_size} in run {other.run_id}, "
-                f"those of rank {starts[0][0]} are of {start.world_size} in run {start.run_id}"
+                f"the records of rank {rank} are from rank {other.rank} of {other.world_size} in run {other.run_id},"
+                f" but those of rank {starts[0][0]} are from {start.world_size} ranks in run {start.run_id}"
             )
     return start
 
@@ -292,7 +294,7 @@ def _dropped(records: Ranks) -> Run | None:
     return {"messages": sum(by_fault.values()), "by_fault": dict(by_fault), "by_source": dict(by_source)}
 
 
-def _verdict(errors: list[Run], lost: list[Run], held: bool) -> str:
+def _verdict(errors: list[Run], lost: list[Run], all_passed: bool) -> str:
     codes = {error["exit_code"] for error in errors}
     if 2 in codes:
         return "refused"
@@ -300,7 +302,7 @@ def _verdict(errors: list[Run], lost: list[Run], held: bool) -> str:
         return "fail"
     if lost or codes:  # before the checks: lost ranks mean exit code 3, whatever was checked before
         return "lost"
-    return "pass" if held else "fail"
+    return "pass" if all_passed else "fail"
 
 
 def _lost(records: Ranks, world_size: int, errors: list[Run], left: Container[int]) -> list[Run]:
@@ -328,7 +330,7 @@ def _variant_names(records: Ranks) -> list[str]:
 def _variant(name: str, records: Ranks, world_size: int) -> Run:
     """Return one variant's numbers, one list entry per rank: medians of timed steps, bytes per step, the peak."""
 
-    def a_rank(
+    def per_rank(
         kind: type[Any], numbers: Callable[[Any], list[float]], merge: Callable[[list[float]], float]
     ) -> list[Any]:
         found: dict[int, list[float]] = {}
@@ -341,14 +343,14 @@ def _variant(name: str, records: Ranks, world_size: int) -> Run:
     classes = [found_classes.get(rank) for rank in range(world_size)]
     return {
         "name": name,
-        "step_seconds": a_rank(Steps, lambda steps: steps.step_seconds, median),
-        "cpu_seconds": a_rank(Steps, lambda steps: steps.cpu_seconds, median),
-        "wire_bytes": a_rank(Wire, lambda wire: [wire.sent_bytes], sum),
-        "called_bytes": a_rank(Called, lambda called: [called.called_bytes], sum),
-        "peak_bytes": a_rank(Memory, lambda memory: [memory.peak_bytes], max),
+        "step_seconds": per_rank(Steps, lambda steps: steps.step_seconds, median),
+        "cpu_seconds": per_rank(Steps, lambda steps: steps.cpu_seconds, median),
+        "wire_bytes": per_rank(Wire, lambda wire: [wire.sent_bytes], sum),
+        "called_bytes": per_rank(Called, lambda called: [called.called_bytes], sum),
+        "peak_bytes": per_rank(Memory, lambda memory: [memory.peak_bytes], max),
         "rest_bytes": [entry and sum(entry.rest_bytes.values()) for entry in classes],
         "rest_by_class": [entry and entry.rest_bytes for entry in classes],
         "peak_by_class": [entry and entry.peak_bytes for entry in classes],
-        "activation_bytes": a_rank(Activations, lambda held: [held.peak_bytes], max),
+        "activation_bytes": per_rank(Activations, lambda activations: [activations.peak_bytes], max),
         "weights_sha256": next((entry.sha256 for _, entry in select(records, Digest) if entry.variant == name), None),
     }

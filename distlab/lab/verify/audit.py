@@ -68,29 +68,29 @@ def one_process(lab: Lab, batches: Batches, dtype: torch.dtype, *, masters: bool
             return reference.losses(model, batches, lab.config, steps, masters=masters)
 
     own = train(steps, is_twin=False) if steps and lab.rank == 0 else None
-    other = train(1, is_twin=True).first if own is not None else {}
+    twins = train(1, is_twin=True).first if own is not None else {}
     last = steps and lab.rank == min(1, lab.world_size - 1)
-    twins = lab.exchange.everyone("one process", train(steps, is_twin=True).values if last else [])
+    twin = lab.exchange.everyone("one process", train(steps, is_twin=True).values if last else [])
     if own is None:
         return None
     terms = batches.batch * batches.samples.terms
     unit = torch.finfo(torch.promote_types(dtype, torch.float32)).eps * math.sqrt(terms)
     norms = {name: gradient.double().norm().item() for name, gradient in own.first.items()}
     rounding = {
-        name: MARGIN * distance(gradient, other[name]) + unit * norms[name] for name, gradient in own.first.items()
+        name: MARGIN * distance(gradient, twins[name]) + unit * norms[name] for name, gradient in own.first.items()
     }
-    return ReferenceRun(own.values, allowed(own.values, next(filter(None, twins)), unit), norms, rounding)
+    return ReferenceRun(own.values, allowed(own.values, next(filter(None, twin)), unit), norms, rounding)
 
 
 def allowed(losses: Sequence[float], twin: Sequence[float], unit: float) -> list[float]:
     """Return MARGIN times the twin's largest difference so far, plus `unit` of the loss, until one is not finite."""
     bounds: list[float] = []
-    apart = largest = 0.0
-    for ours, theirs in zip(losses, twin, strict=True):
-        if not (math.isfinite(ours) and math.isfinite(theirs)):
+    gap = largest = 0.0
+    for own, other in zip(losses, twin, strict=True):
+        if not (math.isfinite(own) and math.isfinite(other)):
             break
-        apart, largest = max(apart, abs(ours - theirs)), max(largest, abs(ours))
-        bounds.append(MARGIN * apart + unit * largest)
+        gap, largest = max(gap, abs(own - other)), max(largest, abs(own))
+        bounds.append(MARGIN * gap + unit * largest)
     return bounds
 
 
@@ -120,8 +120,8 @@ def adamw(
     rounding: float, config: Config,
 ) -> dict[str, Off]:  # fmt: skip
     """Check the update after `step` others: moments against the gradient, weights against the present moments."""
-    taken = (before.get("step"), after.get("step"))
-    counts = tuple(0.0 if count is None else count.item() for count in taken)
+    counters = (before.get("step"), after.get("step"))
+    counts = tuple(0.0 if count is None else count.item() for count in counters)
     if counts != (step, step + 1) or not {"exp_avg", "exp_avg_sq"} <= set(after):
         return {"optimizer": Off(math.inf, 0.0)}  # restarted, or never begun
     first = before.get("exp_avg", torch.zeros_like(found)).lerp(gradient, 1 - BETA_1)
@@ -173,50 +173,51 @@ class Audit:
     """The audited steps of some variants, compared with their single process; all ranks call `around` every step."""
 
     def __init__(
-        self, lab: Lab, batches: Batches, alone: Mapping[str, ReferenceRun | None], steps: Mapping[str, range]
+        self, lab: Lab, batches: Batches, references: Mapping[str, ReferenceRun | None], steps: Mapping[str, range]
     ) -> None:
-        self.lab, self.batches, self.alone = lab, batches, alone
+        self.lab, self.batches, self.references = lab, batches, references
         self.steps = {name: sampled(of, lab.config.seed) for name, of in steps.items()}
-        self.done: dict[str, list[int]] = {name: [] for name in alone}
-        self.found = {name: Worst() for name in alone}
-        self.numberless: dict[str, set[str]] = {}  # kinds that were not finite in the single process in some step
+        self.done: dict[str, list[int]] = {name: [] for name in references}
+        self.found = {name: Worst() for name in references}
+        self.not_finite: dict[str, set[str]] = {}  # kinds that were not finite in the single process in some step
         self._known: tuple[str, Gradient] | None = None  # the last gradient, with the key of its input
 
     @contextmanager
     def around(self, name: str, strategy: Strategy, step: int, data_step: int) -> Iterator[list[float | None]]:
-        """Wrap a variant's step on the batch `data_step`; the caller appends its loss share to the yielded list."""
-        shares: list[float | None] = []
+        """Wrap a variant's step on the batch `data_step`; the caller appends its part of the loss to the yielded
+        list."""
+        loss_parts: list[float | None] = []
         if step not in self.steps.get(name, ()):
-            yield shares
+            yield loss_parts
             return
         self.lab.at(step, f"audit of {name}")
         before = gathered(self.lab, strategy)
-        yield shares
+        yield loss_parts
         self.lab.at(step, f"audit of {name}")
-        losses = summed_losses(self.lab, shares)
+        losses = summed_losses(self.lab, loss_parts)
         after = gathered(self.lab, strategy)
         self.done[name].append(step)
         self.lab.at(step, f"one process, to audit {name}")
         if self.lab.rank == 0:
             (loss,) = losses
-            self._judge(name, step, data_step, loss, before, after)
+            self._compare(name, step, data_step, loss, before, after)
 
-    def _judge(self, name: str, step: int, data_step: int, loss: float, before: State, after: State) -> None:
-        found, alone = self.found[name], self.alone[name]
-        assert alone is not None
+    def _compare(self, name: str, step: int, data_step: int, loss: float, before: State, after: State) -> None:
+        found, run = self.found[name], self.references[name]
+        assert run is not None
         wanted, gradients = self._gradient(before, data_step)
         length = norm(gradients)
         if not (math.isfinite(wanted) and math.isfinite(length)):
-            self.numberless.setdefault(name, set()).update(("loss", "weights", "optimizer"))
+            self.not_finite.setdefault(name, set()).update(("loss", "weights", "optimizer"))
             return
-        if step >= len(alone.allowed):
-            self.numberless.setdefault(name, set()).add("loss")
+        if step >= len(run.allowed):
+            self.not_finite.setdefault(name, set()).add("loss")
         else:
-            found.note("loss", abs(loss - wanted), alone.allowed[step], f"step {step}")
-        all_grown = length / (math.hypot(*alone.gradients.values()) or length or 1.0)
+            found.note("loss", abs(loss - wanted), run.allowed[step], f"step {step}")
+        all_grown = length / (math.hypot(*run.gradients.values()) or length or 1.0)
         for label, gradient in gradients.items():
-            own_grown = gradient.double().norm().item() / (alone.gradients[label] or math.inf)
-            rounding = max(1.0, all_grown, own_grown) * alone.rounding[label]
+            own_grown = gradient.double().norm().item() / (run.gradients[label] or math.inf)
+            rounding = max(1.0, all_grown, own_grown) * run.rounding[label]
             was, now = (dict(state.get(label, {})) for state in (before, after))
             there = "weights" in was and "weights" in now and was["weights"].shape == now["weights"].shape
             offs = self._parameter(step, gradient, rounding, was, now) if there else MISSING
@@ -288,68 +289,70 @@ class TimedPassChecks:
     """The checks of the timed pass, called on all ranks; without the proof only steps and replicas decide."""
 
     def __init__(
-        self, lab: Lab, course: TrainingPosition, strategies: Mapping[str, Strategy], ends: Mapping[str, int],
-        dtype: torch.dtype, held: Mapping[str, Held],
+        self, lab: Lab, position: TrainingPosition, strategies: Mapping[str, Strategy], ends: Mapping[str, int],
+        dtype: torch.dtype, references: Mapping[str, Held],
     ) -> None:  # fmt: skip
-        self.lab, self.held = lab, {name: held.get(name, Held()) for name in strategies}
-        self.starts, self.ends = dict(course.done), ends  # the steps that each had done before, and must have done
+        self.lab, self.references = lab, {name: references.get(name, Held()) for name in strategies}
+        self.starts, self.ends = dict(position.done), ends  # the steps that each had done before, and must have done
         kept = in_float32(lab, strategies, dtype)
-        self.masters = {name: name in kept for name, each in self.held.items() if not each.why}
-        self.alone = {
-            masters: one_process(lab, course.batches, dtype, masters=masters)
+        self.masters = {name: name in kept for name, each in self.references.items() if not each.why}
+        self.single_process = {
+            masters: one_process(lab, position.batches, dtype, masters=masters)
             for masters in sorted({False, *self.masters.values()})
         }
         audited = {
-            name: self.alone[masters]
+            name: self.single_process[masters]
             for name, masters in self.masters.items()
             if lab.config.proof and name not in lab.mode.by_torch
         }
-        self.audit = Audit(lab, course.batches, audited, {name: range(course.first, ends[name]) for name in audited})
+        self.audit = Audit(
+            lab, position.batches, audited, {name: range(position.first, ends[name]) for name in audited}
+        )
 
     @property
     def losses(self) -> dict[str, list[float]]:
         """Return the curves of the single processes, by name, on rank 0."""
-        return {NAMES[masters]: alone.losses for masters, alone in self.alone.items() if alone is not None}
+        return {NAMES[masters]: run.losses for masters, run in self.single_process.items() if run is not None}
 
-    def decide(self, strategies: Mapping[str, Strategy], curves: Curves, shares: Curves) -> None:
-        """Write the checks; `curves` of the whole batch are known on rank 0, `shares` are this rank's."""
+    def decide(self, strategies: Mapping[str, Strategy], curves: Curves, loss_parts: Curves) -> None:
+        """Write the checks; `curves` of the whole batch are known on rank 0, `loss_parts` are this rank's."""
         for name, strategy in strategies.items():
-            self._count(name, len(shares[name]))
+            self._count(name, len(loss_parts[name]))
             if self.lab.rank == 0 and self.lab.config.proof:
                 self._losses(name, curves[name])
                 found = self.audit.found[name].found if name in self.audit.found else {}
-                for kind in self.audit.numberless.get(name, set()) - set(found):
-                    self.lab.waive(f"audited {kind}", "one process has no numbers there either", name)
+                for kind in self.audit.not_finite.get(name, set()) - set(found):
+                    self.lab.waive(f"audited {kind}", "in one process it is not finite either", name)
                 for kind, off in found.items():
                     self.lab.check(f"audited {kind}", *off[:2], name, off.where, control=CONTROLS[kind])
-            if self.held[name].replicas and name not in self.lab.mode.by_torch:
-                check_alike(self.lab, name, strategy)
+            if self.references[name].replicas and name not in self.lab.mode.by_torch:
+                check_equal_weights(self.lab, name, strategy)
 
     def _count(self, name: str, done: int) -> None:
         steps, audit = self.ends[name], self.audit
         planned = [step for step in audit.steps.get(name, []) if step >= self.starts[name]]
         missing = abs(max(0, steps - self.starts[name]) - done) + len(set(planned) ^ set(audit.done.get(name, [])))
-        told = f", audited: {', '.join(map(str, planned))}" if planned else ""
-        detail = f"steps {self.starts[name]} to {steps - 1}{told}" if self.starts[name] < steps else "none left to do"
+        audited = f", audited: {', '.join(map(str, planned))}" if planned else ""
+        detail = f"steps {self.starts[name]} to {steps - 1}{audited}" if self.starts[name] < steps else "no step left"
         self.lab.check("timed steps", missing, 0, variant=name, detail=detail, control=CONTROLS["steps"])
 
     def _losses(self, name: str, curve: list[float | None]) -> None:
-        alone = self.alone[self.masters.get(name, False)]
-        assert alone is not None
+        run = self.single_process[self.masters.get(name, False)]
+        assert run is not None
         if name not in self.masters or name in self.lab.mode.by_torch:
-            own, last = alone.losses[-1], curve[-1]
-            why = self.held[name].why or "PyTorch's own"
+            own, last = run.losses[-1], curve[-1]
+            why = self.references[name].why or "PyTorch's own"
             if last is not None:
                 self.lab.compare("last timed loss", own, last, "", variant=name, shown=why)
             return
-        expected = alone.losses[: self.ends[name]]
-        numbers = f" (no numbers from step {len(alone.allowed)} on)" if len(alone.allowed) < len(curve) else ""
+        expected = run.losses[: self.ends[name]]
+        remark = f" (not finite from step {len(run.allowed)} on)" if len(run.allowed) < len(curve) else ""
         worst = Worst()
-        for step, (value, wanted, bound) in enumerate(zip(curve, expected, alone.allowed, strict=False)):
+        for step, (value, wanted, bound) in enumerate(zip(curve, expected, run.allowed, strict=False)):
             if value is not None:
-                worst.note("losses", abs(value - wanted), bound, f"step {step} of {len(curve)}{numbers}")
+                worst.note("losses", abs(value - wanted), bound, f"step {step} of {len(curve)}{remark}")
         if not worst.found:
-            self.lab.waive("timed losses", "neither has a loss that is a number", name)
+            self.lab.waive("timed losses", "no loss is finite, neither here nor in one process", name)
         elif len(curve) == len(expected):  # otherwise the check of the number of steps fails
             off = worst.found["losses"]
             self.lab.check("timed losses", *off[:2], name, off.where, control=CONTROLS["losses"])
@@ -378,7 +381,7 @@ def own_weights(lab: Lab, strategy: Strategy) -> Iterator[tuple[str, torch.Tenso
             yield from ((f"{label} at {offset}", box) for offset, box in weight.boxes)
 
 
-def check_alike(lab: Lab, name: str, strategy: Strategy) -> None:
+def check_equal_weights(lab: Lab, name: str, strategy: Strategy) -> None:
     """Check that ranks with the same weight, or the same box of it, have equal bits, by checksums."""
     lab.at(lab.config.steps, f"the weights of {name}")
     mine = {label: digest_of([weight]) for label, weight in own_weights(lab, strategy)}
@@ -387,5 +390,5 @@ def check_alike(lab: Lab, name: str, strategy: Strategy) -> None:
         return
     labels = {label for of_rank in everyone for label in of_rank}
     differing = [label for label in labels if len({of_rank[label] for of_rank in everyone if label in of_rank}) > 1]
-    detail = f"weights that differ between ranks, of {len(labels)} that a rank holds"
+    detail = f"weights that differ between ranks, of {len(labels)} compared"
     lab.check("timed replicas", len(differing), 0, variant=name, detail=detail, control=CONTROLS["replicas"])

@@ -79,7 +79,7 @@ def repeats_after(strategy: Strategy) -> int:
     return max(1, steps)
 
 
-def alike(strategy: Strategy) -> bool:
+def ever_repeats(strategy: Strategy) -> bool:
     """Return whether its calls ever repeat."""
     return getattr(strategy, "repeats_after", 1) > 0
 
@@ -89,9 +89,9 @@ def write_memory(lab: Lab, name: str, memory: MemoryLedger) -> None:
     lab.journal.write(records.Memory(name, memory.peak_bytes))
     lab.journal.write(records.Classes(name, memory.rest, memory.peak))
     lab.journal.write(records.MemoryLine(name, memory.step_s, memory.line()))
-    for comparison, (of_tensors, seen) in memory.seen_outside().items():
+    for comparison, (counted_bytes, seen) in memory.seen_outside().items():
         lab.compare(
-            comparison, of_tensors, seen, variant=name, formula="bytes of tensors", shown="it holds more than tensors"
+            comparison, counted_bytes, seen, variant=name, formula="bytes of tensors", shown="counts more than tensors"
         )
 
 
@@ -142,7 +142,7 @@ def saved(lab: Lab, run: range, microbatch: Microbatch) -> Saved:
     inputs: dict[int, int] = {}  # bytes by storage
     layers = model.layers[run.start : run.stop]
     for linear in (module for layer in layers for module in layer.modules() if type(module) is nn.Linear):
-        linear.register_forward_pre_hook(lambda _, given: inputs.update(storage_bytes(given[0])))
+        linear.register_forward_pre_hook(lambda _, args: inputs.update(storage_bytes(args[0])))
     with SavedActivations() as seen:
         for layer in layers:
             hidden = layer(hidden)
@@ -151,9 +151,9 @@ def saved(lab: Lab, run: range, microbatch: Microbatch) -> Saved:
     return Saved(seen.live_bytes, sum(inputs.values()))
 
 
-def most_of_a_layer(lab: Lab, dealt: Callable[[list[Microbatch]], list[Microbatch]] = list) -> int:
+def most_of_a_layer(lab: Lab, assign: Callable[[list[Microbatch]], list[Microbatch]] = list) -> int:
     """The most that one layer leaves for its backward pass, of this rank's largest microbatch."""
-    microbatches = dealt(lab.dealt(lab.batches(getattr(torch, lab.config.dtype)), WARMUP_STEPS))
+    microbatches = assign(lab.dealt(lab.batches(getattr(torch, lab.config.dtype)), WARMUP_STEPS))
     largest = max(microbatches, key=lambda microbatch: len(microbatch.inputs))
     return max(saved_bytes(lab, range(at, at + 1), largest) for at in range(len(outline(lab.config).layers)))
 
@@ -167,7 +167,7 @@ def check_recomputed(lab: Lab, name: str, peak_bytes: float, again_bytes: float,
     """Check that with LAB_RECOMPUTE a step's peak is at most that of a step where every layer keeps only its input
     (`again`), plus the saved bytes of one layer. Other predictions come from the recomputing code itself."""
     bound = again_bytes + layer_bytes
-    detail = f"{peak_bytes:.0f} B held at most, {bound:.0f} where every layer is run again"
+    detail = f"{peak_bytes:.0f} B at the peak, {bound:.0f} allowed if every layer is recomputed"
     lab.check("recomputed peak", max(0.0, peak_bytes - bound), 0, name, detail, control=ACTIVATIONS_CONTROL)
 
 
@@ -177,20 +177,22 @@ def predicted_peaks(
     peak_of: Callable[[str, list[Happening]], float],
     formula_of: Callable[[str], str],
     *,
-    unlike: Mapping[str, bool] | None = None,
-    dealt: Callable[[list[Microbatch]], list[Microbatch]] = list,
+    recompute: Mapping[str, bool] | None = None,
+    assign: Callable[[list[Microbatch]], list[Microbatch]] = list,
 ) -> list[Prediction]:
     """Predict each variant's peak on this rank, by `peak_of(name, one process's passes)`; if layers are recomputed,
-    check that bound too. Variants in `unlike` recompute all layers or none, whatever LAB_RECOMPUTE says.
+    check that bound too. Variants in `recompute` recompute all layers or none, whatever LAB_RECOMPUTE says.
     """
-    recomputes, found, unlike = checks_recomputed(lab), list[Prediction](), unlike or {}
-    whole = outlined(lab, again=True, recompute=False, dealt=dealt) if recomputes else []
-    layer_bytes = most_of_a_layer(lab, dealt) if recomputes else 0
+    recomputes, found, recompute = checks_recomputed(lab), list[Prediction](), recompute or {}
+    whole = outlined(lab, again=True, recompute=False, assign=assign) if recomputes else []
+    layer_bytes = most_of_a_layer(lab, assign) if recomputes else 0
     outlines: dict[bool | None, list[Happening]] = {}
     for name in [name for name in measured if name not in lab.mode.by_torch]:
-        again = unlike.get(name)
+        again = recompute.get(name)
         if again not in outlines:
-            outlines[again] = outlined(lab, again=bool(again), recompute=None if again is None else False, dealt=dealt)
+            outlines[again] = outlined(
+                lab, again=bool(again), recompute=None if again is None else False, assign=assign
+            )
         value = (peak_of(name, outlines[again]),) * lab.world_size
         formula = f"{formula_of(name)} + one process's passes"
         found.append(Prediction(name, "peak bytes", "B", formula, value, 0, shown_on(lab.config.device)))
@@ -209,12 +211,12 @@ def outlined(
     *,
     again: bool = False,
     recompute: bool | None = None,
-    dealt: Callable[[list[Microbatch]], list[Microbatch]] = list,
+    assign: Callable[[list[Microbatch]], list[Microbatch]] = list,
 ) -> list[Happening]:
     """Record a step's passes over this rank's microbatches in one process, which frees each gradient at once.
 
     again: every layer is recomputed as a whole for its backward pass. recompute: LAB_RECOMPUTE's way, by default as
-    set. dealt: turns microbatches into those of the strategy.
+    set. assign: turns microbatches into those of the strategy.
     """
     dtype = getattr(torch, lab.config.dtype)
     model, batches = lab.model(dtype), lab.batches(dtype)
@@ -223,7 +225,7 @@ def outlined(
     watch.over(enumerate(model.layers), again=again)
     watch.begin()
     with watch.storages:
-        microbatches = dealt(lab.dealt(batches, WARMUP_STEPS))
+        microbatches = assign(lab.dealt(batches, WARMUP_STEPS))
         watch.note("dealt")
         for inputs, targets, share in microbatches:
             (model(inputs, targets) * share).backward()
@@ -301,9 +303,6 @@ class Again(torch.autograd.Function):
         return None, None, None, hidden.grad
 
 
-# The most that a strategy keeps for the backward pass of its microbatches during a step.
-
-
 # Microbatches in flight: the most that a pipeline's rank kept for their backward pass.
 
 IN_FLIGHT_CONTROL = "tests/lab/verify/test_counted.py::test_too_many_in_flight_fail"
@@ -311,12 +310,12 @@ IN_FLIGHT_CONTROL = "tests/lab/verify/test_counted.py::test_too_many_in_flight_f
 
 def check_in_flight(lab: Lab, name: str, strategy: Any, schedule: str) -> None:
     """Check that no rank keeps more than `schedule` allows; engines that do not count them are not checked."""
-    held, mesh, chunks = strategy.engine.most_in_flight, lab.mesh, len(strategy.parts.stages)
-    if held is None:
+    kept, mesh, chunks = strategy.engine.most_in_flight, lab.mesh, len(strategy.parts.stages)
+    if kept is None:
         return
     allowed = in_flight(schedule, mesh.size("pp"), lab.config.num_microbatches, mesh.index("pp"), chunks)
-    detail = f"{counted(held, 'microbatches')} held at most, {allowed} allowed"
-    lab.check("in flight", max(0, held - allowed), 0, name, detail, control=IN_FLIGHT_CONTROL)
+    detail = f"at most {counted(kept, 'microbatches')} kept, {allowed} allowed"
+    lab.check("in flight", max(0, kept - allowed), 0, name, detail, control=IN_FLIGHT_CONTROL)
 
 
 # With LAB_RECOMPUTE=1 the backward pass runs each layer again. Predictions come from the same code, so the passes are
@@ -358,5 +357,5 @@ def in_backward() -> bool:
 
 
 def check_passes(lab: Lab, name: str, passes: Passes) -> None:
-    told = f"of {passes.first.total()} passes through a layer on this rank"
-    lab.check("computed again", passes.missing(), 0, variant=name, detail=told, control=PASSES_CONTROL)
+    detail = f"passes that were not recomputed, of {passes.first.total()} on this rank"
+    lab.check("computed again", passes.missing(), 0, variant=name, detail=detail, control=PASSES_CONTROL)

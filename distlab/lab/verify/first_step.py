@@ -1,8 +1,8 @@
 """Data of each rank's log about the timed pass: its parameters and samples, and the calls of its first step.
 
 The first step is in no median (distlab/lab/verify/timed.py), so it may be observed: each call, and how long this rank
-waited in it for which rank; told_step.py adds the contents. A collective ends when its last rank has entered, a receive
-when its sender has sent: all ranks exchange the start times of their calls, on one clock.
+waited in it for which rank; logged_step.py adds the contents. A collective ends when its last rank has entered, a
+receive when its sender has sent: all ranks exchange the start times of their calls, on one clock.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,26 +14,26 @@ from distlab.lab.lab import Lab
 from distlab.lab.measure.event_order import Messages
 from distlab.lab.measure.timeline import CLASSES, Clock, profile, union
 from distlab.lab.report import records
+from distlab.lab.verify.logged_step import LoggedStep, keys_of, parts_of_storages, piece_of, weights_of, write_numbers
 from distlab.lab.verify.records import placed
-from distlab.lab.verify.told_step import ToldStep, keys_of, parts_of_storages, piece_of, weights_of, write_told
 from distlab.lab.workload.data import Batches
 from distlab.techniques.collectives.phases import Span, listening, observing_collectives
 
-NOBODY = -1
+NO_RANK = -1
 IN_CALLS = ("communication", "waiting")  # classes of time without work of this rank's own
 
 # --- parameters and samples ---
 
 
-def write_holdings(lab: Lab, strategies: Mapping[str, Strategy]) -> None:
-    """Write the parameters of each variant that this rank has, whole or in part; called after a step, since asking for
-    an optimizer's state would create it."""
+def write_parameters(lab: Lab, strategies: Mapping[str, Strategy]) -> None:
+    """Write the parameters of each variant that this rank has, whole or in part; called after a step, since reading an
+    optimizer's state would create it."""
     for name, strategy in strategies.items():
-        rows = [held_parameter(label, tensor) for label, tensor in weights_of(strategy)]
+        rows = [parameter_record(label, tensor) for label, tensor in weights_of(strategy)]
         lab.journal.write(records.Holds(name, [list(row) for row in rows if row[4]]))
 
 
-def held_parameter(name: str, tensor: Any) -> records.HeldParameter:
+def parameter_record(name: str, tensor: Any) -> records.HeldParameter:
     """Return a record of the tensor; the first axis along which its boxes are shorter than the whole is the cut one."""
     piece = piece_of(tensor)
     dense, boxes = list(piece.shape), piece.boxes
@@ -48,7 +48,7 @@ def held_parameter(name: str, tensor: Any) -> records.HeldParameter:
     return name, shape, dense, ends, nbytes
 
 
-def write_given(lab: Lab, batches: Batches, step: int) -> None:
+def write_inputs(lab: Lab, batches: Batches, step: int) -> None:
     """Write this rank's samples of `step`."""
     ids = batches.sample_ids(step, lab.mesh.index("dp"), lab.mesh.size("dp"))
     sizes = [len(microbatch.inputs) for microbatch in batches.dealt(step, lab.mesh.index("dp"), lab.mesh.size("dp"))]
@@ -58,36 +58,36 @@ def write_given(lab: Lab, batches: Batches, step: int) -> None:
 # --- the first step ---
 
 
-class Watched(NamedTuple):
-    """The records of a told step: its calls, and their contents."""
+class ObservedStep(NamedTuple):
+    """What is recorded of a logged step: its calls, and their contents."""
 
     messages: Messages
-    told: ToldStep
+    logged: LoggedStep
 
 
 @contextmanager
-def watched_calls(strategy: Strategy, *, told: bool) -> Iterator[Watched | None]:
-    """Record a step's calls and their numbers, if it is `told`."""
-    if not told:
+def observed_calls(strategy: Strategy, *, enabled: bool) -> Iterator[ObservedStep | None]:
+    """Record a step's calls and their numbers, if `enabled`."""
+    if not enabled:
         yield None
         return
-    step = ToldStep(strategy)
-    messages = Messages(step.samples)
+    logged = LoggedStep(strategy)
+    samples, messages = logged.samples, Messages(logged.samples)
 
     def on_phase(what: str, kind: str, label: str) -> None:
         messages.hear(what, kind, label)
-        step.on_phase(what, kind)
+        logged.on_phase(what, kind)
 
-    with step.samples.watched(), observing_collectives(step.samples.by_hand), messages.recorded(), listening(on_phase):
-        yield Watched(messages, step)
+    with samples.watched(), observing_collectives(samples.by_hand), messages.recorded(), listening(on_phase):
+        yield ObservedStep(messages, logged)
 
 
 def write_first_step(
-    lab: Lab, name: str, step: int, strategy: Strategy, spans: Sequence[Span], watched: Watched, clock: Clock,
-    share: float | None,
+    lab: Lab, name: str, step: int, strategy: Strategy, spans: Sequence[Span], observed: ObservedStep, clock: Clock,
+    loss_part: float | None,
 ) -> None:  # fmt: skip
     """Write this rank's step, with the ranks it waited for; all ranks call it together."""
-    messages, told = watched
+    messages, logged = observed
     inside = [span for span in spans if span.kind != "data"]
     began_s = min((span.start_s for span in inside), default=0.0) + clock.offset_s
     calls = [[each.op, list(each.ranks), each.tag, each.start_s + clock.offset_s] for each in messages.found]
@@ -95,22 +95,22 @@ def write_first_step(
     shift_s = clock.offset_s - min(of_rank[0] for of_rank in everyone if of_rank is not None)
     of_ranks = [of_rank[1] if of_rank is not None else [] for of_rank in everyone]
     keys = [keys_of(each) for each in of_ranks]
-    last = last_to_come(of_ranks, keys, lab.rank)
+    last = last_to_enter(of_ranks, keys, lab.rank)
     idle = union(span for span in inside if CLASSES[span.kind] in IN_CALLS)  # each moment counts for one call
     rows: list[list[Any]] = []
-    for message, (rank, came_s) in zip(messages.found, last, strict=True):
-        idle, waited_s = without_interval(idle, message.start_s, min(came_s - clock.offset_s, message.end_s))
+    for message, (rank, entered_s) in zip(messages.found, last, strict=True):
+        idle, waited_s = without_interval(idle, message.start_s, min(entered_s - clock.offset_s, message.end_s))
         start_s, end_s = (round(each + shift_s, 6) for each in (message.start_s, message.end_s))
         rows.append([
             message.op, list(message.ranks), float(round(message.sent_bytes)), float(message.nbytes), message.tag,
-            start_s, end_s, "", round(waited_s, 6), rank if waited_s > 0 else NOBODY,
+            start_s, end_s, "", round(waited_s, 6), rank if waited_s > 0 else NO_RANK,
         ])  # fmt: skip
     marks = [placed(span, shift_s) for span in inside]
     lab.journal.write(records.FirstStep(name, step, profile(inside), marks, rows))
-    write_told(lab, name, step, told, share, parts_of_storages(strategy), shift_s)
+    write_numbers(lab, name, step, logged, loss_part, parts_of_storages(strategy), shift_s)
 
 
-def last_to_come(
+def last_to_enter(
     calls: Sequence[Sequence[Sequence[Any]]], keys: Sequence[Sequence[tuple[Any, ...]]], me: int
 ) -> list[tuple[int, float]]:
     """Return for each call of rank `me` the rank that entered it last, and when; `calls` are [op, ranks, tag, start_s]
@@ -122,10 +122,10 @@ def last_to_come(
     found: list[tuple[int, float]] = []
     for key, (op, ranks, _, start_s) in zip(keys[me], calls[me], strict=True):
         others = [] if op == "send" else [ranks[0]] if op == "recv" else [rank for rank in ranks if rank != me]
-        theirs = ("send", *key[1:]) if op == "recv" else key
-        came = [(starts[rank][theirs], rank) for rank in others if rank >= 0 and theirs in starts[rank]]
-        came_s, rank = max([*came, (start_s, me)])
-        found.append((rank, came_s))
+        matching = ("send", *key[1:]) if op == "recv" else key
+        entered = [(starts[rank][matching], rank) for rank in others if rank >= 0 and matching in starts[rank]]
+        entered_s, rank = max([*entered, (start_s, me)])
+        found.append((rank, entered_s))
     return found
 
 

@@ -52,14 +52,14 @@ def passes(order: Order) -> list[Pass]:
     done = [
         Pass(kind, chunk_of(seen, chunks), microbatch) for _, kind, seen, microbatch in sorted(runs, key=itemgetter(0))
     ]
-    return told_apart(done, len(chunks))
+    return assign_weight_passes(done, len(chunks))
 
 
-def told_apart(done: list[Pass], chunks: int) -> list[Pass]:
+def assign_weight_passes(done: list[Pass], chunks: int) -> list[Pass]:
     """Assign weight passes without visible events to their chunk, one without a linear layer, such as an embedding's. A
     microbatch comes back through its last chunk first."""
-    silent = [chunk for chunk in range(chunks) if ("weight", chunk) not in {(kind, of) for kind, of, _ in done}]
-    left = defaultdict[int, list[int]](silent.copy)
+    without_events = [chunk for chunk in range(chunks) if ("weight", chunk) not in {(kind, of) for kind, of, _ in done}]
+    left = defaultdict[int, list[int]](without_events.copy)
     return [
         each._replace(chunk=left[each.microbatch].pop())
         if each.kind == "weight" and each.chunk < 0 and left[each.microbatch]
@@ -83,14 +83,14 @@ def chunk_of(seen: Counter[str], chunks: list[frozenset[str]]) -> int:
     return found.index(max(found)) if any(found) else -1
 
 
-def broken(name: str, done: list[Pass], rank: int, ranks: int, microbatches: int, chunks: int) -> list[str]:
+def broken_rules(name: str, done: list[Pass], rank: int, ranks: int, microbatches: int, chunks: int) -> list[str]:
     """Return sentences for the rules of schedule `name` that `rank`'s passes break; `chunks` per rank."""
     whole = name in IN_ONE
     by_kind = {kind: [each for each in done if each.kind == kind] for kind in get_args(Kind)}
     every = sorted((chunk, number) for chunk in range(chunks) for number in range(microbatches))
     wanted: tuple[Kind, ...] = ("forward", "backward") if whole else ("forward", "input", "weight")
     if any(sorted((c, m) for _, c, m in some) != (every if kind in wanted else []) for kind, some in by_kind.items()):
-        return [f"a microbatch does not go once {', '.join(wanted)} through each chunk"]
+        return [f"not every microbatch runs {', '.join(wanted)} exactly once in each chunk"]
     place = {each: index for index, each in enumerate(done)}
     faults = [
         f"{later} of a microbatch comes before its {sooner}"
@@ -109,17 +109,17 @@ def broken(name: str, done: list[Pass], rank: int, ranks: int, microbatches: int
     allowed = ahead(name, ranks, microbatches, rank, chunks)
     found = turned.index(back[0])
     if found != allowed:
-        faults.append(f"{found} forwards come before the first backward, where the rule says {allowed}")
+        faults.append(f"{found} forwards come before the first backward, but the rule says {allowed}")
     turns = [each.kind for each in turned[found:]]
     turns = turns[: len(turns) - turns[::-1].index("forward")] if "forward" in turns else []
     if name not in FOLDED and any(one == other for one, other in pairwise(turns)):
-        faults.append("forwards and backwards do not take turns after the first backward")
+        faults.append("forwards and backwards do not alternate after the first backward")
     if not whole and name not in FOLDED:
-        faults += untimely(done, rank)
+        faults += untimely_weights(done, rank)
     return faults
 
 
-def untimely(done: list[Pass], late: int) -> list[str]:
+def untimely_weights(done: list[Pass], late: int) -> list[str]:
     """Return a sentence if weights do not directly follow the input's gradient of `late` microbatches later, or end."""
     inputs, wanted = [each for each in done if each.kind == "input"], []
     for each in done:
@@ -129,7 +129,7 @@ def untimely(done: list[Pass], late: int) -> list[str]:
             wanted.append(inputs[inputs.index(each) - late]._replace(kind="weight"))
     wanted += [each._replace(kind="weight") for each in inputs[max(0, len(inputs) - late) :]]
     behind = f"those of the input {late} microbatches later" if late else "that of the input"
-    return [] if done == wanted else [f"the gradients of weights do not come right behind {behind}"]
+    return [] if done == wanted else [f"the gradients of weights do not directly follow {behind}"]
 
 
 def group_of(microbatches: int, ranks: int) -> list[int]:
@@ -158,7 +158,7 @@ def check_schedule(lab: Lab, name: str, order: Order, piped: Piped) -> list[Pass
     """
     place, ranks = lab.mesh.index("pp"), lab.mesh.size("pp")
     done, chunks = passes(order), len(stages_of(place, piped.owners))
-    faults = broken(piped.schedule, done, place, ranks, piped.microbatches, chunks)
+    faults = broken_rules(piped.schedule, done, place, ranks, piped.microbatches, chunks)
     detail = "; ".join(faults) or f"{len(done)} passes in the order of {piped.schedule}"
     lab.check("schedule", len(faults), 0, name, detail, control=f"{CONTROL}test_passes_out_of_order_fail")
     kept = [] if faults else done
@@ -171,7 +171,7 @@ def check_schedule(lab: Lab, name: str, order: Order, piped: Piped) -> list[Pass
 def along_pp(lab: Lab, name: str, done: list[Pass]) -> list[list[Any]]:
     row = [lab.mesh.index(axis) for axis in lab.mesh.groups if axis != "pp"]
     everyone = lab.exchange.everyone(f"order of {name}", [row, done])
-    return [theirs for of_row, theirs in everyone if of_row == row]
+    return [passes_there for of_row, passes_there in everyone if of_row == row]
 
 
 def check_on_paper(lab: Lab, name: str, everyone: list[list[Any]], piped: Piped) -> None:
@@ -185,7 +185,7 @@ def check_on_paper(lab: Lab, name: str, everyone: list[list[Any]], piped: Piped)
     length = max(own[-1].end_s for own in spans)
     idle = 1 - sum(span.end_s - span.start_s for own in spans for span in own) / (length * ranks)
     share = idle_share(piped.schedule, ranks, piped.microbatches, len(owners) // ranks)
-    detail = f"{idle:.3f} idle as it ran, {share:.3f} by formula"
+    detail = f"idle: {idle:.3f} in the executed order, {share:.3f} by formula"
     lab.check(
         "bubble on paper", abs(idle - share), 1e-9, name, detail, control=f"{CONTROL}test_an_order_that_waits_fails"
     )
@@ -196,8 +196,8 @@ PAPER_COLUMNS, PAPER_NAMES = 56, 12
 
 
 def note_schedule(lab: Lab, schedule_of: Callable[[str], Schedule | None]) -> None:
-    """Log on each rank the told variant's schedule: who works on which microbatch when, if messages took no time and a
-    backward twice as long as a forward."""
+    """Log on each rank the logged variant's schedule: who works on which microbatch when, if messages took no time and
+    a backward twice as long as a forward."""
     names = [name for name in (lab.mode.headline[0], *lab.mode.names) if lab.wants(name)]
     schedule = next(map(schedule_of, names), None)
     if schedule is None:

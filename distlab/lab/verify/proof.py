@@ -56,7 +56,7 @@ class WrittenBuffers:
             self.written.update(lab.exchange.everyone("buffers that one process writes", mine)[0])
         for name in sorted(self.written):
             lab.say(
-                f"{name} is written by the steps, on each rank from the samples that it sees: it differs by design, and"
+                f"each rank's steps change {name} by its own samples, so it differs between ranks by design;"
                 " `distlab prove` compares it",
                 BUFFERS,
             )
@@ -67,7 +67,7 @@ class WrittenBuffers:
             return
         moved = sorted(changed(self.start, buffer_hashes(model)) - self.written)
         kept = len(self.start) - len(self.written)
-        detail = ", ".join(moved) if moved else f"{kept} of {len(self.start)} that one process leaves as they were"
+        detail = ", ".join(moved) if moved else f"{kept} of {len(self.start)}, which one process does not change"
         self.lab.check(BUFFERS, len(moved), 0, variant=name, detail=detail, control=BUFFERS_CONTROL)
 
 
@@ -91,10 +91,11 @@ PROOF_CONTROL = "tests/lab/verify/test_proof.py::test_a_wrong_variant_fails_by_n
 
 
 def prove(
-    lab: Lab, variants: Mapping[str, Build], also: AlsoCheck | None, apart: Mapping[str, Callable[[str, Build], None]],
-    checkpoints: "Checkpoints | None" = None,
+    lab: Lab, variants: Mapping[str, Build], also: AlsoCheck | None,
+    own_proofs: Mapping[str, Callable[[str, Build], None]], checkpoints: "Checkpoints | None" = None,
 ) -> None:  # fmt: skip
-    """Check each variant against one process, or by its function in `apart`; `also(name, strategy)` adds checks."""
+    """Check each variant against one process, or by its function in `own_proofs`; `also(name, strategy)` adds
+    checks."""
     config = lab.config.untimed()
     configs = [plain(config), *[config] * (config.optimizer == "adamw" or config.clip is not None)]
     batches = lab.batches(torch.float64, proof=True)
@@ -102,10 +103,10 @@ def prove(
     with lab.work.of((1 + len(variants)) * steps, "steps of the proof"):
         dense, buffers = train_reference(lab, configs, batches)
         for name, build in variants.items():
-            if name in apart:
+            if name in own_proofs:
                 lab.at(0, f"proof of {name}")
                 with lab.work.of(0):  # the function counts its own steps
-                    apart[name](name, build)
+                    own_proofs[name](name, build)
                 lab.work.advance(steps)
             else:
                 compare(lab, name, build, configs, batches, dense, buffers, also)
@@ -134,7 +135,7 @@ def compare(
     buffers: WrittenBuffers, also: AlsoCheck | None,
 ) -> None:  # fmt: skip
     """Check one variant, with plain SGD and with the chosen optimizer, each against its `dense` run."""
-    lab.at(0, f"the making of {name}")  # PyTorch's variants import modules here, for seconds on busy cores
+    lab.at(0, f"the construction of {name}")  # PyTorch's variants import modules here, for seconds on busy cores
     model = lab.model(torch.float64)
     strategy = build(model, lab.mesh, configs[0])
     planned = dict.fromkeys(PLAIN, 3)  # the third begins another epoch
@@ -170,34 +171,34 @@ def against(
 ) -> None:  # fmt: skip
     """Compare each step on rank 0: losses, gradients and weights; `tuned` steps use the chosen optimizer and compare
     TUNED's kinds, the second from the first one's state."""
-    shares: list[float | None] = []
+    loss_parts: list[float | None] = []
 
-    def hold(step: int, kinds: Mapping[str, str]) -> None:
+    def compare_kinds(step: int, kinds: Mapping[str, str]) -> None:
         for check, kind in kinds.items():
             wanted = getattr(dense[step], kind) if lab.rank == 0 else None
             found.compare(check, strategy.full(kind), wanted, where=f"step {step}")
 
     for step in range(TUNED_STEPS if tuned else batches.proof_steps):
         lab.at(step + tuned * batches.proof_steps, f"proof of {name}")
-        share = strategy.backward(lab.dealt(batches, step))
-        shares.append(None if share is None else float(share))
-        hold(step, {} if tuned else {"gradients": "gradients"})
+        loss_part = strategy.backward(lab.dealt(batches, step))
+        loss_parts.append(None if loss_part is None else float(loss_part))
+        compare_kinds(step, {} if tuned else {"gradients": "gradients"})
         strategy.update()
         lab.stepped()
-        hold(step, TUNED if tuned else {"weights": "weights"})
-    losses = [] if tuned else summed_losses(lab, shares)
+        compare_kinds(step, TUNED if tuned else {"weights": "weights"})
+    losses = [] if tuned else summed_losses(lab, loss_parts)
     for step, (loss, snapshot) in enumerate(zip(losses, dense, strict=not tuned)):
         found.note("losses", abs(loss - snapshot.loss), where=f"step {step}")
 
 
-def summed_losses(lab: Lab, shares: list[float | None]) -> list[float]:
-    """Return the global batch's mean loss at each step, from all ranks' shares, on rank 0; nothing elsewhere.
+def summed_losses(lab: Lab, loss_parts: list[float | None]) -> list[float]:
+    """Return the global batch's mean loss at each step, from all ranks' parts, on rank 0; nothing elsewhere.
 
     There is one exchange for all steps: one per step took a fifth of the 201 steps of a line's table.
     """
-    everyone = lab.exchange.gather("losses", shares) or []
-    here = [of_rank for of_rank in everyone if of_rank is not None]  # a rank may have left an elastic run
-    return [math.fsum(value for value in of_step if value is not None) for of_step in zip(*here, strict=True)]
+    everyone = lab.exchange.gather("losses", loss_parts) or []
+    present = [of_rank for of_rank in everyone if of_rank is not None]  # a rank may have left an elastic run
+    return [math.fsum(value for value in of_step if value is not None) for of_step in zip(*present, strict=True)]
 
 
 # More checks of data parallelism: every sample once per step, and replicas that stay equal to the bit.
@@ -223,7 +224,7 @@ def check_samples(lab: Lab) -> None:
         "samples",
         off,
         0,
-        detail=f"shards of {sizes} samples; the difference is the worst sample's count",
+        detail=f"shards of {sizes} samples; the difference counts how often one sample is missing or repeated",
         control=REPLICA_CONTROLS.format("test_a_sample_dealt_twice_is_seen"),
     )
 

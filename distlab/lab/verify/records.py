@@ -19,7 +19,7 @@ from distlab.lab.measure.timeline import Clock, align, bubble, profile
 from distlab.lab.report import records
 from distlab.lab.report.tables import DRAWN, ON_WIRE
 from distlab.lab.report.units import counted, human_bytes, milliseconds, name_ranks
-from distlab.lab.verify.counted import alike, repeats_after
+from distlab.lab.verify.counted import ever_repeats, repeats_after
 from distlab.lab.workload.data import Microbatch
 from distlab.lab.workload.user_model import is_own
 from distlab.techniques.collectives.costs import gloo_all_reduce_messages, wire_tolerance
@@ -83,7 +83,7 @@ def bubbles(everyone: list[dict[str, list[list[list[Any]]]]]) -> dict[str, float
 
 
 RECORDED_STEPS = 3
-AS_PRICED = {"send", "recv", "all_reduce", "all_gather", "all_to_all"}  # gloo sends the minimum of these operations
+MINIMAL = {"send", "recv", "all_reduce", "all_gather", "all_to_all"}  # gloo sends the minimum of these operations
 CONTROL = "tests/lab/verify/test_records.py::test_a_message_that_is_not_drawn_is_seen"
 
 
@@ -93,7 +93,7 @@ class Drawn(NamedTuple):
     nbytes: float
     messages: float  # of gloo, or receives if these are more
     ops: frozenset[str] = frozenset()
-    alike: bool = True  # whether its steps send equally
+    repeats: bool = True  # whether its steps send equally
 
     def per(self, steps: int) -> "Drawn":
         return self._replace(nbytes=self.nbytes / steps, messages=self.messages / steps)
@@ -103,7 +103,7 @@ Recorded: TypeAlias = tuple[int, list[Span], list[Message]]  # one step on this 
 Prepare: TypeAlias = Callable[[int], Callable[[], object]]  # returns a function that runs the step of this number
 
 
-def record(lab: Lab, strategies: Mapping[str, Strategy], course: TrainingPosition) -> dict[str, Drawn]:
+def record(lab: Lab, strategies: Mapping[str, Strategy], position: TrainingPosition) -> dict[str, Drawn]:
     """Record a step of each trained variant; return what this rank sends per drawn step.
 
     If a strategy's steps differ, as many are recorded and drawn together as it takes until they repeat.
@@ -111,12 +111,12 @@ def record(lab: Lab, strategies: Mapping[str, Strategy], course: TrainingPositio
 
     def prepared(strategy: Strategy, number: int) -> Callable[[], object]:
         first, together = lab.config.steps + number, repeats_after(strategy)
-        steps = [lab.dealt(course.batches, course.data_step(first + step)) for step in range(together)]
+        steps = [lab.dealt(position.batches, position.data_step(first + step)) for step in range(together)]
         return partial(train, strategy, steps)
 
     drawn = draw(lab, {name: partial(prepared, strategy) for name, strategy in strategies.items()})
     return {
-        name: sent.per(repeats_after(strategies[name]))._replace(alike=alike(strategies[name]))
+        name: sent.per(repeats_after(strategies[name]))._replace(repeats=ever_repeats(strategies[name]))
         for name, sent in drawn.items()
     }
 
@@ -131,27 +131,28 @@ def train(strategy: Strategy, steps: list[list[Microbatch]]) -> None:
 def draw(lab: Lab, steps: Mapping[str, Prepare]) -> dict[str, Drawn]:
     """Write a timeline and the messages of each; return what this rank sends in the drawn steps."""
     clock = align(lab.group)
-    taken = {
-        name: [one(lab, name, prepare, number) for number in range(RECORDED_STEPS)] for name, prepare in steps.items()
+    by_variant = {
+        name: [record_step(lab, name, prepare, number) for number in range(RECORDED_STEPS)]
+        for name, prepare in steps.items()
     }
-    mine = {name: [bounds(spans, clock.offset_s)[:2] for _, spans, _ in of] for name, of in taken.items()}
+    mine = {name: [bounds(spans, clock.offset_s)[:2] for _, spans, _ in of] for name, of in by_variant.items()}
     everyone = lab.exchange.gather("recorded steps", mine)
-    chosen = {} if everyone is None else {name: median_step([of[name] for of in everyone]) for name in taken}
+    chosen = {} if everyone is None else {name: median_step([of[name] for of in everyone]) for name in by_variant}
     drawn = {}
     for name, (index, origin_s) in lab.exchange.share("drawn steps", chosen).items():
-        step, spans, messages = taken[name][index]
+        step, spans, messages = by_variant[name][index]
         shift_s = clock.offset_s - origin_s
         lab.journal.write(records.Timeline(name, step, [placed(span, shift_s) for span in in_step(spans)]))
         lab.journal.write(records.Messages(name, [written(message, shift_s) for message in messages]))
         drawn[name] = Drawn(
             sum(message.sent_bytes for message in messages),
-            number_of(messages),
+            count_messages(messages),
             frozenset(each.op for each in messages),
         )
     return drawn
 
 
-def one(lab: Lab, name: str, prepare: Prepare, number: int) -> Recorded:
+def record_step(lab: Lab, name: str, prepare: Prepare, number: int) -> Recorded:
     make, messages = prepare(number), Messages()
     lab.exchange.barrier(f"recorded step {number} of {name}")
     lab.at(lab.config.steps, f"recorded step {number} of {name}")
@@ -174,10 +175,10 @@ def written(message: Message, shift_s: float) -> list[object]:
     return [message.op, list(message.ranks), round(message.sent_bytes), message.nbytes, message.tag, start_s, end_s]
 
 
-def number_of(messages: list[Message]) -> int:
+def count_messages(messages: list[Message]) -> int:
     """Return the messages on the wire: the larger of sends and receives, gloo's for collectives."""
-    ways = [sum(message.op == op for message in messages) for op in ("send", "recv")]
-    return max(ways) + sum(gloo_messages(message) for message in messages if message.op not in ("send", "recv"))
+    counts = [sum(message.op == op for message in messages) for op in ("send", "recv")]
+    return max(counts) + sum(gloo_messages(message) for message in messages if message.op not in ("send", "recv"))
 
 
 def gloo_messages(message: Message) -> int:
@@ -196,14 +197,14 @@ def compare_drawn(lab: Lab, drawn: Mapping[str, Drawn], counted: Mapping[str, Co
     for name, sent in drawn.items():
         traffic, shown = counted[name].traffic, PYTORCHS if name in lab.mode.by_torch else ""
         if is_own(name):
-            shown = "your own: its steps may not be alike"
-        if not sent.alike:
-            shown = shown or "no two of its steps send the same"
+            shown = "your own: its steps may differ"
+        if not sent.repeats:
+            shown = shown or "its steps send different bytes"
         compare_bytes(lab, name, traffic.called_bytes, sent.nbytes, "bytes as called", shown)
         if traffic.wire_error is None:
             tolerance = wire_tolerance(sent.nbytes, sent.messages)
-            other = ", ".join(sorted(sent.ops - AS_PRICED))
-            shown = shown or (f"gloo has its own way of {other}" if other else "")
+            other = ", ".join(sorted(sent.ops - MINIMAL))
+            shown = shown or (f"gloo sends {other} in its own way" if other else "")
             wanted, on_wire = lab.of_ranks(f"the wire as drawn of {name}", sent.nbytes, traffic.wire_bytes)
             lab.compare(
                 ON_WIRE, wanted, on_wire, "B", tolerance, name, "bytes as drawn", shown=shown,
@@ -218,13 +219,13 @@ def compare_bytes(lab: Lab, variant: str, wanted: float, drawn: float, formula: 
 
 def note_messages(lab: Lab, predicted_bytes: Mapping[str, float]) -> None:
     """Log on each rank the drawn collectives' messages: receivers, duration, and predicted bytes."""
-    written = lab.journal.records
-    spans = {each.variant: each.spans for each in written if isinstance(each, records.Timeline)}
-    for each in [each for each in written if isinstance(each, records.Messages)]:
+    found = lab.journal.records
+    spans = {each.variant: each.spans for each in found if isinstance(each, records.Timeline)}
+    for each in [each for each in found if isinstance(each, records.Messages)]:
         sends = [call for call in each.calls if call[0] == "send"]
-        whom = f" to {name_ranks({call[1][1] for call in sends})}" if sends else ""
+        receivers = f" to {name_ranks({call[1][1] for call in sends})}" if sends else ""
         took_ms = milliseconds(max((span[3] for span in spans[each.variant]), default=0.0))
         sent = human_bytes(sum(call[2] for call in each.calls))
         calls = counted(len(sends) or len(each.calls), "messages")
-        told = f"{took_ms} ms: {calls}{whom}, {sent}; predicted {human_bytes(predicted_bytes[each.variant])}"
-        lab.note(each.variant, told)
+        text = f"{took_ms} ms: {calls}{receivers}, {sent}; predicted {human_bytes(predicted_bytes[each.variant])}"
+        lab.note(each.variant, text)

@@ -27,21 +27,21 @@ from distlab.lab.workload.user_model import is_own
 LEAST_STEPS = 5  # two untimed ones, and three for a median
 
 
-def timed_ends(lab: Lab, chosen: Collection[str], *, alike: bool) -> dict[str, int]:
-    """Return the step before which each variant ends; LAB_STEPS for all if they must stay `alike`."""
+def timed_ends(lab: Lab, chosen: Collection[str], *, same_steps: bool) -> dict[str, int]:
+    """Return the step before which each variant ends; LAB_STEPS for all if they need the `same_steps`."""
     steps = lab.config.steps
-    if alike or len(chosen) < 2 or lab.config.backend != "gloo" or lab.config.world_size < 2:
+    if same_steps or len(chosen) < 2 or lab.config.backend != "gloo" or lab.config.world_size < 2:
         return dict.fromkeys(chosen, steps)
     parts = {each.name: each.timed_part for each in lab.mode.variants}
     return {name: min(steps, max(LEAST_STEPS, -(-steps // parts.get(name, 1)))) for name in chosen}
 
 
-def say_shares(lab: Lab, ends: dict[str, int]) -> None:
+def print_shortened(lab: Lab, ends: dict[str, int]) -> None:
     for name, end in ends.items():
         if end < lab.config.steps:
             lab.say(
-                f"{name} takes {end} of {lab.config.steps} timed steps, since one takes as long as several of the"
-                f" others'; LAB_VARIANT={name} takes all",
+                f"only {end} of {lab.config.steps} steps of {name} are timed, because they are slow;"
+                f" LAB_VARIANT={name} times all",
                 "steps",
             )
 
@@ -68,14 +68,15 @@ def measure(
     *,
     also: Callable[[str, Strategy], None] | None = None,
     proofs: Mapping[str, Callable[[str, Build], None]] | None = None,
-    held: Mapping[str, Held] | None = None,
+    references: Mapping[str, Held] | None = None,
     timed: Callable[[], None] | None = None,
 ) -> dict[str, Measured]:
     """Prove, time and count every variant of LAB_VARIANT; `also(name, strategy)` adds checks to each proof, `timed()`
     to the timed steps.
 
     Variants excluded by these settings are skipped, with the mode's reason. Variants in `proofs` differ from one
-    process by design: each has its own proof there, and its timed steps are checked as `held` says, or informational.
+    process by design: each has its own proof there, and its timed steps are checked as `references` says, or
+    informational.
     Returns this rank's measurements; rank 0 prints proofs and times at once, counts after the comparison with
     predictions.
     """
@@ -83,13 +84,13 @@ def measure(
     chosen, checkpoints = choose(lab)
     if lab.config.proof:
         prove(lab, chosen, also, proofs or {}, checkpoints)
-    otherwise = dict.fromkeys(proofs or {}, Held(why="on purpose not what one process computes: its proof decides"))
-    ends = timed_ends(lab, chosen, alike=checkpoints is not None or bool(lab.config.planned_faults))
-    say_shares(lab, ends)
+    by_design = dict.fromkeys(proofs or {}, Held(why="differs from one process by design: its own proof decides"))
+    ends = timed_ends(lab, chosen, same_steps=checkpoints is not None or bool(lab.config.planned_faults))
+    print_shortened(lab, ends)
     timed_steps = steps_left(ends, checkpoints)
     recorded = RECORDED_STEPS * len(chosen) if timed_steps else 0
     with lab.work.of(timed_steps + recorded + COUNTED_STEPS * len(chosen), "steps"):
-        bubbles, drawn = time_steps(lab, chosen, ends, otherwise | dict(held or {}), checkpoints)
+        bubbles, drawn = time_steps(lab, chosen, ends, by_design | dict(references or {}), checkpoints)
         if timed is not None:
             timed()
         lab.finished("timed")
@@ -152,20 +153,20 @@ def expected(config: Config, mode: Mode) -> Expected:
 
 
 def measured(
-    mode: Mode, config: Config, apart: Sequence[str] = (), unlike: Sequence[str] = (),
-    copied: Sequence[str] | None = None,
+    mode: Mode, config: Config, not_compared: Sequence[str] = (), unequal: Sequence[str] = (),
+    replicated: Sequence[str] | None = None,
 ) -> tuple[Claims, ...]:  # fmt: skip
     """Return the passes' checks of the variants that they train.
 
     Args:
-        apart: those that are not compared with one process.
-        unlike: those whose ranks may have different weights after the last step.
-        copied: those with replicated tensors; default: all by hand, unless ranks share one copy.
+        not_compared: those that are not compared with one process.
+        unequal: those whose ranks may have different weights after the last step.
+        replicated: those with replicated tensors; default: all by hand, unless ranks share one copy.
     """
     trained = [each.name for each in mode.variants if each.build is not None]
     by_hand = [name for name in trained if name not in mode.by_torch]
-    alone, own = [name for name in trained if name not in apart], [name for name in by_hand if name not in apart]
-    held = copied if copied is not None else () if mode.shards else mode.by_hand
+    compared, own = ([name for name in names if name not in not_compared] for names in (trained, by_hand))
+    with_replicas = replicated if replicated is not None else () if mode.shards else mode.by_hand
     proof, fresh, adam = config.proof, config.resume is None, config.optimizer == "adamw"  # else no step may be left
     every, saves = config.audit_every or 0, config.checkpoint_every is not None
     audits = fresh and 0 < every <= min(SURE_STEPS, config.steps) and config.world_size > 1
@@ -173,15 +174,15 @@ def measured(
     audited = ("audited loss", "audited weights", *(["audited optimizer"] if adam else []))
     return (
         Claims(("timed steps",), trained),
-        Claims(("timed replicas",), [name for name in by_hand if name not in unlike], one=True),
+        Claims(("timed replicas",), [name for name in by_hand if name not in unequal], one=True),
         Claims((DRAWN, ON_WIRE), trained, when=fresh),
-        Claims((*PROVEN, "proof steps"), alone, one=True, when=proof),
+        Claims((*PROVEN, "proof steps"), compared, one=True, when=proof),
         Claims(("timed losses",), own, one=True, when=proof),
-        Claims(TUNED, alone, one=True, when=proof and (adam or config.clip is not None)),
+        Claims(TUNED, compared, one=True, when=proof and (adam or config.clip is not None)),
         Claims(audited, own, one=True, when=proof and fresh),
-        Claims(("audited replicas",), held, one=True, when=audits),
-        Claims(("resume", "resumed samples"), alone, one=True, when=proof and saves),
-        Claims(("resumed generators",), alone, when=proof and saves),
+        Claims(("audited replicas",), with_replicas, one=True, when=audits),
+        Claims(("resume", "resumed samples"), compared, one=True, when=proof and saves),
+        Claims(("resumed generators",), compared, when=proof and saves),
         Claims(("checkpoint",), one=True, times=saved, when=saved > 0),
         Claims(("resumed generators", "resumed samples", "newest checkpoint"), one=True, when=not fresh),
     )

@@ -3,7 +3,7 @@
 A bit that flips in memory or in a processor raises no error, and training continues with it. But replicated tensors
 must be equal on all their ranks, to the bit. So every LAB_AUDIT_EVERY steps each rank hashes its replicated tensors
 (`Strategy.alike`): the gradients after their sum, the weights after the update. Rank 0 compares the hashes. With three
-or more ranks the odd one is named by majority; with two it is only known that they differ.
+or more ranks the one that differs is named by majority; with two it is only known that they differ.
 
 Tensors that are not replicated are not compared: slices of tp, layers of a stage of pp, shards of fsdp; nor are
 gradients before their sum, which differ between ranks, and a wrong sum is equal on all. Audits of sampled steps against
@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from distlab.lab.cluster import name_ranks
 from distlab.lab.lab import Lab
 from distlab.lab.measure.tensors import hash_of
 from distlab.lab.report import records
+from distlab.lab.report.units import counted, name_ranks
 
 KINDS = ("gradients", "weights")  # in the order in which a fault spreads
 CONTROL = "tests/lab/verify/test_silent_corruption.py::test_a_tensor_that_one_rank_never_hashes_is_missed"
@@ -29,7 +29,7 @@ LEAST = 2  # ranks that compare
 Hashes = dict[str, int]  # of one rank, by '<kind>.<parameter>'
 
 
-class Odd(NamedTuple):
+class Differing(NamedTuple):
     """The ranks whose tensor differs from the others': by `majority`, or all that have it if there is none."""
 
     label: str
@@ -42,7 +42,7 @@ class Odd(NamedTuple):
         if self.majority:
             others = name_ranks([rank for rank in holders if rank not in self.ranks])
             return f"{name_ranks(self.ranks)} differs from {others} in the {what}"
-        return f"{name_ranks(self.ranks)} differ in the {what}: no majority says which is right"
+        return f"{name_ranks(self.ranks)} differ in the {what}: there is no majority, so any of them may be wrong"
 
 
 class Corruption:
@@ -58,19 +58,19 @@ class Corruption:
         self.seconds: dict[str, float] = defaultdict(float)
         self.wrong: Counter[str] = Counter()  # tensors that differed, or that a rank should have hashed and did not
         self.found: dict[str, str] = {}  # the first sentence of each variant
-        self._known: dict[str, list[Odd]] = defaultdict(list)  # the reported ones of each variant
+        self._known: dict[str, list[Differing]] = defaultdict(list)  # the reported ones of each variant
         self._hashes: Hashes = {}
         for name, strategy in strategies.items() if every is not None else ():
-            self.holders[name] = self._held(name, strategy)
+            self.holders[name] = self._replicated(name, strategy)
 
-    def _held(self, name: str, strategy: object) -> dict[str, list[int]]:
-        mine = [parameter for parameter, _ in alike(strategy, "weights")]
-        everyone = self.lab.exchange.everyone(f"what {name} holds alike", mine)
+    def _replicated(self, name: str, strategy: object) -> dict[str, list[int]]:
+        mine = [parameter for parameter, _ in replicated(strategy, "weights")]
+        everyone = self.lab.exchange.everyone(f"replicated tensors of {name}", mine)
         names = dict.fromkeys(parameter for of_rank in everyone for parameter in of_rank)
-        held = {each: [rank for rank, of_rank in enumerate(everyone) if each in of_rank] for each in names}
-        shared = {each: ranks for each, ranks in held.items() if len(ranks) >= LEAST}
+        by_parameter = {each: [rank for rank, of_rank in enumerate(everyone) if each in of_rank] for each in names}
+        shared = {each: ranks for each, ranks in by_parameter.items() if len(ranks) >= LEAST}
         if not shared:
-            self.lab.say(f"{name}: no rank holds a copy of what another holds, so there is nothing to compare", "audit")
+            self.lab.say(f"{name}: no tensor is replicated on several ranks, so there is nothing to compare", "audit")
         return shared
 
     def due(self, name: str, step: int) -> bool:
@@ -82,7 +82,7 @@ class Corruption:
             return
         started = time.perf_counter()
         shared = self.holders[name]
-        self._hashes |= {f"{kind}.{each}": hash_of(held) for each, held in alike(strategy, kind) if each in shared}
+        self._hashes |= {f"{kind}.{each}": hash_of(copy) for each, copy in replicated(strategy, kind) if each in shared}
         self.seconds[name] += time.perf_counter() - started
 
     def compare(self, name: str, step: int) -> None:
@@ -94,29 +94,29 @@ class Corruption:
         everyone = self.gathered(name, mine)
         self.audits[name] += 1
         if everyone is not None:
-            odd, missing = judged(everyone, self.holders[name])
-            self.wrong[name] += len(odd) + missing
-            new = [each for each in odd if each not in self._known[name]]
+            differing, missing = compare_hashes(everyone, self.holders[name])
+            self.wrong[name] += len(differing) + missing
+            new = [each for each in differing if each not in self._known[name]]
             if new:
                 self._find(name, step, new)
-            self._known[name] = [each for each in odd if each.label.startswith("weights")]
+            self._known[name] = [each for each in differing if each.label.startswith("weights")]
         self.seconds[name] += time.perf_counter() - started
 
     def gathered(self, name: str, mine: Hashes) -> Sequence[Hashes] | None:
         """Return all ranks' hashes, by rank, where they are compared; None elsewhere."""
         return self.lab.exchange.gather(f"hashes of {name}", mine)
 
-    def _find(self, name: str, step: int, odd: list[Odd]) -> None:
-        sentence = odd[0].sentence(self.holders[name][odd[0].label.partition(".")[2]], step)
-        sentence += f", and in {len(odd) - 1} more" if len(odd) > 1 else ""
+    def _find(self, name: str, step: int, differing: list[Differing]) -> None:
+        sentence = differing[0].sentence(self.holders[name][differing[0].label.partition(".")[2]], step)
+        sentence += f", and in {len(differing) - 1} more" if len(differing) > 1 else ""
         self.found.setdefault(name, sentence)
-        self.tell(name, step, odd, sentence)
+        self.report(name, step, differing, sentence)
 
-    def tell(self, name: str, step: int, odd: list[Odd], sentence: str) -> None:
+    def report(self, name: str, step: int, differing: list[Differing], sentence: str) -> None:
         """Log and record it, on the one rank that does."""
-        first = odd[0]
+        (label, ranks, majority), more = differing[0], len(differing) - 1
         self.lab.say(f"{name}: {sentence}", "corrupt", all_ranks=True, at="quiet")
-        self.lab.journal.write(records.Corrupted(name, step, first.label, first.ranks, first.majority, len(odd) - 1))
+        self.lab.journal.write(records.Corrupted(name, step, label, ranks, majority, more))
 
     def decide(self) -> None:
         """Write on rank 0 one check per variant: nothing differed, and no hash was missing."""
@@ -126,22 +126,22 @@ class Corruption:
     def decide_one(self, name: str) -> None:
         """Write the check of a variant, as seen by this rank."""
         audits = self.audits[name]
-        done = f"{audits} audit(s) of {len(self.holders[name])} parameters that ranks hold alike"
+        done = f"{counted(audits, 'audits')} of {len(self.holders[name])} replicated parameters"
         self.lab.say(f"{name}: {done}, {1000 * self.seconds[name] / audits:.1f} ms each", "audit")
         detail = self.found.get(name, done)
         self.lab.check("audited replicas", self.wrong[name], 0, variant=name, detail=detail, control=CONTROL)
 
 
-def alike(strategy: object, kind: str) -> list[tuple[str, Tensor]]:
+def replicated(strategy: object, kind: str) -> list[tuple[str, Tensor]]:
     """Return this rank's replicated tensors; nothing if a strategy does not declare them."""
     of_kind = getattr(strategy, "alike", None)
     return list(of_kind(kind)) if of_kind is not None else []
 
 
-def judged(everyone: Sequence[Hashes], holders: Mapping[str, list[int]]) -> tuple[list[Odd], int]:
+def compare_hashes(everyone: Sequence[Hashes], holders: Mapping[str, list[int]]) -> tuple[list[Differing], int]:
     """Return the tensors that differ, gradients first, and the number of missing hashes: if one rank has hashed a
     tensor, all with its parameter must."""
-    odd, missing = [], 0
+    differing, missing = [], 0
     labels = dict.fromkeys(label for of_rank in everyone for label in of_rank)
     for kind in KINDS:
         for parameter, ranks in holders.items():
@@ -150,12 +150,12 @@ def judged(everyone: Sequence[Hashes], holders: Mapping[str, list[int]]) -> tupl
                 continue  # gradients that differ by design, or a parameter without one
             found = {rank: everyone[rank][label] for rank in ranks if label in everyone[rank]}
             missing += len(ranks) - len(found)
-            named = odd_ones(found)
-            odd += [Odd(label, *named)] if named else []
-    return odd, missing
+            named = outliers(found)
+            differing += [Differing(label, *named)] if named else []
+    return differing, missing
 
 
-def odd_ones(found: Mapping[int, int]) -> tuple[list[int], bool] | None:
+def outliers(found: Mapping[int, int]) -> tuple[list[int], bool] | None:
     """Return the ranks whose hashes differ from the majority's; all, if there is no majority; None if all are equal."""
     ((most, count), *others) = Counter(found.values()).most_common() or [(0, 0)]
     if not others:

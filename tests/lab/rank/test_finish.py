@@ -77,8 +77,8 @@ def test_a_verdict_says_whose_records_it_could_not_see(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "run" / "run.json").read_text())
     assert found["unseen"] == [{"rank": 0, "host": "node0"}, {"rank": 2, "host": "node2"}]
     sentence = (
-        "no records of rank 0 (on node0), rank 2 (on node2): their records are on that host, not here; what was"
-        " measured and checked there is not part of this verdict"
+        "no records of rank 0 (on node0), rank 2 (on node2): their records are on that host, not here; this verdict"
+        " has none of their measurements and checks"
     )
     assert (tmp_path / "run" / "rank1.log").read_text().splitlines()[0] == f"unseen     {sentence}"
     complete(3, tmp_path / "run")
@@ -88,7 +88,7 @@ def test_a_verdict_says_whose_records_it_could_not_see(tmp_path: Path) -> None:
 def test_a_rank_that_was_given_up_touches_nothing_of_the_others(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     journal, outcome = broken_rank(folder, 2), Outcome(folder, "token")
-    outcome.lay_ready({"verdict": "pass"}, 0)
+    outcome.prepare({"verdict": "pass"}, 0)
     outcome.page(0).write_text("the page")
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     verdict = Verdict(3, "rank 2 was declared dead by the other ranks", (Lost(2, 5, "no heartbeat for 2.5 s"),))

@@ -19,9 +19,9 @@ def test_the_judge_is_right() -> None:
     ("owner", "name", "wrong"),
     [
         (verdict, "_badness", lambda claim: (False, 0.0)),
-        (verdict, "_off", lambda claim: 0.0),
+        (verdict, "_error_size", lambda claim: 0.0),
         (verdict, "passes", lambda claim: True),
-        (verdict, "passes", lambda claim: not verdict._off(claim) > claim.tolerance),  # as if NaN held
+        (verdict, "passes", lambda claim: not verdict._error_size(claim) > claim.tolerance),  # as if NaN held
         (verdict, "missing", lambda records: []),
         (verdict, "_lost", lambda records, world_size, errors, left: []),
         (verdict, "EXIT_CODES", {"pass": 0, "fail": 0, "refused": 2, "lost": 3}),

@@ -168,7 +168,7 @@ def test_the_picture_plays_by_keys_and_shows_messages_on_their_way(
     browser.get(pages["pipeline"].as_uri())
     stage = browser.find_element(By.CSS_SELECTOR, ".stage")
     stage.send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
-    told = browser.find_element(By.CSS_SELECTOR, ".told")
+    told = browser.find_element(By.CSS_SELECTOR, ".status")
     assert "gpipe: rank 0: forward of microbatch" in told.text and "1f1b: " in told.text
     stage.send_keys(" ")
     slider = browser.find_element(By.CSS_SELECTOR, ".moment")

@@ -20,18 +20,18 @@ def told(old: Ranks, new: Ranks) -> dict[str, list[Any]]:
 
 def test_numbers_stand_beside_each_other_with_their_ratio() -> None:
     found = told(good_run(4, variants={"naive": 80e-3}), good_run(4, variants={"naive": 40e-3}))
-    time_s = found["naive: ms a step, slowest rank's median"]
+    time_s = found["naive: ms per step, slowest rank's median"]
     assert time_s[-1] == f"{float(time_s[1]) / float(time_s[0]):.2f}" == "0.50"
-    assert found["naive: sent a step, rank that sends most"] == ["9.70 MB", "9.70 MB", "1.00"]
+    assert found["naive: sent per step, rank that sends most"] == ["9.70 MB", "9.70 MB", "1.00"]
     assert found["naive: peak memory, fullest rank"] == ["20.6 MB", "20.6 MB", "1.00"]
     assert found["naive: last loss"][0] == found["naive: last loss"][1]
 
 
 def test_what_was_not_measured_in_a_run_has_no_ratio() -> None:
     found = told(good_run(2), without(Steps, good_run(2)))
-    assert found["naive: ms a step, slowest rank's median"][1:] == ["-", ""]
+    assert found["naive: ms per step, slowest rank's median"][1:] == ["-", ""]
     alike = told(without(Steps, good_run(2)), without(Steps, good_run(2)))
-    assert "naive: ms a step, slowest rank's median" not in alike
+    assert "naive: ms per step, slowest rank's median" not in alike
 
 
 def test_settings_that_differ_are_rows_and_others_are_none() -> None:

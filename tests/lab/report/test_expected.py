@@ -32,20 +32,22 @@ def test_a_claim_that_vanishes_is_missed() -> None:
     assert said(run_of([["flat", "timed losses", 1, True]], {0: [CHECK]})) == []
     run = run_of([["flat", "timed losses", 1, True]], {})
     assert (run["verdict"], exit_code(run)) == ("fail", 1)
-    assert said(run) == [("flat", "these settings need 'timed losses' of some rank and it is not there")]
+    assert said(run) == [("flat", "these settings require the check 'timed losses' from some rank, but it is missing")]
 
 
 def test_a_claim_of_each_rank_is_missed_on_one() -> None:
     needs: list[list[Any]] = [["flat", "wire bytes", 1, False]]
     assert said(run_of(needs, {0: [BYTES], 1: [BYTES], 2: [BYTES]})) == []
     assert said(run_of(needs, {0: [BYTES], 2: [BYTES]})) == [
-        ("flat", "these settings need 'wire bytes' of rank 1 and it is not there")
+        ("flat", "these settings require the check 'wire bytes' from rank 1, but it is missing")
     ]
 
 
 def test_a_claim_that_is_made_too_rarely_is_missed() -> None:
     run = run_of([["flat", "timed losses", 3, True]], {0: [CHECK, CHECK]})
-    assert said(run) == [("flat", "these settings need 'timed losses' of some rank 3 times, and found are 2")]
+    assert said(run) == [
+        ("flat", "these settings require the check 'timed losses' from some rank 3 times, but there are 2")
+    ]
 
 
 def test_what_another_rank_made_before_it_left_is_there() -> None:
@@ -70,7 +72,7 @@ def test_a_run_that_does_not_say_what_it_needs_fails() -> None:
     records = {
         rank: [replace(of[0], says_claims=True), *of[1:]] for rank, of in records.items() if isinstance(of[0], Start)
     }
-    assert said(judge(records)) == [("", "no rank says which claims these settings need")]
+    assert said(judge(records)) == [("", "no rank has recorded which checks these settings require")]
     assert judge(records)["verdict"] == "fail"
 
 

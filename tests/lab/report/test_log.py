@@ -51,10 +51,10 @@ def test_the_log_of_a_good_run() -> None:
         "           naive                            2.8e-17     5.6e-17   0         passed",
         "           bucketed                         2.8e-17     5.6e-17   0         passed",
         "           ddp                              2.8e-17     5.6e-17   0         passed",
-        "measured   20 steps, LAB_DTYPE=float32   ms a step   x ddp   MB predicted   called   wire",
-        "           naive                              81.7    1.62           9.60     9.60   9.70   passed",
-        "           bucketed                           50.5    1.00           9.60     9.60   9.61   passed",
-        "           ddp                                50.5    1.00           9.60     9.60   9.61   informational",
+        "measured   20 steps, LAB_DTYPE=float32   ms per step   x ddp   MB predicted   called   wire",
+        "           naive                                81.7    1.62           9.60     9.60   9.70   passed",
+        "           bucketed                             50.5    1.00           9.60     9.60   9.61   passed",
+        "           ddp                                  50.5    1.00           9.60     9.60   9.61   informational",
         (
             "memory     MB at rest / at the peak   parameters   gradients   activations         total   rest by formula"
             "       process"
@@ -112,7 +112,7 @@ SAID: dict[str, tuple[Ranks, list[str]]] = {
     "where time went": (
         pipeline_run(2, 2, ("1f1b",)),
         [
-            "\nprofile ms a step (per cent) on the slowest data forward backward communication optimizer waiting"
+            "\nprofile ms per step (per cent) on the slowest data forward backward communication optimizer waiting"
             "\n1f1b rank 0 - 20.0 (17) 40.0 (34) 4.00 (3) 2.00 (2) 50.0 (43)\n"
         ],
     ),
@@ -194,11 +194,11 @@ def test_a_pipeline_tells_where_time_went_and_draws_its_staircase() -> None:
     profile = next(number for number, line in enumerate(said) if line.startswith("profile"))
     assert said[profile : profile + 2] == [
         (
-            "profile    ms a step (per cent) on   the slowest   data     forward    backward   communication  "
+            "profile    ms per step (per cent) on   the slowest   data     forward    backward   communication  "
             " optimizer     waiting"
         ),
         (
-            "           1f1b                      rank 0           -   20.0 (17)   40.0 (34)        4.00 (3)    2.00"
+            "           1f1b                        rank 0           -   20.0 (17)   40.0 (34)        4.00 (3)    2.00"
             " (2)   50.0 (43)"
         ),
     ]
@@ -216,7 +216,7 @@ def test_a_lost_rank_is_in_the_last_line_and_errors_are_told_once() -> None:
     }
     said = sentences(plus(records, Lost(2, 17, "silent for 2.5 s")), report=None)
     assert "error      ranks 0, 1 and 3 ended with code 3: rank 2 is gone" in said
-    before = "they ended before they wrote any; what was measured and checked there is not part of this verdict"
+    before = "they ended before they wrote any; this verdict has none of their measurements and checks"
     assert f"unseen     no records of rank 2: {before}" in said
     assert said[-3:] == ["LOST       rank 2 lost at step 17: silent for 2.5 s", "report     none was written", RERUN]
 

@@ -66,7 +66,7 @@ def test_the_page_answers_every_question() -> None:
 def test_the_injected_faults_are_a_table_with_what_came_of_each() -> None:
     shown = drawn(drilled_run())
     assert "<h2>Injected faults</h2>" in shown and "<h2>Injected faults" not in drawn(good_run())
-    row = r"<td[^>]*>pause rank 1 for 2 s at step 30</td><td>nobody lost</td><td>nobody was lost by it</td><td><span class="
+    row = r"<td[^>]*>pause rank 1 for 2 s at step 30</td><td>no rank is lost</td><td>no rank was lost</td><td><span class="
     assert re.search(row + r'"chip good">passed', shown)
 
 
@@ -106,7 +106,7 @@ def test_where_all_differences_have_units_the_one_closest_to_its_bound_heads_the
 
 def test_activations_stand_beside_the_peak_of_all_memory() -> None:
     shown = drawn(plus(good_run(), Activations("naive", 2_500_000), rank=1))
-    assert "Activations kept for the backward pass" in shown
+    assert "Peak of the activations" in shown
     assert "2.50 MB" in shown
     assert "Activations kept" not in drawn(good_run())
 
@@ -208,7 +208,7 @@ def test_a_long_run_of_many_ranks_stays_under_three_megabytes(tmp_path: Path) ->
     path = write_page(tmp_path, judge(records), records)
     assert path.stat().st_size <= MOST_BYTES
     assert path.read_text().count('<svg class="panel"') == len(names)
-    assert "spans shorter than a pixel are joined" in path.read_text()
+    assert "spans shorter than a pixel are merged" in path.read_text()
     assert "more are in the records" in path.read_text()
 
 
@@ -234,7 +234,7 @@ def test_a_page_of_four_ranks_is_small() -> None:
 
 def test_the_picture_stands_right_below_the_verdict() -> None:
     shown = drawn(pipeline_run())
-    order = ["<header", 'class="look"', 'class="numbers"', "on one axis of time</h2>", "<h2>About this mode", "<h2>Checks", "<h2>Losses", "<h2>Bytes",
+    order = ["<header", 'class="hint"', 'class="numbers"', "on one axis of time</h2>", "<h2>About this mode", "<h2>Checks", "<h2>Losses", "<h2>Bytes",
              "<h2>Time", "<h2>Training profile", "<h2>Memory", "<h2>Repeat this run"]  # fmt: skip
     assert sorted(order, key=shown.index) == order
     assert "on one axis of time" not in drawn(good_run())
@@ -286,8 +286,8 @@ def timed(times: dict[str, list[float]]) -> Ranks:
 )
 def test_a_fastest_is_named_only_where_quartiles_do_not_overlap(other: list[float], named: bool) -> None:
     shown = drawn(timed({"flat": [0.1] * 8, "ring": other}))
-    assert ("a step of flat, the fastest written by hand" in shown) == named
-    assert ("none is surely the fastest" in shown.replace("of which none", "none")) != named
+    assert ("per step of flat, the fastest written by hand" in shown) == named
+    assert ("so none is the fastest" in shown.replace("of which none", "none")) != named
 
 
 def test_the_slowest_of_the_picture_is_not_called_the_fastest() -> None:
@@ -300,7 +300,7 @@ def test_the_slowest_of_the_picture_is_not_called_the_fastest() -> None:
         longer = isinstance(record, Timeline) and record.variant == "gpipe"
         return replace(record, spans=[[k, n, 2 * a, 2 * b] for k, n, a, b in record.spans]) if longer else record  # type: ignore[attr-defined]
 
-    assert "a step of gpipe, the fastest" in drawn(
+    assert "per step of gpipe, the fastest" in drawn(
         bent(records, lambda each: each if isinstance(each, Timeline) else change(each))
     )
     assert "the fastest written" not in drawn(bent(records, change))
@@ -316,7 +316,7 @@ def test_the_page_has_a_table_of_contents_whose_links_lead_to_sections() -> None
 def test_every_heading_of_a_column_has_a_scope_and_every_glossary_word_a_meaning() -> None:
     shown = drawn(pipeline_run())
     assert "<th>" not in shown and "<th class" not in shown
-    assert re.search(r'<th scope="col" class=n title="median of the timed steps[^"]*">ms a step</th>', shown)
+    assert re.search(r'<th scope="col" class=n title="median of the timed steps[^"]*">ms per step</th>', shown)
     assert re.search(r'title="by the formula, before the run">.B predicted</th>', shown)
     assert "<caption>Time and bytes of a step, by variant</caption>" in shown
     glossary = (Path(__file__).parents[3] / "docs" / "glossary.md").read_text()

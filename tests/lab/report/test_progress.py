@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from distlab.lab.report.progress import EVERY_S, Heartbeat, Work, telling
+from distlab.lab.report.progress import EVERY_S, Heartbeat, Work, announcing
 from distlab.lab.report.run_folder import Journal
 
 pytestmark = pytest.mark.timeout(20)
@@ -61,11 +61,11 @@ def test_what_says_nothing_of_itself_is_told_meanwhile(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("distlab.lab.report.progress.EVERY_S", 0.05)
-    with telling("importing PyTorch"):
+    with announcing("importing PyTorch"):
         time.sleep(0.3)
     said = capsys.readouterr().out.splitlines()
     assert len(said) >= 2 and all(re.fullmatch("starting   importing PyTorch, 0 s", line) for line in said)
-    with telling("importing PyTorch", told=False):
+    with announcing("importing PyTorch", enabled=False):
         time.sleep(0.1)
     assert capsys.readouterr().out == ""
 

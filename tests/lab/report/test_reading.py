@@ -67,11 +67,11 @@ def huge(path: Path) -> None:
 
 
 KINDS: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "a pipe": (os.mkfifo, "it is no regular file"),
-    "a device": (lambda path: path.symlink_to("/dev/zero"), "it is no regular file"),
-    "a folder": (Path.mkdir, "it is no regular file"),
-    "a socket": (lambda path: socket.socket(socket.AF_UNIX).bind(str(path)), "it is no regular file"),
-    "a huge file": (huge, "it holds 1099511627776 bytes"),
+    "a pipe": (os.mkfifo, "it is not a regular file"),
+    "a device": (lambda path: path.symlink_to("/dev/zero"), "it is not a regular file"),
+    "a folder": (Path.mkdir, "it is not a regular file"),
+    "a socket": (lambda path: socket.socket(socket.AF_UNIX).bind(str(path)), "it is not a regular file"),
+    "a huge file": (huge, "it has 1099511627776 bytes"),
     "a loop": (lambda path: path.symlink_to(path.name), "Too many levels of symbolic links"),
 }
 

@@ -21,7 +21,7 @@ from distlab.lab.report.run_folder import (
     Unpublished,
     Unwritable,
     claim,
-    is_held,
+    is_running,
     point_latest,
     put_aside,
     ranks_beyond,
@@ -121,10 +121,10 @@ def test_records_of_ranks_that_are_no_more_are_put_aside(tmp_path: Path) -> None
 
 def test_all_ranks_of_a_run_hold_its_folder(tmp_path: Path) -> None:
     held = [claim(tmp_path / "run", "token", goes_on=False) for _ in range(3)]
-    assert is_held(tmp_path / "run")
+    assert is_running(tmp_path / "run")
     for file in held:
         os.close(file)
-    assert not is_held(tmp_path / "run")
+    assert not is_running(tmp_path / "run")
 
 
 def test_of_two_runs_that_begin_at_once_one_has_the_folder(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_of_two_runs_that_begin_at_once_one_has_the_folder(tmp_path: Path) -> No
 
 
 def test_a_run_that_goes_on_takes_over_what_nobody_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(claims, "GONE_S", 0.3)
+    monkeypatch.setattr(claims, "ENDED_WITHIN_S", 0.3)
     before = claim(tmp_path / "run", "first", goes_on=False)
     with pytest.raises(FolderInUse):
         claim(tmp_path / "run", "second", goes_on=True)
@@ -193,8 +193,8 @@ def test_the_first_outcome_stays(tmp_path: Path) -> None:
     assert one.write({"verdict": "lost"})
     assert other.claimed()
     assert not other.write({"verdict": "pass"})
-    other.lay_ready({"verdict": "pass"}, 0)
-    with pytest.raises(Unpublished, match=r"another verdict than that of rank 0 stands in .*run.json"):
+    other.prepare({"verdict": "pass"}, 0)
+    with pytest.raises(Unpublished, match=r"run.json has another verdict than that of rank 0"):
         other.publish(0)
     assert told(one.folder) == {"verdict": "lost"}
 
@@ -202,7 +202,7 @@ def test_the_first_outcome_stays(tmp_path: Path) -> None:
 def test_what_was_laid_ready_is_put_in_place_by_any_rank_with_its_report(tmp_path: Path) -> None:
     one, other = Outcome(tmp_path / "run", "a"), Outcome(tmp_path / "run", "a")
     one.folder.mkdir()
-    one.lay_ready({"verdict": "pass"}, 0)
+    one.prepare({"verdict": "pass"}, 0)
     one.page(0).write_text("the page")
     assert not (one.folder / "run.json").exists() and not (one.folder / "report.html").exists()
     other.publish(0)
@@ -229,17 +229,17 @@ def test_where_nothing_was_laid_ready_there_is_nothing_to_put_in_place(tmp_path:
 def test_what_was_removed_for_another_outcome_is_an_error_and_no_success(tmp_path: Path) -> None:
     one, other = Outcome(tmp_path / "run", "a"), Outcome(tmp_path / "run", "a")
     one.folder.mkdir()
-    one.lay_ready({"verdict": "pass"}, 0)
+    one.prepare({"verdict": "pass"}, 0)
     assert other.write({"verdict": "lost"})
     other.discard()
-    with pytest.raises(Unpublished, match="another verdict than that of rank 0 stands in"):
+    with pytest.raises(Unpublished, match="has another verdict than that of rank 0"):
         one.publish(0)
 
 
 def test_a_writer_that_ended_between_its_claim_and_run_json_is_finished_by_the_next(tmp_path: Path) -> None:
     outcome = Outcome(tmp_path / "run", "a")
     outcome.folder.mkdir()
-    outcome.lay_ready({"verdict": "pass"}, 0)
+    outcome.prepare({"verdict": "pass"}, 0)
     outcome.page(0).write_text("the page")
     os.link(outcome.folder / ".ready.a.0.json", outcome.folder / ".run.a.json")
     Outcome(tmp_path / "run", "a").publish(0)
@@ -251,7 +251,7 @@ def test_two_ranks_that_lay_ready_share_no_file(tmp_path: Path) -> None:
     outcome = Outcome(tmp_path / "run", "a")
     outcome.folder.mkdir()
     for rank, verdict in ((0, "fail"), (1, "pass")):
-        outcome.lay_ready({"verdict": verdict}, rank)
+        outcome.prepare({"verdict": verdict}, rank)
         outcome.page(rank).write_text(f"the page of rank {rank}")
     outcome.publish(1)
     assert told(outcome.folder) == {"verdict": "pass"}

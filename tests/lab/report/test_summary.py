@@ -62,10 +62,10 @@ def loaded(records: Ranks, cores: int, runnable: int | None, machine: str = "one
 @pytest.mark.parametrize(
     ("cores", "runnable", "said"),
     [
-        (2, 33, "4 ranks on 2 cores, 30 other runnable: compare bytes, not times"),
-        (16, 3, "4 ranks on 16 cores, 0 other runnable: each rank had a core for itself"),
-        (16, 18, "4 ranks on 16 cores, 15 other runnable: compare bytes, not times"),
-        (2, None, "4 ranks on 2 cores, unknown other runnable: compare bytes, not times"),
+        (2, 33, "4 ranks on 2 cores, 30 other runnable threads: compare bytes, not times"),
+        (16, 3, "4 ranks on 16 cores, 0 other runnable threads: each rank had a core for itself"),
+        (16, 18, "4 ranks on 16 cores, 15 other runnable threads: compare bytes, not times"),
+        (2, None, "4 ranks on 2 cores, unknown other runnable threads: compare bytes, not times"),
     ],
 )
 def test_one_line_says_how_far_times_can_be_trusted(cores: int, runnable: int | None, said: str) -> None:
@@ -156,7 +156,7 @@ def test_one_rank_is_told_that_there_is_nothing_to_communicate() -> None:
 
 def test_a_cluster_that_broke_says_where_to_read_on() -> None:
     records = plus(good_run(), Lost(1, 5, "no heartbeat"))
-    said = in_lines(sentences.of_a_loss(judge(records), records, None, REPORT.parent))
+    said = in_lines(sentences.lost_lines(judge(records), records, None, REPORT.parent))
     assert said[0] == f"read       the last lines of rank1.log in {REPORT.parent}"
     assert [line.split()[0] for line in said] == ["read", "rerun"]
 
@@ -186,7 +186,9 @@ def test_variants_that_were_left_out_take_two_lines_at_most() -> None:
     ]  # fmt: skip
     told = unwrapped(end(plus(records, Skipped("dualpipev", "no"))))
     (line,) = [line for line in told if line.startswith("skipped")]
-    assert line.startswith("skipped    3 variants") and line.endswith("zbv, interleaved, dualpipev")
+    assert line.startswith("skipped    these settings rule out 3 variants") and line.endswith(
+        "zbv, interleaved, dualpipev"
+    )
 
 
 def test_five_variants_are_told_in_twelve_lines() -> None:
@@ -292,7 +294,7 @@ BUG = {"name": "twice", "what": "sends twice", "check": "calls"}
 )  # fmt: skip
 def test_whether_a_mistake_was_caught(checks: list[Run], comparisons: list[Run], seen: str) -> None:
     run = made_run(mistake=BUG, checks=checks, comparisons=comparisons)
-    assert sentences.seen_sentence(run) == seen
+    assert sentences.caught_sentence(run) == seen
     assert sentences.mistake_sentence(run) == "LAB_BUG=twice: sends twice; the check that catches it: calls"
     assert sentences.explanation(run).startswith("LAB_BUG=twice: sends twice; ")
     assert ("as expected" in sentences.explanation(run)) == seen.startswith("caught")
@@ -317,9 +319,7 @@ def test_who_ended_alike_who_is_unseen_and_what_was_dropped() -> None:
 def test_parts_of_a_step_in_words() -> None:
     shares = sentences.Shares(0.5, 0.3, 0.2)
     assert shares.in_words(seen=True) == "compute 50%, communication and waiting 30%, idle 20%"
-    assert shares.in_words(seen=False) == (
-        "compute with communication and waiting inside 80% (apart: not visible), idle 20%"
-    )
+    assert shares.in_words(seen=False) == ("compute, communication and waiting 80% (not visible separately), idle 20%")
 
 
 @pytest.mark.parametrize(
@@ -327,7 +327,7 @@ def test_parts_of_a_step_in_words() -> None:
     [
         (made_run(), ""), (made_run(proven=False, verdict="fail"), ""), (made_run(proven=False, run_mode="check"), ""),
         (made_run(proven=False), "not proven: no check was made"),
-        (made_run(proven=False, checks=FIVE), "not proven: LAB_PROOF=0 left the proof out"),
+        (made_run(proven=False, checks=FIVE), "not proven: LAB_PROOF=0 skips the proof"),
     ],
 )  # fmt: skip
 def test_why_a_run_that_did_not_fail_is_not_proven(run: Run, note: str) -> None:
@@ -384,7 +384,7 @@ def test_bytes_of_a_table_have_one_unit_by_the_most() -> None:
     flat = {"name": "flat", "step_seconds": [0.02], "wire_bytes": [9600.0], "called_bytes": [1.0], "peak_bytes": [2e6],
             "peak_by_class": [None]}  # fmt: skip
     assert [line.split() for line in summary.table_lines(made_run(variants=[flat]), {})] == [
-        ["ms", "a", "a", "step", "peak"], ["variant", "step", "measured", "MB"], ["flat", "20.0", "0.010", "2.00"],
+        ["step", "per", "step", "peak"], ["variant", "ms", "measured", "MB"], ["flat", "20.0", "0.010", "2.00"],
     ]  # fmt: skip
 
 
@@ -394,8 +394,8 @@ def test_a_table_of_one_number_beside_the_verdicts_is_shown() -> None:
 
 
 EXPECTED = """\
-                    ms a           MB sent    a step  peak
-variant   exact to  step  x ddp  predicted  measured    MB
+                    step           MB sent  per step  peak
+variant   exact to    ms  x ddp  predicted  measured    MB
 naive      5.6e-17  81.7   1.62       9.60      9.70  20.6  passed
 bucketed   5.6e-17  50.5   1.00       9.60      9.61  23.6  passed
 ddp        5.6e-17  50.5   1.00       9.60      9.61  26.6  passed

@@ -80,7 +80,7 @@ def test_all_reduce_bars_are_no_idle_time_and_what_pytorch_hides_is_not_called_i
     told = share_words(run, Scene("per_parameter", summed, [], [], [], [], ""))
     assert told == "compute 5%, communication and waiting 90%, idle 5%"
     told = share_words(run, Scene("ddp", inside, [], [], [], [], ""))
-    assert told == "compute with communication and waiting inside 100% (apart: not visible), idle 0%"
+    assert told == "compute, communication and waiting 100% (not visible separately), idle 0%"
 
 
 def test_a_scripts_own_compute_is_your_code() -> None:
@@ -124,7 +124,7 @@ def test_too_many_bars_become_fewer_and_the_long_ones_stay() -> None:
     joined = [span for span in fewer[0] if span.kind == "all_reduce"]
     assert joined and joined[-1].end_s == pytest.approx(spans[-1].end_s, abs=0.01)
     assert sum(map(len, fitted(found, 0))) <= 4  # the narrowest that one may ask for
-    assert "spans shorter than a pixel are joined" in scene("flat", found, {}, [], 300).cut
+    assert "spans shorter than a pixel are merged" in scene("flat", found, {}, [], 300).cut
 
 
 def test_only_short_neighbours_are_joined() -> None:
@@ -234,5 +234,5 @@ def test_one_sentence_says_what_to_see() -> None:
     records = pipeline_run()
     drawn = timeline(judge(records), records)
     assert (
-        drawn and drawn.look == "See the hatched gaps, in which a rank is idle: 31% of the ranks' time in each variant."
+        drawn and drawn.hint == "See the hatched gaps, in which a rank is idle: 31% of the ranks' time in each variant."
     )

@@ -159,7 +159,7 @@ def mode(fault: str | None, held: dict[str, Held] | None = None) -> Mode:
 
     def run(lab: Lab) -> None:
         proofs = {name: lambda name, build: None for name in held or {}}
-        measure(lab, proofs=proofs, held=held)
+        measure(lab, proofs=proofs, references=held)
 
     made = {fault: Mistake("", "", FAULTS[fault][0])} if fault else {}
     return Mode(variants=(Variant("flat", flat), Variant("zero2", zero2)), run=run, mistakes=made).mistaken(fault)

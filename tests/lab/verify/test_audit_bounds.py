@@ -18,7 +18,7 @@ from distlab.lab.verify.audit import (
     TimedPassChecks,
     adamw,
     allowed,
-    check_alike,
+    check_equal_weights,
     gathered,
     one_process,
     sgd,
@@ -230,11 +230,11 @@ def audited(step: int, loss: float, wanted: float, w: float, b: float, after: di
     """What is found of a step of SGD with the gradients `w` and `b`."""
     audit: Audit = object.__new__(Audit)
     lab: Any = SimpleNamespace(config=config_of())
-    audit.lab, audit.alone, audit.found, audit.numberless = lab, {"flat": ALONE}, {"flat": Worst()}, {}
+    audit.lab, audit.references, audit.found, audit.not_finite = lab, {"flat": ALONE}, {"flat": Worst()}, {}
     gradients: Any = lambda *_: (wanted, {"w": one(w), "b": one(b)})  # noqa: E731
     audit._gradient = gradients  # type: ignore[method-assign]
     states = ({name: {"weights": weight} for name, weight in of.items()} for of in (BEFORE, after))
-    audit._judge("flat", step, 7, loss, *states)
+    audit._compare("flat", step, 7, loss, *states)
     return audit
 
 
@@ -262,10 +262,10 @@ def test_a_step_is_held_to_the_rounding_of_its_own_gradient(w: float, b: float, 
 def test_what_of_a_step_has_no_number_or_is_missing() -> None:
     right = {"w": one(1.0 - 3 / 20), "b": one(2.0 - 4 / 20)}
     late = audited(3, 8.0, 9.0, 3.0, 4.0, dict(right))
-    assert (late.numberless, list(late.found["flat"].found)) == ({"flat": {"loss"}}, ["weights"])
+    assert (late.not_finite, list(late.found["flat"].found)) == ({"flat": {"loss"}}, ["weights"])
     for wanted, w in ((NAN, 3.0), (9.0, math.inf)):
         none = audited(1, 8.0, wanted, w, 4.0, dict(right))
-        assert (none.numberless, none.found["flat"].found) == ({"flat": {"loss", "weights", "optimizer"}}, {})
+        assert (none.not_finite, none.found["flat"].found) == ({"flat": {"loss", "weights", "optimizer"}}, {})
     for lacking in ({"w": right["w"]}, right | {"b": torch.zeros(2, dtype=torch.float64)}):
         assert audited(1, 9.0, 9.0, 3.0, 4.0, lacking).found["flat"].found["weights"] == (math.inf, 0.0, "step 1, b")
 
@@ -315,10 +315,10 @@ def decided(**given: Any) -> tuple[TimedPassChecks, list[Any]]:
 
     checks: TimedPassChecks = object.__new__(TimedPassChecks)
     checks.lab = SimpleNamespace(check=say, compare=say, waive=say, mode=SimpleNamespace(by_torch={"ddp"}))  # type: ignore[assignment]
-    checks.held = {"flat": Held(), "ddp": Held(), "odd": Held(why="it is odd")}
+    checks.references = {"flat": Held(), "ddp": Held(), "odd": Held(why="it is odd")}
     checks.masters = {"flat": False, "ddp": False}
-    checks.alone = {False: given.pop("alone", ReferenceRun([9.0, 8.0, 7.0], [0.5, 0.5, 2.0], {}, {}))}
-    checks.starts, checks.ends = dict.fromkeys(checks.held, 1), dict.fromkeys(checks.held, 3)
+    checks.single_process = {False: given.pop("reference", ReferenceRun([9.0, 8.0, 7.0], [0.5, 0.5, 2.0], {}, {}))}
+    checks.starts, checks.ends = dict.fromkeys(checks.references, 1), dict.fromkeys(checks.references, 3)
     checks.audit = SimpleNamespace(steps={"flat": [0, 1, 2]}, done={"flat": [1, 2]})  # type: ignore[assignment]
     for name, value in given.items():
         setattr(checks, name, value)
@@ -332,7 +332,7 @@ def decided(**given: Any) -> tuple[TimedPassChecks, list[Any]]:
         ("flat", [8.5, 8.0, 6.0], ("timed losses", 0.5, 0.5, "flat")),
         ("flat", [None, 8.25, 5.0], ("timed losses", 2.0, 2.0, "flat")),
         ("flat", [0.0, 8.0, 7.0], ("timed losses", 9.0, 0.5, "flat")),
-        ("flat", [None, None, None], ("timed losses", "neither has a loss that is a number", "flat")),
+        ("flat", [None, None, None], ("timed losses", "no loss is finite, neither here nor in one process", "flat")),
         ("flat", [9.0, 8.0], None),
         ("ddp", [1.0, 1.0, 3.0], ("last timed loss", 7.0, 3.0, "", "PyTorch's own")),
         ("odd", [1.0, 1.0, 3.0], ("last timed loss", 7.0, 3.0, "", "it is odd")),
@@ -384,7 +384,7 @@ def differing(first: float, second: float, offset: int = 0) -> float:
     for value, begin in ((first, 0), (second, offset)):
         box = torch.tensor([1.0, value])
         state = {"weights.w": LocalShard(torch.Size([4]), [((begin,), box)]), "optimizer.step.w": torch.tensor(value)}
-        check_alike(lab, "1f1b", SimpleNamespace(state_dict=lambda state=state: state))
+        check_equal_weights(lab, "1f1b", SimpleNamespace(state_dict=lambda state=state: state))
     return found["timed replicas"]
 
 

@@ -5,8 +5,8 @@ import torch
 
 from distlab.lab.measure.samples import stretch_of
 from distlab.lab.report import records
-from distlab.lab.verify.first_step import held_parameter, last_to_come, without_interval
-from distlab.lab.verify.told_step import allowed_bytes, keys_of, parts_of_storages
+from distlab.lab.verify.first_step import last_to_enter, parameter_record, without_interval
+from distlab.lab.verify.logged_step import allowed_bytes, keys_of, parts_of_storages
 from distlab.techniques.collectives.sharded_tensor import LocalShard
 from tests.labs import Runs
 
@@ -18,7 +18,7 @@ CALLS = [
 
 
 def last(calls: list[list[list[object]]], me: int) -> list[tuple[int, float]]:
-    return last_to_come(calls, [keys_of(of_rank) for of_rank in calls], me)
+    return last_to_enter(calls, [keys_of(of_rank) for of_rank in calls], me)
 
 
 def test_who_came_last_to_a_collective_and_who_sent() -> None:
@@ -45,8 +45,8 @@ def test_each_idle_moment_counts_for_one_call() -> None:
 
 def test_what_a_rank_has_of_a_parameter() -> None:
     part = LocalShard(torch.Size((6, 2)), [((2, 0), torch.zeros(3, 2))])
-    assert held_parameter("w", part) == ("w", [3, 2], [6, 2], [[2, 4]], 24)
-    assert held_parameter("w", torch.zeros(6, 2)) == ("w", [6, 2], [6, 2], [], 48)
+    assert parameter_record("w", part) == ("w", [3, 2], [6, 2], [[2, 4]], 24)
+    assert parameter_record("w", torch.zeros(6, 2)) == ("w", [6, 2], [6, 2], [], 48)
 
 
 class Holder:

@@ -280,7 +280,7 @@ def test_what_a_step_wrote_has_another_hash() -> None:
 
 @pytest.mark.parametrize(
     ("mask", "seen", "moved", "detail"),
-    [(1.0, 1.0, 0, "1 of 2 that one process leaves as they were"), (1.0, 5.0, 0, "1 of 2 that"), (2.0, 5.0, 1, "mask")],
+    [(1.0, 1.0, 0, "1 of 2, which one process does not change"), (1.0, 5.0, 0, "1 of 2, which"), (2.0, 5.0, 1, "mask")],
 )
 def test_a_buffer_that_one_process_leaves_alone_may_not_move(mask: float, seen: float, moved: int, detail: str) -> None:
     """Of the two one process writes `seen`."""

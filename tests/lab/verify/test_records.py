@@ -10,7 +10,7 @@ import pytest
 from distlab.lab.measure.event_order import Message
 from distlab.lab.report import records
 from distlab.lab.report.timeline import arrows_of, bands_of
-from distlab.lab.verify.counted import alike, repeats_after
+from distlab.lab.verify.counted import ever_repeats, repeats_after
 from distlab.lab.verify.records import (
     KEPT_STEPS,
     Chronicle,
@@ -18,8 +18,8 @@ from distlab.lab.verify.records import (
     bounds,
     bubbles,
     compare_drawn,
+    count_messages,
     median_step,
-    number_of,
     placed,
     written,
 )
@@ -106,14 +106,14 @@ def test_what_is_ones_own_or_gloos_own_way_is_only_shown(name: str, ops: set[str
 )
 def test_a_strategy_says_when_its_steps_repeat(says: dict[str, int], counted_steps: int, ever: bool) -> None:
     strategy: Any = SimpleNamespace(**says)
-    assert (repeats_after(strategy), alike(strategy)) == (counted_steps, ever)
+    assert (repeats_after(strategy), ever_repeats(strategy)) == (counted_steps, ever)
 
 
 def test_steps_that_are_never_alike_are_only_shown() -> None:
     lab = lab_alone()
-    compare_drawn(lab, {"ep": Drawn(900.0, 2, alike=False)}, {"ep": counted(1000.0, 1000.0, 0)["flat"]})
+    compare_drawn(lab, {"ep": Drawn(900.0, 2, repeats=False)}, {"ep": counted(1000.0, 1000.0, 0)["flat"]})
     found = [each for each in lab.journal.records if isinstance(each, records.Comparison)]
-    assert {each.shown for each in found} == {"no two of its steps send the same"}
+    assert {each.shown for each in found} == {"its steps send different bytes"}
     assert not any(each.decides for each in found)
 
 
@@ -121,9 +121,9 @@ def test_messages_are_counted_as_gloo_sends_them() -> None:
     def message(op: str, *ranks: int) -> Message:
         return Message(op, ranks, 8.0, 8, 0, 0.0, 1.0)
 
-    assert number_of([message("send", 0, 1), message("recv", 1, 0), message("recv", 2, 0)]) == 2
-    assert number_of([message("all_reduce", 0, 1, 2), message("all_gather", 0, 1, 2)]) == 8 + 4
-    assert number_of([message("all_to_all", 0, 1, 2)]) == 2
+    assert count_messages([message("send", 0, 1), message("recv", 1, 0), message("recv", 2, 0)]) == 2
+    assert count_messages([message("all_reduce", 0, 1, 2), message("all_gather", 0, 1, 2)]) == 8 + 4
+    assert count_messages([message("all_to_all", 0, 1, 2)]) == 2
 
 
 # From marks to records: the bubble, what is placed where, and that every rank of a run writes its part.

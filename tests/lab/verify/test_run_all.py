@@ -64,7 +64,7 @@ def test_recorded_and_counted_steps_belong_to_the_estimate(ranks: Ranks, tmp_pat
     proof = [line for line in told if "of the proof" in line]
     assert proof[:2] == [
         "one process (0 of 9 steps of the proof)",
-        "the making of per_parameter (3 of 9 steps of the proof)",
+        "the construction of per_parameter (3 of 9 steps of the proof)",
     ]
     assert proof[-1] == "proof of flat (8 of 9 steps of the proof)"
     steps = [line for line in told if line.startswith(("per_parameter", "flat"))]
@@ -76,8 +76,8 @@ def test_recorded_and_counted_steps_belong_to_the_estimate(ranks: Ranks, tmp_pat
 def test_a_variant_is_told_as_proven_before_the_next_one_is_made(ranks: Ranks, tmp_path: Path) -> None:
     told, _ = ranks(2, proofs, SETTINGS | {"LAB_VARIANT": "per_parameter,flat"}, str(tmp_path))
     assert told == [
-        ("the making of per_parameter", []),
-        ("the making of flat", ["per_parameter"]),
+        ("the construction of per_parameter", []),
+        ("the construction of flat", ["per_parameter"]),
         ("the end", ["per_parameter", "flat"]),
     ]
 
@@ -93,7 +93,9 @@ def proofs(group: dist.ProcessGroup, settings: dict[str, str], folder: str) -> l
             proven.append(checked[-1] if checked else "")
 
     lab.finished = finished
-    lab.at = lambda _step, phase: places.append((phase, list(proven))) if phase.startswith("the making of ") else None
+    lab.at = lambda _step, phase: (
+        places.append((phase, list(proven))) if phase.startswith("the construction of ") else None
+    )
     measure(lab)
     return [*[place for place in places if "all" not in place[0]], ("the end", list(proven))]
 
@@ -105,7 +107,7 @@ def test_the_default_run_is_as_small_as_the_docs_say() -> None:
     (slow,) = [each.name for each in mode.variants if each.timed_part > 1]
     calls = next(each.calls for each in mode.predict(config) if each.variant == slow)
     lab = SimpleNamespace(config=config, mode=mode)
-    ends = timed_ends(lab, mode.names, alike=False)  # type: ignore[arg-type]
+    ends = timed_ends(lab, mode.names, same_steps=False)  # type: ignore[arg-type]
     top = Path(__file__).parents[3]
     assert "a verdict within 60 s on two cores" in " ".join((top / "README.md").read_text().split())
     said = " ".join((top / "docs" / "performance.md").read_text().split())
@@ -125,7 +127,7 @@ def lab_of_three(**settings: Any) -> Any:
 
 @pytest.mark.parametrize(("steps", "slow"), [(3, 3), (5, 5), (12, 5), (20, 7), (100, 34)])
 def test_a_slow_variant_takes_a_part_of_the_steps_and_five_at_least(steps: int, slow: int) -> None:
-    assert timed_ends(lab_of_three(steps=steps), ["slow", "fast"], alike=False) == {"slow": slow, "fast": steps}
+    assert timed_ends(lab_of_three(steps=steps), ["slow", "fast"], same_steps=False) == {"slow": slow, "fast": steps}
 
 
 @pytest.mark.parametrize(
@@ -140,7 +142,7 @@ def test_a_slow_variant_takes_a_part_of_the_steps_and_five_at_least(steps: int, 
 def test_it_takes_all_alone_where_nothing_is_slow_and_where_all_have_to_be_alike(
     settings: dict[str, Any], chosen: list[str], alike: bool
 ) -> None:
-    assert set(timed_ends(lab_of_three(**settings), chosen, alike=alike).values()) == {20}
+    assert set(timed_ends(lab_of_three(**settings), chosen, same_steps=alike).values()) == {20}
 
 
 def test_a_run_times_fewer_and_holds_them_as_all_others(ranks: Ranks, tmp_path: Path) -> None:
@@ -154,4 +156,4 @@ def test_a_run_times_fewer_and_holds_them_as_all_others(ranks: Ranks, tmp_path: 
     assert held["flat", "timed steps"].startswith("steps 0 to 8, audited: 0,")
     assert ("per_parameter", "timed losses") in held
     said = [each.text for each in by_rank[0] if isinstance(each, records.Said)]
-    assert any("per_parameter takes 5 of 9 timed steps" in text for text in said)
+    assert any("only 5 of 9 steps of per_parameter are timed" in text for text in said)

@@ -15,7 +15,7 @@ from distlab.lab.report.reading import from_line, to_line
 from distlab.lab.report.verdict import judge
 from distlab.lab.verify import silent_corruption
 from distlab.lab.verify.run_all import everything
-from distlab.lab.verify.silent_corruption import Corruption, judged, odd_ones
+from distlab.lab.verify.silent_corruption import Corruption, compare_hashes, outliers
 from distlab.techniques.data_parallel.strategy import Replica
 from tests.labs import TINY, disconnect, failed, lab_of
 from tests.warm_ranks import Ranks
@@ -166,7 +166,7 @@ def test_nothing_is_named_where_ranks_come_back_alike(ranks: Ranks, tmp_path: Pa
 
 
 def test_a_strategy_that_says_nothing_of_its_replicas_is_not_compared() -> None:
-    assert silent_corruption.alike(object(), "weights") == []
+    assert silent_corruption.replicated(object(), "weights") == []
     assert hasattr(Replica, "alike")
 
 
@@ -183,13 +183,13 @@ def test_a_strategy_that_says_nothing_of_its_replicas_is_not_compared() -> None:
     ],
 )
 def test_the_odd_ones_by_majority(hashes: dict[int, int], named: tuple[list[int], bool] | None) -> None:
-    assert odd_ones(hashes) == named
+    assert outliers(hashes) == named
 
 
 def test_only_who_holds_a_parameter_has_to_hash_it() -> None:
     holders = {"tied": [0, 2]}
-    assert judged([{"weights.tied": 1}, {}, {"weights.tied": 1}], holders) == ([], 0)
-    assert judged([{"weights.tied": 1}, {}, {}], holders) == ([], 1)
-    assert judged([{}, {}, {}], holders) == ([], 2)
+    assert compare_hashes([{"weights.tied": 1}, {}, {"weights.tied": 1}], holders) == ([], 0)
+    assert compare_hashes([{"weights.tied": 1}, {}, {}], holders) == ([], 1)
+    assert compare_hashes([{}, {}, {}], holders) == ([], 2)
     both = {"weights.tied": 1, "gradients.tied": 3}
-    assert judged([both, {}, {"weights.tied": 1}], holders) == ([], 1)
+    assert compare_hashes([both, {}, {"weights.tied": 1}], holders) == ([], 1)

@@ -163,9 +163,9 @@ def test_buffers_that_the_steps_write_are_said_and_the_others_held(runs: Runs, f
     ran = runs(2, RUN_MODE="dp", LAB_MODEL=f"{file}:counting", LAB_VARIANT="flat,ddp")
     assert ran.judged["verdict"] == "pass", failed(ran.judged)
     held = {each["variant"]: each["detail"] for each in ran.judged["checks"] if each["name"] == "buffers"}
-    assert held == dict.fromkeys(("flat", "ddp"), "1 of 2 that one process leaves as they were")
+    assert held == dict.fromkeys(("flat", "ddp"), "1 of 2, which one process does not change")
     (said,) = (each.text for each in ran.records[0] if isinstance(each, Said) and each.heading == "buffers")
-    assert "seen is written by the steps, on each rank from the samples that it sees" in said
+    assert "change layers.0.1.seen by its own samples" in said
 
 
 def test_a_buffer_that_a_step_writes_fails_by_name(runs: Runs, file: str) -> None:

@@ -1,4 +1,4 @@
-// Marks the lines of all ranks that tell of what is under the pointer.
+// Marks the lines of all ranks on the same event as the line under the pointer.
 document.querySelectorAll(".stories").forEach((stories) => {
   const lines = [...stories.querySelectorAll("li[data-key]")];
   const mark = (key) => lines.forEach((line) => line.classList.toggle("same", line.dataset.key === key));

@@ -1,9 +1,9 @@
-// What lies under the pointer of the timeline, and the step played at a hundredth of its speed.
-// It reads what is drawn: a bar's place is its time, a line's ends are its message. Keys work where the timeline has the
+// Describes the mark under the pointer of the timeline, and plays the step at a hundredth of its speed.
+// It reads the drawing: a bar's place is its time, a line's ends are its message. Keys work while the timeline has the
 // focus: left and right move the moment, space plays, + and - zoom, i shows the schedule on paper.
 for (const figure of document.querySelectorAll('.picture')) {
   const find = name => figure.querySelector(name), all = name => [...figure.querySelectorAll(name)];
-  const longest = +figure.dataset.ms, slider = find('.moment'), play = find('.play'), told = find('.told');
+  const longest = +figure.dataset.ms, slider = find('.moment'), play = find('.play'), status = find('.status');
   const tracks = find('.tracks'), track = find('.track'), tip = find('.tip');
   const names = {recv: 'receive'}, at = value => parseFloat(value) / 100 * longest;
   const ms = value => value.toPrecision(3) + ' ms';
@@ -70,19 +70,19 @@ for (const figure of document.querySelectorAll('.picture')) {
     slider.value = percent;
     slider.setAttribute('aria-valuetext', ms(percent / 100 * longest));
   }
-  function tell() {
+  function report() {
     const percent = +slider.value;
     const inside = rect => parseFloat(get(rect, 'x')) <= percent
       && percent < parseFloat(get(rect, 'x')) + parseFloat(get(rect, 'width'));
     const lines = panels.filter(({panel}) => panel.dataset.v).map(({panel, rows}) => panel.dataset.v + ': '
       + rows.map(([rank, rects]) => { const mark = rects.filter(inside).pop();
           return mark ? what(mark) : `rank ${rank} is done`; }).join('; '));
-    told.textContent = percent < 100 ? `${ms(percent / 100 * longest)}. ${lines.join('. ')}` : '';
+    status.textContent = percent < 100 ? `${ms(percent / 100 * longest)}. ${lines.join('. ')}` : '';
   }
-  function stop() { cancelAnimationFrame(playing); playing = 0; play.textContent = '▶ 1/100 speed'; tell(); }
+  function stop() { cancelAnimationFrame(playing); playing = 0; play.textContent = '▶ 1/100 speed'; report(); }
   function start() {
     let last = performance.now(), percent = +slider.value >= 100 ? 0 : +slider.value;
-    play.textContent = '❚❚ stop'; told.textContent = '';
+    play.textContent = '❚❚ stop'; status.textContent = '';
     const frame = now => {
       percent = Math.min(100, percent + (now - last) / 100 / longest * 100); last = now;
       show(percent);
@@ -91,7 +91,7 @@ for (const figure of document.querySelectorAll('.picture')) {
     playing = requestAnimationFrame(frame);
   }
   play.addEventListener('click', () => playing ? stop() : start());
-  slider.addEventListener('input', () => { if (playing) stop(); show(+slider.value); tell(); });
+  slider.addEventListener('input', () => { if (playing) stop(); show(+slider.value); report(); });
 
   // --- the figure elsewhere: as a trace for Perfetto ---
   function trace() {  // the format of chrome://tracing: a process a variant, a thread a rank, microseconds
@@ -130,9 +130,9 @@ for (const figure of document.querySelectorAll('.picture')) {
   if (paper) paper.addEventListener('change', () => figure.classList.toggle('ideal', paper.checked));
   find('.stage').addEventListener('keydown', event => {
     const keys = {
-      ArrowRight: () => { show(Math.min(100, (+slider.value >= 100 ? 0 : +slider.value) + 1)); tell(); },
-      ArrowLeft: () => { show(Math.max(0, +slider.value - 1)); tell(); },
-      Home: () => { show(0); tell(); }, End: () => { show(100); tell(); },
+      ArrowRight: () => { show(Math.min(100, (+slider.value >= 100 ? 0 : +slider.value) + 1)); report(); },
+      ArrowLeft: () => { show(Math.max(0, +slider.value - 1)); report(); },
+      Home: () => { show(0); report(); }, End: () => { show(100); report(); },
       ' ': () => play.click(), '+': () => wider(2), '-': () => wider(0.5), i: () => paper && paper.click(),
     };
     if (keys[event.key]) { event.preventDefault(); keys[event.key](); }

@@ -61,7 +61,7 @@ class RankSupervisor:
         self.parent = LauncherPipe()
         self.journal = Journal(config.log)
         self._say = partial(self.journal.say, at="normal")
-        self.parent.on_output_lost(self.journal.unheard)
+        self.parent.on_output_lost(self.journal.output_failed)
         if engine:
             self._say(f"engine     {engine}")
         self._num_forwarded = 0

@@ -1,7 +1,7 @@
-"""The numbers in the story of one step in a rank's log, besides its calls and spans.
+"""The numbers that a rank's log prints of one step, besides its calls and spans.
 
 These are each call's numbers before and after, from the same position on every rank; one parameter's weight before and
-after the update; and each rank's share of the loss. The position is chosen after the step, from numbers that all ranks
+after the update; and each rank's part of the loss. The position is chosen after the step, from numbers that all ranks
 of the call have: the sum of an all_reduce, all parts of an all_gather, a message at both of its ends. In a
 reduce_scatter each rank has its own sum, so it sends its position to the others, and they return their numbers.
 """
@@ -46,7 +46,7 @@ def allowed_bytes(limit_bytes: int | None) -> int:
     return ALLOWED_BYTES if limit_bytes is None else min(ALLOWED_BYTES, limit_bytes // LIMIT_SHARE)
 
 
-class ToldStep:
+class LoggedStep:
     """Records one step of a strategy: its samples, and the chosen parameter."""
 
     def __init__(self, strategy: Strategy) -> None:
@@ -64,8 +64,8 @@ class ToldStep:
         pieces = {name: piece_of(tensor) for name, tensor in weights_of(self._strategy)}
         own = {name: piece for name, piece in pieces.items() if piece.boxes and len(piece.shape) >= MATRIX} or pieces
         sums = {stretch.storage for each in self.samples.found if each.op in SUMS for stretch in each.given.stretches}
-        named = parts_of_storages(self._strategy)
-        summed = {bare(part.name) for storage in sums for part in named.get(storage, ())}
+        parts = parts_of_storages(self._strategy)
+        summed = {parameter_name(part.name) for storage in sums for part in parts.get(storage, ())}
         own = {name: piece for name, piece in own.items() if name in summed} or own
         inner = {name: piece for name, piece in own.items() if name.startswith("layers.1.")} or own
         sizes = {name: sum(box.numel() for _, box in piece.boxes) for name, piece in inner.items()}
@@ -117,50 +117,54 @@ def parts_of_storages(strategy: Strategy) -> dict[tuple[int, int], list[Part]]:
 
     for name, tensor in weights_of(strategy):
         note(name, tensor)
-    for held in strategy.held("gradients") if hasattr(strategy, "held") else ():
-        for tensor in (each for each in held if isinstance(each, Tensor | LocalShard)):
-            note(f"gradient of {held[0]}", tensor)
+    for named_tensor in strategy.held("gradients") if hasattr(strategy, "held") else ():
+        for tensor in (each for each in named_tensor if isinstance(each, Tensor | LocalShard)):
+            note(f"gradient of {named_tensor[0]}", tensor)
     return found
 
 
 # --- the position of the numbers, and the other ranks' ---
 
 
-class Places(NamedTuple):
+class Positions(NamedTuple):
     """The start of a call's sample in its input and output, and its parameter."""
 
-    given: int = -1
-    taken: int = -1
+    input: int = -1
+    output: int = -1
     name: str = ""
 
 
-def places_of(sample: Sample, parts: Parts, told: str, me: int) -> Places:
+def positions_of(sample: Sample, parts: Parts, chosen: str, me: int) -> Positions:
     """Return the positions in a call on this rank, the `me`-th of its group; equal on all its ranks, except in a
     reduce_scatter."""
-    given, taken = sample.given, sample.taken or Copies(None, [])
+    inputs, outputs = sample.given, sample.taken or Copies(None, [])
     if sample.op == "all_to_all":
-        return Places()
+        return Positions()
     if sample.op == "all_gather":
-        return gathered_place(given, taken, parts, len(sample.ranks))
-    ends = taken if taken.numbers is not None else given
-    if ends.numbers is None:
-        return Places()
-    part, start = chosen_part([(part, at) for part, at in parts if ends.numbers[at : at + part.numel].any()], told)
-    place = place_of(ends.numbers, start, None if part is None else part.numel)
+        return gathered_position(inputs, outputs, parts, len(sample.ranks))
+    source = outputs if outputs.numbers is not None else inputs
+    if source.numbers is None:
+        return Positions()
+    part, start = part_to_show([(part, at) for part, at in parts if source.numbers[at : at + part.numel].any()], chosen)
+    position = place_of(source.numbers, start, None if part is None else part.numel)
     name = "" if part is None else part.name
     if sample.op == "reduce_scatter":
-        return Places(me * ends.numbers.numel() + place, place, name)
-    return Places(place if given.stretches else -1, place if taken.numbers is not None else -1, name)
+        return Positions(me * source.numbers.numel() + position, position, name)
+    return Positions(position if inputs.stretches else -1, position if outputs.numbers is not None else -1, name)
 
 
-def gathered_place(given: Copies, taken: Copies, parts: Parts, num_ranks: int) -> Places:
+def gathered_position(inputs: Copies, outputs: Copies, parts: Parts, num_ranks: int) -> Positions:
     """Return the first position in a part where all ranks' parts have useful numbers."""
-    if taken.numbers is None or given.numbers is None or taken.numbers.numel() != num_ranks * given.numbers.numel():
-        return Places(0, -1) if given.numbers is not None else Places()
-    everyone = taken.numbers.view(num_ranks, -1)
-    place = place_of(torch.where(everyone == 1, 0, everyone.abs()).amin(0))
-    name = next((part.name for part, start in parts if start <= place < start + part.numel), "")
-    return Places(place, 0, name)
+    if (
+        outputs.numbers is None
+        or inputs.numbers is None
+        or outputs.numbers.numel() != num_ranks * inputs.numbers.numel()
+    ):
+        return Positions(0, -1) if inputs.numbers is not None else Positions()
+    all_ranks = outputs.numbers.view(num_ranks, -1)
+    position = place_of(torch.where(all_ranks == 1, 0, all_ranks.abs()).amin(0))
+    name = next((part.name for part, start in parts if start <= position < start + part.numel), "")
+    return Positions(position, 0, name)
 
 
 def parts_of(samples: Sequence[Sample], storages: Storages) -> list[Parts]:
@@ -169,12 +173,12 @@ def parts_of(samples: Sequence[Sample], storages: Storages) -> list[Parts]:
     known: dict[tuple[str, int], Parts] = {}
     for sample in samples:
         if sample.label and (parts := list(parts_in(sample.given.stretches, storages))):
-            known.setdefault((sample.label, len_of(sample.given)), parts)
+            known.setdefault((sample.label, length_of(sample.given)), parts)
     found = []
     for sample in samples:
-        taken = sample.taken or Copies(None, [])
-        ends = sample.given if sample.op == "all_gather" else taken if taken.numbers is not None else sample.given
-        found.append(list(parts_in(ends.stretches, storages)) or known.get((sample.label, len_of(ends)), []))
+        outputs = sample.taken or Copies(None, [])
+        source = sample.given if sample.op == "all_gather" else outputs if outputs.numbers is not None else sample.given
+        found.append(list(parts_in(source.stretches, storages)) or known.get((sample.label, length_of(source)), []))
     return found
 
 
@@ -189,13 +193,15 @@ def parts_in(stretches: Sequence[Stretch], storages: Storages) -> Iterator[tuple
         before += stretch.numel
 
 
-def chosen_part(parts: Parts, told: str) -> tuple[Part | None, int]:
+def part_to_show(parts: Parts, chosen: str) -> tuple[Part | None, int]:
     """Return the chosen parameter if it is there, else the first matrix; none for unnamed tensors."""
-    ranked = [each for each in parts if bare(each[0].name) == told] or [each for each in parts if each[0].is_matrix]
+    ranked = [each for each in parts if parameter_name(each[0].name) == chosen] or [
+        each for each in parts if each[0].is_matrix
+    ]
     return next(iter([*ranked, *parts]), (None, 0))
 
 
-def bare(name: str) -> str:
+def parameter_name(name: str) -> str:
     """Return the name of the parameter, also for its gradient."""
     return name.removeprefix("gradient of ")
 
@@ -211,119 +217,124 @@ def keys_of(calls: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
     return keys
 
 
-def first_numbers(
-    lab: Lab, label: str, samples: Sequence[Sample], places: Sequence[Places]
+def exchange_first_numbers(
+    lab: Lab, label: str, samples: Sequence[Sample], positions: Sequence[Positions]
 ) -> list[dict[int, float]]:  # fmt: skip
     """Return for each call the first sample number of every rank: summands, or inputs. A collective."""
     keys = keys_of([[each.op, each.ranks, each.tag, 0.0] for each in samples])
     mine = [" ".join(map(str, key)) for key in keys]
-    scatters = [sample.op == "reduce_scatter" for sample in samples]
-    at = [each.taken if apart else each.given for each, apart in zip(places, scatters, strict=True)]
-    theirs = [
-        dict(of_rank) for of_rank in lab.exchange.everyone(f"places of {label}", list(zip(mine, at, strict=True)))
+    starts = [
+        (key, position.output if sample.op == "reduce_scatter" else position.input)
+        for key, sample, position in zip(mine, samples, positions, strict=True)
     ]
-    told: list[list[float | None]] = []
-    for sample, key, place in zip(samples, mine, places, strict=True):
-        wanted = [place.given] * len(sample.ranks)
+    remote_starts = [dict(each) for each in lab.exchange.everyone(f"positions in the calls of {label}", starts)]
+    reported: list[list[float | None]] = []
+    for sample, key, position in zip(samples, mine, positions, strict=True):
+        requested = [position.input] * len(sample.ranks)
         if sample.op == "reduce_scatter":
-            share = len_of(sample.given) // len(sample.ranks)
-            wanted = [index * share + theirs[rank].get(key, -1) for index, rank in enumerate(sample.ranks)]
-        told.append([number_at(sample.given, each) for each in wanted])
-    everyone = lab.exchange.everyone(f"numbers of {label}", list(zip(mine, told, strict=True)))
-    numbers = [dict(of_rank) for of_rank in everyone]
+            chunk = length_of(sample.given) // len(sample.ranks)
+            requested = [index * chunk + remote_starts[rank].get(key, -1) for index, rank in enumerate(sample.ranks)]
+        reported.append([number_at(sample.given, each) for each in requested])
+    numbered = list(zip(mine, reported, strict=True))
+    numbers = [dict(each) for each in lab.exchange.everyone(f"numbers of the calls of {label}", numbered)]
     found = []
     for sample, key in zip(samples, mine, strict=True):
-        there = [rank for rank in sample.ranks if rank >= 0 and lab.rank in sample.ranks and key in numbers[rank]]
-        of = {rank: numbers[rank][key][sample.ranks.index(lab.rank)] for rank in there}
-        found.append({rank: value for rank, value in of.items() if value is not None})
+        senders = [rank for rank in sample.ranks if rank >= 0 and lab.rank in sample.ranks and key in numbers[rank]]
+        first = {rank: numbers[rank][key][sample.ranks.index(lab.rank)] for rank in senders}
+        found.append({rank: value for rank, value in first.items() if value is not None})
     return found
 
 
-def len_of(copies: Copies) -> int:
+def length_of(copies: Copies) -> int:
     return 0 if copies.numbers is None else copies.numbers.numel()
 
 
-def number_at(copies: Copies, place: int) -> float | None:
-    return float(copies.numbers[place]) if copies.numbers is not None and 0 <= place < copies.numbers.numel() else None
+def number_at(copies: Copies, position: int) -> float | None:
+    return (
+        float(copies.numbers[position])
+        if copies.numbers is not None and 0 <= position < copies.numbers.numel()
+        else None
+    )
 
 
 # --- the record ---
 
 
-def write_told(
-    lab: Lab, name: str, step: int, told: ToldStep, share: float | None, storages: Storages, shift_s: float
+def write_numbers(
+    lab: Lab, name: str, step: int, logged: LoggedStep, loss_part: float | None, storages: Storages, shift_s: float
 ) -> None:  # fmt: skip
     """Write the step's record; all ranks call it together. `shift_s` converts `time.perf_counter` to seconds since the
     first rank began the step."""
-    samples = told.samples.found
+    samples = logged.samples.found
     parts = parts_of(samples, storages)
-    places = [
-        places_of(each, of, told.name, each.ranks.index(lab.rank) if lab.rank in each.ranks else 0)
-        for each, of in zip(samples, parts, strict=True)
+    positions = [
+        positions_of(each, within, logged.name, each.ranks.index(lab.rank) if lab.rank in each.ranks else 0)
+        for each, within in zip(samples, parts, strict=True)
     ]
-    numbers = first_numbers(lab, name, samples, places)
-    shares = lab.exchange.everyone(f"shares of {name}", share)
+    numbers = exchange_first_numbers(lab, name, samples, positions)
+    loss_parts = lab.exchange.everyone(f"parts of the loss of {name}", loss_part)
     rows = []
-    for sample, place, of, of_ranks in zip(samples, places, parts, numbers, strict=True):
-        names = list(dict.fromkeys(bare(part.name) for part, _ in of))
-        given, taken, firsts = ends(sample, place, of_ranks)
+    for sample, position, within, of_ranks in zip(samples, positions, parts, numbers, strict=True):
+        names = list(dict.fromkeys(parameter_name(part.name) for part, _ in within))
+        before, after, first_numbers = numbers_before_and_after(sample, position, of_ranks)
         wait = [round(each + shift_s, 6) for each in sample.wait_s] if sample.wait_s else []
         rows.append(
             records.CallSample(
                 sample.op, list(sample.ranks), sample.calls, sample.label, names,
-                list(sample.shape), sample.inside, sample.backward, sample.at_once, wait, bare(place.name), given,
-                taken, list(firsts.items()),
-                round(sample.start_s + shift_s, 6), left_at(sample, place),
+                list(sample.shape), sample.inside, sample.backward, sample.at_once, wait,
+                parameter_name(position.name), before, after, list(first_numbers.items()),
+                round(sample.start_s + shift_s, 6), kept_numbers(sample, position),
             )
         )  # fmt: skip
-    lab.journal.write(records.Told(name, step, rows, weight_of(told, samples, places, parts), shares))
+    lab.journal.write(records.Told(name, step, rows, weight_of(logged, samples, positions, parts), loss_parts))
 
 
-def left_at(sample: Sample, place: Places) -> list[float]:
-    return [] if sample.left is None else list(after_of(sample.left, place.given))
+def kept_numbers(sample: Sample, position: Positions) -> list[float]:
+    return [] if sample.left is None else list(numbers_from(sample.left, position.input))
 
 
-def ends(
-    sample: Sample, place: Places, of_ranks: dict[int, float]
+def numbers_before_and_after(
+    sample: Sample, position: Positions, of_ranks: dict[int, float]
 ) -> tuple[list[float], list[float], dict[int, float]]:  # fmt: skip
     """Return the numbers before and after; for an all_gather, after are each rank's inputs, for an all_to_all the parts
     sent to this rank."""
-    taken, ranks = sample.taken or Copies(None, []), sample.ranks
+    outputs, ranks = sample.taken or Copies(None, []), sample.ranks
     if sample.op == "all_gather":
-        return sample.given.at(place.given), [], of_ranks
-    if sample.op == "all_to_all" and taken.numbers is not None and len(taken.stretches) == len(ranks):
-        starts = [sum(each.numel for each in taken.stretches[:index]) for index in range(len(ranks))]
+        return sample.given.at(position.input), [], of_ranks
+    if sample.op == "all_to_all" and outputs.numbers is not None and len(outputs.stretches) == len(ranks):
+        starts = [sum(each.numel for each in outputs.stretches[:index]) for index in range(len(ranks))]
         of_ranks = {
             rank: value
-            for rank, start, stretch in zip(ranks, starts, taken.stretches, strict=True)
-            if (value := number_at(taken, place_of(taken.numbers, start, stretch.numel))) is not None and stretch.numel
+            for rank, start, stretch in zip(ranks, starts, outputs.stretches, strict=True)
+            if (value := number_at(outputs, place_of(outputs.numbers, start, stretch.numel))) is not None
+            and stretch.numel
         }
-    return sample.given.at(place.given), taken.at(place.taken), of_ranks
+    return sample.given.at(position.input), outputs.at(position.output), of_ranks
 
 
 def weight_of(
-    told: ToldStep, samples: Sequence[Sample], places: Sequence[Places], parts: Sequence[Parts]
+    logged: LoggedStep, samples: Sequence[Sample], positions: Sequence[Positions], parts: Sequence[Parts]
 ) -> records.WeightSample | None:
     """Return the chosen parameter before and after the update, at the position of its gradient if that was sent."""
-    if told.weight is None:
+    if logged.weight is None:
         return None
-    after, place, gradient = told.weight.reshape(-1), -1, list[float]()
-    for sample, spot, of in zip(samples, places, parts, strict=True):
-        if sample.op in SUMS and sample.taken is not None and bare(spot.name) == told.name:
-            start = next(start for part, start in of if bare(part.name) == told.name)
-            place, gradient = spot.taken - start, sample.taken.at(spot.taken)
-    if place < 0:
-        place = place_of(after)
+    after, position, gradient = logged.weight.reshape(-1), -1, list[float]()
+    for sample, sampled, within in zip(samples, positions, parts, strict=True):
+        if sample.op in SUMS and sample.taken is not None and parameter_name(sampled.name) == logged.name:
+            start = next(start for part, start in within if parameter_name(part.name) == logged.name)
+            position, gradient = sampled.output - start, sample.taken.at(sampled.output)
+    if position < 0:
+        position = place_of(after)
     return records.WeightSample(
-        told.name,
-        told.shape,
-        list(after_of(told.before, place)),
+        logged.name,
+        logged.shape,
+        list(numbers_from(logged.before, position)),
         gradient,
-        list(after_of(after, place)),
-        told.rate,
+        list(numbers_from(after, position)),
+        logged.rate,
     )
 
 
-def after_of(numbers: Tensor, place: int) -> list[float]:
-    found: list[float] = numbers[place : place + TOLD].tolist()
+def numbers_from(numbers: Tensor, position: int) -> list[float]:
+    found: list[float] = numbers[position : position + TOLD].tolist()
     return found
