@@ -190,7 +190,9 @@ SENT = [
 @pytest.mark.parametrize("case", SENT, ids=label)
 def test_what_is_predicted_is_what_is_counted(ranks: Ranks, case: Case) -> None:
     config = config_of(case.mode, case.world_size, **case.settings)
-    predicted = {(each.variant, each.name): each for each in load(case.mode).foretold(load(case.mode).predict(config))}
+    predicted = {
+        (each.variant, each.name): each for each in load(case.mode).all_predictions(load(case.mode).predict(config))
+    }
     for rank, found in enumerate(ranks(case.world_size, counted, config, ours(case.mode))):
         assert found
         for name, step in found.items():

@@ -25,11 +25,11 @@ from distlab.lab.config.fault_spec import FaultSpec, planned
 from distlab.lab.report.records import Injected, Planned
 from distlab.lab.report.run_folder import Journal
 
-NAMED_S = 2.5  # added to LAB_LOST_AFTER_S: until all tables agree, messages arrive, and for a busy machine
+DETECTION_S = 2.5  # added to LAB_LOST_AFTER_S: until all tables agree, messages arrive, and for a busy machine
 UNSURE_S = 1.5  # for this long after LAB_LOST_AFTER_S a silence may still be forgiven
 
 
-class Drills:
+class FaultInjector:
     """The fault injection of one rank."""
 
     def __init__(self, config: Config, journal: Journal, cluster: Cluster) -> None:
@@ -37,36 +37,36 @@ class Drills:
         self.config, self.rank, self.journal, self.cluster = config, config.rank, journal, cluster
         self.events = planned(config.planned_faults, config.seed, config.world_size)
         self._step = 0  # of the training itself, the latest begun
-        self._made: set[int] = set()
+        self._injected: set[int] = set()
 
     def begin(self) -> None:
         """Let faults come from now on: record the expected outcome of each, and begin to count seconds."""
         for event in self.events:
             assert event.rank is not None
-            outcome, bound_s = outcome_of(event, self.config.lost_after_s), NAMED_S + self.config.lost_after_s
+            outcome, bound_s = outcome_of(event, self.config.lost_after_s), DETECTION_S + self.config.lost_after_s
             self.journal.write(
                 Planned(event.number, event.label, event.kind, event.rank, outcome, bound_s, event.step)
             )  # fmt: skip
-        threading.Thread(target=self._by_the_clock, name="drills", daemon=True).start()
+        threading.Thread(target=self._inject_timed_faults, name="drills", daemon=True).start()
 
     def step(self, step: int, _variant: str) -> None:
         """Inject the faults of a step at its start, once, in the first variant."""
         self._step = step
         for event in self.events:
-            if event.step == step and event.number not in self._made:
-                self._make(event, step)
+            if event.step == step and event.number not in self._injected:
+                self._inject(event, step)
 
-    def _by_the_clock(self) -> None:
+    def _inject_timed_faults(self) -> None:
         began = time.monotonic()
         timed = [(each.at_s, each.number, each) for each in self.events if each.at_s is not None]
         for at_s, _, event in sorted(timed):
             time.sleep(max(0.0, began + at_s - time.monotonic()))
-            self._make(event, self._step)
+            self._inject(event, self._step)
 
     # --- injecting faults ---
 
-    def _make(self, event: FaultSpec, step: int) -> None:
-        self._made.add(event.number)
+    def _inject(self, event: FaultSpec, step: int) -> None:
+        self._injected.add(event.number)
         if event.rank != self.rank:
             return
         self.journal.write(Injected(event.number, self.rank, step, "", time.time()))
@@ -88,13 +88,13 @@ class Drills:
     def _cut(self, event: FaultSpec) -> None:
         """Drop heartbeats to this rank, from it, or both; without a duration pace its connections to a byte a second,
         too, since a packet that is paced for so long stays late after the end of a cut."""
-        self._mute(deaf=event.way != "out", mute=event.way != "in")
+        self._drop_heartbeats(deaf=event.way != "out", mute=event.way != "in")
         if event.duration_s is None:
-            set_pace(NOTHING_S, but=self.cluster.line.connection if event.way == "in" else None)
+            set_pace(LOWEST_PACE, but=self.cluster.line.connection if event.way == "in" else None)
         else:
-            threading.Timer(event.duration_s, partial(self._mute, deaf=False, mute=False)).start()
+            threading.Timer(event.duration_s, partial(self._drop_heartbeats, deaf=False, mute=False)).start()
 
-    def _mute(self, *, deaf: bool, mute: bool) -> None:
+    def _drop_heartbeats(self, *, deaf: bool, mute: bool) -> None:
         """Set whether this rank receives and sends over its server connection; the host still reaches itself."""
         if self.cluster.server is not None:
             self.cluster.server.cut_off = deaf or mute
@@ -135,17 +135,17 @@ def fill(descriptors: list[int]) -> None:
 # and rates of a whole container, are compose/net.yaml's.
 
 SO_MAX_PACING_RATE = 47
-NOTHING_S, UNBOUND = 1, 0xFFFFFFFF  # bytes a second
+LOWEST_PACE, NO_PACE = 1, 0xFFFFFFFF  # bytes a second
 
 
 def set_pace(bytes_s: int, but: socket.socket | None = None) -> None:
     """The most that each connection of this process to another one sends in a second, `but` one."""
-    for each in _own():
+    for each in _connections_to_others():
         if but is None or each.getsockname() != but.getsockname():
-            each.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, struct.pack("=I", min(bytes_s, UNBOUND)))
+            each.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, struct.pack("=I", min(bytes_s, NO_PACE)))
 
 
-def _own() -> Iterator[socket.socket]:
+def _connections_to_others() -> Iterator[socket.socket]:
     near = {each.getsockname()[:2] for each in _connections()}
     for each in _connections():
         if each.getpeername()[:2] not in near:  # else both ends are here: rank 0's line to its own server
@@ -154,19 +154,19 @@ def _own() -> Iterator[socket.socket]:
 
 def _connections() -> Iterator[socket.socket]:
     for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError), _again(int(name)) as found:  # a file, or the listing itself, closed by now
+        with suppress(OSError), _socket_of(int(name)) as found:  # a file, or the listing itself, closed by now
             if found.family in (socket.AF_INET, socket.AF_INET6) and found.getpeername():
                 yield found
 
 
 @contextmanager
-def _again(descriptor: int) -> Iterator[socket.socket]:
+def _socket_of(descriptor: int) -> Iterator[socket.socket]:
     """The socket of a descriptor, through another one, which is closed again; raises OSError where it is none."""
-    again = os.dup(descriptor)
+    copied = os.dup(descriptor)
     try:
-        found = socket.socket(fileno=again)
+        found = socket.socket(fileno=copied)
     except OSError:
-        os.close(again)
+        os.close(copied)
         raise
     with found:
         yield found
@@ -177,23 +177,23 @@ def _again(descriptor: int) -> Iterator[socket.socket]:
 # The rank is stopped by SIGSTOP, which no thread of it sees. A process that stands still cannot wake itself: a small
 # shell beside it does, and sleeps until then.
 
-TURN_S = 0.1  # in which a slow rank runs for its share, and stands still for the rest: no heartbeat is late by it
+PERIOD_S = 0.1  # in which a slow rank runs for its share, and stands still for the rest: no heartbeat is late by it
 WAKE = 'sleep "$1"; kill -CONT "$0"'
 SLOW = 'while kill -STOP "$0" 2>/dev/null && sleep "$1" && kill -CONT "$0"; do sleep "$2"; done'
 
 
 def pause(duration_s: float) -> None:
     """Stand still, all threads of this process."""
-    _beside(WAKE, duration_s)
+    _run_in_shell(WAKE, duration_s)
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def slow_down(share: float) -> None:
     """From now on run for `share` of the time: what a neighbour does that takes the rest of the core."""
-    _beside(SLOW, TURN_S * (1 - share), TURN_S * share)
+    _run_in_shell(SLOW, PERIOD_S * (1 - share), PERIOD_S * share)
 
 
-def _beside(script: str, *seconds: float) -> None:
+def _run_in_shell(script: str, *seconds: float) -> None:
     subprocess.Popen(
         ["sh", "-c", script, str(os.getpid()), *(f"{each:.3f}" for each in seconds)], cwd="/",
         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,

@@ -30,8 +30,8 @@ DEEPEST = Path("x" * 200, "checkpoints", ".step-000000000000.partial", "x" * 40)
 
 def refuse(config: Config, mode: Mode, of_this_rank: Sequence[str] = ()) -> None:
     """Raise ConfigError with all that the mode cannot run; `of_this_rank` are sentences from other checks."""
-    with user_code.refused_where_it_ends(config.join_timeout_s, ConfigError):
-        refusals = [*unknown(config, mode), *idle(config, mode), *mode.refuse(config)]
+    with user_code.refusing_exits(config.join_timeout_s, ConfigError):
+        refusals = [*unknown(config, mode), *without_effect(config, mode), *mode.refuse(config)]
         # Checks of sizes.
         refusals = refusals or [*excluded(config, mode), *out_of_place(config, mode), *hidden(config, mode)]
     refusals += [*unwritable(config), *of_this_rank]
@@ -63,12 +63,12 @@ def instead(name: str, mode: Mode) -> str:
     return f" any more: {mode.gone[name]}" if name in mode.gone else ""
 
 
-def idle(config: Config, mode: Mode) -> Iterator[str]:
+def without_effect(config: Config, mode: Mode) -> Iterator[str]:
     """Report a variable for something that this mode never does."""
     if not mode.timed and config.slow_rank is not None:
         what = f"LAB_SLOW_RANK={config.slow_rank!r} slows a rank in the timed training of each variant"
         yield f"{what}, and {config.mode_name} has none, allowed: {modes_that(lambda other: other.timed)}"
-    yield from undrilled(config, mode)
+    yield from without_training(config, mode)
     sleep_ms: float = getattr(config.options, "sleep_ms", 0.0)
     if sleep_ms and config.device == "cuda":
         what = f"LAB_SLEEP_MS={sleep_ms:g} pretends compute by a sleep of the processor"
@@ -83,7 +83,7 @@ def idle(config: Config, mode: Mode) -> Iterator[str]:
                 yield f"{name}={value}: {config.mode_name} {mode.unsaved}; checkpoints go with {allowed}"
 
 
-def undrilled(config: Config, mode: Mode) -> Iterator[str]:
+def without_training(config: Config, mode: Mode) -> Iterator[str]:
     """Report a fault whose moment never comes in this mode, or an audit of data that it never has."""
     if mode.audits:
         return
@@ -195,7 +195,7 @@ MEMINFO = Path("/proc/meminfo")
 
 def warnings(config: Config, mode: Mode) -> list[str]:
     """Return a sentence if the run will likely not fit into memory."""
-    for here, there in rooms(config):
+    for here, there in memories(config):
         needed = needed_bytes(config, mode, here)
         if needed > there:
             return [
@@ -240,7 +240,7 @@ def activation_bytes(config: Config, samples: int, itemsize: int) -> float:
     return layer * config.depth + scores
 
 
-def rooms(config: Config) -> list[tuple[int, float]]:
+def memories(config: Config) -> list[tuple[int, float]]:
     """Return the ranks that share a memory, and its bytes: the limit of this container, and the machine's free memory,
     which ranks in other containers fill too (RANKS_ON_HOST, from the Compose file)."""
     here, limit, free = ranks_here(config), ContainerMemory().limit_bytes, free_bytes()
@@ -274,7 +274,7 @@ class SeparateDisks(NamedTuple):
     """The host of every rank, and rank 0's sentence about logs that stay on other hosts."""
 
     hosts: list[str]
-    told: str
+    sentence: str
 
 
 def find_separate_disks(exchange: Exchange, folder: Path, token: str, config: Config) -> SeparateDisks | None:
@@ -292,7 +292,7 @@ def find_separate_disks(exchange: Exchange, folder: Path, token: str, config: Co
         if value is not None
     ]
     if saves:
-        take_back(folder)
+        remove_claimed(folder)
         raise ConfigError(
             [
                 f"LAB_RUNS_DIR={str(config.runs_dir)!r} is not one folder: {who} cannot see rank 0's, and"
@@ -302,7 +302,7 @@ def find_separate_disks(exchange: Exchange, folder: Path, token: str, config: Co
     return SeparateDisks(hosts, f"not shared by {who}: logs of these ranks stay there, their records come to rank 0")
 
 
-def take_back(folder: Path) -> None:
+def remove_claimed(folder: Path) -> None:
     """Remove a folder with nothing but the claim of this run; a run that continues has earlier attempts in it."""
     with suppress(OSError):  # another rank of this machine was faster
         if [path.name for path in folder.iterdir()] == [run_folder.FILE]:

@@ -89,7 +89,7 @@ def write_memory(lab: Lab, name: str, memory: MemoryLedger) -> None:
     lab.journal.write(records.Memory(name, memory.peak_bytes))
     lab.journal.write(records.Classes(name, memory.rest, memory.peak))
     lab.journal.write(records.MemoryLine(name, memory.step_s, memory.line()))
-    for comparison, (of_tensors, seen) in memory.seen_outside().items():
+    for comparison, (of_tensors, seen) in memory.compared_with_system().items():
         lab.compare(
             comparison, of_tensors, seen, variant=name, formula="bytes of tensors", shown="it holds more than tensors"
         )
@@ -97,7 +97,7 @@ def write_memory(lab: Lab, name: str, memory: MemoryLedger) -> None:
 
 def train(lab: Lab, strategy: Strategy, batches: Batches, steps: range) -> None:
     for step in steps:
-        strategy.backward(lab.dealt(batches, step))
+        strategy.backward(lab.microbatches(batches, step))
         strategy.update()
 
 
@@ -153,7 +153,7 @@ def saved(lab: Lab, run: range, microbatch: Microbatch) -> Saved:
 
 def most_of_a_layer(lab: Lab, dealt: Callable[[list[Microbatch]], list[Microbatch]] = list) -> int:
     """The most that one layer leaves for its backward pass, of this rank's largest microbatch."""
-    microbatches = dealt(lab.dealt(lab.batches(getattr(torch, lab.config.dtype)), WARMUP_STEPS))
+    microbatches = dealt(lab.microbatches(lab.batches(getattr(torch, lab.config.dtype)), WARMUP_STEPS))
     largest = max(microbatches, key=lambda microbatch: len(microbatch.inputs))
     return max(saved_bytes(lab, range(at, at + 1), largest) for at in range(len(outline(lab.config).layers)))
 
@@ -223,7 +223,7 @@ def outlined(
     watch.over(enumerate(model.layers), again=again)
     watch.begin()
     with watch.storages:
-        microbatches = dealt(lab.dealt(batches, WARMUP_STEPS))
+        microbatches = dealt(lab.microbatches(batches, WARMUP_STEPS))
         watch.note("dealt")
         for inputs, targets, share in microbatches:
             (model(inputs, targets) * share).backward()

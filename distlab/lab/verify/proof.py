@@ -179,7 +179,7 @@ def against(
 
     for step in range(TUNED_STEPS if tuned else batches.proof_steps):
         lab.at(step + tuned * batches.proof_steps, f"proof of {name}")
-        share = strategy.backward(lab.dealt(batches, step))
+        share = strategy.backward(lab.microbatches(batches, step))
         shares.append(None if share is None else float(share))
         hold(step, {} if tuned else {"gradients": "gradients"})
         strategy.update()

@@ -111,7 +111,7 @@ def record(lab: Lab, strategies: Mapping[str, Strategy], course: TrainingPositio
 
     def prepared(strategy: Strategy, number: int) -> Callable[[], object]:
         first, together = lab.config.steps + number, repeats_after(strategy)
-        steps = [lab.dealt(course.batches, course.data_step(first + step)) for step in range(together)]
+        steps = [lab.microbatches(course.batches, course.data_step(first + step)) for step in range(together)]
         return partial(train, strategy, steps)
 
     drawn = draw(lab, {name: partial(prepared, strategy) for name, strategy in strategies.items()})
@@ -155,7 +155,7 @@ def one(lab: Lab, name: str, prepare: Prepare, number: int) -> Recorded:
     make, messages = prepare(number), Messages()
     lab.exchange.barrier(f"recorded step {number} of {name}")
     lab.at(lab.config.steps, f"recorded step {number} of {name}")
-    with messages.recorded(), listening(messages.hear), recorded(lab.device) as spans, slowed(lab.config.slowed_to):
+    with messages.recorded(), listening(messages.on_phase), recorded(lab.device) as spans, slowed(lab.config.slowed_to):
         make()
     lab.work.advance()
     return lab.config.steps + number, spans, messages.found
@@ -204,7 +204,7 @@ def compare_drawn(lab: Lab, drawn: Mapping[str, Drawn], counted: Mapping[str, Co
             tolerance = wire_tolerance(sent.nbytes, sent.messages)
             other = ", ".join(sorted(sent.ops - AS_PRICED))
             shown = shown or (f"gloo has its own way of {other}" if other else "")
-            wanted, on_wire = lab.of_ranks(f"the wire as drawn of {name}", sent.nbytes, traffic.wire_bytes)
+            wanted, on_wire = lab.bytes_to_compare(f"the wire as drawn of {name}", sent.nbytes, traffic.wire_bytes)
             lab.compare(
                 ON_WIRE, wanted, on_wire, "B", tolerance, name, "bytes as drawn", shown=shown,
                 control=CONTROL,

@@ -50,7 +50,7 @@ class Stopwatch:
             watched_calls(strategy, told=told) as watched, recorded(lab.device) as spans,
             slowed(lab.config.slowed_to),
         ):  # fmt: skip
-            microbatches = lab.dealt(course.batches, course.data_step(step))
+            microbatches = lab.microbatches(course.batches, course.data_step(step))
             self._meet(lab, course, f"step {step} of {name}")
             lab.begin_step(step, name)
             if lab.device.type == "cuda":  # on a shared GPU, loaded data may arrive after the launch

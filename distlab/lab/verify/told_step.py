@@ -18,7 +18,7 @@ from torch import Tensor
 from distlab.contract import Strategy
 from distlab.lab.lab import Lab
 from distlab.lab.measure.memory import ContainerMemory
-from distlab.lab.measure.samples import TOLD, Copies, Sample, Samples, Stretch, place_of, stretch_of
+from distlab.lab.measure.samples import SHOWN, Copies, Sample, Samples, Stretch, place_of, stretch_of
 from distlab.lab.report import records
 from distlab.lab.report.story import SUMS
 from distlab.techniques.collectives.sharded_tensor import LocalShard, whole_piece
@@ -325,5 +325,5 @@ def weight_of(
 
 
 def after_of(numbers: Tensor, place: int) -> list[float]:
-    found: list[float] = numbers[place : place + TOLD].tolist()
+    found: list[float] = numbers[place : place + SHOWN].tolist()
     return found

@@ -50,7 +50,7 @@ def connected() -> Iterator[Pair]:
 def own(monkeypatch: pytest.MonkeyPatch) -> list[socket.socket]:
     """The sockets that count as this process's, and not those of the pool of ranks."""
     found: list[socket.socket] = []
-    monkeypatch.setattr(fault_injection, "_own", lambda: iter(found))
+    monkeypatch.setattr(fault_injection, "_connections_to_others", lambda: iter(found))
     return found
 
 
@@ -61,8 +61,14 @@ def test_the_connections_to_other_processes_are_found(connected: Pair) -> None:
         )
         link, _ = server.accept()
         with link:
-            found = {each.getsockname() for each in fault_injection._own() if each.getpeername() == link.getpeername()}
-            own = {each.getsockname() for each in fault_injection._own()} & {each.getsockname() for each in connected}
+            found = {
+                each.getsockname()
+                for each in fault_injection._connections_to_others()
+                if each.getpeername() == link.getpeername()
+            }
+            own = {each.getsockname() for each in fault_injection._connections_to_others()} & {
+                each.getsockname() for each in connected
+            }
             assert (found, own) == ({link.getsockname()}, set()), "both ends of the other one are here"
         assert other.wait(30) == 0
 

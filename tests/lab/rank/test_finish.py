@@ -18,13 +18,13 @@ from distlab.lab.cluster.control_plane import Exchange
 from distlab.lab.cluster.messages import Member, Verdict
 from distlab.lab.lab import Lab
 from distlab.lab.rank.finish import (
-    DRAWN_BY_S,
+    REPORT_S,
     Sections,
     complete,
     everything_written,
     finish_run,
-    last_words,
     let_leave,
+    records_of_survivors,
     write_failure_report,
 )
 from distlab.lab.report.reading import read_records, read_run
@@ -63,7 +63,7 @@ def test_the_lowest_survivor_writes_what_all_survivors_said(tmp_path: Path) -> N
     assert (folder / "run.json").exists()
     complete(3, tmp_path / "run")  # on a machine that was too busy to draw it in time
     assert (folder / "report.html").exists()
-    words = last_words(folder, [1, 2])
+    words = records_of_survivors(folder, [1, 2])
     assert {rank for rank, _ in select(words, Failed)} == {1, 2}
     run = judge(words)
     assert run["verdict"] == "lost"
@@ -104,7 +104,7 @@ def test_a_report_that_takes_too_long_is_left_to_the_launcher(
     folder = tmp_path / "run"
     outcome, journal = Outcome(folder, "token"), broken_rank(folder, 1)
     late = survivor(1, writes=True)
-    late.survivors, late.named_at = [1], late.named_at - DRAWN_BY_S + 0.1
+    late.survivors, late.named_at = [1], late.named_at - REPORT_S + 0.1
     write_failure_report(LOST, late, journal, outcome)
     assert json.loads((folder / "run.json").read_text())["verdict"] == "lost"
     assert not list(folder.glob("*report*")), "what was begun is gone"
@@ -175,7 +175,7 @@ def test_a_drawing_ends_with_the_rank_that_began_it(tmp_path: Path) -> None:
 
 def test_a_survivor_without_words_is_not_waited_for_without_end(tmp_path: Path) -> None:
     broken_rank(tmp_path / "run", 1)
-    assert set(last_words(tmp_path / "run", [1])) == {1}
+    assert set(records_of_survivors(tmp_path / "run", [1])) == {1}
 
 
 def concluded(folder: Path, gradients: float, check: str = "gradients") -> dict[str, Any]:
@@ -213,12 +213,12 @@ def test_a_mistake_that_did_not_show_does_not_pass_for_a_check_that_held(tmp_pat
 
 
 def test_who_left_and_who_is_back_is_written_down_and_waited_for_accordingly(tmp_path: Path) -> None:
-    journal, told = broken_rank(tmp_path, 0), list[int]()
-    watch: Any = SimpleNamespace(let_leave=lambda left: setattr(watch, "left", left))
+    journal, left = broken_rank(tmp_path, 0), list[int]()
+    watch: Any = SimpleNamespace(let_leave=lambda on_loss: setattr(watch, "on_loss", on_loss))
     exchange: Any = SimpleNamespace(gone=set())
-    let_leave(watch, exchange, journal, SimpleNamespace(may_leave=lambda: None), told.append)  # type: ignore[arg-type]
-    watch.left(Lost(2, 4, "its connection ended"))
-    assert (exchange.gone, told) == ({2}, [2])
+    let_leave(watch, exchange, journal, SimpleNamespace(may_leave=lambda: None), left.append)  # type: ignore[arg-type]
+    watch.on_loss(Lost(2, 4, "its connection ended"))
+    assert (exchange.gone, left) == ({2}, [2])
     watch.on_back(Member(2, "host", "127.0.0.2", 17))
     assert exchange.gone == set()
     life = Left(2, 4, "its connection ended; the remaining ranks continued")
@@ -295,7 +295,7 @@ def test_a_heading_is_told_again_once_another_section_stands_between(capsys: pyt
 def test_what_was_said_before_there_were_sections_is_told() -> None:
     store = dist.HashStore()
     sections = Sections(Exchange(store, 0, 1, timeout_s=1), Journal(), ["bug        LAB_BUG=late:  sums"])
-    assert sections.told == {"bug LAB_BUG=late: sums"}
+    assert sections.printed == {"bug LAB_BUG=late: sums"}
 
 
 def test_every_record_goes_to_rank_0_once() -> None:
@@ -303,7 +303,7 @@ def test_every_record_goes_to_rank_0_once() -> None:
     write(ranks, records, Start, Check)
     finished(ranks, "proof")
     write(ranks, records, Steps)
-    assert [sections.bring("records") for sections in reversed(ranks)] == [False, True]
+    assert [sections.collect("records") for sections in reversed(ranks)] == [False, True]
     assert ranks[0].by_rank == {rank: sections.journal.records for rank, sections in enumerate(ranks)}
 
 
@@ -322,7 +322,7 @@ def test_of_a_rank_that_left_what_it_wrote_has_to_do(tmp_path: Path) -> None:
     ranks[1].journal.open(tmp_path, 1)
     ranks[1].journal.write(Left(1, 3, "killed"))  # its last word, on a disk that both see
     ranks[0].exchange.gone.add(1)
-    assert ranks[0].bring("records")
+    assert ranks[0].collect("records")
     assert everything_written(ranks[0], tmp_path)[1] == [Left(1, 3, "killed")]
     (tmp_path / "rank1.jsonl").unlink()
     assert everything_written(ranks[0], tmp_path)[1] == [r for r in records[1] if isinstance(r, Start | Check)]

@@ -10,7 +10,7 @@ from distlab.contract import Mode
 from distlab.lab.config import Config, ConfigError
 from distlab.lab.config.settings import modes
 from distlab.lab.rank import main
-from distlab.lab.rank.mode_loader import CHECKPOINTS, COMPILER, load, modes_that, needed, with_names_of_today
+from distlab.lab.rank.mode_loader import CHECKPOINTS, COMPILER, load, modes_that, modules_needed, with_names_of_today
 
 LESSON = """\"\"\"The idea.
 
@@ -44,8 +44,10 @@ def test_so_is_a_folder(tmp_path: Path) -> None:
 
 def test_a_variant_keeps_its_sentence_where_a_mistake_is_made_in_it() -> None:
     mode = load("dp")
-    assert [each.told for each in mode.mistaken("no_broadcast").variants] == [each.told for each in mode.variants]
-    assert mode.variants[1].told.startswith("One all_reduce for all gradients in one bucket")
+    assert [each.description for each in mode.mistaken("no_broadcast").variants] == [
+        each.description for each in mode.variants
+    ]
+    assert mode.variants[1].description.startswith("One all_reduce for all gradients in one bucket")
 
 
 @pytest.mark.parametrize(
@@ -147,7 +149,7 @@ assert len(gc.get_objects()) < 20_000, len(gc.get_objects())
 )
 def test_no_more_than_the_run_uses(run_mode: str, settings: dict[str, str], modules: list[str]) -> None:
     config = Config.read({"RUN_MODE": run_mode} | settings)
-    assert needed(config, load(run_mode)) == modules
+    assert modules_needed(config, load(run_mode)) == modules
 
 
 def test_a_run_imports_no_more_of_torch_and_walks_few_objects() -> None:

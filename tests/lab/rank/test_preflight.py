@@ -16,10 +16,10 @@ from distlab.lab.rank import preflight
 from distlab.lab.rank.mode_loader import load
 from distlab.lab.rank.preflight import (
     find_separate_disks,
+    memories,
     needed_bytes,
     ranks_here,
     refuse,
-    rooms,
     seen_by,
     warnings,
 )
@@ -117,7 +117,7 @@ def test_there_is_a_warning_only_where_there_is_less_than_is_needed(monkeypatch:
     config, mode = Config.read({}), load("dp")
     needed = needed_bytes(config, mode, 4)
     for there, warned in ((1.01 * needed, False), (0.99 * needed, True)):
-        monkeypatch.setattr(preflight, "rooms", lambda _, there=there: [(4, there)])
+        monkeypatch.setattr(preflight, "memories", lambda _, there=there: [(4, there)])
         assert bool(warnings(config, mode)) == warned
 
 
@@ -128,17 +128,17 @@ def test_of_a_sharded_model_each_rank_holds_a_part() -> None:
 
 @pytest.mark.parametrize("mode", modes())
 def test_defaults_fit_into_a_laptop(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "rooms", lambda _: [(8, 8 * GIB)])
+    monkeypatch.setattr(preflight, "memories", lambda _: [(8, 8 * GIB)])
     assert warnings(Config.read({"RUN_MODE": mode, "WORLD_SIZE": "8"}), load(mode)) == []
 
 
 def test_a_machine_holds_the_ranks_of_all_containers_and_a_container_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     config = Config.read({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "worker0"})
     monkeypatch.setattr(preflight, "free_bytes", lambda: 8 * GIB)
-    assert rooms(config)[-1] == (1, 8 * GIB)
+    assert memories(config)[-1] == (1, 8 * GIB)
     monkeypatch.setenv("RANKS_ON_HOST", "4")
     monkeypatch.setattr(preflight, "ContainerMemory", lambda: SimpleNamespace(limit_bytes=int(GIB)))
-    assert rooms(config) == [(1, GIB), (4, 8 * GIB)]
+    assert memories(config) == [(1, GIB), (4, 8 * GIB)]
 
 
 def test_ranks_that_share_this_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +163,7 @@ def ask(folders: list[Path], config: Config) -> list[list[str]]:
     def one(rank: int) -> list[str]:
         try:
             found = find_separate_disks(exchanges[rank], folders[rank], TOKEN, config)
-            return [found.told, *found.hosts] if found else []
+            return [found.sentence, *found.hosts] if found else []
         except ConfigError as error:
             return error.faults
 

@@ -105,7 +105,7 @@ def start(errand: Errand, words: Sequence[str]) -> int:
         mine = Config.read(usable(os.environ), options=errand.options).model_copy(update={"run_mode": errand.command})
         from distlab.tools.check.start.rank_supervisor import Rank
 
-        told = engine.told if config.rank is not None else ""
+        told = engine.line if config.rank is not None else ""
         return Rank(
             mine, job, started_at, told, keep_server(servers, mine.rank or 0, forked=config.rank is None)
         ).live()

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from distlab.lab.cluster.address import listening_socket, resolve
-from distlab.lab.config.user_code import heed_endings
+from distlab.lab.config.user_code import observe_exits
 from distlab.techniques.transport.store import HostedStore, KeyedStore, Prefixed
 from distlab.tools.check.start.fork_servers import be_main_process, leave_to_others
 from distlab.tools.check.watch import cuda_stand_in
@@ -237,7 +237,7 @@ def run(job: Job, ends: Ends, parent: int) -> None:
         job.watch(recorder, os.environ.pop(PROVING))
     play = job.play or partial(run_as_main, stand_in=stand_in)
     if job.play is None:  # a proof does this itself
-        heed_endings(partial(tell_before, telling, recorder))
+        observe_exits(partial(tell_before, telling, recorder))
     answer(ends.asked, ends.stacks)
     telling.say("main", threading.get_ident())
     code = ended(partial(play, job, telling, recorder, waits), telling, recorder)
