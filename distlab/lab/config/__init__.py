@@ -286,8 +286,8 @@ def _contradictions(config: Config) -> list[str]:
         refusals.append("LAB_BACKEND=tcp works on LAB_DEVICE=cpu alone: it sends from the memory of tensors")
     if config.slow_rank is not None and (config.device == "cuda" or config.backend == "nccl"):
         refusals.append(
-            f"LAB_SLOW_RANK={config.slow_rank!r} slows by the processor's seconds of compute, and a GPU computes without"
-            " it: it works on LAB_DEVICE=cpu alone"
+            f"LAB_SLOW_RANK={config.slow_rank!r} slows a rank by its CPU time, which a GPU does not use: it works only with"
+            " LAB_DEVICE=cpu"
         )
     return refusals
 

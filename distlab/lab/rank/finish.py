@@ -36,14 +36,14 @@ from distlab.lab.report.verdict import EXIT_CODES, exit_code, judge
 from distlab.techniques.transport.store import Prefixed
 
 # Each section of rank 0's log is printed as soon as it is complete: each rank sends its records since the last section,
-# some kilobytes over the store, outside of all timed steps. The end does not print them again.
+# some kilobytes over the store, outside of all timed steps. At the end they are not printed again.
 
 
 class Sections:
-    """The records that rank 0 has of all ranks so far, and its printed rows; all ranks finish the same sections."""
+    """Rank 0's records of all ranks so far, and the rows that it has printed; all ranks finish the same sections."""
 
     def __init__(self, exchange: Exchange, journal: Journal, printed: Iterable[str] = ()) -> None:
-        """`told` are the rows that rank 0 has printed before the first section."""
+        """`printed` are the rows that rank 0 has printed before the first section."""
         self.exchange, self.journal = exchange, journal
         self.by_rank: Ranks = {}
         self.left: set[int] = set()  # the ranks that have stopped sending
@@ -64,9 +64,8 @@ class Sections:
             return
         new = rows_not_yet_printed(SECTIONS[name](judge(self.by_rank), self.by_rank, rows), self.printed)
         for row in new:
-            if (
-                name != self._last or words_of_row(row) not in self.printed
-            ):  # omit a heading that stands above an earlier row
+            # Omit a heading that was printed above an earlier row of this section.
+            if name != self._last or words_of_row(row) not in self.printed:
                 self.journal.say(row, "full")
                 self.printed.add(words_of_row(row))
         self._last = name if new else self._last
@@ -85,9 +84,9 @@ class Sections:
 
 
 REPORT_TIMEOUT_S = 60.0
-CONTROL = "tests/lab/rank/test_finish.py::test_a_mistake_that_did_not_show_does_not_pass_for_a_check_that_held"
+CONTROL = "tests/lab/rank/test_finish.py::test_an_injected_bug_that_no_check_catches_fails_the_run"
 SURVIVORS_S = 1.0  # survivors write their reasons within a heartbeat of each other
-REPORT_S = 4.5  # after the loss was named: later, users draw the report of a broken run themselves
+REPORT_S = 4.5  # after the loss was named; a report that takes longer is left to the user
 
 
 def finish_run(lab: Lab, outcome: Outcome, sections: Sections, agree: Callable[[Callable[[], None]], None]) -> int:
@@ -139,7 +138,7 @@ def publish_verdict(
     code = exit_code(run) if written else exit_code(run) or 1
     sections.exchange.share("verdict", code)
     agree(lambda: outcome.publish(rank))
-    with suppress(Unwritable):  # all have agreed: a log that is full from here on changes nothing
+    with suppress(Unwritable):  # all ranks have agreed, so a full disk no longer changes the verdict
         journal = sections.journal
         for line in end_lines(run, by_rank, written, journal.level, sections.printed):
             journal.say(line)

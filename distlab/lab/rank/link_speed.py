@@ -18,7 +18,10 @@ from distlab.lab.cluster import link
 from distlab.lab.lab import Lab
 from distlab.lab.report.units import human_bits, milliseconds
 
-PIECES, SKIPPED_PIECES = 64, 32  # of a message, and the first ones: at 10 Mbit/s TCP reaches its rate in a second
+PIECES, SKIPPED_PIECES = (
+    64,
+    32,
+)  # the latter not measured: at 10 Mbit/s TCP needs a second to reach its rate
 WINDOW_PIECES = 4
 MESSAGE_S, LEAST_MESSAGE_BYTES, MOST_BYTES = 3.2, 1 << 15, 1 << 29  # of a message, at the requested rate
 PINGS = 10
@@ -36,7 +39,7 @@ def measure_link(lab: Lab) -> None:
     if shaped is not None and shaped.lacks:
         lab.say(f"{shaped.lacks}; the run continues", "link")
     if lab.config.backend == "nccl":
-        lab.say(f"{requested} was set, and is not measured with {lab.config.backend}", "link")
+        lab.say(f"{requested} is not measured with LAB_BACKEND={lab.config.backend}", "link")
         return
     lab.at(0, "the link")
     rate, delay = lab.config.net_rate, lab.config.net_delay
@@ -50,7 +53,7 @@ def measure_link(lab: Lab) -> None:
         )
     everyone = lab.exchange.everyone("link", seen)
     lab.say(
-        f"{requested} asked for; measured {human_bits(min(everyone))} to {human_bits(max(everyone))} a rank, "
+        f"{requested} requested; measured {human_bits(min(everyone))} to {human_bits(max(everyone))} per rank, "
         f"round trip {milliseconds(trip_s)} ms",
         "link",
     )
@@ -79,7 +82,7 @@ def measured_bits_s(lab: Lab, message: int) -> float:
     piece = torch.zeros(message // PIECES, dtype=torch.uint8, device=lab.device)
     arriving = torch.empty_like(piece)  # pieces may overwrite each other: their contents are not used
     arrivals = [dist.irecv(arriving, left, lab.group, tag) for tag in range(PIECES)]
-    dist.barrier(lab.group)  # not the store's: its answers would queue behind the first ranks' messages
+    dist.barrier(lab.group)  # not a barrier of the store, whose answers would queue behind the first ranks' messages
     sent = [dist.isend(piece, right, lab.group, tag) for tag in range(PIECES)]
     arrived_s = []
     for arrival in arrivals:

@@ -59,8 +59,8 @@ from distlab.techniques.transport.store import Prefixed
 
 ALONE_S = 60.0  # timeout of collectives with a single rank
 UNSEEN = (
-    "wire bytes are not visible: NCCL sends past the sockets where it can (NCCL_DEBUG=INFO says which way), so called"
-    " bytes decide"
+    "wire bytes are not visible: NCCL bypasses sockets where it can (NCCL_DEBUG=INFO shows how), so only called bytes"
+    " are checked"
 )
 
 if TYPE_CHECKING:
@@ -277,8 +277,8 @@ def begin_log(config: Config, mode: Mode, parent: LauncherPipe, engine: str) -> 
 
 
 def log_by_records(journal: Journal, config: Config) -> None:
-    """Let the journal write this rank's story to its log, and print rank 0's, in the width of a terminal; with
-    LAB_LOG=full that of each."""
+    """Let the journal write what this rank does to its log, and print rank 0's log in the width of a terminal; with
+    LAB_LOG=full each rank's."""
     own, shown = RankLog(config.log), RankLog(config.log, WIDTH)
     journal.lines_of = lambda record: [line.text for line in own.lines(record)]
     if config.rank == 0 or config.log == "full":
@@ -306,14 +306,14 @@ def fault_injector_of(run: RankRun) -> "FaultInjector | None":
     if run.config.faults is None:
         return None
     from distlab.lab.rank.fault_injection import (
-        FaultInjector,  # it imports torch's checkpoints, for which other runs need not wait
+        FaultInjector,  # it imports torch's checkpoints, which other runs do not need
     )
 
     return FaultInjector(run.config, run.journal, run.cluster)
 
 
 def checksums(config: Config) -> dict[str, str]:
-    """Return checksums of what all ranks read, by their names in a sentence."""
+    """Return checksums of the data that all ranks read, with the name of each for an error."""
     found = data.digest(config)[:12] if reads_text(config.model) else ""
     return {"the sha256 of the text": found} if found else {}
 
@@ -324,7 +324,7 @@ def lock_folder(folder: Path, cluster: Cluster, config: Config) -> None:
         claim(folder, cluster.token, goes_on=config.resume == "auto")
     except FolderInUse:
         raise ConfigError(
-            [f"LAB_RUN_ID={cluster.run_id!r} is that of another run in {config.runs_dir}: choose another"]
+            [f"LAB_RUN_ID={cluster.run_id!r} is used by another run in {config.runs_dir}: choose another"]
         ) from None
 
 
@@ -357,7 +357,7 @@ def start_record(config: Config, cluster: Cluster, mode: Mode) -> records.Start:
         "WORLD_SIZE": str(config.world_size),
         "LAB_SEED": str(config.seed),
     } | config.environ()
-    if config.resume == "auto":  # it means this run only, and a repetition is another
+    if config.resume == "auto":  # it continues this run only, and a repetition is another run
         here.add("LAB_RESUME")
     repeat = {name: value for name, value in repeat.items() if name not in here}
     return records.Start(
@@ -380,7 +380,7 @@ def start_record(config: Config, cluster: Cluster, mode: Mode) -> records.Start:
 
 
 def why_unseen(backend: str, world_size: int) -> str:
-    """Return why sockets are not measured; empty if they show all traffic."""
+    """Return why the sockets' bytes are not measured; empty if they are all traffic."""
     return UNSEEN if backend == "nccl" and world_size > 1 else ""
 
 

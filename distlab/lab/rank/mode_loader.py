@@ -34,15 +34,15 @@ def load(run_mode: str) -> Mode:
     mode = getattr(module, "MODE", None)
     if not isinstance(mode, Mode):
         raise ConfigError(
-            [f"RUN_MODE={run_mode!r} has no MODE: a lesson ends with MODE = Mode(...) of distlab's contract"]
+            [f"RUN_MODE={run_mode!r} has no MODE: the file of a mode ends with MODE = Mode(...) from distlab.contract"]
         )
     if lesson_file(run_mode).name != "__init__.py" and _declares_options(module, mode):
         place = f"{run_mode.removesuffix('.py')}/options.py"
         raise ConfigError(
-            [f"RUN_MODE={run_mode!r} has variables of its own, so it has to be a folder, and class Options in {place}"]
+            [f"RUN_MODE={run_mode!r} has its own variables, so it must be a folder with class Options in {place}"]
         )
     return replace(
-        mode, idea=inspect.cleandoc(module.__doc__ or f"{run_mode} has no docstring, which would be its idea.")
+        mode, idea=inspect.cleandoc(module.__doc__ or f"{run_mode} has no docstring that explains its idea.")
     )
 
 
@@ -107,7 +107,7 @@ def _error_with_line(error: Exception, file: Path) -> str:
 
 # The lesson of a mode in the report: its idea, a sentence per variant, the predictions with their numbers.
 
-PREDICTED = ["variant", "predicted a rank and step", "formula", "value", "calls"]
+PREDICTED = ["variant", "predicted per rank and step", "formula", "value", "calls"]
 
 
 def lesson(config: Config, mode: Mode) -> records.Lesson:
@@ -119,7 +119,7 @@ def lesson(config: Config, mode: Mode) -> records.Lesson:
 def paragraphs(idea: str) -> list[str]:
     """Return the text of a docstring without its tables, which are indented."""
     found = [" ".join(part.split()) for part in idea.split("\n\n") if not part.startswith("  ")]
-    return [part for part in found if not part.endswith(":")]  # which announces a table
+    return [part for part in found if not part.endswith(":")]  # it introduces a table
 
 
 def prediction_rows(predictions: list[Prediction]) -> list[list[str]]:
@@ -136,9 +136,9 @@ def prediction_rows(predictions: list[Prediction]) -> list[list[str]]:
 
 
 # The later imports of torch come before the run, so that they can be frozen with the rest: a collection walks every
-# object that is not frozen, and so do the meters that look for tensors (distlab/lab/measure/memory.py). torch's
-# compiler, which DDP, fully_shard and torch.optim import, is 812 modules of 118,000 objects, its checkpoints are 690
-# modules more. In the middle of a run they made each walk 0.1 to 0.2 s.
+# object that is not frozen, and so does the memory ledger when it looks for tensors (distlab/lab/measure/memory.py).
+# torch's compiler, which DDP, fully_shard and torch.optim import, is 812 modules of 118,000 objects; its checkpoints
+# are 690 more modules. Imported during a run, they slowed each walk to 0.1 to 0.2 s.
 
 COMPILER, CHECKPOINTS = "torch._dynamo", "torch.distributed.checkpoint"
 
@@ -180,10 +180,9 @@ def pick_device(config: Config, engine: str = "") -> torch.device:
     if card >= count:
         raise ConfigError(
             [
-                f"rank {config.rank} is number {card} on its machine, counted from 0, which has {count}"
-                f" GPU{'s' * (count > 1)}, and NCCL takes one rank a GPU: start at most {count}"
-                f" rank{'s' * (count > 1)} there, or set"
-                " LAB_BACKEND=gloo, whose ranks may share one"
+                f"rank {config.rank} has number {card} on its machine, counted from 0, which has {count}"
+                f" GPU{'s' * (count > 1)}, and NCCL needs a GPU per rank: start at most {count} rank{'s' * (count > 1)}"
+                " there, or set LAB_BACKEND=gloo, whose ranks can share a GPU"
             ]
         )
     torch.cuda.set_device(card)
@@ -192,7 +191,7 @@ def pick_device(config: Config, engine: str = "") -> torch.device:
 
 
 def check_cards(config: Config, device: torch.device, exchange: Exchange) -> None:
-    """Raise ConfigError if two ranks have one card, which NCCL would refuse without a name."""
+    """Raise ConfigError if two ranks share a card: NCCL would refuse it without naming them."""
     if config.backend != "nccl":
         return
     mine = str(torch.cuda.get_device_properties(device).uuid)
@@ -202,8 +201,8 @@ def check_cards(config: Config, device: torch.device, exchange: Exchange) -> Non
         if len(sharing) > 1:
             raise ConfigError(
                 [
-                    f"{name_ranks(sharing)} are on one GPU ({card}), and {len(set(cards))} of them serve"
-                    f" {len(cards)} ranks: NCCL takes one rank a GPU, so start fewer ranks, or set LAB_BACKEND=gloo"
+                    f"{name_ranks(sharing)} share one GPU ({card}); {len(cards)} ranks have {len(set(cards))} GPUs, and"
+                    " NCCL needs a GPU per rank: start fewer ranks, or set LAB_BACKEND=gloo"
                 ]
             )
 

@@ -180,8 +180,8 @@ def test_a_step_with_a_loss_of_its_own_trains_the_labs_model_too(runs: Runs) -> 
     assert ran.judged["verdict"] == "pass", failed(ran.judged)
 
 
-REPLICA = "is the step of a replica with samples of its own, and {} deals the ranks of {} the same ones"
-NONE_TIMED = "is timed beside a mode's variants, and {} times none, allowed: compress, cp, dp, "
+REPLICA = "is the training step of a replica with its own samples, but ranks of {1} have equal samples in {0}"
+NONE_TIMED = "is timed next to a mode's variants, but {} times none, allowed: compress, cp, dp, "
 
 
 @pytest.mark.parametrize(("mode", "settings", "words"), [
