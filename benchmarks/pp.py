@@ -67,7 +67,7 @@ def alone(model: Model, mesh: Mesh, config: Config) -> Strategy:
     return strategy  # type: ignore[no-any-return]
 
 
-BUILDERS = {each.name: each.build for each in pp.MODE.asked(()).variants[1:] if each.build} | {"alone": alone}
+BUILDERS = {each.name: each.build for each in pp.MODE.requested(()).variants[1:] if each.build} | {"alone": alone}
 
 
 def settings(**sizes: str) -> Config:
@@ -103,7 +103,7 @@ def step_of(
     name: str, group: dist.ProcessGroup, config: Config, model: Model, marks: list[list[Span]]
 ) -> Callable[[], None]:
     """A step of one variant that notes its phases in `marks`."""
-    microbatches = Batches(config, proof=False, device=torch.device("cpu"), dtype=torch.float32).dealt(0, 0, 1)
+    microbatches = Batches(config, proof=False, device=torch.device("cpu"), dtype=torch.float32).microbatches(0, 0, 1)
     strategy = BUILDERS[name](model, Mesh({"pp": group}), config)
 
     def step() -> None:

@@ -35,7 +35,7 @@ ODD = {
 }  # fmt: skip
 TUNED = {"LAB_CLIP": "0.05", "LAB_OPTIMIZER": "adamw"}
 KINDS = ("losses", "gradients", "weights", "optimizer")
-OURS = tuple(name for name in MODE.asked(()).names if name not in MODE.by_torch)
+OURS = tuple(name for name in MODE.requested(()).names if name not in MODE.by_torch)
 
 
 def main(*asked: str) -> None:

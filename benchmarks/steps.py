@@ -90,7 +90,7 @@ def settings(mode: str, world_size: int, sizes: dict[str, str]) -> dict[str, str
 def step_of(variant: str, grid: Mesh, config: Config) -> Callable[[], None]:
     """One training step of a variant on its first batch."""
     batches = Batches(config, proof=False, device=torch.device("cpu"), dtype=torch.float32)
-    microbatches = batches.dealt(0, grid.index("dp"), grid.size("dp"))
+    microbatches = batches.microbatches(0, grid.index("dp"), grid.size("dp"))
     (build,) = [each.build for each in load(config.run_mode).variants if each.name == variant]
     assert build is not None
     strategy = build(build_model(config, config.seed), grid, config)

@@ -83,7 +83,7 @@ class Variant:
     like: str = ""  # the variant that sends and holds what it does: what is foretold and claimed of that holds for it
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """The sentence on it, without its line breaks; empty where nobody wrote one."""
         build: Any = self.build
         while isinstance(build, partial):
@@ -398,7 +398,7 @@ class Mode:
     @property
     def stories(self) -> dict[str, str]:
         """What a rank does in each variant."""
-        return {each.name: each.told for each in self.variants} | dict([self.headline])
+        return {each.name: each.description for each in self.variants} | dict([self.headline])
 
     @property
     def timed(self) -> bool:
@@ -410,28 +410,28 @@ class Mode:
         """Whether its ranks train, so that what they hold alike can be compared."""
         return self.timed or self.stepped or bool(self.at_once)
 
-    def foretold(self, predictions: Sequence[Prediction]) -> list[Prediction]:
+    def all_predictions(self, predictions: Sequence[Prediction]) -> list[Prediction]:
         """These, of the variants that it has, and the same of each that is like one of them, unless it has its own."""
         own = {(each.variant, each.name) for each in predictions}
         like = [(variant.name, variant.like) for variant in self.variants if variant.like]
-        alike = [replace(each, variant=name) for name, other in like for each in predictions if each.variant == other]
+        copied = [replace(each, variant=name) for name, other in like for each in predictions if each.variant == other]
         known = [each for each in predictions if each.variant not in self.left_out]
-        return [*known, *(each for each in alike if (each.variant, each.name) not in own)]
+        return [*known, *(each for each in copied if (each.variant, each.name) not in own)]
 
-    def with_alike(self, names: Sequence[str]) -> list[str]:
+    def with_like(self, names: Sequence[str]) -> list[str]:
         """These variants, and those that are like one of them."""
         return [
             *names,
             *(each.name for each in self.variants if each.like and each.like in names and each.name not in names),
         ]
 
-    def asked(self, names: Sequence[str]) -> "Mode":
+    def requested(self, names: Sequence[str]) -> "Mode":
         """The same without the variants that nobody named, where they run by name alone."""
         left_out = tuple(each.name for each in self.variants if each.by_name and each.name not in names)
         kept = tuple(each for each in self.variants if each.name not in left_out)
         return replace(self, variants=kept, left_out=left_out)
 
-    def told(self, bug: str | None) -> dict[str, str]:
+    def mistake_record(self, bug: str | None) -> dict[str, str]:
         """What the records say of the mistake `bug`; empty if it is none."""
         made = self.mistakes.get(bug or "")
         return {"name": bug or "", "what": made.what, "check": made.check} if made else {}

@@ -18,7 +18,7 @@ def table() -> str:
     """Return a row per mode, which links to its page."""
     rows = ["| RUN_MODE | the lesson | variants |", "|---|---|---|"]
     for name in modes():
-        lesson = load(name).asked(())
+        lesson = load(name).requested(())
         idea = lesson.idea.partition("\n")[0].rstrip(".")
         variants = f"`{', '.join(lesson.names)}`" if lesson.names else ""
         rows.append(f"| [`{name}`](docs/modes/{name}.md) | {idea} | {variants} |")

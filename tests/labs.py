@@ -27,7 +27,7 @@ from distlab.lab.cluster.watchdog import Watchdog
 from distlab.lab.config import Config
 from distlab.lab.lab import Lab, RunHooks
 from distlab.lab.measure.traffic import Ledger
-from distlab.lab.rank.main import places_of, tell_story, unseen_on
+from distlab.lab.rank.main import log_by_records, places_of, why_unseen
 from distlab.lab.rank.mode_loader import load_for
 from distlab.lab.rank.preflight import refuse
 from distlab.lab.report import records
@@ -158,15 +158,15 @@ def lab_of(
     config = Config.read(settings | {"RANK": str(group.rank())})
     journal = Journal()
     journal.open(Path(folder), group.rank())
-    tell_story(journal, config)
+    log_by_records(journal, config)
     given = mode or load_for(config)
     mode = mode or given.mistaken(config.bug)
     start = records.Start(group.rank(), "test", config.run_mode, group.size(), "host", config.written(), {}, {})
-    told = {"mistake": given.told(config.bug), "idea": mode.sentence, "stories": mode.stories}
+    told = {"mistake": given.mistake_record(config.bug), "idea": mode.sentence, "stories": mode.stories}
     journal.write(replace(start, by_torch=list(mode.by_torch), **told))
     store = dist.PrefixStore(folder, dist.distributed_c10d._get_default_store())
     exchange = Exchange(store, group.rank(), group.size(), timeout_s=30)
-    unseen = unseen_on(config.backend, group.size())
+    unseen = why_unseen(config.backend, group.size())
 
     def finished(_section: str, _rows: Sequence[str] = ()) -> None:
         if until:

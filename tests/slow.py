@@ -36,7 +36,7 @@ SLOW = {
     ),
     "tests/compose/test_check.py": "tests/tools/check/judge/test_hang.py::test_a_barrier_under_rank_0_is_a_hang[2]",
     "tests/compose/test_ci.py": "tests/docs/test_ci.py::test_the_steps_of_local_processes[hangs]",
-    "tests/compose/test_drills.py": "tests/lab/rank/test_fault_injection.py::test_each_fault_ends_as_it_should[kill@300ms-3]",
+    "tests/compose/test_drills.py": "tests/lab/rank/test_fault_injection.py::test_each_fault_ends_the_run_with_its_exit_code[kill@300ms-3]",
     "tests/compose/test_elastic.py": (
         "tests/lab/cluster/test_elastic_processes.py::test_a_killed_rank_that_is_restarted_rejoins[2-restart]"
     ),
@@ -156,8 +156,8 @@ SLOW = {
     "tests/lab/rank/test_fault_injection.py::test_a_killed_rank_is_named_in_time": (
         "tests/lab/rank/test_fault_injection.py::test_a_killed_rank_is_named_in_time[dp]"
     ),
-    "tests/lab/rank/test_fault_injection.py::test_each_fault_ends_as_it_should": (
-        "tests/lab/rank/test_fault_injection.py::test_each_fault_ends_as_it_should[kill@300ms-3]"
+    "tests/lab/rank/test_fault_injection.py::test_each_fault_ends_the_run_with_its_exit_code": (
+        "tests/lab/rank/test_fault_injection.py::test_each_fault_ends_the_run_with_its_exit_code[kill@300ms-3]"
     ),
     "tests/lab/cluster/test_watchdog.py::test_a_rank_declared_dead_that_wakes_changes_nothing": (
         "tests/lab/cluster/test_watchdog.py::test_a_rank_declared_dead_that_wakes_changes_nothing[server]"

@@ -101,8 +101,8 @@ def test_a_mistake_replaces_one_thing_and_leaves_the_rest(bug: str | None, place
 
 def test_the_records_have_what_a_mistake_breaks_and_the_check_that_catches_it() -> None:
     made = MODE.mistakes["part"]
-    assert MODE.told("part") == {"name": "part", "what": made.what, "check": "gradients"}
-    assert MODE.told(None) == MODE.told("absent") == {}
+    assert MODE.mistake_record("part") == {"name": "part", "what": made.what, "check": "gradients"}
+    assert MODE.mistake_record(None) == MODE.mistake_record("absent") == {}
 
 
 def test_a_mistake_is_stated_where_the_wrong_thing_is_made() -> None:

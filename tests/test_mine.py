@@ -78,4 +78,4 @@ def test_it_is_explained_and_refused_like_ours(tmp_path: Path, mode: str) -> Non
     assert wrong.returncode == 2
     bug, saves = sorted(wrong.stdout.splitlines())
     assert bug.endswith("LAB_BUG='unsumed' is not a bug of mode (did you mean 'unsummed'?), allowed: unsummed")
-    assert "mode keeps no state that it could save; checkpoints go with" in saves
+    assert "mode keeps no state that it could save, modes with checkpoints:" in saves

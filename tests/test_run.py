@@ -19,8 +19,8 @@ import pytest
 import yaml
 
 from distlab.lab.config import ON_ONE_MACHINE, Config
-from distlab.lab.config.commands import COMMANDS, offered
-from distlab.lab.config.settings import GONE, aliases, modes, slips
+from distlab.lab.config.commands import COMMANDS, commands_for_users
+from distlab.lab.config.settings import GONE, aliases, modes, one_typo_from
 from tests.lab.config.test_config import OF_OTHERS
 from tests.launched import clean, ended
 
@@ -170,8 +170,11 @@ def test_a_puzzle_is_written_here_beside_an_engine_too(checkout: Path) -> None:
 def test_help_names_every_command_and_mode(words: list[str]) -> None:
     done = run(TOP, *words)
     assert (done.returncode, done.stderr) == (0, "")
-    assert re.findall(r"^  ./run (\w+) +\w", done.stdout, re.MULTILINE)[-len(offered()) :] == offered()
-    assert all(COMMANDS[name].what in done.stdout for name in offered())
+    assert (
+        re.findall(r"^  ./run (\w+) +\w", done.stdout, re.MULTILINE)[-len(commands_for_users()) :]
+        == commands_for_users()
+    )
+    assert all(COMMANDS[name].what in done.stdout for name in commands_for_users())
     assert f"Modes: {' '.join(modes())}\n" in done.stdout
 
 
@@ -245,7 +248,7 @@ def test_fewer_codes_than_ranks_are_a_broken_cluster(checkout: Path) -> None:
 def test_every_slip_of_a_name_is_refused_before_a_container_starts_and_no_variable_of_others(checkout: Path) -> None:
     """As distlab/lab/config does, which sees no variable that the Compose file lacks."""
     named = ["RUN_MODE", "RANK", "MASTER_PORT", "LAB_KEY_FILE"]  # each slip is a process that looks for what was meant
-    slipped = {slip for name in named for slip in slips(name)} - aliases(Config).keys()
+    slipped = {slip for name in named for slip in one_typo_from(name)} - aliases(Config).keys()
     others = set(OF_OTHERS) - os.environ.keys()
     done = run_under_an_engine(checkout, WORLD_SIZE="9", **dict.fromkeys([*slipped, *others], "2"))
     assert done.returncode == 2

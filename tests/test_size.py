@@ -236,7 +236,7 @@ def variants() -> Iterator[Opened]:
     for mode in modes():
         folders = (f"{LESSONS}.{mode}", f"distlab.techniques.{TECHNIQUES.get(mode, mode)}")
         lesson = TOP / "experiments" / mode / "__init__.py"
-        for variant in load(mode).asked(()).variants:  # a lesson.py is one file
+        for variant in load(mode).requested(()).variants:  # a lesson.py is one file
             start = variant.build or BUILT_BY_RUN[mode][variant.name]
             others = reached([start], folders) - {lesson, lesson.with_name("options.py")}
             ordered = sorted(others, key=lambda path: (not path.is_relative_to(TOP / "experiments"), path))

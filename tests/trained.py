@@ -46,7 +46,7 @@ def dealing(config: Config, group: dist.ProcessGroup, *, proof: bool = True) -> 
     sizes, batches = load(config.run_mode).axes(config), batches_of(config, proof=proof)
     inner = math.prod(list(sizes.values())[list(sizes).index("dp") + 1 :]) if "dp" in sizes else 1
     replicas = sizes.get("dp", 1)
-    return partial(batches.dealt, shard=group.rank() // inner % replicas, num_shards=replicas)
+    return partial(batches.microbatches, shard=group.rank() // inner % replicas, num_shards=replicas)
 
 
 def dealt(config: Config, group: dist.ProcessGroup, step: int, *, proof: bool = True) -> list[Microbatch]:

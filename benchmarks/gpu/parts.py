@@ -218,5 +218,5 @@ def faults() -> Iterator[Part]:
         sentence = f"at step {number} {place}"  # of the rank itself, or of who waited for it
         yield mode(lesson, ranks, ALONE, asked, code=1, sentence=sentence)._replace(name=name)
     if ON_CARD:
-        crowded = r"refused .*1 GPU, and NCCL takes one rank a GPU"
+        crowded = r"refused .*1 GPU, and NCCL needs a GPU per rank"
         yield mode("dp", 4, "nccl", code=2, sentence=crowded)._replace(name="four on one card")

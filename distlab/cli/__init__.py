@@ -17,12 +17,12 @@ from distlab.lab.report.table import log_line, printable
 Words = ParamSpec("Words")
 
 
-def tells_refusals(main: Callable[Words, int]) -> Callable[Words, int]:
+def prints_refusals(main: Callable[Words, int]) -> Callable[Words, int]:
     """Wrap a command: print refusals on the standard error, one line per reason, and exit with 2; likewise for a file
     that cannot be written, with 1 if the disk is full."""
 
     @wraps(main)
-    def told(*args: Words.args, **kwargs: Words.kwargs) -> int:
+    def wrapped(*args: Words.args, **kwargs: Words.kwargs) -> int:
         try:
             return main(*args, **kwargs)
         except Refusal as error:
@@ -37,4 +37,4 @@ def tells_refusals(main: Callable[Words, int]) -> Callable[Words, int]:
             return 1 if error.errno == errno.ENOSPC else 2
         return 2
 
-    return told
+    return wrapped

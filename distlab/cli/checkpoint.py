@@ -12,23 +12,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from distlab.cli import tells_refusals
+from distlab.cli import prints_refusals
 from distlab.lab.checkpoint import locate
 from distlab.lab.checkpoint.locate import FoundCheckpoint
 from distlab.lab.checkpoint.manifest import Unreadable
 from distlab.lab.report.table import log_line
 
 
-@tells_refusals
+@prints_refusals
 def main(arguments: Sequence[str] | None = None) -> int:
     """Find, check, gather, write; returns the exit code."""
-    asked = parser().parse_args(arguments)
-    found = locate.newest_good(asked.source, lambda text: print(f"checkpoint {text}", file=sys.stderr))
+    options = parser().parse_args(arguments)
+    found = locate.newest_good(options.source, lambda text: print(f"checkpoint {text}", file=sys.stderr))
     if found is None:
-        raise Unreadable(f"{asked.source} holds no checkpoint: name the folder of a run or of a checkpoint")
-    variant = chosen(found, asked.variant)
-    export(found, variant, asked.out)
-    print(log_line("exported", f"{variant} after {found.manifest.step} steps ({found.folder}) to {asked.out}"))
+        raise Unreadable(f"{options.source} holds no checkpoint: name the folder of a run or of a checkpoint")
+    variant = chosen(found, options.variant)
+    export(found, variant, options.out)
+    print(log_line("exported", f"{variant} after {found.manifest.step} steps ({found.folder}) to {options.out}"))
     return 0
 
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from distlab.cli import tells_refusals
+from distlab.cli import prints_refusals
 from distlab.lab.config import MAX_WORLD_SIZE, Config, Refusal, commands
 
 NUMBERS = {"ranks": 1, "restarts": 3}  # marks after a number, and its multiple of the ranks
@@ -20,7 +20,7 @@ OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "LAB_RUNS_DIR")  # var
 ENGINES = Path(__file__).parents[1] / "engines"
 
 
-@tells_refusals
+@prints_refusals
 def main(words: Sequence[str]) -> int:
     """Print the manifest; returns the exit code."""
     typed = parser().parse_intermixed_args(words)

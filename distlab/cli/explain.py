@@ -7,7 +7,7 @@ make explain RUN_MODE=dp LAB_BUG=no_sampler      and what that injected bug brea
 import sys
 from collections.abc import Sequence
 
-from distlab.cli import tells_refusals
+from distlab.cli import prints_refusals
 from distlab.contract import Mode
 from distlab.lab.config import Config
 from distlab.lab.config.settings import lesson_file
@@ -21,7 +21,7 @@ def explain(config: Config, mode: Mode) -> list[str]:
     text = lesson(config.run_mode)
     lines = [mode.idea, "", *([text, ""] if text else [])]
     lines += [f"With {', '.join(f'{name}={value}' for name, value in settings.items())}:", ""]
-    lines += aligned(PREDICTED, prediction_rows(mode.foretold(mode.predict(config))))
+    lines += aligned(PREDICTED, prediction_rows(mode.all_predictions(mode.predict(config))))
     if config.bug is not None:
         mistake = mode.mistakes[config.bug]
         lines += ["", f"LAB_BUG={config.bug}: {mistake.what}. The check that catches it: {mistake.check}."]
@@ -52,7 +52,7 @@ def mistake_lines(mode: Mode) -> list[str]:
     return aligned(["bug", "what breaks", "check"], rows)
 
 
-@tells_refusals
+@prints_refusals
 def main(_: Sequence[str] = ()) -> int:
     """Print the lesson of RUN_MODE; returns the exit code."""
     from distlab.lab.rank.mode_loader import load_for, with_names_of_today

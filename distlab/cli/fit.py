@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from distlab.cli import tells_refusals
+from distlab.cli import prints_refusals
 from distlab.lab.config import Config
 from distlab.lab.measure.storages import SavedActivations
 from distlab.lab.report.reading import read_run
@@ -65,7 +65,7 @@ def zero3_need(layers: Sequence[int], num_ranks: int, activation_bytes: int) -> 
 def activations(config: Config) -> int:
     """Return a rank's activation bytes, counted on a model without data."""
     batches = Batches(config, proof=False, device=torch.device("cpu"), dtype=torch.float32)
-    inputs, targets, _ = batches.dealt(0, 0, config.world_size)[0]
+    inputs, targets, _ = batches.microbatches(0, 0, config.world_size)[0]
     model = outline(config)
     with SavedActivations() as saved:
         model(inputs.to("meta"), targets.to("meta"))
@@ -160,7 +160,7 @@ def mb(nbytes: float) -> str:
     return f"{nbytes / 1e6:.0f} MB"
 
 
-@tells_refusals
+@prints_refusals
 def main(arguments: Sequence[str]) -> int:
     """`limit` prints LAB_MEMORY's value, `judge FREE DP FSDP` (folders of runs) the verdict; returns the exit code."""
     if list(arguments) == ["limit"]:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from distlab.cli import sizes, tells_refusals
+from distlab.cli import prints_refusals, sizes
 from distlab.lab.config import ConfigError
 from distlab.lab.config.settings import suggest
 from distlab.lab.report.reading import BrokenRecord
@@ -366,7 +366,7 @@ def command(layout: Layout, job: Job) -> str:
     return f"RUN_MODE=mesh WORLD_SIZE={ranks} LAB_MESH={mesh} LAB_VARIANT={variant}{again} make run"
 
 
-@tells_refusals
+@prints_refusals
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the answer; returns the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
-from distlab.cli import tells_refusals
+from distlab.cli import prints_refusals
 from distlab.lab.config import Refusal
 from distlab.lab.report.reading import write_bytes_atomically
 from distlab.lab.report.table import on_terminal
@@ -37,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-@tells_refusals
+@prints_refusals
 def main(words: Sequence[str]) -> int:
     """Run the command; returns the exit code."""
     typed = parser().parse_args(words)

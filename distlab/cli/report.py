@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from distlab.cli import tells_refusals
+from distlab.cli import prints_refusals
 from distlab.lab.cluster.launch import die_with
 from distlab.lab.config import Config, Refusal
 from distlab.lab.report.compare import comparison
@@ -29,36 +29,36 @@ from distlab.lab.report.verdict import exit_code, judge, write_run
 DAY_S = 86_400
 
 
-@tells_refusals
+@prints_refusals
 def main(arguments: Sequence[str] | None = None) -> int:
     """Read, judge, write; returns the exit code."""
-    asked = parser().parse_args(arguments)
-    if bool(asked.runs) == (asked.clean is not None) or (asked.yes and asked.clean is None):
+    options = parser().parse_args(arguments)
+    if bool(options.runs) == (options.clean is not None) or (options.yes and options.clean is None):
         parser().error("name the folders of runs, or --clean DAYS with or without --yes")
-    if asked.clean is not None:
-        return clean(asked.clean, unasked=asked.yes)
-    if asked.log.isdecimal():
-        asked.rank, asked.log = int(asked.log), "normal"
-    if len(asked.runs) > 2:
-        parser().error(f"one run is judged and two are compared, and {len(asked.runs)} were named")
-    if len(asked.runs) > 1 and (asked.junit or asked.page_only or asked.figures or asked.rank is not None):
+    if options.clean is not None:
+        return clean(options.clean, unasked=options.yes)
+    if options.log.isdecimal():
+        options.rank, options.log = int(options.log), "normal"
+    if len(options.runs) > 2:
+        parser().error(f"one run is judged and two are compared, and {len(options.runs)} were named")
+    if len(options.runs) > 1 and (options.junit or options.page_only or options.figures or options.rank is not None):
         parser().error("--junit, --page-only, --figures and --rank go with one run, and two were named")
-    if asked.page and not asked.page_only:
+    if options.page and not options.page_only:
         parser().error("--page says where --page-only writes, and --page-only is not there")
-    if asked.parent is not None:
-        die_with(asked.parent)
+    if options.parent is not None:
+        die_with(options.parent)
     try:
-        if len(asked.runs) > 1:
-            return compare(*asked.runs)
-        folder = asked.runs[0]
+        if len(options.runs) > 1:
+            return compare(*options.runs)
+        folder = options.runs[0]
         run, records = read_and_judge(folder)
-        if asked.rank is not None:
-            return print_rank(folder, run, records, asked.rank, asked.log)
-        if asked.figures:
-            return draw_figures(run, records, asked.figures)
-        return rebuild(folder, run, records, asked.junit, asked.page_only, asked.page)
+        if options.rank is not None:
+            return print_rank(folder, run, records, options.rank, options.log)
+        if options.figures:
+            return draw_figures(run, records, options.figures)
+        return rebuild(folder, run, records, options.junit, options.page_only, options.page)
     except MISFITS as error:
-        folders = ", ".join(map(str, asked.runs))
+        folders = ", ".join(map(str, options.runs))
         raise Refusal(f"the records in {folders} do not fit each other ({error!r})") from None
 
 

@@ -79,7 +79,7 @@ def start(started_at: float) -> int:
     engine = launchers.read_launcher(os.environ)
     os.environ.update(engine.variables)
     os.environ[launchers.STARTED_BY] = launchers.starting_command(os.environ, sys.argv[0])
-    return run(Config.read(found_before=engine.faults), started_at, engine.told)
+    return run(Config.read(found_before=engine.faults), started_at, engine.line)
 
 
 def print_json(started_at: float) -> int:

@@ -90,10 +90,10 @@ class Lab:
         """Return the global batches, with each rank's part of them."""
         return self.mode.batches(self.config, proof=proof, device=self.device, dtype=dtype)
 
-    def dealt(self, batches: Batches, step: int) -> list[Microbatch]:
+    def microbatches(self, batches: Batches, step: int) -> list[Microbatch]:
         """Return this rank's microbatches of `step`: split along the mesh's axis dp, equal along other axes."""
         with phase("data"):
-            return batches.dealt(step, self.mesh.index("dp"), self.mesh.size("dp"))
+            return batches.microbatches(step, self.mesh.index("dp"), self.mesh.size("dp"))
 
     def begin_step(self, step: int, variant: str) -> None:
         """Mark the start of a step of the training itself, not of other passes."""
@@ -167,8 +167,8 @@ class Lab:
         for row in self.mode.claims(self.mode, self.config):
             if row.fails_in and any(name == each or (each[-1:] == " " and name.startswith(each)) for each in row.names):
                 test = row.fails_in
-                mine = f"tests/experiments/test_{self.config.mode_name}.py::{test}"
-                return mine if test.startswith("test_") else test
+                path = f"tests/experiments/test_{self.config.mode_name}.py::{test}"
+                return path if test.startswith("test_") else test
         raise LookupError(f"{name!r} is in no row of the mode's table that says what makes it fail, nor is a mistake's")
 
     def compare(
@@ -249,21 +249,21 @@ class Lab:
         """Return whether LAB_VARIANT names this variant, or is unset."""
         return not self.config.variant or variant in self.config.variant
 
-    def hold(self, predictions: Sequence[Prediction], measured: Mapping[str, Counted]) -> None:
+    def compare_predictions(self, predictions: Sequence[Prediction], measured: Mapping[str, Counted]) -> None:
         """Compare the measurements of each variant with all its predictions, by their kinds; rank 0 then prints
         both."""
-        foretold = [each for each in self.mode.foretold(predictions) if each.variant in measured]
+        expected = [each for each in self.mode.all_predictions(predictions) if each.variant in measured]
         for name, kind in KINDS.items():
-            for each in [each for each in foretold if each.name == name]:
-                value = kind.seen(measured[each.variant])
+            for each in [each for each in expected if each.name == name]:
+                value = kind.measure(measured[each.variant])
                 if name == "wire bytes":
-                    self.hold_bytes(each, measured[each.variant].traffic)
+                    self.compare_bytes(each, measured[each.variant].traffic)
                 elif value is not None:
-                    self.hold_one(each, value, kind.absolute + kind.relative * each.value[self.rank])
+                    self.compare_prediction(each, value, kind.absolute + kind.relative * each.value[self.rank])
         self.finished("measured")
         self.finished("memory")
 
-    def hold_one(
+    def compare_prediction(
         self,
         prediction: Prediction,
         measured: float,
@@ -279,20 +279,20 @@ class Lab:
             prediction.formula, shown=prediction.shown, control=control,
         )  # fmt: skip
 
-    def hold_bytes(self, prediction: Prediction, traffic: Traffic) -> None:
+    def compare_bytes(self, prediction: Prediction, traffic: Traffic) -> None:
         """Compare called bytes exactly, and wire bytes within 1 % and the frames that gloo adds to each message.
 
         Called and predicted bytes are multiples of 1/N B, summed in different orders: rounded to 1/1000 B they are
         either equal or really different.
         """
         predicted = prediction.value[self.rank]
-        self.hold_one(prediction, round(traffic.called_bytes, 3), 0.0, "called bytes", round(predicted, 3))
+        self.compare_prediction(prediction, round(traffic.called_bytes, 3), 0.0, "called bytes", round(predicted, 3))
         if traffic.wire_error is None:
             tolerance = wire_tolerance(predicted, prediction.messages_of(self.rank))
-            wanted, sent = self.of_ranks(f"the wire of {prediction.variant}", predicted, traffic.wire_bytes)
-            self.hold_one(prediction, sent, tolerance, predicted=wanted)
+            wanted, sent = self.bytes_to_compare(f"the wire of {prediction.variant}", predicted, traffic.wire_bytes)
+            self.compare_prediction(prediction, sent, tolerance, predicted=wanted)
 
-    def of_ranks(self, label: str, wanted_bytes: float, wire_bytes: float) -> tuple[float, float]:
+    def bytes_to_compare(self, label: str, wanted_bytes: float, wire_bytes: float) -> tuple[float, float]:
         """Return the wire bytes to compare: this rank's. Over plain TCP small sums go to rank 0 and back, so ranks
         differ and the formula is their mean: there both are the mean of all ranks."""
         if self.config.backend != "tcp":
@@ -304,7 +304,7 @@ class Lab:
 class Kind(NamedTuple):
     """How to check a prediction of a kind: the measured value, its tolerance, and what makes the check fail."""
 
-    seen: Callable[[Any], float | None]  # None if there is nothing to check
+    measure: Callable[[Any], float | None]  # None if there is nothing to check
     relative: float = 0.0
     absolute: float = 0.0
     control: str = ""  # as in `Lab.check`
@@ -314,11 +314,11 @@ class Kind(NamedTuple):
 # in the formulas and only informational. A bubble is measured if the passes were marked.
 TESTS = "tests/lab/test_lab.py::"
 KINDS = {
-    "wire bytes": Kind(lambda seen: None, control=f"{TESTS}test_bytes_beside_their_formula_fail"),  # noqa: ARG005
-    "peak bytes": Kind(lambda seen: sum(seen.peak.values()), 0.05),
+    "wire bytes": Kind(lambda step: None, control=f"{TESTS}test_bytes_beside_their_formula_fail"),  # noqa: ARG005
+    "peak bytes": Kind(lambda step: sum(step.peak.values()), 0.05),
     "rest bytes": Kind(
-        lambda seen: sum(seen.rest.values()) - seen.rest["communication"], 0.01, 0, f"{TESTS}test_bytes_that_stay_fail"
+        lambda step: sum(step.rest.values()) - step.rest["communication"], 0.01, 0, f"{TESTS}test_bytes_that_stay_fail"
     ),
-    "calls": Kind(lambda seen: seen.traffic.calls, 0, 0, f"{TESTS}test_calls_beside_their_formula_fail"),
-    "bubble": Kind(lambda seen: getattr(seen, "bubble", None), 0, 0.03),
+    "calls": Kind(lambda step: step.traffic.calls, 0, 0, f"{TESTS}test_calls_beside_their_formula_fail"),
+    "bubble": Kind(lambda step: getattr(step, "bubble", None), 0, 0.03),
 }

@@ -205,7 +205,7 @@ def digits(chunks: list[Tensor]) -> str:
 
 def title(config: Config) -> str:
     """Return the title of the run."""
-    return f"{len(primitives.PRIMITIVES)} primitives, {len(MODE.asked(config.variant).names)} ways to all_reduce"
+    return f"{len(primitives.PRIMITIVES)} primitives, {len(MODE.requested(config.variant).names)} ways to all_reduce"
 
 
 def predict(config: Config) -> list[Prediction]:
@@ -225,7 +225,7 @@ def run(
     lab: Lab, algorithms: Mapping[str, Algorithm] = ALGORITHMS, backward_of: Convention = as_it_is
 ) -> None:  # fmt: skip
     """Run the lesson, from one message to the cost of the largest tensor."""
-    for prediction in lab.mode.foretold(predict(lab.config)):
+    for prediction in lab.mode.all_predictions(predict(lab.config)):
         lab.say(
             f"{prediction.variant}: {prediction.formula} = {max(prediction.value) / 1e6:.3g} MB for an all_reduce of"
             " 4 MiB",

@@ -133,7 +133,7 @@ def run(lab: Lab) -> None:
     lab.say(summary(lab.config), "predict")
     proofs: dict[str, Proof] = dict.fromkeys((*METHODS, "plain"), partial(by_the_formula, lab))
     measured = measure(lab, also=partial(check_replicas, lab), proofs={**proofs, **pytorch.proofs(lab, fp16, powersgd)})
-    lab.hold(predictions, measured)
+    lab.compare_predictions(predictions, measured)
     show(lab, measured)
 
 

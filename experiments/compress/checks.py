@@ -73,7 +73,7 @@ def by_the_formula(lab: Lab, name: str, build: Build) -> None:
     worst = Worst(("gradients", "formula", *(["sent + residual"] if feedback else []), "weights"))
     for step in range(PROVEN_STEPS):
         lab.at(step, f"proof of {name}")
-        strategy.backward(lab.dealt(batches, step))
+        strategy.backward(lab.microbatches(batches, step))
         strategy.update()
         lab.stepped()
         lab.at(step, f"one process, beside {name}")

@@ -106,11 +106,11 @@ def check_beside(
     batches = lab.batches(torch.float64, proof=True)
     theirs, ours = (each(lab.model(torch.float64), lab.mesh, config) for each in (build, build_ours))
     for _ in range(DENSE_STEPS):  # without an update: DDP rebuilds its buckets, and its PowerSGD waits for that
-        theirs.backward(lab.dealt(batches, 0))
+        theirs.backward(lab.microbatches(batches, 0))
     worst = Worst(("losses beside ours", "gradients beside ours"))
     for step in range(STEPS):
         lab.at(step, f"proof of {name}")
-        share, wanted = (strategy.backward(lab.dealt(batches, step)) for strategy in (theirs, ours))
+        share, wanted = (strategy.backward(lab.microbatches(batches, step)) for strategy in (theirs, ours))
         assert share is not None
         assert wanted is not None
         worst.note("losses beside ours", (share - wanted).abs().item())

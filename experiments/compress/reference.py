@@ -14,7 +14,7 @@ from torch import Size, Tensor
 
 from distlab.contract import Strategy
 from distlab.lab.config import Config
-from distlab.lab.measure.tensors import TINY, larger, largest, largest_difference, over
+from distlab.lab.measure.tensors import TINY, larger, largest, largest_difference, relative_norm
 from distlab.techniques.compression.compressors import Handle, rank_seed
 from distlab.techniques.data_parallel.buckets import GradientBuckets
 from distlab.techniques.data_parallel.strategy import Replica
@@ -186,7 +186,7 @@ class Projection:
             if factored(shape, self.low_rank):
                 found = self._projected(index, s.view(shape[0], -1), r.view(shape[0], -1), size.norm())
             else:
-                found = over(s - r, size.norm())  # sent uncompressed
+                found = relative_norm(s - r, size.norm())  # sent uncompressed
             worst = max(worst, found)
         return worst, total
 
@@ -196,7 +196,7 @@ class Projection:
         drawn = torch.randn(s.shape[1], rank, generator=draw, dtype=torch.float64)
         q = self.starts.get(index, drawn.to(s.device))
         self.starts[index] = r.T.clone()
-        return max(over((s - r) @ q, size * q.norm()), over(r.T @ (s - r), size * size))
+        return max(relative_norm((s - r) @ q, size * q.norm()), relative_norm(r.T @ (s - r), size * size))
 
 
 def factored(shape: Size, low_rank: int) -> bool:

@@ -187,7 +187,7 @@ def run(lab: Lab) -> None:
     note_positions(lab)
     measured = measure(lab)
     note_keys(lab)
-    lab.hold(predictions, measured)
+    lab.compare_predictions(predictions, measured)
     chosen = [name for name in measured if name in BY_HAND]
     compare_kept(lab, {name: measured[name].activation_bytes for name in chosen})
     compare_balance(lab, [name for name in measured if name != "plain"])

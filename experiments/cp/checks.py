@@ -161,7 +161,7 @@ def watch_second_step(lab: Lab, name: str) -> Kernels:
     assert build is not None
     dtype = getattr(torch, lab.config.dtype)
     lab.at(0, f"balance of {name}")
-    strategy, microbatches = build(lab.model(dtype), lab.mesh, lab.config), lab.dealt(lab.batches(dtype), 0)
+    strategy, microbatches = build(lab.model(dtype), lab.mesh, lab.config), lab.microbatches(lab.batches(dtype), 0)
     strategy.backward(microbatches)
     seen = Kernels()
     with seen:
@@ -249,7 +249,7 @@ def more(variant: str, config: Config, positions: Positions, samples: int, rank:
 def compare_kept(lab: Lab, measured: Mapping[str, int]) -> None:
     """Compare the bytes that each variant kept in a step, in its largest microbatch, with the prediction."""
     batches = lab.batches(getattr(torch, lab.config.dtype))
-    largest = max(lab.dealt(batches, 0), key=lambda microbatch: len(microbatch.inputs))
+    largest = max(lab.microbatches(batches, 0), key=lambda microbatch: len(microbatch.inputs))
     for name, nbytes in measured.items():
         wanted = predicted_activation_bytes(lab, name, lab.config, largest)
         shown = KEPT_ON_GPU if lab.device.type == "cuda" else ""

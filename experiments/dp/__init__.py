@@ -136,7 +136,7 @@ def run(lab: Lab) -> None:
     if lab.config.proof:
         check_samples(lab)
     measured = measure(lab, also=partial(check_replicas, lab))
-    lab.hold([*predictions, *predict_peaks(lab, measured)], measured)
+    lab.compare_predictions([*predictions, *predict_peaks(lab, measured)], measured)
     check_overlap(lab, measured)
 
 

@@ -211,7 +211,7 @@ def run(lab: Lab) -> None:
     for name in ours:
         note_units(lab, name, measured[name].order)
     reshard = lab.config.own(Options).reshard
-    lab.hold([*predictions, *predict_peaks(lab, measured, reshard=reshard)], measured)
+    lab.compare_predictions([*predictions, *predict_peaks(lab, measured, reshard=reshard)], measured)
     for name in ours:
         check_order(lab, name, measured[name], reshard=reshard)
 

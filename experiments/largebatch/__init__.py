@@ -115,7 +115,7 @@ def run(lab: Lab, recipe: type[Recipe] = Recipe) -> None:
         check_equality(lab)
     found = sweep(lab, followed)
     show_found(lab, found)
-    lab.hold(lab.mode.predict(lab.config), {lab.config.model: found.counted})
+    lab.compare_predictions(lab.mode.predict(lab.config), {lab.config.model: found.counted})
 
 
 MODE = Mode(

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
 from distlab.lab.lab import Lab
-from distlab.lab.measure.tensors import larger, largest_difference, over
+from distlab.lab.measure.tensors import larger, largest_difference, relative_norm
 from distlab.lab.verify.proof import TOLERANCE
 from distlab.lab.workload.model import build_model
 from distlab.lab.workload.reference import LEARNING_RATE, divided, gradients, gradients_of
@@ -152,13 +152,13 @@ def check_step(lab: Lab, name: str, trainee: Trainee, before: State, step: int, 
     summed = [gradient.double() for gradient in gradients_of(trainee.model)]
     mine, other = (parameters_to_vector(each) for each in (summed, [gradient.double() for gradient in wanted]))
     detail = f"step {step} of k = {trainee.k}; length of the difference over that of the gradient"
-    lab.check(f"{kind}gradients", over(mine - other, other.norm()), of_gradients, name, detail)
+    lab.check(f"{kind}gradients", relative_norm(mine - other, other.norm()), of_gradients, name, detail)
     rate = rate_of(name, base_rate(stream.config), trainee.k, step, trainee.steps)
     exact, found = ([Row(*(each.double() for each in row)) for row in rows] for rows in (before, state_of(trainee)))
     off = 0.0
     for rows in zip(exact, found, stepped(exact, name, summed, rate, step + 1), strict=True):
         for start, now, due in zip(*rows, strict=True):
-            off = larger(off, over(now - due, torch.maximum(start.norm(), due.norm())))
+            off = larger(off, relative_norm(now - due, torch.maximum(start.norm(), due.norm())))
     detail = f"step {step} of k = {trainee.k}; of weights and moments, as a share of their length"
     lab.check(f"{kind}weights", off, of_weights, name, detail)
 

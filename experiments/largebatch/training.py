@@ -125,7 +125,7 @@ class Trainee:
         long as the base's. So with the base rate a step is no longer than before, and there are k times fewer.
         """
         self.buckets.zero()
-        for inputs, targets, share in self.stream.dealt(step, self.group.rank(), self.group.size()):
+        for inputs, targets, share in self.stream.microbatches(step, self.group.rank(), self.group.size()):
             (self.model(inputs, targets) * share).backward()
         self.buckets.finish()
 

@@ -73,7 +73,7 @@ def run(lab: Lab) -> None:
         note_schedule(lab, partial(on_paper, sizes, config))
     measured = measure(lab, also=partial(held_in_flight, lab))
     draw_on_paper(lab, partial(on_paper, sizes, config))
-    lab.hold(predicted(config), measured)
+    lab.compare_predictions(predicted(config), measured)
     ranks = {name: Rank(config, sizes, lab.rank, HOW[name]) for name in measured if name in HOW}
     for name, rank in ranks.items():
         compare_axes(lab, name, rank, measured[name])

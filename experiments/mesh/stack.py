@@ -63,7 +63,7 @@ def stack(model: Model, mesh: Mesh, config: Config, *, name: str) -> Strategy:
     stages = {
         number: Turned(stage.layers, rows=rows, recompute=config.recompute) for number, stage in parts.stages.items()
     }
-    turned = {} if dropouts is None else {"turn_to": dropouts.turn_to}
+    turned = {} if dropouts is None else {"turn_to": dropouts.begin_microbatch}
     pipeline = ReducingPipeline(stages, schedule[mesh.index("pp")], mesh["pp"], kept, **turned)
     pretend(pipeline, mesh, config)
     engine = ByHand(pipeline, model.loss, partial(prepared, positions, mesh.index("cp"), dropouts))
@@ -114,7 +114,7 @@ def prepared(
 ) -> list[Microbatch]:
     """Return this rank's positions of each microbatch; masks are drawn for the whole samples."""
     if dropouts is not None:
-        dropouts.deal([microbatch.inputs for microbatch in microbatches])
+        dropouts.begin_step([microbatch.inputs for microbatch in microbatches])
     return microbatches if positions is None else own_positions(microbatches, positions, place)
 
 

@@ -214,7 +214,7 @@ def run(lab: Lab) -> None:
     placed = placements(config, mixed)
     note_tokens(lab, {name: (last[name], placed[name].experts_of(lab.rank)) for name in last if name in placed})
     predictions = predict(config, mixed, routed)
-    lab.hold(predictions, measured)
+    lab.compare_predictions(predictions, measured)
     draw(lab, routes, placed, mixed)
     compare_pace(lab, routes, placed, config.own(Options).row_us / 1e6)
 

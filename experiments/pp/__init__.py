@@ -180,7 +180,7 @@ def run(lab: Lab) -> None:
     note_schedule(lab, partial(schedule_of, config))
     measured = measure(lab, also=partial(held_in_flight, lab))
     draw_on_paper(lab, partial(schedule_of, config))
-    lab.hold(lab.mode.predict(config), measured)
+    lab.compare_predictions(lab.mode.predict(config), measured)
     for name in [name for name in measured if name not in lab.mode.by_torch]:
         check_order(lab, name, measured[name], order_of(name), owners_of(name, ranks, config.own(Options).chunks))
 

@@ -58,7 +58,7 @@ def saved_by_pass(lab: Lab, owners: list[int], number: int, *, as_one: bool) -> 
     in one piece is a copy, not a view of the samples."""
     config = lab.config.model_copy(update={"microbatches": number})
     batches = lab.mode.batches(config, proof=False, device=lab.device, dtype=getattr(torch, config.dtype))
-    microbatches = [joined(lab.dealt(batches, 0))] if as_one else lab.dealt(batches, 0)
+    microbatches = [joined(lab.microbatches(batches, 0))] if as_one else lab.microbatches(batches, 0)
     runs = runs_of(config.model, len(outline(config).layers), len(owners))
     sizes = {len(microbatch.inputs): microbatch for microbatch in microbatches}
     kept = {

@@ -42,7 +42,7 @@ def misshapen(config: Config) -> list[str]:
     """Return an error if a layer of the user's model does not return [LAB_SEQ, LAB_WIDTH] per sample."""
     if not user_model.is_own(config.model):
         return []
-    shapes = user_model.passed_on(config.model, config.seed, config.seq)
+    shapes = user_model.passed_shapes(config.model, config.seed, config.seq)
     odd = [index for index, shape in enumerate(shapes) if shape != (config.seq, config.width)]
     if not odd:
         return []

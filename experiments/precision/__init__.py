@@ -228,7 +228,7 @@ def run(lab: Lab) -> None:
     measured = measure(
         lab, also=partial(check_replicas, lab), proofs=dict.fromkeys(in_16_bits, partial(prove_16_bit, lab))
     )
-    lab.hold(predictions, measured)
+    lab.compare_predictions(predictions, measured)
     with lab.work.of(config.steps * sum(map(lab.wants, lab.mode.names)), "steps observed"):
         seen = {
             each.name: observe(lab, each.name, each.build)

@@ -27,7 +27,7 @@ from torch import Tensor
 from distlab.contract import Build, Claims, Mode
 from distlab.lab.config import Config
 from distlab.lab.lab import Lab
-from distlab.lab.measure.tensors import Worst, largest, largest_difference, over
+from distlab.lab.measure.tensors import Worst, largest, largest_difference, relative_norm
 from distlab.lab.verify.proof import check_replicas
 from distlab.lab.verify.run_all import measured
 from distlab.lab.workload.data import Batches, Microbatch
@@ -75,7 +75,7 @@ def prove(lab: Lab, name: str, build: Build) -> None:
         lab.check("first masters", masters, 0.0, name)
     for step in range(STEPS):
         lab.at(step, f"proof of {name}")
-        backward(strategy, lab.dealt(batches, step))
+        backward(strategy, lab.microbatches(batches, step))
         lab.at(step, f"one process, beside {name}")
         if lab.rank == 0:
             check_gradients(lab, name, strategy, batches, step)
@@ -83,7 +83,7 @@ def prove(lab: Lab, name: str, build: Build) -> None:
         lab.exchange.barrier("one process")
     check_replicas(lab, name, strategy)
     if name in SCALED:
-        check_unscaled(lab, name, build, lab.dealt(batches, 0))
+        check_unscaled(lab, name, build, lab.microbatches(batches, 0))
 
 
 def backward(strategy: Replica, parts: list[Microbatch]) -> None:
@@ -171,7 +171,7 @@ def summed_gradient(strategy: Replica) -> Tensor:
 
 def epsilons(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> float:
     """Return the norm of the difference divided by the norm, in epsilons of `dtype`."""
-    return over(found - wanted, wanted.norm()) / torch.finfo(dtype).eps
+    return relative_norm(found - wanted, wanted.norm()) / torch.finfo(dtype).eps
 
 
 # Injected overflows, and their required effects: on the scale, on the skipped step, on the weights.
@@ -264,7 +264,7 @@ def rehearse(lab: Lab, name: str, build: Build) -> None:
     witness = Witness(strategy.optimizer.param_groups[0]["params"], LEARNING_RATE)
     strategy.optimizer = witness
     begins = abs(math.log2(strategy.scale / SCALE))
-    parts = lab.dealt(lab.batches(torch.float32, proof=True), 0)
+    parts = lab.microbatches(lab.batches(torch.float32, proof=True), 0)
     backward(strategy, parts)  # down to a scale at which good steps do not overflow
     found = Rehearsal(strategy, witness, clip)
     found.seen.note("loss scale", begins)

@@ -45,7 +45,7 @@ def observe(lab: Lab, name: str, build: Build) -> TrainingTrace:
     exact = exact_replica(lab)
     for step in range(lab.config.steps):
         lab.at(step, f"{name} observed")
-        parts = lab.dealt(batches, step)
+        parts = lab.microbatches(batches, step)
         seen.scales.append(strategy.scale)
         seen.shares.append(strategy.backward(parts).item())
         gradient = gradient_of(strategy)

@@ -229,7 +229,7 @@ def run(lab: Lab, rules: type[ParameterServer] = ParameterServer, worker: type[W
         references=dict.fromkeys(rounds, together),
         timed=partial(check_timed, lab, rounds),
     )
-    lab.hold(predictions, measured)
+    lab.compare_predictions(predictions, measured)
     asynchronous.run(lab, rules, worker)
 
 

@@ -71,7 +71,7 @@ class Workers(OneProcess):
 
     def dealt(self, step: int, rank: int) -> tuple[list[Microbatch], float]:
         """Return the samples of `rank` at `step`, and its share of the batch's loss terms."""
-        parts = self.batches.dealt(step, rank, self.config.world_size)
+        parts = self.batches.microbatches(step, rank, self.config.world_size)
         return parts, sum(part.share * part.targets.numel() for part in parts)
 
     def push(self, weights: Tensor, first_step: int, steps: int, rank: int) -> tuple[Tensor, float]:
@@ -276,7 +276,7 @@ def check_against(
     shares: list[float | None] = []
     for step in range(steps):
         lab.at(step, f"proof of {name}{when}")
-        share = strategy.backward(lab.dealt(batches, step))
+        share = strategy.backward(lab.microbatches(batches, step))
         shares.append(None if share is None else share.item())
         strategy.update()
         lab.stepped()

@@ -186,7 +186,7 @@ def run(lab: Lab) -> None:
     lab.say(summary(lab.config), "predict")
     lab.note("holds", holds(lab.config, lab.rank))
     measured = measure(lab, also=partial(check_replicas, lab))
-    lab.hold(predictions, measured)
+    lab.compare_predictions(predictions, measured)
     for name in [name for name in measured if name not in lab.mode.by_torch]:
         check_order(lab, name, measured[name].order)
     compare_saved(lab, predictions, measured)
@@ -196,7 +196,7 @@ def compare_saved(lab: Lab, predictions: list[Prediction], measured: Mapping[str
     """Compare the activation bytes that `sequence` saves over `megatron` with the prediction, where both ran."""
     for each in predictions:
         if each.name == SAVED and {"megatron", "sequence"} <= set(measured):
-            lab.hold_one(each, measured["megatron"].activation_bytes - measured["sequence"].activation_bytes)
+            lab.compare_prediction(each, measured["megatron"].activation_bytes - measured["sequence"].activation_bytes)
 
 
 def check_replicas(lab: Lab, name: str, strategy: Strategy) -> None:

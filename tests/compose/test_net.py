@@ -31,7 +31,7 @@ def test_a_run_on_a_slow_link_says_what_it_asked_for_and_what_it_got(cluster: Co
     assert set(cluster.wait().values()) == {0}, cluster.logs()
     run, log = cluster.verdict(), cluster.log(0)
     assert run["verdict"] == "pass"
-    assert "LAB_NET_RATE=100mbit and LAB_NET_DELAY=5ms asked for; measured" in " ".join(log.split())
+    assert "LAB_NET_RATE=100mbit and LAB_NET_DELAY=5ms requested; measured" in " ".join(log.split())
     assert re.search(
         r"rerun +.* COMPOSE_FILE=docker-compose.yaml:compose/net.yaml docker compose up$", log, re.MULTILINE
     )

@@ -35,7 +35,7 @@ def beside_data_parallelism(group: dist.ProcessGroup, config: Config, name: str)
     attend = (RingAttention if name == "zigzag" else UlyssesAttention)(mesh["cp"], positions)
     model = build_model(config, config.seed).double()
     strategy = ContextParallel(model, positions, attend, group, config, rank=mesh.index("cp"))
-    strategy.backward(batches_of(config).dealt(0, mesh.index("dp"), 2))
+    strategy.backward(batches_of(config).microbatches(0, mesh.index("dp"), 2))
     found = dict(strategy.full("gradients"))
     return max((found[label] - dense.gradients[label]).abs().max().item() for label in dense.gradients)
 

@@ -44,10 +44,10 @@ def wrong_batches(dealing: type[Batches]) -> Batches:
 
 def test_mean_of_shards_weighs_by_shard() -> None:
     batches = wrong_batches(MeansOfShards)
-    parts = [part for shard in range(4) for part in batches.dealt(0, shard, 4)]
+    parts = [part for shard in range(4) for part in batches.microbatches(0, shard, 4)]
     assert sum(part.share * part.targets.numel() for part in parts) == pytest.approx(1.0)
     assert len({part.share for part in parts}) > 1
-    assert len({part.share for shard in range(4) for part in wrong_batches(Batches).dealt(0, shard, 4)}) == 1
+    assert len({part.share for shard in range(4) for part in wrong_batches(Batches).microbatches(0, shard, 4)}) == 1
 
 
 def test_no_sampler_deals_some_samples_to_every_shard() -> None:
@@ -98,7 +98,7 @@ def at_rest(group: dist.ProcessGroup, config: Config) -> dict[str, dict[str, int
             strategy = built(dp.MODE, name, build_model(config, 1).to(dtype), group, config)
             for step in range(3):
                 with memory.step() if step == 2 else nullcontext():
-                    strategy.backward(batches.dealt(step, group.rank(), group.size()))
+                    strategy.backward(batches.microbatches(step, group.rank(), group.size()))
                     strategy.update()
             del strategy
         found[name] = memory.rest

@@ -140,7 +140,7 @@ def test_three_ranks_lose_two_each_way(runs: Runs, rescale: str) -> None:
     run = runs(3, RUN_MODE="elastic", **small)
     assert run.judged["verdict"] == "pass"
     variants = {check["variant"] for check in run.judged["checks"] if check["name"] == "weights"}
-    assert variants == set(load("elastic").asked(()).names)
+    assert variants == set(load("elastic").requested(()).names)
 
 
 def test_losses_leave_somebody_and_are_the_same_for_all_ranks() -> None:

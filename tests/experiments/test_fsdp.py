@@ -132,7 +132,7 @@ def whole_at_once(group: dist.ProcessGroup, config: Config) -> tuple[set[int], i
     for inner in (inner for layer in model.layers for inner in layer.children()):
         inner.register_forward_pre_hook(lambda *_: seen.append(whole()))
     batches = Batches(config, proof=True, device=torch.device("cpu"), dtype=torch.float64)
-    strategy.backward(batches.dealt(0, group.rank(), group.size()))
+    strategy.backward(batches.microbatches(0, group.rank(), group.size()))
     strategy.update()
     return set(seen), len(seen), whole()
 

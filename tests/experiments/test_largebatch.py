@@ -59,7 +59,7 @@ def test_a_run_holds(ranks: Ranks, tmp_path: Path, world_size: int, settings: di
     assert failed(run) == set()
     steps = int(settings.get("LAB_STEPS", 4))
     names = {(claim["variant"], claim["name"]) for claim in run["checks"] + run["comparisons"]}
-    wanted = settings.get("LAB_VARIANT", ",".join(MODE.asked(()).names)).split(",")
+    wanted = settings.get("LAB_VARIANT", ",".join(MODE.requested(()).names)).split(",")
     assert {(name, check) for name in wanted for check in ("gradients", "weights", "trained weights")} <= names
     assert {("", "effective batch"), ("warmup", "replicas"), (settings["LAB_MODEL"], "wire bytes")} <= names
     assert ("warmup", "learning rate") in names
@@ -80,7 +80,7 @@ def test_every_k_sees_the_same_samples_once(model: str) -> None:
         stream = base.times(k)
         seen = [place for step in range(8 // k) for rank in range(3) for place in stream.sample_ids(step, rank, 3)]
         assert seen == base.trained.tolist() and len(seen) == len(set(seen)) == 8 * 7
-        dealt = [part for rank in range(3) for part in stream.dealt(0, rank, 3)]
+        dealt = [part for rank in range(3) for part in stream.microbatches(0, rank, 3)]
         inputs = torch.cat([base.full(step).inputs for step in range(k)])
         assert torch.equal(torch.cat([part.inputs for part in dealt]), inputs)
         assert sum(part.targets.numel() * part.share for part in dealt) == pytest.approx(1)
@@ -303,7 +303,7 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
     "norms of a rank's own": (Layerwise, "norms", own_norms),
     "warm-up a step early": (optimizers, "warmup", one_late),
     "always the first samples": (Stream, "sample_ids", of_the_first_step),
-    "a sum and no mean": (Stream, "dealt", summed),
+    "a sum and no mean": (Stream, "microbatches", summed),
     "one batch for ever": (Trainee, "backward", on_one_batch),
     "moments forgotten": (Trainee, "update", in_the_sweep(forget)),
     "twice the step": (Trainee, "update", in_the_sweep(double)),

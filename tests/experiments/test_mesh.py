@@ -35,7 +35,7 @@ def norms(group: dist.ProcessGroup, config: Config, names: tuple[str, ...]) -> d
     for name in names:
         strategy = built(MODE, name, build_model(config, config.seed).double(), group, config)
         mesh = strategy.mesh
-        strategy.backward(batches_of(config).dealt(0, mesh.index("dp"), mesh.size("dp")))
+        strategy.backward(batches_of(config).microbatches(0, mesh.index("dp"), mesh.size("dp")))
         strategy.update()
         found[name] = strategy.norm.item()
     return found
@@ -64,7 +64,7 @@ def going_on(group: dist.ProcessGroup, config: Config, step: int, folder: Path) 
         if step:
             storage.load_state(state, folder / f"{name} {step - 1}", group)
             strategy.load_state_dict(state)
-        strategy.backward(batches_of(config).dealt(step, mesh.index("dp"), mesh.size("dp")))
+        strategy.backward(batches_of(config).microbatches(step, mesh.index("dp"), mesh.size("dp")))
         strategy.update()
         storage.save_state(strategy.state_dict(), folder / f"{name} {step}", group)
         for kind in ("weights", "optimizer"):

@@ -110,7 +110,7 @@ def routed_of(group: dist.ProcessGroup, config: Config) -> tuple[int, int]:
     """Rows that experts took in the first step of ep, and that tokens wanted."""
     routes = Routes()
     strategy = strategy_of("ep", group, config, routes)
-    strategy.backward(batches_of(config).dealt(0, group.rank(), group.size()))
+    strategy.backward(batches_of(config).microbatches(0, group.rank(), group.size()))
     (routed,) = routes.made["ep"][0]["layers.0.mlp"]
     return sum(map(sum, routed.admitted)), sum(by_expert(routed))
 

@@ -101,9 +101,9 @@ def slept(group: dist.ProcessGroup, config: Config) -> dict[str, list[float]]:
     with mock.patch("time.sleep", sleeps.append):
         for name in MODE.names:
             strategy = strategy_of(name, group, config)
-            strategy.backward(batches.dealt(0, 0, 1))
+            strategy.backward(batches.microbatches(0, 0, 1))
             sleeps.clear()
-            strategy.backward(batches.dealt(1, 0, 1))
+            strategy.backward(batches.microbatches(1, 0, 1))
             found[name] = list(sleeps)
     return found
 

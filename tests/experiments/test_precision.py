@@ -40,7 +40,7 @@ def test_a_run_holds(ranks: Ranks, tmp_path: Path, world_size: int, settings: di
     run, by_rank = run_experiment(ranks, world_size, tmp_path, **({"RUN_MODE": "precision"} | settings))
     assert failed(run) == set()
     names = {(claim["variant"], claim["name"]) for claim in run["checks"] + run["comparisons"]}
-    chosen = settings.get("LAB_VARIANT", ",".join(MODE.asked(()).names)).split(",")
+    chosen = settings.get("LAB_VARIANT", ",".join(MODE.requested(()).names)).split(",")
     for name in chosen:
         assert {(name, "wire bytes"), (name, "rest bytes"), (name, "gradients"), (name, "replicas")} <= names
         assert name in ("fp32", "autocast") or (name, "update") in names
@@ -82,7 +82,7 @@ def made(group: dist.ProcessGroup, name: str, **settings: str) -> tuple[Replica,
     batches = Batches(config, proof=True, device=torch.device("cpu"), dtype=torch.float32)
     strategy = built(MODE, name, build_model(config, config.seed), group, config)
     assert isinstance(strategy, Replica)
-    return strategy, batches.dealt(0, group.rank(), group.size())
+    return strategy, batches.microbatches(0, group.rank(), group.size())
 
 
 def overflowed(group: dist.ProcessGroup) -> list[Any]:

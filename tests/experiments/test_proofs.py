@@ -190,7 +190,9 @@ SENT = [
 @pytest.mark.parametrize("case", SENT, ids=label)
 def test_what_is_predicted_is_what_is_counted(ranks: Ranks, case: Case) -> None:
     config = config_of(case.mode, case.world_size, **case.settings)
-    predicted = {(each.variant, each.name): each for each in load(case.mode).foretold(load(case.mode).predict(config))}
+    predicted = {
+        (each.variant, each.name): each for each in load(case.mode).all_predictions(load(case.mode).predict(config))
+    }
     for rank, found in enumerate(ranks(case.world_size, counted, config, ours(case.mode))):
         assert found
         for name, step in found.items():
@@ -276,7 +278,7 @@ REFUSED: list[tuple[str, int, dict[str, str], str]] = [
     ("cp", 2, MLP, "LAB_MODEL=mlp has no sequence to share out, allowed: gpt"),
     ("cp", 2, {"LAB_MODEL": "mine/own.py:model"}, "is cut by no rule that the lab knows"),
     ("cp", 2, {"LAB_MICROBATCHES": "4"}, "LAB_MICROBATCHES=4 is more than the 3 samples"),
-    ("cp", 2, {"LAB_RECOMPUTE": "1"}, "LAB_RECOMPUTE=1 is not possible in cp"),
+    ("cp", 2, {"LAB_RECOMPUTE": "1"}, "LAB_RECOMPUTE=1 needs ranks that run whole layers, as cp does not"),
     ("cp", 2, {"LAB_VARIANT": "torch_ring"}, "LAB_SEQ=7 is not a multiple of 4"),
     ("cp", 2, {"LAB_VARIANT": "context_parallel"}, "does not have a sharding strategy"),
     ("cp", 2, {"LAB_BUG": "unfolded"}, "LAB_SEQ=7: it takes 8 positions a rank"),

@@ -130,7 +130,7 @@ def test_defaults_are_refused_nowhere() -> None:
 @pytest.mark.parametrize("settings", [{}, {"LAB_CLIP": "1"}, {"LAB_OPTIMIZER": "adamw"}])
 def test_what_would_be_skipped_is_not_predicted(settings: dict[str, str]) -> None:
     skipped = {"downpour"} if settings else set()
-    assert {each.variant for each in MODE.predict(config_of(**settings))} == set(MODE.asked(()).names) - skipped
+    assert {each.variant for each in MODE.predict(config_of(**settings))} == set(MODE.requested(()).names) - skipped
 
 
 def test_one_worker_with_one_local_step_is_one_process() -> None:

@@ -37,7 +37,7 @@ def held(lab: Lab) -> dict[str, bool]:
 
 def fails(lab: Lab, kind: str, predicted: float, seen: dict[str, Any]) -> set[str]:
     """What fails of one prediction."""
-    lab.hold([Prediction("flat", kind, "", "S", (predicted, predicted), 1)], seen)
+    lab.compare_predictions([Prediction("flat", kind, "", "S", (predicted, predicted), 1)], seen)
     return {name for name, holds in held(lab).items() if not holds}
 
 

@@ -243,7 +243,7 @@ def drawn_after(lab: Lab, saved: Manifest) -> float:
 def train(lab: Lab, name: str, strategy: Strategy, course: TrainingPosition, steps: range) -> None:
     """Train steps like the timed pass, recorded in `course`."""
     for step in steps:
-        strategy.backward(lab.dealt(course.batches, course.data_step(step)))
+        strategy.backward(lab.microbatches(course.batches, course.data_step(step)))
         strategy.update()
         course.done[name] += 1
         course.finish_step(step)

@@ -145,18 +145,18 @@ class Config(BaseSettings):
         """
         named = environ.get("RUN_MODE", "").strip() or "dp"
         mode = named if settings.fault_of(settings.known_mode, named) == "" else "dp"  # else no file is read
-        kind = options or _own_of(mode, environ.get("LAB_JOIN_TIMEOUT_S", ""))
+        kind = options or _options_class(mode, environ.get("LAB_JOIN_TIMEOUT_S", ""))
         common, own = aliases(cls), aliases(kind)
-        given = {name: environ[name].strip() for name in common | own if environ.get(name, "").strip()}
-        slips = {slip for name in common | own for slip in settings.slips(name)}
+        values = {name: environ[name].strip() for name in common | own if environ.get(name, "").strip()}
+        typos = {typo for name in common | own for typo in settings.one_typo_from(name)}
         faults = [*found_before] + [
-            _stranger(name, environ[name], mode, [*common, *own])
+            _unknown_variable(name, environ[name], mode, [*common, *own])
             for name in sorted(environ)
-            if name not in common | own and environ[name].strip() and (name.startswith("LAB_") or name in slips)
+            if name not in common | own and environ[name].strip() and (name.startswith("LAB_") or name in typos)
         ]
-        unprintable = [name for name in given if not given[name].isprintable()]
-        faults += [f"{named_value(name, given[name])} is not printable text in UTF-8" for name in unprintable]
-        typed: dict[str, Any] = {name: given[name] for name in given if name not in unprintable}
+        unprintable = [name for name in values if not values[name].isprintable()]
+        faults += [f"{named_value(name, values[name])} is not printable text in UTF-8" for name in unprintable]
+        typed: dict[str, Any] = {name: values[name] for name in values if name not in unprintable}
         if "LAB_VARIANT" in typed:
             typed["LAB_VARIANT"] = tuple(filter(None, (part.strip() for part in typed["LAB_VARIANT"].split(","))))
         found: dict[str, Any] = {}
@@ -166,12 +166,12 @@ class Config(BaseSettings):
             except ValidationError as error:
                 wrong = [(fault, str(fault["loc"][0])) for fault in error.errors()]
                 faults += [
-                    fault_sentence(fault, given.get(name, ""), model.model_fields[names[name]]) for fault, name in wrong
+                    fault_sentence(each, values.get(name, ""), model.model_fields[names[name]]) for each, name in wrong
                 ]
         config: Self | None = found.get(cls.__name__)
-        faults += planned.parse_faults(given["LAB_FAULTS"])[1] if "LAB_FAULTS" in typed else []
+        faults += planned.parse_faults(values["LAB_FAULTS"])[1] if "LAB_FAULTS" in typed else []
         faults += _contradictions(config) if config is not None else []
-        faults += _too_many(given.get("WORLD_SIZE", ""), "RANKS_ON_HOST" in environ or "RANK" not in given)
+        faults += _too_many_ranks(values.get("WORLD_SIZE", ""), "RANKS_ON_HOST" in environ or "RANK" not in values)
         if faults or config is None:
             raise ConfigError(faults)
         return cls._with_own_sizes(config.model_copy(update={"options": found[kind.__name__]}))
@@ -286,13 +286,13 @@ def _contradictions(config: Config) -> list[str]:
         refusals.append("LAB_BACKEND=tcp works on LAB_DEVICE=cpu alone: it sends from the memory of tensors")
     if config.slow_rank is not None and (config.device == "cuda" or config.backend == "nccl"):
         refusals.append(
-            f"LAB_SLOW_RANK={config.slow_rank!r} slows by the processor's seconds of compute, and a GPU computes without"
-            " it: it works on LAB_DEVICE=cpu alone"
+            f"LAB_SLOW_RANK={config.slow_rank!r} slows a rank by its CPU time, which a GPU does not use: it works only with"
+            " LAB_DEVICE=cpu"
         )
     return refusals
 
 
-def _too_many(world_size: str, on_one_machine: bool) -> list[str]:
+def _too_many_ranks(world_size: str, on_one_machine: bool) -> list[str]:
     """Return a fault if one machine has too many ranks without a launcher; the type limits those of launchers."""
     if not (
         on_one_machine and re.fullmatch("[0-9]{1,9}", world_size) and ON_ONE_MACHINE < int(world_size) <= MAX_WORLD_SIZE
@@ -304,7 +304,7 @@ def _too_many(world_size: str, on_one_machine: bool) -> list[str]:
     ]
 
 
-def _stranger(name: str, value: str, mode: str, known: list[str]) -> str:
+def _unknown_variable(name: str, value: str, mode: str, known: list[str]) -> str:
     """Return a sentence for a variable that neither the lab nor this mode has."""
     owners = [other for other in settings.modes() if name in aliases(declared(other))]
     if owners:
@@ -315,13 +315,13 @@ def _stranger(name: str, value: str, mode: str, known: list[str]) -> str:
     return f"{name} is not a variable of the lab{settings.suggest(name, known)}"
 
 
-def _own_of(mode: str, join_timeout_s: str) -> type[ModeOptions]:
+def _options_class(mode: str, join_timeout_s: str) -> type[ModeOptions]:
     """Return the class Options of the mode; raises ConfigError if its options.py is invalid."""
     bound_s = Config.model_fields["join_timeout_s"].default
     with suppress(ValueError):  # reported with all other faults
         bound_s = min(max(float(join_timeout_s), 0.1), MOST_SECONDS)
     try:
-        with user_code.refused_where_it_ends(bound_s, ConfigError):
+        with user_code.refusing_exits(bound_s, ConfigError):
             return declared(mode)
     except ConfigError:
         raise

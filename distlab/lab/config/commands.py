@@ -17,8 +17,10 @@ RUN_OPTIONS = ("--quiet", "--json")
 EXIT_CODES = (
     "0 every check passed, 1 a check failed, 2 refused, 3 the cluster broke, 128+n killed by a signal, 143 stopped"
 )
-
-
+MORE_HELP = (
+    "`distlab COMMAND --help` prints the options of a command, `distlab --version` the version. `./run COMMAND` runs it in"
+    " containers if a Docker engine answers."
+)
 RUN_HELP = [
     "--quiet     the verdict alone: LAB_LOG=quiet",
     "--json      run.json on the standard output, and what ranks say on the standard error",
@@ -74,13 +76,12 @@ def parse_words(words: Sequence[str]) -> Typed:
     if any(word in HELP for word in rest):
         return Typed("help", [command])
     options = [word for word in rest if word in RUN_OPTIONS and command == "run"]
-    found = settings([word for word in rest if word not in options], [] if named else offered())
+    found = settings([word for word in rest if word not in options], [] if named else commands_for_users())
     quiet = {"LAB_LOG": "quiet"} if "--quiet" in options else {}
     return Typed(command, (), quiet | found, as_json="--json" in options)
 
 
-def offered() -> list[str]:
-    """Return the names of the commands for users."""
+def commands_for_users() -> list[str]:
     return [name for name, command in COMMANDS.items() if command.for_users]
 
 
@@ -112,14 +113,8 @@ def settings(words: Sequence[str], commands: Sequence[str] = ()) -> dict[str, st
 def help_lines(command: str | None = None) -> list[str]:
     """Return the help for all commands, or for one that takes settings."""
     if command is None:
-        lines = ["usage: distlab COMMAND ...", "", *(f"  {name:<12}{COMMANDS[name].what}" for name in offered()), ""]
-        lines += [
-            (
-                "`distlab COMMAND --help` says more, `distlab --version` which this is. `./run COMMAND` is the same in"
-                " containers, where a Docker engine answers."
-            ),
-            "",
-        ]
+        offered = (f"  {name:<12}{COMMANDS[name].what}" for name in commands_for_users())
+        lines = ["usage: distlab COMMAND ...", "", *offered, "", MORE_HELP, ""]
     else:
         lines = [f"usage: distlab {command} [MODE] [NAME=VALUE ...]", "", f"  {COMMANDS[command].what}", ""]
         lines += RUN_HELP if command == "run" else []

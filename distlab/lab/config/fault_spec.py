@@ -74,8 +74,8 @@ def parse_faults(text: str) -> tuple[list[FaultSpec], list[str]]:
 
 
 def _entry(text: str) -> FaultSpec:
-    said, at, moment = text.partition("@")
-    kind, *parts = said.split(":")
+    head, at, moment = text.partition("@")
+    kind, *parts = head.split(":")
     if kind in GONE:
         raise ValueError(GONE[kind])
     if kind not in KINDS:
@@ -101,22 +101,22 @@ def _entry(text: str) -> FaultSpec:
 
 
 def _part(part: str, kind: str) -> tuple[str, Any]:
-    may = KINDS[kind]
+    allowed = KINDS[kind]
     if re.fullmatch(r"rank[0-9]{1,9}", part):
         return "rank", int(part.removeprefix("rank"))
     if part.startswith("1/"):
         raise ValueError(f"comes again and again no more ({part}), allowed: one moment, @step5 or @12s")
-    if SECONDS.fullmatch(part) and "duration" in may:
+    if SECONDS.fullmatch(part) and "duration" in allowed:
         return "duration_s", _seconds(part)
-    if "way" in may and part in WAYS:
+    if "way" in allowed and part in WAYS:
         return "way", part
-    if "rate" in may and SECONDS.fullmatch(part):
+    if "rate" in allowed and SECONDS.fullmatch(part):
         raise ValueError("would delay a link, which no rank can do: LAB_NET_DELAY with compose/net.yaml delays all")
-    if "rate" in may:
+    if "rate" in allowed:
         return "rate", settings.rate(part)
-    if "share" in may and re.fullmatch(NUMBER, part) and 0 < float(part) < 1:
+    if "share" in allowed and re.fullmatch(NUMBER, part) and 0 < float(part) < 1:
         return "share", float(part)
-    raise ValueError(f"says {part!r}, allowed: {', '.join(['rank0', *(EXAMPLES[each] for each in may)])}")
+    raise ValueError(f"says {part!r}, allowed: {', '.join(['rank0', *(EXAMPLES[each] for each in allowed)])}")
 
 
 def _moment(moment: str) -> dict[str, Any]:

@@ -216,7 +216,7 @@ KEYS = (
 )
 
 
-def slips(name: str) -> set[str]:
+def one_typo_from(name: str) -> set[str]:
     """Return `name` with one typing error: two letters swapped, one left out, doubled, or replaced by an adjacent key.
 
     An added letter makes the name of something else, as in RUN_MODEL.
@@ -253,13 +253,13 @@ def named_value(name: str, value: object) -> str:
     return f"{name}=(not shown)" if name in SECRET else f"{name}={quoted(value)}"
 
 
-def fault_sentence(fault: Any, given: str, field: Any) -> str:
+def fault_sentence(fault: Any, text: str, field: Any) -> str:
     """Return one of pydantic's faults as a sentence; `given` is the text of the variable for pydantic's `field`."""
-    value = named_value(field.alias, given)
+    value = named_value(field.alias, text)
     kind = fault["type"]
     if kind == "literal_error":
         allowed = [str(word) for word in field.annotation.__args__]
-        return f"{value} is not one of {', '.join(allowed)}{suggest(given, allowed)}"
+        return f"{value} is not one of {', '.join(allowed)}{suggest(text, allowed)}"
     if kind in ("int_parsing", "int_from_float"):
         return f"{value} is not a whole number"
     if kind in ("float_parsing", "finite_number"):

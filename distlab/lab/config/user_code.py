@@ -20,7 +20,7 @@ ENDINGS = ("_exit", "abort", "execv", "execve")  # of os: those that end this pr
 LIBRARIES = ("<frozen", str(Path(__file__).parents[2]), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
 
 
-heeding_in = set[int]()  # processes
+observed_processes = set[int]()  # processes
 
 
 class Exited(BaseException):
@@ -43,7 +43,7 @@ def place_of(error: BaseException) -> str:
     return place_in((each.filename, each.lineno or 0) for each in frames)
 
 
-def outwards(frame: FrameType | None) -> Iterator[FrameType]:
+def stack_from(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
@@ -61,29 +61,29 @@ def raise_exited(call: str, place: str) -> NoReturn:
     raise ended_by(call, place)
 
 
-def heed_endings(heed: Callable[[str, str], None]) -> None:
-    """Call `heed` with each call by which a user's code ends this process, and its line, before the end; if `heed`
+def observe_exits(report: Callable[[str, str], None]) -> None:
+    """Call `report` with each call by which a user's code ends this process, and its line, before the end; if `report`
     raises, the process goes on. Children that the code forks are exempt. Once per process."""
     process = os.getpid()
-    if process in heeding_in:
+    if process in observed_processes:
         return
-    heeding_in.add(process)
+    observed_processes.add(process)
 
-    def heeding(name: str, end: Callable[..., Any]) -> Callable[..., Any]:
-        def heeded(*args: Any) -> Any:
-            frames = lines_of(outwards(sys._getframe(1)))
+    def observed(name: str, end: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            frames = lines_of(stack_from(sys._getframe(1)))
             while frames[0][0] == os.execlp.__code__.co_filename:  # which calls execv
                 del frames[0]
             if os.getpid() == process and is_users(frames[0][0]):
                 code = "".join(str(each) for each in args if isinstance(each, int))
-                heed(f"os.{name}({code})", place_in(frames))
+                report(f"os.{name}({code})", place_in(frames))
             return end(*args)
 
-        return heeded
+        return call
 
     module: Any = os
     for name in ENDINGS:
-        setattr(module, name, heeding(name, getattr(os, name)))
+        setattr(module, name, observed(name, getattr(os, name)))
 
 
 def exited(error: BaseException) -> BaseException:
@@ -107,17 +107,17 @@ def exits_raised() -> Iterator[None]:
 
 
 @contextmanager
-def bounded(bound_s: float, late: Callable[[str], None]) -> Iterator[None]:
-    """Call `late`, on another thread, with the line of a user's code that has not ended after `bound_s`."""
+def bounded(bound_s: float, on_late: Callable[[str], None]) -> Iterator[None]:
+    """Call `on_late`, on another thread, with the line of a user's code that has not ended after `bound_s`."""
     over, main = threading.Event(), threading.get_ident()
-    callers = list(outwards(sys._getframe()))  # one of them may be a user's, too
+    callers = list(stack_from(sys._getframe()))  # one of them may be a user's, too
 
     def wait() -> None:
         while not over.wait(bound_s):
-            inside = takewhile(lambda frame: frame not in callers, outwards(sys._current_frames().get(main)))
+            inside = takewhile(lambda frame: frame not in callers, stack_from(sys._current_frames().get(main)))
             if place := place_in(lines_of(inside)):
                 bound = f"{bound_s:g} s (LAB_JOIN_TIMEOUT_S)"
-                late(f"the file still stands at {place} after {bound}, before its ranks have begun")
+                on_late(f"the file still stands at {place} after {bound}, before its ranks have begun")
                 return
 
     thread = threading.Thread(target=wait, name="bound", daemon=True)
@@ -130,10 +130,10 @@ def bounded(bound_s: float, late: Callable[[str], None]) -> Iterator[None]:
 
 
 @contextmanager
-def refused_where_it_ends(bound_s: float, refusal: Callable[[list[str]], Exception]) -> Iterator[None]:
+def refusing_exits(bound_s: float, refusal: Callable[[list[str]], Exception]) -> Iterator[None]:
     """Raise `refusal` with a sentence if a user's code in the block ends the process, or raises Ctrl-C's
     KeyboardInterrupt itself; if it runs longer than `bound_s`, end the process with exit code 2."""
-    heed_endings(raise_exited)
+    observe_exits(raise_exited)
     stopped: list[int] = []
 
     def on_interrupt(number: int, frame: FrameType | None) -> None:
@@ -141,8 +141,8 @@ def refused_where_it_ends(bound_s: float, refusal: Callable[[list[str]], Excepti
         signal.default_int_handler(number, frame)
 
     before = signal.getsignal(signal.SIGINT)
-    heeds = before is signal.default_int_handler and threading.current_thread() is threading.main_thread()
-    if heeds:
+    handles_sigint = before is signal.default_int_handler and threading.current_thread() is threading.main_thread()
+    if handles_sigint:
         signal.signal(signal.SIGINT, on_interrupt)
     try:
         with bounded(bound_s, refuse_late), exits_raised():
@@ -154,7 +154,7 @@ def refused_where_it_ends(bound_s: float, refusal: Callable[[list[str]], Excepti
             raise
         raise refusal([f"the file raised KeyboardInterrupt at {place}"]) from error
     finally:
-        if heeds:
+        if handles_sigint:
             signal.signal(signal.SIGINT, before)
 
 

@@ -41,10 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--check", action="store_true", help="say what is wrong with the variables that are set; 2 if anything"
     )
     one.add_argument("--write", action="store_true", help="write docker-compose.yaml anew")
-    asked = made.parse_args(arguments)
-    if asked.check:
+    options = made.parse_args(arguments)
+    if options.check:
         return check()
-    if asked.write:
+    if options.write:
         COMPOSE_FILE.write_text(written(COMPOSE_FILE.read_text()))
     else:
         print(table())

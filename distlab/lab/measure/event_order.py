@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from distlab.lab.measure.samples import Samples
 from distlab.lab.measure.traffic import (
-    BELOW,
-    HERE,
+    DISPATCH_KEY,
+    KEYS_BELOW,
     OPERATIONS,
     RESULT,
     SHAPES,
@@ -92,7 +92,7 @@ class Order:
             begin, end = Event("begin", "layer", str(index)), Event("end", "layer", str(index))
             hooks.append(layer.register_forward_pre_hook(lambda *_, event=begin: self.events.append(event)))
             hooks.append(layer.register_forward_hook(lambda *_, event=end: self.events.append(event)))
-            hooks.append(layer.register_forward_hook(partial(self._left, Event("back", "layer", str(index)))))
+            hooks.append(layer.register_forward_hook(partial(self._on_output, Event("back", "layer", str(index)))))
         for name, parameter in self._parameters.items():
             event = Event("gradient", "", name)
             hooks.append(parameter.register_hook(lambda _, event=event: self.events.append(event)))
@@ -105,7 +105,7 @@ class Order:
         self.gradients = {name: key_of(p.grad) for name, p in named if p.grad is not None}
         self.layers, self._parameters = {}, {}  # the strategy is freed, its order stays
 
-    def _left(self, event: Event, _layer: nn.Module, _inputs: Any, output: Any) -> None:
+    def _on_output(self, event: Event, _layer: nn.Module, _inputs: Any, output: Any) -> None:
         if isinstance(output, Tensor) and output.requires_grad:
             output.register_hook(lambda _: self.events.append(event))
 
@@ -127,14 +127,14 @@ class Order:
 
     def launches(self, *operations: str) -> dict[int, set[str]]:
         """Return each sum's gradients by the position of its first call: those in the storage that it sends."""
-        held: dict[int, set[str]] = {}
+        names_in: dict[int, set[str]] = {}
         for name, storage in self.gradients.items():
-            held.setdefault(storage, set()).add(name)
+            names_in.setdefault(storage, set()).add(name)
         found: dict[int, set[str]] = {}
         for place, event in enumerate(self.events):
             if event.what == "call" and event.name in operations:
-                for storage in event.storages & set(held):
-                    found[place] = held.pop(storage)
+                for storage in event.storages & set(names_in):
+                    found[place] = names_in.pop(storage)
         return found
 
     def untimely(self, launches: Mapping[int, set[str]]) -> list[int]:
@@ -167,7 +167,7 @@ def key_of(tensor: Tensor) -> int:
 #
 # Our kernel is registered at BackendSelect only while recording, since it takes some 10 microseconds per
 # call: it sees what DDP's reducer, fully_shard and DTensor send as well as hand-written sends. No event reports the
-# end of a call: it is checked with the next call and at each mark of a phase (`look`), so an end is recorded
+# end of a call: it is checked with the next call and at each mark of a phase (`record_ends`), so an end is recorded
 # late by up to the time between two of these, and never early. The end of a gloo send or receive is known
 # after its wait.
 
@@ -202,15 +202,15 @@ class Messages:
         library = torch.library.Library("c10d", "IMPL")
         for name, shape in SHAPES.items():
             pass_on = getattr(torch.ops.c10d, name).default.redispatch
-            library.impl(name, self._noted(name, shape, pass_on), HERE.name, with_keyset=True)
+            library.impl(name, self._recording(name, shape, pass_on), DISPATCH_KEY.name, with_keyset=True)
         try:
             yield self
         finally:
             library._destroy()
-            self.look()
+            self.record_ends()
             self._open.clear()
 
-    def look(self) -> None:
+    def record_ends(self) -> None:
         """Record the end of all calls that are done by now."""
         now, still = time.perf_counter(), []
         for index, work in self._open:
@@ -221,24 +221,24 @@ class Messages:
                 self._samples.ended(work)
         self._open = still
 
-    def hear(self, what: str, kind: str, label: str) -> None:
+    def on_phase(self, what: str, kind: str, label: str) -> None:
         """Record the begin or end of a phase, and which calls are done by now."""
-        self.look()
+        self.record_ends()
         if what == "begin":
             self._phases.append(f"{kind} {label}".rstrip())
         elif self._phases:
             self._phases.pop()
         if self._samples is not None:
-            self._samples.happened(self._phases)
+            self._samples.on_phase(self._phases)
 
-    def _noted(self, name: str, shape: Shape, pass_on: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(keys: Any, *args: Any) -> Any:
-            self.look()
+    def _recording(self, name: str, shape: Shape, pass_on: Callable[..., Any]) -> Callable[..., Any]:
+        def recorded_call(keys: Any, *args: Any) -> Any:
+            self.record_ends()
             message = message_of(name, shape, args)
             sample = None
             if message is not None and self._samples is not None:
                 sample = self._samples.begin(len(self.found), message, args)
-            result = pass_on(keys & BELOW, *args)
+            result = pass_on(keys & KEYS_BELOW, *args)
             if message is not None:
                 work = result[-1] if isinstance(result, tuple) else result
                 # A process group written in Python reports its calls only here, and which it runs now.
@@ -250,7 +250,7 @@ class Messages:
                 self.found.append(message)
             return result
 
-        return noted
+        return recorded_call
 
 
 def message_of(name: str, shape: Shape, args: tuple[Any, ...]) -> Message | None:

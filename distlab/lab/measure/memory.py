@@ -11,7 +11,7 @@ At rest is after the update, before the next step: gradients are still alive, th
 Bytes alive before the block, such as a data set, belong to no class. Classes are assigned afterwards
 (below): a storage that becomes a gradient counts as one from its allocation.
 
-The system counts the same memory: `seen_outside` compares both.
+The system counts the same memory: `compared_with_system` compares both.
 """
 
 import ctypes
@@ -62,20 +62,20 @@ class Owners:
         found = list(alive((Tensor, torch.optim.Optimizer)))
         # fully_shard's are DTensors by type; those on the meta device have no memory.
         self.parameters = [
-            thing for thing in found if isinstance(thing, nn.Parameter) and thing.device.type == storages.device_type
+            each for each in found if isinstance(each, nn.Parameter) and each.device.type == storages.device_type
         ]
         # Skip older objects: a leftover in 16 bits would make all weights masters.
-        ours = [parameter.itemsize for parameter in self.parameters if not storages.was(parameter, BEFORE)]
+        ours = [parameter.itemsize for parameter in self.parameters if not storages.has_label(parameter, BEFORE)]
         self._model_itemsize = min(ours, default=0)
-        self.optimizers = [thing for thing in found if isinstance(thing, torch.optim.Optimizer)]
+        self.optimizers = [each for each in found if isinstance(each, torch.optim.Optimizer)]
 
     def label(self) -> None:
         for tensor, label in self._held():
             self._storages.add(tensor, label)
 
-    def let_go(self) -> None:
+    def wait_until_freed(self) -> None:
         """Wait until messages without owner are freed: gloo's thread keeps one slightly longer than its call."""
-        self._storages.let_go([tensor for tensor, _ in self._held()])
+        self._storages.wait_until_freed([tensor for tensor, _ in self._held()])
 
     def _held(self) -> Iterator[tuple[Tensor, str]]:
         for parameter in self.parameters:
@@ -108,12 +108,12 @@ ByClass = dict[str, int]  # bytes, by CLASSES
 class MemoryLedger:
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._storages = Storages(torch.device(device).type)
-        self._outside = outside(torch.device(device))
-        self._began = self._ended = self._rested = 0.0
+        self._system = system_counter(torch.device(device))
+        self._began = self._ended = self._rest_at = 0.0
 
     def __enter__(self) -> Self:
         label_before(self._storages)
-        self._outside.begin()
+        self._system.begin()
         self._storages.__enter__()
         return self
 
@@ -126,20 +126,20 @@ class MemoryLedger:
         order = order or Order({})
         owners = Owners(self._storages)
         owners.label()
-        self._outside.begin_step()
+        self._system.begin_step()
         with owners.watched(), order.watched():
             self._storages.listener = order
             self._began = time.perf_counter()
             yield
             self._ended = time.perf_counter()
             self._storages.listener = None
-        self._outside.end_step()
+        self._system.end_step()
         owners.label()
         del owners
         gc.collect()  # memory in cycles is freed at arbitrary times
-        Owners(self._storages).let_go()
-        self._rested = time.perf_counter()
-        self._outside.at_rest()
+        Owners(self._storages).wait_until_freed()
+        self._rest_at = time.perf_counter()
+        self._system.at_rest()
 
     def saves(self, tensor: Tensor) -> None:
         """Record that autograd saves this tensor for the backward pass."""
@@ -148,11 +148,11 @@ class MemoryLedger:
     @property
     def peak_bytes(self) -> int:
         """Return the peak bytes since the block began, with earlier ones; on CUDA the allocator's number."""
-        return self._storages.peak_bytes if self._outside.most_bytes is None else self._outside.most_bytes
+        return self._storages.peak_bytes if self._system.most_bytes is None else self._system.most_bytes
 
     @property
     def rest(self) -> ByClass:
-        return self._held(self._rested)
+        return self._held(self._rest_at)
 
     @property
     def peak(self) -> ByClass:
@@ -195,11 +195,11 @@ class MemoryLedger:
         """Return the step's time with the ledger, which slows it down."""
         return self._ended - self._began
 
-    def seen_outside(self) -> dict[str, tuple[int, int]]:
+    def compared_with_system(self) -> dict[str, tuple[int, int]]:
         """Return (counted, seen) bytes by name, such as "process bytes", as far as the system reports them."""
         rest, peak = total(self.rest), total(self.peak)
-        return {f"{source} bytes": (rest, seen) for source, seen in self._outside.rest.items()} | {
-            f"{source} peak bytes": (peak, seen) for source, seen in self._outside.peak.items()
+        return {f"{source} bytes": (rest, seen) for source, seen in self._system.rest.items()} | {
+            f"{source} peak bytes": (peak, seen) for source, seen in self._system.peak.items()
         }
 
     def _held(self, at: float) -> ByClass:
@@ -302,7 +302,7 @@ class Process:
 
     def begin_step(self) -> None:
         """Reset the peak."""
-        give_back()
+        trim_heap()
         with suppress(OSError):  # it may be forbidden: then the mark is older and not used
             (PROCESS / "clear_refs").write_text("5")
             self.peak = {"process": 0}
@@ -316,7 +316,7 @@ class Process:
         self.rest = {source: now[source] - nbytes for source, nbytes in self._start.items() if source in now}
 
     def _now(self) -> dict[str, int]:
-        give_back()
+        trim_heap()
         used = {"process": _status_bytes("VmRSS")} if PROCESS.exists() else {}
         container = self._container.kept_bytes()
         if container is None or self._container.limit_bytes is None:  # with no limit it may well be the whole machine
@@ -353,12 +353,12 @@ class Allocator:
         self.rest = {"allocator": torch.cuda.memory_allocated(self._device) - self._start}
 
 
-def outside(device: torch.device) -> Process | Allocator:
+def system_counter(device: torch.device) -> Process | Allocator:
     """Return the system's counter of this device's memory."""
     return Allocator(device) if device.type == "cuda" else Process(ContainerMemory())
 
 
-def give_back() -> None:
+def trim_heap() -> None:
     """Return freed memory to the kernel (only with glibc)."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

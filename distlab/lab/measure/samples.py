@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 from distlab.lab.measure.traffic import tensors_in
 
-TOLD = 3  # numbers of a sample
+SHOWN = 3  # numbers of a sample
 FAINT = 1e-3  # of the largest number: smaller ones would be printed as zeros
 
 # The position of the input in a c10d operation's arguments, if it is not also the output, the first one.
 BACKWARD = ("backward", "input", "weight")
-GIVEN_APART = ("all_gather", "reduce_scatter", "scatter", "gather", "all_to_all")
+SEPARATE_INPUT = ("all_gather", "reduce_scatter", "scatter", "gather", "all_to_all")
 
 
 class Stretch(NamedTuple):
@@ -44,8 +44,8 @@ class Copies:
     stretches: list[Stretch]
 
     def at(self, place: int) -> list[float]:
-        """Return TOLD numbers from a position on."""
-        return [] if self.numbers is None or place < 0 else self.numbers[place : place + TOLD].tolist()
+        """Return SHOWN numbers from a position on."""
+        return [] if self.numbers is None or place < 0 else self.numbers[place : place + SHOWN].tolist()
 
 
 @dataclass(eq=False)
@@ -76,9 +76,9 @@ class Samples:
 
     def __init__(self, layers: Mapping[int, nn.Module], allowed_bytes: int) -> None:
         self.found: list[Sample] = []
-        self._layers, self._left_bytes = layers, allowed_bytes
+        self._layers, self._allowed_bytes = layers, allowed_bytes
         self._stack: list[str] = []  # of modules whose forward pass runs, the outermost first
-        self._returned = ""  # the module whose output autograd reached last
+        self._backward_module = ""  # the module whose output autograd reached last
         self._works: list[tuple[Any, Sample]] = []
         self._turn = 0  # counts events
         self._by_hand: list[Sample] = []  # the hand-written collectives that are running
@@ -93,7 +93,7 @@ class Samples:
         def waited(work: Any, *args: Any, **kwargs: Any) -> Any:
             start_s, turn = time.perf_counter(), self._turn
             result = wait(work, *args, **kwargs)
-            self._waited(work, start_s, turn)
+            self._on_wait(work, start_s, turn)
             return result
 
         dist.Work.wait = waited  # type: ignore[method-assign, assignment]
@@ -104,7 +104,7 @@ class Samples:
             for hook in hooks:
                 hook.remove()
             for _, sample in self._works:
-                self._take(sample)
+                self._copy_outputs(sample)
             self._works.clear()
             self._layers = {}
 
@@ -123,13 +123,13 @@ class Samples:
         while self._stack and self._stack.pop() != path:  # those left by an exception ran no hook
             pass
         if isinstance(output, Tensor) and output.requires_grad:
-            output.register_hook(lambda _: self._come_to(path))
+            output.register_hook(lambda _: self._on_backward(path))
 
-    def _come_to(self, path: str) -> None:
-        self._returned = path
+    def _on_backward(self, path: str) -> None:
+        self._backward_module = path
         self._turn += 1
 
-    def happened(self, phases: list[str]) -> None:
+    def on_phase(self, phases: list[str]) -> None:
         """Record that a phase begins or ends; these are open now, the outermost first."""
         self._turn += 1
         self.phases = phases
@@ -141,7 +141,7 @@ class Samples:
             self._by_hand[-1].calls.append(number)
             return None
         op = message.op
-        given = list(tensors_in(args[1] if op in GIVEN_APART else args[0])) if op != "recv" else []
+        given = list(tensors_in(args[1] if op in SEPARATE_INPUT else args[0])) if op != "recv" else []
         sample = self._sample(op, given, [] if op == "send" else list(tensors_in(args[0])), message.ranks, message.tag)
         sample.calls.append(number)
         return sample
@@ -150,7 +150,7 @@ class Samples:
         self, op: str, given: Sequence[Tensor], results: list[Tensor], ranks: tuple[int, ...], tag: int = 0
     ) -> Sample:
         backward = any(each.split()[0] in BACKWARD for each in self.phases)
-        inside = self._stack[-1] if self._stack else self._returned if backward else ""
+        inside = self._stack[-1] if self._stack else self._backward_module if backward else ""
         shape = tuple((given or results)[0].shape) if given or results else ()
         label = self.phases[-1].partition(" ")[2] if self.phases else ""
         sample = Sample(
@@ -181,7 +181,7 @@ class Samples:
                 break
             begun = True
             yield message
-        self._take(sample)
+        self._copy_outputs(sample)
         if sample.wait_s is not None:
             sample.wait_s = (sample.wait_s[0], time.perf_counter())
         self._turn += 1
@@ -194,11 +194,11 @@ class Samples:
         """Record that the call is done."""
         for index, (mine, sample) in enumerate(self._works):
             if mine is work:
-                self._take(sample)
+                self._copy_outputs(sample)
                 del self._works[index]
                 return
 
-    def _waited(self, work: Any, start_s: float, turn: int) -> None:
+    def _on_wait(self, work: Any, start_s: float, turn: int) -> None:
         for mine, sample in self._works:
             if mine is work:
                 sample.wait_s = (start_s, time.perf_counter())
@@ -206,15 +206,15 @@ class Samples:
         self.ended(work)
         self._turn += 1
 
-    def _take(self, sample: Sample) -> None:
+    def _copy_outputs(self, sample: Sample) -> None:
         sample.taken, sample.results = self._copied(sample.results), []
 
     def _copied(self, tensors: Sequence[Tensor]) -> Copies:
         nbytes = sum(each.numel() * each.element_size() for each in tensors)
         stretches = [stretch_of(each) for each in tensors]
-        if not tensors or nbytes > self._left_bytes or any(each.is_complex() for each in tensors):
+        if not tensors or nbytes > self._allowed_bytes or any(each.is_complex() for each in tensors):
             return Copies(None, stretches)
-        self._left_bytes -= nbytes
+        self._allowed_bytes -= nbytes
         return Copies(torch.cat([each.detach().reshape(-1) for each in tensors]), stretches)
 
 
@@ -230,15 +230,15 @@ def stretch_of(tensor: Tensor) -> Stretch:
 
 
 def place_of(values: Tensor, start: int = 0, length: int | None = None) -> int:
-    """Return the first position in `values` [n], within `length` from `start`, with TOLD informative numbers."""
+    """Return the first position in `values` [n], within `length` from `start`, with SHOWN informative numbers."""
     part = values[start : None if length is None else start + length].float()
     if part.numel() == 0:
         return start
     size = part.abs()
-    tells = size.isfinite() & (size > FAINT * size[size.isfinite()].max().item() if size.isfinite().any() else False)
-    tells &= part != 1
-    for wanted in range(min(TOLD, part.numel()), 0, -1):
-        together = tells.unfold(0, wanted, 1).all(1)
+    finite = size.isfinite()
+    informative = finite & (part != 1) & (size > FAINT * size[finite].max().item() if finite.any() else False)
+    for wanted in range(min(SHOWN, part.numel()), 0, -1):
+        together = informative.unfold(0, wanted, 1).all(1)
         if together.any():
-            return start + min(int(together.int().argmax()), max(0, part.numel() - TOLD))
+            return start + min(int(together.int().argmax()), max(0, part.numel() - SHOWN))
     return start

@@ -31,7 +31,7 @@ from distlab.lab.measure.event_order import Order, key_of, storage_of
 from distlab.lab.measure.traffic import DispatchMode
 
 COMMUNICATION = "communication"  # the label of arguments of a collective, a send or a receive
-LET_GO_S = 0.05  # of three ranks on two cores the longest took 4 ms
+FREED_WITHIN_S = 0.05  # of three ranks on two cores the longest took 4 ms
 
 
 @dataclass(slots=True)
@@ -60,7 +60,7 @@ class Storages(DispatchMode):
         self.device_type = device_type
         self._live_bytes = 0
         self._thread = threading.get_ident()
-        self._dead: deque[tuple[int, float | None]] = deque()  # only noted: gloo's thread may be the one that lets go
+        self._freed: deque[tuple[int, float | None]] = deque()  # only noted: gloo's thread may be the one that lets go
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], Life]] = {}  # by address of the storage
 
     def add(self, tensor: torch.Tensor, *labels: str) -> None:
@@ -69,21 +69,21 @@ class Storages(DispatchMode):
             if storage.device.type == self.device_type:
                 self.measure(storage).labels.update(labels)
 
-    def was(self, tensor: torch.Tensor, label: str) -> bool:
+    def has_label(self, tensor: torch.Tensor, label: str) -> bool:
         """Return whether this tensor's memory has a label."""
-        self._bury()
+        self._record_freed()
         keys = [plain.untyped_storage()._cdata for plain in _plain(tensor)]
         return any(label in self._alive[key][1].labels for key in keys if key in self._alive)
 
     def measure(self, storage: torch.UntypedStorage) -> Life:
-        self._bury()
+        self._record_freed()
         key, nbytes = storage._cdata, storage.nbytes()
         if key in self._alive:
             life = self._alive[key][1]
         else:
             life = Life()
             self._lives.append(life)
-            self._alive[key] = weakref.ref(storage, lambda _: self._dead.append((key, self._died_at()))), life
+            self._alive[key] = weakref.ref(storage, lambda _: self._freed.append((key, self._freed_at()))), life
         life.seen_at = time.perf_counter()
         if nbytes != life.nbytes:
             self._live_bytes += nbytes - life.nbytes
@@ -91,7 +91,7 @@ class Storages(DispatchMode):
             life.sizes.append((life.seen_at, nbytes))
         return life
 
-    def _died_at(self) -> float | None:
+    def _freed_at(self) -> float | None:
         """Return the time; None if another thread freed it, some time after the rank: then the storage ended at its
         last use.
 
@@ -99,37 +99,37 @@ class Storages(DispatchMode):
         """
         return time.perf_counter() if threading.get_ident() == self._thread else None
 
-    def let_go(self, owned: Iterable[torch.Tensor]) -> None:
-        """Wait until calls' arguments are freed, except `owned` ones; what a strategy keeps takes LET_GO_S.
+    def wait_until_freed(self, owned: Iterable[torch.Tensor]) -> None:
+        """Wait until calls' arguments are freed, except `owned` ones; what a strategy keeps takes FREED_WITHIN_S.
 
         A call returns before gloo's thread releases its tensors (one of six in a loop of all_reduces), and that
         thread must first get the interpreter's lock.
         """
         kept = {plain.untyped_storage()._cdata for tensor in owned for plain in _plain(tensor)}
-        until = time.perf_counter() + LET_GO_S
+        until = time.perf_counter() + FREED_WITHIN_S
         while self._messages() - kept and time.perf_counter() < until:
             time.sleep(0.001)
 
     def _messages(self) -> set[int]:
-        self._bury()
+        self._record_freed()
         return {key for key, (_, life) in self._alive.items() if COMMUNICATION in life.labels and life.nbytes}
 
     @property
     def lives(self) -> list[Life]:
-        self._bury()
+        self._record_freed()
         return self._lives
 
     @property
     def live_bytes(self) -> int:
-        self._bury()
+        self._record_freed()
         return self._live_bytes
 
-    def _bury(self) -> None:
-        while self._dead:
-            key, died_at = self._dead.popleft()
+    def _record_freed(self) -> None:
+        while self._freed:
+            key, freed_at = self._freed.popleft()
             life = self._alive.pop(key)[1]
             self._live_bytes -= life.nbytes
-            life.sizes.append((life.seen_at if died_at is None else died_at, 0))
+            life.sizes.append((life.seen_at if freed_at is None else freed_at, 0))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -162,7 +162,7 @@ class Storages(DispatchMode):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._bury()
+        self._record_freed()
         del torch.UntypedStorage.resize_  # the wrapper: the method itself is the base class's
 
 
@@ -203,7 +203,7 @@ def label_before(storages: Storages) -> list[Tensor]:
 
 
 def alive(kinds: Any) -> Iterator[Any]:
-    return (thing for thing in gc.get_objects() if issubclass(type(thing), kinds))
+    return (each for each in gc.get_objects() if issubclass(type(each), kinds))
 
 
 @dataclass(slots=True, eq=False)
@@ -222,11 +222,11 @@ class SavedActivations:
     """`with SavedActivations() as saved: ...` then `saved.peak_bytes`; forward passes outside of the block do not
     count.
 
-    `also` is called with every saved tensor that is no weight.
+    `on_saved` is called with every saved tensor that is no weight.
     """
 
-    def __init__(self, also: Callable[[Tensor], None] = lambda _: None) -> None:
-        self._also = also
+    def __init__(self, on_saved: Callable[[Tensor], None] = lambda _: None) -> None:
+        self._on_saved = on_saved
         self.live_bytes = self.peak_bytes = 0
         self._weights: set[int] = set()  # addresses of storages, as all keys here
         self._holders: Counter[int] = Counter()
@@ -234,7 +234,7 @@ class SavedActivations:
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def __enter__(self) -> Self:
-        tensors = (thing for thing in gc.get_objects() if issubclass(type(thing), Tensor))
+        tensors = (each for each in gc.get_objects() if issubclass(type(each), Tensor))
         self._weights = {key_of(tensor) for tensor in tensors if isinstance(tensor, nn.Parameter)}
         self._hooks.__enter__()
         return self
@@ -253,7 +253,7 @@ class SavedActivations:
         key = storage._cdata
         if key in self._weights:
             return tensor
-        self._also(tensor)
+        self._on_saved(tensor)
         if not self._holders[key]:
             self._nbytes[key] = storage.nbytes()
             self.live_bytes += storage.nbytes()

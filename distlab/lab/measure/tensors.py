@@ -19,7 +19,7 @@ TINY = torch.finfo(torch.float64).tiny
 NEAR = 1e-6  # relative, of two numbers that are equal up to rounding
 
 
-class Off(NamedTuple):
+class Difference(NamedTuple):
     """A difference, its tolerance, and where it was found: a step, the name of a tensor."""
 
     value: float
@@ -38,13 +38,13 @@ class Worst:
     """The worst comparison of each kind, of those in `kinds` even where none was made, and how often each was made."""
 
     def __init__(self, kinds: Iterable[str] = ()) -> None:
-        self.found = {kind: Off(0.0) for kind in kinds}
+        self.found = {kind: Difference(0.0) for kind in kinds}
         self.times: Counter[str] = Counter()
 
     def note(self, kind: str, value: float, allowed: float = 0.0, where: str = "") -> None:
         """Record one comparison."""
         self.times[kind] += 1
-        off = Off(larger(value, 0.0), allowed, where)
+        off = Difference(larger(value, 0.0), allowed, where)
         if self.times[kind] == 1 or (off.share, off.value) > (self.found[kind].share, self.found[kind].value):
             self.found[kind] = off
 
@@ -60,7 +60,7 @@ class Worst:
         for name, value in differences(found, wanted):
             offs.note(kind, value, allowed, ", ".join(filter(None, (where, name))))
         if wanted is not None:
-            self.note(kind, *offs.found.get(kind, Off(0.0, allowed, where)))
+            self.note(kind, *offs.found.get(kind, Difference(0.0, allowed, where)))
 
 
 def differences(
@@ -99,7 +99,7 @@ def distance(found: Tensor, wanted: Tensor) -> float:
     return norm
 
 
-def over(difference: Tensor, size: Tensor) -> float:
+def relative_norm(difference: Tensor, size: Tensor) -> float:
     """Return a difference's norm divided by a size; infinite if not a number."""
     share: float = (difference.double().norm() / size.double().clamp(min=TINY)).item()
     return share if math.isfinite(share) else math.inf

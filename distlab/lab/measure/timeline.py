@@ -56,11 +56,11 @@ def _ask(group: dist.ProcessGroup, rank: int, read: Callable[[], float]) -> None
         asked = read()
         dist.send(_times(group), group=group, group_dst=rank)
         dist.recv(answer, group=group, group_src=rank)
-        came, left = answer.tolist()  # on CUDA this waits for the answer
+        arrived, returned = answer.tolist()  # on CUDA this waits for the answer
         answered = read()
-        half = ((answered - asked) - (left - came)) / 2  # of the time on the way
+        half = ((answered - asked) - (returned - arrived)) / 2  # of the time on the way
         if half < best.uncertainty_s:
-            best = Clock(((asked - came) + (answered - left)) / 2, half)
+            best = Clock(((asked - arrived) + (answered - returned)) / 2, half)
     dist.send(answer.copy_(torch.tensor(best, dtype=torch.float64)), group=group, group_dst=rank)
 
 

@@ -24,18 +24,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 #
 # PyTorch passes each c10d call through its dispatcher, so a TorchDispatchMode sees it from any caller: the lesson, a
 # gradient hook in the backward pass, DDP's reducer in C++, fully_shard, DTensor, a functional collective. Called
-# bytes are what the best algorithm sends of the whole tensor (`sent_bytes`; `given_bytes` of an all_to_all), worked
-# out here and not by a costs.py: predictions are compared with them exactly, so neither may use the other.
+# bytes are what the best algorithm sends of the whole tensor (`sent_bytes`, `all_to_all_bytes`). They are computed here
+# and not by a costs.py: predictions are compared with them exactly, so neither may use the other.
 # Barriers and receives send nothing of their own, and are not counted.
 #
 # A mode belongs to a thread: a call from a thread that the lesson started itself is not seen. On the CPU the backward
 # pass runs on the caller's thread; on CUDA autograd hands its threads the mode, as was seen on an H200.
 
 # A kernel at BackendSelect sees every call just before its device's own kernel, whoever makes it, and passes it on
-# with the keys that are left (`BELOW`).
+# with the keys that are left (`KEYS_BELOW`).
 
-HERE = torch._C.DispatchKey.BackendSelect
-BELOW = torch._C._dispatch_keyset_full_after(HERE)
+DISPATCH_KEY = torch._C.DispatchKey.BackendSelect
+KEYS_BELOW = torch._C._dispatch_keyset_full_after(DISPATCH_KEY)
 
 
 class Shape(NamedTuple):
@@ -149,7 +149,7 @@ def sent_by_call(op: str, nbytes: int, name: str, args: tuple[Any, ...], group: 
     if op == "gather":  # the argument is this rank's part; all send theirs but the root, args[3]
         return float(nbytes if args[3] != group.rank() else 0)
     if op == "all_to_all":
-        return given_bytes(name, args, group)
+        return all_to_all_bytes(name, args, group)
     return sent_bytes(op, nbytes, group.size())
 
 
@@ -166,14 +166,14 @@ def sent_bytes(op: str, nbytes: int, group_size: int) -> float:
 
 
 # Schema name of an all_to_all -> which argument is what this rank gives, and which the rows of it to each other one.
-GIVEN = {"c10d::alltoall_base_": (1, 4), "_c10d_functional::all_to_all_single": (0, 2)}
+ALL_TO_ALL_INPUTS = {"c10d::alltoall_base_": (1, 4), "_c10d_functional::all_to_all_single": (0, 2)}
 
 
-def given_bytes(name: str, args: tuple[Any, ...], group: dist.ProcessGroup) -> float:
+def all_to_all_bytes(name: str, args: tuple[Any, ...], group: dist.ProcessGroup) -> float:
     """Return the bytes that a rank sends in an all_to_all, perhaps uneven: all but its own part."""
-    if name not in GIVEN:  # a list of parts
+    if name not in ALL_TO_ALL_INPUTS:  # a list of parts
         return float(nbytes_of(args[1]) - nbytes_of(args[1][group.rank()]))
-    tensor, rows = (args[position] for position in GIVEN[name])
+    tensor, rows = (args[position] for position in ALL_TO_ALL_INPUTS[name])
     if not rows:  # equal parts
         return sent_bytes("all_to_all", nbytes_of(tensor), group.size())
     whole = float(nbytes_of(tensor))
@@ -429,9 +429,9 @@ class Ledger:
         # names none.
         used = [(rank, tuple(near), tuple(far), sent) for rank, of in enumerate(ends) for near, far, sent in of or ()]
         owner = {(near, far): rank for rank, near, far, _ in used}
-        nobodys = [(rank, near, far) for rank, near, far, sent in used if sent and (far, near) not in owner]
-        if nobodys and None not in ends:
-            traffic.wire_error = unmatched(*nobodys[0])
+        unmatched_ends = [(rank, near, far) for rank, near, far, sent in used if sent and (far, near) not in owner]
+        if unmatched_ends and None not in ends:
+            traffic.wire_error = unmatched(*unmatched_ends[0])
             return
         traffic.wire = {peer: WireBytes() for peer in range(self.world_size) if peer != self.rank}
         for inode, connection in after.items():

@@ -36,45 +36,44 @@ from distlab.lab.report.verdict import EXIT_CODES, exit_code, judge
 from distlab.techniques.transport.store import Prefixed
 
 # Each section of rank 0's log is printed as soon as it is complete: each rank sends its records since the last section,
-# some kilobytes over the store, outside of all timed steps. The end does not print them again.
+# some kilobytes over the store, outside of all timed steps. At the end they are not printed again.
 
 
 class Sections:
-    """The records that rank 0 has of all ranks so far, and its printed rows; all ranks finish the same sections."""
+    """Rank 0's records of all ranks so far, and the rows that it has printed; all ranks finish the same sections."""
 
-    def __init__(self, exchange: Exchange, journal: Journal, told: Iterable[str] = ()) -> None:
-        """`told` are the rows that rank 0 has printed before the first section."""
+    def __init__(self, exchange: Exchange, journal: Journal, printed: Iterable[str] = ()) -> None:
+        """`printed` are the rows that rank 0 has printed before the first section."""
         self.exchange, self.journal = exchange, journal
         self.by_rank: Ranks = {}
         self.left: set[int] = set()  # the ranks that have stopped sending
-        self.told = {words_of_row(row) for row in told}
+        self.printed = {words_of_row(row) for row in printed}
         self._last = ""  # the last printed section
-        self._given = 0
+        self._num_sent = 0
 
-    def again(self) -> None:
+    def send_all_again(self) -> None:
         """Send all records again, because another rank collects from now on."""
-        self.by_rank, self._given = {}, 0
+        self.by_rank, self._num_sent = {}, 0
 
     def finished(self, name: str, rows: Sequence[str] = ()) -> None:
         """Print the new rows of the section of this name in `log.SECTIONS`; all ranks call it together.
 
         `rows` are the first cells of all rows of a section that is printed row by row, so that its columns align.
         """
-        if not self.bring(name):
+        if not self.collect(name):
             return
-        new = rows_not_yet_printed(SECTIONS[name](judge(self.by_rank), self.by_rank, rows), self.told)
+        new = rows_not_yet_printed(SECTIONS[name](judge(self.by_rank), self.by_rank, rows), self.printed)
         for row in new:
-            if (
-                name != self._last or words_of_row(row) not in self.told
-            ):  # omit a heading that stands above an earlier row
+            # Omit a heading that was printed above an earlier row of this section.
+            if name != self._last or words_of_row(row) not in self.printed:
                 self.journal.say(row, "full")
-                self.told.add(words_of_row(row))
+                self.printed.add(words_of_row(row))
         self._last = name if new else self._last
 
-    def bring(self, name: str) -> bool:
+    def collect(self, name: str) -> bool:
         """Send new records to rank 0; return whether this is rank 0, which then has them in `by_rank`."""
-        new = self.journal.records[self._given :]
-        self._given += len(new)
+        new = self.journal.records[self._num_sent :]
+        self._num_sent += len(new)
         everyone = self.exchange.gather(name, [to_line(record) for record in new])
         for rank, lines in enumerate(everyone or []):
             if lines is None:
@@ -85,9 +84,9 @@ class Sections:
 
 
 REPORT_TIMEOUT_S = 60.0
-CONTROL = "tests/lab/rank/test_finish.py::test_a_mistake_that_did_not_show_does_not_pass_for_a_check_that_held"
-LAST_WORDS_S = 1.0  # survivors write their reasons within a heartbeat of each other
-DRAWN_BY_S = 4.5  # after the loss was named: later, users draw the report of a broken run themselves
+CONTROL = "tests/lab/rank/test_finish.py::test_an_injected_bug_that_no_check_catches_fails_the_run"
+SURVIVORS_S = 1.0  # survivors write their reasons within a heartbeat of each other
+REPORT_S = 4.5  # after the loss was named; a report that takes longer is left to the user
 
 
 def finish_run(lab: Lab, outcome: Outcome, sections: Sections, agree: Callable[[Callable[[], None]], None]) -> int:
@@ -97,7 +96,7 @@ def finish_run(lab: Lab, outcome: Outcome, sections: Sections, agree: Callable[[
     An injected bug (LAB_BUG) has to be caught by its own check: a bug that goes unnoticed looks like a passed check,
     and if that check did not run it could not catch anything.
     """
-    if not sections.bring("records"):
+    if not sections.collect("records"):
         code = int(lab.exchange.share("verdict"))
         agree(lambda: None)
         verdict = next((name for name, of in EXIT_CODES.items() if of == code), "fail")
@@ -108,7 +107,7 @@ def finish_run(lab: Lab, outcome: Outcome, sections: Sections, agree: Callable[[
     run, added = judged(by_rank, lab.rank)
     for check in added:
         lab.journal.write(check)
-    return settle(run, by_rank, sections, outcome, agree)
+    return publish_verdict(run, by_rank, sections, outcome, agree)
 
 
 def judged(by_rank: records.Ranks, rank: int) -> tuple[Run, list[records.Check]]:
@@ -124,7 +123,7 @@ def judged(by_rank: records.Ranks, rank: int) -> tuple[Run, list[records.Check]]
     return (judge(by_rank) if added else run), added
 
 
-def settle(
+def publish_verdict(
     run: Run, by_rank: records.Ranks, sections: Sections, outcome: Outcome, agree: Callable[[Callable[[], None]], None]
 ) -> int:
     """Write and draw the judged run on rank 0, publish it once all ranks `agree`, and return the exit code of all.
@@ -139,9 +138,9 @@ def settle(
     code = exit_code(run) if written else exit_code(run) or 1
     sections.exchange.share("verdict", code)
     agree(lambda: outcome.publish(rank))
-    with suppress(Unwritable):  # all have agreed: a log that is full from here on changes nothing
+    with suppress(Unwritable):  # all ranks have agreed, so a full disk no longer changes the verdict
         journal = sections.journal
-        for line in end_lines(run, by_rank, written, journal.level, sections.told):
+        for line in end_lines(run, by_rank, written, journal.level, sections.printed):
             journal.say(line)
     return code
 
@@ -185,7 +184,7 @@ def move(watch: Watchdog, exchange: Exchange, sections: Sections) -> None:
     cluster = watch.cluster
     cluster.store = store_at(*cluster.server_at, cluster.key)
     exchange.move(Prefixed("the rest", cluster.store), cluster.host)
-    sections.again()
+    sections.send_all_again()
 
 
 def draw(folder: Path, page: Path, timeout_s: float) -> bool:
@@ -227,7 +226,7 @@ def write_failure_report(verdict: Verdict, succession: Succession, journal: Jour
     journal.write(records.Failed(verdict.exit_code, verdict.sentence, time.time()))
     if journal.folder is None or not succession.is_my_turn(outcome.claimed):
         return
-    by_rank = last_words(outcome.folder, succession.survivors) | {succession.rank: journal.records}
+    by_rank = records_of_survivors(outcome.folder, succession.survivors) | {succession.rank: journal.records}
     run = judge(by_rank)
     if not outcome.write(run):
         return
@@ -235,7 +234,7 @@ def write_failure_report(verdict: Verdict, succession: Succession, journal: Jour
     for word, text in troubles(run):
         if word in ("fault", "unseen"):
             journal.say(log_line(word, text))
-    left_s = succession.named_at + DRAWN_BY_S - time.monotonic()
+    left_s = succession.named_at + REPORT_S - time.monotonic()
     page = outcome.page(succession.rank)
     report = None
     if left_s > 0 and draw(outcome.folder, page, left_s):
@@ -243,15 +242,15 @@ def write_failure_report(verdict: Verdict, succession: Succession, journal: Jour
         os.replace(page, report)
     else:
         journal.say(
-            log_line("report", f"not drawn within {DRAWN_BY_S:g} s of the loss: ./run report {outcome.folder} draws it")
+            log_line("report", f"not drawn within {REPORT_S:g} s of the loss: ./run report {outcome.folder} draws it")
         )
     for line in in_lines(lost_lines(run, by_rank, report, outcome.folder)):
         journal.say(line, "normal")
 
 
-def last_words(folder: Path, survivors: list[int]) -> records.Ranks:
+def records_of_survivors(folder: Path, survivors: list[int]) -> records.Ranks:
     """Return the records of all ranks that share this disk, once every survivor has written why it ends."""
-    deadline = time.monotonic() + LAST_WORDS_S
+    deadline = time.monotonic() + SURVIVORS_S
     while True:
         try:
             found = read_run(folder)

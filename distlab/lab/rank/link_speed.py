@@ -18,7 +18,10 @@ from distlab.lab.cluster import link
 from distlab.lab.lab import Lab
 from distlab.lab.report.units import human_bits, milliseconds
 
-PIECES, SKIPPED_PIECES = 64, 32  # of a message, and the first ones: at 10 Mbit/s TCP reaches its rate in a second
+PIECES, SKIPPED_PIECES = (
+    64,
+    32,
+)  # the latter not measured: at 10 Mbit/s TCP needs a second to reach its rate
 WINDOW_PIECES = 4
 MESSAGE_S, LEAST_MESSAGE_BYTES, MOST_BYTES = 3.2, 1 << 15, 1 << 29  # of a message, at the requested rate
 PINGS = 10
@@ -26,17 +29,17 @@ PINGS = 10
 
 def measure_link(lab: Lab) -> None:
     """Report the requested and the measured speed, if a slow link was requested."""
-    wanted = link.requested(lab.config)
-    if not wanted:
+    requested = link.requested(lab.config)
+    if not requested:
         return
     if lab.world_size == 1:
-        lab.say(f"{wanted} changes nothing: one rank has nothing to send", "link")
+        lab.say(f"{requested} changes nothing: one rank has nothing to send", "link")
         return
     shaped = link.shaped(lab.config)
     if shaped is not None and shaped.lacks:
         lab.say(f"{shaped.lacks}; the run continues", "link")
     if lab.config.backend == "nccl":
-        lab.say(f"{wanted} was set, and is not measured with {lab.config.backend}", "link")
+        lab.say(f"{requested} is not measured with LAB_BACKEND={lab.config.backend}", "link")
         return
     lab.at(0, "the link")
     rate, delay = lab.config.net_rate, lab.config.net_delay
@@ -50,7 +53,7 @@ def measure_link(lab: Lab) -> None:
         )
     everyone = lab.exchange.everyone("link", seen)
     lab.say(
-        f"{wanted} asked for; measured {human_bits(min(everyone))} to {human_bits(max(everyone))} a rank, "
+        f"{requested} requested; measured {human_bits(min(everyone))} to {human_bits(max(everyone))} per rank, "
         f"round trip {milliseconds(trip_s)} ms",
         "link",
     )
@@ -61,7 +64,7 @@ def neighbours(rank: int, world_size: int) -> tuple[int, int]:
     return (rank - 1) % world_size, (rank + 1) % world_size
 
 
-def finish(works: Iterable[dist.Work | None]) -> None:
+def wait_for(works: Iterable[dist.Work | None]) -> None:
     """Wait for messages of this rank, in this order."""
     for work in works:
         assert work is not None  # only a rank outside of the group has none
@@ -79,13 +82,13 @@ def measured_bits_s(lab: Lab, message: int) -> float:
     piece = torch.zeros(message // PIECES, dtype=torch.uint8, device=lab.device)
     arriving = torch.empty_like(piece)  # pieces may overwrite each other: their contents are not used
     arrivals = [dist.irecv(arriving, left, lab.group, tag) for tag in range(PIECES)]
-    dist.barrier(lab.group)  # not the store's: its answers would queue behind the first ranks' messages
+    dist.barrier(lab.group)  # not a barrier of the store, whose answers would queue behind the first ranks' messages
     sent = [dist.isend(piece, right, lab.group, tag) for tag in range(PIECES)]
     arrived_s = []
     for arrival in arrivals:
-        finish([arrival])
+        wait_for([arrival])
         arrived_s.append(time.perf_counter())
-    finish(sent)
+    wait_for(sent)
     rates = lab.exchange.everyone("the link's rate", median_bits_s(len(piece), arrived_s))
     return float(rates[right])
 
@@ -102,7 +105,7 @@ def round_trip_s(lab: Lab) -> float:
     """Return the seconds of a small message to the right neighbour and back, while all ranks send one."""
     left, right = neighbours(lab.rank, lab.world_size)
     word = torch.zeros(1, dtype=torch.float64, device=lab.device)
-    asked, answered = (
+    requests, replies = (
         [dist.irecv(torch.empty_like(word), peer, lab.group, first + turn) for turn in range(PINGS)]
         for peer, first in ((left, 0), (right, PINGS))
     )
@@ -111,9 +114,9 @@ def round_trip_s(lab: Lab) -> float:
     for turn in range(PINGS):
         started = time.perf_counter()
         sent = [dist.isend(word, right, lab.group, turn)]
-        finish([asked[turn]])
+        wait_for([requests[turn]])
         sent.append(dist.isend(word, left, lab.group, PINGS + turn))
-        finish([answered[turn]])
+        wait_for([replies[turn]])
         trips_s.append(time.perf_counter() - started)
-        finish(sent)
+        wait_for(sent)
     return statistics.median(trips_s)

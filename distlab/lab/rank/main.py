@@ -59,12 +59,12 @@ from distlab.techniques.transport.store import Prefixed
 
 ALONE_S = 60.0  # timeout of collectives with a single rank
 UNSEEN = (
-    "wire bytes are not visible: NCCL sends past the sockets where it can (NCCL_DEBUG=INFO says which way), so called"
-    " bytes decide"
+    "wire bytes are not visible: NCCL bypasses sockets where it can (NCCL_DEBUG=INFO shows how), so only called bytes"
+    " are checked"
 )
 
 if TYPE_CHECKING:
-    from distlab.lab.rank.fault_injection import Drills
+    from distlab.lab.rank.fault_injection import FaultInjector
 
 
 def be_rank(config: Config, started_at: float, parent: LauncherPipe, engine: str = "") -> int:
@@ -77,42 +77,39 @@ def be_rank(config: Config, started_at: float, parent: LauncherPipe, engine: str
     # 1. Refuse settings that cannot run.
     refuse(config, mode, link.refusals(config))
     mode, device = mode.mistaken(config.bug), pick_device(config, engine)
-    journal, told = begin_log(config, mode, parent, engine)
+    journal, printed = begin_log(config, mode, parent, engine)
     import_and_freeze(config, mode)
     # 2. Find the other ranks; from then on each watches all others.
     parent.start_waiting()
     try:
         cluster = join(
-            config,
-            source_version(config),
-            partial(journal.say, at="normal"),
-            contents(config),
+            config, source_version(config), partial(journal.say, at="normal"), checksums(config),
             elastic=mode.takes_back,
-        )
+        )  # fmt: skip
     except ClusterError as error:
         journal.say(log_line("broken", str(error)))
         return 3
     parent.joined(cluster.record_death)
-    run = RankRun(config, mode, device, cluster, journal, parent, started_at, told)
+    run = RankRun(config, mode, device, cluster, journal, parent, started_at, printed)
     run.watch.start()
     try:
         # 3. Lock the run's folder for this run, and begin its records.
         lock_folder(run.folder, cluster, config)
-        apart = preflight.find_separate_disks(run.exchange, run.folder, cluster.token, config)
+        separate = preflight.find_separate_disks(run.exchange, run.folder, cluster.token, config)
         run.begin_records()
-        if apart is not None:
-            journal.write(records.Unshared(apart.hosts))
+        if separate is not None:
+            journal.write(records.Unshared(separate.hosts))
         # 4. Open the process group of all ranks, and other communication of an experiment.
         run.register_transport()
         check_cards(config, device, run.exchange)
         init_process_group(cluster, config)
-        drills = drills_of(run)
-        lab = run.open_lab(drills)
-        if apart is not None:
-            lab.say(apart.told, "folder", at="normal")
+        injector = fault_injector_of(run)
+        lab = run.open_lab(injector)
+        if separate is not None:
+            lab.say(separate.sentence, "folder", at="normal")
         measure_link(lab)
-        if drills is not None:
-            drills.begin()
+        if injector is not None:
+            injector.begin()
         # 5. Run the experiment, judge what all ranks wrote, and agree on the verdict.
         code = run.run_experiment(lab)
     except BaseException as error:
@@ -133,7 +130,7 @@ def rejoin_run(
     config = config.model_copy(update={"run_id": None})  # the folder exists already, and is its own
     refuse(config, mode, link.refusals(config))
     mode, device = mode.mistaken(config.bug), pick_device(config)
-    journal, told = begin_log(config, mode, parent, engine)
+    journal, printed = begin_log(config, mode, parent, engine)
     import_and_freeze(config, mode)
     parent.start_waiting()
     try:
@@ -142,7 +139,7 @@ def rejoin_run(
         journal.say(log_line("broken", str(error)))
         return 3
     parent.joined()
-    run = RankRun(config, mode, device, cluster, journal, parent, started_at, told, rejoined=True)
+    run = RankRun(config, mode, device, cluster, journal, parent, started_at, printed, rejoined=True)
     run.watch.start()
     try:
         lock_folder(run.folder, cluster, config)
@@ -162,7 +159,7 @@ class RankRun:
 
     def __init__(
         self, config: Config, mode: Mode, device: torch.device, cluster: Cluster, journal: Journal,
-        parent: LauncherPipe, started_at: float, told: Sequence[str], *, rejoined: bool = False,
+        parent: LauncherPipe, started_at: float, printed: Sequence[str], *, rejoined: bool = False,
     ) -> None:  # fmt: skip
         self.config, self.mode, self.device, self.cluster = config, mode, device, cluster
         self.journal, self.parent, self.started_at = journal, parent, started_at
@@ -173,7 +170,7 @@ class RankRun:
             Prefixed("lab", cluster.store), cluster.rank, cluster.world_size, config.collective_timeout_s,
             self.watch.main.waiting,
         )  # fmt: skip
-        self.sections = Sections(self.exchange, journal, told)
+        self.sections = Sections(self.exchange, journal, printed)
         self.key = bytes.fromhex(derive_name(cluster.key, f"run {cluster.token}"))  # of this run only
         self.membership: Membership | None = None
         if mode.takes_back:
@@ -188,8 +185,8 @@ class RankRun:
         self._write_start()
         if self.cluster.rank == 0:
             put_aside(self.folder, ranks_beyond(self.folder, self.cluster.world_size))  # of an attempt with more ranks
-            beating = Heartbeat(self.journal, self.work, self.started_at, rewrites=self.journal.screen.seen)
-            self.watch.on_period = beating.beat
+            heartbeat = Heartbeat(self.journal, self.work, self.started_at, rewrites=self.journal.screen.seen)
+            self.watch.on_period = heartbeat.beat
         self.journal.write(expected(self.config, self.mode))
         self.journal.write(read_load("start"))
 
@@ -198,7 +195,7 @@ class RankRun:
         if self.config.backend == "tcp":
             TcpBackend(self.own_ip, self.key, self.cluster.strangers.on_rejected).register()
 
-    def open_lab(self, drills: "Drills | None" = None) -> Lab:
+    def open_lab(self, injector: "FaultInjector | None" = None) -> Lab:
         """Return the Lab on the default group, and record this rank's place in it."""
         world = dist.group.WORLD
         assert world is not None
@@ -206,15 +203,15 @@ class RankRun:
         if self.config.backend == "nccl":
             self.watch.nccl_aborted = nccl_gave_up
         exchange, config, cluster = self.exchange, self.config, self.cluster
-        unseen = unseen_on(config.backend, cluster.world_size)
+        unseen = why_unseen(config.backend, cluster.world_size)
         ledger = Ledger(cluster.rank, cluster.world_size, exchange.everyone, [cluster.server_at[1]], unseen=unseen)
-        lab = Lab(config, self.mode, self.device, world, exchange, ledger, self.journal, self._hooks(drills))
-        greet(lab, cluster)
+        lab = Lab(config, self.mode, self.device, world, exchange, ledger, self.journal, self._hooks(injector))
+        record_place(lab, cluster)
         if lab.rank == 0:
             self.journal.write(lesson(config, self.mode))
         return lab
 
-    def _hooks(self, drills: "Drills | None") -> RunHooks:
+    def _hooks(self, injector: "FaultInjector | None") -> RunHooks:
         watch, exchange, journal, timeout_s = self.watch, self.exchange, self.journal, self.config.collective_timeout_s
         hooks = RunHooks(
             at=watch.main.at, work=self.work, finished=self.sections.finished,
@@ -225,8 +222,8 @@ class RankRun:
         )  # fmt: skip
         if self.config.checkpoint_every is not None:  # saves use none of the training's calls
             hooks = replace(hooks, side_group=dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)))
-        if drills is not None:
-            hooks = replace(hooks, on_step=drills.step)
+        if injector is not None:
+            hooks = replace(hooks, on_step=injector.step)
         return hooks
 
     def run_experiment(self, lab: Lab) -> int:
@@ -267,21 +264,21 @@ class RankRun:
 def begin_log(config: Config, mode: Mode, parent: LauncherPipe, engine: str) -> tuple[Journal, list[str]]:
     """Return the journal, which has no folder yet, and the printed rows of rank 0's log."""
     journal = Journal(config.log)
-    tell_story(journal, config)
+    log_by_records(journal, config)
     parent.on_output_lost(journal.output_failed)
-    told = mistake({"mistake": mode.told(config.bug)}) if config.rank == 0 else []
-    for line in told:
+    printed = mistake({"mistake": mode.mistake_record(config.bug)}) if config.rank == 0 else []
+    for line in printed:
         journal.say(line, "normal")
     if engine:
         journal.say(log_line("engine", engine), "normal")
     for line in warnings(config, mode) if config.rank == 0 else []:
         journal.say(log_line("estimate", line), "normal")
-    return journal, told
+    return journal, printed
 
 
-def tell_story(journal: Journal, config: Config) -> None:
-    """Let the journal write this rank's story to its log, and print rank 0's, in the width of a terminal; with
-    LAB_LOG=full that of each."""
+def log_by_records(journal: Journal, config: Config) -> None:
+    """Let the journal write what this rank does to its log, and print rank 0's log in the width of a terminal; with
+    LAB_LOG=full each rank's."""
     own, shown = RankLog(config.log), RankLog(config.log, WIDTH)
     journal.lines_of = lambda record: [line.text for line in own.lines(record)]
     if config.rank == 0 or config.log == "full":
@@ -304,19 +301,19 @@ def init_group_alone(mode: Mode) -> Mode:
     return replace(mode, axes=lambda config: {"dp": 1})  # noqa: ARG005
 
 
-def drills_of(run: RankRun) -> "Drills | None":
+def fault_injector_of(run: RankRun) -> "FaultInjector | None":
     """Return the fault injection of LAB_FAULTS, if there is any."""
     if run.config.faults is None:
         return None
     from distlab.lab.rank.fault_injection import (
-        Drills,  # it imports torch's checkpoints, for which other runs need not wait
+        FaultInjector,  # it imports torch's checkpoints, which other runs do not need
     )
 
-    return Drills(run.config, run.journal, run.cluster)
+    return FaultInjector(run.config, run.journal, run.cluster)
 
 
-def contents(config: Config) -> dict[str, str]:
-    """Return checksums of what all ranks read, by their names in a sentence."""
+def checksums(config: Config) -> dict[str, str]:
+    """Return checksums of the data that all ranks read, with the name of each for an error."""
     found = data.digest(config)[:12] if reads_text(config.model) else ""
     return {"the sha256 of the text": found} if found else {}
 
@@ -327,7 +324,7 @@ def lock_folder(folder: Path, cluster: Cluster, config: Config) -> None:
         claim(folder, cluster.token, goes_on=config.resume == "auto")
     except FolderInUse:
         raise ConfigError(
-            [f"LAB_RUN_ID={cluster.run_id!r} is that of another run in {config.runs_dir}: choose another"]
+            [f"LAB_RUN_ID={cluster.run_id!r} is used by another run in {config.runs_dir}: choose another"]
         ) from None
 
 
@@ -360,7 +357,7 @@ def start_record(config: Config, cluster: Cluster, mode: Mode) -> records.Start:
         "WORLD_SIZE": str(config.world_size),
         "LAB_SEED": str(config.seed),
     } | config.environ()
-    if config.resume == "auto":  # it means this run only, and a repetition is another
+    if config.resume == "auto":  # it continues this run only, and a repetition is another run
         here.add("LAB_RESUME")
     repeat = {name: value for name, value in repeat.items() if name not in here}
     return records.Start(
@@ -374,7 +371,7 @@ def start_record(config: Config, cluster: Cluster, mode: Mode) -> records.Start:
         versions,
         mode.title(config),
         list(mode.by_torch),
-        mode.told(config.bug),
+        mode.mistake_record(config.bug),
         says_claims=True,
         idea=mode.sentence,
         stories=mode.stories,
@@ -382,12 +379,12 @@ def start_record(config: Config, cluster: Cluster, mode: Mode) -> records.Start:
     )
 
 
-def unseen_on(backend: str, world_size: int) -> str:
-    """Return why sockets are not measured; empty if they show all traffic."""
+def why_unseen(backend: str, world_size: int) -> str:
+    """Return why the sockets' bytes are not measured; empty if they are all traffic."""
     return UNSEEN if backend == "nccl" and world_size > 1 else ""
 
 
-def greet(lab: Lab, cluster: Cluster) -> None:
+def record_place(lab: Lab, cluster: Cluster) -> None:
     """Record this rank's place among the others."""
     lab.journal.write(records.Placed(cluster.members[lab.rank].ip, str(lab.device), *places_of(lab.mesh)))
 
@@ -396,14 +393,14 @@ def places_of(mesh: Mesh) -> tuple[dict[str, list[int]], dict[str, int]]:
     """Return this rank's index along each axis, the axis size, and the neighbouring ranks: the stages before and after
     in a pipeline, the next ones of a ring along every other axis."""
     axes = {axis: [mesh.index(axis), mesh.size(axis)] for axis in mesh.groups}
-    beside: dict[str, int] = {}
+    neighbours: dict[str, int] = {}
     for axis, group in mesh.groups.items():
         ranks = dist.get_process_group_ranks(group)
         index, size = axes[axis]
         if axis == "pp":
-            beside |= {"previous stage": ranks[index - 1]} if index else {}
-            beside |= {"next stage": ranks[index + 1]} if index + 1 < size else {}
+            neighbours |= {"previous stage": ranks[index - 1]} if index else {}
+            neighbours |= {"next stage": ranks[index + 1]} if index + 1 < size else {}
         elif size > 1:
             name = "" if len(axes) == 1 else f"{axis} "
-            beside |= {f"{name}previous": ranks[index - 1], f"{name}next": ranks[(index + 1) % size]}
-    return axes, beside
+            neighbours |= {f"{name}previous": ranks[index - 1], f"{name}next": ranks[(index + 1) % size]}
+    return axes, neighbours

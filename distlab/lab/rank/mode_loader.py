@@ -22,7 +22,7 @@ from distlab.lab.config import Config, ConfigError, user_code
 from distlab.lab.config.launchers import on_one_machine
 from distlab.lab.config.settings import LESSONS, ModeOptions, is_path, lesson_file, mode_name, modes
 from distlab.lab.measure.prediction import Prediction
-from distlab.lab.rank.user_strategy import maker
+from distlab.lab.rank.user_strategy import strategy_maker
 from distlab.lab.report import records
 from distlab.lab.report.units import human_bytes
 from distlab.lab.workload.user_model import is_own
@@ -30,37 +30,37 @@ from distlab.lab.workload.user_model import is_own
 
 def load(run_mode: str) -> Mode:
     """Return the mode with its idea, the docstring of its lesson; raises ConfigError if that is not a lesson."""
-    module = _from_outside(run_mode) if is_path(run_mode) else importlib.import_module(f"{LESSONS}.{run_mode}")
+    module = _import_file(run_mode) if is_path(run_mode) else importlib.import_module(f"{LESSONS}.{run_mode}")
     mode = getattr(module, "MODE", None)
     if not isinstance(mode, Mode):
         raise ConfigError(
-            [f"RUN_MODE={run_mode!r} has no MODE: a lesson ends with MODE = Mode(...) of distlab's contract"]
+            [f"RUN_MODE={run_mode!r} has no MODE: the file of a mode ends with MODE = Mode(...) from distlab.contract"]
         )
-    if lesson_file(run_mode).name != "__init__.py" and _states_options(module, mode):
+    if lesson_file(run_mode).name != "__init__.py" and _declares_options(module, mode):
         place = f"{run_mode.removesuffix('.py')}/options.py"
         raise ConfigError(
-            [f"RUN_MODE={run_mode!r} has variables of its own, so it has to be a folder, and class Options in {place}"]
+            [f"RUN_MODE={run_mode!r} has its own variables, so it must be a folder with class Options in {place}"]
         )
     return replace(
-        mode, idea=inspect.cleandoc(module.__doc__ or f"{run_mode} has no docstring, which would be its idea.")
+        mode, idea=inspect.cleandoc(module.__doc__ or f"{run_mode} has no docstring that explains its idea.")
     )
 
 
 def load_for(config: Config) -> Mode:
     """Return the mode, with a user's strategies that LAB_VARIANT names as FILE:name; raises ConfigError."""
     faults, variants = [], []
-    with user_code.refused_where_it_ends(config.join_timeout_s, ConfigError):
+    with user_code.refusing_exits(config.join_timeout_s, ConfigError):
         mode = load(config.run_mode)
         for spec in config.variant:
             if is_own(spec):
                 try:
-                    variants.append(Variant(spec, maker(spec)))
+                    variants.append(Variant(spec, strategy_maker(spec)))
                 except Exception as error:  # any exception of a user's file
                     how = "" if isinstance(error, TypeError) else f"cannot be used: {type(error).__name__}: "
                     faults.append(f"LAB_VARIANT={spec!r} {how}{error}")
     if faults:
         raise ConfigError(faults)
-    return replace(mode, variants=(*mode.variants, *variants)).asked(config.variant)
+    return replace(mode, variants=(*mode.variants, *variants)).requested(config.variant)
 
 
 def with_names_of_today(config: Config, mode: Mode) -> Config:
@@ -74,7 +74,7 @@ def modes_that(have: Callable[[Mode], bool]) -> str:
     return ", ".join(name for name in modes() if have(load(name)))
 
 
-def _from_outside(run_mode: str) -> ModuleType:
+def _import_file(run_mode: str) -> ModuleType:
     """Import a lesson from its file, as a module of its own name; it can import modules next to it."""
     file, name = lesson_file(run_mode), mode_name(run_mode)
     folder = [str(file.parent)] if file.name == "__init__.py" else None
@@ -87,39 +87,39 @@ def _from_outside(run_mode: str) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # any exception of a user's lesson
-        raise ConfigError([f"RUN_MODE={run_mode!r} cannot be imported: {_where(error, file)}"]) from error
+        raise ConfigError([f"RUN_MODE={run_mode!r} cannot be imported: {_error_with_line(error, file)}"]) from error
     return module
 
 
-def _states_options(module: ModuleType, mode: Mode) -> bool:
+def _declares_options(module: ModuleType, mode: Mode) -> bool:
     """Return whether a lesson declares variables where they cannot be read before torch is imported."""
     stated = getattr(module, "Options", mode.options)
     return isinstance(stated, type) and issubclass(stated, ModeOptions) and stated is not ModeOptions
 
 
-def _where(error: Exception, file: Path) -> str:
+def _error_with_line(error: Exception, file: Path) -> str:
     """Return the error in one line, with the last line of the lesson that raised it."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == file]
     line = error.lineno if isinstance(error, SyntaxError) else next(reversed(lines), None)
-    said = error.msg if isinstance(error, SyntaxError) else str(error)
-    return f"{type(error).__name__}: {said}" + (f" (line {line})" if line else "")
+    message = error.msg if isinstance(error, SyntaxError) else str(error)
+    return f"{type(error).__name__}: {message}" + (f" (line {line})" if line else "")
 
 
 # The lesson of a mode in the report: its idea, a sentence per variant, the predictions with their numbers.
 
-PREDICTED = ["variant", "predicted a rank and step", "formula", "value", "calls"]
+PREDICTED = ["variant", "predicted per rank and step", "formula", "value", "calls"]
 
 
 def lesson(config: Config, mode: Mode) -> records.Lesson:
     """Return what a reader of the report should know before its numbers."""
-    variants = {each.name: each.told for each in mode.variants if each.told}
-    return records.Lesson(paragraphs(mode.idea), variants, prediction_rows(mode.foretold(mode.predict(config))))
+    variants = {each.name: each.description for each in mode.variants if each.description}
+    return records.Lesson(paragraphs(mode.idea), variants, prediction_rows(mode.all_predictions(mode.predict(config))))
 
 
 def paragraphs(idea: str) -> list[str]:
     """Return the text of a docstring without its tables, which are indented."""
     found = [" ".join(part.split()) for part in idea.split("\n\n") if not part.startswith("  ")]
-    return [part for part in found if not part.endswith(":")]  # which announces a table
+    return [part for part in found if not part.endswith(":")]  # it introduces a table
 
 
 def prediction_rows(predictions: list[Prediction]) -> list[list[str]]:
@@ -136,22 +136,22 @@ def prediction_rows(predictions: list[Prediction]) -> list[list[str]]:
 
 
 # The later imports of torch come before the run, so that they can be frozen with the rest: a collection walks every
-# object that is not frozen, and so do the meters that look for tensors (distlab/lab/measure/memory.py). torch's
-# compiler, which DDP, fully_shard and torch.optim import, is 812 modules of 118,000 objects, its checkpoints are 690
-# modules more. In the middle of a run they made each walk 0.1 to 0.2 s.
+# object that is not frozen, and so does the memory ledger when it looks for tensors (distlab/lab/measure/memory.py).
+# torch's compiler, which DDP, fully_shard and torch.optim import, is 812 modules of 118,000 objects; its checkpoints
+# are 690 more modules. Imported during a run, they slowed each walk to 0.1 to 0.2 s.
 
 COMPILER, CHECKPOINTS = "torch._dynamo", "torch.distributed.checkpoint"
 
 
 def import_and_freeze(config: Config, mode: Mode) -> None:
     """Import what the run of `mode` will use, and exclude all current objects from later walks."""
-    for module in needed(config, mode):
+    for module in modules_needed(config, mode):
         importlib.import_module(module)
     gc.collect()
     gc.freeze()
 
 
-def needed(config: Config, mode: Mode) -> list[str]:
+def modules_needed(config: Config, mode: Mode) -> list[str]:
     wanted = [variant for variant in mode.variants if not config.variant or variant.name in config.variant]
     compiler = config.optimizer == "adamw" or any(each.by_torch and each.build is not None for each in wanted)
     checkpoints = any(each is not None for each in (config.checkpoint_every, config.resume, config.faults))
@@ -180,10 +180,9 @@ def pick_device(config: Config, engine: str = "") -> torch.device:
     if card >= count:
         raise ConfigError(
             [
-                f"rank {config.rank} is number {card} on its machine, counted from 0, which has {count}"
-                f" GPU{'s' * (count > 1)}, and NCCL takes one rank a GPU: start at most {count}"
-                f" rank{'s' * (count > 1)} there, or set"
-                " LAB_BACKEND=gloo, whose ranks may share one"
+                f"rank {config.rank} has number {card} on its machine, counted from 0, which has {count}"
+                f" GPU{'s' * (count > 1)}, and NCCL needs a GPU per rank: start at most {count} rank{'s' * (count > 1)}"
+                " there, or set LAB_BACKEND=gloo, whose ranks can share a GPU"
             ]
         )
     torch.cuda.set_device(card)
@@ -192,7 +191,7 @@ def pick_device(config: Config, engine: str = "") -> torch.device:
 
 
 def check_cards(config: Config, device: torch.device, exchange: Exchange) -> None:
-    """Raise ConfigError if two ranks have one card, which NCCL would refuse without a name."""
+    """Raise ConfigError if two ranks share a card: NCCL would refuse it without naming them."""
     if config.backend != "nccl":
         return
     mine = str(torch.cuda.get_device_properties(device).uuid)
@@ -202,8 +201,8 @@ def check_cards(config: Config, device: torch.device, exchange: Exchange) -> Non
         if len(sharing) > 1:
             raise ConfigError(
                 [
-                    f"{name_ranks(sharing)} are on one GPU ({card}), and {len(set(cards))} of them serve"
-                    f" {len(cards)} ranks: NCCL takes one rank a GPU, so start fewer ranks, or set LAB_BACKEND=gloo"
+                    f"{name_ranks(sharing)} share one GPU ({card}); {len(cards)} ranks have {len(set(cards))} GPUs, and"
+                    " NCCL needs a GPU per rank: start fewer ranks, or set LAB_BACKEND=gloo"
                 ]
             )
 

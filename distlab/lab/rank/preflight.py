@@ -30,8 +30,8 @@ DEEPEST = Path("x" * 200, "checkpoints", ".step-000000000000.partial", "x" * 40)
 
 def refuse(config: Config, mode: Mode, of_this_rank: Sequence[str] = ()) -> None:
     """Raise ConfigError with all that the mode cannot run; `of_this_rank` are sentences from other checks."""
-    with user_code.refused_where_it_ends(config.join_timeout_s, ConfigError):
-        refusals = [*unknown(config, mode), *idle(config, mode), *mode.refuse(config)]
+    with user_code.refusing_exits(config.join_timeout_s, ConfigError):
+        refusals = [*unknown(config, mode), *without_effect(config, mode), *mode.refuse(config)]
         # Checks of sizes.
         refusals = refusals or [*excluded(config, mode), *out_of_place(config, mode), *hidden(config, mode)]
     refusals += [*unwritable(config), *of_this_rank]
@@ -53,7 +53,7 @@ def unknown(config: Config, mode: Mode) -> Iterator[str]:
             yield f"LAB_VARIANT={quoted(name)} is not a variant of {config.mode_name}{nearest}, allowed: {allowed}"
     if config.bug is not None and config.bug not in mode.mistakes:
         allowed = ", ".join(mode.mistakes) or "none, leave it unset"
-        drawn = ": none is drawn by a number any more, name one" if config.bug.startswith("mystery:") else ""
+        drawn = ": bugs are no longer drawn by a number, so name one" if config.bug.startswith("mystery:") else ""
         nearest = drawn or instead(config.bug, mode) or suggest(config.bug, list(mode.mistakes))
         yield f"LAB_BUG={quoted(config.bug)} is not a bug of {config.mode_name}{nearest}, allowed: {allowed}"
 
@@ -63,37 +63,37 @@ def instead(name: str, mode: Mode) -> str:
     return f" any more: {mode.gone[name]}" if name in mode.gone else ""
 
 
-def idle(config: Config, mode: Mode) -> Iterator[str]:
+def without_effect(config: Config, mode: Mode) -> Iterator[str]:
     """Report a variable for something that this mode never does."""
     if not mode.timed and config.slow_rank is not None:
         what = f"LAB_SLOW_RANK={config.slow_rank!r} slows a rank in the timed training of each variant"
-        yield f"{what}, and {config.mode_name} has none, allowed: {modes_that(lambda other: other.timed)}"
-    yield from undrilled(config, mode)
+        yield f"{what}, which {config.mode_name} does not have, allowed: {modes_that(lambda other: other.timed)}"
+    yield from without_training(config, mode)
     sleep_ms: float = getattr(config.options, "sleep_ms", 0.0)
     if sleep_ms and config.device == "cuda":
-        what = f"LAB_SLEEP_MS={sleep_ms:g} pretends compute by a sleep of the processor"
-        yield f"{what}, and a GPU does not wait for it: it works on LAB_DEVICE=cpu alone"
+        what = f"LAB_SLEEP_MS={sleep_ms:g} pretends compute by sleeping on the CPU"
+        yield f"{what}, which a GPU does not wait for: it works only with LAB_DEVICE=cpu"
     if config.recompute and not mode.recomputes:
         allowed = modes_that(lambda other: other.recomputes)
-        yield f"LAB_RECOMPUTE=1 is not possible in {config.mode_name}, allowed: {allowed}, whose ranks run whole layers"
+        yield f"LAB_RECOMPUTE=1 needs ranks that run whole layers, as {config.mode_name} does not, allowed: {allowed}"
     if mode.unsaved:
         for name, value in {"LAB_CHECKPOINT_EVERY": config.checkpoint_every, "LAB_RESUME": config.resume}.items():
             if value is not None:
                 allowed = modes_that(lambda other: not other.unsaved)
-                yield f"{name}={value}: {config.mode_name} {mode.unsaved}; checkpoints go with {allowed}"
+                yield f"{name}={value}: {config.mode_name} {mode.unsaved}, modes with checkpoints: {allowed}"
 
 
-def undrilled(config: Config, mode: Mode) -> Iterator[str]:
+def without_training(config: Config, mode: Mode) -> Iterator[str]:
     """Report a fault whose moment never comes in this mode, or an audit of data that it never has."""
     if mode.audits:
         return
     name, allowed = config.mode_name, modes_that(lambda other: other.audits)
     if config.audit_every is not None:
-        what = f"LAB_AUDIT_EVERY={config.audit_every} compares the tensors that the ranks of a training replicate"
-        yield f"{what}, and {name} has none, allowed: {allowed}"
+        what = f"LAB_AUDIT_EVERY={config.audit_every} compares replicated tensors during training"
+        yield f"{what}, but {name} does not train, allowed: {allowed}"
     for each in config.planned_faults:
         if each.step is not None:
-            yield f"LAB_FAULTS={each.text!r} comes at a step of a training, and {name} has none, allowed: @2s"
+            yield f"LAB_FAULTS={each.text!r} is for a training step, but {name} does not train: use a time such as @2s"
 
 
 def excluded(config: Config, mode: Mode) -> Iterator[str]:
@@ -111,11 +111,11 @@ def out_of_place(config: Config, mode: Mode) -> Iterator[str]:
         what = f"LAB_VARIANT={name!r}"
         if not timed:
             allowed = modes_that(lambda other: other.timed)
-            yield f"{what} is timed beside a mode's variants, and {config.mode_name} times none, allowed: {allowed}"
+            yield f"{what} is timed next to a mode's variants, but {config.mode_name} times none, allowed: {allowed}"
         elif shared and is_step(name):
             yield (
-                f"{what} is the step of a replica with samples of its own, and {config.mode_name} deals the ranks of"
-                f" {' and '.join(shared)} the same ones: write a strategy of (model, mesh, config), or run it in dp"
+                f"{what} is the training step of a replica with its own samples, but ranks of {' and '.join(shared)}"
+                f" have equal samples in {config.mode_name}: write a strategy of (model, mesh, config), or run it in dp"
             )
 
 
@@ -134,7 +134,7 @@ def unwritable(config: Config) -> list[str]:
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
             return [f"LAB_RUNS_DIR={quoted(runs)} is too long for the names of files in it: name another folder"]
-    # A dangling or circular link exists, too, and is no folder.
+    # A dangling or circular link exists, but is no folder.
     nearest = next(folder for folder in [runs, *runs.absolute().parents] if os.path.lexists(folder))
     fault = _no_folder_in(nearest)
     if fault:
@@ -143,7 +143,7 @@ def unwritable(config: Config) -> list[str]:
             " another folder"
         ]
     if (latest := runs / LATEST).exists() and not latest.is_symlink():
-        return [f"{quoted(latest)} is no link to the newest run: rename it or remove it"]
+        return [f"{quoted(latest)} must be a link to the newest run: rename it or remove it"]
     if config.run_id is None or not os.path.lexists(runs / config.run_id):
         return []
     goes_on = config.resume == "auto" and (runs / config.run_id).is_dir()
@@ -170,22 +170,21 @@ def _no_folder_in(nearest: Path) -> str:
         probe.mkdir()
         probe.rmdir()
     except OSError as error:
-        # A full disk is no fault of the settings: the run reports it when it meets it, and ends with 1.
+        # A full disk is no fault of the settings: the run reports it at its first write, and ends with 1.
         return "" if error.errno == errno.ENOSPC else error.strerror or str(error)
     return ""
 
 
-# Whether a run will likely fit into this machine's memory, by formula: a warning, and no refusal.
+# Estimate by formula whether a run fits into this machine's memory: a warning, no refusal.
 #
-#     the proof    in float64: on rank 0 model and gradients of one process and copies of both after each of 3 steps, on
-#                  every rank a variant's weights, gradients and what it gathers
-#     training     in LAB_DTYPE, all variants side by side: weights, gradients, moments; beside them the reference on
-#                  rank 0
-#     activations  of a rank's samples, on rank 0 of the whole batch in float64 (Korthikanti et al. 2022, see
+#     proof        in float64: on rank 0 the model and gradients of one process, with copies of both after each of 3
+#                  steps; on every rank a variant's weights and gradients, and the weights that it gathers
+#     training     in LAB_DTYPE, all variants at once: weights, gradients, moments; on rank 0 also the reference
+#     activations  of a rank's samples; on rank 0 of the whole batch in float64 (Korthikanti et al. 2022, see
 #                  distlab/lab/measure/storages.py)
 #
-# A dp run of 14.4 million parameters on 2 ranks (LAB_WIDTH=384, flat and ddp) held 2.91 GB, where this says 2.88 GB.
-# It is a factor of 1.5 from other modes and sizes.
+# A dp run of 14.4 million parameters on 2 ranks (LAB_WIDTH=384, flat and ddp) used 2.91 GB; the estimate is 2.88 GB.
+# For other modes and sizes it is within a factor of 1.5.
 
 VOCABULARY = 256
 BASE_BYTES = 200e6  # Python, torch and its buffers
@@ -195,12 +194,12 @@ MEMINFO = Path("/proc/meminfo")
 
 def warnings(config: Config, mode: Mode) -> list[str]:
     """Return a sentence if the run will likely not fit into memory."""
-    for here, there in rooms(config):
+    for here, there in memories(config):
         needed = needed_bytes(config, mode, here)
         if needed > there:
             return [
                 f"{here} rank{'s' * (here > 1)} of these settings may need about {human_bytes(needed)} of memory here,"
-                f" and {human_bytes(there)} are free: lower LAB_WIDTH, LAB_DEPTH, LAB_BATCH, LAB_SEQ or the number of"
+                f" but {human_bytes(there)} are free: lower LAB_WIDTH, LAB_DEPTH, LAB_BATCH, LAB_SEQ or the number of"
                 " variants"
             ]
     return []
@@ -240,7 +239,7 @@ def activation_bytes(config: Config, samples: int, itemsize: int) -> float:
     return layer * config.depth + scores
 
 
-def rooms(config: Config) -> list[tuple[int, float]]:
+def memories(config: Config) -> list[tuple[int, float]]:
     """Return the ranks that share a memory, and its bytes: the limit of this container, and the machine's free memory,
     which ranks in other containers fill too (RANKS_ON_HOST, from the Compose file)."""
     here, limit, free = ranks_here(config), ContainerMemory().limit_bytes, free_bytes()
@@ -266,15 +265,15 @@ def ranks_here(config: Config) -> int:
     return min(int(local), config.world_size) if local.isdecimal() and int(local) else 1
 
 
-# Machines need not share a disk; checkpoints need one. Rank 0 writes a file to the run's folder and each rank looks for
-# its name for the first time, so a network file system has to ask its server.
+# Machines need not share a disk, but checkpoints need a shared one. Rank 0 writes a file to the run's folder and each
+# rank looks for it. The name is new, so that a network file system has to ask its server.
 
 
 class SeparateDisks(NamedTuple):
     """The host of every rank, and rank 0's sentence about logs that stay on other hosts."""
 
     hosts: list[str]
-    told: str
+    sentence: str
 
 
 def find_separate_disks(exchange: Exchange, folder: Path, token: str, config: Config) -> SeparateDisks | None:
@@ -292,17 +291,17 @@ def find_separate_disks(exchange: Exchange, folder: Path, token: str, config: Co
         if value is not None
     ]
     if saves:
-        take_back(folder)
+        remove_claimed(folder)
         raise ConfigError(
             [
-                f"LAB_RUNS_DIR={str(config.runs_dir)!r} is not one folder: {who} cannot see rank 0's, and"
-                f" {' and '.join(saves)} needs one on a disk that all machines share"
+                f"LAB_RUNS_DIR={str(config.runs_dir)!r} is not the same folder on all machines: {who} cannot see rank"
+                f" 0's, and {' and '.join(saves)} needs a folder on a shared disk"
             ]
         )
-    return SeparateDisks(hosts, f"not shared by {who}: logs of these ranks stay there, their records come to rank 0")
+    return SeparateDisks(hosts, f"not shared with {who}: their logs stay there, rank 0 collects their records")
 
 
-def take_back(folder: Path) -> None:
+def remove_claimed(folder: Path) -> None:
     """Remove a folder with nothing but the claim of this run; a run that continues has earlier attempts in it."""
     with suppress(OSError):  # another rank of this machine was faster
         if [path.name for path in folder.iterdir()] == [run_folder.FILE]:

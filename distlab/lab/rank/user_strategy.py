@@ -19,7 +19,7 @@ from distlab.lab.workload.user_model import STEP, find_in_file, is_step
 from distlab.techniques.mesh.grid import Mesh
 
 
-def maker(spec: str) -> Callable[..., Any]:
+def strategy_maker(spec: str) -> Callable[..., Any]:
     """Return the function that makes a strategy on a rank; raises TypeError if the file has no such function."""
     function: Callable[..., Any] | None = find_in_file(spec, spec.rpartition(":")[2])
     if function is None or not callable(function):

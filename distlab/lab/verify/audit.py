@@ -21,7 +21,7 @@ from distlab.contract import Held, Strategy
 from distlab.lab.checkpoint.manifest import TrainingPosition
 from distlab.lab.config import Config
 from distlab.lab.lab import Lab
-from distlab.lab.measure.tensors import Off, Worst, digest_of, distance
+from distlab.lab.measure.tensors import Difference, Worst, digest_of, distance
 from distlab.lab.verify.proof import summed_losses
 from distlab.lab.workload import reference
 from distlab.lab.workload.data import Batches
@@ -109,7 +109,7 @@ BETA_1, BETA_2, EPSILON, DECAY = 0.9, 0.999, 1e-8, 0.01  # AdamW's, which the la
 ROUNDINGS = 4  # of an element per update, at most: decay, ratio, product, sum
 
 
-def sgd(weight: Tensor, gradient: Tensor, found: Tensor, rounding: float, config: Config) -> dict[str, Off]:
+def sgd(weight: Tensor, gradient: Tensor, found: Tensor, rounding: float, config: Config) -> dict[str, Difference]:
     """Check that `found` is w - lr·g; `rounding` is the norm of the gradient's possible error."""
     wanted = weight.clone().add_(gradient, alpha=-config.learning_rate)
     return {"weights": stored_difference(found, wanted, config.learning_rate * rounding)}
@@ -118,12 +118,12 @@ def sgd(weight: Tensor, gradient: Tensor, found: Tensor, rounding: float, config
 def adamw(
     weight: Tensor, gradient: Tensor, before: dict[str, Tensor], found: Tensor, after: dict[str, Tensor], step: int,
     rounding: float, config: Config,
-) -> dict[str, Off]:  # fmt: skip
+) -> dict[str, Difference]:  # fmt: skip
     """Check the update after `step` others: moments against the gradient, weights against the present moments."""
     counters = (before.get("step"), after.get("step"))
     counts = tuple(0.0 if count is None else count.item() for count in counters)
     if counts != (step, step + 1) or not {"exp_avg", "exp_avg_sq"} <= set(after):
-        return {"optimizer": Off(math.inf, 0.0)}  # restarted, or never begun
+        return {"optimizer": Difference(math.inf, 0.0)}  # restarted, or never begun
     first = before.get("exp_avg", torch.zeros_like(found)).lerp(gradient, 1 - BETA_1)
     second = before.get("exp_avg_sq", torch.zeros_like(found)) * BETA_2
     second.addcmul_(gradient, gradient, value=1 - BETA_2)
@@ -144,15 +144,15 @@ def adamw(
     }
 
 
-def stored_difference(found: Tensor, wanted: Tensor, uncertain: float) -> Off:
+def stored_difference(found: Tensor, wanted: Tensor, uncertain: float) -> Difference:
     """Return the difference of stored numbers that may be `uncertain` before rounding; both as norms."""
     unit = torch.finfo(wanted.dtype).eps
     exact = torch.finfo(torch.promote_types(wanted.dtype, torch.float32)).eps
     size = wanted.double().norm().item()
     inexact = uncertain + ROUNDINGS * exact * size
     if found.shape != wanted.shape or found.dtype != wanted.dtype:
-        return Off(math.inf, 0.0)
-    return Off(distance(found, wanted), inexact + math.sqrt(unit * size * inexact))
+        return Difference(math.inf, 0.0)
+    return Difference(distance(found, wanted), inexact + math.sqrt(unit * size * inexact))
 
 
 # --- the audited steps ---
@@ -160,7 +160,7 @@ def stored_difference(found: Tensor, wanted: Tensor, uncertain: float) -> Off:
 Tensors = dict[str, Tensor]
 State = dict[str, Tensors]  # each parameter's "weights", and the optimizer's state by key
 Gradient = tuple[float, Tensors]  # the loss of a batch, and its gradient
-MISSING = {"weights": Off(math.inf, 0.0)}
+MISSING = {"weights": Difference(math.inf, 0.0)}
 
 
 def sampled(steps: range, seed: int) -> list[int]:
@@ -226,7 +226,7 @@ class Audit:
 
     def _parameter(
         self, step: int, gradient: Tensor, rounding: float, before: Tensors, after: Tensors
-    ) -> dict[str, Off]:  # fmt: skip
+    ) -> dict[str, Difference]:  # fmt: skip
         config, weight, found = self.lab.config, before.pop("weights"), after.pop("weights")
         gradient = gradient.to(weight.dtype)  # of float32 masters
         if config.optimizer == "sgd":

@@ -89,7 +89,7 @@ def write_memory(lab: Lab, name: str, memory: MemoryLedger) -> None:
     lab.journal.write(records.Memory(name, memory.peak_bytes))
     lab.journal.write(records.Classes(name, memory.rest, memory.peak))
     lab.journal.write(records.MemoryLine(name, memory.step_s, memory.line()))
-    for comparison, (counted_bytes, seen) in memory.seen_outside().items():
+    for comparison, (counted_bytes, seen) in memory.compared_with_system().items():
         lab.compare(
             comparison, counted_bytes, seen, variant=name, formula="bytes of tensors", shown="counts more than tensors"
         )
@@ -97,7 +97,7 @@ def write_memory(lab: Lab, name: str, memory: MemoryLedger) -> None:
 
 def train(lab: Lab, strategy: Strategy, batches: Batches, steps: range) -> None:
     for step in steps:
-        strategy.backward(lab.dealt(batches, step))
+        strategy.backward(lab.microbatches(batches, step))
         strategy.update()
 
 
@@ -153,7 +153,7 @@ def saved(lab: Lab, run: range, microbatch: Microbatch) -> Saved:
 
 def most_of_a_layer(lab: Lab, assign: Callable[[list[Microbatch]], list[Microbatch]] = list) -> int:
     """The most that one layer leaves for its backward pass, of this rank's largest microbatch."""
-    microbatches = assign(lab.dealt(lab.batches(getattr(torch, lab.config.dtype)), WARMUP_STEPS))
+    microbatches = assign(lab.microbatches(lab.batches(getattr(torch, lab.config.dtype)), WARMUP_STEPS))
     largest = max(microbatches, key=lambda microbatch: len(microbatch.inputs))
     return max(saved_bytes(lab, range(at, at + 1), largest) for at in range(len(outline(lab.config).layers)))
 
@@ -225,7 +225,7 @@ def outlined(
     watch.over(enumerate(model.layers), again=again)
     watch.begin()
     with watch.storages:
-        microbatches = assign(lab.dealt(batches, WARMUP_STEPS))
+        microbatches = assign(lab.microbatches(batches, WARMUP_STEPS))
         watch.note("dealt")
         for inputs, targets, share in microbatches:
             (model(inputs, targets) * share).backward()

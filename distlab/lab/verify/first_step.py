@@ -51,8 +51,8 @@ def parameter_record(name: str, tensor: Any) -> records.HeldParameter:
 def write_inputs(lab: Lab, batches: Batches, step: int) -> None:
     """Write this rank's samples of `step`."""
     ids = batches.sample_ids(step, lab.mesh.index("dp"), lab.mesh.size("dp"))
-    sizes = [len(microbatch.inputs) for microbatch in batches.dealt(step, lab.mesh.index("dp"), lab.mesh.size("dp"))]
-    lab.journal.write(records.Given(step, ids, batches.batch, sizes))
+    microbatches = batches.microbatches(step, lab.mesh.index("dp"), lab.mesh.size("dp"))
+    lab.journal.write(records.Given(step, ids, batches.batch, [len(each.inputs) for each in microbatches]))
 
 
 # --- the first step ---
@@ -75,7 +75,7 @@ def observed_calls(strategy: Strategy, *, enabled: bool) -> Iterator[ObservedSte
     samples, messages = logged.samples, Messages(logged.samples)
 
     def on_phase(what: str, kind: str, label: str) -> None:
-        messages.hear(what, kind, label)
+        messages.on_phase(what, kind, label)
         logged.on_phase(what, kind)
 
     with samples.watched(), observing_collectives(samples.by_hand), messages.recorded(), listening(on_phase):

@@ -18,7 +18,7 @@ from torch import Tensor
 from distlab.contract import Strategy
 from distlab.lab.lab import Lab
 from distlab.lab.measure.memory import ContainerMemory
-from distlab.lab.measure.samples import TOLD, Copies, Sample, Samples, Stretch, place_of, stretch_of
+from distlab.lab.measure.samples import SHOWN, Copies, Sample, Samples, Stretch, place_of, stretch_of
 from distlab.lab.report import records
 from distlab.lab.report.story import SUMS
 from distlab.techniques.collectives.sharded_tensor import LocalShard, whole_piece
@@ -336,5 +336,5 @@ def weight_of(
 
 
 def numbers_from(numbers: Tensor, position: int) -> list[float]:
-    found: list[float] = numbers[position : position + TOLD].tolist()
+    found: list[float] = numbers[position : position + SHOWN].tolist()
     return found

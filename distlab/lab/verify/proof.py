@@ -180,7 +180,7 @@ def against(
 
     for step in range(TUNED_STEPS if tuned else batches.proof_steps):
         lab.at(step + tuned * batches.proof_steps, f"proof of {name}")
-        loss_part = strategy.backward(lab.dealt(batches, step))
+        loss_part = strategy.backward(lab.microbatches(batches, step))
         loss_parts.append(None if loss_part is None else float(loss_part))
         compare_kinds(step, {} if tuned else {"gradients": "gradients"})
         strategy.update()

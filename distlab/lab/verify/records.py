@@ -111,7 +111,7 @@ def record(lab: Lab, strategies: Mapping[str, Strategy], position: TrainingPosit
 
     def prepared(strategy: Strategy, number: int) -> Callable[[], object]:
         first, together = lab.config.steps + number, repeats_after(strategy)
-        steps = [lab.dealt(position.batches, position.data_step(first + step)) for step in range(together)]
+        steps = [lab.microbatches(position.batches, position.data_step(first + step)) for step in range(together)]
         return partial(train, strategy, steps)
 
     drawn = draw(lab, {name: partial(prepared, strategy) for name, strategy in strategies.items()})
@@ -156,7 +156,7 @@ def record_step(lab: Lab, name: str, prepare: Prepare, number: int) -> Recorded:
     make, messages = prepare(number), Messages()
     lab.exchange.barrier(f"recorded step {number} of {name}")
     lab.at(lab.config.steps, f"recorded step {number} of {name}")
-    with messages.recorded(), listening(messages.hear), recorded(lab.device) as spans, slowed(lab.config.slowed_to):
+    with messages.recorded(), listening(messages.on_phase), recorded(lab.device) as spans, slowed(lab.config.slowed_to):
         make()
     lab.work.advance()
     return lab.config.steps + number, spans, messages.found
@@ -205,7 +205,7 @@ def compare_drawn(lab: Lab, drawn: Mapping[str, Drawn], counted: Mapping[str, Co
             tolerance = wire_tolerance(sent.nbytes, sent.messages)
             other = ", ".join(sorted(sent.ops - MINIMAL))
             shown = shown or (f"gloo sends {other} in its own way" if other else "")
-            wanted, on_wire = lab.of_ranks(f"the wire as drawn of {name}", sent.nbytes, traffic.wire_bytes)
+            wanted, on_wire = lab.bytes_to_compare(f"the wire as drawn of {name}", sent.nbytes, traffic.wire_bytes)
             lab.compare(
                 ON_WIRE, wanted, on_wire, "B", tolerance, name, "bytes as drawn", shown=shown,
                 control=CONTROL,

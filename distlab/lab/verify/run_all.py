@@ -60,7 +60,7 @@ def everything(lab: Lab) -> None:
                 f" {prediction.unit}",
                 "predict",
             )
-    lab.hold(predictions, measure(lab))
+    lab.compare_predictions(predictions, measure(lab))
 
 
 def measure(
@@ -145,7 +145,7 @@ def expected(config: Config, mode: Mode) -> Expected:
     wanted = [
         [variant, name, each.times, each.one]
         for each in (own(mode, config) if own is not None else ())
-        for variant in (mode.with_alike(each.of) if each.when else ())
+        for variant in (mode.with_like(each.of) if each.when else ())
         for name in each.names
         if variant not in impossible and (variant not in mode.names or not config.variant or variant in config.variant)
     ]

@@ -50,7 +50,7 @@ class Stopwatch:
             observed_calls(strategy, enabled=logged) as observed, recorded(lab.device) as spans,
             slowed(lab.config.slowed_to),
         ):  # fmt: skip
-            microbatches = lab.dealt(position.batches, position.data_step(step))
+            microbatches = lab.microbatches(position.batches, position.data_step(step))
             self._meet(lab, position, f"step {step} of {name}")
             lab.begin_step(step, name)
             if lab.device.type == "cuda":  # on a shared GPU, loaded data may arrive after the launch

@@ -205,7 +205,7 @@ class Batches:
         """What one process works on, whose gradients add up to those of the step: the batch as it is."""
         return [self.full(step)]
 
-    def dealt(self, step: int, shard: int, num_shards: int) -> list[Microbatch]:
+    def microbatches(self, step: int, shard: int, num_shards: int) -> list[Microbatch]:
         """What `shard` works on at `step`, in LAB_MICROBATCHES parts (fewer where it has fewer samples)."""
         ids = self.sample_ids(step, shard, num_shards)
         return self.parts(ids, self.share(len(ids), num_shards))
@@ -282,10 +282,10 @@ def shard_sizes(batch: int, num_shards: int, *, uneven: bool = False) -> list[in
     """
     sizes = [batch // num_shards + (shard < batch % num_shards) for shard in range(num_shards)]
     if uneven and num_shards > 1 and batch % num_shards == 0:
-        takers = [shard for shard in reversed(range(num_shards)) if shard != 1]
-        for given in range(min(2, sizes[1] - 1)):
+        receivers = [shard for shard in reversed(range(num_shards)) if shard != 1]
+        for moved in range(min(2, sizes[1] - 1)):
             sizes[1] -= 1
-            sizes[takers[given % len(takers)]] += 1
+            sizes[receivers[moved % len(receivers)]] += 1
     return sizes
 
 
@@ -296,10 +296,8 @@ def effective_batch(config: Config, num_replicas: int) -> str:
     if len(set(sizes)) == 1 and sizes[0] % accumulated == 0:
         micro = sizes[0] // accumulated
         return f"{batch} samples a step = {micro} x {accumulated} x {num_replicas} (microbatch, accumulated, replicas)"
-    held = " + ".join(str(size) for size in sizes)
-    return (
-        f"{batch} samples a step = {held}, a replica each, {accumulated} microbatch{'es' if accumulated != 1 else ''}"
-    )
+    parts = f"{accumulated} microbatch{'es' if accumulated != 1 else ''}"
+    return f"{batch} samples a step = {' + '.join(map(str, sizes))}, a replica each, {parts}"
 
 
 def refusals(config: Config, num_shards: int) -> list[str]:
@@ -328,7 +326,7 @@ class PartedBatches(Batches):
         share = self.share(self.batch, 1)
         return [self._microbatch(part, share) for part in self._order(step).split(self.sizes())]
 
-    def dealt(self, step: int, shard: int, num_shards: int) -> list[Microbatch]:
+    def microbatches(self, step: int, shard: int, num_shards: int) -> list[Microbatch]:
         """This shard's part of each microbatch."""
         share = self.share(self.batch, num_shards)
         return [self._microbatch(torch.tensor(part), share) for part in self._parts(step, shard, num_shards)]

@@ -75,8 +75,8 @@ class Mixture(nn.Module):
         if self.mixing.top_k > 1:  # a single gate over itself would be 1, and the router would learn nothing
             gates = gates / gates.sum(1, keepdim=True)
         mixed = torch.zeros_like(tokens)
-        for expert, taken in enumerate(self._queues(chosen)):
-            rows, choices = torch.tensor(taken, dtype=torch.long, device=tokens.device).view(-1, 2).unbind(1)
+        for expert, queue in enumerate(self._queues(chosen)):
+            rows, choices = torch.tensor(queue, dtype=torch.long, device=tokens.device).view(-1, 2).unbind(1)
             out = F.gelu(tokens[rows] @ self.experts.up[expert]) @ self.experts.down[expert]
             mixed = mixed.index_add(0, rows, (out * gates[rows, choices, None]).to(tokens.dtype))
         self._weigh(scores, probabilities, chosen)

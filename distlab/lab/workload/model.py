@@ -92,7 +92,7 @@ class Dropouts:
         self.rows: Tensor | None = None  # the positions of this rank's rows; None: all
         self.rows_first = False  # [rows, B, D] in the place of [B, rows, D]
         self.samples: list[int] = []  # those that are worked on now, by their checksums
-        self._dealt: list[list[int]] = []
+        self._checksums: list[list[int]] = []
         for index, layer in enumerate(layers):
             for name, part in layer.named_children():
                 if name in PARTS:
@@ -102,12 +102,12 @@ class Dropouts:
         """What the masks of these whole samples are drawn by."""
         return [zlib.crc32(sample.double().cpu().numpy().tobytes()) for sample in inputs]
 
-    def deal(self, microbatches: Sequence[Tensor]) -> None:
+    def begin_step(self, microbatches: Sequence[Tensor]) -> None:
         """Begin a step on the inputs of these microbatches."""
-        self._dealt = [self.checksums(inputs) for inputs in microbatches]
+        self._checksums = [self.checksums(inputs) for inputs in microbatches]
 
-    def turn_to(self, microbatch: int) -> None:
-        self.samples = self._dealt[microbatch]
+    def begin_microbatch(self, microbatch: int) -> None:
+        self.samples = self._checksums[microbatch]
 
     def mask(self, part: str, sample: int) -> Tensor:
         """Of one whole sample: zero where it is dropped, else what keeps the sum as it was."""
@@ -247,7 +247,7 @@ class Model(nn.Module):
         return f"{self.name}, {short} parameters"
 
 
-class OwnModel(Model):
+class UserModel(Model):
     """A module of someone's own as layers and a loss (user_model.py)."""
 
     def __init__(self, spec: str, seed: int, *, recompute: bool = False) -> None:
@@ -387,7 +387,7 @@ def outline(config: Config) -> Model:
 
 def _layers(config: Config) -> Model:
     if user_model.is_own(config.model):
-        return OwnModel(config.model, config.seed, recompute=config.recompute)
+        return UserModel(config.model, config.seed, recompute=config.recompute)
     if config.model == "line":
         return Model("line", [nn.Linear(1, 1)], SummedLoss(), recompute=config.recompute)
     if config.model == "mlp":

@@ -138,7 +138,7 @@ class StepsParameters:
         """Nothing is left to do: the state was filled in place."""
 
 
-class HoldsLayers(StepsParameters):
+class LayersStrategy(StepsParameters):
     """The same of a model whose layers run one by one on this rank, in whole or in part."""
 
     @property
@@ -147,7 +147,7 @@ class HoldsLayers(StepsParameters):
         return dict(enumerate(self.model.layers))
 
 
-class HoldsParts:
+class PartitionedStrategy:
     """A Strategy whose ranks hold the model together: each some parameters, `named` by their dense names, whole or a
     piece of each, and an optimizer over what it has; `layers` are those that it runs, by number."""
 

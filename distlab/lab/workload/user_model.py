@@ -77,7 +77,7 @@ def layers_of(module: nn.Module) -> list[nn.Module]:
     return [each[0] if len(each) == 1 else nn.Sequential(*each) for each in layers]
 
 
-def passed_on(spec: str, seed: int, seq: int) -> list[tuple[int, ...]]:
+def passed_shapes(spec: str, seed: int, seq: int) -> list[tuple[int, ...]]:
     """The shapes that its layers give each other, of one sample, without the first dim."""
     batch = find_in_file(spec, "batch")
     hidden: Tensor = torch.zeros(1, seq).long() if batch is None else batch(seed, 0)[0][:1]
@@ -121,17 +121,17 @@ def refusals(spec: str, seed: int, batch: int, inputs: Callable[[], Tensor]) -> 
     faults = [f"{named} {fault}" for fault in unfit(module)]
     own = find_in_file(spec, "batch")
     if own is None:
-        given = inputs()
+        sample = inputs()
     else:
-        given, targets = own(seed, 0)
-        if len(given) != batch:
-            faults.append(f"{named} has batches of {len(given)} samples, and LAB_BATCH={batch}: set it to {len(given)}")
+        sample, targets = own(seed, 0)
+        if len(sample) != batch:
+            faults.append(f"{named} has batches of {len(sample)} samples: set LAB_BATCH={len(sample)}, not {batch}")
         if not targets.is_floating_point() and bool((targets == IGNORED).any()):
             faults.append(
                 f"{named} has padded targets ({IGNORED}), so samples have other numbers of terms, and a mode weighs all"
                 " alike: prove it by `distlab prove`"
             )
-    return faults or out_of_row(named, module, given[:2])
+    return faults or out_of_row(named, module, sample[:2])
 
 
 def unfit(module: nn.Module) -> list[str]:
@@ -156,11 +156,11 @@ def unfit(module: nn.Module) -> list[str]:
 def out_of_row(named: str, module: nn.Module, inputs: Tensor) -> list[str]:
     """A sentence if its layers in a row are not its forward pass."""
     with torch.no_grad():
-        hidden = given = inputs.float() if inputs.is_floating_point() else inputs
+        hidden = sample = inputs.float() if inputs.is_floating_point() else inputs
         try:
             for layer in layers_of(module):
                 hidden = layer(hidden)
-            right = torch.equal(hidden, module(given))
+            right = torch.equal(hidden, module(sample))
         except Exception:  # they do not even fit
             right = False
     if right:

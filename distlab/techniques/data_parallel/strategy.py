@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from distlab.lab.config import Config
 from distlab.lab.workload.data import Microbatch
 from distlab.lab.workload.model import Model
-from distlab.lab.workload.optimizer import HoldsLayers, forward_backward
+from distlab.lab.workload.optimizer import LayersStrategy, forward_backward
 from distlab.techniques.collectives.phases import marked
 from distlab.techniques.data_parallel.buckets import broadcast_parameters
 
@@ -35,7 +35,7 @@ class Gradients(Protocol):
         """Run after the last microbatch; then every gradient is the sum over all ranks."""
 
 
-class Replica(HoldsLayers):
+class Replica(LayersStrategy):
     """A Strategy with `model` as this rank's replica; `forward` is called in its place where one is given.
 
     `scale` multiplies the loss that is differentiated, for a variant that averages where the others sum.
@@ -74,11 +74,11 @@ class Replica(HoldsLayers):
         return self.held(kind)
 
 
-class Lesson(HoldsLayers):
+class Lesson(LayersStrategy):
     """A Strategy that runs the `step(microbatches)` of a lesson.py. The step leaves the summed gradients on this rank's
     replica `model` and returns its share of the loss."""
 
-    full = alike = HoldsLayers.held
+    full = alike = LayersStrategy.held
 
     def __init__(self, model: Model, config: Config, step: Callable[[Any], Tensor]) -> None:
         super().__init__(model, config)

@@ -111,7 +111,7 @@ class Survivor:
     def assign(self, place: int, size: int) -> tuple[list[int], list[Microbatch]]:
         """Return the numbers of this member's samples at this step, and the samples as microbatches."""
         if not self.rescale:
-            microbatches = self.batches.dealt(self.applied, place, size)
+            microbatches = self.batches.microbatches(self.applied, place, size)
             return self.batches.sample_ids(self.applied, place, size), microbatches
         sizes = self.batches.kept_sizes(size)
         self.samples, seen = sum(sizes), int(self.history[: self.applied, :-1].floor().sum())

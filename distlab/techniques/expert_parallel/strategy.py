@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from distlab.lab.config import Config
 from distlab.lab.workload.data import Microbatch
 from distlab.lab.workload.experts import Mixture, MixtureModel
-from distlab.lab.workload.optimizer import HoldsParts, forward_backward
+from distlab.lab.workload.optimizer import PartitionedStrategy, forward_backward
 from distlab.techniques.collectives.sharded_tensor import LocalShard, whole_piece
 from distlab.techniques.data_parallel.buckets import GradientBuckets
 from distlab.techniques.expert_parallel.layer import MixtureOfExperts, Placement, RowDispatch
 
 
-class ExpertParallel(HoldsParts):
+class ExpertParallel(PartitionedStrategy):
     """A Strategy over `model`, whose mixtures are distributed by `placement` over the ranks of `world`.
 
     `copies` are the ranks that hold the same experts as this one, if there are several.

@@ -403,7 +403,7 @@ class Worker:
     def backward(self) -> float:
         """Compute the gradient of this worker's next samples, weighted by their share; return their mean loss."""
         self.vectors.zero()
-        microbatches, summed = self.batches.dealt(self.steps, self.rank, self.num_workers), 0.0
+        microbatches, summed = self.batches.microbatches(self.steps, self.rank, self.num_workers), 0.0
         for index, part in enumerate(microbatches):
             summed += forward_backward(self.model, part, index).item()
             self._used += part[:2]

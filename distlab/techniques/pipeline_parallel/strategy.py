@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from distlab.lab.config import Config
 from distlab.lab.workload.data import Microbatch
 from distlab.lab.workload.model import Model
-from distlab.lab.workload.optimizer import HoldsParts
+from distlab.lab.workload.optimizer import PartitionedStrategy
 from distlab.techniques.collectives.phases import marked, phase
 from distlab.techniques.collectives.point_to_point import Peers, sendable
 from distlab.techniques.pipeline_parallel.pipeline import Pipeline
@@ -191,7 +191,7 @@ def joined(microbatches: list[Microbatch]) -> Microbatch:
     return Microbatch(inputs, targets, microbatches[0].share)
 
 
-class Pipelined(HoldsParts):
+class Pipelined(PartitionedStrategy):
     """A Strategy: `parts` are this rank's stages, `engine` sends microbatches through them."""
 
     def __init__(self, parts: Parts, engine: Engine, group: dist.ProcessGroup, config: Config) -> None:

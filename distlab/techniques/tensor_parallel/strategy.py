@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from distlab.lab.config import Config
 from distlab.lab.workload.data import Microbatch
 from distlab.lab.workload.model import MLP, VOCABULARY, Attention, Embedding, Head, Model
-from distlab.lab.workload.optimizer import HoldsParts, forward_backward, local
+from distlab.lab.workload.optimizer import PartitionedStrategy, forward_backward, local
 from distlab.techniques.collectives.sharded_tensor import LocalShard, whole_piece
 from distlab.techniques.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -32,7 +32,7 @@ from distlab.techniques.tensor_parallel.layers import (
 )
 
 
-class TensorParallel(HoldsParts):
+class TensorParallel(PartitionedStrategy):
     """A Strategy over `model`, this rank's part of it.
 
     Args:

@@ -66,7 +66,7 @@ class ModeRun:
         self, method: Function, watch: Any, name: str, strategy: Strategy, lab: Lab, course: TrainingPosition,
         step: int, *more: Any,
     ) -> None:  # fmt: skip
-        steps, dealt = self._facts.steps, lab.dealt(course.batches, course.data_step(step))
+        steps, dealt = self._facts.steps, lab.microbatches(course.batches, course.data_step(step))
         steps.parameters = dict(strategy.full("weights"))
         samples = [sample for each in dealt for sample in contents([each.inputs, each.targets])]
         self._facts.samples.trained = [Read(course.position(step)[0], samples, [])]

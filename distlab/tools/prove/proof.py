@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distlab.lab.config import Config
-from distlab.lab.config.user_code import bounded, exits_raised, heed_endings, raise_exited
+from distlab.lab.config.user_code import bounded, exits_raised, observe_exits, raise_exited
 from distlab.lab.workload.data import Microbatch
 from distlab.lab.workload.reference import LEARNING_RATE, Snapshot, plain
 from distlab.techniques.collectives.plain_values import all_gather_plain
@@ -211,7 +211,7 @@ SENT = (Dense, Snapshot, reference.Buffers, Mine, Deviation, Rows, LocatedTensor
 def play(job: Job, reporter: Reporter, recorder: Recorder, waits: Waits, config: Config) -> None:
     """Prove the file, in place of running a script, and report the findings."""
     enter_script(job)
-    heed_endings(raise_exited)
+    observe_exits(raise_exited)
     try:
         with exits_raised():
             with bounded(config.join_timeout_s, partial(reporter.send, "refused")):

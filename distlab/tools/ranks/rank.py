@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from distlab.lab.config.user_code import heed_endings, raise_exited
+from distlab.lab.config.user_code import observe_exits, raise_exited
 from distlab.techniques.transport.process_group import TcpBackend
 from distlab.techniques.transport.store import KeyedStore
 from distlab.tools.check.start.fork_servers import be_main_process, drop_server_pipe
@@ -150,7 +150,7 @@ def set_up_process(start: Start, files: Sequence[Any]) -> int:
     os.chdir(start.root)
     sys.path[:] = list(start.path)
     torch.set_num_threads(1)
-    heed_endings(raise_exited)
+    observe_exits(raise_exited)
     return int(reports)
 
 

@@ -53,7 +53,7 @@ def test_an_engines_names_are_taken(environ: dict[str, str], wanted: dict[str, s
     found = read_launcher(environ)
     assert found.faults == ()
     assert wanted.items() <= found.variables.items()
-    assert f"rank {found.variables['RANK']} by " in found.told
+    assert f"rank {found.variables['RANK']} by " in found.line
 
 
 def test_all_tasks_of_a_step_draw_one_port_and_another_step_another() -> None:
@@ -76,7 +76,7 @@ def test_pods_of_an_indexed_job_find_pod_0_beside_them(monkeypatch: pytest.Monke
     [
         (SLURM | {"RANK": "0"}, ["RANK=0 and SLURM_PROCID=2 differ"]),
         (SLURM | {"RANK": "0", "WORLD_SIZE": "4"}, ["RANK=0 and SLURM_PROCID=2", "WORLD_SIZE=4 and SLURM_NTASKS=6"]),
-        ({name: SLURM[name] for name in SLURM if name != "SLURM_STEP_ID"}, ["start the ranks by srun"]),
+        ({name: SLURM[name] for name in SLURM if name != "SLURM_STEP_ID"}, ["start all by srun"]),
         ({"SLURM_JOB_ID": "3", "SLURM_NNODES": "3"}, ["SLURM_NTASKS=3 is set and SLURM_PROCID is not"]),
         ({name: SKY[name] for name in SKY if name != "SKYPILOT_NODE_RANK"}, ["SKYPILOT_NODE_RANK is not"]),
         ({"DSTACK_NODE_RANK": "1", "DSTACK_NODES_NUM": "2"}, ["dstack does not say where rank 0 is: set MASTER_ADDR"]),
@@ -149,6 +149,6 @@ def test_a_batch_script_that_starts_ranks_without_srun_is_refused(tmp_path: Path
     )
     assert done.returncode == 2
     assert done.stdout.startswith(
-        "refused    SLURM_NTASKS=6 is set and SLURM_PROCID is not, so this is no rank of Slurm"
+        "refused    SLURM_NTASKS=6 is set and SLURM_PROCID is not, so Slurm did not start this rank"
     )
     assert list(tmp_path.iterdir()) == []

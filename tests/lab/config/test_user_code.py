@@ -15,9 +15,9 @@ from distlab.lab.config.user_code import (
     Exited,
     bounded,
     exits_raised,
-    heed_endings,
+    observe_exits,
     raise_exited,
-    refused_where_it_ends,
+    refusing_exits,
 )
 from tests.launched import ended_warm
 
@@ -41,13 +41,13 @@ def written(folder: Path, line: str) -> str:
 
 @pytest.mark.parametrize(("line", "call"), ENDINGS)
 def test_who_ends_the_process_is_refused_with_the_call_and_its_line(line: str, call: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as refused, refused_where_it_ends(30, ConfigError):
+    with pytest.raises(ConfigError) as refused, refusing_exits(30, ConfigError):
         runpy.run_path(written(tmp_path, line))
     assert f"by {call}" in str(refused.value) and " at theirs.py:2, " in str(refused.value)
 
 
 def test_so_is_who_raises_the_interrupt_of_ctrl_c(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"raised KeyboardInterrupt at theirs\.py:2"), refused_where_it_ends(30, ConfigError):  # fmt: skip
+    with pytest.raises(ConfigError, match=r"raised KeyboardInterrupt at theirs\.py:2"), refusing_exits(30, ConfigError):  # fmt: skip
         runpy.run_path(written(tmp_path, "raise KeyboardInterrupt"))
 
 
@@ -55,7 +55,7 @@ def test_ctrl_c_stays_ctrl_c(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGINT)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with pytest.raises(KeyboardInterrupt), refused_where_it_ends(30, ConfigError):
+        with pytest.raises(KeyboardInterrupt), refusing_exits(30, ConfigError):
             runpy.run_path(written(tmp_path, "os.kill(os.getpid(), 2); time.sleep(20)"))
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
@@ -63,18 +63,18 @@ def test_ctrl_c_stays_ctrl_c(tmp_path: Path) -> None:
 
 
 def test_what_else_is_raised_stays_as_it_is(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="theirs"), refused_where_it_ends(30, ConfigError):
+    with pytest.raises(ValueError, match="theirs"), refusing_exits(30, ConfigError):
         runpy.run_path(written(tmp_path, "raise ValueError('theirs')"))
 
 
 def test_a_forked_child_and_a_library_end_as_they_like(tmp_path: Path) -> None:
-    heed_endings(raise_exited)
+    observe_exits(raise_exited)
     with exits_raised():
         runpy.run_path(
             written(tmp_path, "child = os.fork()\nchild or os._exit(7)\nassert os.waitpid(child, 0)[1] >> 8 == 7")
         )
     program = (
-        "from distlab.lab.config.user_code import heed_endings, raise_exited; heed_endings(raise_exited);"
+        "from distlab.lab.config.user_code import observe_exits, raise_exited; observe_exits(raise_exited);"
         " import concurrent.futures as library; exec(compile('import os; os._exit(7)', library.__file__, 'exec'))"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False, timeout=30).returncode == 7

@@ -84,7 +84,7 @@ def seen(group: dist.ProcessGroup) -> list[Message]:
         time.sleep(0.02)
         for message in (*received, *sent):
             message.wait()
-        messages.look()
+        messages.record_ends()
         dist.all_gather([torch.empty(3, dtype=torch.float64) for _ in range(group.size())], tensor, group=group)
         dist.barrier(group)
     dist.all_reduce(tensor, group=group)

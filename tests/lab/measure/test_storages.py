@@ -287,7 +287,7 @@ def kept_by_a_layer(width: int, heads: int) -> int:
     kept = []
     for depth in (2, 3):
         config = Config.read(sizes | {"RUN_MODE": "dp", "LAB_DEPTH": str(depth)})
-        inputs, targets, _ = Batches(config, proof=False, device=torch.device("cpu"), dtype=torch.float32).dealt(
+        inputs, targets, _ = Batches(config, proof=False, device=torch.device("cpu"), dtype=torch.float32).microbatches(
             0, 0, 1
         )[0]
         model = build_model(config, seed=1)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from distlab.lab.measure.tensors import (
-    Off,
+    Difference,
     Worst,
     difference,
     differences,
@@ -20,7 +20,7 @@ from distlab.lab.measure.tensors import (
     larger,
     largest,
     largest_difference,
-    over,
+    relative_norm,
 )
 
 DENSE = {"w": torch.tensor([[1.0, 2.0]]), "b": torch.tensor([3.0])}
@@ -67,11 +67,11 @@ def test_not_a_number_is_the_largest() -> None:
 @pytest.mark.parametrize(
     ("each", "wanted"),
     [
-        (Off(1.0, 2.0), 0.5), (Off(0.0, 0.0), 0.0), (Off(1e-30, 0.0), math.inf), (Off(math.nan, 1.0), math.inf),
-        (Off(math.inf, math.inf), math.inf),
+        (Difference(1.0, 2.0), 0.5), (Difference(0.0, 0.0), 0.0), (Difference(1e-30, 0.0), math.inf), (Difference(math.nan, 1.0), math.inf),
+        (Difference(math.inf, math.inf), math.inf),
     ],
 )  # fmt: skip
-def test_a_share_of_what_is_allowed(each: Off, wanted: float) -> None:
+def test_a_share_of_what_is_allowed(each: Difference, wanted: float) -> None:
     assert each.share == wanted
 
 
@@ -79,9 +79,9 @@ def test_the_worst_is_so_by_its_share_of_what_is_allowed() -> None:
     worst = Worst()
     for step, (value, bound) in enumerate([(0.0, 0.0), (0.25, 0.25), (0.5, 1.0)]):
         worst.note("losses", value, bound, f"step {step}")
-    assert worst.found == {"losses": Off(0.25, 0.25, "step 1")}
+    assert worst.found == {"losses": Difference(0.25, 0.25, "step 1")}
     worst.note("losses", math.nan, 9.0, "step 3")
-    assert worst.found == {"losses": Off(math.inf, 9.0, "step 3")}
+    assert worst.found == {"losses": Difference(math.inf, 9.0, "step 3")}
     assert worst.times == {"losses": 4}
 
 
@@ -89,7 +89,7 @@ def test_of_what_may_not_differ_at_all_the_largest_difference_is_the_worst() -> 
     worst = Worst(["weights", "gradients"])
     for value in (1e-9, 2.0, 1.0):
         worst.note("weights", value)
-    assert worst.found == {"weights": Off(2.0), "gradients": Off(0.0)}
+    assert worst.found == {"weights": Difference(2.0), "gradients": Difference(0.0)}
     assert worst.times["gradients"] == 0
 
 
@@ -97,7 +97,7 @@ def test_of_named_tensors_the_worst_is_named_and_all_are_one_comparison() -> Non
     worst = Worst()
     worst.compare("weights", (DENSE | {"b": torch.tensor([3.5])}).items(), DENSE, 0.1, "step 2")
     worst.compare("weights", DENSE.items(), None, 0.1, "step 3")
-    assert worst.found == {"weights": Off(0.5, 0.1, "step 2, b")}
+    assert worst.found == {"weights": Difference(0.5, 0.1, "step 2, b")}
     assert worst.times == {"weights": 1}
     assert dict(differences([("w", DENSE["w"])], DENSE)) == {"w": 0.0, "b": math.inf}
 
@@ -110,8 +110,8 @@ def test_a_difference_of_two_tensors_its_largest_and_its_norm() -> None:
         largest_difference(one, one * math.nan),
     ) == (1.0, math.inf, math.inf)
     assert (largest(-one), largest(torch.empty(0)), largest(one / 0)) == (4.0, 0.0, math.inf)
-    assert distance(one, other) == over(one, torch.tensor(1.0)) == 5.0
-    assert over(one / 0, torch.tensor(1.0)) == math.inf and over(one * 0, torch.tensor(0.0)) == 0.0
+    assert distance(one, other) == relative_norm(one, torch.tensor(1.0)) == 5.0
+    assert relative_norm(one / 0, torch.tensor(1.0)) == math.inf and relative_norm(one * 0, torch.tensor(0.0)) == 0.0
 
 
 W = [6.0, 8.0]  # of norm 10; [-0.8, 0.6] stands upright on it and has norm 1
@@ -142,7 +142,7 @@ def test_what_is_a_multiple_but_for_rounding(found: list[float], wanted: list[fl
 def test_no_tensor_and_none_wanted_is_a_comparison_that_holds() -> None:
     worst = Worst()
     worst.compare("optimizer", [], {}, 0.5, "step 4")
-    assert (worst.found, worst.times) == ({"optimizer": Off(0.0, 0.5, "step 4")}, {"optimizer": 1})
+    assert (worst.found, worst.times) == ({"optimizer": Difference(0.0, 0.5, "step 4")}, {"optimizer": 1})
 
 
 def test_a_norm_is_taken_in_float64() -> None:

@@ -1,6 +1,6 @@
-"""Drills in real runs: what LAB_FAULTS plans comes, is named as it should be, and the run says both.
+"""Fault injection in real runs: the faults of LAB_FAULTS occur, and the run reports each with its outcome.
 
-Each run in processes of its own, since a fault ends, stops or cuts a rank.
+Each run has its own processes, because a fault ends, stops or cuts off a rank.
 """
 
 import json
@@ -36,7 +36,7 @@ SMALL = TINY | {"MASTER_ADDR": "127.0.0.1", "LAB_STEPS": "4"}
         ("full_disk@step1", "full"),
     ],
 )
-def test_what_should_come_of_a_fault(text: str, outcome: str) -> None:
+def test_the_expected_outcome_of_a_fault(text: str, outcome: str) -> None:
     (event,) = planned(parse_faults(text)[0], 1, 4)
     assert outcome_of(event, lost_after_s=2.5) == outcome
 
@@ -50,18 +50,18 @@ PROCESSES = {
 }
 
 
-def processes(folder: Path, faults: str, **given: str) -> tuple[int, dict[str, Any], str]:
-    """A run of local processes: its code, run.json and what it printed."""
+def processes(folder: Path, faults: str, **settings: str) -> tuple[int, dict[str, Any], str]:
+    """Return the exit code of a run of local processes, its run.json and its output."""
     own = {"LAB_RUNS_DIR": str(folder), "LAB_RUN_ID": "drill", "LAB_FAULTS": faults}
-    environ = clean_environ(SMALL | QUICK | own | given | {"MASTER_ADDR": ""})
+    environ = clean_environ(SMALL | QUICK | own | settings | {"MASTER_ADDR": ""})
     done = ended_warm("workers", environ=environ, timeout_s=120)
     return done.returncode, json.loads((folder / "drill" / "run.json").read_text()), done.stdout
 
 
-def test_an_elastic_run_goes_on_without_a_rank_that_is_killed_at_a_step(tmp_path: Path) -> None:
+def test_an_elastic_run_continues_after_a_rank_is_killed(tmp_path: Path) -> None:
     small = {"LAB_VARIANT": "shrink", "LAB_LOSSES": "0", "LAB_STEPS": "30", "LAB_DEPTH": "1", "LAB_LOST_AFTER_S": "2.5"}
-    code, found, said = processes(tmp_path, "kill:rank0@step12", RUN_MODE="elastic", **small)
-    assert (code, found["verdict"]) == (137, "pass"), said
+    code, found, output = processes(tmp_path, "kill:rank0@step12", RUN_MODE="elastic", **small)
+    assert (code, found["verdict"]) == (137, "pass"), output
     assert [(drill["held"], drill["did"]) for drill in found["drills"]] == [
         (True, "rank 0 left, and the remaining ranks continued")
     ]
@@ -69,10 +69,10 @@ def test_an_elastic_run_goes_on_without_a_rank_that_is_killed_at_a_step(tmp_path
 
 @pytest.mark.parametrize("mode", PROCESSES)
 def test_a_killed_rank_is_named_in_time(tmp_path: Path, mode: str) -> None:
-    code, found, said = processes(tmp_path, "kill:rank1@step2", RUN_MODE=mode, **PROCESSES[mode])
-    assert (code, found["verdict"]) == (3, "lost"), said
-    assert [drill["held"] for drill in found["drills"]] == [True], said
-    assert re.search(r"rank 0 \| fault +kill rank 1 at step 2: rank 1 named by 2 .*\(as expected\)", said)
+    code, found, output = processes(tmp_path, "kill:rank1@step2", RUN_MODE=mode, **PROCESSES[mode])
+    assert (code, found["verdict"]) == (3, "lost"), output
+    assert [drill["held"] for drill in found["drills"]] == [True], output
+    assert re.search(r"rank 0 \| fault +kill rank 1 at step 2: rank 1 named by 2 .*\(as expected\)", output)
 
 
 @pytest.mark.parametrize(
@@ -87,13 +87,11 @@ def test_a_killed_rank_is_named_in_time(tmp_path: Path, mode: str) -> None:
         ("kill@300ms", 3),
     ],
 )
-def test_each_fault_ends_as_it_should(tmp_path: Path, faults: str, code: int) -> None:
+def test_each_fault_ends_the_run_with_its_exit_code(tmp_path: Path, faults: str, code: int) -> None:
     more = {"LAB_STEPS": "2000"} if faults.endswith("ms") else {}
-    if not faults.startswith(
-        ("pause", "cut")
-    ):  # nobody falls silent: with 1 s ranks that had no core for so long were lost
+    if not faults.startswith(("pause", "cut")):  # no rank is silent: with 1 s, a rank without a core would be lost
         more |= {"LAB_LOST_AFTER_S": "2.5"}
-    ended, found, said = processes(tmp_path, faults, RUN_MODE="dp", LAB_VARIANT="flat", **more)
-    assert ended == code, said
-    assert {drill["held"] for drill in found["drills"]} == {True}, said
+    ended, found, output = processes(tmp_path, faults, RUN_MODE="dp", LAB_VARIANT="flat", **more)
+    assert ended == code, output
+    assert {drill["held"] for drill in found["drills"]} == {True}, output
     assert len(found["drills"]) == 1 + faults.count(",")

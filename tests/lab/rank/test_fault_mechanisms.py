@@ -1,4 +1,4 @@
-"""Each fault by its mechanism: files, links and processes."""
+"""The mechanism of each fault: files, links and processes."""
 
 import multiprocessing
 import os
@@ -17,7 +17,7 @@ from distlab.lab.report.records import Said
 from distlab.lab.report.run_folder import Journal, Unwritable
 
 
-def test_a_journal_meets_the_full_disk_in_its_own_sentence(tmp_path: Path) -> None:
+def test_a_journal_reports_a_full_disk(tmp_path: Path) -> None:
     journal = Journal()
     assert journal.open_files == []
     journal.open(tmp_path, 0)
@@ -48,9 +48,9 @@ def connected() -> Iterator[Pair]:
 
 @pytest.fixture
 def own(monkeypatch: pytest.MonkeyPatch) -> list[socket.socket]:
-    """The sockets that count as this process's, and not those of the pool of ranks."""
+    """Replace this process's connections by these, without those of the pool of ranks."""
     found: list[socket.socket] = []
-    monkeypatch.setattr(fault_injection, "_own", lambda: iter(found))
+    monkeypatch.setattr(fault_injection, "_connections_to_others", lambda: iter(found))
     return found
 
 
@@ -61,13 +61,19 @@ def test_the_connections_to_other_processes_are_found(connected: Pair) -> None:
         )
         link, _ = server.accept()
         with link:
-            found = {each.getsockname() for each in fault_injection._own() if each.getpeername() == link.getpeername()}
-            own = {each.getsockname() for each in fault_injection._own()} & {each.getsockname() for each in connected}
-            assert (found, own) == ({link.getsockname()}, set()), "both ends of the other one are here"
+            found = {
+                each.getsockname()
+                for each in fault_injection._connections_to_others()
+                if each.getpeername() == link.getpeername()
+            }
+            own = {each.getsockname() for each in fault_injection._connections_to_others()} & {
+                each.getsockname() for each in connected
+            }
+            assert (found, own) == ({link.getsockname()}, set()), "this process has both ends of the other one"
         assert other.wait(30) == 0
 
 
-def test_a_slow_link_takes_its_time(connected: Pair, own: list[socket.socket]) -> None:
+def test_a_slow_link_limits_the_rate(connected: Pair, own: list[socket.socket]) -> None:
     near, far = connected
     own.append(near)
     fault_injection.set_pace(1_000_000)
@@ -80,14 +86,16 @@ def test_a_slow_link_takes_its_time(connected: Pair, own: list[socket.socket]) -
     while left:
         left -= len(far.recv(1 << 20))
     sender.join()
-    assert time.monotonic() - began > 0.7  # 1.5 s at that rate, less what TCP begins with; else some milliseconds
+    assert (
+        time.monotonic() - began > 0.7
+    )  # 1.5 s at that rate, less TCP's first bytes; without a limit some milliseconds
 
 
 CONTEXT = multiprocessing.get_context("fork")
 
 
 def in_child(act: Callable[[], None]) -> tuple[int | None, float]:
-    """The exit code of a process that does this, and how long it took."""
+    """Return the exit code of a child process that calls `act`, and its seconds."""
     began = time.monotonic()
     child = CONTEXT.Process(target=act)
     child.start()
@@ -101,7 +109,7 @@ def paused() -> None:
 
 
 def slowed() -> None:
-    """0.3 s of the core, for a tenth of the time."""
+    """Compute for 0.3 s, with a tenth of the core."""
     fault_injection.slow_down(0.1)
     while time.process_time() < 0.3:
         pass
@@ -114,7 +122,7 @@ def test_a_pause_ends_by_itself() -> None:
     assert took_s > 0.45
 
 
-def test_a_slow_process_takes_longer_for_the_same() -> None:
+def test_a_slow_process_takes_longer() -> None:
     code, took_s = in_child(slowed)
     assert code == 7
     assert took_s > 0.9

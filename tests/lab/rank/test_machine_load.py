@@ -1,4 +1,4 @@
-"""What a machine tells of itself in /proc, and what is left open where it tells nothing."""
+"""The load that Linux reports in /proc, and None for values that a system does not report."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ def test_cores_processor_load_and_pressure_are_read_from_proc(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("text", [None, "", "nonsense", "1.0 1.0 1.0"])
-def test_what_a_system_does_not_tell_is_none(tmp_path: Path, text: str | None) -> None:
+def test_values_that_a_system_does_not_report_are_none(tmp_path: Path, text: str | None) -> None:
     if text is not None:
         (tmp_path / "loadavg").write_text(text)
     seen = read_load("start", tmp_path)

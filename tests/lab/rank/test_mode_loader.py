@@ -1,4 +1,4 @@
-"""A lesson by its name, or by the path of one that is not in experiments/."""
+"""Load a lesson by its name, or by the path of one outside of experiments/; and other imports before a run."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ from distlab.contract import Mode
 from distlab.lab.config import Config, ConfigError
 from distlab.lab.config.settings import modes
 from distlab.lab.rank import main
-from distlab.lab.rank.mode_loader import CHECKPOINTS, COMPILER, load, modes_that, needed, with_names_of_today
+from distlab.lab.rank.mode_loader import CHECKPOINTS, COMPILER, load, modes_that, modules_needed, with_names_of_today
 
 LESSON = """\"\"\"The idea.
 
@@ -22,44 +22,46 @@ MODE = Mode(variants=(Variant("one"),))
 
 
 @pytest.mark.parametrize("mode", modes())
-def test_every_mode_of_ours_is_found_with_its_idea(mode: str) -> None:
+def test_every_mode_of_the_lab_has_an_idea(mode: str) -> None:
     lesson = load(mode)
     assert len(lesson.idea.splitlines()) > 3
     assert lesson.variants or mode == "train"
 
 
-def test_a_lesson_from_outside_is_no_different(tmp_path: Path) -> None:
+def test_a_lesson_can_be_a_file_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "outside.py").write_text(LESSON.format(sibling="helps_outside"))
     (tmp_path / "helps_outside.py").write_text("")
     lesson = load(str(tmp_path / "outside.py"))
     assert (lesson.idea, lesson.names) == ("The idea.\n\nMore of it.", ("one",))
 
 
-def test_so_is_a_folder(tmp_path: Path) -> None:
+def test_a_lesson_can_be_a_folder_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "folded").mkdir()
     (tmp_path / "folded" / "__init__.py").write_text(LESSON.format(sibling="folded.part"))
     (tmp_path / "folded" / "part.py").write_text("")
     assert load(str(tmp_path / "folded")).names == ("one",)
 
 
-def test_a_variant_keeps_its_sentence_where_a_mistake_is_made_in_it() -> None:
+def test_a_variant_with_an_injected_bug_keeps_its_description() -> None:
     mode = load("dp")
-    assert [each.told for each in mode.mistaken("no_broadcast").variants] == [each.told for each in mode.variants]
-    assert mode.variants[1].told.startswith("One all_reduce for all gradients in one bucket")
+    assert [each.description for each in mode.mistaken("no_broadcast").variants] == [
+        each.description for each in mode.variants
+    ]
+    assert mode.variants[1].description.startswith("One all_reduce for all gradients in one bucket")
 
 
 @pytest.mark.parametrize(
-    ("run_mode", "asked", "meant"),
+    ("run_mode", "name", "variants"),
     [
         ("dp", "naive", ("per_parameter",)),
         ("pp", "gpipe,naive,one_microbatch", ("gpipe", "one_microbatch")),
         ("fsdp", "zero3,naive", ("zero3", "zero3_blocking")),
-        ("cp", "naive", ("naive",)),  # which had no variant of this name
+        ("cp", "naive", ("naive",)),  # cp has no variant with this older name
     ],
 )
-def test_a_variant_is_found_by_the_name_that_it_had_before(run_mode: str, asked: str, meant: tuple[str, ...]) -> None:
-    config = Config.read({"RUN_MODE": run_mode, "LAB_VARIANT": asked})
-    assert with_names_of_today(config, load(run_mode)).variant == meant
+def test_a_variant_is_found_by_its_older_name(run_mode: str, name: str, variants: tuple[str, ...]) -> None:
+    config = Config.read({"RUN_MODE": run_mode, "LAB_VARIANT": name})
+    assert with_names_of_today(config, load(run_mode)).variant == variants
 
 
 OPTIONS = """from distlab.lab.config.settings import Field, ModeOptions
@@ -69,7 +71,7 @@ class Options(ModeOptions):
 """
 
 
-def test_a_folder_has_variables_of_its_own(tmp_path: Path) -> None:
+def test_a_folder_can_have_its_own_variables(tmp_path: Path) -> None:
     (tmp_path / "quick").mkdir()
     (tmp_path / "quick" / "__init__.py").write_text(
         "from .options import Options\n" + LESSON.format(sibling="quick.options")
@@ -81,16 +83,16 @@ def test_a_folder_has_variables_of_its_own(tmp_path: Path) -> None:
     assert sys.modules["quick"].Options is type(config.options)
 
 
-def test_a_file_with_variables_of_its_own_is_told_to_be_a_folder(tmp_path: Path) -> None:
+def test_a_file_with_its_own_variables_is_refused(tmp_path: Path) -> None:
     (tmp_path / "quick.py").write_text(OPTIONS + LESSON.format(sibling="json"))
-    with pytest.raises(ConfigError, match=r"it has to be a folder, and class Options in .*/quick/options\.py"):
+    with pytest.raises(ConfigError, match=r"it must be a folder with class Options in .*/quick/options\.py"):
         load(str(tmp_path / "quick.py"))
 
 
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("x = 1\n", "has no MODE: a lesson ends with MODE = Mode(...)"),
+        ("x = 1\n", "has no MODE: the file of a mode ends with MODE = Mode(...)"),
         ("MODE = 3\n", "has no MODE"),
         ("x = 1\nraise KeyError('word')\n", "cannot be imported: KeyError: 'word' (line 2)"),
         ("x = 1\n\ndef f(:\n", "cannot be imported: SyntaxError: invalid syntax (line 3)"),
@@ -100,7 +102,7 @@ def test_a_file_with_variables_of_its_own_is_told_to_be_a_folder(tmp_path: Path)
         ),
     ],
 )
-def test_what_is_no_lesson_is_refused_in_one_sentence(tmp_path: Path, source: str, words: str) -> None:
+def test_a_file_that_is_no_lesson_is_refused_in_one_sentence(tmp_path: Path, source: str, words: str) -> None:
     (tmp_path / "wrong.py").write_text(source)
     with pytest.raises(ConfigError) as refused:
         load(str(tmp_path / "wrong.py"))
@@ -108,12 +110,12 @@ def test_what_is_no_lesson_is_refused_in_one_sentence(tmp_path: Path, source: st
     assert sentence.startswith("RUN_MODE=") and words in sentence
 
 
-def test_modes_are_named_by_what_they_have() -> None:
+def test_modes_are_listed_by_a_property() -> None:
     assert modes_that(lambda mode: any(name.startswith("ddp") for name in mode.by_torch)) == "compress, dp"
     assert modes_that(lambda mode: False) == ""
 
 
-# What torch would import in the middle of a run is there, and frozen, before it begins.
+# What torch would import during a run is imported and frozen before it.
 
 FEW_OBJECTS = """
 import gc, sys
@@ -140,14 +142,16 @@ assert len(gc.get_objects()) < 20_000, len(gc.get_objects())
         ("dp", {"LAB_VARIANT": "flat", "LAB_CHECKPOINT_EVERY": "5"}, [CHECKPOINTS]),
         ("dp", {"LAB_VARIANT": "flat", "LAB_FAULTS": "kill@step2"}, [CHECKPOINTS]),
         ("fsdp", {"LAB_VARIANT": "fsdp2", "LAB_RESUME": "somewhere"}, [COMPILER, CHECKPOINTS]),
-        ("comm", {}, []),  # gloo's own needs no compiler
-        ("precision", {}, [COMPILER]),  # autocast goes below DDP
+        ("comm", {}, []),  # comm's variants need no compiler
+        ("precision", {}, [COMPILER]),  # autocast needs DDP
         ("precision", {"LAB_VARIANT": "fp16,bf16"}, []),
     ],
 )
-def test_no_more_than_the_run_uses(run_mode: str, settings: dict[str, str], modules: list[str]) -> None:
+def test_only_modules_that_the_run_uses_are_imported(
+    run_mode: str, settings: dict[str, str], modules: list[str]
+) -> None:
     config = Config.read({"RUN_MODE": run_mode} | settings)
-    assert needed(config, load(run_mode)) == modules
+    assert modules_needed(config, load(run_mode)) == modules
 
 
 def test_a_run_imports_no_more_of_torch_and_walks_few_objects() -> None:
@@ -155,7 +159,7 @@ def test_a_run_imports_no_more_of_torch_and_walks_few_objects() -> None:
 
 
 @pytest.mark.parametrize(("run_mode", "imported"), [("dp", ["dp"]), ("mine/mode.py", [])])
-def test_the_launcher_imports_for_its_ranks_what_is_ours_and_no_lesson_from_outside(
+def test_the_launcher_imports_only_lessons_of_the_lab(
     monkeypatch: pytest.MonkeyPatch, run_mode: str, imported: list[str]
 ) -> None:
     done: list[str] = []

@@ -1,4 +1,4 @@
-"""What a rank refuses before it joins, and how a run is named and told from another."""
+"""Settings that a rank refuses before it joins, the lock on a run's folder, and the choice of a GPU."""
 
 import os
 import re
@@ -33,17 +33,17 @@ def refused(tmp_path: Path, mode: Mode = MODE, **environ: str) -> list[str]:
     return error.value.faults
 
 
-def test_what_the_mode_knows_is_taken(tmp_path: Path) -> None:
+def test_known_variants_and_bugs_are_accepted(tmp_path: Path) -> None:
     refuse(config_of(LAB_RUNS_DIR=str(tmp_path), LAB_VARIANT="ring,naive", LAB_BUG="lost_shard"), MODE)
 
 
-def test_an_unknown_variant_and_an_unknown_bug_are_told_together(tmp_path: Path) -> None:
+def test_an_unknown_variant_and_an_unknown_bug_are_reported_together(tmp_path: Path) -> None:
     variant, bug = refused(tmp_path, LAB_VARIANT="rign", LAB_BUG="lost_shards")
     assert variant == "LAB_VARIANT='rign' is not a variant of dp (did you mean 'ring'?), allowed: naive, ring"
     assert bug == "LAB_BUG='lost_shards' is not a bug of dp (did you mean 'lost_shard'?), allowed: lost_shard"
 
 
-def test_what_takes_the_place_of_a_variant_or_a_bug_that_is_gone_is_said(tmp_path: Path) -> None:
+def test_the_replacement_of_a_removed_variant_or_bug_is_named(tmp_path: Path) -> None:
     mode = replace(
         MODE, gone={"tree": "LAB_VARIANT=ring sums the same", "lost_leaf": "LAB_BUG=lost_shard loses as much"}
     )
@@ -53,12 +53,12 @@ def test_what_takes_the_place_of_a_variant_or_a_bug_that_is_gone_is_said(tmp_pat
     ]
 
 
-def test_a_bug_that_was_drawn_is_named_now_and_where_there_is_none_that_is_said(tmp_path: Path) -> None:
+def test_mystery_bugs_and_modes_without_variants_are_refused(tmp_path: Path) -> None:
     assert refused(tmp_path, LAB_BUG="mystery:7") == [
-        "LAB_BUG='mystery:7' is not a bug of dp: none is drawn by a number any more, name one, allowed: lost_shard"
+        "LAB_BUG='mystery:7' is not a bug of dp: bugs are no longer drawn by a number, so name one, allowed: lost_shard"
     ]
-    said = ["LAB_VARIANT='ring' is not a variant of dp, allowed: none, leave it unset"]
-    assert refused(tmp_path, replace(MODE, variants=()), LAB_VARIANT="ring") == said
+    printed = ["LAB_VARIANT='ring' is not a variant of dp, allowed: none, leave it unset"]
+    assert refused(tmp_path, replace(MODE, variants=()), LAB_VARIANT="ring") == printed
 
 
 THREADED = """
@@ -81,15 +81,17 @@ sys.exit(main())
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_every_thread_of_a_rank_computes_with_as_many_and_the_same_bits(threads: int) -> None:
-    """Where a hook runs, in gloo's thread or in the rank's own, must not show in the weights."""
+def test_all_threads_of_a_rank_compute_the_same_bits(threads: int) -> None:
+    """Weights must not depend on the thread that runs a hook, gloo's or the rank's."""
     environ = os.environ | {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": str(threads)}
     assert subprocess.run([sys.executable, "-c", THREADED], env=environ).returncode == 41 + threads
 
 
-def test_a_run_that_exists_is_refused_by_name(tmp_path: Path) -> None:
+def test_an_existing_run_id_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
-    refuse(config_of(LAB_RUNS_DIR=str(tmp_path), LAB_RUN_ID="mine"), MODE)  # made by a launcher that chose the name
+    refuse(
+        config_of(LAB_RUNS_DIR=str(tmp_path), LAB_RUN_ID="mine"), MODE
+    )  # an empty folder, made by the launcher that chose the name
     refuse(config_of(LAB_RUNS_DIR=str(tmp_path), LAB_RUN_ID="mine", LAB_RESUME="auto"), MODE)
     (tmp_path / "mine" / ".run").touch()
     assert refused(tmp_path, LAB_RUN_ID="mine") == [
@@ -97,7 +99,7 @@ def test_a_run_that_exists_is_refused_by_name(tmp_path: Path) -> None:
     ]
 
 
-def test_a_checkpoint_that_does_not_fit_is_refused_with_all_else(tmp_path: Path) -> None:
+def test_a_missing_checkpoint_is_refused_with_all_other_faults(tmp_path: Path) -> None:
     variant, absent = refused(tmp_path, LAB_VARIANT="rign", LAB_RESUME="absent")
     assert "'rign' is not a variant" in variant
     assert absent.startswith("LAB_RESUME='absent': absent does not exist")
@@ -108,11 +110,11 @@ def test_a_checkpoint_that_does_not_fit_is_refused_with_all_else(tmp_path: Path)
 def test_a_mode_that_trains_nothing_saves_nothing(tmp_path: Path, mode: str, environ: dict[str, str]) -> None:
     ((name, value),) = environ.items()
     assert refused(tmp_path, load(mode), RUN_MODE=mode, **environ)[0] == (
-        f"{name}={value}: {mode} trains nothing that could be saved; checkpoints go with cp, dp, fsdp, mesh, moe, pp, tp"
+        f"{name}={value}: {mode} trains nothing that could be saved, modes with checkpoints: cp, dp, fsdp, mesh, moe, pp, tp"
     )
 
 
-def test_a_run_that_goes_on_is_repeated_from_the_start(tmp_path: Path) -> None:
+def test_a_continued_run_is_repeated_from_the_start(tmp_path: Path) -> None:
     cluster = SimpleNamespace(rank=0, run_id="mine", world_size=1)
     for resume, repeated in (("auto", False), (str(tmp_path), True)):
         config = config_of(LAB_RESUME=resume, LAB_RUN_ID="mine", LAB_STEPS="9")
@@ -120,10 +122,10 @@ def test_a_run_that_goes_on_is_repeated_from_the_start(tmp_path: Path) -> None:
         assert start.repeat["LAB_STEPS"] == "9" and ("LAB_RESUME" in start.repeat) == repeated
 
 
-def test_a_start_names_the_mistake_that_is_made() -> None:
+def test_the_start_record_names_the_injected_bug() -> None:
     cluster = SimpleNamespace(rank=0, run_id="mine", world_size=1)
     made = start_record(config_of(LAB_BUG="lost_shard"), cluster, MODE)  # type: ignore[arg-type]
-    assert made.says_claims  # or a check that vanishes would not be missed
+    assert made.says_claims  # else a missing check would go unnoticed
     assert made.mistake == {"name": "lost_shard", "what": "a shard is lost", "check": "gradients"}
     assert start_record(config_of(), cluster, MODE).mistake == {}  # type: ignore[arg-type]
 
@@ -135,10 +137,10 @@ def test_a_start_names_the_mistake_that_is_made() -> None:
           for each in ("/proc", "/sys", "/proc/self/none", "/dev/zero", "/dev/null/runs")),
         *((each, "is too long for the names of files in it") for each in ("x" * 300, "x/" * 3000, "/tmp/" + "x" * 256)),
         *((each, "cannot be written") for each in ("{}/file/runs", "{}/loop", "{}/gone")),
-        ("{}/kept", "is no link to the newest run: rename it or remove it"),
+        ("{}/kept", "must be a link to the newest run: rename it or remove it"),
     ],
 )  # fmt: skip
-def test_a_runs_folder_in_which_no_run_can_be_written_is_refused(tmp_path: Path, folder: str, words: str) -> None:
+def test_a_runs_folder_that_cannot_be_written_is_refused(tmp_path: Path, folder: str, words: str) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
@@ -148,81 +150,81 @@ def test_a_runs_folder_in_which_no_run_can_be_written_is_refused(tmp_path: Path,
     assert len(fault) < 300
 
 
-def test_what_is_looked_at_leaves_nothing(tmp_path: Path) -> None:
+def test_checking_a_folder_leaves_nothing_in_it(tmp_path: Path) -> None:
     assert unwritable(config_of(LAB_RUNS_DIR=str(tmp_path))) == []
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_another_run_has_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_folder_that_another_run_has_locked_is_refused(tmp_path: Path) -> None:
     first, second = (SimpleNamespace(token=token, run_id="mine") for token in ("a", "b"))
     config = config_of(LAB_RUNS_DIR=str(tmp_path))
     lock_folder(tmp_path / "mine", first, config)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="LAB_RUN_ID='mine' is that of another run"):
+    with pytest.raises(ConfigError, match="LAB_RUN_ID='mine' is used by another run"):
         lock_folder(tmp_path / "mine", second, config)  # type: ignore[arg-type]
 
 
-def test_the_version_is_that_of_the_sources() -> None:
+def test_the_version_is_a_hash_of_the_sources() -> None:
     config = config_of()
     assert source_version(config) == source_version(config)
     assert len(source_version(config)) == 12
 
 
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
-def test_a_gpu_that_is_not_there_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+def test_a_missing_gpu_is_refused(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(ConfigError, match="needs a GPU and rank 0 sees none"):
         pick_device(config_of(LAB_BACKEND=backend, LAB_DEVICE="cuda"))
 
 
-def test_ranks_take_the_cards_that_are_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: list[int] = []
+def test_each_rank_picks_its_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    picked: list[int] = []
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    monkeypatch.setattr("torch.cuda.set_device", taken.append)
+    monkeypatch.setattr("torch.cuda.set_device", picked.append)
     shared = config_of(RANK="3", LAB_DEVICE="cuda")
     assert pick_device(shared).index == 1  # gloo ranks share: 3 modulo 2
     assert pick_device(config_of(RANK="3", LOCAL_RANK="0", LAB_BACKEND="nccl")).index == 0
-    assert taken == [1, 0]
-    assert pick_device(config_of(RANK="3", LAB_BACKEND="nccl")).index == 1  # nobody has numbered them: 3 modulo 2
+    assert picked == [1, 0]
+    assert pick_device(config_of(RANK="3", LAB_BACKEND="nccl")).index == 1  # without LOCAL_RANK: 3 modulo 2
     with monkeypatch.context() as composed:
         composed.setenv("RANKS_ON_HOST", "4")
-        with pytest.raises(ConfigError, match=r"rank 3 is number 3 on its machine, .* which has 2 GPUs"):
+        with pytest.raises(ConfigError, match=r"rank 3 has number 3 on its machine, .* which has 2 GPUs"):
             pick_device(config_of(RANK="3", LAB_BACKEND="nccl"))
     with pytest.raises(
-        ConfigError, match=r"rank 3 is number 2 on its machine, .* which has 2 GPUs, and NCCL takes one"
+        ConfigError, match=r"rank 3 has number 2 on its machine, .* which has 2 GPUs, and NCCL needs a GPU per rank"
     ):
         pick_device(config_of(RANK="3", LOCAL_RANK="2", LAB_BACKEND="nccl"))
 
 
-def test_a_rank_takes_the_one_card_that_its_engine_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_picks_the_only_card_that_its_engine_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr("torch.cuda.set_device", lambda card: None)
     third = config_of(RANK="3", LOCAL_RANK="3", LAB_BACKEND="nccl")
     assert pick_device(third, "Slurm: rank 3 by SLURM_PROCID").index == 0
-    with pytest.raises(ConfigError, match="which has 1 GPU, and NCCL takes one rank a GPU: start at most 1 rank"):
-        pick_device(third)  # all that the launcher started see the same one
+    with pytest.raises(ConfigError, match="which has 1 GPU, and NCCL needs a GPU per rank: start at most 1 rank"):
+        pick_device(third)  # all ranks of the launcher see the same card
 
 
-def test_two_ranks_on_one_card_are_named_before_nccl_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ranks_on_one_card_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     properties = SimpleNamespace(uuid="GPU-a")
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: properties)
     device, config = torch.device("cuda", 0), config_of(RANK="0", LAB_BACKEND="nccl", WORLD_SIZE="3")
     apart: Any = SimpleNamespace(everyone=lambda what, mine: [mine, "GPU-b", "GPU-c"])
     check_cards(config, device, apart)
     shared: Any = SimpleNamespace(everyone=lambda what, mine: [mine, "GPU-b", mine])
-    with pytest.raises(ConfigError, match=r"ranks 0 and 2 are on one GPU \(GPU-a\), and 2 of them serve 3 ranks"):
+    with pytest.raises(ConfigError, match=r"ranks 0 and 2 share one GPU \(GPU-a\); 3 ranks have 2 GPUs"):
         check_cards(config, device, shared)
-    check_cards(config_of(RANK="0", WORLD_SIZE="3", LAB_DEVICE="cuda"), device, shared)  # gloo's may
+    check_cards(config_of(RANK="0", WORLD_SIZE="3", LAB_DEVICE="cuda"), device, shared)  # gloo's ranks may share
 
 
 @pytest.mark.parametrize("variables", [{"LAB_BACKEND": "nccl"}, {"LAB_DEVICE": "cuda"}])
-def test_what_slows_the_processor_is_refused_on_a_gpu(tmp_path: Path, variables: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match=r"LAB_SLOW_RANK='0:0.5' slows by the processor's seconds of compute"):
+def test_settings_that_slow_the_cpu_are_refused_on_a_gpu(tmp_path: Path, variables: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"LAB_SLOW_RANK='0:0.5' slows a rank by its CPU time"):
         config_of(LAB_SLOW_RANK="0:0.5", **variables)
     asleep = config_of(RUN_MODE="pp", LAB_SLEEP_MS="30", LAB_RUNS_DIR=str(tmp_path), **variables)
     assert asleep.device == "cuda"
-    with pytest.raises(ConfigError, match="LAB_SLEEP_MS=30 pretends compute by a sleep of the processor"):
+    with pytest.raises(ConfigError, match="LAB_SLEEP_MS=30 pretends compute by sleeping on the CPU"):
         refuse(asleep, MODE)
 
 
@@ -240,8 +242,8 @@ def run(lab, asleep=0):
 
 MODE = Mode(run=run, mistakes={"overslept": Mistake("nobody wakes up", "awake", Instead(run={"asleep": 1}))})
 '''
-# Ranks are forked from this process: every second in place of every ten.
-TELLS_OFTEN = """
+# Progress lines every second instead of every ten; ranks are forked from this process.
+EVERY_SECOND = """
 import sys
 from distlab.cli.run import main
 from distlab.lab.report import progress
@@ -250,18 +252,20 @@ sys.exit(main([]))
 """
 
 
-def test_a_log_begins_with_its_mistake_says_how_far_it_is_and_ends_with_what_saw_it(tmp_path: Path) -> None:
+def test_a_log_shows_the_bug_the_progress_and_the_check_that_failed(tmp_path: Path) -> None:
     (tmp_path / "naps.py").write_text(NAPS)
-    asked = {"RUN_MODE": str(tmp_path / "naps.py"), "WORLD_SIZE": "2", "LAB_BUG": "overslept"}
-    environ = clean(LAB_RUNS_DIR=str(tmp_path / "runs"), **asked)
-    done = ended_warm("-c", [TELLS_OFTEN], environ=environ, timeout_s=100)
+    settings = {"RUN_MODE": str(tmp_path / "naps.py"), "WORLD_SIZE": "2", "LAB_BUG": "overslept"}
+    environ = clean(LAB_RUNS_DIR=str(tmp_path / "runs"), **settings)
+    done = ended_warm("-c", [EVERY_SECOND], environ=environ, timeout_s=100)
     assert done.returncode == 1, done.stdout
-    said = (tmp_path / "runs" / "latest" / "rank0.log").read_text().splitlines()
-    whole = " ".join(" ".join(said).split())
+    printed = (tmp_path / "runs" / "latest" / "rank0.log").read_text().splitlines()
+    whole = " ".join(" ".join(printed).split())
     assert whole.startswith("bug LAB_BUG=overslept: nobody wakes up; the check that catches it: awake")
     assert (
         "FAIL 1 of 1 checks failed: awake" in whole and "LAB_BUG=overslept: nobody wakes up; caught by awake" in whole
     )
-    beats = [line for line in said if line.startswith("working ")]
-    assert any(re.fullmatch(r"working    a nap \(\d+ of 12 naps\), \d+ s, about \d+ s left", line) for line in beats)
+    progress_lines = [line for line in printed if line.startswith("working ")]
+    assert any(
+        re.fullmatch(r"working    a nap \(\d+ of 12 naps\), \d+ s, about \d+ s left", line) for line in progress_lines
+    )
     assert whole.count("nobody wakes up") == 2

@@ -1,4 +1,4 @@
-"""The judge is right about every made-up run, and each way in which it may err is seen by one of them."""
+"""The judge is right about every made-up run, and each error in the judge shows in at least one of them."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from distlab.lab.report import verdict
 from tests.lab.rank.verdict_cases import cases, misjudged
 
 
-def test_the_judge_is_right() -> None:
+def test_every_made_up_run_is_judged_correctly() -> None:
     tried = list(cases())
     assert len(tried) > 80
     assert [fault for case in tried if (fault := misjudged(case))] == []
@@ -28,6 +28,8 @@ def test_the_judge_is_right() -> None:
         (finish, "missed", lambda run: ""),
     ],
 )
-def test_a_judge_that_errs_misjudges_a_case(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, wrong: Any) -> None:
+def test_every_error_in_the_judge_shows_in_a_case(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, wrong: Any
+) -> None:
     monkeypatch.setattr(owner, name, wrong)
     assert [fault for case in cases() if (fault := misjudged(case))]

@@ -1,7 +1,7 @@
-"""The judge on trial: made-up records of three ranks with one thing wrong that is known.
+"""Test the verdict code on made-up records of three ranks, each with at most one known fault.
 
-A judge that is wrong would call all else right. So it is given what it has to fail, on each rank in turn, and what it
-has to pass.
+A wrong verdict would make every other check worthless. So there are records that must fail, with the fault on each rank
+in turn, and records that must pass.
 """
 
 import math
@@ -36,16 +36,16 @@ NEAR = Comparison("v", "bytes", "B", 100.0, 101.0, 2.0)
 
 
 class Case(NamedTuple):
-    """Records, and what has to be said of them: verdict and exit code."""
+    """Records, and the verdict and exit code that they must get."""
 
     what: str
     records: Ranks
     wanted: tuple[str, int]
-    entry: dict[str, Any] = {}  # noqa: RUF012  of the claim that is looked at, what run.json has to say
+    entry: dict[str, Any] = {}  # noqa: RUF012  fields that run.json must have for the check or comparison
 
 
 def misjudged(case: Case) -> str:
-    """What the judge says and should not; empty where it is right."""
+    """Return the wrong verdict as a sentence; empty if the judge is right."""
     run, _ = judged({rank: list(of_rank) for rank, of_rank in case.records.items()}, 0)
     found = run["verdict"], exit_code(run)
     if found != case.wanted:
@@ -68,7 +68,7 @@ def cases() -> Iterator[Case]:
 
 
 def of_checks() -> Iterator[Case]:
-    """The worst of what ranks claim counts, whichever rank and in whatever order."""
+    """The worst value counts, on any rank and in any order."""
     for value in (1e-11, math.nan, math.inf, -1e-11):
         for rank in RANKS:
             one = made_up(HELD, other={rank: [replace(HELD, max_abs_diff=value)]})
@@ -85,7 +85,7 @@ def of_checks() -> Iterator[Case]:
 
 
 def of_comparisons() -> Iterator[Case]:
-    """What is farthest off counts, if it decides."""
+    """The largest deviation counts, unless it is only informational."""
     for off in (3.0, -3.0, math.nan, math.inf):
         far = replace(NEAR, measured=100.0 + off)
         for rank in RANKS:
@@ -100,7 +100,7 @@ def of_comparisons() -> Iterator[Case]:
 
 
 def of_claims() -> Iterator[Case]:
-    """What the settings need has to be there."""
+    """All checks that the settings require must be there."""
     for times, one in ((1, False), (2, False), (1, True)):
         needs = [["v", "gradients", times, one]]
         made = [HELD] * times
@@ -121,9 +121,9 @@ def of_claims() -> Iterator[Case]:
 def of_ends() -> Iterator[Case]:
     for rank in RANKS:
         whole = made_up(HELD)
-        gone = {other: of_rank for other, of_rank in whole.items() if other != rank}
+        without = {other: of_rank for other, of_rank in whole.items() if other != rank}
         yield (
-            Case(f"a run without the records of rank {rank}", gone, LOST)
+            Case(f"a run without the records of rank {rank}", without, LOST)
             if rank
             else Case("a run of which rank 0 has no end", ended(whole, 0), LOST)
         )
@@ -137,7 +137,7 @@ def of_ends() -> Iterator[Case]:
 
 
 def of_drills() -> Iterator[Case]:
-    """A drill that did not come as planned is a failure, and so is a mistake that no check saw."""
+    """An injected fault with an unexpected outcome fails the run, and so does an injected bug that no check caught."""
     plan, made = Planned(0, "pause", "pause", 1, "survived", 2.0, 1), Injected(0, 1, 1, "", 0.0)
     yield Case("an injected fault with the expected outcome", made_up(other={0: [plan], 1: [made]}), PASS)
     left = Left(1, 1, "no heartbeat", back=True)
@@ -152,7 +152,7 @@ def of_drills() -> Iterator[Case]:
 
 
 def made_up(*records: Record, needs: list[list[Any]] | None = None, other: dict[int, list[Any]] | None = None) -> Ranks:
-    """Three ranks that came through, each with `records` or with what `other` has for it; they need these claims."""
+    """Return three ranks that reached the end, each with `records` or those of `other`, and the required checks `needs`."""
     found: Ranks = {}
     for rank in RANKS:
         start = Start(rank, "made up", "dp", len(RANKS), "host", {}, {}, {}, says_claims=True)
@@ -162,6 +162,6 @@ def made_up(*records: Record, needs: list[list[Any]] | None = None, other: dict[
 
 
 def ended(records: Ranks, rank: int, *otherwise: Record) -> Ranks:
-    """The same, where `rank` has no end but `otherwise`."""
+    """Return the same with the end of `rank` replaced by `otherwise`."""
     of_rank = [each for each in records[rank] if not isinstance(each, End)]
     return records | {rank: [*of_rank, *otherwise]}

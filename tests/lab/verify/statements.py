@@ -103,7 +103,7 @@ def hold_data(lab: Lab, batches: Batches) -> None:
 
 def everyones(lab: Lab, batches: Batches) -> list[Microbatch]:
     shards = lab.mesh.size("dp")
-    return [part for shard in range(shards) for part in batches.dealt(0, shard, shards)]
+    return [part for shard in range(shards) for part in batches.microbatches(0, shard, shards)]
 
 
 def hold_shards(lab: Lab, batches: Batches, parts: list[Microbatch]) -> None:
@@ -112,7 +112,7 @@ def hold_shards(lab: Lab, batches: Batches, parts: list[Microbatch]) -> None:
     whole = batches.full(0)
     missing = rows_of([whole]) - rows_of(parts)
     surplus = rows_of(parts) - rows_of([whole])
-    sizes = [[len(part.inputs) for part in batches.dealt(0, shard, shards)] for shard in range(shards)]
+    sizes = [[len(part.inputs) for part in batches.microbatches(0, shard, shards)] for shard in range(shards)]
     even = shards > 1 and batches.batch // accumulated > shards and len({sum(each) for each in sizes}) == 1
     if not isinstance(batches, PartedBatches):  # whose microbatches are all shards' together
         divided = [each for each in sizes if sum(each) > len(each) > 1]

@@ -107,8 +107,8 @@ class SkipsOneUpdate(Replica):
 
 
 class FirstBatch(Batches):
-    def dealt(self, step: int, shard: int, num_shards: int) -> list[Microbatch]:
-        return super().dealt(step if self.dtype == torch.float64 else 0, shard, num_shards)
+    def microbatches(self, step: int, shard: int, num_shards: int) -> list[Microbatch]:
+        return super().microbatches(step if self.dtype == torch.float64 else 0, shard, num_shards)
 
 
 class Unpublished(FlatParameter):

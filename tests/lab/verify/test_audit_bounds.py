@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from distlab.contract import Held
 from distlab.lab.config import Config
-from distlab.lab.measure.tensors import Off, Worst
+from distlab.lab.measure.tensors import Difference, Worst
 from distlab.lab.report.progress import Work
 from distlab.lab.verify.audit import (
     Audit,
@@ -150,9 +150,11 @@ def test_moments_of_another_gradient_and_an_optimizer_made_anew_are_seen() -> No
     config = config_of(LAB_OPTIMIZER="adamw")
     other = adamw(weight, gradient * 2, before, found, after, STEPS - 1, 0.0, config)
     assert other["optimizer"].share > 10
-    assert adamw(weight, gradient, {}, found, after, STEPS - 1, 0.0, config) == {"optimizer": Off(math.inf, 0.0)}
+    assert adamw(weight, gradient, {}, found, after, STEPS - 1, 0.0, config) == {"optimizer": Difference(math.inf, 0.0)}
     lacking = {name: value for name, value in after.items() if name != "exp_avg_sq"}
-    assert adamw(weight, gradient, before, found, lacking, STEPS - 1, 0.0, config) == {"optimizer": Off(math.inf, 0.0)}
+    assert adamw(weight, gradient, before, found, lacking, STEPS - 1, 0.0, config) == {
+        "optimizer": Difference(math.inf, 0.0)
+    }
 
 
 U64, U32, U16 = 2.0**-52, 2.0**-23, 2.0**-7  # units of float64, float32 and bfloat16
@@ -173,7 +175,7 @@ def test_what_a_stored_tensor_may_be_off(dtype: torch.dtype, unit: float, exact:
     off = stored_difference(torch.tensor([3.0, -2.0], dtype=dtype), wanted, uncertain)
     assert tuple(off) == (2.0, pytest.approx(bound(unit, exact, 5.0, uncertain), rel=1e-6), "")
     for other in (wanted[1:], wanted.double() if dtype != torch.float64 else wanted.float(), wanted.view(1, 2)):
-        assert stored_difference(other, wanted, 1.0) == Off(math.inf, 0.0)
+        assert stored_difference(other, wanted, 1.0) == Difference(math.inf, 0.0)
 
 
 def one(number: float) -> Tensor:
@@ -216,7 +218,7 @@ def test_an_optimizer_that_counts_otherwise_is_another(before: float, after: flo
     state = {"exp_avg": one(0.0), "exp_avg_sq": one(0.0)}
     first, second = ({"step": torch.tensor(count)} | state for count in (before, after))
     assert adamw(one(1.0), one(1.0), first, one(1.0), second, 4, 0.0, config_of(LAB_OPTIMIZER="adamw")) == {
-        "optimizer": Off(math.inf, 0.0)
+        "optimizer": Difference(math.inf, 0.0)
     }
 
 
@@ -250,7 +252,7 @@ def test_a_step_is_held_to_the_rounding_of_its_own_gradient(w: float, b: float, 
         moved = stayed - {"w": w, "b": b}[name] / 20
         audit = audited(1, 8.25, 9.0, w, b, {name: one(moved - 0.5)} | others)
         assert audit.found["flat"].found == {
-            "loss": Off(0.75, 1.0, "step 1"),
+            "loss": Difference(0.75, 1.0, "step 1"),
             "weights": (
                 pytest.approx(0.5),
                 pytest.approx(bound(U64, U64, abs(moved), 0.05 * rounding)),

@@ -114,7 +114,7 @@ def lab_of(**settings: str) -> Any:
     return SimpleNamespace(
         config=config, device=device, model=lambda dtype: build_model(config, config.seed).to(dtype),
         batches=lambda dtype: Batches(config, proof=False, device=device, dtype=dtype),
-        dealt=lambda batches, step: batches.dealt(step, 0, 2),
+        microbatches=lambda batches, step: batches.microbatches(step, 0, 2),
     )  # fmt: skip
 
 
@@ -135,13 +135,13 @@ def test_layers_run_to_the_end_and_gradients_come_back_and_are_dropped() -> None
 
 def test_what_was_there_before_may_end_meanwhile() -> None:
     lab, left = lab_of(), [torch.ones(1000)]
-    dealt = lab.dealt
+    dealt = lab.microbatches
 
     def deal(batches: Batches, step: int) -> Any:
         left.clear()
         return dealt(batches, step)
 
-    lab.dealt = deal
+    lab.microbatches = deal
     assert outlined(lab) == outlined(lab_of())
 
 
@@ -158,7 +158,7 @@ def test_what_is_computed_again_is_not_held(way: dict[str, Any]) -> None:
 
 def test_what_a_run_of_layers_saves_is_what_it_saves_in_the_model() -> None:
     lab = lab_of()
-    (microbatch,) = lab.dealt(lab.batches(torch.float32), 0)
+    (microbatch,) = lab.microbatches(lab.batches(torch.float32), 0)
     whole = saved(lab, range(3), microbatch)
     first, rest = (saved(lab, run, microbatch) for run in (range(1), range(1, 3)))
     assert first.all_bytes + rest.all_bytes == pytest.approx(whole.all_bytes, rel=0.1)

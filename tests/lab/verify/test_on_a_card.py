@@ -54,7 +54,7 @@ def waits_of(group: dist.ProcessGroup, name: str) -> dict[str, list[str]]:
         strategy = built(mode, variant, mode.model(config, 1), group, config)
         replicas = mode.axes(config).get("dp", 1)
         batches = mode.batches(config, proof=False, device=torch.device("cpu"), dtype=torch.float32)
-        microbatches = batches.dealt(0, group.rank() % replicas, replicas)
+        microbatches = batches.microbatches(0, group.rank() % replicas, replicas)
         strategy.backward(microbatches)
         strategy.update()
         with Waits() as seen:
@@ -118,7 +118,7 @@ def test_a_step_takes_nothing_of_the_cpu(alone_of_two: dist.ProcessGroup, name: 
     batches = mode.batches(config, proof=False, device=device, dtype=torch.float32)
     for variant in trained:
         strategy = built(mode, variant, mode.model(config, 1).to(device), alone_of_two, config)
-        microbatches = batches.dealt(0, 0, mode.axes(config).get("dp", 1))
+        microbatches = batches.microbatches(0, 0, mode.axes(config).get("dp", 1))
         with OnDevice():  # type: ignore[no-untyped-call]
             strategy.backward(microbatches)
             strategy.update()

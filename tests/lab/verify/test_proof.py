@@ -225,7 +225,7 @@ def alone(loss: float, gradient: float, weight: float, state: float = 0.0) -> Sn
 
 def lab_that_steps() -> Any:
     return SimpleNamespace(
-        rank=0, at=lambda *_: None, dealt=lambda *_: [], stepped=lambda: None,
+        rank=0, at=lambda *_: None, microbatches=lambda *_: [], stepped=lambda: None,
         exchange=SimpleNamespace(gather=lambda _, shares: [shares]),
     )  # fmt: skip
 

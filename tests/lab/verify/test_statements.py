@@ -186,7 +186,7 @@ FAULTS: dict[str, tuple[Any, str, Callable[[Any], Any], dict[str, str], str]] = 
     "no permutation": (data, "permutation", lambda right: lambda *args: right(*args) // 2 * 2, {}, "epochs"),
     "even shards": (data, "shard_sizes", even, {}, "shards"),
     "even shards of microbatches": (data, "shard_sizes", even, MOE, "shards"),
-    "the first shard for all": (data.Batches, "dealt", to_the_first, {}, "shards"),
+    "the first shard for all": (data.Batches, "microbatches", to_the_first, {}, "shards"),
     "optimizer": (PlainSGD, "step", lambda right: lambda self: (right(self), right(self)), {}, "optimizer"),
     "dropout unscaled": (Dropouts, "mask", unscaled, MESH, "dropout"),
     "one mask for all samples": (Dropouts, "mask", of_one_sample, MESH, "dropout"),

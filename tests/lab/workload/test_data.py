@@ -57,7 +57,7 @@ def test_what_is_dealt_is_the_batch_and_its_shares_sum_to_one(
 ) -> None:
     batches = batches_of(LAB_MODEL=model, LAB_BATCH=str(batch), LAB_MICROBATCHES=str(microbatches))
     for step in range(3):
-        dealt = [batches.dealt(step, shard, num_shards) for shard in range(num_shards)]
+        dealt = [batches.microbatches(step, shard, num_shards) for shard in range(num_shards)]
         flat = [part for parts in dealt for part in parts]
         assert all(1 <= len(parts) <= microbatches for parts in dealt)
         assert torch.equal(torch.cat([part.inputs for part in flat]), batches.full(step).inputs)
@@ -139,7 +139,7 @@ def test_shards_of_a_microbatch_are_what_one_process_takes_at_once(
     batches = parted_of(PartedBatches, world_size, batch, microbatches, proof=proof)
     for step in range(3):
         whole = batches.alone(step)
-        dealt = [batches.dealt(step, shard, world_size) for shard in range(world_size)]
+        dealt = [batches.microbatches(step, shard, world_size) for shard in range(world_size)]
         assert {len(parts) for parts in dealt} == {len(whole)} == {microbatches}
         for number, one in enumerate(whole):
             parts = [of_shard[number] for of_shard in dealt]

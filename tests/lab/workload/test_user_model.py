@@ -10,7 +10,7 @@ from distlab.experiments.pp.predictions import predict
 from distlab.lab.config import Config, ConfigError
 from distlab.lab.rank.mode_loader import load_for
 from distlab.lab.rank.preflight import refuse
-from distlab.lab.rank.user_strategy import maker
+from distlab.lab.rank.user_strategy import strategy_maker
 from distlab.lab.report.records import Said
 from distlab.lab.workload.model import build_model, outline, refusals
 from distlab.lab.workload.user_model import layers_of, make_user_model, reads_text
@@ -180,8 +180,8 @@ def test_a_step_with_a_loss_of_its_own_trains_the_labs_model_too(runs: Runs) -> 
     assert ran.judged["verdict"] == "pass", failed(ran.judged)
 
 
-REPLICA = "is the step of a replica with samples of its own, and {} deals the ranks of {} the same ones"
-NONE_TIMED = "is timed beside a mode's variants, and {} times none, allowed: compress, cp, dp, "
+REPLICA = "is the training step of a replica with its own samples, but ranks of {1} have equal samples in {0}"
+NONE_TIMED = "is timed next to a mode's variants, but {} times none, allowed: compress, cp, dp, "
 
 
 @pytest.mark.parametrize(("mode", "settings", "words"), [
@@ -241,7 +241,7 @@ def test_a_model_that_no_mode_can_train_is_refused(file: str, name: str, words: 
 def test_another_number_of_samples_is_refused_with_the_right_one(file: str) -> None:
     assert refusals(config(LAB_MODEL=f"{file}:points")) == []
     (said,) = refusals(config(LAB_MODEL=f"{file}:points", LAB_BATCH="12"))
-    assert said.endswith("has batches of 16 samples, and LAB_BATCH=12: set it to 16")
+    assert said.endswith("has batches of 16 samples: set LAB_BATCH=16, not 12")
 
 
 @pytest.mark.parametrize(("name", "words"), [
@@ -284,7 +284,7 @@ def test_weights_follow_the_seed_and_layers_without_weights_go_with_those_before
 def test_a_step_that_never_steps_its_optimizer_is_said(file: str, tmp_path: Path) -> None:
     lazy = tmp_path / "lazy_of_mine.py"
     lazy.write_text("def lazy(model, optimizer, microbatches, group):\n    return 0.0\n")
-    strategy = maker(f"{lazy}:lazy")(
+    strategy = strategy_maker(f"{lazy}:lazy")(
         build_model(config(LAB_MODEL=f"{file}:points"), 1), SimpleNamespace(group=None), config()
     )
     with pytest.raises(ValueError, match=r"called optimizer.step\(\) 0 times, expected once"):

@@ -106,7 +106,7 @@ def start(command: FileCommand, words: Sequence[str]) -> int:
         mine = Config.read(without_run_mode(), options=command.options).model_copy(update={"run_mode": command.name})
         from distlab.tools.check.start.rank_supervisor import RankSupervisor
 
-        launcher = engine.told if config.rank is not None else ""
+        launcher = engine.line if config.rank is not None else ""
         return RankSupervisor(
             mine, job, started_at, launcher, keep_server(servers, mine.rank or 0, forked=config.rank is None)
         ).run()

@@ -28,7 +28,7 @@ from distlab.lab.cluster.messages import Verdict
 from distlab.lab.cluster.watchdog import Watchdog
 from distlab.lab.config import Config
 from distlab.lab.config.launchers import started_by
-from distlab.lab.rank.finish import Sections, everything_written, settle, write_failure_report
+from distlab.lab.rank.finish import Sections, everything_written, publish_verdict, write_failure_report
 from distlab.lab.rank.main import lock_folder, source_version
 from distlab.lab.report import records
 from distlab.lab.report.run_folder import Journal, Outcome
@@ -199,12 +199,12 @@ class RankSupervisor:
             shown = f"the first {len(spans)} calls of rank {exchange.rank}; its .calls file has {cut} more"
             self.journal.write(records.Said("timeline", shown))
         self.journal.write(records.End(exchange.rank, self.started_at, None, time.time(), watch.cpu_seconds))
-        if not sections.bring("records"):
+        if not sections.collect("records"):
             code = int(exchange.share("verdict"))
             watch.agree(lambda: None)
             return code
         by_rank = everything_written(sections, outcome.folder)
-        return settle(judge(by_rank), by_rank, sections, outcome, watch.agree)
+        return publish_verdict(judge(by_rank), by_rank, sections, outcome, watch.agree)
 
     def _kill(self) -> None:
         self.channel.kill()

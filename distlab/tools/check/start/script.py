@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from distlab.lab.cluster.address import listening_socket, resolve
-from distlab.lab.config.user_code import heed_endings
+from distlab.lab.config.user_code import observe_exits
 from distlab.techniques.transport.store import HostedStore, KeyedStore, Prefixed
 from distlab.tools.check.start.fork_servers import be_main_process, drop_server_pipe
 from distlab.tools.check.watch import cuda_stand_in
@@ -237,7 +237,7 @@ def run(job: Job, ends: Ends, parent: int) -> None:
         job.watch(recorder, os.environ.pop(PROVING))
     runner = job.runner or partial(run_as_main, stand_in=stand_in)
     if job.runner is None:  # a proof does this itself
-        heed_endings(partial(report_before_exit, reporter, recorder))
+        observe_exits(partial(report_before_exit, reporter, recorder))
     answer_stack_requests(ends.requests, ends.stacks)
     reporter.send("main", threading.get_ident())
     code = run_to_end(partial(runner, job, reporter, recorder, waits), reporter, recorder)

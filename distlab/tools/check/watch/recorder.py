@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 import torch.distributed as dist
 
-from distlab.lab.measure.traffic import BELOW, HERE, OPERATIONS, RESULT, SHAPES, Shape, nbytes_of
+from distlab.lab.measure.traffic import DISPATCH_KEY, KEYS_BELOW, OPERATIONS, RESULT, SHAPES, Shape, nbytes_of
 from distlab.tools.check.watch.places import Places
 from distlab.tools.check.watch.reporter import Reporter, now
 
@@ -102,18 +102,18 @@ class Recorder:
         self._libraries.append(library)
         for name, maker in makers.items():
             pass_on = getattr(getattr(torch.ops, namespace), name).default.redispatch
-            library.impl(name, maker(pass_on), HERE.name, with_keyset=True)
+            library.impl(name, maker(pass_on), DISPATCH_KEY.name, with_keyset=True)
 
     def _recording_kernel(self, name: str, shape: Shape, pass_on: Kernel) -> Kernel:
         def recorded(keys: Any, *args: Any) -> Any:
             if self.hidden():
-                return pass_on(keys & BELOW, *args)
+                return pass_on(keys & KEYS_BELOW, *args)
             try:
                 call = self._begin(name, shape, args)
             except Exception as error:  # a bug of ours must not end the script
                 self.reporter.send("unrecorded", name, repr(error))
-                return pass_on(keys & BELOW, *args)
-            result = pass_on(keys & BELOW, *args)
+                return pass_on(keys & KEYS_BELOW, *args)
+            result = pass_on(keys & KEYS_BELOW, *args)
             if shape.op in ("send", "recv"):  # only a wait ends them
                 return result
             ending = ending_of(name, result)
@@ -129,7 +129,7 @@ class Recorder:
         def reducing(keys: Any, *args: Any) -> Any:
             self.thread.reduce = str(args[position]).lower()
             try:
-                return pass_on(keys & BELOW, *args)
+                return pass_on(keys & KEYS_BELOW, *args)
             finally:
                 self.thread.reduce = ""
 
@@ -138,12 +138,12 @@ class Recorder:
     def _waiting_kernel(self, pass_on: Kernel) -> Kernel:
         def waiting(keys: Any, *args: Any) -> Any:
             if self.hidden():
-                return pass_on(keys & BELOW, *args)
+                return pass_on(keys & KEYS_BELOW, *args)
             self.sweep()
             thread = threading.get_ident()
             self.reporter.write(f'["wait",-1,{thread},{now():.6f}]')
             try:
-                return pass_on(keys & BELOW, *args)
+                return pass_on(keys & KEYS_BELOW, *args)
             finally:
                 self.reporter.write_later(f'["waited",-1,{thread},{now():.6f}]')
 
