@@ -47,7 +47,7 @@ SLOW = {
     "tests/compose/test_net.py::test_a_run": (
         "tests/compose/test_net.py::test_a_slow_link_without_the_overlay_is_refused_with_the_command"
     ),
-    "tests/compose/test_own.py": "tests/tools/prove/test_bugs.py::test_a_right_file_is_left_alone[by_hand-3]",
+    "tests/compose/test_own.py": "tests/tools/prove/test_bugs.py::test_a_right_file_passes[by_hand-3]",
     "tests/compose/test_restart.py": (
         "tests/lab/checkpoint/test_resume.py::test_another_world_size_reads_it_and_the_losses_go_on[dp-bucketed,ddp-sizes5]"
     ),
@@ -104,8 +104,8 @@ SLOW = {
     "tests/experiments/test_server.py::test_every_world_comes_to_a_verdict": (
         "tests/experiments/test_server.py::test_every_world_comes_to_a_verdict[3-settings3]"
     ),
-    "tests/tools/prove/test_bugs.py::test_a_right_file_is_left_alone": (
-        "tests/tools/prove/test_bugs.py::test_a_right_file_is_left_alone[by_hand-3]"
+    "tests/tools/prove/test_bugs.py::test_a_right_file_passes": (
+        "tests/tools/prove/test_bugs.py::test_a_right_file_passes[by_hand-3]"
     ),
     f"{DRILL}::test_a_fault_is_named": f"{DRILL}::test_a_fault_is_named[loader_forgotten]",
     f"{DRILL}::test_a_fault_is_named[not_atomic": f"{DRILL}::test_a_fault_is_named[position_by_rank]",

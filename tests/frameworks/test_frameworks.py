@@ -63,7 +63,7 @@ def test_a_right_one_is_proven(script: str, tmp_path: Path) -> None:
     found = check(SCRIPTS / f"{script}_right.py", 2, tmp_path, str(output), command="prove", PYTHONHASHSEED="random")
     assert found.code == 0, found.said
     assert not found.sentences
-    assert "the same script on 1 rank, given the samples that all 2 read" in found.told, found.said
+    assert "the same script on 1 rank, with the samples that all 2 ranks read" in found.told, found.said
 
 
 def test_trainers_factor_of_the_ranks_is_found(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from distlab.tools.check.watch.recorder import Recorder
 from distlab.tools.check.watch.replicas import checksum
 from distlab.tools.prove.script_ledger import states_of
 from distlab.tools.prove.script_samples import Samples, rows_in, tensors_in
-from distlab.tools.prove.script_steps import Proving, ScriptSteps, is_made_by_checkpoint, piece
+from distlab.tools.prove.script_steps import ProofSettings, ScriptSteps, is_made_by_checkpoint, piece
 
 KILL, TERM, DISK = "kill", "term", "disk"
 MOST_BYTES = 1 << 28  # of weights that are saved in full
@@ -67,7 +67,7 @@ def watch(recorder: Recorder, settings_json: str, *, by_optimizer: bool = True) 
     tempfile.tempdir = None  # inherited from the parent process
     for number in heeded():  # by the parent process
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    steps = ScriptSteps(recorder, Proving(str(folder), "ranks", settings.rank, settings.world_size), most=0)
+    steps = ScriptSteps(recorder, ProofSettings(str(folder), "ranks", settings.rank, settings.world_size), most=0)
     steps.install()
     facts = Facts(steps, settings, (folder / f"rank{settings.rank}.jsonl").open("a"))
     samples = TrainedSamples(steps)
@@ -114,9 +114,9 @@ class TrainedSamples(Samples):
         return super()._next(method, loading)
 
     @harmless
-    def _record(self, loader_pass: dict[str, Any], batch: Any, indices: Any) -> None:
+    def _record(self, record: dict[str, Any], batch: Any, indices: Any) -> None:
         known = isinstance(indices, list | tuple) and all(isinstance(each, int) for each in indices)
-        chosen = loader_pass["indices"][-len(indices) :] if known and loader_pass["indices"] else None
+        chosen = record["indices"][-len(indices) :] if known and record["indices"] else None
         samples = (chosen or list(indices)) if known else contents(batch)
         self._pending.append(ReadBatch(self._epoch, samples, tensors_in(batch)))
 
