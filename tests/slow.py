@@ -47,7 +47,7 @@ SLOW = {
     "tests/compose/test_net.py::test_a_run": (
         "tests/compose/test_net.py::test_a_slow_link_without_the_overlay_is_refused_with_the_command"
     ),
-    "tests/compose/test_own.py": "tests/tools/prove/test_bugs.py::test_a_right_file_is_left_alone[by_hand-3]",
+    "tests/compose/test_own.py": "tests/tools/prove/test_bugs.py::test_a_right_file_passes[by_hand-3]",
     "tests/compose/test_restart.py": (
         "tests/lab/checkpoint/test_resume.py::test_another_world_size_continues_the_losses[dp-bucketed,ddp-sizes5]"
     ),
@@ -104,19 +104,19 @@ SLOW = {
     "tests/experiments/test_server.py::test_every_world_comes_to_a_verdict": (
         "tests/experiments/test_server.py::test_every_world_comes_to_a_verdict[3-settings3]"
     ),
-    "tests/tools/prove/test_bugs.py::test_a_right_file_is_left_alone": (
-        "tests/tools/prove/test_bugs.py::test_a_right_file_is_left_alone[by_hand-3]"
+    "tests/tools/prove/test_bugs.py::test_a_right_file_passes": (
+        "tests/tools/prove/test_bugs.py::test_a_right_file_passes[by_hand-3]"
     ),
-    f"{DRILL}::test_what_is_wrong_is_named": f"{DRILL}::test_what_is_wrong_is_named[loader_forgotten]",
-    f"{DRILL}::test_what_is_wrong_is_named[not_atomic": f"{DRILL}::test_what_is_wrong_is_named[position_by_rank]",
-    f"{DRILL}::test_the_mended_twin_is_left_alone": f"{DRILL}::test_the_mended_twin_is_left_alone[position_by_rank]",
-    f"{DRILL}::test_a_right_script_is_left_alone": f"{DRILL}::test_the_mended_twin_is_left_alone[loader_forgotten]",
+    f"{DRILL}::test_a_fault_is_named": f"{DRILL}::test_a_fault_is_named[loader_forgotten]",
+    f"{DRILL}::test_a_fault_is_named[not_atomic": f"{DRILL}::test_a_fault_is_named[position_by_rank]",
+    f"{DRILL}::test_its_corrected_version_passes": f"{DRILL}::test_its_corrected_version_passes[position_by_rank]",
+    f"{DRILL}::test_a_right_script_passes": f"{DRILL}::test_its_corrected_version_passes[loader_forgotten]",
     **{
         f"{DRILL}::test_a_mode_of_the_lab_is_drilled[{mode}": f"{DRILL}::test_a_mode_of_the_lab_is_drilled[dp]"
         for mode in ("fsdp", "tp")
     },
-    f"{DRILL}::test_one_sample_less_than": f"{DRILL}::test_what_a_sampler_pads_is_counted[1-0-1-0]",
-    f"{DRILL}::test_the_scripts_that_mine_shows": f"{DRILL}::test_what_is_wrong_is_named[loader_forgotten]",
+    f"{DRILL}::test_a_missing_sample": f"{DRILL}::test_padding_of_a_sampler_is_not_lost_or_read_twice[1-0-1-0]",
+    f"{DRILL}::test_the_scripts_that_mine_shows": f"{DRILL}::test_a_fault_is_named[loader_forgotten]",
     "tests/tools/puzzle/test_verify.py::test_a_reference_passes_with_each_number_of_ranks": (
         "tests/tools/puzzle/test_verify.py::test_a_reference_passes_with_each_number_of_ranks[15]"
     ),

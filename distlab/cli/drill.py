@@ -1,4 +1,4 @@
-"""`distlab drill SCRIPT`: whether a script, or a mode of the lab, survives a kill and reads every sample once.
+"""`distlab drill SCRIPT`: check whether a script, or a mode of the lab, survives a kill and reads every sample once.
 
 Exit codes: 0 every resume passed; 1 one failed; 2 refused; 130 stopped by Ctrl-C.
 """
@@ -28,42 +28,42 @@ from distlab.tools.drill import FAULTS
 HELP = """usage: distlab drill [NAME=VALUE ...] [OPTION ...] SCRIPT [ARGS ...]
        distlab drill RUN_MODE=dp [NAME=VALUE ...] [OPTION ...]
 
-Runs SCRIPT, or the module behind -m, unchanged and whole on WORLD_SIZE ranks, twice; then again with a rank killed, and
-with a checkpoint cut in its middle by SIGKILL, SIGTERM and a full disk. Each time it starts the script again, and
-compares samples, weights, optimizer, rates and random state with those of the whole run. Every run has a working
-folder of its own, a copy of the script's. With RUN_MODE it is a mode of the lab that is drilled, one variant of it.
+Runs SCRIPT, or the module after -m, unchanged on WORLD_SIZE ranks to its end, twice. Then it runs the script with a
+rank killed, and with a checkpoint interrupted by SIGKILL, by SIGTERM and by a full disk. After each fault it starts the
+script again, and compares samples, weights, optimizer, learning rates and random states with those of the whole run.
+Every run has a separate working folder, a copy of the script's. RUN_MODE tests one variant of a mode of the lab.
 
-  --kill rank2@step7     the rank that is killed, and in which step of its optimizer, from 1; unset: the last rank, in
-                         the step after a checkpoint near the middle of the run
+  --kill rank2@step7     the rank to kill, and the step of its optimizer, from 1; unset: the last rank, in the step
+                         after a checkpoint near the middle of the run
   --resume 4,2           numbers of ranks to resume with after that kill; unset: WORLD_SIZE
   --faults kill,kill@save,term@save,disk@save
-                         those that are made; unset: all of these
-  --resume-words "..."   words that the script gets behind its own where it is resumed, such as "--resume auto"
+                         the faults to test; unset: all of these
+  --resume-words "..."   arguments that a resumed script gets after its own, such as "--resume auto"
   --state DIR            a folder that the script writes to: each run gets a copy of it
   --json                 print the verdict as JSON
 
 variables   WORLD_SIZE (4), {own};
-            of a mode those of its runs
+            for a mode those of its runs
 exit codes  0 every resume passed, 1 one failed, 2 refused, 130 stopped"""
 VALUED = ("--kill", "--faults", "--resume", "--resume-words", "--state")
 
 
 def main(words: Sequence[str]) -> int:
-    """Drill the script; returns the exit code."""
+    """Run the command; returns the exit code."""
     if not words or words[0] in commands.HELP:
         print(HELP.format(own=", ".join(own_variables(CheckOptions))))
         return 0
     try:
-        return drilled(words)
+        return run(words)
     except ConfigError as error:
         refused = [f"refused    {fault}" for fault in error.faults]
-        says = json.dumps({"verdict": "refused", "why": error.faults}) if "--json" in words else "\n".join(refused)
-        print(says, flush=True)
+        text = json.dumps({"verdict": "refused", "why": error.faults}) if "--json" in words else "\n".join(refused)
+        print(text, flush=True)
         return 2
 
 
-def drilled(words: Sequence[str]) -> int:
-    """Drill what is named by the options and the words behind them; raises ConfigError."""
+def run(words: Sequence[str]) -> int:
+    """Parse the arguments and test the script or mode; returns the exit code. Raises ConfigError."""
     found, settings, rest, faults = leading_options(words, VALUED, ("--json",))
     is_mode = any(each.startswith("RUN_MODE=") for each in settings)
     command = FileCommand("drill", HELP, "script", CheckOptions, SHARED)
@@ -97,21 +97,21 @@ def drilled(words: Sequence[str]) -> int:
 
 
 def read_options(found: dict[str, Any], size: int) -> tuple[dict[str, Any], list[str]]:
-    """The fields of Options, and all that is wrong with them."""
+    """Return the fields of Options, and a sentence per invalid option."""
     options: dict[str, Any] = {"as_json": "--json" in found}
     faults = []
     if "--kill" in found:
         rank, _, step = str(found["--kill"]).removeprefix("rank").partition("@step")
         if not (rank.isdecimal() and step.isdecimal() and int(rank) < size and int(step) >= 1):
             faults.append(
-                f"--kill is {found['--kill']!r}: expected rank0 to rank{size - 1} and a step from 1, as rank0@step7"
+                f"--kill is {found['--kill']!r}: expected rank0 to rank{size - 1} and a step from 1: rank0@step7"
             )
         else:
             options["kill"] = int(rank), int(step)
     if "--resume" in found:
         sizes = str(found["--resume"]).split(",")
         if not all(each.isdecimal() and 1 <= int(each) <= 8 for each in sizes):
-            faults.append(f"--resume is {found['--resume']!r}: expected numbers of ranks, 1 to 8, as 4,2")
+            faults.append(f"--resume is {found['--resume']!r}: expected numbers of ranks, 1 to 8, such as 4,2")
         else:
             options["resume"] = [int(each) for each in sizes]
     if "--faults" in found:

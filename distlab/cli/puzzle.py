@@ -14,7 +14,7 @@ from distlab.lab.config import Refusal
 from distlab.lab.report.reading import write_bytes_atomically
 from distlab.lab.report.table import on_terminal
 from distlab.tools.puzzle.folder import Folder
-from distlab.tools.puzzle.learner import judge_file, listed, next_hint, told
+from distlab.tools.puzzle.learner import judge_file, listed, next_hint, verdict_lines
 from distlab.tools.puzzle.runner import Runner, Verdict
 from distlab.tools.puzzle.task import Task
 from distlab.tools.puzzle.tasks import TASKS
@@ -91,7 +91,7 @@ def judge_all(folder: Folder, tasks: Sequence[Task], junit: Path | None) -> int:
     try:
         for task in tasks:
             verdicts[task] = verdict = judge_file(folder, task, runner)
-            print("\n".join(on_terminal(told(task, verdict, folder.file(task)))), flush=True)
+            print("\n".join(on_terminal(verdict_lines(task, verdict, folder.file(task)))), flush=True)
     finally:
         runner.close()
     passed = sum(verdict is not None and verdict.passed for verdict in verdicts.values())

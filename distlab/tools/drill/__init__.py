@@ -1,8 +1,9 @@
-"""`distlab drill SCRIPT`: whether a training script survives a kill, and reads every sample once.
+"""`distlab drill SCRIPT`: check whether a training script survives a kill and reads every sample once.
 
-The script runs whole, then again with a rank killed, stopped or out of disk, and is started again with the user's own
-words for a resume, each time in a working folder of its own. `recording.py` writes down in each rank what it trains,
-`runs.py` starts the ranks and ends them, `verdict.py` compares what was resumed with the whole run.
+The script first runs to its end (the whole run). Then it runs with a fault: a rank is killed or stopped, or its disk is
+full. After each fault the script is started again, with the user's arguments for a resume. Every run has a separate
+working folder. `recording.py` records in each rank what it trains, `runs.py` starts and ends the ranks, and
+`verdict.py` compares each resumed run with the whole run.
 """
 
 FAULTS = ("kill", "kill@save", "term@save", "disk@save")

@@ -1,7 +1,7 @@
-"""One drill from its words to its verdict: the whole run twice, then each fault and each resume after it.
+"""Test one script from its options to the verdict: the whole run twice, then each fault and the resumes after it.
 
-Faults come by default at a step after the first checkpoint, and in the middle of a file that a later one writes; both
-are known from the whole run.
+By default a rank is killed at a step after the first checkpoint, and a fault in a save comes in the middle of a file of
+a later checkpoint. The whole run shows where these are.
 """
 
 import importlib
@@ -18,10 +18,10 @@ from distlab.lab.report.units import counted
 from distlab.tools.check.start.script import Job
 from distlab.tools.drill import FAULTS
 from distlab.tools.drill.recording import DISK, KILL, TERM, Fault
-from distlab.tools.drill.runs import Ranks, Recorded
-from distlab.tools.drill.verdict import Row, Whole, judged, trained, whole_of
+from distlab.tools.drill.runs import Ranks, RecordedRun
+from distlab.tools.drill.verdict import Row, WholeRun, judged, trained, whole_run_of
 
-SAVES = {
+SAVE_FAULTS = {
     "kill@save": (KILL, "kill @ save"),
     "term@save": (TERM, "SIGTERM @ save"),
     "disk@save": (DISK, "full disk @ save"),
@@ -30,7 +30,7 @@ TITLES = ("run", "ranks", "steps", "weights", "samples", "lost", "twice", "from"
 
 
 class Options(NamedTuple):
-    """What stands before the script."""
+    """The options before the script."""
 
     kill: tuple[int, int] | None = None  # rank, and the step in which it is killed, from 1
     resume: Sequence[int] = ()  # numbers of ranks; empty: as many as before
@@ -41,7 +41,7 @@ class Options(NamedTuple):
 
 
 class Failed(Exception):
-    """The script fails before there is anything to resume."""
+    """The script failed before there was anything to resume."""
 
 
 class Drill:
@@ -51,8 +51,8 @@ class Drill:
         self._options, self._job, self._size, self._ranks = options, job, size, ranks
 
     def rows(self) -> Iterator[Row]:
-        """The whole run's row, and one for each resume."""
-        whole = self._whole()
+        """Yield the whole run's row, and one per resume."""
+        whole = self._run_whole()
         last = whole.run.num_steps
         repeats = "" if not whole.noise else f"its second run is {whole.noise:.0e} off"
         total = trained(whole.run, range(last)).total()
@@ -60,71 +60,71 @@ class Drill:
         if not any(True for _ in whole.run.all("saves")):
             raise Failed(f"the script writes no file in its {last} steps: there is nothing to resume from")
         target = largest_file(whole.run)
-        uncut = [each for each in self._options.faults if each in SAVES]
-        if target is None and uncut:
-            what = f"no file of a step is there a step later, so {', '.join(uncut)} cannot be made"
+        save_faults = [each for each in self._options.faults if each in SAVE_FAULTS]
+        if target is None and save_faults:
+            what = f"no file that a step writes still exists one step later, so {', '.join(save_faults)} cannot be made"
             raise ConfigError([f"{what}: allowed is --faults kill"])
         for fault in self._options.faults:
             if fault == "kill":
-                before = self._fail("kill", self._kill(whole))
+                before = self._run_with("kill", self._kill_fault(whole))
                 for size in self._options.resume or (self._size,):
-                    yield self._resumed(f"kill, resume {size}", whole, before, size, "kill")
+                    yield self._resume(f"kill, resume {size}", whole, before, size, "kill")
             elif target is not None:
-                kind, name = SAVES[fault]
-                before = self._fail(name, target._replace(kind=kind))
-                yield self._resumed(name, whole, before, self._size, name, target.step)
+                kind, name = SAVE_FAULTS[fault]
+                before = self._run_with(name, target._replace(kind=kind))
+                yield self._resume(name, whole, before, self._size, name, target.step)
 
-    def _whole(self) -> Whole:
+    def _run_whole(self) -> WholeRun:
         runs = []
         for name in ("whole", "again"):
             work = self._ranks.prepare(name)
-            runs.append(self._ranks.run(name, work, self._size, self._words(work)))
+            runs.append(self._ranks.run(name, work, self._size, self._arguments(work)))
             outside = next((each for _, each in runs[-1].all("outside")), None)
             if outside is not None:
-                what = f"{outside['at']} writes {outside['outside']}, outside of the drill's copy of the working folder"
-                raise ConfigError([f"{what}: name its folder by --state"])
+                what = f"{outside['at']} writes {outside['outside']}, which is not in the copy of the working folder"
+                raise ConfigError([f"{what}: name its folder with --state"])
             if runs[-1].failed:
                 raise Failed(f"the whole run failed: {runs[-1].failed}")
             if not runs[-1].num_steps:
                 raise ConfigError(["no optimizer took a step in the whole run"])
-        return whole_of(*runs)
+        return whole_run_of(*runs)
 
-    def _words(self, work: Path, more: Sequence[str] = ()) -> list[str]:
-        """The script's words, in which the folders that were copied are the copies."""
+    def _arguments(self, work: Path, more: Sequence[str] = ()) -> list[str]:
+        """Return the script's arguments, in which copied folders are replaced by their copies."""
         found = [*self._job.words, *more]
         state = self._options.state
         if state is not None and not state.is_relative_to(self._job.folder):
             found = [each.replace(str(state), str(work / "state")) for each in found]
         return [each.replace(f"{self._job.folder}/", f"{work}/") for each in found]
 
-    def _kill(self, whole: Whole) -> Fault:
+    def _kill_fault(self, whole: WholeRun) -> Fault:
         last = whole.run.num_steps
         if self._options.kill is not None:
             rank, step = self._options.kill
             if step > last:
-                raise ConfigError([f"--kill names step {step}: the whole run has {last}"])
+                raise ConfigError([f"--kill names step {step}, but the whole run has only {last} steps"])
             return Fault(KILL, rank, step - 1)
         saved = sorted({each["after"] for _, each in whole.run.all("saves")})
         middle = [each for each in saved if each <= last // 2] or saved
         return Fault(KILL, self._size - 1, min(middle[-1], last - 1))
 
-    def _fail(self, name: str, fault: Fault) -> Recorded:
+    def _run_with(self, name: str, fault: Fault) -> RecordedRun:
         work = self._ranks.prepare(name)
-        return self._ranks.run(name, work, self._size, self._words(work), fault)
+        return self._ranks.run(name, work, self._size, self._arguments(work), fault)
 
-    def _resumed(self, name: str, whole: Whole, before: Recorded, size: int, failed: str, saving: int = 0) -> Row:
+    def _resume(self, name: str, whole: WholeRun, before: RecordedRun, size: int, failed: str, saving: int = 0) -> Row:
         folder = f"{failed}, {size}"
         work = self._ranks.prepare(folder, self._ranks.work_of(failed))
-        words = self._words(work, self._options.resume_words)
+        words = self._arguments(work, self._options.resume_words)
         after = self._ranks.run(folder, work, size, words)
         if not before.hit and not before.ended:
-            return Row(name, size, 0, "-", 0, 0, 0, "-", f"the fault did not come: {before.failed}")
+            return Row(name, size, 0, "-", 0, 0, 0, "-", f"the run failed before the fault: {before.failed}")
         note = f"step {saving} half written" if saving and before.hit else ""
         return judged(name, whole, before, after, note)
 
 
-def largest_file(run: Recorded) -> Fault | None:
-    """A file to fail in: the largest of those that are written at a later checkpoint than the first."""
+def largest_file(run: RecordedRun) -> Fault | None:
+    """Return a fault in a file: the largest one that a checkpoint after the first writes."""
     sized = [(rank, each) for rank, each in run.all("size") if each["size"]]
     steps = sorted({each["after"] for _, each in sized})
     if not steps:
@@ -135,7 +135,7 @@ def largest_file(run: Recorded) -> Fault | None:
 
 
 def drill(options: Options, job: Job, size: int, bound_s: float) -> int:
-    """Make the drill and print its table; returns the exit code."""
+    """Run the test and print its table; returns the exit code."""
     importlib.import_module("torch._dynamo")  # as DistributedDataParallel does: once, and not in each rank, 1.5 s each
     top = Path(tempfile.mkdtemp(prefix="distlab-drill-")).resolve()
     ranks = Ranks(job, top, options.state, bound_s)
@@ -144,21 +144,21 @@ def drill(options: Options, job: Job, size: int, bound_s: float) -> int:
         for row in Drill(options, job, size, ranks).rows():
             rows.append(row)
     except Failed as error:
-        said = {"verdict": "fail", "why": str(error), "runs": [row._asdict() for row in rows]}
-        print(json.dumps(said) if options.as_json else "\n".join(wrapped("FAIL", str(error))), flush=True)
+        result = {"verdict": "fail", "why": str(error), "runs": [row._asdict() for row in rows]}
+        print(json.dumps(result) if options.as_json else "\n".join(wrapped("FAIL", str(error))), flush=True)
         return 1
     finally:
         shutil.rmtree(top, ignore_errors=True)
-    tell(rows, as_json=options.as_json)
+    print_rows(rows, as_json=options.as_json)
     return 1 if any(row.why for row in rows) else 0
 
 
-def tell(rows: Sequence[Row], *, as_json: bool) -> None:
+def print_rows(rows: Sequence[Row], *, as_json: bool) -> None:
     failed = [row for row in rows if row.why]
-    verdict = f"{len(failed)} of {counted(len(rows) - 1, 'resumes')}" if failed else counted(len(rows) - 1, "resumes")
+    verdict = f"{len(rows) - 1 - len(failed)} of {counted(len(rows) - 1, 'resumes')} passed"
     if as_json:
-        told = {"verdict": "fail" if failed else "pass", "runs": [row._asdict() for row in rows]}
-        print(json.dumps(told), flush=True)
+        result = {"verdict": "fail" if failed else "pass", "runs": [row._asdict() for row in rows]}
+        print(json.dumps(result), flush=True)
         return
     cells = [[row.run, row.ranks, row.steps, row.weights, row.samples, row.lost, row.twice, row.begins] for row in rows]
     lines = Table.of(TITLES, cells).text()

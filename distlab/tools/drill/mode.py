@@ -1,7 +1,7 @@
-"""A mode of the lab as what is drilled: each rank runs it as in any run, with checkpoints and LAB_RESUME=auto.
+"""Test a mode of the lab: each rank runs it as in any run, with checkpoints and LAB_RESUME=auto.
 
-Its steps are those that the lab times. What is compared is the whole model and its optimizer on rank 0, as a strategy
-gathers them, and the samples that each rank is dealt.
+The recorded steps are those that the lab times. The test compares the whole model and its optimizer state, as a
+strategy gathers them on rank 0, and the samples that each rank trains on.
 """
 
 import os
@@ -23,22 +23,22 @@ from distlab.lab.verify import timed
 from distlab.tools.check.start.script import Job, enter_script
 from distlab.tools.check.watch.patches import Function, Patch, before, put
 from distlab.tools.check.watch.recorder import Recorder
-from distlab.tools.drill.recording import Read, contents, watch
+from distlab.tools.drill.recording import ReadBatch, contents, watch
 
 
 def job_of(config: Config, hang_after_s: float) -> Job:
-    """What each rank does, by this process's environment; raises ConfigError where no run could be resumed."""
+    """Return the job of each rank from this process's environment; raises ConfigError if no run could be resumed."""
     mode, name = load_for(config), config.mode_name
-    given = {"LAB_FAULTS": config.faults, "LAB_RESUME": config.resume, "LAB_RUN_ID": config.run_id}
-    wrong = [f"{name} is for drill to set: leave it out" for name, value in given.items() if value is not None]
+    set_by_drill = {"LAB_FAULTS": config.faults, "LAB_RESUME": config.resume, "LAB_RUN_ID": config.run_id}
+    faults = [f"drill sets {name} itself: leave it out" for name, value in set_by_drill.items() if value is not None]
     if mode.unsaved:
         allowed = modes_that(lambda other: not other.unsaved)
-        wrong.append(f"RUN_MODE={name} {mode.unsaved}, so it cannot go on after a kill: allowed are {allowed}")
+        faults.append(f"RUN_MODE={name} {mode.unsaved}, so it cannot resume after a kill: allowed are {allowed}")
     if len(config.variant) > 1:
-        wrong.append(f"LAB_VARIANT={','.join(config.variant)} are several: expected one, such as {mode.headline[0]}")
-    if wrong:
-        raise ConfigError(wrong)
-    oom_notice.PATH.unlink(missing_ok=True)  # a container's entry point reads those of one rank, and the drill is none
+        faults.append(f"LAB_VARIANT={','.join(config.variant)} names several: expected one, such as {mode.headline[0]}")
+    if faults:
+        raise ConfigError(faults)
+    oom_notice.PATH.unlink(missing_ok=True)  # a container's entry point prints those of a rank; this process is none
     import_for_ranks(config)
     file = lesson_file(config.run_mode).resolve()
     usual = {
@@ -55,21 +55,21 @@ def job_of(config: Config, hang_after_s: float) -> Job:
 
 
 class ModeRun:
-    """In each rank's process: record the mode, and be a rank of its run."""
+    """In each rank's process: record the mode's steps, and run as a rank of it."""
 
-    def watch(self, recorder: Recorder, told: str) -> None:
-        """From the first timed step to the last one's end."""
-        self._facts, self._ended = watch(recorder, told, by_optimizer=False), False
+    def watch(self, recorder: Recorder, settings_json: str) -> None:
+        """Record from the first timed step to the end of the last one."""
+        self._facts, self._ended = watch(recorder, settings_json, by_optimizer=False), False
         put(Patch(timed.Stopwatch, "step", self._step), Patch(timed, "write_digests", before(self._end)))
 
     def _step(
         self, method: Function, watch: Any, name: str, strategy: Strategy, lab: Lab, course: TrainingPosition,
         step: int, *more: Any,
     ) -> None:  # fmt: skip
-        steps, dealt = self._facts.steps, lab.microbatches(course.batches, course.data_step(step))
+        steps, microbatches = self._facts.steps, lab.microbatches(course.batches, course.data_step(step))
         steps.parameters = dict(strategy.full("weights"))
-        samples = [sample for each in dealt for sample in contents([each.inputs, each.targets])]
-        self._facts.samples.trained = [Read(course.position(step)[0], samples, [])]
+        samples = [sample for each in microbatches for sample in contents([each.inputs, each.targets])]
+        self._facts.samples.trained = [ReadBatch(course.position(step)[0], samples, [])]
         self._facts.step_begins([each for _, each in strategy.full("optimizer")], [lab.config.learning_rate])
         method(watch, name, strategy, lab, course, step, *more)
         steps.number = step - course.first + 1
@@ -81,7 +81,7 @@ class ModeRun:
         self._ended = True
 
     def play(self, job: Job, *_: Any) -> None:
-        """Raises SystemExit where the run ends before its training; what the run's own checks say decides nothing."""
+        """Run the mode; raises SystemExit if it ends before its training does. The run's own checks do not count."""
         enter_script(job)
         with user_code.exits_raised():
             code = be_rank(Config.read(), time.time(), LauncherPipe())

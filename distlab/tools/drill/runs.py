@@ -1,8 +1,7 @@
-"""Start the ranks of one run of a drill in a working folder of their own, follow them, and end them all.
+"""Start the ranks of one run in a separate working folder, follow them, and end them all.
 
-The ranks are forked from the drill's own process, and their supervisor is that of `distlab check`, so a hang, a
-mismatch or an exception of a script is told as there. Once the fault has come, all other ranks are killed, as a
-launcher does.
+The ranks are forked from this process. Their supervisor is that of `distlab check`, so hangs, mismatched calls and
+exceptions of a script are reported as there. After the fault all other ranks are killed, as a launcher does.
 """
 
 import json
@@ -25,30 +24,30 @@ from distlab.tools.check.judge.failures import last_call
 from distlab.tools.check.start.script import Job
 from distlab.tools.check.start.script_process import READ_S, ScriptChannel, ScriptMonitor, begin_all, fork_script, poll
 from distlab.tools.check.watch.reporter import now
-from distlab.tools.drill.recording import TERM, Drilled, Fault
+from distlab.tools.drill.recording import TERM, Fault, RankSettings
 
 MOST_COPIED = 1 << 28  # bytes of a working folder
 GRACE_S = 10.0  # from SIGTERM to SIGKILL
-AT_LEAST_S, TIMES = 60.0, 5.0  # for a run after the whole one: seconds, or so many times what that took
+AT_LEAST_S, TIMES = 60.0, 5.0  # the limit of a run after the whole one: seconds, or a multiple of its time
 
 
 NO_FAULT = Fault()
 
 
-class Recorded(NamedTuple):
-    """What the ranks of a run have left, and how it ended."""
+class RecordedRun(NamedTuple):
+    """The records of a run's ranks, and how it ended."""
 
     folder: Path
     facts: Sequence[Sequence[Mapping[str, Any]]]  # of each rank
-    failed: str  # a sentence; empty where it ended well, or by its fault
-    hit: bool  # whether the fault came
+    failed: str  # a sentence; empty if it ended well, or by its fault
+    hit: bool  # whether the fault occurred
 
     def steps(self, rank: int = 0) -> list[Mapping[str, Any]]:
         return [each for each in self.facts[rank] if "step" in each]
 
     @property
     def ended(self) -> Sequence[Mapping[str, Any]]:
-        """The last fact of each rank that came to its end."""
+        """The last fact of each rank that reached the end of its training."""
         return [each for mine in self.facts for each in mine if "ended" in each]
 
     @property
@@ -61,7 +60,7 @@ class Recorded(NamedTuple):
 
 
 class Ranks:
-    """Starts runs of one script; all that they write is under `top`."""
+    """Starts the runs of one script, which write under `top` only."""
 
     def __init__(self, job: Job, top: Path, state: Path | None, collective_s: float) -> None:
         self._job, self._top, self._state = job, top, state
@@ -71,7 +70,7 @@ class Ranks:
         return self._top / name / "work"
 
     def prepare(self, name: str, before: Path | None = None) -> Path:
-        """A working folder for the runs of this name: a copy of one of `before`, or of the script's own."""
+        """Return a working folder for the runs of this name: a copy of `before`, or of the script's folder."""
         work = self.work_of(name)
         if before is not None:
             shutil.copytree(before, work, symlinks=True, ignore=uncopied)
@@ -80,8 +79,8 @@ class Ranks:
         (work / "tmp").mkdir(exist_ok=True)
         return work
 
-    def run(self, name: str, work: Path, size: int, words: Sequence[str], fault: Fault = NO_FAULT) -> Recorded:
-        """One run to its end, or to its fault; none of its processes is left."""
+    def run(self, name: str, work: Path, size: int, words: Sequence[str], fault: Fault = NO_FAULT) -> RecordedRun:
+        """Run to the end, or to the fault; no process of it remains."""
         folder = self._top / name / f"facts-{len(list((self._top / name).iterdir()))}"
         folder.mkdir(parents=True)
         began = time.monotonic()
@@ -98,19 +97,20 @@ class Ranks:
         if self._bound_s == float("inf"):
             self._bound_s = max(AT_LEAST_S, TIMES * (time.monotonic() - began))
         facts = [read_facts(folder / f"rank{rank}.jsonl") for rank in range(size)]
-        return Recorded(folder, facts, failed, hit)
+        return RecordedRun(folder, facts, failed, hit)
 
     def _begin(self, channels: Sequence[ScriptChannel], folder: Path, work: Path, fault: Fault) -> None:
-        def told(rank: int) -> str:
+        def settings(rank: int) -> str:
             mine = fault if fault.rank == rank else NO_FAULT
-            return json.dumps(Drilled(str(folder), str(work), rank, len(channels), mine))
+            return json.dumps(RankSettings(str(folder), str(work), rank, len(channels), mine))
 
-        begin_all(channels, work, told, TMPDIR=work / "tmp")
+        begin_all(channels, work, settings, TMPDIR=work / "tmp")
 
     def _follow(self, channels: Sequence[ScriptChannel], folder: Path, fault: Fault) -> tuple[str, bool]:
-        """Until all have ended, one has failed, or the fault has come: why the run failed, and whether that came."""
+        """Follow the ranks until all have ended, one has failed, or the fault has occurred. Return why the run failed,
+        and whether the fault occurred."""
         coordinator = Coordinator(len(channels), self._job.hang_after_s, self._collective_s, lambda _: None)
-        began = moved = time.monotonic()
+        began = progress_at = time.monotonic()
         num_bytes = 0
         for _ in poll(channels, coordinator):
             victim = channels[fault.rank].process if fault.kind else None
@@ -121,9 +121,9 @@ class Ranks:
                 return "", True
             written = sum(file.stat().st_size for file in folder.glob("*.jsonl"))
             if written != num_bytes:
-                num_bytes, moved = written, time.monotonic()
+                num_bytes, progress_at = written, time.monotonic()
             late = [case for case in coordinator.states if case.exit_code is None]
-            if late and time.monotonic() - moved > self._collective_s:
+            if late and time.monotonic() - progress_at > self._collective_s:
                 steps = len([each for each in read_facts(folder / f"rank{late[0].rank}.jsonl") if "step" in each])
                 return (
                     f"{name_ranks([case.rank for case in late])} took no step for {self._collective_s:g} s"
@@ -135,7 +135,7 @@ class Ranks:
         return why_failed(coordinator), bool(fault.kind) and has_fault(folder / f"rank{fault.rank}.jsonl")
 
     def _stop_all(self, channels: Sequence[ScriptChannel]) -> None:
-        """SIGTERM to every rank that is left, and time to end by itself."""
+        """Send SIGTERM to every remaining rank, and give it time to end."""
         for each in channels:
             with suppress(ProcessLookupError):
                 os.kill(each.process.pid or 0, signal.SIGTERM)
@@ -144,8 +144,8 @@ class Ranks:
         ended = set[int]()
         while time.monotonic() < until and len(ended) < len(channels):
             for rank, monitor in enumerate(monitors):
-                told = monitor.lines(READ_S / len(monitors))
-                if any(b'"ended"' in line or b'"gone"' in line for line in told):
+                lines = monitor.lines(READ_S / len(monitors))
+                if any(b'"ended"' in line or b'"gone"' in line for line in lines):
                     ended.add(rank)
 
 
@@ -165,7 +165,7 @@ def has_fault(file: Path) -> bool:
 
 
 def read_facts(file: Path) -> list[Mapping[str, Any]]:
-    """The lines of a rank; the last one may be cut."""
+    """Return a rank's facts, without an incomplete last line."""
     found = []
     for line in file.read_text().splitlines() if file.exists() else ():
         with suppress(ValueError):
@@ -174,14 +174,14 @@ def read_facts(file: Path) -> list[Mapping[str, Any]]:
 
 
 def copy_folder(folder: Path, work: Path, state: Path | None) -> None:
-    """What stands beside the script: copied, hidden entries as links; with `state` that is copied, and the rest links.
+    """Copy the files next to the script, with links to hidden ones; if there is a `state`, copy that and link the rest.
     Raises ConfigError for a folder that is too large."""
     work.mkdir(parents=True)
     total = 0
     for entry in sorted(folder.iterdir()):
         own = state is None or state == entry or entry in state.parents
         if work.is_relative_to(entry):
-            continue  # the folders of the drill
+            continue  # it contains the copies
         if entry.name.startswith(".") or entry.name == "__pycache__" or not own or not entry.exists():
             (work / entry.name).symlink_to(entry.resolve())
             continue
@@ -189,7 +189,7 @@ def copy_folder(folder: Path, work: Path, state: Path | None) -> None:
             total += file.lstat().st_size
             if total > MOST_COPIED:
                 what = f"{folder} is larger than {MOST_COPIED >> 20} MiB"
-                raise ConfigError([f"{what}: name what the script writes there by --state DIR"])
+                raise ConfigError([f"{what}: name the part that the script writes with --state DIR"])
         copy = partial(shutil.copytree, symlinks=True, ignore=uncopied) if entry.is_dir() else shutil.copy2
         copy(entry, work / entry.name)
     if state is not None and not state.is_relative_to(folder):
@@ -199,6 +199,6 @@ def copy_folder(folder: Path, work: Path, state: Path | None) -> None:
 
 
 def uncopied(folder: str, names: list[str]) -> list[str]:
-    """Sockets and pipes."""
+    """Return the names of sockets and pipes, which are not copied."""
     copied = stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK
     return [each for each in names if stat.S_IFMT(Path(folder, each).lstat().st_mode) not in copied]

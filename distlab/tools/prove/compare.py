@@ -44,7 +44,7 @@ class Deviation(NamedTuple):
 class Step(NamedTuple):
     """One rank's record of a step, by the tensors' names there."""
 
-    share: float | None  # the rank's share of the loss, None if it has none
+    loss_part: float | None  # the rank's share of the loss, None if it has none
     gradients: Mapping[str, LocatedTensor]  # at the optimizer's step
     weights: Mapping[str, LocatedTensor]
 
@@ -56,10 +56,10 @@ def compared(
     rank: int, steps: Sequence[Step], dense: Dense, canonical: Mapping[str, str], clip: float | None
 ) -> list[Deviation]:
     found = []
-    for number, (step, alone) in enumerate(zip(steps, dense.steps, strict=True)):
+    for number, (step, single) in enumerate(zip(steps, dense.steps, strict=True)):
         for kind in (GRADIENTS, WEIGHTS):
-            wanted = alone.gradients if kind == GRADIENTS else alone.weights
-            allowed = tolerance(wanted.values(), alone, clip) * (LEARNING_RATE if kind == WEIGHTS and clip else 1.0)
+            wanted = single.gradients if kind == GRADIENTS else single.weights
+            allowed = tolerance(wanted.values(), single, clip) * (LEARNING_RATE if kind == WEIGHTS and clip else 1.0)
             for name, each in step.of(kind).items():
                 difference, times = difference_and_factor(each, wanted.get(canonical[name]))
                 found.append(Deviation(number, kind, name, rank, difference, allowed, times))
@@ -70,34 +70,34 @@ def difference_and_factor(found: LocatedTensor, dense: Tensor | None) -> tuple[f
     """Return the largest difference, and the factor if there is one."""
     wanted = None if dense is None else found.rows.of(dense)
     if found.tensor is None or wanted is None:
-        given = found.tensor if wanted is None else wanted
-        missing = given is not None and bool(given.any())
+        present = found.tensor if wanted is None else wanted
+        missing = present is not None and bool(present.any())
         # A gradient that one process lacks may be zeros here; one that is zero there may be missing here.
         return (math.inf if missing else 0.0), None
     off = tensors.largest_difference(found.tensor.double(), wanted)
     return off, factor(found.tensor.double(), wanted) if math.isfinite(off) else None
 
 
-def tolerance(wanted: Iterable[Tensor], alone: Snapshot, clip: float | None) -> float:
+def tolerance(wanted: Iterable[Tensor], single: Snapshot, clip: float | None) -> float:
     """Return the difference that rounding may cause, and with clipping its epsilon."""
     largest = max((each.abs().max().item() for each in wanted if each.numel()), default=0.0)
-    epsilon = 0.0 if clip is None else CLIP_EPSILON / max(alone.norm, CLIP_EPSILON)
+    epsilon = 0.0 if clip is None else CLIP_EPSILON / max(single.norm, CLIP_EPSILON)
     return TOLERANCE * max(1.0, largest) + epsilon * largest
 
 
-def not_held(
+def untrained(
     rows_by_rank: Sequence[Mapping[str, Rows]], canonical: Mapping[str, str], dense: Dense
 ) -> list[tuple[str, list[int]]]:
     """Return the parameters that no rank has, with the missing rows of sharded ones; an empty list means all."""
-    held = defaultdict[str, list[Rows]](list)
+    stored = defaultdict[str, list[Rows]](list)
     for rows in rows_by_rank:
         for name, each in rows.items():
-            held[canonical[name]].append(each)
-    missing = [(name, list[int]()) for name in dense.start if name not in held]
-    for name, parts in held.items():
+            stored[canonical[name]].append(each)
+    missing = [(name, list[int]()) for name in dense.start if name not in stored]
+    for name, parts in stored.items():
         if all(part.dim >= 0 for part in parts):
-            lines = {line for part in parts for line in part.lines}
-            rest = sorted(set(range(dense.start[name].shape[parts[0].dim])) - lines)
+            indices = {line for part in parts for line in part.indices}
+            rest = sorted(set(range(dense.start[name].shape[parts[0].dim])) - indices)
             missing += [(name, rest)] if rest else []
     return missing
 
@@ -118,7 +118,7 @@ class Draw(NamedTuple):
     module: str
     turn: int  # earlier draws of this module
     state: int  # of the random generator
-    given: int  # checksum of its input
+    input_hash: int  # checksum of its input
 
 
 class Draws:
@@ -131,16 +131,16 @@ class Draws:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Drop nothing inside the block; the random generator advances as usual."""
-        place: Any = F
+        functional: Any = F
         before = {name: getattr(F, name) for name in (*FUNCTIONS, LOADED)}
         for name in FUNCTIONS:
-            setattr(place, name, self._instead(before[name]))
-        setattr(place, LOADED, self._attention(before[LOADED]))
+            setattr(functional, name, self._replacement(before[name]))
+        setattr(functional, LOADED, self._attention(before[LOADED]))
         try:
             yield
         finally:
             for name, function in before.items():
-                setattr(place, name, function)
+                setattr(functional, name, function)
 
     def watch(self, model: nn.Module) -> None:
         """Record the draws of this rank's model from now on."""
@@ -148,29 +148,29 @@ class Draws:
         for name, module in model.named_modules():
             shown = plain_name(f"{name}.").rstrip(".")
             module.register_forward_pre_hook(lambda *_, shown=shown: self._inside.append(shown))
-            module.register_forward_hook(lambda *_: self._left(), always_call=True)
+            module.register_forward_hook(lambda *_: self._leave(), always_call=True)
 
-    def _left(self) -> None:
+    def _leave(self) -> None:
         self._inside.pop()
 
-    def _note(self, given: Tensor) -> None:
+    def _record(self, inputs: Tensor) -> None:
         name = next((each for each in reversed(self._inside) if each), "the model")
         turn = Counter(each.module for each in self.drawn)[name]
-        local = getattr(given, "_local_tensor", given)
+        local = getattr(inputs, "_local_tensor", inputs)
         on_card = local.device.type == "cuda"
         state = torch.cuda.get_rng_state(local.device) if on_card else torch.get_rng_state()
         self.drawn.append(Draw(name, turn, hash_of(state), hash_of(local)))
 
-    def _instead(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def _replacement(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         function = getattr(function, "__wrapped__", function)  # without other observers
 
-        def instead(given: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: ARG001
+        def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: A002, ARG001
             if training and p > 0:
-                self._note(given)
-                function(given.detach(), p, True)  # advances the generator
-            return given
+                self._record(input)
+                function(input.detach(), p, True)  # advances the generator
+            return input
 
-        return instead
+        return dropout
 
     def _attention(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def attention(
@@ -178,7 +178,7 @@ class Draws:
             *args: Any, **named: Any,
         ) -> Tensor:  # fmt: skip
             if dropout_p > 0:
-                self._note(query)
+                self._record(query)
                 torch.rand(1, device=query.device)  # advances the generator
             return function(query, key, value, attn_mask, 0.0, *args, **named)
 
@@ -197,21 +197,20 @@ def wrong_draws(
             for dropout in [each for each in draws if each in by_dropout[other]]:
                 if fault := fault_of(axis, draws[dropout], by_dropout[other][dropout]):
                     faults.setdefault(axis, (fault, [rank, other], []))[2].append(dropout[0])
-    for axis, (fault, odd, modules) in faults.items():
+    for axis, (fault, ranks, modules) in faults.items():
         others = len(set(modules)) - 1
         which = f"dropout {modules[0]}" + (f" and {others} more" if others else "")
-        yield f"{which} on {name_ranks(odd)}, side by side on {axis}: {fault}", odd
+        yield f"{which} on {name_ranks(ranks)}, neighbours along {axis}: {fault}", ranks
 
 
 def fault_of(axis: str, one: Draw, two: Draw) -> str:
-    same_draw, same_given = one.state == two.state, one.given == two.given
+    same_draw, same_input = one.state == two.state, one.input_hash == two.input_hash
     if axis == "dp":
-        return "they draw the same numbers for other samples; seed each rank of dp by its own" if same_draw else ""
-    if same_given and not same_draw:
-        return f"they hold the same activations and draw other numbers, so they part; seed the ranks of {axis} alike"
-    if same_draw and not same_given:
-        parts = "they hold other parts of the activations and draw the same numbers"
-        return f"{parts}; seed each rank of {axis} by its own"
+        return "they draw the same random numbers for different samples; give each its own seed" if same_draw else ""
+    if same_input and not same_draw:
+        return "they draw different random numbers for the same activations, so they diverge; give them one seed"
+    if same_draw and not same_input:
+        return "they draw the same random numbers for different parts of the activations; give each its own seed"
     return ""
 
 
@@ -221,34 +220,34 @@ def fault_of(axis: str, one: Draw, two: Draw) -> str:
 # of another shape, which are not compared; the module that combines the parts is.
 
 
-class Passed(NamedTuple):
+class ModuleCall(NamedTuple):
     """The first call of a module."""
 
     kind: str
-    given: Tensor | None
-    found: Tensor | None
+    input: Tensor | None
+    output: Tensor | None
 
 
 class Passes:
     """The first call of each module of a model, in the order of their ends."""
 
     def __init__(self) -> None:
-        self.calls: dict[str, Passed] = {}
+        self.calls: dict[str, ModuleCall] = {}
 
     @contextmanager
     def watched(self, model: nn.Module) -> Iterator[None]:
         names = [(plain_name(f"{name}.").rstrip("."), module) for name, module in model.named_modules()]
-        hooks = [module.register_forward_hook(partial(self._note, name)) for name, module in names]
+        hooks = [module.register_forward_hook(partial(self._record, name)) for name, module in names]
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
 
-    def _note(self, name: str, module: nn.Module, given: Any, found: Any) -> None:
+    def _record(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         if name and name not in self.calls:
-            first = given[0] if isinstance(given, tuple) and given else None
-            self.calls[name] = Passed(type(module).__name__, copied(first), copied(found))
+            first = inputs[0] if isinstance(inputs, tuple) and inputs else None
+            self.calls[name] = ModuleCall(type(module).__name__, copied(first), copied(output))
 
 
 def copied(value: Any) -> Tensor | None:
@@ -257,20 +256,20 @@ def copied(value: Any) -> Tensor | None:
     return value.detach().clone() if plain else None
 
 
-def parted(theirs: UserFile, mine: Passes, first: Microbatch) -> str:
+def first_wrong_module(file: UserFile, passes: Passes, microbatch: Microbatch) -> str:
     """Return a sentence on the first module that differs from one process's, on this rank; empty if none does."""
-    model = theirs.model(theirs.config.seed)
-    alone = Passes()
-    with alone.watched(model), torch.no_grad():
-        theirs.loss(model, first.inputs, first.targets)
-    for name, call in mine.calls.items():
-        wanted = alone.calls.get(name)
-        if wanted is None or differs(call.given, wanted.given) or not differs(call.found, wanted.found):
+    model = file.model(file.config.seed)
+    expected = Passes()
+    with expected.watched(model), torch.no_grad():
+        file.loss(model, microbatch.inputs, microbatch.targets)
+    for name, call in passes.calls.items():
+        wanted = expected.calls.get(name)
+        if wanted is None or differs(call.input, wanted.input) or not differs(call.output, wanted.output):
             continue
-        assert call.found is not None
-        assert wanted.found is not None
-        difference = call.found - wanted.found
-        return f"the output of {name} ({call.kind}) is {how(difference, wanted.found, model.get_submodule(name), name)}"
+        assert call.output is not None
+        assert wanted.output is not None
+        error = how_wrong(call.output - wanted.output, wanted.output, model.get_submodule(name), name)
+        return f"the output of {name} ({call.kind}) is {error}"
     return ""
 
 
@@ -280,12 +279,12 @@ def differs(one: Tensor | None, other: Tensor | None) -> bool:
     return not torch.allclose(one, other, rtol=NEAR, atol=NEAR * max(other.abs().max().item(), 1e-12))
 
 
-def how(difference: Tensor, wanted: Tensor, module: nn.Module, name: str) -> str:
-    """Return what it has in excess, or the factor by which it is wrong."""
+def how_wrong(difference: Tensor, wanted: Tensor, module: nn.Module, name: str) -> str:
+    """Describe the excess of an output, or the factor by which it is wrong."""
     for own, parameter in module.named_parameters(recurse=False):
         if parameter.dim() == 1 and parameter.shape[0] == difference.shape[-1]:
             times = factor(difference, parameter.detach().expand_as(difference))
             if times is not None:
-                return f"one process's and {times:.4g} x {name}.{own} more"
+                return f"one process's plus {times:.4g} x {name}.{own}"
     times = factor(difference + wanted, wanted)
     return f"{times:.4g} x one process's" if times is not None else f"off by up to {difference.abs().max():.2g}"

@@ -19,10 +19,10 @@ from distlab.tools.prove.locate import LocatedTensor
 Part = tuple[str, int, int]  # the use of a tied parameter, the shard, the microbatch
 Key = TypeVar("Key", bound=Hashable)
 SHOWN = 4
-UNEXPLAINED = "no sum of what the samples give"
+UNEXPLAINED = "no sum of the samples' gradients"
 
 
-class Scene(NamedTuple):
+class Context(NamedTuple):
     """The context of a wrong gradient."""
 
     rank: int
@@ -33,27 +33,27 @@ class Scene(NamedTuple):
     world_size: int
 
 
-def why(scene: Scene, found: Sequence[LocatedTensor | None], wanted: Tensor, parts: Mapping[Part, Tensor]) -> str:
+def why(context: Context, found: Sequence[LocatedTensor | None], wanted: Tensor, parts: Mapping[Part, Tensor]) -> str:
     """Return a phrase after "gradients of X on rank r are ..."; `found` is by rank, `wanted` one process's."""
-    mine = found[scene.rank]
+    mine = found[context.rank]
     assert mine is not None
     if mine.tensor is None:
-        return "missing: its .grad is None as the optimizer steps"
+        return "missing: .grad is None when the optimizer steps"
     if not torch.isfinite(mine.tensor).all():
-        return "no numbers (nan or infinite)"
+        return "not finite (nan or infinite)"
     if not mine.tensor.any():
         return "zero"
     own = mine.tensor.double()
     target = mine.rows.of(wanted)
-    counts = counted(own, {part: mine.rows.of(each) for part, each in parts.items()})
-    said = in_parts(scene, counts) if counts is not None else ""
+    counts = solve_counts(own, {part: mine.rows.of(each) for part, each in parts.items()})
+    text = in_parts(context, counts) if counts is not None else ""
     times = factor(own, target)
-    if not said and times is not None:
-        said = scaled(scene, times)
-    return said or neighbours_have_rest(scene, found, wanted) or in_rows(own, target) or UNEXPLAINED
+    if not text and times is not None:
+        text = scaled(context, times)
+    return text or neighbours_have_rest(context, found, wanted) or in_rows(own, target) or UNEXPLAINED
 
 
-def counted(found: Tensor, parts: Mapping[Part, Tensor]) -> dict[Part, float] | None:
+def solve_counts(found: Tensor, parts: Mapping[Part, Tensor]) -> dict[Part, float] | None:
     """Return how often each part counts in `found`; None if it is no sum of them, or not a unique one."""
     columns = torch.stack([each.flatten() for each in parts.values()], dim=1)  # [numel, parts]
     if columns.shape[0] < columns.shape[1]:
@@ -67,85 +67,85 @@ def counted(found: Tensor, parts: Mapping[Part, Tensor]) -> dict[Part, float] | 
     return dict(zip(parts, solved.solution.flatten().tolist(), strict=True))
 
 
-def in_parts(scene: Scene, counts: Mapping[Part, float]) -> str:
+def in_parts(context: Context, counts: Mapping[Part, float]) -> str:
     values = list(counts.values())
-    if alike(values):
-        return scaled(scene, sum(values) / len(values))
+    if equal(values):
+        return scaled(context, sum(values) / len(values))
     if len({use for use, _, _ in counts}) > 1:
         return of_uses(counts)
-    shards = by(counts, lambda part: part[1])
-    if all(alike(each) for each in shards.values()):
-        return of_shards(scene, {shard: each[0] for shard, each in shards.items()})
-    return of_microbatches(scene, by(counts, lambda part: (part[1], part[2])))
+    shards = grouped(counts, lambda part: part[1])
+    if all(equal(each) for each in shards.values()):
+        return of_shards(context, {shard: each[0] for shard, each in shards.items()})
+    return of_microbatches(context, grouped(counts, lambda part: (part[1], part[2])))
 
 
 def of_uses(counts: Mapping[Part, float]) -> str:
-    uses = by(counts, lambda part: part[0])
-    if all(alike(each) for each in uses.values()):
-        shown = " and ".join(f"what {use} gives {times(each[0])}" for use, each in uses.items())
+    uses = grouped(counts, lambda part: part[0])
+    if all(equal(each) for each in uses.values()):
+        shown = " and ".join(f"the use as {use} counts {times(each[0])}" for use, each in uses.items())
         return f"not the sum over the uses of a tied weight: {shown}"
-    parts = by(counts, lambda part: (part[0], part[1]))
-    said = [f"{use} on shard {shard} {times(sum(each) / len(each))}" for (use, shard), each in parts.items()]
-    return f"not the sum over the uses of a tied weight and the shards of dp: what comes of {', of '.join(said)}"
+    parts = grouped(counts, lambda part: (part[0], part[1]))
+    texts = [f"{use} on shard {shard} {times(sum(each) / len(each))}" for (use, shard), each in parts.items()]
+    return f"not the sum over the uses of a tied weight and the shards of dp: these count: {', '.join(texts)}"
 
 
-def of_shards(scene: Scene, shards: Mapping[int, float]) -> str:
-    seen = [shard for shard, value in shards.items() if abs(value) > NEAR]
-    terms = {shard: sum(scene.terms[key] for key in scene.terms if key[0] == shard) for shard in shards}
-    if seen == [scene.shard]:
-        value = shards[scene.shard]
+def of_shards(context: Context, shards: Mapping[int, float]) -> str:
+    used = [shard for shard, value in shards.items() if abs(value) > NEAR]
+    terms = {shard: sum(context.terms[key] for key in context.terms if key[0] == shard) for shard in shards}
+    if used == [context.shard]:
+        value = shards[context.shard]
         scale = "" if near(value, 1) else f", {value:.3f} x"
         return f"those of this rank's own samples alone{scale}: never summed over the {len(shards)} ranks of dp"
-    if len(seen) < len(shards):
-        left = [shard for shard in shards if shard not in seen]
-        return f"without the samples of shard {', '.join(map(str, left))} of dp: its part never came into the sum"
-    if alike([value * terms[shard] for shard, value in shards.items()]):
+    if len(used) < len(shards):
+        left = [shard for shard in shards if shard not in used]
+        return f"without the samples of shard {', '.join(map(str, left))} of dp: they were never added to the sum"
+    if equal([value * terms[shard] for shard, value in shards.items()]):
         return (
-            f"a mean of the ranks' means: {numbers(shards, 'shard')}, by {joined(terms)} loss terms; divide by the"
-            " terms of all ranks (share), or weigh each rank by its own"
+            f"a mean of the ranks' means: {numbers(shards, 'shard')}; they have {joined(terms)} loss terms; divide by"
+            " the terms of all ranks (share), or weight each rank by its number of terms"
         )
     return f"weighted by rank: {numbers(shards, 'shard')}"
 
 
-def of_microbatches(scene: Scene, counts: Mapping[tuple[int, int], list[float]]) -> str:
+def of_microbatches(context: Context, counts: Mapping[tuple[int, int], list[float]]) -> str:
     values = {key: each[0] for key, each in counts.items()}
     last = {key: max(other[1] for other in values if other[0] == key[0]) for key in values}
     only_last = all((abs(value) > NEAR) == (key[1] == last[key]) for key, value in values.items())
     if only_last:
-        return "those of the last microbatch alone: what came before was zeroed, or overwritten"
-    own = [key for key in values if key[0] == scene.shard]
+        return "those of the last microbatch alone: the earlier ones were zeroed or overwritten"
+    own = [key for key in values if key[0] == context.shard]
     if all(abs(values[key]) <= NEAR for key in values if key not in own):
         return "those of some of this rank's own microbatches alone: never summed over the ranks of dp"
-    terms = {key: scene.terms[key[0], key[1]] for key in values}
-    if alike([value * terms[key] for key, value in values.items()]):
+    terms = {key: context.terms[key[0], key[1]] for key in values}
+    if equal([value * terms[key] for key, value in values.items()]):
         return (
-            f"a mean of the microbatches' means: {joined({key: values[key] for key in own}, 'x')} for this rank's,"
-            f" which have {joined({key: terms[key] for key in own})} loss terms; divide the sum of all"
-            " by the terms of all"
+            f"a mean of the microbatches' means: this rank's have {joined({key: terms[key] for key in own})} loss"
+            f" terms and count {joined({key: values[key] for key in own}, 'x')}; divide the sum over all microbatches"
+            " by the number of their terms"
         )
     if not any(abs(values[key]) > NEAR for key in values if key[1] == 0):
         return "without the first microbatch of each rank"
     if {round(value, 6) for value in values.values()} <= {0.0, 1.0}:
-        gone = [f"{key[1]} of shard {key[0]}" for key, value in values.items() if abs(value) <= NEAR]
-        return f"without microbatch {', '.join(gone[:SHOWN])} of dp: it came after the sum, or never into it"
-    growing = {key[1]: [value for other, value in values.items() if other[1] == key[1]] for key in values}
-    if all(alike(each) for each in growing.values()):
-        each = ", ".join(f"microbatch {index} {times(found[0])}" for index, found in growing.items())
+        missing = [f"{key[1]} of shard {key[0]}" for key, value in values.items() if abs(value) <= NEAR]
+        return f"without microbatch {', '.join(missing[:SHOWN])} of dp: it was added after the sum, or never"
+    by_index = {key[1]: [value for other, value in values.items() if other[1] == key[1]] for key in values}
+    if all(equal(each) for each in by_index.values()):
+        each = ", ".join(f"microbatch {index} {times(found[0])}" for index, found in by_index.items())
         return f"weighted by microbatch: {each}"
     return "weighted: " + ", ".join(
         f"microbatch {key[1]} of shard {key[0]} {times(value)}" for key, value in list(values.items())[:SHOWN]
     ) + (", ..." if len(values) > SHOWN else "")  # fmt: skip
 
 
-def scaled(scene: Scene, value: float) -> str:
+def scaled(context: Context, value: float) -> str:
     """Return a sentence on one factor for all, and what has that size."""
-    known = [(f"the {size} ranks of {axis}", size) for axis, size in scene.axes.items() if size > 1]
-    if len(scene.axes) > 1:
-        known.append((f"all {scene.world_size} ranks", scene.world_size))
-    microbatches = max(index for _, index in scene.terms) + 1
+    known = [(f"the {size} ranks of {axis}", size) for axis, size in context.axes.items() if size > 1]
+    if len(context.axes) > 1:
+        known.append((f"all {context.world_size} ranks", context.world_size))
+    microbatches = max(index for _, index in context.terms) + 1
     if microbatches > 1:
         known.append((f"the {microbatches} microbatches", microbatches))
-    known.append((f"the {sum(scene.terms.values())} loss terms", sum(scene.terms.values())))
+    known.append((f"the {sum(context.terms.values())} loss terms", sum(context.terms.values())))
     more = " or ".join(what for what, size in known if near(value, size))
     if more:
         return f"{value:.3f} x one process's: summed over {more} once too often, or never divided by them"
@@ -153,14 +153,14 @@ def scaled(scene: Scene, value: float) -> str:
     if less:
         return f"{value:.4g} x one process's: divided by {less} once too often, or never summed over them"
     twice = " or ".join(what for what, size in known if near(value, size**2) or near(value * size**2, 1))
-    return f"{value:.4g} x one process's" + (f": {twice}, twice" if twice else "")
+    return f"{value:.4g} x one process's" + (f": scaled twice by {twice}" if twice else "")
 
 
-def neighbours_have_rest(scene: Scene, found: Sequence[LocatedTensor | None], wanted: Tensor) -> str:
+def neighbours_have_rest(context: Context, found: Sequence[LocatedTensor | None], wanted: Tensor) -> str:
     """Return a sentence if the neighbours along an axis have the rest of it."""
-    mine = found[scene.rank]
+    mine = found[context.rank]
     assert mine is not None
-    for axis, ranks in scene.neighbours.items():
+    for axis, ranks in context.neighbours.items():
         row = [found[rank] for rank in ranks]
         tensors = [each.tensor.double() for each in row if each is not None and each.tensor is not None]
         if len(ranks) < 2 or len(tensors) < len(ranks) or any(each.shape != tensors[0].shape for each in tensors):
@@ -169,8 +169,8 @@ def neighbours_have_rest(scene: Scene, found: Sequence[LocatedTensor | None], wa
         if times_all is not None:
             scale = "" if near(times_all, 1) else f", {times_all:.3f} x"
             return (
-                f"a part: those of {name_ranks(list(ranks))} add up to one process's{scale}, and were never summed over"
-                f" {axis}"
+                f"only a part: those of {name_ranks(list(ranks))} add up to one process's{scale}, but were never summed"
+                f" over {axis}"
             )
     return ""
 
@@ -181,7 +181,7 @@ def in_rows(found: Tensor, wanted: Tensor) -> str:
         off = (found - wanted).movedim(dim, 0).reshape(found.shape[dim], -1).abs().amax(1) > NEAR * wanted.abs().max()
         wrong = off.nonzero().flatten().tolist()
         if 0 < len(wrong) < len(off):
-            return f"wrong in {len(wrong)} of {len(off)} rows along dim {dim} alone, the first is {wrong[0]}"
+            return f"wrong in only {len(wrong)} of {len(off)} rows along dim {dim}, the first is row {wrong[0]}"
     return ""
 
 
@@ -203,7 +203,7 @@ def blocks(found: Tensor, wanted: Tensor) -> list[tuple[range, float]]:
     return seen
 
 
-def by(counts: Mapping[Part, float], key: Callable[[Part], Key]) -> dict[Key, list[float]]:
+def grouped(counts: Mapping[Part, float], key: Callable[[Part], Key]) -> dict[Key, list[float]]:
     found: dict[Key, list[float]] = {}
     for part, value in counts.items():
         found.setdefault(key(part), []).append(value)
@@ -214,7 +214,7 @@ def near(one: float, other: float) -> bool:
     return abs(one - other) <= 1e-5 * max(abs(other), NEAR)
 
 
-def alike(values: Sequence[float]) -> bool:
+def equal(values: Sequence[float]) -> bool:
     largest = max(map(abs, values))
     return largest <= NEAR or max(values) - min(values) <= 1e-5 * largest
 

@@ -20,10 +20,10 @@ class Rows(NamedTuple):
     """Rows along a dim of the dense tensor; `dim` -1 means all of it."""
 
     dim: int
-    lines: list[int]
+    indices: list[int]
 
     def of(self, dense: Tensor) -> Tensor:
-        return dense if self.dim < 0 else dense.index_select(self.dim, torch.tensor(self.lines))
+        return dense if self.dim < 0 else dense.index_select(self.dim, torch.tensor(self.indices))
 
 
 WHOLE = Rows(-1, [])
@@ -69,13 +69,13 @@ def locate_in_dense(found: Tensor, dense: Tensor) -> Rows:
         raise Misfit(shapes)
     dims = [dim for dim in range(dense.dim()) if found.shape[dim] != dense.shape[dim]]
     if len(dims) > 1:
-        rule = "what is cut along more than one dim has to be a DTensor, or come from a strategy's full()"
+        rule = "a tensor that is sharded along several dims must be a DTensor, or come from a strategy's full()"
         raise Misfit(f"{shapes}: {rule}")
     dim = dims[0]
     known = {row: index for index, row in enumerate(rows_as_bytes(dense, dim))}
     index = [known.get(row, -1) for row in rows_as_bytes(found.to(dense.dtype), dim)]
     if -1 in index:
-        raise Misfit(f"has a row {index.index(-1)} along dim {dim} that is none of the model's")
+        raise Misfit(f"has a row {index.index(-1)} along dim {dim} that is not in the model")
     return Rows(dim, index)
 
 
@@ -104,7 +104,7 @@ class Place(NamedTuple):
     def put(self, dense: Tensor, found: Tensor) -> None:
         """Write a rank's part into the dense tensor."""
         if self.rows.dim >= 0:
-            dense.index_copy_(self.rows.dim, torch.tensor(self.rows.lines), found.to(dense.dtype))
+            dense.index_copy_(self.rows.dim, torch.tensor(self.rows.indices), found.to(dense.dtype))
         else:
             self.of(dense, found.shape).copy_(found)
 
@@ -117,31 +117,31 @@ def places_of(pieces: Mapping[str, Sequence[Any]], dense: Mapping[str, Tensor]) 
         same = dense.get(name)
         if begin and same is not None and list(same.shape) == shape:
             found[name] = Place(name, begin=tuple(begin))
-        elif not begin and is_telling(tensor):
-            place = by_numbers(name, tensor, dense)
+        elif not begin and is_distinctive(tensor):
+            place = by_values(name, tensor, dense)
             found |= {} if place is None else {name: place}
     moved = renamed(found)
     for name, (begin, _, tensor) in pieces.items():
         if name in found or begin:
             continue
         wanted = next((new + name[len(old) :] for old, new in moved.items() if name.startswith(old)), name)
-        module, lines = name.rpartition(".")[0], tensor.shape[0] if tensor.dim() else 0
+        module, num_rows = name.rpartition(".")[0], tensor.shape[0] if tensor.dim() else 0
         if wanted in dense and dense[wanted].shape == tensor.shape:
             found[name] = Place(wanted)
         elif wanted in dense and dense[wanted].dim() == tensor.dim():
-            beside = [each.rows for other, each in found.items() if other.rpartition(".")[0] == module]
-            rows = next((each for each in beside if each.dim == 0 and len(each.lines) == lines), None)
+            siblings = [each.rows for other, each in found.items() if other.rpartition(".")[0] == module]
+            rows = next((each for each in siblings if each.dim == 0 and len(each.indices) == num_rows), None)
             found |= {name: Place(wanted, rows)} if rows is not None and tensor.dim() == 1 else {}
     return found
 
 
-def is_telling(tensor: Tensor) -> bool:
-    """Whether its numbers are its own: not all of them are one."""
+def is_distinctive(tensor: Tensor) -> bool:
+    """Return whether the tensor can be found by its values: they are not all equal."""
     return tensor.numel() > 1 and bool((tensor != tensor.flatten()[0]).any())
 
 
-def by_numbers(name: str, tensor: Tensor, dense: Mapping[str, Tensor]) -> Place | None:
-    """Where these numbers stand; a tensor of this name first."""
+def by_values(name: str, tensor: Tensor, dense: Mapping[str, Tensor]) -> Place | None:
+    """Find these values in the dense model, first in the tensor of the same name."""
     ordered = [name, *(other for other in dense if other != name)] if name in dense else list(dense)
     for other in ordered:
         if dense[other].shape == tensor.shape and torch.equal(dense[other], tensor.to(dense[other].dtype)):
@@ -152,14 +152,14 @@ def by_numbers(name: str, tensor: Tensor, dense: Mapping[str, Tensor]) -> Place 
         with suppress(Misfit):
             if dense[other].dim() == tensor.dim() and dense[other].numel() > tensor.numel():
                 rows = locate_in_dense(tensor, dense[other])
-                if len(set(rows.lines)) == len(rows.lines):
+                if len(set(rows.indices)) == len(rows.indices):
                     return Place(other, rows)
     return None
 
 
 def renamed(places: Mapping[str, Place]) -> dict[str, str]:
-    """Parts of names that are numbers on a rank and others in the whole model, as of a pipeline's stage: by what they
-    begin with."""
+    """Return prefixes of names that differ between a rank and the whole model in one part, such as the layer's number
+    in a pipeline stage."""
     found = {}
     for name, place in places.items():
         old, new = name.split("."), place.name.split(".")

@@ -19,23 +19,23 @@ from distlab.tools.prove.user_file import Refused, UserFile
 # and wrong otherwise. A file whose strategy needs equal parts sets `even = True`.
 
 
-class Dealing:
+class BatchSplit:
     """The batches of a proof, distributed along the axis dp, on the model's `device`."""
 
-    def __init__(self, theirs: UserFile, num_shards: int, device: torch.device = CPU) -> None:
-        self.theirs, self.num_shards, self.device = theirs, num_shards, device
-        config = theirs.config
+    def __init__(self, file: UserFile, num_shards: int, device: torch.device = CPU) -> None:
+        self.file, self.num_shards, self.device = file, num_shards, device
+        config = file.config
         self._batches = Batches(config, proof=True, device=device, dtype=torch.float64)
-        self.even = bool(theirs.found.get("even", False))
+        self.even = bool(file.found.get("even", False))
 
     def whole(self, step: int) -> Microbatch:
-        inputs, targets = self._own(step) if "batch" in self.theirs else self._batches.full(step)[:2]
-        terms = self.theirs.terms(targets)
+        inputs, targets = self._from_file(step) if "batch" in self.file else self._batches.full(step)[:2]
+        terms = self.file.terms(targets)
         if terms < 1:
-            raise Refused(f"batch({self.theirs.config.seed}, {step}) has no loss term: all of its targets are padding")
+            raise Refused(f"batch({self.file.config.seed}, {step}) has no loss term: all of its targets are padding")
         return Microbatch(inputs, targets, 1 / terms)
 
-    def dealt(self, step: int, shard: int) -> list[Microbatch]:
+    def microbatches(self, step: int, shard: int) -> list[Microbatch]:
         """Return the microbatches of one shard."""
         inputs, targets, share = self.whole(step)
         sizes = self.sizes(len(inputs))
@@ -48,11 +48,11 @@ class Dealing:
 
     def sizes(self, batch: int) -> list[list[int]]:
         """Return the samples of each microbatch of each shard; raises Refused if they cannot be distributed."""
-        shards, parts = self.num_shards, self.theirs.config.num_microbatches
+        shards, parts = self.num_shards, self.file.config.num_microbatches
         if self.even and batch % (shards * parts):
             raise Refused(
-                f"a batch of {batch} samples is no multiple of {shards} shards x {parts} microbatches, and the file"
-                " says even = True"
+                f"a batch of {batch} samples is no multiple of {shards} shards x {parts} microbatches, which the file's"
+                " even = True requires"
             )
         if batch < shards:
             raise Refused(f"a batch of {batch} samples is smaller than its {shards} shards: every rank needs a sample")
@@ -60,16 +60,16 @@ class Dealing:
         of_shards = shard_sizes(batch, shards, uneven=uneven)
         return [shard_sizes(size, min(parts, size), uneven=uneven) for size in of_shards]
 
-    def _own(self, step: int) -> tuple[Tensor, Tensor]:
-        seed = self.theirs.config.seed
-        found = self.theirs["batch"](seed, step)
-        given = found if isinstance(found, tuple | list) else []
-        two = len(given) == 2 and all(isinstance(each, Tensor) for each in given)
-        if not two or len(given[0]) != len(given[1]):
-            each_shown = [tuple(each.shape) if isinstance(each, Tensor) else type(each).__name__ for each in given]
-            shown = each_shown if given is found else type(found).__name__
+    def _from_file(self, step: int) -> tuple[Tensor, Tensor]:
+        seed = self.file.config.seed
+        found = self.file["batch"](seed, step)
+        parts = found if isinstance(found, tuple | list) else []
+        two = len(parts) == 2 and all(isinstance(each, Tensor) for each in parts)
+        if not two or len(parts[0]) != len(parts[1]):
+            each_shown = [tuple(each.shape) if isinstance(each, Tensor) else type(each).__name__ for each in parts]
+            shown = each_shown if parts is found else type(found).__name__
             raise Refused(
-                f"batch({seed}, {step}) returned {shown}: allowed are inputs and targets, two tensors of as many"
+                f"batch({seed}, {step}) returned {shown}: expected inputs and targets, two tensors of equally many"
                 " samples"
             )
         inputs, targets = (each.double() if each.is_floating_point() else each for each in found)
@@ -101,63 +101,63 @@ def copy_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {plain_name(name): local(each) for name, each in model.named_buffers(remove_duplicate=False)}
 
 
-def wrong(ranks: Sequence[Buffers], dense: Buffers) -> Iterator[tuple[str, list[int]]]:
+def wrong_buffers(ranks: Sequence[Buffers], dense: Buffers) -> Iterator[tuple[str, list[int]]]:
     """Yield sentences for buffers that ranks change and one process does not, with the ranks."""
     for name, start in dense.start.items():
-        held = {rank: mine for rank, mine in enumerate(ranks) if name in mine.start and name in mine.end}
-        whole = {rank: mine.start[name] for rank, mine in held.items() if mine.start[name].shape == start.shape}
+        stored = {rank: mine for rank, mine in enumerate(ranks) if name in mine.start and name in mine.end}
+        whole = {rank: mine.start[name] for rank, mine in stored.items() if mine.start[name].shape == start.shape}
         other = [rank for rank, begun in whole.items() if not same(begun.to(start.dtype), start)]
         if other:  # of the model's shape: a sharded one may be the rank's own
-            numbers = f"{head_of(whole[other[0]].double())}, not {head_of(start)}"
+            numbers = f"{first_values(whole[other[0]].double())}, not {first_values(start)}"
             yield (
-                f"{name}, a buffer, begins with other numbers on {name_ranks(other)} than the model's ({numbers}): no"
-                " state_dict has it where it is not persistent, and to_empty leaves what was in memory",
+                f"buffer {name} begins with other values on {name_ranks(other)} than the model's ({numbers}): a"
+                " non-persistent buffer is in no state_dict, and to_empty leaves it uninitialized",
                 other,
             )
             continue
         if same(start, dense.end[name]):
-            moved = [rank for rank, mine in held.items() if not same(mine.start[name], mine.end[name])]
+            moved = [rank for rank, mine in stored.items() if not same(mine.start[name], mine.end[name])]
             if moved:
                 yield (
-                    f"{name}, a buffer that one process leaves as it was, changes on {name_ranks(moved)}; what"
-                    " train_step means to write, as an average of weights, after_step(model) beside it says",
+                    f"buffer {name} changes on {name_ranks(moved)}, but not in one process; if train_step updates it on"
+                    " purpose, such as an average of weights, define after_step(model) to do the same in one process",
                     moved,
                 )
             continue
-        odd = [
-            rank for rank, mine in held.items()
+        wrong_ranks = [
+            rank for rank, mine in stored.items()
             if not mine.uncompared and not any(near(mine.end[name], end[name]) for end in (dense.end, mine.own))
         ]  # fmt: skip
-        if odd:
-            mine = held[odd[0]]
+        if wrong_ranks:
+            mine = stored[wrong_ranks[0]]
             yield (
-                f"{name}, a buffer that one process writes, ends as {head_of(mine.end[name])} on rank {odd[0]}, which"
-                f" is neither one process's {head_of(dense.end[name])} nor what it makes of this rank's samples,"
-                f" {head_of(mine.own[name])}{times(start, mine.end[name], mine.own[name])} (on {name_ranks(odd)})",
-                odd,
+                f"buffer {name} ends as {first_values(mine.end[name])} on rank {wrong_ranks[0]}, but one process ends"
+                f" with {first_values(dense.end[name])}, or {first_values(mine.own[name])} from this rank's samples"
+                f" alone{distance(start, mine.end[name], mine.own[name])} (on {name_ranks(wrong_ranks)})",
+                wrong_ranks,
             )
 
 
-def written(ranks: Sequence[Buffers], dense: Buffers) -> Iterator[str]:
+def changed_buffers(ranks: Sequence[Buffers], dense: Buffers) -> Iterator[str]:
     """Yield a sentence for each buffer that one process writes: whether ranks agree, and why not."""
     for name, end in dense.end.items():
         if same(dense.start[name], end):
             continue
-        held = {rank: mine for rank, mine in enumerate(ranks) if name in mine.end}
-        reasons = {rank: mine.uncompared for rank, mine in held.items() if mine.uncompared}
-        others = [rank for rank, mine in held.items() if rank not in reasons and not near(mine.end[name], end)]
-        said = f"as one process makes them of their own samples on {name_ranks(others)}" if others else ""
-        said = said or ("as in one process on all others" if reasons else "as in one process on all ranks")
+        stored = {rank: mine for rank, mine in enumerate(ranks) if name in mine.end}
+        reasons = {rank: mine.uncompared for rank, mine in stored.items() if mine.uncompared}
+        others = [rank for rank, mine in stored.items() if rank not in reasons and not near(mine.end[name], end)]
+        text = f"as by one process from their own samples on {name_ranks(others)}" if others else ""
+        text = text or ("as in one process on all others" if reasons else "as in one process on all ranks")
         more = f"; not compared on {name_ranks(list(reasons))}: {next(iter(reasons.values()))}" if reasons else ""
-        yield f"{name} is written by the steps: {said}{more}"
+        yield f"{name} is changed by the steps: {text}{more}"
 
 
-def times(start: Tensor, found: Tensor, wanted: Tensor) -> str:
-    """Return how far it moved relative to what it should, if it is a multiple."""
+def distance(start: Tensor, found: Tensor, wanted: Tensor) -> str:
+    """Return by how much it changed relative to the right change, if that is a multiple."""
     if found.shape != wanted.shape or start.shape != wanted.shape:
         return ""
     far = factor(found.double() - start.double(), wanted.double() - start.double())
-    return f": it moved {far:.4g} x as far" if far else ""
+    return f": it changed {far:.4g} x as much" if far else ""
 
 
 def same(one: Tensor, other: Tensor) -> bool:
@@ -172,7 +172,7 @@ def near(one: Tensor, other: Tensor) -> bool:
     return torch.allclose(one.double(), other.double(), rtol=0.0, atol=ROUNDED * largest, equal_nan=True)
 
 
-def head_of(tensor: Tensor) -> str:
+def first_values(tensor: Tensor) -> str:
     return ", ".join(f"{value:.4g}" for value in tensor.flatten()[:3].tolist())
 
 
@@ -185,59 +185,59 @@ class Dense(NamedTuple):
     start: dict[str, Tensor]
     steps: list[Snapshot]
     order: list[str]  # in the backward pass
-    carried: Buffers = Buffers({}, {}, {})
+    buffers: Buffers = Buffers({}, {}, {})
 
     def before(self, step: int) -> dict[str, Tensor]:
         """Return the weights before a step."""
         return self.steps[step - 1].weights if step else self.start
 
 
-def one_process(theirs: UserFile, dealing: Dealing) -> Dense:
+def one_process(file: UserFile, split: BatchSplit) -> Dense:
     """Train in one process; raises Refused if nothing is trained."""
-    model = theirs.model(theirs.config.seed)
+    model = file.model(file.config.seed)
     named = dict(model.named_parameters())
     start = {name: local(each) for name, each in named.items()}
-    carried = copy_buffers(model)
+    buffers = copy_buffers(model)
     order: list[str] = []
     hooks = [
         each.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
         for name, each in named.items()
         if each.requires_grad
     ]
-    one = OneProcess(model, plain(theirs.config, clip=theirs.found.get("clip")), loss=theirs.loss)
+    one = OneProcess(model, plain(file.config, clip=file.found.get("clip")), loss=file.loss)
     steps = []
     for step in range(STEPS):
-        one.step([dealing.whole(step)])
+        one.step([split.whole(step)])
         for hook in hooks if step == 0 else ():
             hook.remove()
-        theirs.after_step(model)
+        file.after_step(model)
         steps.append(one.snapshot(CPU))
         if not steps[-1].gradients:
             raise Refused("the loss depends on no parameter of the model: nothing is trained")
     in_order = [*order, *(name for name in named if name not in order)]
-    return Dense(start, steps, in_order, Buffers(carried, copy_buffers(model), {}))
+    return Dense(start, steps, in_order, Buffers(buffers, copy_buffers(model), {}))
 
 
-def by_own_samples(theirs: UserFile, dense: Dense, dealt: Sequence[Sequence[Microbatch]]) -> dict[str, Tensor]:
+def by_own_samples(file: UserFile, dense: Dense, microbatches: Sequence[Sequence[Microbatch]]) -> dict[str, Tensor]:
     """Return the buffers of one process after only these microbatches of each step, with the right weights."""
-    model = theirs.model(theirs.config.seed)
-    for step, parts in enumerate(dealt):
+    model = file.model(file.config.seed)
+    for step, parts in enumerate(microbatches):
         fill(model, dense.before(step))
         for part in parts:
-            theirs.loss(model, part.inputs, part.targets)
+            file.loss(model, part.inputs, part.targets)
         fill(model, dense.steps[step].weights)
-        theirs.after_step(model)
+        file.after_step(model)
     return copy_buffers(model)
 
 
 def contributions(
-    theirs: UserFile, dealing: Dealing, weights: Mapping[str, Tensor], step: int, name: str
+    file: UserFile, split: BatchSplit, weights: Mapping[str, Tensor], step: int, name: str
 ) -> dict[tuple[str, int, int], Tensor]:
     """Return the part of each microbatch of each shard in the gradient of one parameter, by use, shard and microbatch.
 
     A tied parameter has one use per name: the sum of all is its gradient.
     """
-    model = theirs.model(theirs.config.seed)
+    model = file.model(file.config.seed)
     aliases = [alias for alias, canonical in names_of(model).items() if canonical == name]
     fill(model, weights)
     for alias in aliases[1:]:
@@ -245,9 +245,9 @@ def contributions(
         own = nn.Parameter(model.get_parameter(name).detach().clone())
         setattr(model.get_submodule(holder), last, own)
     found = {}
-    for shard in range(dealing.num_shards):
-        for index, part in enumerate(dealing.dealt(step, shard)):
-            backward(model, [part], None, theirs.loss)
+    for shard in range(split.num_shards):
+        for index, part in enumerate(split.microbatches(step, shard)):
+            backward(model, [part], None, file.loss)
             for alias in aliases:
                 gradient = model.get_parameter(alias).grad
                 found[alias, shard, index] = torch.zeros_like(weights[name]) if gradient is None else local(gradient)

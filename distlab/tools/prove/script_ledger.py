@@ -42,7 +42,7 @@ class Ledger:
         self._turns = Counter[str]()
         self._statistics: list[list[Any]] = []
         self._evaluated = set[tuple[int, int]]()
-        self._kept: list[list[Any]] = []
+        self._optimizer_states: list[list[Any]] = []
         self._strangers: list[list[Any]] = []
         self._normalised = self._dropped = self._gathered = ""
 
@@ -52,15 +52,15 @@ class Ledger:
 
         register_optimizer_step_pre_hook(step_hook(self._before_step))
         register_optimizer_step_post_hook(hook(self._after_step))
-        self.recorder.on_call.append(self._note_call)
+        self.recorder.on_call.append(self._on_call)
         self.recorder.at_end.append(self.write)
-        self.steps.on_evaluation.append(self._evaluate)
+        self.steps.on_evaluation.append(self._on_evaluation)
         put(
-            Patch(torch, "set_rng_state", before(self._set_state)),
-            Patch(torch.random, "set_rng_state", before(self._set_state)),
-            Patch(LRScheduler, "step", after(self._scheduled)),
-            Patch(torch.optim.Optimizer, "state_dict", after(self._saved)),
-            Patch(torch.optim.Optimizer, "load_state_dict", after(self._loaded)),
+            Patch(torch, "set_rng_state", before(self._on_set_rng_state)),
+            Patch(torch.random, "set_rng_state", before(self._on_set_rng_state)),
+            Patch(LRScheduler, "step", after(self._on_schedule_step)),
+            Patch(torch.optim.Optimizer, "state_dict", after(self._on_state_dict)),
+            Patch(torch.optim.Optimizer, "load_state_dict", after(self._on_load_state_dict)),
             Patch(nn.functional, "batch_norm", self._batch_norm),
             Patch(nn.functional, "scaled_dot_product_attention", self._attention),
             *(Patch(nn.functional, name, self._dropout) for name in ("dropout", "dropout1d", "dropout2d", "dropout3d")),
@@ -69,15 +69,15 @@ class Ledger:
     # Functions of a model
 
     def _dropout(
-        self, function: Function, given: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+        self, function: Function, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False  # noqa: A002
     ) -> Tensor:  # fmt: skip
         """Drop nothing, but advance the random generator as usual."""
         if not training or p == 0:
-            found: Tensor = function(given, p, training, inplace)
+            found: Tensor = function(input, p, training, inplace)
             return found
         self._dropped = "dropout"
-        function(given.detach(), p, True)
-        return given
+        function(input.detach(), p, True)
+        return input
 
     def _attention(
         self, function: Function, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
@@ -88,48 +88,48 @@ class Ledger:
         return found
 
     def _batch_norm(
-        self, function: Function, given: Tensor, running_mean: Tensor | None, running_var: Tensor | None,
+        self, function: Function, input: Tensor, running_mean: Tensor | None, running_var: Tensor | None,  # noqa: A002
         weight: Tensor | None = None, bias: Tensor | None = None, training: bool = False, *rest: Any, **named: Any,
     ) -> Tensor:  # fmt: skip
         """Normalise each rank's samples separately in the reference, as on the ranks."""
-        chunks = self.samples.given.chunks if self.samples.given else []
+        chunks = self.samples.replay.chunks if self.samples.replay else []
         if training:
             self._normalised = "BatchNorm"
-        if not training or len(chunks) < 2 or sum(chunks) != len(given):
-            found: Tensor = function(given, running_mean, running_var, weight, bias, training, *rest, **named)
+        if not training or len(chunks) < 2 or sum(chunks) != len(input):
+            found: Tensor = function(input, running_mean, running_var, weight, bias, training, *rest, **named)
             return found
-        parts = given.split(chunks)
+        parts = input.split(chunks)
         own = [function(each, running_mean, running_var, weight, bias, True, *rest, **named) for each in parts]
         return torch.cat(own)
 
     @harmless
-    def _evaluate(self, model: nn.Module) -> None:
+    def _on_evaluation(self, model: nn.Module) -> None:
         """Record checksums of a model's tensors when it is first evaluated after a backward pass."""
         known = self.steps.all_backwards, id(model)
         if known in self._evaluated or not self.steps.all_backwards or len(self._evaluated) > MOST_EVALUATIONS:
             return
         self._evaluated.add(known)
-        held = [*model.named_parameters(), *model.named_buffers()]
-        told = {plain_name(name): hash_of(each.detach()) for name, each in held if not hasattr(each, "_local_tensor")}
-        if told:
-            self._statistics.append([self.steps.number, told, self.recorder.places.line_of(3)])
+        named = [*model.named_parameters(), *model.named_buffers()]
+        sums = {plain_name(name): hash_of(each.detach()) for name, each in named if not hasattr(each, "_local_tensor")}
+        if sums:
+            self._statistics.append([self.steps.number, sums, self.recorder.places.line_of(3)])
 
     @harmless
-    def _note_state(self, what: str, tensors: Sequence[Tensor]) -> None:
+    def _record_state(self, what: str, tensors: Sequence[Tensor]) -> None:
         """Record a checksum of an optimizer's state when it is saved or loaded."""
-        if len(self._kept) < MOST_METRICS:
-            self._kept.append([what, self.steps.number, checksum(tensors), self.recorder.places.line_of(3)])
+        if len(self._optimizer_states) < MOST_METRICS:
+            self._optimizer_states.append([what, self.steps.number, checksum(tensors), self.recorder.places.line_of(3)])
 
-    def _saved(self, found: Any, optimizer: torch.optim.Optimizer, *_: Any, **__: Any) -> None:  # noqa: ARG002
-        self._note_state("saved", states_of(optimizer))
+    def _on_state_dict(self, found: Any, optimizer: torch.optim.Optimizer, *_: Any, **__: Any) -> None:  # noqa: ARG002
+        self._record_state("saved", states_of(optimizer))
 
-    def _loaded(self, found: Any, optimizer: torch.optim.Optimizer, *_: Any, **__: Any) -> None:  # noqa: ARG002
-        self._note_state("loaded", states_of(optimizer))
+    def _on_load_state_dict(self, found: Any, optimizer: torch.optim.Optimizer, *_: Any, **__: Any) -> None:  # noqa: ARG002
+        self._record_state("loaded", states_of(optimizer))
 
     # Calls
 
     @harmless
-    def _note_call(self, name: str, args: tuple[Any, ...], call: Call, group: Group) -> None:  # noqa: ARG002
+    def _on_call(self, name: str, args: tuple[Any, ...], call: Call, group: Group) -> None:  # noqa: ARG002
         """Record what a script itself reduces: tensors gathered in a forward pass, and numbers."""
         if not call.by_script or call.op not in REDUCING or call.parameter is not None:
             return
@@ -148,19 +148,19 @@ class Ledger:
             self._turns[line] += 1
 
     @harmless
-    def _set_state(self, state: Tensor, *_: Any, **__: Any) -> None:
+    def _on_set_rng_state(self, state: Tensor, *_: Any, **__: Any) -> None:
         if len(self._set) < FIRST:
             self._set.append([self.steps.number, hash_of(state), self.recorder.places.line_of(3)])
 
     @harmless
-    def _scheduled(self, _: Any, schedule: Any, *__: Any, **___: Any) -> None:
+    def _on_schedule_step(self, _: Any, schedule: Any, *__: Any, **___: Any) -> None:
         """Record a schedule's class, its steps, its length if known, and where it is stepped, except for its
         creation."""
         known = self._schedules.get(id(schedule))
         line = "" if known is None else known[3] or self.recorder.places.line_of(3)
         lengths = [getattr(schedule, name) for name in LENGTHS if isinstance(getattr(schedule, name, None), int)]
-        told = [type(schedule).__name__, int(schedule.last_epoch), lengths[0] if lengths else 0, line]
-        self._schedules[id(schedule)] = told
+        record = [type(schedule).__name__, int(schedule.last_epoch), lengths[0] if lengths else 0, line]
+        self._schedules[id(schedule)] = record
 
     # Steps
 
@@ -183,15 +183,15 @@ class Ledger:
     @harmless
     def write(self) -> None:
         """Write the records at the end, also when the reference has done enough."""
-        told = {
+        records = {
             "passes": self.samples.passes, "lengths": self.samples.lengths, "rates": self.steps.rates,
             "steps": self.steps.number, "states": self._states, "set": self._set, "metrics": self._metrics,
             "schedules": [each for each in self._schedules.values() if each[3]],
             "statistics": self._statistics, "strangers": self._strangers, "normalised": self._normalised,
-            "dropped": self._dropped, "gathered": self._gathered, "kept": self._kept,
+            "dropped": self._dropped, "gathered": self._gathered, "kept": self._optimizer_states,
             "names": list(self.steps.parameters), "first": self.steps.first,
         }  # fmt: skip
-        (self.steps.proving.place / "ledger.json").write_text(json.dumps(told))
+        (self.steps.settings.own_folder / "ledger.json").write_text(json.dumps(records))
 
 
 def states_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -17,31 +17,31 @@ from distlab.tools.check.watch.recorder import Recorder
 from distlab.tools.check.watch.reporter import now
 from distlab.tools.prove.locate import Place, places_of
 from distlab.tools.prove.script_ledger import Ledger
-from distlab.tools.prove.script_samples import Given, Samples
-from distlab.tools.prove.script_steps import Proving, ScriptSteps
+from distlab.tools.prove.script_samples import RecordedBatches, Samples
+from distlab.tools.prove.script_steps import ProofSettings, ScriptSteps
 
 RANKS = "ranks"  # the role of the proven processes
 
 
-def watch(recorder: Recorder, told: str) -> None:
+def watch(recorder: Recorder, settings_json: str) -> None:
     """Record a script's process, and make it the reference if it has that role."""
-    proving = Proving(**json.loads(told))
-    steps = ScriptSteps(recorder, proving)
-    given = None
-    if proving.role != RANKS:
-        folders = [proving.place_of(RANKS, rank) for rank in range(proving.world_size)]
-        given = Given(folders, (proving.rank, proving.shares), mixed=proving.role == "noise")
+    settings = ProofSettings(**json.loads(settings_json))
+    steps = ScriptSteps(recorder, settings)
+    replay = None
+    if settings.role != RANKS:
+        folders = [settings.folder_of(RANKS, rank) for rank in range(settings.world_size)]
+        replay = RecordedBatches(folders, (settings.rank, settings.reference_size), reordered=settings.role == "noise")
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, 1)
         os.dup2(null, 2)
-    if proving.double:
+    if settings.double:
         torch.set_default_dtype(torch.float64)
     steps.install()
-    samples = Samples(steps, given)
+    samples = Samples(steps, replay)
     samples.install()
     ledger = Ledger(steps, samples)
     ledger.install()
-    if given is not None:
+    if replay is not None:
         Reference(steps, ledger).install()
     imported: Any = sys.modules["distlab"]  # by the script
     imported.batch = samples.batch
@@ -52,8 +52,8 @@ class Reference:
 
     def __init__(self, steps: ScriptSteps, ledger: Ledger) -> None:
         self.steps, self.recorder, self._ledger = steps, steps.recorder, ledger
-        ranks = range(steps.proving.world_size)
-        self._folders = [steps.proving.place_of(RANKS, rank) for rank in ranks]
+        ranks = range(steps.settings.world_size)
+        self._folders = [steps.settings.folder_of(RANKS, rank) for rank in ranks]
         self._recorded = min(len(list(each.glob("step-*.pt"))) for each in self._folders)
         self._first: list[dict[str, Any]] = [{} for _ in ranks]  # the first weights of each rank
         self._after: list[list[dict[str, Any]]] = []  # by step, per rank

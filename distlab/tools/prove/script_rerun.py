@@ -21,8 +21,8 @@ from distlab.tools.check.judge.rank_state import Finding
 from distlab.tools.check.start.fork_servers import ForkServer
 from distlab.tools.check.start.script import Job
 from distlab.tools.check.start.script_process import ScriptChannel, begin_all, fork_script, poll
-from distlab.tools.prove.script_steps import Proving
-from distlab.tools.prove.script_verdict import Compared, compared
+from distlab.tools.prove.script_steps import ProofSettings
+from distlab.tools.prove.script_verdict import ComparedRuns, compare_runs
 
 FOLDER = "script"  # in the run's folder
 ROLES = ("reference", "noise")
@@ -48,30 +48,29 @@ class Reruns:
         self._beside = [each.name for each in job.folder.iterdir()]
         self._began = time.monotonic()
 
-    def _proving(self, folder: Path, role: str, rank: int) -> str:
+    def _settings(self, folder: Path, role: str, rank: int) -> str:
         place = str((folder / FOLDER).resolve())
-        return json.dumps(
-            Proving(place, role, rank, self._config.world_size, self._options.double, self._options.reference)._asdict()
-        )
+        size, options = self._config.world_size, self._options
+        return json.dumps(ProofSettings(place, role, rank, size, options.double, options.reference)._asdict())
 
     def compare(
         self, folder: Path, coordinator: Coordinator, say: Callable[[str], None]
     ) -> tuple[list[Finding], list[Record]]:
         """Run the reference, and compare."""
-        lasted_s = time.monotonic() - self._began
-        why_not = "" if coordinator.completed else "the run on all ranks was ended"
+        duration_s = time.monotonic() - self._began
+        why_not = "" if coordinator.completed else "the run on all ranks did not finish"
         for role, channels in self._worlds.items() if not why_not else ():
             self._begin(folder, role, channels)
         for channels in self._worlds.values() if not why_not else ():
-            why_not = why_not or self._until_the_end(channels, max(AT_LEAST_S, TIMES * lasted_s))
+            why_not = why_not or self._until_the_end(channels, max(AT_LEAST_S, TIMES * duration_s))
         self.close()
         where = folder / FOLDER
         try:
-            found: Compared = compared(where, self._config.world_size, self._options.reference, why_not)
+            found: ComparedRuns = compare_runs(where, self._config.world_size, self._options.reference, why_not)
         except Exception as error:  # a bug of ours must not end the run, whose calls were checked
-            found = Compared([("reference", f"not compared: {error!r}")], [], [])
+            found = ComparedRuns([("reference", f"not compared: {error!r}")], [], [])
         shutil.rmtree(folder / FOLDER, ignore_errors=True)
-        for heading, text in found.said:
+        for heading, text in found.notes:
             say("\n".join(wrapped(heading, text)))
         return found.findings, found.records
 
@@ -80,7 +79,7 @@ class Reruns:
         scratch.mkdir(parents=True)
         for name in self._beside:
             (scratch / name).symlink_to(self._job.folder.resolve() / name)
-        begin_all(channels, scratch, partial(self._proving, folder, role))
+        begin_all(channels, scratch, partial(self._settings, folder, role))
 
     def _until_the_end(self, channels: Sequence[ScriptChannel], bound_s: float) -> str:
         """Return why it did not finish, or "" if it did."""
@@ -88,7 +87,7 @@ class Reruns:
         until = time.monotonic() + bound_s
         for _ in poll(channels, coordinator):
             if time.monotonic() > until:
-                return f"it was not done after {bound_s:.0f} s"
+                return f"the script had not finished after {bound_s:.0f} s"
         raised = [case.raised for case in coordinator.states if case.raised is not None]
         failed = [finding.sentence for finding in coordinator.findings if not coordinator.completed]
         return f"{raised[0].kind}: {raised[0].text} at {raised[0].place}" if raised else "".join(failed[:1])

@@ -25,7 +25,7 @@ MOST_INDICES = 1_000_000
 IGNORED = -100  # a target outside the loss
 
 
-class Mixed(Exception):
+class NotCombinable(Exception):
     """Batches that cannot be combined; the message says why."""
 
 
@@ -34,10 +34,10 @@ class Unrecorded(Exception):
 
 
 class Samples:
-    """The batches of this process; `install` once. Without `given` batches are recorded, otherwise replayed from it."""
+    """The batches of this process; `install` once. Without `replay` batches are recorded, else they come from it."""
 
-    def __init__(self, steps: ScriptSteps, given: "Given | None" = None) -> None:
-        self.steps, self.recorder, self.given = steps, steps.recorder, given
+    def __init__(self, steps: ScriptSteps, replay: "RecordedBatches | None" = None) -> None:
+        self.steps, self.recorder, self.replay = steps, steps.recorder, replay
         self.passes: list[dict[str, Any]] = []
         self.lengths: dict[str, list[int]] = defaultdict(list)
         self._read = 0, 0  # backward passes, and samples since then
@@ -51,19 +51,19 @@ class Samples:
         reading = dataloader._BaseDataLoaderIter
         put(
             Patch(reading, "__next__", self._next),
-            Patch(reading, "_next_index", after(self._drawn)),
+            Patch(reading, "_next_index", after(self._record_indices)),
             Patch(dataloader.DataLoader, "__len__", self._length),
         )
 
-    def _drawn(self, indices: Any, loading: Any) -> None:
+    def _record_indices(self, indices: Any, loading: Any) -> None:
         loading.__dict__.setdefault("_distlab_drawn", []).append(indices)
 
     def _length(self, length: Function, loader: Any) -> int:
         """Return the length on the ranks, since schedules and loops depend on it."""
         line = self.recorder.places.line_of(2)
         turn = len(self.lengths[line])
-        given = self.given.length(line, turn) if self.given else None
-        self.lengths[line].append(length(loader) if given is None else given)
+        recorded = self.replay.length(line, turn) if self.replay else None
+        self.lengths[line].append(length(loader) if recorded is None else recorded)
         return self.lengths[line][-1]
 
     def _pass(self, line: str, length: int) -> dict[str, Any]:
@@ -76,32 +76,32 @@ class Samples:
         return found
 
     def _next(self, method: Function, loading: Any) -> Any:
-        mine = loading.__dict__.get("_distlab_pass")
-        if mine is None:
-            whole, chosen = whole_of(loading._dataset)
-            mine = loading.__dict__["_distlab_pass"] = self._pass(self.recorder.places.line_of(2), size_of(whole))
+        record = loading.__dict__.get("_distlab_pass")
+        if record is None:
+            whole, chosen = dataset_behind(loading._dataset)
+            record = loading.__dict__["_distlab_pass"] = self._pass(self.recorder.places.line_of(2), size_of(whole))
             loading.__dict__["_distlab_chosen"] = chosen
-        mine["trains"] = mine["trains"] or self.steps.all_backwards > mine["begun"]
+        record["trains"] = record["trains"] or self.steps.all_backwards > record["begun"]
         try:
-            fetch = partial(fetched, loading)
-            batch = self._given(mine, fetch) if self.given else method(loading)
+            fetch = partial(fetch_batch, loading)
+            batch = self._replayed(record, fetch) if self.replay else method(loading)
         except StopIteration:
-            mine["ended"] = True
+            record["ended"] = True
             loading.__dict__.pop("_distlab_pass")
             raise
         drawn = (loading.__dict__.get("_distlab_drawn") or [None]).pop(0)
         chosen = loading.__dict__["_distlab_chosen"]
         if chosen is not None and isinstance(drawn, list | tuple):
-            mine["indices"] += [int(chosen[index]) for index in drawn]
-        return self._taken(mine, batch, drawn)
+            record["indices"] += [int(chosen[index]) for index in drawn]
+        return self._finish(record, batch, drawn)
 
     def batch(self, *tensors: Any) -> Any:
         """distlab.batch: return the same tensors on the proven ranks, and those of all ranks on one."""
         line = self.recorder.places.line_of(1)
-        mine = self._by_hand.get(line) or self._by_hand.setdefault(line, self._pass(line, -1))
-        mine["trains"] = True
-        given: Any = self._given(mine, None) if self.given else tensors
-        found = self._taken(mine, given, None)
+        record = self._by_hand.get(line) or self._by_hand.setdefault(line, self._pass(line, -1))
+        record["trains"] = True
+        batch: Any = self._replayed(record, None) if self.replay else tensors
+        found = self._finish(record, batch, None)
         return found[0] if len(tensors) == 1 else tuple(found)
 
     def read_since(self) -> int:
@@ -109,41 +109,41 @@ class Samples:
         backwards, count = self._read
         return count if backwards == self.steps.all_backwards else 0
 
-    def _given(self, mine: dict[str, Any], fetch: Callable[[list[Any]], Any] | None) -> Any:
-        assert self.given is not None
+    def _replayed(self, record: dict[str, Any], fetch: Callable[[list[Any]], Any] | None) -> Any:
+        assert self.replay is not None
         try:
-            return self.given.batch(mine, fetch)
+            return self.replay.batch(record, fetch)
         except Unrecorded:
             self.steps.stop()
 
-    def _taken(self, mine: dict[str, Any], batch: Any, indices: Any) -> Any:
-        batch = each_in(batch, doubled) if self.steps.proving.double else batch
-        if not self.given:
-            self._record(mine, batch, indices)
-        mine["batches"] += 1
+    def _finish(self, record: dict[str, Any], batch: Any, indices: Any) -> Any:
+        batch = map_tensors(batch, doubled) if self.steps.settings.double else batch
+        if not self.replay:
+            self._record(record, batch, indices)
+        record["batches"] += 1
         return batch
 
     @harmless
-    def _record(self, mine: dict[str, Any], batch: Any, indices: Any) -> None:
+    def _record(self, record: dict[str, Any], batch: Any, indices: Any) -> None:
         size = len(indices) if isinstance(indices, list | tuple) else rows_in(batch)
-        mine["sizes"].append(size)
+        record["sizes"].append(size)
         self._read = self.steps.all_backwards, self.read_since() + size
         if self.steps.number >= self.steps.most or self._bytes > MOST_READ_BYTES:
             return
-        mine["hashes"].append(checksum([batch]))
-        mine["drawn"] = [*mine.get("drawn", []), list(indices) if isinstance(indices, list | tuple) else None]
+        record["hashes"].append(checksum([batch]))
+        record["drawn"] = [*record.get("drawn", []), list(indices) if isinstance(indices, list | tuple) else None]
         self.steps.note_terms(terms_in(batch))
-        file = self.steps.proving.place / name_of(mine, mine["batches"])
+        file = self.steps.settings.own_folder / name_of(record, record["batches"])
         torch.save(batch, file)
         self._bytes += file.stat().st_size
 
 
-class Given:
-    """The ranks' recorded samples, for the reference; with `mixed` the samples of a batch are reordered."""
+class RecordedBatches:
+    """The ranks' recorded samples, for the reference; with `reordered` the samples of a batch change their order."""
 
-    def __init__(self, folders: Sequence[Path], shares: Sequence[int], *, mixed: bool) -> None:
-        self._folders, self._mixed = folders, mixed
-        self._share, self._shares = shares
+    def __init__(self, folders: Sequence[Path], part: Sequence[int], *, reordered: bool) -> None:
+        self._folders, self._reordered = folders, reordered
+        self._part, self._parts = part
         self._ledgers = [json.loads((each / "ledger.json").read_text()) for each in folders]
         self._passes = [{(each["line"], each["turn"]): each for each in told["passes"]} for told in self._ledgers]
         self.chunks: list[int] = []  # samples of each rank in the last batch
@@ -152,41 +152,41 @@ class Given:
         found = self._ledgers[0]["lengths"].get(line, [])
         return int(found[turn]) if turn < len(found) else None
 
-    def batch(self, mine: Mapping[str, Any], fetch: Callable[[list[Any]], Any] | None) -> Any:
+    def batch(self, record: Mapping[str, Any], fetch: Callable[[list[Any]], Any] | None) -> Any:
         """Return the next batch of a pass: all that the ranks read; raises StopIteration after the last."""
-        number = mine["batches"]
-        theirs = [each.get((mine["line"], mine["turn"])) for each in self._passes]
-        has = {rank: each for rank, each in enumerate(theirs) if each is not None and each["batches"] > number}
-        if not has:
+        number = record["batches"]
+        recorded = [each.get((record["line"], record["turn"])) for each in self._passes]
+        available = {rank: each for rank, each in enumerate(recorded) if each is not None and each["batches"] > number}
+        if not available:
             raise StopIteration
         seen = set[int]()
         parts, drawn = [], []
-        for rank, each in has.items():
+        for rank, each in available.items():
             if number >= len(each["hashes"]):
                 raise Unrecorded
             if each["hashes"][number] not in seen:
                 seen.add(each["hashes"][number])
-                parts.append(torch.load(self._folders[rank] / name_of(mine, number), weights_only=False))
+                parts.append(torch.load(self._folders[rank] / name_of(record, number), weights_only=False))
                 drawn.append(each["drawn"][number])
-        parts, drawn = (of[self._share :: self._shares] or of[:1] for of in (parts, drawn))
-        if self._mixed:
-            parts, drawn = [each_in(each, turned) for each in reversed(parts)], drawn[::-1]
+        parts, drawn = (of[self._part :: self._parts] or of[:1] for of in (parts, drawn))
+        if self._reordered:
+            parts, drawn = [map_tensors(each, reversed_samples) for each in reversed(parts)], drawn[::-1]
         self.chunks = [rows_in(each) for each in parts]
         try:
-            return united(parts)
-        except Mixed:
+            return concatenated(parts)
+        except NotCombinable:
             if fetch is None or None in drawn:
                 raise
-            indices = [index for each in drawn for index in (each[::-1] if self._mixed else each)]
+            indices = [index for each in drawn for index in (each[::-1] if self._reordered else each)]
             return fetch(indices)
 
 
-def fetched(loading: Any, indices: list[Any]) -> Any:
+def fetch_batch(loading: Any, indices: list[Any]) -> Any:
     """Return samples of a data set as a batch, built by the script's own code."""
     return loading._collate_fn([loading._dataset[index] for index in indices])
 
 
-def whole_of(data: Any) -> tuple[Any, Any]:
+def dataset_behind(data: Any) -> tuple[Any, Any]:
     """Return the data set behind a Subset, also nested, and the indices in it; None if they are not numbers."""
     chosen: Any = range(size_of(data)) if size_of(data) >= 0 else None
     while isinstance(data, torch.utils.data.Subset) and chosen is not None:
@@ -202,11 +202,11 @@ def size_of(data: Any) -> int:
         return -1
 
 
-def name_of(mine: Mapping[str, Any], number: int) -> str:
-    return f"batch-{zlib.crc32(mine['line'].encode())}-{mine['turn']}-{number}.pt"
+def name_of(record: Mapping[str, Any], number: int) -> str:
+    return f"batch-{zlib.crc32(record['line'].encode())}-{record['turn']}-{number}.pt"
 
 
-def united(parts: Sequence[Any]) -> Any:
+def concatenated(parts: Sequence[Any]) -> Any:
     """Concatenate several batches; raises Mixed."""
     first = parts[0]
     if len(parts) == 1:
@@ -215,34 +215,34 @@ def united(parts: Sequence[Any]) -> Any:
         if first.dim() == 0:
             return first
         if any(each.shape[1:] != first.shape[1:] for each in parts):
-            raise Mixed("samples of the ranks have other shapes")
+            raise NotCombinable("the ranks' samples have different shapes")
         return torch.cat(list(parts))
     if isinstance(first, Mapping):
-        found = {name: united([each[name] for each in parts]) for name in first}
+        found = {name: concatenated([each[name] for each in parts]) for name in first}
         return found if type(first) is dict else type(first)(found)  # type: ignore[call-arg]
     if hasattr(first, "_fields"):
-        return type(first)(*(united(each) for each in zip(*parts, strict=True)))
+        return type(first)(*(concatenated(each) for each in zip(*parts, strict=True)))
     if isinstance(first, list | tuple):
         if any(isinstance(each, Tensor | Mapping | list | tuple) for each in first):
-            return type(first)(united(each) for each in zip(*parts, strict=True))
+            return type(first)(concatenated(each) for each in zip(*parts, strict=True))
         return type(first)(each for part in parts for each in part)
     if isinstance(first, int | float | str | None):
         return first
-    raise Mixed(f"its batches are of {type(first).__name__}")
+    raise NotCombinable(f"a batch of type {type(first).__name__} cannot be combined with others")
 
 
-def each_in(batch: Any, change: Callable[[Any], Any]) -> Any:
+def map_tensors(batch: Any, change: Callable[[Any], Any]) -> Any:
     """Apply a change to each tensor of a batch, and to lists of other things."""
     if isinstance(batch, Mapping):
-        found = {name: each_in(each, change) for name, each in batch.items()}
+        found = {name: map_tensors(each, change) for name, each in batch.items()}
         return found if type(batch) is dict else type(batch)(found)  # type: ignore[call-arg]
     if isinstance(batch, list | tuple) and any(isinstance(each, Tensor | Mapping | list | tuple) for each in batch):
-        changed = [each_in(each, change) for each in batch]
+        changed = [map_tensors(each, change) for each in batch]
         return type(batch)(*changed) if hasattr(batch, "_fields") else type(batch)(changed)
     return change(batch)
 
 
-def turned(samples: Any) -> Any:
+def reversed_samples(samples: Any) -> Any:
     """Return the samples in reverse order."""
     if isinstance(samples, Tensor):
         return samples.flip(0) if samples.dim() else samples

@@ -31,7 +31,7 @@ MOST_OUTPUTS, MOST_OUTPUT = 200, 1 << 18  # modules whose first outputs are kept
 LOW = (torch.bfloat16, torch.float16)
 
 
-class Proving(NamedTuple):
+class ProofSettings(NamedTuple):
     """The settings of a proof's process: its role ("ranks", "reference" or "noise"), and the folder for files."""
 
     folder: str
@@ -39,13 +39,13 @@ class Proving(NamedTuple):
     rank: int
     world_size: int  # of the proven ranks
     double: bool = False
-    shares: int = 1  # ranks of the reference
+    reference_size: int = 1  # ranks of the reference
 
     @property
-    def place(self) -> Path:
-        return self.place_of(self.role, self.rank)
+    def own_folder(self) -> Path:
+        return self.folder_of(self.role, self.rank)
 
-    def place_of(self, role: str, rank: int) -> Path:
+    def folder_of(self, role: str, rank: int) -> Path:
         return Path(self.folder) / role / str(rank)
 
 
@@ -71,8 +71,8 @@ class FlatPart(NamedTuple):
 class ScriptSteps:
     """The records of this process; `install` once."""
 
-    def __init__(self, recorder: Recorder, proving: Proving, most: int = MOST_STEPS) -> None:
-        self.recorder, self.proving = recorder, proving
+    def __init__(self, recorder: Recorder, settings: ProofSettings, most: int = MOST_STEPS) -> None:
+        self.recorder, self.settings = recorder, settings
         self.number = 0  # of the next step
         self.backwards = 0  # since the last step
         self.all_backwards = 0
@@ -80,7 +80,7 @@ class ScriptSteps:
         self.parameters: dict[str, Tensor] = {}
         self.first: dict[str, int] = {}  # checksums before the first step
         self.rates: list[list[float]] = []
-        self.in_low = False
+        self.is_low = False
         self.on_model: list[Callable[[], None]] = []  # called at a model's first forward pass
         self.on_input: list[Callable[[list[Tensor]], None]] = []  # called with a model's training input
         self.on_evaluation: list[Callable[[nn.Module], None]] = []  # called with a module in evaluation
@@ -103,7 +103,7 @@ class ScriptSteps:
         from torch.nn.modules import module
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-        self.proving.place.mkdir(parents=True, exist_ok=True)
+        self.settings.own_folder.mkdir(parents=True, exist_ok=True)
         warnings.filterwarnings("ignore", ".*when there are global hooks on modules")  # ours, of torch.compile
         register_optimizer_step_pre_hook(step_hook(self._before_step))
         register_optimizer_step_post_hook(hook(self._after_step))
@@ -111,11 +111,11 @@ class ScriptSteps:
         module.register_module_forward_hook(hook(self._leave), always_call=True)
         put(
             Patch(torch.autograd, "backward", before(self._backward)),
-            Patch(torch.amp.autocast_mode.autocast, "__enter__", before(self._low)),
+            Patch(torch.amp.autocast_mode.autocast, "__enter__", before(self._note_autocast)),
         )
 
-    def _low(self, autocast: Any) -> None:
-        self.in_low = self.in_low or autocast._enabled
+    def _note_autocast(self, autocast: Any) -> None:
+        self.is_low = self.is_low or autocast._enabled
 
     # Forward and backward passes
 
@@ -124,17 +124,17 @@ class ScriptSteps:
         if self._depth == 1 and torch.is_grad_enabled() and torch._C._current_graph_task_id() < 0:
             self._enter_model(module)
 
-    def _leave(self, module: nn.Module, given: Any, found: Any) -> None:
+    def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
         self._depth -= 1
         if not (self._depth or module.training or torch.is_grad_enabled()):
             for evaluate in self.on_evaluation:  # after DDP has broadcast its buffers
                 evaluate(module)
         name = self._modules.get(id(module))
         is_new = name is not None and name not in self._outputs and self.number == 0
-        if is_new and type(found) is Tensor and found.numel() <= MOST_OUTPUT and len(self._outputs) < MOST_OUTPUTS:
-            first = given[0] if isinstance(given, tuple) and given else None
-            begin = hash_of(first.detach()) if type(first) is Tensor else 0
-            self._outputs[str(name)] = [begin, found.detach().to("cpu", copy=True)]
+        if is_new and type(output) is Tensor and output.numel() <= MOST_OUTPUT and len(self._outputs) < MOST_OUTPUTS:
+            first = inputs[0] if isinstance(inputs, tuple) and inputs else None
+            input_hash = hash_of(first.detach()) if type(first) is Tensor else 0
+            self._outputs[str(name)] = [input_hash, output.detach().to("cpu", copy=True)]
 
     @harmless
     def _enter_model(self, module: nn.Module) -> None:
@@ -142,13 +142,13 @@ class ScriptSteps:
         if first is None:
             return
         if id(first) not in self._names and id(first) not in self._flat:
-            self._name_all(outermost(module))
-        given = list(given_to(module))
-        for look in self.on_input:
-            look([value for _, value in given])
+            self._name_parameters(outermost(module))
+        inputs = list(inputs_of(module))
+        for observe in self.on_input:
+            observe([value for _, value in inputs])
         if self.number < self.most:
             self._begin("inputs", self._inputs)
-            for name, value in given:
+            for name, value in inputs:
                 rows = value.detach().reshape(len(value), -1)[:MOST_ROWS]
                 self._inputs[f"{name} {list(value.shape[1:])}"] |= {zlib.crc32(raw(row)) for row in rows}
 
@@ -162,7 +162,7 @@ class ScriptSteps:
         self._begin("terms", self._terms)
         self._terms.update(terms)
 
-    def _name_all(self, model: nn.Module) -> None:
+    def _name_parameters(self, model: nn.Module) -> None:
         """Name each parameter of a new model, and record its local gradients."""
         self._roots += 1
         rest = "" if self._roots == 1 else f" (model {self._roots})"
@@ -232,8 +232,8 @@ class ScriptSteps:
                 self._name(f"parameter {index}", each)
         self.rates.append([float(group.get("lr", 0.0)) for group in optimizer.param_groups])
         if self.number == 0:
-            held = sum(each.numel() * each.element_size() for each in stepped)
-            self.most = min(self.most, max(1, MOST_BYTES // max(1, 4 * held)))
+            num_bytes = sum(each.numel() * each.element_size() for each in stepped)
+            self.most = min(self.most, max(1, MOST_BYTES // max(1, 4 * num_bytes)))
         if self.number < self.most:
             self._before = self._pieces(stepped)
             self._gradients = self._pieces(stepped, gradients=True)
@@ -257,7 +257,7 @@ class ScriptSteps:
             return
         if self.number < self.most:
             after, line = self._pieces(parameters(optimizer)), self.recorder.places.line_of(2)
-            low = self.in_low or any(each.dtype in LOW for each in parameters(optimizer))
+            low = self.is_low or any(each.dtype in LOW for each in parameters(optimizer))
             mine = {part.name for each in parameters(optimizer) for part in self._flat.get(id(each), ())} | after.keys()
             torch.save(
                 {
@@ -267,7 +267,7 @@ class ScriptSteps:
                     "rates": self.rates[-1], "backwards": self.backwards, "terms": dict(self._terms),
                     "outputs": self._outputs if self.number == 0 else {},
                 },
-                self.proving.place / f"step-{self.number}.pt",
+                self.settings.own_folder / f"step-{self.number}.pt",
             )  # fmt: skip
         self.number += 1
         self.backwards = 0
@@ -313,7 +313,7 @@ def unflattened(flat: Any, gradient: Tensor) -> list[Tensor]:
     return [each.view(shape) for each, shape in zip(own, flat._shapes, strict=True)]
 
 
-def given_to(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def inputs_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensor inputs of the outermost module in whose forward this call is made; from the frame, since a
     global hook gets no keywords."""
     frame: Any = sys._getframe(1)

@@ -23,8 +23,8 @@ from distlab.lab.report.units import counted
 from distlab.tools.check.judge.fault import and_more
 from distlab.tools.check.judge.rank_state import Finding
 from distlab.tools.prove.locate import Place, places_of
-from distlab.tools.prove.script_causes import Scene, cause
-from distlab.tools.prove.script_ledgers import CHECKS, asked, ledger_findings
+from distlab.tools.prove.script_causes import StepData, cause
+from distlab.tools.prove.script_ledgers import CHECKS, ledger_findings, remarks
 
 CONTROL = "tests/tools/prove/test_scripts.py::test_what_is_wrong_is_named"
 GRADIENTS, UPDATES = "the gradients", "the updates"
@@ -37,16 +37,16 @@ MOST_UPDATE, MOST_NOISE = 0.05, 0.05  # relative to the length of an update, of 
 Steps = Sequence[Mapping[str, Any]]  # of each rank
 
 
-class Compared(NamedTuple):
+class ComparedRuns(NamedTuple):
     """Notes, findings and records of the comparison."""
 
-    said: list[tuple[str, str]]  # a heading and a text
+    notes: list[tuple[str, str]]  # a heading and a text
     findings: list[Finding]
     records: list[records.Record]
 
 
-class Told:
-    """The records of all processes with one role."""
+class RoleRecords:
+    """The records of all processes of one role."""
 
     def __init__(self, folder: Path, count: int) -> None:
         self._folders = [folder / str(rank) for rank in range(count)]
@@ -70,7 +70,7 @@ class Told:
         return found
 
 
-class Off(NamedTuple):
+class Difference(NamedTuple):
     """A rank's tensor that differs from the reference's."""
 
     rank: int
@@ -91,8 +91,8 @@ class Row(NamedTuple):
     gradients: float
     updates: float
     rates: tuple[list[float], list[float]]
-    wrong: list[Off]
-    unlike: list[Off]
+    wrong: list[Difference]
+    wrong_updates: list[Difference]
     why_not: str = ""
 
 
@@ -112,7 +112,7 @@ def dense_of(pieces: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
 class Comparison:
     """The ranks compared with the reference."""
 
-    def __init__(self, ranks: Told, reference: Told, noise: Told) -> None:
+    def __init__(self, ranks: RoleRecords, reference: RoleRecords, noise: RoleRecords) -> None:
         self.ranks, self._reference, self._noise = ranks, reference, noise
         dense = dense_of(reference.first())
         self.places = [places_of(mine, dense) for mine in ranks.first()]
@@ -137,40 +137,40 @@ class Comparison:
         noise = {name: largest_of(dense[name].double() - again[name].double()) for name in both}
         if sum(noise.values()) > MOST_NOISE * sum(map(largest_of, dense.values())):
             return Row(number, losses, math.nan, math.nan, rates, [], [], "the order of samples changes the gradients")
-        offs = [
-            self._gradient_off(rank, name, place, step, dense, noise, largest)
+        differences = [
+            self._gradient_difference(rank, name, place, step, dense, noise, largest)
             for rank, step in enumerate(ranks)
             for name, place in self.places[rank].items() if name in step["before"]
         ]  # fmt: skip
-        if not offs:
+        if not differences:
             return Row(number, losses, math.nan, math.nan, rates, [], [], "no tensor of the ranks is found on 1 rank")
-        wrong = [each for each in offs if each.is_wrong]
+        wrong = [each for each in differences if each.is_wrong]
         updates = [] if wrong or rates[0] != rates[1] else list(self._updates(number, ranks, largest, dense))
         of_update = max((each.difference for each in updates), default=math.nan)
-        of_all = max((each.difference for each in offs), default=0.0) / (largest or 1.0)
+        of_all = max((each.difference for each in differences), default=0.0) / (largest or 1.0)
         return Row(number, losses, of_all, of_update, rates, wrong, [each for each in updates if each.is_wrong])
 
-    def _dense(self, told: Told, number: int, kind: str) -> dict[str, Tensor]:
-        return dense_of([each[kind] for each in told.step(number)])
+    def _dense(self, role: RoleRecords, number: int, kind: str) -> dict[str, Tensor]:
+        return dense_of([each[kind] for each in role.step(number)])
 
-    def _gradient_off(
+    def _gradient_difference(
         self, rank: int, name: str, place: Place, step: Mapping[str, Any], dense: Mapping[str, Tensor],
         noise: Mapping[str, float], largest: float,
-    ) -> Off:  # fmt: skip
+    ) -> Difference:  # fmt: skip
         piece, whole = step["gradients"].get(name), dense.get(place.name)
         shape = step["before"][name][2].shape
         if piece is None or whole is None:
-            given = place.of(whole, shape) if whole is not None else piece[2] if piece is not None else torch.zeros(1)
-            return Off(rank, name, largest_of(given), 1e-6 * largest)
+            present = place.of(whole, shape) if whole is not None else piece[2] if piece is not None else torch.zeros(1)
+            return Difference(rank, name, largest_of(present), 1e-6 * largest)
         wanted = place.of(whole, shape).double()
         low = step["low"] or wanted.dtype in (torch.bfloat16, torch.float16)
         relative = LOW if low else RELATIVE.get(piece[2].dtype, LOW)
         least = relative * max(largest_of(whole), OF_ALL * largest)
         found = piece[2].double()
         difference = math.inf if found.shape != wanted.shape else largest_of(found - wanted)
-        return Off(rank, name, difference, max(TIMES_NOISE * noise.get(place.name, 0.0), least))
+        return Difference(rank, name, difference, max(TIMES_NOISE * noise.get(place.name, 0.0), least))
 
-    def _updates(self, number: int, ranks: Steps, largest: float, dense: Mapping[str, Tensor]) -> Iterator[Off]:
+    def _updates(self, number: int, ranks: Steps, largest: float, dense: Mapping[str, Tensor]) -> Iterator[Difference]:
         """Yield how far each update is from one rank's, relative to its length."""
         alone = {kind: self._dense(self._reference, number, kind) for kind in ("before", "after")}
         again = self._noise if number < self._noise.steps else self._reference
@@ -185,29 +185,31 @@ class Comparison:
                 if not large.any():
                     continue
                 parts = [place.of(of[kind][place.name], before.shape).double() for of in (alone, other) for kind in of]
-                changes = after - before, parts[1] - parts[0], parts[3] - parts[2]
-                moved, wanted, mixed = (each[large] for each in changes)
+                moved, wanted, mixed = (
+                    each[large] for each in (after - before, parts[1] - parts[0], parts[3] - parts[2])
+                )
                 length = float(wanted.norm())
                 rounded = 4 * torch.finfo(step["after"][name][2].dtype).eps * float(after.norm())
                 allowed = max(MOST_UPDATE * length, TIMES_NOISE * float((wanted - mixed).norm()), rounded)
-                yield Off(rank, name, float((moved - wanted).norm()) / (length or 1.0), allowed / (length or 1.0))
+                unit = length or 1.0
+                yield Difference(rank, name, float((moved - wanted).norm()) / unit, allowed / unit)
 
     def _inputs_differ(self, ranks: Steps, alone: Steps) -> str:
         """Return why a step cannot be compared: other rows reach the model."""
         if len({each["stepped_at"] for each in (*ranks, *alone)}) > 1:
-            return "other steps"
+            return "different steps"
         stepped = {name for each in alone for name in each["before"]}
         for kind in {kind for each in alone for kind in each["inputs"]}:
             mine = {row for each in alone for row in each["inputs"].get(kind, ())}
-            theirs = [set(each["inputs"].get(kind, ())) for each in ranks]
-            if not any(theirs):
+            by_rank = [set(each["inputs"].get(kind, ())) for each in ranks]
+            if not any(by_rank):
                 continue  # padded to another length
             whole = [
-                rows for rows, places in zip(theirs, self.places, strict=True)
+                rows for rows, places in zip(by_rank, self.places, strict=True)
                 if {place.name for place in places.values()} >= stepped
             ]  # fmt: skip
-            if mine - set().union(*theirs) or any(rows - mine for rows in whole):
-                return "other inputs"
+            if mine - set().union(*by_rank) or any(rows - mine for rows in whole):
+                return "different inputs"
         return ""
 
     def cause(self, row: Row, gathered: str) -> str:
@@ -221,12 +223,12 @@ class Comparison:
         first = min(each.rank for each in row.wrong)
         names = [each.name for each in row.wrong if each.rank == first]
         outputs = self._reference.step(row.number)[0]["outputs"]
-        scene = Scene(ranks, self.places, dense, local, outputs, gathered)
+        step = StepData(ranks, self.places, dense, local, outputs, gathered)
         of_rank = [name for name in self.places[first] if name in ranks[first]["before"]]
         all_of_them = f"all {len(names)} parameters" if len(names) == len(of_rank) > 1 else and_more(names)
-        odd = name_ranks(sorted({each.rank for each in row.wrong}))
-        where = f"{ranks[first]['line']}, step {row.number}, on {odd}"
-        return f"gradients of {all_of_them} are {cause(scene, first, names)} ({where})"
+        ranks_text = name_ranks(sorted({each.rank for each in row.wrong}))
+        where = f"{ranks[first]['line']}, step {row.number}, on {ranks_text}"
+        return f"gradients of {all_of_them} are {cause(step, first, names)} ({where})"
 
 
 def largest_of(tensor: Tensor) -> float:
@@ -244,26 +246,26 @@ def loss_of(ranks: Steps, alone: Mapping[str, Any]) -> tuple[float, float]:
     return wanted, total if abs(total - wanted) < abs(mean - wanted) else mean
 
 
-def compared(folder: Path, size: int, references: int, why_not: str) -> Compared:
+def compare_runs(folder: Path, size: int, references: int, why_not: str) -> ComparedRuns:
     """Return all that is known of a run and its reference."""
-    ranks = Told(folder / "ranks", size)
-    alone = "1 rank" if references == 1 else f"{references} ranks"
+    ranks = RoleRecords(folder / "ranks", size)
+    label = "1 rank" if references == 1 else f"{references} ranks"
     if not ranks.is_whole:
-        return Compared([("reference", f"not compared: {why_not or 'a rank has written nothing'}")], [], [])
-    reference, noise = (Told(folder / role, references) for role in ("reference", "noise"))
+        return ComparedRuns([("reference", f"not compared: {why_not or 'a rank wrote no records'}")], [], [])
+    reference, noise = (RoleRecords(folder / role, references) for role in ("reference", "noise"))
     findings = list(ledger_findings(ranks.ledgers, reference.ledgers[0] if reference.ledgers else None))
-    said, table = [], []
+    notes, table = [], []
     comparable = not why_not and ranks.steps and reference.steps
     rows = list(Comparison(ranks, reference, noise).rows()) if comparable else []
     right = [row for row in rows if not row.why_not]
     if right:
-        what = f"the same script on {alone}, given the samples that all {size} read, from the same first weights"
-        said.append(("reference", what))
-        findings += judged(Comparison(ranks, reference, noise), right, ranks.ledgers[0]["gathered"], alone)
-        table = [records.Table(*table_of(rows, size, alone))]
+        what = f"the same script on {label}, with the samples that all {size} ranks read, and the same initial weights"
+        notes.append(("reference", what))
+        findings += judged(Comparison(ranks, reference, noise), right, ranks.ledgers[0]["gathered"], label)
+        table = [records.Table(*table_of(rows, size, label))]
     else:
-        said.append(("reference", uncompared(ranks, rows, why_not, alone)))
-    said += [("told", sentence) for sentence in asked(ranks.ledgers, reference.ledgers[:1], size)]
+        notes.append(("reference", uncompared(ranks, rows, why_not, label)))
+    notes += [("note", sentence) for sentence in remarks(ranks.ledgers, reference.ledgers[:1], size)]
     checks = [
         records.Check(
             "", name, sum(each.check == name for each in findings), 0, control=CONTROL, unit=FINDINGS,
@@ -271,58 +273,58 @@ def compared(folder: Path, size: int, references: int, why_not: str) -> Compared
         )
         for name in (*((GRADIENTS, UPDATES) if right else ()), *CHECKS)
     ]  # fmt: skip
-    notes = [records.Said(heading, text) for heading, text in said]
-    return Compared(said, findings, [*notes, *table, *checks])
+    printed = [records.Said(heading, text) for heading, text in notes]
+    return ComparedRuns(notes, findings, [*printed, *table, *checks])
 
 
-def judged(comparison: Comparison, rows: Sequence[Row], gathered: str, alone: str) -> Iterator[Finding]:
+def judged(comparison: Comparison, rows: Sequence[Row], gathered: str, label: str) -> Iterator[Finding]:
     """Yield the first wrong step."""
     for row in rows:
         if row.wrong:
-            odd = tuple(sorted({each.rank for each in row.wrong}))
-            yield Finding(GRADIENTS, comparison.cause(row, gathered).replace("one rank", alone), odd)
+            wrong = tuple(sorted({each.rank for each in row.wrong}))
+            yield Finding(GRADIENTS, comparison.cause(row, gathered).replace("one rank", label), wrong)
             return
-        if row.unlike:
-            odd = tuple(sorted({each.rank for each in row.unlike}))
-            names = list(dict.fromkeys(each.name for each in row.unlike))
+        if row.wrong_updates:
+            wrong = tuple(sorted({each.rank for each in row.wrong_updates}))
+            names = list(dict.fromkeys(each.name for each in row.wrong_updates))
             sentence = (
-                f"{and_more(names)} moved otherwise in step {row.number} than on {alone}, though their gradients and"
-                " rates are the same: the optimizer has another state or other options, or something else writes them"
+                f"{and_more(names)} changed differently in step {row.number} than on {label}, though gradients and"
+                " learning rates are equal: the optimizer has another state or other options, or other code writes them"
             )
-            yield Finding(UPDATES, sentence, odd)
+            yield Finding(UPDATES, sentence, wrong)
             return
 
 
-def uncompared(ranks: Told, rows: Sequence[Row], why_not: str, alone: str) -> str:
+def uncompared(ranks: RoleRecords, rows: Sequence[Row], why_not: str, label: str) -> str:
     """Return why there is no comparison with a reference, and what to do."""
     if why_not:
-        return f"not compared: on {alone} {why_not}; compare with more by --reference 2"
+        return f"not compared: {why_not} (on {label}); --reference 2 compares with 2 ranks"
     if not ranks.steps:
         return "not compared: no optimizer took a step"
-    fed = any(each["trains"] for each in ranks.ledgers[0]["passes"])
+    uses_loader = any(each["trains"] for each in ranks.ledgers[0]["passes"])
     reasons = {row.why_not for row in rows}
-    if reasons == {"other inputs"} and not fed:
+    if reasons == {"different inputs"} and not uses_loader:
         return (
-            f"not compared: the script makes its batches itself, and {alone} makes others than the ranks: put"
-            " distlab.batch(x, y) around them"
+            f"not compared: the script makes its own batches, and on {label} others than on all ranks: wrap them, x, y"
+            " = distlab.batch(x, y)"
         )
-    if reasons == {"other inputs"}:
+    if reasons == {"different inputs"}:
         return (
-            "not compared: what reaches the model is not what was read: the script changes its samples by random"
-            " numbers, which are each rank's own"
+            "not compared: the model's inputs are not the samples that were read: the script changes them with random"
+            " numbers, which differ per rank"
         )
-    return f"not compared: {'; '.join(sorted(reasons)) or 'no step was taken on ' + alone}"
+    return f"not compared: {'; '.join(sorted(reasons)) or 'no step was taken on ' + label}"
 
 
-def table_of(rows: Sequence[Row], size: int, alone: str) -> tuple[str, list[str], list[list[Any]]]:
+def table_of(rows: Sequence[Row], size: int, label: str) -> tuple[str, list[str], list[list[Any]]]:
     """Return a table with one row per step."""
     shown: list[list[Any]] = []
     for row in rows:
         wanted, found = row.losses
         rates = " ".join(f"{each:g}" for each in row.rates[0])
         other = " ".join(f"{each:g}" for each in row.rates[1])
-        rate = rates if rates == other else f"{rates} ({alone} {other})"
+        rate = rates if rates == other else f"{rates} ({label} {other})"
         far = ["-" if math.isnan(each) else f"{each:.0e}" for each in (row.gradients, row.updates)]
         shown.append([row.number, f"{wanted:.6f}", f"{found:.6f}", row.why_not or far[0], far[1], rate])
-    columns = ["step", f"loss {alone}", f"{size} ranks", "gradients", "updates", "rate"]
-    return f"Steps on {alone} and on {counted(size, 'ranks')}", columns, shown
+    columns = ["step", f"loss {label}", f"{size} ranks", "gradients", "updates", "rate"]
+    return f"Steps on {label} and on {counted(size, 'ranks')}", columns, shown

@@ -33,7 +33,7 @@ from distlab.lab.measure.tensors import digest_of
 from distlab.lab.workload import user_model
 from distlab.lab.workload.model import build_model
 
-WORDS: Mapping[str, tuple[str, ...]] = {
+PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "model": ("seed",),
     "loss": ("model", "inputs", "targets"),
     "batch": ("seed", "step"),
@@ -44,7 +44,7 @@ WORDS: Mapping[str, tuple[str, ...]] = {
     "after_step": ("model",),
 }
 VALUES = ("mesh", "clip", "even")
-NAMES = (*WORDS, *VALUES)
+NAMES = (*PARAMETERS, *VALUES)
 
 
 class Refused(Exception):
@@ -85,8 +85,8 @@ class UserFile:
         else:
             found = default_loss(model(inputs), targets)
         if not isinstance(found, Tensor) or found.dim():
-            shape = f"of shape {list(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
-            raise Refused(f"loss(model, inputs, targets) returned {shape}: expected a sum, a tensor of no dims")
+            shape = f"shape {list(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+            raise Refused(f"loss(model, inputs, targets) returned {shape}: expected a sum, a tensor without dims")
         return found
 
     def after_step(self, model: nn.Module) -> None:
@@ -108,17 +108,17 @@ class UserFile:
             sizes = {axis: world_size // known if size == -1 else size for axis, size in sizes.items()}
         if -1 in sizes.values() or math.prod(sizes.values()) != world_size:
             shown = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
-            raise Refused(f"mesh is {shown}, which are not WORLD_SIZE={world_size} ranks")
+            raise Refused(f"mesh is {shown}, which does not give WORLD_SIZE={world_size} ranks")
         return sizes
 
     @property
     def described(self) -> str:
         """Return which parts are the file's, and which the lab's."""
         steps = [name for name in ("strategy", "prepare", "train_step") if name in self]
-        ours = [name for name in ("model", "loss", "batch") if name not in self]
-        ours += [] if {"strategy", "train_step"} & set(steps) else ["train_step"]
-        theirs = ", ".join(name for name in NAMES if name in self)
-        return f"{theirs} of the file" + (f" · {', '.join(ours)} of the lab" if ours else "")
+        of_lab = [name for name in ("model", "loss", "batch") if name not in self]
+        of_lab += [] if {"strategy", "train_step"} & set(steps) else ["train_step"]
+        of_file = ", ".join(name for name in NAMES if name in self)
+        return f"{of_file} from the file" + (f" · {', '.join(of_lab)} from the lab" if of_lab else "")
 
 
 def load(file: Path, config: Config) -> UserFile:
@@ -130,25 +130,25 @@ def load(file: Path, config: Config) -> UserFile:
 def from_names(found: Mapping[str, Any], config: Config, where: str) -> UserFile:
     """Return the named functions; raises Refused for those that a proof cannot call."""
     if not found:
-        raise Refused(f"{where} holds none of {', '.join(NAMES)}: there is nothing of its own to prove")
-    for name in set(found) & set(WORDS):
+        raise Refused(f"{where} defines none of {', '.join(NAMES)}: there is nothing to prove")
+    for name in set(found) & set(PARAMETERS):
         if fault := why_not_called(found[name], name):
             raise Refused(fault)
     for one, other in (("strategy", "train_step"), ("strategy", "prepare")):
         if one in found and other in found:
-            raise Refused(f"{where} has {one} and {other}: a strategy takes its steps itself, so leave one out")
+            raise Refused(f"{where} defines {one} and {other}: a strategy makes the whole step, so leave one out")
     return UserFile(found, config)
 
 
 def why_not_called(function: Any, name: str) -> str:
     """Return a sentence if a proof cannot call this."""
-    wanted = f"{name}({', '.join(WORDS[name])})"
+    wanted = f"{name}({', '.join(PARAMETERS[name])})"
     if not callable(function):
         return f"{name} is a {type(function).__name__}: expected a function {wanted}"
     with suppress(ValueError):  # a C function: its signature is unknown
         signature = inspect.signature(function)
         try:
-            signature.bind(*WORDS[name])
+            signature.bind(*PARAMETERS[name])
         except TypeError:
             return f"{name}{signature} cannot be called as {wanted}"
     return ""
@@ -157,7 +157,7 @@ def why_not_called(function: Any, name: str) -> str:
 def default_loss(outputs: Any, targets: Tensor) -> Tensor:
     """Return the default loss: cross entropy if targets are classes, else squares."""
     if not isinstance(outputs, Tensor):
-        raise Refused(f"the model returned a {type(outputs).__name__}: write loss(model, inputs, targets) beside it")
+        raise Refused(f"the model returned a {type(outputs).__name__}: also define loss(model, inputs, targets)")
     return user_model.default_loss(outputs, targets)
 
 
@@ -178,17 +178,17 @@ def refuse(model: nn.Module) -> None:
     """Raises Refused for a model whose output depends on neighbouring samples, or that draws inside C++."""
     for name, module in model.named_modules():
         if isinstance(module, nn.SyncBatchNorm) and module.training:
-            why = "which torch runs on GPUs alone, and each microbatch would still be normalised by itself"
+            why = "which torch runs on GPUs only, and each microbatch would still be normalised separately"
             raise Refused(f"{name} is a SyncBatchNorm, {why}: use GroupNorm, or put it into eval()")
         if isinstance(module, _BatchNorm) and module.training:
             raise Refused(
-                f"{name} is a {type(module).__name__}, whose output depends on which samples stand beside each other:"
-                " no number of ranks or microbatches is one process; use GroupNorm, or put it into eval()"
+                f"{name} is a {type(module).__name__}, whose output depends on the other samples of a batch: ranks"
+                " and microbatches compute something else than one process; use GroupNorm, or put it into eval()"
             )
         if isinstance(module, nn.RNNBase) and module.dropout > 0 and module.training:
-            raise Refused(f"{name} drops inside of C++, which a proof cannot leave out: set its dropout to 0")
+            raise Refused(f"{name} applies dropout inside C++, where a proof cannot disable it: set its dropout to 0")
     if not any(each.requires_grad for each in model.parameters()):
-        raise Refused("the model has no parameter that is trained")
+        raise Refused("the model has no trainable parameter")
 
 
 def digest(model: nn.Module, inputs: Tensor, targets: Tensor) -> list[str]:
@@ -196,10 +196,10 @@ def digest(model: nn.Module, inputs: Tensor, targets: Tensor) -> list[str]:
     return [digest_of(model.parameters()), digest_of([inputs, targets])]
 
 
-def refuse_other_beginnings(digests: Sequence[Sequence[str]], seed: int) -> None:
+def refuse_different_starts(digests: Sequence[Sequence[str]], seed: int) -> None:
     """Raises Refused if a seed gives ranks different models, or different batches."""
     calls: list[Any] = [f"model({seed})", f"batch({seed}, 0)"]
     for index, call in enumerate(calls):
-        odd = [rank for rank, each in enumerate(digests) if each[index] != digests[0][index]]
-        if odd:
-            raise Refused(f"{call} gives other numbers on {name_ranks(odd)} than on rank 0: draw them from the seed")
+        differing = [rank for rank, each in enumerate(digests) if each[index] != digests[0][index]]
+        if differing:
+            raise Refused(f"{call} differs on {name_ranks(differing)} from rank 0: let it depend on the seed only")

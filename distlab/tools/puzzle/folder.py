@@ -21,7 +21,7 @@ HEAD = '''\
 
 {allowed}
 {limits}
-Judged with 1, 2, 3 and 4 ranks against one process, to 1e-12 in float64.
+Judged with 1, 2, 3 and 4 ranks: results must equal one process's to 1e-12 in float64.
 
     distlab puzzle {number}           runs this file
     distlab puzzle {number} --hint    the next of {hints} hints
@@ -97,7 +97,7 @@ def stub_of(task: Task) -> str:
     if task.allowed == {"send", "recv"}:
         allowed = "send and receive (send, recv, isend, irecv, batch_isend_irecv)"
     callables = "from collections.abc import Callable\n\n" if "Callable" in task.stub else ""
-    allowed = f"Allowed: torch, and of torch.distributed {allowed}. What else is called is refused."
+    allowed = f"Allowed: torch, and of torch.distributed {allowed}. Any other call is refused."
     text = HEAD.format(
         number=task.number,
         title=task.title,

@@ -18,8 +18,8 @@ ROUNDING = 0.01  # bounds are fractions of bytes
 
 def judge(task: Task, world_size: int, reports: Sequence[Report]) -> str:
     """Return a sentence on the first error; empty if all is right."""
-    looks: list[Callable[[Task, int, Sequence[Report]], str]] = [forbidden, unequal, inspected, too_much]
-    return next((sentence for look in looks if (sentence := look(task, world_size, reports))), "")
+    checks: list[Callable[[Task, int, Sequence[Report]], str]] = [forbidden, unequal, inspected, over_bound]
+    return next((sentence for check in checks if (sentence := check(task, world_size, reports))), "")
 
 
 def inspected(task: Task, world_size: int, reports: Sequence[Report]) -> str:
@@ -28,10 +28,10 @@ def inspected(task: Task, world_size: int, reports: Sequence[Report]) -> str:
 
 def forbidden(task: Task, world_size: int, reports: Sequence[Report]) -> str:  # noqa: ARG001
     for rank, report in enumerate(reports):
-        for made in report.calls:
-            if made.op not in task.allowed:
+        for call in report.calls:
+            if call.op not in task.allowed:
                 allowed = ", ".join(sorted(task.allowed)) or "no call at all"
-                return f"{made.op} is called at {made.line or 'a library'} on rank {rank}; allowed here: {allowed}"
+                return f"{call.op} is called at {call.line or 'a library'} on rank {rank}; allowed here: {allowed}"
     return ""
 
 
@@ -107,7 +107,7 @@ def factor_of(found: Tensor, right: Tensor) -> float | None:
     return factor if not difference(found, factor * right) else None
 
 
-def too_much(task: Task, world_size: int, reports: Sequence[Report]) -> str:
+def over_bound(task: Task, world_size: int, reports: Sequence[Report]) -> str:
     """Return the first bound that is exceeded."""
     bound = task.bound(world_size)
     n = f"with {world_size} rank{'s' * (world_size > 1)}"
@@ -135,4 +135,4 @@ def unexplained(task: Task, report: Report, bound: Bound) -> str:
     explained_bytes = report.sent_bytes + OVERHEAD_BYTES * (1 + len(report.calls))
     if report.wire_bytes <= explained_bytes:
         return ""
-    return f"its sockets sent {report.wire_bytes:,} bytes, and its messages hold {report.sent_bytes:,.0f}"
+    return f"its sockets sent {report.wire_bytes:,} bytes, but its messages contain only {report.sent_bytes:,.0f}"

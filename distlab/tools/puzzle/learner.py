@@ -1,6 +1,6 @@
-"""A learner's actions: list tasks, show the next hint, judge an answer; and the
-same in a notebook: `%puzzle` lists them, `%puzzle 7` makes a cell to fill in, which begins with `%%puzzle 7` and is
-judged when it is run, `%puzzle 7 --hint` gives the next hint."""
+"""A learner's actions: list tasks, show the next hint, judge an answer. In a notebook `%puzzle` lists the tasks,
+`%puzzle 7` makes a cell to fill in, which begins with `%%puzzle 7` and is judged when it runs, and `%puzzle 7 --hint`
+gives the next hint."""
 
 import atexit
 import shutil
@@ -24,12 +24,12 @@ def listed(folder: Folder) -> list[str]:
 
 
 def next_hint(folder: Folder, task: Task) -> str:
-    """Return the next hint; after the last the last again."""
+    """Return the next hint; after the last one the last one again."""
     result = folder.result(task)
-    given = min(result.num_hints, len(task.hints) - 1)
-    result.num_hints = given + 1
+    shown = min(result.num_hints, len(task.hints) - 1)
+    result.num_hints = shown + 1
     folder.keep(task, result)
-    return f"hint {given + 1} of {len(task.hints)}: {task.hints[given]}"
+    return f"hint {shown + 1} of {len(task.hints)}: {task.hints[shown]}"
 
 
 def judge_file(folder: Folder, task: Task, runner: Runner) -> Verdict | None:
@@ -50,11 +50,11 @@ def unusable(file: Path, source: str, task: Task) -> Verdict | None:
     except SyntaxError as error:
         return Verdict(False, 0, 0.0, [f"{file}:{error.lineno}: {error.msg}"])
     if missing:
-        return Verdict(False, 0, 0.0, [f"{file} has no function {missing[0]}, which puzzle {task.number} asks for"])
+        return Verdict(False, 0, 0.0, [f"{file} has no function {missing[0]}, which puzzle {task.number} needs"])
     return None
 
 
-def told(task: Task, verdict: Verdict | None, place: Path) -> list[str]:
+def verdict_lines(task: Task, verdict: Verdict | None, place: Path) -> list[str]:
     """Return the verdict's lines; `place` names the answer."""
     head = f"puzzle {task.number}, {task.title}"
     if verdict is None:
@@ -93,9 +93,7 @@ class Cells:
         if not words and cell is None:
             print("\n".join(listed(self._folder)))
         elif task is None or len(words) > 1 + hint:
-            print(
-                f"refused    {line.strip()!r} is no puzzle, allowed: 1 to {max(TASKS)}, and in a line of its own --hint"
-            )
+            print(f"refused    {line.strip()!r} is no puzzle, allowed: 1 to {max(TASKS)}, and %puzzle 7 --hint")
         elif hint:
             print(next_hint(self._folder, task))
         elif cell is None:
@@ -103,7 +101,7 @@ class Cells:
         else:
             file = self._folder.file(task)
             file.write_text(f"\n{cell}")  # the line of the magic is the cell's first
-            print("\n".join(told(task, judge_file(self._folder, task, self._runner), Path("the cell"))))
+            print("\n".join(verdict_lines(task, judge_file(self._folder, task, self._runner), Path("the cell"))))
 
     def close(self) -> None:
         """End the ranks and free their resources."""

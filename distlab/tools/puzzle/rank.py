@@ -15,7 +15,7 @@ from distlab.lab.measure.storages import Storages
 from distlab.lab.measure.traffic import NoDiagnostics, connections, nbytes_of, sent_by_call
 from distlab.tools.check.watch.recorder import Call
 from distlab.tools.check.watch.recorder import Group as GroupOfCalls
-from distlab.tools.puzzle.task import Made, Report
+from distlab.tools.puzzle.task import CallRecord, Report
 from distlab.tools.puzzle.tasks import TASKS
 from distlab.tools.ranks import rank as ranks
 
@@ -46,7 +46,7 @@ class OnRank:
         self.rank, self.world_size, self.folder = rank.start.rank, job.group.world_size, job.folder
         self.group: dist.ProcessGroup = dist.group.WORLD
         self._recorder, self._store_port, self._meters_memory = rank.recorder, rank.start.port, job.meters_memory
-        self._made: list[Made] = []
+        self._calls: list[CallRecord] = []
         self._wire_bytes: int | None = None
         self._storages = Storages()
         self._seen: dict[str, Any] = {}
@@ -55,30 +55,30 @@ class OnRank:
     def measured(self) -> Iterator[None]:
         with self._recorder.unseen():
             dist.barrier(self.group)
-        if self._meters_memory:  # a call that is recorded keeps its tensors for a while
+        if self._meters_memory:  # the record of a call keeps its tensors for a while
             with self._recorder.unseen(), self._storages:
                 yield
             return
         before = self._sent()
-        self._recorder.on_call.append(self._take)
+        self._recorder.on_call.append(self._on_call)
         try:
             yield
         finally:
-            self._recorder.on_call.remove(self._take)
+            self._recorder.on_call.remove(self._on_call)
         after = self._sent()
         self._wire_bytes = None if before is None or after is None else after - before
         with self._recorder.unseen():
             dist.barrier(self.group)
 
     def num_calls(self) -> int:
-        return len(self._made)
+        return len(self._calls)
 
     def note(self, name: str, value: Any) -> None:
         self._seen[name] = value
 
     def report(self, tensors: dict[str, Any]) -> Report:
         found = {name: None if each is None else each.detach().clone() for name, each in tensors.items()}
-        return Report(found, self._made, self._wire_bytes, self._storages.peak_bytes, self._seen)  # type: ignore[arg-type]
+        return Report(found, self._calls, self._wire_bytes, self._storages.peak_bytes, self._seen)  # type: ignore[arg-type]
 
     def _sent(self) -> int | None:
         try:
@@ -86,13 +86,13 @@ class OnRank:
         except NoDiagnostics:
             return None
 
-    def _take(self, name: str, args: tuple[Any, ...], call: Call, group: GroupOfCalls) -> None:  # noqa: ARG002
+    def _on_call(self, name: str, args: tuple[Any, ...], call: Call, group: GroupOfCalls) -> None:  # noqa: ARG002
         sent_bytes = 0.0
         if call.op not in ("recv", "barrier", "monitored_barrier"):
             whole = args[1] if call.op in ("reduce_scatter", "scatter", "gather", "all_to_all") else args[0]
             sent_bytes = sent_by_call(call.op, nbytes_of(whole), f"c10d::{name}", args, self.group)
         waits = any(each is False for each in args)  # its argument async_op
-        self._made.append(Made(call.op, sent_bytes, self._recorder.places.line_of(2), waits))
+        self._calls.append(CallRecord(call.op, sent_bytes, self._recorder.places.line_of(2), waits))
 
 
 def names_in(file: str) -> dict[str, Any]:
@@ -119,5 +119,5 @@ class Answers(ranks.Executor):
         return Ended("passed", report=pickle.dumps(report))
 
     def failed(self, error: BaseException) -> Ended:  # noqa: ARG002
-        """Return no text: the doctor reports exception and line."""
+        """Return no text: the coordinator reports exception and line."""
         return Ended("failed")

@@ -1,4 +1,4 @@
-"""Judge answers on 1, 2, 3 and 4 warm ranks, forked once, in at most 10 s, watched by the doctor."""
+"""Judge answers on 1, 2, 3 and 4 warm ranks, forked once, in at most 10 s, under the coordinator of `distlab check`."""
 
 import pickle
 import shutil
@@ -56,7 +56,7 @@ class Runner(WarmRanks):
         figures: list[Figures] = []
         for world_size in world_sizes:
             left_s = max(1.0, TRY_S - (time.monotonic() - begun))
-            reports, lines = self._tried(task, file, world_size, left_s)
+            reports, lines = self._try(task, file, world_size, left_s)
             if not lines and (fault := judge(task, world_size, reports)):
                 lines = [fault]
             if lines:
@@ -64,7 +64,7 @@ class Runner(WarmRanks):
             figures.append(figures_of(world_size, reports))
         return Verdict(True, world_sizes[-1], time.monotonic() - begun, (), figures)
 
-    def _tried(self, task: Task, file: Path, world_size: int, left_s: float) -> tuple[list[Report], list[str]]:
+    def _try(self, task: Task, file: Path, world_size: int, left_s: float) -> tuple[list[Report], list[str]]:
         """Return the ranks' reports, or the lines of an error, the sentence first."""
         files = tempfile.mkdtemp(prefix="distlab-puzzle-")
 
@@ -78,15 +78,15 @@ class Runner(WarmRanks):
             if task.resume is not None:
                 if not outcome.lost:
                     unharmed = ["no rank was killed: the shard was never written in full"]
-                    return [], told(outcome) if outcome.is_bad else unharmed
+                    return [], error_lines(outcome) if outcome.is_bad else unharmed
                 outcome = run(resumes=True)
             if outcome.is_bad:
-                return [], told(outcome)
+                return [], error_lines(outcome)
             reports = reports_of(outcome)
             if task.bound(world_size).peak_bytes is not None and not judge(task, world_size, reports):
                 outcome = run(meters_memory=True)
                 if outcome.is_bad:
-                    return [], told(outcome)
+                    return [], error_lines(outcome)
                 peaks = [each.peak_bytes for each in reports_of(outcome)]
                 reports = [replace(each, peak_bytes=peak) for each, peak in zip(reports, peaks, strict=True)]
             return reports, []
@@ -100,7 +100,7 @@ def reports_of(outcome: Outcome) -> list[Report]:
     return [pickle.loads(each.report) for each in ended if isinstance(each, Ended)]
 
 
-def told(outcome: Outcome) -> list[str]:
+def error_lines(outcome: Outcome) -> list[str]:
     """Return the ranks' errors, and what they printed."""
     printed = [f"rank {rank} printed: {text.strip()[-300:]}" for rank, text in outcome.printed.items() if text.strip()]
     return outcome.lines() + printed

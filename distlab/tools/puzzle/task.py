@@ -18,7 +18,7 @@ MESSAGES = frozenset({"send", "recv"})
 Tensors = dict[str, Tensor]
 
 
-class Made(NamedTuple):
+class CallRecord(NamedTuple):
     """A call of torch.distributed on one rank: the bytes that it must send, and its line in the answer."""
 
     op: str
@@ -32,7 +32,7 @@ class Report:
     """One rank's results: tensors by name, calls, bytes sent by its sockets, and other observations."""
 
     tensors: Tensors = field(default_factory=dict)
-    calls: Sequence[Made] = ()
+    calls: Sequence[CallRecord] = ()
     wire_bytes: int | None = None  # None if the kernel does not count
     peak_bytes: int = 0  # of all tensors that the answer made or received, at one time
     seen: Mapping[str, Any] = field(default_factory=dict)  # what a task has recorded
@@ -81,12 +81,12 @@ class Bench(Protocol):
 Play = Callable[[Any, Bench], Tensors]
 
 
-def nothing(world_size: int) -> dict[str, list[Tensors]]:  # noqa: ARG001
+def no_suspects(world_size: int) -> dict[str, list[Tensors]]:  # noqa: ARG001
     """Return no suspects."""
     return {}
 
 
-def all_is_well(world_size: int, reports: Sequence[Report]) -> str:  # noqa: ARG001
+def nothing_else(world_size: int, reports: Sequence[Report]) -> str:  # noqa: ARG001
     """Require nothing else."""
     return ""
 
@@ -111,8 +111,8 @@ class Task:
     play: Play  # on a rank: calls the answer, and returns the tensors to compare
     expected: Callable[[int], list[Tensors]]
     bound: Callable[[int], Bound] = unbounded
-    suspects: Callable[[int], dict[str, list[Tensors]]] = nothing  # results of typical errors, by a description
-    inspect: Callable[[int, Sequence[Report]], str] = all_is_well  # other requirements: a sentence if one is not met
+    suspects: Callable[[int], dict[str, list[Tensors]]] = no_suspects  # results of typical errors, by a description
+    inspect: Callable[[int, Sequence[Report]], str] = nothing_else  # other requirements: a sentence if one is not met
     resume: Play | None = None  # if given, ranks are killed in `play`, and new ones run this
 
     @property

@@ -1,4 +1,4 @@
-"""Scripts under `distlab drill`: wrong ones after public reports beside their mended twins, and right ones."""
+"""Scripts under `distlab drill`: wrong ones from public reports, each with its corrected version, and right ones."""
 
 import json
 import re
@@ -17,16 +17,16 @@ from torch.utils.data import BatchSampler, DistributedSampler, TensorDataset
 from distlab.cli.drill import VALUED, read_options
 from distlab.tools.check.start.command import leading_options
 from distlab.tools.drill.recording import innermost
-from distlab.tools.drill.runs import Recorded
-from distlab.tools.drill.verdict import Whole, ledger
+from distlab.tools.drill.runs import RecordedRun
+from distlab.tools.drill.verdict import WholeRun, count_samples
 from tests.launched import clean, ended_warm
 
 FILES = Path(__file__).parent / "files"
 MINE = Path(__file__).parents[3] / "mine"
-WRONG = {  # options, and what is said
+WRONG = {  # options, and parts of what is printed
     "optimizer_forgotten": ("", "the optimizer's state of rank 0", "nothing loads the optimizer"),
     "schedule_forgotten": ("", "the learning rate of rank 0", "nothing loads the schedule"),
-    "rate_reset": ("", "the learning rate of rank 0", "it is loaded at script_resumes.py:"),
+    "rate_reset": ("", "the learning rate of rank 0", " loads the schedule"),
     "random_forgotten": ("--kill rank1@step9", "the random state of rank 0", "nothing loads the random state"),
     "loader_forgotten": ("", "read twice", "rank 1 reads"),
     "position_before_step": ("", "8 read twice"),
@@ -40,7 +40,7 @@ RIGHT = [
     name for name in re.findall(r"^def (\w+)\(\):", (FILES / "script_survives.py").read_text(), re.MULTILINE)
     if name != "net"
 ]  # fmt: skip
-SAVING = ("plain", "heeds_sigterm", "sharded")  # of which all faults are made
+SAVING = ("plain", "saves_on_sigterm", "sharded")  # tested with all faults
 
 
 def drilled(*words: str) -> subprocess.CompletedProcess[str]:
@@ -48,7 +48,7 @@ def drilled(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def processes_of(place: Path) -> list[int]:
-    """Those that were started with this path in their environment."""
+    """Return the processes that were started with this path in their environment."""
     found = []
     for each in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):
@@ -56,23 +56,23 @@ def processes_of(place: Path) -> list[int]:
     return found
 
 
-def told(done: subprocess.CompletedProcess[str]) -> str:
+def printed(done: subprocess.CompletedProcess[str]) -> str:
     return " ".join(done.stdout.split())
 
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_wrong_is_named(name: str) -> None:
-    options, *says = WRONG[name]
+def test_a_fault_is_named(name: str) -> None:
+    options, *expected = WRONG[name]
     words = [*(["--faults", "kill"] if "--faults" not in options else []), *options.split()]
     done = drilled(*words, str(FILES / "script_resumes.py"), name)
     assert done.returncode == 1, done.stdout
-    assert [each for each in says if each not in told(done)] == [], done.stdout
+    assert [each for each in expected if each not in printed(done)] == [], done.stdout
 
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("name", WRONG)
-def test_the_mended_twin_is_left_alone(name: str) -> None:
+def test_its_corrected_version_passes(name: str) -> None:
     options = WRONG[name][0]
     words = [*(["--faults", "kill"] if "--faults" not in options else []), *options.split()]
     done = drilled(*words, str(FILES / "script_resumes.py"), name, "right")
@@ -81,14 +81,14 @@ def test_the_mended_twin_is_left_alone(name: str) -> None:
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("name", RIGHT)
-def test_a_right_script_is_left_alone(name: str) -> None:
+def test_a_right_script_passes(name: str) -> None:
     words = [] if name in SAVING else ["--faults", "kill"]
     done = drilled(*words, str(FILES / "script_survives.py"), name)
     assert done.returncode == 0, done.stdout
     assert done.stdout.count("to the bit") == (4 if name in SAVING else 1)
 
 
-def test_the_sampler_in_batch_samplers_that_wrap_each_other_is_found() -> None:
+def test_the_sampler_inside_nested_batch_samplers_is_found() -> None:
     sampler = DistributedSampler[int](TensorDataset(torch.ones(9)), 3, 0)
     inner = BatchSampler(sampler, 2, drop_last=False)
     outer = SimpleNamespace(batch_sampler=inner)  # as accelerate's
@@ -101,10 +101,10 @@ def test_the_scripts_that_mine_shows() -> None:
     assert json.loads(right.stdout)["verdict"] == "pass"
     wrong = drilled(str(MINE / "resume_rank_0.py"))
     assert wrong.returncode == 1, wrong.stdout
-    assert "rank 0 waits in barrier" in told(wrong)
+    assert "rank 0 waits in barrier" in printed(wrong)
 
 
-# Loads its weights times a factor, saves to a folder that its words name, and starts a process.
+# Loads its weights times a factor, saves to the folder that its first argument names, and starts a process.
 TIMES = """
 import os, subprocess, sys
 import torch
@@ -131,7 +131,7 @@ for step in range(begin, 6):
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("factor", ["1", "2"])
-def test_a_folder_that_is_named_is_copied_and_other_weights_are_seen(factor: str, tmp_path: Path) -> None:
+def test_the_state_folder_is_copied_and_changed_weights_are_found(factor: str, tmp_path: Path) -> None:
     state, script = tmp_path / "state", tmp_path / "own" / "train.py"
     for folder in (state, script.parent, tmp_path / "tmp"):
         folder.mkdir()
@@ -147,7 +147,7 @@ def test_a_folder_that_is_named_is_copied_and_other_weights_are_seen(factor: str
         assert (done.returncode, last["weights"], last["why"]) == (0, "to the bit", "")
     else:
         assert done.returncode == 1
-        assert "begins with weights that no step had: it is loaded at train.py:" in last["why"]
+        assert "begins with weights that no step had; train.py:" in last["why"]
     assert [each.read_text() for each in state.iterdir()] == ["of a run before"]
     assert processes_of(tmp_path) == []
 
@@ -156,57 +156,62 @@ def test_a_folder_that_is_named_is_copied_and_other_weights_are_seen(factor: str
     ("words", "why"),
     [
         (["RUN_MODE=server"], "RUN_MODE=server makes none, since out of step there is no step at which all"),
-        (["RUN_MODE=dp", "LAB_RESUME=auto"], "LAB_RESUME is for drill to set: leave it out"),
-        (["RUN_MODE=dp", "LAB_VARIANT=ring,flat"], "LAB_VARIANT=ring,flat are several: expected one, such as bucketed"),
+        (["RUN_MODE=dp", "LAB_RESUME=auto"], "drill sets LAB_RESUME itself: leave it out"),
+        (
+            ["RUN_MODE=dp", "LAB_VARIANT=ring,flat"],
+            "LAB_VARIANT=ring,flat names several: expected one, such as bucketed",
+        ),
         (["--resume=9", str(FILES / "script_survives.py")], "--resume is '9': expected numbers of ranks"),
     ],
 )
 def test_a_refusal_is_json_too(words: list[str], why: str) -> None:
     done = drilled("--json", *words)
-    told = json.loads(done.stdout)
-    assert (done.returncode, told["verdict"]) == (2, "refused")
-    assert told["why"][0].startswith(why)
+    result = json.loads(done.stdout)
+    assert (done.returncode, result["verdict"]) == (2, "refused")
+    assert result["why"][0].startswith(why)
 
 
 def test_a_failure_before_any_resume_is_json_too(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("raise ValueError('no data')\n")
     done = drilled("--json", str(tmp_path / "train.py"))
-    told = json.loads(done.stdout)
-    assert (done.returncode, told["verdict"]) == (1, "fail")
-    assert told["why"] == "the whole run failed: ValueError: no data (train.py:1)"
+    result = json.loads(done.stdout)
+    assert (done.returncode, result["verdict"]) == (1, "fail")
+    assert result["why"] == "the whole run failed: ValueError: no data (train.py:1)"
 
 
-def test_a_rank_that_goes_round_for_ever_is_named(tmp_path: Path) -> None:
+def test_a_rank_in_an_endless_loop_is_named(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import os\nwhile os.environ['RANK'] == '1':\n    pass\n")
     done = drilled("LAB_COLLECTIVE_TIMEOUT_S=3", str(tmp_path / "train.py"))
     assert done.returncode == 1, done.stdout
-    assert "rank 1 took no step for 3 s (LAB_COLLECTIVE_TIMEOUT_S) after step 0 before its first call" in told(done)
+    assert "rank 1 took no step for 3 s (LAB_COLLECTIVE_TIMEOUT_S) after step 0 before its first call" in printed(done)
 
 
-def padded(epochs: list[list[int]], size: int, folder: Path) -> Recorded:
-    """A run of one step an epoch, whose samples a DistributedSampler deals and pads."""
+def padded(epochs: list[list[int]], size: int, folder: Path) -> RecordedRun:
+    """Return a run of one step per epoch, whose samples a DistributedSampler divides and pads."""
     parts = [[samples + samples[: -len(samples) % size] for samples in epochs] for _ in range(size)]
     facts = [
         [{"step": step, "pads": True, "read": [[step, samples[rank::size]]]} for step, samples in enumerate(mine)]
         for rank, mine in enumerate(parts)
     ]
-    return Recorded(folder, facts, "", hit=False)
+    return RecordedRun(folder, facts, "", hit=False)
 
 
 @pytest.mark.parametrize(
     ("left_out", "again", "lost", "twice"), [(0, 0, 0, 0), (1, 0, 1, 0), (2, 0, 2, 0), (0, 3, 0, 5), (1, 3, 1, 3)]
 )
-def test_what_a_sampler_pads_is_counted(left_out: int, again: int, lost: int, twice: int, tmp_path: Path) -> None:
-    """10 samples: on 4 ranks 12 are read in an epoch, on 2 none twice, on 3 another 12."""
+def test_padding_of_a_sampler_is_not_lost_or_read_twice(
+    left_out: int, again: int, lost: int, twice: int, tmp_path: Path
+) -> None:
+    """Of 10 samples 4 ranks read 12 per epoch, 2 ranks read 10, and 3 ranks read another 12."""
     everything = list(range(10))
-    whole = Whole(padded([everything] * 3, 4, tmp_path), 0.0, [])
+    whole = WholeRun(padded([everything] * 3, 4, tmp_path), 0.0, [])
     resumed = padded([everything, everything[left_out:] + everything[3 : 3 + again], everything], 3, tmp_path)
     before = padded([], 4, tmp_path)
-    told = ledger(whole, before, resumed, 0)
-    assert (told.lost, told.twice) == (lost, twice)
+    counts = count_samples(whole, before, resumed, 0)
+    assert (counts.lost, counts.twice) == (lost, twice)
 
 
-# On 2 ranks it trains on all 10 samples of each epoch, on others on the first ones, as many as its word says.
+# On 2 ranks it trains on all 10 samples of each epoch, on others on the first ones; the argument is their number.
 LEAVES_OUT = """
 import os, sys
 import torch
@@ -240,14 +245,14 @@ for epoch in range(begin, 6):
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(("kept", "code"), [("10", 0), ("9", 1)])
-def test_one_sample_less_than_a_sampler_pads_is_lost(kept: str, code: int, tmp_path: Path) -> None:
+def test_a_missing_sample_is_lost_in_spite_of_padding(kept: str, code: int, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(LEAVES_OUT)
     done = drilled("--faults", "kill", "--kill", "rank1@step2", "--resume", "3", str(tmp_path / "train.py"), kept)
     assert done.returncode == code, done.stdout
-    assert (" lost" in told(done).partition("why")[2]) == bool(code), done.stdout
+    assert (" lost" in printed(done).partition("why")[2]) == bool(code), done.stdout
 
 
-def test_ctrl_c_leaves_nobody(tmp_path: Path) -> None:
+def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import time\nopen('begun', 'w').close()\ntime.sleep(60)\n")
     command = [sys.executable, "-m", "distlab", "drill", "WORLD_SIZE=2", str(script)]
@@ -257,7 +262,7 @@ def test_ctrl_c_leaves_nobody(tmp_path: Path) -> None:
         until = time.monotonic() + 60
         while not list(tmp_path.glob("drill/*/*/work/begun")) and time.monotonic() < until:
             time.sleep(0.1)
-        assert len(processes_of(tmp_path)) > 2, "the drill and its ranks"
+        assert len(processes_of(tmp_path)) > 2, "the command and its ranks"
         running.send_signal(signal.SIGINT)
         assert running.wait(30) == 130
     assert processes_of(tmp_path) == []
@@ -272,18 +277,18 @@ def test_a_file_outside_of_the_copies_is_not_touched(tmp_path: Path) -> None:
     script.write_text(f"open({str(tmp_path / 'saves' / 'state')!r}, 'w')\n")
     done = drilled(str(script))
     assert done.returncode == 2, done.stdout
-    assert "name its folder by --state" in told(done)
+    assert "name its folder with --state" in printed(done)
     assert list((tmp_path / "saves").iterdir()) == []
 
 
-def test_all_that_is_wrong_is_said_at_once() -> None:
+def test_all_wrong_options_are_reported_together() -> None:
     done = drilled("--kill", "rank5@step0", "--resume", "x", "--faults", "flood", "absent.py")
     assert done.returncode == 2
     for each in ("--kill is 'rank5@step0'", "--resume is 'x'", "--faults is 'flood'", "'absent.py' does not exist"):
         assert each in done.stdout
 
 
-def test_words_before_the_script() -> None:
+def test_options_before_the_script() -> None:
     words = ["WORLD_SIZE=4", "--kill=rank2@step7", "--json", "--resume", "4,2", "train.py", "--steps", "9"]
     found, settings, rest, faults = leading_options(words, VALUED, ("--json",))
     assert (settings, rest, faults) == (["WORLD_SIZE=4"], ["train.py", "--steps", "9"], [])
@@ -313,15 +318,15 @@ def test_a_mode_of_the_lab_is_drilled(mode: str) -> None:
     found = json.loads(done.stdout)
     assert (done.returncode, found["verdict"]) == (0, "pass"), done.stdout
     whole, again, alone, saving = found["runs"]
-    assert "half written" in saving["begins"], "a file in a folder that is renamed behind it"
+    assert "half written" in saving["begins"], "a file in a folder that is renamed after it"
     assert (whole["steps"], whole["samples"]) == (8, 64)
     assert [again[name] for name in ("weights", "begins", "samples")] == ["to the bit", "step 4", 64]
     assert [alone[name] for name in ("ranks", "samples", "lost", "twice")] == [1, 64, 0, 0]
 
 
 @pytest.mark.timeout(240)
-def test_a_mode_whose_data_go_on_from_the_wrong_place_fails() -> None:
+def test_a_mode_that_resumes_at_the_wrong_sample_fails() -> None:
     words = [f"{name}={value}" for name, value in SMALL.items()]
     done = drilled("--faults", "kill", *words, "RUN_MODE=dp", "LAB_BUG=resume_repeats_epoch")
     assert done.returncode == 1, done.stdout
-    assert "samples: 32 lost and 32 read twice" in told(done)
+    assert "samples: 32 lost and 32 read twice" in printed(done)

@@ -1,5 +1,4 @@
-"""Bugs that were found in public, each planted in a file of its own: what is said of them, and that right files are
-left alone."""
+"""Publicly reported bugs, each in a file of its own: a proof names them, and right files pass."""
 
 import json
 import shutil
@@ -15,12 +14,12 @@ FILES = Path(__file__).parent / "files"
 
 
 def prove(name: str, world_size: int, folder: Path, **environ: str) -> Checked:
-    """`distlab prove FILE` on so many local ranks."""
+    """Run `distlab prove FILE` on this number of local ranks."""
     return check(FILES / f"{name}.py", world_size, folder, command="prove", **environ)
 
 
 def prove_text(folder: Path, name: str, source: str, **environ: str) -> Checked:
-    """A file of this text on two ranks, beside those that it may import."""
+    """Prove a file of this text on two ranks, next to those that it may import."""
     for shared in ("net", "right_model", "right_strategy"):
         shutil.copy(FILES / f"{shared}.py", folder)
     (folder / f"{name}.py").write_text(source)
@@ -32,13 +31,13 @@ def test_it_is_named(planted: Planted, tmp_path: Path) -> None:
     proven = prove(planted.name, planted.world_size, tmp_path)
     assert proven.code == 1, proven.output
     found = next(each for each in proven.run["findings"] if planted.names in each["sentence"])
-    for words in planted.says:
-        assert words in found["sentence"]
+    for part in planted.parts:
+        assert part in found["sentence"]
     assert tuple(found["ranks"]) == planted.ranks
 
 
 @pytest.mark.parametrize(("name", "world_size"), [*((name, 3) for name in RIGHT), ("model", 1), ("tp", 4)])
-def test_a_right_file_is_left_alone(name: str, world_size: int, tmp_path: Path) -> None:
+def test_a_right_file_passes(name: str, world_size: int, tmp_path: Path) -> None:
     proven = prove(f"right_{name}", world_size, tmp_path)
     assert proven.code == 0, proven.output
     assert proven.run["proven"]
@@ -51,8 +50,8 @@ def test_a_right_file_is_left_alone(name: str, world_size: int, tmp_path: Path) 
             assert called == round(2 * 2 / 3 * 42_368 * 8)
             assert called <= sent <= 1.1 * called
     gradients = next(each for each in proven.run["checks"] if each["name"] == "gradients")
-    assert ("seen is written by the steps: " in proven.output) == (name == "model")
-    assert ("average is written by the steps: as in one process on all ranks" in proven.output) == (name == "model")
+    assert ("seen is changed by the steps: " in proven.output) == (name == "model")
+    assert ("average is changed by the steps: as in one process on all ranks" in proven.output) == (name == "model")
     assert gradients["max_abs_diff"] < (1e-7 if name == "pp" else 1e-12)  # it clips without torch's epsilon
 
 
@@ -157,34 +156,32 @@ def test_buffers_that_are_written_twice_or_too_early_are_named(tmp_path: Path) -
     proven = prove_text(tmp_path, "logging_twice", LOGGING)
     assert proven.code == 1, proven.output
     seen, passes, average = proven.sentences
-    assert seen.startswith("seen, a buffer that one process writes, ends as") and seen.endswith(
-        ": it moved 2 x as far (on ranks 0 and 1)"
-    )
-    assert passes.startswith("passes, ") and passes.endswith(": it moved 2 x as far (on ranks 0 and 1)")
-    assert average.startswith("average, ") and average.endswith("(on ranks 0 and 1)")
+    assert seen.startswith("buffer seen ends as") and seen.endswith(": it changed 2 x as much (on ranks 0 and 1)")
+    assert passes.startswith("buffer passes ") and passes.endswith(": it changed 2 x as much (on ranks 0 and 1)")
+    assert average.startswith("buffer average ") and average.endswith("(on ranks 0 and 1)")
 
 
-FIRST = ("silent", "apart", "hangs")  # whose first sentence it is
-TEXTS: dict[str, Any] = {  # the file's text, the variables of its proof, its exit code, and what is said
-    "silent": (SILENT, {}, 1, "no rank gave the gradient of layers.1.mlp.up.weight, nor of 3 more"),
-    "strange": (STRANGE, {}, 2, "the strategy's full() gives 'layers.1.mlp.top.bias', which is no parameter of the"),
+FIRST = ("silent", "apart", "hangs")  # the text is in the first finding
+TEXTS: dict[str, Any] = {  # the file's text, the variables of its proof, its exit code, and parts of the output
+    "silent": (SILENT, {}, 1, "no rank has a gradient of layers.1.mlp.up.weight, nor of 3 more"),
+    "strange": (STRANGE, {}, 2, "the strategy's full() returns 'layers.1.mlp.top.bias', which is no parameter of the"),
     "apart": (APART, {}, 1, "the loss of step 0 is"),
     "hangs": (HANGS, {"LAB_HANG_AFTER_S": "2"}, 1, "all_reduce", "hangs.py:10"),
     "stands": ("clip = 1.0\nimport time\ntime.sleep(600)\n", {"LAB_JOIN_TIMEOUT_S": "5"}, 2, "the file still stands at stands.py:3 after 5 s"),
-    "refused": (REFUSED, {}, 2, "batch(1, 0) returned str: allowed are inputs and targets"),
+    "refused": (REFUSED, {}, 2, "batch(1, 0) returned str: expected inputs and targets"),
     "half": (HALF, {}, 1, "no rank trains rows 100 to 127 of layers.1.mlp.up.weight",
              "layers.2.mlp.up.bias on rank 1 begins with other weights than the model's"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_what_is_said_of_a_file(name: str, tmp_path: Path) -> None:
-    """A gradient that is never given, a name of nobody, a loss of one rank's own, a deadlock, a file that stands or
-    cannot be proven on any rank, rows that nobody trains."""
-    source, environ, code, *said = TEXTS[name]
+def test_the_finding_or_refusal_of_a_file(name: str, tmp_path: Path) -> None:
+    """A missing gradient, an unknown name, a loss of one rank only, a deadlock, a file that does not return or cannot be
+    proven, rows that no rank trains."""
+    source, environ, code, *parts = TEXTS[name]
     proven = prove_text(tmp_path, name, source, **environ)
     assert proven.code == code, proven.output
-    assert all(words in (proven.sentences[0] if name in FIRST else proven.one_line) for words in said), proven.output
+    assert all(part in (proven.sentences[0] if name in FIRST else proven.one_line) for part in parts), proven.output
     assert not proven.run["proven"] and (proven.run["verdict"] == "refused") == (
         name in ("strange", "stands", "refused")
     )

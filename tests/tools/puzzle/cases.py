@@ -1,7 +1,7 @@
-"""The answers that the judge is tested by: a reference of each task, which passes, and three typical wrong answers.
+"""The answers that test the judge: a reference of each task, which passes, and three typical wrong answers.
 
-A wrong answer stands in wrong/ as functions whose names end in its number; what it leaves out is the reference's. Its
-reason is a regular expression that the verdict has to match.
+A wrong answer in wrong/ is a set of functions whose names end in its number; the others are the reference's. Its reason
+is a regular expression that the verdict must match.
 """
 
 import re
@@ -20,7 +20,7 @@ ANSWERS, WRONG = Path(puzzle.__file__).parent / "answers", Path(__file__).parent
 
 
 class Case(NamedTuple):
-    """An answer of the lab's: number 0 is the reference."""
+    """An answer; number 0 is the reference."""
 
     task: Task
     number: int
@@ -28,7 +28,7 @@ class Case(NamedTuple):
 
 
 def cases(tasks: Sequence[Task]) -> list[Case]:
-    """All answers to these tasks."""
+    """Return all answers to these tasks."""
     found = []
     for task in tasks:
         found.append(Case(task, 0))
@@ -37,7 +37,7 @@ def cases(tasks: Sequence[Task]) -> list[Case]:
 
 
 class Verifier:
-    """Judges them, in a folder where they are files of a learner's."""
+    """Judges answers, as files in a learner's folder."""
 
     def __init__(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="distlab-answers-"))

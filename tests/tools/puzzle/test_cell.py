@@ -1,4 +1,4 @@
-"""The same puzzles in a notebook, of which these tests are the shell."""
+"""The puzzles in a notebook; the tests take the place of IPython's shell."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,7 +14,7 @@ Typed = Callable[..., str]
 
 
 class Shell:
-    """What IPython gives to an extension, as far as it is used."""
+    """The part of IPython's shell that the extension uses."""
 
     def __init__(self) -> None:
         self.magics: dict[str, Any] = {}
@@ -35,7 +35,7 @@ def shell() -> Shell:
 
 @pytest.fixture
 def typed(shell: Shell, capsys: pytest.CaptureFixture[str]) -> Iterator[Typed]:
-    """`typed("7 --hint")`, or with a cell; what is printed."""
+    """`typed("7 --hint")`, or with a cell, returns what is printed."""
     puzzle.load_ipython_extension(shell)
     cells: Cells = shell.magics["puzzle"].__self__
 
@@ -55,7 +55,7 @@ def test_a_line_lists_gives_hints_and_makes_a_cell(typed: Typed, shell: Shell) -
 
 
 @pytest.mark.parametrize("line", ["99", "five", "5 --all"])
-def test_a_line_that_says_nothing_is_refused(typed: Typed, line: str) -> None:
+def test_an_invalid_line_is_refused(typed: Typed, line: str) -> None:
     assert typed(line).startswith(f"refused    {line!r} is no puzzle, allowed: 1 to {len(TASKS)}")
 
 
@@ -63,7 +63,7 @@ def test_a_line_that_says_nothing_is_refused(typed: Typed, line: str) -> None:
 def test_a_cell_is_judged_and_its_lines_are_the_cells(typed: Typed, shell: Shell) -> None:
     typed("6")
     assert "to fill in, there is still `...` in the cell" in typed("6", shell.next_input.partition("\n")[2])
-    said = typed("6", "def average_in_one_call(gradients, group):\n    return gradients[9]\n")
-    assert "ranks 0 and 1 raised IndexError: list index out of range at 06_one_bucket.py:3\n" in said
+    printed = typed("6", "def average_in_one_call(gradients, group):\n    return gradients[9]\n")
+    assert "ranks 0 and 1 raised IndexError: list index out of range at 06_one_bucket.py:3\n" in printed
     assert "One flat bucket: passed in " in typed("6", (ANSWERS / TASKS[6].file).read_text())
     assert " 6  passed " in typed("")

@@ -1,4 +1,4 @@
-"""What is wrong is said: which tensor on which rank, by which factor, which call, which bound."""
+"""A verdict names the error: which tensor on which rank, by which factor, which call, which bound."""
 
 from collections.abc import Sequence
 
@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from distlab.tools.puzzle.judge import difference, judge
-from distlab.tools.puzzle.task import MESSAGES, Bound, Made, Report, Task, Tensors, numbers
+from distlab.tools.puzzle.task import MESSAGES, Bound, CallRecord, Report, Task, Tensors, numbers
 
 SIZE = 12
 UNBOUNDED = Bound()
 
 
 def task(bound: Bound = UNBOUNDED, allowed: frozenset[str] = MESSAGES, fault: str = "") -> Task:
-    """The sum of the ranks' numbers on each rank."""
+    """Return a task: the sum of the ranks' numbers on each rank."""
 
     def expected(world_size: int) -> list[Tensors]:
         return [{"total": own(0) + own(1)}] * world_size
@@ -32,15 +32,15 @@ def own(rank: int) -> torch.Tensor:
 
 
 def reports(
-    change: torch.Tensor | None = None, calls: Sequence[Made] = (), wire_bytes: int | None = None
+    change: torch.Tensor | None = None, calls: Sequence[CallRecord] = (), wire_bytes: int | None = None
 ) -> list[Report]:
-    """Of two ranks; the second has `change` in place of the sum."""
+    """Return the reports of two ranks; the second has `change` instead of the sum."""
     right = own(0) + own(1)
     return [Report({"total": each}, calls, wire_bytes, 500) for each in (right, right if change is None else change)]
 
 
 def test_right_numbers_within_the_bounds_pass() -> None:
-    sent = [Made("send", 96, "a.py:1")]
+    sent = [CallRecord("send", 96, "a.py:1")]
     assert judge(task(Bound(96, 192, 1, 0, 500)), 2, reports(own(0) + own(1) + 1e-13, sent, 150)) == ""
 
 
@@ -58,18 +58,18 @@ def test_right_numbers_within_the_bounds_pass() -> None:
     ],
 )
 def test_a_tensor_that_differs_is_named_with_its_rank_and_why(change: torch.Tensor, words: str) -> None:
-    said = judge(task(), 2, reports(change))
-    assert said.startswith("total on rank 1 differs from one process: ")
-    assert words in said
+    sentence = judge(task(), 2, reports(change))
+    assert sentence.startswith("total on rank 1 differs from one process: ")
+    assert words in sentence
 
 
-def test_what_is_no_tensor_is_said() -> None:
+def test_a_result_that_is_no_tensor_is_named() -> None:
     assert judge(task(), 2, [Report({"total": None})] * 2).endswith("it is None, not a tensor")  # type: ignore[dict-item]
     assert difference(own(0), own(0)) == ""
 
 
 @pytest.mark.parametrize(
-    ("bound", "said"),
+    ("bound", "sentence"),
     [
         (Bound(rank_bytes=94), "96 bytes are sent on rank 0 with 2 ranks, allowed 94"),
         (Bound(all_bytes=190), "all ranks together send 192 bytes with 2 ranks, allowed 190"),
@@ -77,27 +77,28 @@ def test_what_is_no_tensor_is_said() -> None:
         (Bound(peak_bytes=499), "500 bytes of tensors are kept at one time on rank 0 with 2 ranks, allowed 499"),
     ],
 )
-def test_a_bound_that_is_not_kept_is_said(bound: Bound, said: str) -> None:
-    assert judge(task(bound), 2, reports(calls=[Made("send", 96, "a.py:1")])) == said
+def test_an_exceeded_bound_is_named(bound: Bound, sentence: str) -> None:
+    assert judge(task(bound), 2, reports(calls=[CallRecord("send", 96, "a.py:1")])) == sentence
 
 
 def test_the_number_of_collectives_is_bounded() -> None:
-    made = [Made("all_reduce", 96, "a.py:1")] * 2
-    told = judge(task(Bound(calls=1), frozenset({"all_reduce"})), 2, reports(calls=made))
-    assert told == "2 collectives are called on rank 0 with 2 ranks, allowed 1"
+    made = [CallRecord("all_reduce", 96, "a.py:1")] * 2
+    sentence = judge(task(Bound(calls=1), frozenset({"all_reduce"})), 2, reports(calls=made))
+    assert sentence == "2 collectives are called on rank 0 with 2 ranks, allowed 1"
 
 
 def test_a_call_that_is_not_allowed_is_named_with_its_line() -> None:
-    told = judge(task(), 2, reports(calls=[Made("all_reduce", 96, "02_all_reduce.py:7")]))
-    assert told == "all_reduce is called at 02_all_reduce.py:7 on rank 0; allowed here: recv, send"
+    sentence = judge(task(), 2, reports(calls=[CallRecord("all_reduce", 96, "02_all_reduce.py:7")]))
+    assert sentence == "all_reduce is called at 02_all_reduce.py:7 on rank 0; allowed here: recv, send"
 
 
-def test_bytes_that_no_call_explains_are_seen_by_the_sockets() -> None:
-    told = judge(task(Bound(rank_bytes=96)), 2, reports(calls=[Made("send", 96, "a.py:1")], wire_bytes=9000))
-    assert told == "rank 0: its sockets sent 9,000 bytes, and its messages hold 96"
+def test_bytes_that_no_call_explains_are_found_at_the_sockets() -> None:
+    sentence = judge(task(Bound(rank_bytes=96)), 2, reports(calls=[CallRecord("send", 96, "a.py:1")], wire_bytes=9000))
+    assert sentence == "rank 0: its sockets sent 9,000 bytes, but its messages contain only 96"
 
 
-def test_what_a_task_asks_for_beside_is_said_before_its_bounds() -> None:
+def test_other_requirements_are_checked_before_the_bounds() -> None:
     assert (
-        judge(task(Bound(rank_bytes=0), fault="too late"), 2, reports(calls=[Made("send", 96, "a.py:1")])) == "too late"
+        judge(task(Bound(rank_bytes=0), fault="too late"), 2, reports(calls=[CallRecord("send", 96, "a.py:1")]))
+        == "too late"
     )

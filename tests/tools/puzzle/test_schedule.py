@@ -1,4 +1,4 @@
-"""Puzzle 12: what is wrong with a pipeline's actions is said."""
+"""Puzzle 12: the errors in a pipeline's actions are named."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from distlab.tools.puzzle.tasks.pipeline import schedule_fault
     [
         ([[("F", 0), ("B", 0)]], ""),
         ([[("F", 0), ("F", 1), ("B", 0), ("B", 1)], [("F", 0), ("B", 0), ("F", 1), ("B", 1)]], ""),
-        ([[("F", 0)]], "stage 0 has to do F and B of each microbatch once, and has 1 actions"),
+        ([[("F", 0)]], "stage 0 has to do F and B of each microbatch once, but has 1 actions"),
         ([[("B", 0), ("F", 0)]], "no stage can continue: stage 0 waits for F 0 of stage 0"),
         ([[("F", 0), ("F", 1), ("B", 0), ("B", 1)]], "stage 0 keeps the activations of 2 microbatches at one time, allowed 1"),
         (

@@ -1,4 +1,4 @@
-"""What all tasks have in common: their texts, their files, and that references are short."""
+"""What all tasks have in common: texts, files, and short references."""
 
 import ast
 import re
@@ -83,5 +83,5 @@ def test_parts_are_uneven(world_size: int) -> None:
 
 
 def test_the_folders_of_answers_are_no_packages() -> None:
-    """What a learner imports by mistake is not there."""
+    """A learner cannot import them by mistake."""
     assert not [path for path in (ANSWERS, WRONG) if Path(path, "__init__.py").exists()]

@@ -48,8 +48,8 @@ BROADCAST = Task(
     title="Broadcast from send and receive",
     idea="""\
 One rank, the root, has a tensor that all others need. It could send it to each of them, but then N - 1 messages leave
-the root one after another while all others wait. Who has the tensor already can help: in each round every rank that has
-it sends it to one that has not, so the number of ranks that have it doubles. N ranks are reached in log2(N) rounds,
+the root one after another while all others wait. A rank that has the tensor already can help: in each round every such
+rank sends it to one without it, so the number of ranks that have it doubles. N ranks are reached in log2(N) rounds,
 rounded up. The root may be any rank, so count places from the root.""",
     stub='''\
 def broadcast(tensor: Tensor, root: int, group: dist.ProcessGroup) -> None:
@@ -58,7 +58,7 @@ def broadcast(tensor: Tensor, root: int, group: dist.ProcessGroup) -> None:
 ''',
     hints=(
         "Give each rank a place: (rank - root) % N. The root is at place 0, whatever its rank.",
-        "After round i the places 0 to 2**i - 1 have the tensor. Who of them sends to whom in the next round?",
+        "After round i the places 0 to 2**i - 1 have the tensor. Which of them sends to which in the next round?",
         "In a round with `reached` places done, place p < reached sends to place p + reached, if there is one.",
     ),
     allowed=MESSAGES,
@@ -97,11 +97,10 @@ ALL_REDUCE = Task(
     name="all_reduce",
     title="All_reduce from send and receive, for any number of ranks",
     idea="""\
-Every rank has a tensor, and afterwards every rank has the sum of all of them. This one operation is what data
-parallelism stands on. If every rank sends its tensor to every other one, N (N - 1) tensors travel. It works with
-2 (N - 1): first collect the sum on the way to one rank, then pass the sum on. Take care that it holds for three ranks
-too, not for powers of two alone. A send of gloo returns once the other side has asked for it: if all ranks send first,
-nobody receives.""",
+Every rank has a tensor, and afterwards every rank has the sum of all of them. Data parallelism is built on this one
+operation. If every rank sends its tensor to every other one, N (N - 1) tensors are sent. 2 (N - 1) are enough: first
+collect the sum on the way to one rank, then pass the sum on. It must work for three ranks too, not only for powers of
+two. In gloo a send returns once the other side receives: if all ranks send first, they wait forever.""",
     stub='''\
 def all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> None:
     """Write the sum of all ranks' tensors [1003] into the tensor of every rank, in place."""
@@ -110,7 +109,7 @@ def all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> None:
     hints=(
         "A chain is enough: the last rank sends to the one before it, which adds its own and sends on.",
         "At the end of the chain rank 0 has the sum. How do the others get it?",
-        "Receive into a tensor of its own (torch.empty_like), or what this rank had is overwritten.",
+        "Receive into a new tensor (torch.empty_like), or this rank's own numbers are overwritten.",
     ),
     allowed=MESSAGES,
     limits="all ranks together send at most 2 (N - 1) times the tensor",
@@ -141,7 +140,7 @@ RING = Task(
     name="ring_all_reduce",
     title="Ring all_reduce",
     idea="""\
-In a chain rank 0 is a bottleneck: all of the sum leaves it. A ring loads all ranks alike. Cut the tensor into N chunks;
+In a chain rank 0 is a bottleneck: it sends the whole sum. A ring loads all ranks equally. Cut the tensor into N chunks;
 each rank sends to its right neighbour and receives from its left one, all at the same time. In the first N - 1 rounds a
 chunk travels on and each rank adds its own part, so that at the end each rank has one chunk of the full sum. In the
 next N - 1 rounds the finished chunks travel around. Each rank sends 2 (N - 1) / N of the tensor, and no all_reduce can
@@ -153,7 +152,7 @@ def ring_all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> None:
 ''',
     hints=(
         "tensor.tensor_split(N) gives N views, of uneven sizes: what is added to a view is added to the tensor.",
-        "Start the send with dist.isend, then receive, then wait for the send: so nobody waits in a circle.",
+        "Start the send with dist.isend, then receive, then wait for the send: so no rank waits forever.",
         "In round i of the first half rank r sends chunk r - i and receives chunk r - i - 1, both modulo N.",
         "In round i of the second half rank r sends chunk r + 1 - i and receives chunk r - i, both modulo N.",
     ),

@@ -60,10 +60,10 @@ TASK = Task(
     title="Ring attention",
     idea="""\
 In context parallelism each rank has some positions of a sequence: their queries, keys and values. Attention needs the
-keys and values of all positions, which no rank has room for. In ring attention (Liu et al. 2023) the blocks of keys and
-values travel around the ring, and each rank uses the block that is there. The softmax of a row is over all blocks, so
-each rank carries along the largest score so far, the sum of exp(score - largest) and the weighted sum of values, and
-rescales both sums when a block brings a larger score (Milakov and Gimelshein 2018). At the end it divides. There is no
+keys and values of all positions, for which no rank has the memory. In ring attention (Liu et al. 2023) the blocks of
+keys and values travel around the ring, and each rank uses the block that is there. The softmax of a row is over all
+blocks, so each rank keeps the largest score so far, the sum of exp(score - largest) and the weighted sum of values, and
+rescales both sums when a block has a larger score (Milakov and Gimelshein 2018). At the end it divides. There is no
 mask here; the blocks are of uneven sizes.""",
     stub='''\
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, sizes: list[int], group: dist.ProcessGroup) -> Tensor:
@@ -72,7 +72,7 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, sizes: list[int], group: dis
     ...
 ''',
     hints=(
-        "In round i rank r has the block of rank r - i modulo N: that tells the size of what arrives next.",
+        "In round i rank r has the block of rank r - i modulo N: so it knows the size of the next block.",
         "new = torch.maximum(largest, scores.max(1).values); both sums are multiplied by exp(largest - new).",
         "Start with largest = -inf and sums of 0: exp(-inf - new) is 0.",
         "isend k and v to the right, receive into empty tensors from the left, then wait: N - 1 times.",

@@ -64,12 +64,12 @@ TASK = Task(
     name="checkpoint",
     title="A checkpoint that survives a kill",
     idea="""\
-A job of many ranks is killed sooner or later, and often while it saves. What is on the disk then has to be a whole
-checkpoint of all ranks at one step. Two things can go wrong. A file that is written over is neither old nor new: so
-write another file, and give it its name by os.replace, which is atomic. And ranks may be at different steps: some have
-finished the new one when another is killed. So each step has files of its own, and only once all ranks have written
-theirs one rank says, atomically again, that this step is the one to load. Here the last rank is killed by the kernel in
-the middle of its file of step 2, then new ranks load: all have to find step 1.""",
+A job of many ranks is killed sooner or later, and often while it saves. Then the disk must still have a complete
+checkpoint of all ranks at one step. Two things can go wrong. A file that is being overwritten is neither old nor new:
+so write another file, and rename it with os.replace, which is atomic. And ranks may be at different steps: some have
+finished the new one when another is killed. So each step has its own files, and only after all ranks have written
+theirs one rank records, atomically again, that this step is the one to load. Here the kernel kills the last rank in the
+middle of its file of step 2, then new ranks load: all have to find step 1.""",
     stub='''\
 def save(shard: Tensor, step: int, folder: str, group: dist.ProcessGroup) -> None:
     """Save this rank's shard [S_r] of a step into the folder, which all ranks share and which is there. A rank may be
@@ -83,9 +83,9 @@ def load(folder: str, group: dist.ProcessGroup) -> tuple[int, Tensor]:
 ''',
     hints=(
         'torch.save(shard, path + ".part"), then os.replace(path + ".part", path); the path has step and rank in it.',
-        "dist.barrier(group=group) returns once all ranks have come to it: then all files are there.",
-        "After the barrier rank 0 writes the number of the step into a file `latest`, by the same two moves.",
-        "Before save returns all ranks have to know that `latest` is there: a second barrier.",
+        "dist.barrier(group=group) returns once all ranks have called it: then all files exist.",
+        "After the barrier rank 0 writes the number of the step into a file `latest`, in the same two steps.",
+        "Before save returns, all ranks have to know that `latest` is written: a second barrier.",
     ),
     allowed=frozenset({"barrier", "all_reduce", "broadcast", "all_gather"}),
     limits="none on bytes; after the kill all ranks load one and the same whole step",

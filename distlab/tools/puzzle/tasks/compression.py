@@ -1,4 +1,4 @@
-"""Tasks 16 and 17: less on the wire, and what was left out is not lost. Top-k and PowerSGD, with error feedback."""
+"""Tasks 16 and 17: send less of a gradient, and keep the rest for later. Top-k and PowerSGD, with error feedback."""
 
 from typing import Any
 
@@ -62,10 +62,10 @@ TOPK = Task(
     name="topk_error_feedback",
     title="Top-k with error feedback",
     idea="""\
-Instead of a whole gradient each rank sends its k largest numbers by size, and where they stand. That saves most bytes
-and leaves most of the gradient out. What was left out is not dropped: each rank keeps it as its error, and adds it to
-its next gradient, so that all of it is sent sooner or later (Stich et al. 2018; Karimireddy et al. 2019). Ranks choose
-different places, so they cannot sum with an all_reduce: each rank gathers all values and places, and adds them up.""",
+Instead of a whole gradient each rank sends its k largest numbers by size, and their places. That saves most bytes and
+leaves most of the gradient out. The rest is not lost: each rank keeps it as its error, and adds it to its next
+gradient, so that all of it is sent sooner or later (Stich et al. 2018; Karimireddy et al. 2019). Ranks choose different
+places, so they cannot sum with an all_reduce: each rank gathers all values and places, and adds them up.""",
     stub='''\
 def topk_step(gradient: Tensor, error: Tensor, k: int, group: dist.ProcessGroup) -> Tensor:
     """Return the mean over ranks [601], on all ranks, of what they send: of gradient + error the k numbers that are
@@ -78,7 +78,7 @@ def topk_step(gradient: Tensor, error: Tensor, k: int, group: dist.ProcessGroup)
         "Two all_gathers, of values and of places, then mean.index_add_(0, places, values) for each rank.",
     ),
     allowed=frozenset({"all_gather"}),
-    limits="k values and k places of 8 bytes from each rank to each other one, in at most two calls a step",
+    limits="k values and k places of 8 bytes from each rank to each other one, in at most two calls per step",
     play=play_topk,
     expected=topk,
     suspects=suspected_topk,
@@ -147,7 +147,7 @@ def powersgd_step(
         "The new q is the mean over ranks of M^T P; divide by N after the all_reduce.",
     ),
     allowed=frozenset({"all_reduce"}),
-    limits="two all_reduces a step, of [31, 3] and of [23, 3]",
+    limits="two all_reduces per step, of [31, 3] and of [23, 3]",
     play=play_powersgd,
     expected=powersgd,
     suspects=lambda world_size: {

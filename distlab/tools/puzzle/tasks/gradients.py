@@ -21,10 +21,10 @@ def named(gradients: list[torch.Tensor]) -> Tensors:
     return dict(zip(SHAPES, gradients, strict=True))
 
 
-def combined(shares: list[float]) -> Tensors:
-    """Return the sum of the ranks' gradients, each times its share."""
-    parts = [own_gradients(rank) for rank in range(len(shares))]
-    weighted = [[share * each for each in part] for share, part in zip(shares, parts, strict=True)]
+def combined(weights: list[float]) -> Tensors:
+    """Return the sum of the ranks' gradients, each times its weight."""
+    parts = [own_gradients(rank) for rank in range(len(weights))]
+    weighted = [[weight * each for each in part] for weight, part in zip(weights, parts, strict=True)]
     return named([sum(each[1:], each[0]) for each in zip(*weighted, strict=True)])
 
 
@@ -47,16 +47,18 @@ def suspected_average(world_size: int) -> dict[str, list[Tensors]]:
     sizes = sizes_of(BATCH, world_size)
     weighted = [combined([size / (world_size * mine) for size in sizes]) for mine in sizes]
 
-    def alike(shares: list[float]) -> list[Tensors]:
-        return [combined(shares)] * world_size
+    def on_all_ranks(weights: list[float]) -> list[Tensors]:
+        return [combined(weights)] * world_size
 
     return {
         "what this rank had before": own,
-        "the mean of the ranks' means, as if all had the same number of samples": alike([1 / world_size] * world_size),
+        "the mean of the ranks' means, as if all had the same number of samples": on_all_ranks(
+            [1 / world_size] * world_size
+        ),
         "divided by N times this rank's own number of samples, not by that of all ranks": weighted,
-        "the sum of the ranks' means divided by all samples": alike([1 / BATCH] * world_size),
-        "the sum of the ranks' means": alike([1.0] * world_size),
-        "the sum over all samples, not the mean": alike([float(size) for size in sizes]),
+        "the sum of the ranks' means divided by all samples": on_all_ranks([1 / BATCH] * world_size),
+        "the sum of the ranks' means": on_all_ranks([1.0] * world_size),
+        "the sum over all samples, not the mean": on_all_ranks([float(size) for size in sizes]),
     }
 
 
@@ -65,7 +67,7 @@ AVERAGE = Task(
     name="average_gradients",
     title="Average gradients of uneven shards",
     idea="""\
-In data parallelism each rank computes the gradient of the mean loss over its own samples. What is wanted is the
+In data parallelism each rank computes the gradient of the mean loss over its own samples. The training needs the
 gradient of the mean loss over all samples of all ranks. With equal shards that is the mean of the gradients. With
 uneven shards it is not: a rank with 3 samples would count as much as one with 12. So undo each rank's mean first, sum
 up, and divide by the number of all samples, which no rank knows alone.""",
@@ -80,7 +82,7 @@ def average_gradients(gradients: list[Tensor], num_samples: int, group: dist.Pro
         "The number of all samples is a sum over ranks too: one more all_reduce, of a tensor with one number.",
     ),
     allowed=frozenset({"all_reduce"}),
-    limits="one all_reduce a gradient and one more; 2 (N - 1) / N of the gradients and one number are sent",
+    limits="one all_reduce per gradient and one more; 2 (N - 1) / N of the gradients and one number are sent",
     play=play_average,
     expected=expected_average,
     suspects=suspected_average,
@@ -112,10 +114,10 @@ BUCKET = Task(
     name="one_bucket",
     title="One flat bucket",
     idea="""\
-Each call has a fixed cost, whatever its size: a model of 69 tensors that are sent one by one pays it 69 times a step.
-So copy all gradients into one flat tensor, a bucket, average that in one call, and copy the parts back. The copies cost
-memory bandwidth and are cheap beside a message. Take care of gradients that are not contiguous: for them reshape(-1)
-makes a copy, and what is written into it is lost.""",
+Each call has a fixed cost, whatever its size: a model with 69 tensors that sends each by itself pays it 69 times a
+step. So copy all gradients into one flat tensor, a bucket, average that in one call, and copy the parts back. The
+copies cost memory bandwidth, which is cheap compared with a message. Take care of gradients that are not contiguous:
+for them reshape(-1) makes a copy, and what is written into the copy is lost.""",
     stub='''\
 def average_in_one_call(gradients: list[Tensor], group: dist.ProcessGroup) -> None:
     """Replace each gradient by its mean over the ranks, in place, with a single all_reduce. The shapes are [7, 5], [7]

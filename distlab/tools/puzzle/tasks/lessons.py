@@ -1,4 +1,4 @@
-"""Tasks 21 to 23: the exercises of the lessons, with their numbers and with others, which nobody can write down."""
+"""Tasks 21 to 23: the exercises of the lessons, with their numbers and with others that an answer cannot know."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ def float64(*values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def alike(world_size: int, tensors: Tensors) -> list[Tensors]:
+def on_all_ranks(world_size: int, tensors: Tensors) -> list[Tensors]:
     """Return equal tensors on each rank."""
     return [tensors] * world_size
 
@@ -53,12 +53,12 @@ def play_average(answer: Any, bench: Bench) -> Tensors:
 def suspected_average(world_size: int) -> dict[str, list[Tensors]]:
     own, total = [gradients_of(rank) for rank in range(world_size)], total_of(world_size)
     return {
-        f"the sum: divide it by the {world_size} workers": alike(world_size, total),
+        f"the sum: divide it by the {world_size} workers": on_all_ranks(world_size, total),
         "this rank's own gradient: nothing was added up over the workers": own,
         "this rank's own gradient, divided: nothing was added up over the workers": [
             scaled(each, 1 / world_size) for each in own
         ],
-        "the sum by the number of parameters: the workers count": alike(
+        "the sum by the number of parameters: the workers count": on_all_ranks(
             world_size, {name: each / len(each) for name, each in total.items()}
         ),
     }
@@ -84,7 +84,7 @@ def averaged(gradient: Tensor, num_workers: int) -> Tensor:
     allowed=frozenset({"all_reduce"}),
     limits="one all_reduce of the gradient",
     play=play_average,
-    expected=lambda world_size: alike(world_size, scaled(total_of(world_size), 1 / world_size)),
+    expected=lambda world_size: on_all_ranks(world_size, scaled(total_of(world_size), 1 / world_size)),
     suspects=suspected_average,
     bound=bound_of,
 )
@@ -115,7 +115,7 @@ def expected_accumulate(world_size: int) -> list[Tensors]:
         "mean": float64(*(sum(each) / len(each) for each in SUMS)),
         "rate": float64(*(rate * batch / base for rate, base, batch in RATES)),
     }
-    return alike(world_size, right)
+    return on_all_ranks(world_size, right)
 
 
 def suspected_accumulate(world_size: int) -> dict[str, list[Tensors]]:
@@ -134,7 +134,7 @@ def suspected_accumulate(world_size: int) -> dict[str, list[Tensors]]:
             "rate": float64(*(rate * (batch / base) ** 0.5 for rate, base, batch in RATES))
         },
     }
-    return {words: alike(world_size, tensors) for words, tensors in found.items()}
+    return {words: on_all_ranks(world_size, tensors) for words, tensors in found.items()}
 
 
 ACCUMULATE = Task(
@@ -142,7 +142,7 @@ ACCUMULATE = Task(
     name="microbatches",
     title="Exercise 2: a batch that does not fit, and its learning rate",
     idea="""\
-A batch that does not fit into memory is computed in microbatches: their gradients are added up, and one steps by their
+A batch that does not fit into memory is computed in microbatches: their gradients are added up, and the step uses their
 mean. Four microbatches with gradients 2, 4, 6 and 8 have the sum 20 and the mean 5. A larger batch asks for a larger
 learning rate: by the linear scaling rule (Goyal et al. 2017) k times the batch takes k times the rate.""",
     stub='''\
@@ -152,12 +152,12 @@ def accumulation_steps(microbatch: int, batch: int) -> int:
 
 
 def accumulated(gradients: list[float]) -> tuple[float, float]:
-    """Return the sum of the microbatches' gradients, and their mean, by which one steps."""
+    """Return the sum of the microbatches' gradients, and their mean, which the step uses."""
     ...
 
 
 def scaled_rate(base_rate: float, base_batch: int, batch: int) -> float:
-    """Return the learning rate for `batch` samples by the linear scaling rule, where `base_rate` is right for
+    """Return the learning rate for `batch` samples by the linear scaling rule, if `base_rate` is right for
     `base_batch`."""
     ...
 ''',
@@ -190,7 +190,7 @@ def stepped(world_size: int, share: float, factor: float = -1.0, rate: float | N
         gradient = share * torch.stack([gradient_of(name, rank) for rank in range(world_size)]).sum(0)
         found[f"{name} gradient"] = gradient
         found[f"{name} weights"] = weights + factor * (own_rate if rate is None else rate) * gradient
-    return alike(world_size, found)
+    return on_all_ranks(world_size, found)
 
 
 def play_step(answer: Any, bench: Bench) -> Tensors:

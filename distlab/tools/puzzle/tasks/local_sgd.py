@@ -48,10 +48,10 @@ TASK = Task(
     title="Local SGD",
     idea="""\
 Data parallelism exchanges gradients in every step. Local SGD (Stich 2019) does several steps on each rank alone, so
-that the weights part, and then takes the mean of the weights. With a period of 3 that is a third of the bytes, and no
-longer what one process with large batches computes: it is another algorithm. Its result has to be what one process
-computes that trains the N models in turn. Here a mean follows after every `period` steps, and after the
-last step if that is none of these, so that all ranks end alike.""",
+that the weights diverge, and then takes the mean of the weights. With a period of 3 it sends a third of the bytes, but
+it no longer computes what one process with large batches does: it is another algorithm. Its result must equal that of
+one process which trains the N models in turn. Here a mean follows after every `period` steps, and after the last step
+if that is none of these, so that all ranks end with equal weights.""",
     stub='''\
 def local_sgd(
     weights: Tensor,
@@ -62,7 +62,8 @@ def local_sgd(
     group: dist.ProcessGroup,
 ) -> None:
     """Do num_steps steps of SGD on weights [403], in place, with a mean over ranks after every `period` steps and after
-    the last. gradient_of(weights, step) is this rank's gradient, steps count from 0; weights begin alike on all."""
+    the last. gradient_of(weights, step) is this rank's gradient; steps count from 0. All ranks begin with equal
+    weights."""
     ...
 ''',
     hints=(

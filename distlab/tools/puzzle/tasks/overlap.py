@@ -121,7 +121,7 @@ The backward pass computes the gradients of the last layer first. While it goes 
 could send those that are ready: that is the overlap that makes data parallelism cheap (Li et al. 2020, section 3.2).
 A hook on each parameter is called once its gradient is there. It puts the gradient into the open bucket, and a bucket
 that has at least bucket_bytes is launched: one all_reduce, without waiting for it. After the backward pass `finish`
-launches what is left, waits for all, and writes the means back. The loss is a sum over a rank's samples; the mean
+launches the rest, waits for all, and writes the means back. The loss is a sum over a rank's samples; the mean
 wanted here is over ranks.""",
     stub='''\
 def attach(model: torch.nn.Module, bucket_bytes: int, group: dist.ProcessGroup) -> Callable[[], None]:
@@ -138,7 +138,7 @@ def attach(model: torch.nn.Module, bucket_bytes: int, group: dist.ProcessGroup) 
     allowed=frozenset({"all_reduce"}),
     limits=(
         "one all_reduce for each bucket of at least bucket_bytes, and one for the rest; the first is launched before"
-        " the gradients of the first layer are computed, and none is waited for in the backward pass"
+        " the gradients of the first layer are computed, and the backward pass waits for none"
     ),
     play=play_hooks,
     expected=expected_hooks,
@@ -214,10 +214,10 @@ def accumulate(
 ''',
     hints=(
         "backward() adds to grad: nothing has to be done between microbatches.",
-        "One all_reduce a parameter after the last microbatch is enough, or one of all in a flat bucket.",
+        "One all_reduce per parameter after the last microbatch is enough, or one of all in a flat bucket.",
     ),
     allowed=frozenset({"all_reduce"}),
-    limits="2 (N - 1) / N of the gradients are sent, in at most one all_reduce a parameter",
+    limits="2 (N - 1) / N of the gradients are sent, in at most one all_reduce per parameter",
     play=play_accumulate,
     expected=lambda world_size: [combined(gradients_by_rank(world_size), 1 / BATCH)] * world_size,
     suspects=suspected_accumulate,

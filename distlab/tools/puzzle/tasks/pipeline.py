@@ -40,7 +40,7 @@ def schedule_fault(schedules: Sequence[Schedule], num_microbatches: int) -> str:
     for stage, actions in enumerate(schedules):
         wanted = sorted((action, number) for action in "BF" for number in range(num_microbatches))
         if sorted(actions) != wanted:
-            return f"stage {stage} has to do F and B of each microbatch once, and has {len(actions)} actions"
+            return f"stage {stage} has to do F and B of each microbatch once, but has {len(actions)} actions"
     ends, stuck = simulated(schedules)
     if stuck:
         return f"no stage can continue: {stuck}"
@@ -101,10 +101,10 @@ SCHEDULE = Task(
     title="1F1B as a list of actions",
     idea="""\
 A pipeline's stage does the forward pass (F) of microbatches that come from the stage before it, and their backward pass
-(B), whose gradients come from the stage behind it. What it has done F of and not yet B has to keep its activations.
-If each stage does all F first (GPipe), it keeps those of all microbatches. 1F1B (Narayanan et al. 2019, section 3.2)
-takes just as long and keeps few: after some F to fill the pipeline, each stage does one F and one B in turn, and at the
-end the B that are left. The last stage needs no F in advance, the one before it needs one, and so on. Here F takes 1
+(B), whose gradients come from the stage after it. Between F and B of a microbatch it has to keep the activations. If
+each stage does all F first (GPipe), it keeps those of all microbatches. 1F1B (Narayanan et al. 2019, section 3.2) takes
+just as long and keeps few: after some F to fill the pipeline, each stage does one F and one B in turn, and at the end
+the remaining B. The last stage needs no F in advance, the one before it needs one, and so on. Here F takes 1
 and B 2 units of time.""",
     stub='''\
 def schedule(stage: int, num_stages: int, num_microbatches: int) -> list[tuple[str, int]]:
@@ -175,8 +175,8 @@ STEP = Task(
 Each rank has a stage: some layers of the model. Activations travel forward from stage to stage, their gradients back.
 Autograd ends at the border of a rank: what is received is a tensor without a history. So let it require a gradient,
 keep input and output of each microbatch, and in the backward pass give autograd the gradient of the output that the
-next stage has sent: output.backward(gradient). The gradient of the input then belongs to the stage before. A send of
-gloo returns once the other side receives: if two neighbours send to each other at the same time, nobody receives.""",
+next stage has sent: output.backward(gradient). The gradient of the input then belongs to the stage before. In gloo a
+send returns once the other side receives: two neighbours that send to each other at the same time wait forever.""",
     stub='''\
 def pipeline_step(
     stage: torch.nn.Module,
@@ -186,7 +186,7 @@ def pipeline_step(
     group: dist.ProcessGroup,
 ) -> None:
     """Leave in the grad of the stage's parameters the gradient of the sum of all microbatches' losses. Rank r has stage
-    r. Rank 0 has the inputs, one [B_m, 9] a microbatch, and other ranks an empty list; shapes are those of the
+    r. Rank 0 has the inputs, one [B_m, 9] per microbatch, and other ranks an empty list; shapes are those of the
     microbatches on all ranks, float64. On the last rank loss(outputs, m) is the loss of microbatch m."""
     ...
 ''',

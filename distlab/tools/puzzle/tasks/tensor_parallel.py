@@ -60,7 +60,7 @@ COLUMN = Task(
     title="Column-parallel linear with backward",
     idea="""\
 A linear layer y = x W^T can be cut by its outputs: every rank has all inputs and some rows of W, and computes its own
-part of y, without a word to the others. In the backward pass each rank's outputs give a part of the gradient of x, and
+part of y, without communication. In the backward pass each rank's outputs give a part of the gradient of x, and
 the whole is the sum over ranks. Autograd does not know of the other ranks. So x goes through a function that changes
 nothing in the forward pass and sums over ranks in the backward pass; Megatron-LM calls it f.""",
     stub='''\
@@ -215,9 +215,9 @@ LOSS = Task(
     idea="""\
 The last layer of a language model gives a logit for each word of the vocabulary, often the largest tensor of all. Where
 that layer is cut by columns, each rank has the logits of its own words. To gather them would cost as much as all layers
-together. The loss is log(sum(exp(logits))) - logit of the target, and needs three numbers a token: the largest logit of
-all ranks, so that exp does not overflow, the sum of exp over all ranks, and the target's logit, which one rank has. The
-gradient is softmax - (1 at the target), and each rank can compute its own part without another call.""",
+together. The loss is log(sum(exp(logits))) - logit of the target, and needs three numbers per token: the largest logit
+of all ranks, so that exp does not overflow, the sum of exp over all ranks, and the target's logit, which one rank has.
+The gradient is softmax - (1 at the target), and each rank can compute its own part without another call.""",
     stub='''\
 def cross_entropy(logits: Tensor, targets: Tensor, first: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
     """Return the losses [T], on all ranks, and the gradient [T, vocabulary_r] of their sum with respect to this rank's
@@ -230,7 +230,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, first: int, group: dist.Proce
         "The gradient is exp(logits - largest) / total, less 1 at the targets that this rank has.",
     ),
     allowed=frozenset({"all_reduce"}),
-    limits="three all_reduces of a number for each token",
+    limits="three all_reduces of one number per token",
     play=play_loss,
     expected=expected_loss,
     suspects=suspected_loss,

@@ -30,8 +30,8 @@ def expected(world_size: int) -> list[Tensors]:
 def suspects(world_size: int) -> dict[str, list[Tensors]]:
     sizes, parts = sizes_of(SIZE, world_size), whole(world_size).split(sizes_of(SIZE, world_size))
     own = [{"part": numbers(200 + rank, SIZE).split(sizes)[rank]} for rank in range(world_size)]
-    turned = [{"gathered": torch.cat([*parts[rank:], *parts[:rank]])} for rank in range(world_size)]
-    return {"this rank's own part, to which no other was added": own, "in another order, its own part first": turned}
+    rotated = [{"gathered": torch.cat([*parts[rank:], *parts[:rank]])} for rank in range(world_size)]
+    return {"this rank's own part, to which no other was added": own, "in another order, its own part first": rotated}
 
 
 TASK = Task(

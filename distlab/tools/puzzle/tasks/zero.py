@@ -80,7 +80,7 @@ ZERO1 = Task(
     name="zero1",
     title="ZeRO-1: each rank keeps a part of the optimizer's state",
     idea="""\
-In data parallelism all ranks keep the same optimizer state: with Adam two numbers a weight, N times the same. ZeRO-1
+In data parallelism all ranks keep the same optimizer state: with Adam two numbers per weight, N times. ZeRO-1
 (Rajbhandari et al. 2020, section 5.1) gives each rank a part of it. Each rank needs the mean gradient of its own part
 alone, a reduce_scatter, updates its part of the weights, and an all_gather gives all ranks the new weights. An
 all_reduce is these two steps, so the bytes are the same. The optimizer here is SGD with momentum: momentum = 0.9 *
@@ -183,15 +183,15 @@ ZERO3 = Task(
     title="ZeRO-3: weights gathered just in time",
     idea="""\
 ZeRO-3 (Rajbhandari et al. 2020, section 5.3; FSDP) shards the weights, too: a rank keeps 1 / N of each layer. Before a
-layer is used, in the forward pass and again in the backward pass, all ranks gather it, use it and let it go. Its
-gradient is summed by a reduce_scatter at once, so that each rank keeps 1 / N of that as well. That is 1.5 times the
-bytes of data parallelism, and the memory of one or two whole layers and not of all. The model here is hidden =
-tanh(hidden @ W.T), layer by layer, and the loss of a rank is (hidden ** 2).sum() / 2. With `after` and `before` of a
-layer and the gradient of `after`: g = gradient * (1 - after ** 2), W.grad = g.T @ before, before.grad = g @ W.""",
+layer is used, in the forward pass and again in the backward pass, all ranks gather it, use it and free it. Its gradient
+is summed by a reduce_scatter at once, so that each rank keeps 1 / N of that as well. That is 1.5 times the bytes of
+data parallelism, and the memory of one or two whole layers and not of all. The model here is hidden = tanh(hidden @
+W.T), layer by layer, and the loss of a rank is (hidden ** 2).sum() / 2. With `after` and `before` of a layer and the
+gradient of `after`: g = gradient * (1 - after ** 2), W.grad = g.T @ before, before.grad = g @ W.""",
     stub='''\
 def zero3_step(shards: list[Tensor], width: int, x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     """Return this rank's shard of the gradient of the sum of all ranks' losses, for each layer. A layer's weight is
-    [width, width], flat and padded to N shards of the same size; shards has this rank's, one a layer, float64. x
+    [width, width], flat and padded to N shards of the same size; shards has this rank's, one per layer, float64. x
     [B, width] are this rank's samples, B differs between ranks. No weight is kept longer than it is used."""
     ...
 ''',
@@ -199,11 +199,11 @@ def zero3_step(shards: list[Tensor], width: int, x: Tensor, group: dist.ProcessG
         "Write gather(shard): all_gather_into_tensor into an empty tensor of N * len(shard), cut to a layer.",
         "Keep the activations of the forward pass in a list, and no weight. The first gradient is hidden itself.",
         "Pad g.T @ before to N shards and reduce_scatter_tensor it into torch.empty_like(shard).",
-        "What a local name still refers to is not free: gather(shard) inside an expression is let go at once.",
+        "What a local name still refers to is not free: gather(shard) inside an expression is freed at once.",
     ),
     allowed=frozenset({"reduce_scatter", "all_gather"}),
     limits=(
-        "1.5 times the bytes of an all_reduce of all weights, in three calls a layer; of tensors at one time: all"
+        "1.5 times the bytes of an all_reduce of all weights, in three calls per layer; of tensors at one time: all"
         " shards and their gradients, four whole layers, and the activations"
     ),
     play=play_zero3,

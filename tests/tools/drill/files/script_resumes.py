@@ -1,4 +1,4 @@
-"""Scripts that resume wrongly, each a function: `script_resumes.py NAME`, with `right` behind it mended.
+"""Scripts that resume wrongly, each a function: `script_resumes.py NAME`, with `right` after the name corrected.
 
 The comment of each is the public report that it is written after.
 """
@@ -221,7 +221,7 @@ def shard_of_rank_0():  # SimpleTuner 2986, prime-rl 1035: all ranks resume with
     Shared().train()
 
 
-def not_atomic():  # a file that is written where the last one stood
+def not_atomic():  # the file is written over the last one
     class Overwrites(Run):
         def save(self):
             if RIGHT:

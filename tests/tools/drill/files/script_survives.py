@@ -91,17 +91,17 @@ def momentum():
 
 
 def python_random():
-    """Random numbers of Python's that nobody seeds, for a log alone."""
+    """Python's random numbers, never seeded, used in a log only."""
     plain(stop=lambda: random.random() > 2)
 
 
-def heeds_sigterm():
-    """Saves when it is told to stop, and ends."""
-    told = []
-    signal.signal(signal.SIGTERM, lambda *_: told.append(1))
+def saves_on_sigterm():
+    """Saves on SIGTERM, and ends."""
+    signals = []
+    signal.signal(signal.SIGTERM, lambda *_: signals.append(1))
 
     def stop():
-        found = torch.tensor(len(told))
+        found = torch.tensor(len(signals))
         dist.all_reduce(found)
         return bool(found)
 

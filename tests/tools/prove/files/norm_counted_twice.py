@@ -1,4 +1,4 @@
-"""NeMo-RL pull request 3788: under tensor parallelism the norm counts what every rank holds once a rank."""
+"""NeMo-RL pull request 3788: under tensor parallelism the norm counts replicated parameters once per rank."""
 
 import torch.distributed as dist
 from axes import cut
