@@ -41,7 +41,7 @@ from distlab.lab.lab import Lab
 from distlab.lab.verify.run_all import measure
 from distlab.lab.workload.model import Attend, Model, causal
 from distlab.techniques.context_parallel.ring import FLASH, FLASH_BACKWARD, RingAttention, ShiftAttention
-from distlab.techniques.context_parallel.strategy import ContextParallel, Positions, contiguous, share_out, zigzag
+from distlab.techniques.context_parallel.strategy import ContextParallel, Positions, contiguous, parallelize, zigzag
 from distlab.techniques.context_parallel.ulysses import UlyssesAttention
 from distlab.techniques.data_parallel.buckets import GradientBuckets
 from distlab.techniques.data_parallel.strategy import Replica
@@ -102,7 +102,7 @@ def by_context_parallel(model: Model, mesh: Mesh, config: Config) -> Strategy:
     from torch.distributed.device_mesh import DeviceMesh
 
     group = mesh["cp"]
-    share_out(model, zigzag(config.seq, group.size()), causal, group.rank())
+    parallelize(model, zigzag(config.seq, group.size()), causal, group.rank())
     buckets = GradientBuckets(model.parameters(), group, config.bucket_mib * 2**20)
     return Replica(model, config, buckets, forward=InContext(model, DeviceMesh.from_group(group, config.device)))
 

@@ -40,7 +40,13 @@ from distlab.techniques.collectives.by_hand import Collective
 from distlab.techniques.collectives.phases import phase
 from distlab.techniques.data_parallel.buckets import GradientBuckets
 from distlab.techniques.data_parallel.slow_link import all_reduce_of_buckets, swaps_buckets
-from distlab.techniques.data_parallel.strategy import Lesson, Replica, Wrapped, draw_and_broadcast, draw_own_weights
+from distlab.techniques.data_parallel.strategy import (
+    DDPGradients,
+    Lesson,
+    Replica,
+    draw_and_broadcast,
+    draw_own_weights,
+)
 from distlab.techniques.mesh.grid import Mesh
 
 from . import lesson
@@ -103,7 +109,7 @@ def ddp(model: Model, mesh: Mesh, config: Config) -> Strategy:
         bucket_cap_mb=config.bucket_mib,
         init_sync=False,  # the replicas are equal already
     )
-    return Replica(model, config, Wrapped(wrapped), forward=wrapped, scale=mesh.group.size())
+    return Replica(model, config, DDPGradients(wrapped), forward=wrapped, scale=mesh.group.size())
 
 
 def plain(model: Model, mesh: Mesh, config: Config) -> Strategy:

@@ -19,7 +19,7 @@ from distlab.techniques.collectives.costs import (
 from distlab.techniques.data_parallel.costs import bucket_bytes
 from distlab.techniques.data_parallel.slow_link import swaps_buckets
 from distlab.techniques.sharded.costs import (
-    Happening,
+    PassEvent,
     Replicated,
     adamw_scratch_bytes,
     at_rest,
@@ -72,14 +72,14 @@ def predict(config: Config) -> list[Prediction]:
 # The predicted peak of a step: the whole model, its gradients, and the passes of one process.
 
 
-def peak_bytes(config: Config, name: str, passes: list[Happening], *, swapped: bool = False) -> float:
+def peak_bytes(config: Config, name: str, passes: list[PassEvent], *, swapped: bool = False) -> float:
     """Return the stored bytes plus the highest of the passes; or, if it is larger, the update."""
     sizes = outline(config).sizes
     held, adam = whole_rest_bytes(sizes, config), config.optimizer == "adamw"
     constant = held["parameters"] + held["optimizer"] + message_bytes(name, config, swapped=swapped)
-    holding = Replicated(constant, held["gradients"], config.itemsize, in_buckets=name != "per_parameter")
+    memory = Replicated(constant, held["gradients"], config.itemsize, in_buckets=name != "per_parameter")
     update = constant + held["gradients"] + adam * adamw_scratch_bytes(sizes, config.itemsize)
-    return max(pass_peak(passes, holding), update)
+    return max(pass_peak(passes, memory), update)
 
 
 def message_bytes(name: str, config: Config, *, swapped: bool) -> float:

@@ -48,7 +48,7 @@ from distlab.techniques.data_parallel.buckets import GradientBuckets
 from distlab.techniques.data_parallel.slow_link import all_reduce_of_buckets
 from distlab.techniques.data_parallel.strategy import Replica
 from distlab.techniques.mesh.grid import Mesh
-from distlab.techniques.sharded.costs import FULLY_SHARD_DIES
+from distlab.techniques.sharded.costs import FULLY_SHARD_CRASHES
 from distlab.techniques.sharded.flat_parameter import FlatParameter, FlatUnits, FullySharded, Sharded
 from distlab.techniques.sharded.zero import Zero
 
@@ -195,7 +195,7 @@ def predicted(config: Config) -> list[Prediction]:
 def cannot(config: Config) -> dict[str, str]:
     """Return the variants that cannot run with these settings, and why."""
     return ruled_out(
-        (("fsdp2",), config.gloo_on_gpus, FULLY_SHARD_DIES),
+        (("fsdp2",), config.gloo_on_gpus, FULLY_SHARD_CRASHES),
         (("plain",), config.tie, "LAB_TIE=1 makes two layers share a weight, and each of the lesson's has its own"),
         (("plain",), config.dtype == "bfloat16", "LAB_DTYPE=bfloat16: the lesson keeps no weights in float32 to step"),
     )

@@ -21,7 +21,7 @@ from distlab.techniques.collectives.costs import (
 from distlab.techniques.data_parallel.costs import gradients_cost
 from distlab.techniques.sharded import costs as kept
 from distlab.techniques.sharded.costs import (
-    Happening,
+    PassEvent,
     Replicated,
     Sharding,
     Units,
@@ -33,7 +33,7 @@ from distlab.techniques.sharded.costs import (
     whole_rest_bytes,
     zero_bytes,
 )
-from distlab.techniques.sharded.flat_parameter import as_many_as_all
+from distlab.techniques.sharded.flat_parameter import pad_microbatches
 
 BY_HAND = {"dp": 0, "zero3_blocking": 3, "zero1": 1, "zero2": 2, "zero3": 3}  # by stage
 BLOCKING = ("zero3_blocking", "plain")  # a layer at a time
@@ -213,15 +213,15 @@ TERMS = {
 }
 
 
-def holding_of(name: str, config: Config, rank: int, *, reshard: bool) -> Sharding:
+def memory_of(name: str, config: Config, rank: int, *, reshard: bool) -> Sharding:
     """Return what a rank of variant `name` holds in addition to the working memory of the passes."""
-    stage, laid, ranks = BY_HAND.get(name, 3), laid_out(config), config.world_size
-    kept = sum(laid.chunks(ranks)) * (ranks if stage < 3 else 1)
-    kept += sum(laid.chunks(ranks)) * ranks if stage == 1 else 0  # gradients
-    constant = kept * config.itemsize + remembered(config, rank)
+    stage, layout, ranks = BY_HAND.get(name, 3), laid_out(config), config.world_size
+    constant_numel = sum(layout.chunks(ranks)) * (ranks if stage < 3 else 1)
+    constant_numel += sum(layout.chunks(ranks)) * ranks if stage == 1 else 0  # gradients
+    constant = constant_numel * config.itemsize + remembered(config, rank)
     kind = {"zero3_blocking": Naively, "plain": Plainly}.get(name, Sharding)
     microbatches = config.num_microbatches
-    return kind(stage, laid, rank, ranks, config.itemsize, constant, microbatches=microbatches, reshard=reshard)
+    return kind(stage, layout, rank, ranks, config.itemsize, constant, microbatches=microbatches, reshard=reshard)
 
 
 class Naively(Sharding):
@@ -230,23 +230,24 @@ class Naively(Sharding):
     fresh = 0  # numbers of a layer's gradients that are still autograd's own tensors
     flats = 1  # vectors of a layer's gradients in memory beside the shard's sum
 
-    def after(self, happening: Happening) -> Iterator[float]:
-        what, unit = happening.what, self.unit_of.get(happening.layer, -1)
-        if what == "dealt":
+    def after(self, event: PassEvent) -> Iterator[float]:
+        kind, unit = event.kind, self.unit_of.get(event.layer, -1)
+        if kind == "batch":
             self.summed = set()
-        elif what in ("layer", "output"):
+        elif kind in ("layer", "output"):
             self.whole = {unit}
-        elif what == "left":
+        elif kind == "layer_end":
             self.whole = set()
-        elif what == "taken":
-            self.fresh += happening.numel
-        elif what == "computed":
-            yield self.held() + (self.chunks[unit] * self.ranks + self.fresh) * self.itemsize  # the flat ones, too
+        elif kind == "delivered":
+            self.fresh += event.numel
+        elif kind == "layer_gradients":
+            # The flat gradients too, then the shard's.
+            yield self.stored_bytes() + (self.chunks[unit] * self.ranks + self.fresh) * self.itemsize
             self.fresh = 0
             self.summed.add(unit)
-            yield self.held() + self.flats * self.chunks[unit] * self.ranks * self.itemsize  # and the shard's
+            yield self.stored_bytes() + self.flats * self.chunks[unit] * self.ranks * self.itemsize
             self.whole = set()
-        yield self.held() + self.fresh * self.itemsize
+        yield self.stored_bytes() + self.fresh * self.itemsize
 
 
 class Plainly(Naively):
@@ -262,7 +263,7 @@ def remembered(config: Config, rank: int) -> float:
     return number + 4.0 * adam * len(units(config))
 
 
-def peak_bytes(config: Config, rank: int, name: str, passes: list[Happening], *, reshard: bool) -> float:
+def peak_bytes(config: Config, rank: int, name: str, passes: list[PassEvent], *, reshard: bool) -> float:
     """Return the peak of variant `name`: the highest moment of its passes, or its update if that holds more."""
     if name == "dp":
         sizes = outline(config).sizes
@@ -272,16 +273,16 @@ def peak_bytes(config: Config, rank: int, name: str, passes: list[Happening], *,
         return max(
             pass_peak(passes, replicated), sum(whole.values()) + adam * adamw_scratch_bytes(sizes, config.itemsize)
         )
-    holding = holding_of(name, config, rank, reshard=reshard)
+    memory = memory_of(name, config, rank, reshard=reshard)
     masters, adam = config.dtype == "bfloat16", config.optimizer == "adamw"
     update = at_rest(config, name).value[rank] + 4 * masters * owned(config, rank)
-    update += adam * adamw_scratch_bytes(holding.own, 4 if masters else config.itemsize)
-    return max(pass_peak(passes, holding), update)
+    update += adam * adamw_scratch_bytes(memory.own, 4 if masters else config.itemsize)
+    return max(pass_peak(passes, memory), update)
 
 
 def predict_peaks(lab: Lab, measured: Mapping[str, Measured], *, reshard: bool) -> list[Prediction]:
     """Predict the peak of each variant of ours; those in BLOCKING always recompute their layers."""
     return predicted_peaks(
         lab, measured, partial(peak_bytes, lab.config, lab.rank, reshard=reshard), TERMS.__getitem__,
-        unlike=dict.fromkeys(BLOCKING, True), dealt=partial(as_many_as_all, config=lab.config),
+        unlike=dict.fromkeys(BLOCKING, True), dealt=partial(pad_microbatches, config=lab.config),
     )  # fmt: skip

@@ -16,8 +16,8 @@ from distlab.techniques.pipeline_parallel.schedules import (
     Action,
     Schedule,
     gpipe,
-    in_two,
     one_forward_one_backward,
+    split_backwards,
     zbv,
 )
 from distlab.techniques.pipeline_parallel.strategy import Pipelined
@@ -89,7 +89,7 @@ class Clinging(Pipeline):
         return super().step(inputs, loss)
 
     def _backward(self, action: Action) -> None:
-        self._clung.append(self._held[action.stage, action.microbatch][1])
+        self._clung.append(self._saved[action.stage, action.microbatch][1])
         with replaced(vars(pipeline), {"fast_backward": partial(torch.autograd.backward, retain_graph=True)}):
             super()._backward(action)
 
@@ -99,7 +99,7 @@ def at_once(ranks: int, microbatches: int) -> Schedule:
     """zbv computes the gradients of weights directly after each input's: its order is valid, but ranks wait."""
     back = [[action for action in actions if action.kind != "weight"] for actions in zbv(ranks, microbatches)]
     whole = [[each._replace(kind="backward") if each.kind == "input" else each for each in own] for own in back]
-    return [in_two(actions) for actions in whole]
+    return [split_backwards(actions) for actions in whole]
 
 
 @mistake("forgotten_weights", check="gradients", part="Pipeline", of=SPLIT, needs=Needs(ranks=1))
@@ -110,7 +110,7 @@ class Forgetful(Pipeline):
         if action.microbatch > 0:
             super()._weight(action)
         else:
-            self._parts.pop((action.stage, action.microbatch))
+            self._deferred.pop((action.stage, action.microbatch))
 
 
 @mistake("undivided_loss", check="gradients", part="Pipelined", of=PIPELINED, needs=Needs(ranks=1, microbatches=2))

@@ -121,7 +121,7 @@ def sequence(model: Model, mesh: Mesh, config: Config) -> Strategy:
     region = SequenceParallelRegion(mesh.group)
     slice_layers(model, mesh.group, region)
     rows_first(model, region)
-    return TensorParallel(model, mesh.group, config, by_rows=True, loss_is_local=model.name == "mlp")
+    return TensorParallel(model, mesh.group, config, sequence_parallel=True, loss_is_local=model.name == "mlp")
 
 
 # --- plain: the lesson on one page ---
@@ -202,7 +202,7 @@ def compare_saved(lab: Lab, predictions: list[Prediction], measured: Mapping[str
 def check_replicas(lab: Lab, name: str, strategy: Strategy) -> None:
     """Check that parameters held whole by every rank are bitwise equal on all ranks."""
     assert isinstance(strategy, TensorParallel)
-    check_same(lab, name, [local(parameter.detach()) for _, parameter in strategy.whole()])
+    check_same(lab, name, [local(parameter.detach()) for _, parameter in strategy.replicated()])
 
 
 MODE = Mode(

@@ -143,7 +143,7 @@ def swapped(done: list[Pass], one: int, other: int) -> list[Pass]:
 def test_pp_every_rule_is_seen_when_it_is_broken() -> None:
     ranks, many = 3, 6
     right = of_rank(schedules.one_forward_one_backward(ranks, many)[1], ranks)
-    split = of_rank(schedules.in_two(schedules.one_forward_one_backward(ranks, many)[1]), ranks)
+    split = of_rank(schedules.split_backwards(schedules.one_forward_one_backward(ranks, many)[1]), ranks)
     gpipe = of_rank(schedules.gpipe(ranks, many)[1], ranks)
     assert broken("zb_h1", gpipe, 1, ranks, many, 1) == [
         "a microbatch does not go once forward, input, weight through each chunk"
