@@ -126,17 +126,18 @@ def run(lab: Lab) -> None:
     predictions = predict(lab.config)
     size, unit = in_unit(gradient_bytes(lab.config))
     sent = size * 2 * (lab.world_size - 1) / lab.world_size
-    most = f"under {2 * size:.3g} {unit} for every N"
-    lab.say(f"each rank sends 2(N-1)/N x {size:.3g} {unit} = {sent:.3g} {unit} a step, {most}", "predict")
+    most = f"less than {2 * size:.3g} {unit} for any N"
+    lab.say(f"each rank sends 2(N-1)/N x {size:.3g} {unit} = {sent:.3g} {unit} per step, {most}", "predict")
     if lab.wants("bucketed"):
         buckets = next(each.calls for each in predictions if each.variant == "bucketed")
         lab.say(
-            f"{buckets}, each launched from the backward pass once it holds {lab.config.bucket_mib:g} MiB", "buckets"
+            f"{buckets} per step; each is launched in the backward pass, once it has {lab.config.bucket_mib:g} MiB",
+            "buckets",
         )
         if swaps_buckets(lab.group, lab.config):
             lab.say(
-                "bucketed swaps each bucket with the other rank in one round; ddp's all_reduce takes two for as many"
-                " bytes",
+                "bucketed swaps whole buckets with the other rank in one round; ddp's all_reduce needs two rounds for"
+                " the same bytes",
                 "sum",
             )
     if lab.config.proof:
@@ -163,7 +164,7 @@ MODE = Mode(
     mistakes=mistake | checkpoints.mistake,
     gone={
         "means": "LAB_BUG=means_of_shards averages the means of uneven shards",
-        "coordinator": "RUN_MODE=server LAB_VARIANT=sync collects sums and counts on a rank of its own",
+        "coordinator": "RUN_MODE=server LAB_VARIANT=sync collects sums and counts on rank 0",
     },
     recomputes=True,
     in_lesson={

@@ -37,7 +37,7 @@ def one_in_flight(config: Config) -> str:
     """A rank with one activation at a time needs only one buffer."""
     chosen = set(config.variant or ONE_STAGE) & set(ONE_STAGE)
     alone = chosen <= {"1f1b"} and config.world_size == 2
-    return "1f1b on 2 ranks: its second rank holds one microbatch at a time" if alone else ""
+    return "1f1b on 2 ranks: its second rank stores one microbatch at a time" if alone else ""
 
 
 def nothing_behind(config: Config) -> str:
@@ -58,7 +58,9 @@ IN_FLIGHT = Needs(microbatches=2, unless=one_in_flight)
 # --- the bugs ---
 
 ordered_by = partial(
-    mistake, part="schedule_of", put=lambda made: lambda config, _: made(config.world_size, config.num_microbatches)
+    mistake,
+    part="schedule_of",
+    put=lambda schedule: lambda config, _: schedule(config.world_size, config.num_microbatches),
 )
 
 
@@ -123,9 +125,9 @@ class Undivided(Pipelined):
 
 
 @mistake("stale_activation", check="gradients", part="Pipeline", of=ONE_STAGE, needs=IN_FLIGHT)
-def with_one_buffer(*given: Any) -> Pipeline:
+def with_one_buffer(*args: Any) -> Pipeline:
     """One receive buffer for all microbatches: an activation is overwritten before its backward pass."""
-    made = Pipeline(*given)
+    made = Pipeline(*args)
     made.boundaries.__class__ = StaleBoundaries
     return made
 

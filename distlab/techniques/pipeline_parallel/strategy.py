@@ -186,7 +186,7 @@ class Lesson:
         return loss
 
     def _passed(self, *_: Any) -> None:
-        self.most_in_flight = max(self.most_in_flight, len(self.pipeline.held) + 1)
+        self.most_in_flight = max(self.most_in_flight, len(self.pipeline.saved) + 1)
 
 
 def joined(microbatches: list[Microbatch]) -> Microbatch:
