@@ -29,7 +29,7 @@ from distlab.techniques.collectives.phases import COMPUTE, Span, recorded
 from distlab.techniques.mesh.grid import Mesh
 from distlab.techniques.pipeline_parallel.costs import idle_share
 from distlab.techniques.pipeline_parallel.pipeline import Boundaries
-from distlab.techniques.pipeline_parallel.schedules import Action, in_two, one_forward_one_backward
+from distlab.techniques.pipeline_parallel.schedules import Action, one_forward_one_backward, split_backwards
 
 RANKS, MICROBATCHES, CHUNKS = 4, 8, 2
 BUBBLE_TARGET, ACTIVATIONS_TARGET = 0.03, 0.55
@@ -60,7 +60,9 @@ class Alone(Boundaries):
 
 def alone(model: Model, mesh: Mesh, config: Config) -> Strategy:
     """The stages of 1f1b with backward passes in two, without its messages."""
-    schedule = [in_two(actions) for actions in one_forward_one_backward(config.world_size, config.num_microbatches)]
+    schedule = [
+        split_backwards(actions) for actions in one_forward_one_backward(config.world_size, config.num_microbatches)
+    ]
     with replaced(vars(pp), {"schedule_of": lambda *_: schedule}):
         strategy: Any = pp.by_hand(model, mesh, config, name="1f1b")
     strategy.engine.pipeline.boundaries.__class__ = Alone

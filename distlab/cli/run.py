@@ -124,7 +124,7 @@ def start_all(config: Config) -> int:
     be started."""
     check_open_file_limit(config.world_size)
     handle_stop_signals()
-    with announcing("importing PyTorch", enabled==config.log != "quiet"):
+    with announcing("importing PyTorch", enabled=config.log != "quiet"):
         from distlab.lab.rank.finish import complete
         from distlab.lab.rank.main import import_for_ranks
 

@@ -279,7 +279,7 @@ def prepare(trials: list[Trial], collective: Collective, first: int) -> None:
     """Fill in new numbers for each call, from repeat `first` on, and overwrite the scratch memory."""
     for repeat, trial in enumerate(trials, first):
         trial.prepare(repeat)
-    collective.peers.memory.spoil()
+    collective.peers.memory.poison()
 
 
 def run_next(trials: Iterator[Trial], collective: Collective) -> None:

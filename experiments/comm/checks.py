@@ -128,7 +128,7 @@ def uneven(collective: Collective, op: str, device: torch.device) -> float:
         trial = Trial.of(op, rank, world_size, numel, device)
         for repeat in range(3):
             trial.prepare(repeat)
-            collective.peers.memory.spoil()
+            collective.peers.memory.poison()
             trial.run(collective)
             worst = max(worst, trial.off())
     return worst

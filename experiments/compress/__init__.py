@@ -79,7 +79,7 @@ def compressed(compressor_of: Callable[..., Compressor]) -> Build:
         draw_and_broadcast(model, mesh.group, config)
         of_bucket = partial(compressor_of, mesh.group, config, config.own(Options))
         size = config.bucket_mib * 2**20
-        return Replica(model, config, GradientBuckets(model.parameters(), mesh.group, size, all_reduce_of=of_bucket))
+        return Replica(model, config, GradientBuckets(model.parameters(), mesh.group, size, make_all_reduce=of_bucket))
 
     return build
 
@@ -119,7 +119,7 @@ def plain(model: Model, mesh: Mesh, config: Config) -> Strategy:
     draw_and_broadcast(model, mesh.group, config)
     size, ratio = config.bucket_mib * 2**20, config.own(Options).ratio
     buckets = GradientBuckets(
-        model.parameters(), mesh.group, size, all_reduce_of=lambda _: lesson.TopK(mesh.group, ratio)
+        model.parameters(), mesh.group, size, make_all_reduce=lambda _: lesson.TopK(mesh.group, ratio)
     )
     return Replica(model, config, buckets)
 

@@ -10,7 +10,7 @@ from distlab.contract import Mistakes, Needs
 from distlab.lab.config import Config
 from distlab.techniques.compression.compressors import Compressor, Handle, Quantised, RandomK, rank_seed
 from distlab.techniques.compression.powersgd import LowRank, first_factor, orthonormal
-from distlab.techniques.data_parallel.buckets import AllReduceOf, GradientBuckets
+from distlab.techniques.data_parallel.buckets import GradientBuckets, MakeAllReduce
 
 from .options import Options
 from .predictions import METHODS
@@ -72,14 +72,14 @@ class ForgetfulBuckets(GradientBuckets):
 
     def __init__(
         self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, bucket_bytes: float, *,
-        all_reduce_of: AllReduceOf,
+        make_all_reduce: MakeAllReduce,
     ) -> None:  # fmt: skip
-        def forgetful_of(shapes: list[torch.Size]) -> Forgetful | Compressor:
-            compressor = all_reduce_of(shapes)
+        def make_forgetful(shapes: list[torch.Size]) -> Forgetful | Compressor:
+            compressor = make_all_reduce(shapes)
             assert isinstance(compressor, Compressor)
             return Forgetful(compressor) if compressor.feedback else compressor
 
-        super().__init__(parameters, group, bucket_bytes, all_reduce_of=forgetful_of)
+        super().__init__(parameters, group, bucket_bytes, make_all_reduce=make_forgetful)
 
 
 @mistake("unshared_seed", check="formula", part="RandomK", of=("randomk",), needs=Needs(unless=every_place))

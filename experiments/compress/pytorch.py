@@ -29,7 +29,7 @@ from distlab.lab.verify.proof import check_replicas
 from distlab.lab.workload.model import Model
 from distlab.lab.workload.reference import plain
 from distlab.techniques.compression.powersgd import first_factor, pays
-from distlab.techniques.data_parallel.strategy import Replica, Wrapped, draw_own_weights
+from distlab.techniques.data_parallel.strategy import DDPGradients, Replica, draw_own_weights
 from distlab.techniques.mesh.grid import Mesh
 
 from .options import Options
@@ -82,7 +82,7 @@ def wrapped(model: Model, mesh: Mesh, config: Config, state: Any, hook: Any) -> 
     draw_own_weights(model, mesh.group, config)
     parallel = DistributedDataParallel(model, process_group=mesh.group, bucket_cap_mb=config.bucket_mib)
     parallel.register_comm_hook(state, hook)
-    return Replica(model, config, Wrapped(parallel), forward=parallel, scale=mesh.group.size())
+    return Replica(model, config, DDPGradients(parallel), forward=parallel, scale=mesh.group.size())
 
 
 # --- compared with ours ---

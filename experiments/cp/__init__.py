@@ -14,14 +14,14 @@ ranks.
 
 The variants differ in how a row gets the keys of other ranks:
 
-  gathered    every rank gathers K and V whole, computes its rows with all of them, and throws away what is masked
-  ring        each rank's K and V go round; a rank merges its results by log-sum-exp, and no rank holds all keys
+  gathered    every rank gathers all K and V, computes its rows with all of them, and discards what is masked
+  ring        each rank's K and V go round; a rank merges its results by log-sum-exp, and no rank stores all keys
   zigzag      the same ring, each rank with an early and a late run of positions: all have the same work
-  shift       zigzag's parts; K and V go directly to the ranks whose rows see them, and only those
-  ulysses     an all-to-all before and behind attention, in which each rank has all positions of some heads
+  shift       zigzag's positions; K and V go directly to the ranks whose rows see them, and only those keys
+  ulysses     an all-to-all before and after attention; inside of it each rank has all positions of some heads
   torch_ring  PyTorch's ring functions, called directly, and context_parallel around them, which no CPU can run
 
-No shape and no error shows a wrong position, or parts that are merged wrongly: the model trains all the same
+A wrong position, or parts that are merged wrongly, change no shape and raise no error: the model trains all the same
 (LAB_BUG=local_positions, no_lse).
 """
 
@@ -41,7 +41,7 @@ from distlab.lab.lab import Lab
 from distlab.lab.verify.run_all import measure
 from distlab.lab.workload.model import Attend, Model, causal
 from distlab.techniques.context_parallel.ring import FLASH, FLASH_BACKWARD, RingAttention, ShiftAttention
-from distlab.techniques.context_parallel.strategy import ContextParallel, Positions, contiguous, share_out, zigzag
+from distlab.techniques.context_parallel.strategy import ContextParallel, Positions, contiguous, parallelize, zigzag
 from distlab.techniques.context_parallel.ulysses import UlyssesAttention
 from distlab.techniques.data_parallel.buckets import GradientBuckets
 from distlab.techniques.data_parallel.strategy import Replica
@@ -50,7 +50,7 @@ from distlab.techniques.tensor_parallel.layers import SequenceParallelRegion
 
 from . import lesson
 from .bugs import mistake
-from .checks import claims, compare_balance, compare_kept
+from .checks import claims, compare_activations, compare_balance
 from .options import Options
 from .predictions import BY_HAND, cannot, predict, refuse, summary
 
@@ -59,7 +59,7 @@ Attention: TypeAlias = Callable[[dist.ProcessGroup, Positions], Attend]
 
 
 def by_hand(model: Model, mesh: Mesh, config: Config, *, cut: Cut, attention: Attention) -> Strategy:
-    """The whole model on some positions; attention alone knows of the other ranks."""
+    """The whole model on some positions; only attention communicates."""
     group = mesh["cp"]
     positions = cut(config.seq, group.size())
     return ContextParallel(model, positions, attention(group, positions), group, config, rank=group.rank())
@@ -83,28 +83,30 @@ class GatheredAttention:
         rows = torch.stack([k, v]).movedim(3, 0)  # [S/c, 2, B, H, D/H]
         keys, values = self.gather.enter(rows).movedim(0, 3)  # [B, H, S, D/H] each
         if self.mask is None:  # one for all layers
-            behind = (self.positions.of(self.rank)[:, None] < torch.arange(self.positions.length)).to(q.device)
-            self.mask = q.new_zeros(behind.shape).masked_fill(behind, float("-inf"))
+            later = (self.positions.of(self.rank)[:, None] < torch.arange(self.positions.length)).to(q.device)
+            self.mask = q.new_zeros(later.shape).masked_fill(later, float("-inf"))
         return F.scaled_dot_product_attention(q, keys, values, attn_mask=self.mask)
 
 
 # PyTorch's own context parallelism.
 #
-# `context_parallel` replaces scaled_dot_product_attention by a ring over the mesh, for the kernels of a GPU alone. The
-# ring functions inside of it take any kernel. So `torch_ring` calls them with the CPU's, beside ours: K and V by an
-# all_gather, dK and dV by an all_to_all, positions as in `zigzag`, in equal runs only.
+# `context_parallel` replaces scaled_dot_product_attention by a ring over the mesh, for a GPU's kernels only. The ring
+# functions inside of it take any kernel. So `torch_ring` calls them with the CPU's: K and V by an all_gather, dK and dV
+# by an all_to_all, positions as in `zigzag`, in equal runs only.
 
 SEQUENCE_DIM = 2  # of [B, heads, rows, head_dim]
 
 
 def by_context_parallel(model: Model, mesh: Mesh, config: Config) -> Strategy:
-    """What its users write: plain attention, inside of its context."""
+    """PyTorch's context_parallel as its users write it: plain attention inside of its context."""
     from torch.distributed.device_mesh import DeviceMesh
 
     group = mesh["cp"]
-    share_out(model, zigzag(config.seq, group.size()), causal, group.rank())
+    parallelize(model, zigzag(config.seq, group.size()), causal, group.rank())
     buckets = GradientBuckets(model.parameters(), group, config.bucket_mib * 2**20)
-    return Replica(model, config, buckets, forward=InContext(model, DeviceMesh.from_group(group, config.device)))
+    return Replica(
+        model, config, buckets, forward=ContextParallelModel(model, DeviceMesh.from_group(group, config.device))
+    )
 
 
 class TorchRing:
@@ -115,19 +117,19 @@ class TorchRing:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         dense = (each.contiguous() for each in (q, k, v))
-        return Templated.apply(*dense, self.group)  # type: ignore[no-any-return, no-untyped-call]
+        return TemplatedRing.apply(*dense, self.group)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class Templated(torch.autograd.Function):
+class TemplatedRing(torch.autograd.Function):
     """PyTorch's ring functions, forward and backward, each with the CPU's kernel."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:
         # Imported here: it takes a second, and no other variant needs it.
-        from torch.distributed.tensor.experimental._context_parallel import _attention as own
+        from torch.distributed.tensor.experimental._context_parallel import _attention as ring_functions
 
-        own._cp_options.convert_to_f32 = q.dtype != torch.float64
-        found = own._templated_ring_attention(
+        ring_functions._cp_options.convert_to_f32 = q.dtype != torch.float64
+        found = ring_functions._templated_ring_attention(
             group, SEQUENCE_DIM, FLASH, q, k, v, is_causal=True, dropout_p=0.0
         )  # fmt: skip
         ctx.group = group
@@ -137,23 +139,23 @@ class Templated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        from torch.distributed.tensor.experimental._context_parallel import _attention as own
+        from torch.distributed.tensor.experimental._context_parallel import _attention as ring_functions
 
         q, k, v, out, lse = ctx.saved_tensors
-        to_q, to_k, to_v, *_ = own._templated_ring_attention_backward(
+        grad_q, grad_k, grad_v, *_ = ring_functions._templated_ring_attention_backward(
             ctx.group, SEQUENCE_DIM, kernel, gradients[0], "grad_out", q, k, v, out, lse, True
         )
-        return to_q, to_k, to_v, None
+        return grad_q, grad_k, grad_v, None
 
 
-def kernel(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> tuple[Tensor, ...]:
+def kernel(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> tuple[Tensor, ...]:
     """Call the backward of the CPU's flash attention with PyTorch's keyword arguments."""
-    dense = [each.contiguous() for each in (given["grad_out"], query, key, value, given["out"])]
-    found: tuple[Tensor, ...] = FLASH_BACKWARD(*dense, given["logsumexp"], 0.0, given["is_causal"])
+    dense = [each.contiguous() for each in (arguments["grad_out"], query, key, value, arguments["out"])]
+    found: tuple[Tensor, ...] = FLASH_BACKWARD(*dense, arguments["logsumexp"], 0.0, arguments["is_causal"])
     return found
 
 
-class InContext(nn.Module):
+class ContextParallelModel(nn.Module):
     """`model` inside of `context_parallel`, which cuts the samples in place."""
 
     def __init__(self, model: Model, devices: Any) -> None:
@@ -172,7 +174,7 @@ class InContext(nn.Module):
 # --- the lesson on one page ---
 
 
-def on_one_page(group: dist.ProcessGroup, positions: Positions) -> Attend:
+def lesson_ring(group: dist.ProcessGroup, positions: Positions) -> Attend:
     """The lesson's ring, over contiguous parts."""
     rows = list(positions.num_rows)
     return lambda q, k, v: lesson.RingAttention.apply(q, k, v, rows, group)  # type: ignore[no-untyped-call]
@@ -189,7 +191,7 @@ def run(lab: Lab) -> None:
     note_keys(lab)
     lab.compare_predictions(predictions, measured)
     chosen = [name for name in measured if name in BY_HAND]
-    compare_kept(lab, {name: measured[name].activation_bytes for name in chosen})
+    compare_activations(lab, {name: measured[name].activation_bytes for name in chosen})
     compare_balance(lab, [name for name in measured if name != "plain"])
 
 
@@ -200,37 +202,41 @@ def note_positions(lab: Lab) -> None:
         runs = [run for run in cut(lab.config.seq, lab.world_size).runs[lab.rank] if run]
         positions_in[name] = " and ".join(f"{run.start}-{run.stop - 1}" for run in runs) or "none"
     parts = "; ".join(f"in {name} {positions}" for name, positions in positions_in.items())
-    lab.note("positions", f"of the {lab.config.seq} of each sample mine are {parts}")
+    lab.note("positions", f"I compute, of the {lab.config.seq} of each sample, {parts}")
 
 
 def note_keys(lab: Lab) -> None:
     """Log when the keys and values of each rank arrived, in the first layer of the first step."""
-    whose = [(lab.rank - distance) % lab.world_size for distance in range(1, lab.world_size)]
+    sources = [(lab.rank - distance) % lab.world_size for distance in range(1, lab.world_size)]
     name = lab.mode.headline[0]
-    received = [call for call in lab.first_calls().get(name, []) if call[0] == "recv"][: len(whose)]
+    received = [call for call in lab.first_calls().get(name, []) if call[0] == "recv"][: len(sources)]
     if received:
-        arrivals = ", ".join(f"rank {rank} at {1000 * call[6]:.3g}" for rank, call in zip(whose, received, strict=True))
-        lab.note("keys", f"and values of block 1 came from {arrivals} ms")
+        arrivals = ", ".join(
+            f"rank {rank} at {1000 * call[6]:.3g}" for rank, call in zip(sources, received, strict=True)
+        )
+        lab.note("keys", f"and values of block 1 arrived from {arrivals} ms")
 
 
 def variant(name: str, sentence: str, cut: Cut, attention: Attention, *, by_torch: bool = False) -> Variant:
-    """A variant by who has which positions, and how attention gets the others' keys."""
+    """Return a variant by each rank's positions, and by how attention gets the other ranks' keys."""
     return Variant(name, partial(by_hand, cut=cut, attention=attention), by_torch, sentence=sentence)
 
 
 MODE = Mode(
     variants=(
-        variant("gathered", "Gather K and V.", contiguous, GatheredAttention),
-        variant("ring", "Keys and values go round, in contiguous parts.", contiguous, RingAttention),
-        variant("zigzag", "The same with an early and a late part on each rank.", zigzag, RingAttention),
-        variant("shift", "Keys and values go where they are seen.", zigzag, ShiftAttention),
-        variant("ulysses", "All positions of some heads.", contiguous, UlyssesAttention),
-        variant("torch_ring", "Its ring functions, called by hand.", zigzag, TorchRing, by_torch=True),
+        variant("gathered", "Gather all K and V on every rank.", contiguous, GatheredAttention),
+        variant(
+            "ring", "Keys and values go round the ranks; each rank has contiguous positions.", contiguous, RingAttention
+        ),
+        variant("zigzag", "The same ring; each rank has an early and a late run of positions.", zigzag, RingAttention),
+        variant("shift", "Keys and values go directly to the ranks whose rows see them.", zigzag, ShiftAttention),
+        variant("ulysses", "Inside attention each rank has all positions of some heads.", contiguous, UlyssesAttention),
+        variant("torch_ring", "PyTorch's ring functions, called directly.", zigzag, TorchRing, by_torch=True),
         Variant("context_parallel", by_context_parallel, by_torch=True),
         Variant(
             "plain",
-            partial(by_hand, cut=contiguous, attention=on_one_page),
-            sentence="The lesson on one page: ring, by the formulas of a softmax.",
+            partial(by_hand, cut=contiguous, attention=lesson_ring),
+            sentence="The lesson on one page: ring, with attention as formulas.",
             by_name=True,
         ),
     ),
@@ -244,17 +250,17 @@ MODE = Mode(
     cannot=cannot,
     mistakes=mistake | checkpoints.mistake,
     gone={
-        "local_mask": "LAB_BUG=local_positions takes a part for the whole too",
-        "shifted_after_cut": "LAB_BUG=local_positions takes a part for the whole too",
+        "local_mask": "LAB_BUG=local_positions confuses local and global positions too",
+        "shifted_after_cut": "LAB_BUG=local_positions confuses local and global positions too",
         "stray_gradients": "LAB_BUG=loss_times_cp fails the same check",
         "by_arrival": "LAB_BUG=local_positions in ulysses fails the same check",
     },
-    in_lesson={"no_lse": ("total = torch.logaddexp(lse, theirs.logsumexp(-1, keepdim=True))", "total = lse")},
+    in_lesson={"no_lse": ("total = torch.logaddexp(lse, their_scores.logsumexp(-1, keepdim=True))", "total = lse")},
     reading=(
         "experiments/cp/lesson.py: the idea on one page, which runs alone and as the variant `plain`",
-        "experiments/cp/__init__.py: the variants, the simplest first, and what a run of them claims",
-        "distlab/techniques/context_parallel/ring.py: keys that go round, and how attention to some of them is merged",
+        "experiments/cp/__init__.py: the variants, the simplest first, and what a run of them checks",
+        "distlab/techniques/context_parallel/ring.py: the ring of keys, and how attention to parts of them is merged",
         "distlab/techniques/context_parallel/ulysses.py: the all-to-all from positions to heads, and back",
-        "distlab/techniques/context_parallel/strategy.py: the step, who has which positions, and which keys they see",
+        "distlab/techniques/context_parallel/strategy.py: the step, each rank's positions, and which keys they see",
     ),
 )

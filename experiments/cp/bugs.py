@@ -1,5 +1,5 @@
-"""The classic mistakes of context parallelism, made by LAB_BUG: local positions in place of global ones, parts merged
-wrongly, and mistakes that cost time or memory while every number is right."""
+"""Classic bugs of context parallelism, injected by LAB_BUG: local positions in place of global ones, parts merged
+wrongly, and bugs that cost time or memory while every number is right."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -22,7 +22,7 @@ RINGS = ("ring", "zigzag", "shift")
 mistake = Mistakes()
 
 
-# --- the settings that hide one ---
+# --- settings that hide a bug ---
 
 
 def too_few(config: Config) -> str:
@@ -33,54 +33,54 @@ def too_few(config: Config) -> str:
 
 def too_short(config: Config) -> str:
     """With few rows per rank one row more or less matters as much as the zig-zag."""
-    return "" if config.seq >= 8 * config.world_size else f"LAB_SEQ={config.seq}: it takes 8 positions a rank"
+    return "" if config.seq >= 8 * config.world_size else f"LAB_SEQ={config.seq}: it takes 8 positions per rank"
 
 
 LONG, LONG_TIMED = Needs(unless=too_few), Needs(proof=False, unless=too_few)
 
 
-# --- the mistakes ---
+# --- the bugs ---
 
 Step: TypeAlias = Callable[..., ContextParallel]
 
 
-def attending(attention: Callable[[dist.ProcessGroup, Positions], Attend]) -> Step:
-    """The step with this attention, whatever a variant's is."""
+def with_attention(attention: Callable[[dist.ProcessGroup, Positions], Attend]) -> Step:
+    """Return a step that uses this attention in place of the variant's."""
 
-    def step(model: Model, positions: Positions, _: Attend, group: dist.ProcessGroup, *given: Any, **more: Any) -> Any:
-        return ContextParallel(model, positions, attention(group, positions), group, *given, **more)
+    def step(model: Model, positions: Positions, _: Attend, group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        return ContextParallel(model, positions, attention(group, positions), group, *args, **kwargs)
 
     return step
 
 
-stepped_by = partial(mistake, part="ContextParallel", of=BY_HAND)
-attended_by = partial(mistake, part="ContextParallel", of=RINGS, put=attending)
+wrong_step = partial(mistake, part="ContextParallel", of=BY_HAND)
+wrong_attention = partial(mistake, part="ContextParallel", of=RINGS, put=with_attention)
 
 
-@stepped_by("local_positions", check="losses", needs=LONG)
-def by_local_positions(model: Model, positions: Positions, attend: Attend, *given: Any, rank: int) -> ContextParallel:
-    """Every rank looks up position embeddings from 0 on: a part in the middle is taken for a beginning."""
-    strategy = ContextParallel(model, positions, attend, *given, rank=rank)
+@wrong_step("local_positions", check="losses", needs=LONG)
+def by_local_positions(model: Model, positions: Positions, attend: Attend, *args: Any, rank: int) -> ContextParallel:
+    """Every rank looks up position embeddings from 0 on: its part of the sequence is treated as the beginning."""
+    strategy = ContextParallel(model, positions, attend, *args, rank=rank)
     set_positions(model, Positions(tuple((range(rows),) for rows in positions.num_rows)), rank)
     return strategy
 
 
-@stepped_by("loss_times_cp", check="gradients")
-def loss_times_ranks(*given: Any, rank: int) -> ContextParallel:
-    """The loss is multiplied by the ranks along cp, and the gradients are summed over them all the same: c times
-    too large (Megatron-LM issue 906)."""
-    strategy = ContextParallel(*given, rank=rank)
+@wrong_step("loss_times_cp", check="gradients")
+def loss_times_ranks(*args: Any, rank: int) -> ContextParallel:
+    """The loss is multiplied by the ranks along cp, but the gradients are summed over them too: c times too large
+    (Megatron-LM issue 906)."""
+    strategy = ContextParallel(*args, rank=rank)
     strategy.scale = len(strategy.positions.runs)
     return strategy
 
 
-def average(part: Part, more: Part) -> None:
-    part.out.add_(more.out).mul_(0.5)
+def average(part: Part, other: Part) -> None:
+    part.out.add_(other.out).mul_(0.5)
 
 
-@attended_by("no_lse", check="losses", needs=LONG)
+@wrong_attention("no_lse", check="losses", needs=LONG)
 class PlainMean(RingAttention):
-    """What two blocks of keys give is averaged, without their log-sum-exp: each weighs as much as the other."""
+    """Results of two blocks of keys are averaged without log-sum-exp: both have equal weight."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with replaced(vars(ring), {"merge": average}):
@@ -91,24 +91,24 @@ class PlainMean(RingAttention):
     "unfolded", check="balance", part="ContextParallel", of=("zigzag",), needs=Needs(proof=False, unless=too_short)
 )
 def by_contiguous_parts(
-    model: Model, positions: Positions, _: Attend, group: dist.ProcessGroup, *given: Any, rank: int
+    model: Model, positions: Positions, _: Attend, group: dist.ProcessGroup, *args: Any, rank: int
 ) -> ContextParallel:
-    """zigzag holds contiguous parts: every number is right, and the last rank does (2c-1)/c of the mean."""
+    """zigzag has contiguous parts: every number is right, but the last rank does (2c-1)/c of the mean work."""
     parts = contiguous(positions.length, group.size())
-    return ContextParallel(model, parts, RingAttention(group, parts), group, *given, rank=rank)
+    return ContextParallel(model, parts, RingAttention(group, parts), group, *args, rank=rank)
 
 
-@attended_by("asks_late", check="keys ahead", needs=LONG_TIMED)
-class AsksLate(RingAttention):
-    """A rank asks for the next keys when it is done with those that it has: nothing travels while it computes."""
+@wrong_attention("asks_late", check="keys ahead", needs=LONG_TIMED)
+class LateRequests(RingAttention):
+    """A rank requests the next keys after it has computed with the current ones: nothing travels while it computes."""
 
     def receive_keys(self, mine: Tensor) -> Iterator[tuple[int, Tensor]]:
-        tag, source, theirs = self.peers.new_tag(), self.peers.rank, mine
+        tag, source, keys_values = self.peers.new_tag(), self.peers.rank, mine
         for distance in range(1, self.peers.world_size):
-            theirs, messages = self.pass_on(tag, theirs, source)
+            keys_values, messages = self.pass_on(tag, keys_values, source)
             wait_for(messages)
             source = self.peers.after(-distance)
-            yield source, theirs
+            yield source, keys_values
 
 
 class Keep(torch.autograd.Function):
@@ -124,9 +124,9 @@ class Keep(torch.autograd.Function):
         return gradients[0], *[None] * len(ctx.saved_tensors)
 
 
-@attended_by("kept_blocks", check="activation bytes", needs=LONG_TIMED)
+@wrong_attention("kept_blocks", check="activation bytes", needs=LONG_TIMED)
 class KeptBlocks(RingAttention):
-    """A ring keeps all keys and values that came by for its backward pass: as much as if they had been gathered."""
+    """A ring keeps all received keys and values for its backward pass: as much as if they had been gathered."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.received: list[Tensor] = []
@@ -137,8 +137,8 @@ class KeptBlocks(RingAttention):
         others = super().receive_keys(mine)
 
         def noted() -> Iterator[tuple[int, Tensor]]:
-            for source, theirs in others:
-                self.received.append(theirs)
-                yield source, theirs
+            for source, keys_values in others:
+                self.received.append(keys_values)
+                yield source, keys_values
 
         return noted()

@@ -55,7 +55,7 @@ class Kernels(DispatchMode):
         if name in (FORWARD, BACKWARD):
             self.cpu_s += time.thread_time() - began
             q, k = args[:2] if name == FORWARD else args[1:3]
-            causal = args[4:5] if name == FORWARD else args[7:8]  # left out where it is False
+            causal = args[4:5] if name == FORWARD else args[7:8]  # missing where it is False
             self.pairs += pairs(q, k, causal=any(causal))
             self.order.append(COMPUTE)
         elif name == "c10d::recv_":
@@ -88,8 +88,8 @@ def predicted_share(variant: str, config: Config) -> Work:
         return Work(rows, max(rows) * ranks / sum(rows), "all keys for every row")
     if variant == "ulysses":
         heads = partition_sizes(config.heads, ranks)
-        every = config.seq * (config.seq + 1) // 2
-        return Work([every * each for each in heads], max(heads) * ranks / sum(heads), "the busiest one's heads")
+        each_head = config.seq * (config.seq + 1) // 2
+        return Work([each_head * each for each in heads], max(heads) * ranks / sum(heads), "heads of the busiest rank")
     work = [positions.pairs(rank) * config.heads for rank in range(ranks)]
     folded = variant != "ring"
     return Work(work, 1.0 if folded else causal_share(ranks), "1" if folded else "(2c-1)/c")
@@ -112,7 +112,7 @@ class BalanceFinding(NamedTuple):
 def compare_balance(lab: Lab, variants: list[str]) -> None:
     """Run one step of each variant under `Kernels`, and compare pairs, balance and order with the expected ones."""
     if lab.device.type != "cpu":
-        lab.say("not counted: only calls of the CPU's kernel are counted", "balance")
+        lab.say("not counted: only calls of the CPU's attention kernel are counted", "balance")
         return
     findings = [check_work(lab, name) for name in variants]
     show_work(lab, [each for each in findings if each is not None])
@@ -122,7 +122,7 @@ def check_work(lab: Lab, name: str) -> BalanceFinding | None:
     """Check the variant's work; return what the table shows of it, on rank 0."""
     seen, work = watch_second_step(lab, name), predicted_share(name, lab.config)
     shown = "" if name in BY_HAND else PYTORCHS
-    wanted = twice(lab.config) * work.pairs[lab.rank]
+    wanted = work_per_step(lab.config) * work.pairs[lab.rank]
     lab.compare(PAIRS, wanted, seen.pairs, "pairs", 0, name, work.formula, shown=shown)
     if name in ("ring", "zigzag", "shift"):
         check_ahead(lab, name, seen.order)
@@ -134,21 +134,24 @@ def check_work(lab: Lab, name: str) -> BalanceFinding | None:
     return BalanceFinding(name, work.share, pairs, cpu_s)
 
 
-def twice(config: Config) -> int:
+def work_per_step(config: Config) -> int:
     """Return how often a step does the work of one sample and layer: forward and backward."""
     return 2 * config.batch * config.depth
 
 
 def show_work(lab: Lab, findings: list[BalanceFinding]) -> None:
-    needed = lab.config.seq * (lab.config.seq + 1) // 2 * lab.config.heads * twice(lab.config)
-    rows, shares_of = [], dict[str, list[list[float]]]()
+    needed_pairs = lab.config.seq * (lab.config.seq + 1) // 2 * lab.config.heads * work_per_step(lab.config)
+    rows, work_by_variant = [], dict[str, list[list[float]]]()
     for name, wanted, pairs, cpu_s in findings:
-        cells = [f"{wanted:.3f}", f"{busiest(pairs):.3f}", f"{sum(pairs) / needed:.2f}"]
+        cells = [f"{wanted:.3f}", f"{busiest(pairs):.3f}", f"{sum(pairs) / needed_pairs:.2f}"]
         rows.append([name, *cells, " ".join(f"{each * 1e3:.1f}" for each in cpu_s), f"{busiest(cpu_s):.2f}"])
-        shares_of[name] = [list(map(float, range(len(pairs)))), [each * len(pairs) / sum(pairs) for each in pairs]]
-    columns = ["variant", "by formula", "counted", "of what is needed", "CPU ms of attention by rank", "its share"]
-    lab.table("Causal work: the busiest rank over the mean of all", columns, rows)
-    lab.chart("Causal work of each rank over the mean of all", "rank", "share", shares_of)
+        work_by_variant[name] = [
+            list(map(float, range(len(pairs)))),
+            [each * len(pairs) / sum(pairs) for each in pairs],
+        ]
+    columns = ["variant", "by formula", "counted", "all over needed", "CPU ms of attention by rank", "busiest CPU"]
+    lab.table("Causal work: the busiest rank over the mean", columns, rows)
+    lab.chart("Causal work of each rank over the mean", "rank", "x the mean", work_by_variant)
 
 
 def busiest(amounts: tuple[float, ...]) -> float:
@@ -172,18 +175,20 @@ def watch_second_step(lab: Lab, name: str) -> Kernels:
 def check_ahead(lab: Lab, name: str, order: list[str]) -> None:
     """Check that the next keys are requested before the rank computes with those it has, in every layer, both ways."""
     wanted = expected_order(name, lab.config, lab.rank)
-    parted = next((at for at, (one, other) in enumerate(zip(order, wanted, strict=False)) if one != other), None)
+    first = next((place for place, (own, other) in enumerate(zip(order, wanted, strict=False)) if own != other), None)
     faults = int(order != wanted)
-    difference = f"they part at {parted}" if parted is not None else f"{len(order)} of {len(wanted)}"
-    lab.check(AHEAD, faults, 0, name, difference if faults else f"{len(order)} receives and blocks in their order")
+    difference = (
+        f"they differ from event {first} on" if first is not None else f"{len(order)} events, not {len(wanted)}"
+    )
+    lab.check(AHEAD, faults, 0, name, difference if faults else f"{len(order)} receives and blocks in order")
 
 
-def sent_to(name: str, positions: Positions, rank: int, source: int) -> int:
+def received_keys(name: str, positions: Positions, rank: int, source: int) -> int:
     """Return the number of keys that `rank` receives of `source`: those that it sees, or in a ring all."""
     return positions.visible_keys(rank, source).num_keys if name == "shift" else positions.num_rows[source]
 
 
-def sent_back(name: str, positions: Positions, rank: int, distance: int, ranks: int) -> int:
+def received_gradients(name: str, positions: Positions, rank: int, distance: int, ranks: int) -> int:
     """Return the number of keys whose gradients arrive in turn `distance`: this rank's own, or in a ring the next."""
     if name == "shift":
         return positions.visible_keys((rank + distance) % ranks, rank).num_keys
@@ -195,14 +200,14 @@ def expected_order(name: str, config: Config, rank: int) -> list[str]:
     the gradients behind each block."""
     positions, ranks = positions_of(name, config), config.world_size
     forward, backward = list[str](), list[str]()
-    come = [sent_to(name, positions, rank, (rank - distance) % ranks) for distance in range(ranks)]
-    back = [sent_back(name, positions, rank, distance, ranks) for distance in range(ranks)]
+    arriving_keys = [received_keys(name, positions, rank, (rank - distance) % ranks) for distance in range(ranks)]
+    arriving_gradients = [received_gradients(name, positions, rank, distance, ranks) for distance in range(ranks)]
     for distance in range(ranks):
-        following = distance < ranks - 1 and come[distance + 1] > 0
+        following = distance < ranks - 1 and arriving_keys[distance + 1] > 0
         source = (rank - distance) % ranks
         computes = positions.num_rows[rank] > 0 if source == rank else positions.visible_keys(rank, source).num_keys > 0
         block = [RECEIVE] * following + [COMPUTE] * computes
-        gradient = distance > 0 and back[distance] > 0
+        gradient = distance > 0 and arriving_gradients[distance] > 0
         forward += block
         backward += block + [RECEIVE] * gradient
     return (forward * config.depth + backward * config.depth) * config.num_microbatches
@@ -216,11 +221,11 @@ def expected_order(name: str, config: Config, rank: int) -> list[str]:
 
 TOLERANCE = 0.01
 FORMULAS = {
-    "gathered": "one process's of S/c rows + K and V of all + a mask",
-    "ring": "one process's of S/c rows",
-    "zigzag": "one process's of S/c rows",
-    "shift": "one process's of S/c rows",
-    "ulysses": "one process's of S/c rows + the result of each layer",
+    "gathered": "one process's for S/c rows + all K and V + a mask",
+    "ring": "one process's for S/c rows",
+    "zigzag": "one process's for S/c rows",
+    "shift": "one process's for S/c rows",
+    "ulysses": "one process's for S/c rows + the result of each layer",
 }
 
 
@@ -230,10 +235,10 @@ def predicted_activation_bytes(lab: Lab, variant: str, config: Config, microbatc
     inputs, targets = (positions.own(side, lab.rank) for side in microbatch[:2])
     alone = saved_bytes(lab, range(len(outline(config).layers)), Microbatch(inputs, targets, microbatch.share))
     index = inputs.shape[1] * torch.long.itemsize  # the positions of its tokens
-    return alone + index + more(variant, config, positions, len(inputs), lab.rank)
+    return alone + index + extra_bytes(variant, config, positions, len(inputs), lab.rank)
 
 
-def more(variant: str, config: Config, positions: Positions, samples: int, rank: int) -> int:
+def extra_bytes(variant: str, config: Config, positions: Positions, samples: int, rank: int) -> int:
     """Return what attention keeps in all layers beyond what one process keeps for this rank's rows."""
     itemsize, whole, rows = config.itemsize, positions.length, positions.num_rows[rank]
     row_bytes = samples * config.width * itemsize
@@ -246,7 +251,7 @@ def more(variant: str, config: Config, positions: Positions, samples: int, rank:
     return config.depth * (whole * heads * head_bytes - rows * config.heads * head_bytes + rows * row_bytes)
 
 
-def compare_kept(lab: Lab, measured: Mapping[str, int]) -> None:
+def compare_activations(lab: Lab, measured: Mapping[str, int]) -> None:
     """Compare the bytes that each variant kept in a step, in its largest microbatch, with the prediction."""
     batches = lab.batches(getattr(torch, lab.config.dtype))
     largest = max(lab.microbatches(batches, 0), key=lambda microbatch: len(microbatch.inputs))

@@ -1,4 +1,4 @@
-"""The variables of RUN_MODE=cp, and its own sizes. torch is not imported here: they are read before it."""
+"""The default sizes of RUN_MODE=cp. Do not import torch here: this is read before it."""
 
 from distlab.lab.config.settings import ModeOptions
 

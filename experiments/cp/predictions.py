@@ -16,15 +16,15 @@ from distlab.techniques.context_parallel.costs import (
 )
 from distlab.techniques.context_parallel.strategy import Positions, contiguous, zigzag
 from distlab.techniques.data_parallel.costs import gradients_cost
-from distlab.techniques.sharded import costs as kept
+from distlab.techniques.sharded import costs as sharded_costs
 from distlab.techniques.sharded.costs import whole_rest
 from distlab.techniques.tensor_parallel.layers import partition_sizes
 
 # Settings that context parallelism cannot run, or PyTorch's own cannot.
 
 NO_PATH = (
-    "PyTorch's context_parallel has no path here: of the CPU's flash attention it says that it does not have a sharding"
-    " strategy registered, and a GPU's takes 16 bits alone, in which nothing can be proven"
+    "PyTorch's context_parallel cannot run here: the CPU's flash attention does not have a sharding strategy"
+    " registered, and a GPU's takes only 16 bits, too coarse for a proof"
 )
 
 
@@ -33,36 +33,40 @@ def refuse(config: Config) -> list[str]:
     if config.model != "gpt":
         if is_own(config.model):
             return [
-                f"LAB_MODEL={config.model} is cut by no rule that the lab knows, allowed: gpt; share out its positions"
-                " in a strategy of your own, and prove it by `distlab prove`"
+                f"LAB_MODEL={config.model}: the lab has no rule for cutting this model, allowed: gpt; split its"
+                " positions in your own strategy, and prove it with `distlab prove`"
             ]
-        return [f"LAB_MODEL={config.model} has no sequence to share out, allowed: gpt"]
+        return [f"LAB_MODEL={config.model} has no sequence to split, allowed: gpt"]
     if config.gloo_on_gpus:
-        return ["LAB_BACKEND=gloo sends no keys that live on a GPU: set LAB_BACKEND=nccl, or leave LAB_DEVICE=cpu"]
+        return ["LAB_BACKEND=gloo cannot send keys from a GPU: set LAB_BACKEND=nccl, or leave LAB_DEVICE=cpu"]
     return untrainable(config, 1)
 
 
 def cannot(config: Config) -> dict[str, str]:
     """Return the variants that cannot run with these settings, and why."""
-    runs, own = 2 * config.world_size, ("torch_ring",)
-    uneven = f"LAB_SEQ={config.seq} is not a multiple of {runs}, two equal runs for each rank"
+    runs, torch_ring = 2 * config.world_size, ("torch_ring",)
+    uneven = f"LAB_SEQ={config.seq} is not a multiple of {runs}: each rank needs two equal runs"
     return ruled_out(
         (("context_parallel",), True, NO_PATH),
-        (own, config.device != "cpu", "it is given the CPU's flash attention, and a GPU's takes 16 bits alone"),
-        (own, config.seq % runs, uneven),
-        (("plain",), config.seq < config.world_size, f"LAB_SEQ={config.seq}: the lesson has a position on every rank"),
+        (torch_ring, config.device != "cpu", "it uses the CPU's flash attention; a GPU's takes only 16 bits"),
+        (torch_ring, config.seq % runs, uneven),
+        (
+            ("plain",),
+            config.seq < config.world_size,
+            f"LAB_SEQ={config.seq}: the lesson needs a position on every rank",
+        ),
     )
 
 
 BY_HAND = ("gathered", "ring", "zigzag", "shift", "ulysses")
 POSITION_BYTES = 8  # int64: the embedding keeps the positions of its rank
 FORMULAS = {
-    "gathered": "2(c-1)/c x KV a layer + gradients",
-    "ring": "3(c-1)/c x KV a layer + gradients",
-    "zigzag": "3(c-1)/c x KV a layer + gradients",
-    "plain": "3(c-1)/c x KV a layer + gradients",
-    "shift": "9(c-1)/4c x KV a layer on average + gradients",
-    "ulysses": "4(c-1)/c² x KV a layer + gradients",
+    "gathered": "2(c-1)/c x KV per layer + gradients",
+    "ring": "3(c-1)/c x KV per layer + gradients",
+    "zigzag": "3(c-1)/c x KV per layer + gradients",
+    "plain": "3(c-1)/c x KV per layer + gradients",
+    "shift": "9(c-1)/4c x KV per layer on average + gradients",
+    "ulysses": "4(c-1)/c² x KV per layer + gradients",
     "torch_ring": "K, V, dK and dV by all_gather and all_to_all",
 }
 
@@ -86,11 +90,11 @@ def layer_cost(variant: str, config: Config, samples: int, rank: int) -> Cost:
         sent = sum(pairs > 0 for pairs in ulysses_messages(rows, heads, rank))
         nbytes = ulysses_bytes(rows, heads, row_bytes // (2 * config.heads), rank)
         return Cost(nbytes, sent, 4 * (config.world_size - 1))
-    turned = shift_rows(seen_by_all(variant, config), rank) if variant == "shift" else ring_rows(rows, rank)
-    return Cost(sum(turned) * row_bytes, sum(number > 0 for number in turned), 3 * (config.world_size - 1))
+    passed_rows = shift_rows(visible_counts(variant, config), rank) if variant == "shift" else ring_rows(rows, rank)
+    return Cost(sum(passed_rows) * row_bytes, sum(number > 0 for number in passed_rows), 3 * (config.world_size - 1))
 
 
-def seen_by_all(variant: str, config: Config) -> list[list[int]]:
+def visible_counts(variant: str, config: Config) -> list[list[int]]:
     """Count the keys of each rank that each rank's rows see, [rank][other]."""
     positions, ranks = positions_of(variant, config), range(config.world_size)
     return [[positions.visible_keys(rank, other).num_keys for other in ranks] for rank in ranks]
@@ -120,14 +124,14 @@ def at_rest(variant: str, config: Config, shown: str) -> Prediction:
     num_rows = positions_of(variant, config).num_rows
     value = [whole + rows * (POSITION_BYTES + masked * config.seq * itemsize) for rows in num_rows]
     formula = f"{each} x P + {POSITION_BYTES} x S/c" + f" + {itemsize} x S²/c" * masked
-    return kept.at_rest(variant, config, formula, value, shown)
+    return sharded_costs.at_rest(variant, config, formula, value, shown)
 
 
 def summary(config: Config) -> str:
     both = 2 * config.batch * config.seq * config.width * config.itemsize / 1e6
     rows = sorted(set(contiguous(config.seq, config.world_size).num_rows), reverse=True)
     return (
-        f"{' or '.join(map(str, rows))} of {config.seq} positions a rank; K and V of a layer are {both:.3g} MB, of"
-        " which a rank sends 2(c-1)/c (gathered), 3(c-1)/c (ring, zigzag), about 9(c-1)/4c (shift), 4(c-1)/c²"
+        f"{' or '.join(map(str, rows))} of {config.seq} positions per rank; K and V of a layer are {both:.3g} MB, of"
+        " which a rank sends 2(c-1)/c (gathered), 3(c-1)/c (ring, zigzag), about 9(c-1)/4c (shift) or 4(c-1)/c²"
         " (ulysses)"
     )

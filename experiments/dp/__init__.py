@@ -40,7 +40,13 @@ from distlab.techniques.collectives.by_hand import Collective
 from distlab.techniques.collectives.phases import phase
 from distlab.techniques.data_parallel.buckets import GradientBuckets
 from distlab.techniques.data_parallel.slow_link import all_reduce_of_buckets, swaps_buckets
-from distlab.techniques.data_parallel.strategy import Lesson, Replica, Wrapped, draw_and_broadcast, draw_own_weights
+from distlab.techniques.data_parallel.strategy import (
+    DDPGradients,
+    Lesson,
+    Replica,
+    draw_and_broadcast,
+    draw_own_weights,
+)
 from distlab.techniques.mesh.grid import Mesh
 
 from . import lesson
@@ -103,7 +109,7 @@ def ddp(model: Model, mesh: Mesh, config: Config) -> Strategy:
         bucket_cap_mb=config.bucket_mib,
         init_sync=False,  # the replicas are equal already
     )
-    return Replica(model, config, Wrapped(wrapped), forward=wrapped, scale=mesh.group.size())
+    return Replica(model, config, DDPGradients(wrapped), forward=wrapped, scale=mesh.group.size())
 
 
 def plain(model: Model, mesh: Mesh, config: Config) -> Strategy:
@@ -120,17 +126,18 @@ def run(lab: Lab) -> None:
     predictions = predict(lab.config)
     size, unit = in_unit(gradient_bytes(lab.config))
     sent = size * 2 * (lab.world_size - 1) / lab.world_size
-    most = f"under {2 * size:.3g} {unit} for every N"
-    lab.say(f"each rank sends 2(N-1)/N x {size:.3g} {unit} = {sent:.3g} {unit} a step, {most}", "predict")
+    most = f"less than {2 * size:.3g} {unit} for any N"
+    lab.say(f"each rank sends 2(N-1)/N x {size:.3g} {unit} = {sent:.3g} {unit} per step, {most}", "predict")
     if lab.wants("bucketed"):
         buckets = next(each.calls for each in predictions if each.variant == "bucketed")
         lab.say(
-            f"{buckets}, each launched from the backward pass once it holds {lab.config.bucket_mib:g} MiB", "buckets"
+            f"{buckets} per step; each is launched in the backward pass, once it has {lab.config.bucket_mib:g} MiB",
+            "buckets",
         )
         if swaps_buckets(lab.group, lab.config):
             lab.say(
-                "bucketed swaps each bucket with the other rank in one round; ddp's all_reduce takes two for as many"
-                " bytes",
+                "bucketed swaps whole buckets with the other rank in one round; ddp's all_reduce needs two rounds for"
+                " the same bytes",
                 "sum",
             )
     if lab.config.proof:
@@ -157,7 +164,7 @@ MODE = Mode(
     mistakes=mistake | checkpoints.mistake,
     gone={
         "means": "LAB_BUG=means_of_shards averages the means of uneven shards",
-        "coordinator": "RUN_MODE=server LAB_VARIANT=sync collects sums and counts on a rank of its own",
+        "coordinator": "RUN_MODE=server LAB_VARIANT=sync collects sums and counts on rank 0",
     },
     recomputes=True,
     in_lesson={

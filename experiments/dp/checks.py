@@ -43,14 +43,14 @@ def waiting(order: Order, sizes: Mapping[str, int]) -> int:
     microbatches, the last one's gradients count."""
     last = max(order.where("begin", "backward"), default=0)
     begun = {place: sum(sizes[name] for name in names) for place, names in order.launches(*SENDS).items()}
-    come: set[str] = set()
+    arrived: set[str] = set()
     most = launched = 0
     for place, event in enumerate(order.events):
         launched += begun.get(place, 0)
         if event.what == "gradient" and place >= last:
-            complete = sum(sizes[name] for name in takewhile(come.__contains__, reversed(list(sizes))))
+            complete = sum(sizes[name] for name in takewhile(arrived.__contains__, reversed(list(sizes))))
             most = max(most, complete - launched)
-            come.add(event.label)
+            arrived.add(event.label)
     return most
 
 
@@ -91,10 +91,12 @@ def check_overlap(lab: Lab, measured: Mapping[str, Measured]) -> None:
         if name in EARLY and shows and not silent:
             launches = seen.order.launches(*SENDS)
             wrong = seen.order.untimely(launches)
-            detail = f"{len(wrong)} of {len(launches)} buckets launched too soon, or later than at once"
+            detail = (
+                f"{len(wrong)} of {len(launches)} buckets launched before their last gradient, or not right after it"
+            )
             lab.check("launch order", len(wrong), 0, name, detail)
             most = waiting(seen.order, gradient_sizes(lab.config))
-            detail = "gradients that waited beside one bucket, in the order of the backward pass, B"
+            detail = "bytes of complete gradients that waited for a launch, beyond one bucket"
             lab.check("waiting gradients", max(0.0, most - bucket_bytes), 0, name, detail)
 
 
@@ -124,7 +126,7 @@ mistake = Mistakes()
 def equal_shards(config: Config) -> str:
     """The mean of equal shards' means is the correct mean."""
     equal = len(set(shard_sizes(config.batch, config.world_size, uneven=True))) == 1
-    return "as many samples on every rank: shards must differ in size, raise LAB_BATCH" if equal else ""
+    return "all ranks have equally many samples: shards must differ in size, raise LAB_BATCH" if equal else ""
 
 
 def equal_epochs(config: Config) -> str:
@@ -133,17 +135,21 @@ def equal_epochs(config: Config) -> str:
         return "LAB_MODEL=line: its batch is the whole data set"
     orders = (permutation(config.seed, epoch, 2 * config.batch) for epoch in (0, 1))
     first, second = (set(order[: config.batch].tolist()) for order in orders)
-    return "these sizes: two epochs begin alike, change LAB_SEED or raise LAB_BATCH" if first == second else ""
+    return (
+        "these sizes: two epochs begin with the same samples, change LAB_SEED or raise LAB_BATCH"
+        if first == second
+        else ""
+    )
 
 
 def begins_at_zero(config: Config) -> str:
     """All ranks begin with the line's weights at zero."""
-    return "LAB_MODEL=line: all its ranks begin at zero" if config.model == "line" else ""
+    return "LAB_MODEL=line: all ranks begin with weights of zero" if config.model == "line" else ""
 
 
 def one_bucket(config: Config) -> str:
     """The last gradient launches the only bucket in any case."""
-    return "LAB_BUCKET_MIB: all gradients are in one bucket, lower it" if len(bucket_sizes(config)) == 1 else ""
+    return "LAB_BUCKET_MIB: all gradients fit in one bucket, lower it" if len(bucket_sizes(config)) == 1 else ""
 
 
 # --- the bugs ---
@@ -177,9 +183,9 @@ class NoSetEpoch(Batches):
 
 
 @mistake("unwrapped_forward", check="replicas", part="Replica", of=("ddp",))
-def bare(*given: Any, forward: nn.Module, scale: float) -> Replica:  # noqa: ARG001
+def unwrapped(*args: Any, forward: nn.Module, scale: float) -> Replica:  # noqa: ARG001
     """The forward pass calls the bare model, so DDP never sums: replicas drift apart."""
-    return Replica(*given, scale=scale)
+    return Replica(*args, scale=scale)
 
 
 @mistake(
@@ -240,6 +246,6 @@ class HoardingBuckets(GradientBuckets):
 
 
 @mistake("no_broadcast", check="replicas", part="draw_and_broadcast", of=VARIANTS, needs=Needs(unless=begins_at_zero))
-def unbroadcast(model: Model, group: dist.ProcessGroup, config: Config) -> None:
+def no_broadcast(model: Model, group: dist.ProcessGroup, config: Config) -> None:
     """Every rank begins with different weights."""
     draw_own_weights(model, group, config)

@@ -18,8 +18,8 @@ class DataParallel:
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup, bucket_bytes: float) -> None:
         self.model, self.group, members = model, group, [list[nn.Parameter]()]
-        for parameter in reversed(list(model.parameters())):  # the backward pass comes to the last layer first
-            dist.broadcast(parameter.detach(), group=group, group_src=0)  # ranks that begin apart would stay apart
+        for parameter in reversed(list(model.parameters())):  # the backward pass reaches the last layer first
+            dist.broadcast(parameter.detach(), group=group, group_src=0)  # unequal replicas would stay unequal
             if sum(each.nbytes for each in members[-1]) >= bucket_bytes:
                 members.append([])
             members[-1].append(parameter)
@@ -33,14 +33,14 @@ class DataParallel:
             bucket.missing = len(bucket.parameters)
             bucket.flat.zero_()
         for number, (inputs, targets, share) in enumerate(microbatches, 1):
-            if number == len(microbatches):  # until then gradients are summed locally, and nothing is sent
+            if number == len(microbatches):  # earlier gradients are summed locally, nothing is sent
                 hooks = [each.register_post_accumulate_grad_hook(self.launch) for each in self.bucket_of]
             loss = self.model(inputs, targets) * share  # a sum of terms / the terms of the whole batch, on all ranks
             loss.backward()
             losses.append(loss.detach())
         for hook in hooks:
             hook.remove()
-        self.launch()  # buckets that this rank's loss did not complete: another's may have
+        self.launch()  # also buckets with a missing gradient here: another rank may have it
         for work in self.sums:
             work.wait()
         return torch.stack(losses).sum()
@@ -69,8 +69,8 @@ def demo(group: dist.ProcessGroup) -> float:
     replica = DataParallel(model, group, bucket_bytes=256)
     for _ in range(2):
         replica.step([(inputs[part], targets[part], 1 / targets.numel()) for part in (mine[:1], mine[1:])])
-    wanted = torch.autograd.grad(model(inputs, targets) / targets.numel(), list(model.parameters()))
-    return max((each.grad - of_one).abs().max().item() for each, of_one in zip(model.parameters(), wanted, strict=True))
+    expected = torch.autograd.grad(model(inputs, targets) / targets.numel(), list(model.parameters()))
+    return max((each.grad - right).abs().max().item() for each, right in zip(model.parameters(), expected, strict=True))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from distlab.techniques.collectives.costs import (
 from distlab.techniques.data_parallel.costs import bucket_bytes
 from distlab.techniques.data_parallel.slow_link import swaps_buckets
 from distlab.techniques.sharded.costs import (
-    Happening,
+    PassEvent,
     Replicated,
     adamw_scratch_bytes,
     at_rest,
@@ -55,16 +55,16 @@ def predict(config: Config) -> list[Prediction]:
     def summed(tensors: list[int]) -> list[Cost]:
         return [total_cost(*(all_reduce_cost(ranks, size) for size in tensors))] * ranks
 
-    passed_shapes = sum(all_reduce_messages("ring", ranks, size, itemsize=itemsize) for size in buckets)
+    ring_messages = sum(all_reduce_messages("ring", ranks, size, itemsize=itemsize) for size in buckets)
     own = [sum(all_reduce_bytes("ring", ranks, size, rank, itemsize) for size in buckets) for rank in range(ranks)]
-    theirs = len(buckets) + 1  # its first bucket has 1 MiB
+    ddp_calls = len(buckets) + 1  # its first bucket has 1 MiB
     whole, each = whole_rest(config)
     return [
-        *of_a_step("per_parameter", formula, summed(sizes), of_calls="1 a parameter"),
+        *of_a_step("per_parameter", formula, summed(sizes), of_calls="1 per parameter"),
         *of_a_step("flat", formula, summed([sum(sizes)]), of_calls="1"),
-        *of_a_step("bucketed", formula, summed(buckets), of_calls="1 a bucket"),
-        *of_a_step("ring", formula, [Cost(sent, 2 * (ranks - 1) * len(buckets), passed_shapes) for sent in own]),
-        *of_a_step("ddp", formula, [Cost(sent.nbytes, theirs) for sent in summed(buckets)], PYTORCHS),
+        *of_a_step("bucketed", formula, summed(buckets), of_calls="1 per bucket"),
+        *of_a_step("ring", formula, [Cost(sent, 2 * (ranks - 1) * len(buckets), ring_messages) for sent in own]),
+        *of_a_step("ddp", formula, [Cost(sent.nbytes, ddp_calls) for sent in summed(buckets)], PYTORCHS),
         *(at_rest(name, config, f"{each} x P", [whole], PYTORCHS * (name == "ddp")) for name in VARIANTS),
     ]
 
@@ -72,14 +72,14 @@ def predict(config: Config) -> list[Prediction]:
 # The predicted peak of a step: the whole model, its gradients, and the passes of one process.
 
 
-def peak_bytes(config: Config, name: str, passes: list[Happening], *, swapped: bool = False) -> float:
+def peak_bytes(config: Config, name: str, passes: list[PassEvent], *, swapped: bool = False) -> float:
     """Return the stored bytes plus the highest of the passes; or, if it is larger, the update."""
     sizes = outline(config).sizes
-    held, adam = whole_rest_bytes(sizes, config), config.optimizer == "adamw"
-    constant = held["parameters"] + held["optimizer"] + message_bytes(name, config, swapped=swapped)
-    holding = Replicated(constant, held["gradients"], config.itemsize, in_buckets=name != "per_parameter")
-    update = constant + held["gradients"] + adam * adamw_scratch_bytes(sizes, config.itemsize)
-    return max(pass_peak(passes, holding), update)
+    stored, adam = whole_rest_bytes(sizes, config), config.optimizer == "adamw"
+    constant = stored["parameters"] + stored["optimizer"] + message_bytes(name, config, swapped=swapped)
+    memory = Replicated(constant, stored["gradients"], config.itemsize, in_buckets=name != "per_parameter")
+    update = constant + stored["gradients"] + adam * adamw_scratch_bytes(sizes, config.itemsize)
+    return max(pass_peak(passes, memory), update)
 
 
 def message_bytes(name: str, config: Config, *, swapped: bool) -> float:
@@ -96,6 +96,6 @@ def predict_peaks(lab: Lab, measured: Mapping[str, Measured]) -> list[Prediction
     swapped = swaps_buckets(lab.group, lab.config)
 
     def formula_of(name: str) -> str:
-        return f"weights + optimizer + {'gradients as they come' if name == 'per_parameter' else 'gradients'}"
+        return f"weights + optimizer + {'gradients as they are computed' if name == 'per_parameter' else 'gradients'}"
 
     return predicted_peaks(lab, measured, partial(peak_bytes, lab.config, swapped=swapped), formula_of)

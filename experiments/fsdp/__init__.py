@@ -4,25 +4,25 @@ Data parallelism holds N copies of everything. In float32 with Adam a parameter 
 weight, 4 its gradient, 8 the two moments; a model of 7 billion needs 112 GB (in mixed precision too: 2 + 2 + 4 + 4 +
 4), before the first activation. But a rank needs a weight only while its layer computes, a gradient only until it is
 summed, and the moments only to step. So each rank owns an N-th of every layer, and the rest is gathered when needed and
-freed after.
+freed afterwards.
 
   predicted   at rest, bytes per parameter: dp 16; zero1 8 + 8/N; zero2 4 + 12/N; zero3 16/N (Rajbhandari et al. 2020,
-              "ZeRO", section 5). Sent, of S bytes of weights: zero1 and zero2 2(N-1)/N x S, what dp sends; zero3
+              "ZeRO", section 5). Sent, of S bytes of weights: zero1 and zero2 2(N-1)/N x S, like dp; zero3
               3(N-1)/N x S, since it gathers weights forward and backward; with LAB_RESHARD=0 2(N-1)/N x S again. zero2
-              and zero3 keep no gradients to add to, so each of M microbatches is summed: (M+1) and 3M in place of 2 and
-              3; zero3_blocking sums by an all_reduce, of which it keeps a part: 4(N-1)/N x S, 4M of M
+              and zero3 keep no gradients, so they sum those of each of M microbatches: (M+1) and 3M in place of 2 and
+              3; zero3_blocking sums by an all_reduce and keeps a part of it: 4(N-1)/N x S, 4M with M microbatches
   shapes      inputs [B/N, S] per rank; a layer's parameters one flat vector [N·c], c = ceil(P/N); the shards [c], the
               last one shorter
 
-After the replicas comes the whole idea, with nothing done ahead. Each of zero1 to zero3 shards one more thing:
+After the replicas comes the whole idea, without any overlap. Each of zero1 to zero3 shards one more thing:
 
-  dp              plain replicas, bucketed of RUN_MODE=dp: everything on every rank, to see what sharding saves
+  dp              plain replicas, `bucketed` of RUN_MODE=dp: everything on every rank, to see what sharding saves
   zero3_blocking  a layer is gathered, computes and is freed, forward and again backward; every rank waits for each
-                  call: 4(N-1)/N x S, twice what dp sends, and nothing overlaps
-  zero1           optimizer state for the rank's own shard; gradients summed to it, weights gathered from all after the
-                  step
-  zero2           gradients too: summed layer by layer as the backward pass hands them over, and dropped
-  zero3           weights too: a layer is gathered just before it computes, the next one meanwhile, and freed after
+                  call: 4(N-1)/N x S, twice the bytes of dp, and nothing overlaps
+  zero1           a rank has optimizer state for its own shard only: gradients are reduce-scattered, and the new weights
+                  are gathered after the step
+  zero2           gradients too: they are summed layer by layer during the backward pass, and the rest is freed
+  zero3           weights too: a layer is gathered while the one before computes, and freed after it has computed
   fsdp2           PyTorch's fully_shard, which does what zero3 does
 """
 
@@ -48,7 +48,7 @@ from distlab.techniques.data_parallel.buckets import GradientBuckets
 from distlab.techniques.data_parallel.slow_link import all_reduce_of_buckets
 from distlab.techniques.data_parallel.strategy import Replica
 from distlab.techniques.mesh.grid import Mesh
-from distlab.techniques.sharded.costs import FULLY_SHARD_DIES
+from distlab.techniques.sharded.costs import FULLY_SHARD_CRASHES
 from distlab.techniques.sharded.flat_parameter import FlatParameter, FlatUnits, FullySharded, Sharded
 from distlab.techniques.sharded.zero import Zero
 
@@ -56,7 +56,7 @@ from . import lesson
 from .bugs import mistake
 from .checks import check_order, claims
 from .options import Options
-from .predictions import BLOCKING, BY_HAND, holds, predict, predict_peaks, published, summary
+from .predictions import BLOCKING, BY_HAND, owned_parameters, predict, predict_peaks, published, summary
 
 Compute: TypeAlias = Callable[[Tensor], Tensor]
 
@@ -71,16 +71,16 @@ def dp(model: Model, mesh: Mesh, config: Config) -> Strategy:
 
 
 def zero3_blocking(model: Model, mesh: Mesh, config: Config) -> Strategy:
-    """Every layer is a flat vector [N·c], each rank keeps its chunk [c] of it; it is whole only while it computes."""
-    model.recompute = False  # each layer is computed again as it is
+    """Every layer is a flat vector [N·c] of which each rank stores a chunk [c]; it is whole only while it computes."""
+    model.recompute = False  # each layer is recomputed in any case
     units = FlatUnits(model, list(model.layers), mesh.group, keeps_whole=False)
     for layer, index in zip(model.layers, units.unit_of, strict=True):
         unit = units.units[index]
-        layer.forward = partial(WholeForAMoment.apply, layer.forward, unit, mesh.group, unit.shard)
+        layer.forward = partial(GatheredLayer.apply, layer.forward, unit, mesh.group, unit.shard)
     return Sharded(model, units, mesh.group, config)
 
 
-class WholeForAMoment(torch.autograd.Function):
+class GatheredLayer(torch.autograd.Function):
     """A layer as a function of this rank's shard: all ranks use the shard, so its gradient is a sum over the ranks."""
 
     @staticmethod
@@ -88,7 +88,7 @@ class WholeForAMoment(torch.autograd.Function):
         ctx: Any, compute: Compute, unit: FlatParameter, group: dist.ProcessGroup, _shard: Tensor, hidden: Tensor
     ) -> Tensor:
         ctx.compute, ctx.unit, ctx.group = compute, unit, group
-        ctx.save_for_backward(hidden)  # and nothing else
+        ctx.save_for_backward(hidden)  # nothing else is kept
         unshard(unit, group)
         computed = compute(hidden)
         unit.free()
@@ -116,9 +116,9 @@ def unshard(unit: FlatParameter, group: dist.ProcessGroup) -> None:
 def reduce_scatter_gradients(unit: FlatParameter, group: dist.ProcessGroup) -> Tensor:
     """Sum the gradients over all ranks; return this rank's part of the sum, and free the gradients."""
     flat = torch.zeros_like(unit.whole)  # [N·c]
-    for parameter, place in zip(unit.named.values(), unit.views(flat), strict=True):
+    for parameter, view in zip(unit.named.values(), unit.views(flat), strict=True):
         if parameter.grad is not None:  # of a unit with two layers the other one's are None
-            place.copy_(parameter.grad)
+            view.copy_(parameter.grad)
             parameter.grad = None
     with phase("all_reduce"):
         dist.all_reduce(flat, group=group)
@@ -126,8 +126,8 @@ def reduce_scatter_gradients(unit: FlatParameter, group: dist.ProcessGroup) -> T
 
 
 def plain(model: Model, mesh: Mesh, config: Config) -> Strategy:
-    """The lesson on one page: zero3 with nothing done ahead. The step is one process's, the lesson is in the layers."""
-    model.recompute = False  # each layer is computed again as it is
+    """The lesson on one page: zero3 without overlap."""
+    model.recompute = False  # each layer is recomputed in any case
     return Sharded(model, LessonUnits(model, mesh.group), mesh.group, config)
 
 
@@ -154,19 +154,19 @@ class LessonUnit(FlatParameter):
         self.shard = self.master = unit.shard
 
 
-def in_stage(model: Model, mesh: Mesh, config: Config, *, stage: int) -> Strategy:
-    """Each stage of ZeRO gives up one more copy."""
-    zero = Zero(model, list(model.layers), mesh.group, stage=stage, reshard=config.own(Options).reshard)
-    return Sharded(model, zero, mesh.group, config)
+def zero(model: Model, mesh: Mesh, config: Config, *, stage: int) -> Strategy:
+    """Each stage of ZeRO shards one more copy."""
+    sharded = Zero(model, list(model.layers), mesh.group, stage=stage, reshard=config.own(Options).reshard)
+    return Sharded(model, sharded, mesh.group, config)
 
 
 def fsdp2(model: Model, mesh: Mesh, config: Config) -> Strategy:
     """PyTorch's fully_shard.
 
-    One wrap unit a block, and one for what is left, the embedding and the output layer. It is ZeRO-3: every parameter a
-    DTensor, sharded along its first dim. As in zero3 all units are freed after their forward pass (left to itself
-    PyTorch keeps the outermost one). gloo's reduce_scatter is an all_reduce and a slice, so on gloo it sends
-    4(N-1)/N·S where zero3 sends 3(N-1)/N·S.
+    One wrap unit per block, and one for embedding and output layer. It is ZeRO-3: every parameter is a DTensor, sharded
+    along its first dim. As in zero3 all units are freed after their forward pass (by default PyTorch keeps the
+    outermost one). gloo's reduce_scatter is an all_reduce and a slice, so on gloo it sends 4(N-1)/N·S where zero3 sends
+    3(N-1)/N·S.
     """
     # Imported here: it takes half a second, and no other variant needs it.
     from torch.distributed.device_mesh import DeviceMesh
@@ -195,16 +195,16 @@ def predicted(config: Config) -> list[Prediction]:
 def cannot(config: Config) -> dict[str, str]:
     """Return the variants that cannot run with these settings, and why."""
     return ruled_out(
-        (("fsdp2",), config.gloo_on_gpus, FULLY_SHARD_DIES),
-        (("plain",), config.tie, "LAB_TIE=1 makes two layers share a weight, and each of the lesson's has its own"),
-        (("plain",), config.dtype == "bfloat16", "LAB_DTYPE=bfloat16: the lesson keeps no weights in float32 to step"),
+        (("fsdp2",), config.gloo_on_gpus, FULLY_SHARD_CRASHES),
+        (("plain",), config.tie, "LAB_TIE=1 makes two layers share a weight, which the lesson does not support"),
+        (("plain",), config.dtype == "bfloat16", "LAB_DTYPE=bfloat16: the lesson has no float32 master weights"),
     )
 
 
 def run(lab: Lab) -> None:
     predictions = predicted(lab.config)
     lab.say(summary(lab.config), "predict")
-    lab.note("holds", holds(lab.config, lab.rank))
+    lab.note("holds", owned_parameters(lab.config, lab.rank))
     lab.table(*published())
     measured = measure(lab)
     ours = [name for name in measured if name in (*BY_HAND, *BLOCKING)]
@@ -217,7 +217,7 @@ def run(lab: Lab) -> None:
 
 
 def note_units(lab: Lab, name: str, order: Order) -> None:
-    """Log for the headline variant how many units were whole at once, and how often one was gathered."""
+    """Log for the headline variant how many units were gathered at once, and how often in all."""
     whole, most, gathered = 0, 0, 0
     for event in (event for event in order.events if event.what == "held"):
         whole += 1 if event.nbytes else -1
@@ -225,22 +225,22 @@ def note_units(lab: Lab, name: str, order: Order) -> None:
         most = max(most, whole)
     units = len({label.partition(".")[0] for label in order.weights})
     if gathered and name == lab.mode.headline[0]:
-        lab.note("units", f"at most {most} of {units} were whole at once; {gathered} times one was gathered")
+        lab.note("units", f"at most {most} of {units} were gathered at once; {gathered} gathers in all")
 
 
 MODE = Mode(
     shards=True,
     variants=(
         Variant("dp", dp),
-        # Whatever is set, it computes its layers again by a way of its own.
+        # It always recomputes its layers, whatever LAB_RECOMPUTE says.
         Variant("zero3_blocking", zero3_blocking, formerly="naive", recomputes=False),
-        Variant("zero1", partial(in_stage, stage=1), sentence="Optimizer state sharded."),
-        Variant("zero2", partial(in_stage, stage=2), sentence="Optimizer state and gradients sharded."),
-        Variant("zero3", partial(in_stage, stage=3), sentence="Optimizer state, gradients and weights sharded."),
+        Variant("zero1", partial(zero, stage=1), sentence="Optimizer state is sharded."),
+        Variant("zero2", partial(zero, stage=2), sentence="Optimizer state and gradients are sharded."),
+        Variant("zero3", partial(zero, stage=3), sentence="Optimizer state, gradients and weights are sharded."),
         Variant("fsdp2", fsdp2, by_torch=True),
         Variant("plain", plain, recomputes=False, by_name=True, like="zero3_blocking"),
     ),
-    headline=("zero3", "gather a layer's weights just before it computes, drop them right after"),
+    headline=("zero3", "gather a layer's weights just before it computes, free them right after"),
     run=run,
     claims=claims,
     options=Options,
@@ -248,15 +248,15 @@ MODE = Mode(
     cannot=cannot,
     mistakes=mistake | checkpoints.mistake,
     gone={
-        "zero3_kept": "LAB_VARIANT=zero3 with LAB_RECOMPUTE=0 keeps all activations, to compare with",
+        "zero3_kept": "LAB_VARIANT=zero3 with LAB_RECOMPUTE=0 keeps all activations",
         "local_clip": "LAB_BUG=per_rank_norm fails the same check",
     },
     recomputes=True,
     in_lesson={"stale_gather": ("self.whole.untyped_storage().resize_(0)", "self.gather = lambda: None")},
     reading=(
         "experiments/fsdp/lesson.py: the idea on one page, which runs alone and as the variant `plain`",
-        "experiments/fsdp/__init__.py: the variants, the simplest first, and what a run of them claims",
-        "distlab/techniques/sharded/flat_parameter.py: the training step, and a layer as one vector, of which each rank"
+        "experiments/fsdp/__init__.py: the variants, the simplest first, and what a run of them checks",
+        "distlab/techniques/sharded/flat_parameter.py: the training step, and a layer as one vector of which each rank"
         " owns a part",
         "distlab/techniques/sharded/zero.py: the three stages, and when weights are gathered and gradients summed",
     ),

@@ -1,4 +1,4 @@
-"""The classic mistakes of sharded training, made on purpose by LAB_BUG, each with the check that has to see it."""
+"""Classic bugs of sharded training, injected by LAB_BUG, each with the check that must catch it."""
 
 from collections.abc import Callable
 from functools import partial
@@ -24,69 +24,69 @@ BY_HAND = ("zero1", *SUMMED_EARLY)
 mistake = Mistakes()
 
 
-# --- the settings that hide one ---
+# --- settings that hide a bug ---
 
 
 def few_units(config: Config) -> str:
-    """Without a layer beyond the next one there is nothing more to gather."""
+    """Without a layer beyond the next one there is nothing else to gather."""
     return "these sizes: it takes 4 layers" if len(outline(config).layers) < 4 else ""
 
 
 def one_unit(config: Config) -> str:
-    """With one layer its sum begins last in any case."""
+    """With one layer, its sum begins last in any case."""
     return "these sizes: it takes 2 layers" if len(units(config)) < 2 else ""
 
 
-def nothing_left_over(config: Config) -> str:
-    """Where the number of ranks divides all layers' sizes nothing is left over."""
+def divides_evenly(config: Config) -> str:
+    """If the number of ranks divides all layers' sizes, no shard has a remainder."""
     sizes = (sum(parameter.numel() for parameter in layer.parameters()) for layer in outline(config).layers)
     uneven = any(size % config.world_size for size in sizes)
     return "" if uneven else f"these sizes: every layer divides evenly by WORLD_SIZE={config.world_size}"
 
 
-# --- the mistakes ---
+# --- the bugs ---
 
 Put: TypeAlias = Callable[..., Callable[..., Zero]]
 
 
-def part_of_zero(attribute: str, *given: str) -> Put:
-    """What makes a `Zero` with the wrong object, made of its attributes `given`, as its `attribute`."""
+def replacing(attribute: str, *attributes: str) -> Put:
+    """Build a `Zero` whose `attribute` is replaced by a wrong object, made from its `attributes`."""
 
     def put(wrong: Callable[..., Any]) -> Callable[..., Zero]:
-        def make(*args: Any, **kwargs: Any) -> Zero:
+        def build(*args: Any, **kwargs: Any) -> Zero:
             zero = Zero(*args, **kwargs)
-            setattr(zero, attribute, wrong(*(getattr(zero, name) for name in given)))
+            setattr(zero, attribute, wrong(*(getattr(zero, name) for name in attributes)))
             return zero
 
-        return make
+        return build
 
     return put
 
 
-gathered_by = partial(mistake, part="Zero", of=GATHERING, put=part_of_zero("unshard", "units", "collective"))
-summed_by = partial(mistake, part="Zero", put=part_of_zero("summed", "collective"))
+wrong_unshard = partial(mistake, part="Zero", of=GATHERING, put=replacing("unshard", "units", "collective"))
+wrong_sums = partial(mistake, part="Zero", put=replacing("summed", "collective"))
 
 
-@gathered_by("gather_all", check="whole units", needs=Needs(ranks=1, proof=False, unless=few_units))
-class AllAtOnce(Unshard):
-    """The first layer that needs weights gathers all that follow: every step is right, and the whole model is
-    there."""
+@wrong_unshard("gather_all", check="whole units", needs=Needs(ranks=1, proof=False, unless=few_units))
+class GatherAll(Unshard):
+    """The first layer that needs weights gathers those of all later layers: every step is right, but the whole model is
+    in memory."""
 
     def begin(self, index: int) -> None:
         for each in range(index, len(self.units)):
             super().begin(each)
 
 
-@summed_by("late_sums", check="sums", of=SUMMED_EARLY, needs=Needs(proof=False, unless=one_unit))
+@wrong_sums("late_sums", check="sums", of=SUMMED_EARLY, needs=Needs(proof=False, unless=one_unit))
 class LateSums(ReduceScatterScheduler):
-    """Gradients are collected and summed when the backward pass is over: zero2 and zero3 hold all of them."""
+    """Gradients are collected, and summed after the backward pass: zero2 and zero3 store all of them."""
 
     def __init__(self, collective: Collective) -> None:
         super().__init__(collective)
         self.waiting: list[tuple[FlatParameter, Tensor, bool]] = []
 
     def make_room(self) -> None:
-        """There is always room."""
+        """Do not wait: no sum is running."""
 
     def begin(self, unit: FlatParameter, flat: Tensor, *, keeps_flat: bool) -> None:
         self.waiting.append((unit, flat, keeps_flat))
@@ -98,33 +98,33 @@ class LateSums(ReduceScatterScheduler):
         super().finish()
 
 
-@summed_by("kept_scratch", check="scratch", of=BY_HAND, needs=Needs(proof=False))
+@wrong_sums("kept_scratch", check="scratch", of=BY_HAND, needs=Needs(proof=False))
 class KeptScratch(ReduceScatterScheduler):
-    """What the other ranks send for a sum is never given back: (N-1)/N of the largest layer, at rest."""
+    """Receive buffers of a sum are never freed: (N-1)/N of the largest layer, at rest."""
 
     def __init__(self, collective: Collective) -> None:
         super().__init__(collective)
         collective.peers.memory.release = lambda: None  # type: ignore[method-assign]
 
 
-@gathered_by("forgot_reshard", check="rest bytes", needs=Needs(proof=False))
+@wrong_unshard("forgot_reshard", check="rest bytes", needs=Needs(proof=False))
 class NeverFreed(Unshard):
-    """Gathered weights are never freed: every step is right, and every rank holds the whole model."""
+    """Gathered weights are never freed: every step is right, but every rank stores the whole model."""
 
     def reshard(self, index: int) -> None:
         self.gathered[index] = False
 
 
-@gathered_by("stale_gather", check="losses")
+@wrong_unshard("stale_gather", check="losses")
 class NeverRefreshed(Unshard):
-    """Weights that were gathered once are taken for good: they miss every update since."""
+    """Weights are gathered only once: they miss all later updates."""
 
     def reshard(self, index: int) -> None:
-        """Keep the unit as it is."""
+        """Keep the gathered unit."""
 
 
 class LostTail(FlatParameter):
-    """Divides, and forgets the rest."""
+    """Divides without the remainder."""
 
     @property
     def length(self) -> int:
@@ -135,9 +135,9 @@ class LostTail(FlatParameter):
         self._length = min(self.numel // self.num_ranks, length)
 
 
-@mistake("lost_shard_tail", check="weights", part="Zero", of=BY_HAND, needs=Needs(unless=nothing_left_over))
+@mistake("lost_shard_tail", check="weights", part="Zero", of=BY_HAND, needs=Needs(unless=divides_evenly))
 def without_tails(*args: Any, **kwargs: Any) -> Zero:
-    """Each rank owns P/N parameters, rounded down: those that are left over are never updated."""
+    """Each rank owns P/N parameters, rounded down: the remaining ones are never updated."""
     with replaced(vars(flat_parameter), {"FlatParameter": LostTail}):
         return Zero(*args, **kwargs)
 

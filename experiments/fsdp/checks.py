@@ -38,7 +38,7 @@ class Units:
         return whole | ({self.of(each) for each in range(layer)} if kept else set())
 
 
-def there(order: Order) -> Iterator[tuple[Event, set[int]]]:
+def events_with_gathered(order: Order) -> Iterator[tuple[Event, set[int]]]:
     """Yield every event with the storages of weights that are whole by then."""
     whole: set[int] = set()
     for event in order.events:
@@ -47,44 +47,49 @@ def there(order: Order) -> Iterator[tuple[Event, set[int]]]:
         yield event, whole
 
 
-def most_whole(order: Order) -> int:
+def most_gathered(order: Order) -> int:
     """Return the most units whose weights are whole at once."""
-    return max(len(whole) for _, whole in there(order))
+    return max(len(whole) for _, whole in events_with_gathered(order))
 
 
-def allowed_whole(name: str, config: Config, *, reshard: bool) -> int:
+def allowed_gathered(name: str, config: Config, *, reshard: bool) -> int:
     """Return the most units that may be whole at once."""
     units, ahead = Units(config), AHEAD[name]
     layers = range(units.num_layers)
     kept = name not in BLOCKING and not reshard
     if name in BLOCKING:
         return 1
-    return max(len(units.whole(layer, ahead, forward=way, kept=kept)) for layer in layers for way in (True, False))
+    return max(
+        len(units.whole(layer, ahead, forward=forward, kept=kept)) for layer in layers for forward in (True, False)
+    )
 
 
-def wrongly_whole(name: str, order: Order, config: Config, *, reshard: bool) -> list[str]:
+def wrongly_gathered(name: str, order: Order, config: Config, *, reshard: bool) -> list[str]:
     """Describe the moments at which other weights are whole than those that the layer at work needs."""
     units, faults, backward = Units(config), [], False
     layer_of = {storage: units.of(int(weight.split(".")[0])) for weight, storage in order.weights.items()}
     kept = name not in BLOCKING and not reshard
-    for event, storages in there(order):
+    for event, storages in events_with_gathered(order):
         if event.name == "backward":
             backward = event.what == "begin"
         whole = {layer_of[storage] for storage in storages}
         if event.what == "gradient":
-            at = int(event.label.split(".")[0])
-            wanted = {units.of(at)} if name in BLOCKING else units.whole(at, AHEAD[name], forward=False, kept=kept)
+            layer = int(event.label.split(".")[0])
+            wanted = (
+                {units.of(layer)} if name in BLOCKING else units.whole(layer, AHEAD[name], forward=False, kept=kept)
+            )
         elif (event.what, event.name) == ("begin", "layer") and not backward:
-            at = int(event.label)
-            wanted = set() if name in BLOCKING else units.whole(at, AHEAD[name], forward=True, kept=kept)
+            layer = int(event.label)
+            wanted = set() if name in BLOCKING else units.whole(layer, AHEAD[name], forward=True, kept=kept)
         else:
             continue
         if whole != wanted:
             faults.append(
-                f"at layer {at} {way(backward)} layers {format_layers(whole)} are whole, not {format_layers(wanted)}"
+                f"at layer {layer} {pass_name(backward)} layers {format_layers(whole)} are gathered,"
+                f" not {format_layers(wanted)}"
             )
-    if storages := next((whole for event, whole in reversed(list(there(order)))), set()):
-        faults.append(f"whole units after the step: {len(storages)}")
+    if storages := next((whole for event, whole in reversed(list(events_with_gathered(order)))), set()):
+        faults.append(f"units still gathered after the step: {len(storages)}")
     return faults
 
 
@@ -96,7 +101,7 @@ def unsummed(order: Order, config: Config, stage: int) -> list[str]:
         for unit, place in last.items():
             following = min((other for other in written(events) if other > place), default=len(events))
             if not any(is_sum(event, order.weights) for event in events[place:following]):
-                faults.append(f"microbatch {label}: the gradients of layer {unit} are there, and not summed at once")
+                faults.append(f"microbatch {label}: the gradients of layer {unit} are complete, but not summed at once")
     return faults
 
 
@@ -108,7 +113,7 @@ def is_sum(event: Event, weights: Mapping[str, int]) -> bool:
     return event.what == "call" and event.name != "receive" and not event.storages & set(weights.values())
 
 
-def way(backward: bool) -> str:
+def pass_name(backward: bool) -> str:
     return "backward" if backward else "forward"
 
 
@@ -121,15 +126,17 @@ def check_order(lab: Lab, name: str, measured: Measured, *, reshard: bool) -> No
     config, order = lab.config, measured.order
     if name in AHEAD:
         lab.compare(
-            "whole units", allowed_whole(name, config, reshard=reshard), most_whole(order), "units", variant=name,
+            "whole units", allowed_gathered(name, config, reshard=reshard), most_gathered(order), "units", variant=name,
             formula="the layer that computes" + ", and the next one" * AHEAD[name] + ", at most",
         )  # fmt: skip
-        faults = wrongly_whole(name, order, config, reshard=reshard)
-        lab.check("a layer at a time", len(faults), 0, name, faults[0] if faults else "whole when it computes")
+        faults = wrongly_gathered(name, order, config, reshard=reshard)
+        lab.check(
+            "a layer at a time", len(faults), 0, name, faults[0] if faults else "each is gathered only when it computes"
+        )
     if lab.world_size > 1 and name != "dp":  # one rank sends nothing
         late = unsummed(order, config, BY_HAND.get(name, 3))
         lab.check("sums", len(late), 0, name, late[0] if late else "each begins with its last gradient")
-    lab.check("scratch", measured.rest["communication"], 0, name, "bytes of messages that are kept between two steps")
+    lab.check("scratch", measured.rest["communication"], 0, name, "bytes of messages kept between two steps")
 
 
 def claims(mode: Mode, config: Config) -> Sequence[Claims]:

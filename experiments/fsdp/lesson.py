@@ -13,36 +13,36 @@ class Unit:  # the P parameters of a layer as one vector of N chunks, c = ceil(P
     def __init__(self, layer: nn.Module, group: dist.ProcessGroup) -> None:
         self.group, self.layer, self.parameters = group, layer, list(layer.parameters())
         sizes = [parameter.numel() for parameter in self.parameters]
-        self.padding = self.parameters[0].new_zeros(-sum(sizes) % group.size())  # so that all chunks are of one size
+        self.padding = self.parameters[0].new_zeros(-sum(sizes) % group.size())  # makes all chunks equal
         self.whole = self.flat([parameter.detach() for parameter in self.parameters])  # [N·c]
         self.shard = nn.Parameter(self.whole.chunk(group.size())[group.rank()].clone())  # [c]: the optimizer steps it
         for parameter, piece in zip(self.parameters, self.whole.split([*sizes, len(self.padding)]), strict=False):
             parameter.data = piece.view_as(parameter)
-        layer.forward = partial(WholeForAMoment.apply, layer.forward, self, self.shard)
+        layer.forward = partial(GatheredLayer.apply, layer.forward, self, self.shard)
         self.free()
 
     def flat(self, tensors: list[Tensor]) -> Tensor:
         return torch.cat([*(each.flatten() for each in tensors), self.padding])
 
-    def gather(self) -> None:  # everyone's chunk to everyone: each sends (N-1)/N of the layer's bytes
+    def gather(self) -> None:  # all chunks to all ranks: each sends (N-1)/N of the layer's bytes
         self.whole.untyped_storage().resize_(self.whole.nbytes)
         dist.all_gather(list(self.whole.chunk(self.group.size())), self.shard.detach(), group=self.group)
 
-    def free(self) -> None:  # the memory goes, and the parameters stay views of it
+    def free(self) -> None:  # frees the memory; the parameters stay views of it
         self.whole.untyped_storage().resize_(0)
 
-    def reduce_scatter(self) -> Tensor:  # the gradients' sum over all ranks, this rank's chunk [c]: as many bytes
+    def reduce_scatter(self) -> Tensor:  # this rank's chunk [c] of the summed gradients: as many bytes
         flat = self.flat([parameter.grad for parameter in self.parameters])  # [N·c]
         self.layer.zero_grad()
         dist.all_to_all_single(received := torch.empty_like(flat), flat, group=self.group)  # chunk r of all to rank r
         return received.view(self.group.size(), -1).sum(0)
 
 
-class WholeForAMoment(torch.autograd.Function):  # a layer as a function of a shard: its gradient is a sum over ranks
+class GatheredLayer(torch.autograd.Function):  # a layer as a function of a shard: its gradient is a sum over ranks
     @staticmethod
     def forward(ctx, layer, unit: Unit, shard: Tensor, inputs: Tensor) -> Tensor:
         ctx.layer, ctx.unit = layer, unit
-        ctx.save_for_backward(inputs)  # and nothing else: the layer computes again
+        ctx.save_for_backward(inputs)  # and nothing else: the layer is recomputed
         unit.gather()
         outputs = layer(inputs)
         unit.free()
@@ -60,7 +60,7 @@ class WholeForAMoment(torch.autograd.Function):  # a layer as a function of a sh
 
 
 def demo(group: dist.ProcessGroup) -> float:
-    """Two steps on 11 samples [11, 5] that are dealt to the ranks; how far outputs are from one process's."""
+    """Train two steps on 11 samples [11, 5] split over the ranks; return the largest error of the outputs."""
     torch.manual_seed(1)  # the same weights on all ranks
     (inputs, targets), mine = torch.randn(2, 11, 5).double(), slice(group.rank(), None, group.size())
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5)).double()
@@ -76,5 +76,5 @@ def demo(group: dist.ProcessGroup) -> float:
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     print(f"rank {dist.get_rank()}: outputs differ from one process's by {demo(dist.group.WORLD):.0e} at most")
-    gc.collect()  # layers and units refer to each other, and a group that units hold would outlive its end
+    gc.collect()  # units and layers refer to each other; a group must not be used by them after its end
     dist.destroy_process_group()

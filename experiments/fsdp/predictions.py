@@ -19,9 +19,9 @@ from distlab.techniques.collectives.costs import (
     norm_cost,
 )
 from distlab.techniques.data_parallel.costs import gradients_cost
-from distlab.techniques.sharded import costs as kept
+from distlab.techniques.sharded import costs as sharded_costs
 from distlab.techniques.sharded.costs import (
-    Happening,
+    PassEvent,
     Replicated,
     Sharding,
     Units,
@@ -33,7 +33,7 @@ from distlab.techniques.sharded.costs import (
     whole_rest_bytes,
     zero_bytes,
 )
-from distlab.techniques.sharded.flat_parameter import as_many_as_all
+from distlab.techniques.sharded.flat_parameter import pad_microbatches
 
 BY_HAND = {"dp": 0, "zero3_blocking": 3, "zero1": 1, "zero2": 2, "zero3": 3}  # by stage
 BLOCKING = ("zero3_blocking", "plain")  # a layer at a time
@@ -44,35 +44,35 @@ def tied(config: Config) -> bool:
     return config.tie and config.model == "gpt"
 
 
-def laid_out(config: Config) -> Units:
+def flat_units(config: Config) -> Units:
     """Return the flat units: one per layer, and one for both ends where LAB_TIE makes them share a weight."""
     layers = outline(config).layers
-    laid, seen = Units([], {}, {}), set[nn.Parameter]()
+    found, seen = Units([], {}, {}), set[nn.Parameter]()
     for index, layer in enumerate(layers):
-        shares = tied(config) and index == len(layers) - 1
-        unit = laid.of_layer[index] = 0 if shares else index
-        laid.numels.extend([] if shares else [0])
+        is_tied = tied(config) and index == len(layers) - 1
+        unit = found.of_layer[index] = 0 if is_tied else index
+        found.numels.extend([] if is_tied else [0])
         for name, parameter in layer.named_parameters():
             if parameter not in seen:
                 seen.add(parameter)
-                laid.numels[unit] += parameter.numel()
-                laid.of_name[f"{index}.{name}"] = unit
-    return laid
+                found.numels[unit] += parameter.numel()
+                found.of_name[f"{index}.{name}"] = unit
+    return found
 
 
 def units(config: Config) -> tuple[int, ...]:
     """Return the number of parameters of each unit."""
-    return tuple(laid_out(config).numels)
+    return tuple(flat_units(config).numels)
 
 
 def chunks(config: Config) -> list[int]:
     """Return the size of a rank's chunk of each unit, with padding: all ranks send equally many numbers."""
-    return laid_out(config).chunks(config.world_size)
+    return flat_units(config).chunks(config.world_size)
 
 
 def owned(config: Config, rank: int) -> int:
     """Count the parameters that `rank` owns in all units."""
-    return sum(laid_out(config).own(rank, config.world_size))
+    return sum(flat_units(config).own(rank, config.world_size))
 
 
 CALLS = "gathers and sums of all units, or buckets"
@@ -86,19 +86,19 @@ def predict(config: Config, *, reshard: bool) -> list[Prediction]:
         if name == "dp":  # an all_reduce of each bucket; every rank has all gradients, and so their norm
             cost, moves = gradients_cost(config), 2
         else:
-            cost = naively(config) if name == "zero3_blocking" else by_stage(config, BY_HAND[name], gathers)
-            moves = 4 * parts if name == "zero3_blocking" else moves_of(BY_HAND[name], parts, gathers)
+            cost = blocking_cost(config) if name == "zero3_blocking" else by_stage(config, BY_HAND[name], gathers)
+            moves = 4 * parts if name == "zero3_blocking" else count_moves(BY_HAND[name], parts, gathers)
         found += of_a_step(name, f"{moves}(N-1)/N x S", [cost] * config.world_size, of_calls=CALLS)
-    found += of_a_step("plain", f"{3 * parts}(N-1)/N x S", [plainly(config)] * config.world_size, of_calls=CALLS)
+    found += of_a_step("plain", f"{3 * parts}(N-1)/N x S", [plain_cost(config)] * config.world_size, of_calls=CALLS)
     return [*found, by_torch(config, gathers), *(at_rest(config, name) for name in [*named, "fsdp2"])]
 
 
-def moves_of(stage: int, microbatches: int, gathers: int) -> int:
+def count_moves(stage: int, microbatches: int, gathers: int) -> int:
     """Count how often all parameters are summed or gathered in a step."""
     return {1: 2, 2: microbatches + 1, 3: microbatches * (gathers + 1)}[stage]
 
 
-def naively(config: Config) -> Cost:
+def blocking_cost(config: Config) -> Cost:
     """Return the cost of two gathers and an all_reduce, which moves as much as two more, per layer and microbatch."""
     ranks, parts, norm = config.world_size, config.num_microbatches, norm_cost(config.world_size, config.clip)
     moved = chunks(config)
@@ -109,7 +109,7 @@ def naively(config: Config) -> Cost:
     return Cost(total, 3 * parts * len(moved) + norm.calls, parts * (gathered + summed) + norm.messages)
 
 
-def plainly(config: Config) -> Cost:
+def plain_cost(config: Config) -> Cost:
     """Return the cost with reduce_scatters in place of all_reduces."""
     ranks, parts, norm = config.world_size, config.num_microbatches, norm_cost(config.world_size, config.clip)
     moved, calls = ranks * sum(chunks(config)) * config.itemsize, 3 * parts * len(chunks(config))
@@ -122,11 +122,11 @@ def by_stage(config: Config, stage: int, gathers: int) -> Cost:
     ranks, parts = config.world_size, config.num_microbatches
     total, calls, messages = norm_cost(ranks, config.clip)
     for index, chunk in enumerate(chunks(config)):
-        times = (
+        gathers_of_unit = (
             1 if index == 0 and tied(config) else gathers
         )  # a shared unit stays gathered from its first use to its last
-        total += zero_bytes(stage, ranks, ranks * chunk * config.itemsize, parts, times)
-        moves = moves_of(stage, parts, times)
+        total += zero_bytes(stage, ranks, ranks * chunk * config.itemsize, parts, gathers_of_unit)
+        moves = count_moves(stage, parts, gathers_of_unit)
         calls += moves * min(ranks - 1, 1 if config.backend == "nccl" else ranks)
         messages += moves * (ranks - 1)
     return Cost(total, calls, messages)
@@ -147,7 +147,7 @@ def at_rest(config: Config, name: str) -> Prediction:
     ranks, stage, total = config.world_size, BY_HAND.get(name, 3), sum(units(config))
     if name == "dp":
         whole, each = whole_rest(config)
-        return kept.at_rest(name, config, f"{each} x P", [whole])
+        return sharded_costs.at_rest(name, config, f"{each} x P", [whole])
     adam, masters = config.optimizer == "adamw", config.dtype == "bfloat16" and name in BY_HAND
     itemsize = 4 if config.dtype == "bfloat16" and name == "fsdp2" else config.itemsize
     like: dict[str, Any] = {
@@ -161,25 +161,25 @@ def at_rest(config: Config, name: str) -> Prediction:
     owns = [rest_bytes(stage, total, owned(config, rank), **like) for rank in range(ranks)]
     gradients = [(padded if stage == 1 else own)["gradients"] for own in owns]
     value = [padded["parameters"] + gradients[rank] + owns[rank]["optimizer"] for rank in range(ranks)]
-    remembered = 2 * adam * (4 if masters else itemsize) + 4 * masters
+    state_bytes = 2 * adam * (4 if masters else itemsize) + 4 * masters
     formula = {
-        1: f"({2 * itemsize} + {remembered}/N) x P" if remembered else f"{2 * itemsize} x P",
-        2: f"({itemsize} + {itemsize + remembered}/N) x P",
-        3: f"{2 * itemsize + remembered}/N x P",
+        1: f"({2 * itemsize} + {state_bytes}/N) x P" if state_bytes else f"{2 * itemsize} x P",
+        2: f"({itemsize} + {itemsize + state_bytes}/N) x P",
+        3: f"{2 * itemsize + state_bytes}/N x P",
     }[stage]
-    return kept.at_rest(name, config, formula, value, "" if name in BY_HAND else PYTORCHS)
+    return sharded_costs.at_rest(name, config, formula, value, "" if name in BY_HAND else PYTORCHS)
 
 
 def summary(config: Config) -> str:
     total, zero3 = outline(config).num_parameters(), at_rest(config, "zero3")
     everything = at_rest(config.model_copy(update={"world_size": 1}), "zero3").value[0]
     return (
-        f"{total / 1e6:.3g}M parameters: dp would hold {everything / 1e6:.3g} MB on every rank at rest, zero3 holds "
+        f"{total / 1e6:.3g}M parameters: at rest dp would store {everything / 1e6:.3g} MB on every rank, zero3 stores "
         f"{zero3.formula} = {max(zero3.value) / 1e6:.3g} MB"
     )
 
 
-def holds(config: Config, rank: int) -> str:
+def owned_parameters(config: Config, rank: int) -> str:
     """Describe what a rank owns, for its own log."""
     return f"{owned(config, rank)} of {outline(config).num_parameters()} parameters"
 
@@ -192,7 +192,7 @@ def published() -> tuple[str, list[str], list[list[str]]]:
         cases = [(7.5e9, 64), (7e9, 1), (7e9, 8), (7e9, 64)]
         sizes = [sum(rest_bytes(stage, p, p / n, itemsize=2, masters=True).values()) / 1e9 for p, n in cases]
         rows.append([name, f"{sizes[0]:.3g}", ", ".join(f"{size:.3g}" for size in sizes[1:])])
-    return "Adam in mixed precision: 2 + 2 + 4 + 4 + 4 = 16 bytes a parameter", columns, rows
+    return "Adam in mixed precision: 2 + 2 + 4 + 4 + 4 = 16 bytes per parameter", columns, rows
 
 
 # Predict the most that a rank holds in a step: the rules of ZeRO, applied to one process's passes.
@@ -213,56 +213,57 @@ TERMS = {
 }
 
 
-def holding_of(name: str, config: Config, rank: int, *, reshard: bool) -> Sharding:
+def memory_of(name: str, config: Config, rank: int, *, reshard: bool) -> Sharding:
     """Return what a rank of variant `name` holds in addition to the working memory of the passes."""
-    stage, laid, ranks = BY_HAND.get(name, 3), laid_out(config), config.world_size
-    kept = sum(laid.chunks(ranks)) * (ranks if stage < 3 else 1)
-    kept += sum(laid.chunks(ranks)) * ranks if stage == 1 else 0  # gradients
-    constant = kept * config.itemsize + remembered(config, rank)
-    kind = {"zero3_blocking": Naively, "plain": Plainly}.get(name, Sharding)
+    stage, layout, ranks = BY_HAND.get(name, 3), flat_units(config), config.world_size
+    constant_numel = sum(layout.chunks(ranks)) * (ranks if stage < 3 else 1)
+    constant_numel += sum(layout.chunks(ranks)) * ranks if stage == 1 else 0  # gradients
+    constant = constant_numel * config.itemsize + optimizer_bytes(config, rank)
+    kind = {"zero3_blocking": BlockingSharding, "plain": PlainSharding}.get(name, Sharding)
     microbatches = config.num_microbatches
-    return kind(stage, laid, rank, ranks, config.itemsize, constant, microbatches=microbatches, reshard=reshard)
+    return kind(stage, layout, rank, ranks, config.itemsize, constant, microbatches=microbatches, reshard=reshard)
 
 
-class Naively(Sharding):
+class BlockingSharding(Sharding):
     """A layer is whole while it computes forward, and again while it is recomputed and summed."""
 
     fresh = 0  # numbers of a layer's gradients that are still autograd's own tensors
     flats = 1  # vectors of a layer's gradients in memory beside the shard's sum
 
-    def after(self, happening: Happening) -> Iterator[float]:
-        what, unit = happening.what, self.unit_of.get(happening.layer, -1)
-        if what == "dealt":
+    def after(self, event: PassEvent) -> Iterator[float]:
+        kind, unit = event.kind, self.unit_of.get(event.layer, -1)
+        if kind == "batch":
             self.summed = set()
-        elif what in ("layer", "output"):
+        elif kind in ("layer", "output"):
             self.whole = {unit}
-        elif what == "left":
+        elif kind == "layer_end":
             self.whole = set()
-        elif what == "taken":
-            self.fresh += happening.numel
-        elif what == "computed":
-            yield self.held() + (self.chunks[unit] * self.ranks + self.fresh) * self.itemsize  # the flat ones, too
+        elif kind == "delivered":
+            self.fresh += event.numel
+        elif kind == "layer_gradients":
+            # The flat gradients too, then the shard's.
+            yield self.stored_bytes() + (self.chunks[unit] * self.ranks + self.fresh) * self.itemsize
             self.fresh = 0
             self.summed.add(unit)
-            yield self.held() + self.flats * self.chunks[unit] * self.ranks * self.itemsize  # and the shard's
+            yield self.stored_bytes() + self.flats * self.chunks[unit] * self.ranks * self.itemsize
             self.whole = set()
-        yield self.held() + self.fresh * self.itemsize
+        yield self.stored_bytes() + self.fresh * self.itemsize
 
 
-class Plainly(Naively):
+class PlainSharding(BlockingSharding):
     """The same where an all_to_all needs one vector to send and one to receive."""
 
     flats = 2
 
 
-def remembered(config: Config, rank: int) -> float:
+def optimizer_bytes(config: Config, rank: int) -> float:
     """Return the bytes of optimizer state and master weights."""
     masters, adam = config.dtype == "bfloat16", config.optimizer == "adamw"
     number = (2 * adam * (4 if masters else config.itemsize) + 4 * masters) * owned(config, rank)
     return number + 4.0 * adam * len(units(config))
 
 
-def peak_bytes(config: Config, rank: int, name: str, passes: list[Happening], *, reshard: bool) -> float:
+def peak_bytes(config: Config, rank: int, name: str, passes: list[PassEvent], *, reshard: bool) -> float:
     """Return the peak of variant `name`: the highest moment of its passes, or its update if that holds more."""
     if name == "dp":
         sizes = outline(config).sizes
@@ -272,16 +273,16 @@ def peak_bytes(config: Config, rank: int, name: str, passes: list[Happening], *,
         return max(
             pass_peak(passes, replicated), sum(whole.values()) + adam * adamw_scratch_bytes(sizes, config.itemsize)
         )
-    holding = holding_of(name, config, rank, reshard=reshard)
+    memory = memory_of(name, config, rank, reshard=reshard)
     masters, adam = config.dtype == "bfloat16", config.optimizer == "adamw"
     update = at_rest(config, name).value[rank] + 4 * masters * owned(config, rank)
-    update += adam * adamw_scratch_bytes(holding.own, 4 if masters else config.itemsize)
-    return max(pass_peak(passes, holding), update)
+    update += adam * adamw_scratch_bytes(memory.own, 4 if masters else config.itemsize)
+    return max(pass_peak(passes, memory), update)
 
 
 def predict_peaks(lab: Lab, measured: Mapping[str, Measured], *, reshard: bool) -> list[Prediction]:
     """Predict the peak of each variant of ours; those in BLOCKING always recompute their layers."""
     return predicted_peaks(
         lab, measured, partial(peak_bytes, lab.config, lab.rank, reshard=reshard), TERMS.__getitem__,
-        recompute=dict.fromkeys(BLOCKING, True), assign=partial(as_many_as_all, config=lab.config),
+        recompute=dict.fromkeys(BLOCKING, True), assign=partial(pad_microbatches, config=lab.config),
     )  # fmt: skip

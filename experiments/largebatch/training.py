@@ -19,7 +19,7 @@ from distlab.lab.workload.data import Batches, Microbatch, Points, Samples, Text
 from distlab.lab.workload.model import Model
 from distlab.lab.workload.optimizer import PlainSGD
 from distlab.techniques.data_parallel.buckets import GradientBuckets
-from distlab.techniques.large_batch import Lamb, Lars, Layerwise, decayed_apart, set_rates
+from distlab.techniques.large_batch import Lamb, Lars, Layerwise, set_rates, split_by_decay
 
 # Base rates at k = 1, found by experiment on this mode's tiny models; LAB_LR sets SGD's.
 SGD_RATE, LARS_RATE, LAMB_RATE = 0.05, 0.2, 0.02
@@ -59,13 +59,13 @@ def sgd(model: nn.Module, config: Config) -> Stepper:
 
 def layerwise_sgd(model: nn.Module, _: Config, sharded_over: dist.ProcessGroup | None = None) -> Stepper:
     """Return LARS, which neither scales nor decays biases and gains."""
-    groups = decayed_apart(model.parameters(), LARS_DECAY)
+    groups = split_by_decay(model.parameters(), LARS_DECAY)
     return Lars(groups, LARS_RATE, trust=LARS_TRUST, sharded_over=sharded_over)
 
 
 def layerwise_adam(model: nn.Module, _: Config, sharded_over: dist.ProcessGroup | None = None) -> Stepper:
     """Return LAMB, which neither scales nor decays biases and gains."""
-    return Lamb(decayed_apart(model.parameters(), LAMB_DECAY), LAMB_RATE, sharded_over=sharded_over)
+    return Lamb(split_by_decay(model.parameters(), LAMB_DECAY), LAMB_RATE, sharded_over=sharded_over)
 
 
 class Stream(Batches):

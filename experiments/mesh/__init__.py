@@ -70,9 +70,9 @@ def run(lab: Lab) -> None:
     config, sizes = lab.config, axes(lab.config)
     tell(lab, sizes)
     if sizes["pp"] > 1:
-        note_schedule(lab, partial(on_paper, sizes, config))
-    measured = measure(lab, also=partial(held_in_flight, lab))
-    draw_on_paper(lab, partial(on_paper, sizes, config))
+        note_schedule(lab, partial(schedule_of, sizes, config))
+    measured = measure(lab, also=partial(check_most_in_flight, lab))
+    draw_on_paper(lab, partial(schedule_of, sizes, config))
     lab.compare_predictions(predicted(config), measured)
     ranks = {name: Rank(config, sizes, lab.rank, HOW[name]) for name in measured if name in HOW}
     for name, rank in ranks.items():
@@ -81,14 +81,14 @@ def run(lab: Lab) -> None:
         check_overlap(lab, name, measured[name])
 
 
-def held_in_flight(lab: Lab, name: str, strategy: Strategy) -> None:
+def check_most_in_flight(lab: Lab, name: str, strategy: Strategy) -> None:
     """Check for variants by hand that no stage stores more microbatches than its schedule allows."""
     if name in HOW:
         assert isinstance(strategy, Stacked)
         check_in_flight(lab, name, strategy, "1f1b")
 
 
-def on_paper(sizes: dict[str, int], config: Config, variant: str) -> schedules.Schedule | None:
+def schedule_of(sizes: dict[str, int], config: Config, variant: str) -> schedules.Schedule | None:
     if variant not in HOW:
         return None
     along = schedules.one_forward_one_backward(sizes["pp"], config.num_microbatches)

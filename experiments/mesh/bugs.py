@@ -18,7 +18,7 @@ from distlab.techniques.pipeline_parallel.schedules import Action
 from distlab.techniques.pipeline_parallel.strategy import sum_shared
 
 from .placement import axes
-from .stack import Keep, own_masks
+from .stack import StageStores, own_masks
 
 KEPT = ("1f1b", "zero1")  # replicated and sharded
 BY_ROWS = ("sequence", "zero2")
@@ -66,8 +66,8 @@ def rowless(config: Config) -> str:
 class CountedByAll(Stacked):
     """The norm counts parameters that all ranks of a slice have t times, once per rank (NeMo-RL pull request 3788)."""
 
-    def in_norm(self, held: StageShard) -> bool:
-        return self.first_replica(held) and self.first_stage(held)
+    def in_norm(self, shard: StageShard) -> bool:
+        return self.first_replica(shard) and self.first_stage(shard)
 
 
 @mistake("tied_too_early", check="gradients", part="Stacked", of=("zero2",), needs=Needs(unless=untied))
@@ -126,11 +126,11 @@ class ArmedAround(ReducingPipeline):
                 bucket.handle = None
 
 
-@mistake("rows_not_summed", check="gradients", part="Keep", of=BY_ROWS, needs=Needs(unless=rowless))
-def without_sums_of_rows(*given: Any, rows: bool, zero: int) -> Keep:  # noqa: ARG001
+@mistake("rows_not_summed", check="gradients", part="StageStores", of=BY_ROWS, needs=Needs(unless=rowless))
+def without_sums_of_rows(*given: Any, rows: bool, zero: int) -> StageStores:  # noqa: ARG001
     """With sequence parallelism each rank has its rows' part of a norm's gradient, and the parts are never summed
     (Megatron-LM issue 1446)."""
-    return Keep(*given, rows=False, zero=zero)
+    return StageStores(*given, rows=False, zero=zero)
 
 
 class ByPlace(Dropouts):

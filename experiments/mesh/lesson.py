@@ -58,11 +58,11 @@ class Pipeline:  # pp (experiments/pp/lesson.py): a run of sliced layers a rank,
         self.rank, self.last = stages.rank(), stages.size() - 1
 
     def step(self, microbatches: list[tuple[Tensor, Tensor, float]], replicas: dist.ProcessGroup) -> Tensor | None:
-        self.held, sent, total, dealt = deque(), [], 0.0, iter(microbatches)
+        self.saved, sent, total, batch = deque(), [], 0.0, iter(microbatches)
         ahead = min(self.last - self.rank, len(microbatches))
         for forward in [True] * ahead + [True, False] * (len(microbatches) - ahead) + [False] * ahead:
             if forward:
-                inputs, targets, share = next(dealt)
+                inputs, targets, share = next(batch)
                 hidden = self.receive(self.rank - 1, len(inputs)).requires_grad_() if self.rank else inputs
                 output = self.stage(hidden)
                 if self.rank < self.last:
@@ -70,9 +70,9 @@ class Pipeline:  # pp (experiments/pp/lesson.py): a run of sliced layers a rank,
                 else:
                     output = self.loss(output, targets) * share
                     total = total + output.detach()
-                self.held.append((hidden, output))
+                self.saved.append((hidden, output))
             else:
-                hidden, output = self.held.popleft()
+                hidden, output = self.saved.popleft()
                 gradient = self.receive(self.rank + 1, len(output)) if self.rank < self.last else None
                 torch.autograd.backward(output, gradient)
                 if self.rank:

@@ -207,7 +207,7 @@ def misfit(mesh: str, world_size: int) -> list[str]:
         return []
     shown = ",".join(f"{axis}{size}" for axis, size in default(world_size).items() if size > 1) or "dp1"
     return [
-        f"LAB_MESH={mesh!r} takes {product} ranks, and WORLD_SIZE={world_size}: set WORLD_SIZE={product}, or {shown}"
+        f"LAB_MESH={mesh!r} takes {product} ranks, but WORLD_SIZE={world_size}: set WORLD_SIZE={product}, or {shown}"
     ]
 
 

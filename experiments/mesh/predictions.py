@@ -10,7 +10,7 @@ from distlab.lab.workload.model import VOCABULARY
 from distlab.lab.workload.user_model import is_own
 from distlab.techniques.collectives.costs import total_cost
 from distlab.techniques.pipeline_parallel.costs import bubble
-from distlab.techniques.sharded.costs import FULLY_SHARD_DIES, rest_bytes
+from distlab.techniques.sharded.costs import FULLY_SHARD_CRASHES, rest_bytes
 
 from .placement import HOW, Rank, misfit, sizes_of
 from .traffic import by_axis, owned, stage_of
@@ -69,7 +69,7 @@ def cannot(config: Config, sizes: dict[str, int]) -> dict[str, str]:
         (("plain",), config.gloo_on_gpus, "gloo sends no tensor that lives on a GPU"),
         (("plain",), config.backend == "nccl" and sizes["pp"] > 1, "NCCL's sends wait for their receives"),
         *(((name,), applies, why) for name, reasons in theirs.items() for applies, why in reasons),
-        (theirs, config.gloo_on_gpus, FULLY_SHARD_DIES),
+        (theirs, config.gloo_on_gpus, FULLY_SHARD_CRASHES),
     )
 
 

@@ -17,7 +17,7 @@ from distlab.lab.workload.data import Microbatch
 from distlab.lab.workload.model import Dropouts, Model, recomputed
 from distlab.techniques.collectives.sharded_tensor import whole_piece
 from distlab.techniques.context_parallel.ring import RingAttention
-from distlab.techniques.context_parallel.strategy import Positions, own_positions, share_out
+from distlab.techniques.context_parallel.strategy import Positions, own_positions, parallelize
 from distlab.techniques.context_parallel.ulysses import UlyssesAttention
 from distlab.techniques.mesh.grid import Mesh
 from distlab.techniques.mesh.reducing_pipeline import ReducingPipeline
@@ -51,23 +51,23 @@ def stack(model: Model, mesh: Mesh, config: Config, *, name: str) -> Strategy:
     positions = how.cut(config.seq, mesh.size("cp")) if mesh.size("cp") > 1 else None
     if positions is not None:
         attention = (UlyssesAttention if how.swaps else RingAttention)(mesh["cp"], positions)
-        share_out(model, positions, attention, mesh.index("cp"))
+        parallelize(model, positions, attention, mesh.index("cp"))
     num_rows = config.seq if positions is None else positions.num_rows[mesh.index("cp")]
     slices = sliced(model, mesh, num_rows if rows else None)
     dropouts = model.dropouts
     if dropouts is not None:
         own_masks(dropouts, positions, mesh, rows=rows)
     parts = parts_of(model, mesh["pp"])
-    keep = Keep(parts, slices, mesh, config, rows=rows, zero=how.zero)
-    kept = {number: keep.stage(number) for number in parts.stages}
+    stage_stores = StageStores(parts, slices, mesh, config, rows=rows, zero=how.zero)
+    stores = {number: stage_stores.stage(number) for number in parts.stages}
     stages = {
         number: Turned(stage.layers, rows=rows, recompute=config.recompute) for number, stage in parts.stages.items()
     }
     turned = {} if dropouts is None else {"turn_to": dropouts.begin_microbatch}
-    pipeline = ReducingPipeline(stages, schedule[mesh.index("pp")], mesh["pp"], kept, **turned)
+    pipeline = ReducingPipeline(stages, schedule[mesh.index("pp")], mesh["pp"], stores, **turned)
     pretend(pipeline, mesh, config)
     engine = ByHand(pipeline, model.loss, partial(prepared, positions, mesh.index("cp"), dropouts))
-    return Stacked(parts, slices, kept, engine, mesh, config)
+    return Stacked(parts, slices, stores, engine, mesh, config)
 
 
 def plain(model: Model, mesh: Mesh, config: Config) -> Strategy:
@@ -78,8 +78,8 @@ def plain(model: Model, mesh: Mesh, config: Config) -> Strategy:
     rows = (config.seq,) if model.name == "gpt" else ()
     turned = Turned(stage.layers, rows=False, recompute=config.recompute)
     pipeline = lesson.Pipeline(turned, model.loss, (*rows, config.width), mesh["pp"])
-    kept = {number: [SummedByLesson(parts.parameters)]}
-    return Stacked(parts, slices, kept, Lesson(pipeline, mesh["dp"]), mesh, config)
+    stores = {number: [SummedByLesson(parts.parameters)]}
+    return Stacked(parts, slices, stores, Lesson(pipeline, mesh["dp"]), mesh, config)
 
 
 class SummedByLesson:
@@ -141,7 +141,7 @@ def own_masks(dropouts: Dropouts, positions: Positions | None, mesh: Mesh, *, ro
     dropouts.rows_first = rows
 
 
-class Keep:
+class StageStores:
     """Creates the stores of this rank's stages: everything on each replica, or with `zero` shards."""
 
     def __init__(
@@ -149,23 +149,34 @@ class Keep:
     ) -> None:
         self.parts, self.mesh, self.config, self.zero = parts, mesh, config, zero
         self.group = mesh.across("dp", "cp")  # ranks with other samples or positions, but the same slice of the stage
-        self.whole = [p for name, p in parts.parameters.items() if rows and name not in slices]
+        self.replicated = [p for name, p in parts.parameters.items() if rows and name not in slices]
         self.shared = [parts.parameters[name] for name in parts.shared if name in parts.parameters]
         # With three ranks or more gloo's order of additions depends on the position in a buffer. Slices of different
         # size would shift replicated parameters differently on each rank of a slice, so those have separate buckets.
-        self.apart = set(slices) if any(len(set(cut.sizes)) > 1 for cut in slices.values()) else set[str]()
+        self.separate = set(slices) if any(len(set(cut.sizes)) > 1 for cut in slices.values()) else set[str]()
 
     def stage(self, number: int) -> list[ParameterStore]:
-        stage, tp = self.parts.stages[number], self.mesh["tp"] if self.whole else None
+        stage, tp = self.parts.stages[number], self.mesh["tp"] if self.replicated else None
         own = set(stage.parameters())
         named = {name: p for name, p in self.parts.parameters.items() if p in own}
         if not self.zero:
-            parts = [{name: p for name, p in named.items() if (name in self.apart) is cut} for cut in (False, True)]
-            return [Replicas(part, self.group, self.config, whole=self.whole, rows=tp) for part in parts if part]
+            parts = [{name: p for name, p in named.items() if (name in self.separate) is cut} for cut in (False, True)]
+            return [
+                Replicas(part, self.group, self.config, replicated=self.replicated, rows=tp) for part in parts if part
+            ]
         names = {p: name for name, p in named.items()}
         layers = list(stage.layers.values())
         return [
-            *shards_of(stage, layers, self.group, self.zero, names=names, shared=self.shared, whole=self.whole, rows=tp)
+            *shards_of(
+                stage,
+                layers,
+                self.group,
+                self.zero,
+                names=names,
+                shared=self.shared,
+                replicated=self.replicated,
+                rows=tp,
+            )
         ]
 
 

@@ -1,32 +1,34 @@
 """Mixture of experts: E MLPs in place of one, a router that picks k of them for each token, and experts on ranks.
 
-A token costs k MLPs, however many there are: parameters grow, compute does not. All experts do not fit on every rank,
-so each rank holds some, and tokens travel to them and back. The tokens choose, so the load is uneven: a step lasts as
-long as its busiest rank. A capacity bounds the load: tokens beyond it are dropped, and only their residual goes on. A
-balance loss makes that rare.
+A token costs k MLPs, however many experts there are: parameters grow, compute does not. Not all experts fit on one
+rank, so each rank stores some, and tokens travel to them and back. The tokens choose, so the load is uneven: a step
+takes as long as its busiest rank. A capacity bounds the load: tokens beyond it are dropped, and only their residual
+continues. A balance loss makes that rare.
 
-  predicted   rows of D numbers travel there and back, forward and backward: 2D x (rows that a rank gives away + rows
-              that it takes), with even routing 4(N-1)/N x k·T·D, T tokens per rank; the rest as in dp, 2(N-1)/N x S' of
-              all but the experts. replicated sends 2(N-1)/N x S of everything. Parameters per rank: Q + E·M/N where
-              replicated has Q + E·M, M an MLP's. An expert takes C = ceil(LAB_CAPACITY·k·B/E) of the B tokens of a
-              batch, first choices first (Lepikhin et al. 2020, "GShard", section 2.2)
+  predicted   rows of D numbers travel there and back, forward and backward: 2D x (rows that a rank sends to other
+              ranks + rows that it receives), with even routing 4(N-1)/N x k·T·D, T tokens per rank; and as in dp
+              2(N-1)/N x S' of all gradients except the experts'. replicated sends 2(N-1)/N x S of all gradients.
+              Parameters per rank: Q + E·M/N where replicated has Q + E·M, M those of an MLP. An expert computes at most
+              C = ceil(LAB_CAPACITY·k·B/E) of the B tokens of a batch, first choices first (Lepikhin et al. 2020,
+              "GShard", section 2.2)
   shapes      tokens [T, D] per rank; scores [T, E]; choices and gates [k, T]; counts of all ranks' choices [N, k, E];
               rows that arrive [R, D] of any R, 0 too; experts up [E/N, D, 4D], down [E/N, 4D, D]
 
-Ranks that each route their own tokens make the same choices, drop the same tokens and compute the same losses as one
-process with the whole batch, since each knows how often all others want each expert:
+Each rank routes its own tokens, but makes the same choices, drops the same tokens and computes the same losses as one
+process with the whole batch, since it knows how often the tokens of all ranks want each expert:
 
-  replicated  every expert on every rank, data parallel: no token travels, and all experts' gradients do
-  ep          experts on ranks; tokens to them by an uneven all_to_all by hand
-  ep_dp       experts on some ranks, and the same on others: tokens travel among fewer, copies sum their gradients
-  ep_tp       experts on some ranks, each cut by its hidden units over others: all of these compute its tokens
+  replicated  every expert on every rank, data parallel: no token travels, but the gradients of all experts do
+  ep          some experts on each rank; tokens travel to them by our own uneven all_to_all
+  ep_dp       several copies of the experts, each on some ranks: tokens travel among fewer ranks, and the copies sum
+              their gradients
+  ep_tp       each expert is cut by its hidden units over several ranks, all of which compute its tokens
   ep_dp_tp    both
   ep_torch    ep with PyTorch's all_to_all_single
 
-LAB_MESH=dp2,ep2 names the grid of the experts.
+LAB_MESH=dp2,ep2 sets the grid of the experts.
 
 LAB_TOP_K=1 is a switch (Fedus et al. 2021, "Switch Transformers"). LAB_BALANCE is `loss` (its section 2.2) or `none`.
-Ranks that share cores take turns, whichever has more rows: LAB_ROW_US pretends compute that takes no core.
+Ranks that share cores take turns, so an uneven load does not show: LAB_ROW_US simulates compute that uses no core.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -87,10 +89,10 @@ def mixing(config: Config) -> Mixing:
 
 
 def replicated(model: MixtureModel, mesh: Mesh, config: Config) -> Strategy:
-    """Data parallel: each rank computes its own tokens by all experts, and all gradients are summed."""
+    """Data parallel: each rank has all experts and computes its own tokens; all gradients are summed."""
     everything = Placement.spread(config.own(Options).experts, 4 * config.width, copies=mesh.group.size())
     distribute(model, everything, mesh.group, NoDispatch(mesh.group.rank()), MixtureOfExperts)
-    pretend(model, everything, config)
+    simulate_compute(model, everything, config)
     buckets = GradientBuckets(model.parameters(), mesh.group, config.bucket_mib * 2**20)
     return Replica(model, config, buckets)
 
@@ -114,16 +116,16 @@ class NoDispatch:
 
 
 def expert_parallel(model: MixtureModel, mesh: Mesh, config: Config, *, name: str) -> Strategy:
-    """Experts on ranks; tokens travel by our own all_to_all."""
-    return on_ranks(model, mesh, config, name, MixtureOfExperts, AllToAll)
+    """Some experts on each rank; tokens travel by our own all_to_all."""
+    return expert_strategy(model, mesh, config, name, MixtureOfExperts, AllToAll)
 
 
-def on_ranks(
+def expert_strategy(
     model: MixtureModel, mesh: Mesh, config: Config, name: str, layer: Callable[..., nn.Module],
     swap: Callable[[dist.ProcessGroup], Swap],
 ) -> Strategy:  # fmt: skip
-    """Each rank keeps its part of the experts; its tokens travel by `swap` among the ranks of its copy, and gradients
-    of experts are summed over the copies."""
+    """Each rank stores its part of the experts; tokens travel by `swap` among the ranks of one copy, and gradients of
+    experts are summed over the copies."""
     world, placement = mesh.group, placements(config, mixing(config))[name]
     among, copies = world, None
     if placement.copies > 1:
@@ -131,48 +133,48 @@ def on_ranks(
         grid = Mesh.grid(sizes, world, config.collective_timeout_s)
         among, copies = grid["ep"], grid["edp"]
     members = placement.members(world.rank())
-    held = [placement.experts_of(member) for member in members]
-    dispatch = Dispatch(held, members, members.index(world.rank()), swap(among))
+    experts_by_rank = [placement.experts_of(member) for member in members]
+    dispatch = Dispatch(experts_by_rank, members, members.index(world.rank()), swap(among))
     distribute(model, placement, world, dispatch, layer)
-    pretend(model, placement, config)
+    simulate_compute(model, placement, config)
     return ExpertParallel(model, placement, world, config, copies)
 
 
-ON_RANKS = {  # variants that differ in the grid of the experts alone
-    "ep": "Some experts on each rank; tokens travel among all.",
-    "ep_dp": "The ranks in a second grid: tokens travel along its rows, experts are copied along its columns.",
-    "ep_tp": "Some hidden units of some experts on each rank: a row goes to all that have a part of its expert, and"
-    " what they make of it is added up where it came from.",
-    "ep_dp_tp": "Copies of experts, each of which is cut.",
+GRID_VARIANTS = {  # variants that differ in the grid of the experts alone
+    "ep": "Some experts on each rank; tokens travel among all ranks.",
+    "ep_dp": "Several copies of the experts: tokens travel within a copy, gradients are summed over the copies.",
+    "ep_tp": "Some hidden units of some experts on each rank: a row goes to all ranks with a part of its expert, and"
+    " its own rank adds up their results.",
+    "ep_dp_tp": "Several copies of the experts, each expert cut over ranks.",
 }
 
 
 def ep_torch(model: MixtureModel, mesh: Mesh, config: Config) -> Strategy:
-    """The same by PyTorch's collective."""
-    return on_ranks(model, mesh, config, "ep_torch", MixtureOfExperts, AllToAllSingle)
+    """ep with PyTorch's all_to_all_single."""
+    return expert_strategy(model, mesh, config, "ep_torch", MixtureOfExperts, AllToAllSingle)
 
 
 def plain(model: MixtureModel, mesh: Mesh, config: Config) -> Strategy:
-    """The lesson on one page: ep by PyTorch's all_to_all_single."""
-    return on_ranks(model, mesh, config, "plain", OnePage, AllToAll)
+    """The lesson on one page: ep with PyTorch's all_to_all_single."""
+    return expert_strategy(model, mesh, config, "plain", LessonLayer, AllToAll)
 
 
-class OnePage(lesson.MixtureOfExperts):
+class LessonLayer(lesson.MixtureOfExperts):
     """The lesson's layer, which appends what it routes to `seen`, where that is a list."""
 
     def __init__(self, router: Router, experts: Experts, rules: Mixing, world: dist.ProcessGroup, _: Dispatch) -> None:
-        given = (rules.num_experts, rules.top_k, rules.capacity_factor, rules.balance, rules.z)
-        super().__init__(router, experts, given, world)
+        options = (rules.num_experts, rules.top_k, rules.capacity_factor, rules.balance, rules.z)
+        super().__init__(router, experts, options, world)
         self.seen: list[Routed] | None = None
 
-    def route(self, wants: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-        kept, admitted = super().route(wants, scores)
+    def route(self, wanted_here: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+        kept, admitted = super().route(wanted_here, scores)
         if self.seen is not None:
             self.seen.append(Routed(self.queue.transpose(0, 1).tolist(), admitted.tolist(), self.places))
         return kept, admitted
 
 
-def pretend(model: MixtureModel, placement: Placement, config: Config) -> None:
+def simulate_compute(model: MixtureModel, placement: Placement, config: Config) -> None:
     """With LAB_ROW_US, let a rank's experts sleep for each row, so that two cores show the cost of imbalance on four
     ranks.
 
@@ -182,10 +184,10 @@ def pretend(model: MixtureModel, placement: Placement, config: Config) -> None:
     """
     row_s = config.own(Options).row_us / 1e6 / len(placement.hidden) / config.slowed_to
     for mixture in model.mixtures.values() if row_s else ():
-        mixture.compute = partial(slept, mixture.compute, row_s)
+        mixture.compute = partial(compute_and_sleep, mixture.compute, row_s)
 
 
-def slept(compute: Compute, row_s: float, rows: Tensor, counts: list[int]) -> Tensor:
+def compute_and_sleep(compute: Compute, row_s: float, rows: Tensor, counts: list[int]) -> Tensor:
     """Compute the rows, then sleep, in both passes."""
     forward_s = row_s * len(rows)
     computed: Tensor = Sleep.apply(compute(rows, counts), forward_s, (PASSES - 1) * forward_s)  # type: ignore[no-untyped-call]
@@ -197,45 +199,48 @@ def slept(compute: Compute, row_s: float, rows: Tensor, counts: list[int]) -> Te
 
 def run(lab: Lab) -> None:
     """Predict, prove, measure, and draw who computed how much."""
-    config, mixed = lab.config, mixing(lab.config)
-    lab.say(summary(config, mixed), "predict")
-    lab.note("holds", holds(config, mixed, lab.rank))
+    config, rules = lab.config, mixing(lab.config)
+    lab.say(summary(config, rules), "predict")
+    lab.note("holds", stored_experts(config, rules, lab.rank))
     routes = Routes()
     lab.mode = routes.watching(lab.mode)
     measured = measure(lab, also=partial(check_copies, lab), timed=routes.timed_steps_are_done)
     routes.all_is_done()
-    check_capacity(lab, routes, mixed)
+    check_capacity(lab, routes, rules)
     last = {
         name: by_step(notes, config.num_microbatches)[-1]
         for name, notes in routes.counted.items()
         if name in measured and notes
     }
     routed = {name: [each.admitted for each in layers] for name, layers in last.items()}
-    placed = placements(config, mixed)
-    note_tokens(lab, {name: (last[name], placed[name].experts_of(lab.rank)) for name in last if name in placed})
-    predictions = predict(config, mixed, routed)
+    placed = placements(config, rules)
+    note_tokens(
+        lab,
+        {name: (last[name], placed[name].experts_of(lab.rank)) for name in last if name in placed},
+    )
+    predictions = predict(config, rules, routed)
     lab.compare_predictions(predictions, measured)
-    draw(lab, routes, placed, mixed)
+    draw(lab, routes, placed, rules)
     compare_pace(lab, routes, placed, config.own(Options).row_us / 1e6)
 
 
-def summary(config: Config, mixed: Mixing) -> str:
+def summary(config: Config, rules: Mixing) -> str:
     tokens, itemsize = max(tokens_of(config)), config.itemsize
-    places = expert_places(tokens, mixed.top_k, mixed.num_experts, mixed.capacity_factor)
-    bound = f"takes {places} at most" if mixed.capacity_factor else "drops none"
-    sent = even_row_bytes(config.world_size, tokens, mixed.top_k, config.width, itemsize)
+    places = expert_places(tokens, rules.top_k, rules.num_experts, rules.capacity_factor)
+    bound = f"takes at most {places}" if rules.capacity_factor else "drops none"
+    sent = even_row_bytes(config.world_size, tokens, rules.top_k, config.width, itemsize)
     return (
-        f"{tokens} tokens that are routed at once choose {mixed.top_k} of {mixed.num_experts} experts: each is wanted "
-        f"{tokens * mixed.top_k / mixed.num_experts:.4g} times if evenly, and {bound}; in ep a rank then sends "
-        f"{sent / 1e6:.3g} MB of rows a layer"
+        f"{tokens} tokens that are routed together choose {rules.top_k} of {rules.num_experts} experts: with even"
+        f" routing each is chosen {tokens * rules.top_k / rules.num_experts:.4g} times and {bound}; in ep a rank"
+        f" then sends {sent / 1e6:.3g} MB of rows per layer"
     )
 
 
-def holds(config: Config, mixed: Mixing, rank: int) -> str:
+def stored_experts(config: Config, rules: Mixing, rank: int) -> str:
     """Describe the experts of a rank in `ep`, for its own log."""
-    mine = placements(config, mixed)["ep"].experts_of(rank)
+    mine = placements(config, rules)["ep"].experts_of(rank)
     which = ", ".join(map(str, mine)) or "none"
-    return f"with ep {len(mine)} of {mixed.num_experts} experts a layer: {which}"
+    return f"with ep {len(mine)} of {rules.num_experts} experts per layer: {which}"
 
 
 def note_tokens(lab: Lab, last: Mapping[str, tuple[Sequence[Routed], range]]) -> None:
@@ -246,34 +251,37 @@ def note_tokens(lab: Lab, last: Mapping[str, tuple[Sequence[Routed], range]]) ->
         return
     layers, mine = last[name]
     admitted = [each.admitted for each in layers]
-    sent = [sum(of_layer[lab.rank][expert] for of_layer in admitted) for expert in range(len(admitted[0][0]))]
+    sent = [sum(layer_rows[lab.rank][expert] for layer_rows in admitted) for expert in range(len(admitted[0][0]))]
     wanted = sum(sum(map(sum, each.wanted[lab.rank])) for each in layers)
-    taken = [sum(of_rank[expert] for of_layer in admitted for of_rank in of_layer) for expert in mine]
-    own = f"{mine[0]}-{mine[-1]} took {' '.join(map(str, taken))}" if mine else "took none"
-    to = f"of mine to experts 0-{len(sent) - 1}: {' '.join(map(str, sent))}, {wanted - sum(sent)} dropped"
-    lab.note("tokens", f"{to}; my experts {own}")
+    computed = [sum(rank_rows[expert] for layer_rows in admitted for rank_rows in layer_rows) for expert in mine]
+    computed_text = f"{mine[0]}-{mine[-1]} computed {' '.join(map(str, computed))}" if mine else "computed none"
+    sent_text = f"from me to experts 0-{len(sent) - 1}: {' '.join(map(str, sent))}, {wanted - sum(sent)} dropped"
+    lab.note("tokens", f"{sent_text}; my experts {computed_text}")
 
 
 def check_copies(lab: Lab, name: str, strategy: Strategy) -> None:
     """Check that copies of an expert are bitwise equal."""
     if not isinstance(strategy, ExpertParallel) or strategy.placement.copies == 1:
         return
-    everyone = lab.exchange.gather("copies", digest_of(strategy.parts.values()))
-    if everyone is None:
+    digests = lab.exchange.gather("copies", digest_of(strategy.parts.values()))
+    if digests is None:
         return
-    wanted = everyone[: strategy.placement.ranks_of_a_copy] * strategy.placement.copies
-    differing = sum(one != other for one, other in zip(everyone, wanted, strict=True))
-    lab.check("copies", differing, 0, name, "ranks whose experts are not those of the first copy")
+    wanted = digests[: strategy.placement.ranks_of_a_copy] * strategy.placement.copies
+    differing = sum(own != other for own, other in zip(digests, wanted, strict=True))
+    lab.check("copies", differing, 0, name, "ranks whose experts differ from the first copy")
 
 
 MODE = Mode(
     variants=(
         Variant("replicated", replicated, formerly="naive"),
-        *(Variant(name, partial(expert_parallel, name=name), sentence=told) for name, told in ON_RANKS.items()),
+        *(
+            Variant(name, partial(expert_parallel, name=name), sentence=sentence)
+            for name, sentence in GRID_VARIANTS.items()
+        ),
         Variant("ep_torch", ep_torch, by_torch=True),
         Variant("plain", plain, by_name=True),
     ),
-    headline=("ep", "send each token to the ranks of its experts, and take the results back"),
+    headline=("ep", "send each token to the ranks of its experts, and receive the results"),
     run=run,
     claims=claims,
     batches=PartedBatches,
@@ -288,18 +296,18 @@ MODE = Mode(
     gone={
         "lost_residual": "LAB_BUG=left_sorted fails the same check",
         "routers_apart": "LAB_BUG=experts_times_ep fails the same check",
-        "late_sums": "all sums of experts wait for the backward pass now; RUN_MODE=dp LAB_BUG=late_launch is alike",
-        "biased_gates": "no bias balances the choice any more; LAB_BUG=gate_over_itself weighs wrongly too",
-        "bias_apart": "no bias balances the choice any more; LAB_BUG=copies_apart lets ranks drift apart too",
+        "late_sums": "all sums of experts begin after the backward pass now; see RUN_MODE=dp LAB_BUG=late_launch",
+        "biased_gates": "no bias balances the choice any more; LAB_BUG=gate_over_itself has wrong gates too",
+        "bias_apart": "no bias balances the choice any more; LAB_BUG=copies_apart lets ranks diverge too",
     },
     in_lesson={
         "gate_over_itself": ("keepdim=True) if self.top_k > 1 else gates", "keepdim=True)"),
-        "local_capacity": ("self.capacity * int(queue.sum())", "self.capacity * int(wants.sum())"),
+        "local_capacity": ("self.capacity * int(queue.sum())", "self.capacity * int(chosen.sum())"),
     },
     reading=(
         "experiments/moe/lesson.py: the idea on one page, which runs alone and as the variant `plain`",
-        "experiments/moe/__init__.py: the variants, the simplest first, and what a run of them claims",
-        "distlab/techniques/expert_parallel/layer.py: routing, rows to their experts and back, the layer around it",
-        "distlab/techniques/expert_parallel/strategy.py: the training step, and whose gradients are summed over whom",
+        "experiments/moe/__init__.py: the variants, the simplest first, and what a run of them checks",
+        "distlab/techniques/expert_parallel/layer.py: routing, rows to their experts and back, the layer itself",
+        "distlab/techniques/expert_parallel/strategy.py: the step, and which gradients are summed over which ranks",
     ),
 )

@@ -1,5 +1,5 @@
-"""The classic mistakes of expert parallelism, made by LAB_BUG: in the sums of gradients, in capacity, in the order of
-rows and in the gates."""
+"""Classic bugs of expert parallelism, injected by LAB_BUG: in the sums of gradients, in capacity, in the order of rows
+and in the gates."""
 
 from typing import Any
 
@@ -14,12 +14,12 @@ from distlab.techniques.expert_parallel.strategy import ExpertParallel
 
 from .options import Options
 
-APART = ("ep", "ep_dp", "ep_tp", "ep_dp_tp")  # experts on ranks
-ROUTED = ("replicated", *APART)
+DISTRIBUTED = ("ep", "ep_dp", "ep_tp", "ep_dp_tp")  # experts on ranks
+ROUTED = ("replicated", *DISTRIBUTED)
 mistake = Mistakes()
 
 
-# --- the settings that hide one ---
+# --- settings that hide a bug ---
 
 
 def several(config: Config) -> str:
@@ -34,13 +34,13 @@ def drops_none(config: Config) -> str:
     return "" if config.own(Options).capacity else full
 
 
-# --- the mistakes ---
+# --- the bugs ---
 
 
-@mistake("experts_times_ep", check="gradients", part="ExpertParallel", of=APART)
+@mistake("experts_times_ep", check="gradients", part="ExpertParallel", of=DISTRIBUTED)
 class TimesRanks(ExpertParallel):
-    """Gradients are averaged over the ranks, and the loss is scaled for it: those of experts, which are summed
-    where they are, come out ep times too large (pytorch 160285)."""
+    """The loss is scaled by the ranks, and only other gradients are averaged: those of experts are ep times too large
+    (pytorch 160285)."""
 
     def backward(self, microbatches: list[Microbatch]) -> Tensor:
         ranks = self.world.size()
@@ -53,7 +53,7 @@ class TimesRanks(ExpertParallel):
 
 @mistake("aux_on_every_rank", check="losses", part="MixtureOfExperts", of=ROUTED)
 class CountedByAll(MixtureOfExperts):
-    """Each rank adds the auxiliary losses of the whole batch to its share: they count once a rank."""
+    """Each rank adds the auxiliary losses of the whole batch to its part of the loss: they count N times."""
 
     def balance(self, scores: Tensor, choices: routing.Choices, table: Tensor) -> None:
         super().balance(scores, choices, table)
@@ -63,28 +63,27 @@ class CountedByAll(MixtureOfExperts):
 
 @mistake("local_capacity", check="capacity", part="MixtureOfExperts", of=ROUTED, needs=Needs(unless=drops_none))
 class OwnPlaces(MixtureOfExperts):
-    """The places of an expert are reckoned by each rank's own tokens: other tokens are dropped than in one
-    process."""
+    """An expert's places are computed from each rank's tokens alone: other tokens are dropped than in one process."""
 
     def admit(self, experts: Tensor, table: Tensor, places: int) -> tuple[Tensor, list[list[int]]]:  # noqa: ARG002
-        alone = [of_rank.unsqueeze(0) for of_rank in table]
-        own = alone[self.world.rank()]
-        admitted = [routing.admitted(each, self.places(each))[0].tolist() for each in alone]
+        tables = [rank_table.unsqueeze(0) for rank_table in table]
+        own = tables[self.world.rank()]
+        admitted = [routing.admitted(each, self.places(each))[0].tolist() for each in tables]
         return routing.within_capacity(experts, own, 0, self.places(own)), admitted
 
 
 @mistake("copies_apart", check="copies", part="ExpertParallel", of=("ep_dp", "ep_dp_tp"), needs=Needs(ranks=4))
 class CopiesApart(ExpertParallel):
-    """Gradients of experts are not summed over the copies of them, which drift apart."""
+    """Gradients of experts are not summed over their copies: the copies diverge."""
 
-    def __init__(self, *given: Any) -> None:
-        model, placement, world, config, _ = given
+    def __init__(self, *args: Any) -> None:
+        model, placement, world, config, _ = args
         super().__init__(model, placement, world, config)
 
 
-@mistake("left_sorted", check="losses", part="Dispatch", of=APART)
+@mistake("left_sorted", check="losses", part="Dispatch", of=DISTRIBUTED)
 class LeftSorted(Dispatch):
-    """Rows go back in the order of the experts and not as they came: tokens get what others were computed to."""
+    """Rows return in the order of the experts, not in the order received: tokens get other tokens' results."""
 
     def restore_order(self, sorted_rows: Tensor, order: Tensor) -> Tensor:  # noqa: ARG002
         return sorted_rows
@@ -92,7 +91,7 @@ class LeftSorted(Dispatch):
 
 @mistake("gate_over_itself", check="gradients", part="MixtureOfExperts", of=ROUTED, needs=Needs(unless=several))
 class GateOverItself(MixtureOfExperts):
-    """The gate of a switch is divided by the sum of all gates, which is itself: 1, and the router learns nothing."""
+    """With one choice the gate is divided by itself: it is always 1, and the router learns nothing."""
 
     def choose(self, scores: Tensor) -> routing.Choices:
         choices = super().choose(scores)

@@ -20,7 +20,7 @@ from distlab.techniques.expert_parallel.layer import Placement, Routed
 
 from .predictions import expert_places
 
-COLUMNS = ["", "experts", "choices", "dropped", "rows", "x the mean", "ms own work", "ms waiting"]
+COLUMNS = ["", "experts", "choices", "dropped", "rows", "x the mean", "ms computing", "ms waiting"]
 
 PASSES = 3  # through an expert, in time: a forward, and a backward that takes two
 
@@ -31,7 +31,7 @@ class Routes:
     """What each strategy of a run routes, by variant, in the order of the passes."""
 
     def __init__(self) -> None:
-        self.made: dict[str, list[Notes]] = {}
+        self.notes_by_variant: dict[str, list[Notes]] = {}
         self.timed: dict[str, Notes] = {}
         self.counted: dict[str, Notes] = {}
 
@@ -43,32 +43,32 @@ class Routes:
         return replace(mode, variants=tuple(variants))
 
     def _noting(self, name: str, build: Build) -> Build:
-        def built(model: Any, *given: Any) -> Strategy:
-            strategy = build(model, *given)
+        def built(model: Any, *args: Any) -> Strategy:
+            strategy = build(model, *args)
             mixtures = getattr(getattr(strategy, "model", None), "mixtures", {})
             notes: Notes = {layer: [] for layer in mixtures}
             for layer, mixture in mixtures.items():
                 mixture.seen = notes[layer]
-            self.made.setdefault(name, []).append(notes)
+            self.notes_by_variant.setdefault(name, []).append(notes)
             return strategy
 
         return built
 
     def timed_steps_are_done(self) -> None:
         """Keep the last strategies' notes as those of the timed steps."""
-        self.timed = {name: made[-1] for name, made in self.made.items()}
+        self.timed = {name: made[-1] for name, made in self.notes_by_variant.items()}
 
     def all_is_done(self) -> None:
         """Keep the next strategies' notes as those of the counted steps."""
         for name, notes in self.timed.items():
-            later = self.made[name][self.made[name].index(notes) + 1 :]
+            later = self.notes_by_variant[name][self.notes_by_variant[name].index(notes) + 1 :]
             self.counted |= {name: later[0]} if later else {}
 
 
 def tokens_of(config: Config) -> list[int]:
     """Return the tokens of each microbatch on all ranks together: bytes of text, or samples of an mlp."""
-    of_sample = config.seq if config.model == "gpt" else 1
-    return [size * of_sample for size in shard_sizes(config.batch, config.num_microbatches)]
+    per_sample = config.seq if config.model == "gpt" else 1
+    return [size * per_sample for size in shard_sizes(config.batch, config.num_microbatches)]
 
 
 def by_step(notes: Notes, microbatches: int) -> list[list[Routed]]:
@@ -87,31 +87,39 @@ def check_capacity(lab: Lab, routes: Routes, mixing: Mixing) -> None:
         for tokens in tokens_of(lab.config)
     ]
     for name, notes in routes.timed.items():
-        off = dropped = asked = 0
-        for bound, routed in chain.from_iterable(zip(cycle(places), each, strict=False) for each in notes.values()):
+        error = dropped = chosen = 0
+        for capacity, routed in chain.from_iterable(zip(cycle(places), each, strict=False) for each in notes.values()):
             for expert, wanted in enumerate(by_expert(routed)):
-                taken = sum(of_rank[expert] for of_rank in routed.admitted)
-                off = max(off, abs(taken - min(wanted, bound)))
-                dropped, asked = dropped + wanted - taken, asked + wanted
-        if asked:
-            lab.check("capacity", off, 0, name, f"{dropped} of {asked} choices found none of {max(places)} places")
-            check_choices(lab, name, notes, asked, dropped, mixing.top_k)
+                computed = sum(of_rank[expert] for of_rank in routed.admitted)
+                error = max(error, abs(computed - min(wanted, capacity)))
+                dropped, chosen = dropped + wanted - computed, chosen + wanted
+        if chosen:
+            lab.check(
+                "capacity",
+                error,
+                0,
+                name,
+                f"{dropped} of {chosen} choices were dropped: all {max(places)} places of their expert were taken",
+            )
+            check_choices(lab, name, notes, chosen, dropped, mixing.top_k)
 
 
-def check_choices(lab: Lab, name: str, notes: Notes, asked: int, dropped: int, top_k: int) -> None:
+def check_choices(lab: Lab, name: str, notes: Notes, chosen: int, dropped: int, top_k: int) -> None:
     """Check that every token makes top_k choices per layer, and that experts take all that were not dropped."""
     tokens = sum(
         number for each in notes.values() for number, _ in zip(cycle(tokens_of(lab.config)), each, strict=False)
     )
-    taken = sum(sum(map(sum, routed.admitted)) for each in notes.values() for routed in each)
-    off = abs(asked - top_k * tokens) + abs(asked - dropped - taken)
-    detail = f"{asked} of {tokens} tokens that choose {top_k}, {dropped} dropped, {taken} taken"
-    lab.check("choices", off, 0, name, detail)
+    computed = sum(sum(map(sum, routed.admitted)) for each in notes.values() for routed in each)
+    error = abs(chosen - top_k * tokens) + abs(chosen - dropped - computed)
+    detail = f"{chosen} choices of {tokens} tokens with {top_k} each, {dropped} dropped, {computed} computed"
+    lab.check("choices", error, 0, name, detail)
 
 
 def by_expert(routed: Routed) -> list[int]:
     """Count how often all ranks' tokens wanted each expert."""
-    return [sum(of) for of in zip(*(of_choice for of_rank in routed.wanted for of_choice in of_rank), strict=True)]
+    return [
+        sum(counts) for counts in zip(*(of_choice for of_rank in routed.wanted for of_choice in of_rank), strict=True)
+    ]
 
 
 def rows_of(placement: Placement, routed: Routed) -> list[int]:
@@ -134,8 +142,8 @@ def busiest(rows: Sequence[int]) -> float:
 
 def draw(lab: Lab, routes: Routes, placed: Mapping[str, Placement], mixing: Mixing) -> None:
     """Draw the imbalance: which experts tokens want, how much each rank computes, and how long the step takes."""
-    everyone = lab.exchange.gather("seconds of routed steps", lab.profiles())
-    if everyone is None:
+    seconds_by_rank = lab.exchange.gather("seconds of routed steps", lab.profiles())
+    if seconds_by_rank is None:
         return
     curves = {}
     for name, notes in routes.timed.items():
@@ -146,13 +154,13 @@ def draw(lab: Lab, routes: Routes, placed: Mapping[str, Placement], mixing: Mixi
         curves[name] = [[float(step) for step in range(len(steps))], ratios]
         if name == "ep" or (name == "replicated" and "ep" not in routes.timed):
             draw_experts(lab, name, notes, mixing)
-        title, rows = by_rank(name, placed[name], steps[-1], [of_rank[name] for of_rank in everyone])
+        title, rows = by_rank(name, placed[name], steps[-1], [of_rank[name] for of_rank in seconds_by_rank])
         lab.table(title, COLUMNS, rows)
     if curves:
-        lab.chart("rows of the busiest rank over the mean, of all layers", "step", "x the mean", curves)
+        lab.chart("rows of the busiest rank over the mean, all layers", "step", "x the mean", curves)
 
 
-def pretended_s(rows: Sequence[Sequence[int]], row_s: float) -> float:
+def simulated_s(rows: Sequence[Sequence[int]], row_s: float) -> float:
     """Return the seconds of a step whose layers each take as long as their busiest rank; `rows` by layer and rank."""
     return PASSES * row_s * sum(map(max, rows))
 
@@ -161,7 +169,7 @@ def compare_pace(lab: Lab, routes: Routes, placed: Mapping[str, Placement], row_
     """Compare a step's time with the pretended compute of the busiest rank of each layer, added up."""
     for name, seconds in lab.profiles().items() if row_s and lab.rank == 0 else ():
         steps = [
-            pretended_s([rows_of(placed[name], routed) for routed in step], row_s / len(placed[name].hidden))
+            simulated_s([rows_of(placed[name], routed) for routed in step], row_s / len(placed[name].hidden))
             for step in by_step(routes.timed[name], lab.config.num_microbatches)
         ]
         if steps:
@@ -173,7 +181,7 @@ def compare_pace(lab: Lab, routes: Routes, placed: Mapping[str, Placement], row_
 
 
 def draw_experts(lab: Lab, name: str, notes: Notes, mixing: Mixing) -> None:
-    """Draw how many tokens each expert was wanted by, and took, in the last microbatch of the most uneven layer."""
+    """Draw how many tokens wanted each expert and how many it computed, in the most uneven layer's last microbatch."""
     layer, last = max(
         ((layer, of_layer[-1]) for layer, of_layer in notes.items()), key=lambda each: max(by_expert(each[1]))
     )
@@ -184,12 +192,12 @@ def draw_experts(lab: Lab, name: str, notes: Notes, mixing: Mixing) -> None:
     }
     if mixing.capacity_factor:
         series["places"] = [experts, [float(last.places)] * len(experts)]
-    lab.chart(f"{name}, {layer}: tokens of each expert in the last microbatch", "expert", "tokens", series)
-    by_whom = {
+    lab.chart(f"{name}, {layer}: tokens per expert in the last microbatch", "expert", "tokens", series)
+    wanted_by_rank = {
         f"rank {rank}": [experts, [float(sum(each)) for each in zip(*of_choices, strict=True)]]
         for rank, of_choices in enumerate(last.wanted)
     }
-    lab.chart(f"{name}, {layer}: whose tokens they are", "expert", "tokens that want it", by_whom)
+    lab.chart(f"{name}, {layer}: tokens per expert, by the rank they come from", "expert", "tokens", wanted_by_rank)
 
 
 def by_rank(
@@ -198,20 +206,29 @@ def by_rank(
     """Return title and rows of a table: what each rank routed and computed, and where a median step's time went."""
     of_layers = [rows_of(placement, routed) for routed in layers]
     computed = [sum(rows) for rows in zip(*of_layers, strict=True)]
-    paid = sum(max(rows) for rows in of_layers) / max(1.0, sum(mean(rows) for rows in of_layers))
+    pace = sum(max(rows) for rows in of_layers) / max(1.0, sum(mean(rows) for rows in of_layers))
     rows: list[list[Any]] = []
-    for rank, mine in enumerate(computed):
+    for rank, rows_here in enumerate(computed):
         wanted = sum(sum(of_choice) for routed in layers for of_choice in routed.wanted[rank])
-        taken = sum(sum(routed.admitted[rank]) for routed in layers)
-        held = placement.experts_of(rank)
-        which = f"{held.start} to {held.stop - 1}" if held else "none"
+        computed_rows = sum(sum(routed.admitted[rank]) for routed in layers)
+        experts = placement.experts_of(rank)
+        which = f"{experts.start} to {experts.stop - 1}" if experts else "none"
         time = seconds[rank]
         work, waits = (1e3 * sum(time[kind] for kind in kinds) for kinds in (("forward", "backward"), ("waiting",)))
-        share = mine / mean(computed) if any(computed) else 1.0
+        share = rows_here / mean(computed) if any(computed) else 1.0
         rows.append(
-            [f"rank {rank}", which, wanted, wanted - taken, mine, f"{share:.2f}", f"{work:.3g}", f"{waits:.3g}"]
+            [
+                f"rank {rank}",
+                which,
+                wanted,
+                wanted - computed_rows,
+                rows_here,
+                f"{share:.2f}",
+                f"{work:.3g}",
+                f"{waits:.3g}",
+            ]
         )
-    title = f"{name}: the last step; each layer lasts as long as its busiest rank, {paid:.2f} x the mean rank's rows"
+    title = f"{name}: the last step; each layer takes as long as its busiest rank, {pace:.2f} x the mean rank's rows"
     return title, rows
 
 

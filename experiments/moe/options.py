@@ -1,4 +1,4 @@
-"""The variables of RUN_MODE=moe, and its own sizes. torch is not imported here: they are read before it."""
+"""The variables and default sizes of RUN_MODE=moe. Do not import torch here: this is read before it."""
 
 from typing import ClassVar, Literal
 
@@ -6,7 +6,7 @@ from distlab.lab.config.settings import Field, ModeOptions
 
 
 class Options(ModeOptions):
-    """What only mixtures of experts know."""
+    """The variables that only a mixture of experts has."""
 
     sizes = {"depth": 2}  # noqa: RUF012  ModeOptions says that it is the class's
     experts: int = Field(
@@ -15,20 +15,20 @@ class Options(ModeOptions):
     top_k: int = Field(2, alias="LAB_TOP_K", ge=1, le=64, description="experts that compute each token")
     capacity: float = Field(
         1.25, alias="LAB_CAPACITY", ge=0, le=1000, allow_inf_nan=False,
-        description="places of an expert over its even share of a batch's choices; 0: no token is dropped",
+        description="places of an expert, as a multiple of its even share of a batch's choices; 0: no token is dropped",
     )  # fmt: skip
     balance: Literal["loss", "none"] = Field(
-        "loss", alias="LAB_BALANCE", description="what keeps experts busy alike: a loss, or nothing"
+        "loss", alias="LAB_BALANCE", description="how the load of experts is balanced: by a loss, or not at all"
     )
     router_z: ClassVar[float] = 0.001  # weight of the router's z-loss, which keeps its scores small
     mesh: str = Field(
         "", alias="LAB_MESH",
-        description="grid of the experts: copies of them, ranks that they lie on, ranks that each is cut over, as"
-        " dp2,ep2,tp2; unset: WORLD_SIZE as two or three factors, in each variant that has so many axes",
+        description="grid of the experts, as dp2,ep2,tp2: dp copies of all experts, each copy spread over ep ranks,"
+        " each expert cut over tp ranks; unset: WORLD_SIZE as a product of two or three factors, by the variant's axes",
     )  # fmt: skip
     row_us: float = Field(
         0, alias="LAB_ROW_US", ge=0, le=1e6, allow_inf_nan=False,
-        description="microseconds of pretended compute of a row forward through an expert, twice that backward",
+        description="microseconds of simulated compute per row and expert in the forward pass, twice that backward",
     )  # fmt: skip
 
     def untimed(self) -> "Options":

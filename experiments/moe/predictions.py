@@ -22,7 +22,7 @@ from distlab.techniques.collectives.costs import (
 )
 from distlab.techniques.data_parallel.costs import bucket_bytes
 from distlab.techniques.expert_parallel.layer import Placement
-from distlab.techniques.sharded import costs as kept
+from distlab.techniques.sharded import costs as sharded_costs
 from distlab.techniques.sharded.costs import whole_rest
 
 # LAB_MESH of experts: the number of copies (dp), of ranks that share out a copy's experts (ep), and of ranks that each
@@ -54,8 +54,8 @@ def grids(config: Config) -> dict[str, dict[str, int]]:
         "ep_torch": (1, ranks, 1),
         "plain": (1, ranks, 1),
     }
-    made = {name: dict(zip(AXES, sizes, strict=True)) for name, sizes in found.items()}
-    return made | {name: named for name, axes in GRIDS.items() if axes == long(named)}
+    by_axis = {name: dict(zip(AXES, sizes, strict=True)) for name, sizes in found.items()}
+    return by_axis | {name: named for name, axes in GRIDS.items() if axes == long(named)}
 
 
 def mesh_of(config: Config) -> str:
@@ -79,33 +79,35 @@ def misfit(mesh: str, world_size: int) -> list[str]:
     names = [match[1] for match in parts if match]
     if None in parts or names != [axis for axis in AXES if axis in names]:
         return [
-            f"LAB_MESH={mesh!r} is no grid of experts: allowed are dp, ep and tp, in this order, each once and with its"
-            " ranks, as dp2,ep2; pp and cp are axes of RUN_MODE=mesh"
+            f"LAB_MESH={mesh!r} is no grid of experts, allowed: dp, ep and tp in this order, each once and with its"
+            " number of ranks, as dp2,ep2; pp and cp are axes of RUN_MODE=mesh"
         ]
     sizes = sizes_of(mesh)
     if mesh and math.prod(sizes.values()) != world_size:
         product = math.prod(sizes.values())
-        return [f"LAB_MESH={mesh!r} takes {product} ranks, and WORLD_SIZE={world_size}: set WORLD_SIZE={product}"]
+        return [f"LAB_MESH={mesh!r} takes {product} ranks, but WORLD_SIZE={world_size}: set WORLD_SIZE={product}"]
     if sizes["tp"] > 1 and sizes["ep"] == 1:
-        return [f"LAB_MESH={mesh!r} cuts experts that lie on no ranks: give it an ep of 2 or more"]
+        return [f"LAB_MESH={mesh!r} cuts experts over tp without spreading them over ep: add an ep of 2 or more"]
     return []
 
 
-def off_grid(config: Config) -> dict[str, str]:
+def without_grid(config: Config) -> dict[str, str]:
     """Return the variants that have no grid with these settings, each with the reason."""
     mesh, found = mesh_of(config), grids(config)
-    made = {name: sizes_of(mesh) if mesh else found[name] for name in GRIDS}
+    grid_of = {name: sizes_of(mesh) if mesh else found[name] for name in GRIDS}
     return {
-        name: another(mesh, axes) if mesh else f"WORLD_SIZE={config.world_size} is no product of {len(axes)} factors"
+        name: other_grid(mesh, axes)
+        if mesh
+        else f"WORLD_SIZE={config.world_size} is not a product of {len(axes)} factors"
         for name, axes in GRIDS.items()
-        if axes != long(made[name]) and name != "ep"  # which takes any number of ranks
+        if axes != long(grid_of[name]) and name != "ep"  # which takes any number of ranks
     }
 
 
-def another(mesh: str, axes: set[str]) -> str:
+def other_grid(mesh: str, axes: set[str]) -> str:
     """Say why LAB_MESH is no grid of a variant with these axes."""
     wanted = " and ".join(axis for axis in AXES if axis in axes)
-    return f"LAB_MESH={mesh} is another grid than it takes: {wanted} of two ranks or more, and nothing else"
+    return f"LAB_MESH={mesh} does not fit this variant: it takes {wanted} of two ranks or more, and no other axis"
 
 
 # The places of experts, and the bytes of tokens that travel to experts and back.
@@ -121,12 +123,12 @@ def expert_places(num_tokens: int, top_k: int, num_experts: int, factor: float) 
     return math.ceil(factor * top_k * num_tokens / num_experts)
 
 
-def row_bytes(given: int, taken: int, width: int, itemsize: int = 4) -> int:
+def row_bytes(sent: int, received: int, width: int, itemsize: int = 4) -> int:
     """Return what a rank sends for rows that it gives to other ranks and takes from them: 2D(given + taken) numbers.
 
     Forward it sends the rows that it gives, and the results of those that it took; backward the gradients of both.
     """
-    return 2 * (given + taken) * width * itemsize
+    return 2 * (sent + received) * width * itemsize
 
 
 def even_row_bytes(world_size: int, num_tokens: int, top_k: int, width: int, itemsize: int = 4) -> float:
@@ -157,10 +159,10 @@ def predict(config: Config, mixing: Mixing, routed: Mapping[str, Sequence[Admitt
     for name, placement in placements(config, mixing).items():
         layers = routed.get(name) if routed is not None else None
         shown = PYTORCHS if name == "ep_torch" else ""
-        why = "" if layers is not None or name == "replicated" else "as if all experts were wanted alike"
+        reason = "" if layers is not None or name == "replicated" else "assumes even routing"
         if routed is None or layers is not None:
             admitted = layers or [evenly(config, mixing)] * len(model.mixtures) * config.num_microbatches
-            predictions += traffic(name, config, mixing, placement, model, admitted, shown or why)
+            predictions += traffic(name, config, mixing, placement, model, admitted, shown or reason)
         predictions.append(at_rest(name, config, placement, model, shown))
     return predictions
 
@@ -184,13 +186,13 @@ def traffic(
         sums = summed_buckets(name, config, placement, model, rank)
         if config.clip is not None and name != "replicated":  # where every rank has all gradients, and so their norm
             sums.append((ranks, NUMBER_BYTES))
-        given, taken, sends = map(sum, zip(*(travels(placement, rank, admitted) for admitted in layers), strict=True))
+        sent, received, sends = map(sum, zip(*(travels(placement, rank, admitted) for admitted in layers), strict=True))
         table_cost = all_gather_bytes("gloo", ranks, table), 1, half_messages("gloo", "all_gather", ranks, table)
         calls = 4 * len(layers) if name == "plain" else 2 * sends  # an all_to_all each way, or a message per rank
-        rows = Cost(row_bytes(given, taken, config.width, itemsize), calls, 2 * sends)
+        rows = Cost(row_bytes(sent, received, config.width, itemsize), calls, 2 * sends)
         reduced = (all_reduce_cost(number, size) for number, size in sums)
         costs.append(total_cost(rows, Cost(*table_cost).times(len(layers)), *reduced))
-    formula = "2(N-1)/N x S" if name == "replicated" else "2(N-1)/N x S' + 2D(rows given + taken)"
+    formula = "2(N-1)/N x S" if name == "replicated" else "2(N-1)/N x S' + 2D(rows sent + received)"
     return of_a_step(name, formula, costs, shown, "" if shown else "messages, tables, buckets")
 
 
@@ -204,17 +206,17 @@ def summed_buckets(
         return [(ranks, size) for size in bucket_bytes(config, sizes)]
     sums = [(ranks, size) for size in bucket_bytes(config, dense_sizes(model))]
     if placement.copies > 1:
-        held = [size for size in expert_sizes(placement, model, rank) if size]
-        sums += [(placement.copies, size) for size in bucket_bytes(config, held)]
+        own_sizes = [size for size in expert_sizes(placement, model, rank) if size]
+        sums += [(placement.copies, size) for size in bucket_bytes(config, own_sizes)]
     return sums
 
 
 def travels(placement: Placement, rank: int, admitted: Admitted) -> tuple[int, int, int]:
     """Count the rows that `rank` gives to and takes from other ranks in one layer, and the messages for them."""
     others = [member for member in placement.members(rank) if member != rank]
-    given = [sum(admitted[rank][expert] for expert in placement.experts_of(other)) for other in others]
-    taken = [sum(admitted[other][expert] for expert in placement.experts_of(rank)) for other in others]
-    return sum(given), sum(taken), sum(rows > 0 for rows in given + taken)
+    sent = [sum(admitted[rank][expert] for expert in placement.experts_of(other)) for other in others]
+    received = [sum(admitted[other][expert] for expert in placement.experts_of(rank)) for other in others]
+    return sum(sent), sum(received), sum(rows > 0 for rows in sent + received)
 
 
 def dense_sizes(model: MixtureModel) -> list[int]:
@@ -247,10 +249,10 @@ def at_rest(name: str, config: Config, placement: Placement, model: MixtureModel
     value = []
     for rank in range(config.world_size):
         sizes = dense_sizes(model) + expert_sizes(placement, model, rank)
-        held, each = whole_rest(config, sizes)
-        value.append(held + untrained * config.itemsize)
-    what = "P" if name == "replicated" else "what a rank holds"
-    return kept.at_rest(name, config, f"{each} x {what}", value, shown)
+        nbytes, each = whole_rest(config, sizes)
+        value.append(nbytes + untrained * config.itemsize)
+    parameters = "P" if name == "replicated" else "parameters of the rank"
+    return sharded_costs.at_rest(name, config, f"{each} x {parameters}", value, shown)
 
 
 # Settings that a mixture of experts cannot run.
@@ -259,16 +261,18 @@ def at_rest(name: str, config: Config, placement: Placement, model: MixtureModel
 def refuse(config: Config, experts: int, top_k: int) -> list[str]:
     """Refuse models without an MLP of the lab's, more choices than experts, and settings that make no batch."""
     if config.model == "line" or is_own(config.model):
-        more = "; one with experts of its own runs in dp and fsdp, and `distlab prove` proves how you share them out"
-        where = more if is_own(config.model) else ""
-        return [f"LAB_MODEL={config.model!r} has no MLP of the lab's for experts to replace, allowed: mlp, gpt{where}"]
+        hint = "; a model with its own experts runs in dp and fsdp, and `distlab prove` checks how you distribute them"
+        where = hint if is_own(config.model) else ""
+        return [
+            f"LAB_MODEL={config.model!r} has no MLP of the lab that experts could replace, allowed: mlp, gpt{where}"
+        ]
     faults = misfit(mesh_of(config), config.world_size)
     if top_k > experts:
         faults.append(f"LAB_TOP_K={top_k} is more than LAB_EXPERTS={experts}, allowed: 1 to {experts}")
     faults += [
-        f"LAB_VARIANT={name!r} is the step of a replica, which would route its own tokens as if there were no others:"
-        " write a strategy of (model, mesh, config), which begins with distribute() of"
-        " distlab/techniques/expert_parallel/strategy.py"
+        f"LAB_VARIANT={name!r} is a step of one replica, which would route its tokens without those of other ranks:"
+        " write a strategy of (model, mesh, config) that calls distribute() of"
+        " distlab/techniques/expert_parallel/strategy.py first"
         for name in filter(is_own, config.variant)
         if is_step(name)
     ]
@@ -277,5 +281,5 @@ def refuse(config: Config, experts: int, top_k: int) -> list[str]:
 
 def cannot(config: Config) -> dict[str, str]:
     """Return the variants that cannot run with these ranks or this backend, and why."""
-    why = "gloo sends no rows that live on a GPU: set LAB_BACKEND=nccl"
-    return off_grid(config) | ruled_out(((*GRIDS, "ep_torch"), config.gloo_on_gpus, why))
+    reason = "gloo cannot send rows from a GPU: set LAB_BACKEND=nccl"
+    return without_grid(config) | ruled_out(((*GRIDS, "ep_torch"), config.gloo_on_gpus, reason))

@@ -85,16 +85,16 @@ def one_microbatch(model: Model, mesh: Mesh, config: Config) -> Strategy:
     parts = parts_of(model, mesh.group)
     pretend_compute(parts.stages, config, config.own(Options).sleep_ms, {})
     width = config.width if model.name == "gpt" or is_own(config.model) else None
-    return Pipelined(parts, InTurn(parts, model.loss, mesh.group, width), mesh.group, config)
+    return Pipelined(parts, Blocking(parts, model.loss, mesh.group, width), mesh.group, config)
 
 
-class InTurn:
+class Blocking:
     """An engine of blocking messages: each rank waits for the previous one, in the backward for the next one."""
 
     def __init__(self, parts: Parts, loss: nn.Module, group: dist.ProcessGroup, width: int | None) -> None:
         (self.stage,) = parts.stages.values()
         self.loss, self.width, self.peers = loss, width, Peers(group)
-        self.held: list[tuple[Tensor, Tensor]] = []  # input and output of the stage, for the backward pass
+        self.saved: list[tuple[Tensor, Tensor]] = []  # input and output of the stage, for the backward pass
         self.most_in_flight = 0
 
     def step(self, microbatches: list[Microbatch]) -> Tensor | None:
@@ -105,12 +105,12 @@ class InTurn:
             output: Tensor = self.stage(hidden)
             if rank == last:
                 output = self.loss(output, targets) * share
-        self.held.append((hidden, output))
-        self.most_in_flight = max(self.most_in_flight, len(self.held))
+        self.saved.append((hidden, output))
+        self.most_in_flight = max(self.most_in_flight, len(self.saved))
         if rank < last:
             self.send(output.detach(), rank + 1)
         gradient = self.received(rank + 1, inputs) if rank < last else None
-        hidden, output = self.held.pop()
+        hidden, output = self.saved.pop()
         with phase("backward", "0"):
             torch.autograd.backward(output, gradient)  # with the gradient of its output, or of the loss itself
         if hidden.grad is not None:
@@ -158,11 +158,11 @@ def plain(model: Model, mesh: Mesh, config: Config) -> Strategy:
 
 def by_torch(model: Model, mesh: Mesh, config: Config, *, name: str) -> Strategy:
     """A schedule of PyTorch on the same stages."""
-    from .pytorch import ByTorch  # its import takes most of a second
+    from .pytorch import PyTorchPipeline  # its import takes most of a second
 
     parts = parts_of(model, mesh.group, owners_of(name, mesh.group.size(), config.own(Options).chunks))
     pretend_compute(parts.stages, config, config.own(Options).sleep_ms, {})
-    return Pipelined(parts, ByTorch(name, parts, model.loss, mesh.group, config), mesh.group, config)
+    return Pipelined(parts, PyTorchPipeline(name, parts, model.loss, mesh.group, config), mesh.group, config)
 
 
 # --- the run ---
@@ -172,20 +172,20 @@ def run(lab: Lab) -> None:
     config, ranks, microbatches = lab.config, lab.world_size, lab.config.num_microbatches
     share = bubble(ranks, microbatches)
     lab.say(
-        f"in gpipe and 1f1b ranks idle for (p-1)/(m+p-1) = {share:.0%} of a step with p={ranks}, m={microbatches}, "
-        f"and a cut passes {passed_bytes(config) / 1e6:.3g} MB each way",
+        f"in gpipe and 1f1b ranks idle for (p-1)/(m+p-1) = {share:.0%} of a step with p={ranks}, m={microbatches}; "
+        f"each cut passes {passed_bytes(config) / 1e6:.3g} MB in each direction",
         "predict",
     )
-    lab.note("holds", holds(config, lab.rank))
+    lab.note("holds", stored_layers(config, lab.rank))
     note_schedule(lab, partial(schedule_of, config))
-    measured = measure(lab, also=partial(held_in_flight, lab))
+    measured = measure(lab, also=partial(check_most_in_flight, lab))
     draw_on_paper(lab, partial(schedule_of, config))
     lab.compare_predictions(lab.mode.predict(config), measured)
     for name in [name for name in measured if name not in lab.mode.by_torch]:
         check_order(lab, name, measured[name], order_of(name), owners_of(name, ranks, config.own(Options).chunks))
 
 
-def held_in_flight(lab: Lab, name: str, strategy: Strategy) -> None:
+def check_most_in_flight(lab: Lab, name: str, strategy: Strategy) -> None:
     """Check the microbatches in flight; variants have their schedules' names."""
     assert isinstance(strategy, Pipelined)
     check_in_flight(lab, name, strategy, order_of(name))
@@ -194,13 +194,13 @@ def held_in_flight(lab: Lab, name: str, strategy: Strategy) -> None:
 def schedule_of(config: Config, variant: str) -> schedules.Schedule | None:
     """Return the schedule of a variant, PyTorch's too where it is known; None for a user's strategy."""
     ranks, microbatches = config.world_size, config.num_microbatches
-    known: dict[str, Scheduled] = {
+    schedules_by_name: dict[str, Scheduled] = {
         "one_microbatch": lambda ranks, _: schedules.one_microbatch(ranks),
         "interleaved": partial(schedules.interleaved, chunks=config.own(Options).chunks),
     }
     variant = order_of(variant)
-    known |= SCHEDULES | {f"torch_{name}": SCHEDULES[name] for name in ("1f1b", "zbv", "dualpipev")}
-    return known[variant](ranks, microbatches) if variant in known else None
+    schedules_by_name |= SCHEDULES | {f"torch_{name}": SCHEDULES[name] for name in ("1f1b", "zbv", "dualpipev")}
+    return schedules_by_name[variant](ranks, microbatches) if variant in schedules_by_name else None
 
 
 def order_of(variant: str) -> str:
@@ -208,11 +208,11 @@ def order_of(variant: str) -> str:
     return "1f1b" if variant == "plain" else variant
 
 
-def holds(config: Config, rank: int) -> str:
+def stored_layers(config: Config, rank: int) -> str:
     """Return the layers of a rank's stage, for its log."""
     num_layers = len(outline(config).layers)
     run = runs_of(config.model, num_layers, config.world_size)[rank]
-    return f"with one stage a rank {len(run)} of {num_layers} layers: {', '.join(map(str, run))}"
+    return f"with one stage per rank {len(run)} of {num_layers} layers: {', '.join(map(str, run))}"
 
 
 def ours(name: str, sentence: str) -> Variant:
@@ -220,12 +220,12 @@ def ours(name: str, sentence: str) -> Variant:
 
 
 SPLIT = (
-    "1f1b, whose ranks send the gradient of an input before they compute those of weights, which the stage before does"
-    " not wait for: rank r puts them off by r microbatches."
+    "1f1b with split backward passes: a rank sends the gradient of its input first, and rank r computes those of its"
+    " weights r microbatches later."
 )
 
 
-def torchs(name: str, sentence: str) -> Variant:
+def pytorchs(name: str, sentence: str) -> Variant:
     return Variant(name, partial(by_torch, name=name), by_torch=True, sentence=sentence)
 
 
@@ -234,17 +234,18 @@ MODE = Mode(
     variants=(
         Variant("one_microbatch", one_microbatch, formerly="naive"),
         ours("gpipe", "All microbatches forward, then all backward."),
-        ours("1f1b", "Each rank runs ahead by as many microbatches as there are ranks behind it, then takes turns."),
-        ours("interleaved", "1f1b with two thinner stages a rank."),
+        ours("1f1b", "Each rank first runs one forward per later rank, then one forward and one backward in turn."),
+        ours("interleaved", "1f1b with two smaller stages per rank."),
         ours("zb_h1", SPLIT),
-        ours("zbv", "Two stages a rank: the layers go down the ranks and up again."),
-        ours("dualpipev", "The same stages, a forward and a backward in turn."),
-        torchs("torch_1f1b", "PyTorch's 1f1b: it sends and receives in one call, and waits for both."),
-        torchs(
-            "torch_interleaved_zb", "PyTorch's interleaved schedule, whose gradients of weights fill what they can."
+        ours("zbv", "Two stages per rank: the layers go down the ranks and up again."),
+        ours("dualpipev", "The same stages; forwards and backwards of both directions alternate."),
+        pytorchs("torch_1f1b", "PyTorch's 1f1b: it sends and receives in one call, and waits for both."),
+        pytorchs(
+            "torch_interleaved_zb",
+            "PyTorch's interleaved schedule, which computes gradients of weights where a rank would wait.",
         ),
-        torchs("torch_zbv", "PyTorch's zbv."),
-        torchs("torch_dualpipev", "PyTorch's dualpipev."),
+        pytorchs("torch_zbv", "PyTorch's zbv."),
+        pytorchs("torch_dualpipev", "PyTorch's dualpipev."),
         Variant("plain", plain, by_name=True, like="1f1b"),
     ),
     headline=("1f1b", "forward until there is a gradient, then one forward and one backward in turn"),
@@ -257,11 +258,11 @@ MODE = Mode(
     cannot=lambda config: cannot(config, config.own(Options).chunks),
     mistakes=mistake | checkpoints.mistake,
     gone={
-        "1f1b_split": "zb_h1 has its backward passes in two as well",
-        "torch_gpipe": "torch_1f1b is PyTorch's schedule of a stage a rank",
+        "1f1b_split": "zb_h1 splits its backward passes too",
+        "torch_gpipe": "torch_1f1b is PyTorch's schedule with one stage per rank",
         "weights_first": "LAB_BUG=gpipes_order fails the same check",
         "never_late": "LAB_BUG=gpipes_order fails the same check",
-        "swapped_microbatches": "LAB_BUG=stale_activation lets microbatches meet each other too",
+        "swapped_microbatches": "LAB_BUG=stale_activation mixes up microbatches too",
     },
     in_lesson={
         "undivided_loss": ("self.loss(output, targets) * share", "self.loss(output, targets) / len(targets)"),
@@ -271,7 +272,7 @@ MODE = Mode(
         "experiments/pp/__init__.py: the variants, the simplest first, and what a run of them checks",
         "distlab/techniques/pipeline_parallel/schedules.py: which rank works on which microbatch when",
         "distlab/techniques/pipeline_parallel/pipeline.py: runs a schedule with real layers",
-        "distlab/techniques/pipeline_parallel/zero_bubble.py: backward passes in two",
+        "distlab/techniques/pipeline_parallel/zero_bubble.py: split backward passes",
         "distlab/techniques/pipeline_parallel/strategy.py: a model cut into stages, and the training step that all"
         " variants share",
     ),

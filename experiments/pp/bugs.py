@@ -16,8 +16,8 @@ from distlab.techniques.pipeline_parallel.schedules import (
     Action,
     Schedule,
     gpipe,
-    in_two,
     one_forward_one_backward,
+    split_backwards,
     zbv,
 )
 from distlab.techniques.pipeline_parallel.strategy import Pipelined
@@ -37,7 +37,7 @@ def one_in_flight(config: Config) -> str:
     """A rank with one activation at a time needs only one buffer."""
     chosen = set(config.variant or ONE_STAGE) & set(ONE_STAGE)
     alone = chosen <= {"1f1b"} and config.world_size == 2
-    return "1f1b on 2 ranks: its second rank holds one microbatch at a time" if alone else ""
+    return "1f1b on 2 ranks: its second rank stores one microbatch at a time" if alone else ""
 
 
 def nothing_behind(config: Config) -> str:
@@ -58,7 +58,9 @@ IN_FLIGHT = Needs(microbatches=2, unless=one_in_flight)
 # --- the bugs ---
 
 ordered_by = partial(
-    mistake, part="schedule_of", put=lambda made: lambda config, _: made(config.world_size, config.num_microbatches)
+    mistake,
+    part="schedule_of",
+    put=lambda schedule: lambda config, _: schedule(config.world_size, config.num_microbatches),
 )
 
 
@@ -89,7 +91,7 @@ class Clinging(Pipeline):
         return super().step(inputs, loss)
 
     def _backward(self, action: Action) -> None:
-        self._clung.append(self._held[action.stage, action.microbatch][1])
+        self._clung.append(self._saved[action.stage, action.microbatch][1])
         with replaced(vars(pipeline), {"fast_backward": partial(torch.autograd.backward, retain_graph=True)}):
             super()._backward(action)
 
@@ -99,7 +101,7 @@ def at_once(ranks: int, microbatches: int) -> Schedule:
     """zbv computes the gradients of weights directly after each input's: its order is valid, but ranks wait."""
     back = [[action for action in actions if action.kind != "weight"] for actions in zbv(ranks, microbatches)]
     whole = [[each._replace(kind="backward") if each.kind == "input" else each for each in own] for own in back]
-    return [in_two(actions) for actions in whole]
+    return [split_backwards(actions) for actions in whole]
 
 
 @mistake("forgotten_weights", check="gradients", part="Pipeline", of=SPLIT, needs=Needs(ranks=1))
@@ -110,7 +112,7 @@ class Forgetful(Pipeline):
         if action.microbatch > 0:
             super()._weight(action)
         else:
-            self._parts.pop((action.stage, action.microbatch))
+            self._deferred.pop((action.stage, action.microbatch))
 
 
 @mistake("undivided_loss", check="gradients", part="Pipelined", of=PIPELINED, needs=Needs(ranks=1, microbatches=2))
@@ -123,9 +125,9 @@ class Undivided(Pipelined):
 
 
 @mistake("stale_activation", check="gradients", part="Pipeline", of=ONE_STAGE, needs=IN_FLIGHT)
-def with_one_buffer(*given: Any) -> Pipeline:
+def with_one_buffer(*args: Any) -> Pipeline:
     """One receive buffer for all microbatches: an activation is overwritten before its backward pass."""
-    made = Pipeline(*given)
+    made = Pipeline(*args)
     made.boundaries.__class__ = StaleBoundaries
     return made
 

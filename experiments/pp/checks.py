@@ -19,13 +19,13 @@ from distlab.techniques.pipeline_parallel.schedules import stages_of
 from distlab.techniques.pipeline_parallel.strategy import joined, runs_of
 
 
-def check_left(lab: Lab, name: str, measured: Measured, owners: list[int]) -> None:
+def check_leftover(lab: Lab, name: str, measured: Measured, owners: list[int]) -> None:
     """Check that a step leaves nothing but a number per end of a stage, which has the dtype of its messages."""
     if not is_own(lab.config.model):
         numbers = 2 * owners.count(lab.rank) * lab.config.itemsize
-        left = measured.rest["activations"]
-        detail = f"{left} B that are no weight, gradient, moment or message, {numbers} allowed"
-        lab.check("left of a step", max(0, left - numbers), 0, name, detail)
+        leftover = measured.rest["activations"]
+        detail = f"{leftover} B other than weights, gradients, moments and messages remain, {numbers} allowed"
+        lab.check("left of a step", max(0, leftover - numbers), 0, name, detail)
 
 
 def check_order(lab: Lab, name: str, measured: Measured, schedule: str, owners: list[int]) -> None:
@@ -33,23 +33,23 @@ def check_order(lab: Lab, name: str, measured: Measured, schedule: str, owners: 
     number = 1 if name == "one_microbatch" else lab.config.num_microbatches
     done = check_schedule(lab, name, measured.order, Piped(schedule, number, owners))
     if done:
-        check_left(lab, name, measured, owners)
-        predicted = most_held(done, saved_by_pass(lab, owners, number, as_one=name == "one_microbatch"))
-        formula = "what the microbatches in flight save in one process"
+        check_leftover(lab, name, measured, owners)
+        predicted = most_saved(done, saved_by_pass(lab, owners, number, as_one=name == "one_microbatch"))
+        formula = "what one process saves for the microbatches in flight"
         lab.compare(
             "activation bytes", predicted, measured.activation_bytes, tolerance=0.01 * predicted, variant=name,
             formula=formula,
         )  # fmt: skip
 
 
-def most_held(done: list[Pass], kept: dict[tuple[int, int], Saved]) -> int:
+def most_saved(done: list[Pass], saved_by: dict[tuple[int, int], Saved]) -> int:
     """Return the most bytes stored for backward passes, if passes save {(chunk, microbatch): kept}; after the input's
     gradient only the inputs of linear layers are left."""
-    held = most = 0
+    saved_now = most = 0
     for kind, chunk, microbatch in done:
-        whole, linear = kept[chunk, microbatch]
-        held += {"forward": whole, "backward": -whole, "input": linear - whole, "weight": -linear}[kind]
-        most = max(most, held)
+        whole, linear = saved_by[chunk, microbatch]
+        saved_now += {"forward": whole, "backward": -whole, "input": linear - whole, "weight": -linear}[kind]
+        most = max(most, saved_now)
     return most
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 def one_forward_one_backward(rank: int, ranks: int, microbatches: int) -> list[str]:
-    """Returns a rank's passes in order: a forward per rank behind it, then in turn, then the last backwards."""
+    """Returns a rank's passes in order: one forward per later rank, then both in turn, then the last backwards."""
     ahead = min(ranks - 1 - rank, microbatches)
     return ["forward"] * ahead + ["forward", "backward"] * (microbatches - ahead) + ["backward"] * ahead
 
@@ -23,10 +23,10 @@ class Pipeline:
 
     def step(self, microbatches: list[tuple[Tensor, Tensor, float]]) -> Tensor | None:
         """Adds all gradients of this stage's parameters; returns the batch's loss on the last stage's rank."""
-        self.held, self.sent, self.total = deque(), [], 0.0
-        dealt = iter(microbatches)  # every rank has the whole batch: the first needs its inputs, the last its targets
+        self.saved, self.sent, self.total = deque(), [], 0.0
+        batch = iter(microbatches)  # every rank has the whole batch: the first needs its inputs, the last its targets
         for action in one_forward_one_backward(self.rank, self.last + 1, len(microbatches)):
-            self.forward(*next(dealt)) if action == "forward" else self.backward()
+            self.forward(*next(batch)) if action == "forward" else self.backward()
         while self.sent:
             self.sent.pop().wait()
         return self.total if self.rank == self.last else None
@@ -39,21 +39,21 @@ class Pipeline:
         else:
             output = self.loss(output, targets) * share  # a sum of terms / the terms of the whole batch
             self.total = self.total + output.detach()
-        self.held.append((hidden, output))  # the graph stays until the backward pass
+        self.saved.append((hidden, output))  # the graph is kept until the backward pass
 
     def backward(self) -> None:
-        hidden, output = self.held.popleft()  # the oldest
+        hidden, output = self.saved.popleft()  # the oldest
         gradient = None if self.rank == self.last else self.receive(self.rank + 1, len(output))
         torch.autograd.backward(output, gradient)
         if self.rank > 0:
             self.send(hidden.grad, self.rank - 1)
 
     def send(self, tensor: Tensor, rank: int) -> None:
-        """Does not wait: two neighbours that both waited for their sends would wait for ever."""
+        """Does not wait: two neighbours that both wait for their sends would wait for ever."""
         self.sent.append(dist.isend(tensor.contiguous(), group=self.group, group_dst=rank))
 
     def receive(self, rank: int, samples: int) -> Tensor:
-        buffer = next(self.stage.parameters()).new_empty(samples, *self.between)  # one for each, till its backward pass
+        buffer = next(self.stage.parameters()).new_empty(samples, *self.between)  # kept until its backward pass
         dist.recv(buffer, group=self.group, group_src=rank)
         return buffer
 

@@ -43,38 +43,42 @@ def misshapen(config: Config) -> list[str]:
     if not user_model.is_own(config.model):
         return []
     shapes = user_model.passed_shapes(config.model, config.seed, config.seq)
-    odd = [index for index, shape in enumerate(shapes) if shape != (config.seq, config.width)]
-    if not odd:
+    misfits = [index for index, shape in enumerate(shapes) if shape != (config.seq, config.width)]
+    if not misfits:
         return []
     return [
-        f"LAB_MODEL={config.model!r}: stages pass on [B, LAB_SEQ={config.seq}, LAB_WIDTH={config.width}], and layer"
-        f" {odd[0]} gives [B, {', '.join(map(str, shapes[odd[0]]))}]: set them to what all layers give"
+        f"LAB_MODEL={config.model!r}: stages pass on [B, LAB_SEQ={config.seq}, LAB_WIDTH={config.width}], but layer"
+        f" {misfits[0]} returns [B, {', '.join(map(str, shapes[misfits[0]]))}]: set both to what all layers return"
     ]
 
 
 def cannot(config: Config, chunks: int) -> dict[str, str]:
     """Return the variants that cannot run these sizes, each with the reason; `chunks` are stages per rank."""
     ranks, microbatches, batch, layers = config.world_size, config.num_microbatches, config.batch, depth(config)
-    given, rounds = f"LAB_MICROBATCHES={microbatches}", max(1, microbatches // ranks)
-    on_ranks, more = f"on {ranks} ranks makes", f"stages, more than the {layers} layers"
-    circle = "NCCL runs messages in the order of their launch, and ranks with chunks would wait in a circle"
-    unequal = f"torch wants equal microbatches, and LAB_BATCH={batch} is no multiple of {given}"
+    setting, rounds = f"LAB_MICROBATCHES={microbatches}", max(1, microbatches // ranks)
+    on_ranks, too_many = f"on {ranks} ranks makes", f"stages, more than the {layers} layers"
+    circle = "NCCL runs messages in launch order, and ranks with several stages would wait in a circle"
+    unequal = f"torch needs equal microbatches, and LAB_BATCH={batch} is not a multiple of {setting}"
     chunked, folded = ("interleaved", "torch_interleaved_zb"), ("zbv", "dualpipev", "torch_zbv", "torch_dualpipev")
     return ruled_out(
-        (("plain",), config.gloo_on_gpus, "gloo sends no tensor that lives on a GPU"),
+        (("plain",), config.gloo_on_gpus, "gloo sends no GPU tensors"),
         (
             ("plain",),
             config.backend == "nccl" and ranks > 1,
-            "NCCL's sends wait for their receives, and neighbours meet",
+            "NCCL's sends wait for their receives, and two neighbours would wait for each other",
         ),
         (TORCHS, batch % microbatches, unequal),
-        (TORCHS, config.gloo_on_gpus, "it hands gloo tensors that live on a GPU, which gloo does not send"),
-        (chunked, ranks * chunks > layers, f"{chunks} stages a rank {on_ranks} {ranks * chunks} {more}"),
-        (folded, ranks * 2 > layers, f"two stages a rank {on_ranks} {ranks * 2} {more}"),
+        (TORCHS, config.gloo_on_gpus, "it passes GPU tensors to gloo, which gloo does not send"),
+        (chunked, ranks * chunks > layers, f"{chunks} stages per rank {on_ranks} {ranks * chunks} {too_many}"),
+        (folded, ranks * 2 > layers, f"two stages per rank {on_ranks} {ranks * 2} {too_many}"),
         ((chunked[0], *folded[:2]), config.backend == "nccl" and ranks > 1, circle),
-        (folded[1::2], microbatches < 2 * ranks, f"{given} is fewer than 2p = {2 * ranks}, which fill both directions"),
-        (TORCHS[:1], microbatches < ranks, f"{given} is fewer than its {ranks} stages, which torch refuses"),
-        (chunked[1:], microbatches % rounds, f"{given} is no multiple of its {rounds} rounds of {ranks}"),
+        (
+            folded[1::2],
+            microbatches < 2 * ranks,
+            f"{setting} is fewer than 2p = {2 * ranks}, which both directions need",
+        ),
+        (TORCHS[:1], microbatches < ranks, f"{setting} is fewer than its {ranks} stages, which torch refuses"),
+        (chunked[1:], microbatches % rounds, f"{setting} is not a multiple of its {rounds} rounds of {ranks}"),
     )
 
 
@@ -123,12 +127,12 @@ def predict(config: Config, chunks: int) -> list[Prediction]:
         costs = list(map(total_cost, passed, tied_weight_traffic(config, folded=plain in FOLDED)))
         most = max(cost.calls for cost in costs)
         of_chunks = "v·" if stages > 1 else "2·" if plain in FOLDED else ""
-        formula, shown = f"2{of_chunks}A, the ends A less", "" if ours else PYTORCHS
-        of_calls = f"2{of_chunks}m, the ends m less" if ours else ""
+        formula, shown = f"2{of_chunks}A, A less on the first and last rank", "" if ours else PYTORCHS
+        of_calls = f"2{of_chunks}m, m less on the first and last rank" if ours else ""
         predictions += of_a_step(name, formula, costs, shown, of_calls)
-        kept = tuple(rest(config, owners_of(name, ranks, chunks), rank) for rank in range(ranks))
+        stored = tuple(stored_bytes(config, owners_of(name, ranks, chunks), rank) for rank in range(ranks))
         stages_of = "weights, gradients, moments and buffers of its stages"
-        predictions.append(Prediction(name, "rest bytes", "B", stages_of, kept, 0, shown))
+        predictions.append(Prediction(name, "rest bytes", "B", stages_of, stored, 0, shown))
         if idle:
             share = idle_share(plain, ranks, number, stages)
             predictions.append(Prediction(name, "bubble", "", idle, (share,) * ranks, most, "a time"))
@@ -141,7 +145,7 @@ def owners_of(name: str, ranks: int, chunks: int) -> list[int]:
     return [*range(ranks)] * (chunks if "interleaved" in name else 1)
 
 
-def rest(config: Config, owners: list[int], rank: int) -> float:
+def stored_bytes(config: Config, owners: list[int], rank: int) -> float:
     """Return the bytes that `rank` stores between steps for its stages, of which stage s is on `owners[s]`."""
     layers, dtype = model.outline(config).layers, getattr(torch, config.dtype)
     runs = runs_of(config.model, len(layers), len(owners))

@@ -44,7 +44,7 @@ class MarkedStage(PipelineStage):
             return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
 
-class ByTorch:
+class PyTorchPipeline:
     """Runs the schedule `name` on this rank's stages; torch does not report its microbatches in flight."""
 
     most_in_flight = None
@@ -57,9 +57,9 @@ class ByTorch:
         stages = [
             MarkedStage(module, number, num_stages, device, group=group) for number, module in parts.stages.items()
         ]
-        make: Any = SCHEDULES[name]
-        held = stages[0] if name == "torch_1f1b" else stages
-        self.schedule: Any = make(held, config.num_microbatches, loss_fn=self._loss, scale_grads=False)
+        schedule: Any = SCHEDULES[name]
+        stage_or_stages = stages[0] if name == "torch_1f1b" else stages
+        self.schedule: Any = schedule(stage_or_stages, config.num_microbatches, loss_fn=self._loss, scale_grads=False)
 
     def step(self, microbatches: list[Microbatch]) -> Tensor | None:
         inputs, targets, self.share = joined(microbatches)
@@ -72,5 +72,5 @@ class ByTorch:
         return sum((loss.detach() for loss in losses[1:]), losses[0].detach()) if losses else None
 
     def _loss(self, output: Tensor, targets: Tensor) -> Tensor:
-        weighed: Tensor = self.loss(output, targets) * self.share
-        return weighed
+        weighted: Tensor = self.loss(output, targets) * self.share
+        return weighted

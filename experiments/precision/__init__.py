@@ -41,7 +41,7 @@ from distlab.lab.workload.model import Model
 from distlab.lab.workload.optimizer import make_optimizer
 from distlab.lab.workload.user_model import is_own
 from distlab.techniques.data_parallel.buckets import GradientBuckets
-from distlab.techniques.data_parallel.strategy import Replica, Wrapped, draw_and_broadcast
+from distlab.techniques.data_parallel.strategy import DDPGradients, Replica, draw_and_broadcast
 from distlab.techniques.mesh.grid import Mesh
 from distlab.techniques.precision import LossScale, Masters, all_finite
 
@@ -101,7 +101,7 @@ class Autocast(Replica):
 
     def __init__(self, model: Model, group: dist.ProcessGroup, config: Config) -> None:
         wrapped = DistributedDataParallel(model, process_group=group, bucket_cap_mb=config.bucket_mib, init_sync=False)
-        super().__init__(model, config, Wrapped(wrapped), forward=wrapped)
+        super().__init__(model, config, DDPGradients(wrapped), forward=wrapped)
         self.num_ranks = group.size()
         parameters, rate = list(model.parameters()), config.learning_rate
         adam = config.optimizer == "adamw"
@@ -148,13 +148,13 @@ class MixedPrecision(HalfPrecision):
 
     def __init__(
         self, model: Model, group: dist.ProcessGroup, config: Config, dtype: torch.dtype, *, scaled: bool = False,
-        kept: bool = False,
+        persistent: bool = False,
     ) -> None:  # fmt: skip
         exact = [parameter.detach().float().clone() for parameter in model.parameters()]
         super().__init__(model, group, config, dtype)
         self.loss_scale = LossScale() if scaled else None
         self.scale = self.loss_scale.value if self.loss_scale else 1.0  # Replica multiplies the loss by it
-        self.masters = Masters(list(model.parameters()), exact, kept=kept)
+        self.masters = Masters(list(model.parameters()), exact, persistent=persistent)
         self.optimizer = make_optimizer(self.masters.parameters, config)
 
     def deliver(self) -> None:
@@ -198,9 +198,9 @@ class OnePage(MixedPrecision):
 
     def __init__(self, model: Model, group: dist.ProcessGroup, config: Config, dtype: torch.dtype) -> None:
         masters: Any = lesson.Masters(model.parameters())
-        super().__init__(model, group, config, dtype, scaled=True, kept=True)
+        super().__init__(model, group, config, dtype, scaled=True, persistent=True)
         scale: Any = lesson.LossScale()
-        self.masters, self.loss_scale, masters.kept = masters, scale, True
+        self.masters, self.loss_scale, masters.persistent = masters, scale, True
         self.optimizer = make_optimizer(masters.parameters, config)
 
 
@@ -246,7 +246,7 @@ MODE = Mode(
         Variant("fp16", partial(half, dtype=torch.float16)),
         Variant("fp32", fp32),
         Variant("fp16_scaled", partial(mixed, dtype=torch.float16, scaled=True)),
-        Variant("bf16_master", partial(mixed, dtype=torch.bfloat16, kept=True)),
+        Variant("bf16_master", partial(mixed, dtype=torch.bfloat16, persistent=True)),
         Variant("autocast", autocast, by_torch=True),
         Variant("plain", plain, by_name=True),
     ),

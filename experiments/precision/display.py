@@ -92,7 +92,7 @@ def gradient_of(replica: Replica) -> Tensor:
 def remembered(replica: Replica) -> list[nn.Parameter]:
     """Return the weights that the next update changes: permanent masters, or the computing weights."""
     masters: Masters | None = getattr(replica, "masters", None)
-    return masters.parameters if masters and masters.kept else list(replica.model.parameters())
+    return masters.parameters if masters and masters.persistent else list(replica.model.parameters())
 
 
 def flat(tensors: Iterable[Tensor | None]) -> Tensor:

@@ -8,7 +8,7 @@ from distlab.lab.measure.prediction import PYTORCHS, Prediction, of_a_step
 from distlab.lab.workload.data import Microbatch
 from distlab.lab.workload.model import outline
 from distlab.techniques.data_parallel.costs import gradients_cost
-from distlab.techniques.sharded import costs as kept
+from distlab.techniques.sharded import costs as persistent
 from distlab.techniques.sharded.costs import rest_bytes
 
 NAMES = ("bf16", "fp16", "fp32", "fp16_scaled", "bf16_master", "autocast", "plain")
@@ -42,7 +42,7 @@ def at_rest(config: Config, name: str) -> Prediction:
     )  # fmt: skip
     held = sum(classes.values()) - (4 * total if name == "fp16_scaled" else 0)
     formula = f"{round((held - 4 * tensors) / total)} x P"
-    return kept.at_rest(name, config, formula, [held], PYTORCHS * (name == "autocast"), format_of(name))
+    return persistent.at_rest(name, config, formula, [held], PYTORCHS * (name == "autocast"), format_of(name))
 
 
 def format_of(name: str) -> torch.dtype:

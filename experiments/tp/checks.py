@@ -27,7 +27,7 @@ from .predictions import untied_linears
 
 SUM, GATHER, SCATTER = "all_reduce", "all_gather", "reduce_scatter"
 COLLECTIVES = (SUM, GATHER, SCATTER)
-MESSAGES = ("send", "receive", "all_to_all")  # what one by hand is made of
+MESSAGES = ("send", "receive", "all_to_all")  # the messages of a collective by hand
 Ops = tuple[str, ...]
 
 # The calls forward and backward of the embedding and the output layer; and of a slice, of which mlp's layers have one.
@@ -82,8 +82,8 @@ def by_layer(events: list[Event]) -> list[Ops]:
             groups.append([])
         groups[-1].append(event)
     between, within = groups[0::2], groups[1::2]  # a layer begins, a layer ends
-    outside = [op for some in between[:-1] for op in collectives(some)]
-    return [*(tuple(collectives(some)) for some in within), (*outside, *collectives(between[-1]))]
+    outside = [op for part in between[:-1] for op in collectives(part)]
+    return [*(tuple(collectives(part)) for part in within), (*outside, *collectives(between[-1]))]
 
 
 def misplaced(name: str, order: Order, config: Config) -> list[str]:
@@ -100,10 +100,12 @@ def misplaced(name: str, order: Order, config: Config) -> list[str]:
         ]
     flat = tuple(op for ops in backward for op in ops)
     for label, events in order.within("backward"):
-        back = tuple(collectives(events))
-        if back != flat:
-            at = next((n for n, (one, other) in enumerate(zip(back, flat, strict=False)) if one != other), len(flat))
-            faults.append(f"microbatch {label}: {len(back)} calls backward, not {len(flat)}; they part at call {at}")
+        found = tuple(collectives(events))
+        if found != flat:
+            call = next((n for n, (own, other) in enumerate(zip(found, flat, strict=False)) if own != other), len(flat))
+            faults.append(
+                f"microbatch {label}: {len(found)} calls backward, not {len(flat)}; they differ from call {call} on"
+            )
     return faults
 
 
@@ -120,7 +122,7 @@ def check_order(lab: Lab, name: str, order: Order) -> None:
     """Check that every pass makes the expected collectives, in the expected order, and no others."""
     faults = misplaced(name, order, lab.config)
     number = len(order.where("begin", "forward"))
-    detail = faults[0] if faults else f"{number} passes forward and backward, all collectives where they belong"
+    detail = faults[0] if faults else f"{number} passes forward and backward, all collectives in the expected order"
     lab.check("order of calls", len(faults), 0, name, detail)
 
 
@@ -137,25 +139,25 @@ def claims(mode: Mode, config: Config) -> Sequence[Claims]:
     )
 
 
-# The classic mistakes of tensor parallelism, made by LAB_BUG: in f and g, in the heads, and in the bias.
+# Classic bugs of tensor parallelism, injected by LAB_BUG: in f and g, in the heads, and in the bias.
 
 mistake = Mistakes()
 
 
-# --- the settings that hide one ---
+# --- settings that hide a bug ---
 
 
 def without_attention(config: Config) -> str:
     """Without attention there are no heads to mix up."""
-    return "" if config.model == "gpt" else f"LAB_MODEL={config.model}: it has no attention of the lab's"
+    return "" if config.model == "gpt" else f"LAB_MODEL={config.model}: it has no attention heads"
 
 
-# --- the mistakes ---
+# --- the bugs ---
 
 
 @mistake("double_reduce", check="gradients", part="ReplicatedRegion", of=("megatron",))
 class DoubleReduce(ReplicatedRegion):
-    """The backward of g is an all_reduce as well: of a gradient that every rank has whole, N times too large."""
+    """The backward pass of g sums too: every rank has the whole gradient already, so it becomes N times too large."""
 
     def leave(self, partial: Tensor) -> Tensor:
         return autograd.all_reduce(partial, self.group, loss="own")
@@ -163,7 +165,7 @@ class DoubleReduce(ReplicatedRegion):
 
 @mistake("lost_f", check="replicas", part="ReplicatedRegion", of=("gathered", "megatron"))
 class LostF(ReplicatedRegion):
-    """A slice takes its input without f: the gradient that reaches what lies before is this rank's part alone."""
+    """A slice takes its input without f: the layers before it get only this rank's part of the gradient."""
 
     def enter(self, x: Tensor) -> Tensor:
         return x
@@ -175,7 +177,7 @@ sliced = partial(mistake, check="losses", part="slice_layers", of=("megatron", "
 @sliced("packed_qkv", needs=Needs(unless=without_attention))
 @torch.no_grad()
 def packed(model: Model, group: dist.ProcessGroup, region: Region) -> None:
-    """Each rank takes one run of the rows of [Q; K; V] and cuts it in three: its q, k and v are of other heads."""
+    """Each rank takes one run of the rows of [Q; K; V] and cuts it in three: its q, k and v belong to other heads."""
     for attention in (part for part in model.modules() if isinstance(part, Attention)):
         dense = (attention.q, attention.k, attention.v)
         heads = partition_sizes(attention.q.out_features // attention.head_dim, group.size(), attention.head_dim)

@@ -43,11 +43,11 @@ def parts(config: Config) -> dict[str, int]:
 def refuse(config: Config) -> list[str]:
     """Refuse models with fewer units than ranks, and settings that make no batch."""
     if config.model == "line":
-        return ["LAB_MODEL=line has nothing that could be split, allowed: mlp, gpt"]
+        return ["LAB_MODEL=line has no matrix to split, allowed: mlp, gpt"]
     if is_own(config.model):
         return [
-            f"LAB_MODEL={config.model!r} is cut by no rule that the lab knows, allowed: mlp, gpt; cut its layers in a"
-            " file of your own, and prove it by `distlab prove FILE`"
+            f"LAB_MODEL={config.model!r}: the lab has no rule for cutting this model, allowed: mlp, gpt; cut its layers"
+            " in your own file, and prove it with `distlab prove FILE`"
         ]
     ranks = config.world_size
     small = [
@@ -63,7 +63,9 @@ def cannot(config: Config) -> dict[str, str]:
     ranks = config.world_size
     named = [name for name, count in parts(config).items() if count % ranks]
     return (
-        {"dtensor": f"{named[0]} is not a multiple of WORLD_SIZE={ranks}, and its plan splits evenly"} if named else {}
+        {"dtensor": f"{named[0]} is not a multiple of WORLD_SIZE={ranks}, and its plan needs equal parts"}
+        if named
+        else {}
     )
 
 
@@ -85,7 +87,7 @@ class Sizes:
         seq, width = self.config.seq, self.config.width
         return [(seq, samples * width) if self.is_gpt else (samples, width) for samples in self.microbatches]
 
-    def whole_numel(self) -> int:
+    def replicated_numel(self) -> int:
         """Count the parameters that every rank holds whole: of a slice its norm and bias, of gpt's ends positions and
         a norm."""
         ends = self.config.seq + 2 if self.is_gpt else 0
@@ -147,7 +149,7 @@ def plain(sizes: Sizes, rank: int) -> Cost:  # noqa: ARG001
 
 def sequence(sizes: Sizes, rank: int) -> Cost:
     """Return the cost of chunks of rows, each sent by itself, and of summing what every rank holds whole."""
-    nbytes, calls, messages = all_reduce_cost(sizes.ranks, sizes.whole_numel() * sizes.itemsize)
+    nbytes, calls, messages = all_reduce_cost(sizes.ranks, sizes.replicated_numel() * sizes.itemsize)
     for num_rows, numel in sizes.rows():
         nbytes += sequence_parallel_bytes(sizes.ranks, sizes.num_slices, num_rows, numel * sizes.itemsize, rank)
         calls += sequence_parallel_calls(sizes.ranks, sizes.num_slices, num_rows, rank, sizes.config.backend)
@@ -166,10 +168,10 @@ def predict(config: Config) -> list[Prediction]:
     sizes, predictions = Sizes(config), list[Prediction]()
     layers = "8(t-1)/t x b·s·h x (L+1/2) + loss" if sizes.is_gpt else "4(t-1)/t x b·h x L"
     formulas: list[tuple[str, Callable[[Sizes, int], Cost], str, str]] = [
-        ("gathered", gathered, "(t-1)/t x b·s x (out + 2·in) a linear layer", "2 a linear layer"),
-        ("megatron", megatron, layers, "2 a slice, 2 of the loss"),
-        ("plain", plain, "8(t-1)/t x b·s·h x L" if sizes.is_gpt else layers, "2 a slice"),
-        ("sequence", sequence, f"{layers} + norms", "sends of rows, all_gathers of equal ones"),
+        ("gathered", gathered, "(t-1)/t x b·s x (out + 2·in) per linear layer", "2 per linear layer"),
+        ("megatron", megatron, layers, "2 per slice, 2 for the loss"),
+        ("plain", plain, "8(t-1)/t x b·s·h x L" if sizes.is_gpt else layers, "2 per slice"),
+        ("sequence", sequence, f"{layers} + norms", "sends of rows, or all_gathers of equal rows"),
         ("dtensor", dtensor, "12(t-1)/t x b·s·h x (L+1/3) + loss" if sizes.is_gpt else layers, ""),
     ]
     for variant, cost_of, formula, formula_of_calls in formulas:
@@ -190,8 +192,8 @@ def saved(sizes: Sizes) -> Prediction:
         )
         for rank in range(sizes.ranks)
     )
-    formula = "(1-1/t)(b·s·h + 2·b·s) a norm less than megatron"
-    shown = "mlp holds 16-bit outputs in float32 for its loss" if sizes.config.dtype == "bfloat16" else ""
+    formula = "(1-1/t)(b·s·h + 2·b·s) per norm, less than megatron"
+    shown = "mlp keeps 16-bit outputs in float32 for its loss" if sizes.config.dtype == "bfloat16" else ""
     shown = KEPT_ON_GPU if sizes.config.device == "cuda" else shown
     return Prediction("sequence", SAVED, "B", formula, values, 0, shown)
 
@@ -201,15 +203,15 @@ def saved(sizes: Sizes) -> Prediction:
 
 def summary(config: Config) -> str:
     sizes = Sizes(config)
-    whole, slices = sizes.tokens * config.width * sizes.itemsize, sizes.slices(sizes.num_slices)
+    nbytes, slices = sizes.tokens * config.width * sizes.itemsize, sizes.slices(sizes.num_slices)
     return (
-        f"{slices.calls} all_reduces a step, each 2(t-1)/t x {whole / 1e6:.3g} MB: "
-        f"{slices.nbytes / 1e6:.3g} MB a rank, and what the loss needs"
+        f"{slices.calls} all_reduces per step, each 2(t-1)/t x {nbytes / 1e6:.3g} MB: "
+        f"{slices.nbytes / 1e6:.3g} MB per rank, plus the loss"
     )
 
 
-def holds(config: Config, rank: int) -> str:
-    """Describe a rank's share of what megatron slices, for its own log."""
+def stored_units(config: Config, rank: int) -> str:
+    """Describe which part of the sliced units a rank stores in megatron, for its own log."""
     names = {"heads": config.heads, "hidden units": 4 * config.width, "vocabulary rows": VOCABULARY}
     if config.model == "mlp":
         names = {"hidden units": 4 * config.width}

@@ -261,7 +261,7 @@ def between_steps(zero: Any) -> Any:
     return wrong
 
 
-def not_taken_out(take_out: Any) -> Any:  # noqa: ARG001
+def not_subtracted(subtract_sent: Any) -> Any:  # noqa: ARG001
     return lambda self, message, values: None
 
 
@@ -309,7 +309,7 @@ def loud(backward: Any) -> Any:
 FAULTS: dict[str, tuple[Any, str, Any]] = {
     "half a residual": (Compressor, "with_residual", fading),
     "residuals cleared": (GradientBuckets, "zero", between_steps),
-    "sent and kept": (TopK, "take_out", not_taken_out),
+    "sent and kept": (TopK, "subtract_sent", not_subtracted),
     "the smallest": (compressors, "largest", smallest),
     "cold": (LowRank, "__call__", cold),
     "half of a rank": (Replica, "backward", half_of_a_rank),

@@ -295,7 +295,7 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
     "decay left out of LARS' norms": (Lars, "rates", forgetting_decay),
     "no trust ratio": (Lars, "rates", constant(0.02)),
     "no momentum": (training, "Lars", setting(momentum=0.0)),
-    "no decay": (training, "decayed_apart", undecayed),
+    "no decay": (training, "split_by_decay", undecayed),
     "no bias correction": (Lamb, "adam", biased),
     "no ratio": (Lamb, "ratios", constant(1.0)),
     "no bound": (training, "Lamb", setting(bounds=(0.0, math.inf))),

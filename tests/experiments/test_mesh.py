@@ -163,7 +163,7 @@ def test_unset_it_is_a_product_that_fits(world_size: int, sizes: tuple[int, ...]
         ("dp2,tp2,pp2", ""),
         ("", ""),
         ("tp8", ""),
-        ("dp2,tp2", "takes 4 ranks, and WORLD_SIZE=8"),
+        ("dp2,tp2", "takes 4 ranks, but WORLD_SIZE=8"),
         ("dp2,dp4", "is no mesh"),
         ("cp8", ""),
         ("dp2,cp2,tp2", ""),

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distlab.experiments.moe import MODE, NoDispatch, mixing, slept
+from distlab.experiments.moe import MODE, NoDispatch, compute_and_sleep, mixing
 from distlab.experiments.moe.checks import (
     Routes,
     busiest,
@@ -20,8 +20,8 @@ from distlab.experiments.moe.checks import (
     check_choices,
     compare_pace,
     draw_experts,
-    pretended_s,
     rows_of,
+    simulated_s,
     tokens_of,
 )
 from distlab.experiments.moe.predictions import (
@@ -29,12 +29,12 @@ from distlab.experiments.moe.predictions import (
     expert_places,
     grids,
     misfit,
-    off_grid,
     placements,
     predict,
     proper_divisor,
     row_bytes,
     travels,
+    without_grid,
 )
 from distlab.lab.config import Config, ConfigError
 from distlab.lab.report.records import Chart, Check, Table, select
@@ -83,8 +83,8 @@ def test_a_run_holds(ranks: Ranks, tmp_path: Path, world_size: int, settings: di
         assert {(name, claim) for claim in proof | {"capacity", "wire bytes", "calls", "rest bytes"}} <= names
         assert ((name, "copies") in names) == (name in ("ep_dp", "ep_dp_tp"))
     charts = [chart.title for _, chart in select(records, Chart)]
-    assert any("tokens of each expert" in title for title in charts)
-    assert any("whose tokens they are" in title for title in charts)
+    assert any("tokens per expert in" in title for title in charts)
+    assert any("by the rank they come from" in title for title in charts)
     assert any("busiest rank" in title for title in charts)
     tables = [table for _, table in select(records, Table) if "the last step" in table.title]
     assert len(tables) == len(could) + 1  # and PyTorch's
@@ -111,7 +111,7 @@ def routed_of(group: dist.ProcessGroup, config: Config) -> tuple[int, int]:
     routes = Routes()
     strategy = strategy_of("ep", group, config, routes)
     strategy.backward(batches_of(config).microbatches(0, group.rank(), group.size()))
-    (routed,) = routes.made["ep"][0]["layers.0.mlp"]
+    (routed,) = routes.notes_by_variant["ep"][0]["layers.0.mlp"]
     return sum(map(sum, routed.admitted)), sum(by_expert(routed))
 
 
@@ -180,7 +180,7 @@ def test_lab_mesh_is_the_grid_of_the_variant_with_its_axes(mesh: str, variant: s
     config = config_of(8, LAB_MESH=mesh)
     sizes = {each[:2]: int(each[2:]) for each in mesh.split(",")}
     assert grids(config)[variant] == {"dp": 1, "ep": 1, "tp": 1} | sizes
-    assert set(off_grid(config)) == {"ep_dp", "ep_tp", "ep_dp_tp"} - {variant}
+    assert set(without_grid(config)) == {"ep_dp", "ep_tp", "ep_dp_tp"} - {variant}
     placement = placements(config, mixing(config))[variant]
     assert placement.copies == sizes.get("dp", 1)
     assert placement.ranks_of_a_copy * placement.copies == 8
@@ -191,11 +191,11 @@ def test_lab_mesh_is_the_grid_of_the_variant_with_its_axes(mesh: str, variant: s
     [
         ("", ""),
         ("dp2,ep2,tp2", ""),
-        ("dp4,ep1,tp1", "takes 4 ranks, and WORLD_SIZE=8: set WORLD_SIZE=4"),
+        ("dp4,ep1,tp1", "takes 4 ranks, but WORLD_SIZE=8: set WORLD_SIZE=4"),
         ("ep4,dp2", "in this order"),
         ("dp2,ep2,ep2", "each once"),
         ("dp2,cp4", "axes of RUN_MODE=mesh"),
-        ("dp4,tp2", "cuts experts that lie on no ranks"),
+        ("dp4,tp2", "without spreading them over ep"),
         ("2,4", "is no grid of experts"),
     ],
 )
@@ -266,7 +266,7 @@ def test_experts_pretend_to_compute_each_row(monkeypatch: pytest.MonkeyPatch) ->
     seconds: list[float] = []
     monkeypatch.setattr(time, "sleep", seconds.append)
     rows = torch.ones(3, 2, requires_grad=True)
-    done = slept(lambda rows, _: 2 * rows, 0.5, rows, [1, 2])
+    done = compute_and_sleep(lambda rows, _: 2 * rows, 0.5, rows, [1, 2])
     done.sum().backward()
     assert seconds == [1.5, 3.0]
     assert bool((done == 2).all())
@@ -275,7 +275,7 @@ def test_experts_pretend_to_compute_each_row(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_step_is_paced_by_each_layers_busiest_rank() -> None:
-    assert pretended_s([[4, 1], [2, 7]], 0.01) == pytest.approx(3 * 0.01 * (4 + 7))
+    assert simulated_s([[4, 1], [2, 7]], 0.01) == pytest.approx(3 * 0.01 * (4 + 7))
     layers = [Routed([], [[3, 0], [1, 2]], 4), Routed([], [[0, 4], [0, 0]], 4)]
     routes, claims = Routes(), list[Any]()
     routes.timed = {"ep_tp": {f"layers.{number}.mlp": [layer] for number, layer in enumerate(layers)}}

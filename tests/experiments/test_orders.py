@@ -15,7 +15,7 @@ from distlab.experiments import dp
 from distlab.experiments.dp import checks
 from distlab.experiments.fsdp import checks as sharded
 from distlab.experiments.pp.bugs import all_ahead, one_more_ahead
-from distlab.experiments.pp.checks import most_held
+from distlab.experiments.pp.checks import most_saved
 from distlab.experiments.tp import checks as sliced
 from distlab.lab.config import Config
 from distlab.lab.measure.event_order import Event, Order
@@ -143,7 +143,7 @@ def swapped(done: list[Pass], one: int, other: int) -> list[Pass]:
 def test_pp_every_rule_is_seen_when_it_is_broken() -> None:
     ranks, many = 3, 6
     right = of_rank(schedules.one_forward_one_backward(ranks, many)[1], ranks)
-    split = of_rank(schedules.in_two(schedules.one_forward_one_backward(ranks, many)[1]), ranks)
+    split = of_rank(schedules.split_backwards(schedules.one_forward_one_backward(ranks, many)[1]), ranks)
     gpipe = of_rank(schedules.gpipe(ranks, many)[1], ranks)
     assert broken_rules("zb_h1", gpipe, 1, ranks, many, 1) == [
         "not every microbatch runs forward, input, weight exactly once in each chunk"
@@ -191,8 +191,8 @@ def test_pp_parts_of_a_backward_pass_are_known_by_their_layers_and_hold_what_is_
     events = [*run("forward", *ran[:2]), *run("forward", *ran[2:]), *run("input", *back), *run("weight", *tied)]
     done = passes(made_up(events))
     assert done == [("forward", 0, 0), ("forward", 1, 0), ("input", 1, 0), ("weight", 1, 0)]
-    assert most_held([*done, Pass("forward", 0, 1)], dict.fromkeys([(0, 0), (1, 0), (0, 1)], Saved(30, 4))) == 60
-    assert most_held([*done[:3], Pass("forward", 0, 1)], dict.fromkeys([(0, 0), (1, 0), (0, 1)], Saved(30, 4))) == 64
+    assert most_saved([*done, Pass("forward", 0, 1)], dict.fromkeys([(0, 0), (1, 0), (0, 1)], Saved(30, 4))) == 60
+    assert most_saved([*done[:3], Pass("forward", 0, 1)], dict.fromkeys([(0, 0), (1, 0), (0, 1)], Saved(30, 4))) == 64
 
 
 def test_pp_a_weight_pass_that_shows_nothing_is_that_of_a_chunk_without_a_linear_layer() -> None:
@@ -219,7 +219,7 @@ def test_pp_passes_are_known_by_their_layers() -> None:
     assert passes(made_up(events)) == [
         ("forward", 0, 0), ("forward", 1, 0), ("backward", 1, 0), ("backward", 0, 0)
     ]  # fmt: skip
-    assert most_held(passes(made_up(events)), {(0, 0): Saved(30, 9), (1, 0): Saved(4, 1)}) == 34
+    assert most_saved(passes(made_up(events)), {(0, 0): Saved(30, 9), (1, 0): Saved(4, 1)}) == 34
 
 
 # --- tp: the collectives of a layer ---
@@ -245,7 +245,7 @@ def test_tp_a_collective_in_the_wrong_place_is_named() -> None:
         "layer 0 calls reduce_scatter, all_gather forward"
         in sliced.misplaced("sequence", through(early, back), config)[0]
     )
-    assert "part at call 0" in sliced.misplaced("sequence", through(right, back[::-1]), config)[0]
+    assert "differ from call 0 on" in sliced.misplaced("sequence", through(right, back[::-1]), config)[0]
     whole = [(SUM,), (SUM, SUM), (), (SUM, SUM)]
     assert sliced.misplaced("megatron", through(whole, (SUM,) * 3), config) == []
     assert (
@@ -284,18 +284,20 @@ def gathered(ahead: int, *, last: int = 4) -> Order:
 
 def test_fsdp_weights_that_are_whole_too_soon_or_too_long_are_named() -> None:
     config = config_of("fsdp", LAB_DEPTH="3")
-    assert sharded.wrongly_whole("zero3", gathered(1), config, reshard=True) == []
-    assert sharded.most_whole(gathered(1)) == sharded.allowed_whole("zero3", config, reshard=True) == 2
+    assert sharded.wrongly_gathered("zero3", gathered(1), config, reshard=True) == []
+    assert sharded.most_gathered(gathered(1)) == sharded.allowed_gathered("zero3", config, reshard=True) == 2
     too_many = gathered(2)
-    assert sharded.most_whole(too_many) == 3
-    assert "at layer 0 forward layers 0, 1, 2 are whole, not 0, 1" in sharded.wrongly_whole(
+    assert sharded.most_gathered(too_many) == 3
+    assert "at layer 0 forward layers 0, 1, 2 are gathered, not 0, 1" in sharded.wrongly_gathered(
         "zero3", too_many, config, reshard=True
     )
-    nothing_ahead = sharded.wrongly_whole("zero3", gathered(0), config, reshard=True)
-    assert "at layer 4 backward layers 4 are whole, not 3, 4" in nothing_ahead
-    kept = gathered(1)
-    kept.events = [event for event in kept.events if event != held(0, 0)]
-    assert "whole units after the step: 1" in sharded.wrongly_whole("zero3", kept, config, reshard=True)
+    nothing_ahead = sharded.wrongly_gathered("zero3", gathered(0), config, reshard=True)
+    assert "at layer 4 backward layers 4 are gathered, not 3, 4" in nothing_ahead
+    not_freed = gathered(1)
+    not_freed.events = [event for event in not_freed.events if event != held(0, 0)]
+    assert "units still gathered after the step: 1" in sharded.wrongly_gathered(
+        "zero3", not_freed, config, reshard=True
+    )
 
 
 def test_fsdp_sums_that_wait_are_named() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from distlab.experiments.pp import MODE
 from distlab.experiments.pp.options import Options
-from distlab.experiments.pp.predictions import rest
+from distlab.experiments.pp.predictions import stored_bytes
 from distlab.lab.config import Config
 from distlab.lab.workload.data import shard_sizes
 from distlab.lab.workload.model import build_model
@@ -204,5 +204,7 @@ def test_what_a_step_leaves_fails_by_name(ranks: Ranks, tmp_path: Path) -> None:
 
 def test_what_a_stage_keeps_counts_a_tied_weight_once() -> None:
     config = config_of(1, LAB_TIE="1", LAB_OPTIMIZER="sgd")
-    assert rest(config, [0], 0) == 2 * 4 * build_model(config, 1).num_parameters()
-    assert rest(config_of(2, LAB_TIE="1"), [0, 1, 1, 0], 1) == rest(config_of(2), [0, 1, 1, 0], 1)  # of no end
+    assert stored_bytes(config, [0], 0) == 2 * 4 * build_model(config, 1).num_parameters()
+    assert stored_bytes(config_of(2, LAB_TIE="1"), [0, 1, 1, 0], 1) == stored_bytes(
+        config_of(2), [0, 1, 1, 0], 1
+    )  # of no end

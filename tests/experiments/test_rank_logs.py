@@ -38,7 +38,7 @@ AT_THE_END = ("losses", "PASS")  # where a page's log ends: the rest is in every
 CUT = "..."
 PROMISES = {  # what the log of rank 1 says beside that
     "tp": ["block 1, attention: my", "of them cut"], "pp": ["on paper", "measured", "no samples: what the ranks"],
-    "fsdp": ["gather unit 0 (embedding)", "were whole at once"], "cp": ["positions", "to rank 2", "from rank 0"],
+    "fsdp": ["gather unit 0 (embedding)", "were gathered at once"], "cp": ["positions", "to rank 2", "from rank 0"],
     "moe": ["my experts ", "rows to rank"], "compress": ["of it I send", "and keep for the next step"],
     "precision": ["that became 0: bf16"], "server": ["versions late in the mean"], "mesh": ["measured"],
     "elastic": ["from step", "my weights include"], "largebatch": ["k=1: 32 steps", "k=32: 1 step,"],

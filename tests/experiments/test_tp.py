@@ -64,7 +64,9 @@ def test_a_batch_twice_as_large_sends_twice_as_much() -> None:
 
 def held_numel(group: dist.ProcessGroup, config: Config) -> tuple[int, int]:
     strategy = strategy_of("megatron", group, config)
-    return sum(tensor.numel() for *_, tensor in strategy.held("weights")), sum(p.numel() for _, p in strategy.whole())
+    return sum(tensor.numel() for *_, tensor in strategy.held("weights")), sum(
+        p.numel() for _, p in strategy.replicated()
+    )
 
 
 def test_slices_are_the_model_and_no_more(ranks: Ranks) -> None:

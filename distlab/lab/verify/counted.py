@@ -29,7 +29,7 @@ from distlab.lab.workload.model import outline
 from distlab.lab.workload.user_model import is_own
 from distlab.techniques.collectives.phases import listening
 from distlab.techniques.pipeline_parallel.costs import in_flight
-from distlab.techniques.sharded.costs import Happening, shown_on
+from distlab.techniques.sharded.costs import PassEvent, shown_on
 
 WARMUP_STEPS = 2  # DDP rebuilds its buckets after the first step
 COUNTED_STEPS = WARMUP_STEPS + 1  # of a variant whose steps are equal
@@ -174,7 +174,7 @@ def check_recomputed(lab: Lab, name: str, peak_bytes: float, again_bytes: float,
 def predicted_peaks(
     lab: Lab,
     measured: Mapping[str, Counted],
-    peak_of: Callable[[str, list[Happening]], float],
+    peak_of: Callable[[str, list[PassEvent]], float],
     formula_of: Callable[[str], str],
     *,
     recompute: Mapping[str, bool] | None = None,
@@ -186,7 +186,7 @@ def predicted_peaks(
     recomputes, found, recompute = checks_recomputed(lab), list[Prediction](), recompute or {}
     whole = outlined(lab, again=True, recompute=False, assign=assign) if recomputes else []
     layer_bytes = most_of_a_layer(lab, assign) if recomputes else 0
-    outlines: dict[bool | None, list[Happening]] = {}
+    outlines: dict[bool | None, list[PassEvent]] = {}
     for name in [name for name in measured if name not in lab.mode.by_torch]:
         again = recompute.get(name)
         if again not in outlines:
@@ -212,7 +212,7 @@ def outlined(
     again: bool = False,
     recompute: bool | None = None,
     assign: Callable[[list[Microbatch]], list[Microbatch]] = list,
-) -> list[Happening]:
+) -> list[PassEvent]:
     """Record a step's passes over this rank's microbatches in one process, which frees each gradient at once.
 
     again: every layer is recomputed as a whole for its backward pass. recompute: LAB_RECOMPUTE's way, by default as
@@ -226,12 +226,12 @@ def outlined(
     watch.begin()
     with watch.storages:
         microbatches = assign(lab.microbatches(batches, WARMUP_STEPS))
-        watch.note("dealt")
+        watch.note("batch")
         for inputs, targets, share in microbatches:
             (model(inputs, targets) * share).backward()
-            watch.note("passed")
+            watch.note("microbatch_end")
     del microbatches
-    return watch.happenings
+    return watch.events
 
 
 class Watch:
@@ -239,7 +239,7 @@ class Watch:
 
     def __init__(self, device: torch.device) -> None:
         self.storages = Storages(device.type)
-        self.happenings: list[Happening] = []
+        self.events: list[PassEvent] = []
 
     def begin(self) -> None:
         # Keep existing tensors alive: if one were freed, such as a message in gloo's thread, counts would be negative.
@@ -247,9 +247,9 @@ class Watch:
         self.before = self.storages.live_bytes
         self.storages.peak_bytes = self.before
 
-    def note(self, what: str, layer: int = -1, name: str = "", numel: int = 0) -> None:
+    def note(self, kind: str, layer: int = -1, name: str = "", numel: int = 0) -> None:
         live, highest = self.storages.live_bytes, self.storages.peak_bytes
-        self.happenings.append(Happening(what, layer, name, numel, highest - self.before, live - self.before))
+        self.events.append(PassEvent(kind, layer, name, numel, highest - self.before, live - self.before))
         self.storages.peak_bytes = live
 
     def over(self, layers: Iterable[tuple[int, nn.Module]], *, again: bool = False) -> None:
@@ -258,16 +258,18 @@ class Watch:
         for index, layer in layers:
             if again:
                 anchor = torch.zeros((), requires_grad=True)  # bytes of text have no gradient, hence no graph
-                layer.forward = partial(Again.apply, layer.forward, partial(self.note, "computed", index), anchor)
+                layer.forward = partial(
+                    Again.apply, layer.forward, partial(self.note, "layer_gradients", index), anchor
+                )
             layer.register_forward_pre_hook(lambda *_, index=index: self.note("layer", index))
-            layer.register_forward_hook(partial(self._left, index))
+            layer.register_forward_hook(partial(self._layer_end, index))
             for name, parameter in layer.named_parameters():
                 if parameter not in seen:
                     self._gradient(parameter, index, f"{index}.{name}")
                 seen.add(parameter)
 
-    def _left(self, index: int, _layer: nn.Module, _args: Any, output: Tensor) -> None:
-        self.note("left", index)
+    def _layer_end(self, index: int, _layer: nn.Module, _args: Any, output: Tensor) -> None:
+        self.note("layer_end", index)
         if output.requires_grad:
             output.register_hook(lambda _: self.note("output", index))
 
@@ -276,7 +278,7 @@ class Watch:
 
         def dropped(parameter: Tensor) -> None:
             parameter.grad = None
-            self.note("taken", layer, name, numel)
+            self.note("delivered", layer, name, numel)
 
         parameter.register_hook(lambda _: self.note("gradient", layer, name, numel))
         parameter.register_post_accumulate_grad_hook(dropped)

@@ -29,7 +29,7 @@ from distlab.lab.report import records
 from distlab.lab.report.tables import row
 from distlab.lab.report.timeline import Span, step_seconds
 from distlab.lab.workload.data import shard_sizes
-from distlab.techniques.pipeline_parallel.costs import FOLDED, IN_ONE, ahead, idle_share
+from distlab.techniques.pipeline_parallel.costs import FOLDED, UNSPLIT, ahead, idle_share
 from distlab.techniques.pipeline_parallel.schedules import Action, Kind, Schedule, simulate, stages_of
 
 BACK = ("backward", "input")  # the passes that send a gradient
@@ -85,7 +85,7 @@ def chunk_of(seen: Counter[str], chunks: list[frozenset[str]]) -> int:
 
 def broken_rules(name: str, done: list[Pass], rank: int, ranks: int, microbatches: int, chunks: int) -> list[str]:
     """Return sentences for the rules of schedule `name` that `rank`'s passes break; `chunks` per rank."""
-    whole = name in IN_ONE
+    whole = name in UNSPLIT
     by_kind = {kind: [each for each in done if each.kind == kind] for kind in get_args(Kind)}
     every = sorted((chunk, number) for chunk in range(chunks) for number in range(microbatches))
     wanted: tuple[Kind, ...] = ("forward", "backward") if whole else ("forward", "input", "weight")

@@ -129,7 +129,7 @@ class Collective:
         mine = self._check_chunk("tensor", chunk, whole)
         if mine.data_ptr() != chunk.data_ptr():
             mine.copy_(chunk)
-        return self._start("all_gather", whole, whole, async_op, given=chunk)
+        return self._start("all_gather", whole, whole, async_op, source=chunk)
 
     def picked(self, op: str, whole: Tensor) -> str:
         """Return the algorithm of `op` on the full tensor `whole`; `pick` knows gloo only, so NCCL keeps its own."""
@@ -150,7 +150,9 @@ class Collective:
             )
         return mine
 
-    def _start(self, op: str, whole: Tensor, result: Tensor, async_op: bool, *, given: Tensor | None = None) -> Pending:
+    def _start(
+        self, op: str, whole: Tensor, result: Tensor, async_op: bool, *, source: Tensor | None = None
+    ) -> Pending:
         name, peers = self.picked(op, whole), self.peers
         if peers.world_size == 1:
             steps = _copied(whole, result)
@@ -162,7 +164,7 @@ class Collective:
             steps = _by_hand(self.algorithms[name], op, whole, result, peers)
         if peers.world_size > 1:
             ranks = dist.get_process_group_ranks(peers.group)
-            steps = observed_steps(op, ranks, whole if given is None else given, result, steps)
+            steps = observed_steps(op, ranks, whole if source is None else source, result, steps)
         pending = Pending(steps)
         if not async_op:
             pending.wait()
@@ -221,18 +223,17 @@ def _flat(tensor: Tensor) -> Tensor:
 # each started and awaited separately. The bytes are the same, (N-1)/N·S, and so is the order of the sum, so the results
 # are equal to the bit. For 512 KiB between two ranks, with two other ranks on the same cores, it takes 1.7 ms instead
 # of 3.5. The price is scratch memory for this rank's own part, S instead of (N-1)/N·S.
-# rank's own part, S in place of (N-1)/N·S.
 
 __all__ = ["all_gather", "all_reduce", "reduce_scatter"]
 
 
 def reduce_scatter(peers: Peers, tensor: Tensor, output: Tensor) -> Steps:
     """Leave the sum of all ranks' chunk `rank` of `tensor` in `output`, which may be that chunk itself."""
-    given, numel = [chunk.numel() for chunk in split(tensor, peers.world_size)], output.numel()
+    send_sizes, numel = [chunk.numel() for chunk in split(tensor, peers.world_size)], output.numel()
     with peers.scratch(numel * peers.world_size, output) as scratch:
-        taken = [numel] * peers.world_size
-        work = peers.group.alltoall_base(scratch, tensor.view(-1), taken, given)
+        receive_sizes = [numel] * peers.world_size
+        work = peers.group.alltoall_base(scratch, tensor.view(-1), receive_sizes, send_sizes)
         yield GroupMessage(work, "reduce_scatter of", dist.get_backend(peers.group))
-        parts = scratch.split(taken)
+        parts = scratch.split(receive_sizes)
         ring = [peers.after(-distance) for distance in range(peers.world_size)]
         add_up([parts[peer] for peer in ring], output)

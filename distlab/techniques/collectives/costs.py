@@ -271,6 +271,6 @@ def exposed_seconds(communication_s: float, hidden_under_s: float) -> float:
 # The slowest rank's seconds, for which all others wait.
 
 
-def slowest_of(everyone: Sequence[Sequence[float]]) -> list[float]:
+def slowest_of(seconds_by_rank: Sequence[Sequence[float]]) -> list[float]:
     """Return for each interval the time of the slowest rank."""
-    return [max(of_stretch) for of_stretch in zip(*everyone, strict=True)]
+    return [max(seconds) for seconds in zip(*seconds_by_rank, strict=True)]

@@ -45,10 +45,10 @@ def _swap(peers: Peers, tensor: Tensor) -> Steps:
     link, and with gloo's two rounds 1221 ms (LAB_NET_RATE=500mbit RUN_MODE=comm LAB_VARIANT=gloo,direct with 2 ranks).
     """
     other = 1 - peers.rank
-    with peers.scratch(tensor.numel(), tensor) as theirs:
-        received, sent = peers.post(peers.new_tag(), [(other, theirs)], [(other, tensor)])
+    with peers.scratch(tensor.numel(), tensor) as received_tensor:
+        received, sent = peers.post(peers.new_tag(), [(other, received_tensor)], [(other, tensor)])
         yield from (*received, *sent)
-        tensor.add_(theirs)
+        tensor.add_(received_tensor)
 
 
 def reduce_scatter(peers: Peers, tensor: Tensor, output: Tensor) -> Steps:

@@ -204,10 +204,10 @@ def observing_collectives(around: AroundCollective) -> Iterator[None]:
         yield
 
 
-def observed_steps(op: str, ranks: Sequence[int], given: Any, result: Any, steps: Any, left: Any = None) -> Any:
-    """Return a collective's steps as the observer wants them; `left` is the part that this rank keeps."""
+def observed_steps(op: str, ranks: Sequence[int], source: Any, result: Any, steps: Any, kept: Any = None) -> Any:
+    """Return a collective's steps, wrapped by the observer if there is one; `kept` is the part that this rank keeps."""
     around = _around.get()
-    return steps if around is None else around(op, ranks, given, result, steps, left)
+    return steps if around is None else around(op, ranks, source, result, steps, kept)
 
 
 def is_observed() -> bool:
@@ -216,11 +216,11 @@ def is_observed() -> bool:
 
 
 @contextmanager
-def slowed(share: float) -> Iterator[None]:
-    """Make compute of this thread take 1/share times as long: a phase of c CPU seconds sleeps c(1/share - 1).
+def slowed(speed: float) -> Iterator[None]:
+    """Make compute of this thread take 1/speed times as long: a phase of c CPU seconds sleeps c(1/speed - 1).
 
-    CPU time counts, not the clock, so waiting for a message or a core is not prolonged. With a share of 1 nothing
+    CPU time counts, not the clock, so waiting for a message or a core is not prolonged. At full speed, 1, nothing
     sleeps. A phase must begin and end inside the block, or outside.
     """
-    with _lag.set_to(1 / share - 1):
+    with _lag.set_to(1 / speed - 1):
         yield

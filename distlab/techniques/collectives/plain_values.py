@@ -19,7 +19,7 @@ from torch import Tensor
 
 HEAD = struct.Struct("!Q")
 DTYPES = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
-AS_THEY_ARE = {type(None), bool, int, float, str}  # native in JSON; most values are, so no call is made for them
+NATIVE_TYPES = {type(None), bool, int, float, str}  # native in JSON; most values are, so no call is made for them
 MAX_BYTES = 1 << 34
 
 
@@ -34,7 +34,7 @@ def all_gather_plain(
     dist.all_gather(list(lengths.split(1)), torch.tensor([len(data)], device=device), group=group)
     counts = lengths.tolist()
     if not all(0 < count <= MAX_BYTES for count in counts):
-        raise ValueError(f"ranks send {counts} B, allowed are up to {MAX_BYTES} B each")
+        raise ValueError(f"ranks send {counts} B, allowed: 1 to {MAX_BYTES} B each")
     padded = torch.zeros(max(counts), dtype=torch.uint8, device=device)
     padded[: len(data)] = data
     rows = [torch.empty_like(padded) for _ in counts]
@@ -54,26 +54,26 @@ def to_bytes(value: Any, classes: Sequence[type] = ()) -> bytes:
 def _plain(value: Any, names: dict[type, str], memories: list[bytes]) -> Any:
     """Return the value as JSON types; types that JSON lacks become a dict of one entry."""
 
-    def each_of(values: Any) -> list[Any]:
-        return [each if type(each) in AS_THEY_ARE else _plain(each, names, memories) for each in values]
+    def plain_values(values: Any) -> list[Any]:
+        return [each if type(each) in NATIVE_TYPES else _plain(each, names, memories) for each in values]
 
-    if type(value) in AS_THEY_ARE:
+    if type(value) in NATIVE_TYPES:
         return value
     if isinstance(value, Tensor):
-        held = value.detach().cpu().contiguous()
-        memories.append(bytes(held.reshape(-1).view(torch.uint8).numpy()))
-        return {"tensor": [str(held.dtype), list(held.shape)]}
+        host = value.detach().cpu().contiguous()
+        memories.append(bytes(host.reshape(-1).view(torch.uint8).numpy()))
+        return {"tensor": [str(host.dtype), list(host.shape)]}
     if isinstance(value, torch.dtype):
         return {"dtype": str(value)}
     if type(value) in names:
         inner = [getattr(value, each.name) for each in fields(value)] if is_dataclass(value) else list(value)
-        return {"record": [names[type(value)], each_of(inner)]}
+        return {"record": [names[type(value)], plain_values(inner)]}
     if isinstance(value, dict):
-        return {"dict": [each_of(pair) for pair in value.items()]}
+        return {"dict": [plain_values(pair) for pair in value.items()]}
     for kind, name in ((list, ""), (torch.Size, "size"), (tuple, "tuple"), (set, "set"), (frozenset, "set")):
         if type(value) is kind:
-            return {name: each_of(value)} if name else each_of(value)
-    raise TypeError(f"a {type(value).__name__} is of no plain kind")
+            return {name: plain_values(value)} if name else plain_values(value)
+    raise TypeError(f"a {type(value).__name__} cannot be sent as a plain value")
 
 
 def from_bytes(data: bytes, classes: Sequence[type] = ()) -> Any:
@@ -114,14 +114,14 @@ class _Reader:
             return dict(self.read(pair) for pair in inner)
         return {"size": torch.Size, "tuple": tuple, "set": set}[kind](self.read(inner))
 
-    def _tensor(self, dtype: str, shape: list[int]) -> Tensor:
+    def _tensor(self, dtype_name: str, shape: list[int]) -> Tensor:
         if any(type(each) is not int or each < 0 for each in shape):
             raise ValueError(f"a tensor of shape {shape}")
-        made = DTYPES[dtype]
-        count = torch.Size(shape).numel() * made.itemsize
+        dtype = DTYPES[dtype_name]
+        count = torch.Size(shape).numel() * dtype.itemsize
         if count > len(self.memory):
             raise ValueError("a truncated tensor")
-        taken, self.memory = bytearray(self.memory[:count]), self.memory[count:]
+        data, self.memory = bytearray(self.memory[:count]), self.memory[count:]
         if not count:
-            return torch.empty(shape, dtype=made)
-        return torch.frombuffer(taken, dtype=made).reshape(shape)
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(data, dtype=dtype).reshape(shape)

@@ -32,7 +32,7 @@ class Scratch:
         self._free: list[tuple[Tensor, Tensor]] = []  # bytes, and the tensor last viewed on them
 
     @contextmanager
-    def lent(self, numel: int, like: Tensor) -> Iterator[Tensor]:
+    def borrow(self, numel: int, like: Tensor) -> Iterator[Tensor]:
         """Yield `numel` uninitialised elements like `like` (device and dtype), until the block ends."""
         buffer, tensor = self._same(numel, like) or self._fitting(numel, like)
         try:
@@ -49,9 +49,9 @@ class Scratch:
 
     def _fitting(self, numel: int, like: Tensor) -> tuple[Tensor, Tensor]:
         nbytes = numel * like.element_size()
-        fitting = [kept for kept in self._free if kept[0].numel() >= nbytes and kept[0].device == like.device]
+        fitting = [each for each in self._free if each[0].numel() >= nbytes and each[0].device == like.device]
         if fitting:
-            smallest = min(fitting, key=lambda kept: kept[0].numel())
+            smallest = min(fitting, key=lambda each: each[0].numel())
             self._free = [free for free in self._free if free is not smallest]
             buffer = smallest[0]
         else:
@@ -60,7 +60,7 @@ class Scratch:
             buffer = torch.empty(nbytes, dtype=torch.uint8, device=like.device)
         return buffer, buffer[:nbytes].view(like.dtype)
 
-    def spoil(self) -> None:
+    def poison(self) -> None:
         """Overwrite free buffers with bytes that are NaN in every floating type, to expose reads of uninitialised
         memory."""
         for buffer, _ in self._free:
@@ -83,7 +83,7 @@ class Message(Protocol):
 
 
 RECEIVE, SEND = "receive from", "send to"
-TAGS_A_CALL = 256  # for a call that runs concurrently with others
+TAGS_PER_CALL = 256  # for a call that runs concurrently with others
 
 
 @dataclass(slots=True)
@@ -91,8 +91,8 @@ class GroupMessage:
     """A message of a process group. A world of one, and an empty chunk, send nothing: `work` is None then."""
 
     work: dist.Work | None
-    what: str  # such as "receive from", for errors
-    whom: str
+    action: str  # such as "receive from", for errors
+    peer: str
 
     @property
     def done(self) -> bool:
@@ -107,7 +107,7 @@ class GroupMessage:
         try:
             work.wait()
         except RuntimeError as error:
-            raise RuntimeError(f"{self.what} {self.whom} failed: {error}") from error
+            raise RuntimeError(f"{self.action} {self.peer} failed: {error}") from error
 
 
 NOTHING = GroupMessage(None, "", "")  # an empty tensor, which is not sent
@@ -146,8 +146,8 @@ class Peers:
 
     def __init__(self, group: dist.ProcessGroup, channel: Channel | None = None) -> None:
         self.group, self.channel = group, channel
-        self._receive: Begin = channel.recv if channel else partial(self._carried, RECEIVE)
-        self._send: Begin = channel.send if channel else partial(self._carried, SEND)
+        self._receive: Begin = channel.recv if channel else partial(self._message_of_group, RECEIVE)
+        self._send: Begin = channel.send if channel else partial(self._message_of_group, SEND)
         self.rank = group.rank()
         self.world_size = group.size()
         self._names = [f"rank {rank}" for rank in dist.get_process_group_ranks(group)]
@@ -159,15 +159,15 @@ class Peers:
         """Return a tag for the next collective, the same on all ranks, so that concurrent ones do not mix."""
         return next(self._tags)
 
-    def of_call(self, number: int) -> "Peers":
+    def for_call(self, number: int) -> "Peers":
         """Return the same peers for one of several concurrent calls, with its own tags and scratch memory, so that the
         calls may run in any order."""
-        return self._with(_tags=count(-number * TAGS_A_CALL), memory=Scratch())
+        return self._copy_with(_tags=count(-number * TAGS_PER_CALL), memory=Scratch())
 
-    def _with(self, **changed: object) -> "Peers":
-        own = object.__new__(type(self))
-        own.__dict__ = self.__dict__ | changed
-        return own
+    def _copy_with(self, **changed: object) -> "Peers":
+        copy = object.__new__(type(self))
+        copy.__dict__ = self.__dict__ | changed
+        return copy
 
     def after(self, distance: int) -> int:
         """Return the rank `distance` further around the ring; negative: before."""
@@ -189,30 +189,31 @@ class Peers:
         """Start to receive one tensor from a rank, into `tensor`."""
         return self.post(tag, receives=[(peer, tensor)])[0][0]
 
-    def _carried(self, what: str, tensors: list[Tensor], peer: int, tag: int) -> Message:
-        begin = self.group.recv if what == RECEIVE else self.group.send
-        return GroupMessage(begin(tensors, peer, tag), what, self._names[peer])
+    def _message_of_group(self, action: str, tensors: list[Tensor], peer: int, tag: int) -> Message:
+        begin = self.group.recv if action == RECEIVE else self.group.send
+        return GroupMessage(begin(tensors, peer, tag), action, self._names[peer])
 
     def _post_batch(
         self, receives: list[tuple[int, Tensor]], sends: list[tuple[int, Tensor]]
     ) -> tuple[list[Message], list[Message]]:
         """Post a round in one launch: NCCL runs messages in stream order, and two ranks could wait for each other."""
-        wanted = [(RECEIVE, *entry) for entry in receives] + [(SEND, *entry) for entry in sends]
+        planned = [(RECEIVE, *entry) for entry in receives] + [(SEND, *entry) for entry in sends]
         operations = [
-            dist.P2POp(dist.irecv if what == RECEIVE else dist.isend, tensor, group=self.group, group_peer=peer)
-            for what, peer, tensor in wanted
+            dist.P2POp(dist.irecv if action == RECEIVE else dist.isend, tensor, group=self.group, group_peer=peer)
+            for action, peer, tensor in planned
             if tensor.numel()
         ]
         works = dist.batch_isend_irecv(operations) if operations else []
-        padded = [*works, *[None] * (len(wanted) - len(works))]
+        padded = [*works, *[None] * (len(planned) - len(works))]
         messages: list[Message] = [
-            GroupMessage(work, what, self._names[peer]) for work, (what, peer, _) in zip(padded, wanted, strict=True)
+            GroupMessage(work, action, self._names[peer])
+            for work, (action, peer, _) in zip(padded, planned, strict=True)
         ]
         return messages[: len(receives)], messages[len(receives) :]
 
     def scratch(self, numel: int, like: Tensor) -> AbstractContextManager[Tensor]:
         """Return `numel` uninitialised elements, on the device and of the dtype of `like`, until the block ends."""
-        return self.memory.lent(numel, like)
+        return self.memory.borrow(numel, like)
 
 
 def copy_own(tensor: Tensor, place: Tensor) -> None:

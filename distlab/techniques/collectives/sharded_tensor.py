@@ -47,9 +47,9 @@ def boxes_of(run: Tensor, start: int, shape: torch.Size) -> list[Block]:
     row = math.prod(shape[1:])
     first, end = start // row, (start + run.numel() - 1) // row
     if start % row == 0 and (last_full := (start + run.numel()) // row) > first:
-        whole = (last_full - first) * row
-        box = ((first, *[0] * (len(shape) - 1)), run[:whole].view(last_full - first, *shape[1:]))
-        return [box, *boxes_of(run[whole:], start + whole, shape)]
+        full = (last_full - first) * row
+        box = ((first, *[0] * (len(shape) - 1)), run[:full].view(last_full - first, *shape[1:]))
+        return [box, *boxes_of(run[full:], start + full, shape)]
     # Within the first or the last row: the rest of the row, or as much as there is.
     length = min(run.numel(), row - start % row)
     inside = boxes_of(run[:length], start % row, torch.Size(shape[1:]))
@@ -105,9 +105,9 @@ def put_together(places: Sequence[Sequence[Place]], flats: dict[int, Tensor]) ->
     """Yield tensors from every rank's boxes, which are end to end in its flat tensor."""
     dense: dict[str, Tensor] = {}
     filled: dict[str, int] = {}
-    for rank, of_rank in enumerate(places):
-        parts = flats[rank].to(flats[0].device).split([place.nbytes for place in of_rank])
-        for place, part in zip(of_rank, parts, strict=True):
+    for rank, rank_places in enumerate(places):
+        parts = flats[rank].to(flats[0].device).split([place.nbytes for place in rank_places])
+        for place, part in zip(rank_places, parts, strict=True):
             box = part.clone().view(place.dtype)  # a copy, for the alignment of this dtype
             if place.label not in dense:
                 dense[place.label], filled[place.label] = box.new_empty(place.dense), 0

@@ -47,9 +47,9 @@ class Core:
         """Leave each rank of the core with the sum of its own block."""
         rank, tag, width = self.peers.rank, self.peers.new_tag(), self.size // 2
         while width and self.inside:
-            kept, given = self.block(rank, width), self.block(rank ^ width, width)
+            kept, outgoing = self.block(rank, width), self.block(rank ^ width, width)
             with self.peers.scratch(kept.numel(), kept) as incoming:
-                received, sent = self.peers.post(tag, [(rank ^ width, incoming)], [(rank ^ width, given)])
+                received, sent = self.peers.post(tag, [(rank ^ width, incoming)], [(rank ^ width, outgoing)])
                 yield from received
                 kept.add_(incoming)
                 yield from sent
@@ -59,8 +59,8 @@ class Core:
         """Give every rank of the core the blocks of all."""
         rank, tag, width = self.peers.rank, self.peers.new_tag(), 1
         while width < self.size and self.inside:
-            held, wanted = self.block(rank, width), self.block(rank ^ width, width)
-            received, sent = self.peers.post(tag, [(rank ^ width, wanted)], [(rank ^ width, held)])
+            outgoing, incoming = self.block(rank, width), self.block(rank ^ width, width)
+            received, sent = self.peers.post(tag, [(rank ^ width, incoming)], [(rank ^ width, outgoing)])
             yield from received
             yield from sent
             width *= 2

@@ -76,7 +76,7 @@ class OneMessage(Compressor):
         message = self.encode(values)
         work, received = self.exchange(message)
         if self.feedback:
-            self.take_out(message, values)
+            self.subtract_sent(message, values)
 
         def steps() -> Steps:
             yield GroupMessage(work, "a compressed sum of", dist.get_backend(self.group))
@@ -92,7 +92,7 @@ class OneMessage(Compressor):
         """Return the message for `values`, flat and of the same size on all ranks."""
 
     @abstractmethod
-    def take_out(self, message: Tensor, values: Tensor) -> None:
+    def subtract_sent(self, message: Tensor, values: Tensor) -> None:
         """Subtract this rank's message from `values`, which leaves the residual."""
 
     @abstractmethod
@@ -120,7 +120,7 @@ class Cast(OneMessage):
         limit = torch.finfo(torch.float16).max / (self.group.size() + 1)
         return values.half().clamp_(-limit, limit)
 
-    def take_out(self, message: Tensor, values: Tensor) -> None:
+    def subtract_sent(self, message: Tensor, values: Tensor) -> None:
         values.sub_(message.to(values.dtype))
 
     def decode(self, received: Tensor, bucket: Tensor) -> None:
@@ -173,7 +173,7 @@ class Quantised(OneMessage):
         scale = largest.item() / self.levels
         return scale if not scale < torch.finfo(values.dtype).tiny else 1.0
 
-    def take_out(self, message: Tensor, values: Tensor) -> None:
+    def subtract_sent(self, message: Tensor, values: Tensor) -> None:
         values.sub_(message.to(values.dtype), alpha=self.scale)
 
     def decode(self, received: Tensor, bucket: Tensor) -> None:
@@ -198,7 +198,7 @@ def rank_seed(seed: int, rank: int) -> int:
 # one is not).
 
 SAMPLED = 100  # one number in 100 is sampled to estimate the threshold
-PIECE = 1 << 16  # numbers that fit into a core's cache with their magnitudes
+BLOCK = 1 << 16  # numbers that fit into a core's cache with their magnitudes
 
 
 def num_kept(numel: int, ratio: float) -> int:
@@ -223,7 +223,7 @@ class TopK(OneMessage):
         received = message.new_empty(self.group.size(), len(message))
         return dist.all_gather(list(received), message, group=self.group, async_op=True), received
 
-    def take_out(self, message: Tensor, values: Tensor) -> None:
+    def subtract_sent(self, message: Tensor, values: Tensor) -> None:
         places, _ = read_sparse(message, values.dtype)
         values[places] = 0
 
@@ -249,7 +249,7 @@ def largest(values: Tensor, k: int) -> Tensor:
     sample = values[::SAMPLED].abs()
     guess = torch.topk(sample, min(len(sample), k * len(sample) // len(values) * 5 // 4 + 50)).values[-1]
     passed = [
-        (piece.abs() >= guess).nonzero().flatten() + index * PIECE for index, piece in enumerate(values.split(PIECE))
+        (piece.abs() >= guess).nonzero().flatten() + index * BLOCK for index, piece in enumerate(values.split(BLOCK))
     ]
     places = torch.cat(passed)
     if len(places) < k:
@@ -273,7 +273,7 @@ class RandomK(OneMessage):
         self.places = draw_places(len(values), num_kept(len(values), self.ratio), self._generator).to(values.device)
         return values[self.places]
 
-    def take_out(self, message: Tensor, values: Tensor) -> None:  # noqa: ARG002  the places are here as well
+    def subtract_sent(self, message: Tensor, values: Tensor) -> None:  # noqa: ARG002  the places are here as well
         values[self.places] = 0
 
     def decode(self, received: Tensor, bucket: Tensor) -> None:
@@ -292,6 +292,6 @@ def draw_places(numel: int, k: int, generator: torch.Generator) -> Tensor:
         return torch.randperm(numel, generator=generator)[:k]
     places = torch.empty(0, dtype=torch.int64)
     while len(places) < k:
-        more = torch.randint(numel, (k + k // 4 + 1,), generator=generator)
-        places = torch.cat([places, more]).unique()
+        drawn = torch.randint(numel, (k + k // 4 + 1,), generator=generator)
+        places = torch.cat([places, drawn]).unique()
     return places[torch.randperm(len(places), generator=generator)[:k]]

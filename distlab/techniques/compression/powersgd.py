@@ -36,17 +36,17 @@ class LowRank(Compressor):
 
     def __call__(self, bucket: Tensor) -> Handle:
         values = self.with_residual(bucket)
-        matrices, whole = self.members(values)
+        matrices, uncompressed = self.members(values)
         if self.factors is None:
-            self.factors = Factors(matrices, whole, self.rank, self.seed)
+            self.factors = Factors(matrices, uncompressed, self.rank, self.seed)
         factors = self.factors
         for matrix, p, q in zip(matrices, factors.ps, factors.qs, strict=True):
             # Same column space; without this, M Q would grow like the square of the gradients, beyond float32's range.
             q.copy_(orthonormal(q))
             torch.mm(matrix, q, out=p)
-        for tensor, place in zip(whole, factors.whole, strict=True):
+        for tensor, place in zip(uncompressed, factors.uncompressed, strict=True):
             place.copy_(tensor)
-        work = dist.all_reduce(factors.left, group=self.group, async_op=True)
+        work = dist.all_reduce(factors.first_message, group=self.group, async_op=True)
 
         def end() -> None:
             work.wait()
@@ -55,7 +55,7 @@ class LowRank(Compressor):
             if self.feedback:
                 # Each rank takes an equal share of the common result: only the sum of all residuals matters.
                 values.sub_(bucket, alpha=1 / self.group.size())
-                for tensor in whole:
+                for tensor in uncompressed:
                     tensor.zero_()
 
         return Handle(end)
@@ -66,13 +66,13 @@ class LowRank(Compressor):
             p.copy_(orthonormal(p))
             torch.mm(matrix.T, p, out=q)
         if matrices:
-            dist.all_reduce(factors.right, group=self.group)
+            dist.all_reduce(factors.second_message, group=self.group)
 
     def decode(self, factors: "Factors", bucket: Tensor) -> None:
-        matrices, whole = self.members(bucket)
+        matrices, uncompressed = self.members(bucket)
         for matrix, p, q in zip(matrices, factors.ps, factors.qs, strict=True):
             torch.mm(p, q.T, out=matrix)
-        for tensor, place in zip(whole, factors.whole, strict=True):
+        for tensor, place in zip(uncompressed, factors.uncompressed, strict=True):
             tensor.copy_(place)
 
     def members(self, flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
@@ -85,14 +85,14 @@ class LowRank(Compressor):
 class Factors:
     """The tensors that a bucket's ranks sum: all P and the uncompressed tensors in one, all Q in another."""
 
-    def __init__(self, matrices: list[Tensor], whole: list[Tensor], rank: int, seed: int) -> None:
-        like = [*matrices, *whole][0]
+    def __init__(self, matrices: list[Tensor], uncompressed: list[Tensor], rank: int, seed: int) -> None:
+        like = [*matrices, *uncompressed][0]
         ranks = [min(rank, *matrix.shape) for matrix in matrices]
-        self.left, lefts = flat_of(
-            [(len(m), r) for m, r in zip(matrices, ranks, strict=True)] + [w.shape for w in whole], like
+        self.first_message, views = flat_of(
+            [(len(m), r) for m, r in zip(matrices, ranks, strict=True)] + [w.shape for w in uncompressed], like
         )
-        self.right, self.qs = flat_of([(m.shape[1], r) for m, r in zip(matrices, ranks, strict=True)], like)
-        self.ps, self.whole = lefts[: len(matrices)], lefts[len(matrices) :]
+        self.second_message, self.qs = flat_of([(m.shape[1], r) for m, r in zip(matrices, ranks, strict=True)], like)
+        self.ps, self.uncompressed = views[: len(matrices)], views[len(matrices) :]
         for q in self.qs:
             q.copy_(first_factor(q.shape, seed))
 
@@ -106,11 +106,11 @@ def flat_of(shapes: Sequence[Sequence[int]], like: Tensor) -> tuple[Tensor, list
 
 def factors(shape: Sequence[int], low_rank: int) -> int:
     """Return how many numbers PowerSGD sends for a gradient: r(m + n), or all of it where that is no less."""
-    whole = math.prod(shape)
+    numel = math.prod(shape)
     if len(shape) < 2:
-        return whole
+        return numel
     height, width = shape[0], math.prod(shape[1:])
-    return min(min(low_rank, height, width) * (height + width), whole)
+    return min(min(low_rank, height, width) * (height + width), numel)
 
 
 def pays(shape: Size, rank: int) -> bool:

@@ -52,11 +52,11 @@ class RingAttention:
 
     def _receive_keys(self, tag: int, incoming: Tensor, messages: list[Message]) -> Iterator[tuple[int, Tensor]]:
         for distance in range(1, self.peers.world_size):
-            source, theirs = self.peers.after(-distance), incoming
+            source, keys_values = self.peers.after(-distance), incoming
             wait_for(messages)
             if distance < self.peers.world_size - 1:
-                incoming, messages = self.pass_on(tag, theirs, source)
-            yield source, theirs
+                incoming, messages = self.pass_on(tag, keys_values, source)
+            yield source, keys_values
 
     def pass_on(self, tag: int, rows: Tensor, source: int) -> tuple[Tensor, list[Message]]:
         """Send the `rows` of `source` to the next rank, and receive those of the rank before `source`."""
@@ -71,13 +71,13 @@ class RingAttention:
     def return_gradients(self, parts: Iterator[tuple[int, Tensor]], own: Tensor) -> Tensor:
         """Sum the gradients of each rank's keys on their way round; `parts` are what this rank adds, by rank, in the
         order of `receive_keys`. Return the gradients of this rank's keys, with `own`."""
-        tag, theirs, messages = self.peers.new_tag(), None, list[Message]()
+        tag, received_sum, messages = self.peers.new_tag(), None, list[Message]()
         for source, part in parts:
             wait_for(messages)
-            total = part if theirs is None else part.add_(theirs)
-            theirs, messages = self.pass_on(tag, total, source)
+            total = part if received_sum is None else part.add_(received_sum)
+            received_sum, messages = self.pass_on(tag, total, source)
         wait_for(messages)
-        return own if theirs is None else own.add_(theirs)
+        return own if received_sum is None else own.add_(received_sum)
 
 
 class Ring(torch.autograd.Function):
@@ -85,42 +85,42 @@ class Ring(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, kv: Tensor, ring: RingAttention) -> Tensor:
-        others = ring.receive_keys(kv)
+        arriving = ring.receive_keys(kv)
         own = attend(q, kv[0], kv[1], causal=True)
-        whole = Part(own.out.to(sum_type(q)), own.lse)
-        for source, theirs in others:
+        total = Part(own.out.to(sum_type(q)), own.lse)
+        for source, keys_values in arriving:
             first_row, num_keys = ring.visible_keys(source)
             if num_keys:
-                keys, values = theirs[:, :, :, :num_keys]
-                merge(whole.rows_from(first_row), attend(q[:, :, first_row:], keys, values))
-        out = whole.out.to(q.dtype)
+                keys, values = keys_values[:, :, :, :num_keys]
+                merge(total.rows_from(first_row), attend(q[:, :, first_row:], keys, values))
+        out = total.out.to(q.dtype)
         ctx.ring = ring
-        ctx.save_for_backward(q, kv, out, whole.lse)
+        ctx.save_for_backward(q, kv, out, total.lse)
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         ring: RingAttention = ctx.ring
         q, kv, *saved = ctx.saved_tensors
-        whole, gradient = Part(*saved), gradients[0]
-        others = ring.receive_keys(kv)
-        to_q, *own = attend_backward(gradient, q, kv[0], kv[1], whole, causal=True)
-        to_q = to_q.to(sum_type(q))
+        total, gradient = Part(*saved), gradients[0]
+        arriving = ring.receive_keys(kv)
+        grad_q, *own = attend_backward(gradient, q, kv[0], kv[1], total, causal=True)
+        grad_q = grad_q.to(sum_type(q))
 
         def parts() -> Iterator[tuple[int, Tensor]]:
-            for source, theirs in others:
+            for source, keys_values in arriving:
                 first_row, num_keys = ring.visible_keys(source)
-                to_theirs = torch.zeros_like(theirs)
+                grad_keys_values = torch.zeros_like(keys_values)
                 if num_keys:
-                    keys, values = theirs[:, :, :, :num_keys]
-                    rows = whole.rows_from(first_row)
+                    keys, values = keys_values[:, :, :, :num_keys]
+                    rows = total.rows_from(first_row)
                     found = attend_backward(gradient[:, :, first_row:], q[:, :, first_row:], keys, values, rows)
-                    to_q[:, :, first_row:] += found[0]
-                    torch.stack(found[1:], out=to_theirs[:, :, :, :num_keys])
-                yield source, to_theirs
+                    grad_q[:, :, first_row:] += found[0]
+                    torch.stack(found[1:], out=grad_keys_values[:, :, :, :num_keys])
+                yield source, grad_keys_values
 
-        to_kv = ring.return_gradients(parts(), torch.stack(own))
-        return to_q.to(q.dtype), to_kv, None
+        grad_kv = ring.return_gradients(parts(), torch.stack(own))
+        return grad_q.to(q.dtype), grad_kv, None
 
 
 def wait_for(messages: list[Message]) -> None:
@@ -189,8 +189,8 @@ def backward_by_formula(
     """With P = e^(scores - lse): dV = P'·dO, dS = P∘(dO·V' - sum of dO∘O), dQ = dS·K/√d, dK = dS'·Q/√d."""
     probabilities = (scores_of(q, k, causal=causal) - whole.lse[..., None]).exp()
     inner = (gradient * whole.out).to(probabilities.dtype).sum(-1, keepdim=True)
-    to_scores = (probabilities * ((gradient @ v.mT) - inner)).to(q.dtype) / math.sqrt(q.shape[-1])
-    return to_scores @ k, to_scores.mT @ q, probabilities.to(v.dtype).mT @ gradient
+    grad_scores = (probabilities * ((gradient @ v.mT) - inner)).to(q.dtype) / math.sqrt(q.shape[-1])
+    return grad_scores @ k, grad_scores.mT @ q, probabilities.to(v.dtype).mT @ gradient
 
 
 def scores_of(q: Tensor, k: Tensor, *, causal: bool) -> Tensor:
@@ -199,11 +199,11 @@ def scores_of(q: Tensor, k: Tensor, *, causal: bool) -> Tensor:
     return scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf) if causal else scores
 
 
-def merge(part: Part, more: Part) -> None:
+def merge(part: Part, other: Part) -> None:
     """Merge the same rows' attention to other keys into `part`, in place; every row of `part` has seen a key."""
-    lse = torch.logaddexp(part.lse, more.lse)
+    lse = torch.logaddexp(part.lse, other.lse)
     part.out.mul_((part.lse - lse).exp_()[..., None])
-    part.out.addcmul_(more.out.to(part.out.dtype), (more.lse - lse).exp_()[..., None])
+    part.out.addcmul_(other.out.to(part.out.dtype), (other.lse - lse).exp_()[..., None])
     part.lse.copy_(lse)
 
 
@@ -234,11 +234,11 @@ class ShiftAttention(RingAttention):
         self, tag: int, mine: Tensor, incoming: Tensor, messages: list[Message]
     ) -> Iterator[tuple[int, Tensor]]:
         for distance in range(1, self.peers.world_size):
-            theirs = incoming
+            keys_values = incoming
             wait_for(messages)
             if distance < self.peers.world_size - 1:
                 incoming, messages = self.swap(tag, distance + 1, mine)
-            yield self.peers.after(-distance), theirs
+            yield self.peers.after(-distance), keys_values
 
     def swap(self, tag: int, distance: int, mine: Tensor) -> tuple[Tensor, list[Message]]:
         """Send the keys in `mine` that the rank `distance` places further sees, and receive those of the rank as many
@@ -253,16 +253,16 @@ class ShiftAttention(RingAttention):
 
     def return_gradients(self, parts: Iterator[tuple[int, Tensor]], own: Tensor) -> Tensor:
         """Send each rank the gradients of its keys, and add those of this rank's keys from the others to `own`."""
-        tag, theirs, messages = self.peers.new_tag(), own.narrow(3, 0, 0), list[Message]()
+        tag, received_part, messages = self.peers.new_tag(), own.narrow(3, 0, 0), list[Message]()
         for distance, (source, part) in enumerate(parts, start=1):
             wait_for(messages)
-            own[:, :, :, : theirs.shape[3]] += theirs
+            own[:, :, :, : received_part.shape[3]] += received_part
             further = self.peers.after(distance)
-            theirs = self.empty(own, self.positions.visible_keys(further, self.peers.rank).num_keys)
-            received, sent = self.peers.post(tag, [(further, theirs)], [(source, part)])
+            received_part = self.empty(own, self.positions.visible_keys(further, self.peers.rank).num_keys)
+            received, sent = self.peers.post(tag, [(further, received_part)], [(source, part)])
             messages = [*received, *sent]
         wait_for(messages)
-        own[:, :, :, : theirs.shape[3]] += theirs
+        own[:, :, :, : received_part.shape[3]] += received_part
         return own
 
     def empty(self, like: Tensor, num_keys: int) -> Tensor:

@@ -35,7 +35,7 @@ class ContextParallel(Replica):
         self, model: Model, positions: "Positions", attend: Attend, group: dist.ProcessGroup, config: Config, *,
         rank: int,
     ) -> None:  # fmt: skip
-        share_out(model, positions, attend, rank)
+        parallelize(model, positions, attend, rank)
         super().__init__(model, config, GradientBuckets(model.parameters(), group, config.bucket_mib * 2**20))
         self.positions, self.rank = positions, rank
 
@@ -44,7 +44,7 @@ class ContextParallel(Replica):
         return super().backward(own_positions(microbatches, self.positions, self.rank))
 
 
-def share_out(model: Model, positions: "Positions", attend: Attend, rank: int) -> None:
+def parallelize(model: Model, positions: "Positions", attend: Attend, rank: int) -> None:
     """Let `model` work on the positions of `rank`, and attend to those of all ranks."""
     set_positions(model, positions, rank)
     for part in model.modules():

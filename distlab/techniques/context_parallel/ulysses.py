@@ -58,13 +58,13 @@ class Swap:
     def exchange(self, parts: tuple[Tensor, ...], shapes: list[tuple[int, int]]) -> list[Tensor]:
         """Send part p to rank p, and return the ranks' parts for this one, of these `shapes` (heads, rows)."""
         peers, like = self.peers, parts[0]
-        got = [like.new_empty(*like.shape[:2], *shape, like.shape[4]) for shape in shapes]
-        got[peers.rank] = parts[peers.rank]
+        arrived = [like.new_empty(*like.shape[:2], *shape, like.shape[4]) for shape in shapes]
+        arrived[peers.rank] = parts[peers.rank]
         others = [peers.after(distance) for distance in range(1, peers.world_size)]
-        receives = [(other, got[other]) for other in reversed(others)]
+        receives = [(other, arrived[other]) for other in reversed(others)]
         sends = [(other, parts[other].contiguous()) for other in others]
         received, sent = peers.post(peers.new_tag(), receives, sends)
         with phase("receive"):
             for message in (*received, *sent):
                 message.wait()
-        return got
+        return arrived

@@ -27,7 +27,7 @@ from distlab.techniques.collectives.phases import phase
 # Begins to sum a flat tensor over the group, in place; returns a handle to `wait` for, or None if it is done.
 AllReduce = Callable[[Tensor], Any]
 # Makes the AllReduce of one bucket from the shapes of its gradients; it may keep state between steps.
-AllReduceOf = Callable[[list[torch.Size]], AllReduce]
+MakeAllReduce = Callable[[list[torch.Size]], AllReduce]
 
 
 def layout(sizes: Sequence[int], bucket_bytes: float) -> list[list[int]]:
@@ -36,13 +36,13 @@ def layout(sizes: Sequence[int], bucket_bytes: float) -> list[list[int]]:
     A bucket is closed once it has `bucket_bytes`, so only the last one may be smaller. No tensor is split.
     """
     buckets: list[list[int]] = []
-    held = bucket_bytes
+    filled = bucket_bytes
     for index in reversed(range(len(sizes))):
-        if held >= bucket_bytes:
+        if filled >= bucket_bytes:
             buckets.append([])
-            held = 0
+            filled = 0
         buckets[-1].append(index)
-        held += sizes[index]
+        filled += sizes[index]
     return buckets
 
 
@@ -100,14 +100,14 @@ class GradientBuckets:
 
     def __init__(
         self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, bucket_bytes: float, *,
-        all_reduce: AllReduce | None = None, all_reduce_of: AllReduceOf | None = None, overlap: bool = True,
+        all_reduce: AllReduce | None = None, make_all_reduce: MakeAllReduce | None = None, overlap: bool = True,
     ) -> None:  # fmt: skip
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         shared = all_reduce or partial(dist.all_reduce, group=group, async_op=True)
         self.buckets: list[Bucket] = []
         for indices in layout([p.numel() * p.element_size() for p in trained], bucket_bytes):
             members = [trained[index] for index in indices]
-            own = all_reduce_of([member.shape for member in members]) if all_reduce_of else shared
+            own = make_all_reduce([member.shape for member in members]) if make_all_reduce else shared
             self.buckets.append(Bucket.of(members, own))
         for index, bucket in enumerate(self.buckets):
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):

@@ -57,13 +57,13 @@ class Replica(LayersStrategy):
 
     def backward(self, microbatches: list[Microbatch]) -> Tensor:
         """Sum the gradients of all microbatches locally, then once per step over all ranks."""
-        shares: list[Tensor] = []
+        losses: list[Tensor] = []
         self.gradients.zero()
         for number, microbatch in enumerate(microbatches):
             with self.gradients.accumulate(last=number == len(microbatches) - 1):
-                shares.append(forward_backward(self.forward, microbatch, number, self.scale))
+                losses.append(forward_backward(self.forward, microbatch, number, self.scale))
         self.gradients.finish()
-        return torch.stack(shares).sum()
+        return torch.stack(losses).sum()
 
     def full(self, kind: str) -> Iterator[tuple[str, Tensor]]:
         """Return this rank's tensors; a replica has all of them, so nothing is sent."""
@@ -90,7 +90,7 @@ class Lesson(LayersStrategy):
             return self.step(microbatches)
 
 
-class Wrapped:
+class DDPGradients:
     """DistributedDataParallel as `Gradients`: it sums inside `backward`, except under `no_sync`."""
 
     def __init__(self, parallel: DistributedDataParallel) -> None:

@@ -95,10 +95,10 @@ class MixtureOfExperts(nn.Module):
 
     def gather_wanted(self, wanted: Tensor) -> Tensor:
         """Gather how often all ranks' tokens want each expert, [n, k, E], from each rank's `wanted` [k, E]."""
-        of_ranks = [torch.empty_like(wanted) for _ in range(self.world.size())]
+        tables = [torch.empty_like(wanted) for _ in range(self.world.size())]
         with phase("all_gather"):
-            dist.all_gather(of_ranks, wanted, group=self.world)
-        return torch.stack(of_ranks)
+            dist.all_gather(tables, wanted, group=self.world)
+        return torch.stack(tables)
 
     def places(self, table: Tensor) -> int:
         """Return the number of places of each expert, by the number of all ranks' tokens."""
@@ -196,8 +196,8 @@ def z_loss(scores: Tensor) -> Tensor:
 def grouped(rows: Tensor, counts: list[int], up: Tensor, down: Tensor) -> Tensor:
     """Apply each expert's MLP to its `counts` of `rows` [R, D], sorted by expert; up [E, D, H], down [E, H, D]."""
     parts = zip(rows.split(counts), up.unbind(), down.unbind(), strict=True)
-    done = [F.gelu(part @ into) @ out for part, into, out in parts]
-    return torch.cat(done) if done else rows
+    outputs = [F.gelu(part @ into) @ out for part, into, out in parts]
+    return torch.cat(outputs) if outputs else rows
 
 
 # Dispatch: send rows to the ranks that hold their experts, and the results back, by an uneven all_to_all.
@@ -222,32 +222,42 @@ class Dispatch:
         swap: the all_to_all between them.
     """
 
-    def __init__(self, held: Sequence[range], members: Sequence[int], rank: int, swap: Swap) -> None:
-        self.held, self.members, self.rank, self.swap = held, members, rank, swap
+    def __init__(self, experts_by_rank: Sequence[range], members: Sequence[int], rank: int, swap: Swap) -> None:
+        self.experts_by_rank, self.members, self.rank, self.swap = experts_by_rank, members, rank, swap
 
     def send_order(self, admitted: list[list[int]]) -> Tensor:
         """Return the order in which this rank sends its rows, as indices into the rows sorted by expert, rank after
         rank; `admitted` [n][E] are the rows of each rank for each expert."""
         ends = [0, *accumulate(admitted[self.members[self.rank]])]
-        return torch.cat([torch.arange(ends[theirs.start], ends[theirs.stop]) for theirs in self.held])
+        return torch.cat([torch.arange(ends[experts.start], ends[experts.stop]) for experts in self.experts_by_rank])
 
     def count_rows(self, admitted: list[list[int]]) -> tuple[list[int], list[int]]:
         """Count the rows that this rank gives to each rank of its group, and those that it takes from each."""
-        give = [sum(admitted[self.members[self.rank]][expert] for expert in theirs) for theirs in self.held]
-        take = [sum(admitted[member][expert] for expert in self.held[self.rank]) for member in self.members]
-        return give, take
+        send_counts = [
+            sum(admitted[self.members[self.rank]][expert] for expert in experts) for experts in self.experts_by_rank
+        ]
+        receive_counts = [
+            sum(admitted[member][expert] for expert in self.experts_by_rank[self.rank]) for member in self.members
+        ]
+        return send_counts, receive_counts
 
     def __call__(self, rows: Tensor, admitted: list[list[int]], compute: Compute) -> Tensor:
         """Return what the experts compute of `rows`, in the same order."""
-        give, take = self.count_rows(admitted)
-        received = linear(rows, lambda x: self.swap(x, give, take), lambda x: self.swap(x, take, give))
-        mine = self.held[self.rank]
+        send_counts, receive_counts = self.count_rows(admitted)
+        received = linear(
+            rows,
+            lambda x: self.swap(x, send_counts, receive_counts),
+            lambda x: self.swap(x, receive_counts, send_counts),
+        )
+        mine = self.experts_by_rank[self.rank]
         counts = torch.tensor([[admitted[member][expert] for expert in mine] for member in self.members]).long()
         expert_of = torch.arange(len(mine)).repeat(len(counts)).repeat_interleave(counts.flatten())
         order = expert_of.argsort(stable=True).to(rows.device)
         computed = compute(received[order], counts.sum(0).tolist())
         return linear(
-            self.restore_order(computed, order), lambda x: self.swap(x, take, give), lambda x: self.swap(x, give, take)
+            self.restore_order(computed, order),
+            lambda x: self.swap(x, receive_counts, send_counts),
+            lambda x: self.swap(x, send_counts, receive_counts),
         )
 
     def restore_order(self, sorted_rows: Tensor, order: Tensor) -> Tensor:
@@ -261,10 +271,10 @@ class AllToAll:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.peers = Peers(group)
 
-    def __call__(self, rows: Tensor, give: list[int], take: list[int]) -> Tensor:
+    def __call__(self, rows: Tensor, send_counts: list[int], receive_counts: list[int]) -> Tensor:
         peers = self.peers
-        received_rows = rows.new_empty(sum(take), rows.shape[1])
-        places, parts = received_rows.split(take), rows.contiguous().split(give)
+        received_rows = rows.new_empty(sum(receive_counts), rows.shape[1])
+        places, parts = received_rows.split(receive_counts), rows.contiguous().split(send_counts)
         others = [peers.after(distance) for distance in range(1, peers.world_size)]
         received, sent = peers.post(
             peers.new_tag(),
@@ -287,10 +297,10 @@ class AllToAllSingle:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
 
-    def __call__(self, rows: Tensor, give: list[int], take: list[int]) -> Tensor:
-        received = rows.new_empty(sum(take), rows.shape[1])
+    def __call__(self, rows: Tensor, send_counts: list[int], receive_counts: list[int]) -> Tensor:
+        received = rows.new_empty(sum(receive_counts), rows.shape[1])
         with phase("receive"):
-            dist.all_to_all_single(received, rows.contiguous(), take, give, group=self.group)
+            dist.all_to_all_single(received, rows.contiguous(), receive_counts, send_counts, group=self.group)
         return received
 
 

@@ -39,12 +39,12 @@ class ExpertParallel(PartitionedStrategy):
             for name, mixture in model.mixtures.items()
             for key, parameter in mixture.get_submodule("experts").named_parameters()
         }
-        whole = [parameter for name, parameter in self.named.items() if self.is_summed(name)]
+        replicated = [parameter for name, parameter in self.named.items() if self.is_summed(name)]
         bucket_bytes = config.bucket_mib * 2**20
-        self.sums = [GradientBuckets(whole, world, bucket_bytes)]
+        self.sums = [GradientBuckets(replicated, world, bucket_bytes)]
         if copies is not None:
-            held = [parameter for parameter in self.parts.values() if parameter.numel()]
-            self.sums.append(GradientBuckets(held, copies, bucket_bytes))
+            own_experts = [parameter for parameter in self.parts.values() if parameter.numel()]
+            self.sums.append(GradientBuckets(own_experts, copies, bucket_bytes))
 
     def backward(self, microbatches: list[Microbatch]) -> Tensor:
         """Run forward and backward, of equally many microbatches on all ranks: tokens travel in both."""

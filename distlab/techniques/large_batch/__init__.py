@@ -33,10 +33,10 @@ from torch import Tensor
 Group = dict[str, Any]
 
 
-def decayed_apart(parameters: Iterable[Tensor], weight_decay: float) -> list[Group]:
+def split_by_decay(parameters: Iterable[Tensor], weight_decay: float) -> list[Group]:
     """Return two groups: matrices, which get a ratio and decay, and vectors (biases, gains), which get neither."""
-    every = list(parameters)
-    matrices, vectors = [each for each in every if each.dim() > 1], [each for each in every if each.dim() <= 1]
+    trained = list(parameters)
+    matrices, vectors = [each for each in trained if each.dim() > 1], [each for each in trained if each.dim() <= 1]
     return [
         {"params": matrices, "weight_decay": weight_decay, "adapted": True},
         {"params": vectors, "weight_decay": 0.0, "adapted": False},
@@ -46,7 +46,7 @@ def decayed_apart(parameters: Iterable[Tensor], weight_decay: float) -> list[Gro
 class Layerwise:
     """An optimizer of parameter groups, like those of torch; a subclass defines the update of a group.
 
-    Args: groups: as `decayed_apart` returns them. Where weights are sharded, every rank lists its parts of the same
+    Args: groups: as `split_by_decay` returns them. Where weights are sharded, every rank lists its parts of the same
     weights. lr: the rate of groups without a rate. sharded_over: the ranks that have parts of the weights; None where
     each has them whole.
     """
@@ -71,13 +71,13 @@ class Layerwise:
     def norms(self, *lists: list[Tensor]) -> list[Tensor]:
         """Return the norms of each list of tensors as a vector, all in a single all_reduce; they stay on the device, so
         no step waits for them."""
-        tensors = [tensor for one in lists for tensor in one]
+        tensors = [tensor for part in lists for tensor in part]
         norms = torch.stack([torch.linalg.vector_norm(tensor) for tensor in tensors])
         if self.sharded_over is not None:
             squares = norms.square()
             dist.all_reduce(squares, group=self.sharded_over)
             norms = squares.sqrt()
-        return list(norms.split([len(one) for one in lists]))
+        return list(norms.split([len(part) for part in lists]))
 
 
 class Lars(Layerwise):

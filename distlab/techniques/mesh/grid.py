@@ -90,7 +90,7 @@ def group_of_row(rows: list[list[int]], world: dist.ProcessGroup, timeout_s: flo
     derives a group's name from their number."""
     me = dist.get_global_rank(world, world.rank())
     timeout, backend = timedelta(seconds=timeout_s), dist.get_backend(world)
-    made = [dist.new_group(row, timeout, backend, group_desc=f"mesh_{name}") for row in rows]
-    own = next(group for row, group in zip(rows, made, strict=True) if me in row)
+    groups = [dist.new_group(row, timeout, backend, group_desc=f"mesh_{name}") for row in rows]
+    own = next(group for row, group in zip(rows, groups, strict=True) if me in row)
     assert isinstance(own, dist.ProcessGroup)
     return own

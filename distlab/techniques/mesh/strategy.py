@@ -29,7 +29,7 @@ from distlab.techniques.mesh.grid import Mesh
 from distlab.techniques.mesh.reducing_pipeline import Reducer
 from distlab.techniques.pipeline_parallel.strategy import Engine, Parts, sum_shared
 from distlab.techniques.precision import Masters
-from distlab.techniques.sharded.flat_parameter import as_many_as_all
+from distlab.techniques.sharded.flat_parameter import pad_microbatches
 from distlab.techniques.sharded.zero import Zero
 from distlab.techniques.tensor_parallel.layers import Slice, sum_together
 
@@ -42,14 +42,14 @@ from distlab.techniques.tensor_parallel.layers import Slice, sum_together
 # as its last gradient is written.
 
 
-class ZeroByRows(Zero):
-    """`Zero` where the gradients of the parameters `whole` are partial on each rank of `rows`."""
+class SequenceParallelZero(Zero):
+    """`Zero` where the gradients of the parameters `replicated` are partial on each rank of `rows`."""
 
     def __init__(
         self, model: nn.Module, layers: Sequence[nn.Module], group: dist.ProcessGroup, stage: int, *,
-        whole: Collection[nn.Parameter], rows: dist.ProcessGroup | None,
+        replicated: Collection[nn.Parameter], rows: dist.ProcessGroup | None,
     ) -> None:  # fmt: skip
-        self.whole, self.rows = set(whole), rows
+        self.replicated, self.rows = set(replicated), rows
         super().__init__(model, layers, group, stage)
 
     @torch.no_grad()
@@ -57,7 +57,7 @@ class ZeroByRows(Zero):
         if self.rows is not None and (self.stage > 1 or self._last):  # stage 1 keeps the vector and sums it once
             flat = self._flat_gradient(index)
             named = zip(self.units[index].named.values(), flat.places, strict=True)
-            parts = [place for parameter, place in named if parameter in self.whole]
+            parts = [place for parameter, place in named if parameter in self.replicated]
             if parts:
                 sum_together(parts, self.rows)
         super()._complete(index)
@@ -100,22 +100,22 @@ class Replicas(GradientBuckets):
     """All parameters of `named` on every replica. 16-bit weights have float32 masters.
 
     Args:
-        rows: the group over which gradients of the parameters `whole` are partial (sequence parallelism).
+        rows: the group over which gradients of the parameters `replicated` are partial (sequence parallelism).
     """
 
     everywhere = True
 
     def __init__(
-        self, named: Named, group: dist.ProcessGroup, config: Config, *, whole: Collection[nn.Parameter] = (),
+        self, named: Named, group: dist.ProcessGroup, config: Config, *, replicated: Collection[nn.Parameter] = (),
         rows: dist.ProcessGroup | None = None,
     ) -> None:  # fmt: skip
         nothing: AllReduce | None = (lambda _: None) if group.size() == 1 else None
         super().__init__(named.values(), group, config.bucket_mib * 2**20, all_reduce=nothing)
         self.named, self.rows = named, rows
-        self.whole = [parameter for parameter in named.values() if parameter in set(whole)]
+        self.replicated = [parameter for parameter in named.values() if parameter in set(replicated)]
         computing = list(named.values())
         lower = computing[0].dtype.itemsize < 4
-        self.masters = Masters(computing, [p.detach().float() for p in computing], kept=True) if lower else None
+        self.masters = Masters(computing, [p.detach().float() for p in computing], persistent=True) if lower else None
 
     def begin(self) -> None:
         self.zero()
@@ -125,8 +125,8 @@ class Replicas(GradientBuckets):
     def finish(self) -> None:
         """Wait for all sums, and sum partial gradients over the rows; sums commute, so their order does not matter."""
         super().finish()
-        if self.rows is not None and self.whole:
-            sum_together([p.grad for p in self.whole if p.grad is not None], self.rows)
+        if self.rows is not None and self.replicated:
+            sum_together([p.grad for p in self.replicated if p.grad is not None], self.rows)
 
     def entries(self) -> list[Entry]:
         stepped = self.named.values() if self.masters is None else self.masters.parameters
@@ -144,7 +144,7 @@ class Replicas(GradientBuckets):
             self.masters.refresh()
 
 
-class Shards(ZeroByRows):
+class Shards(SequenceParallelZero):
     """ZeRO over the replicas of a stage: this rank owns a run of each of `layers`.
 
     Args:
@@ -155,9 +155,9 @@ class Shards(ZeroByRows):
 
     def __init__(
         self, stage: nn.Module, layers: Sequence[nn.Module], group: dist.ProcessGroup, zero: int, *,
-        names: Mapping[nn.Parameter, str], whole: Collection[nn.Parameter], rows: dist.ProcessGroup | None,
+        names: Mapping[nn.Parameter, str], replicated: Collection[nn.Parameter], rows: dist.ProcessGroup | None,
     ) -> None:  # fmt: skip
-        super().__init__(stage, layers, group, zero, whole=whole, rows=rows)
+        super().__init__(stage, layers, group, zero, replicated=replicated, rows=rows)
         self.names = [{own: names[p] for own, p in unit.named.items()} for unit in self.units]
 
     def entries(self) -> list[Entry]:
@@ -170,10 +170,10 @@ class Shards(ZeroByRows):
         ]  # fmt: skip
 
     def _watch_layer(self, layer: nn.Module, place: int) -> None:
-        super()._watch_layer(layer.runs[0] if isinstance(layer, Rest) else layer, place)
+        super()._watch_layer(layer.runs[0] if isinstance(layer, UntiedParameters) else layer, place)
 
 
-class Rest(nn.Module):
+class UntiedParameters(nn.Module):
     """The parameters of a layer without those that another stage has too; it takes the place of the layer in ZeRO."""
 
     def __init__(self, layer: nn.Module, shared: Collection[nn.Parameter]) -> None:
@@ -184,7 +184,7 @@ class Rest(nn.Module):
 
 def shards_of(
     stage: nn.Module, layers: Sequence[nn.Module], group: dist.ProcessGroup, zero: int, *,
-    names: Mapping[nn.Parameter, str], shared: Collection[nn.Parameter], whole: Collection[nn.Parameter],
+    names: Mapping[nn.Parameter, str], shared: Collection[nn.Parameter], replicated: Collection[nn.Parameter],
     rows: dist.ProcessGroup | None,
 ) -> list[Shards]:  # fmt: skip
     """Return ZeRO over one stage.
@@ -194,11 +194,11 @@ def shards_of(
     between steps, since two layers far apart compute with it.
     """
     tied = [parameter for parameter in stage.parameters() if parameter in set(shared)]
-    rest = [Rest(layer, tied) for layer in layers] if tied else layers
-    own = Shards(stage, rest, group, zero, names=names, whole=whole, rows=rows)
+    untied_layers = [UntiedParameters(layer, tied) for layer in layers] if tied else layers
+    own = Shards(stage, untied_layers, group, zero, names=names, replicated=replicated, rows=rows)
     if not tied:
         return [own]
-    both = Shards(stage, [nn.ParameterList(tied)], group, min(zero, 2), names=names, whole=whole, rows=rows)
+    both = Shards(stage, [nn.ParameterList(tied)], group, min(zero, 2), names=names, replicated=replicated, rows=rows)
     return [own, both]
 
 
@@ -222,21 +222,21 @@ class Stacked:
     """
 
     def __init__(
-        self, parts: Parts, slices: Mapping[str, Slice], kept: Mapping[int, Sequence[ParameterStore]], engine: Engine,
+        self, parts: Parts, slices: Mapping[str, Slice], stores: Mapping[int, Sequence[ParameterStore]], engine: Engine,
         mesh: Mesh, config: Config,
     ) -> None:  # fmt: skip
         self.parts, self.slices, self.engine, self.mesh, self.config = parts, slices, engine, mesh, config
-        self.kept = [each for of_stage in kept.values() for each in of_stage]
+        self.stores = [each for stage_stores in stores.values() for each in stage_stores]
         self.stages, self.ranks = Peers(mesh["pp"]), Peers(mesh.world)
         self.optimizer = make_optimizer([entry.stepped for entry in self.entries()], config)
         self.norm: Tensor | None = None  # of the last clipped gradient
 
     def backward(self, microbatches: list[Microbatch]) -> Tensor | None:
         """Send all microbatches of this replica through its pipeline, then finish all gradient sums."""
-        for each in self.kept:
+        for each in self.stores:
             each.begin()
-        loss = self.engine.step(as_many_as_all(microbatches, self.config))
-        for each in self.kept:
+        loss = self.engine.step(pad_microbatches(microbatches, self.config))
+        for each in self.stores:
             each.finish()
         self.sum_over_stages()
         return loss if self.mesh.index("tp") == 0 else None  # the ranks of a slice have the same loss
@@ -255,24 +255,26 @@ class Stacked:
     def update(self) -> None:
         """Clip by the global norm, step this rank's parameters, and publish the new weights."""
         if self.config.clip is not None:
-            once = [box for held in filter(self.in_norm, self.held("gradients")) for _, box in held.piece.boxes]
-            every = [entry.summed.grad for entry in self.entries() if entry.summed.grad is not None]
+            once = [
+                box for shard in filter(self.in_norm, self.local_shards("gradients")) for _, box in shard.piece.boxes
+            ]
+            gradients = [entry.summed.grad for entry in self.entries() if entry.summed.grad is not None]
             axes = (group for group in self.mesh.groups.values() if group.size() > 1)  # each element once over all
-            self.norm = clip_gradients(once, every, self.config.clip, *axes)
-        for each in self.kept:
+            self.norm = clip_gradients(once, gradients, self.config.clip, *axes)
+        for each in self.stores:
             each.deliver()
         self.optimizer.step()
-        for each in self.kept:
+        for each in self.stores:
             each.publish()
 
     # --- positions in the dense model ---
 
     def entries(self) -> list[Entry]:
-        return [entry for each in self.kept for entry in each.entries()]
+        return [entry for each in self.stores for entry in each.entries()]
 
-    def held(self, kind: str) -> Iterator[StageShard]:
+    def local_shards(self, kind: str) -> Iterator[StageShard]:
         """Yield this rank's "gradients", "weights" or "optimizer" state."""
-        for each in self.kept:
+        for each in self.stores:
             for entry in each.entries():
                 for key, tensor in tensors_of(kind, self.optimizer, entry.stepped, entry.summed).items():
                     parts = entry.pieces(tensor) if tensor.dim() else scalars(entry.names, tensor)
@@ -286,54 +288,54 @@ class Stacked:
         cut = self.slices.get(name)
         return part if cut is None or not part.shape else cut.placed(part, self.mesh.index("tp"))
 
-    def counts(self, held: StageShard) -> bool:
+    def counts(self, shard: StageShard) -> bool:
         """Return whether it counts here: of all ranks with the same shard, on the first."""
-        return self.first_slice(held) and self.first_replica(held) and self.first_stage(held)
+        return self.first_slice(shard) and self.first_replica(shard) and self.first_stage(shard)
 
-    def first_slice(self, held: StageShard) -> bool:
+    def first_slice(self, shard: StageShard) -> bool:
         """Return whether this is the first rank that has it along tp; AdamW's step counts are on all of them."""
-        return (held.name in self.slices and bool(held.piece.shape)) or self.mesh.index("tp") == 0
+        return (shard.name in self.slices and bool(shard.piece.shape)) or self.mesh.index("tp") == 0
 
-    def first_replica(self, held: StageShard) -> bool:
-        sharded = not held.everywhere and bool(held.piece.shape)
+    def first_replica(self, shard: StageShard) -> bool:
+        sharded = not shard.everywhere and bool(shard.piece.shape)
         return sharded or self.mesh.index("dp") == self.mesh.index("cp") == 0
 
-    def first_stage(self, held: StageShard) -> bool:
-        return self.parts.holders[held.name][0] == self.mesh.index("pp")
+    def first_stage(self, shard: StageShard) -> bool:
+        return self.parts.holders[shard.name][0] == self.mesh.index("pp")
 
-    def in_norm(self, held: StageShard) -> bool:
-        return self.counts(held)
+    def in_norm(self, shard: StageShard) -> bool:
+        return self.counts(shard)
 
-    def once(self, kind: str) -> Iterator[StageShard]:
+    def counted_shards(self, kind: str) -> Iterator[StageShard]:
         """Yield what counts on this rank: over all ranks each element of the dense model once."""
-        return filter(self.counts, self.held(kind))
+        return filter(self.counts, self.local_shards(kind))
 
     def full(self, kind: str) -> Iterator[tuple[str, Tensor]]:
         """Yield dense tensors on rank 0, in the model's order; nothing elsewhere."""
-        pieces = [(held.label, held.piece) for held in self.once(kind)]
+        pieces = [(shard.label, shard.piece) for shard in self.counted_shards(kind)]
         return in_order(pieces, self.ranks, self.parts.holders)
 
     def alike(self, kind: str) -> Iterator[tuple[str, Tensor]]:
         """Yield what all replicas have: equal along dp, and along tp if it is no slice. Shards are on one rank each."""
-        for held in self.held(kind):
-            if held.everywhere:
-                own = f" slice {self.mesh.index('tp')}" if held.name in self.slices else ""
-                ((_, whole),) = held.piece.boxes
-                yield f"{held.label}{own}", whole
+        for shard in self.local_shards(kind):
+            if shard.everywhere:
+                own = f" slice {self.mesh.index('tp')}" if shard.name in self.slices else ""
+                ((_, tensor),) = shard.piece.boxes
+                yield f"{shard.label}{own}", tensor
 
     def state_dict(self) -> dict[str, Any]:
         """Return whole tensors for parameters that this rank has whole, and pieces for the others."""
         prime(self.optimizer)
         state: dict[str, Any] = {}
         for kind in ("weights", "optimizer"):
-            for held in self.held(kind):
-                whole = held.everywhere and all(box.shape == held.piece.shape for _, box in held.piece.boxes)
-                state[f"{kind}.{held.label}"] = held.piece.boxes[0][1] if whole else held.piece
+            for shard in self.local_shards(kind):
+                whole = shard.everywhere and all(box.shape == shard.piece.shape for _, box in shard.piece.boxes)
+                state[f"{kind}.{shard.label}"] = shard.piece.boxes[0][1] if whole else shard.piece
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: ARG002  it was filled in place
         """Publish the loaded weights to the parameters that compute."""
-        for each in self.kept:
+        for each in self.stores:
             each.publish()
 
 

@@ -1,7 +1,7 @@
 """Cost formulas of pipelines with p ranks, m microbatches and v stages per rank (Narayanan et al. 2021, "Megatron-LM",
 section 2.2; Qi et al. 2023, "Zero Bubble Pipeline Parallelism")."""
 
-IN_ONE = ("one_microbatch", "gpipe", "1f1b", "interleaved")  # their backward passes are not split
+UNSPLIT = ("one_microbatch", "gpipe", "1f1b", "interleaved")  # their backward passes are not split
 FOLDED = ("zbv", "dualpipev")  # two stages per rank, arranged like a V
 
 
@@ -24,7 +24,7 @@ def idle_share(schedule: str, ranks: int, microbatches: int, chunks: int = 1) ->
     In units of that time a rank with one stage works 3·m, with two 6·m. Raises KeyError for a schedule without a
     formula.
     """
-    if schedule in IN_ONE:
+    if schedule in UNSPLIT:
         return bubble(ranks, microbatches, chunks if schedule == "interleaved" else 1)
     wait, stages = ranks - 1, 2 if schedule in FOLDED else 1
     idle = {

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from distlab.lab.workload.model import fast_backward
 from distlab.techniques.collectives.phases import phase
 from distlab.techniques.collectives.point_to_point import Message, Peers, sendable
-from distlab.techniques.pipeline_parallel.schedules import Action, gives, needs
-from distlab.techniques.pipeline_parallel.zero_bubble import LeftOver, SplitBackward, finish
+from distlab.techniques.pipeline_parallel.schedules import Action, consumer_of, producer_of
+from distlab.techniques.pipeline_parallel.zero_bubble import Deferred, SplitBackward, finish
 
 # (microbatch, output of the last stage) -> the scalar that is differentiated
 Loss = Callable[[int, Tensor], Tensor]
@@ -44,8 +44,8 @@ class Pipeline:
         self.stages, self.actions = stages, actions
         self.last = len(stages) * group.size() - 1
         self.boundaries = Boundaries(Peers(group), owners or [*range(group.size())] * len(stages))
-        halved = any(action.kind == "weight" for action in actions)
-        self.splits = {number: SplitBackward(stage) for number, stage in stages.items()} if halved else {}
+        splits_backward = any(action.kind == "weight" for action in actions)
+        self.splits = {number: SplitBackward(stage) for number, stage in stages.items()} if splits_backward else {}
         self.agreed = False
         self.most_in_flight = 0  # the most so far between forward and backward, each chunk's counted separately
 
@@ -59,8 +59,8 @@ class Pipeline:
             self.boundaries.agree(self.stages, inputs[0][:1])
             self.agreed = True
         self._inputs, self._loss = inputs, loss
-        self._held: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # (stage, microbatch): input and output
-        self._parts: dict[tuple[int, int], list[LeftOver]] = {}  # work that is left for the weights
+        self._saved: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # (stage, microbatch): input and output
+        self._deferred: dict[tuple[int, int], list[Deferred]] = {}  # work that is left for the weights
         self._losses: list[Tensor] = []
         self.boundaries.begin(self.actions, [len(microbatch) for microbatch in inputs])
         for action in self.actions:
@@ -83,16 +83,16 @@ class Pipeline:
             if stage == self.last:
                 output = self._loss(microbatch, output)
                 self._losses.append(output.detach())
-        self._held[stage, microbatch] = hidden, output
+        self._saved[stage, microbatch] = hidden, output
         if self.splits:
-            self._parts[stage, microbatch] = self.splits[stage].take_parts()
+            self._deferred[stage, microbatch] = self.splits[stage].pop_deferred()
         # With split backward passes the parts are kept longer than inputs and outputs.
-        self.most_in_flight = max(self.most_in_flight, len(self._parts if self.splits else self._held))
+        self.most_in_flight = max(self.most_in_flight, len(self._deferred if self.splits else self._saved))
         self.boundaries.send_result(action, output.detach())
 
     def _backward(self, action: Action) -> None:
         gradient = self.boundaries.receive_for(action) if action.stage < self.last else None
-        hidden, output = self._held.pop((action.stage, action.microbatch))
+        hidden, output = self._saved.pop((action.stage, action.microbatch))
         with phase(action.kind, str(action.microbatch)):
             fast_backward((output,), (torch.ones_like(output) if gradient is None else gradient,))
         if hidden.grad is not None:
@@ -100,7 +100,7 @@ class Pipeline:
 
     def _weight(self, action: Action) -> None:
         with phase("weight", str(action.microbatch)):
-            finish(self._parts.pop((action.stage, action.microbatch)))
+            finish(self._deferred.pop((action.stage, action.microbatch)))
 
 
 # Boundaries: the messages between stages, activations forward and gradients back.
@@ -131,8 +131,8 @@ class Boundaries:
     def agree(self, stages: Mapping[int, nn.Module], sample: Tensor) -> None:
         """Exchange all shapes, once: each stage runs on a sample [1, ...] and sends the shape of its output."""
         self.device = sample.device
-        wire = self.device if self.peers.batched else torch.device("cpu")  # gloo sends no tensor that lives on a GPU
-        outline = torch.empty(16, dtype=torch.long, device=wire)  # dtype, number of dimensions, dimensions
+        carrier = self.device if self.peers.batched else torch.device("cpu")  # gloo sends no tensor that lives on a GPU
+        outline = torch.empty(16, dtype=torch.long, device=carrier)  # dtype, number of dimensions, dimensions
         sent: list[Message] = []
         for stage in sorted(stages):
             before, after = (self._owner(neighbour) for neighbour in (stage - 1, stage + 1))
@@ -143,28 +143,28 @@ class Boundaries:
             with torch.no_grad():
                 output = stages[stage](sample)
             self._samples["back", stage] = output
-            outline = outlined(output).to(wire)
+            outline = outlined(output).to(carrier)
             if after is not None:
                 sent.append(self.peers.send(stage + 1, after, outline.clone()))
         for message in sent:
             message.wait()
         # Keep shapes and dtypes for all later steps: one number each.
-        self._samples = {end: known.new_zeros(()).expand(known.shape) for end, known in self._samples.items()}
+        self._samples = {end: sample.new_zeros(()).expand(sample.shape) for end, sample in self._samples.items()}
 
     def begin(self, actions: Sequence[Action], sizes: Sequence[int]) -> None:
         """Begin a step of this rank's `actions`, on microbatches of these `sizes`: post the first receives."""
         self.sizes = sizes
-        sources = ((action, self._peer(needs(action, self.num_stages))) for action in actions)
-        self._due = deque((action, source) for action, source in sources if source is not None)  # receives to post
+        sources = ((action, self._peer(producer_of(action, self.num_stages))) for action in actions)
+        self._unposted = deque((action, source) for action, source in sources if source is not None)  # receives to post
         self._following = dict(pairwise(action for action in actions if action.kind != "weight"))  # weights get none
         self._posted: dict[Action, tuple[Message, Tensor]] = {}
-        self._handed: dict[Action, Tensor] = {}  # from a stage of this rank to the next one on this rank
+        self._local_results: dict[Action, Tensor] = {}  # from a stage of this rank to the next one on this rank
         self._post_ahead()
 
     def receive_for(self, action: Action) -> Tensor:
         """Return the input of the stage of `action`, or the gradient of its output."""
-        if action in self._handed:
-            return self._handed.pop(action)
+        if action in self._local_results:
+            return self._local_results.pop(action)
         if action not in self._posted:
             self._receive()
         message, tensor = self._posted.pop(action)
@@ -178,19 +178,19 @@ class Boundaries:
 
     def send_result(self, action: Action, tensor: Tensor) -> None:
         """Send the result of `action` to the neighbouring stage that needs it; it must not be changed afterwards."""
-        taker = gives(action, self.num_stages)
-        if taker is None:
+        consumer = consumer_of(action, self.num_stages)
+        if consumer is None:
             return
-        peer = self._peer(taker)
+        peer = self._peer(consumer)
         if peer is None:
-            self._handed[taker] = tensor
+            self._local_results[consumer] = tensor
             return
         with phase("send", str(action.microbatch)):
             outgoing = sendable(tensor, self.peers)
-            if self.peers.batched and self._due and self._due[0][0] == self._following.get(action):
-                self._sent[taker] = self._receive([(peer, outgoing)])[0]
+            if self.peers.batched and self._unposted and self._unposted[0][0] == self._following.get(action):
+                self._sent[consumer] = self._receive([(peer, outgoing)])[0]
             else:
-                self._sent[taker] = self.peers.send(self.tag(taker), peer, outgoing)
+                self._sent[consumer] = self.peers.send(self.tag(consumer), peer, outgoing)
 
     def finish(self) -> None:
         """End the step: wait for all sends that are not known to be over."""
@@ -213,12 +213,12 @@ class Boundaries:
 
     def _post_ahead(self) -> None:
         """Post receives ahead, except with NCCL, where a receive delays everything launched after it."""
-        while self._due and len(self._posted) < AHEAD and not self.peers.batched:
+        while self._unposted and len(self._posted) < AHEAD and not self.peers.batched:
             self._receive()
 
     def _receive(self, together_with: Sequence[tuple[int, Tensor]] = ()) -> list[Message]:
         """Post the next receive in turn, with NCCL in one launch with a send; return the sends."""
-        action, source = self._due.popleft()
+        action, source = self._unposted.popleft()
         buffer = self._buffer(action)
         received, sent = self.peers.post(self.tag(action), [(source, buffer)], together_with)
         self._posted[action] = received[0], buffer

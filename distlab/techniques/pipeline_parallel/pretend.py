@@ -78,7 +78,7 @@ def sleeps_later(
 ) -> None:
     """Hook: add a sleep to the deferred part of the backward pass."""
     if torch.is_grad_enabled():
-        split.left.append(DeferredSleep(seconds * len(output)))
+        split.deferred.append(DeferredSleep(seconds * len(output)))
 
 
 def sleeps_with_weight(linear: nn.Linear, seconds: float, inputs: Tensor) -> Tensor:

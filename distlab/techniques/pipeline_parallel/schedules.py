@@ -2,7 +2,8 @@
 
 A model is cut into stages, and stage s is on rank s % p. With one stage per rank, stage and rank are the same; with v
 of them (chunks) every microbatch passes each rank v times. A rank's part of a schedule is an ordered list of actions.
-Each action waits for one other action, whose result it needs (`needs`). Schedules do not say when messages are sent.
+Each action waits for one other action, whose result it needs (`producer_of`). Schedules do not say when messages are
+sent.
 
 A backward pass computes two things: the gradient of the stage's input, which the previous stage waits for, and the
 gradients of its weights, which can wait. gpipe, 1f1b and interleaved do both together ("backward"), as their papers and
@@ -76,13 +77,13 @@ def interleaved(ranks: int, microbatches: int, chunks: int) -> Schedule:
     return schedule
 
 
-def in_two(actions: list[Action]) -> list[Action]:
+def split_backwards(actions: list[Action]) -> list[Action]:
     """Split each backward into the gradient of its input and, directly after it, those of its weights."""
-    found = []
+    parts = []
     for action in actions:
         split = action.kind == "backward"
-        found += [action._replace(kind="input"), action._replace(kind="weight")] if split else [action]
-    return found
+        parts += [action._replace(kind="input"), action._replace(kind="weight")] if split else [action]
+    return parts
 
 
 def _orders(rank: int, ranks: int, groups: list[int], chunks: int) -> tuple[list[Action], list[Action]]:
@@ -113,22 +114,22 @@ def stages_of(rank: int, owners: Sequence[int]) -> list[int]:
     return [stage for stage, owner in enumerate(owners) if owner == rank]
 
 
-def needs(action: Action, num_stages: int) -> Action | None:
+def producer_of(action: Action, num_stages: int) -> Action | None:
     """Return the action at the neighbouring stage whose result `action` needs; None at either end of the model, and for
     gradients of weights, which need no message."""
     return _neighbour(action, num_stages, -1)
 
 
-def gives(action: Action, num_stages: int) -> Action | None:
+def consumer_of(action: Action, num_stages: int) -> Action | None:
     """Return the action that needs the result of `action`; None if no other stage does."""
     return _neighbour(action, num_stages, 1)
 
 
-def _neighbour(action: Action, num_stages: int, way: int) -> Action | None:
-    """Return the same action at the next stage, or with `way` -1 at the previous one."""
+def _neighbour(action: Action, num_stages: int, step: int) -> Action | None:
+    """Return the same action at the next stage, or with `step` -1 at the previous one."""
     if action.kind == "weight":
         return None
-    neighbour = action.stage + (way if action.kind == "forward" else -way)
+    neighbour = action.stage + (step if action.kind == "forward" else -step)
     return action._replace(stage=neighbour) if 0 <= neighbour < num_stages else None
 
 
@@ -165,9 +166,9 @@ def zb_h1(ranks: int, microbatches: int) -> Schedule:
         )
         ahead = min(microbatches, ranks - rank)
         actions = forwards[:ahead]
-        for number, given in enumerate(inputs):
+        for number, action in enumerate(inputs):
             late = weights[number - rank : number - rank + 1] if number >= rank else []
-            actions += [given, *late, *forwards[ahead + number : ahead + number + 1]]
+            actions += [action, *late, *forwards[ahead + number : ahead + number + 1]]
         schedule.append(actions + weights[max(0, microbatches - rank) :])
     return schedule
 
@@ -209,9 +210,9 @@ def zbv(ranks: int, microbatches: int) -> Schedule:
 
     It is built for at least 2p-1 microbatches; for fewer, the actions of the missing ones are dropped.
     """
-    made_for = max(microbatches, 2 * ranks - 1)
+    built_for = max(microbatches, 2 * ranks - 1)
     return [
-        [action for action in _v_of(ranks, rank, made_for).actions if action.microbatch < microbatches]
+        [action for action in _v_of(ranks, rank, built_for).actions if action.microbatch < microbatches]
         for rank in range(ranks)
     ]
 
@@ -297,7 +298,7 @@ def simulate(schedule: Schedule, durations_s: Mapping[Kind, float]) -> list[list
         moved = False
         for actions, own in zip(schedule, spans, strict=True):
             for action in actions[len(own) :]:
-                needed = needs(action, num_stages)
+                needed = producer_of(action, num_stages)
                 if needed is not None and needed not in ended:
                     break
                 start = max(own[-1].end_s if own else 0, 0 if needed is None else ended[needed])
@@ -306,6 +307,6 @@ def simulate(schedule: Schedule, durations_s: Mapping[Kind, float]) -> list[list
                 moved = True
     for rank, (actions, own) in enumerate(zip(schedule, spans, strict=True)):
         if len(own) < len(actions):
-            missing = needs(actions[len(own)], num_stages)
+            missing = producer_of(actions[len(own)], num_stages)
             raise ValueError(f"rank {rank} waits for ever, in {actions[len(own)]}, for {missing}")
     return spans

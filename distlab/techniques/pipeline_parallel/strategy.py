@@ -81,7 +81,7 @@ def cut(model: nn.Module, layers: Sequence[nn.Module], runs: list[range], rank: 
     """Return rank `rank`'s part of `model`, whose parameters are all in `layers`; stage s goes to rank `owners[s]`."""
     names = {parameter: name for name, parameter in model.named_parameters()}  # a tied one by its first name
     modules = {stage: [layers[index] for index in run] for stage, run in enumerate(runs)}
-    held = {
+    parameters_of = {
         owner: {
             parameter
             for stage in stages_of(owner, owners)
@@ -92,8 +92,11 @@ def cut(model: nn.Module, layers: Sequence[nn.Module], runs: list[range], rank: 
     }
     return Parts(
         {stage: Stage(dict(zip(runs[stage], modules[stage], strict=True))) for stage in stages_of(rank, owners)},
-        {name: parameter for parameter, name in names.items() if parameter in held[rank]},
-        {name: tuple(owner for owner in held if parameter in held[owner]) for parameter, name in names.items()},
+        {name: parameter for parameter, name in names.items() if parameter in parameters_of[rank]},
+        {
+            name: tuple(owner for owner in parameters_of if parameter in parameters_of[owner])
+            for parameter, name in names.items()
+        },
     )
 
 
@@ -121,11 +124,13 @@ def sum_shared(parts: Parts, peers: Peers) -> None:
 def exchange(peers: Peers, tag: int, tensor: Tensor, others: list[int]) -> list[Tensor]:
     """Send this rank's tensor to `others` and return theirs, all of one shape."""
     mine = sendable(tensor, peers)
-    theirs = [torch.empty_like(mine) for _ in others]
-    received, sent = peers.post(tag, list(zip(others, theirs, strict=True)), [(other, mine) for other in others])
+    received_copies = [torch.empty_like(mine) for _ in others]
+    received, sent = peers.post(
+        tag, list(zip(others, received_copies, strict=True)), [(other, mine) for other in others]
+    )
     for message in (*received, *sent):
         message.wait()
-    return [copy.to(tensor.device) for copy in theirs]
+    return [copy.to(tensor.device) for copy in received_copies]
 
 
 # Engines: how the microbatches of a step go through the stages.
@@ -161,8 +166,8 @@ class ByHand:
         microbatches = self.prepare(microbatches)
 
         def loss(index: int, output: Tensor) -> Tensor:
-            weighed: Tensor = self.loss(output, microbatches[index].targets) * microbatches[index].share
-            return weighed
+            weighted: Tensor = self.loss(output, microbatches[index].targets) * microbatches[index].share
+            return weighted
 
         return self.pipeline.step([microbatch.inputs for microbatch in microbatches], loss)
 
@@ -181,7 +186,7 @@ class Lesson:
         return loss
 
     def _passed(self, *_: Any) -> None:
-        self.most_in_flight = max(self.most_in_flight, len(self.pipeline.held) + 1)
+        self.most_in_flight = max(self.most_in_flight, len(self.pipeline.saved) + 1)
 
 
 def joined(microbatches: list[Microbatch]) -> Microbatch:

@@ -2,9 +2,9 @@
 
 The next bf16 number after 1 is 1 + 2^-7: an update of a thousandth is rounded away, at this step and at all later ones.
 Master weights in float32 accumulate such small updates, and the weights of the model are their rounded copies, renewed
-after each step (Micikevicius et al. 2018, section 3.1). They cost 4 bytes per parameter. Without `kept` the float32
-copies exist during the update only: gradients are unscaled and the update is computed in float32, but the result is
-rounded to 16 bits every time.
+after each step (Micikevicius et al. 2018, section 3.1). They cost 4 bytes per parameter. Without `persistent` the
+float32 copies exist during the update only: gradients are unscaled and the update is computed in float32, but the
+result is rounded to 16 bits every time.
 """
 
 import math
@@ -23,16 +23,16 @@ class Masters:
         kept: whether the float32 weights outlive a step.
     """
 
-    def __init__(self, computing: Sequence[nn.Parameter], exact: Sequence[Tensor], *, kept: bool) -> None:
-        self.computing, self.kept = list(computing), kept
-        self.parameters = [nn.Parameter(each if kept else each.new_empty(0)) for each in exact]
+    def __init__(self, computing: Sequence[nn.Parameter], exact: Sequence[Tensor], *, persistent: bool) -> None:
+        self.computing, self.persistent = list(computing), persistent
+        self.parameters = [nn.Parameter(each if persistent else each.new_empty(0)) for each in exact]
 
     @torch.no_grad()
     def deliver(self, scale: float) -> None:
         """Copy every gradient to its master in float32, divided by the loss `scale`: in 16 bits it would underflow
         again."""
         for weight, master in zip(self.computing, self.parameters, strict=True):
-            if not self.kept:
+            if not self.persistent:
                 master.data = weight.detach().float()
             if weight.grad is not None:
                 master.grad = weight.grad.float().div_(scale)
@@ -43,7 +43,7 @@ class Masters:
         for weight, master in zip(self.computing, self.parameters, strict=True):
             weight.copy_(master)  # rounds to nearest
             master.grad = None
-            if not self.kept:
+            if not self.persistent:
                 master.data = master.new_empty(0)
 
 

@@ -45,10 +45,10 @@ def mixed_precision_bytes(num_parameters: float) -> float:
 
 
 def rest_bytes(
-    stage: int, num_parameters: float, held: float, *, itemsize: int = 4, moments: float = 2, masters: bool = False,
+    stage: int, num_parameters: float, owned: float, *, itemsize: int = 4, moments: float = 2, masters: bool = False,
     num_tensors: int = 0, gradient_itemsize: int | None = None,
 ) -> dict[str, float]:  # fmt: skip
-    """Return bytes of weights, gradients and optimizer state on one rank, by class; it owns `held` parameters, P/N if
+    """Return bytes of weights, gradients and optimizer state on one rank, by class; it owns `owned` parameters, P/N if
     shards are even.
 
     stage 0 keeps all, 1 shards the optimizer's state, 2 the gradients too, 3 the weights too. In float32 with Adam's
@@ -59,12 +59,12 @@ def rest_bytes(
     weights in float32, 18 bytes per parameter, 6+12/N with its distributed optimizer (NVIDIA's documentation of it,
     table of memory).
     """
-    weights, gradients, stepped = (held if stage >= first else num_parameters for first in (3, 2, 1))
-    remembered = moments * (4 if masters else itemsize) + (4 if masters else 0)
+    weights, gradients, stepped = (owned if stage >= first else num_parameters for first in (3, 2, 1))
+    optimizer_bytes = moments * (4 if masters else itemsize) + (4 if masters else 0)
     return {
         "parameters": itemsize * weights,
         "gradients": (gradient_itemsize or itemsize) * gradients,
-        "optimizer": remembered * stepped + 4 * num_tensors,
+        "optimizer": optimizer_bytes * stepped + 4 * num_tensors,
     }
 
 
@@ -79,8 +79,8 @@ def whole_rest(config: Config, sizes: Sequence[int] | None = None) -> tuple[floa
     """Return the sum of that, by default for the whole model, and the bytes per parameter."""
     from distlab.lab.workload.model import outline  # torch comes with it, and `distlab plan` answers without
 
-    held = whole_rest_bytes(outline(config).sizes if sizes is None else sizes, config)
-    return float(sum(held.values())), (4 if config.optimizer == "adamw" else 2) * config.itemsize
+    by_class = whole_rest_bytes(outline(config).sizes if sizes is None else sizes, config)
+    return float(sum(by_class.values())), (4 if config.optimizer == "adamw" else 2) * config.itemsize
 
 
 def at_rest(
@@ -93,9 +93,9 @@ def at_rest(
 
     from distlab.lab.workload.model import buffer_bytes
 
-    carried = buffer_bytes(config, dtype or getattr(torch, config.dtype))
-    of_ranks = tuple(each + carried for each in value) * (config.world_size if len(value) == 1 else 1)
-    return Prediction(variant, "rest bytes", "B", formula + " + buffers" * (carried > 0), of_ranks, 0, shown)
+    buffers = buffer_bytes(config, dtype or getattr(torch, config.dtype))
+    values = tuple(each + buffers for each in value) * (config.world_size if len(value) == 1 else 1)
+    return Prediction(variant, "rest bytes", "B", formula + " + buffers" * (buffers > 0), values, 0, shown)
 
 
 # The peak of a step: what one process's passes hold by themselves, and what a strategy holds in addition.
@@ -108,39 +108,39 @@ def at_rest(
 # change as layers begin and end and as gradients are computed. The update follows the passes, without activations.
 
 
-class Happening(NamedTuple):
-    """Something in a pass of one process at which a strategy takes or frees memory.
+class PassEvent(NamedTuple):
+    """A moment in a pass of one process at which a strategy allocates or frees memory.
 
-    dealt: the samples are in memory; until then the last step's gradients are, too. layer: a layer's forward pass
-    begins. left: it ends. output: the gradient of its output is computed. gradient: a parameter's gradient is computed.
-    taken: that gradient was handed over, and is about to be freed. computed: all of the layer's were. passed: a
-    microbatch is done.
+    batch: the samples are in memory; until then the last step's gradients are, too. layer: a layer's forward pass
+    begins. layer_end: it ends. output: the gradient of its output is computed. gradient: a parameter's gradient is
+    computed. delivered: autograd has handed that gradient over and frees it next. layer_gradients: all gradients of the
+    layer are computed. microbatch_end: a microbatch is done.
     """
 
-    what: str
+    kind: str
     layer: int = -1
     name: str = ""  # of a parameter, "<first layer that has it>.<name in it>"
     numel: int = 0
-    highest: int = 0  # the most working bytes since the happening before
+    highest: int = 0  # the most working bytes since the event before
     live: int = 0  # working bytes at this moment
 
 
-class Holding(Protocol):
-    """What a strategy holds in addition to one process's working memory."""
+class StrategyMemory(Protocol):
+    """The bytes that a strategy stores in addition to one process's working memory."""
 
-    def held(self) -> float:
+    def stored_bytes(self) -> float:
         """Return the bytes at this moment."""
 
-    def after(self, happening: Happening) -> Iterator[float]:
-        """Take or free memory; yield the amount at each moment in between."""
+    def after(self, event: PassEvent) -> Iterator[float]:
+        """Allocate or free memory; yield the bytes at each moment in between."""
 
 
-def pass_peak(outline: Iterable[Happening], holding: Holding) -> float:
-    """Return the most bytes of all moments of the passes."""
+def pass_peak(passes: Iterable[PassEvent], memory: StrategyMemory) -> float:
+    """Return the highest number of bytes at any moment of the passes."""
     most = 0.0
-    for happening in outline:
-        most = max(most, happening.highest + holding.held())
-        most = max([most, *(happening.live + held for held in holding.after(happening))])
+    for event in passes:
+        most = max(most, event.highest + memory.stored_bytes())
+        most = max([most, *(event.live + stored_bytes for stored_bytes in memory.after(event))])
     return most
 
 
@@ -158,16 +158,16 @@ class Replicated:
         self.constant, self.gradients, self.itemsize = constant, gradients, itemsize
         self.in_buckets, self.delivered = in_buckets, gradients
 
-    def held(self) -> float:
+    def stored_bytes(self) -> float:
         return self.constant + self.delivered
 
-    def after(self, happening: Happening) -> Iterator[float]:
+    def after(self, event: PassEvent) -> Iterator[float]:
         """Keep a gradient that has no bucket in autograd's tensor, to which later microbatches are added."""
-        if happening.what == "dealt" and not self.in_buckets:
+        if event.kind == "batch" and not self.in_buckets:
             self.delivered = 0.0
-        if happening.what == "taken":
-            self.delivered = min(self.gradients, self.delivered + happening.numel * self.itemsize)
-        yield self.held()
+        if event.kind == "delivered":
+            self.delivered = min(self.gradients, self.delivered + event.numel * self.itemsize)
+        yield self.stored_bytes()
 
 
 def shown_on(device: str) -> str:
@@ -175,7 +175,7 @@ def shown_on(device: str) -> str:
     return "on a GPU AdamW steps all tensors at once" if device == "cuda" else ""
 
 
-FULLY_SHARD_DIES = "fully_shard over gloo ends a process whose tensors are on a GPU (SIGSEGV): set LAB_BACKEND=nccl"
+FULLY_SHARD_CRASHES = "fully_shard over gloo crashes (SIGSEGV) where tensors are on a GPU: set LAB_BACKEND=nccl"
 KEPT_ON_GPU = "a GPU's attention keeps other tensors than the CPU's"
 
 
@@ -229,7 +229,7 @@ class Sharding:
         self.backward = False
         self.missing = set(self.names)
 
-    def held(self) -> float:
+    def stored_bytes(self) -> float:
         flats = [self.chunks[unit] * self.ranks for unit in self.whole]
         flats += [self.chunks[unit] * self.ranks for unit in self.collected]
         if self.under_way is not None:
@@ -238,47 +238,49 @@ class Sharding:
         numbers: int = sum(flats) + sum(self.own[unit] for unit in self.summed)
         return self.constant + numbers * self.itemsize
 
-    def after(self, happening: Happening) -> Iterator[float]:
+    def after(self, event: PassEvent) -> Iterator[float]:
         """Take and free memory by the rules of the stage."""
-        what, layer, name = happening.what, happening.layer, happening.name
-        if what == "dealt":
+        kind, layer, name = event.kind, event.layer, event.name
+        if kind == "batch":
             self.summed = set()
-        elif what == "passed":
+        elif kind == "microbatch_end":
             self.number, self.backward, self.missing = self.number + 1, False, set(self.names)
-        elif what in ("layer", "output"):
-            self.backward |= what == "output"
-            self._gather(layer, ahead=what == "output" or not self.backward)
-        elif what == "left" and not self.backward and self.reshard and self.unit_of.get(layer) not in self.spanning:
+        elif kind in ("layer", "output"):
+            self.backward |= kind == "output"
+            self._gather(layer, ahead=kind == "output" or not self.backward)
+        elif (
+            kind == "layer_end" and not self.backward and self.reshard and self.unit_of.get(layer) not in self.spanning
+        ):
             self.whole.discard(self.unit_of.get(layer, -1))
-        elif what == "gradient" and self.stage > 1 and name in self.names:
-            yield from self._collects(self.names[name])
-        elif what == "taken" and name in self.names:
-            yield from self._taken(happening)
-        yield self.held()
+        elif kind == "gradient" and self.stage > 1 and name in self.names:
+            yield from self._allocate_gradients(self.names[name])
+        elif kind == "delivered" and name in self.names:
+            yield from self._on_delivered(event)
+        yield self.stored_bytes()
 
     def _gather(self, layer: int, *, ahead: bool) -> None:
         if self.stage == 3:
             following = layer + (-1 if self.backward else 1)
             self.whole |= {self.unit_of[each] for each in (layer, following)[: 1 + ahead] if each in self.unit_of}
 
-    def _collects(self, unit: int) -> Iterator[float]:
+    def _allocate_gradients(self, unit: int) -> Iterator[float]:
         """Allocate the flat gradient of a unit with its first gradient."""
         if unit not in self.collected:
             yield from self._finish()
             self.collected.add(unit)
 
-    def _taken(self, happening: Happening) -> Iterator[float]:
+    def _on_delivered(self, event: PassEvent) -> Iterator[float]:
         """Begin the sum of a unit with its last gradient, and end the sum before."""
-        unit = self.names[happening.name]
+        unit = self.names[event.name]
         if self.stage == 1 and self.number:  # the sum with that of an earlier microbatch, beside both
-            yield self.held() + happening.numel * self.itemsize
-        self.missing.discard(happening.name)
+            yield self.stored_bytes() + event.numel * self.itemsize
+        self.missing.discard(event.name)
         complete = not any(self.names[other] == unit for other in self.missing)
         if complete and (self.stage > 1 or self.number == self.microbatches - 1):
             yield from self._finish()
             self.collected.discard(unit)
             self.under_way = unit
-            yield self.held()
+            yield self.stored_bytes()
             self.whole.discard(unit)
 
     def _finish(self) -> Iterator[float]:
@@ -286,5 +288,5 @@ class Sharding:
         if self.under_way is not None:
             if self.stage > 1:
                 self.summed.add(self.under_way)
-            yield self.held()
+            yield self.stored_bytes()
             self.under_way = None

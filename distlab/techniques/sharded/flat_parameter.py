@@ -47,13 +47,13 @@ class Sharded:
         self.optimizer = make_optimizer(self.zero.masters, config)
 
     def backward(self, microbatches: list[Microbatch]) -> Tensor:
-        shares: list[Tensor] = []
+        losses: list[Tensor] = []
         self.zero.begin()
-        for number, microbatch in enumerate(as_many_as_all(microbatches, self.config)):
+        for number, microbatch in enumerate(pad_microbatches(microbatches, self.config)):
             with self.zero.microbatch(last=number == self.config.num_microbatches - 1):
-                shares.append(forward_backward(self.model, microbatch, number))
+                losses.append(forward_backward(self.model, microbatch, number))
         self.zero.finish()
-        return torch.stack(shares).sum()
+        return torch.stack(losses).sum()
 
     @property
     def layers(self) -> dict[int, nn.Module]:
@@ -87,11 +87,11 @@ class Sharded:
         prime(self.optimizer)
         state: dict[str, Any] = {}
         for unit in self.zero.units:
-            kept = {"": unit.master.detach()} | tensors_of("optimizer", self.optimizer, unit.master)
-            for label, shard in kept.items():
+            tensors = {"": unit.master.detach()} | tensors_of("optimizer", self.optimizer, unit.master)
+            for label, shard in tensors.items():
                 prefix = f"optimizer.{label}" if label else "weights"
-                held = unit.pieces(shard) if shard.dim() else ((name, shard) for name in unit.named)
-                state |= {f"{prefix}.{name}": piece for name, piece in held}
+                pieces = unit.pieces(shard) if shard.dim() else ((name, shard) for name in unit.named)
+                state |= {f"{prefix}.{name}": piece for name, piece in pieces}
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: ARG002  it was filled in place
@@ -99,7 +99,7 @@ class Sharded:
         self.zero.publish()
 
 
-def as_many_as_all(microbatches: list[Microbatch], config: Config) -> list[Microbatch]:
+def pad_microbatches(microbatches: list[Microbatch], config: Config) -> list[Microbatch]:
     """Repeat a rank's last microbatch, with weight 0, until it has as many as the others: all make the same calls."""
     idle = config.num_microbatches - len(microbatches)
     return microbatches + [microbatches[-1]._replace(share=0.0)] * idle
@@ -143,7 +143,7 @@ class FlatUnits:
 
     def begin(self) -> None:
         for unit in self.units:
-            unit.forget_gradients()
+            unit.clear_gradients()
 
     @contextmanager
     def microbatch(self, *, last: bool) -> Iterator[None]:  # noqa: ARG002
@@ -179,9 +179,9 @@ def grouped(model: nn.Module, layers: Sequence[nn.Module]) -> tuple[list[dict[st
     groups: list[dict[str, nn.Parameter]] = []
     unit_of = []
     for layer in layers:
-        known = {owner[parameter] for parameter in layer.parameters() if parameter in owner}
-        assert len(known) < 2, "a layer shares parameters with one other at most"
-        index = min(known, default=len(groups))
+        owners = {owner[parameter] for parameter in layer.parameters() if parameter in owner}
+        assert len(owners) < 2, "a layer shares parameters with one other at most"
+        index = min(owners, default=len(groups))
         groups += [{}] if index == len(groups) else []
         unit_of.append(index)
         for parameter in layer.parameters():
@@ -253,7 +253,7 @@ class FlatParameter:
         else:
             self.shard.grad.add_(part)
 
-    def forget_gradients(self) -> None:
+    def clear_gradients(self) -> None:
         for parameter in (self.shard, self.master, *self.named.values()):
             parameter.grad = None
 
@@ -300,11 +300,11 @@ class FullySharded(StepsParameters):
 
     def backward(self, microbatches: list[Microbatch]) -> Tensor:
         self.model.zero_grad()
-        shares = [
+        losses = [
             forward_backward(self.model, microbatch, number, self.group.size())
-            for number, microbatch in enumerate(as_many_as_all(microbatches, self.config))
+            for number, microbatch in enumerate(pad_microbatches(microbatches, self.config))
         ]
-        return torch.stack(shares).sum()
+        return torch.stack(losses).sum()
 
     def full(self, kind: str) -> Iterator[tuple[str, Tensor]]:
         """Yield dense tensors on rank 0, gathered one by one; nothing on other ranks."""

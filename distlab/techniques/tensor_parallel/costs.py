@@ -118,6 +118,6 @@ def layer_activation_bytes(
     tokens, t = seq * samples, tensor_ranks
     if recompute == "full":
         return itemsize * tokens * width / (t if sequence_parallel else 1)
-    whole, cut = 4 * itemsize + 2, 12 * itemsize  # 10 and 24: two of those that stay whole are masks of one byte
+    uncut, cut = 4 * itemsize + 2, 12 * itemsize  # 10 and 24: two of those that stay whole are masks of one byte
     scores = (2 * itemsize + 1) * heads * seq / width if recompute == "none" else 0.0
-    return tokens * width * (whole / (t if sequence_parallel else 1) + cut / t + scores / t)
+    return tokens * width * (uncut / (t if sequence_parallel else 1) + cut / t + scores / t)

@@ -316,9 +316,9 @@ class RowsEmbedding(nn.Module):
         self.positions = embedding.positions
 
     def forward(self, tokens: Tensor) -> Tensor:
-        at = slice(len(tokens)) if self.positions is None else self.positions
+        positions = slice(len(tokens)) if self.positions is None else self.positions
         hidden: Tensor = self.token(tokens)
-        return hidden + self.region.own(self.position.weight[at])[:, None]
+        return hidden + self.region.own(self.position.weight[positions])[:, None]
 
 
 # Slices: which part of a dense tensor each rank holds, and where that part stands in the dense tensor.
@@ -350,7 +350,10 @@ class Slice:
         """Do the same for a piece of that part."""
         shape, first = list(piece.shape), self.first(rank)
         shape[self.dim] = sum(self.sizes)
-        moved = [((*at[: self.dim], at[self.dim] + first, *at[self.dim + 1 :]), box) for at, box in piece.boxes]
+        moved = [
+            ((*offset[: self.dim], offset[self.dim] + first, *offset[self.dim + 1 :]), box)
+            for offset, box in piece.boxes
+        ]
         return LocalShard(torch.Size(shape), moved)
 
     def first(self, rank: int) -> int:

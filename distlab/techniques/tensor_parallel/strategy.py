@@ -44,31 +44,31 @@ class TensorParallel(PartitionedStrategy):
 
     def __init__(
         self, model: Model, group: dist.ProcessGroup, config: Config, slices: dict[str, Slice] | None = None, *,
-        by_rows: bool = False, loss_is_local: bool = False,
+        sequence_parallel: bool = False, loss_is_local: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(dict(model.named_parameters()), dict(enumerate(model.layers)), group, config)
-        self.model, self.by_rows = model, by_rows
-        self.has_share = loss_is_local or group.rank() == 0
+        self.model, self.sequence_parallel = model, sequence_parallel
+        self.returns_loss = loss_is_local or group.rank() == 0
         self.slices = slices_of(model) if slices is None else slices
 
     def backward(self, microbatches: list[Microbatch]) -> Tensor | None:
         """Run forward and backward of all microbatches; the layers do all communication except the last sum."""
         self.model.zero_grad()
-        shares = [
+        losses = [
             local(forward_backward(self.model, microbatch, number)) for number, microbatch in enumerate(microbatches)
         ]
-        if self.by_rows:
+        if self.sequence_parallel:
             self.sum_gradients()
-        return torch.stack(shares).sum() if self.has_share else None
+        return torch.stack(losses).sum() if self.returns_loss else None
 
     def sum_gradients(self) -> None:
         """Sum the gradients of all parameters that every rank holds whole, in one call."""
-        for _, parameter in self.whole():
+        for _, parameter in self.replicated():
             if parameter.grad is None:  # all ranks sum tensors of one size
                 parameter.grad = torch.zeros_like(parameter)
-        sum_together([p.grad for _, p in self.whole() if p.grad is not None], self.group)
+        sum_together([p.grad for _, p in self.replicated() if p.grad is not None], self.group)
 
-    def whole(self) -> list[tuple[str, nn.Parameter]]:
+    def replicated(self) -> list[tuple[str, nn.Parameter]]:
         """Return the parameters that every rank holds whole; they must be equal on all ranks."""
         return [(name, p) for name, p in self.named.items() if name not in self.slices]
 
@@ -121,12 +121,12 @@ def slice_layers(model: Model, group: dist.ProcessGroup, region: Region) -> None
         slice_ends(model, group, region)
 
 
-def slice_by_lesson(model: Model, group: dist.ProcessGroup, slice_one: Callable[..., None]) -> dict[str, Slice]:
+def slice_by_lesson(model: Model, group: dist.ProcessGroup, slice_block: Callable[..., None]) -> dict[str, Slice]:
     """Slice the layers by the function of a lesson.py, which leaves gpt's two ends whole; return the slices by name."""
     slices: dict[str, Slice] = {}
     for name, part, columns, row, unit in sliced_linears(model):
         sizes = partition_sizes(getattr(part, row).in_features // unit, group.size(), unit)
-        slice_one(part, columns, row, group, unit)
+        slice_block(part, columns, row, group, unit)
         slices |= {f"{name}.{each}.{kind}": Slice(0, sizes) for each in columns for kind in ("weight", "bias")}
         slices[f"{name}.{row}.weight"] = Slice(1, sizes)
     return slices

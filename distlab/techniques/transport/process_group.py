@@ -258,7 +258,7 @@ class TcpGroup(dist.ProcessGroup):
         """Run the collective with each of the `arguments`, one after the other."""
         peers = self._peers = self._peers or Peers(self, self.channel)  # torch knows a group's ranks once it is created
         number = self._collectives
-        steps = chain.from_iterable(collective(peers.of_call(number), *each) for each in arguments)
+        steps = chain.from_iterable(collective(peers.for_call(number), *each) for each in arguments)
         work.begin(steps, opts.asyncOp)
         return work
 

@@ -119,18 +119,16 @@ def lab_of(**settings: str) -> Any:
 
 
 def test_layers_run_to_the_end_and_gradients_come_back_and_are_dropped() -> None:
-    happenings = outlined(lab_of())
-    words = [
-        (each.what, each.layer) for each in happenings if each.what in ("dealt", "layer", "left", "output", "passed")
-    ]
+    events = outlined(lab_of())
+    words = [(each.kind, each.layer) for each in events if each.kind not in ("gradient", "delivered")]
     assert words == [
-        ("dealt", -1), ("layer", 0), ("left", 0), ("layer", 1), ("left", 1), ("layer", 2), ("left", 2),
-        ("output", 2), ("output", 1), ("output", 0), ("passed", -1),
+        ("batch", -1), ("layer", 0), ("layer_end", 0), ("layer", 1), ("layer_end", 1), ("layer", 2), ("layer_end", 2),
+        ("output", 2), ("output", 1), ("output", 0), ("microbatch_end", -1),
     ]  # fmt: skip
-    taken = [each.name for each in happenings if each.what == "taken"]
-    assert len(taken) == len(set(taken)) == 3 * 6
-    assert happenings[-1].live < 600  # the batch, no activation and no gradient
-    assert max(each.highest for each in happenings) > 4000
+    delivered = [each.name for each in events if each.kind == "delivered"]
+    assert len(delivered) == len(set(delivered)) == 3 * 6
+    assert events[-1].live < 600  # the batch, no activation and no gradient
+    assert max(each.highest for each in events) > 4000
 
 
 def test_what_was_there_before_may_end_meanwhile() -> None:

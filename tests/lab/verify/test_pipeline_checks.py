@@ -68,7 +68,7 @@ def test_each_row_along_pp_is_a_pipeline_of_its_own(name: str, other: str) -> No
 def test_passes_out_of_order_fail() -> None:
     """In one pipeline of two: nobody of it puts it on paper, and the other one holds."""
     right = schedules.zb_h1(3, MANY)
-    wrong = [schedules.in_two(actions) for actions in schedules.one_forward_one_backward(3, MANY)]
+    wrong = [schedules.split_backwards(actions) for actions in schedules.one_forward_one_backward(3, MANY)]
     found = claims(ONE, right, wrong)
     assert found[:3] == [HELD] * 3
     assert [each["schedule"] for each in found[3:]] == [True, False, False]  # rank 0 puts nothing off

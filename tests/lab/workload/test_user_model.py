@@ -187,7 +187,7 @@ NONE_TIMED = "is timed next to a mode's variants, but {} times none, allowed: co
 @pytest.mark.parametrize(("mode", "settings", "words"), [
     ("tp", {}, REPLICA.format("tp", "tp")), ("pp", {}, REPLICA.format("pp", "pp")),
     ("cp", {}, REPLICA.format("cp", "cp")), ("mesh", {"LAB_MESH": "tp2"}, REPLICA.format("mesh", "tp")),
-    ("moe", {}, "would route its own tokens as if there were no others: write a strategy of (model, mesh, config)"),
+    ("moe", {}, "would route its tokens without those of other ranks: write a strategy of (model, mesh, config)"),
     *((mode, {}, NONE_TIMED.format(mode)) for mode in ("comm", "train", "elastic", "largebatch")),
 ])  # fmt: skip
 def test_a_step_is_refused_where_it_has_no_place(mode: str, settings: dict[str, str], words: str) -> None:
@@ -200,9 +200,9 @@ def test_a_step_is_refused_where_it_has_no_place(mode: str, settings: dict[str, 
 
 @pytest.mark.parametrize(("mode", "words"), [
     ("mesh", "; pp takes its layers, dp and fsdp take it whole, and `distlab prove` proves how you cut it"),
-    ("tp", "allowed: mlp, gpt; cut its layers in a file of your own, and prove it by `distlab prove FILE`"),
-    ("cp", "share out its positions in a strategy of your own, and prove it by `distlab prove`"),
-    ("moe", "; one with experts of its own runs in dp and fsdp, and `distlab prove` proves how you share them out"),
+    ("tp", "allowed: mlp, gpt; cut its layers in your own file, and prove it with `distlab prove FILE`"),
+    ("cp", "split its positions in your own strategy, and prove it with `distlab prove`"),
+    ("moe", "; a model with its own experts runs in dp and fsdp, and `distlab prove` checks how you distribute them"),
     ("comm", "comm trains nothing, so run it in dp, fsdp or pp"), ("train", "train trains nothing"),
 ])  # fmt: skip
 def test_a_mode_that_cannot_train_it_says_which_can(mode: str, words: str) -> None:
@@ -262,7 +262,7 @@ def test_pp_wants_what_stages_pass_on_to_have_one_shape() -> None:
     mode = load_for(config(RUN_MODE="pp"))
     assert mode.refuse(config(RUN_MODE="pp", LAB_MODEL=MODEL, LAB_WIDTH="24")) == []
     (said,) = mode.refuse(config(RUN_MODE="pp", LAB_MODEL=MODEL))
-    assert "layer 0 gives [B, 64, 24]: set them to what all layers give" in said
+    assert "layer 0 returns [B, 64, 24]: set both to what all layers return" in said
 
 
 def test_largebatch_knows_the_labs_own_models_alone_and_says_so() -> None:

@@ -62,9 +62,9 @@ def test_a_tensor_comes_back_as_it_was(dtype: torch.dtype, shape: tuple[int, ...
 
 
 def test_what_is_of_no_plain_kind_is_not_sent() -> None:
-    with pytest.raises(TypeError, match="a Pair is of no plain kind"):
+    with pytest.raises(TypeError, match="a Pair cannot be sent as a plain value"):
         to_bytes(Pair(1))
-    with pytest.raises(TypeError, match="a function is of no plain kind"):
+    with pytest.raises(TypeError, match="a function cannot be sent as a plain value"):
         to_bytes([from_bytes])
 
 

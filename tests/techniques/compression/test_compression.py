@@ -301,12 +301,12 @@ def through_buckets(group: dist.ProcessGroup) -> tuple[list[list[tuple[int, ...]
     """The shapes that each bucket's all_reduce was made for, and whether gradients were summed through it."""
     seen: list[list[tuple[int, ...]]] = []
 
-    def all_reduce_of(shapes: list[Size]) -> Compressor:
+    def make_all_reduce(shapes: list[Size]) -> Compressor:
         seen.append([tuple(shape) for shape in shapes])
         return Cast(group, feedback=True)
 
     parameters = [nn.Parameter(torch.ones(shape)) for shape in ((4, 3), (3,), (2, 5))]
-    buckets = GradientBuckets(parameters, group, 50, all_reduce_of=all_reduce_of)
+    buckets = GradientBuckets(parameters, group, 50, make_all_reduce=make_all_reduce)
     with buckets.accumulate(last=True):
         sum(parameter.sum() * (index + 1) for index, parameter in enumerate(parameters)).backward()  # type: ignore[union-attr]
     buckets.finish()

@@ -28,7 +28,7 @@ def part(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def groups(parameters: list[nn.Parameter], decay: float) -> list[Group]:
-    """As `decayed_apart`, by the shapes of whole weights: a part is always a vector."""
+    """As `split_by_decay`, by the shapes of whole weights: a part is always a vector."""
     matrices = [p for p, shape in zip(parameters, SHAPES, strict=True) if len(shape) > 1]
     vectors = [p for p, shape in zip(parameters, SHAPES, strict=True) if len(shape) == 1]
     return [

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from distlab.techniques.large_batch import Lamb, decayed_apart
+from distlab.techniques.large_batch import Lamb, split_by_decay
 from tests.techniques.large_batch.sharded import groups, trained_in_parts, weights
 from tests.warm_ranks import Ranks
 
@@ -18,13 +18,13 @@ def stepped(weight: list[float], gradient: list[float], **settings: object) -> t
     parameter = nn.Parameter(torch.tensor([weight], dtype=torch.float64))
     parameter.grad = torch.tensor([gradient], dtype=torch.float64)
     before = parameter.detach().clone()
-    Lamb(decayed_apart([parameter], DECAY), lr=1.0, **settings).step()  # type: ignore[arg-type]
+    Lamb(split_by_decay([parameter], DECAY), lr=1.0, **settings).step()  # type: ignore[arg-type]
     return (before - parameter.detach())[0]
 
 
 def test_two_steps_are_the_papers_formula() -> None:
     weight = nn.Parameter(torch.tensor([[3.0, 4.0]], dtype=torch.float64))
-    optimizer, w = Lamb(decayed_apart([weight], DECAY), lr=0.5), weight.detach().clone()
+    optimizer, w = Lamb(split_by_decay([weight], DECAY), lr=0.5), weight.detach().clone()
     m = v = torch.zeros(1, 2, dtype=torch.float64)
     for step, gradient in enumerate(torch.tensor([[[1.0, -2.0]], [[0.5, 3.0]]], dtype=torch.float64), 1):
         weight.grad = gradient
@@ -46,7 +46,9 @@ def test_equal_to_pytorch_optimizer(decay: float) -> None:
         ours[0].mul_(5)  # a norm above the bound of 10
         theirs[0].mul_(5)
     reference = Theirs(theirs, lr=0.01, adam_debias=True, weight_decouple=False, eps=1e-12)
-    optimizer = Lamb(decayed_apart(ours, decay), 0.01, eps=1e-12)  # without the bias of moments an eps weighs otherwise
+    optimizer = Lamb(
+        split_by_decay(ours, decay), 0.01, eps=1e-12
+    )  # without the bias of moments an eps weighs otherwise
     for step in range(4):
         unbiased = math.sqrt(1 - 0.999 ** (step + 1)) / (1 - 0.9 ** (step + 1))
         reference.param_groups[0]["weight_decay"] = decay / unbiased
@@ -71,7 +73,7 @@ def test_norms_of_zero_take_adams_step_and_vectors_always_do() -> None:
     assert stepped([0.0, 0.0], [0.0, 0.0]).tolist() == [0, 0]
     bias = nn.Parameter(torch.tensor([5.0]))
     bias.grad = torch.tensor([7.0])
-    Lamb(decayed_apart([bias], DECAY), lr=0.5).step()
+    Lamb(split_by_decay([bias], DECAY), lr=0.5).step()
     assert bias.item() == pytest.approx(4.5)
 
 
@@ -81,7 +83,7 @@ def test_parts_over_ranks_are_stepped_as_the_whole(ranks: Ranks) -> None:
 
 
 def test_groups_of_shapes_are_those_that_the_optimizer_makes() -> None:
-    found, wanted = decayed_apart(weights(), DECAY), groups(weights(), DECAY)
+    found, wanted = split_by_decay(weights(), DECAY), groups(weights(), DECAY)
     assert [[p.shape for p in group["params"]] for group in found] == [
         [p.shape for p in group["params"]] for group in wanted
     ]

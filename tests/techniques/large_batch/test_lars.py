@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from distlab.techniques.large_batch import Lars, decayed_apart
+from distlab.techniques.large_batch import Lars, split_by_decay
 from tests.techniques.large_batch.sharded import groups, train, trained_in_parts, weights
 from tests.warm_ranks import Ranks
 
@@ -17,7 +17,7 @@ def test_one_step_is_the_papers_formula() -> None:
     weight, bias = nn.Parameter(torch.tensor([[3.0, 4.0]])), nn.Parameter(torch.tensor([1.0]))
     # Against the weight: ‖g + βw‖ is not ‖g‖ + β‖w‖.
     weight.grad, bias.grad = torch.tensor([[-0.6, -0.8]]), torch.tensor([2.0])
-    Lars(decayed_apart([weight, bias], DECAY), lr=0.5, trust=0.01).step()
+    Lars(split_by_decay([weight, bias], DECAY), lr=0.5, trust=0.01).step()
     rate = 0.01 * 5 / (1 + DECAY * 5)
     wanted = torch.tensor([[3.0, 4.0]]) - 0.5 * rate * (
         torch.tensor([[-0.6, -0.8]]) + DECAY * torch.tensor([[3.0, 4.0]])
@@ -42,7 +42,7 @@ def test_a_norm_of_zero_gives_the_rate_that_all_layers_carry(zero: str) -> None:
     weight = nn.Parameter(torch.zeros(1, 2) if zero == "weight" else torch.ones(1, 2))
     weight.grad = torch.zeros(1, 2) if zero == "gradient" else torch.ones(1, 2)
     before = weight.detach().clone()
-    Lars(decayed_apart([weight], DECAY), lr=1.0, trust=0.001).step()
+    Lars(split_by_decay([weight], DECAY), lr=1.0, trust=0.001).step()
     step = 1.0 if zero == "weight" else DECAY
     assert torch.allclose(before - weight, torch.full((1, 2), 0.001 * step), rtol=1e-3)
 

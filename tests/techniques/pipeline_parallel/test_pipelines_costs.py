@@ -8,9 +8,9 @@ from distlab.techniques.pipeline_parallel.costs import ahead, bubble, idle_share
 from distlab.techniques.pipeline_parallel.schedules import (
     Kind,
     Schedule,
+    consumer_of,
     dualpipev,
     folded,
-    gives,
     gpipe,
     interleaved,
     one_forward_one_backward,
@@ -82,11 +82,11 @@ def test_in_flight_is_bounded_by_the_pipe_in_1f1b_and_by_the_batch_in_gpipe() ->
 @given(st.integers(1, 8), st.integers(1, 6), st.integers(1, 4))
 def test_ends_are_those_at_which_the_schedule_sends(ranks: int, microbatches: int, chunks: int) -> None:
     for rank, actions in enumerate(interleaved(ranks, microbatches, chunks)):
-        takers = [gives(action, ranks * chunks) for action in actions]
+        takers = [consumer_of(action, ranks * chunks) for action in actions]
         sent = sum(taker is not None and taker.stage % ranks != rank for taker in takers)
         assert sent == microbatches * pipeline_ends(ranks, chunks, rank)
     places = folded(ranks)
     for rank, actions in enumerate(zbv(ranks, microbatches)):
-        takers = [gives(action, 2 * ranks) for action in actions]
+        takers = [consumer_of(action, 2 * ranks) for action in actions]
         sent = sum(taker is not None and places[taker.stage] != rank for taker in takers)
         assert sent == microbatches * pipeline_ends(ranks, 2, rank, folded=True)

@@ -10,14 +10,14 @@ from distlab.techniques.pipeline_parallel.schedules import (
     Action,
     Kind,
     Schedule,
+    consumer_of,
     dualpipev,
-    gives,
     gpipe,
     interleaved,
-    needs,
     one_forward_one_backward,
     one_microbatch,
     owners,
+    producer_of,
     simulate,
     stages_of,
     zb_h1,
@@ -45,7 +45,7 @@ def all_schedules(ranks: int, microbatches: int, chunks: int) -> dict[str, tuple
 
 def message_of(action: Action, places: list[int]) -> Message | None:
     """What `action` sends to another rank, by the rank of each stage."""
-    taker = gives(action, len(places))
+    taker = consumer_of(action, len(places))
     if taker is None or places[taker.stage] == places[action.stage]:
         return None
     return places[action.stage], places[taker.stage], taker
@@ -53,7 +53,7 @@ def message_of(action: Action, places: list[int]) -> Message | None:
 
 def awaited_by(action: Action, places: list[int]) -> Message | None:
     """What `action` receives from another rank."""
-    needed = needs(action, len(places))
+    needed = producer_of(action, len(places))
     if needed is None or places[needed.stage] == places[action.stage]:
         return None
     return places[needed.stage], places[action.stage], action

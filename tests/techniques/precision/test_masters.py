@@ -10,10 +10,10 @@ from distlab.techniques.precision import Masters
 SCALE, STEPS = 1024.0, 64
 
 
-def after(kept: bool) -> tuple[float, Masters]:
+def after(persistent: bool) -> tuple[float, Masters]:
     """A weight of 1 in bf16, moved by 2^-10 at each of 64 steps: its next neighbour is 2^-7 away."""
     weight = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
-    masters = Masters([weight], [torch.ones(1)], kept=kept)
+    masters = Masters([weight], [torch.ones(1)], persistent=persistent)
     optimizer = PlainSGD(masters.parameters, lr=1.0)
     for _ in range(STEPS):
         weight.grad = torch.full((1,), -SCALE / 1024, dtype=torch.bfloat16)
@@ -24,11 +24,11 @@ def after(kept: bool) -> tuple[float, Masters]:
     return weight.item(), masters
 
 
-@pytest.mark.parametrize("kept", [True, False])
-def test_small_updates(kept: bool) -> None:
-    value, masters = after(kept)
-    assert value == (1 + STEPS / 1024 if kept else 1.0)
-    assert masters.parameters[0].numel() == kept  # a copy is gone after its update
+@pytest.mark.parametrize("persistent", [True, False])
+def test_small_updates(persistent: bool) -> None:
+    value, masters = after(persistent)
+    assert value == (1 + STEPS / 1024 if persistent else 1.0)
+    assert masters.parameters[0].numel() == persistent  # a copy is gone after its update
     assert masters.parameters[0].grad is None
 
 
@@ -36,7 +36,7 @@ def test_unscaling_in_16_bits_would_underflow_again() -> None:
     gradient = torch.tensor([1e-8 * 65536], dtype=torch.float16)
     weight = nn.Parameter(torch.ones(1, dtype=torch.float16))
     weight.grad = gradient
-    masters = Masters([weight], [torch.ones(1)], kept=True)
+    masters = Masters([weight], [torch.ones(1)], persistent=True)
     masters.deliver(65536)
     assert masters.parameters[0].grad is not None
     assert masters.parameters[0].grad.item() == pytest.approx(1e-8, rel=1e-3)

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from distlab.techniques.mesh.strategy import ZeroByRows
+from distlab.techniques.mesh.strategy import SequenceParallelZero
 from tests.warm_ranks import Ranks
 
 pytestmark = pytest.mark.timeout(60)
@@ -17,7 +17,7 @@ def summed(group: dist.ProcessGroup, stage: int, microbatches: int) -> list[floa
     torch.manual_seed(0)
     layer, alone = nn.Linear(1, 1), dist.new_group([group.rank()], use_local_synchronization=True)
     assert isinstance(alone, dist.ProcessGroup)
-    zero = ZeroByRows(layer, [layer], alone, stage, whole=[layer.bias], rows=group)
+    zero = SequenceParallelZero(layer, [layer], alone, stage, replicated=[layer.bias], rows=group)
     zero.begin()
     for index in range(microbatches):
         with zero.microbatch(last=index == microbatches - 1):
