@@ -113,11 +113,11 @@ CASES = {
     "the call of the script is in the remedy": (
         "trainer = Trainer(3, 99)\ntrainer.train()\nif rank == 0:\n    trainer.log(torch.ones(1))",
         "rank 0 waits in all_reduce",
-        "let all ranks call Trainer.log at train.py:28, or none; it stands under `if rank == 0`",
+        "let all ranks call Trainer.log at train.py:28, or none; it is under `if rank == 0`",
     ),
     "a user's line in a forward pass, below DDP's, is reported with the call above it": (
         "Trainer(3, 99, Net(4, 1)).train()", "train.py:19, called by Trainer.train at train.py:25",
-        "let all ranks make the all_reduce at train.py:19, or none; it stands under `if dist.get_rank() == 0`",
+        "let all ranks make the all_reduce at train.py:19, or none; it is under `if dist.get_rank() == 0`",
     ),
 }  # fmt: skip
 

@@ -22,8 +22,8 @@ SKIPPED = (
 )
 WENT_ON = "rank 1 went on after 3 optimizer steps / 3 batches of its DataLoader, and rank 0 has read 4 batches"
 FEWER = "rank 1's loop ended after 2 optimizer steps / 2 batches of its DataLoader, and rank 0 has read 3 batches"
-ON_0 = "it stands under `if rank == 0`"
-OF_SAVE = "it stands under `if step == 1 and rank == 0`"
+ON_0 = "it is under `if rank == 0`"
+OF_SAVE = "it is under `if step == 1 and rank == 0`"
 SAVE = "torch.distributed.checkpoint.save"
 
 ZERO = "        optimizer.zero_grad()\n"

@@ -151,10 +151,10 @@ def main():
 @pytest.mark.parametrize(
     ("number", "callers", "branch"),
     [
-        (2, "train.py:18 from train.py:30", "stands under `if trainer.is_world_process_zero()` (train.py:17)"),
+        (2, "train.py:18 from train.py:30", "is under `if trainer.is_world_process_zero()` (train.py:17)"),
         (2, "train.py:19", ""),
         (8, "", "comes after `if not accelerator.is_main_process: return` (train.py:6)"),
-        (13, "", "stands under `@rank_zero_only` (train.py:12)"),
+        (13, "", "is under `@rank_zero_only` (train.py:12)"),
     ],
 )
 def test_the_condition_of_a_caller_a_return_and_a_decorator(

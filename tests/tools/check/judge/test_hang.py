@@ -41,7 +41,7 @@ def test_a_barrier_under_rank_0_is_a_hang(world_size: int, tmp_path: Path) -> No
         )
         assert re.search(where, checked.one_line)
     assert "let all ranks make the barrier at" in match["sentence"]
-    assert "it stands under `if dist.get_rank() == 0` (resume_rank_0.py:" in match["sentence"]
+    assert "it is under `if dist.get_rank() == 0` (resume_rank_0.py:" in match["sentence"]
     assert_drawn_to_one_edge(next(tmp_path.glob("resume_rank_0-*")), world_size)
 
 
@@ -166,12 +166,12 @@ if (
     barrier()
 """
 BRANCHES = {
-    5: "stands under `if rank == 0` (train.py:2)",
-    7: "stands under the other side of `if rank == 0` (train.py:2)",
+    5: "is under `if rank == 0` (train.py:2)",
+    7: "is in the other branch of `if rank == 0` (train.py:2)",
     8: "",
-    9: "stands under `if rank == 0` (train.py:9)",  # a branch may be on one line
+    9: "is under `if rank == 0` (train.py:9)",  # a branch may be on one line
     12: "",  # and its condition on several
-    14: "stands under `if rank == 0 and agreed(all_reduce(loss))` (train.py:10)",
+    14: "is under `if rank == 0 and agreed(all_reduce(loss))` (train.py:10)",
 }
 
 
