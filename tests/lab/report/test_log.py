@@ -93,7 +93,7 @@ CASES: dict[str, tuple[Ranks, list[str]]] = {
         [
             "\nnaive 3.1e-02 5.6e-17 0 FAILED\nbucketed 3.1e-02 5.6e-17 0 FAILED\nddp 3.1e-02 5.6e-17 0 FAILED\n",
             "\nnaive 81.7 1.62 9.60 9.60 9.70 FAILED\n",
-            "\nFAILED bucketed gradients: differs by 3.1e-02 where 1e-12 is allowed\n",
+            "\nFAILED bucketed gradients: differs by 3.1e-02, but only 1e-12 is allowed\n",
             "\nFAILED naive wire bytes: predicted 9.60 MB ± 150 kB, rank 2 measured 12.0 MB\n",
             "\nFAIL 4 of 16 checks failed: naive gradients, ",
         ],
@@ -250,7 +250,7 @@ def test_an_injected_bug_is_in_the_first_line_and_explained_in_the_last() -> Non
     assert printed[0] == MADE
     assert printed[-3] == (
         "FAIL       2 of 18 checks failed: naive replicas, ddp replicas · LAB_BUG=no_broadcast: every rank begins from"
-        " weights of its own; caught by naive replicas, as expected: differs by 5.0e-01 where 0 is allowed"
+        " weights of its own; caught by naive replicas, as expected: differs by 5.0e-01, but only 0 is allowed"
     )
     assert sum("every rank begins" in line for line in printed) == 2
     assert sum("caught by" in line for line in printed) == 1

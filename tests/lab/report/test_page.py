@@ -152,7 +152,7 @@ def test_failures_come_first() -> None:
     )
     assert shown.index("What went wrong") < shown.index("About this mode")
     assert "rank 2 lost at step 7: killed" in shown
-    assert "naive weights: differs by 5.0e-01 where 1e-12 is allowed" in shown
+    assert "naive weights: differs by 5.0e-01, but only 1e-12 is allowed" in shown
     assert '<header class="lost">' in shown
 
 

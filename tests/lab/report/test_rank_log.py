@@ -81,7 +81,7 @@ word       noted after the step
 I sent     826 B to rank 2 per step; predicted 800 B = 2(N-1)/N x S
 losses     4.500 4.250 · 30.0 ms per step · memory 1.20 kB, peak 1.50 kB
 also       ddp 11.0 ms 900 B
-FAILED     flat weights: 2.0e-03 off
+FAILED     flat weights: differs by 2.0e-03
 PASS       1 of 2 checks of mine passed · report runs/here/report.html"""
 
 
@@ -179,7 +179,7 @@ def test_an_injected_bug_is_in_every_log_with_the_failed_checks() -> None:
     lines = logged([start, *run()[1:]])
     assert not any(line.startswith("bug") for line in logged([replace(start, rank=0), *run()[1:]]))
     assert lines[1] == "bug        LAB_BUG=lost: a rank's part is left out"
-    assert "FAILED     flat weights: 2.0e-03 off" in lines
+    assert "FAILED     flat weights: differs by 2.0e-03" in lines
 
 
 def test_no_line_ends_between_a_number_and_its_unit() -> None:

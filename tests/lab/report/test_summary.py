@@ -266,8 +266,8 @@ def test_threads_beside_the_ranks(
 @pytest.mark.parametrize(
     ("failed", "expected"),
     [
-        (claim("gradients", False), "flat gradients: differs by 2.5e-01 where 0.125 is allowed"),
-        (claim("a", False, "", detail="rank 1"), "a: differs by 2.5e-01 where 0.125 is allowed (rank 1)"),
+        (claim("gradients", False), "flat gradients: differs by 2.5e-01, but only 0.125 is allowed"),
+        (claim("a", False, "", detail="rank 1"), "a: differs by 2.5e-01, but only 0.125 is allowed (rank 1)"),
         (claim("replicas agree", False, "", unit="findings", detail="w differs"), "replicas differ: w differs"),
         (comparison("calls", False), "flat calls: predicted 3 calls ± 1 call, rank 2 measured 5 calls"),
     ],
@@ -286,7 +286,7 @@ BUG = {"name": "twice", "what": "sends twice", "check": "calls"}
         ([claim("a", False)], [comparison("calls", False)],
          "caught by flat calls: predicted 3 calls ± 1 call, rank 2 measured 5 calls"),
         ([claim("calls", False), claim("calls", False, "ring", max_abs_diff=0.5)], [],
-         "caught by flat calls, ring calls: the first differs by 2.5e-01 where 0.125 is allowed"),
+         "caught by flat calls, ring calls: the first differs by 2.5e-01, but only 0.125 is allowed"),
         ([claim("a", False)], [comparison("calls", True)],
          "not caught: the calls check passed: nothing in this run detects it"),
         ([claim("a", False)], [], "not caught: the calls check did not run: nothing in this run could detect it"),
@@ -365,8 +365,10 @@ def test_of_more_claims_than_have_room_the_rest_is_counted() -> None:
         "read       mine/m.py"
     ]
     names = [claim(name, True) for name in "abcdefghi"]
-    assert in_lines(sentences.decided(made_run(checks=names))) == ["decided by a, b, c, d, e, f, g, h and 1 more"]
-    assert in_lines(sentences.decided(made_run(checks=names[:8]))) == ["decided by a, b, c, d, e, f, g, h"]
+    assert in_lines(sentences.deciding_checks(made_run(checks=names))) == [
+        "decided by a, b, c, d, e, f, g, h and 1 more"
+    ]
+    assert in_lines(sentences.deciding_checks(made_run(checks=names[:8]))) == ["decided by a, b, c, d, e, f, g, h"]
 
 
 def test_names_and_claims_are_those_of_a_variant() -> None:
